@@ -78,8 +78,16 @@ class RowBookkeeping(RoundParts):
         for cache, larger in zip(caches(self), caches(other)):
             cache.share(larger)
 
-    def enter(self, row: int, share_text: bool) -> None:
-        """A text begins in one row, while the others go on. share_text: see `Drafter.start`."""
+    def resize(self, slots: int) -> None:
+        """Make room for `slots` tokens a row in all buffers that are no caches; what they hold stays."""
+
+    def enter(self, row: int, share_text: bool, references: list[Tensor]) -> None:
+        """A text begins in one row, while the others go on.
+
+        share_text: see `Drafter.start`.
+        references: [n] int64 each, on the CPU; texts that only this row may draft from, until it is left. With one -1
+            after each but the last they fit into the slots of a row.
+        """
         for buffer in self.row_buffers():
             buffer[row].zero_()
 

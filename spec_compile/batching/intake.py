@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
+from ..drafting import Algorithm
 from ..runtime.draft_limit import read_limit
 from .job import Job, seed_of
 from .prepare import CALLBACKS, Preparer
@@ -53,8 +54,9 @@ class Intake:
                 options["eos_token_id"] = ends
             else:
                 config, defaults = _without_end(config), _without_end(defaults)
-        limit = options.pop("speculation", None)
-        most_nodes = read_limit(limit, self._model.speculation.engine.runtime.algorithm.plan.nodes)
+        algorithm = self._model.speculation.engine.runtime.algorithm
+        most_nodes = read_limit(options.pop("speculation", None), algorithm.plan.nodes)
+        references = self._read_references(algorithm, options.pop("reference", None))
         number = options.pop("num_return_sequences", None)
         sequences = read_sequences(number, config.num_return_sequences, defaults.num_return_sequences)
         prepare = partial(self.prepare, prompt, config, defaults, tokenizer)
@@ -69,7 +71,7 @@ class Intake:
         names = [*(child_name(name, number) for number in range(sequences - 1)), name]
         share_text = getattr(self._model.speculation.options, "share_text", True)
         return [
-            Job(name, prompt, each, seed, number, streaming, record_timestamps, share_text, most_nodes)
+            Job(name, prompt, each, seed, number, streaming, record_timestamps, share_text, most_nodes, references)
             for number, (name, each) in enumerate(zip(names, prepared))
         ]
 
@@ -94,6 +96,19 @@ class Intake:
             if not 0 <= token < vocab:
                 raise ValueError(f"input_ids: token id {token} is outside the vocabulary of {vocab} tokens")
         return ids
+
+    def _read_references(self, algorithm: Algorithm, reference: Any) -> list[torch.Tensor]:
+        """The texts in a request's `reference`. ValueError or TypeError if it cannot have them."""
+        if reference is None:
+            return []
+        references = [text for text in algorithm.documents(reference) if len(text)]
+        slots = sum(len(text) + 1 for text in references) - 1
+        if slots > self.prepare.room:
+            raise ValueError(
+                f"reference: {slots} tokens, one between two texts included, are more than a row of "
+                f"{self.prepare.room} holds; give fewer"
+            )
+        return references
 
     def _renewed(self, options: dict[str, Any], number: int) -> dict[str, Any]:
         """The options for sequence `number`, with copies of what remembers the tokens that it has seen.

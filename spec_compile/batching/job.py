@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from ..errors import check_int
@@ -21,7 +22,7 @@ class Job:
 
     prompt: token ids. prepared: what it asks for. number: of its sequence among those of one call, see
     `random_numbers.uniform`. seed: of its random numbers. share_text: whether other requests may draft from its text.
-    most_nodes: see `flights.Rider`.
+    most_nodes: see `flights.Rider`. references: see `Drafter.enter`.
     """
 
     request_id: str
@@ -33,6 +34,7 @@ class Job:
     record_timestamps: bool = False
     share_text: bool = True
     most_nodes: int = MAX_NODES
+    references: list[Tensor] = field(default_factory=list)
     status: RequestStatus = RequestStatus.PENDING
     tokens: list[int] = field(default_factory=list)
     timestamps: list[float] = field(default_factory=list)

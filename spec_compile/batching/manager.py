@@ -176,7 +176,8 @@ class Manager(ContinuousBatchingManager):
         whether `Output.timestamps` has the time of every token. generation_config: of this request in place of the
         manager's. tokenizer: for `stop_strings`. seed: the answer is that of ``generate()`` after
         ``torch.manual_seed(seed)``; None: one is drawn. options: fields of a GenerationConfig, `logits_processor` and
-        `stopping_criteria`, `speculation` as in ``generate()``, and what a processor returns for pictures
+        `stopping_criteria`, `speculation` as in ``generate()``, `reference` (texts that only this request drafts from,
+        until it ends; as in ``generate()`` else), and what a processor returns for pictures
         (`pixel_values` and the like).
 
         Raises, before anything is handed in: ValueError or TypeError, naming the argument, for what cannot be served;

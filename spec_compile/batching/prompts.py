@@ -40,7 +40,7 @@ class Prompts(Rows):
         vocab = self.runtime.verify.vocab_size
         eos = [token for token in job.eos if 0 <= token < vocab]
         lanes.state.enter(row, job.prompt, eos, **numbers, **job.numbers())
-        self.runtime.guard(lanes.all.drafter.enter, row, job.share_text)
+        self.runtime.guard(lanes.all.drafter.enter, row, job.share_text, job.references)
 
     def process(self, job: Job, target: Lanes, to: int) -> None:
         """Have the model's own forward process a prompt with pictures, and copy it to row `to` of the lanes that

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..parallel.ranks import Alone
 from ..runtime.accept.draw import RowSettings
@@ -23,8 +24,8 @@ MOST_NUMBERS = 1 << 16
 class Admission:
     """A request that enters, as far as the other ranks need it.
 
-    eos, numbers, longest: see `Job`. has_acceptor: whether the first rank accepts its tokens on the host. row, known:
-    the row of which the first `known` slots are copied, because its text begins alike.
+    eos, numbers, longest, references: see `Job`. has_acceptor: True if the first rank accepts its tokens on the host.
+    row, known: the row of which the first `known` slots are copied, because its text begins alike.
     """
 
     request_id: str
@@ -35,6 +36,7 @@ class Admission:
     settings: RowSettings | None
     has_acceptor: bool
     share_text: bool
+    references: list[list[int]]
     row: int
     known: int
 
@@ -43,7 +45,7 @@ class Admission:
         """The admission of `job`."""
         return cls(
             job.request_id, job.prompt, job.eos, job.numbers(), job.prepared.ask.longest, job.settings,
-            job.acceptor is not None, job.share_text, row, known,
+            job.acceptor is not None, job.share_text, [each.tolist() for each in job.references], row, known,
         )  # fmt: skip
 
 
@@ -54,6 +56,7 @@ class Shadow(Job):
         super().__init__(
             admission.request_id, admission.prompt, None, 0, share_text=admission.share_text,
             most_nodes=int(admission.numbers["most_nodes"]),
+            references=[torch.tensor(ids, dtype=torch.int64) for ids in admission.references],
         )  # fmt: skip
         self.admission, self.eos, self.settings = admission, admission.eos, admission.settings
         self.acceptor = admission.has_acceptor or None

@@ -16,12 +16,12 @@ from ..kernels import ops
 from ..kernels.together import ahead
 from ..ngram import NgramStore
 from ..ngram.corpus import NgramCorpus
-from ..ngram.match import propose as match
 from ..ngram.match_gpu import compile_kernels
 from ..ngram.match_options import MatchOptions
 from ..ngram.trie import NgramTrie
 from ..parallel.ranks import ALONE, Alone
 from ..runtime.state import State
+from .matching import MatchingDrafter
 
 _handles = count()
 _private_streams = count(1 << 62)
@@ -63,7 +63,8 @@ class NgramDrafter(Drafter):
         self, trie: NgramTrie, num_draft_tokens: int, batch: int, private: dict[int, tuple[NgramTrie, int]],
         ranks: Alone = ALONE,
     ):  # fmt: skip
-        """private: trie and stream of each row whose text no other row drafts from, by its number in `streams`."""
+        """private: trie and stream of each row whose text no other row drafts from while it goes on, by its number in
+        `streams`."""
         super().__init__()
         self.private, self.ranks = private, ranks
         self.trie, self.reading, self.num_draft_tokens = trie, trie, num_draft_tokens
@@ -82,11 +83,15 @@ class NgramDrafter(Drafter):
     def row_buffers(self) -> list[Tensor]:
         return [self.streams]
 
-    def enter(self, row: int, share_text: bool) -> None:
-        trie = self.trie if share_text else self.trie.overlay()
-        self.streams[row] = stream = trie.open() if share_text else next(_private_streams)
-        if not share_text:
-            self.private[stream] = trie, trie.open()
+    def enter(self, row: int, share_text: bool, references: list[Tensor]) -> None:
+        if share_text and not references:
+            self.streams[row] = self.trie.open()
+            return
+        trie = self.trie.overlay()
+        for reference in references:
+            trie.add(reference)
+        self.streams[row] = stream = next(_private_streams)
+        self.private[stream] = trie, trie.open()
 
     def vacate(self, row: int) -> None:
         self.streams[row] = -1
@@ -95,6 +100,8 @@ class NgramDrafter(Drafter):
         stream = int(self.streams[row])
         if self.private.pop(stream, None) is None:
             self.trie.close(stream)
+        elif share_text:  # it had references, which leave now; its text stays
+            self.trie.add(state.tokens[row, : length + 1])
         self.vacate(row)
 
     def start(self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True) -> None:
@@ -142,41 +149,6 @@ class NgramDrafter(Drafter):
         self.reading = self.trie
 
 
-class MatchingDrafter(Drafter):
-    """The drafter of a GPU: matches each row's own text and the corpus in device memory, inside the captured round."""
-
-    def __init__(self, corpus: NgramCorpus, options: MatchOptions, num_draft_tokens: int):
-        super().__init__()
-        self.corpus, self.options, self.num_draft_tokens = corpus, options, num_draft_tokens
-        self.state = lambda: None
-        self.share_text, self.references = True, []
-
-    def start(self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True) -> None:
-        self.references = [self.corpus.append(reference) for reference in references]
-        self.state, self.share_text = (
-            weakref.ref(state),
-            share_text,
-        )  # not registered as a submodule
-
-    def propose(self, state: State, max_kv_len: int) -> None:
-        if self.num_draft_tokens == 1:
-            return
-        text, length = self.corpus.text, self.corpus.length
-        state.propose(*match(state.tokens, state.lengths + 1, text, length, self.num_draft_tokens, self.options))
-
-    def leave(self, state: State, row: int, length: int, share_text: bool) -> None:
-        if share_text:
-            self.corpus.append(state.tokens[row, : length + 1])
-
-    def finish(self, lengths: list[int]) -> None:
-        if not self.share_text:
-            while self.references:
-                self.corpus.remove(self.references.pop())
-            return
-        for row, length in enumerate(lengths):
-            self.corpus.append(self.state().tokens[row, : length + 1])
-
-
 class Ngram(Algorithm):
     """N-gram drafts from one `store`, of all that the model has read and written."""
 
@@ -195,7 +167,7 @@ class Ngram(Algorithm):
         nodes = self.options.num_draft_tokens
         if isinstance(self.store, NgramTrie):
             return NgramDrafter(self.store, nodes, batch, self.private, self.options.ranks)
-        return MatchingDrafter(self.store, match_options(self.options), nodes)
+        return MatchingDrafter(self.store, match_options(self.options), nodes, batch, slots)
 
     def documents(self, reference) -> list[Tensor]:
         return self.store.documents(reference, "reference")

@@ -165,10 +165,14 @@ class UnionDrafter(Drafter):
         for source, larger in zip(self.sources, other.sources):
             source.share(larger)
 
-    def enter(self, row: int, share_text: bool) -> None:
+    def resize(self, slots: int) -> None:
+        for source in self.sources:
+            source.resize(slots)
+
+    def enter(self, row: int, share_text: bool, references: list[Tensor]) -> None:
         self.begins[row] = -1
         for source in self.sources:
-            source.enter(row, share_text)
+            source.enter(row, share_text, references)
 
     def vacate(self, row: int) -> None:
         for source in self.sources:

@@ -1,13 +1,13 @@
 // Draft trees from n-gram matches. match.py defines them, match_gpu.py launches the two kernels:
 //
-//   ngram_scan   rows * blocks: each block reads a stretch of one row's text and of the corpus, newest first, and
-//                leaves its `limit` best matches, best first.
+//   ngram_scan   rows * blocks: each block reads a stretch of one row's text, its reference and the corpus, newest
+//                first, and leaves its `limit` best matches, best first.
 //   ngram_build  rows: takes the `limit` best of all blocks and grows the row's tree from them.
 //
 // The age of a position is its distance from the newest one: first the row's own text, backwards from its last token
-// but one (the last has no successor), then the corpus, backwards from its end. With the text [a, b, c] and the corpus
-// [d, e], b has age 0, a 1, e 2 and d 3. A match is better if it is longer, and then if it is younger; no two are
-// equal, so the best are the same set in any order of the threads.
+// but one (the last has no successor), then the row's reference and then the corpus, each backwards from its end. With
+// the text [a, b, c], the reference [r] and the corpus [d, e], b has age 0, a 1, r 2, e 3 and d 4. A match is better if
+// it is longer, and then if it is younger; no two are equal, so the best are the same set in any order of the threads.
 //
 // Each round runs this code once, with cold instruction caches, so loops are unrolled only if speed needs it.
 //
@@ -189,7 +189,8 @@ __device__ int scan(Scan& s, const Text& text, unsigned begin, unsigned end, uns
 // at_least [rows, max_window + 2, blocks]: how many of them have w tokens or more, for each w from min_window on.
 extern "C" __global__ void __launch_bounds__(SCAN_THREADS, SCAN_BLOCKS) ngram_scan(
     const long long* tokens, long long stride, int columns, const long long* committed, const void* corpus_tokens,
-    int corpus_wide, const long long* corpus_length, int corpus_room, int rows, int blocks, int min_span,
+    int corpus_wide, const long long* corpus_length, int corpus_room, const int* references, int reference_room,
+    const long long* reference_lengths, int rows, int blocks, int min_span,
     int min_window, int max_window, int limit, u64* best, int* at_least) {
     release_next_kernel();
     Scan& s = *reinterpret_cast<Scan*>(shared_memory);
@@ -197,8 +198,10 @@ extern "C" __global__ void __launch_bounds__(SCAN_THREADS, SCAN_BLOCKS) ngram_sc
     const unsigned length = clamped(committed[row], columns);
     const Text text{reinterpret_cast<const int*>(tokens + row * stride), 2, length};
     const Text corpus{static_cast<const int*>(corpus_tokens), corpus_wide + 1, clamped(*corpus_length, corpus_room)};
+    const Text reference{references + u64(row) * reference_room, 1, clamped(reference_lengths[row], reference_room)};
     const int windows = min(max_window, int(length));
-    const unsigned own = length ? length - 1 : 0, total = windows < min_window ? 0 : own + corpus.size;
+    const unsigned own = length ? length - 1 : 0, near = own + reference.size;  // ages of the corpus begin at `near`
+    const unsigned total = windows < min_window ? 0 : near + corpus.size;
     const unsigned span = max((total + blocks - 1) / blocks, unsigned(min_span));
     const unsigned first = unsigned(min(u64(block) * span, u64(total)));  // ages of this stretch
     const unsigned past = unsigned(min(u64(first) + span, u64(total)));
@@ -212,11 +215,12 @@ extern "C" __global__ void __launch_bounds__(SCAN_THREADS, SCAN_BLOCKS) ngram_sc
     __syncthreads();
     int need = min_window;
 #pragma unroll 1
-    for (int part = first < own ? 0 : 1; part < 2; ++part) {
-        const unsigned young = part ? max(first, own) : first, old = part ? past : min(past, own);
-        const unsigned end = part ? own + corpus.size - young : own - young;
+    for (int part = 0; part < 3; ++part) {  // the text, the reference, the corpus: ages from `low` to `high`
+        const unsigned low = part == 0 ? 0 : part == 1 ? own : near, high = part == 0 ? own : part == 1 ? near : total;
+        const unsigned young = max(first, low), old = min(past, high);
         if (young >= old) continue;
-        const Text& its = choose(part, corpus, text);
+        const unsigned end = high - young;
+        const Text its = choose(part == 0, text, choose(part == 1, reference, corpus));
         need = scan(s, its, end - (old - young), end, young - first, windows, limit, bits, need);
     }
     __syncthreads();
@@ -618,7 +622,8 @@ __device__ void merge(Build& s, unsigned* where, int merged, bool by_frequency, 
 // Outputs: tokens, parents [rows, nodes]; count, match [rows]. deepest: most tokens of a continuation.
 extern "C" __global__ void __launch_bounds__(BUILD_THREADS, 1) ngram_build(
     const long long* tokens, long long stride, int columns, const long long* committed, const void* corpus_tokens,
-    int corpus_wide, const long long* corpus_length, int corpus_room, int blocks, const u64* best, const int* at_least,
+    int corpus_wide, const long long* corpus_length, int corpus_room, const int* references, int reference_room,
+    const long long* reference_lengths, int blocks, const u64* best, const int* at_least,
     int branch_length, int min_window, int max_window, int min_breadth, int max_breadth, int by_frequency, int limit,
     int deepest, int nodes, long long* out_tokens, long long* out_parents, long long* out_count, long long* out_match) {
     Build& s = *reinterpret_cast<Build*>(shared_memory);
@@ -630,6 +635,7 @@ extern "C" __global__ void __launch_bounds__(BUILD_THREADS, 1) ngram_build(
     const unsigned length = clamped(committed[row], columns);
     const Text text{reinterpret_cast<const int*>(tokens + row * stride), 2, length};
     const Text corpus{static_cast<const int*>(corpus_tokens), corpus_wide + 1, clamped(*corpus_length, corpus_room)};
+    const Text reference{references + u64(row) * reference_room, 1, clamped(reference_lengths[row], reference_room)};
 
 #pragma unroll 1
     for (int depth = BUILD_THREADS - 1 - thread; depth < branch_length; depth += BUILD_THREADS)
@@ -641,7 +647,7 @@ extern "C" __global__ void __launch_bounds__(BUILD_THREADS, 1) ngram_build(
     const int count = gather(s, best, at_least, o, blocks);
     const int longest = count ? longest_of(s, o, 1) : 0;
 
-    const unsigned own = length ? length - 1 : 0;
+    const unsigned own = length ? length - 1 : 0, near = own + reference.size;
 #pragma unroll 1
     for (int depth = lane; depth < deepest; depth += 32) {
         constexpr int kEach = kMatches / kWarps > 4 ? 4 : kMatches / kWarps;
@@ -654,9 +660,10 @@ extern "C" __global__ void __launch_bounds__(BUILD_THREADS, 1) ngram_build(
                 token[i] = -1;
                 if (match >= count) continue;
                 const unsigned age = s.ages[match];
-                const bool old = age >= own;
-                const unsigned at = (old ? corpus.size + own : own) - age + depth;
-                if (at < (old ? corpus.size : length)) token[i] = choose(old, corpus, text)[at];
+                const unsigned high = age < own ? own : age < near ? near : near + corpus.size;
+                const Text its = choose(age < own, text, choose(age < near, reference, corpus));
+                const unsigned at = high - age + depth;
+                if (at < its.size) token[i] = its[at];
             }
 #pragma unroll
             for (int i = 0; i < kEach; ++i) next[depth * kStride + begin + i * kWarps] = token[i];

@@ -73,58 +73,41 @@ def launches(
     committed: Tensor,
     corpus: Tensor,
     corpus_length: Tensor,
+    references: Tensor,
+    reference_lengths: Tensor,
     num_nodes: int,
     options: MatchOptions,
     out: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
     """The two kernel launches that fill `out`, and the workspace they need."""
     batch, columns = tokens.shape
-    if (columns > 1 and tokens.stride(1) != 1) or not committed.is_contiguous() or not corpus.is_contiguous():
-        raise ValueError("rows of tokens, committed and corpus must be contiguous")
-    positions = columns + corpus.numel()
+    others = committed, corpus, references, reference_lengths
+    if (columns > 1 and tokens.stride(1) != 1) or not all(tensor.is_contiguous() for tensor in others):
+        raise ValueError("rows of tokens, committed, corpus, references and reference_lengths must be contiguous")
+    positions = columns + corpus.numel() + references.shape[1]
     blocks = max(multiprocessors * shape.scan_blocks, positions >> 23)
     blocks = max(1, min(blocks, -(-positions // shape.min_span), shape.build_threads))
     best = tokens.new_empty((batch, blocks, options.match_limit))
     at_least = tokens.new_empty((batch, options.max_match_window_size + 2, blocks), dtype=torch.int32)
     deepest = min(options.branch_length - options.min_match_window_size, num_nodes - 1)
     wide = int(corpus.dtype == torch.int64)
-    texts = tokens, tokens.stride(0), columns, committed, corpus, wide, corpus_length, corpus.numel()
+    texts = (
+        tokens, tokens.stride(0), columns, committed, corpus, wide, corpus_length, corpus.numel(),
+        references, references.shape[1], reference_lengths,
+    )  # fmt: skip
     windows = options.min_match_window_size, options.max_match_window_size
     breadths = options.min_bfs_breadth, options.max_bfs_breadth
     limit, by_frequency = options.match_limit, int(options.match_type == "PROB")
 
     scan = _launch(
-        "ngram_scan",
-        batch * blocks,
-        shape.scan_threads,
-        shape.macros()["SCAN_BYTES"],
-        *texts,
-        batch,
-        blocks,
-        shape.min_span,
-        *windows,
-        limit,
-        best,
-        at_least,
-    )
+        "ngram_scan", batch * blocks, shape.scan_threads, shape.macros()["SCAN_BYTES"],
+        *texts, batch, blocks, shape.min_span, *windows, limit, best, at_least,
+    )  # fmt: skip
     build = _launch(
-        "ngram_build",
-        batch,
-        shape.build_threads,
-        shape.build_bytes(deepest),
-        *texts,
-        blocks,
-        best,
-        at_least,
-        options.branch_length,
-        *windows,
-        *breadths,
-        by_frequency,
-        limit,
-        deepest,
-        num_nodes,
-        *out,
-    )
+        "ngram_build", batch, shape.build_threads, shape.build_bytes(deepest),
+        *texts, blocks, best, at_least, options.branch_length, *windows, *breadths, by_frequency, limit,
+        deepest, num_nodes, *out,
+    )  # fmt: skip
     return [scan, build], (best, at_least)
 
 
@@ -136,12 +119,13 @@ def _launch(kernel: str, grid: int, threads: int, shared_bytes: int, *arguments)
 
 
 def propose_on_gpu(
-    tokens: Tensor, committed: Tensor, corpus: Tensor, corpus_length: Tensor, num_nodes: int, options: MatchOptions
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tokens: Tensor, committed: Tensor, corpus: Tensor, corpus_length: Tensor, references: Tensor,
+    reference_lengths: Tensor, num_nodes: int, options: MatchOptions,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`propose` as two kernels on the tensors' device."""
-    inputs = (tokens, committed, corpus, corpus_length)
+    inputs = (tokens, committed, corpus, corpus_length, references, reference_lengths)
     if any(tensor.device != tokens.device for tensor in inputs):
-        raise ValueError("tokens, committed, corpus and corpus_length must be on one device")
+        raise ValueError("tokens, committed, corpus, references and their lengths must be on one device")
     shape, out = shape_for(options), empty_outputs(tokens, num_nodes)
     if tokens.shape[0] == 0:
         return out

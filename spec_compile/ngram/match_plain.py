@@ -10,14 +10,16 @@ from .match_options import MatchOptions, empty_outputs
 
 
 def propose_plainly(
-    tokens: Tensor, committed: Tensor, corpus: Tensor, corpus_length: Tensor, num_nodes: int, options: MatchOptions
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tokens: Tensor, committed: Tensor, corpus: Tensor, corpus_length: Tensor, references: Tensor,
+    reference_lengths: Tensor, num_nodes: int, options: MatchOptions,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`propose` in plain Python, for any device but slow: the reference of the kernels."""
     out = empty_outputs(tokens, num_nodes)
-    texts = [corpus[: int(corpus_length)].long().cpu()]
+    held, end = corpus[: int(corpus_length)].long().cpu(), torch.tensor([-1])
     for row in range(tokens.shape[0]):
+        reference = references[row, : int(reference_lengths[row])].long().cpu()
         row_text = tokens[row, : int(committed[row])].cpu()
-        tree, parents, longest = _grow(row_text, *texts, num_nodes, options)
+        tree, parents, longest = _grow(row_text, torch.cat([held, end, reference]), num_nodes, options)
         padding = [0] * (num_nodes - len(tree))
         for tensor, value in zip(out, (tree + padding, parents + padding, len(tree), longest)):
             tensor[row] = torch.tensor(value)
@@ -30,8 +32,8 @@ class _Match:
     following: list[int]
 
 
-def _grow(row_text: Tensor, corpus: Tensor, num_nodes: int, options: MatchOptions) -> tuple[list[int], list[int], int]:
-    matches = _best_matches(row_text, corpus, num_nodes, options)
+def _grow(row_text: Tensor, earlier: Tensor, num_nodes: int, options: MatchOptions) -> tuple[list[int], list[int], int]:
+    matches = _best_matches(row_text, earlier, num_nodes, options)
     tree, parents = [int(row_text[-1])], [-1]
     children: dict[tuple[int, int], int] = {}
 
@@ -58,14 +60,14 @@ def _grow(row_text: Tensor, corpus: Tensor, num_nodes: int, options: MatchOption
     return tree, parents, longest
 
 
-def _best_matches(row_text: Tensor, corpus: Tensor, num_nodes: int, options: MatchOptions) -> list[_Match]:
+def _best_matches(row_text: Tensor, earlier: Tensor, num_nodes: int, options: MatchOptions) -> list[_Match]:
     """The longest `match_limit` matches that go on, and the most recent among equals; most recent first."""
     suffix = row_text[-options.max_match_window_size :].flip(0)
-    text = torch.cat([corpus, torch.tensor([-1]), row_text])
+    text = torch.cat([earlier, torch.tensor([-1]), row_text])
     length, alive = torch.zeros_like(text), torch.ones_like(text, dtype=torch.bool)
     for back, token in enumerate(suffix):
-        earlier = torch.cat([torch.full((back,), -1), text])[: len(text)]
-        alive = alive & (earlier == token)
+        shifted = torch.cat([torch.full((back,), -1), text])[: len(text)]
+        alive = alive & (shifted == token)
         length += alive
     length[:-1][text[1:] < 0] = 0  # nothing follows
     length[-1] = 0

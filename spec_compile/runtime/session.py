@@ -59,6 +59,7 @@ class Session:
         rows_of_keys = [self.state.kv, *caches(self.drafter)]
         before = [cache.resize(slots) for cache in rows_of_keys]
         self.state.resize(slots)
+        self.drafter.resize(slots)
         if not used:
             self.texts = []
         yield

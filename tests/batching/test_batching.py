@@ -395,6 +395,70 @@ def test_private_texts_are_not_drafted_for_others():
     assert len(one.speculation.ngram) == 0 and not one.speculation.engine.runtime.algorithm.private
 
 
+def ask_with_references(one, references):
+    """The last outputs of requests for the same 40 tokens at once, of which some have a reference."""
+    manager = one.init_continuous_batching(GenerationConfig(pad_token_id=0))
+    manager.start()
+    try:
+        for reference in references:
+            manager.add_request(PROMPTS[0], max_new_tokens=40, eos_token_id=-1, reference=reference)
+        outputs = [*collect(manager, len(references)).values()]
+    finally:
+        manager.destroy()
+    return sorted(outputs, key=lambda output: output.request_id)
+
+
+@pytest.mark.parametrize("share_text", [True, False])
+def test_a_reference_is_of_one_request_only(share_text):
+    one = speculate(model(), compile=False, check=False, share_text=share_text, adaptive=False)
+    wanted = generated(speculate(model(), compile=False, check=False), PROMPTS[0], max_new_tokens=40, eos_token_id=[])
+    expected = [PROMPTS[0] + wanted, [7, 8, 9]]
+    told, untold = ask_with_references(one, [expected, None])
+    assert told.generated_tokens == untold.generated_tokens == wanted
+    shorter = told.speculation.steps * (1 if share_text else 2)  # an answer that is shared is drafted from afterwards
+    assert told.speculation.steps <= 5 and untold.speculation.steps > shorter
+    assert not one.speculation.engine.runtime.algorithm.private
+    other = speculate(model(), compile=False, check=False, share_text=share_text, adaptive=False)
+    ask_with_references(other, [None, None])
+    left, usual = ({n: s.speculation.ngram.stats()[n] for n in ("tokens", "streams")} for s in (one, other))
+    assert left == usual == {"tokens": 2 * len(PROMPTS[0] + wanted) if share_text else 0, "streams": 0}
+
+
+def test_references_join_other_drafts():
+    options = ALGORITHMS["eagle3 union"] | dict(adaptive=False, share_text=False)
+    options["ngram"] = {"share_text": options.pop("share_text")}
+    one = speculate(model(), "eagle3", compile=False, check=False, **options)
+    wanted = generated(one, PROMPTS[0], max_new_tokens=40, eos_token_id=[])
+    told, untold = ask_with_references(one, [PROMPTS[0] + wanted, None])
+    assert told.generated_tokens == untold.generated_tokens == wanted
+    assert told.speculation.steps < untold.speculation.steps
+    assert not one.speculation.engine.runtime.algorithm.ngram.private
+
+
+def test_references_that_are_refused():
+    manager = fast().init_continuous_batching(GenerationConfig(pad_token_id=0))
+    manager.start()
+    head = speculate(model(), "eagle3", compile=False, check=False, **ALGORITHMS["eagle3"])
+    others = head.init_continuous_batching(GenerationConfig(pad_token_id=0))
+    others.start()
+    try:
+        room = manager.prepare.room
+        for reference, error, words in (
+            ([4096], ValueError, "reference holds token id 4096"), ("text", TypeError, "reference must be a 1-D"),
+            ([1] * (room + 1), ValueError, f"reference: {room + 1} tokens"),
+            ([[1] * room, [1]], ValueError, f"reference: {room + 2} tokens"),
+        ):  # fmt: skip
+            with pytest.raises(error, match=words):
+                manager.add_request(PROMPTS[0], max_new_tokens=2, reference=reference)
+        manager.add_request(PROMPTS[0], "r", max_new_tokens=2, reference=[[1] * room, []])
+        assert len(collect(manager, 1)["r"].generated_tokens) == 2
+        with pytest.raises(ValueError, match="reference: only n-grams copy from a reference; pass ngram=True"):
+            others.add_request(PROMPTS[0], max_new_tokens=2, reference=[1])
+    finally:
+        manager.destroy()
+        others.destroy()
+
+
 @pytest.fixture
 def no_texts():
     """No text of an earlier test is drafted from, which would end requests in fewer rounds."""

@@ -82,18 +82,29 @@ def make_case(choose, rows: int = 1, longest: int = 32, **fixed):
     return texts, documents, choose(1, 64), make_options(choose, **fixed)
 
 
-def tensors(texts, documents, device="cpu", dtype=torch.int32, room=5):
-    """(tokens, committed, corpus, corpus_length), with other tokens behind the texts and the corpus."""
+def make_references(choose, rows: int, longest: int = 32) -> list[list[list[int]]]:
+    """For each row none, one or two texts that only this row drafts from."""
+    return [[make_text(choose, longest) for _ in range(choose(0, 2))] for _ in range(rows)]
+
+
+def tensors(texts, documents, device="cpu", dtype=torch.int32, room=5, references=None):
+    """(tokens, committed, corpus, corpus_length, references, reference_lengths), with other tokens after each text."""
     tokens = torch.randint(0, 4, (len(texts), max(map(len, texts)) + room), generator=torch.Generator().manual_seed(0))
     for row, text in enumerate(texts):
         tokens[row, : len(text)] = torch.tensor(text)
     corpus = join_documents(documents)
+    joined = [join_documents(own) for own in references or [[]] * len(texts)]
+    own = torch.randint(-1, 4, (len(texts), max(map(len, joined)) + room), dtype=torch.int32)
+    for row, reference in enumerate(joined):
+        own[row, : len(reference)] = reference
     garbage = torch.randint(-1, 4, (room,), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
     inputs = (
         tokens,
         torch.tensor([len(text) for text in texts]),
         torch.cat([corpus, garbage]).to(dtype),
         torch.tensor([len(corpus)]),
+        own,
+        torch.tensor([len(reference) for reference in joined]),
     )
     return tuple(tensor.to(device) for tensor in inputs)
 
@@ -102,10 +113,10 @@ def plain(out) -> list:
     return [tensor.tolist() for tensor in out]
 
 
-def from_trie(texts, documents, num_nodes, options: MatchOptions) -> list:
-    """What a fresh trie that holds the documents and then the row's own text proposes, for each row."""
+def from_trie(texts, documents, num_nodes, options: MatchOptions, references=None) -> list:
+    """The proposals for each row of a fresh trie that holds the documents, the row's references and its own text."""
     drafts = []
-    for text in texts:
+    for text, own in zip(texts, references or [[]] * len(texts)):
         trie = NgramTrie(
             branch_length=options.branch_length,
             min_match_window_size=options.min_match_window_size,
@@ -114,7 +125,8 @@ def from_trie(texts, documents, num_nodes, options: MatchOptions) -> list:
             max_bfs_breadth=options.max_bfs_breadth,
             match_type=options.match_type,
         )
-        trie.add(documents)
+        for document in (*documents, *own):
+            trie.add(document)
         stream = trie.open()
         trie.extend(stream, text[: len(text) // 2])
         trie.extend(stream, text[len(text) // 2 :])
@@ -129,8 +141,9 @@ def from_trie(texts, documents, num_nodes, options: MatchOptions) -> list:
 @cases(600)
 def test_trees_are_those_of_the_trie(choose):
     texts, documents, num_nodes, options = make_case(choose)
-    ours = plain(propose(*tensors(texts, documents), num_nodes, options))
-    assert ours == from_trie(texts, documents, num_nodes, options)
+    references = make_references(choose, 1)
+    ours = plain(propose(*tensors(texts, documents, references=references), num_nodes, options))
+    assert ours == from_trie(texts, documents, num_nodes, options, references)
 
 
 def test_defaults_are_those_of_the_trie():
@@ -143,6 +156,13 @@ def test_nothing_crosses_the_end_of_a_document():
     options = MatchOptions(max_match_window_size=3)
     inputs = tensors([[8, 1, 2]], [[9, 8], [1, 2, 5, 6], [7, 1], [2, 6]])
     assert plain(propose(*inputs, 6, options)) == [[[2, 5, 6, 6, 0, 0]], [[-1, 0, 1, 0, 0, 0]], [4], [2]]
+
+
+def test_a_row_drafts_from_its_own_reference_only():
+    options = MatchOptions()
+    inputs = tensors([[1, 2], [1, 2], [1, 2]], [[1, 2, 5]], references=[[[1, 2, 7], [9, 2, 8]], [], [[1, 2, 6]]])
+    out = propose(*inputs, 4, options)
+    assert plain(out) == [[[2, 7, 5, 8], [2, 5, 0, 0], [2, 6, 5, 0]], [[-1, 0, 0, 0]] * 3, [4, 2, 3], [2, 2, 2]]
 
 
 def n_grams(text: list[int]) -> set[tuple[int, ...]]:
@@ -173,7 +193,8 @@ def test_where_the_limit_binds(choose):
 
 
 def test_arguments():
-    good = dict(zip(("tokens", "committed", "corpus", "corpus_length"), tensors([[1, 2]], [[1, 2, 3]])))
+    names = "tokens", "committed", "corpus", "corpus_length", "references", "reference_lengths"
+    good = dict(zip(names, tensors([[1, 2]], [[1, 2, 3]])))
 
     def refused(error, match, num_nodes=4, **change):
         with pytest.raises(error, match=match):
@@ -183,6 +204,9 @@ def test_arguments():
     refused(TypeError, "must be int64", committed=good["committed"].int())
     refused(TypeError, "corpus must be int32 or int64, not float32", corpus=torch.ones(3))
     refused(ValueError, "shapes must be", tokens=good["tokens"][0])
+    refused(TypeError, "references must be int32, not int64", references=good["references"].long())
+    refused(ValueError, "as many rows as tokens", references=good["references"][0])
+    refused(TypeError, "reference_lengths must be int64", reference_lengths=good["reference_lengths"].int())
     for name, bad in (
         ("branch_length", [1, 257]),
         ("min_match_window_size", [0, 18]),
@@ -398,7 +422,8 @@ def emulated(tmp_path_factory):
 
 def same_emulated(emulated, choose, **case):
     texts, documents, num_nodes, options = make_case(choose, **case)
-    inputs = tensors(texts, documents, dtype=(torch.int32, torch.int64)[choose(0, 1)])
+    references = make_references(choose, len(texts), case.get("longest", 32))
+    inputs = tensors(texts, documents, dtype=(torch.int32, torch.int64)[choose(0, 1)], references=references)
     expected = plain(propose(*inputs, num_nodes, options))
     assert plain(emulated(inputs, num_nodes, options, multiprocessors=choose(1, 40))) == expected
 
@@ -446,7 +471,8 @@ def test_kernels(cuda, seed):
     limit = (64, 128, choose(1, 128))[seed % 3]
     longest = 20_000 if seed % 10 == 0 else (32, 300)[seed % 2]
     texts, documents, num_nodes, options = make_case(choose, choose(1, 4), longest, match_limit=limit)
-    inputs = tensors(texts, documents, dtype=(torch.int32, torch.int64)[choose(0, 1)])
+    references = make_references(choose, len(texts), longest)
+    inputs = tensors(texts, documents, dtype=(torch.int32, torch.int64)[choose(0, 1)], references=references)
     out = propose(*(tensor.to(cuda) for tensor in inputs), num_nodes, options)
     assert plain(out) == plain(propose_plainly(*inputs, num_nodes, options))
 
@@ -460,7 +486,7 @@ def test_rounds_in_a_captured_graph(cuda, match_type):
     text = make_text(rng.randint, 4000) + [1, 2] * 20
     documents = [make_text(rng.randint, 3000) for _ in range(8)]
     inputs = tensors([text, text[::-1]], documents, cuda, room=100)
-    _, committed, _, corpus_length = inputs
+    _, committed, _, corpus_length, _, _ = inputs
     corpus_size = int(corpus_length)
     propose(*inputs, 32, options)
     graph = torch.cuda.CUDAGraph()

@@ -10,9 +10,6 @@ from transformers import GenerationConfig, LlamaForCausalLM
 
 import spec_compile
 from spec_compile import UnsupportedModelError, speculate
-from spec_compile.drafters.ngram import MatchingDrafter
-from spec_compile.ngram.corpus import NgramCorpus
-from spec_compile.ngram.match_options import MatchOptions
 from spec_compile.runtime.state import State
 from spec_compile.stats import Stats
 
@@ -249,21 +246,6 @@ def test_share_text_has_a_default_and_is_checked(model):
     other = speculate(model, "draft_model", draft=model, compile=False)  # it holds no texts
     kwargs = dict(do_sample=False, max_new_tokens=4)
     assert torch.equal(other.generate(row(), share_text=False, **kwargs), model.generate(row(), **kwargs))
-
-
-def test_private_texts_are_forgotten_on_a_gpu(model):
-    """The same with the store of a GPU: references leave, and the answer is never added."""
-    corpus = NgramCorpus(1000, 96, torch.device("cpu"))
-    corpus.add([1, 2, 3])
-    drafter = MatchingDrafter(corpus, MatchOptions(), 4)
-    state = torch.nn.Module()
-    state.tokens = torch.tensor([[7, 8, 9, 10, 0, 0]])
-    for share_text, added in ((False, []), (True, [5, 6, -1, 7, 8, 9, -1]), (False, [])):
-        before = corpus.text[: len(corpus)].tolist()
-        drafter.start(state, [[7, 8]], [torch.tensor([5, 6])], share_text)
-        assert corpus.text[: len(corpus)].tolist() == [*before, 5, 6, -1]
-        drafter.finish([2])
-        assert corpus.text[: len(corpus)].tolist() == [*before, *added] and int(corpus.length) == len(corpus)
 
 
 def test_stats_add_up(model):

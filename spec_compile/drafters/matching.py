@@ -1,0 +1,73 @@
+"""The n-gram drafter of a GPU, which matches texts in device memory; that of a CPU is in ngram.py."""
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from ..drafting import Drafter
+from ..ngram.corpus import NgramCorpus
+from ..ngram.match import join_documents
+from ..ngram.match import propose as match
+from ..ngram.match_options import MatchOptions
+from ..runtime.state import State
+
+
+class MatchingDrafter(Drafter):
+    """The drafter of a GPU: matches each row's own text, its references and the corpus in device memory, inside the
+    captured round.
+
+    row_references: [B, slots] int32; each row's references, with -1 between them.
+    reference_lengths: [B] int64; how many of these count.
+    """
+
+    row_references: Tensor
+    reference_lengths: Tensor
+
+    def __init__(self, corpus: NgramCorpus, options: MatchOptions, num_draft_tokens: int, batch: int, slots: int):
+        super().__init__()
+        self.corpus, self.options, self.num_draft_tokens = corpus, options, num_draft_tokens
+        self.state = lambda: None
+        self.share_text, self.references = True, []
+        device = corpus.text.device
+        references = torch.zeros(batch, slots, dtype=torch.int32, device=device)
+        self.register_buffer("row_references", references, persistent=False)
+        lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.register_buffer("reference_lengths", lengths, persistent=False)
+
+    def resize(self, slots: int) -> None:
+        before = self.row_references
+        self.row_references = before.new_zeros(len(before), slots)
+        self.row_references[:, : before.shape[1]] = before
+
+    def enter(self, row: int, share_text: bool, references: list[Tensor]) -> None:
+        super().enter(row, share_text, references)
+        if references:
+            joined = join_documents(references)
+            self.row_references[row, : len(joined)] = joined.to(self.row_references.device)
+            self.reference_lengths[row] = len(joined)
+
+    def start(self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True) -> None:
+        self.references = [self.corpus.append(reference) for reference in references]
+        self.state, self.share_text = (
+            weakref.ref(state),
+            share_text,
+        )  # not registered as a submodule
+
+    def propose(self, state: State, max_kv_len: int) -> None:
+        if self.num_draft_tokens == 1:
+            return
+        texts = self.corpus.text, self.corpus.length, self.row_references, self.reference_lengths
+        state.propose(*match(state.tokens, state.lengths + 1, *texts, self.num_draft_tokens, self.options))
+
+    def leave(self, state: State, row: int, length: int, share_text: bool) -> None:
+        if share_text:
+            self.corpus.append(state.tokens[row, : length + 1])
+
+    def finish(self, lengths: list[int]) -> None:
+        if not self.share_text:
+            while self.references:
+                self.corpus.remove(self.references.pop())
+            return
+        for row, length in enumerate(lengths):
+            self.corpus.append(self.state().tokens[row, : length + 1])

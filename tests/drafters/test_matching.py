@@ -1,0 +1,104 @@
+"""The n-gram drafter of a GPU, on a CPU: whose texts a row drafts from, and which texts stay."""
+
+import functools
+
+import pytest
+import torch
+from batch_requests import MODEL, PROMPTS, collect, generated
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from spec_compile import speculate
+from spec_compile.drafters.matching import MatchingDrafter
+from spec_compile.ngram.corpus import NgramCorpus
+from spec_compile.ngram.match_options import MatchOptions
+
+
+def test_private_texts_are_forgotten():
+    """The references of a call leave, and the answer is never added."""
+    corpus = NgramCorpus(1000, 96, torch.device("cpu"))
+    corpus.add([1, 2, 3])
+    drafter = MatchingDrafter(corpus, MatchOptions(), 4, 1, 6)
+    state = torch.nn.Module()
+    state.tokens = torch.tensor([[7, 8, 9, 10, 0, 0]])
+    for share_text, added in ((False, []), (True, [5, 6, -1, 7, 8, 9, -1]), (False, [])):
+        before = corpus.text[: len(corpus)].tolist()
+        drafter.start(state, [[7, 8]], [torch.tensor([5, 6])], share_text)
+        assert corpus.text[: len(corpus)].tolist() == [*before, 5, 6, -1]
+        drafter.finish([2])
+        assert corpus.text[: len(corpus)].tolist() == [*before, *added] and int(corpus.length) == len(corpus)
+
+
+def test_references_of_a_row():
+    """Only their row drafts from them, they move with it, and nothing is left in the store."""
+    corpus = NgramCorpus(1000, 96, torch.device("cpu"))
+    drafter = MatchingDrafter(corpus, MatchOptions(), 4, 2, 8)
+    state, proposed = torch.nn.Module(), []
+    state.tokens, state.lengths = torch.tensor([[1, 2, 0, 0], [1, 2, 0, 0]]), torch.tensor([1, 1])
+    state.propose = lambda tokens, *others: proposed.append(tokens.tolist())
+    drafter.enter(0, True, [])
+    drafter.enter(1, True, [torch.tensor([1, 2, 5]), torch.tensor([2, 6])])
+    drafter.propose(state, 4)
+    drafter.resize(16)
+    for buffer in drafter.row_buffers():  # as `Lanes.copy_row` moves them
+        buffer[0] = buffer[1]
+    drafter.enter(1, True, [])
+    drafter.propose(state, 4)
+    assert proposed == [[[2, 0, 0, 0], [2, 5, 6, 0]], [[2, 5, 6, 0], [2, 0, 0, 0]]]
+    drafter.leave(state, 0, 1, True)
+    assert corpus.text[: len(corpus)].tolist() == [1, 2, -1]
+    drafter.enter(0, False, [torch.tensor([1, 2, 5])])
+    drafter.leave(state, 0, 1, False)
+    assert corpus.text[: len(corpus)].tolist() == [1, 2, -1]
+
+
+@functools.cache
+def model():
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("share_text", [True, False])
+def test_requests_with_references(share_text):
+    """The store of a GPU in the place of the trie, with the plain version of its kernels."""
+    one = speculate(model(), compile=False, check=False, adaptive=False, share_text=share_text)
+    wanted = generated(one, PROMPTS[0], max_new_tokens=40, eos_token_id=[])
+    algorithm = one.speculation.engine.runtime.algorithm
+    algorithm.store = NgramCorpus(10_000, 4096, torch.device("cpu"))
+    manager = one.init_continuous_batching(GenerationConfig(pad_token_id=0))
+    manager.start()
+    try:
+        for name, reference in (("told", [[7, 8], PROMPTS[0] + wanted]), ("untold", None)):
+            manager.add_request(PROMPTS[0], name, max_new_tokens=40, eos_token_id=-1, reference=reference)
+        outputs = collect(manager, 2)
+    finally:
+        manager.destroy()
+    told, untold = outputs["told"], outputs["untold"]
+    assert told.generated_tokens == untold.generated_tokens == wanted
+    assert told.speculation.steps <= 5 and untold.speculation.steps > told.speculation.steps
+    assert len(algorithm.store) == (2 * len(PROMPTS[0] + wanted) + 2 if share_text else 0)
+
+
+@pytest.mark.slow
+def test_compiled_rounds_of_any_number_of_rows():
+    """Compiled once for all numbers of rows, and again after generate() has grown its cache."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+    plain = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=2048)).eval()
+    fast = speculate(plain, num_draft_tokens=4, adaptive=False, max_cache_len=64, check=False, compile=True)
+    fast.speculation.engine.runtime.algorithm.store = NgramCorpus(10_000, 512, torch.device("cpu"))
+    options = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
+    for length in (20, 400):
+        prompt = [number % 50 for number in range(length)]
+        tokens = generated(fast, prompt, max_new_tokens=20, reference=[1, 2, 3], **options)
+        assert tokens == generated(plain, prompt, max_new_tokens=20, **options)
+    manager = fast.init_continuous_batching(GenerationConfig(pad_token_id=0))
+    manager.start()
+    try:
+        for number in range(5):
+            reference = [[1, 2], [6, 7, number, 8, 9]] if number % 2 else None
+            manager.add_request([6, 7, number], f"r{number}", max_new_tokens=20, eos_token_id=-1, reference=reference)
+        outputs = collect(manager, 5)
+    finally:
+        manager.destroy()
+    for number in range(5):
+        expected = generated(plain, [6, 7, number], max_new_tokens=20, **options)
+        assert outputs[f"r{number}"].generated_tokens == expected
