@@ -18,6 +18,7 @@ class HttpCall:
     fields: of its body, checked
     prompt_field: name of the field with the prompt
     limit_field: name of the field with the number of tokens that the client wants, or None
+    prediction: token ids of the answer that the client expects, or None
     is_prepared: True once its prompt and settings are made
     request_id: the manager's name of the request that was added for it, or None
     output: the last output that the manager delivered, or None
@@ -28,6 +29,7 @@ class HttpCall:
     fields: dict = field(default_factory=dict)
     prompt_field: str = "prompt"
     limit_field: str | None = None
+    prediction: list[int] | None = None
     is_prepared: bool = False
     request_id: str | None = None
     output: Any = None

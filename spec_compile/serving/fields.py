@@ -175,6 +175,7 @@ STREAM_OPTIONS = Field(
 COMPLETION = SAMPLING | PENALTIES | VLLM | {
     "prompt": TEXT,
     "suffix": TEXT,
+    "prediction": OBJECT,
     "n": only(1),
     "best_of": only(1),
     "echo": only(False),
@@ -185,6 +186,7 @@ COMPLETION = SAMPLING | PENALTIES | VLLM | {
 CHAT = SAMPLING | PENALTIES | VLLM | TEMPLATE | WITHOUT_EFFECT | {
     "messages": MESSAGES,
     "max_completion_tokens": COUNT,
+    "prediction": OBJECT,
     "n": only(1),
     "logprobs": only(False),
     "top_logprobs": only(0),
@@ -194,7 +196,7 @@ CHAT = SAMPLING | PENALTIES | VLLM | TEMPLATE | WITHOUT_EFFECT | {
     "function_call": only("none", "auto"),
     "verbosity": only("medium"),
     "stream_options": STREAM_OPTIONS,
-} | dict.fromkeys(("audio", "moderation", "prediction", "reasoning_effort", "web_search_options"), only())  # fmt: skip
+} | dict.fromkeys(("audio", "moderation", "reasoning_effort", "web_search_options"), only())  # fmt: skip
 RESPONSE = SAMPLING | TEMPLATE | WITHOUT_EFFECT | {
     "input": Field(lambda value: isinstance(value, (str, list)) and len(value) > 0, "a text or a list, not empty"),
     "instructions": TEXT,

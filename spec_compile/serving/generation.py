@@ -29,6 +29,7 @@ from .followers import Followers
 from .grammars import GrammarCache, read_form
 from .metrics import PrometheusMetrics
 from .penalties import CountPenalties
+from .prediction import NO_NGRAMS, read_prediction, reference_of, tokenize
 from .workers import Waiting, Workers
 
 FULL = "the queue is full; try again later"
@@ -77,6 +78,7 @@ class Requests(CBGenerateManager):
         self.manager = model.init_continuous_batching(continuous_batching_config=config)
         self.num_spec_tokens: int = model.speculation.engine.runtime.sizes[-1] - 1
         self.vocab_size: int = model.speculation.engine.runtime.verify.vocab_size
+        self.has_ngrams = model.speculation.engine.runtime.algorithm.store is not None
         self.metrics = PrometheusMetrics(self.manager.metrics)
         self.row_tokens: int = self.manager.metrics()["slot_tokens"]
         self.most_unread, self.max_queue = MOST_UNREAD, config.max_queue_size
@@ -240,13 +242,25 @@ class Requests(CBGenerateManager):
             reason = f"a prompt of {len(ids)} tokens and {shown(config.max_new_tokens)} new ones (max_new_tokens)"
             reason = f"{reason} do not fit in a row of {self.row_tokens}; ask for at most {room}"
             raise refuse(call.limit_field or call.prompt_field, reason)
+        if len(call.prediction or []) > room:
+            reason = f"{len(call.prediction)} tokens are more than a row of {self.row_tokens} holds after a prompt of"
+            raise refuse("prediction", f"{reason} {len(ids)}; send a shorter one")
         least = max(config.min_new_tokens or 0, (config.min_length or 0) - len(ids))
         if least > config.max_new_tokens:
             field = "min_tokens" if "min_tokens" in call.fields else "generation_config"
             raise refuse(field, f"at least {least} new tokens are more than {config.max_new_tokens}")
 
+    def read_prediction(self, value: Any) -> list[int]:
+        """The token ids of the field `prediction`. Refusal if it cannot be served."""
+        text = read_prediction(value)
+        if not self.has_ngrams:
+            raise refuse("prediction", NO_NGRAMS)
+        return tokenize(text, self.tokenizer, self.most_characters, self.vocab_size)
+
     def _options(self, call: HttpCall, ids: list[int], config: GenerationConfig) -> dict[str, list]:
-        """Options of `add_request` in addition to the config: processors for penalties, and for the answer's form."""
+        """Options of `add_request` in addition to the config: processors for penalties and for the answer's form, and a
+        reference."""
+        options: dict[str, list] = {"reference": reference_of(ids, call.prediction)} if call.prediction else {}
         processors: list[Any] = []
         penalties = [call.fields.get(name, 0) for name in ("frequency_penalty", "presence_penalty")]
         if any(penalties):
@@ -257,7 +271,7 @@ class Requests(CBGenerateManager):
                 field = "min_tokens" if "min_tokens" in call.fields else "generation_config"
                 raise refuse(field, f"{form[0]} decides where the answer ends; leave out one of them")
             processors.append(self.grammars.processor(*form))
-        return {"logits_processor": processors} if processors else {}
+        return options | {"logits_processor": processors} if processors else options
 
     def _pictures(self, inputs: dict) -> dict[str, Tensor]:
         """The outputs of a processor other than ids, as tensors. Refusal if they cannot be tensors."""

@@ -22,6 +22,7 @@ from .errors import Refusal, error_object, failure, refuse
 from .fields import CHAT, COMPLETION, RESPONSE, Field, check_fields
 from .messages import check_input, check_messages, check_tools, count_characters
 from .metrics import speculation_fields
+from .prediction import usage_details
 from .settings import make_config
 
 PASSED = ("name", "reasoning_content")
@@ -82,6 +83,8 @@ class _Checked:
         if modality is Modality.LLM and count_characters(prompt) > most:
             reason = f"expected at most {most} characters, because a row (max_new_tokens included) holds no more"
             raise refuse(self.required, f"{reason}; send a shorter one")
+        if "prediction" in body:
+            CURRENT.get().prediction = self.generation_state.requests.read_prediction(body.pop("prediction"))
         return body
 
     def _check_template(self, body: dict, processor: Any, modality: Modality) -> None:
@@ -143,6 +146,7 @@ class _Checked:
         for choice in body.get("choices", []):
             choice["finish_reason"] = _finish_reason(choice["finish_reason"])
         body["metrics"] = self._speculation()
+        _add_prediction(body.get("usage"))
         return JSONResponse(body)
 
     def _speculation(self) -> dict:
@@ -158,7 +162,17 @@ class _Chunked(_Checked):
         kwargs["finish_reason"] = _finish_reason(kwargs["finish_reason"])
         chunk = json.loads(super()._build_chunk_sse(*args, **kwargs).removeprefix("data: "))
         chunk["metrics"] = self._speculation()
+        _add_prediction(chunk["usage"])
         return self.chunk_to_sse(f"data: {json.dumps(chunk)}\n\n")
+
+
+def _add_prediction(usage: dict | None) -> None:
+    """Put what became of the request's prediction, if it has one, into the usage of its answer."""
+    call = CURRENT.get()
+    if usage is not None and call.prediction is not None:
+        output = call.output
+        details = usage_details(call.prediction, output.generated_tokens, output.speculation)
+        usage["completion_tokens_details"] = (usage.get("completion_tokens_details") or {}) | details
 
 
 def _finish_reason(guess: str) -> str:

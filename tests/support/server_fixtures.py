@@ -57,7 +57,7 @@ def running(folder: Path, grace: float = 30.0, **settings):
     from spec_compile.serving.server import build
 
     flags = {"dtype": "float32", "device": "cpu", "port": 0, "host": "127.0.0.1", "log_level": "error"}
-    server = build(folder, "ngram", EAGER, **flags | settings)
+    server = build(folder, **flags | {"algo": "ngram", "options": EAGER} | settings)
     server.config.log_config = server.config.log_level = None
     runner = Runner(server, grace)
     thread = threading.Thread(target=runner.run)
