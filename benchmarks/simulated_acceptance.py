@@ -151,12 +151,12 @@ class SimulatedHeadDrafter(HeadDrafter):
         super().__init__(algorithm, batch, slots)
         self.form, self.text, self.right = algorithm.form, algorithm.text, algorithm.right
 
-    def propose(self, state, max_kv_len: int) -> None:
+    def propose(self, state, max_kv_len: int, nodes: int | None = None) -> None:
         drafted = CollectingState(state)
-        super().propose(drafted, max_kv_len)
+        super().propose(drafted, max_kv_len, nodes)
         tokens, parents = drafted.trees[:2]
         truth = state.lengths.clone(), self.text, self.right, state.is_eos.shape[1]
-        simulated = self.form.trees(tokens[:, 0], *truth)
+        simulated = (nodes_of[:, :nodes] for nodes_of in self.form.trees(tokens[:, 0], *truth))
         has_run = (tokens >= 0) & (parents >= -1)  # always; without it a compiler would leave out the head
         propose_full(state, *(torch.where(has_run, new, old) for new, old in zip(simulated, (tokens, parents))))
 

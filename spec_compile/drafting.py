@@ -26,6 +26,7 @@ class DraftPlan:
     draws: True if tokens are drawn at random, and ``state.propose`` gets the distributions that they were drawn from.
     sizes: nodes that a round verifies: "fixed" (always `nodes`, as many as every tree has), "tree" (as many as the
         trees have) or "adaptive" (fewer if that has paid).
+    levels: of a tree, if each takes a forward of the draft; 1: all drafts come from one forward.
     """
 
     nodes: int
@@ -33,12 +34,22 @@ class DraftPlan:
     lookahead_slots: int = 0
     draws: bool = False
     sizes: Literal["fixed", "tree", "adaptive"] = "fixed"
+    levels: int = 1
 
     @property
     def is_whole(self) -> bool:
         """True if a round verifies all of a tree, or only the root. If drafts are drawn, the tokens depend on which of
         them are verified, so that their cost must not decide it."""
         return self.sizes == "fixed" and not self.draws
+
+    def next_nodes(self, nodes: int) -> int:
+        """Nodes of the trees that a round over `nodes` nodes proposes: as many again if that takes fewer forwards of
+        the draft, else all.
+
+        The first n nodes of a tree are n - 1 levels deep at most. With 5 levels, a round over 4 nodes proposes trees of
+        4 nodes, of 3 levels, and a round over 6 nodes whole trees.
+        """
+        return nodes if self.is_whole and nodes - 1 < self.levels else self.nodes
 
 
 class RoundParts(nn.Module):
@@ -135,8 +146,12 @@ class Drafter(RowBookkeeping):
         begin: [B] int64; ``state.lengths`` before the commit.
         """
 
-    def propose(self, state: "State", max_kv_len: int) -> None:
-        """[graph] Call ``state.propose`` with the trees to verify next: siblings distinct, parents first."""
+    def propose(self, state: "State", max_kv_len: int, nodes: int | None = None) -> None:
+        """[graph] Call ``state.propose`` with the trees to verify next: siblings distinct, parents first.
+
+        nodes: only their first nodes are wanted (None: all); never given to a drafter of one level
+            (`DraftPlan.levels`).
+        """
         raise NotImplementedError
 
     def finish(self, lengths: list[int]) -> None:

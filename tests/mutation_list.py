@@ -1210,6 +1210,27 @@ TIERS = [
         "        self.guard(self.drafter.observe,", "        path.shape[1] > 1 and self.guard(self.drafter.observe,",
         "tests/drafters/test_draft_rounds.py -k test_drafts_are_the_same_after",
     ),
+    Mutation(
+        "a round over few nodes drafts whole trees", "spec_compile/drafting.py",
+        "return nodes if self.is_whole and nodes - 1 < self.levels else self.nodes",
+        "return nodes if self.is_whole and nodes == 1 else self.nodes",
+        "tests/drafters/test_draft_rounds.py -k fewer_forwards",
+    ),
+    Mutation(
+        "a round over whole trees verifies parts of them", f"{RUNTIME}flights.py",
+        "        if nodes > self.pending:", "        if nodes > 1 == self.pending:",
+        "tests/drafters/test_draft_rounds.py -k fewer_forwards",
+    ),
+    Mutation(
+        "parts of trees tell what whole trees gain", f"{RUNTIME}step_back.py",
+        "if size <= min(nodes, *counts)]", "if size <= nodes]",
+        "tests/runtime/test_step_back.py -k few_nodes_do_not_tell",
+    ),
+    Mutation(
+        "the first nodes of a tree lack their last level", "spec_compile/drafters/trees/schedule.py",
+        "num_steps=min(self.num_steps, nodes - 1)", "num_steps=max(1, min(self.num_steps, nodes - 2))",
+        "tests/drafters/test_schedule.py -k first_nodes_take",
+    ),
 ]  # fmt: skip
 MUTATIONS: list[Mutation] = [
     *STARTS, *TIERS, *COMPILED,

@@ -11,7 +11,7 @@ from ..outcome import Outcome
 from ..runtime.accept.draw import DrawRows, RowSettings
 from ..runtime.accept.greedy import accept_greedy
 from ..runtime.accept.random_numbers import NO_PROBABILITIES
-from ..runtime.flights import Flights
+from ..runtime.flights import Flight, Flights
 from ..runtime.runtime import Runtime
 from ..runtime.session import Session
 from ..runtime.steps.build import StepKind
@@ -109,7 +109,7 @@ class Decoder(Rows):
         flight, outcomes = self.flights.collect()
         self.rounds_by_nodes[flight.nodes] += 1
         for job, outcome in outcomes:
-            self._take(job, outcome, flight.nodes)
+            self._take(job, outcome, flight)
         self.flights.learn(flight, outcomes)
         if self.runtime.options.ranks.size > 1:
             self._end_alike([job for job, _ in outcomes])
@@ -125,9 +125,9 @@ class Decoder(Rows):
                 if is_over:
                     job.finish("stop")
 
-    def _take(self, job: Job, outcome: Outcome, nodes: int) -> None:
+    def _take(self, job: Job, outcome: Outcome, flight: Flight) -> None:
         """Give a request what a round has gained for its row."""
-        drafted = min(self.flights.tree_size or job.count or nodes, nodes, job.most_nodes) - 1
+        drafted = min(flight.drafted or job.count or flight.nodes, flight.nodes, job.most_nodes) - 1
         job.speculation.count(drafted, max(len(outcome.path) - 1, 0), len(outcome.gained))
         before = len(job.tokens)
         try:

@@ -46,7 +46,9 @@ class DraftModel(Algorithm):
         path = self.schedule.num_steps + 1
         self.refill = 1 if self.schedule.topk == 1 and options.joined is None else options.longest(path)
         """Tokens before the root that are fed again."""
-        self.plan = DraftPlan(self.schedule.nodes, lookahead_slots=1 + self.schedule.fed, draws=options.draws)
+        self.plan = DraftPlan(
+            self.schedule.nodes, lookahead_slots=1 + self.schedule.fed, draws=options.draws, levels=path - 1
+        )
 
     def drafter(self, batch: int, slots: int) -> Drafter:
         return ModelDrafter(self, batch, slots)
@@ -95,7 +97,7 @@ class ModelDrafter(Drafter):
         ids, positions = ids.clamp(max=self.graph.vocab_size - 1), self._inside(positions)
         self.filling(ids, positions, state.lengths, None, self.cache.tensors, max_kv_len)
 
-    def propose(self, state: State, max_kv_len: int) -> None:
+    def propose(self, state: State, max_kv_len: int, nodes: int | None = None) -> None:
         begin = (state.lengths - self.refill).clamp(min=0)
         places = begin[:, None] + torch.arange(self.refill + 1, device=begin.device)
         ids = state.tokens.gather(1, places)
@@ -103,7 +105,7 @@ class ModelDrafter(Drafter):
         chain = (torch.ones_like(places) << torch.arange(1, self.refill + 2, device=begin.device)) - 1  # 0b1, 0b11, ...
         logits = self._run(ids, places, begin, chain, max_kv_len, rows)[:, 0]
         step = partial(self._step, state.lengths.clone(), max_kv_len)
-        propose_grown(state, self.schedule, self.draws, logits, logits[:, :1], step)
+        propose_grown(state, self.schedule, self.draws, logits, logits[:, :1], step, nodes=nodes)
 
     def _step(self, lengths, max_kv_len, tokens, hidden, ancestors, depth, offset, wanted) -> tuple[Tensor, Tensor]:
         """See `trees.step.Step`."""

@@ -78,7 +78,8 @@ class HeadAlgorithm(Algorithm):
         settings = passes.Settings(options.merge_linears, attention=options.attention("draft"), ranks=ranks)
         self.graph, self.logits = passes.run(captured, settings), DraftHead(head.head_weight, ranks)
         self.longest = options.longest(min(self.schedule.nodes, self.schedule.num_steps + 1))
-        self.plan = DraftPlan(self.schedule.nodes, head.taps, self.schedule.fed, options.draws)
+        levels = self.schedule.num_steps if isinstance(self.schedule, Schedule) else 1
+        self.plan = DraftPlan(self.schedule.nodes, head.taps, self.schedule.fed, options.draws, levels=levels)
 
     def drafter(self, batch: int, slots: int) -> Drafter:
         return HeadDrafter(self, batch, slots)
@@ -140,12 +141,12 @@ class HeadDrafter(Drafter):
         for buffer, values in zip((self.hidden, self.normed), out):
             keep_row(buffer, values, row, present)
 
-    def propose(self, state: State, max_kv_len: int) -> None:
+    def propose(self, state: State, max_kv_len: int, nodes: int | None = None) -> None:
         logits = self.logits(self.normed.clone())
         lengths = state.lengths.clone()
         step = partial(self._step, lengths, *self._seen(lengths, self.schedule.fed, max_kv_len))
         hidden, draft_to_target = self.hidden.clone(), self.head.draft_to_target
-        propose_grown(state, self.schedule, self.draws, logits, hidden, step, draft_to_target)
+        propose_grown(state, self.schedule, self.draws, logits, hidden, step, draft_to_target, nodes)
 
     def _step(
         self, lengths, cache, slots, max_kv_len, tokens, hidden, ancestors, depth, offset, wanted

@@ -93,8 +93,9 @@ class Call:
         if request.features is not None and self.runtime.algorithm.remembers:
             prefill_draft(session, request.features, request.past.padding, begins, self._chunks(max(begins)))
         self._prefill(prompt_sizes, max(begins))
-        self._flights.has_trees = request.first_logits is None and not self._begins_plain
-        if self._flights.has_trees:
+        begins_plain = request.first_logits is not None or self._begins_plain
+        self._flights.pending = 1 if begins_plain else self.runtime.algorithm.plan.nodes
+        if not begins_plain:
             session.steps.propose(session.max_kv_len(max(map(len, request.prompts))))
         else:
             state.root()

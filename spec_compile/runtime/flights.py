@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..outcome import Outcome, unpack
+from ..tree import MAX_NODES
 from .draft_length import ANY, NO_TREE, SizePolicy
 from .runtime import Runtime
 from .session import Session
@@ -47,6 +48,7 @@ class Rider(Protocol):
 class Flight:
     """A round that was launched over `nodes` nodes of each row.
 
+    drafted: those of them that every tree has, the root included; None if each outcome tells.
     kind: of its step, whose policy learns from it.
     riders: with the row that each had then.
     buckets: of the drafter's confidence, for each of these rows, as far as the host knew it.
@@ -57,17 +59,11 @@ class Flight:
     session: Session
     kind: StepKind
     nodes: int
+    drafted: int | None
     riders: list[tuple[int, Rider]]
     buckets: dict[int, int]
     read: Callable[[], list[list[int]]]
     seconds: float
-
-
-def bucket(rider: Rider) -> int:
-    """The bucket of a row's newest tree that the host knows."""
-    if rider.count is None or rider.hint is None:
-        return ANY
-    return rider.hint if rider.count > 1 else NO_TREE
 
 
 class Flights:
@@ -81,8 +77,8 @@ class Flights:
         plan = runtime.algorithm.plan
         self.tree_size = plan.nodes if plan.is_whole else None
         """Real nodes of every tree if the drafter's trees have one size; None if each outcome tells."""
-        self.has_trees = True
-        """True if the rows have trees when the round launched last has ended."""
+        self.pending = plan.nodes
+        """Nodes of the rows' trees when the round launched last has ended, if they have one size; 1 without trees."""
         self.late = 0
         """Most tokens that the drafter is late by when that round has ended."""
         self._flying: deque[Flight] = deque()
@@ -122,17 +118,20 @@ class Flights:
             size = session.steps.late_size(self.late)
             session.steps.catch_up(size, session.max_kv_len(longest + size))
             self.late = 0
-        if nodes > 1 and not self.has_trees:
+        plan = self.runtime.algorithm.plan
+        if nodes > self.pending:
             session.steps.propose(max_kv_len)
+            self.pending = plan.nodes
             if not self.runtime.on_gpu:
                 session.steps.policies[kind].costs.learn_switch(self._now() - now)
                 now = self._now()
-        self.has_trees = nodes > 1 or self.tree_size is None
-        self.late += not self.has_trees
+        drafted = None if self.tree_size is None else min(nodes, self.pending)
+        self.pending = plan.next_nodes(nodes)
+        self.late += self.tree_size is not None and self.pending == 1
         read = begin(nodes, max_kv_len)
-        buckets = {rider.row: bucket(rider) for rider in riders}
+        buckets = {rider.row: self.bucket(rider) for rider in riders}
         rows = [(rider.row, rider) for rider in riders]
-        self._flying.append(Flight(session, kind, nodes, rows, buckets, read, now))
+        self._flying.append(Flight(session, kind, nodes, drafted, rows, buckets, read, now))
 
     def collect(self) -> tuple[Flight, list[tuple[Rider, Outcome]]]:
         """Wait for the oldest round. Returns it with the outcomes of the riders that go on."""
@@ -154,7 +153,7 @@ class Flights:
             if rider.count is not None and rider.most_nodes >= policy.sizes[-1]  # a row with a limit tells less
         ]  # fmt: skip
         policy.learn(
-            flight.nodes, [self.tree_size or rider.count for rider, _ in known],
+            flight.nodes, [flight.drafted or rider.count for rider, _ in known],
             [flight.buckets.get(rider.row, ANY) for rider, _ in known],
             [outcome.path[1:] for _, outcome in known], None if self.runtime.on_gpu else flight.seconds,
         )  # fmt: skip
@@ -172,13 +171,25 @@ class Flights:
         stats.trace = [] if self.trace is None else self.trace  # another call may have put its own there
         stats.count_round(flight.nodes, gained, len(outcomes))
 
+    def bucket(self, rider: Rider) -> int:
+        """The bucket of a row's newest tree that the host knows.
+
+        A part of a tree expects fewer drafts than all of it, so that parts have buckets of their own: with a hint of 2
+        and MAX_NODES of 64, 4 nodes of 16 have bucket 66, and all 16 have bucket 2.
+        """
+        if rider.count is None or rider.hint is None:
+            return ANY
+        if rider.count == 1:
+            return NO_TREE
+        return rider.hint + (MAX_NODES if rider.count < (self.tree_size or 0) else 0)
+
     def _choose_nodes(self, policy: SizePolicy | StepBack, riders: list[Rider]) -> int:
         """Nodes of the next round: by the trees themselves, unless only the GPU knows them."""
         most = min(max(rider.most_nodes for rider in riders), policy.sizes[-1])
         if most == 1 or self.runtime.guard.error is not None:
             return 1
         if isinstance(policy, StepBack) or self._flying or any(rider.count is None for rider in riders):
-            nodes = policy.choose_ahead([bucket(rider) for rider in riders if rider.count is not None])
+            nodes = policy.choose_ahead([self.bucket(rider) for rider in riders if rider.count is not None])
         else:
             counts = [min(rider.count, rider.most_nodes) for rider in riders]
             nodes = policy.choose(counts, [rider.hint for rider in riders])

@@ -20,14 +20,18 @@ class Round(nn.Module):
     """
 
     def __init__(
-        self, graph: ModelGraph, drafter: nn.Module, state: State, nodes: int | None, proposes: bool = True,
+        self, graph: ModelGraph, drafter: nn.Module, state: State, nodes: int | None, next_nodes: int | None = None,
         guard: DraftGuard | None = None,
     ):  # fmt: skip
-        """nodes: None if each call gives the number. proposes: False leaves the next trees only roots, and the accepted
-        tokens late for the drafter (see `Prefill.catch_up`)."""
+        """nodes: None if each call gives the number. next_nodes: of the trees that it proposes, None for whole ones; 1
+        leaves them only roots, and the accepted tokens late for the drafter (see `Prefill.catch_up`)."""
         super().__init__()
         self.verify, self.drafter, self.state = graph.gm, drafter, state
-        self.nodes, self.proposes, self.guard = nodes, proposes, guard or DraftGuard()
+        self.nodes, self.next_nodes, self.guard = nodes, next_nodes, guard or DraftGuard()
+
+    @property
+    def proposes(self) -> bool:
+        return self.next_nodes != 1
 
     def forward(self, max_kv_len: int, nodes: int = 0) -> Tensor:
         """Returns int64 [B, 5 + 4 N], which `outcome.unpack` reads. max_kv_len: visible slots, >= lengths.max() + N."""
@@ -64,7 +68,8 @@ class Round(nn.Module):
     def _finish(self, tree, depth, path, tokens, count, features, max_kv_len) -> Tensor:
         gained = self.settle(path, tokens, count, features, max_kv_len)
         if self.proposes:
-            self.guard(self.drafter.propose, self.state, max_kv_len)
+            few = () if self.next_nodes is None else (self.next_nodes,)
+            self.guard(self.drafter.propose, self.state, max_kv_len, *few)
             if self.guard.error is not None:
                 self.state.root()
         return self.outcome(gained, tree, depth, path, tokens)

@@ -1,6 +1,6 @@
 """`StepBack`: a round verifies all of a tree, its first nodes, or only its root, by what drafts gain and cost."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from .draft_record import SHARE, DraftRecord
@@ -16,10 +16,11 @@ class StepBack:
     Nodes of a tree come in order of preference and parents first, so that a round over all of them tells the gain of
     each smaller size. A size that costs c plain rounds and gains g drafts loses c - 1 - g plain rounds. Drafts are made
     while the best size loses nothing on average, and otherwise as long as the loss if nothing is accepted, c - 1, is
-    within the slack. The first round after a plain one also loses the `RoundCosts.switch`. The slack grows by what
-    drafts save, and by a share in each plain round. So drafts that are never accepted take ALLOWED plain rounds at
-    first and RARE of the time from then on: with c = 2 they are tried four times, and then in every 100th round. Drafts
-    that have paid before are tried for SHARE of the time; so are whole trees where fewer nodes are best.
+    within the slack. A round over more nodes than the last one has proposed also loses the `RoundCosts.switch`, because
+    whole trees are proposed before it. The slack grows by what drafts save, and by a share in each plain round. So
+    drafts that are never accepted take ALLOWED plain rounds at first and RARE of the time from then on: with c = 2 they
+    are tried four times, and then in every 100th round. Drafts that have paid before are tried for SHARE of the time;
+    so are whole trees where fewer nodes are best.
 
     While drafts pay, a round follows the drafter's confidence in its trees, if it has any: of little confidence it
     verifies fewer nodes, or none if a plain round is worth the switch.
@@ -28,19 +29,22 @@ class StepBack:
     adaptive: False: every round verifies whole trees.
     record: of the same draft in rounds over other numbers of rows.
     costs: durations of rounds over `batch` sequences.
+    next_nodes: see `DraftPlan`; by default all rounds but plain ones propose whole trees.
     """
 
     hindsight = None
 
     def __init__(
         self, sizes: Iterable[int], adaptive: bool = True, record: DraftRecord | None = None, batch: int = 1,
-        knee: int = KNEES["cuda"],
+        knee: int = KNEES["cuda"], next_nodes: Callable[[int], int] | None = None,
     ):  # fmt: skip
         self.sizes = tuple(sorted({1, *sizes}))
+        self._next_nodes = next_nodes or (lambda nodes: self.sizes[-1] if nodes > 1 else 1)
         self.adaptive = adaptive and len(self.sizes) > 1
         self.record = DraftRecord() if record is None else record
         self.costs = RoundCosts(batch, knee)
-        self._was_plain = False
+        self._pending = self.sizes[-1]
+        """Nodes of the trees that the last round has proposed."""
 
     def share(self, other: "StepBack") -> None:
         """Share the record with `other` from now on; costs stay separate."""
@@ -107,13 +111,13 @@ class StepBack:
         if not paths:  # only of rows that take no drafts
             return
         loss = self._loss(nodes)
-        self._was_plain = nodes == 1
+        self._pending = self._next_nodes(nodes)
         if nodes == 1:
             record.fade()
             record.slack += record.share
         else:
             gained = sum(map(len, paths)) / len(paths)
-            record.learn([size for size in self.sizes[1:] if size <= nodes], buckets, paths)
+            record.learn([size for size in self.sizes[1:] if size <= min(nodes, *counts)], buckets, paths)
             record.watch(gained)
             record.slack += gained - loss
             record.has_paid = record.has_paid or self.best > 1
@@ -128,7 +132,7 @@ class StepBack:
 
     def _loss(self, nodes: int) -> float:
         """Plain rounds that the next round over so many nodes loses if none is accepted."""
-        return self.ratio(nodes) - 1 + (self._switch if self._was_plain and nodes > 1 else 0.0)
+        return self.ratio(nodes) - 1 + (self._switch if nodes > self._pending else 0.0)
 
     def _best_drafts(self, buckets: Sequence[int] = ()) -> int:
         """The size with the most tokens a second of those with drafts."""

@@ -51,9 +51,37 @@ def test_drafts_are_the_same_after_rounds_without_any(monkeypatch, algorithm, sc
     system, numbers = fast(algorithm, "llama", schedule), itertools.count()
     nodes = system.speculation.engine.runtime.algorithm.plan.nodes
     few = max(2, nodes // 4)
-    pattern = [nodes, 1, 1, nodes, few, 1, few, 1, 1, 1]
+    pattern = [nodes, 1, 1, nodes, few, nodes, few, few, 1, few, 1, 1, 1]
     monkeypatch.setattr(StepBack, "choose_ahead", lambda policy, buckets=(): pattern[next(numbers) % len(pattern)])
     assert checked_trees(system, algorithm, schedule) >= 4
+
+
+@torch.no_grad()
+def test_a_round_over_few_nodes_proposes_as_many_in_fewer_forwards(monkeypatch):
+    """A tree of 5 levels: whole ones take 4 forwards of the head, and 4 nodes, of 3 levels, take 2."""
+    options = dict(draft=head("eagle3", "llama"), compile=False, check=False, max_cache_len=200)
+    system = speculate(target("llama"), "eagle3", **options, num_steps=5, topk=3, num_draft_tokens=16)
+    session = system.speculation.engine.session(1)
+    drafter, counts, forwards = session.drafter, [], []
+    sizes = itertools.cycle([16, 4, 4, 16, 1, 4, 16, 16])  # the first only decides if there is a first tree
+    propose, forward = drafter.propose, drafter._step
+
+    def proposed(*arguments):
+        forwards.append(0)
+        propose(*arguments)
+        counts.append(int(session.state.tree_count[0]))
+
+    def stepped(*arguments):
+        forwards[-1] += 1
+        return forward(*arguments)
+
+    monkeypatch.setattr(drafter, "propose", proposed)
+    monkeypatch.setattr(drafter, "_step", stepped)
+    monkeypatch.setattr(StepBack, "choose_ahead", lambda policy, buckets=(): next(sizes))
+    assert torch.equal(generated(system, prompts(1), 40), generated(target("llama"), prompts(1), 40))
+    # The first tree, those after two rounds over 4; whole ones before and after one over 16; and so on.
+    assert counts[:10] == [16, 4, 4, 16, 16, 16, 4, 16, 16, 16]
+    assert forwards[:10] == [4, 2, 2, 4, 4, 4, 2, 4, 4, 4]
 
 
 @torch.no_grad()
@@ -121,11 +149,12 @@ def checked_trees(system, algorithm, schedule):
                 if not state.finished[row]:
                     text = state.tokens[row, : length + 1].tolist()
                     tokens, parents = drafted(algorithm, draft, model, plan, text)
-                    nodes, trees = tokens.shape[1], (state.tree_tokens, state.tree_parents)
+                    nodes, trees = int(state.tree_count[row]), (state.tree_tokens, state.tree_parents)
                     if is_joined:  # what the draft has proposed, with the root for the root's parent
                         trees, parents = (session.drafter.drafts_tokens, session.drafter.drafts_above), parents.clamp(0)
-                    assert trees[0][row, :nodes].tolist() == tokens[0].tolist()
-                    assert trees[1][row, :nodes].tolist() == parents[0].tolist()
+                        nodes = tokens.shape[1]
+                    assert trees[0][row, :nodes].tolist() == tokens[0, :nodes].tolist()
+                    assert trees[1][row, :nodes].tolist() == parents[0, :nodes].tolist()
                     checked += 1
             yield gained
 

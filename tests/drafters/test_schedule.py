@@ -226,6 +226,23 @@ def test_the_first_nodes_are_the_smaller_tree():
     assert all(torch.equal(small, large[:, :9]) for small, large in zip(*trees))
 
 
+@settings(max_examples=100)
+@given(st.data())
+def test_the_first_nodes_take_fewer_forwards(data):
+    whole = data.draw(dynamic())
+    table, draft_to_target = data.draw(tables(least=whole.topk))
+    few = whole.first(data.draw(st.integers(2, whole.nodes)))
+    root, drafts, trees = torch.arange(len(table)), [], []
+    for schedule in (whole, few):
+        drafts.append(Draft(table))
+        trees.append(grow(schedule, root, *drafts[-1].begin(), drafts[-1], draft_to_target))
+    for all_nodes, first in zip(*trees):
+        assert torch.equal(all_nodes[:, : few.nodes], first)
+    levels = min(whole.num_steps, few.nodes - 1)
+    assert few.num_steps == levels and drafts[1].calls == drafts[0].calls[: levels - 1]
+    assert whole.first(None) is whole
+
+
 def test_the_scores_temperature_changes_the_shape():
     """Cold scores follow the likeliest path down, hot ones branch."""
     table = torch.randn(1, 97, 30)

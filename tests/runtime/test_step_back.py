@@ -109,6 +109,20 @@ def test_more_nodes_are_verified_again_when_they_pay():
         assert policy.best == NODES and rate > 0.95 * sum(0.95**depth for depth in range(6)) / 1.3
 
 
+def test_few_nodes_do_not_tell_what_whole_trees_gain():
+    """After a round over 4 nodes that has proposed 4, one over 16 has no more to accept."""
+    policy = StepBack([4, NODES], next_nodes=lambda nodes: nodes)
+    policy.learn(NODES, [NODES], [0], [[1, 2, 3, 9, 10]], 2.0)
+    policy.learn(4, [4], [0], [[1, 2, 3]], 1.2)
+    assert policy.record.gain(NODES) == 5 and policy.record.gain(4) == 3
+    policy.costs.switch = 0.5
+    policy.learn(1, [4], [0], [[]], 1.0)
+    policy.learn(4, [4], [0], [[1, 2, 3]], 1.2)
+    assert policy._loss(NODES) == pytest.approx(2.0 - 1 + 0.5) and policy._loss(4) == pytest.approx(0.2)
+    policy.learn(NODES, [4], [0], [[1, 2, 3]], 2.0)
+    assert policy.record.gain(NODES) == 5 and policy._loss(NODES) == pytest.approx(1.0)
+
+
 def test_both_sizes_run_before_one_is_preferred():
     policy, chosen = StepBack([NODES]), []
     for _ in range(3):

@@ -35,11 +35,13 @@ def propose_grown(
     hidden: Tensor,
     step: Step,
     draft_to_target: Tensor | None = None,
+    nodes: int | None = None,
 ) -> None:
     """Grow trees (see `grow`), or chains that are drawn, below the last committed tokens and propose them.
 
     logits [B, Vd], hidden [B, C]: the draft's output at the last committed slot.
     draft_to_target [Vd]: see `grow`.
+    nodes: see `Drafter.propose`.
     """
     root = state.tree_tokens[:, 0].clone()
     if draws:
@@ -49,6 +51,7 @@ def propose_grown(
             state.is_eos.shape[1], draft_to_target,
         )  # fmt: skip
         return propose_full(state, tokens, parents, probs=probs)
+    schedule = schedule.first(nodes) if isinstance(schedule, Schedule) else schedule
     propose_full(state, *grow(schedule, root, logits, hidden, step, draft_to_target))
 
 

@@ -1,7 +1,7 @@
 """`Schedule`: the sizes of a chain or a token tree that a draft grows, one forward of it ("step") a level."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...errors import check_int
 from ...kernels.top_logits import MAX_K
@@ -49,6 +49,16 @@ class Schedule:
     def nodes(self) -> int:
         """Nodes of a tree, the root included."""
         return min(MAX_NODES, 1 + self.candidates) if self.num_draft_tokens is None else self.num_draft_tokens
+
+    def first(self, nodes: int | None) -> "Schedule":
+        """The schedule of the first `nodes` nodes of the same trees (None: all of them).
+
+        They are at most nodes - 1 levels deep, because each of them comes after its parents: of 5 levels with 16 nodes,
+        the first 4 take 3 levels.
+        """
+        if nodes is None:
+            return self
+        return replace(self, num_steps=min(self.num_steps, nodes - 1), num_draft_tokens=nodes)
 
     @property
     def fed(self) -> int:

@@ -80,7 +80,8 @@ class Steps:
         def policy(kind: StepKind) -> SizePolicy | StepBack:
             if plan.is_whole:
                 sizes = [*self._few_nodes(), plan.nodes] if plan.nodes > 1 else []
-                return StepBack(sizes, runtime.options.adaptive, runtime.records[kind.value], state.batch, knee)
+                how = runtime.options.adaptive, runtime.records[kind.value], state.batch, knee, plan.next_nodes
+                return StepBack(sizes, *how)
             return SizePolicy(runtime.sizes, plan.sizes == "adaptive", hindsight, state.batch, knee)
 
         self.policies = {kind: policy(kind) for kind in (StepKind.ROUND, StepKind.LOOK)}

@@ -36,7 +36,7 @@ class Pieces:
         self.runtime, self.state, self.drafter = runtime, state, drafter
         self._example_form = form
         self._rounds: dict[int, Round] = {}
-        """By number of nodes. On a GPU 2 stands for every number above one."""
+        """By number of nodes. On a GPU 2 stands for every number above one whose rounds propose whole trees."""
         self._prefill: Prefill | None = None
 
     @property
@@ -54,17 +54,16 @@ class Pieces:
 
     def round(self, nodes: int) -> Round:
         """The round over `nodes` nodes; its `forward` and `look` take the number again."""
-        on_gpu = self.runtime.on_gpu
-        key = min(nodes, 2) if on_gpu else nodes
+        runtime, plan = self.runtime, self.runtime.algorithm.plan
+        next_nodes = plan.next_nodes(nodes)
+        few = next_nodes if next_nodes < plan.nodes else None
+        key = min(nodes, 2) if runtime.on_gpu and few is None else nodes
         if key not in self._rounds:
-            tag = _tag(nodes, on_gpu)
-            self._complete(tag, lambda example: example.round(nodes))
-            # A drafter of one size does not run in a round that verifies only the root.
-            plan = self.runtime.algorithm.plan
-            proposes = nodes > 1 or plan.sizes != "fixed" or plan.draws
-            guard = self.runtime.guard
-            round_ = Round(self.runtime.verify, self.drafter, self.state, None if on_gpu else nodes, proposes, guard)
-            if self.runtime.options.compile:
+            tag = _tag(nodes, runtime.on_gpu)
+            self._complete(_name(tag, few), lambda example: example.round(nodes))
+            size = None if runtime.on_gpu else nodes
+            round_ = Round(runtime.verify, self.drafter, self.state, size, few, runtime.guard)
+            if runtime.options.compile:
                 self._compile_round(round_, self._compiler(nodes, tag))
             self._rounds[key] = round_
         return self._rounds[key]
@@ -72,7 +71,7 @@ class Pieces:
     def finish(self, nodes: int) -> Round:
         """The same round, whose `finish` is compiled as well."""
         round_, tag = self.round(nodes), _tag(nodes, self.runtime.on_gpu)
-        self._complete(f"finish {tag}", lambda example: example.finish(nodes))
+        self._complete(f"finish {_name(tag, round_.next_nodes)}", lambda example: example.finish(nodes))
         if self._example_form is not None:
             compiler = self._compiler(nodes, tag)
             round_.finish(*self.accepted(round_, compiler.nodes, compiler.slots))
@@ -103,7 +102,7 @@ class Pieces:
         round_.prepare = compiler(round_.prepare, "prepare")
         round_.verify = compile_regions(self.runtime.verify, compiler, "verify")
         for name in ("conclude", "finish") if self.drafter.fuses else ("accept", "settle", "outcome"):
-            setattr(round_, name, compiler(getattr(round_, name), name))
+            setattr(round_, name, compiler(getattr(round_, name), _name(name, round_.next_nodes)))
         self.drafter.compile(self._compiler(self.runtime.algorithm.plan.nodes, "draft"))
         if self._example_form is not None:
             round_.forward(compiler.slots, compiler.nodes)
@@ -162,3 +161,8 @@ def _run_example(runtime: Runtime, form: Form, build: Callable[[Pieces], object]
 def _tag(nodes: int, on_gpu: bool) -> str:
     """The name of the parts that serve a round over `nodes` nodes."""
     return f"n{nodes}" if nodes == 1 or not on_gpu else "any"
+
+
+def _name(name: str, next_nodes: int | None) -> str:
+    """The name of a part, or of parts, of rounds that propose so many nodes (see `Round`)."""
+    return name if next_nodes in (None, 1) else f"{name}_to_{next_nodes}"
