@@ -37,6 +37,7 @@ from .parallel.start import find_ranks
 from .report.accounts import Accounts
 from .runtime.background import compiles_at_once
 from .runtime.served import ServedEngine
+from .runtime.state import MOST_LATE
 from .runtime.steps.build import StepKind
 from .runtime.steps.code import shared_code
 from .runtime.tiers import build_compiled
@@ -210,7 +211,7 @@ class Speculation(Accounts):
         def build() -> None:
             steps = self.engine.session(batch_size).steps
             rounds = [(kind, nodes) for nodes in steps.policies[StepKind.ROUND].sizes for kind in kinds]
-            steps.make([*steps.prompt_steps(), *rounds, *steps.proposal_steps()])
+            steps.make([*steps.prompt_steps(), *rounds, *steps.proposal_steps(MOST_LATE)])
 
         with self.engine.turns, torch.inference_mode(False), torch.no_grad(), self.engine.reporting(progress):
             build_compiled(self.engine.runtime, build)

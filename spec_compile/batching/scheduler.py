@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ..capture.weight_values import WeightValues
 from ..runtime.runtime import Runtime
+from ..runtime.state import MOST_LATE
 from ..runtime.steps.build import StepKind
 from ..runtime.tiers import build_compiled
 from .decoding import Decoder
@@ -94,7 +95,7 @@ class Scheduler:
         for width in self.decoder.lanes.widths:
             steps = self.decoder.lanes.session(width).steps
             rounds = [(StepKind.ROUND, nodes) for nodes in steps.policies[StepKind.ROUND].sizes]
-            steps.make([*rounds, *(steps.proposal_steps() if self.decoder.flights.tree_size else [])])
+            steps.make([*rounds, *(steps.proposal_steps(MOST_LATE) if self.decoder.flights.tree_size else [])])
 
     def clear(self, error: BaseException) -> None:
         """End all requests by an error, and every round."""

@@ -188,8 +188,11 @@ class Flights:
         most = min(max(rider.most_nodes for rider in riders), policy.sizes[-1])
         if most == 1 or self.runtime.guard.error is not None:
             return 1
-        if isinstance(policy, StepBack) or self._flying or any(rider.count is None for rider in riders):
-            nodes = policy.choose_ahead([self.bucket(rider) for rider in riders if rider.count is not None])
+        buckets = [self.bucket(rider) for rider in riders if rider.count is not None]
+        if isinstance(policy, StepBack):
+            nodes = policy.choose_ahead(buckets, [flight.nodes for flight in self._flying])
+        elif self._flying or len(buckets) < len(riders):
+            nodes = policy.choose_ahead(buckets)
         else:
             counts = [min(rider.count, rider.most_nodes) for rider in riders]
             nodes = policy.choose(counts, [rider.hint for rider in riders])

@@ -64,16 +64,19 @@ class StepBack:
         """The size with the most tokens a second, as far as is known; 1 if no draft pays."""
         return max(1, self._best_drafts(), key=self._rate)
 
-    def choose_ahead(self, buckets: Iterable[int] = ()) -> int:
+    def choose_ahead(self, buckets: Iterable[int] = (), under_way: Iterable[int] = ()) -> int:
         """The number of nodes of the next round. Drafts and plain rounds run once before either is preferred.
 
         buckets: of the confidence in the rows' newest trees that are known.
+        under_way: nodes of the rounds whose outcomes are not known yet; nothing of them may be accepted.
         """
         whole, record, measured = self.sizes[-1], self.record, self.costs.measured
         if not self.adaptive:
             return whole
+        slack = record.slack - sum(self.ratio(nodes) - 1 for nodes in under_way)
         if not record.gains:
-            return max((nodes for nodes in self.sizes[1:] if self._loss(nodes) <= record.slack), default=self.sizes[1])
+            first = self.sizes[1] if slack == record.slack else 1
+            return max((nodes for nodes in self.sizes[1:] if self._loss(nodes) <= slack), default=first)
         if 1 not in measured:
             return 1
         buckets = [*buckets] if record.tells_buckets else []
@@ -81,7 +84,7 @@ class StepBack:
         if buckets:
             nodes = drafts if self._rate(drafts, buckets) >= 1 / (1 + self._switch) else 1
         elif self.best == 1:
-            return drafts if self._loss(drafts) <= record.slack else 1
+            return drafts if self._loss(drafts) <= slack else 1
         else:
             nodes = drafts
         if nodes < whole and self._loss(whole) - self._loss(nodes) <= record.looks:

@@ -59,7 +59,7 @@ def test_a_draft_that_was_silent_knows_all_of_each_text(monkeypatch):
     monkeypatch.setattr("spec_compile.runtime.flights.MOST_LATE", 6)
     one = speculate(model(), algo="draft_model", draft=model(), num_steps=3, compile=False, check=False)
     pattern = itertools.cycle([4, 4, *[1] * 9, 4, 1, 1, 4, 4, 4])
-    monkeypatch.setattr(StepBack, "choose_ahead", lambda policy, buckets=(): next(pattern))
+    monkeypatch.setattr(StepBack, "choose_ahead", lambda policy, *known: next(pattern))
     manager = one.init_continuous_batching(GenerationConfig(pad_token_id=0), config(max_requests_per_batch=3))
     manager.start()
 

@@ -123,6 +123,21 @@ def test_few_nodes_do_not_tell_what_whole_trees_gain():
     assert policy.record.gain(NODES) == 5 and policy._loss(NODES) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("ratio", [1.3, 2.5, 4.5])
+def test_rounds_under_way_may_lose_as_well(ratio):
+    """Two rounds are always under way, and nothing is accepted: together they stay within what may be lost."""
+    policy, under_way, lost = StepBack([NODES]), [], 0.0
+    policy.costs.measured.update({1: 1.0, NODES: ratio})
+    for _ in range(200):
+        nodes = policy.choose_ahead([], under_way)
+        lost += policy.ratio(nodes) - 1
+        under_way.append(nodes)
+        if len(under_way) == 2:
+            policy.learn(under_way[0], [NODES], [0], [[]], None)
+            del under_way[0]
+    assert lost <= ALLOWED + RARE * 200
+
+
 def test_both_sizes_run_before_one_is_preferred():
     policy, chosen = StepBack([NODES]), []
     for _ in range(3):

@@ -169,11 +169,15 @@ class Steps:
         """Let the drafter process the tokens that it is late by, `size` at most."""
         self.get(StepKind.CATCH_UP, size)(max_kv_len)
 
-    def proposal_steps(self) -> list[tuple[StepKind, int]]:
-        """The steps that a proposal needs, to be made before a round is under way."""
+    def proposal_steps(self, late: int = 1) -> list[tuple[StepKind, int]]:
+        """The steps that a proposal needs, to be made before a round is under way.
+
+        late: tokens that the drafter may be late by before it; for more a step is made when they are there.
+        """
         catches_up = self.runtime.algorithm.plan.is_whole and self.policies[StepKind.ROUND].adaptive
-        late = [(StepKind.CATCH_UP, self.late_size(1))] if catches_up else []
-        return [(StepKind.PROPOSE, 0), *late] if self.captures else []
+        sizes = [size for size in LATE_SIZES[self.runtime.device.type] if size <= self.late_size(late)]
+        catch_up = [(StepKind.CATCH_UP, size) for size in sizes if catches_up]
+        return [(StepKind.PROPOSE, 0), *catch_up] if self.captures else []
 
     def _propose(self, max_kv_len: int) -> None:
         self.state.root()

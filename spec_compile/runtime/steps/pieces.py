@@ -35,8 +35,9 @@ class Pieces:
         """form: the shapes that the code of an example serves; None for the pieces of a session."""
         self.runtime, self.state, self.drafter = runtime, state, drafter
         self._example_form = form
-        self._rounds: dict[int, Round] = {}
-        """By number of nodes. On a GPU 2 stands for every number above one whose rounds propose whole trees."""
+        self._rounds: dict[str, Round] = {}
+        """By name (see `_name`): on a CPU n4 verifies 4 nodes and n4_to_4 also proposes 4 of more; on a GPU any and
+        any_to_4 verify any number above one."""
         self._prefill: Prefill | None = None
 
     @property
@@ -57,16 +58,16 @@ class Pieces:
         runtime, plan = self.runtime, self.runtime.algorithm.plan
         next_nodes = plan.next_nodes(nodes)
         few = next_nodes if next_nodes < plan.nodes else None
-        key = min(nodes, 2) if runtime.on_gpu and few is None else nodes
-        if key not in self._rounds:
-            tag = _tag(nodes, runtime.on_gpu)
-            self._complete(_name(tag, few), lambda example: example.round(nodes))
+        tag = _tag(nodes, runtime.on_gpu)
+        name = _name(tag, few)
+        if name not in self._rounds:
+            self._complete(name, lambda example: example.round(nodes))
             size = None if runtime.on_gpu else nodes
             round_ = Round(runtime.verify, self.drafter, self.state, size, few, runtime.guard)
             if runtime.options.compile:
                 self._compile_round(round_, self._compiler(nodes, tag))
-            self._rounds[key] = round_
-        return self._rounds[key]
+            self._rounds[name] = round_
+        return self._rounds[name]
 
     def finish(self, nodes: int) -> Round:
         """The same round, whose `finish` is compiled as well."""
