@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import models
 import pytest
@@ -12,8 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from spec_compile import passes
 from spec_compile.artefacts.compiler import PartCompiler
 from spec_compile.capture.trace import capture
+from spec_compile.drafting import DraftPlan
 from spec_compile.runtime.state import State
+from spec_compile.runtime.steps.code import Form
 from spec_compile.runtime.steps.example import PRIMES, example_size
+from spec_compile.runtime.steps.pieces import Pieces
 from spec_compile.runtime.steps.regions import cut
 
 
@@ -93,3 +97,15 @@ def test_a_compilation_leaves_no_shapes_behind():
     assert all(not each.tracked_fakes and not each.fake_tensor_cache for each in made)
     cached = [each for each in vars(ShapeEnv).values() if hasattr(each, "cache_info")]
     assert all(each.cache_info().currsize == 0 for each in cached)
+
+
+def test_rounds_that_propose_parts_of_trees_are_apart_on_a_gpu():
+    """Of trees of 4 nodes with 3 levels, a round over 2 nodes proposes 2. All others above one are the same round."""
+    runtime = SimpleNamespace(
+        on_gpu=True, algorithm=SimpleNamespace(plan=DraftPlan(4, levels=3)), options=SimpleNamespace(compile=False),
+        code=None, verify=SimpleNamespace(gm=None), guard=None,
+    )  # fmt: skip
+    pieces = Pieces(runtime, None, None, form=Form(1, 0))
+    few, whole, plain = (pieces.round(nodes) for nodes in (2, 4, 1))
+    assert [each.next_nodes for each in (few, whole, plain)] == [2, None, 1]
+    assert pieces.round(2) is few and pieces.round(4) is whole and len({few, whole, plain}) == 3
