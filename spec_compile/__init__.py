@@ -6,11 +6,12 @@ from .capture.mxfp4 import load_mxfp4
 from .errors import UnsupportedModelError
 from .ngram.trie import NgramTrie
 from .report.explain import dump
+from .runtime.accept.thinking import ThinkingBudget
 from .stats import Stats
 from .training import train_draft
 
 __all__ = [
-    "NgramTrie", "Speculation", "Stats", "UnsupportedModelError", "audit", "dump", "load_mxfp4", "speculate",
-    "train_draft",
+    "NgramTrie", "Speculation", "Stats", "ThinkingBudget", "UnsupportedModelError", "audit", "dump", "load_mxfp4",
+    "speculate", "train_draft",
 ]  # fmt: skip
 __version__ = "0.1.0"

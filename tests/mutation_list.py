@@ -344,6 +344,15 @@ DRAWS = [
         "tests/runtime/test_grammars.py -k 'greedy_tokens and beyond'",
     ),
     Mutation(
+        "thinking ends one token late", f"{RUNTIME}accept/thinking.py",
+        "self.count < budget", "self.count <= budget", "tests/runtime/test_thinking.py -k exactly_after",
+    ),
+    Mutation(
+        "a drafted end of thinking is not taken back", f"{RUNTIME}accept/thinking.py",
+        "self.place, self._opened, self._is_first, in_grammar = self._before.pop()", "in_grammar = False",
+        "tests/runtime/test_thinking.py -k leave_no_trace",
+    ),
+    Mutation(
         "a vocabulary of another size is let pass", f"{RUNTIME}accept/grammars.py",
         "if sizes != {vocab_size}:", "if not sizes:", "tests/runtime/test_grammars.py -k refused",
     ),

@@ -22,8 +22,8 @@ from ..capture.pictures import placeholders
 from ..compat import CACHE
 from ..runtime import own_prefill
 from ..runtime import past as pasts
-from ..runtime.accept.grammars import check_grammars
 from ..runtime.accept.processors import ROWWISE, is_known
+from ..runtime.accept.thinking import check_processors
 from ..runtime.ask import CRITERIA_IN_ROUND, Ask, unserved
 from ..runtime.own_prefill import PICTURES, TOKEN_TYPES
 from ..runtime.past import Past
@@ -135,7 +135,7 @@ class Preparer:
         reason = reason or unserved(self._engine, read, call.config, call.model_kwargs)
         if reason is not None:
             raise ValueError(f"{reason}: only generate() does this; leave it out")
-        check_grammars(call.processors, 1, self._engine.runtime.verify.vocab_size)
+        check_processors(call.processors, 1, self._engine.runtime.verify.vocab_size)
         return self._by_transformers(shadow, key, call, read, arguments.get("stopping_criteria") or (), stop)
 
     def _ask_transformers(

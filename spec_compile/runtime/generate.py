@@ -15,7 +15,7 @@ from ..compat import CACHE
 from . import own_prefill
 from . import past as pasts
 from .accept import Route
-from .accept.grammars import check_grammars
+from .accept.thinking import check_processors
 from .agreement import asked
 from .answer import Answer
 from .ask import Ask, unserved
@@ -104,7 +104,7 @@ class SpeculativeMixin(FollowsGenerationConfig):
         # Read what is asked for.
         if config.prefill_chunk_size is not None and config.prefill_chunk_size < 1:
             raise RuntimeError(f"prefill_chunk_size: expected at least 1, got {config.prefill_chunk_size}")
-        check_grammars(logits_processor, len(input_ids), engine.runtime.verify.vocab_size)
+        check_processors(logits_processor, len(input_ids), engine.runtime.verify.vocab_size)
         ask = Ask.of(input_ids, config, logits_processor, stopping_criteria, self.device)
         engine.admit_request(prompt, ask.longest - input_ids.shape[1])
         ranks = engine.options.ranks

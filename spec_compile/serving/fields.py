@@ -143,6 +143,7 @@ VLLM = {
     "stop_token_ids": Field(_is_ends, f"a list of at most {MOST_ENDS} token ids"),
     "ignore_eos": FLAG,
     "min_tokens": SIZE,
+    "thinking_token_budget": SIZE,
     "structured_outputs": OBJECT,
     "guided_json": Field(lambda value: isinstance(value, (str, dict)), "a JSON schema, an object or its text"),
     "guided_regex": TEXT,

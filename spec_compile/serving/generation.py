@@ -30,6 +30,7 @@ from .grammars import GrammarCache, read_form
 from .metrics import PrometheusMetrics
 from .penalties import CountPenalties
 from .prediction import NO_NGRAMS, read_prediction, reference_of, tokenize
+from .thinking import ThinkingReader
 from .workers import Waiting, Workers
 
 FULL = "the queue is full; try again later"
@@ -89,6 +90,7 @@ class Requests(CBGenerateManager):
         self.most_characters = self.row_tokens * max(map(len, self.tokenizer.get_vocab()))
         ends = model.generation_config.eos_token_id
         self.grammars = GrammarCache(self.tokenizer, self.vocab_size, ends)
+        self.thinking = ThinkingReader(self.tokenizer, self.vocab_size)
         self.is_draining = False
         self.followers: Followers | None = None
         self.manager.warmup()
@@ -265,12 +267,14 @@ class Requests(CBGenerateManager):
         penalties = [call.fields.get(name, 0) for name in ("frequency_penalty", "presence_penalty")]
         if any(penalties):
             processors.append(CountPenalties(len(ids), *penalties))
-        form = read_form(call.fields)
+        form, grammar = read_form(call.fields), None
         if form is not None:
             if config.min_new_tokens or config.min_length:  # they forbid the end, which may be all that the form allows
                 field = "min_tokens" if "min_tokens" in call.fields else "generation_config"
                 raise refuse(field, f"{form[0]} decides where the answer ends; leave out one of them")
-            processors.append(self.grammars.processor(*form))
+            grammar = self.grammars.processor(*form)
+        grammar = self.thinking.processor(call.fields, grammar)
+        processors += [] if grammar is None else [grammar]
         return options | {"logits_processor": processors} if processors else options
 
     def _pictures(self, inputs: dict) -> dict[str, Tensor]:

@@ -8,9 +8,9 @@ from ...parallel.ranks import ALONE, Alone
 from ..answer import Answer
 from .draw import DrawInRound
 from .grammar_acceptors import DrawnGrammars, GreedyGrammars
-from .grammars import Grammars, is_grammar
 from .host import HostAcceptor
-from .processors import MINIMA, ROWWISE, is_known
+from .processors import MINIMA, is_known
+from .thinking import follow_rows
 
 
 class Route(Enum):
@@ -30,8 +30,8 @@ class Route(Enum):
     =============== ====================================== ==================== =================================
 
     On a CPU the host is faster than drawing in the round, because it processes only nodes that are reached. All routes
-    that draw give the same tokens for a seed. Under a grammar, ON_HOST is `GreedyGrammars` or `DrawnGrammars` if the
-    other processors permit it.
+    that draw give the same tokens for a seed. Under a grammar or a thinking budget, ON_HOST is `GreedyGrammars` or
+    `DrawnGrammars` if the other processors permit it.
 
     `accept_chain` tests a drawn chain as a block, which needs the target's distribution after every draft. Rows that go
     in lockstep (see `HostAcceptor`) are the exception: their processors may remember what they saw, so they are called
@@ -77,17 +77,10 @@ def make_acceptor(
         case Route.DRAW_IN_ROUND:
             return DrawInRound(processors)
         case Route.ON_HOST:
-            processors = _rowwise_grammars(answer, processors)
+            processors = follow_rows(answer, processors)
             if DrawnGrammars.takes(processors) and ranks.size == 1 and not answer.keeps_scores:
                 if seed is not None:
                     return DrawnGrammars(answer, processors, seed)
                 if len(processors) == 1:
                     return GreedyGrammars(answer, processors, seed)
             return HostAcceptor(answer, processors, seed, ranks)
-
-
-def _rowwise_grammars(answer: Answer, processors: list) -> list:
-    """The processors with `Grammars` in place of xgrammar's, unless another one needs rows in lockstep."""
-    if not all(is_grammar(processor) or is_known(processor, ROWWISE) for processor in processors):
-        return processors
-    return type(processors)(Grammars(each, answer.rows) if is_grammar(each) else each for each in processors)

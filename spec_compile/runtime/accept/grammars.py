@@ -30,40 +30,43 @@ def check_grammars(processors: list, batch: int, vocab_size: int) -> None:
                 f"{name}: its vocabulary has {', '.join(map(str, sorted(sizes)))} tokens and the model's logits have "
                 f"{vocab_size}; pass vocab_size={vocab_size} to TokenizerInfo.from_huggingface()"
             )
-        bits = torch.zeros(1, -(-vocab_size // 32), dtype=torch.int32)
+        bits = torch.zeros(1, words_of(vocab_size), dtype=torch.int32)
         for number, grammar in enumerate(compiled):
-            _matcher(grammar).fill_next_token_bitmask(bits)
+            make_matcher(grammar).fill_next_token_bitmask(bits)
             if not bits.any():
                 raise ValueError(f"{name}: grammar {number} allows no first token; look at the grammar")
 
 
-def _matcher(grammar):
+def make_matcher(grammar):
+    """xgrammar's matcher of a compiled grammar."""
     from xgrammar import GrammarMatcher  # which is installed, because the grammar is one of its objects
 
     return GrammarMatcher(grammar)
 
 
+def words_of(vocab_size: int) -> int:
+    """Numbers of 32 bits in the mask of a vocabulary."""
+    return -(-vocab_size // 32)
+
+
 class Grammars(LogitsProcessor):
     """xgrammar's processor for rows of different lengths.
 
-    processor: xgrammar's, checked by `check_grammars`; it is used up.
+    matchers: a GrammarMatcher of each row [B], or an object with its methods.
+    vocab_size: tokens of the model's logits.
     gained: tokens of each row [B lists], to which the caller adds.
     rows: [R] int64, the rows of the scores that `__call__` gets; see `processors.OF_ROWS`.
     bitmask: [B, ceil(V / 32)] int32 on the CPU. Bit t % 32 of number t // 32 is 1 if token t may come next: token 70 is
         bit 6 of number 2. After a row's grammar has ended, the mask before its last token stays, as with xgrammar.
     """
 
-    def __init__(self, processor, gained: list[list[int]]):
-        batch, compiled = len(gained), processor.compiled_grammars
-        compiled = compiled * batch if len(compiled) == 1 else compiled
+    def __init__(self, matchers: list, vocab_size: int, gained: list[list[int]]):
+        batch = len(gained)
         self.gained, self.followed = gained, [0] * batch  # tokens of each row that its matcher has accepted
         self.ahead = [0] * batch  # the last ones of them, which are drafts
-        self.matchers = [_matcher(grammar) for grammar in compiled]
-        words = -(-compiled[0].tokenizer_info.vocab_size // 32)
-        self.bitmask = torch.full((batch, words), -1, dtype=torch.int32)
+        self.matchers = matchers
+        self.bitmask = torch.full((batch, words_of(vocab_size)), -1, dtype=torch.int32)
         self.rows = torch.arange(batch)
-        processor.matchers, processor.compiled_grammars, processor.batch_size = self.matchers, compiled, batch
-        processor.token_bitmask, processor.prefilled = self.bitmask, True
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """The scores [R, V] of tokens that follow what `rows` have gained, with -inf for those that are illegal."""
@@ -123,6 +126,19 @@ class Grammars(LogitsProcessor):
             self.matchers[row].fill_next_token_bitmask(*(self.bitmask, row) if bits is None else (bits, index))
         elif bits is not None:
             bits[index] = self.bitmask[row]
+
+
+def follow_xgrammar(processor, gained: list[list[int]]) -> Grammars:
+    """`Grammars` in place of xgrammar's processor, which is used up.
+
+    processor: checked by `check_grammars`. gained: see `Grammars`.
+    """
+    batch, compiled = len(gained), processor.compiled_grammars
+    compiled = compiled * batch if len(compiled) == 1 else compiled
+    grammars = Grammars([*map(make_matcher, compiled)], compiled[0].tokenizer_info.vocab_size, gained)
+    processor.matchers, processor.compiled_grammars, processor.batch_size = grammars.matchers, compiled, batch
+    processor.token_bitmask, processor.prefilled = grammars.bitmask, True
+    return grammars
 
 
 def forbid(scores: Tensor, bits: Tensor) -> Tensor:
