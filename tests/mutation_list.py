@@ -789,6 +789,10 @@ SERVING = [
         "            self._kept[key] = grammar\n", "            pass\n", f"{FORMS} -k compiled_once",
     ),
     Mutation(
+        "a stop sequence is cut out only if it comes in one piece", f"{HTTP}anthropic.py",
+        "held = max(sizes, default=0)", "held = 0", "tests/serving/test_anthropic.py -k pieces",
+    ),
+    Mutation(
         "two forms are taken", f"{HTTP}grammars.py", "if len(forms) > 1:", "if False:",
         f"{FORMS} -k cannot_be_compiled",
     ),

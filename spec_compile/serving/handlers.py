@@ -53,7 +53,7 @@ class _Checked:
         call = CURRENT.get()
         call.prompt_field = self.required
         body = decode_body(data, self.generation_state.requests.most_containers)
-        call.fields = check_fields(body, self.fields, self.required)
+        call.fields = self._read(body)
         try:
             response = await self.handle_request(self._check(dict(call.fields)), request_id)
         except (HTTPException, CBWorkerDeadError):
@@ -66,6 +66,10 @@ class _Checked:
         if isinstance(response, StreamingResponse):
             response.body_iterator = _with_error_objects(response.body_iterator)
         return response
+
+    def _read(self, body: dict) -> dict:
+        """The checked fields of a body. Refusal that names a field that cannot be served."""
+        return check_fields(body, self.fields, self.required)
 
     def _check(self, body: dict) -> dict:
         """The body in the form that transformers takes. Refusal for inputs that the model does not take."""

@@ -19,6 +19,7 @@ from transformers.cli.serving.model_manager import ModelManager
 from ..api import speculate
 from ..errors import check_int, did_you_mean
 from . import FLAGS, MAX_QUEUE
+from .anthropic import add_messages
 from .body import read_body
 from .call import CallMiddleware
 from .errors import Refusal, add_handlers
@@ -140,7 +141,9 @@ def _build(model: str | Path, name: str, algo: str, options: dict, sizes: dict, 
         "/v1/completions": built._completion_handler,
         "/v1/responses": built._response_handler,
     }
-    _add_routes(built.server.config.app, state.requests, models, handlers)
+    app, template_kwargs = built.server.config.app, built._chat_handler.chat_template_kwargs
+    _add_routes(app, state.requests, models, handlers)
+    add_messages(app, lambda cls: cls(models, state, template_kwargs), state.requests.most_bytes)
     return Server(built, state.requests)
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
 
 from spec_compile import speculate
 
@@ -79,3 +79,68 @@ def wait_until(is_true, seconds: float = 30.0) -> None:
     while not is_true():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.01)
+
+
+@contextmanager
+def scripted(client, text: str):
+    """Answers of the server are this text and the end; other processors of a request come before the script."""
+    requests, made = client.runner.requests, client.runner.requests._options
+    tokenizer = requests.tokenizer
+    script = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+
+    def options(call, ids, config):
+        config.eos_token_id = tokenizer.eos_token_id
+        given = made(call, ids, config)
+        return given | {"logits_processor": [*given.get("logits_processor", []), Script(script, len(ids))]}
+
+    requests._options = options
+    try:
+        yield
+    finally:
+        del requests._options
+
+
+class Script(LogitsProcessor):
+    """Forces the tokens of an answer."""
+
+    def __init__(self, tokens: list[int], prompt_length: int):
+        self.tokens, self.prompt_length = tokens, prompt_length
+
+    def __call__(self, input_ids, scores):
+        gained = input_ids.shape[1] - self.prompt_length
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, self.tokens[min(gained, len(self.tokens) - 1)]] = 0
+        return forced
+
+
+TOOL_TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>\n{% endif %}{% for message in messages %}"
+    "<|{{ message['role'] }}|>"
+    "{% if message.get('reasoning_content') %}<think>{{ message['reasoning_content'] }}</think>{% endif %}"
+    "{{ message['content'] }}{% for call in message.get('tool_calls', []) %}<tool_call>"
+    "{{ {'name': call['function']['name'], 'arguments': call['function']['arguments']} | tojson }}</tool_call>"
+    "{% endfor %}\n{% endfor %}<|assistant|>"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+)
+"""A chat template with tools and thinking."""
+TOOL_ANSWER = {
+    "start_anchor": "<|assistant|>",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close": "<|endoftext|>", "content": "text"},
+    },
+}  # fmt: skip
+"""The form of answers under `TOOL_TEMPLATE`."""
+
+
+def save_tool_model(folder: Path) -> Path:
+    """The model of `save_model` with `TOOL_TEMPLATE`."""
+    save_model(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template, tokenizer.response_template = TOOL_TEMPLATE, TOOL_ANSWER
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -1,0 +1,269 @@
+"""Anthropic's Messages API over the handler of chats: POST /v1/messages and POST /v1/messages/count_tokens."""
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+from transformers.cli.serving.utils import CBWorkerDeadError
+
+from .anthropic_fields import renamed, to_chat
+from .body import read_body
+from .call import CURRENT
+from .errors import Refusal, failure
+from .fields import CHAT, check_fields
+from .handlers import ERROR, Chat
+
+MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
+ERROR_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
+"""Anthropic's types of errors by status. Others are `invalid_request_error` below 500, and `api_error`."""
+REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+"""Anthropic's reasons for the end of an answer, by OpenAI's."""
+
+
+class Messages(Chat):
+    """POST /v1/messages."""
+
+    counts_only = False
+
+    def _read(self, body: dict) -> dict:
+        _, _, processor = self._resolve_model({})
+        template = str(getattr(processor, "chat_template", None) or "")
+        return check_fields(to_chat(body, template, self._modality(), self.counts_only), CHAT, "messages")
+
+    def _streaming(self, *args: Any, **kwargs: Any) -> StreamingResponse:
+        request_id, _, _, model, inputs = args[:5]
+        response = super()._streaming(*args, **kwargs)
+        begun = _message(request_id, model, [], None, None, len(inputs["input_ids"]), 0)
+        response.body_iterator = as_events(response.body_iterator, begun, CURRENT.get().fields.get("stop", []))
+        return response
+
+    async def _non_streaming(self, *args: Any, **kwargs: Any) -> JSONResponse:
+        request_id, _, _, model = args[:4]
+        answer = json.loads((await super()._non_streaming(*args, **kwargs)).body)
+        (choice,), usage = answer["choices"], answer["usage"]
+        cut = StopCut(CURRENT.get().fields.get("stop", []))
+        content = _blocks(choice["message"], cut)
+        reason, stop = _reason(choice["finish_reason"], cut)
+        sizes = usage["prompt_tokens"], usage["completion_tokens"]
+        message = _message(request_id, model, content, reason, stop, *sizes)
+        return JSONResponse(message | {"metrics": answer["metrics"]})
+
+
+class TokenCounts(Messages):
+    """POST /v1/messages/count_tokens. It makes the prompt and generates nothing."""
+
+    counts_only = True
+
+    async def _non_streaming(self, *args: Any, **kwargs: Any) -> JSONResponse:
+        ids = args[4]["input_ids"]
+        return JSONResponse({"input_tokens": len(ids[0] if isinstance(ids[0], list) else ids)})
+
+
+class StopCut:
+    """Cuts a text that comes in pieces before the first stop sequence.
+
+    stops: the sequences
+    found: the one that was found, or None
+
+    With the stop "END", the pieces "aE", "N", "Db" give "a", "", "": the "E" waits until it is known to be no stop.
+    """
+
+    def __init__(self, stops: str | list[str]):
+        self.stops, self.found, self._held = [stops] if isinstance(stops, str) else stops, None, ""
+
+    def feed(self, piece: str) -> str:
+        """The text that is known to come before a stop sequence."""
+        if self.found is not None:
+            return ""
+        text = self._held + piece
+        places = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self.stops if stop in text]
+        if places:
+            end, length, self.found = min(places)
+            self._held = ""
+            return text[: end + length]
+        sizes = (size for stop in self.stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
+        held = max(sizes, default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def rest(self) -> str:
+        """The text that waited, once nothing follows it."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _message(
+    request_id: str, model: str, content: list, reason: str | None, stop: str | None, prompt: int, answer: int
+) -> dict:
+    """An object of Anthropic's type message. prompt, answer: numbers of tokens."""
+    return {
+        "id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model, "content": content,
+        "stop_reason": reason, "stop_sequence": stop, "usage": {"input_tokens": prompt, "output_tokens": answer},
+    }  # fmt: skip
+
+
+def _reason(finish_reason: str, cut: StopCut) -> tuple[str, str | None]:
+    """The fields `stop_reason` and `stop_sequence`."""
+    if finish_reason == "stop" and cut.found is not None:
+        return "stop_sequence", cut.found
+    return REASONS.get(finish_reason, "end_turn"), None
+
+
+def _blocks(message: dict, cut: StopCut) -> list[dict]:
+    """The content of an answer, of OpenAI's message."""
+    blocks: list[dict] = []
+    if thoughts := message.get("reasoning_content"):
+        blocks.append({"type": "thinking", "thinking": thoughts, "signature": ""})
+    if text := cut.feed(message.get("content") or "") + cut.rest():
+        blocks.append({"type": "text", "text": text})
+    for call in message.get("tool_calls") or []:
+        name, arguments = call["function"]["name"], _arguments(call["function"]["arguments"])
+        blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": arguments})
+    return blocks
+
+
+def _arguments(text: str) -> dict:
+    """The arguments of a call. If the model has written no JSON object, they are its text under `arguments`."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    return value if isinstance(value, dict) else {"arguments": text}
+
+
+def _event(name: str, **fields: Any) -> str:
+    return f"event: {name}\ndata: {json.dumps({'type': name} | fields)}\n\n"
+
+
+class ContentEvents:
+    """The events of an answer's blocks, in order; each block is closed before the next one begins."""
+
+    def __init__(self) -> None:
+        self._index, self._open, self._call = -1, "", -1
+
+    def add(self, block: dict, delta: dict, is_new: bool = False) -> Iterator[str]:
+        """A part of a block. block: how the block begins. is_new: True if the part begins a block in any case."""
+        if is_new or self._open != block["type"]:
+            yield from self.close()
+            self._index, self._open = self._index + 1, block["type"]
+            yield _event("content_block_start", index=self._index, content_block=block)
+        yield _event("content_block_delta", index=self._index, delta=delta)
+
+    def text(self, text: str) -> Iterator[str]:
+        """A part of a text."""
+        if text:
+            yield from self.add({"type": "text", "text": ""}, {"type": "text_delta", "text": text})
+
+    def thinking(self, text: str) -> Iterator[str]:
+        """A part of the thinking."""
+        if text:
+            start = {"type": "thinking", "thinking": "", "signature": ""}
+            yield from self.add(start, {"type": "thinking_delta", "thinking": text})
+
+    def call(self, call: dict) -> Iterator[str]:
+        """A call of a tool, or a part of one: `index` tells calls apart, and the first part has the name."""
+        function, index = call.get("function") or {}, call["index"]
+        start = {"type": "tool_use", "id": call.get("id"), "name": function.get("name"), "input": {}}
+        delta = {"type": "input_json_delta", "partial_json": function.get("arguments") or ""}
+        is_new, self._call = index != self._call, index
+        yield from self.add(start, delta, is_new)
+
+    def close(self) -> Iterator[str]:
+        """The end of the open block, if there is one."""
+        if self._open == "thinking":
+            yield _event("content_block_delta", index=self._index, delta={"type": "signature_delta", "signature": ""})
+        if self._open:
+            yield _event("content_block_stop", index=self._index)
+        self._open = ""
+
+
+async def as_events(chunks: AsyncIterator[str], begun: dict, stops: str | list[str]) -> AsyncIterator[str]:
+    """Anthropic's events for the chunks of a chat.
+
+    begun: the message before its content
+    stops: the stop sequences
+    """
+    yield _event("message_start", message=begun) + _event("ping")
+    content, cut = ContentEvents(), StopCut(stops)
+    async for several in chunks:
+        events: list[str] = []
+        for line in filter(None, several.split("\n\n")):
+            if line.startswith(ERROR):
+                reason = line.removeprefix(ERROR).removesuffix('"}')
+                yield "".join(events) + _event("error", error={"type": "api_error", "message": reason})
+                return
+            events += _of_chunk(json.loads(line.removeprefix("data: ")), content, cut, begun["usage"])
+        if events:
+            yield "".join(events)
+
+
+def _of_chunk(chunk: dict, content: ContentEvents, cut: StopCut, usage: dict) -> Iterator[str]:
+    """The events of one chunk; the last chunk has the usage."""
+    for choice in chunk["choices"]:
+        delta = choice["delta"]
+        yield from content.thinking(delta.get("reasoning_content") or "")
+        yield from content.text(cut.feed(delta.get("content") or ""))
+        for call in delta.get("tool_calls") or []:
+            yield from content.text(cut.rest())
+            yield from content.call(call)
+    if chunk.get("usage") is None:
+        return
+    yield from content.text(cut.rest())
+    yield from content.close()
+    reason, stop = _reason(chunk["choices"][0]["finish_reason"], cut)
+    used = usage | {"output_tokens": chunk["usage"]["completion_tokens"]}
+    delta = {"stop_reason": reason, "stop_sequence": stop}
+    yield _event("message_delta", delta=delta, usage=used, metrics=chunk["metrics"])
+    yield _event("message_stop")
+
+
+def error_message(status: int, reason: str, request_id: str) -> dict:
+    """An error in Anthropic's form."""
+    error_type = ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": error_type, "message": reason}, "request_id": request_id}
+
+
+async def _in_anthropics_form(answering: Awaitable, request_id: str) -> Any:
+    """An answer, with errors in Anthropic's form. A body that OpenAI's door refuses with 422 is refused with 400."""
+    headers = None
+    try:
+        response = await answering
+    except HTTPException as error:
+        status, headers = error.status_code, error.headers
+        reason = renamed(error)[0] if isinstance(error, Refusal) else str(error.detail)
+    except CBWorkerDeadError as error:
+        status, reason = 503, str(error)
+    except Exception as error:
+        status, reason = 500, json.loads(failure(error).body)["error"]["message"]
+    else:
+        response.headers["request-id"] = request_id
+        if response.status_code < 400:
+            return response
+        status, reason = response.status_code, json.loads(response.body)["error"]["message"]
+    status = 400 if status == 422 else status
+    return JSONResponse(error_message(status, reason, request_id), status, {"request-id": request_id} | (headers or {}))
+
+
+def add_messages(app: FastAPI, make: Callable[[type], Any], most_bytes: int) -> None:
+    """Add the two routes.
+
+    make: returns a handler of a class
+    most_bytes: of a body
+    """
+
+    def add(path: str, handler: Any) -> None:
+        async def answer(request: Request) -> Any:
+            async def answering() -> Any:
+                return await handler.answer(await read_body(request, most_bytes), request.state.request_id)
+
+            return await _in_anthropics_form(answering(), request.state.request_id)
+
+        app.post(path)(answer)
+
+    add(MESSAGES, make(Messages))
+    add(COUNT_TOKENS, make(TokenCounts))
