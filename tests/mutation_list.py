@@ -793,6 +793,11 @@ SERVING = [
         "held = max(sizes, default=0)", "held = 0", "tests/serving/test_anthropic.py -k pieces",
     ),
     Mutation(
+        "a message without text comes a second time", f"{HTTP}responses.py",
+        'kind == "response.output_item.done" and not self._waiting', 'kind == "response.output_item.done"',
+        "tests/serving/test_responses.py -k each_item",
+    ),
+    Mutation(
         "two forms are taken", f"{HTTP}grammars.py", "if len(forms) > 1:", "if False:",
         f"{FORMS} -k cannot_be_compiled",
     ),

@@ -23,6 +23,7 @@ from .fields import CHAT, COMPLETION, RESPONSE, Field, check_fields
 from .messages import check_input, check_messages, check_tools, count_characters
 from .metrics import speculation_fields
 from .prediction import usage_details
+from .responses import close_answer, mend_stream
 from .settings import make_config
 
 PASSED = ("name", "reasoning_content")
@@ -210,6 +211,16 @@ class Response(_Checked, ResponseHandler):
     """POST /v1/responses."""
 
     fields, required = RESPONSE, "input"
+
+    def _streaming(self, *args: Any, **kwargs: Any) -> StreamingResponse:
+        response, call = super()._streaming(*args, **kwargs), CURRENT.get()
+        response.body_iterator = mend_stream(response.body_iterator, lambda: call.output.finish_reason == "length")
+        return response
+
+    async def _non_streaming(self, *args: Any, **kwargs: Any) -> JSONResponse:
+        response = json.loads((await super()._non_streaming(*args, **kwargs)).body)
+        is_cut = CURRENT.get().output.finish_reason == "length"
+        return JSONResponse(close_answer(response, response["output"], is_cut))
 
 
 HANDLERS: dict[str, Callable] = {
