@@ -85,7 +85,7 @@ async def stream(client, path, body, leaves):
                 text += piece_of(path, last)
                 if leaves:
                     return None
-        assert last.get("usage") or last["type"] == "response.completed", last
+        assert last.get("usage") or last["type"] in ("response.completed", "response.incomplete"), last
         return text
 
 
