@@ -782,6 +782,7 @@ REQUESTS = [
 ]  # fmt: skip
 FIELDS, LOAD, HTTP = "tests/serving/test_fields.py", "tests/serving/test_load.py", "spec_compile/serving/"
 FORMS = "tests/serving/test_grammars.py"
+CALLS, CALL_FORMS = "tests/serving/test_tool_calls.py", "tests/serving/test_call_forms.py"
 VLLM = "tests/serving/test_vllm_fields.py"
 SERVING = [
     Mutation(
@@ -800,6 +801,18 @@ SERVING = [
     Mutation(
         "two forms are taken", f"{HTTP}grammars.py", "if len(forms) > 1:", "if False:",
         f"{FORMS} -k cannot_be_compiled",
+    ),
+    Mutation(
+        "a call ends at the first text that closes one", f"{HTTP}call_forms.py",
+        'if end >= 0 and self.form.style == "json":', "if False:", f"{CALL_FORMS} -k any_size",
+    ),
+    Mutation(
+        "calls within reasoning are held to schemas", f"{HTTP}tool_calls.py",
+        "[_tag(begin, TEXT, end)] if is_thinking is None else []", "[]", f"{CALLS} -k allows_these",
+    ),
+    Mutation(
+        "two calls are taken for one", f"{HTTP}tool_calls.py",
+        '"stop_after_first": self.only_one', '"stop_after_first": False', f"{CALLS} -k allows_these",
     ),
     Mutation(
         "stop_token_ids replace the model's own ends", f"{HTTP}settings.py",

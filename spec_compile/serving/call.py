@@ -19,6 +19,7 @@ class HttpCall:
     prompt_field: name of the field with the prompt
     limit_field: name of the field with the number of tokens that the client wants, or None
     prediction: token ids of the answer that the client expects, or None
+    tool_calls: the calls that the answer shall have, a `ToolCalls`, or None
     is_prepared: True once its prompt and settings are made
     request_id: the manager's name of the request that was added for it, or None
     output: the last output that the manager delivered, or None
@@ -30,6 +31,7 @@ class HttpCall:
     prompt_field: str = "prompt"
     limit_field: str | None = None
     prediction: list[int] | None = None
+    tool_calls: Any = None
     is_prepared: bool = False
     request_id: str | None = None
     output: Any = None

@@ -81,6 +81,15 @@ def _is_temperature(value: Any) -> bool:
     return is_number(value) and (value == 0 or COLDEST <= value <= HOTTEST)
 
 
+def _is_choice(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return isinstance(value, str) and value in ("none", "auto", "required")
+    named = value.get("function", value)
+    names = {"type", "function"} if named is not value else {"type", "name"}
+    has_name = isinstance(named, dict) and isinstance(named.get("name"), str)
+    return has_name and value.keys() == names and value["type"] == "function" and named.keys() <= {"type", "name"}
+
+
 def _is_ends(value: Any) -> bool:
     return isinstance(value, list) and len(value) <= MOST_ENDS and all(map(ID.accepts, value))
 
@@ -153,8 +162,8 @@ VLLM = {
 """Fields of vLLM's that its clients send to the endpoints of completions and chats."""
 TEMPLATE = {
     "tools": LIST,
-    "tool_choice": only("auto", "none"),
-    "parallel_tool_calls": only(True),
+    "tool_choice": Field(_is_choice, 'none, auto, required, or {"type": "function", "function": {"name": ...}}'),
+    "parallel_tool_calls": FLAG,
     "chat_template_kwargs": OBJECT,
 }
 """The fields of endpoints with a chat template."""

@@ -30,6 +30,7 @@ from .grammars import GrammarCache, read_form
 from .metrics import PrometheusMetrics
 from .penalties import CountPenalties
 from .prediction import NO_NGRAMS, read_prediction, reference_of, tokenize
+from .thinking import FIELD as BUDGET
 from .thinking import ThinkingReader
 from .workers import Waiting, Workers
 
@@ -40,6 +41,8 @@ LONGEST_ROUND = 30.0
 """Seconds without the end of a round, while rows are active, after which the server counts as unhealthy."""
 MOST_BYTES, BYTES_A_TOKEN, PICTURE_BYTES = 1 << 20, 32, 64 << 20
 """Bytes that a body may have are the sum of: a fixed part, a part for each token of a row, and a part for pictures."""
+ENDING = 64
+"""Tokens at the end of a prompt that are read, to see if the model is thinking."""
 MOST_CONTAINERS = 50_000
 """Lists and objects that a body may have, in addition to two for each token of a row."""
 
@@ -136,6 +139,9 @@ class Requests(CBGenerateManager):
         """See transformers. Refusal if the request cannot be taken."""
         call, name, pieces = CURRENT.get(), uuid.uuid4().hex, asyncio.Queue()
         tokenizer = getattr(processor, "tokenizer", processor)
+        if call.tool_calls is not None:
+            prompt = self.tokenizer.decode(_flat(inputs["input_ids"])[-ENDING:])
+            response_parser = call.tool_calls.parser(prompt) or response_parser
         streamer = Streamer(self.manager, name, tokenizer, call, pieces, response_parser)
 
         def take(output: Any) -> None:
@@ -181,10 +187,7 @@ class Requests(CBGenerateManager):
 
         inputs: made by the tokenizer or the processor. Its `input_ids` become one list, which handlers count.
         """
-        ids = inputs["input_ids"]
-        if len(ids) == 1 and isinstance(ids[0], list):  # a processor returns a list for each text
-            (ids,) = ids
-            inputs["input_ids"] = ids
+        ids = inputs["input_ids"] = _flat(inputs["input_ids"])
         call.is_prepared = True
         handlers = self.manager.output_router.result_handlers
 
@@ -267,7 +270,7 @@ class Requests(CBGenerateManager):
         penalties = [call.fields.get(name, 0) for name in ("frequency_penalty", "presence_penalty")]
         if any(penalties):
             processors.append(CountPenalties(len(ids), *penalties))
-        form, grammar = read_form(call.fields), None
+        form, grammar = self._form(call, ids), None
         if form is not None:
             if config.min_new_tokens or config.min_length:  # they forbid the end, which may be all that the form allows
                 field = "min_tokens" if "min_tokens" in call.fields else "generation_config"
@@ -276,6 +279,17 @@ class Requests(CBGenerateManager):
         grammar = self.thinking.processor(call.fields, grammar)
         processors += [] if grammar is None else [grammar]
         return options | {"logits_processor": processors} if processors else options
+
+    def _form(self, call: HttpCall, ids: list[int]) -> tuple | None:
+        """The arguments of `GrammarCache.processor`, or None for free text. ids: of the prompt"""
+        form, calls = read_form(call.fields), call.tool_calls
+        if calls is None or (form is not None and not calls.required):  # an answer in a form has no calls
+            return form
+        if form is not None:
+            raise refuse("tool_choice", f"{form[0]} asks for a form, too; give one of them")
+        if BUDGET in call.fields:
+            raise refuse(BUDGET, "tools that bind the answer do not know where its thinking ends; leave one of them out")
+        return calls.grammar(self.tokenizer.decode(ids[-ENDING:]))
 
     def _pictures(self, inputs: dict) -> dict[str, Tensor]:
         """The outputs of a processor other than ids, as tensors. Refusal if they cannot be tensors."""
@@ -305,6 +319,11 @@ class Requests(CBGenerateManager):
             output = Output(name, error=reason, status=RequestStatus.FAILED, finish_reason="error")
             with suppress(RuntimeError):  # its event loop is closed
                 loop.call_soon_threadsafe(take, output)
+
+
+def _flat(ids: list) -> list[int]:
+    """The ids of one text. A processor returns a list for each text."""
+    return ids[0] if len(ids) == 1 and isinstance(ids[0], list) else ids
 
 
 def _as_tensor(values: Any) -> Tensor:

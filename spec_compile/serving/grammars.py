@@ -4,7 +4,8 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from functools import cached_property
+from collections.abc import Sequence
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from .body import DEEPEST, is_too_deep
 from .errors import Refusal, refuse
 from .fields import ANY, FLAG, OBJECT, TEXT, Field, check_object, present
+from .schemas import has_finite_value
 
 SECONDS = 2.0
 """Time that a grammar may take to be compiled."""
@@ -45,11 +47,15 @@ def read_form(fields: dict) -> tuple[str, str, str] | None:
         raise refuse(forms[1][0], f"{forms[0][0]} asks for a form, too; give one of them")
     if not forms:
         return None
-    field, _, text = forms[0]
+    check_size(forms[0][0], forms[0][2])
+    return forms[0]
+
+
+def check_size(field: str, text: str) -> None:
+    """Refuse the text of a specification that is too large."""
     if len(text) > LONGEST_SPEC or sum(map(text.count, "([{")) > MOST_OPEN:
         reason = f"expected at most {LONGEST_SPEC} characters and {MOST_OPEN} opening brackets"
         raise refuse(field, f"{reason}, got {len(text)} characters; send a smaller one")
-    return forms[0]
 
 
 def _form(name: str, value: Any) -> tuple[str, str, str] | None:
@@ -86,14 +92,14 @@ def _of_kind(path: str, kind: str, value: Any) -> tuple[str, str, str] | None:
             raise refuse(path, f"expected a list of 1 to {MOST_CHOICES} texts, none of them empty")
         return path, "grammar", "root ::= " + " | ".join(json.dumps(each, ensure_ascii=False) for each in value)
     if kind == "json":
-        return path, "json", _schema(path, value)
+        return path, "json", read_schema(path, value)
     if not isinstance(value, str) or not value:
         raise refuse(path, "expected a text that is not empty")
     return path, kind, value
 
 
-def _schema(path: str, value: Any) -> str:
-    """The text of a schema that is an object, or the text of one."""
+def read_schema(path: str, value: Any) -> str:
+    """The text of a schema that is an object, or the text of one. Refusal if it is none, or no value of it ends."""
     try:
         schema = json.loads(value) if isinstance(value, str) and len(value) <= LONGEST_SPEC else value
     except (ValueError, RecursionError) as error:
@@ -102,6 +108,8 @@ def _schema(path: str, value: Any) -> str:
         raise refuse(path, f"expected a JSON schema of at most {LONGEST_SPEC} characters, an object")
     if is_too_deep(schema):
         raise refuse(path, f"expected at most {DEEPEST} lists and objects in each other, got more")
+    if not has_finite_value(schema):
+        raise refuse(path, "it cannot be compiled: every value of it has another one in it, without end")
     return json.dumps(schema)
 
 
@@ -118,8 +126,11 @@ class GrammarCache:
         self._kept: OrderedDict[tuple[str, str], Any] = OrderedDict()
         self._lock, self._free = threading.Lock(), threading.Semaphore(AT_ONCE)
 
-    def processor(self, field: str, kind: str, text: str) -> Any:
-        """xgrammar's logits processor for one answer. The arguments are the results of `read_form`.
+    def processor(self, field: str, kind: str, text: str, parts: Sequence[tuple[str, str]] = ()) -> Any:
+        """xgrammar's logits processor for one answer.
+
+        field, kind, text: see `read_form`; kind may also be structural_tag
+        parts: for each schema in the specification, the field that it is from and its text, to name the one at fault
 
         Refusal with status 501 if xgrammar is not installed, 400 if the grammar cannot be compiled within the bounds,
         and 503 if other grammars keep the threads for them busy.
@@ -129,28 +140,33 @@ class GrammarCache:
         except ImportError as error:
             reason = "the server needs xgrammar for it: pip install 'spec_compile[grammars]'"
             raise Refusal(501, f"{field}: {reason}", field.partition(".")[0]) from error
-        return LogitsProcessor(self._find(field, kind, text))
+        return LogitsProcessor(self._find(field, kind, text, parts))
 
-    def _find(self, field: str, kind: str, text: str) -> Any:
+    def _find(self, field: str, kind: str, text: str, parts: Sequence[tuple[str, str]]) -> Any:
         key = kind, text
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key]
-        grammar = self._within_bounds(field, kind, text)
+        grammar = self._within_bounds(field, kind, text, parts)
         with self._lock:
             self._kept[key] = grammar
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
         return grammar
 
-    def _within_bounds(self, field: str, kind: str, text: str) -> Any:
+    def _within_bounds(self, field: str, kind: str, text: str, parts: Sequence[tuple[str, str]]) -> Any:
         """The compiled grammar. A thread that is too slow goes on, and does not keep the process from ending."""
         results: list[Any] = []
+        begun = [field]
         info = self._info  # it is made once, which does not count
 
         def work() -> None:
             try:
+                for path, schema in parts:
+                    begun.append(path)
+                    compile_grammar(bytes_info(), "json", schema)
+                begun.append(field)
                 results.append(compile_grammar(info, kind, text))
             except Exception as error:
                 results.append(error)
@@ -162,6 +178,7 @@ class GrammarCache:
         thread = threading.Thread(target=work, name="spec_compile grammar", daemon=True)
         thread.start()
         thread.join(SECONDS)
+        field = begun[-1]
         if not results:
             raise refuse(field, f"it takes more than {SECONDS:g} seconds to compile; send a smaller one")
         (result,) = results
@@ -177,11 +194,19 @@ class GrammarCache:
         return TokenizerInfo.from_huggingface(self.tokenizer, vocab_size=self.vocab_size, stop_token_ids=self.ends)
 
 
+@cache
+def bytes_info() -> Any:
+    """A vocabulary of one token for each byte, for which grammars are compiled at once."""
+    from xgrammar import TokenizerInfo
+
+    return TokenizerInfo([*(bytes([byte]) for byte in range(256)), b"</s>"], stop_token_ids=[256])
+
+
 def compile_grammar(info: Any, kind: str, text: str) -> Any:
     """xgrammar's compiled grammar. ValueError if it is too large or allows no token, RuntimeError if it is wrong.
 
     info: xgrammar's TokenizerInfo
-    kind, text: see `read_form`
+    kind, text: see `GrammarCache.processor`
     """
     from xgrammar import GrammarCompiler, GrammarMatcher
 
@@ -189,7 +214,8 @@ def compile_grammar(info: Any, kind: str, text: str) -> Any:
     if kind == "json":
         grammar = compiler.compile_json_schema(text, max_whitespace_cnt=MOST_SPACES)
     else:
-        grammar = (compiler.compile_regex if kind == "regex" else compiler.compile_grammar)(text)
+        compilers = {"regex": compiler.compile_regex, "structural_tag": compiler.compile_structural_tag}
+        grammar = compilers.get(kind, compiler.compile_grammar)(text)
     if grammar.memory_size_bytes > MOST_MEMORY:
         raise ValueError(f"it takes {grammar.memory_size_bytes} bytes, and may take {MOST_MEMORY}")
     bits = torch.zeros(1, -(-info.vocab_size // 32), dtype=torch.int32)

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
-from transformers.cli.serving.utils import BaseHandler, CBWorkerDeadError, Modality
+from transformers.cli.serving.utils import BaseHandler, CBWorkerDeadError, Modality, get_response_template
 
 from .body import decode_body
 from .call import CURRENT
@@ -25,6 +25,7 @@ from .metrics import speculation_fields
 from .prediction import usage_details
 from .responses import close_answer, mend_stream
 from .settings import make_config
+from .tool_calls import AnswerReader, read_tool_calls
 
 PASSED = ("name", "reasoning_content")
 """Fields of a message that transformers does not pass to the chat template."""
@@ -111,7 +112,9 @@ class _Checked:
         for name in body.get("chat_template_kwargs", {}):
             if name in reserved or (modality is Modality.LLM and name not in template):
                 raise refuse(f"chat_template_kwargs.{name[:80]}", "the model's chat template has no such variable")
-        body["parallel_tool_calls"] = True  # /v1/responses repeats it in its answer
+        body.setdefault("parallel_tool_calls", True)  # /v1/responses repeats it in its answer
+        call = CURRENT.get()
+        call.tool_calls = read_tool_calls(call.fields, processor, self._resolve_model({})[1])
 
     def _modality(self) -> Modality:
         _, model, processor = self._resolve_model({})
@@ -145,8 +148,11 @@ class _Checked:
         config, call.limit_field = make_config(call.fields, defaults, vocab)
         return config
 
-    async def _non_streaming(self, *args: Any, **kwargs: Any) -> JSONResponse:
-        response = await super()._non_streaming(*args, **kwargs)
+    async def _non_streaming(self, name: str, model: Any, processor: Any, *args: Any, **kwargs: Any) -> JSONResponse:
+        template = get_response_template(processor, model) if self.uses_template else None
+        if template is not None:
+            processor = AnswerReader(processor, template, CURRENT.get().tool_calls)
+        response = await super()._non_streaming(name, model, processor, *args, **kwargs)
         body = json.loads(response.body)
         for choice in body.get("choices", []):
             choice["finish_reason"] = _finish_reason(choice["finish_reason"])
@@ -182,7 +188,8 @@ def _add_prediction(usage: dict | None) -> None:
 
 def _finish_reason(guess: str) -> str:
     """The reason why an answer ended. guess: made by transformers from the number of tokens."""
-    return guess if guess == "tool_calls" else CURRENT.get().output.finish_reason
+    reason = CURRENT.get().output.finish_reason
+    return guess if guess == "tool_calls" and reason != "length" else reason
 
 
 async def _with_error_objects(events: AsyncIterator[str]) -> AsyncIterator[str]:

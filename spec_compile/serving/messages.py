@@ -6,7 +6,7 @@ from typing import Any
 from transformers.cli.serving.utils import Modality
 
 from .errors import refuse, shown
-from .fields import ANY, LIST, OBJECT, TEXT, Field, check_object, only
+from .fields import ANY, FLAG, LIST, OBJECT, TEXT, Field, check_object, only
 
 TEXTS = ("text", "input_text", "output_text")
 PICTURES = ("image_url", "input_image", "video_url")
@@ -55,7 +55,7 @@ REQUIRED = {
 }
 """The fields that an item of each type must have."""
 TOOL = {"type": ANY, "function": OBJECT}
-FUNCTION = {"type": ANY, "name": TEXT, "description": TEXT, "parameters": OBJECT, "strict": only(False)}
+FUNCTION = {"type": ANY, "name": TEXT, "description": TEXT, "parameters": OBJECT, "strict": FLAG}
 
 
 def check_messages(messages: list, modality: Modality, path: str = "messages") -> list[dict]:

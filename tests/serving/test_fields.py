@@ -177,7 +177,6 @@ NOT_SERVED = [
     (COMPLETIONS, {"logprobs": 0}), (CHATS, {"logprobs": True}), (CHATS, {"top_logprobs": 2}),
     (CHATS, {"tool_choice": "required"}), (CHATS, {"tool_choice": {"type": "function", "function": {"name": "f"}}}),
     (CHATS, {"functions": [{"name": "f"}]}), (CHATS, {"function_call": {"name": "f"}}),
-    (CHATS, {"parallel_tool_calls": False}),
     (CHATS, {"modalities": ["audio"]}), (CHATS, {"audio": {"voice": "a", "format": "wav"}}),
     (CHATS, {"reasoning_effort": "low"}), (CHATS, {"verbosity": "low"}), (CHATS, {"web_search_options": {}}),
     (CHATS, {"response_format": {"type": "xml"}}), (CHATS, {"n": True}),
