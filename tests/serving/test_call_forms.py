@@ -16,7 +16,7 @@ from spec_compile.serving.call_forms import TAKES_TOOLS, CallParser, find_call_f
 QWEN = ('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n", "json")
 THOUGHT = ("reasoning_content", "<think>", "</think>")
 PROMPT = "<|im_start|>assistant\n"
-HARD = {"a": "</tool_call>\n<tool_call>", "b": '"\\}', "c": [{}, 10**30, 1.5]}
+HARD = {"a": "}</tool_call>\n<tool_call>", "b": '"\\}', "c": [{}, 10**30, 1.5]}
 """Arguments that a parser may take for the end of a call."""
 
 
@@ -90,9 +90,12 @@ def read(parser, pieces):
 
 @pytest.mark.parametrize("prompt", [PROMPT, f"{PROMPT}<think>\n"])
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
-def test_calls_are_read_from_pieces_of_any_size(prompt, size):
-    form = form_of(*TEMPLATES["qwen3"])
-    text = f"{call('f', HARD)}\n{call('g-1.x', {})}"
+@pytest.mark.parametrize("space", ["\n", ""])
+def test_calls_are_read_from_pieces_of_any_size(prompt, size, space):
+    """Without spaces the text that ends a call may also be in an argument."""
+    chat, response = TEMPLATES["qwen3"]
+    form = form_of(chat.replace("}\n</tool", f"}}{space}</tool"), response)
+    text = f"{call('f', HARD)}\n{call('g-1.x', {})}".replace("}\n</tool", f"}}{space}</tool")
     wanted = [("f", json.dumps(HARD)), ("g-1.x", "{}")]
     thought = f"a <tool_call> </thin, {call('f', {})}"
     start = "" if "think" in prompt else "<think>"

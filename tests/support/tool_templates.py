@@ -31,7 +31,7 @@ def response_template(opening: str = r"\s*<tool_call>", closing: str = r"</tool_
         "open_pattern": opening, "close_pattern": closing, "repeats": True, "content": "json",
         "transform": {"type": "function", "function": "{content}"},
     }  # fmt: skip
-    content = {"close_pattern": r"\s*<\|im_end\|>", "content": "text"}
+    content = {"close_pattern": r"\s*(?:<\|im_end\|>|<\|endoftext\|>)", "content": "text"}
     fields = {"tool_calls": calls, "content": content} | fields
     return {"defaults": {"role": "assistant"}, "start_anchor": "<|im_start|>assistant\n", "fields": fields}
 
