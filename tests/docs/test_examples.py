@@ -26,7 +26,8 @@ PRINTS = {
     "tensor_parallel.py": ["def mean(values):", "1 processes, accept length"],
 }
 TESTED_ELSEWHERE = {"compare_drafts.py", "demo.py", "json_schema.py", "medusa.py", "ray_data.py", "ray_serve.py"}
-"""In tests/serving/test_compare_drafts.py, tests/test_demo.py, tests/test_xgrammar.py, tests/test_extending.py and tests/test_serving_ray.py."""
+"""In tests/test_demo.py, tests/test_xgrammar.py, tests/test_extending.py, tests/test_serving_ray.py and
+tests/serving/test_compare_drafts.py."""
 
 
 @pytest.mark.parametrize("name", SETTINGS)
