@@ -18,6 +18,7 @@ from ..runtime.steps.build import StepKind
 from ..tree import MAX_NODES, Accepted, Tree, ancestry
 from .job import Job
 from .lanes import Lanes
+from .logprobs import look_ahead
 from .rows import Rows
 from .texts import Texts
 
@@ -89,7 +90,7 @@ class Decoder(Rows):
         jobs = self.active
         if not jobs:
             return
-        on_host = any(job.acceptor for job in jobs)
+        on_host = any(job.is_on_host for job in jobs)
         kind = StepKind.LOOK if on_host or any(job.settings for job in jobs) else StepKind.ROUND
         longest, session = max(job.length for job in jobs), self.lanes.session(jobs[-1].row + 1)
         begin = partial(self._begin, session, kind, jobs, on_host)
@@ -163,6 +164,7 @@ class Decoder(Rows):
             chosen = torch.tensor(numbers[1 + numbers[0] :], device=device).split([each.numel() for each in parts])
             for part, values in zip(parts, chosen):
                 part.copy_(values.view(part.shape))
+        look_ahead(jobs, logits, accepted)
         return accepted
 
     def _ask_acceptors(self, jobs: list[Job], tree: Tree, logits: Tensor, accepted: Accepted) -> None:

@@ -14,7 +14,8 @@ from transformers import GenerationConfig
 from ..drafting import Algorithm
 from ..runtime.draft_limit import read_limit
 from .job import Job, seed_of
-from .prepare import CALLBACKS, Preparer
+from .logprobs import Scores
+from .prepare import CALLBACKS, Prepared, Preparer
 from .request_options import check_config, read_sequences
 
 
@@ -57,6 +58,7 @@ class Intake:
         algorithm = self._model.speculation.engine.runtime.algorithm
         most_nodes = read_limit(options.pop("speculation", None), algorithm.plan.nodes)
         references = self._read_references(algorithm, options.pop("reference", None))
+        tops = options.pop("logprobs", None), options.pop("prompt_logprobs", None)
         number = options.pop("num_return_sequences", None)
         sequences = read_sequences(number, config.num_return_sequences, defaults.num_return_sequences)
         prepare = partial(self.prepare, prompt, config, defaults, tokenizer)
@@ -66,14 +68,27 @@ class Intake:
         if seed is None and self._seeds is not None:
             with self._lock:
                 seed = next(self._seeds)
+        scores = [Scores.read(*tops) for _ in prepared]
+        if tops[1] is not None:
+            self._check_prompt_scores(prepared[0])
         seed = seed_of(seed) if prepared[0].ask.config.do_sample else 0
         name = self._name() if request_id is None else request_id
         names = [*(child_name(name, number) for number in range(sequences - 1)), name]
         share_text = getattr(self._model.speculation.options, "share_text", True)
         return [
-            Job(name, prompt, each, seed, number, streaming, record_timestamps, share_text, most_nodes, references)
+            Job(
+                name, prompt, each, seed, number, streaming, record_timestamps, share_text, most_nodes, references,
+                scores[number],
+            )
             for number, (name, each) in enumerate(zip(names, prepared))
-        ]
+        ]  # fmt: skip
+
+    def _check_prompt_scores(self, prepared: Prepared) -> None:
+        """ValueError if log-probabilities of this prompt cannot be told."""
+        if prepared.process is not None:
+            raise ValueError("prompt_logprobs: they are not told of prompts with pictures; leave it out")
+        if self._model.speculation.engine.runtime.verify.clamps_prompts:
+            raise ValueError("prompt_logprobs: the model processes prompts unlike tokens of an answer; leave it out")
 
     def _name(self) -> str:
         with self._lock:

@@ -12,6 +12,7 @@ from ..runtime.accept import Route, make_acceptor
 from ..runtime.accept.draw import RowSettings
 from ..runtime.accept.host import HostAcceptor
 from ..tree import MAX_NODES
+from .logprobs import Scores
 from .output import Output, RequestSpeculation
 from .prepare import Prepared
 
@@ -22,7 +23,7 @@ class Job:
 
     prompt: token ids. prepared: what it asks for. number: of its sequence among those of one call, see
     `random_numbers.uniform`. seed: of its random numbers. share_text: whether other requests may draft from its text.
-    most_nodes: see `flights.Rider`. references: see `Drafter.enter`.
+    most_nodes: see `flights.Rider`. references: see `Drafter.enter`. scores: the log-probabilities that it asks for.
     """
 
     request_id: str
@@ -35,6 +36,7 @@ class Job:
     share_text: bool = True
     most_nodes: int = MAX_NODES
     references: list[Tensor] = field(default_factory=list)
+    scores: Scores | None = None
     status: RequestStatus = RequestStatus.PENDING
     tokens: list[int] = field(default_factory=list)
     timestamps: list[float] = field(default_factory=list)
@@ -82,6 +84,21 @@ class Job:
         return self.prepared is not None and self.prepared.process is not None
 
     @property
+    def scores_prompt(self) -> bool:
+        """True if it asks for log-probabilities of its prompt."""
+        return self.scores is not None and self.scores.prompt_top is not None
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        """True if keys and values that another request has left do not serve it."""
+        return self.has_pictures or self.scores_prompt
+
+    @property
+    def is_on_host(self) -> bool:
+        """True if its rounds hand the target's logits to the host, to accept tokens or to tell log-probabilities."""
+        return self.acceptor is not None or self.scores is not None
+
+    @property
     def length(self) -> int:
         """Tokens that the row has for sure, less one; as `State.lengths` counts."""
         return len(self.prompt) + len(self.tokens) - 1
@@ -116,6 +133,8 @@ class Job:
             self.tokens = self._answer.rows[0][: self._answer.columns]
         else:
             self.tokens.extend(tokens)
+        if self.scores is not None:
+            self.scores.take(len(self.tokens))
         if self.record_timestamps:
             self.timestamps += [time.perf_counter()] * (len(self.tokens) - before)
         if self.first_token_time is None and self.tokens:
@@ -139,10 +158,11 @@ class Job:
 
     def output(self) -> Output:
         """The output that it delivers now."""
+        answer, prompt = ([*self.scores.answer], [*self.scores.prompt]) if self.scores is not None else ([], [])
         return Output(
-            self.request_id, self.prompt, list(self.tokens), [], self.error, self.status, self.created_time,
-            self.lifespan, list(self.timestamps) if self.record_timestamps else None, self.finish_reason,
-            self.speculation, self.first_token_time,
+            self.request_id, self.prompt, list(self.tokens), [each.logprob for each in answer], self.error,
+            self.status, self.created_time, self.lifespan, list(self.timestamps) if self.record_timestamps else None,
+            self.finish_reason, self.speculation, self.first_token_time, answer, prompt,
         )  # fmt: skip
 
     def _set_status(self, status: RequestStatus) -> None:

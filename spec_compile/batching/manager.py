@@ -46,7 +46,10 @@ class Manager(ContinuousBatchingManager):
         if config.scheduler_type != "fifo":
             raise ValueError(f"scheduler_type: expected 'fifo', got {config.scheduler_type!r}")
         if config.return_logprobs:
-            raise ValueError("return_logprobs: log-probabilities are not computed; leave it out")
+            raise ValueError(
+                "return_logprobs: log-probabilities of processed scores are not computed; leave it out, and give "
+                "requests logprobs=0 for those of the raw logits"
+            )
         self._engine = engine = model.speculation.engine
         with engine.turns, torch.inference_mode(False), torch.no_grad():
             engine.adopt()
@@ -177,8 +180,9 @@ class Manager(ContinuousBatchingManager):
         manager's. tokenizer: for `stop_strings`. seed: the answer is that of ``generate()`` after
         ``torch.manual_seed(seed)``; None: one is drawn. options: fields of a GenerationConfig, `logits_processor` and
         `stopping_criteria`, `speculation` as in ``generate()``, `reference` (texts that only this request drafts from,
-        until it ends; as in ``generate()`` else), and what a processor returns for pictures
-        (`pixel_values` and the like).
+        until it ends; as in ``generate()`` else), `logprobs` and `prompt_logprobs` (numbers of likeliest tokens to tell
+        next to the log-probability of each token of the answer, and of the prompt, in `Output.scores` and
+        `Output.prompt_scores`), and what a processor returns for pictures (`pixel_values` and the like).
 
         Raises, before anything is handed in: ValueError or TypeError, naming the argument, for what cannot be served;
         queue.Full if as many requests wait as `max_queue_size` allows; RuntimeError if the thread stops or has died, in

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
+from .logprobs import TokenScore
+
 
 @dataclass
 class RequestSpeculation:
@@ -53,9 +55,13 @@ class Output(GenerationOutput):
 
     finish_reason: None until it is finished; then "stop" (an end-of-sequence token, a stop string, a criterion),
     "length", "cancelled" or "error". speculation: its counters, which grow until it is finished. first_token_time: as
-    `created_time`; None before.
+    `created_time`; None before. scores: of the tokens of the answer, if the request has `logprobs`, which then
+    also fills transformers' `logprobs`. prompt_scores: of the tokens of the prompt from the second one on, if it has
+    `prompt_logprobs`.
     """
 
     finish_reason: str | None = None
     speculation: RequestSpeculation = field(default_factory=RequestSpeculation)
     first_token_time: float | None = None
+    scores: list[TokenScore] = field(default_factory=list)
+    prompt_scores: list[TokenScore] = field(default_factory=list)

@@ -5,9 +5,13 @@ A prompt never touches the rows that decode. When it is done, its row is copied 
 
 from functools import cached_property, partial
 
+import torch
+
 from ..runtime.own_prefill import prefill_draft
 from ..runtime.prefill_chunks import FIXED, chunks
 from ..runtime.runtime import Runtime
+from ..runtime.session import Session
+from ..runtime.steps.build import StepKind
 from .chunk_size import choose_size
 from .job import Job
 from .lanes import Lanes
@@ -71,14 +75,43 @@ class Prompts(Rows):
         session = self.lanes.session(max(job.row for job in self.active) + 1)
         missing = [len(job.prompt) - 1 - self._done[job.row] for job in self.active]
         if any(missing):
-            size = self._chunk_size([tokens for tokens in missing if tokens], waiting, decoding, round_seconds)
-            session.steps.prefill(size, session.max_kv_len(max(self._done[job.row] for job in self.active) + size))
+            if any(job.scores_prompt for job in self.active):
+                size = self._score(session)
+            else:
+                size = self._chunk_size([tokens for tokens in missing if tokens], waiting, decoding, round_seconds)
+                session.steps.prefill(size, self._max_kv_len(session, size))
             for job in self.active:
                 self._done[job.row] = min(self._done[job.row] + size, len(job.prompt) - 1)
         ready = [job for job in self.active if self._done[job.row] == len(job.prompt) - 1]
         if ready:
             self._propose(session, ready)
         return ready
+
+    def _max_kv_len(self, session: Session, size: int) -> int:
+        """Visible slots of a step over the next `size` tokens of every prompt."""
+        return session.max_kv_len(max(self._done[job.row] for job in self.active) + size)
+
+    def _score(self, session: Session) -> int:
+        """Process a chunk of every prompt as rounds verify a chain of drafts, which gives the target's logits after
+        each token; returns its size, that of the largest round.
+
+        The logits of one chunk exist at a time. Those after token i of a prompt tell the log-probability of token
+        i + 1, so the prompt [5, 8, 3] has scores of 8 and 3.
+        """
+        state, size = session.state, max(self.runtime.sizes[-1], 2)
+        begin, device = self._max_kv_len(session, size), state.tokens.device
+        number = torch.arange(size, device=device).repeat(session.batch, 1)
+        tokens = state.tokens.gather(1, (state.lengths[:, None] + number).clamp(max=state.capacity - 1))
+        state.propose(tokens, number - 1, torch.full_like(number[:, 0], size), torch.zeros_like(number[:, 0]))
+        logits, *features = session.steps.get(StepKind.LOOK, size)(begin)
+        for job in self.active:
+            done = self._done[job.row]
+            known = job.prompt[done + 1 : done + 1 + size]
+            if job.scores is not None and job.scores_prompt and known:
+                job.scores.read_prompt(logits[job.row, : len(known)], known)
+        state.kv.states.commit(number, (state.prompt_lengths - 1 - state.lengths).clamp(0, size))
+        session.steps.get(StepKind.PREFILL)(size, begin, features)
+        return size
 
     def _chunk_size(self, missing: list[int], waiting: int, decoding: int, round_seconds: float | None) -> int:
         """See `choose_size`. The first rank decides, because the others measure other times."""

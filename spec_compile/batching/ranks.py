@@ -24,7 +24,8 @@ MOST_NUMBERS = 1 << 16
 class Admission:
     """A request that enters, as far as the other ranks need it.
 
-    eos, numbers, longest, references: see `Job`. has_acceptor: True if the first rank accepts its tokens on the host.
+    eos, numbers, longest, references, scores_prompt: see `Job`. has_acceptor: True if the first rank reads the target's
+    logits on the host.
     row, known: the row of which the first `known` slots are copied, because its text begins alike.
     """
 
@@ -39,13 +40,14 @@ class Admission:
     references: list[list[int]]
     row: int
     known: int
+    scores_prompt: bool
 
     @classmethod
     def of(cls, job: Job, row: int, known: int) -> "Admission":
         """The admission of `job`."""
         return cls(
             job.request_id, job.prompt, job.eos, job.numbers(), job.prepared.ask.longest, job.settings,
-            job.acceptor is not None, job.share_text, [each.tolist() for each in job.references], row, known,
+            job.is_on_host, job.share_text, [each.tolist() for each in job.references], row, known, job.scores_prompt,
         )  # fmt: skip
 
 
@@ -65,6 +67,11 @@ class Shadow(Job):
     def room(self) -> int:
         """See `Job`."""
         return self.admission.longest - self.length - 1
+
+    @property
+    def scores_prompt(self) -> bool:
+        """See `Job`."""
+        return self.admission.scores_prompt
 
     def numbers(self) -> dict[str, int | float]:
         """See `Job`."""

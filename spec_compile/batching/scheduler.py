@@ -174,7 +174,7 @@ class Scheduler:
         """The row that has keys and values of the beginning of a prompt, and of how many of its tokens."""
         texts = self.decoder.texts
         # The last token is the root of the first tree.
-        row, known = (0, 0) if job.has_pictures else texts.longest_prefix(job.prompt[:-1])
+        row, known = (0, 0) if job.needs_all_tokens else texts.longest_prefix(job.prompt[:-1])
         is_sure = self.distrusts_weights and known > 0
         if self._weights.have_changed(is_sure):
             texts.forget()

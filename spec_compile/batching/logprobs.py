@@ -1,0 +1,107 @@
+"""Log-probabilities of a request's tokens: the target's own, of raw logits, before any processor and temperature."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..errors import check_int
+from ..tree import Accepted
+
+if TYPE_CHECKING:
+    from .job import Job
+
+MOST_TOP = 20
+"""Likeliest tokens that are told next to each token, at most, as OpenAI and vLLM bound them."""
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """The log-probability of one token, in nats, and those of the likeliest tokens in its place.
+
+    token: its id
+    logprob: ``log_softmax(logits)[token]``, in float32
+    top: ids and log-probabilities of the likeliest tokens, the likeliest first
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def score_tokens(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenScore]:
+    """The scores of N tokens.
+
+    logits: [N, V], of the target before each token
+    tokens: N ids
+    top: number of likeliest tokens to tell, at most V
+
+    A token that is among the likeliest has exactly the same number there.
+    """
+    logits = logits.float()
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    ids = torch.tensor(tokens, dtype=torch.int64, device=logits.device)[:, None]
+    best = logits.topk(min(top, logits.shape[-1]), dim=-1)
+    parts = logits.gather(1, ids) - total, best.values - total, best.indices
+    # One copy to the host. A float64 holds every float32 and every id.
+    rows = torch.cat([part.double() for part in parts], dim=1).tolist()
+    scores, kept = [], best.indices.shape[1]
+    for token, row in zip(tokens, rows):
+        values, others = row[1 : 1 + kept], row[1 + kept :]
+        scores.append(TokenScore(token, row[0], tuple(zip(map(int, others), values))))
+    return scores
+
+
+@dataclass
+class Scores:
+    """The log-probabilities that a request asks for, and those that it has so far.
+
+    top: likeliest tokens for each token of the answer; None: none of the answer is wanted
+    prompt_top: the same of the prompt; None: none of the prompt is wanted
+    answer: of the tokens of the answer
+    prompt: of the tokens of the prompt from the second one on, because nothing comes before the first
+    ahead: of the tokens of a round that is under way
+    """
+
+    top: int | None
+    prompt_top: int | None
+    answer: list[TokenScore] = field(default_factory=list)
+    prompt: list[TokenScore] = field(default_factory=list)
+    ahead: list[TokenScore] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, top: Any, prompt_top: Any) -> "Scores | None":
+        """The scores that the options `logprobs` and `prompt_logprobs` ask for; None if both are None.
+
+        TypeError or ValueError, naming the option, unless each is None or an int from 0 to `MOST_TOP`.
+        """
+        for name, value in (("logprobs", top), ("prompt_logprobs", prompt_top)):
+            if value is not None:
+                check_int(name, value, 0, MOST_TOP)
+        return None if top is None and prompt_top is None else cls(top, prompt_top)
+
+    def read_prompt(self, logits: Tensor, tokens: Sequence[int]) -> None:
+        """Add the next tokens of the prompt. logits: [N, V], of the target before each of these N tokens."""
+        self.prompt += score_tokens(logits, tokens, self.prompt_top or 0)
+
+    def take(self, length: int) -> None:
+        """The answer has `length` tokens now; those that a round gained beyond an end do not count."""
+        self.answer += self.ahead[: length - len(self.answer)]
+
+
+def look_ahead(jobs: "list[Job]", logits: Tensor, accepted: Accepted) -> None:
+    """Keep the scores of the tokens that a round has accepted, for the requests that ask for them.
+
+    logits: [B, N, V] of the target after every node of the verified trees
+
+    With the path [0, 2, 5] and the tokens [7, 8, 9] the logits after nodes 0, 2 and 5 give the scores of 7, 8 and 9.
+    """
+    for job in jobs:
+        if job.scores is not None and job.scores.top is not None and job.failure is None:
+            row = job.row
+            count = int(accepted.count[row])
+            path = accepted.path[row, :count].to(logits.device)
+            tokens = accepted.tokens[row, :count].clamp(min=0)  # -1: nothing could be drawn, and the request fails
+            job.scores.ahead = score_tokens(logits[row, path], tokens.tolist(), job.scores.top)

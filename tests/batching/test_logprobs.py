@@ -1,0 +1,173 @@
+"""Log-probabilities of requests are those of transformers' own logits, whatever is drafted."""
+
+import functools
+
+import hybrids
+import models
+import pytest
+import torch
+from batch_requests import MODEL, PROMPTS, TEXT, tokenizer
+from ranks import run_ranks
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
+
+import spec_compile
+from spec_compile.batching.logprobs import MOST_TOP, Scores, score_tokens
+
+CLOSE = 1e-4
+OPTIONS = {"compile": False, "check": False, "num_draft_tokens": 7}
+LONG = tokenizer()(TEXT).input_ids
+NEW = 20
+
+
+@functools.cache
+def plain():
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype="float32").eval()
+
+
+@functools.cache
+def fast(algo="ngram", **options):
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype="float32").eval()
+    return spec_compile.speculate(model, algo, **OPTIONS | options)
+
+
+def answered(model, prompts=PROMPTS, **options):
+    options = {"max_new_tokens": NEW, "logprobs": 3, "prompt_logprobs": 2} | options
+    outputs = [*model.generate_batch(prompts, warmup=False, **options).values()]
+    assert all(output.error is None for output in outputs), outputs
+    return outputs
+
+
+def are_right(model, outputs, top=3, prompt_top=2, close=CLOSE):
+    """Compare all scores with one forward of `model` over prompt and answer."""
+    for output in outputs:
+        ids = torch.tensor([output.prompt_ids + output.generated_tokens])
+        wanted = model(ids).logits[0].float().log_softmax(-1)
+        scores = output.prompt_scores + output.scores
+        assert [score.token for score in scores] == ids[0, 1:].tolist()
+        own = wanted[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor([score.logprob for score in scores]), own, atol=close, rtol=0)
+        assert output.logprobs == [score.logprob for score in output.scores]
+        kept = [prompt_top] * len(output.prompt_scores) + [top] * len(output.scores)
+        for score, row, count in zip(scores, wanted, kept):
+            best = torch.tensor([value for _, value in score.top])
+            assert len(best) == count
+            torch.testing.assert_close(best, row.topk(count).values, atol=close, rtol=0)
+            assert all(abs(row[token] - value) < close for token, value in score.top)
+            assert dict(score.top).get(score.token, score.logprob) == score.logprob
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"speculation": False},
+        {"do_sample": True, "temperature": 1.4, "top_k": 30, "seed": 3},
+        {"repetition_penalty": 1.4, "bad_words_ids": [[0]]},
+    ],
+    ids=["greedy", "plain", "drawn", "processed"],
+)
+def test_they_are_of_raw_logits(options):
+    outputs = answered(fast(), [*PROMPTS, LONG], **options)
+    are_right(plain(), outputs)
+    if options == {}:
+        assert sum(output.speculation.accepted for output in outputs) > 0
+
+
+def test_drafts_change_nothing():
+    for one, other in zip(answered(fast()), answered(fast(), speculation=False)):
+        assert one.generated_tokens == other.generated_tokens
+        assert one.logprobs == pytest.approx(other.logprobs, abs=CLOSE)
+
+
+@pytest.mark.parametrize(("algo", "shape"), [("eagle3", {"num_steps": 3, "topk": 2}), ("mtp", {"num_draft_tokens": 2})])
+def test_heads(algo, shape):
+    """A head's own cache is filled with the prompt as without scores: it drafts the same."""
+    model = fast(algo, draft=str(MODEL / "heads" / algo), adaptive=False, **shape)
+    outputs = answered(model, [*PROMPTS, LONG])
+    are_right(plain(), outputs)
+    without = answered(model, [*PROMPTS, LONG], prompt_logprobs=None)
+    accepted = [[sum(output.speculation.per_step_accepted) for output in each] for each in (outputs, without)]
+    assert accepted[0] == accepted[1] and sum(accepted[0]) > 0
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
+def test_states(name):
+    """The states of a recurrence are led over a prompt, too."""
+    model, system = hybrids.system(name)
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, models.VOCAB, (length,), generator=generator).tolist() for length in (1, 2, 40, 131)]
+    outputs = answered(system, prompts, eos_token_id=-1, pad_token_id=0)
+    are_right(model, outputs, close=2e-3)  # a delta rule rounds otherwise in steps than in chunks
+    without = answered(system, prompts, eos_token_id=-1, pad_token_id=0, logprobs=None, prompt_logprobs=None)
+    assert [each.generated_tokens for each in outputs] == [each.generated_tokens for each in without]
+    assert not any(each.scores or each.prompt_scores or each.logprobs for each in without)
+
+
+def test_a_known_beginning_is_computed_again():
+    """Keys and values of the first request would serve the second one, but have no logits."""
+    manager = fast().init_continuous_batching(continuous_batching_config=ContinuousBatchingConfig())
+    manager.start()
+    try:
+        outputs = []
+        for options in ({"prompt_logprobs": 2}, {"prompt_logprobs": 2}, {}):
+            manager.add_request(LONG, max_new_tokens=3, logprobs=3, **options)
+            outputs.append(manager.get_result(timeout=50))
+    finally:
+        manager.stop()
+    are_right(plain(), outputs[:2])
+    assert [bool(output.speculation.reused_prompt_tokens) for output in outputs] == [False, False, True]
+    assert outputs[2].logprobs == pytest.approx(outputs[0].logprobs, abs=CLOSE) and outputs[2].prompt_scores == []
+
+
+def test_an_answer_that_ends_early_has_no_more_scores():
+    options = {"max_new_tokens": 40, "tokenizer": tokenizer()}
+    whole = answered(fast(), **options)
+    stop = tokenizer().decode(whole[0].generated_tokens[6:9])
+    ended = answered(fast(), stop_strings=[stop], **options)
+    are_right(plain(), ended)
+    assert len(ended[0].scores) == len(ended[0].generated_tokens) < len(whole[0].scores)
+
+
+def test_sequences_of_one_request_have_their_own():
+    outputs = answered(fast(), do_sample=True, seed=1, num_return_sequences=2)
+    are_right(plain(), outputs)
+    assert outputs[0].generated_tokens != outputs[1].generated_tokens
+
+
+def on_ranks(rank, ranks):
+    torch.set_num_threads(1)
+    outputs = answered(fast(tensor_parallel=ranks if ranks > 1 else None), [*PROMPTS, LONG[:60]])
+    return [(output.generated_tokens, output.logprobs, output.prompt_scores) for output in outputs]
+
+
+def test_two_ranks_tell_the_same(tmp_path):
+    first, second = run_ranks(2, on_ranks, 2, rendezvous=tmp_path / "meet")
+    assert first == second
+    for (tokens, logprobs, prompt), other in zip(first, on_ranks(0, 1)):
+        assert tokens == other[0] and logprobs == pytest.approx(other[1], abs=CLOSE)
+        assert [each.logprob for each in prompt] == pytest.approx([each.logprob for each in other[2]], abs=CLOSE)
+
+
+@pytest.mark.slow
+def test_compiled():
+    are_right(plain(), answered(fast(compile=True), [*PROMPTS, LONG]))
+
+
+@pytest.mark.parametrize("value", [-1, MOST_TOP + 1, True])
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_other_values_are_refused(name, value):
+    with pytest.raises((TypeError, ValueError), match=f"^{name} must be"):
+        answered(fast(), **{name: value})
+
+
+def test_scores_of_tokens():
+    """An impossible token, a tie, and more likeliest tokens than there are."""
+    logits = torch.tensor([[0.0, 1.0, float("-inf")], [2.0, 2.0, 2.0]])
+    impossible, tied = score_tokens(logits, [2, 1], 9)
+    assert impossible.logprob == float("-inf") and [token for token, _ in impossible.top] == [1, 0, 2]
+    assert tied.logprob == pytest.approx(-1.0986, abs=1e-4) and {value for _, value in tied.top} == {tied.logprob}
+    assert score_tokens(logits[:0], [], 2) == [] and score_tokens(logits, [0, 0], 0)[0].top == ()
+    scores = Scores.read(0, None)
+    scores.ahead = score_tokens(logits, [0, 1], 0)
+    scores.take(1)
+    assert [each.token for each in scores.answer] == [0] and Scores.read(None, None) is None
