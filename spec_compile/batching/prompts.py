@@ -95,7 +95,7 @@ class Prompts(Rows):
         """Process a chunk of every prompt as rounds verify a chain of drafts, which gives the target's logits after
         each token; returns its size, that of the largest round.
 
-        The logits of one chunk exist at a time. Those after token i of a prompt tell the log-probability of token
+        The logits of one chunk exist at a time. The logits after token i of a prompt tell the log-probability of token
         i + 1, so the prompt [5, 8, 3] has scores of 8 and 3.
         """
         state, size = session.state, max(self.runtime.sizes[-1], 2)
