@@ -691,6 +691,11 @@ REQUESTS = [
         f"{FAULTS} -k 'changes_places and moved'",
     ),
     Mutation(
+        "scores of a prompt are of the token itself", f"{BATCHING}prompts.py",
+        "job.prompt[done + 1 : done + 1 + size]", "job.prompt[done : done + size]",
+        "tests/batching/test_logprobs.py -k known",
+    ),
+    Mutation(
         "tokens outside the vocabulary go on", f"{BATCHING}decoding.py",
         "                check_tokens(result.tokens, logits.shape[-1])\n", "",
         f"{FAULTS} -k 'choose_no_token and many'",
