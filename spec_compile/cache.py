@@ -109,7 +109,7 @@ class Cache(nn.Module):
             kept = graph.cache_dtype or graph.dtype
             parts = ("keys", layer.key_dim, kept), ("values", layer.value_dim, kept), ("scales", 2, torch.float32)
             for name, size, dtype in parts[: graph.layer_tensors]:
-                empty = _zeros((batch, layer.kv_heads, slots, size), dtype, graph.device)
+                empty = zero_pages((batch, layer.kv_heads, slots, size), dtype, graph.device)
                 self.register_buffer(f"{name}_{number}", empty, persistent=False)
         self.states = States(graph, batch)
 
@@ -145,11 +145,11 @@ class Cache(nn.Module):
         before = self.tensors
         for name, tensor in list(self.named_buffers(recurse=False)):
             batch, heads, _, size = tensor.shape
-            setattr(self, name, _zeros((batch, heads, slots, size), tensor.dtype, tensor.device))
+            setattr(self, name, zero_pages((batch, heads, slots, size), tensor.dtype, tensor.device))
         return before
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zero_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros. On a CPU they are anonymous pages, which take memory when written and which a fork does not share."""
     size = torch.Size(shape).numel() * dtype.itemsize
     if device.type != "cpu":

@@ -40,6 +40,10 @@ class Options:
     kv_cache_dtype: the target's keys and values in the cache: "auto" (the model's dtype); "fp8": on a GPU, rounded to
         float8_e4m3fn, which halves them and changes answers a little; or "fp8_per_token_head": on any device, the same
         with a scale for each token and KV head.
+    prefix_cache_bytes: bytes on the device in which continuous batching keeps keys and values of earlier requests, for
+        prompts that begin like their texts; they are taken from the memory of its rows.
+    prefix_cache_host_bytes: bytes of the host's memory for what no longer fits there (default: a tenth of the memory,
+        at most 4 GB; 0: none).
     exact: "bits" refuses, by name, every model and setting in which the logits of a token may depend on the drafts in
         its tree; "auto" refuses none of them, and `explain()` names the parts that prevent it.
     cache: keep what a start finds out on disk for the next one: True ($SPEC_COMPILE_CACHE, by default
@@ -58,6 +62,8 @@ class Options:
     merge_linears: bool = True
     attention_backend: Any = "auto"
     kv_cache_dtype: str = "auto"
+    prefix_cache_bytes: int = 0
+    prefix_cache_host_bytes: int | None = None
     exact: str = "auto"
     cache: Any = True
     artefact: Any = None
@@ -79,6 +85,9 @@ class Options:
             )
         if self.max_cache_len is not None and self.max_cache_len < 2:
             raise ValueError(f"max_cache_len: expected at least 2 tokens, got {self.max_cache_len}")
+        for name in ("prefix_cache_bytes", "prefix_cache_host_bytes"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"{name}: expected 0 bytes or more, got {getattr(self, name)}")
         for name, known in (("kv_cache_dtype", CACHE_DTYPES), ("exact", EXACT)):
             value = getattr(self, name)
             if value not in known:

@@ -660,13 +660,28 @@ CONFIDENCE = [
 BATCHING, FAULTS = "spec_compile/batching/", "tests/batching/test_request_faults.py"
 REQUESTS = [
     Mutation(
+        "a block of a head is found by a text that goes on otherwise", f"{BATCHING}prefix_store.py",
+        "self._lanes, self._sees_next = lanes, int(sees_next)", "self._lanes, self._sees_next = lanes, 0",
+        "tests/batching/test_prefix_store.py -k token_after_it",
+    ),
+    Mutation(
+        "the beginning of a text is dropped before its end", f"{BATCHING}block_tree.py",
+        "        for block in reversed(chain):\n", "        for block in chain:\n",
+        "tests/batching/test_block_tree.py",
+    ),
+    Mutation(
+        "kept prefixes outlive the weights", f"{BATCHING}scheduler.py",
+        "        self.prefixes.forget()\n", "        pass\n",
+        "tests/batching/test_prefix_store.py -k other_weights",
+    ),
+    Mutation(
         "texts of earlier weights are reused", f"{BATCHING}scheduler.py",
-        "            texts.forget()\n            row, known = 0, 0\n", "            pass\n",
+        "            self.forget()\n            row, known, blocks = 0, 0, []\n", "            pass\n",
         f"{FAULTS} -k 'between_requests and a_step'",
     ),
     Mutation(
         "writes that torch does not count are never looked for", f"{BATCHING}scheduler.py",
-        "is_sure = self.distrusts_weights and known > 0", "is_sure = False",
+        "is_sure = self.distrusts_weights and (known > 0 or bool(blocks))", "is_sure = False",
         f"{FAULTS} -k 'between_requests and of_data'",
     ),
     Mutation(

@@ -29,8 +29,9 @@ PACKAGE = Path(__file__).parents[1]
 SOURCES = (".py", ".so", ".cpp", ".cu", ".h")
 NAMES = {"_commit_hash", "_name_or_path", "architectures", "transformers_version"}
 """Fields of configs that say where a model is from. The versions are counted by themselves."""
-NOT_COUNTED = {"artefact", "cache", "draft", "tensor_parallel"}
-"""Options that name places: folders, a checkpoint, processes. The draft and the ranks are counted by themselves."""
+NOT_COUNTED = {"artefact", "cache", "draft", "prefix_cache_bytes", "prefix_cache_host_bytes", "tensor_parallel"}
+"""Options that name places: folders, a checkpoint, processes. The draft and the ranks are counted by themselves. No
+code depends on the memory for prefixes."""
 FOLDERS = {"base_dir", "debug_dir_root"}
 """Settings of Dynamo that are paths."""
 

@@ -6,7 +6,9 @@ Copying a row of 1,000 tokens takes as long as reading them once in a round, and
 """
 
 from collections.abc import Callable
+from functools import cached_property
 from itertools import count, takewhile
+from math import gcd
 from weakref import WeakKeyDictionary
 
 import torch
@@ -102,6 +104,19 @@ class Lanes:
         else:
             slots = min(max(PAGE, 1 << (slots - 1).bit_length()), self.state.capacity, target.state.capacity)
             torch._foreach_copy_(target._large(to, slots), self._large(row, slots))
+
+    @cached_property
+    def unit(self) -> torch.dtype:
+        """Integers as which slots are copied in blocks: the largest that the slots of all caches are made of."""
+        sizes = [tensor.shape[3] * tensor.itemsize for tensor in self._cache_tensors()]
+        return {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[gcd(8, *sizes)]
+
+    def blocks(self, row: int, first: int, count: int, size: int) -> list[Tensor]:
+        """Views [count, Hkv, size, units] of `count` blocks of `size` slots in every cache of a row, from block `first`
+        on. With size 64, two blocks from block 3 on are the slots 192 to 319."""
+        slots = slice(first * size, (first + count) * size)
+        rows = (tensor[row].view(self.unit)[:, slots] for tensor in self._cache_tensors())
+        return [slots.unflatten(1, (count, size)).transpose(0, 1) for slots in rows]
 
     # A copy takes less time than the making of views to be copied, of which a model with 30 layers needs hundreds. So
     # they are kept; what they are views of stays where it is as long as these lanes.

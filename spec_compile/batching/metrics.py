@@ -6,6 +6,8 @@ from .job import Job
 from .scheduler import Scheduler
 
 REASONS = ("stop", "length", "cancelled", "error")
+PLACES = ("row", "device", "host")
+"""Where keys and values of a prompt's beginning may be."""
 REJECTIONS = ("queue_full", "invalid", "stopping")
 
 
@@ -14,6 +16,7 @@ class Metrics:
 
     def __init__(self, scheduler: Scheduler):
         self._scheduler, self._rounds_before = scheduler, scheduler.decoder.rounds_by_nodes.copy()
+        self._prefixes_before = self._count_prefixes()
         self._counters: Counter[str] = Counter()
         self._finished, self._rejected = dict.fromkeys(REASONS, 0), dict.fromkeys(REJECTIONS, 0)
         self._positions: list[int] = []
@@ -35,12 +38,18 @@ class Metrics:
         for depth, accepted in enumerate(speculation.accepted_per_position):
             self._positions[depth] += accepted
 
+    def _count_prefixes(self) -> Counter[str]:
+        """Tokens that were looked for, tokens that were copied from each place, and blocks that were dropped."""
+        store = self._scheduler.prefixes
+        return Counter(store.hits) + Counter(asked=store.asked, evicted=store.evicted)
+
     def __call__(self) -> dict:
         """Gauges: requests, slots and tokens of the cache now. Counters, which end with ``_total``: since the start, of
-        requests that are over."""
+        requests that are over; those of ``prefix_cache`` count requests that have begun, too."""
         scheduler, counters = self._scheduler, self._counters
         decoder, prompts = scheduler.decoder, scheduler.prompts
         rounds = decoder.rounds_by_nodes - self._rounds_before
+        prefixes = self._count_prefixes() - self._prefixes_before
         tokens, used = scheduler.slots * scheduler.capacity, decoder.texts.used
         return {
             "requests_running": len(decoder.active),
@@ -52,6 +61,11 @@ class Metrics:
             "cache_tokens": tokens,
             "cache_tokens_used": used,
             "cache_usage": used / tokens,
+            "prefix_cache_bytes": {tier: scheduler.prefixes.bytes(tier) for tier in ("device", "host")},
+            "prefix_cache_queries_total": prefixes["asked"],
+            "prefix_cache_hits_total": sum(prefixes[place] for place in PLACES),
+            "prefix_cache_hits_by_place_total": {place: prefixes[place] for place in PLACES},
+            "prefix_cache_evicted_blocks_total": prefixes["evicted"],
             "rounds_total": rounds.total(),
             "rounds_by_nodes_total": dict(rounds),
             **{

@@ -3,6 +3,7 @@
 A prompt never touches the rows that decode. When it is done, its row is copied to one of them.
 """
 
+from collections.abc import Callable
 from functools import cached_property, partial
 
 import torch
@@ -17,6 +18,8 @@ from .job import Job
 from .lanes import Lanes
 from .rows import Rows
 
+CopySlots = Callable[[Lanes, int], None]
+"""Copies keys and values to the first slots of a row of these lanes."""
 LANES = {"cpu": 1, "cuda": 16}
 """Prompts that are processed together at most: on a CPU their cost adds up, on a GPU the weights are read once for
 all."""
@@ -31,13 +34,13 @@ class Prompts(Rows):
         self._done = [0] * rows
         """Tokens of each row whose keys and values are known."""
 
-    def enter(self, job: Job, source: Lanes, row: int, known: int) -> None:
-        """Begin with a prompt. Row `row` of `source` has keys and values of its first `known` tokens."""
+    def enter(self, job: Job, known: int, copy: CopySlots) -> None:
+        """Begin with a prompt. copy: copies the keys and values of its first `known` tokens, if there are any."""
         job.row = to = self.free_row()
         self.jobs[to], self._done[to] = job, known
         self._begin(job, self.lanes, to, lengths=known)
         if known:
-            source.copy_slots(row, to, known, self.lanes)
+            copy(self.lanes, to)
         job.speculation.reused_prompt_tokens = known
 
     def _begin(self, job: Job, lanes: Lanes, row: int, **numbers: int) -> None:

@@ -3,15 +3,19 @@
 import logging
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from ..capture.weight_values import WeightValues
+from ..runtime.prefix_budget import PrefixBudget
 from ..runtime.runtime import Runtime
 from ..runtime.state import MOST_LATE
 from ..runtime.steps.build import StepKind
 from ..runtime.tiers import build_compiled
 from .decoding import Decoder
 from .job import Job
-from .prompts import Prompts
+from .lanes import Lanes
+from .prefix_store import BLOCK, PrefixStore
+from .prompts import CopySlots, Prompts
 from .ranks import Admission, Shadow, pack, unpack
 
 log = logging.getLogger("spec_compile")
@@ -33,6 +37,7 @@ class Scheduler:
         """Any thread may append to it."""
         self.prompts = Prompts(runtime, lanes, capacity)
         self.decoder = Decoder(runtime, slots, capacity)
+        self.prefixes = PrefixStore(self.decoder.lanes, PrefixBudget.of(runtime), runtime.algorithm.remembers)
         self._keeps_a_token_less, self._has_states = runtime.algorithm.remembers, bool(runtime.verify.recurrences)
         self.ranks = runtime.options.ranks
         self.check: Callable[[], None] = lambda: None
@@ -83,6 +88,7 @@ class Scheduler:
     def forget(self) -> None:
         """The weights have changed: keys and values of earlier requests are of no use."""
         self.decoder.texts.forget()
+        self.prefixes.forget()
 
     def warmup(self) -> None:
         """Compile and capture what rounds and prompts of all widths need."""
@@ -116,10 +122,18 @@ class Scheduler:
         """Take the row of a request that is over, if it has one."""
         for place in (self.prompts, self.decoder):
             if job in place.jobs:
+                row = job.row
                 try:
                     place.leave(job)
+                    if place is self.decoder:
+                        self._keep_text(row)
                 except Exception:  # of the drafter: the row is free, and the answer is what it is
                     log.exception("request %s: its row was left with an error", job.request_id)
+
+    def _keep_text(self, row: int) -> None:
+        """Keep the text that a request has left in a row, for prompts that come when the row has another one."""
+        texts, late = self.decoder.texts, self.decoder.late(row)
+        self.prefixes.keep(row, texts.tokens(row), texts.length(row) - 1 - late)
 
     def _check_model(self) -> None:
         """Let requests that have entered fail in their first round if the model has changed. A GPU computes in the
@@ -145,7 +159,8 @@ class Scheduler:
         """Repeat a `_change` of the first rank."""
         self.drop([job for job in self.jobs if job.request_id in left])
         for admission in entered:
-            self.prompts.enter(Shadow(admission), self.decoder.lanes, admission.row, admission.known)
+            row, known = admission.row, admission.known
+            self.prompts.enter(Shadow(admission), known, self._copy_row(row, known))
 
     def _admit(self, news: list[Job]) -> list[Admission]:
         """Begin with the prompts of waiting requests, as far as there are rows. Requests that fail go to `news`."""
@@ -158,30 +173,43 @@ class Scheduler:
             try:
                 job.admit()
                 self._unchecked.append(job)
-                row, known = self._beginning(job)
+                row, known, copy = self._beginning(job)
                 job.weights = self.decoder.texts.weights
                 if job.has_pictures:
                     self.prompts.process(job, self.decoder.lanes, self.decoder.free_row())
                     self.decoder.enter(job)
                 else:
-                    self.prompts.enter(job, self.decoder.lanes, row, known)
+                    self.prompts.enter(job, known, copy)
                     entered.append(Admission.of(job, row, known))
             except Exception as error:  # of a processor or a criterion of its own, or of its pictures
                 news += self.drop([job], error)
         return entered
 
-    def _beginning(self, job: Job) -> tuple[int, int]:
-        """The row that has keys and values of the beginning of a prompt, and of how many of its tokens."""
+    def _beginning(self, job: Job) -> tuple[int, int, CopySlots]:
+        """The longest beginning of a prompt that has keys and values: a row that has them, if any has, the number of
+        its tokens, and a function that copies them."""
         texts = self.decoder.texts
         # The last token is the root of the first tree.
         row, known = (0, 0) if job.needs_all_tokens else texts.longest_prefix(job.prompt[:-1])
-        is_sure = self.distrusts_weights and known > 0
+        blocks = [] if job.needs_all_tokens else self.prefixes.match(job.prompt)
+        is_sure = self.distrusts_weights and (known > 0 or bool(blocks))
         if self._weights.have_changed(is_sure):
-            texts.forget()
-            row, known = 0, 0
+            self.forget()
+            row, known, blocks = 0, 0, []
         self.distrusts_weights &= not is_sure
         if self._keeps_a_token_less:  # a drafter's slot may depend on the token after it, as that of a head does
             known = 0 if self._has_states else max(known - 1, 0)
         if late := self.decoder.late(row):
             known = max(min(known, texts.length(row) - 1 - late), 0)
-        return row, known
+        if len(blocks) * BLOCK > known:
+            return 0, len(blocks) * BLOCK, partial(self.prefixes.copy, blocks)
+        return row, known, self._copy_row(row, known)
+
+    def _copy_row(self, row: int, known: int) -> CopySlots:
+        """A function that copies the first slots of a row that decodes, or has decoded, to a row of other lanes."""
+
+        def copy(lanes: Lanes, to: int) -> None:
+            self.decoder.lanes.copy_slots(row, to, known, lanes)
+            self.prefixes.hits["row"] += known
+
+        return copy

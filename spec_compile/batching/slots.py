@@ -4,6 +4,7 @@ import torch
 
 from ..capture.weight_values import WeightValues
 from ..kernels.linear import MAX_ROWS
+from ..runtime.prefix_budget import PrefixBudget
 from ..runtime.runtime import Runtime
 from .prompts import LANES
 from .scheduler import Scheduler
@@ -49,8 +50,14 @@ def choose_slots(runtime: Runtime, requested: int | None, hints=None) -> tuple[i
         slots = min(slots, MAX_ROWS // runtime.sizes[-1])
     capacity, lanes = runtime.capacity(slots), LANES[runtime.device.type]
     if runtime.on_gpu:
-        free = SHARE * torch.cuda.mem_get_info(runtime.device)[0]
+        prefixes = PrefixBudget.of(runtime).device
+        free = SHARE * torch.cuda.mem_get_info(runtime.device)[0] - prefixes
         row_bytes = runtime.token_bytes * (capacity + 2048) + runtime.verify.row_bytes
+        if prefixes and free < row_bytes:
+            raise ValueError(
+                f"prefix_cache_bytes: {prefixes / 1e9:.2f} GB leave no memory for a row of {row_bytes / 1e9:.2f} GB; "
+                "ask for less, or use prefix_cache_host_bytes"
+            )
         lanes = min(lanes, max(FEWEST_LANES, int(LANES_SHARE * free / row_bytes)))
         if requested is None:
             slots = max(1, min(slots, int(free / row_bytes) - lanes))

@@ -42,6 +42,10 @@ class Texts:
         """Tokens of a row's text, the last of which has no keys and values yet."""
         return int(self._lengths[row])
 
+    def tokens(self, row: int) -> np.ndarray:
+        """A row's text [n] int32; empty if its keys and values are not those of the text."""
+        return self._tokens[row, : self._lengths[row]]
+
     def move(self, row: int, to: int) -> None:
         """A row's text is in another row now, and no longer in this one."""
         length = self._lengths[row]

@@ -29,6 +29,7 @@ def explain(speculation) -> str:
         *_plans(graph),
         *([] if engine.runtime.tiers is None else [engine.runtime.tiers.describe()]),
         *_drafts(engine),
+        engine.prefix_budget.describe(),
         "passes (call nodes before -> after):",
     ]
     for report in graph.log:

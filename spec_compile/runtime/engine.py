@@ -17,6 +17,7 @@ from ..recording import Recording
 from ..stats import Clock
 from ..tree import MAX_NODES
 from .call import Call
+from .prefix_budget import PrefixBudget
 from .request import Request
 from .runtime import Runtime
 from .session import Session
@@ -71,6 +72,7 @@ class Engine:
         """A scheduler without a manager, kept for its compiled steps."""
         if options.max_cache_len is not None:
             self.runtime.check_memory(1, options.max_cache_len)
+        self.prefix_budget = PrefixBudget.of(self.runtime)
 
     @property
     def captured(self) -> ModelGraph:

@@ -23,11 +23,22 @@ COUNTERS = {
     "spec_decode_num_accepted_tokens": ("accepted_tokens_total", "Draft tokens that were accepted."),
     "prompt_tokens": ("prompt_tokens_total", "Tokens of prompts."),
     "prompt_tokens_cached": ("reused_prompt_tokens_total", "Tokens of prompts that were in the cache already."),
+    "prefix_cache_queries": ("prefix_cache_queries_total", "Tokens of prompts that were looked for in the cache."),
+    "prefix_cache_hits": ("prefix_cache_hits_total", "Tokens of prompts that were found in the cache."),
+    "prefix_cache_evicted_blocks": (
+        "prefix_cache_evicted_blocks_total",
+        "Blocks of earlier texts that were dropped.",
+    ),
     "generation_tokens": ("generation_tokens_total", "Tokens of answers."),
 }
 LABELLED = {
     "request_success": ("requests_finished_total", "finished_reason", "Requests that ended, by the reason."),
     "spec_decode_rounds": ("rounds_by_nodes_total", "nodes", "Rounds, by the nodes that they verified of each row."),
+    "prefix_cache_hits_by_place": (
+        "prefix_cache_hits_by_place_total",
+        "place",
+        "Tokens of prompts that were found, by the place.",
+    ),
     "request_rejected": ("requests_rejected_total", "reason", "Requests that were refused, by the reason."),
 }
 
@@ -57,6 +68,11 @@ class PrometheusMetrics:
             yield CounterMetricFamily(PREFIX + name, text, value=values[entry])
         for name, (entry, label, text) in LABELLED.items():
             yield _labelled(name, text, label, values[entry].items())
+        text = "Bytes of earlier texts' keys and values."
+        stored = GaugeMetricFamily(PREFIX + "prefix_cache_bytes", text, labels=["place"])
+        for place, size in values["prefix_cache_bytes"].items():
+            stored.add_metric([place], size)
+        yield stored
         positions = enumerate(values["accepted_tokens_per_position_total"])
         text = "Draft tokens that were accepted, by their depth in the tree."
         yield _labelled("spec_decode_num_accepted_tokens_per_pos", text, "position", positions)

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 KEPT = 2
 """Codes of different options kept for a model. A living wrapper keeps its own code."""
 
-BESIDE = ("adaptive", "artefact", "cache", "check", "draft", "max_cache_len")
+BESIDE = (
+    "adaptive", "artefact", "cache", "check", "draft", "max_cache_len", "prefix_cache_bytes", "prefix_cache_host_bytes",
+)  # fmt: skip
 """Options that code does not depend on. `_facts` reads the draft itself."""
 
 

@@ -1,0 +1,68 @@
+"""The tree of blocks against a plain list, newest first, that is cut at the budgets."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spec_compile.batching.block_tree import BlockTree
+
+TEXTS = st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=6)
+
+
+class PlainTree:
+    """Prefixes, newest first: the first `device` of them lie on the device, the next `host` in host memory."""
+
+    def __init__(self, device, host):
+        self.room, self.device, self.prefixes, self.evicted = device + host, device, [], 0
+
+    def keep(self, keys):
+        new = [tuple(keys[: n + 1]) for n in range(len(keys))][: self.room]
+        prefixes = [*new, *(prefix for prefix in self.prefixes if prefix not in new)]
+        self.prefixes, dropped = prefixes[: self.room], prefixes[self.room :]
+        self.evicted += len(dropped)
+
+    def tier(self, prefix):
+        return "device" if self.prefixes.index(prefix) < self.device else "host"
+
+
+def prefixes(block, prefix=()):
+    """All blocks below one, by their prefix."""
+    for key, child in block.children.items():
+        yield (*prefix, key), child
+        yield from prefixes(child, (*prefix, key))
+
+
+@given(st.integers(0, 5), st.integers(0, 5), st.lists(TEXTS | st.none(), max_size=25))
+def test_the_tree_is_the_plain_list(device, host, operations):
+    """None clears. `contents` has what the copies have brought to each place."""
+    tree, plain = BlockTree(device, host), PlainTree(device, host)
+    contents: dict = {}
+    for text in operations:
+        if text is None:
+            tree.clear()
+            plain.prefixes = []
+            continue
+        copies = tree.keep(text)
+        plain.keep(text)
+        for source, target in copies.demoted:
+            contents["host", target] = contents["device", source]
+        for number, place in copies.written:
+            contents[place] = tuple(text[: number + 1])
+        kept = dict(prefixes(tree._root))
+        assert kept.keys() == {*plain.prefixes} and tree.evicted == plain.evicted
+        for prefix, block in kept.items():
+            assert block.place.tier == plain.tier(prefix) and contents[block.place] == prefix
+            assert block.place.number < tree.room[block.place.tier]
+            assert [each.place for each in tree.match(list(prefix))][-1] == block.place
+        assert len({block.place for block in kept.values()}) == len(kept)
+        assert tree.count("device") + tree.count("host") == len(kept)
+        longest = next((n for n in range(len(text), 0, -1) if tuple(text[:n]) in kept), 0)
+        assert len(tree.match(text)) == longest
+
+
+def test_the_example_of_the_docstring():
+    tree = BlockTree(2, 1)
+    tree.keep([b"a", b"b", b"c"])
+    tree.keep([b"a", b"d"])
+    assert [block.place.tier for block in tree.match([b"a", b"d"])] == ["device", "device"]
+    assert [block.place.tier for block in tree.match([b"a", b"b", b"c"])] == ["device", "host"]
+    assert tree.evicted == 1

@@ -1,0 +1,309 @@
+"""Prefixes that outlive rows: answers, cached bits and drafts are those of a prompt that is processed anew."""
+
+import functools
+from contextlib import contextmanager
+
+import hybrids
+import models
+import numpy as np
+import pytest
+import torch
+from batch_requests import ALGORITHMS, MODEL, PROMPTS, TEXT, collect, config, generated, tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from picture_models import fast as picture_fast
+from picture_models import inputs
+from picture_models import model as picture_model
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from spec_compile import speculate
+from spec_compile.batching.lanes import Lanes
+from spec_compile.batching.prefix_store import BLOCK, PrefixStore
+from spec_compile.runtime.prefix_budget import PrefixBudget
+from spec_compile.serving.metrics import PrometheusMetrics
+
+LONG = (tokenizer()(TEXT).input_ids * 2)[:450]
+OTHER = LONG[::-1][:100]
+ROOM = 1 << 27
+OFF = dict(prefix_cache_host_bytes=0)
+
+
+@functools.cache
+def model():
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+
+
+@functools.cache
+def system(algo="ngram", **options):
+    """The model with this draft, on which a round's number of nodes does not depend on measured times."""
+    draft = dict(draft=model()) if algo == "draft_model" else {}
+    return speculate(model(), algo, compile=False, check=False, adaptive=False, **{**options, **draft})
+
+
+@contextmanager
+def running(fast, slots=1):
+    """A manager with so few rows that a request takes that of the one before it."""
+    manager = fast.init_continuous_batching(GenerationConfig(pad_token_id=0), config(max_requests_per_batch=slots))
+    manager.start()
+    try:
+        yield manager
+    finally:
+        manager.destroy()
+        fast.destroy_cached_continuous_batching_manager()
+
+
+def answer(manager, prompt, new=8, **options):
+    options = dict(eos_token_id=-1) | options
+    name = manager.add_request(prompt, max_new_tokens=new, **options)
+    return collect(manager, 1)[name]
+
+
+def turns(fast, **options):
+    """Two turns of a chat, with another request between them that takes the row."""
+    with running(fast) as manager:
+        first = answer(manager, LONG, 20, **options)
+        answer(manager, OTHER)
+        return first, answer(manager, LONG + first.generated_tokens + OTHER[:9], 20, **options)
+
+
+# --- answers
+
+
+def test_a_second_turn_starts_from_what_a_row_has_lost():
+    _, second = turns(system())
+    assert second.speculation.reused_prompt_tokens == (450 + 19) // BLOCK * BLOCK == 448
+    assert second.generated_tokens == generated(model(), second.prompt_ids, max_new_tokens=20, eos_token_id=None)
+    _, anew = turns(system(**OFF))
+    assert anew.speculation.reused_prompt_tokens == 0 and anew.generated_tokens == second.generated_tokens
+
+
+def test_samples_are_the_same_with_and_without_it():
+    options = dict(do_sample=True, temperature=0.9, seed=3)
+    assert [o.generated_tokens for o in turns(system(), **options)] == [
+        o.generated_tokens for o in turns(system(**OFF), **options)
+    ]
+
+
+@pytest.mark.parametrize("name", ["eagle3 tree", "mtp", "dflash", "eagle3 union", "draft_model"])
+def test_drafts_know_what_a_row_has_lost(name):
+    """Their own keys and values come back, too: so many drafts are accepted in each step as after a prompt that is
+    processed anew."""
+    options, algo = dict(ALGORITHMS[name]), name.split()[0]
+    options.pop("draft") if algo == "draft_model" else None
+    (_, second), (_, anew) = turns(system(algo, **options)), turns(system(algo, **options, **OFF))
+    assert second.speculation.reused_prompt_tokens == 448 and anew.speculation.reused_prompt_tokens == 0
+    assert second.generated_tokens == anew.generated_tokens
+    assert second.speculation.per_step_accepted == anew.speculation.per_step_accepted
+    assert sum(second.speculation.per_step_accepted) > 0
+
+
+@pytest.mark.parametrize("algo, reused", [("ngram", BLOCK), ("draft_model", 0)])
+def test_a_block_of_a_draft_has_the_token_after_it(algo, reused):
+    """The slot of a head depends on the next token, so a text that goes on otherwise cannot have it."""
+    with running(system(algo, num_draft_tokens=4)) as manager:
+        answer(manager, LONG[:90])
+        answer(manager, OTHER)
+        prompt = [*LONG[:BLOCK], LONG[BLOCK] + 1, *LONG[BLOCK + 1 : 90]]
+        output = answer(manager, prompt)
+        assert output.speculation.reused_prompt_tokens == reused
+        assert output.generated_tokens == generated(model(), prompt, max_new_tokens=8, eos_token_id=None)
+
+
+def test_requests_at_once_share_a_prefix():
+    fast, ends = system(), [[5], [6, 7, 8], [9], [11, 12]]
+    with running(fast, slots=4) as manager:
+        answer(manager, LONG)
+        names = [manager.add_request(OTHER[n:], max_new_tokens=8, eos_token_id=-1) for n in range(4)]
+        assert collect(manager, 4).keys() == {*names}
+        for number, end in enumerate(ends):
+            manager.add_request(LONG[:300] + end, f"r{number}", max_new_tokens=8, eos_token_id=-1)
+        outputs = collect(manager, 4)
+        metrics = manager.metrics()
+    for number, end in enumerate(ends):
+        output = outputs[f"r{number}"]
+        assert output.generated_tokens == generated(model(), LONG[:300] + end, max_new_tokens=8, eos_token_id=None)
+        assert output.speculation.reused_prompt_tokens >= 256
+    assert metrics["prefix_cache_hits_by_place_total"]["host"] >= 256
+    assert metrics["prefix_cache_hits_total"] == metrics["reused_prompt_tokens_total"]
+
+
+def test_a_row_is_preferred_if_it_has_as_much():
+    with running(system(), slots=2) as manager:
+        answer(manager, LONG)
+        assert answer(manager, LONG[:300]).speculation.reused_prompt_tokens == 299
+        assert manager.metrics()["prefix_cache_hits_by_place_total"] == {"row": 299, "device": 0, "host": 0}
+
+
+def test_a_cancelled_request_leaves_its_text():
+    with running(system()) as manager:
+        name = manager.add_request(LONG, max_new_tokens=300, eos_token_id=-1, streaming=True)
+        next(iter(manager))
+        manager.cancel_request(name)
+        assert collect(manager, 1)[name].finish_reason == "cancelled"
+        answer(manager, OTHER)
+        output = answer(manager, LONG)
+        assert output.speculation.reused_prompt_tokens == 448
+        assert output.generated_tokens == generated(model(), LONG, max_new_tokens=8, eos_token_id=None)
+
+
+# --- texts that do not count
+
+
+def test_nothing_of_other_weights_is_kept():
+    fast, weight = system(), model().model.layers[0].self_attn.v_proj.weight
+    before = weight.detach().clone()
+    with running(fast) as manager:
+        answer(manager, LONG)
+        answer(manager, OTHER)
+        store = manager.scheduler.prefixes
+        assert store.bytes("host") > 0
+        fast.speculation.refresh()
+        assert store.bytes("host") == 0 and store.evicted == 0
+        answer(manager, LONG)
+        answer(manager, OTHER)
+        try:
+            with manager.pause():
+                weight.data.mul_(-1.0)  # torch does not count it
+            output = answer(manager, LONG)
+            assert output.speculation.reused_prompt_tokens == 0
+            assert output.generated_tokens == generated(model(), LONG, max_new_tokens=8, eos_token_id=None)
+            manager.add_request(LONG, "long", max_new_tokens=200, eos_token_id=-1, streaming=True)
+            next(iter(manager))
+        finally:
+            with manager.pause(), torch.no_grad():
+                weight.copy_(before)
+        collect(manager, 1)  # it has keys and values of both weights
+        answer(manager, OTHER)
+        output = answer(manager, LONG)
+        assert output.generated_tokens == generated(model(), LONG, max_new_tokens=8, eos_token_id=None)
+
+
+def test_pictures_never_cross():
+    """The ids of two prompts with different pictures are the same."""
+    name = "Gemma3"
+    first = inputs(name, (1,), 0, ending=90)
+    second = first | {"pixel_values": first["pixel_values"].flip(-1) + 1}
+    with running(picture_fast(name)) as manager:
+        for arguments in (first, second):
+            request = manager.add_request(**arguments, max_new_tokens=100)
+            output = collect(manager, 1)[request]
+            wanted = picture_model(name).generate(**arguments, max_new_tokens=100, do_sample=False)
+            assert output.generated_tokens == wanted[0, arguments["input_ids"].shape[1] :].tolist()
+            assert output.speculation.reused_prompt_tokens == 0
+        assert manager.scheduler.prefixes.bytes("host") == 0
+
+
+def test_recurrences_keep_nothing():
+    _, fast = hybrids.system("lfm2")
+    with running(fast) as manager:
+        answer(manager, [*range(3, 90)])
+        assert manager.metrics()["prefix_cache_bytes"] == {"device": 0, "host": 0}
+
+
+def test_an_error_while_a_text_is_kept_leaves_no_half_of_it(monkeypatch):
+    with running(system()) as manager:
+        store = manager.scheduler.prefixes
+        answer(manager, OTHER)
+        monkeypatch.setattr(store._memories["host"], "write", lambda *_: 1 / 0)
+        assert answer(manager, LONG).error is None
+        monkeypatch.undo()
+        assert store.bytes("host") == 0
+        answer(manager, OTHER)
+        assert answer(manager, LONG).speculation.reused_prompt_tokens == 0
+
+
+# --- figures
+
+
+def test_metrics():
+    fast = system(prefix_cache_bytes=2 * BLOCK * 8192, prefix_cache_host_bytes=3 * BLOCK * 8192)
+    with running(fast) as manager:
+        block = manager.scheduler.prefixes.block_bytes
+        assert block == BLOCK * fast.speculation.engine.runtime.token_bytes == BLOCK * 8192
+        answer(manager, LONG)
+        assert manager.metrics()["prefix_cache_bytes"] == {"device": 2 * block, "host": 3 * block}
+        answer(manager, OTHER)
+        answer(manager, LONG)
+        metrics = manager.metrics()
+    assert metrics["prefix_cache_queries_total"] == 449 + 99 + 449
+    assert metrics["prefix_cache_hits_total"] == 4 * BLOCK == metrics["reused_prompt_tokens_total"]
+    assert metrics["prefix_cache_hits_by_place_total"] == {"row": 0, "device": BLOCK, "host": 3 * BLOCK}
+    assert metrics["prefix_cache_evicted_blocks_total"] == 2
+    samples = PrometheusMetrics(lambda: metrics).registry.get_sample_value
+    assert samples("spec_compile:prefix_cache_bytes", {"place": "host"}) == 3 * block
+    assert samples("spec_compile:prefix_cache_hits_total") == 4 * BLOCK
+    assert samples("spec_compile:prefix_cache_queries_total") == 997
+    assert samples("spec_compile:prefix_cache_hits_by_place_total", {"place": "device"}) == BLOCK
+    assert samples("spec_compile:prefix_cache_evicted_blocks_total") == 2
+
+
+# --- bits
+
+
+@functools.cache
+def lanes(name):
+    """Rows of a model and a head, of which every slot has bits of its own."""
+    draft = {"llama": {}, "fp8": dict(kv_cache_dtype="fp8_per_token_head")}.get(name, {})
+    algo = dict(algo="draft_model", draft=models.ADMITTED["qwen2"]()) if name == "draft" else {}
+    made = models.ADMITTED["deepseek_v3" if name == "latent" else "llama"]()
+    fast = speculate(made, compile=False, check=False, **draft, **algo)
+    return Lanes(fast.speculation.engine.runtime, 3, 400)
+
+
+def fill(place, row, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for view in place.blocks(row, 0, place.state.capacity // BLOCK, BLOCK):
+        view.copy_(torch.randint(-100, 100, view.shape, generator=generator))
+
+
+def slots(place, row, count):
+    return [tensor[row, :, :count].contiguous().view(torch.uint8) for tensor in place._cache_tensors()]
+
+
+@pytest.mark.parametrize("name", ["llama", "fp8", "draft", "latent"])
+@settings(max_examples=25)
+@given(
+    st.integers(0, 4), st.integers(0, 5), st.sampled_from([1, 2, 1 << 27]),
+    st.lists(st.tuples(st.lists(st.sampled_from([1, 2]), min_size=1, max_size=5), st.integers(0, 63)), max_size=8),
+)  # fmt: skip
+def test_bits_come_back(name, device, host, most, texts):
+    """Texts of blocks that have one token each, with some tokens after them; all bits depend on the text before."""
+    place = lanes(name)
+    store = PrefixStore(place, PrefixBudget(0, 0))
+    budget = PrefixBudget(device * store.block_bytes, host * store.block_bytes)
+    store = PrefixStore(place, budget)
+    store._most = most
+    expected: dict = {}
+    for number, (blocks, rest) in enumerate(texts):
+        tokens = [token for token in blocks for _ in range(BLOCK)] + [9] * (rest + 1)
+        fill(place, 0, number)
+        chain = store.match(tokens)
+        store.copy(chain, place, 0)
+        for count in range(1, len(chain) + 1):
+            wanted = [tensor[:, : count * BLOCK] for tensor in expected[tuple(blocks[:count])]]
+            got = [tensor[:, : count * BLOCK] for tensor in slots(place, 0, len(chain) * BLOCK)]
+            assert all(map(torch.equal, got, wanted))
+        store.keep(0, np.asarray(tokens, dtype=np.int32), len(tokens) - 1)
+        for count in range(1, len(blocks) + 1):
+            expected[tuple(blocks[:count])] = slots(place, 0, count * BLOCK)
+        assert store.bytes("device") <= budget.device and store.bytes("host") <= budget.host
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("device_blocks", [0, 3])
+def test_on_a_gpu(device_blocks):
+    """Host memory is pinned, and copies run on a stream of their own next to the rounds."""
+    one = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).cuda()
+    fast = speculate(one, prefix_cache_bytes=device_blocks * BLOCK * 8192, prefix_cache_host_bytes=ROOM)
+    with running(fast, slots=2) as manager:
+        for number in range(4):
+            prompts = [LONG[number : number + 300], OTHER + PROMPTS[number % len(PROMPTS)], LONG[: 100 + 64 * number]]
+            for index, prompt in enumerate(prompts):
+                manager.add_request(prompt, f"{number} {index}", max_new_tokens=8, eos_token_id=-1)
+            outputs = collect(manager, len(prompts))
+            for index, prompt in enumerate(prompts):
+                wanted = generated(one, prompt, max_new_tokens=8, eos_token_id=None)
+                assert outputs[f"{number} {index}"].generated_tokens == wanted
+        hits = manager.metrics()["prefix_cache_hits_by_place_total"]
+    assert hits["host"] + hits["device"] > 0
