@@ -34,7 +34,7 @@ class PrefixStore:
         """lanes: the rows of texts that are kept. sees_next: True if a slot may depend on the token after it."""
         self._lanes, self._sees_next = lanes, int(sees_next)
         self._shapes = [view.shape[1:] for view in lanes.blocks(0, 0, 1, BLOCK)]
-        """Of a block in every cache, [Hkv, BLOCK, units]."""
+        """The shape of a block in every cache, [Hkv, BLOCK, units]."""
         self._unit = lanes.unit
         self._units = sum(map(prod, self._shapes)) or 1  # nothing is kept of a model without attention
         self.block_bytes = self._units * self._unit.itemsize
