@@ -665,9 +665,9 @@ REQUESTS = [
         "tests/batching/test_prefix_store.py -k token_after_it",
     ),
     Mutation(
-        "the beginning of a text is dropped before its end", f"{BATCHING}block_tree.py",
+        "the beginning of a text is dropped before its end", f"{BATCHING}prefix_tree.py",
         "        for block in reversed(chain):\n", "        for block in chain:\n",
-        "tests/batching/test_block_tree.py",
+        "tests/batching/test_prefix_tree.py",
     ),
     Mutation(
         "kept prefixes outlive the weights", f"{BATCHING}scheduler.py",

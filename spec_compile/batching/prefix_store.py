@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..runtime.prefix_budget import PrefixBudget
 from .block_memory import make_memory
-from .block_tree import Block, BlockTree, Place, Tier
 from .lanes import Lanes
+from .prefix_tree import Block, Place, PrefixTree, Tier
 
 BLOCK = 64
 """Tokens of a block."""
@@ -38,7 +38,7 @@ class PrefixStore:
         self._unit = lanes.unit
         self._units = sum(map(prod, self._shapes)) or 1  # nothing is kept of a model without attention
         self.block_bytes = self._units * self._unit.itemsize
-        self._tree = BlockTree(budget.device // self.block_bytes, budget.host // self.block_bytes)
+        self._tree = PrefixTree(budget.device // self.block_bytes, budget.host // self.block_bytes)
         self._memories = {
             tier: make_memory(blocks, self._units, self._unit, lanes.runtime.device, is_host=tier == "host")
             for tier, blocks in self._tree.room.items()

@@ -1,4 +1,4 @@
-"""`BlockTree`: the blocks of earlier texts that are kept, and their places on the device and in host memory."""
+"""`PrefixTree`: the blocks of earlier texts that are kept, and their places on the device and in host memory."""
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ class Block:
 
 
 class Copies(NamedTuple):
-    """The copies that `BlockTree.keep` asks for, in this order.
+    """The copies that `PrefixTree.keep` asks for, in this order.
 
     demoted: pairs of a place on the device and one in host memory, from the one to the other. written: pairs of the
     number of a block in its text and its place.
@@ -39,7 +39,7 @@ class Copies(NamedTuple):
     written: list[tuple[int, Place]]
 
 
-class BlockTree:
+class PrefixTree:
     """The newest blocks lie on the device, the next ones in host memory, and older ones are dropped.
 
     A text renews all of its blocks, the first one last. So a block is always newer than those after it, and no block is

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_compile.batching.block_tree import BlockTree
+from spec_compile.batching.prefix_tree import PrefixTree
 
 TEXTS = st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=6)
 
@@ -34,7 +34,7 @@ def prefixes(block, prefix=()):
 @given(st.integers(0, 5), st.integers(0, 5), st.lists(TEXTS | st.none(), max_size=25))
 def test_the_tree_is_the_plain_list(device, host, operations):
     """None clears. `contents` has what the copies have brought to each place."""
-    tree, plain = BlockTree(device, host), PlainTree(device, host)
+    tree, plain = PrefixTree(device, host), PlainTree(device, host)
     contents: dict = {}
     for text in operations:
         if text is None:
@@ -60,7 +60,7 @@ def test_the_tree_is_the_plain_list(device, host, operations):
 
 
 def test_the_example_of_the_docstring():
-    tree = BlockTree(2, 1)
+    tree = PrefixTree(2, 1)
     tree.keep([b"a", b"b", b"c"])
     tree.keep([b"a", b"d"])
     assert [block.place.tier for block in tree.match([b"a", b"d"])] == ["device", "device"]
