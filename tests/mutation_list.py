@@ -670,23 +670,23 @@ REQUESTS = [
         "tests/batching/test_prefix_tree.py",
     ),
     Mutation(
-        "kept prefixes outlive the weights", f"{BATCHING}scheduler.py",
+        "kept prefixes outlive the weights", f"{BATCHING}beginnings.py",
         "        self.prefixes.forget()\n", "        pass\n",
         "tests/batching/test_prefix_store.py -k other_weights",
     ),
     Mutation(
-        "texts of earlier weights are reused", f"{BATCHING}scheduler.py",
+        "texts of earlier weights are reused", f"{BATCHING}beginnings.py",
         "            self.forget()\n            row, known, blocks = 0, 0, []\n", "            pass\n",
         f"{FAULTS} -k 'between_requests and a_step'",
     ),
     Mutation(
-        "writes that torch does not count are never looked for", f"{BATCHING}scheduler.py",
+        "writes that torch does not count are never looked for", f"{BATCHING}beginnings.py",
         "is_sure = self.distrusts_weights and (known > 0 or bool(blocks))", "is_sure = False",
         f"{FAULTS} -k 'between_requests and of_data'",
     ),
     Mutation(
         "a pause lets weights change unnoticed", f"{BATCHING}manager.py",
-        "self.scheduler.distrusts_weights = True", "pass",
+        "self.scheduler.beginnings.distrusts_weights = True", "pass",
         f"{FAULTS} -k test_a_pause_is_distrusted",
     ),
     Mutation(
@@ -1231,8 +1231,8 @@ TIERS = [
         "tests/drafters/test_draft_rounds.py -k without_any",
     ),
     Mutation(
-        "a prompt begins with slots that a draft has not seen", "spec_compile/batching/scheduler.py",
-        "        if late := self.decoder.late(row):\n", "        if late := 0:\n",
+        "a prompt begins with slots that a draft has not seen", "spec_compile/batching/beginnings.py",
+        "        if late := self._decoder.late(row):\n", "        if late := 0:\n",
         "tests/batching/test_batching.py -k silent",
     ),
     Mutation(

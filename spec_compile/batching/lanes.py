@@ -6,9 +6,7 @@ Copying a row of 1,000 tokens takes as long as reading them once in a round, and
 """
 
 from collections.abc import Callable
-from functools import cached_property
 from itertools import count, takewhile
-from math import gcd
 from weakref import WeakKeyDictionary
 
 import torch
@@ -93,30 +91,17 @@ class Lanes:
         """Copy the states of a row and the first `slots` slots of its caches, and perhaps more, to row `to` of
         `target`."""
         _copy(self._states(row), target._states(to))
-        if not self._cache_tensors():
+        if not self.cache_tensors():
             return  # a model without attention
         if self.runtime.on_gpu:
             if target not in self._row_copies:
                 from ..kernels.copy_row import RowCopies  # needs Triton
 
-                self._row_copies[target] = RowCopies(self._cache_tensors(), target._cache_tensors())
+                self._row_copies[target] = RowCopies(self.cache_tensors(), target.cache_tensors())
             self._row_copies[target](row, to, slots)
         else:
             slots = min(max(PAGE, 1 << (slots - 1).bit_length()), self.state.capacity, target.state.capacity)
             torch._foreach_copy_(target._large(to, slots), self._large(row, slots))
-
-    @cached_property
-    def unit(self) -> torch.dtype:
-        """Integers as which slots are copied in blocks: the largest that the slots of all caches are made of."""
-        sizes = [tensor.shape[3] * tensor.itemsize for tensor in self._cache_tensors()]
-        return {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[gcd(8, *sizes)]
-
-    def blocks(self, row: int, first: int, count: int, size: int) -> list[Tensor]:
-        """Views [count, Hkv, size, units] of `count` blocks of `size` slots in every cache of a row, from block `first`
-        on. With size 64, two blocks from block 3 on are the slots 192 to 319."""
-        slots = slice(first * size, (first + count) * size)
-        rows = (tensor[row].view(self.unit)[:, slots] for tensor in self._cache_tensors())
-        return [slots.unflatten(1, (count, size)).transpose(0, 1) for slots in rows]
 
     # A copy takes less time than the making of views to be copied, of which a model with 30 layers needs hundreds. So
     # they are kept; what they are views of stays where it is as long as these lanes.
@@ -131,14 +116,14 @@ class Lanes:
     def _large(self, row: int, slots: int) -> list[Tensor]:
         """Views of the first `slots` slots of a row in every cache."""
         if (row, slots) not in self._large_views:
-            self._large_views[row, slots] = [tensor[row, :, :slots] for tensor in self._cache_tensors()]
+            self._large_views[row, slots] = [tensor[row, :, :slots] for tensor in self.cache_tensors()]
         return self._large_views[row, slots]
 
     def _states(self, row: int) -> list[Tensor]:
         """The states of a row."""
         return [state for cache in self._caches() for state in cache.states.row(row)]
 
-    def _cache_tensors(self) -> list[Tensor]:
+    def cache_tensors(self) -> list[Tensor]:
         """Keys, values and scales of all rows in every layer."""
         return [tensor for cache in self._caches() for tensor in cache.tensors]
 

@@ -144,7 +144,7 @@ class Manager(ContinuousBatchingManager):
                 yield
             finally:
                 if self.scheduler is not None:
-                    self.scheduler.distrusts_weights = True
+                    self.scheduler.beginnings.distrusts_weights = True
 
     def stalled_seconds(self) -> float:
         """Seconds since a round last ended; 0.0 if no request is under way."""

@@ -40,7 +40,7 @@ class Metrics:
 
     def _count_prefixes(self) -> Counter[str]:
         """Tokens that were looked for, tokens that were copied from each place, and blocks that were dropped."""
-        store = self._scheduler.prefixes
+        store = self._scheduler.beginnings.prefixes
         return Counter(store.hits) + Counter(asked=store.asked, evicted=store.evicted)
 
     def __call__(self) -> dict:
@@ -61,7 +61,7 @@ class Metrics:
             "cache_tokens": tokens,
             "cache_tokens_used": used,
             "cache_usage": used / tokens,
-            "prefix_cache_bytes": {tier: scheduler.prefixes.bytes(tier) for tier in ("device", "host")},
+            "prefix_cache_bytes": {tier: scheduler.beginnings.prefixes.bytes(tier) for tier in PLACES[1:]},
             "prefix_cache_queries_total": prefixes["asked"],
             "prefix_cache_hits_total": sum(prefixes[place] for place in PLACES),
             "prefix_cache_hits_by_place_total": {place: prefixes[place] for place in PLACES},

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from math import prod
+from math import gcd, prod
 
 import numpy as np
 import torch
@@ -33,9 +33,9 @@ class PrefixStore:
     def __init__(self, lanes: Lanes, budget: PrefixBudget, sees_next: bool = False):
         """lanes: the rows of texts that are kept. sees_next: True if a slot may depend on the token after it."""
         self._lanes, self._sees_next = lanes, int(sees_next)
-        self._shapes = [view.shape[1:] for view in lanes.blocks(0, 0, 1, BLOCK)]
+        self._shapes = [view.shape[1:] for view in blocks_of(lanes, 0, 0, 1)]
         """The shape of a block in every cache, [Hkv, BLOCK, units]."""
-        self._unit = lanes.unit
+        self._unit = unit_of(lanes)
         self._units = sum(map(prod, self._shapes)) or 1  # nothing is kept of a model without attention
         self.block_bytes = self._units * self._unit.itemsize
         self._tree = PrefixTree(budget.device // self.block_bytes, budget.host // self.block_bytes)
@@ -72,7 +72,7 @@ class PrefixStore:
         """Copy the blocks to the first slots of a row."""
         for first, tier, places in self._runs([(number, block.place) for number, block in enumerate(chain)]):
             staged = self._memories[tier].read(places)
-            torch._foreach_copy_(lanes.blocks(row, first, len(places), BLOCK), self._views(staged))
+            torch._foreach_copy_(blocks_of(lanes, row, first, len(places)), self._views(staged))
             self.hits[tier] += len(places) * BLOCK
 
     def keep(self, row: int, tokens: np.ndarray, slots: int) -> None:
@@ -84,7 +84,7 @@ class PrefixStore:
                 self._memories["host"].write(targets, self._memories["device"].read(sources))
             for first, tier, places in self._runs(copies.written):
                 staged = torch.empty(len(places), self._units, dtype=self._unit, device=self._lanes.runtime.device)
-                torch._foreach_copy_(self._views(staged), self._lanes.blocks(row, first, len(places), BLOCK))
+                torch._foreach_copy_(self._views(staged), blocks_of(self._lanes, row, first, len(places)))
                 self._memories[tier].write(places, staged)
         except BaseException:
             self.forget()  # some blocks lack their contents
@@ -115,3 +115,17 @@ class PrefixStore:
             if len(run) == self._most or [(n, next_place.tier) for n, next_place in follows] != [(number + 1, tier)]:
                 yield number + 1 - len(run), tier, run
                 run = []
+
+
+def unit_of(lanes: Lanes) -> torch.dtype:
+    """Integers as which slots are copied in blocks: the largest that the slots of all caches are made of."""
+    sizes = [tensor.shape[3] * tensor.itemsize for tensor in lanes.cache_tensors()]
+    return {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[gcd(8, *sizes)]
+
+
+def blocks_of(lanes: Lanes, row: int, first: int, count: int) -> list[Tensor]:
+    """Views [count, Hkv, BLOCK, units] of `count` blocks in a row of every cache, from block `first` on. Two from
+    block 3 on are the slots 192 to 319."""
+    slots, unit = slice(first * BLOCK, (first + count) * BLOCK), unit_of(lanes)
+    rows = (tensor[row].view(unit)[:, slots] for tensor in lanes.cache_tensors())
+    return [slots.unflatten(1, (count, BLOCK)).transpose(0, 1) for slots in rows]

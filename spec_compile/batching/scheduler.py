@@ -3,19 +3,16 @@
 import logging
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 
 from ..capture.weight_values import WeightValues
-from ..runtime.prefix_budget import PrefixBudget
 from ..runtime.runtime import Runtime
 from ..runtime.state import MOST_LATE
 from ..runtime.steps.build import StepKind
 from ..runtime.tiers import build_compiled
+from .beginnings import Beginnings
 from .decoding import Decoder
 from .job import Job
-from .lanes import Lanes
-from .prefix_store import BLOCK, PrefixStore
-from .prompts import CopySlots, Prompts
+from .prompts import Prompts
 from .ranks import Admission, Shadow, pack, unpack
 
 log = logging.getLogger("spec_compile")
@@ -30,15 +27,11 @@ class Scheduler:
         """slots: requests that decode at once. capacity: tokens of each. lanes: prompts that are processed at once.
         weights: tell whether keys and values of earlier requests still hold."""
         self.slots, self.capacity = slots, capacity
-        self._weights = weights
-        self.distrusts_weights = False
-        """True if somebody may have changed weights in a way that torch does not count, because no round ran."""
         self.waiting: deque[Job] = deque()
         """Any thread may append to it."""
         self.prompts = Prompts(runtime, lanes, capacity)
         self.decoder = Decoder(runtime, slots, capacity)
-        self.prefixes = PrefixStore(self.decoder.lanes, PrefixBudget.of(runtime), runtime.algorithm.remembers)
-        self._keeps_a_token_less, self._has_states = runtime.algorithm.remembers, bool(runtime.verify.recurrences)
+        self.beginnings = Beginnings(runtime, self.decoder, weights)
         self.ranks = runtime.options.ranks
         self.check: Callable[[], None] = lambda: None
         """Raises if the model has changed."""
@@ -87,8 +80,7 @@ class Scheduler:
 
     def forget(self) -> None:
         """The weights have changed: keys and values of earlier requests are of no use."""
-        self.decoder.texts.forget()
-        self.prefixes.forget()
+        self.beginnings.forget()
 
     def warmup(self) -> None:
         """Compile and capture what rounds and prompts of all widths need."""
@@ -126,14 +118,9 @@ class Scheduler:
                 try:
                     place.leave(job)
                     if place is self.decoder:
-                        self._keep_text(row)
+                        self.beginnings.keep(row)
                 except Exception:  # of the drafter: the row is free, and the answer is what it is
                     log.exception("request %s: its row was left with an error", job.request_id)
-
-    def _keep_text(self, row: int) -> None:
-        """Keep the text that a request has left in a row, for prompts that come when the row has another one."""
-        texts, late = self.decoder.texts, self.decoder.late(row)
-        self.prefixes.keep(row, texts.tokens(row), texts.length(row) - 1 - late)
 
     def _check_model(self) -> None:
         """Let requests that have entered fail in their first round if the model has changed. A GPU computes in the
@@ -160,12 +147,12 @@ class Scheduler:
         self.drop([job for job in self.jobs if job.request_id in left])
         for admission in entered:
             row, known = admission.row, admission.known
-            self.prompts.enter(Shadow(admission), known, self._copy_row(row, known))
+            self.prompts.enter(Shadow(admission), known, self.beginnings.copy_row(row, known))
 
     def _admit(self, news: list[Job]) -> list[Admission]:
         """Begin with the prompts of waiting requests, as far as there are rows. Requests that fail go to `news`."""
         entered: list[Admission] = []
-        self.distrusts_weights |= not (self.prompts.active or self.decoder.active)
+        self.beginnings.distrusts_weights |= not (self.prompts.active or self.decoder.active)
         while self.waiting and self.prompts.has_room:
             if len(self.prompts.active) + len(self.decoder.active) == self.slots:
                 break
@@ -173,7 +160,7 @@ class Scheduler:
             try:
                 job.admit()
                 self._unchecked.append(job)
-                row, known, copy = self._beginning(job)
+                row, known, copy = self.beginnings.find(job)
                 job.weights = self.decoder.texts.weights
                 if job.has_pictures:
                     self.prompts.process(job, self.decoder.lanes, self.decoder.free_row())
@@ -184,32 +171,3 @@ class Scheduler:
             except Exception as error:  # of a processor or a criterion of its own, or of its pictures
                 news += self.drop([job], error)
         return entered
-
-    def _beginning(self, job: Job) -> tuple[int, int, CopySlots]:
-        """The longest beginning of a prompt that has keys and values: a row that has them, if any has, the number of
-        its tokens, and a function that copies them."""
-        texts = self.decoder.texts
-        # The last token is the root of the first tree.
-        row, known = (0, 0) if job.needs_all_tokens else texts.longest_prefix(job.prompt[:-1])
-        blocks = [] if job.needs_all_tokens else self.prefixes.match(job.prompt)
-        is_sure = self.distrusts_weights and (known > 0 or bool(blocks))
-        if self._weights.have_changed(is_sure):
-            self.forget()
-            row, known, blocks = 0, 0, []
-        self.distrusts_weights &= not is_sure
-        if self._keeps_a_token_less:  # a drafter's slot may depend on the token after it, as that of a head does
-            known = 0 if self._has_states else max(known - 1, 0)
-        if late := self.decoder.late(row):
-            known = max(min(known, texts.length(row) - 1 - late), 0)
-        if len(blocks) * BLOCK > known:
-            return 0, len(blocks) * BLOCK, partial(self.prefixes.copy, blocks)
-        return row, known, self._copy_row(row, known)
-
-    def _copy_row(self, row: int, known: int) -> CopySlots:
-        """A function that copies the first slots of a row that decodes, or has decoded, to a row of other lanes."""
-
-        def copy(lanes: Lanes, to: int) -> None:
-            self.decoder.lanes.copy_slots(row, to, known, lanes)
-            self.prefixes.hits["row"] += known
-
-        return copy

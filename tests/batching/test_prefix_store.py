@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from spec_compile import speculate
 from spec_compile.batching.lanes import Lanes
-from spec_compile.batching.prefix_store import BLOCK, PrefixStore
+from spec_compile.batching.prefix_store import BLOCK, PrefixStore, blocks_of
 from spec_compile.runtime.prefix_budget import PrefixBudget
 from spec_compile.serving.metrics import PrometheusMetrics
 
@@ -155,7 +155,7 @@ def test_nothing_of_other_weights_is_kept():
     with running(fast) as manager:
         answer(manager, LONG)
         answer(manager, OTHER)
-        store = manager.scheduler.prefixes
+        store = manager.scheduler.beginnings.prefixes
         assert store.bytes("host") > 0
         fast.speculation.refresh()
         assert store.bytes("host") == 0 and store.evicted == 0
@@ -190,7 +190,7 @@ def test_pictures_never_cross():
             wanted = picture_model(name).generate(**arguments, max_new_tokens=100, do_sample=False)
             assert output.generated_tokens == wanted[0, arguments["input_ids"].shape[1] :].tolist()
             assert output.speculation.reused_prompt_tokens == 0
-        assert manager.scheduler.prefixes.bytes("host") == 0
+        assert manager.scheduler.beginnings.prefixes.bytes("host") == 0
 
 
 def test_recurrences_keep_nothing():
@@ -202,7 +202,7 @@ def test_recurrences_keep_nothing():
 
 def test_an_error_while_a_text_is_kept_leaves_no_half_of_it(monkeypatch):
     with running(system()) as manager:
-        store = manager.scheduler.prefixes
+        store = manager.scheduler.beginnings.prefixes
         answer(manager, OTHER)
         monkeypatch.setattr(store._memories["host"], "write", lambda *_: 1 / 0)
         assert answer(manager, LONG).error is None
@@ -218,7 +218,7 @@ def test_an_error_while_a_text_is_kept_leaves_no_half_of_it(monkeypatch):
 def test_metrics():
     fast = system(prefix_cache_bytes=2 * BLOCK * 8192, prefix_cache_host_bytes=3 * BLOCK * 8192)
     with running(fast) as manager:
-        block = manager.scheduler.prefixes.block_bytes
+        block = manager.scheduler.beginnings.prefixes.block_bytes
         assert block == BLOCK * fast.speculation.engine.runtime.token_bytes == BLOCK * 8192
         answer(manager, LONG)
         assert manager.metrics()["prefix_cache_bytes"] == {"device": 2 * block, "host": 3 * block}
@@ -252,12 +252,12 @@ def lanes(name):
 
 def fill(place, row, seed):
     generator = torch.Generator().manual_seed(seed)
-    for view in place.blocks(row, 0, place.state.capacity // BLOCK, BLOCK):
+    for view in blocks_of(place, row, 0, place.state.capacity // BLOCK):
         view.copy_(torch.randint(-100, 100, view.shape, generator=generator))
 
 
 def slots(place, row, count):
-    return [tensor[row, :, :count].contiguous().view(torch.uint8) for tensor in place._cache_tensors()]
+    return [tensor[row, :, :count].contiguous().view(torch.uint8) for tensor in place.cache_tensors()]
 
 
 @pytest.mark.parametrize("name", ["llama", "fp8", "draft", "latent"])

@@ -1,0 +1,63 @@
+"""`Beginnings`: the keys and values that a new prompt can start from, in a row or among the kept prefixes."""
+
+from functools import partial
+
+from ..capture.weight_values import WeightValues
+from ..runtime.prefix_budget import PrefixBudget
+from ..runtime.runtime import Runtime
+from .decoding import Decoder
+from .job import Job
+from .lanes import Lanes
+from .prefix_store import BLOCK, PrefixStore
+from .prompts import CopySlots
+
+
+class Beginnings:
+    """Finds what earlier requests have computed of a prompt, as long as the weights are those of that time."""
+
+    def __init__(self, runtime: Runtime, decoder: Decoder, weights: WeightValues):
+        """decoder: has the rows. weights: tell whether keys and values of earlier requests still hold."""
+        self._decoder, self._weights = decoder, weights
+        self.distrusts_weights = False
+        """True if somebody may have changed weights in a way that torch does not count, because no round ran."""
+        self._keeps_a_token_less, self._has_states = runtime.algorithm.remembers, bool(runtime.verify.recurrences)
+        self.prefixes = PrefixStore(decoder.lanes, PrefixBudget.of(runtime), runtime.algorithm.remembers)
+
+    def forget(self) -> None:
+        """The weights have changed: keys and values of earlier requests are of no use."""
+        self._decoder.texts.forget()
+        self.prefixes.forget()
+
+    def keep(self, row: int) -> None:
+        """Keep the text that a request has left in a row, for prompts that come when the row has another one."""
+        texts = self._decoder.texts
+        self.prefixes.keep(row, texts.tokens(row), texts.length(row) - 1 - self._decoder.late(row))
+
+    def find(self, job: Job) -> tuple[int, int, CopySlots]:
+        """The longest beginning of a prompt that has keys and values: a row that has them, or 0; the number of its
+        tokens; and a function that copies them."""
+        texts = self._decoder.texts
+        # The last token is the root of the first tree.
+        row, known = (0, 0) if job.needs_all_tokens else texts.longest_prefix(job.prompt[:-1])
+        blocks = [] if job.needs_all_tokens else self.prefixes.match(job.prompt)
+        is_sure = self.distrusts_weights and (known > 0 or bool(blocks))
+        if self._weights.have_changed(is_sure):
+            self.forget()
+            row, known, blocks = 0, 0, []
+        self.distrusts_weights &= not is_sure
+        if self._keeps_a_token_less:  # a drafter's slot may depend on the token after it, as that of a head does
+            known = 0 if self._has_states else max(known - 1, 0)
+        if late := self._decoder.late(row):
+            known = max(min(known, texts.length(row) - 1 - late), 0)
+        if len(blocks) * BLOCK > known:
+            return 0, len(blocks) * BLOCK, partial(self.prefixes.copy, blocks)
+        return row, known, self.copy_row(row, known)
+
+    def copy_row(self, row: int, known: int) -> CopySlots:
+        """A function that copies the first slots of a row that decodes, or has decoded, to a row of other lanes."""
+
+        def copy(lanes: Lanes, to: int) -> None:
+            self._decoder.lanes.copy_slots(row, to, known, lanes)
+            self.prefixes.hits["row"] += known
+
+        return copy
