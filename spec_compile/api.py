@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from . import kernels, passes
 from .artefacts.start import PURPOSES, Start, StartArtefact, opened_artefacts, timed
 from .batching.model import BatchingMixin, shadow
-from .capture import adapters
+from .capture import adapters, loras
 from .capture.admit import admit
 from .capture.check_generation import check_generation
 from .capture.checks import check_capture, check_tree
@@ -74,7 +74,8 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
     with ranks.together("speculate()", parts := dict[str, Any]()):
         parsed = parse_options(ALGORITHMS[name].options, options)
         check_draft(algo, parsed)
-        admit(model, parsed.exact)
+        plain: Any = loras.without_adapters(model) if parsed.max_loras and hasattr(model, "peft_config") else model
+        admit(plain, parsed.exact)
         if ranks.size > 1:
             parts |= facts(model, name, options)
             parsed = dataclasses.replace(parsed, tensor_parallel=ranks)
@@ -88,9 +89,9 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
     with COMPILE_LOCK, torch.compiler.set_stance("force_eager"):
         with ranks.together("speculate()", {}):
             with opened_artefacts() as drafts:
-                algorithm = build(name, model, parsed)
+                algorithm = build(name, plain, parsed)
             fast = shadow(model)
-            speculation = Speculation(model, fast, name, parsed, algorithm, drafts)
+            speculation = Speculation(model, plain, fast, name, parsed, algorithm, drafts)
         with ranks.call():
             speculation._check_rewritten()
         fast.__dict__["speculation"] = speculation
@@ -104,14 +105,14 @@ class Speculation(Accounts):
     """The object at ``model.speculation``: statistics, reports and control of one speculative model."""
 
     def __init__(
-        self, model: PreTrainedModel, fast: nn.Module, name: str, options: Options, algorithm: Algorithm,
-        drafts: list[StartArtefact],
+        self, model: PreTrainedModel, plain: PreTrainedModel, fast: nn.Module, name: str, options: Options,
+        algorithm: Algorithm, drafts: list[StartArtefact],
     ):  # fmt: skip
-        """drafts: the artefacts from which `algorithm` was built."""
-        self.original, self.options = model, options
+        """plain: the model to capture, without its adapters. drafts: artefacts from which `algorithm` was built."""
+        self.original, self._plain, self.options = model, plain, options
         self.seconds: dict[str, float] = {}
         """The time of each stage of the start."""
-        self._artefact = StartArtefact(model, algorithm.draft_module, options, name, self.seconds, drafts)
+        self._artefact = StartArtefact(plain, algorithm.draft_module, options, name, self.seconds, drafts)
         found, graph = self._artefact.read(), None
         self.is_from_artefact = found is not None
         """True if nothing was captured, rewritten and checked, because an earlier start had done so."""
@@ -126,8 +127,9 @@ class Speculation(Accounts):
         engine.runtime.code = shared_code(model, name, engine.runtime)
         engine.runtime.code.source.store = self._artefact.parts()
         engine.runtime.records.open(self._artefact, f"record_{algorithm.plan.nodes}")
-        engine.weights = SharedWeights(model, algorithm.draft_module)
-        engine.watch = Watch(model, fast, engine.weights.slots, self._reads)
+        others = loras.of_adapters(model) if options.max_loras else set()
+        engine.weights = SharedWeights(model, algorithm.draft_module, others)
+        engine.watch = Watch(model, fast, engine.weights.slots, self._reads, others)
         own = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
         engine.rebuild = partial(speculate, algo=name, **own)
 
@@ -137,7 +139,7 @@ class Speculation(Accounts):
         A graph from a few layers of each kind is replaced by one of all layers if it differs. Code that nobody knows is
         captured whole if it is not checked, or if only one of several ranks might see the difference.
         """
-        model, options = self.original, self.options
+        model, options = self._plain, self.options
         may_repeat = options.check and options.ranks.size == 1
         whole = not may_repeat and not is_known(model)
         while True:
@@ -161,7 +163,7 @@ class Speculation(Accounts):
         if self.is_from_artefact:
             return
         if self.options.check:
-            model = self.original
+            model = self._plain
             with timed(self.seconds, "checks"):
                 check_tree(type(model).__name__, self._runnable, self.engine.runtime.verify)
                 self.engine.serves_padding = check_generation(model, self._runnable)

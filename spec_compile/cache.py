@@ -112,11 +112,13 @@ class Cache(nn.Module):
                 empty = zero_pages((batch, layer.kv_heads, slots, size), dtype, graph.device)
                 self.register_buffer(f"{name}_{number}", empty, persistent=False)
         self.states = States(graph, batch)
+        self.adapters = [torch.zeros(batch, dtype=torch.int64, device=graph.device)] * graph.has_adapters
+        """The adapter of each row [B], an entry of every `kernels.linear.low_rank.LowRank`; [] if rows choose none."""
 
     @property
     def argument(self) -> list[Tensor]:
         """The argument ``cache`` of a rewritten graph."""
-        return [*self.tensors, *self.states.tensors]
+        return [*self.tensors, *self.states.tensors, *self.adapters]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -139,6 +141,7 @@ class Cache(nn.Module):
         for (name, tensor), larger in zip(list(self.named_buffers(recurse=False)), other.tensors):
             setattr(self, name, larger[: len(tensor)])
         self.states.share(other.states)
+        self.adapters = [larger[: len(own)] for own, larger in zip(self.adapters, other.adapters)]
 
     def resize(self, slots: int) -> list[Tensor]:
         """Replace `tensors` by empty ones of `slots` slots, and return the old ones."""

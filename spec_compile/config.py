@@ -17,6 +17,7 @@ from .tree import MAX_NODES
 
 CACHE_DTYPES = ("auto", "fp8", "fp8_per_token_head")
 EXACT = ("auto", "bits")
+MOST_LORAS, MOST_RANK = 1024, 1024
 COMPILE = (True, False, "background")
 Parsed = TypeVar("Parsed")
 
@@ -49,6 +50,9 @@ class Options:
     cache: keep what a start finds out on disk for the next one: True ($SPEC_COMPILE_CACHE, by default
         ``~/.cache/spec_compile``), a folder, or False.
     artefact: a folder that ``speculation.save(folder)`` has made, to start from it.
+    max_loras: LoRA adapters of peft that rounds may read at once, so that each row of a batch chooses one by its name
+        (0: the active adapters are captured, for all rows).
+    max_lora_rank: largest rank of such adapters (default: of those that the model has at speculate()).
     tensor_parallel: the processes that share the model, each on a GPU of its own: None (only this one), "auto" (all
         that torchrun has started), their number, or a process group or device mesh.
     """
@@ -67,6 +71,8 @@ class Options:
     exact: str = "auto"
     cache: Any = True
     artefact: Any = None
+    max_loras: int = 0
+    max_lora_rank: int | None = None
     tensor_parallel: Any = None
 
     def __post_init__(self) -> None:
@@ -88,6 +94,12 @@ class Options:
         for name in ("prefix_cache_bytes", "prefix_cache_host_bytes"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name}: expected 0 bytes or more, got {getattr(self, name)}")
+        for name, least, most in (("max_loras", 0, MOST_LORAS), ("max_lora_rank", 1, MOST_RANK)):
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise ValueError(f"{name}: expected {least} to {most}, got {value}")
+        if self.max_lora_rank is not None and not self.max_loras:
+            raise ValueError("max_lora_rank: without max_loras no row chooses an adapter; pass max_loras, too")
         for name, known in (("kv_cache_dtype", CACHE_DTYPES), ("exact", EXACT)):
             value = getattr(self, name)
             if value not in known:

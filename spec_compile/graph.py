@@ -105,6 +105,8 @@ class ModelGraph:
     """True if positions may differ from slots: multi-axis RoPE gives a picture fewer positions than it has tokens."""
     decoder_layers: int = 0
     """Number of decoder layers with attention, recurrences, both or none; 0 for the number of attention layers."""
+    has_adapters: bool = False
+    """True if the last entry of its input ``cache`` is the adapter of each row, see `passes.add_adapters`."""
     traced_layers: int = 0
     """Number of decoder layers that were traced, from which the others were copied; 0 if each was traced."""
 

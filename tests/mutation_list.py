@@ -946,6 +946,14 @@ NEWCOMERS = [
         "    followed(made).restore(*own)\n", "", f"{FOLLOWED} -k test_copies",
     ),
     Mutation(
+        "an adapter that a row uses is overwritten", f"{CAPTURE}loras.py",
+        "return slot is None or slot.users == 0", "return True", "tests/capture/test_loras.py -k slots_keep",
+    ),
+    Mutation(
+        "an adapter of a smaller rank keeps a part of the one before", "spec_compile/kernels/linear/low_rank.py",
+        "        self.up[entry].zero_()\n", "", "tests/kernels/test_low_rank.py -k replaced_whole",
+    ),
+    Mutation(
         "methods of generate() that are set later are left out", f"{CAPTURE}watch.py",
         "not (followed if name in METHODS else private", "not (private",
         "tests/capture/test_watch.py -k 'processors or criteria'",

@@ -232,6 +232,8 @@ def timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
 def _lacks(model: PreTrainedModel, options: Options) -> Iterator[str]:
     """The reasons why a model cannot have an artefact."""
     tensors = [*held_tensors(model)]
+    if options.max_loras:
+        yield "chooses an adapter for each row"
     if options.ranks.size > 1:
         yield "is shared out among ranks"
     if packed_layers(model) or packed_experts(model) or library_tensors(model):

@@ -51,6 +51,8 @@ class Manager(ContinuousBatchingManager):
                 "requests logprobs=0 for those of the raw logits"
             )
         self._engine = engine = model.speculation.engine
+        if engine.loras is not None:
+            raise NotImplementedError("max_loras: requests of a batch do not choose adapters yet; call generate()")
         with engine.turns, torch.inference_mode(False), torch.no_grad():
             engine.adopt()
             self.scheduler = take_scheduler(engine, config.max_requests_per_batch, workload_hints)

@@ -13,6 +13,11 @@ from .compiled import strip
 from .followed import FollowedConfig, FollowsGenerationConfig, follow, followed
 from .mxfp4 import library_tensors
 
+NO_LORAS = (
+    "adapter_names: the active adapters were captured by speculate(); pass max_loras to speculate() for a batch of "
+    "several adapters, or call the original model's generate()"
+)
+
 
 def is_wrapped(model) -> bool:
     """True if `model` is a peft ``PeftModel`` around a transformers model, or a result of `wrap_alike`."""
@@ -47,11 +52,10 @@ def wrap_alike(wrapped: nn.Module, fast: nn.Module) -> nn.Module:
 
 class _Generates(FollowsGenerationConfig):
     def generate(self, *args, **kwargs):
+        if self.speculation.engine.loras is not None:  # each row has an adapter, so peft must not hook the layers
+            return self.base_model.model.generate(*args, **kwargs)
         if kwargs.get("adapter_names") is not None:
-            raise NotImplementedError(
-                "adapter_names: the adapters were captured by speculate(); call the original model's generate() for "
-                "a batch of several adapters"
-            )
+            raise NotImplementedError(NO_LORAS)
         return super().generate(*args, **kwargs)
 
     def __reduce_ex__(self, protocol):
@@ -65,13 +69,16 @@ def rebuild(make: Callable, original: nn.Module, own: tuple) -> nn.Module:
     return made
 
 
-def twin(model: nn.Module) -> nn.Module:
+def twin(model: nn.Module, shared_objects: dict[int, Any] | None = None) -> nn.Module:
     """A copy of all modules and configurations that shares the tensors, without ``torch.compile``. It can be traced, or
-    be given hooks, while other threads run `model`."""
+    be given hooks, while other threads run `model`.
+
+    shared_objects: by the ids of parts of `model`, the objects that the copy has in their place.
+    """
     shared = [*library_tensors(model), *held_tensors(model)]
     for part in model.modules():
         shared += [holder for holder in (part._parameters, part._buffers) if isinstance(holder, Restoring)]
-    memo: dict[int, Any] = {id(each): each for each in shared}
+    memo: dict[int, Any] = {id(each): each for each in shared} | (shared_objects or {})
     return strip(copy.deepcopy(model, memo), model, memo)
 
 

@@ -108,7 +108,8 @@ def check_tree(name: str, graph: ModelGraph, verify: ModelGraph) -> None:
             return torch.cat([first, linear_logits(run, committed, prefix + len(path), ancestors[0].tolist())])
 
         def tree(dtype: torch.dtype) -> Tensor:
-            like = replace(graph, dtype=dtype, layers=verify.layers, scaled_cache=verify.scaled_cache)
+            kept = {name: getattr(verify, name) for name in ("layers", "scaled_cache", "has_adapters")}
+            like = replace(graph, dtype=dtype, **kept)
             return tree_logits((verify, verify), like, ids, prefix, ancestors, depth, path)
 
         compile_together(partial(tree, graph.dtype))

@@ -8,7 +8,7 @@ import copy
 import reprlib
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from functools import partial
 from itertools import chain
 from numbers import Number
@@ -82,11 +82,15 @@ class Watch:
     fast: the object that speculates for it.
     slots: of all weights.
     reads: for each config the names that were read while the model was captured (see `config_reads`).
+    others: modules of the target whose changes count only from call to call, so that they are not watched.
     """
 
-    def __init__(self, model: nn.Module, fast: nn.Module, slots: list[Slot], reads: list[tuple[Any, set[str]]]):
+    def __init__(
+        self, model: nn.Module, fast: nn.Module, slots: list[Slot], reads: list[tuple[Any, set[str]]],
+        others: Container[nn.Module] = (),
+    ):  # fmt: skip
         self._model, self._slots = model, slots
-        self._paths = {part: path for path, part in model.named_modules()}
+        self._paths = {part: path for path, part in model.named_modules() if part not in others}
         self._fast = weakref.ref(fast)  # weak, because `fast` refers to this object
         self._expected = {part: _facts(part) for part in self._paths}
         self._expected_fast, self._expected_global = _facts(fast, followed=True), value_hooks(GLOBAL_HOOKS)

@@ -69,9 +69,11 @@ class Slot:
 class SharedWeights:
     """The slots of a target and of its draft, and `take_over`, which brings the graphs' memory up to date."""
 
-    def __init__(self, target: nn.Module, draft: nn.Module | None = None):
+    def __init__(self, target: nn.Module, draft: nn.Module | None = None, others: Iterable[nn.Module] = ()):
+        """others: modules of the target whose tensors the graphs do not read."""
         self._target, self._layouts = target, _layouts(target)
-        self.slots = list(_slots(target, ""))
+        unread = {id(holder) for part in others for holder in (part._parameters, part._buffers)}
+        self.slots = [slot for slot in _slots(target, "") if id(slot.holder) not in unread]
         keys = {slot.key for slot in self.slots}
         for slot in _slots(draft, "draft.") if draft is not None else ():
             slot.borrowed = slot.key in keys

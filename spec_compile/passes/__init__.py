@@ -6,7 +6,9 @@ from torch.distributed.tensor import DTensor
 
 from ..graph import ModelGraph
 from ..kernels.attention import Use
+from ..kernels.linear.low_rank import LowRank
 from ..parallel.ranks import ALONE, Alone
+from .add_adapters import add_adapters
 from .apply import apply, check_order
 from .fuse_append import fuse_append
 from .fuse_gated_norms import fuse_gated_norms
@@ -37,12 +39,14 @@ class Settings:
         residual stream after layer i; -1 the input of the output head).
     attention: requirements on the attention backend; its role says what the graph is for.
     ranks: the processes that share the graph's weights.
+    low_rank: by the paths of linear layers, the additions of which each row chooses one.
     """
 
     merge_linears: bool = True
     taps: tuple[int, ...] = ()
     attention: Use = field(default_factory=Use)
     ranks: Alone = ALONE
+    low_rank: dict[str, LowRank] = field(default_factory=dict)
 
     @property
     def purpose(self) -> str:
@@ -51,9 +55,9 @@ class Settings:
 
 
 PIPELINE = [
-    tidy, shard, merge_linears, tap_hidden_states, use_tree_attention, use_states, select_logits, fuse_routers,
-    use_small_m_linears, fuse_swiglu, fuse_rotary, fuse_qk_norms, fuse_gated_norms, fuse_l2_norms, fuse_norms,
-    order_sums, fuse_residuals, fuse_append,
+    tidy, shard, merge_linears, tap_hidden_states, use_tree_attention, use_states, add_adapters, select_logits,
+    fuse_routers, use_small_m_linears, fuse_swiglu, fuse_rotary, fuse_qk_norms, fuse_gated_norms, fuse_l2_norms,
+    fuse_norms, order_sums, fuse_residuals, fuse_append,
 ]  # fmt: skip
 """The passes of `speculate`; `backend.PIPELINE` has those of ``torch.compile(backend="spec")``."""
 check_order(PIPELINE)

@@ -15,6 +15,9 @@ from ..kernels.ops import arguments_of
 from .apply import comes_after
 from .products import output_sizes, put_product
 
+MERGED = "merged_linear_"
+"""Begins the names of merged weights."""
+
 
 @comes_after("tidy")
 def merge_linears(graph: ModelGraph, settings) -> str:
@@ -43,7 +46,7 @@ def merge_linears(graph: ModelGraph, settings) -> str:
     alike = [group for group in groups.values() if len(group) > 1 and _fits(graph.gm, group)]
     merged = [group for group in alike if not _is_apart(graph.gm, group)]
     for number, group in enumerate(merged):
-        _merge(graph.gm, group, f"merged_linear_{number}")
+        _merge(graph.gm, group, f"{MERGED}{number}")
     summary = f"merged {sum(map(len, merged))} linear layers into {len(merged)}"
     if len(merged) < len(alike):
         summary += f"; {len(alike) - len(merged)} groups stay apart for an earlier speculate(merge_linears=False)"

@@ -170,6 +170,8 @@ def unserved(engine, prompt: Prompt, generation_config, model_kwargs: dict) -> s
         return f"{CACHE} / cache_implementation ({type(cache).__name__})"
     is_filled = cache is not None and cache.get_seq_length() > 0
     is_own = prompt.is_embedded or prompt.has_pictures
+    if is_own and engine.loras is not None:
+        return "inputs_embeds or pixel_values (of a model whose rows choose adapters)"
     if (is_filled or is_own) and engine.cache_layout is None:
         name = CACHE if is_filled else "inputs_embeds" if prompt.is_embedded else "pixel_values"
         return f"{name} (the model's own cache holds something else than the keys and values of each layer)"

@@ -80,7 +80,7 @@ class Call:
         if session.steps.ring is not None:
             session.steps.ring.begin()
         state.reset(request.prompts, request.min_lengths, request.max_lengths, request.eos, request.ids,
-                    request.position_offsets, request.most_nodes)  # fmt: skip
+                    request.position_offsets, request.most_nodes, request.adapters)  # fmt: skip
         state.seed.fill_(request.seed)
         torch.arange(state.batch, out=state.numbers)
         state.temperature.fill_(request.temperature)

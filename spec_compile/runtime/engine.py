@@ -12,6 +12,7 @@ from ..compat import forget_shapes
 from ..config import Options
 from ..drafting import Algorithm
 from ..graph import ModelGraph
+from ..kernels.linear.low_rank import LowRank
 from ..passes.row_invariance import require_same_bits
 from ..recording import Recording
 from ..stats import Clock
@@ -39,11 +40,12 @@ class Engine:
         device: torch.device,
         max_positions: int,
         graphs: dict[str, ModelGraph] | None = None,
+        low_rank: dict[str, LowRank] | None = None,
     ):
-        """graph: as captured; None if `graphs` has the rewritten ones, by purpose."""
+        """graph: as captured; None if `graphs` has the rewritten ones, by purpose. low_rank: see `passes.Settings`."""
         plan, merge = algorithm.plan, options.merge_linears
         self.settings = {
-            purpose: passes.Settings(merge, plan.taps, options.attention(purpose), options.ranks)
+            purpose: passes.Settings(merge, plan.taps, options.attention(purpose), options.ranks, low_rank or {})
             for purpose in ("verify", "prefill")
         }
         """The settings with which `passes.run` made each graph of the runtime."""

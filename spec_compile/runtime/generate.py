@@ -33,7 +33,7 @@ class SpeculativeMixin(FollowsGenerationConfig):
     def _engine(self) -> ServedEngine:
         return vars(self)["speculation"].engine
 
-    def generate(self, *args, reference=None, share_text=None, speculation=None, **kwargs):
+    def generate(self, *args, reference=None, share_text=None, speculation=None, adapter_names=None, **kwargs):
         """transformers' ``generate()`` with the same arguments and the same answer, in fewer steps.
 
         reference: token ids (a list or 1-D tensor, or a list of such) of texts from which the output may copy, such as
@@ -43,6 +43,7 @@ class SpeculativeMixin(FollowsGenerationConfig):
             the call ends. None does as `speculate(..., share_text=...)` says, True by default. No answer depends on it.
         speculation: False makes no drafts in this call, {"num_draft_tokens": n} verifies at most n nodes of each tree,
             the root included; None as many as pay. No answer depends on it, unless drafts are drawn.
+        adapter_names: with `max_loras`, a LoRA adapter for each prompt, "__base__" for none. None: the active one.
 
         Beam search, attentions and hidden states as outputs, an assistant model and the like run in transformers' own
         loops, unaccelerated, with one warning that names the option.
@@ -57,7 +58,7 @@ class SpeculativeMixin(FollowsGenerationConfig):
             # A repository's custom_generate, or a user, has set another function.
             self._engine.step_aside(f"generate (set on the {type(self).__name__} object)")
             return replaced(*args, **kwargs)
-        with self._engine.generating(reference, share_text, speculation):
+        with self._engine.generating(reference, share_text, speculation, adapter_names):
             common, key = Inputs.of(args, kwargs), None
             if common is not None:
                 inputs, options = common
@@ -122,6 +123,7 @@ class SpeculativeMixin(FollowsGenerationConfig):
         is_filled = cache is not None and cache.get_seq_length() > 0
         past = pasts.read(cache, prompt.padding, engine.cache_layout) if is_filled else None
         request = ask.request(prompt, answer, own, past, ranks)
+        request.adapters = engine.row_adapters(len(prompt.tokens), config.num_return_sequences or 1)
         engine.remembered.keep(self, prompt, ask)
         self._run(request, answer, ask.route)
 
@@ -146,6 +148,7 @@ class SpeculativeMixin(FollowsGenerationConfig):
         ask = ask.after(prompt.width)
         answer = ask.answer(prompt.ids, inputs.streamer, inputs.ids.device)
         request = ask.request(prompt, answer)
+        request.adapters = engine.row_adapters(len(prompt.tokens))
         request.check = engine.refuse_changes if on_gpu else None
         self._run(request, answer, ask.route)
         return answer.sequences()

@@ -11,7 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import forks
+from ..capture.adapters import NO_LORAS
 from ..capture.kinds import is_known
+from ..capture.loras import Loaded, Loras, without_adapters
 from ..capture.trace import capture
 from ..capture.watch import Watch, describe
 from ..capture.weights import SharedWeights
@@ -57,9 +59,16 @@ class ServedEngine(Engine):
         graphs: dict[str, ModelGraph] | None = None,
     ):  # fmt: skip
         """graph, graphs: see `Engine`."""
+        if options.max_loras and options.ranks.size > 1:
+            raise ValueError("max_loras: adapters are chosen for each row in one process; leave out tensor_parallel")
+        loras = Loras(original, options.max_loras, options.max_lora_rank) if options.max_loras else None
         described = graph or (graphs or {})["verify"]
         limit = max_positions(original, described.position_limit, options)
-        super().__init__(graph, algorithm, options, original.device, limit, graphs)
+        super().__init__(
+            graph, algorithm, options, original.device, limit, graphs, None if loras is None else loras.parts
+        )
+        self.loras = loras
+        """The adapters that rows may choose; None: no row chooses one."""
         self.original, self.name, self.options = original, name, options
         self.turns, self.agreement, self.remembered = Turns(), Agreement(options.ranks), Remembered()
         self.serves_padding = True
@@ -67,6 +76,8 @@ class ServedEngine(Engine):
         self.looped = False
         """True if any decoding loop ran in the last generate()."""
         self._references: list[torch.Tensor] = []
+        self._adapters, self._has_one_adapter = list[Loaded](), True
+        """The adapters of this call's prompts; one for all of them, or one for each."""
         self._share_text, self._most_nodes = True, algorithm.plan.nodes
         self._announced: set[str] = set()
         self._calls, self._is_forked = 0, False
@@ -96,8 +107,9 @@ class ServedEngine(Engine):
     def captured(self) -> ModelGraph:
         """The captured graph, which is traced now if the start was from an artefact."""
         if self._captured is None:
+            model = self.original if self.loras is None else without_adapters(self.original)
             with COMPILE_LOCK, torch.compiler.set_stance("force_eager"):
-                self._captured = capture(self.original, whole=not is_known(self.original))
+                self._captured = capture(model, whole=not is_known(model))
         return self._captured
 
     def refuse_changes(self) -> None:
@@ -106,7 +118,9 @@ class ServedEngine(Engine):
             raise RuntimeError(describe(changes))
 
     @contextmanager
-    def generating(self, reference: Any, share_text: bool | None = None, speculation: Any = None) -> Iterator[None]:
+    def generating(
+        self, reference: Any, share_text: bool | None = None, speculation: Any = None, adapter_names: Any = None
+    ) -> Iterator[None]:  # fmt: skip
         """The context of one generate() with these arguments; other threads' calls wait. TypeError for wrong types,
         ValueError for wrong values."""
         most_nodes = read_limit(speculation, self.runtime.algorithm.plan.nodes)
@@ -124,10 +138,50 @@ class ServedEngine(Engine):
             self.agreement.add("speculation", most_nodes)
             self._calls += 1
             try:
-                yield
+                with self._with_adapters(adapter_names):
+                    yield
             finally:
                 self._references, self._share_text, self._most_nodes = before
                 self._calls -= 1
+
+    @contextmanager
+    def _with_adapters(self, names: Any) -> Iterator[None]:
+        """A context that holds the adapters of a call's prompts. names: one a prompt; None: the active one for all."""
+        if self.loras is None:
+            if names is not None:
+                raise NotImplementedError(NO_LORAS)
+            yield
+            return
+        if names is not None and not isinstance(names, (list, tuple)):
+            raise TypeError(f"adapter_names: expected a list of names, one a prompt, got {type(names).__name__}")
+        _ = self.cache_layout  # asks the model's own forward, which has other rows than this call
+        before, taken = (self._adapters, self._has_one_adapter), list[Loaded]()
+        try:
+            for name in [self.loras.active] if names is None else names:
+                taken.append(self.loras.take(name))
+            self._adapters, self._has_one_adapter = taken, names is None
+            with self.loras.in_own_forward(None if names is None else [each.name for each in taken]):
+                yield
+        finally:
+            self._adapters, self._has_one_adapter = before
+            for each in taken:
+                self.loras.release(each)
+
+    def row_adapters(self, rows: int, sequences: int = 1) -> list[int] | None:
+        """The adapters of this call's rows, `sequences` for each prompt. ValueError unless there is one name a prompt.
+
+        Names ["a", "b"] and two sequences give the rows a, a, b, b.
+        """
+        if self.loras is None:
+            return None
+        indices = [each.index for each in self._adapters]
+        if self._has_one_adapter:
+            return indices * rows
+        if len(indices) * sequences != rows:
+            raise ValueError(
+                f"adapter_names: expected one name for each of {rows // sequences} prompts, got {len(indices)}"
+            )
+        return [index for index in indices for _ in range(sequences)]
 
     def step_aside(self, argument: str) -> None:
         """Warn, once for each `argument`, that transformers' own loop runs because of it."""
@@ -175,6 +229,8 @@ class ServedEngine(Engine):
             if changes:
                 raise ValueError(describe(changes))
             self.weights.take_over()
+            if self.loras is not None:
+                self.loras.forget()
             self.refresh()
             self.options.ranks.refresh()
 

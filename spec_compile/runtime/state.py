@@ -88,7 +88,7 @@ class State(nn.Module):
 
     def small_buffers(self) -> list[Tensor]:
         """Every buffer except the cache."""
-        return [*self.buffers(recurse=False), *self.kv.states.counts]
+        return [*self.buffers(recurse=False), *self.kv.states.counts, *self.kv.adapters]
 
     def share(self, other: "State") -> None:
         """Take the first rows of `other`, of every buffer, in place of rows of its own."""
@@ -159,6 +159,7 @@ class State(nn.Module):
     def reset(
         self, prompts: list[list[int]], min_lengths: list[int], max_lengths: list[int], eos: list[int],
         ids: Tensor | None = None, position_offsets: list[int] | None = None, most_nodes: int = MAX_NODES,
+        adapters: list[int] | None = None,
     ) -> None:  # fmt: skip
         """Begin B new sequences; see `Request` for the arguments."""
         lengths = [len(prompt) for prompt in prompts]
@@ -177,6 +178,8 @@ class State(nn.Module):
         self.kv.states.reset(self.prompt_lengths)
         if self.position_offsets is not None:
             self.position_offsets.copy_(torch.tensor(position_offsets or [0] * self.batch))
+        for chosen in self.kv.adapters:
+            chosen.copy_(torch.tensor(adapters or [0] * self.batch))
         self.finished.zero_()
         self.late.zero_()
         self.most_nodes.fill_(most_nodes)

@@ -288,7 +288,7 @@ class Requests(CBGenerateManager):
         if form is not None:
             raise refuse("tool_choice", f"{form[0]} asks for a form, too; give one of them")
         if BUDGET in call.fields:
-            raise refuse(BUDGET, "tools that bind the answer do not know where its thinking ends; leave one of them out")
+            raise refuse(BUDGET, "tools that bind the answer cannot tell where thinking ends; leave one out")
         return calls.grammar(self.tokenizer.decode(ids[-ENDING:]))
 
     def _pictures(self, inputs: dict) -> dict[str, Tensor]:
