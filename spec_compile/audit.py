@@ -65,6 +65,8 @@ def audit(
     """
     check_samples(samples, sample_tokens)
     fast: Any = model if hasattr(model, "speculation") else speculate(model)
+    if fast.speculation.engine.loras is not None:
+        raise ValueError("max_loras: an audit compares one adapter; make it the active one and leave out max_loras")
     plain = fast.speculation.original
     rows = [_ids(number, prompt, tokenizer, plain) for number, prompt in enumerate(prompts)]
     if not rows:

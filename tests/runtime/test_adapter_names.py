@@ -9,6 +9,7 @@ pytest.importorskip("peft")
 from lora_models import NAMES, call, fill, ids, lora, two_adapters
 
 from spec_compile import speculate
+from spec_compile.audit import audit
 
 SCORES = dict(return_dict_in_generate=True, output_logits=True)
 
@@ -136,6 +137,8 @@ def test_copies_have_adapters(models):
 def test_requests_are_refused(models):
     with pytest.raises(NotImplementedError, match="max_loras: requests"):
         models[1].generate_batch([[5, 6, 7]], max_new_tokens=4)
+    with pytest.raises(ValueError, match="max_loras: an audit"):
+        audit(models[1], [[5, 6, 7]])
 
 
 def test_without_max_loras_names_are_refused():
