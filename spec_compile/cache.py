@@ -112,7 +112,7 @@ class Cache(nn.Module):
                 empty = zero_pages((batch, layer.kv_heads, slots, size), dtype, graph.device)
                 self.register_buffer(f"{name}_{number}", empty, persistent=False)
         self.states = States(graph, batch)
-        self.adapters = [torch.zeros(batch, dtype=torch.int64, device=graph.device)] * graph.has_adapters
+        self.adapters = [torch.zeros(batch, dtype=torch.int64, device=graph.device)] if graph.has_adapters else []
         """The adapter of each row [B], an entry of every `kernels.linear.low_rank.LowRank`; [] if rows choose none."""
 
     @property
