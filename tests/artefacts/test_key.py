@@ -233,14 +233,17 @@ def test_every_option_counts(plain):
     others = {
         "num_draft_tokens": 8, "max_cache_len": 64, "exact": "bits", "kv_cache_dtype": "fp8", "branch_length": 20,
         "min_match_window_size": 2, "max_match_window_size": 9, "min_bfs_breadth": 2, "max_bfs_breadth": 7,
-        "match_type": "PROB", "capacity": 10_000, "attention_backend": {"verify": "triton"},
+        "match_type": "PROB", "capacity": 10_000, "attention_backend": {"verify": "triton"}, "max_loras": 2,
+        "max_lora_rank": 8,
     }  # fmt: skip
+    needed = {"max_lora_rank": {"max_loras": 3}}
     uncounted = {"artefact", "cache", "prefix_cache_bytes", "prefix_cache_host_bytes", "tensor_parallel"}
     found = {plain}
     for field in dataclasses.fields(NgramOptions):
         if field.name not in uncounted:
             value = others[field.name] if field.name in others else not getattr(OPTIONS, field.name)
-            found.add(key_of(options=dataclasses.replace(OPTIONS, **{field.name: value})))
+            changed = {field.name: value, **needed.get(field.name, {})}
+            found.add(key_of(options=dataclasses.replace(OPTIONS, **changed)))
     assert len(found) == len(dataclasses.fields(NgramOptions)) - len(uncounted) + 1
     assert key_of(options=dataclasses.replace(OPTIONS, cache=False, prefix_cache_host_bytes=0)) == plain
     assert key_of(options=Options()) != plain != key_of(name="eagle")
