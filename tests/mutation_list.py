@@ -806,6 +806,11 @@ CALLS, CALL_FORMS = "tests/serving/test_tool_calls.py", "tests/serving/test_call
 VLLM = "tests/serving/test_vllm_fields.py"
 SERVING = [
     Mutation(
+        "a text is tokenized without the tokens that its tokenizer adds", f"{HTTP}tokens.py",
+        'body.get("add_special_tokens", True)', 'body.get("add_special_tokens", False)',
+        "tests/serving/test_tokens.py -k a_text",
+    ),
+    Mutation(
         "every grammar is compiled again", f"{HTTP}grammars.py",
         "            self._kept[key] = grammar\n", "            pass\n", f"{FORMS} -k compiled_once",
     ),

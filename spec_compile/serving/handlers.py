@@ -75,11 +75,7 @@ class _Checked:
 
     def _check(self, body: dict) -> dict:
         """The body in the form that transformers takes. Refusal for inputs that the model does not take."""
-        name, _, processor = self._resolve_model(body)
-        requested = body.get("model", name)
-        if requested != name:
-            reason = f"model: there is no model {requested[:200]!r} here, only {name!r}"
-            raise Refusal(404, reason, "model", "model_not_found")
+        processor = self._check_model(body)
         body["stream"] = body.get("stream", False)
         modality = self._modality()
         if self.uses_template:
@@ -92,6 +88,15 @@ class _Checked:
         if "prediction" in body:
             CURRENT.get().prediction = self.generation_state.requests.read_prediction(body.pop("prediction"))
         return body
+
+    def _check_model(self, body: dict) -> Any:
+        """The processor of the model that a body asks for. Refusal for another model."""
+        name, _, processor = self._resolve_model(body)
+        requested = body.get("model", name)
+        if requested != name:
+            reason = f"model: there is no model {requested[:200]!r} here, only {name!r}"
+            raise Refusal(404, reason, "model", "model_not_found")
+        return processor
 
     def _check_template(self, body: dict, processor: Any, modality: Modality) -> None:
         """Check the inputs of the chat template, and leave out tools that the client does not want to be called."""

@@ -26,6 +26,7 @@ from .errors import Refusal, add_handlers
 from .followers import Followers
 from .generation import Requests, SpeculativeState
 from .handlers import HANDLERS
+from .tokens import add_tokens
 
 MODULES = {
     "ChatCompletionHandler": "chat_completion",
@@ -143,7 +144,8 @@ def _build(model: str | Path, name: str, algo: str, options: dict, sizes: dict, 
     }
     app, template_kwargs = built.server.config.app, built._chat_handler.chat_template_kwargs
     _add_routes(app, state.requests, models, handlers)
-    add_messages(app, lambda cls: cls(models, state, template_kwargs), state.requests.most_bytes)
+    for add in (add_messages, add_tokens):
+        add(app, lambda cls: cls(models, state, template_kwargs), state.requests.most_bytes)
     return Server(built, state.requests)
 
 

@@ -1,0 +1,93 @@
+"""The tokens of a prompt, and the text of tokens, as vLLM spells them: POST /tokenize and POST /detokenize."""
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+
+from .body import read_body
+from .call import CURRENT
+from .errors import refuse
+from .fields import CHAT, ID, Field, check_fields, only
+from .handlers import Chat
+
+FLAG = Field(lambda value: isinstance(value, bool), "true or false")
+OF_BOTH = {"model": CHAT["model"], "return_token_strs": FLAG}
+OF_TEXT = OF_BOTH | {"prompt": CHAT["model"], "add_special_tokens": FLAG}
+OF_CHAT = OF_BOTH | {name: CHAT[name] for name in ("messages", "tools", "chat_template_kwargs")}
+OF_CHAT |= {name: only(value) for name, value in (("add_generation_prompt", True), ("add_special_tokens", False))}
+"""Fields of /tokenize. A chat is a prompt as /v1/chat/completions makes it."""
+
+
+class Tokenize(Chat):
+    """POST /tokenize, of a `prompt` or of `messages`."""
+
+    def _read(self, body: dict) -> dict:
+        if "messages" in body:
+            return check_fields(body, OF_CHAT, "messages")
+        CURRENT.get().prompt_field = "prompt"
+        return check_fields(body, OF_TEXT, "prompt")
+
+    def _check(self, body: dict) -> dict:
+        if "messages" in body:
+            return super()._check(body)
+        self._check_model(body)
+        most = self.generation_state.requests.most_characters
+        if len(body["prompt"]) > most:
+            raise refuse("prompt", f"expected at most {most} characters, because a row holds no more")
+        return body
+
+    async def handle_request(self, body: dict, request_id: str) -> Any:
+        """See transformers. A text is no prompt of a chat."""
+        if "messages" in body:
+            return await super().handle_request(body, request_id)
+        tokenizer, special = self.generation_state.requests.tokenizer, body.get("add_special_tokens", True)
+        return self._told(tokenizer(body["prompt"], add_special_tokens=special)["input_ids"])
+
+    async def _non_streaming(self, *args: Any, **kwargs: Any) -> JSONResponse:
+        ids = args[4]["input_ids"]
+        return self._told(ids[0] if isinstance(ids[0], list) else ids)
+
+    def _told(self, ids: list[int]) -> JSONResponse:
+        requests, strings = self.generation_state.requests, None
+        if CURRENT.get().fields.get("return_token_strs"):
+            strings = requests.tokenizer.convert_ids_to_tokens(ids)
+        told = {"count": len(ids), "max_model_len": requests.row_tokens, "tokens": ids, "token_strs": strings}
+        return JSONResponse(told)
+
+
+class Detokenize(Chat):
+    """POST /detokenize."""
+
+    def _read(self, body: dict) -> dict:
+        requests = self.generation_state.requests
+
+        def are_tokens(value: Any) -> bool:
+            if not isinstance(value, list) or len(value) > requests.row_tokens:
+                return False
+            return all(ID.accepts(each) and each < requests.vocab_size for each in value)
+
+        words = f"at most {requests.row_tokens} ids below {requests.vocab_size}"
+        return check_fields(body, {"model": CHAT["model"], "tokens": Field(are_tokens, words)}, "tokens")
+
+    def _check(self, body: dict) -> dict:
+        self._check_model(body)
+        return body
+
+    async def handle_request(self, body: dict, request_id: str) -> Any:
+        """The text of the tokens."""
+        return JSONResponse({"prompt": self.generation_state.requests.tokenizer.decode(body["tokens"])})
+
+
+def add_tokens(app: FastAPI, make: Callable[[type], Any], most_bytes: int) -> None:
+    """Add the two routes; see `anthropic.add_messages`."""
+
+    def add(path: str, handler: Any) -> None:
+        async def answer(request: Request) -> Any:
+            return await handler.answer(await read_body(request, most_bytes), request.state.request_id)
+
+        app.post(path)(answer)
+
+    add("/tokenize", make(Tokenize))
+    add("/detokenize", make(Detokenize))
