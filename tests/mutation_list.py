@@ -806,9 +806,9 @@ CALLS, CALL_FORMS = "tests/serving/test_tool_calls.py", "tests/serving/test_call
 VLLM = "tests/serving/test_vllm_fields.py"
 SERVING = [
     Mutation(
-        "a text is tokenized without the tokens that its tokenizer adds", f"{HTTP}tokens.py",
-        'body.get("add_special_tokens", True)', 'body.get("add_special_tokens", False)',
-        "tests/serving/test_tokens.py -k a_text",
+        "an id outside the vocabulary has a text", f"{HTTP}tokens.py",
+        "ID.accepts(each) and each < requests.vocab_size", "ID.accepts(each)",
+        "tests/serving/test_tokens.py -k refused",
     ),
     Mutation(
         "every grammar is compiled again", f"{HTTP}grammars.py",
