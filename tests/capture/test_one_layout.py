@@ -100,6 +100,7 @@ def merged(model):
     return graph, verify, peak
 
 
+@pytest.mark.sweep("nf4 ct_w4a16")
 @pytest.mark.parametrize("name", NAMES)
 def test_memory_of_layers_of_4_bits(name, loaded):
     own = held_bytes(loaded(name))
