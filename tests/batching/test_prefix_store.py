@@ -85,7 +85,12 @@ def test_samples_are_the_same_with_and_without_it():
 
 
 @pytest.mark.parametrize(
-    "name", ["eagle3 union", "dflash", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mtp", "draft_model"))]
+    "name",
+    [
+        "eagle3 union",
+        "dflash",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle3 tree", "mtp", "draft_model")),
+    ],
 )
 def test_drafts_know_what_a_row_has_lost(name):
     """Their own keys and values come back, too: so many drafts are accepted in each step as after a prompt that is
