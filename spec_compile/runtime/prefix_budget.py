@@ -7,7 +7,8 @@ import psutil
 from .runtime import Runtime
 
 SHARE, MOST = 0.1, 4_000_000_000
-"""The default for host memory: this share of it, and at most so many bytes."""
+"""The default for host memory on a CPU: this share of it, and at most so many bytes. On a GPU it is 0, because the host's
+work for copies of many short texts costs more than it brings."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class PrefixBudget:
             return cls(0, 0, "states of recurrences exist only at the end of a text")
         if options.ranks.size > 1:
             return cls(0, 0, "the ranks of tensor parallelism would have to keep the same")
-        return cls(device, min(MOST, int(SHARE * memory)) if host is None else host)
+        default = 0 if runtime.on_gpu else min(MOST, int(SHARE * memory))
+        return cls(device, default if host is None else host)
 
     def describe(self) -> str:
         """A line for ``speculation.explain()``."""
