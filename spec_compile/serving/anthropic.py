@@ -13,6 +13,7 @@ from .body import read_body
 from .call import CURRENT
 from .errors import Refusal, failure
 from .fields import CHAT, check_fields
+from .generation import flat_ids
 from .handlers import ERROR, Chat
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
@@ -60,8 +61,7 @@ class TokenCounts(Messages):
     counts_only = True
 
     async def _non_streaming(self, *args: Any, **kwargs: Any) -> JSONResponse:
-        ids = args[4]["input_ids"]
-        return JSONResponse({"input_tokens": len(ids[0] if isinstance(ids[0], list) else ids)})
+        return JSONResponse({"input_tokens": len(flat_ids(args[4]["input_ids"]))})
 
 
 class StopCut:

@@ -140,7 +140,7 @@ class Requests(CBGenerateManager):
         call, name, pieces = CURRENT.get(), uuid.uuid4().hex, asyncio.Queue()
         tokenizer = getattr(processor, "tokenizer", processor)
         if call.tool_calls is not None:
-            prompt = self.tokenizer.decode(_flat(inputs["input_ids"])[-ENDING:])
+            prompt = self.tokenizer.decode(flat_ids(inputs["input_ids"])[-ENDING:])
             response_parser = call.tool_calls.parser(prompt) or response_parser
         streamer = Streamer(self.manager, name, tokenizer, call, pieces, response_parser)
 
@@ -187,7 +187,7 @@ class Requests(CBGenerateManager):
 
         inputs: made by the tokenizer or the processor. Its `input_ids` become one list, which handlers count.
         """
-        ids = inputs["input_ids"] = _flat(inputs["input_ids"])
+        ids = inputs["input_ids"] = flat_ids(inputs["input_ids"])
         call.is_prepared = True
         handlers = self.manager.output_router.result_handlers
 
@@ -321,7 +321,7 @@ class Requests(CBGenerateManager):
                 loop.call_soon_threadsafe(take, output)
 
 
-def _flat(ids: list) -> list[int]:
+def flat_ids(ids: list) -> list[int]:
     """The ids of one text. A processor returns a list for each text."""
     return ids[0] if len(ids) == 1 and isinstance(ids[0], list) else ids
 

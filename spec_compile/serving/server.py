@@ -26,7 +26,7 @@ from .errors import Refusal, add_handlers
 from .followers import Followers
 from .generation import Requests, SpeculativeState
 from .handlers import HANDLERS
-from .tokens import add_tokens
+from .tokens import Detokenize, Tokenize
 
 MODULES = {
     "ChatCompletionHandler": "chat_completion",
@@ -137,15 +137,20 @@ def _build(model: str | Path, name: str, algo: str, options: dict, sizes: dict, 
         built = _Unstarted(str(model), non_blocking=True, **flags)
     state, models = built._generation_state, built._model_manager
     state.open(models.the_one.model, models.the_one.processor, **sizes)
+    app, template_kwargs = built.server.config.app, built._chat_handler.chat_template_kwargs
+
+    def make(cls: type) -> Any:
+        return cls(models, state, template_kwargs)
+
     handlers = {
         "/v1/chat/completions": built._chat_handler,
         "/v1/completions": built._completion_handler,
         "/v1/responses": built._response_handler,
+        "/tokenize": make(Tokenize),
+        "/detokenize": make(Detokenize),
     }
-    app, template_kwargs = built.server.config.app, built._chat_handler.chat_template_kwargs
     _add_routes(app, state.requests, models, handlers)
-    for add in (add_messages, add_tokens):
-        add(app, lambda cls: cls(models, state, template_kwargs), state.requests.most_bytes)
+    add_messages(app, make, state.requests.most_bytes)
     return Server(built, state.requests)
 
 

@@ -1,20 +1,17 @@
 """The tokens of a prompt, and the text of tokens, as vLLM spells them: POST /tokenize and POST /detokenize."""
 
-from collections.abc import Callable
 from typing import Any
 
-from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from .body import read_body
 from .call import CURRENT
 from .errors import refuse
-from .fields import CHAT, ID, Field, check_fields, only
+from .fields import CHAT, FLAG, ID, TEXT, Field, check_fields, only
+from .generation import flat_ids
 from .handlers import Chat
 
-FLAG = Field(lambda value: isinstance(value, bool), "true or false")
-OF_BOTH = {"model": CHAT["model"], "return_token_strs": FLAG}
-OF_TEXT = OF_BOTH | {"prompt": CHAT["model"], "add_special_tokens": FLAG}
+OF_BOTH = {"model": TEXT, "return_token_strs": FLAG}
+OF_TEXT = OF_BOTH | {"prompt": TEXT, "add_special_tokens": FLAG}
 OF_CHAT = OF_BOTH | {name: CHAT[name] for name in ("messages", "tools", "chat_template_kwargs")}
 OF_CHAT |= {name: only(value) for name, value in (("add_generation_prompt", True), ("add_special_tokens", False))}
 """Fields of /tokenize. A chat is a prompt as /v1/chat/completions makes it."""
@@ -46,8 +43,7 @@ class Tokenize(Chat):
         return self._told(tokenizer(body["prompt"], add_special_tokens=special)["input_ids"])
 
     async def _non_streaming(self, *args: Any, **kwargs: Any) -> JSONResponse:
-        ids = args[4]["input_ids"]
-        return self._told(ids[0] if isinstance(ids[0], list) else ids)
+        return self._told(flat_ids(args[4]["input_ids"]))
 
     def _told(self, ids: list[int]) -> JSONResponse:
         requests, strings = self.generation_state.requests, None
@@ -69,7 +65,7 @@ class Detokenize(Chat):
             return all(ID.accepts(each) and each < requests.vocab_size for each in value)
 
         words = f"at most {requests.row_tokens} ids below {requests.vocab_size}"
-        return check_fields(body, {"model": CHAT["model"], "tokens": Field(are_tokens, words)}, "tokens")
+        return check_fields(body, {"model": TEXT, "tokens": Field(are_tokens, words)}, "tokens")
 
     def _check(self, body: dict) -> dict:
         self._check_model(body)
@@ -78,16 +74,3 @@ class Detokenize(Chat):
     async def handle_request(self, body: dict, request_id: str) -> Any:
         """The text of the tokens."""
         return JSONResponse({"prompt": self.generation_state.requests.tokenizer.decode(body["tokens"])})
-
-
-def add_tokens(app: FastAPI, make: Callable[[type], Any], most_bytes: int) -> None:
-    """Add the two routes; see `anthropic.add_messages`."""
-
-    def add(path: str, handler: Any) -> None:
-        async def answer(request: Request) -> Any:
-            return await handler.answer(await read_body(request, most_bytes), request.state.request_id)
-
-        app.post(path)(answer)
-
-    add("/tokenize", make(Tokenize))
-    add("/detokenize", make(Detokenize))
