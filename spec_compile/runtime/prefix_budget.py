@@ -7,8 +7,8 @@ import psutil
 from .runtime import Runtime
 
 SHARE, MOST = 0.1, 4_000_000_000
-"""The default for host memory on a CPU: this share of it, and at most so many bytes. On a GPU it is 0, because copies of
-many short texts cost the host more time than they save."""
+"""The default for host memory on a CPU: this share of it, and at most so many bytes. On a GPU it is 0: copies of many
+short texts cost the host more time than they save."""
 
 
 @dataclass(frozen=True)
