@@ -93,6 +93,7 @@ def child(cache, names=CASES, saved="", **options):
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths})
 
 
+@pytest.mark.slow
 def test_another_process_exports_and_rewrites_nothing(tmp_path):
     first, second = (json.loads(child(tmp_path, ["llama"]).communicate()[0])["llama"] for _ in range(2))
     assert not first[0] and second[:2] == [True, NOTHING]

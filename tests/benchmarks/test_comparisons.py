@@ -87,7 +87,7 @@ def test_mixed_traffic_on_a_tiny_shape(tiny_shapes, tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.sweep("P-EAGLE PARD")
+@pytest.mark.sweep("PARD")
 @pytest.mark.parametrize("name", ["EAGLE-3, tree", "JetSpec, tree", "P-EAGLE", "draft model", "PARD"])
 def test_drafts_of_random_weights_run(name, tiny_shapes):
     options = SimpleNamespace(shape="llama-8b", model=None, draft=None, no_compile=True)

@@ -264,7 +264,7 @@ CAPTURED = [
 ]  # fmt: skip
 
 
-@pytest.mark.sweep("attribute_in_layer_5-8 forward_of_layer_4-8")
+@pytest.mark.sweep("attribute_in_layer_5-8")
 @pytest.mark.parametrize("depth", [8, 16])
 @pytest.mark.parametrize("change", CAPTURED, ids=lambda change: change.__name__)
 def test_a_changed_layer_is_captured_right(change, depth):
@@ -333,7 +333,7 @@ class Counts(nn.Module):
         return self.inner(x) * (0.5 if Counts.calls[0] % 8 == 6 else 1.0)
 
 
-@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("check", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_unlike_layers_that_look_alike_are_captured_whole(check, caplog):
     """The check finds the difference; without a check, code that nobody knows is captured whole."""
     model = deep("llama")

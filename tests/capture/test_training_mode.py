@@ -107,6 +107,7 @@ def test_parts_without_noise_have_no_effect(part):
     assert found(with_part(QUIET[part]()).train()) == []
 
 
+@pytest.mark.sweep("llama")
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_a_model_in_training_mode_is_served(name):
     """With checkpoints of gradients, too. Neither speculate() nor generate() changes a mode."""

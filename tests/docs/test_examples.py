@@ -30,6 +30,7 @@ TESTED_ELSEWHERE = {"compare_drafts.py", "demo.py", "json_schema.py", "medusa.py
 tests/serving/test_compare_drafts.py."""
 
 
+@pytest.mark.sweep("hello.py batch_and_streaming.py many_requests.py grpo.py tensor_parallel.py")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_it_runs(name, tmp_path, monkeypatch, capsys, two_layers):
     settings = [argument.format(folder=tmp_path / "head") for argument in SETTINGS[name]]

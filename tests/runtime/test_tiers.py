@@ -186,6 +186,7 @@ def test_requests_are_answered_alike_in_every_tier(doing):  # noqa: F811
     assert fast.speculation.engine.runtime.code.source.adopted
 
 
+@pytest.mark.slow
 def test_warmup_of_a_manager_compiles_all_widths(doing):  # noqa: F811
     fast = speculate(models.ADMITTED["llama"](), **OPTIONS)
     manager = manager_of(fast, 4)
@@ -330,6 +331,7 @@ def test_the_thread_waits_for_its_turn_while_a_call_runs(doing):  # noqa: F811
     wait_until(lambda: not tiers.waits)
 
 
+@pytest.mark.slow
 def test_calls_without_a_pause_are_compiled_meanwhile(doing, monkeypatch):  # noqa: F811
     monkeypatch.setattr("spec_compile.runtime.turns.EVERY", 0.05)
     model = models.ADMITTED["llama"]()

@@ -24,7 +24,7 @@ SCHEMA = {
     "required": ["name", "values"],
 }
 PROMPTS = ['default = {"name": "mean", "values": [1, 2, 3]}\nresult = ', "def mean(values):\n"]
-DRAFTS = {"ngram": dict(algo="ngram", adaptive=False), "eagle3": dict(algo="eagle3", draft=DEMO / "heads" / "eagle3")}
+DRAFTS = {"ngram": dict(algo="ngram"), "eagle3": dict(algo="eagle3", draft=DEMO / "heads" / "eagle3")}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def demo():
 
 @pytest.fixture(scope="module", params=DRAFTS)
 def fast(request, demo):
-    return speculate(demo[0], compile=False, **DRAFTS[request.param])
+    return speculate(demo[0], compile=False, adaptive=False, **DRAFTS[request.param])
 
 
 def generated(model, inputs, grammars, rows, **options):
