@@ -131,7 +131,7 @@ class Speculation(Accounts):
         engine.weights = SharedWeights(model, algorithm.draft_module, others)
         engine.watch = Watch(model, fast, engine.weights.slots, self._reads, others)
         own = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
-        engine.rebuild = partial(speculate, algo=name, **own)
+        engine.rebuild, engine.speculate = partial(speculate, algo=name, **own), speculate
 
     def _capture(self) -> tuple[ModelGraph, ModelGraph]:
         """The captured graph, and the same as it runs on its ranks; UnsupportedModelError if it differs from the model.

@@ -1295,6 +1295,11 @@ TIERS = [
         "num_steps=min(self.num_steps, nodes - 1)", "num_steps=max(1, min(self.num_steps, nodes - 2))",
         "tests/drafters/test_schedule.py -k first_nodes_take",
     ),
+    Mutation(
+        "another number of steps makes no new model", f"{RUNTIME}called_draft.py",
+        "if before != called:", "if before is None:",
+        "tests/runtime/test_called_draft.py -k built_once",
+    ),
 ]  # fmt: skip
 MUTATIONS: list[Mutation] = [
     *STARTS, *TIERS, *COMPILED,

@@ -19,6 +19,7 @@ from .accept.thinking import check_processors
 from .agreement import asked
 from .answer import Answer
 from .ask import Ask, unserved
+from .called_draft import CalledDraft
 from .check_options import check_options
 from .prepared import Inputs, make_key
 from .prompt import Prompt
@@ -45,10 +46,13 @@ class SpeculativeMixin(FollowsGenerationConfig):
             the root included; None as many as pay. No answer depends on it, unless drafts are drawn.
         adapter_names: with `max_loras`, a LoRA adapter for each prompt, "__base__" for none. None: the active one.
 
-        Beam search, attentions and hidden states as outputs, an assistant model and the like run in transformers' own
-        loops, unaccelerated, with one warning that names the option.
+        `assistant_model`, `use_mtp`, `prompt_lookup_num_tokens` and `speculation_type` name another draft for this
+        call; the first call with it builds what `speculate` builds. Drafts that are not served, beam search, attentions
+        and hidden states as outputs and the like run in transformers' own loops, unaccelerated, with one warning that
+        names the option.
         """
-        kwargs.pop("prompt_lookup_num_tokens", None)  # asks for n-gram drafts, which it gets anyway
+        if self._engine.runtime.algorithm.store is not None:
+            kwargs.pop("prompt_lookup_num_tokens", None)  # asks for n-gram drafts, which it gets anyway
         if not self._engine.options.ranks.leads:  # only the first rank streams
             kwargs.pop("streamer", None)
         if kwargs.get("custom_generate") is not None:
@@ -189,16 +193,19 @@ class SpeculativeMixin(FollowsGenerationConfig):
         return super()._beam_search(*args, **kwargs)
 
     def _assisted_decoding(self, *args, assistant_model=None, **kwargs):
-        """`_sample` for prompt lookup, otherwise transformers' own."""
-        config = kwargs["generation_config"]
-        assistants = {"assistant_model": assistant_model} | {
-            name: getattr(config, name, None) for name in ("assistant_early_exit", "use_mtp", "speculation_type")
-        }
-        requested = next((name for name, value in assistants.items() if value), None)
-        if requested is None:  # prompt_lookup_num_tokens
-            for name in ("inputs_tensor", "assistant_tokenizer", "tokenizer"):
-                kwargs.pop(name, None)
+        """`_sample` with the draft that the call names; transformers' own loop for a draft that is not served."""
+        engine = self._engine
+        called = CalledDraft.of(kwargs["generation_config"], assistant_model, kwargs.get("assistant_tokenizer"))
+        model = self if called.is_that_of(engine) else engine.called_drafts.model_for(called, engine)
+        engine.looped = True
+        if model is None:
+            engine.step_aside(called.argument)
+            # Early exit changes the config for a while, and the original may be changed.
+            return engine.original._assisted_decoding(*args, assistant_model=assistant_model, **kwargs)
+        for name in ("inputs_tensor", "assistant_tokenizer", "tokenizer"):
+            kwargs.pop(name, None)
+        if model is self:
             return self._sample(*args, **kwargs)
-        self._engine.looped = True
-        self._engine.step_aside(requested)
-        return super()._assisted_decoding(*args, assistant_model=assistant_model, **kwargs)
+        with model._engine.generating(*engine.call_options):
+            model._engine.refuse_changes()
+            return model._sample(*args, **kwargs)

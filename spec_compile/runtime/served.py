@@ -25,6 +25,7 @@ from ..kernels.attention import BACKENDS
 from . import past
 from .agreement import Agreement
 from .background import background, compiles_at_once, find_fault
+from .called_draft import CalledDrafts
 from .check_options import LONGEST
 from .draft_limit import read_limit
 from .engine import Engine
@@ -47,12 +48,14 @@ class ServedEngine(Engine):
     watch: finds changes of the model since its capture.
     weights: the memory that the graphs read.
     rebuild: makes a copy of `original` speculative with the same options.
+    speculate: makes a model speculative.
     """
 
     fork_order = 2
     watch: Watch
     weights: SharedWeights
     rebuild: Callable[[PreTrainedModel], PreTrainedModel]
+    speculate: Callable[..., PreTrainedModel]
 
     def __init__(
         self, original: PreTrainedModel, name: str, graph: ModelGraph | None, algorithm: Algorithm, options: Options,
@@ -75,6 +78,9 @@ class ServedEngine(Engine):
         """True if batches padded on the left are served: the model's own positions follow the padding."""
         self.looped = False
         """True if any decoding loop ran in the last generate()."""
+        self.called_drafts = CalledDrafts()
+        self.call_options: tuple = ()
+        """The arguments of `generating` of this call."""
         self._references: list[torch.Tensor] = []
         self._adapters, self._has_one_adapter = list[Loaded](), True
         """The adapters of this call's prompts; one for all of them, or one for each."""
@@ -128,7 +134,8 @@ class ServedEngine(Engine):
             raise TypeError(f"share_text must be True, False or None, not {type(share_text).__name__}")
         with self.turns, torch.inference_mode(False), torch.no_grad(), self.agreement.awaited():
             self.adopt()
-            before = self._references, self._share_text, self._most_nodes
+            before = self._references, self._share_text, self._most_nodes, self.call_options
+            self.call_options = reference, share_text, speculation, adapter_names
             self._most_nodes = most_nodes
             self._references = [] if reference is None else self.runtime.algorithm.documents(reference)
             self._share_text = getattr(self.options, "share_text", True) if share_text is None else share_text
@@ -141,7 +148,7 @@ class ServedEngine(Engine):
                 with self._with_adapters(adapter_names):
                     yield
             finally:
-                self._references, self._share_text, self._most_nodes = before
+                self._references, self._share_text, self._most_nodes, self.call_options = before
                 self._calls -= 1
 
     @contextmanager
@@ -229,6 +236,7 @@ class ServedEngine(Engine):
             if changes:
                 raise ValueError(describe(changes))
             self.weights.take_over()
+            self.called_drafts.clear()
             if self.loras is not None:
                 self.loras.forget()
             self.refresh()

@@ -23,7 +23,7 @@ from drop_in import (
     tokenizer,
     two_of_three,
 )
-from models import ADMITTED, VOCAB
+from models import VOCAB
 from transformers import (
     Cache,
     DynamicCache,
@@ -57,7 +57,7 @@ ASIDE = {
     "num_beams": lambda: dict(num_beams=3, num_return_sequences=2),
     "output_hidden_states": lambda: dict(output_hidden_states=True, return_dict_in_generate=True),
     "output_attentions": lambda: dict(output_attentions=True, return_dict_in_generate=True),
-    "assistant_model": lambda: dict(assistant_model=assistant(), input_ids=SINGLES[0], attention_mask=None),
+    "assistant_early_exit": lambda: dict(assistant_early_exit=1, input_ids=SINGLES[0], attention_mask=None),
     "custom_generate": lambda: dict(custom_generate=echo),
     "attention_mask": lambda: dict(attention_mask=HOLE),
     "attention_mask / position_ids (anything but padding on the left)": lambda: dict(
@@ -67,11 +67,6 @@ ASIDE = {
     CACHE: lambda: {CACHE: Cache(layer_class_to_replicate=OwnLayer)},
     "torch.autocast": lambda: dict(),
 }
-
-
-@functools.cache
-def assistant():
-    return ADMITTED["llama"]()
 
 
 @models
