@@ -661,13 +661,17 @@ BATCHING, FAULTS = "spec_compile/batching/", "tests/batching/test_request_faults
 REQUESTS = [
     Mutation(
         "a block of a head is found by a text that goes on otherwise", f"{BATCHING}prefix_store.py",
-        "self._lanes, self._sees_next = lanes, int(sees_next)", "self._lanes, self._sees_next = lanes, 0",
+        "int(sees_next)", "0",
         "tests/batching/test_prefix_store.py -k token_after_it",
     ),
     Mutation(
         "the beginning of a text is dropped before its end", f"{BATCHING}prefix_tree.py",
         "        for block in reversed(chain):\n", "        for block in chain:\n",
         "tests/batching/test_prefix_tree.py",
+    ),
+    Mutation(
+        "a row is written while its text is copied out of it", f"{BATCHING}lanes.py",
+        "        target.reuse(to)\n", "", "tests/batching/test_rows.py -k written",
     ),
     Mutation(
         "kept prefixes outlive the weights", f"{BATCHING}beginnings.py",

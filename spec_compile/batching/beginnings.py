@@ -31,7 +31,8 @@ class Beginnings:
     def keep(self, row: int) -> None:
         """Keep the text that a request has left in a row, for prompts that come when the row has another one."""
         texts = self._decoder.texts
-        self.prefixes.keep(row, texts.tokens(row), texts.length(row) - 1 - self._decoder.late(row))
+        slots = texts.length(row) - 1 - self._decoder.late(row)
+        self.prefixes.keep(self._decoder.lanes, row, texts.tokens(row), slots)
 
     def find(self, job: Job) -> tuple[int, int, CopySlots]:
         """The longest beginning of a prompt that has keys and values: a row that has them, or 0; the number of its

@@ -1,6 +1,9 @@
-"""Memory for blocks of keys and values: on the device of the rows, or in pinned pages of a GPU's host."""
+"""`BlockMemory`: memory for packed blocks, on the device of the rows and in its host."""
 
-from collections.abc import Sequence
+from bisect import bisect
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -8,69 +11,46 @@ from torch import Tensor
 from ..cache import zero_pages
 
 SLAB = 1 << 28
-"""Bytes of pinned memory that are taken at once, but at least those of a block. Pinning takes time, so it is done when
-blocks are first written."""
+"""Bytes of pinned memory that are taken at once, but at least those of a block."""
 
 
 class BlockMemory:
-    """`blocks` blocks of `units` numbers each, on the device of the rows. On a CPU they take memory when written."""
+    """Blocks of `units` numbers each: places below `on_device` on the device, and `in_host` more in host memory.
 
-    def __init__(self, blocks: int, units: int, unit: torch.dtype, device: torch.device):
-        self._device = device
-        self._blocks = zero_pages((blocks, units), unit, device) if blocks else torch.empty(0, units, dtype=unit)
-
-    def read(self, places: Sequence[int]) -> Tensor:
-        """The blocks at these places, [n, units] on the device."""
-        staged = torch.empty(len(places), *self._blocks.shape[1:], dtype=self._blocks.dtype, device=self._device)
-        torch._foreach_copy_([*staged], [self._blocks[place] for place in places])
-        return staged
-
-    def write(self, places: Sequence[int], staged: Tensor) -> None:
-        """Put blocks [n, units] on the device to these places."""
-        torch._foreach_copy_([self._blocks[place] for place in places], [*staged])
-
-
-class PinnedMemory:
-    """The same, in the host memory of a GPU.
-
-    Copies run on a stream of their own, so rounds go on meanwhile. The host never reads the blocks, and the stream
-    orders writes and reads of a place.
+    On a CPU all are pages that take memory when they are written. In the host of a GPU they are pinned slabs. Pinning
+    256 MB takes about 0.1 s, so a thread does it, one slab ahead of the blocks that are used.
     """
 
-    def __init__(self, blocks: int, units: int, unit: torch.dtype, device: torch.device):
-        self._units, self._unit, self._device = units, unit, device
-        self._per_slab = min(max(1, SLAB // (units * unit.itemsize)), max(blocks, 1))
-        self._slabs: dict[int, Tensor] = {}
-        self._stream = torch.cuda.Stream(device)
+    def __init__(self, on_device: int, in_host: int, units: int, unit: torch.dtype, device: torch.device):
+        self._units, self._unit = units, unit
+        places = on_device + in_host
+        at_once = on_device if device.type == "cuda" else places
+        blocks = zero_pages((at_once, units), unit, device) if at_once else torch.empty(0, units, dtype=unit)
+        self._slabs = [lambda: blocks]
+        """Functions that give each slab [n, units]."""
+        self._bounds = [0, *range(at_once, places, max(1, SLAB // (units * unit.itemsize))), places]
+        """Slab i has the places from bounds[i] to bounds[i + 1] - 1."""
+        self._begins = {*self._bounds}
+        self._thread = ThreadPoolExecutor(1, "spec_compile pinned memory")
+        self._take(2)
 
-    def read(self, places: Sequence[int]) -> Tensor:
-        """See `BlockMemory`."""
-        rounds = torch.cuda.current_stream(self._device)
-        with torch.cuda.stream(self._stream):
-            staged = torch.empty(len(places), self._units, dtype=self._unit, device=self._device)
-            for place, block in zip(places, staged):
-                block.copy_(self._block(place), non_blocking=True)
-        rounds.wait_stream(self._stream)
-        staged.record_stream(rounds)
-        return staged
+    def pieces(self, places: Sequence[int]) -> Iterator[tuple[slice, Tensor]]:
+        """As few views [n, units] as possible of the blocks at these places, each with its part of `places`.
 
-    def write(self, places: Sequence[int], staged: Tensor) -> None:
-        """See `BlockMemory`."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            for place, block in zip(places, staged):
-                self._block(place).copy_(block, non_blocking=True)
-        staged.record_stream(self._stream)
+        The places [3, 4, 9] give (0:2, blocks 3 and 4) and (2:3, block 9).
+        """
+        begin = 0
+        for index, place in enumerate(places):
+            if index + 1 < len(places) and places[index + 1] == place + 1 and place + 1 not in self._begins:
+                continue
+            slab = bisect(self._bounds, place) - 1
+            self._take(slab + 2)
+            first = places[begin] - self._bounds[slab]
+            yield slice(begin, index + 1), self._slabs[slab]()[first : first + index + 1 - begin]
+            begin = index + 1
 
-    def _block(self, place: int) -> Tensor:
-        """With 3 blocks a slab, place 7 is block 1 of slab 2."""
-        slab, number = divmod(place, self._per_slab)
-        if slab not in self._slabs:
-            self._slabs[slab] = torch.empty(self._per_slab, self._units, dtype=self._unit, pin_memory=True)
-        return self._slabs[slab][number]
-
-
-def make_memory(blocks: int, units: int, unit: torch.dtype, device: torch.device, is_host: bool):
-    """Memory for `blocks` blocks of rows on `device`. is_host: True for the host's memory."""
-    kind = PinnedMemory if is_host and device.type == "cuda" else BlockMemory
-    return kind(blocks, units, unit, device)
+    def _take(self, slabs: int) -> None:
+        """Have the first slabs made, as far as there are so many."""
+        for begin, end in [*pairwise(self._bounds)][len(self._slabs) : slabs]:
+            pinned = dict(dtype=self._unit, pin_memory=True)
+            self._slabs.append(self._thread.submit(torch.empty, end - begin, self._units, **pinned).result)

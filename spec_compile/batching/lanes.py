@@ -40,6 +40,8 @@ class Lanes:
         self._large_views: dict[tuple[int, int], list[Tensor]] = {}
         self._row_copies: WeakKeyDictionary[Lanes, Callable[[int, int, int], None]] = WeakKeyDictionary()
         """On a GPU, by the lanes that rows are copied to."""
+        self._reads: dict[int, torch.cuda.Event] = {}
+        """By row: the end of copies out of it that another stream makes."""
 
     @property
     def state(self):
@@ -77,6 +79,7 @@ class Lanes:
         """Copy a row with its pending tree, its states and the first `slots` slots of its caches to row `to` of
         `target` (None: of these lanes). The row itself is idle then."""
         target = target or self
+        target.reuse(to)
         originals, copies = self._small(row), target._small(to)
         for index, (source, destination) in enumerate(zip(originals, copies)):
             if source.shape != destination.shape:  # texts may have room for more in one of them
@@ -86,6 +89,19 @@ class Lanes:
         self.copy_slots(row, to, slots, target)
         self.state.finished[row].fill_(True)
         self.all.drafter.vacate(row)
+
+    def read_until(self, row: int, end: torch.cuda.Event) -> None:
+        """Another stream reads a row of these lanes until `end`."""
+        self._reads[row] = end
+
+    def is_read(self, row: int) -> bool:
+        """True if another stream still reads a row."""
+        return row in self._reads and not self._reads[row].query()
+
+    def reuse(self, row: int) -> None:
+        """Have all that is launched from now on wait until no other stream reads a row; the host does not wait."""
+        if end := self._reads.pop(row, None):
+            end.wait()
 
     def copy_slots(self, row: int, to: int, slots: int, target: "Lanes") -> None:
         """Copy the states of a row and the first `slots` slots of its caches, and perhaps more, to row `to` of

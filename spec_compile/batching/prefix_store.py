@@ -1,21 +1,27 @@
 """`PrefixStore`: keys and values of earlier requests' texts, which outlive the rows in which they were computed."""
 
 from collections import Counter
-from collections.abc import Iterator
-from math import gcd, prod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import gcd
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..runtime.prefix_budget import PrefixBudget
-from .block_memory import make_memory
+from .block_memory import BlockMemory
 from .lanes import Lanes
-from .prefix_tree import Block, Place, PrefixTree, Tier
+from .prefix_tree import Block, PrefixTree, Tier
+from .row_blocks import RowBlocks
 
 BLOCK = 64
 """Tokens of a block."""
-STAGED = 1 << 27
+FEWEST = {"cpu": 1, "cuda": 4}
+"""Blocks of a text that is kept, and of a beginning that is copied, at least. A GPU processes up to 256 tokens of a
+prompt in about the time of one, in which it reads the weights."""
+STAGED = 1 << 25
 """Bytes that are on their way between rows and blocks at most, but at least those of a block."""
 
 
@@ -28,22 +34,25 @@ class PrefixStore:
 
     The slot of a draft may depend on the token after it, as that of a head does. With such a draft the key of a block
     has one more token: that of the second block has the tokens 65 to 128, and that of the first has 0 to 64.
+
+    On a GPU all copies run on a stream of their own, which orders writes and reads of a place, and the host waits for
+    none. Rounds wait for the copies to a row. They do not wait for those out of a row until they are to write to it.
     """
 
     def __init__(self, lanes: Lanes, budget: PrefixBudget, sees_next: bool = False):
         """lanes: the rows of texts that are kept. sees_next: True if a slot may depend on the token after it."""
-        self._lanes, self._sees_next = lanes, int(sees_next)
-        self._shapes = [view.shape[1:] for view in blocks_of(lanes, 0, 0, 1)]
-        """The shape of a block in every cache, [Hkv, BLOCK, units]."""
+        self._device, self._sees_next = lanes.runtime.device, int(sees_next)
         self._unit = unit_of(lanes)
-        self._units = sum(map(prod, self._shapes)) or 1  # nothing is kept of a model without attention
-        self.block_bytes = self._units * self._unit.itemsize
+        self._rows: WeakKeyDictionary[Lanes, RowBlocks] = WeakKeyDictionary()
+        units = self._rows_of(lanes).units or 1  # nothing is kept of a model without attention
+        self.block_bytes = units * self._unit.itemsize
         self._tree = PrefixTree(budget.device // self.block_bytes, budget.host // self.block_bytes)
-        self._memories = {
-            tier: make_memory(blocks, self._units, self._unit, lanes.runtime.device, is_host=tier == "host")
-            for tier, blocks in self._tree.room.items()
-        }
+        self._fewest = FEWEST[self._device.type]
         self._most = max(1, STAGED // self.block_bytes)
+        self._stream = torch.cuda.Stream(self._device) if lanes.runtime.on_gpu else None
+        with self._aside():
+            self._memory = BlockMemory(*self._tree.room.values(), units, self._unit, self._device)
+            self._staged = torch.empty(self._most, units, dtype=self._unit, device=self._device)
         self.hits: Counter[str] = Counter()
         """Tokens of prompts that were copied, by the place that they came from: "row", "device" or "host"."""
         self.asked = 0
@@ -56,7 +65,7 @@ class PrefixStore:
 
     def bytes(self, tier: Tier) -> int:
         """Bytes of the blocks of a tier."""
-        return self._tree.count(tier) * self.block_bytes
+        return self._tree.used(tier) * self.block_bytes
 
     def forget(self) -> None:
         """The weights have changed: no keys and values count any more."""
@@ -66,54 +75,83 @@ class PrefixStore:
         """The longest chain of blocks with which a prompt begins. Its last token does not count, because it is the root
         of the first tree."""
         self.asked += len(prompt) - 1
-        return self._tree.match(self._keys(np.asarray(prompt[:-1], dtype=np.int32), len(prompt) - 1))
+        chain = self._tree.match(self._keys(np.asarray(prompt[:-1], dtype=np.int32), len(prompt) - 1))
+        return chain if len(chain) >= self._fewest else []
 
     def copy(self, chain: list[Block], lanes: Lanes, row: int) -> None:
         """Copy the blocks to the first slots of a row."""
-        for first, tier, places in self._runs([(number, block.place) for number, block in enumerate(chain)]):
-            staged = self._memories[tier].read(places)
-            torch._foreach_copy_(blocks_of(lanes, row, first, len(places)), self._views(staged))
-            self.hits[tier] += len(places) * BLOCK
+        with self._aside():
+            for begin in range(0, len(chain), self._most):
+                places = [block.places[0] for block in chain[begin : begin + self._most]]
+                self._rows_of(lanes).unpack(self._read(places), row, begin)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self.hits.update({tier: BLOCK * count for tier, count in Counter(map(self._tree.tier, chain)).items()})
 
-    def keep(self, row: int, tokens: np.ndarray, slots: int) -> None:
+    def keep(self, lanes: Lanes, row: int, tokens: np.ndarray, slots: int) -> None:
         """Keep the text of a row. tokens: [n] int32. slots: of them that have keys and values."""
+        if slots < self._fewest * BLOCK:
+            return
         try:
-            copies = self._tree.keep(self._keys(tokens, slots))
-            for begin in range(0, len(copies.demoted), self._most):
-                sources, targets = zip(*copies.demoted[begin : begin + self._most])
-                self._memories["host"].write(targets, self._memories["device"].read(sources))
-            for first, tier, places in self._runs(copies.written):
-                staged = torch.empty(len(places), self._units, dtype=self._unit, device=self._lanes.runtime.device)
-                torch._foreach_copy_(self._views(staged), blocks_of(self._lanes, row, first, len(places)))
-                self._memories[tier].write(places, staged)
+            copies = self._tree.keep([*self._keys(tokens, slots)])
+            if not copies.demoted and not copies.written:
+                return
+            with self._aside():
+                for begin in range(0, len(copies.demoted), self._most):
+                    sources, targets = zip(*copies.demoted[begin : begin + self._most])
+                    self._write(targets, self._read(sources))
+                for first, places in self._runs(copies.written):
+                    staged = self._staged[: len(places)]
+                    self._rows_of(lanes).pack(row, first, staged)
+                    self._write(places, staged)
+                if self._stream is not None:
+                    lanes.read_until(row, self._stream.record_event())
         except BaseException:
             self.forget()  # some blocks lack their contents
             raise
 
-    def _keys(self, tokens: np.ndarray, slots: int) -> list[bytes]:
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """On a GPU a context of the copies' stream, after all that is launched for rounds."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def _rows_of(self, lanes: Lanes) -> RowBlocks:
+        if lanes not in self._rows:
+            self._rows[lanes] = RowBlocks(lanes.cache_tensors(), BLOCK, self._unit)
+        return self._rows[lanes]
+
+    def _read(self, places: Sequence[int]) -> Tensor:
+        """The blocks at these places, staged on the device [n, units]."""
+        for part, blocks in self._memory.pieces(places):
+            self._staged[part].copy_(blocks, non_blocking=True)
+        return self._staged[: len(places)]
+
+    def _write(self, places: Sequence[int], staged: Tensor) -> None:
+        for part, blocks in self._memory.pieces(places):
+            blocks.copy_(staged[part], non_blocking=True)
+
+    def _keys(self, tokens: np.ndarray, slots: int) -> Iterator[bytes]:
         """The keys of the whole blocks among the first `slots` slots of a text [n] int32."""
         last = self._sees_next
-        blocks = max(min(slots, len(tokens) - last), 0) // BLOCK
-        begins = [number * BLOCK + (last if number else 0) for number in range(blocks)]
-        return [tokens[begin : (number + 1) * BLOCK + last].tobytes() for number, begin in enumerate(begins)]
+        for number in range(max(min(slots, len(tokens) - last), 0) // BLOCK):
+            yield tokens[number * BLOCK + (last if number else 0) : (number + 1) * BLOCK + last].tobytes()
 
-    def _views(self, staged: Tensor) -> list[Tensor]:
-        """The parts [n, Hkv, BLOCK, units] of blocks [n, units], for every cache."""
-        parts = staged.split([prod(shape) for shape in self._shapes], dim=1)
-        return [part.unflatten(1, shape) for part, shape in zip(parts, self._shapes)]
+    def _runs(self, written: list[tuple[int, int]]) -> Iterator[tuple[int, list[int]]]:
+        """(number of the first block, places) for consecutive blocks of a text, `self._most` at most.
 
-    def _runs(self, places: list[tuple[int, Place]]) -> Iterator[tuple[int, Tier, list[int]]]:
-        """(number of the first block, tier, places) for consecutive blocks of one tier, `self._most` at most.
-
-        places: the number of each block in its text, ascending, and its place. With most = 2, blocks 0, 1, 2 and 5 on
-        the device give runs of 2, 1 and 1 blocks.
+        written: the number of each block in its text, ascending, and its place. With most = 2, the blocks 0, 1, 2 and 5
+        give runs of 2, 1 and 1 blocks.
         """
         run: list[int] = []
-        for index, (number, (tier, place)) in enumerate(places):
+        for index, (number, place) in enumerate(written):
             run.append(place)
-            follows = places[index + 1 : index + 2]
-            if len(run) == self._most or [(n, next_place.tier) for n, next_place in follows] != [(number + 1, tier)]:
-                yield number + 1 - len(run), tier, run
+            if len(run) == self._most or [n for n, _ in written[index + 1 : index + 2]] != [number + 1]:
+                yield number + 1 - len(run), run
                 run = []
 
 
@@ -121,11 +159,3 @@ def unit_of(lanes: Lanes) -> torch.dtype:
     """Integers as which slots are copied in blocks: the largest that the slots of all caches are made of."""
     sizes = [tensor.shape[3] * tensor.itemsize for tensor in lanes.cache_tensors()]
     return {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[gcd(8, *sizes)]
-
-
-def blocks_of(lanes: Lanes, row: int, first: int, count: int) -> list[Tensor]:
-    """Views [count, Hkv, BLOCK, units] of `count` blocks in a row of every cache, from block `first` on. Two from
-    block 3 on are the slots 192 to 319."""
-    slots, unit = slice(first * BLOCK, (first + count) * BLOCK), unit_of(lanes)
-    rows = (tensor[row].view(unit)[:, slots] for tensor in lanes.cache_tensors())
-    return [slots.unflatten(1, (count, BLOCK)).transpose(0, 1) for slots in rows]

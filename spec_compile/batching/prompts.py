@@ -38,6 +38,7 @@ class Prompts(Rows):
         """Begin with a prompt. copy: copies the keys and values of its first `known` tokens, if there are any."""
         job.row = to = self.free_row()
         self.jobs[to], self._done[to] = job, known
+        self.lanes.reuse(to)
         self._begin(job, self.lanes, to, lengths=known)
         if known:
             copy(self.lanes, to)

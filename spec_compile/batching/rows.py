@@ -24,15 +24,16 @@ class Rows:
         return None in self.jobs
 
     def free_row(self) -> int:
-        """The first row that nobody uses."""
-        return self.jobs.index(None)
+        """The first row that nobody uses, if possible one that no other stream reads, either."""
+        free = [row for row, job in enumerate(self.jobs) if job is None]
+        return next((row for row in free if not self.lanes.is_read(row)), free[0])
 
     def compact(self) -> None:
-        """Move the last rows to free ones, if fewer rows will do then."""
+        """Move the last rows to free ones that no other stream reads, if fewer rows will do then."""
         width = self.lanes.width(max(len(self.active), 1))
         for job in self.active[::-1]:
             row, to = job.row, self.free_row() if self.has_room else len(self.jobs)
-            if row < width or to > row:
+            if row < width or to >= width or self.lanes.is_read(to):
                 return
             self.lanes.copy_row(row, to, min(max(self.used_slots(job), 1), self.lanes.state.capacity))
             self.moved(row, to)

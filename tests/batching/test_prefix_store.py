@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from spec_compile import speculate
 from spec_compile.batching.lanes import Lanes
-from spec_compile.batching.prefix_store import BLOCK, PrefixStore, blocks_of
+from spec_compile.batching.prefix_store import BLOCK, FEWEST, PrefixStore
 from spec_compile.runtime.prefix_budget import PrefixBudget
 from spec_compile.serving.metrics import PrometheusMetrics
 
@@ -211,7 +211,7 @@ def test_an_error_while_a_text_is_kept_leaves_no_half_of_it(monkeypatch):
     with running(system()) as manager:
         store = manager.scheduler.beginnings.prefixes
         answer(manager, OTHER)
-        monkeypatch.setattr(store._memories["host"], "write", lambda *_: 1 / 0)
+        monkeypatch.setattr(store, "_write", lambda *_: 1 / 0)
         assert answer(manager, LONG).error is None
         monkeypatch.undo()
         assert store.bytes("host") == 0
@@ -248,52 +248,101 @@ def test_metrics():
 
 
 @functools.cache
-def lanes(name):
+def lanes(name, device="cpu"):
     """Rows of a model and a head, of which every slot has bits of its own."""
     draft = {"llama": {}, "fp8": dict(kv_cache_dtype="fp8_per_token_head")}.get(name, {})
-    algo = dict(algo="draft_model", draft=models.ADMITTED["qwen2"]()) if name == "draft" else {}
-    made = models.ADMITTED["deepseek_v3" if name == "latent" else "llama"]()
+    algo = dict(algo="draft_model", draft=models.ADMITTED["qwen2"]().to(device)) if name == "draft" else {}
+    made = models.ADMITTED["deepseek_v3" if name == "latent" else "llama"]().to(device)
     fast = speculate(made, compile=False, check=False, **draft, **algo)
     return Lanes(fast.speculation.engine.runtime, 3, 400)
 
 
 def fill(place, row, seed):
+    place.reuse(row)
     generator = torch.Generator().manual_seed(seed)
-    for view in blocks_of(place, row, 0, place.state.capacity // BLOCK):
-        view.copy_(torch.randint(-100, 100, view.shape, generator=generator))
+    for tensor in place.cache_tensors():
+        view = tensor[row].view(torch.uint8)
+        view.copy_(torch.randint(256, view.shape, generator=generator))
 
 
 def slots(place, row, count):
     return [tensor[row, :, :count].contiguous().view(torch.uint8) for tensor in place.cache_tensors()]
 
 
-@pytest.mark.parametrize("name", ["llama", "fp8", "draft", "latent"])
-@settings(max_examples=25)
-@given(
-    st.integers(0, 4), st.integers(0, 5), st.sampled_from([1, 2, 1 << 27]),
-    st.lists(st.tuples(st.lists(st.sampled_from([1, 2]), min_size=1, max_size=5), st.integers(0, 63)), max_size=8),
-)  # fmt: skip
-def test_bits_come_back(name, device, host, most, texts):
+def bits_come_back(place, device, host, most, texts):
     """Texts of blocks that have one token each, with some tokens after them; all bits depend on the text before."""
-    place = lanes(name)
     store = PrefixStore(place, PrefixBudget(0, 0))
     budget = PrefixBudget(device * store.block_bytes, host * store.block_bytes)
     store = PrefixStore(place, budget)
-    store._most = most
+    store._most, store._fewest = min(most, store._most), 1
     expected: dict = {}
     for number, (blocks, rest) in enumerate(texts):
         tokens = [token for token in blocks for _ in range(BLOCK)] + [9] * (rest + 1)
         fill(place, 0, number)
         chain = store.match(tokens)
+        place.reuse(0)
         store.copy(chain, place, 0)
         for count in range(1, len(chain) + 1):
             wanted = [tensor[:, : count * BLOCK] for tensor in expected[tuple(blocks[:count])]]
             got = [tensor[:, : count * BLOCK] for tensor in slots(place, 0, len(chain) * BLOCK)]
             assert all(map(torch.equal, got, wanted))
-        store.keep(0, np.asarray(tokens, dtype=np.int32), len(tokens) - 1)
         for count in range(1, len(blocks) + 1):
             expected[tuple(blocks[:count])] = slots(place, 0, count * BLOCK)
+        store.keep(place, 0, np.asarray(tokens, dtype=np.int32), len(tokens) - 1)
         assert store.bytes("device") <= budget.device and store.bytes("host") <= budget.host
+
+
+ROOMS = st.integers(0, 4), st.integers(0, 5), st.sampled_from([1, 2, 1 << 27])
+TEXTS = st.lists(
+    st.tuples(st.lists(st.sampled_from([1, 2]), min_size=1, max_size=5), st.integers(0, 63)), max_size=8
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["llama", "fp8", "draft", "latent"])
+@settings(max_examples=25)
+@given(*ROOMS, TEXTS)
+def test_bits_come_back(name, device, host, most, texts):
+    bits_come_back(lanes(name), device, host, most, texts)
+
+
+def test_short_texts_are_not_kept(monkeypatch):
+    """Of fewer blocks than pay on a GPU."""
+    monkeypatch.setitem(FEWEST, "cpu", 4)
+    place, tokens = lanes("llama"), np.arange(300, dtype=np.int32)
+    store = PrefixStore(place, PrefixBudget(0, 1 << 27))
+    store.keep(place, 0, tokens, 4 * BLOCK - 1)
+    assert store.bytes("host") == 0
+    store.keep(place, 0, tokens, 4 * BLOCK)
+    assert store.bytes("host") == 4 * store.block_bytes
+    assert len(store.match([*range(257)])) == 4 and store.match([*range(256)]) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", ["llama", "fp8", "draft", "latent"])
+@settings(max_examples=50, deadline=None)
+@given(*ROOMS, TEXTS)
+def test_bits_come_back_on_a_gpu(name, device, host, most, texts):
+    """A row is written again while it is copied, and places while they are read."""
+    bits_come_back(lanes(name, "cuda"), device, host, most, texts)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_host_of_a_gpu_never_waits():
+    place = lanes("llama", "cuda")
+    store = PrefixStore(place, PrefixBudget(0, 1 << 27))
+    tokens = np.arange(300, dtype=np.int32)
+    store.keep(place, 0, tokens, 299)  # makes the tables of addresses
+    store.copy(store.match([*range(300)]), place, 1)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        store.keep(place, 0, tokens[::-1].copy(), 299)
+        store.copy(store.match([*range(299, -1, -1)]), place, 1)
+        place.reuse(0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

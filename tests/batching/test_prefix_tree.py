@@ -44,17 +44,17 @@ def test_the_tree_is_the_plain_list(device, host, operations):
         copies = tree.keep(text)
         plain.keep(text)
         for source, target in copies.demoted:
-            contents["host", target] = contents["device", source]
+            contents[target] = contents[source]
         for number, place in copies.written:
             contents[place] = tuple(text[: number + 1])
         kept = dict(prefixes(tree._root))
         assert kept.keys() == {*plain.prefixes} and tree.evicted == plain.evicted
         for prefix, block in kept.items():
-            assert block.place.tier == plain.tier(prefix) and contents[block.place] == prefix
-            assert block.place.number < tree.room[block.place.tier]
-            assert [each.place for each in tree.match(list(prefix))][-1] == block.place
-        assert len({block.place for block in kept.values()}) == len(kept)
-        assert tree.count("device") + tree.count("host") == len(kept)
+            (place,) = block.places
+            assert tree.tier(block) == plain.tier(prefix) and contents[place] == prefix
+            assert 0 <= place < device + host and tree.match(list(prefix))[-1] is block
+        assert len({block.places[0] for block in kept.values()}) == len(kept)
+        assert tree.used("device") + tree.used("host") == len(kept)
         longest = next((n for n in range(len(text), 0, -1) if tuple(text[:n]) in kept), 0)
         assert len(tree.match(text)) == longest
 
@@ -63,6 +63,6 @@ def test_the_example_of_the_docstring():
     tree = PrefixTree(2, 1)
     tree.keep([b"a", b"b", b"c"])
     tree.keep([b"a", b"d"])
-    assert [block.place.tier for block in tree.match([b"a", b"d"])] == ["device", "device"]
-    assert [block.place.tier for block in tree.match([b"a", b"b", b"c"])] == ["device", "host"]
+    assert [tree.tier(block) for block in tree.match([b"a", b"d"])] == ["device", "device"]
+    assert [tree.tier(block) for block in tree.match([b"a", b"b", b"c"])] == ["device", "host"]
     assert tree.evicted == 1

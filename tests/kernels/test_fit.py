@@ -319,6 +319,14 @@ from spec_compile.kernels import copy_row
 found, copy_row._copy_row = [], Compiled(copy_row._copy_row)
 copy_row.RowCopies(*([torch.zeros(2, 3, 128, 64).bfloat16()] for _ in range(2)))(0, 1, 70)
 results["a copy of a row"] = found[0].metadata.shared
+
+from spec_compile.kernels import copy_blocks
+
+found, copy_blocks._copy_blocks = [], Compiled(copy_blocks._copy_blocks)
+copies = copy_blocks.BlockCopies([torch.zeros(2, 3, 128, 64).short() for _ in range(2)], 64)
+for to_row in (False, True):
+    copies(torch.zeros(2, 24576).short(), 0, 0, to_row)
+results["copies of blocks"] = max(kernel.metadata.shared for kernel in found)
 print(json.dumps(results))
 """
 

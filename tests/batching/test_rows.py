@@ -1,0 +1,67 @@
+"""The rows of a batch whose contents another stream still reads."""
+
+from types import SimpleNamespace
+
+import models
+
+from spec_compile import speculate
+from spec_compile.batching.lanes import Lanes
+from spec_compile.batching.rows import Rows
+
+
+class End:
+    """An event of a GPU, as far as rows use it."""
+
+    def __init__(self):
+        self.is_over, self.waits = False, 0
+
+    def query(self):
+        return self.is_over
+
+    def wait(self):
+        self.waits += 1
+
+
+class PlainRows(Rows):
+    def used_slots(self, job):
+        return 1
+
+    def moved(self, row, to):
+        pass
+
+
+def rows(count):
+    fast = speculate(models.ADMITTED["llama"](), compile=False, check=False)
+    return PlainRows(Lanes(fast.speculation.engine.runtime, count, 128))
+
+
+def test_a_row_that_is_read_is_taken_last():
+    place, ends = rows(3), [End(), End()]
+    for row, end in enumerate(ends):
+        place.lanes.read_until(row, end)
+    assert place.free_row() == 2
+    place.jobs[2] = SimpleNamespace(row=2)
+    assert place.free_row() == 0
+    ends[1].is_over = True
+    assert place.free_row() == 1
+    assert [end.waits for end in ends] == [0, 0]
+
+
+def test_rounds_wait_before_a_row_that_is_read_is_written():
+    place, end = rows(2), End()
+    place.lanes.read_until(1, end)
+    place.lanes.copy_row(0, 1, 1)
+    assert end.waits == 1 and not place.lanes.is_read(1)
+    place.lanes.copy_row(0, 1, 1)
+    assert end.waits == 1
+
+
+def test_rows_move_to_the_front_once_it_is_not_read():
+    place, end = rows(2), End()
+    place.jobs[1] = job = SimpleNamespace(row=1)
+    place.lanes.read_until(0, end)
+    place.compact()
+    assert job.row == 1
+    end.is_over = True
+    place.compact()
+    assert job.row == 0
