@@ -1305,8 +1305,21 @@ TIERS = [
         "tests/runtime/test_called_draft.py -k built_once",
     ),
 ]  # fmt: skip
+DOORS = [
+    Mutation(
+        "replaced weights are not taken over by custom_generate", "spec_compile/custom_generate.py",
+        'if any(change.remedy == "refresh" for change in changes):', "if False:",
+        "tests/product/test_custom_generate.py -k replace_weight",
+    ),
+    Mutation(
+        "a speculative model runs the custom_generate of its repository", "spec_compile/capture/hooks.py",
+        'return None if _package(getattr(inner, "__module__", None) or "") == "spec_compile" else function',
+        "return function",
+        "tests/product/test_custom_generate.py -k bound",
+    ),
+]  # fmt: skip
 MUTATIONS: list[Mutation] = [
     *STARTS, *TIERS, *COMPILED,
     *REQUESTS, *STATE, *CACHES, *TREES, *DRAWS, *ANSWERS, *UNIONS, *NEWCOMERS, *FORWARDS, *OTHERS, *SERVING,
-    *CONFIDENCE, *TOLERANCES,
+    *CONFIDENCE, *TOLERANCES, *DOORS,
 ]  # fmt: skip

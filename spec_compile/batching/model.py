@@ -7,6 +7,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from ..capture import adapters
 from ..capture.followed import FollowedConfig, follow
+from ..capture.watch import KEPT
 from ..runtime.generate import SpeculativeMixin
 from .generate_batch import generate_batch
 from .manager import Manager
@@ -61,5 +62,6 @@ def shadow(model: PreTrainedModel) -> PreTrainedModel:
     names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
     shadow: Any = adapters.shallow(model, type(cls.__name__, (BatchingMixin, cls), names))
     follow(shadow, FollowedConfig(model))
-    shadow.__dict__.pop("generate", None)  # one set on the object is run by `SpeculativeMixin.generate`
+    for name in ("generate", KEPT):  # a generate() set on the object is run by `SpeculativeMixin.generate`
+        shadow.__dict__.pop(name, None)
     return shadow

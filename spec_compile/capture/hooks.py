@@ -1,9 +1,12 @@
 """Methods that transformers' decoding loop calls and rounds do not. A model that overrides one is left to that loop."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FunctionType
 
 from transformers import GenerationMixin
+
+from .compiled import underlying
 
 HOOKS = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 """The methods of the loop. It does not include ``_prepare_*``, ``_get_logits_processor`` and
@@ -28,6 +31,19 @@ def overridden(model, names: tuple[str, ...] = HOOKS) -> str | None:
             if name in vars(cls) and not cls.__module__.startswith("spec_compile."):
                 break
     return None
+
+
+def replaced_generate(model) -> Callable | None:
+    """The function that was set on a model in place of its class's ``generate()``; None if there is none.
+
+    Functions of this package lead back here, so they replace nothing: `custom_generate.generate`, and the
+    ``generate()`` of a speculative model.
+    """
+    function = underlying(vars(model).get("generate"))
+    if function in (None, type(model).generate.__get__(model)):
+        return None
+    inner = function.func if isinstance(function, partial) else function
+    return None if _package(getattr(inner, "__module__", None) or "") == "spec_compile" else function
 
 
 def is_trusted(cls: type, function: Callable) -> bool:

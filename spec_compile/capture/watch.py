@@ -27,12 +27,14 @@ from .hooks import METHODS, OF_CLASSES
 from .training_mode import effects
 from .weights import AGAIN, Slot
 
+KEPT = "_kept_speculative_model"
+"""Attribute of a model: see `custom_generate`."""
 INTERNALS = set(vars(nn.Module()))
 """Attributes that every module has, `training` among them: see `effects` of training mode."""
 BOOKKEEPING = {
     "_compiled_call_impl", "_gradient_checkpointing_func", "_is_hf_initialized", "_is_torch_compile",
     "generation_config", "gradient_checkpointing", "hf_device_map", "kernel_config", "loss_type", "model_tags",
-    "name_or_path", "rope_deltas", "warnings_issued",
+    "name_or_path", "rope_deltas", "warnings_issued", KEPT,
 }  # fmt: skip
 """Attributes of modules on which no logits depend, for `rope_deltas` if position ids are passed."""
 HARMLESS_HOOKS = ("<locals>.make_inputs_require_grads", "<locals>.output_capturing_hook")

@@ -8,7 +8,6 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..capture import adapters, hooks
-from ..capture.compiled import underlying
 from ..capture.followed import FollowsGenerationConfig, followed
 from ..capture.pictures import placeholders
 from ..compat import CACHE
@@ -57,9 +56,8 @@ class SpeculativeMixin(FollowsGenerationConfig):
             kwargs.pop("streamer", None)
         if kwargs.get("custom_generate") is not None:
             self._engine.step_aside("custom_generate")
-        replaced = underlying(vars(self._engine.original).get("generate"))
-        if replaced not in (None, type(self._engine.original).generate.__get__(self._engine.original)):
-            # A repository's custom_generate, or a user, has set another function.
+        replaced = hooks.replaced_generate(self._engine.original)
+        if replaced is not None:  # by a repository's custom_generate, or by a user
             self._engine.step_aside(f"generate (set on the {type(self).__name__} object)")
             return replaced(*args, **kwargs)
         with self._engine.generating(reference, share_text, speculation, adapter_names):
