@@ -126,6 +126,9 @@ def _train(
     on_policy: Annotated[bool, typer.Option("--on-policy", help="Train on answers that the model writes.")] = False,
     steps: Annotated[int | None, typer.Option(help="Updates of the weights.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Give this or --steps. Without either it is 30.")] = None,
+    push: Annotated[str | None, typer.Option(help="A repository of the model hub for the head: USER/NAME.")] = None,
+    private: Annotated[bool | None, typer.Option("--private", help="Make that repository private.")] = None,
+    license: Annotated[str | None, typer.Option(help="Of the head, for its card, such as apache-2.0.")] = None,
     options: Annotated[dict, parsed(json_object, "JSON", "Such as '{\"batch_size\": 16}'.")] = "{}",
 ) -> None:
     """Train a draft head for a model.
@@ -138,7 +141,7 @@ def _train(
             loaded, tokenizer = load_model(model, dtype, device)
         result = train_draft(
             loaded, algo, data=data, output=output, tokenizer=tokenizer, validation=share_or_file(validation),
-            on_policy=on_policy, steps=steps, minutes=minutes, **options,
+            on_policy=on_policy, steps=steps, minutes=minutes, push=push, private=private, license=license, **options,
         )  # fmt: skip
     except KeyboardInterrupt as stop:
         folder = Path(output).expanduser()

@@ -1317,6 +1317,11 @@ DOORS = [
         "return function",
         "tests/product/test_custom_generate.py -k bound",
     ),
+    Mutation(
+        "a private head is sent to a public repository", "spec_compile/training/hub.py",
+        "if self.private and not is_private:", "if self.private is None:",
+        "tests/training/test_hub.py -k private",
+    ),
 ]  # fmt: skip
 MUTATIONS: list[Mutation] = [
     *STARTS, *TIERS, *COMPILED,

@@ -6,6 +6,7 @@ Files are written aside and renamed, so that the earlier ones stay usable if the
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,8 @@ TEXTS = "continuations.pt"
 """File of the target's answers, if it trains on them."""
 CURVE = "curve.csv"
 """File of losses and acceptance."""
+DOOR = "custom_generate"
+"""Folder with the function that transformers' ``custom_generate`` runs."""
 VERSION = 1
 """The version of the state's format; a state of another version is refused."""
 
@@ -97,15 +100,18 @@ def save_curve(folder: Path, state: TrainingState) -> None:
     replace(folder / CURVE, lambda path: path.write_text("\n".join(lines) + "\n"))
 
 
-def save_head(folder: Path, config: dict, tensors: dict[str, Tensor], dtype: torch.dtype, card: str) -> None:
-    """Write the head in its published format, floating-point tensors in `dtype`, and its card."""
+def save_head(
+    folder: Path, config: dict, tensors: dict[str, Tensor], dtype: torch.dtype, texts: dict[str, str]
+) -> None:
+    """Write the head in its published format, floating-point tensors in `dtype`. texts: other files, by their names."""
     tensors = {
         name: value.detach().to("cpu", dtype if value.is_floating_point() else value.dtype).contiguous()
         for name, value in tensors.items()
     }
     replace(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
-    replace(folder / "config.json", lambda path: path.write_text(json.dumps(config, indent=2, default=str) + "\n"))
-    replace(folder / "README.md", lambda path: path.write_text(card))
+    for name, text in {"config.json": json.dumps(config, indent=2, default=str) + "\n", **texts}.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        replace(folder / name, lambda path, text=text: path.write_text(text))
 
 
 def replace(path: Path, write: Callable[[Path], object]) -> None:
@@ -133,23 +139,47 @@ def fingerprint(model: PreTrainedModel) -> str:
     return digest.hexdigest()[:16]
 
 
-def write_card(target: PreTrainedModel, algorithm: str, facts: dict, acceptance: list[float], folder: Path) -> str:
+def write_door(algorithm: str, draft: str) -> dict[str, str]:
+    """The files, by their names, with which transformers' ``custom_generate`` uses a draft. draft: a path or a name."""
+    code = f'''"""generate() with this draft; the README tells how."""
+
+from functools import partial
+
+from spec_compile import custom_generate
+
+generate = partial(custom_generate.generate, algo="{algorithm}", draft={json.dumps(draft)})
+'''
+    return {f"{DOOR}/generate.py": code, f"{DOOR}/requirements.txt": "spec_compile\n"}
+
+
+def write_card(
+    target: PreTrainedModel, algorithm: str, facts: dict, acceptance: list[float], draft: str, license: str | None
+) -> str:
     """The README of a draft: its target, how it was trained, and how many of its tokens are accepted.
 
-    facts: lines of the table. acceptance: shares by depth, empty if not measured. folder: of the draft.
+    facts: lines of the table. acceptance: shares by depth, empty if not measured. draft: its path or name. license: for
+    the model hub; None leaves it out.
     """
     name = target.config.name_or_path or type(target).__name__
+    is_on_hub = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", target.config.name_or_path or "") and not Path(name).exists()
+    head = [f"base_model: {name}"] * bool(is_on_hub) + [f"license: {license}"] * bool(license)
+    lines = "".join(f"{line}\n" for line in head)
     table = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
     return f"""---
 library_name: spec_compile
+{lines}tags:
+  - {DOOR}
+  - speculative-decoding
 ---
 
 # {algorithm} draft for {name}
 
-Drafts for `{name}` in speculative decoding; it gives no text of its own.
+Drafts for `{name}` in speculative decoding; it gives no text of its own. With spec_compile, as a model of its own or
+through transformers' `generate()`:
 
 ```python
-fast = spec_compile.speculate(model, algo="{algorithm}", draft="{folder}")
+fast = spec_compile.speculate(model, algo="{algorithm}", draft="{draft}")
+output = model.generate(**inputs, custom_generate="{draft}", trust_remote_code=True)
 ```
 
 | | |
@@ -157,7 +187,8 @@ fast = spec_compile.speculate(model, algo="{algorithm}", draft="{folder}")
 {table}
 | first drafts accepted on held-out text | {f"{acceptance[0]:.1%}" if acceptance else "not measured"} |
 | accepted down to depth 1, 2, ... | {" ".join(f"{share:.3f}" for share in acceptance) or "not measured"} |
+| accept length of a chain as deep | {f"{1 + sum(acceptance):.2f}" if acceptance else "not measured"} |
 
-Accepted means: the draft is the token that the target finds likeliest. Trained by `spec_compile.train_draft`; the
-training goes on from `{STATE}`, which drafting does not need. `{CURVE}` has the loss of every step.
+Accepted means: the draft is the token that the target finds likeliest. The accept length is the number of tokens that a
+round gains. Trained by `spec_compile.train_draft`; `{CURVE}` has the loss of every step.
 """

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -24,6 +25,7 @@ from .dflash import DFlashTrainer
 from .eagle import EagleTrainer
 from .eagle3 import Eagle3Trainer
 from .features import TargetFeatures
+from .hub import Repository
 from .jetspec import JetSpecTrainer
 from .loop import Loop
 from .mtp import MtpTrainer
@@ -31,7 +33,7 @@ from .on_policy import continue_documents, prompts
 from .options import ABOUT_THE_DRAFT, TrainingOptions
 from .progress import Printer, Progress, say_nothing, tell
 from .read import read
-from .save import TEXTS, TrainingState, fingerprint, open_folder, replace, save_head, write_card
+from .save import TEXTS, TrainingState, fingerprint, open_folder, replace, save_head, write_card, write_door
 from .trainer import Trainer
 
 TRAINERS: dict[str, type[Trainer]] = {
@@ -41,6 +43,8 @@ TRAINERS: dict[str, type[Trainer]] = {
 ALIASES = {"nextn": "mtp"}
 FREE = ("steps", "minutes", "checkpoint_minutes")
 """Options that may have changed when a training goes on."""
+IN_CARD = (*FREE, "batch_size", "seed", "learning_rate", "sequence_length")
+"""Options that have a line of their own in the card, or none."""
 LONGEST = 2048
 """Tokens of a sequence by default, at most."""
 HELD_OUT_TOKENS, GLANCE_TOKENS = 1 << 16, 1 << 13
@@ -86,6 +90,9 @@ def train_draft(
     on_policy: bool | dict = False,
     resume: bool = True,
     progress: Callable[[Progress], None] | None = None,
+    push: str | None = None,
+    private: bool | None = None,
+    license: str | None = None,
     **options,
 ) -> TrainingResult:
     """Train a draft head for `model` and write it to folder `output`, for ``speculate(model, algo, draft=output)``.
@@ -100,46 +107,70 @@ def train_draft(
     on_policy: True, or options for ``generate()``, to train on the model's own answers to prompts, which need no others
     resume: True to go on with the training in `output`, whose head is the same as without the interruption
     progress: called with a `Progress` about every ten seconds, at first more often (default: it is shown on stderr)
+    push: a repository of the model hub, USER/NAME, to which the trained head is sent. It is made before the training
+    private: True to make that repository private (default: as the account says)
+    license: of the head, for its card (default: the card has none)
     options: of `TrainingOptions`, which are listed below
 
-    Raises TypeError, ValueError or UnsupportedModelError, naming the argument, before any work starts. Keeps a
+    Raises TypeError, ValueError or UnsupportedModelError, naming the argument, before any work starts, and
+    PermissionError or ConnectionError if the user may not write to `push` or the hub cannot be asked. Keeps a
     checkpoint and raises FloatingPointError if the loss becomes infinite or NaN, or KeyboardInterrupt after Ctrl-C.
     """
     model = _plain(model)
-    _check_types(output, on_policy, resume, progress)
+    _check_types(output, on_policy, resume, progress, push, private, license)
+    repository = _repository(push, private)
     trainer_class, parsed = _trainer_and_options(algo, options)
     admit(model)
-    target, line = Target.of(model), say_nothing if progress else tell
+    target, folder, line = Target.of(model), Path(output).expanduser(), say_nothing if progress else tell
     line(f"reading the text for {type(model).__name__}")
     documents, held_out = _read(data, validation, tokenizer, target, parsed.seed, on_policy is not False)
-    length, folder = _length(parsed, target), Path(output).expanduser()
     with torch.inference_mode(False), torch.enable_grad():
-        # The head is built and the text is checked before a folder is made or the model writes answers.
-        trainer = trainer_class(target, parsed, texts.count_tokens(documents, target.vocab_size))
-        if on_policy is False:
-            pieces, reserve = _cut(documents, held_out, length, trainer.shortest)
-        else:
-            _check_prompts(documents, held_out, length, trainer.shortest)
-        identity = _identity(trainer_class, model, parsed, documents + held_out, on_policy)
-        state = open_folder(folder, identity, resume)
-        if on_policy is not False:
-            documents, held_out = _continued(folder, identity, model, documents, held_out, length, on_policy, line)
-            # The answers have other counts of tokens, which decide the tokens that the head can draft.
-            trainer = trainer_class(target, parsed, texts.count_tokens(documents, target.vocab_size))
-            pieces, reserve = _cut(documents, held_out, length, trainer.shortest)
+        trainer, pieces, reserve, state = _prepare(
+            trainer_class, target, parsed, documents, held_out, folder, on_policy, resume, repository, line
+        )
         glance, measured = (texts.sample(reserve, parsed.batch_size, n) for n in (GLANCE_TOKENS, HELD_OUT_TOKENS))
-        about = _about(pieces, measured, length, model.device, parsed, on_policy is not False)
+        about = _about(data, pieces, measured, target, parsed, on_policy is not False)
         line(f"training on {about['sequences']}, {about['text']}; held out: {about['held-out text']}")
-        publish = partial(_publish, model, trainer, about, folder)
+        publish = partial(_publish, model, trainer, about, folder, push or str(folder.resolve()), license)
         inputs = TargetFeatures(model, trainer.taps, trainer.kept), Batches(pieces, parsed.batch_size, parsed.seed)
         with Printer() if progress is None else nullcontext(progress) as report:
             loop = Loop(trainer, *inputs, glance, measured, parsed, state, folder, publish, report)
-            return _result(folder, state, loop.run())
+            result = _result(folder, state, loop.run())
+    if repository is not None:
+        line(f"sent to {repository.send(folder, f'{trainer.name} draft after {result.steps} steps')}")
+    return result
 
 
 train_draft.__doc__ = "\n".join(
     [inspect.cleandoc(train_draft.__doc__ or ""), "", "Options:", *describe(TrainingOptions)]
 )
+
+
+def _prepare(
+    trainer_class: type[Trainer], target: Target, options: TrainingOptions, documents: list[Document],
+    held_out: list[Document], folder: Path, on_policy: bool | dict, resume: bool, repository: Repository | None,
+    line: Callable[[str], None],
+) -> tuple[Trainer, list[Document], list[Document], TrainingState]:  # fmt: skip
+    """The trainer, both parts cut into pieces, and the state. The folder and the repository are made if need be.
+
+    The head is built and the text is checked before that, and before the model writes answers.
+    """
+    model, length = target.model, _length(options, target)
+    trainer = trainer_class(target, options, texts.count_tokens(documents, target.vocab_size))
+    if on_policy is False:
+        pieces, reserve = _cut(documents, held_out, length, trainer.shortest)
+    else:
+        _check_prompts(documents, held_out, length, trainer.shortest)
+    identity = _identity(trainer_class, model, options, documents + held_out, on_policy)
+    state = open_folder(folder, identity, resume)
+    if repository is not None:
+        repository.make()
+    if on_policy is not False:
+        documents, held_out = _continued(folder, identity, model, documents, held_out, length, on_policy, line)
+        # The answers have other counts of tokens, which decide the tokens that the head can draft.
+        trainer = trainer_class(target, options, texts.count_tokens(documents, target.vocab_size))
+        pieces, reserve = _cut(documents, held_out, length, trainer.shortest)
+    return trainer, pieces, reserve, state
 
 
 def _result(folder: Path, state: TrainingState, acceptance: list[float]) -> TrainingResult:
@@ -148,38 +179,56 @@ def _result(folder: Path, state: TrainingState, acceptance: list[float]) -> Trai
     return TrainingResult(folder, first, acceptance, *done)
 
 
-def _check_types(output, on_policy, resume, progress) -> None:
+def _repository(push: str | None, private: bool | None) -> Repository | None:
+    """The repository to push to, or None. ValueError if `push` names none, or if `private` comes without it."""
+    if push is None and private is not None:
+        raise ValueError("private: without push nothing is sent to the model hub; pass push='USER/NAME', too")
+    return None if push is None else Repository(push, private)
+
+
+def _check_types(output, on_policy, resume, progress, push, private, license) -> None:
     """TypeError that names the first argument of a wrong type."""
     for name, value, fits, expected in (
         ("on_policy", on_policy, isinstance(on_policy, bool | dict), "True, False or options for generate()"),
         ("output", output, isinstance(output, str | Path), "the path of a folder"),
         ("resume", resume, isinstance(resume, bool), "True or False"),
         ("progress", progress, progress is None or callable(progress), "a function of a `Progress`"),
+        ("push", push, isinstance(push, str | None), "the name of a repository, USER/NAME"),
+        ("private", private, isinstance(private, bool | None), "True or False"),
+        ("license", license, isinstance(license, str | None), "the name of a license, such as 'apache-2.0'"),
     ):
         if not fits:
             raise TypeError(f"{name}: expected {expected}, got {type(value).__name__}")
 
 
 def _publish(
-    model: PreTrainedModel, trainer: Trainer, about: dict, folder: Path, facts: dict, acceptance: list[float]
-) -> None:
-    """Write the head as it is now. Its card has `about`, facts of the training, and `facts` of its progress."""
-    card = write_card(model, trainer.name, about | facts, acceptance, folder)
-    save_head(folder, *trainer.publish(), model.dtype, card)
+    model: PreTrainedModel, trainer: Trainer, about: dict, folder: Path, draft: str, license: str | None, facts: dict,
+    acceptance: list[float],
+) -> None:  # fmt: skip
+    """Write the head as it is now. Its card has `about`, facts of the training, and `facts` of its progress.
+
+    draft: the path or the name under which users find the head.
+    """
+    card = write_card(model, trainer.name, about | facts, acceptance, draft, license)
+    texts = {"README.md": card, **write_door(trainer.name, draft)}
+    save_head(folder, *trainer.publish(), model.dtype, texts)
 
 
 def _about(
-    pieces: list[Document], held_out: list[Batch], length: int, device: torch.device, options: TrainingOptions,
-    on_policy: bool,
-) -> dict:  # fmt: skip
-    """The facts of a training for the head's card."""
+    data: Any, pieces: list[Document], held_out: list[Batch], target: Target, options: TrainingOptions, on_policy: bool
+) -> dict:
+    """The facts of a training for the head's card. data: the user's argument."""
+    length, device = _length(options, target), target.model.device
+    settings = [(field.name, getattr(options, field.name)) for field in fields(options) if field.name not in IN_CARD]
     return {
+        "data": Path(data).name if isinstance(data, str | Path) else "texts of the caller",
         "sequences": f"{len(pieces):,} of up to {length} tokens",
         "text": f"{sum(len(piece.ids) for piece in pieces):,} tokens" + (", the model's own" if on_policy else ""),
         "held-out text": f"{sum(batch.tokens for batch in held_out):,} tokens",
         "batch size": options.batch_size,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "seed": options.seed,
+        "settings": ", ".join(f"{name} {value}" for name, value in settings if value is not None),
     }
 
 

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -13,11 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transformers import dynamic_module_utils
 from typer.main import get_command
 
 import spec_compile
 from spec_compile import __main__ as command_line
-from spec_compile import passes
+from spec_compile import custom_generate, passes
 from spec_compile.config import Options
 from spec_compile.drafters import ALGORITHMS, parse_algorithm
 from spec_compile.kernels.attention import BACKENDS
@@ -63,6 +65,8 @@ def at_root(tmp_path, monkeypatch):
         return speculate(model, algo, **{"compile": False, "check": False, **options})
 
     monkeypatch.setattr(spec_compile, "speculate", eager)
+    monkeypatch.setattr(custom_generate, "speculate", eager)
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     registries = ALGORITHMS, BACKENDS, passes.PIPELINE
     before = [registry.copy() for registry in registries]
     yield
@@ -93,7 +97,7 @@ def check_options(tree: ast.Module) -> None:
         if name == "speculate":
             known = ALGORITHMS[parse_algorithm(algo)].options if algo in ALGORITHMS else Options
         elif name == "train_draft":
-            known, names = TrainingOptions, names - {"data", "output", "tokenizer", "validation", "on_policy", "resume"}
+            known, names = TrainingOptions, names - {*inspect.signature(spec_compile.train_draft).parameters}
         else:
             continue
         assert algo not in ALGORITHMS or names <= {field.name for field in dataclasses.fields(known)}, ast.unparse(call)

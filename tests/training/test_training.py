@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -207,6 +208,7 @@ def test_text_of_the_targets_own_is_written_once(tmp_path):
     (tmp_path / "b" / save.STATE).unlink()  # as if it had been interrupted before the first checkpoint
     for name in ("config.json", "model.safetensors", "README.md"):
         (tmp_path / "b" / name).unlink()
+    shutil.rmtree(tmp_path / "b" / save.DOOR)
     other = train(tmp_path / "b", **options | {"data": sequences(seed=1)})
     assert other.losses == train(tmp_path / "c", **options | {"data": sequences(seed=1)}).losses
 
@@ -227,7 +229,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
         train(folder, **options)
     assert torch.load(folder / save.STATE, weights_only=True)["step"] == 2
     assert sorted(path.name for path in folder.iterdir()) == [
-        "README.md", "config.json", save.CURVE, "model.safetensors", save.STATE,
+        "README.md", "config.json", save.CURVE, save.DOOR, "model.safetensors", save.STATE,
     ]  # fmt: skip
     assert load_head(folder, target(), "eagle3").hidden_size == 64
     assert train(folder, **options).losses == whole.losses
