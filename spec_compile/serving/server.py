@@ -26,6 +26,7 @@ from .errors import Refusal, add_handlers
 from .followers import Followers
 from .generation import Requests, SpeculativeState
 from .handlers import HANDLERS
+from .load_model import LoadModel
 from .tokens import Detokenize, Tokenize
 
 MODULES = {
@@ -36,9 +37,11 @@ MODULES = {
     "GenerationState": "utils",
 }
 """The modules from which transformers' server imports the classes that ours replace."""
-REPLACED_ROUTES = {"/health", "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/responses"}
-REMOVED_ROUTES = {"/load_model", "/reset", "/v1/audio/transcriptions", "/v1/systemone"}
-"""The first two would load other models and drop this one; the others need models that do other things."""
+REPLACED_ROUTES = {
+    "/health", "/load_model", "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/responses",
+}  # fmt: skip
+REMOVED_ROUTES = {"/reset", "/v1/audio/transcriptions", "/v1/systemone"}
+"""The first would drop the model; the others need models that do other things."""
 
 
 class Models(ModelManager):
@@ -148,6 +151,7 @@ def _build(model: str | Path, name: str, algo: str, options: dict, sizes: dict, 
         "/v1/responses": built._response_handler,
         "/tokenize": make(Tokenize),
         "/detokenize": make(Detokenize),
+        "/load_model": make(LoadModel),
     }
     _add_routes(app, state.requests, models, handlers)
     add_messages(app, make, state.requests.most_bytes)
