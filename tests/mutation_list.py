@@ -658,7 +658,20 @@ CONFIDENCE = [
     ),
 ]  # fmt: skip
 BATCHING, FAULTS = "spec_compile/batching/", "tests/batching/test_request_faults.py"
+LORAS = "tests/batching/test_lora_requests.py"
 REQUESTS = [
+    Mutation(
+        "keys and values of one adapter serve another", f"{BATCHING}prefix_store.py",
+        "[adapter.to_bytes(8) + key for key in keys[:1]]", "keys[:1]", f"{LORAS} -k 'belong and cpu-1'",
+    ),
+    Mutation(
+        "a request that waits for a slot of an adapter is passed for ever", f"{BATCHING}lora_slots.py",
+        "passed[0].passed >= self._most", "False", f"{LORAS} -k bounded",
+    ),
+    Mutation(
+        "a request keeps the slot of its adapter", f"{BATCHING}scheduler.py",
+        "        self.adapters.release(job)\n", "", f"{LORAS} -k end_with",
+    ),
     Mutation(
         "a block of a head is found by a text that goes on otherwise", f"{BATCHING}prefix_store.py",
         "int(sees_next)", "0",

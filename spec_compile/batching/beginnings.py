@@ -32,15 +32,15 @@ class Beginnings:
         """Keep the text that a request has left in a row, for prompts that come when the row has another one."""
         texts = self._decoder.texts
         slots = texts.length(row) - 1 - self._decoder.late(row)
-        self.prefixes.keep(self._decoder.lanes, row, texts.tokens(row), slots)
+        self.prefixes.keep(self._decoder.lanes, row, texts.tokens(row), slots, texts.adapter(row))
 
     def find(self, job: Job) -> tuple[int, int, CopySlots]:
         """The longest beginning of a prompt that has keys and values: a row that has them, or 0; the number of its
         tokens; and a function that copies them."""
-        texts = self._decoder.texts
+        texts, adapter = self._decoder.texts, job.loaded.version
         # The last token is the root of the first tree.
-        row, known = (0, 0) if job.needs_all_tokens else texts.longest_prefix(job.prompt[:-1])
-        blocks = [] if job.needs_all_tokens else self.prefixes.match(job.prompt)
+        row, known = (0, 0) if job.needs_all_tokens else texts.longest_prefix(job.prompt[:-1], adapter)
+        blocks = [] if job.needs_all_tokens else self.prefixes.match(job.prompt, adapter)
         is_sure = self.distrusts_weights and (known > 0 or bool(blocks))
         if self._weights.have_changed(is_sure):
             self.forget()

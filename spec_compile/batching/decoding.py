@@ -58,7 +58,7 @@ class Decoder(Rows):
         self._settings = self._settings.merge(job.settings)
         self.lanes.state.finished[job.row].fill_(False)
         counts = job.weights == self.texts.weights and not job.has_pictures
-        self.texts.put(job.row, job.prompt if counts else None)
+        self.texts.put(job.row, job.prompt if counts else None, job.loaded.version)
         self._hindsight("forget", job.row)
 
     def leave(self, job: Job) -> None:

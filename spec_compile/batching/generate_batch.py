@@ -1,6 +1,7 @@
 """``generate_batch()``: transformers' arguments and results, and no prompt or error that is lost."""
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import GenerationConfig
@@ -33,6 +34,11 @@ def generate_batch(
     )
     if ranks.size > 1:
         ranks.agree("generate_batch()", {"the prompts": [*map(list, inputs)], "the options": sorted(options)})
+    names = options.pop("adapter_names", None)
+    if names is not None and not isinstance(names, (list, tuple)):
+        raise TypeError(f"adapter_names: expected a list of names, one a prompt, got {type(names).__name__}")
+    if names is not None and len(names) != len(inputs):
+        raise ValueError(f"adapter_names: expected one name for each of {len(inputs)} prompts, got {len(names)}")
     if not inputs:
         return {}
     hints = WorkloadHints(
@@ -48,7 +54,7 @@ def generate_batch(
         ) as manager:  # fmt: skip
             if ranks.leads:
                 try:
-                    outputs = _answer(manager, inputs, sequences, record_timestamps, progress_bar, options)
+                    outputs = _answer(manager, inputs, names, sequences, record_timestamps, progress_bar, options)
                 except BaseException:
                     manager.stop(hard_stop=True)  # what is under way is for nobody
                     raise
@@ -63,11 +69,11 @@ def generate_batch(
 
 
 def _answer(
-    manager: Manager, inputs: list, sequences: int, record_timestamps: bool, progress_bar: bool,
-    options: dict[str, Any],
+    manager: Manager, inputs: list, adapters: Sequence[str | None] | None, sequences: int, record_timestamps: bool,
+    progress_bar: bool, options: dict[str, Any],
 ) -> dict[str, Output]:  # fmt: skip
     """The last outputs of all prompts, by request, in the order of the prompts. Prompts wait here while the queue of
-    the manager is full."""
+    the manager is full. adapters: one a prompt; None: all have the active one, if rows choose any."""
     bound = manager.continuous_batching_config.max_queue_size
     if bound and sequences > bound:
         raise ValueError(f"num_return_sequences: {sequences} requests for a prompt, max_queue_size is {bound}")
@@ -81,7 +87,8 @@ def _answer(
             while waiting and (manager.queue_room is None or manager.queue_room >= sequences):
                 number, ids = waiting.popleft()
                 try:
-                    name = manager.add_request(ids, record_timestamps=record_timestamps, **options)
+                    chosen = {} if adapters is None else {"adapter_name": adapters[number]}
+                    name = manager.add_request(ids, record_timestamps=record_timestamps, **chosen, **options)
                     names[number] = [*(child_name(name, child) for child in range(sequences - 1)), name]
                     open_names.update(names[number])
                 except (TypeError, ValueError) as error:

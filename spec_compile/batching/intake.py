@@ -58,6 +58,7 @@ class Intake:
         algorithm = self._model.speculation.engine.runtime.algorithm
         most_nodes = read_limit(options.pop("speculation", None), algorithm.plan.nodes)
         references = self._read_references(algorithm, options.pop("reference", None))
+        adapter = self._read_adapter(options.pop("adapter_name", None))
         tops = options.pop("logprobs", None), options.pop("prompt_logprobs", None)
         number = options.pop("num_return_sequences", None)
         sequences = read_sequences(number, config.num_return_sequences, defaults.num_return_sequences)
@@ -78,7 +79,7 @@ class Intake:
         return [
             Job(
                 name, prompt, each, seed, number, streaming, record_timestamps, share_text, most_nodes, references,
-                scores[number],
+                scores[number], adapter,
             )
             for number, (name, each) in enumerate(zip(names, prepared))
         ]  # fmt: skip
@@ -111,6 +112,21 @@ class Intake:
             if not 0 <= token < vocab:
                 raise ValueError(f"input_ids: token id {token} is outside the vocabulary of {vocab} tokens")
         return ids
+
+    def _read_adapter(self, name: Any) -> str | None:
+        """The adapter that a request names, or else the active one; None if rows choose none."""
+        loras = self._model.speculation.engine.loras
+        if loras is None:
+            if name is not None:
+                raise ValueError(
+                    "adapter_name: the active adapters were captured by speculate(); leave it out, or pass max_loras "
+                    "to speculate(), so that each request chooses one"
+                )
+            return None
+        if name is None:
+            return loras.active
+        loras.check_name(name, "adapter_name")
+        return name
 
     def _read_references(self, algorithm: Algorithm, reference: Any) -> list[torch.Tensor]:
         """The texts in a request's `reference`. ValueError or TypeError if it cannot have them."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers.generation.continuous_batching.requests import RequestStatus
 
+from ..capture.loras import NO_ADAPTER, Loaded
 from ..errors import check_int
 from ..runtime.accept import Route, make_acceptor
 from ..runtime.accept.draw import RowSettings
@@ -24,6 +25,7 @@ class Job:
     prompt: token ids. prepared: what it asks for. number: of its sequence among those of one call, see
     `random_numbers.uniform`. seed: of its random numbers. share_text: whether other requests may draft from its text.
     most_nodes: see `flights.Rider`. references: see `Drafter.enter`. scores: the log-probabilities that it asks for.
+    adapter: the name of its LoRA adapter; None: rows of this model choose none.
     """
 
     request_id: str
@@ -37,6 +39,11 @@ class Job:
     most_nodes: int = MAX_NODES
     references: list[Tensor] = field(default_factory=list)
     scores: Scores | None = None
+    adapter: str | None = None
+    loaded: Loaded = NO_ADAPTER
+    """The adapter in its slot, from the admission to the end."""
+    passed: int = 0
+    """Later requests with an adapter that were let in while it waited for a slot for its own."""
     status: RequestStatus = RequestStatus.PENDING
     tokens: list[int] = field(default_factory=list)
     timestamps: list[float] = field(default_factory=list)

@@ -51,8 +51,6 @@ class Manager(ContinuousBatchingManager):
                 "requests logprobs=0 for those of the raw logits"
             )
         self._engine = engine = model.speculation.engine
-        if engine.loras is not None:
-            raise NotImplementedError("max_loras: requests of a batch do not choose adapters yet; call generate()")
         with engine.turns, torch.inference_mode(False), torch.no_grad():
             engine.adopt()
             self.scheduler = take_scheduler(engine, config.max_requests_per_batch, workload_hints)
@@ -147,6 +145,8 @@ class Manager(ContinuousBatchingManager):
             finally:
                 if self.scheduler is not None:
                     self.scheduler.beginnings.distrusts_weights = True
+                if self._engine.loras is not None:
+                    self._engine.loras.forget()
 
     def stalled_seconds(self) -> float:
         """Seconds since a round last ended; 0.0 if no request is under way."""
@@ -182,9 +182,11 @@ class Manager(ContinuousBatchingManager):
         manager's. tokenizer: for `stop_strings`. seed: the answer is that of ``generate()`` after
         ``torch.manual_seed(seed)``; None: one is drawn. options: fields of a GenerationConfig, `logits_processor` and
         `stopping_criteria`, `speculation` as in ``generate()``, `reference` (texts that only this request drafts from,
-        until it ends; as in ``generate()`` else), `logprobs` and `prompt_logprobs` (numbers of likeliest tokens to tell
-        next to the log-probability of each token of the answer, and of the prompt, in `Output.scores` and
-        `Output.prompt_scores`), and what a processor returns for pictures (`pixel_values` and the like).
+        until it ends; as in ``generate()`` else), `adapter_name` (of its LoRA adapter, of a model with `max_loras`;
+        "__base__" is none, and without a name it has the active one), `logprobs` and `prompt_logprobs` (numbers of
+        likeliest tokens to tell next to the log-probability of each token of the answer, and of the prompt, in
+        `Output.scores` and `Output.prompt_scores`), and what a processor returns for pictures (`pixel_values` and the
+        like).
 
         Raises, before anything is handed in: ValueError or TypeError, naming the argument, for what cannot be served;
         queue.Full if as many requests wait as `max_queue_size` allows; RuntimeError if the thread stops or has died, in

@@ -40,9 +40,10 @@ class BatchingMixin(SpeculativeMixin):
         """transformers' ``generate_batch()``: answers all prompts, and returns the last output of each request by its
         name, in the order of the prompts.
 
-        inputs: token ids of each prompt. options: those of `Manager.add_request`, for all prompts. The other arguments
-        are transformers'. A prompt that is refused has an output with `status` FAILED and the reason in `error`; the
-        others are answered. On several ranks all of them call this alike, and all return the same.
+        inputs: token ids of each prompt. options: those of `Manager.add_request`, for all prompts, and `adapter_names`,
+        a list with the `adapter_name` of each prompt. The other arguments are transformers'. A prompt that is refused
+        has an output with `status` FAILED and the reason in `error`; the others are answered. On several ranks all of
+        them call this alike, and all return the same.
         Raises what `Manager.add_request` raises if every prompt is refused, and RuntimeError if the thread dies.
         """
         return generate_batch(

@@ -37,6 +37,9 @@ class PrefixStore:
 
     On a GPU all copies run on a stream of their own, which orders writes and reads of a place, and the host waits for
     none. Rounds wait for the copies to a row. They do not wait for those out of a row until they are to write to it.
+
+    Keys and values depend on the adapter of the row. So the key of a first block begins with the adapter's version (see
+    `Loaded`), and texts of two adapters share no block.
     """
 
     def __init__(self, lanes: Lanes, budget: PrefixBudget, sees_next: bool = False):
@@ -71,11 +74,11 @@ class PrefixStore:
         """The weights have changed: no keys and values count any more."""
         self._tree.clear()
 
-    def match(self, prompt: list[int]) -> list[Block]:
+    def match(self, prompt: list[int], adapter: int = 0) -> list[Block]:
         """The longest chain of blocks with which a prompt begins. Its last token does not count, because it is the root
-        of the first tree."""
+        of the first tree. adapter: the version of the prompt's own."""
         self.asked += len(prompt) - 1
-        chain = self._tree.match(self._keys(np.asarray(prompt[:-1], dtype=np.int32), len(prompt) - 1))
+        chain = self._tree.match(self._keys(np.asarray(prompt[:-1], dtype=np.int32), len(prompt) - 1, adapter))
         return chain if len(chain) >= self._fewest else []
 
     def copy(self, chain: list[Block], lanes: Lanes, row: int) -> None:
@@ -88,12 +91,13 @@ class PrefixStore:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self.hits.update({tier: BLOCK * count for tier, count in Counter(map(self._tree.tier, chain)).items()})
 
-    def keep(self, lanes: Lanes, row: int, tokens: np.ndarray, slots: int) -> None:
-        """Keep the text of a row. tokens: [n] int32. slots: of them that have keys and values."""
+    def keep(self, lanes: Lanes, row: int, tokens: np.ndarray, slots: int, adapter: int = 0) -> None:
+        """Keep the text of a row. tokens: [n] int32. slots: of them that have keys and values. adapter: the version of
+        the row's own."""
         if slots < self._fewest * BLOCK:
             return
         try:
-            copies = self._tree.keep([*self._keys(tokens, slots)])
+            copies = self._tree.keep([*self._keys(tokens, slots, adapter)])
             if not copies.demoted and not copies.written:
                 return
             with self._aside():
@@ -135,11 +139,12 @@ class PrefixStore:
         for part, blocks in self._memory.pieces(places):
             blocks.copy_(staged[part], non_blocking=True)
 
-    def _keys(self, tokens: np.ndarray, slots: int) -> Iterator[bytes]:
-        """The keys of the whole blocks among the first `slots` slots of a text [n] int32."""
+    def _keys(self, tokens: np.ndarray, slots: int, adapter: int) -> Iterator[bytes]:
+        """The keys of the whole blocks among the first `slots` slots of a text [n] int32. adapter: its version"""
         last = self._sees_next
         for number in range(max(min(slots, len(tokens) - last), 0) // BLOCK):
-            yield tokens[number * BLOCK + (last if number else 0) : (number + 1) * BLOCK + last].tobytes()
+            begin = b"" if number else adapter.to_bytes(8)
+            yield begin + tokens[number * BLOCK + (last if number else 0) : (number + 1) * BLOCK + last].tobytes()
 
     def _runs(self, written: list[tuple[int, int]]) -> Iterator[tuple[int, list[int]]]:
         """(number of the first block, places) for consecutive blocks of a text, `self._most` at most.

@@ -47,7 +47,7 @@ class Prompts(Rows):
     def _begin(self, job: Job, lanes: Lanes, row: int, **numbers: int) -> None:
         vocab = self.runtime.verify.vocab_size
         eos = [token for token in job.eos if 0 <= token < vocab]
-        lanes.state.enter(row, job.prompt, eos, **numbers, **job.numbers())
+        lanes.state.enter(row, job.prompt, eos, job.loaded.index, **numbers, **job.numbers())
         self.runtime.guard(lanes.all.drafter.enter, row, job.share_text, job.references)
 
     def process(self, job: Job, target: Lanes, to: int) -> None:

@@ -12,6 +12,7 @@ from ..runtime.tiers import build_compiled
 from .beginnings import Beginnings
 from .decoding import Decoder
 from .job import Job
+from .lora_slots import LoraSlots
 from .prompts import Prompts
 from .ranks import Admission, Shadow, pack, unpack
 
@@ -23,9 +24,12 @@ class Scheduler:
     most one between two rounds, and its row joins the next round. An error while a request enters, decodes or leaves
     ends that request only."""
 
-    def __init__(self, runtime: Runtime, slots: int, capacity: int, lanes: int, weights: WeightValues):
+    def __init__(
+        self, runtime: Runtime, slots: int, capacity: int, lanes: int, weights: WeightValues, adapters: LoraSlots
+    ):  # fmt: skip
         """slots: requests that decode at once. capacity: tokens of each. lanes: prompts that are processed at once.
-        weights: tell whether keys and values of earlier requests still hold."""
+        weights: tell whether keys and values of earlier requests still hold. adapters: of requests."""
+        self.adapters = adapters
         self.slots, self.capacity = slots, capacity
         self.waiting: deque[Job] = deque()
         """Any thread may append to it."""
@@ -111,7 +115,8 @@ class Scheduler:
         return jobs
 
     def _free(self, job: Job) -> None:
-        """Take the row of a request that is over, if it has one."""
+        """Take the row of a request that is over, if it has one, and its adapter."""
+        self.adapters.release(job)
         for place in (self.prompts, self.decoder):
             if job in place.jobs:
                 row = job.row
@@ -153,11 +158,12 @@ class Scheduler:
         """Begin with the prompts of waiting requests, as far as there are rows. Requests that fail go to `news`."""
         entered: list[Admission] = []
         self.beginnings.distrusts_weights |= not (self.prompts.active or self.decoder.active)
-        while self.waiting and self.prompts.has_room:
-            if len(self.prompts.active) + len(self.decoder.active) == self.slots:
+        while self.prompts.has_room and len(self.prompts.active) + len(self.decoder.active) < self.slots:
+            if (job := self.adapters.next(self.waiting)) is None:
                 break
-            job = self.waiting.popleft()
+            self.waiting.remove(job)
             try:
+                self.adapters.take(job)
                 job.admit()
                 self._unchecked.append(job)
                 row, known, copy = self.beginnings.find(job)

@@ -6,6 +6,7 @@ from ..capture.weight_values import WeightValues
 from ..kernels.linear import MAX_ROWS
 from ..runtime.prefix_budget import PrefixBudget
 from ..runtime.runtime import Runtime
+from .lora_slots import LoraSlots
 from .prompts import LANES
 from .scheduler import Scheduler
 
@@ -30,7 +31,8 @@ def take_scheduler(engine, requested: int | None, hints=None) -> Scheduler:
     if idle is not None and (idle.slots == slots or (requested is None and idle.slots > slots)):
         return idle
     del idle  # its memory first
-    scheduler = Scheduler(engine.runtime, slots, capacity, lanes, WeightValues(engine.weights.slots))
+    weights, adapters = WeightValues(engine.weights.slots), LoraSlots(engine.loras, slots)
+    scheduler = Scheduler(engine.runtime, slots, capacity, lanes, weights, adapters)
     engine.batches.add(scheduler)
     return scheduler
 

@@ -14,6 +14,8 @@ class Texts:
         self._tokens = np.zeros((rows, capacity), dtype=np.int32)
         self._lengths = np.zeros(rows, dtype=np.int64)
         self._has_states = has_states
+        self._adapters = np.zeros(rows, dtype=np.int64)
+        """The version of the adapter that each row's keys and values were computed with, see `Loaded`."""
         self._has_ended = np.zeros(rows, dtype=bool)
         """True for rows whose states have seen all of the text but the last token."""
         self._counts = np.zeros(rows, dtype=bool)
@@ -21,8 +23,9 @@ class Texts:
         self.weights = 0
         """Counts how often the weights have changed."""
 
-    def put(self, row: int, tokens: list[int] | None) -> None:
-        """The row has this text from now on; None: one that no prompt begins with."""
+    def put(self, row: int, tokens: list[int] | None, adapter: int = 0) -> None:
+        """The row has this text from now on; None: one that no prompt begins with. adapter: the version of its own."""
+        self._adapters[row] = adapter
         self._lengths[row], self._has_ended[row], self._counts[row] = 0, False, tokens is not None
         self.extend(row, tokens or [])
 
@@ -46,11 +49,15 @@ class Texts:
         """A row's text [n] int32; empty if its keys and values are not those of the text."""
         return self._tokens[row, : self._lengths[row]]
 
+    def adapter(self, row: int) -> int:
+        """The version of a row's adapter."""
+        return int(self._adapters[row])
+
     def move(self, row: int, to: int) -> None:
         """A row's text is in another row now, and no longer in this one."""
         length = self._lengths[row]
         self._tokens[to, :length], self._lengths[to] = self._tokens[row, :length], length
-        self._counts[to] = self._counts[row]
+        self._counts[to], self._adapters[to] = self._counts[row], self._adapters[row]
         self._lengths[row] = 0
         self._has_ended[to] = False
 
@@ -59,8 +66,9 @@ class Texts:
         self._lengths[:], self._counts[:] = 0, False
         self.weights += 1
 
-    def longest_prefix(self, prompt: list[int]) -> tuple[int, int]:
-        """The row whose text begins with most of the prompt, and with how many of its tokens: 0 if they are few.
+    def longest_prefix(self, prompt: list[int], adapter: int = 0) -> tuple[int, int]:
+        """The row whose text begins with most of the prompt, and with how many of its tokens: 0 if they are few. Rows
+        of other adapters do not count.
 
         The last token of a text does not count, because it has no keys and values yet. With
         states a text counts only if the prompt begins with all of the rest.
@@ -70,7 +78,7 @@ class Texts:
             return 0, 0
         differs = self._tokens[:, :width] != np.asarray(prompt[:width], dtype=np.int32)
         alike = np.where(differs.any(axis=1), differs.argmax(axis=1), width)
-        alike = np.minimum(alike, self._lengths - 1)
+        alike = np.where(self._adapters == adapter, np.minimum(alike, self._lengths - 1), 0)
         if self._has_states:
             alike = np.where(self._has_ended & (alike == self._lengths - 1), alike, 0)
         row = int(alike.argmax())

@@ -141,6 +141,7 @@ class Worker:
             jobs = [*self.jobs.values()]
         for job in jobs:
             job.fail(error)
+            self._scheduler.adapters.release(job)
         self.deliver(jobs)
 
     def deliver(self, news: list[Job]) -> None:

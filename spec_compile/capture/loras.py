@@ -42,6 +42,9 @@ class Loaded:
     last_use: int = 0
 
 
+NO_ADAPTER = Loaded(BASE, 0, 0)
+
+
 class Loras:
     """The slots for adapters of one model. A request takes an adapter, which is copied to a slot unless it is there.
 
@@ -73,14 +76,14 @@ class Loras:
             path: LowRank(1 + most, self.rank, layer.base_layer.weight, dtype) for path, layer in self._layers.items()
         }
         """By the path of each layer that an adapter changes."""
-        self._base, self._slots = Loaded(BASE, 0, 0), list[Loaded | None]([None] * most)
+        self._slots = list[Loaded | None]([None] * most)
         self._versions: dict[str, tuple[list[tuple], int]] = {}
         self._numbers, self._uses = itertools.count(1), itertools.count(1)
 
     @property
     def names(self) -> list[str]:
-        """The adapters that the model has now."""
-        return sorted({name for layer in self._layers.values() for name in layer.lora_A})
+        """The adapters that the model has now. Any thread may ask, also while another one adds adapters."""
+        return sorted({name for layer in self._layers.values() for name in [*layer.lora_A]})
 
     @property
     def active(self) -> str:
@@ -98,16 +101,21 @@ class Loras:
         """True inside peft's ``disable_adapter()``, where every row has none."""
         return next(iter(self._layers.values())).disable_adapters
 
-    def check_name(self, name: Any) -> None:
-        """TypeError or ValueError, with the known names, unless there is an adapter of this name."""
+    def check_name(self, name: Any, argument: str = "adapter_names") -> None:
+        """TypeError or ValueError, with the known names, unless there is an adapter of this name.
+
+        argument: of the caller, that errors name.
+        """
         if not isinstance(name, str):
-            raise TypeError(f"adapter_names: expected names of adapters, got {type(name).__name__}")
+            raise TypeError(f"{argument}: expected names of adapters, got {type(name).__name__}")
         if name != BASE and name not in self.names:
-            raise ValueError(f"adapter_names: there is no adapter {name!r}; known are {', '.join([*self.names, BASE])}")
+            raise ValueError(f"{argument}: there is no adapter {name!r}; known are {', '.join([*self.names, BASE])}")
 
     def has_room(self, name: str) -> bool:
-        """True if `take` finds a slot."""
-        return name == BASE or self._present(name) is not None or any(map(_is_free, self._slots))
+        """True unless `take` would raise SlotsTakenError."""
+        if name == BASE or any(map(_is_free, self._slots)):
+            return True
+        return self._present(name) is not None or name not in self.names
 
     def take(self, name: str) -> Loaded:
         """The adapter of this name, in a slot that it keeps until `release`.
@@ -120,7 +128,7 @@ class Loras:
             if layer.merged:
                 raise UnsupportedModelError(f"adapter_names: adapters are merged into {path}; call unmerge_adapter()")
         if name == BASE or self._are_disabled:
-            return self._base
+            return NO_ADAPTER
         loaded = self._present(name) or self._load(name)
         loaded.users += 1
         loaded.last_use = next(self._uses)
@@ -128,7 +136,8 @@ class Loras:
 
     def release(self, loaded: Loaded) -> None:
         """A request that took an adapter is over."""
-        loaded.users -= 1
+        if loaded is not NO_ADAPTER:
+            loaded.users -= 1
 
     def forget(self) -> None:
         """Weights may have changed without notice: copy each adapter again when it is next taken."""
@@ -159,8 +168,9 @@ class Loras:
 
     def _present(self, name: str) -> Loaded | None:
         """The slot that has the adapter as it is now."""
-        values = self._values(name)
-        return next((slot for slot in self._slots if slot and slot.name == name and _same(slot.values, values)), None)
+        slots = [slot for slot in self._slots if slot and slot.name == name]
+        values = self._values(name) if slots else []
+        return next((slot for slot in slots if _same(slot.values, values)), None)
 
     def _load(self, name: str) -> Loaded:
         self._check(name)

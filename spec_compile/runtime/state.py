@@ -108,10 +108,11 @@ class State(nn.Module):
             self.late_features[row, self.late.clamp(max=MOST_LATE - 1)] = new
         self.late.add_(gained)
 
-    def enter(self, row: int, prompt: list[int], eos: list[int], **numbers: int | float) -> None:
+    def enter(self, row: int, prompt: list[int], eos: list[int], adapter: int = 0, **numbers: int | float) -> None:
         """Begin a new sequence in one row while the others go on. The caller has to unset its `finished`.
 
-        prompt: token ids. eos: ids of the tokens that end it. numbers: values for the [B] buffers of these names.
+        prompt: token ids. eos: ids of the tokens that end it. adapter: see `Cache.adapters`. numbers: values for the
+        [B] buffers of these names.
         """
         numbers = {"most_nodes": MAX_NODES} | numbers | {"prompt_lengths": len(prompt), "late": 0}
         buffers = {name: getattr(self, name)[row : row + 1] for name in numbers}
@@ -131,6 +132,8 @@ class State(nn.Module):
             torch._foreach_copy_([buffers[name] for name in fractions], [*rest.view(torch.float64).float().split(1)])
         self.is_eos[row].zero_().index_fill_(0, ends, True)
         self.kv.states.enter(row, len(prompt))
+        for chosen in self.kv.adapters:
+            chosen[row].fill_(adapter)
         self.finished[row].fill_(True)
         self._eos = None  # rows differ
 

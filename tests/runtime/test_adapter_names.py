@@ -134,9 +134,7 @@ def test_copies_have_adapters(models):
     assert torch.equal(copied.generate(**call(ids()), adapter_names=NAMES), expected)
 
 
-def test_requests_are_refused(models):
-    with pytest.raises(NotImplementedError, match="max_loras: requests"):
-        models[1].generate_batch([[5, 6, 7]], max_new_tokens=4)
+def test_an_audit_is_refused(models):
     with pytest.raises(ValueError, match="max_loras: an audit"):
         audit(models[1], [[5, 6, 7]])
 
