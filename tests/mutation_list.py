@@ -728,6 +728,16 @@ REQUESTS = [
         "tests/batching/test_logprobs.py -k known",
     ),
     Mutation(
+        "tokens without a text lose their scores in a stream", "spec_compile/serving/generation.py",
+        "scores.add(output.scores[self._prev_len :])", "scores.add(output.scores[-1:])",
+        "tests/serving/test_logprobs.py -k 'stream or calls'",
+    ),
+    Mutation(
+        "places of an answer begin at 0 after an echo", "spec_compile/serving/logprobs.py",
+        "_Places(tokenizer, len(echo or \"\"))", "_Places(tokenizer, 0)",
+        "tests/serving/test_logprobs.py -k echoed",
+    ),
+    Mutation(
         "tokens outside the vocabulary go on", f"{BATCHING}decoding.py",
         "                check_tokens(result.tokens, logits.shape[-1])\n", "",
         f"{FAULTS} -k 'choose_no_token and many'",

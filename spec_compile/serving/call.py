@@ -20,6 +20,9 @@ class HttpCall:
     limit_field: name of the field with the number of tokens that the client wants, or None
     prediction: token ids of the answer that the client expects, or None
     tool_calls: the calls that the answer shall have, a `ToolCalls`, or None
+    echo: the text of the prompt, if the answer begins with it, or None
+    drops_answer: True if only the prompt is wanted, so that the one token of the answer is dropped
+    logprobs: the log-probabilities that the answer shall have, a `ChatLogprobs`, or None
     is_prepared: True once its prompt and settings are made
     request_id: the manager's name of the request that was added for it, or None
     output: the last output that the manager delivered, or None
@@ -32,6 +35,9 @@ class HttpCall:
     limit_field: str | None = None
     prediction: list[int] | None = None
     tool_calls: Any = None
+    echo: str | None = None
+    drops_answer: bool = False
+    logprobs: Any = None
     is_prepared: bool = False
     request_id: str | None = None
     output: Any = None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ..batching.logprobs import MOST_TOP
 from ..errors import did_you_mean
 from .errors import Refusal, refuse, shown
 
@@ -188,8 +189,9 @@ COMPLETION = SAMPLING | PENALTIES | VLLM | {
     "prediction": OBJECT,
     "n": only(1),
     "best_of": only(1),
-    "echo": only(False),
-    "logprobs": only(False),
+    "echo": FLAG,
+    "max_tokens": Field(SIZE.accepts, "an int of 1 or more, or 0 with echo"),
+    "logprobs": integer(0, MOST_TOP),
     "stream_options": STREAM_OPTIONS,
     "user": TEXT,
 }  # fmt: skip
@@ -198,8 +200,8 @@ CHAT = SAMPLING | PENALTIES | VLLM | TEMPLATE | WITHOUT_EFFECT | {
     "max_completion_tokens": COUNT,
     "prediction": OBJECT,
     "n": only(1),
-    "logprobs": only(False),
-    "top_logprobs": only(0),
+    "logprobs": FLAG,
+    "top_logprobs": integer(0, MOST_TOP),
     "response_format": OBJECT,
     "modalities": only(["text"]),
     "functions": only([]),

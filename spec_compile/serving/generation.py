@@ -5,6 +5,7 @@ import queue
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,12 +22,14 @@ from transformers.cli.serving.utils import (
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from ..batching.output import Output
+from ..batching.stop_strings import TokenBytes
 from ..capture.pictures import reads_pictures
 from ..runtime.own_prefill import TOKEN_TYPES
 from .call import CURRENT, HttpCall
 from .errors import Refusal, refuse, shown
 from .followers import Followers
 from .grammars import GrammarCache, read_form
+from .logprobs import read_top
 from .metrics import PrometheusMetrics
 from .penalties import CountPenalties
 from .prediction import NO_NGRAMS, read_prediction, reference_of, tokenize
@@ -48,15 +51,24 @@ MOST_CONTAINERS = 50_000
 
 
 class Streamer(CBStreamer):
-    """transformers' streamer, which makes one piece of text of all tokens of a round, not one of each token."""
+    """transformers' streamer, which makes one piece of text of all tokens of a round, not one of each token. The first
+    piece is the prompt if the call echoes it."""
 
     def __init__(self, manager: Any, name: str, tokenizer: Any, call: HttpCall, pieces: asyncio.Queue, parser: Any):
         super().__init__(manager, name, tokenizer._tokenizer, call.loop, pieces, parser)
-        self._full_tokenizer, self._is_partial = tokenizer, False
+        self._call, self._full_tokenizer, self._is_partial, self._is_begun = call, tokenizer, False, False
         self._length = 0  # characters of the text so far
 
     def put(self, output: Any) -> None:
         """Take the new tokens of an output."""
+        scores = self._call.logprobs
+        if self._call.echo is not None and not self._is_begun and output.error is None:
+            self._is_begun = True
+            self._queue.put_nowait(self._call.echo)
+            if scores is not None:
+                scores.add_prompt(output)
+        if scores is not None:
+            scores.add(output.scores[self._prev_len :])
         tokens = output.generated_tokens[self._prev_len :]
         self._prev_len = self.total_tokens = len(output.generated_tokens)
         pieces = [self._decode_stream.step(self._tokenizer, token) for token in tokens]
@@ -71,6 +83,8 @@ class Streamer(CBStreamer):
             items = [text] if self._parser is None else response_events_to_chunks(self._parser.feed(text))
             for item in items:
                 self._queue.put_nowait(item)
+                if scores is not None:
+                    scores.end_chunk()
 
 
 class Requests(CBGenerateManager):
@@ -82,6 +96,7 @@ class Requests(CBGenerateManager):
         self.manager = model.init_continuous_batching(continuous_batching_config=config)
         self.num_spec_tokens: int = model.speculation.engine.runtime.sizes[-1] - 1
         self.vocab_size: int = model.speculation.engine.runtime.verify.vocab_size
+        self._clamps_prompts: bool = model.speculation.engine.runtime.verify.clamps_prompts
         self.has_ngrams = model.speculation.engine.runtime.algorithm.store is not None
         self.metrics = PrometheusMetrics(self.manager.metrics)
         self.row_tokens: int = self.manager.metrics()["slot_tokens"]
@@ -90,6 +105,7 @@ class Requests(CBGenerateManager):
         self.most_bytes = MOST_BYTES + BYTES_A_TOKEN * self.row_tokens + PICTURE_BYTES * self._reads_pictures
         self.most_containers = MOST_CONTAINERS + 2 * self.row_tokens
         self.tokenizer, self.workers = getattr(processor, "tokenizer", processor), Workers()
+        self.bytes_of = TokenBytes(self.tokenizer).of
         self.most_characters = self.row_tokens * max(map(len, self.tokenizer.get_vocab()))
         ends = model.generation_config.eos_token_id
         self.grammars = GrammarCache(self.tokenizer, self.vocab_size, ends)
@@ -196,6 +212,8 @@ class Requests(CBGenerateManager):
             if output.is_finished():
                 handlers.pop(name, None)
                 self.metrics.observe(output)
+            if call.drops_answer:
+                call.output = output = replace(output, generated_tokens=[], scores=[], finish_reason="length")
             take(output)
 
         self._check_room(call, ids, config)
@@ -262,10 +280,16 @@ class Requests(CBGenerateManager):
             raise refuse("prediction", NO_NGRAMS)
         return tokenize(text, self.tokenizer, self.most_characters, self.vocab_size)
 
-    def _options(self, call: HttpCall, ids: list[int], config: GenerationConfig) -> dict[str, list]:
-        """Options of `add_request` in addition to the config: processors for penalties and for the answer's form, and a
-        reference."""
-        options: dict[str, list] = {"reference": reference_of(ids, call.prediction)} if call.prediction else {}
+    def _options(self, call: HttpCall, ids: list[int], config: GenerationConfig) -> dict[str, Any]:
+        """Options of `add_request` in addition to the config: processors for penalties and for the answer's form, a
+        reference, and numbers of log-probabilities."""
+        options: dict[str, Any] = {"reference": reference_of(ids, call.prediction)} if call.prediction else {}
+        if call.logprobs is not None:
+            options["logprobs"] = top = read_top(call.fields)
+            if call.echo is not None:
+                if self._clamps_prompts:
+                    raise refuse("echo", "the model processes prompts unlike answers, so it has no logprobs of prompts")
+                options["prompt_logprobs"] = top
         processors: list[Any] = []
         penalties = [call.fields.get(name, 0) for name in ("frequency_penalty", "presence_penalty")]
         if any(penalties):

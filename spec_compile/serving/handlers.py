@@ -20,6 +20,7 @@ from .body import decode_body
 from .call import CURRENT
 from .errors import Refusal, error_object, failure, refuse
 from .fields import CHAT, COMPLETION, RESPONSE, Field, check_fields
+from .logprobs import ChatLogprobs, CompletionLogprobs, read_top
 from .messages import check_input, check_messages, check_tools, count_characters
 from .metrics import speculation_fields
 from .prediction import usage_details
@@ -158,9 +159,13 @@ class _Checked:
         if template is not None:
             processor = AnswerReader(processor, template, CURRENT.get().tool_calls)
         response = await super()._non_streaming(name, model, processor, *args, **kwargs)
-        body = json.loads(response.body)
+        body, call = json.loads(response.body), CURRENT.get()
         for choice in body.get("choices", []):
             choice["finish_reason"] = _finish_reason(choice["finish_reason"])
+            if call.echo is not None:
+                choice["text"] = call.echo + choice["text"]
+            if call.logprobs is not None:
+                choice["logprobs"] = call.logprobs.whole(call.output)
         body["metrics"] = self._speculation()
         _add_prediction(body.get("usage"))
         return JSONResponse(body)
@@ -173,13 +178,20 @@ class _Chunked(_Checked):
     """A handler that streams chunks, the last of which has `usage`."""
 
     def _build_chunk_sse(self, *args: Any, **kwargs: Any) -> str:
-        if kwargs.get("usage") is None:
-            return super()._build_chunk_sse(*args, **kwargs)
-        kwargs["finish_reason"] = _finish_reason(kwargs["finish_reason"])
-        chunk = json.loads(super()._build_chunk_sse(*args, **kwargs).removeprefix("data: "))
-        chunk["metrics"] = self._speculation()
-        _add_prediction(chunk["usage"])
-        return self.chunk_to_sse(f"data: {json.dumps(chunk)}\n\n")
+        call, is_last = CURRENT.get(), kwargs.get("usage") is not None
+        if is_last:
+            kwargs["finish_reason"] = _finish_reason(kwargs["finish_reason"])
+        event = super()._build_chunk_sse(*args, **kwargs)
+        logprobs = call.logprobs.take() if call.logprobs is not None and "role" not in kwargs else None
+        if logprobs is None and not is_last:
+            return event
+        chunk = json.loads(event.removeprefix("data: "))
+        if logprobs is not None:
+            chunk["choices"][0]["logprobs"] = logprobs
+        if is_last:
+            chunk["metrics"] = self._speculation()
+            _add_prediction(chunk["usage"])
+        return f"data: {json.dumps(chunk)}\n\n"
 
 
 def _add_prediction(usage: dict | None) -> None:
@@ -212,11 +224,34 @@ class Chat(_Chunked, ChatCompletionHandler):
 
     fields, required = CHAT, "messages"
 
+    def _check(self, body: dict) -> dict:
+        body, call = super()._check(body), CURRENT.get()
+        if read_top(call.fields) is not None:
+            requests = self.generation_state.requests
+            call.logprobs = ChatLogprobs(requests.tokenizer, requests.bytes_of)
+        return body
+
 
 class Completion(_Chunked, CompletionHandler):
     """POST /v1/completions."""
 
     fields, required, uses_template = COMPLETION, "prompt", False
+
+    def _read(self, body: dict) -> dict:
+        fields, call = super()._read(body), CURRENT.get()
+        if fields.get("max_tokens") == 0:
+            if not fields.get("echo"):
+                raise refuse("max_tokens", f"expected {COMPLETION['max_tokens'].expected}, got 0")
+            fields["max_tokens"], call.drops_answer = 1, True
+        return fields
+
+    def _check(self, body: dict) -> dict:
+        body, call = super()._check(body), CURRENT.get()
+        call.echo = body["prompt"] if body.get("echo") else None
+        if read_top(call.fields) is not None:
+            requests = self.generation_state.requests
+            call.logprobs = CompletionLogprobs(requests.tokenizer, requests.bytes_of, call.echo)
+        return body
 
 
 class Response(_Checked, ResponseHandler):

@@ -163,7 +163,7 @@ def test_the_models_are_the_one_that_is_served(client, folder):
         (400, "seed", {"prompt": "a", "seed": True}),
         (400, "stop", {"prompt": "a", "stop": [""]}),
         (400, "n:", {"prompt": "a", "n": 2}),
-        (400, "echo", {"prompt": "a", "echo": True}),
+        (400, "echo", {"prompt": "a", "echo": 1}),
         (400, "stream", {"prompt": "a", "stream": "yes"}),
         (400, "generation_config", {"prompt": "a", "generation_config": "{"}),
         (400, "speed", {"prompt": "a", "generation_config": '{"speed": 9}'}),
