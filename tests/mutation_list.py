@@ -917,6 +917,10 @@ SERVING = [
         "if len(values) < len(pairs):", "if False:", f"{FIELDS} -k no_json",
     ),
     Mutation(
+        "every chunk repeats an id of any length", f"{HTTP}body.py",
+        'r"[!-~]{0,256}"', 'r".*"', "tests/serving/test_bounds.py -k odd_headers",
+    ),
+    Mutation(
         "every seed is taken", f"{HTTP}fields.py",
         '"seed": integer(-(1 << 63), (1 << 64) - 1),', '"seed": integer(-(1 << 99), 1 << 99),',
         f"{FIELDS} -k 'bad_values and seed'",

@@ -12,10 +12,15 @@ DEEPEST = 64
 """Lists and objects of a body that may lie in each other."""
 MOST_DRAINED = 64 << 20
 """Bytes of a body that are read at most before it is refused as too large, so that its client reads the reason."""
+REQUEST_ID = re.compile(r"[!-~]{0,256}")
+"""The header X-Request-Id, which every chunk of an answer repeats."""
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """The bytes of a body. Refusal with status 415 if its type is not JSON, 413 if it has more than `most` bytes."""
+    """The bytes of a body. Refusal with status 415 if its type is not JSON, 413 if it has more than `most` bytes.
+
+    Refusal with status 400 for a bad X-Request-Id.
+    """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     parts: list[bytes] = []
     size = 0
@@ -31,6 +36,8 @@ async def read_body(request: Request, most: int) -> bytes:
         raise Refusal(415, f"Content-Type: expected application/json, got {media_type[:80] or 'none'}")
     if size > most:
         raise Refusal(413, f"the body has more than {most} bytes, which this server does not read; send less")
+    if not REQUEST_ID.fullmatch(request.headers.get("x-request-id", "")):
+        raise Refusal(400, "X-Request-Id: expected at most 256 visible ASCII characters; send another, or none")
     return b"".join(parts)
 
 

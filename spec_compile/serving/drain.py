@@ -24,6 +24,7 @@ class Runner(uvicorn.Server):
 
     def __init__(self, server: Server, grace: float = GRACE):
         server.config.timeout_graceful_shutdown = 5  # for clients that read slowly what is ready
+        server.config.http = "h11"  # it bounds the bytes of headers, which httptools does not
         super().__init__(server.config)
         self.requests, self.grace = server.requests, grace
         self.has_failed = False
