@@ -687,13 +687,23 @@ REQUESTS = [
         "        target.reuse(to)\n", "", "tests/batching/test_rows.py -k written",
     ),
     Mutation(
+        "states that the drafter is late by are kept", f"{BATCHING}beginnings.py",
+        "texts.has_ended(row) and not late", "texts.has_ended(row)",
+        "tests/batching/test_prefix_store.py -k late_draft",
+    ),
+    Mutation(
+        "states at a branch are those of a later token", f"{BATCHING}prompts.py",
+        "fill_(branch + 1)", "fill_(len(job.prompt))",
+        "tests/batching/test_prefix_store.py -k prompts_branch",
+    ),
+    Mutation(
         "kept prefixes outlive the weights", f"{BATCHING}beginnings.py",
         "        self.prefixes.forget()\n", "        pass\n",
         "tests/batching/test_prefix_store.py -k other_weights",
     ),
     Mutation(
         "texts of earlier weights are reused", f"{BATCHING}beginnings.py",
-        "            self.forget()\n            row, known, blocks = 0, 0, []\n", "            pass\n",
+        "            self.forget()\n            row, known, blocks, seen = 0, 0, [], 0\n", "            pass\n",
         f"{FAULTS} -k 'between_requests and a_step'",
     ),
     Mutation(

@@ -1,6 +1,9 @@
 """`Beginnings`: the keys and values that a new prompt can start from, in a row or among the kept prefixes."""
 
 from functools import partial
+from typing import NamedTuple
+
+import numpy as np
 
 from ..capture.weight_values import WeightValues
 from ..runtime.prefix_budget import PrefixBudget
@@ -8,8 +11,24 @@ from ..runtime.runtime import Runtime
 from .decoding import Decoder
 from .job import Job
 from .lanes import Lanes
-from .prefix_store import BLOCK, PrefixStore
+from .prefix_store import TOKENS, PrefixStore
 from .prompts import CopySlots
+
+LEAST_BRANCH = 256
+"""Tokens that states at a branch save later prompts at least. One chunk more, which this prompt pays, costs less."""
+
+
+class Beginning(NamedTuple):
+    """The part of a prompt that need not be processed.
+
+    row: the row that has its keys and values, or 0. known: its tokens. copy: copies it. branch: the tokens of a longer
+    part that earlier texts share, if states are to be kept there; 0 if not.
+    """
+
+    row: int
+    known: int
+    copy: CopySlots
+    branch: int
 
 
 class Beginnings:
@@ -30,29 +49,37 @@ class Beginnings:
 
     def keep(self, row: int) -> None:
         """Keep the text that a request has left in a row, for prompts that come when the row has another one."""
-        texts = self._decoder.texts
-        slots = texts.length(row) - 1 - self._decoder.late(row)
-        self.prefixes.keep(self._decoder.lanes, row, texts.tokens(row), slots, texts.adapter(row))
+        texts, late = self._decoder.texts, self._decoder.late(row)
+        if not self._has_states or (texts.has_ended(row) and not late):  # or the states are of more tokens
+            slots = texts.length(row) - 1 - late
+            self.prefixes.keep(self._decoder.lanes, row, texts.tokens(row), slots, texts.adapter(row))
 
-    def find(self, job: Job) -> tuple[int, int, CopySlots]:
-        """The longest beginning of a prompt that has keys and values: a row that has them, or 0; the number of its
-        tokens; and a function that copies them."""
+    def keep_prompt(self, job: Job, lanes: Lanes, row: int, slots: int) -> None:
+        """Keep the first `slots` tokens of a prompt in a row of these lanes, if the row has states, because these are
+        about to go on with the answer, or with the rest of the prompt."""
+        if self._has_states and job.weights == self._decoder.texts.weights:
+            self.prefixes.keep(lanes, row, np.asarray(job.prompt, dtype=TOKENS), slots, job.loaded.version)
+
+    def find(self, job: Job) -> Beginning:
+        """The longest beginning of a prompt that has keys and values."""
         texts, adapter = self._decoder.texts, job.loaded.version
         # The last token is the root of the first tree.
         row, known = (0, 0) if job.needs_all_tokens else texts.longest_prefix(job.prompt[:-1], adapter)
-        blocks = [] if job.needs_all_tokens else self.prefixes.match(job.prompt, adapter)
+        blocks, seen = ([], 0) if job.needs_all_tokens else self.prefixes.match(job.prompt, adapter)
         is_sure = self.distrusts_weights and (known > 0 or bool(blocks))
         if self._weights.have_changed(is_sure):
             self.forget()
-            row, known, blocks = 0, 0, []
+            row, known, blocks, seen = 0, 0, [], 0
         self.distrusts_weights &= not is_sure
         if self._keeps_a_token_less:  # a drafter's slot may depend on the token after it, as that of a head does
             known = 0 if self._has_states else max(known - 1, 0)
         if late := self._decoder.late(row):
             known = max(min(known, texts.length(row) - 1 - late), 0)
-        if len(blocks) * BLOCK > known:
-            return 0, len(blocks) * BLOCK, partial(self.prefixes.copy, blocks)
-        return row, known, self.copy_row(row, known)
+        copy = self.copy_row(row, known)
+        if (kept := self.prefixes.length(blocks)) > known:
+            row, known, copy = 0, kept, partial(self.prefixes.copy, blocks)
+        has_branch = self._has_states and known + LEAST_BRANCH <= seen < len(job.prompt) - 1
+        return Beginning(row, known, copy, seen if has_branch else 0)
 
     def copy_row(self, row: int, known: int) -> CopySlots:
         """A function that copies the first slots of a row that decodes, or has decoded, to a row of other lanes."""

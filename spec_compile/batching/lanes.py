@@ -143,6 +143,10 @@ class Lanes:
         """Keys, values and scales of all rows in every layer."""
         return [tensor for cache in self._caches() for tensor in cache.tensors]
 
+    def state_tensors(self) -> list[Tensor]:
+        """The states of all rows in every recurrence."""
+        return [cache.states[number][0] for cache in self._caches() for number in range(len(cache.states.kinds))]
+
     def _caches(self) -> list[Cache]:
         return [self.state.kv, *caches(self.all.drafter)]
 

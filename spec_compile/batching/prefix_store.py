@@ -1,5 +1,6 @@
 """`PrefixStore`: keys and values of earlier requests' texts, which outlive the rows in which they were computed."""
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,11 +14,17 @@ from torch import Tensor
 from ..runtime.prefix_budget import PrefixBudget
 from .block_memory import BlockMemory
 from .lanes import Lanes
-from .prefix_tree import Block, PrefixTree, Tier
+from .prefix_tree import Block, Copies, PrefixTree, Tier
 from .row_blocks import RowBlocks
+
+log = logging.getLogger("spec_compile")
 
 BLOCK = 64
 """Tokens of a block."""
+TOKENS = np.dtype(np.int32)
+"""The dtype of tokens in keys."""
+PLACE_BYTES = 1 << 16
+"""Bytes of a place for a model without attention, whose blocks of tokens have no contents."""
 FEWEST = {"cpu": 1, "cuda": 4}
 """Blocks of a text that is kept, and of a beginning that is copied, at least. A GPU processes up to 256 tokens of a
 prompt in about the time of one, in which it reads the weights."""
@@ -31,6 +38,10 @@ class PrefixStore:
     A text is kept when its request leaves its row. A prompt finds the longest chain of blocks that it begins with. Both
     copy bits, the target's and the draft's. Only whole blocks are kept: of a text of 200 tokens, whose last one has no
     keys and values, the first 192.
+
+    A model with recurrences can go on only from where its states are kept. So such a text has an end, which has the
+    states and the slots after its last whole block: that of a text of 200 tokens has the slots 192 to 198 and the
+    states after 199 tokens. A prompt finds the longest of these texts that it begins with.
 
     The slot of a draft may depend on the token after it, as that of a head does. With such a draft the key of a block
     has one more token: that of the second block has the tokens 65 to 128, and that of the first has 0 to 64.
@@ -46,12 +57,15 @@ class PrefixStore:
         """lanes: the rows of texts that are kept. sees_next: True if a slot may depend on the token after it."""
         self._device, self._sees_next = lanes.runtime.device, int(sees_next)
         self._unit = unit_of(lanes)
-        self._rows: WeakKeyDictionary[Lanes, RowBlocks] = WeakKeyDictionary()
-        units = self._rows_of(lanes).units or 1  # nothing is kept of a model without attention
+        self._parts: WeakKeyDictionary[Lanes, tuple[RowBlocks, RowBlocks]] = WeakKeyDictionary()
+        slots, states = self._parts_of(lanes)
+        units = slots.units or PLACE_BYTES // self._unit.itemsize
         self.block_bytes = units * self._unit.itemsize
+        self.end_places = 1 + -(-states.units // units) if states.units else 0
+        """Places of the end of a text; 0 without recurrences."""
         self._tree = PrefixTree(budget.device // self.block_bytes, budget.host // self.block_bytes)
         self._fewest = FEWEST[self._device.type]
-        self._most = max(1, STAGED // self.block_bytes)
+        self._most = max(1, STAGED // self.block_bytes, self.end_places)
         self._stream = torch.cuda.Stream(self._device) if lanes.runtime.on_gpu else None
         with self._aside():
             self._memory = BlockMemory(*self._tree.room.values(), units, self._unit, self._device)
@@ -63,7 +77,7 @@ class PrefixStore:
 
     @property
     def evicted(self) -> int:
-        """Blocks that were dropped because there was no room."""
+        """Places of blocks that were dropped because there was no room."""
         return self._tree.evicted
 
     def bytes(self, tier: Tier) -> int:
@@ -74,45 +88,72 @@ class PrefixStore:
         """The weights have changed: no keys and values count any more."""
         self._tree.clear()
 
-    def match(self, prompt: list[int], adapter: int = 0) -> list[Block]:
-        """The longest chain of blocks with which a prompt begins. Its last token does not count, because it is the root
+    def match(self, prompt: list[int], adapter: int = 0) -> tuple[list[Block], int]:
+        """The longest chain of blocks from which a prompt can go on, and the number of tokens in all blocks that it
+        begins with: with recurrences, these may be more. The prompt's last token does not count, because it is the root
         of the first tree. adapter: the version of the prompt's own."""
         self.asked += len(prompt) - 1
-        chain = self._tree.match(self._keys(np.asarray(prompt[:-1], dtype=np.int32), len(prompt) - 1, adapter))
-        return chain if len(chain) >= self._fewest else []
+        tokens = np.asarray(prompt[:-1], dtype=TOKENS)
+        found = self._tree.match(self._keys(tokens, len(tokens), adapter))
+        seen = len(found) * BLOCK
+        if self.end_places:
+            found = self._until_end(found, tokens)
+        return found if self.length(found) >= self._fewest * BLOCK else [], seen
 
-    def copy(self, chain: list[Block], lanes: Lanes, row: int) -> None:
-        """Copy the blocks to the first slots of a row."""
+    def length(self, found: list[Block]) -> int:
+        """Tokens of a chain of blocks."""
+        return sum(len(block.key) // TOKENS.itemsize if block.is_end else BLOCK for block in found)
+
+    def copy(self, found: list[Block], lanes: Lanes, row: int) -> None:
+        """Copy a chain of blocks to the first slots of a row, and the states after them."""
+        slots, states = self._parts_of(lanes)
+        blocks = [block for block in found if not block.is_end]
         with self._aside():
-            for begin in range(0, len(chain), self._most):
-                places = [block.places[0] for block in chain[begin : begin + self._most]]
-                self._rows_of(lanes).unpack(self._read(places), row, begin)
+            for begin in range(0, len(blocks), self._most):
+                places = [block.places[0] for block in blocks[begin : begin + self._most]]
+                slots.unpack(self._read(places), row, begin)
+            for end in found[len(blocks) :]:
+                staged = self._read(end.places)
+                slots.unpack(staged[:1], row, len(blocks))
+                states.unpack(staged[1:].view(1, -1), row, 0)
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        self.hits.update({tier: BLOCK * count for tier, count in Counter(map(self._tree.tier, chain)).items()})
+        for block in found:
+            self.hits[self._tree.tier(block)] += self.length([block])
 
     def keep(self, lanes: Lanes, row: int, tokens: np.ndarray, slots: int, adapter: int = 0) -> None:
-        """Keep the text of a row. tokens: [n] int32. slots: of them that have keys and values. adapter: the version of
-        the row's own."""
+        """Keep the text of a row, and its states, if it has any.
+
+        tokens: [n] int32. slots: of them that have keys and values; the states are those after so many. adapter: the
+        version of the row's own.
+        """
         if slots < self._fewest * BLOCK:
             return
+        end = self._key(tokens, slots // BLOCK * BLOCK, slots) if self.end_places else None
         try:
-            copies = self._tree.keep([*self._keys(tokens, slots, adapter)])
-            if not copies.demoted and not copies.written:
-                return
-            with self._aside():
-                for begin in range(0, len(copies.demoted), self._most):
-                    sources, targets = zip(*copies.demoted[begin : begin + self._most])
-                    self._write(targets, self._read(sources))
-                for first, places in self._runs(copies.written):
-                    staged = self._staged[: len(places)]
-                    self._rows_of(lanes).pack(row, first, staged)
-                    self._write(places, staged)
-                if self._stream is not None:
-                    lanes.read_until(row, self._stream.record_event())
-        except BaseException:
-            self.forget()  # some blocks lack their contents
-            raise
+            copies = self._tree.keep([*self._keys(tokens, slots, adapter)], end, self.end_places)
+            if any(copies):
+                self._make(copies, lanes, row, slots // BLOCK)
+        except Exception:  # of the machine's memory: some blocks lack their contents, and requests go on
+            self.forget()
+            log.exception("a text could not be kept for later prompts")
+
+    def _make(self, copies: Copies, lanes: Lanes, row: int, blocks: int) -> None:
+        """Make the copies for a text of a row that has so many whole blocks."""
+        slots, states = self._parts_of(lanes)
+        with self._aside():
+            for begin in range(0, len(copies.demoted), self._most):
+                sources, targets = zip(*copies.demoted[begin : begin + self._most])
+                self._write(targets, self._read(sources))
+            for first, places in self._runs(copies.written):
+                slots.pack(row, first, self._staged[: len(places)])
+                self._write(places, self._staged)
+            if copies.end:
+                slots.pack(row, blocks, self._staged[:1])
+                states.pack(row, 0, self._staged[1 : self.end_places].view(1, -1))
+                self._write(copies.end, self._staged)
+            if self._stream is not None:
+                lanes.read_until(row, self._stream.record_event())
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -124,10 +165,13 @@ class PrefixStore:
         with torch.cuda.stream(self._stream):
             yield
 
-    def _rows_of(self, lanes: Lanes) -> RowBlocks:
-        if lanes not in self._rows:
-            self._rows[lanes] = RowBlocks(lanes.cache_tensors(), BLOCK, self._unit)
-        return self._rows[lanes]
+    def _parts_of(self, lanes: Lanes) -> tuple[RowBlocks, RowBlocks]:
+        """The slots of the caches in blocks, and the states in one block each row."""
+        if lanes not in self._parts:
+            states = [state.view(len(state), 1, 1, -1) for state in lanes.state_tensors()]
+            slots = RowBlocks(lanes.cache_tensors(), BLOCK, self._unit)
+            self._parts[lanes] = slots, RowBlocks(states, 1, self._unit)
+        return self._parts[lanes]
 
     def _read(self, places: Sequence[int]) -> Tensor:
         """The blocks at these places, staged on the device [n, units]."""
@@ -139,12 +183,22 @@ class PrefixStore:
         for part, blocks in self._memory.pieces(places):
             blocks.copy_(staged[part], non_blocking=True)
 
-    def _keys(self, tokens: np.ndarray, slots: int, adapter: int) -> Iterator[bytes]:
+    def _until_end(self, found: list[Block], tokens: np.ndarray) -> list[Block]:
+        """The most of the blocks that a text [n] int32 begins with after which it goes on with an end, and that end; []
+        if there is none."""
+        for count in range(len(found), 0, -1):
+            if end := self._tree.end(found[:count], self._key(tokens, count * BLOCK, (count + 1) * BLOCK)):
+                return [*found[:count], end]
+        return []
+
+    def _keys(self, tokens: np.ndarray, slots: int, adapter: int = 0) -> Iterator[bytes]:
         """The keys of the whole blocks among the first `slots` slots of a text [n] int32. adapter: its version"""
-        last = self._sees_next
-        for number in range(max(min(slots, len(tokens) - last), 0) // BLOCK):
-            begin = b"" if number else adapter.to_bytes(8)
-            yield begin + tokens[number * BLOCK + (last if number else 0) : (number + 1) * BLOCK + last].tobytes()
+        for begin in range(0, min(slots, len(tokens) - self._sees_next) - BLOCK + 1, BLOCK):
+            yield (b"" if begin else adapter.to_bytes(8)) + self._key(tokens, begin, begin + BLOCK)
+
+    def _key(self, tokens: np.ndarray, begin: int, end: int) -> bytes:
+        """The key of the slots from `begin` to `end` - 1 of a text [n] int32."""
+        return tokens[begin + (self._sees_next if begin else 0) : end + self._sees_next].tobytes()
 
     def _runs(self, written: list[tuple[int, int]]) -> Iterator[tuple[int, list[int]]]:
         """(number of the first block, places) for consecutive blocks of a text, `self._most` at most.
@@ -161,6 +215,7 @@ class PrefixStore:
 
 
 def unit_of(lanes: Lanes) -> torch.dtype:
-    """Integers as which slots are copied in blocks: the largest that the slots of all caches are made of."""
+    """Integers as which slots and states are copied: the largest of which all have a whole number."""
     sizes = [tensor.shape[3] * tensor.itemsize for tensor in lanes.cache_tensors()]
+    sizes += [state[0].nbytes for state in lanes.state_tensors()]
     return {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[gcd(8, *sizes)]

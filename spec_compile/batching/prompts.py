@@ -33,15 +33,25 @@ class Prompts(Rows):
         self.runtime = runtime
         self._done = [0] * rows
         """Tokens of each row whose keys and values are known."""
+        self._stops = [0] * rows
+        """Tokens of each row after which no chunk goes on: all but the last one, or before those the branch."""
+        self.at_branch: Callable[[Job, Lanes, int, int], None] = lambda *_: None
+        """Called with a prompt, these lanes, its row and its tokens so far when its branch is reached."""
 
-    def enter(self, job: Job, known: int, copy: CopySlots) -> None:
-        """Begin with a prompt. copy: copies the keys and values of its first `known` tokens, if there are any."""
+    def enter(self, job: Job, known: int, copy: CopySlots, branch: int = 0) -> None:
+        """Begin with a prompt.
+
+        copy: copies the keys and values of its first `known` tokens, if there are any. branch: tokens after which
+        `at_branch` is called, more than `known`; 0 for none.
+        """
         job.row = to = self.free_row()
-        self.jobs[to], self._done[to] = job, known
+        self.jobs[to], self._done[to], self._stops[to] = job, known, branch or len(job.prompt) - 1
         self.lanes.reuse(to)
         self._begin(job, self.lanes, to, lengths=known)
         if known:
             copy(self.lanes, to)
+        if branch:
+            self.lanes.state.prompt_lengths[to].fill_(branch + 1)
         job.speculation.reused_prompt_tokens = known
 
     def _begin(self, job: Job, lanes: Lanes, row: int, **numbers: int) -> None:
@@ -77,7 +87,7 @@ class Prompts(Rows):
         """
         self.compact()
         session = self.lanes.session(max(job.row for job in self.active) + 1)
-        missing = [len(job.prompt) - 1 - self._done[job.row] for job in self.active]
+        missing = [self._stops[job.row] - self._done[job.row] for job in self.active]
         if any(missing):
             if any(job.scores_prompt for job in self.active):
                 size = self._score(session)
@@ -85,11 +95,21 @@ class Prompts(Rows):
                 size = self._chunk_size([tokens for tokens in missing if tokens], waiting, decoding, round_seconds)
                 session.steps.prefill(size, self._max_kv_len(session, size))
             for job in self.active:
-                self._done[job.row] = min(self._done[job.row] + size, len(job.prompt) - 1)
+                self._done[job.row] = min(self._done[job.row] + size, self._stops[job.row])
+                if self._done[job.row] == self._stops[job.row] < len(job.prompt) - 1:
+                    self._leave_branch(job)
         ready = [job for job in self.active if self._done[job.row] == len(job.prompt) - 1]
         if ready:
             self._propose(session, ready)
         return ready
+
+    def _leave_branch(self, job: Job) -> None:
+        """A prompt that has reached its branch goes on to its end."""
+        row = job.row
+        self.at_branch(job, self.lanes, row, self._done[row])
+        self.lanes.reuse(row)  # its states change in the next chunk
+        self.lanes.state.prompt_lengths[row].fill_(len(job.prompt))
+        self._stops[row] = len(job.prompt) - 1
 
     def _max_kv_len(self, session: Session, size: int) -> int:
         """Visible slots of a step over the next `size` tokens of every prompt."""
@@ -138,7 +158,7 @@ class Prompts(Rows):
         return self._done[job.row] + self.runtime.algorithm.plan.lookahead_slots
 
     def moved(self, row: int, to: int) -> None:
-        self._done[to] = self._done[row]
+        self._done[to], self._stops[to] = self._done[row], self._stops[row]
 
     def _propose(self, session, ready: list[Job]) -> None:
         session.steps.propose(session.max_kv_len(max(len(job.prompt) for job in (*self.active, *ready))))

@@ -36,6 +36,7 @@ class Scheduler:
         self.prompts = Prompts(runtime, lanes, capacity)
         self.decoder = Decoder(runtime, slots, capacity)
         self.beginnings = Beginnings(runtime, self.decoder, weights)
+        self.prompts.at_branch = self.beginnings.keep_prompt
         self.ranks = runtime.options.ranks
         self.check: Callable[[], None] = lambda: None
         """Raises if the model has changed."""
@@ -67,6 +68,7 @@ class Scheduler:
             waiting = min(len(self.waiting), self.slots - decoding - len(self.prompts.active))
             for job in self.prompts.step(waiting, decoding, self.decoder.round_seconds):
                 try:
+                    self.beginnings.keep_prompt(job, self.prompts.lanes, job.row, len(job.prompt) - 1)
                     self.prompts.move(job, self.decoder.lanes, self.decoder.free_row())
                     self.decoder.enter(job)
                 except Exception as error:
@@ -166,13 +168,13 @@ class Scheduler:
                 self.adapters.take(job)
                 job.admit()
                 self._unchecked.append(job)
-                row, known, copy = self.beginnings.find(job)
+                row, known, copy, branch = self.beginnings.find(job)
                 job.weights = self.decoder.texts.weights
                 if job.has_pictures:
                     self.prompts.process(job, self.decoder.lanes, self.decoder.free_row())
                     self.decoder.enter(job)
                 else:
-                    self.prompts.enter(job, known, copy)
+                    self.prompts.enter(job, known, copy, branch)
                     entered.append(Admission.of(job, row, known))
             except Exception as error:  # of a processor or a criterion of its own, or of its pictures
                 news += self.drop([job], error)

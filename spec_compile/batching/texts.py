@@ -33,6 +33,10 @@ class Texts:
         """The row's text is complete, and its states have seen all of it but the last token."""
         self._has_ended[row] = True
 
+    def has_ended(self, row: int) -> bool:
+        """True if `end` was called for the row's text."""
+        return bool(self._has_ended[row])
+
     def extend(self, row: int, tokens: list[int]) -> None:
         """The row's text goes on with these tokens."""
         if not self._counts[row]:

@@ -29,8 +29,6 @@ class PrefixBudget:
         if in_host > memory:
             name = "prefix_cache_bytes" if device > memory else "prefix_cache_host_bytes"
             raise ValueError(f"{name}: {in_host / 1e9:.2f} GB, the machine has {memory / 1e9:.2f} GB; ask for less")
-        if runtime.verify.recurrences:
-            return cls(0, 0, "states of recurrences exist only at the end of a text")
         if options.ranks.size > 1:
             return cls(0, 0, "the ranks of tensor parallelism would have to keep the same")
         default = 0 if runtime.on_gpu else min(MOST, int(SHARE * memory))

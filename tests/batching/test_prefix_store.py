@@ -17,6 +17,7 @@ from picture_models import model as picture_model
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from spec_compile import speculate
+from spec_compile.batching.decoding import Decoder
 from spec_compile.batching.lanes import Lanes
 from spec_compile.batching.prefix_store import BLOCK, FEWEST, PrefixStore
 from spec_compile.runtime.prefix_budget import PrefixBudget
@@ -200,11 +201,94 @@ def test_pictures_never_cross():
         assert manager.scheduler.beginnings.prefixes.bytes("host") == 0
 
 
-def test_recurrences_keep_nothing():
-    _, fast = hybrids.system("lfm2")
+# --- recurrences
+
+
+@functools.cache
+def head(name):
+    return hybrids.heads_of(models.HYBRIDS[name]())
+
+
+@functools.cache
+def hybrid(name, has_head, **options):
+    """A model with recurrences, and what `speculate` makes of it, with a head if `has_head`."""
+    made, algo, draft = models.HYBRIDS[name](), "ngram", {}
+    if has_head:
+        algo, draft = "eagle3", dict(draft=head(name), num_steps=3, topk=2, num_draft_tokens=8)
+    return made, speculate(made, algo, compile=False, check=False, adaptive=False, **draft, **options)
+
+
+def hybrid_turns(fast, first, answers):
+    """A prompt, another one that takes the row, and the first one with its answer, or without, and more tokens.
+
+    Returns the last output, and the keys and values of its row.
+    """
+    other = [*range(80, 3, -1)]
     with running(fast) as manager:
-        answer(manager, [*range(3, 90)])
-        assert manager.metrics()["prefix_cache_bytes"] == {"device": 0, "host": 0}
+        one = answer(manager, first, 20)
+        answer(manager, other)
+        second = first + (one.generated_tokens if answers else [5]) + [7, 8, 9]
+        output, lanes = answer(manager, second, 20), manager.scheduler.decoder.lanes
+        return output, [tensor[0, :, : len(second) + 19].clone() for tensor in lanes.cache_tensors()]
+
+
+@pytest.mark.sweep("lfm2-True")
+@pytest.mark.parametrize("has_head", [False, True])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "mamba2", "nemotron_h"])
+def test_states_outlive_a_row(name, has_head):
+    """A prompt goes on from the end of the text before it, or of that text's prompt. A model whose states after an
+    answer are not those of a prompt goes on from its prompt only."""
+    first = torch.randint(3, models.VOCAB, (150,), generator=torch.Generator().manual_seed(3)).tolist()
+    made, fast = hybrid(name, has_head)
+    for answers, tokens in ((True, 149 if name == "nemotron_h" else 169), (False, 149)):
+        fast.speculation.refresh()
+        second, slots = hybrid_turns(fast, first, answers)
+        assert second.speculation.reused_prompt_tokens == tokens
+        assert second.generated_tokens == generated(made, second.prompt_ids, max_new_tokens=20, eos_token_id=None)
+    anew, wanted = hybrid_turns(hybrid(name, has_head, **OFF)[1], first, False)
+    assert anew.speculation.reused_prompt_tokens == 0
+    for got, want in zip(slots, wanted, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.sweep("lfm2-True")
+@pytest.mark.parametrize("has_head", [False, True])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "mamba2", "nemotron_h"])
+def test_states_are_kept_where_prompts_branch(name, has_head):
+    """The second prompt that begins alike keeps the states there, and the third one goes on from them."""
+    made, fast = hybrid(name, has_head)
+    fast.speculation.refresh()
+    common = torch.randint(3, models.VOCAB, (330,), generator=torch.Generator().manual_seed(5)).tolist()
+    reused = []
+    with running(fast) as manager:
+        for end in range(5, 9):
+            output = answer(manager, [*common, *[end] * 90])
+            assert output.generated_tokens == generated(made, output.prompt_ids, max_new_tokens=8, eos_token_id=None)
+            reused.append(output.speculation.reused_prompt_tokens)
+    assert reused == [0, 0, 320, 320]
+
+
+def test_a_late_draft_has_only_its_prompt(monkeypatch):
+    """The draft has no keys and values of the answer's last tokens, whose states cannot be taken back."""
+    made, fast = hybrid("lfm2", True)
+    fast.speculation.refresh()
+    monkeypatch.setattr(Decoder, "late", lambda self, row: 3)
+    first = torch.randint(3, models.VOCAB, (150,), generator=torch.Generator().manual_seed(3)).tolist()
+    second, _ = hybrid_turns(fast, first, True)
+    assert second.speculation.reused_prompt_tokens == 149
+    assert second.generated_tokens == generated(made, second.prompt_ids, max_new_tokens=20, eos_token_id=None)
+
+
+def test_no_room_for_the_end_of_a_text():
+    made, fast = hybrids.system("lfm2", check=False, prefix_cache_host_bytes=1 << 16)
+    with running(fast) as manager:
+        prompt = [*range(3, 90)] * 3
+        store = manager.scheduler.beginnings.prefixes
+        assert 0 < store.end_places <= store._tree.room["host"] < len(prompt) // BLOCK + store.end_places
+        for _ in range(2):
+            output = answer(manager, prompt)
+            assert output.generated_tokens == generated(made, prompt, max_new_tokens=8, eos_token_id=None)
+        assert store.bytes("host") == 0
 
 
 def test_an_error_while_a_text_is_kept_leaves_no_half_of_it(monkeypatch):
@@ -246,13 +330,16 @@ def test_metrics():
 
 # --- bits
 
+TARGETS = {"latent": "deepseek_v3"}
+
 
 @functools.cache
 def lanes(name, device="cpu"):
     """Rows of a model and a head, of which every slot has bits of its own."""
     draft = {"llama": {}, "fp8": dict(kv_cache_dtype="fp8_per_token_head")}.get(name, {})
     algo = dict(algo="draft_model", draft=models.ADMITTED["qwen2"]().to(device)) if name == "draft" else {}
-    made = models.ADMITTED["deepseek_v3" if name == "latent" else "llama"]().to(device)
+    made = models.HYBRIDS[name]() if name in models.HYBRIDS else models.ADMITTED[TARGETS.get(name, "llama")]()
+    made = made.to(device)
     fast = speculate(made, compile=False, check=False, **draft, **algo)
     return Lanes(fast.speculation.engine.runtime, 3, 400)
 
@@ -260,13 +347,17 @@ def lanes(name, device="cpu"):
 def fill(place, row, seed):
     place.reuse(row)
     generator = torch.Generator().manual_seed(seed)
-    for tensor in place.cache_tensors():
+    for tensor in (*place.cache_tensors(), *place.state_tensors()):
         view = tensor[row].view(torch.uint8)
         view.copy_(torch.randint(256, view.shape, generator=generator))
 
 
 def slots(place, row, count):
     return [tensor[row, :, :count].contiguous().view(torch.uint8) for tensor in place.cache_tensors()]
+
+
+def states_of(place, row):
+    return [state[row].clone().view(torch.uint8) for state in place.state_tensors()]
 
 
 def bits_come_back(place, device, host, most, texts):
@@ -279,7 +370,8 @@ def bits_come_back(place, device, host, most, texts):
     for number, (blocks, rest) in enumerate(texts):
         tokens = [token for token in blocks for _ in range(BLOCK)] + [9] * (rest + 1)
         fill(place, 0, number)
-        chain = store.match(tokens)
+        chain, seen = store.match(tokens)
+        assert seen == len(chain) * BLOCK
         place.reuse(0)
         store.copy(chain, place, 0)
         for count in range(1, len(chain) + 1):
@@ -305,6 +397,31 @@ def test_bits_come_back(name, device, host, most, texts):
     bits_come_back(lanes(name), device, host, most, texts)
 
 
+def states_come_back(place, sees_next, texts):
+    """Texts of blocks that have one token each, with some tokens after them: each goes on from the longest earlier one
+    that it begins with."""
+    store, row = PrefixStore(place, PrefixBudget(0, 1 << 26), sees_next), 0
+    store._fewest = 1
+    expected: dict = {}
+    for number, (blocks, rest) in enumerate(texts):
+        tokens = [token for token in blocks for _ in range(BLOCK)] + [9] * rest + [8]
+        known = [*range(BLOCK, len(tokens) - sees_next)]
+        longest = max((n for n in known if tuple(tokens[: n + sees_next]) in expected), default=0)
+        chain, _ = store.match(tokens)
+        assert store.length(chain) == longest
+        if chain:
+            place.reuse(1)
+            store.copy(chain, place, 1)
+            keys, states = expected[tuple(tokens[: longest + sees_next])]
+            assert all(map(torch.equal, slots(place, 1, longest), keys))
+            assert all(map(torch.equal, states_of(place, 1), states))
+        fill(place, row, number)
+        store.copy(store._tree.match(store._keys(np.asarray(tokens, dtype=np.int32), len(tokens) - 1)), place, row)
+        bits = slots(place, row, len(tokens) - 1), states_of(place, row)
+        expected.setdefault(tuple(tokens[: len(tokens) - 1 + sees_next]), bits)
+        store.keep(place, row, np.asarray(tokens, dtype=np.int32), len(tokens) - 1)
+
+
 def test_short_texts_are_not_kept(monkeypatch):
     """Of fewer blocks than pay on a GPU."""
     monkeypatch.setitem(FEWEST, "cpu", 4)
@@ -314,7 +431,23 @@ def test_short_texts_are_not_kept(monkeypatch):
     assert store.bytes("host") == 0
     store.keep(place, 0, tokens, 4 * BLOCK)
     assert store.bytes("host") == 4 * store.block_bytes
-    assert len(store.match([*range(257)])) == 4 and store.match([*range(256)]) == []
+    assert len(store.match([*range(257)])[0]) == 4 and store.match([*range(256)])[0] == []
+
+
+@pytest.mark.parametrize("name", ["lfm2", "mamba2"])
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from([0, 1]), TEXTS)
+def test_states_come_back(name, sees_next, texts):
+    states_come_back(lanes(name), sees_next, texts)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", ["lfm2", "mamba2"])
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from([0, 1]), TEXTS)
+def test_states_come_back_on_a_gpu(name, sees_next, texts):
+    states_come_back(lanes(name, "cuda"), sees_next, texts)
 
 
 @pytest.mark.gpu
@@ -334,12 +467,12 @@ def test_the_host_of_a_gpu_never_waits():
     store = PrefixStore(place, PrefixBudget(0, 1 << 27))
     tokens = np.arange(300, dtype=np.int32)
     store.keep(place, 0, tokens, 299)  # makes the tables of addresses
-    store.copy(store.match([*range(300)]), place, 1)
+    store.copy(store.match([*range(300)])[0], place, 1)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         store.keep(place, 0, tokens[::-1].copy(), 299)
-        store.copy(store.match([*range(299, -1, -1)]), place, 1)
+        store.copy(store.match([*range(299, -1, -1)])[0], place, 1)
         place.reuse(0)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_compile.batching.prefix_tree import PrefixTree
+from spec_compile.batching.prefix_tree import Block, PrefixTree
 
 TEXTS = st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=6)
 
@@ -57,6 +57,35 @@ def test_the_tree_is_the_plain_list(device, host, operations):
         assert tree.used("device") + tree.used("host") == len(kept)
         longest = next((n for n in range(len(text), 0, -1) if tuple(text[:n]) in kept), 0)
         assert len(tree.match(text)) == longest
+
+
+ENDINGS = [b"", b"x", b"xy"]
+ENDS = st.sampled_from(ENDINGS)
+
+
+@given(st.integers(0, 6), st.integers(0, 9), st.integers(2, 5), st.lists(st.tuples(TEXTS, ENDS), max_size=25))
+def test_ends_take_several_places(device, host, size, texts):
+    """Places are never shared, contents are where the copies have brought them, and a text is kept whole or not."""
+    tree, contents = PrefixTree(device, host), {}
+    for text, end in texts:
+        copies = tree.keep(text, end, size)
+        for source, target in copies.demoted:
+            contents[target] = contents[source]
+        for number, place in copies.written:
+            contents[place] = tuple(text[: number + 1]), 0
+        for part, place in enumerate(copies.end):
+            contents[place] = (*text, end), part
+        kept = dict(prefixes(tree._root))
+        for prefix, block in kept.items():
+            assert [contents[place] for place in block.places] == [(prefix, part) for part in range(block.size)]
+            assert block.size == (size if block.is_end else 1) and (block.parent is tree._root or block.parent.places)
+        places = [place for block in kept.values() for place in block.places]
+        assert len({*places}) == len(places) == tree.used("device") + tree.used("host")
+        for tier, room in tree.room.items():
+            assert tree.used(tier) == sum(block.size for block in kept.values() if tree.tier(block) == tier) <= room
+        found = tree.match(text)
+        ends = [each for each in ENDINGS if (*text, each) in kept and (end + b"z").startswith(each)]
+        assert len(found) < len(text) or (tree.end(found, end + b"z") or Block()).key == max(ends, key=len, default=b"")
 
 
 def test_the_example_of_the_docstring():

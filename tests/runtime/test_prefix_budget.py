@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import hybrids
 import models
 import psutil
 import pytest
@@ -15,7 +14,7 @@ MEMORY = psutil.virtual_memory().total
 
 
 def budget(on_gpu=False, **options):
-    runtime = SimpleNamespace(options=Options(**options), on_gpu=on_gpu, verify=SimpleNamespace(recurrences=[]))
+    runtime = SimpleNamespace(options=Options(**options), on_gpu=on_gpu)
     return PrefixBudget.of(runtime)
 
 
@@ -57,4 +56,3 @@ def test_explain_says_what_is_kept():
         "0.01 GB on the device, 0.02 GB in host memory"
     )
     assert explained(prefix_cache_host_bytes=0).endswith("as long as their rows live")
-    assert "recurrences" in hybrids.system("lfm2")[1].speculation.explain()
