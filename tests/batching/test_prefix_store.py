@@ -268,6 +268,7 @@ def test_states_are_kept_where_prompts_branch(name, has_head):
     assert reused == [0, 0, 320, 320]
 
 
+@pytest.mark.slow
 def test_a_late_draft_has_only_its_prompt(monkeypatch):
     """The draft has no keys and values of the answer's last tokens, whose states cannot be taken back."""
     made, fast = hybrid("lfm2", True)
@@ -435,7 +436,7 @@ def test_short_texts_are_not_kept(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["lfm2", "mamba2"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10)
 @given(st.sampled_from([0, 1]), TEXTS)
 def test_states_come_back(name, sees_next, texts):
     states_come_back(lanes(name), sees_next, texts)
