@@ -34,14 +34,16 @@ class BlockMemory:
         self._thread = ThreadPoolExecutor(1, "spec_compile pinned memory")
         self._take(2)
 
-    def pieces(self, places: Sequence[int]) -> Iterator[tuple[slice, Tensor]]:
-        """As few views [n, units] as possible of the blocks at these places, each with its part of `places`.
+    def pieces(self, places: Sequence[int], most: int) -> Iterator[tuple[slice, Tensor]]:
+        """As few views [n, units] as possible of the blocks at these places, of at most `most` blocks, each with its
+        part of `places`.
 
         The places [3, 4, 9] give (0:2, blocks 3 and 4) and (2:3, block 9).
         """
         begin = 0
         for index, place in enumerate(places):
-            if index + 1 < len(places) and places[index + 1] == place + 1 and place + 1 not in self._begins:
+            is_followed = places[index + 1 : index + 2] == [place + 1] and place + 1 not in self._begins
+            if is_followed and index + 1 - begin < most:
                 continue
             slab = bisect(self._bounds, place) - 1
             self._take(slab + 2)

@@ -29,7 +29,7 @@ FEWEST = {"cpu": 1, "cuda": 4}
 """Blocks of a text that is kept, and of a beginning that is copied, at least. A GPU processes up to 256 tokens of a
 prompt in about the time of one, in which it reads the weights."""
 STAGED = 1 << 25
-"""Bytes that are on their way between rows and blocks at most, but at least those of a block."""
+"""Bytes that are on their way between rows and the host of a GPU at most, but at least those of an end of a text."""
 
 
 class PrefixStore:
@@ -109,9 +109,8 @@ class PrefixStore:
         slots, states = self._parts_of(lanes)
         blocks = [block for block in found if not block.is_end]
         with self._aside():
-            for begin in range(0, len(blocks), self._most):
-                places = [block.places[0] for block in blocks[begin : begin + self._most]]
-                slots.unpack(self._read(places), row, begin)
+            for part, packed in self._memory.pieces([block.places[0] for block in blocks], self._most):
+                slots.unpack(self._fetch(packed), row, part.start)
             for end in found[len(blocks) :]:
                 staged = self._read(end.places)
                 slots.unpack(staged[:1], row, len(blocks))
@@ -144,14 +143,18 @@ class PrefixStore:
         with self._aside():
             for begin in range(0, len(copies.demoted), self._most):
                 sources, targets = zip(*copies.demoted[begin : begin + self._most])
-                self._write(targets, self._read(sources))
+                self._read([*sources])
+                self._write([*targets])
             for first, places in self._runs(copies.written):
-                slots.pack(row, first, self._staged[: len(places)])
-                self._write(places, self._staged)
+                for part, packed in self._memory.pieces(places, self._most):
+                    staged = packed if self._is_near(packed) else self._staged[: len(packed)]
+                    slots.pack(row, first + part.start, staged)
+                    if staged is not packed:
+                        packed.copy_(staged, non_blocking=True)
             if copies.end:
                 slots.pack(row, blocks, self._staged[:1])
                 states.pack(row, 0, self._staged[1 : self.end_places].view(1, -1))
-                self._write(copies.end, self._staged)
+                self._write(copies.end)
             if self._stream is not None:
                 lanes.read_until(row, self._stream.record_event())
 
@@ -173,15 +176,26 @@ class PrefixStore:
             self._parts[lanes] = slots, RowBlocks(states, 1, self._unit)
         return self._parts[lanes]
 
+    def _is_near(self, packed: Tensor) -> bool:
+        """True if blocks are on the device of the rows."""
+        return packed.device.type == self._device.type
+
+    def _fetch(self, packed: Tensor) -> Tensor:
+        """Blocks [n, units], on the device."""
+        if self._is_near(packed):
+            return packed
+        return self._staged[: len(packed)].copy_(packed, non_blocking=True)
+
     def _read(self, places: Sequence[int]) -> Tensor:
-        """The blocks at these places, staged on the device [n, units]."""
-        for part, blocks in self._memory.pieces(places):
-            self._staged[part].copy_(blocks, non_blocking=True)
+        """Copies [n, units] on the device of the blocks at these places."""
+        for part, packed in self._memory.pieces(places, self._most):
+            self._staged[part].copy_(packed, non_blocking=True)
         return self._staged[: len(places)]
 
-    def _write(self, places: Sequence[int], staged: Tensor) -> None:
-        for part, blocks in self._memory.pieces(places):
-            blocks.copy_(staged[part], non_blocking=True)
+    def _write(self, places: Sequence[int]) -> None:
+        """Copy the first staged blocks to these places."""
+        for part, packed in self._memory.pieces(places, self._most):
+            packed.copy_(self._staged[part], non_blocking=True)
 
     def _until_end(self, found: list[Block], tokens: np.ndarray) -> list[Block]:
         """The most of the blocks that a text [n] int32 begins with after which it goes on with an end, and that end; []
@@ -201,15 +215,15 @@ class PrefixStore:
         return tokens[begin + (self._sees_next if begin else 0) : end + self._sees_next].tobytes()
 
     def _runs(self, written: list[tuple[int, int]]) -> Iterator[tuple[int, list[int]]]:
-        """(number of the first block, places) for consecutive blocks of a text, `self._most` at most.
+        """(number of the first block, places) for consecutive blocks of a text.
 
-        written: the number of each block in its text, ascending, and its place. With most = 2, the blocks 0, 1, 2 and 5
-        give runs of 2, 1 and 1 blocks.
+        written: the number of each block in its text, ascending, and its place. The blocks 0, 1, 2 and 5 give runs of 3
+        and 1 blocks.
         """
         run: list[int] = []
         for index, (number, place) in enumerate(written):
             run.append(place)
-            if len(run) == self._most or [n for n, _ in written[index + 1 : index + 2]] != [number + 1]:
+            if [n for n, _ in written[index + 1 : index + 2]] != [number + 1]:
                 yield number + 1 - len(run), run
                 run = []
 

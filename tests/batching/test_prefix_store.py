@@ -296,7 +296,7 @@ def test_an_error_while_a_text_is_kept_leaves_no_half_of_it(monkeypatch):
     with running(system()) as manager:
         store = manager.scheduler.beginnings.prefixes
         answer(manager, OTHER)
-        monkeypatch.setattr(store, "_write", lambda *_: 1 / 0)
+        monkeypatch.setattr(store._memory, "pieces", lambda *_: 1 / 0)
         assert answer(manager, LONG).error is None
         monkeypatch.undo()
         assert store.bytes("host") == 0
