@@ -743,6 +743,15 @@ REQUESTS = [
         "tests/serving/test_logprobs.py -k 'stream or calls'",
     ),
     Mutation(
+        "choices of one prompt have one seed", "spec_compile/serving/choices.py",
+        'call.fields["seed"] + number', 'call.fields["seed"]', "tests/serving/test_choices.py -k 'chats or seeds'",
+    ),
+    Mutation(
+        "a client that leaves cancels one choice", "spec_compile/serving/call.py",
+        "for each in call.choices or [call]:", "for each in (call.choices or [call])[:1]:",
+        "tests/serving/test_choices.py -k leaves",
+    ),
+    Mutation(
         "places of an answer begin at 0 after an echo", "spec_compile/serving/logprobs.py",
         "_Places(tokenizer, len(echo or \"\"))", "_Places(tokenizer, 0)",
         "tests/serving/test_logprobs.py -k echoed",

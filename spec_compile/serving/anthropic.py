@@ -11,10 +11,10 @@ from transformers.cli.serving.utils import CBWorkerDeadError
 from .anthropic_fields import renamed, to_chat
 from .body import read_body
 from .call import CURRENT
-from .errors import Refusal, failure
+from .errors import ERROR, Refusal, failure
 from .fields import CHAT, check_fields
 from .generation import flat_ids
-from .handlers import ERROR, Chat
+from .handlers import Chat
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 ERROR_TYPES = {
@@ -39,7 +39,7 @@ class Messages(Chat):
     def _streaming(self, *args: Any, **kwargs: Any) -> StreamingResponse:
         request_id, _, _, model, inputs = args[:5]
         response = super()._streaming(*args, **kwargs)
-        begun = _message(request_id, model, [], None, None, len(inputs["input_ids"]), 0)
+        begun = _message(request_id, model, [], None, None, len(flat_ids(inputs["input_ids"])), 0)
         response.body_iterator = as_events(response.body_iterator, begun, CURRENT.get().fields.get("stop", []))
         return response
 

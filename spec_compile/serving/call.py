@@ -20,6 +20,11 @@ class HttpCall:
     limit_field: name of the field with the number of tokens that the client wants, or None
     prediction: token ids of the answer that the client expects, or None
     tool_calls: the calls that the answer shall have, a `ToolCalls`, or None
+    prompts: of a completion, each with token ids and the text that `echo` tells, if it is wanted
+    choices: the calls of the choices, this one included if there is no other; empty before they are made
+    index: of its choice
+    prompt: token ids of its prompt if it is a completion, or None
+    usage: of its choice, once that is complete, or None
     echo: the text of the prompt, if the answer begins with it, or None
     drops_answer: True if only the prompt is wanted, so that the one token of the answer is dropped
     logprobs: the log-probabilities that the answer shall have, a `ChatLogprobs`, or None
@@ -35,6 +40,11 @@ class HttpCall:
     limit_field: str | None = None
     prediction: list[int] | None = None
     tool_calls: Any = None
+    prompts: list[tuple[list[int], str | None]] = field(default_factory=list)
+    choices: "list[HttpCall]" = field(default_factory=list)
+    index: int = 0
+    prompt: list[int] | None = None
+    usage: dict | None = None
     echo: str | None = None
     drops_answer: bool = False
     logprobs: Any = None
@@ -56,7 +66,7 @@ class CallMiddleware:
     """
 
     def __init__(self, app: Callable, cancel: Callable[[str], None]):
-        """cancel: called with the request_id of a call that ends before its request."""
+        """cancel: called with each request_id of a call that ends before its requests."""
         self.app, self.cancel = app, cancel
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
@@ -74,9 +84,11 @@ class CallMiddleware:
             for task in (answering, leaving):
                 task.cancel()  # does nothing if the task has ended
             await asyncio.gather(answering, leaving, return_exceptions=True)
-            call.is_gone = True  # set before `is_open` is read: a thread that adds a request reads it afterwards
-            if call.is_open:
-                self.cancel(call.request_id)
+            call.is_gone = True  # set before `choices` is read: a thread that makes them reads it afterwards
+            for each in call.choices or [call]:
+                each.is_gone = True  # set before `is_open` is read: a thread that adds a request reads it afterwards
+                if each.is_open:
+                    self.cancel(each.request_id)
         if not answering.cancelled():
             answering.result()  # raises the error of the app, if any
 

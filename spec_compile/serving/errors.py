@@ -12,6 +12,8 @@ from transformers.cli.serving.utils import CBWorkerDeadError
 
 log = logging.getLogger("spec_compile")
 
+ERROR = 'data: {"error": "'
+"""The beginning of an error in a stream of transformers. Within JSON these quotes would be escaped."""
 RETRY_SECONDS = 1
 """The value of Retry-After if the queue is full or the server ends."""
 MOST_SHOWN = 80

@@ -18,6 +18,8 @@ MOST_BIASES = 1024
 """Entries of `logit_bias`."""
 MOST_ENDS = 1024
 """Entries of `stop_token_ids`."""
+MOST_CHOICES, MOST_PROMPTS = 128, 1024
+"""Answers to one prompt, and prompts of one request."""
 COLDEST, HOTTEST = 1e-5, 1e5
 """Temperatures above 0 by which logits can be divided in float32."""
 
@@ -95,6 +97,24 @@ def _is_ends(value: Any) -> bool:
     return isinstance(value, list) and len(value) <= MOST_ENDS and all(map(ID.accepts, value))
 
 
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 0 and all(map(ID.accepts, value))
+
+
+def _is_prompt(value: Any) -> bool:
+    if isinstance(value, str) or _are_ids(value):
+        return True
+    if not isinstance(value, list) or not 0 < len(value) <= MOST_PROMPTS:
+        return False
+    return all(isinstance(each, str) for each in value) or all(map(_are_ids, value))
+
+
+def list_prompts(prompt: str | list) -> list:
+    """The prompts in the field `prompt`, which is checked: texts and lists of token ids."""
+    is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
+    return [prompt] if is_one else prompt
+
+
 def object_of(**fields: Field) -> Callable[[Any], bool]:
     """A function that returns True for an object with no other names than these; null counts as not given."""
 
@@ -114,6 +134,10 @@ def _is_limit(value: Any) -> bool:
 
 
 ANY = Field(lambda value: True, "a value")
+CHOICES = integer(1, MOST_CHOICES)
+PROMPTS = Field(
+    _is_prompt, f"a text, a list of token ids, or a list of at most {MOST_PROMPTS} texts or lists of token ids"
+)
 COUNT = integer(1)
 SIZE = ID = integer(0, (1 << 31) - 1)
 SHARE = Field(lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
@@ -184,11 +208,11 @@ STREAM_OPTIONS = Field(
     "an object with include_usage and nothing else; the last chunk has the usage in any case",
 )
 COMPLETION = SAMPLING | PENALTIES | VLLM | {
-    "prompt": TEXT,
+    "prompt": PROMPTS,
     "suffix": TEXT,
     "prediction": OBJECT,
-    "n": only(1),
-    "best_of": only(1),
+    "n": CHOICES,
+    "best_of": CHOICES,
     "echo": FLAG,
     "max_tokens": Field(SIZE.accepts, "an int of 1 or more, or 0 with echo"),
     "logprobs": integer(0, MOST_TOP),
@@ -199,7 +223,7 @@ CHAT = SAMPLING | PENALTIES | VLLM | TEMPLATE | WITHOUT_EFFECT | {
     "messages": MESSAGES,
     "max_completion_tokens": COUNT,
     "prediction": OBJECT,
-    "n": only(1),
+    "n": CHOICES,
     "logprobs": FLAG,
     "top_logprobs": integer(0, MOST_TOP),
     "response_format": OBJECT,

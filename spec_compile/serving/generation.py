@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -105,7 +106,6 @@ class Requests(CBGenerateManager):
         self.most_bytes = MOST_BYTES + BYTES_A_TOKEN * self.row_tokens + PICTURE_BYTES * self._reads_pictures
         self.most_containers = MOST_CONTAINERS + 2 * self.row_tokens
         self.tokenizer, self.workers = getattr(processor, "tokenizer", processor), Workers()
-        self.bytes_of = TokenBytes(self.tokenizer).of
         self.most_characters = self.row_tokens * max(map(len, self.tokenizer.get_vocab()))
         ends = model.generation_config.eos_token_id
         self.grammars = GrammarCache(self.tokenizer, self.vocab_size, ends)
@@ -117,6 +117,11 @@ class Requests(CBGenerateManager):
 
     def init_cb(self, model: Any, gen_config: GenerationConfig) -> None:
         """Does nothing: the manager runs from the start, and each request has its own settings."""
+
+    @cached_property
+    def bytes_of(self) -> Callable[[int], bytes]:
+        """The bytes that a token stands for."""
+        return TokenBytes(self.tokenizer).of
 
     def is_alive(self) -> bool:
         """True while the manager's thread and the processes of all ranks work."""

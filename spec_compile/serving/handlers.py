@@ -3,6 +3,7 @@
 They run in the threads of `Workers` except while they wait.
 """
 
+import copy
 import inspect
 import json
 from collections.abc import AsyncIterator, Callable
@@ -17,9 +18,10 @@ from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import BaseHandler, CBWorkerDeadError, Modality, get_response_template
 
 from .body import decode_body
-from .call import CURRENT
-from .errors import Refusal, error_object, failure, refuse
-from .fields import CHAT, COMPLETION, RESPONSE, Field, check_fields
+from .call import CURRENT, HttpCall
+from .choices import add_usages, context_of, interleave, merge, split
+from .errors import ERROR, Refusal, error_object, failure, refuse
+from .fields import CHAT, COMPLETION, RESPONSE, Field, check_fields, list_prompts
 from .logprobs import ChatLogprobs, CompletionLogprobs, read_top
 from .messages import check_input, check_messages, check_tools, count_characters
 from .metrics import speculation_fields
@@ -27,13 +29,12 @@ from .prediction import usage_details
 from .responses import close_answer, mend_stream
 from .settings import make_config
 from .tool_calls import AnswerReader, read_tool_calls
+from .workers import together
 
 PASSED = ("name", "reasoning_content")
 """Fields of a message that transformers does not pass to the chat template."""
 RENDERED = {"messages", "tools", "add_generation_prompt", "load_audio_from_video"}
 """Arguments of a template's rendering that `chat_template_kwargs` may not have."""
-ERROR = 'data: {"error": "'
-"""The beginning of an error in a stream of transformers. Within JSON these quotes would be escaped."""
 
 
 class _Checked:
@@ -62,7 +63,7 @@ class _Checked:
         except (HTTPException, CBWorkerDeadError):
             raise
         except Exception as error:
-            if call.is_prepared:
+            if any(each.is_prepared for each in call.choices or [call]):
                 return failure(error)
             reason = f"it cannot be made a prompt of: {type(error).__name__}: {str(error)[:200]}"
             raise refuse(self.required, reason) from error
@@ -81,14 +82,19 @@ class _Checked:
         modality = self._modality()
         if self.uses_template:
             self._check_template(body, processor, modality)
-        prompt = [body.get(field) for field in (self.required, "instructions", "tools", "chat_template_kwargs")]
         most = self.generation_state.requests.most_characters
-        if modality is Modality.LLM and count_characters(prompt) > most:
+        if modality is Modality.LLM and self._characters(body) > most:
             reason = f"expected at most {most} characters, because a row (max_new_tokens included) holds no more"
             raise refuse(self.required, f"{reason}; send a shorter one")
         if "prediction" in body:
             CURRENT.get().prediction = self.generation_state.requests.read_prediction(body.pop("prediction"))
         return body
+
+    def _characters(self, body: dict) -> int:
+        """The characters of the longest prompt."""
+        return count_characters(
+            [body.get(field) for field in (self.required, "instructions", "tools", "chat_template_kwargs")]
+        )
 
     def _check_model(self, body: dict) -> Any:
         """The processor of the model that a body asks for. Refusal for another model."""
@@ -166,16 +172,45 @@ class _Checked:
                 choice["text"] = call.echo + choice["text"]
             if call.logprobs is not None:
                 choice["logprobs"] = call.logprobs.whole(call.output)
-        body["metrics"] = self._speculation()
+        body["metrics"] = self._speculation([call])
         _add_prediction(body.get("usage"))
         return JSONResponse(body)
 
-    def _speculation(self) -> dict:
-        return speculation_fields(CURRENT.get().output, self.generation_state.requests.num_spec_tokens)
+    def _speculation(self, calls: list[HttpCall]) -> dict:
+        return speculation_fields((call.output for call in calls), self.generation_state.requests.num_spec_tokens)
 
 
-class _Chunked(_Checked):
-    """A handler that streams chunks, the last of which has `usage`."""
+class _Choosing(_Checked):
+    """A handler of answers with choices, which streams chunks, the last of which has `usage`."""
+
+    def _logprobs(self, call: HttpCall) -> ChatLogprobs | None:
+        """The log-probabilities of a choice that wants some."""
+        requests = self.generation_state.requests
+        return None if read_top(call.fields) is None else ChatLogprobs(requests.tokenizer, requests.bytes_of)
+
+    def _choices(self, *args: Any) -> list[tuple[HttpCall, tuple]]:
+        """The choices of the current request, each with arguments of its own for transformers' methods.
+
+        args: of the request; the fifth and the sixth are inputs and settings
+        """
+        before, (inputs, config), after = args[:4], args[4:6], args[6:]
+        calls = split(CURRENT.get(), self.generation_state.requests.max_queue)
+        for call in calls:
+            call.logprobs = self._logprobs(call)
+        own = [dict(inputs) if call.prompt is None else {"input_ids": call.prompt} for call in calls]
+        return [(call, (*before, each, copy.copy(config), *after)) for call, each in zip(calls, own)]
+
+    def _streaming(self, *args: Any, **kwargs: Any) -> StreamingResponse:
+        choices, stream = self._choices(*args), super()._streaming
+        contexts = [context_of(call) for call, _ in choices]
+        responses = [context.run(stream, *own, **kwargs) for context, (_, own) in zip(contexts, choices)]
+        return responses[0] if len(responses) == 1 else interleave(responses, contexts)
+
+    async def _non_streaming(self, *args: Any, **kwargs: Any) -> JSONResponse:
+        choices, answer = self._choices(*args), super()._non_streaming
+        answers = await together([(context_of(call), answer(*own, **kwargs)) for call, own in choices])
+        body = merge([json.loads(each.body) for each in answers], CURRENT.get().fields.get("n", 1))
+        return JSONResponse(body | {"metrics": self._speculation([call for call, _ in choices])})
 
     def _build_chunk_sse(self, *args: Any, **kwargs: Any) -> str:
         call, is_last = CURRENT.get(), kwargs.get("usage") is not None
@@ -183,14 +218,19 @@ class _Chunked(_Checked):
             kwargs["finish_reason"] = _finish_reason(kwargs["finish_reason"])
         event = super()._build_chunk_sse(*args, **kwargs)
         logprobs = call.logprobs.take() if call.logprobs is not None and "role" not in kwargs else None
-        if logprobs is None and not is_last:
+        if logprobs is None and not is_last and call.index == 0:
             return event
         chunk = json.loads(event.removeprefix("data: "))
+        chunk["choices"][0]["index"] = call.index
         if logprobs is not None:
             chunk["choices"][0]["logprobs"] = logprobs
         if is_last:
-            chunk["metrics"] = self._speculation()
-            _add_prediction(chunk["usage"])
+            call.usage = chunk.pop("usage")
+            _add_prediction(call.usage)
+            usages = [each.usage for each in call.choices]
+            if None not in usages:  # all other choices are complete
+                chunk["usage"] = add_usages(usages, call.fields.get("n", 1))
+                chunk["metrics"] = self._speculation(call.choices)
         return f"data: {json.dumps(chunk)}\n\n"
 
 
@@ -219,20 +259,13 @@ async def _with_error_objects(events: AsyncIterator[str]) -> AsyncIterator[str]:
         yield event
 
 
-class Chat(_Chunked, ChatCompletionHandler):
+class Chat(_Choosing, ChatCompletionHandler):
     """POST /v1/chat/completions."""
 
     fields, required = CHAT, "messages"
 
-    def _check(self, body: dict) -> dict:
-        body, call = super()._check(body), CURRENT.get()
-        if read_top(call.fields) is not None:
-            requests = self.generation_state.requests
-            call.logprobs = ChatLogprobs(requests.tokenizer, requests.bytes_of)
-        return body
 
-
-class Completion(_Chunked, CompletionHandler):
+class Completion(_Choosing, CompletionHandler):
     """POST /v1/completions."""
 
     fields, required, uses_template = COMPLETION, "prompt", False
@@ -243,15 +276,33 @@ class Completion(_Chunked, CompletionHandler):
             if not fields.get("echo"):
                 raise refuse("max_tokens", f"expected {COMPLETION['max_tokens'].expected}, got 0")
             fields["max_tokens"], call.drops_answer = 1, True
+        if fields.get("best_of", fields.get("n", 1)) != fields.get("n", 1):
+            raise refuse("best_of", f"expected the value of n, {fields.get('n', 1)}, because all answers are given")
         return fields
 
+    def _characters(self, body: dict) -> int:
+        return max(map(count_characters, list_prompts(body["prompt"])))
+
     def _check(self, body: dict) -> dict:
-        body, call = super()._check(body), CURRENT.get()
-        call.echo = body["prompt"] if body.get("echo") else None
-        if read_top(call.fields) is not None:
-            requests = self.generation_state.requests
-            call.logprobs = CompletionLogprobs(requests.tokenizer, requests.bytes_of, call.echo)
+        body, tokenizer = super()._check(body), self.generation_state.requests.tokenizer
+        for prompt in list_prompts(body["prompt"]):
+            ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+            text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=True)
+            CURRENT.get().prompts.append((ids, text if body.get("echo") else None))
         return body
+
+    async def handle_request(self, body: dict, request_id: str) -> Any:
+        """See transformers, whose handler takes one text."""
+        name, model, processor = self._resolve_model(body)
+        config = self._build_generation_config(body, model.generation_config)
+        parts = request_id, model, processor, name, {}, config, self.generation_state.requests, body.get("suffix")
+        return self._streaming(*parts) if body["stream"] else await self._non_streaming(*parts)
+
+    def _logprobs(self, call: HttpCall) -> CompletionLogprobs | None:
+        requests = self.generation_state.requests
+        if read_top(call.fields) is None:
+            return None
+        return CompletionLogprobs(requests.tokenizer, requests.bytes_of, call.echo)
 
 
 class Response(_Checked, ResponseHandler):

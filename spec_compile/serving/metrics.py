@@ -1,6 +1,6 @@
 """Figures under vLLM's names: the page /metrics for Prometheus, and the field `metrics` of an answer."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -102,16 +102,18 @@ def _labelled(name: str, text: str, label: str, values: Any) -> CounterMetricFam
     return family
 
 
-def speculation_fields(output: Any, num_spec_tokens: int) -> dict:
+def speculation_fields(outputs: Iterable[Any], num_spec_tokens: int) -> dict:
     """The field `metrics` of an answer, as vLLM has it.
 
-    output: a finished output of the manager
+    outputs: finished outputs of the manager, one for each choice
     num_spec_tokens: draft tokens that a step verifies at most
 
     All nodes of a tree but the root count as drafted. The histogram counts steps by their number of accepted draft
     tokens, which is the depth of the accepted path.
     """
-    steps, drafted = output.speculation.per_step_accepted, output.speculation.per_step_drafted
+    counters = [output.speculation for output in outputs]
+    steps = [accepted for each in counters for accepted in each.per_step_accepted]
+    drafted = [nodes for each in counters for nodes in each.per_step_drafted]
     accepted, offered = sum(steps), sum(drafted)
     summary = {
         "mean_acceptance_length": 1 + accepted / len(steps) if steps else None,

@@ -2,9 +2,9 @@
 
 import asyncio
 import inspect
-from collections.abc import Coroutine, Generator
+from collections.abc import Coroutine, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
+from contextvars import Context, copy_context
 from typing import Any
 
 WORKERS = 2
@@ -49,6 +49,21 @@ class Workers:
     def close(self) -> None:
         """End the threads once they are done."""
         self._pool.shutdown(wait=False)
+
+
+async def together(coroutines: Sequence[tuple[Context, Coroutine]]) -> list:
+    """The results of coroutines that only await `Waiting`, each in its context. All begin before any is awaited."""
+    results = []
+    try:
+        steps = [context.run(_step, coroutine, None) for context, coroutine in coroutines]
+        for (context, coroutine), (is_over, value) in zip(coroutines, steps):
+            while not is_over:
+                is_over, value = context.run(_step, coroutine, await Waiting(value))
+            results.append(value)
+        return results
+    finally:
+        for _, coroutine in coroutines:
+            coroutine.close()  # does nothing to those that have ended
 
 
 def _step(coroutine: Coroutine, value: Any) -> tuple[bool, Any]:
