@@ -36,7 +36,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SNIPPET = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
 PATHS = re.compile(r"`((?:spec_compile|examples|benchmarks|docs|tests)/[\w./]*)`")
-ELSEWHERE = {"pip", "pre-commit", "cibuildwheel", "git"}
+ELSEWHERE = {"pip", "pre-commit", "cibuildwheel", "git", "lm-eval"}
 """Commands of other projects."""
 ALL_LAYERS = {"drafts"}
 """Pages that read heads of the demo model, which tap its last layer."""
