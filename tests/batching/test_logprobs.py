@@ -90,14 +90,19 @@ def test_heads(algo, shape):
     assert accepted[0] == accepted[1] and sum(accepted[0]) > 0
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
-def test_states(name):
-    """The states of a recurrence are led over a prompt, too."""
+@pytest.mark.parametrize(("name", "close"), [("lfm2", CLOSE), ("qwen3_5", 5e-4)])
+def test_states(name, close):
+    """The states of a recurrence are led over a prompt, too.
+
+    The delta rule of qwen3_5 loses more of float32 in transformers' chunks than in our steps. With a copy of its
+    modelling file in float64 the two are equal within 1e-12; from that our log-probabilities of these prompts differ by
+    at most 4e-5, and transformers' in float32 by 1.2e-4. The short convolution of lfm2 has neither.
+    """
     model, system = hybrids.system(name)
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(3, models.VOCAB, (length,), generator=generator).tolist() for length in (1, 2, 40, 131)]
     outputs = answered(system, prompts, eos_token_id=-1, pad_token_id=0)
-    are_right(model, outputs, close=2e-3)  # a delta rule rounds otherwise in steps than in chunks
+    are_right(model, outputs, close=close)
     without = answered(system, prompts, eos_token_id=-1, pad_token_id=0, logprobs=None, prompt_logprobs=None)
     assert [each.generated_tokens for each in outputs] == [each.generated_tokens for each in without]
     assert not any(each.scores or each.prompt_scores or each.logprobs for each in without)
