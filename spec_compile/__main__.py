@@ -166,6 +166,14 @@ def _serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="What clients call the model; by default as it is called here.")
     ] = None,
+    lora_modules: Annotated[
+        list[str] | None, typer.Option(help="A LoRA adapter that requests may choose: NAME=PATH; may be repeated.")
+    ] = None,
+    max_loras: Annotated[int | None, typer.Option(help="Adapters of rows in use; by default all.", min=1)] = None,
+    max_lora_rank: Annotated[int | None, typer.Option(help="By default that of the adapters.", min=1)] = None,
+    allow_runtime_lora_updating: Annotated[
+        bool, typer.Option("--allow-runtime-lora-updating", help="Let clients load and unload adapters.")
+    ] = False,
     grace: Annotated[float, typer.Option(help="Seconds that requests have to end after SIGTERM.", min=0)] = GRACE,
     **flags: Any,
 ) -> int:
@@ -178,8 +186,11 @@ def _serve(
     from .serving.server import build
 
     options |= {} if draft is None else {"draft": draft}
+    options |= {} if max_loras is None else {"max_loras": max_loras}
+    options |= {} if max_lora_rank is None else {"max_lora_rank": max_lora_rank}
     sizes = {"slots": slots, "max_queue": max_queue, "tensor_parallel": tensor_parallel}
-    runner = Runner(build(model, algo, options, **sizes, served_model_name=served_model_name, **flags), grace)
+    loras = {"lora_modules": lora_modules, "allow_runtime_lora_updating": allow_runtime_lora_updating}
+    runner = Runner(build(model, algo, options, **sizes, served_model_name=served_model_name, **loras, **flags), grace)
     runner.run()
     return int(runner.has_failed)
 

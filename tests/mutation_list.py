@@ -669,6 +669,10 @@ REQUESTS = [
         "passed[0].passed >= self._most", "False", f"{LORAS} -k bounded",
     ),
     Mutation(
+        "clients get the adapter of another name", "spec_compile/serving/loras.py",
+        "name if name in self._paths else None", "name", "tests/serving/test_loras.py -k unknown",
+    ),
+    Mutation(
         "a request keeps the slot of its adapter", f"{BATCHING}scheduler.py",
         "        self.adapters.release(job)\n", "", f"{LORAS} -k end_with",
     ),

@@ -202,6 +202,36 @@ class Loras:
                     values.append((weakref.ref(tensor), tensor.data_ptr(), version, layer.scaling[name]))
         return values
 
+    def check_config(self, name: str, config: Any) -> None:
+        """UnsupportedModelError, naming the adapter, if rows could not choose one of this peft configuration.
+
+        It comes before an adapter is loaded, because layers that peft has wrapped stay wrapped.
+        """
+        from peft import LoraConfig
+        from peft.tuners.tuners_utils import check_target_module_exists
+
+        if not isinstance(config, LoraConfig):
+            raise UnsupportedModelError(f"max_loras: the adapter {name!r} is no LoRA, but of {type(config).__name__}")
+        self._check_rank(name, max([config.r, *(config.rank_pattern or {}).values()]))
+        for each in ("modules_to_save", "target_parameters", "trainable_token_indices", "use_dora"):
+            if getattr(config, each, None):
+                raise UnsupportedModelError(f"max_loras: the adapter {name!r} has {each}, which rows cannot choose")
+        others = of_adapters(self._model)
+        paths = [path.removesuffix(".base_layer") for path, part in self._model.named_modules() if part not in others]
+        for path in paths:
+            if path not in self._layers and check_target_module_exists(config, path):
+                raise UnsupportedModelError(
+                    f"max_loras: the adapter {name!r} changes {path}, which no adapter changed when speculate() ran; "
+                    "call speculate() again with this adapter"
+                )
+
+    def _check_rank(self, name: str, rank: int) -> None:
+        if rank > self.rank:
+            raise UnsupportedModelError(
+                f"max_lora_rank: the adapter {name!r} has rank {rank}, and slots have room for {self.rank}; pass a "
+                "larger max_lora_rank to speculate()"
+            )
+
     def _check(self, name: str) -> None:
         """UnsupportedModelError, naming the adapter, if rows cannot choose it."""
         config = self._model.peft_config.get(name)
@@ -211,11 +241,8 @@ class Loras:
                 faults.append(f"is a {type(layer.lora_variant[name]).__name__.removesuffix('LinearVariant')} adapter")
             if layer.lora_bias.get(name):
                 faults.append(f"has a bias of its own ({path})")
-            if name in layer.lora_A and len(layer.lora_A[name].weight) > self.rank:
-                raise UnsupportedModelError(
-                    f"max_lora_rank: the adapter {name!r} has rank {len(layer.lora_A[name].weight)}, and slots have "
-                    f"room for {self.rank}; pass a larger max_lora_rank to speculate()"
-                )
+            if name in layer.lora_A:
+                self._check_rank(name, len(layer.lora_A[name].weight))
         if faults:
             raise UnsupportedModelError(
                 f"max_loras: the adapter {name!r} {faults[0]}; only plain LoRA on linear layers can be chosen for each "

@@ -6,6 +6,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..capture.loras import BASE
+
 CURRENT: ContextVar["HttpCall"] = ContextVar("CURRENT")
 """The call that the running task serves. Tasks that are started for it share the object."""
 
@@ -15,6 +17,7 @@ class HttpCall:
     """One HTTP request.
 
     loop: the event loop that serves it
+    adapter: the LoRA adapter that it asks for
     fields: of its body, checked
     prompt_field: name of the field with the prompt
     limit_field: name of the field with the number of tokens that the client wants, or None
@@ -35,6 +38,7 @@ class HttpCall:
     """
 
     loop: asyncio.AbstractEventLoop
+    adapter: str = BASE
     fields: dict = field(default_factory=dict)
     prompt_field: str = "prompt"
     limit_field: str | None = None

@@ -98,6 +98,7 @@ class Requests(CBGenerateManager):
         self.num_spec_tokens: int = model.speculation.engine.runtime.sizes[-1] - 1
         self.vocab_size: int = model.speculation.engine.runtime.verify.vocab_size
         self._clamps_prompts: bool = model.speculation.engine.runtime.verify.clamps_prompts
+        self.chooses_adapters = model.speculation.engine.loras is not None
         self.has_ngrams = model.speculation.engine.runtime.algorithm.store is not None
         self.metrics = PrometheusMetrics(self.manager.metrics)
         self.row_tokens: int = self.manager.metrics()["slot_tokens"]
@@ -223,6 +224,7 @@ class Requests(CBGenerateManager):
 
         self._check_room(call, ids, config)
         options = self._options(call, ids, config) | self._pictures(inputs)
+        options |= {"adapter_name": call.adapter} if self.chooses_adapters else {}
         call.request_id, is_added = name, False
         handlers[name] = (observe, call.loop)  # the manager's own method needs to be called on the event loop
         try:

@@ -98,11 +98,14 @@ class _Checked:
 
     def _check_model(self, body: dict) -> Any:
         """The processor of the model that a body asks for. Refusal for another model."""
-        name, _, processor = self._resolve_model(body)
-        requested = body.get("model", name)
-        if requested != name:
-            reason = f"model: there is no model {requested[:200]!r} here, only {name!r}"
-            raise Refusal(404, reason, "model", "model_not_found")
+        requested, _, processor = self._resolve_model(body)
+        adapter = self.model_manager.adapters.find(requested)
+        if adapter is None:
+            served = ", ".join(repr(each["id"]) for each in self.model_manager.get_gen_models())
+            raise Refusal(
+                404, f"model: there is no model {requested[:200]!r} here, only {served}", "model", "model_not_found"
+            )
+        CURRENT.get().adapter = adapter
         return processor
 
     def _check_template(self, body: dict, processor: Any, modality: Modality) -> None:
@@ -137,7 +140,7 @@ class _Checked:
 
     def _resolve_model(self, body: dict) -> tuple:
         loaded = self.model_manager.the_one
-        return self.model_manager.served_name, loaded.model, loaded.processor
+        return body.get("model", self.model_manager.served_name), loaded.model, loaded.processor
 
     def get_processor_inputs_from_messages(self, messages: list[dict], modality: Any) -> list[dict]:
         """transformers' messages, with the fields that it leaves out."""

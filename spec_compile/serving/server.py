@@ -27,6 +27,7 @@ from .followers import Followers
 from .generation import Requests, SpeculativeState
 from .handlers import HANDLERS
 from .load_model import LoadModel
+from .loras import ServedAdapters, add_lora_routes, read_modules
 from .tokens import Detokenize, Tokenize
 
 MODULES = {
@@ -47,11 +48,14 @@ REMOVED_ROUTES = {"/reset", "/v1/audio/transcriptions", "/v1/systemone"}
 class Models(ModelManager):
     """transformers' manager of models, for the one model that is served, wrapped by `speculate`.
 
-    served_name: what clients call it.
+    served_name: what clients call it. adapters: its LoRA adapters.
     """
 
-    def __init__(self, algo: str, options: dict, served_name: str, device: str = "auto", **settings: Any):
-        self.served_name = served_name
+    def __init__(
+        self, algo: str, options: dict, served_name: str, loras: dict[str, str], device: str = "auto", **settings: Any
+    ):  # fmt: skip
+        """loras: the paths of adapters, by name."""
+        self.served_name, self.adapters = served_name, ServedAdapters(served_name, loras)
         self._speculate = partial(speculate, algo=algo, **options)
         self._since = int(time.time())
         if device == "auto":  # transformers would spread a model over all GPUs
@@ -61,7 +65,9 @@ class Models(ModelManager):
         super().__init__(device=device, **settings)
 
     def _load_model(self, *args: Any, **kwargs: Any) -> Any:
-        return self._speculate(super()._load_model(*args, **kwargs).eval())
+        model = super()._load_model(*args, **kwargs)
+        self.adapters.load_into(model)
+        return self._speculate(model.eval())
 
     @property
     def the_one(self) -> Any:
@@ -69,8 +75,9 @@ class Models(ModelManager):
         return next(iter(self.loaded_models.values()))
 
     def get_gen_models(self, cache_dir: str | None = None) -> list[dict]:
-        """The one model, in OpenAI's form."""
-        return [{"id": self.served_name, "object": "model", "created": self._since, "owned_by": "spec_compile"}]
+        """The one model and its adapters, in OpenAI's form with vLLM's `root` and `parent`."""
+        common = {"object": "model", "created": self._since, "owned_by": "spec_compile"}
+        return [{"id": self.served_name} | common, *(card | common for card in self.adapters.cards())]
 
 
 class _Unstarted(Serve):
@@ -81,10 +88,10 @@ class _Unstarted(Serve):
 
 
 class Server:
-    """A server that is ready: its ASGI app, uvicorn's config, and its `Requests`."""
+    """A server that is ready: its ASGI app, uvicorn's config, its `Requests`, and its `Models`."""
 
-    def __init__(self, built: Serve, requests: Requests):
-        self.config = built.server.config
+    def __init__(self, built: Serve, requests: Requests, models: Models):
+        self.config, self.models = built.server.config, models
         self.app, self.requests = self.config.app, requests
 
 
@@ -97,6 +104,8 @@ def build(
     max_queue: int = MAX_QUEUE,
     tensor_parallel: int = 1,
     served_model_name: str | None = None,
+    lora_modules: list[str] | None = None,
+    allow_runtime_lora_updating: bool = False,
     follows: bool = False,
     **flags: Any,
 ) -> Server:
@@ -108,6 +117,9 @@ def build(
     max_queue: requests that may wait for a slot
     tensor_parallel: GPUs that share the model; a process is started for each but the first
     served_model_name: the clients' name of the model (default: `model`)
+    lora_modules: LoRA adapters that requests may choose, each NAME=PATH; later ones may change the layers that one of
+        these changes. `max_loras` of `speculate` is their number unless `options` says it
+    allow_runtime_lora_updating: True if clients may load and unload adapters
     follows: True in a process that was started for a further GPU
     flags: arguments of transformers' `Serve` that are in `FLAGS`, such as port=8000
 
@@ -118,21 +130,34 @@ def build(
         if name not in FLAGS:
             raise TypeError(f"{name}: expected one of {', '.join(FLAGS)}.{did_you_mean(name, FLAGS)}")
     name = str(model) if served_model_name is None else served_model_name
-    sizes, options = {"slots": slots, "max_queue": max_queue}, options or {}
+    sizes, options, loras = {"slots": slots, "max_queue": max_queue}, options or {}, read_modules(lora_modules or [])
+    if loras:
+        options = {"max_loras": len(loras)} | options
+    elif options.get("max_loras") or allow_runtime_lora_updating:
+        raise ValueError(
+            "lora_modules: rows choose among the adapters of a model that has one; give at least one as NAME=PATH"
+        )
+    if loras and tensor_parallel > 1:
+        raise ValueError("lora_modules: adapters are chosen for each row in one process; leave out tensor_parallel")
     if tensor_parallel == 1 or follows:
-        return _build(model, name, algo, options, sizes, flags)
+        server = _build(model, name, algo, options, sizes, flags, loras)
+        if allow_runtime_lora_updating:
+            add_lora_routes(server.app, server.models.adapters, server.models.the_one.model)
+        return server
     arguments = {"model": str(model), "algo": algo, "tensor_parallel": tensor_parallel}
     arguments["options"] = options = options | {"tensor_parallel": tensor_parallel}
     with Followers(tensor_parallel, arguments | sizes | flags) as followers:
-        server = _build(model, name, algo, options, sizes, flags)
+        server = _build(model, name, algo, options, sizes, flags, {})
     server.requests.followers = followers
     return server
 
 
-def _build(model: str | Path, name: str, algo: str, options: dict, sizes: dict, flags: dict) -> Server:
+def _build(
+    model: str | Path, name: str, algo: str, options: dict, sizes: dict, flags: dict, loras: dict[str, str]
+) -> Server:  # fmt: skip
     """A rank's server; see `build`."""
     parts: dict[str, Callable] = HANDLERS | {
-        "ModelManager": partial(Models, algo, options, name),
+        "ModelManager": partial(Models, algo, options, name, loras),
         "GenerationState": SpeculativeState,
     }
     flags = flags | {"continuous_batching": True, "compile": False}  # `speculate` compiles the rounds
@@ -155,7 +180,7 @@ def _build(model: str | Path, name: str, algo: str, options: dict, sizes: dict, 
     }
     _add_routes(app, state.requests, models, handlers)
     add_messages(app, make, state.requests.most_bytes)
-    return Server(built, state.requests)
+    return Server(built, state.requests, models)
 
 
 @contextmanager
