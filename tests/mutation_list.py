@@ -944,6 +944,15 @@ SERVING = [
         'r"[!-~]{0,256}"', 'r".*"', "tests/serving/test_bounds.py -k odd_headers",
     ),
     Mutation(
+        "a prompt goes where a later part of it was read", f"{HTTP}prefixes.py",
+        "if lengths[each] == number}", "}", "tests/serving/test_prefixes.py -k read_most",
+    ),
+    Mutation(
+        "a request of a replica that died is lost", f"{HTTP}ray_ingress.py",
+        "                deaths += 1\n                continue\n", "                raise\n",
+        "tests/serving/test_ray_ingress.py -k sent_again",
+    ),
+    Mutation(
         "every seed is taken", f"{HTTP}fields.py",
         '"seed": integer(-(1 << 63), (1 << 64) - 1),', '"seed": integer(-(1 << 99), 1 << 99),',
         f"{FIELDS} -k 'bad_values and seed'",

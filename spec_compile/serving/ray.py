@@ -1,18 +1,23 @@
 """Replicas on Ray: `app`, an application for Ray Serve, and `Answers`, for ``map_batches`` of Ray Data."""
 
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 from ray import serve
-from ray.serve.config import BackpressureConfig
+from ray.serve.config import RequestRouterConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..api import speculate
 from . import require_packages
+from .asgi import AnswerHead, HttpRequest, answer
 
 SLOTS = 32
 """Requests that a replica answers at once, by default."""
 MAX_QUEUE = 64
 """Requests that wait in a replica, and again as many before all replicas, by default."""
+INGRESS = {"num_replicas": 1, "max_ongoing_requests": 10_000, "ray_actor_options": {"num_cpus": 0}}
+"""Options of the ingress's deployment."""
 DEPLOYMENT = {
     "num_replicas": 1,
     "health_check_period_s": 5,
@@ -31,8 +36,15 @@ class Replica:
 
         self.server = build(model, algo, options, **settings)
 
-    def __serve_build_asgi_app__(self) -> Any:
-        return self.server.app
+    async def answer(self, sent: HttpRequest) -> AsyncIterator[AnswerHead | bytes]:
+        """The server's answer to a request in parts."""
+        async with aclosing(answer(self.server.app, sent)) as parts:
+            async for part in parts:
+                yield part
+
+    async def metrics(self) -> tuple[str, bytes]:
+        """The name of the replica, and its page for Prometheus."""
+        return serve.get_replica_context().replica_id.unique_id, self.server.requests.metrics.page()
 
     def check_health(self) -> None:
         """Raise RuntimeError if the replica cannot answer; Ray then starts another."""
@@ -51,9 +63,10 @@ def app(
     max_queue: int = MAX_QUEUE,
     tensor_parallel: int = 1,
     flags: dict | None = None,
+    ingress: dict | None = None,
     **deployment: Any,
 ) -> serve.Application:
-    """An application for ``ray.serve.run``: replicas of transformers' server, each with a speculative model.
+    """An application for ``ray.serve.run``: replicas of transformers' server, and an ingress that sends them requests.
 
     model: a directory that every machine has, or a name on the model hub
     options: of `speculate`
@@ -62,11 +75,15 @@ def app(
     max_queue: requests that wait in a replica, and as many again before all replicas; others get 429 with Retry-After
     tensor_parallel: GPUs of one machine that share the model in each replica, which has a process for each
     flags: arguments of transformers' `Serve`, such as dtype="bfloat16"
-    deployment: options of Ray's deployment, such as num_replicas, autoscaling_config and ray_actor_options
+    ingress: options of Ray's deployment of the ingress, such as num_replicas
+    deployment: options of Ray's deployment of the replicas, such as num_replicas and autoscaling_config
 
     Raises ImportError if a package of the extra ``serve`` is missing.
     """
     require_packages()
+    from .ray_ingress import Ingress
+    from .ray_router import PrefixRouter
+
     settings = {"slots": slots, "max_queue": max_queue, "device": device, "tensor_parallel": tensor_parallel} | (
         flags or {}
     )
@@ -75,12 +92,15 @@ def app(
         # One more than the replica takes, so that the replica itself refuses it with the reason.
         "max_ongoing_requests": slots + max_queue + 1,
         "max_queued_requests": max_queue,
-        "backpressure_config": BackpressureConfig(status_code=429, retry_after_s=1),
+        "request_router_config": RequestRouterConfig(
+            request_router_class=PrefixRouter, request_router_kwargs={"most_ahead": max(1, slots // 2)}
+        ),
     } | deployment  # fmt: skip
     if "autoscaling_config" in merged:
         merged.pop("num_replicas")
-    replica = serve.deployment(serve.ingress()(Replica), name="Replica", ray_actor_options=actor, **merged)
-    return replica.bind(str(model), algo, options or {}, settings)
+    replica = serve.deployment(Replica, name="Replica", ray_actor_options=actor, **merged)
+    door = serve.deployment(serve.ingress()(Ingress), name="Ingress", **INGRESS | (ingress or {}))
+    return door.bind(replica.bind(str(model), algo, options or {}, settings))
 
 
 class Answers:

@@ -1,4 +1,4 @@
-"""Replicas on a local Ray: answers, streams, a replica that is killed, overload, and a batch of Ray Data."""
+"""Replicas on a local Ray: all routes, prefixes, replicas that are killed, overload, and a batch of Ray Data."""
 
 import asyncio
 import json
@@ -17,6 +17,7 @@ for package in ("ray.serve", "ray.data", "fastapi", "openai", "prometheus_client
 httpx = pytest.importorskip("httpx", reason="needs httpx, which fastapi's tests need, too")
 
 import ray
+from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from server_fixtures import DEMO, EAGER, PROMPT, save_model, wait_until
 
@@ -80,6 +81,55 @@ def test_a_stream_comes_in_pieces(client):
     assert len(chunks) > 2 and "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole
 
 
+def by_replica(client, name):
+    """A metric of each replica."""
+    page = client.get("/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(page)}
+    return {sample.labels["replica"]: sample.value for sample in families[f"spec_compile:{name}"].samples}
+
+
+def test_every_route_is_passed_on(client):
+    name = client.get("/v1/models").json()["data"][0]["id"]
+    assert client.get(f"/v1/models/{name}").json()["id"] == name
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    assert client.post("/v1/chat/completions", json=chat).json()["choices"]
+    assert client.post("/v1/responses", json={"input": "a", "max_output_tokens": 2}).json()["output"]
+    assert client.post("/v1/messages", json=chat).json()["content"]
+    tokens = client.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
+    assert client.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": PROMPT}
+    assert len(by_replica(client, "num_requests_running")) == 2
+    error = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 0}).json()["error"]
+    assert error["param"] == "max_tokens" and client.get("/nothing").json()["error"]["code"] == "unknown_url"
+    response = client.post("/v1/completions", json=SHORT, headers={"X-Request-Id": "mine"})
+    assert response.headers["x-request-id"] == "mine" == response.json()["id"]
+
+
+def test_requests_go_to_the_replica_that_holds_their_prefix(client):
+    """Of two conversations each stays where it was."""
+    before = by_replica(client, "prompt_tokens")
+    for prefix in ("one = 1\n" * 60, "two = 2\n" * 60):
+        begun = by_replica(client, "prompt_tokens")
+        for turn in range(4):
+            assert complete(client, prompt=prefix + f"x = {turn}\n", max_tokens=4).status_code == 200
+        grown = [after - begun[name] for name, after in by_replica(client, "prompt_tokens").items()]
+        assert sorted(grown)[0] == 0 and sorted(grown)[1] > 1000
+    assert by_replica(client, "prompt_tokens") != before
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_client_that_leaves_leaves_nothing(client, streamed):
+    body = LONG | {"stream": streamed, "seed": 2}
+    before = sum(by_replica(client, "generation_tokens").values())
+    if streamed:
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            assert next(lines := response.iter_lines()) and lines
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/completions", json=body, timeout=0.5)
+    wait_until(lambda: not sum(by_replica(client, "num_requests_running").values()))
+    assert sum(by_replica(client, "generation_tokens").values()) < before + 1900
+
+
 def test_overload_is_429(client):
     async def ask():
         async with httpx.AsyncClient(base_url=client.base_url, timeout=120) as many:
@@ -88,23 +138,56 @@ def test_overload_is_429(client):
 
     responses = asyncio.run(ask())
     assert {response.status_code for response in responses} == {200, 429}
-    assert all("Retry-After" in response.headers for response in responses if response.status_code == 429)
+    refused = [response for response in responses if response.status_code == 429]
+    assert all("Retry-After" in response.headers and response.json()["error"]["code"] for response in refused)
 
 
-def test_a_replica_that_is_killed_breaks_its_streams_alone(client):
-    """The client sees a broken transfer, not a short answer; the next requests are served, and the replica returns."""
-    before = {process.pid for process in replicas()}
+def kill_the_busiest():
+    """Kill the process of the replica that computes."""
+    busy = {process: sum(process.cpu_times()[:2]) for process in replicas()}
+    time.sleep(0.3)
+    max(busy, key=lambda process: sum(process.cpu_times()[:2]) - busy[process]).kill()
+
+
+def wait_for_replicas(client):
+    """Until two replicas answer."""
+
+    def are_two():
+        response = client.get("/metrics")
+        return response.status_code == 200 and response.text.count("spec_compile:num_requests_running{") == 2
+
+    wait_until(are_two, 300)
+
+
+def test_a_replica_that_is_killed_ends_its_streams_by_an_error(client):
+    """The client does not see a short answer; the next requests are served, and the replica returns."""
     with client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
         lines = response.iter_lines()
         received = [next(lines)]
-        busy = {process: sum(process.cpu_times()[:2]) for process in replicas()}
-        time.sleep(0.3)
-        max(busy, key=lambda process: sum(process.cpu_times()[:2]) - busy[process]).kill()
-        with pytest.raises(httpx.TransportError):
-            received += lines
-    assert not any("usage" in line or "[DONE]" in line for line in received)
+        kill_the_busiest()
+        received += [line for line in lines if line]
+    assert "died" in json.loads(received[-1].removeprefix("data: "))["error"]["message"]
+    assert not any("usage" in line or "[DONE]" in line for line in received[:-1])
     assert [complete(client).status_code for _ in range(4)] == [200] * 4
-    wait_until(lambda: len({process.pid for process in replicas()}) == 2 and {p.pid for p in replicas()} != before, 60)
+    wait_for_replicas(client)
+
+
+def test_a_replica_that_is_killed_loses_no_request_that_has_sent_no_token(client):
+    """Whole answers, running and waiting: each client gets the answer of the other replica."""
+    bodies = [LONG | {"max_tokens": 600, "seed": seed} for seed in range(6)]
+    wanted = [complete(client, **bodies[seed]).json()["choices"] for seed in range(2)]
+
+    async def ask():
+        async with httpx.AsyncClient(base_url=client.base_url, timeout=120) as many:
+            asking = [asyncio.ensure_future(many.post("/v1/completions", json=body)) for body in bodies]
+            await asyncio.sleep(0.3)
+            await asyncio.to_thread(kill_the_busiest)
+            return await asyncio.gather(*asking)
+
+    responses = asyncio.run(ask())
+    assert [response.status_code for response in responses] == [200] * 6
+    assert [response.json()["choices"] for response in responses[:2]] == wanted
+    wait_for_replicas(client)
 
 
 def test_a_replica_may_be_of_several_ranks(client, folder):

@@ -1,0 +1,90 @@
+"""`PrefixMap`: which replicas have read which beginnings of prompts, to send a request where its prompt is cached."""
+
+import json
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+from .body import decode_body
+from .errors import Refusal
+
+BLOCK, MOST_BLOCKS = 256, 1024
+"""Characters of a block, and blocks of a prompt that are looked at."""
+MOST_KEYS = 1 << 16
+"""Beginnings that are kept, of all replicas together."""
+MOST_BRACKETS = 1_000_000
+"""Brackets of a body that is looked at."""
+SHAPES = ("model", "tools", "chat_template_kwargs", "system", "instructions", "prompt", "messages", "input")
+"""The fields that a prompt is made of, in the order in which templates write them."""
+
+
+def prompt_keys(data: bytes) -> list[int]:
+    """A number for each beginning of a request's prompt, of 1, 2, ... blocks of characters. [] if it has no prompt.
+
+    data: the body of a request of any endpoint
+
+    Prompts that begin alike have the same first numbers: with blocks of 2, "abcdX" and "abcdY" have two numbers, which
+    are equal, and "abXX" only has the first of them.
+    """
+    try:
+        body = decode_body(data, MOST_BRACKETS)
+    except Refusal:  # the replica says why
+        return []
+    text = "".join(json.dumps(body[name]) for name in SHAPES if name in body)
+    count = min(len(text) // BLOCK, MOST_BLOCKS)
+    blocks = [text[number * BLOCK : (number + 1) * BLOCK] for number in range(count)]
+    return [*accumulate(blocks, lambda before, block: hash((before, block)), initial=0)][1:]
+
+
+class PrefixMap:
+    """Beginnings of prompts, and the replicas that have read each. The least recently used ones are dropped.
+
+    most: beginnings that are kept
+    """
+
+    def __init__(self, most: int = MOST_KEYS):
+        self.most = most
+        self._readers: OrderedDict[int, set[Hashable]] = OrderedDict()
+
+    def add(self, keys: Iterable[int], replica: Hashable) -> None:
+        """Note that a replica reads the prompt with these keys."""
+        for key in keys:
+            self._readers.setdefault(key, set()).add(replica)
+            self._readers.move_to_end(key)
+        while len(self._readers) > self.most:
+            self._readers.popitem(last=False)
+
+    def keep(self, replicas: set) -> None:
+        """Forget all other replicas."""
+        for key, readers in [*self._readers.items()]:
+            readers &= replicas
+            if not readers:
+                del self._readers[key]
+
+    def lengths(self, keys: Sequence[int]) -> Counter:
+        """For each replica the number of blocks from the beginning that it has read."""
+        lengths: Counter[Any] = Counter()
+        for number, key in enumerate(keys):
+            readers = {each for each in self._readers.get(key, ()) if lengths[each] == number}
+            if not readers:
+                break
+            lengths.update(readers)
+        return lengths
+
+    def rank(self, keys: Sequence[int], loads: dict[Hashable, int], most_ahead: int) -> list[list[Hashable]]:
+        """Replicas in groups: the one that has read most of the prompt, then all others, in random order.
+
+        loads: for each replica the number of its requests
+        most_ahead: a replica with so many requests more than another one does not come first
+
+        With loads {a: 5, b: 0} and a prompt that only `a` has read, the groups are [[a], [b]], and [[b, a]] or [[a, b]]
+        if `most_ahead` is 4.
+        """
+        least, lengths = min(loads.values(), default=0), self.lengths(keys)
+        readers = [each for each in loads if lengths[each] and loads[each] - least < most_ahead]
+        first = [max(readers, key=lambda each: (lengths[each], -loads[each]))] if readers else []
+        others = [each for each in loads if each not in first]
+        random.shuffle(others)
+        return [group for group in (first, others) if group]

@@ -1,0 +1,163 @@
+"""`Ingress`: takes HTTP requests for replicas on Ray, and asks another replica if the first dies before it answers."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import BackPressureError
+from ray.serve.handle import DeploymentHandle
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from .anthropic import MESSAGES, error_message
+from .asgi import AnswerHead, HttpRequest
+from .errors import RETRY_SECONDS, error_object, error_response
+from .generation import FULL
+from .prefixes import prompt_keys
+
+ATTEMPTS = 4
+"""Replicas that a request is sent to at most."""
+MOST_BYTES = 128 << 20
+"""Bytes of a body that are sent on at most. A replica reads less than that, and refuses such a body."""
+METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+METRICS_SECONDS = 5.0
+"""Time that replicas have to tell their metrics."""
+DIED = "the replica died; send the request again"
+
+
+class Ingress:
+    """An ASGI app that passes requests to replicas, whatever their path, and their answers to clients.
+
+    A request whose replica dies before the first part of its body has come is sent to another one, and so is a POST
+    that a replica refuses with 503. A stream that has begun ends in an error event. /metrics has all replicas' metrics.
+    """
+
+    def __init__(self, replicas: DeploymentHandle):
+        self._replicas = replicas
+        self._asks = replicas.options(stream=True)
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        metrics = Route("/metrics", self._metrics, methods=["GET"])
+        return Starlette(routes=[metrics, Route("/{path:path}", self._pass_on, methods=METHODS)])
+
+    async def _pass_on(self, request: Request) -> Response:
+        sent, deaths = await _read(request), 0
+        while deaths < ATTEMPTS:
+            try:
+                response = await self._ask(sent)
+            except BackPressureError:
+                response = _refusal(sent, 429, FULL, "queue_full")
+            except RayActorError:
+                deaths += 1
+                continue
+            if response.status_code == 503 and sent.method == "POST":
+                deaths += 1
+            elif response.status_code != 429 or not deaths:
+                return response
+            if deaths == ATTEMPTS:
+                return response
+            await asyncio.sleep(RETRY_SECONDS)  # it was admitted once, so it waits for a place
+        return _refusal(sent, 503, f"{ATTEMPTS} replicas have died while they prepared the answer; try again later")
+
+    async def _ask(self, sent: HttpRequest) -> Response:
+        """The answer of one replica. RayActorError if it dies before the first part of the body."""
+        parts = self._asks.answer.remote(sent)
+        try:
+            head = await anext(parts)
+            first = await anext(parts, b"")
+        except asyncio.CancelledError:  # the client has left
+            parts.cancel()
+            raise
+        response = StreamingResponse(_rest(first, parts, head, sent), head.status)
+        response.raw_headers = [header for header in head.headers if header[0] != b"x-request-id"]  # Ray adds it
+        return response
+
+    async def _metrics(self, request: Request) -> Response:
+        try:
+            pages = await self._replicas.broadcast("metrics").results_async(timeout_s=METRICS_SECONDS)
+        except (RayActorError, TimeoutError) as error:
+            raise HTTPException(503, f"a replica does not tell its metrics: {type(error).__name__}") from error
+        return Response(merge(dict(pages)), media_type=CONTENT_TYPE_LATEST)
+
+
+async def _read(request: Request) -> HttpRequest:
+    """The request as data."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part[: MOST_BYTES - len(body)]
+    data = bytes(body)
+    keys = await asyncio.to_thread(prompt_keys, data) if data else []
+    path, query = f"/{request.path_params['path']}", request.scope["query_string"]
+    return HttpRequest(request.method, path, query, [*request.headers.raw], data, keys)
+
+
+async def _rest(first: bytes, parts: Any, head: AnswerHead, sent: HttpRequest) -> AsyncIterator[bytes]:
+    """The body of an answer whose first part has come."""
+    is_over = False
+    try:
+        yield first
+        async for part in parts:
+            yield part
+        is_over = True
+    except RayActorError:
+        if not _is_stream(head):
+            raise
+        is_over = True
+        yield _error_event(sent)
+    finally:
+        if not is_over:  # the client has left
+            parts.cancel()
+
+
+def _is_stream(head: AnswerHead) -> bool:
+    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in head.headers)
+
+
+def _error_event(sent: HttpRequest) -> bytes:
+    """The last event of a stream whose replica has died, in the form of its endpoint."""
+    if sent.path.startswith(MESSAGES):
+        return f"event: error\ndata: {json.dumps(error_message(500, DIED, ''))}\n\n".encode()
+    return f"data: {json.dumps({'error': error_object(500, DIED)})}\n\n".encode()
+
+
+def _refusal(sent: HttpRequest, status: int, reason: str, code: str | None = None) -> JSONResponse:
+    """An error of the ingress itself, in the form of the endpoint."""
+    headers = {"Retry-After": str(RETRY_SECONDS)}
+    if sent.path.startswith(MESSAGES):
+        return JSONResponse(error_message(status, reason, ""), status, headers)
+    return error_response(status, reason, None, code, headers)
+
+
+def merge(pages: dict[str, bytes]) -> bytes:
+    """One page for Prometheus of several, whose samples get the label `replica`.
+
+    pages: by the name of the replica
+    """
+    families: dict[str, Metric] = {}
+    for replica, page in pages.items():
+        for family in text_string_to_metric_families(page.decode()):
+            merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                labels = sample.labels | {"replica": replica}
+                merged.samples.append(sample._replace(labels=labels))
+    registry = CollectorRegistry()
+    registry.register(_Collected([*families.values()]))
+    return generate_latest(registry)
+
+
+class _Collected:
+    """prometheus_client's interface of collectors, for families that are there already."""
+
+    def __init__(self, families: list[Metric]):
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
