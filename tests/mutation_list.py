@@ -1382,8 +1382,24 @@ DOORS = [
         "tests/training/test_hub.py -k private",
     ),
 ]  # fmt: skip
+MODULES = [
+    Mutation(
+        "a later module is paired with the token of the first", "spec_compile/drafters/mtp_modules.py",
+        "(places + number + 1)", "(places + 1)", "tests/drafters/test_mtp_modules.py -k token_k",
+    ),
+    Mutation(
+        "the output at the seam between two rounds is lost", "spec_compile/drafters/mtp_modules.py",
+        "row = begin + gained - number - before", "row = begin + gained - number - before - 1",
+        "tests/drafters/test_mtp_modules.py -k token_k",
+    ),
+    Mutation(
+        "a later module reads the state of the root at every node", "spec_compile/drafters/mtp_modules.py",
+        "states = gather_rows(above, parents_of(ancestors))", "states = gather_rows(above, 0 * parents_of(ancestors))",
+        "tests/drafters/test_mtp_modules.py -k token_k",
+    ),
+]  # fmt: skip
 MUTATIONS: list[Mutation] = [
     *STARTS, *TIERS, *COMPILED,
     *REQUESTS, *STATE, *CACHES, *TREES, *DRAWS, *ANSWERS, *UNIONS, *NEWCOMERS, *FORWARDS, *OTHERS, *SERVING,
-    *CONFIDENCE, *TOLERANCES, *DOORS,
+    *CONFIDENCE, *TOLERANCES, *DOORS, *MODULES,
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from ..config import Options, describe
 from ..drafting import Algorithm
 from ..errors import did_you_mean
-from . import dflash, draft_model, heads, ngram, p_eagle, pard, union
+from . import dflash, draft_model, heads, mtp_modules, ngram, p_eagle, pard, union
 from .options import DraftOptions, ParallelOptions, UnionOptions
 
 
@@ -29,10 +29,10 @@ class Entry(NamedTuple):
 SMALLER = "a smaller model of the same tokenizer"
 ALGORITHMS = {
     "ngram": Entry(ngram.NgramOptions, ngram.build),
-    "eagle": Entry(heads.HeadOptions, partial(heads.build, "eagle"), "an EAGLE head"),
-    "eagle3": Entry(heads.HeadOptions, partial(heads.build, "eagle3"), "an EAGLE-3 head"),
-    "mtp": Entry(heads.NaiveOptions, partial(heads.build, "mtp")),
-    "naive_eagle": Entry(heads.NaiveOptions, partial(heads.build, None)),
+    "eagle": Entry(heads.HeadOptions, partial(mtp_modules.build, "eagle"), "an EAGLE head"),
+    "eagle3": Entry(heads.HeadOptions, partial(mtp_modules.build, "eagle3"), "an EAGLE-3 head"),
+    "mtp": Entry(heads.NaiveOptions, partial(mtp_modules.build, "mtp")),
+    "naive_eagle": Entry(heads.NaiveOptions, partial(mtp_modules.build, None)),
     "p_eagle": Entry(p_eagle.ParallelHeadOptions, p_eagle.build, "a P-EAGLE head"),
     "draft_model": Entry(DraftOptions, draft_model.build, SMALLER),
     "pard": Entry(ParallelOptions, pard.build, f"{SMALLER} that was trained to draft in parallel"),

@@ -10,25 +10,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from .. import passes
 from ..artefacts.draft_graph import draft_graph
 from ..cache import Cache
 from ..capture.trace import capture_head
 from ..drafting import Algorithm, Drafter, DraftPlan
+from ..graph import ModelGraph
 from ..kernels.ops import gather_rows
 from ..runtime.state import State
 from ..tree import Accepted
-from .checkpoints.load import load_head
 from .hidden_states import keep_row
 from .modules.head import Head
 from .options import DraftOptions
-from .self_check import best_reading
 from .shared_draft import DraftHead, choose_ranks
 from .trees.propose import propose_grown
 from .trees.schedule import Schedule
 from .trees.static import StaticTree
+from .trees.step import Step
 from .window import Window, WindowOptions, write_back
 
 
@@ -72,14 +71,17 @@ class HeadAlgorithm(Algorithm):
         if isinstance(self.schedule, StaticTree):
             self.schedule.to(head.head_weight.device)
         self.draft_module = options.draft if isinstance(options.draft, nn.Module) else head
-        captured = draft_graph(head, options, partial(capture_head, head, head.hidden_size))
+        captured = self._capture(head, options)
         size = options.draft_tensor_parallel_size
         ranks, self.sharing = choose_ranks(size, options.ranks, captured, head.head_weight.nbytes)
-        settings = passes.Settings(options.merge_linears, attention=options.attention("draft"), ranks=ranks)
-        self.graph, self.logits = passes.run(captured, settings), DraftHead(head.head_weight, ranks)
+        self.settings = passes.Settings(options.merge_linears, attention=options.attention("draft"), ranks=ranks)
+        self.graph, self.logits = passes.run(captured, self.settings), DraftHead(head.head_weight, ranks)
         self.longest = options.longest(min(self.schedule.nodes, self.schedule.num_steps + 1))
         levels = self.schedule.num_steps if isinstance(self.schedule, Schedule) else 1
         self.plan = DraftPlan(self.schedule.nodes, head.taps, self.schedule.fed, options.draws, levels=levels)
+
+    def _capture(self, head: Head, options: HeadOptions) -> ModelGraph:
+        return draft_graph(head, options, partial(capture_head, head, head.hidden_size))
 
     def drafter(self, batch: int, slots: int) -> Drafter:
         return HeadDrafter(self, batch, slots)
@@ -117,6 +119,7 @@ class HeadDrafter(Drafter):
         out = self.block(following, positions, states, state.lengths, None, self.cache.tensors, max_kv_len)
         last = state.prompt_lengths - 2 - state.lengths  # the slot that predicts the token after the prompt
         self._keep(out, last, (last >= 0) & (last < size))
+        self._follow(state, state.lengths, (last + 1).clamp(0, size), out[0], max_kv_len)
 
     def observe(self, state: State, features: list[Tensor], accepted: Accepted, begin: Tensor, max_kv_len: int) -> None:
         path, tokens = accepted.first(self.longest)
@@ -128,6 +131,10 @@ class HeadDrafter(Drafter):
             write_back(self.cache.tensors, begin, cache, slots, rows)
         gained = state.lengths - begin
         self._keep(out, gained - 1, gained > 0)
+        self._follow(state, begin, gained, out[0], max_kv_len)
+
+    def _follow(self, state: State, begin: Tensor, gained: Tensor, recycled: Tensor, max_kv_len: int) -> None:
+        """The block has seen slots begin [B] onwards, of which gained [B] are committed; it gave recycled [B, T, H]."""
 
     def _seen(self, lengths: Tensor, rows: int, max_kv_len: int) -> tuple[list[Tensor], Tensor, int]:
         """The arguments of a block of up to `rows` rows after `lengths` [B] committed slots: the cache or a view of it,
@@ -143,10 +150,13 @@ class HeadDrafter(Drafter):
 
     def propose(self, state: State, max_kv_len: int, nodes: int | None = None) -> None:
         logits = self.logits(self.normed.clone())
-        lengths = state.lengths.clone()
-        step = partial(self._step, lengths, *self._seen(lengths, self.schedule.fed, max_kv_len))
+        step = self._steps(state.lengths.clone(), max_kv_len)
         hidden, draft_to_target = self.hidden.clone(), self.head.draft_to_target
         propose_grown(state, self.schedule, self.draws, logits, hidden, step, draft_to_target, nodes)
+
+    def _steps(self, lengths: Tensor, max_kv_len: int) -> Step:
+        """The forwards that grow a tree after `lengths` [B] committed slots."""
+        return partial(self._step, lengths, *self._seen(lengths, self.schedule.fed, max_kv_len))
 
     def _step(
         self, lengths, cache, slots, max_kv_len, tokens, hidden, ancestors, depth, offset, wanted
@@ -155,12 +165,3 @@ class HeadDrafter(Drafter):
         positions = lengths[:, None] + depth - 1
         hidden, normed = self.block(tokens, positions, hidden, slots + offset, ancestors, cache, max_kv_len)
         return hidden, self.logits(normed[:, -wanted:])
-
-
-def build(algorithm: str | None, model: PreTrainedModel, options: HeadOptions) -> HeadAlgorithm:
-    """The algorithm with the head that `options` names. algorithm: which the head must be for (None: any)."""
-    head = load_head(options.draft, model, algorithm, options.token_map, rope_theta=options.rope_theta)
-    heads = HeadAlgorithm(best_reading(model, head, options), options)
-    options.check_window(heads.graph, model)
-    heads.window = options.window
-    return heads

@@ -7,7 +7,7 @@ it drafts, as in EAGLE-3; in FastMTP it sees the other slots of step k instead.
 import torch
 from torch import Tensor
 
-from ..drafters.checkpoints.mtp import FAMILIES, MtpBlock
+from ..drafters.checkpoints.mtp_families import FAMILIES, MtpBlock
 from ..drafters.checkpoints.target import Target
 from ..drafters.modules.mtp import MtpHead, block_config
 from ..errors import UnsupportedModelError
@@ -19,8 +19,8 @@ from .trainer import HeadTrainer, as_master, seeded
 
 BETA = 0.6
 """Ratio of a step's weight in the loss to that of the step before."""
-PUBLISHED = MtpBlock(next(family for family in FAMILIES if family.name == "Qwen"), "mtp.", 0)
-"""The family in whose names a block is published, and the block's number in a checkpoint."""
+PUBLISHED = MtpBlock(next(family for family in FAMILIES if family.name == "Qwen"), "mtp.")
+"""The family in whose names a block is published."""
 
 
 class MtpTrainer(HeadTrainer):

@@ -128,19 +128,23 @@ def test_the_targets_own_block(tmp_path):
     assert model.config.num_hidden_layers == 3
 
 
-def test_further_blocks_are_named(write):
+def test_further_modules_are_read(write):
     def more(tensors):
-        first = [n for n in tensors if "mtp_layers.0." in n]
-        tensors.update({n.replace("mtp_layers.0.", "mtp_layers.1."): tensors[n].clone() for n in first})
+        for name in [n for n in tensors if "mtp_layers.0." in n]:
+            tensors[name.replace("mtp_layers.0.", "mtp_layers.1.")] = tensors[name] + 1
 
     head = load(write("mtp_mimo", more))
-    assert "not read: 1 further block(s)" in head.report[-1]
+    assert torch.equal(head.further[0].fc.weight, head.fc.weight + 1)
+    assert "2 modules, each of which drafts one token" in head.report[0]
 
     def layers(tensors):
-        first = [n for n in tensors if "mtp.layers.0." in n]
-        tensors.update({n.replace("mtp.layers.0.", "mtp.layers.1."): tensors[n].clone() for n in first})
+        for name in [n for n in tensors if "mtp.layers.0." in n]:
+            tensors[name.replace("mtp.layers.0.", "mtp.layers.1.")] = tensors[name] + 1
 
-    assert "not read: 1 further block(s)" in load(write("mtp_qwen", layers)).report[-1]
+    head = load(write("mtp_qwen", layers))
+    assert torch.equal(head.further[0].fc.weight, head.fc.weight)
+    own = [module.block.self_attn.q_proj.weight for module in (head, *head.further)]
+    assert torch.equal(own[1], own[0] + 1)
 
 
 def test_experts_stored_together(write):

@@ -1,0 +1,154 @@
+"""The table of multi-token prediction: the names of each family's tensors, and what its modules compute.
+
+All of them compute u = fc [norm(embedding); norm(state)], y = layer(u), and the target's output matrix times norm(y).
+The state is the target's after its final norm, and norm(y) goes on, unless the family says otherwise. The layer is one
+of the target's own classes. So its attention, its RoPE and the form of its norms (w or 1 + w) are the target's; the
+tensors show if it has a mixture of experts.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class MtpFamily:
+    """The names of a module's tensors in a family of models, and the differences of its forward.
+
+    definition: the code that says so.
+    pattern: matches a name that every module has; its group is the prefix of the module's names.
+    outer: beginnings of names after the prefix -> ours, for the tensors around the decoder layer; "{}" is the number of
+        the module.
+    sign: a part of the name of some tensor of the first module, if another family has the same pattern.
+    inner: stands between the prefix and the names of the decoder layer. If it has a "{}", all modules have one prefix.
+    inside: parts of names in the decoder layer -> ours.
+    embedding_first, zero_first, recycle_state: see `MtpHead`.
+    normed: the state is the target's after its final norm; else before it.
+    layer_type: of the attention, if the config has no ``mtp_layer_types``.
+    own_embedding: the modules have an embedding of their own, not a copy of the target's.
+    """
+
+    name: str
+    definition: str
+    pattern: str
+    outer: dict[str, str]
+    sign: str = ""
+    inner: str = ""
+    inside: dict[str, str] = field(default_factory=dict)
+    embedding_first: bool = True
+    zero_first: bool = False
+    recycle_state: bool = False
+    normed: bool = True
+    layer_type: str = "full_attention"
+    own_embedding: bool = False
+
+
+NEXTN = {"enorm.": "embedding_norm.", "hnorm.": "state_norm.", "eh_proj.": "fc."}
+COPIES = {"shared_head.head.weight": "head_weight", "embed_tokens.weight": "embedding"}
+PRE_FC = {
+    "pre_fc_norm_embedding.": "embedding_norm.",
+    "pre_fc_norm_hidden.": "state_norm.",
+    "fc.": "fc.",
+    "norm.": "norm.",
+}
+
+FAMILIES = (
+    MtpFamily(
+        "MiMo",
+        "vLLM mimo_mtp.py",
+        r"(.*\bmtp_layers\.\d+\.)input_proj\.weight$",
+        {
+            "token_layernorm.": "embedding_norm.",
+            "hidden_layernorm.": "state_norm.",
+            "input_proj.": "fc.",
+            "final_layernorm.": "norm.",
+        },
+        embedding_first=False,
+        zero_first=True,
+    ),
+    MtpFamily(
+        "DeepSeek, GLM",
+        "vLLM deepseek_mtp.py, glm4_moe_mtp.py",
+        r"(.*\blayers\.\d+\.)eh_proj\.weight$",
+        {**NEXTN, "shared_head.norm.": "norm.", **COPIES},
+        zero_first=True,
+    ),
+    MtpFamily(
+        "Qwen",
+        "vLLM qwen3_next_mtp.py, exaone_moe_mtp.py; transformers MtpModel for Mellum",
+        r"((?:.*\.)?mtp\.)fc\.weight$",
+        PRE_FC,
+        inner="layers.{}.",
+    ),
+)
+"""The first whose pattern is found among the names is the checkpoint's."""
+
+
+@dataclass(frozen=True)
+class MtpBlock:
+    """One module of multi-token prediction in a checkpoint.
+
+    prefix: of the names of its tensors.
+    number: from 0.
+    """
+
+    family: MtpFamily
+    prefix: str
+    number: int = 0
+
+    @property
+    def inner(self) -> str:
+        """Stands between the prefix and the names of the decoder layer."""
+        return self.family.inner.format(self.number)
+
+    @property
+    def outer(self) -> dict[str, str]:
+        """Beginnings of names after the prefix -> ours."""
+        return {theirs.format(self.number): ours for theirs, ours in self.family.outer.items()}
+
+    def holds(self, name: str) -> bool:
+        """True if a tensor belongs to this module."""
+        rest = name[len(self.prefix) :]
+        known = any(rest.startswith(theirs) for theirs in self.outer)
+        return name.startswith(self.prefix) and (known or rest.startswith(self.inner))
+
+    def ours(self, name: str) -> str:
+        """Our name of a tensor of the module."""
+        rest = name[len(self.prefix) :]
+        for theirs, ours in self.outer.items():
+            if rest.startswith(theirs):
+                return ours + rest[len(theirs) :]
+        rest = rest.removeprefix(self.inner)
+        for theirs, ours in self.family.inside.items():
+            rest = rest.replace(theirs, ours)
+        return "block." + rest
+
+    def theirs(self, name: str) -> str:
+        """The checkpoint's name of one of ours that it lacks."""
+        for theirs, ours in self.outer.items():
+            if name.startswith(ours):
+                return self.prefix + theirs + name[len(ours) :]
+        rest = name.removeprefix("block.")
+        for theirs, ours in self.family.inside.items():
+            rest = rest.replace(ours, theirs)
+        return self.prefix + self.inner + rest
+
+
+def find_blocks(names: Iterable[str]) -> list[MtpBlock]:
+    """The modules of multi-token prediction among the tensors of a checkpoint, in their order."""
+    names = list(names)
+    for family in FAMILIES:
+        prefixes = sorted({match[1] for name in names if (match := re.match(family.pattern, name))}, key=_numbers)
+        if prefixes and not any(name.startswith(prefixes[0]) and family.sign in name for name in names):
+            continue
+        if prefixes and "{}" not in family.inner:
+            return [MtpBlock(family, prefix, number) for number, prefix in enumerate(prefixes)]
+        for prefix in prefixes:
+            inside = re.compile(re.escape(prefix) + re.escape(family.inner).replace(r"\{\}", r"(\d+)"))
+            numbers = {int(match[1]) for name in names if (match := inside.match(name))}
+            return [MtpBlock(family, prefix, number) for number in sorted(numbers)]
+    return []
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", name)]

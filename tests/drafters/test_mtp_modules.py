@@ -1,0 +1,134 @@
+"""Several modules of multi-token prediction in whole rounds: drafts are those of modules without caches, and answers
+are plain decoding's."""
+
+import copy
+
+import models
+import pytest
+import torch
+from draft_rounds import SCHEDULES, generated, head, plain, prompts, target
+
+from spec_compile import speculate
+from spec_compile.drafters.mtp_modules import parents_of
+from spec_compile.drafters.trees.grow import grow
+from spec_compile.tree import ancestry
+
+
+@pytest.fixture(scope="module")
+def modules():
+    """Three modules for the target "llama". The first is often right, the others are like it, each in its own way."""
+    first, generator = copy.copy(head("mtp", "llama")), torch.Generator().manual_seed(2)
+    shared = {id(tensor): tensor for tensor in (first.embedding, first.head_weight)}
+    first._modules = dict(first._modules)
+    further = [copy.deepcopy(head("mtp", "llama"), dict(shared)) for _ in range(2)]
+    for module in further:
+        for weight in (module.fc.weight, module.block.self_attn.q_proj.weight):
+            weight.data += 0.1 * weight.std() * torch.randn(weight.shape, generator=generator)
+    first.further = torch.nn.ModuleList(further)
+    return first
+
+
+@torch.no_grad()
+def drafted(first, model, schedule, text):
+    """What follows `text`: each node by running all modules over all slots before it, as they are defined.
+
+    Module k reads the output of module k - 1 at the same slot, or the target's state, and the token k + 1 later.
+    """
+    ids, every = torch.tensor([text]), [first, *first.further]
+    states = model(ids, output_hidden_states=True).hidden_states[-1][:, :-1]
+    slots = torch.arange(states.shape[1])[None]
+
+    def logits_after(path):
+        tokens, state = torch.cat([ids[:, 1:], torch.tensor([path], dtype=torch.int64)], dim=1), states
+        for number, module in enumerate(every[: len(path) + 1]):
+            state, normed = module(tokens[:, number : number + slots.shape[1]], slots, state)
+        return normed[:, -1] @ first.head_weight.T
+
+    chain = []
+
+    def step(tokens, hidden, ancestors, depth, offset, wanted):
+        if schedule.topk == 1:
+            chain.append(int(tokens))
+            rows = [logits_after(chain)]
+        else:
+            seen = [[int(tokens[0, j]) for j in range(tokens.shape[1]) if int(row) >> j & 1] for row in ancestors[0]]
+            rows = [logits_after(path) for path in seen[-wanted:]]
+        return hidden.new_zeros(1, tokens.shape[1], 1), torch.stack(rows, dim=1)
+
+    tokens, parents, _ = grow(schedule, ids[:, -1], logits_after([]), states[:, -1, :1], step)
+    return tokens[0].tolist(), parents[0].tolist()
+
+
+def checked(system, first, model, batch, new=12):
+    """Generate, and compare the trees that each round proposes; the answer, and the number of trees."""
+    engine, count = system.speculation.engine, 0
+    run, algorithm = engine.run, engine.runtime.algorithm
+    joined = hasattr(algorithm, "head") and hasattr(algorithm, "ngram")
+    schedule = algorithm.head.schedule if joined else algorithm.schedule
+
+    def watched(request):
+        nonlocal count
+        session = engine.session(len(request.prompts))
+        for gained in run(request):
+            state = session.state
+            for row, length in enumerate(state.lengths.tolist()):
+                if not state.finished[row]:
+                    tokens, parents = drafted(first, model, schedule, state.tokens[row, : length + 1].tolist())
+                    trees = state.tree_tokens, state.tree_parents
+                    if joined:  # what the head has proposed, with the root for the root's parent
+                        trees = session.drafter.drafts_tokens, session.drafter.drafts_above
+                        parents = [max(parent, 0) for parent in parents]
+                    assert trees[0][row, : len(tokens)].tolist() == tokens
+                    assert trees[1][row, : len(tokens)].tolist() == parents
+                    count += 1
+            yield gained
+
+    engine.run = watched
+    try:
+        return generated(system, prompts(batch), new), count
+    finally:
+        engine.run = run
+
+
+@pytest.mark.sweep("chain union")
+@pytest.mark.parametrize("schedule", ["chain", "tree", "union"])
+def test_module_k_drafts_token_k(modules, schedule):
+    options = SCHEDULES[schedule] | dict(draft=modules, compile=False, check=False, adaptive=False, max_cache_len=200)
+    system = models.speculate_captured(target("llama"), "mtp", **options)
+    for batch in (1, 3):
+        answer, count = checked(system, modules, target("llama"), batch)
+        assert torch.equal(answer, plain("llama", batch)[:, : answer.shape[1]]) and count > 5
+    assert system.speculation.stats.accept_length > 1.03
+
+
+def test_answers_are_the_same_after_rounds_without_drafts(modules):
+    """Prompts come in chunks, rows of a batch are of different lengths, and one is shorter than the modules."""
+    options = dict(draft=modules, compile=False, check=False, max_cache_len=200, num_steps=3, topk=2)
+    system = models.speculate_captured(target("llama"), "mtp", **options)
+    ids, mask = prompts(3), torch.arange(23) >= torch.tensor([[0], [21], [22]])
+    answer = generated(system, ids, attention_mask=mask.long())
+    assert torch.equal(answer, generated(target("llama"), ids, attention_mask=mask.long()))
+
+
+def test_more_levels_than_modules_are_refused(modules):
+    options = dict(draft=modules, compile=False, check=False)
+    with pytest.raises(ValueError, match=r"num_steps: this checkpoint has 3 modules.*at most 3 levels, not 4"):
+        speculate(target("llama"), "mtp", num_steps=4, **options)
+    with pytest.raises(ValueError, match="at most 3 levels, not 5"):
+        speculate(target("llama"), "mtp", tree_choices="eagle1", **options)
+    with pytest.raises(ValueError, match="draft_window_size: it is for drafts of one module"):
+        speculate(target("llama"), "mtp", num_steps=2, draft_window_size=8, **options)
+
+
+def test_one_step_runs_the_first_module_only(modules):
+    system = models.speculate_captured(target("llama"), "mtp", draft=modules, compile=False, check=False)
+    assert len(system.speculation.engine.runtime.algorithm.graph.layers) == 1
+    assert not hasattr(system.speculation.engine.runtime.algorithm, "further")
+
+
+def test_parents_follow_from_ancestors():
+    parents = torch.tensor([[-1, -1, 0, 1, 1, 3]])
+    rows = torch.cat([torch.full((1, 1), -1), parents + 1], dim=1)  # below a root, whose bit is dropped
+    ancestors = ancestry(rows)[0][:, 1:] >> 1
+    assert parents_of(ancestors).tolist() == (parents + 1).tolist()
+    assert parents_of(torch.tensor([[0b001, 0b010, 0b110]])).tolist() == [[0, 0, 2]]
