@@ -43,8 +43,8 @@ class Options:
         with a scale for each token and KV head.
     prefix_cache_bytes: bytes on the device in which continuous batching keeps keys and values of earlier requests, for
         prompts that begin like their texts; they are taken from the memory of its rows.
-    prefix_cache_host_bytes: bytes of the host's memory for what no longer fits there (0: none; default: 0 on a GPU, on
-        a CPU a tenth of the memory, at most 4 GB).
+    prefix_cache_host_bytes: bytes of the host's memory for what no longer fits there (0: none; default: a tenth of
+        the memory, at most 4 GB).
     exact: "bits" refuses, by name, every model and setting in which the logits of a token may depend on the drafts in
         its tree; "auto" refuses none of them, and `explain()` names the parts that prevent it.
     cache: keep what a start finds out on disk for the next one: True ($SPEC_COMPILE_CACHE, by default

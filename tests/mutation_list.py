@@ -662,7 +662,7 @@ LORAS = "tests/batching/test_lora_requests.py"
 REQUESTS = [
     Mutation(
         "keys and values of one adapter serve another", f"{BATCHING}prefix_store.py",
-        "[adapter.to_bytes(8) + key for key in keys[:1]]", "keys[:1]", f"{LORAS} -k 'belong and cpu-1'",
+        "yield (b\"\" if begin else adapter.to_bytes(8)) +", "yield", f"{LORAS} -k 'belong and cpu-1'",
     ),
     Mutation(
         "a request that waits for a slot of an adapter is passed for ever", f"{BATCHING}lora_slots.py",

@@ -7,8 +7,7 @@ import psutil
 from .runtime import Runtime
 
 SHARE, MOST = 0.1, 4_000_000_000
-"""The default for host memory on a CPU: this share of it, and at most so many bytes. On a GPU it is 0: copies of many
-short texts cost the host more time than they save."""
+"""The default for host memory: this share of it, and at most so many bytes."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,7 @@ class PrefixBudget:
             raise ValueError(f"{name}: {in_host / 1e9:.2f} GB, the machine has {memory / 1e9:.2f} GB; ask for less")
         if options.ranks.size > 1:
             return cls(0, 0, "the ranks of tensor parallelism would have to keep the same")
-        default = 0 if runtime.on_gpu else min(MOST, int(SHARE * memory))
-        return cls(device, default if host is None else host)
+        return cls(device, min(MOST, int(SHARE * memory)) if host is None else host)
 
     def describe(self) -> str:
         """A line for ``speculation.explain()``."""

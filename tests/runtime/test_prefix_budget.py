@@ -23,7 +23,7 @@ def test_the_default_is_a_share_of_the_host(monkeypatch):
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=10**9))
     assert budget() == PrefixBudget(0, 10**8)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=10**12))
-    assert budget() == PrefixBudget(0, 4 * 10**9) and budget(on_gpu=True) == PrefixBudget(0, 0)
+    assert budget() == budget(on_gpu=True) == PrefixBudget(0, 4 * 10**9)
 
 
 def test_what_is_asked_for_is_given():
