@@ -747,6 +747,16 @@ REQUESTS = [
         "tests/serving/test_logprobs.py -k 'stream or calls'",
     ),
     Mutation(
+        "a call that cannot be read is lost", "spec_compile/serving/call_forms.py",
+        "        elif not is_cut:\n            text", "        elif is_cut:\n            text",
+        "tests/serving/test_call_forms.py -k 'read_is_content or cut_off'",
+    ),
+    Mutation(
+        "allowed tools are all tools", "spec_compile/serving/tool_calls.py",
+        'for function, index in functions if function["name"] in names]', "for function, index in functions]",
+        "tests/serving/test_tool_calls.py -k allows",
+    ),
+    Mutation(
         "choices of one prompt have one seed", "spec_compile/serving/choices.py",
         'call.fields["seed"] + number', 'call.fields["seed"]', "tests/serving/test_choices.py -k 'chats or seeds'",
     ),

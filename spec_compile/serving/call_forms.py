@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from transformers.cli.serving.utils import get_response_template
-from transformers.utils.chat_parsing import parse_response
+from transformers.utils.chat_parsing import ResponseParser, parse_response
 
 NAMES = "first_sample_call", "second_sample_call"
 """Names of the calls that the chat template writes for `find_call_form`."""
@@ -199,6 +199,47 @@ class CallParser:
             return {"function": {"name": begin[1], "arguments": text[begin.end() : len(text) - len(self.form.end)]}}
         typed = {"tools": self.tools} if TAKES_TOOLS else {}
         return parse_response(text, self.form.template, prefix="", **typed)["tool_calls"][0]
+
+
+class FreeParser(ResponseParser):
+    """transformers' parser, for answers that are not held to calls.
+
+    A complete call that cannot be read, such as one whose JSON is broken, becomes content with the text that begins and
+    ends it. transformers would fail. A call that is cut off is left out.
+    """
+
+    _begin, _inside = 0, 0  # where the open region begins, and where the text within it does
+
+    @classmethod
+    def of(cls, parser: ResponseParser) -> "FreeParser":
+        """The same parser, which has read the prompt, as one of this class."""
+        parser.__class__ = cls
+        return parser
+
+    def _open_explicit(self, events: list[dict], field: Any, match: Any) -> None:
+        self._begin, self._inside = match.start(), match.end()
+        super()._open_explicit(events, field, match)
+
+    def _close_current(self, events: list[dict]) -> None:
+        if self._current != "tool_calls":
+            super()._close_current(events)
+            return
+        is_cut = self._inside + len(self._body) == self._pos  # nothing has closed it
+        closing: list[dict] = []
+        try:
+            super()._close_current(closing)
+        except (ValueError, TypeError, LookupError, RecursionError):
+            self._reset_to_implicit()
+        if closing and _is_call(closing[0]["value"]):
+            events += closing
+        elif not is_cut:
+            text = self._buffer[self._begin : self._pos]
+            events.append({"type": "region_chunk", "field": "content", "text": text})
+
+
+def _is_call(value: Any) -> bool:
+    function = value.get("function") if isinstance(value, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str) and "arguments" in function
 
 
 NAME = r"[\w.-]{1,64}"

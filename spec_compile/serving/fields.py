@@ -85,8 +85,22 @@ def _is_temperature(value: Any) -> bool:
 
 
 def _is_choice(value: Any) -> bool:
+    if isinstance(value, dict) and value.get("type") == "allowed_tools":
+        allowed = value.get("allowed_tools", {name: value[name] for name in value if name != "type"})
+        is_whole = "allowed_tools" not in value or value.keys() == {"type", "allowed_tools"}
+        return is_whole and isinstance(allowed, dict) and _are_allowed(allowed)
+    return _names_tool(value) or (isinstance(value, str) and value in ("none", "auto", "required"))
+
+
+def _are_allowed(allowed: dict) -> bool:
+    tools = allowed.get("tools")
+    is_list = isinstance(tools, list) and len(tools) > 0 and all(map(_names_tool, tools))
+    return is_list and allowed.keys() == {"mode", "tools"} and allowed["mode"] in ("auto", "required")
+
+
+def _names_tool(value: Any) -> bool:
     if not isinstance(value, dict):
-        return isinstance(value, str) and value in ("none", "auto", "required")
+        return False
     named = value.get("function", value)
     names = {"type", "function"} if named is not value else {"type", "name"}
     has_name = isinstance(named, dict) and isinstance(named.get("name"), str)
@@ -187,7 +201,11 @@ VLLM = {
 """Fields of vLLM's that its clients send to the endpoints of completions and chats."""
 TEMPLATE = {
     "tools": LIST,
-    "tool_choice": Field(_is_choice, 'none, auto, required, or {"type": "function", "function": {"name": ...}}'),
+    "tool_choice": Field(
+        _is_choice,
+        'none, auto, required, {"type": "function", "function": {"name": ...}}, or {"type": "allowed_tools", '
+        '"allowed_tools": {"mode": "auto" or "required", "tools": [...]}}',
+    ),
     "parallel_tool_calls": FLAG,
     "chat_template_kwargs": OBJECT,
 }

@@ -27,6 +27,7 @@ from ..batching.stop_strings import TokenBytes
 from ..capture.pictures import reads_pictures
 from ..runtime.own_prefill import TOKEN_TYPES
 from .call import CURRENT, HttpCall
+from .call_forms import FreeParser
 from .errors import Refusal, refuse, shown
 from .followers import Followers
 from .grammars import GrammarCache, read_form
@@ -161,6 +162,8 @@ class Requests(CBGenerateManager):
         """See transformers. Refusal if the request cannot be taken."""
         call, name, pieces = CURRENT.get(), uuid.uuid4().hex, asyncio.Queue()
         tokenizer = getattr(processor, "tokenizer", processor)
+        if response_parser is not None:
+            response_parser = FreeParser.of(response_parser)
         if call.tool_calls is not None:
             prompt = self.tokenizer.decode(flat_ids(inputs["input_ids"])[-ENDING:])
             response_parser = call.tool_calls.parser(prompt) or response_parser

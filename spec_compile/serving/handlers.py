@@ -315,13 +315,22 @@ class Response(_Checked, ResponseHandler):
 
     def _streaming(self, *args: Any, **kwargs: Any) -> StreamingResponse:
         response, call = super()._streaming(*args, **kwargs), CURRENT.get()
-        response.body_iterator = mend_stream(response.body_iterator, lambda: call.output.finish_reason == "length")
+        told = _repeated(call.fields)
+        response.body_iterator = mend_stream(
+            response.body_iterator, lambda: call.output.finish_reason == "length", told
+        )
         return response
 
     async def _non_streaming(self, *args: Any, **kwargs: Any) -> JSONResponse:
         response = json.loads((await super()._non_streaming(*args, **kwargs)).body)
         is_cut = CURRENT.get().output.finish_reason == "length"
+        response |= _repeated(CURRENT.get().fields)
         return JSONResponse(close_answer(response, response["output"], is_cut))
+
+
+def _repeated(fields: dict) -> dict:
+    """The fields of a request that an answer of /v1/responses repeats; transformers writes its own values."""
+    return {"tool_choice": fields.get("tool_choice", "auto")}
 
 
 HANDLERS: dict[str, Callable] = {

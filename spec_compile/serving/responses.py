@@ -12,16 +12,19 @@ class ResponseEvents:
     its `response.function_call_arguments.delta`.
 
     is_cut: returns True if the answer ended at its limit of tokens; asked at the end
+    told: fields of the request that the answer repeats
     """
 
-    def __init__(self, is_cut: Callable[[], bool]):
-        self._is_cut, self._sequence = is_cut, 0
+    def __init__(self, is_cut: Callable[[], bool], told: dict):
+        self._is_cut, self._told, self._sequence = is_cut, told, 0
         self._items: list[dict] = []  # as they are when they end
         self._index, self._id, self._text = -1, "", ""
         self._waiting: list[dict] = []  # events that begin a message without text
 
     def mend(self, event: dict) -> Iterator[dict]:
         """The events in place of one event."""
+        if "response" in event:
+            event = event | {"response": event["response"] | self._told}
         for each in self._mended(event):
             yield each | {"sequence_number": self._sequence}
             self._sequence += 1
@@ -92,9 +95,9 @@ class ResponseEvents:
         return event
 
 
-async def mend_stream(chunks: AsyncIterator[str], is_cut: Callable[[], bool]) -> AsyncIterator[str]:
+async def mend_stream(chunks: AsyncIterator[str], is_cut: Callable[[], bool], told: dict) -> AsyncIterator[str]:
     """The events of a stream; see `ResponseEvents`."""
-    events = ResponseEvents(is_cut)
+    events = ResponseEvents(is_cut, told)
     async for several in chunks:
         parts: list[Any] = [json.loads(each.removeprefix("data: ")) for each in several.split("\n\n") if each]
         made = [event for part in parts for event in events.mend(part)]

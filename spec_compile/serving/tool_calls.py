@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformers.cli.serving.utils import ReasoningText, ToolCall, response_events_to_chunks
-from transformers.utils.chat_parsing import ResponseParser, parse_response
 
-from .call_forms import NAME, REASONING, CallForm, CallParser, find_call_form
+from .call_forms import NAME, REASONING, CallForm, CallParser, FreeParser, find_call_form
 from .errors import refuse, shown
 from .grammars import MOST_SPACES, check_size, read_schema
 
@@ -88,30 +87,43 @@ def read_tool_calls(fields: dict, processor: Any, model: Any) -> ToolCalls | Non
 
     Refusal that names `tool_choice` for a tool that is not there, and the field of a schema that cannot be served.
     """
-    choice, tools = fields.get("tool_choice", "auto"), fields.get("tools", [])
-    required = choice not in ("auto", "none")
+    (mode, names), tools = _read_choice(fields.get("tool_choice", "auto")), fields.get("tools", [])
+    required, is_chosen = mode == "required", mode == "required" or names is not None
     if not tools:
-        if required:
+        if is_chosen:
             raise refuse("tool_choice", "there are no tools; send some in `tools`")
         return None
     functions = [(tool.get("function", tool), index) for index, tool in enumerate(tools)]
-    if isinstance(choice, dict):
-        name = choice.get("function", choice)["name"]
-        functions = [(function, index) for function, index in functions if function["name"] == name]
-        if not functions:
-            raise refuse("tool_choice", f"there is no tool {shown(name)} in `tools`")
+    if names is not None:
+        for name in names:
+            if all(function["name"] != name for function, _ in functions):
+                raise refuse("tool_choice", f"there is no tool {shown(name)} in `tools`")
+        functions = [(function, index) for function, index in functions if function["name"] in names]
     is_strict = any(function.get("strict") for function, _ in functions)
     only_one = fields.get("parallel_tool_calls") is False
-    if choice == "none" or not (required or is_strict or only_one):
+    if mode == "none" or not (is_chosen or is_strict or only_one):
         return None
     form = find_call_form(processor, model)
     if form is None:
-        if required:
+        if is_chosen:
             raise refuse("tool_choice", f"{NO_FORM}; leave it out")
         return None  # no text of such a model comes back as a call
-    field = "tool_choice" if required else "tools" if is_strict else "parallel_tool_calls"
+    field = "tool_choice" if is_chosen else "tools" if is_strict else "parallel_tool_calls"
     schemas = [_schema_of(function, index, tools[index], required) for function, index in functions]
     return ToolCalls(field, form, tuple(schemas), required, only_one)
+
+
+def _read_choice(choice: str | dict) -> tuple[str, list[str] | None]:
+    """The mode of a choice of tools: none, auto or required; and the names of the tools that it allows, or None: all.
+
+    choice: the field, checked, in the form of chats or in that of /v1/responses
+    """
+    if isinstance(choice, str):
+        return choice, None
+    if choice["type"] == "function":
+        return "required", [choice.get("function", choice)["name"]]
+    allowed = choice.get("allowed_tools", choice)
+    return allowed["mode"], [tool.get("function", tool)["name"] for tool in allowed["tools"]]
 
 
 def _schema_of(function: dict, index: int, tool: dict, required: bool) -> tuple[str, str, dict]:
@@ -133,7 +145,7 @@ def _schema_of(function: dict, index: int, tool: dict, required: bool) -> tuple[
 class AnswerReader:
     """Takes the place of the model's processor when transformers' handlers read an answer.
 
-    A call that is cut off is left out, as in a stream; transformers would fail.
+    It reads them as a stream is read, see `FreeParser`; of text around calls transformers would keep the last part.
 
     template: transformers' response template of the model
     calls: what the answer is held to, or None
@@ -148,12 +160,8 @@ class AnswerReader:
 
     def parse_response(self, ids: list[int], template: dict, prefix: str, **tools: Any) -> dict:
         """The message of an answer with these token ids. prefix: the prompt; tools: of the request"""
-        text, parser = self.decode(ids), self.calls and self.calls.parser(prefix)
-        if parser is None:
-            with suppress(ValueError):
-                return parse_response(text, template, prefix=prefix, **tools)
-            parser = ResponseParser(template, prefix=prefix, **tools)
-        events = [*parser.initial_events, *parser.feed(text)]
+        parser = (self.calls and self.calls.parser(prefix)) or FreeParser(template, prefix=prefix, **tools)
+        events = [*parser.initial_events, *parser.feed(self.decode(ids))]
         with suppress(ValueError):
             events += parser.finalize()[1]
         items = response_events_to_chunks(events)

@@ -10,8 +10,10 @@ for package in ("fastapi", "uvicorn", "openai"):
 from server_fixtures import DEMO, TEMPLATE
 from tool_templates import TEMPLATES, chat_template, response_template
 from transformers import AutoConfig, AutoTokenizer
+from transformers.cli.serving.utils import ToolCall, response_events_to_chunks
+from transformers.utils.chat_parsing import ResponseParser
 
-from spec_compile.serving.call_forms import TAKES_TOOLS, CallParser, find_call_form
+from spec_compile.serving.call_forms import TAKES_TOOLS, CallParser, FreeParser, find_call_form
 
 QWEN = ('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n", "json")
 THOUGHT = ("reasoning_content", "<think>", "</think>")
@@ -133,3 +135,36 @@ def test_parameters_of_xml_have_the_types_of_the_schema():
     text = f"<tool_call>\n<function=f>\n{parameters}\n</function>\n</tool_call>"
     ((name, arguments),) = read(CallParser(form, PROMPT, tools), [text])[1]
     assert (name, arguments) == ("f", {"n": 7, "s": "7"})
+
+
+BROKEN = [
+    '{"name": "f", "arguments": {',
+    "5",
+    "[1]",
+    "{}",
+    '{"name": "f"}',
+    '{"name": 5, "arguments": {}}',
+    "",
+    "[" * 5000,
+]
+"""Texts within the marks of a call that are none."""
+
+
+@pytest.mark.parametrize("inside", BROKEN, ids=range(len(BROKEN)))
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_a_complete_call_that_cannot_be_read_is_content(inside, size):
+    """In pieces of any size, with text, thoughts and good calls around it; transformers' parser raises."""
+    good, bad = call("f", {"a": 1}), f"<tool_call>\n{inside}\n</tool_call>"
+    text, size = f"<think>{bad}</think>hi {bad} and{good}{good} bye{bad}", max(size, len(inside) // 9)
+    parser = FreeParser.of(ResponseParser(TEMPLATES["qwen3"][1], prefix=PROMPT))
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    items = [item for piece in pieces for item in response_events_to_chunks(parser.feed(piece))]
+    items += response_events_to_chunks(parser.finalize()[1])
+    assert [(each.name, each.arguments) for each in items if isinstance(each, ToolCall)] == [("f", '{"a": 1}')] * 2
+    assert "".join(each for each in items if type(each) is str) == f"hi {bad} and bye{bad}"
+
+
+def test_a_call_that_is_cut_off_is_no_content():
+    parser = FreeParser.of(ResponseParser(TEMPLATES["qwen3"][1], prefix=PROMPT))
+    items = response_events_to_chunks([*parser.feed('hi<tool_call>\n{"name": "f"'), *parser.finalize()[1]])
+    assert items == ["hi"]

@@ -75,6 +75,34 @@ def test_the_results_of_calls_go_on(client, sdk):
         assert sdk.responses.create(**BODY | {"input": items}).output_text == "It is sunny."
 
 
+@pytest.mark.parametrize("inside", ['{"name": "look", "arguments": {', "5"])
+def test_a_complete_call_that_cannot_be_read_is_text(client, sdk, inside):
+    """Also between a text and a good call, on both endpoints, whole and in a stream."""
+    bad = f"<tool_call>{inside}</tool_call>"
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 200}
+    chat["tools"] = [{"type": "function", "function": {name: TOOLS[0][name] for name in ("name", "parameters")}}]
+    with scripted(client, f"It is {bad}{CALL}"):
+        whole = sdk.responses.create(**BODY)
+        last = [*sdk.responses.create(**BODY, stream=True)][-1].response
+        (choice,) = sdk.chat.completions.create(**chat).choices
+        deltas = [chunk.choices[0].delta for chunk in sdk.chat.completions.create(**chat, stream=True)]
+    for output in (whole.output, last.output):
+        assert [item.type for item in output] == ["message", "function_call"]
+        assert output[0].content[0].text == f"It is {bad}"
+    assert choice.message.content == f"It is {bad}" == "".join(delta.content or "" for delta in deltas)
+    assert len(choice.message.tool_calls) == 1 == sum(len(delta.tool_calls or []) for delta in deltas)
+
+
+@pytest.mark.parametrize("choice", [None, "none", "auto"])
+def test_the_choice_of_tools_is_repeated(sdk, choice):
+    body = BODY | {"max_output_tokens": 2} | ({} if choice is None else {"tool_choice": choice})
+    assert sdk.responses.create(**body).tool_choice == (choice or "auto")
+    told = [
+        event.response.tool_choice for event in sdk.responses.create(**body, stream=True) if "response" in vars(event)
+    ]
+    assert len(told) == 3 and {*told} == {choice or "auto"}
+
+
 def test_an_answer_at_its_limit_is_incomplete(client, sdk):
     body = BODY | {"max_output_tokens": 4, "temperature": 0}
     whole, last = sdk.responses.create(**body), [*sdk.responses.create(**body, stream=True)][-1]
@@ -83,7 +111,7 @@ def test_an_answer_at_its_limit_is_incomplete(client, sdk):
 
 
 def test_a_text_after_a_call_is_a_message_of_its_own():
-    made = ResponseEvents(lambda: False)
+    made = ResponseEvents(lambda: False, {})
     item = {"id": "msg_1", "type": "message", "content": []}
     found = []
     for text in ("a", "b"):

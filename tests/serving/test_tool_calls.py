@@ -43,6 +43,10 @@ def named(name):
     return {"type": "function", "function": {"name": name}}
 
 
+def allowed_tools(mode, *names):
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named(name) for name in names]}}
+
+
 def chat(content="the weather in Oslo", **fields):
     return {"messages": [{"role": "user", "content": content}], "max_tokens": 500, "tools": TOOLS} | fields
 
@@ -123,11 +127,13 @@ def test_a_call_that_is_cut_off_is_left_out(client):
 
 def test_responses_take_their_own_form_of_tools(client):
     body = {"input": "the weather", "tools": FLAT, "max_output_tokens": 300, **ONE}
-    for choice in ("required", {"type": "function", "name": "set-time"}):
+    one = {"type": "function", "name": "set-time"}
+    for choice in ("required", {"type": "allowed_tools", "mode": "required", "tools": [one]}, one):
         answers = []
         for extra in ({}, {"speculation": False}):
             response = client.post(RESPONSES, json=body | {"tool_choice": choice} | extra)
             assert response.status_code == 200, response.text
+            assert response.json()["tool_choice"] == choice
             answers.append(called(item for item in response.json()["output"] if item["type"] == "function_call"))
         with client.stream("POST", RESPONSES, json=body | {"tool_choice": choice, "stream": True}) as response:
             done = [each["item"] for each in events(response) if each["type"] == "response.output_item.done"]
@@ -259,6 +265,10 @@ CASES = {
                ["", "yes", ONE_CALL, f"so {ONE_CALL} and {OTHER}.", call("find_place", {"a": [1]})], []),
     "strict and one": ("qwen2.5", PROMPT, {"tools": STRICT, **ONE}, ["", f"so {ONE_CALL}"], [f"{ONE_CALL}{OTHER}"]),
     "strict thought": ("qwen3", PROMPT, {"tools": STRICT}, [f"{THOUGHT}so {ONE_CALL}"], [THOUGHT + BAD[0]]),
+    "allowed": ("qwen2.5", PROMPT, {"tool_choice": allowed_tools("required", "set-time", "stop")},
+                [ONE_CALL, f"{ONE_CALL}\n{call('stop', {})}"], ["", "yes", OTHER]),
+    "allowed and auto": ("qwen2.5", PROMPT, {"tool_choice": allowed_tools("auto", "find_place")},
+                         ["", "yes", f"so {OTHER}", call("find_place", {"a": 1})], [ONE_CALL, f"{OTHER}{ONE_CALL}"]),
     "strict thinking": ("thinking", f"{PROMPT}<think>", {"tools": STRICT}, [f"{BAD[0]}</think>{ONE_CALL}"], [ONE_CALL]),
 }  # fmt: skip
 
@@ -309,7 +319,10 @@ def refused(field, **fields):
 def test_choices_that_cannot_be_kept_are_refused():
     assert "no tools" in refused("tool_choice", tools=[], tool_choice="required")
     assert "no tool" in refused("tool_choice", tool_choice=named("nothing"))
-    assert "response template" in refused("tool_choice", template="none of them", tool_choice="required")
+    assert "no tools" in refused("tool_choice", tools=[], tool_choice=allowed_tools("auto", "stop"))
+    assert "nothing" in refused("tool_choice", tool_choice=allowed_tools("auto", "stop", "nothing"))
+    for choice in ("required", allowed_tools("auto", "stop")):
+        assert "response template" in refused("tool_choice", template="none of them", tool_choice=choice)
     names = ("two words", "", "a" * 65, '"', "é\n")
     for name in names:
         refused("tools[0].function.name", tools=[tool(name, PLACE)], tool_choice="required")
@@ -324,7 +337,10 @@ def test_choices_that_cannot_be_kept_are_refused():
 
 def test_other_forms_of_a_choice_are_refused(client):
     flat = {"type": "function", "name": "stop"}
-    for choice in ("any", {}, {"type": "function"}, {"type": "allowed_tools"}, named(5), flat | named("stop"), [], 1):
+    for choice in ("any", {}, {"type": "function"}, {"type": "allowed_tools"}, named(5), flat | named("stop"), [], 1,
+                   allowed_tools("auto"), allowed_tools("none", "stop"), allowed_tools("auto", 5),
+                   allowed_tools("auto", "stop") | {"mode": "auto"}, {"type": "allowed_tools", "mode": "auto"},
+                   {"type": "allowed_tools", "allowed_tools": "stop"}):  # fmt: skip
         error = client.post(CHATS, json=chat(tool_choice=choice))
         assert error.status_code == 400 and error.json()["error"]["param"] == "tool_choice", error.text
     for fields, name in (
