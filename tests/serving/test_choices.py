@@ -136,14 +136,14 @@ def test_a_client_that_leaves_cancels_all_choices(client, stream):
     requests = client.runner.requests
     ended = []
     requests.manager.observers.append(lambda output: ended.append(output.finish_reason))
-    fields = {"prompt": ["a", "b"], "n": 4, "max_tokens": 400, "ignore_eos": True, "stream": stream}
+    fields = {"prompt": ["a", "b"], "n": 4, "max_tokens": 1500, "ignore_eos": True, "stream": stream}
     try:
         if stream:
             with client.stream("POST", COMPLETIONS, json=fields) as response:
                 next(response.iter_lines())
         else:
-            with pytest.raises(Exception, match="timed out"):
-                client.post(COMPLETIONS, json=fields, timeout=0.3)
+            with requests.manager.pause(), pytest.raises(Exception, match="timed out"):
+                client.post(COMPLETIONS, json=fields, timeout=1.0)  # no round runs, so none can end before
         wait_until(lambda: requests.active() == 0)
     finally:
         requests.manager.observers.pop()
