@@ -985,7 +985,7 @@ SERVING = [
     ),
     Mutation(
         "another model is served in place of one's own", f"{HTTP}handlers.py",
-        "if requested != name:", "if False:", f"{FIELDS} -k served_name",
+        "if adapter is None:", "if False:", f"{FIELDS} -k served_name",
     ),
     Mutation(
         "a flag that does nothing is taken", f"{HTTP}__init__.py",
@@ -1338,8 +1338,13 @@ TIERS = [
         "tests/runtime/test_step_back.py -k lasting_fall",
     ),
     Mutation(
+        "an adapter with which drafts fail stops them for all rows", f"{RUNTIME}draft_length.py",
+        "return (bucket - NO_TREE) // STRIDE * STRIDE + ANY", "return ANY",
+        "tests/runtime/test_step_back.py -k with_an_adapter",
+    ),
+    Mutation(
         "drafts that are never accepted are made for ever", f"{RUNTIME}step_back.py",
-        "record.slack += gained - loss", "record.slack += record.share",
+        "record.share if nodes == 1 else sum(gains) / len(gains) - loss", "record.share",
         "tests/runtime/test_step_back.py -k test_drafts_that_are_never",
     ),
     Mutation(

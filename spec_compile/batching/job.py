@@ -116,6 +116,11 @@ class Job:
         return self.prepared.ask.longest - self.length - 1
 
     @property
+    def adapter_number(self) -> int:
+        """See `Loaded`."""
+        return self.loaded.number
+
+    @property
     def is_over(self) -> bool:
         return self.finish_reason is not None
 

@@ -29,6 +29,7 @@ class Loaded:
 
     index: its entry in each `LowRank`; 0 for `BASE`.
     version: a number that no adapter with other values has; 0 for `BASE`.
+    number: of its name, which stays if its values change; 0 for `BASE`.
     values: its tensors as they were copied, see `_values`.
     users: requests under way that have it.
     last_use: grows from use to use.
@@ -37,6 +38,7 @@ class Loaded:
     name: str
     index: int
     version: int
+    number: int = 0
     values: list[tuple] = field(default_factory=list)
     users: int = 0
     last_use: int = 0
@@ -78,6 +80,7 @@ class Loras:
         """By the path of each layer that an adapter changes."""
         self._slots = list[Loaded | None]([None] * most)
         self._versions: dict[str, tuple[list[tuple], int]] = {}
+        self._names: dict[str, int] = {}
         self._numbers, self._uses = itertools.count(1), itertools.count(1)
 
     @property
@@ -189,7 +192,8 @@ class Loras:
             is_there = name in layer.lora_A
             down, up = (layer.lora_A[name].weight, layer.lora_B[name].weight) if is_there else (None, None)
             self.parts[path].put(1 + chosen, down, up, layer.scaling[name] if is_there else 0.0)
-        loaded = self._slots[chosen] = Loaded(name, 1 + chosen, self._versions[name][1], values)
+        number = self._names.setdefault(name, 1 + len(self._names))
+        loaded = self._slots[chosen] = Loaded(name, 1 + chosen, self._versions[name][1], number, values)
         return loaded
 
     def _values(self, name: str) -> list[tuple]:

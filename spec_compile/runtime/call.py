@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..capture.loras import NO_ADAPTER
 from ..outcome import Outcome
 from ..tree import MAX_NODES
 from .accept.random_numbers import NO_PROBABILITIES
+from .draft_length import ANY, STRIDE
 from .flights import Flight, Flights
 from .own_prefill import prefill_draft
 from .prefill_chunks import FIXED, chunks
@@ -31,6 +33,7 @@ class CallRow:
     limit: int
     is_over: bool
     most_nodes: int
+    adapter_number: int = 0
     count: int | None = None
     hint: int | None = None
 
@@ -79,8 +82,9 @@ class Call:
         session.late = 0
         if session.steps.ring is not None:
             session.steps.ring.begin()
+        adapters = request.adapters or [NO_ADAPTER] * state.batch
         state.reset(request.prompts, request.min_lengths, request.max_lengths, request.eos, request.ids,
-                    request.position_offsets, request.most_nodes, request.adapters)  # fmt: skip
+                    request.position_offsets, request.most_nodes, [each.index for each in adapters])  # fmt: skip
         state.seed.fill_(request.seed)
         torch.arange(state.batch, out=state.numbers)
         state.temperature.fill_(request.temperature)
@@ -102,8 +106,8 @@ class Call:
         self._first = torch.stack((state.tree_count, state.tree_hint))
         lengths = [len(prompt) - 1 for prompt in request.prompts]
         self.rows = [
-            CallRow(row, length, limit, length + 1 >= limit, request.most_nodes)
-            for row, (length, limit) in enumerate(zip(lengths, request.max_lengths))
+            CallRow(row, length, limit, length + 1 >= limit, request.most_nodes, adapter.number)
+            for row, (length, limit, adapter) in enumerate(zip(lengths, request.max_lengths, adapters))
         ]
         if self.runtime.on_gpu and request.host_acceptor is None:
             self._first = self._first.to("cpu", non_blocking=True)
@@ -169,7 +173,8 @@ class Call:
         policy, most = self.session.steps.policies[self._kind], self.request.most_nodes
         if not isinstance(policy, StepBack):
             return False
-        (nodes,) = self.runtime.options.ranks.lead(lambda: [min(policy.choose_ahead(), most)])
+        buckets = [each.number * STRIDE + ANY for each in self.request.adapters or ()]
+        (nodes,) = self.runtime.options.ranks.lead(lambda: [min(policy.choose_ahead(buckets), most)])
         return nodes == 1
 
     def _build_rounds(self, prompt_sizes: Sequence[int]) -> None:

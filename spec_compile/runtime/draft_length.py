@@ -18,8 +18,15 @@ ANY = -1
 """The bucket of all rounds, of any confidence."""
 NO_TREE = -2
 """The bucket of rows without drafts."""
+STRIDE = 4096
+"""The buckets of rows with the LoRA adapter of number n (see `Loaded`) are n * STRIDE larger than those without one."""
 PRIOR = 0.5
 """Share of drafted nodes that is expected to be accepted at first."""
+
+
+def every(bucket: int) -> int:
+    """The bucket of all rounds of the same adapter: ANY for 2 and NO_TREE, STRIDE + ANY for STRIDE + 2."""
+    return (bucket - NO_TREE) // STRIDE * STRIDE + ANY
 
 
 class SizePolicy:
@@ -93,7 +100,7 @@ class SizePolicy:
             return
         rounds: dict[int, list[tuple[int, list[int]]]] = {}
         for count, bucket, path in zip(counts, buckets, paths):
-            for each in {ANY, bucket}:
+            for each in {every(bucket), bucket}:
                 rounds.setdefault(each, []).append((count, path))
         for bucket, trees in rounds.items():
             self._learn_gains(self._gains(bucket), nodes, trees)
@@ -123,7 +130,8 @@ class SizePolicy:
                 gain[index] += weight * (bisect_left(path, n) - gain[index])
 
     def _gains(self, hint: int) -> list[float]:
-        return self.gain.setdefault(hint, [PRIOR * (n - 1) for n in self.sizes])
+        without_adapter = (hint - NO_TREE) % STRIDE + NO_TREE  # a new adapter begins like the base model
+        return self.gain.setdefault(hint, [*self.gain.get(without_adapter, [PRIOR * (n - 1) for n in self.sizes])])
 
     def _expected(self, hint: int) -> list[float]:
         """The expected gain of each size. With hindsight a new bucket has the gains of all rounds."""

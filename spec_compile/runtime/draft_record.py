@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from .draft_length import ANY
+from .draft_length import ANY, NO_TREE, STRIDE, every
 
 log = logging.getLogger("spec_compile")
 
@@ -51,19 +51,24 @@ class Gain:
         self.rounds += 1
         self.mean += max(LEARN, 1 / self.rounds) * (gained - self.mean)
 
+    def toward(self, other: float) -> float:
+        """The mean of these rounds, and of FEW_ROUNDS more with the mean `other`."""
+        return (self.rounds * self.mean + FEW_ROUNDS * other) / (self.rounds + FEW_ROUNDS)
+
 
 @dataclass
 class DraftRecord:
     """Results of the rounds that drafted.
 
-    gains: by bucket of the drafter's confidence and number of nodes, what so many nodes of a tree gain.
-    slack: plain rounds that may still be lost.
+    gains: by bucket of the drafter's confidence and number of nodes, what so many nodes of a tree gain. Rows of
+        different LoRA adapters have different buckets, see `draft_length.STRIDE`.
+    slack: plain rounds that may still be lost, by the bucket of all rounds of an adapter (`draft_length.every`).
     looks: plain rounds that a whole tree may lose next to learn what it gains, where fewer nodes seem better.
     level: mean number of accepted drafts in about WINDOW rounds, best its largest value, and drafted their number.
     """
 
     gains: dict[int, dict[int, Gain]] = field(default_factory=dict)
-    slack: float = ALLOWED
+    slack: dict[int, float] = field(default_factory=dict)
     looks: float = 0.0
     level: float = 0.0
     best: float = 0.0
@@ -76,39 +81,48 @@ class DraftRecord:
         """Share of the time of plain rounds that trials may lose."""
         return SHARE if self.has_paid else RARE
 
-    @property
-    def tells_buckets(self) -> bool:
-        """True if drafts pay by and large, of a drafter that has more or less confidence in them."""
-        return self.has_paid and self.slack > 0 and len(self.gains) > 2  # ANY, and two others
+    def slack_of(self, buckets: Sequence[int] = ()) -> float:
+        """The mean slack of rows of these buckets; without any, that of rows without an adapter."""
+        known = [self.slack.get(every(bucket), ALLOWED) for bucket in buckets or [ANY]]
+        return sum(known) / len(known)
+
+    def tells_buckets(self, buckets: Sequence[int]) -> bool:
+        """True if drafts pay by and large for rows of these buckets, and confidence in them differs."""
+        confidences = {bucket % STRIDE for bucket in self.gains}
+        has_some = any(bucket != every(bucket) for bucket in buckets)
+        return has_some and self.has_paid and self.slack_of(buckets) > 0 and len(confidences) > 2  # ANY, and two others
 
     def gain(self, nodes: int, buckets: Sequence[int] = ()) -> float:
         """The expected number of accepted drafts of a row among `nodes` nodes.
 
-        buckets: of the rows; none for the mean of all. A bucket of which little is known is expected to be like others:
-            with a mean of 2 in one round and 1 in all buckets, 1.2 = (1 * 2 + FEW_ROUNDS * 1) / (1 + FEW_ROUNDS).
+        buckets: of the rows; none: of rows without an adapter. A bucket of which little is known is expected to be like
+            others: with a mean of 2 in one round and 1 in all buckets of its adapter,
+            1.2 = (1 * 2 + FEW_ROUNDS * 1) / (1 + FEW_ROUNDS). So is an adapter of which nothing is known.
         """
-        every = self.gains.get(ANY, {}).get(nodes, Gain()).mean
-        if not buckets:
-            return every
-        known = [self.gains.get(bucket, {}).get(nodes, Gain()) for bucket in buckets]
-        means = [(each.rounds * each.mean + FEW_ROUNDS * every) / (each.rounds + FEW_ROUNDS) for each in known]
-        return sum(means) / len(means)
+        base = self.gains.get(ANY, {}).get(nodes, Gain())
+        means = []
+        for bucket in buckets:
+            like_others = self.gains.get(every(bucket), {}).get(nodes, base).mean
+            means.append(self.gains.get(bucket, {}).get(nodes, Gain()).toward(like_others))
+        return sum(means) / len(means) if means else base.mean
 
     def learn(self, sizes: list[int], buckets: list[int], paths: list[list[int]]) -> None:
         """Take in the accepted `paths` of rows of these `buckets`. [1, 3, 9] is a gain of 2 for the size 4."""
-        rows: dict[int, list[list[int]]] = {ANY: paths}
+        rows: dict[int, list[list[int]]] = {}
         for bucket, path in zip(buckets, paths):
-            if bucket >= 0:  # the confidence in a tree; `ANY` and `NO_TREE` are below
-                rows.setdefault(bucket, []).append(path)
+            has_confidence = (bucket - NO_TREE) % STRIDE >= -NO_TREE  # `ANY` and `NO_TREE` are below
+            for each in {every(bucket), bucket} if has_confidence else {every(bucket)}:
+                rows.setdefault(each, []).append(path)
         for bucket, own in rows.items():
             for nodes in sizes:
                 gain = self.gains.setdefault(bucket, {}).setdefault(nodes, Gain())
                 gain.learn(sum(bisect_left(path, nodes) for path in own) / len(own))
 
-    def fade(self) -> None:
-        """After a round without drafts: the mean of all buckets counts less."""
-        for gain in self.gains.get(ANY, {}).values():
-            gain.rounds *= FADE
+    def fade(self, buckets: Sequence[int] = (ANY,)) -> None:
+        """After a round without drafts of rows of these buckets: the means of their adapters count less."""
+        for bucket in {*map(every, buckets)}:
+            for gain in self.gains.get(bucket, {}).values():
+                gain.rounds *= FADE
 
     def watch(self, gained: float) -> None:
         """Take in the accepted drafts of a round. Warns once if there are none, or far fewer than before."""
@@ -129,7 +143,7 @@ class DraftRecord:
         """All that later processes begin with, as JSON has it."""
         gains = {str(nodes): [gain.mean, gain.rounds] for nodes, gain in self.gains.get(ANY, {}).items()}
         return {
-            "gains": gains, "slack": min(self.slack, ALLOWED), "level": self.level,
+            "gains": gains, "slack": min(self.slack_of(), ALLOWED), "level": self.level,
             "best": self.best, "drafted": self.drafted, "has_paid": self.has_paid,
         }  # fmt: skip
 
@@ -138,7 +152,7 @@ class DraftRecord:
         """The record that `as_data` has told. KeyError, TypeError or ValueError for anything else."""
         gains = {int(nodes): Gain(float(mean), float(rounds)) for nodes, (mean, rounds) in data["gains"].items()}
         return cls(
-            {ANY: gains} if gains else {}, float(data["slack"]), 0.0, float(data["level"]),
+            {ANY: gains} if gains else {}, {ANY: float(data["slack"])}, 0.0, float(data["level"]),
             float(data["best"]), int(data["drafted"]), bool(data["has_paid"]),
         )  # fmt: skip
 

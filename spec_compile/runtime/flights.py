@@ -8,7 +8,7 @@ from typing import Protocol
 
 from ..outcome import Outcome, unpack
 from ..tree import MAX_NODES
-from .draft_length import ANY, NO_TREE, SizePolicy
+from .draft_length import ANY, NO_TREE, STRIDE, SizePolicy
 from .runtime import Runtime
 from .session import Session
 from .state import MOST_LATE
@@ -27,6 +27,7 @@ class Rider(Protocol):
     most_nodes: nodes that rounds verify of its trees, at most.
     length: its collected tokens less one, as `State.lengths` counts.
     room: tokens that it may still gain.
+    adapter_number: of its LoRA adapter, see `Loaded`; 0: none.
     is_over: True if nobody needs its outcomes any more.
     """
 
@@ -40,6 +41,8 @@ class Rider(Protocol):
     def length(self) -> int: ...
     @property
     def room(self) -> int: ...
+    @property
+    def adapter_number(self) -> int: ...
     @property
     def is_over(self) -> bool: ...
 
@@ -177,11 +180,12 @@ class Flights:
         A part of a tree expects fewer drafts than all of it, so that parts have buckets of their own: with a hint of 2
         and MAX_NODES of 64, 4 nodes of 16 have bucket 66, and all 16 have bucket 2.
         """
+        first = rider.adapter_number * STRIDE
         if rider.count is None or rider.hint is None:
-            return ANY
+            return first + ANY
         if rider.count == 1:
-            return NO_TREE
-        return rider.hint + (MAX_NODES if rider.count < (self.tree_size or 0) else 0)
+            return first + NO_TREE
+        return first + rider.hint + (MAX_NODES if rider.count < (self.tree_size or 0) else 0)
 
     def _choose_nodes(self, policy: SizePolicy | StepBack, riders: list[Rider]) -> int:
         """Nodes of the next round: by the trees themselves, unless only the GPU knows them."""
@@ -189,13 +193,16 @@ class Flights:
         if most == 1 or self.runtime.guard.error is not None:
             return 1
         buckets = [self.bucket(rider) for rider in riders if rider.count is not None]
+        is_known = len(buckets) == len(riders)
+        buckets = buckets or [*map(self.bucket, riders)]
         if isinstance(policy, StepBack):
             nodes = policy.choose_ahead(buckets, [flight.nodes for flight in self._flying])
-        elif self._flying or len(buckets) < len(riders):
+        elif self._flying or not is_known:
             nodes = policy.choose_ahead(buckets)
         else:
             counts = [min(rider.count, rider.most_nodes) for rider in riders]
-            nodes = policy.choose(counts, [rider.hint for rider in riders])
+            hints = [rider.hint for rider in riders] if policy.hindsight else buckets  # hindsight tells no adapters
+            nodes = policy.choose(counts, hints)
         return min(nodes, next(size for size in policy.sizes if size >= most))
 
     def _now(self) -> float:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ..capture.loras import Loaded
 from ..tree import MAX_NODES
 from .accept.draw import DrawInRound
 from .accept.host import HostAcceptor
@@ -39,7 +40,7 @@ class Request:
     prefill_chunk_size: most tokens of each row in a step of the prefill; None leaves it to the engine.
     check: raises if the model has changed; called once, while the GPU computes, before a token is given out.
     stopped: indices of rows that the caller has ended; it may add to them between two rounds.
-    adapters: the adapter of each row [B], see `Cache.adapters`; None: no row has one.
+    adapters: the adapter of each row [B]; None: no row has one.
     most_nodes: nodes that rounds verify of each tree, at most; 1: no drafts.
     state: set by `Engine.run`, so that the caller can read its cache.
     """
@@ -63,7 +64,7 @@ class Request:
     check: Callable[[], None] | None = None
     stopped: set[int] = field(default_factory=set)
     most_nodes: int = MAX_NODES
-    adapters: list[int] | None = None
+    adapters: list[Loaded] | None = None
     state: State | None = None
 
     @property

@@ -174,21 +174,21 @@ class ServedEngine(Engine):
             for each in taken:
                 self.loras.release(each)
 
-    def row_adapters(self, rows: int, sequences: int = 1) -> list[int] | None:
+    def row_adapters(self, rows: int, sequences: int = 1) -> list[Loaded] | None:
         """The adapters of this call's rows, `sequences` for each prompt. ValueError unless there is one name a prompt.
 
         Names ["a", "b"] and two sequences give the rows a, a, b, b.
         """
         if self.loras is None:
             return None
-        indices = [each.index for each in self._adapters]
+        adapters = self._adapters
         if self._has_one_adapter:
-            return indices * rows
-        if len(indices) * sequences != rows:
+            return adapters * rows
+        if len(adapters) * sequences != rows:
             raise ValueError(
-                f"adapter_names: expected one name for each of {rows // sequences} prompts, got {len(indices)}"
+                f"adapter_names: expected one name for each of {rows // sequences} prompts, got {len(adapters)}"
             )
-        return [index for index in indices for _ in range(sequences)]
+        return [adapter for adapter in adapters for _ in range(sequences)]
 
     def step_aside(self, argument: str) -> None:
         """Warn, once for each `argument`, that transformers' own loop runs because of it."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+from .draft_length import every
 from .draft_record import SHARE, DraftRecord
 from .round_costs import KNEES, RoundCosts
 
@@ -27,7 +28,8 @@ class StepBack:
 
     sizes: numbers of nodes, ascending, from the root only to a whole tree.
     adaptive: False: every round verifies whole trees.
-    record: of the same draft in rounds over other numbers of rows.
+    record: of the same draft in rounds over other numbers of rows. Gains and slack are those of each LoRA adapter, so
+        that drafts that fail with one adapter are made for rows without it.
     costs: durations of rounds over `batch` sequences.
     next_nodes: see `DraftPlan`; by default all rounds but plain ones propose whole trees.
     """
@@ -62,7 +64,7 @@ class StepBack:
     @property
     def best(self) -> int:
         """The size with the most tokens a second, as far as is known; 1 if no draft pays."""
-        return max(1, self._best_drafts(), key=self._rate)
+        return self._best()
 
     def choose_ahead(self, buckets: Iterable[int] = (), under_way: Iterable[int] = ()) -> int:
         """The number of nodes of the next round. Drafts and plain rounds run once before either is preferred.
@@ -73,17 +75,19 @@ class StepBack:
         whole, record, measured = self.sizes[-1], self.record, self.costs.measured
         if not self.adaptive:
             return whole
-        slack = record.slack - sum(self.ratio(nodes) - 1 for nodes in under_way)
+        buckets, spent = [*buckets], sum(self.ratio(nodes) - 1 for nodes in under_way)
+        slack = record.slack_of(buckets) - spent
         if not record.gains:
-            first = self.sizes[1] if slack == record.slack else 1
+            first = 1 if spent else self.sizes[1]
             return max((nodes for nodes in self.sizes[1:] if self._loss(nodes) <= slack), default=first)
         if 1 not in measured:
             return 1
-        buckets = [*buckets] if record.tells_buckets else []
+        tells = record.tells_buckets(buckets)
+        buckets = buckets if tells else [*map(every, buckets)]
         drafts = self._best_drafts(buckets)
-        if buckets:
+        if tells:
             nodes = drafts if self._rate(drafts, buckets) >= 1 / (1 + self._switch) else 1
-        elif self.best == 1:
+        elif self._best(buckets) == 1:
             return drafts if self._loss(drafts) <= slack else 1
         else:
             nodes = drafts
@@ -116,17 +120,21 @@ class StepBack:
         loss = self._loss(nodes)
         self._pending = self._next_nodes(nodes)
         if nodes == 1:
-            record.fade()
-            record.slack += record.share
+            record.fade(buckets)
         else:
             gained = sum(map(len, paths)) / len(paths)
             record.learn([size for size in self.sizes[1:] if size <= min(nodes, *counts)], buckets, paths)
             record.watch(gained)
-            record.slack += gained - loss
-            record.has_paid = record.has_paid or self.best > 1
+            record.has_paid = record.has_paid or self._best([*map(every, buckets)]) > 1
         if nodes < self.sizes[-1]:
             record.looks = min(record.looks + SHARE * self.ratio(nodes), self._loss(self.sizes[-1]))
-        record.slack = min(record.slack, max(EARNED, self._loss(self.sizes[-1])))
+        most = max(EARNED, self._loss(self.sizes[-1]))
+        by_adapter: dict[int, list[int]] = {}
+        for bucket, path in zip(buckets, paths):
+            by_adapter.setdefault(every(bucket), []).append(len(path))
+        for adapter, gains in by_adapter.items():
+            earned = record.share if nodes == 1 else sum(gains) / len(gains) - loss
+            record.slack[adapter] = min(record.slack_of([adapter]) + earned, most)
 
     @property
     def _switch(self) -> float:
@@ -136,6 +144,9 @@ class StepBack:
     def _loss(self, nodes: int) -> float:
         """Plain rounds that the next round over so many nodes loses if none is accepted."""
         return self.ratio(nodes) - 1 + (self._switch if nodes > self._pending else 0.0)
+
+    def _best(self, buckets: Sequence[int] = ()) -> int:
+        return max(1, self._best_drafts(buckets), key=partial(self._rate, buckets=buckets))
 
     def _best_drafts(self, buckets: Sequence[int] = ()) -> int:
         """The size with the most tokens a second of those with drafts."""

@@ -20,7 +20,7 @@ from .fields import FLAG, TEXT, check_object
 LOAD = {"lora_name": TEXT, "lora_path": TEXT, "load_inplace": FLAG}
 UNLOAD = {"lora_name": TEXT}
 MOST_BYTES, MOST_CONTAINERS = 1 << 16, 16
-"""Bounds of the body of a request that loads or unloads an adapter."""
+"""Bounds of the body of a request to load or unload an adapter."""
 
 
 def read_modules(modules: list[str]) -> dict[str, str]:

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from spec_compile.runtime.draft_length import ANY, NO_TREE, STRIDE, SizePolicy, every
 from spec_compile.runtime.draft_record import ALLOWED, NEVER, RARE
 from spec_compile.runtime.step_back import StepBack
 
@@ -211,3 +212,29 @@ def test_a_round_follows_the_confidence_in_its_trees():
     dear.costs.learn_switch(2.0)
     chosen = confident(dear, 0.95, 400)
     assert chosen[0].count(1) == 0 and chosen[0].count(4) > 30, "a plain round costs the switch"
+
+
+def test_drafts_that_fail_with_an_adapter_are_made_without_it():
+    """Four nodes are accepted whole without an adapter, and never with the adapter of number 3."""
+    policy, drafted = StepBack([NODES]), {0: 0, 3 * STRIDE: 0}
+    for number in range(400):
+        first = (0, 3 * STRIDE)[number // 20 % 2]
+        nodes = policy.choose_ahead([first])
+        drafted[first] += nodes > 1
+        gained = [1, 2, 3] if nodes > 1 and not first else []
+        policy.learn(nodes, [NODES], [first], [gained], 1.0 if nodes == 1 else 2.0)
+    assert drafted[0] >= 195 and drafted[3 * STRIDE] <= 30
+    both = [0, 3 * STRIDE]
+    assert policy.record.gain(NODES, both) == pytest.approx(sum(policy.record.gain(NODES, [each]) for each in both) / 2)
+    assert policy.choose_ahead([0]) == policy._best(both) == NODES and policy._best([0] + [3 * STRIDE] * 7) == 1
+    assert policy.record.gain(NODES, [5 * STRIDE + ANY]) == policy.record.gain(NODES)  # one that nobody knows yet
+
+
+def test_buckets_of_adapters():
+    assert [every(bucket) for bucket in (ANY, NO_TREE, 0, 64)] == [ANY] * 4
+    assert [every(7 * STRIDE + bucket) for bucket in (ANY, NO_TREE, 0, 64)] == [7 * STRIDE + ANY] * 4
+    policy = SizePolicy((1, 4, NODES))
+    for _ in range(60):
+        policy.learn(NODES, [NODES] * 2, [1, STRIDE + 1], [[1, 2, 3, 4, 5], []], 1.0)
+    assert policy.choose_ahead([1]) == NODES and policy.choose_ahead([STRIDE + 1]) == 1
+    assert policy.choose_ahead([2 * STRIDE + 1]) == NODES
