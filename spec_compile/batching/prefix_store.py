@@ -64,12 +64,14 @@ class PrefixStore:
         self.end_places = 1 + -(-states.units // units) if states.units else 0
         """Places of the end of a text; 0 without recurrences."""
         self._tree = PrefixTree(budget.device // self.block_bytes, budget.host // self.block_bytes)
+        self._keeps = any(self._tree.room.values())
         self._fewest = FEWEST[self._device.type]
         self._most = max(1, STAGED // self.block_bytes, self.end_places)
         self._stream = torch.cuda.Stream(self._device) if lanes.runtime.on_gpu else None
         with self._aside():
             self._memory = BlockMemory(*self._tree.room.values(), units, self._unit, self._device)
-            self._staged = torch.empty(self._most, units, dtype=self._unit, device=self._device)
+            staged = self._most if self._keeps else 0
+            self._staged = torch.empty(staged, units, dtype=self._unit, device=self._device)
         self.hits: Counter[str] = Counter()
         """Tokens of prompts that were copied, by the place that they came from: "row", "device" or "host"."""
         self.asked = 0
@@ -93,6 +95,8 @@ class PrefixStore:
         begins with: with recurrences, these may be more. The prompt's last token does not count, because it is the root
         of the first tree. adapter: the version of the prompt's own."""
         self.asked += len(prompt) - 1
+        if not self._keeps:
+            return [], 0
         tokens = np.asarray(prompt[:-1], dtype=TOKENS)
         found = self._tree.match(self._keys(tokens, len(tokens), adapter))
         seen = len(found) * BLOCK
@@ -126,7 +130,7 @@ class PrefixStore:
         tokens: [n] int32. slots: of them that have keys and values; the states are those after so many. adapter: the
         version of the row's own.
         """
-        if slots < self._fewest * BLOCK:
+        if not self._keeps or slots < self._fewest * BLOCK:
             return
         end = self._key(tokens, slots // BLOCK * BLOCK, slots) if self.end_places else None
         try:
