@@ -49,9 +49,9 @@ BAD: tuple[dict, ...] = (
 )  # fmt: skip
 KINDS = {"stream": 4, "whole": 4, "tools": 1, "bad": 1, "left": 1, "left stream": 1}
 """Kinds of requests, and how often each is drawn."""
-LENGTHS = (4, 16, 64, 400)
+LENGTHS = (4, 16, 64, 200)
 """New tokens of an answer at most. A client that leaves has asked for the most."""
-SECONDS = 300
+SECONDS = 1200
 """Time after which a request without an answer is lost."""
 
 

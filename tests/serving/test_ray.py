@@ -61,7 +61,7 @@ def complete(client, **body):
 def replicas():
     """The processes of replicas, as psutil has them."""
     processes = psutil.process_iter(["cmdline"])
-    return [process for process in processes if "ray::ServeReplica" in "".join(process.info["cmdline"] or [])]
+    return [process for process in processes if "ray::ServeReplica:default:Replica" in "".join(process.info["cmdline"] or [])]
 
 
 def test_replicas_answer(client):
