@@ -12,7 +12,6 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -84,7 +83,7 @@ class Ingress:
         try:
             pages = await self._replicas.broadcast("metrics").results_async(timeout_s=METRICS_SECONDS)
         except (RayActorError, TimeoutError) as error:
-            raise HTTPException(503, f"a replica does not tell its metrics: {type(error).__name__}") from error
+            return error_response(503, f"a replica does not tell its metrics: {type(error).__name__}")
         return Response(merge(dict(pages)), media_type=CONTENT_TYPE_LATEST)
 
 

@@ -28,6 +28,7 @@ def live(url, seconds, clients):
     return made
 
 
+@pytest.mark.slow
 def test_each_request_is_counted_once(tmp_path, monkeypatch):
     monkeypatch.setattr(load, "LENGTHS", (4, 16))
     with running(save_tool_model(tmp_path), slots=4, max_queue=64) as client:

@@ -149,6 +149,19 @@ def test_a_client_that_leaves_cancels_its_call(parts):
     assert replicas.given[0].is_cancelled
 
 
+def test_metrics_that_a_replica_does_not_tell_are_missing_as_a_whole():
+    class Broken(Replicas):
+        def broadcast(self, name):
+            assert name == "metrics"
+            return self
+
+        async def results_async(self, timeout_s):
+            raise TimeoutError
+
+    response = ask(Broken(), "/metrics", "GET")
+    assert response.status_code == 503 and "TimeoutError" in response.json()["error"]["message"]
+
+
 def test_metrics_of_replicas_are_told_apart():
     page = b"# HELP a_total b\n# TYPE a_total counter\na_total{x=\"y\"} %d\n# HELP c d\n# TYPE c histogram\n" \
            b"c_bucket{le=\"1.0\"} 2.0\nc_bucket{le=\"+Inf\"} 3.0\nc_count 3.0\nc_sum 4.0\n"  # fmt: skip
