@@ -188,7 +188,7 @@ def working(url: str) -> float:
 
 
 def resident(processes: dict[str, psutil.Process]) -> dict[str, float]:
-    """Megabytes in memory of each process with its children."""
+    """Megabytes in memory of each process with its children; servers are children of the clients' process."""
     return {
         name: sum(each.memory_info().rss for each in [process, *process.children(recursive=True)]) / 1e6
         for name, process in processes.items()
