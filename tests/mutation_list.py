@@ -1412,6 +1412,16 @@ MODULES = [
         "states = gather_rows(above, parents_of(ancestors))", "states = gather_rows(above, 0 * parents_of(ancestors))",
         "tests/drafters/test_mtp_modules.py -k token_k",
     ),
+    Mutation(
+        "modules that read the target's state read each other's", "spec_compile/drafters/modules/mtp.py",
+        "state if self.recycle_state else normed", "normed",
+        "tests/drafters/test_mtp_families.py -k 'definition and mimo_v2'",
+    ),
+    Mutation(
+        "a tensor that no module holds is not looked at", "spec_compile/drafters/checkpoints/mtp.py",
+        "lambda name: name.startswith(prefixes)", "lambda name: any(block.holds(name) for block in blocks)",
+        "tests/drafters/test_mtp_families.py -k unknown",
+    ),
 ]  # fmt: skip
 MUTATIONS: list[Mutation] = [
     *STARTS, *TIERS, *COMPILED,

@@ -7,10 +7,10 @@ import models
 import pytest
 import torch
 from draft_rounds import SCHEDULES, generated, head, plain, prompts, target
+from mtp_rounds import checked
 
 from spec_compile import speculate
 from spec_compile.drafters.mtp_modules import parents_of
-from spec_compile.drafters.trees.grow import grow
 from spec_compile.tree import ancestry
 
 
@@ -26,68 +26,6 @@ def modules():
             weight.data += 0.1 * weight.std() * torch.randn(weight.shape, generator=generator)
     first.further = torch.nn.ModuleList(further)
     return first
-
-
-@torch.no_grad()
-def drafted(first, model, schedule, text):
-    """What follows `text`: each node by running all modules over all slots before it, as they are defined.
-
-    Module k reads the output of module k - 1 at the same slot, or the target's state, and the token k + 1 later.
-    """
-    ids, every = torch.tensor([text]), [first, *first.further]
-    states = model(ids, output_hidden_states=True).hidden_states[-1][:, :-1]
-    slots = torch.arange(states.shape[1])[None]
-
-    def logits_after(path):
-        tokens, state = torch.cat([ids[:, 1:], torch.tensor([path], dtype=torch.int64)], dim=1), states
-        for number, module in enumerate(every[: len(path) + 1]):
-            state, normed = module(tokens[:, number : number + slots.shape[1]], slots, state)
-        return normed[:, -1] @ first.head_weight.T
-
-    chain = []
-
-    def step(tokens, hidden, ancestors, depth, offset, wanted):
-        if schedule.topk == 1:
-            chain.append(int(tokens))
-            rows = [logits_after(chain)]
-        else:
-            seen = [[int(tokens[0, j]) for j in range(tokens.shape[1]) if int(row) >> j & 1] for row in ancestors[0]]
-            rows = [logits_after(path) for path in seen[-wanted:]]
-        return hidden.new_zeros(1, tokens.shape[1], 1), torch.stack(rows, dim=1)
-
-    tokens, parents, _ = grow(schedule, ids[:, -1], logits_after([]), states[:, -1, :1], step)
-    return tokens[0].tolist(), parents[0].tolist()
-
-
-def checked(system, first, model, batch, new=12):
-    """Generate, and compare the trees that each round proposes; the answer, and the number of trees."""
-    engine, count = system.speculation.engine, 0
-    run, algorithm = engine.run, engine.runtime.algorithm
-    joined = hasattr(algorithm, "head") and hasattr(algorithm, "ngram")
-    schedule = algorithm.head.schedule if joined else algorithm.schedule
-
-    def watched(request):
-        nonlocal count
-        session = engine.session(len(request.prompts))
-        for gained in run(request):
-            state = session.state
-            for row, length in enumerate(state.lengths.tolist()):
-                if not state.finished[row]:
-                    tokens, parents = drafted(first, model, schedule, state.tokens[row, : length + 1].tolist())
-                    trees = state.tree_tokens, state.tree_parents
-                    if joined:  # what the head has proposed, with the root for the root's parent
-                        trees = session.drafter.drafts_tokens, session.drafter.drafts_above
-                        parents = [max(parent, 0) for parent in parents]
-                    assert trees[0][row, : len(tokens)].tolist() == tokens
-                    assert trees[1][row, : len(tokens)].tolist() == parents
-                    count += 1
-            yield gained
-
-    engine.run = watched
-    try:
-        return generated(system, prompts(batch), new), count
-    finally:
-        engine.run = run
 
 
 @pytest.mark.sweep("chain union")

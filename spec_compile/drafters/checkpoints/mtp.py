@@ -26,8 +26,8 @@ def read_mtp(files: DraftFiles, target: Target, overrides: dict) -> MtpHead:
     ValueError if anything does not fit, UnsupportedModelError if no layer like the target's can be built.
     """
     blocks = find_blocks(files.tensor_names)
-    family = blocks[0].family
-    checkpoint = Checkpoint(files.draft, files.fetch, lambda name: any(block.holds(name) for block in blocks))
+    family, prefixes = blocks[0].family, tuple(block.prefix for block in blocks)
+    checkpoint = Checkpoint(files.draft, files.fetch, lambda name: name.startswith(prefixes))
     default = (FINAL,) if family.normed else (target.num_layers,)
     taps = override_taps(overrides, default, target.num_layers)
     decoder = target.model.get_decoder()

@@ -16,7 +16,7 @@ class MtpFamily:
     """The names of a module's tensors in a family of models, and the differences of its forward.
 
     definition: the code that says so.
-    pattern: matches a name that every module has; its group is the prefix of the module's names.
+    pattern: matches a name that every module has; its group is the prefix of the module's names, and of no others.
     outer: beginnings of names after the prefix -> ours, for the tensors around the decoder layer; "{}" is the number of
         the module.
     sign: a part of the name of some tensor of the first module, if another family has the same pattern.
@@ -54,6 +54,46 @@ PRE_FC = {
 
 FAMILIES = (
     MtpFamily(
+        "Nemotron-H",
+        "vLLM nemotron_h_mtp.py",
+        r"((?:.*\.)?mtp\.)layers\.0\.mixer\.",
+        {**{f"layers.0.{theirs}": ours for theirs, ours in NEXTN.items()}, "layers.1.final_layernorm.": "norm."},
+        inner="layers.",
+    ),
+    MtpFamily(
+        "LongCat-Flash",
+        "vLLM longcat_flash_mtp.py",
+        r"(.*\bmtp\.)layers\.\d+\.enorm\.m\.weight$",
+        {
+            "layers.{}.enorm.m.": "embedding_norm.",
+            "layers.{}.hnorm.m.": "state_norm.",
+            "layers.{}.eh_proj.": "fc.",
+            "norm.": "norm.",
+            "embed_tokens.weight": "embedding",
+        },
+        inner="layers.{}.",
+        inside={"transformer_layer.mlp.": "mlp."},
+        own_embedding=True,
+    ),
+    MtpFamily(
+        "MiMo-V2",
+        "SGLang mimo_v2_flash_nextn.py, multi_layer_eagle_worker_v2.py",
+        r"(.*\bmtp\.layers\.\d+\.)eh_proj\.weight$",
+        {**NEXTN, "final_layernorm.": "norm."},
+        inside={"pre_mlp_layernorm.": "post_attention_layernorm.", "attention_sink_bias": "sinks"},
+        recycle_state=True,
+        normed=False,
+        layer_type="sliding_attention",
+    ),
+    MtpFamily(
+        "ERNIE 4.5",
+        "SGLang ernie4_eagle.py, vLLM ernie_mtp.py",
+        r"((?:.*\.)?mtp_)linear_proj\.\d+\.weight$",
+        {"emb_norm.{}.": "embedding_norm.", "hidden_norm.{}.": "state_norm.", "linear_proj.{}.": "fc."},
+        inner="block.{}.",
+        zero_first=True,
+    ),
+    MtpFamily(
         "MiMo",
         "vLLM mimo_mtp.py",
         r"(.*\bmtp_layers\.\d+\.)input_proj\.weight$",
@@ -64,6 +104,30 @@ FAMILIES = (
             "final_layernorm.": "norm.",
         },
         embedding_first=False,
+        zero_first=True,
+    ),
+    MtpFamily(
+        "HunYuan 3",
+        "SGLang hunyuan_v3_nextn.py",
+        r"(.*\blayers\.\d+\.)final_layernorm\.weight$",
+        {**NEXTN, "final_layernorm.": "norm.", **COPIES},
+        sign="mlp.router.gate.",
+        inside={
+            "mlp.router.gate.": "mlp.gate.",
+            "mlp.expert_bias": "mlp.e_score_correction_bias",
+            "mlp.shared_mlp.": "mlp.shared_experts.",
+        },
+    ),
+    MtpFamily(
+        "Ling",
+        "vLLM bailing_moe_mtp.py",
+        r"(.*\blayers\.\d+\.)final_layernorm\.weight$",
+        {**NEXTN, "final_layernorm.": "norm.", **COPIES},
+        inside={
+            "attention.dense.": "self_attn.o_proj.",
+            "attention.": "self_attn.",
+            "mlp.gate.expert_bias": "mlp.gate.e_score_correction_bias",
+        },
         zero_first=True,
     ),
     MtpFamily(

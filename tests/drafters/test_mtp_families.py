@@ -1,0 +1,150 @@
+"""Modules of multi-token prediction of each family: they compute their definitions, and answers stay the target's."""
+
+import mtp_checkpoints
+import numpy as np
+import pytest
+import torch
+from draft_checkpoints import V, save
+from draft_rounds import generated, prompts
+from mtp_checkpoints import MTP, write_mtp
+from mtp_formulas import FORMULAS
+from mtp_rounds import checked, last_states
+
+from spec_compile import speculate
+from spec_compile.drafters.checkpoints.load import load_head
+from spec_compile.drafters.checkpoints.mtp_families import FAMILIES, find_blocks
+
+H = mtp_checkpoints.H
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name):
+        if MTP[name].target is None:
+            pytest.skip("this version of transformers has no such model")
+        return write_mtp(name, tmp_path / name)
+
+    return write
+
+
+@pytest.mark.parametrize("name", MTP)
+@torch.no_grad()
+def test_modules_compute_their_definition(write, name):
+    written = write(name)
+    head = load_head(None, written.target, "mtp")
+    tensors = {key: value.numpy().astype(np.float64) for key, value in written.tensors.items()}
+    embedding = written.target.get_input_embeddings().weight.numpy().astype(np.float64)
+    ids, positions = torch.randint(0, V, (2, 9)), torch.arange(9) + torch.tensor([[0], [5]])
+    state = torch.randn(2, 9, H)
+    modules = [head, *head.further]
+    assert len(modules) == MTP[name].modules
+    for number, module in enumerate(modules):
+        recycled, normed = module(ids, positions, state)
+        for row in range(2):
+            given = ids[row].numpy(), positions[row].numpy(), state[row].numpy().astype(np.float64)
+            expected = FORMULAS[name](tensors, embedding, *given, number)
+            assert np.abs(normed[row].numpy() - expected).max() < 2e-5
+        assert torch.equal(recycled, state if name == "mimo_v2" else normed)
+
+
+def speculating(written, **options):
+    return speculate(written.target, "mtp", compile=False, check=False, adaptive=False, max_cache_len=200, **options)
+
+
+@pytest.mark.sweep("mimo_v2")
+@pytest.mark.parametrize("name", MTP)
+@torch.no_grad()
+def test_drafts_of_whole_rounds(write, name):
+    """The trees are those of modules without caches, and the answer is plain decoding's."""
+    written, modules = write(name), MTP[name].modules
+    system = speculating(written, num_steps=max(2, modules), topk=2)
+    head, batch = system.speculation.engine.runtime.algorithm.head, 2
+    answer = checked(system, head, written.target, batch, 6)[0] if modules > 1 else generated(system, prompts(batch), 6)
+    assert torch.equal(answer, generated(written.target, prompts(batch), 6))
+
+
+REFERENCES = {
+    "deepseek_v3": ({}, {}),
+    "mellum": ({}, {}),
+    "bailing_hybrid": (
+        {"final_layernorm": "shared_head.norm"},
+        {"mtp_layer_types": ["full_attention"], "mtp_mlp_layer_types": ["sparse"]},
+    ),
+}
+"""transformers' names of some tensors, and what it needs in the config."""
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+@torch.no_grad()
+def test_chains_are_those_of_transformers(write, name):
+    """Of ``generate(use_mtp=True)``: one token from each layer of `MtpModel`. Its positions begin with 1."""
+    layers = pytest.importorskip("transformers.modeling_layers")
+    cache_utils = pytest.importorskip("transformers.cache_utils")
+    if not hasattr(layers, "MtpModel"):
+        pytest.skip("this version of transformers does not predict several tokens")
+    written, modules = write(name), MTP[name].modules
+    tensors = {}
+    for key, value in written.tensors.items():
+        for theirs, hf in REFERENCES[name][0].items():
+            key = key.replace(theirs, hf)
+        tensors[key] = value
+    save(written.folder, None, tensors)
+    model = written.target
+    for key, value in dict(num_mtp_layers=modules, dtype=torch.float32, **REFERENCES[name][1]).items():
+        setattr(model.config, key, value)
+    if name != "mellum":  # transformers knows the numbers of the layers in the published models
+        numbers = [str(model.config.num_hidden_layers + number) for number in range(modules)]
+        model._keys_to_ignore_on_load_unexpected = [rf"layers\.({'|'.join(numbers)})\."]
+    reference = layers.MtpModel.from_pretrained(model).eval()
+    save(written.folder, None, written.tensors)
+    head = load_head(None, written.target, "mtp")
+    ids = prompts(1)
+    states, slots = last_states(written.target, ids, head.taps)[:, :-1], torch.arange(ids.shape[1] - 1)[None]
+    cache = cache_utils.MtpCache(config=written.target.config.get_mtp_config())
+    expected, logits, _ = reference(ids[:, 1:], states, None, slots + 1, cache)
+    tokens = ids[:, 1:]
+    for number, module in enumerate([head, *head.further]):
+        states, normed = module(tokens, slots + 1, states)
+        ours = normed[:, -1] @ head.head_weight.T
+        assert (ours - logits[:, number]).abs().max() < 1e-4
+        tokens = torch.cat([tokens[:, 1:], ours.argmax(dim=-1, keepdim=True)], dim=1)
+    assert torch.equal(tokens[:, -modules:], expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "victim"),
+    [
+        ("hy_v3", "model.layers.2.mlp.shared_mlp.up_proj.weight"),
+        ("bailing_hybrid", "model.layers.2.attention.dense.weight"),
+        ("mimo_v2", "model.mtp.layers.1.pre_mlp_layernorm.weight"),
+        ("ernie4_5_moe", "model.mtp_emb_norm.0.weight"),
+        ("nemotron_h", "mtp.layers.1.mixer.experts.2.up_proj.weight"),
+        ("longcat_flash", "model.mtp.embed_tokens.weight"),
+    ],
+)
+def test_missing_and_unknown_tensors_are_named(write, name, victim):
+    written = write(name)
+    tensors = {key: value for key, value in written.tensors.items() if key != victim}
+    save(written.folder, None, tensors)
+    with pytest.raises(ValueError, match=f"has no {victim}"):
+        load_head(None, written.target, "mtp")
+    stray = victim.removesuffix("weight") + "stray"
+    save(written.folder, None, {**written.tensors, stray: torch.ones(3)})
+    with pytest.raises(ValueError, match=f"does not know: {stray}"):
+        load_head(None, written.target, "mtp")
+
+
+def test_an_embedding_of_their_own(write):
+    written = write("longcat_flash")
+    head = load_head(None, written.target, "mtp")
+    assert torch.equal(head.embedding, written.tensors["model.mtp.embed_tokens.weight"])
+    assert head.report[-1] == "output matrix: the target's"
+
+
+def test_every_family_of_the_table_is_tested():
+    written = {"MiMo", "Qwen"}  # and by test_draft_block.py
+    for family in MTP.values():
+        tensors = mtp_checkpoints.Weights()
+        family.module(tensors, family.target(), 0)
+        written.add(find_blocks(tensors)[0].family.name)
+    assert written == {family.name for family in FAMILIES}

@@ -1,0 +1,253 @@
+"""Writers of tiny checkpoints with modules of multi-token prediction, one for each family that is read.
+
+`MTP` maps a name to a `Family`; ``write_mtp(name, folder)`` makes its target and writes exactly the tensors and the
+config of the format.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import models
+from draft_checkpoints import HEADS, KV, D, H, V, Weights, Written, own, save
+from torch import nn
+
+INNER = 32
+EXPERTS = 4
+MLA = dict(
+    num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12
+)
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+WINDOW = 4
+
+
+@dataclass(frozen=True)
+class Family:
+    """The target, and what writes the tensors of module i.
+
+    modules: how many there are.
+    config: keys of the checkpoint's config that the target's lacks.
+    """
+
+    target: Callable[[], nn.Module]
+    module: Callable[[Weights, nn.Module, int], None]
+    modules: int = 1
+    config: dict = field(default_factory=dict)
+
+
+def write_mtp(name: str, folder: Path) -> Written:
+    """Write a family's checkpoint, as the target's own."""
+    family = MTP[name]
+    target, tensors = family.target(), Weights()
+    changes = {"num_nextn_predict_layers": family.modules, **family.config}
+    config = {**own(tensors, target), **changes}
+    for number in range(family.modules):
+        family.module(tensors, target, number)
+    save(folder, config, tensors)
+    target.config._name_or_path = str(folder)
+    for key, value in changes.items():
+        setattr(target.config, key, value)
+    return Written(folder, target, config, tensors)
+
+
+def target(config: str, model: str, base: dict = models.GQA16, **kwargs) -> Callable[[], nn.Module]:
+    return lambda: models.build(config, model, {**base, "num_hidden_layers": 2, "rms_norm_eps": 1e-5, **kwargs})
+
+
+def nextn(w: Weights, prefix: str, last: str) -> None:
+    """The norms of embedding and state, eh_proj, and the last norm."""
+    w.norm(f"{prefix}.enorm", f"{prefix}.hnorm", f"{prefix}.{last}")
+    w.linear(f"{prefix}.eh_proj", H, 2 * H)
+
+
+def pre_fc(w: Weights) -> None:
+    w.norm("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
+    w.linear("mtp.fc", H, 2 * H)
+
+
+def latent(w: Weights, name: str) -> None:
+    """DeepSeek's MLA."""
+    heads, rotated, kept = HEADS, MLA["qk_rope_head_dim"], MLA["qk_nope_head_dim"]
+    w.linear(f"{name}.q_a_proj", MLA["q_lora_rank"], H)
+    w.norm(f"{name}.q_a_layernorm", size=MLA["q_lora_rank"])
+    w.linear(f"{name}.q_b_proj", heads * (kept + rotated), MLA["q_lora_rank"])
+    w.linear(f"{name}.kv_a_proj_with_mqa", MLA["kv_lora_rank"] + rotated, H)
+    w.norm(f"{name}.kv_a_layernorm", size=MLA["kv_lora_rank"])
+    w.linear(f"{name}.kv_b_proj", heads * (kept + MLA["v_head_dim"]), MLA["kv_lora_rank"])
+    w.linear(f"{name}.o_proj", H, heads * MLA["v_head_dim"])
+
+
+def layer_norms(w: Weights, prefix: str, second: str = "post_attention_layernorm") -> None:
+    w.norm(f"{prefix}.input_layernorm", f"{prefix}.{second}")
+
+
+# Families
+
+
+def deepseek(w: Weights, model: nn.Module, number: int) -> None:
+    """Layers after the last one, with copies of embedding and output matrix."""
+    prefix = f"model.layers.{model.config.num_hidden_layers + number}"
+    nextn(w, prefix, "shared_head.norm")
+    layer_norms(w, prefix)
+    w[f"{prefix}.embed_tokens.weight"] = model.get_input_embeddings().weight.detach().clone()
+    w[f"{prefix}.shared_head.head.weight"] = model.get_output_embeddings().weight.detach().clone()
+    latent(w, f"{prefix}.self_attn")
+    experts = model.config.n_routed_experts
+    w.experts(f"{prefix}.mlp", experts, INNER, "shared_experts")
+    w[f"{prefix}.mlp.gate.e_score_correction_bias"] = w.normal(experts) * 0.2
+
+
+def hunyuan(w: Weights, model: nn.Module, number: int) -> None:
+    """HunYuan 3: other names in the mixture."""
+    prefix = f"model.layers.{model.config.num_hidden_layers}"
+    nextn(w, prefix, "final_layernorm")
+    w.layer(prefix, qk_norm=True)
+    for part in ("gate", "up", "down"):
+        del w[f"{prefix}.mlp.{part}_proj.weight"]
+    w.experts(f"{prefix}.mlp", EXPERTS, INNER, "shared_mlp")
+    w[f"{prefix}.mlp.router.gate.weight"] = w.pop(f"{prefix}.mlp.gate.weight")
+    w[f"{prefix}.mlp.expert_bias"] = w.normal(EXPERTS) * 0.2
+
+
+def ling(w: Weights, model: nn.Module, number: int) -> None:
+    """Ling: MLA with a gate for each head, other names in the attention."""
+    prefix = f"model.layers.{model.config.num_hidden_layers}"
+    nextn(w, prefix, "final_layernorm")
+    layer_norms(w, prefix)
+    latent(w, f"{prefix}.attention")
+    w.linear(f"{prefix}.attention.g_proj", HEADS, H)
+    w[f"{prefix}.attention.dense.weight"] = w.pop(f"{prefix}.attention.o_proj.weight")
+    w.experts(f"{prefix}.mlp", EXPERTS, INNER, "shared_experts")
+    w[f"{prefix}.mlp.gate.expert_bias"] = w.normal(EXPERTS) * 0.2
+
+
+def ernie(w: Weights, model: nn.Module, number: int) -> None:
+    """ERNIE 4.5: each part has a number, and there is no last norm."""
+    w.norm(f"model.mtp_emb_norm.{number}", f"model.mtp_hidden_norm.{number}")
+    w.linear(f"model.mtp_linear_proj.{number}", H, 2 * H)
+    w.layer(f"model.mtp_block.{number}")
+
+
+def exaone(w: Weights, model: nn.Module, number: int) -> None:
+    """K-EXAONE: Qwen's names, plain norms, a dense layer with a window."""
+    if number == 0:
+        pre_fc(w)
+    w.layer(f"mtp.layers.{number}", qk_norm=True)
+
+
+def mellum(w: Weights, model: nn.Module, number: int) -> None:
+    """Qwen's names, a window, a mixture without shared experts."""
+    exaone(w, model, number)
+    for part in ("gate", "up", "down"):
+        del w[f"mtp.layers.0.mlp.{part}_proj.weight"]
+    w.linear("mtp.layers.0.mlp.gate", EXPERTS, H)
+    for expert in range(EXPERTS):
+        w.mlp(f"mtp.layers.0.mlp.experts.{expert}", INNER)
+
+
+def mimo_v2(w: Weights, model: nn.Module, number: int) -> None:
+    """MiMo-V2: windows with sinks, twice the key-value heads, dense."""
+    prefix = f"model.mtp.layers.{number}"
+    nextn(w, prefix, "final_layernorm")
+    layer_norms(w, prefix, "pre_mlp_layernorm")
+    for part, rows in (("q", HEADS * D), ("k", 2 * KV * D), ("v", 2 * KV * D)):
+        w.linear(f"{prefix}.self_attn.{part}_proj", rows, H)
+    w.linear(f"{prefix}.self_attn.o_proj", H, HEADS * D)
+    w[f"{prefix}.self_attn.attention_sink_bias"] = w.normal(HEADS)
+    w.mlp(f"{prefix}.mlp")
+
+
+def nemotron(w: Weights, model: nn.Module, number: int) -> None:
+    """Nemotron-H: two half-layers, the first without RoPE, the second a mixture of experts without gates."""
+    nextn(w, "mtp.layers.0", "norm")
+    w.norm("mtp.layers.1.norm", "mtp.layers.1.final_layernorm")
+    for part, rows in (("q", HEADS * D), ("k", KV * D), ("v", KV * D)):
+        w.linear(f"mtp.layers.0.mixer.{part}_proj", rows, H)
+    w.linear("mtp.layers.0.mixer.o_proj", H, HEADS * D)
+    mixer = "mtp.layers.1.mixer"
+    w.linear(f"{mixer}.gate", EXPERTS, H)
+    w[f"{mixer}.gate.e_score_correction_bias"] = w.normal(EXPERTS) * 0.2
+    for name in (*(f"experts.{expert}" for expert in range(EXPERTS)), "shared_experts"):
+        w.linear(f"{mixer}.{name}.up_proj", INNER, H)
+        w.linear(f"{mixer}.{name}.down_proj", H, INNER)
+
+
+def longcat(w: Weights, model: nn.Module, number: int) -> None:
+    """LongCat-Flash: a plain layer of MLA and MLP, and an embedding of its own."""
+    prefix = "model.mtp.layers.0"
+    w.norm(f"{prefix}.enorm.m", f"{prefix}.hnorm.m", "model.mtp.norm")
+    w.linear(f"{prefix}.eh_proj", H, 2 * H)
+    w["model.mtp.embed_tokens.weight"] = w.normal(V, H)
+    layer_norms(w, prefix)
+    latent(w, f"{prefix}.self_attn")
+    w.mlp(f"{prefix}.transformer_layer.mlp")
+
+
+SPARSE = dict(num_experts_per_tok=2, moe_intermediate_size=INNER)
+MTP = {
+    "deepseek_v3": Family(models.ADMITTED["deepseek_v3"], deepseek, modules=3),
+    "glm4_moe_lite": Family(
+        target(
+            "Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", models.BASE, **MLA, **SPARSE, n_routed_experts=8,
+            n_shared_experts=1, n_group=2, topk_group=1, rope_parameters=ROPE,
+        ),
+        deepseek,
+    ),
+    "hy_v3": Family(
+        target(
+            "HYV3Config", "HYV3ForCausalLM", **SPARSE, num_local_experts=EXPERTS, num_shared_experts=1,
+            mlp_layer_types=["dense", "sparse"], rope_parameters=ROPE,
+        ),
+        hunyuan,
+    ),
+    "bailing_hybrid": Family(
+        target(
+            "BailingHybridConfig", "BailingHybridForCausalLM", models.MLA, q_lora_rank=32, head_dim=16,
+            num_experts=EXPERTS, moe_intermediate_size=INNER, rope_parameters=ROPE,
+        ),
+        ling,
+    ),
+    "ernie4_5_moe": Family(
+        target(
+            "Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM", moe_k=2, moe_intermediate_size=INNER,
+            moe_num_experts=EXPERTS, moe_num_shared_experts=1, rope_parameters=ROPE,
+        ),
+        ernie,
+    ),
+    "exaone_moe": Family(
+        target(
+            "ExaoneMoeConfig", "ExaoneMoeForCausalLM", **SPARSE, num_experts=EXPERTS, num_shared_experts=1, n_group=1,
+            topk_group=1, sliding_window=WINDOW, layer_types=[models.WIN, models.FULL],
+            mlp_layer_types=["dense", "sparse"], rope_parameters=ROPE,
+        ),
+        exaone,
+        modules=2,
+        config={"mtp_layer_types": [models.WIN, models.FULL]},
+    ),
+    "mellum": Family(
+        target(
+            "MellumConfig", "MellumForCausalLM", **SPARSE, num_experts=EXPERTS, norm_topk_prob=True,
+            sliding_window=WINDOW, layer_types=[models.WIN, models.FULL], mlp_layer_types=["sparse"] * 2,
+            num_nextn_predict_layers=1, rope_parameters={models.WIN: ROPE, models.FULL: ROPE},
+        ),
+        mellum,
+    ),
+    "mimo_v2": Family(
+        target(
+            "MiMoV2FlashConfig", "MiMoV2FlashForCausalLM", **SPARSE, v_head_dim=D, n_routed_experts=EXPERTS,
+            sliding_window=WINDOW, layer_types=[models.FULL, models.WIN], mlp_layer_types=["dense", "sparse"],
+            rope_parameters={kind: {**ROPE, "partial_rotary_factor": 0.5} for kind in (models.WIN, models.FULL)},
+        ),
+        mimo_v2,
+        modules=3,
+    ),
+    "nemotron_h": Family(models.HYBRIDS["nemotron_h"], nemotron),
+    "longcat_flash": Family(
+        target(
+            "LongcatFlashConfig", "LongcatFlashForCausalLM", models.BASE, **MLA, num_layers=2, num_hidden_layers=4,
+            ffn_hidden_size=96, expert_ffn_hidden_size=INNER, n_routed_experts=EXPERTS, zero_expert_num=2, moe_topk=2,
+            head_dim=8, rope_parameters=ROPE,
+        ),
+        longcat,
+    ),
+}  # fmt: skip

@@ -1,0 +1,187 @@
+"""What modules of multi-token prediction compute, as slow float64 arithmetic on the published tensors.
+
+``FORMULAS[name](tensors, embedding, ids, positions, state, number)`` gives norm(y) [T, H] of module `number` of a
+family in `mtp_checkpoints.MTP`. They follow the definitions that the table of families names.
+"""
+
+import numpy as np
+from draft_formulas import (
+    HEADS,
+    KV,
+    D,
+    attend,
+    attention,
+    frequencies,
+    latent_attention,
+    linear,
+    mlp,
+    rms,
+    rotate,
+    rotate_pairs,
+    sigmoid,
+)
+from mtp_checkpoints import EXPERTS, WINDOW
+
+FREQS = frequencies(10000.0)
+
+
+def module(fc, for_embedding, for_state, last, layer, eps=1e-5, zero_first=False, own=None):
+    """norm(layer(fc [norm(e); norm(s)])). The names are formats of the module's number; last: None for no norm."""
+
+    def forward(t, embedding, ids, positions, state, number):
+        e = (t[own] if own else embedding)[ids]
+        e = e * (positions != 0)[:, None] if zero_first else e
+        names = [f"{name}.weight".format(number) for name in (for_embedding, for_state)]
+        u = linear(t, fc.format(number), np.concatenate([rms(e, t[names[0]], eps), rms(state, t[names[1]], eps)], 1))
+        y = layer(t, u, positions, number)
+        return rms(y, t[f"{last}.weight".format(number)], eps) if last else y
+
+    return forward
+
+
+def layer(prefix, attend, feed, eps=1e-5, second="post_attention_layernorm"):
+    """A decoder layer. prefix: a format of the module's number. second: the name of its second norm."""
+
+    def forward(t, u, positions, number):
+        name = prefix.format(number)
+        y = u + attend(t, f"{name}.self_attn", rms(u, t[f"{name}.input_layernorm.weight"], eps), positions)
+        return y + feed(t, f"{name}.mlp", rms(y, t[f"{name}.{second}.weight"], eps))
+
+    return forward
+
+
+def nextn(prefix, block, last, **kwargs):
+    return module(f"{prefix}.eh_proj", f"{prefix}.enorm", f"{prefix}.hnorm", f"{prefix}.{last}", block, **kwargs)
+
+
+def after(layers, attend, feed, last, eps=1e-5, **kwargs):
+    """Modules that are layers number `layers` and so on."""
+
+    def forward(t, embedding, ids, positions, state, number):
+        prefix = f"model.layers.{layers + number}"
+        block = layer(prefix, attend, feed, eps)
+        return nextn(prefix, block, last, eps=eps, **kwargs)(t, embedding, ids, positions, state, number)
+
+    return forward
+
+
+def rope_attention(window=None):
+    return lambda t, name, x, positions: attention(t, name, x, positions, FREQS, window)
+
+
+def plain_attention(t, name, x, positions):
+    """Without RoPE; norms of queries and keys if there are any."""
+    return attention(t, name, x, positions, 0 * FREQS)
+
+
+def pairs_attention(t, name, x, positions):
+    """ERNIE: neighbouring numbers of a head turn together."""
+    q, k, v = (linear(t, f"{name}.{part}_proj", x).reshape(len(x), -1, D) for part in "qkv")
+    q, k = (np.stack([[rotate_pairs(h, p, FREQS) for h in row] for row, p in zip(z, positions)]) for z in (q, k))
+    return linear(t, f"{name}.o_proj", attend(q, k, v, D**-0.5))
+
+
+def sink_attention(t, name, x, positions):
+    """MiMo-V2: RoPE on half of each head, values times 0.707, a window, and a learned score that takes weight away."""
+    q, k, v = (linear(t, f"{name}.{part}_proj", x).reshape(len(x), -1, D) for part in "qkv")
+    freqs = frequencies(10000.0, D // 2)
+    q, k = (np.stack([[rotate(h, p, freqs) for h in row] for row, p in zip(z, positions)]) for z in (q, k))
+    out = np.zeros((len(x), HEADS, D))
+    for at in range(len(x)):
+        seen = range(max(0, at - WINDOW + 1), at + 1)
+        for h in range(HEADS):
+            group = h // (HEADS // (2 * KV))
+            weights = np.exp([q[at, h] @ k[s, group] * D**-0.5 for s in seen])
+            total = weights.sum() + np.exp(t[f"{name}.attention_sink_bias"][h])
+            out[at, h] = sum(w * 0.707 * v[s, group] for w, s in zip(weights, seen)) / total
+    return linear(t, f"{name}.o_proj", out.reshape(len(x), -1))
+
+
+def scaled_latent_attention(t, name, x, positions):
+    """LongCat-Flash: what the compressed rows are normed to is multiplied by sqrt(hidden size / rank)."""
+    t = dict(t)
+    for part, rank in (("q", 32), ("kv", 24)):
+        t[f"{name}.{part}_a_layernorm.weight"] = t[f"{name}.{part}_a_layernorm.weight"] * (64 / rank) ** 0.5
+    return latent_attention(t, name, x, positions)
+
+
+def ling_attention(t, name, x, positions):
+    """Ling: a gate for each head, before the last product, which is called dense."""
+    name = name.replace("self_attn", "attention")
+    heads = latent_attention({**t, f"{name}.o_proj.weight": np.eye(HEADS * 12)}, name, x, positions)
+    gates = sigmoid(linear(t, f"{name}.g_proj", x))
+    return linear(t, f"{name}.dense", (heads.reshape(len(x), HEADS, -1) * gates[:, :, None]).reshape(len(x), -1))
+
+
+def experts(gate="gate", bias="", shared="shared_experts", scale=1.0, groups=1, count=EXPERTS, expert=mlp):
+    """Two experts by sigmoid scores with a bias, or by a softmax without one, whose weights are made to sum to 1."""
+
+    def feed(t, name, x):
+        out = expert(t, f"{name}.{shared}", x) if shared else np.zeros_like(x)
+        for i, row in enumerate(x):
+            scores = linear(t, f"{name}.{gate}", row)
+            scores = sigmoid(scores) if bias else np.exp(scores)
+            biased = scores + t[f"{name}.{bias}"] if bias else scores
+            best = np.sort(biased.reshape(groups, -1), 1)[:, -2:].sum(1).argmax() * (count // groups)
+            chosen = best + np.argsort(-biased[best : best + count // groups])[:2]
+            for number in chosen:
+                weight = scale * scores[number] / scores[chosen].sum()
+                out[i] += weight * expert(t, f"{name}.experts.{number}", row)
+        return out
+
+    return feed
+
+
+def squared(t, name, x):
+    """Nemotron-H: relu(x) ** 2 between two products."""
+    return linear(t, f"{name}.down_proj", np.maximum(linear(t, f"{name}.up_proj", x), 0) ** 2)
+
+
+def half_layers(t, u, positions, number):
+    """Nemotron-H: attention and experts, each with its norm before it."""
+    y = u + plain_attention(t, "mtp.layers.0.mixer", rms(u, t["mtp.layers.0.norm.weight"], 1e-5), positions)
+    feed = experts(bias="gate.e_score_correction_bias", expert=squared)
+    return y + feed(t, "mtp.layers.1.mixer", rms(y, t["mtp.layers.1.norm.weight"], 1e-5))
+
+
+def exaone_attention(t, name, x, positions):
+    """K-EXAONE: RoPE goes with a window, which the first of two modules has."""
+    return (rope_attention(WINDOW) if ".0." in name else plain_attention)(t, name, x, positions)
+
+
+def pre_fc(attend, feed):
+    names = "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"
+    return module(*names, layer("mtp.layers.{}", attend, feed))
+
+
+GROUPED = dict(bias="gate.e_score_correction_bias", groups=2, count=8)
+MIMO, LONGCAT = "model.mtp.layers.{}", "model.mtp.layers.0"
+FORMULAS = {
+    "deepseek_v3": after(
+        3, latent_attention, experts(**GROUPED, scale=2.5), "shared_head.norm", 1e-6, zero_first=True
+    ),
+    "glm4_moe_lite": after(
+        2, latent_attention, experts(**GROUPED, scale=1.8), "shared_head.norm", zero_first=True
+    ),
+    "hy_v3": after(
+        2, rope_attention(), experts("router.gate", "expert_bias", "shared_mlp", 2.826), "final_layernorm"
+    ),
+    "bailing_hybrid": after(
+        2, ling_attention, experts(bias="gate.expert_bias", scale=2.5), "final_layernorm", zero_first=True
+    ),
+    "ernie4_5_moe": module(
+        "model.mtp_linear_proj.{}", "model.mtp_emb_norm.{}", "model.mtp_hidden_norm.{}", None,
+        layer("model.mtp_block.{}", pairs_attention, mlp), zero_first=True,
+    ),
+    "exaone_moe": pre_fc(exaone_attention, mlp),
+    "mellum": pre_fc(rope_attention(WINDOW), experts(shared="")),
+    "mimo_v2": nextn(MIMO, layer(MIMO, sink_attention, mlp, second="pre_mlp_layernorm"), "final_layernorm"),
+    "nemotron_h": module(
+        "mtp.layers.0.eh_proj", "mtp.layers.0.enorm", "mtp.layers.0.hnorm", "mtp.layers.1.final_layernorm", half_layers,
+    ),
+    "longcat_flash": module(
+        f"{LONGCAT}.eh_proj", f"{LONGCAT}.enorm.m", f"{LONGCAT}.hnorm.m", "model.mtp.norm",
+        layer(LONGCAT, scaled_latent_attention, lambda t, name, x: mlp(t, f"{LONGCAT}.transformer_layer.mlp", x)),
+        own="model.mtp.embed_tokens.weight",
+    ),
+}  # fmt: skip
