@@ -170,7 +170,7 @@ class Algorithm:
     plan: DraftPlan
 
     graph: ModelGraph | None = None
-    """The graph of a draft that runs in rounds with a cache of its own."""
+    """The graph of a draft that runs in rounds, as a rule with a cache of its own."""
 
     draft_module: nn.Module | None = None
     """The user's draft module, whose weights ``speculation.refresh()`` takes over."""

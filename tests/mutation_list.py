@@ -1422,6 +1422,21 @@ MODULES = [
         "lambda name: name.startswith(prefixes)", "lambda name: any(block.holds(name) for block in blocks)",
         "tests/drafters/test_mtp_families.py -k unknown",
     ),
+    Mutation(
+        "an assistant's sliding layers see one slot less", "spec_compile/drafters/assistant.py",
+        'marker["window"] + 1', 'marker["window"]',
+        "tests/drafters/test_assistant.py -k chains_are",
+    ),
+    Mutation(
+        "an assistant reads keys of an earlier layer", "spec_compile/drafters/checkpoints/assistant.py",
+        "number, layer in enumerate(layers) if not", "number, layer in enumerate(layers[:-3]) if not",
+        "tests/drafters/test_assistant.py -k chains_are",
+    ),
+    Mutation(
+        "drafts of an assistant move on from the root's position", "spec_compile/drafters/assistant.py",
+        "positions = lengths[:, None].expand_as(tokens)", "positions = lengths[:, None].expand_as(tokens) + offset",
+        "tests/drafters/test_assistant.py -k chains_are",
+    ),
 ]  # fmt: skip
 MUTATIONS: list[Mutation] = [
     *STARTS, *TIERS, *COMPILED,

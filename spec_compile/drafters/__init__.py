@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from ..config import Options, describe
 from ..drafting import Algorithm
 from ..errors import did_you_mean
-from . import dflash, draft_model, heads, mtp_modules, ngram, p_eagle, pard, union
+from . import assistant, dflash, draft_model, heads, mtp_modules, ngram, p_eagle, pard, union
 from .options import DraftOptions, ParallelOptions, UnionOptions
 
 
@@ -37,6 +37,7 @@ ALGORITHMS = {
     "draft_model": Entry(DraftOptions, draft_model.build, SMALLER),
     "pard": Entry(ParallelOptions, pard.build, f"{SMALLER} that was trained to draft in parallel"),
     "dflash": Entry(dflash.DFlashOptions, dflash.build, "a DFlash draft"),
+    "assistant": Entry(DraftOptions, assistant.build, "the assistant of a Gemma 4 model"),
 }
 ALIASES = {
     "lookahead": "ngram", "nextn": "mtp", "standalone": "draft_model", "peagle": "p_eagle",

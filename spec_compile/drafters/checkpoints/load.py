@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...errors import did_you_mean
+from ..modules.assistant import Assistant
 from ..modules.dflash import DFlashDraft
 from ..modules.head import Head
-from . import dflash, eagle, mtp
+from . import assistant, dflash, eagle, mtp
 from .config_keys import SPECULATORS, check_rope_theta
 from .draft_files import DraftFiles
 from .files import fetcher, load_pickled
@@ -27,7 +28,7 @@ class DraftFormat(NamedTuple):
     """
 
     detect: Callable[[DraftFiles], bool]
-    read: Callable[[DraftFiles, Target, dict], Head | DFlashDraft]
+    read: Callable[[DraftFiles, Target, dict], Head | DFlashDraft | Assistant]
     overrides: tuple[str, ...]
 
 
@@ -37,6 +38,7 @@ FORMATS = {
     "p_eagle": DraftFormat(eagle.is_p_eagle, eagle.read_p_eagle, eagle.EAGLE3_OVERRIDES),
     "eagle3": DraftFormat(eagle.is_eagle3, eagle.read_eagle3, eagle.EAGLE3_OVERRIDES),
     "eagle": DraftFormat(eagle.is_eagle, eagle.read_eagle, eagle.EAGLE_OVERRIDES),
+    "assistant": DraftFormat(assistant.is_assistant, assistant.read_assistant, ()),
 }
 """The format of each algorithm's heads, in the order in which they are tried."""
 
@@ -47,7 +49,7 @@ def load_head(
     algorithm: str | None = None,
     token_map: str | Path | Sequence[int] | Tensor | None = None,
     **overrides,
-) -> Head | DFlashDraft:
+) -> Head | DFlashDraft | Assistant:
     """The draft head that `draft` holds, on the device and in the dtype of `model`, its target.
 
     draft: a folder, a repository of the hub, a head, or None: the block of multi-token prediction in the target's own
@@ -83,8 +85,12 @@ def load_head(
     return head if ids is None else _restrict(head, ids)
 
 
-def _check_loaded(head: nn.Module, target: Target, algorithm: str | None, overrides: dict) -> Head | DFlashDraft:
+def _check_loaded(
+    head: nn.Module, target: Target, algorithm: str | None, overrides: dict
+) -> Head | DFlashDraft | Assistant:
     """A head made elsewhere, if it fits the target."""
+    if algorithm == "assistant":
+        return assistant.wrap_assistant(head, target)
     if not isinstance(head, DFlashDraft if algorithm == "dflash" else Head):
         raise _no_draft(head)
     is_block = isinstance(head, DFlashDraft)

@@ -1,0 +1,280 @@
+"""Gemma 4's assistants: their drafts against transformers', answers against plain decoding's, checkpoints."""
+
+import copy
+import functools
+import itertools
+import json
+from types import SimpleNamespace
+
+import assistants
+import draft_rounds as rounds
+import models
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
+
+from spec_compile import UnsupportedModelError, speculate
+from spec_compile.drafters import assistant as drafter
+from spec_compile.drafters.checkpoints import assistant as checkpoints
+from spec_compile.drafters.checkpoints.load import load_head
+from spec_compile.drafters.modules.assistant import ClusteredHead
+from spec_compile.runtime.step_back import StepBack
+
+NAMES = [*assistants.SIZES]
+SCHEDULES = {"chain": dict(num_steps=3), "tree": dict(num_steps=3, topk=3, num_draft_tokens=8)}
+
+
+@functools.cache
+def fast(name, schedule="chain", **options):
+    options = dict(compile=False, adaptive=False, check=False, max_cache_len=200) | options
+    draft = assistants.assistant(name)
+    return models.speculate_captured(assistants.target(name), "assistant", draft=draft, **SCHEDULES[schedule] | options)
+
+
+def watched(system, ids, look, **options):
+    """Generate; `look` gets the text of each unfinished row and the tokens and parents proposed after it."""
+    engine = system.speculation.engine
+    run = engine.run
+
+    def rounds_seen(request):
+        state = engine.session(len(request.prompts)).state
+        for gained in run(request):
+            for row, length in enumerate(state.lengths.tolist()):
+                nodes = int(state.tree_count[row])
+                if nodes > 1 and not state.finished[row]:
+                    text = state.tokens[row, : length + 1].tolist()
+                    look(text, *(each[row, :nodes].tolist() for each in (state.tree_tokens, state.tree_parents)))
+            yield gained
+
+    engine.run = rounds_seen
+    try:
+        return rounds.generated(system, ids, **options)
+    finally:
+        del engine.run
+
+
+@functools.cache
+def plain(name, batch):
+    return rounds.generated(assistants.target(name), rounds.prompts(batch))
+
+
+@pytest.mark.sweep("E2B")
+@pytest.mark.parametrize("name", NAMES)
+def test_chains_are_those_of_transformers(name):
+    """In texts that are longer than the window of sliding layers."""
+    checked = 0
+
+    def look(text, tokens, parents):
+        nonlocal checked
+        assert tokens[1:] == assistants.drafted(name, text, 3) and parents == [-1, 0, 1, 2]
+        checked += 1
+
+    assert torch.equal(watched(fast(name), rounds.prompts(3), look), plain(name, 3))
+    assert checked > 20
+    assert 1.3 < fast(name).speculation.stats.accept_length < 4
+
+
+def test_drafts_after_rounds_without_any_are_the_same(monkeypatch):
+    """The assistant learns the newest state of the rounds in which it was silent, at once or two tokens late."""
+    monkeypatch.setattr("spec_compile.runtime.flights.MOST_LATE", 2)
+    pattern, checked = itertools.cycle([4, 1, 1, 4, 2, 1, 1, 1]), 0
+    monkeypatch.setattr(StepBack, "choose_ahead", lambda policy, *known: next(pattern))
+
+    def look(text, tokens, parents):
+        nonlocal checked
+        assert tokens[1:] == assistants.drafted("31B", text, 3)[: len(tokens) - 1]
+        checked += 1
+
+    assert torch.equal(watched(fast("31B", adaptive=True), rounds.prompts(1), look), plain("31B", 1))
+    assert checked >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_trees_are_grown_from_transformers_forward(name):
+    system, checked = fast(name, "tree"), 0
+    schedule = system.speculation.engine.runtime.algorithm.schedule
+
+    def look(text, tokens, parents):
+        nonlocal checked
+        assert (tokens, parents) == assistants.grown(name, text, schedule)
+        checked += 1
+
+    assert torch.equal(watched(system, rounds.prompts(3), look), plain(name, 3))
+    assert checked > 15
+
+
+def test_a_tree_and_a_union_with_ngrams_change_no_answer():
+    tree = fast("E2B", "tree")
+    schedule, seen = tree.speculation.engine.runtime.algorithm.schedule, []
+    assert torch.equal(watched(tree, rounds.prompts(1), lambda *found: seen.append(found)), plain("E2B", 1))
+    for text, tokens, parents in seen[:3]:
+        assert (tokens, parents) == assistants.grown("E2B", text, schedule)
+    union = fast("E2B", "tree", ngram=True)
+    assert torch.equal(rounds.generated(union, rounds.prompts(3)), plain("E2B", 3))
+    assert union.speculation.stats.accept_length > 1.3
+
+
+def test_assisted_generation_of_transformers_has_the_same_candidates(monkeypatch):
+    """After a prompt, and after a round that accepted everything. After any other round transformers also shows the
+    keys of a rejected candidate."""
+    name, candidates, whole = "31B", {}, set()
+    propose = SinglePositionMultiTokenCandidateGenerator.get_candidates
+
+    def recorded(self, input_ids, **kwargs):
+        out = propose(self, input_ids, **kwargs)
+        size, last = input_ids.shape[1], [*candidates][-1] if candidates else 0
+        if not candidates or size == last + len(candidates[last]) + 1:
+            whole.add(size)
+        candidates[size] = out[0][0, size:].tolist()
+        return out
+
+    monkeypatch.setattr(SinglePositionMultiTokenCandidateGenerator, "get_candidates", recorded)
+    model, assistant, ids = assistants.target(name), assistants.assistant(name), rounds.prompts(1, length=4)
+    assistant.generation_config.num_assistant_tokens = 1
+    answer = rounds.generated(model, ids, assistant_model=assistant)
+    seen = {}
+    ours = watched(fast(name, num_steps=1), ids, lambda text, tokens, _: seen.update({len(text): tokens[1:]}))
+    assert torch.equal(ours, answer)
+    both = [size for size in whole & seen.keys() if candidates[size]]
+    assert len(both) > 2 and all(candidates[size] == seen[size] for size in both)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_compiled_rounds_draft_the_same(name, schedule):
+    traces = []
+    for compile in (False, True):
+        system = fast(name, schedule, compile=compile)
+        assert torch.equal(rounds.generated(system, rounds.prompts(3)), plain(name, 3))
+        traces.append(system.speculation.stats.trace)
+    assert traces[0] == traces[1]
+
+
+@pytest.mark.slow
+def test_sampled_tokens_do_not_depend_on_the_draft():
+    answers = []
+    for system in (fast("E2B"), speculate(assistants.target("E2B"), compile=False, check=False, max_cache_len=200)):
+        torch.manual_seed(3)
+        answers.append(rounds.generated(system, rounds.prompts(3), do_sample=True, temperature=0.8, top_p=0.9))
+    assert torch.equal(*answers)
+
+
+def test_requests_of_a_batch_have_the_answers_of_generate():
+    prompts = [rounds.prompts(1, length)[0].tolist() for length in (1, 5, 23, 12, 30)]
+    config = dict(max_new_tokens=16, do_sample=False, eos_token_id=-1)
+    outputs = fast("E2B").generate_batch(prompts, **config)
+    for prompt, output in zip(prompts, outputs.values(), strict=True):
+        wanted = rounds.generated(assistants.target("E2B"), torch.tensor([prompt]), 16)[0, len(prompt) :]
+        assert output.generated_tokens == wanted.tolist()
+
+
+def test_a_cluster_that_is_not_chosen_is_never_drafted():
+    """Scores are products with the rows of the chosen clusters' tokens."""
+    torch.manual_seed(0)
+    order, weight, x = torch.randperm(12), torch.randn(12, 5), torch.randn(2, 3, 5)
+    head = ClusteredHead(torch.nn.Linear(5, 4, bias=False), order, chosen=2)
+    logits = head(x, weight)
+    chosen = (x @ head.centroids.weight.T).topk(2).indices
+    for row in range(2):
+        for node in range(3):
+            tokens = {int(t) for cluster in chosen[row, node] for t in order[3 * cluster : 3 * cluster + 3]}
+            assert {int(t) for t in logits[row, node].isfinite().nonzero()[:, 0]} == tokens
+            for token in tokens:
+                assert torch.allclose(logits[row, node, token], weight[token] @ x[row, node], atol=1e-5)
+
+
+# --- checkpoints
+
+
+@pytest.fixture
+def folder(tmp_path):
+    assistants.assistant("E2B").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def change(folder, edit):
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_a_folder_is_read_as_the_module(folder):
+    model = assistants.target("E2B")
+    read, wrapped = load_head(folder, model), load_head(assistants.assistant("E2B"), model, "assistant")
+    assert read.sources == wrapped.sources and read.state_dict().keys() == wrapped.state_dict().keys()
+    assert all(torch.equal(value, wrapped.state_dict()[name]) for name, value in read.state_dict().items())
+    assert torch.equal(read.rotary_emb.full_attention_inv_freq, wrapped.rotary_emb.full_attention_inv_freq)
+    assert assistants.assistant("E2B").model.config._attn_implementation == "sdpa"  # the user's own is as it was
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (lambda tensors: tensors.pop("post_projection.weight"), "has no post_projection.weight"),
+        (lambda tensors: tensors.update(extra=torch.ones(2)), "does not know: extra"),
+        (lambda tensors: tensors["masked_embedding.token_ordering"].fill_(1), "token_ordering"),
+        (lambda tensors: tensors.update({"pre_projection.weight": torch.ones(64, 96)}), "pre_projection.weight is"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(folder, edit, named):
+    change(folder, edit)
+    with pytest.raises(ValueError, match=named):
+        load_head(folder, assistants.target("E2B"), "assistant")
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (lambda config: config.update(backbone_hidden_size=96), "hidden_size 96"),
+        (lambda config: config["text_config"].update(vocab_size=97), "vocab_size 97"),
+        (lambda config: config["text_config"].update(num_key_value_heads=1), "reads 1 heads of 16, layer 3"),
+        (lambda config: config.update(num_centroids=13), "num_centroids 13"),
+    ],
+)
+def test_an_assistant_of_another_target_is_refused(folder, edit, named):
+    config = json.loads((folder / "config.json").read_text())
+    edit(config)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=named):
+        load_head(folder, assistants.target("E2B"), "assistant")
+
+
+def test_other_models_and_drafts_are_refused(folder):
+    with pytest.raises(ValueError, match="reads the keys and values of Gemma 4; LlamaForCausalLM"):
+        speculate(rounds.target("llama"), "assistant", draft=str(folder))
+    with pytest.raises(ValueError, match="reads 2 heads of 32"):
+        speculate(assistants.target("31B"), "assistant", draft=str(folder))
+    with pytest.raises(TypeError, match="an assistant of transformers"):
+        speculate(assistants.target("31B"), "assistant", draft=rounds.target("llama"))
+    with pytest.raises(ValueError, match="holds a head for algo='assistant'"):
+        speculate(assistants.target("E2B"), "eagle3", draft=str(folder))
+    with pytest.raises(ValueError, match="needs the assistant of a Gemma 4 model"):
+        speculate(assistants.target("E2B"), "assistant")
+    assert not checkpoints.is_assistant(checkpoints.DraftFiles("examples/tiny_coder/heads/eagle3"))
+
+
+def test_ranks_that_share_the_target_are_refused():
+    options = SimpleNamespace(ranks=SimpleNamespace(size=2), draft=assistants.assistant("E2B"))
+    with pytest.raises(UnsupportedModelError, match="tensor_parallel"):
+        drafter.build(assistants.target("E2B"), options)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_answers_on_a_gpu(schedule, dtype):
+    """Inside CUDA graphs; then with cached keys in 8 bits."""
+    made = assistants.target("E2B"), assistants.assistant("E2B")
+    model, draft = (copy.deepcopy(each).to("cuda", dtype) for each in made)
+    ids, options = rounds.prompts(3).cuda(), dict(draft=draft, adaptive=False, max_cache_len=256) | SCHEDULES[schedule]
+    system = speculate(model, "assistant", **options)
+    assert torch.equal(rounds.generated(system, ids), rounds.generated(system, ids, speculation=False))
+    assert system.speculation.stats.accept_length > 1.2
+    for kept in ("fp8", "fp8_per_token_head") if dtype == torch.bfloat16 else ():
+        small = speculate(model, "assistant", **options, kv_cache_dtype=kept)
+        rounds.generated(small, ids)
+        assert small.speculation.stats.accept_length > 1.2
