@@ -792,6 +792,10 @@ REQUESTS = [
         f"{FAULTS} -k refused_prompts",
     ),
     Mutation(
+        "generate_batch() starts with a model that has changed", f"{BATCHING}generate_batch.py",
+        "    model.speculation.engine.refuse_changes()\n", "", "tests/product/test_rollouts.py -k another_dtype",
+    ),
+    Mutation(
         "more prompts than may wait are added", f"{BATCHING}generate_batch.py",
         "(manager.queue_room is None or manager.queue_room >= sequences)", "True",
         f"{FAULTS} -k more_prompts",
@@ -1030,6 +1034,16 @@ NEWCOMERS = [
     Mutation(
         "an adapter of a smaller rank keeps a part of the one before", "spec_compile/kernels/linear/low_rank.py",
         "        self.up[entry].zero_()\n", "", "tests/kernels/test_low_rank.py -k replaced_whole",
+    ),
+    Mutation(
+        "any function of TRL counts as the model's forward", f"{CAPTURE}watch.py",
+        'forward = getattr(forward, "__wrapped__", None)  # none',
+        'forward = getattr(forward, "__wrapped__", type(part).forward)  # none',
+        "tests/product/test_trl.py -k another_forward",
+    ),
+    Mutation(
+        "the loss of TRL's trainers counts as another model", f"{CAPTURE}watch.py",
+        '.partition(".")[0] == "trl":', '.partition(".")[0] == "":', "tests/product/test_trl.py -k another_forward",
     ),
     Mutation(
         "methods of generate() that are set later are left out", f"{CAPTURE}watch.py",

@@ -41,6 +41,7 @@ def generate_batch(
         raise ValueError(f"adapter_names: expected one name for each of {len(inputs)} prompts, got {len(names)}")
     if not inputs:
         return {}
+    model.speculation.engine.refuse_changes()
     hints = WorkloadHints(
         max_prompt_length=max((len(ids) for ids in inputs if hasattr(ids, "__len__")), default=0),
         max_generated_length=options.get("max_new_tokens") or defaults.max_new_tokens or 0,

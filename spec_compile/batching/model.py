@@ -44,7 +44,8 @@ class BatchingMixin(SpeculativeMixin):
         a list with the `adapter_name` of each prompt. The other arguments are transformers'. A prompt that is refused
         has an output with `status` FAILED and the reason in `error`; the others are answered. On several ranks all of
         them call this alike, and all return the same.
-        Raises what `Manager.add_request` raises if every prompt is refused, and RuntimeError if the thread dies.
+        Raises what `Manager.add_request` raises if every prompt is refused, and RuntimeError if the model has
+        changed since speculate(), or if the thread dies.
         """
         return generate_batch(
             self, inputs, generation_config, continuous_batching_config, record_timestamps, progress_bar,

@@ -235,12 +235,15 @@ def _is_own_method(part: nn.Module, name: str, value: Any) -> bool:
 def _forward(part: nn.Module, followed: bool = False) -> Callable:
     """The function that a call of the module runs, without the layers of torch.compile.
 
-    followed: also without the mixed precision of accelerate, which keeps the forward that it wraps. Rounds run neither
-    of them.
+    followed: also without the mixed precision of accelerate, which keeps the forward that it wraps, and without TRL's
+    head that computes log-probabilities for its loss. Rounds run none of them.
     """
     name = "_original_forward" if followed and "_original_forward" in vars(part) else "forward"
     forward = underlying(vars(part).get(name, type(part).forward))
-    return forward.__func__ if getattr(forward, "__self__", None) is part else forward
+    forward = forward.__func__ if getattr(forward, "__self__", None) is part else forward
+    while followed and getattr(forward, "__globals__", {}).get("__name__", "").partition(".")[0] == "trl":
+        forward = getattr(forward, "__wrapped__", None)  # none: it wraps no forward, but is another one
+    return forward
 
 
 def value_hooks(registries) -> list[tuple[int, Callable]]:

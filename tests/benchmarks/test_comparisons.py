@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks import common, mixed_traffic, never_slower, serving, simulated_acceptance
+from benchmarks import common, mixed_traffic, never_slower, rollouts, serving, simulated_acceptance
 from benchmarks.rounds import shapes
 
 SIZES = dict(hidden_size=64, intermediate_size=96, head_dim=16, vocab_size=512, num_hidden_layers=6,
@@ -85,6 +85,22 @@ def test_mixed_traffic_on_a_tiny_shape(tiny_shapes, tmp_path, monkeypatch):
     assert mixed_traffic.fixed_settings(dict(num_steps=5, topk=4))["8 nodes"] == dict(
         num_steps=5, topk=4, num_draft_tokens=8
     )
+
+
+@pytest.mark.parametrize("without", [[rollouts.BASELINES[0]], pytest.param([], marks=pytest.mark.slow)], ids=len)
+def test_rollouts_of_the_demo_model(without, tmp_path, monkeypatch):
+    monkeypatch.setattr(rollouts, "device_for", lambda threads: "cpu")
+    path = tmp_path / "rows.json"
+    command = ["--prompts", "2", "--answers", "2", "--new-tokens", "3", "--context", "20", "--epochs", "2", "--rows", "2"]
+    rollouts.main([*command, "--no-compile", "--json", str(path), "--without", *without])
+    rows = json.loads(path.read_text())["rows"]
+    systems = [name for name in rollouts.BASELINES if name not in without]
+    assert [(row["system"], row["epoch"]) for row in rows] == [("n-grams", 1), ("n-grams", 2), *((s, 1) for s in systems)]
+    assert [row["tokens"] for row in rows] == [12] * len(rows)
+    for row in rows:
+        for name in systems:
+            rate = next(other["tokens_per_s"] for other in rows if other["system"] == name)
+            assert row[f"over {name}"] == row["tokens_per_s"] / rate
 
 
 @pytest.mark.sweep("PARD")

@@ -133,6 +133,8 @@ def test_another_dtype_is_refused_by_name():
     fast.to(torch.float64)
     with pytest.raises(RuntimeError, match=r"weight was float32 .* and is float64 .*call speculate\(\) again"):
         fast.generate(IDS, **OPTIONS)
+    with pytest.raises(RuntimeError, match=r"weight was float32 .* and is float64 .*call speculate\(\) again"):
+        rollouts(fast)
     fast.to(torch.float32)
     with pytest.raises(RuntimeError, match=r"moved or replaced .*call model\.speculation\.refresh\(\)"):
         fast.generate(IDS, **OPTIONS)
