@@ -91,11 +91,12 @@ def test_mixed_traffic_on_a_tiny_shape(tiny_shapes, tmp_path, monkeypatch):
 def test_rollouts_of_the_demo_model(without, tmp_path, monkeypatch):
     monkeypatch.setattr(rollouts, "device_for", lambda threads: "cpu")
     path = tmp_path / "rows.json"
-    command = ["--prompts", "2", "--answers", "2", "--new-tokens", "3", "--context", "20", "--epochs", "2", "--rows", "2"]
-    rollouts.main([*command, "--no-compile", "--json", str(path), "--without", *without])
+    size = ["--prompts", "2", "--answers", "2", "--new-tokens", "3", "--context", "20", "--epochs", "2"]
+    rollouts.main([*size, "--rows", "2", "--no-compile", "--json", str(path), "--without", *without])
     rows = json.loads(path.read_text())["rows"]
     systems = [name for name in rollouts.BASELINES if name not in without]
-    assert [(row["system"], row["epoch"]) for row in rows] == [("n-grams", 1), ("n-grams", 2), *((s, 1) for s in systems)]
+    epochs = [("n-grams", 1), ("n-grams", 2), *((name, 1) for name in systems)]
+    assert [(row["system"], row["epoch"]) for row in rows] == epochs
     assert [row["tokens"] for row in rows] == [12] * len(rows)
     for row in rows:
         for name in systems:
