@@ -175,18 +175,20 @@ def test_a_replica_that_is_killed_ends_its_streams_by_an_error(client):
 
 def test_a_replica_that_is_killed_loses_no_request_that_has_sent_no_token(client):
     """Whole answers, running and waiting: each client gets the answer of the other replica."""
-    bodies = [LONG | {"max_tokens": 600, "seed": seed} for seed in range(6)]
+    bodies = [LONG | {"max_tokens": 600, "seed": seed} for seed in range(4)]
     wanted = [complete(client, **bodies[seed]).json()["choices"] for seed in range(2)]
 
     async def ask():
         async with httpx.AsyncClient(base_url=client.base_url, timeout=120) as many:
-            asking = [asyncio.ensure_future(many.post("/v1/completions", json=body)) for body in bodies]
-            await asyncio.sleep(0.3)
+            asking = []
+            for body in bodies:  # two may wait at once for a replica to take them
+                asking.append(asyncio.ensure_future(many.post("/v1/completions", json=body)))
+                await asyncio.sleep(0.1)
             await asyncio.to_thread(kill_the_busiest)
             return await asyncio.gather(*asking)
 
     responses = asyncio.run(ask())
-    assert [response.status_code for response in responses] == [200] * 6
+    assert [response.status_code for response in responses] == [200] * 4
     assert [response.json()["choices"] for response in responses[:2]] == wanted
     wait_for_replicas(client)
 
