@@ -17,6 +17,7 @@ class WeightValues:
 
     def __init__(self, slots: Iterable[Slot]):
         self._slots = [*{slot.key: slot for slot in slots}.values()]
+        self._views: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self._writes, self._sums = self._count_writes(), self._sum_bits()
 
     def have_changed(self, is_sure: bool = True) -> bool:
@@ -37,19 +38,29 @@ class WeightValues:
 
     @torch.no_grad()
     def _sum_bits(self) -> list[int]:
-        """The sum of each tensor's bits, as integers of 64 bits."""
-        tensors = [slot.storage for slot in self._slots if slot.storage is not None and not slot.storage.is_meta]
+        """The sums of each tensor's bits, as integers of 64 bits."""
         by_device: dict[torch.device, list[Tensor]] = {}
-        for tensor in tensors:
-            by_device.setdefault(tensor.device, []).append(_sum_of_bits(tensor))
+        for number, slot in enumerate(self._slots):
+            if slot.storage is not None and not slot.storage.is_meta:
+                sums = [part.sum(dtype=torch.int64) for part in self._parts(number, slot.storage)]
+                by_device.setdefault(slot.storage.device, []).extend(sums)
         return [number for sums in by_device.values() for number in torch.stack(sums).tolist()]
 
+    def _parts(self, number: int, storage: Tensor) -> list[Tensor]:
+        """`_parts_of` the memory of a slot. Views are kept, because making them takes longer than a sum."""
+        viewed, parts = self._views.get(number, (None, []))
+        if viewed is not storage:
+            parts = _parts_of(storage)
+            if parts[0].data_ptr() == storage.data_ptr():  # not a copy, whose values would stay as they are
+                self._views[number] = storage, parts
+        return parts
 
-def _sum_of_bits(tensor: Tensor) -> Tensor:
-    """The sum of the tensor's memory, read as integers of 64 bits, because torch adds those fastest, and of the bytes
-    that are left."""
+
+def _parts_of(tensor: Tensor) -> list[Tensor]:
+    """The tensor's memory, read as integers of 64 bits, because torch adds those fastest, and the bytes that are left,
+    if there are some."""
     memory = tensor.contiguous().view(-1).view(torch.uint8)
     if memory.data_ptr() % 8 or memory.storage_offset() % 8:
         memory = memory.clone()
     whole = memory.numel() // 8 * 8
-    return memory[:whole].view(torch.int64).sum() + memory[whole:].sum(dtype=torch.int64)
+    return [memory[:whole].view(torch.int64), *([memory[whole:]] if whole < memory.numel() else [])]
