@@ -356,7 +356,7 @@ def test_only_flags_that_do_something_are_taken():
     flags = {flag for parameter in command.params for flag in parameter.opts if flag.startswith("--")}
     assert flags - {"--help"} == {
         "--algo", "--draft", "--options", "--slots", "--max-queue", "--tensor-parallel", "--served-model-name",
-        "--grace",
+        "--lora-modules", "--max-loras", "--max-lora-rank", "--allow-runtime-lora-updating", "--grace",
         "--attn-implementation", "--quantization", "--reasoning", "--chat-template-kwargs", "--device", "--dtype",
         "--trust-remote-code", "--host", "--port", "--enable-cors", "--log-level", "--default-seed",
     }  # fmt: skip
