@@ -59,7 +59,9 @@ def managed(fast, slots: int):
 
 
 def answer(manager, prompt: list[int]):
-    """The output of one request."""
+    """The output of one request that begins when all copies of earlier texts are over."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     manager.add_request(prompt, max_new_tokens=ANSWER, eos_token_id=-1)
     while (output := manager.get_result(timeout=1)) is None:
         assert manager.is_running(), manager.background_thread_status.fatal_error

@@ -16,6 +16,7 @@ from benchmarks.tables.drafts import (
     training,
 )
 from benchmarks.tables.figures import NONE, SHAPES, Results, floors, number, table
+from benchmarks.tables.requests import kept_prefixes, load, rollouts, second_turns
 
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -297,16 +298,6 @@ def serving_rounds(results: Results) -> str:
     return table(("shape, sequences", "nodes of each", "a round", *titles), rows)
 
 
-def load(results: Results) -> str:
-    """A row for the start, each minute and the end of the load test of a server."""
-    titles = ("sent", "answered", "refused", "rejected", "left", "lost")
-    rows = []
-    for row in map(results.seen, results.all("load", "rows")):
-        counts = (str(row.get(title, 0)) for title in titles)
-        rows.append((f"{row['minute']:g}", *counts, f"{row['memory mb']['server 1']:,.0f} MB"))
-    return table(("minute", *titles, "memory of the server"), rows)
-
-
 def backend(results: Results) -> str:
     """A row for each shape: a token of transformers' generate() whose forward each way compiles."""
     rows = list(map(results.seen, results.all("backend", "rows")))
@@ -359,6 +350,9 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "serving": serving,
     "serving_rounds": serving_rounds,
     "load": load,
+    "second_turns": second_turns,
+    "kept_prefixes": kept_prefixes,
+    "rollouts": rollouts,
     "hybrid_acceptance": lambda results: acceptance(results, "acceptance_hybrid"),
     "smollm2_acceptance": lambda results: acceptance(results, "acceptance_smollm2"),
     "smollm2_published": lambda results: published(results, "acceptance_smollm2"),
