@@ -11,20 +11,22 @@ from torch import Tensor
 from ..cache import zero_pages
 
 SLAB = 1 << 28
-"""Bytes of pinned memory that are taken at once, but at least those of a block."""
+"""Bytes of host memory that are taken at once, but at least those of a block."""
 
 
 class BlockMemory:
     """Blocks of `units` numbers each: places below `on_device` on the device, and `in_host` more in host memory.
 
-    On a CPU all are pages that take memory when they are written. In the host of a GPU they are pinned slabs. Pinning
-    256 MB takes about 0.1 s, so a thread does it, one slab ahead of the blocks that are used.
+    Host memory is taken in slabs, one ahead of the blocks that are used. A process with much memory that nothing has
+    written to could not fork. The slabs of a GPU's host are pinned. Pinning 256 MB takes about 0.1 s, so a thread does
+    it.
     """
 
     def __init__(self, on_device: int, in_host: int, units: int, unit: torch.dtype, device: torch.device):
         self._units, self._unit = units, unit
+        self._is_pinned = device.type == "cuda"
         places = on_device + in_host
-        at_once = on_device if device.type == "cuda" else places
+        at_once = on_device if self._is_pinned else 0
         blocks = zero_pages((at_once, units), unit, device) if at_once else torch.empty(0, units, dtype=unit)
         self._slabs = [lambda: blocks]
         """Functions that give each slab [n, units]."""
@@ -54,5 +56,10 @@ class BlockMemory:
     def _take(self, slabs: int) -> None:
         """Have the first slabs made, as far as there are so many."""
         for begin, end in [*pairwise(self._bounds)][len(self._slabs) : slabs]:
-            pinned = dict(dtype=self._unit, pin_memory=True)
-            self._slabs.append(self._thread.submit(torch.empty, end - begin, self._units, **pinned).result)
+            shape = end - begin, self._units
+            if self._is_pinned:
+                make = self._thread.submit(torch.empty, shape, dtype=self._unit, pin_memory=True).result
+            else:
+                blocks = zero_pages(shape, self._unit, torch.device("cpu"))
+                make = lambda blocks=blocks: blocks  # noqa: E731
+            self._slabs.append(make)

@@ -37,7 +37,7 @@ ALGORITHMS = {
     "draft_model": Entry(DraftOptions, draft_model.build, SMALLER),
     "pard": Entry(ParallelOptions, pard.build, f"{SMALLER} that was trained to draft in parallel"),
     "dflash": Entry(dflash.DFlashOptions, dflash.build, "a DFlash draft"),
-    "assistant": Entry(DraftOptions, assistant.build, "the assistant of a Gemma 4 model"),
+    "assistant": Entry(DraftOptions, assistant.build, "an assistant of a Gemma 4 model"),
 }
 ALIASES = {
     "lookahead": "ngram", "nextn": "mtp", "standalone": "draft_model", "peagle": "p_eagle",

@@ -23,6 +23,7 @@ def rewritten(model, role):
     return passes.run(models.captured(model), passes.Settings(taps=(1,), attention=Use(role=role)))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("role", ["verify", "prefill"])
 @pytest.mark.parametrize("name", NAMES)
 def test_graphs_are_the_same_after_a_journey_as_text(name, role):

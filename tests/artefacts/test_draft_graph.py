@@ -45,6 +45,7 @@ def test_a_head_like_an_earlier_one_is_not_traced(tmp_path, caplog, name):
     assert trace.call_count == 4
 
 
+@pytest.mark.sweep("eagle3 dflash llama")
 @pytest.mark.parametrize("name", ["eagle3", "mtp_qwen", "p_eagle", "dflash", "dflash2", "domino", "llama", TIED])
 def test_a_second_start_has_the_code_and_the_drafts_of_the_first(tmp_path, name):
     """It finds compiled parts by the identity. DFlash 2 pads its tokens by one and cuts the last off."""

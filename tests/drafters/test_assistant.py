@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 import itertools
 import json
 from types import SimpleNamespace
@@ -21,6 +22,10 @@ from spec_compile.drafters.checkpoints.load import load_head
 from spec_compile.drafters.modules.assistant import ClusteredHead
 from spec_compile.runtime.step_back import StepBack
 
+NEWEST = pytest.mark.skipif(
+    "model_kwargs" in inspect.signature(SinglePositionMultiTokenCandidateGenerator).parameters,
+    reason="transformers 5.17 shows assistants other keys",
+)
 NAMES = [*assistants.SIZES]
 SCHEDULES = {"chain": dict(num_steps=3), "tree": dict(num_steps=3, topk=3, num_draft_tokens=8)}
 
@@ -59,6 +64,7 @@ def plain(name, batch):
     return rounds.generated(assistants.target(name), rounds.prompts(batch))
 
 
+@NEWEST
 @pytest.mark.sweep("E2B")
 @pytest.mark.parametrize("name", NAMES)
 def test_chains_are_those_of_transformers(name):
@@ -75,6 +81,8 @@ def test_chains_are_those_of_transformers(name):
     assert 1.3 < fast(name).speculation.stats.accept_length < 4
 
 
+@NEWEST
+@pytest.mark.slow
 def test_drafts_after_rounds_without_any_are_the_same(monkeypatch):
     """The assistant learns the newest state of the rounds in which it was silent, at once or two tokens late."""
     monkeypatch.setattr("spec_compile.runtime.flights.MOST_LATE", 2)
@@ -116,6 +124,7 @@ def test_a_tree_and_a_union_with_ngrams_change_no_answer():
     assert union.speculation.stats.accept_length > 1.3
 
 
+@NEWEST
 def test_assisted_generation_of_transformers_has_the_same_candidates(monkeypatch):
     """After a prompt, and after a round that accepted everything. After any other round transformers also shows the
     keys of a rejected candidate."""
@@ -251,7 +260,7 @@ def test_other_models_and_drafts_are_refused(folder):
         speculate(assistants.target("31B"), "assistant", draft=rounds.target("llama"))
     with pytest.raises(ValueError, match="holds a head for algo='assistant'"):
         speculate(assistants.target("E2B"), "eagle3", draft=str(folder))
-    with pytest.raises(ValueError, match="needs the assistant of a Gemma 4 model"):
+    with pytest.raises(ValueError, match="needs an assistant of a Gemma 4 model"):
         speculate(assistants.target("E2B"), "assistant")
     assert not checkpoints.is_assistant(checkpoints.DraftFiles("examples/tiny_coder/heads/eagle3"))
 

@@ -177,6 +177,7 @@ def test_drafts_made_by_hand(load):
 # --- hints and the order of nodes
 
 
+@pytest.mark.sweep(5)
 @EVERY
 @pytest.mark.parametrize("options", [{}, TREE], ids=["chain", "tree"])
 def test_confidence_is_the_hint(load, read, name, options):
@@ -212,6 +213,7 @@ def test_places_alone_decide_without_a_table(load, options):
         assert abs(int(hint[row]) - np.exp(want[1:]).sum()) < 0.5 + 1e-4
 
 
+@pytest.mark.sweep(5)
 @EVERY
 @pytest.mark.parametrize("options", [{}, dict(size=3), dict(num_draft_tokens=4)])
 def test_chains_are_the_same_with_any_confidence(load, read, name, options):
@@ -221,6 +223,7 @@ def test_chains_are_the_same_with_any_confidence(load, read, name, options):
     assert torch.equal(hint, expected_drafts(scores))
 
 
+@pytest.mark.sweep(4)
 @EVERY
 def test_doubtful_places_are_drafted_broadly(load, read, name):
     """If hardly anything is accepted, all children of the root come before any of their children."""

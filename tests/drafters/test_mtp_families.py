@@ -80,7 +80,7 @@ def test_chains_are_those_of_transformers(write, name):
     """Of ``generate(use_mtp=True)``: one token from each layer of `MtpModel`. Its positions begin with 1."""
     layers = pytest.importorskip("transformers.modeling_layers")
     cache_utils = pytest.importorskip("transformers.cache_utils")
-    if not hasattr(layers, "MtpModel"):
+    if not hasattr(layers, "MtpModel") or not mtp_checkpoints.HAS_MODULES:
         pytest.skip("this version of transformers does not predict several tokens")
     written, modules = write(name), MTP[name].modules
     tensors = {}
@@ -143,6 +143,8 @@ def test_an_embedding_of_their_own(write):
 
 def test_every_family_of_the_table_is_tested():
     written = {"MiMo", "Qwen"}  # and by test_draft_block.py
+    if not mtp_checkpoints.HAS_MODULES:
+        pytest.skip("this version of transformers lacks some models")
     for family in MTP.values():
         tensors = mtp_checkpoints.Weights()
         family.module(tensors, family.target(), 0)

@@ -49,9 +49,8 @@ ENDS = {
     "model deleted": ("import gc; del fast, tiers; gc.collect()", 0),
     "forked": ("child = os.fork(); ask(); child and os.waitpid(child, 0)", 0),
 }  # fmt: skip
-CASES = [("Ctrl-C", "compiling")]
-SLOW = [(end, moment) for end in ENDS for moment in MOMENTS if (end, moment) not in CASES]
-SLOW = [case for case in SLOW if case[0] != "_exit" or case[1] == "compiling"]  # only children can clear up after it
+CASES = [(end, moment) for end in ENDS for moment in MOMENTS]
+CASES = [case for case in CASES if case[0] != "_exit" or case[1] == "compiling"]  # only children can clear up after it
 LONG = 120
 
 
@@ -59,7 +58,8 @@ def gone(pid):
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize(("end", "moment"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("end", "moment"), CASES)
 def test_python_ends_at_once_and_leaves_nothing_behind(end, moment):
     text, code = ENDS[end]
     script = SCRIPT.replace("MOMENT", MOMENTS[moment]).replace("END", text)

@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import models
+import transformers
 from draft_checkpoints import HEADS, KV, D, H, V, Weights, Written, own, save
 from torch import nn
 
+HAS_MODULES = hasattr(transformers, "BailingHybridConfig")
+"""True if this version of transformers has its own modules of multi-token prediction for all families that it has."""
 INNER = 32
 EXPERTS = 4
 MLA = dict(
@@ -50,7 +53,10 @@ def write_mtp(name: str, folder: Path) -> Written:
     return Written(folder, target, config, tensors)
 
 
-def target(config: str, model: str, base: dict = models.GQA16, **kwargs) -> Callable[[], nn.Module]:
+def target(config: str, model: str, base: dict = models.GQA16, **kwargs) -> Callable[[], nn.Module] | None:
+    """Builds a target; None if this version of transformers has no such model, or its modules are not those of 5.24."""
+    if not hasattr(transformers, config) or (config == "MellumConfig" and not HAS_MODULES):
+        return None
     return lambda: models.build(config, model, {**base, "num_hidden_layers": 2, "rms_norm_eps": 1e-5, **kwargs})
 
 

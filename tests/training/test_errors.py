@@ -103,8 +103,8 @@ def test_models_without_a_draft(tmp_path):
         train(tmp_path / "head", model=models.ADMITTED["opt"]().train())
     with pytest.raises(UnsupportedModelError, match="recurrent state"):
         train(tmp_path / "head", model=models.REFUSED["rwkv"]())
-    with pytest.raises(UnsupportedModelError, match=r"Gemma3ForCausalLM.*use algo='eagle3'"):
-        train(tmp_path / "head", "mtp", model=target("gemma3"))
+    with pytest.raises(UnsupportedModelError, match=r"StableLmForCausalLM.*use algo='eagle3'"):
+        train(tmp_path / "head", "mtp", model=target("stablelm"))
 
 
 def test_folders_that_are_something_else(tmp_path):

@@ -126,7 +126,7 @@ def drafted_tokens(trainer, text):
     return (normed @ weight.T).argmax(-1).unbind(2)[1:]
 
 
-@pytest.mark.sweep("eagle3-40")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algo", "steps"), [("eagle3", 40), ("eagle", 80), ("mtp", 40), ("dflash", 40), ("jetspec", 40)]
 )
