@@ -14,7 +14,7 @@ def load(device: torch.device) -> None:
     from . import compact, counters, gated_norm, l2_norm, linear, norm, row_scan  # noqa: F401
     from .attention import tree_attention  # noqa: F401
     from .experts import route  # noqa: F401
-    from .linear import float32  # noqa: F401
+    from .linear import float32, low_rank_kernel  # noqa: F401
     from .together import ahead, set_up_compiler
 
     counters.prepare(device)

@@ -2,6 +2,7 @@
 
 import operator
 
+import torch
 from torch import fx
 
 from ..errors import UnsupportedModelError
@@ -66,7 +67,8 @@ def _add(
         gm.register_buffer(f"{name}_{each}", getattr(part, each), persistent=False)
     users = [*node.users]
     with gm.graph.inserting_after(node):
-        added = gm.graph.call_function(add_low_rank)
+        on_gpu = part.down.device.type == "cuda"
+        added = gm.graph.call_function(torch.ops.spec_compile.add_low_rank.default if on_gpu else add_low_rank)
     with gm.graph.inserting_before(added):
         tensors = [gm.graph.get_attr(f"{name}_{each}") for each in ("down", "up", "scale")]
     added.args, added.meta = (node, _input_of(node), *tensors, rows), dict(node.meta)

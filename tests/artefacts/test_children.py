@@ -61,6 +61,7 @@ def reason(children, key):
     return children.collect([key])[0][2]
 
 
+@pytest.mark.slow
 def test_jobs_are_compiled_or_fail_by_name(children):
     children.submit("bad", JOB.text().replace("aten.mul.Tensor", "os.system"))
     children.submit("worse", "{")

@@ -191,6 +191,7 @@ def test_gpu_steps_on_a_tiny_model(tiny):
     assert set(plain.speculation.stats.nodes) == {1}  # nothing was drafted
 
 
+@pytest.mark.slow
 def test_gpu_rounds_and_loop_on_a_tiny_model(tiny, monkeypatch):
     model, plain, fast = tiny
     monkeypatch.setattr(gpu, "text_tokens", lambda count, vocab: torch.arange(count) % vocab)
@@ -289,6 +290,7 @@ def test_quantised_shapes(name, monkeypatch):
         assert row["floor_copy_ms"] == pytest.approx(seen / 1e6)  # of 20 tokens the window has 16
 
 
+@pytest.mark.slow
 def test_nodes_choose_experts_of_their_own_and_those_that_a_round_reads_are_counted(monkeypatch):
     sizes = dict(TINY["qwen3-30b-a3b"], num_experts=64, num_experts_per_tok=4, num_hidden_layers=4)
     monkeypatch.setitem(shapes.SHAPES, "qwen3-30b-a3b", ("qwen3_moe", sizes))

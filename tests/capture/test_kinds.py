@@ -274,6 +274,7 @@ def test_a_changed_layer_is_captured_right(change, depth):
     check_graph(model, capture(model))
 
 
+@pytest.mark.slow
 def test_a_changed_layer_before_the_pattern_is_in_the_copy():
     model = deep("llama", 20)
     attribute_in_layer_5(model)

@@ -62,6 +62,7 @@ def test_calls_that_are_alike_are_prepared_once(model):
     assert kept(model).speculation.engine.remembered._preparations
 
 
+@pytest.mark.slow
 def test_another_option_makes_another_and_lets_the_first_go():
     model = models.ADMITTED["llama"]()
     model.generate(**PROMPT, **DOOR)

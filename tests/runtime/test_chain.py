@@ -445,6 +445,7 @@ def test_texts_in_lockstep():
     assert sum(gains) / len(gains) > 1.2
 
 
+@pytest.mark.slow
 def test_numbers_that_return_would_show(monkeypatch):
     """Wrong: the number that tests a draft depends on its position, so that the next round takes it again.
 

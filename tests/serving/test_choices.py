@@ -147,7 +147,7 @@ def test_a_client_that_leaves_cancels_all_choices(client, stream):
         wait_until(lambda: requests.active() == 0)
     finally:
         requests.manager.observers.pop()
-    assert ended == ["cancelled"] * 8
+    assert ended.count("cancelled") == 8  # an earlier request may be told to the observer, too
 
 
 def test_choices_that_find_no_room_cancel_the_others(client):

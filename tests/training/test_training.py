@@ -98,6 +98,7 @@ def test_a_head_loads_as_it_was_trained(algo):
     assert torch.equal(head.head_weight, trainer.module.head_weight)
 
 
+@pytest.mark.slow
 def test_a_dflash_draft_loads_as_it_was_trained():
     result = overfitted("dflash")
     draft = load_head(result.path, target(), "dflash")
