@@ -1,6 +1,6 @@
-"""Reinforcement learning of the demo model in the manner of GRPO, with rollouts that are drafted by n-grams.
+"""Reinforcement learning of a small model in the manner of GRPO, with rollouts that are drafted by n-grams.
 
-python examples/grpo.py [--eager] [--steps 3]
+python examples/grpo.py [--eager] [--steps 3] [--model HuggingFaceTB/SmolLM2-135M-Instruct]
 """
 
 import argparse
@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import spec_compile
 
-MODEL = Path(__file__).parent / "tiny_coder"
 PROMPTS = ["def mean(values):\n", "def read_lines(path):\n", "def merge(first, second):\n"]
 GREEDY = {"max_new_tokens": 48, "do_sample": False}
 SAMPLED = GREEDY | {"do_sample": True, "num_return_sequences": 8}
@@ -31,9 +30,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--eager", action="store_true", help="do not compile")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--model", default=Path(__file__).parent / "tiny_coder", help="a folder or a name on the hub")
     options = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype="float32").train()
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype="float32").train()
     fast = spec_compile.speculate(model, algo="ngram", compile=not options.eager)
     optimizer = torch.optim.AdamW(fast.parameters(), lr=2e-5)
     prompts = [tokenizer(text).input_ids for text in PROMPTS]

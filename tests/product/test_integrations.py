@@ -63,7 +63,9 @@ def test_pipelines(systems, tokenizer, inputs, settings):
 
 def test_pipelines_over_iterators_and_with_settings_of_their_own(systems, tokenizer):
     def ask(model):
-        write = pipeline("text-generation", model=model, tokenizer=tokenizer, **GREEDY, no_repeat_ngram_size=2)
+        write = pipeline(
+            "text-generation", model=model, tokenizer=tokenizer, device="cpu", **GREEDY, no_repeat_ngram_size=2
+        )
         return list(write(text for text in TEXTS)), write.model.generation_config.to_dict()
 
     same(systems, ask)
