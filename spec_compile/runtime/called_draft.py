@@ -19,6 +19,9 @@ log = logging.getLogger("spec_compile")
 OF_ONE_DRAFT = {"num_draft_tokens", "artefact"}
 """Options of every algorithm that a model with another draft does not take over."""
 
+OVER_THE_TARGET = "Gemma4Assistant", "Gemma4UnifiedAssistant"
+"""Beginnings of the names of assistants that read the target's keys and values, as transformers knows them."""
+
 
 @dataclass(frozen=True)
 class CalledDraft:
@@ -53,7 +56,8 @@ class CalledDraft:
             return cls("speculation_type", "dflash", {"draft": assistant})
         steps = getattr(assistant.generation_config, "num_assistant_tokens", None)
         steps = {} if steps is None else {"num_steps": steps}
-        return cls("assistant_model", "draft_model", {"draft": assistant} | steps)
+        reads_target = type(assistant).__name__.startswith(OVER_THE_TARGET)
+        return cls("assistant_model", "assistant" if reads_target else "draft_model", {"draft": assistant} | steps)
 
     def is_that_of(self, engine: "ServedEngine") -> bool:
         """True if the drafts of an engine are already of this kind."""

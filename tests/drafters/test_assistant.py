@@ -171,6 +171,16 @@ def test_sampled_tokens_do_not_depend_on_the_draft():
     assert torch.equal(*answers)
 
 
+def test_a_call_may_name_an_assistant():
+    options = dict(compile=False, adaptive=False, check=False, max_cache_len=200)
+    plainly = models.speculate_captured(assistants.target("31B"), "ngram", **options)
+    before = plainly.speculation.stats.rounds
+    got = rounds.generated(plainly, rounds.prompts(2), assistant_model=assistants.assistant("31B"))
+    assert torch.equal(got, plain("31B", 2)) and plainly.speculation.stats.rounds > before
+    (model,) = (model for _, model in plainly.speculation.engine.called_drafts._made.values())
+    assert model.speculation.engine.name == "assistant"
+
+
 def test_requests_of_a_batch_have_the_answers_of_generate():
     prompts = [rounds.prompts(1, length)[0].tolist() for length in (1, 5, 23, 12, 30)]
     config = dict(max_new_tokens=16, do_sample=False, eos_token_id=-1)
