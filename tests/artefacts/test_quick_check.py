@@ -23,6 +23,7 @@ def graphs(name, dtype):
     return model, *(passes.run(captured, passes.Settings(attention=Use(role=role))) for role in ("prefill", "verify"))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "qwen3_moe", "qwen3_next", "mamba2", "lfm2"])
 def test_right_graphs_pass(name, dtype):

@@ -225,6 +225,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_artefact_gives_a_full_start(fault, tmp_path, warnings):
     cache = tmp_path / "cache"

@@ -93,6 +93,7 @@ def expected():
     return ADMITTED["llama"]().generate(IDS, **OPTIONS)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__)
 def test_compiled_before(recipe, expected):
     """Nothing of the user's is compiled for it."""

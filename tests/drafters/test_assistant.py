@@ -113,6 +113,7 @@ def test_trees_are_grown_from_transformers_forward(name):
     assert checked > 15
 
 
+@pytest.mark.slow
 def test_a_tree_and_a_union_with_ngrams_change_no_answer():
     tree = fast("E2B", "tree")
     schedule, seen = tree.speculation.engine.runtime.algorithm.schedule, []

@@ -107,6 +107,7 @@ def test_calls_with_other_numbers_of_rows_know_what_drafts_have_gained():
     assert len({id(policy.record) for policy in policies[0].values()}) == 2, "drawn tokens accept other drafts"
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize(("algorithm", "schedule"), [("eagle3", "tree"), ("eagle3", "union"), ("mtp", "chain")])
 @torch.no_grad()

@@ -38,6 +38,7 @@ def compare(place, q, k, v, mask, scale=None):
         assert (got.float() - want).abs().max() <= TOLERANCE[place[1]] * want.abs().max().clamp(min=1)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (6, 6), (9, 3)])
 @pytest.mark.parametrize("shape", [None, (1, 1, 1), (3, 1, 1), (1, 1, 4), (3, 1, 4)])

@@ -200,7 +200,7 @@ def compared(graph, ranks):
     return float((got - expected).abs().max() / expected.std()), sums, part.layers[0], got
 
 
-@pytest.mark.sweep("2")
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_parts_add_up_to_the_whole(on_ranks, size):
     all_graphs = {name: graph for name, graph in graphs().items() if size == 2 or name in FEW}

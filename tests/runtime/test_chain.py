@@ -180,6 +180,7 @@ def weights(vocab, zeros):
     return x / x.sum()
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("zeros", [False, True], ids=["", "zeros"])
 @pytest.mark.parametrize("drafts", [1, 2, 3])
 def test_texts_are_distributed_as_the_targets_and_more_is_accepted(drafts, zeros):

@@ -204,6 +204,7 @@ def warnings_of(caplog):
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
 
+@pytest.mark.sweep("trace compile load")
 @pytest.mark.parametrize("fault", ["example", "trace", "submit", "compile", "collect", "load"])
 def test_a_fault_in_the_background_is_one_warning_and_rounds_go_on_eagerly(doing, fault, monkeypatch, caplog):  # noqa: F811
     def broken(*_):
