@@ -8,7 +8,7 @@ import pytest
 
 for package in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
     pytest.importorskip(package, reason=f"needs the extra serve: {package}")
-openai = pytest.importorskip("openai", reason="needs the extra serve: openai")
+pytest.importorskip("openai", reason="needs the extra serve: openai")
 
 from fastapi.responses import StreamingResponse
 from server_fixtures import events, running, save_model, wait_until
@@ -37,12 +37,6 @@ def client(folder):
 @pytest.fixture(scope="module")
 def tokenizer(folder):
     return AutoTokenizer.from_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def sdk(client):
-    with openai.OpenAI(base_url=f"{client.base_url}/v1/", api_key="unused", max_retries=0) as sdk:
-        yield sdk
 
 
 @pytest.fixture(scope="module")

@@ -38,12 +38,6 @@ def client(folder):
 
 
 @pytest.fixture(scope="module")
-def sdk(client):
-    with openai.OpenAI(base_url=f"{client.base_url}/v1/", api_key="unused", max_retries=0) as sdk:
-        yield sdk
-
-
-@pytest.fixture(scope="module")
 def alone(folder):
     return load_alone(folder)
 

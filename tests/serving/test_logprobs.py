@@ -10,7 +10,7 @@ import torch
 
 for package in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
     pytest.importorskip(package, reason=f"needs the extra serve: {package}")
-openai = pytest.importorskip("openai", reason="needs the extra serve: openai")
+pytest.importorskip("openai", reason="needs the extra serve: openai")
 
 from server_fixtures import load_alone, running, save_tool_model, scripted
 
@@ -31,12 +31,6 @@ def folder(tmp_path_factory):
 def client(folder):
     with running(folder, slots=4, served_model_name="tiny") as client:
         yield client
-
-
-@pytest.fixture(scope="module")
-def sdk(client):
-    with openai.OpenAI(base_url=f"{client.base_url}/v1/", api_key="unused", max_retries=0) as sdk:
-        yield sdk
 
 
 @pytest.fixture(scope="module")

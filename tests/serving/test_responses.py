@@ -6,7 +6,7 @@ import pytest
 
 for package in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
     pytest.importorskip(package, reason=f"needs the extra serve: {package}")
-openai = pytest.importorskip("openai", reason="needs the extra serve: openai")
+pytest.importorskip("openai", reason="needs the extra serve: openai")
 
 from server_fixtures import running, save_tool_model, scripted
 
@@ -22,12 +22,6 @@ ITEMS = {"reasoning": "reasoning_text", "message": "output_text", "function_call
 def client(tmp_path_factory):
     with running(save_tool_model(tmp_path_factory.mktemp("model")), slots=2, served_model_name="tiny") as client:
         yield client
-
-
-@pytest.fixture(scope="module")
-def sdk(client):
-    with openai.OpenAI(base_url=f"{client.base_url}/v1/", api_key="unused", max_retries=0) as sdk:
-        yield sdk
 
 
 @pytest.mark.parametrize(
