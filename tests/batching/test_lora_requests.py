@@ -2,15 +2,14 @@
 
 import functools
 from collections import deque
-from contextlib import contextmanager
 
 import pytest
 import torch
 
 pytest.importorskip("peft")
-from batch_requests import ALGORITHMS, MODEL, collect, config, generated
+from batch_requests import ALGORITHMS, MODEL, collect, generated, managed
 from lora_models import NAMES, call, fill, ids, lora, two_adapters
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
 from spec_compile import speculate
 from spec_compile.batching.job import Job
@@ -28,16 +27,6 @@ def of_peft(model, prompt, name, new=NEW):
     """The tokens of peft's own ``generate()``, greedy."""
     prompts = torch.tensor([prompt], device=model.device)
     return model.generate(**call(prompts, max_new_tokens=new), adapter_names=[name])[0, len(prompt) :].tolist()
-
-
-@contextmanager
-def running(fast, slots=4):
-    manager = fast.init_continuous_batching(GenerationConfig(pad_token_id=0), config(max_requests_per_batch=slots))
-    manager.start()
-    try:
-        yield manager
-    finally:
-        manager.destroy()
 
 
 def ask(manager, prompt, name, **options):
@@ -84,7 +73,7 @@ def test_drafts_of_the_base_model(device, name):
 
 def test_sampled_requests_are_those_of_generate():
     fast, options = models()[1], dict(do_sample=True, temperature=0.8, top_k=20)
-    with running(fast) as manager:
+    with managed(fast, 4) as manager:
         names = [ask(manager, *pair, seed=5, **options) for pair in zip(PROMPTS, NAMES)]
         outputs = collect(manager, len(names))
     settings = dict(options, max_new_tokens=NEW, pad_token_id=0, eos_token_id=None, seed=5)
@@ -94,7 +83,7 @@ def test_sampled_requests_are_those_of_generate():
 
 def test_without_a_name_a_request_has_the_active_adapter():
     model, fast = models()
-    with running(fast) as manager:
+    with managed(fast, 4) as manager:
         for name in ("blue", "red"):
             model.set_adapter(name)
             assert answer(manager, PROMPTS[0], None).generated_tokens == of_peft(model, PROMPTS[0], name)
@@ -107,7 +96,7 @@ def test_keys_and_values_belong_to_one_adapter(device, slots):
     model = two_adapters().to(device)
     fast = speculate(model, compile=False, max_loras=2, max_cache_len=512, prefix_cache_host_bytes=1 << 24)
     prompt = ids(1, 4 * BLOCK + 9)[0].tolist()
-    with running(fast, slots) as manager:
+    with managed(fast, slots) as manager:
 
         def reused(name):
             output = answer(manager, prompt, name)
@@ -130,7 +119,7 @@ def test_keys_and_values_belong_to_one_adapter(device, slots):
 def test_a_request_waits_for_a_slot_and_others_go_on():
     model = two_adapters()
     fast = speculate(model, compile=False, max_loras=1)
-    with running(fast) as manager:
+    with managed(fast, 4) as manager:
         with manager.pause():
             asked = [(PROMPTS[number % 4], NAMES[number % 4], ask(manager, PROMPTS[number % 4], NAMES[number % 4]))
                      for number in range(8)]  # fmt: skip
@@ -163,7 +152,7 @@ def test_the_order_in_which_requests_are_let_in():
 
 def test_a_request_is_passed_a_bounded_number_of_times():
     fast = speculate(two_adapters(), compile=False, max_loras=1)
-    with running(fast, slots=2) as manager:
+    with managed(fast, slots=2) as manager:
         with manager.pause():
             names = [
                 ask(manager, PROMPTS[0], name, max_new_tokens=new, speculation=False)
@@ -178,7 +167,7 @@ def test_adapters_come_and_go_while_requests_run():
     model = two_adapters()
     fast = speculate(model, compile=False, max_loras=2, max_lora_rank=8)
     before = of_peft(model, PROMPTS[0], "red")
-    with running(fast, slots=2) as manager:
+    with managed(fast, slots=2) as manager:
         running_one = ask(manager, PROMPTS[0], "red", streaming=True)
         ask(manager, PROMPTS[1], "__base__", request_id="base", max_new_tokens=200)
         assert manager.get_result(running_one, timeout=60) is not None  # it has a row
@@ -202,7 +191,7 @@ def test_adapters_come_and_go_while_requests_run():
 
 def test_requests_end_with_their_adapters():
     fast = speculate(two_adapters(), compile=False, max_loras=1)
-    with running(fast) as manager:
+    with managed(fast, 4) as manager:
         cancelled = ask(manager, PROMPTS[0], "red", max_new_tokens=300)
         manager.cancel_request(cancelled)
         collect(manager, 1)

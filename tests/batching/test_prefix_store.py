@@ -1,20 +1,19 @@
 """Prefixes that outlive rows: answers, cached bits and drafts are those of a prompt that is processed anew."""
 
 import functools
-from contextlib import contextmanager
 
 import hybrids
 import models
 import numpy as np
 import pytest
 import torch
-from batch_requests import ALGORITHMS, MODEL, PROMPTS, TEXT, collect, config, generated, tokenizer
+from batch_requests import ALGORITHMS, MODEL, PROMPTS, TEXT, collect, generated, managed, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from picture_models import fast as picture_fast
 from picture_models import inputs
 from picture_models import model as picture_model
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
 from spec_compile import speculate
 from spec_compile.batching.decoding import Decoder
@@ -41,18 +40,6 @@ def system(algo="ngram", **options):
     return speculate(model(), algo, compile=False, check=False, adaptive=False, **{**options, **draft})
 
 
-@contextmanager
-def running(fast, slots=1):
-    """A manager with so few rows that a request takes that of the one before it."""
-    manager = fast.init_continuous_batching(GenerationConfig(pad_token_id=0), config(max_requests_per_batch=slots))
-    manager.start()
-    try:
-        yield manager
-    finally:
-        manager.destroy()
-        fast.destroy_cached_continuous_batching_manager()
-
-
 def answer(manager, prompt, new=8, **options):
     options = dict(eos_token_id=-1) | options
     name = manager.add_request(prompt, max_new_tokens=new, **options)
@@ -61,7 +48,7 @@ def answer(manager, prompt, new=8, **options):
 
 def turns(fast, **options):
     """Two turns of a chat, with another request between them that takes the row."""
-    with running(fast) as manager:
+    with managed(fast) as manager:
         first = answer(manager, LONG, 20, **options)
         answer(manager, OTHER)
         return first, answer(manager, LONG + first.generated_tokens + OTHER[:9], 20, **options)
@@ -108,7 +95,7 @@ def test_drafts_know_what_a_row_has_lost(name):
 @pytest.mark.parametrize("algo, reused", [("ngram", BLOCK), ("draft_model", 0)])
 def test_a_block_of_a_draft_has_the_token_after_it(algo, reused):
     """The slot of a head depends on the next token, so a text that goes on otherwise cannot have it."""
-    with running(system(algo, num_draft_tokens=4)) as manager:
+    with managed(system(algo, num_draft_tokens=4)) as manager:
         answer(manager, LONG[:90])
         answer(manager, OTHER)
         prompt = [*LONG[:BLOCK], LONG[BLOCK] + 1, *LONG[BLOCK + 1 : 90]]
@@ -119,7 +106,7 @@ def test_a_block_of_a_draft_has_the_token_after_it(algo, reused):
 
 def test_requests_at_once_share_a_prefix():
     fast, ends = system(), [[5], [6, 7, 8], [9], [11, 12]]
-    with running(fast, slots=4) as manager:
+    with managed(fast, slots=4) as manager:
         answer(manager, LONG)
         names = [manager.add_request(OTHER[n:], max_new_tokens=8, eos_token_id=-1) for n in range(4)]
         assert collect(manager, 4).keys() == {*names}
@@ -136,14 +123,14 @@ def test_requests_at_once_share_a_prefix():
 
 
 def test_a_row_is_preferred_if_it_has_as_much():
-    with running(system(), slots=2) as manager:
+    with managed(system(), slots=2) as manager:
         answer(manager, LONG)
         assert answer(manager, LONG[:300]).speculation.reused_prompt_tokens == 299
         assert manager.metrics()["prefix_cache_hits_by_place_total"] == {"row": 299, "device": 0, "host": 0}
 
 
 def test_a_cancelled_request_leaves_its_text():
-    with running(system()) as manager:
+    with managed(system()) as manager:
         name = manager.add_request(LONG, max_new_tokens=300, eos_token_id=-1, streaming=True)
         next(iter(manager))
         manager.cancel_request(name)
@@ -160,7 +147,7 @@ def test_a_cancelled_request_leaves_its_text():
 def test_nothing_of_other_weights_is_kept():
     fast, weight = system(), model().model.layers[0].self_attn.v_proj.weight
     before = weight.detach().clone()
-    with running(fast) as manager:
+    with managed(fast) as manager:
         answer(manager, LONG)
         answer(manager, OTHER)
         store = manager.scheduler.beginnings.prefixes
@@ -191,7 +178,7 @@ def test_pictures_never_cross():
     name = "Gemma3"
     first = inputs(name, (1,), 0, ending=90)
     second = first | {"pixel_values": first["pixel_values"].flip(-1) + 1}
-    with running(picture_fast(name)) as manager:
+    with managed(picture_fast(name)) as manager:
         for arguments in (first, second):
             request = manager.add_request(**arguments, max_new_tokens=100)
             output = collect(manager, 1)[request]
@@ -224,7 +211,7 @@ def hybrid_turns(fast, first, answers):
     Returns the last output, and the keys and values of its row.
     """
     other = [*range(80, 3, -1)]
-    with running(fast) as manager:
+    with managed(fast) as manager:
         one = answer(manager, first, 20)
         answer(manager, other)
         second = first + (one.generated_tokens if answers else [5]) + [7, 8, 9]
@@ -260,7 +247,7 @@ def test_states_are_kept_where_prompts_branch(name, has_head):
     fast.speculation.refresh()
     common = torch.randint(3, models.VOCAB, (330,), generator=torch.Generator().manual_seed(5)).tolist()
     reused = []
-    with running(fast) as manager:
+    with managed(fast) as manager:
         for end in range(5, 9):
             output = answer(manager, [*common, *[end] * 90])
             assert output.generated_tokens == generated(made, output.prompt_ids, max_new_tokens=8, eos_token_id=None)
@@ -282,7 +269,7 @@ def test_a_late_draft_has_only_its_prompt(monkeypatch):
 
 def test_no_room_for_the_end_of_a_text():
     made, fast = hybrids.system("lfm2", check=False, prefix_cache_host_bytes=1 << 16)
-    with running(fast) as manager:
+    with managed(fast) as manager:
         prompt = [*range(3, 90)] * 3
         store = manager.scheduler.beginnings.prefixes
         assert 0 < store.end_places <= store._tree.room["host"] < len(prompt) // BLOCK + store.end_places
@@ -293,7 +280,7 @@ def test_no_room_for_the_end_of_a_text():
 
 
 def test_an_error_while_a_text_is_kept_leaves_no_half_of_it(monkeypatch):
-    with running(system()) as manager:
+    with managed(system()) as manager:
         store = manager.scheduler.beginnings.prefixes
         answer(manager, OTHER)
         monkeypatch.setattr(store._memory, "pieces", lambda *_: 1 / 0)
@@ -309,7 +296,7 @@ def test_an_error_while_a_text_is_kept_leaves_no_half_of_it(monkeypatch):
 
 def test_metrics():
     fast = system(prefix_cache_bytes=2 * BLOCK * 8192, prefix_cache_host_bytes=3 * BLOCK * 8192)
-    with running(fast) as manager:
+    with managed(fast) as manager:
         block = manager.scheduler.beginnings.prefixes.block_bytes
         assert block == BLOCK * fast.speculation.engine.runtime.token_bytes == BLOCK * 8192
         answer(manager, LONG)
@@ -486,7 +473,7 @@ def test_on_a_gpu(device_blocks):
     """Host memory is pinned, and copies run on a stream of their own next to the rounds."""
     one = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).cuda()
     fast = speculate(one, prefix_cache_bytes=device_blocks * BLOCK * 8192, prefix_cache_host_bytes=ROOM)
-    with running(fast, slots=2) as manager:
+    with managed(fast, slots=2) as manager:
         for number in range(4):
             prompts = [LONG[number : number + 300], OTHER + PROMPTS[number % len(PROMPTS)], LONG[: 100 + 64 * number]]
             for index, prompt in enumerate(prompts):

@@ -3,6 +3,7 @@
 import functools
 import random
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -82,6 +83,18 @@ def collect(manager, count):
         if output and output.is_finished():
             outputs[output.request_id] = output
     return outputs
+
+
+@contextmanager
+def managed(fast, slots=1):
+    """A running manager with so few rows that a request may take that of the one before it."""
+    manager = fast.init_continuous_batching(GenerationConfig(pad_token_id=0), config(max_requests_per_batch=slots))
+    manager.start()
+    try:
+        yield manager
+    finally:
+        manager.destroy()
+        fast.destroy_cached_continuous_batching_manager()
 
 
 class AtLength(StoppingCriteria):
