@@ -14,7 +14,7 @@ PRIMES = (37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107,
 SMALL_PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31)
 """Numbers of rows and of pages of the cache to compile with, which take memory."""
 STATIC_BACKENDS = {"flex"}
-"""Attention backends whose code is made for one number of slots."""
+"""Attention backends whose code is made for one number of rows and of slots."""
 MOST = 4096
 """Larger attributes of a drafter are no sizes of its proposals."""
 
@@ -66,8 +66,11 @@ def example_sizes(runtime: Runtime, form: Form) -> ExampleSizes:
 
 def rows_vary(runtime: Runtime) -> bool:
     """True if one code serves all numbers of rows above one. Exceptions: recurrences, whose states a commit sorts by
-    size; several ranks, whose sizes may differ; and static sizes that leave no prime to tell rows by."""
+    size; several ranks, whose sizes may differ; `STATIC_BACKENDS`; and static sizes that leave no prime to tell rows by.
+    """
     if not runtime.options.compile or runtime.verify.recurrences or runtime.options.ranks.size > 1:
+        return False
+    if not slots_vary(runtime):
         return False
     return any(all(size % prime for size in static_sizes(runtime)) for prime in SMALL_PRIMES)
 
