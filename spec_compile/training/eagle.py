@@ -13,6 +13,7 @@ from ..drafters.modules.layers import LayerKnobs
 from .attention import Causal
 from .data import Batch, move
 from .features import Features
+from .loss import soft_cross_entropy
 from .options import LAYER_OPTIONS, TrainingOptions
 from .sizes import draft_config, published_config
 from .trainer import HeadTrainer, as_master, seeded
@@ -55,7 +56,8 @@ class EagleTrainer(HeadTrainer):
         expected = states.flatten(0, 1)[move(teachers, self.device)]
         distance = F.smooth_l1_loss(outputs.float(), expected.float(), reduction="none").mean(-1).sum() * share
         weights = torch.full((len(slots),), TOKEN_WEIGHT * share, device=self.device)
-        return distance + self.distillation_loss(outputs, teachers, states, weights)
+        logits = self.shared_logits(states)
+        return distance + soft_cross_entropy(outputs, self.module.head_weight, teachers, logits, weights)
 
     def publish(self) -> tuple[dict, dict[str, Tensor]]:
         """The tensors by SafeAILab's names. The embedding and the output matrix are the target's and not among them."""

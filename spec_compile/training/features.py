@@ -63,7 +63,7 @@ class TargetFeatures:
         tapped = {tap: torch.cat([states[tap] for states, _ in parts]) for tap in parts[0][0]}
         if self._plain:
             final = tapped[FINAL].flatten(0, 1)
-            most_likely = likeliest(final, self._weight).view(ids.shape) if choices else None
+            most_likely = likeliest([(final, self._weight)]).view(ids.shape) if choices else None
             logits = partial(_product, final, self._kept_weight)
         else:
             most_likely = torch.cat([made.argmax(dim=-1) for _, made in parts])

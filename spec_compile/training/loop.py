@@ -166,6 +166,7 @@ class Loop:
         batch = self.batches[state.step]
         generator = torch.Generator(self.device).manual_seed(self.options.seed * 1_000_003 + state.step)
         features = self.features(move(batch.ids, self.device), self.trainer.learns_from_choices)
+        self.trainer.share = share
         with self._precision():
             loss = self.trainer.loss(batch, features, generator)
         self._optimizer.zero_grad()

@@ -14,6 +14,7 @@ from ..errors import UnsupportedModelError
 from .attention import Causal
 from .data import Batch, move
 from .features import Features
+from .loss import soft_cross_entropy
 from .options import TrainingOptions
 from .trainer import HeadTrainer, as_master, seeded
 
@@ -65,7 +66,8 @@ class MtpTrainer(HeadTrainer):
         shares = BETA ** torch.arange(self.steps)
         shares = shares / shares.sum() / step_of.bincount(minlength=self.steps).clamp(min=1)
         normed = self.rolled_out(batch, features, slots)
-        return self.distillation_loss(normed, teachers, features.states[0], move(shares[step_of], self.device))
+        logits, weights = self.shared_logits(features.states[0]), move(shares[step_of], self.device)
+        return soft_cross_entropy(normed, self.module.head_weight, teachers, logits, weights)
 
     def publish(self) -> tuple[dict, dict[str, Tensor]]:
         """The tensors by Qwen's names, ``mtp.*``, and the target's config. Each expert has tensors of its own."""

@@ -4,14 +4,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..drafters.checkpoints.dflash_config import MARKOV
 from ..errors import check_int
 from ..tree import MAX_NODES
+from .positions import NAMES
 
 LARGEST = 1 << 31
 """The largest value of an integer option."""
 LAYER_OPTIONS = frozenset({"num_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"})
 """Options of a draft's layers."""
-ABOUT_THE_DRAFT = (*sorted(LAYER_OPTIONS), "draft_vocab_size", "taps", "ttt_steps", "block_size")
+SIZES = ("draft_vocab_size", "ttt_steps", "num_depths", "markov_rank", "emb_dim", "gru_hidden_dim")
+"""Further sizes of drafts and of their unrolled steps."""
+ABOUT_THE_DRAFT = (
+    *sorted(LAYER_OPTIONS), *SIZES, "taps", "block_size", "markov_head_type", "per_position_loss_weight",
+)  # fmt: skip
 """Options that only some algorithms have."""
 
 
@@ -27,13 +33,18 @@ class TrainingOptions:
     clip: largest norm of a gradient
     seed: of the weights, the order of the data and all else that is random
     num_layers, intermediate_size, num_attention_heads, num_key_value_heads, head_dim: of the draft's layers, except in
-        mtp (default: one layer, for dflash and jetspec five, with the target's sizes)
-    draft_vocab_size: tokens that an EAGLE-3 head can draft, the most frequent of the data (default: all of up to
-        40,000, or else 32,000)
-    taps: states of the target that eagle3, dflash and jetspec read (0: the embeddings, i: the residual stream after
-        layer i; default: three or five, from early to late)
+        mtp (default: one layer, for p_eagle four, for drafts of blocks five, with the target's sizes)
+    draft_vocab_size: tokens that an EAGLE-3 or P-EAGLE head can draft, the most frequent of the data (default: all of
+        up to 40,000, or else 32,000)
+    taps: states of the target that eagle3, p_eagle and drafts of blocks read (0: the embeddings, i: the residual stream
+        after layer i; default: three, for drafts of blocks five, from early to late)
     ttt_steps: draft tokens that are unrolled in training (default: 7 for eagle3, 3 for mtp)
-    block_size: slots of DFlash's and JetSpec's blocks, the first of which is the last token of the text (default: 16)
+    num_depths: tokens that a P-EAGLE head drafts in one forward (default: 8)
+    block_size: slots of a block, the first of which is the last token of the text (default: 16, for dspark 7)
+    markov_rank, markov_head_type: of DSpark's table (default: 256; "vanilla", or "gated" or "rnn")
+    emb_dim, gru_hidden_dim: of Domino's readout and of its state (default: 256, 1024)
+    per_position_loss_weight: weights of a block's positions, or of eagle3's steps, in the loss: "fixed-exp-decay",
+        "dpace", "first-error" or "chain" (default: "fixed-exp-decay")
     checkpoint_minutes: between two checkpoints
     """
 
@@ -53,7 +64,13 @@ class TrainingOptions:
     draft_vocab_size: int | None = None
     taps: tuple[int, ...] | None = None
     ttt_steps: int | None = None
+    num_depths: int | None = None
     block_size: int | None = None
+    markov_rank: int | None = None
+    markov_head_type: str | None = None
+    emb_dim: int | None = None
+    gru_hidden_dim: int | None = None
+    per_position_loss_weight: str | None = None
     checkpoint_minutes: float = 5.0
 
     def __post_init__(self):
@@ -61,10 +78,13 @@ class TrainingOptions:
             raise ValueError("steps and minutes: give one of them, which says when to end")
         if self.steps is None and self.minutes is None:
             object.__setattr__(self, "minutes", 30.0)
-        for name in ("steps", "batch_size", "sequence_length", *sorted(LAYER_OPTIONS), "draft_vocab_size", "ttt_steps"):
+        for name in ("steps", "batch_size", "sequence_length", *sorted(LAYER_OPTIONS), *SIZES):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1, LARGEST)
         check_int("seed", self.seed, 0, LARGEST)
+        for name, known in (("markov_head_type", tuple(MARKOV)), ("per_position_loss_weight", NAMES)):
+            if getattr(self, name) not in (None, *known):
+                raise ValueError(f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}")
         if self.block_size is not None:
             check_int("block_size", self.block_size, 2, MAX_NODES, "slots of a block, the root's included")
         for name in ("minutes", "learning_rate", "clip"):

@@ -27,18 +27,24 @@ from .eagle3 import Eagle3Trainer
 from .features import TargetFeatures
 from .hub import Repository
 from .jetspec import JetSpecTrainer
+from .linked import DominoTrainer, DSparkTrainer
 from .loop import Loop
 from .mtp import MtpTrainer
 from .on_policy import continue_documents, prompts
 from .options import ABOUT_THE_DRAFT, TrainingOptions
+from .p_eagle import PEagleTrainer
 from .progress import Printer, Progress, say_nothing, tell
 from .read import read
 from .save import TEXTS, TrainingState, fingerprint, open_folder, replace, save_head, write_card, write_door
 from .trainer import Trainer
 
 TRAINERS: dict[str, type[Trainer]] = {
-    trainer.name: trainer for trainer in (Eagle3Trainer, EagleTrainer, MtpTrainer, DFlashTrainer, JetSpecTrainer)
-}
+    trainer.name: trainer
+    for trainer in (
+        Eagle3Trainer, EagleTrainer, MtpTrainer, DFlashTrainer, JetSpecTrainer, DSparkTrainer, DominoTrainer,
+        PEagleTrainer,
+    )
+}  # fmt: skip
 """The algorithms whose drafts can be trained. A new one is one file in this folder and one entry."""
 ALIASES = {"nextn": "mtp"}
 FREE = ("steps", "minutes", "checkpoint_minutes")
@@ -99,7 +105,7 @@ def train_draft(
 
     model: a causal language model of transformers, or peft's wrapper around one, in eval mode. It does not change. The
         head is trained on its device, in mixed precision on a GPU or if the model has 16 bits.
-    algo: "eagle3", "eagle", "mtp", "dflash" or "jetspec"
+    algo: "eagle3", "eagle", "mtp", "p_eagle", "dflash", "jetspec", "dspark" or "domino"
     data: texts, lists of token ids, conversations, or a .txt or .jsonl file of them (`read`)
     output: a new folder, or the folder of a training to go on with
     tokenizer: the model's, if the data is text

@@ -2,7 +2,7 @@
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from .attention import Causal, Rollout
 from .capture import RolloutRows
 from .data import Batch, move
 from .features import Features
-from .loss import likeliest, soft_cross_entropy
+from .loss import likeliest
 
 
 class Trainer(ABC):
@@ -37,6 +37,8 @@ class Trainer(ABC):
     """[K] int64: the tokens from whose logits of the target it learns (None: from all)."""
     learns_from_choices = False
     """True if its loss needs the target's choices."""
+    share = 0.0
+    """The share of the training that is done, from 0 to 1, which the loop sets before each step."""
     module: nn.Module
     """The draft. Its parameters are trained, in float32; tensors shared with the target are not parameters."""
     steps: int
@@ -56,16 +58,13 @@ class Trainer(ABC):
         generator: the source of this step's random numbers
         """
 
-    def distillation_loss(self, normed: Tensor, teachers: Tensor, states: Tensor, row_weights: Tensor) -> Tensor:
-        """The `soft_cross_entropy` of a draft that shares the target's output matrix.
+    def shared_logits(self, states: Tensor) -> Callable[[Tensor], Tensor]:
+        """The target's logits by the output matrix that a draft shares with it: a function from positions [n].
 
-        normed: [R, h]; the draft's outputs
-        teachers: [R] int64; see `soft_cross_entropy`
-        states: [B, L, h]; the target's states before its output matrix, whose product has the teachers' logits
-        row_weights: [R]
+        states: [B, L, h]; the target's states before its output matrix
         """
         states, weight = states.flatten(0, 1), self.module.head_weight
-        return soft_cross_entropy(normed, weight, teachers, lambda rows: F.linear(states[rows], weight), row_weights)
+        return lambda rows: F.linear(states[rows], weight)
 
     @abstractmethod
     def accepted(self, batch: Batch, features: Features, steps: int) -> Iterator[tuple[int, int]]:
@@ -139,7 +138,7 @@ class HeadTrainer(Trainer):
     def _drafts(self, normed: Tensor) -> Tensor:
         """The tokens, int64 [R], that the head drafts from normed outputs [R, H]."""
         weight, ids = self.module.head_weight, self.module.draft_to_target
-        drafts = likeliest(normed, weight)
+        drafts = likeliest([(normed, weight)])
         return drafts if ids is None else ids[drafts]
 
 

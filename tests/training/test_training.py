@@ -34,7 +34,7 @@ from spec_compile.errors import UnsupportedModelError
 from spec_compile.training import TRAINERS, save
 from spec_compile.training import data as texts
 from spec_compile.training.attention import Rollout
-from spec_compile.training.dflash import Blocks
+from spec_compile.training.blocks import Blocks
 from spec_compile.training.dflash import default_taps as block_taps
 from spec_compile.training.eagle3 import default_taps, published_layer_ids
 from spec_compile.training.features import TargetFeatures

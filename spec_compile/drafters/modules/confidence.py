@@ -28,7 +28,11 @@ class Confidence(nn.Module):
         return f"the draft predicts from {reads} how likely each draft is to be accepted"
 
     def forward(self, hidden: Tensor, before: Tensor | None = None) -> Tensor:
-        """log(c) [...] float32, at most 0.
+        """log(c) [...] float32, at most 0. The arguments are those of `logits`."""
+        return F.logsigmoid(self.logits(hidden, before))
+
+    def logits(self, hidden: Tensor, before: Tensor | None = None) -> Tensor:
+        """log(c / (1 - c)) [...] float32.
 
         hidden [..., h]: normed states.
         before [..., rank]: rows of W1; None if rank is 0. Its leading dimensions and those of `hidden` are broadcast,
@@ -39,4 +43,4 @@ class Confidence(nn.Module):
         logits = F.linear(hidden, of_place, self.proj.bias).float()
         if before is not None:
             logits = logits + F.linear(before, of_token).float()
-        return F.logsigmoid(logits[..., 0])
+        return logits[..., 0]
