@@ -25,8 +25,11 @@ from benchmarks.common import RESULTS, save_rows, stamp, synchronize
 from benchmarks.training.on_policy import build, make_prompts
 from spec_compile.training.loop import Loop
 
-SHAPES = {"eagle3": {}, "eagle": {}, "mtp": {}, "dflash": {"num_layers": 2}, "jetspec": {"num_layers": 2}}
-"""Algorithm -> options that differ from the defaults."""
+SHAPES = {
+    "eagle3": {}, "eagle": {}, "mtp": {}, "p_eagle": {"num_layers": 2},
+    **{algo: {"num_layers": 2} for algo in ("dflash", "jetspec", "dspark", "domino")},
+}  # fmt: skip
+"""Algorithm -> options that differ from the defaults, for a small target."""
 
 
 def make_texts(count: int, length: int, vocab_size: int) -> list[list[int]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .corpus import UNNAMED
 from .data import Batch, Batches, move
 from .features import TargetFeatures
 from .interrupts import Interrupts
@@ -46,7 +47,7 @@ class Loop:
         features: TargetFeatures,
         batches: Batches,
         glance: list[Batch],
-        held_out: list[Batch],
+        held_out: dict[str, list[Batch]],
         options: TrainingOptions,
         state: TrainingState,
         folder: Path,
@@ -56,13 +57,15 @@ class Loop:
         """Prepare the optimizer, and load the weights of `state`.
 
         glance: held-out batches on which acceptance is measured during the training
-        held_out: batches on which it is measured in the end
+        held_out: batches on which it is measured in the end, by the name of their set
         folder: for checkpoints
         publish: called with facts and acceptance, writes the draft
         report: called with each `Progress`
         """
         self.trainer, self.features, self.batches = trainer, features, batches
         self.glance, self.held_out = glance, held_out
+        self.by_set: dict[str, list[float]] = {}
+        """The acceptance by depth on each named set, once it is measured."""
         self.options, self.state, self.folder, self.publish, self.report = options, state, folder, publish, report
         self.device, dtype = features.model.device, features.model.dtype
         self._mixed = self.device.type == "cuda" or dtype.itemsize == 2
@@ -91,7 +94,7 @@ class Loop:
         """Train to the end and save. Returns the acceptance by depth on the held-out text, empty without such text."""
         with Interrupts() as interrupts:
             self._train(interrupts)
-            acceptance = self.evaluate(self.held_out, self.trainer.steps) if self.held_out else []
+            acceptance = self._measure() if self.held_out else []
         if acceptance and (not self.state.evaluations or self.state.evaluations[-1][0] < self.state.step):
             self.state.evaluations.append((self.state.step, acceptance[0]))
         self.save(acceptance)
@@ -105,7 +108,7 @@ class Loop:
             self._step(share)
             # Acceptance after each part, progress every few seconds, a checkpoint every few minutes.
             if self.held_out and int(share * EVALUATIONS) < int(self.share * EVALUATIONS) < EVALUATIONS:
-                self.state.evaluations.append((self.state.step, self.evaluate(self.glance, 1)[0]))
+                self.state.evaluations.append((self.state.step, _shares(self._count(self.glance, 1))[0]))
             now = time.perf_counter()
             if len(self._unread) >= UNREAD or now - reported >= waits:
                 self._read_losses()
@@ -135,14 +138,21 @@ class Loop:
                 stacklevel=5,
             )
 
-    def evaluate(self, batches: list[Batch], steps: int) -> list[float]:
-        """The share of drafts that equal the target's choices down to depth 1, 2, ... `steps`."""
+    def _measure(self) -> list[float]:
+        """The acceptance by depth on all held-out sets together. Sets `by_set`, unless the only set has no name."""
+        counts = {name: self._count(batches, self.trainer.steps) for name, batches in self.held_out.items()}
+        if counts.keys() != {UNNAMED}:
+            self.by_set = {name: _shares(count) for name, count in counts.items()}
+        return _shares(torch.stack([*counts.values()]).sum(0))
+
+    def _count(self, batches: list[Batch], steps: int) -> Tensor:
+        """(drafts that reach a depth, drafts that equal the target's choices down to it), [steps, 2]."""
         counts = torch.zeros(steps, 2, dtype=torch.int64)
         for batch in batches:
             features = self.features(move(batch.ids, self.device))
             with self._precision():
                 counts += torch.tensor(list(self.trainer.accepted(batch, features, steps)))
-        return [accepted / max(1, reached) for reached, accepted in counts.tolist()]
+        return counts
 
     def save(self, acceptance: list[float]) -> None:
         """Write a checkpoint: the state, and the draft with its card."""
@@ -156,8 +166,10 @@ class Loop:
             "steps": state.step,
             "minutes": f"{state.seconds / 60:.1f}",
             "tokens seen": f"{state.tokens:,}",
+            "training speed": f"{state.tokens / max(1e-9, state.seconds):,.0f} tokens/s",
             "learning rate": f"{self.learning_rate:g}",
         }
+        facts |= {f"accept length on {name}": f"{1 + sum(shares):.2f}" for name, shares in self.by_set.items()}
         self.publish(facts, acceptance)
 
     def _step(self, share: float) -> None:
@@ -220,3 +232,8 @@ class Loop:
                 seconds_left=state.seconds * (1 - share) / max(share, 1e-9),
             )
         )
+
+
+def _shares(counts: Tensor) -> list[float]:
+    """The share of accepted drafts at each depth, of the counts [steps, 2]."""
+    return [accepted / max(1, reached) for reached, accepted in counts.tolist()]

@@ -20,7 +20,8 @@ def read(
     """The documents of training data.
 
     data: a .txt or .jsonl file, or an iterable of texts, token ids and mappings. A mapping, or a line of a .jsonl file,
-        has "text", or "prompt" and "completion", or "messages" (roles and contents, for the tokenizer's chat template).
+        has "text", or "prompt" and "completion" (texts, or token ids), or "messages" (roles and contents, for the
+        tokenizer's chat template).
         With a prompt or messages only the model's part is supervised. Texts get the tokenizer's end of sequence.
     tokenizer: the target's; not needed for token ids
     vocab_size: of the target; an id that is not below it is an error
@@ -147,6 +148,8 @@ class _Reader:
         if "messages" in item:
             return self._converse(item["messages"], label)
         if "prompt" in item and "completion" in item:
+            if not isinstance(item["prompt"], str):
+                return [self._answered(item["prompt"], item["completion"], label)]
             return [self._text(label, [(item["prompt"], False), (item["completion"], True)])]
         if "text" in item:
             return self.read(item["text"], label)
@@ -170,6 +173,12 @@ class _Reader:
                 "the model's own tokenizer"
             )
         return Document(ids.to("cpu", torch.int32), torch.ones(len(ids), dtype=torch.bool))
+
+    def _answered(self, prompt, completion, label: str) -> Document:
+        """A document of the token ids of a prompt and its completion, of which only the latter is supervised."""
+        parts = [self._ids(ids, label).ids for ids in (prompt, completion)]
+        supervised = torch.arange(sum(map(len, parts))) >= len(parts[0])
+        return Document(torch.cat(parts), supervised)
 
     def _converse(self, messages, label: str) -> list[_Text]:
         """The documents of a conversation, as the chat template renders it.

@@ -15,11 +15,11 @@ from ..capture import adapters
 from ..capture.admit import admit
 from ..capture.compiled import is_compiled, underlying
 from ..config import describe, parse_options
-from ..drafters.checkpoints.files import load_pickled
 from ..drafters.checkpoints.target import Target
 from ..errors import did_you_mean
 from ..runtime.generate import SpeculativeMixin
 from . import data as texts
+from .corpus import Sets, check_prompts, continued, cut_all, longest_sequence, read_all, together
 from .data import Batch, Batches, Document
 from .dflash import DFlashTrainer
 from .eagle import EagleTrainer
@@ -30,12 +30,10 @@ from .jetspec import JetSpecTrainer
 from .linked import DominoTrainer, DSparkTrainer
 from .loop import Loop
 from .mtp import MtpTrainer
-from .on_policy import continue_documents, prompts
 from .options import ABOUT_THE_DRAFT, TrainingOptions
 from .p_eagle import PEagleTrainer
 from .progress import Printer, Progress, say_nothing, tell
-from .read import read
-from .save import TEXTS, TrainingState, fingerprint, open_folder, replace, save_head, write_card, write_door
+from .save import TrainingState, fingerprint, open_folder, save_head, write_card, write_door
 from .trainer import Trainer
 
 TRAINERS: dict[str, type[Trainer]] = {
@@ -51,8 +49,6 @@ FREE = ("steps", "minutes", "checkpoint_minutes")
 """Options that may have changed when a training goes on."""
 IN_CARD = (*FREE, "batch_size", "seed", "learning_rate", "sequence_length")
 """Options that have a line of their own in the card, or none."""
-LONGEST = 2048
-"""Tokens of a sequence by default, at most."""
 HELD_OUT_TOKENS, GLANCE_TOKENS = 1 << 16, 1 << 13
 """Held-out tokens on which acceptance is measured: in the end, and during the training."""
 
@@ -64,6 +60,7 @@ class TrainingResult:
     path: the folder with the head
     acceptance: the share of first drafts on held-out text that equal the target's choice, or None without such text
     acceptance_by_depth: the share of drafts that equal it down to depth 1, 2, ...
+    acceptance_by_set: the same for each held-out set that has a name
     losses: of each step
     evaluations: (step, acceptance) during the training, measured on a part of the held-out text
     steps: updates of the weights
@@ -74,6 +71,7 @@ class TrainingResult:
     path: Path
     acceptance: float | None
     acceptance_by_depth: list[float]
+    acceptance_by_set: dict[str, list[float]]
     losses: list[float]
     evaluations: list[tuple[int, float]]
     steps: int
@@ -109,7 +107,8 @@ def train_draft(
     data: texts, lists of token ids, conversations, or a .txt or .jsonl file of them (`read`)
     output: a new folder, or the folder of a training to go on with
     tokenizer: the model's, if the data is text
-    validation: the share of documents that is held out, or texts as in `data`, or 0
+    validation: the share of documents that is held out, or texts as in `data`, or 0. A mapping of names to texts, or a
+        folder of files, are sets that are measured one by one
     on_policy: True, or options for ``generate()``, to train on the model's own answers to prompts, which need no others
     resume: True to go on with the training in `output`, whose head is the same as without the interruption
     progress: called with a `Progress` about every ten seconds, at first more often (default: it is shown on stderr)
@@ -129,19 +128,21 @@ def train_draft(
     admit(model)
     target, folder, line = Target.of(model), Path(output).expanduser(), say_nothing if progress else tell
     line(f"reading the text for {type(model).__name__}")
-    documents, held_out = _read(data, validation, tokenizer, target, parsed.seed, on_policy is not False)
+    documents, held_out = read_all(data, validation, tokenizer, target, parsed.seed, on_policy is not False)
     with torch.inference_mode(False), torch.enable_grad():
         trainer, pieces, reserve, state = _prepare(
             trainer_class, target, parsed, documents, held_out, folder, on_policy, resume, repository, line
         )
-        glance, measured = (texts.sample(reserve, parsed.batch_size, n) for n in (GLANCE_TOKENS, HELD_OUT_TOKENS))
+        glance = texts.sample(together(reserve), parsed.batch_size, GLANCE_TOKENS)
+        each = HELD_OUT_TOKENS // max(1, len(reserve))
+        measured = {name: texts.sample(part, parsed.batch_size, each) for name, part in reserve.items()}
         about = _about(data, pieces, measured, target, parsed, on_policy is not False)
         line(f"training on {about['sequences']}, {about['text']}; held out: {about['held-out text']}")
         publish = partial(_publish, model, trainer, about, folder, push or str(folder.resolve()), license)
         inputs = TargetFeatures(model, trainer.taps, trainer.kept), Batches(pieces, parsed.batch_size, parsed.seed)
         with Printer() if progress is None else nullcontext(progress) as report:
             loop = Loop(trainer, *inputs, glance, measured, parsed, state, folder, publish, report)
-            result = _result(folder, state, loop.run())
+            result = _result(folder, state, loop.run(), loop.by_set)
     if repository is not None:
         line(f"sent to {repository.send(folder, f'{trainer.name} draft after {result.steps} steps')}")
     return result
@@ -153,36 +154,36 @@ train_draft.__doc__ = "\n".join(
 
 
 def _prepare(
-    trainer_class: type[Trainer], target: Target, options: TrainingOptions, documents: list[Document],
-    held_out: list[Document], folder: Path, on_policy: bool | dict, resume: bool, repository: Repository | None,
+    trainer_class: type[Trainer], target: Target, options: TrainingOptions, documents: list[Document], held_out: Sets,
+    folder: Path, on_policy: bool | dict, resume: bool, repository: Repository | None,
     line: Callable[[str], None],
-) -> tuple[Trainer, list[Document], list[Document], TrainingState]:  # fmt: skip
-    """The trainer, both parts cut into pieces, and the state. The folder and the repository are made if need be.
+) -> tuple[Trainer, list[Document], Sets, TrainingState]:  # fmt: skip
+    """The trainer, documents and sets in pieces, and the state. The folder and the repository are made if need be.
 
     The head is built and the text is checked before that, and before the model writes answers.
     """
-    model, length = target.model, _length(options, target)
+    model, length = target.model, longest_sequence(options, target)
     trainer = trainer_class(target, options, texts.count_tokens(documents, target.vocab_size))
     if on_policy is False:
-        pieces, reserve = _cut(documents, held_out, length, trainer.shortest)
+        pieces, reserve = cut_all(documents, held_out, length, trainer.shortest)
     else:
-        _check_prompts(documents, held_out, length, trainer.shortest)
-    identity = _identity(trainer_class, model, options, documents + held_out, on_policy)
+        check_prompts(documents, held_out, length, trainer.shortest)
+    identity = _identity(trainer_class, model, options, documents + together(held_out), on_policy)
     state = open_folder(folder, identity, resume)
     if repository is not None:
         repository.make()
     if on_policy is not False:
-        documents, held_out = _continued(folder, identity, model, documents, held_out, length, on_policy, line)
+        documents, held_out = continued(folder, identity, model, documents, held_out, length, on_policy, line)
         # The answers have other counts of tokens, which decide the tokens that the head can draft.
         trainer = trainer_class(target, options, texts.count_tokens(documents, target.vocab_size))
-        pieces, reserve = _cut(documents, held_out, length, trainer.shortest)
+        pieces, reserve = cut_all(documents, held_out, length, trainer.shortest)
     return trainer, pieces, reserve, state
 
 
-def _result(folder: Path, state: TrainingState, acceptance: list[float]) -> TrainingResult:
+def _result(folder: Path, state: TrainingState, acceptance: list[float], by_set: dict) -> TrainingResult:
     first = acceptance[0] if acceptance else None
     done = state.losses, state.evaluations, state.step, state.tokens, state.seconds
-    return TrainingResult(folder, first, acceptance, *done)
+    return TrainingResult(folder, first, acceptance, by_set, *done)
 
 
 def _repository(push: str | None, private: bool | None) -> Repository | None:
@@ -221,16 +222,17 @@ def _publish(
 
 
 def _about(
-    data: Any, pieces: list[Document], held_out: list[Batch], target: Target, options: TrainingOptions, on_policy: bool
-) -> dict:
+    data: Any, pieces: list[Document], held_out: dict[str, list[Batch]], target: Target, options: TrainingOptions,
+    on_policy: bool,
+) -> dict:  # fmt: skip
     """The facts of a training for the head's card. data: the user's argument."""
-    length, device = _length(options, target), target.model.device
+    length, device = longest_sequence(options, target), target.model.device
     settings = [(field.name, getattr(options, field.name)) for field in fields(options) if field.name not in IN_CARD]
     return {
         "data": Path(data).name if isinstance(data, str | Path) else "texts of the caller",
         "sequences": f"{len(pieces):,} of up to {length} tokens",
         "text": f"{sum(len(piece.ids) for piece in pieces):,} tokens" + (", the model's own" if on_policy else ""),
-        "held-out text": f"{sum(batch.tokens for batch in held_out):,} tokens",
+        "held-out text": f"{sum(batch.tokens for batch in together(held_out)):,} tokens",
         "batch size": options.batch_size,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "seed": options.seed,
@@ -276,91 +278,3 @@ def _trainer_and_options(algo: str, options: dict) -> tuple[type[Trainer], Train
         if getattr(parsed, name) is not None and name not in trainer_class.takes:
             raise ValueError(f"{name}: algo={trainer_class.name!r} has no such option")
     return trainer_class, parsed
-
-
-def _read(
-    data, validation, tokenizer, target: Target, seed: int, on_policy: bool
-) -> tuple[list[Document], list[Document]]:
-    """The documents of `data` and `validation`: (for training, held out)."""
-    share = 0.0 if validation is None else validation
-    if isinstance(share, int | float) and not isinstance(share, bool):
-        if not 0 <= share < 1:
-            raise ValueError(f"validation: expected a share of the data, from 0 to below 1, got {share}")
-        documents = read(data, tokenizer, target.vocab_size, on_policy=on_policy)
-        return texts.split(documents, share, seed) if share else (documents, [])
-    return (
-        read(data, tokenizer, target.vocab_size, on_policy=on_policy),
-        read(validation, tokenizer, target.vocab_size, name="validation", on_policy=on_policy),
-    )
-
-
-def _length(options: TrainingOptions, target: Target) -> int:
-    """Tokens of a sequence at most. ValueError if the target cannot hold so many as the option asks for."""
-    longest = getattr(target.config, "max_position_embeddings", None) or LONGEST
-    # Wide batches are padded to a multiple of WIDTH, and the padding must have positions, too.
-    longest -= longest % texts.WIDTH if longest > texts.WIDTH else 0
-    if options.sequence_length is None:
-        return min(LONGEST, longest)
-    if options.sequence_length > longest:
-        raise ValueError(
-            f"sequence_length: {type(target.model).__name__} holds {longest} tokens, got {options.sequence_length}"
-        )
-    return options.sequence_length
-
-
-def _cut(
-    documents: list[Document], held_out: list[Document], length: int, shortest: int
-) -> tuple[list[Document], list[Document]]:
-    """Both parts cut into pieces. ValueError if one of them has documents but no piece to learn from."""
-    _check_length(length, shortest)
-    pieces, reserve = (texts.cut(part, length, shortest) for part in (documents, held_out))
-    for name, part, usable in (("data", documents, pieces), ("validation", held_out, reserve)):
-        if part and not usable:
-            longest = max(len(document.ids) for document in part)
-            raise ValueError(
-                f"{name}: no sequence with a supervised token has the {shortest} tokens that a draft of this depth "
-                f"needs; the longest has {longest}. Give more text"
-                + (", or validation=0" if name == "validation" else "")
-            )
-    return pieces, reserve
-
-
-def _check_length(length: int, shortest: int) -> None:
-    if length < shortest:
-        raise ValueError(f"sequence_length: a draft of this depth needs at least {shortest} tokens, got {length}")
-
-
-def _check_prompts(documents: list[Document], held_out: list[Document], length: int, shortest: int) -> None:
-    """ValueError if the data or the held-out part has no prompt that leaves room for an answer."""
-    _check_length(length, shortest)
-    for name, part in (("data", documents), ("validation", held_out)):
-        if part and not any(prompts(document, length) for document in part):
-            least = min(len(document.ids) for document in part)
-            raise ValueError(
-                f"{name}: no prompt leaves room for an answer in the {length} tokens of a sequence; the shortest has "
-                f"{least}. Give shorter ones, or raise sequence_length"
-            )
-
-
-def _continued(
-    folder: Path, identity: dict, model: PreTrainedModel, documents: list[Document], held_out: list[Document],
-    length: int, on_policy: bool | dict, line: Callable[[str], None],
-) -> tuple[list[Document], list[Document]]:  # fmt: skip
-    """Both parts as the model continues them.
-
-    The answers are kept in `folder` and read again when the training of this identity goes on.
-    """
-    path = folder / TEXTS
-    stored = load_pickled(path) if path.is_file() else {}
-    if stored.get("identity") != identity:
-        options = on_policy if isinstance(on_policy, dict) else {}
-        answers = continue_documents(model, documents + held_out, length, identity["seed"], options, line)
-        count = sum(len(prompts(document, length)) for document in documents)
-        parts = answers[:count], answers[count:]
-        stored = {
-            "identity": identity,
-            "texts": [[(document.ids, document.supervised) for document in part] for part in parts],
-        }
-        replace(path, lambda partial: torch.save(stored, partial))
-    documents, held_out = ([Document(*pair) for pair in part] for part in stored["texts"])
-    return documents, held_out

@@ -204,7 +204,7 @@ def test_text_of_the_targets_own_is_written_once(tmp_path):
     assert torch.equal(torch.get_rng_state(), state)
     second = train(tmp_path / "b", **options)
     assert first.losses == second.losses
-    with mock.patch("spec_compile.training.train.continue_documents", side_effect=AssertionError):
+    with mock.patch("spec_compile.training.corpus.continue_documents", side_effect=AssertionError):
         assert train(tmp_path / "a", **options | {"steps": 4}).losses[:3] == first.losses
     (tmp_path / "b" / save.STATE).unlink()  # as if it had been interrupted before the first checkpoint
     for name in ("config.json", "model.safetensors", "README.md"):
