@@ -133,6 +133,7 @@ def measure(
         name: [round(share, 4) for share in shares] for name, shares in result.acceptance_by_set.items()
     }
     if options.rounds:
+        print(json.dumps(row), flush=True)  # in case that the rounds are stopped
         row["rounds_accept_length"] = rounds(model, algo, folder, sets, options)
     return row
 

@@ -8,11 +8,23 @@ import torch
 from transformers import AutoTokenizer
 
 from spec_compile import train_draft
+from spec_compile.drafters.checkpoints.target import Target
+from spec_compile.training import TRAINERS
+from spec_compile.training import data as texts
+from spec_compile.training.features import TargetFeatures
+from spec_compile.training.options import TrainingOptions
+from spec_compile.training.read import read
 
 CODER = "examples/tiny_coder"
 HEADS = ("eagle3", "eagle", "mtp")
 ALGORITHMS = (*HEADS, "dflash")
-SMALL = {"dflash": {"block_size": 4, "num_layers": 2}, "jetspec": {"block_size": 4, "num_layers": 2}}
+SMALL = {
+    "dflash": {"block_size": 4, "num_layers": 2}, "jetspec": {"block_size": 4, "num_layers": 2},
+    "dspark": {"block_size": 4, "num_layers": 2, "markov_rank": 16},
+    "domino": {"block_size": 4, "num_layers": 2, "emb_dim": 16, "gru_hidden_dim": 32},
+    "p_eagle": {"num_depths": 4, "num_layers": 2},
+}  # fmt: skip
+"""Options of small blocks."""
 
 
 def silent(progress):
@@ -43,6 +55,20 @@ def sequences(count=6, length=20, seed=0):
 def train(folder, algo="eagle3", model=None, **options):
     defaults = dict(data=sequences(), validation=sequences(), steps=4, progress=silent, **SMALL.get(algo, {}))
     return train_draft(model or target(), algo, output=folder, **defaults | options)
+
+
+def made(algo, **options):
+    """A trainer for the tiny target in float64, a batch with padding and unsupervised tokens, its features."""
+    model = models.build("LlamaConfig", "LlamaForCausalLM", dict(models.GQA, rms_norm_eps=1e-5)).double()
+    documents = read(sequences(3, 12), None, models.VOCAB)
+    documents[1] = documents[1].piece(0, 9)
+    documents[2].supervised[:6] = False
+    counts = texts.count_tokens(documents, models.VOCAB)
+    if "taps" in TRAINERS[algo].takes:
+        options["taps"] = (0, 1)  # transformers gives the state after the last layer behind the final norm
+    trainer = TRAINERS[algo](Target.of(model), TrainingOptions(**options), counts)
+    batch = texts.collate(documents)
+    return model, documents, trainer, batch, TargetFeatures(model, trainer.taps, trainer.kept)(batch.ids)
 
 
 def chatter(template):

@@ -1,31 +1,24 @@
 """Losses of draft heads, and the attention of their training, against slow meanings."""
 
-import math
 from unittest import mock
 
-import dflash_drafts as dflash_formulas
 import models
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 from trainings import (
     HEADS,
     NEEDS_GPU,
     captured_once,  # noqa: F401
-    sequences,
+    made,
 )
 
-from spec_compile.drafters.checkpoints.target import Target
 from spec_compile.kernels import ops
 from spec_compile.passes.tap_hidden_states import FINAL
-from spec_compile.training import TRAINERS, loss
-from spec_compile.training import data as texts
+from spec_compile.training import loss
 from spec_compile.training.attention import Causal, Rollout, joint_attention
-from spec_compile.training.features import TargetFeatures
-from spec_compile.training.options import TrainingOptions
-from spec_compile.training.read import read
 from spec_compile.training.trainer import trained_parameters
 
 # Attention
@@ -154,32 +147,43 @@ def test_the_loss_is_exact_in_mixed_precision():
     assert got.item() == pytest.approx(-(teacher.softmax(-1) * shares).sum(-1).mean().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize(("rows", "words"), [(5, 7), (3, 300)])
-def test_the_loss_in_one_kernel(monkeypatch, rows, words):
+@settings(max_examples=15)
+@given(st.integers(1, 9), st.integers(2, 12), st.integers(0, 99))
+def test_two_products_and_an_l1_distance(rows, words, seed):
+    """As PyTorch differentiates it."""
+    shapes = [(rows, 5), (words, 5), (rows, 3), (words, 3), (rows, words), (rows,)]
+    *flat, known, weights = tensors(shapes, seed)
+    with mock.patch.dict(loss.LOGITS, cpu=3 * words):
+        products = [(flat[0], flat[1].detach()), (flat[2], flat[3])]
+        made = loss.distil_all(products, torch.arange(rows), known.detach().__getitem__, weights.detach(), MIX)
+    shares = (flat[0] @ flat[1].T + flat[2] @ flat[3].T).softmax(-1)
+    distance = (shares - known.softmax(-1)).abs().sum(-1)
+    slow = weights.detach() @ (0.3 * -(known.detach().softmax(-1) * shares.log()).sum(-1) + 0.7 * distance)
+    assert torch.allclose(made.loss, slow)
+    assert torch.allclose(made.overlaps, torch.minimum(shares, known.softmax(-1)).sum(-1))
+    leaves = [flat[0], flat[2], flat[3]]
+    for mine, theirs in zip(torch.autograd.grad(made.loss, leaves), torch.autograd.grad(slow, leaves)):
+        assert torch.allclose(mine, theirs)
+
+
+MIX = loss.Mix(cross_entropy=0.3, l1=0.7)
+
+
+@pytest.mark.parametrize(("rows", "words", "mix"), [(5, 7, loss.CROSS_ENTROPY), (3, 300, MIX)])
+def test_the_loss_in_one_kernel(monkeypatch, rows, words, mix):
     """Loss and gradient are those of PyTorch's operations, and the gradient takes the place of the logits."""
     distil_kernel = pytest.importorskip("spec_compile.kernels.distil_kernel")
     monkeypatch.setattr(distil_kernel, "BLOCK", 128)
     logits, teacher, weights = (t.detach() for t in tensors([(rows, words), (2, words), (rows,)], 1, torch.float32))
     shared = torch.arange(rows) % 2
-    wanted = loss.distil(9 * logits, 9 * teacher, shared, weights)
-    logits = 9 * logits
-    losses, pull, _ = distil_kernel.launch(logits, 9 * teacher, shared, weights)
+    wanted = loss.distil(9 * logits, 9 * teacher, shared, weights, mix)
+    logits, choices = 9 * logits, teacher.argmax(-1)[shared]
+    for mine, theirs in zip(distil_kernel.confidence(logits, choices), loss.confidence(logits, teacher, shared)):
+        assert mine.dtype == theirs.dtype and torch.allclose(mine.float(), theirs.float())
+    losses, pull, overlaps = distil_kernel.launch(logits, 9 * teacher, shared, weights, *mix)
+    assert torch.allclose(overlaps, wanted[2], atol=1e-6)
     assert torch.allclose(losses, wanted[0], rtol=1e-5, atol=1e-5) and torch.allclose(pull, wanted[1], atol=1e-6)
     assert pull.data_ptr() == logits.data_ptr()
-
-
-def made(algo, **options):
-    """A trainer for the tiny target in float64, a batch with padding and unsupervised tokens, its features."""
-    model = models.build("LlamaConfig", "LlamaForCausalLM", dict(models.GQA, rms_norm_eps=1e-5)).double()
-    documents = read(sequences(3, 12), None, models.VOCAB)
-    documents[1] = documents[1].piece(0, 9)
-    documents[2].supervised[:6] = False
-    counts = texts.count_tokens(documents, models.VOCAB)
-    if algo in ("eagle3", "dflash", "jetspec"):
-        options["taps"] = (0, 1)  # transformers gives the state after the last layer behind the final norm
-    trainer = TRAINERS[algo](Target.of(model), TrainingOptions(**options), counts)
-    batch = texts.collate(documents)
-    return model, documents, trainer, batch, TargetFeatures(model, trainer.taps, trainer.kept)(batch.ids)
 
 
 def differentiable(q, k, v, sinks, scale, window, softcap, layer):
@@ -287,59 +291,6 @@ def test_acceptance_is_of_drafts_from_every_slot(algo):
     assert list(trainer.accepted(batch, features, 3)) == list(zip(reached, right))
 
 
-def slow_blocks(model, documents, trainer, features):
-    """(document, anchor, logits [slots, V]) of a block at every place, by the formulas, in a supervised text."""
-    tensors = trainer.publish()[1]
-    embedding, output = model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
-    for row, document in enumerate(documents):
-        for anchor in range(1, len(document.ids) - 1):
-            if document.supervised[anchor : anchor + 2].all():
-                context = [state[row, :anchor] for state in features.states[:-1]]
-                yield row, anchor, dflash_formulas.block_logits(
-                    tensors, embedding, output, context, int(document.ids[anchor]), trainer.block_size,
-                    dflash_formulas.Meaning(causal=(trainer.name == "jetspec",) * 2), mask=trainer.mask, theta=10000.0,
-                )  # fmt: skip
-
-
-@pytest.mark.parametrize(("algo", "together"), [("dflash", 1), ("dflash", 256), ("jetspec", 10)])
-def test_blocks_learn_what_blocks_draft(algo, together):
-    """DFlash and JetSpec: loss and acceptance against blocks drafted one by one, by the formulas."""
-    model, documents, trainer, batch, features = made(algo, block_size=5, num_layers=2)
-    logits = model(batch.ids).logits.detach()
-    total = weights = 0.0
-    counts = [[0, 0] for _ in range(4)]
-    for row, anchor, drafted in slow_blocks(model, documents, trainer, features):
-        document, alive = documents[row], True
-        for slot in range(1, 5):
-            if anchor + slot >= len(document.ids) or not document.supervised[anchor + slot]:
-                break
-            teacher, weight = logits[row, anchor + slot - 1], 1.0 if algo == "jetspec" else math.exp(-(slot - 1) / 2.5)
-            total -= weight * float(teacher.softmax(-1) @ torch.tensor(drafted[slot]).log_softmax(-1))
-            weights += weight
-            alive = alive and int(drafted[slot].argmax()) == int(teacher.argmax())
-            counts[slot - 1][0] += 1
-            counts[slot - 1][1] += alive
-    with mock.patch("spec_compile.training.blocks.ROWS", together):
-        got = trainer.loss(batch, features, torch.Generator().manual_seed(1))
-        assert list(map(list, trainer.accepted(batch, features, 4))) == counts
-    assert got.item() == pytest.approx(total / weights, rel=1e-5)
-    got.backward()
-    assert all(p.grad.abs().sum() > 0 for p in trained_parameters(trainer.module).values())
-
-
-def test_blocks_begin_at_random_places():
-    _, documents, trainer, batch, _ = made("dflash")
-    draws = [trainer.draw_blocks(batch, 3, torch.Generator().manual_seed(seed)) for seed in range(40)]
-    for row, document in enumerate(documents):
-        possible = {n for n in range(1, len(document.ids) - 1) if document.supervised[n : n + 2].all()}
-        real = [draw.anchors[row][draw.counted[row, :, 1]].tolist() for draw in draws]
-        assert set().union(*real) == possible
-        assert all(len(set(anchors)) == len(anchors) == 3 for anchors in real)
-    everything = trainer.draw_blocks(batch, 99, torch.Generator().manual_seed(0))
-    assert everything.anchors.shape[1] == 10
-    assert everything.counted[1, :, 1].sum() == 7 and not everything.counted[1, 7:].any()
-
-
 @pytest.mark.gpu
 @NEEDS_GPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -347,8 +298,16 @@ def test_the_loss_on_a_gpu(dtype):
     """The kernel against PyTorch's operations in float64, for whole trainings' sizes."""
     logits, teacher, weights = (t.detach().cuda() for t in tensors([(300, 49152), (40, 49152), (300,)], 0, dtype))
     logits, teacher, shared = 5 * logits, 5 * teacher, torch.randint(40, (300,), device="cuda")
-    wanted = loss.distil(logits.double(), teacher.double(), shared, weights.double())
-    losses, pull, _ = loss.distil(logits, teacher, shared, weights.float())
+    for mix in (loss.CROSS_ENTROPY, MIX):
+        check_the_loss(logits.clone(), teacher, shared, weights, mix)
+
+
+def check_the_loss(logits, teacher, shared, weights, mix):
+    dtype, wide = logits.dtype, (logits.double(), teacher.double(), shared)
+    for mine, theirs in zip(loss.confidence(logits, teacher, shared), loss.confidence(*wide)):
+        assert torch.allclose(mine.double(), theirs.double(), rtol=1e-4)
+    wanted = loss.distil(*wide, weights.double(), mix)
+    losses, pull, _ = loss.distil(logits, teacher, shared, weights.float(), mix)
     assert torch.allclose(losses.double(), wanted[0], rtol=1e-4)
     assert (pull.double() - wanted[1]).norm() < (1e-5 if dtype == torch.float32 else 1e-2) * wanted[1].norm()
 
