@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from position_weights import slow_weights
 
 from spec_compile.training import loss, positions
 from spec_compile.training.positions import FIXED, NAMES, PositionWeights
@@ -13,22 +14,6 @@ from spec_compile.training.positions import FIXED, NAMES, PositionWeights
 OPEN = [name for name in NAMES if name != FIXED]
 ROWS = st.lists(st.lists(st.tuples(*[st.floats(0.05, 1.0)] * 2, st.booleans(), st.booleans()), max_size=5), max_size=6)
 """Chains of rows: (fixed weight, probability, right, counted). A row that is not counted is left out."""
-
-
-def slow_weights(name, chain, extra):
-    """The weights of one chain, position by position. chain: {position: (fixed, probability, right)}."""
-    reach, reached = 1.0, {}
-    for position in sorted(chain):
-        q = chain[position][1]
-        reach *= 0.5 * q + 0.5 if name == "dpace" else q
-        reached[position] = reach
-    later = {position: sum(share for other, share in reached.items() if other >= position) for position in chain}
-    if name == "dpace":
-        return later
-    if name == "chain":
-        return {position: fixed + extra * later[position] / len(chain) for position, (fixed, _, _) in chain.items()}
-    wrong = min((position for position, (_, _, right) in chain.items() if not right), default=None)
-    return {position: fixed + extra * (position == wrong) for position, (fixed, _, _) in chain.items()}
 
 
 @settings(max_examples=25)

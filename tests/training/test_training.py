@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from position_weights import slow_weights
 from safetensors.torch import load_file
 from trainings import (
     ALGORITHMS,
@@ -22,6 +23,7 @@ from trainings import (
     NEEDS_GPU,
     SMALL,
     captured_once,  # noqa: F401
+    made,
     sequences,
     target,
     train,
@@ -35,9 +37,11 @@ from spec_compile.training import TRAINERS, save
 from spec_compile.training import data as texts
 from spec_compile.training.attention import Rollout
 from spec_compile.training.blocks import Blocks
+from spec_compile.training.corpus import cut_all, read_all
 from spec_compile.training.dflash import default_taps as block_taps
 from spec_compile.training.eagle3 import default_taps, published_layer_ids
 from spec_compile.training.features import TargetFeatures
+from spec_compile.training.loss import likeliest
 from spec_compile.training.options import TrainingOptions
 from spec_compile.training.progress import Printer, Progress, clock
 from spec_compile.training.read import read
@@ -123,20 +127,28 @@ def drafted_tokens(trainer, text):
     batch = texts.collate(read(text.tolist(), None, models.VOCAB))
     anchors = torch.arange(1, text.shape[1]).expand(len(text), -1)
     shape = (*anchors.shape, trainer.block_size)
-    normed = trainer.draft(batch, features, Blocks(anchors, torch.ones(shape), torch.zeros(shape)))
-    return (normed @ weight.T).argmax(-1).unbind(2)[1:]
+    outputs = trainer.outputs(batch, features, Blocks(anchors, torch.ones(shape), torch.zeros(shape)))
+    drafts = likeliest([(states.flatten(0, 2), matrix) for states, matrix in zip(outputs, trainer.matrices)])
+    return drafts.view(shape).unbind(2)[trainer.first :]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("algo", "steps"), [("eagle3", 40), ("eagle", 80), ("mtp", 40), ("dflash", 40), ("jetspec", 40)]
-)
+    ("algo", "steps"),
+    [
+        ("eagle3", 40), ("eagle", 80), ("mtp", 40), ("dflash", 40), ("jetspec", 40), ("dspark", 30), ("domino", 30),
+        ("p_eagle", 30),
+    ],
+)  # fmt: skip
 @torch.no_grad()
 def test_rounds_accept_what_training_unrolls(tmp_path, algo, steps):
     """A half-trained head in whole rounds, against what its training unrolls from the slots they start at."""
     prompts = torch.tensor(sequences(4))[:, :10]
     options = SMALL.get(algo, {} if algo == "eagle" else {"ttt_steps": 3})
-    schedule = {} if algo in SMALL else {"num_steps": 3}
+    options = options | {"dspark": {"block_size": 3}, "domino": {"block_size": 3}, "p_eagle": {"num_depths": 3}}.get(
+        algo, {}
+    )
+    schedule = {} if algo in SMALL and algo != "p_eagle" else {"num_steps": 3}
     with torch.enable_grad():
         result = train(
             tmp_path / algo, algo, data=sequences(4), validation=sequences(4), on_policy=OWN, sequence_length=74,
@@ -153,8 +165,9 @@ def test_rounds_accept_what_training_unrolls(tmp_path, algo, steps):
     trainer.module.load_state_dict(torch.load(result.path / save.STATE, weights_only=True)["weights"])
     if algo in SMALL:
         config = json.loads((result.path / "config.json").read_text())
-        trainer.mask = config["dflash_config"]["mask_token_id"]
-        assert config["dflash_config"].get("causal_head", False) == (algo == "jetspec")
+        flags = config.get("dflash_config", {})
+        trainer.mask = trainer.module.mask_token_id = flags.get("mask_token_id", config.get("ptd_token_id"))
+        assert flags.get("causal_head", False) == (algo == "jetspec")
     tokens = drafted_tokens(trainer, text)  # each is kept
     rounds, right = 0, [0] * 3
     for row in range(4):
@@ -400,6 +413,119 @@ def test_published_mtp(tmp_path):
     assert json.loads((tmp_path / "head" / "config.json").read_text())["num_nextn_predict_layers"] == 1
 
 
+NEW = {
+    "dspark": (
+        {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "confidence_head.proj.weight",
+         "confidence_head.proj.bias"},
+        {"projector_type": "dspark", "sample_from_anchor": True, "markov_rank": 16, "markov_head_type": "vanilla",
+         "enable_confidence_head": True, "confidence_head_with_markov": True},
+    ),
+    "domino": (
+        {"prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0", "embed_proj.0.weight", "embed_proj.2.weight"},
+        {"projector_type": "domino", "shift_label": True, "pure_draft_prefix_len": 1, "emb_dim": 16,
+         "gru_hidden_dim": 32},
+    ),
+}  # fmt: skip
+"""Further tensors and flags of published drafts that DFlash's do not have."""
+
+
+@pytest.mark.parametrize("algo", NEW)
+def test_published_linked_drafts(tmp_path, algo):
+    """They learn, and the files are those of SpecForge."""
+    result = train(tmp_path / "head", algo, steps=20, learning_rate=5e-3, validation=sequences(6), taps=[0, 1])
+    assert result.losses[-1] < 0.8 * result.losses[0] and result.acceptance > 0.3
+    tensors, config = NEW[algo]
+    names = set(load_file(tmp_path / "head" / "model.safetensors"))
+    assert {name for name in names if not name.startswith("layers.")} - tensors == {
+        "fc.weight", "hidden_norm.weight", "norm.weight",
+    }  # fmt: skip
+    assert tensors < names
+    flags = json.loads((tmp_path / "head" / "config.json").read_text())["dflash_config"]
+    assert flags == config | {"target_layer_ids": [-1, 0], "mask_token_id": flags["mask_token_id"]}
+    draft = load_head(tmp_path / "head", target(), "dflash")
+    assert draft.transition.flavour == {"dspark": "DSpark", "domino": "Domino"}[algo] and draft.sample_from_anchor
+    assert (draft.confidence is None) == (algo == "domino")
+
+
+@pytest.mark.parametrize("kind", [pytest.param("gated", marks=pytest.mark.slow), "rnn"])
+def test_other_heads_of_dspark(tmp_path, kind):
+    result = train(tmp_path / "head", "dspark", steps=10, learning_rate=5e-3, markov_head_type=kind)
+    assert result.losses[-1] < result.losses[0]
+    draft = load_head(tmp_path / "head", target(), "dflash")
+    assert type(draft.transition).__name__ == {"gated": "GatedMarkov", "rnn": "RecurrentMarkov"}[kind]
+
+
+def test_published_p_eagle(tmp_path):
+    """It learns, and a part of the vocabulary is kept as in EAGLE-3."""
+    options = dict(steps=20, learning_rate=5e-3, draft_vocab_size=60)
+    result = train(tmp_path / "head", "p_eagle", **options)
+    assert result.losses[-1] < 0.8 * result.losses[0] and result.acceptance > 0.2
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["num_depths"] == 4
+    assert config["parallel_drafting"] is True and config["draft_vocab_size"] == 60
+    tensors = load_file(tmp_path / "head" / "model.safetensors")
+    assert tensors["mask_hidden"].shape == (1, 1, 3 * 64) and tensors["lm_head.weight"].shape == (60, 64)
+    head = load_head(tmp_path / "head", target(), "p_eagle")
+    assert head.mask_token_id == config["ptd_token_id"] and head.layers == 2 and len(head.draft_to_target) == 60
+
+
+@pytest.mark.parametrize("name", ["dpace", pytest.param("first-error", marks=pytest.mark.slow),
+                                  pytest.param("chain", marks=pytest.mark.slow)])  # fmt: skip
+def test_steps_of_eagle3_are_chains(name):
+    """The weighted mean over the steps from each slot, with the weights of the positions in a chain."""
+    _, _, trainer, batch, features = made("eagle3", ttt_steps=3, per_position_loss_weight=name)
+    got = trainer.loss(batch, features, torch.Generator())
+    slots, step_of, teachers = batch.rollout(3)
+    outputs = (trainer.rolled_out(batch, features, slots) @ trainer.module.head_weight.T).detach()
+    teacher = features.logits(teachers)
+    shares = outputs.softmax(-1)
+    chains = {}
+    for row, (slot, step) in enumerate(zip(slots.tolist(), step_of.tolist())):
+        choice = int(teacher[row].argmax())
+        fixed = 0.8**step / (len(batch.ids) * (batch.ids.shape[1] - 1))
+        right = int(outputs[row].argmax()) == choice
+        lost = float(-teacher[row].softmax(-1) @ shares[row].log())
+        chain = chains.setdefault(slot - step * len(batch.ids) * (batch.ids.shape[1] - 1), {})
+        chain[step] = (fixed, float(shares[row, choice]), right, lost)
+    extra = sum(fixed for chain in chains.values() for fixed, *_ in chain.values()) / len(chains)
+    pairs = []
+    for chain in chains.values():
+        weights = slow_weights(name, {step: row[:3] for step, row in chain.items()}, extra)
+        pairs += [(weights[step], chain[step][3]) for step in chain]
+    wanted = sum(weight * lost for weight, lost in pairs) / sum(weight for weight, _ in pairs)
+    assert got.item() == pytest.approx(wanted, rel=1e-5)
+
+
+def test_held_out_sets_are_measured_one_by_one(tmp_path):
+    """In the result and in the card, which is written without a hub; together they are one set."""
+    sets, options = {"seen": sequences(), "unseen": sequences(seed=9)}, dict(steps=12, learning_rate=5e-3, ttt_steps=2)
+    result = train(tmp_path / "head", validation=sets, **options)
+    together = train(tmp_path / "other", validation=sequences() + sequences(seed=9), **options)
+    assert list(result.acceptance_by_set) == ["seen", "unseen"] and together.acceptance_by_set == {}
+    assert result.acceptance_by_depth == together.acceptance_by_depth and result.losses == together.losses
+    seen, unseen = result.acceptance_by_set.values()
+    assert seen[0] > unseen[0] and 2 * result.acceptance == pytest.approx(seen[0] + unseen[0])
+    card = (tmp_path / "head" / "README.md").read_text()
+    assert f"| accept length on seen | {1 + sum(seen):.2f} |" in card and "| accept length on unseen | " in card
+    assert "| data | texts of the caller |" in card and "| training speed | " in card
+    assert "| tokens seen | " in card and "accept length on" not in (tmp_path / "other" / "README.md").read_text()
+
+
+def test_sets_in_a_folder(tmp_path):
+    (tmp_path / "sets").mkdir()
+    with pytest.raises(ValueError, match=r"validation: .*sets has no .jsonl or .txt file"):
+        read_all(sequences(), tmp_path / "sets", None, Target.of(target()), 0, False)
+    rows = [{"prompt": ids[:5], "completion": ids[5:]} for ids in sequences(2)]
+    (tmp_path / "sets" / "b.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "sets" / "a.jsonl").write_text(json.dumps({"prompt": [1], "completion": [2, 3]}))
+    _, sets = read_all(sequences(), str(tmp_path / "sets"), None, Target.of(target()), 0, False)
+    assert list(sets) == ["a", "b"] and sets["a"][0].ids.tolist() == [1, 2, 3]
+    assert sets["a"][0].supervised.tolist() == [False, True, True]
+    assert [document.ids.tolist() for document in sets["b"]] == sequences(2)
+    with pytest.raises(ValueError, match=r"validation\['a'\]: no sequence with a supervised token"):
+        cut_all(read(sequences()), sets, 64, 9)
+
+
 def test_the_card(tmp_path):
     result = train(tmp_path / "head", steps=3)
     card = (tmp_path / "head" / "README.md").read_text()
@@ -424,7 +550,7 @@ def test_default_taps_can_be_published(layers):
 
 @pytest.mark.gpu
 @NEEDS_GPU
-@pytest.mark.parametrize("algo", [*ALGORITHMS, "jetspec"])
+@pytest.mark.parametrize("algo", [*ALGORITHMS, "jetspec", "dspark", "domino", "p_eagle"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_training_on_a_gpu(tmp_path, algo, dtype):
     """It learns, is interrupted, goes on, and the draft loads on the same device."""
@@ -433,4 +559,5 @@ def test_training_on_a_gpu(tmp_path, algo, dtype):
     assert train(tmp_path / "head", algo, model=model, **options | {"steps": 50}).steps == 50
     result = train(tmp_path / "head", algo, model=model, **options)
     assert result.acceptance > 0.9 and result.steps == options["steps"]
-    assert load_head(tmp_path / "head", model, "dflash" if algo in SMALL else algo).embedding.device.type == "cuda"
+    kind = "dflash" if algo in SMALL and algo != "p_eagle" else algo
+    assert load_head(tmp_path / "head", model, kind).embedding.device.type == "cuda"
