@@ -388,8 +388,8 @@ ANSWERS = [
         "tests/training/test_data.py -k test_answers_are_transformers_own",
     ),
     Mutation(
-        "rows of one teacher have the next one's logits", "spec_compile/training/loss.py",
-        "device_shared[rows] - first,", "(device_shared[rows] - first).clamp(min=1).clamp(max=last - first),",
+        "rows of one teacher have the logits of the one before", "spec_compile/training/loss.py",
+        "(shared[rows] for rows in parts)", "((shared[rows] - 1).clamp(min=0) for rows in parts)",
         "tests/training/test_losses.py -k test_soft_cross_entropy",
     ),
     Mutation(
@@ -402,7 +402,23 @@ ANSWERS = [
     ),
     Mutation(
         "JetSpec's blocks are trained as DFlash's", "spec_compile/training/jetspec.py",
-        "    causal = True", "    causal = False", "tests/training/test_losses.py -k 'test_blocks_learn and jetspec'",
+        "    causal = True", "    causal = False", "tests/training/test_blocks.py -k 'test_blocks_learn and jetspec'",
+    ),
+    Mutation(
+        "masks of P-EAGLE see the masks after them", "spec_compile/training/p_eagle.py",
+        "scale, causal=True)", "scale, causal=False)",
+        "tests/training/test_blocks.py -k 'test_blocks_learn and p_eagle'",
+    ),
+    Mutation(
+        "a Markov head reads the token that it drafts", "spec_compile/training/linked.py",
+        "+ torch.arange(self.block_size)).clamp(max=length - 1)",
+        "+ 1 + torch.arange(self.block_size)).clamp(max=length - 1)",
+        "tests/training/test_blocks.py -k 'test_blocks_learn and dspark'",
+    ),
+    Mutation(
+        "D-PACE weighs positions by those before them", "spec_compile/training/positions.py",
+        "    return reached.flip(1).cumsum(1).flip(1) * counted\n", "    return reached.cumsum(1) * counted\n",
+        "tests/training/test_positions.py -k test_weights_of_positions",
     ),
     Mutation(
         "a draft's window begins one token early", "spec_compile/drafters/window.py",

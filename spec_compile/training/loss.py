@@ -1,6 +1,6 @@
 """Distillation from the target's distribution, without the logits of all rows in memory at a time."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -120,8 +120,8 @@ class _Distil(torch.autograd.Function):
         return None, None, None, None, *grads
 
 
-def _with_teachers(parts: list[slice], teachers: Tensor, device: torch.device):
-    """Of each slice of rows: (rows, its teachers' positions [n], ascending, each row's index among them [r])."""
+def _with_teachers(parts: list[slice], teachers: Tensor, device: torch.device) -> Iterator[tuple]:
+    """(rows, their teachers' positions [n], ascending, each row's index among these [r]) for each slice of rows."""
     # They are counted on the CPU and moved together, so that nothing waits for a GPU.
     found = [teachers[rows].unique(return_inverse=True) for rows in parts]
     positions, shared = (move(torch.cat(values), device) for values in zip(*found))

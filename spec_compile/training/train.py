@@ -107,8 +107,7 @@ def train_draft(
     data: texts, lists of token ids, conversations, or a .txt or .jsonl file of them (`read`)
     output: a new folder, or the folder of a training to go on with
     tokenizer: the model's, if the data is text
-    validation: the share of documents that is held out, or texts as in `data`, or 0. A mapping of names to texts, or a
-        folder of files, are sets that are measured one by one
+    validation: the held-out share of documents, 0, or texts as in `data`; a folder or a mapping of names has several sets
     on_policy: True, or options for ``generate()``, to train on the model's own answers to prompts, which need no others
     resume: True to go on with the training in `output`, whose head is the same as without the interruption
     progress: called with a `Progress` about every ten seconds, at first more often (default: it is shown on stderr)
@@ -133,9 +132,7 @@ def train_draft(
         trainer, pieces, reserve, state = _prepare(
             trainer_class, target, parsed, documents, held_out, folder, on_policy, resume, repository, line
         )
-        glance = texts.sample(together(reserve), parsed.batch_size, GLANCE_TOKENS)
-        each = HELD_OUT_TOKENS // max(1, len(reserve))
-        measured = {name: texts.sample(part, parsed.batch_size, each) for name, part in reserve.items()}
+        glance, measured = _held_out_batches(reserve, parsed.batch_size)
         about = _about(data, pieces, measured, target, parsed, on_policy is not False)
         line(f"training on {about['sequences']}, {about['text']}; held out: {about['held-out text']}")
         publish = partial(_publish, model, trainer, about, folder, push or str(folder.resolve()), license)
@@ -178,6 +175,13 @@ def _prepare(
         trainer = trainer_class(target, options, texts.count_tokens(documents, target.vocab_size))
         pieces, reserve = cut_all(documents, held_out, length, trainer.shortest)
     return trainer, pieces, reserve, state
+
+
+def _held_out_batches(reserve: Sets, batch_size: int) -> tuple[list[Batch], dict[str, list[Batch]]]:
+    """Held-out batches to look at during the training, and those of each set to measure in the end."""
+    each = HELD_OUT_TOKENS // max(1, len(reserve))
+    measured = {name: texts.sample(part, batch_size, each) for name, part in reserve.items()}
+    return texts.sample(together(reserve), batch_size, GLANCE_TOKENS), measured
 
 
 def _result(folder: Path, state: TrainingState, acceptance: list[float], by_set: dict) -> TrainingResult:
