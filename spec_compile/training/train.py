@@ -107,7 +107,7 @@ def train_draft(
     data: texts, lists of token ids, conversations, or a .txt or .jsonl file of them (`read`)
     output: a new folder, or the folder of a training to go on with
     tokenizer: the model's, if the data is text
-    validation: the held-out share of documents, 0, or texts as in `data`; a folder or a mapping of names has several sets
+    validation: the held-out share of documents, 0, or texts as in `data`; a folder or a mapping of names has sets
     on_policy: True, or options for ``generate()``, to train on the model's own answers to prompts, which need no others
     resume: True to go on with the training in `output`, whose head is the same as without the interruption
     progress: called with a `Progress` about every ten seconds, at first more often (default: it is shown on stderr)
