@@ -120,11 +120,12 @@ def test_a_dflash_draft_loads_as_it_was_trained():
 
 def drafted_tokens(trainer, text):
     """Of each depth the tokens [B, T] that are drafted from each slot of text [B, T + 1]."""
-    features, weight = TargetFeatures(target(), trainer.taps)(text, choices=False), trainer.module.head_weight
+    features_of, weight = TargetFeatures(target(), trainer.taps), trainer.module.head_weight
     if trainer.name not in SMALL:
-        unrolled = trainer.unroll(text, trainer.project(features.states), Rollout(3), 3)
+        unrolled = trainer.unroll(text, trainer.project(features_of(text).states), Rollout(3), 3)
         return [(normed @ weight.T).argmax(-1) for _, normed in unrolled]
     batch = texts.collate(read(text.tolist(), None, models.VOCAB))
+    features = features_of(batch.ids)
     anchors = torch.arange(1, text.shape[1]).expand(len(text), -1)
     shape = (*anchors.shape, trainer.block_size)
     outputs = trainer.outputs(batch, features, Blocks(anchors, torch.ones(shape), torch.zeros(shape)))
