@@ -67,6 +67,11 @@ class PositionWeights:
         return self.chains.to(self.fixed.device), self.positions.to(self.fixed.device)
 
     @cached_property
+    def longest(self) -> int:
+        """Positions of a chain at most."""
+        return int(self.positions.max()) + 1
+
+    @cached_property
     def extra(self) -> Tensor:
         """The weight of a chain's additional term, a scalar."""
         count = int(self.chains[-1]) + 1 if len(self.chains) else 1
@@ -97,7 +102,7 @@ class PositionWeights:
             return fixed
         chains, positions = (place[rows] for place in self.places)
         at = chains - chains[0], positions
-        shape = int(self.chains[rows][-1] - self.chains[rows][0]) + 1, int(self.positions.max()) + 1
+        shape = int(self.chains[rows][-1] - self.chains[rows][0]) + 1, self.longest
         counted = torch.zeros(shape, dtype=torch.bool, device=fixed.device).index_put(at, fixed > 0)
         if self.name == "first-error":
             errors = first_errors(torch.zeros_like(counted).index_put(at, right), counted)
