@@ -122,7 +122,7 @@ def _train(
     dtype: Dtype = "auto",
     device: Device = "cpu",
     algo: Annotated[str, typer.Option(help=f"One of {', '.join(TRAINERS)}.")] = "eagle3",
-    validation: Annotated[str, typer.Option(help="The share of the data that is held out, a file, or a folder of sets.")] = "0.05",
+    validation: Annotated[str, typer.Option(help="The held-out share, a file, or a folder of sets.")] = "0.05",
     on_policy: Annotated[bool, typer.Option("--on-policy", help="Train on answers that the model writes.")] = False,
     steps: Annotated[int | None, typer.Option(help="Updates of the weights.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Give this or --steps. Without either it is 30.")] = None,

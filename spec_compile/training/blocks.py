@@ -65,7 +65,7 @@ class BlockTrainer(Trainer):
     block_size: int
     """Slots of a block."""
     position_weight = FIXED
-    """The option ``per_position_loss_weight``."""
+    """The option ``per_position_loss_weight``; on the class its default."""
 
     def loss(self, batch: Batch, features: Features, generator: torch.Generator) -> Tensor:
         """The distance from the target's probabilities, a mean over the counted slots with weights.

@@ -15,7 +15,6 @@ from .blocks import BlockAttention, Blocks, BlockTrainer
 from .data import Batch, move
 from .features import Features
 from .options import LAYER_OPTIONS, TrainingOptions
-from .positions import FIXED
 from .sizes import check_taps, draft_config, published_config
 from .trainer import as_master, seeded
 
@@ -39,7 +38,7 @@ class DFlashTrainer(BlockTrainer):
         self.target, self.device = target, target.embedding.device
         self.config = draft_config(target, options, layers=5)
         self.block_size = options.block_size or self.default_block_size
-        self.position_weight = options.per_position_loss_weight or FIXED
+        self.position_weight = options.per_position_loss_weight or self.position_weight
         taps = default_taps(target.num_layers) if options.taps is None else options.taps
         check_taps(taps, target.num_layers)
         self.mask = rarest_token(counts)

@@ -27,12 +27,13 @@ class Eagle3Trainer(HeadTrainer):
 
     name = "eagle3"
     takes = LAYER_OPTIONS | {"draft_vocab_size", "taps", "ttt_steps", "per_position_loss_weight"}
+    position_weight = FIXED
 
     def __init__(self, target: Target, options: TrainingOptions, counts: Tensor):
         self.config = draft_config(target, options)
         head = new_head(target, options, counts, self.config)
         super().__init__(target, head, options.ttt_steps or 7)
-        self.position_weight = options.per_position_loss_weight or FIXED
+        self.position_weight = options.per_position_loss_weight or self.position_weight
         self.kept = self.module.draft_to_target
         self.learns_from_choices = len(self.kept) < target.vocab_size
 

@@ -15,7 +15,6 @@ from .dflash import rarest_token
 from .eagle3 import can_draft, new_head, published_head
 from .features import Features
 from .options import LAYER_OPTIONS, TrainingOptions
-from .positions import FIXED
 from .sizes import draft_config
 
 KEPT, LEAST = 0.7, 0.2
@@ -37,7 +36,7 @@ class PEagleTrainer(BlockTrainer):
         self.module = new_head(target, options, counts, self.config, ParallelEagle3Head).eval()
         self.module.mask_token_id = rarest_token(counts)
         self.block_size = self.steps = options.num_depths or 8
-        self.position_weight = options.per_position_loss_weight or FIXED
+        self.position_weight = options.per_position_loss_weight or self.position_weight
         self.taps, self.kept = self.module.taps, self.module.draft_to_target
         self.learns_from_choices = len(self.kept) < target.vocab_size
 
