@@ -1,6 +1,5 @@
 """Blocks of drafts, begun at random places of a text, and the loss of drafts that make a block in one forward."""
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,20 +9,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..kernels.ops import masked_attention
 from .attention import Causal
-from .data import WIDTH, Batch, move
+from .block_attention import Layout, block_attention
+from .capture import RolloutRows
+from .data import Batch, move
 from .features import Features
 from .loss import Distilled, distil_all, likeliest
 from .positions import FIXED, PositionWeights
-from .trainer import Trainer
+from .trainer import Trainer, trained_parameters
 
-TRAINED_BLOCKS, MEASURED_BLOCKS = 512, 128
+TRAINED_BLOCKS, MEASURED_BLOCKS = 128, 128
 """Blocks of a sequence at most, in training and when acceptance is measured."""
 SLOTS = 1 << 16
 """Slots of all blocks of a training step at most."""
-ROWS = 256
-"""Slots of blocks that attend together; each attends to the context and to all of these slots, most of them masked."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +46,12 @@ class Blocks:
         slots = self.counted.flatten().nonzero()[:, 0]
         return slots, self.teachers.flatten()[slots]
 
+    def filled(self, count: int) -> "Blocks":
+        """`count` blocks of each sequence, the further ones without counted slots."""
+        more = count - self.anchors.shape[1]
+        anchors = torch.cat([self.anchors, self.anchors[:, -1:].expand(-1, more)], dim=1)
+        return Blocks(anchors, *(F.pad(values, (0, 0, 0, more)) for values in (self.counted, self.teachers)))
+
     def by_teacher(self) -> tuple[Tensor, Tensor]:
         """The same in the order of their teachers, of which blocks of logits then share more."""
         slots, teachers = self.slots()
@@ -58,6 +62,7 @@ class Blocks:
 class BlockTrainer(Trainer):
     """Trainer of a draft that makes the tokens of a block in one forward."""
 
+    optimizer = "muon"
     causal = False
     """True if a slot does not see later slots of its block."""
     first = 1
@@ -66,6 +71,7 @@ class BlockTrainer(Trainer):
     """Slots of a block."""
     position_weight = FIXED
     """The option ``per_position_loss_weight``; on the class its default."""
+    _graphs: RolloutRows | None = None
 
     def loss(self, batch: Batch, features: Features, generator: torch.Generator) -> Tensor:
         """The distance from the target's probabilities, a mean over the counted slots with weights.
@@ -74,6 +80,8 @@ class BlockTrainer(Trainer):
         """
         most = min(TRAINED_BLOCKS, max(1, SLOTS // (len(batch.ids) * self.block_size)))
         drawn = self.draw_blocks(batch, most, torch.Generator().manual_seed(generator.initial_seed()))
+        if self.device.type == "cuda":
+            drawn = drawn.filled(most)  # the graphs are for one number of blocks
         slots, teachers = drawn.by_teacher() if self.position_weight == FIXED else drawn.slots()
         at = move(slots, self.device)
         rows = [output.flatten(0, 2).index_select(0, at) for output in self.outputs(batch, features, drawn)]
@@ -86,9 +94,32 @@ class BlockTrainer(Trainer):
         logits = self.teacher_logits(features)
         return self.objective(rows, partial(distil_all, teachers=teachers, teacher_logits=logits, row_weights=weights))
 
-    @abstractmethod
     def draft(self, batch: Batch, features: Features, drawn: Blocks) -> Tensor:
-        """The normed states of all slots, [B, n, T, h]."""
+        """The normed states of all slots, [B, n, T, h], by CUDA graphs where they can be captured."""
+        if self._graphs is None:
+            self._graphs = RolloutRows(trained_parameters(self.module).values(), type(self.module).__name__)
+        read = [move(values, self.device) for values in (*self.tokens(batch, drawn), drawn.anchors)]
+        shape = *drawn.anchors.shape, self.block_size
+        every = torch.arange(shape[0] * shape[1] * shape[2], device=self.device)
+        states = self._graphs(self._listed, [*read, *features.states[: len(self.module.taps)]], every)
+        return states.unflatten(0, shape)
+
+    def _listed(self, *given: Tensor) -> list[Tensor]:
+        ids, places, anchors, *states = given
+        return [self.states(ids, places, anchors, states)]
+
+    @abstractmethod
+    def tokens(self, batch: Batch, drawn: Blocks) -> tuple[Tensor, Tensor]:
+        """The ids and positions that the draft reads, int64, on the CPU."""
+
+    @abstractmethod
+    def states(self, ids: Tensor, positions: Tensor, anchors: Tensor, states: list[Tensor]) -> Tensor:
+        """The normed states of all slots, [B, n, T, h], by operations that wait for nothing.
+
+        ids, positions: see `tokens`
+        anchors: [B, n] int64; see `Blocks`
+        states: [B, L, h]; of the target at each tap
+        """
 
     def outputs(self, batch: Batch, features: Features, drawn: Blocks) -> list[Tensor]:
         """Tensors [B, n, T, ...] of all slots: first those that `matrices` multiply, then others for `objective`."""
@@ -163,17 +194,10 @@ class BlockTrainer(Trainer):
 class BlockAttention(Causal):
     """Attention of blocks: a slot sees its block, and the context before the block's anchor."""
 
-    def __init__(self, anchors: Tensor, length: int, size: int, device: torch.device):
-        """anchors: see `Blocks`. length: of the context. size: slots of a block."""
+    def __init__(self, anchors: Tensor, size: int):
+        """anchors: see `Blocks`, on the draft's device. size: slots of a block."""
         super().__init__()
-        # Blocks that attend together: their range, the length of context that one of them sees at most, their anchors.
-        self.size, self.groups = size, []
-        step = max(1, ROWS // size)
-        for begin in range(0, anchors.shape[1], step):
-            group = anchors[:, begin : begin + step]
-            seen = min(length, -(-int(group.max()) // WIDTH) * WIDTH)
-            self.groups.append((slice(begin, begin + step), seen, move(group, device)))
-        self.masks: dict[tuple[int, bool], Tensor] = {}
+        self.anchors, self.size = anchors, size
 
     def attend_blocks(
         self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool
@@ -185,28 +209,6 @@ class BlockAttention(Causal):
         keys, values: [B, Hkv, L, D]; of the context, which the blocks of a sequence share
         causal: True if a slot does not see later slots of its block
         """
-        groups, parts = q.shape[1] // k.shape[1], []
-        for number, (blocks, seen, _) in enumerate(self.groups):
-            # The slots of a group, [B, H, blocks * T, D], whose keys and values follow those of the context.
-            own_q, own_k, own_v = (heads[:, :, blocks].flatten(2, 3) for heads in (q, k, v))
-            joined = (torch.cat(pair, dim=2) for pair in ((keys[:, :, :seen], own_k), (values[:, :, :seen], own_v)))
-            mask = self._mask(number, causal, groups, q.dtype)
-            parts.append(masked_attention(own_q, *joined, mask, None, scale, None))
-        return torch.cat(parts, dim=1)
-
-    def _mask(self, number: int, causal: bool, groups: int, dtype: torch.dtype) -> Tensor:
-        """The mask of a group of blocks, 0 or minus infinity, [B, 1, groups * blocks * T, seen + blocks * T].
-
-        groups: query heads that share keys, which `masked_attention` takes as rows
-        """
-        if (number, causal) not in self.masks:
-            _, seen, anchors = self.groups[number]
-            device, count = anchors.device, anchors.shape[1] * self.size
-            context = torch.arange(seen, device=device) < anchors.repeat_interleave(self.size, dim=1)[:, :, None]
-            slot = torch.arange(count, device=device)
-            block = slot[:, None] // self.size == slot // self.size
-            block = block & (slot[:, None] >= slot) if causal else block
-            visible = torch.cat([context, block.expand(len(anchors), -1, -1)], dim=2)[:, None]
-            mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, -math.inf)
-            self.masks[number, causal] = mask.repeat(1, 1, groups, 1)
-        return self.masks[number, causal]
+        q, k, v = (heads.flatten(2, 3) for heads in (q, k, v))
+        layout = Layout(self.anchors, self.size, causal)
+        return block_attention(q, k, v, keys, values, layout, scale).transpose(1, 2)

@@ -12,7 +12,7 @@ from ..drafters.modules.layers import LayerKnobs
 from ..drafters.modules.transitions import Transition
 from ..passes.tap_hidden_states import FINAL
 from .blocks import BlockAttention, Blocks, BlockTrainer
-from .data import Batch, move
+from .data import Batch
 from .features import Features
 from .options import LAYER_OPTIONS, TrainingOptions
 from .sizes import check_taps, draft_config, published_config
@@ -57,18 +57,20 @@ class DFlashTrainer(BlockTrainer):
         """The draft's transition and its prediction of acceptance, with weights to begin with; DFlash has none."""
         return None, None
 
-    def draft(self, batch: Batch, features: Features, drawn: Blocks) -> Tensor:
-        draft, (rows, count) = self.module, drawn.anchors.shape
+    def tokens(self, batch: Batch, drawn: Blocks) -> tuple[Tensor, Tensor]:
+        """See `BlockTrainer`. A block is a row, [B * n, T]: its anchor's token and masks."""
         first = batch.ids.gather(1, drawn.anchors)[:, :, None]
         ids = F.pad(first, (0, self.block_size - 1), value=self.mask).flatten(0, 1)
-        positions = (drawn.anchors[:, :, None] + torch.arange(self.block_size)).flatten(0, 1)
-        ids, positions = move(ids, self.device), move(positions, self.device)
+        return ids, (drawn.anchors[:, :, None] + torch.arange(self.block_size)).flatten(0, 1)
+
+    def states(self, ids: Tensor, positions: Tensor, anchors: Tensor, states: list[Tensor]) -> Tensor:
+        draft = self.module
         x = F.embedding(ids, draft.embedding)
         rope = draft.rotary_emb(x, positions)
-        with DFlashAttention(draft, draft.project(features.states[:-1]), drawn.anchors):
+        with DFlashAttention(draft, draft.project(states), anchors):
             for block in draft.blocks:
                 x = block(x, rope)
-        return draft.norm(x).unflatten(0, (rows, count))
+        return draft.norm(x).unflatten(0, anchors.shape)
 
     def publish(self) -> tuple[dict, dict[str, Tensor]]:
         """The tensors by z-lab's names. The embedding and the output matrix are the target's and not among them."""
@@ -93,7 +95,7 @@ class DFlashAttention(BlockAttention):
 
     def __init__(self, draft: DFlashDraft, context: Tensor, anchors: Tensor):
         """context: [B, L, h], of which each layer makes keys and values. anchors: see `Blocks`."""
-        super().__init__(anchors, context.shape[1], draft.block_size, context.device)
+        super().__init__(anchors, draft.block_size)
         self.draft, self.context, self.shape = draft, context, anchors.shape
         positions = torch.arange(context.shape[1], device=context.device)[None]
         self.rope = draft.rotary_emb(context, positions)

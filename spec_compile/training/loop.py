@@ -1,4 +1,4 @@
-"""The training loop: AdamW over one draft, by steps or by the clock, with reports, evaluations and checkpoints."""
+"""The training loop: one draft, by steps or by the clock, with reports, evaluations and checkpoints."""
 
 import math
 import time
@@ -13,6 +13,7 @@ from .corpus import UNNAMED
 from .data import Batch, Batches, move
 from .features import TargetFeatures
 from .interrupts import Interrupts
+from .muon import Muon, matrices_of
 from .options import TrainingOptions
 from .progress import Progress
 from .save import TrainingState, save_curve, save_state
@@ -72,16 +73,23 @@ class Loop:
         self._parameters = trained_parameters(trainer.module)
         size, highest = trainer.learning_rate
         self.learning_rate = options.learning_rate or min(size / trainer.module.hidden_size, highest)
-        self._optimizer = torch.optim.AdamW(
-            self._parameters.values(), betas=BETAS, weight_decay=0.0, fused=self.device.type == "cuda"
-        )
+        self._optimizers = self._make_optimizers(options.optimizer or trainer.optimizer)
         if state.weights is not None:
             with torch.no_grad():
                 for name, parameter in self._parameters.items():
                     parameter.copy_(state.weights[name])
-            self._optimizer.load_state_dict(state.optimizer)
+            for optimizer, stored in zip(self._optimizers, state.optimizer):
+                optimizer.load_state_dict(stored)
         self._unread: list[Tensor] = []
         self._begin = time.perf_counter() - state.seconds
+
+    def _make_optimizers(self, name: str) -> list[torch.optim.Optimizer]:
+        """AdamW, or Muon for the matrices of linear layers and AdamW for all else."""
+        matrices = matrices_of(self.trainer.module) if name == "muon" else []
+        taken = {id(matrix) for matrix in matrices}
+        others = [parameter for parameter in self._parameters.values() if id(parameter) not in taken]
+        adamw = torch.optim.AdamW(others, betas=BETAS, weight_decay=0.0, fused=self.device.type == "cuda")
+        return [Muon(matrices), adamw] if matrices else [adamw]
 
     @property
     def share(self) -> float:
@@ -159,7 +167,7 @@ class Loop:
         self._read_losses()
         state = self.state
         state.weights = {name: value.detach().cpu() for name, value in self._parameters.items()}
-        state.optimizer = self._optimizer.state_dict()
+        state.optimizer = [optimizer.state_dict() for optimizer in self._optimizers]
         save_state(self.folder, state)
         save_curve(self.folder, state)
         facts = {
@@ -181,12 +189,14 @@ class Loop:
         self.trainer.share = share
         with self._precision():
             loss = self.trainer.loss(batch, features, generator)
-        self._optimizer.zero_grad()
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self._parameters.values(), self.options.clip)
-        for group in self._optimizer.param_groups:
-            group["lr"] = self.learning_rate * self._schedule(share)
-        self._optimizer.step()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.learning_rate * self._schedule(share)
+            optimizer.step()
         self._unread.append(loss.detach())  # not read here, which would wait for the GPU
         state.step += 1
         state.tokens += batch.tokens

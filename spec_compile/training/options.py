@@ -11,6 +11,7 @@ from .positions import NAMES
 
 LARGEST = 1 << 31
 """The largest value of an integer option."""
+OPTIMIZERS = "adamw", "muon"
 LAYER_OPTIONS = frozenset({"num_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"})
 """Options of a draft's layers."""
 SIZES = ("draft_vocab_size", "ttt_steps", "num_depths", "markov_rank", "emb_dim", "gru_hidden_dim")
@@ -29,6 +30,7 @@ class TrainingOptions:
     batch_size: sequences a step
     sequence_length: tokens a sequence at most (default: 2048, or what the target can hold)
     learning_rate: the highest (default: by the size of the head)
+    optimizer: "adamw", or "muon" for the matrices of layers and AdamW for all else (default: muon for drafts of blocks)
     warmup: share of the training in which it rises
     clip: largest norm of a gradient
     seed: of the weights, the order of the data and all else that is random
@@ -53,6 +55,7 @@ class TrainingOptions:
     batch_size: int = 8
     sequence_length: int | None = None
     learning_rate: float | None = None
+    optimizer: str | None = None
     warmup: float = 0.04
     clip: float = 0.5
     seed: int = 0
@@ -82,7 +85,9 @@ class TrainingOptions:
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1, LARGEST)
         check_int("seed", self.seed, 0, LARGEST)
-        for name, known in (("markov_head_type", tuple(MARKOV)), ("per_position_loss_weight", NAMES)):
+        for name, known in (
+            ("markov_head_type", tuple(MARKOV)), ("per_position_loss_weight", NAMES), ("optimizer", OPTIMIZERS),
+        ):  # fmt: skip
             if getattr(self, name) not in (None, *known):
                 raise ValueError(f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}")
         if self.block_size is not None:

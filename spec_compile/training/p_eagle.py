@@ -10,7 +10,7 @@ from torch import Tensor
 from ..drafters.checkpoints.target import Target
 from ..drafters.modules.eagle import ParallelEagle3Head
 from .blocks import BlockAttention, Blocks, BlockTrainer
-from .data import Batch, move
+from .data import Batch
 from .dflash import rarest_token
 from .eagle3 import can_draft, new_head, published_head
 from .features import Features
@@ -40,22 +40,24 @@ class PEagleTrainer(BlockTrainer):
         self.taps, self.kept = self.module.taps, self.module.draft_to_target
         self.learns_from_choices = len(self.kept) < target.vocab_size
 
-    def draft(self, batch: Batch, features: Features, drawn: Blocks) -> Tensor:
-        """See `BlockTrainer`. One row of the head's layers has L - 1 slots of the text and then n * (T - 1) masks."""
-        head, (rows, count) = self.module, drawn.anchors.shape
-        masks, length = self.block_size - 1, batch.ids.shape[1] - 1
+    def tokens(self, batch: Batch, drawn: Blocks) -> tuple[Tensor, Tensor]:
+        """See `BlockTrainer`. A row of the head's layers has L - 1 slots of the text and then n * (T - 1) masks."""
+        rows, masks, length = len(batch.ids), self.block_size - 1, batch.ids.shape[1] - 1
         # An anchor's token is read by the slot before it, with that slot's state. Masks come at the next places.
-        last = (drawn.anchors - 1).clamp(min=0)
-        places = (last[:, :, None] + 1 + torch.arange(masks)).flatten(1)
-        ids = torch.cat([batch.ids[:, 1:], torch.full_like(places, head.mask_token_id)], dim=1)
-        positions = torch.cat([torch.arange(length).expand(rows, -1), places], dim=1)
-        text = head.project([state[:, :-1] for state in features.states])
+        places = (drawn.anchors.clamp(min=1)[:, :, None] + torch.arange(masks)).flatten(1)
+        ids = torch.cat([batch.ids[:, 1:], torch.full_like(places, self.module.mask_token_id)], dim=1)
+        return ids, torch.cat([torch.arange(length).expand(rows, -1), places], dim=1)
+
+    def states(self, ids: Tensor, positions: Tensor, anchors: Tensor, states: list[Tensor]) -> Tensor:
+        head, masks, length = self.module, self.block_size - 1, states[0].shape[1] - 1
+        text = head.project([state[:, :-1] for state in states])
         mask = head.project(list(head.mask_hidden.to(text.dtype).chunk(len(self.taps), dim=-1)))
-        states = torch.cat([text, mask.to(text.dtype).expand(rows, places.shape[1], -1)], dim=1)
-        with ParallelAttention(drawn.anchors, length, masks, self.device):
-            _, normed = head(move(ids, self.device), move(positions, self.device), states)
-        first = normed[:, :length].gather(1, move(last, self.device)[:, :, None].expand(-1, -1, normed.shape[2]))
-        return torch.cat([first[:, :, None], normed[:, length:].unflatten(1, (count, masks))], dim=2)
+        count = ids.shape[1] - length
+        with ParallelAttention(anchors, length, masks):
+            _, normed = head(ids, positions, torch.cat([text, mask.to(text.dtype).expand(len(ids), count, -1)], dim=1))
+        last = (anchors - 1).clamp(min=0)
+        first = normed[:, :length].gather(1, last[:, :, None].expand(-1, -1, normed.shape[2]))
+        return torch.cat([first[:, :, None], normed[:, length:].unflatten(1, (anchors.shape[1], masks))], dim=2)
 
     def teacher_logits(self, features: Features):
         return features.logits
@@ -77,9 +79,9 @@ class PEagleTrainer(BlockTrainer):
 class ParallelAttention(BlockAttention):
     """Attention of a text and of chains of masks: a mask sees the text up to its anchor, and the masks before it."""
 
-    def __init__(self, anchors: Tensor, length: int, masks: int, device: torch.device):
+    def __init__(self, anchors: Tensor, length: int, masks: int):
         """anchors: see `Blocks`. length: slots of the text. masks: of each chain."""
-        super().__init__(anchors, length, masks, device)
+        super().__init__(anchors, masks)
         self.length, self.shape = length, (anchors.shape[1], masks)
 
     def attend(self, q, k, v, sinks, scale, window, softcap, layer):

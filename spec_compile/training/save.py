@@ -26,7 +26,7 @@ CURVE = "curve.csv"
 """File of losses and acceptance."""
 DOOR = "custom_generate"
 """Folder with the function that transformers' ``custom_generate`` runs."""
-VERSION = 1
+VERSION = 2
 """The version of the state's format; a state of another version is refused."""
 
 
@@ -40,7 +40,7 @@ class TrainingState:
     losses: of each step
     evaluations: (step, share of first drafts accepted on held-out text)
     weights: the head's trained parameters in their training dtype
-    optimizer: its state_dict
+    optimizer: the state_dict of each optimizer
     """
 
     identity: dict
@@ -50,7 +50,7 @@ class TrainingState:
     losses: list[float] = field(default_factory=list)
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     weights: dict[str, Tensor] | None = None
-    optimizer: dict | None = None
+    optimizer: list[dict] | None = None
 
 
 def open_folder(output: str | Path, identity: dict, resume: bool) -> TrainingState:
