@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -18,8 +18,11 @@ from .loss import Distilled, distil_all, likeliest
 from .positions import FIXED, PositionWeights
 from .trainer import Trainer, trained_parameters
 
-TRAINED_BLOCKS, MEASURED_BLOCKS = 128, 128
+TRAINED_BLOCKS, MEASURED_BLOCKS = 512, 128
 """Blocks of a sequence at most, in training and when acceptance is measured."""
+POSITIONS = 4
+"""Positions of a batch for each block of a sequence. More blocks, which are much like each other, would slow a step down
+more than they teach; the next epoch draws others."""
 SLOTS = 1 << 16
 """Slots of all blocks of a training step at most."""
 
@@ -62,7 +65,6 @@ class Blocks:
 class BlockTrainer(Trainer):
     """Trainer of a draft that makes the tokens of a block in one forward."""
 
-    optimizer = "muon"
     causal = False
     """True if a slot does not see later slots of its block."""
     first = 1
@@ -78,7 +80,8 @@ class BlockTrainer(Trainer):
 
         Papers learn from the text's tokens instead of the target's probabilities; DFlash's authors saw no difference.
         """
-        most = min(TRAINED_BLOCKS, max(1, SLOTS // (len(batch.ids) * self.block_size)))
+        rows, length = batch.ids.shape
+        most = max(1, min(TRAINED_BLOCKS, SLOTS // (rows * self.block_size), length // POSITIONS))
         drawn = self.draw_blocks(batch, most, torch.Generator().manual_seed(generator.initial_seed()))
         if self.device.type == "cuda":
             drawn = drawn.filled(most)  # the graphs are for one number of blocks
@@ -96,13 +99,15 @@ class BlockTrainer(Trainer):
 
     def draft(self, batch: Batch, features: Features, drawn: Blocks) -> Tensor:
         """The normed states of all slots, [B, n, T, h], by CUDA graphs where they can be captured."""
-        if self._graphs is None:
-            self._graphs = RolloutRows(trained_parameters(self.module).values(), type(self.module).__name__)
         read = [move(values, self.device) for values in (*self.tokens(batch, drawn), drawn.anchors)]
         shape = *drawn.anchors.shape, self.block_size
         every = torch.arange(shape[0] * shape[1] * shape[2], device=self.device)
-        states = self._graphs(self._listed, [*read, *features.states[: len(self.module.taps)]], every)
+        states = self._rows(self._listed, [*read, *features.states[: len(self.module.taps)]], every)
         return states.unflatten(0, shape)
+
+    @cached_property
+    def _rows(self) -> RolloutRows:
+        return RolloutRows(trained_parameters(self.module).values(), type(self.module).__name__)
 
     def _listed(self, *given: Tensor) -> list[Tensor]:
         ids, places, anchors, *states = given

@@ -21,8 +21,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-FIXED = "fixed-exp-decay"
-NAMES = (FIXED, "dpace", "first-error", "chain")
+FIXED, DPACE = "fixed-exp-decay", "dpace"
+NAMES = (FIXED, DPACE, "first-error", "chain")
 ALPHA = 0.5
 """Smoothing of probabilities in D-PACE."""
 EXTRA = 1.0

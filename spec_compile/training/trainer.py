@@ -31,7 +31,7 @@ class Trainer(ABC):
     """The options in `ABOUT_THE_DRAFT` that this algorithm has."""
     learning_rate: tuple[float, float] = (0.4, 2e-3)
     """(a, b): the default is a / hidden size, but not above b."""
-    optimizer = "adamw"
+    optimizer = "muon"
     """The default of the option of this name."""
     taps: tuple[int, ...]
     """The target's states that the draft reads, as in `Head.taps`."""

@@ -14,9 +14,10 @@ from trainings import (
 )
 
 from spec_compile.kernels import ops
-from spec_compile.training import blocks
+from spec_compile.training import block_attention, blocks
 from spec_compile.training.linked import GAMMA, UNLINKED
 from spec_compile.training.p_eagle import KEPT, LEAST
+from spec_compile.training.positions import DPACE, FIXED
 from spec_compile.training.trainer import trained_parameters
 
 
@@ -96,13 +97,13 @@ def distance(trainer, logits, base, predicted, teacher):
     return 0.1 * entropy + 0.9 * l1 - predicted
 
 
-CASES = [("dflash", 1, {}), ("dflash", 256, {}), ("jetspec", 10, {}), ("p_eagle", 7, {}), ("dspark", 10, {})]
-CASES += [("domino", 256, {}), ("dflash", 256, {"per_position_loss_weight": "dpace"})]
+CASES = [("dflash", 1, FIXED), ("dflash", 256, FIXED), ("jetspec", 10, FIXED), ("p_eagle", 7, FIXED)]
+CASES += [("dspark", 10, FIXED), ("domino", 256, FIXED), ("dflash", 256, DPACE)]
 
 
-@pytest.mark.parametrize(("algo", "together", "options"), CASES)
-def test_blocks_learn_what_blocks_draft(algo, together, options):
-    model, documents, trainer, batch, features = made(algo, **SMALL[algo] | options)
+@pytest.mark.parametrize(("algo", "together", "weights_by"), CASES)
+def test_blocks_learn_what_blocks_draft(algo, together, weights_by):
+    model, documents, trainer, batch, features = made(algo, **SMALL[algo], per_position_loss_weight=weights_by)
     trainer.share = 0.25
     logits, first = model(batch.ids).logits.detach(), trainer.first
     total = weights = 0.0
@@ -123,9 +124,9 @@ def test_blocks_learn_what_blocks_draft(algo, together, options):
             counts[depth][0] += 1
             counts[depth][1] += alive
         for depth, (lost, weight, _) in enumerate(rows):
-            weight = sum(reached for *_, reached in rows[depth:]) if options else weight
+            weight = sum(reached for *_, reached in rows[depth:]) if weights_by == DPACE else weight
             total, weights = total + weight * lost, weights + weight
-    with mock.patch.object(blocks, "ROWS", together):
+    with mock.patch.object(block_attention, "ROWS", together), mock.patch.object(blocks, "POSITIONS", 1):
         got = trainer.loss(batch, features, torch.Generator().manual_seed(1))
         assert list(map(list, trainer.accepted(batch, features, trainer.steps))) == counts
     assert got.item() == pytest.approx(total / weights, rel=1e-5)
@@ -144,3 +145,13 @@ def test_blocks_begin_at_random_places():
     everything = trainer.draw_blocks(batch, 99, torch.Generator().manual_seed(0))
     assert everything.anchors.shape[1] == 10
     assert everything.counted[1, :, 1].sum() == 7 and not everything.counted[1, 7:].any()
+
+
+def test_further_blocks_have_no_counted_slots():
+    _, _, trainer, batch, _ = made("dflash", block_size=5)
+    drawn = trainer.draw_blocks(batch, 3, torch.Generator().manual_seed(0))
+    filled = drawn.filled(7)
+    assert filled.anchors.shape[1] == 7 and torch.equal(filled.anchors, filled.anchors.sort(dim=1).values)
+    assert torch.equal(filled.counted[:, :3], drawn.counted) and not filled.counted[:, 3:].any()
+    for mine, theirs in zip(filled.slots()[1], drawn.slots()[1]):
+        assert mine == theirs

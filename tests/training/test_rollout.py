@@ -87,10 +87,11 @@ def train(algo, device, dtype, captures):
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-3, fused=device == "cuda")
     losses, gradients, mixed = [], [], device == "cuda" or dtype == torch.bfloat16
     for seed, size in enumerate(SIZES):
+        generator = torch.Generator(device).manual_seed(seed)
         ids = torch.randint(3, models.VOCAB, (3, size), generator=torch.Generator().manual_seed(seed)).int()
         batch = texts.collate([texts.Document(row, torch.ones(size, dtype=torch.bool)) for row in ids])
         with torch.autocast(device, torch.bfloat16, enabled=mixed):
-            loss = trainer.loss(batch, features(ids.long().to(device), trainer.learns_from_choices), None)
+            loss = trainer.loss(batch, features(ids.long().to(device), trainer.learns_from_choices), generator)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
@@ -109,7 +110,7 @@ def compare_trainings(one, other, tolerance):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("algo", ["eagle3", "mtp"])
+@pytest.mark.parametrize("algo", ["eagle3", "mtp", "dflash", "p_eagle"])
 def test_a_captured_rollout_is_the_rollout(monkeypatch, algo, dtype):
     """Everything but CUDA's own part: a function stands for a graph, and runs anew on what the graphs share."""
     replays = []
@@ -147,7 +148,7 @@ def test_a_rollout_that_cannot_be_captured(monkeypatch):
 @pytest.mark.gpu
 @NEEDS_GPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("algo", ["eagle3", "mtp"])
+@pytest.mark.parametrize("algo", ["eagle3", "mtp", "dflash", "p_eagle"])
 def test_a_captured_rollout_on_a_gpu(recwarn, algo, dtype):
     """Losses and gradients of every step, with and without capture: shapes alternate, and weights change."""
     captured, plain = (train(algo, "cuda", dtype, captures) for captures in (True, False))
