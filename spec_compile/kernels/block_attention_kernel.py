@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-QUERIES, KEYS, WARPS = 64, 64, 4
-"""Slots and keys that a program has in registers at a time, and its warps; not tuned."""
+TILE, WIDE_TILE, WARPS = 64, 32, 4
+"""Slots, and keys, that a program has in registers at a time, with heads of up to 128 and wider ones; its warps. Not
+tuned."""
 
 
 def forward(
@@ -33,10 +34,10 @@ def forward(
     q, k, v, keys, values = (heads.contiguous() for heads in (q, k, v, keys, values))
     batch, heads, slots, width = q.shape
     out, total = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    _forward[(triton.cdiv(slots, QUERIES), batch * heads)](
-        q, k, v, keys, values, anchors, out, total, scale, slots, keys.shape[2], anchors.shape[1], size,
-        **_constants(heads, k.shape[1], width, causal),
-    )  # fmt: skip
+    constants = _constants(heads, k.shape[1], width, causal)
+    _forward[(triton.cdiv(slots, constants["QUERIES"]), batch * heads)](
+        q, k, v, keys, values, anchors, out, total, scale, slots, keys.shape[2], anchors.shape[1], size, **constants
+    )
     return out, total
 
 
@@ -53,20 +54,21 @@ def backward(
     dq, dk, dv, dkeys, dvalues = (torch.empty_like(heads) for heads in (q, k, v, keys, values))
     shape, given = (scale, slots, length, blocks, size), (grad, q, k, v, keys, values, anchors, total, mean)
     constants = _constants(heads, kv_heads, width, causal)
-    _backward_queries[(triton.cdiv(slots, QUERIES), batch * heads)](*given, dq, *shape, **constants)
-    tiles = triton.cdiv(slots, KEYS), batch * kv_heads
-    _backward_slots[tiles](grad, q, k, v, total, mean, dk, dv, scale, slots, size, **constants)
+    tile = constants["KEYS"]
+    _backward_queries[(triton.cdiv(slots, tile), batch * heads)](*given, dq, *shape, **constants)
+    _backward_slots[(triton.cdiv(slots, tile), batch * kv_heads)](grad, q, k, v, total, mean, dk, dv, scale, slots, size, **constants)
     context = grad, q, keys, values, anchors, total, mean, dkeys, dvalues
     constants["BLOCKS"] = triton.next_power_of_2(blocks)
     del constants["CAUSAL"]
-    _backward_context[(triton.cdiv(length, KEYS), batch * kv_heads)](*context, *shape, **constants)
+    _backward_context[(triton.cdiv(length, tile), batch * kv_heads)](*context, *shape, **constants)
     return dq, dk, dv, dkeys, dvalues
 
 
 def _constants(heads: int, kv_heads: int, width: int, causal: bool) -> dict:
+    tile = TILE if width <= 128 else WIDE_TILE
     return {
         "HEADS": heads, "SHARED": heads // kv_heads, "SIZE": width, "WIDTH": triton.next_power_of_2(max(width, 16)),
-        "CAUSAL": causal, "QUERIES": QUERIES, "KEYS": KEYS, "num_warps": WARPS,
+        "CAUSAL": causal, "QUERIES": tile, "KEYS": tile, "num_warps": WARPS,
     }  # fmt: skip
 
 

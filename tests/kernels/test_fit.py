@@ -129,6 +129,18 @@ for size in (64, 80, 128, 256):
     rollout_kernel.join(q, keys, values, q, total, 0.1)
     rollout_kernel.join_backward(q, q, keys, values, q, total, q, 0.1)
     results[f"a rollout with heads of {size}"] = max(kernel.metadata.shared for kernel in found)
+
+from spec_compile.kernels import block_attention_kernel
+
+for name in ("_forward", "_backward_queries", "_backward_slots", "_backward_context"):
+    setattr(block_attention_kernel, name, Compiled(getattr(block_attention_kernel, name)))
+for size in (128, 256):
+    found, heads = [], torch.zeros(2, 5, 48, size, dtype=torch.bfloat16)
+    inputs = heads.new_zeros(2, 10, 48, size), heads, heads, heads[:, :, :40], heads[:, :, :40]
+    anchors, total = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 10, 48)
+    block_attention_kernel.forward(*inputs, anchors, 16, 0.1, True)
+    block_attention_kernel.backward(inputs[0], *inputs, anchors, inputs[0], total, 16, 0.1, True)
+    results[f"blocks with heads of {size}"] = max(kernel.metadata.shared for kernel in found)
 print(json.dumps(results))
 """
 

@@ -26,7 +26,7 @@ def test_updates_are_those_of_pytorch(dtype):
         other.step()
     assert torch.equal(mine[-1], theirs[-1])
     for a, b in zip(mine, theirs):
-        assert torch.allclose(a, b, atol=2e-3), (a - b).abs().max()
+        assert torch.allclose(a, b, atol=4e-3), (a - b).abs().max()
 
 
 def test_singular_values_are_about_one():
