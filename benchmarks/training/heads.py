@@ -154,7 +154,7 @@ def rounds(model: PreTrainedModel, algo: str, folder: Path, sets: dict, options:
 def load(options: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model on its device, and its tokenizer."""
     device = torch.device(options.device)
-    if device.type == "cuda":
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(device).eval()
