@@ -11,7 +11,11 @@ WORKLOADS = {
     "docstrings": "docstrings",
     "random": "random tokens",
 }
-HEADS = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "mtp": "MTP", "dflash": "DFlash", "jetspec": "JetSpec"}
+HEADS = {
+    "eagle": "EAGLE", "eagle3": "EAGLE-3", "mtp": "MTP", "dflash": "DFlash", "jetspec": "JetSpec", "dspark": "DSpark",
+    "domino": "Domino", "p_eagle": "P-EAGLE",
+}  # fmt: skip
+OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
 
 
 def measured_sets(results: Results, file: str) -> list[str]:
@@ -90,3 +94,14 @@ def training(results: Results) -> str:
         figures = f"{row['tokens_per_second']:,}", f"{row['peak_gigabytes']:.1f} GB" if "peak_gigabytes" in row else ""
         rows.append((row["model"], HEADS[row["algorithm"]], *figures))
     return table(("target", "head", "tokens/s", "peak memory"), rows)
+
+
+def trained(results: Results) -> str:
+    """A row for each head and way of training it, a column for each set of held-out prompts: accept length."""
+    every, rows = results.all("trained", "rows"), []
+    names = list(every[0]["accept_length"]) if every else []
+    for row in map(results.seen, every):
+        lengths = (f"{row['accept_length'][name]:.2f}" for name in names)
+        ways = OPTIMIZERS[row["options"]["optimizer"]], row["loss"], f"{row['steps']:,}"
+        rows.append((HEADS[row["algorithm"]], *ways, *lengths))
+    return table(("head", "optimizer", "weights of positions", "steps", *names), rows)

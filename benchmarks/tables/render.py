@@ -13,6 +13,7 @@ from benchmarks.tables.drafts import (
     measured_sets,
     peers,
     published,
+    trained,
     training,
 )
 from benchmarks.tables.figures import NONE, SHAPES, Results, floors, number, table
@@ -340,6 +341,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "draft_windows": draft_windows,
     "draft_window_rounds": draft_window_rounds,
     "training": training,
+    "trained": trained,
     "gpu_prompts": gpu_prompts,
     "gpu_acceptance": lambda results: acceptance(results, "acceptance_gpu"),
     "attention": attention,

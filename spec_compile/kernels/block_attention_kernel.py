@@ -6,8 +6,8 @@
 
 `training.block_attention.plain_block_attention` is the plain form. Import this module only where Triton is installed.
 
-Shapes: B rows, H query heads, Hkv key-value heads, n blocks of T slots, S = n * T, L positions of the context, D size of
-a head. Anchors ascend in each row, so neighbouring blocks read about the same stretch of the context.
+Shapes: B rows, H query heads, Hkv key-value heads, n blocks of T slots, S = n * T, L positions of the context, D size
+of a head. Anchors ascend in each row, so neighbouring blocks read about the same stretch of the context.
 """
 
 import torch
@@ -21,8 +21,9 @@ tuned."""
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, anchors: Tensor, size: int, scale: float, causal: bool
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, anchors: Tensor, size: int, scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out [B, H, S, D], total [B, H, S] float32).
 
     q: [B, H, S, D]
@@ -56,7 +57,8 @@ def backward(
     constants = _constants(heads, kv_heads, width, causal)
     tile = constants["KEYS"]
     _backward_queries[(triton.cdiv(slots, tile), batch * heads)](*given, dq, *shape, **constants)
-    _backward_slots[(triton.cdiv(slots, tile), batch * kv_heads)](grad, q, k, v, total, mean, dk, dv, scale, slots, size, **constants)
+    own = grad, q, k, v, total, mean, dk, dv
+    _backward_slots[(triton.cdiv(slots, tile), batch * kv_heads)](*own, scale, slots, size, **constants)
     context = grad, q, keys, values, anchors, total, mean, dkeys, dvalues
     constants["BLOCKS"] = triton.next_power_of_2(blocks)
     del constants["CAUSAL"]

@@ -17,7 +17,7 @@ ROWS = 256
 """Slots of blocks that attend together on a CPU, each to the context and to all of these slots, most of them masked."""
 
 
-class Layout(NamedTuple):
+class BlockLayout(NamedTuple):
     """The place of blocks in a context.
 
     anchors: [B, n] int64; the length of the context that a block sees, ascending
@@ -31,7 +31,7 @@ class Layout(NamedTuple):
 
 
 def block_attention(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, layout: Layout, scale: float
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, layout: BlockLayout, scale: float
 ) -> Tensor:
     """The attention of all slots, [B, H, S, D].
 
@@ -45,7 +45,7 @@ def block_attention(
 
 
 def plain_block_attention(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, layout: Layout, scale: float
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, layout: BlockLayout, scale: float
 ) -> Tensor:
     """`block_attention` by masks, for some blocks at a time."""
     groups, parts, size = q.shape[1] // k.shape[1], [], layout.size
@@ -62,7 +62,7 @@ def plain_block_attention(
     return torch.cat(parts, dim=1).transpose(1, 2)
 
 
-def _mask(layout: Layout, seen: int, dtype: torch.dtype) -> Tensor:
+def _mask(layout: BlockLayout, seen: int, dtype: torch.dtype) -> Tensor:
     """0 or minus infinity, [B, 1, S, seen + S]."""
     anchors, size, causal = layout
     context = torch.arange(seen, device=anchors.device) < anchors.repeat_interleave(size, dim=1)[:, :, None]

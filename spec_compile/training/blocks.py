@@ -10,19 +10,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .attention import Causal
-from .block_attention import Layout, block_attention
+from .block_attention import BlockLayout, block_attention
 from .capture import RolloutRows
 from .data import Batch, move
 from .features import Features
 from .loss import Distilled, distil_all, likeliest
-from .positions import FIXED, PositionWeights
+from .positions import DPACE, FIXED, PositionWeights
 from .trainer import Trainer, trained_parameters
 
 TRAINED_BLOCKS, MEASURED_BLOCKS = 512, 128
 """Blocks of a sequence at most, in training and when acceptance is measured."""
 POSITIONS = 4
-"""Positions of a batch for each block of a sequence. More blocks, which are much like each other, would slow a step down
-more than they teach; the next epoch draws others."""
+"""Positions of a batch for each block of a sequence. Neighbouring blocks are much alike: more of them would slow a step
+down more than they teach, and the next epoch draws others."""
 SLOTS = 1 << 16
 """Slots of all blocks of a training step at most."""
 
@@ -215,5 +215,5 @@ class BlockAttention(Causal):
         causal: True if a slot does not see later slots of its block
         """
         q, k, v = (heads.flatten(2, 3) for heads in (q, k, v))
-        layout = Layout(self.anchors, self.size, causal)
+        layout = BlockLayout(self.anchors, self.size, causal)
         return block_attention(q, k, v, keys, values, layout, scale).transpose(1, 2)

@@ -13,7 +13,6 @@ from ..drafters.modules.transitions import Transition
 from ..passes.tap_hidden_states import FINAL
 from .blocks import BlockAttention, Blocks, BlockTrainer
 from .data import Batch
-from .features import Features
 from .options import LAYER_OPTIONS, TrainingOptions
 from .sizes import check_taps, draft_config, published_config
 from .trainer import as_master, seeded

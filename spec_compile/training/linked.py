@@ -18,6 +18,7 @@ from .dflash import DFlashTrainer
 from .features import Features
 from .loss import Distilled, Mix
 from .options import TrainingOptions
+from .positions import FIXED
 
 SPREAD = 0.02
 """Standard deviation of new weights of a transition, as ``initializer_range`` of published configs."""
@@ -81,6 +82,7 @@ class DSparkTrainer(LinkedTrainer):
     name = "dspark"
     takes = DFlashTrainer.takes | {"markov_rank", "markov_head_type"}
     default_block_size = 7
+    position_weight = FIXED
     architecture = "DSparkDraftModel"
 
     def link(self, options: TrainingOptions) -> tuple[Transition, Confidence]:

@@ -28,7 +28,6 @@ class MtpTrainer(HeadTrainer):
     """A head whose block is a decoder layer of the target's class, and starts as a copy of its last layer."""
 
     name = "mtp"
-    optimizer = "adamw"
     takes = frozenset({"ttt_steps"})
 
     def __init__(self, target: Target, options: TrainingOptions, counts: Tensor):

@@ -16,9 +16,9 @@ COEFFICIENTS = 3.4445, -4.7750, 2.0315
 
 
 class Muon(torch.optim.Optimizer):
-    """Updates matrices of one shape together, because launching their kernels takes longer than they run.
+    """m <- 0.95 m + 0.05 g, and p <- p - lr * 0.2 sqrt(max(rows, columns)) * orthogonalised(0.95 m + 0.05 g).
 
-        m <- 0.95 m + 0.05 g        p <- p - lr * 0.2 sqrt(max(rows, columns)) * orthogonalised(0.95 m + 0.05 g)
+    Matrices of one shape are updated together, because launching their kernels takes longer than they run.
     """
 
     def __init__(self, matrices: Iterable[Tensor], lr: float = 1e-3):

@@ -30,7 +30,7 @@ class TrainingOptions:
     batch_size: sequences a step
     sequence_length: tokens a sequence at most (default: 2048, or what the target can hold)
     learning_rate: the highest (default: by the size of the head)
-    optimizer: "adamw", or "muon" for the matrices of layers and AdamW for all else (default: muon, for mtp adamw)
+    optimizer: "adamw", or "muon" for the matrices of layers and AdamW for all else (default: muon)
     warmup: share of the training in which it rises
     clip: largest norm of a gradient
     seed: of the weights, the order of the data and all else that is random
@@ -46,7 +46,7 @@ class TrainingOptions:
     markov_rank, markov_head_type: of DSpark's table (default: 256; "vanilla", or "gated" or "rnn")
     emb_dim, gru_hidden_dim: of Domino's readout and of its state (default: 256, 1024)
     per_position_loss_weight: weights of a block's positions, or of eagle3's steps, in the loss: "fixed-exp-decay",
-        "dpace", "first-error" or "chain" (default: "dpace" for drafts of blocks)
+        "dpace", "first-error" or "chain" (default: "dpace", for eagle3 and dspark "fixed-exp-decay")
     checkpoint_minutes: between two checkpoints
     """
 

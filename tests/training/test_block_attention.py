@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from spec_compile.training.block_attention import Layout, plain_block_attention
+from spec_compile.training.block_attention import BlockLayout, plain_block_attention
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SIZES = [(1, 1, 1, 4, 3, 5, 16), (2, 4, 2, 7, 21, 70, 24), (1, 6, 2, 16, 9, 130, 64), (2, 3, 1, 3, 33, 64, 80)]
@@ -23,7 +23,7 @@ def parts(sizes, causal, dtype, device):
     slots = blocks * size
     own, context = (batch, kv_heads, slots, width), (batch, kv_heads, length, width)
     inputs = made(batch, heads, slots, width), made(*own), made(*own), made(*context), made(*context)
-    return inputs, Layout(anchors, size, causal), made(batch, heads, slots, width)
+    return inputs, BlockLayout(anchors, size, causal), made(batch, heads, slots, width)
 
 
 def compare(sizes, causal, dtype, device, tolerance):
@@ -34,9 +34,9 @@ def compare(sizes, causal, dtype, device, tolerance):
     out, total = kernel.forward(*inputs, anchors, size, 0.3, causal)
     mine = kernel.backward(grad, *inputs, anchors, out, total, size, 0.3, causal)
     exact = [part.double().requires_grad_() for part in inputs]
-    wanted = plain_block_attention(*exact, layout, 0.3)
-    theirs = torch.autograd.grad(wanted, exact, grad.double())
-    for got, wanted in zip((out, *mine), (wanted, *theirs)):
+    plain = plain_block_attention(*exact, layout, 0.3)
+    theirs = torch.autograd.grad(plain, exact, grad.double())
+    for got, wanted in zip((out, *mine), (plain, *theirs)):
         assert got.dtype == dtype and got.shape == wanted.shape
         assert torch.allclose(got.double(), wanted, rtol=tolerance, atol=tolerance)
 

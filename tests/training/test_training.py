@@ -64,7 +64,9 @@ def overfitted(algo):
         "dflash": {"steps": 80},
     }[algo]
     few = dict(data=sequences(3), validation=sequences(3))
-    return train(folder, algo, sequence_length=30, learning_rate=5e-3, optimizer="adamw", on_policy=OWN, **few, **options)
+    return train(
+        folder, algo, sequence_length=30, learning_rate=5e-3, optimizer="adamw", on_policy=OWN, **few, **options
+    )
 
 
 @pytest.mark.sweep("eagle3")
