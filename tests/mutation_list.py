@@ -401,6 +401,16 @@ ANSWERS = [
         "z = z * shrink + share", "z = z + share", "tests/training/test_rollout.py -k test_drafted_keys_in_one_kernel",
     ),
     Mutation(
+        "a block sees the position of its anchor", "spec_compile/kernels/block_attention_kernel.py",
+        "tl.sum((anchors <= first).to(tl.int32))", "tl.sum((anchors < first).to(tl.int32)) + 1",
+        "tests/training/test_block_attention.py -k test_blocks_in_kernels",
+    ),
+    Mutation(
+        "Muon forgets Nesterov's momentum", "spec_compile/training/muon.py",
+        "torch.stack(torch._foreach_lerp(grads, momentum, MOMENTUM))", "torch.stack(momentum)",
+        "tests/training/test_muon.py -k test_updates",
+    ),
+    Mutation(
         "JetSpec's blocks are trained as DFlash's", "spec_compile/training/jetspec.py",
         "    causal = True", "    causal = False", "tests/training/test_blocks.py -k 'test_blocks_learn and jetspec'",
     ),
