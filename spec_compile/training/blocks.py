@@ -71,9 +71,8 @@ class BlockTrainer(Trainer):
     """The first slot of a block that drafts: 1 if slot k holds the token at its own place, 0 if it drafts the next."""
     block_size: int
     """Slots of a block."""
-    position_weight = FIXED
+    position_weight = DPACE
     """The option ``per_position_loss_weight``; on the class its default."""
-    _graphs: RolloutRows | None = None
 
     def loss(self, batch: Batch, features: Features, generator: torch.Generator) -> Tensor:
         """The distance from the target's probabilities, a mean over the counted slots with weights.
