@@ -69,7 +69,7 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
         base: Any = adapters.base_of(model)
         wrapper: Any = adapters.wrap_alike(model, speculate(base, algo, **options))
         return wrapper
-    name = parse_algorithm(algo)
+    name = parse_algorithm(algo, options.get("draft"))
     ranks = find_ranks(options.get("tensor_parallel"), model)
     with ranks.together("speculate()", parts := dict[str, Any]()):
         parsed = parse_options(ALGORITHMS[name].options, options)

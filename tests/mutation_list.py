@@ -1477,6 +1477,21 @@ MODULES = [
         "positions = lengths[:, None].expand_as(tokens)", "positions = lengths[:, None].expand_as(tokens) + offset",
         "tests/drafters/test_assistant.py -k chains_are",
     ),
+    Mutation(
+        "a window of transformers' DFlash drafts counts the slot itself",
+        "spec_compile/drafters/checkpoints/dflash_config.py",
+        'config["sliding_window"] + 1', 'config["sliding_window"]',
+        "tests/drafters/test_muse_glimmer.py -k assisted_generation",
+    ),
+    Mutation(
+        "an assistant that drafts blocks is taken for one over the target's cache", "spec_compile/drafters/__init__.py",
+        'blocks = name == "assistant" and draft is not None', 'blocks = name == "assistant" and draft is None',
+        "tests/drafters/test_muse_glimmer.py -k assisted_generation",
+    ),
+    Mutation(
+        "another backend for an assistant is dropped in silence", "spec_compile/drafters/assistant.py",
+        'if name not in ("auto", ours):', "if False:", "tests/drafters/test_assistant.py -k other_models",
+    ),
 ]  # fmt: skip
 MUTATIONS: list[Mutation] = [
     *STARTS, *TIERS, *COMPILED,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
@@ -10,6 +10,7 @@ from ..config import Options, describe
 from ..drafting import Algorithm
 from ..errors import did_you_mean
 from . import assistant, dflash, draft_model, heads, mtp_modules, ngram, p_eagle, pard, union
+from .checkpoints.dflash import drafts_blocks
 from .options import DraftOptions, ParallelOptions, UnionOptions
 
 
@@ -37,7 +38,7 @@ ALGORITHMS = {
     "draft_model": Entry(DraftOptions, draft_model.build, SMALLER),
     "pard": Entry(ParallelOptions, pard.build, f"{SMALLER} that was trained to draft in parallel"),
     "dflash": Entry(dflash.DFlashOptions, dflash.build, "a DFlash draft"),
-    "assistant": Entry(DraftOptions, assistant.build, "an assistant of a Gemma 4 model"),
+    "assistant": Entry(DraftOptions, assistant.build, "an assistant of a Gemma 4 or Muse Glimmer model"),
 }
 ALIASES = {
     "lookahead": "ngram", "nextn": "mtp", "standalone": "draft_model", "peagle": "p_eagle",
@@ -59,10 +60,9 @@ def describe_options() -> str:
 
 def build(name: str, model: PreTrainedModel, options: Options) -> Algorithm:
     """The algorithm of that name for `model`, joined with n-grams if `options` say so."""
-    joined = options.joined if isinstance(options, UnionOptions) else None
-    if joined is None:
+    if not isinstance(options, UnionOptions) or options.joined is None:
         return ALGORITHMS[name].build(model, options)
-    ngrams = ngram.build(model, joined)  # first, because it takes no time to refuse
+    ngrams = ngram.build(model, options.joined)  # first, because it takes no time to refuse
     return union.Union(ALGORITHMS[name].build(model, options), ngrams, options, model.device)
 
 
@@ -77,12 +77,13 @@ def check_draft(algo: str, options: Options) -> None:
         )
 
 
-def parse_algorithm(algo: str) -> str:
-    """The algorithm that a user named, in any case or by an alias; ValueError if there is none."""
+def parse_algorithm(algo: str, draft: Any = None) -> str:
+    """The algorithm that a user named for `draft`, in any case or by an alias; ValueError if there is none."""
     if not isinstance(algo, str):
         raise TypeError(f"algo: expected a string, got {type(algo).__name__}")
     name = algo.lower()
     known = sorted({*ALGORITHMS, *ALIASES})
     if name not in known:
         raise ValueError(f"algo: expected one of {', '.join(known)}, got {algo!r}." + did_you_mean(name, known))
-    return ALIASES.get(name, name)
+    blocks = name == "assistant" and draft is not None and drafts_blocks(draft)
+    return "dflash" if blocks else ALIASES.get(name, name)

@@ -5,6 +5,7 @@ depends on the tokens above it only by the state that the assistant passes on. S
 """
 
 import operator
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .. import passes
+from ..artefacts.compiler import PartCompiler
 from ..artefacts.draft_graph import draft_graph
 from ..capture.trace import capture_head
 from ..drafting import Algorithm, Drafter, DraftPlan
@@ -23,6 +25,7 @@ from ..kernels.ops import arguments_of
 from ..passes.nodes import replace_node
 from ..passes.use_tree_attention import use_tree_attention
 from ..runtime.state import State
+from ..runtime.steps.regions import compile_regions
 from ..tree import Accepted
 from .checkpoints.load import load_head
 from .hidden_states import keep_row
@@ -41,6 +44,7 @@ class AssistantAlgorithm(Algorithm):
         self.assistant, self.schedule = assistant, options.schedule
         self.draft_module = options.draft if isinstance(options.draft, nn.Module) else assistant
         captured = draft_graph(assistant, options, partial(capture_head, assistant, assistant.hidden_size))
+        _check_backend(options, assistant.head_weight.device)
         settings = passes.Settings(options.merge_linears, attention=options.attention("draft"))
         reads = partial(read_target, scaled=options.attention("verify").scaled)
         reads.__name__ = read_target.__name__
@@ -54,6 +58,16 @@ class AssistantAlgorithm(Algorithm):
 
     def explain(self) -> list[str]:
         return ["assistant:", *(f"  {line}" for line in self.assistant.report)]
+
+
+def _check_backend(options: DraftOptions, device: torch.device) -> None:
+    """UnsupportedModelError if `options` name another backend than that of `attend_to_committed`."""
+    ours, name = "triton" if device.type == "cuda" else "sdpa", options.attention_backends["draft"]
+    if name not in ("auto", ours):
+        raise UnsupportedModelError(
+            f"attention_backend: an assistant attends to the target's cache by {ours!r} only, not by {name!r}: pass a "
+            f"dict with {ours!r} for 'draft'; 'prefill' and 'verify' may have others"
+        )
 
 
 def read_target(graph: ModelGraph, settings: passes.Settings, scaled: bool) -> str:
@@ -90,12 +104,29 @@ def read_target(graph: ModelGraph, settings: passes.Settings, scaled: bool) -> s
 class AssistantDrafter(Drafter):
     """Keeps the target's state at the last committed slot, and grows the trees below the root."""
 
+    fuses = False  # its layers are compiled once, not once a level
+
     def __init__(self, algorithm: AssistantAlgorithm, batch: int):
         super().__init__()
-        self.assistant, self.block, self.schedule = algorithm.assistant, algorithm.graph.gm, algorithm.schedule
+        self.assistant, self.graph, self.schedule = algorithm.assistant, algorithm.graph, algorithm.schedule
         self.draws = algorithm.plan.draws
+        self.compiler: PartCompiler | None = None
+        self.compiled: dict[int, tuple[nn.Module, Callable]] = {}
         like = self.assistant.head_weight
         self.register_buffer("hidden", like.new_zeros(batch, self.assistant.hidden_size), persistent=False)
+
+    def compile(self, compiler: PartCompiler) -> None:
+        if compiler is not self.compiler:
+            self.compiler, self.compiled = compiler, {}
+
+    def _parts(self, rows: int) -> tuple[nn.Module, Callable]:
+        """The layers and the output matrix for a level of `rows` rows, compiled if steps are."""
+        if self.compiler is None:
+            return self.graph.gm, self.assistant.logits
+        if rows not in self.compiled:
+            layers = compile_regions(self.graph, self.compiler, f"layers_{rows}")
+            self.compiled[rows] = layers, self.compiler(self.assistant.logits, f"logits_{rows}")
+        return self.compiled[rows]
 
     def start(self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True) -> None:
         self.hidden.zero_()  # a prompt of one token has no slot to draft from: these drafts are rejected
@@ -124,8 +155,9 @@ class AssistantDrafter(Drafter):
         """See `trees.step.Step`; only the wanted rows are computed, because none reads another."""
         tokens, hidden = tokens[:, -wanted:].contiguous(), hidden[:, -wanted:].contiguous()
         positions = lengths[:, None].expand_as(tokens).contiguous()
-        hidden, normed = self.block(tokens, positions, hidden, lengths, cache, max_kv_len)
-        return hidden, self.assistant.logits(normed)
+        layers, logits = self._parts(wanted)
+        hidden, normed = layers(tokens, positions, hidden, lengths, cache, max_kv_len)
+        return hidden, logits(normed)
 
 
 def build(model: PreTrainedModel, options: DraftOptions) -> AssistantAlgorithm:

@@ -38,7 +38,7 @@ from .window import WindowOptions
 class DFlashOptions(ModuleOptions, WindowOptions):
     """Options of DFlash, with the engines' names and meaning.
 
-    draft: the draft: a folder, a name on the hub, or a `DFlashDraft`.
+    draft: the draft: a folder, a name on the hub, a `DFlashDraft`, or a ``MuseGlimmerAssistantModel``.
     block_size: slots of a block, the root's included (default: as many as the draft was trained with; fewer work, too).
     topk: tokens of each place that are looked at (1: a chain; DFlash 2 looks at as many as it was trained with).
     num_draft_tokens: nodes verified, the root included (default: as many as a chain of all drafts has).

@@ -5,9 +5,10 @@ Without a GPU the kernels run in Triton's interpreter, in float32.
 
 import pytest
 import torch
-from attention_cases import SMALL
+from attention_cases import FP8, SMALL
 from places import places
 
+from spec_compile.kernels import ops
 from spec_compile.kernels.attention.call import AttentionCall
 from spec_compile.kernels.attention.committed import attend_to_committed
 from spec_compile.kernels.attention.tree_attention import launch
@@ -20,6 +21,15 @@ def case(place, rows, heads, size):
     shapes = (len(LENGTHS), heads[0], rows, size), *[(len(LENGTHS), heads[1], SLOTS, size)] * 2
     q, keys, values = (torch.randn(shape, generator=generator) for shape in shapes)
     return [each.to(*place) for each in (q, keys, values)], torch.tensor(LENGTHS, device=place[0])
+
+
+def stored(kept, keys, values):
+    """Keys, values and scales as a cache of this kind holds them."""
+    scales = None
+    if kept == "fp8_per_token_head":
+        (keys, key_scales), (values, value_scales) = ops.over_scale(keys), ops.over_scale(values)
+        scales = torch.cat([key_scales, value_scales], dim=3)
+    return (keys, values, None) if kept == "auto" else (keys.to(FP8), values.to(FP8), scales)
 
 
 def softmax(q, keys, values, length, scale, softcap, window):
@@ -48,18 +58,27 @@ def test_queries_see_the_last_committed_slots(rows, heads, softcap, window):
 
 
 @pytest.mark.parametrize("place", places(torch.float32, torch.bfloat16))
-@pytest.mark.parametrize("rows, heads, softcap, window", OPTIONS[1:3])
-def test_the_kernels_see_the_same(place, rows, heads, softcap, window):
+@pytest.mark.parametrize(
+    "kept, options", [("auto", OPTIONS[1]), ("fp8", OPTIONS[1]), ("fp8_per_token_head", OPTIONS[2])]
+)
+def test_the_kernels_see_the_same(place, kept, options):
+    """The rows are the nodes of a level of a tree."""
+    rows, heads, softcap, window = options
     (q, keys, values), lengths = case(place, rows, heads, 24)
+    cache = stored(kept, keys, values)
     if place[0] == "cuda":
-        out = attend_to_committed(q, keys, values, None, lengths, 140, 0.3, softcap, window)
+        out = attend_to_committed(q, *cache, lengths, 140, 0.3, softcap, window)
     else:  # the op runs its plain form on a CPU
         last = (lengths - 1).clamp(min=0)
         heads_of_one = q.reshape(len(q), -1, 1, q.shape[3])
         call = AttentionCall(
-            heads_of_one, None, None, keys, values, last, None, last[:, None], None, 0.3, softcap, window
+            heads_of_one, None, None, *cache[:2], last, None, last[:, None], None, 0.3, softcap, window, scales=cache[2]
         )
         out = launch(call, SMALL).view(*q.shape).transpose(1, 2)
-    plain = [each.float().cpu() for each in (q, keys, values)]
-    wanted = attend_to_committed(*plain, None, lengths.cpu(), 140, 0.3, softcap, window)
+    plain = [None if each is None else each.cpu() for each in cache]
+    wanted = attend_to_committed(q.float().cpu(), *plain, lengths.cpu(), 140, 0.3, softcap, window)
     assert torch.allclose(out.float().cpu(), wanted, atol=1e-5 if place[1] == torch.float32 else 2e-2)
+    if kept != "auto":  # what is kept is read, not what was put in
+        exact = attend_to_committed(q.float().cpu(), keys.float().cpu(), values.float().cpu(), None, lengths.cpu(), 140,
+                                    0.3, softcap, window)  # fmt: skip
+        assert not torch.allclose(wanted, exact, atol=5e-3)

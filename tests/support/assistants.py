@@ -5,7 +5,7 @@ import functools
 
 import models
 import torch
-from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4ForCausalLM, Gemma4TextConfig
+import transformers
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
 from spec_compile.drafters.trees.grow import grow
@@ -14,25 +14,34 @@ V, H, WINDOW = models.VOCAB, 64, 8
 SHARING = dict(num_kv_shared_layers=2, hidden_size_per_layer_input=16)
 DENSE = dict(attention_k_eq_v=True, num_global_key_value_heads=1, hidden_size_per_layer_input=0)
 EXPERTS = DENSE | dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=32)
-SIZES = {"E2B": SHARING, "31B": DENSE, "26B-A4B": EXPERTS}
+UNIFIED = dict(attention_k_eq_v=True, num_global_key_value_heads=1)
+SIZES = {"E2B": SHARING, "E4B": SHARING | dict(num_kv_shared_layers=3), "31B": DENSE, "26B-A4B": EXPERTS}
 """By the models that are built so: keys that layers share and embeddings of each layer, keys as values, experts."""
-CLUSTERED = {"E2B"}
+if hasattr(transformers, "Gemma4UnifiedAssistantConfig"):
+    SIZES["12B"] = UNIFIED
+CLUSTERED = {"E2B", "E4B"}
 """The models whose assistants choose among clusters of tokens."""
 
 
-def _text_config(layers, **options):
+def _of(name, kind):
+    """transformers' class of this kind for a model."""
+    return getattr(transformers, f"Gemma4{'Unified' if name == '12B' else ''}{kind}")
+
+
+def _text_config(name, layers, **options):
     common = dict(
         hidden_size=H, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=V,
         global_head_dim=32, sliding_window=WINDOW, max_position_embeddings=512, initializer_range=0.2, pad_token_id=0,
         eos_token_id=None, bos_token_id=None, num_hidden_layers=layers, tie_word_embeddings=False,
-        layer_types=([models.WIN] * 2 + [models.FULL]) * (layers // 3), vocab_size_per_layer_input=V,
+        layer_types=([models.WIN] * 2 + [models.FULL]) * (layers // 3),
+        **{} if name == "12B" else dict(vocab_size_per_layer_input=V),
     )  # fmt: skip
-    return Gemma4TextConfig(**common | options)
+    return _of(name, "TextConfig")(**common | options)
 
 
 def _damp(model):
     """Let layers change little, so that the token before nearly decides the next."""
-    for layer in model.layers:
+    for layer in model.get_decoder().layers:
         for name, part in layer.named_children():
             if name.startswith("post_") and name.endswith("norm"):
                 part.weight.data.mul_(0.1)
@@ -41,9 +50,17 @@ def _damp(model):
 @functools.cache
 @torch.no_grad()
 def target(name):
+    """12B is built as it is published, as a part of a model that reads pictures and sound."""
     torch.manual_seed(0)
-    model = Gemma4ForCausalLM(_text_config(6, **SIZES[name])).eval()
-    _damp(model.model)
+    text, kind = _text_config(name, 6, **SIZES[name]), "ForCausalLM"
+    if name == "12B":
+        pictures = dict(mm_embed_dim=H, mm_posemb_size=8, output_proj_dims=H, patch_size=2)
+        sound, kind = dict(audio_embed_dim=16), "ForConditionalGeneration"
+        text = transformers.Gemma4UnifiedConfig(
+            text_config=text, vision_config=pictures, audio_config=sound, tie_word_embeddings=False
+        )
+    model = _of(name, kind)(text).eval()
+    _damp(model)
     return model
 
 
@@ -53,14 +70,15 @@ def assistant(name, seed=1):
     """Three layers over the target's keys, and the target's output matrix."""
     torch.manual_seed(seed)
     model, layers = target(name), 3
-    none = dict(num_kv_shared_layers=layers, hidden_size_per_layer_input=0, vocab_size_per_layer_input=0)
+    none = dict(num_kv_shared_layers=layers)
+    none |= {} if name == "12B" else dict(hidden_size_per_layer_input=0, vocab_size_per_layer_input=0)
     dense = {key: SIZES[name][key] for key in ("attention_k_eq_v", "num_global_key_value_heads") if key in SIZES[name]}
-    config = Gemma4AssistantConfig(
-        text_config=_text_config(layers, **dense | none), backbone_hidden_size=H, tie_word_embeddings=False,
+    config = _of(name, "AssistantConfig")(
+        text_config=_text_config(name, layers, **dense | none), backbone_hidden_size=H, tie_word_embeddings=False,
         use_ordered_embeddings=name in CLUSTERED, num_centroids=12, centroid_intermediate_top_k=6,
     )  # fmt: skip
-    made = Gemma4AssistantForCausalLM(config).eval()
-    _damp(made.model)
+    made = _of(name, "AssistantForCausalLM")(config).eval()
+    _damp(made)
     made.pre_projection.weight.copy_(torch.cat([torch.eye(H), 0.1 * torch.randn(H, H)], dim=1))
     made.lm_head.weight.copy_(model.lm_head.weight)
     if name in CLUSTERED:

@@ -111,6 +111,28 @@ def generated(system, ids, new=NEW, **options):
     return system.generate(ids, max_new_tokens=new, **options)
 
 
+def watched(system, ids, look, **options):
+    """Generate; `look` gets the text of each unfinished row and the tokens and parents proposed after it."""
+    engine = system.speculation.engine
+    run = engine.run
+
+    def rounds_seen(request):
+        state = engine.session(len(request.prompts)).state
+        for gained in run(request):
+            for row, length in enumerate(state.lengths.tolist()):
+                nodes = int(state.tree_count[row])
+                if nodes > 1 and not state.finished[row]:
+                    text = state.tokens[row, : length + 1].tolist()
+                    look(text, *(each[row, :nodes].tolist() for each in (state.tree_tokens, state.tree_parents)))
+            yield gained
+
+    engine.run = rounds_seen
+    try:
+        return generated(system, ids, **options)
+    finally:
+        del engine.run
+
+
 @functools.cache
 def plain(name, batch):
     return generated(target(name), prompts(batch))

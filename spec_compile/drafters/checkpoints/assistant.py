@@ -8,6 +8,7 @@ from ...capture.adapters import twin
 from ...inventory import set_in_configs
 from ..modules.assistant import Assistant, ClusteredHead
 from ..modules.mtp import IMPLEMENTATION
+from .config import INVALID, invalid
 from .draft_files import DraftFiles
 from .files import Checkpoint, Part
 from .target import Target
@@ -30,8 +31,8 @@ def read_assistant(files: DraftFiles, target: Target, overrides: dict) -> Assist
         config = AutoConfig.for_model(**files.config)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=target.embedding.dtype)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"draft: its config is not valid: {' '.join(str(error).split())}") from error
+    except INVALID as error:
+        raise invalid(error) from error
     assistant, checkpoint = _made_of(model, target), files.checkpoint
     with torch.device(target.embedding.device):
         assistant.rotary_emb = type(assistant.rotary_emb)(model.model.config)  # not in checkpoints

@@ -18,6 +18,8 @@ FIELDS = (
     "rms_norm_eps", "max_position_embeddings", "mlp_bias", "rope_theta", "rope_scaling", "rope_parameters",
 )  # fmt: skip
 """Keys of a config that a draft's layers are built from."""
+INVALID = AttributeError, KeyError, TypeError, ValueError, StrictDataclassError
+"""The errors of transformers about values of a config."""
 
 
 class DraftConfig:
@@ -59,8 +61,8 @@ class DraftConfig:
             check_rope_theta("rope_theta", config.rope_parameters["rope_theta"])
             rotary(config, torch.device("cpu"))
             ACT2FN[config.hidden_act]
-        except (KeyError, TypeError, ValueError, StrictDataclassError) as error:
-            raise ValueError(f"draft: its config is not valid: {' '.join(str(error).split())}") from error
+        except INVALID as error:
+            raise invalid(error) from error
         rope = config.rope_parameters
         partial = self.layer.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
         interleaved = False in (self.get("is_neox_style"), self.get("rope_is_neox_style"))
@@ -166,6 +168,11 @@ def _foreign(taps: tuple[int, ...], num_layers: int, noun: str) -> ValueError:
         f"draft: it reads states {comma_separated(taps)} of its target (0: the embeddings), this model has "
         f"{num_layers} layers; take the {noun} of this model"
     )
+
+
+def invalid(error: Exception) -> ValueError:
+    """The error about a config from which transformers raised one of INVALID."""
+    return ValueError(f"draft: its config is not valid: {' '.join(str(error).split())}")
 
 
 def describe_layers(llama: LlamaConfig, knobs: LayerKnobs) -> str:

@@ -1,14 +1,16 @@
 """The format of DFlash drafts and their kin, by whoever published them."""
 
 import re
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..modules.dflash import DFlashDraft
 from .config import check_taps, comma_separated, describe_layers, with_rope_theta
 from .config_keys import SPECULATORS
-from .dflash_config import DFlashConfig
+from .dflash_config import MUSE, DFlashConfig
 from .draft_files import DraftFiles
 from .files import load_pickled
 from .target import Target, likeness
@@ -19,8 +21,19 @@ MASK_FILE = "mask_embedding.pt"
 
 def is_dflash(files: DraftFiles) -> bool:
     """True if the config is that of a DFlash draft, or of one of its variants."""
-    said = files.config.get(SPECULATORS) in ("dflash", "dflash2", "dspark", "domino")
-    return "dflash_config" in files.config or said or bool(re.search("DFlash|DSpark|Domino", files.architectures))
+    config, kin = files.config, ("dflash", "dflash2", "dspark", "domino")
+    said = config.get(SPECULATORS) in kin or config.get("model_type") == MUSE or "dflash_config" in config
+    return said or bool(re.search("DFlash|DSpark|Domino", files.architectures))
+
+
+def is_loaded_dflash(draft: object) -> bool:
+    """True for a DFlash draft of transformers that is loaded already."""
+    return isinstance(draft, PreTrainedModel) and draft.config.model_type == MUSE
+
+
+def drafts_blocks(assistant: object) -> bool:
+    """True if what transformers calls an assistant, a module or a folder or a name on the hub, is a DFlash draft."""
+    return is_dflash(DraftFiles(assistant)) if isinstance(assistant, (str, Path)) else is_loaded_dflash(assistant)
 
 
 def read_dflash(files: DraftFiles, target: Target, overrides: dict) -> DFlashDraft:

@@ -1,12 +1,16 @@
 """`DFlashConfig`: the config of a published DFlash draft or one of its kin, and the transition that it asks for."""
 
+from transformers import AutoConfig
+
 from ...kernels.top_logits import MAX_K
 from ..modules.confidence import Confidence
 from ..modules.layers import LayerKnobs
 from ..modules.transitions import Domino, GatedMarkov, Markov, RecurrentMarkov, Selector, Transition, table_rank
-from .config import DraftConfig
+from .config import INVALID, DraftConfig, invalid
 from .config_keys import VARIANTS, refuse_unknown_keys
 
+MUSE = "muse_glimmer_assistant"
+"""The ``model_type`` of the drafts that transformers defines: ``MuseGlimmerAssistantModel``."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 MARKOV = {"vanilla": Markov, "gated": GatedMarkov, "rnn": RecurrentMarkov}
 """Classes by ``markov_head_type``."""
@@ -16,6 +20,7 @@ class DFlashConfig(DraftConfig):
     """The ``config.json`` of a draft, whose flags may lie in dflash_config."""
 
     def __init__(self, raw: dict):
+        raw = of_transformers(raw) if raw.get("model_type") == MUSE else raw
         super().__init__(raw)
         inner = raw.get("dflash_config")
         self.flags = inner if isinstance(inner, dict) else {}
@@ -175,3 +180,16 @@ class DFlashConfig(DraftConfig):
                 "draft: its config has confidence_head_with_markov, and no markov_rank of a table that this could read"
             )
         return Confidence(hidden_size, rank if reads_table else 0)
+
+
+def of_transformers(raw: dict) -> dict:
+    """The config of a draft of transformers in the keys of the other formats. ValueError if transformers refuses it.
+
+    transformers fills in what `raw` leaves out. Its sliding layers see both sides of a slot, ``sliding_window`` slots
+    each (``create_bidirectional_sliding_window_mask``): a window of 8 here is one of 9 that counts the slot itself.
+    """
+    try:
+        config = AutoConfig.for_model(**raw).to_dict()
+        return config | {"sliding_window": config["sliding_window"] + 1, "sliding_window_non_causal": True}
+    except INVALID as error:
+        raise invalid(error) from error

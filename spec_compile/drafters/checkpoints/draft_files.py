@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from .files import Checkpoint, Fetch, Part, fetcher, indexed_names, read_json
 from .target import Target
@@ -18,7 +19,8 @@ RENAMES = [
     (r"^additional_layers\.(\d+)\.", lambda match: f"blocks.{int(match[1]) + 1}."),
     (r"^(blocks\.[1-9]\d*)\.hidden_norm\.", r"\1.input_layernorm."),
     (r"^hidden_layernorm\.", "blocks.0.input_layernorm."),
-    (r"^fusion_fc\.", "fc."),
+    (r"^fusion_fc\.|^encoder\.fc\.", "fc."),
+    (r"^encoder\.output_norm_enc\.", "hidden_norm."),
     (r"^(?:embed|embedding)_layernorm\.|^enorm\.", "embedding_norm."),
     (r"^hidden_states_layernorm\.|^hnorm\.", "state_norm."),
     (r"^(?:pre_lm_head|lm_head)_layernorm\.", "output_norm."),
@@ -28,8 +30,8 @@ RENAMES = [
     (r"^(prefix_gru|embed_proj)\.", r"transition.\1."),
     (r"^confidence_head\.", "confidence."),
 ]
-"""Applied in turn, they lead from the names of SafeAILab, HASS, vLLM, SGLang, speculators and DeepSpec to ours:
-"model.layers.0.mlp.up_proj.weight" gives "blocks.0.mlp.up_proj.weight"."""
+"""Applied in turn, they lead from the names of SafeAILab, HASS, vLLM, SGLang, speculators, DeepSpec and transformers to
+ours: "model.layers.0.mlp.up_proj.weight" gives "blocks.0.mlp.up_proj.weight"."""
 
 PUBLISHED = {
     "head_weight": "lm_head.weight",
@@ -156,6 +158,15 @@ class DraftFiles:
             return Part([self.names.get(name) or published_name(name, self.names)], shape)
 
         self.checkpoint.fill(draft, part_of, target.embedding)
+
+
+class LoadedDraft(DraftFiles):
+    """A draft that transformers has loaded, read as its files would be. Its tensors are shared."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__(type(model).__name__, lambda name: None)
+        self.config = model.config.to_dict()
+        self.checkpoint = Checkpoint(self.draft, model.state_dict())
 
 
 def our_names(names: Iterable[str]) -> dict[str, str]:

@@ -80,12 +80,22 @@ class Part:
 class Checkpoint:
     """The tensors of a checkpoint by name; shapes are known at once, values are read when they are taken."""
 
-    def __init__(self, source: str | Path, fetch: Fetch, wanted: Callable[[str], bool] = lambda name: True):
-        """ValueError if `source` has no weights that can be read. wanted: names of tensors that are looked at."""
-        self.source, self._pickled = source, {}
+    def __init__(
+        self, source: str | Path, found: Fetch | dict[str, Tensor], wanted: Callable[[str], bool] = lambda name: True
+    ):
+        """ValueError if `source` has no weights that can be read.
+
+        found: finds the files of `source`, or its tensors.
+        wanted: names of tensors that are looked at.
+        """
+        self.source, self._loaded = source, {}
         self._files: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        for path, names in _weight_files(source, fetch, wanted):
+        if isinstance(found, dict):
+            self._loaded[Path(source)], places = found, [(Path(source), None)]
+        else:
+            places = _weight_files(source, found, wanted)
+        for path, names in places:
             self._list(path, names, wanted)
         self._left = dict.fromkeys(self.shapes)
         self.ignored: list[str] = []
@@ -118,8 +128,8 @@ class Checkpoint:
     def rows(self, name: str, rows: Tensor) -> Tensor:
         """Some rows of a tensor, without taking it."""
         path = self._files[name]
-        if path in self._pickled:
-            return self._pickled[path][name][rows]
+        if path in self._loaded:
+            return self._loaded[path][name][rows]
         parts = _from_safetensors(path, lambda file: [file.get_slice(name)[row : row + 1] for row in rows.tolist()])
         return torch.cat(parts)
 
@@ -170,7 +180,9 @@ class Checkpoint:
                 path, lambda file: {n: tuple(file.get_slice(n).get_shape()) for n in file.keys()}
             )
         else:
-            self._pickled[path] = values = load_pickled(path)
+            if path not in self._loaded:
+                self._loaded[path] = load_pickled(path)
+            values = self._loaded[path]
             if not isinstance(values, dict) or not all(isinstance(value, Tensor) for value in values.values()):
                 raise ValueError(f"draft: {path} holds a {type(values).__name__}; expected tensors by name")
             shapes = {name: tuple(value.shape) for name, value in values.items()}
@@ -182,8 +194,8 @@ class Checkpoint:
 
     def _read(self, name: str) -> Tensor:
         path = self._files[name]
-        if path in self._pickled:
-            return self._pickled[path][name]
+        if path in self._loaded:
+            return self._loaded[path][name]
         return _from_safetensors(path, lambda file: file.get_tensor(name))
 
 

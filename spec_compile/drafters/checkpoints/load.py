@@ -14,7 +14,7 @@ from ..modules.dflash import DFlashDraft
 from ..modules.head import Head
 from . import assistant, dflash, eagle, mtp
 from .config_keys import SPECULATORS, check_rope_theta
-from .draft_files import DraftFiles
+from .draft_files import DraftFiles, LoadedDraft
 from .files import fetcher, load_pickled
 from .target import Target
 
@@ -91,6 +91,9 @@ def _check_loaded(
     """A head made elsewhere, if it fits the target."""
     if algorithm == "assistant":
         return assistant.wrap_assistant(head, target)
+    if algorithm == "dflash" and dflash.is_loaded_dflash(head):
+        _check_placed(next(head.parameters()), target)
+        return dflash.read_dflash(LoadedDraft(head), target, overrides)
     if not isinstance(head, DFlashDraft if algorithm == "dflash" else Head):
         raise _no_draft(head)
     is_block = isinstance(head, DFlashDraft)
@@ -102,11 +105,15 @@ def _check_loaded(
         target.check(head.hidden_size, rows if mapped is None else None)
     if (rows != size) if mapped is None else int(mapped.max()) >= size:
         raise ValueError(f"draft: it drafts tokens that are not the {size} of {type(target.model).__name__}")
-    weight = head.fc.weight if is_block else head.head_weight
+    _check_placed(head.fc.weight if is_block else head.head_weight, target)
+    return head.eval()
+
+
+def _check_placed(weight: Tensor, target: Target) -> None:
+    """ValueError unless a weight of a draft has the device and the dtype of the target."""
     ours, theirs = ((tensor.device, tensor.dtype) for tensor in (target.embedding, weight))
     if ours != theirs:
         raise ValueError(f"draft: it is on {theirs[0]} in {theirs[1]}, the model on {ours[0]} in {ours[1]}")
-    return head.eval()
 
 
 def _open(draft: str | Path) -> DraftFiles:

@@ -81,7 +81,7 @@ class Assistant(nn.Module):
         for layer, (_, kv_heads, size) in zip(self.layers, self.sources):
             kind, absent = layer.self_attn.layer_type, x.new_zeros(x.shape[0], kv_heads, x.shape[1], size)
             x = layer(
-                x, None, shared_kv_states={kind: (absent, absent)}, attention_mask=None, position_ids=positions,
+                x, shared_kv_states={kind: (absent, absent)}, attention_mask=None, position_ids=positions,
                 position_embeddings=self.rotary_emb(x, positions, kind),
             )  # fmt: skip
         normed = self.norm(x)
