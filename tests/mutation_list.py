@@ -1492,6 +1492,10 @@ MODULES = [
         "another backend for an assistant is dropped in silence", "spec_compile/drafters/assistant.py",
         'if name not in ("auto", ours):', "if False:", "tests/drafters/test_assistant.py -k other_models",
     ),
+    Mutation(
+        "each level of an assistant's tree is compiled by itself", "spec_compile/drafters/assistant.py",
+        "if rows not in self.compiled:", "if True:", "tests/drafters/test_assistant.py -k what_is_compiled",
+    ),
 ]  # fmt: skip
 MUTATIONS: list[Mutation] = [
     *STARTS, *TIERS, *COMPILED,
