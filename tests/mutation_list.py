@@ -1453,6 +1453,15 @@ MODULES = [
         "tests/drafters/test_mtp_modules.py -k token_k",
     ),
     Mutation(
+        "later modules draft with the output matrix of the first", "spec_compile/drafters/mtp_modules.py",
+        "drafter.further_logits[number - 1](normed", "drafter.logits(normed",
+        "tests/drafters/test_mtp_families.py -k 'rounds and step3p7'",
+    ),
+    Mutation(
+        "a bound of Step's experts is dropped", "spec_compile/capture/experts.py",
+        " and module.limit == math.inf", "", "tests/kernels/test_experts.py -k do_not_ask",
+    ),
+    Mutation(
         "modules that read the target's state read each other's", "spec_compile/drafters/modules/mtp.py",
         "state if self.recycle_state else normed", "normed",
         "tests/drafters/test_mtp_families.py -k 'definition and mimo_v2'",

@@ -21,6 +21,7 @@ from .heads import HeadAlgorithm, HeadDrafter, HeadOptions
 from .hidden_states import keep_row
 from .modules.mtp import MtpHead
 from .self_check import best_reading
+from .shared_draft import DraftHead
 from .trees.step import Step
 
 
@@ -40,8 +41,14 @@ class MtpModules(HeadAlgorithm):
             )
         if options.window is not None:
             raise ValueError("draft_window_size: it is for drafts of one module, not of several; leave it out")
-        captured = [self._capture(module, options) for module in head.further[: levels - 1]]
-        self.further = [passes.run(graph, self.settings) for graph in captured]
+        further = head.further[: levels - 1]
+        self.further = [passes.run(self._capture(module, options), self.settings) for module in further]
+        self.further_logits = [
+            self.logits
+            if module.head_weight is head.head_weight
+            else DraftHead(module.head_weight, self.settings.ranks)
+            for module in further
+        ]
 
     @property
     def token_bytes(self) -> int:
@@ -61,6 +68,7 @@ class MtpModulesDrafter(HeadDrafter):
     def __init__(self, algorithm: MtpModules, batch: int, slots: int):
         super().__init__(algorithm, batch, slots)
         self.blocks = nn.ModuleList(graph.gm for graph in algorithm.further)
+        self.further_logits = algorithm.further_logits
         self.further_caches = nn.ModuleList(Cache(graph, batch, slots) for graph in algorithm.further)
         for number in range(1, 1 + len(self.blocks)):
             self.register_buffer(f"carried_{number}", torch.zeros_like(self.hidden), persistent=False)
@@ -133,7 +141,7 @@ class ModuleSteps:
         places = slots[:, None] + depth - 1
         out, normed = drafter._run(number, tokens, places, states, slots, ancestors, self.max_kv_len)
         self.tokens, self.out = tokens, out
-        return out[:, -given:], drafter.logits(normed[:, -wanted:])
+        return out[:, -given:], drafter.further_logits[number - 1](normed[:, -wanted:])
 
 
 def parents_of(ancestors: Tensor) -> Tensor:

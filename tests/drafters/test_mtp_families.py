@@ -13,6 +13,7 @@ from mtp_rounds import checked, last_states
 from spec_compile import speculate
 from spec_compile.drafters.checkpoints.load import load_head
 from spec_compile.drafters.checkpoints.mtp_families import FAMILIES, find_blocks
+from spec_compile.passes.tap_hidden_states import FINAL
 
 H = mtp_checkpoints.H
 
@@ -44,7 +45,10 @@ def test_modules_compute_their_definition(write, name):
             given = ids[row].numpy(), positions[row].numpy(), state[row].numpy().astype(np.float64)
             expected = FORMULAS[name](tensors, embedding, *given, number)
             assert np.abs(normed[row].numpy() - expected).max() < 2e-5
-        assert torch.equal(recycled, state if name == "mimo_v2" else normed)
+        if name == "step3p7":
+            assert torch.equal(module.norm(recycled), normed)
+        else:
+            assert torch.equal(recycled, state if name == "mimo_v2" else normed)
 
 
 def speculating(written, **options):
@@ -66,12 +70,17 @@ def test_drafts_of_whole_rounds(write, name):
 REFERENCES = {
     "deepseek_v3": ({}, {}),
     "mellum": ({}, {}),
+    "step3p7": (
+        {"transformer.shared_head.norm": "shared_head.norm"},
+        {"mtp_per_layer_config": {number: {"num_attention_heads": mtp_checkpoints.STEP_HEADS} for number in (0, 2)}},
+    ),
     "bailing_hybrid": (
         {"final_layernorm": "shared_head.norm"},
         {"mtp_layer_types": ["full_attention"], "mtp_mlp_layer_types": ["sparse"]},
     ),
 }
-"""transformers' names of some tensors, and what it needs in the config."""
+"""transformers' names of some tensors, and what it needs in the config. In Step it reads the state after the final
+norm, and shares the target's output matrix."""
 
 
 @pytest.mark.parametrize("name", REFERENCES)
@@ -89,15 +98,17 @@ def test_chains_are_those_of_transformers(write, name):
             key = key.replace(theirs, hf)
         tensors[key] = value
     save(written.folder, None, tensors)
-    model = written.target
-    for key, value in dict(num_mtp_layers=modules, dtype=torch.float32, **REFERENCES[name][1]).items():
-        setattr(model.config, key, value)
+    model, config = written.target, mtp_checkpoints.text_config(written.target)
+    model.config.dtype = torch.float32
+    for key, value in dict(num_mtp_layers=modules, **REFERENCES[name][1]).items():
+        setattr(config, key, value)
     if name != "mellum":  # transformers knows the numbers of the layers in the published models
-        numbers = [str(model.config.num_hidden_layers + number) for number in range(modules)]
+        numbers = [str(config.num_hidden_layers + number) for number in range(modules)]
         model._keys_to_ignore_on_load_unexpected = [rf"layers\.({'|'.join(numbers)})\."]
     reference = layers.MtpModel.from_pretrained(model).eval()
     save(written.folder, None, written.tensors)
-    head = load_head(None, written.target, "mtp")
+    overrides = dict(taps=(FINAL,), recycle_normed=True) if name == "step3p7" else {}
+    head = load_head(None, written.target, "mtp", **overrides)
     ids = prompts(1)
     states, slots = last_states(written.target, ids, head.taps)[:, :-1], torch.arange(ids.shape[1] - 1)[None]
     cache = cache_utils.MtpCache(config=written.target.config.get_mtp_config())
@@ -105,7 +116,7 @@ def test_chains_are_those_of_transformers(write, name):
     tokens = ids[:, 1:]
     for number, module in enumerate([head, *head.further]):
         states, normed = module(tokens, slots + 1, states)
-        ours = normed[:, -1] @ head.head_weight.T
+        ours = normed[:, -1] @ written.target.get_output_embeddings().weight.T
         assert (ours - logits[:, number]).abs().max() < 1e-4
         tokens = torch.cat([tokens[:, 1:], ours.argmax(dim=-1, keepdim=True)], dim=1)
     assert torch.equal(tokens[:, -modules:], expected)
@@ -118,6 +129,7 @@ def test_chains_are_those_of_transformers(write, name):
         ("bailing_hybrid", "model.layers.2.attention.dense.weight"),
         ("mimo_v2", "model.mtp.layers.1.pre_mlp_layernorm.weight"),
         ("ernie4_5_moe", "model.mtp_emb_norm.0.weight"),
+        ("step3p7", "model.layers.4.transformer.shared_head.output.weight"),
         ("nemotron_h", "mtp.layers.1.mixer.experts.2.up_proj.weight"),
         ("longcat_flash", "model.mtp.embed_tokens.weight"),
     ],
@@ -139,6 +151,22 @@ def test_an_embedding_of_their_own(write):
     head = load_head(None, written.target, "mtp")
     assert torch.equal(head.embedding, written.tensors["model.mtp.embed_tokens.weight"])
     assert head.report[-1] == "output matrix: the target's"
+
+
+@torch.no_grad()
+def test_output_matrices_of_their_own(write):
+    """With a list of tokens, each module has the rows of its own matrix."""
+    written, ids = write("step3p7"), [7, 3, 11]
+    head = load_head(None, written.target, "mtp", token_map=ids)
+    for number, module in enumerate([head, *head.further]):
+        own = written.tensors[f"model.layers.{3 + number}.transformer.shared_head.output.weight"]
+        assert torch.equal(module.head_weight, own[ids]) and module.draft_to_target.tolist() == ids
+    head.further[0].all_rows[0].zero_()
+    head.refresh()
+    assert not head.further[0].head_weight.any() and head.further[1].head_weight.any()
+    assert "embedding: the target's" in head.report
+    shared = load_head(None, write("mimo_v2").target, "mtp", token_map=ids)
+    assert all(module.head_weight is shared.head_weight for module in shared.further)
 
 
 def test_every_family_of_the_table_is_tested():

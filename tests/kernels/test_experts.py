@@ -6,6 +6,7 @@ Without a GPU the kernels run in Triton's interpreter, in float32; ``pytest -m g
 from dataclasses import replace
 
 import models
+import mtp_checkpoints
 import pytest
 import torch
 from places import GPU, places
@@ -248,6 +249,20 @@ def test_a_gate_that_has_no_kernel_stays_in_the_graph():
     graph = capture(model)
     assert {node.args[-1].split()[0] for node in calls(graph.gm, experts.UP)} == {"none"}
     ids, positions = torch.randint(3, models.VOCAB, (1, 9)), torch.arange(9)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(graph.gm(ids, positions)[0], model(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_that_do_not_ask_the_interface():
+    """Of Step, in a layer without a bound and in one with a bound, whose gate stays in the graph."""
+    build = mtp_checkpoints.MTP["step3p7"].target
+    if build is None:
+        pytest.skip("this version of transformers has no such model")
+    model = build()
+    graph = capture(model)
+    assert [node.args[-1].split()[0] for node in calls(graph.gm, experts.UP)] == ["silu", "none"]
+    assert not any("forward" in vars(module) for module in model.modules())
+    ids, positions = torch.randint(3, models.VOCAB, (2, 9)), torch.arange(9).expand(2, 9)
     with torch.no_grad():
         torch.testing.assert_close(graph.gm(ids, positions)[0], model(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
 

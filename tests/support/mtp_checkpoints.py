@@ -10,7 +10,7 @@ from pathlib import Path
 
 import models
 import transformers
-from draft_checkpoints import HEADS, KV, D, H, V, Weights, Written, own, save
+from draft_checkpoints import HEADS, KV, D, H, I, V, Weights, Written, own, save
 from torch import nn
 
 HAS_MODULES = hasattr(transformers, "BailingHybridConfig")
@@ -22,6 +22,8 @@ MLA = dict(
 )
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 WINDOW = 4
+STEP_HEADS = 8
+"""Of a layer of Step with a window."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def write_mtp(name: str, folder: Path) -> Written:
     save(folder, config, tensors)
     target.config._name_or_path = str(folder)
     for key, value in changes.items():
-        setattr(target.config, key, value)
+        setattr(text_config(target), key, value)
     return Written(folder, target, config, tensors)
 
 
@@ -58,6 +60,20 @@ def target(config: str, model: str, base: dict = models.GQA16, **kwargs) -> Call
     if not hasattr(transformers, config) or (config == "MellumConfig" and not HAS_MODULES):
         return None
     return lambda: models.build(config, model, {**base, "num_hidden_layers": 2, "rms_norm_eps": 1e-5, **kwargs})
+
+
+def image_text(name: str, vision: dict, base: dict = models.GQA16, **kwargs) -> Callable[[], nn.Module] | None:
+    """As `target`, of an image-text model of the classes `name`Config and `name`ForConditionalGeneration."""
+    if not hasattr(transformers, f"{name}Config") or not HAS_MODULES:
+        return None
+    text = {**base, "num_hidden_layers": 2, "rms_norm_eps": 1e-5, **models.SPECIAL, **kwargs}
+    config = dict(text_config=text, vision_config=vision)
+    return lambda: models.build(f"{name}Config", f"{name}ForConditionalGeneration", config)
+
+
+def text_config(model: nn.Module):
+    """The configuration of a model's layers."""
+    return model.config.get_text_config(decoder=True)
 
 
 def nextn(w: Weights, prefix: str, last: str) -> None:
@@ -125,6 +141,44 @@ def ling(w: Weights, model: nn.Module, number: int) -> None:
     w[f"{prefix}.attention.dense.weight"] = w.pop(f"{prefix}.attention.o_proj.weight")
     w.experts(f"{prefix}.mlp", EXPERTS, INNER, "shared_experts")
     w[f"{prefix}.mlp.gate.expert_bias"] = w.normal(EXPERTS) * 0.2
+
+
+def glm_ocr(w: Weights, model: nn.Module, number: int) -> None:
+    """GLM-OCR: a layer after the language model's last, with norms before and after its parts."""
+    prefix = f"model.language_model.layers.{text_config(model).num_hidden_layers}"
+    nextn(w, prefix, "shared_head.norm")
+    layer_norms(w, prefix)
+    w.norm(f"{prefix}.post_self_attn_layernorm", f"{prefix}.post_mlp_layernorm")
+    attention(w, f"{prefix}.self_attn", HEADS)
+    w.linear(f"{prefix}.mlp.gate_up_proj", 2 * I, H)
+    w.linear(f"{prefix}.mlp.down_proj", H, I)
+
+
+def step(w: Weights, model: nn.Module, number: int) -> None:
+    """Step: a gate for each head, of which a window has more, and an output matrix of its own."""
+    prefix = f"model.layers.{text_config(model).num_hidden_layers + number}"
+    nextn(w, prefix, "transformer.shared_head.norm")
+    w.linear(f"{prefix}.transformer.shared_head.output", V, H)
+    layer_norms(w, prefix)
+    heads = HEADS if text_config(model).mtp_layer_types[number] == models.FULL else STEP_HEADS
+    attention(w, f"{prefix}.self_attn", heads)
+    w.norm(f"{prefix}.self_attn.q_norm", f"{prefix}.self_attn.k_norm", size=D)
+    w.linear(f"{prefix}.self_attn.g_proj", heads, H)
+    w.mlp(f"{prefix}.mlp")
+
+
+def attention(w: Weights, name: str, heads: int) -> None:
+    """Grouped queries."""
+    for part, rows in (("q", heads * D), ("k", KV * D), ("v", KV * D)):
+        w.linear(f"{name}.{part}_proj", rows, H)
+    w.linear(f"{name}.o_proj", H, heads * D)
+
+
+def exaone_4_5(w: Weights, model: nn.Module, number: int) -> None:
+    """EXAONE 4.5: Qwen's names, and norms after the parts of the layer only."""
+    pre_fc(w)
+    w.layer("mtp.layers.0", qk_norm=True)
+    w["mtp.layers.0.post_feedforward_layernorm.weight"] = w.pop("mtp.layers.0.input_layernorm.weight")
 
 
 def ernie(w: Weights, model: nn.Module, number: int) -> None:
@@ -246,6 +300,39 @@ MTP = {
         ),
         mimo_v2,
         modules=3,
+    ),
+    "glm_ocr": Family(
+        image_text(
+            "GlmOcr",
+            dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=H, patch_size=4),
+            rope_parameters={**ROPE, "mrope_section": [4, 2, 2]},
+        ),
+        glm_ocr,
+    ),
+    "step3p7": Family(
+        image_text(
+            "Step3p7",
+            dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, image_size=16,
+                 patch_size=4),
+            moe_intermediate_size=INNER, share_expert_dim=INNER, n_routed_experts=EXPERTS, num_experts_per_tok=2,
+            num_hidden_layers=3, mlp_layer_types=["dense", "sparse", "sparse"], swiglu_limits=[0, 0, 0.3],
+            layer_types=[models.FULL, models.WIN, models.FULL], sliding_window=WINDOW,
+            num_sliding_attention_heads=STEP_HEADS, num_nextn_predict_layers=3,
+            mtp_layer_types=[models.WIN, models.FULL, models.WIN], mtp_mlp_layer_types=["dense"] * 3,
+            rope_theta=[1e4, 1e4, 1e4], partial_rotary_factors=[0.5, 1.0, 0.5],
+        ),
+        step,
+        modules=3,
+    ),
+    "exaone4_5": Family(
+        image_text(
+            "Exaone4_5_",
+            dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=2, num_key_value_heads=2, out_hidden_size=H,
+                 patch_size=4, fullatt_block_indexes=[0]),
+            model_type="exaone4", sliding_window=WINDOW, sliding_window_pattern="LG",
+            layer_types=[models.WIN, models.FULL], rope_parameters=ROPE,
+        ),
+        exaone_4_5,
     ),
     "nemotron_h": Family(models.HYBRIDS["nemotron_h"], nemotron),
     "longcat_flash": Family(

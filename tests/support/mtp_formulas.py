@@ -144,6 +144,51 @@ def half_layers(t, u, positions, number):
     return y + feed(t, "mtp.layers.1.mixer", rms(y, t["mtp.layers.1.norm.weight"], 1e-5))
 
 
+def sandwich(prefix, attend, feed, before=True):
+    """A layer with norms after its parts, and before them if `before`. prefix: a format of the module's number."""
+
+    def forward(t, u, positions, number):
+        name = prefix.format(number)
+
+        def normed(norm, x):
+            return rms(x, t[f"{name}.{norm}.weight"])
+
+        first, second, third, fourth = (
+            ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+            if before
+            else (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+        )
+        y = u + normed(second, attend(t, f"{name}.self_attn", normed(first, u) if first else u, positions))
+        return y + normed(fourth, feed(t, f"{name}.mlp", normed(third, y) if third else y))
+
+    return forward
+
+
+def merged_mlp(t, name, x):
+    """GLM: gate and up in one matrix."""
+    gate, up = np.split(t[f"{name}.gate_up_proj.weight"], 2)
+    return mlp({**t, f"{name}.gate_proj.weight": gate, f"{name}.up_proj.weight": up}, name, x)
+
+
+def step_attention(t, name, x, positions):
+    """Step: a gate for each head. The second of three modules has no window, and RoPE on half of each head."""
+    whole = ".4." in name
+    heads = len(t[f"{name}.g_proj.weight"])
+    freqs, window = (frequencies(1e4, D // 2), None) if whole else (FREQS, WINDOW)
+    out = attention({**t, f"{name}.o_proj.weight": np.eye(heads * D)}, name, x, positions, freqs, window)
+    gates = sigmoid(linear(t, f"{name}.g_proj", x))
+    return linear(t, f"{name}.o_proj", (out.reshape(len(x), heads, D) * gates[:, :, None]).reshape(len(x), -1))
+
+
+def less_one(forward):
+    """With norms that are stored less 1."""
+
+    def shifted(t, *args):
+        return forward({name: value + ("norm" in name) for name, value in t.items()}, *args)
+
+    return shifted
+
+
 def exaone_attention(t, name, x, positions):
     """K-EXAONE: RoPE goes with a window, which the first of two modules has."""
     return (rope_attention(WINDOW) if ".0." in name else plain_attention)(t, name, x, positions)
@@ -155,7 +200,7 @@ def pre_fc(attend, feed):
 
 
 GROUPED = dict(bias="gate.e_score_correction_bias", groups=2, count=8)
-MIMO, LONGCAT = "model.mtp.layers.{}", "model.mtp.layers.0"
+MIMO, LONGCAT, GLM_OCR = "model.mtp.layers.{}", "model.mtp.layers.0", "model.language_model.layers.2"
 FORMULAS = {
     "deepseek_v3": after(
         3, latent_attention, experts(**GROUPED, scale=2.5), "shared_head.norm", 1e-6, zero_first=True
@@ -176,6 +221,14 @@ FORMULAS = {
     "exaone_moe": pre_fc(exaone_attention, mlp),
     "mellum": pre_fc(rope_attention(WINDOW), experts(shared="")),
     "mimo_v2": nextn(MIMO, layer(MIMO, sink_attention, mlp, second="pre_mlp_layernorm"), "final_layernorm"),
+    "glm_ocr": nextn(
+        GLM_OCR, sandwich(GLM_OCR, pairs_attention, merged_mlp), "shared_head.norm", zero_first=True
+    ),
+    "step3p7": less_one(after(3, step_attention, mlp, "transformer.shared_head.norm")),
+    "exaone4_5": module(
+        "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm",
+        sandwich("mtp.layers.0", rope_attention(WINDOW), mlp, before=False),
+    ),
     "nemotron_h": module(
         "mtp.layers.0.eh_proj", "mtp.layers.0.enorm", "mtp.layers.0.hnorm", "mtp.layers.1.final_layernorm", half_layers,
     ),

@@ -31,7 +31,7 @@ def drafted(first, model, schedule, text):
         tokens, state = torch.cat([ids[:, 1:], torch.tensor([path], dtype=torch.int64)], dim=1), states
         for number, module in enumerate(every[: len(path) + 1]):
             state, normed = module(tokens[:, number : number + slots.shape[1]], slots, state)
-        return normed[:, -1] @ first.head_weight.T
+        return normed[:, -1] @ module.head_weight.T
 
     chain = []
 

@@ -9,7 +9,7 @@ from ..modules.mtp import MtpHead, block_config
 from .config import override_taps
 from .draft_files import DraftFiles
 from .files import Checkpoint, Part
-from .mtp_families import MtpBlock, find_blocks
+from .mtp_families import MtpBlock, MtpFamily, find_blocks
 from .target import Target
 
 OVERRIDES = ("taps", "recycle_normed")
@@ -39,14 +39,16 @@ def read_mtp(files: DraftFiles, target: Target, overrides: dict) -> MtpHead:
     names = [{block.ours(name): name for name in checkpoint.shapes if block.holds(name)} for block in blocks]
     with torch.device("meta"):
         head, *further = (
-            _module(target, decoder, block, own, taps[0], overrides.get("recycle_normed", True))
+            _module(target, decoder, block, own, taps[0], overrides.get("recycle_normed", family.normed))
             for block, own in zip(blocks, names)
         )
     head.further = nn.ModuleList(further)
     head.flavour = f"MTP ({family.name})"
-    if not family.own_embedding:
-        for own in names:
-            target.skip_copies(checkpoint, own)
+    for own in names:
+        if not family.own_embedding:
+            target.skip_copy(checkpoint, own.get("embedding"), target.embedding)
+        if not family.own_output:
+            target.skip_copy(checkpoint, own.get("head_weight"), target.head_weight)
     checkpoint.fill(head, lambda name, shape: _part_of_module(name, shape, names, blocks), target.embedding)
     if "taps" not in overrides:
         last, final = (target.num_layers,), (FINAL,)
@@ -63,8 +65,9 @@ def _module(
     family, types = block.family, getattr(target.config, "mtp_layer_types", None)
     layer_type = types[block.number] if types else family.layer_type
     embedding = nn.Parameter(target.embedding.detach().to("meta")) if family.own_embedding else target.embedding
+    output = nn.Parameter(target.head_weight.detach().to("meta")) if family.own_output else target.head_weight
     return MtpHead(
-        decoder, block_config(target.config, _is_sparse(names), layer_type), embedding, target.head_weight, tap,
+        decoder, block_config(target.config, _is_sparse(names), layer_type), embedding, output, tap,
         embedding_first=family.embedding_first, zero_first=family.zero_first, recycle_normed=recycle_normed,
         recycle_state=family.recycle_state, fc_bias="fc.bias" in names, output_norm="norm." in family.outer.values(),
     )  # fmt: skip
@@ -88,10 +91,14 @@ def _report(
         f"{head.flavour} head from {files.draft}, {blocks[0].prefix}*, as in {blocks[0].family.definition}{modules}",
         f"reads the state {where}; fc of {order}; zero_first={head.zero_first}, recycle_normed={head.recycle_normed}",
         f"one {type(head.block).__name__}, {'with a mixture of experts' if _is_sparse(names[0]) else 'dense'}",
-        "output matrix: the target's"
-        if blocks[0].family.own_embedding
-        else "embedding and output matrix: the target's",
+        _shared(blocks[0].family),
     ]
+
+
+def _shared(family: MtpFamily) -> str:
+    if family.own_output:
+        return "embedding: the target's"
+    return "output matrix: the target's" if family.own_embedding else "embedding and output matrix: the target's"
 
 
 def _part_of_module(ours: str, shape: tuple[int, ...], names: list[dict[str, str]], blocks: list[MtpBlock]) -> Part:

@@ -23,9 +23,11 @@ class MtpFamily:
     inner: stands between the prefix and the names of the decoder layer. If it has a "{}", all modules have one prefix.
     inside: parts of names in the decoder layer -> ours.
     embedding_first, zero_first, recycle_state: see `MtpHead`.
-    normed: the state is the target's after its final norm; else before it.
+    normed: the state is the target's after its final norm, and norm(y) goes on; else it is the one before that norm,
+        and y goes on.
     layer_type: of the attention, if the config has no ``mtp_layer_types``.
     own_embedding: the modules have an embedding of their own, not a copy of the target's.
+    own_output: each module has an output matrix of its own, not a copy of the target's.
     """
 
     name: str
@@ -41,6 +43,7 @@ class MtpFamily:
     normed: bool = True
     layer_type: str = "full_attention"
     own_embedding: bool = False
+    own_output: bool = False
 
 
 NEXTN = {"enorm.": "embedding_norm.", "hnorm.": "state_norm.", "eh_proj.": "fc."}
@@ -84,6 +87,14 @@ FAMILIES = (
         recycle_state=True,
         normed=False,
         layer_type="sliding_attention",
+    ),
+    MtpFamily(
+        "Step",
+        "SGLang step3p5_mtp.py, multi_layer_eagle_worker_v2.py, vLLM step3p5_mtp.py",
+        r"(.*\blayers\.\d+\.)transformer\.shared_head\.norm\.weight$",
+        {**NEXTN, "transformer.shared_head.norm.": "norm.", "transformer.shared_head.output.weight": "head_weight"},
+        normed=False,
+        own_output=True,
     ),
     MtpFamily(
         "ERNIE 4.5",
@@ -132,10 +143,19 @@ FAMILIES = (
     ),
     MtpFamily(
         "DeepSeek, GLM",
-        "vLLM deepseek_mtp.py, glm4_moe_mtp.py",
+        "vLLM deepseek_mtp.py, glm4_moe_mtp.py, glm_ocr_mtp.py",
         r"(.*\blayers\.\d+\.)eh_proj\.weight$",
         {**NEXTN, "shared_head.norm.": "norm.", **COPIES},
         zero_first=True,
+    ),
+    MtpFamily(
+        "EXAONE 4.5",
+        "vLLM exaone4_5_mtp.py",
+        r"((?:.*\.)?mtp\.)fc\.weight$",
+        PRE_FC,
+        sign="post_feedforward_layernorm.",
+        inner="layers.{}.",
+        layer_type="sliding_attention",
     ),
     MtpFamily(
         "Qwen",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedConfig
 
+from ...capture.adapters import shallow
 from ...capture.trace import HARMLESS
 from ...errors import UnsupportedModelError
 from ...kernels import ops
@@ -62,7 +63,7 @@ class MtpHead(Head):
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=fc_bias)
         self.rotary_emb, self.rotary_arguments = None, ()
         if hasattr(decoder, "rotary_emb"):
-            with torch.device(head_weight.device):
+            with torch.device(next(decoder.parameters()).device):
                 self.rotary_emb = type(decoder.rotary_emb)(config)
             by_type = "layer_type" in inspect.signature(self.rotary_emb.forward).parameters
             self.rotary_arguments = (config.layer_types[0],) if by_type else ()
@@ -83,6 +84,24 @@ class MtpHead(Head):
             x = self.block(x)
         normed = self.norm(x)
         return (state if self.recycle_state else normed if self.recycle_normed else x), normed
+
+    def restrict(self, ids: Tensor) -> "MtpHead":
+        head = super().restrict(ids)
+        head.further = nn.ModuleList(self._restricted(module, head, ids) for module in self.further)
+        return head
+
+    def _restricted(self, module: "MtpHead", head: "MtpHead", ids: Tensor) -> "MtpHead":
+        """One of the `further` modules with the output matrix of `head`, or with the rows `ids` of its own."""
+        if module.head_weight is not self.head_weight:
+            return module.restrict(ids)
+        module = shallow(module)
+        module.head_weight, module.draft_to_target = head.head_weight, ids
+        return module
+
+    def refresh(self) -> None:
+        super().refresh()
+        for module in self.further:
+            module.refresh()
 
 
 class HalfLayers(nn.ModuleList):
@@ -120,7 +139,8 @@ def make_block(like: nn.Module, config: PreTrainedConfig) -> nn.Module:
 
 def norm_class(layer: nn.Module) -> type[nn.Module]:
     """The class of a decoder layer's norms."""
-    norm = layer.input_layernorm if hasattr(layer, "input_layernorm") else layer.norm
+    names = ("input_layernorm", "norm", "post_attention_layernorm")  # EXAONE 4 has norms after its parts only
+    norm = next(getattr(layer, name) for name in names if hasattr(layer, name))
     return type(norm[0] if isinstance(norm, nn.ModuleList) else norm)
 
 
@@ -129,6 +149,8 @@ def block_config(config: PreTrainedConfig, sparse: bool, layer_type: str = "full
 
     It attends through ``spec_compile::attention`` as `layer_type` says, and has a mixture of experts if `sparse`.
     """
+    if getattr(config, "is_heterogeneous", False) and layer_type in config.layer_types:
+        config = config.per_layer_config[layer_type]  # in Step, layers with a window have more heads
     config = copy.deepcopy(config)
     changes = {
         "layer_types": getattr(config, "mtp_layers_block_type", None) or [layer_type],
