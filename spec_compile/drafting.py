@@ -185,6 +185,12 @@ class Algorithm:
         return self.graph is not None
 
     @property
+    def ahead(self) -> int:
+        """Tokens after a slot's own that its keys and values may depend on: 1 for a head, whose slot has the pair of a
+        state and the next token; 0 if its drafters hold none."""
+        return int(self.remembers)
+
+    @property
     def stored(self) -> int:
         """The size of its store, which must be the same on all ranks for the same drafts."""
         return 0

@@ -704,7 +704,7 @@ REQUESTS = [
     ),
     Mutation(
         "a block of a head is found by a text that goes on otherwise", f"{BATCHING}prefix_store.py",
-        "int(sees_next)", "0",
+        "lanes.runtime.device, ahead", "lanes.runtime.device, 0",
         "tests/batching/test_prefix_store.py -k token_after_it",
     ),
     Mutation(
@@ -1451,6 +1451,11 @@ MODULES = [
         "a later module reads the state of the root at every node", "spec_compile/drafters/mtp_modules.py",
         "states = gather_rows(above, parents_of(ancestors))", "states = gather_rows(above, 0 * parents_of(ancestors))",
         "tests/drafters/test_mtp_modules.py -k token_k",
+    ),
+    Mutation(
+        "later modules run over copied slots without a state", "spec_compile/drafters/mtp_modules.py",
+        "torch.maximum(slots - number, self.origin - 1)", "(slots - number)",
+        "tests/batching/test_prefix_store.py -k later_modules",
     ),
     Mutation(
         "later modules draft with the output matrix of the first", "spec_compile/drafters/mtp_modules.py",

@@ -39,8 +39,9 @@ class Beginnings:
         self._decoder, self._weights = decoder, weights
         self.distrusts_weights = False
         """True if somebody may have changed weights in a way that torch does not count, because no round ran."""
-        self._keeps_a_token_less, self._has_states = runtime.algorithm.remembers, bool(runtime.verify.recurrences)
-        self.prefixes = PrefixStore(decoder.lanes, PrefixBudget.of(runtime), runtime.algorithm.remembers)
+        self._ahead, self._has_states = runtime.algorithm.ahead, bool(runtime.verify.recurrences)
+        ahead = min(self._ahead, 1) if self._has_states else self._ahead  # states are those of all tokens but the last
+        self.prefixes = PrefixStore(decoder.lanes, PrefixBudget.of(runtime), ahead)
 
     def forget(self) -> None:
         """The weights have changed: keys and values of earlier requests are of no use."""
@@ -71,8 +72,8 @@ class Beginnings:
             self.forget()
             row, known, blocks, seen = 0, 0, [], 0
         self.distrusts_weights &= not is_sure
-        if self._keeps_a_token_less:  # a drafter's slot may depend on the token after it, as that of a head does
-            known = 0 if self._has_states else max(known - 1, 0)
+        if self._ahead:  # a drafter's slot may depend on the tokens after it
+            known = 0 if self._has_states else max(known - self._ahead, 0)
         if late := self._decoder.late(row):
             known = max(min(known, texts.length(row) - 1 - late), 0)
         copy = self.copy_row(row, known)

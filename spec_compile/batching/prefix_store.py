@@ -43,8 +43,9 @@ class PrefixStore:
     states and the slots after its last whole block: that of a text of 200 tokens has the slots 192 to 198 and the
     states after 199 tokens. A prompt finds the longest of these texts that it begins with.
 
-    The slot of a draft may depend on the token after it, as that of a head does. With such a draft the key of a block
-    has one more token: that of the second block has the tokens 65 to 128, and that of the first has 0 to 64.
+    The slot of a draft may depend on tokens after it: on one, as that of a head does, or on as many as it has modules of
+    multi-token prediction. The key of a block has so many more tokens. With a head, that of the second block has the
+    tokens 65 to 128, and that of the first has 0 to 64.
 
     On a GPU all copies run on a stream of their own, which orders writes and reads of a place, and the host waits for
     none. Rounds wait for the copies to a row. They do not wait for those out of a row until they are to write to it.
@@ -53,9 +54,9 @@ class PrefixStore:
     `Loaded`), and texts of two adapters share no block.
     """
 
-    def __init__(self, lanes: Lanes, budget: PrefixBudget, sees_next: bool = False):
-        """lanes: the rows of texts that are kept. sees_next: True if a slot may depend on the token after it."""
-        self._device, self._sees_next = lanes.runtime.device, int(sees_next)
+    def __init__(self, lanes: Lanes, budget: PrefixBudget, ahead: int = 0):
+        """lanes: the rows of texts that are kept. ahead: tokens after a slot's own that it may depend on."""
+        self._device, self._ahead = lanes.runtime.device, ahead
         self._unit = unit_of(lanes)
         self._parts: WeakKeyDictionary[Lanes, tuple[RowBlocks, RowBlocks]] = WeakKeyDictionary()
         slots, states = self._parts_of(lanes)
@@ -211,12 +212,12 @@ class PrefixStore:
 
     def _keys(self, tokens: np.ndarray, slots: int, adapter: int = 0) -> Iterator[bytes]:
         """The keys of the whole blocks among the first `slots` slots of a text [n] int32. adapter: its version"""
-        for begin in range(0, min(slots, len(tokens) - self._sees_next) - BLOCK + 1, BLOCK):
+        for begin in range(0, min(slots, len(tokens) - self._ahead) - BLOCK + 1, BLOCK):
             yield (b"" if begin else adapter.to_bytes(8)) + self._key(tokens, begin, begin + BLOCK)
 
     def _key(self, tokens: np.ndarray, begin: int, end: int) -> bytes:
         """The key of the slots from `begin` to `end` - 1 of a text [n] int32."""
-        return tokens[begin + (self._sees_next if begin else 0) : end + self._sees_next].tobytes()
+        return tokens[begin + (self._ahead if begin else 0) : end + self._ahead].tobytes()
 
     def _runs(self, written: list[tuple[int, int]]) -> Iterator[tuple[int, list[int]]]:
         """(number of the first block, places) for consecutive blocks of a text.

@@ -51,6 +51,10 @@ class MtpModules(HeadAlgorithm):
         ]
 
     @property
+    def ahead(self) -> int:
+        return 1 + len(self.further)
+
+    @property
     def token_bytes(self) -> int:
         return super().token_bytes + sum(graph.token_bytes for graph in self.further)
 
@@ -61,8 +65,9 @@ class MtpModules(HeadAlgorithm):
 class MtpModulesDrafter(HeadDrafter):
     """Runs all modules over committed tokens, and one module over each level of the tree that it grows.
 
-    carried_k [B, H]: the output of module k - 1 at the first slot that is not committed in module k. If a text begins
-    with cached tokens of another one, it is zeros there.
+    carried_k [B, H]: the output of module k - 1 at the first slot that is not committed in module k.
+    origin [B] int64: one more than the first slot that the modules run over, because the slots before it have been
+        copied; 0 in a row that has not begun.
     """
 
     def __init__(self, algorithm: MtpModules, batch: int, slots: int):
@@ -72,11 +77,26 @@ class MtpModulesDrafter(HeadDrafter):
         self.further_caches = nn.ModuleList(Cache(graph, batch, slots) for graph in algorithm.further)
         for number in range(1, 1 + len(self.blocks)):
             self.register_buffer(f"carried_{number}", torch.zeros_like(self.hidden), persistent=False)
+        origin = torch.zeros(batch, dtype=torch.int64, device=self.hidden.device)
+        self.register_buffer("origin", origin, persistent=False)
 
     def start(self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True) -> None:
         super().start(state, prompts, references, share_text)
         for number in range(1, 1 + len(self.blocks)):
             self.carried(number).zero_()
+        self.origin.copy_(state.lengths + 1)
+
+    def prefill(self, state: State, ids: Tensor, positions: Tensor, features: list[Tensor], max_kv_len: int) -> None:
+        begin = state.lengths + 1
+        self.origin.copy_(torch.where(self.origin == 0, begin, torch.minimum(self.origin, begin)))
+        super().prefill(state, ids, positions, features, max_kv_len)
+
+    def slots_of(self, number: int, slots: Tensor) -> Tensor:
+        """The slots [B] of module `number` that are committed if the target has committed `slots` [B].
+
+        With slots = 70, the second module (number = 1) has 69 of them; if 70 were copied, it has them all.
+        """
+        return torch.maximum(slots - number, self.origin - 1).clamp(min=0)
 
     def carried(self, number: int) -> Tensor:
         """The buffer [B, H] of module `number`."""
@@ -86,14 +106,14 @@ class MtpModulesDrafter(HeadDrafter):
         """Each module runs over as many slots as the first, which lie `number` slots earlier.
 
         With begin = 5, gained = 2 and number = 1, slots 4 and 5 are committed: the carried output is that at slot 4,
-        `recycled` has those at slots 5 and 6, and the one at slot 6 is carried next. Texts of fewer than `number`
-        slots have none to carry: with begin = 0 the slots and the outputs begin at 0.
+        `recycled` has those at slots 5 and 6, and the one at slot 6 is carried next. The first slots that it runs over
+        have nothing to carry: with begin = 0 the slots and the outputs begin at 0.
         """
         number_of_row = torch.arange(recycled.shape[1], device=begin.device)
         first = begin
         for number in range(1, 1 + len(self.blocks)):
             carried, before = self.carried(number), first
-            first = (begin - number).clamp(min=0)
+            first = self.slots_of(number, begin)
             shifted = torch.cat([carried.clone()[:, None], recycled[:, :-1]], dim=1)
             states = torch.where((first < before)[:, None, None], shifted, recycled)
             places = first[:, None] + number_of_row
@@ -137,7 +157,7 @@ class ModuleSteps:
             ancestors, depth = ((torch.full_like(row, 2) << row) - 1).expand_as(tokens), row + 1
         above = torch.cat([drafter.carried(number).clone()[:, None], self.out], dim=1)
         states = gather_rows(above, parents_of(ancestors))
-        slots = (self.lengths - number).clamp(min=0)
+        slots = drafter.slots_of(number, self.lengths)
         places = slots[:, None] + depth - 1
         out, normed = drafter._run(number, tokens, places, states, slots, ancestors, self.max_kv_len)
         self.tokens, self.out = tokens, out

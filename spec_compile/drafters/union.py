@@ -37,6 +37,18 @@ class Union(Algorithm):
     def stored(self) -> int:
         return self.ngram.stored
 
+    @property
+    def remembers(self) -> bool:
+        return self.head.remembers
+
+    @property
+    def ahead(self) -> int:
+        return self.head.ahead
+
+    @property
+    def token_bytes(self) -> int:
+        return self.head.token_bytes
+
     def refresh(self) -> None:
         self.head.refresh()
 

@@ -212,7 +212,8 @@ class Call:
         if request.past is None:
             return [0] * state.batch
         cached = [request.past.length - pad for pad in request.past.padding]
-        begins = [min(length, len(prompt) - 1) for length, prompt in zip(cached, request.prompts)]
+        ahead = 1 if self.runtime.verify.recurrences else max(1, self.runtime.algorithm.ahead)
+        begins = [max(min(length, len(prompt) - ahead), 0) for length, prompt in zip(cached, request.prompts)]
         if not self._draft_remembers(begins):
             return [0] * state.batch
         state.fill(request.past, begins)
@@ -226,7 +227,10 @@ class Call:
         texts = self.session.texts
         if len(texts) != len(lengths):
             return False
-        return all(text[: n + 1] == prompt[: n + 1] for n, text, prompt in zip(lengths, texts, self.request.prompts))
+        ahead = self.runtime.algorithm.ahead
+        return all(
+            text[: n + ahead] == prompt[: n + ahead] for n, text, prompt in zip(lengths, texts, self.request.prompts)
+        )
 
     def _read_first(self) -> None:
         """Read the counts and hints of the first trees, once."""

@@ -10,6 +10,7 @@ import torch
 from batch_requests import ALGORITHMS, MODEL, PROMPTS, TEXT, collect, generated, managed, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mtp_rounds import with_further
 from picture_models import fast as picture_fast
 from picture_models import inputs
 from picture_models import model as picture_model
@@ -19,6 +20,7 @@ from spec_compile import speculate
 from spec_compile.batching.decoding import Decoder
 from spec_compile.batching.lanes import Lanes
 from spec_compile.batching.prefix_store import BLOCK, FEWEST, PrefixStore
+from spec_compile.drafters.checkpoints.load import load_head
 from spec_compile.runtime.prefix_budget import PrefixBudget
 from spec_compile.serving.metrics import PrometheusMetrics
 
@@ -90,6 +92,38 @@ def test_drafts_know_what_a_row_has_lost(name):
     assert second.generated_tokens == anew.generated_tokens
     assert second.speculation.per_step_accepted == anew.speculation.per_step_accepted
     assert sum(second.speculation.per_step_accepted) > 0
+
+
+@functools.cache
+def modules():
+    """The demo model's MTP head with two further modules."""
+    return with_further(load_head(f"{MODEL}/heads/mtp", model(), "mtp"))
+
+
+def with_later_slots(**options):
+    """The second of two turns, and the keys and values of its text in the modules after the first."""
+    new, fast = 20, system("mtp", draft=modules(), num_steps=3, **options)
+    with managed(fast) as manager:
+        first = answer(manager, LONG, new)
+        answer(manager, OTHER)
+        second = answer(manager, LONG + first.generated_tokens + OTHER[:9], new)
+        caches = manager.scheduler.decoder.lanes.all.drafter.further_caches
+        committed = len(second.prompt_ids) + new - 1
+        return second, [
+            tensor[0, :, : committed - number].clone()
+            for number, cache in enumerate(caches, start=1)
+            for tensor in cache.tensors
+        ]
+
+
+def test_later_modules_know_what_a_row_has_lost():
+    """No slot of theirs depends on how much of the prompt was copied, so that their drafts do not."""
+    (second, slots), (anew, expected) = with_later_slots(), with_later_slots(**OFF)
+    assert second.speculation.reused_prompt_tokens == 448 and anew.speculation.reused_prompt_tokens == 0
+    assert second.generated_tokens == anew.generated_tokens
+    assert second.speculation.per_step_accepted == anew.speculation.per_step_accepted
+    for got, want in zip(slots, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("algo, reused", [("ngram", BLOCK), ("draft_model", 0)])
@@ -420,6 +454,22 @@ def test_short_texts_are_not_kept(monkeypatch):
     store.keep(place, 0, tokens, 4 * BLOCK)
     assert store.bytes("host") == 4 * store.block_bytes
     assert len(store.match([*range(257)])[0]) == 4 and store.match([*range(256)])[0] == []
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_as_many_tokens_after_a_block_count_as_its_slots_depend_on(ahead):
+    place, tokens = lanes("llama"), np.arange(2 * BLOCK + 10, dtype=np.int32)
+    store = PrefixStore(place, PrefixBudget(0, 1 << 27), ahead)
+    store._fewest = 1
+    store.keep(place, 0, tokens, len(tokens) - 1)
+    for end in (BLOCK, 2 * BLOCK):
+        for other in range(5):
+            prompt = tokens.copy()
+            prompt[end + other] = 1  # the first token that differs
+            expected = end if other >= ahead else end - BLOCK
+            assert store.length(store.match(prompt.tolist())[0]) == expected
+    assert len(store.match(tokens[: 2 * BLOCK + ahead].tolist())[0]) == 1
+    assert len(store.match(tokens[: 2 * BLOCK + ahead + 1].tolist())[0]) == 2
 
 
 @pytest.mark.parametrize("name", ["lfm2", "mamba2"])

@@ -1,13 +1,11 @@
 """Several modules of multi-token prediction in whole rounds: drafts are those of modules without caches, and answers
 are plain decoding's."""
 
-import copy
-
 import models
 import pytest
 import torch
 from draft_rounds import SCHEDULES, generated, head, plain, prompts, target
-from mtp_rounds import checked
+from mtp_rounds import checked, with_further
 
 from spec_compile import speculate
 from spec_compile.drafters.mtp_modules import parents_of
@@ -16,16 +14,8 @@ from spec_compile.tree import ancestry
 
 @pytest.fixture(scope="module")
 def modules():
-    """Three modules for the target "llama". The first is often right, the others are like it, each in its own way."""
-    first, generator = copy.copy(head("mtp", "llama")), torch.Generator().manual_seed(2)
-    shared = {id(tensor): tensor for tensor in (first.embedding, first.head_weight)}
-    first._modules = dict(first._modules)
-    further = [copy.deepcopy(head("mtp", "llama"), dict(shared)) for _ in range(2)]
-    for module in further:
-        for weight in (module.fc.weight, module.block.self_attn.q_proj.weight):
-            weight.data += 0.1 * weight.std() * torch.randn(weight.shape, generator=generator)
-    first.further = torch.nn.ModuleList(further)
-    return first
+    """Three modules for the target "llama", the first of which is often right."""
+    return with_further(head("mtp", "llama"))
 
 
 @pytest.mark.sweep("chain union")

@@ -1,10 +1,24 @@
 """What several modules of multi-token prediction draft without caches, and rounds that are compared with it."""
 
+import copy
+
 import torch
 from draft_rounds import generated, prompts
 
 from spec_compile.drafters.trees.grow import grow
 from spec_compile.passes.tap_hidden_states import FINAL
+
+
+def with_further(first):
+    """A head with two further modules, which are like it, each in its own way."""
+    generator, shared = torch.Generator().manual_seed(2), {id(w): w for w in (first.embedding, first.head_weight)}
+    further = [copy.deepcopy(first, dict(shared)) for _ in range(2)]
+    for module in further:
+        for weight in (module.fc.weight, module.block.self_attn.q_proj.weight):
+            weight.data += 0.1 * weight.std() * torch.randn(weight.shape, generator=generator)
+    first = copy.copy(first)
+    first._modules = {**first._modules, "further": torch.nn.ModuleList(further)}
+    return first
 
 
 def last_states(model, ids, taps):
