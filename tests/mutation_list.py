@@ -1455,7 +1455,7 @@ MODULES = [
     Mutation(
         "later modules run over copied slots without a state", "spec_compile/drafters/mtp_modules.py",
         "torch.maximum(slots - number, self.origin - 1)", "(slots - number)",
-        "tests/batching/test_prefix_store.py -k later_modules",
+        "tests/batching/test_several_modules.py -k later_modules",
     ),
     Mutation(
         "later modules draft with the output matrix of the first", "spec_compile/drafters/mtp_modules.py",

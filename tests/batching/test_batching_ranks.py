@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from batch_requests import write_modules
 from ranks import run_ranks
 from server_fixtures import DEMO, PROMPT, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig
@@ -60,11 +61,19 @@ def test_two_ranks_answer_as_one(folder, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("algo", "shape"), [("eagle3", {"num_steps": 3, "topk": 4}), ("dflash", {}), ("mtp", {})])
+@pytest.mark.parametrize(
+    ("algo", "shape"),
+    [
+        ("eagle3", {"num_steps": 3, "topk": 4}),
+        ("dflash", {}),
+        ("mtp", {"num_draft_tokens": 2}),
+        pytest.param("mtp", {"num_steps": 3, "num_draft_tokens": 4}, id="modules"),
+    ],
+)
 def test_two_ranks_with_a_head_answer_as_one(algo, shape, tmp_path):
-    nodes = 2 if algo == "mtp" else 8
+    draft = write_modules(tmp_path) if "num_steps" in shape and algo == "mtp" else DEMO / "heads" / algo
     # In float64, because what a head draws for a sampled answer depends on the order of its own sums.
-    options = {"draft": str(DEMO / "heads" / algo), "num_draft_tokens": nodes, "dtype": "float64", **shape}
+    options = {"draft": str(draft), "num_draft_tokens": 8, "dtype": "float64", **shape}
     first, second = run_ranks(2, partial(answers, algo=algo, **options), DEMO, 2, rendezvous=tmp_path / "meet")
     assert second == "None", second
     torch.set_num_threads(1)

@@ -10,7 +10,6 @@ import torch
 from batch_requests import ALGORITHMS, MODEL, PROMPTS, TEXT, collect, generated, managed, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mtp_rounds import with_further
 from picture_models import fast as picture_fast
 from picture_models import inputs
 from picture_models import model as picture_model
@@ -20,7 +19,6 @@ from spec_compile import speculate
 from spec_compile.batching.decoding import Decoder
 from spec_compile.batching.lanes import Lanes
 from spec_compile.batching.prefix_store import BLOCK, FEWEST, PrefixStore
-from spec_compile.drafters.checkpoints.load import load_head
 from spec_compile.runtime.prefix_budget import PrefixBudget
 from spec_compile.serving.metrics import PrometheusMetrics
 
@@ -92,38 +90,6 @@ def test_drafts_know_what_a_row_has_lost(name):
     assert second.generated_tokens == anew.generated_tokens
     assert second.speculation.per_step_accepted == anew.speculation.per_step_accepted
     assert sum(second.speculation.per_step_accepted) > 0
-
-
-@functools.cache
-def modules():
-    """The demo model's MTP head with two further modules."""
-    return with_further(load_head(f"{MODEL}/heads/mtp", model(), "mtp"))
-
-
-def with_later_slots(**options):
-    """The second of two turns, and the keys and values of its text in the modules after the first."""
-    new, fast = 20, system("mtp", draft=modules(), num_steps=3, **options)
-    with managed(fast) as manager:
-        first = answer(manager, LONG, new)
-        answer(manager, OTHER)
-        second = answer(manager, LONG + first.generated_tokens + OTHER[:9], new)
-        caches = manager.scheduler.decoder.lanes.all.drafter.further_caches
-        committed = len(second.prompt_ids) + new - 1
-        return second, [
-            tensor[0, :, : committed - number].clone()
-            for number, cache in enumerate(caches, start=1)
-            for tensor in cache.tensors
-        ]
-
-
-def test_later_modules_know_what_a_row_has_lost():
-    """No slot of theirs depends on how much of the prompt was copied, so that their drafts do not."""
-    (second, slots), (anew, expected) = with_later_slots(), with_later_slots(**OFF)
-    assert second.speculation.reused_prompt_tokens == 448 and anew.speculation.reused_prompt_tokens == 0
-    assert second.generated_tokens == anew.generated_tokens
-    assert second.speculation.per_step_accepted == anew.speculation.per_step_accepted
-    for got, want in zip(slots, expected, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("algo, reused", [("ngram", BLOCK), ("draft_model", 0)])

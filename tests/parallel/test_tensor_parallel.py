@@ -15,6 +15,7 @@ import models
 import pytest
 import torch
 import transformers
+from mtp_rounds import with_further
 from ranks import run_ranks
 from transformers import LogitsProcessor, StoppingCriteria
 
@@ -72,6 +73,7 @@ DRAFTS = {
     "eagle3_tree": ("eagle3", rounds.SCHEDULES["tree"]),
     "naive_eagle": ("naive_eagle", {}),
     "mtp": ("mtp", dict(num_steps=2)),
+    "mtp_modules": ("mtp", dict(num_steps=3, topk=2)),
     "fr_spec": ("eagle", rounds.SCHEDULES["hot"]),
     "drawn": ("eagle", dict(num_steps=2, draft_sample_method="probabilistic")),
     "draft_model": ("draft_model", dict(num_steps=2)),
@@ -89,6 +91,7 @@ def test_every_algorithm_gives_one_processs_tokens(on_ranks, case):
     model, (algo, options) = rounds.target("llama"), DRAFTS[case]
     if algo != "ngram":
         draft = dflash.trained("llama") if algo == "dflash" else rounds.draft_of(algo, "llama")
+        draft = with_further(draft, own_output=True) if case == "mtp_modules" else draft
         options = {**options, "draft": draft}
     alone = answers(shared(model, algo, **options, tensor_parallel=None))
 

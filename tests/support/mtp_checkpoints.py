@@ -154,6 +154,16 @@ def glm_ocr(w: Weights, model: nn.Module, number: int) -> None:
     w.linear(f"{prefix}.mlp.down_proj", H, I)
 
 
+def glm4v_moe(w: Weights, model: nn.Module, number: int) -> None:
+    """GLM-4.5V: GLM-4.5's layer, after the language model's last."""
+    prefix = f"model.language_model.layers.{text_config(model).num_hidden_layers}"
+    nextn(w, prefix, "shared_head.norm")
+    layer_norms(w, prefix)
+    attention(w, f"{prefix}.self_attn", HEADS)
+    w.experts(f"{prefix}.mlp", EXPERTS, INNER, "shared_experts")
+    w[f"{prefix}.mlp.gate.e_score_correction_bias"] = w.normal(EXPERTS) * 0.2
+
+
 def step(w: Weights, model: nn.Module, number: int) -> None:
     """Step: a gate for each head, of which a window has more, and an output matrix of its own."""
     prefix = f"model.layers.{text_config(model).num_hidden_layers + number}"
@@ -308,6 +318,15 @@ MTP = {
             rope_parameters={**ROPE, "mrope_section": [4, 2, 2]},
         ),
         glm_ocr,
+    ),
+    "glm4v_moe": Family(
+        image_text(
+            "Glm4vMoe",
+            dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=H, patch_size=4),
+            **SPARSE, n_routed_experts=EXPERTS, n_shared_experts=1, n_group=1, topk_group=1, attention_bias=False,
+            rope_parameters={**ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5},
+        ),
+        glm4v_moe,
     ),
     "step3p7": Family(
         image_text(

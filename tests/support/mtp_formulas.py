@@ -12,6 +12,7 @@ from draft_formulas import (
     attend,
     attention,
     frequencies,
+    half_rope_attention,
     latent_attention,
     linear,
     mlp,
@@ -200,7 +201,7 @@ def pre_fc(attend, feed):
 
 
 GROUPED = dict(bias="gate.e_score_correction_bias", groups=2, count=8)
-MIMO, LONGCAT, GLM_OCR = "model.mtp.layers.{}", "model.mtp.layers.0", "model.language_model.layers.2"
+MIMO, LONGCAT, GLM_V = "model.mtp.layers.{}", "model.mtp.layers.0", "model.language_model.layers.2"
 FORMULAS = {
     "deepseek_v3": after(
         3, latent_attention, experts(**GROUPED, scale=2.5), "shared_head.norm", 1e-6, zero_first=True
@@ -222,7 +223,11 @@ FORMULAS = {
     "mellum": pre_fc(rope_attention(WINDOW), experts(shared="")),
     "mimo_v2": nextn(MIMO, layer(MIMO, sink_attention, mlp, second="pre_mlp_layernorm"), "final_layernorm"),
     "glm_ocr": nextn(
-        GLM_OCR, sandwich(GLM_OCR, pairs_attention, merged_mlp), "shared_head.norm", zero_first=True
+        GLM_V, sandwich(GLM_V, pairs_attention, merged_mlp), "shared_head.norm", zero_first=True
+    ),
+    "glm4v_moe": nextn(
+        GLM_V, layer(GLM_V, half_rope_attention, experts(bias="gate.e_score_correction_bias")),
+        "shared_head.norm", zero_first=True,
     ),
     "step3p7": less_one(after(3, step_attention, mlp, "transformer.shared_head.norm")),
     "exaone4_5": module(

@@ -9,12 +9,16 @@ from spec_compile.drafters.trees.grow import grow
 from spec_compile.passes.tap_hidden_states import FINAL
 
 
-def with_further(first):
-    """A head with two further modules, which are like it, each in its own way."""
+def with_further(first, own_output=False):
+    """A head with two further modules, which are like it, each in its own way; with output matrices of their own if
+    `own_output`."""
     generator, shared = torch.Generator().manual_seed(2), {id(w): w for w in (first.embedding, first.head_weight)}
     further = [copy.deepcopy(first, dict(shared)) for _ in range(2)]
     for module in further:
-        for weight in (module.fc.weight, module.block.self_attn.q_proj.weight):
+        if own_output:
+            module.head_weight = torch.nn.Parameter(first.head_weight.detach().clone(), requires_grad=False)
+        changed = module.fc.weight, module.block.self_attn.q_proj.weight, *([module.head_weight] if own_output else ())
+        for weight in changed:
             weight.data += 0.1 * weight.std() * torch.randn(weight.shape, generator=generator)
     first = copy.copy(first)
     first._modules = {**first._modules, "further": torch.nn.ModuleList(further)}

@@ -1,0 +1,71 @@
+"""Drafts of several modules of multi-token prediction in batches: they are those of a request without others."""
+
+import itertools
+
+import pytest
+import torch
+from batch_requests import MODEL, PROMPTS, TEXT, collect, managed, tokenizer, write_modules
+from transformers import AutoModelForCausalLM
+
+from spec_compile import speculate
+from spec_compile.drafters.mtp_modules import MtpModules
+
+LONG = (tokenizer()(TEXT).input_ids * 2)[:450]
+OTHER = LONG[::-1][:100]
+
+
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["chain", "tree"])
+def fast(request, tmp_path_factory):
+    """The demo model with three modules, every round of which drafts."""
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    options = dict(num_steps=3, topk=request.param, compile=False, check=False, adaptive=False)
+    fast = speculate(model, "mtp", draft=write_modules(tmp_path_factory.mktemp("modules")), **options)
+    assert isinstance(fast.speculation.engine.runtime.algorithm, MtpModules)
+    return fast
+
+
+def answer(manager, prompt, new=20):
+    name = manager.add_request(prompt, max_new_tokens=new, eos_token_id=-1)
+    return collect(manager, 1)[name]
+
+
+def later_slots(manager, output):
+    """The keys and values of a text in the modules after the first, as far as they are committed."""
+    committed = len(output.prompt_ids) + len(output.generated_tokens) - 1
+    caches = enumerate(manager.scheduler.decoder.lanes.all.drafter.further_caches, start=1)
+    return [tensor[0, :, : committed - number].clone() for number, cache in caches for tensor in cache.tensors]
+
+
+def test_later_modules_know_what_a_row_has_lost(fast):
+    """No slot of theirs depends on how much of the prompt was copied, so that their drafts do not."""
+    with managed(fast) as manager:
+        first = answer(manager, LONG)
+        answer(manager, OTHER)
+        second = answer(manager, LONG + first.generated_tokens + OTHER[:9])
+        slots = later_slots(manager, second)
+    with managed(fast) as manager:
+        anew = answer(manager, second.prompt_ids)
+        expected = later_slots(manager, anew)
+    assert second.speculation.reused_prompt_tokens == 448 and anew.speculation.reused_prompt_tokens == 0
+    assert second.generated_tokens == anew.generated_tokens
+    assert second.speculation.per_step_accepted == anew.speculation.per_step_accepted
+    for got, want in zip(slots, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+
+
+def test_rows_that_requests_enter_and_leave(fast):
+    """Requests of different lengths, with prompts that earlier ones begin with: each round accepts what it accepts if
+    no other request is under way."""
+    prompts = [*PROMPTS, LONG[:70], LONG[:69] + PROMPTS[0], PROMPTS[0] + OTHER[:3], LONG[:70] + OTHER[:5]]
+    asked = [*zip(prompts, itertools.cycle([9, 24, 14]))]
+    with managed(fast, slots=3) as manager:
+        names = [manager.add_request(ids, max_new_tokens=new, eos_token_id=-1) for ids, new in asked]
+        outputs = collect(manager, len(names))
+    together = [outputs[name] for name in names]
+    assert any(output.speculation.reused_prompt_tokens for output in together)
+    for (prompt, new), ours in zip(asked, together):
+        with managed(fast) as manager:
+            theirs = answer(manager, prompt, new)
+        assert ours.generated_tokens == theirs.generated_tokens
+        assert ours.speculation.per_step_accepted == theirs.speculation.per_step_accepted
+    assert max(max(output.speculation.per_step_accepted) for output in together) > 1
