@@ -43,9 +43,9 @@ class PrefixStore:
     states and the slots after its last whole block: that of a text of 200 tokens has the slots 192 to 198 and the
     states after 199 tokens. A prompt finds the longest of these texts that it begins with.
 
-    The slot of a draft may depend on tokens after it: on one, as that of a head does, or on as many as there are modules
-    of multi-token prediction. The key of a block has so many more tokens. With a head, that of the second block has the
-    tokens 65 to 128, and that of the first has 0 to 64.
+    The slot of a draft may depend on tokens after it: that of a head on one, that of several modules of multi-token
+    prediction on as many as there are modules. The key of a block has so many more tokens. With a head, that of the
+    second block has the tokens 65 to 128, and that of the first has 0 to 64.
 
     On a GPU all copies run on a stream of their own, which orders writes and reads of a place, and the host waits for
     none. Rounds wait for the copies to a row. They do not wait for those out of a row until they are to write to it.

@@ -61,10 +61,10 @@ def speculating(written, **options):
 def test_drafts_of_whole_rounds(write, name):
     """The trees are those of modules without caches, and the answer is plain decoding's."""
     written, modules = write(name), MTP[name].modules
-    system = speculating(written, num_steps=max(2, modules), topk=2)
-    head, batch = system.speculation.engine.runtime.algorithm.head, 2
-    answer = checked(system, head, written.target, batch, 6)[0] if modules > 1 else generated(system, prompts(batch), 6)
-    assert torch.equal(answer, generated(written.target, prompts(batch), 6))
+    system, ids = speculating(written, num_steps=max(2, modules), topk=2), prompts(2)
+    head = system.speculation.engine.runtime.algorithm.head
+    answer = checked(system, head, written.target, ids, 6)[0] if modules > 1 else generated(system, ids, 6)
+    assert torch.equal(answer, generated(written.target, ids, 6))
 
 
 REFERENCES = {

@@ -8,6 +8,7 @@ from draft_rounds import SCHEDULES, generated, head, plain, prompts, target
 from mtp_rounds import checked, with_further
 
 from spec_compile import speculate
+from spec_compile.compat import CACHE
 from spec_compile.drafters.mtp_modules import parents_of
 from spec_compile.tree import ancestry
 
@@ -24,9 +25,22 @@ def test_module_k_drafts_token_k(modules, schedule):
     options = SCHEDULES[schedule] | dict(draft=modules, compile=False, check=False, adaptive=False, max_cache_len=200)
     system = models.speculate_captured(target("llama"), "mtp", **options)
     for batch in (1, 3):
-        answer, count = checked(system, modules, target("llama"), batch)
+        answer, count = checked(system, modules, target("llama"), prompts(batch))
         assert torch.equal(answer, plain("llama", batch)[:, : answer.shape[1]]) and count > 5
     assert system.speculation.stats.accept_length > 1.03
+
+
+def test_a_call_that_goes_on_from_a_cache(modules):
+    """From the one of the call before it, and from one that another call has left since."""
+    options = dict(draft=modules, compile=False, check=False, adaptive=False, max_cache_len=200, num_steps=3, topk=2)
+    system, model = models.speculate_captured(target("llama"), "mtp", **options), target("llama")
+    for between in (False, True):
+        first = generated(system, prompts(1), 9, return_dict_in_generate=True)
+        if between:
+            generated(system, prompts(1).flip(1), 5)
+        ids = torch.cat([first.sequences, prompts(1)[:, :2]], dim=1)
+        answer, count = checked(system, modules, model, ids, 9, **{CACHE: getattr(first, CACHE)})
+        assert torch.equal(answer, generated(model, ids, 9)) and count > 2
 
 
 def test_answers_are_the_same_after_rounds_without_drafts(modules):

@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from draft_rounds import generated, prompts
+from draft_rounds import generated
 
 from spec_compile.drafters.trees.grow import grow
 from spec_compile.passes.tap_hidden_states import FINAL
@@ -66,7 +66,7 @@ def drafted(first, model, schedule, text):
     return tokens[0].tolist(), parents[0].tolist()
 
 
-def checked(system, first, model, batch, new=12):
+def checked(system, first, model, ids, new=12, **options):
     """Generate, and compare the trees that each round proposes; the answer, and the number of trees."""
     engine, count = system.speculation.engine, 0
     run, algorithm = engine.run, engine.runtime.algorithm
@@ -92,6 +92,6 @@ def checked(system, first, model, batch, new=12):
 
     engine.run = watched
     try:
-        return generated(system, prompts(batch), new), count
+        return generated(system, ids, new, **options), count
     finally:
         engine.run = run
