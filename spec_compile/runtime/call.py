@@ -212,8 +212,10 @@ class Call:
         if request.past is None:
             return [0] * state.batch
         cached = [request.past.length - pad for pad in request.past.padding]
-        ahead = 1 if self.runtime.verify.recurrences else max(1, self.runtime.algorithm.ahead)
-        begins = [max(min(length, len(prompt) - ahead), 0) for length, prompt in zip(cached, request.prompts)]
+        if request.features is None and not (request.has_unknown_tokens or self.runtime.verify.recurrences):
+            late = max(self.runtime.algorithm.ahead - 1, 0)  # slots of the draft that depend on tokens after the cache
+            cached = [max(length - late, 0) for length in cached]
+        begins = [min(length, len(prompt) - 1) for length, prompt in zip(cached, request.prompts)]
         if not self._draft_remembers(begins):
             return [0] * state.batch
         state.fill(request.past, begins)

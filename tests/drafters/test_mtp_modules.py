@@ -30,8 +30,14 @@ def test_module_k_drafts_token_k(modules, schedule):
     assert system.speculation.stats.accept_length > 1.03
 
 
+def later_slots(system, length):
+    """The keys and values of a text of `length` tokens in the modules after the first, as far as they are committed."""
+    caches = enumerate(system.speculation.engine.session(1).drafter.further_caches, start=1)
+    return [tensor[:, :, : length - 1 - number].clone() for number, cache in caches for tensor in cache.tensors]
+
+
 def test_a_call_that_goes_on_from_a_cache(modules):
-    """From the one of the call before it, and from one that another call has left since."""
+    """From that of the call before it, or of an earlier one: drafts, keys and values are those of a call without it."""
     options = dict(draft=modules, compile=False, check=False, adaptive=False, max_cache_len=200, num_steps=3, topk=2)
     system, model = models.speculate_captured(target("llama"), "mtp", **options), target("llama")
     for between in (False, True):
@@ -39,8 +45,13 @@ def test_a_call_that_goes_on_from_a_cache(modules):
         if between:
             generated(system, prompts(1).flip(1), 5)
         ids = torch.cat([first.sequences, prompts(1)[:, :2]], dim=1)
+        assert between or first.sequences.tolist() == system.speculation.engine.session(1).texts
         answer, count = checked(system, modules, model, ids, 9, **{CACHE: getattr(first, CACHE)})
+        slots = later_slots(system, answer.shape[1])
         assert torch.equal(answer, generated(model, ids, 9)) and count > 2
+        generated(system, ids, 9)
+        for got, expected in zip(slots, later_slots(system, answer.shape[1]), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_answers_are_the_same_after_rounds_without_drafts(modules):
