@@ -186,8 +186,7 @@ class Algorithm:
 
     @property
     def ahead(self) -> int:
-        """Tokens after a slot's own that its keys and values may depend on: 1 for a head, whose slot has the pair of a
-        state and the next token; 0 if its drafters hold none."""
+        """Tokens after a slot's own that its keys and values may depend on: 1 for a head, 0 if there are none."""
         return int(self.remembers)
 
     @property

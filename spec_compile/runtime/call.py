@@ -213,8 +213,7 @@ class Call:
             return [0] * state.batch
         cached = [request.past.length - pad for pad in request.past.padding]
         if request.features is None and not (request.has_unknown_tokens or self.runtime.verify.recurrences):
-            late = max(self.runtime.algorithm.ahead - 1, 0)  # slots of the draft that depend on tokens after the cache
-            cached = [max(length - late, 0) for length in cached]
+            cached = [max(length + 1 - max(self.runtime.algorithm.ahead, 1), 0) for length in cached]
         begins = [min(length, len(prompt) - 1) for length, prompt in zip(cached, request.prompts)]
         if not self._draft_remembers(begins):
             return [0] * state.batch
@@ -226,13 +225,10 @@ class Call:
         unknown. Otherwise the prompts are processed again."""
         if not self.runtime.algorithm.remembers or self.request.has_unknown_tokens:
             return True
-        texts = self.session.texts
+        ends, texts = [n + self.runtime.algorithm.ahead for n in lengths], self.session.texts
         if len(texts) != len(lengths):
             return False
-        ahead = self.runtime.algorithm.ahead
-        return all(
-            text[: n + ahead] == prompt[: n + ahead] for n, text, prompt in zip(lengths, texts, self.request.prompts)
-        )
+        return all(text[:end] == prompt[:end] for end, text, prompt in zip(ends, texts, self.request.prompts))
 
     def _read_first(self) -> None:
         """Read the counts and hints of the first trees, once."""
