@@ -1472,6 +1472,17 @@ MODULES = [
         "tests/drafters/test_mtp_families.py -k 'definition and mimo_v2'",
     ),
     Mutation(
+        "YaRN leaves the scores of latent attention alone", "spec_compile/drafters/checkpoints/config.py",
+        "if factor > 1:", "if False:",
+        "tests/drafters/test_draft_block.py -k 'formulas and eagle3_mla'",
+    ),
+    Mutation(
+        "queries and keys of latent attention are put together in another order",
+        "spec_compile/drafters/modules/latent.py",
+        "q = torch.cat([q, q_turned], dim=-1)", "q = torch.cat([q_turned, q], dim=-1)",
+        "tests/drafters/test_draft_block.py -k 'formulas and eagle3_mla'",
+    ),
+    Mutation(
         "a tensor that no module holds is not looked at", "spec_compile/drafters/checkpoints/mtp.py",
         "lambda name: name.startswith(prefixes)", "lambda name: any(block.holds(name) for block in blocks)",
         "tests/drafters/test_mtp_families.py -k unknown",

@@ -1,5 +1,7 @@
 """Every block against its formulas: slow float64 arithmetic on the published tensors, written place by place."""
 
+import dataclasses
+import functools
 import math
 
 import draft_checkpoints as drafts
@@ -23,7 +25,10 @@ from draft_formulas import (
     nextn,
     pre_norm,
     project,
+    rotate,
+    rotate_pairs,
     softmax_experts,
+    yarn,
 )
 from hypothesis import strategies as st
 from torch import nn
@@ -33,6 +38,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from spec_compile.capture.trace import capture_head
 from spec_compile.drafters.checkpoints.load import load_head
 from spec_compile.drafters.modules.eagle import Eagle3Head
+from spec_compile.drafters.modules.latent import LatentAttention, LatentSizes
 from spec_compile.drafters.modules.layers import LayerKnobs, rotary
 
 
@@ -45,6 +51,14 @@ def llama3(freqs, factor=8.0, low=1.0, high=4.0, original=64):
         kept = f if wave < original / high else f / factor if wave > original / low else None
         out.append((1 - smooth) * f / factor + smooth * f if kept is None else kept)
     return np.array(out)
+
+
+def latent(theta=10000.0, scaled=False, turn=rotate_pairs):
+    """MLA of a head, whose norms have the epsilon of its config."""
+    size = drafts.LATENT["qk_rope_head_dim"]
+    scaled = yarn(theta, size, **drafts.YARN) if scaled else (frequencies(theta, size), 1.0, 1.0)
+    rank = drafts.LATENT["kv_lora_rank"]
+    return functools.partial(latent_attention, rank=rank, eps=1e-5, scaled=scaled, turn=turn)
 
 
 MIMO = "model.mtp_layers.0"
@@ -73,6 +87,12 @@ FORMULAS = {
     "eagle3_speculators": eagle3("layers.0", frequencies(500000.0), normed_residual=True),
     "eagle3_speculators_31": eagle3("layers.0", frequencies(500000.0), recycle=True, own=True),
     "eagle3_deepspec": eagle3("layers.0", frequencies(1e6)),
+    "eagle3_mla": eagle3("layers.0", attend=latent(50000.0, scaled=True)),
+    "eagle31_mla": eagle3("layers.0", attend=latent(50000.0, scaled=True), recycle=True),
+    "eagle3_mla_specforge": eagle3(attend=latent()),
+    "eagle3_mla_layers": eagle3(
+        "layers.0", attend=latent(50000.0, scaled=True), further=("layers.1", "input_layernorm")
+    ),
     "mtp_deepseek": nextn(3, latent_attention, 2.5),
     "mtp_deepseek_nextn": nextn(0, latent_attention, 2.5),
     "mtp_glm": nextn(2, half_rope_attention, 1.0, 1e-5),
@@ -90,6 +110,7 @@ FORMULAS = {
 FORMULAS["mtp_qwen35"] = FORMULAS["mtp_qwen"]
 PROJECTIONS = {
     "eagle31": {"fc_norm": True},
+    "eagle31_mla": {"fc_norm": True},
     "eagle3_gpt_oss": {"input_norm": True},
     "eagle3_plain_state": {"fc": False},
 }
@@ -215,6 +236,14 @@ WRONG = [
     ("eagle3_speculators_31", "the target's embedding", attribute("embedding", lambda e: nn.Parameter(e + 0.1))),
     ("eagle3_deepspec", "no norm of queries", attribute("blocks.0.self_attn.q_norm", plain)),
     ("eagle3_deepspec", "no norm of keys", attribute("blocks.0.self_attn.k_norm", plain)),
+    ("eagle3_mla", "RoPE base", lambda head: turned(head, 10000.0)),
+    ("eagle3_mla", "scores not scaled", attribute(
+        "blocks.0.self_attn.sizes", lambda sizes: dataclasses.replace(sizes, scale=24**-0.5))),
+    ("eagle3_mla", "RoPE of halves", attribute(
+        "blocks.0.self_attn.sizes", lambda sizes: dataclasses.replace(sizes, pairs=False))),
+    ("eagle3_mla", "another epsilon", attribute("blocks.0.self_attn.kv_a_layernorm.variance_epsilon", lambda e: 0.1)),
+    ("eagle3_mla", "norm_before_residual", attribute("blocks.0.norm_before_residual", flip)),
+    ("eagle31_mla", "recycle_normed", attribute("recycle_normed", flip)),
     ("mtp_deepseek", "[state; embedding]", attribute("embedding_first", flip)),
     ("mtp_deepseek", "an embedding at position 0", attribute("zero_first", flip)),
     ("mtp_deepseek", "recycle_normed", attribute("recycle_normed", flip)),
@@ -275,11 +304,35 @@ def test_eagle3_of_any_size(heads, size, hidden, taps, length, qk_norm, bias, wi
         np.testing.assert_allclose(ours[0].numpy(), formula, rtol=1e-4, atol=1e-5)
 
 
+@hypothesis.given(
+    ranks=st.tuples(st.sampled_from([None, 5]), st.integers(1, 6)), nope=st.integers(1, 5),
+    turned=st.sampled_from([2, 6]), values=st.integers(1, 7), inputs=st.sampled_from([7, 12]),
+    length=st.integers(1, 6), pairs=st.booleans(),
+)  # fmt: skip
+@hypothesis.settings(max_examples=20)
+@torch.no_grad()
+def test_latent_attention_of_any_size(ranks, nope, turned, values, inputs, length, pairs):
+    config = LlamaConfig(hidden_size=12, num_attention_heads=4, head_dim=turned, rms_norm_eps=1e-5)
+    sizes = LatentSizes(*ranks, nope, turned, values, scale=0.3, pairs=pairs)
+    attention = LatentAttention(config, 0, inputs, sizes, window=None)
+    for value in attention.parameters():
+        value.normal_(std=0.4)
+    tensors = {f"x.{name}": value.double().numpy() for name, value in attention.state_dict().items()}
+    x, positions = torch.randn(1, length, inputs), torch.randint(0, 50, (1, length))
+    got = attention(x, rotary(config, torch.device("cpu"))(x, positions))
+    scaled = frequencies(10000.0, turned), 1.0, 0.3 * (nope + turned) ** 0.5
+    expected = latent_attention(
+        tensors, "x", x[0].double().numpy(), positions[0].numpy(), ranks[1], nope, turned, values, 1e-5, scaled,
+        rotate_pairs if pairs else rotate,
+    )  # fmt: skip
+    np.testing.assert_allclose(got[0].numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
 # What our compiler asks of a head
 
 CAPTURED = [
     "eagle_qwen2", "eagle_speculators", "eagle3_sglang_layers", "eagle3_plain_state", "eagle31", "eagle3_wide",
-    "eagle3_deepspec", "mtp_deepseek", "mtp_glm", "mtp_mimo", "mtp_qwen35",
+    "eagle3_deepspec", "eagle3_mla_layers", "mtp_deepseek", "mtp_glm", "mtp_mimo", "mtp_qwen35",
 ]  # fmt: skip
 
 
@@ -290,7 +343,9 @@ def test_a_head_is_captured_for_any_batch_and_length(load, name):
     _, head = load(name)
     graph = capture_head(head, head.hidden_size)
     assert len(graph.layers) == head.layers
-    assert [layer.kv_heads for layer in graph.layers] == [4 if "deepseek" in name else KV] * head.layers
+    assert [layer.kv_heads for layer in graph.layers] == [
+        4 if "deepseek" in name or "mla" in name else KV
+    ] * head.layers
     for batch, length in ((1, 5), (3, 4)):
         ids, state = torch.randint(0, drafts.V, (batch, length)), torch.randn(batch, length, head.hidden_size)
         positions = torch.arange(length).expand(batch, -1)

@@ -35,7 +35,10 @@ TAPS = {
     "eagle3_speculators_31": (1, 3, 4),
     "eagle3_deepspec": (1, 3, 4, 6, 8),
 }
-WHOLE = ("eagle3_full", "eagle3_full_zeros", "eagle3_borrowed", "eagle3_wide", "eagle3_deepspec")
+WHOLE = (
+    "eagle3_full", "eagle3_full_zeros", "eagle3_borrowed", "eagle3_wide", "eagle3_deepspec", "eagle3_mla",
+    "eagle31_mla", "eagle3_mla_layers",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -205,6 +208,24 @@ def test_several_meanings(write):
     assert [r.taps for r in load(write("mtp_glm")).readings()] == [(FINAL,), (2,)]
 
 
+def test_trainers_of_latent_attention_may_have_left_out_the_base_of_rope(write):
+    ropes = [r.rotary_emb.config.rope_parameters for r in load(write("eagle3_mla")).readings()]
+    assert {(rope["rope_type"], rope["factor"], rope["rope_theta"]) for rope in ropes} == {
+        ("yarn", 64.0, 50000.0), ("yarn", 64.0, 10000.0),
+    }  # fmt: skip
+    assert "rope_theta=50000 (yarn), latent attention of rank 20" in "\n".join(load(write("eagle3_mla")).report)
+
+
+def test_keys_of_latent_attention(write):
+    """Its sizes must be there; in the config of a head with grouped queries they are left over from the target."""
+    with pytest.raises(ValueError, match="its config has no kv_lora_rank, v_head_dim"):
+        load(write("eagle3_mla", kv_lora_rank=None, v_head_dim=None))
+    with pytest.raises(ValueError, match=r"kv_a_proj_with_mqa.weight is .*, expected"):
+        load(write("eagle3_mla", qk_rope_head_dim=4))
+    assert not load(write("eagle3_mla_specforge", rope_interleave=False)).blocks[0].self_attn.sizes.pairs
+    assert "qkv_bias=False" in "".join(load(write("eagle3", **drafts.LATENT)).report)
+
+
 @pytest.mark.parametrize(
     ("flags", "recycle", "readings"),
     [
@@ -228,6 +249,7 @@ REQUIRED = {
     "eagle_qwen2": lambda name: True,
     "eagle_speculators": lambda name: True,
     "eagle3_gpt_oss": lambda name: name not in ("embed_tokens.weight", "d2t", "t2d"),
+    "eagle31_mla": lambda name: name not in ("embed_tokens.weight", "lm_head.weight"),
     "eagle31": lambda name: name not in ("embed_tokens.weight", "d2t", "t2d"),
     "eagle3_sglang_layers": lambda name: name not in ("d2t", "t2d"),
     "eagle3_deepspec": lambda name: name not in ("embed_tokens.weight", "lm_head.weight"),

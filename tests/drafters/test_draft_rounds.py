@@ -21,12 +21,13 @@ from spec_compile.runtime.step_back import StepBack
 ALGORITHMS = {
     "eagle": SCHEDULES,
     "eagle3": SCHEDULES,
+    "eagle3_mla": ("chain", "tree", "union"),
     "draft_model": ("chain", "one", "tree", "cut", "union", "chain union"),
     "mtp": ("one", "tree", "union", "chain union"),
 }
 
 
-@pytest.mark.sweep("eagle3-tree draft_model-chain")
+@pytest.mark.sweep("eagle3-tree eagle3_mla-tree draft_model-chain")
 @pytest.mark.parametrize(
     ("algorithm", "schedule"),
     [(name, schedule) for name, schedules in ALGORITHMS.items() for schedule in schedules],
@@ -170,10 +171,19 @@ def checked_trees(system, algorithm, schedule):
 
 
 PAIRS = [*itertools.product(("eagle", "eagle3", "mtp", "draft_model"), ("chain", "tree")), ("naive_eagle", "one")]
-PAIRS += [("eagle3", "union"), ("mtp", "union"), ("draft_model", "chain union")]
+PAIRS += [
+    ("eagle3_mla", "chain"),
+    ("eagle3_mla", "tree"),
+    ("eagle3", "union"),
+    ("mtp", "union"),
+    ("draft_model", "chain union"),
+]
 
 
-@pytest.mark.sweep("eagle-tree-llama eagle3-union-llama eagle3-tree-mixtral mtp-chain-llama naive_eagle-one-llama")
+@pytest.mark.sweep(
+    "eagle-tree-llama eagle3-union-llama eagle3-tree-mixtral eagle3_mla-tree-llama mtp-chain-llama "
+    "naive_eagle-one-llama"
+)
 @pytest.mark.parametrize(
     ("algorithm", "schedule", "name"),
     [(*pair, name) for name, pair in itertools.product(TARGETS, PAIRS)],
@@ -189,6 +199,7 @@ def test_tokens_are_plain_decodings(algorithm, schedule, name):
     [
         ("eagle", "tree"), pytest.param("eagle3", "chain", marks=pytest.mark.slow),
         pytest.param("eagle3", "union", marks=pytest.mark.slow),
+        pytest.param("eagle3_mla", "tree", marks=pytest.mark.slow),
         pytest.param("draft_model", "chain union", marks=pytest.mark.slow),
         pytest.param("draft_model", "one", marks=pytest.mark.slow),
     ],

@@ -327,6 +327,78 @@ def p_eagle_speculators(w: Weights, target) -> dict:
     return {**config, "speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"]}
 
 
+LATENT = {
+    "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+}  # fmt: skip
+YARN = {
+    "type": "yarn", "factor": 64.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0,
+    "mscale": 0.7, "mscale_all_dim": 0.4,
+}  # fmt: skip
+
+
+def latent_layer(w: Weights, prefix: str, inputs: int, norms: tuple[str, ...], low_rank_queries: bool = True) -> None:
+    """A layer with multi-head latent attention and a dense MLP."""
+    name, turned, values = f"{prefix}.self_attn", LATENT["qk_rope_head_dim"], LATENT["v_head_dim"]
+    rank, nope = LATENT["kv_lora_rank"], LATENT["qk_nope_head_dim"]
+    if low_rank_queries:
+        w.linear(f"{name}.q_a_proj", LATENT["q_lora_rank"], inputs)
+        w.norm(f"{name}.q_a_layernorm", size=LATENT["q_lora_rank"])
+        w.linear(f"{name}.q_b_proj", HEADS * (nope + turned), LATENT["q_lora_rank"])
+    else:
+        w.linear(f"{name}.q_proj", HEADS * (nope + turned), inputs)
+    w.linear(f"{name}.kv_a_proj_with_mqa", rank + turned, inputs)
+    w.norm(f"{name}.kv_a_layernorm", size=rank)
+    w.linear(f"{name}.kv_b_proj", HEADS * (nope + values), rank)
+    w.linear(f"{name}.o_proj", H, HEADS * values)
+    w.mlp(f"{prefix}.mlp")
+    w.norm(*(f"{prefix}.{norm}" for norm in (*norms, "post_attention_layernorm")))
+
+
+def eagle3_mla(w: Weights, target) -> dict:
+    """lightseekorg's Kimi-K2.5, read by vLLM and SGLang: the whole vocabulary, YaRN, keys of the target's mixture."""
+    w.linear("fc", H, 3 * H)
+    latent_layer(w, "layers.0", 2 * H, ("hidden_norm", "input_layernorm"))
+    w.norm("norm")
+    w.linear("lm_head", V, H)
+    w["embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
+    return {
+        **LLAMA, **LATENT, "architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "kimi_k2",
+        "num_key_value_heads": HEADS, "draft_vocab_size": V, "rope_theta": 50000.0, "rope_scaling": YARN,
+        "n_routed_experts": 384, "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 32,
+        "moe_layer_freq": 1, "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "norm_topk_prob": True,
+        "routed_scaling_factor": 2.827, "scoring_func": "sigmoid", "seq_aux": True, "aux_loss_alpha": 0.001,
+        "ep_size": 1, "num_experts_per_tok": 8, "num_nextn_predict_layers": 0, "attention_bias": False,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5], "use_aux_hidden_state": True},
+    }  # fmt: skip
+
+
+def eagle31_mla(w: Weights, target) -> dict:
+    """lightseekorg's Kimi-K2.6: the same with the norms of EAGLE-3.1."""
+    config = eagle3_mla(w, target)
+    w.norm(*(f"fc_norm.{i}" for i in range(3)))
+    return {**config, "fc_norm": True, "norm_output": True}
+
+
+def eagle3_mla_specforge(w: Weights, target) -> dict:
+    """SpecForge's DeepseekV3ForCausalLMEagle3: a part of the vocabulary, queries of full rank, no scaling of RoPE."""
+    w.linear("fc", H, 3 * H)
+    latent_layer(w, "midlayer", 2 * H, ("hidden_norm", "input_layernorm"), low_rank_queries=False)
+    w.norm("norm")
+    vocabulary(w)
+    return {
+        **LLAMA, **LATENT, "q_lora_rank": None, "architectures": ["DeepseekV3ForCausalLMEagle3"],
+        "model_type": "deepseek_v3", "draft_vocab_size": VD, "rope_theta": 10000.0, "rope_scaling": None,
+        "qk_head_dim": 24, "head_dim": 8, "rope_interleave": True,
+    }  # fmt: skip
+
+
+def eagle3_mla_layers(w: Weights, target) -> dict:
+    """nvidia's Model-Optimizer and vLLM: a second layer, which reads H numbers and has no norm of the state."""
+    config = eagle3_mla(w, target)
+    latent_layer(w, "layers.1", H, ("input_layernorm",))
+    return {**config, "num_hidden_layers": 2}
+
+
 def eagle3_deepspec(w: Weights, target) -> dict:
     """DeepSpec: a Qwen3 layer, five states, copies of the target's embedding and output matrix."""
     midlayer(w, "layers.0", taps=5, qk_norm=True)
@@ -459,6 +531,10 @@ FLAVOURS = {
         options={"norm_before_residual": False, "norm_output": True, "embed_requires_grad": True},
     ),
     "eagle3_deepspec": Flavour("eagle3", llama, eagle3_deepspec),
+    "eagle3_mla": Flavour("eagle3", llama, eagle3_mla),
+    "eagle31_mla": Flavour("eagle3", llama, eagle31_mla),
+    "eagle3_mla_specforge": Flavour("eagle3", llama, eagle3_mla_specforge),
+    "eagle3_mla_layers": Flavour("eagle3", llama, eagle3_mla_layers),
     "mtp_deepseek": Flavour("mtp", models.ADMITTED["deepseek_v3"], mtp_deepseek, "sharded"),
     "mtp_deepseek_nextn": Flavour("mtp", models.ADMITTED["deepseek_v3"], mtp_deepseek, options={"export": True}),
     "mtp_glm": Flavour("mtp", glm, mtp_glm),

@@ -73,9 +73,13 @@ def attention(t, name, x, positions, freqs, window=None, size=D):
     return linear(t, f"{name}.o_proj", attend(q, k, v, size**-0.5, window))
 
 
-def finish(t, prefix, residual, x, positions, freqs, window=None):
+def finish(t, prefix, residual, x, positions, freqs, window=None, attend=None):
     """The rest of a decoder layer behind its input norm."""
-    y = residual + attention(t, f"{prefix}.self_attn", x, positions, freqs, window, 2 * len(freqs))
+    name = f"{prefix}.self_attn"
+    attended = (
+        attend(t, name, x, positions) if attend else attention(t, name, x, positions, freqs, window, 2 * len(freqs))
+    )
+    y = residual + attended
     return y + mlp(t, f"{prefix}.mlp", rms(y, t[f"{prefix}.post_attention_layernorm.weight"]))
 
 
@@ -106,19 +110,23 @@ def project(t, features, fc_norm=False, input_norm=False, fc=True):
 
 
 def eagle3(
-    prefix="midlayer", freqs=None, normed_residual=False, recycle=False, own=False, window=None, further=None
+    prefix="midlayer", freqs=None, normed_residual=False, recycle=False, own=False, window=None, further=None,
+    attend=None,
 ):  # fmt: skip
-    """q, k, v read [norm(e); norm(z)]; y = z + attention (or norm(z) + attention); y += mlp(norm(y))."""
+    """q, k, v read [norm(e); norm(z)]; y = z + attention (or norm(z) + attention); y += mlp(norm(y)).
+
+    attend: replaces grouped-query attention.
+    """
     freqs = frequencies(10000.0) if freqs is None else freqs
 
     def forward(t, embedding, ids, positions, state):
         e = (t["embed_tokens.weight"] if own else embedding)[ids]
         z = rms(state, t[f"{prefix}.hidden_norm.weight"])
         x = np.concatenate([rms(e, t[f"{prefix}.input_layernorm.weight"]), z], 1)
-        y = finish(t, prefix, z if normed_residual else state, x, positions, freqs, window)
+        y = finish(t, prefix, z if normed_residual else state, x, positions, freqs, window, attend)
         if further:
             second, norm = further
-            y = finish(t, second, y, rms(y, t[f"{second}.{norm}.weight"]), positions, freqs)
+            y = finish(t, second, y, rms(y, t[f"{second}.{norm}.weight"]), positions, freqs, attend=attend)
         out = rms(y, t["norm.weight"])
         return (out if recycle else y), out
 
@@ -150,19 +158,49 @@ def pre_norm(prefix, attend, feed, eps=1e-6):
     return layer
 
 
-def latent_attention(t, name, x, positions, rank=24, nope=16, rope=8, values=12):
-    """DeepSeek's MLA: low-rank queries, one compressed row for keys and values, RoPE on a part of its own."""
-    q = linear(t, f"{name}.q_b_proj", rms(linear(t, f"{name}.q_a_proj", x), t[f"{name}.q_a_layernorm.weight"], 1e-6))
-    down, freqs = linear(t, f"{name}.kv_a_proj_with_mqa", x), frequencies(10000.0, rope)
-    up = linear(t, f"{name}.kv_b_proj", rms(down[:, :rank], t[f"{name}.kv_a_layernorm.weight"], 1e-6))
+def yarn(theta, size, factor, original_max_position_embeddings, beta_fast, beta_slow, mscale, mscale_all_dim, type):
+    """YaRN after SpecForge's ``LlamaYarnRotaryEmbedding``: frequencies, factor of turned numbers, factor of scores."""
+
+    def place(turns):
+        """The index, not rounded, of a frequency that turns so often within the original length."""
+        return size * math.log(original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    def grown(by):
+        return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1
+
+    low, high = max(math.floor(place(beta_fast)), 0), min(math.ceil(place(beta_slow)), size - 1)
+    blend = np.clip((np.arange(size // 2) - low) / ((high - low) or 0.001), 0, 1)
+    freqs = frequencies(theta, size)
+    return (
+        freqs / factor * blend + freqs * (1 - blend),
+        grown(mscale) / grown(mscale_all_dim),
+        grown(mscale_all_dim) ** 2,
+    )
+
+
+def latent_attention(
+    t, name, x, positions, rank=24, nope=16, rope=8, values=12, eps=1e-6, scaled=None, turn=rotate_pairs
+):  # fmt: skip
+    """DeepSeek's MLA: low-rank queries, one compressed row for keys and values, RoPE on a part of its own.
+
+    scaled: see the return values of `yarn`.
+    """
+    freqs, grown, scale = scaled or (frequencies(10000.0, rope), 1.0, 1.0)
+    if f"{name}.q_proj.weight" in t:
+        q = linear(t, f"{name}.q_proj", x)
+    else:
+        q_row = rms(linear(t, f"{name}.q_a_proj", x), t[f"{name}.q_a_layernorm.weight"], eps)
+        q = linear(t, f"{name}.q_b_proj", q_row)
+    down = linear(t, f"{name}.kv_a_proj_with_mqa", x)
+    up = linear(t, f"{name}.kv_b_proj", rms(down[:, :rank], t[f"{name}.kv_a_layernorm.weight"], eps))
     q, up = q.reshape(len(x), HEADS, nope + rope), up.reshape(len(x), HEADS, nope + values)
     queries, keys = np.zeros_like(q), np.zeros_like(q)
     for i, position in enumerate(positions):
-        turned = rotate_pairs(down[i, rank:], position, freqs)
+        turned = grown * turn(down[i, rank:], position, freqs)
         for h in range(HEADS):
-            queries[i, h] = np.concatenate([q[i, h, :nope], rotate_pairs(q[i, h, nope:], position, freqs)])
+            queries[i, h] = np.concatenate([q[i, h, :nope], grown * turn(q[i, h, nope:], position, freqs)])
             keys[i, h] = np.concatenate([up[i, h, :nope], turned])
-    return linear(t, f"{name}.o_proj", attend(queries, keys, up[:, :, nope:], (nope + rope) ** -0.5))
+    return linear(t, f"{name}.o_proj", attend(queries, keys, up[:, :, nope:], (nope + rope) ** -0.5 * scale))
 
 
 def half_rope_attention(t, name, x, positions):

@@ -9,6 +9,8 @@ import torch
 from transformers import LlamaConfig
 
 from spec_compile.drafters.modules.eagle import Eagle3Head, EagleHead
+from spec_compile.drafters.modules.latent import LatentSizes
+from spec_compile.drafters.modules.layers import ONE_LAYER, LayerKnobs
 from spec_compile.drafters.modules.mtp import MtpHead, block_config
 from spec_compile.drafters.trees.grow import grow
 from spec_compile.kernels import ops
@@ -28,6 +30,7 @@ SCHEDULES = {
 NEW = 24
 TAPS = (1, 0, FINAL)
 STEPS = 80
+LATENT = LayerKnobs(latent=LatentSizes(24, 20, 16, 8, 12, scale=24**-0.5))
 
 
 @functools.cache
@@ -50,12 +53,16 @@ def differentiable(q, k, v, sinks, scale, window, softcap, layer):
 
 @functools.cache
 def head(kind, name):
-    """A head that was taught for a moment to say what the target says on random text."""
-    model = target(name)
+    """A head that was taught for a moment to say what the target says on random text.
+
+    kind: "eagle3_mla" is EAGLE-3 with multi-head latent attention.
+    """
+    model, layer = target(name), LATENT if kind == "eagle3_mla" else ONE_LAYER
     torch.manual_seed(1)
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=96
-    )
+        hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, vocab_size=96,
+        head_dim=8 if kind == "eagle3_mla" else 16,
+    )  # fmt: skip
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     if kind == "mtp":
         made = MtpHead(model.get_decoder(), block_config(model.config, sparse=False), embedding, output)
@@ -63,9 +70,8 @@ def head(kind, name):
             if parameter.dim() > 1 and parameter is not embedding and parameter is not output:
                 torch.nn.init.normal_(parameter, std=0.1)
     else:
-        made = {"eagle": EagleHead, "eagle3": partial(Eagle3Head, taps=TAPS, feature_size=64)}[kind](
-            config, embedding, head_weight=output
-        )
+        make = EagleHead if kind == "eagle" else partial(Eagle3Head, taps=TAPS, feature_size=64)
+        made = make(config, embedding, head_weight=output, layer=layer)
     own = [p for p in made.parameters() if p is not embedding and p is not output]
     optimizer = torch.optim.Adam(own, lr=5e-3)
     with torch.enable_grad(), mock.patch.object(ops, "attention", differentiable):
@@ -88,7 +94,7 @@ def fast(algorithm, name, schedule, compile=False):
     draft = draft_of(algorithm, name)
     options = SCHEDULES[schedule] | dict(draft=draft, compile=compile, check=schedule == "chain", max_cache_len=200)
     options["adaptive"] = False  # every round drafts, whatever that costs
-    return models.speculate_captured(target(name), algorithm, **options)
+    return models.speculate_captured(target(name), algorithm.removesuffix("_mla"), **options)
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """`DraftConfig`: the config of a published draft, whoever wrote it: sizes, RoPE, layer knobs and taps."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ from transformers.activations import ACT2FN
 
 from ...capture.admit import GROWING_ROPE
 from ...passes.tap_hidden_states import FINAL
+from ..modules.latent import LatentSizes
 from ..modules.layers import LayerKnobs, rotary
 from .config_keys import SPECULATORS, check_rope_theta
 
@@ -20,17 +22,23 @@ FIELDS = (
 """Keys of a config that a draft's layers are built from."""
 INVALID = AttributeError, KeyError, TypeError, ValueError, StrictDataclassError
 """The errors of transformers about values of a config."""
+LATENT_FIELDS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+"""Further keys of layers with multi-head latent attention; ``q_lora_rank`` may be null."""
 
 
 class DraftConfig:
-    """A draft's ``config.json``: flat, or with the layers' keys in an object of their own (speculators, vLLM)."""
+    """A draft's ``config.json``: flat, or with the layers' keys in an object of their own (speculators, vLLM).
 
-    def __init__(self, raw: dict):
+    latent: its tensors are those of multi-head latent attention. The config alone does not tell: heads with grouped
+    queries may carry the keys of a target with MLA.
+    """
+
+    def __init__(self, raw: dict, latent: bool = False):
         self.speculators = SPECULATORS in raw
         nested = raw.get("transformer_layer_config") if self.speculators else raw.get("model")
         self.nested = isinstance(nested, dict)
         self.layer = dict(nested) if self.nested else dict(raw)
-        self.raw = raw
+        self.raw, self.latent = raw, latent
         self.architectures = raw.get("architectures") or []
         self.deepspec = "Qwen3Eagle3Model" in self.architectures
 
@@ -44,20 +52,22 @@ class DraftConfig:
 
     def with_rope(self, parameters: dict) -> "DraftConfig":
         """The same with other `parameters` of RoPE, as transformers names them."""
-        other = DraftConfig(self.raw)
+        other = DraftConfig(self.raw, self.latent)
         rope = {"rope_theta": None, "rope_scaling": None, "rope_parameters": parameters}
         other.layer = {**self.layer, **rope}
         return other
 
     def llama(self) -> LlamaConfig:
         """Sizes, activation and RoPE of the draft's layers; ValueError if they cannot be built from it."""
-        missing = [
-            name for name in ("hidden_size", "intermediate_size", "num_attention_heads") if name not in self.layer
-        ]
+        needed = ("hidden_size", "intermediate_size", "num_attention_heads", *(LATENT_FIELDS if self.latent else ()))
+        missing = [name for name in needed if self.layer.get(name) is None]
         if missing:
             raise ValueError(f"draft: its config has no {', '.join(missing)}; it has {', '.join(sorted(self.layer))}")
+        fields = {name: self.layer[name] for name in FIELDS if self.layer.get(name) is not None}
+        if self.latent:
+            fields["head_dim"] = self.layer["qk_rope_head_dim"]  # the part of a head that RoPE turns
         try:
-            config = LlamaConfig(**{name: self.layer[name] for name in FIELDS if self.layer.get(name) is not None})
+            config = LlamaConfig(**fields)
             check_rope_theta("rope_theta", config.rope_parameters["rope_theta"])
             rotary(config, torch.device("cpu"))
             ACT2FN[config.hidden_act]
@@ -65,7 +75,7 @@ class DraftConfig:
             raise invalid(error) from error
         rope = config.rope_parameters
         partial = self.layer.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
-        interleaved = False in (self.get("is_neox_style"), self.get("rope_is_neox_style"))
+        interleaved = not self.latent and False in (self.get("is_neox_style"), self.get("rope_is_neox_style"))
         for problem, has_it in (
             (f"RoPE of type {rope['rope_type']!r}, which changes with the length", rope["rope_type"] in GROWING_ROPE),
             ("multimodal RoPE", "mrope_section" in rope),
@@ -90,7 +100,21 @@ class DraftConfig:
             output_bias="blocks.0.self_attn.o_proj.bias" in names,
             qk_norm=qwen3 or any(f"blocks.0.self_attn.{part}_norm.weight" in names for part in "qk"),
             windows=tuple(window if layer_type == "sliding_attention" else None for layer_type in types[:count]),
+            latent=self._latent_sizes() if self.latent else None,
         )
+
+    def _latent_sizes(self) -> LatentSizes:
+        """The sizes of MLA. YaRN with a factor f multiplies scores by (0.1 * mscale_all_dim * ln f + 1)^2.
+
+        Source: ``DeepseekV2MLAAttention`` of vLLM, ``yarn_apply_mscale`` of transformers.
+        """
+        sizes, rope = {name: self.layer[name] for name in LATENT_FIELDS}, self.llama().rope_parameters
+        scale = (sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]) ** -0.5
+        factor, all_dims = rope.get("factor") or 1.0, rope.get("mscale_all_dim") or 0.0
+        if factor > 1:
+            scale *= (0.1 * all_dims * math.log(factor) + 1) ** 2
+        pairs = self.layer.get("rope_interleave") is not False
+        return LatentSizes(self.layer.get("q_lora_rank"), **sizes, scale=scale, pairs=pairs)
 
 
 def with_rope_theta(config: DraftConfig, overrides: dict) -> DraftConfig:
@@ -180,10 +204,10 @@ def describe_layers(llama: LlamaConfig, knobs: LayerKnobs) -> str:
     rope = dict(llama.rope_parameters)
     theta, rope_type = rope.pop("rope_theta"), rope.pop("rope_type")
     windows = "" if not any(knobs.windows) else f", sliding windows {comma_separated(knobs.windows)}"
-    return (
-        f"{knobs.num_layers} layer(s): rope_theta={theta:g} ({rope_type}), qkv_bias={knobs.qkv_bias}, "
-        f"qk_norm={knobs.qk_norm}{windows}"
-    )
+    attention = f"qkv_bias={knobs.qkv_bias}, qk_norm={knobs.qk_norm}"
+    if knobs.latent is not None:
+        attention = f"latent attention of rank {knobs.latent.kv_lora_rank}"
+    return f"{knobs.num_layers} layer(s): rope_theta={theta:g} ({rope_type}), {attention}{windows}"
 
 
 def comma_separated(values: Iterable) -> str:

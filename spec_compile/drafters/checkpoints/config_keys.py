@@ -15,7 +15,8 @@ LAYERS = {
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "head_dim",
     "hidden_act", "rms_norm_eps", "max_position_embeddings", "vocab_size", "draft_vocab_size", "target_hidden_size",
     "attention_bias", "mlp_bias", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",
-    "is_neox_style", "rope_is_neox_style", "sliding_window", "use_sliding_window", "layer_types",
+    "is_neox_style", "rope_is_neox_style", "sliding_window", "use_sliding_window", "layer_types", "q_lora_rank",
+    "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim",
 }  # fmt: skip
 """Keys that the layers are built from."""
 EAGLE = {
@@ -50,7 +51,9 @@ TENSORS_DECIDE = {
     "num_local_experts", "num_experts_per_tok", "experts_per_token", "output_router_logits", "router_aux_loss_coef",
     "router_jitter_noise", "use_qk_norm", "truncated_vocab_size", "has_lm_head", "use_last_layernorm",
     "use_input_layernorm_in_first_layer", "parallel_draft_heads_num_layers", "num_eagle_features", "fc_input_size",
-    "num_aux_hidden_states",
+    "num_aux_hidden_states", "n_routed_experts", "n_shared_experts", "moe_intermediate_size", "moe_layer_freq",
+    "first_k_dense_replace", "n_group", "topk_group", "topk_method", "norm_topk_prob", "routed_scaling_factor",
+    "scoring_func", "seq_aux", "aux_loss_alpha", "ep_size",
 }  # fmt: skip
 """Mixtures, norms and matrices, which the checkpoint's tensors show."""
 OF_A_SWITCH = {

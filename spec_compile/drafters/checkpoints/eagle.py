@@ -17,6 +17,8 @@ EAGLE3_OVERRIDES = ("rope_theta", "taps", "norm_before_residual", "recycle_norme
 
 REFERENCE_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 """The RoPE of EAGLE-3's reference trainer, which does not read it from the config."""
+LATENT = "blocks.0.self_attn.kv_"
+"""How names of tensors of multi-head latent attention begin."""
 MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
 """Names of the mask's id in published configs of P-EAGLE, in the order in which they are looked for."""
 P_EAGLE_KEYS = {
@@ -72,7 +74,7 @@ def is_eagle3(files: DraftFiles) -> bool:
     said = files.config.get(SPECULATORS)
     if said is not None:
         return said == "eagle3"
-    reads = files.shape("blocks.0.self_attn.q_proj.weight")[-1]
+    reads = max(files.shape(f"blocks.0.self_attn.{name}.weight")[-1] for name in ("q_proj", "kv_a_proj_with_mqa"))
     writes = files.shape("blocks.0.self_attn.o_proj.weight")[0]
     return "blocks.0.hidden_norm.weight" in files.names or 0 < reads == 2 * writes
 
@@ -89,8 +91,9 @@ def read_eagle3(
     overrides: of EAGLE3_OVERRIDES.
     also: further keys of the config that are known.
     """
-    refuse_unknown_keys(files.config, also=also)
-    config = with_rope_theta(DraftConfig(files.config), overrides)
+    latent = any(name.startswith(LATENT) for name in files.names)
+    refuse_unknown_keys(files.config, also={*also, "rope_interleave"} if latent else also)
+    config = with_rope_theta(DraftConfig(files.config, latent), overrides)
     feature_size = config.get("target_hidden_size", config.layer.get("hidden_size"))
     target.check(feature_size, config.layer.get("vocab_size"))
     llama, knobs, flags = config.llama(), config.layer_knobs(files.names), _flags(config, files.names)
@@ -191,8 +194,13 @@ def _other_recycling(config: DraftConfig, recycle_normed: bool) -> list[tuple[st
 
 
 def _other_rope(config: DraftConfig, device: torch.device) -> list[tuple[str, dict]]:
-    """The other meaning of the RoPE in the config: that the trainer used REFERENCE_ROPE in its place."""
-    reference = config.with_rope(REFERENCE_ROPE).llama()
-    if config.speculators or config.deepspec or reference.rope_parameters == config.llama().rope_parameters:
+    """The other meaning of the RoPE in the config: that the trainer used REFERENCE_ROPE in its place.
+
+    Trainers of latent attention (SpecForge, TorchSpec) read how YaRN scales it, and only its base is REFERENCE_ROPE's.
+    """
+    said = config.llama().rope_parameters
+    base = {"rope_theta": REFERENCE_ROPE["rope_theta"]}
+    reference = config.with_rope({**said, **base} if config.latent else REFERENCE_ROPE).llama()
+    if config.speculators or config.deepspec or reference.rope_parameters == said:
         return []
     return [(f"rope_theta={REFERENCE_ROPE['rope_theta']:g}", {"rotary_emb": rotary(reference, device)})]

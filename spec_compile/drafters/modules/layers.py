@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from ...kernels import ops
+from .latent import LatentAttention, LatentSizes
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class LayerKnobs:
     qk_norm: an RMSNorm over each query and key head (Qwen3).
     windows: the sliding window of each layer, the token itself included (None: full attention).
     conv_taps, conv_group: of `BlockConvolution` (0: layers have none).
+    latent: sizes of multi-head latent attention (None: attention has grouped queries).
     """
 
     num_layers: int = 1
@@ -38,6 +40,11 @@ class LayerKnobs:
     windows: tuple[int | None, ...] = ()
     conv_taps: int = 0
     conv_group: int = 1
+    latent: LatentSizes | None = None
+
+    def window(self, number: int) -> int | None:
+        """The sliding window of layer `number`."""
+        return self.windows[number] if self.windows else None
 
 
 ONE_LAYER = LayerKnobs()
@@ -49,7 +56,7 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig, number: int, inputs: int, knobs: LayerKnobs):
         super().__init__()
         self.number, self.head_dim = number, config.head_dim
-        self.window = knobs.windows[number] if knobs.windows else None
+        self.window = knobs.window(number)
         queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(inputs, queries, bias=knobs.qkv_bias)
         self.k_proj = nn.Linear(inputs, keys, bias=knobs.qkv_bias)
@@ -66,6 +73,13 @@ class Attention(nn.Module):
         return self.o_proj(out.flatten(2))
 
 
+def make_attention(config: LlamaConfig, number: int, inputs: int, knobs: LayerKnobs) -> Attention | LatentAttention:
+    """The attention of layer `number`, which reads `inputs` numbers a slot."""
+    if knobs.latent is None:
+        return Attention(config, number, inputs, knobs)
+    return LatentAttention(config, number, inputs, knobs.latent, knobs.window(number))
+
+
 class Layer(nn.Module):
     """A pre-norm decoder layer; without `input_norm`, attention takes the residual stream as it is.
 
@@ -78,7 +92,7 @@ class Layer(nn.Module):
         super().__init__()
         size = config.hidden_size
         self.input_layernorm = LlamaRMSNorm(size, config.rms_norm_eps) if input_norm else nn.Identity()
-        self.self_attn = Attention(config, number, inputs or size, knobs)
+        self.self_attn = make_attention(config, number, inputs or size, knobs)
         self.post_attention_layernorm = LlamaRMSNorm(size, config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
