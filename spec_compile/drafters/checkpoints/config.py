@@ -29,7 +29,7 @@ LATENT_FIELDS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head
 class DraftConfig:
     """A draft's ``config.json``: flat, or with the layers' keys in an object of their own (speculators, vLLM).
 
-    latent: its tensors are those of multi-head latent attention. The config alone does not tell: heads with grouped
+    latent: its tensors are those of multi-head latent attention. Its keys do not tell: heads with grouped
     queries may carry the keys of a target with MLA.
     """
 
