@@ -61,6 +61,11 @@ def latent(theta=10000.0, scaled=False, turn=rotate_pairs):
     return functools.partial(latent_attention, rank=rank, eps=1e-5, scaled=scaled, turn=turn)
 
 
+def of_two_layers(t, name, x, positions):
+    """Grouped queries with RoPE on half of each head; the first layer has a window."""
+    return attention(t, name, x, positions, frequencies(1e7, D // 2), 3 if name.startswith("layers.0") else None)
+
+
 MIMO = "model.mtp_layers.0"
 FORMULAS = {
     "eagle": eagle(),
@@ -86,6 +91,9 @@ FORMULAS = {
     "eagle3_llama3_rope": eagle3(freqs=llama3(frequencies(500000.0)), window=3),
     "eagle3_speculators": eagle3("layers.0", frequencies(500000.0), normed_residual=True),
     "eagle3_speculators_31": eagle3("layers.0", frequencies(500000.0), recycle=True, own=True),
+    "eagle3_speculators_09": eagle3(
+        "layers.0", attend=of_two_layers, recycle=True, further=("layers.1", "input_layernorm")
+    ),
     "eagle3_deepspec": eagle3("layers.0", frequencies(1e6)),
     "eagle3_mla": eagle3("layers.0", attend=latent(50000.0, scaled=True)),
     "eagle31_mla": eagle3("layers.0", attend=latent(50000.0, scaled=True), recycle=True),
@@ -111,6 +119,7 @@ FORMULAS["mtp_qwen35"] = FORMULAS["mtp_qwen"]
 PROJECTIONS = {
     "eagle31": {"fc_norm": True},
     "eagle31_mla": {"fc_norm": True},
+    "eagle3_speculators_09": {"fc_norm": True},
     "eagle3_gpt_oss": {"input_norm": True},
     "eagle3_plain_state": {"fc": False},
 }
@@ -332,7 +341,8 @@ def test_latent_attention_of_any_size(ranks, nope, turned, values, inputs, lengt
 
 CAPTURED = [
     "eagle_qwen2", "eagle_speculators", "eagle3_sglang_layers", "eagle3_plain_state", "eagle31", "eagle3_wide",
-    "eagle3_deepspec", "eagle3_mla_layers", "mtp_deepseek", "mtp_glm", "mtp_mimo", "mtp_qwen35",
+    "eagle3_deepspec", "eagle3_speculators_09", "eagle3_mla_layers", "mtp_deepseek", "mtp_glm", "mtp_mimo",
+    "mtp_qwen35",
 ]  # fmt: skip
 
 

@@ -31,6 +31,7 @@ TAPS = {
     "eagle31": (2, 3, 5),
     "eagle3_gpt_oss": (2, 3, 5),
     "eagle3_llama3_rope": (2, 3, 5),
+    "eagle3_speculators_09": (1, 3, 4, 8),
     "eagle3_speculators": (1, 3, 4),
     "eagle3_speculators_31": (1, 3, 4),
     "eagle3_deepspec": (1, 3, 4, 6, 8),
@@ -72,7 +73,7 @@ def test_a_flavour_loads(write, name):
     target = written.target
 
     assert head.taps == TAPS.get(name, (2, 4, 5) if name.startswith("eagle3") else (FINAL,))
-    assert head.layers == (2 if "layers" in name else 1)
+    assert head.layers == (2 if "layers" in name or name == "eagle3_speculators_09" else 1)
     assert head.hidden_size == (48 if name == "eagle3_wide" else drafts.H)
     kept = name.startswith("eagle3") and name not in WHOLE
     assert (head.draft_to_target is not None) == kept
@@ -428,8 +429,6 @@ def test_kept_tokens_must_make_sense(write):
 def test_configs_that_cannot_be_built(write):
     for changes, message in (
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE of type 'dynamic'"),
-        ({"partial_rotary_factor": 0.5}, "RoPE of a part of each head"),
-        ({"rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]}}, "multimodal RoPE"),
         ({"is_neox_style": False}, "interleaved RoPE"),
         ({"rms_norm_eps": "small"}, "config is not valid"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "config is not valid: .*factor"),
@@ -444,6 +443,30 @@ def test_configs_that_cannot_be_built(write):
     drafts.save(written.folder, written.config, written.tensors, "bin")
     with pytest.raises(ValueError, match="its config has no intermediate_size"):
         load(written)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}},  # SpecForge: qwen2-5-vl-eagle3.json
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}},
+        {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},  # transformers 5
+    ],
+)
+def test_rope_of_several_axes_is_that_of_a_text(write, said):
+    """All axes have the same position there."""
+    head = load(write("eagle3_sglang", **said))
+    assert torch.equal(head.rotary_emb.inv_freq, load(write("eagle3_sglang")).rotary_emb.inv_freq)
+    assert any("multimodal RoPE" in line for line in head.report) == ("mrope" in str(said))
+
+
+def test_rope_on_a_part_of_each_head(write):
+    """Its other meaning, the reference trainer's base, turns the same part. DFlash drafts have none."""
+    for said in ({"partial_rotary_factor": 0.5}, {"rope_scaling": {"type": "default", "partial_rotary_factor": 0.5}}):
+        readings = load(write("eagle3", rope_theta=1e6, **said)).readings()
+        assert [len(reading.rotary_emb.inv_freq) for reading in readings] == [drafts.D // 4] * 2
+    with pytest.raises(ValueError, match="RoPE of a part of each head"):
+        load(drafts.write("dflash", write("eagle3").folder / "other", partial_rotary_factor=0.5), "dflash")
 
 
 EXPORTED = {

@@ -312,6 +312,44 @@ def eagle3_speculators(w: Weights, target, **flags) -> dict:
     }  # fmt: skip
 
 
+QWEN35_ROPE = {
+    "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5, "mrope_section": [1, 2, 1],
+    "mrope_interleaved": True,
+}  # fmt: skip
+
+
+def eagle3_speculators_09(w: Weights, target) -> dict:
+    """speculators 0.9 for Qwen3.5: two layers of Qwen3, the first with a window, four states with norms of their own,
+    RoPE of several axes on half of each head, said for each type of layer."""
+    w.linear("fc", H, 4 * H)
+    w.norm(*(f"fc_norm.{i}" for i in range(4)), "norm")
+    w.layer("layers.0", 2 * H, ("hidden_norm", "input_layernorm"), qk_norm=True)
+    w.layer("layers.1", qk_norm=True)
+    vocabulary(w)
+    w["embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
+    layer = {
+        **LLAMA, "model_type": "qwen3", "num_hidden_layers": 2, "head_dim": D, "attention_bias": False,
+        "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3, "use_sliding_window": True,
+        "max_window_layers": 0,
+        "rope_parameters": {
+            "sliding_attention": QWEN35_ROPE, "full_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }  # fmt: skip
+    return {
+        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "speculators_version": "0.9.0",
+        "draft_vocab_size": VD, "target_hidden_size": None, "eagle_aux_hidden_state_layer_ids": [1, 3, 4, 8],
+        "norm_before_residual": False, "norm_before_fc": False, "fc_norm": True, "norm_output": True,
+        "embed_requires_grad": False, "transformer_layer_config": layer, "dtype": "bfloat16",
+        "speculators_config": {
+            "algorithm": "eagle3", "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": "tiny", "architectures": ["Qwen3_5ForConditionalGeneration"]},
+            "proposal_methods": [
+                {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+            ],
+        },
+    }  # fmt: skip
+
+
 def p_eagle(w: Weights, target) -> dict:
     """amazon: vanilla layers behind the first, a state for masks, and their token as vLLM reads it."""
     config = eagle3_sglang(w, target, ptd_token_id=P_MASK, num_hidden_layers=2, num_depths=8)
@@ -530,6 +568,7 @@ FLAVOURS = {
         "eagle3", llama, eagle3_speculators,
         options={"norm_before_residual": False, "norm_output": True, "embed_requires_grad": True},
     ),
+    "eagle3_speculators_09": Flavour("eagle3", llama, eagle3_speculators_09),
     "eagle3_deepspec": Flavour("eagle3", llama, eagle3_deepspec),
     "eagle3_mla": Flavour("eagle3", llama, eagle3_mla),
     "eagle31_mla": Flavour("eagle3", llama, eagle31_mla),

@@ -22,6 +22,8 @@ FIELDS = (
 """Keys of a config that a draft's layers are built from."""
 INVALID = AttributeError, KeyError, TypeError, ValueError, StrictDataclassError
 """The errors of transformers about values of a config."""
+MULTIMODAL = ("mrope_section", "mrope_interleaved")
+"""Keys of RoPE with positions of several axes, which are equal in a text: RoPE of one axis is the same there."""
 LATENT_FIELDS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 """Further keys of layers with multi-head latent attention; ``q_lora_rank`` may be null."""
 
@@ -33,14 +35,38 @@ class DraftConfig:
     queries may carry the keys of a target with MLA.
     """
 
+    partial_rope = True
+    """RoPE may turn a part of each head."""
+
     def __init__(self, raw: dict, latent: bool = False):
         self.speculators = SPECULATORS in raw
         nested = raw.get("transformer_layer_config") if self.speculators else raw.get("model")
         self.nested = isinstance(nested, dict)
         self.layer = dict(nested) if self.nested else dict(raw)
+        self.notes = self._flatten_rope()
         self.raw, self.latent = raw, latent
         self.architectures = raw.get("architectures") or []
         self.deepspec = "Qwen3Eagle3Model" in self.architectures
+
+    def _flatten_rope(self) -> list[str]:
+        """Leave the RoPE of one axis that a draft was trained with; what was left out, for the report.
+
+        Where RoPE is said for each type of layer, speculators' drafts have that of sliding layers
+        (``flatten_rope_parameters``).
+        """
+        notes = []
+        for name in ("rope_scaling", "rope_parameters"):
+            rope = self.layer.get(name)
+            if not isinstance(rope, dict):
+                continue
+            if self.speculators and isinstance(rope.get("sliding_attention"), dict):
+                rope = rope["sliding_attention"]
+            flat = {key: value for key, value in rope.items() if key not in MULTIMODAL}
+            flat = {key: "default" if value == "mrope" else value for key, value in flat.items()}
+            if flat != rope:
+                notes = ["multimodal RoPE: the positions are those of a text, equal on all axes"]
+            self.layer[name] = flat
+        return notes
 
     def get(self, name: str, default=None):
         """A flag, from the config itself or its eagle_config."""
@@ -75,11 +101,12 @@ class DraftConfig:
             raise invalid(error) from error
         rope = config.rope_parameters
         partial = self.layer.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
+        if partial != 1.0:
+            rope["partial_rotary_factor"] = partial
         interleaved = not self.latent and False in (self.get("is_neox_style"), self.get("rope_is_neox_style"))
         for problem, has_it in (
             (f"RoPE of type {rope['rope_type']!r}, which changes with the length", rope["rope_type"] in GROWING_ROPE),
-            ("multimodal RoPE", "mrope_section" in rope),
-            (f"RoPE of a part of each head ({partial})", partial != 1.0),
+            (f"RoPE of a part of each head ({partial})", partial != 1.0 and not self.partial_rope),
             ("interleaved RoPE", interleaved),
         ):
             if has_it:

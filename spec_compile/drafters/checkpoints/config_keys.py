@@ -22,7 +22,7 @@ LAYERS = {
 EAGLE = {
     "bias", "qkv_bias", "eagle_fc_bias", "fusion_bias", "layernorms", "add_para_norm", "norm_before_residual",
     "norm_before_fc", "fc_norm", "norm_output", "return_hidden_post_norm", "embed_requires_grad",
-    "use_aux_hidden_state", "target_layer_ids", "eagle_aux_hidden_state_layer_ids",
+    "use_aux_hidden_state", "target_layer_ids", "eagle_aux_hidden_state_layer_ids", "use_aux_norm",
 }  # fmt: skip
 """Further keys of the EAGLE family, at the top or in eagle_config."""
 DFLASH = {

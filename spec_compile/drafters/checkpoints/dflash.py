@@ -73,6 +73,7 @@ def read_dflash(files: DraftFiles, target: Target, overrides: dict) -> DFlashDra
         f"slot j drafts the token {'behind' if draft.sample_from_anchor else 'of'} its own place",
         f"{describe_layers(llama, knobs)}, {sum(causal)} of them causal"
         + (f", convolutions of {knobs.conv_taps} slots around both parts" if knobs.conv_taps else ""),
+        *config.notes,
         *(part.describe() for part in (draft.transition, draft.confidence) if part is not None),
         "embedding: the target's; output matrix: "
         + ("the target's" if output is not None else f"its own, {rows} of {target.vocab_size} tokens"),

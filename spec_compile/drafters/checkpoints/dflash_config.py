@@ -19,6 +19,8 @@ MARKOV = {"vanilla": Markov, "gated": GatedMarkov, "rnn": RecurrentMarkov}
 class DFlashConfig(DraftConfig):
     """The ``config.json`` of a draft, whose flags may lie in dflash_config."""
 
+    partial_rope = False
+
     def __init__(self, raw: dict):
         raw = of_transformers(raw) if raw.get("model_type") == MUSE else raw
         super().__init__(raw)

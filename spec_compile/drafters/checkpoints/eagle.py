@@ -63,6 +63,7 @@ def read_eagle(files: DraftFiles, target: Target, overrides: dict) -> EagleHead:
         "reads the state after the target's final norm",
         f"fc of [embedding; state] {'with' if head.fc.bias is not None else 'without'} a bias",
         describe_layers(llama, knobs),
+        *config.notes,
         "embedding and output matrix: the target's",
         *files.checkpoint.ignored,
     ]
@@ -123,6 +124,7 @@ def read_eagle3(
         f"reads states {comma_separated(taps)} ({'as told' if 'taps' in overrides else reading.why})",
         ", ".join(f"{name}={value}" for name, value in flags.items()),
         describe_layers(llama, knobs),
+        *config.notes,
         "embedding: " + ("the target's" if embedding is target.embedding else "its own"),
         f"output matrix: {output}",
         *files.checkpoint.ignored,
@@ -160,7 +162,7 @@ def _flags(config: DraftConfig, names: dict[str, str]) -> dict[str, bool]:
     flags = {
         "fc": config.get("use_aux_hidden_state", True) is not False,
         "fc_bias": "fc.bias" in names,
-        "fc_norm": bool(config.get("fc_norm")) or "fc_norm.0.weight" in names,
+        "fc_norm": bool(config.get("fc_norm") or config.get("use_aux_norm")) or "fc_norm.0.weight" in names,
         "norm_before_fc": bool(config.get("norm_before_fc")) or "input_norm.weight" in names,
         "norm_before_residual": bool(config.get("norm_before_residual", config.speculators)),
     }
@@ -199,8 +201,9 @@ def _other_rope(config: DraftConfig, device: torch.device) -> list[tuple[str, di
     Trainers of latent attention (SpecForge, TorchSpec) read how YaRN scales it, and only its base is REFERENCE_ROPE's.
     """
     said = config.llama().rope_parameters
-    base = {"rope_theta": REFERENCE_ROPE["rope_theta"]}
-    reference = config.with_rope({**said, **base} if config.latent else REFERENCE_ROPE).llama()
+    kept = said if config.latent else {name: said[name] for name in said if name == "partial_rotary_factor"}
+    changed = {"rope_theta": REFERENCE_ROPE["rope_theta"]} if config.latent else REFERENCE_ROPE
+    reference = config.with_rope({**kept, **changed}).llama()
     if config.speculators or config.deepspec or reference.rope_parameters == said:
         return []
     return [(f"rope_theta={REFERENCE_ROPE['rope_theta']:g}", {"rotary_emb": rotary(reference, device)})]
