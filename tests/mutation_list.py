@@ -1472,6 +1472,11 @@ MODULES = [
         "tests/drafters/test_mtp_families.py -k 'definition and mimo_v2'",
     ),
     Mutation(
+        "speculators' modules are read as MiMo's", "spec_compile/drafters/checkpoints/mtp.py",
+        'files.config.get(SPECULATORS) == "mtp"', "False",
+        "tests/drafters/test_draft_block.py -k 'formulas and mtp_speculators'",
+    ),
+    Mutation(
         "YaRN leaves the scores of latent attention alone", "spec_compile/drafters/checkpoints/config.py",
         "if factor > 1:", "if False:",
         "tests/drafters/test_draft_block.py -k 'formulas and eagle3_mla'",

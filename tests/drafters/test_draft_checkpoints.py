@@ -234,6 +234,7 @@ def test_keys_of_latent_attention(write):
         ({"norm_output": True}, True, 2),
         ({"norm_output": True, "architectures": ["LlamaForCausalLMEagle3"]}, False, 2),  # SpecForge's own meaning
         ({"norm_output": False}, False, 1),
+        ({"norm_output": False, "architectures": ["LlamaForCausalLMEagle3"]}, False, 2),  # SpecForge: no last norm
         ({"eagle_config": {"return_hidden_post_norm": True}}, True, 1),
     ],
 )
@@ -486,6 +487,47 @@ def test_keys_without_effect(write):
     plain, exported = load(write("eagle3_sglang")), load(write("eagle3_sglang", **EXPORTED))
     assert plain.report[1:4] == exported.report[1:4]
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), exported.parameters()))
+
+
+MODEL_OPTIMIZER = {
+    "attention_dropout": 0.0, "bos_token_id": 163584, "chunk_size_feed_forward": 0, "diversity_penalty": 0.0,
+    "do_sample": False, "early_stopping": False, "encoder_no_repeat_ngram_size": 0, "eos_token_id": 163586,
+    "forced_bos_token_id": None, "id2label": {"0": "LABEL_0", "1": "LABEL_1"}, "initializer_range": 0.02,
+    "is_decoder": False, "is_encoder_decoder": False, "label2id": {"LABEL_0": 0, "LABEL_1": 1}, "length_penalty": 1.0,
+    "max_length": 20, "min_length": 0, "no_repeat_ngram_size": 0, "num_beam_groups": 1, "num_beams": 1,
+    "num_return_sequences": 1, "output_attentions": False, "output_hidden_states": False, "output_scores": False,
+    "pad_token_id": 163839, "pretraining_tp": 1, "pruned_heads": {}, "remove_invalid_values": False,
+    "repetition_penalty": 1.0, "return_dict": True, "return_dict_in_generate": False, "sep_token_id": None,
+    "temperature": 1.0, "tf_legacy_loss": False, "tie_encoder_decoder": False, "top_k": 50, "top_p": 1.0,
+    "torch_dtype": "bfloat16", "torchscript": False, "transformers_version": "4.55.0", "typical_p": 1.0,
+    "use_bfloat16": False, "use_cache": True, "tie_word_embeddings": False, "num_local_experts": 16,
+}  # fmt: skip
+"""What ``hf_spec_configs.py`` of NVIDIA's Model-Optimizer copies from the target's config into that of a head."""
+
+
+@pytest.mark.parametrize("name", ["eagle3_mla", "eagle3_gpt_oss"])
+def test_a_targets_keys_in_the_config_of_its_head(write, name):
+    eagle = {**write(name).config["eagle_config"], **EXPORTED["eagle_config"]}
+    eagle["eagle_aux_hidden_state_layer_ids"] = [2, 4, 5]
+    assert load(write(name, **MODEL_OPTIMIZER, eagle_config=eagle)).taps == (2, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_experts", 128),  # SpecForge: Qwen3MoeForCausalLMEagle3
+        ("shared_expert_intermediate_size", 1024),
+        ("reuse_target_lm_head", True),  # SpecForge's trees for Gemma
+        ("additional_fc", True),
+        ("eagle_aux_injection_mode", "banded_mix_fc"),
+        ("logit_scale", 0.5),
+        ("num_centroids", 64),
+        ("llama_4_scaling", {"original_max_position_embeddings": 8192, "beta": 0.1}),
+    ],
+)
+def test_keys_of_heads_that_are_not_built(write, key, value):
+    with pytest.raises(ValueError, match=re.escape(f"its config has {key} {value!r}, which is not known here")):
+        load(write("eagle3_sglang", **{key: value}))
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3_sglang", "eagle3_speculators", "eagle_vllm"])

@@ -527,6 +527,17 @@ def mtp_qwen(w: Weights, target) -> dict:
     return config
 
 
+def mtp_speculators(w: Weights, target) -> dict:
+    """speculators 0.9: Qwen's modules by the names of MiMo; ``convert/mtp/converter.py`` has the table."""
+    w.layer("mtp_layers.0", qk_norm=True)
+    w.linear("mtp_layers.0.input_proj", H, 2 * H)
+    w.norm(*(f"mtp_layers.0.{part}_layernorm" for part in ("token", "hidden", "final")))
+    return {
+        "architectures": ["MTPDraftModel"], "speculators_model_type": "mtp", "speculators_version": "0.9.0",
+        "num_nextn_predict_layers": 1, "transformer_layer_config": target.config.to_diff_dict(),
+    }  # fmt: skip
+
+
 def glm() -> nn.Module:
     config = dict(
         models.GQA16, n_routed_experts=8, n_shared_experts=1, n_group=2, topk_group=1, num_experts_per_tok=2,
@@ -578,6 +589,7 @@ FLAVOURS = {
     "mtp_deepseek_nextn": Flavour("mtp", models.ADMITTED["deepseek_v3"], mtp_deepseek, options={"export": True}),
     "mtp_glm": Flavour("mtp", glm, mtp_glm),
     "mtp_mimo": Flavour("mtp", models.ADMITTED["qwen2"], mtp_mimo, "bin"),
+    "mtp_speculators": Flavour("mtp", models.ADMITTED["qwen3"], mtp_speculators),
     "mtp_qwen": Flavour("mtp", models.HYBRIDS["qwen3_next"], mtp_qwen, "sharded"),
     "mtp_qwen35": Flavour("mtp", qwen35, mtp_qwen),
 }  # fmt: skip

@@ -113,6 +113,7 @@ def read_eagle3(
     head.open_knobs = {
         "taps": [(f"taps {comma_separated(other)}", {"taps": other}) for other in reading.others],
         "recycle_normed": _other_recycling(config, flags["recycle_normed"]),
+        "norm": _other_output(config),
         "rope_theta": _other_rope(config, embedding.device),
     }
     head.open_knobs = {knob: others for knob, others in head.open_knobs.items() if knob not in overrides}
@@ -193,6 +194,16 @@ def _other_recycling(config: DraftConfig, recycle_normed: bool) -> list[tuple[st
     if config.speculators or not config.get("norm_output"):
         return []
     return [(f"recycle_normed={not recycle_normed}", {"recycle_normed": not recycle_normed})]
+
+
+def _other_output(config: DraftConfig) -> list[tuple[str, dict]]:
+    """The other meaning of ``norm_output: false``: SpecForge trains without the norm before the output matrix then.
+
+    The engines have that norm in every head.
+    """
+    if "LlamaForCausalLMEagle3" not in config.architectures or config.get("norm_output") is not False:
+        return []
+    return [("no norm before the output matrix", {"norm": nn.Identity()})]
 
 
 def _other_rope(config: DraftConfig, device: torch.device) -> list[tuple[str, dict]]:

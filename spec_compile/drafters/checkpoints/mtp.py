@@ -7,6 +7,7 @@ from ...errors import UnsupportedModelError
 from ...passes.tap_hidden_states import FINAL
 from ..modules.mtp import MtpHead, block_config
 from .config import override_taps
+from .config_keys import SPECULATORS
 from .draft_files import DraftFiles
 from .files import Checkpoint, Part
 from .mtp_families import MtpBlock, MtpFamily, find_blocks
@@ -25,7 +26,7 @@ def read_mtp(files: DraftFiles, target: Target, overrides: dict) -> MtpHead:
 
     ValueError if anything does not fit, UnsupportedModelError if no layer like the target's can be built.
     """
-    blocks = find_blocks(files.tensor_names)
+    blocks = find_blocks(files.tensor_names, files.config.get(SPECULATORS) == "mtp")
     family, prefixes = blocks[0].family, tuple(block.prefix for block in blocks)
     checkpoint = Checkpoint(files.draft, files.fetch, lambda name: name.startswith(prefixes))
     default = (FINAL,) if family.normed else (target.num_layers,)

@@ -54,6 +54,12 @@ PRE_FC = {
     "fc.": "fc.",
     "norm.": "norm.",
 }
+MTP_LAYERS = {
+    "token_layernorm.": "embedding_norm.",
+    "hidden_layernorm.": "state_norm.",
+    "input_proj.": "fc.",
+    "final_layernorm.": "norm.",
+}
 
 FAMILIES = (
     MtpFamily(
@@ -108,12 +114,7 @@ FAMILIES = (
         "MiMo",
         "vLLM mimo_mtp.py",
         r"(.*\bmtp_layers\.\d+\.)input_proj\.weight$",
-        {
-            "token_layernorm.": "embedding_norm.",
-            "hidden_layernorm.": "state_norm.",
-            "input_proj.": "fc.",
-            "final_layernorm.": "norm.",
-        },
+        MTP_LAYERS,
         embedding_first=False,
         zero_first=True,
     ),
@@ -166,6 +167,13 @@ FAMILIES = (
     ),
 )
 """The first whose pattern is found among the names is the checkpoint's."""
+FINETUNED = MtpFamily(
+    "speculators",
+    "speculators mtp/model_definitions.py",
+    r"(.*\bmtp_layers\.\d+\.)input_proj\.weight$",
+    MTP_LAYERS,
+)
+"""Modules that speculators has trained on: the names of MiMo, and the embedding first, as Qwen's modules have it."""
 
 
 @dataclass(frozen=True)
@@ -218,10 +226,13 @@ class MtpBlock:
         return self.prefix + self.inner + rest
 
 
-def find_blocks(names: Iterable[str]) -> list[MtpBlock]:
-    """The modules of multi-token prediction among the tensors of a checkpoint, in their order."""
+def find_blocks(names: Iterable[str], finetuned: bool = False) -> list[MtpBlock]:
+    """The modules of multi-token prediction among the tensors of a checkpoint, in their order.
+
+    finetuned: speculators has written the checkpoint.
+    """
     names = list(names)
-    for family in FAMILIES:
+    for family in (FINETUNED,) if finetuned else FAMILIES:
         prefixes = sorted({match[1] for name in names if (match := re.match(family.pattern, name))}, key=_numbers)
         if prefixes and not any(name.startswith(prefixes[0]) and family.sign in name for name in names):
             continue
