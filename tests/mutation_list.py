@@ -1472,6 +1472,11 @@ MODULES = [
         "tests/drafters/test_mtp_families.py -k 'definition and mimo_v2'",
     ),
     Mutation(
+        "Mistral's rows of queries stay in their order", "spec_compile/drafters/checkpoints/mistral.py",
+        ".transpose(1, 2).reshape", ".reshape",
+        "tests/drafters/test_draft_block.py -k 'formulas and eagle_mistral'",
+    ),
+    Mutation(
         "speculators' modules are read as MiMo's", "spec_compile/drafters/checkpoints/mtp.py",
         'files.config.get(SPECULATORS) == "mtp"', "False",
         "tests/drafters/test_draft_block.py -k 'formulas and mtp_speculators'",

@@ -13,6 +13,7 @@ from draft_formulas import (
     KV,
     D,
     H,
+    attend,
     attention,
     eagle,
     eagle3,
@@ -20,13 +21,16 @@ from draft_formulas import (
     gated_attention,
     half_rope_attention,
     latent_attention,
+    linear,
     mlp,
     mtp,
     nextn,
     pre_norm,
     project,
+    rms,
     rotate,
     rotate_pairs,
+    silu,
     softmax_experts,
     yarn,
 )
@@ -61,6 +65,23 @@ def latent(theta=10000.0, scaled=False, turn=rotate_pairs):
     return functools.partial(latent_attention, rank=rank, eps=1e-5, scaled=scaled, turn=turn)
 
 
+def mistral(t, embedding, ids, positions, state):
+    """EAGLE with input norms and a last norm, whose output goes round; RoPE of pairs, scaled by YaRN."""
+    freqs, _, _ = yarn(1e6, D, 64.0, 64, 4.0, 1.0, 0, 0, "yarn")
+    y = linear(t, "eagle_linear", np.concatenate([embedding[ids], state], 1))
+    for number, window in enumerate((None, 3)):
+        name = f"layers.{number}"
+        x = rms(y, t[f"{name}.attention_norm.weight"])
+        q, k, v = (linear(t, f"{name}.attention.w{part}", x).reshape(len(x), -1, D) for part in "qkv")
+        q, k = (np.stack([[rotate_pairs(h, p, freqs) for h in row] for row, p in zip(z, positions)]) for z in (q, k))
+        y = y + linear(t, f"{name}.attention.wo", attend(q, k, v, D**-0.5, window))
+        x = rms(y, t[f"{name}.ffn_norm.weight"])
+        gate, up = (linear(t, f"{name}.feed_forward.w{part}", x) for part in (1, 3))
+        y = y + linear(t, f"{name}.feed_forward.w2", silu(gate) * up)
+    out = rms(y, t["norm.weight"])
+    return out, out
+
+
 def of_two_layers(t, name, x, positions):
     """Grouped queries with RoPE on half of each head; the first layer has a window."""
     return attention(t, name, x, positions, frequencies(1e7, D // 2), 3 if name.startswith("layers.0") else None)
@@ -77,6 +98,7 @@ FORMULAS = {
         "transformer", "fusion_fc", embedding_norm="embedding_layernorm.weight",
         input_norm="transformer.input_layernorm.weight", output_norm="pre_lm_head_layernorm.weight",
     ),
+    "eagle_mistral": mistral,
     "eagle3": eagle3(),
     "eagle3_sglang": eagle3(freqs=frequencies(1e6)),
     "eagle3_sglang_layers": eagle3("model.midlayer", further=("model.additional_layers.0", "hidden_norm")),
@@ -231,6 +253,9 @@ WRONG = [
     ("eagle", "a final norm", attribute("output_norm", stray_norm)),
     ("eagle", "a normed state", attribute("state_norm", stray_norm)),
     ("eagle_no_bias", "RoPE base", lambda head: turned(head, 10000.0)),
+    ("eagle_mistral", "recycle_normed", attribute("recycle_normed", flip)),
+    ("eagle_mistral", "no final norm", attribute("output_norm", plain)),
+    ("eagle_mistral", "no input norm", attribute("blocks.0.input_layernorm", plain)),
     ("eagle_qwen2", "no bias of queries", attribute("blocks.0.self_attn.q_proj.bias", drop)),
     ("eagle_qwen2", "no bias of values", attribute("blocks.0.self_attn.v_proj.bias", drop)),
     ("eagle_speculators", "no norm of embeddings", attribute("embedding_norm", plain)),

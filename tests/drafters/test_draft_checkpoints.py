@@ -10,12 +10,15 @@ import huggingface_hub
 import models
 import pytest
 import torch
+from draft_rounds import generated, prompts
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
+from spec_compile import speculate
 from spec_compile.config import Options
 from spec_compile.drafters import self_check
+from spec_compile.drafters.checkpoints import mistral
 from spec_compile.drafters.checkpoints.load import load_head, read_token_map
 from spec_compile.drafters.hidden_states import tapped_states
 from spec_compile.drafters.modules.head import Head
@@ -73,7 +76,7 @@ def test_a_flavour_loads(write, name):
     target = written.target
 
     assert head.taps == TAPS.get(name, (2, 4, 5) if name.startswith("eagle3") else (FINAL,))
-    assert head.layers == (2 if "layers" in name or name == "eagle3_speculators_09" else 1)
+    assert head.layers == (2 if "layers" in name or name in ("eagle3_speculators_09", "eagle_mistral") else 1)
     assert head.hidden_size == (48 if name == "eagle3_wide" else drafts.H)
     kept = name.startswith("eagle3") and name not in WHOLE
     assert (head.draft_to_target is not None) == kept
@@ -97,6 +100,18 @@ def test_a_flavour_loads(write, name):
     copies = [n for n in written.tensors if "embed_tokens" in n or "shared_head.head" in n]
     inside = [n for n in copies if drafts.FLAVOURS[name].algorithm != "mtp" or "layers" in n]
     assert len(ignored) == (0 if own_embedding else len(inside)) + (name == "eagle_vllm")
+
+
+@pytest.mark.sweep("eagle31_mla")
+@pytest.mark.parametrize(
+    "name", ["eagle31_mla", "eagle3_mla_specforge", "eagle3_speculators_09", "eagle_mistral", "mtp_speculators"]
+)
+@torch.no_grad()
+def test_answers_with_a_head_from_files_are_those_without(write, name):
+    written, algorithm = write(name), drafts.FLAVOURS[name].algorithm
+    options = dict(num_steps=3, topk=3, num_draft_tokens=8, adaptive=False, compile=False, check=False)
+    fast = speculate(written.target, algorithm, draft=written.folder, max_cache_len=100, **options)
+    assert torch.equal(generated(fast, prompts(3)), generated(written.target, prompts(3)))
 
 
 @pytest.mark.parametrize("files", ["safetensors", "sharded", "bin"])
@@ -164,6 +179,21 @@ def test_experts_stored_together(write):
     together = load(write("mtp_qwen", join))
     for one, other in zip(apart.state_dict().values(), together.state_dict().values()):
         assert torch.equal(one, other)
+
+
+def test_mistrals_format(write):
+    """Weights in FP8 and what is not built are refused by name; RoPE turns other rows than in transformers."""
+    quantised = {"eagle_linear.qscale_weight": torch.ones(1)}
+    with pytest.raises(ValueError, match=r"eagle_linear.qscale_weight \(quantised weights cannot be read"):
+        load(write("eagle_mistral", operator.methodcaller("update", quantised)))
+    for key, value in (("llama_4_scaling", {"beta": 0.1}), ("moe", {"num_experts": 4})):
+        with pytest.raises(ValueError, match=f"its config has {key} .*not known here"):
+            load(write("eagle_mistral", **{key: value}))
+    with pytest.raises(ValueError, match=r"params.json has yarn.gamma"):
+        load(write("eagle_mistral", yarn={"factor": 2.0, "gamma": 1}))
+    assert mistral.as_config({"sliding_window": 8, "n_layers": 2})["use_sliding_window"]
+    rows = torch.arange(8.0)[:, None]
+    assert mistral.by_halves(rows, 4).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
 # Taps

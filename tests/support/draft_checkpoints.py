@@ -91,13 +91,15 @@ class Flavour:
 
 
 def save(folder: Path, config: dict | None, tensors: dict[str, Tensor], files: str = "safetensors") -> None:
-    """Write a checkpoint. files: "safetensors", "sharded" (two of them and an index) or "bin"."""
+    """Write a checkpoint. files: "safetensors", "sharded" (two of them and an index), "bin" or "mistral"."""
     folder.mkdir(parents=True, exist_ok=True)
     if config is not None:
-        (folder / "config.json").write_text(json.dumps(config))
+        (folder / ("params.json" if files == "mistral" else "config.json")).write_text(json.dumps(config))
     tensors = {name: value.contiguous() for name, value in tensors.items()}
     if files == "bin":
         torch.save(tensors, folder / "pytorch_model.bin")
+    elif files == "mistral":
+        save_file(tensors, folder / "consolidated.safetensors")
     elif files == "safetensors":
         save_file(tensors, folder / "model.safetensors")
     else:
@@ -166,6 +168,28 @@ def eagle_speculators(w: Weights, target) -> dict:
         "architectures": ["EagleSpeculator"], "speculators_model_type": "eagle", "layernorms": True,
         "fusion_bias": False, "transformer_layer_config": dict(LLAMA),
         "speculators_config": {"algorithm": "eagle", "verifier": {"name_or_path": "tiny"}},
+    }  # fmt: skip
+
+
+def eagle_mistral(w: Weights, target) -> dict:
+    """Mistral-Medium-3.5's, in Mistral's own format: two layers with all norms, YaRN, neither embedding nor output."""
+    w.linear("eagle_linear", H, 2 * H)
+    w.norm("norm")
+    for number in range(2):
+        layer = f"layers.{number}"
+        for part, rows in (("q", HEADS * D), ("k", KV * D), ("v", KV * D)):
+            w.linear(f"{layer}.attention.w{part}", rows, H)
+        w.linear(f"{layer}.attention.wo", H, HEADS * D)
+        for part in (1, 3):
+            w.linear(f"{layer}.feed_forward.w{part}", I, H)
+        w.linear(f"{layer}.feed_forward.w2", H, I)
+        w.norm(f"{layer}.attention_norm", f"{layer}.ffn_norm")
+    yarn = {"factor": 64.0, "original_max_position_embeddings": 64, "beta": 4.0, "alpha": 1.0, "apply_scale": False}
+    return {
+        "dim": H, "n_layers": 2, "head_dim": D, "hidden_dim": I, "n_heads": HEADS, "n_kv_heads": KV, "norm_eps": 1e-5,
+        "rope_theta": 1000000.0, "vocab_size": V, "max_position_embeddings": 262144, "tied_embeddings": False,
+        "yarn": yarn, "sliding_window": [None, 3], "q_lora_rank": None, "kv_lora_rank": None, "moe": None,
+        "llama_4_scaling": None, "model_type": "transformer",
     }  # fmt: skip
 
 
@@ -562,6 +586,7 @@ FLAVOURS = {
     "eagle_layers": Flavour("eagle", llama, eagle_layers),
     "eagle_vllm": Flavour("eagle", llama, eagle_vllm),
     "eagle_speculators": Flavour("eagle", llama, eagle_speculators),
+    "eagle_mistral": Flavour("eagle", llama, eagle_mistral, "mistral"),
     "eagle3": Flavour("eagle3", llama, eagle3, "bin"),
     "eagle3_sglang": Flavour("eagle3", llama, eagle3_sglang, "sharded"),
     "eagle3_sglang_layers": Flavour("eagle3", llama, eagle3_sglang_layers),

@@ -44,7 +44,8 @@ BOOKKEEPING = {
     "sep_token_id", "task_specific_params", "tie_encoder_decoder", "num_beam_groups", "tie_word_embeddings", "dtype",
     SPECULATORS, "speculators_version", "speculators_config", "has_no_defaults_at_init", "speculator_config",
     "transformer_layer_config", "transformer_layer_architecture", "model", "eagle_config", "dflash_config",
-    "num_nextn_predict_layers", "num_lookahead_tokens", "method", "draft_arch", "draft_layer_init_from_target",
+    "max_seq_len", "model_max_length", "num_nextn_predict_layers", "num_lookahead_tokens",
+    "method", "draft_arch", "draft_layer_init_from_target",
 }  # fmt: skip
 """Names, ids, formats of numbers, provenance, and options of generation with a whole model."""
 TENSORS_DECIDE = {

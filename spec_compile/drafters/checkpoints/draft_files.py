@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from . import mistral
 from .files import Checkpoint, Fetch, Part, fetcher, indexed_names, read_json
 from .target import Target
 
@@ -68,16 +69,24 @@ class DraftFiles:
 
     @cached_property
     def config(self) -> dict:
-        """The object in ``config.json``; ValueError if there is none."""
-        path = self.fetch("config.json")
+        """The object in ``config.json``, or that in Mistral's ``params.json``; ValueError if there is none."""
+        path, params = self.fetch("config.json"), None
         if path is None:
+            params = self.fetch("params.json")
+        if path is None and params is None:
             raise ValueError(f"draft: {self.draft} has no config.json")
-        return read_json(path)
+        return mistral.as_config(read_json(params)) if path is None else read_json(path)
+
+    @cached_property
+    def is_mistral(self) -> bool:
+        """True if they are in Mistral's own format."""
+        return self.architectures == mistral.ARCHITECTURE
 
     @cached_property
     def names(self) -> dict[str, str]:
         """Our name of each tensor -> its published one."""
-        return our_names(self.checkpoint.shapes)
+        names = {mistral.published_as(name) if self.is_mistral else name: name for name in self.checkpoint.shapes}
+        return {ours: names[published] for ours, published in our_names(names).items()}
 
     @property
     def architectures(self) -> str:
@@ -155,7 +164,10 @@ class DraftFiles:
                 self.checkpoint.ignore(name, "computed from the config")
 
         def part_of(name: str, shape: tuple[int, ...]) -> Part:
-            return Part([self.names.get(name) or published_name(name, self.names)], shape)
+            sources = [self.names.get(name) or published_name(name, self.names)]
+            if self.is_mistral and name.endswith(("q_proj.weight", "k_proj.weight")):
+                return Part(sources, shape, lambda tensors: mistral.by_halves(tensors[0], self.config["head_dim"]))
+            return Part(sources, shape)
 
         self.checkpoint.fill(draft, part_of, target.embedding)
 

@@ -22,8 +22,7 @@ LATENT = "blocks.0.self_attn.kv_"
 MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
 """Names of the mask's id in published configs of P-EAGLE, in the order in which they are looked for."""
 P_EAGLE_KEYS = {
-    *MASKS, "num_depths", "para_depths", "down_sample_ratio", "down_sample_ratio_min", "max_seq_len",
-    "parallel_drafting",
+    *MASKS, "num_depths", "para_depths", "down_sample_ratio", "down_sample_ratio_min", "parallel_drafting",
 }  # fmt: skip
 """Keys of P-EAGLE's configs besides those of EAGLE-3: the mask, and options of its training."""
 
@@ -44,18 +43,19 @@ def read_eagle(files: DraftFiles, target: Target, overrides: dict) -> EagleHead:
     config = with_rope_theta(DraftConfig(files.config), overrides)
     target.check(config.layer.get("hidden_size"), config.layer.get("vocab_size"))
     wants_bias = config.get("bias") or config.get("eagle_fc_bias") or config.get("fusion_bias")
-    normed = bool(config.get("layernorms"))
+    normed, mistral = bool(config.get("layernorms")), files.is_mistral
     llama, knobs = config.llama(), config.layer_knobs(names)
     with torch.device("meta"):
         head = EagleHead(
             llama, target.embedding, target.head_weight, knobs,
-            fc_bias=bool(wants_bias) or "fc.bias" in names,
+            fc_bias=bool(wants_bias) or "fc.bias" in names, recycle_normed=mistral,
             embedding_norm=normed or "embedding_norm.weight" in names,
             state_norm=bool(config.get("add_para_norm")) or "state_norm.weight" in names,
-            input_norm=normed,
-            output_norm=normed,
+            input_norm=normed or mistral,
+            output_norm=normed or mistral,
         )  # fmt: skip
-    head.flavour = "EAGLE" + (" (speculators)" if config.speculators else " (vLLM)" if config.nested else "")
+    origin = {" (Mistral)": mistral, " (speculators)": config.speculators, " (vLLM)": config.nested}
+    head.flavour = "EAGLE" + next((name for name, is_it in origin.items() if is_it), "")
     target.skip_copies(files.checkpoint, names)
     files.fill(head, target)
     head.report = [

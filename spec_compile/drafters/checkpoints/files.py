@@ -12,9 +12,9 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidat
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-FILES = ("model.safetensors", "pytorch_model.bin")
+FILES = ("model.safetensors", "pytorch_model.bin", "consolidated.safetensors")
 FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
-QUANTISED = ("_scale", "_scale_inv", "scales", "qweight", "qzeros", "g_idx", "absmax")
+QUANTISED = ("_scale", "_scale_inv", "scales", "qweight", "qzeros", "g_idx", "absmax", "qscale_weight")
 
 Fetch = Callable[[str], Path | None]
 

@@ -14,12 +14,12 @@ from .layers import ONE_LAYER, JoinedLayer, Layer, LayerKnobs, rotary
 class EagleHead(Head):
     """EAGLE-1 and EAGLE-2 (one set of weights): u = fc [embedding; state], then decoder layers.
 
-    The state is the target's after its final norm. The output of the last layer is recycled, and read by the output
-    matrix.
+    The state is the target's after its final norm. The output of the last layer is recycled.
 
     embedding_norm, state_norm: RMSNorms before fc (HASS).
     input_norm: the first layer has an input norm, too.
     output_norm: an RMSNorm before the output matrix.
+    recycle_normed: the output after that norm is recycled (Mistral).
     embedding_first: the order of fc's input.
     """
 
@@ -34,10 +34,11 @@ class EagleHead(Head):
         state_norm: bool = False,
         input_norm: bool = False,
         output_norm: bool = False,
+        recycle_normed: bool = False,
         embedding_first: bool = True,
     ):
         super().__init__(embedding, head_weight, config.hidden_size, (FINAL,), layer.num_layers)
-        self.embedding_first = embedding_first
+        self.embedding_first, self.recycle_normed = embedding_first, recycle_normed
         self.embedding_norm, self.state_norm, self.output_norm = (
             LlamaRMSNorm(config.hidden_size, config.rms_norm_eps) if wanted else nn.Identity()
             for wanted in (embedding_norm, state_norm, output_norm)
@@ -54,7 +55,8 @@ class EagleHead(Head):
         rope = self.rotary_emb(x, positions)
         for block in self.blocks:
             x = block(x, rope)
-        return x, self.output_norm(x)
+        normed = self.output_norm(x)
+        return (normed if self.recycle_normed else x), normed
 
 
 class Eagle3Head(Head):
