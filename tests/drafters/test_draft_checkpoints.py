@@ -560,6 +560,19 @@ def test_keys_of_heads_that_are_not_built(write, key, value):
         load(write("eagle3_sglang", **{key: value}))
 
 
+def test_formats_that_are_not_built(write):
+    with pytest.raises(ValueError, match="speculators_model_type 'xpress'"):
+        load(write("eagle3_speculators", speculators_model_type="xpress"))
+
+    def mix(tensors):
+        tensors["midlayer.mlp.experts.0.up_proj.weight"] = tensors.pop("midlayer.mlp.up_proj.weight")
+
+    with pytest.raises(ValueError, match=r"has no midlayer.mlp.up_proj.weight"):  # SpecForge's mixture for gpt-oss
+        load(write("eagle3_sglang", mix))
+    with pytest.raises(ValueError, match="must have a mask_token_id or pard_token or ptd_token_id"):  # SpecForge
+        load(drafts.write("p_eagle", write("eagle3").folder / "other", ptd_token_id=None))
+
+
 @pytest.mark.parametrize("name", ["eagle", "eagle3_sglang", "eagle3_speculators", "eagle_vllm"])
 def test_unknown_keys_are_refused_by_name(write, name):
     """At the top of a config and in each object within it."""

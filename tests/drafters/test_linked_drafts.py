@@ -25,6 +25,7 @@ from spec_compile.drafters.trees.lattice import grow_lattice
 
 MEANINGS = {
     "dflash2": Meaning(windows=(9, 9), multiplier=0.7, softcap=20.0),
+    "dflash2_speculators": Meaning(windows=(7, 7)),
     "dspark": Meaning(taps=(0, 4, 7), anchor=True),
     "dspark_gated": Meaning(taps=(0, 4, 7), anchor=True),
     "dspark_rnn": Meaning(taps=(0, 4, 7), anchor=True),

@@ -14,6 +14,7 @@ from transformers.generation import LogitsProcessor
 from spec_compile import NgramTrie, UnsupportedModelError, audit, speculate
 from spec_compile.drafters.modules.dflash import DFlashDraft
 from spec_compile.drafters.modules.eagle import Eagle3Head
+from spec_compile.drafters.modules.latent import LatentSizes
 from spec_compile.drafters.modules.layers import LayerKnobs
 from spec_compile.kernels.attention import BACKENDS, measure
 from spec_compile.kernels.experts import launch
@@ -94,11 +95,12 @@ def with_draft(algorithm, schedule, mode, name="llama", **more):
     if algorithm != "draft_model":
         draft.embedding, draft.head_weight = target.model.embed_tokens.weight, target.lm_head.weight
     options = drafts.SCHEDULES[schedule] | MODES[mode] | more
+    algorithm = algorithm.removesuffix("_mla")
     return speculate(target, algorithm, draft=draft, adaptive=False, max_cache_len=200, **options)
 
 
 @pytest.mark.parametrize("mode", ["graphs", "eager"])
-@pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "draft_model"])
+@pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "eagle3_mla", "draft_model"])
 @pytest.mark.parametrize("schedule", ["chain", "tree"])
 def test_drafts_and_tokens_are_the_cpus(algorithm, schedule, mode):
     system, on_cpu = with_draft(algorithm, schedule, mode), drafts.fast(algorithm, "llama", schedule)
@@ -149,6 +151,10 @@ def in_16_bits(algorithm, head_dim, **options):
         draft = copy.deepcopy(target)
     elif algorithm == "eagle3":
         draft = Eagle3Head(config, embedding, taps=(1, 2, 3), feature_size=256, head_weight=output)
+    elif algorithm == "eagle3_mla":
+        layer = LayerKnobs(latent=LatentSizes(96, 64, 128, 64, 128, scale=192**-0.5))  # head sizes of DeepSeek, Kimi
+        own = LlamaConfig(hidden_size=256, intermediate_size=512, num_attention_heads=8, head_dim=64)
+        draft = Eagle3Head(own, embedding, taps=(1, 2, 3), feature_size=256, head_weight=output, layer=layer)
     elif algorithm == "dflash":
         layer = LayerKnobs(num_layers=2, qk_norm=True)
         draft = DFlashDraft(config, embedding, output, (1, 2), block_size=8, mask_token_id=511, layer=layer)
@@ -156,9 +162,9 @@ def in_16_bits(algorithm, head_dim, **options):
         options |= dict(
             adaptive=False, draft=draft.to("cuda", torch.bfloat16).requires_grad_(False).eval(), check=False
         )
-    if algorithm in ("eagle3", "draft_model"):
+    if algorithm in ("eagle3", "eagle3_mla", "draft_model"):
         options |= dict(num_steps=3)
-    return speculate(target, algorithm, max_cache_len=3584, **options)
+    return speculate(target, algorithm.removesuffix("_mla"), max_cache_len=3584, **options)
 
 
 def audited(fast):
@@ -168,7 +174,7 @@ def audited(fast):
     return all(row.verdict != "DIFFERENT" for row in audit(fast, [ids], **fixed).greedy)
 
 
-@pytest.mark.parametrize("algorithm", ["eagle3", "draft_model", "dflash"])
+@pytest.mark.parametrize("algorithm", ["eagle3", "eagle3_mla", "draft_model", "dflash"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_drafts_in_16_bits_at_real_head_sizes(algorithm, head_dim):
     """Kernels take other tiles there than for the tiny models, and the prompt comes in chunks of every size."""

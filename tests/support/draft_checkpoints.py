@@ -751,9 +751,8 @@ DFLASH = {
 RANK, CANDIDATES = 8, 4
 
 
-def dflash2(w: Weights, target) -> dict:
-    """z-lab: convolutions around both parts of each layer, a selector over the likeliest tokens of each place."""
-    blocks(w)
+def selector(w: Weights) -> None:
+    """DFlash 2's convolutions around both parts of each layer, and its selector."""
     for number in range(2):
         for part in ("attention_conv", "mlp_conv"):
             w[f"layers.{number}.{part}.base_kernel"] = w.normal(2, 2, H) * 0.3 + torch.tensor([1.0, 0.0])[:, None]
@@ -761,6 +760,12 @@ def dflash2(w: Weights, target) -> dict:
     w.linear("candidate_selector.hidden_projection", RANK, H)
     for codebook in ("predecessor", "successor"):
         w[f"candidate_selector.{codebook}_codebook"] = w.normal(V, RANK)
+
+
+def dflash2(w: Weights, target) -> dict:
+    """z-lab: convolutions around both parts of each layer, a selector over the likeliest tokens of each place."""
+    blocks(w)
+    selector(w)
     flags = {
         "block_size": BLOCK, "conv_group_size": 16, "conv_kernel_size": 2, "selector_rank": RANK,
         "selector_top_k": CANDIDATES, "final_logit_softcapping": 20.0, "output_multiplier": 0.7,
@@ -771,6 +776,17 @@ def dflash2(w: Weights, target) -> dict:
         "layer_types": ["sliding_attention"] * 2, "sliding_window": 9, "use_sliding_window": True,
         "dflash_config": flags,
     }  # fmt: skip
+
+
+def dflash2_speculators(w: Weights, target) -> dict:
+    """speculators 0.9: nested; all layers slide, and see their block both ways."""
+    config = dflash_speculators(
+        w, target, types=("sliding_attention",) * 2, architectures=["DFlash2DraftModel"],
+        speculators_model_type="dflash2", sliding_window_non_causal=True, conv_kernel_size=2, conv_group_size=16,
+        selector_rank=RANK, selector_top_k=CANDIDATES,
+    )  # fmt: skip
+    selector(w)
+    return config
 
 
 def markov(w: Weights, head: str, rows: int = V) -> None:
@@ -829,6 +845,7 @@ def domino(w: Weights, target, **flags) -> dict:
 
 LINKED = {
     "dflash2": Flavour("dflash", llama, dflash2),
+    "dflash2_speculators": Flavour("dflash", llama, dflash2_speculators),
     "dspark": Flavour("dflash", llama, dspark),
     "dspark_gated": Flavour("dflash", llama, dspark, options={"head": "gated"}),
     "dspark_rnn": Flavour("dflash", llama, dspark, options={"head": "rnn"}),
