@@ -102,7 +102,7 @@ def test_a_flavour_loads(write, name):
     assert len(ignored) == (0 if own_embedding else len(inside)) + (name == "eagle_vllm")
 
 
-@pytest.mark.sweep("eagle31_mla")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["eagle31_mla", "eagle3_mla_specforge", "eagle3_speculators_09", "eagle_mistral", "mtp_speculators"]
 )
