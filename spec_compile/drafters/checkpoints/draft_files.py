@@ -70,17 +70,17 @@ class DraftFiles:
     @cached_property
     def config(self) -> dict:
         """The object in ``config.json``, or that in Mistral's ``params.json``; ValueError if there is none."""
-        path, params = self.fetch("config.json"), None
+        if self.is_mistral:
+            return mistral.as_config(read_json(self.fetch("params.json")))
+        path = self.fetch("config.json")
         if path is None:
-            params = self.fetch("params.json")
-        if path is None and params is None:
             raise ValueError(f"draft: {self.draft} has no config.json")
-        return mistral.as_config(read_json(params)) if path is None else read_json(path)
+        return read_json(path)
 
     @cached_property
     def is_mistral(self) -> bool:
         """True if they are in Mistral's own format."""
-        return self.architectures == mistral.ARCHITECTURE
+        return self.fetch("config.json") is None and self.fetch("params.json") is not None
 
     @cached_property
     def names(self) -> dict[str, str]:

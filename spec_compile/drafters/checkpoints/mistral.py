@@ -8,7 +8,6 @@ import re
 
 from torch import Tensor
 
-ARCHITECTURE = "EagleMistralForCausalLM"
 KEYS = {
     "dim": "hidden_size",
     "hidden_dim": "intermediate_size",
@@ -46,7 +45,7 @@ def as_config(params: dict) -> dict:
     config = {KEYS.get(name, name): value for name, value in params.items() if name not in ("yarn", "model_type")}
     window, yarn = config.get("sliding_window"), dict(params.get("yarn") or {})
     if isinstance(window, list):  # one for each layer, repeated
-        windows = window * (config["num_hidden_layers"] // len(window))
+        windows = window * (config.get("num_hidden_layers", 1) // len(window))
         config["layer_types"] = ["full_attention" if one is None else "sliding_attention" for one in windows]
         config["sliding_window"] = next(filter(None, window), None)
     elif window is not None:
@@ -57,7 +56,8 @@ def as_config(params: dict) -> dict:
         if yarn:
             raise ValueError(f"draft: its params.json has yarn.{next(iter(yarn))}, which is not known here")
         config["rope_scaling"] = {"rope_type": "yarn", **scaling, **unscaled}
-    return {**config, "architectures": [ARCHITECTURE], "model_type": "mistral"}
+    config.setdefault("head_dim", config.get("hidden_size", 0) // config.get("num_attention_heads", 1))
+    return {**config, "architectures": ["EagleMistralForCausalLM"], "model_type": "mistral"}
 
 
 def published_as(name: str) -> str:
