@@ -1,6 +1,7 @@
 """Linear layers rounded to nearest and packed in the layouts of several libraries, none of which is needed."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +11,9 @@ from transformers import PreTrainedModel
 from spec_compile.capture.quantised import QuantisedLinear
 from spec_compile.kernels.linear.quantised import Packed
 from spec_compile.kernels.linear.quantised.bitsandbytes import Table4
-from spec_compile.kernels.linear.quantised.compressed_tensors import Int4Group
 from spec_compile.kernels.linear.quantised.fp8_block import FP8, Fp8Block
 from spec_compile.kernels.linear.quantised.gptq import Gptq
-from spec_compile.kernels.linear.quantised.torchao import Int8Weight
+from spec_compile.kernels.linear.quantised.made import int4, int4_words, int8
 
 GROUP = 64
 NF4 = (
@@ -36,40 +36,13 @@ def fp8(weight: Tensor) -> Packed:
     return Packed(Fp8Block(128, 128), {"weight": codes, "weight_scale_inv": scales}, None, inputs)
 
 
-def int8(weight: Tensor) -> Packed:
-    """torchao's int8 weights, with a scale for each output."""
-    scales = weight.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / 127
-    codes = (weight.float() / scales).round().to(torch.int8)
-    return Packed(Int8Weight(), {"qdata": codes, "scale": scales}, None, weight.shape[1])
-
-
-def int4(weight: Tensor, group: int = GROUP) -> Packed | None:
-    """compressed-tensors W4A16, symmetric, in groups of `group` inputs; None if they do not divide the inputs."""
-    if weight.shape[1] % group:
-        return None
-    words, scales = _words(weight, group)
-    return Packed(Int4Group(group), {"weight_packed": words, "weight_scale": scales}, None, weight.shape[1])
-
-
 def gptq(weight: Tensor, group: int = 128) -> Packed:
     """GPTQ's layout of 4 bits, symmetric, in groups of `group` inputs, in order. weight [O, I] float16."""
-    words, scales = _words(weight, group)
+    words, scales = int4_words(weight, group)
     groups = torch.arange(weight.shape[1], dtype=torch.int32, device=weight.device) // group
     zeros = words.new_full((scales.shape[1], len(words) // 8), 0x77777777)  # files have them less 1
     parts = {"qweight": words.T.contiguous(), "qzeros": zeros, "scales": scales.T.contiguous(), "g_idx": groups}
     return Packed(Gptq(1), parts, None, weight.shape[1])
-
-
-def _words(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """weight [O, I] in symmetric 4 bits: words [O, I / 8] int32, and scales [O, I / group] in the weight's dtype.
-
-    A word holds 8 inputs, the first in the lowest 4 bits: codes 1, 2, 3, 0, 0, 0, 0, 0 give 0x321.
-    """
-    groups = weight.float().unflatten(1, (-1, group))
-    scales = (groups.abs().amax(dim=2).clamp(min=1e-12) / 7.5).to(weight.dtype)
-    codes = (groups / scales.float()[:, :, None]).round().clamp(-8, 7).flatten(1).long() + 8
-    words = (codes.unflatten(1, (-1, 8)) << (4 * torch.arange(8, device=codes.device))).sum(dim=2).to(torch.int32)
-    return words, scales
 
 
 def nf4(weight: Tensor) -> Packed | None:
@@ -85,7 +58,7 @@ def nf4(weight: Tensor) -> Packed | None:
     return Packed(Table4(GROUP, 0), parts, None, weight.shape[1])
 
 
-FORMATS = {"fp8": fp8, "int8": int8, "int4": int4, "nf4": nf4}
+FORMATS = {"fp8": fp8, "int8": int8, "int4": partial(int4, group=GROUP), "nf4": nf4}
 
 
 def pack_layers(model: PreTrainedModel, pack: Callable[[Tensor], Packed | None]) -> list[str]:

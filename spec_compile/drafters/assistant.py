@@ -22,15 +22,18 @@ from ..graph import ModelGraph, calls
 from ..kernels.attention import triton
 from ..kernels.attention.committed import attend_to_committed
 from ..kernels.ops import arguments_of
+from ..parallel.ranks import ALONE
 from ..passes.nodes import replace_node
 from ..passes.use_tree_attention import use_tree_attention
 from ..runtime.state import State
 from ..runtime.steps.regions import compile_regions
 from ..tree import Accepted
 from .checkpoints.load import load_head
+from .draft_weights import DraftWeights
 from .hidden_states import keep_row
 from .modules.assistant import Assistant
 from .options import DraftOptions
+from .shared_draft import DraftHead
 from .trees.propose import propose_grown
 
 
@@ -42,22 +45,30 @@ class AssistantAlgorithm(Algorithm):
 
     def __init__(self, assistant: Assistant, options: DraftOptions):
         self.assistant, self.schedule = assistant, options.schedule
+        self.weights = DraftWeights(options.draft_weights, assistant, assistant.head_weight)
         self.draft_module = options.draft if isinstance(options.draft, nn.Module) else assistant
         captured = draft_graph(assistant, options, partial(capture_head, assistant, assistant.hidden_size))
         _check_backend(options, assistant.head_weight.device)
         settings = passes.Settings(options.merge_linears, attention=options.attention("draft"))
         reads = partial(read_target, scaled=options.attention("verify").scaled)
         reads.__name__ = read_target.__name__
-        self.graph = passes.run(
-            captured, settings, [reads if each is use_tree_attention else each for each in passes.PIPELINE]
+        pipeline = [reads if each is use_tree_attention else each for each in passes.PIPELINE]
+        self.graph = passes.run(captured, settings, self.weights.pipeline(pipeline))
+        self.logits: Callable[[Tensor], Tensor] = (
+            DraftHead(assistant.head_weight, ALONE, self.weights)
+            if assistant.clusters is None
+            else partial(assistant.clusters, head_weight=assistant.head_weight)
         )
         self.plan = DraftPlan(self.schedule.nodes, assistant.taps, draws=options.draws, levels=self.schedule.num_steps)
 
     def drafter(self, batch: int, slots: int) -> Drafter:
         return AssistantDrafter(self, batch)
 
+    def refresh(self) -> None:
+        self.weights.refresh()
+
     def explain(self) -> list[str]:
-        return ["assistant:", *(f"  {line}" for line in self.assistant.report)]
+        return ["assistant:", *(f"  {line}" for line in [*self.assistant.report, *self.weights.explain()])]
 
 
 def _check_backend(options: DraftOptions, device: torch.device) -> None:
@@ -109,7 +120,7 @@ class AssistantDrafter(Drafter):
     def __init__(self, algorithm: AssistantAlgorithm, batch: int):
         super().__init__()
         self.assistant, self.graph, self.schedule = algorithm.assistant, algorithm.graph, algorithm.schedule
-        self.draws = algorithm.plan.draws
+        self.draws, self.logits = algorithm.plan.draws, algorithm.logits
         self.compiler: PartCompiler | None = None
         self.compiled: dict[int, tuple[nn.Module, Callable]] = {}
         like = self.assistant.head_weight
@@ -122,10 +133,10 @@ class AssistantDrafter(Drafter):
     def _parts(self, rows: int) -> tuple[nn.Module, Callable]:
         """The layers and the output matrix for a level of `rows` rows, compiled if steps are."""
         if self.compiler is None:
-            return self.graph.gm, self.assistant.logits
+            return self.graph.gm, self.logits
         if rows not in self.compiled:
             layers = compile_regions(self.graph, self.compiler, f"layers_{rows}")
-            self.compiled[rows] = layers, self.compiler(self.assistant.logits, f"logits_{rows}")
+            self.compiled[rows] = layers, self.compiler(self.logits, f"logits_{rows}")
         return self.compiled[rows]
 
     def start(self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True) -> None:

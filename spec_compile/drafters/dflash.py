@@ -26,6 +26,7 @@ from ..runtime.state import State
 from ..runtime.steps.regions import compile_regions
 from ..tree import MAX_NODES, Accepted
 from .checkpoints.load import load_head
+from .draft_weights import DraftWeights
 from .modules.dflash import ContextProjection, DFlashDraft
 from .options import ModuleOptions
 from .shared_draft import choose_ranks
@@ -83,6 +84,7 @@ class DFlash(Algorithm):
 
     def __init__(self, draft: DFlashDraft, options: DFlashOptions):
         self.draft, self.options, self.window = draft, options, options.window
+        self.weights = DraftWeights(options.draft_weights, draft, draft.head_weight)
         self.draft_module = options.draft if isinstance(options.draft, nn.Module) else draft
         self.block_size, nodes = options.fit(draft)
         self.plan = DraftPlan(nodes, draft.taps, self.block_size, options.draws)
@@ -97,23 +99,25 @@ class DFlash(Algorithm):
         def causal_layers(graph: ModelGraph, settings: passes.Settings) -> str:
             return restrict_to_causal(graph, draft.causal)
 
-        pipeline = [*passes.PIPELINE, causal_layers]
+        pipeline = self.weights.pipeline([*passes.PIPELINE, causal_layers])
         captured = draft_graph(draft, options, partial(capture_head, draft))
-        ranks, self.sharing = choose_ranks(options.draft_tensor_parallel_size, options.ranks, captured)
+        ranks, self.sharing = choose_ranks(options.draft_ranks, options.ranks, captured)
         settings = passes.Settings(options.merge_linears, attention=options.attention("draft"), ranks=ranks)
         self.graph = passes.run(captured, settings, pipeline)
         parts = captured.layers[0].kv_heads // self.graph.layers[0].kv_heads
-        self.context = ContextProjection(draft, parts, ranks.rank * parts // ranks.size)
+        projecting = self.weights.with_projection(draft, captured)
+        self.context = ContextProjection(projecting, self.weights, parts, ranks.rank * parts // ranks.size)
 
     def drafter(self, batch: int, slots: int) -> Drafter:
         return DFlashDrafter(self, batch, slots)
 
     def refresh(self) -> None:
         self.context.refresh()
+        self.weights.refresh()
 
     def explain(self) -> list[str]:
         window = "" if self.window is None else self.window.describe()
-        return [*self.draft.report, *(line for line in (self.sharing, window) if line)]
+        return [*self.draft.report, *(line for line in (self.sharing, window, *self.weights.explain()) if line)]
 
 
 def restrict_to_causal(graph: ModelGraph, causal: tuple[bool, ...]) -> str:

@@ -25,6 +25,7 @@ from ..errors import UnsupportedModelError
 from ..graph import ModelGraph
 from ..runtime.state import State
 from ..runtime.steps.regions import compile_regions
+from .draft_weights import DraftWeights
 from .options import DraftOptions
 from .shared_draft import choose_ranks
 from .trees.propose import propose_grown
@@ -37,12 +38,13 @@ class DraftModel(Algorithm):
         """graph: of `draft`. vocab_size: of the target."""
         self.draft_module = draft
         self.schedule, self.vocab_size = options.schedule, vocab_size
-        ranks, self.sharing = choose_ranks(options.draft_tensor_parallel_size, options.ranks, graph)
+        ranks, self.sharing = choose_ranks(options.draft_ranks, options.ranks, graph)
+        self.weights = DraftWeights(options.draft_weights, draft)
         drafting, prefilling = (
             passes.Settings(options.merge_linears, attention=options.attention(role, of_draft=True), ranks=ranks)
             for role in ("draft", "prefill")
         )
-        self.graph, self.prefill = passes.run(graph, drafting), passes.run(graph, prefilling)
+        self.graph, self.prefill = passes.run(graph, drafting, self.weights.pipeline()), passes.run(graph, prefilling)
         path = self.schedule.num_steps + 1
         self.refill = 1 if self.schedule.topk == 1 and options.joined is None else options.longest(path)
         """Tokens before the root that are fed again."""
@@ -53,8 +55,11 @@ class DraftModel(Algorithm):
     def drafter(self, batch: int, slots: int) -> Drafter:
         return ModelDrafter(self, batch, slots)
 
+    def refresh(self) -> None:
+        self.weights.refresh()
+
     def explain(self) -> list[str]:
-        return [self.sharing] if self.sharing else []
+        return [line for line in (self.sharing, *self.weights.explain()) if line]
 
 
 class ModelDrafter(Drafter):

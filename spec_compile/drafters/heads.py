@@ -20,6 +20,7 @@ from ..graph import ModelGraph
 from ..kernels.ops import gather_rows
 from ..runtime.state import State
 from ..tree import Accepted
+from .draft_weights import DraftWeights
 from .hidden_states import keep_row
 from .modules.head import Head
 from .options import DraftOptions
@@ -67,15 +68,16 @@ class HeadAlgorithm(Algorithm):
     """The part of a text that its attention sees, except in forwards over the prompt (None: everything)."""
 
     def __init__(self, head: Head, options: HeadOptions):
-        self.head, self.schedule = head, options.schedule
+        self.schedule, self.weights = options.schedule, DraftWeights(options.draft_weights, head, head.head_weight)
         if isinstance(self.schedule, StaticTree):
             self.schedule.to(head.head_weight.device)
         self.draft_module = options.draft if isinstance(options.draft, nn.Module) else head
         captured = self._capture(head, options)
-        size = options.draft_tensor_parallel_size
-        ranks, self.sharing = choose_ranks(size, options.ranks, captured, head.head_weight.nbytes)
+        ranks, self.sharing = choose_ranks(options.draft_ranks, options.ranks, captured, head.head_weight.nbytes)
         self.settings = passes.Settings(options.merge_linears, attention=options.attention("draft"), ranks=ranks)
-        self.graph, self.logits = passes.run(captured, self.settings), DraftHead(head.head_weight, ranks)
+        self.graph = passes.run(captured, self.settings, self.weights.pipeline())
+        self.logits = DraftHead(head.head_weight, ranks, self.weights)
+        self.head = self.weights.with_projection(head, captured)
         self.longest = options.longest(min(self.schedule.nodes, self.schedule.num_steps + 1))
         levels = self.schedule.num_steps if isinstance(self.schedule, Schedule) else 1
         self.plan = DraftPlan(self.schedule.nodes, head.taps, self.schedule.fed, options.draws, levels=levels)
@@ -88,10 +90,12 @@ class HeadAlgorithm(Algorithm):
 
     def refresh(self) -> None:
         self.head.refresh()
+        self.weights.refresh()
 
     def explain(self) -> list[str]:
         window = "" if self.window is None else self.window.describe()
-        return ["draft head:", *(f"  {line}" for line in [*self.head.report, self.sharing, window] if line)]
+        lines = [*self.head.report, self.sharing, window, *self.weights.explain()]
+        return ["draft head:", *(f"  {line}" for line in lines if line)]
 
 
 class HeadDrafter(Drafter):

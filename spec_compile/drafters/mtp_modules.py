@@ -42,11 +42,12 @@ class MtpModules(HeadAlgorithm):
         if options.window is not None:
             raise ValueError("draft_window_size: it is for drafts of one module, not of several; leave it out")
         further = head.further[: levels - 1]
-        self.further = [passes.run(self._capture(module, options), self.settings) for module in further]
+        captured = [self._capture(module, options) for module in further]
+        self.further = [passes.run(graph, self.settings, self.weights.pipeline()) for graph in captured]
         self.further_logits = [
             self.logits
             if module.head_weight is head.head_weight
-            else DraftHead(module.head_weight, self.settings.ranks)
+            else DraftHead(module.head_weight, self.settings.ranks, self.weights)
             for module in further
         ]
 

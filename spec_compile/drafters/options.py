@@ -10,6 +10,7 @@ from ..config import Options, parse_options
 from ..errors import check_int
 from ..kernels.top_logits import MAX_K
 from ..tree import MAX_NODES
+from . import draft_weights
 from .ngram import NgramOptions
 from .trees.propose import BlockProposer
 from .trees.schedule import Schedule
@@ -94,6 +95,8 @@ class ModuleOptions(UnionOptions):
     same temperature, and tested against the probabilities that they were drawn from.
     draft_tensor_parallel_size: with tensor_parallel, how many ranks share the draft: 1 (it is whole on each), as many
     as share the model, or None: the faster of the two.
+    draft_weights: "fp8", "int8" or "int4": round the draft's weights at load and read these copies in their place; or a
+    dict of these for "layers" and "output", its output matrix, which may be the target's. No answer depends on it.
     """
 
     draft: Any = None
@@ -102,10 +105,15 @@ class ModuleOptions(UnionOptions):
     score_temperature: float = 1.0
     draft_sample_method: str = "greedy"
     draft_tensor_parallel_size: int | None = None
+    draft_weights: Any = None
 
     def __post_init__(self):
         super().__post_init__()
         method = self.draft_sample_method
+        if draft_weights.parse(self.draft_weights) and self.draft_tensor_parallel_size not in (None, 1):
+            raise ValueError(
+                "draft_weights: weights in fewer bits are whole on each rank; leave draft_tensor_parallel_size out"
+            )
         if method not in ("greedy", "probabilistic"):
             raise ValueError(f"draft_sample_method: expected 'greedy' or 'probabilistic', got {method!r}")
         if self.draws and self.topk != 1:
@@ -115,6 +123,11 @@ class ModuleOptions(UnionOptions):
     def draws(self) -> bool:
         """See `DraftPlan.draws`."""
         return self.draft_sample_method == "probabilistic"
+
+    @property
+    def draft_ranks(self) -> int | None:
+        """How many ranks share the draft; None: the faster."""
+        return 1 if self.draft_weights else self.draft_tensor_parallel_size
 
 
 @dataclass(frozen=True)

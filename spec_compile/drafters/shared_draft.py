@@ -9,6 +9,7 @@ from ..kernels.linear import few_rows_linear
 from ..parallel.ranks import ALONE, Alone
 from ..parallel.slices import Cut
 from ..passes.products import product_of
+from .draft_weights import DraftWeights
 
 BYTES_A_SECOND = 4.3e12
 """Rate at which an H200 reads weights."""
@@ -58,13 +59,14 @@ def choose_ranks(option: int | None, ranks: Alone, graph: ModelGraph, head_bytes
 class DraftHead:
     """The output matrix [V, H] of a draft; if ranks share it, each has some of its rows."""
 
-    def __init__(self, weight: Tensor, ranks: Alone):
+    def __init__(self, weight: Tensor, ranks: Alone, weights: DraftWeights):
         self.ranks, self.size = ranks, weight.shape[0]
         self.weight = weight if ranks.size == 1 else ranks.slices.part(weight, Cut(0, ranks.size))
+        self.copy = weights.linear(self.weight, part="output")
 
     def __call__(self, x: Tensor) -> Tensor:
         """Logits [..., V] of x [..., H]."""
-        logits = few_rows_linear(x, self.weight)
+        logits = few_rows_linear(x, self.weight) if self.copy is None else self.copy(x)
         if self.ranks.size == 1:
             return logits
         gathered = torch.ops.spec_compile.all_gather(logits, self.ranks.size, self.ranks.name)

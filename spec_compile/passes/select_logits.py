@@ -27,5 +27,6 @@ def select_logits(graph: ModelGraph, settings) -> str:
         rows = gm.graph.placeholder("rows")
     with gm.graph.inserting_before(heads[0]):
         wanted = gm.graph.call_function(ops.gather_rows, (heads[0].args[0], rows))
+    wanted.meta["val"] = heads[0].args[0].meta["val"]  # alike but for the number of rows, which varies
     heads[0].replace_input_with(heads[0].args[0], wanted)
     return "the output head runs on chosen rows"

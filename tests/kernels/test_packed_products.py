@@ -24,6 +24,7 @@ from spec_compile.kernels.linear.quantised.compressed_tensors import (
     read,
     rounded_rows,
 )
+from spec_compile.kernels.linear.quantised.fp4 import Fp4
 from spec_compile.kernels.linear.quantised.fp8_block import Fp8Block
 from spec_compile.kernels.linear.quantised.gptq import Gptq
 from spec_compile.kernels.linear.quantised.torchao import Float8Weight, Int8Weight, IntGroups
@@ -94,13 +95,24 @@ def bitsandbytes(nested):
     return draw
 
 
+def fp4(group, divides):
+    def draw(outputs, inputs):
+        codes = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
+        scales = torch.randint(118, 122, (outputs, inputs // group), dtype=torch.uint8)
+        scales = (torch.rand(scales.shape) * 400).to(FP8) if group == 16 else scales
+        return Fp4(group, divides), [codes, scales, torch.tensor([5000.0 if divides else 2e-4 if group == 16 else 1.0])]
+
+    return draw
+
+
 DRAWN = {
     "fp8": fp8_block, "ct fp8": channels(PerChannel(), FP8), "ct int8": channels(PerChannel(), torch.int8),
     "static fp8": static(FP8), "static int8": static(torch.int8),
     "ao int8": channels(Int8Weight(), torch.int8), "ao fp8": channels(Float8Weight(), FP8),
     "ct128": compressed(128), "ct32": compressed(32), "ct": compressed(None),
     "ct64 fp16": compressed(64, torch.float16), "ao int4": int_groups, "gptq": gptq, "awq": awq,
-    "table": bitsandbytes(False), "nested": bitsandbytes(True),
+    "table": bitsandbytes(False), "nested": bitsandbytes(True), "nvfp4": fp4(16, 1), "modelopt fp4": fp4(16, 0),
+    "mxfp4": fp4(32, 0),
 }  # fmt: skip
 HALF = {name: torch.float16 if name in ("ct64 fp16", "gptq", "awq") else torch.bfloat16 for name in DRAWN}
 TILES = {8: ProductTile(64, 128, 16, 4, 2, bits=8), 4: ProductTile(64, 256, 16, 4, 2, bits=4)}
@@ -120,7 +132,9 @@ def launch(x, layout, parts, count, tile, **around):
     return out
 
 
-@pytest.mark.parametrize("name", ["ct128", "ct32", "ct", "ct64 fp16", "ao int4", "gptq", "awq", "table", "nested"])
+@pytest.mark.parametrize(
+    "name", ["ct128", "ct32", "ct", "ct64 fp16", "ao int4", "gptq", "awq", "table", "nested", "nvfp4", "mxfp4"]
+)
 def test_repacked_weights_are_equal(name):
     for outputs, inputs in ((48, 512), (16, 384)):
         (layout, parts), (packed, ours) = prepared(name, outputs, inputs)
@@ -155,7 +169,7 @@ def made_weights(layout, monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("name", ["ct128", "ct32", "ct", "ct64 fp16", "ao int4", "gptq", "table"])
+@pytest.mark.parametrize("name", ["ct128", "ct32", "ct", "ct64 fp16", "ao int4", "gptq", "table", "nvfp4", "mxfp4"])
 def test_numbers_are_those_of_the_layout(name):
     """Of every seventh column, to the last bit, with zero points of 8 and others, and with scales that are too large
     for centred codes."""

@@ -38,7 +38,7 @@ BOOKKEEPING = {
     *PreTrainedConfig().to_dict(), *GenerationConfig().to_dict(),
     "architectures", "auto_map", "custom_pipelines", "name_or_path", "torch_dtype", "tokenizer_class",
     "attn_implementation", "_attn_implementation_autoset", "transformers_weights", "quantization_config",
-    "pretraining_tp", "initializer_range",
+    "compression_config", "pretraining_tp", "initializer_range",
     "target_model_type", "target_model_name", "target_model_path", "target_vocab_size", "num_target_layers",
     "finetuning_task", "is_decoder", "prefix", "torchscript", "tf_legacy_loss", "use_bfloat16", "max_window_layers",
     "sep_token_id", "task_specific_params", "tie_encoder_decoder", "num_beam_groups", "tie_word_embeddings", "dtype",

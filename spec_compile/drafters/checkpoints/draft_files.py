@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from . import mistral
 from .files import Checkpoint, Fetch, Part, fetcher, indexed_names, read_json
+from .quantised import Quantisation, quantisation_of
 from .target import Target
 
 RENAMES = [
@@ -60,12 +61,20 @@ class DraftFiles:
     def tensor_names(self) -> list[str]:
         """Published names of all tensors; only the index is read if the checkpoint has one."""
         names = indexed_names(self.fetch)
-        return list(self.checkpoint.shapes) if names is None else names
+        if names is None:
+            return list(self.checkpoint.shapes)
+        return names if self.quantisation is None else [*names, *self.quantisation.matrices(names)]
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
         """All tensors; ValueError if none can be read."""
-        return Checkpoint(self.draft, self.fetch)
+        return Checkpoint(self.draft, self.fetch, quantisation=self.quantisation)
+
+    @cached_property
+    def quantisation(self) -> Quantisation | None:
+        """The method by which matrices are quantised; ValueError if it is not read."""
+        modelopt = self.fetch("hf_quant_config.json")
+        return quantisation_of(self.config, None if modelopt is None else read_json(modelopt))
 
     @cached_property
     def config(self) -> dict:

@@ -12,9 +12,13 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidat
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from ...kernels.linear.quantised import Packed
+from .quantised import CACHE_SCALES, Published, Quantisation, StoredMatrix
+
 FILES = ("model.safetensors", "pytorch_model.bin", "consolidated.safetensors")
 FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 QUANTISED = ("_scale", "_scale_inv", "scales", "qweight", "qzeros", "g_idx", "absmax", "qscale_weight")
+UNSAID = "; quantised weights are read only as the quantization_config of its config.json says"
 
 Fetch = Callable[[str], Path | None]
 
@@ -78,11 +82,15 @@ class Part:
 
 
 class Checkpoint:
-    """The tensors of a checkpoint by name; shapes are known at once, values are read when they are taken."""
+    """The tensors of a checkpoint by name; shapes are known at once, values are read when they are taken.
+
+    A quantised matrix stands here under the name that it would have in 16 bits, as the weights that it means.
+    """
 
     def __init__(
-        self, source: str | Path, found: Fetch | dict[str, Tensor], wanted: Callable[[str], bool] = lambda name: True
-    ):
+        self, source: str | Path, found: Fetch | dict[str, Tensor], wanted: Callable[[str], bool] = lambda name: True,
+        quantisation: Quantisation | None = None,
+    ):  # fmt: skip
         """ValueError if `source` has no weights that can be read.
 
         found: finds the files of `source`, or its tensors.
@@ -97,8 +105,16 @@ class Checkpoint:
             places = _weight_files(source, found, wanted)
         for path, names in places:
             self._list(path, names, wanted)
+        self._matrices: dict[str, StoredMatrix] = {}
+        self._config = {} if quantisation is None else quantisation.config
+        if quantisation is not None:
+            self._matrices = quantisation.matrices(self.shapes)
+            self._hide_parts()
         self._left = dict.fromkeys(self.shapes)
         self.ignored: list[str] = []
+        for name in self.shapes:
+            if name.endswith(CACHE_SCALES):
+                self.ignore(name, "a scale of a cache in FP8, and drafts keep theirs in 16 bits")
 
     def __contains__(self, name: str) -> bool:
         return name in self.shapes
@@ -122,11 +138,18 @@ class Checkpoint:
         """The same, and a ValueError if it is not in a floating-point format of 16 bits or more."""
         tensor = self.take(name, shape)
         if tensor.dtype not in FLOATS:
-            raise ValueError(f"draft: {name} in {self.source} is {tensor.dtype}; quantised weights cannot be read")
+            raise ValueError(f"draft: {name} in {self.source} is {tensor.dtype}{UNSAID}")
         return tensor
+
+    def packed(self, name: str) -> Packed | None:
+        """A matrix as it is stored; None if it is not quantised."""
+        matrix = self._matrices.get(name)
+        return None if matrix is None else matrix.read(self._stored, self._config)
 
     def rows(self, name: str, rows: Tensor) -> Tensor:
         """Some rows of a tensor, without taking it."""
+        if name in self._matrices:
+            return self._read(name)[rows]
         path = self._files[name]
         if path in self._loaded:
             return self._loaded[path][name][rows]
@@ -141,6 +164,8 @@ class Checkpoint:
 
         Raises ValueError, before anything is read, that names every tensor that is missing, has another shape, or is
         left over in the checkpoint.
+
+        Quantised matrices are given as the weights that they mean, and as they are stored in ``draft.published``.
         """
         empty = {name: value for name, value in draft.state_dict().items() if value.is_meta}
         parts = {name: part_of(name, tuple(value.shape)) for name, value in empty.items()}
@@ -151,11 +176,15 @@ class Checkpoint:
             raise ValueError(
                 f"draft: {self.source} holds tensors that this format does not know: {_some(left)}{_how(left)}"
             )
-        buffers, state = dict(draft.named_buffers()), {}
+        buffers, state, published = dict(draft.named_buffers()), {}, {}
         for name, part in parts.items():
             value = part.join([self.take_weight(source) for source in part.names])
             state[name] = value.to(like.device, buffers[name].dtype if name in buffers else like.dtype).contiguous()
+            stored = self.packed(part.names[0]) if len(part.names) == 1 else None
+            if stored is not None:
+                published[state[name].data_ptr()] = stored.to(like.device)
         draft.load_state_dict(state, strict=False, assign=True)
+        draft.published = Published(published)
         for name, parameter in draft.named_parameters():
             if name in state:
                 parameter.requires_grad_(False)
@@ -192,7 +221,19 @@ class Checkpoint:
             if wanted(name):
                 self._files[name], self.shapes[name] = path, shapes[name]
 
+    def _hide_parts(self) -> None:
+        """Put the matrices in the place of the tensors that store them."""
+        shapes = {name: matrix.shape(self.shapes, self._stored) for name, matrix in self._matrices.items()}
+        for matrix in self._matrices.values():
+            for part in matrix.names.values():
+                self.shapes.pop(part, None)
+        self.shapes |= shapes
+
     def _read(self, name: str) -> Tensor:
+        packed = self.packed(name)
+        return self._stored(name) if packed is None else packed.weight()
+
+    def _stored(self, name: str) -> Tensor:
         path = self._files[name]
         if path in self._loaded:
             return self._loaded[path][name]
@@ -241,5 +282,4 @@ def _some(names: list[str], limit: int = 8) -> str:
 
 
 def _how(names: Iterable[str]) -> str:
-    quantised = any(name.endswith(QUANTISED) for name in names)
-    return " (quantised weights cannot be read; use the original ones)" if quantised else ""
+    return UNSAID if any(name.endswith(QUANTISED) for name in names) else ""

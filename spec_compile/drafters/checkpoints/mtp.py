@@ -28,7 +28,7 @@ def read_mtp(files: DraftFiles, target: Target, overrides: dict) -> MtpHead:
     """
     blocks = find_blocks(files.tensor_names, files.config.get(SPECULATORS) == "mtp")
     family, prefixes = blocks[0].family, tuple(block.prefix for block in blocks)
-    checkpoint = Checkpoint(files.draft, files.fetch, lambda name: name.startswith(prefixes))
+    checkpoint = Checkpoint(files.draft, files.fetch, lambda name: name.startswith(prefixes), files.quantisation)
     default = (FINAL,) if family.normed else (target.num_layers,)
     taps = override_taps(overrides, default, target.num_layers)
     decoder = target.model.get_decoder()

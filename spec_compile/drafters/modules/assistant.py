@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...kernels.linear import few_rows_linear
 from ...passes.tap_hidden_states import FINAL
 
 
@@ -86,9 +85,3 @@ class Assistant(nn.Module):
             )  # fmt: skip
         normed = self.norm(x)
         return self.post_projection(normed), normed
-
-    def logits(self, normed: Tensor) -> Tensor:
-        """[B, R, V] of [B, R, H]."""
-        if self.clusters is not None:
-            return self.clusters(normed, self.head_weight)
-        return few_rows_linear(normed, self.head_weight)

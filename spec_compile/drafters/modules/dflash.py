@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, rotate_half
 
+from ..draft_weights import DraftWeights
 from .confidence import Confidence
 from .layers import ConvolvedLayer, Layer, LayerKnobs, rotary
 from .transitions import Transition, table_rank
@@ -124,17 +125,19 @@ class ContextProjection(nn.Module):
 
     It holds the layers' key and value projections a second time, stacked.
 
+    weights: of the draft; the stacked matrix may have a copy in fewer bits.
     parts: equal stretches that the key-value heads are cut into.
     part: the stretch that it holds.
     """
 
-    def __init__(self, draft: DFlashDraft, parts: int = 1, part: int = 0):
+    def __init__(self, draft: DFlashDraft, weights: DraftWeights, parts: int = 1, part: int = 0):
         super().__init__()
         self.parts, self.part = parts, part
         first = draft.blocks[0].self_attn
         self.draft, self.head_dim, self.eps = draft, first.head_dim, first.k_norm.variance_epsilon
         for name, value in self._stacked().items():
             self.register_buffer(name, value, persistent=False)
+        self.copy = weights.linear(self.weight, self.bias)
 
     def _stacked(self) -> dict[str, Tensor | None]:
         layers = [block.self_attn for block in self.draft.blocks]
@@ -160,7 +163,8 @@ class ContextProjection(nn.Module):
         """The tapped states [B, T, h] of tokens at positions [B, T] -> key, value, key, ... of each layer in turn,
         [B, Hkv, T, D]."""
         x = self.draft.project(features)
-        parts = F.linear(x, self.weight, self.bias).unflatten(2, (len(self.key_norm), 2, -1, self.head_dim))
+        out = F.linear(x, self.weight, self.bias) if self.copy is None else self.copy(x)
+        parts = out.unflatten(2, (len(self.key_norm), 2, -1, self.head_dim))
         keys, values = parts.unbind(dim=3)  # [B, T, layers, Hkv, D]
         wide = keys.float()
         normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..linear.quantised.fp4 import VALUES
+
 WIDTH, GROUP = 256, 32
 """Columns of 32 words, which a tile reads at once, and columns that share a scale."""
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""The numbers of the codes."""
 LARGEST_SCALE = 128
 """The scale 2 = 2 ** (128 - 127). A larger one plus 126 does not fit into a byte of a unit."""
 PLACES = ((0, 1, 2, 9), (4, 5, 6, 13), (10, 11, 12, 19), (14, 7, 8, 15))

@@ -69,15 +69,23 @@ def choose_packed(parts: list[Tensor], inputs: int, kind: str, dtype: torch.dtyp
     return form[0].kind, form[1]
 
 
+def for_few_rows(packed: quantised.Packed, dtype: torch.dtype) -> quantised.Packed | None:
+    """A quantised layer in the layout that `SMALL_M` reads, if it multiplies activations of a dtype; else None."""
+    parts, layout = [*packed.parts.values()], packed.layout
+    if dtype not in HALF or small_m.lack_of_device(parts[0].device) is not None:
+        return None
+    form = (layout, parts) if layout.packing else layout.for_few_rows(parts, packed.inputs)
+    if form is None or small_m.lack(form[1][0], form[0].kind, dtype) is not None:
+        return None
+    return packed._replace(layout=form[0], parts=dict(zip(quantised.PARTS, form[1])))
+
+
 def hold_packed(module: nn.Module, packed: quantised.Packed, dtype: torch.dtype) -> None:
     """Let a quantised layer hold its weights only in the layout that `SMALL_M` reads, if it multiplies activations of a
     dtype and its layout differs from the layer's."""
-    parts = [*packed.parts.values()]
-    if packed.layout.packing or dtype not in HALF or small_m.lack_of_device(parts[0].device) is not None:
-        return
-    form = packed.layout.for_few_rows(parts, packed.inputs)
-    if form is not None and small_m.lack(form[1][0], form[0].kind, dtype) is None:
-        quantised.hold_in_one_layout(module, packed, form)
+    form = None if packed.layout.packing else for_few_rows(packed, dtype)
+    if form is not None:
+        quantised.hold_in_one_layout(module, packed, (form.layout, [*form.parts.values()]))
 
 
 def few_rows_linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ def multiply_nibbles(
     CENTRED: tl.constexpr = FORMAT == "nibbles_bf16_centred" or FORMAT == "nibbles_fp16_centred"
     PAIRS: tl.constexpr = CENTRED or TABLE is not None
     SPAN: tl.constexpr = 2 * GROUP if PAIRS and GROUP < 256 else GROUP  # columns of a unit
-    DEPTH: tl.constexpr = 32 if GROUP == 32 else 64  # half-words that lie side by side, and columns of a step
+    DEPTH: tl.constexpr = GROUP if GROUP < 64 else 64  # half-words that lie side by side, and columns of a step
     unit_ptr = weight.scales
     if TABLE is not None:
         unit_ptr = unit_ptr.to(tl.pointer_type(tl.int64)) + outputs

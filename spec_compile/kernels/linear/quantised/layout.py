@@ -144,6 +144,14 @@ class Packed(NamedTuple):
     inputs: int
     owner: str = ""
 
+    def weight(self) -> Tensor:
+        """The weight [O, I], rounded as the format defines it."""
+        return self.layout.weight([*self.parts.values()], self.inputs)
+
+    def to(self, device: torch.device) -> "Packed":
+        """The same layer on a device."""
+        return self._replace(parts={name: part.to(device) for name, part in self.parts.items()})
+
 
 def class_path(module: nn.Module) -> str:
     """The class of a module as ``package.module.Class``, to be compared with classes that need not be importable."""

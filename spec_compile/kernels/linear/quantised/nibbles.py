@@ -212,7 +212,7 @@ def _turned(words: Tensor, bits: int) -> Tensor:
 def _group(inputs: int, groups: int) -> int | None:
     """The columns of a scale where one spans all inputs, or as many as the kernel reads; else None."""
     group = inputs // groups if groups > 1 else -(-inputs // WIDTH) * WIDTH
-    return group if group % WIDTH == 0 or group in (32, 64, 128) else None
+    return group if group % WIDTH == 0 or group in (16, 32, 64, 128) else None
 
 
 def _padded(units: Tensor, words: Tensor, span: int) -> Tensor:

@@ -21,6 +21,10 @@ class _PerOutput(WeightLayout):
     def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
         return parts[0].shape[0]
 
+    def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
+        codes, scales = parts
+        return codes.float() * scales
+
 
 @dataclass(frozen=True)
 class Int8Weight(_PerOutput):
@@ -35,10 +39,6 @@ class Int8Weight(_PerOutput):
 @dataclass(frozen=True)
 class Float8Weight(_PerOutput):
     """codes float8_e4m3fn. Weights are rounded to the dtype of activations."""
-
-    def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
-        codes, scales = parts
-        return codes.float() * scales
 
 
 @dataclass(frozen=True)

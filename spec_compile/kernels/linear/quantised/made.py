@@ -1,0 +1,71 @@
+"""Weights of 16 or 32 bits rounded to nearest and packed, for drafts: only their acceptance depends on the rounding."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .compressed_tensors import Int4Group
+from .fp8_block import FP8
+from .layout import WEIGHTS, Packed
+from .torchao import Float8Weight, Int8Weight
+
+GROUPS = 128, 64, 32
+"""Inputs that share a scale of 4 bits: the first number that divides a layer's inputs."""
+SMALLEST = 1e-12
+"""The least absolute value that gives a scale, so that zeros have one."""
+
+
+def fp8(weight: Tensor) -> Packed:
+    """float8_e4m3fn with a scale for each output. weight [O, I]."""
+
+    def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
+        scales = _largest(rows, 1) / torch.finfo(FP8).max
+        return (rows.float() / scales).to(FP8), scales
+
+    return _packed(Float8Weight(), weight, rounded)
+
+
+def int8(weight: Tensor) -> Packed:
+    """int8 with a scale for each output. weight [O, I]."""
+
+    def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
+        scales = _largest(rows, 1) / 127
+        return (rows.float() / scales).round().to(torch.int8), scales
+
+    return _packed(Int8Weight(), weight, rounded)
+
+
+def int4(weight: Tensor, group: int | None = None) -> Packed | None:
+    """Symmetric 4 bits with a scale of the weight's dtype for each output and `group` inputs (None: as GROUPS says);
+    None if groups do not divide the inputs. weight [O, I]."""
+    group = next((each for each in (GROUPS if group is None else (group,)) if weight.shape[1] % each == 0), None)
+    return None if group is None else _packed(Int4Group(group), weight, lambda rows: int4_words(rows, group))
+
+
+def int4_words(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """weight [O, I] in symmetric 4 bits: words [O, I / 8] int32, and scales [O, I / group] in the weight's dtype.
+
+    A word holds 8 inputs, the first in the lowest 4 bits: codes 1, 2, 3, 0, 0, 0, 0, 0 give 0x321.
+    """
+    groups = weight.float().unflatten(1, (-1, group))
+    scales = (_largest(groups, 2)[:, :, 0] / 7.5).to(weight.dtype)
+    codes = (groups / scales.float()[:, :, None]).round().clamp(-8, 7).flatten(1).long() + 8
+    words = (codes.unflatten(1, (-1, 8)) << (4 * torch.arange(8, device=codes.device))).sum(dim=2).to(torch.int32)
+    return words, scales
+
+
+FORMATS: dict[str, Callable[[Tensor], Packed | None]] = {"fp8": fp8, "int8": int8, "int4": int4}
+"""Name -> a function of a weight [O, I], which returns None if it does not take its inputs."""
+
+
+def _packed(layout, weight: Tensor, rounded: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Packed:
+    """The layer of a layout, a few rows at a time, because numbers in float32 take much memory."""
+    rows = [rounded(some) for some in weight.detach().split(max(WEIGHTS // weight.shape[1], 1))]
+    codes, scales = (torch.cat(parts) for parts in zip(*rows))
+    return Packed(layout, {"codes": codes, "scales": scales}, None, weight.shape[1])
+
+
+def _largest(numbers: Tensor, dim: int) -> Tensor:
+    """The largest absolute value along a dimension, which is kept, float32."""
+    return numbers.abs().amax(dim=dim, keepdim=True).float().clamp(min=SMALLEST)
