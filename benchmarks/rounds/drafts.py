@@ -55,10 +55,11 @@ DRAFTS = {
 """Target's shape -> name -> algorithm, form of the draft, options."""
 
 
-def make(form: str, model: PreTrainedModel) -> torch.nn.Module:
+def make(form: str, model: PreTrainedModel, drafted: int = DRAFTED) -> torch.nn.Module:
     """A draft for `model`, with random weights.
 
     form: "model" or "pard" (of the shape `SMALL`), "eagle", "eagle3", "p_eagle", "dflash", "jetspec" or "mtp"
+    drafted: tokens that an EAGLE-3 head can draft
     """
     with model.device:
         if form in ("model", "pard"):
@@ -66,7 +67,7 @@ def make(form: str, model: PreTrainedModel) -> torch.nn.Module:
             small = AutoConfig.for_model("llama", **SHAPES[SMALL][1] | {"vocab_size": vocab_size})
             small.pard_token = vocab_size - 1
             return AutoModelForCausalLM.from_config(small, dtype=model.dtype).eval()
-        head = _head(form, model)
+        head = _head(form, model, drafted)
     shared = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
     for parameter in head.parameters():
         if parameter not in shared:
@@ -76,7 +77,7 @@ def make(form: str, model: PreTrainedModel) -> torch.nn.Module:
     return head.requires_grad_(False).eval()
 
 
-def _head(form: str, model: PreTrainedModel) -> torch.nn.Module:
+def _head(form: str, model: PreTrainedModel, drafted: int) -> torch.nn.Module:
     """See `make`. P-EAGLE has four layers, as published, DFlash and JetSpec have five."""
     config, target = model.config, Target.of(model)
     embedding, output, layers = target.embedding, target.head_weight, target.num_layers
@@ -89,7 +90,7 @@ def _head(form: str, model: PreTrainedModel) -> torch.nn.Module:
         return DFlashDraft(sizes, embedding, output, taps, 16, mask, knobs, causal=(form == "jetspec",) * 5)
     if form == "eagle":
         return EagleHead(sizes, embedding, output, fc_bias=False)
-    taps, drafted = (2, layers // 2, layers - 3), min(DRAFTED, target.vocab_size)
+    taps, drafted = (2, layers // 2, layers - 3), min(drafted, target.vocab_size)
     if form == "p_eagle":
         knobs = LayerKnobs(num_layers=4)
         head = ParallelEagle3Head(sizes, embedding, taps, target.hidden_size, draft_vocab_size=drafted, layer=knobs)

@@ -59,7 +59,7 @@ class DraftWeights:
     """
 
     def __init__(self, option: str | dict | None, draft: nn.Module, output: Tensor | None = None):
-        self.formats, self._output = parse(option), output
+        self.draft, self.formats, self._output = draft, parse(option), output
         published = getattr(draft, "published", None)
         self._published = {} if published is None else published.matrices
         self._copies: dict[tuple[int, str], Copy] = {}
@@ -124,6 +124,11 @@ class DraftWeights:
     def _as_published(self, weight: Tensor) -> Packed | None:
         stored = self._published.get(weight.data_ptr())
         return None if stored is None else for_few_rows(stored, weight.dtype)
+
+    def read_bytes(self, weight: Tensor, part: str) -> int:
+        """Bytes that a product with a matrix reads."""
+        copy = self._copies.get((weight.data_ptr(), part))
+        return weight.nbytes if copy is None else _bytes(copy.packed)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, part: str = "layers") -> "DraftLinear | None":
         """A product outside of the graph, x [..., I] -> [..., O], with a copy of a matrix; None: there is no copy."""
