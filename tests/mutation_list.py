@@ -1530,6 +1530,19 @@ MODULES = [
     Mutation(
         "each level of an assistant's tree is compiled by itself", "spec_compile/drafters/assistant.py",
         "if rows not in self.compiled:", "if True:", "tests/drafters/test_assistant.py -k what_is_compiled",
+        "zero points of GPTQ's second format are read as those of its first",
+        "spec_compile/drafters/checkpoints/quantised.py",
+        'offset = int(config.get("checkpoint_format", "gptq") == "gptq")', "offset = 1",
+        "tests/drafters/test_quantised_drafts.py -k 'has_the_weights and gptq_v2'",
+    ),
+    Mutation(
+        "a global scale multiplies that divides", "spec_compile/kernels/linear/quantised/fp4.py",
+        "return wide / factor if self.divides else wide * factor", "return wide * factor",
+        "tests/drafters/test_quantised_drafts.py -k 'has_the_weights and ct_nvfp4'",
+    ),
+    Mutation(
+        "copies of a draft's weights are not rounded anew", "spec_compile/drafters/draft_weights.py",
+        "old.copy_(new)", "pass", "tests/drafters/test_draft_weights.py -k refresh",
     ),
 ]  # fmt: skip
 MUTATIONS: list[Mutation] = [

@@ -111,10 +111,11 @@ def main() -> None:
     args = parser.parse_args()
     facts = stamp(torch.device(args.device))
     for row in rows(args):
+        ratios = [row[f"{name}_over_16_bits"] for name in ("draft", "round")]
         print(
-            f"{row['algo']:7} {row['draft_weights']:18} draft {row['draft_ms']:.3f} ms "
-            f"({row['draft_over_16_bits']:.3f} of 16 bits, {row['over_copy']:.2f} times its floor), forward {row['forward_ms']:.3f} ms, round "
-            f"{row['round_ms']:.3f} ms ({row['round_over_16_bits']:.3f} of 16 bits)", flush=True,
+            f"{row['algo']:7} {row['draft_weights']:18} draft {row['draft_ms']:.3f} ms, {ratios[0]:.3f} of 16 bits and "
+            f"{row['over_copy']:.2f} times its floor; forward {row['forward_ms']:.3f} ms; round {row['round_ms']:.3f} "
+            f"ms, {ratios[1]:.3f} of 16 bits; ready after {row['ready_seconds']:.0f} s", flush=True,
         )  # fmt: skip
         save_rows(args.json, [row], KEYS, facts)
 
