@@ -313,6 +313,20 @@ def test_scales_that_cannot_be_right(fault, text, tmp_path):
     refuses(model, "model.layers.1.self_attn.q_proj", text)
 
 
+def test_nvfp4_is_what_its_library_unpacks(tmp_path):
+    """The library rounds weights to bfloat16."""
+    pytest.importorskip("compressed_tensors")
+    model, own = (load("ct_nvfp4", tmp_path, torch.bfloat16) for _ in range(2))
+    own(IDS)
+    layers = packed_layers(model)
+    assert len(layers) == 14
+    for path, packed in layers.items():
+        assert torch.equal(packed.weight().bfloat16(), own.get_submodule(path).weight)
+    fast = speculate(model, compile=False)
+    plain = fast.generate(IDS, speculation=False, **GREEDY)
+    assert torch.equal(fast.generate(IDS, **GREEDY), plain)
+
+
 def test_a_model_that_its_own_forward_has_unpacked(tmp_path):
     model = load("ct_w4a16", tmp_path)
     model(IDS)

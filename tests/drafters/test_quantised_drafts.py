@@ -97,6 +97,6 @@ def test_layouts_that_are_not_read(name, changes, text, tmp_path):
 
 
 def test_old_names_of_the_config():
-    assert quantisation_of({"compression_config": {"format": "float-quantized"}}, None).method == "compressed-tensors"
-    assert quantisation_of({"quantization_config": {"quant_method": "modelopt_fp4", "quant_algo": "nvfp4"}}, None)
-    assert quantisation_of({}, None) is None
+    assert quantisation_of({"compression_config": {"format": "float-quantized"}}, {}).method == "compressed-tensors"
+    assert quantisation_of({"quantization_config": {"quant_method": "modelopt_fp4", "quant_algo": "nvfp4"}}, {})
+    assert quantisation_of({}, {}) is None

@@ -40,6 +40,19 @@ def ct_w4a16(weight: Tensor) -> dict[str, Tensor]:
     return {"weight_packed": words, "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)}
 
 
+def ct_nvfp4(weight: Tensor) -> dict[str, Tensor]:
+    """compressed-tensors NVFP4A16: 4 bits in groups of 16 with scales in FP8, all over a scale."""
+    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    groups = weight.unflatten(1, (-1, 16))
+    divisor = 448 * 6 / weight.abs().max()
+    scale = (groups.abs().amax(dim=2) / 6 * divisor).to(FP8)
+    ratios = groups / (scale.float() / divisor)[:, :, None]
+    codes = (ratios.abs()[..., None] - numbers).abs().argmin(dim=-1) + 8 * (ratios < 0)
+    codes = codes.flatten(1).to(torch.uint8)
+    packed = codes[:, ::2] | codes[:, 1::2] << 4
+    return {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": divisor.view(1)}
+
+
 def ct_fp8(weight: Tensor) -> dict[str, Tensor]:
     """compressed-tensors, FP8 with a scale for each output."""
     scale = (weight.abs().amax(dim=1, keepdim=True) / 448).bfloat16()
@@ -110,6 +123,10 @@ FORMATS: dict[str, tuple[Callable[[Tensor], dict[str, Tensor]], torch.dtype, dic
     "ct_w4a16": (
         ct_w4a16, torch.bfloat16,
         _ct("pack-quantized", dict(num_bits=4, type="int", strategy="group", group_size=128), None),
+    ),
+    "ct_nvfp4": (
+        ct_nvfp4, torch.bfloat16,
+        _ct("nvfp4-pack-quantized", dict(num_bits=4, type="float", strategy="tensor_group", group_size=16), None),
     ),
     "gptq": (
         gptq, torch.float16,

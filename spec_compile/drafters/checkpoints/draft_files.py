@@ -73,8 +73,10 @@ class DraftFiles:
     @cached_property
     def quantisation(self) -> Quantisation | None:
         """The method by which matrices are quantised; ValueError if it is not read."""
-        modelopt = self.fetch("hf_quant_config.json")
-        return quantisation_of(self.config, None if modelopt is None else read_json(modelopt))
+        config, modelopt = (
+            {} if path is None else read_json(path) for path in map(self.fetch, ("config.json", "hf_quant_config.json"))
+        )
+        return quantisation_of(config, modelopt)
 
     @cached_property
     def config(self) -> dict:

@@ -289,14 +289,14 @@ class Quantisation:
         return found
 
 
-def quantisation_of(config: dict, modelopt: dict | None) -> Quantisation | None:
+def quantisation_of(config: dict, modelopt: dict) -> Quantisation | None:
     """The quantisation of a draft; None: it says none. ValueError, naming it, if it is not read.
 
     config: the object in ``config.json``.
-    modelopt: the one in ``hf_quant_config.json``.
+    modelopt: the one in ``hf_quant_config.json``; {} if there is none.
     """
     said = config.get("quantization_config") or config.get("compression_config")
-    if said is None and modelopt is not None:
+    if said is None and modelopt:
         said = {"quant_method": "modelopt", **modelopt.get("quantization", {})}
     if not said:
         return None

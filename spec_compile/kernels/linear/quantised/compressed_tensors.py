@@ -1,5 +1,5 @@
 """compressed-tensors (llm-compressor's checkpoints): 8 bits with a scale for each output or for all, and 4 bits in
-groups.
+groups, integers or NVFP4.
 
 A model of this library unpacks all its layers at its first own forward, in place. So layers are read before that.
 """
@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from . import nibbles
+from .fp4 import Fp4
 from .layout import Packed, WeightLayout, exact_linear, packed_nibbles, require, require_scale, unpacked_nibbles
 
 FP8 = torch.float8_e4m3fn
 LARGEST = {FP8: 448.0, torch.int8: 127.5}
 """By what the largest absolute value of a row is divided to get its scale."""
 EIGHT_BITS = {"float-quantized", "int-quantized", "naive-quantized"}
+NVFP4 = "nvfp4-pack-quantized"
 
 
 @dataclass(frozen=True)
@@ -127,8 +129,10 @@ def read(module: nn.Module) -> Packed | None:
     )
     require(scheme.output_activations is None, "quantises what it returns")
     form = getattr(scheme.format, "value", scheme.format)
-    require(form in EIGHT_BITS or form == "pack-quantized", f"is of the form {form!r}")
-    return _eight_bits(module, scheme, form) if form in EIGHT_BITS else _four_bits(module, scheme)
+    require(form in EIGHT_BITS or form in ("pack-quantized", NVFP4), f"is of the form {form!r}")
+    if form in EIGHT_BITS:
+        return _eight_bits(module, scheme, form)
+    return _nvfp4(module, scheme) if form == NVFP4 else _four_bits(module, scheme)
 
 
 def _eight_bits(module: nn.Linear, scheme, form: str) -> Packed:
@@ -164,3 +168,18 @@ def _four_bits(module: nn.Linear, scheme) -> Packed:
     require_scale("weight_scale", module.weight_scale, (outputs, inputs // group))
     parts = {"weight_packed": module.weight_packed, "weight_scale": module.weight_scale}
     return Packed(Int4Group(group), parts, module.bias, inputs)
+
+
+def _nvfp4(module: nn.Linear, scheme) -> Packed:
+    """NVFP4A16: 4 bits with a scale in FP8 for each 16 inputs, over a scale for all."""
+    outputs, inputs, group = module.out_features, module.in_features, 16
+    require(scheme.input_activations is None, "rounds activations to 4 bits, too; load its NVFP4A16 form")
+    require(inputs % group == 0, f"has {inputs} inputs, no multiple of {group}")
+    codes, scales, divisor = module.weight_packed, module.weight_scale, module.weight_global_scale
+    is_packed = codes.dtype == torch.uint8 and tuple(codes.shape) == (outputs, inputs // 2)
+    require(is_packed, "has packed weights of another shape")
+    require(scales.dtype == FP8, f"has scales of {scales.dtype}, expected {FP8}")
+    require_scale("weight_scale", scales, (outputs, inputs // group))
+    require_scale("weight_global_scale", divisor, (1,))
+    parts = {"weight_packed": codes, "weight_scale": scales, "weight_global_scale": divisor}
+    return Packed(Fp4(group, 1), parts, module.bias, inputs)
