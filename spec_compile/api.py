@@ -17,7 +17,7 @@ from .artefacts.start import PURPOSES, Start, StartArtefact, opened_artefacts, t
 from .batching.model import BatchingMixin, shadow
 from .capture import adapters, loras
 from .capture.admit import admit
-from .capture.check_generation import check_generation
+from .capture.check_generation import ANY, check_generation
 from .capture.checks import check_capture, check_tree
 from .capture.compiled import underlying
 from .capture.config_reads import config_reads
@@ -123,7 +123,7 @@ class Speculation(Accounts):
         with timed(self.seconds, "passes"):
             engine = ServedEngine(model, name, graph, algorithm, options, None if found is None else found.graphs)
         self.engine, self._reads = engine, found.reads if found else reads
-        engine.serves_padding = found is None or found.serves_padding
+        engine.served_batches = ANY if found is None else found.served_batches
         engine.runtime.code = shared_code(model, name, engine.runtime)
         engine.runtime.code.source.store = self._artefact.parts()
         engine.runtime.records.open(self._artefact, f"record_{algorithm.plan.nodes}")
@@ -166,13 +166,13 @@ class Speculation(Accounts):
             model = self._plain
             with timed(self.seconds, "checks"):
                 check_tree(type(model).__name__, self._runnable, self.engine.runtime.verify)
-                self.engine.serves_padding = check_generation(model, self._runnable)
+                self.engine.served_batches = check_generation(model, self._runnable)
         self._artefact.write(self._found())
 
     def _found(self) -> Start:
         """All that this start has found out."""
         graphs = {purpose: getattr(self.engine.runtime, purpose) for purpose in PURPOSES}
-        return Start(graphs, self._reads, self.engine.serves_padding)
+        return Start(graphs, self._reads, self.engine.served_batches)
 
     def save(self, folder: str | Path) -> None:
         """Copy what this start has found out to a folder, from which ``speculate(..., artefact=folder)`` starts.

@@ -1236,9 +1236,9 @@ STARTS = [
         "tests/artefacts/test_start.py -k test_values_that_a_start",
     ),
     Mutation(
-        "padding is served after a start from an artefact", f"{ARTEFACTS}start.py",
-        'bool(content["serves_padding"])', "True",
-        "tests/artefacts/test_start.py -k test_padding",
+        "every batch is served after a start from an artefact", f"{ARTEFACTS}start.py",
+        'str(content["served_batches"])', '"any"',
+        "tests/artefacts/test_start.py -k test_batches_that",
     ),
     Mutation(
         "functions that code calls do not count", f"{ARTEFACTS}digest.py",
@@ -1543,6 +1543,19 @@ MODULES = [
     Mutation(
         "copies of a draft's weights are not rounded anew", "spec_compile/drafters/draft_weights.py",
         "old.copy_(new)", "pass", "tests/drafters/test_draft_weights.py -k refresh",
+        "a state of no tokens has an exponent", "spec_compile/kernels/recurrence/channelwise.py",
+        "torch.where(d > 0, m, LOWEST), None", "m, None",
+        "tests/kernels/test_recurrence_forms.py -k wkv",
+    ),
+    Mutation(
+        "children of the root go on from the state before it",
+        "spec_compile/kernels/recurrence/channelwise_kernel.py", "if parent >= 0:", "if parent > 0:",
+        "tests/kernels/test_recurrence.py -k gated",
+    ),
+    Mutation(
+        "rows that a model mixes are served", "spec_compile/runtime/ask.py",
+        "engine.served_batches == SINGLE", "not engine.served_batches",
+        "tests/product/test_unmasked.py -k test_batches",
     ),
 ]  # fmt: skip
 MUTATIONS: list[Mutation] = [

@@ -29,7 +29,7 @@ from .quick_check import quick_check
 from .store import ABOUT, Store
 
 ITEM = "start"
-FORMAT = 1
+FORMAT = 2
 PURPOSES = ("verify", "prefill")
 log = logging.getLogger("spec_compile")
 
@@ -40,12 +40,12 @@ class Start:
 
     graphs: the rewritten graph for each of `PURPOSES`.
     reads: for each config of the model the names that were read while it was captured.
-    serves_padding: see `runtime.served.ServedEngine`.
+    served_batches: see `runtime.served.ServedEngine`.
     """
 
     graphs: dict[str, ModelGraph]
     reads: list[tuple[Any, set[str]]]
-    serves_padding: bool
+    served_batches: str
 
 
 class StoredParts:
@@ -185,7 +185,7 @@ class StartArtefact:
             "format": FORMAT,
             "graphs": {purpose: data_of(start.graphs[purpose], self.model) for purpose in PURPOSES},
             "reads": [sorted(names) for _, names in start.reads],
-            "serves_padding": start.serves_padding,
+            "served_batches": start.served_batches,
         }
         is_kept = store.write(self.key, ITEM, json.dumps(content, separators=(",", ":")).encode())
         return is_kept and self.introduce(store)
@@ -216,7 +216,7 @@ class StartArtefact:
                 keep_apart(graph.gm, content["graphs"][purpose]["tensors"])
         configs = [config for config in configs_of(self.model) if isinstance(config, PreTrainedConfig)]
         reads = [(config, set(names)) for config, names in zip(configs, content["reads"], strict=True)]
-        return Start(graphs, reads, bool(content["serves_padding"]))
+        return Start(graphs, reads, str(content["served_batches"]))
 
 
 @contextmanager

@@ -53,6 +53,14 @@ def admit(model: nn.Module, exact: str = "auto") -> None:
             f"{type(model).__name__} is in {model.dtype} on {model.device}; move it there, or pass exact='auto'"
         )
     _admit_mode(model)
+    _settle(model)
+
+
+def _settle(model: PreTrainedModel) -> None:
+    """Let RWKV halve weights in place now, as it does in its first forward in evaluation mode."""
+    for part in model.modules():
+        if hasattr(part, "_rescale_layers"):
+            part._rescale_layers()
 
 
 def _admit_mode(model: PreTrainedModel) -> None:

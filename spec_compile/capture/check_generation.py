@@ -17,34 +17,40 @@ STEPS = 4
 PADDING = 7
 """Tokens of padding on the left of the second of two rows."""
 GENERATE = "the model's own generate(), over its cache,"
+ANY, UNPADDED, SINGLE = "any", "without padding", "of one row"
+"""Batches in which `generate` gives every row the answer of its text."""
 
 
 @torch.no_grad()
-def check_generation(model: PreTrainedModel, graph: ModelGraph) -> bool:
-    """Compare a few steps of transformers' `generate` with the captured graph; return True if padded batches agree.
+def check_generation(model: PreTrainedModel, graph: ModelGraph) -> str:
+    """Compare a few steps of transformers' `generate` with the captured graph; return the batches that agree.
 
     A forward over a whole text does not use the model's cache, nor the mask of a batch that is padded on the left. If
-    the model overrides methods of transformers' loop, that loop serves it, and True is returned without a comparison.
-    Raises UnsupportedModelError if rows without padding differ.
+    the model overrides methods of transformers' loop, that loop serves it, and `ANY` is returned without a comparison.
+    Raises UnsupportedModelError if a single row differs.
     """
     if hooks.overridden(model):
-        return True
+        return ANY
     model = with_plain_meaning(model)
     windows = reaches(graph)
     limit = LONGEST if graph.position_limit is None else min(LONGEST, graph.position_limit - STEPS)
     length = min(max([24, announced_window(model), *windows]) + PADDING + 2, limit)
 
     def check(*padding: int) -> None:
-        on_some_text(graph, lambda seed: _compare_steps(model, graph, random_ids(graph, 2, length, seed), padding))
+        def compare(seed: int) -> None:
+            _compare_steps(model, graph, random_ids(graph, len(padding), length, seed), padding)
 
-    if length > PADDING + 1:
-        try:
-            check(0, PADDING)
-            return True
-        except UnsupportedModelError:
-            pass  # perhaps only the padding differs, so compare without it
-    check(0, 0)
-    return False
+        on_some_text(graph, compare)
+
+    for batches, padding in ((ANY, (0, PADDING)), (UNPADDED, (0, 0))):
+        if length > max(padding) + 1:
+            try:
+                check(*padding)
+                return batches
+            except UnsupportedModelError:
+                pass  # perhaps only the padding differs, or the rows of a batch (RWKV), so compare without
+    check(0)
+    return SINGLE
 
 
 def _compare_steps(model: PreTrainedModel, graph: ModelGraph, ids: Tensor, padding: tuple[int, ...]) -> None:

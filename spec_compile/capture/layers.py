@@ -11,16 +11,17 @@ from ..graph import calls, layer_of
 from ..kernels.ops import arguments_of
 
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
-PARTS = {
-    "full_attention": {"attention"},
-    "sliding_attention": {"attention"},
-    "linear_attention": {"convolution", "recurrence"},
-    "conv": {"convolution"},
-    "hybrid": {"attention", "convolution", "recurrence"},
-    "mlp": set(),
-    "moe": set(),
+PARTS: dict[str, tuple[set[str], ...]] = {
+    "full_attention": ({"attention"},),
+    "sliding_attention": ({"attention"},),
+    "linear_attention": ({"convolution", "recurrence"}, {"recurrence"}),
+    "conv": ({"convolution"},),
+    "hybrid": ({"attention", "convolution", "recurrence"},),
+    "mlp": (set(),),
+    "moe": (set(),),
 }
-"""The parts that mix tokens in a layer, by the type that the configuration gives it."""
+"""The parts that mix tokens in a layer, by the type that the configuration gives it; linear attention has one of two
+forms."""
 MARKERS = torch.ops.spec_compile.attention.default, torch.ops.spec_compile.recurrence.default
 
 
@@ -52,8 +53,8 @@ def check_layers(model: PreTrainedModel, gm: fx.GraphModule) -> None:
         shown[layer_of(node), "convolution" if node.args[0] == "convolution" else "recurrence"] += 1
     for number, layer_type in enumerate(layer_types(config) or ["linear_attention"] * config.num_hidden_layers):
         parts = {part for layer, part in shown if layer == number}
-        if parts != PARTS[layer_type] or shown[number, "attention"] > 1:
+        if parts not in PARTS[layer_type] or shown[number, "attention"] > 1:
             raise UnsupportedModelError(
                 f"model: {name}: layer {number} of type {layer_type} shows {', '.join(sorted(parts)) or 'nothing'} in "
-                f"place of {', '.join(sorted(PARTS[layer_type])) or 'nothing'}; its own state would be lost"
+                f"place of {', '.join(sorted(PARTS[layer_type][0])) or 'nothing'}; its own state would be lost"
             )

@@ -14,7 +14,9 @@ from transformers.activations import ACT2FN
 from ..errors import UnsupportedModelError
 from ..graph import RecurrenceSpec, calls
 from ..kernels import HALF
+from ..kernels.linear.quantised.layout import class_path
 from ..kernels.recurrence import KINDS, recurrence, stash_shapes
+from .modules import RECURRENT
 
 MARKER = torch.ops.spec_compile.recurrence.default
 
@@ -71,6 +73,13 @@ def _selective_scan(
     return out if z is None else out * F.silu(z)
 
 
+def _wkv(time_decay, time_first, key, value, state=None, return_state=False) -> tuple[Tensor, None]:
+    """time_decay, time_first [C], key, value [B, T, C] -> [B, T, C]."""
+    _check(state=state, return_state=return_state or None)
+    inputs = [key.float(), value.float(), -torch.exp(time_decay.float()), time_first.float()]
+    return recurrence("wkv", inputs).to(key.dtype), None
+
+
 def _time_steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
     """dt [B, T, H] in float32, with its bias [H] and activation."""
     dt = dt.float() if bias is None else dt.float() + bias.float()
@@ -90,6 +99,7 @@ FUNCTIONS: dict[str, Callable] = {
     "chunk_kimi_delta_attention": _delta_rule,
     "mamba2_chunk_scan": _state_space,
     "mamba_selective_scan": _selective_scan,
+    "rwkv_linear_attention": _wkv,
 }
 """Our functions, by the name that modelling files of transformers give to the function that each replaces."""
 
@@ -101,8 +111,8 @@ def _homes(model: nn.Module) -> list[tuple[ModuleType, str]]:
 
 
 def has_recurrences(model: nn.Module) -> bool:
-    """True if the model's layers may call functions that can be replaced."""
-    return bool(_homes(model))
+    """True if the model's layers have recurrences that can be replaced."""
+    return bool(_homes(model)) or any(class_path(part) in RECURRENT for part in model.modules())
 
 
 @contextmanager

@@ -32,11 +32,12 @@ KEPT = "_kept_speculative_model"
 INTERNALS = set(vars(nn.Module()))
 """Attributes that every module has, `training` among them: see `effects` of training mode."""
 BOOKKEEPING = {
-    "_compiled_call_impl", "_gradient_checkpointing_func", "_is_hf_initialized", "_is_torch_compile",
+    "_compiled_call_impl", "_gradient_checkpointing_func", "_is_hf_initialized", "_is_torch_compile", "conv1d_state",
     "generation_config", "gradient_checkpointing", "hf_device_map", "kernel_config", "loss_type", "model_tags",
-    "name_or_path", "rope_deltas", "warnings_issued", KEPT,
+    "name_or_path", "recurrent_states", "rope_deltas", "warnings_issued", KEPT,
 }  # fmt: skip
-"""Attributes of modules on which no logits depend, for `rope_deltas` if position ids are passed."""
+"""Attributes of modules on which no logits depend, for `rope_deltas` if position ids are passed. RecurrentGemma keeps
+the states of its last call in its modules."""
 HARMLESS_HOOKS = ("<locals>.make_inputs_require_grads", "<locals>.output_capturing_hook")
 """Hooks that transformers registers while a model is used; they change no value."""
 GLOBAL_HOOKS = (torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks)

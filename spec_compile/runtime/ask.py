@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from ..capture.check_generation import ANY, SINGLE
 from ..capture.pictures import reads_pictures
 from ..compat import CACHE, STATES
 from ..parallel.ranks import ALONE, Alone
@@ -163,8 +164,10 @@ def unserved(engine, prompt: Prompt, generation_config, model_kwargs: dict) -> s
     is_reader = reads_pictures(engine.original)
     if prompt.has_pictures and not is_reader:
         return "pixel_values (of a model that is not among those whose pictures are served)"
-    if any(prompt.padding) and not engine.serves_padding:
+    if any(prompt.padding) and engine.served_batches != ANY:
         return "attention_mask (padding on the left, which the model's own positions do not follow)"
+    if len(prompt.tokens) > 1 and engine.served_batches == SINGLE:
+        return "input_ids (several rows, which the model itself mixes)"
     cache = pasts.cache_among(model_kwargs)
     if cache is not None and not pasts.is_plain(cache):
         return f"{CACHE} / cache_implementation ({type(cache).__name__})"
@@ -181,6 +184,9 @@ def unserved(engine, prompt: Prompt, generation_config, model_kwargs: dict) -> s
         return f"{CACHE} (the model's forward over several tokens leaves other states than single steps)"
     if any(spec.kind == "selective" for spec in captured.recurrences) and (is_filled or (is_own and is_asked_for)):
         return f"{CACHE} (the model's forward over several tokens does not read the states in a cache)"
+    makes_cache = model_kwargs.get("use_cache", True) and not {CACHE, STATES} & model_kwargs.keys()
+    if captured.recurrences and makes_cache and generation_config.return_dict_in_generate:
+        return f"return_dict_in_generate (of a model that makes its {CACHE} itself)"
     states = model_kwargs.get(STATES)
     is_asked_for = generation_config.return_dict_in_generate or getattr(states, "_is_user_defined", False)
     if states is not None and states is not cache and is_asked_for:

@@ -68,6 +68,7 @@ def is_plain(cache) -> bool:
     """True if `cache` is transformers' own and holds keys and values unchanged."""
     return (
         isinstance(cache, Cache)
+        and type(cache).__module__ == cache_utils.__name__  # MiniMax's own class holds states, too
         and not cache.offloading
         and all(type(layer) in READABLE | RECURRENT | EMPTY for layer in cache.layers)
         and getattr(cache, "layer_class_to_replicate", None) in (None, *READABLE)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from .. import forks
 from ..capture.adapters import NO_LORAS
+from ..capture.check_generation import ANY
 from ..capture.kinds import is_known
 from ..capture.loras import Loaded, Loras, without_adapters
 from ..capture.trace import capture
@@ -74,8 +75,8 @@ class ServedEngine(Engine):
         """The adapters that rows may choose; None: no row chooses one."""
         self.original, self.name, self.options = original, name, options
         self.turns, self.agreement, self.remembered = Turns(), Agreement(options.ranks), Remembered()
-        self.serves_padding = True
-        """True if batches padded on the left are served: the model's own positions follow the padding."""
+        self.served_batches = ANY
+        """Batches that are served, see `check_generation`: in others the model's own rows differ from their texts."""
         self.looped = False
         """True if any decoding loop ran in the last generate()."""
         self.called_drafts = CalledDrafts()

@@ -18,6 +18,7 @@ import spec_compile
 from spec_compile import api, speculate
 from spec_compile.artefacts.start import ITEM
 from spec_compile.artefacts.store import Store
+from spec_compile.capture.check_generation import UNPADDED
 from spec_compile.runtime.steps.code import _classes, _facts, identity_of
 
 ROOT = Path(__file__).parents[2]
@@ -136,11 +137,11 @@ def test_other_weights_start_from_the_same_artefact(tmp_path, warnings):
     assert not warnings()
 
 
-def test_padding_that_is_not_served_stays_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(api, "check_generation", lambda model, graph: False)
+def test_batches_that_are_not_served_stay_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(api, "check_generation", lambda model, graph: UNPADDED)
     for is_second in (False, True):
         speculation = started("llama", tmp_path).speculation
-        assert speculation.is_from_artefact == is_second and not speculation.engine.serves_padding
+        assert speculation.is_from_artefact == is_second and speculation.engine.served_batches == UNPADDED
 
 
 def test_values_that_a_start_reads_are_watched(tmp_path):

@@ -66,8 +66,6 @@ def test_compiled(name):
 
 
 REASONS = {
-    "recurrent_gemma": "recurrent state",
-    "rwkv": "recurrent state",
     "t5": "encoder-decoder",
 }
 

@@ -267,7 +267,7 @@ def test_a_model_that_generates_something_else_is_refused(cls, reason):
 )
 def test_sound_models_pass_in_16_bits(name, dtype):
     model = models.ADMITTED[name]().to(dtype)
-    assert check_generation.check_generation(model, capture(model))
+    assert check_generation.check_generation(model, capture(model)) == check_generation.ANY
 
 
 def test_the_check_leaves_the_models_settings_alone():

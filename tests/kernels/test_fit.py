@@ -264,6 +264,7 @@ found, walk.walk_kernel = [], Compiled(walk.walk_kernel)
 walk.launch(torch.ones(1, 64, dtype=torch.int64))
 results["a walk"] = found[0].metadata.shared
 KERNELS = "linear_tree", "linear_commit", "convolution_tree", "convolution_commit", "selective", "selective_commit"
+KERNELS += "channelwise", "channelwise_commit"
 for name in KERNELS:
     setattr(launch, f"{name}_kernel", Compiled(getattr(launch, f"{name}_kernel")))
 
@@ -279,6 +280,8 @@ SHAPES = {
     "Falcon-H1-7B": ("decay", linear(1, 24, 256, 128)),
     "LFM2": ("convolution", [torch.zeros(size).bfloat16() for size in ((1, 16, 2048), (2048, 3))]),
     "Jamba": ("selective", [torch.zeros(size) for size in (*[(1, 16, 16)] * 2, *[(1, 16, 8192)] * 2, (8192, 16))]),
+    "RecurrentGemma-9B": ("gated", [torch.zeros(1, 16, 4096)] * 2),
+    "RWKV-4-14B": ("wkv", [torch.zeros(size) for size in (*[(1, 16, 5120)] * 2, *[(5120,)] * 2)]),
 }
 for name, (kind, inputs) in SHAPES.items():
     state, found = initial_state(kind, inputs, 1), []
@@ -286,12 +289,12 @@ for name, (kind, inputs) in SHAPES.items():
     stash = [torch.zeros(*(() if shared else (1,)), *shape, dtype=dtype) for shape, dtype, shared in parts]
     launch.tree(kind, inputs, state, stash, torch.zeros(1, 5, 16, dtype=torch.int32))
     launch.commit(kind, [state], stash, torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-    if kind == "selective":
-        launch.selective_chunk(inputs, state, torch.tensor([16]))
+    if kind in launch.CHUNKS:
+        launch.CHUNKS[kind](inputs, state, torch.tensor([16]))
     # A tile lies in the registers alike where a tree reads it and where a commit leads it on, so that both round alike.
     text = "".join(kernel.asm["ttgir"] for kernel in found)
     layouts = {layout for layout in re.findall("#ttg.blocked<(.*)>", text) if layout.endswith("order = [1, 0]}")}
-    assert kind == "convolution" or len(layouts) == 1, (name, layouts)
+    assert kind in ("convolution", "gated", "wkv") or len(layouts) == 1, (name, layouts)
     results[name] = max(kernel.metadata.shared for kernel in found)
 print(json.dumps(results))
 """

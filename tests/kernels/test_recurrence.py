@@ -15,7 +15,7 @@ from spec_compile.tree import ancestry
 DEVICE = torch.device("cuda" if GPU else "cpu")
 pytestmark = ON_GPU if GPU else []
 
-ALL = ["convolution", "decay", "delta", "delta by channel", "selective"]
+ALL = ["convolution", "decay", "delta", "delta by channel", "selective", "gated", "wkv"]
 
 
 @pytest.fixture
@@ -39,6 +39,8 @@ class Layer:
         self.kind = kind.split()[0]
         self.inputs = inputs_of(kind, batch, tokens)
         self.state = torch.randn_like(initial_state(self.kind, self.inputs, batch))
+        if kind == "wkv":
+            self.state[:, 1] = 1 + positive(batch, 300)  # a sum of weights
         shapes = stash_shapes(self.kind, self.inputs)
         self.stash = [normal(*(() if shared else (batch,)), *shape) for shape, _, shared in shapes]
 
@@ -60,6 +62,10 @@ def inputs_of(kind, batch, tokens, key_heads=1, heads=2, dk=20, dv=12):
     if kind == "selective":
         rows = [normal(batch, tokens, size) for size in (5, 5, 300)]
         return [*rows, positive(batch, tokens, 300), -positive(300, 5)]
+    if kind == "gated":
+        return [normal(batch, tokens, 300), positive(batch, tokens, 300)]
+    if kind == "wkv":
+        return [normal(batch, tokens, 300), normal(batch, tokens, 300), -positive(300), normal(300)]
     q, k, v = (normal(batch, tokens, n, d) for n, d in ((key_heads, dk), (key_heads, dk), (heads, dv)))
     k, g = torch.nn.functional.normalize(k, dim=-1), -positive(batch, tokens, heads)
     if kind == "decay":
@@ -83,12 +89,12 @@ def test_trees_and_commits_are_those_of_the_plain_form(served, monkeypatch, kind
     layer = Layer(kind, batch, nodes)
     _, ancestors = trees(batch, nodes)
     path, gained = [[0, *range(1, nodes, 2)]] * batch, [nodes // 2, 0, 1][-batch:]
-    results = []
+    results, kept = [], len({*KINDS[layer.kind].kept} - {*KINDS[layer.kind].constants})
     for is_served in (True, False):
         monkeypatch.setattr(launch, "serves", lambda kind, state, is_served=is_served: is_served)
         out, state = layer.look(ancestors), layer.state.clone()
         layer.commit(state, path, gained)
-        results.append((out, state, [part[:, :nodes] for part in layer.stash[: 1 if kind == "convolution" else 3]]))
+        results.append((out, state, [part[:, :nodes] for part in layer.stash[:kept]]))
     (out, state, stash), (plain_out, plain_state, plain_stash) = results
     assert out.dtype == torch.float32 and out.is_contiguous()
     torch.testing.assert_close(out, plain_out, rtol=1e-4, atol=2e-5)
@@ -154,11 +160,12 @@ def test_one_compilation_serves_every_number_of_nodes(served):
         assert all(map(torch.equal, stash, layer.stash))
 
 
-def test_a_prompt_is_scanned_as_the_plain_form_does(served, monkeypatch):
-    layer, valid = Layer("selective", 2, 9), torch.tensor([9, 4], device=DEVICE)
+@pytest.mark.parametrize("kind", launch.CHUNKS)
+def test_a_prompt_is_scanned_as_the_plain_form_does(served, monkeypatch, kind):
+    layer, valid = Layer(kind, 2, 9), torch.tensor([9, 4], device=DEVICE)
     state = layer.state.clone()
-    plain_out, plain_state = KINDS["selective"].chunk(layer.inputs, state, valid)
-    out = advance_or_look("selective", layer.inputs, state, [], valid, None)
+    plain_out, plain_state = KINDS[kind].chunk(layer.inputs, state, valid)
+    out = advance_or_look(kind, layer.inputs, state, [], valid, None)
     torch.testing.assert_close(out[0], plain_out[0], rtol=1e-4, atol=2e-5)
     torch.testing.assert_close(out[1, :4], plain_out[1, :4], rtol=1e-4, atol=2e-5)
     torch.testing.assert_close(state, plain_state, rtol=1e-4, atol=2e-5)

@@ -24,6 +24,10 @@ def inputs_of(kind, tokens, decay=1.0):
     if kind == "selective":
         return [normal(B, tokens, 5), normal(B, tokens, 5), normal(B, tokens, 6), decay * torch.rand(B, tokens, 6),
                 -torch.rand(6, 5)]  # fmt: skip
+    if kind == "gated":
+        return [normal(B, tokens, 6), torch.rand(B, tokens, 6)]
+    if kind == "wkv":
+        return [20 * normal(B, tokens, 6) - 150, normal(B, tokens, 6), -decay * torch.rand(6), normal(6)]
     q, k, v = normal(B, tokens, HK, DK), keys(tokens), normal(B, tokens, H, DV)
     if kind == "decay":
         return [q, k, v, -decay * torch.rand(B, tokens, H)]
@@ -41,6 +45,17 @@ def step(kind, state, inputs):
         c, b, x, dt, a = inputs
         state = (dt[..., None] * a).exp() * state + (dt * x)[..., None] * b[:, None]
         return (state * c[:, None]).sum(dim=2), state
+    if kind == "gated":
+        x, a = inputs
+        return a * state + x, a * state + x
+    if kind == "wkv":  # by the sums themselves, which float64 holds
+        k, v, w, u = inputs
+        n, d, m = state.unbind(1)
+        m = torch.where(d > 0, m, -torch.inf)
+        n, d, top = n * m.exp(), d * m.exp(), torch.maximum(m + w, k)
+        out = (n + (u + k).exp() * v) / (d + (u + k).exp())
+        n, d = w.exp() * n + k.exp() * v, w.exp() * d + k.exp()
+        return out, torch.stack([n / top.exp(), d / top.exp(), top], dim=1)
     q, k, v, g, *beta = inputs
     q, k = (x.repeat_interleave(H // HK, dim=1) for x in (q, k))
     state = state * g.exp().view(B, H, -1, 1)
@@ -83,7 +98,7 @@ def tree_of(shape, nodes):
     return torch.tensor([[-1] + [int(torch.randint(max(node - 5, 0), node, ())) for node in range(1, nodes)]])
 
 
-ALL = ["convolution", "decay", "delta", "delta by channel", "selective"]
+ALL = ["convolution", "decay", "delta", "delta by channel", "selective", "gated", "wkv"]
 VALID = torch.full((B,), 64)
 
 

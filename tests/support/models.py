@@ -115,12 +115,17 @@ _HYBRID = {  # layers with recurrences or short convolutions
         vocab_size=VOCAB, hidden_size=64, state_size=16, num_hidden_layers=2, num_heads=8, head_dim=16, n_groups=1,
         chunk_size=16)),
 }
-
-_REFUSED = {
+_UNMASKED = {  # the same, but padding changes transformers' own answer
+    "minimax": ("MiniMaxConfig", "MiniMaxForCausalLM", dict(
+        GQA16, layer_types=[LIN, FULL], num_local_experts=4, num_experts_per_tok=2, block_size=16)),
     "recurrent_gemma": ("RecurrentGemmaConfig", "RecurrentGemmaForCausalLM", dict(
         GQA, num_hidden_layers=3, lru_width=64, attention_window_size=64), dict(embed=0.06, final=3.0, seed=1)),
     "rwkv": ("RwkvConfig", "RwkvForCausalLM", dict(
-        vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, context_length=512, intermediate_size=96)),
+        vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, context_length=512, intermediate_size=96,
+        rescale_every=1)),
+}
+
+_REFUSED = {
     "t5": ("T5Config", "T5ForConditionalGeneration", dict(
         vocab_size=VOCAB, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, decoder_start_token_id=0),
         dict(std=0.4, embed=0.15)),
@@ -173,6 +178,7 @@ def build(config, model, kwargs, over=()):
 
 ADMITTED = {name: (lambda row=row: build(*row)) for name, row in _ADMITTED.items()}
 HYBRIDS = {name: (lambda row=row: build(*row)) for name, row in _HYBRID.items() if hasattr(transformers, row[1])}
+UNMASKED = {name: (lambda row=row: build(*row)) for name, row in _UNMASKED.items()}
 REFUSED = {name: (lambda row=row: build(*row)) for name, row in _REFUSED.items()}
 
 
@@ -217,7 +223,7 @@ def main(names):
     rows, ids, mask = prompts()
     print(f"{'name':<16}{'params':>8}{'distinct':>12}{'min gap':>10}{'med gap':>9}  "
           "left-padded = single rows (24, 9, 15)")
-    for kind, zoo in (("admitted", ADMITTED), ("hybrid", HYBRIDS), ("refused", REFUSED)):
+    for kind, zoo in (("admitted", ADMITTED), ("hybrid", HYBRIDS), ("unmasked", UNMASKED), ("refused", REFUSED)):
         print(f"-- {kind}")
         for name, builder in zoo.items():
             if names and name not in names:

@@ -1,4 +1,4 @@
-"""Modules of transformers that are changed in a twin, so that their capture shows attention and experts as markers.
+"""Modules of transformers that are changed in a twin, so that their capture shows what they compute as markers.
 
 Each function of `MODULES` changes one module, whose result stays the same. The checks after capture compare it with the
 model's own forward, so that a wrong one is refused.
@@ -10,7 +10,7 @@ from torch import nn
 
 from ...compat import TRANSFORMERS
 from ...kernels.linear.quantised.layout import class_path
-from . import alibi, attention, experts
+from . import alibi, attention, experts, recurrent
 from .attention import Attend
 
 
@@ -35,10 +35,14 @@ _BY_CLASS: dict[str, Callable[[nn.Module, Attend], int | None]] = {
     "gpt_neox_japanese.modeling_gpt_neox_japanese.GPTNeoXJapaneseAttention": attention.gpt_neox_japanese,
     "llama4.modeling_llama4.Llama4TextDecoderLayer": attention.llama4,
     "longcat_flash.modeling_longcat_flash.LongcatFlashExperts": experts.longcat_flash,
+    "minimax.modeling_minimax.MiniMaxLightningAttention": recurrent.lightning,
     "mpt.modeling_mpt.MptAttention": alibi.mpt,
     "mpt.modeling_mpt.MptModel": alibi.mpt_model,
     "openai.modeling_openai.Attention": attention.openai_gpt,
     "phimoe.modeling_phimoe.PhimoeAttention": attention.phimoe,
+    "recurrent_gemma.modeling_recurrent_gemma.RecurrentGemmaRecurrentBlock": recurrent.griffin,
+    "rwkv.modeling_rwkv.RwkvFeedForward": recurrent.rwkv,
+    "rwkv.modeling_rwkv.RwkvSelfAttention": recurrent.rwkv,
     "xglm.modeling_xglm.XGLMAttention": attention.xglm,
     "xglm.modeling_xglm.XGLMSinusoidalPositionalEmbedding": attention.xglm_positions,
 }
@@ -55,3 +59,5 @@ _BY_CLASS |= (
 )
 MODULES = {f"transformers.models.{name}": function for name, function in _BY_CLASS.items()}
 """The function that changes a module, by the path of its class."""
+RECURRENT = {name for name, function in MODULES.items() if function.__module__ == recurrent.__name__}
+"""Classes of modules that are changed so that they show recurrences."""

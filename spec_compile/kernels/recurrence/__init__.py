@@ -3,19 +3,20 @@
 Capture sees the op `recurrence`, a function of a whole sequence. The graphs of the runtime call `advance_or_look`: it
 updates a state by a chunk of a prompt, or computes the nodes of a tree after a state without updating it. `commit`
 updates the state by the accepted path. A state is read and written only there. In reading order: `base`, a kind's plain
-form (`linear`, `selective`, `convolution`), `walk`, the kind's kernels, `launch`.
+form (`linear`, `selective`, `channelwise`, `convolution`), `walk`, the kind's kernels, `launch`.
 """
 
 import torch
 from torch import Tensor
 
 from ...tree import MAX_NODES
-from . import convolution, launch, linear, selective
+from . import channelwise, convolution, launch, linear, selective
 from .base import RecurrenceKind
 from .walk import tree_walk
 
 KINDS: dict[str, RecurrenceKind] = {
-    kind.name: kind for kind in (convolution.KIND, linear.DECAY, linear.DELTA, selective.KIND)
+    kind.name: kind
+    for kind in (convolution.KIND, linear.DECAY, linear.DELTA, selective.KIND, channelwise.GATED, channelwise.WKV)
 }  # fmt: skip
 
 
@@ -71,8 +72,8 @@ def stash_shapes(kind: str, inputs: list[Tensor]) -> list[tuple[tuple[int, ...],
 
 def _lead(kind: str, inputs: list[Tensor], state: Tensor, valid: Tensor) -> Tensor:
     """Outputs of a chunk, whose first valid[b] tokens update the state in place."""
-    if kind == "selective" and launch.serves(kind, state):
-        return launch.selective_chunk(inputs, state, valid)
+    if kind in launch.CHUNKS and launch.serves(kind, state):
+        return launch.CHUNKS[kind](inputs, state, valid)
     out, after = KINDS[kind].chunk(inputs, state, valid)
     state.copy_(after)
     return out.contiguous()

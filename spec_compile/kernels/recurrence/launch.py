@@ -13,6 +13,7 @@ try:
     import triton
     import triton.language as tl
 
+    from .channelwise_kernel import channelwise_commit_kernel, channelwise_kernel
     from .convolution_kernel import convolution_commit_kernel, convolution_tree_kernel
     from .linear_kernel import linear_commit_kernel, linear_tree_kernel
     from .selective_kernel import selective_commit_kernel, selective_kernel
@@ -23,6 +24,8 @@ COLUMNS = 8
 """Columns of a head's state in a program of linear attention: 32 bytes, the unit in which a GPU reads memory."""
 CHANNELS = 256
 """Channels in a program of a convolution."""
+LANES = 64
+"""Channels in a program of a channelwise recurrence."""
 NUMBERS = 512
 """Numbers of a state in a program of the selective scan: channels times entries."""
 
@@ -170,10 +173,45 @@ def _selective_blocks(state: Tensor) -> dict:
     return {"D": size, "N": entries, "BLOCK_D": max(NUMBERS // block, 1), "BLOCK_N": block, "MAX_NODES": MAX_NODES}
 
 
+def _channelwise_tree(inputs: Sequence[Tensor], state: Tensor, stash: Sequence[Tensor], walk: Tensor) -> Tensor:
+    for buffer, weight in zip(stash[2:], inputs[2:]):  # of wkv, the decay
+        buffer.copy_(weight)
+    return _channelwise(inputs, state, stash, walk, None)
+
+
+def channelwise_chunk(inputs: Sequence[Tensor], state: Tensor, valid: Tensor) -> Tensor:
+    """Outputs [B, T, C] of a chunk of a prompt, whose first valid[b] tokens update the state in place."""
+    return _channelwise(inputs, state, [None] * 2, None, valid)
+
+
+def _channelwise(inputs, state, stash, walk, valid) -> Tensor:
+    first, second = map(_tokens, inputs[:2])
+    weights = [weight.contiguous() for weight in inputs[2:]] or [None, None]
+    batch, tokens, channels = first.shape
+    out = torch.empty(first.shape, dtype=torch.float32, device=first.device)
+    after = None if walk is None else state.new_empty(batch, tokens, *state.shape[1:])
+    channelwise_kernel[(triton.cdiv(channels, LANES), batch)](
+        first, second, *weights, state, after, walk, valid, *stash[:2], out, *_strides(first, second), tokens,
+        C=channels, BLOCK=LANES, MAX_NODES=MAX_NODES, COLUMNS=walks.COLUMNS, WKV=state.dim() == 3,
+        IS_TREE=walk is not None, num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+def _channelwise_commit(states, stashes, path, gained) -> None:
+    channels = states[0].shape[-1]
+    channelwise_commit_kernel[(triton.cdiv(channels, LANES), len(path), len(states))](
+        _table(states, stashes), path, gained, path.shape[1], C=channels, BLOCK=LANES, MAX_NODES=MAX_NODES,
+        TENSORS=1 + len(stashes) // len(states), WKV=states[0].dim() == 3, num_warps=1,
+    )  # fmt: skip
+
+
+CHUNKS = {"selective": selective_chunk, "gated": channelwise_chunk, "wkv": channelwise_chunk}
 TREES = {
-    "convolution": _convolution_tree, "decay": _linear_tree, "delta": _linear_tree, "selective": _selective_tree
+    "convolution": _convolution_tree, "decay": _linear_tree, "delta": _linear_tree, "selective": _selective_tree,
+    "gated": _channelwise_tree, "wkv": _channelwise_tree,
 }  # fmt: skip
 COMMITS = {
     "convolution": _convolution_commit, "decay": _linear_commit, "delta": _linear_commit,
-    "selective": _selective_commit,
+    "selective": _selective_commit, "gated": _channelwise_commit, "wkv": _channelwise_commit,
 }  # fmt: skip
