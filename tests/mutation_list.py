@@ -1557,6 +1557,11 @@ MODULES = [
         "engine.served_batches == SINGLE", "not engine.served_batches",
         "tests/product/test_unmasked.py -k test_batches",
     ),
+    Mutation(
+        "the cache of a model that attends to pictures is read", "spec_compile/runtime/past.py",
+        '"cross_attention_layers", None):', '"cross_attention", None):',
+        "tests/capture/test_classes.py -k keys_of_pictures",
+    ),
 ]  # fmt: skip
 MUTATIONS: list[Mutation] = [
     *STARTS, *TIERS, *COMPILED,

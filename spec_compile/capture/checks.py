@@ -59,7 +59,7 @@ def check_capture(model: PreTrainedModel, graph: ModelGraph) -> None:
         positions = torch.arange(length, device=ids.device).expand_as(ids)
 
         def expected() -> Tensor:
-            return model(input_ids=ids, use_cache=False).logits
+            return model(input_ids=ids, position_ids=positions, use_cache=False).logits
 
         def captured() -> Tensor:
             return graph.gm(ids, positions)[0]

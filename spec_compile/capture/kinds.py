@@ -130,6 +130,7 @@ def _check_model(model: PreTrainedModel) -> None:
         "is shared out among ranks": is_sharded(model),
         "reads pictures": reads_pictures(model) or model.config.get_text_config(decoder=True) is not model.config,
         "has adapters": hasattr(model, "peft_config"),
+        "skips layers": bool(getattr(model.config, "cross_attention_layers", None)),
         "was compiled": is_compiled(model),
         "is quantised": bool(packed_layers(model) or packed_experts(model) or library_tensors(model)),
         "has tensors of a class of their own": any(type(tensor.data) is not Tensor for tensor in held_tensors(model)),

@@ -35,7 +35,8 @@ def check_layers(model: PreTrainedModel, gm: fx.GraphModule) -> None:
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     attention, recurrence = (calls(gm, marker) for marker in MARKERS)
     if not recurrence:
-        if len(attention) != config.num_hidden_layers:
+        skipped = {*(getattr(config, "cross_attention_layers", None) or ())}  # Mllama's, in a text without pictures
+        if len(attention) != len({*range(config.num_hidden_layers)} - skipped):
             own = next((path for path, part in model.named_modules() if "forward" in vars(part)), None)
             raise UnsupportedModelError(
                 f"model: {name} called attention through transformers' interface {len(attention)} times in "

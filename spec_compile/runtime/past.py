@@ -82,6 +82,8 @@ def layout_of(model: PreTrainedModel, graph: ModelGraph) -> Layout | None:
     layers share keys and values, or if nothing attends, so that the cache counts no tokens. A forward of two tokens
     tells.
     """
+    if getattr(model.config.get_text_config(decoder=True), "cross_attention_layers", None):
+        return None  # keys of pictures, which layers attend to if there are any (Mllama)
     ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     cache = getattr(model(input_ids=ids, use_cache=True), CACHE, None)
     if not isinstance(cache, Cache) or not is_plain(cache):

@@ -54,18 +54,35 @@ HARD = {
     "AfmoeForCausalLM": ("served", "equal", ""),  # a view of a strided tensor
     "BertLMHeadModel": ("served", "equal", ""),  # token types looked up by positions
     "GotOcr2ForConditionalGeneration": ("served", "equal", ""),
+    "BartForCausalLM": ("served", "aside", ""),  # a decoder that counts its own positions, padding too
+    "MarianForCausalLM": ("served", "aside", ""),  # the same without an offset
+    "RobertaForCausalLM": ("served", "equal", ""),  # positions follow the padding token unless they are given
+    "MllamaForCausalLM": ("served", "equal", ""),  # skips its cross-attention
     "WhisperForCausalLM": ("served", "aside", ""),  # positions ignore the padding
     "MoshiForCausalLM": ("refused", "", "the model's own generate()"),  # its cache forgets what its mask shows
 }
 
 
-@pytest.mark.sweep("BertLMHeadModel MoshiForCausalLM")
+@pytest.mark.sweep("BertLMHeadModel BartForCausalLM MoshiForCausalLM")
 @pytest.mark.parametrize("name", HARD)
 def test_class(name):
     outcome = tiny_models.examine(name)
     verdict, padded, reason = HARD[name]
     assert (outcome.verdict, outcome.padded) == (verdict, padded), outcome
     assert reason in outcome.reason
+
+
+def test_a_cache_that_may_hold_keys_of_pictures_is_left_to_transformers():
+    model = tiny_models.build("MllamaForCausalLM")
+    fast = spec_compile.speculate(model, compile=False, check=False)
+    texts = []
+    for system in (model, fast):
+        cache = DynamicCache(config=model.config)
+        first = answer(model, ROWS[0], **{CACHE: cache})
+        texts.append(said(lambda: answer(system, first, **{CACHE: cache})))  # noqa: B023
+    (want, _), (got, messages) = texts
+    assert torch.equal(got, want)
+    assert len(messages) == 1 and messages[0].startswith(f"{CACHE} (the model's own cache holds something else")
 
 
 def test_several_output_heads_are_refused_by_name():

@@ -46,6 +46,10 @@ _BY_CLASS: dict[str, Callable[[nn.Module, Attend], int | None]] = {
     "xglm.modeling_xglm.XGLMAttention": attention.xglm,
     "xglm.modeling_xglm.XGLMSinusoidalPositionalEmbedding": attention.xglm_positions,
 }
+_BY_CLASS |= {
+    f"{name.lower()}.modeling_{name.lower()}.{name.replace('_', '')}ForCausalLM": attention.decoder
+    for name in ("Bart", "BigBird_Pegasus", "Blenderbot", "Blenderbot_Small", "Marian", "MBart", "Pegasus", "PLBart")
+}
 _BY_CLASS |= (
     {
         "codegen.modeling_codegen.CodeGenRotaryEmbedding": attention.rotations,

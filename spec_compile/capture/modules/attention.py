@@ -82,6 +82,19 @@ def xglm_positions(module: nn.Module, attend: Attend) -> int:
     return module.num_positions
 
 
+def decoder(model: nn.Module, attend: Attend) -> int:
+    """The decoder of an encoder-decoder as a language model, which counts its positions without being told."""
+    table, own = model.model.decoder.embed_positions, model.forward
+    offset = getattr(table, "offset", 0)
+
+    def forward(*args, position_ids: Tensor, **kwargs):
+        table.forward = lambda *_, **__: F.embedding(position_ids + offset, table.weight)
+        return own(*args, **kwargs)
+
+    model.forward = forward
+    return table.num_embeddings - offset
+
+
 def diffllama(module: nn.Module, attend: Attend) -> None:
     """Differential attention (Ye et al. 2024). Its two calls with the same scores become one with both values."""
 
