@@ -16,7 +16,6 @@ from transformers.generation.streamers import BaseStreamer
 
 import spec_compile
 from spec_compile.compat import CACHE
-from spec_compile.errors import UnsupportedModelError
 
 OFTEN = {"Gemma3", "LlavaNext", "Qwen2_5_VL", "Qwen3VLMoe"}
 CASES = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
@@ -218,13 +217,26 @@ def test_marks_of_pictures_that_are_not_there():
     assert torch.equal(want, got)
 
 
-def test_attention_to_pictures_in_each_token_is_refused():
+def test_attention_to_pictures_in_each_token_is_left_to_transformers():
+    """Texts of such a model are served."""
     text = dict(models.GQA16, rope_parameters=dict(rope_type="default", rope_theta=10000.0), cross_attention_layers=[1])
     vision = dict(hidden_size=32, attention_heads=2, intermediate_size=48, image_size=16, patch_size=4)
     vision |= dict(num_hidden_layers=2, num_global_layers=1, intermediate_layers_indices=[0], vision_output_dim=64)
-    config = transformers.MllamaConfig(text_config=text | models.SPECIAL, vision_config=vision)
-    with pytest.raises(UnsupportedModelError, match="MllamaForConditionalGeneration"):
-        spec_compile.speculate(transformers.MllamaForConditionalGeneration(config).eval(), compile=False)
+    vision |= dict(max_num_tiles=1, supported_aspect_ratios=[[1, 1]])
+    config = transformers.MllamaConfig(text_config=text | models.SPECIAL, vision_config=vision, image_token_index=95)
+    target = transformers.MllamaForConditionalGeneration(config).eval()
+    models._randomise(target, torch.Generator().manual_seed(0))
+    fast = spec_compile.speculate(target, compile=False)
+    ids = models.prompts((12,))[0][0]
+    request = dict(attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12, eos_token_id=None)
+    assert torch.equal(fast.generate(ids, **request), plain := target.generate(ids, **request))
+    assert fast.speculation.stats.tokens > 0
+    one = torch.ones(1, 1, 1, dtype=torch.int64)
+    request |= dict(pixel_values=torch.randn(1, 1, 1, 3, 16, 16), aspect_ratio_ids=one[0], aspect_ratio_mask=one)
+    request |= dict(cross_attention_mask=torch.ones(1, 12, 1, 1, dtype=torch.int64))
+    with pytest.warns(UserWarning, match="pixel_values"):
+        got = fast.generate(ids, **request)
+    assert torch.equal(got, target.generate(ids, **request)) and not torch.equal(got, plain)
 
 
 @pytest.mark.gpu
