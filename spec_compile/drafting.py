@@ -155,8 +155,7 @@ class Drafter(RowBookkeeping):
         raise NotImplementedError
 
     def finish(self, lengths: list[int]) -> None:
-        """End a call of generate(), also after an error. lengths: tokens of each row less one; empty if no round had
-        begun."""
+        """End a call of generate(), also after an error. lengths: tokens of each row less one; [] before any round."""
 
 
 def caches(drafter: nn.Module) -> list[Cache]:
@@ -178,6 +177,12 @@ class Algorithm:
     store: "NgramStore | None" = None
     """The n-grams that it drafts from, if any."""
 
+    stored: int = 0
+    """The size of its store, which must be the same on all ranks for the same drafts."""
+
+    vocabulary_share: float | None = None
+    """The share of the target's tokens that are in the draft's vocabulary, too; None if both have one tokenizer."""
+
     @property
     def remembers(self) -> bool:
         """True if its drafters hold keys and values of the text. Then a prompt that the target has cached must still be
@@ -188,11 +193,6 @@ class Algorithm:
     def ahead(self) -> int:
         """Tokens after a slot's own that its keys and values may depend on: 1 for a head, 0 if there are none."""
         return int(self.remembers)
-
-    @property
-    def stored(self) -> int:
-        """The size of its store, which must be the same on all ranks for the same drafts."""
-        return 0
 
     @property
     def token_bytes(self) -> int:

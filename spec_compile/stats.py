@@ -16,6 +16,7 @@ class Stats:
     nodes: number of rounds by the number of nodes that they verified.
     trace: for each round of the last generate(), the number of tokens that each row gained.
     seconds: of prefill, draft, verify (with accept and commit), host (the rest of the loop) and compile.
+    vocabulary_share: see `Algorithm.vocabulary_share`; `reset` keeps it.
     """
 
     rounds: int = 0
@@ -28,6 +29,8 @@ class Stats:
     seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("prefill", "draft", "verify", "host", "compile"), 0.0)
     )
+
+    vocabulary_share: float | None = None
 
     @property
     def accept_length(self) -> float:
@@ -51,7 +54,7 @@ class Stats:
 
     def reset(self) -> None:
         """Set every counter back to zero."""
-        vars(self).update(vars(Stats()))
+        vars(self).update(vars(Stats(vocabulary_share=self.vocabulary_share)))
 
     def count_round(self, nodes: int, gained: list[int], active: int) -> None:
         """Count a round over `nodes` nodes. gained: tokens that each row gained. active: unfinished rows."""
@@ -83,11 +86,13 @@ class Stats:
         sizes = ", ".join(f"{count}×{n}" for n, count in sorted(self.nodes.items()))
         choices = f"{sizes} ({self.drafting_share:.0%} drafted, {self.mean_nodes:.1f} nodes a round)" if sizes else "-"
         depths = " ".join(f"{share:.2f}" for share in self.acceptance_by_depth[:12])
+        share = self.vocabulary_share
         return "\n".join(
             [
                 f"{self.tokens} tokens in {self.rounds} rounds, accept length {self.accept_length:.2f}",
                 f"  rounds × nodes verified: {choices}",
                 f"  acceptance by depth: {depths or '-'}",
+                *([] if share is None else [f"  vocabulary in common with the draft: {share:.0%}"]),
                 "  time: " + ", ".join(f"{name} {value:.3f} s" for name, value in busy.items())
                 + (f" ({self.tokens / decode:.0f} tokens/s)" if decode else "")
                 + f"; compiling {self.seconds['compile']:.1f} s",

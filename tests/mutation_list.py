@@ -1418,6 +1418,21 @@ TIERS = [
         "if before != called:", "if before is None:",
         "tests/runtime/test_called_draft.py -k built_once",
     ),
+    Mutation(
+        "drafts of another tokenizer are read in the target's ids", "spec_compile/drafters/draft_model.py",
+        "ids = self.mapping.read(tokens)", "ids = tokens",
+        "tests/drafters/test_vocab_mapping.py -k accepts_everything",
+    ),
+    Mutation(
+        "a token that a draft lacks is read as its beginning", "spec_compile/drafters/vocab_mapping.py",
+        "return (key[start:] for start in range(len(key)))", "return (key[:end] for end in range(len(key), 0, -1))",
+        "tests/drafters/test_vocab_mapping.py -k likeliest_common",
+    ),
+    Mutation(
+        "a draft's token outside the intersection is drafted", "spec_compile/drafters/vocab_mapping.py",
+        "return logits.index_select(-1, self.columns)", "return logits[..., : len(self.columns)]",
+        "tests/drafters/test_vocab_mapping.py -k likeliest_common",
+    ),
 ]  # fmt: skip
 DOORS = [
     Mutation(

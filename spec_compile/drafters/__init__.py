@@ -27,7 +27,6 @@ class Entry(NamedTuple):
     needs: str = ""
 
 
-SMALLER = "a smaller model of the same tokenizer"
 ALGORITHMS = {
     "ngram": Entry(ngram.NgramOptions, ngram.build),
     "eagle": Entry(heads.HeadOptions, partial(mtp_modules.build, "eagle"), "an EAGLE head"),
@@ -35,8 +34,8 @@ ALGORITHMS = {
     "mtp": Entry(heads.NaiveOptions, partial(mtp_modules.build, "mtp")),
     "naive_eagle": Entry(heads.NaiveOptions, partial(mtp_modules.build, None)),
     "p_eagle": Entry(p_eagle.ParallelHeadOptions, p_eagle.build, "a P-EAGLE head"),
-    "draft_model": Entry(DraftOptions, draft_model.build, SMALLER),
-    "pard": Entry(ParallelOptions, pard.build, f"{SMALLER} that was trained to draft in parallel"),
+    "draft_model": Entry(draft_model.DraftModelOptions, draft_model.build, "a smaller model"),
+    "pard": Entry(ParallelOptions, pard.build, "a smaller model that was trained to draft in parallel"),
     "dflash": Entry(dflash.DFlashOptions, dflash.build, "a DFlash draft"),
     "assistant": Entry(DraftOptions, assistant.build, "an assistant of a Gemma 4 or Muse Glimmer model"),
 }

@@ -1,15 +1,15 @@
-"""A standalone draft model: a smaller causal LM of the same tokenizer.
+"""A standalone draft model: a smaller causal LM, of the same tokenizer or of another one (`vocab_mapping`).
 
 Its cache has the target's slots. Every draft begins with the tokens before the root that its cache may lack: after full
 acceptance the last draft was never fed, and the accepted path of a tree lies scattered.
 """
 
-import math
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .. import passes
@@ -29,15 +29,36 @@ from .draft_weights import DraftWeights
 from .options import DraftOptions
 from .shared_draft import choose_ranks
 from .trees.propose import propose_grown
+from .vocab_mapping import CommonTokens, SameTokens, VocabMapping, common_tokens, load_tokenizer, to_device
+
+
+@dataclass(frozen=True)
+class DraftModelOptions(DraftOptions):
+    """Options of algo="draft_model".
+
+    use_heterogeneous_vocab: the draft has a tokenizer of its own, so that it drafts the tokens that are in both
+        vocabularies. It goes without saying if a tokenizer is given.
+    tokenizer: the model's, an object, a folder or a name on the hub (default: that of the model's checkpoint).
+    assistant_tokenizer: the draft's (default: that of its checkpoint).
+    """
+
+    use_heterogeneous_vocab: bool = False
+    tokenizer: Any = None
+    assistant_tokenizer: Any = None
+
+    @property
+    def has_two_tokenizers(self) -> bool:
+        """True if the draft has a tokenizer of its own."""
+        return self.use_heterogeneous_vocab or self.tokenizer is not None or self.assistant_tokenizer is not None
 
 
 class DraftModel(Algorithm):
     """Drafts of one model, in trees as `schedule` says."""
 
-    def __init__(self, draft: PreTrainedModel, graph: ModelGraph, options: DraftOptions, vocab_size: int):
-        """graph: of `draft`. vocab_size: of the target."""
+    def __init__(self, draft: PreTrainedModel, graph: ModelGraph, options: DraftOptions, mapping: VocabMapping):
+        """graph: of `draft`. mapping: of its tokens and the target's."""
         self.draft_module = draft
-        self.schedule, self.vocab_size = options.schedule, vocab_size
+        self.schedule, self.mapping, self.vocabulary_share = options.schedule, mapping, mapping.share
         ranks, self.sharing = choose_ranks(options.draft_ranks, options.ranks, graph)
         self.weights = DraftWeights(options.draft_weights, draft)
         drafting, prefilling = (
@@ -59,7 +80,7 @@ class DraftModel(Algorithm):
         self.weights.refresh()
 
     def explain(self) -> list[str]:
-        return [line for line in (self.sharing, *self.weights.explain()) if line]
+        return [line for line in (self.sharing, *self.mapping.explain(), *self.weights.explain()) if line]
 
 
 class ModelDrafter(Drafter):
@@ -69,8 +90,7 @@ class ModelDrafter(Drafter):
 
     def __init__(self, algorithm: DraftModel, batch: int, slots: int):
         super().__init__()
-        self.schedule, self.draws, self.vocab_size = algorithm.schedule, algorithm.plan.draws, algorithm.vocab_size
-        self.known = min(algorithm.graph.vocab_size, self.vocab_size)  # the rest of either vocabulary is padding
+        self.schedule, self.draws, self.mapping = algorithm.schedule, algorithm.plan.draws, algorithm.mapping
         self.graph, self.filling = algorithm.graph, algorithm.prefill.gm
         self.refill = algorithm.refill
         self.wanted = self.schedule.topk  # rows of a forward whose logits are used
@@ -99,31 +119,33 @@ class ModelDrafter(Drafter):
         return self.models[code]
 
     def prefill(self, state: State, ids: Tensor, positions: Tensor, features: list[Tensor], max_kv_len: int) -> None:
-        ids, positions = ids.clamp(max=self.graph.vocab_size - 1), self._inside(positions)
+        ids, positions = self.mapping.read(ids), self._inside(positions)
         self.filling(ids, positions, state.lengths, None, self.cache.tensors, max_kv_len)
 
     def propose(self, state: State, max_kv_len: int, nodes: int | None = None) -> None:
         begin = (state.lengths - self.refill).clamp(min=0)
         places = begin[:, None] + torch.arange(self.refill + 1, device=begin.device)
-        ids = state.tokens.gather(1, places)
+        ids = self.mapping.read(state.tokens.gather(1, places))
         rows = (state.lengths - begin)[:, None].expand(-1, self.wanted)  # the root's, as often as `_step` wants rows
         chain = (torch.ones_like(places) << torch.arange(1, self.refill + 2, device=begin.device)) - 1  # 0b1, 0b11, ...
         logits = self._run(ids, places, begin, chain, max_kv_len, rows)[:, 0]
         step = partial(self._step, state.lengths.clone(), max_kv_len)
-        propose_grown(state, self.schedule, self.draws, logits, logits[:, :1], step, nodes=nodes)
+        to_target = self.mapping.draft_to_target
+        propose_grown(state, self.schedule, self.draws, logits, logits[:, :1], step, to_target, nodes)
 
     def _step(self, lengths, max_kv_len, tokens, hidden, ancestors, depth, offset, wanted) -> tuple[Tensor, Tensor]:
         """See `trees.step.Step`."""
         rows = torch.arange(tokens.shape[1] - wanted, tokens.shape[1], device=tokens.device).expand(tokens.shape[0], -1)
         positions = lengths[:, None] + depth
-        return hidden, self._run(tokens, positions, lengths + 1 + offset, ancestors, max_kv_len, rows)
+        ids = self.mapping.read(tokens)
+        return hidden, self._run(ids, positions, lengths + 1 + offset, ancestors, max_kv_len, rows)
 
     def _run(self, ids, positions, lengths, ancestors, max_kv_len, rows) -> Tensor:
-        """Logits [B, R, V] of the target's vocabulary at `rows` [B, R] of a block that begins at slots `lengths`."""
-        model, ids = self._model(ids.shape[1]), ids.clamp(max=self.graph.vocab_size - 1)
+        """Logits [B, R, Vc] of the mapping at `rows` [B, R] of a block of the draft's ids that begins at slots
+        `lengths`."""
+        model = self._model(ids.shape[1])
         ids, positions, ancestors, rows = (x.contiguous() for x in (ids, self._inside(positions), ancestors, rows))
-        logits = model(ids, positions, lengths, ancestors, self.cache.tensors, max_kv_len, rows)[0][..., : self.known]
-        return F.pad(logits, (0, self.vocab_size - self.known), value=-math.inf)
+        return self.mapping.logits(model(ids, positions, lengths, ancestors, self.cache.tensors, max_kv_len, rows)[0])
 
     def _inside(self, positions: Tensor) -> Tensor:
         """Positions clamped to a learned table. Only slots that are never committed lie outside."""
@@ -131,10 +153,12 @@ class ModelDrafter(Drafter):
         return positions if limit is None else positions.clamp(max=limit - 1)
 
 
-def build(model: PreTrainedModel, options: DraftOptions) -> DraftModel:
+def build(model: PreTrainedModel, options: DraftModelOptions) -> DraftModel:
     """The algorithm for `options.draft`: a model, a path or a name on the hub."""
     draft = open_draft(model, options)
-    return DraftModel(draft, capture_draft(model, draft, options), options, vocabulary(model))
+    mapping = map_two(model, draft, options) if options.has_two_tokenizers else None
+    graph = capture_draft(model, draft, options)
+    return DraftModel(draft, graph, options, mapping or map_one(model, draft, graph))
 
 
 def open_draft(model: PreTrainedModel, options: DraftOptions) -> PreTrainedModel:
@@ -167,7 +191,8 @@ def capture_draft(model: PreTrainedModel, draft: PreTrainedModel, options: Draft
             f"draft: {type(draft).__name__} keeps recurrent states, and a draft model is fed some tokens again in each "
             "round; pass a draft model of attention alone"
         )
-    _check_fit(model, draft)
+    if draft.device != model.device:
+        raise ValueError(f"draft: it is on {draft.device}, the model on {model.device}; move it: draft.to(...)")
     return graph
 
 
@@ -176,15 +201,25 @@ def vocabulary(model: PreTrainedModel) -> int:
     return model.get_output_embeddings().weight.shape[0]
 
 
-def _check_fit(model: PreTrainedModel, draft: PreTrainedModel) -> None:
-    if draft.device != model.device:
-        raise ValueError(f"draft: it is on {draft.device}, the model on {model.device}; move it: draft.to(...)")
+def map_one(model: PreTrainedModel, draft: PreTrainedModel, graph: ModelGraph) -> SameTokens:
+    """The mapping of a draft and a model with one tokenizer; ValueError if the vocabularies differ by more than
+    padding. graph: of `draft`."""
     target_vocab, draft_vocab = (vocabulary(m) for m in (model, draft))
     if abs(target_vocab - draft_vocab) > PADDING * max(target_vocab, draft_vocab):
         raise ValueError(
             f"draft: its vocabulary of {draft_vocab} tokens is not the model's ({target_vocab}); it must have the same "
-            "tokenizer"
+            "tokenizer, or, with algo='draft_model', use_heterogeneous_vocab=True"
         )
+    return SameTokens(min(graph.vocab_size, target_vocab), graph.vocab_size, target_vocab)
+
+
+def map_two(model: PreTrainedModel, draft: PreTrainedModel, options: DraftModelOptions) -> CommonTokens:
+    """The mapping of a draft and a model with a tokenizer each. ValueError or TypeError if one is missing, or if they
+    have too few tokens in common."""
+    tokenizer = load_tokenizer("tokenizer", options.tokenizer, model)
+    other = load_tokenizer("assistant_tokenizer", options.assistant_tokenizer, draft)
+    tokens = common_tokens(tokenizer, other, vocabulary(model), vocabulary(draft), options.topk)
+    return to_device(tokens, model.device)
 
 
 PADDING = 0.02

@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 from ..drafting import Drafter, DraftPlan
 from ..graph import ModelGraph
 from ..runtime.state import State
-from .draft_model import DraftModel, ModelDrafter, capture_draft, open_draft, vocabulary
+from .draft_model import DraftModel, ModelDrafter, capture_draft, map_one, open_draft
 from .options import ParallelOptions
+from .vocab_mapping import VocabMapping
 
 MASKS = ("pard_token", "ptd_token_id")
 """Names of the mask's id in published configs, as vLLM looks for them."""
@@ -22,10 +23,10 @@ class Pard(DraftModel):
     """Drafts of one model, all in one forward."""
 
     def __init__(
-        self, draft: PreTrainedModel, graph: ModelGraph, options: ParallelOptions, vocab_size: int, mask: int
+        self, draft: PreTrainedModel, graph: ModelGraph, options: ParallelOptions, mapping: VocabMapping, mask: int
     ):  # fmt: skip
-        """graph: of `draft`. vocab_size: of the target. mask: the id of the masks."""
-        super().__init__(draft, graph, options, vocab_size)
+        """graph: of `draft`. mapping: of its tokens and the target's. mask: the id of the masks."""
+        super().__init__(draft, graph, options, mapping)
         self.mask, self.proposer, self.refill = mask, options.proposer(draft.device), options.path - 1
         fed = self.refill + options.num_steps
         self.plan = DraftPlan(options.nodes, lookahead_slots=fed, draws=options.draws)
@@ -56,7 +57,7 @@ class PardDrafter(ModelDrafter):
         """
         begin = (lengths - self.refill).clamp(min=0)
         slots = begin[:, None] + torch.arange(self.refill + self.wanted, device=begin.device)
-        ids = tokens.gather(1, slots.clamp(max=tokens.shape[1] - 1)).clamp(max=self.graph.vocab_size - 1)
+        ids = self.mapping.read(tokens.gather(1, slots.clamp(max=tokens.shape[1] - 1)))
         ids = torch.where(slots <= lengths[:, None], ids, self.mask)
         chain = (torch.ones_like(slots) << torch.arange(1, slots.shape[1] + 1, device=begin.device)) - 1
         rows = (lengths - begin)[:, None] + torch.arange(self.wanted, device=begin.device)
@@ -79,4 +80,5 @@ def build(model: PreTrainedModel, options: ParallelOptions) -> Pard:
     """The algorithm for `options.draft`: a model, a path or a name on the hub."""
     draft = open_draft(model, options)
     mask = read_mask(draft)
-    return Pard(draft, capture_draft(model, draft, options), options, vocabulary(model), mask)
+    graph = capture_draft(model, draft, options)
+    return Pard(draft, graph, options, map_one(model, draft, graph), mask)

@@ -30,6 +30,7 @@ class Union(Algorithm):
         self.plan = DraftPlan(options.budget(plan.nodes), plan.taps, plan.lookahead_slots)
         self.ngram = Ngram(ngram.store, dataclasses.replace(ngram.options, num_draft_tokens=self.plan.nodes))
         self.graph, self.draft_module, self.store = head.graph, head.draft_module, ngram.store
+        self.vocabulary_share = head.vocabulary_share
         self.counts = torch.zeros(2, CELLS, device=device)
         """See `trees.calibrate`. All drafters share them, so every call goes on with what earlier calls have shown."""
 

@@ -19,6 +19,9 @@ log = logging.getLogger("spec_compile")
 OF_ONE_DRAFT = {"num_draft_tokens", "artefact"}
 """Options of every algorithm that a model with another draft does not take over."""
 
+TOKENIZERS = "tokenizer", "assistant_tokenizer"
+"""Arguments of a call whose draft has a tokenizer of its own. The former by itself is that of `stop_strings`."""
+
 OVER_THE_TARGET = "Gemma4Assistant", "Gemma4UnifiedAssistant"
 """Beginnings of the names of assistants that read the target's keys and values, as transformers knows them."""
 
@@ -37,11 +40,12 @@ class CalledDraft:
     options: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: GenerationConfig, assistant: Any, assistant_tokenizer: Any) -> "CalledDraft":
+    def of(cls, config: GenerationConfig, assistant: Any, arguments: dict[str, Any]) -> "CalledDraft":
         """The draft of a call for which transformers has chosen assisted decoding; the first that transformers takes.
 
         config: of the call
-        assistant, assistant_tokenizer: its arguments `assistant_model` and `assistant_tokenizer`
+        assistant: its argument `assistant_model`
+        arguments: its further ones, among them perhaps `tokenizer` and `assistant_tokenizer`
         """
         for argument in ("assistant_early_exit", "assistant_ensemble_weight"):  # the latter changes the distribution
             if getattr(config, argument, None) is not None:
@@ -50,14 +54,17 @@ class CalledDraft:
             return cls("prompt_lookup_num_tokens", "ngram")
         if getattr(config, "use_mtp", False):
             return cls("use_mtp", "mtp")
-        if assistant_tokenizer is not None or not isinstance(assistant, PreTrainedModel):
+        if not isinstance(assistant, PreTrainedModel):
             return cls("assistant_model")
         if getattr(config, "speculation_type", None) == "dflash":
             return cls("speculation_type", "dflash", {"draft": assistant})
         steps = getattr(assistant.generation_config, "num_assistant_tokens", None)
         steps = {} if steps is None else {"num_steps": steps}
         reads_target = type(assistant).__name__.startswith(OVER_THE_TARGET)
-        return cls("assistant_model", "assistant" if reads_target else "draft_model", {"draft": assistant} | steps)
+        options = {"draft": assistant} | steps
+        if arguments.get("assistant_tokenizer") is not None:
+            options |= {name: arguments.get(name) for name in TOKENIZERS}
+        return cls("assistant_model", "assistant" if reads_target else "draft_model", options)
 
     def is_that_of(self, engine: "ServedEngine") -> bool:
         """True if the drafts of an engine are already of this kind."""

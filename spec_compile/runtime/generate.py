@@ -193,7 +193,7 @@ class SpeculativeMixin(FollowsGenerationConfig):
     def _assisted_decoding(self, *args, assistant_model=None, **kwargs):
         """`_sample` with the draft that the call names; transformers' own loop for a draft that is not served."""
         engine = self._engine
-        called = CalledDraft.of(kwargs["generation_config"], assistant_model, kwargs.get("assistant_tokenizer"))
+        called = CalledDraft.of(kwargs["generation_config"], assistant_model, kwargs)
         model = self if called.is_that_of(engine) else engine.called_drafts.model_for(called, engine)
         engine.looped = True
         if model is None:

@@ -67,6 +67,7 @@ class Runtime:
 
     def __post_init__(self) -> None:
         self.guard.raises = self.options.ranks.size > 1
+        self.stats.vocabulary_share = self.algorithm.vocabulary_share
 
     @property
     def on_gpu(self) -> bool:

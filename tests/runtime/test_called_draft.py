@@ -3,8 +3,11 @@
 import warnings
 from pathlib import Path
 
+import draft_rounds as rounds
+import models
 import pytest
 import torch
+import two_tokenizers as two
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import spec_compile
@@ -84,6 +87,25 @@ def test_a_model_is_built_once_for_a_draft_and_number_of_steps(demo, fast):
         fast.speculation.engine.speculate, twin.generation_config.num_assistant_tokens = speculate, None
 
 
+def test_an_assistant_may_have_a_tokenizer_of_its_own():
+    """Its target with other ids drafts what is right. Tokenizers without a common token leave the call to transformers,
+    which reads the answer's text again."""
+    target, ids = rounds.target("llama"), rounds.prompts(1)
+    fast = models.speculate_captured(target, "ngram", compile=False, check=False, adaptive=False, max_cache_len=200)
+    options = dict(**GREEDY, eos_token_id=None, assistant_model=two.draft(), tokenizer=two.tokenizer())
+    length, answer = length_of(fast, dict(inputs=ids), **options, assistant_tokenizer=two.draft_tokenizer())
+    assert length == 4 and answer.equal(rounds.plain("llama", 1))
+    torch.manual_seed(3)
+    drawn = options | dict(do_sample=True, assistant_tokenizer=two.draft_tokenizer())
+    length, answer = length_of(fast, dict(inputs=ids), **drawn)
+    torch.manual_seed(3)
+    want = fast.generate(ids, max_new_tokens=24, do_sample=True, eos_token_id=None)
+    assert 1.2 < length and answer.equal(want)
+    other = two.made({"other": 0, "<end>": 1}, eos_token="<end>", unk_token="<end>")
+    with pytest.warns(UserWarning, match="assistant_model: only transformers"):
+        fast.generate(ids, **options | dict(max_new_tokens=2), assistant_tokenizer=other)
+
+
 def test_options_of_a_call_reach_the_other_model(demo, fast):
     _, twin, inputs = demo
     length, _ = length_of(fast, inputs, **GREEDY, assistant_model=twin, speculation=False)
@@ -117,12 +139,14 @@ def test_drafts_that_are_not_served_run_in_transformers_loop(demo, fast):
         (dict(prompt_lookup_num_tokens=3, use_mtp=True), None, None, ("prompt_lookup_num_tokens", "ngram")),
         (dict(use_mtp=True), "a model", None, ("use_mtp", "mtp")),
         (dict(), "a model", None, ("assistant_model", "draft_model")),
-        (dict(), "a model", object(), ("assistant_model", None)),
+        (dict(), "a model", object(), ("assistant_model", "draft_model")),
         (dict(), "text", None, ("assistant_model", None)),
         (dict(speculation_type="dflash"), "a model", None, ("speculation_type", "dflash")),
     ],
 )
 def test_the_order_is_that_of_transformers(config, assistant, tokenizer, expected, demo):
     assistant = demo[1] if assistant == "a model" else assistant
-    called = CalledDraft.of(GenerationConfig(**config), assistant, tokenizer)
+    arguments = dict(tokenizer="ours", assistant_tokenizer=tokenizer)
+    called = CalledDraft.of(GenerationConfig(**config), assistant, arguments)
     assert (called.argument, called.algo) == expected
+    assert called.options.get("assistant_tokenizer") is tokenizer and ("tokenizer" in called.options) == bool(tokenizer)
