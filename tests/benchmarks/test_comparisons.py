@@ -6,13 +6,17 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import draft_rounds as rounds
 import pytest
 import torch
+import two_tokenizers as two
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import common, mixed_traffic, never_slower, rollouts, serving, simulated_acceptance
+from benchmarks.quality import tokenizers
 from benchmarks.rounds import shapes
+from spec_compile.drafters.vocab_mapping import common_tokens
 
 SIZES = dict(hidden_size=64, intermediate_size=96, head_dim=16, vocab_size=512, num_hidden_layers=6,
              num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
@@ -131,3 +135,18 @@ def test_drafts_that_are_possible(capsys):
         with pytest.raises(SystemExit):
             named(*wrong)
     assert "PARD: not possible with this model" in capsys.readouterr().err
+
+
+def test_all_ways_of_reading_are_right_for_the_target_itself():
+    """With other ids, and every token in common; a wrong mapping makes only the ways wrong that use it."""
+    target, ids = rounds.target("llama"), two.draft_ids()
+    answer = rounds.generated(target, rounds.prompts(1), 8)[0, -8:]
+    ours = SimpleNamespace(decode=lambda tokens: [int(token) for token in tokens])
+    theirs = lambda text, **_: SimpleNamespace(input_ids=ids[text][None])  # noqa: E731
+    mapping = common_tokens(two.tokenizer(), two.draft_tokenizer(), 96, two.SIZE)
+    arguments = two.draft(), (ours, theirs), mapping, [rounds.prompts(1)], [answer]
+    shares = tokenizers.reading_shares(*arguments)
+    assert shares == dict.fromkeys(tokenizers.READINGS, 1.0)
+    mapping.target_to_draft = mapping.target_to_draft.roll(1)
+    shares = tokenizers.reading_shares(*arguments)
+    assert shares["text anew"] == 1 > shares["longest end"]
