@@ -1433,6 +1433,11 @@ TIERS = [
         "return logits.index_select(-1, self.columns)", "return logits[..., : len(self.columns)]",
         "tests/drafters/test_vocab_mapping.py -k likeliest_common",
     ),
+    Mutation(
+        "Zaya's values are delayed by two tokens", "spec_compile/capture/modules/convolutions.py",
+        "zip([*range(past, 0, -1), 1], delays.split(sizes))", "zip([*range(past, 0, -1), past], delays.split(sizes))",
+        "tests/capture/test_modules.py -k one_row",
+    ),
 ]  # fmt: skip
 DOORS = [
     Mutation(

@@ -10,7 +10,7 @@ from transformers.generation import GenerationMixin
 from ..errors import UnsupportedModelError
 from ..inventory import held_parameters
 from ..kernels import HALF
-from .layers import ATTENTION, PARTS, layer_types
+from .layers import ATTENTION, layer_types, parts_of
 from .quantised import admit_quantisation
 from .recurrences import has_recurrences
 from .training_mode import effects
@@ -39,7 +39,7 @@ def admit(model: nn.Module, exact: str = "auto") -> None:
     is_recurrent = has_recurrences(model)
     if getattr(model, "_is_stateful", False) and not is_recurrent:
         _refuse(model, "keeps a recurrent state that cannot be rolled back when drafted tokens are rejected")
-    unknown = sorted(set(layer_types(config)) - set(PARTS if is_recurrent else ATTENTION))
+    unknown = sorted(set(layer_types(config)) - set(parts_of(config) if is_recurrent else ATTENTION))
     if unknown:
         _refuse(model, f"has layers of type {', '.join(unknown)}, which a token tree cannot express here")
     rope = getattr(config, "rope_parameters", None) or {}

@@ -22,12 +22,21 @@ PARTS: dict[str, tuple[set[str], ...]] = {
 }
 """The parts that mix tokens in a layer, by the type that the configuration gives it; linear attention has one of two
 forms."""
+OF_FAMILY: dict[str, dict[str, tuple[set[str], ...]]] = {
+    "zaya": dict.fromkeys(("hybrid", "hybrid_sliding"), ({"attention", "convolution"},)),
+}
+"""Other meanings of types, by the model's."""
 MARKERS = torch.ops.spec_compile.attention.default, torch.ops.spec_compile.recurrence.default
 
 
 def layer_types(config: PreTrainedConfig) -> list[str]:
     """The type of each layer; empty if the configuration names none."""
     return list(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
+
+
+def parts_of(config: PreTrainedConfig) -> dict[str, tuple[set[str], ...]]:
+    """`PARTS` as a model's configuration means them."""
+    return PARTS | OF_FAMILY.get(config.model_type, {})
 
 
 def check_layers(model: PreTrainedModel, gm: fx.GraphModule) -> None:
@@ -52,10 +61,11 @@ def check_layers(model: PreTrainedModel, gm: fx.GraphModule) -> None:
     shown = Counter((layer_of(node), "attention") for node in attention)
     for node in recurrence:
         shown[layer_of(node), "convolution" if node.args[0] == "convolution" else "recurrence"] += 1
+    wanted = parts_of(config)
     for number, layer_type in enumerate(layer_types(config) or ["linear_attention"] * config.num_hidden_layers):
         parts = {part for layer, part in shown if layer == number}
-        if parts not in PARTS[layer_type] or shown[number, "attention"] > 1:
+        if parts not in wanted[layer_type] or shown[number, "attention"] > 1:
             raise UnsupportedModelError(
                 f"model: {name}: layer {number} of type {layer_type} shows {', '.join(sorted(parts)) or 'nothing'} in "
-                f"place of {', '.join(sorted(PARTS[layer_type][0])) or 'nothing'}; its own state would be lost"
+                f"place of {', '.join(sorted(wanted[layer_type][0])) or 'nothing'}; its own state would be lost"
             )

@@ -14,6 +14,7 @@ from spec_compile.kernels.attention import BACKENDS, ROLES, Use
 
 BASE, GQA, GPT2 = models.BASE, models.GQA, models.GPT2
 FALCON = dict(BASE, ffn_hidden_size=96)
+ZAYA = dict(models.GQA16, num_experts=4, moe_intermediate_size=32, router_hidden_size=32)
 CLASSES = {
     "gptj": ("GPTJConfig", "GPTJForCausalLM", dict(GPT2, rotary_dim=8)),
     "codegen": ("CodeGenConfig", "CodeGenForCausalLM", dict(GPT2, rotary_dim=8)),
@@ -50,11 +51,14 @@ CLASSES = {
         ffn_hidden_size=96, q_lora_rank=32, kv_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8, head_dim=8,
         v_head_dim=12, qk_head_dim=24, moe_topk=2, n_routed_experts=4, zero_expert_num=2, expert_ffn_hidden_size=32,
         max_position_embeddings=512)),
+    "zaya": ("ZayaConfig", "ZayaForCausalLM", dict(
+        ZAYA, layer_types=["hybrid", "hybrid_sliding"], sliding_window=8, cca_time0=3)),
+    "zaya_no_taps": ("ZayaConfig", "ZayaForCausalLM", dict(ZAYA, cca_time0=1, cca_time1=1)),
     "aria": ("AriaTextConfig", "AriaTextForCausalLM", dict(
         GQA, moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1)),
 }  # fmt: skip
 """Name -> the arguments of `models.build`."""
-OFTEN = {"gptj", "gpt_neo", "falcon_alibi", "bloom", "llama4", "doge", "phimoe", "longcat_flash"}
+OFTEN = {"gptj", "gpt_neo", "falcon_alibi", "bloom", "llama4", "doge", "phimoe", "longcat_flash", "zaya"}
 
 
 @pytest.fixture(
@@ -74,7 +78,7 @@ def assert_equal_tokens(pair, ids, mask=None):
     assert max(pair[1].speculation.stats.nodes) > 1, "nothing was drafted"
 
 
-@pytest.mark.sweep("falcon_alibi llama4")
+@pytest.mark.sweep("falcon_alibi llama4 zaya")
 def test_one_row(pair):
     assert_equal_tokens(pair, models.prompts()[0][0])
 

@@ -15,6 +15,8 @@ TURN = 10
 """New tokens of each of the calls of `turns`."""
 NEW = 48
 NOISY = {"zamba": 5e-5}  # as far as its own generate() is from a plain forward
+DELAYS = ("zaya",)
+"""Whose states here are past inputs of other sizes than transformers' cache holds."""
 PURE = ("mamba", "mamba2")
 """Without attention, their caches hold only states."""
 

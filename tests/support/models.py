@@ -109,6 +109,9 @@ _HYBRID = {  # layers with recurrences or short convolutions
         GQA, **MOE, layer_types=["conv", FULL], num_dense_layers=1)),
     "lfm3": ("Lfm3Config", "Lfm3ForCausalLM", dict(
         GQA, num_hidden_layers=3, layer_types=["conv", FULL, WIN], sliding_window=8)),
+    "zaya": ("ZayaConfig", "ZayaForCausalLM", dict(
+        GQA16, layer_types=["hybrid", "hybrid_sliding"], sliding_window=8, num_experts=4,
+        moe_intermediate_size=32, router_hidden_size=32)),
     "mamba": ("MambaConfig", "MambaForCausalLM", dict(
         vocab_size=VOCAB, hidden_size=64, state_size=8, num_hidden_layers=2, time_step_rank=8)),
     "mamba2": ("Mamba2Config", "Mamba2ForCausalLM", dict(

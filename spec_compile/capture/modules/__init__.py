@@ -10,7 +10,7 @@ from torch import nn
 
 from ...compat import TRANSFORMERS
 from ...kernels.linear.quantised.layout import class_path
-from . import alibi, attention, experts, recurrent
+from . import alibi, attention, convolutions, experts, recurrent
 from .attention import Attend
 
 
@@ -45,6 +45,7 @@ _BY_CLASS: dict[str, Callable[[nn.Module, Attend], int | None]] = {
     "rwkv.modeling_rwkv.RwkvSelfAttention": recurrent.rwkv,
     "xglm.modeling_xglm.XGLMAttention": attention.xglm,
     "xglm.modeling_xglm.XGLMSinusoidalPositionalEmbedding": attention.xglm_positions,
+    "zaya.modeling_zaya.ZayaCCAProjection": convolutions.zaya,
 }
 _BY_CLASS |= {
     f"{name.lower()}.modeling_{name.lower()}.{name.replace('_', '')}ForCausalLM": attention.decoder
@@ -63,5 +64,7 @@ _BY_CLASS |= (
 )
 MODULES = {f"transformers.models.{name}": function for name, function in _BY_CLASS.items()}
 """The function that changes a module, by the path of its class."""
-RECURRENT = {name for name, function in MODULES.items() if function.__module__ == recurrent.__name__}
+RECURRENT = {
+    path for path, function in MODULES.items() if function.__module__ in (recurrent.__name__, convolutions.__name__)
+}
 """Classes of modules that are changed so that they show recurrences."""
