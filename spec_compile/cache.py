@@ -111,6 +111,9 @@ class Cache(nn.Module):
             for name, size, dtype in parts[: graph.layer_tensors]:
                 empty = zero_pages((batch, layer.kv_heads, slots, size), dtype, graph.device)
                 self.register_buffer(f"{name}_{number}", empty, persistent=False)
+        for number, spec in enumerate(graph.indexes):
+            empty = zero_pages((batch, 1, slots, spec.size), spec.dtype or graph.dtype, graph.device)
+            self.register_buffer(f"index_{number}", empty, persistent=False)
         self.states = States(graph, batch)
         self.adapters = [torch.zeros(batch, dtype=torch.int64, device=graph.device)] if graph.has_adapters else []
         """The adapter of each row [B], an entry of every `kernels.linear.low_rank.LowRank`; [] if rows choose none."""
@@ -122,7 +125,8 @@ class Cache(nn.Module):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """For each layer its keys and values [B, Hkv, slots, D], and its scales [B, Hkv, slots, 2] if it has any."""
+        """For each layer its keys and values [B, Hkv, slots, D], and its scales [B, Hkv, slots, 2] if it has any; then
+        the keys [B, 1, slots, D] of each indexer."""
         return list(self.buffers(recurse=False))
 
     def layer(self, number: int) -> tuple[Tensor, Tensor, Tensor | None]:

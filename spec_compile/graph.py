@@ -25,6 +25,7 @@ class LayerSpec:
     sinks: True if it has learned sinks.
     chunk: a token sees only tokens with the same position // chunk; None for all.
     slopes: True if biases by distance (ALiBi) are added to the scores.
+    indexed: True if an indexer chooses the tokens that a token sees.
     """
 
     heads: int
@@ -37,6 +38,16 @@ class LayerSpec:
     sinks: bool
     chunk: int | None = None
     slopes: bool = False
+    indexed: bool = False
+
+
+@dataclass(frozen=True)
+class IndexSpec:
+    """An indexer, which chooses `topk` tokens by index keys of `size`, cached in `dtype` (None: that of the model)."""
+
+    size: int
+    topk: int
+    dtype: torch.dtype | None
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,7 @@ class ModelGraph:
     backend: str = ""
     """Name of its attention backend; "" if its layers have no cache yet."""
     recurrences: tuple[RecurrenceSpec, ...] = ()
+    indexes: tuple[IndexSpec, ...] = ()
     clamps_prompts: bool = False
     """True if the model clamps the time steps of prompts, and not those of tokens that it generates."""
     shifts_positions: bool = False
@@ -123,7 +135,8 @@ class ModelGraph:
         """Bytes of the keys and values of one token."""
         numbers = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in self.layers)
         scales = 2 * sum(layer.kv_heads for layer in self.layers) if self.scaled_cache else 0
-        return numbers * (self.cache_dtype or self.dtype).itemsize + scales * torch.float32.itemsize
+        indexes = sum(spec.size * (spec.dtype or self.dtype).itemsize for spec in self.indexes)
+        return numbers * (self.cache_dtype or self.dtype).itemsize + scales * torch.float32.itemsize + indexes
 
     @property
     def layer_tensors(self) -> int:

@@ -219,7 +219,7 @@ TREES = [
         f"{ROUND} -k 'test_rounds_over_random_trees and llama-16-3'",
     ),
     Mutation(
-        "a node sees its neighbour", "spec_compile/kernels/ops.py",
+        "a node sees its neighbour", "spec_compile/kernels/masks.py",
         "seen = ((ancestors[:, :, None] >> index[:, None, :]) & 1).bool()",
         "seen = ((ancestors[:, :, None] >> (index[:, None, :] - 1).clamp(min=0)) & 1).bool()",
         f"{TREE} -k tree_mask",
@@ -227,6 +227,16 @@ TREES = [
     Mutation(
         "a window is one token too wide", "spec_compile/kernels/ops.py",
         "slot_position[:, None, :] < window", "slot_position[:, None, :] <= window", f"{TREE} -k tree_mask",
+    ),
+    Mutation(
+        "of equal index scores one too few is chosen", "spec_compile/kernels/attention/choice.py",
+        "(equal.cumsum(dim=2) <= most - above", "(equal.cumsum(dim=2) < most - above",
+        "tests/kernels/test_indexed_attention.py -k 'equal_scores or largest'",
+    ),
+    Mutation(
+        "the cache of an indexer has another layer's place", "spec_compile/passes/use_indexes.py",
+        "(inputs[\"cache\"], begin + number)", "(inputs[\"cache\"], begin)",
+        "tests/passes/test_use_indexes.py -k every_path",
     ),
     Mutation(
         "n-grams are matched one token early", "spec_compile/drafters/ngram.py",

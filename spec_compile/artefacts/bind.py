@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.graph_module import _assign_attr
 
-from ..graph import SIZE, LayerSpec, ModelGraph, PassReport, RecurrenceSpec, attribute, owner
+from ..graph import SIZE, IndexSpec, LayerSpec, ModelGraph, PassReport, RecurrenceSpec, attribute, owner
 from ..inventory import held
 from ..passes.merge_linears import join_parameters, joined
 from .digest import SMALL, layout_of
@@ -47,6 +47,7 @@ def data_of(graph: ModelGraph, model: nn.Module) -> dict[str, Any]:
         "tensors": {name: sources.recipe(x, name) for name, x in read.items() if isinstance(x, Tensor)},
         "layers": [asdict(layer) for layer in graph.layers],
         "recurrences": [_recurrence_data(spec) for spec in graph.recurrences],
+        "indexes": [[spec.size, spec.topk, _dtype_data(spec.dtype)] for spec in graph.indexes],
         "dtypes": [_dtype_data(graph.dtype), _dtype_data(graph.cache_dtype)],
         "log": [[each.name, each.summary, each.nodes_before, each.nodes_after] for each in graph.log],
         "plain": {name: getattr(graph, name) for name in PLAIN},
@@ -73,6 +74,7 @@ def bound(data: dict[str, Any], model: nn.Module) -> ModelGraph:
         dtype=dtype,
         cache_dtype=cache_dtype,
         recurrences=tuple(map(_recurrence, data["recurrences"])),
+        indexes=tuple(IndexSpec(size, topk, dtype and getattr(torch, dtype)) for size, topk, dtype in data["indexes"]),
         log=[PassReport(*report, code="") for report in data["log"]],
         **data["plain"],
     )

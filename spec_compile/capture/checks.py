@@ -32,7 +32,8 @@ TEXTS = 4
 ROUTERS = {"aten.topk.default", "spec_compile.route.default"}
 """Operators that choose experts. The second is defined only on machines with Triton."""
 LONGEST = 1024
-"""Tokens of the longest text of a check. For a longer window, only its argument to attention is checked."""
+"""Tokens of the longest text of a check. For a longer window, only its argument to attention is checked, and of an
+indexer that chooses more tokens only that they are all chosen."""
 CAPTURE = "the captured graph"
 TREE = "the tree attention of the rewritten graph"
 
@@ -190,11 +191,13 @@ def on_some_text(graph: ModelGraph, check: Callable[[int], None]) -> None:
 
 
 def reaches(graph: ModelGraph) -> list[int]:
-    """Lengths of text after which some layer behaves differently: the end of a window, the end of a second chunk less a
-    few tokens, and `LONGEST` for biases by distance, which some models round to 8 bits where they are large."""
+    """Lengths of text after which some layer behaves differently: the end of a window, the tokens that an indexer
+    chooses, the end of a second chunk less a few tokens, and `LONGEST` for biases by distance, which some models round
+    to 8 bits where they are large."""
     windows = [layer.window for layer in graph.layers if layer.window is not None]
     chunks = [max(2 * layer.chunk - 6, 1) for layer in graph.layers if layer.chunk is not None]
-    return windows + chunks + [LONGEST] * any(layer.slopes for layer in graph.layers)
+    indexes = [spec.topk for spec in graph.indexes]
+    return windows + chunks + indexes + [LONGEST] * any(layer.slopes for layer in graph.layers)
 
 
 def announced_window(model: PreTrainedModel) -> int:

@@ -10,7 +10,9 @@ from ..errors import UnsupportedModelError
 from ..graph import calls, layer_of
 from ..kernels.ops import arguments_of
 
-ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
+INDEXED = ("indexed_attention", "deepseek_sparse_attention")
+"""The type of layers with an indexer; the second name is that before transformers 5.20."""
+ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", *INDEXED)
 PARTS: dict[str, tuple[set[str], ...]] = {
     "full_attention": ({"attention"},),
     "sliding_attention": ({"attention"},),
@@ -52,9 +54,10 @@ def check_layers(model: PreTrainedModel, gm: fx.GraphModule) -> None:
                 f"{config.num_hidden_layers} layers; every layer must, or its own mask or state would be lost"
                 + ("" if own is None else f". A function was set as {f'{own}.forward'.lstrip('.')}; remove it")
             )
-        chunks = sum(arguments_of(node)["chunk"] is not None for node in attention)
-        if chunks != layer_types(config).count("chunked_attention"):
-            raise UnsupportedModelError(f"model: {name} has chunked layers that its attention is not told of")
+        for kind, types, argument in (("chunked", ("chunked_attention",), "chunk"), ("indexed", INDEXED, "chosen")):
+            told = sum(arguments_of(node)[argument] is not None for node in attention)
+            if told != sum(each in types for each in layer_types(config)):
+                raise UnsupportedModelError(f"model: {name} has {kind} layers that its attention is not told of")
         return
     if calls(gm, torch.ops.aten.conv1d.default):
         raise UnsupportedModelError(f"model: {name} has convolutions over tokens that are not of a known form")

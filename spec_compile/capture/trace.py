@@ -17,7 +17,7 @@ from .adapters import twin as copied
 from .experts import marked_experts
 from .kinds import UnlikeLayersError, copy_of, repeats_of
 from .layers import check_layers
-from .modules import MODULES, connect
+from .modules import MODULES, connect, indexed
 from .quantised import hold_one_layout, mark
 from .repeat import repeat
 from .sharded import bind, fake_twin, is_sharded
@@ -43,21 +43,22 @@ class _Attention:
         self.ignores_softcap = model.config._attn_implementation == "sdpa"  # as transformers' SDPA function does
 
     def __call__(
-        self, module, query, key, value, attention_mask,
-        scaling=None, dropout=0.0, sliding_window=None, softcap=None, s_aux=None, chunk=None, slopes=None, **extra,
+        self, module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None, softcap=None,
+        s_aux=None, chunk=None, slopes=None, indices=None, **extra,
     ):  # fmt: skip
         unknown = sorted(name for name, value in extra.items() if value is not None and name not in HARMLESS)
         if unknown:
             raise UnsupportedModelError(
                 f"model: {type(self.model).__name__} passes {', '.join(unknown)} to attention, which is unknown here"
             )
-        if attention_mask is not None:
+        if attention_mask is not None and attention_mask is not indexed.UNREAD:
             raise UnsupportedModelError(f"model: {type(self.model).__name__} builds an attention mask of its own")
         if self.ignores_softcap:
             softcap = None
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         layer, self.count = self.count, self.count + 1
-        return ops.attention(query, key, value, s_aux, scale, sliding_window, softcap, layer, chunk, slopes), None
+        more = chunk, slopes, indices
+        return ops.attention(query, key, value, s_aux, scale, sliding_window, softcap, layer, *more), None
 
 
 class _Forward(nn.Module):
@@ -147,7 +148,7 @@ def capture_head(head: nn.Module, width: int | None = None) -> ModelGraph:
         gm = _trace(head, *arguments)
     markers = calls(gm, torch.ops.spec_compile.attention.default)
     layers = tuple(_layer(node) for node in markers)
-    return ModelGraph(gm, layers, 0, head.hidden_size, parameter.dtype, position_limit=None, head_weight="")
+    return ModelGraph(gm, layers, 0, head.hidden_size, parameter.dtype, None, "", indexes=indexed.describe(gm))
 
 
 def _example(device: torch.device) -> tuple[Tensor, Tensor]:
@@ -191,6 +192,7 @@ def _describe(model: PreTrainedModel, gm: fx.GraphModule, limits: list[int]) -> 
         position_limit=min([getattr(config, "max_position_embeddings", tables[0]), *tables]) if tables else None,
         head_weight=names[0] if names else "",
         recurrences=recurrences.describe(gm),
+        indexes=indexed.describe(gm),
         clamps_prompts=bool(calls(gm, torch.ops.spec_compile.clamp_prompt.default)),
         shifts_positions=any(hasattr(module, "rope_deltas") for module in model.modules()),
         decoder_layers=config.num_hidden_layers,
@@ -217,6 +219,6 @@ def _layer(node: fx.Node) -> LayerSpec:
     q, k, v = (call[name].meta["val"] for name in ("q", "k", "v"))
     return LayerSpec(
         heads=q.shape[1], kv_heads=k.shape[1], key_dim=q.shape[3], value_dim=v.shape[3],
-        sinks=call["sinks"] is not None, slopes=call["slopes"] is not None,
+        sinks=call["sinks"] is not None, slopes=call["slopes"] is not None, indexed=call["chosen"] is not None,
         **{name: call[name] for name in ("scale", "window", "softcap", "chunk")},
     )  # fmt: skip

@@ -4,13 +4,14 @@ Shapes: B rows, N tree nodes or chunk tokens, H query heads, Hkv key-value heads
 size.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
+
+from .masks import additive, alibi, only_chosen, visible_slots
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
@@ -32,6 +33,7 @@ def attention(
     layer: int,
     chunk: int | None = None,
     slopes: Tensor | None = None,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     """Causal attention over a whole sequence, which capture puts in place of a model's own attention.
 
@@ -44,12 +46,13 @@ def attention(
     if chunk is not None:
         visible = visible & (steps[:, None] // chunk == steps[None, :] // chunk)
     bias = None if slopes is None else alibi(slopes, steps[None], steps[None])
-    mask = _additive(visible.expand(q.shape[0], -1, -1), q.shape[1] // k.shape[1], q.dtype, bias)
+    mask = additive(visible.expand(q.shape[0], -1, -1), q.shape[1] // k.shape[1], q.dtype, bias)
+    mask = mask if chosen is None else only_chosen(mask, chosen)
     return masked_attention(q, k, v, mask, sinks, scale, softcap).contiguous()
 
 
 @attention.register_fake
-def _(q, k, v, sinks, scale, window, softcap, layer, chunk=None, slopes=None):
+def _(q, k, v, sinks, scale, window, softcap, layer, chunk=None, slopes=None, chosen=None):
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
@@ -103,47 +106,16 @@ def tree_mask(
     lengths = [3], ancestors = [[0b001, 0b011, 0b101]] with 6 slots: node 0 sees slots 0 to 3, node 1 slots 0 to 4,
     node 2 slots 0 to 3 and 5.
     """
-    nodes = positions.shape[1]
-    slot = torch.arange(max_kv_len, device=positions.device)
-    index = slot - lengths[:, None]  # a slot's number in the block; negative: committed
-    inside = (index >= 0) & (index < nodes)
-    index = index.clamp(0, nodes - 1)
-    if ancestors is None:
-        seen = index[:, None, :] <= torch.arange(nodes, device=positions.device)[:, None]
-    else:
-        seen = ((ancestors[:, :, None] >> index[:, None, :]) & 1).bool()
-    visible = (slot < lengths[:, None])[:, None, :] | (inside[:, None, :] & seen)
+    visible, slot, index = visible_slots(positions, lengths, ancestors, max_kv_len)
     if window is None and chunk is None and slopes is None:
-        return _additive(visible, group, dtype)
+        return additive(visible, group, dtype)
     slot_position = torch.where(slot < lengths[:, None], slot, positions.gather(1, index))
     if window is not None:
         visible = visible & (positions[:, :, None] - slot_position[:, None, :] < window)
     if chunk is not None:
         visible = visible & (positions[:, :, None] // chunk == slot_position[:, None, :] // chunk)
     bias = None if slopes is None else alibi(slopes, positions, slot_position)
-    return _additive(visible, group, dtype, bias)
-
-
-def alibi(slopes: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor:
-    """Linear biases of attention (Press et al. 2021, section 3): slope * (key position - query position), in float32.
-
-    slopes [H]; key positions are rounded to their dtype, because Falcon's are. positions [B, N] of queries,
-    key_positions [B, S] -> [B, H, N, S].
-    """
-    rounded = key_positions.to(slopes.dtype).float()
-    distance = rounded[:, None, :] - positions[:, :, None].float()
-    return slopes.float()[:, None, None] * distance[:, None]
-
-
-def _additive(visible: Tensor, group: int, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """visible [B, N, S] -> [B, 1, group * N, S] of 0 and minus infinity; of bias [B, H, N, S] in place of 0, and at
-    least in float32, [B, H / group, group * N, S]."""
-    batch, nodes, max_kv_len = visible.shape
-    if bias is not None:
-        bias = bias.to(torch.promote_types(dtype, torch.float32)).masked_fill(~visible[:, None], -math.inf)
-        return bias.reshape(batch, -1, group * nodes, max_kv_len)
-    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, -math.inf)
-    return mask[:, None].expand(batch, group, nodes, max_kv_len).reshape(batch, 1, group * nodes, max_kv_len)
+    return additive(visible, group, dtype, bias)
 
 
 def append_and_attend(

@@ -25,7 +25,7 @@ def use_states(graph: ModelGraph, settings) -> str:
         return "no recurrences"
     inputs = {node.target: node for node in gm.graph.nodes if node.op == "placeholder"}
     positions = [node for node in gm.graph.nodes if node.op == "placeholder"][1]
-    begin = graph.layer_tensors * len(graph.layers)
+    begin = graph.layer_tensors * len(graph.layers) + len(graph.indexes)
 
     def entry(number: int) -> fx.Node:
         return gm.graph.call_function(operator.getitem, (inputs["cache"], number))

@@ -40,7 +40,7 @@ def use_tree_attention(graph: ModelGraph, settings) -> str:
     for number, node in enumerate(calls(gm, torch.ops.spec_compile.attention.default)):
         marker = arguments_of(node)
         layer = {name: marker[name] for name in ("sinks", "scale", "softcap", "window")}
-        layer |= {name: marker[name] for name in ("chunk", "slopes") if marker[name] is not None}
+        layer |= {name: marker[name] for name in ("chunk", "slopes", "chosen") if marker[name] is not None}
         if backend.rotates:
             layer["scales"] = None
         with gm.graph.inserting_before(node):

@@ -62,7 +62,12 @@ def _layers(graph: ModelGraph) -> str:
     if graph.recurrences:
         layers = f"{layers}, {len(graph.layers)} attend"
     layer = graph.layers[0]
-    return f"{layers}, {layer.heads} query and {layer.kv_heads} key-value heads of {layer.key_dim}"
+    text = f"{layers}, {layer.heads} query and {layer.kv_heads} key-value heads of {layer.key_dim}"
+    indexed = sum(each.indexed for each in graph.layers)
+    if indexed:
+        topk = max(spec.topk for spec in graph.indexes)
+        text += f", {indexed} attend to at most {topk} tokens chosen by {len(graph.indexes)} indexers"
+    return text
 
 
 def _backends(engine) -> str:

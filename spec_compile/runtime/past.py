@@ -7,8 +7,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     Cache,
+    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    StaticIndexedLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
@@ -20,6 +22,8 @@ from ..kernels.ops import as_read
 READABLE = {DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer}
 RECURRENT = {value for name, value in vars(cache_utils).items() if name.startswith("LinearAttention")}
 """Caches of layers with states, some of which hold keys and values, too."""
+INDEXED = {DynamicIndexedLayer, StaticIndexedLayer}
+"""Caches of layers with the keys of an indexer, too."""
 CONVOLUTIONS, STATES = "conv_states", "recurrent_states"
 """Names of the states in such layers; the first state is numbered 0."""
 EMPTY = {getattr(cache_utils, "DummyLayer", DynamicLayer)}
@@ -70,7 +74,7 @@ def is_plain(cache) -> bool:
         isinstance(cache, Cache)
         and type(cache).__module__ == cache_utils.__name__  # MiniMax's own class holds states, too
         and not cache.offloading
-        and all(type(layer) in READABLE | RECURRENT | EMPTY for layer in cache.layers)
+        and all(type(layer) in READABLE | RECURRENT | INDEXED | EMPTY for layer in cache.layers)
         and getattr(cache, "layer_class_to_replicate", None) in (None, *READABLE)
     )
 
@@ -79,11 +83,13 @@ def layout_of(model: PreTrainedModel, graph: ModelGraph) -> Layout | None:
     """Where the model's own cache has the keys and values of each attention of `graph`, and each recurrence's state.
 
     None if it holds something else, such as latents of keys and values (MLA) or a state for each head (Zamba), if
-    layers share keys and values, or if nothing attends, so that the cache counts no tokens. A forward of two tokens
-    tells.
+    layers share keys and values, if it has keys of indexers, or if nothing attends, so that the cache counts no tokens.
+    A forward of two tokens tells.
     """
     if getattr(model.config.get_text_config(decoder=True), "cross_attention_layers", None):
         return None  # keys of pictures, which layers attend to if there are any (Mllama)
+    if graph.indexes:
+        return None
     ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     cache = getattr(model(input_ids=ids, use_cache=True), CACHE, None)
     if not isinstance(cache, Cache) or not is_plain(cache):

@@ -84,6 +84,27 @@ for heads, kv_heads, size, values in ((32, 8, 64, 64), (32, 8, 128, 128), (8, 1,
 print(json.dumps(results))
 """
 
+INDEXED = """
+from spec_compile.kernels.attention import choice, indexed_attention
+from spec_compile.kernels.attention.call import AttentionCall
+
+for name in ("scores_kernel", "chosen_kernel", "merge_chosen_kernel"):
+    setattr(indexed_attention, name, Compiled(getattr(indexed_attention, name)))
+for heads, size, values, index_heads, half in ((128, 192, 128, 64, True), (4, 24, 16, 5, False)):
+    found, dtype = [], torch.bfloat16 if half else torch.float32
+    for nodes in (1, 16):
+        q = torch.zeros(1, heads, nodes, size, dtype=dtype)
+        index_q = torch.zeros(1, nodes, index_heads, 128, dtype=dtype)
+        caches = [torch.zeros(1, heads, 4096, each, dtype=dtype) for each in (size, values)]
+        visible, keys = torch.ones(1, nodes, 4096, dtype=torch.bool), torch.zeros(1, 1, 4096, 128, dtype=dtype)
+        indexed_attention.scores(index_q, keys, torch.zeros(1, nodes, index_heads), visible)
+        chosen, places = torch.zeros(1, nodes, 2048, dtype=torch.int32), torch.arange(nodes)[None]
+        inputs = q, None, None, *caches, torch.tensor([9]), None, places, None, 0.1, None, None
+        indexed_attention.launch(AttentionCall(*inputs, chosen=chosen), q)
+    results[f"indexed attention, {heads} heads of {size}"] = max(kernel.metadata.shared for kernel in found)
+print(json.dumps(results))
+"""
+
 LARGE_TILES = """
 from spec_compile.kernels.attention import tree_attention
 
@@ -354,6 +375,7 @@ SCRIPTS = {
     "products": PRODUCTS,
     "quantised": QUANTISED,
     "experts": EXPERTS,
+    "indexed": INDEXED,
     "all_reduce": ALL_REDUCE,
     "recurrences": RECURRENCES + NORMS,
 }

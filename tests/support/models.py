@@ -1,4 +1,4 @@
-"""Tiny random causal LMs for the tests: `ADMITTED`, `HYBRIDS` and `REFUSED` map a name to a zero-argument
+"""Tiny random causal LMs for the tests: `ADMITTED`, `HYBRIDS`, `INDEXED` and `REFUSED` map a name to a zero-argument
 builder of a fresh fp32 CPU eval() model.  Two calls give equal weights, and the global random
 state is left alone.  `python tests/support/models.py [name ...]` prints what Hugging Face's own greedy
 generation does with each."""
@@ -118,6 +118,21 @@ _HYBRID = {  # layers with recurrences or short convolutions
         vocab_size=VOCAB, hidden_size=64, state_size=16, num_hidden_layers=2, num_heads=8, head_dim=16, n_groups=1,
         chunk_size=16)),
 }
+
+DSA = dict(BASE, num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16,
+           v_head_dim=12, n_routed_experts=4, num_local_experts=4, n_shared_experts=1, n_group=2, topk_group=1,
+           num_experts_per_tok=2, moe_intermediate_size=32, shared_experts_intermediate_size=32, head_dim=8,
+           mlp_layer_types=["dense", "sparse"], index_topk=8, index_head_dim=16, index_n_heads=16)
+DSA3 = dict(DSA, num_hidden_layers=3, mlp_layer_types=["dense"] * 3, indexer_types=["full", "shared", "full"])
+_INDEXED = {  # layers with an indexer, which chooses 8 tokens; 16 heads leave no ties at 0
+    "deepseek_v32": ("DeepseekV32Config", "DeepseekV32ForCausalLM", DSA),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", DSA3),
+    "axk2": ("AXK2Config", "AXK2ForCausalLM", DSA),
+    "hy_v4": ("HYV4Config", "HYV4ForCausalLM", DSA3),
+    "dots3_note": ("Dots3NoteTextConfig", "Dots3NoteForCausalLM", dict(
+        DSA, layer_types=["indexed_attention", WIN], sliding_window=8)),
+}
+
 _UNMASKED = {  # the same, but padding changes transformers' own answer
     "minimax": ("MiniMaxConfig", "MiniMaxForCausalLM", dict(
         GQA16, layer_types=[LIN, FULL], num_local_experts=4, num_experts_per_tok=2, block_size=16)),
@@ -182,6 +197,7 @@ def build(config, model, kwargs, over=()):
 ADMITTED = {name: (lambda row=row: build(*row)) for name, row in _ADMITTED.items()}
 HYBRIDS = {name: (lambda row=row: build(*row)) for name, row in _HYBRID.items() if hasattr(transformers, row[1])}
 UNMASKED = {name: (lambda row=row: build(*row)) for name, row in _UNMASKED.items()}
+INDEXED = {name: (lambda row=row: build(*row)) for name, row in _INDEXED.items() if hasattr(transformers, row[1])}
 REFUSED = {name: (lambda row=row: build(*row)) for name, row in _REFUSED.items()}
 
 

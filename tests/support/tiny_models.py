@@ -42,7 +42,7 @@ SIZES = dict(
     max_target_positions=512, model_max_length=512,
     sliding_window=8, window_size=8, sliding_window_size=8, attention_window_size=8, local_attention=16,
     keep_window_size=512, sliding_window_pattern=2, _sliding_window_pattern=2, max_window_layers=2,
-    query_pre_attn_scalar=16, index_head_dim=16, index_n_heads=2, index_topk=512, vocab_size_per_layer_input=VOCAB,
+    query_pre_attn_scalar=16, index_head_dim=16, index_n_heads=16, index_topk=8, vocab_size_per_layer_input=VOCAB,
     hidden_size_per_layer_input=16, num_kv_shared_layers=2, laurel_rank=8, hc_lowrank=16, ple_embed_dim=32,
     linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
     linear_num_heads=4, linear_head_dim=16, mamba_d_state=8, mamba_dt_rank=8, mamba_d_ssm=128, mamba_n_heads=8,

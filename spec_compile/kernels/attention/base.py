@@ -14,10 +14,11 @@ FEATURES = {
     "unequal": "keys and values of different head sizes",
     "chunk": "attention within chunks of positions",
     "slopes": "ALiBi, biases that grow with the distance",
+    "indexed": "attention to the tokens that an indexer chooses",
 }
 """Features of attention besides softmax(q k^T) v, with their names in error texts."""
 ALL = frozenset(FEATURES)
-USUAL = ALL - {"chunk", "slopes"}
+USUAL = ALL - {"chunk", "slopes", "indexed"}
 """The features of a backend that lists none."""
 
 
@@ -96,6 +97,7 @@ class Backend:
             "unequal": layer.key_dim != layer.value_dim,
             "chunk": layer.chunk is not None,
             "slopes": layer.slopes,
+            "indexed": layer.indexed,
         }
         features, form = (self.causal, "causal chunks") if use.role == "prefill" else (self.trees, "token trees")
         if use.captured:

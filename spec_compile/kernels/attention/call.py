@@ -46,6 +46,7 @@ class AttentionCall(NamedTuple):
     tiles: [B, N * (5 + N)] int32; the `tail_tiles.tail_tiles` of `ancestors`, if they were computed before.
     chunk: a token sees only tokens with the same position // chunk (Llama 4).
     slopes: [H]; `ops.alibi` by these is added to the scores.
+    chosen: [B, N, K] int32; the slots that a node sees, ascending and then -1, of those that it would see without them.
     """
 
     q: Tensor
@@ -70,6 +71,7 @@ class AttentionCall(NamedTuple):
     tiles: Tensor | None = None
     chunk: int | None = None
     slopes: Tensor | None = None
+    chosen: Tensor | None = None
 
     def empty_output(self) -> Tensor:
         """Memory for the result [B, N, H, Dv], of q's dtype."""

@@ -5,6 +5,7 @@ from torch import Tensor, fx
 
 from ...graph import ModelGraph
 from .. import HALF, ops
+from ..masks import only_chosen
 from .base import ALL, Backend
 from .call import AttentionCall, attention_calls, attention_function
 
@@ -22,6 +23,8 @@ def attention(call: AttentionCall, mask: Tensor | None = None) -> Tensor:
         group = q.shape[1] // k.shape[1]
         seen = (positions, lengths, ancestors, key_cache.shape[2], window, group, q.dtype)
         mask = ops.tree_mask(*seen, call.chunk, call.slopes)
+    if call.chosen is not None:
+        mask = only_chosen(mask, call.chosen)
     return ops.append_and_attend(q, k, v, key_cache, value_cache, lengths, mask, sinks, scale, softcap, call.scales)
 
 

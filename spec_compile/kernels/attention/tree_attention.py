@@ -26,8 +26,10 @@ from torch import Tensor
 
 from ...tree import MAX_NODES
 from .. import dependent_launch, ops
+from ..masks import only_chosen
 from ..norm import rms_norm
 from ..plain import on_gpu
+from . import indexed_attention
 from .append_kernel import append_kernel
 from .call import AttentionCall, attention_op, from_arguments
 from .prompt_kernel import merge_parts_kernel, prompt_kernel
@@ -59,6 +61,7 @@ def tree_attention(call: AttentionCall) -> Tensor:
     max_kv_len, group = int(lengths.max()) + q.shape[2], q.shape[1] // key_cache.shape[1]
     seen = (positions, lengths, ancestors, max_kv_len, window, group, q.dtype)
     mask = ops.tree_mask(*seen, call.chunk, call.slopes)
+    mask = mask if call.chosen is None else only_chosen(mask, call.chosen)
     keys, values = ops.as_read(key_cache, value_cache, call.scales, max_kv_len, q.dtype)
     return ops.masked_attention(q, keys, values, mask, sinks, scale, softcap).contiguous()
 
@@ -162,6 +165,8 @@ def launch(call: AttentionCall, config: Tuning | None = None) -> Tensor:
     call = call._replace(**{name: x.contiguous() for name, x in named.items()})
     named = {name: getattr(call, name) for name in ("ancestors", "cos", "sin")}
     call = call._replace(**{name: x if x is None else x.contiguous() for name, x in named.items()})
+    if call.chosen is not None:
+        return indexed_attention.launch(call, _append(call, 32, 4, early=False))
     if nodes > MAX_NODES:
         return _launch_prompt(call, config or prompt_tuning(rows, batch * kv_heads, *facts))
     return _launch_tree(call, config or tree_tuning(rows, batch * kv_heads, call.key_cache.shape[2], *facts))

@@ -1,0 +1,82 @@
+"""Changes of attention with an indexer (DeepSeek sparse attention), so that its capture shows a marker of choices."""
+
+from functools import partial
+
+import torch
+from torch import Tensor, fx, nn
+
+from ...graph import IndexSpec, calls
+from ...kernels import HALF
+from ...kernels.attention import choice
+from .attention import Attend, source_of
+
+
+class _Unread:
+    """Stands for the causal mask, which these modules read although transformers builds none during the trace."""
+
+    def __getitem__(self, index) -> None:
+        return None
+
+
+UNREAD = _Unread()
+
+
+def halves(module: nn.Module, attend: Attend) -> None:
+    """The first part of an index head is rotated by halves."""
+    _mark(module, "apply_rotary_pos_emb")
+
+
+def pairs(module: nn.Module, attend: Attend) -> None:
+    """The first part of an index head is rotated by pairs."""
+    _mark(module, "apply_rotary_pos_emb_interleave")
+
+
+def last_halves(module: nn.Module, attend: Attend) -> None:
+    """The last part of an index head is rotated by halves."""
+    _mark(module, "apply_rotary_pos_emb", is_first=False)
+
+
+def _mark(module: nn.Module, rotation: str, is_first: bool = True) -> None:
+    """Call the attention without a mask, and its indexer, if it has one, by the marker.
+
+    rotation: name of the function that rotates, in the module's file.
+    is_first: True if the rotated part of a head comes first.
+    """
+    indexer, own = module.indexer, module.forward
+    if indexer is None:  # an earlier layer has chosen its tokens, or it attends to all
+        return
+    rotate = partial(getattr(source_of(module), rotation), unsqueeze_dim=2)
+    indexer.forward = partial(_chosen, indexer, rotate, is_first)
+    module.forward = lambda *args, **named: own(*args, **{**named, "attention_mask": UNREAD})
+
+
+def _chosen(
+    indexer: nn.Module, rotate, is_first: bool, hidden_states: Tensor, q_resid: Tensor,
+    position_embeddings: tuple[Tensor, Tensor], *_, **__,
+) -> Tensor:  # fmt: skip
+    """An indexer's forward: hidden_states [B, T, C], q_resid [B, T, R] -> the chosen tokens [B, T, topk] int32.
+
+    Its score is sum_h w_h relu(scale q_h . k). The scale is positive, so that it can be a factor of the weights.
+    """
+    q = indexer.wq_b(q_resid).unflatten(2, (-1, indexer.head_dim))
+    k = indexer.k_norm(indexer.wk(hidden_states).to(indexer.k_norm.weight.dtype)).to(hidden_states.dtype)[:, :, None]
+    part, size = indexer.qk_rope_head_dim, indexer.head_dim
+    sizes = (part, size - part) if is_first else (size - part, part)
+    (q_first, q_last), (k_first, k_last) = (x.split(sizes, dim=3) for x in (q, k))
+    if is_first:
+        q_first, k_first = rotate(q_first, k_first, *position_embeddings)
+    else:
+        q_last, k_last = rotate(q_last, k_last, *position_embeddings)
+    q, k = torch.cat([q_first, q_last], dim=3), torch.cat([k_first, k_last], dim=3)
+    weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype)).float()
+    weights = weights * (indexer.n_heads**-0.5 * indexer.softmax_scale)
+    return choice.choose(q, k[:, :, 0], weights, indexer.index_topk)
+
+
+def describe(gm: fx.GraphModule) -> tuple[IndexSpec, ...]:
+    """The indexers of a captured graph, in its order."""
+    specs = []
+    for node in calls(gm, choice.MARKER):
+        k = node.args[1].meta["val"]
+        specs.append(IndexSpec(k.shape[2], node.args[3], None if k.dtype in HALF else k.dtype))
+    return tuple(specs)

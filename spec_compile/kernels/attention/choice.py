@@ -1,0 +1,95 @@
+"""Indexers: each query attends to the few tokens that score best (DeepSeek sparse attention, DeepSeek-AI 2025, eq. 1).
+
+    score[n, s] = sum_h weight[n, h] * relu(q[n, h] . k[s])        over the index heads h, in float32
+
+A node chooses the `topk` largest scores among all that it sees: the committed tokens, its ancestors and itself. If it
+sees no more than `topk`, it chooses all. The earlier slots win among equal scores, so a choice depends on the
+tokens of a path only, not on the tree; torch.topk, which transformers calls, promises no order there.
+
+Shapes: B rows, N tree nodes or chunk tokens, H index heads, D their size, S cache slots.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..masks import visible_slots
+
+
+@torch.library.custom_op("spec_compile::choose", mutates_args=())
+def choose(q: Tensor, k: Tensor, weights: Tensor, topk: int) -> Tensor:
+    """The choice of every token of a whole sequence, which capture puts in place of a model's own indexer.
+
+    q [B, T, H, D], k [B, T, D], weights [B, T, H] float32 -> [B, T, topk] int32, see `largest`.
+    """
+    steps = torch.arange(q.shape[1], device=q.device)
+    return largest(index_scores(q, k, weights, (steps[:, None] >= steps)[None]), topk)
+
+
+@torch.library.custom_op("spec_compile::append_and_choose", mutates_args=("index_keys",), device_types="cpu")
+def append_and_choose(
+    q: Tensor, k: Tensor, weights: Tensor, index_keys: Tensor, lengths: Tensor, visible: Tensor, topk: int
+) -> Tensor:
+    """Append a block of N index keys to their cache, and choose for each query among the slots that it sees.
+
+    q: [B, N, H, D]; index queries.
+    k: [B, N, D]; index keys.
+    weights: [B, N, H] float32; of the heads.
+    index_keys: [B, 1, S, D], contiguous; written at the slots lengths[b] .. lengths[b] + N.
+    lengths: [B] int64; committed slots.
+    visible: [B, N, S'] bool, S' <= S; `visible_to`. Slots from S' on are not read.
+    -> [B, N, topk] int32, see `largest`.
+    """
+    ops.append(index_keys, k[:, None], lengths)
+    return largest(index_scores(q, index_keys[:, 0, : visible.shape[2]], weights, visible), topk)
+
+
+@choose.register_fake
+def _(q, k, weights, topk):
+    return q.new_empty(*q.shape[:2], topk, dtype=torch.int32)
+
+
+@append_and_choose.register_fake
+def _(q, k, weights, index_keys, lengths, visible, topk):
+    return q.new_empty(*q.shape[:2], topk, dtype=torch.int32)
+
+
+MARKER = torch.ops.spec_compile.choose.default
+CHOOSE = torch.ops.spec_compile.append_and_choose.default
+
+
+def visible_to(
+    positions: Tensor, lengths: Tensor, ancestors: Tensor | None, index_keys: Tensor, max_kv_len: int
+) -> Tensor:
+    """The slots that each node sees, bool [B, N, S']: S' is max_kv_len on a CPU, and all slots on a GPU, where no shape
+    may depend on a value. The arguments are those of `ops.tree_mask`."""
+    slots = index_keys.shape[2] if index_keys.is_cuda else max_kv_len
+    return visible_slots(positions, lengths, ancestors, slots)[0]
+
+
+def index_scores(q: Tensor, keys: Tensor, weights: Tensor, visible: Tensor) -> Tensor:
+    """The scores [B, N, S] of keys [B, S, D] for q [B, N, H, D] and weights [B, N, H] in float32.
+
+    visible: bool [B, N, S]; elsewhere the score is minus infinity.
+    """
+    products = q.float() @ keys.float().transpose(1, 2)[:, None]
+    scores = (weights.float()[:, :, None] @ products.relu())[:, :, 0]
+    return scores.masked_fill(~visible, -math.inf)
+
+
+def largest(scores: Tensor, topk: int) -> Tensor:
+    """The places of the `topk` largest scores [B, N, S], ascending, then -1; int32 [B, N, topk].
+
+    topk = 3: scores [1, 0, 2, 0, 0] give [0, 1, 2], and [-inf, 0, 2, -inf] give [1, 2, -1].
+    """
+    batch, nodes, slots = scores.shape
+    most = min(topk, slots)
+    least = scores.topk(most, sorted=False).values.amin(dim=2, keepdim=True)
+    above, equal = scores > least, (scores == least) & (scores > -math.inf)
+    chosen = above | equal & (equal.cumsum(dim=2) <= most - above.sum(dim=2, keepdim=True))
+    place = torch.where(chosen, chosen.cumsum(dim=2) - 1, topk)
+    slot = torch.arange(slots, dtype=torch.int32, device=scores.device)
+    out = torch.full((batch, nodes, topk + 1), -1, dtype=torch.int32, device=scores.device)
+    return out.scatter(2, place, slot.expand_as(place))[..., :topk].contiguous()
