@@ -35,8 +35,8 @@ def test_modules_compute_their_definition(write, name):
     head = load_head(None, written.target, "mtp")
     tensors = {key: value.numpy().astype(np.float64) for key, value in written.tensors.items()}
     embedding = written.target.get_input_embeddings().weight.numpy().astype(np.float64)
-    ids, positions = torch.randint(0, V, (2, 9)), torch.arange(9) + torch.tensor([[0], [5]])
-    state = torch.randn(2, 9, H)
+    ids, positions = torch.randint(0, V, (2, 12)), torch.arange(12) + torch.tensor([[0], [5]])
+    state = torch.randn(2, 12, H)
     modules = [head, *head.further]
     assert len(modules) == MTP[name].modules
     for number, module in enumerate(modules):

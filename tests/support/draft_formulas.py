@@ -42,16 +42,19 @@ def rotate_pairs(x, position, freqs):
     return np.array(first + second)
 
 
-def attend(q, k, v, scale, window=None):
-    """q [T, heads, d], k, v [T, kv, d]: causal softmax attention, one place and one head after another."""
+def attend(q, k, v, scale, window=None, chosen=None):
+    """q [T, heads, d], k, v [T, kv, d]: causal softmax attention, one place and one head after another.
+
+    chosen: for each place those that it sees; None for all.
+    """
     group, out = q.shape[1] // k.shape[1], np.zeros((len(q), q.shape[1], v.shape[2]))
     for t in range(len(q)):
-        first = 0 if window is None else max(0, t - window + 1)
+        seen = range(0 if window is None else max(0, t - window + 1), t + 1) if chosen is None else chosen[t]
         for h in range(q.shape[1]):
-            scores = np.array([q[t, h] @ k[s, h // group] * scale for s in range(first, t + 1)])
+            scores = np.array([q[t, h] @ k[s, h // group] * scale for s in seen])
             weights = np.exp(scores - scores.max())
             weights /= weights.sum()
-            out[t, h] = sum(w * v[s, h // group] for w, s in zip(weights, range(first, t + 1)))
+            out[t, h] = sum(w * v[s, h // group] for w, s in zip(weights, seen))
     return out.reshape(len(q), -1)
 
 
@@ -179,7 +182,8 @@ def yarn(theta, size, factor, original_max_position_embeddings, beta_fast, beta_
 
 
 def latent_attention(
-    t, name, x, positions, rank=24, nope=16, rope=8, values=12, eps=1e-6, scaled=None, turn=rotate_pairs
+    t, name, x, positions, rank=24, nope=16, rope=8, values=12, eps=1e-6, scaled=None, turn=rotate_pairs,
+    chosen=None,
 ):  # fmt: skip
     """DeepSeek's MLA: low-rank queries, one compressed row for keys and values, RoPE on a part of its own.
 
@@ -200,7 +204,7 @@ def latent_attention(
         for h in range(HEADS):
             queries[i, h] = np.concatenate([q[i, h, :nope], grown * turn(q[i, h, nope:], position, freqs)])
             keys[i, h] = np.concatenate([up[i, h, :nope], turned])
-    return linear(t, f"{name}.o_proj", attend(queries, keys, up[:, :, nope:], (nope + rope) ** -0.5 * scale))
+    return linear(t, f"{name}.o_proj", attend(queries, keys, up[:, :, nope:], (nope + rope) ** -0.5 * scale, None, chosen))
 
 
 def half_rope_attention(t, name, x, positions):

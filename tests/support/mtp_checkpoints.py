@@ -119,6 +119,18 @@ def deepseek(w: Weights, model: nn.Module, number: int) -> None:
     w[f"{prefix}.mlp.gate.e_score_correction_bias"] = w.normal(experts) * 0.2
 
 
+def indexed(w: Weights, model: nn.Module, number: int) -> None:
+    """DeepSeek-V3.2, GLM-5: DeepSeek's module with an indexer."""
+    deepseek(w, model, number)
+    indexer = f"model.layers.{model.config.num_hidden_layers + number}.self_attn.indexer"
+    heads, size = model.config.index_n_heads, model.config.index_head_dim
+    w.linear(f"{indexer}.wq_b", heads * size, MLA["q_lora_rank"])
+    w.linear(f"{indexer}.wk", size, H)
+    w.norm(f"{indexer}.k_norm", size=size)
+    w[f"{indexer}.k_norm.bias"] = w.normal(size) * 0.3
+    w.linear(f"{indexer}.weights_proj", heads, H)
+
+
 def hunyuan(w: Weights, model: nn.Module, number: int) -> None:
     """HunYuan 3: other names in the mixture."""
     prefix = f"model.layers.{model.config.num_hidden_layers}"
@@ -263,6 +275,8 @@ MTP = {
         ),
         deepseek,
     ),
+    "deepseek_v32": Family(models.INDEXED.get("deepseek_v32"), indexed),
+    "glm_moe_dsa": Family(models.INDEXED.get("glm_moe_dsa"), indexed),
     "hy_v3": Family(
         target(
             "HYV3Config", "HYV3ForCausalLM", **SPARSE, num_local_experts=EXPERTS, num_shared_experts=1,

@@ -106,6 +106,27 @@ def scaled_latent_attention(t, name, x, positions):
     return latent_attention(t, name, x, positions)
 
 
+def indexed_attention(turn, topk=8):
+    """MLA to the tokens with the `topk` largest index scores. turn: rotates the first 8 numbers of an index head."""
+
+    def attend_to_chosen(t, name, x, positions):
+        q = rms(linear(t, f"{name}.q_a_proj", x), t[f"{name}.q_a_layernorm.weight"], 1e-6)
+        q = linear(t, f"{name}.indexer.wq_b", q).reshape(len(x), -1, 16)
+        k = linear(t, f"{name}.indexer.wk", x)
+        k = (k - k.mean(1, keepdims=True)) / np.sqrt(k.var(1, keepdims=True) + 1e-6)
+        k = k * t[f"{name}.indexer.k_norm.weight"] + t[f"{name}.indexer.k_norm.bias"]
+        freqs, weights = frequencies(10000.0, 8), linear(t, f"{name}.indexer.weights_proj", x)
+        k = np.stack([np.concatenate([turn(row[:8], p, freqs), row[8:]]) for row, p in zip(k, positions)])
+        chosen = []
+        for at, position in enumerate(positions):
+            heads = np.stack([np.concatenate([turn(head[:8], position, freqs), head[8:]]) for head in q[at]])
+            scores = weights[at] @ np.maximum(heads @ k[: at + 1].T, 0)
+            chosen.append(np.argsort(-scores)[:topk])
+        return latent_attention(t, name, x, positions, chosen=chosen)
+
+    return attend_to_chosen
+
+
 def ling_attention(t, name, x, positions):
     """Ling: a gate for each head, before the last product, which is called dense."""
     name = name.replace("self_attn", "attention")
@@ -201,6 +222,7 @@ def pre_fc(attend, feed):
 
 
 GROUPED = dict(bias="gate.e_score_correction_bias", groups=2, count=8)
+MIXED = dict(bias="gate.e_score_correction_bias", groups=2, count=4)
 MIMO, LONGCAT, GLM_V = "model.mtp.layers.{}", "model.mtp.layers.0", "model.language_model.layers.2"
 FORMULAS = {
     "deepseek_v3": after(
@@ -208,6 +230,12 @@ FORMULAS = {
     ),
     "glm4_moe_lite": after(
         2, latent_attention, experts(**GROUPED, scale=1.8), "shared_head.norm", zero_first=True
+    ),
+    "deepseek_v32": after(
+        2, indexed_attention(rotate), experts(**MIXED, scale=2.5), "shared_head.norm", 1e-6, zero_first=True
+    ),
+    "glm_moe_dsa": after(
+        3, indexed_attention(rotate_pairs), experts(**MIXED, scale=2.5), "shared_head.norm", zero_first=True
     ),
     "hy_v3": after(
         2, rope_attention(), experts("router.gate", "expert_bias", "shared_mlp", 2.826), "final_layernorm"

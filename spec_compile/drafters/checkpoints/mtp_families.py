@@ -144,7 +144,7 @@ FAMILIES = (
     ),
     MtpFamily(
         "DeepSeek, GLM",
-        "vLLM deepseek_mtp.py, glm4_moe_mtp.py, glm_ocr_mtp.py",
+        "vLLM deepseek_mtp.py (with an indexer, too), glm4_moe_mtp.py, glm_ocr_mtp.py",
         r"(.*\blayers\.\d+\.)eh_proj\.weight$",
         {**NEXTN, "shared_head.norm.": "norm.", **COPIES},
         zero_first=True,

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedConfig
 
 from ...capture.adapters import shallow
+from ...capture.modules import connect
 from ...capture.trace import HARMLESS
 from ...errors import UnsupportedModelError
 from ...kernels import ops
@@ -55,6 +56,7 @@ class MtpHead(Head):
         self.further = nn.ModuleList()
         """The modules for the second draft token and later ones, of this class."""
         self.block = make_block(decoder.layers[-1], config)
+        connect(self.block, _attend)
         make_norm = norm_class(decoder.layers[-1])
         eps = getattr(config, "rms_norm_eps", None) or config.layer_norm_epsilon
         self.embedding_norm, self.state_norm, self.norm = (make_norm(config.hidden_size, eps=eps) for _ in range(3))
@@ -82,6 +84,7 @@ class MtpHead(Head):
             x = self.block(x, attention_mask=None, position_embeddings=turns)
         else:
             x = self.block(x)
+        x = x[0] if isinstance(x, tuple) else x  # GLM-5's layers also give the choice of their indexer
         normed = self.norm(x)
         return (state if self.recycle_state else normed if self.recycle_normed else x), normed
 
@@ -155,6 +158,7 @@ def block_config(config: PreTrainedConfig, sparse: bool, layer_type: str = "full
     changes = {
         "layer_types": getattr(config, "mtp_layers_block_type", None) or [layer_type],
         "mlp_layer_types": ["sparse" if sparse else "dense"],
+        "indexer_types": ["full"],
         "first_k_dense_replace": 0 if sparse else 1,
         "mlp_only_layers": [] if sparse else [0],
         "decoder_sparse_step": 1,
@@ -171,7 +175,7 @@ def block_config(config: PreTrainedConfig, sparse: bool, layer_type: str = "full
 
 def _attend(
     module, query, key, value, attention_mask,
-    scaling=None, dropout=0.0, sliding_window=None, softcap=None, s_aux=None, **extra,
+    scaling=None, dropout=0.0, sliding_window=None, softcap=None, s_aux=None, indices=None, **extra,
 ):  # fmt: skip
     """``spec_compile::attention`` with the signature of transformers' attention functions."""
     unknown = sorted(name for name, value in extra.items() if value is not None and name not in HARMLESS)
@@ -180,7 +184,8 @@ def _attend(
             f"draft: {type(module).__name__} passes {', '.join(unknown)} to attention, which is unknown here"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    return ops.attention(query, key, value, s_aux, scale, sliding_window, softcap, module.layer_idx), None
+    inputs = query, key, value, s_aux, scale, sliding_window, softcap, module.layer_idx
+    return ops.attention(*inputs, chosen=indices), None
 
 
 AttentionInterface.register(IMPLEMENTATION, _attend)
