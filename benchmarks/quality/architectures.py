@@ -27,7 +27,7 @@ BAD = ("broken", "different", "hangs")
 SUFFIXES = ("ForCausalLM", "LMHeadModel", "ModelWithLMHead", "WithLMHeadModel", "Model")
 GROUPS = {
     "recurrent state": "recurrent state",
-    "has layers of type": "other layer types (linear, indexed or hybrid attention, convolutions)",
+    "has layers of type": "other layer types (linear or hybrid attention, convolutions)",
     "attention through": "attention outside transformers' interface",
     "the captured graph differs": "other logits in one graph, mostly because the class counts positions for itself",
     "the tree attention": "other logits in one graph, mostly because the class counts positions for itself",

@@ -176,7 +176,12 @@ def _without_layers(model: PreTrainedModel, path: str, layers: list[nn.Module]) 
 def _lists_of(config: PreTrainedConfig, depth: int) -> list[tuple[str, Any]]:
     """Names and values of the lists in a configuration that have a value for each layer."""
     lists = [item for item in vars(config).items() if isinstance(item[1], (list, tuple)) and len(item[1]) == depth]
-    return [item for item in lists if "layer" in item[0]]
+    return [item for item in lists if _is_by_layer(item[0])]
+
+
+def _is_by_layer(name: str) -> bool:
+    """True if a list of this name has a value for each layer."""
+    return "layer" in name or name == "indexer_types"
 
 
 def _lists_by_layer(model: PreTrainedModel, depth: int) -> list:
@@ -184,7 +189,7 @@ def _lists_by_layer(model: PreTrainedModel, depth: int) -> list:
     lists = []
     for config in configs_of(model):
         for name, values in vars(config).items():
-            if isinstance(values, (list, tuple)) and len(values) == depth and "layer" not in name:
+            if isinstance(values, (list, tuple)) and len(values) == depth and not _is_by_layer(name):
                 raise UnlikeLayersError(f"has as many values in config.{name} as layers")
         lists += [values for _, values in _lists_of(config, depth)]
     for part in model.modules():

@@ -15,9 +15,10 @@ from spec_compile.capture import kinds, repeat, trace
 from spec_compile.capture.config_reads import config_reads
 from spec_compile.capture.trace import capture
 
-LISTS = "layer_types", "layers_block_type", "no_rope_layers"
+LISTS = "layer_types", "layers_block_type", "no_rope_layers", "mlp_layer_types", "indexer_types"
 ROWS = {**models._ADMITTED, **{name: models._HYBRID[name] for name in models.HYBRIDS}}
-LONG_PATTERNS = {"bailing_hybrid", "gemma3", "olmo3", "cohere2", "nemotron_h", "lfm3"}
+ROWS |= {name: models._INDEXED[name] for name in models.INDEXED.keys() - {"dots3_note"}}  # which keeps functions
+LONG_PATTERNS = {"bailing_hybrid", "gemma3", "olmo3", "cohere2", "nemotron_h", "lfm3", "glm_moe_dsa", "hy_v4"}
 """Models whose layers repeat after three or four."""
 NOT_BUILT = {"zamba", "zamba2"}
 """Models whose configuration wants lists that belong together. Their layers share modules."""
@@ -28,6 +29,8 @@ def deep(name, depth=8, **config):
     config_class, cls, kwargs, *rest = ROWS[name]
     kwargs = {**kwargs, ("n_layer" if "n_layer" in kwargs else "num_hidden_layers"): depth}
     kwargs |= {key: (kwargs[key] * depth)[:depth] for key in LISTS if key in kwargs}
+    if "index_topk" in kwargs:
+        kwargs["index_topk"] = depth  # a smaller one would be taken for the number of a layer
     if "layers_block_type" in kwargs:
         del kwargs["num_hidden_layers"]
     return models.build(config_class, cls, {**kwargs, **config}, *rest)

@@ -204,7 +204,8 @@ def latent_attention(
         for h in range(HEADS):
             queries[i, h] = np.concatenate([q[i, h, :nope], grown * turn(q[i, h, nope:], position, freqs)])
             keys[i, h] = np.concatenate([up[i, h, :nope], turned])
-    return linear(t, f"{name}.o_proj", attend(queries, keys, up[:, :, nope:], (nope + rope) ** -0.5 * scale, None, chosen))
+    out = attend(queries, keys, up[:, :, nope:], (nope + rope) ** -0.5 * scale, None, chosen)
+    return linear(t, f"{name}.o_proj", out)
 
 
 def half_rope_attention(t, name, x, positions):

@@ -133,7 +133,7 @@ _INDEXED = {  # layers with an indexer, which chooses 8 tokens; 16 heads leave n
         DSA, layer_types=["indexed_attention", WIN], sliding_window=8)),
 }
 
-_UNMASKED = {  # the same, but padding changes transformers' own answer
+_UNMASKED = {  # recurrences, too, but padding changes transformers' own answer
     "minimax": ("MiniMaxConfig", "MiniMaxForCausalLM", dict(
         GQA16, layer_types=[LIN, FULL], num_local_experts=4, num_experts_per_tok=2, block_size=16)),
     "recurrent_gemma": ("RecurrentGemmaConfig", "RecurrentGemmaForCausalLM", dict(

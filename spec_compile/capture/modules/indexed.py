@@ -42,12 +42,16 @@ def _mark(module: nn.Module, rotation: str, is_first: bool = True) -> None:
     rotation: name of the function that rotates, in the module's file.
     is_first: True if the rotated part of a head comes first.
     """
-    indexer, own = module.indexer, module.forward
+    indexer = module.indexer
     if indexer is None:  # an earlier layer has chosen its tokens, or it attends to all
         return
     rotate = partial(getattr(source_of(module), rotation), unsqueeze_dim=2)
     indexer.forward = partial(_chosen, indexer, rotate, is_first)
-    module.forward = lambda *args, **named: own(*args, **{**named, "attention_mask": UNREAD})
+    module.forward = partial(_without_mask, module.forward)
+
+
+def _without_mask(forward, *args, **named):
+    return forward(*args, **{**named, "attention_mask": UNREAD})
 
 
 def _chosen(

@@ -66,7 +66,7 @@ def example_sizes(runtime: Runtime, form: Form) -> ExampleSizes:
 
 def rows_vary(runtime: Runtime) -> bool:
     """True if one code serves all numbers of rows above one. Exceptions: recurrences, whose states a commit sorts by
-    size; several ranks, whose sizes may differ; `STATIC_BACKENDS`; and static sizes that leave no prime to tell rows by.
+    size; several ranks, whose sizes may differ; `STATIC_BACKENDS`; and static sizes that leave no prime to tell rows.
     """
     if not runtime.options.compile or runtime.verify.recurrences or runtime.options.ranks.size > 1:
         return False
