@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from draft_checkpoints import V, save
-from draft_rounds import generated, prompts
+from draft_rounds import drafted, generated, prompts
 from mtp_checkpoints import MTP, write_mtp
 from mtp_formulas import FORMULAS
 from mtp_rounds import checked, last_states
@@ -65,6 +65,34 @@ def test_drafts_of_whole_rounds(write, name):
     head = system.speculation.engine.runtime.algorithm.head
     answer = checked(system, head, written.target, ids, 6)[0] if modules > 1 else generated(system, ids, 6)
     assert torch.equal(answer, generated(written.target, ids, 6))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+@torch.no_grad()
+def test_an_indexer_drafts_over_its_cache(write, name):
+    """Each tree is that of the module without a cache, after texts of more tokens than are chosen."""
+    written = write(name)
+    system = speculating(written, num_steps=3, topk=2)
+    engine, algorithm, checked = system.speculation.engine, system.speculation.engine.runtime.algorithm, 0
+    run = engine.run
+
+    def watched(request):
+        nonlocal checked
+        state = engine.session(len(request.prompts)).state
+        for gained in run(request):
+            for row, length in enumerate(state.lengths.tolist()):
+                if not state.finished[row]:
+                    text = state.tokens[row, : length + 1].tolist()
+                    tokens, parents = drafted("mtp", algorithm.head, written.target, algorithm.schedule, text)
+                    assert state.tree_tokens[row, : tokens.shape[1]].tolist() == tokens[0].tolist()
+                    assert state.tree_parents[row, : tokens.shape[1]].tolist() == parents[0].tolist()
+                    checked += 1
+            yield gained
+
+    engine.run = watched
+    assert torch.equal(generated(system, prompts(2), 8), generated(written.target, prompts(2), 8))
+    assert checked > 8
 
 
 REFERENCES = {

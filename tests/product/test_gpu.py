@@ -83,6 +83,19 @@ def test_a_mixture_has_the_same_bits_whatever_is_drafted(name):
     assert torch.equal(generated(system, random_ids(50)), drafted)
 
 
+@pytest.mark.parametrize("mode", ["graphs", "eager graphs"])
+@pytest.mark.parametrize("name", models.INDEXED)
+def test_indexed_attention(name, mode):
+    """Texts of fewer tokens than are chosen, and of more; prompts as short as a tree, and longer ones."""
+    target = models.INDEXED[name]()
+    system = speculate(copy.deepcopy(target).to("cuda"), adaptive=False, max_cache_len=512, **MODES[mode])
+    for length, batch in ((5, 1), (50, 3), (200, 1)):
+        ids = random_ids(length, batch)
+        wanted = target.generate(ids, do_sample=False, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0)
+        assert torch.equal(generated(system, ids), wanted)
+    assert system.speculation.stats.accept_length > 1
+
+
 @functools.cache
 def drafts_target(name):
     return copy.deepcopy(drafts.target(name)).to("cuda")
