@@ -171,13 +171,13 @@ def test_new_weights_are_taken_over(on_ranks):
 
 # --- the pass
 
-SUMS = dict(llama=4, qwen3_moe=4, deepseek_v3=6, gpt_neox=2, phi3=2, gpt_oss=8)
+SUMS = dict(llama=4, qwen3_moe=4, deepseek_v3=6, gpt_neox=2, phi3=2, gpt_oss=8, glm_moe_dsa=6)
 """Sums of a forward: two a layer; one where attention and MLP are parallel, or where one of them stays whole."""
 
 
 def variants():
     """Tiny models by name, those of `SUMS` and others with a vocabulary or heads that do not divide."""
-    yield from ((name, models.ADMITTED[name]()) for name in SUMS)
+    yield from ((name, {**models.ADMITTED, **models.INDEXED}[name]()) for name in SUMS)
     llama = ("LlamaConfig", "LlamaForCausalLM")
     yield "tied_uneven", models.build(*llama, dict(models.GQA, vocab_size=97, tie_word_embeddings=True))
     yield "one_kv_head", models.build(*llama, dict(models.GQA, num_key_value_heads=1, attention_bias=True))
