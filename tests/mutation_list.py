@@ -1560,6 +1560,8 @@ MODULES = [
     Mutation(
         "each level of an assistant's tree is compiled by itself", "spec_compile/drafters/assistant.py",
         "if rows not in self.compiled:", "if True:", "tests/drafters/test_assistant.py -k what_is_compiled",
+    ),
+    Mutation(
         "zero points of GPTQ's second format are read as those of its first",
         "spec_compile/drafters/checkpoints/quantised.py",
         'offset = int(config.get("checkpoint_format", "gptq") == "gptq")', "offset = 1",
@@ -1573,6 +1575,8 @@ MODULES = [
     Mutation(
         "copies of a draft's weights are not rounded anew", "spec_compile/drafters/draft_weights.py",
         "old.copy_(new)", "pass", "tests/drafters/test_draft_weights.py -k refresh",
+    ),
+    Mutation(
         "a state of no tokens has an exponent", "spec_compile/kernels/recurrence/channelwise.py",
         "torch.where(d > 0, m, LOWEST), None", "m, None",
         "tests/kernels/test_recurrence_forms.py -k wkv",
