@@ -249,6 +249,10 @@ class Published:
     def __init__(self, matrices: dict[int, Packed]):
         self.matrices = matrices
 
+    def __repr__(self) -> str:
+        """Without addresses, because compiled code is found by it."""
+        return f"Published({[packed.layout.kind for packed in self.matrices.values()]})"
+
 
 @dataclass(frozen=True)
 class StoredMatrix:
