@@ -11,6 +11,7 @@ import models
 import pytest
 import torch
 from draft_rounds import generated, prompts
+from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from spec_compile import speculate
 from spec_compile.config import Options
 from spec_compile.drafters import self_check
-from spec_compile.drafters.checkpoints import mistral
+from spec_compile.drafters.checkpoints import files, mistral
 from spec_compile.drafters.checkpoints.load import load_head, read_token_map
 from spec_compile.drafters.hidden_states import tapped_states
 from spec_compile.drafters.modules.head import Head
@@ -370,6 +371,16 @@ def test_files_that_are_not_there(write, tmp_path):
     torch.save({"fc.weight": "text"}, tmp_path / "empty" / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"expected tensors by name"):
         load_head(tmp_path / "empty", written.target)
+
+
+@pytest.mark.parametrize("error", [LocalEntryNotFoundError("no connection"), TimeoutError("no connection")])
+def test_a_download_that_fails_names_the_file(monkeypatch, error):
+    monkeypatch.setattr(files, "hf_hub_download", mock.Mock(side_effect=error))
+    monkeypatch.setattr(files.constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(ValueError, match=r"draft: [\w.]+\.(json|safetensors) of some/head could not be downloaded: no connection"):
+        load_head("some/head", drafts.llama())
+    if isinstance(error, LocalEntryNotFoundError):
+        assert files.fetcher("some/head", local=True)("config.json") is None
 
 
 def test_pickled_code_does_not_run(tmp_path):

@@ -7,8 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+from huggingface_hub import constants, hf_hub_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -28,7 +33,7 @@ def fetcher(source: str | Path, revision: str | None = None, local: bool = False
 
     source: a folder, or a repository of the hub; only files that are asked for are downloaded.
     local: download nothing, look into the cache only.
-    Raises ValueError if `source` is neither.
+    Raises ValueError if `source` is neither, or naming a file that cannot be downloaded.
     """
     folder = Path(source).expanduser()
     if folder.is_dir():
@@ -37,15 +42,24 @@ def fetcher(source: str | Path, revision: str | None = None, local: bool = False
     def fetch(name: str) -> Path | None:
         try:
             return Path(hf_hub_download(str(source), name, revision=revision, local_files_only=local))
-        except EntryNotFoundError:
-            return None
-        except (HFValidationError, HfHubHTTPError) as error:
+        except EntryNotFoundError as error:
+            # Without a connection nothing tells that a repository has no such file.
+            if not isinstance(error, LocalEntryNotFoundError) or local or constants.HF_HUB_OFFLINE:
+                return None
+            raise ValueError(f"draft: {name} of {source} could not be downloaded: {_first_line(error)}") from error
+        except (HFValidationError, RepositoryNotFoundError) as error:
             raise ValueError(
                 f"draft: {str(source)!r} is neither a folder nor a repository that can be read from the hub: "
-                f"{str(error).strip().splitlines()[0]}"
+                f"{_first_line(error)}"
             ) from error
+        except Exception as error:  # also of the HTTP library, which differs between versions of huggingface_hub
+            raise ValueError(f"draft: {name} of {source} could not be downloaded: {_first_line(error)}") from error
 
     return fetch
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def read_json(path: Path) -> dict:
@@ -265,7 +279,8 @@ def _weight_files(source, fetch: Fetch, wanted: Callable[[str], bool]) -> list[t
             if lost:
                 raise ValueError(f"draft: {source} has no {_some(lost)}, which its index names")
             return [(fetch(shard), names) for shard, names in shards.items()]
-    raise ValueError(f"draft: {source} has none of {', '.join(FILES)}, and no index of several")
+    offline = "; the hub is not asked (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else ""
+    raise ValueError(f"draft: {source} has none of {', '.join(FILES)}, and no index of several{offline}")
 
 
 def _from_safetensors(path: Path, read: Callable):
