@@ -182,6 +182,7 @@ small_m.has_fp8 = activations.has_fp8 = lambda device: True
 KINDS = {
     "Fp8Block 128 128": ("float8_e4m3fn", 1), "PerChannel": ("float8_e4m3fn", 64), "Int8Weight": ("int8", 1),
     "Nibbles 64 1 0": ("int32", 64), "Nibbles 128 0 1": ("int32", 16), f"TableNibbles 64 {1 << 500}": ("int32", 16),
+    "RoundedNibbles 128 0": ("int32", 16), "RoundedNibbles 32 1": ("int32", 64),
 }
 for kind, (dtype, rows) in KINDS.items():
     layout, (outputs, inputs) = quantised.layout_of(kind), (28672, 4096)

@@ -22,12 +22,13 @@ from spec_compile.kernels.linear.quantised.compressed_tensors import (
     PerChannel,
     PerTensor,
     read,
-    rounded_rows,
 )
 from spec_compile.kernels.linear.quantised.fp4 import Fp4
 from spec_compile.kernels.linear.quantised.fp8_block import Fp8Block
 from spec_compile.kernels.linear.quantised.gptq import Gptq
+from spec_compile.kernels.linear.quantised.rows import rounded_rows
 from spec_compile.kernels.linear.quantised.torchao import Float8Weight, Int8Weight, IntGroups
+from spec_compile.kernels.linear.quantised.w4a8 import W4A8
 
 FP8 = torch.float8_e4m3fn
 
@@ -46,6 +47,15 @@ def compressed(group, dtype=torch.bfloat16):
     def draw(outputs, inputs):
         scales = torch.rand(outputs, inputs // (group or inputs)) / 4 / inputs**0.5
         return Int4Group(group or inputs), [words(outputs, inputs // 8), scales.to(dtype)]
+
+    return draw
+
+
+def w4a8(group, fp8, packed):
+    def draw(outputs, inputs):
+        codes = words(outputs, inputs // 8) if packed else torch.randint(-8, 8, (outputs, inputs), dtype=torch.int8)
+        scales = torch.rand(outputs, inputs // (group or inputs)) / 4 / inputs**0.5
+        return W4A8(group or inputs, fp8, packed), [codes, scales]
 
     return draw
 
@@ -112,7 +122,8 @@ DRAWN = {
     "ct128": compressed(128), "ct32": compressed(32), "ct": compressed(None),
     "ct64 fp16": compressed(64, torch.float16), "ao int4": int_groups, "gptq": gptq, "awq": awq,
     "table": bitsandbytes(False), "nested": bitsandbytes(True), "nvfp4": fp4(16, 1), "modelopt fp4": fp4(16, 0),
-    "mxfp4": fp4(32, 0),
+    "mxfp4": fp4(32, 0), "w4a8": w4a8(128, 0, 1), "w4a8 32": w4a8(32, 0, 0), "w4a8 rows": w4a8(None, 0, 0),
+    "w4a8 fp8": w4a8(128, 1, 1),
 }  # fmt: skip
 HALF = {name: torch.float16 if name in ("ct64 fp16", "gptq", "awq") else torch.bfloat16 for name in DRAWN}
 TILES = {8: ProductTile(64, 128, 16, 4, 2, bits=8), 4: ProductTile(64, 256, 16, 4, 2, bits=4)}
@@ -133,7 +144,10 @@ def launch(x, layout, parts, count, tile, **around):
 
 
 @pytest.mark.parametrize(
-    "name", ["ct128", "ct32", "ct", "ct64 fp16", "ao int4", "gptq", "awq", "table", "nested", "nvfp4", "mxfp4"]
+    "name", [
+        "ct128", "ct32", "ct", "ct64 fp16", "ao int4", "gptq", "awq", "table", "nested", "nvfp4", "mxfp4", "w4a8",
+        "w4a8 32", "w4a8 rows", "w4a8 fp8",
+    ],
 )
 def test_repacked_weights_are_equal(name):
     for outputs, inputs in ((48, 512), (16, 384)):
@@ -204,7 +218,7 @@ def test_products(name, rows, outputs, inputs, count):
     x = torch.randn(rows, inputs)
     got = launch(x, packed, ours, count, TILES[packed.bits])
     torch.testing.assert_close(got, layout.product(x, parts, None), rtol=1e-4, atol=1e-5)
-    if name in ("fp8", "ct128", "ct int8"):
+    if name in ("fp8", "ct128", "ct int8", "w4a8"):
         gate, up = layout.product(x, parts, None).chunk(2, -1)
         gated = launch(x, packed, ours, count, TILES[packed.bits], after=Gate())
         torch.testing.assert_close(gated, F.silu(gate) * up, rtol=1e-4, atol=1e-5)
@@ -230,7 +244,7 @@ def test_rows_are_rounded_as_the_library_does(dtype):
     x = torch.randn(5, 48)[:, :40]
     x[1], x[2, :4], x[2, 4:] = 0, torch.tensor([255.0, 1.0, 3.0, -5.0]), 0.5
     for kept in {dtype, torch.uint8 if dtype == FP8 else dtype}:
-        codes, units = small_m._rounded_rows(x, kept, early=False, static=x[:0])
+        codes, units = small_m._rounded_rows(x, kept, early=False, static=None)
         assert torch.equal(codes.float() * units[:, None], rounded_rows(x, dtype))
 
 
@@ -291,7 +305,7 @@ def test_bits_of_rows(name):
         for rows in (2, 16, 17, 64, 300):
             got = product(x[:rows], weight, None, scales, packed.kind)
             assert torch.equal(got[:64], alone[:rows]), rows
-        wide = x if packed.rounds_rows else x.float()  # a row is rounded in its dtype
+        wide = x if packed.row_dtype(weight) else x.float()  # a row is rounded in its dtype
         want = packed.product(wide, [weight, scales], None).float()
         got = product(x, weight, None, scales, packed.kind).float()
         assert (got - want).norm() < 4e-3 * want.norm()

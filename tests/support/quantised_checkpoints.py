@@ -40,6 +40,13 @@ def ct_w4a16(weight: Tensor) -> dict[str, Tensor]:
     return {"weight_packed": words, "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)}
 
 
+def ct_w4a8_bytes(weight: Tensor) -> dict[str, Tensor]:
+    """The same with a byte for each weight."""
+    scale = (weight.unflatten(1, (-1, 128)).abs().amax(dim=2) / 7.5).bfloat16()
+    codes = (weight / scale.float().repeat_interleave(128, 1)).round().clamp(-8, 7)
+    return {"weight": codes.to(torch.int8), "weight_scale": scale}
+
+
 def ct_nvfp4(weight: Tensor) -> dict[str, Tensor]:
     """compressed-tensors NVFP4A16: 4 bits in groups of 16 with scales in FP8, all over a scale."""
     numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -107,6 +114,10 @@ def modelopt(weight: Tensor) -> dict[str, Tensor]:
     return {"weight": (weight / scale).to(FP8), "weight_scale": scale, "input_scale": torch.tensor(0.01)}
 
 
+INT4 = dict(num_bits=4, type="int", strategy="group", group_size=128)
+TOKENS = dict(num_bits=8, type="int", strategy="token", dynamic=True, symmetric=True)
+"""What compressed-tensors calls W4A8: its weights and its activations."""
+
 FORMATS: dict[str, tuple[Callable[[Tensor], dict[str, Tensor]], torch.dtype, dict | None]] = {
     "plain": (lambda weight: {"weight": weight.bfloat16()}, torch.bfloat16, None),
     "fp8_block": (
@@ -117,13 +128,16 @@ FORMATS: dict[str, tuple[Callable[[Tensor], dict[str, Tensor]], torch.dtype, dic
         ct_fp8, torch.bfloat16,
         _ct(
             "float-quantized", dict(num_bits=8, type="float", strategy="channel"),
-            dict(num_bits=8, type="float", strategy="token", dynamic=True, symmetric=True),
+            TOKENS | {"type": "float"},
         ),
     ),
     "ct_w4a16": (
         ct_w4a16, torch.bfloat16,
-        _ct("pack-quantized", dict(num_bits=4, type="int", strategy="group", group_size=128), None),
+        _ct("pack-quantized", INT4, None),
     ),
+    "ct_w4a8": (ct_w4a16, torch.bfloat16, _ct("pack-quantized", INT4, TOKENS)),
+    "ct_w4a8_bytes": (ct_w4a8_bytes, torch.bfloat16, _ct("int-quantized", INT4, TOKENS)),
+    "ct_w4afp8": (ct_w4a16, torch.bfloat16, _ct("pack-quantized", INT4, TOKENS | {"type": "float"})),
     "ct_nvfp4": (
         ct_nvfp4, torch.bfloat16,
         _ct("nvfp4-pack-quantized", dict(num_bits=4, type="float", strategy="tensor_group", group_size=16), None),

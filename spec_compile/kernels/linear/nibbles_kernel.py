@@ -25,7 +25,7 @@ def multiply_nibbles(
     TABLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """`multiply_quantised` of 4 bits, in the order of `nibbles._Words`. The weight's scales are the units of
+    """`multiply_quantised` of 4 bits, in the order of `nibbles.Words`. The weight's scales are the units of
     `nibbles.Nibbles`, or with FORMAT "nibbles_table" of `nibbles.TableNibbles`."""
     CENTRED: tl.constexpr = FORMAT == "nibbles_bf16_centred" or FORMAT == "nibbles_fp16_centred"
     PAIRS: tl.constexpr = CENTRED or TABLE is not None

@@ -16,6 +16,7 @@ from ..ptx import let_next_kernel_begin
 from ..rounding import LARGEST_FP8, nearest_fp8, over_scale
 from .load_tile import addresses, load_tile
 from .nibbles_kernel import multiply_nibbles
+from .w4a8_kernel import multiply_w4a8
 
 UNIT_ROWS: tl.constexpr = tl.constexpr(128)
 """The scales of x's rows have memory for a multiple of this, which is at least a tile's rows."""
@@ -35,6 +36,10 @@ def multiply_quantised(
         acc = _multiply_fp8_blocks(weight, x, o, n, begin, end, rows, inputs, late, GROUP, BLOCK_N, BLOCK_O, EVEN, PDL)
     elif FORMAT == "channels":
         acc = _multiply_channels(weight, x, o, n, begin, end, rows, inputs, late, BLOCK_N, BLOCK_O, BLOCK_K, EVEN, PDL)
+    elif FORMAT == "nibbles_rounded":
+        acc = multiply_w4a8(
+            weight, x, o, n, begin, end, rows, outputs, inputs, late, GROUP, BLOCK_N, BLOCK_O, EVEN, PDL, PTX
+        )
     else:
         acc = multiply_nibbles(
             weight, x, o, n, begin, end, rows, outputs, inputs, late, FORMAT, GROUP, TABLE, BLOCK_N, BLOCK_O, EVEN, PDL,

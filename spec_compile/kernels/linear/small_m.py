@@ -20,7 +20,7 @@ from . import tuned
 from .plans import CUT, MAX_ROWS, ProductPlan, ProductTile, ceil_div, packed_plan, plan, squared_columns
 from .product import Gate, Matrix, Product, QkvHeads, ResidualStream
 from .quantised import layout_of
-from .quantised.compressed_tensors import LARGEST
+from .quantised.rows import FP8, LARGEST
 
 try:
     import triton
@@ -132,10 +132,12 @@ def launch(product: Product, out: Tensor | None, parts: int, tile: ProductTile, 
     form, group = layout.packing if layout else (None, 1)
     if form == "fp8_blocks":
         x, units = rounded_blocks(x, group, early)
-    if weight.dtype == torch.float8_e4m3fn and not has_fp8(x.device):
+    dtype, lacks_fp8 = layout.row_dtype(weight) if layout else None, not has_fp8(x.device)
+    if dtype is not None:
+        static = layout.constant_scale([weight, scales])
+        x, units = _rounded_rows(x, torch.uint8 if dtype == FP8 and lacks_fp8 else dtype, early, static)
+    if weight.dtype == FP8 and lacks_fp8:
         weight = weight.view(torch.uint8)
-    if layout and layout.rounds_rows:
-        x, units = _rounded_rows(x, weight.dtype, early, scales[outputs:])
     grid = ceil_div(outputs, tile.block_o), ceil_div(rows, tile.block_n)
     shared = None
     if parts > 1:
@@ -162,15 +164,15 @@ def launch(product: Product, out: Tensor | None, parts: int, tile: ProductTile, 
     )  # fmt: skip
 
 
-def _rounded_rows(x: Tensor, dtype: torch.dtype, early: bool, static: Tensor) -> tuple[Tensor, Tensor]:
+def _rounded_rows(x: Tensor, dtype: torch.dtype, early: bool, static: Tensor | None) -> tuple[Tensor, Tensor]:
     """x [R, I] rounded by row to a dtype of weights: codes [R, I], and scales [R] float32. If weights are bytes,
-    because the GPU has no FP8, codes are numbers of x's dtype. static: the scale of all rows, or empty."""
+    because the GPU has no FP8, codes are numbers of x's dtype. static: the scale of all rows, or None."""
     rows, inputs = x.shape
     codes = x.new_empty(rows, inputs, dtype=x.dtype if dtype == torch.uint8 else dtype)
     units, block = x.new_empty(rows, dtype=torch.float32), triton.next_power_of_2(inputs)
-    largest = LARGEST[torch.int8 if dtype == torch.int8 else torch.float8_e4m3fn]
+    largest = LARGEST[torch.int8 if dtype == torch.int8 else FP8]
     round_rows_kernel[(rows,)](
-        x, codes, units, static if len(static) else None, inputs, x.stride(0), largest,
+        x, codes, units, static, inputs, x.stride(0), largest,
         BLOCK=block, EARLY=early, num_warps=min(max(block // 512, 1), 16), **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return codes, units

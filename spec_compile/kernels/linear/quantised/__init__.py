@@ -11,13 +11,13 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor, nn
 
-from . import awq, bitsandbytes, compressed_tensors, fp4, fp8_block, gptq, nibbles, torchao
+from . import awq, bitsandbytes, compressed_tensors, fp4, fp8_block, gptq, nibbles, torchao, w4a8
 from .layout import Packed, UnreadError, WeightLayout  # noqa: F401
 from .one_layout import PARTS, OneLayout, layer_of
 from .repack import repacked, update  # noqa: F401
 
 FORMATS = (fp8_block, compressed_tensors, gptq, awq, bitsandbytes, torchao)
-LAYOUTS = {layout.__name__: layout for format in (*FORMATS, fp4, nibbles) for layout in format.LAYOUTS}
+LAYOUTS = {layout.__name__: layout for format in (*FORMATS, fp4, nibbles, w4a8) for layout in format.LAYOUTS}
 REFILLED = {bitsandbytes.Table4: bitsandbytes.refilled, torchao.IntGroups: torchao.refilled}
 """Functions that make an owner of parts anew, by the layout."""
 

@@ -1,5 +1,5 @@
 """compressed-tensors (llm-compressor's checkpoints): 8 bits with a scale for each output or for all, and 4 bits in
-groups, integers or NVFP4.
+groups, integers (W4A16 and W4A8) or NVFP4.
 
 A model of this library unpacks all its layers at its first own forward, in place. So layers are read before that.
 """
@@ -12,24 +12,22 @@ from torch import Tensor, nn
 
 from . import nibbles
 from .fp4 import Fp4
-from .layout import Packed, WeightLayout, exact_linear, packed_nibbles, require, require_scale, unpacked_nibbles
+from .layout import Packed, WeightLayout, packed_nibbles, require, require_scale, unpacked_nibbles
+from .rows import FP8, LARGEST, RoundsRows
+from .w4a8 import W4A8
 
-FP8 = torch.float8_e4m3fn
-LARGEST = {FP8: 448.0, torch.int8: 127.5}
-"""By what the largest absolute value of a row is divided to get its scale."""
 EIGHT_BITS = {"float-quantized", "int-quantized", "naive-quantized"}
 NVFP4 = "nvfp4-pack-quantized"
 
 
 @dataclass(frozen=True)
-class PerChannel(WeightLayout):
+class PerChannel(RoundsRows):
     """weight [O, I] float8_e4m3fn or int8, scales [O, 1] of the model's dtype. Activations are rounded to the weights'
     type with a scale for each row, all in their own dtype, as the library does. static: their scale is instead a
     constant, which is the last of scales [O + 1, 1]."""
 
     static: int = 0
     packing = "channels", 1
-    rounds_rows = True
 
     def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
         return parts[0].shape[0]
@@ -38,14 +36,11 @@ class PerChannel(WeightLayout):
         codes, scales = parts
         return codes.to(scales.dtype) * scales[: len(codes)]
 
-    def product(self, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        codes, scales = parts
-        x = rounded_rows(x, codes.dtype, scales[-1].to(x.dtype) if self.static else None)
+    def row_dtype(self, weight: Tensor) -> torch.dtype:
+        return weight.dtype
 
-        def multiply(parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-            return exact_linear(x, self.weight(parts, x.shape[-1]).to(x.dtype), bias)
-
-        return self.by_outputs(x, parts, bias, multiply)
+    def constant_scale(self, parts: Sequence[Tensor]) -> Tensor | None:
+        return parts[1][-1] if self.static else None
 
 
 @dataclass(frozen=True)
@@ -74,18 +69,6 @@ class PerTensor(WeightLayout):
     def product(self, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         layout, parts = self.for_few_rows(parts, x.shape[-1])
         return layout.product(x, parts, bias)
-
-
-def rounded_rows(x: Tensor, dtype: torch.dtype, scales: Tensor | None = None) -> Tensor:
-    """x [..., I] rounded to FP8 or int8 with a scale for each row, or the given; every step is rounded to x's dtype."""
-    if scales is None:
-        scales = x.abs().amax(dim=-1, keepdim=True) / LARGEST[dtype]
-    codes = x / scales.where(scales > 0, 1.0)
-    if dtype == torch.int8:
-        codes = codes.round().clamp(-128, 127)
-    else:
-        codes = codes.clamp(-448, 448).to(dtype).to(x.dtype)
-    return codes * scales
 
 
 @dataclass(frozen=True)
@@ -130,6 +113,8 @@ def read(module: nn.Module) -> Packed | None:
     require(scheme.output_activations is None, "quantises what it returns")
     form = getattr(scheme.format, "value", scheme.format)
     require(form in EIGHT_BITS or form in ("pack-quantized", NVFP4), f"is of the form {form!r}")
+    if scheme.weights.num_bits == 4 and scheme.weights.type == "int" and scheme.input_activations is not None:
+        return _w4a8(module, scheme, form)
     if form in EIGHT_BITS:
         return _eight_bits(module, scheme, form)
     return _nvfp4(module, scheme) if form == NVFP4 else _four_bits(module, scheme)
@@ -158,16 +143,45 @@ def _eight_bits(module: nn.Linear, scheme, form: str) -> Packed:
 
 
 def _four_bits(module: nn.Linear, scheme) -> Packed:
-    weights, outputs, inputs = scheme.weights, module.out_features, module.in_features
-    require(scheme.input_activations is None, "rounds activations beside packed weights")
+    weights = scheme.weights
+    require(scheme.input_activations is None, f"rounds activations, with weights of {weights.num_bits} bits")
+    group = _group_of(module, weights)
+    parts = {"weight_packed": _words_of(module), "weight_scale": module.weight_scale}
+    return Packed(Int4Group(group), parts, module.bias, module.in_features)
+
+
+def _w4a8(module: nn.Linear, scheme, form: str) -> Packed:
+    """4 bits, as words or a byte each, with activations of 8 bits."""
+    rows, group = scheme.input_activations, _group_of(module, scheme.weights)
+    is_read = (rows.num_bits, rows.strategy, rows.dynamic, rows.symmetric) == (8, "token", True, True)
+    require(is_read, "does not round activations to 8 bits with a scale for each token")
+    if form == "pack-quantized":
+        name, codes = "weight_packed", _words_of(module)
+    else:
+        name, codes = "weight", module.weight
+        require(codes.dtype == torch.int8, f"has weights of {codes.dtype}, expected torch.int8")
+        require(int(codes.min()) >= -8 and int(codes.max()) <= 7, "has weights that are not of 4 bits")
+    parts = {name: codes, "weight_scale": module.weight_scale}
+    layout = W4A8(group, int(rows.type == "float"), int(form == "pack-quantized"))
+    return Packed(layout, parts, module.bias, module.in_features)
+
+
+def _group_of(module: nn.Linear, weights) -> int:
+    """The inputs that share a scale of 4 bits; UnreadError unless the scheme is read and the scales fit."""
+    outputs, inputs = module.out_features, module.in_features
     require(weights.num_bits == 4 and weights.symmetric, f"has {weights.num_bits} bits, or zero points")
     require(weights.strategy in ("group", "channel"), f"has weights of the strategy {weights.strategy!r}")
     group = weights.group_size if weights.strategy == "group" else inputs
     require(inputs % 8 == 0 and inputs % group == 0, f"has {inputs} inputs, no multiple of 8 and of its group {group}")
-    require(tuple(module.weight_packed.shape) == (outputs, inputs // 8), "has packed weights of another shape")
     require_scale("weight_scale", module.weight_scale, (outputs, inputs // group))
-    parts = {"weight_packed": module.weight_packed, "weight_scale": module.weight_scale}
-    return Packed(Int4Group(group), parts, module.bias, inputs)
+    return group
+
+
+def _words_of(module: nn.Linear) -> Tensor:
+    """The weights of 4 bits, eight in an int32 [O, I / 8]."""
+    words = module.weight_packed
+    require(tuple(words.shape) == (module.out_features, module.in_features // 8), "has packed weights of another shape")
+    return words
 
 
 def _nvfp4(module: nn.Linear, scheme) -> Packed:

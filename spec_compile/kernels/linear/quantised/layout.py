@@ -25,13 +25,11 @@ class WeightLayout:
     merges: True if layers of one input can be merged, because every part has a dimension of outputs.
     dims: that dimension of each part.
     bits: of a weight, if the kernel for few rows reads the layout.
-    rounds_rows: True if that kernel gets activations that are rounded by row.
     """
 
     merges: ClassVar[bool] = True
     dims: ClassVar[tuple[int, ...]] = 0, 0, 0
     bits: ClassVar[int] = 8
-    rounds_rows: ClassVar[bool] = False
 
     @property
     def kind(self) -> str:
@@ -52,6 +50,15 @@ class WeightLayout:
     @property
     def table(self) -> int | None:
         """The bits of 16 numbers, float32, the first the lowest, if that kernel reads codes that stand for them."""
+        return None
+
+    def row_dtype(self, weight: Tensor) -> torch.dtype | None:
+        """To what activations are rounded by row before they are multiplied by `weight`, the first part; None: they are
+        not."""
+        return None
+
+    def constant_scale(self, parts: Sequence[Tensor]) -> Tensor | None:
+        """The scale [1] with which all rows of activations are rounded; None: there is none, or each has its own."""
         return None
 
     def serves(self, dtype: torch.dtype) -> bool:

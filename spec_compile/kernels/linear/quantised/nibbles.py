@@ -22,7 +22,7 @@ TURN = {torch.bfloat16: 3, torch.float16: 6}
 """The place of the last bit of such a code."""
 
 
-class _Words(WeightLayout):
+class Words(WeightLayout):
     """words: [O, W * 32] int32, W = I / 256 rounded up; half-words [O, W * 64], the lower half first. D = `depth` of
     them hold the codes of 4 * D columns: nibble j of half-word h is that of column j * D + h. Then each word is turned
     to the left by `turn` bits. With D = 64, half-word 0 is (from the lowest bits) columns 0, 64, 128, 192, half-word 1
@@ -90,7 +90,7 @@ class _Words(WeightLayout):
 
 
 @dataclass(frozen=True)
-class Nibbles(_Words):
+class Nibbles(Words):
     """units int32. dtype: of both halves of them, an index of `DTYPES`. Weights are rounded to it.
 
     centred: all zero points are 8. units then have two groups' scales, the first in the lower half, times two to
@@ -142,7 +142,7 @@ class Nibbles(_Words):
 
 
 @dataclass(frozen=True)
-class TableNibbles(_Words):
+class TableNibbles(Words):
     """units [1 + P, O, 2] float32: the 16 numbers of the table, then the scales as `pairs`. A weight is the number of
     its code times its scale in float32, rounded to the dtype of activations. numbers: `table`."""
 
@@ -180,7 +180,7 @@ def pack(codes: Tensor, zeros: Tensor | int, scales: Tensor) -> tuple[Nibbles, l
 
     codes [O, I] uint8 of 0 to 15, zeros [G, O] or one for all, scales [G, O].
     """
-    group = _group(codes.shape[1], len(scales))
+    group = group_of(codes.shape[1], len(scales))
     if scales.dtype not in DTYPES or group is None:
         return None
     fits = bool((scales.abs() < 0.25).all())  # times two to `TOO_SMALL`, a number of its dtype
@@ -193,7 +193,7 @@ def pack(codes: Tensor, zeros: Tensor | int, scales: Tensor) -> tuple[Nibbles, l
 
 def pack_with_table(codes: Tensor, table: Tensor, scales: Tensor) -> tuple[TableNibbles, list[Tensor]] | None:
     """`pack` of codes whose numbers are in a table [16] float32. scales [G, O] float32."""
-    group = _group(codes.shape[1], len(scales))
+    group = group_of(codes.shape[1], len(scales))
     if group is None or len(codes) < len(table):
         return None
     bits = table.view(torch.int32).tolist()
@@ -209,7 +209,7 @@ def _turned(words: Tensor, bits: int) -> Tensor:
     return words << bits | words >> 32 - bits & (1 << bits) - 1 if bits else words
 
 
-def _group(inputs: int, groups: int) -> int | None:
+def group_of(inputs: int, groups: int) -> int | None:
     """The columns of a scale where one spans all inputs, or as many as the kernel reads; else None."""
     group = inputs // groups if groups > 1 else -(-inputs // WIDTH) * WIDTH
     return group if group % WIDTH == 0 or group in (16, 32, 64, 128) else None

@@ -1,0 +1,38 @@
+"""Activations that are rounded to 8 bits with a scale for each row, or a constant one, as compressed-tensors does."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .layout import WeightLayout, exact_linear
+
+FP8 = torch.float8_e4m3fn
+LARGEST = {FP8: 448.0, torch.int8: 127.5}
+"""By what the largest absolute value of a row is divided to get its scale."""
+
+
+def rounded_rows(x: Tensor, dtype: torch.dtype, scales: Tensor | None = None) -> Tensor:
+    """x [..., I] rounded to FP8 or int8 with a scale for each row, or the given; every step is rounded to x's dtype."""
+    if scales is None:
+        scales = x.abs().amax(dim=-1, keepdim=True) / LARGEST[dtype]
+    codes = x / scales.where(scales > 0, 1.0)
+    if dtype == torch.int8:
+        codes = codes.round().clamp(-128, 127)
+    else:
+        codes = codes.clamp(-448, 448).to(dtype).to(x.dtype)
+    return codes * scales
+
+
+class RoundsRows(WeightLayout):
+    """A layout whose activations are rounded by `rounded_rows` before the product."""
+
+    def product(self, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        dtype, scale = self.row_dtype(parts[0]), self.constant_scale(parts)
+        assert dtype is not None
+        x = rounded_rows(x, dtype, None if scale is None else scale.to(x.dtype))
+
+        def multiply(parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+            return exact_linear(x, self.weight(parts, x.shape[-1]).to(x.dtype), bias)
+
+        return self.by_outputs(x, parts, bias, multiply)

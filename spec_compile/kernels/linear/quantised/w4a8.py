@@ -1,0 +1,100 @@
+"""Integers of 4 bits in groups, with activations that are rounded to 8 bits by row: compressed-tensors' W4A8 and W4AFP8.
+
+Reference: ``quant_scheme.py`` of compressed-tensors, `W4A8` and `W4AFP8`. The kernel multiplies codes, as QServe (arXiv
+2405.04532) does; it scales the sum of each group.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .layout import WeightLayout, packed_nibbles, unpacked_nibbles
+from .nibbles import WIDTH, Words, group_of
+from .rows import FP8, RoundsRows
+
+
+@dataclass(frozen=True)
+class W4A8(RoundsRows):
+    """weight [O, I] int8 of -8 to 7, or if `packed` as `Int4Group` has it; scales [O, I / group] of the model's dtype.
+    fp8: activations are rounded to float8_e4m3fn, else to int8."""
+
+    group: int
+    fp8: int
+    packed: int
+
+    def row_dtype(self, weight: Tensor) -> torch.dtype:
+        return FP8 if self.fp8 else torch.int8
+
+    def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
+        return parts[0].shape[0]
+
+    def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
+        codes, scales = parts
+        numbers = self._codes(codes).to(scales.dtype).sub_(8)
+        return numbers.unflatten(1, (-1, self.group)).mul_(scales[:, :, None]).flatten(1)
+
+    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]] | None:
+        codes, scales = parts
+        group = group_of(inputs, scales.shape[1])
+        if group is None or group < 32:
+            return None
+        layout = RoundedNibbles(group, self.fp8)
+        words = layout.words(self._codes(codes))
+        return layout, [words, F.pad(scales.T, (0, 0, 0, words.shape[1] * 8 // group - scales.shape[1])).contiguous()]
+
+    def restored(self, index: int, packed: WeightLayout, parts: Sequence[Tensor], inputs: int) -> Tensor | None:
+        if index:
+            return packed.scales(parts, inputs).T.contiguous()
+        codes = packed.codes(parts, inputs)
+        return packed_nibbles(codes) if self.packed else codes.to(torch.int8).sub_(8)
+
+    def _codes(self, codes: Tensor) -> Tensor:
+        """[O, I] uint8, plus 8."""
+        return unpacked_nibbles(codes) if self.packed else (codes + 8).to(torch.uint8)
+
+
+@dataclass(frozen=True)
+class RoundedNibbles(Words, RoundsRows):
+    """The same in the order of the kernel. words: [O, W * 32] int32, W = I / 256 rounded up; their bytes [O, W * 128],
+    of which D = `depth` in a row have 2 * D columns: byte j that of column j in its lower half, and that of column
+    D + j in its upper half, both in two's complement. With D = 64, column 70 of -2 and column 6 of 3 are byte 6, 0xE3.
+    units: [W * 256 / group, O] scales of the model's dtype.
+
+    So a shift or a mask of each byte makes an int8 that is 16 times the weight's code.
+    """
+
+    group: int
+    fp8: int
+
+    @property
+    def packing(self) -> tuple[str, int]:
+        return "nibbles_rounded", self.group
+
+    @property
+    def depth(self) -> int:
+        return min(self.group, WIDTH // 2)
+
+    def row_dtype(self, weight: Tensor) -> torch.dtype:
+        return FP8 if self.fp8 else torch.int8
+
+    def words(self, codes: Tensor) -> Tensor:
+        codes = (F.pad(codes, (0, -codes.shape[1] % WIDTH), value=8) ^ 8).unflatten(1, (-1, 2, self.depth))
+        return (codes[:, :, 0] | codes[:, :, 1] << 4).flatten(1).view(torch.int32)
+
+    def unpacked(self, words: Tensor) -> Tensor:
+        pairs = words.contiguous().view(torch.uint8).unflatten(1, (-1, self.depth))
+        return torch.stack([pairs & 15, pairs >> 4], dim=2).flatten(1) ^ 8
+
+    def scales(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
+        return parts[1][: max(inputs // self.group, 1)]
+
+    def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
+        words, units = parts
+        numbers = self.unpacked(words).to(units.dtype).sub_(8)
+        return numbers.unflatten(1, (-1, self.group)).mul_(units.T[:, :, None]).flatten(1)[:, :inputs]
+
+
+LAYOUTS = (W4A8, RoundedNibbles)
