@@ -1573,6 +1573,16 @@ MODULES = [
         "tests/drafters/test_quantised_drafts.py -k 'has_the_weights and ct_nvfp4'",
     ),
     Mutation(
+        "a sum of 4-bit codes has the scale of the group before", "spec_compile/kernels/linear/w4a8_kernel.py",
+        "weight.scales + column // GROUP * outputs", "weight.scales + start // GROUP * outputs",
+        "tests/kernels/test_packed_products.py -k 'products and 18 and w4a8'",
+    ),
+    Mutation(
+        "bytes of more than 4 bits are read as W4A8", "spec_compile/kernels/linear/quantised/compressed_tensors.py",
+        "int(codes.min()) >= -8 and int(codes.max()) <= 7", "True",
+        "tests/capture/test_quantised.py -k a_byte_that",
+    ),
+    Mutation(
         "copies of a draft's weights are not rounded anew", "spec_compile/drafters/draft_weights.py",
         "old.copy_(new)", "pass", "tests/drafters/test_draft_weights.py -k refresh",
     ),

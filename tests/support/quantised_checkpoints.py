@@ -101,7 +101,7 @@ def awq(weight: Tensor) -> dict[str, Tensor]:
 def _ct(form: str, weights: dict, activations: dict | None) -> dict:
     """A ``quantization_config`` of compressed-tensors."""
     weights = dict(dynamic=False, symmetric=True, **weights)
-    group = dict(targets=["Linear"], weights=weights, input_activations=activations)
+    group = dict(targets=["Linear"], weights=weights, input_activations=activations, format=form)
     return dict(
         quant_method="compressed-tensors", format=form, quantization_status="compressed", ignore=["lm_head"],
         config_groups=dict(group_0=group),

@@ -1,4 +1,4 @@
-"""Integers of 4 bits in groups, with activations that are rounded to 8 bits by row: compressed-tensors' W4A8 and W4AFP8.
+"""Integers of 4 bits in groups, and activations that are rounded to 8 bits by row: W4A8 and W4AFP8.
 
 Reference: ``quant_scheme.py`` of compressed-tensors, `W4A8` and `W4AFP8`. The kernel multiplies codes, as QServe (arXiv
 2405.04532) does; it scales the sum of each group.
