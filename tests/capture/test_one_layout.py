@@ -20,7 +20,10 @@ from spec_compile.kernels.linear.quantised.one_layout import PARTS, Restoring
 
 GREEDY = dict(do_sample=False, max_new_tokens=8, eos_token_id=None, pad_token_id=0)
 HALF = {"gptq": torch.float16, "awq": torch.float16}
-NAMES = ["gptq", pytest.param("awq", marks=pytest.mark.slow), "ct_w4a16", "nf4", "nf4_nested", "ao_int4"]
+NAMES = [
+    "gptq", pytest.param("awq", marks=pytest.mark.slow), "ct_w4a16", pytest.param("ct_w4a8", marks=pytest.mark.slow),
+    "ct_w4a8_bytes", "nf4", "nf4_nested", "ao_int4",
+]  # fmt: skip
 LARGEST = checkpoints.INNER * checkpoints.H
 
 
@@ -72,7 +75,7 @@ def test_a_packed_layer_is_its_librarys(name, loaded):
     layer, was = (each.model.layers[1].mlp.up_proj for each in (model, before))
     x = torch.randn(3, checkpoints.H, dtype=before.dtype)
     assert type(layer) is type(was)
-    if name != "ct_w4a16":  # whose forward needs the model's to unpack it
+    if not name.startswith("ct_"):  # whose forward needs the model's to unpack it
         assert torch.equal(layer(x), was(x))
     other = copy.deepcopy(model)
     assert_equal_state(other.state_dict(), before.state_dict())
@@ -85,7 +88,8 @@ def test_a_packed_layer_is_its_librarys(name, loaded):
     words = [each._buffers[PARTS[0]] for each in layers(model)]
     model.to("cpu")  # changes nothing
     hold_one_layout(model)
-    assert all(type(packed.layout) in quantised.nibbles.LAYOUTS for packed in packed_layers(model).values())
+    kernels = *quantised.nibbles.LAYOUTS, quantised.w4a8.RoundedNibbles
+    assert all(type(packed.layout) in kernels for packed in packed_layers(model).values())
     assert all(each._buffers[PARTS[0]] is tensor for each, tensor in zip(layers(model), words))
 
 

@@ -144,9 +144,23 @@ def launch(x, layout, parts, count, tile, **around):
 
 
 @pytest.mark.parametrize(
-    "name", [
-        "ct128", "ct32", "ct", "ct64 fp16", "ao int4", "gptq", "awq", "table", "nested", "nvfp4", "mxfp4", "w4a8",
-        "w4a8 32", "w4a8 rows", "w4a8 fp8",
+    "name",
+    [
+        "ct128",
+        "ct32",
+        "ct",
+        "ct64 fp16",
+        "ao int4",
+        "gptq",
+        "awq",
+        "table",
+        "nested",
+        "nvfp4",
+        "mxfp4",
+        "w4a8",
+        "w4a8 32",
+        "w4a8 rows",
+        "w4a8 fp8",
     ],
 )
 def test_repacked_weights_are_equal(name):
