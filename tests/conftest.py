@@ -1,6 +1,7 @@
 """Seeds, one thread, and tiny models built once a process."""
 
 import functools
+import gc
 import importlib.util
 import logging
 import os
@@ -49,6 +50,12 @@ def pytest_collection_modifyitems(config, items):
     sweeps.mark(items)
     yield
     items[:] = items[:: config.getoption("--every")]
+
+
+def pytest_collection_finish():
+    """Python does not look for garbage among modules and tests again, of which there are a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -142,6 +142,7 @@ def test_new_weights_of_compiled_layers_are_taken_over():
     assert torch.equal(fast.generate(IDS, **OPTIONS), plain.generate(IDS, **OPTIONS))
 
 
+@pytest.mark.sweep("qwen3_moe qwen3_5")
 @pytest.mark.parametrize("name", ["qwen3_moe", "gemma3", "qwen3_5"])
 def test_families(name):
     model = (ADMITTED | HYBRIDS)[name]()

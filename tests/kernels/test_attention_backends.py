@@ -175,7 +175,9 @@ def test_heads_and_sizes(place, name, heads, sizes):
     assert (lack is not None) == (name == "flashinfer" and not {*sizes} <= {64, 128, 256}), lack
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(
+    "1-triton-interpreter 16-triton-interpreter 2-sdpa-interpreter 16-flex-interpreter 2-flashinfer-interpreter"
+)
 @EVERYWHERE
 @ALL
 @pytest.mark.parametrize("nodes", [1, 2, 16, 33, 64])
@@ -184,7 +186,7 @@ def test_trees(place, name, nodes):
     assert check(name, place, lengths, nodes, random_tree(nodes), (2, 1), (64, 64)) is None
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep("40-triton-interpreter None-flex-interpreter 40-sdpa-interpreter None-flashinfer-interpreter")
 @EVERYWHERE
 @ALL
 @pytest.mark.parametrize("window", [None, 40])
@@ -226,7 +228,7 @@ def test_page_sizes():
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("place", PLACES)
 @ALL
-@settings(max_examples=20 if GPU else 5)
+@settings(max_examples=20 if GPU else 3)
 @given(data=st.data())
 def test_anything(place, name, data):
     torch.manual_seed(data.draw(st.integers(0, 1000)))
@@ -307,6 +309,7 @@ VARYING = 37
 """Nodes of the first call, a number that no other size has."""
 
 
+@pytest.mark.sweep("sdpa-False flex-True")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", ["sdpa", "flex"])
 def test_one_compilation_serves_all_sizes(name, causal):
@@ -326,6 +329,7 @@ def test_one_compilation_serves_all_sizes(name, causal):
     assert counter.frame_count == 1
 
 
+@pytest.mark.sweep("None-False 30-True")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [None, 30])
 def test_flex_is_a_part(causal, window):
@@ -425,7 +429,7 @@ def tiny(monkeypatch):
         monkeypatch.setitem(BACKENDS, name, less)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep("triton-llama flashinfer-llama flex-deepseek_v3 sdpa-gemma2")
 @pytest.mark.parametrize("name, model", [pair for pair in PAIRS if pair not in REFUSED])
 def test_pass_puts_the_op_into_the_graph(on_gpu, captured, tiny, name, model):
     """The op is there once a layer, and the numbers are those of the graph for a CPU."""

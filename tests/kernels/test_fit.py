@@ -129,7 +129,10 @@ for heads, kv_heads, size, inputs, norms in ((32, 8, 64, 2048, False), (16, 8, 1
         small_m.launch(Product(x, weight, after=ends), out, how.parts, tile)
         used = max(kernel.metadata.shared for kernel in found)
         results[f"{rows} rows, {heads} heads of {size}, norms {norms}"] = used
+print(json.dumps(results))
+"""
 
+TRAINING = """
 from spec_compile.kernels import distil_kernel
 
 for name in ("_distil", "_confidence"):
@@ -374,6 +377,7 @@ print(json.dumps(results))
 SCRIPTS = {
     "attention": ATTENTION,
     "products": PRODUCTS,
+    "training": TRAINING,
     "quantised": QUANTISED,
     "experts": EXPERTS,
     "indexed": INDEXED,

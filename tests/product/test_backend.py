@@ -68,7 +68,7 @@ def test_the_tolerance_notices_a_wrong_scale():
         check_forward(net, wrong, None)
 
 
-@pytest.mark.sweep("gemma3 mixtral")
+@pytest.mark.sweep("qwen3 mixtral")
 @pytest.mark.parametrize("name", models.ADMITTED)
 def test_every_architecture_keeps_its_logits(name, interpreted):
     net = models.ADMITTED[name]()
@@ -84,10 +84,10 @@ def test_every_architecture_keeps_its_logits(name, interpreted):
         assert attention.summary.startswith("0 ") == (net.config._attn_implementation == "eager")
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "mixtral", "deepseek_v3")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "mixtral", "deepseek_v3", "gpt_oss")]
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss", *SLOW])
+@pytest.mark.parametrize("name", ["llama", "mistral", *SLOW])
 def test_logits_without_a_mask(name, interpreted):
     net = models.ADMITTED[name]()
     check_forward(net, torch.compile(net, backend=spec, dynamic=False), None)
@@ -129,7 +129,7 @@ def test_generate_with_a_static_cache_gives_the_same_tokens(interpreted):
 def test_lengths_share_compilations(dynamic, interpreted):
     net = models.ADMITTED["llama"]()
     step = torch.compile(net, backend=spec, dynamic=dynamic)
-    for length in (7, 11, 19, 33, 50):
+    for length in (7, 11, 33, 50):
         ids = models.prompts((length, length))[1]
         with torch.no_grad():
             torch.testing.assert_close(step(input_ids=ids).logits, net(input_ids=ids).logits, rtol=1e-4, atol=1e-4)

@@ -23,7 +23,8 @@ def are_close(ours, theirs):
         assert (one - other).abs().max() <= 2e-5 * other.abs().max()
 
 
-@pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.sweep("qwen3_5")
+@pytest.mark.parametrize("name", [*NAMES, *SLOW])
 def test_a_cache_goes_from_one_call_to_the_next(name):
     """Rows of unequal length, with drafts that are mostly right. What is not served is equal, too."""
     model, fast = system(name)

@@ -289,7 +289,7 @@ def test_a_model_that_is_deleted_meanwhile_is_freed_and_its_jobs_are_forgotten(d
     del model, fast
 
     def is_freed():
-        time.sleep(1)  # the thread ends its piece of work
+        time.sleep(0.2)  # the thread ends its piece of work
         gc.collect()
         return [each() for each in gone] == [None, None, None]
 
