@@ -17,6 +17,7 @@ from typing import get_type_hints
 from spec_compile.backend import BackendOptions
 from spec_compile.config import Options, added, kind, meanings
 from spec_compile.drafters import ALGORITHMS, ALIASES
+from spec_compile.training.online import OnlineOptions
 from spec_compile.training.options import TrainingOptions
 
 PAGE = Path(__file__).parent / "options.md"
@@ -80,6 +81,7 @@ def render() -> str:
             parts.append(f"Other names: {', '.join(also)}.")
         parts += filter(None, own(cls, entries))
     parts += ["## train_draft", table(rows(TrainingOptions).values())]
+    parts += ["## train_while_serving", table(rows(OnlineOptions).values())]
     parts += ['## torch.compile(backend="spec")', table(rows(BackendOptions).values())]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 

@@ -8,10 +8,10 @@ from .ngram.trie import NgramTrie
 from .report.explain import dump
 from .runtime.accept.thinking import ThinkingBudget
 from .stats import Stats
-from .training import train_draft
+from .training import train_draft, train_while_serving
 
 __all__ = [
     "NgramTrie", "Speculation", "Stats", "ThinkingBudget", "UnsupportedModelError", "audit", "dump", "load_mxfp4",
-    "speculate", "train_draft",
+    "speculate", "train_draft", "train_while_serving",
 ]  # fmt: skip
 __version__ = "0.1.0"

@@ -20,6 +20,7 @@ from .commands.values import Device, Dtype, Model, at_least, int_list, json_obje
 from .report.audit import LOSSLESS, NOT_LOSSLESS, NOT_TESTED
 from .serving import GRACE, MAX_QUEUE, require_packages
 from .training import TRAINERS
+from .training import train_while_serving as learn
 from .training.progress import bars_on_terminals, tell
 from .training.save import STATE
 
@@ -174,6 +175,10 @@ def _serve(
     allow_runtime_lora_updating: Annotated[
         bool, typer.Option("--allow-runtime-lora-updating", help="Let clients load and unload adapters.")
     ] = False,
+    train_while_serving: Annotated[
+        bool, typer.Option("--train-while-serving", help="Let the draft learn from answers; texts stay in memory.")
+    ] = False,
+    online_training: Annotated[dict, parsed(json_object, "JSON", "Such as '{\"share\": 0.05}'; trains, too.")] = "{}",
     grace: Annotated[float, typer.Option(help="Seconds that requests have to end after SIGTERM.", min=0)] = GRACE,
     **flags: Any,
 ) -> int:
@@ -190,7 +195,10 @@ def _serve(
     options |= {} if max_lora_rank is None else {"max_lora_rank": max_lora_rank}
     sizes = {"slots": slots, "max_queue": max_queue, "tensor_parallel": tensor_parallel}
     loras = {"lora_modules": lora_modules, "allow_runtime_lora_updating": allow_runtime_lora_updating}
-    runner = Runner(build(model, algo, options, **sizes, served_model_name=served_model_name, **loras, **flags), grace)
+    server = build(model, algo, options, **sizes, served_model_name=served_model_name, **loras, **flags)
+    if train_while_serving or online_training:
+        learn(server.models.the_one.model, **online_training)
+    runner = Runner(server, grace)
     runner.run()
     return int(runner.has_failed)
 

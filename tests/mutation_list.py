@@ -416,6 +416,21 @@ ANSWERS = [
         "tests/training/test_block_attention.py -k test_blocks_in_kernels",
     ),
     Mutation(
+        "training while serving takes more than its share", "spec_compile/training/online.py",
+        "self._next = begin + seconds / self.options.share", "self._next = begin + seconds",
+        "tests/training/test_online.py -k test_training_keeps_to_its_share",
+    ),
+    Mutation(
+        "worse weights go into service", "spec_compile/training/online.py",
+        "if trained[:, 1].sum() < served[:, 1].sum():", "if not len(trained):",
+        "tests/training/test_online.py -k test_worse_weights",
+    ),
+    Mutation(
+        "texts that are for nobody else are learned from", "spec_compile/runtime/served.py",
+        "self.online is not None and request.share_text and", "self.online is not None and",
+        "tests/training/test_online.py -k test_texts_that_are_for_nobody",
+    ),
+    Mutation(
         "Muon forgets Nesterov's momentum", "spec_compile/training/muon.py",
         "torch.stack(torch._foreach_lerp(grads, momentum, MOMENTUM))", "torch.stack(momentum)",
         "tests/training/test_muon.py -k test_updates",

@@ -1,6 +1,7 @@
 """Numbers about a manager, for whoever watches it."""
 
 from collections import Counter
+from typing import Any
 
 from .job import Job
 from .scheduler import Scheduler
@@ -14,7 +15,9 @@ REJECTIONS = ("queue_full", "invalid", "stopping")
 class Metrics:
     """Counters of finished requests, and gauges of the scheduler. Calling it gives all of them as a dict."""
 
-    def __init__(self, scheduler: Scheduler):
+    def __init__(self, scheduler: Scheduler, engine: Any):
+        """engine: of the model."""
+        self._engine = engine
         self._scheduler, self._rounds_before = scheduler, scheduler.decoder.rounds_by_nodes.copy()
         self._prefixes_before = self._count_prefixes()
         self._counters: Counter[str] = Counter()
@@ -78,4 +81,5 @@ class Metrics:
             "accepted_tokens_per_position_total": list(self._positions),
             "requests_finished_total": dict(self._finished),
             "requests_rejected_total": dict(self._rejected),
+            "online_training": {} if self._engine.online is None else self._engine.online.figures(),
         }  # fmt: skip

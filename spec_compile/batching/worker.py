@@ -32,7 +32,7 @@ class Worker:
 
     def __init__(self, engine: Any, scheduler: Scheduler, status: BackgroundThreadStatus, router: OutputRouter):
         self._engine, self._scheduler, self._status, self._router = engine, scheduler, status, router
-        self.metrics = Metrics(scheduler)
+        self.metrics = Metrics(scheduler, engine)
         self.jobs: dict[str, Job] = {}
         self.observers: list[Callable[[Output], None]] = []
         self.last_round = time.perf_counter()
@@ -152,6 +152,7 @@ class Worker:
                 with self._lock:
                     self.jobs.pop(job.request_id, None)
                 self.metrics.finish(job)
+                self._learn(job)
         for output in outputs:
             try:
                 self._router.deliver(output)
@@ -162,3 +163,9 @@ class Worker:
                     observer(output)
                 except Exception:
                     log.exception("request %s: an observer failed", output.request_id)
+
+    def _learn(self, job: Job) -> None:
+        """Let a draft learn from an answer, unless its text is for nobody else or ids do not say all of its prompt."""
+        learner = self._engine.online
+        if learner is not None and job.finish_reason in ("stop", "length") and job.share_text and not job.has_pictures:
+            learner.keep(job.prompt, job.tokens)

@@ -38,6 +38,11 @@ class Accounts:
         """Counters since the start or ``stats.reset()``."""
         return self.engine.runtime.stats
 
+    @property
+    def online(self) -> Any:
+        """The training of the draft while it serves, which `train_while_serving` began; None if there is none."""
+        return self.engine.online
+
     def explain(self) -> str:
         """A readable account of the changes by each pass, and of a round."""
         return explain(self)

@@ -1,4 +1,4 @@
-"""The thread that compiles parts of rounds between the calls of a model."""
+"""The thread that works between the calls of a model: it compiles parts of rounds, and trains drafts."""
 
 import atexit
 import logging
@@ -7,6 +7,7 @@ import time
 import weakref
 from contextlib import suppress
 from functools import cache
+from typing import Protocol
 
 from .. import forks
 from ..artefacts.children import Children, number_of_children
@@ -14,7 +15,6 @@ from ..artefacts.parts import get_ready_to_load
 from ..compat import check_compiler
 from ..config import Options
 from .steps.capture import patient
-from .tiers import Tiers
 from .turns import Turns
 
 log = logging.getLogger("spec_compile")
@@ -25,6 +25,31 @@ PATIENCE = 1.0
 """Seconds to wait for a turn of one engine before looking at the next."""
 LAST_SECONDS = 10.0
 """Longest wait for the thread's work when Python ends."""
+
+
+class Chore(Protocol):
+    """Work of an engine that can wait, such as its `Tiers`. turns: of the engine. device_type: of its device."""
+
+    turns: Turns
+
+    @property
+    def device_type(self) -> str: ...
+
+    @property
+    def waits(self) -> bool:
+        """True as long as the thread is to look after it."""
+        ...
+
+    def load(self) -> None:
+        """Take what has become ready. Calls may go on."""
+
+    def has_work(self) -> bool:
+        """True if `work` may do something."""
+        ...
+
+    def work(self) -> bool:
+        """Do one piece in a turn between calls. False if no other piece can follow at once."""
+        ...
 
 
 @cache
@@ -53,21 +78,21 @@ def find_fault(device_type: str) -> str:
 
 
 class Background:
-    """One thread, which runs while engines have something to compile. It keeps neither them nor the process alive."""
+    """One thread, which runs while engines have something to do. It keeps neither them nor the process alive."""
 
     fork_order = 3
 
     def __init__(self) -> None:
-        self._engines: list[weakref.ref[Tiers]] = []
+        self._engines: list[weakref.ref[Chore]] = []
         self._renew()
         forks.register(self)
         atexit.register(self.end)
 
-    def care_for(self, tiers: Tiers) -> None:
-        """Do the work of these tiers."""
+    def care_for(self, chore: Chore) -> None:
+        """Do this work."""
         with self._lock:
-            if all(each() is not tiers for each in self._engines):
-                self._engines.append(weakref.ref(tiers))
+            if all(each() is not chore for each in self._engines):
+                self._engines.append(weakref.ref(chore))
             if self._thread is None and not self._ends:
                 self._thread = threading.Thread(target=self._run, name="spec_compile tiers", daemon=True)
                 self._thread.start()
@@ -104,7 +129,7 @@ class Background:
                     return
             time.sleep(LOOK_SECONDS)
 
-    def _work(self, engine: "weakref.ref[Tiers]") -> None:
+    def _work(self, engine: "weakref.ref[Chore]") -> None:
         """Do one piece of an engine's work after the other, as long as one can be done and it is its turn."""
         while not self._ends:
             with self._at_work, patient():
@@ -123,25 +148,25 @@ class Background:
                 get_ready_to_load(device_type)
 
 
-def _load(engine: "weakref.ref[Tiers]") -> None:
+def _load(engine: "weakref.ref[Chore]") -> None:
     tiers = engine()
     if tiers is not None:
         tiers.load()
 
 
-def _turns_of_work(engine: "weakref.ref[Tiers]") -> Turns | None:
+def _turns_of_work(engine: "weakref.ref[Chore]") -> Turns | None:
     """The turns of an engine that has work."""
     tiers = engine()
     return tiers.turns if tiers is not None and tiers.has_work() else None
 
 
-def _do_piece(engine: "weakref.ref[Tiers]") -> str:
+def _do_piece(engine: "weakref.ref[Chore]") -> str:
     """Do a piece of an engine's work. Returns the type of its device, or "" if nothing was done."""
     tiers = engine()
     return tiers.device_type if tiers is not None and tiers.work() else ""
 
 
-def _waits(engine: "weakref.ref[Tiers]") -> bool:
+def _waits(engine: "weakref.ref[Chore]") -> bool:
     tiers = engine()
     return tiers is not None and tiers.waits
 

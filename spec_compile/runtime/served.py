@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -39,6 +39,17 @@ from .steps.build import StepKind
 from .steps.code import Code
 from .tiers import Tiers
 from .turns import Turns
+
+
+class Learner(Protocol):
+    """Learns from answers while others are made."""
+
+    def keep(self, prompt: list[int], answer: list[int]) -> None:
+        """An answer is finished, and may be learned from. Both are token ids."""
+
+    def figures(self) -> dict[str, float]:
+        """Numbers for metrics; the names of those that only grow end with ``_total``."""
+        ...
 
 
 class ServedEngine(Engine):
@@ -80,6 +91,8 @@ class ServedEngine(Engine):
         self.looped = False
         """True if any decoding loop ran in the last generate()."""
         self.called_drafts = CalledDrafts()
+        self.online: Learner | None = None
+        """Learns from finished answers; None: nobody does."""
         self.call_options: tuple = ()
         """The arguments of `generating` of this call."""
         self._references: list[torch.Tensor] = []
@@ -219,7 +232,18 @@ class ServedEngine(Engine):
         request.references, request.share_text = self._references, self._share_text
         request.most_nodes = self._most_nodes
         request.eos = [token for token in request.eos if 0 <= token < self.runtime.verify.vocab_size]
-        return self.run(request)
+        learns = self.online is not None and request.share_text and not request.has_unknown_tokens
+        return self._learn_from(request) if learns else self.run(request)
+
+    def _learn_from(self, request: Request) -> Iterator[list[list[int]]]:
+        """`run` whose answers are learned from at the end."""
+        answers = [[] for _ in request.prompts]
+        for gains in self.run(request):
+            for answer, gained in zip(answers, gains):
+                answer += gained
+            yield gains
+        for prompt, answer in zip(request.prompts, answers):
+            self.online.keep(prompt, answer)
 
     def compile_anew(self) -> None:
         """Compile one round for a single sequence again, for tools such as depyf."""

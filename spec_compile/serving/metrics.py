@@ -42,6 +42,17 @@ LABELLED = {
     "request_rejected": ("requests_rejected_total", "reason", "Requests that were refused, by the reason."),
 }
 
+ONLINE = {
+    "steps_total": "Steps of training.",
+    "swaps_total": "Trained weights that went into service.",
+    "dropped_total": "Trained weights that were dropped.",
+    "seconds_total": "Seconds of training.",
+    "buffer_tokens": "Tokens of texts that are kept to learn from.",
+    "acceptance_in_service": "Share of accepted first drafts of the weights in service, on held-out texts.",
+    "acceptance_trained": "The same of the trained weights.",
+}
+"""The figures of a draft that learns while it serves, by name, and the help texts."""
+
 
 class PrometheusMetrics:
     """Counters of the manager, and times of requests."""
@@ -73,6 +84,9 @@ class PrometheusMetrics:
         for place, size in values["prefix_cache_bytes"].items():
             stored.add_metric([place], size)
         yield stored
+        for name, value in values["online_training"].items():
+            family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            yield family(f"{PREFIX}online_training_{name.removesuffix('_total')}", ONLINE[name], value=value)
         positions = enumerate(values["accepted_tokens_per_position_total"])
         text = "Draft tokens that were accepted, by their depth in the tree."
         yield _labelled("spec_decode_num_accepted_tokens_per_pos", text, "position", positions)

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Generic, TypeVar
 
 import torch
@@ -30,9 +30,12 @@ class RolloutRows:
 
     def __init__(self, parameters: Iterable[Tensor], name: str):
         """parameters: all that get gradients; the function's inputs get none. name: of the function, for a warning."""
-        self.parameters = list(parameters)
+        self.parameters, self._name = list(parameters), name
         self._shared: Shared | None = None
-        self._graphs: ByShape[Graphs] = ByShape(name, self.parameters[0].device)
+
+    @cached_property
+    def _graphs(self) -> "ByShape[Graphs]":
+        return ByShape(self._name, self.parameters[0].device)
 
     def __call__(self, function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], rows: Tensor) -> Tensor:
         """Rows [R, H] of the outputs of ``function(*inputs)``, a list of [..., H].

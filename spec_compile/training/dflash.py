@@ -52,6 +52,15 @@ class DFlashTrainer(BlockTrainer):
         self.module = as_master(draft, embedding).eval()
         self.taps, self.steps = (*taps, FINAL), self.block_size - self.first
 
+    @classmethod
+    def of_module(cls, target: Target, module: DFlashDraft, steps: int) -> "DFlashTrainer":
+        """As `HeadTrainer.of_module`. All `steps` of a block are trained."""
+        trainer = cls.__new__(cls)
+        trainer.target, trainer.device, trainer.module = target, target.embedding.device, module.eval()
+        trainer.block_size, trainer.mask, trainer.steps = module.block_size, module.mask_token_id, steps
+        trainer.taps = (*module.taps, FINAL)
+        return trainer
+
     def link(self, options: TrainingOptions) -> tuple[Transition | None, Confidence | None]:
         """The draft's transition and its prediction of acceptance, with weights to begin with; DFlash has none."""
         return None, None

@@ -34,8 +34,6 @@ class Eagle3Trainer(HeadTrainer):
         head = new_head(target, options, counts, self.config)
         super().__init__(target, head, options.ttt_steps or 7)
         self.position_weight = options.per_position_loss_weight or self.position_weight
-        self.kept = self.module.draft_to_target
-        self.learns_from_choices = len(self.kept) < target.vocab_size
 
     def loss(self, batch: Batch, features: Features, generator: torch.Generator) -> Tensor:
         """The sum over steps i of DECAY^i times the cross entropy with the target's probabilities of the kept tokens.

@@ -10,17 +10,15 @@ import torch
 from torch import Tensor
 
 from .corpus import UNNAMED
-from .data import Batch, Batches, move
+from .data import Batch, Batches
 from .features import TargetFeatures
 from .interrupts import Interrupts
-from .muon import Muon, matrices_of
 from .options import TrainingOptions
 from .progress import Progress
 from .save import TrainingState, save_curve, save_state
-from .trainer import Trainer, trained_parameters
+from .trainer import Trainer
+from .updates import Updates
 
-BETAS = (0.9, 0.95)
-"""The coefficients of AdamW."""
 REPORT_SECONDS = 10.0
 """Seconds between two reports of progress; less at first."""
 FIRST_SECONDS = 1.0
@@ -63,33 +61,20 @@ class Loop:
         publish: called with facts and acceptance, writes the draft
         report: called with each `Progress`
         """
-        self.trainer, self.features, self.batches = trainer, features, batches
+        self.trainer, self.batches = trainer, batches
         self.glance, self.held_out = glance, held_out
         self.by_set: dict[str, list[float]] = {}
         """The acceptance by depth on each named set, once it is measured."""
         self.options, self.state, self.folder, self.publish, self.report = options, state, folder, publish, report
-        self.device, dtype = features.model.device, features.model.dtype
-        self._mixed = self.device.type == "cuda" or dtype.itemsize == 2
-        self._parameters = trained_parameters(trainer.module)
-        size, highest = trainer.learning_rate
-        self.learning_rate = options.learning_rate or min(size / trainer.module.hidden_size, highest)
-        self._optimizers = self._make_optimizers(options.optimizer or trainer.optimizer)
+        self._updates = Updates(trainer, features, options.optimizer, options.learning_rate, options.clip)
         if state.weights is not None:
             with torch.no_grad():
-                for name, parameter in self._parameters.items():
+                for name, parameter in self._updates.parameters.items():
                     parameter.copy_(state.weights[name])
-            for optimizer, stored in zip(self._optimizers, state.optimizer):
+            for optimizer, stored in zip(self._updates.optimizers, state.optimizer):
                 optimizer.load_state_dict(stored)
         self._unread: list[Tensor] = []
         self._begin = time.perf_counter() - state.seconds
-
-    def _make_optimizers(self, name: str) -> list[torch.optim.Optimizer]:
-        """AdamW, or Muon for the matrices of linear layers and AdamW for all else."""
-        matrices = matrices_of(self.trainer.module) if name == "muon" else []
-        taken = {id(matrix) for matrix in matrices}
-        others = [parameter for parameter in self._parameters.values() if id(parameter) not in taken]
-        adamw = torch.optim.AdamW(others, betas=BETAS, weight_decay=0.0, fused=self.device.type == "cuda")
-        return [Muon(matrices), adamw] if matrices else [adamw]
 
     @property
     def share(self) -> float:
@@ -116,7 +101,7 @@ class Loop:
             self._step(share)
             # Acceptance after each part, progress every few seconds, a checkpoint every few minutes.
             if self.held_out and int(share * EVALUATIONS) < int(self.share * EVALUATIONS) < EVALUATIONS:
-                self.state.evaluations.append((self.state.step, _shares(self._count(self.glance, 1))[0]))
+                self.state.evaluations.append((self.state.step, _shares(self._updates.count(self.glance, 1)[0])[0]))
             now = time.perf_counter()
             if len(self._unread) >= UNREAD or now - reported >= waits:
                 self._read_losses()
@@ -148,26 +133,17 @@ class Loop:
 
     def _measure(self) -> list[float]:
         """The acceptance by depth on all held-out sets together. Sets `by_set`, unless the only set has no name."""
-        counts = {name: self._count(batches, self.trainer.steps) for name, batches in self.held_out.items()}
+        counts = {name: self._updates.count(each, self.trainer.steps)[0] for name, each in self.held_out.items()}
         if counts.keys() != {UNNAMED}:
             self.by_set = {name: _shares(count) for name, count in counts.items()}
         return _shares(torch.stack([*counts.values()]).sum(0))
-
-    def _count(self, batches: list[Batch], steps: int) -> Tensor:
-        """(drafts that reach a depth, drafts that equal the target's choices down to it), [steps, 2]."""
-        counts = torch.zeros(steps, 2, dtype=torch.int64)
-        for batch in batches:
-            features = self.features(move(batch.ids, self.device))
-            with self._precision():
-                counts += torch.tensor(list(self.trainer.accepted(batch, features, steps)))
-        return counts
 
     def save(self, acceptance: list[float]) -> None:
         """Write a checkpoint: the state, and the draft with its card."""
         self._read_losses()
         state = self.state
-        state.weights = {name: value.detach().cpu() for name, value in self._parameters.items()}
-        state.optimizer = [optimizer.state_dict() for optimizer in self._optimizers]
+        state.weights = {name: value.detach().cpu() for name, value in self._updates.parameters.items()}
+        state.optimizer = [optimizer.state_dict() for optimizer in self._updates.optimizers]
         save_state(self.folder, state)
         save_curve(self.folder, state)
         facts = {
@@ -175,7 +151,7 @@ class Loop:
             "minutes": f"{state.seconds / 60:.1f}",
             "tokens seen": f"{state.tokens:,}",
             "training speed": f"{state.tokens / max(1e-9, state.seconds):,.0f} tokens/s",
-            "learning rate": f"{self.learning_rate:g}",
+            "learning rate": f"{self._updates.learning_rate:g}",
         }
         facts |= {f"accept length on {name}": f"{1 + sum(shares):.2f}" for name, shares in self.by_set.items()}
         self.publish(facts, acceptance)
@@ -184,20 +160,9 @@ class Loop:
         """Update the weights once. share: of the training that is done, which sets the learning rate."""
         state = self.state
         batch = self.batches[state.step]
-        generator = torch.Generator(self.device).manual_seed(self.options.seed * 1_000_003 + state.step)
-        features = self.features(move(batch.ids, self.device), self.trainer.learns_from_choices)
         self.trainer.share = share
-        with self._precision():
-            loss = self.trainer.loss(batch, features, generator)
-        for optimizer in self._optimizers:
-            optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._parameters.values(), self.options.clip)
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = self.learning_rate * self._schedule(share)
-            optimizer.step()
-        self._unread.append(loss.detach())  # not read here, which would wait for the GPU
+        loss = self._updates.step(batch, self.options.seed * 1_000_003 + state.step, self._schedule(share))
+        self._unread.append(loss)  # not read here, which would wait for the GPU
         state.step += 1
         state.tokens += batch.tokens
         state.seconds = time.perf_counter() - self._begin
@@ -211,10 +176,6 @@ class Loop:
             return share / warmup
         return 0.5 + 0.5 * math.cos(math.pi * min(1.0, (share - warmup) / (1 - warmup)))
 
-    def _precision(self) -> torch.autocast:
-        """The context of forwards: bfloat16 matrix products on a GPU or with a model in 16 bits."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self._mixed)
-
     def _read_losses(self) -> None:
         """Move the unread losses into the state. FloatingPointError if one is infinite or NaN."""
         if self._unread:
@@ -224,7 +185,7 @@ class Loop:
             if not all(map(math.isfinite, losses)):
                 raise FloatingPointError(
                     f"the loss became {losses[-1]} by step {self.state.step}; {self.folder} keeps the checkpoint "
-                    f"before it: train anew with a learning_rate below {self.learning_rate:g}"
+                    f"before it: train anew with a learning_rate below {self._updates.learning_rate:g}"
                 )
 
     def _tell(self, step: int, tokens: int, since: float) -> None:

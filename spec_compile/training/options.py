@@ -94,13 +94,13 @@ class TrainingOptions:
             check_int("block_size", self.block_size, 2, MAX_NODES, "slots of a block, the root's included")
         for name in ("minutes", "learning_rate", "clip"):
             if name == "clip" or getattr(self, name) is not None:
-                _check_number(name, getattr(self, name), 0.0, math.inf, "positive and finite")
+                check_number(name, getattr(self, name), 0.0, math.inf, "positive and finite")
         for name, most, expected in (
             ("warmup", 1.0, "a share of the training, from 0 to below 1"),
             ("checkpoint_minutes", math.inf, "finite and not negative"),
         ):
             if getattr(self, name) != 0:
-                _check_number(name, getattr(self, name), 0.0, most, expected)
+                check_number(name, getattr(self, name), 0.0, most, expected)
         if self.taps is not None:
             if isinstance(self.taps, str) or not isinstance(self.taps, Sequence):
                 raise TypeError(f"taps must be a list of numbers of layers, not {type(self.taps).__name__}")
@@ -109,7 +109,7 @@ class TrainingOptions:
             object.__setattr__(self, "taps", tuple(self.taps))
 
 
-def _check_number(name: str, value, above: float, below: float, expected: str) -> None:
+def check_number(name: str, value, above: float, below: float, expected: str) -> None:
     """TypeError unless `value` is a number, ValueError unless it is between `above` and `below`."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, not {type(value).__name__}")

@@ -3,6 +3,7 @@
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -88,7 +89,19 @@ class HeadTrainer(Trainer):
     def __init__(self, target: Target, module: Head, steps: int):
         self.target, self.module, self.steps = target, module.eval(), steps
         self.taps, self.device = module.taps, target.embedding.device
-        self._rows = RolloutRows(trained_parameters(module).values(), type(module).__name__)
+        self.kept = module.draft_to_target
+        self.learns_from_choices = self.kept is not None and len(self.kept) < target.vocab_size
+
+    @cached_property
+    def _rows(self) -> RolloutRows:
+        return RolloutRows(trained_parameters(self.module).values(), type(self.module).__name__)
+
+    @classmethod
+    def of_module(cls, target: Target, module: Head, steps: int) -> "HeadTrainer":
+        """The trainer of a head that is there already, which it cannot `publish`. The arguments are the attributes."""
+        trainer = cls.__new__(cls)
+        HeadTrainer.__init__(trainer, target, module, steps)
+        return trainer
 
     def unroll(self, ids: Tensor, state: Tensor, attention: Causal, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The head's outputs as it drafts from every slot at once, with the text's tokens in place of drafts.
