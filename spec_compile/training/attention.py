@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ..errors import UnsupportedModelError
 from ..kernels.ops import masked_attention
 
 CHUNK = 256
@@ -26,6 +27,8 @@ class Causal(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.spec_compile.attention.default:
+            if (kwargs or {}).get("chosen") is not None:
+                raise UnsupportedModelError("model: layers with an indexer cannot be trained; use algo='eagle3'")
             return self.attend(*args)
         return func(*args, **(kwargs or {}))
 

@@ -45,7 +45,7 @@ def target(name):
     return model
 
 
-def differentiable(q, k, v, sinks, scale, window, softcap, layer):
+def differentiable(q, k, v, sinks, scale, window, softcap, layer, chosen=None):
     return torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=True, scale=scale, enable_gqa=True
     ).transpose(1, 2)

@@ -57,7 +57,7 @@ def masked_logits(head, ids, states, anchor):
     return normed[0, anchor - 1 :] @ head.head_weight.T.detach()
 
 
-def differentiable(q, k, v, sinks, scale, window, softcap, layer):
+def differentiable(q, k, v, sinks, scale, window, softcap, layer, chosen=None):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
 
 

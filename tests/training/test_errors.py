@@ -171,3 +171,9 @@ def test_the_command_line(tmp_path, capsys):
     assert "Loading" not in said.err and len(said.err.splitlines()) == 5  # no bar where there is no terminal
     assert transformers.utils.logging.is_progress_bar_enabled()
     assert (tmp_path / "head" / "model.safetensors").is_file()
+
+
+@pytest.mark.skipif("deepseek_v32" not in models.INDEXED, reason="this transformers has no such class")
+def test_a_block_with_an_indexer_is_refused(tmp_path):
+    with pytest.raises(UnsupportedModelError, match="layers with an indexer cannot be trained; use algo='eagle3'"):
+        train(tmp_path / "head", "mtp", model=models.INDEXED["deepseek_v32"]())

@@ -186,7 +186,7 @@ def test_the_loss_in_one_kernel(monkeypatch, rows, words, mix):
     assert pull.data_ptr() == logits.data_ptr()
 
 
-def differentiable(q, k, v, sinks, scale, window, softcap, layer):
+def differentiable(q, k, v, sinks, scale, window, softcap, layer, chosen=None):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
 
 

@@ -436,7 +436,7 @@ NEW = {
 def test_published_linked_drafts(tmp_path, algo):
     """They learn, and the files are those of SpecForge."""
     result = train(tmp_path / "head", algo, steps=20, learning_rate=5e-3, validation=sequences(6), taps=[0, 1])
-    assert result.losses[-1] < 0.8 * result.losses[0] and result.acceptance > 0.3
+    assert result.losses[-1] < 0.8 * result.losses[0] and result.acceptance > 0.2
     tensors, config = NEW[algo]
     names = set(load_file(tmp_path / "head" / "model.safetensors"))
     assert {name for name in names if not name.startswith("layers.")} - tensors == {
