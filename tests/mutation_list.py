@@ -1593,6 +1593,11 @@ MODULES = [
         "tests/kernels/test_packed_products.py -k 'products and 18 and w4a8'",
     ),
     Mutation(
+        "a constant scale rounds activations before their norm",
+        "spec_compile/kernels/linear/quantised/compressed_tensors.py", "return not self.static", "return True",
+        "tests/capture/test_quantised.py -k constant_scale",
+    ),
+    Mutation(
         "bytes of more than 4 bits are read as W4A8", "spec_compile/kernels/linear/quantised/compressed_tensors.py",
         "int(codes.min()) >= -8 and int(codes.max()) <= 7", "True",
         "tests/capture/test_quantised.py -k a_byte_that",

@@ -49,8 +49,10 @@ def _product(summand: fx.Node) -> fx.Node:
 
 
 def _begins(user: fx.Node, normed: fx.Node) -> bool:
-    """True if a node is a product of the normed stream."""
-    return user.target == linear.PRODUCT and user.args[0] is normed
+    """True if a node is a product of the normed stream, and may be of the stream before it is divided."""
+    kind = user.kwargs.get("kind")
+    is_product = user.target == linear.PRODUCT and user.args[0] is normed
+    return is_product and (not kind or linear.quantised.layout_of(kind).norms_after)
 
 
 def _join(graph: fx.Graph, both: fx.Node, summand: fx.Node, residual: fx.Node, parts: dict, readers: list) -> None:

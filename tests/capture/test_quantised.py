@@ -145,8 +145,8 @@ KERNELS = [
     "fp4",
 ]
 """Formats with a kernel for few rows."""
-UNMERGED = [*PACKED_BY_HAND, "nf4", "nf4_nested", "fp4"]
-"""Formats whose parts have outputs in another dimension than the first."""
+UNMERGED = [*PACKED_BY_HAND, "nf4", "nf4_nested", "fp4", "ct_fp8_static"]
+"""Formats whose parts have outputs in another dimension than the first, or a scale for all."""
 
 
 @pytest.mark.sweep("fp8_block ct_fp8 ct_w4a16 ct_w4a8 nf4 ao_int8 gptq_by_activation")
@@ -193,15 +193,34 @@ def _path(name):
     return f"{'self_attn' if name[0] in 'qkvo' else 'mlp'}.{name}"
 
 
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("name", [*KERNELS, "gptq_by_activation"])
-def test_layers_take_the_kernel_for_few_rows(name, tmp_path, monkeypatch):
-    """In a graph that passes take for one on a GPU. The ops' plain meanings run here."""
+@pytest.fixture
+def as_on_gpu(monkeypatch):
+    """Passes take a graph for one on a GPU."""
     for module in ("attention.tree_attention", "norm"):
         pytest.importorskip(f"spec_compile.kernels.{module}", exc_type=ImportError)
     monkeypatch.setattr(ModelGraph, "device", property(lambda graph: torch.device("cuda")))
     monkeypatch.setattr(linear.small_m, "lack_of_device", lambda device: None)
     monkeypatch.setattr(linear, "FORMS", (dataclasses.replace(linear.SMALL_M, device="cpu"),))
+
+
+def test_a_constant_scale_is_that_of_normed_activations(tmp_path, as_on_gpu):
+    """So no norm is applied after the product; each layer's output would else be that of other codes."""
+    model = load("ct_fp8_static", tmp_path, torch.bfloat16)
+    for tensor in held_tensors(model):
+        tensor.data = tensor.data.clone()
+    graph = capture(model)
+    plain = passes.run(graph, passes.Settings(), [each for each in passes.PIPELINE if each not in FEW_ROWS])
+    ours = passes.run(graph, passes.Settings())
+    assert not calls(ours.gm, QUANTISED)
+    assert not [node for node in calls(ours.gm, linear.PRODUCT) if "squares" in node.kwargs and "kind" in node.kwargs]
+    for want, got in zip(prefix_then_chunk(plain.gm, graph), prefix_then_chunk(ours.gm, graph), strict=True):
+        assert (got.float() - want.float()).norm() < 0.12 * want.float().norm()
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("name", [*KERNELS, "gptq_by_activation"])
+def test_layers_take_the_kernel_for_few_rows(name, tmp_path, as_on_gpu, monkeypatch):
+    """In a graph that passes take for one on a GPU. The ops' plain meanings run here."""
     model = load(name, tmp_path, torch.float16 if name in PACKED_BY_HAND else torch.bfloat16)
     for tensor in held_tensors(model):  # a file need not be aligned in memory, as a GPU's is
         tensor.data = tensor.data.clone()

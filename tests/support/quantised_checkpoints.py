@@ -66,6 +66,12 @@ def ct_fp8(weight: Tensor) -> dict[str, Tensor]:
     return {"weight": (weight / scale.float()).to(FP8), "weight_scale": scale}
 
 
+def ct_fp8_static(weight: Tensor) -> dict[str, Tensor]:
+    """compressed-tensors, FP8 with one scale for a matrix and a constant one for its activations."""
+    scale = (weight.abs().max() / 448).bfloat16().view(1)
+    return {"weight": (weight / scale.float()).to(FP8), "weight_scale": scale, "input_scale": torch.full((1,), 0.01)}
+
+
 def _groups(weight: Tensor, groups: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Codes [I, O], zeros [G, O] and scales [G, O] of 4 bits in groups of 128 inputs. groups [I]: of each input."""
     groups = torch.arange(weight.shape[1]) // 128 if groups is None else groups
@@ -129,6 +135,13 @@ FORMATS: dict[str, tuple[Callable[[Tensor], dict[str, Tensor]], torch.dtype, dic
         _ct(
             "float-quantized", dict(num_bits=8, type="float", strategy="channel"),
             TOKENS | {"type": "float"},
+        ),
+    ),
+    "ct_fp8_static": (
+        ct_fp8_static, torch.bfloat16,
+        _ct(
+            "float-quantized", dict(num_bits=8, type="float", strategy="tensor"),
+            dict(num_bits=8, type="float", strategy="tensor", dynamic=False, symmetric=True),
         ),
     ),
     "ct_w4a16": (

@@ -39,6 +39,10 @@ class PerChannel(RoundsRows):
     def row_dtype(self, weight: Tensor) -> torch.dtype:
         return weight.dtype
 
+    @property
+    def norms_after(self) -> bool:
+        return not self.static
+
     def constant_scale(self, parts: Sequence[Tensor]) -> Tensor | None:
         return parts[1][-1] if self.static else None
 

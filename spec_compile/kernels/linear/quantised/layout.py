@@ -61,6 +61,12 @@ class WeightLayout:
         """The scale [1] with which all rows of activations are rounded; None: there is none, or each has its own."""
         return None
 
+    @property
+    def norms_after(self) -> bool:
+        """True if activations may be divided by their root mean square after the product: the scales with which they
+        are rounded follow it."""
+        return True
+
     def serves(self, dtype: torch.dtype) -> bool:
         """True if that kernel takes activations of a dtype of 16 bits."""
         return True
