@@ -351,18 +351,35 @@ def test_scales_that_cannot_be_right(fault, text, tmp_path):
     refuses(model, "model.layers.1.self_attn.q_proj", text)
 
 
-def test_nvfp4_is_what_its_library_unpacks(tmp_path):
+@pytest.mark.parametrize("name", ["ct_nvfp4", "ct_nvfp4_both"])
+def test_nvfp4_is_what_its_library_unpacks(name, tmp_path):
     """The library rounds weights to bfloat16."""
     pytest.importorskip("compressed_tensors")
-    model, own = (load("ct_nvfp4", tmp_path, torch.bfloat16) for _ in range(2))
+    model, own = (load(name, tmp_path, torch.bfloat16) for _ in range(2))
     own(IDS)
     layers = packed_layers(model)
     assert len(layers) == 14
     for path, packed in layers.items():
-        assert torch.equal(packed.weight().bfloat16(), own.get_submodule(path).weight)
+        layer = own.get_submodule(path)
+        assert torch.equal(packed.weight().bfloat16(), layer.weight)
+        x = torch.randn(3, 5, layer.in_features, dtype=torch.bfloat16) * torch.tensor([0, 1e-4, 1, 9, 99])[:, None]
+        got = QUANTISED(x.bfloat16(), list(packed.parts.values()), packed.bias, packed.layout.kind)
+        torch.testing.assert_close(got, layer(x.bfloat16()), rtol=0.01, atol=0.01)
     fast = speculate(model, compile=False)
     plain = fast.generate(IDS, speculation=False, **GREEDY)
     assert torch.equal(fast.generate(IDS, **GREEDY), plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_activations_in_nvfp4_are_those_of_the_library(dtype, tmp_path):
+    """Bit by bit, with ties, zeros, numbers above the largest scale, and such as have a scale of 0."""
+    lifecycle = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
+    layer = load("ct_nvfp4_both", tmp_path, torch.bfloat16).model.layers[0].mlp.up_proj
+    x = torch.randn(2, 6, 64) * torch.tensor([0, 1e-6, 1e-3, 1, 30, 3000])[:, None]
+    x[0, 3, :16] = torch.tensor([6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -6, -0.25, -0.75, -1.25, -2.5, 0, -3.5, -5])
+    x, scheme = x.to(dtype), layer.quantization_scheme.input_activations
+    got = quantised.fp4.rounded_groups(x, 16, layer.input_global_scale)
+    assert torch.equal(got, lifecycle.forward_quantize(layer, x.clone(), "input", scheme))
 
 
 def test_a_model_that_its_own_forward_has_unpacked(tmp_path):
@@ -396,6 +413,13 @@ def test_activations_beside_4_bits_that_are_not_read(changes, text, tmp_path):
     for name, value in changes.items():
         setattr(layer.quantization_scheme.input_activations, name, value)
     refuses(model, "model.layers.0", text)
+
+
+@pytest.mark.parametrize(("name", "value"), [("scale_dtype", None), ("dynamic", False), ("group_size", 32)])
+def test_activations_of_4_bits_that_are_not_read(name, value, tmp_path):
+    model = load("ct_nvfp4_both", tmp_path)
+    setattr(model.model.layers[0].mlp.up_proj.quantization_scheme.input_activations, name, value)
+    refuses(model, "model.layers.0", "scales in FP8 for each 16 inputs")
 
 
 def test_a_byte_that_is_not_of_4_bits(tmp_path):

@@ -60,6 +60,11 @@ def ct_nvfp4(weight: Tensor) -> dict[str, Tensor]:
     return {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": divisor.view(1)}
 
 
+def ct_nvfp4_both(weight: Tensor) -> dict[str, Tensor]:
+    """compressed-tensors NVFP4: activations are rounded to 4 bits, too."""
+    return ct_nvfp4(weight) | {"input_global_scale": torch.tensor([448 * 6 / 5.0])}
+
+
 def ct_fp8(weight: Tensor) -> dict[str, Tensor]:
     """compressed-tensors, FP8 with a scale for each output."""
     scale = (weight.abs().amax(dim=1, keepdim=True) / 448).bfloat16()
@@ -120,6 +125,10 @@ def modelopt(weight: Tensor) -> dict[str, Tensor]:
     return {"weight": (weight / scale).to(FP8), "weight_scale": scale, "input_scale": torch.tensor(0.01)}
 
 
+NVFP4 = dict(
+    num_bits=4, type="float", strategy="tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn",
+    zp_dtype="torch.float8_e4m3fn",
+)  # fmt: skip
 INT4 = dict(num_bits=4, type="int", strategy="group", group_size=128)
 TOKENS = dict(num_bits=8, type="int", strategy="token", dynamic=True, symmetric=True)
 """What compressed-tensors calls W4A8: its weights and its activations."""
@@ -153,7 +162,10 @@ FORMATS: dict[str, tuple[Callable[[Tensor], dict[str, Tensor]], torch.dtype, dic
     "ct_w4afp8": (ct_w4a16, torch.bfloat16, _ct("pack-quantized", INT4, TOKENS | {"type": "float"})),
     "ct_nvfp4": (
         ct_nvfp4, torch.bfloat16,
-        _ct("nvfp4-pack-quantized", dict(num_bits=4, type="float", strategy="tensor_group", group_size=16), None),
+        _ct("nvfp4-pack-quantized", NVFP4, None),
+    ),
+    "ct_nvfp4_both": (
+        ct_nvfp4_both, torch.bfloat16, _ct("nvfp4-pack-quantized", NVFP4, NVFP4 | dict(dynamic="local", symmetric=True))
     ),
     "gptq": (
         gptq, torch.float16,

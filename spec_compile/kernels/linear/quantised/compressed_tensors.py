@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import nibbles
-from .fp4 import Fp4
+from .fp4 import Fp4, Fp4Both
 from .layout import Packed, WeightLayout, packed_nibbles, require, require_scale, unpacked_nibbles
 from .rows import FP8, LARGEST, RoundsRows
 from .w4a8 import W4A8
@@ -189,9 +189,9 @@ def _words_of(module: nn.Linear) -> Tensor:
 
 
 def _nvfp4(module: nn.Linear, scheme) -> Packed:
-    """NVFP4A16: 4 bits with a scale in FP8 for each 16 inputs, over a scale for all."""
+    """NVFP4, or without rounded activations NVFP4A16: 4 bits with a scale in FP8 for each 16 inputs, over a scale for
+    all."""
     outputs, inputs, group = module.out_features, module.in_features, 16
-    require(scheme.input_activations is None, "rounds activations to 4 bits, too; load its NVFP4A16 form")
     require(inputs % group == 0, f"has {inputs} inputs, no multiple of {group}")
     codes, scales, divisor = module.weight_packed, module.weight_scale, module.weight_global_scale
     is_packed = codes.dtype == torch.uint8 and tuple(codes.shape) == (outputs, inputs // 2)
@@ -200,4 +200,16 @@ def _nvfp4(module: nn.Linear, scheme) -> Packed:
     require_scale("weight_scale", scales, (outputs, inputs // group))
     require_scale("weight_global_scale", divisor, (1,))
     parts = {"weight_packed": codes, "weight_scale": scales, "weight_global_scale": divisor}
-    return Packed(Fp4(group, 1), parts, module.bias, inputs)
+    rows = scheme.input_activations
+    if rows is None:
+        return Packed(Fp4(group, 1), parts, module.bias, inputs)
+    is_read = (rows.num_bits, rows.type, rows.group_size, rows.scale_dtype) == (4, "float", group, FP8)
+    require(
+        is_read and rows.dynamic == "local" and rows.symmetric,
+        "does not round activations to NVFP4, with scales in FP8 for each 16 inputs that are computed on the fly",
+    )
+    divisor = module.input_global_scale
+    require_scale("input_global_scale", divisor, (1,))
+    require(float(divisor) > 0, "has an input_global_scale that is not above 0")
+    parts["input_global_scale"] = divisor
+    return Packed(Fp4Both(group, 1), parts, module.bias, inputs)

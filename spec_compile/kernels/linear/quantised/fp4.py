@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from . import nibbles
-from .layout import WeightLayout
+from .layout import WeightLayout, exact_linear
+from .rows import FP8
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The numbers of the codes of e2m1."""
@@ -54,6 +55,43 @@ class Fp4(WeightLayout):
         return wide / factor if self.divides else wide * factor
 
 
+@dataclass(frozen=True)
+class Fp4Both(Fp4):
+    """`Fp4` whose activations are rounded to e2m1, too, as `rounded_groups` does. Its parts are those of `Fp4` and the
+    divisor of the activations' scales [1] float32. No kernel reads it."""
+
+    def product(self, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        x = rounded_groups(x, self.group, parts[3])
+
+        def multiply(parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+            return exact_linear(x, self.weight(parts, x.shape[-1]).to(x.dtype), bias)
+
+        return self.by_outputs(x, parts, bias, multiply)
+
+    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> None:
+        return None
+
+    def cut(self, parts: Sequence[Tensor], begin: int, end: int) -> list[Tensor]:
+        return [*super().cut(parts[:3], begin, end), parts[3]]
+
+    def _scales(self, parts: Sequence[Tensor]) -> Tensor:
+        return super()._scales(parts[:3])
+
+
+def rounded_groups(x: Tensor, group: int, divisor: Tensor) -> Tensor:
+    """x [..., I] rounded to e2m1 with a scale for each row and `group` inputs. divisor [1] float32.
+
+    A scale is ``amax / 6 * divisor``, rounded to float8_e4m3fn, or 0.125 if that is 0, over the divisor; see
+    ``calculate_qparams`` of compressed-tensors. Ties go to even codes: 2.5 of a scale becomes 2, and 3.5 becomes 4.
+    """
+    groups = x.unflatten(-1, (-1, group))
+    scales = (groups.abs().amax(dim=-1, keepdim=True) / 6 * divisor).clamp(max=448).to(FP8).float()
+    scales = scales.where(scales > 0, 0.125) / divisor
+    ratios = (groups / scales).clamp(-6, 6)
+    steps = torch.where(ratios.abs() < 2, 0.5, torch.where(ratios.abs() < 4, 1.0, 2.0))
+    return ((ratios / steps).round() * steps * scales).flatten(-2).to(x.dtype)
+
+
 def _unpacked(codes: Tensor) -> Tensor:
     """Bytes [O, I / 2] of two codes -> codes [O, I] uint8."""
     return torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)
@@ -63,4 +101,4 @@ def _table(like: Tensor) -> Tensor:
     return torch.tensor(VALUES, device=like.device)
 
 
-LAYOUTS = (Fp4,)
+LAYOUTS = (Fp4, Fp4Both)
