@@ -58,6 +58,11 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_unconfigure():
+    """When Python ends, they are garbage like everything else."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def seed():
     """Every test begins with the same random state."""

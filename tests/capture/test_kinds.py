@@ -71,7 +71,7 @@ def check_graph(model, graph):
     assert (got - want).abs().max() < 1e-3 * want.std()
 
 
-@pytest.mark.sweep("gemma2")
+@pytest.mark.sweep("smollm3")
 @pytest.mark.parametrize("name", sorted(ROWS.keys() - NOT_BUILT))
 def test_equal_to_a_trace_of_all_layers(name):
     model = deep(name, 16 if name in LONG_PATTERNS else 8)
@@ -86,7 +86,7 @@ def test_equal_to_a_trace_of_all_layers(name):
 
 
 def test_generates_the_same_tokens():
-    model = deep("gemma2")
+    model = deep("smollm3")
     fast = spec_compile.speculate(model, compile=False, check=False)
     ids = models.prompts((60,))[0][0]
     request = dict(attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12, eos_token_id=None)

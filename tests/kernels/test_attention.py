@@ -112,7 +112,7 @@ def test_sliding_window(place, window, causal):
 
 @pytest.mark.parametrize("softcap, sinks, window", thinned(2, [(3.0, False), (None, True), (3.0, True)], [None, 20]))
 def test_softcap_and_sinks(place, softcap, sinks, window):
-    case = Case(place, [0, 1, 66], 4, random_tree(4), heads=(6, 2), softcap=softcap, sinks=sinks, window=window)
+    case = Case(place, [0, 1, 66], 4, random_tree(4), heads=(3, 1), softcap=softcap, sinks=sinks, window=window)
     case.q *= 4
     case.check()
 
@@ -179,7 +179,7 @@ def test_causal_chunk_of_a_large_group(place):
     Case(place, [3], 17, heads=(20, 1), causal=True).check(SMALL._replace(splits=1))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep("interpreter-1-16-16 interpreter-5-16-16")
 @pytest.mark.parametrize("splits, least, block_n", [(1, 16, 16), (2, 16, 16), (5, 16, 16), (8, 16, 32), (17, 64, 16)])
 def test_splits(place, splits, least, block_n):
     Case(place, [131], 66, causal=True).check(SMALL._replace(splits=splits, least=least, block_n=block_n))
@@ -187,7 +187,7 @@ def test_splits(place, splits, least, block_n):
 
 @pytest.mark.parametrize("least, block_n", [(16, 16), (16, 32), (64, 16)])
 def test_spans(place, least, block_n):
-    Case(place, [0, 15, 64, 128, 131], 3, star(3)).check(SMALL._replace(least=least, block_n=block_n))
+    Case(place, [0, 64, 131], 3, star(3)).check(SMALL._replace(least=least, block_n=block_n))
 
 
 def test_tiles_of_64_rows(place):
@@ -202,7 +202,7 @@ def test_full_capacity(place, nodes):
 
 @pytest.mark.parametrize("layout", ["contiguous", "heads last", "transposed"])
 def test_strides(place, layout):
-    case = Case(place, [33, 8], 4, random_tree(4), heads=(4, 2), sizes=(16, 32))
+    case = Case(place, [33, 8], 4, random_tree(4), heads=(2, 1), sizes=(16, 32))
     if layout == "contiguous":
         case.q, case.k, case.v = (x.contiguous() for x in (case.q, case.k, case.v))
     elif layout == "transposed":  # not even the columns lie side by side
@@ -229,7 +229,7 @@ def test_rotary(place, nodes, heads, sizes):
 
 @pytest.mark.parametrize("options", [dict(causal=True), dict(window=20), dict(softcap=2.0, sinks=True)])
 def test_rotary_of_other_attention(place, options):
-    Case(place, [0, 5, 60], 7, random_tree(7), heads=(4, 2), rotary=True, **options).check()
+    Case(place, [5, 40], 5, random_tree(5), heads=(2, 1), rotary=True, **options).check()
 
 
 @pytest.mark.sweep(2)
@@ -293,7 +293,7 @@ def test_rotated_is_transformers(dtype):
 
 
 @pytest.mark.parametrize("place", PLACES)
-@settings(max_examples=30 if GPU else 6)
+@settings(max_examples=30 if GPU else 4)
 @given(data=st.data())
 def test_anything(place, data):
     torch.manual_seed(data.draw(st.integers(0, 1000)))

@@ -115,7 +115,7 @@ def test_a_row_has_the_same_bits_beside_any_others(place):
 @pytest.mark.parametrize("tokens", [3, 20])
 def test_experts_in_fp8(tokens):
     place = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float32)
-    mixture = Mixture(place, tokens, 2, 8, 256, 384, ExpertFormat("silu", block=128))
+    mixture = Mixture(place, tokens, 2, 4, 128, 256, ExpertFormat("silu", block=128))
     up, down = ([each.cpu() for each in parts] for parts in (mixture.up, mixture.down))
     x, ids, weights = mixture.x.cpu(), mixture.ids.cpu(), mixture.weights.cpu()
     tile = plans.ExpertTile(32, 128, 16, stages=2)

@@ -43,8 +43,8 @@ def compare(place, q, k, v, mask, scale=None):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (6, 6), (9, 3)])
 @pytest.mark.parametrize("shape", [None, (1, 1, 1), (3, 1, 1), (1, 1, 4), (3, 1, 4)])
 def test_masks(place, heads, kv_heads, shape):
-    q, k, v = tensors(place, 3, heads, kv_heads, 4, 200, value_size=48)
-    mask = None if shape is None else torch.rand(*shape, 200).to(place[0]) > 0.4
+    q, k, v = tensors(place, 3, heads, kv_heads, 4, 100, value_size=48)
+    mask = None if shape is None else torch.rand(*shape, 100).to(place[0]) > 0.4
     compare(place, q, k, v, mask, 0.3)
 
 
@@ -90,7 +90,7 @@ def test_a_query_that_sees_nothing_gets_zeros(place):
     assert not torch.ops.spec_compile.grouped_attention(q, k, v, mask, None)[:, :, 1].any()
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.data())
 def test_any_shape(data):
     kv_heads, group = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))

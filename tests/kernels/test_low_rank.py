@@ -53,6 +53,7 @@ def test_an_entry_is_replaced_whole():
     assert not add_low_rank(torch.zeros(1, 1, 7), x, part.down, part.up, part.scale, rows).any()
 
 
+@pytest.mark.sweep(2)  # on a CPU all adapters are wide
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16], ids=["wide", "narrow"])
 @pytest.mark.parametrize(("rank", "inputs", "outputs"), [(1, 13, 7), (5, 300, 70), (16, 520, 256), (64, 96, 300)])

@@ -65,6 +65,7 @@ def test_the_tolerance_notices_a_wrong_factor(dtype, factor):
     assert error(right.to(dtype), x, weight) < TOLERANCE[dtype] < error((right * factor).to(dtype), x, weight)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("rows", ROWS)
 def test_any_number_of_rows(place, rows, plan):

@@ -66,7 +66,7 @@ def check(form, x, residual, weight, eps=1e-5):
     compare(normed, expected(form, x, weight, eps))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("rows", [1, 2, 16, 64])
 @pytest.mark.parametrize("size", [1, 64, 65, 576, 1000, 4096, 5120, 16384])
 def test_shapes(place, form, rows, size):
@@ -119,6 +119,8 @@ def test_ops_on_a_cpu(form, dtype):
     total, normed = ops.add_rms_norm(x, residual, weight, 1e-6, FORMS[form])
     assert torch.equal(total, x + residual) and torch.equal(normed, expected(form, total, weight, 1e-6))
     assert torch.equal(ops.rms_norm(x, weight, 1e-6, FORMS[form]), expected(form, x, weight, 1e-6))
+    if dtype != torch.float32:
+        return
     torch.library.opcheck(kernel.add_rms_norm, (x.transpose(0, 1), residual.transpose(0, 1), weight, 1e-6, FORMS[form]))
     torch.library.opcheck(kernel.rms_norm, (x.transpose(0, 1), weight, 1e-6, FORMS[form]))
 

@@ -224,7 +224,7 @@ def test_repacked_weights_follow_their_layer():
     parts[1].copy_(before)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", DRAWN)
 @pytest.mark.parametrize("rows, outputs, inputs, count", [(1, 72, 768, 2), (18, 136, 384, 1)])
 def test_products(name, rows, outputs, inputs, count):

@@ -138,7 +138,7 @@ def from_trie(texts, documents, num_nodes, options: MatchOptions, references=Non
 # ---- the plain version --------------------------------------------------------------------------------------------
 
 
-@cases(600)
+@cases(300)
 def test_trees_are_those_of_the_trie(choose):
     texts, documents, num_nodes, options = make_case(choose)
     references = make_references(choose, 1)

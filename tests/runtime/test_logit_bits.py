@@ -120,7 +120,7 @@ def paths(parents):
     return [up(node) for node in range(len(parents)) if node not in parents]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 @torch.no_grad()
 @pytest.mark.parametrize("width, tiny, options", CASES)
 @pytest.mark.parametrize("batch", [1, 3] if GPU else [3])

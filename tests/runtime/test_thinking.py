@@ -53,6 +53,7 @@ def answer(model, tokenizer, prompts, processors, seed=0, **options):
     return output[:, inputs["input_ids"].shape[1] :]
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("end", ["</think>", "]"], ids=["several tokens", "one token"])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("budget", [0, 1, 5])

@@ -176,9 +176,9 @@ def test_requests_are_answered_alike_in_every_tier(doing):  # noqa: F811
     manager.start()
     try:
         for tier in ("eager", "compiled"):
-            names = [manager.add_request(prompt(1)[0].tolist(), max_new_tokens=16) for _ in range(3)]
+            names = [manager.add_request(prompt(1)[0].tolist(), max_new_tokens=8) for _ in range(3)]
             found = [manager.get_result(name, timeout=LONG) for name in names]
-            assert all(each.generated_tokens == ask(model)[0, 20:].tolist() for each in found)
+            assert all(each.generated_tokens == ask(model, new=8)[0, 20:].tolist() for each in found)
             if tier == "eager":
                 adopted(fast, doing)
     finally:
