@@ -73,6 +73,7 @@ def test_any_number_of_rows(place, rows, plan):
     assert error(launch(x, weight, bias, *plan), x, weight, bias) < TOLERANCE[place[1]]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("outputs, inputs", [(1, 1), (3, 200), (65, 17), (33, 127), (130, 8), (64, 64), (7, 1000)])
 def test_any_shape(place, outputs, inputs, plan):

@@ -54,6 +54,7 @@ def generated(model, inputs, grammars, rows, **options):
     return output[:, inputs["input_ids"].shape[1] :]
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("options", [{}, dict(eos_token_id=None), dict(repetition_penalty=1.1)])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_greedy_tokens_are_those_of_transformers(rows, options, demo, fast):
