@@ -106,7 +106,7 @@ class BlockTrainer(Trainer):
 
     @cached_property
     def _rows(self) -> RolloutRows:
-        return RolloutRows(trained_parameters(self.module).values(), type(self.module).__name__)
+        return RolloutRows(trained_parameters(self.module).values(), type(self.module).__name__, self.captures)
 
     def _listed(self, *given: Tensor) -> list[Tensor]:
         ids, places, anchors, *states = given

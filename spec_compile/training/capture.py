@@ -28,14 +28,14 @@ class RolloutRows:
       gradients of parameters, and they run on a stream that is not captured.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], name: str):
-        """parameters: all that get gradients; the function's inputs get none. name: of the function, for a warning."""
-        self.parameters, self._name = list(parameters), name
+    def __init__(self, parameters: Iterable[Tensor], name: str, captures: bool = True):
+        """parameters: all that get gradients; the function's inputs get none. name, captures: see `ByShape`."""
+        self.parameters, self._name, self._captures = list(parameters), name, captures
         self._shared: Shared | None = None
 
     @cached_property
     def _graphs(self) -> "ByShape[Graphs]":
-        return ByShape(self._name, self.parameters[0].device)
+        return ByShape(self._name, self.parameters[0].device, self._captures)
 
     def __call__(self, function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], rows: Tensor) -> Tensor:
         """Rows [R, H] of the outputs of ``function(*inputs)``, a list of [..., H].
@@ -66,9 +66,9 @@ class ByShape(Generic[T]):
     It captures nothing on a CPU, on several GPUs, and after a capture that fails, of which it warns.
     """
 
-    def __init__(self, name: str, device: torch.device):
-        """name: of the function, for the warning."""
-        self.name, self.captures = name, device.type == "cuda" and not dist.is_initialized()
+    def __init__(self, name: str, device: torch.device, captures: bool = True):
+        """name: of the function, for the warning. captures: False: it captures nothing."""
+        self.name, self.captures = name, captures and device.type == "cuda" and not dist.is_initialized()
         self.captured: dict[Hashable, T | None] = {}
         """For each shape that has come: None after the first time, then its capture."""
 

@@ -40,15 +40,18 @@ class Features:
 class TargetFeatures:
     """Runs the frozen target over ids."""
 
-    def __init__(self, model: PreTrainedModel, taps: tuple[int, ...], kept: Tensor | None = None):
-        """taps: as in `Head.taps`. kept: [K] int64; the tokens whose logits are wanted (None: all)."""
+    def __init__(
+        self, model: PreTrainedModel, taps: tuple[int, ...], kept: Tensor | None = None, captures: bool = True
+    ):  # fmt: skip
+        """taps: as in `Head.taps`. kept: [K] int64; the tokens whose logits are wanted (None: all). captures: see
+        `Trainer`."""
         self.model, self.taps, self.kept = model, taps, kept
         self._weight = whole(model.get_output_embeddings().weight, keep=True).detach()
         self._kept_weight = self._weight if kept is None or len(kept) == len(self._weight) else self._weight[kept]
         states, logits = self._run(torch.arange(2, device=model.device)[None], with_logits=True)
         # Some models scale or bound their logits after the output matrix. Other models' logits are made when needed.
         self._plain = torch.equal(F.linear(states[FINAL], self._weight).float(), logits.float())
-        self._graphs: ByShape[Captured] = ByShape(type(model).__name__, model.device)
+        self._graphs: ByShape[Captured] = ByShape(type(model).__name__, model.device, captures)
         self._pool = torch.cuda.graph_pool_handle() if self._graphs.captures else None
 
     @torch.no_grad()

@@ -91,7 +91,7 @@ def train_while_serving(model: PreTrainedModel, **options) -> "OnlineTraining":
         )
     if engine.online is not None:
         raise ValueError(f"{NAME}: this model's draft learns already; see model.speculation.online")
-    engine.online = OnlineTraining(engine, draft_of(engine.runtime.algorithm), parsed)
+    engine.online = OnlineTraining(engine, *draft_of(engine.runtime.algorithm), parsed)
     return engine.online
 
 
@@ -105,16 +105,17 @@ class OnlineTraining:
     fault: the error that ended the training; "" if it goes on
     """
 
-    def __init__(self, engine, draft: nn.Module, options: OnlineOptions):
-        """engine: a `ServedEngine`."""
+    def __init__(self, engine, draft: nn.Module, steps: int, options: OnlineOptions):
+        """engine: a `ServedEngine`. draft, steps: see `draft_of`."""
         target = Target.of(engine.original)
         check_memory(draft, engine.original)
         with torch.inference_mode(False), torch.enable_grad(), engine.turns:
-            kind, plan = TRAINED[type(draft)], engine.runtime.algorithm.plan
-            steps = max(1, plan.levels, getattr(draft, "block_size", 1) - 1)
+            kind = TRAINED[type(draft)]
             self._trainer = kind.of_module(target, make_twin(draft, target), steps)
             self._served = kind.of_module(target, draft, steps)
-            features = TargetFeatures(engine.original, self._trainer.taps, self._trainer.kept)
+            # Graphs of all shapes would take memory without bound, and other threads may use the GPU meanwhile.
+            self._trainer.captures = self._served.captures = False
+            features = TargetFeatures(engine.original, self._trainer.taps, self._trainer.kept, captures=False)
             self._updates = Updates(self._trainer, features, None, options.learning_rate, TrainingOptions.clip)
         self.options, self.turns, self.device_type = options, engine.turns, engine.runtime.device.type
         self.ring = Ring(options.buffer_tokens, self._trainer.shortest)

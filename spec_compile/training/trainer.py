@@ -42,6 +42,8 @@ class Trainer(ABC):
     """True if its loss needs the target's choices."""
     share = 0.0
     """The share of the training that is done, from 0 to 1, which the loop sets before each step."""
+    captures = True
+    """False: kernels are launched one by one, and no CUDA graph of each shape takes memory."""
     module: nn.Module
     """The draft. Its parameters are trained, in float32; tensors shared with the target are not parameters."""
     steps: int
@@ -94,7 +96,7 @@ class HeadTrainer(Trainer):
 
     @cached_property
     def _rows(self) -> RolloutRows:
-        return RolloutRows(trained_parameters(self.module).values(), type(self.module).__name__)
+        return RolloutRows(trained_parameters(self.module).values(), type(self.module).__name__, self.captures)
 
     @classmethod
     def of_module(cls, target: Target, module: Head, steps: int) -> "HeadTrainer":

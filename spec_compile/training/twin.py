@@ -5,6 +5,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from ..capture.quantised import packed_layers
 from ..drafters.checkpoints.target import Target
 from ..drafters.modules.dflash import DFlashDraft
 from ..drafters.modules.eagle import Eagle3Head, EagleHead
@@ -24,8 +25,11 @@ TRAINED: dict[type[nn.Module], type[Trainer]] = {
 NAME = "train_while_serving"
 
 
-def draft_of(algorithm: Algorithm) -> nn.Module:
-    """The draft that `algorithm` runs. UnsupportedModelError, naming the kind, unless it can learn while it serves."""
+def draft_of(algorithm: Algorithm) -> tuple[nn.Module, int]:
+    """The draft that `algorithm` runs, and the tokens that it drafts one after the other.
+
+    UnsupportedModelError, naming the kind, unless the draft can learn while it serves.
+    """
     draft = getattr(algorithm, "head", None) or getattr(algorithm, "draft", None)
     if isinstance(draft, Algorithm):  # joined with n-grams
         return draft_of(draft)
@@ -39,11 +43,13 @@ def draft_of(algorithm: Algorithm) -> nn.Module:
             f"{NAME}: with draft_sample_method='probabilistic' sampled answers depend on the drafts, and would "
             "change with each swap; use 'greedy'"
         )
+    if packed_layers(draft) or not all(each.is_floating_point() for each in draft.parameters()):
+        raise UnsupportedModelError(f"{NAME}: this draft has quantised weights; use the draft in 16 or 32 bits")
     if getattr(draft, "further", ()):
         raise UnsupportedModelError(f"{NAME}: this MTP draft has several modules, of which only one could be trained")
     if isinstance(draft, DFlashDraft) and not _is_plain(draft):
         raise UnsupportedModelError(f"{NAME}: this draft of blocks has parts that DFlash does not have")
-    return draft
+    return draft, draft.block_size - 1 if isinstance(draft, DFlashDraft) else algorithm.plan.levels
 
 
 def _is_plain(draft: DFlashDraft) -> bool:

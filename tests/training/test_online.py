@@ -2,24 +2,28 @@
 
 import copy
 import time
+from types import SimpleNamespace
 
 import draft_rounds as drafts
 import models
 import pytest
 import torch
 from batch_requests import collect, managed
+from trainings import NEEDS_GPU
 from transformers import LlamaConfig
 
 from spec_compile import UnsupportedModelError, speculate, train_while_serving
+from spec_compile.__main__ import main
 from spec_compile.drafters.checkpoints.target import Target
 from spec_compile.drafters.modules.dflash import DFlashDraft
 from spec_compile.drafters.modules.eagle import Eagle3Head, EagleHead
 from spec_compile.drafters.modules.layers import LayerKnobs
 from spec_compile.drafters.modules.mtp import MtpHead, block_config
+from spec_compile.drafting import DraftPlan
 from spec_compile.passes.tap_hidden_states import FINAL
 from spec_compile.training import online as module
 from spec_compile.training.ring import Ring
-from spec_compile.training.twin import copy_weights, make_twin
+from spec_compile.training.twin import copy_weights, draft_of, make_twin
 from spec_compile.training.updates import Updates
 
 OWN = dict(eos_token_id=None, pad_token_id=0)
@@ -37,8 +41,8 @@ def by_hand(monkeypatch):
     monkeypatch.setattr("spec_compile.api.capture", models.captured)
 
 
-def random_head(kind):
-    model, config = drafts.target("llama"), LlamaConfig(**CONFIG)
+def random_head(kind, model=None):
+    model, config = model or drafts.target("llama"), LlamaConfig(**CONFIG)
     shared = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     torch.manual_seed(1)
     head = {
@@ -235,6 +239,23 @@ def test_a_twin_leaves_the_target_alone():
     assert torch.equal(head.fc.weight, torch.full_like(head.fc.weight, 0.3)) and head.fc.weight.dtype == torch.bfloat16
 
 
+def test_a_head_joined_with_ngrams_learns():
+    fast = system(ngram=True)
+    online = train_while_serving(fast, steps_between_swaps=2)
+    assert online._trainer.steps == 2
+    serve(fast, 2)
+    online.work()
+    online.work()
+    assert online.swaps + online.dropped == 1 and not online.fault
+
+
+def test_figures_are_for_prometheus():
+    metrics = pytest.importorskip("spec_compile.serving.metrics")
+    online = train_while_serving(system())
+    families = metrics.ONLINE
+    assert families.keys() == online.figures().keys()
+
+
 REFUSED = {
     "share": (dict(share=0.5), ValueError, "share must be above 0 and at most 0.2"),
     "buffer": (dict(buffer_tokens=3), ValueError, "buffer_tokens"),
@@ -255,6 +276,10 @@ def test_drafts_that_cannot_learn_are_refused(monkeypatch):
         train_while_serving(model)
     with pytest.raises(UnsupportedModelError, match="not those of Ngram"):
         train_while_serving(speculate(model, compile=False, check=False))
+    draft = random_head("eagle3")
+    draft.fc.weight = torch.nn.Parameter(draft.fc.weight.to(torch.int8), requires_grad=False)
+    with pytest.raises(UnsupportedModelError, match="quantised"):
+        draft_of(SimpleNamespace(head=draft, plan=DraftPlan(4)))
     with pytest.raises(UnsupportedModelError, match="probabilistic"):
         train_while_serving(system(draft_sample_method="probabilistic"))
     fast = system()
@@ -265,3 +290,39 @@ def test_drafts_that_cannot_learn_are_refused(monkeypatch):
     train_while_serving(fast)
     with pytest.raises(ValueError, match="learns already"):
         train_while_serving(fast)
+
+
+def test_the_server_learns_if_it_is_told_to(monkeypatch):
+    pytest.importorskip("uvicorn")
+    fast = system()
+    server = SimpleNamespace(models=SimpleNamespace(the_one=SimpleNamespace(model=fast)))
+    runner = SimpleNamespace(run=lambda: None, has_failed=False)
+    monkeypatch.setattr("spec_compile.serving.server.build", lambda *given, **flags: server)
+    monkeypatch.setattr("spec_compile.serving.drain.Runner", lambda server, grace: runner)
+    assert main(["serve", "MODEL"]) == 0 and fast.speculation.online is None
+    assert main(["serve", "MODEL", "--online-training", '{"share": 0.5}']) == 2
+    assert main(["serve", "MODEL", "--train-while-serving", "--online-training", '{"share": 0.05}']) == 0
+    assert fast.speculation.online.options.share == 0.05
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_keep_their_bits_on_a_gpu(kind):
+    """In 16 bits and with captured rounds, which read the weights that swaps change."""
+    model = copy.deepcopy(drafts.target("llama")).bfloat16().cuda()
+    steps = {} if kind == "dflash" else {"num_steps": 2}
+    head = random_head(kind, model).bfloat16().cuda()
+    plain, fast = (speculate(model, kind, draft=head, adaptive=False, max_cache_len=128, **steps) for _ in range(2))
+    given = [(prompts(seed).cuda(), dict(max_new_tokens=24, do_sample=seed % 2 == 1, **OWN)) for seed in range(20)]
+    answers = [[], []]
+    for seed, (ids, options) in enumerate(given):
+        torch.manual_seed(seed)
+        answers[0].append(plain.generate(ids, **options))
+    online = train_while_serving(fast, steps_between_swaps=5, learning_rate=5e-3)
+    for seed, (ids, options) in enumerate(given):
+        torch.manual_seed(seed)
+        answers[1].append(fast.generate(ids, **options))
+        online.work()
+    assert all(map(torch.equal, *answers)) and not online.fault
+    assert online.steps == 20 and online.swaps
