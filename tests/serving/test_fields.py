@@ -353,6 +353,7 @@ def test_only_flags_that_do_something_are_taken():
         "--lora-modules", "--max-loras", "--max-lora-rank", "--allow-runtime-lora-updating", "--grace",
         "--attn-implementation", "--quantization", "--reasoning", "--chat-template-kwargs", "--device", "--dtype",
         "--trust-remote-code", "--host", "--port", "--enable-cors", "--log-level", "--default-seed",
+        "--train-while-serving", "--online-training",
     }  # fmt: skip
     with pytest.raises(TypeError, match="cb_block_size"):
         build("nowhere", cb_block_size=16)
