@@ -149,7 +149,7 @@ ON_LOADING = {
 """Formats that transformers makes of a plain checkpoint."""
 LIBRARY = {
     "ct_fp8": "compressed_tensors", "ct_fp8_static": "compressed_tensors", "ct_w4a16": "compressed_tensors",
-    "ct_w4a8": "compressed_tensors",
+    "ct_w4a8": "compressed_tensors", "ct_nvfp4_both": "compressed_tensors",
     "ct_w4a8_bytes": "compressed_tensors", "ct_w4afp8": "compressed_tensors", "nf4": "bitsandbytes",
     "nf4_nested": "bitsandbytes", "fp4": "bitsandbytes", "ao_int8": "torchao", "ao_float8": "torchao",
     "ao_int4": "torchao",
