@@ -105,3 +105,16 @@ def trained(results: Results) -> str:
         ways = OPTIMIZERS[row["options"]["optimizer"]], row["loss"], f"{row['steps']:,}"
         rows.append((HEADS[row["algorithm"]], *ways, *lengths))
     return table(("head", "optimizer", "weights of positions", "steps", *names), rows)
+
+
+def tokenizers(results: Results) -> str:
+    """A row for each way of drafting next to a draft of another tokenizer, two columns for each workload."""
+    systems: dict[str, dict[str, str]] = {}
+    for row in results.all("tokenizers", "rows"):
+        if "over_plain" in row:
+            results.seen(row)
+            length = f"{row['accept_length']:.2f}" if row["accept_length"] else NONE
+            systems.setdefault(row["system"], {})[row["workload"]] = f"{length}, {row['over_plain']:.2f}×"
+    names = list(dict.fromkeys(name for cells in systems.values() for name in cells))
+    rows = [(system, *(cells.get(name, NONE) for name in names)) for system, cells in systems.items()]
+    return table(("drafts", *(WORKLOADS.get(name, name) for name in names)), rows)

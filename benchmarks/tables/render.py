@@ -13,6 +13,7 @@ from benchmarks.tables.drafts import (
     measured_sets,
     peers,
     published,
+    tokenizers,
     trained,
     training,
 )
@@ -341,6 +342,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "draft_windows": draft_windows,
     "draft_window_rounds": draft_window_rounds,
     "training": training,
+    "tokenizers": tokenizers,
     "trained": trained,
     "gpu_prompts": gpu_prompts,
     "gpu_acceptance": lambda results: acceptance(results, "acceptance_gpu"),
