@@ -112,6 +112,41 @@ def _anchor_of(anchors_ptr, slot, slots, blocks, size):
 
 
 @triton.jit
+def _context_tile(
+    keys_ptr, values_ptr, begin, anchor, length, SIZE: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr
+):
+    """Keys and values of the context from `begin` on, and [queries, KEYS]: True where a block sees them."""
+    place = begin + tl.arange(0, KEYS)
+    key = _load(keys_ptr, place, length, SIZE, WIDTH)
+    value = _load(values_ptr, place, length, SIZE, WIDTH)
+    return key, value, (place[None, :] < anchor[:, None]) & (place < length)[None, :]
+
+
+@triton.jit
+def _own_tile(
+    k_ptr, v_ptr, begin, slot, slots, size,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Keys and values of slots from `begin` on, and [queries, KEYS]: True where a slot sees them."""
+    place = begin + tl.arange(0, KEYS)
+    key = _load(k_ptr, place, slots, SIZE, WIDTH)
+    value = _load(v_ptr, place, slots, SIZE, WIDTH)
+    return key, value, _is_seen(slot, place, size, CAUSAL) & (place < slots)[None, :]
+
+
+@triton.jit
+def _query_tile(
+    grad_ptr, q_ptr, total_ptr, mean_ptr, head, slot, slots, SIZE: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Queries of a head's slots, the gradient of their outputs, and `total` and `mean` of each."""
+    q = _load(_of_head(q_ptr, head, slots, SIZE), slot, slots, SIZE, WIDTH)
+    grad = _load(_of_head(grad_ptr, head, slots, SIZE), slot, slots, SIZE, WIDTH)
+    row = slots.to(tl.int64) * head + slot
+    total = tl.load(total_ptr + row, mask=slot < slots, other=0.0)
+    return q, grad, total, tl.load(mean_ptr + row, mask=slot < slots, other=0.0)
+
+
+@triton.jit
 def _gather(q, key, value, seen, scale, mixed, largest, z):
     """Add keys [KEYS, WIDTH] to the running softmax of queries [QUERIES, WIDTH]."""
     score = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
@@ -145,19 +180,13 @@ def _forward(
     keys_ptr, values_ptr = _of_head(keys_ptr, kv_head, length, SIZE), _of_head(values_ptr, kv_head, length, SIZE)
     end = tl.minimum(tl.load(anchors_ptr + last // size), length).to(tl.int32)
     for begin in range(0, end, KEYS):
-        place = begin + tl.arange(0, KEYS)
-        key = _load(keys_ptr, place, length, SIZE, WIDTH)
-        value = _load(values_ptr, place, length, SIZE, WIDTH)
-        seen = (place[None, :] < anchor[:, None]) & (place < length)[None, :]
+        key, value, seen = _context_tile(keys_ptr, values_ptr, begin, anchor, length, SIZE, WIDTH, KEYS)
         mixed, largest, z = _gather(q, key, value, seen, scale, mixed, largest, z)
 
     # The slots of the program's blocks.
     k_ptr, v_ptr = _of_head(k_ptr, kv_head, slots, SIZE), _of_head(v_ptr, kv_head, slots, SIZE)
     for begin in range(first // size * size, (last // size + 1) * size, KEYS):
-        place = begin + tl.arange(0, KEYS)
-        key = _load(k_ptr, place, slots, SIZE, WIDTH)
-        value = _load(v_ptr, place, slots, SIZE, WIDTH)
-        seen = _is_seen(slot, place, size, CAUSAL) & (place < slots)[None, :]
+        key, value, seen = _own_tile(k_ptr, v_ptr, begin, slot, slots, size, SIZE, WIDTH, CAUSAL, KEYS)
         mixed, largest, z = _gather(q, key, value, seen, scale, mixed, largest, z)
 
     # Divide by the sum.
@@ -187,11 +216,7 @@ def _backward_queries(
     first, head = tl.program_id(0) * QUERIES, tl.program_id(1)
     kv_head, anchors_ptr = head // SHARED, anchors_ptr + head // HEADS * blocks
     slot, last = first + tl.arange(0, QUERIES), tl.minimum(first + QUERIES, slots) - 1
-    q = _load(_of_head(q_ptr, head, slots, SIZE), slot, slots, SIZE, WIDTH)
-    grad = _load(_of_head(grad_ptr, head, slots, SIZE), slot, slots, SIZE, WIDTH)
-    row = slots.to(tl.int64) * head + slot
-    total = tl.load(total_ptr + row, mask=slot < slots, other=0.0)
-    mean = tl.load(mean_ptr + row, mask=slot < slots, other=0.0)
+    q, grad, total, mean = _query_tile(grad_ptr, q_ptr, total_ptr, mean_ptr, head, slot, slots, SIZE, WIDTH)
     anchor = _anchor_of(anchors_ptr, slot, slots, blocks, size)
     dq = tl.zeros([QUERIES, WIDTH], tl.float32)
 
@@ -199,20 +224,14 @@ def _backward_queries(
     keys_ptr, values_ptr = _of_head(keys_ptr, kv_head, length, SIZE), _of_head(values_ptr, kv_head, length, SIZE)
     end = tl.minimum(tl.load(anchors_ptr + last // size), length).to(tl.int32)
     for begin in range(0, end, KEYS):
-        place = begin + tl.arange(0, KEYS)
-        key = _load(keys_ptr, place, length, SIZE, WIDTH)
-        value = _load(values_ptr, place, length, SIZE, WIDTH)
-        seen = (place[None, :] < anchor[:, None]) & (place < length)[None, :]
+        key, value, seen = _context_tile(keys_ptr, values_ptr, begin, anchor, length, SIZE, WIDTH, KEYS)
         _, dscore = _derive(grad, q, key, value, seen, scale, total, mean)
         dq += tl.dot(dscore.to(key.dtype), key, input_precision="ieee")
 
     # The slots of the program's blocks.
     k_ptr, v_ptr = _of_head(k_ptr, kv_head, slots, SIZE), _of_head(v_ptr, kv_head, slots, SIZE)
     for begin in range(first // size * size, (last // size + 1) * size, KEYS):
-        place = begin + tl.arange(0, KEYS)
-        key = _load(k_ptr, place, slots, SIZE, WIDTH)
-        value = _load(v_ptr, place, slots, SIZE, WIDTH)
-        seen = _is_seen(slot, place, size, CAUSAL) & (place < slots)[None, :]
+        key, value, seen = _own_tile(k_ptr, v_ptr, begin, slot, slots, size, SIZE, WIDTH, CAUSAL, KEYS)
         _, dscore = _derive(grad, q, key, value, seen, scale, total, mean)
         dq += tl.dot(dscore.to(key.dtype), key, input_precision="ieee")
     _store(_of_head(dq_ptr, head, slots, SIZE), dq, slot, slots, SIZE, WIDTH)
@@ -236,11 +255,7 @@ def _backward_slots(
     for head in range(kv_head * SHARED, (kv_head + 1) * SHARED):
         for begin in range(first // size * size, (last // size + 1) * size, QUERIES):
             slot = begin + tl.arange(0, QUERIES)
-            q = _load(_of_head(q_ptr, head, slots, SIZE), slot, slots, SIZE, WIDTH)
-            grad = _load(_of_head(grad_ptr, head, slots, SIZE), slot, slots, SIZE, WIDTH)
-            row = slots.to(tl.int64) * head + slot
-            total = tl.load(total_ptr + row, mask=slot < slots, other=0.0)
-            mean = tl.load(mean_ptr + row, mask=slot < slots, other=0.0)
+            q, grad, total, mean = _query_tile(grad_ptr, q_ptr, total_ptr, mean_ptr, head, slot, slots, SIZE, WIDTH)
             seen = _is_seen(slot, place, size, CAUSAL) & (slot < slots)[:, None] & (place < slots)[None, :]
             share, dscore = _derive(grad, q, key, value, seen, scale, total, mean)
             dv += tl.dot(tl.trans(share.to(grad.dtype)), grad, input_precision="ieee")
@@ -273,11 +288,7 @@ def _backward_context(
     for head in range(kv_head * SHARED, (kv_head + 1) * SHARED):
         for begin in range(start, slots, QUERIES):
             slot = begin + tl.arange(0, QUERIES)
-            q = _load(_of_head(q_ptr, head, slots, SIZE), slot, slots, SIZE, WIDTH)
-            grad = _load(_of_head(grad_ptr, head, slots, SIZE), slot, slots, SIZE, WIDTH)
-            row = slots.to(tl.int64) * head + slot
-            total = tl.load(total_ptr + row, mask=slot < slots, other=0.0)
-            mean = tl.load(mean_ptr + row, mask=slot < slots, other=0.0)
+            q, grad, total, mean = _query_tile(grad_ptr, q_ptr, total_ptr, mean_ptr, head, slot, slots, SIZE, WIDTH)
             anchor = _anchor_of(anchors_ptr, slot, slots, blocks, size)
             seen = (place[None, :] < anchor[:, None]) & (place < length)[None, :]
             share, dscore = _derive(grad, q, key, value, seen, scale, total, mean)

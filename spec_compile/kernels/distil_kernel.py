@@ -55,6 +55,13 @@ def confidence(logits: Tensor, choices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
+def _add(m, z, values):
+    """Each lane's maximum m and sum z of exp(value - m), with one more value."""
+    larger = tl.maximum(m, values)
+    return larger, z * tl.exp(m - larger) + tl.exp(values - larger)
+
+
+@triton.jit
 def _confidence(
     logits_ptr,  # [R, size], by its stride
     choices_ptr,  # [R]
@@ -69,9 +76,7 @@ def _confidence(
     z = tl.zeros([BLOCK], tl.float32)
     for begin in range(0, size, BLOCK):
         values = tl.load(logits_ptr + begin + lanes, mask=begin + lanes < size, other=LEAST).to(tl.float32)
-        larger = tl.maximum(m, values)
-        z = z * tl.exp(m - larger) + tl.exp(values - larger)
-        m = larger
+        m, z = _add(m, z, values)
     largest = tl.max(m, axis=0)
     # A lane that has read nothing has m = LEAST, so its sum is scaled by 0.
     total = tl.sum(z * tl.exp(m - largest), axis=0)
@@ -105,9 +110,7 @@ def _distil(
         inside = begin + lanes < size
         student = tl.load(logits_ptr + begin + lanes, mask=inside, other=LEAST).to(tl.float32)
         teacher = tl.load(teacher_ptr + begin + lanes, mask=inside, other=LEAST).to(tl.float32)
-        larger = tl.maximum(student_m, student)
-        student_z = student_z * tl.exp(student_m - larger) + tl.exp(student - larger)
-        student_m = larger
+        student_m, student_z = _add(student_m, student_z, student)
         larger = tl.maximum(teacher_m, teacher)
         shrink, share = tl.exp(teacher_m - larger), tl.exp(teacher - larger)
         teacher_z = teacher_z * shrink + share
