@@ -62,11 +62,7 @@ class Fp4Both(Fp4):
 
     def product(self, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         x = rounded_groups(x, self.group, parts[3])
-
-        def multiply(parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-            return exact_linear(x, self.weight(parts, x.shape[-1]).to(x.dtype), bias)
-
-        return self.by_outputs(x, parts, bias, multiply)
+        return self.multiplied(x, parts, bias, exact_linear)
 
     def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> None:
         return None

@@ -103,9 +103,13 @@ class WeightLayout:
 
     def unrounded(self, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         """The layer without rounding of activations, the reference of checks in float32."""
+        return self.multiplied(x, parts, bias, F.linear)
+
+    def multiplied(self, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None, linear: Callable) -> Tensor:
+        """``linear(x, weight, bias)`` with x as it is."""
 
         def multiply(parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-            return F.linear(x, self.weight(parts, x.shape[-1]).to(x.dtype), bias)
+            return linear(x, self.weight(parts, x.shape[-1]).to(x.dtype), bias)
 
         return self.by_outputs(x, parts, bias, multiply)
 

@@ -31,8 +31,4 @@ class RoundsRows(WeightLayout):
         dtype, scale = self.row_dtype(parts[0]), self.constant_scale(parts)
         assert dtype is not None
         x = rounded_rows(x, dtype, None if scale is None else scale.to(x.dtype))
-
-        def multiply(parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-            return exact_linear(x, self.weight(parts, x.shape[-1]).to(x.dtype), bias)
-
-        return self.by_outputs(x, parts, bias, multiply)
+        return self.multiplied(x, parts, bias, exact_linear)
