@@ -124,7 +124,7 @@ def rewrite(graph: ForwardGraph, options: BackendOptions, pipeline=None) -> Forw
 
     rows = max((math.prod(node.meta["val"].shape[:-1]) for node in linear_layers(graph)), default=0)
     few = rows <= FEW_ROWS and (rows > 1 or graph.device.type == "cuda")  # of one row Inductor's own is the fastest
-    settings = ForwardSettings(options.merge_linears, options.gqa, "verify" if few else "prefill")
+    settings = ForwardSettings(options.merge_linears, options.gqa, "verify" if few else "forward")
     with torch.inference_mode(False), torch.no_grad():  # merged weights can still be trained
         apply(graph, settings, PIPELINE if pipeline is None else pipeline, keep_code=dumps, on_report=on_report)
     return graph

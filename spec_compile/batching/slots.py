@@ -3,7 +3,6 @@
 import torch
 
 from ..capture.weight_values import WeightValues
-from ..kernels.linear import MAX_ROWS
 from ..runtime.prefix_budget import PrefixBudget
 from ..runtime.runtime import Runtime
 from .lora_slots import LoraSlots
@@ -48,8 +47,6 @@ def choose_slots(runtime: Runtime, requested: int | None, hints=None) -> tuple[i
     slots = requested or MOST[runtime.device.type]
     if requested is None and hints is not None and hints.num_requests:
         slots = min(slots, 1 << (hints.num_requests - 1).bit_length())
-    if requested is None and runtime.options.exact == "bits":
-        slots = min(slots, MAX_ROWS // runtime.sizes[-1])
     capacity, lanes = runtime.capacity(slots), LANES[runtime.device.type]
     if runtime.on_gpu:
         prefixes = PrefixBudget.of(runtime).device

@@ -18,9 +18,9 @@ def comes_after(*names: str) -> Callable[[Callable], Callable]:
     return declare
 
 
-def has_few_rows_on_gpu(graph, settings) -> bool:
-    """True if a graph of 16 bits runs on a GPU and verifies or drafts, so that small kernels of ours pay."""
-    return settings.purpose != "prefill" and graph.dtype in HALF and graph.device.type == "cuda"
+def takes_kernels(graph, settings) -> bool:
+    """True if kernels of ours compute a graph, which is of 16 bits and on a GPU, and add up each row in one order."""
+    return settings.purpose != "forward" and graph.dtype in HALF and graph.device.type == "cuda"
 
 
 def check_order(pipeline: Iterable[Callable]) -> None:

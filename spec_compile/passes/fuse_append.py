@@ -21,11 +21,11 @@ def fuse_append(graph: ModelGraph, settings) -> str:
     """Where an attention call rotates queries and keys, and these and the values are heads of one product that nothing
     else reads, put `product_to_heads`. The call then finds the block in the cache.
 
-    Only in a graph that verifies, which has as few rows as the kernel takes.
+    Only in graphs that verify or prefill.
     """
     joined, lacks = 0, {}
-    fits = settings.purpose == "verify" and graph.device.type == "cuda"
-    for node in rotating(graph, settings) if fits else []:
+    fits = settings.purpose != "draft" and graph.device.type == "cuda"
+    for node in rotating(graph) if fits else []:
         product = _product_of(node)
         if product is not None:
             q, v = (node.kwargs[name].meta["val"] for name in ("q", "v"))

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from ..graph import ModelGraph, attribute, calls
-from .apply import has_few_rows_on_gpu
+from .apply import takes_kernels
 from .fuse_norms import CASTS, only_user, root_mean_square
 
 aten = torch.ops.aten
@@ -30,10 +30,10 @@ class GatedNorm(NamedTuple):
 def fuse_gated_norms(graph: ModelGraph, settings) -> str:
     """Replace ``norm(x) * act(gate)`` and ``norm(x * act(gate))`` by `spec_compile::gated_rms_norm`.
 
-    Only in a graph of 16 bits that verifies or drafts.
+    Only in a graph of 16 bits.
     """
     fused = 0
-    if has_few_rows_on_gpu(graph, settings):
+    if takes_kernels(graph, settings):
         for root in calls(graph.gm, aten.rsqrt.default):
             norm = match_gated_norm(graph, root)
             if norm is not None:

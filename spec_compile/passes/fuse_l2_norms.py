@@ -7,7 +7,7 @@ from torch import fx
 
 from ..graph import ModelGraph, calls
 from ..kernels.recurrence import advance_or_look
-from .apply import comes_after, has_few_rows_on_gpu
+from .apply import comes_after, takes_kernels
 from .fuse_norms import CASTS
 
 aten = torch.ops.aten
@@ -17,10 +17,10 @@ aten = torch.ops.aten
 def fuse_l2_norms(graph: ModelGraph, settings) -> str:
     """Replace the norms of q and k that a recurrence of kind "delta" reads by `spec_compile::l2_norms`.
 
-    Only in a graph of 16 bits that verifies or drafts.
+    Only in a graph of 16 bits.
     """
     fused = 0
-    if has_few_rows_on_gpu(graph, settings):
+    if takes_kernels(graph, settings):
         for node in calls(graph.gm, advance_or_look):
             if node.kwargs["kind"] == "delta":
                 fused += _fuse(graph.gm.graph, *node.kwargs["inputs"][:2])

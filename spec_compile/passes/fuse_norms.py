@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from ..graph import ModelGraph, attribute, calls
-from .apply import comes_after, has_few_rows_on_gpu
+from .apply import comes_after, takes_kernels
 from .nodes import calls_op
 
 aten = torch.ops.aten
@@ -28,10 +28,10 @@ class Norm(NamedTuple):
 def fuse_norms(graph: ModelGraph, settings) -> str:
     """Replace each RMSNorm of x [B, T, ..., C] by `kernels.rms_norm`, with the sum that x is by `kernels.add_rms_norm`.
 
-    Only in a graph of 16 bits that verifies.
+    Only in a graph of 16 bits.
     """
     fused = sums = 0
-    if has_few_rows_on_gpu(graph, settings):
+    if takes_kernels(graph, settings):
         for node in calls(graph.gm, aten.rsqrt.default):
             norm = match_norm(graph, node)
             if norm is not None and norm.x.meta["val"].dim() >= 3:

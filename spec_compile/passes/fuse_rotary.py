@@ -15,10 +15,10 @@ aten = torch.ops.aten
 def fuse_rotary(graph: ModelGraph, settings) -> str:
     """Hand q and k to a backend that rotates as they were before their rotation, with its cos and sin.
 
-    Only in a graph of 16 bits that verifies, and where all of q and of k is rotated, by halves as in Llama.
+    Only in a graph of 16 bits, and where all of q and of k is rotated, by halves as in Llama.
     """
     joined = 0
-    for node in rotating(graph, settings):
+    for node in rotating(graph):
         turned = [_rotation(node.kwargs[name]) for name in ("q", "k")]
         if None not in turned and turned[0][1:] == turned[1][1:]:
             (q, cos, sin), (k, *_) = turned
@@ -27,9 +27,9 @@ def fuse_rotary(graph: ModelGraph, settings) -> str:
     return f"{joined} layers rotate queries and keys where they attend"
 
 
-def rotating(graph: ModelGraph, settings) -> list[fx.Node]:
-    """The attention calls that could rotate: of a graph of 16 bits that verifies, with a backend that can."""
-    if settings.purpose == "prefill" or graph.dtype not in HALF or not graph.backend:
+def rotating(graph: ModelGraph) -> list[fx.Node]:
+    """The attention calls that could rotate: of a graph of 16 bits, with a backend that can."""
+    if graph.dtype not in HALF or not graph.backend:
         return []
     return attention.attention_calls(graph) if attention.BACKENDS[graph.backend].rotates else []
 

@@ -8,7 +8,7 @@ from torch import fx
 
 from ..graph import ModelGraph, calls
 from ..kernels import experts
-from .apply import comes_after, has_few_rows_on_gpu
+from .apply import comes_after, takes_kernels
 
 aten = torch.ops.aten
 
@@ -26,10 +26,10 @@ class Router(NamedTuple):
 def fuse_routers(graph: ModelGraph, settings) -> str:
     """Replace softmax and top-k of a router's logits, in either order, by `spec_compile::route`.
 
-    Only in a graph of 16 bits that verifies, and of float32 softmaxes. Other routers stay as they are.
+    Only in a graph of 16 bits, and of float32 softmaxes. Other routers stay as they are.
     """
     fused = 0
-    if has_few_rows_on_gpu(graph, settings):
+    if takes_kernels(graph, settings):
         for node in calls(graph.gm, experts.DOWN):
             router = match_router(node.args[2], node.args[1])
             if router is not None:

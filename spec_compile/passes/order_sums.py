@@ -5,7 +5,7 @@ from torch import fx
 
 from ..graph import ModelGraph, calls
 from ..kernels import HALF
-from .apply import comes_after, has_few_rows_on_gpu
+from .apply import comes_after, takes_kernels
 from .fuse_norms import CASTS
 from .nodes import replace_node
 
@@ -18,9 +18,9 @@ LONGEST = 1024
 def order_sums(graph: ModelGraph, settings) -> str:
     """Replace short sums over the last dimension by `row_sum`, and float32 linear layers by `linear_float32`.
 
-    Only in a graph of 16 bits that verifies or drafts.
+    Only in a graph of 16 bits.
     """
-    if not has_few_rows_on_gpu(graph, settings):
+    if not takes_kernels(graph, settings):
         return "0 sums and 0 products in float32 ordered"
     sums = [node for node in calls(graph.gm, aten.sum.dim_IntList) if _is_short(node)]
     products = [node for node in calls(graph.gm, aten.linear.default) if _is_float32(node)]

@@ -7,18 +7,21 @@ from ..kernels import linear
 from ..kernels.ops import arguments_of
 from .apply import comes_after
 
+MANY_ROWS = {"cpu": ("prefill", "forward"), "cuda": ("forward",)}
+"""Purposes of graphs whose products a library computes faster, by the type of the device."""
+
 
 @comes_after("merge_linears", "select_logits")
 def use_small_m_linears(graph: ModelGraph, settings) -> str:
-    """Give each linear layer the form that `linear.choose` chooses; only a graph that verifies has few rows."""
-    changed = 0
+    """Give each linear layer the form that `linear.choose` chooses. On a CPU a graph that prefills has many rows."""
+    changed, few_rows = 0, settings.purpose not in MANY_ROWS[graph.device.type]
     for node in linear.linear_layers(graph):
-        form = linear.choose(attribute(graph.gm, node.args[1].target), few_rows=settings.purpose != "prefill")
+        form = linear.choose(attribute(graph.gm, node.args[1].target), few_rows)
         if form is not None:
             node.target = form.op
             changed += 1
-    packed, copied = _use_packed(graph) if settings.purpose != "prefill" else (0, 0)
-    summary = f"{changed + packed} linear layers take the form for few rows"
+    packed, copied = _use_packed(graph) if few_rows else (0, 0)
+    summary = f"{changed + packed} linear layers take a form of ours"
     return f"{summary}; copies of quantised weights for it take {copied / 1e9:.2f} GB" if copied else summary
 
 

@@ -17,7 +17,6 @@ from ..errors import UnsupportedModelError
 from ..graph import ModelGraph
 from ..kernels.all_reduce import EXCHANGES, WARM_UP_SECONDS, set_deadline
 from ..kernels.experts import DOWN, UP
-from ..kernels.linear import MAX_ROWS
 from ..stats import Stats
 from .draft_guard import DraftGuard
 from .draft_record import DraftRecords
@@ -102,15 +101,6 @@ class Runtime:
         if has_deadline:
             ranks.meet()
             set_deadline(ranks.name, DEADLINE)
-
-    def check_rows(self, batch: int) -> None:
-        """UnsupportedModelError if rounds of this batch size have more rows than exact="bits" permits."""
-        rows = batch * self.sizes[-1]
-        if self.options.exact == "bits" and rows > MAX_ROWS:
-            raise UnsupportedModelError(
-                f"exact: 'bits' is kept in rounds of up to {MAX_ROWS} rows, and {batch} sequences of {self.sizes[-1]} "
-                f"nodes are {rows}; pass fewer sequences at once, fewer num_draft_tokens, or exact='auto'"
-            )
 
     def check_memory(self, batch: int, tokens: int, argument: str = "max_cache_len") -> None:
         """Report the memory of caches of `tokens` tokens for `batch` sequences. UnsupportedModelError, naming

@@ -22,7 +22,6 @@ class Session:
         self.runtime, self.batch = runtime, batch
         self.capacity = capacity or runtime.capacity(batch)
         slots = PAGE if larger else self._slots(self.capacity)
-        runtime.check_rows(batch)
         runtime.check_memory(batch, slots)
         self.drafter = runtime.algorithm.drafter(batch, slots)
         self.state = State(runtime.verify, batch, slots, runtime.device, runtime.algorithm.plan)

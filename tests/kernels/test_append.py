@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from spec_compile.kernels import counters
 from spec_compile.kernels.attention import tree_attention as attention
 from spec_compile.kernels.attention.call import AttentionCall
-from spec_compile.kernels.linear import small_m
+from spec_compile.kernels.linear import small_m, wide
 from spec_compile.kernels.linear.plans import ProductTile, appending, plan, squared_columns
 from spec_compile.kernels.linear.product import Normed, Product, QkvHeads
 from spec_compile.kernels.linear.product_ops import lack_of_append, product, product_to_heads
@@ -61,13 +61,13 @@ class Case:
         ends = self.ends._replace(cos=self.ends.cos[:, rows], sin=self.ends.sin[:, rows])
         return product_to_heads(self.x[:, rows], self.weight, self.bias, *ends, squares=squares, eps=EPS)
 
-    def launch(self, parts, tile):
-        """The kernel -> queries [B, N, H, D]."""
+    def launch(self, parts, tile, launch=small_m.launch):
+        """A kernel -> queries [B, N, H, D]."""
         flat = self.x.flatten(0, 1)
         out = flat.new_full((len(flat), self.heads[0] * self.size), torch.nan)
         around = None if self.squares is None else Normed(self.squares, EPS)
         layer = Product(flat, self.weight, self.bias, before=around, after=self.ends)
-        small_m.launch(layer, out, parts, tile)
+        launch(layer, out, parts, tile)
         assert counters.all_zero()
         return out.view(*self.x.shape[:2], -1, self.size)
 
@@ -112,6 +112,12 @@ def test_rotation(place, size, parts, tile):
     """Also heads that several tiles share, and tiles that hold several heads."""
     case = Case(place, [5, 0, 9], 7, size=size, bias=parts == 2, scaled=parts == 3)
     case.check(case.launch(parts, tile))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_rotation_of_many_rows(place, parts):
+    case = Case(place, [5, 0, 9], 23, size=128, bias=parts == 2, scaled=parts == 1)
+    case.check(case.launch(parts, ProductTile(128 if GPU else 64, 64, 32, 4, 3), wide.launch))
 
 
 @pytest.mark.parametrize("offset", [None, 1.0])
@@ -187,7 +193,7 @@ SHAPES = {
     "wide": ((8, 1), 256, 2048, dict()),
     "fp8": ((32, 8), 128, 4096, dict(kept=FP8)),
 }
-ROWS = (1, 2, 3, 5, 8, 16, 17, 31, 33, 48, 64, 65, 100, 128, 192, 256, 300, 512)
+ROWS = (1, 2, 3, 5, 8, 16, 17, 31, 33, 48, 64, 65, 100, 128, 192, 256, 300, 384, 512, 2048)
 on_gpu = pytest.mark.skipif(not GPU, reason="no CUDA device")
 
 

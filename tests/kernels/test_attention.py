@@ -125,18 +125,17 @@ def test_slopes(place, nodes, options, slopes):
     tree = None if nodes > 64 else random_tree(nodes)
     length = 60 if place[0] == "cpu" and slopes == torch.bfloat16 else 300  # the interpreter rounds towards zero
     case = Case(place, [0, length], nodes, tree, heads=(6, 2), causal=tree is None, slopes=slopes, **options)
-    case.check(SMALL._replace(splits=2))
+    case.check(SMALL)
 
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize(
-    "nodes, window, splits",
-    thinned(2, [(1, None), (16, None), (33, 9), (65, None), (65, 64), (90, 9), (130, None), (130, 40)], [1, 3]),
+    "nodes, window", [(1, None), (16, None), (33, 9), (65, None), (65, 64), (90, 9), (130, None), (130, 40)]
 )
-def test_causal_chunks(place, nodes, window, splits):
+def test_causal_chunks(place, nodes, window):
     """Chunks of prompts, some larger than a tree may be."""
     lengths = [0, 45] if nodes <= 33 else [45]
-    Case(place, lengths, nodes, causal=True, window=window).check(SMALL._replace(splits=splits))
+    Case(place, lengths, nodes, causal=True, window=window).check(SMALL)
 
 
 LARGE = [
@@ -148,10 +147,10 @@ LARGE = [
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("options, splits", thinned(2, LARGE, [1, 3]))
-def test_large_causal_chunks(place, options, splits):
+@pytest.mark.parametrize("options", LARGE)
+def test_large_causal_chunks(place, options):
     """Of prompts, appended before anyone attends to them."""
-    Case(place, [60], 70, causal=True, **options).check(SMALL._replace(splits=splits))
+    Case(place, [60], 70, causal=True, **options).check(SMALL)
 
 
 @pytest.mark.parametrize("ahead, step", thinned(2, [0, -2, 7], [1, 3]))
@@ -176,18 +175,15 @@ def test_chunk_that_fills_the_cache(place):
 
 def test_causal_chunk_of_a_large_group(place):
     """Tiles of less than a node, whose last key begins a block."""
-    Case(place, [3], 17, heads=(20, 1), causal=True).check(SMALL._replace(splits=1))
-
-
-@pytest.mark.sweep("interpreter-1-16-16 interpreter-5-16-16")
-@pytest.mark.parametrize("splits, least, block_n", [(1, 16, 16), (2, 16, 16), (5, 16, 16), (8, 16, 32), (17, 64, 16)])
-def test_splits(place, splits, least, block_n):
-    Case(place, [131], 66, causal=True).check(SMALL._replace(splits=splits, least=least, block_n=block_n))
+    Case(place, [3], 17, heads=(20, 1), causal=True).check(SMALL)
 
 
 @pytest.mark.parametrize("least, block_n", [(16, 16), (16, 32), (64, 16)])
 def test_spans(place, least, block_n):
-    Case(place, [0, 64, 131], 3, star(3)).check(SMALL._replace(least=least, block_n=block_n))
+    """Of a tree, and of a prompt's chunk in which spans double twice."""
+    config = SMALL._replace(least=least, block_n=block_n, most=4)
+    Case(place, [0, 64, 131], 3, star(3)).check(config)
+    Case(place, [45], 90, causal=True).check(config)
 
 
 def test_tiles_of_64_rows(place):
@@ -250,8 +246,7 @@ def test_caches_of_8_bits(place, nodes, options):
         for x in (case.k, case.v):
             small, large = x.abs() < 1 / 64, x.abs() > 448
             x.copy_(torch.where(small, 1 / 64, torch.where(large, x, x.clamp(-448, 448).to(FP8).to(x.dtype))))
-    for splits in (3, 1) if nodes > 64 else (3,):
-        case.check(SMALL._replace(splits=splits))
+    case.check(SMALL)
 
 
 def test_operator_with_caches_of_8_bits():
@@ -310,7 +305,7 @@ def test_anything(place, data):
         "sinks": data.draw(st.booleans()),
         "rotary": data.draw(st.booleans()),
     }
-    config = SMALL._replace(splits=data.draw(st.integers(1, 6)), least=data.draw(st.sampled_from([16, 48])))
+    config = SMALL._replace(least=data.draw(st.sampled_from([16, 64])), most=data.draw(st.sampled_from([4, 32])))
     Case(place, lengths, nodes, parents, heads, **options).check(config)
 
 

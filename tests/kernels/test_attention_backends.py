@@ -31,7 +31,7 @@ from spec_compile.compat import CACHE
 from spec_compile.config import Options
 from spec_compile.graph import LayerSpec, ModelGraph, calls
 from spec_compile.kernels import attention, ops
-from spec_compile.kernels.attention import BACKENDS, Use, flex, measure, xqa
+from spec_compile.kernels.attention import BACKENDS, Use, flex, xqa
 from spec_compile.kernels.attention import tree_attention as kernels
 from spec_compile.kernels.attention.call import AttentionCall, attention_calls
 from spec_compile.kernels.attention.merge import add_sinks, merge
@@ -114,7 +114,7 @@ def installed(monkeypatch, version):
 def op_of(name, device, captured=False):
     """The backend's op, of one signature; on a CPU Triton's kernel in its interpreter. Skips what is not installed."""
     if name == "triton" and device == "cpu":
-        return lambda *inputs: kernels.launch(AttentionCall(*inputs), SMALL._replace(block_m=64, block_n=64, splits=2))
+        return lambda *inputs: kernels.launch(AttentionCall(*inputs), SMALL._replace(block_m=64, block_n=64))
     try:
         op = BACKENDS[name].load(Use(name, captured=captured))
     except ImportError as error:
@@ -577,37 +577,6 @@ def test_auto_is_the_first_that_is_able(on_gpu):
     assert need(on_gpu, ("draft", True), name="auto", window=8) is BACKENDS["triton"]
     assert need(on_gpu, ("verify", True), name="auto", dtype=torch.float64) is BACKENDS["sdpa"]
     assert need(on_gpu, ("prefill", False), name="auto", dtype=torch.float32) is BACKENDS["triton"]
-
-
-@pytest.mark.parametrize("ready, right", [(False, True), (True, True), (True, False)])
-def test_auto_measures_prompts_once(on_gpu, monkeypatch, ready, right):
-    """Of the backends that need no compilation it takes the fastest that agrees with ours, for each set of layers."""
-
-    def timed(each, inputs):
-        measured.append(each.name)
-        return (1.0, torch.tensor(3.0 if right else 4.0)) if each.name == "flashinfer" else (2.0, torch.tensor(3.0))
-
-    measured = []
-    less = dataclasses.replace(BACKENDS["flashinfer"], ready=lambda layer, dtype: ready)
-    monkeypatch.setitem(BACKENDS, "flashinfer", less)
-    monkeypatch.setattr(measure, "FASTEST", {})
-    monkeypatch.setattr(measure, "_timed", timed)
-    monkeypatch.setattr(measure, "chunk", lambda *_: [])
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    for _ in range(2):
-        assert need(on_gpu, ("prefill", False), name="auto").name == ("flashinfer" if ready and right else "triton")
-    assert measured == (["triton", "flashinfer"] if ready else [])
-    need(on_gpu, ("prefill", False), name="auto", window=8)
-    assert len(measured) == (6 if ready else 0)
-    assert need(on_gpu, ("prefill", False), name="auto", sizes=(192, 128)) is BACKENDS["triton"]
-
-
-def test_what_is_measured_is_a_chunk(monkeypatch):
-    monkeypatch.setattr(measure, "CHUNK", 32)
-    layer = layer_of((4, 2), (64, 48), window=100, softcap=2.0, sinks=True)
-    inputs = measure.chunk(layer, torch.float32, torch.device("cpu"))
-    assert BACKENDS["sdpa"].load(Use("sdpa"))(*inputs).shape == (1, 32, 4, 48)
-    assert torch.equal(inputs[3][:, :, measure.COMMITTED :], inputs[1])
 
 
 @pytest.mark.parametrize("role", ["verify", "prefill"])

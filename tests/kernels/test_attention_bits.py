@@ -23,11 +23,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
 
 
 def path_to(parents, node):
-    return [*path_to(parents, parents[node]), node] if node >= 0 else []
+    path = []
+    while node >= 0:
+        path, node = [node, *path], parents[node]
+    return path
 
 
-def compare_path(case, parents, leaf, config, exactly):
-    """Run the tree of `case` at once, then each node on the path to `leaf` as a root of its own."""
+def compare_path(case, parents, leaf, config, exactly, step=1):
+    """Run the tree of `case` at once, then each node on the path to `leaf` as a root of its own. step: only one in so
+    many of these nodes is compared."""
     call = case.inputs()
     call = call._replace(tiles=tail_tiles(call.ancestors, nodes_per_tile(call.q.shape[1] // call.k.shape[1])))
     caches = [cache.clone() for cache in (call.key_cache, call.value_cache)]
@@ -35,6 +39,11 @@ def compare_path(case, parents, leaf, config, exactly):
         torch.cuda.synchronize()  # kernels read tables and lengths before those that computed them may be done
     tree_out = attention.launch(call, config)
     for depth, node in enumerate(path_to(parents, leaf)):
+        if depth % step:
+            for cache, after in zip(caches, (call.key_cache, call.value_cache)):
+                for row, length in enumerate(case.lengths.tolist()):
+                    cache[row, :, length + depth] = after[row, :, length + node]
+            continue
         alone = {name: getattr(call, name)[:, :, node : node + 1] for name in ("q", "k", "v")}
         alone |= {name: getattr(call, name)[:, node : node + 1] for name in ("cos", "sin", "positions")
                   if getattr(call, name) is not None}  # fmt: skip
@@ -138,6 +147,26 @@ def test_of_long_contexts(length, dtype):
     out = attention.launch(call)
     tree = ancestry(torch.tensor([chain(24)]))[0].cuda()
     assert torch.equal(bits(attention.launch(call._replace(ancestors=tree))), bits(out))
+
+
+def test_prompts_in_the_interpreter():
+    if GPU:
+        pytest.skip("the kernels run on the CUDA device")
+    for lengths, options in (([30, 7], {}), ([63], dict(window=20, sinks=True, rotary=True))):
+        case = Case(("cpu", torch.float32), lengths, 70, chain(70), (2, 1), causal=True, **options)
+        compare_path(case, chain(70), 69, SMALL._replace(least=16, most=4), exactly=False, step=9)
+
+
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(d, marks=ON_GPU, id=str(d)[6:]) for d in (torch.bfloat16, torch.float16)]
+)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_prompts_on_a_gpu(shape, dtype):
+    """Tokens of chunks of prompts, some of which begin and end where spans double, have the bits of single tokens."""
+    for lengths, nodes in (([0, 37], 129), ([1983], 700), ([4096 - 300], 512), ([8000], 333)):
+        case = Case(("cuda", dtype), lengths, nodes, chain(nodes), causal=True, capacity=8400, **SHAPES[shape])
+        case.q *= 2
+        compare_path(case, chain(nodes), nodes - 1, None, exactly=True, step=37)
 
 
 def expected_tiles(parents, per_tile):

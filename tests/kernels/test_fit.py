@@ -56,7 +56,7 @@ from spec_compile.kernels.attention.call import AttentionCall
 from spec_compile.kernels.attention.tail_tiles import nodes_per_tile, tail_tiles
 
 tree_attention._device = lambda index: (132, memory)
-for name in ("append_kernel", "prompt_kernel", "merge_parts_kernel", "tree_kernel", "merge_spans_kernel"):
+for name in ("append_kernel", "prompt_kernel", "tree_kernel", "merge_spans_kernel"):
     setattr(tree_attention, name, Compiled(getattr(tree_attention, name)))
 for heads, kv_heads, size, values in ((32, 8, 64, 64), (32, 8, 128, 128), (8, 1, 256, 256), (4, 4, 24, 16)):
     for nodes, causal in ((1, False), (16, False), (64, False), (2048, True)):

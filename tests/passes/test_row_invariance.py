@@ -190,13 +190,3 @@ def test_bits_on_a_gpu():
         spec_compile.speculate(models.ADMITTED["llama"]().cuda(), exact="bits")
     with pytest.raises(UnsupportedModelError, match="op layer_norm"):
         spec_compile.speculate(models.ADMITTED["gpt2"]().to("cuda", torch.bfloat16), exact="bits")
-
-
-def test_bits_are_refused_for_rounds_of_more_rows_than_products_keep():
-    fast = spec_compile.speculate(models.ADMITTED["llama"](), compile=False, num_draft_tokens=64)
-    runtime = fast.speculation.engine.runtime
-    runtime.check_rows(9)
-    runtime.options = dataclasses.replace(runtime.options, exact="bits")
-    runtime.check_rows(8)
-    with pytest.raises(UnsupportedModelError, match="exact: 'bits' is kept in rounds of up to 512 rows, and 9"):
-        runtime.check_rows(9)

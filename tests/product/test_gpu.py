@@ -16,7 +16,7 @@ from spec_compile.drafters.modules.dflash import DFlashDraft
 from spec_compile.drafters.modules.eagle import Eagle3Head
 from spec_compile.drafters.modules.latent import LatentSizes
 from spec_compile.drafters.modules.layers import LayerKnobs
-from spec_compile.kernels.attention import BACKENDS, measure
+from spec_compile.kernels.attention import BACKENDS
 from spec_compile.kernels.experts import launch
 from spec_compile.runtime.flights import AHEAD
 
@@ -203,20 +203,6 @@ def test_prompts_and_trees_on_different_backends(algorithm, prefill, verify):
     fast = in_16_bits(algorithm, 128, attention_backend={"prefill": prefill, "verify": verify})
     assert audited(fast)
     assert f"prefill by {prefill}, verify by {verify}" in fast.speculation.explain()
-
-
-def test_auto_measures_prompts_once(monkeypatch):
-    """FlashInfer's kernels against ours, where they are compiled."""
-    pytest.importorskip("flashinfer")
-    monkeypatch.setattr(measure, "FOUND", {})
-    graph = in_16_bits("ngram", 128, attention_backend={"verify": "triton"}).speculation.engine.runtime.prefill
-    if not BACKENDS["flashinfer"].ready(graph.layers[0], graph.dtype):
-        pytest.skip("FlashInfer's kernels are not compiled")
-    (found,) = measure.FASTEST.values()
-    monkeypatch.setattr(measure, "_timed", None)  # it remembers
-    fast = in_16_bits("ngram", 128)
-    assert f"prefill by {found.name}, verify by triton" in fast.speculation.explain()
-    assert audited(fast)
 
 
 @pytest.mark.parametrize("schedule", ["hot", "static", "cut"])

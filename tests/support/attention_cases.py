@@ -13,7 +13,7 @@ from spec_compile.tree import ancestry
 PLACES = places(torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 EPS = 1e-6
-SMALL = attention.Tuning(block_m=16, block_n=16, least=32, warps=4, stages=2, splits=3)
+SMALL = attention.Tuning(block_m=16, block_n=16, least=32, warps=4, stages=2)
 
 
 def chain(nodes):

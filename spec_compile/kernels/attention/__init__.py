@@ -10,7 +10,6 @@ from ...graph import ModelGraph
 from . import flashinfer, flex, sdpa, triton
 from .base import Backend, Use
 from .call import attention_calls
-from .measure import fastest
 
 BACKENDS = {each.name: each for each in (triton.BACKEND, sdpa.BACKEND, flex.BACKEND, flashinfer.BACKEND)}
 ROLES = ("prefill", "verify", "draft")
@@ -48,8 +47,7 @@ def choose(use: Use, graph: ModelGraph) -> Backend:
     """The backend of `graph` for this use.
 
     "auto" is the first of `BACKENDS` that can run every layer: ours on a GPU, which was the fastest with trees in every
-    measurement (benchmarks/kernels/attention.py), and sdpa on a CPU. For prompts on a GPU it is the faster one of ours
-    and FlashInfer's, if the kernels of the latter are compiled already; this is measured once (`measure.fastest`).
+    measurement (benchmarks/kernels/attention.py), and sums prompts in the same order; and sdpa on a CPU.
 
     Raises ValueError if the backend does not run on the graph's device, and UnsupportedModelError if it lacks a feature
     that a layer needs.
@@ -57,7 +55,7 @@ def choose(use: Use, graph: ModelGraph) -> Backend:
     device = graph.device.type
     able = _able(use, graph)
     if use.name == "auto" and able:
-        return fastest(able, graph) if use.role == "prefill" and device == "cuda" else able[0]
+        return able[0]
     here = [each for each in BACKENDS.values() if device in each.devices]
     backend = here[0] if use.name == "auto" else BACKENDS[use.name]
     if device not in backend.devices:

@@ -55,8 +55,6 @@ class Backend:
     uncompiled: a CUDA graph can hold it without Inductor.
     rotates: it takes the arguments `call.ROTATION`.
     sizes: its head sizes; None: all.
-    ready: ``ready(layer, dtype)`` is True if its kernels for a layer need no long compilation, so that "auto" may
-        measure it; None: never.
     fp8: it takes caches of float8_e4m3fn.
     scaled: it takes caches of float8_e4m3fn with scales.
     prompts_captured: inside a CUDA graph it takes chunks of any size as fast as outside.
@@ -74,7 +72,6 @@ class Backend:
     uncompiled: bool = True
     rotates: bool = False
     sizes: frozenset[int] | None = None
-    ready: Callable[[LayerSpec, torch.dtype], bool] | None = None
     fp8: bool = False
     scaled: bool = False
     prompts_captured: bool = False

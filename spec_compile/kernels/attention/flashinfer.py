@@ -105,21 +105,6 @@ def load(use: Use) -> Callable:
     return (ops.flashinfer_tree_attention if use.captured else ops.flashinfer_attention).default
 
 
-def ready(layer: LayerSpec, dtype: torch.dtype) -> bool:
-    """True if the kernel of prompts is already compiled for a layer. To compile it takes minutes."""
-    try:
-        from flashinfer.jit.attention import gen_single_prefill_module
-        from flashinfer.utils import determine_attention_backend
-
-        device = torch.device("cuda", torch.cuda.current_device())
-        return gen_single_prefill_module(
-            determine_attention_backend(device, 0, False, False, dtype, dtype), dtype, dtype, dtype, layer.key_dim,
-            layer.value_dim, 0, layer.window is not None, layer.softcap is not None, False,
-        ).is_compiled  # fmt: skip
-    except (ImportError, AttributeError, TypeError):  # a version with other names
-        return False
-
-
 BACKEND = Backend(
     "flashinfer",
     load,
@@ -129,5 +114,4 @@ BACKEND = Backend(
     trees=frozenset({"softcap", "sinks"}),
     captured=frozenset({"sinks"}),
     sizes=frozenset({64, 128, 256}),
-    ready=ready,
 )

@@ -12,8 +12,8 @@ lengths grow. In 16 bits the output of a token has the same bits whether the tok
 tree, and whatever else is in the batch, because the bounds of chunks and spans, in which keys are summed, are functions
 of positions.
 
-A causal chunk larger than any tree is appended, too, and then attends to the cache only (`prompt_kernel`). Its sums are
-cut as is fastest for its size.
+A causal chunk larger than any tree is appended, too, and then attends to the cache only, in one launch that sums keys
+in the same order (`prompt_kernel`).
 """
 
 import functools
@@ -32,7 +32,7 @@ from ..plain import on_gpu
 from . import indexed_attention
 from .append_kernel import append_kernel
 from .call import AttentionCall, attention_op, from_arguments
-from .prompt_kernel import merge_parts_kernel, prompt_kernel
+from .prompt_kernel import prompt_kernel
 from .spans import first_log2, merge_spans_kernel, most_spans
 from .tail_tiles import COLUMNS, nodes_per_tile, tail_tiles
 from .tree_kernel import tree_kernel
@@ -67,14 +67,13 @@ def tree_attention(call: AttentionCall) -> Tensor:
 
 
 class Tuning(NamedTuple):
-    """How `launch` divides the work. All but warps, stages and splits are powers of two.
+    """How `launch` divides the work. All but warps and stages are powers of two.
 
     block_m: rows of a program.
-    block_n: keys that a program reads at a time.
-    least: the fewest slots of a part of the cache, or of a span.
+    block_n: keys of a chunk.
+    least: the fewest slots of a span.
     warps, stages: of Triton's pipeline.
-    splits: the most parts of the cache, for a chunk larger than any tree.
-    most: the most spans of a token, for a tree.
+    most: the most spans of a token.
     together: spans of a program, for a tree; fewer than `most`.
     """
 
@@ -83,7 +82,6 @@ class Tuning(NamedTuple):
     least: int
     warps: int
     stages: int
-    splits: int = 1
     most: int = 32
     together: int = 1
 
@@ -96,21 +94,16 @@ def _device(index: int) -> tuple[int, int]:
 
 
 @functools.cache
-def prompt_tuning(rows: int, groups: int, key_dim: int, value_dim: int, itemsize: int, device: int) -> Tuning:
-    """The tuning for a chunk larger than any tree, with `rows` rows for each of `groups` = B * Hkv."""
-    processors, memory = _device(device)
-    wide = key_dim + value_dim > 256
-    block_m, most, warps = (64, 128, 4) if wide else (128, 128, 8)
-    if itemsize == 4:  # no tensor cores: what does not fit into registers is slow, and takes long to compile
-        block_m, most, warps = 16, 32, 8
-    key_dim, value_dim = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
-    slot = (key_dim + value_dim) * itemsize
-    room = memory - 1024 - block_m * key_dim * itemsize
-    block = min((64 if block_m == 128 else 32) * 1024, room // 2)
-    block_n = min(max(1 << ((block // slot).bit_length() - 1), 16), most)
-    stages = min(max(room // (block_n * slot), 1), 4)
-    splits = min(max(processors // (groups * triton.cdiv(rows, block_m)), 1), 128)
-    return Tuning(block_m, block_n, 256 if block_m == 128 else 64, warps, stages, splits)
+def prompt_tuning(key_dim: int, value_dim: int, itemsize: int, device: int) -> Tuning:
+    """The tuning for a chunk larger than any tree."""
+    order = tree_tuning(1, 1, 1, key_dim, value_dim, itemsize, device)
+    if itemsize == 4:
+        return order
+    key_dim, columns = triton.next_power_of_2(key_dim), min(triton.next_power_of_2(value_dim), MOST_COLUMNS)
+    block_m = 128 if key_dim <= 128 else 64
+    room = _device(device)[1] - 1024 - block_m * key_dim * itemsize
+    stages = min(max(room // (order.block_n * (key_dim + columns) * itemsize), 1), 3)
+    return order._replace(block_m=block_m, warps=block_m // 16, stages=stages)
 
 
 @functools.cache
@@ -168,7 +161,7 @@ def launch(call: AttentionCall, config: Tuning | None = None) -> Tensor:
     if call.chosen is not None:
         return indexed_attention.launch(call, _append(call, 32, 4, early=False))
     if nodes > MAX_NODES:
-        return _launch_prompt(call, config or prompt_tuning(rows, batch * kv_heads, *facts))
+        return _launch_prompt(call, config or prompt_tuning(*facts))
     return _launch_tree(call, config or tree_tuning(rows, batch * kv_heads, call.key_cache.shape[2], *facts))
 
 
@@ -216,29 +209,25 @@ def _launch_prompt(call: AttentionCall, config: Tuning) -> Tensor:
     q, _, _, key_cache, value_cache, lengths, _, positions, *_ = call
     batch, heads, nodes, _ = q.shape
     kv_heads, capacity, value_dim = *key_cache.shape[1:3], value_cache.shape[3]
-    block_m, block_n, least, warps, stages, splits, *_ = config
-    group = heads // kv_heads
-    tiles, columns = triton.cdiv(nodes * group, block_m), triton.next_power_of_2(value_dim)
-    out = call.empty_output()
-    parts, sums = out, lengths  # unused by one split
-    if splits > 1:
-        parts = q.new_empty(batch * kv_heads * tiles, splits, block_m, value_dim, dtype=torch.float32)
-        sums = q.new_empty(batch * kv_heads * tiles, splits, 2, block_m, dtype=torch.float32)
-    shared = {"WINDOW": call.window, "GROUP": group, "BLOCK_M": block_m, "BLOCK_N": block_n}
-    rotated = _append(call, 32, 4, early=False)
-    prompt_kernel[(tiles * splits, batch * kv_heads)](
-        rotated, key_cache, value_cache, call.scales, lengths, positions, call.sinks, call.slopes, out, parts, sums,
-        *rotated.stride()[:3], positions.stride(0), nodes, splits, least, capacity, *_factors(call),
-        SOFTCAP=call.softcap is not None, ONE_SPLIT=splits == 1, PRECISION=_precision(q),
-        **shared, **_constants(call, columns), num_warps=warps, num_stages=stages,
+    group, columns = heads // kv_heads, min(triton.next_power_of_2(value_dim), MOST_COLUMNS)
+    out, rotated = call.empty_output(), _append(call, 32, 4, early=False)
+    grid = triton.cdiv(nodes * group, config.block_m), batch * kv_heads, triton.cdiv(value_dim, columns)
+    prompt_kernel[grid](
+        rotated, key_cache, value_cache, call.scales, lengths, positions, call.sinks, call.slopes, out,
+        *rotated.stride()[:3], positions.stride(0), nodes, capacity, *_factors(call),
+        SOFTCAP=call.softcap is not None, GROUP=group, BLOCK_M=config.block_m, PRECISION=_precision(q),
+        **_order(call, config), **_constants(call, columns), num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
-    if splits > 1:
-        merge_parts_kernel[(nodes * heads, batch)](
-            lengths, positions, out, parts, sums, positions.stride(0), nodes, splits, least,
-            HEADS=heads, CHUNK=min(triton.next_power_of_2(splits), 16), DV=value_dim, BLOCK_DV=columns,
-            **shared, num_warps=1,
-        )  # fmt: skip
     return out
+
+
+def _order(call: AttentionCall, config: Tuning) -> dict:
+    """The constants that decide in which order keys are summed: chunks and spans."""
+    first = first_log2(max(config.least, config.block_n), call.window)
+    return {
+        "CHUNK": config.block_n, "FIRST": first, "MOST": config.most if call.window is None else 0,
+        "WINDOW": call.window,
+    }  # fmt: skip
 
 
 def _launch_tree(call: AttentionCall, config: Tuning) -> Tensor:
@@ -246,22 +235,20 @@ def _launch_tree(call: AttentionCall, config: Tuning) -> Tensor:
     q, _, _, key_cache, value_cache, lengths, ancestors, positions, *_ = call
     batch, heads, nodes, _ = q.shape
     kv_heads, capacity, value_dim = *key_cache.shape[1:3], value_cache.shape[3]
-    block_m, chunk, least, warps, stages, _, most, together = config
-    group = heads // kv_heads
+    block_m, chunk, together, group = config.block_m, config.block_n, config.together, heads // kv_heads
 
     # The tail tiles, the spans, and memory for their partial softmaxes (see `spans`).
     per_tile, columns = nodes_per_tile(group), min(triton.next_power_of_2(value_dim), MOST_COLUMNS)
     tiles = tail_tiles(ancestors, per_tile) if call.tiles is None else call.tiles
     tails = (triton.cdiv(nodes, per_tile) if tiles is None else nodes) * triton.cdiv(per_tile * group, block_m)
-    first = first_log2(max(least, chunk), call.window)
-    spans, most = most_spans(capacity, first, most, call.window), most if call.window is None else 0
+    order = _order(call, config)
+    spans = most_spans(capacity, order["FIRST"], config.most, call.window)
     tail_parts = triton.cdiv(chunk - 1 + nodes, chunk)
     parts = q.new_empty(batch * kv_heads, tail_parts + spans, nodes * group, value_dim, dtype=torch.float32)
     sums = q.new_empty(batch * kv_heads, tail_parts + spans, 2, nodes * group, dtype=torch.float32)
     out = call.empty_output()
     early = dependent_launch.available(q) and tiles is call.tiles  # a table made here may not be read early
-    shared = {"WINDOW": call.window, "GROUP": group, "CHUNK": chunk, "FIRST": first, "MOST": most}
-    shared |= {"PARTS": tail_parts, "EARLY": early, **({"launch_pdl": True} if early else {})}
+    shared = {**order, "GROUP": group, "PARTS": tail_parts, "EARLY": early, **({"launch_pdl": True} if early else {})}
 
     # The three launches.
     programs = triton.cdiv(spans, together) * triton.cdiv(nodes * group, block_m) + tails
@@ -270,8 +257,8 @@ def _launch_tree(call: AttentionCall, config: Tuning) -> Tensor:
         rotated, key_cache, value_cache, call.scales, lengths, tiles, positions, call.slopes, parts, sums,
         *rotated.stride()[:3], positions.stride(0), nodes, capacity, spans, *_factors(call),
         SOFTCAP=call.softcap is not None, BLOCK_M=block_m, PER_TILE=per_tile, COLUMNS=COLUMNS,
-        PRECISION=_precision(q), TOGETHER=together, **shared, **_constants(call, columns), num_warps=warps,
-        num_stages=stages,
+        PRECISION=_precision(q), TOGETHER=together, **shared, **_constants(call, columns), num_warps=config.warps,
+        num_stages=config.stages,
     )  # fmt: skip
     merge_spans_kernel[(nodes * heads, batch)](
         lengths, positions, call.sinks, out, parts, sums, positions.stride(0), nodes, spans, HEADS=heads,

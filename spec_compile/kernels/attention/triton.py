@@ -41,5 +41,5 @@ def prepare(graph: ModelGraph) -> str:
 HAS = ALL - {"chunk"}
 BACKEND = Backend(
     "triton", load, frozenset({"cuda"}), frozenset({*HALF, torch.float32}), HAS, HAS, HAS, rotates=True,
-    ready=lambda *_: True, fp8=True, scaled=True, prompts_captured=True, prepare=prepare,
+    fp8=True, scaled=True, prompts_captured=True, prepare=prepare,
 )  # fmt: skip

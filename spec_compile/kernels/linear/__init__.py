@@ -14,7 +14,6 @@ from ...graph import ModelGraph, attribute, calls
 from .. import HALF
 from ..ops import arguments_of
 from . import avx512, product_ops, quantised, small_m, transposed  # noqa: F401
-from .plans import MAX_ROWS  # noqa: F401
 
 aten = torch.ops.aten
 

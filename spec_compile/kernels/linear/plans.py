@@ -3,8 +3,6 @@
 import functools
 from typing import NamedTuple
 
-MAX_ROWS = 512
-"""Rows of activations that the kernel takes."""
 CUT = 256
 """Where programs share the columns of the weights, they are cut at multiples of this."""
 AT_ONCE = 1 << 30

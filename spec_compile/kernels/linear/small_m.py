@@ -1,4 +1,4 @@
-"""Form "small_m": products of at most 512 rows of 16 bits on a GPU, which read the weights once.
+"""Form "small_m": products of rows of 16 bits on a GPU, which read the weights once if rows are few.
 
 Its kernels begin while the kernel before them still runs (see `dependent_launch`), and read weights before they wait
 for it. So **no kernel of a layer may write weights**.
@@ -16,8 +16,8 @@ from ..all_reduce import Exchange
 from ..counters import zero_counters
 from ..ops import as_rows
 from ..plain import are_plain
-from . import tuned
-from .plans import CUT, MAX_ROWS, ProductPlan, ProductTile, ceil_div, packed_plan, plan, squared_columns
+from . import tuned, wide
+from .plans import CUT, ProductPlan, ProductTile, ceil_div, packed_plan, plan, squared_columns
 from .product import Gate, Matrix, Product, QkvHeads, ResidualStream
 from .quantised import layout_of
 from .quantised.rows import FP8, LARGEST
@@ -82,10 +82,8 @@ def plan_of(x: Tensor, weight: Tensor, kind: str = "") -> ProductPlan | None:
         or are_plain()
         or lack(weight, kind, x.dtype) is not None
         or (not kind and x.dtype != weight.dtype)
+        or not x.numel()
     ):
-        return None
-    rows = x.numel() // x.shape[-1]
-    if not 0 < rows <= MAX_ROWS:
         return None
     return _plan(len(weight), x.shape[-1], kind, weight.dtype, x.device)
 
@@ -125,6 +123,8 @@ def launch(product: Product, out: Tensor | None, parts: int, tile: ProductTile, 
     out: contiguous; [R, O], gated [R, O / 2], of heads the queries [R, H * D], R = B * N; None if the product is sent.
     early: True to use programmatic dependent launch (None: if the GPU can).
     """
+    if wide.serves(product, tile):
+        return wide.launch(product, out, parts)
     x, weight, after, scales = product.x, product.weight, product.after, product.scales
     rows, inputs, outputs = *x.shape, len(weight)
     layout = layout_of(product.kind) if product.kind else None

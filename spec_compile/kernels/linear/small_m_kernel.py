@@ -25,10 +25,10 @@ import triton
 import triton.language as tl
 
 from ..all_reduce_kernel import send, slot_of_turn
-from ..pairs import sum_in_pairs, sum_rows_in_pairs
 from ..ptx import let_next_kernel_begin, prefetch_l2, wait_for_kernel_before
 from .append_kernel import load_for_heads, store_heads
 from .load_tile import addresses, load_tile
+from .product_end import inverse_rms, load_bias, load_squares, load_stream, scale_rows, store, store_stream
 from .quantised_kernel import multiply_quantised
 
 
@@ -106,68 +106,6 @@ def _sum_of_parts(at, counter, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, PAR
 
 
 @triton.jit
-def _divided_by_rms(acc, squares, bias, inputs, eps):
-    """acc [HEIGHT, BLOCK_N] over the root mean square of each row of x, plus bias [HEIGHT]."""
-    scale = tl.rsqrt(sum_in_pairs(squares, squares.shape[0], squares.shape[1]) / inputs + eps)
-    return tl.fma(acc, scale[None, :] + tl.zeros_like(acc), bias[:, None] + tl.zeros_like(acc))
-
-
-@triton.jit
-def _load_bias(bias_ptr, o):
-    """Zeros where there is no bias."""
-    bias = tl.zeros(o.shape, tl.float32)
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + o).to(tl.float32)
-    return bias
-
-
-@triton.jit
-def _load_squares(squares_ptr, n, rows, TERMS: tl.constexpr):
-    """Sums of the squares of the stream [rows, TERMS] -> those of a tile's rows [BLOCK_N, TERMS], rounded up."""
-    term = tl.arange(0, triton.next_power_of_2(TERMS))
-    mask = (n < rows)[:, None] & (term < TERMS)[None, :]
-    return tl.load(squares_ptr + n[:, None] * TERMS + term[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _load_stream(stream, column, n, rows, height, stride_r):
-    """The residual stream before the product [HEIGHT, BLOCK_N], and the weight of the norm after it [HEIGHT]."""
-    mask = (column < height)[:, None] & (n < rows)[None, :]
-    before = tl.load(stream.residual + n[None, :].to(tl.int64) * stride_r + column[:, None], mask=mask, other=0.0)
-    return before, tl.load(stream.weight + column, mask=column < height, other=0.0)
-
-
-@triton.jit
-def _store_stream(
-    acc, residual, norm, out_ptr, stream, column, n, tile, rows, height,
-    BLOCK_N: tl.constexpr, HEIGHT: tl.constexpr, SQUARED: tl.constexpr,
-):  # fmt: skip
-    """The residual stream with the sums [HEIGHT, BLOCK_N] added, to out [rows, height], and the first half of the next
-    RMSNorm: times its weight to scaled [rows, height], and each SQUARED columns' sum of squares to squares."""
-    mask = (column < height)[:, None] & (n < rows)[None, :]
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    total = (acc.to(dtype).to(tl.float32) + residual.to(tl.float32)).to(dtype)
-    at = n[None, :].to(tl.int64) * height + column[:, None]
-    tl.store(out_ptr + at, total, mask=mask)
-    wide = tl.where(mask, total.to(tl.float32), 0.0)
-    factor = norm.to(tl.float32) + stream.offset
-    tl.store(stream.scaled + at, (wide * factor[:, None]).to(dtype), mask=mask)
-    groups: tl.constexpr = HEIGHT // SQUARED
-    sums = sum_rows_in_pairs(wide * wide, groups, SQUARED, BLOCK_N)
-    group = tile * groups + tl.arange(0, groups)
-    mask = (group * SQUARED < height)[:, None] & (n < rows)[None, :]
-    tl.store(stream.squares + n[None, :] * tl.cdiv(height, SQUARED) + group[:, None], sums, mask=mask)
-
-
-@triton.jit
-def _store(value, out_ptr, column, n, rows, height):
-    """value [HEIGHT, BLOCK_N] to out [rows, height]."""
-    mask = (column < height)[:, None] & (n < rows)[None, :]
-    at = n[None, :].to(tl.int64) * height + column[:, None]
-    tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def _send(value, peers, slot, column, n, rows, height, rank, RANKS: tl.constexpr):
     """value [HEIGHT, BLOCK_N] to all ranks, as a part [rows, height] of their sum."""
     mask = (column < height)[:, None] & (n < rows)[None, :]
@@ -205,9 +143,9 @@ def small_m_kernel(
         peers, state_ptr, words = sent
         slot = slot_of_turn(state_ptr, rank, words, RANKS)
     if EAGER and before is not None:
-        squares = _load_squares(before.squares, n, rows, TERMS)
+        squares = load_squares(before.squares, n, rows, TERMS)
     if EAGER and stream is not None:
-        residual, norm = _load_stream(stream, column, n, rows, height, stride_r)
+        residual, norm = load_stream(stream, column, n, rows, height, stride_r)
     if EAGER and APPENDS:
         loaded = load_for_heads(heads, column, n, rows, nodes, HEADS, KV_HEADS, D)
     if FORMAT is None:
@@ -224,17 +162,17 @@ def small_m_kernel(
     # The steps after the product, with the sums in registers. Where programs share the columns, the last one does them.
     if done:
         if not EAGER and before is not None:
-            squares = _load_squares(before.squares, n, rows, TERMS)
+            squares = load_squares(before.squares, n, rows, TERMS)
         if not EAGER and stream is not None:
-            residual, norm = _load_stream(stream, column, n, rows, height, stride_r)
+            residual, norm = load_stream(stream, column, n, rows, height, stride_r)
         if not EAGER and APPENDS:
             loaded = load_for_heads(heads, column, n, rows, nodes, HEADS, KV_HEADS, D)
         if PARTS > 1:
             acc = _sum_of_parts(at, counter, BLOCK_N, BLOCK_O, PARTS)
         if before is not None:
-            acc = _divided_by_rms(acc, squares, _load_bias(bias_ptr, o), inputs, before.eps)
+            acc = scale_rows(acc, inverse_rms(squares, inputs, before.eps), load_bias(bias_ptr, o))
         elif bias_ptr is not None:
-            acc += _load_bias(bias_ptr, o)[:, None]
+            acc += load_bias(bias_ptr, o)[:, None]
         if PAIRED:
             first, second = acc.reshape(HEIGHT, 2, BLOCK_N).permute(0, 2, 1).split()
         if APPENDS:
@@ -243,10 +181,10 @@ def small_m_kernel(
                 BLOCK_N,
             )  # fmt: skip
         elif stream is not None:
-            _store_stream(acc, residual, norm, out_ptr, stream, column, n, tile, rows, height, BLOCK_N, HEIGHT, SQUARED)
+            store_stream(acc, residual, norm, out_ptr, stream, column, n, tile, rows, height, BLOCK_N, HEIGHT, SQUARED)
         elif GATED:
-            _store(first / (1 + tl.exp(-first)) * second, out_ptr, column, n, rows, height)
+            store(first / (1 + tl.exp(-first)) * second, out_ptr, column, n, rows, height)
         elif RANKS > 1:
             _send(acc, peers, slot, column, n, rows, height, rank, RANKS)
         else:
-            _store(acc, out_ptr, column, n, rows, height)
+            store(acc, out_ptr, column, n, rows, height)

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from ...graph import ModelGraph, attribute
 from . import LINEARS, small_m, tuned, weight_of
-from .plans import MAX_ROWS, ProductPlan, ProductTile, ceil_div, squared_columns
+from .plans import ProductPlan, ProductTile, ceil_div, squared_columns
 from .product import Product
 from .quantised import layout_of
 
 WIDTHS = 16, 64, 128
 """Rows of a tile; those of a round are most often as few as the first two."""
-ROWS = 1, 2, 5, 16, 17, 33, 64, 65, 100, 128, 300
-"""Numbers of rows whose bits are compared with those of `MAX_ROWS`."""
+ROWS = 1, 2, 5, 16, 17, 33, 64, 65, 100, 128, 300, 512, 2048
+"""Numbers of rows whose bits are compared; the last has all."""
 TILES = {  # by the bits of a weight and the rows of a tile: (block_o, block_k, warps, stages)
     16: {
         16: [(128, 128, 8, 4), (64, 256, 4, 4), (64, 128, 4, 5), (32, 256, 4, 4), (16, 256, 4, 4)],
@@ -142,13 +142,13 @@ def same_bits(product: ProductShape, plan: ProductPlan) -> bool:
     """True if a plan gives every row the same bits with any number of rows."""
     weight, scales = product.weights[0]
     generator = torch.Generator(weight.device).manual_seed(0)
-    x = torch.randn(MAX_ROWS, product.inputs, device=weight.device, generator=generator).to(product.dtype)
+    x = torch.randn(ROWS[-1], product.inputs, device=weight.device, generator=generator).to(product.dtype)
 
     def multiply(rows: int) -> Tensor:
         return small_m.run(Product(x[:rows], weight, None, scales, product.kind), plan)
 
-    reference = multiply(MAX_ROWS)
-    return all(torch.equal(multiply(rows), reference[:rows]) for rows in ROWS)
+    reference = multiply(ROWS[-1])
+    return all(torch.equal(multiply(rows), reference[:rows]) for rows in ROWS[:-1])
 
 
 def time_of(product: ProductShape, rows: int, parts: int, tile: ProductTile) -> float:

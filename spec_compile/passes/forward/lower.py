@@ -19,7 +19,7 @@ class NotLowered(Exception):
 
 class ForwardSettings(NamedTuple):
     """Options of the passes: those of `backend.BackendOptions`, and the `passes.Settings.purpose` of the graph, which
-    is "verify" for few rows and else "prefill"."""
+    is "verify" for few rows and else "forward"."""
 
     merge_linears: bool = True
     gqa: bool = True
