@@ -23,7 +23,7 @@ GROWING_ROPE = {"dynamic", "longrope"}
 def admit(model: nn.Module, exact: str = "auto") -> None:
     """Raise TypeError, ValueError or UnsupportedModelError if `model` is not a causal LM that can be captured.
 
-    exact: the option; "bits" also refuses a device or a dtype in which bits are not promised.
+    exact: the option; "bits" and "request" also refuse a device or a dtype in which bits are not promised.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
@@ -47,7 +47,7 @@ def admit(model: nn.Module, exact: str = "auto") -> None:
     for rope_type in {r.get("rope_type", "default") for r in (nested or [rope])} & GROWING_ROPE:
         _refuse(model, f"uses RoPE of type {rope_type!r}, whose frequencies change with the length of the text")
     _admit_tensors(model, admit_quantisation(model))
-    if exact == "bits" and (model.device.type != "cuda" or model.dtype not in HALF):
+    if exact != "auto" and (model.device.type != "cuda" or model.dtype not in HALF):
         raise UnsupportedModelError(
             "exact: bits are promised in bfloat16 and float16 on a GPU of compute capability 8.0 or later, "
             f"{type(model).__name__} is in {model.dtype} on {model.device}; move it there, or pass exact='auto'"

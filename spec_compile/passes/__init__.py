@@ -41,6 +41,7 @@ class Settings:
     attention: requirements on the attention backend; its role says what the graph is for.
     ranks: the processes that share the graph's weights.
     low_rank: by the paths of linear layers, the additions of which each row chooses one.
+    exact: the option.
     """
 
     merge_linears: bool = True
@@ -48,6 +49,7 @@ class Settings:
     attention: Use = field(default_factory=Use)
     ranks: Alone = ALONE
     low_rank: dict[str, LowRank] = field(default_factory=dict)
+    exact: str = "auto"
 
     @property
     def purpose(self) -> str:

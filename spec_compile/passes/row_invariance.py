@@ -18,7 +18,7 @@ from ..kernels import HALF, experts, ops
 from ..kernels.attention.call import TARGETS
 from ..kernels.attention.choice import visible_to
 from ..kernels.attention.tail_tiles import tail_tiles
-from ..kernels.linear import LINEARS, PLAIN, small_m, weight_of
+from ..kernels.linear import LINEARS, PLAIN, QUANTISED, small_m, weight_of
 from ..kernels.recurrence import advance_or_look, clamp_in_prompt, launch, walk_of
 
 INVARIANT_BACKEND = "triton"
@@ -75,12 +75,16 @@ def variant_parts(graph: ModelGraph) -> list[str]:
     return _by_layers({path: ", ".join(each) for path, each in reasons.items() if each})
 
 
-def require_same_bits(graph: ModelGraph) -> None:
-    """UnsupportedModelError, naming the option and the parts, unless `graph` promises the same bits."""
-    parts = variant_parts(graph)
+def require_same_bits(exact: str, graphs: dict[str, ModelGraph]) -> None:
+    """UnsupportedModelError, naming the option and the parts, unless the graphs promise the bits that it asks for.
+
+    exact: "bits": the graph that verifies; "request": that of prompts, too. graphs: by purpose.
+    """
+    purposes = ("verify", "prefill") if exact == "request" else ("verify",)
+    parts = dict.fromkeys(part for purpose in purposes for part in variant_parts(graphs[purpose]))
     if parts:
         raise UnsupportedModelError(
-            "exact: 'bits' cannot be kept, because no kernel computes these parts alike for any number of rows: "
+            f"exact: {exact!r} cannot be kept, because no kernel computes these parts alike for any number of rows: "
             f"{'; '.join(parts)}. Pass exact='auto' for the same answer but for near-ties"
         )
 
@@ -89,6 +93,8 @@ def _reason(graph: ModelGraph, node: fx.Node) -> str | None:
     """Why the bits of a row of the node may depend on other rows; None if they do not."""
     if not _is_float(node.meta.get("val")) or node.target in FUNCTIONS:
         return None
+    if node.target == QUANTISED:
+        return "product of quantised weights by a library (exact='request' takes the kernel, if there is one)"
     if node.target in TARGETS:
         return None if graph.backend == INVARIANT_BACKEND else f"attention by {graph.backend}"
     if node.target is advance_or_look:

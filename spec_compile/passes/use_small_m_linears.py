@@ -20,7 +20,8 @@ def use_small_m_linears(graph: ModelGraph, settings) -> str:
         if form is not None:
             node.target = form.op
             changed += 1
-    packed, copied = _use_packed(graph) if few_rows else (0, 0)
+    is_library_faster = settings.purpose == "prefill" and settings.exact != "request"
+    packed, copied = _use_packed(graph) if few_rows and not is_library_faster else (0, 0)
     summary = f"{changed + packed} linear layers take a form of ours"
     return f"{summary}; copies of quantised weights for it take {copied / 1e9:.2f} GB" if copied else summary
 

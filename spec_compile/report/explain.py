@@ -25,7 +25,7 @@ def explain(speculation) -> str:
         f"algorithm {engine.name}, rounds over {', '.join(map(str, engine.runtime.sizes))} nodes",
         f"attention: {_backends(engine)}",
         *speculation.options.ranks.notes,
-        *_bits(variant_parts(graph)),
+        *_bits(variant_parts(graph), variant_parts(engine.runtime.prefill)),
         *_plans(graph),
         *([] if engine.runtime.tiers is None else [engine.runtime.tiers.describe()]),
         *_drafts(engine),
@@ -76,11 +76,18 @@ def _backends(engine) -> str:
     return ", ".join(f"{role} by {graph.backend or 'none'}" for role, graph in graphs if graph is not None)
 
 
-def _bits(parts: list[str]) -> list[str]:
-    """Lines that say if the bits of a token's logits are the same in any tree, or which parts prevent it."""
+def _bits(in_rounds: list[str], in_prompts: list[str]) -> list[str]:
+    """Lines that say if a token has the same bits in any tree, and in any request, or which parts prevent it."""
+    more, where = [part for part in in_prompts if part not in in_rounds], "in any chunk, batch or prefix"
+    if in_rounds and not more:
+        return [*_promise("whatever is drafted", in_rounds), f"same bits {where}: not promised either"]
+    return [*_promise("whatever is drafted", in_rounds), *_promise(where, more)]
+
+
+def _promise(where: str, parts: list[str]) -> list[str]:
     if not parts:
-        return ["same bits whatever is drafted: yes"]
-    return ["same bits whatever is drafted: not promised, because of", *(f"  {part}" for part in parts)]
+        return [f"same bits {where}: yes"]
+    return [f"same bits {where}: not promised, because of", *(f"  {part}" for part in parts)]
 
 
 def _plans(graph) -> list[str]:

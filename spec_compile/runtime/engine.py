@@ -45,7 +45,9 @@ class Engine:
         """graph: as captured; None if `graphs` has the rewritten ones, by purpose. low_rank: see `passes.Settings`."""
         plan, merge = algorithm.plan, options.merge_linears
         self.settings = {
-            purpose: passes.Settings(merge, plan.taps, options.attention(purpose), options.ranks, low_rank or {})
+            purpose: passes.Settings(
+                merge, plan.taps, options.attention(purpose), options.ranks, low_rank or {}, options.exact
+            )
             for purpose in ("verify", "prefill")
         }
         """The settings with which `passes.run` made each graph of the runtime."""
@@ -53,8 +55,8 @@ class Engine:
         self._captured = graph
         self.described = graph or graphs["verify"]
         """A graph that describes the layers of the model, as captured or rewritten."""
-        if options.exact == "bits":
-            require_same_bits(graphs["verify"])
+        if options.exact != "auto":
+            require_same_bits(options.exact, graphs)
         sizes = (*(n for n in SIZES[device.type] if n < plan.nodes and plan.sizes != "fixed"), plan.nodes)
         self.runtime = Runtime(**graphs, algorithm=algorithm, options=options, device=device, sizes=sizes,
                                max_positions=max_positions)  # fmt: skip

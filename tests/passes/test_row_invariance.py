@@ -16,6 +16,7 @@ from spec_compile.kernels import experts, linear
 from spec_compile.kernels.attention import Use
 from spec_compile.passes import Settings
 from spec_compile.passes.row_invariance import require_same_bits, variant_parts
+from spec_compile.report import explain
 
 aten = torch.ops.aten
 
@@ -80,9 +81,9 @@ def test_a_graph_of_experts_compiles_for_any_number_of_nodes(half_on_gpu, monkey
     ],
 )
 def test_kernels_of_ours_compute_all_of_these(half_on_gpu, name):
-    graph = half_on_gpu(name)
-    assert variant_parts(graph) == []
-    require_same_bits(graph)
+    graph, prompts = half_on_gpu(name), half_on_gpu(name, role="prefill")
+    assert variant_parts(graph) == variant_parts(prompts) == []
+    require_same_bits("request", {"verify": graph, "prefill": prompts})
     gated, pairs, sums, products = REDUCED.get(name, (0, 0, 0, 0))
     ops = torch.ops.spec_compile
     fused = ops.gated_rms_norm, ops.l2_norms, ops.row_sum, ops.linear_float32
@@ -106,7 +107,7 @@ def test_what_no_kernel_of_ours_computes_is_named(half_on_gpu, name, parts):
     said = variant_parts(graph)
     assert set(parts) <= set(said)
     with pytest.raises(UnsupportedModelError, match="exact: 'bits' cannot be kept") as error:
-        require_same_bits(graph)
+        require_same_bits("bits", {"verify": graph})
     assert all(part in str(error.value) for part in said)
 
 
@@ -119,6 +120,21 @@ def test_experts_without_the_kernel_are_named(half_on_gpu, monkeypatch):
 def test_other_attention_is_named(half_on_gpu):
     said = variant_parts(half_on_gpu("llama", name="flex", captured=False))
     assert said == ["model.layers.0-1.self_attn: attention by flex"]
+
+
+def test_other_attention_of_prompts_is_named_by_those_who_ask_for_requests(half_on_gpu):
+    graphs = {
+        "verify": half_on_gpu("llama"),
+        "prefill": half_on_gpu("llama", role="prefill", name="flex", captured=False),
+    }
+    require_same_bits("bits", graphs)
+    with pytest.raises(UnsupportedModelError, match="exact: 'request' cannot be kept.*: attention by flex"):
+        require_same_bits("request", graphs)
+    assert explain._bits(*map(variant_parts, graphs.values())) == [
+        "same bits whatever is drafted: yes",
+        "same bits in any chunk, batch or prefix: not promised, because of",
+        "  model.layers.0-1.self_attn: attention by flex",
+    ]
 
 
 def test_layers_without_the_form_for_few_rows_are_named(half_on_gpu, monkeypatch):
@@ -166,26 +182,31 @@ def test_nothing_is_promised_on_a_cpu_or_in_float32():
     fast = spec_compile.speculate(models.ADMITTED["llama"](), compile=False)
     (said,) = variant_parts(fast.speculation.engine.runtime.verify)
     assert said.startswith("float32 on a CPU")
-    assert f"same bits whatever is drafted: not promised, because of\n  {said}\n" in fast.speculation.explain()
+    said = f"same bits whatever is drafted: not promised, because of\n  {said}\n"
+    assert f"{said}same bits in any chunk, batch or prefix: not promised either\n" in fast.speculation.explain()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_are_refused_on_a_cpu_before_any_work(monkeypatch, dtype):
+@pytest.mark.parametrize("exact", ["bits", "request"])
+def test_bits_are_refused_on_a_cpu_before_any_work(monkeypatch, dtype, exact):
     monkeypatch.setattr("spec_compile.api.capture", lambda model: pytest.fail("work has started"))
     with pytest.raises(
         UnsupportedModelError, match=r"exact: bits are promised in bfloat16 and float16 on a GPU of comp"
     ):
-        spec_compile.speculate(models.ADMITTED["llama"]().to(dtype), exact="bits", compile=False)
+        spec_compile.speculate(models.ADMITTED["llama"]().to(dtype), exact=exact, compile=False)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_bits_on_a_gpu():
     model = models.ADMITTED["llama"]().to("cuda", torch.bfloat16)
-    fast = spec_compile.speculate(model, exact="bits", compile=False)
-    assert "same bits whatever is drafted: yes" in fast.speculation.explain()
+    for exact in ("bits", "request"):
+        said = spec_compile.speculate(model, exact=exact, compile=False).speculation.explain()
+        assert "same bits whatever is drafted: yes\nsame bits in any chunk, batch or prefix: yes\n" in said
     with pytest.raises(UnsupportedModelError, match=r"model.layers.0-1.self_attn: attention by sdpa"):
         spec_compile.speculate(model, exact="bits", compile=False, attention_backend={"verify": "sdpa"})
+    with pytest.raises(UnsupportedModelError, match=r"'request'.*model.layers.0-1.self_attn: attention by sdpa"):
+        spec_compile.speculate(model, exact="request", compile=False, attention_backend={"prefill": "sdpa"})
     with pytest.raises(UnsupportedModelError, match="bits are promised in bfloat16"):
         spec_compile.speculate(models.ADMITTED["llama"]().cuda(), exact="bits")
     with pytest.raises(UnsupportedModelError, match="op layer_norm"):

@@ -11,8 +11,10 @@ from ..pairs import sum_in_pairs, sum_rows_in_pairs
 
 @triton.jit
 def inverse_rms(squares, inputs, eps):
-    """1 / the root mean square of each row of x [BLOCK_N], from `load_squares`."""
-    return tl.rsqrt(sum_in_pairs(squares, squares.shape[0], squares.shape[1]) / inputs + eps)
+    """1 / the root mean square of each row of x [BLOCK_N], from `load_squares`. The product and the sum are an explicit
+    fma, because a compiler could fuse them in one kernel and not in another."""
+    total = sum_in_pairs(squares, squares.shape[0], squares.shape[1])
+    return tl.rsqrt(tl.fma(total, tl.zeros_like(total) + 1.0 / inputs, tl.zeros_like(total) + eps))
 
 
 @triton.jit

@@ -19,9 +19,11 @@ LEAST_ROWS = 384
 """Rows from which on it is faster than `small_m_kernel`."""
 OLDEST = (9, 0)
 """The first compute capability that reads tiles by descriptors (TMA)."""
-TILE, SHARED_TILE = ProductTile(128, 64, 256, 8, 4), ProductTile(128, 64, 128, 8, 4)
-"""The tile, and that of products whose columns are cut, which holds two sums. Both took 0.8 to 0.96 of cuBLAS's speed
-with 2,048 rows of Llama-3.1-8B's layers on an H200."""
+TILE, SMALL_TILE = ProductTile(128, 64, 256, 8, 4), ProductTile(128, 64, 128, 8, 4)
+"""The tile, and that of fewer rows and of products whose columns are cut, which holds two sums. They reach 0.81 to 0.96
+of cuBLAS's speed with 2,048 rows of Llama-3.1-8B's layers on an H200."""
+MANY_ROWS = 512
+"""Rows from which on the larger tile is faster."""
 GROUPS_OF_WARPS = 64
 """Rows of the weights in a tile from which on groups of warps multiply (wgmma)."""
 
@@ -44,8 +46,8 @@ def serves(product: Product, tile: ProductTile) -> bool:
 def launch(product: Product, out: torch.Tensor, parts: int, tile: ProductTile | None = None) -> None:
     """Run the kernel with the arguments of `small_m.launch`. tile: None: by the parts."""
     x, weight, before, after = product.x, product.weight, product.before, product.after
-    tile = tile or (TILE if parts == 1 else SHARED_TILE)
     rows, inputs, outputs = *x.shape, len(weight)
+    tile = tile or (TILE if parts == 1 and rows >= MANY_ROWS else SMALL_TILE)
     stream, heads = (after if isinstance(after, each) else None for each in (ResidualStream, QkvHeads))
     height = tile.block_o // 2 if heads or isinstance(after, Gate) else tile.block_o
     nodes, (_, kv_heads, capacity, size) = (heads.cos.shape[1], heads.key_cache.shape) if heads else (1, (0, 0, 0, 0))
