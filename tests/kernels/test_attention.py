@@ -92,6 +92,7 @@ def test_rows_of_different_trees(place):
     [
         ((3, 3), (16, 16)),
         ((6, 2), (24, 24)),  # groups of three, sizes that fill no block
+        ((4, 2), (8, 8)),  # less than a tensor core sums
         ((5, 1), (80, 80)),
         ((7, 1), (96, 64)),
         ((20, 1), (16, 32)),  # more heads a group than rows a tile
@@ -143,6 +144,7 @@ LARGE = [
     dict(rotary=True, norms=True, offset=1.0, sinks=True, heads=(3, 1), sizes=(24, 24)),
     dict(softcap=2.0, sinks=True, window=30, heads=(6, 2)),
     dict(heads=(3, 3), sizes=(80, 48)),
+    dict(rotary=True, norms=True, heads=(4, 2), sizes=(8, 4)),
 ]
 
 

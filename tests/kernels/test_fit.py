@@ -58,7 +58,8 @@ from spec_compile.kernels.attention.tail_tiles import nodes_per_tile, tail_tiles
 tree_attention._device = lambda index: (132, memory)
 for name in ("append_kernel", "prompt_kernel", "tree_kernel", "merge_spans_kernel"):
     setattr(tree_attention, name, Compiled(getattr(tree_attention, name)))
-for heads, kv_heads, size, values in ((32, 8, 64, 64), (32, 8, 128, 128), (8, 1, 256, 256), (4, 4, 24, 16)):
+SIZES = (32, 8, 64, 64), (32, 8, 128, 128), (8, 1, 256, 256), (4, 4, 24, 16), (4, 2, 8, 8)
+for heads, kv_heads, size, values in SIZES:
     for nodes, causal in ((1, False), (16, False), (64, False), (2048, True)):
         for turned, window, slopes in ((True, None, None), (False, 512, None), (False, None, torch.ones(heads))):
             heads_of = heads, kv_heads, kv_heads

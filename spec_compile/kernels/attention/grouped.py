@@ -14,6 +14,7 @@ try:
     import triton
 
     from .grouped_kernel import attend_kernel, merge_kernel
+    from .partial_softmax import key_columns
 except ImportError:
     triton = None
 
@@ -89,7 +90,7 @@ def launch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     attend_kernel[(parts, batch * kv_heads)](
         q, k, v, mask, sums, peaks, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         *((0, 0, 0) if mask is None else (mask.stride(0), mask.stride(2), mask.stride(3))),
-        nodes, slots, share, rows, scale, KV_HEADS=kv_heads, DK=size, BLOCK_DK=triton.next_power_of_2(size),
+        nodes, slots, share, rows, scale, KV_HEADS=kv_heads, DK=size, BLOCK_DK=key_columns(size),
         DV=value_size, BLOCK_DV=columns, BLOCK_M=max(triton.next_power_of_2(rows), 16), BLOCK_N=BLOCK,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4,
         num_stages=2 if q.element_size() < 4 else 1,

@@ -21,6 +21,7 @@ from ..plain import on_gpu
 from . import choice
 from .call import AttentionCall
 from .indexed_kernels import chosen_kernel, merge_chosen_kernel, scores_kernel
+from .partial_softmax import key_columns
 
 SHARE, BLOCK = 256, 32
 """Chosen slots of a program, and slots that it reads at a time. Other values give other bits."""
@@ -44,8 +45,8 @@ def scores(q: Tensor, index_keys: Tensor, weights: Tensor, visible: Tensor) -> T
     out = torch.empty(batch, nodes, slots, dtype=torch.float32, device=q.device)
     scores_kernel[(triton.cdiv(slots, BLOCK_SLOTS), nodes, batch)](
         q.contiguous(), index_keys, weights.contiguous(), visible.contiguous(), out, slots, index_keys.shape[2],
-        HEADS=heads, BLOCK_H=max(triton.next_power_of_2(heads), 16), DIM=size,
-        BLOCK_D=max(triton.next_power_of_2(size), 16), BLOCK_S=BLOCK_SLOTS,
+        HEADS=heads, BLOCK_H=max(triton.next_power_of_2(heads), 16), DIM=size, BLOCK_D=key_columns(size),
+        BLOCK_S=BLOCK_SLOTS,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4,
     )  # fmt: skip
     return out

@@ -16,6 +16,13 @@ import triton
 import triton.language as tl
 
 
+def key_columns(size: int) -> int:
+    """The columns of a block of keys of `size` numbers: the power of two that holds them, and at least the 16 that a
+    product on tensor cores sums. Example: 16 for heads of 8, 128 for heads of 80.
+    """
+    return max(triton.next_power_of_2(size), 16)
+
+
 @triton.jit
 def power_of_2(exponent):
     """2 ** exponent of float32 integers up to 0, exactly; 0 below -126."""

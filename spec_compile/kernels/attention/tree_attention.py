@@ -32,6 +32,7 @@ from ..plain import on_gpu
 from . import indexed_attention
 from .append_kernel import append_kernel
 from .call import AttentionCall, attention_op, from_arguments
+from .partial_softmax import key_columns
 from .prompt_kernel import prompt_kernel
 from .spans import first_log2, merge_spans_kernel, most_spans
 from .tail_tiles import COLUMNS, nodes_per_tile, tail_tiles
@@ -169,7 +170,7 @@ def _constants(call: AttentionCall, value_columns: int) -> dict:
     """The constants that all kernels have."""
     key_dim, value_dim = call.q.shape[3], call.value_cache.shape[3]
     return {
-        "KV_HEADS": call.key_cache.shape[1], "DK": key_dim, "BLOCK_DK": triton.next_power_of_2(key_dim),
+        "KV_HEADS": call.key_cache.shape[1], "DK": key_dim, "BLOCK_DK": key_columns(key_dim),
         "DV": value_dim, "BLOCK_DV": value_columns,
     }  # fmt: skip
 
