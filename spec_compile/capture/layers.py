@@ -25,9 +25,10 @@ PARTS: dict[str, tuple[set[str], ...]] = {
 """The parts that mix tokens in a layer, by the type that the configuration gives it; linear attention has one of two
 forms."""
 OF_FAMILY: dict[str, dict[str, tuple[set[str], ...]]] = {
+    "recurrent_gemma": {"attention": PARTS["sliding_attention"], "recurrent": PARTS["linear_attention"]},
     "zaya": dict.fromkeys(("hybrid", "hybrid_sliding"), ({"attention", "convolution"},)),
 }
-"""Other meanings of types, by the model's."""
+"""Other types, by the model's: RecurrentGemma's before transformers 5.24, or types that mean something else."""
 MARKERS = torch.ops.spec_compile.attention.default, torch.ops.spec_compile.recurrence.default
 
 
