@@ -308,8 +308,12 @@ def test_the_server_learns_if_it_is_told_to(monkeypatch):
 @pytest.mark.gpu
 @NEEDS_GPU
 @pytest.mark.parametrize("kind", KINDS)
-def test_answers_keep_their_bits_on_a_gpu(kind):
-    """In 16 bits and with captured rounds, which read the weights that swaps change."""
+def test_answers_keep_their_bits_on_a_gpu(monkeypatch, kind):
+    """In 16 bits and with captured rounds, which read the weights that swaps change.
+
+    Every comparison is won, because a random head may not learn enough in a few steps.
+    """
+    monkeypatch.setattr(Updates, "count", lambda *given: torch.tensor([[[9, 4]], [[9, 3]]]))
     model = copy.deepcopy(drafts.target("llama")).bfloat16().cuda()
     steps = {} if kind == "dflash" else {"num_steps": 2}
     head = random_head(kind, model).bfloat16().cuda()
@@ -319,10 +323,12 @@ def test_answers_keep_their_bits_on_a_gpu(kind):
     for seed, (ids, options) in enumerate(given):
         torch.manual_seed(seed)
         answers[0].append(plain.generate(ids, **options))
+    before = copy.deepcopy(head.state_dict())
     online = train_while_serving(fast, steps_between_swaps=5, learning_rate=5e-3)
     for seed, (ids, options) in enumerate(given):
         torch.manual_seed(seed)
         answers[1].append(fast.generate(ids, **options))
         online.work()
     assert all(map(torch.equal, *answers)) and not online.fault
-    assert online.steps == 20 and online.swaps
+    assert (online.steps, online.swaps) == (20, 4)
+    assert not all(torch.equal(weight, before[name]) for name, weight in head.state_dict().items())
