@@ -576,6 +576,11 @@ OTHERS = [
         "if not error <= limit:", "if not error <= limit + 1e9:", "tests/capture/test_checks.py",
     ),
     Mutation(
+        "tables that a model of 16 bits rounds stay rounded in float32", "spec_compile/capture/modules/recurrent.py",
+        "                setattr(part, name, table.to(rounded.device))\n", "",
+        "tests/product/test_unmasked.py -k tables_that_minimax_rounds",
+    ),
+    Mutation(
         "the checks never refuse in 16 bits", "spec_compile/capture/yardstick.py",
         "if not error <= max(NOISE * noise,", "if not error <= max(1e9,", "tests/capture/test_checks.py",
     ),

@@ -49,7 +49,7 @@ def quick_check(model: PreTrainedModel, prefill: ModelGraph, verify: ModelGraph)
             with in_float32():
                 return compare_logits(name, PART, tree(verify.dtype), own())
         wide = in_float32_if_possible(PART, lambda: tree(torch.float32))
-        exact = in_float32_if_possible("the model's own forward", own)
+        exact = in_float32_if_possible("the model's own forward", own, model)
         if wide is not None and exact is not None:
             compare_logits(name, PART, wide, exact)
         reference = wide if exact is None else exact

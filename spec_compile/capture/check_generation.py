@@ -67,7 +67,7 @@ def _compare_steps(model: PreTrainedModel, graph: ModelGraph, ids: Tensor, paddi
         generated, texts = steps()
         expected = _captured_logits(graph, texts, padding, generated.shape[1])
         return compare_logits(name, GENERATE, generated.to(expected.dtype), expected)
-    wide = in_float32_if_possible(GENERATE, steps)
+    wide = in_float32_if_possible(GENERATE, steps, model)
     generated, texts = wide or steps()
     exact = exact_logits(name, lambda: _captured_logits(graph, texts, padding, generated.shape[1]))
     if wide:

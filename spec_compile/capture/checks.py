@@ -69,7 +69,7 @@ def check_capture(model: PreTrainedModel, graph: ModelGraph) -> None:
             with in_float32():
                 return compare_logits(name, CAPTURE, captured(), expected())
         # First the computation in float32, then the rounding in 16 bits, where each side is the other's yardstick.
-        exact, wide = exact_logits(name, captured), in_float32_if_possible("the model's own forward", expected)
+        exact, wide = exact_logits(name, captured), in_float32_if_possible("the model's own forward", expected, model)
         plain, ours = expected(), captured()
         if wide is None:
             compare_rounding(name, CAPTURE, plain, ours, exact)

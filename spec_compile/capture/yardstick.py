@@ -7,14 +7,16 @@ model's own forward, which is the model's noise.
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph
 from ..kernels import HALF
 from .float32 import in_float32
+from .modules.recurrent import unrounded_decays
 
 log = logging.getLogger("spec_compile")
 
@@ -98,9 +100,13 @@ def exact_logits(name: str, run: Callable[[], Tensor]) -> Tensor:
     return logits
 
 
-def in_float32_if_possible(part: str, run: Callable[[], Tensor]) -> Tensor | None:
-    """Logits in float32; or None, with a line in the log, if an op has no float32 form."""
-    logits, reason = _in_float32(run)
+def in_float32_if_possible(part: str, run: Callable[[], Tensor], model: nn.Module | None = None) -> Tensor | None:
+    """Logits in float32; or None, with a line in the log, if an op has no float32 form.
+
+    model: the one that computes them by itself, with `unrounded_decays`.
+    """
+    with nullcontext() if model is None else unrounded_decays(model):
+        logits, reason = _in_float32(run)
     if logits is None:
         log.info("%s is checked in 16 bits alone, because it does not run in float32 (%s)", part, reason)
     return logits

@@ -15,6 +15,7 @@ from transformers import DynamicCache, GenerationConfig
 
 import spec_compile
 from spec_compile.capture.check_generation import ANY, SINGLE, UNPADDED
+from spec_compile.capture.modules.recurrent import DECAYS
 from spec_compile.compat import CACHE
 from spec_compile.kernels import recurrence as recurrences
 
@@ -144,6 +145,18 @@ def test_padding_that_minimax_masks():
     expected = answer(model, ids, mask, 16)
     assert fast.speculation.engine.served_batches == ANY
     assert torch.equal(answer(fast, ids, mask, 16, reference=texts(expected, mask)), expected)
+
+
+def test_tables_that_minimax_rounds():
+    """In 16 bits. They stay as they are, and the system reads `slope_rate`, as the model's own steps do."""
+    model = models.UNMASKED["minimax"]().bfloat16()
+    attention = model.model.layers[0].self_attn
+    tables = [getattr(attention, name).clone() for name in DECAYS]
+    spec_compile.speculate(model, compile=False)
+    assert all(torch.equal(getattr(attention, name), table) for name, table in zip(DECAYS, tables))
+    attention.key_decay *= 0.9
+    with pytest.raises(spec_compile.UnsupportedModelError, match="key_decay of its lightning attention"):
+        spec_compile.speculate(model, compile=False)
 
 
 def test_weights_that_rwkv_halves_in_place():
