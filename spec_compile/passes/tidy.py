@@ -4,7 +4,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ..graph import ModelGraph, calls
+from ..graph import ModelGraph, attribute, calls
 
 aten = torch.ops.aten
 CHECKS = {
@@ -22,10 +22,14 @@ def tidy(graph: ModelGraph, settings) -> str:
     """Erase run-time assertions, aliases, slices of everything, casts to the dtype a tensor already has, and dropout.
 
     A view becomes a reshape, and a view as complex numbers is one of a contiguous tensor: attention and linear layers
-    of later passes may return other strides than those of the trace, on which a view depends.
+    of later passes may return other strides than those of the trace, on which a view depends. A number that the trace
+    holds on another device is made on that of the graph, because a CUDA graph cannot copy it.
     """
     erased = 0
     for node in calls(graph.gm):
+        if node.target is aten.lift_fresh_copy.default:
+            _make_on_device(graph, node)
+            continue
         if node.target is aten.view.default:
             node.target = aten.reshape.default
             continue
@@ -44,6 +48,14 @@ def tidy(graph: ModelGraph, settings) -> str:
             continue
         erased += 1
     return f"erased {erased} assertions, aliases, idle casts and dropouts"
+
+
+def _make_on_device(graph: ModelGraph, node: fx.Node) -> None:
+    """Put a `full` in place of the copy of a tensor of one number that is on another device than the graph."""
+    held = attribute(graph.gm, node.args[0].target) if node.args[0].op == "get_attr" else None
+    if held is not None and held.dim() == 0 and held.device != graph.device:
+        node.target, node.args = aten.full.default, ([], held.item())
+        node.kwargs = {"dtype": held.dtype, "device": graph.device}
 
 
 def _is_idle_cast(node: fx.Node) -> bool:

@@ -83,3 +83,24 @@ def test_tidy_keeps_copies_that_are_written_to(module):
     for _ in range(2):
         assert torch.equal(result.gm(x)[0], want), str(result)
     assert torch.equal(x, torch.ones(2)), str(result)
+
+
+class Fills(nn.Module):
+    def forward(self, x):
+        x = x.clone()
+        x[x > 1] = 0.5
+        return x
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_number_on_another_device_is_made_on_that_of_the_graph(monkeypatch, device):
+    """A CUDA graph could not copy it; meta stands for a GPU."""
+    graph = trace(Fills(), torch.ones(2))
+    monkeypatch.setattr(type(graph), "device", torch.device(device))
+    gm = passes.run(graph, Settings(), [tidy]).gm
+    copies, made = calls(gm, aten.lift_fresh_copy.default), calls(gm, aten.full.default)
+    if device == "cpu":
+        assert len(copies) == 1 and not made
+    else:
+        assert not copies and made[0].args == ([], 0.5)
+        assert made[0].kwargs == {"dtype": torch.float32, "device": torch.device("meta")}
