@@ -5,7 +5,7 @@
 
 A figure is the microseconds of one product in a CUDA graph of many, each with its own weights, so that no cache holds
 them. "floor" is the time in which the GPU reads as many bytes; cuBLAS multiplies weights of 16 bits. "bits" says if
-every row has the same bits with 1 to 512 rows. int4 has groups of 128 inputs, nf4 blocks of 64, fp8 blocks of 128 x
+every row has the same bits with 1 to 2,048 rows. int4 has groups of 128 inputs, nf4 blocks of 64, fp8 blocks of 128 x
 128. `python -m spec_compile tune-kernels` searches for faster plans.
 """
 

@@ -96,15 +96,14 @@ def _device(index: int) -> tuple[int, int]:
 
 @functools.cache
 def prompt_tuning(key_dim: int, value_dim: int, itemsize: int, device: int) -> Tuning:
-    """The tuning for a chunk larger than any tree."""
+    """The tuning for a chunk larger than any tree. On an H200 two programs of 64 rows on a multiprocessor took 0.88 of
+    the time of one with 128 rows."""
     order = tree_tuning(1, 1, 1, key_dim, value_dim, itemsize, device)
     if itemsize == 4:
         return order
     key_dim, columns = triton.next_power_of_2(key_dim), min(triton.next_power_of_2(value_dim), MOST_COLUMNS)
-    block_m = 128 if key_dim <= 128 else 64
-    room = _device(device)[1] - 1024 - block_m * key_dim * itemsize
-    stages = min(max(room // (order.block_n * (key_dim + columns) * itemsize), 1), 3)
-    return order._replace(block_m=block_m, warps=block_m // 16, stages=stages)
+    room = _device(device)[1] - 1024 - order.block_m * key_dim * itemsize
+    return order._replace(stages=min(max(room // (order.block_n * (key_dim + columns) * itemsize), 1), 3))
 
 
 @functools.cache
