@@ -3,7 +3,8 @@
 import dataclasses
 import inspect
 import logging
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 from . import kernels, passes
 from .artefacts.start import PURPOSES, Start, StartArtefact, opened_artefacts, timed
 from .batching.model import BatchingMixin, shadow
+from .batching.score import score
 from .capture import adapters, loras
 from .capture.admit import admit
 from .capture.check_generation import ANY, check_generation
@@ -110,6 +112,7 @@ class Speculation(Accounts):
     ):  # fmt: skip
         """plain: the model to capture, without its adapters. drafts: artefacts from which `algorithm` was built."""
         self.original, self._plain, self.options = model, plain, options
+        self._fast = weakref.ref(fast)  # weak, because `fast` refers to this object
         self.seconds: dict[str, float] = {}
         """The time of each stage of the start."""
         self._artefact = StartArtefact(plain, algorithm.draft_module, options, name, self.seconds, drafts)
@@ -217,6 +220,29 @@ class Speculation(Accounts):
 
         with self.engine.turns, torch.inference_mode(False), torch.no_grad(), self.engine.reporting(progress):
             build_compiled(self.engine.runtime, build)
+
+    def score(
+        self, ids: Any, temperature: float = 1.0, adapter_names: Sequence[str | None] | None = None
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """The log-probabilities that the target gives to texts, each token after the tokens before it.
+
+        ids: token ids of one text, [T] integers, or of several, a list of such or [B, T].
+        temperature: divides the logits, above 0.
+        adapter_names: the LoRA adapter of each text, of a model with `max_loras`.
+
+        Returns for each text a float32 tensor [T - 1] on the CPU, in nats: entry t is
+        ``log_softmax(logits after tokens 0 to t / temperature)[token t + 1]``. They are `Output.prompt_scores` of
+        requests, by the same steps. If a request with ``logprobs=0`` gave an answer, the last entries of
+        ``score(prompt + answer)`` are its log-probabilities (with ``logprobs_temperature``, if another than 1.0):
+        up to rounding, and on a GPU with ``exact="request"`` bit for bit.
+
+        Raises TypeError or ValueError if a text is empty, fills a row of the batch, has a token outside the vocabulary,
+        or is for a model that processes prompts unlike tokens of an answer; RuntimeError if nobody holds the
+        speculative model any more; and what ``generate_batch()`` raises.
+        """
+        if (fast := self._fast()) is None:
+            raise RuntimeError("score(): the speculative model is gone; keep the result of speculate() as long as this")
+        return score(fast, ids, temperature, adapter_names)
 
     def refresh(self) -> None:
         """Take over new weights, without capturing or compiling anew.

@@ -1,6 +1,7 @@
 """The exceptions of this package, and the checks and the did-you-mean that messages share."""
 
 import difflib
+import math
 from collections.abc import Iterable
 
 
@@ -21,3 +22,11 @@ def check_int(name: str, value: object, low: int, high: int, note: str = "") -> 
         raise TypeError(f"{name} must be an int from {low} to {high}{note}, not {type(value).__name__}")
     if not low <= value <= high:
         raise ValueError(f"{name} must be from {low} to {high}{note}, not {value}")
+
+
+def check_positive(name: str, value: object) -> None:
+    """TypeError or ValueError, naming the argument, unless `value` is a finite number above 0."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number above 0, not {type(value).__name__}")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a finite number above 0, not {value}")

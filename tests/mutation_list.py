@@ -798,6 +798,11 @@ REQUESTS = [
         "tests/batching/test_logprobs.py -k known",
     ),
     Mutation(
+        "scores of an answer are of raw logits at any temperature", f"{BATCHING}logprobs.py",
+        "tokens.tolist(), scores.top, scores.temperature)", "tokens.tolist(), scores.top)",
+        "tests/batching/test_score.py -k rollouts",
+    ),
+    Mutation(
         "tokens without a text lose their scores in a stream", "spec_compile/serving/generation.py",
         "scores.add(output.scores[self._prev_len :])", "scores.add(output.scores[-1:])",
         "tests/serving/test_logprobs.py -k 'stream or calls'",

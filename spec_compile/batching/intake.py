@@ -59,7 +59,7 @@ class Intake:
         most_nodes = read_limit(options.pop("speculation", None), algorithm.plan.nodes)
         references = self._read_references(algorithm, options.pop("reference", None))
         adapter = self._read_adapter(options.pop("adapter_name", None))
-        tops = options.pop("logprobs", None), options.pop("prompt_logprobs", None)
+        scored = [options.pop(name, None) for name in ("logprobs", "prompt_logprobs", "logprobs_temperature")]
         number = options.pop("num_return_sequences", None)
         sequences = read_sequences(number, config.num_return_sequences, defaults.num_return_sequences)
         prepare = partial(self.prepare, prompt, config, defaults, tokenizer)
@@ -69,8 +69,8 @@ class Intake:
         if seed is None and self._seeds is not None:
             with self._lock:
                 seed = next(self._seeds)
-        scores = [Scores.read(*tops) for _ in prepared]
-        if tops[1] is not None:
+        scores = [Scores.read(*scored) for _ in prepared]
+        if scored[1] is not None:
             self._check_prompt_scores(prepared[0])
         seed = seed_of(seed) if prepared[0].ask.config.do_sample else 0
         name = self._name() if request_id is None else request_id

@@ -1,4 +1,4 @@
-"""Log-probabilities of a request's tokens: the target's own, of raw logits, before any processor and temperature."""
+"""Log-probabilities of a request's tokens: the target's own, of raw logits, before any processor."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..errors import check_int
+from ..errors import check_int, check_positive
 from ..tree import Accepted
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ class TokenScore:
     """The log-probability of one token, in nats, and those of the likeliest tokens in its place.
 
     token: its id
-    logprob: ``log_softmax(logits)[token]``, in float32
+    logprob: ``log_softmax(logits / temperature)[token]``, in float32
     top: ids and log-probabilities of the likeliest tokens, the likeliest first
     """
 
@@ -31,16 +31,17 @@ class TokenScore:
     top: tuple[tuple[int, float], ...] = ()
 
 
-def score_tokens(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenScore]:
+def score_tokens(logits: Tensor, tokens: Sequence[int], top: int, temperature: float = 1.0) -> list[TokenScore]:
     """The scores of N tokens.
 
     logits: [N, V], of the target before each token
     tokens: N ids
     top: number of likeliest tokens to tell, at most V
+    temperature: divides the logits, above 0
 
     A token that is among the likeliest has exactly the same number there.
     """
-    logits = logits.float()
+    logits = logits.float() / temperature
     total = logits.logsumexp(dim=-1, keepdim=True)
     ids = torch.tensor(tokens, dtype=torch.int64, device=logits.device)[:, None]
     best = logits.topk(min(top, logits.shape[-1]), dim=-1)
@@ -60,6 +61,7 @@ class Scores:
 
     top: likeliest tokens for each token of the answer; None: none of the answer is wanted
     prompt_top: the same of the prompt; None: none of the prompt is wanted
+    temperature: see `score_tokens`
     answer: of the tokens of the answer
     prompt: of the tokens of the prompt from the second one on, because nothing comes before the first
     ahead: of the tokens of a round that is under way
@@ -67,24 +69,29 @@ class Scores:
 
     top: int | None
     prompt_top: int | None
+    temperature: float = 1.0
     answer: list[TokenScore] = field(default_factory=list)
     prompt: list[TokenScore] = field(default_factory=list)
     ahead: list[TokenScore] = field(default_factory=list)
 
     @classmethod
-    def read(cls, top: Any, prompt_top: Any) -> "Scores | None":
-        """The scores that the options `logprobs` and `prompt_logprobs` ask for; None if both are None.
+    def read(cls, top: Any, prompt_top: Any, temperature: Any = None) -> "Scores | None":
+        """The scores that the options `logprobs` and `prompt_logprobs` ask for, at `logprobs_temperature` (None: 1.0);
+        None if both are None.
 
-        TypeError or ValueError, naming the option, unless each is None or an int from 0 to `MOST_TOP`.
+        TypeError or ValueError, naming the option, unless each of the two is None or an int from 0 to `MOST_TOP`, and
+        the temperature a finite number above 0.
         """
         for name, value in (("logprobs", top), ("prompt_logprobs", prompt_top)):
             if value is not None:
                 check_int(name, value, 0, MOST_TOP)
-        return None if top is None and prompt_top is None else cls(top, prompt_top)
+        temperature = 1.0 if temperature is None else temperature
+        check_positive("logprobs_temperature", temperature)
+        return None if top is None and prompt_top is None else cls(top, prompt_top, temperature)
 
     def read_prompt(self, logits: Tensor, tokens: Sequence[int]) -> None:
         """Add the next tokens of the prompt. logits: [N, V], of the target before each of these N tokens."""
-        self.prompt += score_tokens(logits, tokens, self.prompt_top or 0)
+        self.prompt += score_tokens(logits, tokens, self.prompt_top or 0, self.temperature)
 
     def take(self, length: int) -> None:
         """The answer has `length` tokens now; those that a round gained beyond an end do not count."""
@@ -104,4 +111,5 @@ def look_ahead(jobs: "list[Job]", logits: Tensor, accepted: Accepted) -> None:
             count = int(accepted.count[row])
             path = accepted.path[row, :count].to(logits.device)
             tokens = accepted.tokens[row, :count].clamp(min=0)  # -1: nothing could be drawn, and the request fails
-            job.scores.ahead = score_tokens(logits[row, path], tokens.tolist(), job.scores.top)
+            scores = job.scores
+            scores.ahead = score_tokens(logits[row, path], tokens.tolist(), scores.top, scores.temperature)
