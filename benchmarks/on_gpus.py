@@ -117,7 +117,7 @@ def jobs(options: argparse.Namespace) -> list[Job]:
         heads = f"--heads {options.heads}" if options.heads else "--algorithms ngram draft"
         made += [
             Job("quiet", "bits", f"-m benchmarks.quality.bits {shared} --device cuda --prompts {texts} {heads} --exact "
-                "--sampled --workers 7 --minutes 2 --json OUT/bits.json"),
+                "bits --sampled --workers 7 --minutes 2 --json OUT/bits.json"),
             Job("quiet", "serving", f"-m benchmarks.serving {shared} --chat --prompts {options.prompts} "
                 f"--workloads {names} --in-flight 1 16 64 --times --shape llama-8b --json OUT/serving.json", 60),
             Job("quiet", "quantised", f"-m benchmarks.quality.quantised --model {options.model} --as-chat "

@@ -2,11 +2,15 @@
 
     python -m benchmarks.quality.bits --model FOLDER [--prompts FILE ...] [--count 300] [--max-new-tokens 128]
         [--sampled] [--algorithms ngram eagle3-tree ...] [--heads FOLDER] [--draft-model FOLDER] [--transformers 30]
-        [--workers 4] [--minutes M] [--device cuda] [--dtype bfloat16] [--exact] [--json FILE]
+        [--workers 4] [--minutes M] [--device cuda] [--dtype bfloat16] [--exact bits] [--json FILE]
+    python -m benchmarks.quality.bits --requests [--batches 4 64] [--exact request] and the options above
 
 One prompt at a time. Plain steps are algo="ngram" with num_draft_tokens=1: the same kernels, nothing drafted. Greedy
 answers, and with --sampled also drawn ones, with a seed for each prompt, are compared token for token. --transformers N
 compares transformers' prompt lookup with its greedy decoding in the same way, over N of the prompts.
+
+With --requests every answer is compared with the one that the same algorithm gives to its prompt by itself: in batches,
+again, continued, after a common prefix, among cancelled requests (`request_bits.py`).
 
 A file of prompts has JSON lines with `prompt`, `turns` or `messages`; the tokenizer's chat template is used if it has
 one. The prompts are taken from the files in turn. Heads are folders eagle3, dflash, jetspec and mtp in --heads; without
@@ -14,8 +18,8 @@ one. The prompts are taken from the files in turn. Heads are folders eagle3, dfl
 processes share the GPU, and each takes one algorithm after another. A system begins no further prompt of a mode after
 --minutes; the answers that it gave are compared.
 
-Exits with 1 if an answer differs where the same bits are promised (see `explain()`); --exact refuses to run where they
-are not. Rows that a run leaves out stay in the file, with their own stamps.
+Exits with 1 if an answer differs where the same bits are promised (see `explain()`); --exact bits and --exact request
+refuse to run where they are not. Rows that a run leaves out stay in the file, with their own stamps.
 """
 
 import argparse
@@ -38,6 +42,8 @@ from transformers.utils import logging
 
 import spec_compile
 from benchmarks.common import DEMO_MODEL, GREEDY, LOOKUP, PLAIN, PROMPTS, RESULTS, draw, lacking, pin, save_rows, stamp
+from benchmarks.quality import request_bits
+from spec_compile.config import EXACT
 from spec_compile.passes.row_invariance import variant_parts
 
 ALGORITHMS = {
@@ -102,8 +108,7 @@ def wrap(model: PreTrainedModel, name: str, options: argparse.Namespace) -> PreT
         more = {**more, "draft": load(options, options.draft_model or options.model)}
     elif source is not None:
         more = {**more, "draft": str(options.heads / source)}
-    exact = "bits" if options.exact else "auto"
-    return spec_compile.speculate(model, algo, compile=not options.eager, exact=exact, **more)
+    return spec_compile.speculate(model, algo, compile=not options.eager, exact=options.exact, **more)
 
 
 def answer(name: str, options: argparse.Namespace, prompts: list[list[int]], modes: list[str]) -> dict:
@@ -232,7 +237,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--eager", action="store_true", help="do not compile")
-    parser.add_argument("--exact", action="store_true", help="refuse a model whose bits are not promised")
+    parser.add_argument("--exact", default="auto", choices=EXACT, help="refuse a model whose bits are not promised")
+    parser.add_argument("--requests", action="store_true", help="compare requests with those by themselves")
+    parser.add_argument("--batches", type=int, nargs="+", default=[4, 64], help="rows of the batches of --requests")
     parser.add_argument("--threads", type=int, default=2, help="threads of a CPU")
     parser.add_argument("--json", type=Path, default=RESULTS / "bits.json")
     options = parser.parse_args(arguments)
@@ -249,12 +256,50 @@ def main(arguments: list[str] | None = None) -> None:
     begin, options = time.perf_counter(), parse(arguments)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     prompts = read_prompts(options.prompts, options.count, tokenizer, options.longest)
+    if options.requests:
+        sys.exit(ask(options, [ids for _, ids in prompts], begin))
     with started(options.workers) as pool:
         keep = partial(write_rows, options, [name for name, _ in prompts])
         results, failures = answer_all(options, [ids for _, ids in prompts], pool, keep)
         failures += report(options, keep(results), results, begin)
     if failures:
         sys.exit("\n".join(failures))
+
+
+def ask(options: argparse.Namespace, prompts: list[list[int]], begin: float) -> str | None:
+    """Compare requests, and print and keep the comparison. Returns a line for each failure, or None."""
+    rows, failures = [], []
+    with started(options.workers) as pool:
+        tasks = {name: partial(ask_one, name, options, prompts) for name in options.algorithms}
+        jobs = {name: task if pool is None else pool.submit(task).result for name, task in tasks.items()}
+        for name, job in jobs.items():
+            try:
+                rows += [{"model": Path(options.model).name, "dtype": options.dtype, **row} for row in job()]
+            except Exception as error:  # the answers of the other systems are still useful
+                failures.append(f"{name}: {type(error).__name__}: {error}")
+    facts = stamp(options.device) | {"max_new_tokens": options.max_new_tokens}
+    save_rows(options.json, rows, request_bits.KEYS, facts, "requests")
+    print(f"answers equal to those of each request by itself, {len(prompts)} prompts, {options.max_new_tokens} new "
+          f"tokens, {options.dtype}, exact={options.exact!r}, {time.perf_counter() - begin:.0f} s")  # fmt: skip
+    Console(width=240).print(request_bits.table(rows))
+    failures += [f"{row['system']}: {row['manner']}: an answer differs, although equal ones are promised"
+                 for row in rows if row["promised"] and row["equal"] < row["of"]]  # fmt: skip
+    return "\n".join(failures) or None
+
+
+def ask_one(name: str, options: argparse.Namespace, prompts: list[list[int]]) -> list[dict]:
+    """The rows of one system, see `request_bits.ask`."""
+    if options.device.type == "cpu":
+        pin(options.threads)
+    logging.disable_progress_bar()
+    model = wrap(load(options, options.model), name, options)
+    modes = {mode: MODES[mode] for mode in [*MODES][: 1 + options.sampled]}
+    fixed = dict(max_new_tokens=options.max_new_tokens, pad_token_id=model.generation_config.pad_token_id or 0)
+    return [
+        {"system": name, "exact": options.exact, **row}
+        for mode, more in modes.items()
+        for row in request_bits.ask(model, prompts, options.batches, mode, fixed | more, options.seed)
+    ]
 
 
 def write_rows(options: argparse.Namespace, sets: list[str], results: dict[str, dict]) -> list[dict]:

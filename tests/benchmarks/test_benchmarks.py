@@ -407,6 +407,33 @@ def test_bits_on_the_demo_model(tmp_path, capsys, monkeypatch):
     assert bits.parse(["--heads", str(tmp_path)]).algorithms == ["ngram", "ngram-64", "draft"]
 
 
+@pytest.mark.slow
+def test_bits_of_requests_on_the_demo_model(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bits, "pin", lambda threads: None)
+    command = ["--requests", "--count", "2", "--max-new-tokens", "6", "--eager", "--algorithms", "ngram", "--longest",
+               "80", "--batches", "2", "--json", str(tmp_path / "bits.json")]  # fmt: skip
+    with pytest.raises(SystemExit) as ended:
+        bits.main(command)
+    assert ended.value.code is None  # nothing is promised in float32 on a CPU
+    rows = json.loads((tmp_path / "bits.json").read_text())["requests"]
+    assert all(row["equal"] == 2 for row in rows if "score()" not in row["manner"])
+    assert "after a common prefix, 2 rows" in (out := capsys.readouterr().out) and "2 of 2" in out
+
+
+def test_bits_of_requests_end_with_an_error_if_a_promise_is_broken(tmp_path, monkeypatch):
+    row = {"mode": "greedy", "manner": "together, 4 rows", "of": 300, "reused": 0, "first_differences": []}
+    rows = [dict(row, system=name, exact="auto", promised=name != "draft", equal=299) for name in ("ngram", "draft")]
+
+    def ask_one(name, options, prompts):
+        return [each for each in rows if each["system"] == name]
+
+    monkeypatch.setattr(bits, "ask_one", ask_one)
+    options = bits.parse(["--requests", "--algorithms", "ngram", "draft", "--json", str(tmp_path / "bits.json")])
+    assert (
+        bits.ask(options, [[1]], 0.0) == "ngram: together, 4 rows: an answer differs, although equal ones are promised"
+    )
+
+
 def test_a_system_that_fails_leaves_the_others(monkeypatch):
     def answer(name, options, prompts, modes):
         if name == "mtp":
