@@ -799,7 +799,8 @@ REQUESTS = [
     ),
     Mutation(
         "another answer to the same request is not seen", "spec_compile/report/requests.py",
-        "        if ours == expected:", "        if len(ours) == len(expected):", "tests/report/test_requests.py -k another",
+        "        if ours == expected:", "        if len(ours) == len(expected):",
+        "tests/report/test_requests.py -k another",
     ),
     Mutation(
         "scores of an answer are of raw logits at any temperature", f"{BATCHING}logprobs.py",

@@ -1,4 +1,5 @@
-"""Logits of all nodes of random trees have the bits that plain steps along each node's path give.
+"""Logits of all nodes of random trees have the bits that plain steps along each node's path give; with exact="request"
+keys, values and logits after a prompt have them, too, whatever its chunks, neighbours and known beginnings.
 
 On a GPU models have the widths of published ones, two layers and random weights; on a CPU they are tiny, in float32,
 where sums are only nearly equal.
@@ -6,17 +7,22 @@ where sums are only nearly equal.
 
 import functools
 import gc
+import itertools
 import random
 
 import models
 import pytest
 import torch
+from batch_requests import collect, managed
 from hybrids import bits_of_answers
 from places import GPU, ON_GPU
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import spec_compile
+from spec_compile.batching.lanes import Lanes
 from spec_compile.cache import PAGE, Cache
+from spec_compile.runtime.session import Session
+from spec_compile.runtime.steps.build import StepKind
 from spec_compile.tree import ancestry
 
 EDGES = (1, 63, 64, 65, 127, 128, 129, 1023, 1024, 1025, 2047, 2048, 2049)
@@ -156,3 +162,153 @@ def test_answers_of_captured_rounds(width, compile):
         tokens, same, accepted = bits_of_answers(model, nodes, plain, exact="bits", compile=compile)
         assert torch.equal(tokens, plain) and torch.equal(same, logits)
         assert accepted > 1.5
+
+
+LENGTHS = (70, 300, 1026) if GPU else (5, 20, 41)
+"""Tokens of prompts: after the first, the third and the last chunk of attention's keys, in spans of two sizes."""
+CAPACITY = 2048 if GPU else 256
+CHUNKS = [(4096,), (32,), (7, 64, 128, 33)]
+"""Sizes of the chunks of a prompt, which are repeated: all at once, few, several."""
+ON_CPU = [case for case in CASES if GPU or not case.values[2]]
+"""An fp8 cache in float32 rounds nearly equal keys to other numbers."""
+
+
+@functools.lru_cache(1)
+def requests_of(width, tiny, options, **more):
+    """A system that promises the bits of requests; on a CPU sums are only nearly equal."""
+    gc.collect()
+    model = build(width) if GPU else models.ADMITTED[tiny]()
+    exact = dict(exact="request", cuda_graphs=False) if GPU else dict(check=False)
+    return spec_compile.speculate(model, compile=False, **exact, **dict(options), **more)
+
+
+def prompts_of(runtime, lengths=LENGTHS):
+    return [torch.randint(3, runtime.verify.vocab_size, (length,)).tolist() for length in lengths]
+
+
+def begun(runtime, prompts):
+    """A session of prompts of which nothing has been processed."""
+    session, rows = Session(runtime, len(prompts), CAPACITY), len(prompts)
+    session.state.reset(prompts, [0] * rows, [CAPACITY] * rows, [])
+    return session
+
+
+def go_on(session, missing, sizes, done=0):
+    """Process `missing` tokens of the longest prompt, after `done` ones, in chunks of `sizes`."""
+    for size in itertools.cycle(sizes):
+        if missing <= 0:
+            return session
+        size = min(size, max(missing, 2))
+        session.steps.prefill(size, session.max_kv_len(done + size))
+        done, missing = done + size, missing - size
+
+
+def processed(runtime, prompts, sizes=CHUNKS[0]):
+    return go_on(begun(runtime, prompts), max(map(len, prompts)) - 1, sizes)
+
+
+def look(session):
+    """Logits [B, V] of a round without drafts."""
+    session.state.root()
+    if GPU:
+        torch.cuda.synchronize()  # see `Trees.run`
+    slots = session.max_kv_len(int(session.state.lengths.max()) + 1)
+    return session.steps.get(StepKind.LOOK, 1)(slots)[0][:, 0]
+
+
+def by_rounds(runtime, prompts):
+    """A session whose prompts went through rounds, one token after the other."""
+    session = begun(runtime, prompts)
+    state = session.state
+    for _ in range(max(map(len, prompts)) - 1):
+        look(session)
+        gained = (state.lengths + 1 < state.prompt_lengths).long()
+        state.kv.states.commit(torch.zeros_like(gained)[:, None], gained)
+        state.lengths.add_(gained)
+    return session
+
+
+def facts(session):
+    """For each row the logits after its prompt, and its keys and values."""
+    state, logits = session.state, look(session)
+    ends = state.lengths.tolist()
+    return [[logits[row], *(part[row, :, :end] for part in state.kv.tensors)] for row, end in enumerate(ends)]
+
+
+def assert_same(ours, theirs):
+    """The same bits, or on a CPU nearly equal numbers."""
+    for one, other in zip(ours, theirs, strict=True):
+        if GPU:
+            assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+        else:
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.sweep("8B")
+@torch.no_grad()
+@pytest.mark.parametrize("width, tiny, options", ON_CPU)
+def test_chunks_of_prompts(width, tiny, options):
+    runtime = requests_of(width, tiny, tuple(options.items())).speculation.engine.runtime
+    prompts = prompts_of(runtime)
+    expected = facts(by_rounds(runtime, prompts))
+    for sizes in CHUNKS:
+        for ours, theirs in zip(facts(processed(runtime, prompts, sizes)), expected, strict=True):
+            assert_same(ours, theirs)
+
+
+@pytest.mark.sweep("8B")
+@torch.no_grad()
+@pytest.mark.parametrize("width, tiny, options", ON_CPU)
+def test_neighbours_of_prompts(width, tiny, options):
+    runtime = requests_of(width, tiny, tuple(options.items())).speculation.engine.runtime
+    prompts = prompts_of(runtime)
+    for rows in (prompts, prompts[::-1], [prompt for prompt in prompts for _ in range(5)]):
+        for prompt, together in zip(rows, facts(processed(runtime, rows, CHUNKS[2]))):
+            assert_same(together, facts(processed(runtime, [prompt]))[0])
+
+
+@pytest.mark.sweep("8B")
+@torch.no_grad()
+@pytest.mark.parametrize("width, tiny, options", ON_CPU)
+def test_known_beginnings_of_prompts(width, tiny, options):
+    """A prompt that goes on from the first tokens of another row, which were processed with other tokens after them."""
+    runtime = requests_of(width, tiny, tuple(options.items())).speculation.engine.runtime
+    longest, other = (prompts_of(runtime, LENGTHS[-1:])[0] for _ in range(2))
+    expected = facts(processed(runtime, [longest]))[0]
+    for known in (1, LENGTHS[0] // 2, LENGTHS[0]):
+        text = longest[:known] + other[known:]
+        lanes, to = Lanes(runtime, 1, CAPACITY), Lanes(runtime, 1, CAPACITY)
+        lanes.state.enter(0, text, [], max_lengths=CAPACITY, lengths=0)
+        go_on(lanes.all, len(text) - 1, CHUNKS[1])
+        to.state.enter(0, longest, [], max_lengths=CAPACITY, lengths=known)
+        lanes.copy_slots(0, 0, known, to)
+        assert_same(facts(go_on(to.all, len(longest) - 1 - known, CHUNKS[2], known))[0], expected)
+
+
+@pytest.mark.sweep("8B")
+@torch.no_grad()
+@pytest.mark.parametrize("width, tiny, options", ON_CPU)
+def test_evicted_beginnings_of_prompts(width, tiny, options):
+    """A text loses its row, and comes back from host memory for a prompt that goes on from its answer.
+
+    Log-probabilities of a prompt have all of it processed again, so that they tell the answer without reuse.
+    """
+    more = dict(prefix_cache_host_bytes=1 << 30, max_cache_len=CAPACITY * 2)
+    fast = requests_of(width, tiny, tuple(options.items()), **more)
+    text, other = prompts_of(fast.speculation.engine.runtime, (290, 310))
+    settings = dict(max_new_tokens=8, eos_token_id=-1, logprobs=0)
+    with managed(fast) as manager:
+
+        def answer(prompt, **options):
+            name = manager.add_request(prompt, **settings, **options)
+            return collect(manager, 1)[name]
+
+        first = answer(text)
+        answer(other)
+        prompt = text + first.generated_tokens + other[:20]
+        again = answer(prompt)
+        answer(other)
+        whole = answer(prompt, prompt_logprobs=0)
+    assert again.speculation.reused_prompt_tokens >= 256 and whole.speculation.reused_prompt_tokens == 0
+    assert again.generated_tokens == whole.generated_tokens
+    assert_same([torch.tensor(again.logprobs)], [torch.tensor(whole.logprobs)])
