@@ -96,6 +96,7 @@ def _audit(
     limit: Annotated[int, parsed(at_least(1), "INT", "Prompts read from the file at most.")] = 10,
     max_new_tokens: Annotated[int, parsed(at_least(1), "INT", "Tokens of an answer at most.")] = 64,
     samples: Annotated[int, parsed(at_least(0), "INT", "Draws a prompt for the test of sampling.")] = 0,
+    requests: Annotated[bool, typer.Option("--requests", help="Ask for the same answers in many ways.")] = False,
     generate: Annotated[dict, parsed(json_object, "JSON", "Such as '{\"temperature\": 0.7}'.")] = "{}",
     options: Annotated[dict, parsed(json_object, "JSON", "Such as '{\"num_draft_tokens\": 8}'.")] = "{}",
 ) -> int:
@@ -110,7 +111,8 @@ def _audit(
         raise UsageError("give at least one --prompt, or --prompts")
     loaded, tokenizer = load_model(model, dtype, device)
     fast = speculate(loaded, algo, **options)
-    report = audit(fast, texts, tokenizer, max_new_tokens=max_new_tokens, samples=samples, **generate)
+    counts = {"max_new_tokens": max_new_tokens, "samples": samples}
+    report = audit(fast, texts, tokenizer, requests=requests, **counts, **generate)
     print(report)
     return {LOSSLESS: 0, NOT_LOSSLESS: 1, NOT_TESTED: 3}[report.verdict]
 

@@ -21,9 +21,12 @@ from .passes.row_invariance import variant_parts
 from .report.audit import EXPECTED, MIN_DRAWS, Bits, Distance, Greedy, Logits, Report, Sampled
 from .report.bits import first_difference, plain_steps
 from .report.noise import Reference, gap_noise
+from .report.requests import InManyWays, Manner
 
 LOOKUP_TOKENS = 10
 """Tokens that transformers' prompt lookup drafts at a time, its usual setting."""
+FEW_PROMPTS, BATCHES = 8, [4]
+"""Prompts that are asked for in many ways, at most, and the rows of the batches in which they are."""
 
 
 @dataclass
@@ -46,6 +49,7 @@ def audit(
     samples: int = 0,
     sample_tokens: int = 3,
     logits: bool = True,
+    requests: bool = False,
     **generate_options: Any,
 ) -> Report:
     """Decode prompts plainly and speculatively, and compare the two.
@@ -59,6 +63,9 @@ def audit(
         from it as the target's are. So may those of the rewritten graph without the compiler, because the compiler's
         fusions round less and would hide small errors. Answers and logits are also compared bit for bit with plain
         steps of the same engine, and transformers' prompt lookup with its greedy answers.
+    requests: ask for the first answers in many ways: in batches, again, continued, after a common prefix, among
+        requests that are cancelled. With `samples` they are also drawn. Each is compared with the answer to the request
+        by itself. Equal ones are promised with ``exact="request"``.
     generate_options: for both ``generate()``.
 
     Raises TypeError or ValueError if a prompt is no text or ids, or samples are too few, before anything is decoded.
@@ -78,6 +85,8 @@ def audit(
     _weigh(report, plain, fast, decoded, {**limit, **options} if logits else None)
     for ids in rows if samples else []:
         report.sampled.append(_sampled(plain, fast, ids, samples, sample_tokens, options))
+    if requests:
+        report.requests = _in_many_ways(fast, rows[:FEW_PROMPTS], {**limit, **options}, bool(samples))
     report.accept_length = fast.speculation.stats.accept_length
     return report
 
@@ -212,6 +221,14 @@ def _compare_bits(bits: Bits, fast: Any, decoded: Decoded, sequence: Tensor, log
         bits.largest = max(bits.largest, float((pair[0] - pair[1])[unequal].abs().max()))
         first = int(unequal.any(dim=-1).nonzero()[0])
         bits.part = bits.part or first_difference(engine, sequence[:, : begin + first])
+
+
+def _in_many_ways(fast: Any, rows: list[Tensor], options: dict, drawn: bool) -> list[Manner]:
+    """The answers after each of `rows` [1, T] in many ways: greedy ones, and drawn ones if `drawn`."""
+    options = {name: value for name, value in options.items() if name != "do_sample"}
+    prompts = [ids[0].tolist() for ids in rows]
+    seeds = [None, 0] if drawn else [None]
+    return [manner for seed in seeds for manner in InManyWays(fast, prompts, options, seed).run(BATCHES)]
 
 
 def _same_by_lookup(plain: Any, decoded: list[Decoded], options: dict) -> int | None:

@@ -798,6 +798,10 @@ REQUESTS = [
         "tests/batching/test_logprobs.py -k known",
     ),
     Mutation(
+        "an audit passes over other answers to the same request", "spec_compile/report/audit.py",
+        "self.bits, *self.requests) if row]", "self.bits) if row]", "tests/report/test_audit.py -k equal_ones",
+    ),
+    Mutation(
         "another answer to the same request is not seen", "spec_compile/report/requests.py",
         "        if ours == expected:", "        if len(ours) == len(expected):",
         "tests/report/test_requests.py -k another",

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..capture.yardstick import DEVIATIONS, LEAST_SPREAD, MORE_NOISE, NEAR_TIE
+from .requests import Manner
 
 SIGNIFICANCE = 1e-3
 """Sampling fails the audit if the target would give frequencies at least as far off with a smaller probability."""
@@ -162,6 +163,7 @@ class Report:
     bits: rounds compared with plain steps.
     distance: of logits from float32.
     lookup: number of answers by transformers' prompt lookup that equal its greedy ones; None if it was not run.
+    requests: the ways in which the same requests were answered again, see `requests.InManyWays`.
     """
 
     greedy: list[Greedy] = field(default_factory=list)
@@ -172,6 +174,7 @@ class Report:
     bits: Bits | None = None
     distance: Distance | None = None
     lookup: int | None = None
+    requests: list[Manner] = field(default_factory=list)
 
     @property
     def verdict(self) -> str:
@@ -179,7 +182,7 @@ class Report:
         # A report of many tests may have a small p by chance, so the level is divided among them (Bonferroni).
         unlikely = any(row.p_value < SIGNIFICANCE / len(self.sampled) for row in self.sampled)
         compared = [row.verdict for row in self.greedy]
-        others = [row.verdict for row in (self.logits, self.graph, self.bits) if row]
+        others = [row.verdict for row in (self.logits, self.graph, self.bits, *self.requests) if row]
         if unlikely or "DIFFERENT" in [*compared, *others]:
             return NOT_LOSSLESS
         if not compared or NOT_TESTED in compared or not all(row.contexts for row in self.sampled):
@@ -211,6 +214,9 @@ class Report:
             lines.append(f"beside our own plain steps: {self.bits}")
             if self.lookup is not None:
                 lines.append(f"transformers' prompt lookup: {self.lookup} of {self.bits.answers} as its greedy answers")
+        if self.requests:
+            lines.append("requests, next to each by itself:")
+            lines += [f"  {manner}" for manner in self.requests]
         if self.sampled:
             columns = f"{'prompt':>6} {'draws':>7} {'contexts':>9} {'too rare':>9} {'chi-square':>11}"
             lines.append(f"{columns} {'freedom':>8} {'p':>8}")

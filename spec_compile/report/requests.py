@@ -59,6 +59,17 @@ class Manner:
     reused: int = 0
     first_differences: list[int] = field(default_factory=list)
 
+    @property
+    def verdict(self) -> str:
+        """ "same", "other answers", or "DIFFERENT" if equal ones were promised."""
+        if self.equal == self.of:
+            return "same"
+        return "DIFFERENT" if self.promised else "other answers"
+
+    def __str__(self) -> str:
+        drawn, promised = "drawn, " if self.drawn else "", "promised" if self.promised else "not promised"
+        return f"{drawn}{self.name}: {self.equal} of {self.of} equal, {promised}, {self.verdict}"
+
     def compare(self, ours: list, expected: list) -> None:
         """Count an answer."""
         self.of += 1

@@ -17,6 +17,7 @@ from spec_compile.kernels.attention import attention_calls
 from spec_compile.report.audit import Bits, Distance, Greedy, Logits, Report, Sampled
 from spec_compile.report.bits import first_difference, plain_steps
 from spec_compile.report.noise import Reference
+from spec_compile.report.requests import Manner
 from spec_compile.runtime.accept import host
 from spec_compile.runtime.accept.host import HostAcceptor
 from spec_compile.runtime.accept.random_numbers import probabilities, uniform
@@ -267,6 +268,22 @@ def test_broken_samplers_are_found(monkeypatch, broken):
     monkeypatch.setattr(*BROKEN_SAMPLERS[broken])
     report = spec_compile.audit(fast(), PROMPTS[:1], max_new_tokens=4, samples=600, temperature=0.6)
     assert report.verdict == "NOT LOSSLESS", str(report)
+
+
+def test_requests_in_many_ways():
+    report = spec_compile.audit(fast(), PROMPTS, max_new_tokens=8, logits=False, requests=True, pad_token_id=0)
+    assert report.lossless and len(report.requests) == 7
+    text = str(report)
+    assert "requests, next to each by itself:\n  by themselves, in another order: 2 of 2 equal, not promised" in text
+    assert "after a common prefix, 4 rows: 2 of 2 equal, not promised, same" in text
+    assert spec_compile.audit(fast(), PROMPTS[:1], max_new_tokens=4, logits=False).requests == []
+
+
+def test_other_answers_count_where_equal_ones_were_promised():
+    for promised, verdict, told in ((True, "NOT LOSSLESS", ", DIFFERENT"), (False, "lossless", "other answers")):
+        report = Report(greedy=[Greedy(8)], requests=[Manner("together, 4 rows", True, promised, of=3, equal=2)])
+        assert report.verdict == verdict
+        assert "drawn, together, 4 rows: 2 of 3 equal, " in str(report) and told in str(report)
 
 
 def test_p_values_are_those_of_the_chi_square_distribution():
