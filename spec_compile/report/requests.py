@@ -16,7 +16,6 @@ import torch
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from ..capture.yardstick import first_unequal
-from ..errors import UnsupportedModelError
 
 PREFIX = 600
 """Tokens of the prefix that prompts share, at most: more than one chunk on a CPU."""
@@ -81,22 +80,11 @@ class Manner:
             self.first_differences = sorted([*self.first_differences, position])
 
 
-def promises(fast: Any, by_itself: bool) -> bool:
-    """True if `fast` promises one answer to a request: by itself with ``exact="request"``, and among others on a GPU,
-    too."""
+def promises(fast: Any) -> bool:
+    """True if `fast` promises one answer to a request, in any way. On a CPU libraries' sums depend on how many rows a
+    round has."""
     runtime = fast.speculation.engine.runtime
-    return runtime.options.exact == "request" and (by_itself or runtime.on_gpu)
-
-
-def most_rows(fast: Any, rows: int) -> int:
-    """The largest of rows, rows / 2, rows / 4, ... that its rounds may have."""
-    while rows > 1:
-        try:
-            fast.speculation.engine.runtime.check_rows(rows)
-            break
-        except UnsupportedModelError:
-            rows //= 2
-    return rows
+    return runtime.options.exact == "request" and runtime.on_gpu
 
 
 class InManyWays:
@@ -118,12 +106,12 @@ class InManyWays:
     def run(self, batches: list[int], tell: Callable[[Manner], None] = lambda _: None) -> list[Manner]:
         """Every way, those of a batch in batches of so many rows each. tell: called with each as soon as it is done."""
         self._expected = [self._generate(asked) for asked in self._asked]
-        manners = [self._manner(AGAIN, True)]
+        manners = [self._manner(AGAIN)]
         for number in self._shuffled():
             manners[0].compare(self._generate(self._asked[number]), self._expected[number])
         tell(manners[0])
         prefixed = [self._generate(asked) for asked in self._prefixed]
-        for rows in dict.fromkeys(most_rows(self.fast, rows) for rows in batches):
+        for rows in dict.fromkeys(batches):
             with self._managed(rows) as manager:
                 for manner in self._in_batches(partial(self._answer, manager), prefixed):
                     manner.name += f", {rows} rows"
@@ -136,7 +124,7 @@ class InManyWays:
 
     def _compare_scores(self) -> Manner:
         """Log-probabilities that answers had, next to those of `Speculation.score`."""
-        manner = self._manner("log-probabilities by score()", False)
+        manner = self._manner("log-probabilities by score()")
         options = self._options | {"do_sample": self._is_drawn, "max_new_tokens": self._new_tokens}
         prompts = [asked.prompt for asked in self._asked]
         outputs = [*self.fast.generate_batch(prompts, warmup=False, logprobs=0, **options).values()]
@@ -157,7 +145,7 @@ class InManyWays:
 
     def _compare(self, name: str, pairs: list[tuple[Asked, list[int]]], answer: Callable[..., list]) -> Manner:
         """Ask in random order. pairs: requests, and the answers that are expected."""
-        manner, order = self._manner(name, False), self._random.sample(pairs, len(pairs))
+        manner, order = self._manner(name), self._random.sample(pairs, len(pairs))
         for output, (_, expected) in zip(answer([asked for asked, _ in order]), order, strict=True):
             if output.error is not None:
                 raise RuntimeError(f"{name}: {output.error}")
@@ -165,8 +153,8 @@ class InManyWays:
             manner.reused += output.speculation.reused_prompt_tokens
         return manner
 
-    def _manner(self, name: str, by_itself: bool) -> Manner:
-        return Manner(name, self._is_drawn, promises(self.fast, by_itself))
+    def _manner(self, name: str) -> Manner:
+        return Manner(name, self._is_drawn, promises(self.fast))
 
     def _ask(self, prompt: list[int], seed: int | None, number: int) -> Asked:
         return Asked(prompt, self._new_tokens, None if seed is None else seed + number)

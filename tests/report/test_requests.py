@@ -3,13 +3,11 @@
 import functools
 from types import SimpleNamespace
 
-import pytest
 from models import ADMITTED, prompts
 
 import spec_compile
 from spec_compile.batching.job import Job
-from spec_compile.errors import UnsupportedModelError
-from spec_compile.report.requests import AGAIN, InManyWays, Manner, most_rows, promises
+from spec_compile.report.requests import AGAIN, InManyWays, Manner, promises
 
 PROMPTS = [row[0].tolist() for row in prompts()[0][:3]]
 OPTIONS = dict(max_new_tokens=10, pad_token_id=0, eos_token_id=None)
@@ -58,18 +56,8 @@ def test_what_is_promised():
         runtime = SimpleNamespace(options=SimpleNamespace(exact=exact), on_gpu=on_gpu)
         return SimpleNamespace(speculation=SimpleNamespace(engine=SimpleNamespace(runtime=runtime)))
 
-    assert promises(model("request", True), False) and promises(model("request", False), True)
-    assert not promises(model("request", False), False) and not promises(model("bits", True), True)
-
-
-@pytest.mark.parametrize("most, rows", [(64, 64), (32, 32), (40, 32), (1, 1)])
-def test_most_rows(most, rows):
-    def check_rows(number):
-        if number > most:
-            raise UnsupportedModelError("too many")
-
-    runtime = SimpleNamespace(check_rows=check_rows)
-    assert most_rows(SimpleNamespace(speculation=SimpleNamespace(engine=SimpleNamespace(runtime=runtime))), 64) == rows
+    assert promises(model("request", True))
+    assert not promises(model("request", False)) and not promises(model("bits", True))
 
 
 def test_differences_are_counted():
