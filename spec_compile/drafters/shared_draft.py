@@ -35,7 +35,8 @@ def choose_ranks(option: int | None, ranks: Alone, graph: ModelGraph, head_bytes
         )
     if ranks.size == 1:
         return ALONE, ""
-    weights = {product.weight.target for node in calls(graph.gm) if (product := product_of(node)) is not None}
+    products = [product for node in calls(graph.gm) if (product := product_of(node)) is not None]
+    weights = {part.target for product in products for part in product.parts}
     read = head_bytes + sum(attribute(graph.gm, name).nbytes for name in weights)
     saved = read * (1 - 1 / ranks.size) / BYTES_A_SECOND
     paid = 2 * len(graph.layers) * SUM_SECONDS + bool(head_bytes) * GATHER_SECONDS

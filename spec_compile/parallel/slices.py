@@ -1,6 +1,7 @@
 """`Slices`: the parts of parameters that one rank of tensor parallelism holds."""
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,28 +31,47 @@ class Slices:
 
     def __init__(self, rank: int, size: int):
         self.rank, self.size = rank, size
-        self._made: dict[tuple[int, Cut], tuple[Tensor, Cut, Tensor]] = {}
+        self._made: dict[tuple, tuple[Sequence[Tensor], Callable, tuple[Any, list[Tensor]]]] = {}
 
     def part(self, parameter: Tensor, cut: Cut) -> Tensor:
         """This rank's part of a parameter, contiguous; a view if the part lies in one piece.
 
         For a DTensor that is cut in the same way, it is the DTensor's local tensor, which takes no more memory.
         """
-        key = id(parameter), cut
-        if key not in self._made:
+
+        def make() -> tuple[None, list[Tensor]]:
             part = local_part(parameter, cut)
             if part is None:
-                part = nn.Parameter(self._take(parameter, cut).contiguous(), requires_grad=False)
-            self._made[key] = parameter, cut, part
+                part = nn.Parameter(self.take(parameter, cut).contiguous(), requires_grad=False)
+            return None, [part]
+
+        return self.made((id(parameter), cut), [parameter], make)[1][0]
+
+    def made(
+        self, key: tuple, sources: Sequence[Tensor], make: Callable[[], tuple[Any, list[Tensor]]]
+    ) -> tuple[Any, list[Tensor]]:  # fmt: skip
+        """The result of ``make()``, a layout and tensors, made once for a key; `refresh` copies what it makes anew.
+
+        sources: the tensors that it reads. They are kept, so that their ids in the key are of no others.
+        """
+        if key not in self._made:
+            self._made[key] = sources, make, make()
         return self._made[key][2]
 
     def refresh(self) -> None:
-        """Copy the parts anew, because the parameters have changed."""
-        for parameter, cut, part in self._made.values():
-            if local_part(parameter, cut) is not part:
-                part.data.copy_(self._take(parameter, cut))
+        """Copy the parts anew, because the parameters have changed. ValueError if they would have another layout."""
+        for _, make, (layout, tensors) in self._made.values():
+            other, fresh = make()
+            if other != layout:
+                raise ValueError(
+                    "quantised weights were changed, and a rank's share would be laid out otherwise, because of other "
+                    "zero points, larger scales or another table; load the model again, then speculate()"
+                )
+            for old, new in zip(tensors, fresh):
+                if new.data_ptr() != old.data_ptr():
+                    old.data.copy_(new)
 
-    def _take(self, parameter: Tensor, cut: Cut) -> Tensor:
+    def take(self, parameter: Tensor, cut: Cut) -> Tensor:
         """This rank's part of each block. Zeros fill up the last part of a block that `cut.parts` does not divide."""
         taken, weight = [], whole(parameter).detach()
         if cut is ONCE:

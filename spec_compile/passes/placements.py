@@ -11,6 +11,7 @@ from ..kernels.ops import arguments_of
 from ..parallel.slices import ONCE, Cut
 from .nodes import SAME, is_pointwise, name_of, shape_of
 from .products import WeightProduct, product_of
+from .shares import Share
 
 ATTENTION = torch.ops.spec_compile.attention.default
 REDUCTIONS = {"amax", "amin", "any", "mean", "softmax", "_softmax", "sum"}
@@ -51,12 +52,14 @@ class ShardPlan:
     """The changes in a graph so that every rank computes its parts.
 
     placements: of nodes that are not the same on all ranks.
-    cuts: of the parameters that a node reads, by (node, parameter).
+    shares: of the weights of products.
+    cuts: of other parameters that a node reads, by (node, parameter).
     sizes: smaller sizes in a node's list of sizes, by the index in it (or `ALL`).
     reduced: partial sums, and the users that need them added up.
     """
 
     placements: dict[fx.Node, Placement] = field(default_factory=dict)
+    shares: dict[fx.Node, Share] = field(default_factory=dict)
     cuts: dict[tuple[fx.Node, fx.Node], Cut] = field(default_factory=dict)
     sizes: dict[fx.Node, dict[int, int]] = field(default_factory=dict)
     reduced: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
@@ -127,7 +130,7 @@ def _multiplied(plan: ShardPlan, product: WeightProduct, cut: Cut | None, size: 
         fits = placement.dim == len(shape_of(source)) - 1 and placement.parts == size and placement.blocks == 1
         if not fits or cut is not None:
             raise MisfitError(node, placement.weights | {node})
-        plan.cuts[node, product.weight] = Cut(product.dims[0], size)
+        plan.shares[node] = Share(product, True, size)
         if product.bias is not None:
             plan.cuts[node, product.bias] = ONCE
         return Placement(None, size, 1, placement.weights | {node})
@@ -135,7 +138,7 @@ def _multiplied(plan: ShardPlan, product: WeightProduct, cut: Cut | None, size: 
     if cut is None:
         return None
     blocks = cut.blocks * product.blocks
-    plan.cuts[node, product.weight] = cut._replace(dim=product.dims[1], blocks=blocks)
+    plan.shares[node] = Share(product, False, cut.parts, blocks)
     if product.bias is not None:
         plan.cuts[node, product.bias] = cut._replace(dim=len(shape_of(product.bias)) - 1, blocks=blocks)
     return Placement(len(shape_of(node)) - 1, cut.parts, cut.blocks, frozenset({node}))

@@ -6,6 +6,7 @@ graph and says where partial sums meet; a weight whose parts would not fit what 
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -18,10 +19,11 @@ from ..kernels import all_reduce  # noqa: F401  registers the ops
 from ..kernels.linear import head_products
 from ..kernels.ops import arguments_of
 from ..parallel.slices import Cut, whole
+from . import shares
 from .apply import comes_after
 from .nodes import is_pointwise, name_of, shape_of
 from .placements import ALL, ATTENTION, MisfitError, ShardPlan, derive
-from .products import WeightProduct, product_of
+from .products import WeightProduct, product_of, rounds_rows, set_weights
 
 aten = torch.ops.aten
 ops = torch.ops.spec_compile
@@ -37,7 +39,7 @@ def shard(graph: ModelGraph, settings) -> str:
     if ranks.size == 1:
         return "one process"
     attending, widths = _attending(graph, ranks.size), _feeding(graph)
-    _check_sizes(graph, widths, ranks.size)
+    fits = _check_sizes(graph, widths, ranks.size)
     columns = attending | {node: Cut(-1, ranks.size, _blocks(node)) for node in widths}
     plan = _fitting_plan(graph, columns, ranks.size)
     if not columns:
@@ -46,6 +48,7 @@ def shard(graph: ModelGraph, settings) -> str:
             "linear layers as in Llama; run it in one process, tensor_parallel=None"
         )
     before = graph.layers
+    shares.check(graph, plan.shares.values(), [size for size in range(1, ranks.size) if fits(size)], ranks.size)
     _cut_weights(graph, plan, ranks)
     _reduce(graph, plan, ranks)
     gathered = _cut_head(graph, ranks)
@@ -107,8 +110,9 @@ def _blocks(node: fx.Node) -> int:
     return len(users[0].meta["val"]) if len(users) == 1 == len(node.users) else 1
 
 
-def _check_sizes(graph: ModelGraph, widths: dict[fx.Node, int], size: int) -> None:
-    """UnsupportedModelError, naming sizes that would fit, if heads or the widths of MLPs do not divide."""
+def _check_sizes(graph: ModelGraph, widths: dict[fx.Node, int], size: int) -> Callable[[int], bool]:
+    """A function that tells if heads and the widths of MLPs divide among a number of ranks; UnsupportedModelError,
+    naming numbers that would fit, if they do not among `size`."""
 
     def fits(ranks: int) -> bool:
         heads = all(
@@ -125,6 +129,7 @@ def _check_sizes(graph: ModelGraph, widths: dict[fx.Node, int], size: int) -> No
             f"{', '.join(map(str, sorted(set(widths.values()))))} do not divide among {size} ranks; start one of "
             f"{', '.join(map(str, fitting))}"
         )
+    return fits
 
 
 def _fitting_plan(graph: ModelGraph, columns: dict[fx.Node, Cut], size: int) -> ShardPlan:
@@ -139,6 +144,8 @@ def _fitting_plan(graph: ModelGraph, columns: dict[fx.Node, Cut], size: int) -> 
 
 def _cut_weights(graph: ModelGraph, plan: ShardPlan, ranks) -> None:
     """Put this rank's parts in the place of weights, and the parts' sizes in that of sizes."""
+    for share in plan.shares.values():
+        _replace_weights(graph, share, ranks)
     for (node, weight), cut in plan.cuts.items():
         _replace_weight(graph, node, weight, cut, ranks)
     for node, sizes in plan.sizes.items():
@@ -156,17 +163,45 @@ def _cut_weights(graph: ModelGraph, plan: ShardPlan, ranks) -> None:
         if node not in plan.placements:  # an expansion of what all ranks have
             for index, value in sizes.items():
                 _shrink(node, index, shape_of(node)[index] // value)
+    for share in plan.shares.values():
+        if share.by_inputs:
+            _round_over_ranks(graph, share.product, ranks)
+
+
+def _replace_weights(graph: ModelGraph, share: shares.Share, ranks) -> None:
+    """Let a product read this rank's share of its weights."""
+    layout, tensors = shares.share_of(graph, share, ranks.slices)
+    node, first = share.product.node, share.product.parts[0]
+    parts = [_put(graph, node, first, tensor, number) for number, tensor in enumerate(tensors)]
+    set_weights(share.product, layout, parts)
 
 
 def _replace_weight(graph: ModelGraph, node: fx.Node, weight: fx.Node, cut: Cut, ranks) -> None:
     """Let a node read this rank's part of a parameter."""
     part = ranks.slices.part(attribute(graph.gm, weight.target), cut)
-    name = f"part_{weight.target.replace('.', '_')}"
+    node.replace_input_with(weight, _put(graph, node, weight, part))
+
+
+def _put(graph: ModelGraph, node: fx.Node, weight: fx.Node, part: Tensor, number: int = 0) -> fx.Node:
+    """A node ahead of `node` that reads this rank's part of a parameter, or part `number` of its quantised layer."""
+    name = f"part_{weight.target.replace('.', '_')}" + (f"_{number}" if number else "")
     _register(graph.gm, name, part)
     with graph.gm.graph.inserting_before(node):
         fresh = graph.gm.graph.get_attr(name)
-        fresh.meta = {**weight.meta, "val": weight.meta["val"].new_empty(part.shape)}
-    node.replace_input_with(weight, fresh)
+    fresh.meta = {**weight.meta, "val": weight.meta["val"].new_empty(part.shape, dtype=part.dtype)}
+    return fresh
+
+
+def _round_over_ranks(graph: ModelGraph, product: WeightProduct, ranks) -> None:
+    """Round the inputs of a product, of which each rank has some, if its format rounds them with a scale for a row."""
+    dtype = rounds_rows(product)
+    if dtype is None:
+        return
+    x = product.node.args[0]
+    with graph.gm.graph.inserting_before(product.node):
+        rounded = graph.gm.graph.call_function(ops.rounded_over_ranks.default, (x, dtype, ranks.name))
+    rounded.meta = dict(x.meta)
+    product.node.replace_input_with(x, rounded)
 
 
 def _register(gm: fx.GraphModule, name: str, tensor: Tensor) -> None:
@@ -237,7 +272,7 @@ def _summary(graph: ModelGraph, plan: ShardPlan, before: tuple, ranks) -> str:
     uncut = Counter(
         owner(node).rpartition(".")[2]
         for node in calls(graph.gm)
-        if (product := product_of(node)) is not None and not product.weight.target.startswith("part_")
+        if (product := product_of(node)) is not None and not product.parts[0].target.startswith("part_")
     )
     stays = ", ".join(f"{name} ({count})" for name, count in uncut.items()) or "nothing"
     return (

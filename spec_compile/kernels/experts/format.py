@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..linear.quantised.fp8_block import rounded_blocks
-from ..linear.quantised.layout import exact_linear
+from ..linear.quantised.layout import Place, exact_linear
+from ..linear.quantised.rearranged import Rearranged
 from . import mxfp4
 
 
@@ -76,6 +77,31 @@ class ExpertFormat:
             return weight.to(dtype)
         scales = parts[1][expert].repeat_interleave(self.block, 0).repeat_interleave(self.block, 1)
         return weight.to(dtype) * scales[: weight.shape[0], : weight.shape[1]].to(dtype)
+
+    def places(self, parts: Sequence[Tensor]) -> list[Place]:
+        """Where each part but the bias has the outputs and the inputs; in MXFP4 only the outputs, because the inputs of
+        a word are not neighbours."""
+        if self.mxfp4:
+            return [Place((1, 1)), Place((2, 1))]
+        outputs, inputs = (2, 1) if self.transposed else (1, 2)
+        scales = [Place((1, self.block), (2, self.block))] if self.block else []
+        return [Place((outputs, 1), (inputs, 1)), *scales]
+
+    def of_inputs(self, size: int) -> "ExpertFormat":
+        """The format of shares with `size` of the inputs."""
+        return replace(self, mxfp4=size) if self.mxfp4 else self
+
+    def rearranged(self, parts: Sequence[Tensor], by_inputs: bool) -> Rearranged | None:
+        """As `quantised.rearranged`: MXFP4 in the order of files, where inputs can be cut."""
+        if not self.mxfp4 or not by_inputs:
+            return None
+
+        def pack(cut: list[Tensor], inputs: int) -> tuple[ExpertFormat, list[Tensor]]:
+            return self.of_inputs(inputs), [*mxfp4.pack(*(part.contiguous() for part in cut))]
+
+        published = mxfp4.unpack(*parts[:2], self.mxfp4)
+        places = [Place((1, 1), (2, mxfp4.GROUP)), Place((1, 1), (2, mxfp4.GROUP))]
+        return Rearranged(places, [*published], pack)
 
     def product(self, x: Tensor, parts: Sequence[Tensor], expert: int) -> Tensor:
         """x [R, I] by the weight of an expert -> [R, O] of x's dtype."""

@@ -6,7 +6,6 @@ A format is a `WeightLayout`, and ``read(module)``, which takes a layer of its l
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,9 @@ from torch import Tensor, nn
 from . import awq, bitsandbytes, compressed_tensors, fp4, fp8_block, gptq, nibbles, torchao, w4a8
 from .layout import Packed, UnreadError, WeightLayout  # noqa: F401
 from .one_layout import PARTS, OneLayout, layer_of
+from .rearranged import Rearranged, rearranged  # noqa: F401
 from .repack import repacked, update  # noqa: F401
+from .rows import rounds_activations
 
 FORMATS = (fp8_block, compressed_tensors, gptq, awq, bitsandbytes, torchao)
 LAYOUTS = {layout.__name__: layout for format in (*FORMATS, fp4, nibbles, w4a8) for layout in format.LAYOUTS}
@@ -60,23 +61,20 @@ def layout_of(kind: str) -> WeightLayout:
     return LAYOUTS[name](*map(int, fields))
 
 
-_rounds_activations: ContextVar[bool] = ContextVar("rounds_activations", default=True)
-
-
 @contextmanager
 def unrounded_activations() -> Iterator[None]:
     """A context in which no layer rounds its activations, whatever its format and kernel."""
-    token = _rounds_activations.set(False)
+    token = rounds_activations.set(False)
     try:
         yield
     finally:
-        _rounds_activations.reset(token)
+        rounds_activations.reset(token)
 
 
 def _product(kind: str) -> Callable[..., Tensor]:
     """``(x, parts, bias)`` -> the layer."""
     layout = layout_of(kind)
-    return layout.product if _rounds_activations.get() else layout.unrounded
+    return layout.product if rounds_activations.get() else layout.unrounded
 
 
 @torch.library.custom_op("spec_compile::quantised_linear", mutates_args=())

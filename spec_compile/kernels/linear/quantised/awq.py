@@ -7,7 +7,17 @@ from torch import Tensor, nn
 
 from . import nibbles
 from .gptqmodel import LIBRARY, require_4_bits, require_words
-from .layout import Packed, WeightLayout, class_path, packed_nibbles, require, require_scale, unpacked_nibbles
+from .layout import (
+    Packed,
+    Place,
+    WeightLayout,
+    class_path,
+    grouped,
+    packed_nibbles,
+    require,
+    require_scale,
+    unpacked_nibbles,
+)
 
 CLASSES = {f"{LIBRARY}torch_awq.{name}" for name in ("AwqTorchLinear", "AwqTorchQuantLinear")}
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -39,9 +49,12 @@ class Awq(WeightLayout):
             return _outputs_interleaved(packed.codes(parts, inputs).T)
         return packed.scales(parts, inputs) if index == 2 else None
 
-    def cut(self, parts: Sequence[Tensor], begin: int, end: int) -> list[Tensor]:
-        codes, zeros, scales = parts
-        return [codes[:, begin // 8 : end // 8], zeros[:, begin // 8 : end // 8], scales[:, begin:end]]
+    def places(self, parts: Sequence[Tensor]) -> list[Place]:
+        groups = grouped(parts[2], 0, self.group)
+        return [Place((1, 8), (0, 1)), Place((1, 8), groups), Place((1, 1), groups)]
+
+    def of_inputs(self, size: int) -> "Awq":
+        return Awq(min(self.group, size))
 
 
 def _outputs_in_order(words: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import nibbles
-from .layout import WEIGHTS, Packed, WeightLayout, class_path, require, require_scale
+from .layout import WEIGHTS, Packed, Place, WeightLayout, class_path, require, require_scale
 
 NESTED = 256
 """Scales of a block that double quantisation rounds together."""
@@ -50,16 +50,21 @@ class Table4(WeightLayout):
         return packed.scales(parts, inputs).T.flatten() if index == 1 and not self.nested else None
 
     def by_outputs(self, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None, multiply: Callable) -> Tensor:
-        inputs = x.shape[-1]
-        if inputs % self.block == 0:  # else a block has parts of two rows
-            by_row = parts[0].view(-1, inputs // 2), self._scales(parts).view(-1, inputs // self.block)
-            parts = [*by_row, parts[2]]
-        return super().by_outputs(x, parts, bias, multiply)
+        return super().by_outputs(x, self.by_row(parts, x.shape[-1]) or parts, bias, multiply)
 
     def cut(self, parts: Sequence[Tensor], begin: int, end: int) -> list[Tensor] | None:
-        """None unless codes and scales lie row by row, as `by_outputs` has them."""
-        codes, scales, table, *_ = parts
-        return [codes[begin:end], scales[begin:end], table] if scales.dim() == 2 else None
+        """None unless codes and scales lie row by row, see `by_row`."""
+        return super().cut(parts, begin, end) if parts[1].dim() == 2 else None
+
+    def places(self, parts: Sequence[Tensor]) -> list[Place]:
+        """The parts lie row by row, see `by_row`."""
+        return [Place((0, 1), (1, 2)), Place((0, 1), (1, self.block)), Place()]
+
+    def by_row(self, parts: Sequence[Tensor], inputs: int) -> list[Tensor] | None:
+        """codes [O, I / 2], scales [O, I / block] and table; None if a block has parts of two rows."""
+        if inputs % self.block:
+            return None
+        return [parts[0].view(-1, inputs // 2), self._scales(parts).view(-1, inputs // self.block), parts[2]]
 
     def _scales(self, parts: Sequence[Tensor]) -> Tensor:
         """The scale of each block, float32."""

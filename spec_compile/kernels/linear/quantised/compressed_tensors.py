@@ -5,14 +5,14 @@ A model of this library unpacks all its layers at its first own forward, in plac
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from . import nibbles
 from .fp4 import Fp4, Fp4Both
-from .layout import Packed, WeightLayout, packed_nibbles, require, require_scale, unpacked_nibbles
+from .layout import Packed, Place, WeightLayout, grouped, packed_nibbles, require, require_scale, unpacked_nibbles
 from .rows import FP8, LARGEST, RoundsRows
 from .w4a8 import W4A8
 
@@ -24,9 +24,10 @@ NVFP4 = "nvfp4-pack-quantized"
 class PerChannel(RoundsRows):
     """weight [O, I] float8_e4m3fn or int8, scales [O, 1] of the model's dtype. Activations are rounded to the weights'
     type with a scale for each row, all in their own dtype, as the library does. static: their scale is instead a
-    constant, which is the last of scales [O + 1, 1]."""
+    constant, which is the last of scales [O + 1, 1]. rounded: they come rounded, see `rounded_over_ranks`."""
 
     static: int = 0
+    rounded: int = 0
     packing = "channels", 1
 
     def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
@@ -36,8 +37,8 @@ class PerChannel(RoundsRows):
         codes, scales = parts
         return codes.to(scales.dtype) * scales[: len(codes)]
 
-    def row_dtype(self, weight: Tensor) -> torch.dtype:
-        return weight.dtype
+    def row_dtype(self, weight: Tensor) -> torch.dtype | None:
+        return None if self.rounded else weight.dtype
 
     @property
     def norms_after(self) -> bool:
@@ -46,22 +47,41 @@ class PerChannel(RoundsRows):
     def constant_scale(self, parts: Sequence[Tensor]) -> Tensor | None:
         return parts[1][-1] if self.static else None
 
+    def of_inputs(self, size: int) -> "PerChannel":
+        return self if self.static else replace(self, rounded=1)
+
+    def places(self, parts: Sequence[Tensor]) -> list[Place]:
+        return [Place((0, 1), (1, 1)), Place((0, 1))]
+
 
 @dataclass(frozen=True)
 class PerTensor(WeightLayout):
     """`PerChannel` with weight [O, I], scales [O, 1] or one for all [1], and if static the activations' scale [1]."""
 
     static: int
+    rounded: int = 0
     merges = False
 
-    def cut(self, parts: Sequence[Tensor], begin: int, end: int) -> list[Tensor]:
-        weight, scales, *activations = parts
-        return [weight[begin:end], scales if scales.numel() == 1 else scales[begin:end], *activations]
+    def row_dtype(self, weight: Tensor) -> torch.dtype | None:
+        return None if self.rounded else weight.dtype
+
+    def constant_scale(self, parts: Sequence[Tensor]) -> Tensor | None:
+        return parts[2] if self.static else None
+
+    def of_inputs(self, size: int) -> "PerTensor":
+        return self if self.static else replace(self, rounded=1)
+
+    def places(self, parts: Sequence[Tensor]) -> list[Place]:
+        scales = Place() if parts[1].numel() == 1 else Place((0, 1))
+        return [Place((0, 1), (1, 1)), scales, *([Place()] if self.static else [])]
 
     def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]]:
         weight, scales, *activations = parts
         scales = scales.view(-1, 1).expand(len(weight), 1)
-        return PerChannel(self.static), [weight, torch.cat([scales, *(scale.view(1, 1) for scale in activations)])]
+        return PerChannel(self.static, self.rounded), [
+            weight,
+            torch.cat([scales, *(scale.view(1, 1) for scale in activations)]),
+        ]
 
     def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
         return parts[0].shape[0]
@@ -98,6 +118,12 @@ class Int4Group(WeightLayout):
         return (
             packed_nibbles(packed.codes(parts, inputs)) if index == 0 else packed.scales(parts, inputs).T.contiguous()
         )
+
+    def places(self, parts: Sequence[Tensor]) -> list[Place]:
+        return [Place((0, 1), (1, 8)), Place((0, 1), grouped(parts[1], 1, self.group))]
+
+    def of_inputs(self, size: int) -> "Int4Group":
+        return Int4Group(min(self.group, size))
 
 
 LAYOUTS = (PerChannel, PerTensor, Int4Group)

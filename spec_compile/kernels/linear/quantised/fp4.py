@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import nibbles
-from .layout import WeightLayout, exact_linear
+from .layout import Place, WeightLayout, exact_linear
 from .rows import FP8
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -44,9 +44,8 @@ class Fp4(WeightLayout):
         codes = packed.codes(parts, inputs)
         return codes[:, ::2] | codes[:, 1::2] << 4
 
-    def cut(self, parts: Sequence[Tensor], begin: int, end: int) -> list[Tensor]:
-        codes, scales, factor = parts
-        return [codes[begin:end], scales[begin:end], factor]
+    def places(self, parts: Sequence[Tensor]) -> list[Place]:
+        return [Place((0, 1), (1, 2)), Place((0, 1), (1, self.group)), *[Place()] * (len(parts) - 2)]
 
     def _scales(self, parts: Sequence[Tensor]) -> Tensor:
         """[O, I / group] float32."""
@@ -66,9 +65,6 @@ class Fp4Both(Fp4):
 
     def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> None:
         return None
-
-    def cut(self, parts: Sequence[Tensor], begin: int, end: int) -> list[Tensor]:
-        return [*super().cut(parts[:3], begin, end), parts[3]]
 
     def _scales(self, parts: Sequence[Tensor]) -> Tensor:
         return super()._scales(parts[:3])

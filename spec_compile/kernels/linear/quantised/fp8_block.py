@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .layout import Packed, WeightLayout, class_path, exact_linear, require, require_scale
+from .layout import Packed, Place, WeightLayout, class_path, exact_linear, require, require_scale
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
@@ -52,9 +52,8 @@ class Fp8Block(WeightLayout):
 
         return self.by_outputs(x, parts, bias, multiply)
 
-    def cut(self, parts: Sequence[Tensor], begin: int, end: int) -> list[Tensor]:
-        weight, scales = parts
-        return [weight[begin:end], scales[begin // self.rows : -(-end // self.rows)]]
+    def places(self, parts: Sequence[Tensor]) -> list[Place]:
+        return [Place((0, 1), (1, 1)), Place((0, self.rows), (1, self.columns))]
 
 
 def rounded_blocks(x: Tensor, columns: int) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from . import nibbles
 from .gptqmodel import LIBRARY, require_4_bits, require_words
-from .layout import Packed, WeightLayout, class_path, packed_nibbles, require, require_scale, unpacked_nibbles
+from .layout import Packed, Place, WeightLayout, class_path, packed_nibbles, require, require_scale, unpacked_nibbles
 
 CLASSES = {f"{LIBRARY}torch.{name}" for name in ("TorchLinear", "TorchQuantLinear")}
 
@@ -32,18 +32,22 @@ class Gptq(WeightLayout):
 
     def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]] | None:
         codes, zeros, scales, groups = parts
-        if not torch.equal(groups.long(), torch.arange(inputs, device=groups.device) // (inputs // len(scales))):
+        first, last = int(groups[0]), int(groups[-1])
+        group, rest = divmod(inputs, last - first + 1)
+        in_order = torch.arange(inputs, device=groups.device) // max(group, 1) + first
+        if rest or not torch.equal(groups.long(), in_order):
             return None  # an order of activations
-        return nibbles.pack(unpacked_nibbles(codes.T), unpacked_nibbles(zeros).int() + self.offset, scales)
+        zeros = unpacked_nibbles(zeros[first : last + 1]).int() + self.offset
+        return nibbles.pack(unpacked_nibbles(codes.T), zeros, scales[first : last + 1])
 
     def restored(self, index: int, packed: WeightLayout, parts: Sequence[Tensor], inputs: int) -> Tensor | None:
         if index == 0:
             return packed_nibbles(packed.codes(parts, inputs)).T.contiguous()
         return packed.scales(parts, inputs) if index == 2 else None
 
-    def cut(self, parts: Sequence[Tensor], begin: int, end: int) -> list[Tensor]:
-        codes, zeros, scales, groups = parts
-        return [codes[:, begin:end], zeros[:, begin // 8 : end // 8], scales[:, begin:end], groups]
+    def places(self, parts: Sequence[Tensor]) -> list[Place]:
+        """A share of the inputs keeps the scales and zeros of all groups, because its groups may be any of them."""
+        return [Place((1, 1), (0, 8)), Place((1, 8)), Place((1, 1)), Place(inputs=(0, 1))]
 
 
 LAYOUTS = (Gptq,)

@@ -17,6 +17,22 @@ class UnreadError(ValueError):
     """A layer is of a class that is read, but not as it is; the message ends a sentence about the layer."""
 
 
+class Place(NamedTuple):
+    """Where a part has the outputs and the inputs of its layer: a dimension, and how many of them an index there stands
+    for. None: it has no such dimension, so every share of the layer needs all of it.
+
+    Words [O, I / 8] of eight inputs are ``Place((0, 1), (1, 8))``, and a factor for all weights is ``Place()``.
+    """
+
+    outputs: tuple[int, int] | None = None
+    inputs: tuple[int, int] | None = None
+
+
+def grouped(scales: Tensor, dim: int, group: int) -> tuple[int, int] | None:
+    """`Place.inputs` of scales with one for each `group` inputs along a dimension; None if one serves all inputs."""
+    return (dim, group) if scales.shape[dim] > 1 else None
+
+
 @dataclass(frozen=True)
 class WeightLayout:
     """A layout of parts: the tensors of a layer, in order. Fields are integers, which are constants of a graph.
@@ -87,7 +103,22 @@ class WeightLayout:
     def cut(self, parts: Sequence[Tensor], begin: int, end: int) -> list[Tensor] | None:
         """The parts of the outputs begin .. end, where `begin` is a multiple of `step` and 8; None: they cannot be
         cut."""
-        return [part[begin:end] for part in parts]
+        cuts = []
+        for part, (place, _) in zip(parts, self.places(parts)):
+            if place is not None:
+                dim, step = place
+                part = part.narrow(dim, begin // step, -(-end // step) - begin // step)
+            cuts.append(part)
+        return cuts
+
+    def places(self, parts: Sequence[Tensor]) -> list[Place]:
+        """Where each part has the outputs and the inputs."""
+        raise NotImplementedError
+
+    def of_inputs(self, size: int) -> "WeightLayout":
+        """The layout of a share with `size` of the inputs. If activations are rounded with a scale for each row, which
+        depends on all inputs, the share's come rounded."""
+        return self
 
     def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
         """O of a layer with so many inputs."""

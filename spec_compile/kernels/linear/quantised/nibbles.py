@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .layout import WeightLayout
+from .layout import Place, WeightLayout
 
 WIDTH = 256
 """Columns whose words lie side by side."""
@@ -50,9 +50,9 @@ class Words(WeightLayout):
     def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]]:
         return self, [part.contiguous() for part in parts]
 
-    def cut(self, parts: Sequence[Tensor], begin: int, end: int) -> list[Tensor]:
-        words, units = parts
-        return [words[begin:end], units[:, begin:end]]
+    def places(self, parts: Sequence[Tensor]) -> list[Place]:
+        """Only where the outputs are, because the inputs of a word are not neighbours."""
+        return [Place((0, 1)), Place((1, 1))]
 
     def codes(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
         """The codes [O, I] uint8 that were packed."""

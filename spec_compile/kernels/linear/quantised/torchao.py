@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import nibbles
-from .layout import Packed, WeightLayout, require, require_scale
+from .layout import Packed, Place, WeightLayout, grouped, require, require_scale
 
 DTYPES = {"Int8Tensor": torch.int8, "Float8Tensor": torch.float8_e4m3fn}
 
@@ -24,6 +24,9 @@ class _PerOutput(WeightLayout):
     def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
         codes, scales = parts
         return codes.float() * scales
+
+    def places(self, parts: Sequence[Tensor]) -> list[Place]:
+        return [Place((0, 1), (1, 1)), Place((0, 1))]
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,13 @@ class IntGroups(WeightLayout):
         if index == 0:
             return packed.codes(parts, inputs).to(torch.int8) - 8
         return packed.scales(parts, inputs).T.contiguous() if index == 1 else None
+
+    def places(self, parts: Sequence[Tensor]) -> list[Place]:
+        groups = Place((0, 1), grouped(parts[1], 1, self.group))
+        return [Place((0, 1), (1, 1)), groups, groups]
+
+    def of_inputs(self, size: int) -> "IntGroups":
+        return IntGroups(min(self.group, size), self.width)
 
 
 LAYOUTS = (Int8Weight, Float8Weight, IntGroups)

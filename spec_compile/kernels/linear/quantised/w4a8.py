@@ -5,28 +5,30 @@ Reference: ``quant_scheme.py`` of compressed-tensors, `W4A8` and `W4AFP8`. The k
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .layout import WeightLayout, packed_nibbles, unpacked_nibbles
-from .nibbles import WIDTH, Words, group_of
+from . import nibbles
+from .layout import Place, WeightLayout, grouped, packed_nibbles, unpacked_nibbles
+from .nibbles import WIDTH, ZERO, Words, group_of
 from .rows import FP8, RoundsRows
 
 
 @dataclass(frozen=True)
 class W4A8(RoundsRows):
     """weight [O, I] int8 of -8 to 7, or if `packed` as `Int4Group` has it; scales [O, I / group] of the model's dtype.
-    fp8: activations are rounded to float8_e4m3fn, else to int8."""
+    fp8: activations are rounded to float8_e4m3fn, else to int8. rounded: they come so, see `rounded_over_ranks`."""
 
     group: int
     fp8: int
     packed: int
+    rounded: int = 0
 
-    def row_dtype(self, weight: Tensor) -> torch.dtype:
-        return FP8 if self.fp8 else torch.int8
+    def row_dtype(self, weight: Tensor) -> torch.dtype | None:
+        return None if self.rounded else FP8 if self.fp8 else torch.int8
 
     def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
         return parts[0].shape[0]
@@ -38,6 +40,8 @@ class W4A8(RoundsRows):
 
     def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]] | None:
         codes, scales = parts
+        if self.rounded:
+            return nibbles.pack(self._codes(codes), ZERO, scales.T)
         group = group_of(inputs, scales.shape[1])
         if group is None or group < 32:
             return None
@@ -50,6 +54,12 @@ class W4A8(RoundsRows):
             return packed.scales(parts, inputs).T.contiguous()
         codes = packed.codes(parts, inputs)
         return packed_nibbles(codes) if self.packed else codes.to(torch.int8).sub_(8)
+
+    def places(self, parts: Sequence[Tensor]) -> list[Place]:
+        return [Place((0, 1), (1, 8 if self.packed else 1)), Place((0, 1), grouped(parts[1], 1, self.group))]
+
+    def of_inputs(self, size: int) -> "W4A8":
+        return replace(self, group=min(self.group, size), rounded=1)
 
     def _codes(self, codes: Tensor) -> Tensor:
         """[O, I] uint8, plus 8."""
