@@ -1,7 +1,6 @@
 """Quantised targets: what is not read is refused by name; what is read gives transformers' own answers."""
 
 import dataclasses
-import functools
 from types import SimpleNamespace
 from unittest import mock
 
@@ -9,21 +8,20 @@ import models
 import pytest
 import quantised_checkpoints as checkpoints
 import torch
-from quantised_models import IDS, LIBRARY, ON_LOADING, PACKED_BY_HAND, fp8_forward, load
+from quantised_models import IDS, LIBRARY, ON_LOADING, PACKED_BY_HAND, build_fp8_mixture, fp8_forward, load
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 from toy_graphs import prefix_then_chunk
 from transformers import (
     AutoModelForCausalLM,
-    FineGrainedFP8Config,
     GgufConfig,
     GPTQConfig,
     LlamaConfig,
     QuantoConfig,
 )
 from transformers.integrations import mxfp4
-from transformers.integrations.finegrained_fp8 import FP8Linear, replace_with_fp8_linear
+from transformers.integrations.finegrained_fp8 import FP8Linear
 
 from spec_compile import UnsupportedModelError, load_mxfp4, passes, speculate
 from spec_compile.capture.checks import check_tree
@@ -538,30 +536,9 @@ def test_what_is_no_checkpoint_in_mxfp4(tmp_path):
         load_mxfp4(folder)
 
 
-def experts_forward(experts, x, weight, scale, activation_scale=None):
-    """What transformers' kernels compute for one of `FP8Experts`."""
-    layer = SimpleNamespace(weight=weight, weight_scale_inv=scale, out_features=len(weight), in_features=x.shape[-1])
-    return fp8_forward(layer, x)
-
-
 @pytest.fixture
 def fp8_mixture():
-    """A tiny Qwen3-MoE in FP8, still packed as on a GPU, whose layers also run on a CPU."""
-    sizes = models.GQA16 | models.MOE | dict(moe_intermediate_size=128)
-    model = models.build("Qwen3MoeConfig", "Qwen3MoeForCausalLM", sizes)
-    model.config.quantization_config = FineGrainedFP8Config()
-    replace_with_fp8_linear(model, ["lm_head"], model.config.quantization_config)
-    for part in model.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                value = torch.rand(parameter.shape) / 2 + 0.5 if "scale" in name else torch.randn(parameter.shape) / 8
-                part._parameters[name] = nn.Parameter(value.to(parameter.dtype), requires_grad=False)
-        if isinstance(part, FP8Linear):
-            part.forward = functools.partial(fp8_forward, part)
-        if type(part).__name__ == "FP8Experts":
-            part.linear = functools.partial(experts_forward, part)
-    model.config._experts_implementation = "eager"
-    return model.eval()
+    return build_fp8_mixture(moe_intermediate_size=128)
 
 
 def test_experts_in_fp8(fp8_mixture):

@@ -4,9 +4,13 @@ import re
 
 import models
 import pytest
+import quantised_checkpoints as checkpoints
 import torch
 from packed_layers import TINY, packed
+from quantised_models import build_fp8_mixture
 from ranks import run_ranks
+
+from spec_compile import load_mxfp4
 
 PLAIN = dict(compile=False, max_cache_len=200, check=False, adaptive=False)
 GREEDY = dict(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -24,6 +28,7 @@ def answer(model, **options):
 
 
 def on_ranks(function, size, folder):
+    folder.mkdir(exist_ok=True)
     results = run_ranks(size, function, rendezvous=folder / "rendezvous")
     for result in results:
         if isinstance(result, Exception):
@@ -68,6 +73,15 @@ def test_more_ranks_give_one_processs_tokens(size, tmp_path):
 
     shared = {name: packed(wide(8), name) for name in FEW} | {"two kv heads": packed(wide(2), "ct")}
     gives_one_processs_tokens(shared, size, tmp_path)
+
+
+def test_experts_by_width_give_one_processs_tokens(tmp_path):
+    shared = {
+        "mxfp4": load_mxfp4(checkpoints.write_mxfp4(tmp_path), dtype=torch.float32).eval(),
+        "fp8": build_fp8_mixture(moe_intermediate_size=256, head_dim=128),
+    }
+    for name, model in shared.items():
+        gives_one_processs_tokens({name: model}, 2, tmp_path / name)
 
 
 FAMILIES = ["qwen3", "glm4", "gpt_neox", "olmo3", "cohere2", "deepseek_v3", "mixtral"]

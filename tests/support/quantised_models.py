@@ -1,8 +1,10 @@
 """Tiny quantised models that run on a CPU: still packed, with the arithmetic of their libraries."""
 
 import functools
+from types import SimpleNamespace
 from unittest import mock
 
+import models
 import pytest
 import quantised_checkpoints as checkpoints
 import torch
@@ -12,12 +14,13 @@ from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
+    FineGrainedFP8Config,
     GPTQConfig,
     LlamaConfig,
     LlamaForCausalLM,
     TorchAoConfig,
 )
-from transformers.integrations.finegrained_fp8 import FP8Linear
+from transformers.integrations.finegrained_fp8 import FP8Linear, replace_with_fp8_linear
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 IDS = torch.randint(1, checkpoints.VOCAB, (1, 20), generator=torch.Generator().manual_seed(3))
@@ -60,6 +63,31 @@ def load(name, folder, dtype=torch.float32, **changes):
             part.forward = functools.partial(fp8_forward, part)
         if type(part).__name__ == "Linear4bit":  # some CPUs have a kernel that rounds scales to bfloat16
             part.forward = functools.partial(linear_4bit_forward, part)
+    return model.eval()
+
+
+def experts_forward(experts, x, weight, scale, activation_scale=None):
+    """What transformers' kernels compute for one of `FP8Experts`."""
+    layer = SimpleNamespace(weight=weight, weight_scale_inv=scale, out_features=len(weight), in_features=x.shape[-1])
+    return fp8_forward(layer, x)
+
+
+def build_fp8_mixture(**sizes):
+    """A tiny Qwen3-MoE in FP8, still packed as on a GPU, whose layers also run on a CPU."""
+    sizes = models.GQA16 | models.MOE | sizes
+    model = models.build("Qwen3MoeConfig", "Qwen3MoeForCausalLM", sizes)
+    model.config.quantization_config = FineGrainedFP8Config()
+    replace_with_fp8_linear(model, ["lm_head"], model.config.quantization_config)
+    for part in model.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                value = torch.rand(parameter.shape) / 2 + 0.5 if "scale" in name else torch.randn(parameter.shape) / 8
+                part._parameters[name] = nn.Parameter(value.to(parameter.dtype), requires_grad=False)
+        if isinstance(part, FP8Linear):
+            part.forward = functools.partial(fp8_forward, part)
+        if type(part).__name__ == "FP8Experts":
+            part.linear = functools.partial(experts_forward, part)
+    model.config._experts_implementation = "eager"
     return model.eval()
 
 
