@@ -148,7 +148,7 @@ class Speculation(Accounts):
         while True:
             with timed(self.seconds, "capture"):
                 graph = capture(model, whole)
-                runnable = passes.runnable(graph, options.ranks)
+                runnable = passes.runnable(graph, options.ranks, options.expert_parallel)
             try:
                 if options.check:
                     with timed(self.seconds, "checks"):

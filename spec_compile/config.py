@@ -57,6 +57,9 @@ class Options:
     max_lora_rank: largest rank of such adapters (default: of those that the model has at speculate()).
     tensor_parallel: the processes that share the model, each on a GPU of its own: None (only this one), "auto" (all
         that torchrun has started), their number, or a process group or device mesh.
+    expert_parallel: with tensor_parallel, the processes share routed experts by their numbers: each has some experts,
+        and all of these (True); or by their width: each has a part of every expert (False; default: by width, unless
+        the width, or the groups of quantised weights, do not divide).
     """
 
     num_draft_tokens: int = 16
@@ -76,6 +79,7 @@ class Options:
     max_loras: int = 0
     max_lora_rank: int | None = None
     tensor_parallel: Any = None
+    expert_parallel: bool | None = None
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))

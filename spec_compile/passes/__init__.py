@@ -40,6 +40,8 @@ class Settings:
         residual stream after layer i; -1 the input of the output head).
     attention: requirements on the attention backend; its role says what the graph is for.
     ranks: the processes that share the graph's weights.
+    expert_parallel: how they share routed experts: by their numbers (True), by their width (False), or by their width
+        if it divides (None).
     low_rank: by the paths of linear layers, the additions of which each row chooses one.
     exact: the option.
     """
@@ -48,6 +50,7 @@ class Settings:
     taps: tuple[int, ...] = ()
     attention: Use = field(default_factory=Use)
     ranks: Alone = ALONE
+    expert_parallel: bool | None = None
     low_rank: dict[str, LowRank] = field(default_factory=dict)
     exact: str = "auto"
 
@@ -66,10 +69,10 @@ PIPELINE = [
 check_order(PIPELINE)
 
 
-def runnable(graph: ModelGraph, ranks: Alone) -> ModelGraph:
+def runnable(graph: ModelGraph, ranks: Alone, expert_parallel: bool | None) -> ModelGraph:
     """A captured graph that every rank can run: if its parameters are spread over the ranks, it is sharded."""
     is_spread = any(isinstance(parameter, DTensor) for parameter in graph.gm.parameters())
-    return run(graph, Settings(ranks=ranks), [tidy, shard]) if is_spread else graph
+    return run(graph, Settings(ranks=ranks, expert_parallel=expert_parallel), [tidy, shard]) if is_spread else graph
 
 
 def run(graph: ModelGraph, settings: Settings, pipeline=None, keep_code: bool = False) -> ModelGraph:

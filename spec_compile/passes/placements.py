@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
+from ..kernels import experts
 from ..kernels.ops import arguments_of
 from ..parallel.slices import ONCE, Cut
 from .nodes import SAME, is_pointwise, name_of, shape_of
@@ -20,9 +21,12 @@ LINEAR_OPS = (SAME - {"copy_"}) | {
     "expand", "index", "permute", "reshape", "slice", "squeeze", "sum", "transpose", "unsqueeze", "view",
 }  # fmt: skip
 """ATen ops of one tensor that may as well be done before partial sums are added up."""
+SHAPES = {"reshape", "view", "flatten", "unflatten"}
 
 ALL = -1
 """Every size of a list."""
+BY_EXPERTS = Cut(0, 0)
+"""In place of the cut of a first product's outputs: each rank has all outputs of some experts."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class Placement:
     """Where a value lies that is not the same on all ranks.
 
     dim: the dimension that is cut, in `parts` of `blocks` stretches, see `Cut`; None: every rank has a partial sum.
+    of_experts: instead, a rank has the first products of its own experts.
     weights: the nodes that multiply by the weights whose cut has this placement as a consequence.
     """
 
@@ -37,6 +42,7 @@ class Placement:
     parts: int
     blocks: int
     weights: frozenset[fx.Node]
+    of_experts: bool = False
 
 
 class MisfitError(Exception):
@@ -85,6 +91,8 @@ def _place(plan: ShardPlan, node: fx.Node, columns: dict[fx.Node, Cut], size: in
     product = product_of(node)
     if product is not None:
         placement = _multiplied(plan, product, columns.get(node), size)
+    elif any(_is_of_experts(plan, source) for source in node.all_input_nodes):
+        placement = _of_experts(plan, node)
     else:
         placement = _of_partial_sums(plan, node)
         inputs = {source: plan.placements[source] for source in node.all_input_nodes if _is_cut(plan, source)}
@@ -107,13 +115,17 @@ def _is_cut(plan: ShardPlan, node: fx.Node) -> bool:
     return node in plan.placements and plan.placements[node].dim is not None
 
 
+def _is_of_experts(plan: ShardPlan, node: fx.Node) -> bool:
+    return node in plan.placements and plan.placements[node].of_experts
+
+
 def _is_partial(plan: ShardPlan, node) -> bool:
-    return node in plan.placements and plan.placements[node].dim is None
+    return node in plan.placements and plan.placements[node].dim is None and not _is_of_experts(plan, node)
 
 
 def _whole(plan: ShardPlan, source: fx.Node, user: fx.Node) -> None:
     """A user needs a value that is the same on all ranks."""
-    if _is_cut(plan, source):
+    if _is_cut(plan, source) or _is_of_experts(plan, source):
         raise MisfitError(user, plan.placements[source].weights)
     if _is_partial(plan, source) and user not in plan.reduced.setdefault(source, []):
         plan.reduced[source].append(user)
@@ -125,6 +137,8 @@ def _multiplied(plan: ShardPlan, product: WeightProduct, cut: Cut | None, size: 
     for other in node.all_input_nodes:
         if other is not source:
             _whole(plan, other, node)
+    if _is_of_experts(plan, source) or cut is BY_EXPERTS:
+        return _by_experts(plan, product, size)
     if _is_cut(plan, source):
         placement = plan.placements[source]
         fits = placement.dim == len(shape_of(source)) - 1 and placement.parts == size and placement.blocks == 1
@@ -142,6 +156,29 @@ def _multiplied(plan: ShardPlan, product: WeightProduct, cut: Cut | None, size: 
     if product.bias is not None:
         plan.cuts[node, product.bias] = cut._replace(dim=len(shape_of(product.bias)) - 1, blocks=blocks)
     return Placement(len(shape_of(node)) - 1, cut.parts, cut.blocks, frozenset({node}))
+
+
+def _by_experts(plan: ShardPlan, product: WeightProduct, size: int) -> Placement:
+    """The products of a rank's own experts; the second ones are a partial sum."""
+    node, source = product.node, product.node.args[0]
+    before = plan.placements.get(source)
+    if before is None or not before.of_experts:
+        _whole(plan, source, node)
+    plan.shares[node] = Share(product, False, size, by_experts=True)
+    if product.bias is not None:
+        plan.cuts[node, product.bias] = Cut(0, size)
+    if node.target is experts.UP:
+        return Placement(None, size, 1, frozenset({node}), of_experts=True)
+    return Placement(None, size, 1, frozenset({node}) if before is None else before.weights | {node})
+
+
+def _of_experts(plan: ShardPlan, node: fx.Node) -> Placement:
+    """Elementwise ops between the products of experts, and changes of shape."""
+    sources = [plan.placements[source] for source in node.all_input_nodes if source in plan.placements]
+    weights = frozenset().union(*(each.weights for each in sources))
+    if not all(each.of_experts for each in sources) or not (is_pointwise(node) or name_of(node) in SHAPES):
+        raise MisfitError(node, weights)
+    return replace(sources[0], weights=weights)
 
 
 def _of_partial_sums(plan: ShardPlan, node: fx.Node) -> Placement | None:

@@ -15,14 +15,14 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph, attribute, calls, owner
-from ..kernels import all_reduce  # noqa: F401  registers the ops
+from ..kernels import all_reduce, experts  # noqa: F401  registers the ops
 from ..kernels.linear import head_products
 from ..kernels.ops import arguments_of
 from ..parallel.slices import Cut, whole
 from . import shares
 from .apply import comes_after
 from .nodes import is_pointwise, name_of, shape_of
-from .placements import ALL, ATTENTION, MisfitError, ShardPlan, derive
+from .placements import ALL, ATTENTION, BY_EXPERTS, MisfitError, ShardPlan, derive
 from .products import WeightProduct, product_of, rounds_rows, set_weights
 
 aten = torch.ops.aten
@@ -39,8 +39,11 @@ def shard(graph: ModelGraph, settings) -> str:
     if ranks.size == 1:
         return "one process"
     attending, widths = _attending(graph, ranks.size), _feeding(graph)
+    mixtures = by_experts(graph, settings.expert_parallel, ranks.size)
+    widths = {node: width for node, width in widths.items() if node not in mixtures}
     fits = _check_sizes(graph, widths, ranks.size)
     columns = attending | {node: Cut(-1, ranks.size, _blocks(node)) for node in widths}
+    columns |= dict.fromkeys(mixtures, BY_EXPERTS)
     plan = _fitting_plan(graph, columns, ranks.size)
     if not columns:
         raise UnsupportedModelError(
@@ -79,6 +82,30 @@ def _feeding(graph: ModelGraph) -> dict[fx.Node, int]:
             for product in _sources(node.args[0], _keeps_columns) or ():
                 widths[product.node] = shape_of(node.args[0])[-1]
     return widths
+
+
+def by_experts(graph: ModelGraph, option: bool | None, size: int) -> set[fx.Node]:
+    """The first products of the mixtures that ranks share out by the numbers of their experts, not by their width.
+
+    option: ``expert_parallel``; None: those whose width, or the groups of whose weights, do not divide.
+    UnsupportedModelError if the option is True, and there are no experts or they do not divide.
+    """
+    found: set[fx.Node] = set()
+    counts: set[int] = set()
+    for down in filter(None, map(product_of, calls(graph.gm, experts.DOWN))):
+        sources = _sources(down.node.args[0], lambda node: True) or []
+        ups = [product for product in sources if product.node.target is experts.UP]
+        counts.add(count := shape_of(down.parts[0])[0])
+        both = [shares.Share(down, True, size), *(shares.Share(up, False, size, up.blocks) for up in ups)]
+        fits = not any(shares.lack(graph, share) for share in both)
+        if option or (option is None and not fits and count % size == 0):
+            found |= {up.node for up in ups}
+    if option and (not counts or any(count % size for count in counts)):
+        problem = f"{', '.join(map(str, sorted(counts)))} experts do not divide among {size} ranks"
+        raise UnsupportedModelError(
+            f"expert_parallel: {problem if counts else 'the model has no routed experts'}; leave it out"
+        )
+    return found
 
 
 def _keeps_columns(node: fx.Node) -> bool:
@@ -275,7 +302,9 @@ def _summary(graph: ModelGraph, plan: ShardPlan, before: tuple, ranks) -> str:
         if (product := product_of(node)) is not None and not product.parts[0].target.startswith("part_")
     )
     stays = ", ".join(f"{name} ({count})" for name, count in uncut.items()) or "nothing"
+    counts = {shape_of(share.product.parts[0])[0] for share in plan.shares.values() if share.by_experts}
+    mixtures = "".join(f"{count // ranks.size} of {count} experts; " for count in sorted(counts))
     return (
         f"rank {ranks.rank} of {ranks.size} has {now.heads} of {was.heads} query and {now.kv_heads} of {was.kv_heads} "
-        f"key-value heads; {sums} sums a forward; whole on each rank: {stays}"
+        f"key-value heads; {mixtures}{sums} sums a forward; whole on each rank: {stays}"
     )

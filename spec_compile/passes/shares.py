@@ -1,6 +1,7 @@
 """Shares of weights: the parts of a product's parameters by which one rank multiplies, whatever the weights' format."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -16,12 +17,13 @@ from .products import Layout, WeightProduct
 
 class Share(NamedTuple):
     """How the ranks share out a product: by its inputs or by its outputs, in `parts` parts of `blocks` blocks, see
-    `Cut`."""
+    `Cut`; or a mixture's product by the numbers of its experts."""
 
     product: WeightProduct
     by_inputs: bool
     parts: int
     blocks: int = 1
+    by_experts: bool = False
 
 
 def check(graph: ModelGraph, shares: Iterable[Share], fewer: list[int], size: int) -> None:
@@ -31,13 +33,13 @@ def check(graph: ModelGraph, shares: Iterable[Share], fewer: list[int], size: in
     size: ranks.
     """
     shares = list(shares)
-    lacks = [(share, reason) for share in shares if (reason := _lack(graph, share)) is not None]
+    lacks = [(share, reason) for share in shares if (reason := lack(graph, share)) is not None]
     if not lacks:
         return
     share, reason = lacks[0]
     fitting = [
         str(ranks) for ranks in fewer
-        if ranks > 1 and not any(_lack(graph, share._replace(parts=min(share.parts, ranks))) for share in shares)
+        if ranks > 1 and not any(lack(graph, share._replace(parts=min(share.parts, ranks))) for share in shares)
     ]  # fmt: skip
     advice = f"start {' or '.join(fitting)} ranks" if fitting else "run it in one process"
     more = f" (and {len(lacks) - 1} more layers)" if len(lacks) > 1 else ""
@@ -46,9 +48,11 @@ def check(graph: ModelGraph, shares: Iterable[Share], fewer: list[int], size: in
     )
 
 
-def _lack(graph: ModelGraph, share: Share) -> str | None:
+def lack(graph: ModelGraph, share: Share) -> str | None:
     """The reason why a product cannot be shared so, the end of a sentence about its layer; None: it can."""
     product, parts = share.product, _tensors(graph, share.product)
+    if share.by_experts:
+        return None
     total = product.sizes[share.by_inputs]
     other = _rearranged(product, parts, share.by_inputs)
     if isinstance(other, str):
@@ -66,6 +70,10 @@ def _lack(graph: ModelGraph, share: Share) -> str | None:
 def share_of(graph: ModelGraph, share: Share, slices: Slices) -> tuple[Layout, list[Tensor]]:
     """The layout and the parts of this rank's share of a product's weights."""
     product, parts = share.product, _tensors(graph, share.product)
+    if share.by_experts:
+        held = len(parts[0]) // share.parts
+        layout = replace(product.layout, first=slices.rank * held, of=len(parts[0]))
+        return layout, [slices.part(part, Cut(0, share.parts)) for part in parts]
     inputs = product.sizes[1] // (share.parts if share.by_inputs else 1)
     other = _rearranged(product, parts, share.by_inputs)
     if other is None:

@@ -44,9 +44,10 @@ class Engine:
     ):
         """graph: as captured; None if `graphs` has the rewritten ones, by purpose. low_rank: see `passes.Settings`."""
         plan, merge = algorithm.plan, options.merge_linears
+        sharing = options.ranks, options.expert_parallel
         self.settings = {
             purpose: passes.Settings(
-                merge, plan.taps, options.attention(purpose), options.ranks, low_rank or {}, options.exact
+                merge, plan.taps, options.attention(purpose), *sharing, low_rank or {}, options.exact
             )
             for purpose in ("verify", "prefill")
         }

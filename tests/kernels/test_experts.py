@@ -111,6 +111,29 @@ def test_a_row_has_the_same_bits_beside_any_others(place):
             assert torch.equal(mixture.kernel(rows, tile), everything[rows])
 
 
+@pytest.mark.parametrize(("tokens", "top", "kind"), [(1, 4, SILU), (2, 1, CLAMPED), (9, 3, SILU)])
+def test_experts_of_which_each_rank_has_some(place, monkeypatch, tokens, top, kind):
+    """Sums over ranks are the whole mixture. Memory that nobody writes is NaN. One token may have more experts than a
+    rank."""
+    mixture, new_empty = Mixture(place, tokens, top, 6, 64, 32, kind), torch.Tensor.new_empty
+
+    def poisoned(*arguments, **options):
+        tensor = new_empty(*arguments, **options)
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+    expected, total = mixture.plain(), 0
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    whole = mixture.first, mixture.second, mixture.up, mixture.down
+    for first in (0, 3):
+        mixture.first, mixture.second = (replace(each, first=first, of=6) for each in whole[:2])
+        mixture.up, mixture.down = ([part[first : first + 3] for part in parts] for parts in whole[2:])
+        plain = mixture.plain()
+        got = mixture.kernel().cpu().double()
+        assert (got - plain).norm() <= TOLERANCE[place[1]] * expected.norm()
+        total = total + got
+    assert (total - expected).norm() < 2 * TOLERANCE[place[1]] * expected.norm()
+
+
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("tokens", [3, 20])
 def test_experts_in_fp8(tokens):

@@ -22,13 +22,11 @@ def answer(model, **options):
     fast = models.speculate_captured(model, "ngram", **PLAIN | options)
     rows, ids, mask = models.prompts()
     alone, batch = fast.generate(rows[0], **GREEDY), fast.generate(ids, attention_mask=mask, **GREEDY)
-    return torch.cat([alone.flatten(), batch.flatten()]), re.findall(
-        "whole on each rank: ([^;]*)", fast.speculation.explain()
-    )
+    whole = re.search(r"whole on each rank: ([^;\n]*)", fast.speculation.explain())
+    return torch.cat([alone.flatten(), batch.flatten()]), whole and whole[1]
 
 
 def on_ranks(function, size, folder):
-    folder.mkdir(exist_ok=True)
     results = run_ranks(size, function, rendezvous=folder / "rendezvous")
     for result in results:
         if isinstance(result, Exception):
@@ -36,17 +34,17 @@ def on_ranks(function, size, folder):
     return results
 
 
-def gives_one_processs_tokens(shared, size, folder):
-    """Assert that ranks give the tokens of one process for each of some models, and cut the same layers of all."""
+def gives_one_processs_tokens(shared, size, folder, **options):
+    """Assert that ranks give the tokens of one process for each of some models. Returns the layers that are whole."""
     expected = {name: answer(model)[0] for name, model in shared.items()}
 
     def on_a_rank(rank):
-        return {name: answer(model, tensor_parallel="auto") for name, model in shared.items()}
+        return {name: answer(model, tensor_parallel="auto", **options) for name, model in shared.items()}
 
     for results in on_ranks(on_a_rank, size, folder):
-        for name, (tokens, whole) in results.items():
+        for name, (tokens, _) in results.items():
             assert torch.equal(tokens, expected[name]), name
-            assert whole and whole == next(iter(results.values()))[1], name
+    return {name: whole for name, (_, whole) in results.items()}
 
 
 FEW = "fp8", "ct fp8", "gptq"
@@ -58,7 +56,8 @@ FEW = "fp8", "ct fp8", "gptq"
 def test_every_format_gives_one_processs_tokens(names, tmp_path):
     build = models.ADMITTED["llama"]
     plain = {"in 32 bits": build()}
-    gives_one_processs_tokens(plain | {name: packed(build(), name) for name in names}, 2, tmp_path)
+    whole = gives_one_processs_tokens(plain | {name: packed(build(), name) for name in names}, 2, tmp_path)
+    assert set(whole.values()) == {"nothing"}
 
 
 WIDE = dict(models.BASE, hidden_size=128, intermediate_size=128, num_attention_heads=8, head_dim=16)
@@ -72,7 +71,7 @@ def test_more_ranks_give_one_processs_tokens(size, tmp_path):
         return models.build("LlamaConfig", "LlamaForCausalLM", dict(WIDE, num_key_value_heads=kv_heads))
 
     shared = {name: packed(wide(8), name) for name in FEW} | {"two kv heads": packed(wide(2), "ct")}
-    gives_one_processs_tokens(shared, size, tmp_path)
+    assert set(gives_one_processs_tokens(shared, size, tmp_path).values()) == {"nothing"}
 
 
 def test_experts_by_width_give_one_processs_tokens(tmp_path):
@@ -80,8 +79,22 @@ def test_experts_by_width_give_one_processs_tokens(tmp_path):
         "mxfp4": load_mxfp4(checkpoints.write_mxfp4(tmp_path), dtype=torch.float32).eval(),
         "fp8": build_fp8_mixture(moe_intermediate_size=256, head_dim=128),
     }
-    for name, model in shared.items():
-        gives_one_processs_tokens({name: model}, 2, tmp_path / name)
+    assert set(gives_one_processs_tokens(shared, 2, tmp_path).values()) == {"router (2)", "gate (2)"}
+
+
+@pytest.mark.sweep("qwen3_moe gpt_oss")
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen2_moe"])
+def test_experts_by_number_give_one_processs_tokens(name, tmp_path):
+    model = models.ADMITTED[name]()
+    whole = gives_one_processs_tokens({name: model}, 2, tmp_path, expert_parallel=True)
+    assert "experts" not in whole[name]
+
+
+@pytest.mark.slow
+def test_a_width_that_does_not_divide_is_shared_by_number(tmp_path):
+    """Four ranks: a width of 64 in MXFP4 would leave 16 inputs of a group of 32."""
+    model = load_mxfp4(checkpoints.write_mxfp4(tmp_path), dtype=torch.float32).eval()
+    assert gives_one_processs_tokens({"mxfp4": model}, 4, tmp_path) == {"mxfp4": "router (2)"}
 
 
 FAMILIES = ["qwen3", "glm4", "gpt_neox", "olmo3", "cohere2", "deepseek_v3", "mixtral"]
@@ -91,4 +104,5 @@ FAMILIES = ["qwen3", "glm4", "gpt_neox", "olmo3", "cohere2", "deepseek_v3", "mix
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_gives_one_processs_tokens(name, tmp_path):
     plain = {"in 32 bits": models.ADMITTED[name]()}
-    gives_one_processs_tokens(plain | {form: packed(models.ADMITTED[name](), form) for form in FEW}, 2, tmp_path)
+    shared = plain | {form: packed(models.ADMITTED[name](), form) for form in FEW}
+    assert len(set(gives_one_processs_tokens(shared, 2, tmp_path).values())) == 1  # as many as in 32 bits

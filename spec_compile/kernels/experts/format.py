@@ -29,6 +29,8 @@ class ExpertFormat:
     block: the weight is float8_e4m3fn with scales float32 [E, O / block, I / block]; 0: it is not.
     rounds: with a block, inputs are rounded to FP8, too.
     mxfp4: I, if the weight is in MXFP4 with the parts of `mxfp4.pack`; 0: it is not.
+    first, of: the parts have only the experts from number `first` on, of as many as `of`; with of = 0 they have all.
+        The first product of others is undefined, and the second one leaves them out.
     """
 
     gate: str = "none"
@@ -40,6 +42,8 @@ class ExpertFormat:
     block: int = 0
     rounds: bool = True
     mxfp4: int = 0
+    first: int = 0
+    of: int = 0
 
     @property
     def text(self) -> str:
@@ -131,8 +135,8 @@ def unrounded(text: str) -> str:
 @functools.cache
 def format_of(text: str) -> ExpertFormat:
     """The format that has this `text`."""
-    gate, interleaved, transposed, biased, alpha, limit, block, rounds, inputs = text.split()
+    gate, interleaved, transposed, biased, alpha, limit, block, rounds, *numbers = text.split()
     interleaved, transposed, biased, rounds = (flag == "True" for flag in (interleaved, transposed, biased, rounds))
     return ExpertFormat(
-        gate, interleaved, transposed, biased, float(alpha), float(limit), int(block), rounds, int(inputs)
+        gate, interleaved, transposed, biased, float(alpha), float(limit), int(block), rounds, *map(int, numbers)
     )

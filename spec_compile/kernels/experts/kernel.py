@@ -199,9 +199,10 @@ def _add_parts(
 @triton.jit
 def _combine(
     pairs_ptr, parts_ptr, ids_ptr, bias_ptr, routing_ptr, out_ptr, column, rows, height, TOP: tl.constexpr,
-    BLOCK_R: tl.constexpr, HEIGHT: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_R: tl.constexpr, HEIGHT: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """out[n] = sum over r of routing[n, r] * pairs[n * TOP + r], in ascending order of r.
+    """out[n] = sum over r of routing[n, r] * pairs[n * TOP + r], in ascending order of r, without experts that other
+    GPUs have.
 
     pairs_ptr: [rows * TOP, height]; the experts' results.
     parts_ptr: [PARTS, rows * TOP, height]; replaces pairs_ptr: their parts, without the experts' bias; or None.
@@ -216,14 +217,18 @@ def _combine(
             pair = n * TOP + rank
             weight = tl.load(routing_ptr + pair, mask=n < rows, other=0.0).to(tl.float32)
             at = pair.to(tl.int64)[:, None] * height + column[None, :]
+            here = mask
+            if HELD:
+                expert = tl.load(ids_ptr + pair, mask=n < rows, other=0)
+                here = mask & ((expert >= FIRST) & (expert < FIRST + HELD))[:, None]
             if parts_ptr is None:
-                value = tl.load(pairs_ptr + at, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+                value = tl.load(pairs_ptr + at, mask=here, other=0.0, cache_modifier=".cg").to(tl.float32)
             else:
-                value = _sum_of_parts(parts_ptr, at, mask, rows.to(tl.int64) * TOP * height, PARTS)
+                value = _sum_of_parts(parts_ptr, at, here, rows.to(tl.int64) * TOP * height, PARTS)
                 if bias_ptr is not None:
-                    expert = tl.load(ids_ptr + pair, mask=n < rows, other=0)
+                    expert = tl.load(ids_ptr + pair, mask=n < rows, other=0) - FIRST
                     bias_at = bias_ptr + expert[:, None] * height + column[None, :]
-                    value += tl.load(bias_at, mask=mask, other=0.0).to(tl.float32)
+                    value += tl.load(bias_at, mask=here, other=0.0).to(tl.float32)
                 value = value.to(out_ptr.dtype.element_ty).to(tl.float32)
             total = tl.fma(value, weight[:, None] + tl.zeros_like(value), total)
         at = out_ptr + n.to(tl.int64)[:, None] * height + column[None, :]
@@ -247,12 +252,14 @@ def experts_kernel(
     parts_ptr,  # float32 [PARTS, pairs, outputs] if programs share columns, or None
     pairs_ptr, routing_ptr, out_ptr,  # [pairs, height]; second product [T, k] and [T, height], first None
     arrived_ptr, pairs, outputs, inputs, stride_e, stride_w, stride_x, scale_stride, prefetch, alpha, limit,
-    TOP: tl.constexpr, BY_PAIR: tl.constexpr, ONE_TOKEN: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr, SCALED: tl.constexpr, MXFP4: tl.constexpr, PTX: tl.constexpr,
-    DECODES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    TOP: tl.constexpr, BY_PAIR: tl.constexpr, ONE_TOKEN: tl.constexpr, GATE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    TRANSPOSED: tl.constexpr, SCALED: tl.constexpr, MXFP4: tl.constexpr, PTX: tl.constexpr, DECODES: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    PARTS: tl.constexpr, FIRST: tl.constexpr, HELD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of outputs, times PARTS if they share columns, slots). SCALED: inputs of an FP8 scale, or 0."""
+    """Grid (tiles of outputs, times PARTS if they share columns, slots). GATE: 0; 1, "silu"; 2, "clamped". SCALED:
+    inputs of an FP8 scale, or 0. FIRST, HELD: see `expert_of`."""
+    GATED: tl.constexpr = GATE > 0
     DOWN: tl.constexpr = routing_ptr is not None
     SHARES: tl.constexpr = 1 if parts_ptr is None else PARTS
     tile, part, slot = tl.program_id(0) // SHARES, tl.program_id(0) % SHARES, tl.program_id(1)
@@ -267,7 +274,7 @@ def experts_kernel(
     if PDL and not DOWN:
         wait_for_kernel_before()
         let_next_kernel_begin(0, 0)
-    expert, count = expert_of(ids_ptr, slot, pairs, BY_PAIR, ONE_TOKEN, CHUNK)
+    expert, count = expert_of(ids_ptr, slot, pairs, BY_PAIR, ONE_TOKEN, CHUNK, FIRST, HELD)
     weight_ptr += expert.to(tl.int64) * stride_e
     if PDL and DOWN and not TRANSPOSED:
         _fetch_first_tiles(
@@ -283,7 +290,7 @@ def experts_kernel(
     # Multiply the expert's rows, BLOCK_N at a time. After the first tile the weights are in the L2 cache.
     for begin in range(0, count, BLOCK_N):
         n = begin + tl.arange(0, BLOCK_N)
-        pair = pairs_of(ids_ptr, slot, expert, n, pairs, ONE_TOKEN, CHUNK, BLOCK_N)
+        pair = pairs_of(ids_ptr, slot, expert + FIRST, n, pairs, ONE_TOKEN, CHUNK, BLOCK_N)
         valid = n < count
         if PDL and DOWN:
             wait_for_kernel_before()
@@ -296,8 +303,8 @@ def experts_kernel(
         )  # fmt: skip
         if parts_ptr is None:
             _finish(
-                acc, expert_bias_ptr, pairs_ptr, pair, valid, o, column, outputs, height, alpha, limit, GATED, CLAMPED,
-                BLOCK_O, BLOCK_N,
+                acc, expert_bias_ptr, pairs_ptr, pair, valid, o, column, outputs, height, alpha, limit, GATED,
+                GATE == 2, BLOCK_O, BLOCK_N,
             )  # fmt: skip
         else:
             at = parts_ptr + (part * pairs + pair).to(tl.int64)[None, :] * outputs + o[:, None]
@@ -310,11 +317,11 @@ def experts_kernel(
         if _is_last(arrived_ptr + tile, tl.num_programs(1) * SHARES):
             _combine(
                 pairs_ptr, parts_ptr, ids_ptr, bias_ptr, routing_ptr, out_ptr, column, pairs // TOP, height, TOP,
-                1 if ONE_TOKEN else 16, HEIGHT, PARTS,
+                1 if ONE_TOKEN else 16, HEIGHT, PARTS, FIRST, HELD,
             )  # fmt: skip
     elif parts_ptr is not None:
         if _is_last(arrived_ptr + tile * tl.num_programs(1) + slot, PARTS):
             _add_parts(
-                parts_ptr, expert_bias_ptr, pairs_ptr, ids_ptr, slot, expert, count, pairs, o, column, outputs, height,
-                alpha, limit, GATED, CLAMPED, ONE_TOKEN, CHUNK, BLOCK_O, BLOCK_N, PARTS,
+                parts_ptr, expert_bias_ptr, pairs_ptr, ids_ptr, slot, expert + FIRST, count, pairs, o, column, outputs,
+                height, alpha, limit, GATED, GATE == 2, ONE_TOKEN, CHUNK, BLOCK_O, BLOCK_N, PARTS,
             )  # fmt: skip

@@ -18,6 +18,9 @@ try:
 except ImportError:  # no GPU
     experts_kernel = None
 
+GATES = "none", "silu", "clamped"
+"""Gates by the kernel's numbers of them."""
+
 
 def lack(parts: Sequence[Tensor], layout: ExpertFormat) -> str | None:
     """The reason why the kernel cannot multiply by these weights, in 16 bits or quantised; None if it can."""
@@ -89,9 +92,10 @@ def _launch(
     """
     weight, scales, bias = parts[0], layout.scales(parts), layout.bias(parts)
     (tokens, top), experts, (outputs, inputs) = ids.shape, len(weight), layout.sizes(parts)
-    tile = tile or plans.tile(tokens, top, experts, (outputs, inputs), layout.scale_size, x.element_size())
+    tile = tile or plans.tile(tokens, top, layout.of or experts, (outputs, inputs), layout.scale_size, x.element_size())
     x = x if x.stride(1) == 1 else x.contiguous()
-    slots, tiles = min(ids.numel(), experts), -(-outputs // tile.block_o)
+    by_pair = ids.numel() <= experts or tokens == 1
+    slots, tiles = ids.numel() if by_pair else experts, -(-outputs // tile.block_o)
     early, units = dependent_launch.available(x), None
     if layout.block:
         x, units = rounded_blocks(x, layout.block, early)
@@ -103,9 +107,9 @@ def _launch(
     experts_kernel[(tiles * (tile.parts if tile.shared else 1), slots)](
         x, units, ids.contiguous(), weight, scales, bias, sums, pairs, routing, out, arrived, ids.numel(), outputs,
         inputs, weight.stride(0), weight.stride(1), x.stride(0), 0 if scales is None else scales.stride(0),
-        tile.prefetch, layout.alpha, layout.limit, TOP=top, BY_PAIR=ids.numel() <= experts, ONE_TOKEN=tokens == 1,
-        GATED=layout.gate != "none", CLAMPED=layout.gate == "clamped", INTERLEAVED=layout.interleaved,
-        TRANSPOSED=layout.transposed, SCALED=layout.block, PARTS=tile.parts,
+        tile.prefetch, layout.alpha, layout.limit, TOP=top, BY_PAIR=by_pair, ONE_TOKEN=tokens == 1,
+        GATE=GATES.index(layout.gate), INTERLEAVED=layout.interleaved, TRANSPOSED=layout.transposed,
+        SCALED=layout.block, PARTS=tile.parts, FIRST=layout.first, HELD=experts if layout.of else 0,
         MXFP4=layout.mxfp4 > 0, PTX=x.is_cuda, DECODES=not has_fp8(x.device),
         CHUNK=FEW if ids.numel() <= FEW else MANY, BLOCK_N=tile.block_n, BLOCK_O=tile.block_o, BLOCK_K=tile.block_k,
         EVEN=inputs % tile.block_k == 0, PDL=early,

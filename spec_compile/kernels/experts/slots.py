@@ -18,25 +18,32 @@ FEW, MANY = 32, 128
 
 
 @triton.jit
-def expert_of(ids_ptr, slot, pairs, BY_PAIR: tl.constexpr, ONE_TOKEN: tl.constexpr, CHUNK: tl.constexpr):
-    """The expert that a slot serves, and how many pairs it has; 0 if another slot serves it.
+def expert_of(
+    ids_ptr, slot, pairs, BY_PAIR: tl.constexpr, ONE_TOKEN: tl.constexpr, CHUNK: tl.constexpr, FIRST: tl.constexpr,
+    HELD: tl.constexpr,
+):  # fmt: skip
+    """The expert that a slot serves, less FIRST, and how many pairs it has; 0 if another slot or GPU serves it.
 
     ids_ptr: [pairs]. ONE_TOKEN: each pair has another expert, so there is nothing to look through.
+    FIRST, HELD: the first expert of this GPU, and how many it has; HELD = 0: all. In the example above with FIRST = 4
+    and HELD = 4, slot 0 serves expert 5, slot 3 expert 7, and slots 1 and 2 none.
     """
     pair = tl.arange(0, CHUNK)
     expert, count = slot, slot * 0
     if BY_PAIR or ONE_TOKEN:
-        expert = tl.load(ids_ptr + slot).to(tl.int32)
+        expert = tl.load(ids_ptr + slot).to(tl.int32) - FIRST
     if ONE_TOKEN:
         count += 1
     else:
         first = slot * 0 + pairs
         for begin in range(0, pairs, CHUNK):
-            same = tl.load(ids_ptr + begin + pair, mask=begin + pair < pairs, other=-1).to(tl.int32) == expert
+            same = tl.load(ids_ptr + begin + pair, mask=begin + pair < pairs, other=-1).to(tl.int32) == expert + FIRST
             count += tl.sum(same.to(tl.int32))
             first = tl.minimum(first, tl.min(tl.where(same, begin + pair, pairs)))
         if BY_PAIR:
             count = tl.where(first == slot, count, 0)
+    if HELD:
+        count = tl.where((expert >= 0) & (expert < HELD), count, 0)
     return expert, count
 
 
