@@ -227,6 +227,7 @@ SHAPES = {
     "Mixtral": (8, 2, 4096, 14336, {}),
     "gpt-oss": (32, 4, 2880, 2880, dict(transposed=True, biased=True)),
     "gpt-oss in MXFP4": (32, 4, 2880, 2880, dict(mxfp4=2880, biased=True)),
+    "the same on two GPUs": (16, 4, 2880, 2880, dict(mxfp4=2880, biased=True, first=16, of=32)),
 }
 for name, (count, top, size, inner, layout) in SHAPES.items():
     clamped = dict(gate="clamped", interleaved=True, alpha=1.7, limit=7.0)
