@@ -6,16 +6,18 @@ method that transformers does not know leaves weights that were never scaled.
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from ..inventory import set_in_configs
 from ..kernels.linear import QUANTISED, hold_packed, quantised
+from ..parallel.slices import whole
 from .adapters import twin
 from .experts import IMPLEMENTATION, SELECTOR, are_packed
 from .mxfp4 import are_mxfp4, library_tensors, mark_mxfp4
-from .sharded import is_sharded
+from .sharded import Fake, fake_twin, is_sharded
 
 READ = {
     "fp8": "fine-grained FP8", "compressed-tensors": "compressed-tensors", "gptq": "GPTQ", "awq": "AWQ",
@@ -49,8 +51,12 @@ def admit_quantisation(model: PreTrainedModel) -> set[str]:
         packed = packed_layers(model).keys() | packed_experts(model)
     except quantised.UnreadError as error:
         _refuse(model, f"has the quantised layer {error}, {_advice()}")
-    if packed and is_sharded(model):
-        _refuse(model, "is quantised and shared out among ranks; run it on one GPU, or load it in 16 bits")
+    if is_sharded(model) and not are_shared_by_library(model, packed):
+        _refuse(
+            model,
+            "is quantised in a form that is not read where transformers has shared it out among ranks; load it whole "
+            'on each, without tp_plan, and pass tensor_parallel="auto"',
+        )
     for path, part in model.named_modules():
         name = type(part).__name__
         if path in packed:
@@ -69,6 +75,15 @@ def packed_layers(model: nn.Module) -> dict[str, quantised.Packed]:
     """The quantised linear layers of a model, by path; UnreadError, naming the first whose layout is not read."""
     layers = {path: _named(path, part, _read) for path, part in model.named_modules()}
     return {path: packed for path, packed in layers.items() if packed is not None}
+
+
+def are_shared_by_library(model: nn.Module, packed: set[str]) -> bool:
+    """True if these paths are linear layers, all of whose parts are parameters of their modules."""
+    layers = packed_layers(model)
+    held = {path: {id(each) for each in model.get_submodule(path)._parameters.values()} for path in layers}
+    return layers.keys() == packed and all(
+        not layer.owner and {*map(id, layer.parts.values())} <= held[path] for path, layer in layers.items()
+    )
 
 
 def hold_one_layout(model: PreTrainedModel) -> None:
@@ -119,7 +134,8 @@ class QuantisedLinear(nn.Module):
         return quantised.Packed(quantised.layout_of(self._kind), parts, self.bias, self._inputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        return QUANTISED(x, [getattr(self, name) for name in self._names], self.bias, self._kind)
+        bias = None if self.bias is None else whole(self.bias)
+        return QUANTISED(x, [whole(getattr(self, name)) for name in self._names], bias, self._kind)
 
 
 def mark(model: PreTrainedModel) -> PreTrainedModel:
@@ -133,6 +149,18 @@ def mark(model: PreTrainedModel) -> PreTrainedModel:
             del model._forward_pre_hooks[number]
     mark_mxfp4(model)
     return model
+
+
+def marked_fake_twin(model: PreTrainedModel) -> Fake:
+    """`fake_twin` of a sharded model, with a `QuantisedLinear` for each of its quantised layers."""
+    (twin, mode), layers = fake_twin(model), packed_layers(model)
+    with mode, torch.device(model.device):
+        for path, layer in layers.items():
+            fakes = {name: twin.get_parameter(f"{path}.{name}") for name in layer.parts}
+            parent, _, child = path.rpartition(".")
+            bias = twin.get_submodule(path).bias
+            setattr(twin.get_submodule(parent), child, QuantisedLinear(layer._replace(parts=fakes, bias=bias)))
+    return twin, mode
 
 
 def with_plain_meaning(model: PreTrainedModel) -> PreTrainedModel:

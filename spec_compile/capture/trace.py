@@ -18,9 +18,9 @@ from .experts import marked_experts
 from .kinds import UnlikeLayersError, copy_of, repeats_of
 from .layers import check_layers
 from .modules import MODULES, connect, indexed
-from .quantised import hold_one_layout, mark
+from .quantised import hold_one_layout, mark, marked_fake_twin
 from .repeat import repeat
-from .sharded import bind, fake_twin, is_sharded
+from .sharded import bind, is_sharded
 
 log = logging.getLogger("spec_compile")
 IMPLEMENTATION = "spec_compile"
@@ -81,7 +81,7 @@ def capture(model: PreTrainedModel, whole: bool = False) -> ModelGraph:
     if graph is not None:
         return graph
     if is_sharded(model):
-        twin, mode = fake_twin(model)
+        twin, mode = marked_fake_twin(model)
     else:
         hold_one_layout(model)
         twin, mode = mark(copied(model)), nullcontext()

@@ -22,6 +22,7 @@ class Cut(NamedTuple):
     blocks: int = 1
 
 
+FP8 = torch.float8_e4m3fn, torch.float8_e5m2
 ONCE = Cut(0, 0)
 """The first rank has the whole tensor, the others have zeros."""
 
@@ -97,10 +98,18 @@ def whole(parameter: Tensor, keep: bool = False) -> Tensor:
         return parameter
     if parameter in _whole:
         return _whole[parameter]
-    gathered = nn.Parameter(parameter.detach().full_tensor(), requires_grad=False)
+    gathered = nn.Parameter(_gathered(parameter.detach()), requires_grad=False)
     if keep:
         _whole[parameter] = gathered
     return gathered
+
+
+def _gathered(tensor: DTensor) -> Tensor:
+    """All of a DTensor; FP8 as bytes, because gloo does not know it."""
+    if tensor.dtype not in FP8:
+        return tensor.full_tensor()
+    local, shape = tensor.to_local().view(torch.uint8), {"shape": tensor.shape, "stride": tensor.stride()}
+    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, **shape).full_tensor().view(tensor.dtype)
 
 
 def local_part(parameter: Tensor, cut: Cut) -> Tensor | None:

@@ -560,6 +560,13 @@ def test_experts_in_fp8_that_are_not_read(fp8_mixture):
     refuses(fp8_mixture, "model.layers.1.mlp.experts (FP8Experts)", "scheme 'static'")
 
 
+@pytest.mark.parametrize("form", ["gptq", "experts in fp8"])
+def test_forms_that_are_not_read_where_transformers_has_sharded_them(form, fp8_mixture, tmp_path, monkeypatch):
+    monkeypatch.setattr("spec_compile.capture.quantised.is_sharded", lambda model: True)
+    model = load("gptq", tmp_path) if form == "gptq" else fp8_mixture
+    refuses(model, "shared it out among ranks", "without tp_plan", 'tensor_parallel="auto"')
+
+
 def test_gguf_is_plain_weights():
     model = models.ADMITTED["llama"]()
     model.config.quantization_config = GgufConfig()

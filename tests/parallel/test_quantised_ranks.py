@@ -1,16 +1,21 @@
 """Quantised models that ranks share: their tokens are one process's, in every format."""
 
+import os
 import re
+from unittest import mock
 
 import models
 import pytest
 import quantised_checkpoints as checkpoints
 import torch
 from packed_layers import TINY, packed
-from quantised_models import build_fp8_mixture
+from quantised_models import build_fp8_mixture, load
 from ranks import run_ranks
+from transformers import AutoModelForCausalLM
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
-from spec_compile import load_mxfp4
+from spec_compile import load_mxfp4, speculate
+from spec_compile.capture.quantised import packed_layers
 
 PLAIN = dict(compile=False, max_cache_len=200, check=False, adaptive=False)
 GREEDY = dict(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -82,7 +87,7 @@ def test_experts_by_width_give_one_processs_tokens(tmp_path):
     assert set(gives_one_processs_tokens(shared, 2, tmp_path).values()) == {"router (2)", "gate (2)"}
 
 
-@pytest.mark.sweep("qwen3_moe gpt_oss")
+@pytest.mark.sweep("gpt_oss")
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen2_moe"])
 def test_experts_by_number_give_one_processs_tokens(name, tmp_path):
     model = models.ADMITTED[name]()
@@ -95,6 +100,32 @@ def test_a_width_that_does_not_divide_is_shared_by_number(tmp_path):
     """Four ranks: a width of 64 in MXFP4 would leave 16 inputs of a group of 32."""
     model = load_mxfp4(checkpoints.write_mxfp4(tmp_path), dtype=torch.float32).eval()
     assert gives_one_processs_tokens({"mxfp4": model}, 4, tmp_path) == {"mxfp4": "router (2)"}
+
+
+SHARDED = "fp8_block", "ct_w4a16", "ct_fp8_static", "ct_nvfp4_both"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(FineGrainedFP8HfQuantizer, "update_parallel_plan"), reason="it does not shard FP8")
+@pytest.mark.parametrize("name", SHARDED)
+def test_models_that_transformers_has_sharded(name, tmp_path):
+    if name.startswith("ct"):
+        pytest.importorskip("compressed_tensors")
+    options, ids = dict(PLAIN, check=True), torch.arange(3, 20)[None]
+    expected = speculate(load(name, tmp_path, size=512), "ngram", **options).generate(ids, **GREEDY)
+
+    def on_a_rank(rank):
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+        with mock.patch.object(FineGrainedFP8HfQuantizer, "validate_environment", lambda *args, **kwargs: None):
+            model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, tp_plan="auto").eval()
+        fast = speculate(model, "ngram", **options)
+        held = {part.data_ptr() for part in fast.speculation.engine.runtime.verify.gm.buffers()}
+        local = next(iter(packed_layers(model)["model.layers.0.mlp.down_proj"].parts.values()))._local_tensor
+        return fast.generate(ids, **GREEDY), local.data_ptr() in held
+
+    for tokens, takes_memory_once in on_ranks(on_a_rank, 2, tmp_path):
+        assert torch.equal(tokens, expected)
+        assert takes_memory_once
 
 
 FAMILIES = ["qwen3", "glm4", "gpt_neox", "olmo3", "cohere2", "deepseek_v3", "mixtral"]

@@ -14,13 +14,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig
 
-VOCAB, H, INNER, HEADS, KV, LAYERS = 256, 256, 512, 4, 2, 2
-HEAD = H // HEADS
-OUTPUTS = {
-    "self_attn.q_proj": (H, H), "self_attn.k_proj": (KV * HEAD, H), "self_attn.v_proj": (KV * HEAD, H),
-    "self_attn.o_proj": (H, H), "mlp.gate_proj": (INNER, H), "mlp.up_proj": (INNER, H), "mlp.down_proj": (H, INNER),
-}  # fmt: skip
-"""Outputs and inputs of the linear layers of a decoder layer."""
+VOCAB, H, HEADS, KV, LAYERS = 256, 256, 4, 2, 2
+
+
+def outputs(size: int) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of the linear layers of a decoder layer, for a hidden size."""
+    kv, inner = KV * size // HEADS, 2 * size
+    return {
+        "self_attn.q_proj": (size, size), "self_attn.k_proj": (kv, size), "self_attn.v_proj": (kv, size),
+        "self_attn.o_proj": (size, size), "mlp.gate_proj": (inner, size), "mlp.up_proj": (inner, size),
+        "mlp.down_proj": (size, inner),
+    }  # fmt: skip
+
+
 FP8 = torch.float8_e4m3fn
 
 
@@ -184,30 +190,30 @@ FORMATS: dict[str, tuple[Callable[[Tensor], dict[str, Tensor]], torch.dtype, dic
 """Name -> how a matrix is quantised, the dtype of everything else, and ``quantization_config``."""
 
 
-def write(name: str, folder: Path, **changes) -> Path:
-    """Write the checkpoint of a format. changes: of its ``quantization_config``."""
+def write(name: str, folder: Path, size: int = H, **changes) -> Path:
+    """Write the checkpoint of a format. size: its hidden size. changes: of its ``quantization_config``."""
     quantise, dtype, config = FORMATS[name]
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    tensors = {"model.norm.weight": 1 + 0.1 * normal(H)}
+    tensors = {"model.norm.weight": 1 + 0.1 * normal(size)}
     for key in ("model.embed_tokens", "lm_head"):
-        tensors[f"{key}.weight"] = normal(VOCAB, H) * (1 if "embed" in key else H**-0.5)
+        tensors[f"{key}.weight"] = normal(VOCAB, size) * (1 if "embed" in key else size**-0.5)
     for layer in range(LAYERS):
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"model.layers.{layer}.{norm}.weight"] = 1 + 0.1 * normal(H)
+            tensors[f"model.layers.{layer}.{norm}.weight"] = 1 + 0.1 * normal(size)
     tensors = {key: tensor.to(dtype) for key, tensor in tensors.items()}
     for layer in range(LAYERS):
-        for module, shape in OUTPUTS.items():
+        for module, shape in outputs(size).items():
             weight = normal(*shape) * (2 * shape[1] ** -0.5)
             for key, tensor in quantise(weight).items():
                 tensors[f"model.layers.{layer}.{module}.{key}"] = tensor.contiguous()
     model = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=H, intermediate_size=INNER, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        num_key_value_heads=KV, max_position_embeddings=512, tie_word_embeddings=False, pad_token_id=0,
-        architectures=["LlamaForCausalLM"], dtype=dtype,
+        vocab_size=VOCAB, hidden_size=size, intermediate_size=2 * size, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=KV, max_position_embeddings=512, tie_word_embeddings=False,
+        pad_token_id=0, architectures=["LlamaForCausalLM"], dtype=dtype,
     )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from ....parallel.slices import whole
 from . import nibbles
 from .fp4 import Fp4, Fp4Both
 from .layout import Packed, Place, WeightLayout, grouped, packed_nibbles, require, require_scale, unpacked_nibbles
@@ -167,7 +168,7 @@ def _eight_bits(module: nn.Linear, scheme, form: str) -> Packed:
         return Packed(PerChannel(), parts, module.bias, module.in_features)
     if not rows.dynamic:
         require_scale("input_scale", module.input_scale, (1,))
-        require(float(module.input_scale) > 0, "has an input_scale that is not above 0")
+        require(float(whole(module.input_scale)) > 0, "has an input_scale that is not above 0")
         parts["input_scale"] = module.input_scale
     return Packed(PerTensor(int(not rows.dynamic)), parts, module.bias, module.in_features)
 
@@ -236,6 +237,6 @@ def _nvfp4(module: nn.Linear, scheme) -> Packed:
     )
     divisor = module.input_global_scale
     require_scale("input_global_scale", divisor, (1,))
-    require(float(divisor) > 0, "has an input_global_scale that is not above 0")
+    require(float(whole(divisor)) > 0, "has an input_global_scale that is not above 0")
     parts["input_global_scale"] = divisor
     return Packed(Fp4Both(group, 1), parts, module.bias, inputs)
