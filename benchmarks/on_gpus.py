@@ -33,6 +33,7 @@ PHASES = "tests", "sanitizer", "rounds", "quiet", "together"
 TOLD = re.compile(r" ms|passed|failed|FAILED|Error|ERROR SUMMARY|tokens/s|[0-9]/[0-9]|peak of|us$|kernels;")
 """Lines of a log that are printed."""
 PYTEST = "-m pytest -m gpu -q -o addopts=--import-mode=importlib -p no:cacheprovider"
+TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2"
 AT_ONCE = 8
 """Jobs that share a GPU."""
 WAVE = 5
@@ -57,7 +58,7 @@ pools; and no test that takes minutes."""
 
 
 class Job(NamedTuple):
-    """Arguments of Python; in the phase "sanitizer" a tool and tests, in "together" arguments of torchrun.
+    """Arguments of Python; in the phase "sanitizer" a tool and tests.
 
     gigabytes: most memory of the GPU that it takes
     """
@@ -106,10 +107,10 @@ def jobs(options: argparse.Namespace) -> list[Job]:
         Job("quiet", "matmul", "-m benchmarks.kernels.matmul --json OUT/matmul.json"),
         Job("quiet", "attention", "-m benchmarks.kernels.attention --output OUT/attention.json"),
         Job("quiet", "training", "-m benchmarks.training.train --json OUT/training.json", 60),
-        Job("together", "two-gpus", "tests/support/two_gpus.py"),
-        Job("together", "all-reduce", "-m tests.support.all_reduce_on_gpus"),
-        Job("together", "tensor-parallel", "-m benchmarks.rounds.tensor_parallel --drafts "
-            "--json OUT/tensor_parallel.json"),
+        Job("together", "two-gpus", f"{TORCHRUN} tests/support/two_gpus.py"),
+        Job("together", "all-reduce", f"{TORCHRUN} -m tests.support.all_reduce_on_gpus"),
+        Job("together", "tensor-parallel", "-m benchmarks.rounds.tensor_parallel --gpus 2 --cases llama-8b "
+            "--json OUT/tensor_parallel.json --logs OUT/tensor_parallel"),
     ]  # fmt: skip
     if options.model:
         shared, files = f"--model {options.model} --dtype bfloat16", sorted(options.prompts.glob("*.jsonl"))
@@ -132,8 +133,6 @@ def arguments(job: Job, options: argparse.Namespace) -> list[str]:
     if job.phase == "sanitizer":
         tests = [sys.executable, *shlex.split(PYTEST), "-n0", "-v", *words[1:]]
         return ["compute-sanitizer", "--tool", words[0], "--report-api-errors", "no", "--error-exitcode", "9", *tests]
-    if job.phase == "together":
-        return ["torchrun", "--standalone", "--nproc-per-node", "2", *words]
     return [sys.executable, *words]
 
 

@@ -8,43 +8,90 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.distributed import _symmetric_memory as symmetric_memory
 
-_turns = open(os.environ["BENCHMARK_TURNS"], "w") if "BENCHMARK_TURNS" in os.environ else None
+LEADS = os.environ.get("LOCAL_RANK", "0") == "0"
+"""Processes that share a model take turns as one; the first waits for all."""
+PATIENCE = float(os.environ.get("BENCHMARK_PATIENCE", "inf"))
+"""Seconds after which a process that waits for its turn goes on without."""
+_turns = open(os.environ["BENCHMARK_TURNS"], "w") if LEADS and "BENCHMARK_TURNS" in os.environ else None
 if _turns:
     fcntl.flock(_turns, fcntl.LOCK_SH)
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def alone(meet: Callable[[], None] = lambda: None) -> Iterator[None]:
     """A context that no other process shares: others that build, compile or time a model on this GPU wait.
 
     The environment variable BENCHMARK_TURNS names the file by which processes take turns; without it nothing waits.
+    meet: returns when all processes that share the model have called it.
     """
     if _turns:
-        torch.cuda.synchronize()
-        fcntl.flock(_turns, fcntl.LOCK_EX)
+        _synchronize()
+        _wait_for_turn()
+    meet()
     try:
         yield
         if _turns:
-            torch.cuda.synchronize()
+            _synchronize()
     finally:
         if _turns:
             fcntl.flock(_turns, fcntl.LOCK_UN)
             time.sleep(1)  # others that wait for their turn come before this process builds again
             fcntl.flock(_turns, fcntl.LOCK_SH)
+        meet()
 
 
-def bandwidth() -> dict[str, float]:
-    """Bytes a second of a large read, and of a large copy (read plus written)."""
+def _synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _wait_for_turn() -> None:
+    """Wait until no other process works, for at most `PATIENCE` seconds."""
+    if PATIENCE == float("inf"):
+        return fcntl.flock(_turns, fcntl.LOCK_EX)
+    fcntl.flock(_turns, fcntl.LOCK_UN)
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        try:
+            return fcntl.flock(_turns, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.2)
+    return None
+
+
+def bandwidth(size: int = 1 << 32, device: str = "cuda") -> dict[str, float]:
+    """Bytes a second of a large read, and of a large copy (read plus written). size: bytes."""
 
     def speeds(data: torch.Tensor, other: torch.Tensor) -> dict[str, float]:
         read = median_ms(lambda: data.view(torch.int64).max(), 10)
         copy = median_ms(lambda: other.copy_(data), 10)
         return {"read": data.numel() / read * 1e3, "copy": 2 * data.numel() / copy * 1e3}
 
-    measured = speeds(*torch.empty(2, 1 << 32, dtype=torch.uint8, device="cuda"))
-    torch.cuda.empty_cache()  # other processes may want the memory
+    measured = speeds(*torch.empty(2, size, dtype=torch.uint8, device=device))
+    if device == "cuda":
+        torch.cuda.empty_cache()  # other processes may want the memory
     return measured
+
+
+def link_speed(group_name: str, size: int = 1 << 26) -> float:
+    """Bytes a second from this rank's GPU to the next rank's, while all ranks send. All ranks of a host call it.
+
+    size: bytes of a copy.
+    """
+    mine = symmetric_memory.empty(size, dtype=torch.uint8, device="cuda")
+    handle = symmetric_memory.rendezvous(mine, group_name)
+    next_rank = handle.get_buffer((handle.rank + 1) % handle.world_size, (size,), torch.uint8)
+    data = torch.empty_like(mine)
+    return size / median_ms(lambda: next_rank.copy_(data), 10) * 1e3
+
+
+def sum_bytes(count: int, ranks: int, itemsize: int = 2) -> float:
+    """Bytes that each rank must send at least so that all have the sum of `count` numbers: its part of all but its
+    share of the numbers, and then the sum of its share to all others. 4096 numbers of 2 bytes and 4 ranks: 12,288."""
+    return 2 * (ranks - 1) / ranks * count * itemsize
 
 
 def product_speed(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, size: int = 8192) -> float:

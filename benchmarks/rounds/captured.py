@@ -42,7 +42,7 @@ def rounds(
     counts: filled with the `chosen_experts` of each size, if the model is a mixture.
     """
     _rounds(fast, context, batch, sizes, 1, counts)  # compiles and captures
-    with alone():
+    with alone(fast.speculation.options.ranks.meet):
         return _rounds(fast, context, batch, sizes, repeats)
 
 

@@ -1,94 +1,231 @@
 """Rounds of models at published sizes, with random weights, shared by the GPUs of one host.
 
-    torchrun --standalone --nproc-per-node 2 -m benchmarks.rounds.tensor_parallel [--shape llama-8b] [--sizes 1 16 64]
-                                                                                  [--drafts] [--json FILE]
+    python -m benchmarks.rounds.tensor_parallel [--cases llama-70b llama-8b] [--gpus 4 2] [--minutes 8] [--json FILE]
 
-No GPU ever holds a whole model: each makes its own parts.
+Each case is measured by a group of processes (see `of_ranks`), which make their parts of the weights on their GPUs.
+Groups that fit into the memory of the GPUs build and compile at the same time, and take turns to time (see
+`timers.alone`); groups on other GPUs do not wait for each other. Each row is written when it comes. Processes that end
+early are started again for what is left after the measurement that ended them. The numbers of GPUs share the minutes
+equally; what takes longer is stopped.
+
+--tiny, or a host without GPUs: a few small layers, which are not compiled.
 """
 
 import argparse
-import gc
 import json
 import os
+import signal
+import socket
+import sys
+import tempfile
+import time
 from pathlib import Path
 
+import psutil
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-import spec_compile
-from benchmarks.common import RESULTS, save_rows, stamp
-from benchmarks.rounds.captured import rounds
-from benchmarks.rounds.drafts import TREE, make
-from benchmarks.rounds.families import families
-from benchmarks.rounds.shapes import DENSE
+from benchmarks.common import RESULTS, ROOT, merge_rows, stamp, write_json
+from benchmarks.rounds.of_ranks import CONTEXT, REQUESTS, SYSTEMS, TOLD, Selection
+from benchmarks.rounds.shards import CASES
 
-DENSE["llama-70b"] = ("llama", DENSE["llama-8b"][1] | dict(
-    hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64))  # fmt: skip
-CUTS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "lm_head": 0, "o_proj": 1, "down_proj": 1}
-"""The dimension that each module's weight is cut along, as in transformers' plan of Llama."""
+KEYS = "shape", "gpus", "system", "context", "requests"
+"""Rows with the same values of these are one row."""
+OTHERS = 10
+"""Gigabytes that a process takes besides weights: caches, a draft, kernels, buffers of sums."""
+PATIENCE = 150
+"""Seconds that a group waits for its turn before it goes on without."""
+PAUSE = 0.5
+"""Seconds between looks at the processes; twice as long after one of them has failed, because others may end, too."""
+COMMAND = sys.executable, "-m", "benchmarks.rounds.of_ranks"
 
 
-def spread(name: str, mesh: DeviceMesh) -> PreTrainedModel:
-    """A model of the named shape, in bfloat16; each rank makes its own parts of the random weights."""
-    model_type, sizes = DENSE[name]
-    config = AutoConfig.for_model(model_type, **sizes)
-    config.eos_token_id = config.bos_token_id = config.pad_token_id = None
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    of_rank = torch.Generator("cuda").manual_seed(1 + mesh.get_rank())
-    shared = torch.Generator("cuda").manual_seed(0)
-    for path, parameter in model.named_parameters():
-        owner, _, leaf = path.rpartition(".")
-        dim, shape = CUTS.get(owner.rpartition(".")[2]), list(parameter.shape)
-        if dim is not None:
-            shape[dim] //= mesh.size()
-        part = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
-        part.normal_(0, 0.02, generator=shared if dim is None else of_rank)
-        weight = part if dim is None else DTensor.from_local(part, mesh, [Shard(dim)], run_check=False)
-        model.get_submodule(owner)._parameters[leaf] = nn.Parameter(weight, requires_grad=False)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to("cuda")
-    return model.eval()
+class Group:
+    """The processes that measure a case.
+
+    case, size: name of the shape, and number of GPUs.
+    selection: what they measure.
+    folder: for their rows and their log.
+
+    Attributes: gigabytes (that it takes of each GPU), gpus (their numbers, once it has started), rows (that came).
+    """
+
+    def __init__(self, case: str, size: int, selection: Selection, folder: Path):
+        self.case, self.size, self.selection = case, size, selection
+        self.gigabytes = CASES[case].gigabytes_of(size) + OTHERS
+        self.file, self.log = (folder / f"{case}-{size}.{suffix}" for suffix in ("jsonl", "txt"))
+        self.gpus: list[int] = []
+        self.rows: list[dict] = []
+        self.processes: list[psutil.Popen] = []
+
+    def start(self, gpus: list[int], turns: Path) -> None:
+        """Start the processes for what is not measured yet.
+
+        turns: the file by which groups on these GPUs take turns.
+        """
+        self.gpus, self.began = gpus, time.monotonic()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(max(gpus) + 1)))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        environment = os.environ | dict(
+            CUDA_VISIBLE_DEVICES=",".join(visible.split(",")[gpu] for gpu in gpus), MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port), WORLD_SIZE=str(self.size), OMP_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="3",
+            PYTHONUNBUFFERED="1", BENCHMARK_TURNS=str(turns), BENCHMARK_PATIENCE=str(PATIENCE),
+        )  # fmt: skip
+        command = [*COMMAND, "--case", self.case, "--rows", str(self.file)]
+        command += self.selection.arguments(skip=len(self.rows))
+        with open(self.log, "a") as log:
+            where = dict(cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+            self.processes = [
+                psutil.Popen(command, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, **where)
+                for rank in range(self.size)
+            ]
+
+    def read(self) -> list[dict]:
+        """The rows that came since the last call."""
+        complete = self.file.read_text().split("\n")[:-1] if self.file.exists() else []
+        rows = [json.loads(line) for line in complete[len(self.rows) :]]
+        self.rows += rows
+        return rows
+
+    def has_ended(self) -> bool:
+        """True if all processes have ended. If one has failed, the others are stopped."""
+        codes = [process.poll() for process in self.processes]
+        if any(codes) and None in codes:
+            time.sleep(2 * PAUSE)
+            self.stop()
+        return None not in codes or bool(any(codes))
+
+    def stop(self) -> None:
+        """Kill the processes, and those that they have started."""
+        hung = [process for process in self.processes if process.poll() is None]
+        for process in hung:
+            process.send_signal(signal.SIGUSR1)  # the log gets its stack
+        if hung:
+            time.sleep(PAUSE)
+        for process in hung:
+            try:
+                for each in [*process.children(recursive=True), process]:
+                    each.kill()
+            except psutil.NoSuchProcess:
+                pass
+            process.wait()
+
+    def fail(self, reason: str) -> None:
+        """Add a row for the measurement that was under way, if the processes have not told its error themselves."""
+        pairs = self.selection.pairs()
+        if len(self.rows) == len(pairs) or any(process.poll() == TOLD for process in self.processes):
+            return
+        system, requests = pairs[len(self.rows)]
+        errors = [line for line in self.log.read_text(errors="replace").splitlines() if "Error" in line]
+        row = {"shape": self.case, "gpus": self.size, "context": CONTEXT, "system": system, "requests": requests}
+        row |= {"error": "; ".join([reason, *errors[-1:]])[:600], "stamp": stamp()}
+        with open(self.file, "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+class Runner:
+    """Groups of one size after another, until a deadline.
+
+    memory: gigabytes of each GPU.
+    """
+
+    def __init__(self, options: argparse.Namespace, memory: list[float], folder: Path):
+        self.options, self.memory, self.folder, self.begin = options, memory, folder, time.monotonic()
+        self.running: list[Group] = []
+
+    def place(self, group: Group) -> list[int] | None:
+        """The GPUs with the fewest groups among those with room for this one; None: it has to wait.
+
+        Groups of 2 on 4 GPUs are placed on 0 and 1, or on 2 and 3.
+        """
+        blocks = [range(first, first + group.size) for first in range(0, len(self.memory) - group.size + 1, group.size)]
+        on = {block: [other for other in self.running if other.gpus == [*block]] for block in blocks}
+        free = [
+            block for block, others in on.items()
+            if len(others) < self.options.at_once
+            and sum(other.gigabytes for other in others) + group.gigabytes <= self.memory[block[0]]
+        ]  # fmt: skip
+        return [*min(free, key=lambda block: len(on[block]))] if free else None
+
+    def run(self, size: int, until: float) -> None:
+        """Measure all cases on `size` GPUs each, until so many seconds have passed."""
+        selection = Selection(self.options.systems, self.options.requests, self.options.tiny)
+        waiting = [Group(case, size, selection, self.folder) for case in self.options.cases]
+        while waiting or self.running:
+            for group in [*waiting]:
+                if not self.running and self.place(group) is None:
+                    waiting.remove(group)
+                    self.say(group, f"does not fit: it takes {group.gigabytes:.0f} GB a GPU")
+                elif (gpus := self.place(group)) is not None:
+                    waiting.remove(group)
+                    self.running.append(group)
+                    group.start(gpus, self.folder / f"turns-{gpus[0]}")
+            time.sleep(PAUSE)
+            is_late = time.monotonic() - self.begin > until
+            for group in [*self.running]:
+                self.save(group)
+                if is_late or group.has_ended():
+                    group.stop()
+                    self.running.remove(group)
+                    self.save(group)
+                    group.fail(f"stopped after {until:.0f} s" if is_late else "its processes ended")
+                    self.save(group)
+                    left = len(group.selection.pairs()) - len(group.rows)
+                    self.say(group, f"ended, {left} measurements left")
+                    waiting += [group] if left and not is_late else []
+            if is_late:
+                for group in waiting:
+                    self.say(group, "not begun, or not ended: no time")
+                return
+
+    def save(self, group: Group) -> None:
+        """Write a group's new rows."""
+        if rows := group.read():
+            path = self.options.json
+            report = json.loads(path.read_text()) if path.exists() else {}
+            write_json(path, report | {"rows": merge_rows(report.get("rows", []), rows, KEYS)})
+        for row in rows:
+            self.say(group, f"{row['system']}, {row['requests']} requests: {told(row)}")
+
+    def say(self, group: Group, text: str) -> None:
+        print(f"{time.monotonic() - self.begin:4.0f} s: {group.case} on {group.size}: {text}", flush=True)
+
+
+def told(row: dict) -> str:
+    """A line about a row: the error; or the milliseconds at each number of nodes, and how many floors they are."""
+    if "error" in row:
+        return row["error"]
+    times = ((nodes, ms, row["over_floor"][nodes]) for nodes, ms in row["ms"].items())
+    return ", ".join(f"N={nodes} {ms:.3f} ms ({over:.2f} floors)" for nodes, ms, over in times)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="llama-8b", choices=[name for name in DENSE if name.startswith("llama")])
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--drafts", action="store_true", help="also a tree of EAGLE-3, whole on each GPU and shared")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES])
+    parser.add_argument("--gpus", type=int, nargs="+", default=[4, 2], help="GPUs that share a model")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
+    parser.add_argument("--requests", type=int, nargs="+", choices=REQUESTS, default=REQUESTS)
+    parser.add_argument("--minutes", type=float, default=8)
+    parser.add_argument("--at-once", type=int, default=5, help="groups that share GPUs")
+    parser.add_argument("--tiny", action="store_true", help="small models that are not compiled")
     parser.add_argument("--json", type=Path, default=RESULTS / "tensor_parallel.json")
+    parser.add_argument("--logs", type=Path, help="folder for the logs of the groups; by default a temporary one")
     options = parser.parse_args()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    mesh = init_device_mesh("cuda", (int(os.environ["WORLD_SIZE"]),))
-    model = spread(options.shape, mesh)
-    systems = {"n-gram": ("ngram", dict(num_draft_tokens=64), options.sizes)}
-    if options.drafts:
-        torch.manual_seed(0)  # the same draft on every rank
-        head = make("eagle3", model, model.config)
-        for size in (1, mesh.size()):
-            draft = TREE | dict(draft=head, draft_tensor_parallel_size=size)
-            systems[f"EAGLE-3, tree of 16 in 5 steps, on {size}"] = ("eagle3", draft, [16])
-    rows = []
-    for name, (algo, more, sizes) in systems.items():
-        fast = spec_compile.speculate(model, algo, check=False, max_cache_len=8192, **more)
-        times = rounds(fast, options.context, 1, sizes)
-        spent, kernels = families(fast, sizes[-1])
-        row = {"shape": options.shape, "gpus": mesh.size(), "system": name, "context": options.context, "ms": times}
-        row |= {"us_by_family_at_last": spent, "kernels_at_last": kernels}
-        row |= {"notes": fast.speculation.options.ranks.notes}
-        if mesh.get_rank() == 0:
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-            print(next(line for line in fast.speculation.explain().splitlines() if line.startswith("  shard")))
-        del fast
-        gc.collect()  # NCCL waits for captured graphs before its communicators end
-    if rows:
-        save_rows(options.json, rows, ("shape", "gpus", "system", "context"), stamp(model.device))
-    dist.destroy_process_group()
+    on_gpus, count = torch.cuda.is_available(), torch.cuda.device_count()
+    options.tiny = options.tiny or not on_gpus
+    memory = [torch.cuda.get_device_properties(gpu).total_memory / 1e9 for gpu in range(count)]
+    memory = memory if on_gpus else [float("inf")] * max(options.gpus)
+    folder = options.logs or Path(tempfile.mkdtemp(prefix="tensor_parallel_"))
+    folder.mkdir(parents=True, exist_ok=True)
+    runner = Runner(options, memory, folder)
+    print(f"logs in {folder}", flush=True)
+    try:
+        for number, size in enumerate(options.gpus):
+            runner.run(size, 60 * options.minutes * (number + 1) / len(options.gpus))
+    finally:
+        for group in runner.running:
+            group.stop()
 
 
 if __name__ == "__main__":

@@ -314,20 +314,23 @@ def backend(results: Results) -> str:
 
 
 def tensor_parallel(results: Results) -> str:
+    """A row for each system, number of requests and of nodes, next to one GPU's round. Rows of errors are left out."""
     rows = []
     for row in map(results.seen, results.all("tensor_parallel", "rows")):
-        same = dict(batch=1, context=row["context"]) if row["system"] == "n-gram" else {
-            "name": row["system"].rpartition(", on ")[0]}  # fmt: skip
+        batch, system = row["requests"], row["system"]
+        plain = system.partition(", on ")[0]
+        same = dict(batch=batch, context=row["context"]) if plain == "n-gram" else {"name": plain}
         on_one = {
             str(one["nodes"]): one["ms"]
-            for one in results.all("gpu", "shapes", row["shape"], "rounds" if "batch" in same else "drafts")
-            if same.items() <= one.items()
+            for one in results.all("gpu", "shapes", row["shape"], "rounds" if plain == "n-gram" else "drafts")
+            if same.items() <= one.items() and (plain == "n-gram" or batch == 1)
         }
         name = SHAPES[row["shape"]]
-        for nodes, ms in row["ms"].items():
-            cell = f"{on_one[nodes]:.2f} ms" if nodes in on_one else "does not fit"
-            rows.append((name, row["system"], nodes, f"{ms:.2f} ms", cell))
-    return table(("shape", "drafts", "N", "two GPUs", "one GPU"), rows)
+        for nodes, ms in row.get("ms", {}).items():
+            over = f"{row['over_floor'][nodes]:.2f}" if "over_floor" in row else "-"
+            one = f"{on_one[nodes]:.2f} ms" if nodes in on_one else "-"
+            rows.append((name, str(row["gpus"]), str(batch), system, nodes, f"{ms:.2f} ms", over, one))
+    return table(("shape", "GPUs", "requests", "drafts", "N", "a round", "over floor", "one GPU"), rows)
 
 
 TABLES: dict[str, Callable[[Results], str]] = {
