@@ -107,7 +107,7 @@ def jobs(options: argparse.Namespace) -> list[Job]:
         Job("quiet", "matmul", "-m benchmarks.kernels.matmul --json OUT/matmul.json"),
         Job("quiet", "attention", "-m benchmarks.kernels.attention --output OUT/attention.json"),
         Job("quiet", "training", "-m benchmarks.training.train --json OUT/training.json", 60),
-        Job("together", "two-gpus", f"{TORCHRUN} tests/support/two_gpus.py"),
+        Job("together", "two-gpus", f"{TORCHRUN} tests/support/several_gpus.py"),
         Job("together", "all-reduce", f"{TORCHRUN} -m tests.support.all_reduce_on_gpus"),
         Job("together", "tensor-parallel", "-m benchmarks.rounds.tensor_parallel --gpus 2 --cases llama-8b "
             "--json OUT/tensor_parallel.json --logs OUT/tensor_parallel"),

@@ -533,8 +533,18 @@ FORWARDS = [
 OTHERS = [
     Mutation(
         "parts that were read look as if they had been sent again", "spec_compile/kernels/all_reduce_kernel.py",
-        "tl.full(word.shape, MISSING, tl.int32)", "tl.full(word.shape, 0, tl.int32)",
+        "tl.full(word.shape, MISSING, word.dtype)", "tl.full(word.shape, 0, word.dtype)",
         "tests/kernels/test_all_reduce.py -k names_of_ranks",
+    ),
+    Mutation(
+        "two shots send a part to ranks that do not own it", "spec_compile/kernels/all_reduce_kernel.py",
+        "mask=mask & (owner(at, RANKS) == peer)", "mask=mask",
+        "tests/kernels/test_all_reduce.py -k owners_take_turns",
+    ),
+    Mutation(
+        "two shots are thought to save what a rank sends to itself", "spec_compile/kernels/all_reduce.py",
+        "(ranks - 1) * count * (4 - 6 / ranks)", "ranks * count * (4 - 6 / ranks)",
+        "tests/kernels/test_all_reduce.py -k shots_by_ranks",
     ),
     Mutation(
         "a product that others read is summed away", "spec_compile/passes/fuse_residuals.py",

@@ -1,26 +1,33 @@
 """The time of the all-reduce of tensor parallelism on the GPUs of one host, next to NCCL's and torch's.
 
-    torchrun --nproc-per-node 2 -m benchmarks.kernels.all_reduce [--only time layers] [--limit 55]
+    python -m benchmarks.kernels.all_reduce [--gpus 2 4 8] [--only time layers] [--limit 110] [--json FILE]
 
-time: microseconds of one sum in a graph of many; "plain" sums numbers of 16 bits, "added" float32 parts with the
-residual stream and the norm's first half; then "added" for each block size.
+time: microseconds of one sum in a graph of many, by each number of shots (see `Exchange.shots`); "plain" sums numbers
+of 16 bits, "added" float32 parts with the residual stream and the norm's first half. The floor is that of the fewest
+bytes, 16 bits a number, at the speed of a copy to another GPU. Then the bounds between which `HOP_BYTES` makes the
+faster choice, and "added" for each block size.
 layers: milliseconds of the products of all layers of a model of 8B parameters: without sums ("none"), with ours, and
 with NCCL's; and the microseconds that one of our sums adds, if products send and if the summing kernel sends.
 
-The script ends after --limit seconds. tests/support/all_reduce_on_gpus.py compares the bits.
+The processes for each number of GPUs, of which the host has enough, end after --limit seconds.
+tests/support/all_reduce_on_gpus.py compares the bits.
 """
 
 import argparse
 import faulthandler
 import functools
 import os
+import subprocess
+import sys
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from benchmarks.timers import captured, replay_us
+from benchmarks.common import ROOT, save_rows, stamp
+from benchmarks.timers import captured, link_speed, replay_us, sum_bytes
 from spec_compile.kernels import all_reduce, all_reduce_kernel, counters
 from spec_compile.kernels.linear import product_ops
 from spec_compile.kernels.linear.plans import squared_columns
@@ -28,10 +35,12 @@ from spec_compile.kernels.linear.plans import squared_columns
 ops = torch.ops.spec_compile
 DEVICE, DTYPE = "cuda", torch.bfloat16
 PHASES = "time", "layers"
-SHAPES = [(rows, size) for size in (4096, 8192) for rows in (1, 4, 16, 64)]
+SHAPES = [(rows, size) for size in (4096, 8192) for rows in (1, 4, 16, 64, 128, 256, 512)]
 BLOCKS = {1: (128, 256, 512), 16: (512, 1024), 64: (1024, 2048, 4096)}
 LAYER = (3072, 4096), (4096, 2048), (14336, 4096), (4096, 7168)
 """Shapes of a layer's weights of Llama-3.1-8B on each of two ranks: q, k and v; o; gate and up; down."""
+ALWAYS, USUAL = {1: float("inf"), 2: -1.0}, all_reduce.HOP_BYTES
+"""Values of `HOP_BYTES` with which all sums take so many shots, and its own."""
 
 
 def say(*words) -> None:
@@ -64,17 +73,33 @@ def graph_time(run, count: int, repeats: int = 7) -> float:
     return replay_us(graph, repeats, before=graph.replay) / count
 
 
-def measure(group_name: str) -> None:
-    say("time: us of one in a graph of many")
-    say("rows  size  KB |  NCCL one-shot two-shot | plain added | added by block")
-    for rows, size in SHAPES:
-        nccl, one, two, plain, fused, blocks = measure_shape(group_name, rows, size)
-        start = f"{rows:4} {size:5} {rows * size * 2 >> 10:3} | {nccl:5.1f} {one:8.1f} {two:8.1f}"
-        say(f"{start} | {plain:5.1f} {fused:5.1f} | {blocks}")
+def measure(group_name: str) -> list[dict]:
+    """A row for each shape."""
+    ranks, link, rows = dist.get_world_size(), link_speed(group_name), []
+    say(f"time: us of one in a graph of many; {link / 1e9:.0f} GB/s to another GPU")
+    say("rows  size    KB | floor   NCCL torch's 1, 2 | plain 1, 2 shots | added 1, 2 | added by block")
+    for shape in SHAPES:
+        row = {"gpus": ranks, "rows": shape[0], "size": shape[1], "link_speed": link}
+        row |= {"floor": sum_bytes(shape[0] * shape[1], ranks) / link * 1e6} | measure_shape(group_name, *shape)
+        rows.append(row)
+        fields = "floor", "NCCL", "torch 1", "torch 2", "plain 1", "plain 2", "added 1", "added 2"
+        start = f"{shape[0]:4} {shape[1]:5} {shape[0] * shape[1] * 2 >> 10:5} |"
+        say(start, *(f"{row[name]:6.1f}" for name in fields), "|", row["blocks"])
+    choice(rows)
+    return rows
 
 
-def measure_shape(group_name: str, rows: int, size: int, count: int = 64) -> tuple:
-    """The figures of a line."""
+def choice(rows: list[dict]) -> None:
+    """Print how many bytes two shots must save to be faster, where sums are added to the residual stream."""
+    saved = [(all_reduce.bytes_saved(row["gpus"], row["rows"] * row["size"]), row) for row in rows]
+    one = max((each for each, row in saved if row["added 1"] <= row["added 2"]), default=0)
+    two = min((each for each, row in saved if row["added 1"] > row["added 2"]), default=float("inf"))
+    say(f"bytes saved: one shot is faster up to {one:,.0f}, two shots are from {two:,.0f}; HOP_BYTES is {USUAL:,}")
+
+
+def measure_shape(group_name: str, rows: int, size: int) -> dict:
+    """Microseconds of each way of a sum."""
+    count = 64 if rows <= 64 else 16
     x = torch.zeros(rows, size, dtype=DTYPE, device=DEVICE)
     parts, weight, symm_mem = parts_of((rows, size), 0), x[0].clone(), torch.ops.symm_mem
     shared = symmetric_memory.empty(rows * size, dtype=DTYPE, device=DEVICE).zero_()
@@ -90,19 +115,21 @@ def measure_shape(group_name: str, rows: int, size: int, count: int = 64) -> tup
     def again(function):
         return graph_time(lambda: [function() for _ in range(count)], count)
 
-    times = [
-        again(lambda: dist.all_reduce(x)),
-        again(lambda: symm_mem.one_shot_all_reduce(shared, "sum", group_name)),
-        again(lambda: symm_mem.two_shot_all_reduce_(shared, "sum", group_name)),
-        graph_time(lambda: chained(lambda x: ops.all_reduce(x, group_name)), count),
-        graph_time(lambda: chained(add), count),
-    ]
+    times = {
+        "NCCL": again(lambda: dist.all_reduce(x)),
+        "torch 1": again(lambda: symm_mem.one_shot_all_reduce(shared, "sum", group_name)),
+        "torch 2": again(lambda: symm_mem.two_shot_all_reduce_(shared, "sum", group_name)),
+    }
+    for shots, all_reduce.HOP_BYTES in ALWAYS.items():
+        times[f"plain {shots}"] = graph_time(lambda: chained(lambda x: ops.all_reduce(x, group_name)), count)
+        times[f"added {shots}"] = graph_time(lambda: chained(add), count)
+    all_reduce.HOP_BYTES = USUAL
     blocks, usual = {}, all_reduce_kernel.block_for
     for block in BLOCKS.get(rows, ()):
         all_reduce_kernel.block_for = lambda *_, block=block: block
         blocks[block] = round(graph_time(lambda: chained(add), count), 1)
     all_reduce_kernel.block_for = usual
-    return *times, blocks
+    return {**times, "blocks": blocks}
 
 
 def layers(group_name: str, counts, number: int = 32) -> None:
@@ -158,14 +185,24 @@ def start(limit: float) -> tuple[str, str | None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--only", nargs="+", choices=PHASES, default=PHASES)
-    parser.add_argument("--limit", type=float, default=55)
+    parser.add_argument("--limit", type=float, default=110)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64], help="of the phase layers")
+    parser.add_argument("--json", type=Path, help="write the rows of the phase time")
     options = parser.parse_args()
+    if "RANK" not in os.environ:  # a process for each GPU runs this script
+        for count in [count for count in options.gpus if count <= torch.cuda.device_count()]:
+            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+            subprocess.run([sys.executable, *launch, "-m", "benchmarks.kernels.all_reduce", *sys.argv[1:]], cwd=ROOT)
+        return
     name, reason = start(options.limit)
-    phases = {"time": lambda: measure(name), "layers": lambda: layers(name, options.rows)}
-    for phase in [each for each in PHASES if each in options.only and reason is None]:
-        phases[phase]()
+    if "time" in options.only and reason is None:
+        rows = measure(name)
+        if options.json and dist.get_rank() == 0:
+            save_rows(options.json, rows, ("gpus", "rows", "size"), stamp(torch.device("cuda")))
+    if "layers" in options.only and reason is None:
+        layers(name, options.rows)
     os._exit(0)  # destroying the group would wait for the captured graphs
 
 

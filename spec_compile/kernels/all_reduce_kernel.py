@@ -1,20 +1,26 @@
 """The kernel that sums the parts of all ranks of one host, and does what a decoder layer wants of the sum.
 
-There is one hop and no signal, because the data are the signal (Lamport's form, as in TensorRT-LLM's one-shot
-all-reduce). Each rank has in its memory a slot for every rank, in which each word is `MISSING` until that rank has sent
-it. A rank stores its part in its slot of every peer's memory, and polls its own memory until no word is missing. Then
-it sets the words to `MISSING` again.
+There is no signal, because the data are the signal (Lamport's form, as in TensorRT-LLM's all-reduce). Each rank has in
+its memory a slot for every rank, in which each word is `MISSING` until that rank has sent it. A receiver polls its own
+memory until no word is missing. Then it sets the words to `MISSING` again. `Exchange.shots` chooses one of two manners:
+
+- **One shot.** A rank stores its part in its slot of every peer's memory, and each rank sums all parts.
+- **Two shots**, which send fewer bytes and wait twice. A rank stores its part only in the memory of each number's
+  owner. The owner sums the parts and stores the sum, in the dtype of the result, in one more slot of every rank's
+  memory. Owners take turns: of 4 ranks, rank 1 owns the numbers 128 .. 255, 640 .. 767 and so on.
+
+Both manners have these properties:
 
 - **Two sets of slots take turns.** A peer may send for the next turn while this rank still reads. It sends for the turn
-  after that only when it has this rank's part of the next turn, which this rank sends when the kernel that reads, and
-  clears, is done. The turn is a number in device memory, because a captured graph does not know how often others ran.
-- **All ranks have equal bits**, because each of them adds float32 parts in the order of the ranks and rounds once. A
-  number's sum does not depend on where in a launch it stands, so the same row has the same bits in all launches.
+  after that only when its own kernel of the next turn is done. That one needs what this rank sends in the next turn,
+  when the kernel that reads, and clears, is done. The turn is a number in device memory, because a captured graph does
+  not know how often others ran.
+- **All ranks have equal bits**, because float32 parts are added in the order of the ranks and rounded once. A number's
+  sum depends neither on its place in a launch nor on the manner, so the same row has the same bits in all launches.
 - **A product can send for itself.** Then this kernel begins while the product still runs, and has nothing to wait for
   but words. It reads what other kernels write from the L2 cache, and the product reads nothing that it writes.
-- **No rank waits for ever.** When a part is missing for too long, the kernel writes whose, and traps.
-
-Import this module only where Triton is installed.
+- **No rank waits for ever.** When a part is missing for too long, the kernel writes whose, and traps. An owner waits
+  for parts. The others wait longer for its sum, because it may itself wait for a part.
 """
 
 import functools
@@ -40,6 +46,10 @@ SMALLEST_BLOCK, LARGEST_BLOCK = 128, 4096
 MISSING = tl.constexpr(-1)
 """A word that nobody has sent. As a float32 it is a NaN that no arithmetic gives, because theirs is `NAN`."""
 NAN = tl.constexpr(0x7FFFFFFF)
+NAN_16 = tl.constexpr(0x7FFF)
+"""The same of 16 bits, for float16 and bfloat16."""
+SHARE = tl.constexpr(128)
+"""Numbers side by side that have one owner."""
 TURN, ARRIVED, LIMIT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """The numbers of `state`: the turn, the programs that have arrived, the nanoseconds that one waits."""
 
@@ -47,19 +57,45 @@ TURN, ARRIVED, LIMIT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 @triton.jit
 def slot_of_turn(state_ptr, rank, words, RANKS: tl.constexpr):
     """How many words of slots come before this rank's in this turn."""
-    return (tl.load(state_ptr + TURN, volatile=True) % 2 * RANKS + rank) * words
+    return (tl.load(state_ptr + TURN, volatile=True) % 2 * (RANKS + 1) + rank) * words
 
 
 @triton.jit
-def send(part, peers, slot, at, mask, rank, RANKS: tl.constexpr, TO_ITSELF: tl.constexpr):
-    """Store this rank's numbers `part`, of any shape, at `at` of its slot in the memory of each peer; `slot` words come
-    before it. TO_ITSELF: and in its own memory."""
+def owner(at, RANKS: tl.constexpr):
+    """The rank that sums the numbers at `at` in two shots."""
+    return at // SHARE % RANKS
+
+
+@triton.jit
+def send(
+    part, peers, slot, at, mask, rank, RANKS: tl.constexpr, SHOTS: tl.constexpr, TO_ITSELF: tl.constexpr
+):  # fmt: skip
+    """Store this rank's numbers `part`, of any shape, at `at` of its slot in the memory of each peer, or in two shots
+    of their owners; `slot` words come before it. TO_ITSELF: and in its own memory."""
     word = part.to(tl.float32).to(tl.int32, bitcast=True)
     word = tl.where(word == MISSING, NAN, word)
     for peer in tl.static_range(RANKS):
         if TO_ITSELF or peer != rank:
             slots = tl.multiple_of(peers[peer].to(tl.pointer_type(tl.int32)), 16)
-            tl.store(slots + slot + at, word, mask=mask)
+            if SHOTS == 2:
+                tl.store(slots + slot + at, word, mask=mask & (owner(at, RANKS) == peer))
+            else:
+                tl.store(slots + slot + at, word, mask=mask)
+
+
+@triton.jit
+def _send_sum(total, peers, slot, at, mask, dtype: tl.constexpr, RANKS: tl.constexpr):
+    """Store sums, rounded to `dtype`, at `at` of the slot of sums in the memory of all ranks."""
+    if dtype == tl.float32:
+        word = total.to(tl.int32, bitcast=True)
+        word = tl.where(word == MISSING, NAN, word)
+    else:
+        word = total.to(dtype).to(tl.int16, bitcast=True)
+        word = tl.where(word == MISSING, NAN_16, word)
+    for peer in tl.static_range(RANKS):
+        slots = tl.multiple_of(peers[peer].to(tl.pointer_type(tl.int32)), 16)
+        sums = (slots + slot).to(tl.pointer_type(word.dtype), bitcast=True)
+        tl.store(sums + at, word, mask=mask)
 
 
 @triton.jit
@@ -73,25 +109,28 @@ def _move_turn_on(state_ptr, turn):
 
 
 @triton.jit
-def _receive(at, mask, state_ptr, late_ptr, peer, turn, ON_GPU: tl.constexpr):
-    """Wait until no word at the addresses `at` [BLOCK] is missing -> them as float32. They are missing again then."""
+def _receive(at, mask, sender, limit, late_ptr, turn, ON_GPU: tl.constexpr):
+    """Wait until no word at the addresses `at` [BLOCK] is missing -> them. They are missing again then.
+
+    sender: the rank that sends them, one or [BLOCK]. limit: nanoseconds.
+    """
     word = tl.load(at, mask=mask, other=0, volatile=True)
     if ON_GPU:
         begin = nanoseconds()
     while tl.max((word == MISSING).to(tl.int32), 0) != 0:
         if ON_GPU:
-            if nanoseconds() - begin > tl.load(state_ptr + LIMIT):
+            if nanoseconds() - begin > limit:
                 tl.store(late_ptr + 1, turn)
-                tl.store(late_ptr, peer + 1)
+                tl.store(late_ptr, tl.max(tl.where(word == MISSING, sender + 1, 0), 0))
                 trap()
         word = tl.load(at, mask=mask, other=0, volatile=True)
-    tl.store(at, tl.full(word.shape, MISSING, tl.int32), mask=mask)
-    return word.to(tl.float32, bitcast=True)
+    tl.store(at, tl.full(word.shape, MISSING, word.dtype), mask=mask)
+    return word
 
 
 @triton.jit
 def _sum_of_ranks(
-    part_ptr, slots_ptr, state_ptr, late_ptr, slots, at, mask, rank, turn, words, RANKS: tl.constexpr,
+    part_ptr, slots_ptr, late_ptr, slots, at, mask, rank, turn, words, limit, RANKS: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """The parts of all ranks at `at` [BLOCK], added in their order -> float32. slots: the words before this turn's."""
@@ -104,7 +143,7 @@ def _sum_of_ranks(
         if RANKS > 1:
             if part_ptr is None or other != rank:
                 slot = slots_ptr + slots + other * words
-                value = _receive(slot + at, mask, state_ptr, late_ptr, other, turn, ON_GPU)
+                value = _receive(slot + at, mask, other, limit, late_ptr, turn, ON_GPU).to(tl.float32, bitcast=True)
         if other == 0:
             total = value
         else:
@@ -116,48 +155,65 @@ def _sum_of_ranks(
 def all_reduce_kernel(
     part_ptr, slots_ptr, peers, state_ptr, late_ptr, residual_ptr, norm_ptr, out_ptr, scaled_ptr, squares_ptr,
     rank, rows, size, stride_r, offset, words,
-    RANKS: tl.constexpr, BLOCK: tl.constexpr, SQUARED: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
-    PDL: tl.constexpr, ON_GPU: tl.constexpr,
+    RANKS: tl.constexpr, SHOTS: tl.constexpr, BLOCK: tl.constexpr, SQUARED: tl.constexpr, SEND: tl.constexpr,
+    REDUCE: tl.constexpr, RECEIVE: tl.constexpr, PDL: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """The sum of the ranks' parts [rows, size] to out; with a residual what `product_to_stream` gives of the sum.
 
-    Grid (programs,), all of which must run at the same time: they take tiles [BLOCK] of rows in turn. slots [2, RANKS,
-    words] int32; peers: the addresses of all ranks' slots; state [3], late [2] int64. Each rank runs both SEND and
-    RECEIVE. Without a part the kernel before this one, a product, sends it; it need not be done when this one begins.
+    Grid (programs,), all of which must run at the same time: they take tiles [BLOCK] of rows in turn. slots [2, RANKS +
+    1, words] int32; peers: the addresses of all ranks' slots; state [3], late [2] int64. Each rank runs SEND, REDUCE
+    (of two shots) and RECEIVE. Without a part the kernel before this one, a product, sends it; it need not be done when
+    this one begins.
     """
     SENT: tl.constexpr = part_ptr is None
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
     if PDL:
         gdc_launch_dependents()
         if not SENT:
             gdc_wait()  # peers may only be sent what the kernel before wrote, into slots that one before that cleared
     columns = tl.cdiv(size, BLOCK)
-    turn, slots = 0, 0
+    turn, slots, limit = 0, 0, 0
     if RANKS > 1:
         turn = tl.load(state_ptr + TURN, volatile=True)
-        slots = turn % 2 * RANKS * words
+        limit = tl.load(state_ptr + LIMIT)
+        slots = turn % 2 * (RANKS + 1) * words
     if SEND:
         for tile in range(tl.program_id(0), rows * columns, tl.num_programs(0)):
             column = tile % columns * BLOCK + tl.arange(0, BLOCK)
             at = tile // columns * size + column
             part = tl.load(part_ptr + at, mask=column < size, other=0.0)
-            send(part, peers, slots + rank * words, at, column < size, rank, RANKS, False)
+            send(part, peers, slots + rank * words, at, column < size, rank, RANKS, SHOTS, False)
+    if RECEIVE and RANKS > 1 and not SENT:
+        _move_turn_on(state_ptr, turn)  # while the peers' parts are on their way
+    if REDUCE:
+        for tile in range(tl.program_id(0), rows * columns, tl.num_programs(0)):
+            column = tile % columns * BLOCK + tl.arange(0, BLOCK)
+            at = tile // columns * size + column
+            mask = (column < size) & (owner(at, RANKS) == rank)
+            total = _sum_of_ranks(
+                part_ptr, slots_ptr, late_ptr, slots, at, mask, rank, turn, words, limit, RANKS, ON_GPU
+            )
+            _send_sum(total, peers, slots + RANKS * words, at, mask, dtype, RANKS)
     if RECEIVE:
-        if RANKS > 1 and not SENT:
-            _move_turn_on(state_ptr, turn)  # while the peers' parts are on their way
         for tile in range(tl.program_id(0), rows * columns, tl.num_programs(0)):
             # A tile of a row, and of the residual stream and the norm's weight what it needs, before it waits.
             row, first = tile // columns, tile % columns * BLOCK
             column = first + tl.arange(0, BLOCK)
             mask = column < size
             at = row * size + column
-            dtype: tl.constexpr = out_ptr.dtype.element_ty
             if residual_ptr is not None:
                 at_r = residual_ptr + row.to(tl.int64) * stride_r + column
                 before = tl.load(at_r, mask=mask, other=0.0, cache_modifier=".cg")
                 factor = tl.load(norm_ptr + column, mask=mask, other=0.0).to(tl.float32) + offset
-            total = _sum_of_ranks(
-                part_ptr, slots_ptr, state_ptr, late_ptr, slots, at, mask, rank, turn, words, RANKS, ON_GPU
-            )
+            if SHOTS == 2:
+                word_type: tl.constexpr = tl.int32 if dtype == tl.float32 else tl.int16
+                sums = (slots_ptr + slots + RANKS * words).to(tl.pointer_type(word_type), bitcast=True)
+                word = _receive(sums + at, mask, owner(at, RANKS), limit + limit // 4, late_ptr, turn, ON_GPU)
+                total = word.to(dtype, bitcast=True).to(tl.float32)
+            else:
+                total = _sum_of_ranks(
+                    part_ptr, slots_ptr, late_ptr, slots, at, mask, rank, turn, words, limit, RANKS, ON_GPU
+                )
             # The residual stream, and the first half of the next norm.
             if residual_ptr is not None:
                 stream = (total.to(dtype).to(tl.float32) + before.to(tl.float32)).to(dtype)
@@ -171,7 +227,7 @@ def all_reduce_kernel(
                 tl.store(squares_ptr + row * terms + group, sums, mask=group < terms)
             else:
                 tl.store(out_ptr + at, total.to(dtype), mask=mask)
-    if SENT:
+    if SENT and RECEIVE:
         _move_turn_on(state_ptr, turn)  # what this rank's product read is here
         if PDL:
             gdc_wait()  # a kernel that is done means that all before it are
@@ -208,26 +264,28 @@ def all_reduce_add(exchange: "Exchange | None", part: Tensor | None, out: Tensor
 
 def launch(
     exchange: "Exchange | None", part: Tensor | None, out: Tensor, stream=None, squared: int = 1, *, send: bool = True,
-    receive: bool = True, block: int | None = None,
+    reduce: bool = True, receive: bool = True, block: int | None = None,
 ) -> None:  # fmt: skip
     """Run the kernel on parts [R, C] of at most ``exchange.words`` numbers; arguments as of `all_reduce_add`.
 
-    send, receive: each rank does both, but one process that plays all ranks first sends as each. block: a power of two,
-    at least `squared`, which changes no bit.
+    send, reduce, receive: each rank does all, but one process that plays all ranks first sends as each. block: a power
+    of two, at least `squared`, which changes no bit.
     """
     (rows, size), early = out.shape, dependent_launch.available(out)
     processors = _processors(out.device)
     block = max(block or block_for(rows, size, processors), squared)
-    rank, ranks, slots, peers, state, late, words = 0, 1, None, None, None, None, 0
+    rank, ranks, slots, peers, state, late, words, shots = 0, 1, None, None, None, None, 0, 1
     if exchange is not None:
         rank, ranks, words = exchange.rank, exchange.ranks, exchange.words
         slots, peers, state, late = exchange.slots, exchange.peers, exchange.state, exchange.late
+        shots = exchange.shots(out.numel())
     residual, norm, offset, scaled, squares = stream or (None, None, 0.0, None, None)
     all_reduce_kernel[(min(rows * -(-size // block), processors),)](
         part, slots, peers, state, late, residual, norm, out, scaled, squares,
         rank, rows, size, 0 if residual is None else residual.stride(0), offset, words,
-        RANKS=ranks, BLOCK=block, SQUARED=squared, SEND=send and ranks > 1 and part is not None, RECEIVE=receive,
-        PDL=early, ON_GPU=out.is_cuda, num_warps=min(max(block // 128, 1), 16),
+        RANKS=ranks, SHOTS=shots, BLOCK=block, SQUARED=squared, SEND=send and ranks > 1 and part is not None,
+        REDUCE=reduce and shots == 2, RECEIVE=receive, PDL=early, ON_GPU=out.is_cuda,
+        num_warps=min(max(block // 128, 1), 16),
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
 

@@ -6,6 +6,7 @@ each other as GPUs do. ``tests/support/all_reduce_on_gpus.py`` checks the same o
 
 import random
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -22,11 +23,23 @@ from spec_compile.kernels.linear.product_ops import plain_stream, product_to_str
 
 pytestmark = INTERPRETER
 GROUP = "a group of tests"
+STEPS = dict(reduce=False, receive=False), dict(send=False, receive=False), dict(send=False, reduce=False)
+"""What one process does as each rank, one after another: it sends, reduces in two shots, and receives."""
+SHOTS = {1: float("inf"), 2: -1.0}
+"""Values of `HOP_BYTES` with which all sums take so many shots."""
+
+
+@contextmanager
+def manner(shots):
+    """A context in which all sums take so many shots."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(all_reduce, "HOP_BYTES", SHOTS[shots])
+        yield
 
 
 def exchanges_of(ranks, words):
     """An exchange of each rank; all memory is this process's."""
-    slots = [torch.empty(2, ranks, words, dtype=torch.int32).share_memory_() for _ in range(ranks)]
+    slots = [torch.empty(2, ranks + 1, words, dtype=torch.int32).share_memory_() for _ in range(ranks)]
     addresses = [each.data_ptr() for each in slots]
     exchanges = [all_reduce.make_exchange(each, rank, addresses) for rank, each in enumerate(slots)]
     for each in exchanges:
@@ -41,10 +54,10 @@ def in_order(parts):
     return total
 
 
-def summed(exchanges, parts, block=None):
-    """What each rank has of the parts [R, C]."""
-    outs = [torch.empty_like(part) for part in parts]
-    for step in (dict(receive=False), dict(send=False)):
+def summed(exchanges, parts, block=None, dtype=None):
+    """What each rank has of the parts [R, C], in a dtype (None: theirs)."""
+    outs = [torch.empty_like(part, dtype=dtype) for part in parts]
+    for step in STEPS:
         for exchange, part, out in zip(exchanges, parts, outs):
             all_reduce_kernel.launch(exchange, part, out, block=block, **step)
     for exchange in exchanges:
@@ -56,7 +69,7 @@ def added(exchanges, parts, behind, block=None):
     """The stream, scaled and squares that each rank has of the parts and (residual, weight, offset)."""
     streams = [stream_after(*behind) for _ in parts]
     outs, squared = [torch.empty_like(part) for part in parts], squared_columns(parts[0].shape[1])
-    for step in (dict(receive=False), dict(send=False)):
+    for step in STEPS:
         for exchange, part, out, each in zip(exchanges, parts, outs, streams):
             all_reduce_kernel.launch(exchange, part, out, each, squared, block=block, **step)
     return [(out, each.scaled, each.squares) for out, each in zip(outs, streams)]
@@ -64,15 +77,19 @@ def added(exchanges, parts, behind, block=None):
 
 @settings(max_examples=12)
 @given(
-    ranks=st.integers(2, 4), rows=st.integers(1, 9), size=st.integers(1, 700), turns=st.integers(1, 3),
-    block=st.sampled_from([None, 64, 1024]), seed=st.integers(0, 1000),
+    ranks=st.sampled_from([2, 3, 4, 8]), rows=st.integers(1, 9), size=st.integers(1, 700),
+    turns=st.lists(st.sampled_from([1, 2]), min_size=1, max_size=3), block=st.sampled_from([None, 64, 1024]),
+    seed=st.integers(0, 1000),
 )  # fmt: skip
 def test_sums_in_the_order_of_the_ranks(ranks, rows, size, turns, block, seed):
+    """turns: the shots of each of several sums."""
     torch.manual_seed(seed)
     exchanges = exchanges_of(ranks, 6304)
-    for turn in range(turns):
+    for turn, shots in enumerate(turns):
         parts = list(torch.randn(ranks, rows, size).exp())
-        for out in summed(exchanges, parts, block):
+        with manner(shots):
+            outs = summed(exchanges, parts, block)
+        for out in outs:
             assert torch.equal(out, in_order(parts))
         assert all(exchange.state[0] == turn + 1 for exchange in exchanges)
 
@@ -80,12 +97,14 @@ def test_sums_in_the_order_of_the_ranks(ranks, rows, size, turns, block, seed):
 @settings(max_examples=8)
 @given(
     ranks=st.integers(2, 4), rows=st.integers(1, 6), size=st.sampled_from([64, 65, 576, 1000, 2048, 4096]),
-    block=st.sampled_from([None, 64, 256]), offset=st.sampled_from([0.0, 1.0]), seed=st.integers(0, 1000),
+    block=st.sampled_from([None, 64, 256]), offset=st.sampled_from([0.0, 1.0]), shots=st.sampled_from([1, 2]),
+    seed=st.integers(0, 1000),
 )  # fmt: skip
-def test_stream_and_norm_behind_the_sum(ranks, rows, size, block, offset, seed):
+def test_stream_and_norm_after_the_sum(ranks, rows, size, block, offset, shots, seed):
     torch.manual_seed(seed)
     parts, residual, weight = list(torch.randn(ranks, rows, size)), torch.randn(rows, size), torch.randn(size)
-    results = added(exchanges_of(ranks, 1 << 15), parts, (residual, weight, offset), block)
+    with manner(shots):
+        results = added(exchanges_of(ranks, 1 << 15), parts, (residual, weight, offset), block)
     want = plain_stream(in_order(parts), residual, weight, offset)
     for got in results:
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
@@ -98,10 +117,11 @@ def test_a_row_has_the_same_bits_in_all_launches(size):
     parts, residual, weight = list(torch.randn(2, 7, size)), torch.randn(7, size), torch.randn(size)
     exchanges = exchanges_of(2, 1 << 14)
     every = added(exchanges, parts, (residual, weight, 0.0))[0]
-    for rows in (slice(0, 1), slice(3, 5), slice(6, 7)):
+    for shots, rows in ((2, slice(0, 7)), (1, slice(0, 1)), (2, slice(3, 5)), (1, slice(6, 7))):
         some = [part[rows] for part in parts]
         for block in (64, 512):
-            got = added(exchanges, some, (residual[rows], weight, 0.0), block)[1]
+            with manner(shots):
+                got = added(exchanges, some, (residual[rows], weight, 0.0), block)[1]
             assert all(torch.equal(a, b[rows]) for a, b in zip(got, every))
 
 
@@ -118,9 +138,11 @@ def test_one_gpu_has_the_same_bits():
     assert torch.equal(first.scaled, second.scaled) and torch.equal(first.squares, second.squares)
 
 
+@pytest.mark.parametrize("shots", [1, 2])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_products_send_for_themselves(parts):
+def test_products_send_for_themselves(parts, shots, monkeypatch):
     """Programs of a product, some of which share columns, send what the product is, with a bias of one rank."""
+    monkeypatch.setattr(all_reduce, "HOP_BYTES", SHOTS[shots])
     ranks, exchanges = 3, exchanges_of(3, 512)
     tile, behind = small_m.ProductTile(32, 64, 16, 4, 1), (torch.randn(3, 80), torch.randn(80), 1.0)
     for _ in range(2):
@@ -131,20 +153,26 @@ def test_products_send_for_themselves(parts):
             small_m.launch(Product(*factors, after=exchange), None, parts, tile)
         want = plain_stream(in_order(products), *behind)
         for exchange in exchanges:
+            all_reduce_kernel.launch(exchange, None, torch.empty(3, 80), receive=False)
+        for exchange in exchanges:
             out, each = torch.empty(3, 80), stream_after(*behind)
-            all_reduce_kernel.all_reduce_add(exchange, None, out, each, squared_columns(80))
+            all_reduce_kernel.launch(exchange, None, out, each, squared_columns(80), reduce=False)
             assert torch.equal(out, want[0]) and torch.equal(each.scaled, want[1])
             torch.testing.assert_close(each.squares, want[2])
     assert all((each.slots == -1).all() and each.state.tolist()[:2] == [2, 0] for each in exchanges)
 
 
-def test_numbers_that_are_no_numbers():
-    """Every word arrives, even one that looks as if nobody had sent it."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shots", [1, 2])
+def test_numbers_that_are_no_numbers(shots, dtype):
+    """Every word arrives, even one that looks as if nobody had sent it, as a part or as a sum."""
     unsent = torch.full((1,), -1, dtype=torch.int32).view(torch.float32)
     odd = torch.cat([torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-45, -1e-45]), unsent])
     parts = [odd.repeat_interleave(8)[None], odd.repeat(8)[None]]
-    for out in summed(exchanges_of(2, 64), parts):
-        torch.testing.assert_close(out, in_order(parts), rtol=0, atol=0, equal_nan=True)
+    with manner(shots):
+        outs = summed(exchanges_of(2, 64), parts, dtype=dtype)
+    for out in outs:
+        torch.testing.assert_close(out, in_order(parts).to(dtype), rtol=0, atol=0, equal_nan=True)
         signs = torch.signbit(in_order(parts)) != torch.signbit(out)
         assert not signs[~out.isnan()].any()
 
@@ -159,7 +187,7 @@ def test_names_of_ranks_change_nothing():
 def wait_for_each_other(rank, exchanges, seed):
     """Sums of many sizes, by several launches where the memory is small, while this rank sleeps now and then."""
     pause, numbers, bad = random.Random(rank), torch.Generator().manual_seed(seed), 0
-    for turn in range(30):
+    for turn in range(20):
         size = (1, 700, 200, 320, 512)[turn % 5]
         parts = torch.randn(len(exchanges), 1, size, generator=numbers)
         if pause.random() < 0.3:
@@ -177,11 +205,34 @@ def wait_for_each_other(rank, exchanges, seed):
     return bad, int(exchanges[rank].state[0])
 
 
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_processes_wait_for_each_other(ranks, tmp_path):
+@pytest.mark.sweep("2-1 3-2")
+@pytest.mark.parametrize("shots", [1, 2])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_processes_wait_for_each_other(ranks, shots, tmp_path, monkeypatch):
+    monkeypatch.setattr(all_reduce, "HOP_BYTES", SHOTS[shots])
     results = run_ranks(ranks, wait_for_each_other, exchanges_of(ranks, 512), 7, rendezvous=tmp_path / "meeting")
-    assert results == [(0, 36)] * ranks  # the largest takes two launches
+    assert results == [(0, 24)] * ranks  # the largest takes two launches
+
+
+def test_shots_by_ranks_and_bytes():
+    """Two shots where the bytes that they save take longer than a hop: 1, 7.5 and 22.75 a number."""
+    assert all_reduce.bytes_saved(4, 4096) == 30_720
+    exchanges = {ranks: exchanges_of(ranks, 4)[0] for ranks in (2, 4, 8)}
+    for ranks, saved in ((2, 1.0), (4, 7.5), (8, 22.75)):
+        first = int(all_reduce.HOP_BYTES / saved) + 1
+        assert [exchanges[ranks].shots(count) for count in (1, first - 2, first + 1)] == [1, 1, 2]
+
+
+def test_owners_take_turns():
+    """Each number has one owner, whose neighbours it has in stretches of 128."""
+    parts, exchanges = list(torch.ones(4, 1, 1100)), exchanges_of(4, 1104)
+    with manner(2):
+        for exchange, part in zip(exchanges, parts):
+            all_reduce_kernel.launch(exchange, part, part.clone(), reduce=False, receive=False)
+    for rank, exchange in enumerate(exchanges):
+        for sender in range(4):
+            owned = (torch.arange(1104) // 128 % 4 == rank) & (torch.arange(1104) < 1100) & (sender != rank)
+            assert torch.equal(exchange.slots[0, sender] != -1, owned)
 
 
 def test_large_sums_are_a_librarys():

@@ -490,10 +490,29 @@ def test_models_that_transformers_has_sharded(on_ranks, tmp_path, name):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_two_gpus():
-    script = Path(__file__).parents[1] / "support/two_gpus.py"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    result = subprocess.run(launch, capture_output=True, text=True, timeout=1200)
+@pytest.mark.parametrize("size", [2, 4])
+def test_gpus_answer_as_one(size):
+    output = output_of(size, str(Path(__file__).parents[1] / "support/several_gpus.py"))
+    assert output.count("torch.bfloat16") == 5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shots", [1, 2])
+@pytest.mark.parametrize("size", [2, 4])
+def test_sums_of_gpus(size, shots):
+    """Bits, also of captured sums while ranks stall, and the name of a rank that does not come."""
+    output = output_of(size, "-m", "tests.support.all_reduce_on_gpus", "--sums", "2000", "--shots", str(shots))
+    assert output.count("all bits as they should be") == 2 and "DIFFERENT" not in output
+    assert output.count("slots empty: True, counters zero: True") == 2
+    assert f"late: rank {size - 1} (is {size - 1})" in output and "NO ERROR" not in output
+
+
+def output_of(size, *arguments):
+    """What a script that torchrun starts on `size` GPUs prints."""
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} CUDA devices")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), *arguments]
+    where = Path(__file__).parents[2]
+    result = subprocess.run(launch, capture_output=True, text=True, timeout=1200, cwd=where)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
-    assert result.stdout.count("torch.bfloat16") == 5
+    return result.stdout

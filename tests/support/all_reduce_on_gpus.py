@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 -m tests.support.all_reduce_on_gpus [--only check stress deadline] [--limit 55]
 
-check: sums of many sizes have the bits of their plain meaning.
-stress: so do 10,000 sums in captured graphs, while ranks stall at random.
-deadline: the error names a rank that does not come.
+check: sums of many sizes have the bits of their plain meaning, in one shot and in two.
+stress: so do 10,000 sums in captured graphs, which mix both, while ranks stall at random.
+deadline: the error names a rank that does not come, to a sum of --shots.
 
 The script ends after --limit seconds. Ranks may share a GPU (TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1).
 """
@@ -17,7 +17,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from benchmarks.kernels.all_reduce import DEVICE, DTYPE, SHAPES, added, graph_of, ops, parts_of, say, start
+from benchmarks.kernels.all_reduce import ALWAYS, DEVICE, DTYPE, SHAPES, added, graph_of, ops, parts_of, say, start
 from spec_compile.kernels import all_reduce, counters
 from spec_compile.kernels.linear import product_ops, small_m
 from spec_compile.kernels.linear.plans import squared_columns
@@ -54,28 +54,31 @@ def differences(got, want) -> torch.Tensor:
 
 def check(group_name: str) -> None:
     bad = {}
+    for shots, all_reduce.HOP_BYTES in ALWAYS.items():
+        bad |= {(shots, *case): int(count) for case, count in checked(group_name).items()}
+    report("check", bad)
+
+
+def checked(group_name: str) -> dict[tuple, torch.Tensor]:
+    """How many numbers of each case have other bits than they should."""
+    bad = {}
     for rows, size in [*SHAPES[::2], (3, 4096), (300, 4096), (7, 1024), (2, 576)]:
         parts, residual = parts_of((rows, size), rows), parts_of((rows, size), 1, DTYPE)[0]
         weight = parts_of((size,), 2, DTYPE)[0]
         want = wanted(parts, residual, weight)
-        first = added(group_name, parts, residual, weight)
-        bad[rows, size, "added"] = differences(first, want)
+        bad[rows, size, "added"] = differences(added(group_name, parts, residual, weight), want)
         if rows == 64:
             single = added(group_name, [part[5:6] for part in parts], residual[5:6], weight)
             bad[rows, size, "row"] = differences(single, [each[5:6] for each in want])
-    for count, dtype in (
-        (8, DTYPE),
-        (1001, torch.float32),
-        (1 << 18, DTYPE),
-        (3 << 20, torch.float16),
-    ):
+    for count, dtype in ((8, DTYPE), (1001, torch.float32), (1 << 18, DTYPE), (3 << 20, torch.float16)):
         parts = parts_of((count,), count, dtype)
         got = ops.all_reduce(parts[dist.get_rank()], group_name)
         bad[count, str(dtype)[6:]] = differences([got], [in_order(parts).to(dtype)])
-    bad["product"] = differences(*products(group_name))
-    odd = torch.full((64,), -1, dtype=torch.int32, device=DEVICE).view(torch.float32)
-    bad["nan"] = (~ops.all_reduce(odd, group_name).isnan()).sum()
-    report("check", {case: int(count) for case, count in bad.items()})
+    bad["product",] = differences(*products(group_name))
+    for dtype, word in ((torch.float32, torch.int32), (DTYPE, torch.int16)):
+        odd = torch.full((64,), -1, dtype=word, device=DEVICE).view(dtype)
+        bad["nan", str(dtype)[6:]] = (~ops.all_reduce(odd, group_name).isnan()).sum()
+    return bad
 
 
 def products(group_name: str, rows: int = 16) -> tuple:
@@ -138,7 +141,15 @@ def stress(group_name: str, count: int) -> None:
         ((1, 4096, "added"), (16, 512, "product"), (1, 512, "product"), (1, 4096, "plain"), (64, 4096, "added")),
         ((1, 512, "product"), (9, 512, "product"), (3, 4096, "added")), ((5, 8192, "plain"),), ((300, 4096, "added"),),
     )  # fmt: skip
-    graphs = [graph_of(lambda each=each: [work.sum(*size) for size in each]) for each in sizes]
+    graphs, shots = [], random.Random(4)  # the same on all ranks
+    for each in sizes:
+
+        def run(each=each):
+            for size in each:
+                all_reduce.HOP_BYTES = ALWAYS[shots.choice((1, 2))]
+                work.sum(*size)
+
+        graphs.append(graph_of(run))
     order, done = random.Random(5), 0  # the same on all ranks
     while done < count:
         number = order.choice((0, 0, 0, 1, 1, 1, 2, 2, 3))
@@ -152,9 +163,9 @@ def stress(group_name: str, count: int) -> None:
     report("stress", {"numbers": int(work.bad)})
 
 
-def deadline(group_name: str) -> None:
+def deadline(group_name: str, shots: int) -> None:
     """A rank that does not come. The last phase, because a rank that gave up can use its device no more."""
-    late, x = dist.get_world_size() - 1, torch.ones(4096, device=DEVICE)
+    late, x, all_reduce.HOP_BYTES = dist.get_world_size() - 1, torch.ones(4096, device=DEVICE), ALWAYS[shots]
     ops.all_reduce(x, group_name)
     all_reduce.set_deadline(group_name, 0.5)
     torch.cuda.synchronize()
@@ -178,12 +189,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PHASES, default=PHASES)
     parser.add_argument("--limit", type=float, default=55)
     parser.add_argument("--sums", type=int, default=10_000)
+    parser.add_argument("--shots", type=int, choices=ALWAYS, default=1, help="of the phase deadline")
     options = parser.parse_args()
     name, reason = start(options.limit)
     phases = {
         "check": lambda: check(name),
         "stress": lambda: stress(name, options.sums),
-        "deadline": lambda: deadline(name),
+        "deadline": lambda: deadline(name, options.shots),
     }
     for phase in [each for each in PHASES if each in options.only and reason is None]:
         phases[phase]()

@@ -106,19 +106,20 @@ def _sum_of_parts(at, counter, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, PAR
 
 
 @triton.jit
-def _send(value, peers, slot, column, n, rows, height, rank, RANKS: tl.constexpr):
-    """value [HEIGHT, BLOCK_N] to all ranks, as a part [rows, height] of their sum."""
+def _send(value, peers, slot, column, n, rows, height, rank, RANKS: tl.constexpr, SHOTS: tl.constexpr):
+    """value [HEIGHT, BLOCK_N] to the ranks that sum it, as a part [rows, height] of their sum."""
     mask = (column < height)[:, None] & (n < rows)[None, :]
-    send(value, peers, slot, n[None, :].to(tl.int64) * height + column[:, None], mask, rank, RANKS, True)
+    send(value, peers, slot, n[None, :].to(tl.int64) * height + column[:, None], mask, rank, RANKS, SHOTS, True)
 
 
 @triton.jit(do_not_specialize=["rows", "late", "prefetch", "nodes", "rank"])
 def small_m_kernel(
     x, weight, bias_ptr, out_ptr, shared, before, stream, heads, sent, rank, rows, outputs, inputs, stride_r, nodes,
-    capacity, late, prefetch, RANKS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr,
-    BLOCK_K: tl.constexpr, CUT: tl.constexpr, PARTS: tl.constexpr, TERMS: tl.constexpr, SQUARED: tl.constexpr,
-    GATED: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    D: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, TABLE: tl.constexpr, PTX: tl.constexpr,
+    capacity, late, prefetch, RANKS: tl.constexpr, SHOTS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, CUT: tl.constexpr, PARTS: tl.constexpr, TERMS: tl.constexpr,
+    SQUARED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, TABLE: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """out = x @ weight.T, and what stands around it. Grid (tiles of x's rows, tiles of the weights' rows * PARTS):
     programs that read the same weights begin together."""
@@ -185,6 +186,6 @@ def small_m_kernel(
         elif GATED:
             store(first / (1 + tl.exp(-first)) * second, out_ptr, column, n, rows, height)
         elif RANKS > 1:
-            _send(acc, peers, slot, column, n, rows, height, rank, RANKS)
+            _send(acc, peers, slot, column, n, rows, height, rank, RANKS, SHOTS)
         else:
             store(acc, out_ptr, column, n, rows, height)

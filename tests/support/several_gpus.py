@@ -1,6 +1,6 @@
-"""What two GPUs answer beside one; tests/parallel/test_tensor_parallel.py starts it by torchrun.
+"""The answers of two or four GPUs, compared with those of one; tests/parallel/test_tensor_parallel.py starts it.
 
-In float32 the tokens are those of the CPU. In bfloat16 both ranks compare every outcome, and their answers here.
+In float32 the tokens are those of the CPU. In bfloat16 all ranks compare every outcome, and their answers here.
 """
 
 import copy
@@ -40,7 +40,7 @@ def main():
     for dtype in (torch.float32, torch.bfloat16):
         target = copy.deepcopy(rounds.target("llama")).to("cuda", dtype)
         for algorithm, options in SYSTEMS.items():
-            for size in (1, 2) if algorithm != "ngram" else (None,):
+            for size in (1, dist.get_world_size()) if algorithm != "ngram" else (None,):
                 more = {} if size is None else dict(
                     draft=draft_for(algorithm, target, dtype), draft_tensor_parallel_size=size)  # fmt: skip
                 more |= dict(max_cache_len=200, tensor_parallel="auto", compile=False)
@@ -52,9 +52,9 @@ def main():
                 if dtype == torch.float32:
                     assert all(torch.equal(a.cpu(), b) for a, b in zip(answers, plain)), (algorithm, size)
                 for answer in answers:
-                    both = [torch.empty_like(answer) for _ in range(2)]
-                    dist.all_gather(both, answer)
-                    assert torch.equal(*both), (algorithm, size, dtype)
+                    every = [torch.empty_like(answer) for _ in range(dist.get_world_size())]
+                    dist.all_gather(every, answer)
+                    assert all(torch.equal(each, answer) for each in every), (algorithm, size, dtype)
                 if dist.get_rank() == 0:
                     notes = fast.speculation.options.ranks.notes
                     print(algorithm, size, dtype, f"{fast.speculation.stats.accept_length:.2f}", *notes, flush=True)
