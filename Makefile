@@ -7,7 +7,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
 READY := $(VENV)/.ready
-CORE := CMakeLists.txt $(wildcard spec_compile/ngram/*.h spec_compile/ngram/*.cpp)
+CORE := CMakeLists.txt $(wildcard spec_compile/ngram/*.h spec_compile/ngram/*.cpp spec_compile/kernels/linear/*.h spec_compile/kernels/linear/*.cpp)
 
 .PHONY: demo test test-all mutations lint docs wheel bench setup clean
 

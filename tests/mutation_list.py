@@ -1617,6 +1617,21 @@ MODULES = [
         "tests/drafters/test_quantised_drafts.py -k 'has_the_weights and ct_nvfp4'",
     ),
     Mutation(
+        "weights on a CPU are scaled after the product", "spec_compile/kernels/linear/few_rows.py",
+        "scaled_first = rounds is None and dtype != torch.int8", "scaled_first = False",
+        "tests/kernels/test_few_rows.py -k test_layouts",
+    ),
+    Mutation(
+        "a constant scale on a CPU is that of each row", "spec_compile/kernels/linear/few_rows.py",
+        "scaled_first, not layout.norms_after)", "scaled_first, False)",
+        "tests/kernels/test_few_rows.py -k test_layouts",
+    ),
+    Mutation(
+        "a CPU's kernel rounds activations where none are to be", "spec_compile/kernels/linear/quantised/__init__.py",
+        "        return layout.unrounded(x, parts, bias)\n", "        pass\n",
+        "tests/kernels/test_few_rows.py -k test_the_op_takes_the_kernel",
+    ),
+    Mutation(
         "a sum of 4-bit codes has the scale of the group before", "spec_compile/kernels/linear/w4a8_kernel.py",
         "weight.scales + column // GROUP * outputs", "weight.scales + start // GROUP * outputs",
         "tests/kernels/test_packed_products.py -k 'products and 18 and w4a8'",

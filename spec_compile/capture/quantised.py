@@ -4,6 +4,7 @@ A dtype says little here: GPTQ and AWQ keep their weights in buffers, torchao's 
 method that transformers does not know leaves weights that were never scaled.
 """
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -18,6 +19,8 @@ from .adapters import twin
 from .experts import IMPLEMENTATION, SELECTOR, are_packed
 from .mxfp4 import are_mxfp4, library_tensors, mark_mxfp4
 from .sharded import Fake, fake_twin, is_sharded
+
+log = logging.getLogger("spec_compile")
 
 READ = {
     "fp8": "fine-grained FP8", "compressed-tensors": "compressed-tensors", "gptq": "GPTQ", "awq": "AWQ",
@@ -88,12 +91,19 @@ def are_shared_by_library(model: nn.Module, packed: set[str]) -> bool:
 
 def hold_one_layout(model: PreTrainedModel) -> None:
     """Make layers that a kernel reads in a layout of its own hold their weights only in that, layer by layer."""
-    dtype = model.get_output_embeddings().weight.dtype
+    dtype, lacks = model.get_output_embeddings().weight.dtype, set()
     for part in model.modules():
         packed = _read(part)
         if packed is not None:
-            hold_packed(part, packed, dtype)
+            lacks.add(hold_packed(part, packed, dtype))
         packed = None  # the library's tensors go before the next layer is packed
+    lacks.discard(None)
+    if lacks and model.device.type == "cpu":
+        log.warning(
+            "Quantised layers are unpacked anew in every step, which takes several times as long as 16 bits: %s. "
+            "Load the model without quantisation if the memory suffices.",
+            "; ".join(sorted(lacks)),
+        )
 
 
 def _read(part: nn.Module) -> quantised.Packed | None:

@@ -1,5 +1,7 @@
 """use_small_m_linears: linear layers take the form that reads their weights fastest."""
 
+from collections.abc import Callable
+
 from torch import Tensor, fx
 
 from ..graph import ModelGraph, attribute
@@ -20,9 +22,14 @@ def use_small_m_linears(graph: ModelGraph, settings) -> str:
         if form is not None:
             node.target = form.op
             changed += 1
+<<<<<<< HEAD
     is_library_faster = settings.purpose == "prefill" and settings.exact != "request"
     packed, copied = _use_packed(graph) if few_rows and not is_library_faster else (0, 0)
     summary = f"{changed + packed} linear layers take a form of ours"
+=======
+    packed, copied = _use_packed(graph) if settings.purpose != "prefill" or graph.device.type == "cpu" else (0, 0)
+    summary = f"{changed + packed} linear layers take the form for few rows"
+>>>>>>> 84281f6 (kernels: products of few rows on a CPU read bf16 and packed weights)
     return f"{summary}; copies of quantised weights for it take {copied / 1e9:.2f} GB" if copied else summary
 
 
@@ -39,7 +46,7 @@ def _use_packed(graph: ModelGraph) -> tuple[int, int]:
     return changed, copied
 
 
-def _put(graph: ModelGraph, node: fx.Node, name: str, kind: str, tensors: list[Tensor]) -> int:
+def _put(graph: ModelGraph, node: fx.Node, name: str, op: Callable, kind: str, tensors: list[Tensor]) -> int:
     """Put the kernel's product in place of a layer. Returns the bytes of weights that are copies."""
     call = arguments_of(node)
     parts, copied = list(call["parts"]), 0
@@ -48,7 +55,10 @@ def _put(graph: ModelGraph, node: fx.Node, name: str, kind: str, tensors: list[T
             if tensor.data_ptr() != attribute(graph.gm, parts[index].target).data_ptr():
                 copied += tensor.nbytes
                 parts[index] = _buffer(graph, f"{name}_{index}", tensor)
-    node.target, node.args = linear.PRODUCT, (call["x"], parts[0], call["bias"])
+    if op == linear.QUANTISED:
+        node.args = call["x"], parts[: len(tensors)], call["bias"], kind
+        return copied
+    node.target, node.args = op, (call["x"], parts[0], call["bias"])
     node.kwargs = {"scales": parts[1], "kind": kind}
     return copied
 

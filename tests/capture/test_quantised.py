@@ -32,7 +32,7 @@ from spec_compile.drafters.modules.layers import LayerKnobs
 from spec_compile.graph import ModelGraph, calls
 from spec_compile.inventory import held_tensors
 from spec_compile.kernels import experts, linear
-from spec_compile.kernels.linear import QUANTISED, quantised
+from spec_compile.kernels.linear import QUANTISED, few_rows, quantised
 from spec_compile.passes import fuse_append, fuse_residuals, fuse_swiglu, use_small_m_linears
 from spec_compile.passes.row_invariance import variant_parts
 from spec_compile.passes.tap_hidden_states import FINAL
@@ -143,8 +143,10 @@ KERNELS = [
     "fp4",
 ]
 """Formats with a kernel for few rows."""
-UNMERGED = [*PACKED_BY_HAND, "nf4", "nf4_nested", "fp4", "ct_fp8_static"]
-"""Formats whose parts have outputs in another dimension than the first, or a scale for all."""
+UNMERGED = ["gptq_by_activation", "ct_fp8_static"]
+"""Formats that no kernel reads, or with a scale for all."""
+if few_rows.BEST == 0:
+    UNMERGED += ["gptq", "awq", "nf4", "nf4_nested", "fp4"]  # whose parts have outputs in another dimension
 
 
 @pytest.mark.sweep("fp8_block ct_fp8 ct_w4a16 ct_w4a8 nf4 ao_int8 gptq_by_activation")

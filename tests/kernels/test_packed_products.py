@@ -7,7 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+<<<<<<< HEAD
 from packed_layers import DRAWN, FP8
+=======
+from drawn_layers import DRAWN, FP8, prepared
+>>>>>>> 84281f6 (kernels: products of few rows on a CPU read bf16 and packed weights)
 from places import ON_GPU
 from torch.nn import functional as F
 
@@ -24,13 +28,6 @@ from spec_compile.kernels.linear.quantised.rows import rounded_rows
 
 HALF = {name: torch.float16 if name in ("ct64 fp16", "gptq", "awq") else torch.bfloat16 for name in DRAWN}
 TILES = {8: ProductTile(64, 128, 16, 4, 2, bits=8), 4: ProductTile(64, 256, 16, 4, 2, bits=4)}
-
-
-def prepared(name, outputs, inputs, device="cpu"):
-    """A layer as its library has it, and as the kernel reads it: layout and parts of both."""
-    layout, parts = DRAWN[name](outputs, inputs)
-    parts = [part.to(device) for part in parts]
-    return (layout, parts), quantised.repacked(layout, parts, inputs)
 
 
 def launch(x, layout, parts, count, tile, **around):

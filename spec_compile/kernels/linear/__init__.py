@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from ...graph import ModelGraph, attribute, calls
 from .. import HALF
 from ..ops import arguments_of
-from . import avx512, product_ops, quantised, small_m, transposed  # noqa: F401
+from . import few_rows, product_ops, quantised, small_m, transposed  # noqa: F401
 
 aten = torch.ops.aten
 
@@ -37,9 +37,13 @@ PRODUCT = torch.ops.spec_compile.product.default
 TO_STREAM = torch.ops.spec_compile.product_to_stream.default
 TO_HEADS = torch.ops.spec_compile.product_to_heads.default
 SMALL_M = LinearForm(PRODUCT, "cuda", HALF, few_rows=True)
-AVX512 = LinearForm(avx512.avx512_linear, "cpu", (torch.float32,), few_rows=True)
+FEW_ROWS = LinearForm(few_rows.few_rows_linear, "cpu", (torch.float32, torch.bfloat16), few_rows=True)
 TRANSPOSED = LinearForm(transposed.transposed_linear, "cpu", (torch.bfloat16,), few_rows=True)
-FORMS = (SMALL_M, *((AVX512,) if avx512.SUPPORTED else ()), *((TRANSPOSED,) if transposed.SUPPORTED else ()))
+FORMS = (
+    SMALL_M,
+    *((TRANSPOSED,) if transposed.SUPPORTED else ()),
+    *((FEW_ROWS,) if few_rows.BEST >= few_rows.WIDE else ()),
+)
 PLAIN = aten.linear.default
 """The op of a captured linear layer. A layer that no form serves keeps it."""
 LINEARS = {PLAIN, PRODUCT, TO_STREAM, TO_HEADS} | {form.op for form in FORMS}
@@ -57,34 +61,58 @@ def choose(weight: Tensor, few_rows: bool) -> LinearForm | None:
     return None
 
 
-def choose_packed(parts: list[Tensor], inputs: int, kind: str, dtype: torch.dtype) -> tuple[str, list[Tensor]] | None:
-    """The kind and the parts, weight and scales, by which `SMALL_M` multiplies few rows of a dtype in place of a
-    quantised layer; None: it cannot."""
-    if dtype not in HALF or small_m.lack_of_device(parts[0].device) is not None:
+def _has_small_m(device: torch.device, dtype: torch.dtype) -> bool:
+    return dtype in HALF and small_m.lack_of_device(device) is None
+
+
+def lack_of_packed(layout: quantised.WeightLayout, parts: list[Tensor], dtype: torch.dtype) -> str | None:
+    """Why no kernel multiplies few rows of a dtype by the parts of a layout; None if one does."""
+    device = parts[0].device
+    if _has_small_m(device, dtype):
+        return small_m.lack(parts[0], layout.kind, dtype)
+    return few_rows.lack(layout, parts, dtype) if device.type == "cpu" else "its GPU has no kernel for this dtype"
+
+
+def _readable(parts: list[Tensor], dtype: torch.dtype, repack: Callable[[], tuple | None]) -> tuple | None:
+    """The layout and the parts of ``repack()``, if a kernel reads them."""
+    device = parts[0].device
+    if not _has_small_m(device, dtype) and (device.type != "cpu" or few_rows.lack_of_device(dtype) is not None):
         return None
-    form = quantised.repacked(quantised.layout_of(kind), parts, inputs)
-    if form is None or small_m.lack(form[1][0], form[0].kind, dtype) is not None:
-        return None
-    return form[0].kind, form[1]
+    form = repack()
+    return None if form is None or lack_of_packed(*form, dtype) is not None else form
+
+
+def choose_packed(
+    parts: list[Tensor], inputs: int, kind: str, dtype: torch.dtype
+) -> tuple[Callable, str, list[Tensor]] | None:
+    """The op, `PRODUCT` on a GPU and `QUANTISED` on a CPU, the kind and the parts by which a kernel multiplies few rows
+    of a dtype in place of a quantised layer; None: it cannot."""
+    layout = quantised.layout_of(kind)
+    form = _readable(parts, dtype, lambda: quantised.repacked(layout, parts, inputs))
+    return form and (PRODUCT if _has_small_m(parts[0].device, dtype) else QUANTISED, form[0].kind, form[1])
 
 
 def for_few_rows(packed: quantised.Packed, dtype: torch.dtype) -> quantised.Packed | None:
-    """A quantised layer in the layout that `SMALL_M` reads, if it multiplies activations of a dtype; else None."""
+    """A quantised layer in the layout that a kernel for few rows reads, if it multiplies activations of a dtype; else
+    None."""
     parts, layout = [*packed.parts.values()], packed.layout
-    if dtype not in HALF or small_m.lack_of_device(parts[0].device) is not None:
-        return None
-    form = (layout, parts) if layout.packing else layout.for_few_rows(parts, packed.inputs)
-    if form is None or small_m.lack(form[1][0], form[0].kind, dtype) is not None:
-        return None
-    return packed._replace(layout=form[0], parts=dict(zip(quantised.PARTS, form[1])))
+
+    def repack() -> tuple | None:
+        return (layout, parts) if layout.packing else layout.for_few_rows(parts, packed.inputs)
+
+    form = _readable(parts, dtype, repack)
+    return form and packed._replace(layout=form[0], parts=dict(zip(quantised.PARTS, form[1])))
 
 
-def hold_packed(module: nn.Module, packed: quantised.Packed, dtype: torch.dtype) -> None:
-    """Let a quantised layer hold its weights only in the layout that `SMALL_M` reads, if it multiplies activations of a
-    dtype and its layout differs from the layer's."""
-    form = None if packed.layout.packing else for_few_rows(packed, dtype)
-    if form is not None:
+def hold_packed(module: nn.Module, packed: quantised.Packed, dtype: torch.dtype) -> str | None:
+    """Let a quantised layer hold its weights only in the layout that a kernel for few rows reads, if it multiplies
+    activations of a dtype and its layout differs from the layer's. Returns why no kernel does; None if one does."""
+    form = for_few_rows(packed, dtype)
+    if form is None:
+        return lack_of_packed(packed.layout, [*packed.parts.values()], dtype)
+    if not packed.layout.packing:
         quantised.hold_in_one_layout(module, packed, (form.layout, [*form.parts.values()]))
+    return None
 
 
 def few_rows_linear(x: Tensor, weight: Tensor) -> Tensor:

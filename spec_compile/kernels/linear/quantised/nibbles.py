@@ -175,11 +175,13 @@ class TableNibbles(Words):
 LAYOUTS = (Nibbles, TableNibbles)
 
 
-def pack(codes: Tensor, zeros: Tensor | int, scales: Tensor) -> tuple[Nibbles, list[Tensor]] | None:
+def pack(codes: Tensor, zeros: Tensor | int, scales: Tensor) -> tuple[Words, list[Tensor]] | None:
     """The layout of codes and its parts; None if the kernel does not read such groups.
 
     codes [O, I] uint8 of 0 to 15, zeros [G, O] or one for all, scales [G, O].
     """
+    if scales.dtype == torch.float32 and bool((torch.as_tensor(zeros) == ZERO).all()):
+        return pack_with_table(codes, torch.arange(-ZERO, 16 - ZERO, device=codes.device).float(), scales)
     group = group_of(codes.shape[1], len(scales))
     if scales.dtype not in DTYPES or group is None:
         return None

@@ -1,0 +1,147 @@
+"""Products of few rows on a CPU, with weights as numbers or as codes (the kernel is C++, in few_rows.cpp).
+
+It reads the weights once for all rows of a round, and adds up each row in one order for any number of rows.
+"""
+
+import functools
+import warnings
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ... import extensions
+from ..plain import are_plain
+
+if TYPE_CHECKING:
+    from .quantised.layout import WeightLayout
+
+try:
+    _few_rows = extensions.load("kernels.linear._few_rows")
+except extensions.OtherSourcesError as error:
+    warnings.warn(f"products on a CPU are slower: {error}", stacklevel=2)
+    _few_rows = None
+except ImportError:  # the package was not built
+    _few_rows = None
+
+LEVELS = ("", "AVX2", "AVX-512", "AVX-512 with VNNI and BF16")
+"""The instructions of each level; the kernel takes the last that the CPU has."""
+BEST = 0 if _few_rows is None else _few_rows.levels()
+"""The level of this CPU; 0: there is no kernel."""
+WIDE = 2
+"""The first level that is faster than BLAS with weights as numbers."""
+MAX_ROWS = {torch.float32: 16, torch.bfloat16: 64}
+"""The most rows with weights as numbers: BLAS uses the caches better with more."""
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""`Number` of few_rows.h."""
+WEIGHTS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
+"""`Weights` of few_rows.h, by the dtype; then blocks of FP8, and nibbles."""
+FP8_BLOCKS, NIBBLES = 4, 5
+ROUNDINGS = {torch.int8: 1, torch.float8_e4m3fn: 2}
+"""`Rounding` of few_rows.h, by the dtype of codes."""
+UNITS = ("nibbles_bf16_centred", "nibbles_fp16_centred", "nibbles_bf16", "nibbles_fp16", "nibbles_table")
+"""Names of `WeightLayout.packing`, in the order of `Units` of few_rows.h."""
+
+
+class ProductForm(NamedTuple):
+    """How few_rows.cpp takes a product; see `Product` in few_rows.h."""
+
+    weights: int
+    rounding: int = 0
+    scaled_first: bool = False
+    constant: bool = False
+    units: int = 0
+    group: int = 1
+    turn: int = 0
+
+
+NUMBERS = {torch.float32: ProductForm(0), torch.bfloat16: ProductForm(1)}
+"""The forms of weights that are no codes."""
+
+
+def serves(weight: Tensor, rows: int) -> bool:
+    """True if the kernel multiplies so many rows by a weight [O, I] of numbers faster than BLAS."""
+    most = MAX_ROWS.get(weight.dtype, 0)
+    few = 1 < rows <= most if weight.dtype == torch.float32 else rows <= most  # BLAS is as fast with one of float32
+    return few and BEST >= WIDE and weight.is_contiguous()
+
+
+def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear``: x [..., I], weight [O, I], bias [O] -> [..., O], by the kernel where it is the faster."""
+    if not serves(weight, x.numel() // x.shape[-1]):
+        return F.linear(x, weight, bias)
+    return torch.ops.spec_compile.few_rows_product(x, weight, bias)
+
+
+def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`few_rows_linear` of any number of rows by the kernel."""
+    return multiply(NUMBERS[weight.dtype], x, weight, None, bias)
+
+
+def lack_of_device(dtype: torch.dtype) -> str | None:
+    """Why the kernel cannot multiply activations of a dtype on this CPU; None if it can."""
+    if BEST == 0:
+        return "the CPU has no AVX2" if _few_rows else "the package was not built"
+    return None if dtype in NUMBERS else f"its kernel takes no {dtype}"
+
+
+def lack(layout: "WeightLayout", parts: list[Tensor], dtype: torch.dtype) -> str | None:
+    """Why the kernel cannot multiply activations of a dtype by the parts of a layout; None if it can."""
+    reason = lack_of_device(dtype)
+    if reason is not None:
+        return reason
+    if form_of(layout, parts[0].dtype) is None:
+        return "no kernel reads its layout"
+    return None if all(part.is_contiguous() for part in parts) else "its parts do not lie one row after the other"
+
+
+def quantised_product(layout: "WeightLayout", x: Tensor, parts: list[Tensor], bias: Tensor | None) -> Tensor | None:
+    """A quantised layer on a CPU, x [..., I] -> [..., O], of any number of rows; None if the kernel does not serve."""
+    if x.device.type != "cpu" or are_plain() or lack(layout, parts, x.dtype) is not None:
+        return None
+    return multiply(form_of(layout, parts[0].dtype), x, parts[0], parts[1], bias)
+
+
+@functools.cache
+def form_of(layout: "WeightLayout", dtype: torch.dtype) -> ProductForm | None:
+    """The form of a layout whose first part has a dtype; None: the kernel does not read it."""
+    name, group = layout.packing or ("", 1)
+    if name == "fp8_blocks":
+        return ProductForm(FP8_BLOCKS, 3)
+    if name in UNITS:
+        return ProductForm(NIBBLES, units=UNITS.index(name), group=group, turn=layout.turn) if group >= 32 else None
+    if name != "channels":
+        return None
+    rounds = layout.row_dtype(torch.empty(0, dtype=dtype))
+    scaled_first = rounds is None and dtype != torch.int8
+    return ProductForm(WEIGHTS[dtype], ROUNDINGS.get(rounds, 0), scaled_first, not layout.norms_after)
+
+
+def multiply(
+    form: ProductForm, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, level: int | None = None
+) -> Tensor:
+    """The kernel, at a level of instructions (None: the best): x [..., I] -> [..., O] of x's dtype."""
+    shape, x = x.shape, x.contiguous()
+    inputs, outputs = shape[-1], weight.shape[0]
+    rows, out = x.numel() // inputs, x.new_empty(*shape[:-1], outputs)
+    bias = None if bias is None else bias.to(x.dtype).contiguous()
+    level = BEST if level is None else level
+    _few_rows.multiply(
+        x.data_ptr(), weight.data_ptr(), 0 if scales is None else scales.data_ptr(),
+        0 if bias is None else bias.data_ptr(), out.data_ptr(), rows, inputs, outputs,
+        weight.stride(0) * weight.element_size(), DTYPES[x.dtype], 0 if scales is None else DTYPES.get(scales.dtype, 0),
+        *form[:4], form.units, form.group, form.turn, level, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+# `torch.library.custom_op` would add 15 microseconds to each of the hundred products of a round.
+_LIBRARY = torch.library.Library("spec_compile", "FRAGMENT")
+_LIBRARY.define("few_rows_product(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_LIBRARY.impl("few_rows_product", few_rows_product, "CPU")
+
+
+@torch.library.register_fake("spec_compile::few_rows_product")
+def _(x, weight, bias):
+    return x.new_empty(*x.shape[:-1], weight.shape[0])

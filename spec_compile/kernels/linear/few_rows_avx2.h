@@ -1,0 +1,109 @@
+// Vectors of AVX2, FMA and F16C for few_rows_tiles.h.
+constexpr int kLanes = 8;
+constexpr int kMostRows = 3;  // rows of x in a tile of 4 outputs: 12 of the 16 registers are sums
+
+typedef __m256 Floats;
+struct Table {
+    Floats low, high;  // the numbers of codes below 8, and of the others
+};
+
+INLINE Floats floats_of_bfloat16(const uint16_t* codes) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)codes)), 16));
+}
+
+INLINE Floats floats_of_int8(const uint8_t* codes) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)codes)));
+}
+
+// The numbers over 256: float8_e4m3fn with another bit of exponent is a float16, subnormal numbers too.
+INLINE Floats floats_of_fp8(const uint8_t* codes) {
+    const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)codes));
+    const __m128i halves = _mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(short(0xBF80)));
+    return _mm256_cvtph_ps(halves);
+}
+
+INLINE Floats spread(float number) { return _mm256_set1_ps(number); }
+INLINE Floats times(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+INLINE void put(float* at, Floats v) { _mm256_storeu_ps(at, v); }
+
+INLINE Floats to_bfloat16(Floats v) {  // rounded to nearest, ties to even
+    const __m256i bits = _mm256_castps_si256(v), last = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i sum = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), last);
+    return _mm256_castsi256_ps(_mm256_and_si256(sum, _mm256_set1_epi32(int(0xFFFF0000))));
+}
+
+INLINE Floats to_float16(Floats v) { return _mm256_cvtph_ps(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT)); }
+
+// (code - zero) * scale of the codes 0 to 15.
+INLINE Table line(float scale, float zero) {
+    const Floats low = _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7), high = _mm256_setr_ps(8, 9, 10, 11, 12, 13, 14, 15);
+    const Floats each = _mm256_set1_ps(zero), scales = _mm256_set1_ps(scale);
+    return {_mm256_mul_ps(_mm256_sub_ps(low, each), scales), _mm256_mul_ps(_mm256_sub_ps(high, each), scales)};
+}
+
+INLINE Table scaled(const float* numbers, float scale) {
+    return {times(_mm256_loadu_ps(numbers), spread(scale)), times(_mm256_loadu_ps(numbers + 8), spread(scale))};
+}
+
+INLINE Table rounded(Table table, bool half) {
+    if (half) return {to_float16(table.low), to_float16(table.high)};
+    return {to_bfloat16(table.low), to_bfloat16(table.high)};
+}
+
+INLINE Floats numbers_of(const Table& table, __m256i codes) {
+    const Floats low = _mm256_permutevar8x32_ps(table.low, codes), high = _mm256_permutevar8x32_ps(table.high, codes);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)));
+}
+
+INLINE __m256i turned_right(__m256i words, int bits) {
+    const __m128i right = _mm_cvtsi32_si128(bits & 31), left = _mm_cvtsi32_si128(32 - (bits & 31));
+    return _mm256_or_si256(_mm256_srl_epi32(words, right), _mm256_sll_epi32(words, left));
+}
+
+INLINE const Table& table_for(const Table& table, const float*) { return table; }
+
+// The numbers of nibble `bits / 4` of 32 half-words, in the order of these.
+INLINE void look_up(const Table& table, const uint8_t* words, int bits, float* out) {
+    for (int half = 0; half < 2; half++) {
+        const __m256i codes = _mm256_loadu_si256((const __m256i*)(words + 32 * half));
+        const Floats even = numbers_of(table, turned_right(codes, bits));
+        const Floats odd = numbers_of(table, turned_right(codes, bits + 16));
+        const Floats first = _mm256_unpacklo_ps(even, odd), second = _mm256_unpackhi_ps(even, odd);
+        put(out + 16 * half, _mm256_permute2f128_ps(first, second, 0x20));
+        put(out + 16 * half + 8, _mm256_permute2f128_ps(first, second, 0x31));
+    }
+}
+
+struct FloatSums {
+    typedef float Element;
+    typedef __m256 Sum;
+    static constexpr int kStep = 8;
+    static INLINE Sum zero() { return _mm256_setzero_ps(); }
+    static INLINE __m256 load(const float* at) { return _mm256_loadu_ps(at); }
+    static INLINE __m256 load_weights(const float* at) { return load(at); }
+    static INLINE Sum add(Sum sum, __m256 a, __m256 b) { return _mm256_fmadd_ps(a, b, sum); }
+    static INLINE void totals_of(const Sum* s, int32_t, float* out) {
+        const __m256 four = _mm256_hadd_ps(_mm256_hadd_ps(s[0], s[1]), _mm256_hadd_ps(s[2], s[3]));
+        _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(four), _mm256_extractf128_ps(four, 1)));
+    }
+};
+
+struct IntSums {
+    typedef int16_t Element;
+    typedef __m256i Sum;
+    static constexpr int kStep = 16;
+    static INLINE Sum zero() { return _mm256_setzero_si256(); }
+    static INLINE __m256i load(const int16_t* at) { return _mm256_loadu_si256((const __m256i*)at); }
+    static INLINE __m256i load_weights(const int16_t* at) { return load(at); }
+    static INLINE Sum add(Sum sum, __m256i a, __m256i b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
+    static INLINE void totals_of(const Sum* s, int32_t, float* out) {
+        const __m256i four = _mm256_hadd_epi32(_mm256_hadd_epi32(s[0], s[1]), _mm256_hadd_epi32(s[2], s[3]));
+        const __m128i exact = _mm_add_epi32(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1));
+        _mm_storeu_ps(out, _mm_cvtepi32_ps(exact));
+    }
+};
+
+INLINE void int16_of_int8(const uint8_t* codes, int16_t* out) {  // 32 of them
+    for (int at = 0; at < 32; at += 16)
+        _mm256_storeu_si256((__m256i*)(out + at), _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(codes + at))));
+}

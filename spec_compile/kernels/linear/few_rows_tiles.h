@@ -1,0 +1,382 @@
+// Products of few rows for one level of instructions: the file before this one has its vectors.
+//
+// A panel of some outputs and inputs is decoded into the L1 cache, and tiles of it are multiplied by all rows. Each sum
+// of a row runs over the inputs in ascending order, one vector after the other, whatever the number of rows and the
+// sizes of panels and tiles. Numbers of w that need no decoding are multiplied where they lie.
+
+constexpr int kOutputs = 4;          // of a tile
+constexpr int kPanelOutputs = 16;    // of a panel with more rows than a tile has: x is then read less often
+constexpr int64_t kChunk = 64;       // rows whose sums are kept at once
+
+// 32 codes: those at `codes`, or if the row has fewer left a copy of these and zeros.
+template <class Code> INLINE const Code* whole_or_copy(const Code* codes, int64_t left, Code* copy) {
+    if (left >= 32) return codes;
+    std::memset(copy, 0, 32 * sizeof(Code));
+    if (left > 0) std::memcpy(copy, codes, left * sizeof(Code));
+    return copy;
+}
+
+// How panels are made of w: `panel(p, output, input, count, ahead, out)`; `count` is a multiple of 32,
+// and `ahead` the bytes to what comes after.
+template <class Element> struct Direct {
+    static constexpr bool kDirect = true;
+    static INLINE void panel(const Product&, int64_t, int64_t, int64_t, int64_t, Element*) {}
+};
+
+// The same where rows do not end with a vector.
+template <class Element> struct Copied {
+    static constexpr bool kDirect = false;
+    static KERNEL void panel(const Product& p, int64_t o, int64_t k, int64_t count, int64_t, Element* out) {
+        const int64_t there = std::min(count, p.inputs - k), size = sizeof(Element);
+        std::memcpy(out, p.w + o * p.row_bytes + k * size, there * size);
+        std::memset(out + there, 0, (count - there) * size);
+    }
+};
+
+struct Bfloat16s {
+    static constexpr bool kDirect = false;
+    static KERNEL void panel(const Product& p, int64_t o, int64_t k, int64_t count, int64_t ahead, float* out) {
+        const uint16_t* w = reinterpret_cast<const uint16_t*>(p.w + o * p.row_bytes) + k;
+        for (int64_t at = 0; at < count; at += 32) {
+            uint16_t rest[32];
+            const uint16_t* codes = whole_or_copy(w + at, p.inputs - k - at, rest);
+            __builtin_prefetch(reinterpret_cast<const uint8_t*>(w + at) + ahead, 0, 2);
+            for (int lane = 0; lane < 32; lane += kLanes) put(out + at + lane, floats_of_bfloat16(codes + lane));
+        }
+    }
+};
+
+constexpr float kFp8Unit = 256.f;  // `floats_of_fp8` over this
+
+// Codes of 8 bits. kFp8: float8_e4m3fn, else int8.
+template <bool kFp8> struct Bytes {
+    static constexpr bool kDirect = false;
+
+    static INLINE Floats floats(const uint8_t* codes, Floats scale) {
+        if constexpr (kFp8) return times(floats_of_fp8(codes), scale);
+        else return floats_of_int8(codes);
+    }
+
+    // Weights that are scaled before the product are rounded to the dtype of x.
+    static INLINE void decode(const uint8_t* codes, Floats scale, bool rounds, float* out) {
+        for (int lane = 0; lane < 32; lane += kLanes) {
+            const Floats numbers = floats(codes + lane, scale);
+            put(out + lane, rounds ? to_bfloat16(numbers) : numbers);
+        }
+    }
+#if NATIVE
+    static INLINE void decode(const uint8_t* codes, Floats scale, bool, uint16_t* out) {
+        put_bfloat16(out, floats(codes, scale), floats(codes + kLanes, scale));
+    }
+#else
+    static INLINE void decode(const uint8_t* codes, Floats, bool, int16_t* out) { int16_of_int8(codes, out); }
+#endif
+
+    template <class Element>
+    static KERNEL void panel(const Product& p, int64_t o, int64_t k, int64_t count, int64_t ahead, Element* out) {
+        const uint8_t* w = p.w + o * p.row_bytes + k;
+        const int64_t columns = (p.inputs + kBlock - 1) / kBlock;
+        const float* blocks = static_cast<const float*>(p.scales) + o / kBlock * columns;
+        const bool rounds = p.scaled_first && p.dtype == Number::bfloat16;
+        Floats scale = spread(kFp8Unit * (p.scaled_first ? number(p.scales, p.scale_type, o) : 1.f));
+        for (int64_t at = 0; at < count; at += 32) {
+            if (p.weights == Weights::fp8_blocks) scale = spread(kFp8Unit * blocks[(k + at) / kBlock]);
+            uint8_t rest[32];
+            const uint8_t* codes = whole_or_copy(w + at, p.inputs - k - at, rest);
+            __builtin_prefetch(w + at + ahead, 0, 2);
+            decode(codes, scale, rounds, out + at);
+        }
+    }
+};
+
+// Nibbles in blocks of 256 inputs, two vectors of half-words. Nibble j of half-word h of vector v is that of input
+// 64 j + 32 v + h, or with groups of 32 of input 128 v + 32 j + h; see `Words` in quantised/nibbles.py.
+template <Units kUnits> struct Nibbles {
+    static constexpr bool kDirect = false;
+    static constexpr bool kHalf = kUnits == Units::centred_float16 || kUnits == Units::float16;
+    static constexpr bool kCentred = kUnits == Units::centred_float16 || kUnits == Units::centred_bfloat16;
+
+    // The numbers of an output's codes in a group, rounded as the layout says, then to the dtype of x.
+    // pairs: two groups have their scales side by side.
+    static INLINE Table table(const Product& p, int64_t o, int64_t group, bool pairs, bool to_float, bool rounds) {
+        const int64_t pair = pairs ? group / 2 : group, second = pairs ? group % 2 : 0;
+        if constexpr (kUnits == Units::table) {
+            const float* numbers = static_cast<const float*>(p.scales);
+            const Table unrounded = scaled(numbers, numbers[((1 + pair) * p.outputs + o) * 2 + second]);
+            return rounds ? rounded(unrounded, false) : unrounded;
+        }
+        constexpr Number type = kHalf ? Number::float16 : Number::bfloat16;
+        Table numbers;
+        if constexpr (kCentred) {
+            constexpr float small = kHalf ? 0x1p-9f : 0x1p-65f;  // scales are times two to 18, or to 130
+            numbers = line(number(p.scales, type, (pair * p.outputs + o) * 2 + second) * small * small, 8.f);
+        } else {
+            const int64_t unit = (group * p.outputs + o) * 2;
+            const float zero = -number(p.scales, type, unit + 1) - (kHalf ? 1024.f : 128.f);
+            numbers = line(number(p.scales, type, unit), zero);
+        }
+        if (kHalf || to_float) numbers = rounded(numbers, kHalf);
+        return kHalf && rounds ? rounded(numbers, false) : numbers;
+    }
+
+    template <class Element>
+    static KERNEL void panel(const Product& p, int64_t o, int64_t k, int64_t count, int64_t ahead, Element* out) {
+        const uint8_t* row = p.w + o * p.row_bytes + k / 2;
+        const bool pairs = p.group < 256;
+        constexpr bool to_float = sizeof(Element) == sizeof(float);  // else `table_for` rounds to bfloat16
+        const bool rounds = to_float && p.dtype == Number::bfloat16;
+        const int64_t groups = pairs ? 256 / p.group : 1;  // of a block
+        int64_t group = pairs ? k / 256 * groups : k / p.group, rest = pairs ? 0 : p.group - k % p.group;
+        if (o % kPanelOutputs == 0)  // scales of the next outputs, which share a line
+            for (int64_t at = 0; at < count / p.group; at++)
+                __builtin_prefetch(static_cast<const uint32_t*>(p.scales) + (group + at) * p.outputs + o + kPanelOutputs);
+        for (int64_t block = 0; block < count; block += 256, row += 128) {
+            __builtin_prefetch(row + ahead, 0, 2);
+            __builtin_prefetch(row + ahead + 64, 0, 2);
+            if (p.group == 32) {
+                for (int part = 0; part < 8 && block + 32 * part < count; part++, out += 32)
+                    look_up(table_for(table(p, o, group + part, true, to_float, rounds), out), row + part / 4 * 64, p.turn + part % 4 * 4, out);
+                group += groups;
+                continue;
+            }
+            auto numbers = table_for(table(p, o, group, pairs, to_float, rounds), out);
+            for (int j = 0; j < 4; j++, out += 64) {
+                if (j && j * groups % 4 == 0 && pairs) numbers = table_for(table(p, o, group + j * groups / 4, true, to_float, rounds), out);
+                look_up(numbers, row, p.turn + 4 * j, out);
+                look_up(numbers, row + 64, p.turn + 4 * j, out + 32);
+            }
+            rest -= 256;
+            if (pairs) group += groups;
+            else if (rest <= 0) group++, rest += p.group;
+        }
+    }
+};
+
+// Some outputs of w and rows of x, and their sums so far.
+template <class S> struct Tile {
+    const typename S::Element *w, *x;
+    int64_t w_stride, x_stride, columns, ahead;
+    typename S::Sum* sums;  // [rows, kPanelOutputs]
+    bool first;
+};
+
+template <class S, int O, int M, bool kAhead> KERNEL void multiply(const Tile<S>& t) {
+    typename S::Sum sums[O][M];
+    for (int j = 0; j < M; j++)
+        for (int i = 0; i < O; i++) sums[i][j] = t.first ? S::zero() : t.sums[j * kPanelOutputs + i];
+    for (int64_t k = 0; k < t.columns; k += S::kStep) {
+        decltype(S::load_weights(t.w)) weights[O];
+        for (int i = 0; i < O; i++) {
+            weights[i] = S::load_weights(t.w + i * t.w_stride + k);
+            if (kAhead) __builtin_prefetch(t.w + i * t.w_stride + k + t.ahead, 0, 2);  // beyond the end it does nothing
+        }
+        for (int j = 0; j < M; j++) {
+            const auto values = S::load(t.x + j * t.x_stride + k);
+            for (int i = 0; i < O; i++) sums[i][j] = S::add(sums[i][j], weights[i], values);
+        }
+    }
+    for (int j = 0; j < M; j++)
+        for (int i = 0; i < O; i++) t.sums[j * kPanelOutputs + i] = sums[i][j];
+}
+
+template <class S, int O, bool kAhead> KERNEL void multiply(const Tile<S>& t, int64_t rows) {
+    switch (rows) {
+        case 1: return multiply<S, O, 1, kAhead>(t);
+        case 2: return multiply<S, O, 2, kAhead>(t);
+        case 3: return multiply<S, O, 3, kAhead>(t);
+    }
+    if constexpr (kMostRows > 3) switch (rows) {
+        case 4: return multiply<S, O, 4, kAhead>(t);
+        case 5: return multiply<S, O, 5, kAhead>(t);
+        case 6: return multiply<S, O, 6, kAhead>(t);
+    }
+}
+
+// All rows of a chunk times the outputs of a panel.
+template <class S, bool kAhead> KERNEL void panel_times_rows(Tile<S> t, int64_t outputs, int64_t rows) {
+    const int64_t tiles = (rows + kMostRows - 1) / kMostRows, size = (rows + tiles - 1) / tiles;
+    for (int64_t m = 0; m < rows; m += size) {
+        Tile<S> part = t;
+        part.x += m * t.x_stride;
+        part.sums += m * kPanelOutputs;
+        const int64_t count = std::min(size, rows - m);
+        int64_t o = 0;
+        for (; o + kOutputs <= outputs; o += kOutputs) {
+            if (kAhead && m == 0) multiply<S, kOutputs, kAhead>(part, count);
+            else multiply<S, kOutputs, false>(part, count);
+            part.w += kOutputs * t.w_stride;
+            part.sums += kOutputs;
+        }
+        for (; o < outputs; o++, part.w += t.w_stride, part.sums++) multiply<S, 1, false>(part, count);
+    }
+}
+
+// The outputs of a panel: sums times scales plus bias, rounded once.
+template <class S> KERNEL void finish(const Product& p, const typename S::Sum* sums, int64_t row, int64_t rows, int64_t o, int64_t outputs) {
+    const bool codes = p.weights == Weights::int8 || p.weights == Weights::fp8;
+    float scales[kPanelOutputs], biases[kPanelOutputs], numbers[kPanelOutputs];
+    for (int64_t i = 0; i < outputs; i++) {
+        scales[i] = codes && !p.scaled_first ? number(p.scales, p.scale_type, o + i) : 1.f;
+        biases[i] = p.bias ? number(p.bias, p.dtype, o + i) : 0.f;
+    }
+    for (int64_t r = row; r < row + rows; r++, sums += kPanelOutputs) {
+        const float scale = p.row_scales ? p.row_scales[r] : 1.f;
+        for (int64_t i = 0; i < outputs; i += 4) S::totals_of(sums + i, p.row_sums ? p.row_sums[r] : 0, numbers + i);
+        for (int64_t i = 0; i < outputs; i++) numbers[i] = numbers[i] * scales[i] * scale + biases[i];
+        for (int64_t i = 0; i < outputs; i++) put_number(p.out, p.dtype, r * p.outputs + o + i, numbers[i]);
+    }
+}
+
+// Outputs begin .. end of all rows.
+template <class S, class W> KERNEL void outputs_of(const Product& p, int64_t begin, int64_t end, Scratch& scratch) {
+    static_assert(sizeof(typename S::Sum) * kChunk * kPanelOutputs <= Scratch::kSumBytes);
+    typedef typename S::Element Element;
+    typename S::Sum* sums = reinterpret_cast<typename S::Sum*>(scratch.sums);
+    Element* panel = reinterpret_cast<Element*>(scratch.panel);
+    const Element* x = static_cast<const Element*>(p.prepared);
+    for (int64_t row = 0; row < p.rows; row += kChunk) {
+        const int64_t rows = std::min(kChunk, p.rows - row), outputs = rows > kMostRows ? kPanelOutputs : kOutputs;
+        const bool whole = W::kDirect && rows <= kMostRows;
+        const int64_t most = whole ? p.padded() : Scratch::kPanelBytes / int64_t(sizeof(Element)) / outputs;
+        for (int64_t o = begin; o < end; o += outputs) {
+            const int64_t here = std::min(outputs, end - o);
+            for (int64_t k = 0; k < p.padded(); k += most) {
+                const int64_t columns = std::min(most, p.padded() - k);
+                // Bytes from these weights to those that come next: of these outputs, or the first of the next ones.
+                const bool last = k + most >= p.padded();
+                const int64_t ahead = (last ? -k : most) * p.row_bytes / p.inputs + (last ? outputs * p.row_bytes : 0);
+                Tile<S> t{panel, x + row * p.x_stride + k, most, p.x_stride, columns, 0, sums, k == 0};
+                if constexpr (W::kDirect) {
+                    t.w = reinterpret_cast<const Element*>(p.w + o * p.row_bytes) + k;
+                    t.w_stride = p.row_bytes / int64_t(sizeof(Element));
+                    t.ahead = ahead / int64_t(sizeof(Element));
+                } else {
+                    for (int64_t i = 0; i < here; i++) W::panel(p, o + i, k, columns, ahead, panel + i * most);
+                }
+                panel_times_rows<S, W::kDirect>(t, here, rows);
+            }
+            finish<S>(p, sums, row, rows, o, here);
+        }
+    }
+}
+
+// Rows of x as the sums take them.
+
+INLINE void put_element(float* at, float number) { *at = number; }
+INLINE void put_element(int8_t* at, float number) { *at = int8_t(number); }
+INLINE void put_element(int16_t* at, float number) { *at = int16_t(number); }
+INLINE void put_element(uint16_t* at, float number) { *at = bfloat16_of(number); }
+
+// Inputs k .. k + count of a row of x, and zeros beyond the last; `count` is at most a block.
+INLINE void floats_of_row(const Product& p, int64_t row, int64_t k, int64_t count, float* out) {
+    const int64_t there = std::max(std::min(count, p.inputs - k), int64_t(0)), start = row * p.inputs + k;
+    if (p.dtype == Number::float32) std::memcpy(out, static_cast<const float*>(p.x) + start, there * sizeof(float));
+    else {
+        const uint16_t* numbers = static_cast<const uint16_t*>(p.x) + start;
+        for (int64_t i = 0; i < there; i++) out[i] = float_of_bits(uint32_t(numbers[i]) << 16);
+    }
+    for (int64_t i = there; i < count; i++) out[i] = 0.f;
+}
+
+INLINE float largest_of(const float* numbers, int64_t count) {
+    uint32_t largest = 0;  // of the bits without the sign, which are in the order of sizes; NaN is the largest
+    for (int64_t i = 0; i < count; i++) largest = std::max(largest, bits_of(numbers[i]) & 0x7FFFFFFFu);
+    return float_of_bits(largest);
+}
+
+// `row` to `out`, of `padded` elements. Every step is rounded to the dtype of x.
+template <class Element> KERNEL void prepare_row(const Product& p, int64_t row, Element* out) {
+    float buffer[kBlock];
+    int32_t total = 0;
+    const bool wide = p.dtype == Number::float32, by_row = p.row_scales != nullptr;
+    float scale = 1.f;
+    if (by_row) {
+        float largest = 0.f;
+        for (int64_t k = 0; k < p.inputs && !p.constant; k += kBlock) {
+            floats_of_row(p, row, k, kBlock, buffer);
+            const float both[] = {largest, largest_of(buffer, kBlock)};
+            largest = largest_of(both, 2);
+        }
+        const float unrounded = largest / (p.rounding == Rounding::int8_rows ? 127.5f : 448.f);
+        const float chosen = p.constant ? number(p.scales, p.scale_type, p.outputs) : unrounded;
+        p.row_scales[row] = scale = wide ? chosen : rounded_bfloat16(chosen);
+        scale = scale > 0.f ? scale : 1.f;
+    }
+    for (int64_t k = 0; k < p.padded(); k += kBlock) {
+        const int64_t count = std::min(kBlock, p.padded() - k);
+        floats_of_row(p, row, k, count, buffer);
+        if (p.rounding == Rounding::fp8_blocks) {
+            const float largest = largest_of(buffer, count);
+            scale = largest > 0.f ? largest / 448.f : 1.f;
+            for (int64_t i = 0; i < count; i++) buffer[i] = rounded_fp8(buffer[i] / scale) * scale;
+        } else if (by_row) {
+            for (int64_t i = 0; i < count; i++) buffer[i] /= scale;
+            for (int64_t i = 0; i < count && !wide; i++) buffer[i] = rounded_bfloat16(buffer[i]);
+            if (p.rounding == Rounding::fp8_rows)
+                for (int64_t i = 0; i < count; i++) buffer[i] = rounded_fp8(buffer[i]);
+            else
+                for (int64_t i = 0; i < count; i++) buffer[i] = rounded_int8(buffer[i]), total += int32_t(buffer[i]);
+        }
+        for (int64_t i = 0; i < count; i++) put_element(out + k + i, buffer[i]);
+    }
+    if (by_row) p.row_sums[row] = total;
+}
+
+// True if the sums take pairs of bfloat16, or integers; else they take float.
+INLINE bool takes_bfloat16(const Product& p) {
+    return NATIVE && p.dtype == Number::bfloat16 && p.rounding != Rounding::fp8_blocks;
+}
+INLINE bool takes_integers(const Product& p) { return p.weights == Weights::int8 && p.rounding == Rounding::int8_rows; }
+
+// Where the rows of x are as they are taken; with more of them, their distance would put them into the same few lines of
+// the L1 cache.
+KERNEL bool is_prepared(const Product& p) {
+    const bool same = p.dtype == Number::float32 || takes_bfloat16(p);
+    return same && p.rounding == Rounding::none && p.inputs == p.padded() && p.rows <= kMostRows;
+}
+
+// Bytes of an element of a prepared row.
+KERNEL int64_t element_size(const Product& p) {
+    return takes_integers(p) ? sizeof(IntSums::Element) : takes_bfloat16(p) ? sizeof(uint16_t) : sizeof(float);
+}
+
+KERNEL void prepare(const Product& p, int64_t row) {
+    if (takes_integers(p)) prepare_row(p, row, static_cast<IntSums::Element*>(p.prepared) + row * p.x_stride);
+    else if (takes_bfloat16(p)) prepare_row(p, row, static_cast<uint16_t*>(p.prepared) + row * p.x_stride);
+    else prepare_row(p, row, static_cast<float*>(p.prepared) + row * p.x_stride);
+}
+
+template <class S> KERNEL void of_numbers(const Product& p, int64_t begin, int64_t end, Scratch& scratch) {
+    if (p.weights == Weights::int8) outputs_of<S, Bytes<false>>(p, begin, end, scratch);
+    else if (p.weights != Weights::nibbles) outputs_of<S, Bytes<true>>(p, begin, end, scratch);
+    else switch (p.units) {
+        case Units::centred_bfloat16: return outputs_of<S, Nibbles<Units::centred_bfloat16>>(p, begin, end, scratch);
+        case Units::centred_float16: return outputs_of<S, Nibbles<Units::centred_float16>>(p, begin, end, scratch);
+        case Units::bfloat16: return outputs_of<S, Nibbles<Units::bfloat16>>(p, begin, end, scratch);
+        case Units::float16: return outputs_of<S, Nibbles<Units::float16>>(p, begin, end, scratch);
+        case Units::table: return outputs_of<S, Nibbles<Units::table>>(p, begin, end, scratch);
+    }
+}
+
+KERNEL void run(const Product& p, int64_t begin, int64_t end, Scratch& scratch) {
+    const bool whole = p.inputs == p.padded();
+#if NATIVE
+    if (takes_integers(p)) {
+        if (whole) return outputs_of<IntSums, Direct<int8_t>>(p, begin, end, scratch);
+        return outputs_of<IntSums, Copied<int8_t>>(p, begin, end, scratch);
+    }
+    if (takes_bfloat16(p)) {
+        if (p.weights != Weights::bfloat16) return of_numbers<Bf16Sums>(p, begin, end, scratch);
+        if (whole) return outputs_of<Bf16Sums, Direct<uint16_t>>(p, begin, end, scratch);
+        return outputs_of<Bf16Sums, Copied<uint16_t>>(p, begin, end, scratch);
+    }
+#else
+    if (takes_integers(p)) return outputs_of<IntSums, Bytes<false>>(p, begin, end, scratch);
+#endif
+    if (p.weights == Weights::float32) {
+        if (whole) return outputs_of<FloatSums, Direct<float>>(p, begin, end, scratch);
+        return outputs_of<FloatSums, Copied<float>>(p, begin, end, scratch);
+    }
+    if (p.weights == Weights::bfloat16) return outputs_of<FloatSums, Bfloat16s>(p, begin, end, scratch);
+    of_numbers<FloatSums>(p, begin, end, scratch);
+}

@@ -1,0 +1,160 @@
+"""Products of few rows on a CPU against the plain meaning, at every level of instructions that the CPU has."""
+
+from unittest import mock
+
+import pytest
+import torch
+from drawn_layers import DRAWN, prepared
+from torch.nn import functional as F
+
+from spec_compile.kernels.linear import few_rows, quantised, transposed
+from spec_compile.kernels.linear.few_rows import BEST, LEVELS, NUMBERS, few_rows_linear, form_of, lack, multiply
+from spec_compile.kernels.linear.quantised.made import int4, int8
+from spec_compile.kernels.plain import plain_kernels
+
+pytestmark = pytest.mark.skipif(BEST == 0, reason="needs a CPU with AVX2, and the package built")
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+COUNTS = 65, 64, 17, 16, 13, 7, 6, 5, 4, 3, 2, 1
+"""Numbers of rows around the sizes of tiles, panels and chunks."""
+READ = [name for name in DRAWN if not name.startswith("w4a8") and name not in ("nvfp4", "modelopt fp4")]
+ROUNDED = ("fp8", "ct fp8", "ct int8", "static fp8", "static int8")
+"""Layouts whose plain meaning rounds products of codes and scales, which the kernel does not."""
+
+
+@pytest.fixture(params=range(1, BEST + 1), ids=lambda level: LEVELS[level])
+def level(request):
+    return request.param
+
+
+def same_for_all_rows(form, x, weight, scales, bias, level):
+    """The product of all rows, whose bits are those of any first rows."""
+    out = multiply(form, x, weight, scales, bias, level)
+    for rows in COUNTS:
+        assert torch.equal(multiply(form, x[:rows], weight, scales, bias, level), out[:rows]), rows
+    return out
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize("outputs, inputs", [(1, 1), (37, 77), (24, 576), (50, 1504)])
+def test_numbers(dtype, outputs, inputs, level):
+    x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((65, inputs), (outputs, inputs), (outputs,)))
+    for b in (None, bias):
+        got = same_for_all_rows(NUMBERS[dtype], x, weight, None, b, level)
+        want = F.linear(x.double(), weight.double(), None if b is None else b.double())
+        torch.testing.assert_close(got, want.to(dtype), rtol=1e-5 if dtype == FLOAT32 else 8e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("outputs, inputs", [(136, 384), (40, 640), (24, 1280)])
+@pytest.mark.parametrize("name", READ)
+def test_layouts(name, outputs, inputs, level):
+    torch.manual_seed(1)
+    layout, parts = prepared(name, outputs, inputs)[1]
+    for dtype in (FLOAT32, BFLOAT16):
+        assert lack(layout, parts, dtype) is None
+        x, bias = torch.randn(65, inputs).to(dtype), torch.randn(outputs).to(dtype)
+        got = same_for_all_rows(form_of(layout, parts[0].dtype), x, *parts, bias, level)
+        want = layout.product(x, parts, bias)
+        error = (got.float() - want.float()).norm() / want.float().norm()
+        assert error < (1e-6 if dtype == FLOAT32 else 5e-3 if name in (*ROUNDED, "ao int8") else 2e-4), error
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_sums_of_integers_are_exact(rows, level):
+    form, scales = form_of(quantised.layout_of("PerChannel 1"), torch.int8), torch.ones(6, 1)  # the last is x's
+    for inputs in (64, 100, 4100):
+        x, weight = (torch.randint(-128, 128, shape) for shape in ((rows, inputs), (5, inputs)))
+        x[0], weight[0] = -128, -128
+        got = multiply(form, x.float(), weight.to(torch.int8), scales, None, level)
+        assert torch.equal(got, (x.double() @ weight.double().T).float())
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_groups_that_end_within_a_block(group, level):
+    """Of scales in every dtype, those of float32 with a table."""
+    for dtype in (FLOAT32, BFLOAT16, torch.float16):
+        x, packed = torch.randn(7, 9 * group), int4(torch.randn(40, 9 * group).to(dtype), group)
+        layout, parts = packed.layout.for_few_rows([*packed.parts.values()], 9 * group)
+        got = multiply(form_of(layout, parts[0].dtype), x, *parts, None, level)
+        torch.testing.assert_close(got, F.linear(x, packed.weight().float()), rtol=1e-5, atol=1e-4)
+
+
+def test_every_code_of_fp8(level):
+    """Subnormal numbers too. Its two codes of NaN are left out."""
+    codes = torch.arange(256, dtype=torch.uint8)[torch.arange(256) & 127 != 127].view(torch.float8_e4m3fn)
+    form = form_of(quantised.layout_of("Float8Weight"), codes.dtype)
+    for dtype in (FLOAT32, BFLOAT16):
+        got = multiply(form, torch.ones(1, 1, dtype=dtype), codes.view(-1, 1), torch.ones(254, 1), None, level)
+        assert torch.equal(got[0], codes.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+def test_activations_of_zeros_and_of_nan(dtype, level):
+    for kind, codes in (
+        ("PerChannel 0", torch.int8),
+        ("PerChannel 0", torch.float8_e4m3fn),
+        ("Fp8Block 128 128", None),
+    ):
+        weight = torch.ones(3, 128).to(codes or torch.float8_e4m3fn)
+        form = form_of(quantised.layout_of(kind), weight.dtype)
+        x = torch.zeros(2, 128, dtype=dtype)
+        x[1, 7] = torch.nan
+        got = multiply(form, x, weight, torch.ones(3, 1), None, level)
+        assert torch.equal(got[0], torch.zeros(3, dtype=dtype)) and got[1].isnan().all(), got
+
+
+def test_threads_give_the_same_bits(level):
+    x, weight = torch.randn(9, 64), torch.randn(500, 64)
+    form, packed = form_of(quantised.layout_of("Int8Weight"), torch.int8), int8(weight)
+    calls = [(NUMBERS[FLOAT32], x, weight, None, None), (form, x, *packed.parts.values(), None)]
+    one = [multiply(*call, level) for call in calls]
+    torch.set_num_threads(2)
+    try:
+        assert all(torch.equal(multiply(*call, level), want) for call, want in zip(calls, one))
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_the_op_takes_the_kernel():
+    """A layer on a CPU, whatever its rows are; `plain_kernels` and unrounded activations keep the plain meaning."""
+    packed = int8(torch.randn(24, 64))
+    parts, x = [*packed.parts.values()], torch.randn(2, 3, 64)
+    run = torch.ops.spec_compile.quantised_linear.default
+    with mock.patch.object(few_rows, "multiply", wraps=multiply) as kernel:
+        got = run(x, parts, None, packed.layout.kind)
+        run(torch.randn(300, 64), parts, None, packed.layout.kind)
+        assert kernel.call_count == 2
+        with plain_kernels():
+            torch.testing.assert_close(run(x, parts, None, packed.layout.kind), got)
+        with quantised.unrounded_activations():
+            run(x, parts, None, packed.layout.kind)
+        run(x.half(), parts, None, packed.layout.kind)
+        assert kernel.call_count == 2
+    assert got.shape == (2, 3, 24)
+
+
+@pytest.mark.skipif(BEST < few_rows.WIDE, reason="needs a CPU with AVX-512")
+@pytest.mark.parametrize("rows", [1, 5, 16, 17, 64, 65])
+def test_few_rows_linear_is_linear(rows):
+    for dtype in (FLOAT32, BFLOAT16):
+        x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((rows, 1, 96), (50, 96), (50,)))
+        turned, last = x.transpose(0, 1).expand(2, -1, -1), torch.randn(96, 50).to(dtype).t()
+        for given in ((x, weight), (x, weight, bias), (turned, weight), (x, last)):
+            want = F.linear(*(each.double() for each in given)).to(dtype)
+            torch.testing.assert_close(few_rows_linear(*given), want, rtol=8e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 40])
+def test_transposed_linear_is_linear(rows):
+    x, weight, bias = torch.randn(rows, 1, 24), torch.randn(10, 24), torch.randn(10)
+    for b in (None, bias):
+        torch.testing.assert_close(transposed.transposed_linear(x, weight, b), F.linear(x, weight, b))
+
+
+def test_a_cpu_without_the_kernel_keeps_the_plain_meaning(monkeypatch):
+    packed, x = int8(torch.randn(24, 64)), torch.randn(3, 64)
+    parts = [*packed.parts.values()]
+    want = packed.layout.product(x, parts, None)
+    monkeypatch.setattr(few_rows, "BEST", 0)
+    assert lack(packed.layout, parts, FLOAT32) == "the CPU has no AVX2"
+    assert torch.equal(torch.ops.spec_compile.quantised_linear(x, parts, None, packed.layout.kind), want)
+    assert torch.equal(few_rows_linear(x, torch.eye(64)), x)
