@@ -46,9 +46,10 @@ class Options:
     prefix_cache_host_bytes: bytes of the host's memory for what no longer fits there (0: none; default: a tenth of
         the memory, at most 4 GB).
     exact: "bits" refuses, by name, every model and setting in which the logits of a token may depend on the drafts in
-        its tree. "request" also refuses those in which they may depend on anything but the tokens before it, such as the
-        size of a prompt's chunk, other requests or a copied prefix, and has quantised weights of prompts multiplied by
-        kernels of rounds, which is slower. "auto" refuses nothing, and `explain()` names the parts that prevent both.
+        its tree. "request" also refuses those in which they may depend on anything but the tokens before it, as on the
+        size of a prompt's chunk, on other requests or on a copied prefix, and has quantised weights of prompts
+        multiplied by the kernels of rounds, which is slower. "auto" refuses nothing, and `explain()` names the parts
+        that prevent both.
     cache: keep what a start finds out on disk for the next one: True ($SPEC_COMPILE_CACHE, by default
         ``~/.cache/spec_compile``), a folder, or False.
     artefact: a folder that ``speculation.save(folder)`` has made, to start from it.

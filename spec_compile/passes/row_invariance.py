@@ -94,7 +94,7 @@ def _reason(graph: ModelGraph, node: fx.Node) -> str | None:
     if not _is_float(node.meta.get("val")) or node.target in FUNCTIONS:
         return None
     if node.target == QUANTISED:
-        return "product of quantised weights by a library (exact='request' takes the kernel, if there is one)"
+        return "quantised product by a library"
     if node.target in TARGETS:
         return None if graph.backend == INVARIANT_BACKEND else f"attention by {graph.backend}"
     if node.target is advance_or_look:

@@ -22,14 +22,10 @@ def use_small_m_linears(graph: ModelGraph, settings) -> str:
         if form is not None:
             node.target = form.op
             changed += 1
-<<<<<<< HEAD
     is_library_faster = settings.purpose == "prefill" and settings.exact != "request"
-    packed, copied = _use_packed(graph) if few_rows and not is_library_faster else (0, 0)
+    packs = graph.device.type == "cpu" or (few_rows and not is_library_faster)
+    packed, copied = _use_packed(graph) if packs else (0, 0)
     summary = f"{changed + packed} linear layers take a form of ours"
-=======
-    packed, copied = _use_packed(graph) if settings.purpose != "prefill" or graph.device.type == "cpu" else (0, 0)
-    summary = f"{changed + packed} linear layers take the form for few rows"
->>>>>>> 84281f6 (kernels: products of few rows on a CPU read bf16 and packed weights)
     return f"{summary}; copies of quantised weights for it take {copied / 1e9:.2f} GB" if copied else summary
 
 

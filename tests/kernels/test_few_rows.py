@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from drawn_layers import DRAWN, prepared
+from packed_layers import DRAWN, prepared
 from torch.nn import functional as F
 
 from spec_compile.kernels.linear import few_rows, quantised, transposed

@@ -7,11 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-<<<<<<< HEAD
-from packed_layers import DRAWN, FP8
-=======
-from drawn_layers import DRAWN, FP8, prepared
->>>>>>> 84281f6 (kernels: products of few rows on a CPU read bf16 and packed weights)
+from packed_layers import DRAWN, FP8, prepared
 from places import ON_GPU
 from torch.nn import functional as F
 

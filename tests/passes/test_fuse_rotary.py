@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from toy_graphs import (
     HIDDEN,
-    PREFILL,
     SIZE,
     VOCAB,
     Block,
@@ -26,7 +25,6 @@ from spec_compile import kernels, passes
 from spec_compile.capture.trace import capture
 from spec_compile.graph import calls
 from spec_compile.kernels import ops
-from spec_compile.kernels.attention import Use
 from spec_compile.passes import Settings
 from spec_compile.passes.fuse_norms import fuse_norms
 from spec_compile.passes.fuse_qk_norms import fuse_qk_norms

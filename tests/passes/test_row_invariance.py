@@ -128,7 +128,7 @@ def test_other_attention_of_prompts_is_named_by_those_who_ask_for_requests(half_
         "prefill": half_on_gpu("llama", role="prefill", name="flex", captured=False),
     }
     require_same_bits("bits", graphs)
-    with pytest.raises(UnsupportedModelError, match="exact: 'request' cannot be kept.*: attention by flex"):
+    with pytest.raises(UnsupportedModelError, match=r"exact: 'request' cannot be kept.*: attention by flex"):
         require_same_bits("request", graphs)
     assert explain._bits(*map(variant_parts, graphs.values())) == [
         "same bits whatever is drafted: yes",

@@ -16,7 +16,6 @@ from spec_compile.drafters.modules.dflash import DFlashDraft
 from spec_compile.drafters.modules.eagle import Eagle3Head
 from spec_compile.drafters.modules.latent import LatentSizes
 from spec_compile.drafters.modules.layers import LayerKnobs
-from spec_compile.kernels.attention import BACKENDS
 from spec_compile.kernels.experts import launch
 from spec_compile.runtime.flights import AHEAD
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from spec_compile.capture.quantised import QuantisedLinear
+from spec_compile.kernels.linear import quantised
 from spec_compile.kernels.linear.quantised import Packed
 from spec_compile.kernels.linear.quantised.awq import Awq
 from spec_compile.kernels.linear.quantised.bitsandbytes import Table4
@@ -129,6 +130,13 @@ TINY = {
     "w4a8": w4a8(8, 0, 1), "w4a8 bytes": w4a8(8, 0, 0), "w4a8 fp8": w4a8(8, 1, 1),
 }  # fmt: skip
 """The same with groups of 8, for layers of tiny models."""
+
+
+def prepared(name, outputs, inputs, device="cpu"):
+    """A layer as its library has it, and as the kernel reads it: layout and parts of both."""
+    layout, parts = DRAWN[name](outputs, inputs)
+    parts = [part.to(device) for part in parts]
+    return (layout, parts), quantised.repacked(layout, parts, inputs)
 
 
 def packed(model, name):

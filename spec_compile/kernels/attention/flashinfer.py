@@ -13,7 +13,6 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from ...graph import LayerSpec
 from ...tree import MAX_NODES
 from .. import HALF
 from ..ops import append
