@@ -1661,6 +1661,16 @@ MODULES = [
         "tests/kernels/test_recurrence_forms.py -k wkv",
     ),
     Mutation(
+        "tokens that do not count lead a state of linear attention on",
+        "spec_compile/kernels/recurrence/linear_kernel.py", "leads = valid > step", "leads = valid >= step",
+        "tests/kernels/test_recurrence.py -k same_bits",
+    ),
+    Mutation(
+        "a convolution's state lacks the last token of a chunk", "spec_compile/kernels/recurrence/convolution.py",
+        "source = (valid[:, None]", "source = ((valid - 1).clamp(min=0)[:, None]",
+        "tests/kernels/test_recurrence_forms.py -k convolution",
+    ),
+    Mutation(
         "children of the root go on from the state before it",
         "spec_compile/kernels/recurrence/channelwise_kernel.py", "if parent >= 0:", "if parent > 0:",
         "tests/kernels/test_recurrence.py -k gated",

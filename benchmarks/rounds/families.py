@@ -10,7 +10,7 @@ from spec_compile.runtime.steps.build import StepKind
 
 FAMILIES = {
     "norms": ("rsqrt", "rms_norm", "l2_norms"),
-    "recurrences": ("linear_tree", "linear_commit", "convolution_", "selective", "walk_kernel"),
+    "recurrences": ("linear_attention", "linear_commit", "convolution_", "selective", "walk_kernel"),
     "attention": ("attention", "append_kernel", "tree_kernel", "tail_tiles", "prompt_kernel", "merge_"),
     "matrix products": ("small_m", "gemm", "cutlass", "nvjet", "splitk", "gemv", "cublas"),
     "rotary embedding, activations": ("triton_poi", "triton_red", "triton_per"),

@@ -292,7 +292,7 @@ from spec_compile.kernels.recurrence import initial_state, launch, stash_shapes,
 found, walk.walk_kernel = [], Compiled(walk.walk_kernel)
 walk.launch(torch.ones(1, 64, dtype=torch.int64))
 results["a walk"] = found[0].metadata.shared
-KERNELS = "linear_tree", "linear_commit", "convolution_tree", "convolution_commit", "selective", "selective_commit"
+KERNELS = "linear_attention", "linear_commit", "convolution", "convolution_commit", "selective", "selective_commit"
 KERNELS += "channelwise", "channelwise_commit"
 for name in KERNELS:
     setattr(launch, f"{name}_kernel", Compiled(getattr(launch, f"{name}_kernel")))
@@ -318,9 +318,8 @@ for name, (kind, inputs) in SHAPES.items():
     stash = [torch.zeros(*(() if shared else (1,)), *shape, dtype=dtype) for shape, dtype, shared in parts]
     launch.tree(kind, inputs, state, stash, torch.zeros(1, 5, 16, dtype=torch.int32))
     launch.commit(kind, [state], stash, torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-    if kind in launch.CHUNKS:
-        launch.CHUNKS[kind](inputs, state, torch.tensor([16]))
-    # A tile lies in the registers alike where a tree reads it and where a commit leads it on, so that both round alike.
+    launch.CHUNKS[kind](inputs, state, torch.tensor([16]))
+    # A tile lies in the registers alike in a tree, in a commit and in a chunk, so that all round alike.
     text = "".join(kernel.asm["ttgir"] for kernel in found)
     layouts = {layout for layout in re.findall("#ttg.blocked<(.*)>", text) if layout.endswith("order = [1, 0]}")}
     assert kind in ("convolution", "gated", "wkv") or len(layouts) == 1, (name, layouts)

@@ -15,7 +15,7 @@ from spec_compile.tree import ancestry
 DEVICE = torch.device("cuda" if GPU else "cpu")
 pytestmark = ON_GPU if GPU else []
 
-ALL = ["convolution", "decay", "delta", "delta by channel", "selective", "gated", "wkv"]
+ALL = ["convolution", "convolution in bfloat16", "decay", "delta", "delta by channel", "selective", "gated", "wkv"]
 
 
 @pytest.fixture
@@ -33,32 +33,58 @@ def positive(*shape):
 
 
 class Layer:
-    """Random inputs of one recurrence for a tree, a state and a stash. No size is a power of two."""
+    """Random inputs of one recurrence for a tree, a state and a stash. No size is a power of two, or `sizes` are."""
 
-    def __init__(self, kind, batch, tokens):
+    def __init__(self, kind, batch, tokens, **sizes):
         self.kind = kind.split()[0]
-        self.inputs = inputs_of(kind, batch, tokens)
+        self.inputs = inputs_of(kind, batch, tokens, **sizes)
         self.state = torch.randn_like(initial_state(self.kind, self.inputs, batch))
         if kind == "wkv":
             self.state[:, 1] = 1 + positive(batch, 300)  # a sum of weights
         shapes = stash_shapes(self.kind, self.inputs)
-        self.stash = [normal(*(() if shared else (batch,)), *shape) for shape, _, shared in shapes]
+        self.stash = [normal(*(() if shared else (batch,)), *shape).to(dtype) for shape, dtype, shared in shapes]
 
     def look(self, ancestors, nodes=None, state=None):
         """Outputs of a tree over some nodes of the inputs (None: all)."""
-        constants = KINDS[self.kind].constants
-        inputs = [x if n in constants or nodes is None else x[:, nodes] for n, x in enumerate(self.inputs)]
+        if GPU:
+            torch.cuda.synchronize()  # a tree reads a state that no kernel shortly before it writes
         return advance_or_look(
-            self.kind, inputs, self.state if state is None else state, self.stash, torch.zeros(1), ancestors
+            self.kind, self.some(nodes), self.state if state is None else state, self.stash, torch.zeros(1), ancestors
         )
+
+    def some(self, tokens):
+        """The inputs of some tokens (a slice or numbers; None: all)."""
+        constants = KINDS[self.kind].constants
+        return [x if n in constants or tokens is None else x[:, tokens] for n, x in enumerate(self.inputs)]
+
+    def advance(self, state, size, valid):
+        """Outputs of chunks of `size` tokens, of which the first valid[b] update `state`."""
+        outputs = []
+        for begin in range(0, self.inputs[0].shape[1], size):
+            inputs = self.some(slice(begin, begin + size))
+            counted = (valid - begin).clamp(0, inputs[0].shape[1])
+            outputs.append(advance_or_look(self.kind, inputs, state, [], counted, None))
+        return torch.cat(outputs, dim=1)
+
+    def generate(self, state, size, valid):
+        """Outputs of trees that are chains of `size` nodes, of which those before valid[b] are committed."""
+        outputs = []
+        for begin in range(0, self.inputs[0].shape[1], size):
+            nodes = list(range(begin, min(begin + size, self.inputs[0].shape[1])))
+            chains = ancestry(torch.arange(-1, len(nodes) - 1, device=DEVICE).repeat(len(valid), 1))[0]
+            outputs.append(self.look(chains, nodes, state))
+            counted = (valid - begin).clamp(0, len(nodes)).tolist()
+            self.commit(state, [list(range(len(nodes)))] * len(valid), counted)
+        return torch.cat(outputs, dim=1)
 
     def commit(self, state, path, gained):
         commit(self.kind, [state], self.stash, torch.tensor(path, device=DEVICE), torch.tensor(gained, device=DEVICE))
 
 
 def inputs_of(kind, batch, tokens, key_heads=1, heads=2, dk=20, dv=12):
-    if kind == "convolution":
-        return [normal(batch, tokens, 600)[..., 8:308], normal(300, 3)]  # some outputs of a merged product
+    if kind.startswith("convolution"):
+        dtype = torch.bfloat16 if "bfloat16" in kind else torch.float32
+        return [normal(batch, tokens, 600).to(dtype)[..., 8:308], normal(300, 3).to(dtype)]  # of a merged product
     if kind == "selective":
         rows = [normal(batch, tokens, size) for size in (5, 5, 300)]
         return [*rows, positive(batch, tokens, 300), -positive(300, 5)]
@@ -160,15 +186,44 @@ def test_one_compilation_serves_every_number_of_nodes(served):
         assert all(map(torch.equal, stash, layer.stash))
 
 
-@pytest.mark.parametrize("kind", launch.CHUNKS)
+@pytest.mark.parametrize("kind", ALL)
 def test_a_prompt_is_scanned_as_the_plain_form_does(served, monkeypatch, kind):
     layer, valid = Layer(kind, 2, 9), torch.tensor([9, 4], device=DEVICE)
     state = layer.state.clone()
-    plain_out, plain_state = KINDS[kind].chunk(layer.inputs, state, valid)
-    out = advance_or_look(kind, layer.inputs, state, [], valid, None)
+    plain_out, plain_state = KINDS[layer.kind].chunk(layer.inputs, state, valid)
+    out = advance_or_look(layer.kind, layer.inputs, state, [], valid, None)
+    assert out.dtype == torch.float32 and out.is_contiguous()
     torch.testing.assert_close(out[0], plain_out[0], rtol=1e-4, atol=2e-5)
     torch.testing.assert_close(out[1, :4], plain_out[1, :4], rtol=1e-4, atol=2e-5)
     torch.testing.assert_close(state, plain_state, rtol=1e-4, atol=2e-5)
+
+
+PUBLISHED = dict(key_heads=2, heads=4, dk=128, dv=128)
+LENGTHS = [
+    pytest.param(5, 2, {}, id="5 tokens"),
+    *(pytest.param(300, 16, sizes, id=f"300 tokens, heads of {dk}", marks=ON_GPU)
+      for dk, sizes in ((20, {}), (128, PUBLISHED), (256, PUBLISHED | dict(dk=256)))),
+]  # fmt: skip
+"""Tokens, the nodes of a tree, and sizes of linear attention."""
+
+
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("tokens, nodes, sizes", LENGTHS)
+@pytest.mark.parametrize("batch", [1, 3] if GPU else [3])
+def test_a_token_has_the_same_bits_in_every_chunk_and_every_tree(served, kind, tokens, nodes, sizes, batch):
+    """Outputs and states of one chunk, of small chunks, of trees with commits, and of single tokens."""
+    linear = kind.split()[0] in ("decay", "delta")
+    layer = Layer(kind, batch, tokens, **(sizes if linear else {}))
+    valid = torch.tensor([tokens, tokens // 2, 0][:batch], device=DEVICE)
+    counts = torch.arange(tokens, device=DEVICE) < valid[:, None]
+    state = layer.state.clone()
+    out = layer.advance(state, tokens, valid)[counts]
+    assert batch < 3 or torch.equal(state[2], layer.state[2])
+    ways = [(layer.advance, size) for size in (nodes + 1, tokens - nodes - 1)]
+    for way, size in (*ways, (layer.generate, nodes), (layer.generate, 1)):
+        other = layer.state.clone()
+        assert torch.equal(way(other, size, valid)[counts], out), (way.__name__, size)
+        assert torch.equal(other, state), (way.__name__, size)
 
 
 @pytest.mark.parametrize("nodes, span", [(1, 1), (2, 1), (5, 5), (16, 3), (33, 33), (64, 2), (64, 64)])

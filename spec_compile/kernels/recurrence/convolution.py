@@ -17,13 +17,24 @@ def _state(inputs: Inputs) -> tuple[tuple[int, ...], torch.dtype]:
     return (weight.shape[1] - 1, x.shape[2]), x.dtype
 
 
+def shifted(state: Tensor, x: Tensor, valid: Tensor) -> Tensor:
+    """The state [B, w - 1, C] after the first valid[b] inputs of x [B, T, C]: the last of the state and of these.
+
+    Entry e is entry e + valid of [state, x]. w = 4, the state [r, s, t] and x [a, b, c] give [t, a, b] if valid is 2.
+    """
+    history = state.shape[1]
+    source = (valid[:, None] + torch.arange(history, device=x.device))[:, :, None].expand_as(state)
+    old = state.gather(1, source.clamp(max=history - 1))
+    new = x.gather(1, (source - history).clamp(min=0)).to(state.dtype)
+    return torch.where(source < history, old, new)
+
+
 def _chunk(inputs: Inputs, state: Tensor, valid: Tensor) -> tuple[Tensor | None, Tensor]:
     x, weight = inputs
-    known = torch.cat([state, x.to(state.dtype)], dim=1)
-    last = valid[:, None] + torch.arange(state.shape[1], device=x.device)
-    after = known.gather(1, last[:, :, None].expand(-1, -1, x.shape[2]))
+    after = shifted(state, x, valid)
     if weight is None:
         return None, after
+    known = torch.cat([state, x.to(state.dtype)], dim=1)
     columns = weight.float().unbind(1)
     return sum(known[:, tap : tap + x.shape[1]].float() * column for tap, column in enumerate(columns)), after
 

@@ -1,9 +1,9 @@
-"""Kernels of short convolutions: the windows of a tree's nodes, and the commit of a path.
+"""Kernels of short convolutions: the windows of a tree's nodes or of a prompt's tokens, and the commit of a path.
 
     out_i = weight[:, w - 1] * x_i + weight[:, w - 2] * x_parent(i) + ...    (w terms, see `convolution`)
 
-Import this module only where Triton is installed. A window is summed from its node upwards, so a node has the same bits
-in any tree.
+Import this module only where Triton is installed. A window is summed from its node upwards, so a token has the same
+bits in any tree and in a prompt's chunk of any size.
 """
 
 import triton
@@ -11,35 +11,39 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-@triton.jit(do_not_specialize=["nodes"])
-def convolution_tree_kernel(
-    x_ptr, weight_ptr,  # [B, nodes, CHANNELS] by its strides, [CHANNELS, WIDTH]
+@triton.jit(do_not_specialize=["tokens"])
+def convolution_kernel(
+    x_ptr, weight_ptr,  # [B, tokens, CHANNELS] by its strides, [CHANNELS, WIDTH]
     state_ptr,  # [B, WIDTH - 1, CHANNELS]
-    walk_ptr,  # [B, COLUMNS, nodes]; only the last column is read, the parents
-    stash_ptr, out_ptr,  # [B, MAX_NODES, CHANNELS] and float32 [B, nodes, CHANNELS], written
-    stride_xb, stride_xn, nodes, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    MAX_NODES: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+    walk_ptr,  # [B, COLUMNS, tokens] of trees; only the last column is read, the parents
+    stash_ptr, out_ptr,  # [B, MAX_NODES, CHANNELS] of trees and float32 [B, tokens, CHANNELS], written
+    stride_xb, stride_xn, tokens, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    MAX_NODES: tl.constexpr, COLUMNS: tl.constexpr, IS_TREE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One node and BLOCK channels a program. Grid (blocks of channels, nodes, B)."""
+    """A node of a tree or a token of a chunk, and BLOCK channels, a program. Grid (tokens, blocks of channels, B)."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    node, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    node, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = channel < CHANNELS
     x_ptr += row * stride_xb
     state_ptr += row * (WIDTH - 1) * CHANNELS
-    walk_ptr += (row * COLUMNS + COLUMNS - 1) * nodes
+    if IS_TREE:
+        walk_ptr += (row * COLUMNS + COLUMNS - 1) * tokens
 
     # The node's own input, which is also stashed.
     x = tl.load(x_ptr + node * stride_xn + channel, mask=mask, other=0.0)
-    tl.store(stash_ptr + (row * MAX_NODES + node) * CHANNELS + channel, x, mask=mask)
+    if IS_TREE:
+        tl.store(stash_ptr + (row * MAX_NODES + node) * CHANNELS + channel, x, mask=mask)
     total = x.to(tl.float32) * tl.load(weight_ptr + channel * WIDTH + WIDTH - 1, mask=mask, other=0.0).to(tl.float32)
 
     # Its predecessors: first ancestors, then the state from its end on; `before` counts the inputs read of the state.
     before = 0
     for tap in tl.static_range(1, WIDTH):
-        parent = tl.load(walk_ptr + tl.maximum(node, 0))
+        parent = node - 1
+        if IS_TREE:
+            parent = tl.load(walk_ptr + tl.maximum(node, 0))
         before += tl.where(node < 0, 1, 0)
         node = tl.where(node < 0, -1, parent)
         above, old = tl.where(node < 0, 0, CHANNELS), tl.where(node < 0, CHANNELS, 0)  # one load is masked out
@@ -47,7 +51,7 @@ def convolution_tree_kernel(
         value += tl.load(state_ptr + (WIDTH - 2 - before) * CHANNELS + channel, mask=channel < old, other=0.0)
         factor = tl.load(weight_ptr + channel * WIDTH + WIDTH - 1 - tap, mask=mask, other=0.0).to(tl.float32)
         total = tl.fma(value.to(tl.float32), factor, total)
-    tl.store(out_ptr + (row * nodes + tl.program_id(1)) * CHANNELS + channel, total, mask=mask)
+    tl.store(out_ptr + (row * tokens + tl.program_id(0)) * CHANNELS + channel, total, mask=mask)
 
 
 @triton.jit(do_not_specialize=["nodes", "batch"])

@@ -8,14 +8,15 @@ from torch import Tensor
 from ...tree import MAX_NODES
 from .. import dependent_launch
 from . import walk as walks
+from .convolution import shifted
 
 try:
     import triton
     import triton.language as tl
 
     from .channelwise_kernel import channelwise_commit_kernel, channelwise_kernel
-    from .convolution_kernel import convolution_commit_kernel, convolution_tree_kernel
-    from .linear_kernel import linear_commit_kernel, linear_tree_kernel
+    from .convolution_kernel import convolution_commit_kernel, convolution_kernel
+    from .linear_kernel import linear_attention_kernel, linear_commit_kernel
     from .selective_kernel import selective_commit_kernel, selective_kernel
 except ImportError:  # no GPU
     triton = None
@@ -80,16 +81,26 @@ def _strides(*tensors: Tensor) -> list[int]:
 
 
 def _linear_tree(inputs: Sequence[Tensor], state: Tensor, stash: Sequence[Tensor], walk: Tensor) -> Tensor:
+    return _linear_attention(inputs, state, stash, walk, None, dependent_launch.available(state))
+
+
+def linear_chunk(inputs: Sequence[Tensor], state: Tensor, valid: Tensor) -> Tensor:
+    """Outputs [B, T, H, Dv] of a chunk of a prompt, whose first valid[b] tokens update the state in place."""
+    return _linear_attention(inputs, state, [None] * 4, None, valid, False)
+
+
+def _linear_attention(inputs, state, stash, walk, valid, early: bool) -> Tensor:
     q, k, v, g, *beta = map(_tokens, inputs)
-    batch, nodes = v.shape[:2]
-    sizes, grid = _linear(state, stash), _linear_grid(state)
-    slots = walks.slots(nodes)
+    batch, tokens = v.shape[:2]
+    sizes, grid = _linear(state, inputs[1:]), _linear_grid(state)
+    slots = 0 if walk is None else walks.slots(tokens)
     kept = state.new_empty(batch * grid[0] * grid[1] * slots, sizes["BLOCK_DK"] * sizes["BLOCK_DV"])
     out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
-    beta, early = beta[0] if beta else g, dependent_launch.available(state)
-    linear_tree_kernel[(*grid, batch)](
-        q, k, v, g, beta, state, kept, walk, *stash[:3], stash[-1], out, *_strides(q, k, v, g, beta), nodes, **sizes,
-        SLOTS=slots, COLUMNS=walks.COLUMNS, EARLY=early, num_warps=1, **({"launch_pdl": True} if early else {}),
+    beta = beta[0] if beta else g
+    linear_attention_kernel[(*grid, batch)](
+        q, k, v, g, beta, state, kept, walk, valid, *stash[:3], stash[-1], out, *_strides(q, k, v, g, beta), tokens,
+        **sizes, SLOTS=slots, COLUMNS=walks.COLUMNS, IS_TREE=walk is not None, EARLY=early, num_warps=1,
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
 
@@ -102,12 +113,15 @@ def _linear_commit(states, stashes, path, gained) -> None:
     )  # fmt: skip
 
 
-def _linear(state: Tensor, stash: Sequence[Tensor]) -> dict:
-    """The constants of both kernels of linear attention. They depend neither on the batch nor on the tree."""
-    (_, heads, dk, dv), key_heads = state.shape, stash[0].shape[2]
+def _linear(state: Tensor, kept: Sequence[Tensor]) -> dict:
+    """The constants of both kernels of linear attention. They depend neither on the batch nor on the tokens.
+
+    kept: the inputs that are kept, or their stash.
+    """
+    (_, heads, dk, dv), key_heads = state.shape, kept[0].shape[2]
     return {
         "HEADS": heads, "GROUP": heads // key_heads, "DK": dk, "DV": dv, "BLOCK_DK": triton.next_power_of_2(dk),
-        "BLOCK_DV": COLUMNS, "DELTA": len(stash) == 4, "CHANNELS": stash[2].dim() == 4, "MAX_NODES": MAX_NODES,
+        "BLOCK_DV": COLUMNS, "DELTA": len(kept) == 4, "CHANNELS": kept[2].dim() == 4, "MAX_NODES": MAX_NODES,
     }  # fmt: skip
 
 
@@ -116,12 +130,23 @@ def _linear_grid(state: Tensor) -> tuple[int, int]:
 
 
 def _convolution_tree(inputs: Sequence[Tensor], state: Tensor, stash: Sequence[Tensor], walk: Tensor) -> Tensor:
+    return _convolution(inputs, state, stash[0], walk, dependent_launch.available(state))
+
+
+def convolution_chunk(inputs: Sequence[Tensor], state: Tensor, valid: Tensor) -> Tensor:
+    """Outputs [B, T, C] of a chunk of a prompt, whose first valid[b] tokens update the state in place."""
+    out = _convolution(inputs, state, None, None, False)
+    state.copy_(shifted(state, inputs[0], valid))  # all windows are summed
+    return out
+
+
+def _convolution(inputs, state, stash, walk, early: bool) -> Tensor:
     x, weight = _tokens(inputs[0].to(state.dtype)), inputs[1].contiguous()
-    batch, nodes, channels = x.shape
-    out, early = torch.empty(x.shape, dtype=torch.float32, device=x.device), dependent_launch.available(x)
-    convolution_tree_kernel[(triton.cdiv(channels, CHANNELS), nodes, batch)](
-        x, weight, state, walk, stash[0], out, *_strides(x), nodes, CHANNELS=channels, WIDTH=weight.shape[1],
-        BLOCK=CHANNELS, MAX_NODES=MAX_NODES, COLUMNS=walks.COLUMNS, EARLY=early, num_warps=2,
+    batch, tokens, channels = x.shape
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    convolution_kernel[(tokens, triton.cdiv(channels, CHANNELS), batch)](
+        x, weight, state, walk, stash, out, *_strides(x), tokens, CHANNELS=channels, WIDTH=weight.shape[1],
+        BLOCK=CHANNELS, MAX_NODES=MAX_NODES, COLUMNS=walks.COLUMNS, IS_TREE=walk is not None, EARLY=early, num_warps=2,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
@@ -206,7 +231,10 @@ def _channelwise_commit(states, stashes, path, gained) -> None:
     )  # fmt: skip
 
 
-CHUNKS = {"selective": selective_chunk, "gated": channelwise_chunk, "wkv": channelwise_chunk}
+CHUNKS = {
+    "convolution": convolution_chunk, "decay": linear_chunk, "delta": linear_chunk, "selective": selective_chunk,
+    "gated": channelwise_chunk, "wkv": channelwise_chunk,
+}  # fmt: skip
 TREES = {
     "convolution": _convolution_tree, "decay": _linear_tree, "delta": _linear_tree, "selective": _selective_tree,
     "gated": _channelwise_tree, "wkv": _channelwise_tree,

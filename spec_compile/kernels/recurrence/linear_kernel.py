@@ -1,17 +1,18 @@
-"""Kernels of linear attention with decay: a walk over a tree from a state, and the commit of a path.
+"""Kernels of linear attention with decay: a walk over a tree from a state, a chunk of a prompt, and a path's commit.
 
     written = v                               (decay)
     written = beta * (v - e^g S^T k)          (delta)
     out = e^g S^T q + (q . k) * written       S' = e^g S + k written^T
 
-Import this module only where Triton is installed. Both kernels update a state token by token with the same code
-(`read`, `lead`), so a node has the bits that single steps would give it, in any tree.
+Import this module only where Triton is installed. All update a state token by token with the same code (`read`,
+`lead`), so a token has the bits that single steps would give it, in any tree and in a prompt's chunk of any size.
 
 A program has a head and BLOCK_DV columns of its state, a tile [BLOCK_DK, BLOCK_DV] in the registers of one warp. So a
-sum over BLOCK_DK needs no barrier, and 32 heads of 128 x 128 are 512 programs. For each node it multiplies its tile by
-k and q at once, and if the node has children, updates the tile. Cost: the state is read once, and written once by a
-commit. A node takes 2 instructions for each number of the state, or 4 if it has children, and each program of a head
-reads k and q from the L1 or L2 cache. Nodes are computed one after the other, a fraction of a microsecond each.
+sum over BLOCK_DK needs no barrier, and 32 heads of 128 x 128 are 512 programs. For each token it multiplies its tile by
+k and q at once, and if a token follows from the state, updates the tile. Cost: the state is read once, and written once
+by a chunk or a commit. A token takes 2 instructions for each number of the state, or 4 with the update, and each
+program of a head reads k and q from the L1 or L2 cache. Tokens are computed one after the other, a fraction of a
+microsecond each. So their time is latency, and the inputs of a token are loaded during the step of the token before.
 """
 
 import triton
@@ -20,15 +21,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def read(tile, k, q, v, decay, beta, DELTA: tl.constexpr):
-    """`written` and `out` of a token, both [BLOCK_DV].
+def read(tile, k, q, v, g, beta, DELTA: tl.constexpr):
+    """`written` and `out` of a token, both [BLOCK_DV], and its decay e^g [BLOCK_DK].
 
-    tile [BLOCK_DK, BLOCK_DV]: the state before it. k, q [BLOCK_DK]; v [BLOCK_DV]; decay [BLOCK_DK]: e^g.
+    tile [BLOCK_DK, BLOCK_DV]: the state before it. k, q [BLOCK_DK]; v [BLOCK_DV]; g [BLOCK_DK] or a number.
     """
+    decay = tl.broadcast_to(tl.exp(g), k.shape)
     written = v
     if DELTA:
         written = beta * (v - tl.sum(tile * (k * decay)[:, None], 0))
-    return written, tl.fma(tl.sum(q * k, 0), written, tl.sum(tile * (q * decay)[:, None], 0))
+    return written, tl.fma(tl.sum(q * k, 0), written, tl.sum(tile * (q * decay)[:, None], 0)), decay
 
 
 @triton.jit
@@ -54,30 +56,32 @@ def load_token(
     return q, k, v, g, beta
 
 
-@triton.jit(do_not_specialize=["nodes"])
-def linear_tree_kernel(
-    q_ptr, k_ptr, v_ptr,  # [B, N, HEADS / GROUP, DK] (q and k), [B, N, HEADS, DV]
-    g_ptr, beta_ptr,  # [B, N, HEADS] or with CHANNELS [B, N, HEADS, DK], [B, N, HEADS]
-    state_ptr, kept_ptr, walk_ptr,  # [B, HEADS, DK, DV], [programs, SLOTS, BLOCK_DK, BLOCK_DV], [B, COLUMNS, N]
-    k_stash_ptr, v_stash_ptr, g_stash_ptr, beta_stash_ptr, out_ptr,  # as the inputs, of MAX_NODES; [B, N, HEADS, DV]
+@triton.jit(do_not_specialize=["tokens"])
+def linear_attention_kernel(
+    q_ptr, k_ptr, v_ptr,  # [B, tokens, HEADS / GROUP, DK] (q and k), [B, tokens, HEADS, DV]
+    g_ptr, beta_ptr,  # [B, tokens, HEADS] or with CHANNELS [B, tokens, HEADS, DK], [B, tokens, HEADS]
+    state_ptr, kept_ptr,  # [B, HEADS, DK, DV], written by a chunk; [programs, SLOTS, BLOCK_DK, BLOCK_DV]
+    walk_ptr, valid_ptr,  # [B, COLUMNS, tokens] of trees, [B] of a chunk
+    k_stash_ptr, v_stash_ptr, g_stash_ptr, beta_stash_ptr,  # of trees, as the inputs, of MAX_NODES; written
+    out_ptr,  # [B, tokens, HEADS, DV], written
     stride_qb, stride_qn, stride_kb, stride_kn, stride_vb, stride_vn, stride_gb, stride_gn, stride_bb, stride_bn,
-    nodes, HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
+    tokens, HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
     BLOCK_DV: tl.constexpr, DELTA: tl.constexpr, CHANNELS: tl.constexpr, SLOTS: tl.constexpr,
-    MAX_NODES: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+    MAX_NODES: tl.constexpr, COLUMNS: tl.constexpr, IS_TREE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of all nodes in the order of the `walk`, and their stash. Grid (blocks of DV, HEADS, B)."""
+    """Outputs of the nodes of a tree in the order of the `walk`, and their stash; or outputs of a chunk of a prompt,
+    whose first valid[b] tokens update the state. Grid (blocks of DV, HEADS, B)."""
     if EARLY:
         gdc_launch_dependents()
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     key_head, program = head // GROUP, (row * HEADS + head) * tl.num_programs(0) + tl.program_id(0)
     dk, dv = tl.arange(0, BLOCK_DK), tl.program_id(0) * BLOCK_DV + tl.arange(0, BLOCK_DV)
 
-    # The committed state. Only commits and prompts write it, and they are done long before this launch.
+    # The committed state. Only commits and prompts write it, and they are done long before the launch of a tree.
     state_ptr += (row * HEADS + head) * DK * DV
     inside = (dk < DK)[:, None] & (dv < DV)[None, :]
-    tile = tl.load(state_ptr + dk[:, None] * DV + dv[None, :], mask=inside, other=0.0)
-    kept_ptr += program * SLOTS * BLOCK_DK * BLOCK_DV
-    kept_at = dk[:, None] * BLOCK_DV + tl.arange(0, BLOCK_DV)[None, :]
+    at = dk[:, None] * DV + dv[None, :]
+    tile = tl.load(state_ptr + at, mask=inside, other=0.0)
     if EARLY:
         gdc_wait()
 
@@ -86,52 +90,69 @@ def linear_tree_kernel(
     q_ptr, k_ptr = q_ptr + row * stride_qb + key_head * DK, k_ptr + row * stride_kb + key_head * DK
     v_ptr, g_ptr = v_ptr + row * stride_vb + head * DV, g_ptr + row * stride_gb + head * GATES
     beta_ptr += row * stride_bb + head
-    k_stash_ptr += row * MAX_NODES * (HEADS // GROUP) * DK + key_head * DK
-    v_stash_ptr += row * MAX_NODES * HEADS * DV + head * DV
-    g_stash_ptr += row * MAX_NODES * HEADS * GATES + head * GATES
-    beta_stash_ptr += row * MAX_NODES * HEADS + head
-    out_ptr += row * nodes * HEADS * DV + head * DV
-    walk_ptr += row * COLUMNS * nodes
+    out_ptr += row * tokens * HEADS * DV + head * DV
+    valid = tokens
+    if IS_TREE:
+        kept_ptr += program * SLOTS * BLOCK_DK * BLOCK_DV
+        kept_at = dk[:, None] * BLOCK_DV + tl.arange(0, BLOCK_DV)[None, :]
+        k_stash_ptr += row * MAX_NODES * (HEADS // GROUP) * DK + key_head * DK
+        v_stash_ptr += row * MAX_NODES * HEADS * DV + head * DV
+        g_stash_ptr += row * MAX_NODES * HEADS * GATES + head * GATES
+        beta_stash_ptr += row * MAX_NODES * HEADS + head
+        walk_ptr += row * COLUMNS * tokens
+    else:
+        valid = tl.load(valid_ptr + row).to(tl.int32)
 
-    # Walk over the nodes.
-    node = tl.load(walk_ptr)
+    # Begin with the root of a tree, or a chunk's first token: node 0.
+    node = tokens - tokens
     q, k, v, g, beta = load_token(
         q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, stride_qn, stride_kn, stride_vn, stride_gn, stride_bn, node, dk, dv,
         DK, DV, CHANNELS,
     )  # fmt: skip
-    for step in range(nodes):
-        # Load the inputs of the next node while this one is computed.
-        next_node = tl.load(walk_ptr + tl.minimum(step + 1, nodes - 1))
+    for step in range(tokens):
+        # Load the inputs of the next token while this one is computed; resume the parent's state if a slot keeps it.
+        next_node = tl.minimum(step + 1, tokens - 1)
+        if IS_TREE:
+            next_node = tl.load(walk_ptr + next_node)
         next_q, next_k, next_v, next_g, next_beta = load_token(
             q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, stride_qn, stride_kn, stride_vn, stride_gn, stride_bn, next_node,
             dk, dv, DK, DV, CHANNELS,
         )  # fmt: skip
+        if IS_TREE:
+            resumed = tl.load(walk_ptr + tokens + step)
+            if resumed >= 0:
+                tile = tl.load(kept_ptr + resumed * BLOCK_DK * BLOCK_DV + kept_at)
 
-        # Resume the parent's state if the program does not hold it. Read it, and update it if the node has children.
-        resumed, kept = tl.load(walk_ptr + nodes + step), tl.load(walk_ptr + 3 * nodes + step)
-        if resumed >= 0:
-            tile = tl.load(kept_ptr + resumed * BLOCK_DK * BLOCK_DV + kept_at)
-        decay = tl.broadcast_to(tl.exp(g), [BLOCK_DK])
-        written, out = read(tile, k, q, v, decay, beta, DELTA)
-        tl.store(out_ptr + node * HEADS * DV + dv, out, mask=dv < DV)
-        if tl.load(walk_ptr + 2 * nodes + step) != 0:
+        # Read the state. Update it if the node has children, or if the token counts.
+        written, out, decay = read(tile, k, q, v, g, beta, DELTA)
+        tl.store(out_ptr + node.to(tl.int64) * HEADS * DV + dv, out, mask=dv < DV)
+        if IS_TREE:
+            leads = tl.load(walk_ptr + 2 * tokens + step) != 0
+        else:
+            leads = valid > step
+        if leads:
             tile = lead(tile, k, written, decay)
+
+        # Keep the state for a later child, and stash the inputs for a commit. Several programs share g, beta and k, so
+        # one of them stores these.
+        if IS_TREE:
+            kept = tl.load(walk_ptr + 3 * tokens + step)
             if kept >= 0:
                 tl.store(kept_ptr + kept * BLOCK_DK * BLOCK_DV + kept_at, tile)
                 tl.debug_barrier()  # a lane may read what another has stored
-
-        # Stash the inputs for a commit. Several programs share g, beta and k, so one of them stores these.
-        tl.store(v_stash_ptr + node * HEADS * DV + dv, v, mask=dv < DV)
-        if tl.program_id(0) == 0:
-            if CHANNELS:
-                tl.store(g_stash_ptr + node * HEADS * GATES + dk, g, mask=dk < DK)
-            else:
-                tl.store(g_stash_ptr + node * HEADS, g)
-            if DELTA:
-                tl.store(beta_stash_ptr + node * HEADS, beta)
-            if head % GROUP == 0:
-                tl.store(k_stash_ptr + node * (HEADS // GROUP) * DK + dk, k, mask=dk < DK)
+            tl.store(v_stash_ptr + node * HEADS * DV + dv, v, mask=dv < DV)
+            if tl.program_id(0) == 0:
+                if CHANNELS:
+                    tl.store(g_stash_ptr + node * HEADS * GATES + dk, g, mask=dk < DK)
+                else:
+                    tl.store(g_stash_ptr + node * HEADS, g)
+                if DELTA:
+                    tl.store(beta_stash_ptr + node * HEADS, beta)
+                if head % GROUP == 0:
+                    tl.store(k_stash_ptr + node * (HEADS // GROUP) * DK + dk, k, mask=dk < DK)
         node, q, k, v, g, beta = next_node, next_q, next_k, next_v, next_g, next_beta
+    if not IS_TREE:
+        tl.store(state_ptr + at, tile, mask=inside)
 
 
 @triton.jit(do_not_specialize=["nodes", "batch"])
@@ -172,7 +193,6 @@ def linear_commit_kernel(
             k_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, HEADS // GROUP * DK, HEADS // GROUP * DK, HEADS * DV, HEADS * GATES,
             HEADS, node, dk, dv, DK, DV, CHANNELS,
         )  # fmt: skip
-        decay = tl.broadcast_to(tl.exp(g), [BLOCK_DK])
-        written, _ = read(tile, k, k, v, decay, beta, DELTA)
+        written, _, decay = read(tile, k, k, v, g, beta, DELTA)
         tile = lead(tile, k, written, decay)
     tl.store(state_ptr + at, tile, mask=inside)
