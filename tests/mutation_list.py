@@ -808,6 +808,16 @@ REQUESTS = [
         "tests/batching/test_logprobs.py -k known",
     ),
     Mutation(
+        "fixed chunks follow the load", f"{BATCHING}prompts.py",
+        "return next(chunks(tokens, lanes.all.steps.prefill_sizes, fixed))", "pass",
+        "tests/batching/test_fixed_chunks.py -k load",
+    ),
+    Mutation(
+        "beginnings end within fixed chunks", f"{BATCHING}beginnings.py",
+        "if runtime.has_fixed_chunks else tokens", "if runtime.on_gpu else tokens",
+        "tests/batching/test_fixed_chunks.py -k known",
+    ),
+    Mutation(
         "an audit passes over other answers to the same request", "spec_compile/report/audit.py",
         "self.bits, *self.requests) if row]", "self.bits) if row]", "tests/report/test_audit.py -k equal_ones",
     ),

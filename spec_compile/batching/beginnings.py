@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..capture.weight_values import WeightValues
+from ..runtime.prefill_chunks import SIZES, common_end
 from ..runtime.prefix_budget import PrefixBudget
 from ..runtime.runtime import Runtime
 from .decoding import Decoder
@@ -42,6 +43,12 @@ class Beginnings:
         self._ahead, self._has_states = runtime.algorithm.ahead, bool(runtime.verify.recurrences)
         ahead = min(self._ahead, 1) if self._has_states else self._ahead  # states are those of all tokens but the last
         self.prefixes = PrefixStore(decoder.lanes, PrefixBudget.of(runtime), ahead)
+        self._runtime = runtime
+
+    def _cut(self, tokens: int) -> int:
+        """How many of the first `tokens` tokens of a text serve others: with fixed chunks, those of whole chunks."""
+        runtime = self._runtime
+        return common_end(tokens, SIZES[runtime.device.type]) if runtime.has_fixed_chunks else tokens
 
     def forget(self) -> None:
         """The weights have changed: keys and values of earlier requests are of no use."""
@@ -52,13 +59,13 @@ class Beginnings:
         """Keep the text that a request has left in a row, for prompts that come when the row has another one."""
         texts, late = self._decoder.texts, self._decoder.late(row)
         if not self._has_states or (texts.has_ended(row) and not late):  # or the states are of more tokens
-            slots = texts.length(row) - 1 - late
+            slots = self._cut(texts.length(row) - 1 - late)
             self.prefixes.keep(self._decoder.lanes, row, texts.tokens(row), slots, texts.adapter(row))
 
     def keep_prompt(self, job: Job, lanes: Lanes, row: int, slots: int) -> None:
         """Keep the first `slots` tokens of a prompt in a row of these lanes, if the row has states, because these are
         about to go on with the answer, or with the rest of the prompt."""
-        if self._has_states and job.weights == self._decoder.texts.weights:
+        if self._has_states and not self._runtime.has_fixed_chunks and job.weights == self._decoder.texts.weights:
             self.prefixes.keep(lanes, row, np.asarray(job.prompt, dtype=TOKENS), slots, job.loaded.version)
 
     def find(self, job: Job) -> Beginning:
@@ -76,8 +83,9 @@ class Beginnings:
             known = 0 if self._has_states else max(known - self._ahead, 0)
         if late := self._decoder.late(row):
             known = max(min(known, texts.length(row) - 1 - late), 0)
+        known = self._cut(known)
         copy = self.copy_row(row, known)
-        if (kept := self.prefixes.length(blocks)) > known:
+        if (kept := self._cut(self.prefixes.length(blocks))) > known:
             row, known, copy = 0, kept, partial(self.prefixes.copy, blocks)
         has_branch = self._has_states and known + LEAST_BRANCH <= seen < len(job.prompt) - 1
         return Beginning(row, known, copy, seen if has_branch else 0)

@@ -138,8 +138,12 @@ class Prompts(Rows):
         return size
 
     def _chunk_size(self, missing: list[int], waiting: int, decoding: int, round_seconds: float | None) -> int:
-        """See `choose_size`. The first rank decides, because the others measure other times."""
+        """See `choose_size`. The first rank decides, because the others measure other times. Fixed chunks are those of
+        the one prompt that a CPU processes at a time."""
         lanes, fixed = self.lanes, FIXED[self.runtime.device.type]
+        if self.runtime.has_fixed_chunks:
+            (tokens,) = missing
+            return next(chunks(tokens, lanes.all.steps.prefill_sizes, fixed))
         is_measured = round_seconds is not None and all(lanes.prefill_seconds(width) for width in lanes.widths)
 
         def cost(prompts: int, size: int) -> float:

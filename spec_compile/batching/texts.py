@@ -29,6 +29,10 @@ class Texts:
         self._lengths[row], self._has_ended[row], self._counts[row] = 0, False, tokens is not None
         self.extend(row, tokens or [])
 
+    def close(self, row: int) -> None:
+        """The row's text does not go on, because the keys and values after it are of no use to others."""
+        self._counts[row] = False
+
     def end(self, row: int) -> None:
         """The row's text is complete, and its states have seen all of it but the last token."""
         self._has_ended[row] = True

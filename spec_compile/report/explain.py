@@ -10,6 +10,7 @@ from ..graph import ModelGraph
 from ..kernels import attention
 from ..kernels.linear import small_m
 from ..passes.row_invariance import variant_parts
+from ..runtime.prefill_chunks import SIZES
 from ..runtime.step_back import StepBack
 from ..runtime.steps.build import StepKind
 
@@ -29,6 +30,7 @@ def explain(speculation) -> str:
         *_plans(graph),
         *([] if engine.runtime.tiers is None else [engine.runtime.tiers.describe()]),
         *_drafts(engine),
+        *_chunks(engine.runtime),
         engine.prefix_budget.describe(),
         "passes (call nodes before -> after):",
     ]
@@ -45,6 +47,16 @@ def _drafts(engine) -> list[str]:
         if isinstance(policy, StepBack) and (text := policy.describe()):
             lines.append(f"drafts in calls of batch size {session.batch}: {text}")
     return lines
+
+
+def _chunks(runtime) -> list[str]:
+    """A line about chunks of prompts with fixed ends, which only a CPU needs."""
+    if not runtime.has_fixed_chunks:
+        return []
+    return [
+        f"chunks of a prompt are the same under any load, and prefixes are copied in multiples of {SIZES['cpu'][0]} "
+        "tokens; in rounds libraries' sums depend on the numbers of nodes and rows"
+    ]
 
 
 def _stages(speculation) -> str:

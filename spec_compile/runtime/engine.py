@@ -56,7 +56,7 @@ class Engine:
         self._captured = graph
         self.described = graph or graphs["verify"]
         """A graph that describes the layers of the model, as captured or rewritten."""
-        if options.exact != "auto":
+        if options.exact != "auto" and (options.exact, device.type) != ("request", "cpu"):
             require_same_bits(options.exact, graphs)
         sizes = (*(n for n in SIZES[device.type] if n < plan.nodes and plan.sizes != "fixed"), plan.nodes)
         self.runtime = Runtime(**graphs, algorithm=algorithm, options=options, device=device, sizes=sizes,

@@ -10,7 +10,11 @@ FIXED = {"cpu": 32, "cuda": 128}
 
 def chunks(tokens: int, sizes: tuple[int, ...], fixed: int) -> Iterator[int]:
     """Sizes of the steps for `tokens` tokens. The last step may be larger than the rest if it is cheaper than several:
-    with sizes (512, 128, 32) and fixed 32, 600 tokens give 512, 128, and 140 tokens give 128, 32."""
+    with sizes (512, 128, 32) and fixed 32, 600 tokens give 512, 128, and 140 tokens give 128, 32.
+
+    A prompt that goes on after some of its steps has the rest of them: 1,200 tokens give 512, 512, 128, 32, 32 and from
+    the first `common_end` on, after 512 of them, 512, 128, 32, 32.
+    """
     while tokens > sizes[0]:
         yield sizes[0]
         tokens -= sizes[0]
@@ -18,6 +22,12 @@ def chunks(tokens: int, sizes: tuple[int, ...], fixed: int) -> Iterator[int]:
         size = _cheapest(tokens, sizes, fixed)[1]
         yield size
         tokens -= size
+
+
+def common_end(tokens: int, sizes: tuple[int, ...]) -> int:
+    """The last of the ends of steps for `tokens` tokens that the steps of every longer text have, too: with sizes (512,
+    128, 32) of 1,200 tokens 1,024, of 500 none, which is 0."""
+    return max(tokens, 0) // sizes[0] * sizes[0]
 
 
 def _cheapest(tokens: int, sizes: tuple[int, ...], fixed: int) -> tuple[int, int]:

@@ -72,6 +72,12 @@ class Runtime:
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
+    @property
+    def has_fixed_chunks(self) -> bool:
+        """True if a prompt has the same chunks under any load, after any copied prefix: with exact="request" on a CPU,
+        whose libraries may sum a token's products in another order in a chunk of another size."""
+        return self.options.exact == "request" and not self.on_gpu
+
     @cached_property
     def has_experts(self) -> bool:
         """True if layers choose among experts, so that each token reads weights of its own."""

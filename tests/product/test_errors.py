@@ -52,7 +52,7 @@ def fast(model):
         (dict(attention_backend="nonsense"), ValueError, "attention_backend"),
         (dict(attention_backend={"draft": 3}), (TypeError, ValueError), "attention_backend"),
         (dict(kv_cache_dtype="fp4"), ValueError, "kv_cache_dtype: expected one of auto, fp8"),
-        (dict(exact="bit"), ValueError, "exact: expected one of auto, bits, got 'bit'. Did you mean 'bits'?"),
+        (dict(exact="bit"), ValueError, "exact: expected one of auto, bits, request, got 'bit'. Did you mean 'bits'?"),
         (dict(exact=True), TypeError, "exact: expected str, got bool"),
         (dict(draft="x"), TypeError, "unknown option 'draft'"),
         (dict(algo="eagle", draft="/none"), ValueError, "draft: '/none' is neither a folder nor a repository"),

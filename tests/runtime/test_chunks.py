@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import spec_compile
 from spec_compile.compat import CACHE
-from spec_compile.runtime.prefill_chunks import FIXED, SIZES, chunks
+from spec_compile.runtime.prefill_chunks import FIXED, SIZES, chunks, common_end
 
 
 def without_waste(tokens, sizes):
@@ -28,6 +28,19 @@ def test_all_tokens_at_no_more_than_it_costs_without_waste(tokens, device):
     assert set(found) <= set(sizes)
     assert sum(found[:-1]) < tokens <= sum(found)
     assert sum(found) + fixed * len(found) <= sum(size + fixed for size in without_waste(tokens, sizes))
+
+
+@given(st.integers(1, 5000), st.integers(0, 5000))
+def test_a_prompt_that_goes_on_has_the_rest_of_its_steps(tokens, longer):
+    """After any of them, and after the steps that a longer text has, too."""
+    sizes, fixed = SIZES["cpu"], FIXED["cpu"]
+    found = list(chunks(tokens, sizes, fixed))
+    for number in range(len(found)):
+        assert list(chunks(tokens - sum(found[:number]), sizes, fixed)) == found[number:]
+    end = common_end(tokens, sizes)
+    whole = end // sizes[0]
+    assert tokens - sizes[0] < end <= tokens
+    assert list(chunks(tokens + longer, sizes, fixed))[:whole] == found[:whole] == [sizes[0]] * whole
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,99 @@
+"""exact="request" on a CPU: a prompt has the same chunks under any load and after any copied prefix: the same bits."""
+
+import models
+import pytest
+import torch
+from batch_requests import collect, managed
+
+import spec_compile
+from spec_compile.runtime import prefill_chunks
+from spec_compile.runtime.steps.build import Steps
+
+SIZES = (64, 32)
+"""Smaller steps than a CPU's, so that prompts may be short."""
+NEW = 6
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch):
+    monkeypatch.setitem(prefill_chunks.SIZES, "cpu", SIZES)
+
+
+def system(model, **options):
+    """Rounds verify no drafts, so that each has the same shapes."""
+    options = dict(exact="request", num_draft_tokens=1, prefix_cache_host_bytes=1 << 28) | options
+    return spec_compile.speculate(model, compile=False, check=False, max_cache_len=512, **options)
+
+
+def text(length, seed=0):
+    return torch.randint(3, models.VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def answer(manager, prompt, **options):
+    name = manager.add_request(prompt, max_new_tokens=NEW, eos_token_id=-1, logprobs=0, **options)
+    return collect(manager, 1)[name]
+
+
+def facts(output):
+    return output.generated_tokens, output.logprobs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_answers_after_known_beginnings_have_the_bits_of_others(dtype):
+    """The beginning lies in the row of a text that is over, or that is still under way, or comes from host memory."""
+    model = models.ADMITTED["llama"]().to(dtype)
+    first, other, prompt = text(200), text(150, 1), text(199) + text(90, 2)
+    with managed(fresh := system(model)) as manager:
+        expected = answer(manager, prompt)
+        assert expected.speculation.reused_prompt_tokens == 0
+    with managed(fast := system(model)) as manager:
+        written = answer(manager, first)
+        in_row = answer(manager, prompt)
+        answer(manager, other)
+        from_host = answer(manager, prompt)
+        turn = answer(manager, first + written.generated_tokens + text(150, 3))
+    assert [each.speculation.reused_prompt_tokens for each in (in_row, from_host)] == [192, 256]
+    assert turn.speculation.reused_prompt_tokens == 192  # tokens of rounds do not count
+    assert facts(in_row) == facts(from_host) == facts(expected)
+    with managed(fresh) as manager:
+        assert facts(answer(manager, turn.prompt_ids)) == facts(turn)
+    assert "in multiples of 64 tokens" in fast.speculation.explain()
+
+
+def test_load_does_not_change_chunks(monkeypatch):
+    """Prompts that wait, and rows that decode, would make chunks smaller."""
+    model, sizes, prefill = models.ADMITTED["llama"](), [], Steps.prefill
+
+    def recorded(self, size, max_kv_len):
+        sizes.append(size)
+        return prefill(self, size, max_kv_len)
+
+    monkeypatch.setattr(Steps, "prefill", recorded)
+    prompts = [text(length, length) for length in (201, 130, 98)]
+    with managed(system(model), 4) as manager:
+        for prompt in prompts:
+            manager.add_request(prompt, max_new_tokens=NEW, eos_token_id=-1)
+        collect(manager, len(prompts))
+    assert sizes == [64, 64, 64, 32, 64, 64, 32, 64, 64]
+
+
+def test_prompts_whose_scores_are_told_are_no_beginnings():
+    """They go through rounds."""
+    with managed(system(models.ADMITTED["llama"]())) as manager:
+        answer(manager, text(200), prompt_logprobs=0)
+        assert answer(manager, text(200)).speculation.reused_prompt_tokens == 0
+
+
+def test_states_are_not_copied():
+    """They are those after the end of a prompt, which is no fixed position."""
+    with managed(system(models.HYBRIDS["lfm2"]())) as manager:
+        outputs = [answer(manager, text(200)) for _ in range(2)]
+    assert facts(outputs[0]) == facts(outputs[1])
+    assert [each.speculation.reused_prompt_tokens for each in outputs] == [0, 0]
+
+
+def test_without_the_option_every_token_serves():
+    with managed(system(models.ADMITTED["llama"](), exact="auto")) as manager:
+        written = answer(manager, text(200))
+        turn = answer(manager, text(200) + written.generated_tokens + text(9, 4))
+    assert turn.speculation.reused_prompt_tokens > 200
