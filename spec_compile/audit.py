@@ -65,7 +65,7 @@ def audit(
         steps of the same engine, and transformers' prompt lookup with its greedy answers.
     requests: ask for the first answers in many ways: in batches, again, continued, after a common prefix, among
         requests that are cancelled. With `samples` they are also drawn. Each is compared with the answer to the request
-        by itself. Equal ones are promised with ``exact="request"``.
+        by itself. Equal ones are promised on a GPU, unless `explain()` names parts that prevent it.
     generate_options: for both ``generate()``.
 
     Raises TypeError or ValueError if a prompt is no text or ids, or samples are too few, before anything is decoded.

@@ -16,6 +16,7 @@ import torch
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from ..capture.yardstick import first_unequal
+from ..passes.row_invariance import variant_parts
 
 PREFIX = 600
 """Tokens of the prefix that prompts share, at most: more than one chunk on a CPU."""
@@ -81,10 +82,10 @@ class Manner:
 
 
 def promises(fast: Any) -> bool:
-    """True if `fast` promises one answer to a request, in any way. On a CPU libraries' sums depend on how many rows a
-    round has."""
+    """True if `fast` promises one answer to a request in every way: if the bits of rounds and of prompts depend on no
+    other rows (see `passes.row_invariance`)."""
     runtime = fast.speculation.engine.runtime
-    return runtime.options.exact == "request" and runtime.on_gpu
+    return not any(variant_parts(graph) for graph in (runtime.verify, runtime.prefill))
 
 
 class InManyWays:

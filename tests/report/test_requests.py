@@ -1,7 +1,6 @@
 """One request in many ways: equal answers are counted, and another answer is found."""
 
 import functools
-from types import SimpleNamespace
 
 from models import ADMITTED, prompts
 
@@ -51,13 +50,14 @@ def test_another_answer_is_found(monkeypatch):
             assert manner.equal == 0 and manner.first_differences == [0, 0, 0]
 
 
-def test_what_is_promised():
-    def model(exact, on_gpu):
-        runtime = SimpleNamespace(options=SimpleNamespace(exact=exact), on_gpu=on_gpu)
-        return SimpleNamespace(speculation=SimpleNamespace(engine=SimpleNamespace(runtime=runtime)))
-
-    assert promises(model("request", True))
-    assert not promises(model("request", False)) and not promises(model("bits", True))
+def test_what_is_promised(monkeypatch):
+    """Bits of rounds and of prompts."""
+    runtime = fast().speculation.engine.runtime
+    for graph in (runtime.verify, runtime.prefill, None):
+        monkeypatch.setattr(
+            "spec_compile.report.requests.variant_parts", lambda each, graph=graph: ["a product"] * (each is graph)
+        )
+        assert promises(fast()) == (graph is None)
 
 
 def test_differences_are_counted():
