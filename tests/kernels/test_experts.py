@@ -17,13 +17,15 @@ from spec_compile.capture.trace import capture
 from spec_compile.compat import EXPERTS_INTERFACES
 from spec_compile.graph import calls
 from spec_compile.kernels import counters, experts
-from spec_compile.kernels.experts import ExpertFormat, launch, mxfp4, plans
+from spec_compile.kernels.experts import ExpertFormat, launch, mxfp4, plans, wide
 
 route = pytest.importorskip("spec_compile.kernels.experts.route", exc_type=ImportError)
+sort = pytest.importorskip("spec_compile.kernels.experts.sort", exc_type=ImportError)
 
 PLACES = places(torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 TILE = plans.ExpertTile(32, 32, 16, stages=2)
+SORTED = TILE._replace(sorted=True)
 SILU, CLAMPED = ExpertFormat("silu"), ExpertFormat("clamped", True, True, True, 1.702, 7.0)
 
 
@@ -33,7 +35,7 @@ def place(request):
     return request.param
 
 
-def wide(part):
+def exact(part):
     """A part of weights in float64, unless it holds codes."""
     return part.double() if part.is_floating_point() else part
 
@@ -60,7 +62,7 @@ class Mixture:
 
     def plain(self):
         """The plain meaning in float64, in which a GPU has no kernel."""
-        parts = [[wide(each.cpu()) for each in side] for side in (self.up, self.down)]
+        parts = [[exact(each.cpu()) for each in side] for side in (self.up, self.down)]
         ids, weights = self.ids.cpu(), self.weights.cpu().double()
         inner = experts.experts_up(self.x.cpu().double(), ids, parts[0], self.first.text)
         return experts.experts_down(inner, ids, weights, parts[1], self.second.text)
@@ -77,6 +79,7 @@ class Mixture:
         return ((self.kernel(**options).cpu().double() - expected).norm() / expected.norm()).item()
 
 
+@pytest.mark.parametrize("tile", [TILE, SORTED], ids=["looked through", "sorted"])
 @pytest.mark.parametrize(
     "tokens, top, count, size, inner, kind",
     [
@@ -88,30 +91,64 @@ class Mixture:
         (6, 2, 3, 80, 48, ExpertFormat("silu", biased=True)),
     ],
 )
-def test_experts(place, tokens, top, count, size, inner, kind):
-    assert Mixture(place, tokens, top, count, size, inner, kind).error() < TOLERANCE[place[1]]
+def test_experts(place, tokens, top, count, size, inner, kind, tile):
+    assert Mixture(place, tokens, top, count, size, inner, kind).error(tile=tile) < TOLERANCE[place[1]]
+
+
+@pytest.mark.parametrize("tokens, top, size", [(1, 2, 16), (40, 3, 1), (257, 2, 16), (700, 6, 64)])
+@pytest.mark.parametrize("among", [7, 1])
+def test_pairs_are_sorted_and_cut(place, tokens, top, size, among):
+    """Pairs of experts that no token, some tokens and all tokens choose, in one look and in several."""
+    ids = torch.randint(among, (tokens, top), device=place[0]) + 1
+    order, tiles = sort.sort_pairs(ids, 0, 10, size, False)
+    assert torch.equal(order.long(), ids.flatten().sort(stable=True).indices)
+    rows, counts = [], torch.zeros(10, dtype=torch.int64)
+    for expert, begin, count in tiles[tiles[:, 2] > 0].tolist():
+        rows += range(begin, begin + count)
+        assert count <= size and set(ids.flatten()[order[begin : begin + count].long()].tolist()) == {expert}
+        counts[expert] += 1
+    assert rows == [*range(ids.numel())]
+    assert torch.equal(counts, -(-ids.flatten().bincount(minlength=10).cpu() // size))
+
+
+@pytest.mark.parametrize(
+    "kind, tokens, top, count, size, inner",
+    [
+        (ExpertFormat("none"), 3, 1, 9, 64, 40),
+        (SILU, 70, 2, 5, 36, 52),
+        (ExpertFormat("clamped", True, False, True, 1.702, 7.0), 20, 2, 3, 80, 48),
+        (ExpertFormat("silu", biased=True), 6, 2, 3, 80, 48),
+    ],
+)
+def test_tiles_that_descriptors_read(monkeypatch, place, kind, tokens, top, count, size, inner):
+    """With outputs that end within a tile, so that it reaches into the next expert or beyond the last one."""
+    monkeypatch.setattr(wide, "reads_tiles", lambda *arguments: True)
+    tile = plans.ExpertTile(128, 64, 64, sorted=True) if GPU else SORTED
+    size, inner = (size // 8 * 8, inner // 8 * 8) if GPU else (size, inner)  # rows of 16 bytes
+    assert Mixture(place, tokens, top, count, size, inner, kind).error(tile=tile) < TOLERANCE[place[1]]
 
 
 @pytest.mark.parametrize("count", [4, 42])
 def test_all_tokens_at_the_same_experts_and_at_none_alike(place, count):
     mixture = Mixture(place, 20, 2, count, 32, 16, SILU)
-    mixture.ids[:] = torch.tensor([count - 1, 1])
-    assert mixture.error() < TOLERANCE[place[1]]  # 20 rows are two tiles
-    mixture.ids = torch.arange(40, device=place[0]).view(20, 2) % count
-    assert mixture.error() < TOLERANCE[place[1]]
+    same, unlike = torch.tensor([[count - 1, 1]] * 20), torch.arange(40).view(20, 2) % count
+    for ids in (same, unlike):  # 20 rows are two tiles
+        mixture.ids = ids.to(place[0])
+        for tile in (TILE, SORTED):
+            assert mixture.error(tile=tile) < TOLERANCE[place[1]]
 
 
 def test_a_row_has_the_same_bits_beside_any_others(place):
     mixture = Mixture(place, 40, 3, 7, 64, 32, SILU)
     mixture.ids[20:] = mixture.ids[20]
-    wide = plans.ExpertTile(32, 32, 64, stages=2)
+    large = plans.ExpertTile(32, 32, 64, stages=2)
     everything = mixture.kernel()
-    for rows in ([0], [39, 20], [7, 3, 21, 22, 5]):
-        for tile in (TILE, wide) if GPU else (TILE,):  # numpy adds up by the size of a tile
+    for rows in ([0], [39, 20], [7, 3, 21, 22, 5], slice(None)):
+        for tile in (TILE, SORTED, large) if GPU else (TILE, SORTED):  # numpy adds up by the size of a tile
             assert torch.equal(mixture.kernel(rows, tile), everything[rows])
 
 
-@pytest.mark.parametrize(("tokens", "top", "kind"), [(1, 4, SILU), (2, 1, CLAMPED), (9, 3, SILU)])
+@pytest.mark.parametrize(("tokens", "top", "kind"), [(1, 4, SILU), (2, 1, CLAMPED), (9, 3, SILU), (70, 4, SILU)])
 def test_experts_of_which_each_rank_has_some(place, monkeypatch, tokens, top, kind):
     """Sums over ranks are the whole mixture. Memory that nobody writes is NaN. One token may have more experts than a
     rank."""
@@ -134,6 +171,32 @@ def test_experts_of_which_each_rank_has_some(place, monkeypatch, tokens, top, ki
     assert (total - expected).norm() < 2 * TOLERANCE[place[1]] * expected.norm()
 
 
+PUBLISHED = {
+    "Qwen3-30B-A3B": (8, 128, 2048, 768, SILU),
+    "Qwen3-30B-A3B in FP8": (8, 128, 2048, 768, ExpertFormat("silu", block=128)),
+    "Mixtral": (2, 8, 4096, 14336, SILU),
+    "gpt-oss-20b": (4, 32, 2880, 2880, CLAMPED),
+    "gpt-oss-20b in MXFP4": (4, 32, 2880, 2880, None),
+    "DeepSeek-V2-Lite": (6, 64, 2048, 1408, SILU),
+}
+"""Experts of a token, experts, inputs, columns between the products, format of the first product (None: MXFP4)."""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="no CUDA device")
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_rows_have_the_same_bits_in_rounds_and_prompts(name):
+    *sizes, kind = PUBLISHED[name]
+    place = "cuda", torch.bfloat16
+    with torch.device("cuda"):
+        mixture = Mixture(place, 4096, *sizes, kind) if kind else mxfp4_mixture(place, 4096, *sizes)
+    everything = mixture.kernel(tile=None)
+    for tokens in (1, 2, 17, 64, 300, 512, 513, 2048):
+        first, some = torch.arange(tokens), torch.randperm(4096)[:tokens]
+        for rows in (first.cuda(), some.cuda()):
+            assert torch.equal(mixture.kernel(rows, None), everything[rows]), tokens
+
+
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("tokens", [3, 20])
 def test_experts_in_fp8(tokens):
@@ -146,8 +209,9 @@ def test_experts_in_fp8(tokens):
     expected = experts.experts_up(x, ids, up, mixture.first.text)
     assert (got.cpu() - expected).norm() < TOLERANCE[place[1]] * expected.norm()
     expected = experts.experts_down(got.cpu(), ids, weights, down, mixture.second.text)
-    got = launch.down(got, mixture.ids, mixture.weights, mixture.down, mixture.second, tile).cpu()
-    assert (got - expected).norm() < TOLERANCE[place[1]] * expected.norm()
+    got = launch.down(got, mixture.ids, mixture.weights, mixture.down, mixture.second, tile)
+    assert (got.cpu() - expected).norm() < TOLERANCE[place[1]] * expected.norm()
+    assert torch.equal(mixture.kernel(tile=tile._replace(sorted=True)), got)
 
 
 def published(experts, outputs, inputs):
@@ -196,7 +260,9 @@ def test_experts_in_mxfp4(place):
     mixture, tile = mxfp4_mixture(place, 18, 1, 2, 288, 32), plans.ExpertTile(128, 256, 16, stages=2)
     mixture.ids[2:] = 1
     assert mixture.error(tile=tile) < TOLERANCE[place[1]]
-    assert torch.equal(mixture.kernel([17], tile), mixture.kernel(tile=tile)[17:])
+    everything = mixture.kernel(tile=tile)
+    assert torch.equal(mixture.kernel([17], tile), everything[17:])
+    assert torch.equal(mixture.kernel(tile=tile._replace(sorted=True)), everything)
 
 
 @pytest.mark.slow
@@ -206,10 +272,9 @@ def test_programs_that_share_the_columns_of_mxfp4_change_no_bit(place):
     tile = plans.ExpertTile(128, 256, 16, stages=2, parts=2)
     cut = mixture.kernel(tile=tile)
     assert mixture.error(tile=tile) < TOLERANCE[place[1]]
-    shared = tile._replace(shared=True)
     for rows in (slice(None), [17], [3, 4, 5]):
-        assert torch.equal(mixture.kernel(rows, shared), cut[rows])
-        assert torch.equal(mixture.kernel(rows, tile), cut[rows])
+        for each in (tile, tile._replace(shared=True), tile._replace(sorted=True)):
+            assert torch.equal(mixture.kernel(rows, each), cut[rows])
 
 
 def test_the_columns_of_mxfp4_are_cut_alike_for_all_numbers_of_rows():

@@ -209,7 +209,7 @@ print(json.dumps(results))
 """
 
 EXPERTS = """
-from spec_compile.kernels.experts import ExpertFormat, launch
+from spec_compile.kernels.experts import ExpertFormat, launch, sort, wide
 from spec_compile.kernels.linear import activations
 
 
@@ -219,8 +219,10 @@ class OnGpu(Compiled):
 
 
 launch.experts_kernel = OnGpu(launch.experts_kernel)
-activations.round_blocks_kernel = Compiled(activations.round_blocks_kernel)
-launch.has_fp8 = activations.has_fp8 = lambda device: True
+wide.wide_experts_kernel = OnGpu(wide.wide_experts_kernel)
+for module, name in ((activations, "round_blocks_kernel"), (sort, "sort_kernel"), (wide, "combine_kernel")):
+    setattr(module, name, Compiled(getattr(module, name)))
+launch.has_fp8 = wide.has_fp8 = activations.has_fp8 = wide._has_descriptors = lambda device: True
 SHAPES = {
     "Qwen3-30B-A3B": (128, 8, 2048, 768, {}),
     "the same in FP8": (128, 8, 2048, 768, dict(block=128)),
@@ -244,13 +246,18 @@ for name, (count, top, size, inner, layout) in SHAPES.items():
             return [*(torch.empty(shape, dtype=torch.int32, device="meta") for shape in shapes), *bias]
         return [torch.empty(count, *sizes, dtype=dtype, device="meta"), *scales, *bias]
 
-    for tokens in (1, 64):
+    for tokens in (1, 31, 2048):
         found, ids = [], torch.zeros(tokens, top, dtype=torch.int64)
         x = torch.zeros(tokens, size, dtype=torch.bfloat16)
         inside = launch.up(x, ids, parts(2 * inner, size), first)
         launch.down(inside, ids, torch.zeros(tokens, top), parts(size, inner), second)
-        for kernel in (each for each in found if each.metadata.name == "experts_kernel"):
+        products = [each for each in found if each.metadata.name.endswith("experts_kernel")]
+        form = "experts_kernel" if tokens < 2048 else "wide_experts_kernel"
+        assert {each.metadata.name for each in products} == {form}
+        by_tile = tokens == 2048 and second == ExpertFormat()
+        for kernel in products:
             assert "wgmma" in kernel.asm["ptx"] and "cp.async" in kernel.asm["ptx"], name
+            assert not by_tile or "cp.async.bulk.tensor" in kernel.asm["ptx"], name
             assert not second.mxfp4 or "dot_op<{opIdx = 0" in kernel.asm["ttgir"]
             assert not second.mxfp4 or "ttg.local_alloc %" not in kernel.asm["ttgir"]
         results[f"{tokens} tokens, {name}"] = max(kernel.metadata.shared for kernel in found)

@@ -61,27 +61,9 @@ def parts_of(node: fx.Node) -> list[fx.Node]:
 
 def _product(x: Tensor, ids: Tensor, parts: list[Tensor], layout: ExpertFormat) -> Tensor:
     """x [P, I] times the weights of the experts ids [P] -> [P, O]; 0 for experts that the parts do not have."""
-    if x.is_cuda and not layout.scale_size and x.dtype in (torch.bfloat16, torch.float16):
-        return _grouped(x, ids, parts, layout)
     out = x.new_zeros(len(x), layout.sizes(parts)[0])
     for expert in ids.unique().tolist():
         if 0 <= expert - layout.first < len(parts[0]):
             rows = (ids == expert).nonzero().squeeze(1)
             out[rows] = layout.product(x[rows], parts, expert - layout.first)
     return out
-
-
-def _grouped(x: Tensor, ids: Tensor, parts: list[Tensor], layout: ExpertFormat) -> Tensor:
-    """`_product` on a GPU: PyTorch's grouped product of rows that are sorted by their experts."""
-    if layout.of:  # experts that are not here come last, and the product leaves their rows as they are
-        ids = ids - layout.first
-        ids = ids.where((ids >= 0) & (ids < len(parts[0])), len(parts[0]))
-    ids, order = ids.sort()
-    ends = (ids[None] <= torch.arange(len(parts[0]), device=x.device)[:, None]).sum(dim=1, dtype=torch.int32)
-    weight = parts[0] if layout.transposed else parts[0].transpose(1, 2)
-    sorted_out = torch.nn.functional.grouped_mm(x[order], weight, offs=ends)
-    if layout.biased:
-        sorted_out = sorted_out + parts[-1][ids.clamp(max=len(parts[0]) - 1)]
-    if layout.of:
-        sorted_out = sorted_out.where((ids < len(parts[0]))[:, None], 0)
-    return torch.empty_like(sorted_out).index_copy_(0, order, sorted_out)

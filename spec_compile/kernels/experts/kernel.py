@@ -1,4 +1,4 @@
-"""The kernel of routed experts: both products of a mixture, each of which reads an expert's weights once.
+"""The kernel of routed experts of few tokens: both products, each of which reads an expert's weights once.
 
 A pair is a token and one of its experts: pair p is expert e(p) = ids[p // k, p % k] of token p // k.
 
@@ -27,7 +27,7 @@ from .slots import expert_of, pairs_of
 
 
 @triton.jit
-def _weight_rows(tile, outputs, SPLIT: tl.constexpr, BLOCK_O: tl.constexpr):
+def weight_rows(tile, outputs, SPLIT: tl.constexpr, BLOCK_O: tl.constexpr):
     """The outputs [BLOCK_O] of a tile; numbers from `outputs` on do not exist.
 
     SPLIT: the first half of the outputs are gates, the second half what they gate, and they alternate in the tile:
@@ -106,9 +106,8 @@ def _multiply_scaled(
 
 
 @triton.jit
-def _gated(acc, alpha, limit, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, CLAMPED: tl.constexpr):
-    """The gate of acc [BLOCK_O, BLOCK_N], in which rows g0, u0, g1, u1 ... alternate -> [BLOCK_O / 2, BLOCK_N]."""
-    gate, up = acc.reshape(BLOCK_O // 2, 2, BLOCK_N).permute(0, 2, 1).split()
+def gated(gate, up, alpha, limit, CLAMPED: tl.constexpr):
+    """The gate of a product, see `ExpertFormat.gate`: silu(gate) * up or, CLAMPED, gpt-oss's."""
     if CLAMPED:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit) + 1
@@ -118,7 +117,7 @@ def _gated(acc, alpha, limit, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, CLAM
 
 
 @triton.jit
-def _product(
+def product(
     weight_ptr, scale_ptr, x_ptr, unit_ptr, o, x_row, valid, begin, end, share, x_rows, outputs, inputs, stride_w,
     stride_x, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
     TRANSPOSED: tl.constexpr, SCALED: tl.constexpr, MXFP4: tl.constexpr, CUT: tl.constexpr, PTX: tl.constexpr,
@@ -163,18 +162,35 @@ def _is_last(arrived_ptr, count):
 
 
 @triton.jit
-def _finish(
+def with_bias(acc, bias_ptr, o, outputs):
+    """The sums acc [BLOCK_O, BLOCK_N] of an expert's outputs o [BLOCK_O], plus its bias, if it has one."""
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + o, mask=o < outputs, other=0.0).to(tl.float32)[:, None]
+    return acc
+
+
+@triton.jit
+def store_pairs(value, pairs_ptr, pair, valid, column, height):
+    """Store value [HEIGHT, BLOCK_N] to the columns column [HEIGHT] of the pairs pair [BLOCK_N] that are valid."""
+    mask = (column < height)[:, None] & valid[None, :]
+    at = pairs_ptr + pair[None, :].to(tl.int64) * height + column[:, None]
+    tl.store(at, value.to(pairs_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def finish(
     acc, bias_ptr, pairs_ptr, pair, valid, o, column, outputs, height, alpha, limit, GATED: tl.constexpr,
     CLAMPED: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Add the expert's bias to sums [BLOCK_O, BLOCK_N], apply the gate, and store them to pairs_ptr [pairs, height]."""
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + o, mask=o < outputs, other=0.0).to(tl.float32)[:, None]
-    mask = (column < height)[:, None] & valid[None, :]
-    at = pairs_ptr + pair[None, :].to(tl.int64) * height + column[:, None]
+    """Add the expert's bias to sums [BLOCK_O, BLOCK_N], apply the gate, and store them to pairs_ptr [pairs, height].
+
+    GATED: rows g0, u0, g1, u1 ... of the sums alternate.
+    """
+    acc = with_bias(acc, bias_ptr, o, outputs)
     if GATED:
-        acc = _gated(acc, alpha, limit, BLOCK_O, BLOCK_N, CLAMPED)
-    tl.store(at, acc.to(pairs_ptr.dtype.element_ty), mask=mask)
+        gate, up = acc.reshape(BLOCK_O // 2, 2, BLOCK_N).permute(0, 2, 1).split()
+        acc = gated(gate, up, alpha, limit, CLAMPED)
+    store_pairs(acc, pairs_ptr, pair, valid, column, height)
 
 
 @triton.jit
@@ -190,49 +206,47 @@ def _add_parts(
         at = pair.to(tl.int64)[None, :] * outputs + o[:, None]
         mask = (n < count)[None, :] & (o < outputs)[:, None]
         acc = _sum_of_parts(parts_ptr, at, mask, pairs.to(tl.int64) * outputs, PARTS)
-        _finish(
+        finish(
             acc, bias_ptr, pairs_ptr, pair, n < count, o, column, outputs, height, alpha, limit, GATED, CLAMPED,
             BLOCK_O, BLOCK_N,
         )  # fmt: skip
 
 
 @triton.jit
-def _combine(
-    pairs_ptr, parts_ptr, ids_ptr, bias_ptr, routing_ptr, out_ptr, column, rows, height, TOP: tl.constexpr,
+def combine(
+    pairs_ptr, parts_ptr, ids_ptr, bias_ptr, routing_ptr, out_ptr, n, column, rows, height, TOP: tl.constexpr,
     BLOCK_R: tl.constexpr, HEIGHT: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """out[n] = sum over r of routing[n, r] * pairs[n * TOP + r], in ascending order of r, without experts that other
-    GPUs have.
+    """out[n] = sum over r of routing[n, r] * pairs[n * TOP + r], in ascending order of r, for tokens n [BLOCK_R],
+    without experts that other GPUs have.
 
     pairs_ptr: [rows * TOP, height]; the experts' results.
     parts_ptr: [PARTS, rows * TOP, height]; replaces pairs_ptr: their parts, without the experts' bias; or None.
     routing_ptr: [rows, TOP].
-    out_ptr: [rows, height], written.
+    out_ptr: [rows, height], written at the columns column [HEIGHT].
     """
-    for begin in range(0, rows, BLOCK_R):
-        n = begin + tl.arange(0, BLOCK_R)
-        mask = (n < rows)[:, None] & (column < height)[None, :]
-        total = tl.zeros([BLOCK_R, HEIGHT], tl.float32)
-        for rank in tl.static_range(TOP):
-            pair = n * TOP + rank
-            weight = tl.load(routing_ptr + pair, mask=n < rows, other=0.0).to(tl.float32)
-            at = pair.to(tl.int64)[:, None] * height + column[None, :]
-            here = mask
-            if HELD:
-                expert = tl.load(ids_ptr + pair, mask=n < rows, other=0)
-                here = mask & ((expert >= FIRST) & (expert < FIRST + HELD))[:, None]
-            if parts_ptr is None:
-                value = tl.load(pairs_ptr + at, mask=here, other=0.0, cache_modifier=".cg").to(tl.float32)
-            else:
-                value = _sum_of_parts(parts_ptr, at, here, rows.to(tl.int64) * TOP * height, PARTS)
-                if bias_ptr is not None:
-                    expert = tl.load(ids_ptr + pair, mask=n < rows, other=0) - FIRST
-                    bias_at = bias_ptr + expert[:, None] * height + column[None, :]
-                    value += tl.load(bias_at, mask=here, other=0.0).to(tl.float32)
-                value = value.to(out_ptr.dtype.element_ty).to(tl.float32)
-            total = tl.fma(value, weight[:, None] + tl.zeros_like(value), total)
-        at = out_ptr + n.to(tl.int64)[:, None] * height + column[None, :]
-        tl.store(at, total.to(out_ptr.dtype.element_ty), mask=mask)
+    mask = (n < rows)[:, None] & (column < height)[None, :]
+    total = tl.zeros([BLOCK_R, HEIGHT], tl.float32)
+    for rank in tl.static_range(TOP):
+        pair = n * TOP + rank
+        weight = tl.load(routing_ptr + pair, mask=n < rows, other=0.0).to(tl.float32)
+        at = pair.to(tl.int64)[:, None] * height + column[None, :]
+        here = mask
+        if HELD:
+            expert = tl.load(ids_ptr + pair, mask=n < rows, other=0)
+            here = mask & ((expert >= FIRST) & (expert < FIRST + HELD))[:, None]
+        if parts_ptr is None:
+            value = tl.load(pairs_ptr + at, mask=here, other=0.0, cache_modifier=".cg").to(tl.float32)
+        else:
+            value = _sum_of_parts(parts_ptr, at, here, rows.to(tl.int64) * TOP * height, PARTS)
+            if bias_ptr is not None:
+                expert = tl.load(ids_ptr + pair, mask=n < rows, other=0) - FIRST
+                bias_at = bias_ptr + expert[:, None] * height + column[None, :]
+                value += tl.load(bias_at, mask=here, other=0.0).to(tl.float32)
+            value = value.to(out_ptr.dtype.element_ty).to(tl.float32)
+        total = tl.fma(value, weight[:, None] + tl.zeros_like(value), total)
+    at = out_ptr + n.to(tl.int64)[:, None] * height + column[None, :]
+    tl.store(at, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -268,7 +282,7 @@ def experts_kernel(
     HEIGHT: tl.constexpr = BLOCK_O // 2 if GATED else BLOCK_O
     height = outputs // 2 if GATED else outputs
     column = tile * HEIGHT + tl.arange(0, HEIGHT)
-    o = _weight_rows(tile, outputs, GATED and not INTERLEAVED, BLOCK_O)
+    o = weight_rows(tile, outputs, GATED and not INTERLEAVED, BLOCK_O)
 
     # Find the expert. `ids` are ready before the first product, so the second one need not wait for them.
     if PDL and not DOWN:
@@ -295,14 +309,14 @@ def experts_kernel(
         if PDL and DOWN:
             wait_for_kernel_before()
             let_next_kernel_begin(0, 0)
-        acc = _product(
+        acc = product(
             weight_ptr, scale_ptr, x_ptr, unit_ptr, o, pair if DOWN else pair // TOP, valid, first_column,
             tl.minimum(first_column + (share if SHARES > 1 else inputs), inputs), share,
             pairs if DOWN else pairs // TOP, outputs, inputs, stride_w, stride_x, BLOCK_N, BLOCK_O, BLOCK_K, EVEN,
             TRANSPOSED, SCALED, MXFP4, SHARES < PARTS, PTX, DECODES,
         )  # fmt: skip
         if parts_ptr is None:
-            _finish(
+            finish(
                 acc, expert_bias_ptr, pairs_ptr, pair, valid, o, column, outputs, height, alpha, limit, GATED,
                 GATE == 2, BLOCK_O, BLOCK_N,
             )  # fmt: skip
@@ -315,10 +329,13 @@ def experts_kernel(
         if PDL:
             wait_for_kernel_before()
         if _is_last(arrived_ptr + tile, tl.num_programs(1) * SHARES):
-            _combine(
-                pairs_ptr, parts_ptr, ids_ptr, bias_ptr, routing_ptr, out_ptr, column, pairs // TOP, height, TOP,
-                1 if ONE_TOKEN else 16, HEIGHT, PARTS, FIRST, HELD,
-            )  # fmt: skip
+            BLOCK_R: tl.constexpr = 1 if ONE_TOKEN else 16
+            for begin in range(0, pairs // TOP, BLOCK_R):
+                n = begin + tl.arange(0, BLOCK_R)
+                combine(
+                    pairs_ptr, parts_ptr, ids_ptr, bias_ptr, routing_ptr, out_ptr, n, column, pairs // TOP, height, TOP,
+                    BLOCK_R, HEIGHT, PARTS, FIRST, HELD,
+                )  # fmt: skip
     elif parts_ptr is not None:
         if _is_last(arrived_ptr + tile * tl.num_programs(1) + slot, PARTS):
             _add_parts(

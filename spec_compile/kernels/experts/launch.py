@@ -1,4 +1,4 @@
-"""Launches of the kernel of routed experts, and the cases that it serves."""
+"""Launches of the kernels of routed experts, and the cases that they serve."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import HALF, dependent_launch
 from ..counters import zero_counters
 from ..linear.small_m import lack_of_device
-from . import plans
+from . import plans, wide
 from .format import ExpertFormat
 
 try:
@@ -23,7 +23,7 @@ GATES = "none", "silu", "clamped"
 
 
 def lack(parts: Sequence[Tensor], layout: ExpertFormat) -> str | None:
-    """The reason why the kernel cannot multiply by these weights, in 16 bits or quantised; None if it can."""
+    """The reason why the kernels cannot multiply by these weights, in 16 bits or quantised; None if it can."""
     reason, weight = lack_of_device(parts[0].device), parts[0]
     if reason is not None:
         return reason
@@ -46,22 +46,17 @@ def _lack_of_layout(parts: Sequence[Tensor], layout: ExpertFormat) -> str | None
 
 
 def serves(x: Tensor, parts: Sequence[Tensor], layout: ExpertFormat) -> bool:
-    """True if the kernel computes a product of x [T, ...].
-
-    It does so for few rows in 16 bits, and for any number of rows in float32 or with quantised weights, because
-    PyTorch's products of these make the host wait.
-    """
+    """True if the kernels compute a product of x [T, ...]."""
     if not x.is_cuda or not len(x) or lack_of_device(x.device) is not None or not layout.rounds:
         return False
     fits = layout.mxfp4 or (x.dtype in HALF if layout.block else x.dtype == parts[0].dtype)
-    few = layout.scale_size or x.dtype not in HALF or len(x) <= plans.MAX_ROWS
-    return bool(fits and few) and x.dtype != torch.float64 and _lack_of_layout(parts, layout) is None
+    return bool(fits) and x.dtype != torch.float64 and _lack_of_layout(parts, layout) is None
 
 
 def up(
     x: Tensor, ids: Tensor, parts: Sequence[Tensor], layout: ExpertFormat, tile: plans.ExpertTile | None = None
 ) -> Tensor:
-    """`experts_up` by the kernel. tile: None: that of `plans.tile`."""
+    """`experts_up` by the kernels. tile: None: that of `plans.tile`."""
     out = x.new_empty(*ids.shape, layout.columns(parts))
     _launch(x, ids, parts, layout, out, None, None, tile)
     return out
@@ -71,7 +66,7 @@ def down(
     x: Tensor, ids: Tensor, weights: Tensor, parts: Sequence[Tensor], layout: ExpertFormat,
     tile: plans.ExpertTile | None = None,
 ) -> Tensor:  # fmt: skip
-    """`experts_down` by the kernel."""
+    """`experts_down` by the kernels."""
     height = layout.columns(parts)
     pairs, out = x.new_empty(ids.numel(), height), x.new_empty(len(x), height)
     _launch(x.flatten(0, 1), ids, parts, layout, pairs, weights.contiguous(), out, tile)
@@ -82,7 +77,7 @@ def _launch(
     x: Tensor, ids: Tensor, parts: Sequence[Tensor], layout: ExpertFormat, pairs: Tensor, routing: Tensor | None,
     out: Tensor | None, tile: plans.ExpertTile | None,
 ) -> None:  # fmt: skip
-    """Launch the kernel for the first product, or with `routing` for the second.
+    """Launch the kernels for the first product, or with `routing` for the second.
 
     x: [T, I]; second product: [T * k, I].
     ids: [T, k] int64.
@@ -94,6 +89,9 @@ def _launch(
     (tokens, top), experts, (outputs, inputs) = ids.shape, len(weight), layout.sizes(parts)
     tile = tile or plans.tile(tokens, top, layout.of or experts, (outputs, inputs), layout.scale_size, x.element_size())
     x = x if x.stride(1) == 1 else x.contiguous()
+    if tile.sorted:
+        wide.launch(x, ids, parts, layout, pairs, routing, out, tile)
+        return
     by_pair = ids.numel() <= experts or tokens == 1
     slots, tiles = ids.numel() if by_pair else experts, -(-outputs // tile.block_o)
     early, units = dependent_launch.available(x), None

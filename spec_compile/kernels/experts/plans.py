@@ -4,8 +4,9 @@ from typing import NamedTuple
 
 from .mxfp4 import GROUP, WIDTH
 
-MAX_ROWS = 512
-"""The most tokens that the kernel takes in 16 bits; for more, PyTorch's grouped products are used."""
+LEAST_PAIRS = 256
+"""Pairs of a token and an expert from which on they are sorted, because each program of `experts_kernel` looks through
+all of them for those of its expert."""
 
 
 class ExpertTile(NamedTuple):
@@ -20,6 +21,7 @@ class ExpertTile(NamedTuple):
     prefetch: tiles of weights that the second product fetches to the L2 cache before it waits for the first.
     parts: stretches into which the columns of MXFP4 are cut; their sums are added in ascending order.
     shared: each part has a program of its own.
+    sorted: the pairs are sorted by expert first (`wide_kernel`).
     """
 
     block_o: int
@@ -31,11 +33,14 @@ class ExpertTile(NamedTuple):
     prefetch: int = 1
     parts: int = 1
     shared: bool = False
+    sorted: bool = False
 
 
-HALF_TILES = ExpertTile(64, 128, 16), ExpertTile(64, 128, 32), ExpertTile(64, 64, 64)
+HALF_TILES = (
+    ExpertTile(64, 128, 16), ExpertTile(64, 128, 32), ExpertTile(128, 64, 64), ExpertTile(128, 64, 128, 8, 3),
+)  # fmt: skip
 """Tiles for weights in 16 bits; these and the others in ascending order of rows."""
-FP8_TILES = ExpertTile(64, 128, 16, stages=5), ExpertTile(64, 128, 32), ExpertTile(64, 128, 64, stages=3)
+FP8_TILES = ExpertTile(64, 128, 16, stages=5), ExpertTile(64, 128, 32), ExpertTile(128, 128, 64, 8, 3)
 """Tiles for weights in FP8 with scales for blocks of 128."""
 MXFP4_TILES = (
     ExpertTile(128, 256, 16, stages=3, registers=168), ExpertTile(128, 256, 32, stages=3),
@@ -77,8 +82,9 @@ def tile(tokens: int, top: int, experts: int, shape: tuple[int, int], scale_size
         tiles = FLOAT32_TILES if size == 4 else HALF_TILES
     rows = min(tokens, -(-2 * tokens * top // experts))
     tile = next((each for each in tiles if rows <= each.block_n), tiles[-1])
+    tile = tile._replace(sorted=tokens * top >= LEAST_PAIRS)
     if scale_size != GROUP:
         return tile
     cut = parts(*shape, top)
     programs = -(-shape[0] // tile.block_o) * min(tokens * top, experts)
-    return tile._replace(parts=cut, shared=cut > 1 and 3 * programs <= 2 * AT_ONCE)
+    return tile._replace(parts=cut, shared=not tile.sorted and cut > 1 and 3 * programs <= 2 * AT_ONCE)

@@ -1,0 +1,76 @@
+"""Launches of the products of routed experts of many tokens, such as those of prompts (see `wide_kernel`)."""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import HALF, dependent_launch
+from .format import ExpertFormat
+from .plans import ExpertTile
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from ..linear.activations import has_fp8, rounded_blocks
+    from .sort import sort_pairs
+    from .wide_kernel import combine_kernel, wide_experts_kernel
+except ImportError:  # no GPU
+    wide_experts_kernel = None
+
+OLDEST = (9, 0)
+"""The first compute capability that reads tiles by descriptors (TMA)."""
+LEAST_HEIGHT = 64
+"""Rows of the weights in a tile from which on groups of warps multiply (wgmma)."""
+TOKENS, COLUMNS = 16, 128
+"""Tokens and columns of which a program adds up the experts' results."""
+
+
+@functools.cache
+def _has_descriptors(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= OLDEST
+
+
+def _height(layout: ExpertFormat, tile: ExpertTile) -> int:
+    """Rows of the weights that are read at once: gates and what they gate are read apart, unless they alternate."""
+    return tile.block_o if layout.gate == "none" or layout.interleaved else tile.block_o // 2
+
+
+def reads_tiles(weight: Tensor, layout: ExpertFormat, tile: ExpertTile) -> bool:
+    """True if descriptors read the tiles of the weights, and the same instructions multiply as in `experts_kernel`."""
+    fits = weight.dtype in HALF and not layout.transposed and _height(layout, tile) >= LEAST_HEIGHT
+    return fits and _has_descriptors(weight.device)
+
+
+def launch(
+    x: Tensor, ids: Tensor, parts: Sequence[Tensor], layout: ExpertFormat, pairs: Tensor, routing: Tensor | None,
+    out: Tensor | None, tile: ExpertTile,
+) -> None:  # fmt: skip
+    """Launch the kernels for the first product, or with `routing` for the second. Arguments: see `launch._launch`."""
+    weight, scales, bias = parts[0], layout.scales(parts), layout.bias(parts)
+    (tokens, top), experts, (outputs, inputs) = ids.shape, len(weight), layout.sizes(parts)
+    early, units = dependent_launch.available(x), None
+    options = {"launch_pdl": True} if early else {}
+    if layout.block:
+        x, units = rounded_blocks(x, layout.block, early)
+    order, tiles = sort_pairs(ids, layout.first, experts, tile.block_n, early)
+    by_tile = None
+    if reads_tiles(weight, layout, tile):
+        by_tile = TensorDescriptor.from_tensor(weight.flatten(0, 1), [_height(layout, tile), tile.block_k])
+    wide_experts_kernel[(-(-outputs // tile.block_o), len(tiles))](
+        x, units, order, tiles, weight if by_tile is None else by_tile, scales, bias, pairs, len(x), outputs, inputs,
+        weight.stride(0), weight.stride(1), x.stride(0), 0 if scales is None else scales.stride(0),
+        layout.alpha, layout.limit, TOP=top if routing is None else 1,
+        GATED=layout.gate != "none", CLAMPED=layout.gate == "clamped", INTERLEAVED=layout.interleaved,
+        TRANSPOSED=layout.transposed, SCALED=layout.block, MXFP4=layout.mxfp4 > 0, PTX=x.is_cuda,
+        DECODES=not has_fp8(x.device), BLOCK_N=tile.block_n, BLOCK_O=tile.block_o, BLOCK_K=tile.block_k,
+        EVEN=inputs % tile.block_k == 0, PARTS=tile.parts, TILED=by_tile is not None, EARLY=early,
+        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **options,
+    )  # fmt: skip
+    if routing is not None:
+        height = pairs.shape[1]
+        combine_kernel[(-(-height // COLUMNS), -(-tokens // TOKENS))](
+            pairs, ids, routing, out, tokens, height, TOP=top, BLOCK_R=TOKENS, HEIGHT=COLUMNS, FIRST=layout.first,
+            HELD=experts if layout.of else 0, EARLY=early, **options,
+        )  # fmt: skip

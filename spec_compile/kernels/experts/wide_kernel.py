@@ -1,0 +1,115 @@
+"""The kernels of routed experts of many tokens, such as those of a prompt: pairs are sorted by expert first.
+
+A program multiplies a tile of `sort.sort_pairs` with a stretch of its expert's outputs. Sums run along the columns of
+the weights in the same chains as in `experts_kernel`, parts are added in the same order by the same functions, and so
+**a pair's result has the same bits as among few tokens**. With a descriptor of the weights (TMA on Hopper), a gate and
+what it gates are two products of the same rows.
+
+Import this module only where Triton is installed. Shapes of a tile: weights [BLOCK_O, BLOCK_K], activations
+[BLOCK_N, BLOCK_K], sums [BLOCK_O, BLOCK_N].
+"""
+
+import triton
+import triton.language as tl
+
+from ..ptx import let_next_kernel_begin, wait_for_kernel_before
+from .kernel import combine, finish, gated, product, store_pairs, weight_rows, with_bias
+
+
+@triton.jit
+def _multiply(
+    weight, x_ptr, row, distance, x_row, inputs, stride_x, HEIGHT: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PAIRED: tl.constexpr,
+):  # fmt: skip
+    """The sums [HEIGHT, BLOCK_N] of the weights' rows from `row` on for the rows x_row [BLOCK_N] of x, in one chain,
+    and, PAIRED, those of the weights' rows from row + distance on (else 0). EVEN: no tile reaches beyond the inputs."""
+    k = tl.arange(0, BLOCK_K)
+    x_at = x_ptr + x_row.to(tl.int64)[:, None] * stride_x + k[None, :]
+    first, second = tl.zeros([HEIGHT, BLOCK_N], tl.float32), 0.0
+    if PAIRED:
+        second = tl.zeros([HEIGHT, BLOCK_N], tl.float32)
+    for start in tl.range(0, inputs, BLOCK_K):
+        if EVEN:
+            b = tl.load(x_at + start)
+        else:
+            b = tl.load(x_at + start, mask=(k < inputs - start)[None, :], other=0.0)
+        first = tl.dot(weight.load([row, start]), b.T, first)
+        if PAIRED:
+            second = tl.dot(weight.load([row + distance, start]), b.T, second)
+    return first, second
+
+
+@triton.jit(do_not_specialize=["x_rows"])
+def wide_experts_kernel(
+    x_ptr, unit_ptr,  # [T, inputs], second product [T * k, inputs]; scales of x in FP8, or None
+    order_ptr, tiles_ptr,  # see `sort_pairs`, with tiles of BLOCK_N pairs
+    weight, scale_ptr, bias_ptr,  # of `experts_kernel`; TILED: a descriptor of [E * outputs, inputs]
+    pairs_ptr,  # [T * k, height], written
+    x_rows, outputs, inputs, stride_e, stride_w, stride_x, scale_stride, alpha, limit,
+    TOP: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    TRANSPOSED: tl.constexpr, SCALED: tl.constexpr, MXFP4: tl.constexpr, PTX: tl.constexpr, DECODES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PARTS: tl.constexpr,
+    TILED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of outputs, tiles of pairs): programs that read the same rows begin together, and so do those of one
+    expert. TOP: pairs that read the same row of x. SCALED: inputs of an FP8 scale, or 0."""
+    if EARLY:
+        wait_for_kernel_before()
+        let_next_kernel_begin(0, 0)
+    tile, tiles_ptr = tl.program_id(0), tiles_ptr + tl.program_id(1) * 3
+    expert, count = tl.load(tiles_ptr), tl.load(tiles_ptr + 2)
+    if count == 0:
+        return
+    n = tl.arange(0, BLOCK_N)
+    valid = n < count
+    pair = tl.load(order_ptr + tl.load(tiles_ptr + 1) + n, mask=valid, other=0)
+    HEIGHT: tl.constexpr = BLOCK_O // 2 if GATED else BLOCK_O
+    height = outputs // 2 if GATED else outputs
+    column = tile * HEIGHT + tl.arange(0, HEIGHT)
+    if bias_ptr is not None:
+        bias_ptr += expert.to(tl.int64) * outputs
+
+    if TILED and GATED and not INTERLEAVED:
+        row = expert * outputs + tile * HEIGHT
+        gate, up = _multiply(
+            weight, x_ptr, row, height, pair // TOP, inputs, stride_x, HEIGHT, BLOCK_N, BLOCK_K, EVEN, True
+        )  # fmt: skip
+        gate, up = with_bias(gate, bias_ptr, column, height), with_bias(up, bias_ptr, column + height, outputs)
+        store_pairs(gated(gate, up, alpha, limit, CLAMPED), pairs_ptr, pair, valid, column, height)
+    else:
+        o = weight_rows(tile, outputs, GATED and not INTERLEAVED, BLOCK_O)
+        if TILED:
+            row = expert * outputs + tile * BLOCK_O
+            acc, _ = _multiply(
+                weight, x_ptr, row, 0, pair // TOP, inputs, stride_x, BLOCK_O, BLOCK_N, BLOCK_K, EVEN, False
+            )  # fmt: skip
+        else:
+            if SCALED > 0 or MXFP4:
+                scale_ptr += expert.to(tl.int64) * scale_stride
+            share = tl.cdiv(tl.cdiv(inputs, BLOCK_K), PARTS) * BLOCK_K  # columns of a part
+            acc = product(
+                weight + expert.to(tl.int64) * stride_e, scale_ptr, x_ptr, unit_ptr, o, pair // TOP, valid, 0, inputs,
+                share, x_rows, outputs, inputs, stride_w, stride_x, BLOCK_N, BLOCK_O, BLOCK_K, EVEN, TRANSPOSED, SCALED,
+                MXFP4, PARTS > 1, PTX, DECODES,
+            )  # fmt: skip
+        finish(
+            acc, bias_ptr, pairs_ptr, pair, valid, o, column, outputs, height, alpha, limit, GATED, CLAMPED, BLOCK_O,
+            BLOCK_N,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def combine_kernel(
+    pairs_ptr, ids_ptr, routing_ptr, out_ptr, rows, height, TOP: tl.constexpr, BLOCK_R: tl.constexpr,
+    HEIGHT: tl.constexpr, FIRST: tl.constexpr, HELD: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """`combine` of a tile of tokens a program. Grid (tiles of columns, tiles of tokens)."""
+    if EARLY:
+        wait_for_kernel_before()
+        let_next_kernel_begin(0, 0)
+    n = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    column = tl.program_id(0) * HEIGHT + tl.arange(0, HEIGHT)
+    combine(
+        pairs_ptr, None, ids_ptr, None, routing_ptr, out_ptr, n, column, rows, height, TOP, BLOCK_R, HEIGHT, 1, FIRST,
+        HELD,
+    )  # fmt: skip
