@@ -14,7 +14,7 @@ FAMILIES = {
     "attention": ("attention", "append_kernel", "tree_kernel", "tail_tiles", "prompt_kernel", "merge_"),
     "matrix products": ("small_m", "gemm", "cutlass", "nvjet", "splitk", "gemv", "cublas"),
     "rotary embedding, activations": ("triton_poi", "triton_red", "triton_per"),
-    "experts": ("experts_kernel", "route_kernel"),
+    "experts": ("experts_kernel", "route_kernel", "sort_kernel", "combine_kernel"),
     "n-gram": ("ngram",),
     "compaction": ("compact",),
     "copies and fills": ("memcpy", "memset", "elementwise"),
