@@ -26,13 +26,14 @@ def sort_pairs(ids: Tensor, first: int, experts: int, size: int, early: bool) ->
     """The pairs ids [T, k] int64 by expert -> their numbers [T * k] int32 and tiles [T * k // size + experts, 3] int32.
 
     Pairs of one expert stay in their order. A tile is its expert, where its pairs begin in the order, and how many it
-    has. first, experts: the number of the first expert that is here, and how many are. size: the most pairs of a tile. early: as of `small_m.launch`.
+    has. first, experts: the number of the first expert that is here, and how many are. size: the most pairs of a tile.
+    early: as of `small_m.launch`.
     """
     order = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
     tiles = order.new_empty(ids.numel() // size + experts, 3)
     sort_kernel[(experts,)](
-        ids.contiguous(), order, tiles, ids.numel(), FIRST=first, SIZE=size, CHUNK=FEW if ids.numel() <= FEW else MANY, EARLY=early,
-        num_warps=8, **({"launch_pdl": True} if early else {}),
+        ids.contiguous(), order, tiles, ids.numel(), FIRST=first, SIZE=size,
+        CHUNK=FEW if ids.numel() <= FEW else MANY, EARLY=early, num_warps=8, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return order, tiles
 
