@@ -326,6 +326,9 @@ for name, (kind, inputs) in SHAPES.items():
     launch.tree(kind, inputs, state, stash, torch.zeros(1, 5, 16, dtype=torch.int32))
     launch.commit(kind, [state], stash, torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
     launch.CHUNKS[kind](inputs, state, torch.tensor([16]))
+    # A tree and a chunk multiply and add by the same instructions, so that both round alike.
+    tree, *_, chunk = [sorted(re.findall(r"(?:fma|mul|add|sub)[.a-z]*[.]f32", each.asm["ptx"])) for each in found]
+    assert tree == chunk, name
     # A tile lies in the registers alike in a tree, in a commit and in a chunk, so that all round alike.
     text = "".join(kernel.asm["ttgir"] for kernel in found)
     layouts = {layout for layout in re.findall("#ttg.blocked<(.*)>", text) if layout.endswith("order = [1, 0]}")}

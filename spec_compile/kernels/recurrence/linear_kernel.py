@@ -56,14 +56,34 @@ def load_token(
     return q, k, v, g, beta
 
 
+@triton.jit
+def stash_token(
+    k_ptr, v_ptr, g_ptr, beta_ptr, k, v, g, beta, place, head, dk, dv, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DELTA: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Store what a commit needs of a token. place: number of the token in the stash of all rows.
+
+    Several programs share g, beta and k, so one of them stores these.
+    """
+    tl.store(v_ptr + (place * HEADS + head) * DV + dv, v, mask=dv < DV)
+    if tl.program_id(0) == 0:
+        if CHANNELS:
+            tl.store(g_ptr + (place * HEADS + head) * DK + dk, g, mask=dk < DK)
+        else:
+            tl.store(g_ptr + place * HEADS + head, g)
+        if DELTA:
+            tl.store(beta_ptr + place * HEADS + head, beta)
+        if head % GROUP == 0:
+            tl.store(k_ptr + (place * (HEADS // GROUP) + head // GROUP) * DK + dk, k, mask=dk < DK)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def linear_attention_kernel(
     q_ptr, k_ptr, v_ptr,  # [B, tokens, HEADS / GROUP, DK] (q and k), [B, tokens, HEADS, DV]
     g_ptr, beta_ptr,  # [B, tokens, HEADS] or with CHANNELS [B, tokens, HEADS, DK], [B, tokens, HEADS]
     state_ptr, kept_ptr,  # [B, HEADS, DK, DV], written by a chunk; [programs, SLOTS, BLOCK_DK, BLOCK_DV]
     walk_ptr, valid_ptr,  # [B, COLUMNS, tokens] of trees, [B] of a chunk
-    k_stash_ptr, v_stash_ptr, g_stash_ptr, beta_stash_ptr,  # of trees, as the inputs, of MAX_NODES; written
-    out_ptr,  # [B, tokens, HEADS, DV], written
+    k_stash_ptr, v_stash_ptr, g_stash_ptr, beta_stash_ptr, out_ptr,  # as the inputs, of MAX_NODES; as v; written
     stride_qb, stride_qn, stride_kb, stride_kn, stride_vb, stride_vn, stride_gb, stride_gn, stride_bb, stride_bn,
     tokens, HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
     BLOCK_DV: tl.constexpr, DELTA: tl.constexpr, CHANNELS: tl.constexpr, SLOTS: tl.constexpr,
@@ -76,7 +96,6 @@ def linear_attention_kernel(
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     key_head, program = head // GROUP, (row * HEADS + head) * tl.num_programs(0) + tl.program_id(0)
     dk, dv = tl.arange(0, BLOCK_DK), tl.program_id(0) * BLOCK_DV + tl.arange(0, BLOCK_DV)
-
     # The committed state. Only commits and prompts write it, and they are done long before the launch of a tree.
     state_ptr += (row * HEADS + head) * DK * DV
     inside = (dk < DK)[:, None] & (dv < DV)[None, :]
@@ -85,20 +104,14 @@ def linear_attention_kernel(
     if EARLY:
         gdc_wait()
 
-    # This head's part of the inputs, of the stash and of the output.
-    GATES: tl.constexpr = DK if CHANNELS else 1
+    # This head's part of the inputs and of the output.
     q_ptr, k_ptr = q_ptr + row * stride_qb + key_head * DK, k_ptr + row * stride_kb + key_head * DK
-    v_ptr, g_ptr = v_ptr + row * stride_vb + head * DV, g_ptr + row * stride_gb + head * GATES
+    v_ptr, g_ptr = v_ptr + row * stride_vb + head * DV, g_ptr + row * stride_gb + head * (DK if CHANNELS else 1)
     beta_ptr += row * stride_bb + head
     out_ptr += row * tokens * HEADS * DV + head * DV
     valid = tokens
     if IS_TREE:
-        kept_ptr += program * SLOTS * BLOCK_DK * BLOCK_DV
-        kept_at = dk[:, None] * BLOCK_DV + tl.arange(0, BLOCK_DV)[None, :]
-        k_stash_ptr += row * MAX_NODES * (HEADS // GROUP) * DK + key_head * DK
-        v_stash_ptr += row * MAX_NODES * HEADS * DV + head * DV
-        g_stash_ptr += row * MAX_NODES * HEADS * GATES + head * GATES
-        beta_stash_ptr += row * MAX_NODES * HEADS + head
+        kept_at = kept_ptr + (program * SLOTS * BLOCK_DK + dk[:, None]) * BLOCK_DV + tl.arange(0, BLOCK_DV)[None, :]
         walk_ptr += row * COLUMNS * tokens
     else:
         valid = tl.load(valid_ptr + row).to(tl.int32)
@@ -114,42 +127,32 @@ def linear_attention_kernel(
         next_node = tl.minimum(step + 1, tokens - 1)
         if IS_TREE:
             next_node = tl.load(walk_ptr + next_node)
+            resumed = tl.load(walk_ptr + tokens + step)
+            if resumed >= 0:
+                tile = tl.load(kept_at + resumed * BLOCK_DK * BLOCK_DV)
         next_q, next_k, next_v, next_g, next_beta = load_token(
             q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, stride_qn, stride_kn, stride_vn, stride_gn, stride_bn, next_node,
             dk, dv, DK, DV, CHANNELS,
         )  # fmt: skip
-        if IS_TREE:
-            resumed = tl.load(walk_ptr + tokens + step)
-            if resumed >= 0:
-                tile = tl.load(kept_ptr + resumed * BLOCK_DK * BLOCK_DV + kept_at)
 
         # Read the state. Update it if the node has children, or if the token counts.
         written, out, decay = read(tile, k, q, v, g, beta, DELTA)
         tl.store(out_ptr + node.to(tl.int64) * HEADS * DV + dv, out, mask=dv < DV)
+        leads = valid > step
         if IS_TREE:
             leads = tl.load(walk_ptr + 2 * tokens + step) != 0
-        else:
-            leads = valid > step
         if leads:
             tile = lead(tile, k, written, decay)
 
-        # Keep the state for a later child, and stash the inputs for a commit. Several programs share g, beta and k, so
-        # one of them stores these.
-        if IS_TREE:
+        if IS_TREE:  # keep the state for a later child, and stash the inputs for a commit
             kept = tl.load(walk_ptr + 3 * tokens + step)
             if kept >= 0:
-                tl.store(kept_ptr + kept * BLOCK_DK * BLOCK_DV + kept_at, tile)
+                tl.store(kept_at + kept * BLOCK_DK * BLOCK_DV, tile)
                 tl.debug_barrier()  # a lane may read what another has stored
-            tl.store(v_stash_ptr + node * HEADS * DV + dv, v, mask=dv < DV)
-            if tl.program_id(0) == 0:
-                if CHANNELS:
-                    tl.store(g_stash_ptr + node * HEADS * GATES + dk, g, mask=dk < DK)
-                else:
-                    tl.store(g_stash_ptr + node * HEADS, g)
-                if DELTA:
-                    tl.store(beta_stash_ptr + node * HEADS, beta)
-                if head % GROUP == 0:
-                    tl.store(k_stash_ptr + node * (HEADS // GROUP) * DK + dk, k, mask=dk < DK)
+            stash_token(
+                k_stash_ptr, v_stash_ptr, g_stash_ptr, beta_stash_ptr, k, v, g, beta, row * MAX_NODES + node, head,
+                dk, dv, HEADS, GROUP, DK, DV, DELTA, CHANNELS,
+            )  # fmt: skip
         node, q, k, v, g, beta = next_node, next_q, next_k, next_v, next_g, next_beta
     if not IS_TREE:
         tl.store(state_ptr + at, tile, mask=inside)
