@@ -22,8 +22,7 @@ HEADS = {
     "Falcon-H1-7B": ("decay", 1, 24, 256, 128),
     "Mamba2-2.7B": ("decay", 1, 80, 128, 64),
 }
-"""Model -> kind, key heads, heads, sizes of a key and of a value. Qwen3.5 of the default sizes is as
-Qwen3-Next."""
+"""Model -> kind, key heads, heads, sizes of a key and of a value. Qwen3.5's default sizes are those of Qwen3-Next."""
 CHANNELS = {"Qwen3-Next": 8192, "Falcon-H1-7B": 3584, "Mamba2-2.7B": 5376}
 """Model -> channels of the short convolution of 4 inputs before the recurrence."""
 
