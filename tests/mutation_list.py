@@ -1662,6 +1662,22 @@ MODULES = [
         "tests/capture/test_quantised.py -k a_byte_that",
     ),
     Mutation(
+        "a cut inside a group of weights is not noticed", "spec_compile/passes/shares.py",
+        "share.blocks % step == 0", "share.blocks % step >= 0",
+        "tests/passes/test_shares.py -k groups_that_would_be_cut",
+    ),
+    Mutation(
+        "a rank rounds its columns by their own largest value", "spec_compile/kernels/linear/quantised/rows.py",
+        "largest = gather_parts(x.abs().amax(dim=-1, keepdim=True), group_name).amax(dim=0)",
+        "largest = x.abs().amax(dim=-1, keepdim=True)",
+        "tests/parallel/test_quantised_ranks.py -k few",
+    ),
+    Mutation(
+        "the sum of a token's experts has those of another GPU", "spec_compile/kernels/experts/kernel.py",
+        "here = mask & ((expert >= FIRST) & (expert < FIRST + HELD))[:, None]", "here = mask",
+        "tests/kernels/test_experts.py -k each_rank",
+    ),
+    Mutation(
         "copies of a draft's weights are not rounded anew", "spec_compile/drafters/draft_weights.py",
         "old.copy_(new)", "pass", "tests/drafters/test_draft_weights.py -k refresh",
     ),

@@ -23,6 +23,7 @@ from ..config import Options
 from ..drafting import Algorithm
 from ..graph import ModelGraph
 from ..kernels.attention import BACKENDS
+from ..kernels.linear.quantised import update
 from . import past
 from .agreement import Agreement
 from .background import background, compiles_at_once, find_fault
@@ -265,7 +266,9 @@ class ServedEngine(Engine):
             if self.loras is not None:
                 self.loras.forget()
             self.refresh()
-            self.options.ranks.refresh()
+            if self.options.ranks.size > 1:
+                self.options.ranks.refresh()
+                update()  # copies that were made of the rank's parts
 
     @contextmanager
     def reporting(self, progress: Callable[[str], None] | None) -> Iterator[None]:

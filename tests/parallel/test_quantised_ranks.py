@@ -128,12 +128,28 @@ def test_models_that_transformers_has_sharded(name, tmp_path):
         assert takes_memory_once
 
 
-FAMILIES = ["qwen3", "glm4", "gpt_neox", "olmo3", "cohere2", "deepseek_v3", "mixtral"]
+@pytest.mark.slow
+def test_a_quantised_draft_model_that_ranks_share(tmp_path):
+    target, draft = models.ADMITTED["llama"](), packed(models.ADMITTED["llama"](), "ct")
+    options = PLAIN | dict(draft=draft, num_steps=2)
+    expected = target.generate(prompt := models.prompts()[0][0], **GREEDY)
+
+    def on_a_rank(rank):
+        fast = speculate(target, "draft_model", **options, tensor_parallel="auto", draft_tensor_parallel_size=2)
+        return fast.generate(prompt, **GREEDY), fast.speculation.explain()
+
+    for tokens, explained in on_ranks(on_a_rank, 2, tmp_path):
+        assert torch.equal(tokens, expected)
+        assert "the draft is shared by 2 ranks" in explained
+
+
+FAMILIES = "qwen3", "phi3", "glm4", "gpt_neox", "olmo3", "cohere2", "deepseek_v3", "mixtral", "qwen2_moe", "gpt_oss"
+HYBRIDS = "qwen3_5", "falcon_h1", "nemotron_h", "lfm2", "jamba"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES + HYBRIDS)
 def test_every_family_gives_one_processs_tokens(name, tmp_path):
-    plain = {"in 32 bits": models.ADMITTED[name]()}
-    shared = plain | {form: packed(models.ADMITTED[name](), form) for form in FEW}
-    assert len(set(gives_one_processs_tokens(shared, 2, tmp_path).values())) == 1  # as many as in 32 bits
+    build = {**models.ADMITTED, **models.HYBRIDS}[name]
+    shared = {"in 32 bits": build()} | {form: packed(build(), form) for form in FEW}
+    assert len(set(gives_one_processs_tokens(shared, 2, tmp_path).values())) == 1  # the same layers as in 32 bits

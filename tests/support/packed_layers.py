@@ -119,7 +119,7 @@ DRAWN = {
     "ct64 fp16": compressed(64, torch.float16), "ao int4": int_groups, "gptq": gptq, "awq": awq,
     "table": bitsandbytes(False), "nested": bitsandbytes(True), "nvfp4": fp4(16, 1), "modelopt fp4": fp4(16, 0),
     "mxfp4": fp4(32, 0), "w4a8": w4a8(128, 0, 1), "w4a8 32": w4a8(32, 0, 0), "w4a8 rows": w4a8(None, 0, 0),
-    "w4a8 fp8": w4a8(128, 1, 1),
+    "w4a8 fp8": w4a8(128, 1, 1), "come rounded": channels(PerChannel(rounded=1), FP8),
 }  # fmt: skip
 TINY = {
     "fp8": partial(fp8_block, block=8), "ct fp8": DRAWN["ct fp8"], "ct int8": DRAWN["ct int8"],
