@@ -82,7 +82,8 @@ def share_of(graph: ModelGraph, share: Share, slices: Slices) -> tuple[Layout, l
 
     def make() -> tuple:
         fresh = _rearranged(product, parts, share.by_inputs)
-        return fresh.pack(_taken(share, fresh.places, fresh.parts, slices.take), inputs)
+        assert isinstance(fresh, Rearranged)  # `lack` has said so
+        return fresh.pack(_taken(share, fresh.places, fresh.unpack(), slices.take), inputs)
 
     return slices.made((product.layout, *share[1:], *map(id, parts)), parts, make)
 

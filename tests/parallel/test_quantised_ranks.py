@@ -2,6 +2,9 @@
 
 import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 from unittest import mock
 
 import models
@@ -153,3 +156,13 @@ def test_every_family_gives_one_processs_tokens(name, tmp_path):
     build = {**models.ADMITTED, **models.HYBRIDS}[name]
     shared = {"in 32 bits": build()} | {form: packed(build(), form) for form in FEW}
     assert len(set(gives_one_processs_tokens(shared, 2, tmp_path).values())) == 1  # the same layers as in 32 bits
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus():
+    script = Path(__file__).parents[1] / "support/two_gpus_quantised.py"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    result = subprocess.run(launch, capture_output=True, text=True, timeout=1200)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
+    assert result.stdout.count("tokens are one process's") == 12

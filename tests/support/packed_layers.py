@@ -139,12 +139,18 @@ def prepared(name, outputs, inputs, device="cpu"):
     return (layout, parts), quantised.repacked(layout, parts, inputs)
 
 
-def packed(model, name):
-    """`model`, whose linear layers but the output head are replaced by random ones of a format of `TINY`."""
+def packed(model, name, drawn=TINY):
+    """`model` with random layers of a format in place of its linear layers, whose scales have the model's dtype.
+
+    The output head stays, and so do layers whose sizes are no multiples of 8, or whose weight another module reads.
+    """
     torch.manual_seed(0)
     for path, layer in list(model.named_modules()):
-        if isinstance(layer, nn.Linear) and layer is not model.get_output_embeddings():
-            layout, parts = TINY[name](layer.out_features, layer.in_features)
+        is_linear = isinstance(layer, nn.Linear) and layer is not model.get_output_embeddings()
+        if is_linear and not any(size % 8 for size in layer.weight.shape) and not path.endswith("dt_proj"):
+            layout, parts = drawn[name](layer.out_features, layer.in_features)
+            if isinstance(layout, (PerChannel, PerTensor, W4A8)):
+                parts[1:] = [part.to(model.dtype) for part in parts[1:]]
             parts = {f"part{number}": part for number, part in enumerate(parts)}
             parent, _, child = path.rpartition(".")
             fresh = QuantisedLinear(Packed(layout, parts, layer.bias, layer.in_features))

@@ -103,9 +103,8 @@ class ExpertFormat:
         def pack(cut: list[Tensor], inputs: int) -> tuple[ExpertFormat, list[Tensor]]:
             return self.of_inputs(inputs), [*mxfp4.pack(*(part.contiguous() for part in cut))]
 
-        published = mxfp4.unpack(*parts[:2], self.mxfp4)
         places = [Place((1, 1), (2, mxfp4.GROUP)), Place((1, 1), (2, mxfp4.GROUP))]
-        return Rearranged(places, [*published], pack)
+        return Rearranged(places, lambda: [*mxfp4.unpack(*parts[:2], self.mxfp4)], pack)
 
     def product(self, x: Tensor, parts: Sequence[Tensor], expert: int) -> Tensor:
         """x [R, I] by the weight of an expert -> [R, O] of x's dtype."""
