@@ -58,14 +58,10 @@ def gives_one_processs_tokens(shared, size, folder, **options):
 FEW = "fp8", "ct fp8", "gptq"
 
 
-@pytest.mark.parametrize(
-    "names", [FEW, pytest.param([name for name in TINY if name not in FEW], marks=pytest.mark.slow)], ids=["few", "all"]
-)
+@pytest.mark.parametrize("names", [FEW[1:], pytest.param([*TINY], marks=pytest.mark.slow)], ids=["few", "all"])
 def test_every_format_gives_one_processs_tokens(names, tmp_path):
-    build = models.ADMITTED["llama"]
-    plain = {"in 32 bits": build()}
-    whole = gives_one_processs_tokens(plain | {name: packed(build(), name) for name in names}, 2, tmp_path)
-    assert set(whole.values()) == {"nothing"}
+    shared = {name: packed(models.ADMITTED["llama"](), name) for name in names}
+    assert set(gives_one_processs_tokens(shared, 2, tmp_path).values()) == {"nothing"}
 
 
 WIDE = dict(models.BASE, hidden_size=128, intermediate_size=128, num_attention_heads=8, head_dim=16)
@@ -82,18 +78,25 @@ def test_more_ranks_give_one_processs_tokens(size, tmp_path):
     assert set(gives_one_processs_tokens(shared, size, tmp_path).values()) == {"nothing"}
 
 
-def test_experts_by_width_give_one_processs_tokens(tmp_path):
-    shared = {
-        "mxfp4": load_mxfp4(checkpoints.write_mxfp4(tmp_path), dtype=torch.float32).eval(),
-        "fp8": build_fp8_mixture(moe_intermediate_size=256, head_dim=128),
-    }
-    assert set(gives_one_processs_tokens(shared, 2, tmp_path).values()) == {"router (2)", "gate (2)"}
+@pytest.mark.parametrize("by_number", [False, True])
+def test_experts_in_mxfp4_give_one_processs_tokens(by_number, tmp_path):
+    model = load_mxfp4(checkpoints.write_mxfp4(tmp_path), dtype=torch.float32).eval()
+    whole = gives_one_processs_tokens({"mxfp4": model}, 2, tmp_path, expert_parallel=by_number)
+    assert whole == {"mxfp4": "router (2)"}
 
 
-@pytest.mark.sweep("gpt_oss")
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen2_moe"])
+@pytest.mark.slow
+@pytest.mark.parametrize("by_number", [False, True])
+def test_experts_in_fp8_give_one_processs_tokens(by_number, tmp_path):
+    model = build_fp8_mixture(moe_intermediate_size=256, head_dim=128)
+    whole = gives_one_processs_tokens({"fp8": model}, 2, tmp_path, expert_parallel=by_number)
+    assert whole == {"fp8": "gate (2)"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen2_moe", "nemotron_h"])
 def test_experts_by_number_give_one_processs_tokens(name, tmp_path):
-    model = models.ADMITTED[name]()
+    model = {**models.ADMITTED, **models.HYBRIDS}[name]()
     whole = gives_one_processs_tokens({name: model}, 2, tmp_path, expert_parallel=True)
     assert "experts" not in whole[name]
 

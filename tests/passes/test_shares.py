@@ -106,28 +106,27 @@ def test_changed_weights_are_cut_anew(name):
     assert torch.equal(weight.float(), layout.weight(parts, 512)[:, 256:].float())
 
 
-def formats(model, size, option):
+def formats(graph, size, option):
     """The formats of the products of experts of the first of several ranks."""
     ranks = SimpleNamespace(rank=0, size=size, name="nobody", slices=Slices(0, size))
     settings = passes.Settings(ranks=ranks, expert_parallel=option)
-    graph = passes.run(capture(model), settings, passes.PIPELINE[:2])
-    return [experts.format_of(node.args[-1]) for node in calls(graph.gm, experts.UP) + calls(graph.gm, experts.DOWN)]
+    gm = passes.run(graph, settings, passes.PIPELINE[:2]).gm
+    return [experts.format_of(node.args[-1]) for node in calls(gm, experts.UP) + calls(gm, experts.DOWN)]
 
 
-def test_experts_are_shared_by_width_unless_it_does_not_divide(tmp_path):
-    mixture = models.ADMITTED["qwen3_moe"]()
+def test_experts_are_shared_by_width_or_by_number():
+    graph = capture(models.ADMITTED["qwen3_moe"]())
     for option, number in ((None, 0), (False, 0), (True, 4)):
-        assert {(each.first, each.of) for each in formats(mixture, 2, option)} == {(0, number)}
-    packed = load_mxfp4(checkpoints.write_mxfp4(tmp_path), dtype=torch.float32).eval()
-    assert {each.of for each in formats(packed, 2, None)} == {0}
-    assert {each.of for each in formats(packed, 4, None)} == {4}
-    with pytest.raises(UnsupportedModelError, match=r"experts .*has 64 inputs in groups of 32.*; start 2 ranks"):
-        formats(packed, 4, False)
-
-
-def test_experts_that_cannot_be_shared_by_number():
-    mixture = models.build("Qwen3MoeConfig", "Qwen3MoeForCausalLM", models.GQA16 | models.MOE | {"num_experts": 6})
-    with pytest.raises(UnsupportedModelError, match=r"^expert_parallel: 6 experts do not divide among 4 ranks"):
-        formats(mixture, 4, True)
+        assert {(each.first, each.of) for each in formats(graph, 2, option)} == {(0, number)}
+    with pytest.raises(UnsupportedModelError, match=r"^expert_parallel: 4 experts do not divide among 3 ranks"):
+        formats(graph, 3, True)
     with pytest.raises(UnsupportedModelError, match=r"^expert_parallel: the model has no routed experts"):
-        formats(models.ADMITTED["llama"](), 2, True)
+        formats(capture(models.ADMITTED["llama"]()), 2, True)
+
+
+def test_experts_whose_width_does_not_divide_are_shared_by_number(tmp_path):
+    graph = capture(load_mxfp4(checkpoints.write_mxfp4(tmp_path), dtype=torch.float32).eval())
+    assert {each.of for each in formats(graph, 2, None)} == {0}
+    assert {each.of for each in formats(graph, 4, None)} == {4}
+    with pytest.raises(UnsupportedModelError, match=r"experts .*has 64 inputs in groups of 32.*; start 2 ranks"):
+        formats(graph, 4, False)
