@@ -88,18 +88,19 @@ class Speeds(NamedTuple):
     link: float | None
 
 
-def rank_bytes(graph: ModelGraph, chosen: list[int]) -> float:
-    """Bytes of weights that a round reads on this rank.
+def rank_bytes(graph: ModelGraph, chosen: list[int], count: int) -> float:
+    """Bytes of weights that a round reads on this rank. An embedding counts only if a product reads it, too.
 
-    chosen: experts of each mixture of the graph that the round reads. An embedding counts only if a product reads it,
-    too. Example: a mixture of 8 experts of 3 MB, of which a round chooses 5, counts 15 MB.
+    chosen: experts that the round chooses in each mixture. count: experts of a mixture on all ranks. Example: 5 of 8
+    are chosen. If a rank has a part of each, and these take 24 MB, it reads 15 MB. If it has 4 whole ones of 24 MB,
+    the mean of the ranks is 15 MB, too.
     """
     read: dict[int, float] = {}
     mixtures = 0
     for node in calls(graph.gm):
         share = 1.0
         if node.target in (experts.UP, experts.DOWN):
-            share = chosen[mixtures] / len(attribute(graph.gm, experts.parts_of(node)[0].target))
+            share = chosen[mixtures] / count
             mixtures += node.target == experts.DOWN
         for source in node.all_input_nodes:
             if source.op == "get_attr" and node.target != aten.embedding.default:
@@ -239,9 +240,11 @@ class Measurement:
         if kind.drafts:
             sharing = runtime.algorithm.sharing
             drafted = draft_bytes(self.head, TREE["num_steps"]) / (size if "shared by" in sharing else 1)
+        mixtures = [part for path, part in self.model.named_modules() if path.endswith(".experts")]
+        count = len(next(mixtures[0].parameters())) if mixtures else 1
         row: dict = {"sharing": sharing, "gigabytes": {}, "floor_ms": {}, "over_floor": {}}
         for nodes, spent in ms.items():
-            read = rank_bytes(graph, counts.get(nodes, [])) + drafted + context_bytes(graph, CONTEXT) * requests
+            read = rank_bytes(graph, counts.get(nodes, []), count) + drafted + context_bytes(graph, CONTEXT) * requests
             most = max(self.heard(read))
             sent = sums_of(graph) * sum_bytes(requests * nodes * graph.hidden_size, size)
             floor = most / self.speeds.copy + (sent / self.speeds.link if self.speeds.link else 0.0)

@@ -35,7 +35,7 @@ def fp8(model: PreTrainedModel, size: int, device: torch.device) -> None:
 
 
 def mxfp4(model: PreTrainedModel, size: int, device: torch.device) -> None:
-    """Replace the experts of a gpt-oss by random ones in MXFP4; each rank has them whole and the same."""
+    """Replace the experts of a gpt-oss by random ones in MXFP4, whole and the same on each rank."""
     numbers = torch.Generator(device).manual_seed(2)
     for layer in model.model.layers:
         experts, weights, biases = layer.mlp.experts, {}, {}
@@ -55,7 +55,7 @@ class Shape(NamedTuple):
     sizes: of its configuration.
     quantise: changes the model on the meta device, given the number of ranks and the device; None: bfloat16.
     gigabytes: of all weights.
-    whole: True if each rank has the whole model in addition to its parts.
+    whole: True if each rank must have the whole model, of which `speculate` copies its parts.
     """
 
     model_type: str
@@ -83,7 +83,7 @@ CASES = {
 
 
 def spread(name: str, mesh: DeviceMesh, device: torch.device, tiny: bool = False) -> PreTrainedModel:
-    """A model of the named shape whose random weights exist in parts only.
+    """A model of the named shape whose random weights exist in parts only, unless its format must be whole.
 
     Matrices are DTensors over the ranks of `mesh`. All else is whole and the same on each rank. tiny: see `TINY`.
     """
@@ -100,7 +100,7 @@ def spread(name: str, mesh: DeviceMesh, device: torch.device, tiny: bool = False
     for path, parameter in [*model.named_parameters()]:
         if parameter.is_meta:
             owner, _, leaf = path.rpartition(".")
-            cut = cut_of(path, parameter, mesh.size())
+            cut = None if shape.whole else cut_of(path, parameter, mesh.size())
             weight = _part(path, parameter, cut, mesh, device, shared if cut is None else own)
             model.get_submodule(owner)._parameters[leaf] = nn.Parameter(weight, requires_grad=False)
     if shape.model_type in ("qwen3_moe", "gpt_oss"):

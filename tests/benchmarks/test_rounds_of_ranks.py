@@ -81,9 +81,9 @@ def test_bytes_that_a_rank_reads():
     every = sum(each.nbytes for each in model.parameters())
     tied = model.config.tie_word_embeddings
     embedding = 0 if tied else model.get_input_embeddings().weight.nbytes
-    assert of_ranks.rank_bytes(dense, []) == pytest.approx(every - embedding, rel=0.01)
+    assert of_ranks.rank_bytes(dense, [], 1) == pytest.approx(every - embedding, rel=0.01)
     layers = len(mixture.layers)
-    few, many = (of_ranks.rank_bytes(mixture, [count] * layers) for count in (1, 2))
+    few, many = (of_ranks.rank_bytes(mixture, [chosen] * layers, 4) for chosen in (1, 2))
     experts = models.ADMITTED["qwen3_moe"]().model.layers[0].mlp.experts
     assert many - few == pytest.approx(layers * sum(each[0].nbytes for each in experts.parameters()))
 
