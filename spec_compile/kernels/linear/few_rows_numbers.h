@@ -27,11 +27,6 @@ INLINE uint16_t bfloat16_of(float number) {
     return uint16_t((bits_of(rounded_bfloat16(number)) | (number != number ? 0x400000u : 0u)) >> 16);
 }
 
-INLINE void put_number(void* numbers, Number type, int64_t at, float number) {
-    if (type == Number::float32) static_cast<float*>(numbers)[at] = number;
-    else static_cast<uint16_t*>(numbers)[at] = bfloat16_of(number);
-}
-
 // To the nearest integer of int8, ties to even.
 INLINE float rounded_int8(float number) {
     const float magic = 0x1.8p23f, nearest = number + magic - magic;

@@ -26,8 +26,9 @@ template <class Element> struct Direct {
 // The same where rows do not end with a vector.
 template <class Element> struct Copied {
     static constexpr bool kDirect = false;
-    static KERNEL void panel(const Product& p, int64_t o, int64_t k, int64_t count, int64_t, Element* out) {
-        const int64_t there = std::min(count, p.inputs - k), size = sizeof(Element);
+    static KERNEL void panel(const Product& p, int64_t o, int64_t k, int64_t count, int64_t ahead, Element* out) {
+        const int64_t there = std::max(std::min(count, p.inputs - k), int64_t(0)), size = sizeof(Element);
+        for (int64_t at = 0; at < there * size; at += 64) __builtin_prefetch(p.w + o * p.row_bytes + k * size + at + ahead, 0, 2);
         std::memcpy(out, p.w + o * p.row_bytes + k * size, there * size);
         std::memset(out + there, 0, (count - there) * size);
     }
@@ -160,23 +161,41 @@ template <class S> struct Tile {
     bool first;
 };
 
-template <class S, int O, int M, bool kAhead> KERNEL void multiply(const Tile<S>& t) {
+// GCC unrolls loops early if it is told to, and then keeps all sums in registers.
+template <class S, int O, int M, bool kAhead> KERNEL void multiply(Tile<S> t) {
     typename S::Sum sums[O][M];
-    for (int j = 0; j < M; j++)
-        for (int i = 0; i < O; i++) sums[i][j] = t.first ? S::zero() : t.sums[j * kPanelOutputs + i];
-    for (int64_t k = 0; k < t.columns; k += S::kStep) {
-        decltype(S::load_weights(t.w)) weights[O];
+    typename S::Sum* const kept = t.sums;
+    const typename S::Element *w = t.w, *x = t.x;
+    const int64_t w_stride = t.w_stride, x_stride = t.x_stride, columns = t.columns, ahead = t.ahead;
+    if (t.first) {
+#pragma GCC unroll 8
+        for (int j = 0; j < M; j++)
+#pragma GCC unroll 8
+            for (int i = 0; i < O; i++) sums[i][j] = S::zero();
+    } else {
+#pragma GCC unroll 8
+        for (int j = 0; j < M; j++)
+#pragma GCC unroll 8
+            for (int i = 0; i < O; i++) sums[i][j] = kept[j * kPanelOutputs + i];
+    }
+    for (int64_t k = 0; k < columns; k += S::kStep) {
+        decltype(S::load_weights(w)) weights[O];
+#pragma GCC unroll 8
         for (int i = 0; i < O; i++) {
-            weights[i] = S::load_weights(t.w + i * t.w_stride + k);
-            if (kAhead) __builtin_prefetch(t.w + i * t.w_stride + k + t.ahead, 0, 2);  // beyond the end it does nothing
+            weights[i] = S::load_weights(w + i * w_stride + k);
+            if (kAhead) __builtin_prefetch(w + i * w_stride + k + ahead, 0, 2);  // beyond the end it does nothing
         }
+#pragma GCC unroll 8
         for (int j = 0; j < M; j++) {
-            const auto values = S::load(t.x + j * t.x_stride + k);
+            const auto values = S::load(x + j * x_stride + k);
+#pragma GCC unroll 8
             for (int i = 0; i < O; i++) sums[i][j] = S::add(sums[i][j], weights[i], values);
         }
     }
+#pragma GCC unroll 8
     for (int j = 0; j < M; j++)
-        for (int i = 0; i < O; i++) t.sums[j * kPanelOutputs + i] = sums[i][j];
+#pragma GCC unroll 8
+        for (int i = 0; i < O; i++) kept[j * kPanelOutputs + i] = sums[i][j];
 }
 
 template <class S, int O, bool kAhead> KERNEL void multiply(const Tile<S>& t, int64_t rows) {
@@ -192,29 +211,28 @@ template <class S, int O, bool kAhead> KERNEL void multiply(const Tile<S>& t, in
     }
 }
 
-// All rows of a chunk times the outputs of a panel.
+// All rows of a chunk times the outputs of a panel, which stays in the L1 cache.
 template <class S, bool kAhead> KERNEL void panel_times_rows(Tile<S> t, int64_t outputs, int64_t rows) {
     const int64_t tiles = (rows + kMostRows - 1) / kMostRows, size = (rows + tiles - 1) / tiles;
-    for (int64_t m = 0; m < rows; m += size) {
-        Tile<S> part = t;
-        part.x += m * t.x_stride;
-        part.sums += m * kPanelOutputs;
+    for (int64_t m = 0; m < rows; m += size, t.x += size * t.x_stride, t.sums += size * kPanelOutputs) {
         const int64_t count = std::min(size, rows - m);
+        Tile<S> part = t;
         int64_t o = 0;
-        for (; o + kOutputs <= outputs; o += kOutputs) {
-            if (kAhead && m == 0) multiply<S, kOutputs, kAhead>(part, count);
-            else multiply<S, kOutputs, false>(part, count);
-            part.w += kOutputs * t.w_stride;
-            part.sums += kOutputs;
-        }
+        for (; o + kOutputs <= outputs; o += kOutputs, part.w += kOutputs * t.w_stride, part.sums += kOutputs)
+            multiply<S, kOutputs, kAhead>(part, count);
         for (; o < outputs; o++, part.w += t.w_stride, part.sums++) multiply<S, 1, false>(part, count);
     }
+}
+
+template <class Element> INLINE void copy(const Element* numbers, int64_t count, Element* out) {
+    if (count == kPanelOutputs) std::memcpy(out, numbers, kPanelOutputs * sizeof(Element));
+    else for (int64_t i = 0; i < count; i++) out[i] = numbers[i];
 }
 
 // The outputs of a panel: sums times scales plus bias, rounded once.
 template <class S> KERNEL void finish(const Product& p, const typename S::Sum* sums, int64_t row, int64_t rows, int64_t o, int64_t outputs) {
     const bool codes = p.weights == Weights::int8 || p.weights == Weights::fp8;
-    float scales[kPanelOutputs], biases[kPanelOutputs], numbers[kPanelOutputs];
+    float scales[kPanelOutputs] = {}, biases[kPanelOutputs] = {}, numbers[kPanelOutputs] = {};
     for (int64_t i = 0; i < outputs; i++) {
         scales[i] = codes && !p.scaled_first ? number(p.scales, p.scale_type, o + i) : 1.f;
         biases[i] = p.bias ? number(p.bias, p.dtype, o + i) : 0.f;
@@ -222,42 +240,59 @@ template <class S> KERNEL void finish(const Product& p, const typename S::Sum* s
     for (int64_t r = row; r < row + rows; r++, sums += kPanelOutputs) {
         const float scale = p.row_scales ? p.row_scales[r] : 1.f;
         for (int64_t i = 0; i < outputs; i += 4) S::totals_of(sums + i, p.row_sums ? p.row_sums[r] : 0, numbers + i);
-        for (int64_t i = 0; i < outputs; i++) numbers[i] = numbers[i] * scales[i] * scale + biases[i];
-        for (int64_t i = 0; i < outputs; i++) put_number(p.out, p.dtype, r * p.outputs + o + i, numbers[i]);
+        for (int64_t i = 0; i < kPanelOutputs; i++) numbers[i] = numbers[i] * scales[i] * scale + biases[i];
+        const int64_t at = r * p.outputs + o;
+        if (p.dtype == Number::float32) {
+            copy(numbers, outputs, static_cast<float*>(p.out) + at);
+            continue;
+        }
+        uint16_t rounded[kPanelOutputs];
+        for (int64_t i = 0; i < kPanelOutputs; i++) rounded[i] = bfloat16_of(numbers[i]);
+        copy(rounded, outputs, static_cast<uint16_t*>(p.out) + at);
     }
 }
 
 // Outputs begin .. end of all rows.
-template <class S, class W> KERNEL void outputs_of(const Product& p, int64_t begin, int64_t end, Scratch& scratch) {
+template <class S, class W>
+KERNEL void chunk_of(const Product& p, int64_t row, int64_t begin, int64_t end, Scratch& scratch) {
     static_assert(sizeof(typename S::Sum) * kChunk * kPanelOutputs <= Scratch::kSumBytes);
     typedef typename S::Element Element;
     typename S::Sum* sums = reinterpret_cast<typename S::Sum*>(scratch.sums);
     Element* panel = reinterpret_cast<Element*>(scratch.panel);
     const Element* x = static_cast<const Element*>(p.prepared);
-    for (int64_t row = 0; row < p.rows; row += kChunk) {
-        const int64_t rows = std::min(kChunk, p.rows - row), outputs = rows > kMostRows ? kPanelOutputs : kOutputs;
-        const bool whole = W::kDirect && rows <= kMostRows;
-        const int64_t most = whole ? p.padded() : Scratch::kPanelBytes / int64_t(sizeof(Element)) / outputs;
-        for (int64_t o = begin; o < end; o += outputs) {
-            const int64_t here = std::min(outputs, end - o);
-            for (int64_t k = 0; k < p.padded(); k += most) {
-                const int64_t columns = std::min(most, p.padded() - k);
-                // Bytes from these weights to those that come next: of these outputs, or the first of the next ones.
-                const bool last = k + most >= p.padded();
-                const int64_t ahead = (last ? -k : most) * p.row_bytes / p.inputs + (last ? outputs * p.row_bytes : 0);
-                Tile<S> t{panel, x + row * p.x_stride + k, most, p.x_stride, columns, 0, sums, k == 0};
-                if constexpr (W::kDirect) {
-                    t.w = reinterpret_cast<const Element*>(p.w + o * p.row_bytes) + k;
-                    t.w_stride = p.row_bytes / int64_t(sizeof(Element));
-                    t.ahead = ahead / int64_t(sizeof(Element));
-                } else {
-                    for (int64_t i = 0; i < here; i++) W::panel(p, o + i, k, columns, ahead, panel + i * most);
-                }
-                panel_times_rows<S, W::kDirect>(t, here, rows);
+    const int64_t rows = std::min(kChunk, p.rows - row), outputs = rows > kMostRows ? kPanelOutputs : kOutputs;
+    const int64_t most = W::kDirect ? p.padded() : Scratch::kPanelBytes / int64_t(sizeof(Element)) / outputs;
+    for (int64_t o = begin; o < end; o += outputs) {
+        const int64_t here = std::min(outputs, end - o);
+        for (int64_t k = 0; k < p.padded(); k += most) {
+            const int64_t columns = std::min(most, p.padded() - k);
+            // Bytes from these weights to those that come next: of these outputs, or the first of the next ones.
+            const bool last = k + most >= p.padded();
+            const int64_t ahead = (last ? -k : most) * p.row_bytes / p.inputs + (last ? outputs * p.row_bytes : 0);
+            Tile<S> t{panel, x + row * p.x_stride + k, most, p.x_stride, columns, 0, sums, k == 0};
+            if constexpr (W::kDirect) {
+                t.w = reinterpret_cast<const Element*>(p.w + o * p.row_bytes) + k;
+                t.w_stride = p.row_bytes / int64_t(sizeof(Element));
+                t.ahead = ahead / int64_t(sizeof(Element));
+            } else {
+                for (int64_t i = 0; i < here; i++) W::panel(p, o + i, k, columns, ahead, panel + i * most);
             }
-            finish<S>(p, sums, row, rows, o, here);
+            panel_times_rows<S, W::kDirect>(t, here, rows);
         }
+        finish<S>(p, sums, row, rows, o, here);
     }
+}
+
+template <class S, class W> KERNEL void outputs_of(const Product& p, int64_t begin, int64_t end, Scratch& scratch) {
+    for (int64_t row = 0; row < p.rows; row += kChunk) chunk_of<S, W>(p, row, begin, end, scratch);
+}
+
+// Weights that need no decoding. Those of many rows are copied, because rows of w as they lie share the same few lines
+// of the L1 cache.
+template <class S> KERNEL void outputs_as_they_are(const Product& p, int64_t begin, int64_t end, Scratch& scratch) {
+    typedef typename S::Element Element;
+    if (p.inputs == p.padded() && p.rows <= kMostRows) outputs_of<S, Direct<Element>>(p, begin, end, scratch);
+    else outputs_of<S, Copied<Element>>(p, begin, end, scratch);
 }
 
 // Rows of x as the sums take them.
@@ -359,24 +394,16 @@ template <class S> KERNEL void of_numbers(const Product& p, int64_t begin, int64
 }
 
 KERNEL void run(const Product& p, int64_t begin, int64_t end, Scratch& scratch) {
-    const bool whole = p.inputs == p.padded();
 #if NATIVE
-    if (takes_integers(p)) {
-        if (whole) return outputs_of<IntSums, Direct<int8_t>>(p, begin, end, scratch);
-        return outputs_of<IntSums, Copied<int8_t>>(p, begin, end, scratch);
-    }
+    if (takes_integers(p)) return outputs_as_they_are<IntSums>(p, begin, end, scratch);
     if (takes_bfloat16(p)) {
-        if (p.weights != Weights::bfloat16) return of_numbers<Bf16Sums>(p, begin, end, scratch);
-        if (whole) return outputs_of<Bf16Sums, Direct<uint16_t>>(p, begin, end, scratch);
-        return outputs_of<Bf16Sums, Copied<uint16_t>>(p, begin, end, scratch);
+        if (p.weights == Weights::bfloat16) return outputs_as_they_are<Bf16Sums>(p, begin, end, scratch);
+        return of_numbers<Bf16Sums>(p, begin, end, scratch);
     }
 #else
     if (takes_integers(p)) return outputs_of<IntSums, Bytes<false>>(p, begin, end, scratch);
 #endif
-    if (p.weights == Weights::float32) {
-        if (whole) return outputs_of<FloatSums, Direct<float>>(p, begin, end, scratch);
-        return outputs_of<FloatSums, Copied<float>>(p, begin, end, scratch);
-    }
+    if (p.weights == Weights::float32) return outputs_as_they_are<FloatSums>(p, begin, end, scratch);
     if (p.weights == Weights::bfloat16) return outputs_of<FloatSums, Bfloat16s>(p, begin, end, scratch);
     of_numbers<FloatSums>(p, begin, end, scratch);
 }
