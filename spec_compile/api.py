@@ -234,7 +234,7 @@ class Speculation(Accounts):
         ``log_softmax(logits after tokens 0 to t / temperature)[token t + 1]``. They are `Output.prompt_scores` of
         requests, by the same steps. If a request with ``logprobs=0`` gave an answer, the last entries of
         ``score(prompt + answer)`` are its log-probabilities (with ``logprobs_temperature``, if another than 1.0):
-        up to rounding, and on a GPU with ``exact="request"`` bit for bit.
+        up to rounding, and bit for bit on a GPU in 16 bits unless `explain()` names parts that prevent it.
 
         Raises TypeError or ValueError if a text is empty, fills a row of the batch, has a token outside the vocabulary,
         or is for a model that processes prompts unlike tokens of an answer; RuntimeError if nobody holds the
