@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import check_int, check_positive
+from ..runtime.accept.row_invariant import row_invariant
 from ..tree import Accepted
 
 if TYPE_CHECKING:
@@ -39,20 +40,22 @@ def score_tokens(logits: Tensor, tokens: Sequence[int], top: int, temperature: f
     top: number of likeliest tokens to tell, at most V
     temperature: divides the logits, above 0
 
-    A token that is among the likeliest has exactly the same number there.
+    A token that is among the likeliest has exactly the same number there. On a GPU a row has the same bits among any
+    others.
     """
     logits = logits.float() / temperature
-    total = logits.logsumexp(dim=-1, keepdim=True)
+    with row_invariant(logits.device, []):
+        scores = logits.log_softmax(dim=-1)
     ids = torch.tensor(tokens, dtype=torch.int64, device=logits.device)[:, None]
-    best = logits.topk(min(top, logits.shape[-1]), dim=-1)
-    parts = logits.gather(1, ids) - total, best.values - total, best.indices
+    best = logits.topk(min(top, logits.shape[-1]), dim=-1).indices
+    parts = scores.gather(1, ids), scores.gather(1, best), best
     # One copy to the host. A float64 holds every float32 and every id.
     rows = torch.cat([part.double() for part in parts], dim=1).tolist()
-    scores, kept = [], best.indices.shape[1]
+    told, kept = [], best.shape[1]
     for token, row in zip(tokens, rows):
         values, others = row[1 : 1 + kept], row[1 + kept :]
-        scores.append(TokenScore(token, row[0], tuple(zip(map(int, others), values))))
-    return scores
+        told.append(TokenScore(token, row[0], tuple(zip(map(int, others), values))))
+    return told
 
 
 @dataclass

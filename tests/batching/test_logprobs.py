@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
 import spec_compile
 from spec_compile.batching.logprobs import MOST_TOP, Scores, score_tokens
 
-CLOSE = 1e-4
+CLOSE, CUDA = 1e-4, torch.cuda.is_available()
 OPTIONS = {"compile": False, "check": False, "num_draft_tokens": 7}
 LONG = tokenizer()(TEXT).input_ids
 NEW = 20
@@ -163,6 +163,22 @@ def test_compiled():
 def test_other_values_are_refused(name, value):
     with pytest.raises((TypeError, ValueError), match=f"^{name} must be"):
         answered(fast(), **{name: value})
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no GPU")])]
+)
+def test_a_token_has_the_same_score_among_any_others(device):
+    logits = (3 * torch.randn(33, 49152)).bfloat16().to(device)
+    tokens = torch.randint(49152, (33,)).tolist()
+
+    def scores(rows):  # of equal logits any may be the likeliest
+        told = score_tokens(logits[rows], tokens[rows], 3, 0.7)
+        return [(each.logprob, [value for _, value in each.top]) for each in told]
+
+    together = scores(slice(33))
+    assert [scores(slice(row, row + 1))[0] for row in range(33)] == together
+    assert scores(slice(5, 9)) == together[5:9]
 
 
 def test_scores_of_tokens():
