@@ -1551,6 +1551,16 @@ MODULES = [
         " and module.limit == math.inf", "", "tests/kernels/test_experts.py -k do_not_ask",
     ),
     Mutation(
+        "the last pairs of an expert get no tile", "spec_compile/kernels/experts/sort.py",
+        "(first + count) // SIZE + expert + 1", "(first + count) // SIZE + expert",
+        "tests/kernels/test_experts.py -k sorted_and_cut",
+    ),
+    Mutation(
+        "a gate gates itself", "spec_compile/kernels/experts/wide_kernel.py",
+        "weight.load([row + distance, start])", "weight.load([row, start])",
+        "tests/kernels/test_experts.py -k descriptors",
+    ),
+    Mutation(
         "modules that read the target's state read each other's", "spec_compile/drafters/modules/mtp.py",
         "state if self.recycle_state else normed", "normed",
         "tests/drafters/test_mtp_families.py -k 'definition and mimo_v2'",

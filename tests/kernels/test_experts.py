@@ -277,6 +277,13 @@ def test_programs_that_share_the_columns_of_mxfp4_change_no_bit(place):
             assert torch.equal(mixture.kernel(rows, each), cut[rows])
 
 
+@pytest.mark.parametrize("scale_size", [0, 128, mxfp4.GROUP])
+def test_the_tiles_of_any_number_of_rows_multiply_by_the_same_instructions(scale_size):
+    tiles = [plans.tile(tokens, 4, 32, (1536, 2048), scale_size, 2) for tokens in (*range(1, 400), 2048, 1 << 15)]
+    assert all(tile.block_o >= wide.LEAST_HEIGHT for tile in tiles)
+    assert [tile.sorted for tile in tiles] == [False] * 63 + [True] * 338  # from 256 pairs on
+
+
 def test_the_columns_of_mxfp4_are_cut_alike_for_all_numbers_of_rows():
     for outputs, inputs, top in ((5760, 2880, 4), (2880, 2880, 4), (64, 32, 2), (1 << 16, 2880, 4), (64, 2816, 8)):
         tiles = {plans.tile(tokens, top, 32, (outputs, inputs), mxfp4.GROUP, 2) for tokens in range(1, 300)}

@@ -100,7 +100,7 @@ def _multiply_scaled(
             part = tl.dot(a.to(b.dtype), b.T, input_precision="ieee")
         else:
             part = tl.dot(a, b.T)
-        acc += part * (scale[:, None] * unit[None, :])
+        acc = tl.fma(part, scale[:, None] * unit[None, :], acc)  # in every kernel, whatever compilers make of a * b + c
         scale, unit = following, following_unit
     return acc
 
@@ -214,17 +214,18 @@ def _add_parts(
 
 @triton.jit
 def combine(
-    pairs_ptr, parts_ptr, ids_ptr, bias_ptr, routing_ptr, out_ptr, n, column, rows, height, TOP: tl.constexpr,
+    pairs_ptr, parts_ptr, ids_ptr, bias_ptr, routing_ptr, out_ptr, begin, column, rows, height, TOP: tl.constexpr,
     BLOCK_R: tl.constexpr, HEIGHT: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """out[n] = sum over r of routing[n, r] * pairs[n * TOP + r], in ascending order of r, for tokens n [BLOCK_R],
-    without experts that other GPUs have.
+    """out[n] = sum over r of routing[n, r] * pairs[n * TOP + r], in ascending order of r, for BLOCK_R tokens n from
+    `begin` on, without experts that other GPUs have.
 
     pairs_ptr: [rows * TOP, height]; the experts' results.
     parts_ptr: [PARTS, rows * TOP, height]; replaces pairs_ptr: their parts, without the experts' bias; or None.
     routing_ptr: [rows, TOP].
     out_ptr: [rows, height], written at the columns column [HEIGHT].
     """
+    n = begin + tl.arange(0, BLOCK_R)
     mask = (n < rows)[:, None] & (column < height)[None, :]
     total = tl.zeros([BLOCK_R, HEIGHT], tl.float32)
     for rank in tl.static_range(TOP):
@@ -331,10 +332,9 @@ def experts_kernel(
         if _is_last(arrived_ptr + tile, tl.num_programs(1) * SHARES):
             BLOCK_R: tl.constexpr = 1 if ONE_TOKEN else 16
             for begin in range(0, pairs // TOP, BLOCK_R):
-                n = begin + tl.arange(0, BLOCK_R)
                 combine(
-                    pairs_ptr, parts_ptr, ids_ptr, bias_ptr, routing_ptr, out_ptr, n, column, pairs // TOP, height, TOP,
-                    BLOCK_R, HEIGHT, PARTS, FIRST, HELD,
+                    pairs_ptr, parts_ptr, ids_ptr, bias_ptr, routing_ptr, out_ptr, begin, column, pairs // TOP, height,
+                    TOP, BLOCK_R, HEIGHT, PARTS, FIRST, HELD,
                 )  # fmt: skip
     elif parts_ptr is not None:
         if _is_last(arrived_ptr + tile * tl.num_programs(1) + slot, PARTS):

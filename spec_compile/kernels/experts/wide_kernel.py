@@ -107,9 +107,8 @@ def combine_kernel(
     if EARLY:
         wait_for_kernel_before()
         let_next_kernel_begin(0, 0)
-    n = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    column = tl.program_id(0) * HEIGHT + tl.arange(0, HEIGHT)
+    begin, column = tl.program_id(1) * BLOCK_R, tl.program_id(0) * HEIGHT + tl.arange(0, HEIGHT)
     combine(
-        pairs_ptr, None, ids_ptr, None, routing_ptr, out_ptr, n, column, rows, height, TOP, BLOCK_R, HEIGHT, 1, FIRST,
-        HELD,
+        pairs_ptr, None, ids_ptr, None, routing_ptr, out_ptr, begin, column, rows, height, TOP, BLOCK_R, HEIGHT, 1,
+        FIRST, HELD,
     )  # fmt: skip
