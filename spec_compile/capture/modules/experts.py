@@ -9,7 +9,7 @@ from .attention import Attend
 
 
 def aria(module: nn.Module, attend: Attend) -> None:
-    """Weights [E, I, O]; before transformers 5.18 two modules had them."""
+    """Weights [E, I, O], of which no kernel has a gate; before transformers 5.18 two modules had them."""
     experts, top = module.experts, module.router
     split = hasattr(experts, "fc1")
     first, second = (experts.fc1.weight, experts.fc2.weight) if split else (experts.gate_up_proj, experts.down_proj)
@@ -18,8 +18,9 @@ def aria(module: nn.Module, attend: Attend) -> None:
     def forward(hidden_states: Tensor) -> Tensor:
         rows = hidden_states.flatten(0, 1)
         logits, ids = F.linear(rows, top.weight).topk(count, dim=-1)
-        x = UP(rows, ids, [first], ExpertFormat(gate="silu", transposed=True).text)
-        routed = DOWN(x, ids, logits.softmax(dim=-1), [second], ExpertFormat(transposed=True).text)
+        layout = ExpertFormat(transposed=True).text
+        gate, up = UP(rows, ids, [first], layout).chunk(2, dim=-1)
+        routed = DOWN(F.silu(gate) * up, ids, logits.softmax(dim=-1), [second], layout)
         return routed.view_as(hidden_states) + module.shared_experts(hidden_states)
 
     module.forward = forward
