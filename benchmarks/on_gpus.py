@@ -119,6 +119,8 @@ def jobs(options: argparse.Namespace) -> list[Job]:
         made += [
             Job("quiet", "bits", f"-m benchmarks.quality.bits {shared} --device cuda --prompts {texts} {heads} --exact "
                 "bits --sampled --workers 7 --minutes 2 --json OUT/bits.json"),
+            Job("quiet", "requests", f"-m benchmarks.quality.bits --requests {shared} --device cuda --prompts {texts} "
+                "--algorithms ngram --exact request --sampled --json OUT/requests.json", 60),
             Job("quiet", "serving", f"-m benchmarks.serving {shared} --chat --prompts {options.prompts} "
                 f"--workloads {names} --in-flight 1 16 64 --times --shape llama-8b --json OUT/serving.json", 60),
             Job("quiet", "quantised", f"-m benchmarks.quality.quantised --model {options.model} --as-chat "

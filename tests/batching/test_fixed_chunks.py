@@ -38,7 +38,8 @@ def facts(output):
     return output.generated_tokens, output.logprobs
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.sweep("bfloat16")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_answers_after_known_beginnings_have_the_bits_of_others(dtype):
     """The beginning lies in the row of a text that is over, or that is still under way, or comes from host memory."""
     model = models.ADMITTED["llama"]().to(dtype)
