@@ -1618,6 +1618,11 @@ MODULES = [
         "tests/drafters/test_muse_glimmer.py -k assisted_generation",
     ),
     Mutation(
+        "the part that scores an assistant's tokens has no owner", "spec_compile/drafters/assistant.py",
+        "self.compiler(self.score, ", "self.compiler(lambda normed: self.score(normed), ",
+        "tests/drafters/test_draft_parts.py -k 'assistants and background-E2B-None'",
+    ),
+    Mutation(
         "another backend for an assistant is dropped in silence", "spec_compile/drafters/assistant.py",
         'if name not in ("auto", ours):', "if False:", "tests/drafters/test_assistant.py -k other_models",
     ),

@@ -54,11 +54,7 @@ class AssistantAlgorithm(Algorithm):
         reads.__name__ = read_target.__name__
         pipeline = [reads if each is use_tree_attention else each for each in passes.PIPELINE]
         self.graph = passes.run(captured, settings, self.weights.pipeline(pipeline))
-        self.logits: Callable[[Tensor], Tensor] = (
-            DraftHead(assistant.head_weight, ALONE, self.weights)
-            if assistant.clusters is None
-            else partial(assistant.clusters, head_weight=assistant.head_weight)
-        )
+        self.logits = DraftHead(assistant.head_weight, ALONE, self.weights) if assistant.clusters is None else None
         self.plan = DraftPlan(self.schedule.nodes, assistant.taps, draws=options.draws, levels=self.schedule.num_steps)
 
     def drafter(self, batch: int, slots: int) -> Drafter:
@@ -133,11 +129,16 @@ class AssistantDrafter(Drafter):
     def _parts(self, rows: int) -> tuple[nn.Module, Callable]:
         """The layers and the output matrix for a level of `rows` rows, compiled if steps are."""
         if self.compiler is None:
-            return self.graph.gm, self.logits
+            return self.graph.gm, self.score
         if rows not in self.compiled:
             layers = compile_regions(self.graph, self.compiler, f"layers_{rows}")
-            self.compiled[rows] = layers, self.compiler(self.logits, f"logits_{rows}")
+            self.compiled[rows] = layers, self.compiler(self.score, f"score_{rows}")
         return self.compiled[rows]
+
+    def score(self, normed: Tensor) -> Tensor:
+        """Logits [B, R, V] of normed [B, R, H]. A method, so that its part finds the weights in the drafter."""
+        assistant = self.assistant
+        return assistant.clusters(normed, assistant.head_weight) if self.logits is None else self.logits(normed)
 
     def start(self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True) -> None:
         self.hidden.zero_()  # a prompt of one token has no slot to draft from: these drafts are rejected
@@ -166,9 +167,9 @@ class AssistantDrafter(Drafter):
         """See `trees.step.Step`; only the wanted rows are computed, because none reads another."""
         tokens, hidden = tokens[:, -wanted:].contiguous(), hidden[:, -wanted:].contiguous()
         positions = lengths[:, None].expand_as(tokens).contiguous()
-        layers, logits = self._parts(wanted)
+        layers, score = self._parts(wanted)
         hidden, normed = layers(tokens, positions, hidden, lengths, cache, max_kv_len)
-        return hidden, logits(normed)
+        return hidden, score(normed)
 
 
 def build(model: PreTrainedModel, options: DraftOptions) -> AssistantAlgorithm:

@@ -74,7 +74,7 @@ class MtpModulesDrafter(HeadDrafter):
     def __init__(self, algorithm: MtpModules, batch: int, slots: int):
         super().__init__(algorithm, batch, slots)
         self.blocks = nn.ModuleList(graph.gm for graph in algorithm.further)
-        self.further_logits = algorithm.further_logits
+        self.further_logits = nn.ModuleList(algorithm.further_logits)
         self.further_caches = nn.ModuleList(Cache(graph, batch, slots) for graph in algorithm.further)
         for number in range(1, 1 + len(self.blocks)):
             self.register_buffer(f"carried_{number}", torch.zeros_like(self.hidden), persistent=False)

@@ -1,7 +1,7 @@
 """The choice if the ranks of tensor parallelism share a draft, as they share its target, or if it is whole on each."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph, attribute, calls
@@ -57,15 +57,16 @@ def choose_ranks(option: int | None, ranks: Alone, graph: ModelGraph, head_bytes
     return (ranks if is_shared else ALONE), f"the draft is {where}: {reason}"
 
 
-class DraftHead:
+class DraftHead(nn.Module):
     """The output matrix [V, H] of a draft; if ranks share it, each has some of its rows."""
 
     def __init__(self, weight: Tensor, ranks: Alone, weights: DraftWeights):
+        super().__init__()
         self.ranks, self.size = ranks, weight.shape[0]
         self.weight = weight if ranks.size == 1 else ranks.slices.part(weight, Cut(0, ranks.size))
         self.copy = weights.linear(self.weight, part="output")
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Logits [..., V] of x [..., H]."""
         logits = few_rows_linear(x, self.weight) if self.copy is None else self.copy(x)
         if self.ranks.size == 1:
