@@ -48,8 +48,8 @@ class Options:
     exact: "bits" refuses, by name, every model and setting in which the logits of a token may depend on the drafts in
         its tree. "request" also refuses those in which they may depend on anything but the tokens before it, as on the
         size of a prompt's chunk, on other requests or on a copied prefix, and has quantised weights of prompts
-        multiplied by the kernels of rounds, which is slower. "auto" refuses nothing, and `explain()` names the parts
-        that prevent both.
+        multiplied by the kernels of rounds, which is slower; on a CPU it promises no bits, but gives prompts fixed
+        chunks. "auto" refuses nothing, and `explain()` names the parts that prevent both.
     cache: keep what a start finds out on disk for the next one: True ($SPEC_COMPILE_CACHE, by default
         ``~/.cache/spec_compile``), a folder, or False.
     artefact: a folder that ``speculation.save(folder)`` has made, to start from it.

@@ -251,6 +251,19 @@ def combine(
 
 
 @triton.jit
+def _combine_all(
+    pairs_ptr, parts_ptr, ids_ptr, bias_ptr, routing_ptr, out_ptr, column, rows, height, TOP: tl.constexpr,
+    BLOCK_R: tl.constexpr, HEIGHT: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """`combine` of all tokens, BLOCK_R at a time."""
+    for begin in range(0, rows, BLOCK_R):
+        combine(
+            pairs_ptr, parts_ptr, ids_ptr, bias_ptr, routing_ptr, out_ptr, begin, column, rows, height, TOP, BLOCK_R,
+            HEIGHT, PARTS, FIRST, HELD,
+        )  # fmt: skip
+
+
+@triton.jit
 def _fetch_first_tiles(weight_ptr, o, stride_w, prefetch, BLOCK_K: tl.constexpr):
     """Fetch the first `prefetch` tiles of a program's weights to the L2 cache."""
     line = tl.arange(0, BLOCK_K // 64 if BLOCK_K > 64 else 1) * 64  # 128 bytes of 16-bit weights, 64 of FP8
@@ -330,12 +343,10 @@ def experts_kernel(
         if PDL:
             wait_for_kernel_before()
         if _is_last(arrived_ptr + tile, tl.num_programs(1) * SHARES):
-            BLOCK_R: tl.constexpr = 1 if ONE_TOKEN else 16
-            for begin in range(0, pairs // TOP, BLOCK_R):
-                combine(
-                    pairs_ptr, parts_ptr, ids_ptr, bias_ptr, routing_ptr, out_ptr, begin, column, pairs // TOP, height,
-                    TOP, BLOCK_R, HEIGHT, PARTS, FIRST, HELD,
-                )  # fmt: skip
+            _combine_all(
+                pairs_ptr, parts_ptr, ids_ptr, bias_ptr, routing_ptr, out_ptr, column, pairs // TOP, height, TOP,
+                1 if ONE_TOKEN else 16, HEIGHT, PARTS, FIRST, HELD,
+            )  # fmt: skip
     elif parts_ptr is not None:
         if _is_last(arrived_ptr + tile * tl.num_programs(1) + slot, PARTS):
             _add_parts(
