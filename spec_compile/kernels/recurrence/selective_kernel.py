@@ -2,18 +2,29 @@
 
     h' = e^(dt a) h + (dt x) b^T        y = h' c
 
-Import this module only where Triton is installed. All update a state token by token with the same code (`lead`), so a
-node has the same bits in any tree. A program has BLOCK_D channels and all BLOCK_N entries of their states.
+Import this module only where Triton is installed. All update and read a state token by token with the same code
+(`lead`, `read`), so a token has the same bits in any tree and chunk. A program has BLOCK_D channels and all BLOCK_N
+entries of their states.
 """
 
 import triton
 import triton.language as tl
+
+from ..pairs import sum_in_pairs
 
 
 @triton.jit
 def lead(tile, b, x, dt, a):
     """The state [BLOCK_D, BLOCK_N] after a token: b [BLOCK_N], x, dt [BLOCK_D], a [BLOCK_D, BLOCK_N]."""
     return tl.fma((dt * x)[:, None], b[None, :], tl.exp(dt[:, None] * a) * tile)
+
+
+@triton.jit
+def read(tile, c, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The output [BLOCK_D] of the state after a token. Products are rounded before they are added, because the state
+    of a tree and of a chunk may lie in other threads, and a compiler could fuse a product and a sum in one of them."""
+    products = tl.fma(tile, c[None, :] + tl.zeros_like(tile), tl.zeros_like(tile))
+    return sum_in_pairs(products, BLOCK_D, BLOCK_N)
 
 
 @triton.jit
@@ -82,7 +93,8 @@ def selective_kernel(
 
         # The state after this token becomes the program's if the node has children, or if the token counts.
         after = lead(tile, b, x, dt, a)
-        tl.store(out_ptr + node.to(tl.int64) * D + channel, tl.sum(after * c[None, :], 1), mask=channel < D)
+        out = read(after, c, BLOCK_D, BLOCK_N)
+        tl.store(out_ptr + node.to(tl.int64) * D + channel, out, mask=channel < D)
         if IS_TREE:
             leads = tl.load(walk_ptr + 2 * tokens + step) != 0
         else:
