@@ -11,6 +11,7 @@ from benchmarks.timers import alone, median_ms
 from spec_compile.graph import calls
 from spec_compile.kernels import experts
 from spec_compile.runtime.steps.build import StepKind
+from spec_compile.runtime.tiers import build_compiled
 
 
 def filling(fast, state) -> Callable[[int], None]:
@@ -38,10 +39,15 @@ def rounds(
 ) -> dict[int, float]:
     """Median milliseconds of a captured round at each size, with `context` tokens committed in every row.
 
-    The host's launch does not count, because generate() launches rounds ahead.
+    The host's launch does not count, because generate() launches rounds ahead. All parts are compiled before, because
+    the thread that traces them would run models on the same GPU.
     counts: filled with the `chosen_experts` of each size, if the model is a mixture.
     """
-    _rounds(fast, context, batch, sizes, 1, counts)  # compiles and captures
+    engine = fast.speculation.engine
+    steps = engine.session(batch).steps
+    with engine.turns, torch.no_grad():
+        build_compiled(engine.runtime, lambda: steps.make([(StepKind.ROUND, nodes) for nodes in sizes]))
+    _rounds(fast, context, batch, sizes, 1, counts)  # captures
     with alone(fast.speculation.options.ranks.meet):
         return _rounds(fast, context, batch, sizes, repeats)
 
