@@ -1,5 +1,6 @@
 """Traces: a function of tensors, integers and modules becomes a graph, specs of its inputs, and a small adapter."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -163,12 +164,17 @@ def _result(value: Any, results: list) -> Any:
 
 
 def _holders(owner: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The modules in `owner` and the plain objects that they have as attributes, with their paths."""
-    for name, module in owner.named_modules():
-        yield name, module
-        for key, value in vars(module).items():
-            if _is_plain(value):
-                yield f"{name}.{key}", value
+    """The modules in `owner`, the plain objects that they have as attributes, and all that these have, with paths: of
+    all that `Substitution` copies, except what lists and tuples hold."""
+    found, waiting = {id(owner)}, deque[tuple[str, Any]]([("", owner)])
+    while waiting:
+        path, holder = waiting.popleft()
+        yield path, holder
+        modules = holder._modules if isinstance(holder, nn.Module) else {}
+        for name, value in [*modules.items(), *vars(holder).items()]:
+            if id(value) not in found and (isinstance(value, nn.Module) or _is_plain(value)):
+                found.add(id(value))
+                waiting.append((f"{path}.{name}", value))
 
 
 def _is_plain(value: Any, depth: int = DEPTH) -> bool:

@@ -109,6 +109,35 @@ def test_a_buffer_that_is_replaced_is_read_anew():
     assert any(value is owner.inner.counts for value in reads if isinstance(value, torch.Tensor))
 
 
+class Choice:
+    """A plain object with a module, and with another plain object."""
+
+    def __init__(self, first, second):
+        self.layer, self.output = first, Output(second)
+
+    def __call__(self, x):
+        return self.layer(x) @ self.output.weight + self.output.bias
+
+
+class Chooser(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.choice = Choice(nn.Linear(8, 8), torch.randn(8, 8))
+
+    def compute(self, x):
+        return self.choice(x)
+
+
+def test_tensors_of_modules_and_objects_in_plain_objects_are_inputs():
+    first, second = Chooser(), Chooser()
+    with torch.no_grad():
+        traced = trace(Chooser.compute, (first, torch.randn(5, 8)))
+        x = torch.randn(3, 8)
+        assert torch.equal(run(traced, (second, x)), second.compute(x))
+    paths = [slot[0][0] for _, _, *slot in traced.form.sources if slot]
+    assert paths == [".choice.layer", ".choice.layer", ".choice.output", ".choice.output"]
+
+
 def test_integers_below_two_are_constants():
     rows = [trace(lambda x, n: x * n, (torch.ones(5), n)).rows for n in (0, 1, 2, 3)]
     assert rows[0] != rows[1] and rows[2] == rows[3]
