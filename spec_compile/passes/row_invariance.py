@@ -47,6 +47,7 @@ KERNELS = {
     "spec_compile::l2_norms",
     "spec_compile::linear_float32",
     "spec_compile::rms_norm",
+    "spec_compile::rounded_over_ranks",
     "spec_compile::route",
     "spec_compile::row_sum",
 }
