@@ -21,7 +21,8 @@ LINEAR_OPS = (SAME - {"copy_"}) | {
     "expand", "index", "permute", "reshape", "slice", "squeeze", "sum", "transpose", "unsqueeze", "view",
 }  # fmt: skip
 """ATen ops of one tensor that may as well be done before partial sums are added up."""
-SHAPES = {"reshape", "view", "flatten", "unflatten"}
+SHAPES = {"flatten", "reshape", "unflatten", "view"}
+"""ATen ops that change only the shape."""
 
 ALL = -1
 """Every size of a list."""
