@@ -43,6 +43,8 @@ EXPERTS_INTERFACES = moe.ALL_EXPERTS_FUNCTIONS, finegrained_fp8.ALL_FP8_EXPERTS_
 default_gate = moe._default_apply_gate
 """The gate of experts without one of their own."""
 
+default_store = dist.distributed_c10d._get_default_store
+"""Returns the store through which the processes of torch.distributed have found each other."""
 gather_flat = dist.all_gather_single if TORCH >= (2, 13) else dist.all_gather_into_tensor
 """``gather_flat(output, input, group=)``: the inputs of all ranks one after the other; its old name warns."""
 

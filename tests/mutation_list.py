@@ -537,6 +537,16 @@ OTHERS = [
         "tests/kernels/test_all_reduce.py -k names_of_ranks",
     ),
     Mutation(
+        "a rank that gives up does not say so", "spec_compile/parallel/ranks.py",
+        "given_up[self.rank] = 1", "given_up[self.rank] = 0",
+        "tests/parallel/test_faults.py -k round-hangs-2-1",
+    ),
+    Mutation(
+        "ranks that have come are said to be late", "spec_compile/parallel/start.py",
+        "for each in range(size) if not store.check([keys[each]])", "for each in range(size)",
+        "tests/parallel/test_faults.py -k torchrun_started",
+    ),
+    Mutation(
         "two shots send a part to ranks that do not own it", "spec_compile/kernels/all_reduce_kernel.py",
         "mask=mask & (owner(at, RANKS) == peer)", "mask=mask",
         "tests/kernels/test_all_reduce.py -k owners_take_turns",

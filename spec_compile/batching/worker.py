@@ -117,7 +117,7 @@ class Worker:
 
     def _follow_rounds(self) -> None:
         ranks = self._engine.options.ranks
-        while any(ranks.lead(list)):  # another round
+        while any(ranks.lead(list, is_patient=True)):  # another round
             with self._engine.turns.of_a_round():
                 self._scheduler.step()
 

@@ -16,7 +16,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from .commands import CommandRing
+from .commands import CommandRing, RingTimeoutError
 from .slices import Slices
 
 WIDTH = 4096
@@ -24,7 +24,10 @@ WIDTH = 4096
 DECISION, ABORT = 0, 1
 """The first number of a message of the first rank."""
 GRACE = 2.0
-"""Seconds until a process that is being killed is seen as dead."""
+"""Seconds until a process that is being killed is seen as dead, and within which all ranks that wait for another give
+up."""
+LOST = "onnection", "imed out", "imeout"
+"""Parts of errors of torch.distributed about a rank that does not answer."""
 
 
 class Alone:
@@ -33,7 +36,7 @@ class Alone:
     rank, size, leads, name = 0, 1, True, ""
     notes: Sequence[str] = ()
 
-    def lead(self, decide: Callable[[], Sequence[int]], check: int = 0) -> list[int]:
+    def lead(self, decide: Callable[[], Sequence[int]], check: int = 0, is_patient: bool = False) -> list[int]:
         """See `Ranks.lead`."""
         return [*decide()]
 
@@ -76,12 +79,13 @@ class Ranks(Alone):
     group: of torch.distributed; its collectives carry sums.
     talk: a group of the same ranks on CPUs.
     gpu: the name of this process's GPU, "" on a CPU.
+    seconds: that the first rank may take for a decision.
 
     Attributes: rank and size (this process's number, and the number of processes), leads (True for the first), name (of
     the group, for `kernels.all_reduce`), slices (this rank's parts of parameters).
     """
 
-    def __init__(self, group: dist.ProcessGroup, talk: dist.ProcessGroup, gpu: str = ""):
+    def __init__(self, group: dist.ProcessGroup, talk: dist.ProcessGroup, gpu: str, seconds: float):
         self.rank, self.size, self.name = group.rank(), group.size(), group.group_name
         self.leads = self.rank == 0
         self.group, self._talk = group, talk
@@ -93,7 +97,15 @@ class Ranks(Alone):
         self.notes: list[str] = []
         """Lines about the exchange for ``explain()``."""
         self._processes: list[tuple[int, float]] = []
-        self._ring = CommandRing(0, self.size, None, self.check_peers) if self.leads else None
+        self._ring = CommandRing(0, self.size, None, self.check_peers, seconds) if self.leads else None
+        try:
+            self._meet_first(gpu, seconds)
+        finally:
+            if self.leads:
+                self._ring.unlink()
+
+    def _meet_first(self, gpu: str, seconds: float) -> None:
+        """Tell the other ranks of this one, and hear of them. ValueError if they cannot share a model."""
         me = psutil.Process()
         hello = {"host": os.uname().nodename, "process": [me.pid, me.create_time()], "gpu": gpu}
         heard = self._exchange(hello | ({"ring": self._ring.path} if self._ring else {}))
@@ -107,22 +119,24 @@ class Ranks(Alone):
             )
         self._processes = [(int(pid), made) for pid, made in (each["process"] for each in heard)]
         if not self._ring:
-            self._ring = CommandRing(self.rank, self.size, heard[0]["ring"], self.check_peers)
+            self._ring = CommandRing(self.rank, self.size, heard[0]["ring"], self.check_peers, seconds)
         self.meet()
-        if self.leads:
-            self._ring.unlink()
 
-    def lead(self, decide: Callable[[], Sequence[int]], check: int = 0) -> list[int]:
+    def lead(self, decide: Callable[[], Sequence[int]], check: int = 0, is_patient: bool = False) -> list[int]:
         """The integers that `decide` returns on the first rank. It is not called on the others.
 
-        check: a number that must be the same on all ranks. RuntimeError if it is not, or if the first rank has given up
-        the call.
+        check: a number that must be the same on all ranks. is_patient: the decision may take any time.
+
+        RuntimeError if the number is not the same, or if the first rank has given up the call, and after the deadline.
         """
-        if self.leads:
-            values = [*decide()]
-            self._ring.write([DECISION, check, *values])
-            return values
-        kind, expected, *values = self._ring.read()
+        try:
+            if self.leads:
+                values = [*decide()]
+                self._ring.write([DECISION, check, *values])
+                return values
+            kind, expected, *values = self._ring.read(is_patient)
+        except RingTimeoutError as error:
+            raise self._of_the_lost(error) from error
         if kind == ABORT:
             raise RuntimeError("rank 0 ended this call: " + bytes(values).decode())
         if expected != check:
@@ -143,7 +157,7 @@ class Ranks(Alone):
             if self.leads:
                 text = f"{type(error).__name__}: {error}".encode()[:WIDTH]
                 self._ring.write([ABORT, 0, *text])
-            self._name_the_dead(error)
+            self._name_the_lost(error)
             raise
 
     def agree(self, what: str, parts: dict[str, Any], error: BaseException | None = None) -> None:
@@ -185,33 +199,46 @@ class Ranks(Alone):
         self.slices.refresh()
 
     def check_peers(self) -> None:
-        """RuntimeError, naming the rank, if a rank's process is gone."""
-        for rank, (pid, made) in enumerate(self._processes):
-            try:
-                process = psutil.Process(pid)
-                is_alive = process.status() != psutil.STATUS_ZOMBIE and process.create_time() == made
-            except psutil.NoSuchProcess:
-                is_alive = False
-            if not is_alive:
-                self.failure = f"rank {rank} (process {pid}) has died; restart all ranks"
-                raise RuntimeError(self.failure)
+        """RuntimeError, naming the rank that caused it, if a rank's process is gone."""
+        if any(self._is_dead(rank) for rank in range(self.size)):
+            raise self._of_the_lost(RuntimeError("a process has died after it gave up"))
 
-    def _name_the_dead(self, error: BaseException) -> None:
+    def _is_dead(self, rank: int) -> bool:
+        pid, made = self._processes[rank]
+        try:
+            process = psutil.Process(pid)
+            return process.status() == psutil.STATUS_ZOMBIE or process.create_time() != made
+        except psutil.NoSuchProcess:
+            return True
+
+    def _name_the_lost(self, error: BaseException) -> None:
         """Raise, in place of an error of torch.distributed or of the GPU, one that names the rank that caused it."""
         if self.failure or not isinstance(error, RuntimeError):
             return
         if (missing := self.find_missing()) is not None:
             self.failure = f"rank {missing} has stopped answering; restart all ranks"
             raise RuntimeError(self.failure) from error
-        if "onnection" not in str(error):
-            return
-        deadline = time.monotonic() + GRACE
-        while time.monotonic() < deadline:
-            try:
-                self.check_peers()
-            except RuntimeError as death:
-                raise death from error
+        if any(part in str(error) for part in LOST):
+            raise self._of_the_lost(error) from error
+
+    def _of_the_lost(self, error: Exception) -> Exception:
+        """A RuntimeError that names the ranks that have died, or that do not answer; `error` if there is none.
+
+        Each rank that waits for another in vain gives up and says so. One that does not say so is the other.
+        """
+        given_up, deadline = self._ring.has_given_up, time.monotonic() + GRACE
+        given_up[self.rank] = 1
+        while True:
+            lost = [rank for rank in range(self.size) if not given_up[rank]]
+            dead = [rank for rank in lost if self._is_dead(rank)]
+            if dead or not lost or time.monotonic() > deadline:
+                break
             time.sleep(0.05)
+        if dead:
+            self.failure = f"rank {dead[0]} (process {self._processes[dead[0]][0]}) has died; restart all ranks"
+        elif lost:
+            self.failure = f"rank {', '.join(map(str, lost))} has stopped answering; restart all ranks"
+        return RuntimeError(self.failure) if lost else error
 
     def _exchange(self, message: dict) -> list[dict]:
         """The messages of all ranks, by rank."""
@@ -224,7 +251,7 @@ class Ranks(Alone):
             dist.all_gather(heard, mine, group=self._talk)
         except RuntimeError as error:
             if self._processes:
-                self._name_the_dead(error)
+                self._name_the_lost(error)
             raise
         return [json.loads(bytes(each.tolist())) for each in heard]
 

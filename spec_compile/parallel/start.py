@@ -2,6 +2,8 @@
 
 import datetime
 import os
+import time
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -9,11 +11,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..compat import default_store
 from ..inventory import held_parameters
 from .ranks import ALONE, Alone, Ranks
 
 TIMEOUT = datetime.timedelta(minutes=10)
 """A rank that waits so long for another gives up. The death of one is noticed at once."""
+LOOK = 0.1
+"""Seconds between looks at who has come."""
+_meetings: dict[str, int] = defaultdict(int)
+"""How often the ranks of a group have come together, by its name."""
 ADVICE = "start the script by torchrun --standalone --nproc-per-node N"
 
 
@@ -54,9 +61,41 @@ def find_ranks(option: Any, model: Any) -> Alone:
         raise ValueError(f"tensor_parallel: {count} processes were asked for and there are {size}; {ADVICE}")
     if size == 1:
         return ALONE
+    _meetings[group.group_name] += 1
+    arrive(default_store(), f"{group.group_name} {_meetings[group.group_name]}", group.rank(), size)
     members = dist.get_process_group_ranks(group)
     talk = dist.new_group(members, backend="gloo", timeout=TIMEOUT, use_local_synchronization=True)
-    return Ranks(group, talk, gpu_of(device))
+    return Ranks(group, talk, gpu_of(device), TIMEOUT.total_seconds())
+
+
+def arrive(store: dist.Store, meeting: str, rank: int, size: int) -> None:
+    """Wait for `size` ranks, of which this is number `rank`.
+
+    store: which they share. meeting: its name, the same on all of them.
+
+    RuntimeError on all ranks, naming those that have not come, when one has waited for `TIMEOUT`.
+    """
+    keys, verdict = [f"spec_compile {meeting} {each}" for each in range(size)], f"spec_compile {meeting} late"
+    end = time.monotonic() + TIMEOUT.total_seconds()
+    try:
+        store.set(keys[rank], "")
+        while not store.check(keys):
+            if store.check([verdict]):
+                break
+            if time.monotonic() > end:
+                store.set(verdict, ", ".join(str(each) for each in range(size) if not store.check([keys[each]])))
+                time.sleep(5 * LOOK)  # this process may keep the store, in which the others read the verdict
+            time.sleep(LOOK)
+        late = store.get(verdict).decode() if store.check([verdict]) else ""
+    except RuntimeError as error:  # the store does not answer
+        raise _never_came("0") from error
+    if late:
+        raise _never_came(late)
+
+
+def _never_came(ranks: str) -> RuntimeError:
+    seconds = TIMEOUT.total_seconds()
+    return RuntimeError(f"tensor_parallel: rank {ranks} has ended, or not come within {seconds:.0f} s; {ADVICE}")
 
 
 def gpu_of(device: torch.device) -> str:
@@ -70,8 +109,17 @@ def gpu_of(device: torch.device) -> str:
 def _world(device: torch.device) -> dist.ProcessGroup | None:
     """The group of all processes. It is made here if torchrun has started several and nobody has made it."""
     if not dist.is_initialized():
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+        if size == 1:
             return None
         os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")  # else captured collectives take streams of their own
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+        hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        try:
+            store = dist.TCPStore(*where, size, hosts, TIMEOUT, wait_for_workers=False, multi_tenant=True)
+        except RuntimeError as error:
+            raise _never_came("0") from error
+        arrive(store, "start", rank, size)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=rank, world_size=size)
     return dist.group.WORLD

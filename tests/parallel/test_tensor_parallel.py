@@ -2,10 +2,8 @@
 
 import functools
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -404,34 +402,6 @@ def test_an_error_on_rank_0_ends_the_call_on_all(on_ranks):
     assert nested[0] == "RuntimeError" and "inside a streamer" in nested[1]
     assert "inside a streamer" in told_of_nested[1]
     assert torch.equal(answer, others_answer)
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_dies_is_named(on_ranks, victim):
-    model, prompt = rounds.target("llama"), models.prompts()[0][0]
-
-    class Fatal(LogitsProcessor):
-        def __init__(self, rank):
-            self.rank, self.calls = rank, 0
-
-        def __call__(self, ids, scores):
-            self.calls += 1
-            if self.calls == 3 and self.rank == victim:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return scores
-
-    def on_a_rank(rank):
-        fast = shared(model)
-        begin = time.monotonic()
-        error = raised(lambda: fast.generate(prompt, logits_processor=[Fatal(rank)], **GREEDY))
-        return error, raised(lambda: fast.generate(prompt, **GREEDY)), time.monotonic() - begin
-
-    results = on_ranks(on_a_rank)
-    assert results[victim] is None
-    (kind, text), (_, again), seconds = results[1 - victim]
-    assert kind == "RuntimeError" and f"rank {victim} (process" in text and "has died; restart all ranks" in text
-    assert again == text
-    assert seconds < 30
 
 
 def test_results_that_part_are_noticed(on_ranks, tmp_path):

@@ -1,6 +1,7 @@
 """The HTTP server: answers, streams, what is refused and how, clients that leave, overload, and the end."""
 
 import asyncio
+import glob
 import json
 import os
 import subprocess
@@ -396,21 +397,31 @@ def test_the_command_serves_until_sigterm(folder, alone):
 
 
 @pytest.mark.slow
-def test_ranks_serve_one_model_and_end_together(folder, alone):
-    """The server ends with a status when a rank dies, and the other ranks end with the server."""
-    with command(folder, 8125, "--tensor-parallel", 2) as (process, client):
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_serve_one_model_and_end_together(folder, alone, size):
+    """The server ends with a status when a rank dies, and the other ranks end with the server. No file of theirs stays
+    in shared memory."""
+    before = glob.glob("/dev/shm/spec_compile_*")
+    with command(folder, 8125, "--tensor-parallel", size) as (process, client):
         assert complete(client)["choices"][0]["text"] == expected(alone, PROMPT, max_new_tokens=24, do_sample=False)
         text = complete(client, temperature=0.8, seed=5)["choices"][0]["text"]
         options = {"do_sample": True, "temperature": 0.8, "max_new_tokens": 24}
         assert text == expected(alone, PROMPT, seed=5, **options)
-        (follower,) = psutil.Process(process.pid).children()
-        follower.kill()
+        followers = psutil.Process(process.pid).children()
+        assert len(followers) == size - 1
+        followers[-1].kill()
         wait_until(lambda: client.get("/health").status_code == 503)
-        assert "rank 1" in client.get("/health").text and process.wait(30) == 1
-    with command(folder, 8125, "--tensor-parallel", 2) as (process, _):
-        (follower,) = psutil.Process(process.pid).children()
+        assert f"rank {size - 1}" in client.get("/health").text and process.wait(30) == 1
+        wait_until(lambda: not any(map(lives, followers)))
+    with command(folder, 8125, "--tensor-parallel", size) as (process, _):
+        followers = psutil.Process(process.pid).children()
         process.kill()
-        wait_until(lambda: not follower.is_running() or follower.status() == psutil.STATUS_ZOMBIE)
+        wait_until(lambda: not any(map(lives, followers)))
+    assert glob.glob("/dev/shm/spec_compile_*") == before
+
+
+def lives(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.slow

@@ -13,11 +13,11 @@ LIMIT = 60
 """Seconds after which processes that have not answered are killed."""
 
 
-def run_ranks(size, function, *arguments, rendezvous):
+def run_ranks(size, function, *arguments, rendezvous, without=None):
     """What ``function(rank, *arguments)`` returns in each of `size` forked processes, by rank.
 
     rendezvous: a path at which there is no file yet. An exception in a process is given in the place of its result; a
-    process that dies gives None.
+    process that dies gives None. without: a rank that is not waited for, whose result is None.
     """
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe() for _ in range(size)]
@@ -31,7 +31,10 @@ def run_ranks(size, function, *arguments, rendezvous):
         end.close()
     deadline, results = time.monotonic() + LIMIT, []
     try:
-        for (pipe, _), process in zip(pipes, processes):
+        for rank, ((pipe, _), process) in enumerate(zip(pipes, processes)):
+            if rank == without:
+                results.append(None)
+                continue
             ready = connection.wait([pipe, process.sentinel], max(0.0, deadline - time.monotonic()))
             if pipe.poll():
                 results.append(pipe.recv())
