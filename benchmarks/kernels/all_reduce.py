@@ -1,6 +1,6 @@
 """The time of the all-reduce of tensor parallelism on the GPUs of one host, next to NCCL's and torch's.
 
-    python -m benchmarks.kernels.all_reduce [--gpus 2 4 8] [--only time layers] [--limit 110] [--json FILE]
+    python -m benchmarks.kernels.all_reduce [--gpus 2 4 8] [--only time layers] [--limit 200] [--json FILE]
 
 time: microseconds of one sum in a graph of many, by each number of shots (see `Exchange.shots`); "plain" sums numbers
 of 16 bits, "added" float32 parts with the residual stream and the norm's first half. The floor is that of the fewest
@@ -187,7 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--only", nargs="+", choices=PHASES, default=PHASES)
-    parser.add_argument("--limit", type=float, default=110)
+    parser.add_argument("--limit", type=float, default=200)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64], help="of the phase layers")
     parser.add_argument("--json", type=Path, help="write the rows of the phase time")
     options = parser.parse_args()

@@ -471,7 +471,9 @@ def test_gpus_answer_as_one(size):
 @pytest.mark.parametrize("size", [2, 4])
 def test_sums_of_gpus(size, shots):
     """Bits, also of captured sums while ranks stall, and the name of a rank that does not come."""
-    output = output_of(size, "-m", "tests.support.all_reduce_on_gpus", "--sums", "2000", "--shots", str(shots))
+    output = output_of(
+        size, "-m", "tests.support.all_reduce_on_gpus", "--sums", "2000", "--limit", "300", "--shots", str(shots)
+    )
     assert output.count("all bits as they should be") == 2 and "DIFFERENT" not in output
     assert output.count("slots empty: True, counters zero: True") == 2
     assert f"late: rank {size - 1} (is {size - 1})" in output and "NO ERROR" not in output
