@@ -542,6 +542,11 @@ OTHERS = [
         "tests/parallel/test_faults.py -k round-hangs-2-1",
     ),
     Mutation(
+        "an error of a user's streamer is taken for one about a rank", "spec_compile/parallel/ranks.py",
+        "if is_of_group and any(", "if any(",
+        "tests/parallel/test_tensor_parallel.py -k error_on_rank_0",
+    ),
+    Mutation(
         "ranks that have come are said to be late", "spec_compile/parallel/start.py",
         "for each in range(size) if not store.check([keys[each]])", "for each in range(size)",
         "tests/parallel/test_faults.py -k torchrun_started",

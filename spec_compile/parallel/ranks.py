@@ -218,7 +218,8 @@ class Ranks(Alone):
         if (missing := self.find_missing()) is not None:
             self.failure = f"rank {missing} has stopped answering; restart all ranks"
             raise RuntimeError(self.failure) from error
-        if any(part in str(error) for part in LOST):
+        is_of_group = isinstance(error, dist.DistError) or "gloo" in str(error)  # and not a user's own
+        if is_of_group and any(part in str(error) for part in LOST):
             raise self._of_the_lost(error) from error
 
     def _of_the_lost(self, error: Exception) -> Exception:
