@@ -13,7 +13,8 @@ from pathlib import Path
 from types import ModuleType
 
 HERE = Path(__file__).parent
-FEW_ROWS = tuple(f"few_rows{end}" for end in (".h", "_avx2.h", "_avx512.h", "_numbers.h", "_tiles.h", ".cpp"))
+_ENDS = ".h", "_avx2.h", "_avx512.h", "_numbers.h", "_panels.h", "_tiles.h", ".cpp"
+FEW_ROWS = tuple(f"few_rows{end}" for end in _ENDS)
 SOURCES = {"ngram._ngram_trie": ("store.h", "trie.h", "trie.cpp"), "kernels.linear._few_rows": FEW_ROWS}
 """The C++ files of each compiled module, which lie next to it."""
 BUILD = "run `pip install .` in the repository, with a C++20 compiler at hand"

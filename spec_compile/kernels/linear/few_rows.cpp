@@ -37,6 +37,7 @@ namespace avx2 {
 #define NATIVE 0
 #include "few_rows_numbers.h"
 #include "few_rows_avx2.h"
+#include "few_rows_panels.h"
 #include "few_rows_tiles.h"
 #undef KERNEL
 #undef NATIVE
@@ -47,6 +48,7 @@ namespace avx512 {
 #define NATIVE 0
 #include "few_rows_numbers.h"
 #include "few_rows_avx512.h"
+#include "few_rows_panels.h"
 #include "few_rows_tiles.h"
 #undef KERNEL
 #undef NATIVE
@@ -57,22 +59,26 @@ namespace avx512_bf16 {
 #define NATIVE 1
 #include "few_rows_numbers.h"
 #include "few_rows_avx512.h"
+#include "few_rows_panels.h"
 #include "few_rows_tiles.h"
 #undef KERNEL
 #undef NATIVE
 }  // namespace avx512_bf16
 
-constexpr Level kLevels[] = {{avx2::run, avx2::prepare, avx2::is_prepared, avx2::element_size},
-                             {avx512::run, avx512::prepare, avx512::is_prepared, avx512::element_size},
-                             {avx512_bf16::run, avx512_bf16::prepare, avx512_bf16::is_prepared, avx512_bf16::element_size}};
+constexpr Level kLevels[] = {
+    {avx2::run, avx2::prepare, avx2::is_prepared, avx2::element_size},
+    {avx512::run, avx512::prepare, avx512::is_prepared, avx512::element_size},
+    {avx512_bf16::run, avx512_bf16::prepare, avx512_bf16::is_prepared, avx512_bf16::element_size},
+};
 
 // The levels that this CPU has: 0 to 3 of them.
 int levels() {
     __builtin_cpu_init();
-    const auto has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    const auto has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+    const bool has_avx2 =
+        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    const auto has_pairs = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+    const bool has_pairs = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
     return !has_avx2 ? 0 : !has_avx512 ? 1 : !has_pairs ? 2 : 3;
 }
 #else
@@ -167,7 +173,8 @@ NB_MODULE(_few_rows, m) {
                               reinterpret_cast<const void*>(scales), reinterpret_cast<const void*>(bias),
                               reinterpret_cast<void*>(out),
                               rows, inputs, outputs, row_bytes, Number(dtype), Number(scale_type), Weights(weights),
-                              Rounding(rounding), scaled_first, constant, Units(units), group, turn, nullptr, nullptr, nullptr, 0};
+                              Rounding(rounding), scaled_first, constant, Units(units), group, turn,
+                              nullptr, nullptr, nullptr, 0};
               multiply(p, level, threads);
           },
           nb::call_guard<nb::gil_scoped_release>());

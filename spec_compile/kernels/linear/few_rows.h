@@ -18,7 +18,9 @@ constexpr int64_t kBlock = 128;  // inputs, and outputs, of a scale of `fp8_bloc
 struct Product {
     const void* x;        // [rows, inputs] of `dtype`
     const uint8_t* w;     // [outputs, row_bytes]
-    const void* scales;   // [outputs] of `scale_type`, then the activations' if it is `constant`; of blocks [outputs / 128, inputs / 128] float; units of nibbles
+    // [outputs] of `scale_type`, then the activations' if it is `constant`; of blocks [outputs / 128, inputs / 128]
+    // float; units of nibbles.
+    const void* scales;
     const void* bias;     // [outputs] of `dtype`, or null
     void* out;            // [rows, outputs] of `dtype`
     int64_t rows, inputs, outputs, row_bytes;

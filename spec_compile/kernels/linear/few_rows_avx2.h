@@ -15,11 +15,14 @@ INLINE Floats floats_of_int8(const uint8_t* codes) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)codes)));
 }
 
-// The numbers over 256: float8_e4m3fn with another bit of exponent is a float16, subnormal numbers too.
+// The numbers over 256: float8_e4m3fn with another bit of exponent is a float16, subnormal numbers too;
+// its largest code is NaN.
 INLINE Floats floats_of_fp8(const uint8_t* codes) {
     const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)codes));
     const __m128i halves = _mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(short(0xBF80)));
-    return _mm256_cvtph_ps(halves);
+    const __m128i largest = _mm_set1_epi16(0x3F80);
+    const __m128i is_nan = _mm_cmpeq_epi16(_mm_and_si128(halves, largest), largest);
+    return _mm256_cvtph_ps(_mm_or_si128(halves, _mm_and_si128(is_nan, _mm_set1_epi16(0x7E00))));
 }
 
 INLINE Floats spread(float number) { return _mm256_set1_ps(number); }
@@ -27,18 +30,20 @@ INLINE Floats times(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
 INLINE void put(float* at, Floats v) { _mm256_storeu_ps(at, v); }
 
 INLINE Floats to_bfloat16(Floats v) {  // rounded to nearest, ties to even
-    const __m256i bits = _mm256_castps_si256(v), last = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i bits = _mm256_castps_si256(v);
+    const __m256i last = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     const __m256i sum = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), last);
     return _mm256_castsi256_ps(_mm256_and_si256(sum, _mm256_set1_epi32(int(0xFFFF0000))));
 }
 
 INLINE Floats to_float16(Floats v) { return _mm256_cvtph_ps(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT)); }
 
-// (code - zero) * scale of the codes 0 to 15.
-INLINE Table line(float scale, float zero) {
+// (code - zero) * factor * scale of the codes 0 to 15.
+INLINE Table line(float scale, float zero, float factor) {
     const Floats low = _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7), high = _mm256_setr_ps(8, 9, 10, 11, 12, 13, 14, 15);
-    const Floats each = _mm256_set1_ps(zero), scales = _mm256_set1_ps(scale);
-    return {_mm256_mul_ps(_mm256_sub_ps(low, each), scales), _mm256_mul_ps(_mm256_sub_ps(high, each), scales)};
+    const Floats zeros = spread(zero), factors = spread(factor), scales = spread(scale);
+    return {times(times(_mm256_sub_ps(low, zeros), factors), scales),
+            times(times(_mm256_sub_ps(high, zeros), factors), scales)};
 }
 
 INLINE Table scaled(const float* numbers, float scale) {

@@ -19,11 +19,14 @@ INLINE Floats floats_of_int8(const uint8_t* codes) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)codes)));
 }
 
-// The numbers over 256: float8_e4m3fn with another bit of exponent is a float16, subnormal numbers too.
+// The numbers over 256: float8_e4m3fn with another bit of exponent is a float16, subnormal numbers too;
+// its largest code is NaN.
 INLINE Floats floats_of_fp8(const uint8_t* codes) {
     const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)codes));
     const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(short(0xBF80)));
-    return _mm512_cvtph_ps(halves);
+    const __m256i largest = _mm256_set1_epi16(0x3F80);
+    const __m256i is_nan = _mm256_cmpeq_epi16(_mm256_and_si256(halves, largest), largest);
+    return _mm512_cvtph_ps(_mm256_or_si256(halves, _mm256_and_si256(is_nan, _mm256_set1_epi16(0x7E00))));
 }
 
 INLINE Floats spread(float number) { return _mm512_set1_ps(number); }
@@ -31,17 +34,18 @@ INLINE Floats times(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 INLINE void put(float* at, Floats v) { _mm512_storeu_ps(at, v); }
 
 INLINE Floats to_bfloat16(Floats v) {  // rounded to nearest, ties to even
-    const __m512i bits = _mm512_castps_si512(v), last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i bits = _mm512_castps_si512(v);
+    const __m512i last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), last);
     return _mm512_castsi512_ps(_mm512_and_si512(sum, _mm512_set1_epi32(int(0xFFFF0000))));
 }
 
 INLINE Floats to_float16(Floats v) { return _mm512_cvtph_ps(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT)); }
 
-// (code - zero) * scale of the codes 0 to 15.
-INLINE Table line(float scale, float zero) {
+// (code - zero) * factor * scale of the codes 0 to 15.
+INLINE Table line(float scale, float zero, float factor) {
     const Floats codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    return {_mm512_mul_ps(_mm512_sub_ps(codes, _mm512_set1_ps(zero)), _mm512_set1_ps(scale))};
+    return {times(times(_mm512_sub_ps(codes, spread(zero)), spread(factor)), spread(scale))};
 }
 
 INLINE Table scaled(const float* numbers, float scale) {
@@ -89,7 +93,9 @@ struct FloatSums {
     static INLINE __m512 load(const float* at) { return _mm512_loadu_ps(at); }
     static INLINE __m512 load_weights(const float* at) { return load(at); }
     static INLINE Sum add(Sum sum, __m512 a, __m512 b) { return _mm512_fmadd_ps(a, b, sum); }
-    static INLINE void totals_of(const Sum* s, int32_t, float* out) { _mm_storeu_ps(out, totals(s[0], s[1], s[2], s[3])); }
+    static INLINE void totals_of(const Sum* s, int32_t, float* out) {
+        _mm_storeu_ps(out, totals(s[0], s[1], s[2], s[3]));
+    }
 };
 
 #if NATIVE
@@ -136,7 +142,9 @@ struct Bf16Sums {
     static INLINE __m512bh load(const uint16_t* at) { return (__m512bh)_mm512_loadu_si512(at); }
     static INLINE __m512bh load_weights(const uint16_t* at) { return load(at); }
     static INLINE Sum add(Sum sum, __m512bh a, __m512bh b) { return _mm512_dpbf16_ps(sum, a, b); }
-    static INLINE void totals_of(const Sum* s, int32_t, float* out) { _mm_storeu_ps(out, totals(s[0], s[1], s[2], s[3])); }
+    static INLINE void totals_of(const Sum* s, int32_t, float* out) {
+        _mm_storeu_ps(out, totals(s[0], s[1], s[2], s[3]));
+    }
 };
 
 INLINE void put_bfloat16(uint16_t* at, Floats first, Floats second) {
