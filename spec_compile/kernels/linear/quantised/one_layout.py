@@ -114,7 +114,7 @@ class Restoring(dict):
     def __setitem__(self, name: str, value: Tensor | None) -> None:
         if self.layer.is_empty(name) and isinstance(value, Tensor):
             current = self[name]
-            if _form(value) == _form(current) and torch.equal(value.to(current.device), current):
+            if _form(value) == _form(current) and _equal(value.to(current.device), current):
                 return  # as ``module.to(...)`` assigns it
         super().__setitem__(name, value)
 
@@ -147,3 +147,11 @@ def layer_of(module: nn.Module) -> OneLayout | None:
 
 def _form(tensor: Tensor) -> tuple:
     return tensor.shape, tensor.dtype
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """`torch.equal`, also of tensors that hold others, as torchao's, which need not have it."""
+    if not hasattr(a, "__tensor_flatten__"):
+        return torch.equal(a, b)
+    names, settings = a.__tensor_flatten__()
+    return (names, settings) == b.__tensor_flatten__() and all(_equal(getattr(a, n), getattr(b, n)) for n in names)
