@@ -237,6 +237,14 @@ def attention_prompts(results: Results) -> str:
     return table(("tokens", *ways), rows)
 
 
+def routed_experts(results: Results) -> str:
+    names, rows = ("floor", "ours", "looked through", "sorted", "grouped_mm"), []
+    for row in results.all("experts", "rows"):
+        results.seen(row)
+        rows.append((row["model"], f"{row['tokens']:,}", *(number(row, name, "{:.1f}") for name in names)))
+    return table(("model", "tokens", *names), rows)
+
+
 def kv_cache_dtype(results: Results) -> str:
     rows = []
     for name, row in results.get("kv_cache_dtype", "sets").items():
@@ -351,6 +359,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "gpu_acceptance": lambda results: acceptance(results, "acceptance_gpu"),
     "attention": attention,
     "attention_prompts": attention_prompts,
+    "routed_experts": routed_experts,
     "kv_cache_dtype": kv_cache_dtype,
     "bits": bits,
     "quantised": quantised,
