@@ -66,7 +66,7 @@ def test_weights_exist_in_parts_only(tmp_path):
                     cut = shards.cut_of(path, each, 2)
                     assert Slices(rank, 2).part(each, cut) is each._local_tensor
                     if each.dtype != FP8:  # which gloo does not gather
-                        assert torch.equal(Slices(rank, 2)._take(each.full_tensor(), cut), each._local_tensor)
+                        assert torch.equal(Slices(rank, 2).take(each.full_tensor(), cut), each._local_tensor)
             found[name] = sum(isinstance(each, DTensor) for each in model.parameters())
         return found
 

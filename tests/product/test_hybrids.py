@@ -211,7 +211,7 @@ def test_bits_are_not_promised_without_kernels(monkeypatch):
     graph.dtype = torch.bfloat16
     assert any("layers.0.conv: recurrence of kind convolution" in part for part in variant_parts(graph))
     with pytest.raises(UnsupportedModelError, match=r"exact: 'bits' cannot be kept.*recurrence of kind convolution"):
-        require_same_bits(graph)
+        require_same_bits("bits", {"verify": graph})
 
 
 @pytest.mark.slow
