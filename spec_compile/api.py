@@ -25,6 +25,7 @@ from .capture.compiled import underlying
 from .capture.config_reads import config_reads
 from .capture.kinds import is_known
 from .capture.ranks import facts, share_memory
+from .capture.rounded_weights import rounded_weights
 from .capture.trace import capture
 from .capture.watch import Watch
 from .capture.weights import SharedWeights
@@ -88,7 +89,8 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
             check_compiler()
     share_memory(ranks, model.device)
     # Tracing and checking change settings of the process, and run no code that the user had compiled.
-    with COMPILE_LOCK, torch.compiler.set_stance("force_eager"):
+    rounded = rounded_weights(plain, parsed.weights)
+    with COMPILE_LOCK, torch.compiler.set_stance("force_eager"), rounded:
         with ranks.together("speculate()", {}):
             with opened_artefacts() as drafts:
                 algorithm = build(name, plain, parsed)

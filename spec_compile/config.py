@@ -12,11 +12,13 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 from .errors import did_you_mean
 from .kernels import attention
+from .kernels.linear.quantised import made
 from .parallel.ranks import ALONE, Alone
 from .tree import MAX_NODES
 
 CACHE_DTYPES = ("auto", "fp8", "fp8_per_token_head")
 EXACT = ("auto", "bits", "request")
+WEIGHTS = (None, *made.FORMATS)
 MOST_LORAS, MOST_RANK = 1024, 1024
 COMPILE = (True, False, "background")
 Parsed = TypeVar("Parsed")
@@ -38,6 +40,9 @@ class Options:
     merge_linears: make one matrix product of linear layers of one input (q, k and v; gate and up).
     attention_backend: the kernels of attention on a GPU: a name of `kernels.attention.BACKENDS`, "auto", or a dict of
         names for "prefill" (prompts), "verify" and "draft" (a draft's trees; a head's prompts, too).
+    weights: "fp8", "int8" or "int4" rounds the linear layers of the model at load, but not its output head, and holds
+        them only so: by output, or with int4 by groups of 32 to 128 inputs. Answers are those of the rounded model
+        (None: weights stay as they are).
     kv_cache_dtype: the target's keys and values in the cache: "auto" (the model's dtype); "fp8": on a GPU, rounded to
         float8_e4m3fn, which halves them and changes answers a little; or "fp8_per_token_head": on any device, the same
         with a scale for each token and KV head.
@@ -71,6 +76,7 @@ class Options:
     check: bool = True
     merge_linears: bool = True
     attention_backend: Any = "auto"
+    weights: str | None = None
     kv_cache_dtype: str = "auto"
     prefix_cache_bytes: int = 0
     prefix_cache_host_bytes: int | None = None
@@ -107,11 +113,12 @@ class Options:
                 raise ValueError(f"{name}: expected {least} to {most}, got {value}")
         if self.max_lora_rank is not None and not self.max_loras:
             raise ValueError("max_lora_rank: without max_loras no row chooses an adapter; pass max_loras, too")
-        for name, known in (("kv_cache_dtype", CACHE_DTYPES), ("exact", EXACT)):
+        for name, known in (("kv_cache_dtype", CACHE_DTYPES), ("exact", EXACT), ("weights", WEIGHTS)):
             value = getattr(self, name)
             if value not in known:
                 raise ValueError(
-                    f"{name}: expected one of {', '.join(known)}, got {value!r}." + did_you_mean(value, known)
+                    f"{name}: expected one of {', '.join(map(str, known))}, got {value!r}."
+                    + did_you_mean(value, filter(None, known))
                 )
         if not isinstance(self.cache, (bool, str, PathLike)):
             raise TypeError(f"cache: expected bool or a folder, got {type(self.cache).__name__} ({self.cache!r})")

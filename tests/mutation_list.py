@@ -23,6 +23,15 @@ DROP_IN, SHARED_CODE = "tests/product/test_drop_in.py", "tests/runtime/test_shar
 STORE = "tests/artefacts/test_store.py"
 DROP_IN_PROMPTS = "tests/product/test_drop_in_prompts.py"
 
+WEIGHTS = [
+    Mutation(
+        "a start that fails keeps the layers rounded", "spec_compile/capture/rounded_weights.py",
+        "        for path, layer in replaced.items():\n            _put(model, path, layer)\n        raise",
+        "        raise",
+        "tests/capture/test_rounded_weights.py",
+    ),
+]  # fmt: skip
+
 STATE = [
     Mutation(
         "an end of sequence is allowed one token early", f"{RUNTIME}state.py",
@@ -1116,7 +1125,7 @@ NEWCOMERS = [
     ),
     Mutation(
         "the checks compile what the user had compiled", "spec_compile/api.py",
-        'COMPILE_LOCK, torch.compiler.set_stance("force_eager"):', "COMPILE_LOCK:",
+        'COMPILE_LOCK, torch.compiler.set_stance("force_eager"), rounded:', "COMPILE_LOCK, rounded:",
         "tests/capture/test_compiled_models.py -k 'test_compiled_before'",
     ),
     Mutation(
@@ -1745,5 +1754,5 @@ MODULES = [
 MUTATIONS: list[Mutation] = [
     *STARTS, *TIERS, *COMPILED,
     *REQUESTS, *STATE, *CACHES, *TREES, *DRAWS, *ANSWERS, *UNIONS, *NEWCOMERS, *FORWARDS, *OTHERS, *SERVING,
-    *CONFIDENCE, *TOLERANCES, *DOORS, *MODULES,
+    *CONFIDENCE, *TOLERANCES, *DOORS, *MODULES, *WEIGHTS,
 ]  # fmt: skip

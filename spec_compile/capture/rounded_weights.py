@@ -1,0 +1,80 @@
+"""The option ``weights``: a model's linear layers are rounded and packed at load, and held only so."""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..errors import UnsupportedModelError
+from ..kernels.linear.quantised import made
+from .quantised import QuantisedLinear, packed_layers
+from .sharded import is_sharded
+
+log = logging.getLogger("spec_compile")
+
+READ_BY_OTHERS = ("dt_proj",)
+"""Names of layers whose weights the module around them reads (Mamba's time steps)."""
+
+
+@contextmanager
+def rounded_weights(model: PreTrainedModel, name: str | None) -> Iterator[None]:
+    """A context in which the linear layers of `model` are replaced by packed ones, which stay if it ends without error.
+
+    name: a format of `made.FORMATS`; None changes nothing. The output head stays, because draft heads share it, and so
+    does a layer whose weight another module reads, or whose inputs the groups of 4 bits do not divide. Layers that were
+    rounded before stay as they are. UnsupportedModelError, naming the option, if the model is quantised already, has
+    adapters, is shared out among ranks, or has no layer to round.
+    """
+    if name is None:
+        yield
+        return
+    _check(model)
+    replaced, left = dict[str, nn.Linear](), []
+    for path, layer in [*model.named_modules()]:
+        if type(layer) is not nn.Linear or not _is_own(model, path, layer):
+            continue
+        packed = made.FORMATS[name](layer.weight)
+        if packed is None:
+            left.append(path)
+            continue
+        replaced[path] = layer
+        _put(model, path, QuantisedLinear(packed._replace(bias=layer.bias)).eval())
+    if not replaced and not packed_layers(model):
+        raise UnsupportedModelError(
+            f"weights: {type(model).__name__} has no linear layer that {name!r} can round; leave the option out"
+        )
+    if left:
+        log.info("weights: %d layers stay as they are, because no group of inputs divides theirs", len(left))
+    try:
+        yield
+    except BaseException:
+        for path, layer in replaced.items():
+            _put(model, path, layer)
+        raise
+
+
+def _check(model: PreTrainedModel) -> None:
+    lacks = {
+        "is quantised already": any(not isinstance(model.get_submodule(path), QuantisedLinear)
+                                    for path in packed_layers(model)),
+        "has adapters, whose layers hold the weights": hasattr(model, "peft_config"),
+        "is shared out among ranks by transformers": is_sharded(model),
+    }  # fmt: skip
+    for lack, is_true in lacks.items():
+        if is_true:
+            raise UnsupportedModelError(f"weights: {type(model).__name__} {lack}; leave the option out")
+
+
+def _is_own(model: PreTrainedModel, path: str, layer: nn.Linear) -> bool:
+    """True if nobody but the layer reads its weight."""
+    readers = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+    is_read = readers[id(layer.weight)] > 1 or path.rpartition(".")[2] in READ_BY_OTHERS
+    return layer is not model.get_output_embeddings() and not is_read
+
+
+def _put(model: PreTrainedModel, path: str, layer: nn.Module) -> None:
+    parent, _, child = path.rpartition(".")
+    setattr(model.get_submodule(parent), child, layer)

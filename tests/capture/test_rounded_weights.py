@@ -1,0 +1,81 @@
+"""The option `weights`: a model is rounded at load, in place, and answers as the rounded model does."""
+
+import copy
+import pickle
+
+import models
+import pytest
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+import spec_compile
+from spec_compile import UnsupportedModelError
+from spec_compile.capture import rounded_weights
+from spec_compile.capture.quantised import QuantisedLinear, packed_layers
+
+IDS = torch.randint(3, models.VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+OPTIONS = GenerationConfig(max_new_tokens=8, do_sample=False, pad_token_id=0)
+
+
+def tokens(model):
+    return model.generate(IDS, attention_mask=torch.ones_like(IDS), generation_config=OPTIONS)
+
+
+@pytest.mark.sweep("int8 int4")
+@pytest.mark.parametrize("name", ["fp8", "int8", "int4"])
+def test_layers_are_held_rounded(name):
+    model = models.ADMITTED["llama"]()
+    before = copy.deepcopy(model)
+    fast = spec_compile.speculate(model, weights=name, compile=False)
+    packed = packed_layers(model)
+    assert len(packed) == 14 and type(model.lm_head) is nn.Linear
+    for path, layer in packed.items():
+        weight = before.get_submodule(path).weight
+        x = torch.eye(weight.shape[1])
+        rounded = model.get_submodule(path)(x).t()
+        step = weight.abs().amax() / {"fp8": 16, "int8": 127, "int4": 7}[name]
+        assert 0 < (rounded - weight).abs().max() <= step
+        assert not any(part.shape == weight.shape and part.itemsize > 1 for part in layer.parts.values())
+    assert torch.equal(tokens(fast), tokens(model))
+
+
+def test_a_copy_is_rounded_once():
+    fast = spec_compile.speculate(models.ADMITTED["llama"](), weights="int8", compile=False)
+    again = pickle.loads(pickle.dumps(fast))
+    assert torch.equal(tokens(again), tokens(fast))
+    assert all(isinstance(again.get_submodule(path), QuantisedLinear) for path in packed_layers(again))
+
+
+def test_an_error_gives_the_weights_back(monkeypatch):
+    model = models.ADMITTED["llama"]()
+    layers = [*model.modules()]
+
+    def fail(*_):
+        assert packed_layers(model)
+        raise UnsupportedModelError("model: fails")
+
+    monkeypatch.setattr("spec_compile.api.capture", fail)
+    with pytest.raises(UnsupportedModelError, match="model: fails"):
+        spec_compile.speculate(model, weights="int8", compile=False)
+    assert [*model.modules()] == layers
+
+
+def test_layers_whose_weight_others_read_stay():
+    model = models.ADMITTED["llama"]()
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj.weight = mlp.gate_proj.weight
+    with rounded_weights.rounded_weights(model, "int8"):
+        pass
+    assert len(packed_layers(model)) == 12 and type(mlp.up_proj) is type(mlp.gate_proj) is nn.Linear
+
+
+def test_what_cannot_be_rounded_is_named(monkeypatch):
+    model = models.ADMITTED["llama"]()
+    with pytest.raises(ValueError, match=r"weights: expected one of None, fp8, int8, int4, got 'int3'\. Did you mean"):
+        spec_compile.speculate(model, weights="int3")
+    with pytest.raises(UnsupportedModelError, match="weights: GPT2LMHeadModel has no linear layer that 'int8' can"):
+        spec_compile.speculate(models.ADMITTED["gpt2"](), weights="int8", compile=False)
+    monkeypatch.setattr(rounded_weights, "packed_layers", lambda model: {"model.layers.0.mlp.up_proj": None})
+    with pytest.raises(UnsupportedModelError, match="weights: LlamaForCausalLM is quantised already; leave"):
+        spec_compile.speculate(model, weights="int8", compile=False)
