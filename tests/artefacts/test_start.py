@@ -327,6 +327,7 @@ def test_the_graph_of_a_draft_is_saved(tmp_path):
     assert found[0][2:] == found[1][2:] == found[2][2:]
 
 
+@pytest.mark.slow
 def test_a_carried_folder_stays_as_it_is(tmp_path):
     folder = tmp_path / "folder"
     started("llama", tmp_path / "cache").speculation.save(folder)

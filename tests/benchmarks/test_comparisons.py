@@ -52,7 +52,7 @@ def test_simulated_drafts_are_right_as_often_as_stated():
     ).all()
 
 
-@pytest.mark.sweep("more0")
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [["--forms", "tree"], ["--forms", "chain", "--free"]])
 def test_simulated_acceptance_on_a_tiny_shape(more, tiny_shapes, tmp_path, capsys):
     path = tmp_path / "rows.json"

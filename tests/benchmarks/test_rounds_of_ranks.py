@@ -107,6 +107,7 @@ def runner(tmp_path, monkeypatch):
     return tensor_parallel.Runner(options, [100.0, 100.0, 20.0, 20.0], tmp_path), options
 
 
+@pytest.mark.slow
 def test_processes_that_die_cost_one_measurement(runner, capsys):
     runner, options = runner
     runner.run(2, until=3)

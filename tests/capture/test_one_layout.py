@@ -122,6 +122,7 @@ def test_memory_of_layers_of_4_bits(name, loaded):
         torch.testing.assert_close(got, want, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.sweep("ct_fp8")
 @pytest.mark.parametrize("name", ["fp8_block", "ct_fp8", "ao_int8"])
 def test_memory_of_layers_of_8_bits(name, loaded):
     own = held_bytes(loaded(name))

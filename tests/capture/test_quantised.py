@@ -149,7 +149,7 @@ if few_rows.BEST == 0:
     UNMERGED += ["gptq", "awq", "nf4", "nf4_nested", "fp4"]  # whose parts have outputs in another dimension
 
 
-@pytest.mark.sweep("fp8_block ct_fp8 ct_w4a16 ct_w4a8 nf4 ao_int8 gptq_by_activation")
+@pytest.mark.sweep("fp8_block ct_fp8 ct_w4a16 ct_w4a8 nf4 ao_int8")
 @pytest.mark.parametrize("name", SERVED)
 def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
     model, wanted = load(name, tmp_path), own_answer(name, tmp_path)
@@ -262,7 +262,7 @@ def test_refresh_refuses_weights_that_it_cannot_copy(name, tmp_path):
         fast.speculation.refresh()
 
 
-@pytest.mark.sweep("awq")
+@pytest.mark.sweep("fp8_block")
 @pytest.mark.parametrize("name", [name for name in SERVED if name not in ON_LOADING])
 def test_refresh_takes_over_other_quantised_weights(name, tmp_path):
     model = load(name, tmp_path)
@@ -491,6 +491,7 @@ class Swizzled:
         return data.flip(1)
 
 
+@pytest.mark.slow
 def test_experts_that_transformers_has_packed(gpt_oss):
     """As `transformers.integrations.mxfp4` holds them where it has the package `kernels`."""
     model, wanted = gpt_oss
@@ -577,6 +578,7 @@ def test_gguf_is_plain_weights():
     assert torch.equal(fast.generate(ids, **GREEDY), model.generate(ids, **GREEDY))
 
 
+@pytest.mark.slow
 def test_a_draft_model_may_be_quantised(tmp_path):
     model = load("plain", tmp_path / "target")
     draft = load("fp8_block", tmp_path / "draft")

@@ -107,7 +107,7 @@ def test_trees_over_caches_of_8_bits():
     assert system.speculation.stats.accept_length > 1.3
 
 
-@pytest.mark.sweep("tree")
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_is_compiled_does_not_grow_with_the_depth(schedule):
     """All levels of a tree with equally many rows share the compiled parts."""

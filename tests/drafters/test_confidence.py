@@ -266,7 +266,7 @@ def test_drawn_drafts_have_no_hint(read, load, name):
 # --- whole rounds
 
 
-@pytest.mark.sweep("tree-dspark chain-dspark_rnn")
+@pytest.mark.sweep("chain-dspark_rnn")
 @EVERY
 @pytest.mark.parametrize(
     "options", [{}, TREE, dict(topk=2, num_draft_tokens=8, ngram=True)], ids=["chain", "tree", "union"]

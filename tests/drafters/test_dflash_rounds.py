@@ -16,7 +16,7 @@ from spec_compile.compat import CACHE
 from spec_compile.drafters.trees.block import BlockTree
 
 
-@pytest.mark.sweep("tree cut")
+@pytest.mark.sweep("tree")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_drafts_are_those_of_a_draft_without_a_cache(schedule):
     system, options, draft = fast("llama", schedule), SCHEDULES[schedule], trained("llama")

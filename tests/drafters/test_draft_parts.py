@@ -56,7 +56,7 @@ def test_modules_that_draft_a_token_each(doing, mode, own_output):  # noqa: F811
     compiled(rounds.target("llama"), "mtp", draft, mode, draft_weights={"output": "int8"}, **CHAIN)
 
 
-@pytest.mark.sweep("background-E2B-None")
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [None, "int8"])
 @pytest.mark.parametrize("name", assistants.SIZES)
 @MODES
