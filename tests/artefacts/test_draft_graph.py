@@ -19,7 +19,7 @@ TIED = "gpt2"
 """A draft model whose output matrix is its embedding."""
 
 
-@pytest.mark.parametrize("name", ["eagle3_wide", "mtp_qwen35"])
+@pytest.mark.parametrize("name", ["eagle3_wide", pytest.param("mtp_qwen35", marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_a_head_like_an_earlier_one_is_not_traced(tmp_path, caplog, name):
     written = drafts.write(name, tmp_path / name)

@@ -124,6 +124,7 @@ def test_a_model_in_training_mode_is_served(name):
     assert all(part.training for part in [*model.modules(), *fast.modules()])
 
 
+@pytest.mark.slow
 def test_both_modes_are_captured_alike():
     model = configured("phi", num_hidden_layers=6)  # it has dropout of 0
     graphs = [str(capture(model.train(mode)).gm.graph) for mode in (True, False)]

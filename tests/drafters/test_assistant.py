@@ -174,6 +174,7 @@ def test_sampled_tokens_do_not_depend_on_the_draft():
     assert torch.equal(*answers)
 
 
+@pytest.mark.slow
 def test_a_call_may_name_an_assistant():
     options = dict(compile=False, adaptive=False, check=False, max_cache_len=200)
     plainly = models.speculate_captured(assistants.target("31B"), "ngram", **options)

@@ -228,7 +228,7 @@ def alone_of(size):
 
 def test_sizes_that_do_not_divide_are_refused_with_those_that_do():
     with pytest.raises(UnsupportedModelError, match=r"4 query and 2 key-value heads .* 3 ranks; start one of 1, 2, 4"):
-        passes.run(graphs()["llama"], passes.Settings(ranks=alone_of(3)))
+        passes.run(capture(models.ADMITTED["llama"]()), passes.Settings(ranks=alone_of(3)))
 
 
 def test_a_model_without_known_layers_is_refused():

@@ -114,6 +114,7 @@ def test_generate_after_model_compile_gives_the_same_tokens():
     assert sum(report.summary.startswith("2 attention") for graph in backend.reports() for report in graph) >= 2
 
 
+@pytest.mark.slow
 def test_generate_with_a_static_cache_gives_the_same_tokens(interpreted):
     net = models.ADMITTED["llama"]()
     _, ids, mask = models.prompts((24, 9))

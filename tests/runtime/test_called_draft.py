@@ -64,6 +64,7 @@ def test_drawn_tokens_are_those_of_the_seed(demo, fast):
     assert answers[0].equal(answers[1]) and answers[0].equal(answers[2])
 
 
+@pytest.mark.slow
 def test_a_model_is_built_once_for_a_draft_and_number_of_steps(demo, fast):
     _, twin, inputs = demo
     made, speculate = [], fast.speculation.engine.speculate

@@ -143,6 +143,7 @@ def test_code_is_shared_between_drafts_that_compute_the_same():
     assert code_of(draft=other) is not first
 
 
+@pytest.mark.slow
 def test_recurrences_and_single_rows_have_code_of_their_own():
     runtime = speculate(models.HYBRIDS["qwen3_next"](), **OPTIONS).speculation.engine.runtime
     assert not rows_vary(runtime)
