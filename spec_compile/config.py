@@ -19,6 +19,14 @@ from .tree import MAX_NODES
 CACHE_DTYPES = ("auto", "fp8", "fp8_per_token_head")
 EXACT = ("auto", "bits", "request")
 WEIGHTS = (None, *made.FORMATS)
+
+
+def promises_bits(exact: str, device_type: str) -> bool:
+    """True if the option promises bits on a type of device, so that what cannot keep them is refused. On a CPU
+    "request" gives prompts fixed chunks in place of them."""
+    return exact == "bits" or (exact == "request" and device_type != "cpu")
+
+
 MOST_LORAS, MOST_RANK = 1024, 1024
 COMPILE = (True, False, "background")
 Parsed = TypeVar("Parsed")

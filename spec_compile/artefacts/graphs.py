@@ -26,7 +26,7 @@ FUNCTIONS = {
     f"{kernels.__name__}.attention.flex": {"attention"},
     f"{kernels.__name__}.attention.sdpa": {"attention"},
     f"{kernels.__name__}.attention.tail_tiles": {"tail_tiles"},
-    f"{kernels.__name__}.linear.few_rows": {"few_rows_linear"},
+    f"{kernels.__name__}.linear.few_rows": {"cpu_linear"},
     f"{kernels.__name__}.ops": {"gather_rows", "tree_mask"},
     f"{kernels.__name__}.recurrence": {"advance_or_look", "clamp_in_prompt", "walk_of"},
 }

@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
 
+from ..config import promises_bits
 from ..errors import UnsupportedModelError
 from ..inventory import held_parameters
 from ..kernels import HALF
@@ -47,8 +48,7 @@ def admit(model: nn.Module, exact: str = "auto") -> None:
     for rope_type in {r.get("rope_type", "default") for r in (nested or [rope])} & GROWING_ROPE:
         _refuse(model, f"uses RoPE of type {rope_type!r}, whose frequencies change with the length of the text")
     _admit_tensors(model, admit_quantisation(model))
-    promises_bits = exact != "auto" and (exact, model.device.type) != ("request", "cpu")
-    if promises_bits and (model.device.type != "cuda" or model.dtype not in HALF):
+    if promises_bits(exact, model.device.type) and (model.device.type != "cuda" or model.dtype not in HALF):
         raise UnsupportedModelError(
             "exact: bits are promised in bfloat16 and float16 on a GPU of compute capability 8.0 or later, "
             f"{type(model).__name__} is in {model.dtype} on {model.device}; move it there, or pass exact='auto'"

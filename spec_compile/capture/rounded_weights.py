@@ -33,9 +33,7 @@ def rounded_weights(model: PreTrainedModel, name: str | None) -> Iterator[None]:
         return
     _check(model)
     replaced, left = dict[str, nn.Linear](), []
-    for path, layer in [*model.named_modules()]:
-        if type(layer) is not nn.Linear or not _is_own(model, path, layer):
-            continue
+    for path, layer in [*_layers(model)]:
         packed = made.FORMATS[name](layer.weight)
         if packed is None:
             left.append(path)
@@ -68,11 +66,14 @@ def _check(model: PreTrainedModel) -> None:
             raise UnsupportedModelError(f"weights: {type(model).__name__} {lack}; leave the option out")
 
 
-def _is_own(model: PreTrainedModel, path: str, layer: nn.Linear) -> bool:
-    """True if nobody but the layer reads its weight."""
+def _layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
+    """The linear layers but the output head whose weights nobody else reads."""
     readers = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
-    is_read = readers[id(layer.weight)] > 1 or path.rpartition(".")[2] in READ_BY_OTHERS
-    return layer is not model.get_output_embeddings() and not is_read
+    for path, layer in model.named_modules():
+        if type(layer) is not nn.Linear or layer is model.get_output_embeddings():
+            continue
+        if readers[id(layer.weight)] == 1 and path.rpartition(".")[2] not in READ_BY_OTHERS:
+            yield path, layer
 
 
 def _put(model: PreTrainedModel, path: str, layer: nn.Module) -> None:

@@ -97,6 +97,7 @@ class InManyWays:
 
     def __init__(self, fast: Any, prompts: list[list[int]], options: dict[str, Any], seed: int | None = None):
         self.fast, self._options, self._is_drawn = fast, dict(options), seed is not None
+        self._is_promised = promises(fast)
         self._new_tokens = self._options.pop("max_new_tokens")
         room = fast.speculation.engine.runtime.capacity(MOST_ROWS) - max(map(len, prompts)) - self._new_tokens - 1
         prefix = [*islice(cycle(chain(*prompts)), min(PREFIX, max(room, 0)))]
@@ -155,7 +156,7 @@ class InManyWays:
         return manner
 
     def _manner(self, name: str) -> Manner:
-        return Manner(name, self._is_drawn, promises(self.fast))
+        return Manner(name, self._is_drawn, self._is_promised)
 
     def _ask(self, prompt: list[int], seed: int | None, number: int) -> Asked:
         return Asked(prompt, self._new_tokens, None if seed is None else seed + number)

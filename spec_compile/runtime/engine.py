@@ -9,7 +9,7 @@ import torch
 
 from .. import passes
 from ..compat import forget_shapes
-from ..config import Options
+from ..config import Options, promises_bits
 from ..drafting import Algorithm
 from ..graph import ModelGraph
 from ..kernels.linear.low_rank import LowRank
@@ -56,7 +56,7 @@ class Engine:
         self._captured = graph
         self.described = graph or graphs["verify"]
         """A graph that describes the layers of the model, as captured or rewritten."""
-        if options.exact != "auto" and (options.exact, device.type) != ("request", "cpu"):
+        if promises_bits(options.exact, device.type):
             require_same_bits(options.exact, graphs)
         sizes = (*(n for n in SIZES[device.type] if n < plan.nodes and plan.sizes != "fixed"), plan.nodes)
         self.runtime = Runtime(**graphs, algorithm=algorithm, options=options, device=device, sizes=sizes,

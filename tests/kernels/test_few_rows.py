@@ -8,7 +8,7 @@ from packed_layers import DRAWN, prepared
 from torch.nn import functional as F
 
 from spec_compile.kernels.linear import few_rows, quantised, transposed
-from spec_compile.kernels.linear.few_rows import BEST, LEVELS, NUMBERS, few_rows_linear, form_of, lack, multiply
+from spec_compile.kernels.linear.few_rows import BEST, LEVELS, NUMBERS, cpu_linear, form_of, lack, multiply
 from spec_compile.kernels.linear.quantised.made import int4, int8
 from spec_compile.kernels.plain import plain_kernels
 
@@ -134,13 +134,13 @@ def test_the_op_takes_the_kernel():
 
 @pytest.mark.skipif(BEST < few_rows.WIDE, reason="needs a CPU with AVX-512")
 @pytest.mark.parametrize("rows", [1, 5, 16, 17, 64, 65])
-def test_few_rows_linear_is_linear(rows):
+def test_cpu_linear_is_linear(rows):
     for dtype in (FLOAT32, BFLOAT16):
         x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((rows, 1, 96), (50, 96), (50,)))
         turned, last = x.transpose(0, 1).expand(2, -1, -1), torch.randn(96, 50).to(dtype).t()
         for given in ((x, weight), (x, weight, bias), (turned, weight), (x, last)):
             want = F.linear(*(each.double() for each in given)).to(dtype)
-            torch.testing.assert_close(few_rows_linear(*given), want, rtol=8e-3, atol=1e-4)
+            torch.testing.assert_close(cpu_linear(*given), want, rtol=8e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 40])
@@ -157,4 +157,4 @@ def test_a_cpu_without_the_kernel_keeps_the_plain_meaning(monkeypatch):
     monkeypatch.setattr(few_rows, "BEST", 0)
     assert lack(packed.layout, parts, FLOAT32) == "the CPU has no AVX2"
     assert torch.equal(torch.ops.spec_compile.quantised_linear(x, parts, None, packed.layout.kind), want)
-    assert torch.equal(few_rows_linear(x, torch.eye(64)), x)
+    assert torch.equal(cpu_linear(x, torch.eye(64)), x)

@@ -222,7 +222,7 @@ launch.experts_kernel = OnGpu(launch.experts_kernel)
 wide.wide_experts_kernel = OnGpu(wide.wide_experts_kernel)
 for module, name in ((activations, "round_blocks_kernel"), (sort, "sort_kernel"), (wide, "combine_kernel")):
     setattr(module, name, Compiled(getattr(module, name)))
-launch.has_fp8 = wide.has_fp8 = activations.has_fp8 = wide._has_descriptors = lambda device: True
+launch.has_fp8 = wide.has_fp8 = activations.has_fp8 = wide.has_descriptors = lambda device: True
 SHAPES = {
     "Qwen3-30B-A3B": (128, 8, 2048, 768, {}),
     "the same in FP8": (128, 8, 2048, 768, dict(block=128)),

@@ -5,7 +5,7 @@ import torch
 from toy_graphs import LINEAR, Rewritten, example, toy
 
 from spec_compile.kernels.linear import few_rows, transposed
-from spec_compile.kernels.linear.few_rows import few_rows_linear
+from spec_compile.kernels.linear.few_rows import cpu_linear
 from spec_compile.kernels.linear.transposed import transposed_linear
 from spec_compile.passes.use_small_m_linears import use_small_m_linears
 
@@ -21,7 +21,7 @@ needs_avx512 = pytest.mark.skipif(
 def test_few_rows_of_float32_take_their_form(length, bias):
     _, graph = toy(dict(bias=bias), dict(bias=bias))
     result = Rewritten(graph, use_small_m_linears)
-    (before, left), (_, changed) = result.count(LINEAR), result.count(few_rows_linear)
+    (before, left), (_, changed) = result.count(LINEAR), result.count(cpu_linear)
     assert (left, changed) == (0, before) and before > 0, result
     result.close(*example(2, length))
 
@@ -32,7 +32,7 @@ def test_few_rows_of_bfloat16_take_their_form():
     _, graph = toy({})
     graph.gm.to(torch.bfloat16)
     result = Rewritten(graph, use_small_m_linears)
-    (before, left), (_, changed) = result.count(LINEAR), result.count(few_rows_linear)
+    (before, left), (_, changed) = result.count(LINEAR), result.count(cpu_linear)
     assert (left, changed) == (0, before) and before > 0, result
 
 

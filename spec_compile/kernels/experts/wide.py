@@ -1,12 +1,11 @@
 """Launches of the products of routed experts of many tokens, such as those of prompts (see `wide_kernel`)."""
 
-import functools
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from .. import HALF, dependent_launch
+from ..linear.wide import LEAST_HEIGHT, has_descriptors
 from .format import ExpertFormat
 from .plans import ExpertTile
 
@@ -19,17 +18,8 @@ try:
 except ImportError:  # no GPU
     wide_experts_kernel = None
 
-OLDEST = (9, 0)
-"""The first compute capability that reads tiles by descriptors (TMA)."""
-LEAST_HEIGHT = 64
-"""Rows of the weights in a tile from which on groups of warps multiply (wgmma)."""
 TOKENS, COLUMNS = 16, 128
 """Tokens and columns of which a program adds up the experts' results."""
-
-
-@functools.cache
-def _has_descriptors(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= OLDEST
 
 
 def _height(layout: ExpertFormat, tile: ExpertTile) -> int:
@@ -40,7 +30,7 @@ def _height(layout: ExpertFormat, tile: ExpertTile) -> int:
 def reads_tiles(weight: Tensor, layout: ExpertFormat, tile: ExpertTile) -> bool:
     """True if descriptors read the tiles of the weights, and the same instructions multiply as in `experts_kernel`."""
     fits = weight.dtype in HALF and not layout.transposed and _height(layout, tile) >= LEAST_HEIGHT
-    return fits and _has_descriptors(weight.device)
+    return fits and has_descriptors(weight.device)
 
 
 def launch(

@@ -37,7 +37,7 @@ PRODUCT = torch.ops.spec_compile.product.default
 TO_STREAM = torch.ops.spec_compile.product_to_stream.default
 TO_HEADS = torch.ops.spec_compile.product_to_heads.default
 SMALL_M = LinearForm(PRODUCT, "cuda", HALF, few_rows=True)
-FEW_ROWS = LinearForm(few_rows.few_rows_linear, "cpu", (torch.float32, torch.bfloat16), few_rows=True)
+FEW_ROWS = LinearForm(few_rows.cpu_linear, "cpu", (torch.float32, torch.bfloat16), few_rows=True)
 TRANSPOSED = LinearForm(transposed.transposed_linear, "cpu", (torch.bfloat16,), few_rows=True)
 FORMS = (
     SMALL_M,

@@ -67,7 +67,7 @@ def serves(weight: Tensor, rows: int) -> bool:
     return few and BEST >= WIDE and weight.is_contiguous()
 
 
-def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def cpu_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``: x [..., I], weight [O, I], bias [O] -> [..., O], by the kernel where it is the faster."""
     if not serves(weight, x.numel() // x.shape[-1]):
         return F.linear(x, weight, bias)
@@ -75,7 +75,7 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
 
 
 def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`few_rows_linear` of any number of rows by the kernel."""
+    """`cpu_linear` of any number of rows by the kernel."""
     return multiply(NUMBERS[weight.dtype], x, weight, None, bias)
 
 

@@ -17,26 +17,27 @@ except ImportError:  # no GPU
 
 LEAST_ROWS = 384
 """Rows from which on it is faster than `small_m_kernel`."""
-OLDEST = (9, 0)
+WITH_DESCRIPTORS = (9, 0)
 """The first compute capability that reads tiles by descriptors (TMA)."""
 TILE, SMALL_TILE = ProductTile(128, 64, 256, 8, 4), ProductTile(128, 64, 128, 8, 4)
 """The tile, and that of fewer rows and of products whose columns are cut, which holds two sums. They reach 0.81 to 0.96
 of cuBLAS's speed with 2,048 rows of Llama-3.1-8B's layers on an H200."""
 MANY_ROWS = 512
 """Rows from which on the larger tile is faster."""
-GROUPS_OF_WARPS = 64
+LEAST_HEIGHT = 64
 """Rows of the weights in a tile from which on groups of warps multiply (wgmma)."""
 
 
 @functools.cache
-def _reads_tiles(device: torch.device) -> bool:
-    return wide_kernel is not None and torch.cuda.get_device_capability(device) >= OLDEST
+def has_descriptors(device: torch.device) -> bool:
+    """True if a device reads tiles by descriptors."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= WITH_DESCRIPTORS
 
 
 def serves(product: Product, tile: ProductTile) -> bool:
     """True if `wide_kernel` computes a product in place of `small_m_kernel`, which would take this tile."""
     x, after = product.x, product.after
-    if len(x) < LEAST_ROWS or not x.is_cuda or not _reads_tiles(x.device) or tile.block_o < GROUPS_OF_WARPS:
+    if len(x) < LEAST_ROWS or not has_descriptors(x.device) or tile.block_o < LEAST_HEIGHT:
         return False
     if product.kind or isinstance(after, Exchange) or x.stride(0) % 8 or x.data_ptr() % 16:
         return False

@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .walk import keep, resume
+
 
 @triton.jit
 def read(tile, k, q, v, g, beta, DELTA: tl.constexpr):
@@ -127,9 +129,7 @@ def linear_attention_kernel(
         next_node = tl.minimum(step + 1, tokens - 1)
         if IS_TREE:
             next_node = tl.load(walk_ptr + next_node)
-            resumed = tl.load(walk_ptr + tokens + step)
-            if resumed >= 0:
-                tile = tl.load(kept_at + resumed * BLOCK_DK * BLOCK_DV)
+            tile = resume(tile, walk_ptr, kept_at, tokens, step, BLOCK_DK * BLOCK_DV)
         next_q, next_k, next_v, next_g, next_beta = load_token(
             q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, stride_qn, stride_kn, stride_vn, stride_gn, stride_bn, next_node,
             dk, dv, DK, DV, CHANNELS,
@@ -145,10 +145,7 @@ def linear_attention_kernel(
             tile = lead(tile, k, written, decay)
 
         if IS_TREE:  # keep the state for a later child, and stash the inputs for a commit
-            kept = tl.load(walk_ptr + 3 * tokens + step)
-            if kept >= 0:
-                tl.store(kept_at + kept * BLOCK_DK * BLOCK_DV, tile)
-                tl.debug_barrier()  # a lane may read what another has stored
+            keep(tile, walk_ptr, kept_at, tokens, step, BLOCK_DK * BLOCK_DV)
             stash_token(
                 k_stash_ptr, v_stash_ptr, g_stash_ptr, beta_stash_ptr, k, v, g, beta, row * MAX_NODES + node, head,
                 dk, dv, HEADS, GROUP, DK, DV, DELTA, CHANNELS,

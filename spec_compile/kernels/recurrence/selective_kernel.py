@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ..pairs import sum_in_pairs
+from .walk import keep, resume
 
 
 @triton.jit
@@ -84,9 +85,7 @@ def selective_kernel(
         next_node = tl.minimum(step + 1, tokens - 1)
         if IS_TREE:
             next_node = tl.load(walk_ptr + next_node)
-            resumed = tl.load(walk_ptr + tokens + step)
-            if resumed >= 0:
-                tile = tl.load(kept_at + resumed * BLOCK_D * BLOCK_N)
+            tile = resume(tile, walk_ptr, kept_at, tokens, step, BLOCK_D * BLOCK_N)
         next_c, next_b, next_x, next_dt = load_token(
             c_ptr, b_ptr, x_ptr, dt_ptr, stride_cn, stride_bn, stride_xn, stride_dn, next_node, channel, entry, D, N
         )
@@ -104,10 +103,7 @@ def selective_kernel(
 
         # Keep the state for a later child, and stash the inputs for a commit.
         if IS_TREE:
-            kept = tl.load(walk_ptr + 3 * tokens + step)
-            if kept >= 0:
-                tl.store(kept_at + kept * BLOCK_D * BLOCK_N, tile)
-                tl.debug_barrier()  # a lane may read what another has stored
+            keep(tile, walk_ptr, kept_at, tokens, step, BLOCK_D * BLOCK_N)
             tl.store(x_stash_ptr + node * D + channel, x, mask=channel < D)
             tl.store(dt_stash_ptr + node * D + channel, dt, mask=channel < D)
             if tl.program_id(0) == 0:

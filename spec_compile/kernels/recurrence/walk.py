@@ -128,3 +128,23 @@ if triton is not None:
         tl.store(out_ptr + 2 * nodes + step, (size_i > 1).to(tl.int32), mask=mask)
         tl.store(out_ptr + 3 * nodes + step, tl.where(branches > 1, slot, -1), mask=mask)
         tl.store(out_ptr + 4 * nodes + index, parent_i, mask=mask)
+
+    @triton.jit
+    def resume(tile, walk_ptr, kept_at, tokens, step, SIZE: tl.constexpr):
+        """The state that the node of a step follows from: `tile`, which the program holds, or that of a slot.
+
+        walk_ptr: [COLUMNS, tokens], of a row of the batch. kept_at: the addresses of a program's first slot, of SIZE
+        numbers.
+        """
+        resumed = tl.load(walk_ptr + tokens + step)
+        if resumed >= 0:
+            tile = tl.load(kept_at + resumed * SIZE)
+        return tile
+
+    @triton.jit
+    def keep(tile, walk_ptr, kept_at, tokens, step, SIZE: tl.constexpr):
+        """Keep the state after a step in its slot, if a later child needs it. Arguments: see `resume`."""
+        kept = tl.load(walk_ptr + 3 * tokens + step)
+        if kept >= 0:
+            tl.store(kept_at + kept * SIZE, tile)
+            tl.debug_barrier()  # a lane may read what another has stored
