@@ -47,7 +47,7 @@ def match_router(weights: fx.Node, ids: fx.Node) -> Router | None:
 
     if step(aten.to.dtype) or step(aten.type_as.default):
         nodes, node = [*nodes, node], node.args[0]
-    if step(aten.div_.Tensor) or step(aten.div.Tensor):
+    if step(aten.div.Tensor):
         value, total = node.args
         if total.target != aten.sum.dim_IntList or total.args != (value, [-1], True):
             return None

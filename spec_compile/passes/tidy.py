@@ -1,5 +1,7 @@
 """tidy: drop what tracing leaves and inference never needs, and its assumptions about strides."""
 
+import operator
+
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -23,12 +25,16 @@ def tidy(graph: ModelGraph, settings) -> str:
 
     A view becomes a reshape, and a view as complex numbers is one of a contiguous tensor: attention and linear layers
     of later passes may return other strides than those of the trace, on which a view depends. A number that the trace
-    holds on another device is made on that of the graph, because a CUDA graph cannot copy it.
+    holds on another device is made on that of the graph, because a CUDA graph cannot copy it. An op that writes to its
+    input, as the ``/=`` of routers, becomes one that does not, so that it can be dropped if nobody reads the result.
     """
     erased = 0
     for node in calls(graph.gm):
         if node.target is aten.lift_fresh_copy.default:
             _make_on_device(graph, node)
+            continue
+        if (pure := _pure_form(node)) is not None:
+            node.target = pure
             continue
         if node.target is aten.view.default:
             node.target = aten.reshape.default
@@ -56,6 +62,29 @@ def _make_on_device(graph: ModelGraph, node: fx.Node) -> None:
     if held is not None and held.dim() == 0 and held.device != graph.device:
         node.target, node.args = aten.full.default, ([], held.item())
         node.kwargs = {"dtype": held.dtype, "device": graph.device}
+
+
+def _pure_form(node: fx.Node):
+    """The op that returns what this one writes to its first input; None if anybody could see the writing itself.
+
+    The input must be what an op has made, with all its other readers before this one, and none of them a view of it.
+    """
+    name, overload = getattr(node.target, "_opname", ""), getattr(node.target, "_overloadname", "")
+    packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") and not name.endswith("__") else None
+    if packet is None or overload not in packet.overloads() or not isinstance(written := node.args[0], fx.Node):
+        return None
+    dtypes = {value.dtype for each in node.all_input_nodes if isinstance(value := each.meta.get("val"), torch.Tensor)}
+    maker = written.args[0] if written.target is operator.getitem else written
+    readers = [user for user in written.users if user is not node]
+    if len(dtypes) != 1 or not all(_is_fresh(each) for each in (maker, *readers)) or not all(r < node for r in readers):
+        return None
+    return getattr(packet, overload)
+
+
+def _is_fresh(node: fx.Node) -> bool:
+    """True if an op returns new memory and writes to none."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and not schema.is_mutable and all(each.alias_info is None for each in schema.returns)
 
 
 def _is_idle_cast(node: fx.Node) -> bool:

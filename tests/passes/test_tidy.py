@@ -85,6 +85,28 @@ def test_tidy_keeps_copies_that_are_written_to(module):
     assert torch.equal(x, torch.ones(2)), str(result)
 
 
+WRITES = {
+    "what an op has made": (lambda x: (x * 2).div_(3), 0),
+    "read before": (lambda x: (y := x.exp(), y.sum(), y.div_(y.sum()))[2], 0),
+    "one of several results": (lambda x: x.topk(1)[0].div_(3), 0),
+    "an input": (lambda x: x.div_(3), 1),
+    "a view": (lambda x: (y := x * 2, y[:1].div_(3), y)[2], 1),
+    "seen by a view": (lambda x: (y := x * 2, y[:1], y.div_(3))[1], 1),
+    "read after": (lambda x: (y := x * 2, y.div_(3), y + 1)[2], 0),  # the trace reads the result then
+    "rounded to its dtype": (lambda x: (x * 2).half().div_(torch.ones(2)).float(), 1),
+}
+"""Ops that write to their input, and how many of them must keep doing so."""
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writing_that_nobody_sees_becomes_pure(name):
+    step, left = WRITES[name]
+    result = Rewritten(trace(Casts(step), torch.ones(2)), tidy)
+    x = torch.rand(2) + 1
+    assert torch.equal(result.before.gm(x.clone())[0], result.gm(x.clone())[0]), str(result)
+    assert len([node for node in calls(result.gm) if node.target is aten.div_.Tensor]) == left, str(result)
+
+
 class Fills(nn.Module):
     def forward(self, x):
         x = x.clone()

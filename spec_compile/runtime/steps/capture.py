@@ -1,5 +1,6 @@
 """CUDA graphs: a step is captured once and replayed, and writes its outcome to the host without another launch."""
 
+import gc
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -64,12 +65,25 @@ def record(function: Callable[[], T], pool, stream: torch.cuda.Stream) -> tuple[
             # The outer context returns to its stream even if the inner one cannot end its capture.
             outer = torch.cuda.stream(torch.cuda.current_stream())
             capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
-            with outer, workspaces_of_the_pool(), capture:
+            with outer, workspaces_of_the_pool(), without_collection(), capture:
                 output = function()
         except Exception as error:
             torch.cuda.synchronize()
             raise CaptureError(str(error.__context__ or error)) from error
     return graph.replay, output
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Around a capture: Python does not look for garbage. It could find an earlier graph, whose pool of memory cannot
+    be freed meanwhile: torch ends the process."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @contextmanager
