@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
 
@@ -102,10 +103,15 @@ def _captured_logits(graph: ModelGraph, texts: Tensor, padding: tuple[int, ...],
 
 
 def _generate(model: PreTrainedModel, ids: Tensor, mask: Tensor, tokens: int):
-    """Generate `tokens` greedy tokens by transformers' `generate`, with raw logits and without the model's settings."""
+    """Generate `tokens` greedy tokens by transformers' `generate`, with raw logits and without the model's settings.
+
+    Attention that torch chooses a kernel for is made of its plain ops: with a mask of one column for all keys, as of
+    MiniMax's steps after padding, torch 2.11's kernel on a GPU reads a misaligned address, after which nothing runs.
+    """
     other = adapters.shallow(model)
     other.generation_config = GenerationConfig(pad_token_id=0)
-    return GenerationMixin.generate(
-        other, ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, num_beams=1, use_cache=True,
-        return_dict_in_generate=True, output_logits=True, disable_compile=True,
-    )  # fmt: skip
+    with sdpa_kernel(SDPBackend.MATH):
+        return GenerationMixin.generate(
+            other, ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, num_beams=1, use_cache=True,
+            return_dict_in_generate=True, output_logits=True, disable_compile=True,
+        )  # fmt: skip

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from spec_compile.runtime.steps import replays
+from spec_compile.runtime.steps import capture, replays
 
 
 @pytest.fixture
@@ -74,3 +74,23 @@ def test_a_graph_keeps_no_cache(stand_in):
     gone = weakref.ref(cache)
     del cache
     assert gone() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_capture_that_fails_ends_its_allocations():
+    """Otherwise torch aborts when a pool of memory ends."""
+    x, stream = torch.ones(8, device="cuda"), torch.cuda.Stream()
+    with capture.aside(stream):
+        (x + 1).sum().item()
+    with pytest.raises(capture.CaptureError):
+        capture.record(lambda: (x + 1).sum().item(), torch.cuda.graph_pool_handle(), stream)
+    del x
+    torch.cuda.empty_cache()
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        held = torch.ones(8, device="cuda")
+    del held, pool
+    replay, output = capture.record(lambda: torch.ones(8, device="cuda") * 2, torch.cuda.graph_pool_handle(), stream)
+    replay()
+    assert output.sum().item() == 16

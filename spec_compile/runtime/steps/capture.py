@@ -4,7 +4,7 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TypeVar
 
@@ -68,6 +68,10 @@ def record(function: Callable[[], T], pool, stream: torch.cuda.Stream) -> tuple[
             with outer, workspaces_of_the_pool(), without_collection(), capture:
                 output = function()
         except Exception as error:
+            with suppress(
+                RuntimeError
+            ):  # torch does not do it if a capture fails, and aborts when it frees memory later
+                torch._C._cuda_endAllocateToPool(stream.device_index, pool)
             torch.cuda.synchronize()
             raise CaptureError(str(error.__context__ or error)) from error
     return graph.replay, output
