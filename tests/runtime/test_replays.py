@@ -85,7 +85,6 @@ def test_a_capture_that_fails_ends_its_allocations():
         (x + 1).sum().item()
     with pytest.raises(capture.CaptureError):
         capture.record(lambda: (x + 1).sum().item(), torch.cuda.graph_pool_handle(), stream)
-    del x
     torch.cuda.empty_cache()
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):
