@@ -87,6 +87,17 @@ def by_window(results: Results, figure: str) -> str:
     return table(("target", "head", "context", *titles), lines)
 
 
+def draft_weights(results: Results) -> str:
+    """A row for each head and format: times and their ratios to 16 bits."""
+    lines = []
+    for row in map(results.seen, results.all("draft_weights", "rows")):
+        figures = f"{row['draft_ms']:.2f} ms", f"{row['draft_over_16_bits']:.2f}"
+        figures += f"{row['round_ms']:.2f} ms", f"{row['round_over_16_bits']:.2f}"
+        lines.append((SHAPES[row["shape"]], HEADS[row["algo"]], row["draft_weights"], *figures))
+    titles = "a draft", "over 16 bits", "a round", "over 16 bits"
+    return table(("target", "head", "`draft_weights`", *titles), lines)
+
+
 def training(results: Results) -> str:
     """A row for each head."""
     rows = []

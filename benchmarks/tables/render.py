@@ -8,6 +8,7 @@ from benchmarks.common import LOOKUP, RESULTS, ROOT
 from benchmarks.rounds.token_times import EAGER, PLAIN, SPECULATIVE, STATIC
 from benchmarks.tables.drafts import (
     WORKLOADS,
+    draft_weights,
     draft_window_rounds,
     draft_windows,
     measured_sets,
@@ -350,6 +351,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "gpu_rounds": gpu_rounds,
     "invariance": invariance,
     "gpu_drafts": gpu_drafts,
+    "draft_weights": draft_weights,
     "draft_windows": draft_windows,
     "draft_window_rounds": draft_window_rounds,
     "training": training,
