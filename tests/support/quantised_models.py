@@ -92,7 +92,7 @@ def build_fp8_mixture(**sizes):
 
 
 class LibraryLinear(nn.Module):
-    """A layer as gptqmodel holds it. Its forward unpacks the weights one by one."""
+    """A layer as gptqmodel holds it. Its forward unpacks the weights."""
 
     def __init__(self, tensors, inputs, outputs, is_awq):
         super().__init__()
@@ -104,15 +104,14 @@ class LibraryLinear(nn.Module):
         return 1
 
     def forward(self, x):
-        weight = torch.empty(self.out_features, self.in_features)
-        for i in range(self.in_features):
-            group = i * len(self.scales) // self.in_features if self.is_awq else self.g_idx[i]
-            word, bits = (i, 0) if self.is_awq else (i // 8, i % 8 * 4)
-            for o in range(8):
-                nibble = (0, 4, 1, 5, 2, 6, 3, 7)[o] if self.is_awq else o
-                zero = (self.qzeros[group] >> 4 * nibble & 15) + (not self.is_awq)
-                code = self.qweight[word] >> 4 * nibble if self.is_awq else self.qweight[word, o::8] >> bits
-                weight[o::8, i] = ((code & 15) - zero) * self.scales[group, o::8]
+        words, zeros, scales = self.qweight, self.qzeros, self.scales  # once: each access may make them again
+        i, weight = torch.arange(self.in_features), torch.empty(self.out_features, self.in_features)
+        group = i * len(scales) // self.in_features if self.is_awq else self.g_idx.long()
+        for o in range(8):
+            nibble = (0, 4, 1, 5, 2, 6, 3, 7)[o] if self.is_awq else o
+            zero = (zeros[group] >> 4 * nibble & 15) + (not self.is_awq)
+            code = words >> 4 * nibble if self.is_awq else words[i // 8, o::8] >> (i % 8 * 4)[:, None]
+            weight[o::8] = (((code & 15) - zero) * scales[group, o::8]).T
         return F.linear(x, weight.to(x.dtype))
 
 
