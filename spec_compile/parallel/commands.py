@@ -3,8 +3,10 @@
 import itertools
 import mmap
 import os
+import select
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,7 +28,8 @@ class CommandRing:
     """A ring of int64 that one process writes and the others of the same host read.
 
     Each message is its length and its numbers: [7, 8] is written as 2, 7, 8. The memory begins with `size` words that
-    count the numbers which each process has written or read, and `size` that are 1 if it has given up.
+    count the numbers which each process has written or read. Each process also has a bell, which it rings when it gives
+    up: a FIFO with a byte that nobody takes, so that the others can wait for it.
 
     rank: number of this process; 0 writes.
     size: number of processes.
@@ -34,7 +37,7 @@ class CommandRing:
     check_peers: raises if a process has died; it is called while nothing arrives.
     seconds: after which a process gives up waiting.
 
-    Attribute: has_given_up [size] int64, which all processes read and write.
+    Attribute: bells (a file descriptor a process, which can be read once it has given up).
     """
 
     def __init__(self, rank: int, size: int, path: str | None, check_peers: Callable[[], None], seconds: float):
@@ -42,18 +45,36 @@ class CommandRing:
         if path is None:
             folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
             descriptor, path = tempfile.mkstemp(prefix="spec_compile_", dir=folder)
-            os.ftruncate(descriptor, 8 * (2 * size + WORDS))
+            os.ftruncate(descriptor, 8 * (size + WORDS))
+            for each in range(size):
+                os.mkfifo(f"{path}.{each}", 0o600)
         else:
             descriptor = os.open(path, os.O_RDWR)
         self.path = path
-        self._memory = mmap.mmap(descriptor, 8 * (2 * size + WORDS))
+        self._memory = mmap.mmap(descriptor, 8 * (size + WORDS))
         os.close(descriptor)
         words = np.frombuffer(self._memory, dtype=np.int64)
-        self._counts, self.has_given_up, self._ring = words[:size], words[size : 2 * size], words[2 * size :]
+        self._counts, self._ring = words[:size], words[size:]
+        self.bells = [os.open(f"{path}.{each}", os.O_RDWR) for each in range(size)]
+        weakref.finalize(self, lambda bells: [os.close(bell) for bell in bells], self.bells)
 
     def unlink(self) -> None:
-        """Remove the file's name. Every process has opened it, or none will."""
-        Path(self.path).unlink(missing_ok=True)
+        """Remove the names of the files. Every process has opened them, or none will."""
+        for path in (self.path, *(f"{self.path}.{each}" for each in range(self.size))):
+            Path(path).unlink(missing_ok=True)
+
+    def give_up(self) -> None:
+        """Tell the other processes that this one has waited for one of them in vain."""
+        if self.rank in self.silent():
+            os.write(self.bells[self.rank], b"!")
+
+    def silent(self) -> list[int]:
+        """The processes that have not given up."""
+        bells = select.poll()
+        for bell in self.bells:
+            bells.register(bell, select.POLLIN)
+        rung = {bell for bell, _ in bells.poll(0)}
+        return [each for each, bell in enumerate(self.bells) if bell not in rung]
 
     @property
     def position(self) -> int:

@@ -7,9 +7,10 @@ and the others take them over (`Ranks.lead`). Before, they check that all were a
 import hashlib
 import json
 import os
+import select
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -227,19 +228,34 @@ class Ranks(Alone):
 
         Each rank that waits for another in vain gives up and says so. One that does not say so is the other.
         """
-        given_up, deadline = self._ring.has_given_up, time.monotonic() + GRACE
-        given_up[self.rank] = 1
+        self._ring.give_up()
+        deadline = time.monotonic() + GRACE
         while True:
-            lost = [rank for rank in range(self.size) if not given_up[rank]]
+            lost, left = self._ring.silent(), deadline - time.monotonic()
             dead = [rank for rank in lost if self._is_dead(rank)]
-            if dead or not lost or time.monotonic() > deadline:
+            if dead or not lost or left <= 0:
                 break
-            time.sleep(0.05)
+            self._wait_for_any(lost, left)
         if dead:
             self.failure = f"rank {dead[0]} (process {self._processes[dead[0]][0]}) has died; restart all ranks"
         elif lost:
             self.failure = f"rank {', '.join(map(str, lost))} has stopped answering; restart all ranks"
         return RuntimeError(self.failure) if lost else error
+
+    def _wait_for_any(self, ranks: list[int], seconds: float) -> None:
+        """Sleep until one of the ranks gives up or dies, `seconds` at most."""
+        with ExitStack() as opened:
+            events = select.poll()
+            for rank in ranks:
+                events.register(self._ring.bells[rank], select.POLLIN)
+                try:
+                    with suppress(AttributeError):  # a Python built for Linux before 5.3 sees a death after the wait
+                        death = os.pidfd_open(self._processes[rank][0])
+                        opened.callback(os.close, death)
+                        events.register(death, select.POLLIN)
+                except ProcessLookupError:
+                    return
+            events.poll(seconds * 1000)
 
     def _exchange(self, message: dict) -> list[dict]:
         """The messages of all ranks, by rank."""

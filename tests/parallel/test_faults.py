@@ -164,3 +164,27 @@ def test_a_decision_that_does_not_come():
     first.write([0] * 200_000)
     with pytest.raises(RingTimeoutError):
         first.write([0] * 200_000)
+
+
+@pytest.mark.parametrize("how", ["dies", "gives up", "hangs"])
+def test_waiting_for_the_lost_takes_no_processor(how, tmp_path, monkeypatch):
+    """A rank sleeps until the other one has died or given up, and hears of both at once."""
+    monkeypatch.setattr(ranks, "GRACE", 0.5)
+
+    def on_a_rank(rank):
+        mine = ranks.Ranks(dist.group.WORLD, dist.group.WORLD, "", 5.0)
+        if rank == 1:
+            time.sleep(0.2)
+            {"dies": die, "gives up": mine._ring.give_up, "hangs": lambda: None}[how]()
+            return None
+        begin, used, looks = time.monotonic(), time.process_time(), mine._ring.silent
+        seen = []
+        mine._ring.silent = lambda: seen.append(looks()) or seen[-1]
+        error = mine._of_the_lost(RuntimeError("of gloo"))
+        return str(error), time.monotonic() - begin, time.process_time() - used, seen
+
+    (text, seconds, used, seen), _ = run_ranks(2, on_a_rank, rendezvous=tmp_path / "meeting", without=1)
+    wanted = {"dies": "rank 1 (process", "gives up": "of gloo", "hangs": "rank 1 has stopped answering"}[how]
+    assert text.startswith(wanted)
+    assert (seconds >= 0.5) == (how == "hangs") and used < 0.1
+    assert seen == [[0, 1], [1], [] if how == "gives up" else [1]]  # in give_up(), before and after the wait
