@@ -1,6 +1,7 @@
 """What pyproject.toml declares: all that is imported, the versions of torch that work, one version number."""
 
 import ast
+import fnmatch
 import re
 import sys
 import tomllib
@@ -8,7 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.tags import Tag, cpython_tags
 from packaging.utils import canonicalize_name
 
 import spec_compile
@@ -102,13 +106,69 @@ def test_a_tree_without_its_extension_says_how_to_build_it(monkeypatch):
         )
 
 
+def declared_pythons() -> list[str]:
+    """The versions among the classifiers, from the oldest on."""
+    found = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if ":: Python :: 3." in line]
+    return sorted(found, key=lambda version: int(version[2:]))
+
+
+def unbuilt(settings: dict, pythons: list[str], machine: str) -> list[str]:
+    """The versions of Python for which cibuildwheel, with these settings, makes no wheel for Linux on `machine`."""
+    missing = []
+    for version in pythons:
+        name = f"cp{version.replace('.', '')}-manylinux_{machine}"
+        is_chosen = any(fnmatch.fnmatch(name, pattern) for pattern in settings["build"].split())
+        skipped = f"{settings.get('skip', '')} {settings['linux'].get('skip', '')}".split()
+        if not is_chosen or any(fnmatch.fnmatch(name, pattern) for pattern in skipped):
+            missing.append(version)
+    return missing
+
+
 def test_wheels_are_built_for_the_versions_that_are_declared():
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
-    declared = {line.rpartition(" ")[2] for line in PROJECT["classifiers"] if ":: Python :: 3." in line}
-    built = {re.sub(r"cp3(\d+)-\*", r"3.\1", name) for name in settings["cibuildwheel"]["build"].split()}
-    assert declared == built and f">={min(built, key=lambda v: int(v[2:]))}" == PROJECT["requires-python"]
+    settings, pythons = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"], declared_pythons()
+    admitted = [f"3.{minor}" for minor in range(40) if f"3.{minor}.1" in SpecifierSet(PROJECT["requires-python"])]
+    assert pythons == admitted[: len(pythons)]
+    for machine in ("x86_64", "aarch64"):
+        assert unbuilt(settings["cibuildwheel"], pythons, machine) == []
+        assert f"manylinux-{machine}-image" in settings["cibuildwheel"]["linux"]
+    fewer = settings["cibuildwheel"] | {"build": "cp311-* cp312-* cp313-*"}
+    assert unbuilt(fewer, pythons, "x86_64") == pythons[3:]
+    assert unbuilt(settings["cibuildwheel"] | {"skip": "cp313-*"}, pythons, "x86_64") == ["3.13"]
     script = settings["cibuildwheel"]["test-command"].split()[1].format(project=ROOT)
     assert Path(script).is_file()
+
+
+def test_each_declared_python_takes_a_wheel():
+    """3.11 its own, and every later one that of the stable ABI."""
+    oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]["wheel"]["py-api"]
+    for version in declared_pythons():
+        number, own = (3, int(version[2:])), f"cp{version.replace('.', '')}"
+        is_stable = number >= (3, int(oldest[3:]))
+        wheel = Tag(oldest, "abi3", "any") if is_stable else Tag(own, own, "any")
+        assert wheel in {*cpython_tags(number, [own], ["any"])}
+
+
+def test_the_workflows_build_all_wheels_and_test_the_oldest_and_newest_python():
+    """On machines of both kinds. No step narrows what pyproject.toml says."""
+    folder = ROOT / ".github/workflows"
+    wheels, tests = (yaml.safe_load((folder / f"{name}.yml").read_text()) for name in ("wheels", "test"))
+    job = wheels["jobs"]["wheels"]
+    commands = [step["run"] for step in job["steps"] if "cibuildwheel" in step.get("run", "")]
+    assert commands[-1] == "python -m cibuildwheel --output-dir dist"  # without --only
+    assert "CIBW_" not in (ROOT / ".github/workflows/wheels.yml").read_text()
+    arm = ["arm" in machine for machine in job["strategy"]["matrix"]["machine"]]
+    assert sorted(arm) == [False, True] and job["runs-on"] == "${{ matrix.machine }}"
+    pythons = declared_pythons()
+    assert tests["jobs"]["test"]["strategy"]["matrix"]["python"] == [pythons[0], pythons[-1]]
+
+
+def test_a_wheel_runs_on_every_processor_of_its_kind():
+    """Instructions that not all have are chosen when they run; the compiler may use them in no other function."""
+    flags = (ROOT / "CMakeLists.txt").read_text() + (ROOT / "pyproject.toml").read_text()
+    assert not re.search(r"-m(arch|cpu|tune|avx|amx|fma)|/arch:|INTERPROCEDURAL", flags)
+    core = (ROOT / "spec_compile/kernels/linear/few_rows.cpp").read_text()
+    features = {name for names in re.findall(r'target\("(.+?)"\)', core) for name in names.split(",")}
+    assert features and features == set(re.findall(r'__builtin_cpu_supports\("(.+?)"\)', core))
 
 
 def test_annotations_reach_the_user():
