@@ -243,14 +243,17 @@ def _tune(
 
 
 @application.command("tune-kernels")
-def _tune_kernels(model: Model, dtype: Dtype = "auto", device: Device = THIS_GPU) -> None:
+def _tune_kernels(
+    model: Model, dtype: Dtype = "auto", device: Device = THIS_GPU,
+    seconds: Annotated[float, typer.Option(help="Of the search, without the time to load the model.")] = 90,
+) -> None:  # fmt: skip
     """Search for faster plans of a model's matrix products on this GPU.
 
     Times plans for each shape and format of the model's weights, checks that every row has the same bits with any
     number of rows, and keeps the plans that are faster in a file that later processes read.
     """
-    tune_kernels.check_device(device)
-    tune_kernels.run(load_model(model, dtype, device)[0])
+    tune_kernels.check(device, seconds)
+    tune_kernels.run(load_model(model, dtype, device)[0], seconds)
 
 
 @application.command("cache")

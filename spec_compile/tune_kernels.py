@@ -1,5 +1,7 @@
 """The search for plans of a model's matrix products on this GPU, for ``python -m spec_compile tune-kernels``."""
 
+import time
+
 import torch
 from transformers import PreTrainedModel
 
@@ -9,8 +11,10 @@ from .capture.trace import capture
 from .kernels.linear import small_m, tune, tuned
 
 
-def check_device(device: torch.device) -> None:
-    """ValueError if no kernel can be tuned on this device."""
+def check(device: torch.device, seconds: float) -> None:
+    """ValueError if no kernel can be tuned on this device, or in this time."""
+    if not seconds > 0:
+        raise ValueError(f"--seconds: expected a number above 0, got {seconds}; 90 suffice for most models")
     if device.type != "cuda" or not torch.cuda.is_available():
         raise ValueError(f"--device: kernels are tuned on the GPU that runs them; expected cuda, got {_got(device)}")
     lack = small_m.lack_of_device(device)
@@ -19,8 +23,11 @@ def check_device(device: torch.device) -> None:
 
 
 @torch.no_grad()
-def run(model: PreTrainedModel) -> None:
-    """Tune the products of a model on its GPU, print a line for each, and keep the plans that are faster."""
+def run(model: PreTrainedModel, seconds: float) -> None:
+    """Tune the products of a model on its GPU, print a line for each, and keep the plans that are faster.
+
+    seconds: of the search; each product has its share of what is left.
+    """
     admit(model)
     before_fusion = passes.PIPELINE[: passes.PIPELINE.index(passes.use_small_m_linears) + 1]
     products = tune.products(passes.run(capture(model), passes.Settings(), before_fusion))
@@ -30,11 +37,12 @@ def run(model: PreTrainedModel) -> None:
             "bits (--dtype bfloat16), or of a format with a kernel"
         )
     path = small_m.tuned_file(products[0].weights[0][0].device)
-    for product in products:
-        outcome = tune.tune(product)
+    end = time.monotonic() + seconds
+    for number, product in enumerate(products):
+        outcome = tune.tune(product, (end - time.monotonic()) / (len(products) - number))
         print(_line(product.name, outcome), flush=True)
         if outcome.plan is not None:
-            tuned.add(path, {product.name: outcome.plan})
+            tuned.add(path, {product.name: outcome.plan}, (outcome.before, outcome.after))
     print(f"plans: {path}" if path.exists() else "no plan is faster than the present ones; no file was written")
 
 

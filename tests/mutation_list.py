@@ -1751,8 +1751,24 @@ MODULES = [
         "tests/capture/test_classes.py -k keys_of_pictures",
     ),
 ]  # fmt: skip
+PLANS = [
+    Mutation(
+        "tiles of a plan mix families of instructions", "spec_compile/kernels/linear/computed.py",
+        "for grouped in (True, False) if card.has_groups else (None,):", "for grouped in (None,):",
+        "tests/kernels/test_computed_plans.py -k every_card",
+    ),
+    Mutation(
+        "a card that was not tuned takes Hopper's plans", "spec_compile/kernels/linear/small_m.py",
+        "if card.capability != TUNED:\n        return", "if card.capability < (8, 0):\n        return",
+        "tests/kernels/test_computed_plans.py -k tuned_computed",
+    ),
+    Mutation(
+        "a search of plans does not end in time", "spec_compile/kernels/linear/tune.py",
+        "if clock() > end:", "if clock() > 2 * end:", "tests/kernels/test_tune_kernels.py -k ends_in_time",
+    ),
+]  # fmt: skip
 MUTATIONS: list[Mutation] = [
     *STARTS, *TIERS, *COMPILED,
     *REQUESTS, *STATE, *CACHES, *TREES, *DRAWS, *ANSWERS, *UNIONS, *NEWCOMERS, *FORWARDS, *OTHERS, *SERVING,
-    *CONFIDENCE, *TOLERANCES, *DOORS, *MODULES, *WEIGHTS,
+    *CONFIDENCE, *TOLERANCES, *DOORS, *MODULES, *WEIGHTS, *PLANS,
 ]  # fmt: skip

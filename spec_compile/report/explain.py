@@ -106,8 +106,7 @@ def _plans(graph) -> list[str]:
     """A line about the source of the plans of matrix products, on a GPU that runs their kernels."""
     if small_m.lack_of_device(graph.device) is not None:
         return []
-    path = small_m.tuned_file(graph.device)
-    return [f"plans of matrix products: {f'tuned on this GPU, {path}' if path.exists() else 'the built-in ones'}"]
+    return [f"plans of matrix products: {small_m.source_of_plans(graph.device)}"]
 
 
 def dump(model, directory) -> list[Path]:

@@ -9,9 +9,11 @@ from places import ON_GPU
 
 from spec_compile import tune_kernels
 from spec_compile.__main__ import main
-from spec_compile.kernels.linear import small_m, tune, tuned
+from spec_compile.kernels.cards import CARDS
+from spec_compile.kernels.linear import computed, small_m, tune, tuned
 from spec_compile.kernels.linear.plans import packed_plan, plan, squared_columns
 
+CARD = CARDS["H200"]
 SHAPES = [
     (28672, 4096, "", 16), (4096, 14336, "", 16), (1024, 3072, "", 16), (576, 1536, "", 16),
     (4096, 4096, "PerChannel", 8), (6144, 4096, "Nibbles 128 0 1", 4), (28672, 4096, "Fp8Block 128 128", 8),
@@ -28,11 +30,14 @@ def present(outputs, inputs, bits):
 
 @pytest.mark.parametrize("outputs, inputs, kind, bits", SHAPES)
 def test_candidates_fit(outputs, inputs, kind, bits):
-    tried = list(tune.candidates(product(outputs, inputs, kind), present(outputs, inputs, bits), 132, 232_448))
-    assert {width for width, _, _ in tried} == set(tune.WIDTHS)
+    tried = list(tune.candidates(product(outputs, inputs, kind), CARD))
     for width, parts, tile in tried:
-        assert tile.fitting(232_448) == tile and (tile.block_n, tile.bits) == (width, bits)
-        assert tile.block_o >= squared_columns(outputs) and 1 <= parts <= max(8, present(outputs, inputs, bits).parts)
+        assert tile.fitting(CARD.memory) == tile and (tile.block_n, tile.bits) == (width, bits)
+        assert tile.block_o >= squared_columns(outputs) and 1 <= parts <= 8
+    # A search that ends after the first three has tried the plan of the model.
+    mine = computed.plan(outputs, inputs, bits, CARD)
+    assert [width for width, _, _ in tried[:3]] == list(tune.WIDTHS) and len(tried) == len({*tried})
+    assert tried[:2] == [(rows, mine.parts, mine.tile(rows)._replace(blocks=1)) for rows in (16, 64)]
 
 
 @pytest.mark.parametrize("outputs, inputs, kind, bits", SHAPES[1:-1])
@@ -40,7 +45,7 @@ def test_the_fastest_plan_of_one_order_of_summation(outputs, inputs, kind, bits,
     """Plans whose rows differ are passed over, and one that gains little is not taken."""
     mine, known = product(outputs, inputs, kind), present(outputs, inputs, bits)
     monkeypatch.setattr(small_m, "plan_of", lambda x, weight, kind: known)
-    monkeypatch.setattr(small_m, "chip", lambda device: (132, 232_448))
+    monkeypatch.setattr(tune, "card_of", lambda device: CARD)
     checked = []
     monkeypatch.setattr(tune, "same_bits", lambda product, plan: checked.append(plan) or len(checked) > 1)
 
@@ -49,11 +54,28 @@ def test_the_fastest_plan_of_one_order_of_summation(outputs, inputs, kind, bits,
             return 100.0
         return 40.0 + 2 * abs(parts - 2) + tile.block_o / 100 + tile.stages
 
-    outcome = tune.tune(mine, time)
+    outcome = tune.tune(mine, time=time)
     assert outcome.refused == 1 and outcome.plan == checked[1] and outcome.after < outcome.before == 300
     assert [tile.block_n for tile in outcome.plan.tiles] == list(tune.WIDTHS)
     assert len({tile.block_o >= 64 for tile in outcome.plan.tiles}) == 1
-    assert tune.tune(mine, lambda *args: 100.0).plan is None
+    assert tune.tune(mine, time=lambda *args: 100.0).plan is None
+
+
+def test_a_search_ends_in_time(monkeypatch):
+    """After the seconds no tile is timed any more, and the best plan so far is taken."""
+    monkeypatch.setattr(small_m, "plan_of", lambda x, weight, kind: present(4096, 4096, 16))
+    monkeypatch.setattr(tune, "card_of", lambda device: CARD)
+    monkeypatch.setattr(tune, "same_bits", lambda product, plan: True)
+    now = iter(range(100))
+    monkeypatch.setattr(tune, "clock", lambda: next(now))
+    timed = []
+    outcome = tune.tune(
+        product(4096, 4096), 3, lambda product, rows, parts, tile: timed.append(tile) or 10 / len(timed)
+    )
+    assert len(timed) == 3 + 4  # the present plan with 1, 16 and 64 rows, and three tiles, the first with 1 and 16
+    assert [tile.block_n for tile in outcome.plan.tiles] == list(tune.WIDTHS)
+    now = iter(range(100))
+    assert tune.tune(product(4096, 4096), 0, lambda *args: 1.0).plan is None
 
 
 def test_the_file_of_a_gpu(tmp_path, monkeypatch):
@@ -64,8 +86,9 @@ def test_the_file_of_a_gpu(tmp_path, monkeypatch):
     names = [tuned.name_of("", torch.bfloat16, 4096, 4096), tuned.name_of("Nibbles 128 0 1", torch.int32, 4096, 4096)]
     plans = dict(zip(names, (plan(4096, 4096), packed_plan(4096, 4096, 4)), strict=True))
     for name, each in plans.items():
-        tuned.add(path, {name: each})
+        tuned.add(path, {name: each}, (35.125, 33.0))
     assert tuned.read(path) == plans and list(path.parent.iterdir()) == [path]
+    assert [entry[2:] for entry in json.loads(path.read_text()).values()] == [[35.12, 33.0]] * 2
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert tuned.file_of("a", "b").parts[-4:-1] == (".cache", "spec_compile", "plans")
 
@@ -85,7 +108,7 @@ def test_a_damaged_file_is_named(tmp_path, text):
 
 def test_a_kernel_takes_the_tuned_plan(monkeypatch):
     device, faster = torch.device("cuda", 7), packed_plan(64, 512, 8)
-    monkeypatch.setattr(small_m, "chip", lambda device: (132, 232_448))
+    monkeypatch.setattr(small_m, "card_of", lambda device: CARD)
     monkeypatch.setattr(
         small_m, "_tuned", lambda device: {tuned.name_of("PerChannel 0", torch.int8, 4096, 4096): faster}
     )
@@ -100,6 +123,7 @@ def test_a_kernel_takes_the_tuned_plan(monkeypatch):
     [
         ({}, ["--device", "cpu"], "--device: kernels are tuned on the GPU that runs them; expected cuda, got cpu"),
         ({"gpu": False}, [], "on which torch sees no GPU"),
+        ({}, ["--seconds", "0"], "--seconds: expected a number above 0, got 0.0; 90 suffice"),
         ({"gpu": True, "lack": "Triton is not installed"}, [], "because Triton is not installed"),
         ({"gpu": True}, [], "--model: there is no folder ./nowhere"),
     ],

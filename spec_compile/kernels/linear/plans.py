@@ -6,6 +6,8 @@ from typing import NamedTuple
 CUT = 256
 """Where programs share the columns of the weights, they are cut at multiples of this."""
 AT_ONCE = 1 << 30
+RESERVE = 4096
+"""Bytes of shared memory that a tile leaves for sums and reductions."""
 
 
 class ProductTile(NamedTuple):
@@ -33,10 +35,10 @@ class ProductTile(NamedTuple):
 
     def fitting(self, memory: int) -> "ProductTile":
         """The tile with as many stages, and if need be fewer columns, as fit into so many bytes of shared memory."""
-        tile, reserve = self, 4096
-        while self.bits == 16 and tile.block_k > 32 and 2 * tile._stage_bytes > memory - reserve:
+        tile, room = self, memory - RESERVE
+        while self.bits == 16 and tile.block_k > 32 and 2 * tile._stage_bytes > room:
             tile = tile._replace(block_k=tile.block_k // 2)
-        return tile._replace(stages=max(1, min(tile.stages, (memory - reserve) // tile._stage_bytes)))
+        return tile._replace(stages=max(1, min(tile.stages, room // tile._stage_bytes)))
 
     @property
     def registers(self) -> int | None:
@@ -46,6 +48,20 @@ class ProductTile(NamedTuple):
         steps around a product, and a multiprocessor would hold fewer programs, which hide each other's waiting.
         """
         return 128 if self.block_o * self.block_n == 32 * 32 * self.warps else None
+
+    def fits(self, memory: int) -> bool:
+        """True if it fits into so many bytes of shared memory."""
+        return self.bytes <= memory - RESERVE
+
+    @property
+    def bytes(self) -> int:
+        """The shared memory that its stages take."""
+        return self.stages * self._stage_bytes
+
+    @property
+    def sums(self) -> int:
+        """Numbers of the result that a thread holds."""
+        return self.block_o * self.block_n // (32 * self.warps)
 
     @property
     def _stage_bytes(self) -> int:

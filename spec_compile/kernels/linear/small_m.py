@@ -13,10 +13,11 @@ from torch import Tensor
 
 from .. import HALF, dependent_launch
 from ..all_reduce import Exchange
+from ..cards import card_of
 from ..counters import zero_counters
 from ..ops import as_rows
 from ..plain import are_plain
-from . import tuned, wide
+from . import computed, tuned, wide
 from .plans import CUT, ProductPlan, ProductTile, ceil_div, packed_plan, plan, squared_columns
 from .product import Gate, Matrix, Product, QkvHeads, ResidualStream
 from .quantised import layout_of
@@ -34,6 +35,8 @@ except ImportError:  # no GPU
 
 OLDEST = (8, 0)
 """The first compute capability whose tensor cores take bfloat16."""
+TUNED = (9, 0)
+"""The compute capability for which the rules of `plans` were tuned."""
 
 
 @functools.cache
@@ -93,9 +96,11 @@ def _plan(outputs: int, inputs: int, kind: str, dtype: torch.dtype, device: torc
     known = _tuned(device).get(tuned.name_of(kind, dtype, outputs, inputs))
     if known is not None:
         return known
-    if kind:
-        return packed_plan(outputs, inputs, layout_of(kind).bits, *chip(device))
-    return plan(outputs, inputs, *chip(device))
+    bits, card = layout_of(kind).bits if kind else 16, card_of(device)
+    if card.capability != TUNED:
+        return computed.plan(outputs, inputs, bits, card)
+    facts = card.processors, card.memory
+    return packed_plan(outputs, inputs, bits, *facts) if kind else plan(outputs, inputs, *facts)
 
 
 @functools.cache
@@ -106,6 +111,16 @@ def _tuned(device: torch.device) -> dict[str, ProductPlan]:
 def tuned_file(device: torch.device) -> Path:
     """The file of the plans that `tune-kernels` writes on a GPU; it need not exist."""
     return tuned.file_of(torch.cuda.get_device_name(device), triton.__version__)
+
+
+def source_of_plans(device: torch.device) -> str:
+    """A sentence's end about the source of a GPU's plans."""
+    path, card = tuned_file(device), card_of(device)
+    others = "the built-in ones, tuned on an H200"
+    if card.capability != TUNED:
+        facts = f"{card.processors} multiprocessors, {card.bandwidth / 1e9:.0f} GB/s"
+        others = f"computed, not measured, from the facts of this GPU ({facts}); tune-kernels measures them"
+    return f"tuned on this GPU, {path}; for other shapes {others}" if path.exists() else others
 
 
 def run(product: Product, plan: ProductPlan, dtype: torch.dtype | None = None) -> Tensor:

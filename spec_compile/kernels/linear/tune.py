@@ -5,16 +5,19 @@ same instructions of the tensor cores. Before a plan is taken, the bits of all r
 """
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from time import monotonic as clock
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...graph import ModelGraph, attribute
-from . import LINEARS, small_m, tuned, weight_of
-from .plans import ProductPlan, ProductTile, ceil_div, squared_columns
+from ..cards import Card, card_of
+from . import LINEARS, computed, small_m, tuned, weight_of
+from .plans import ProductPlan, ProductTile
 from .product import Product
 from .quantised import layout_of
 
@@ -22,23 +25,9 @@ WIDTHS = 16, 64, 128
 """Rows of a tile; those of a round are most often as few as the first two."""
 ROWS = 1, 2, 5, 16, 17, 33, 64, 65, 100, 128, 300, 512, 2048
 """Numbers of rows whose bits are compared; the last has all."""
-TILES = {  # by the bits of a weight and the rows of a tile: (block_o, block_k, warps, stages)
-    16: {
-        16: [(128, 128, 8, 4), (64, 256, 4, 4), (64, 128, 4, 5), (32, 256, 4, 4), (16, 256, 4, 4)],
-        64: [(128, 128, 8, 4), (128, 64, 8, 6), (64, 128, 4, 5), (32, 128, 4, 5), (16, 256, 4, 3)],
-        128: [(128, 64, 8, 4), (64, 64, 4, 4), (32, 64, 4, 4), (16, 64, 4, 4)],
-    },
-    8: {
-        16: [(128, 128, 8, 5), (128, 128, 8, 4), (128, 128, 4, 5), (64, 128, 4, 5), (64, 128, 4, 3)],
-        64: [(128, 128, 8, 4), (128, 128, 8, 3), (256, 128, 8, 3), (64, 128, 4, 4), (64, 128, 4, 3)],
-        128: [(128, 128, 8, 3), (64, 128, 4, 3)],
-    },
-    4: {
-        16: [(128, 256, 4, 3), (128, 256, 4, 4), (128, 256, 8, 4), (64, 256, 4, 4), (64, 256, 4, 3), (256, 256, 8, 3)],
-        64: [(128, 256, 8, 3), (256, 256, 8, 3), (64, 256, 4, 4), (64, 256, 4, 3)],
-        128: [(128, 256, 8, 2), (64, 256, 4, 2)],
-    },
-}  # fmt: skip
+SLACK, MOST_TILES = 1.3, 4
+"""Plans that should take more than so many times the fastest one's time, by the model, are not tried, and of the other
+ones as many tiles of each number of rows."""
 GAIN = 0.98
 """A new plan takes at most this share of the present one's time."""
 
@@ -90,14 +79,20 @@ def products(graph: ModelGraph) -> list[ProductShape]:
     return [ProductShape(*key, graph.dtype, weights) for key, weights in groups.items()]
 
 
-def tune(product: ProductShape, time: Callable | None = None) -> SearchResult:
-    """Search for a plan of a product. time: ``time(product, rows, parts, tile)`` -> microseconds."""
-    time = time or time_of
+def tune(product: ProductShape, seconds: float = math.inf, time: Callable | None = None) -> SearchResult:
+    """Search for a plan of a product, in the order in which the model of `computed` has them.
+
+    seconds: no further tile is tried after them.
+    time: ``time(product, rows, parts, tile)`` -> microseconds.
+    """
+    time, end = time or time_of, clock() + seconds
     x = product.weights[0][0].new_empty(1, product.inputs, dtype=product.dtype)
     present = small_m.plan_of(x, product.weights[0][0], product.kind)
     before = sum(time(product, rows, present.parts, present.tile(rows)) for rows in (1, 16, 64))
     times = defaultdict(lambda: defaultdict(list))
-    for width, parts, tile in candidates(product, present, *small_m.chip(x.device)):
+    for width, parts, tile in candidates(product, card_of(x.device)):
+        if clock() > end:
+            break
         rows = {16: (1, 16), 64: (64,)}.get(width, (width,))
         taken = sum(time(product, each, parts, tile) for each in rows)
         times[parts, tile.block_o >= 64][width].append((taken, tile))
@@ -111,20 +106,17 @@ def tune(product: ProductShape, time: Callable | None = None) -> SearchResult:
     return SearchResult(before, before, None, refused)
 
 
-def candidates(
-    product: ProductShape, present: ProductPlan, processors: int, memory: int
-) -> Iterator[tuple[int, int, ProductTile]]:
-    """Rows of a tile, parts, and the tile, of each plan to try."""
-    manner = dict(late=present.tiles[0].late, prefetch=present.tiles[0].prefetch, bits=product.bits)
-    for width in WIDTHS:
-        for block_o, block_k, warps, stages in TILES[product.bits][width]:
-            tile = ProductTile(block_o, block_k, width, warps, stages, **manner)
-            if block_o < squared_columns(product.outputs) or tile.fitting(memory) != tile:
-                continue
-            most = min(8, product.inputs // 512, 3 * processors // ceil_div(product.outputs, block_o))
-            for parts in sorted({1, 2, 3, 4, 6, 8, present.parts}):
-                if parts in (1, present.parts) or parts <= most:
-                    yield width, parts, tile
+def candidates(product: ProductShape, card: Card) -> Iterator[tuple[int, int, ProductTile]]:
+    """Rows of a tile, parts, and the tile, of each plan to try. The most promising parts come first, and of each first
+    the tiles that make a plan, so that a search that ends early has whole ones."""
+    known = computed.choices(product.outputs, product.inputs, product.bits, card)
+    for choice in known:
+        if choice.time > SLACK * known[0].time:
+            break
+        for tiles in itertools.zip_longest(*(choice.tiles[width][:MOST_TILES] for width in WIDTHS)):
+            for width, tile in zip(WIDTHS, tiles, strict=True):
+                if tile is not None:
+                    yield width, choice.plan.parts, tile
 
 
 def ranked(times: dict) -> list[tuple[float, ProductPlan]]:

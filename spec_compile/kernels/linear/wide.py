@@ -5,6 +5,7 @@ import functools
 import torch
 
 from ..all_reduce import Exchange
+from ..cards import card_of
 from .plans import CUT, ProductTile, ceil_div, squared_columns
 from .product import Gate, Product, QkvHeads, ResidualStream
 
@@ -48,7 +49,7 @@ def launch(product: Product, out: torch.Tensor, parts: int, tile: ProductTile | 
     """Run the kernel with the arguments of `small_m.launch`. tile: None: by the parts."""
     x, weight, before, after = product.x, product.weight, product.before, product.after
     rows, inputs, outputs = *x.shape, len(weight)
-    tile = tile or (TILE if parts == 1 and rows >= MANY_ROWS else SMALL_TILE)
+    tile = tile or (TILE if parts == 1 and rows >= MANY_ROWS else SMALL_TILE).fitting(card_of(x.device).memory)
     stream, heads = (after if isinstance(after, each) else None for each in (ResidualStream, QkvHeads))
     height = tile.block_o // 2 if heads or isinstance(after, Gate) else tile.block_o
     nodes, (_, kv_heads, capacity, size) = (heads.cos.shape[1], heads.key_cache.shape) if heads else (1, (0, 0, 0, 0))

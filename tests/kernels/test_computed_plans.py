@@ -1,0 +1,133 @@
+"""Plans by the model of their time, on cards on which nobody has tuned them, and the model against measured times."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from spec_compile.kernels import cards
+from spec_compile.kernels.cards import CARDS, card_of
+from spec_compile.kernels.linear import computed, small_m
+from spec_compile.kernels.linear.plans import ProductTile, ceil_div, packed_plan, plan, squared_columns
+
+H200 = CARDS["H200"]
+MODELS = {  # layers, the shapes of a layer's products and of the head, microseconds of all with 1, 16 and 64 rows
+    "Llama-3.1-8B": (
+        32, ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)), (128256, 4096), (3820, 3911, 4260),
+    ),
+    "Llama-3.2-1B": (16, ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)), (128256, 2048), (776, 788, 923)),
+    "Qwen3-0.6B": (28, ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)), (151936, 1024), (613, 637, 776)),
+    "SmolLM2-135M": (30, ((960, 576), (576, 576), (3072, 576), (576, 1536)), (49152, 576), (408, 434, 583)),
+}  # fmt: skip
+"""Measured on an H200 with the tuned plans, in rounds whose products begin while the kernel before them runs."""
+
+
+def time_of(shape, plan, rows, card=H200):
+    return computed.microseconds(*shape, rows, plan.parts, plan.tile(rows), card)
+
+
+@pytest.mark.parametrize("layers, shapes, head, measured", MODELS.values(), ids=MODELS)
+def test_the_model_has_the_times_of_an_h200(layers, shapes, head, measured):
+    for rows, wanted in zip((1, 16, 64), measured, strict=True):
+        times = [time_of(shape, plan(*shape), rows) for shape in (*shapes, head)]
+        assert layers * sum(times[:-1]) + times[-1] == pytest.approx(wanted, rel=0.07)
+
+
+@pytest.mark.parametrize("layers, shapes, head, measured", MODELS.values(), ids=MODELS)
+def test_its_plans_are_near_those_tuned(layers, shapes, head, measured):
+    """By the model, no tuned plan is far from the fastest, and each shape has about the tuned number of programs."""
+    for shape in (*shapes, head):
+        tuned, mine = plan(*shape), computed.plan(*shape, 16, H200)
+        times = [sum(time_of(shape, each, rows) for rows in (1, 16, 64)) for each in (tuned, mine)]
+        assert times[1] <= 1.001 * times[0] <= 1.1 * times[1]
+        assert mine.parts == tuned.parts
+
+
+def test_the_example():
+    tile = ProductTile(64, 256, 16, 4, 4)
+    alone, shared = (computed.microseconds(4096, 4096, 1, parts, tile, H200) for parts in (1, 2))
+    assert (round(alone, 1), round(shared, 1)) == (12.4, 10.7)
+    assert computed.plan(4096, 4096, 16, H200).parts == 2
+
+
+SHAPES = [
+    (6144, 4096, 16), (4096, 14336, 16), (1024, 3072, 16), (576, 576, 16), (64, 128, 16), (2880, 2880, 8),
+    (28672, 4096, 8), (4096, 4096, 4), (5120, 2880, 4),
+]  # fmt: skip
+SMALL = CARDS["T4"]._replace(processors=6, memory=49_152 - 1024, shared=49_152, bandwidth=60e9)
+
+
+@pytest.mark.parametrize("card", [*CARDS.values(), SMALL], ids=[*CARDS, "small"])
+def test_plans_of_every_card(card):
+    """Tiles fit, take one family of instructions where there are two, and hold whole squares of the stream."""
+    for outputs, inputs, bits in SHAPES:
+        found = computed.plan(outputs, inputs, bits, card)
+        assert all(tile.fits(card.memory) and tile.bits == bits for tile in found.tiles)
+        assert all(tile.block_o >= squared_columns(outputs) for tile in found.tiles)
+        assert not card.has_groups or len({tile.block_o >= 64 for tile in found.tiles}) == 1
+        assert found.parts == 1 or inputs >= 512 * found.parts
+        assert bits != 4 or ceil_div(inputs, 256) % found.parts == 0
+        served = [tile.blocks * tile.block_n for tile in found.tiles[:-1]]
+        assert served == sorted(served) and found.tile(1).block_n == 16 and found.tile(64).block_n == 64
+
+
+def test_a_card_without_room_is_refused():
+    with pytest.raises(ValueError, match="card: 8192 bytes of shared memory hold no tile"):
+        computed.plan(4096, 4096, 4, H200._replace(memory=8192))
+
+
+def test_a_narrow_memory_hides_a_loop():
+    """With a tenth of the bandwidth memory takes all of the time, and the steps of a program none."""
+    times = [
+        computed.microseconds(28672, 4096, 1, 1, ProductTile(128, 128, 16, 8, stages), H200._replace(bandwidth=5e11))
+        for stages in (2, 4)
+    ]
+    assert times[0] == pytest.approx(times[1], rel=0.01) and times[0] > 500
+
+
+FACTS = dict(
+    name="NVIDIA L40S", major=8, minor=9, multi_processor_count=142, shared_memory_per_block_optin=101_376,
+    shared_memory_per_multiprocessor=102_400, max_threads_per_multi_processor=1536, L2_cache_size=96 << 20,
+)  # fmt: skip
+CLOCKS = dict(memory_clock_rate=9_001_000, memory_bus_width=384, clock_rate=2_520_000)
+
+
+@pytest.fixture
+def facts(monkeypatch):
+    """Sets what a driver tells."""
+
+    def tell(**told):
+        card_of.cache_clear()
+        small_m._plan.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**told))
+        return torch.device("cuda", 0)
+
+    yield tell
+    card_of.cache_clear()
+    small_m._plan.cache_clear()
+
+
+def test_a_card_by_its_driver(facts):
+    card = card_of(facts(**FACTS, **CLOCKS))
+    assert card.bandwidth == 2 * 9.001e9 * 384 / 8 and card.clock == 2.52e9
+    assert card[:5] == ((8, 9), 142, 101_376, 102_400, 1536) and not card.has_groups
+    silent = card_of(facts(**FACTS))
+    assert silent.bandwidth == 142 * cards.SHARE and silent.clock == cards.CLOCK
+    computed.plan(4096, 4096, 16, silent)
+
+
+def test_a_card_is_tuned_computed_or_measured(facts, monkeypatch, tmp_path):
+    monkeypatch.setattr(small_m, "tuned_file", lambda device: tmp_path / "plans.json")
+    monkeypatch.setattr(small_m, "_tuned", lambda device: {})
+    hopper = FACTS | dict(major=9, minor=0, multi_processor_count=132, shared_memory_per_block_optin=232_448)
+    device = facts(**hopper, **CLOCKS)
+    assert small_m._plan(4096, 4096, "", torch.bfloat16, device) == plan(4096, 4096)
+    assert small_m._plan(4096, 4096, "Nibbles 128 0 1", torch.int32, device) == packed_plan(4096, 4096, 4)
+    assert small_m.source_of_plans(device) == "the built-in ones, tuned on an H200"
+    device = facts(**FACTS, **CLOCKS)
+    for kind, bits in (("", 16), ("Nibbles 128 0 1", 4)):
+        wanted = computed.plan(4096, 4096, bits, card_of(device))
+        assert small_m._plan(4096, 4096, kind, torch.bfloat16, device) == wanted
+    assert "computed, not measured, from the facts of this GPU (142 m" in small_m.source_of_plans(device)
+    (tmp_path / "plans.json").write_text("{}")
+    assert small_m.source_of_plans(device).startswith(f"tuned on this GPU, {tmp_path / 'plans.json'}; for other shapes")
