@@ -15,7 +15,13 @@ from types import ModuleType
 HERE = Path(__file__).parent
 _ENDS = ".h", "_avx2.h", "_avx512.h", "_numbers.h", "_panels.h", "_tiles.h", ".cpp"
 FEW_ROWS = tuple(f"few_rows{end}" for end in _ENDS)
-SOURCES = {"ngram._ngram_trie": ("store.h", "trie.h", "trie.cpp"), "kernels.linear._few_rows": FEW_ROWS}
+_ENDS = ".h", "_plain.h", "_avx2.h", "_avx512.h", "_rows.h", ".cpp"
+CPU_ATTENTION = tuple(f"cpu_attention{end}" for end in _ENDS)
+SOURCES = {
+    "ngram._ngram_trie": ("store.h", "trie.h", "trie.cpp"),
+    "kernels.linear._few_rows": FEW_ROWS,
+    "kernels.attention._cpu_attention": CPU_ATTENTION,
+}
 """The C++ files of each compiled module, which lie next to it."""
 BUILD = "run `pip install .` in the repository, with a C++20 compiler at hand"
 

@@ -7,7 +7,7 @@ from toy_graphs import HEADS, HIDDEN, KV, MARKER, SIZE, VOCAB, Rewritten, exampl
 
 from spec_compile.graph import ModelGraph
 from spec_compile.kernels import ops
-from spec_compile.kernels.attention import sdpa
+from spec_compile.kernels.attention import Use, sdpa
 from spec_compile.passes.use_tree_attention import use_tree_attention
 from spec_compile.tree import ancestry
 
@@ -23,7 +23,7 @@ KINDS = {
 def test_tree_attention_replaces_every_marker(kind, masks):
     _, graph = toy(*KINDS[kind])
     layers = len(KINDS[kind])
-    result = Rewritten(graph, use_tree_attention)
+    result = Rewritten(graph, use_tree_attention, attention=Use("sdpa"))
     assert result.count(MARKER) == (layers, 0), str(result)
     assert result.count(sdpa.attention) == (0, layers), str(result)
     assert result.count(ops.tree_mask) == (0, masks), str(result)

@@ -7,11 +7,12 @@ All write the same cache, so prefill, verification and drafts may each use anoth
 
 from ...errors import UnsupportedModelError, did_you_mean
 from ...graph import ModelGraph
-from . import flashinfer, flex, sdpa, triton
+from . import cpu_attention, flashinfer, flex, sdpa, triton
 from .base import Backend, Use
 from .call import attention_calls
 
-BACKENDS = {each.name: each for each in (triton.BACKEND, sdpa.BACKEND, flex.BACKEND, flashinfer.BACKEND)}
+_ON_CPU = () if cpu_attention.BEST is None else (cpu_attention.BACKEND,)
+BACKENDS = {each.name: each for each in (triton.BACKEND, *_ON_CPU, sdpa.BACKEND, flex.BACKEND, flashinfer.BACKEND)}
 ROLES = ("prefill", "verify", "draft")
 __all__ = ["BACKENDS", "ROLES", "Backend", "Use", "attention_calls", "choose", "parse", "prepare"]
 
@@ -47,7 +48,7 @@ def choose(use: Use, graph: ModelGraph) -> Backend:
     """The backend of `graph` for this use.
 
     "auto" is the first of `BACKENDS` that can run every layer: ours on a GPU, which was the fastest with trees in every
-    measurement (benchmarks/kernels/attention.py), and sums prompts in the same order; and sdpa on a CPU.
+    measurement (benchmarks/kernels/attention.py), and sums prompts in the same order; and ours on a CPU likewise.
 
     Raises ValueError if the backend does not run on the graph's device, and UnsupportedModelError if it lacks a feature
     that a layer needs.

@@ -112,11 +112,8 @@ def attention_function(function: Callable[..., Tensor]) -> Callable[..., Tensor]
     return attention
 
 
-def attention_op(name: str, rotates: bool = False, **options) -> Callable:
-    """Decorate ``function(call)``: it becomes the custom op `name` of the call's arguments, with its schema and fake.
-
-    rotates: the op has the arguments `ROTATION` and "scales".
-    options: of `torch.library.custom_op`.
+def schema_of(rotates: bool = False) -> str:
+    """The schema of an op of the call's arguments. rotates: it has the arguments `ROTATION` and "scales".
 
     "scales" has no default in the op: PyTorch 2.11 looks up every argument that an op writes among those that the
     dispatcher hands over, and the dispatcher leaves out last arguments that equal their defaults.
@@ -136,10 +133,18 @@ def attention_op(name: str, rotates: bool = False, **options) -> Callable:
         ],
         return_annotation=Tensor,
     )  # fmt: skip
+    return torch.library.infer_schema(prototype, mutates_args=(*CACHES, "scales") if rotates else CACHES)
+
+
+def attention_op(name: str, rotates: bool = False, **options) -> Callable:
+    """Decorate ``function(call)``: it becomes the custom op `name` of the call's arguments, with its schema and fake.
+
+    rotates: as of `schema_of`.
+    options: of `torch.library.custom_op`.
+    """
 
     def define(function: Callable[[AttentionCall], Tensor]) -> torch.library.CustomOpDef:
-        mutated = (*CACHES, "scales") if rotates else CACHES
-        schema = torch.library.infer_schema(prototype, mutates_args=mutated)
+        mutated, schema = (*CACHES, "scales") if rotates else CACHES, schema_of(rotates)
         op = torch.library.custom_op(name, from_arguments(function), mutates_args=mutated, schema=schema, **options)
         op.register_fake(from_arguments(AttentionCall.empty_output))
         TARGETS.add(getattr(torch.ops.spec_compile, name.removeprefix("spec_compile::")).default)

@@ -1,0 +1,222 @@
+// Attention of a block of tokens on a CPU, where reading keys and values from memory is most of the work: each is read
+// once for all tokens and all query heads that share it. `Attention` is in cpu_attention.h.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#if defined(__GNUC__)
+#include <dlfcn.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#endif
+#include <nanobind/nanobind.h>
+
+#include "cpu_attention.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+#define INLINE KERNEL __attribute__((always_inline)) inline
+
+namespace plain {
+#define KERNEL
+#define NATIVE 0
+#include "cpu_attention_plain.h"
+#include "cpu_attention_rows.h"
+#undef KERNEL
+#undef NATIVE
+}  // namespace plain
+
+#if defined(__x86_64__)
+namespace avx2 {
+#define KERNEL __attribute__((target("avx2,fma")))
+#define NATIVE 0
+#include "cpu_attention_avx2.h"
+#include "cpu_attention_rows.h"
+#undef KERNEL
+#undef NATIVE
+}  // namespace avx2
+
+namespace avx512 {
+#define KERNEL __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")))
+#define NATIVE 0
+#include "cpu_attention_avx512.h"
+#include "cpu_attention_rows.h"
+#undef KERNEL
+#undef NATIVE
+}  // namespace avx512
+
+namespace avx512_bf16 {
+#define KERNEL __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma")))
+#define NATIVE 1
+#include "cpu_attention_avx512.h"
+#include "cpu_attention_rows.h"
+#undef KERNEL
+#undef NATIVE
+}  // namespace avx512_bf16
+#endif
+
+// The kernels of a level for numbers of a type.
+struct Kernels {
+    void (*prepare)(const Work&, int64_t, int64_t);
+    void (*span)(const Work&, int64_t, int64_t, int64_t, float*);
+    void (*rows_of_chunk)(const Work&, int64_t, int64_t, int64_t, int64_t, float*);
+    void (*merge)(const Work&, int64_t, int64_t, int64_t, int64_t, int64_t);
+    bool in_pairs;
+};
+
+#define KERNELS(level, S, pairs) {level::prepare<level::S>, level::span<level::S>, level::rows_of_chunk<level::S>, \
+                                  level::merge, pairs}
+#define SINGLES(level) {KERNELS(level, Singles<float>, false), KERNELS(level, Singles<uint16_t>, false)}
+const Kernels kLevels[][2] = {
+    SINGLES(plain),
+#if defined(__x86_64__)
+    SINGLES(avx2),
+    SINGLES(avx512),
+    {KERNELS(avx512_bf16, Singles<float>, false), KERNELS(avx512_bf16, Pairs, true)},
+#endif
+};
+
+// The last level that this CPU has.
+int best() {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    return !has_avx2 ? 0 : !has_avx512 ? 1 : !__builtin_cpu_supports("avx512bf16") ? 2 : 3;
+#else
+    return 0;
+#endif
+}
+
+// The OpenMP runtime that torch has loaded. With threads of another one, both would spin on the same cores.
+struct OpenMP {
+    void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
+    void (*barrier)();
+
+    OpenMP() {
+        *reinterpret_cast<void**>(&parallel) = dlsym(RTLD_DEFAULT, "GOMP_parallel");
+        *reinterpret_cast<void**>(&barrier) = dlsym(RTLD_DEFAULT, "GOMP_barrier");
+    }
+    bool present() const { return parallel && barrier; }
+};
+
+const OpenMP& openmp() {
+    static const OpenMP runtime;
+    return runtime;
+}
+
+// Numbers that begin at a line of the cache.
+struct Lines {
+    std::vector<float> numbers;
+
+    float* of(int64_t count) {
+        constexpr uintptr_t kLine = 64;
+        if (int64_t(numbers.size()) < count + kPad) numbers.resize(count + kPad);
+        return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(numbers.data()) + kLine - 1) / kLine * kLine);
+    }
+};
+
+constexpr int64_t kMerged = 16;  // rows whose spans are merged at a time
+
+// What all threads do: three stages, of whose parts each thread takes the next one.
+struct Job {
+    const Work& work;
+    const Kernels& kernels;
+    bool by_rows, together;
+    int64_t pairs;                     // of a sequence and a KV head
+    int64_t parts;                     // of a pair in the second stage
+    int64_t memory;                    // numbers that a part needs
+    std::atomic<int64_t> next[3] = {};
+
+    int64_t spans(int64_t b) const {
+        const int64_t shared = work.shared_end(b);
+        return work.call.ancestors ? shared / kSpan + 2 : (shared + kSpan - 1) / kSpan;
+    }
+
+    void attend(int64_t pair, int64_t part, float* scratch) const {
+        const int64_t b = pair / work.call.kv_heads, h = pair % work.call.kv_heads;
+        if (by_rows) {
+            const int64_t begin = part * kTile;
+            kernels.rows_of_chunk(work, b, h, begin, std::min(begin + kTile, work.rows()), scratch);
+        } else if (part < spans(b) - (work.call.ancestors ? 1 : 0))
+            kernels.span(work, b, h, part, scratch);
+    }
+
+    void stage(int number, int64_t count) {
+        static thread_local Lines lines;
+        float* const scratch = number == 1 ? lines.of(memory) : nullptr;
+        for (int64_t i; (i = next[number]++) < count;) {
+            if (number == 0) kernels.prepare(work, i / work.call.kv_heads, i % work.call.kv_heads);
+            else if (number == 1) attend(i % pairs, parts - 1 - i / pairs, scratch);  // the longest ones first
+            else {
+                const int64_t pair = i % pairs, b = pair / work.call.kv_heads, begin = i / pairs * kMerged;
+                kernels.merge(work, b, pair % work.call.kv_heads, begin, std::min(begin + kMerged, work.rows()), spans(b));
+            }
+        }
+        if (together && number < 2) openmp().barrier();
+    }
+
+    void run() {
+        stage(0, pairs);
+        stage(1, pairs * parts);
+        if (!by_rows) stage(2, pairs * ((work.rows() + kMerged - 1) / kMerged));
+    }
+};
+
+// Numbers that a part of the second stage needs, as `Memory` hands them out.
+int64_t memory_of(const Work& work, bool by_rows) {
+    const int64_t units = work.key_units(), columns = work.value_columns();
+    const int64_t copy = 2 * std::max(padded(work.call.key_dim), work.call.value_dim + kPad);
+    const int64_t panels = (units + columns + copy) * kBlock + padded(copy), tile = 2 * kTile * kBlock + padded(kTile);
+    return panels + tile + (by_rows ? 2 * kTile * work.width() : work.rows() * 2 * kBlock) + 8 * kPad;
+}
+
+void attend(const Attention& call, int level, unsigned threads) {
+    static thread_local Lines queries, states;
+    const Kernels& kernels = kLevels[level][call.is_bfloat16];
+    Work work{call, kernels.in_pairs, nullptr, nullptr, 0};
+    const bool by_rows = !call.ancestors && work.rows() > 2 * kTile;
+    const int64_t pairs = call.batch * call.kv_heads;
+    Job job{work, kernels, by_rows, false, pairs, 0, memory_of(work, by_rows)};
+    for (int64_t b = 0; b < call.batch; b++) work.spans = std::max(work.spans, job.spans(b));
+    job.parts = by_rows ? (work.rows() + kTile - 1) / kTile : work.spans - (call.ancestors ? 1 : 0);
+    work.queries = reinterpret_cast<uint32_t*>(queries.of(pairs * work.rows() * work.key_units()));
+    if (!by_rows) work.states = states.of(pairs * work.spans * work.rows() * work.width());
+    threads = unsigned(std::min(int64_t(threads), pairs * job.parts));
+    job.together = threads > 1 && openmp().present();
+    if (job.together) openmp().parallel([](void* argument) { static_cast<Job*>(argument)->run(); }, &job, threads, 0);
+    else job.run();
+}
+
+Heads heads_of(uintptr_t at, nb::tuple strides) {
+    return {reinterpret_cast<const void*>(at), nb::cast<int64_t>(strides[0]), nb::cast<int64_t>(strides[1]),
+            nb::cast<int64_t>(strides[2])};
+}
+
+}  // namespace
+
+NB_MODULE(_cpu_attention, m) {
+    m.def("best", best);
+    m.def("attend", [](uintptr_t q, nb::tuple q_strides, uintptr_t k, nb::tuple k_strides, uintptr_t v,
+                       nb::tuple v_strides, uintptr_t key_cache, uintptr_t value_cache, uintptr_t lengths,
+                       uintptr_t ancestors, uintptr_t positions, uintptr_t sinks, uintptr_t out, nb::tuple shape,
+                       float inner, float outer, bool softcap, bool is_bfloat16, int64_t window, int level,
+                       unsigned threads) {
+        const auto size = [&](int i) { return nb::cast<int64_t>(shape[i]); };
+        const Attention call{heads_of(q, q_strides), heads_of(k, k_strides), heads_of(v, v_strides),
+                             reinterpret_cast<void*>(key_cache), reinterpret_cast<void*>(value_cache),
+                             reinterpret_cast<const int64_t*>(lengths), reinterpret_cast<const int64_t*>(ancestors),
+                             reinterpret_cast<const int64_t*>(positions), reinterpret_cast<const float*>(sinks),
+                             reinterpret_cast<void*>(out), size(0), size(1), size(2), size(3), size(4), size(5), size(6),
+                             inner, outer, softcap, is_bfloat16, window};
+        nb::gil_scoped_release without_lock;
+        attend(call, level, threads);
+    });
+}

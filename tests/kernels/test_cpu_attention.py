@@ -1,0 +1,137 @@
+"""Attention on a CPU by the kernel in C++: its plain meaning, and the same bits whatever is drafted."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from attention_cases import Case, bits, chain, random_tree
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spec_compile.graph import LayerSpec
+from spec_compile.kernels.attention import Use, cpu_attention, sdpa
+from spec_compile.kernels.attention.call import AttentionCall
+from spec_compile.kernels.attention.cpu_attention import BACKEND, BEST, LEVELS, attend
+from spec_compile.kernels.plain import plain_kernels
+from spec_compile.tree import ancestry
+
+pytestmark = pytest.mark.skipif(BEST is None, reason="needs the package built")
+DTYPES = torch.float32, torch.bfloat16
+OP = torch.ops.spec_compile.cpu_attention.default
+EVERY_LEVEL = pytest.mark.parametrize("level", range((BEST or 0) + 1), ids=lambda level: LEVELS[level])
+LENGTHS = 0, 1, 5, 63, 64, 65, 127, 130, 500, 512, 530, 1030
+
+
+def arguments(case):
+    """Those of the op, which does not rotate."""
+    return case.inputs()[:12]
+
+
+@EVERY_LEVEL
+@settings(max_examples=25)
+@given(data=st.data())
+def test_it_means_the_plain_attention(level, data):
+    draw = functools.partial(lambda *options: data.draw(st.sampled_from(options)))
+    causal, group, kv_heads = draw(False, True), draw(1, 2, 3, 7, 9), draw(1, 2, 3)
+    nodes = draw(1, 5, 64, 130) if causal else draw(1, 2, 7, 33, 64)
+    sizes = draw((16, 16), (64, 64), (80, 80), (24, 40), (128, 128), (7, 5), (192, 128))
+    case = Case(
+        ("cpu", draw(*DTYPES)), data.draw(st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=3)), nodes,
+        None if causal else random_tree(nodes), (kv_heads * group, kv_heads), sizes, causal=causal,
+        window=draw(None, 5, 20, 100), softcap=draw(None, 3.0), sinks=draw(False, True),
+    )  # fmt: skip
+    inputs = arguments(case)
+    case.compare(attend(AttentionCall(*inputs), level), inputs[3:5])
+
+
+def step(caches, length, q, k, v, parents=None, window=None):
+    """The output of a block at `length` committed slots; no parents: of a causal chunk."""
+    nodes, lengths = q.shape[2], torch.tensor([length])
+    ancestors, depth = (None, torch.arange(nodes)) if parents is None else ancestry(torch.tensor([parents]))
+    call = AttentionCall(q, k, v, *caches, lengths, ancestors, lengths[:, None] + depth, None, 0.3, None, window)
+    return functools.partial(attend, call)
+
+
+def path_to(node, parents):
+    return [*path_to(parents[node], parents), node] if node >= 0 else []
+
+
+@EVERY_LEVEL
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_node_has_the_bits_of_a_plain_step(level, dtype, window):
+    """For every length around the bounds of blocks and spans: a node of a tree, and the same tokens one by one."""
+    nodes, parents = 9, [-1, 0, 0, 1, 2, 3, 3, 5, 6]
+    for length in (0, 61, 63, 64, 507, 511, 512):
+        q, k, v = (torch.randn(1, heads, nodes, 24).to(dtype) for heads in (6, 2, 2))
+        before = [torch.zeros(1, 2, 640, 24, dtype=dtype) for _ in range(2)]
+        for cache in before:
+            cache[:, :, :length] = torch.randn(1, 2, length, 24)
+        tree = step([cache.clone() for cache in before], length, q, k, v, parents, window)(level)
+        path, caches = path_to(8, parents), [cache.clone() for cache in before]
+        for place, node in enumerate(path):
+            one = [x[:, :, node : node + 1] for x in (q, k, v)]
+            plain = step(caches, length + place, *one, [-1], window)(level)
+            assert torch.equal(bits(plain[0, 0]), bits(tree[0, node])), (length, node)
+
+
+@EVERY_LEVEL
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_chunks_batches_and_threads_change_no_bit(level, dtype):
+    """A prompt of 600 tokens whole (by rows), in chunks (by spans), among other rows, and by two threads."""
+    q, k, v = (torch.randn(1, heads, 600, 16).to(dtype) for heads in (4, 2, 2))
+    caches = [torch.zeros(1, 2, 640, 16, dtype=dtype) for _ in range(2)]
+    whole = step([cache.clone() for cache in caches], 0, q, k, v)(level)
+    for begin, end in itertools.pairwise((0, 70, 134, 470, 500, 600)):
+        part = step(caches, begin, *(x[:, :, begin:end] for x in (q, k, v)))(level)
+        assert torch.equal(bits(part), bits(whole[:, begin:end])), begin
+    two = [x.repeat(2, 1, 1, 1) for x in (q[:, :, -1:], k[:, :, -1:], v[:, :, -1:], *caches)]
+    lengths, ancestors = torch.tensor([599, 70]), torch.ones(2, 1, dtype=torch.int64)
+    call = AttentionCall(*two, lengths, ancestors, lengths[:, None], None, 0.3, None, None)
+    both = attend(call, level)
+    assert torch.equal(bits(both[0, 0]), bits(whole[0, -1]))
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(bits(attend(call, level)), bits(both))
+        again = step([torch.zeros_like(cache) for cache in caches], 0, q, k, v)(level)
+        assert torch.equal(bits(again), bits(whole))
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_nan_is_not_hidden():
+    case = Case(("cpu", torch.float32), [70], 3, chain(3))
+    inputs = arguments(case)
+    inputs[0][0, 0, 1] = torch.nan
+    out = attend(AttentionCall(*inputs))
+    assert out[0, 1, 0].isnan().all() and not out[0, 2].isnan().any() and not out[0, 1, 1].isnan().any()
+
+
+def test_the_op_compiles_and_writes_the_caches():
+    case = Case(("cpu", torch.bfloat16), [70], 3, chain(3))
+    first, second = arguments(case), arguments(case)
+    first = first[:3] + tuple(cache.clone() for cache in first[3:5]) + first[5:]
+    want = OP(*first)
+    got = torch.compile(lambda *inputs: OP(*inputs) * 2, fullgraph=True, backend="aot_eager")(*second)
+    assert torch.equal(got, want * 2) and all(map(torch.equal, map(bits, first[3:5]), map(bits, second[3:5])))
+
+
+def test_plain_kernels_run_the_plain_meaning(monkeypatch):
+    case = Case(("cpu", torch.float32), [70], 3, chain(3))
+    case.caches = [cache.clone() for cache in case.clean]  # the plain meaning multiplies unseen slots by 0
+    want = OP(*arguments(case))
+    monkeypatch.setattr(cpu_attention, "attend", None)
+    with plain_kernels():
+        got = OP(*arguments(case))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert torch.equal(got, sdpa.attention(*arguments(case)))
+
+
+def test_what_the_kernel_lacks():
+    """Biases, chunks of positions, indexers and other dtypes keep plain PyTorch."""
+    usual = dict(heads=2, kv_heads=2, key_dim=8, value_dim=8, scale=1.0, window=None, softcap=None, sinks=False)
+    for lack, more in (("ALiBi", dict(slopes=True)), ("chunks of pos", dict(chunk=8)), ("indexer", dict(indexed=True))):
+        assert lack in BACKEND.lack(LayerSpec(**usual, **more), torch.float32, Use(captured=False))
+    assert BACKEND.lack(LayerSpec(**usual), torch.float16, Use(captured=False)) == "float16"
+    assert BACKEND.lack(LayerSpec(**usual), torch.bfloat16, Use(captured=False)) is None
