@@ -103,7 +103,8 @@ def _audit(
     """Compare speculative with plain decoding, token for token and draw for draw.
 
     Prints the tables; exits with 0 if nothing but near-ties differs, with 1 if something else does, with 2 if an
-    argument is wrong, and with 3 if too little was generated to tell.
+    argument is wrong, and with 3 if too little was generated to tell. With `weights` in the options, the model is
+    loaded twice, and also compared with itself before its weights were rounded.
     """
     check_samples(samples)
     texts = [*(prompt or []), *(read_prompts(prompts, limit) if prompts is not None else [])]
@@ -112,7 +113,8 @@ def _audit(
     loaded, tokenizer = load_model(model, dtype, device)
     fast = speculate(loaded, algo, **options)
     counts = {"max_new_tokens": max_new_tokens, "samples": samples}
-    report = audit(fast, texts, tokenizer, requests=requests, **counts, **generate)
+    unrounded = load_model(model, dtype, device)[0] if options.get("weights") is not None else None
+    report = audit(fast, texts, tokenizer, requests=requests, unrounded=unrounded, **counts, **generate)
     print(report)
     return {LOSSLESS: 0, NOT_LOSSLESS: 1, NOT_TESTED: 3}[report.verdict]
 

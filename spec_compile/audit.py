@@ -22,6 +22,7 @@ from .report.audit import EXPECTED, MIN_DRAWS, Bits, Distance, Greedy, Logits, R
 from .report.bits import first_difference, plain_steps
 from .report.noise import Reference, gap_noise
 from .report.requests import InManyWays, Manner
+from .report.rounding import check_unrounded, compare_rounding
 
 LOOKUP_TOKENS = 10
 """Tokens that transformers' prompt lookup drafts at a time, its usual setting."""
@@ -50,6 +51,7 @@ def audit(
     sample_tokens: int = 3,
     logits: bool = True,
     requests: bool = False,
+    unrounded: PreTrainedModel | None = None,
     **generate_options: Any,
 ) -> Report:
     """Decode prompts plainly and speculatively, and compare the two.
@@ -66,6 +68,9 @@ def audit(
     requests: ask for the first answers in many ways: in batches, again, continued, after a common prefix, among
         requests that are cancelled. With `samples` they are also drawn. Each is compared with the answer to the request
         by itself. Equal ones are promised on a GPU, unless `explain()` names parts that prevent it.
+    unrounded: for a model with rounded weights (the option `weights`), the same model before it was rounded. The report
+        then has the perplexity of the prompts by both, and how many greedy answers are equal. These do not count for
+        the verdict, which is about the rounded model.
     generate_options: for both ``generate()``.
 
     Raises TypeError or ValueError if a prompt is no text or ids, or samples are too few, before anything is decoded.
@@ -78,6 +83,8 @@ def audit(
     rows = [_ids(number, prompt, tokenizer, plain) for number, prompt in enumerate(prompts)]
     if not rows:
         raise ValueError("prompts: expected at least one")
+    if unrounded is not None:
+        check_unrounded(unrounded, plain, rows)
     options = {"pad_token_id": _pad(plain), **generate_options}
     limit = {"max_new_tokens": max_new_tokens}
     decoded = [_greedy(plain, fast, ids, {**limit, **options}) for ids in rows]
@@ -87,6 +94,9 @@ def audit(
         report.sampled.append(_sampled(plain, fast, ids, samples, sample_tokens, options))
     if requests:
         report.requests = _in_many_ways(fast, rows[:FEW_PROMPTS], {**limit, **options}, bool(samples))
+    if unrounded is not None:
+        answers = [each.plain for each in decoded]
+        report.rounding = compare_rounding(unrounded, plain, rows, answers, {**limit, **options})
     report.accept_length = fast.speculation.stats.accept_length
     return report
 

@@ -4,8 +4,11 @@
         [--drafts plain n-gram EAGLE-3 DFlash JetSpec MTP "EAGLE-3 + n-gram"] [--workloads chat maths ...]
         [--folder DIR] [--trained-on FILE ...] [--prompts 10] [--new-tokens 128] [--repeats 3] [--device cuda]
         [--json FILE]
+    python -m benchmarks.peers.compare --model FOLDER --device cpu --weights none int8 int4
+        --engines ours llama_cpp transformers --drafts plain n-gram --prompts 5 --new-tokens 96
 
-Every engine and setting runs in a separate process, one after another (worker.py). All get the same token ids (with
+Every engine and setting runs in a separate process, on a GPU one after another (worker.py), on a CPU all of them, which
+answer each prompt in turn (in_turn.py). All get the same token ids (with
 the chat template, if the tokenizer has one), answer greedily, one prompt at a time, and stop at the same tokens. Prefix
 caches are off, and n-grams forget between answers if the engine can. Two prompts of each set are not measured: the
 first warms up, and both choose among the settings (`SYSTEMS` lists them); the table has the best setting of each engine
@@ -28,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -46,6 +50,7 @@ from benchmarks.common import (
     split_prompts,
     stamp,
 )
+from benchmarks.peers import in_turn
 
 TREE = dict(num_steps=5, topk=4, num_draft_tokens=16)
 VLLM_NGRAM = [dict(num_speculative_tokens=tokens, prompt_lookup_max=size, prompt_lookup_min=1)
@@ -70,15 +75,22 @@ def sglang(algorithm: str, steps: int, topk: int, nodes: int) -> dict:
     )  # fmt: skip
 
 
+def llama_cpp(tokens: int, size: int) -> dict:
+    """A setting of llama.cpp with its prompt lookup."""
+    return {"lookup": dict(num_pred_tokens=tokens, max_ngram_size=size)}
+
+
 SYSTEMS = {
     "plain": (None, {
         "ours": [ours("ngram", False, num_draft_tokens=1)], "transformers": [{}], "vllm": [{}], "sglang": [{}],
+        "llama_cpp": [{}],
     }),
     "n-gram": (None, {
         "ours": [ours("ngram", False, num_draft_tokens=nodes) for nodes in (16, 64)],
         "transformers": LOOKUPS,
         "vllm": [vllm(method="ngram", **setting) for setting in VLLM_NGRAM],
         "sglang": [dict(speculative_algorithm="NGRAM", speculative_num_draft_tokens=16)],
+        "llama_cpp": [llama_cpp(tokens, size) for tokens, size in ((10, 2), (10, 3), (4, 2))],
     }),
     "EAGLE-3": ("eagle3", {
         "ours": [ours("eagle3", **TREE), ours("eagle3", num_steps=3), ours("eagle3", num_steps=5)],
@@ -100,7 +112,9 @@ SYSTEMS = {
     "EAGLE-3 + n-gram": ("eagle3", {"ours": [ours("eagle3", ngram=True, **TREE)]}),
 }  # fmt: skip
 """Drafts -> folder of --heads (None: needs no head), and by engine the settings to try. HEAD stands for that folder."""
-KEYS = ("model", "dtype", "engine", "drafts")
+QUANTISES = "ours", "llama_cpp"
+"""Engines that round weights while they load."""
+KEYS = ("model", "dtype", "weights", "engine", "drafts")
 """The fields that tell the rows of the results apart."""
 TUNING = 2
 """Prompts of each set that choose the setting."""
@@ -187,7 +201,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default=str(DEMO_MODEL))
     parser.add_argument("--heads", type=Path, help="folder of the heads (default: heads of the model)")
     parser.add_argument("--engines", nargs="+", default=["ours", "transformers", "vllm"],
-                        choices=["ours", "transformers", "vllm", "sglang"])  # fmt: skip
+                        choices=["ours", "transformers", "vllm", "sglang", "llama_cpp"])  # fmt: skip
     parser.add_argument("--drafts", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
     parser.add_argument("--workloads", nargs="+", default=["chat", "code_completion", "maths", "code_editing"])
     parser.add_argument("--folder", type=Path, default=PROMPTS)
@@ -199,11 +213,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--settings", type=int, default=8, help="most settings to try for each engine and drafts")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--weights", nargs="+", default=["none"], choices=["none", "int8", "int4"],
+                        help="to what engines that can do so round the weights")  # fmt: skip
     parser.add_argument("--timeout", type=float, default=600, help="seconds that a process may take")
     parser.add_argument("--eager", action="store_true", help="do not compile ours")
     parser.add_argument("--threads", type=int, default=2, help="threads of a CPU")
-    parser.add_argument("--json", type=Path, default=RESULTS / "peers.json")
+    parser.add_argument("--json", type=Path, help="the results' file (default: peers.json, of a CPU peers_cpu.json)")
     options = parser.parse_args(arguments)
+    options.json = options.json or RESULTS / ("peers_cpu.json" if options.device == "cpu" else "peers.json")
     options.heads = options.heads or Path(options.model) / "heads"
     return options
 
@@ -228,36 +245,48 @@ def make_task(options: argparse.Namespace) -> dict:
     )  # fmt: skip
 
 
-def measure(drafts: str, engine: str, task: dict, options: argparse.Namespace) -> dict | None:
-    """The row of an engine with these drafts; None if `SYSTEMS` has no setting for it."""
-    folder, engines = SYSTEMS[drafts]
-    settings = [filled(one, str(options.heads / str(folder))) for one in engines.get(engine, [])][: options.settings]
-    if not settings:
-        return None
-    results = [start(task | {"engine": engine, "setting": setting}, options.timeout) for setting in settings]
-    row = {"model": Path(options.model).name, "dtype": options.dtype, "engine": engine, "drafts": drafts}
-    return row | best(results, settings, options.workloads)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    begin, options = time.perf_counter(), parse(arguments)
-    task, rows, plain = make_task(options), [], {}
-    facts = stamp(torch.device(options.device)) | {"prompts": options.prompts, "new_tokens": options.new_tokens}
+def systems(options: argparse.Namespace, weights: str | None) -> dict[tuple[str, str], list]:
+    """(drafts, engine) -> the settings to try, for drafts that have their head and engines that round weights so."""
+    found = {}
     for drafts in options.drafts:
-        folder, _ = SYSTEMS[drafts]
+        folder, engines = SYSTEMS[drafts]
         if folder and not (options.heads / folder / "config.json").is_file():
             print(f"{drafts}: left out, because there is no {options.heads / folder}", flush=True)
             continue
         for engine in options.engines:
-            if row := measure(drafts, engine, task, options):
-                compare_answers(row, plain, task["eos"])
-                rows.append(row)
-                save_rows(options.json, [row], KEYS, facts)  # at once, so that a stopped run keeps its rows
-                said = "; ".join(cells(row, options.workloads))
-                print(f"{time.perf_counter() - begin:5.0f} s: {drafts}, {engine}: {said}", flush=True)
-    lines = [
-        (row["drafts"], f"{row['engine']} {row.get('version', '')}", *cells(row, options.workloads)) for row in rows
-    ]
+            settings = [filled(one, str(options.heads / str(folder))) for one in engines.get(engine, [])]
+            if settings and (weights is None or engine in QUANTISES):
+                found[drafts, engine] = settings[: options.settings]
+    return found
+
+
+def measured(task: dict, found: dict[tuple[str, str], list], options: argparse.Namespace) -> Iterator[tuple]:
+    """(drafts, engine, a result for each setting), on a GPU as soon as there are any."""
+    tasks = {key: [task | {"engine": key[1], "setting": one} for one in settings] for key, settings in found.items()}
+    if options.device != "cpu":
+        for key, some in tasks.items():
+            yield *key, [start(one, options.timeout) for one in some]
+        return
+    results = iter(in_turn.measure([one for some in tasks.values() for one in some], options.timeout))
+    for key, some in tasks.items():
+        yield *key, [next(results) for _ in some]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    begin, options = time.perf_counter(), parse(arguments)
+    task, lines = make_task(options), []
+    facts = stamp(torch.device(options.device)) | {"prompts": options.prompts, "new_tokens": options.new_tokens}
+    for weights in (None if name == "none" else name for name in options.weights):
+        found, plain = systems(options, weights), {}
+        common = {"model": Path(options.model).name, "dtype": options.dtype, "weights": weights}
+        for drafts, engine, results in measured(task | {"weights": weights}, found, options):
+            row = common | {"engine": engine, "drafts": drafts}
+            row |= best(results, found[drafts, engine], options.workloads)
+            compare_answers(row, plain, task["eos"])
+            save_rows(options.json, [row], KEYS, facts)  # at once, so that a stopped run keeps its rows
+            said, name = cells(row, options.workloads), " ".join(filter(None, (drafts, weights)))
+            print(f"{time.perf_counter() - begin:5.0f} s: {name}, {engine}: {'; '.join(said)}", flush=True)
+            lines.append((name, f"{engine} {row.get('version', '')}", *said))
     title = "accept length, tokens/s (answers equal to plain)"
     show(("drafts", "engine", *options.workloads), lines, title)
 

@@ -16,7 +16,11 @@ class Ours:
             torch.set_num_threads(task["threads"])
         model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=getattr(torch, task["dtype"]))
         model = model.to(task["device"]).eval()
-        options = {"max_cache_len": task["max_len"] + 64, "compile": task["compile"]} | task["setting"]
+        options = {
+            "max_cache_len": task["max_len"] + 64,
+            "compile": task["compile"],
+            "weights": task["weights"],
+        } | task["setting"]
         self.fast = spec_compile.speculate(model, **options)
         self.fast.speculation.warmup()
         self.fixed = dict(

@@ -6,6 +6,7 @@ A task has these fields; every engine gets the same:
 engine: one of `ENGINES`
 setting: a dict that the engine's module explains
 model, dtype, device, new_tokens, repeats
+weights: None, or to what the engine rounds them
 max_len: most tokens of a prompt and its answer
 eos: ids that end an answer
 sets: name -> "tuning" and "measured" prompts, as token ids
@@ -20,7 +21,7 @@ import traceback
 from pathlib import Path
 from typing import Protocol
 
-ENGINES = {"ours": "ours", "transformers": "hf", "vllm": "on_vllm", "sglang": "on_sglang"}
+ENGINES = {"ours": "ours", "transformers": "hf", "vllm": "on_vllm", "sglang": "on_sglang", "llama_cpp": "on_llama_cpp"}
 """Engine -> its module in this folder, which has `load(task)`."""
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..capture.yardstick import DEVIATIONS, LEAST_SPREAD, MORE_NOISE, NEAR_TIE
 from .requests import Manner
+from .rounding import Rounding
 
 SIGNIFICANCE = 1e-3
 """Sampling fails the audit if the target would give frequencies at least as far off with a smaller probability."""
@@ -164,6 +165,7 @@ class Report:
     distance: of logits from float32.
     lookup: number of answers by transformers' prompt lookup that equal its greedy ones; None if it was not run.
     requests: the ways in which the same requests were answered again, see `requests.InManyWays`.
+    rounding: how the model differs from itself before its weights were rounded; None if that was not compared.
     """
 
     greedy: list[Greedy] = field(default_factory=list)
@@ -175,6 +177,7 @@ class Report:
     distance: Distance | None = None
     lookup: int | None = None
     requests: list[Manner] = field(default_factory=list)
+    rounding: Rounding | None = None
 
     @property
     def verdict(self) -> str:
@@ -223,6 +226,8 @@ class Report:
             for number, row in enumerate(self.sampled):
                 counts = f"{number:6} {row.draws:7} {row.contexts:9} {row.untested:9}"
                 lines.append(f"{counts} {row.chi_square:11.1f} {row.freedom:8} {row.p_value:8.4f}")
+        if self.rounding is not None:
+            lines.append(str(self.rounding))
         same = sum(row.verdict == "same" for row in self.greedy)
         counts = f"{same} of {len(self.greedy)} answers identical; " if self.greedy else ""
         return "\n".join([*lines, f"{self.verdict}: {counts}accept length {self.accept_length:.2f}"])

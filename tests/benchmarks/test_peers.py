@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import common, serving
-from benchmarks.peers import compare, worker
+from benchmarks.peers import compare, in_turn, worker
 from benchmarks.training import chats, hold_out
 from spec_compile import speculate
 
@@ -93,7 +93,7 @@ def test_engines_side_by_side(tmp_path, monkeypatch, capsys):
     assert all(len(ids) == 24 for ids in prompts) and task["eos"] == [0]
     monkeypatch.setitem(sys.modules, "vllm", fake_vllm({tuple(ids): [5, 6, 7, 8] for ids in prompts}))
     monkeypatch.setitem(sys.modules, "sglang", None)
-    monkeypatch.setattr(compare, "start", lambda task, timeout: worker.work(task))
+    monkeypatch.setattr(in_turn, "measure", lambda tasks, timeout: [worker.work(task) for task in tasks])
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     compare.main(command)
     rows = {(row["drafts"], row["engine"]): row for row in json.loads(path.read_text())["rows"]}
@@ -117,6 +117,14 @@ def test_engines_in_processes_of_their_own(tmp_path):
     rows = {(row["drafts"], row["engine"]): row["sets"]["chat"] for row in json.loads(path.read_text())["rows"]}
     assert rows["plain", "ours"]["accept_length"] == 1.0  # of EAGLE-3 it depends on the time that rounds take
     assert rows["EAGLE-3", "ours"]["same"] == 2 == rows["plain", "transformers"]["of"]
+
+
+@pytest.mark.slow
+def test_an_engine_by_itself_in_a_process(monkeypatch):
+    command = ["--workloads", "chat", "--prompts", "1", "--new-tokens", "4", "--device", "cpu", "--dtype", "float32"]
+    task = compare.make_task(compare.parse(command)) | {"weights": None, "engine": "transformers", "setting": {}}
+    assert compare.start(task, 300)["sets"]["chat"]["tokens"] == 4
+    assert compare.start(task, 0.1) == {"refused": "no result after 0 seconds"}
 
 
 def test_prompts_that_heads_were_trained_on_are_refused(tmp_path):

@@ -1,0 +1,160 @@
+"""Engines that answer each prompt in turn, and llama.cpp's among them."""
+
+import sys
+import threading
+import types
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from models import ADMITTED
+from transformers import AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.peers import compare, in_turn
+
+SETS = {"a": {"tuning": [[1]], "measured": [[2], [3]]}}
+
+
+class Noting:
+    """An engine that notes in a list who was asked what."""
+
+    version = "1"
+
+    def __init__(self, task):
+        if task["setting"]:
+            raise ValueError("no such setting\nmore")
+        self.name, self.asked = task["engine"], task["asked"]
+
+    def forget(self):
+        pass
+
+    def answer(self, ids):
+        self.asked.append((self.name, *ids))
+        return [7, 8, 9]
+
+    def rounds(self, answer):
+        return 2, len(answer)
+
+
+@contextmanager
+def in_threads(tasks):
+    pairs = [in_turn.multiprocessing.Pipe() for _ in tasks]
+    threads = [threading.Thread(target=in_turn.work, args=(task, there)) for task, (_, there) in zip(tasks, pairs)]
+    for thread in threads:
+        thread.start()
+    yield [here for here, _ in pairs]
+    for (here, _), thread in zip(pairs, threads):
+        here.send(None)
+        thread.join()
+
+
+def test_every_prompt_is_asked_of_all_engines_before_the_next(monkeypatch):
+    asked = []
+    monkeypatch.setitem(sys.modules, "benchmarks.peers.noting", types.SimpleNamespace(load=Noting))
+    for name in "xyz":
+        monkeypatch.setitem(in_turn.ENGINES, name, "noting")
+    monkeypatch.setattr(in_turn, "started", in_threads)
+    monkeypatch.setattr(in_turn, "pin", lambda threads: None)
+    monkeypatch.setattr(in_turn, "PAUSE", 0)
+    task = {"sets": SETS, "threads": 1, "repeats": 2, "asked": asked, "setting": None}
+    tasks = [task | {"engine": "x"}, task | {"engine": "y", "setting": 1}, task | {"engine": "z"}]
+    first, refused, last = in_turn.measure(tasks, 10)
+    assert refused == {"refused": "ValueError: no such setting"}
+    assert sorted(asked[:2]) == [("x", 1), ("z", 1)]  # before anything is timed
+    assert asked[2:] == [("x", 1), ("z", 1), *[("x", 2), ("z", 2)] * 2, *[("x", 3), ("z", 3)] * 2]
+    for result in (first, last):
+        figures = result["sets"]["a"]
+        assert figures["accept_length"] == 1.5 and figures["tokens"] == 6 and figures["answers"] == [[7, 8, 9]] * 2
+        assert figures["tuning_tokens_per_second"] > 0
+
+
+def test_a_prompt_counts_by_its_fastest_repeat():
+    answers = in_turn.Answers([[3.0, 1.0], [2.0, 4.0]], [[1, 2, 3], [1, 2, 3]])
+    assert answers.tokens_per_second == 6 / 3
+
+
+def test_a_process_that_ends_is_a_result():
+    here, there = in_turn.multiprocessing.Pipe()
+    assert in_turn.received(here, 0) == {"refused": "no result after 0 seconds"}
+    there.close()
+    assert in_turn.received(here, 1) == {"refused": "its process ended"}
+
+
+def test_only_engines_that_round_weights_get_them():
+    options = compare.parse(["--device", "cpu", "--engines", "ours", "llama_cpp", "transformers", "--drafts", "plain"])
+    assert options.json.name == "peers_cpu.json"
+    assert [engine for _, engine in compare.systems(options, None)] == ["ours", "llama_cpp", "transformers"]
+    assert [engine for _, engine in compare.systems(options, "int8")] == ["ours", "llama_cpp"]
+
+
+def fake_llama_cpp(made):
+    """A module with what on_llama_cpp.py uses of llama-cpp-python; each forward after the prompt's gives two tokens."""
+
+    class Llama:
+        def __init__(self, path, **arguments):
+            made.append(arguments | {"size": Path(path).stat().st_size})
+            self.n_tokens = 0
+
+        def eval(self, tokens):
+            self.n_tokens += len(tokens)
+
+        def reset(self):
+            self.n_tokens = 0
+
+        def generate(self, ids, temp, repeat_penalty):
+            assert temp == 0.0 and repeat_penalty == 1.0
+            self.eval(ids)
+            yield 5
+            for token in range(6, 100, 2):
+                self.eval([token, token])
+                yield from (token, token + 1)
+
+    def quantize(source, path, options):
+        Path(path.decode()).write_bytes(b"small")
+        return 0
+
+    return types.SimpleNamespace(
+        __version__="0", Llama=Llama, LLAMA_FTYPE_MOSTLY_Q8_0=7, LLAMA_FTYPE_MOSTLY_Q4_0=2,
+        llama_model_quantize=quantize, llama_model_quantize_default_params=types.SimpleNamespace,
+    )  # fmt: skip
+
+
+def test_llama_cpp_as_an_engine(monkeypatch, tmp_path):
+    pytest.importorskip("gguf")
+    made = []
+    lookup = types.SimpleNamespace(LlamaPromptLookupDecoding=lambda **arguments: arguments)
+    monkeypatch.setitem(sys.modules, "llama_cpp", fake_llama_cpp(made))
+    monkeypatch.setitem(sys.modules, "llama_cpp.llama_speculative", lookup)
+    monkeypatch.delitem(sys.modules, "benchmarks.peers.on_llama_cpp", raising=False)
+    monkeypatch.setattr("benchmarks.common.pin", lambda threads: None)
+    from benchmarks.peers import on_llama_cpp
+
+    ADMITTED["llama"]().save_pretrained(tmp_path)
+    task = {"model": str(tmp_path), "dtype": "float32", "weights": "int4", "threads": 1, "max_len": 8, "new_tokens": 6}
+    engine = on_llama_cpp.load(task | {"eos": [9], "setting": compare.llama_cpp(10, 2)})
+    assert made[0]["draft_model"] == {"num_pred_tokens": 10, "max_ngram_size": 2} and made[0]["size"] == 5
+    answer = engine.answer([1, 2, 3])
+    assert answer == [5, 6, 7, 8, 9] and engine.rounds(answer) == (2, 4)
+    plain = on_llama_cpp.load(task | {"weights": None, "eos": [], "setting": {}})
+    assert plain.answer([1]) == [5, 6, 7, 8, 9, 10] and made[1]["draft_model"] is None and made[1]["size"] > 5
+    with pytest.raises(ValueError, match=r"weights: expected one of int8, int4 for llama\.cpp, got fp8"):
+        on_llama_cpp.load(task | {"weights": "fp8", "eos": [], "setting": {}})
+    sys.modules.pop("benchmarks.peers.on_llama_cpp")
+
+
+def test_a_model_written_as_gguf_is_the_same_model(tmp_path):
+    pytest.importorskip("gguf")
+    from benchmarks.peers import gguf_file
+
+    model = ADMITTED["llama"]()
+    model.save_pretrained(tmp_path / "model")
+    gguf_file.write(tmp_path / "model", tmp_path / "model.gguf", "float32")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    tensors = again.state_dict()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in model.state_dict().items())
+    ADMITTED["gpt2"]().save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="model: expected a Llama without scaled positions, got GPT2Config"):
+        gguf_file.write(tmp_path / "other", tmp_path / "other.gguf", "float32")
