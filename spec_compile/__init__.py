@@ -2,6 +2,7 @@
 
 from .api import Speculation, speculate
 from .audit import audit
+from .capture.gguf import load_gguf
 from .capture.mxfp4 import load_mxfp4
 from .errors import UnsupportedModelError
 from .ngram.trie import NgramTrie
@@ -11,7 +12,7 @@ from .stats import Stats
 from .training import train_draft, train_while_serving
 
 __all__ = [
-    "NgramTrie", "Speculation", "Stats", "ThinkingBudget", "UnsupportedModelError", "audit", "dump", "load_mxfp4",
-    "speculate", "train_draft", "train_while_serving",
+    "NgramTrie", "Speculation", "Stats", "ThinkingBudget", "UnsupportedModelError", "audit", "dump", "load_gguf",
+    "load_mxfp4", "speculate", "train_draft", "train_while_serving",
 ]  # fmt: skip
 __version__ = "0.1.0"

@@ -95,8 +95,7 @@ def audit(
     if requests:
         report.requests = _in_many_ways(fast, rows[:FEW_PROMPTS], {**limit, **options}, bool(samples))
     if unrounded is not None:
-        answers = [each.plain for each in decoded]
-        report.rounding = compare_rounding(unrounded, plain, rows, answers, {**limit, **options})
+        report.rounding = compare_rounding(unrounded, plain, rows, rows, {**limit, **options})
     report.accept_length = fast.speculation.stats.accept_length
     return report
 

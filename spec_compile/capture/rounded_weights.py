@@ -33,13 +33,13 @@ def rounded_weights(model: PreTrainedModel, name: str | None) -> Iterator[None]:
         return
     _check(model)
     replaced, left = dict[str, nn.Linear](), []
-    for path, layer in [*_layers(model)]:
+    for path, layer in [*own_layers(model)]:
         packed = made.FORMATS[name](layer.weight)
         if packed is None:
             left.append(path)
             continue
         replaced[path] = layer
-        _put(model, path, QuantisedLinear(packed._replace(bias=layer.bias)).eval())
+        put_layer(model, path, QuantisedLinear(packed._replace(bias=layer.bias)).eval())
     if not replaced and not packed_layers(model):
         raise UnsupportedModelError(
             f"weights: {type(model).__name__} has no linear layer that {name!r} can round; leave the option out"
@@ -50,7 +50,7 @@ def rounded_weights(model: PreTrainedModel, name: str | None) -> Iterator[None]:
         yield
     except BaseException:
         for path, layer in replaced.items():
-            _put(model, path, layer)
+            put_layer(model, path, layer)
         raise
 
 
@@ -66,7 +66,7 @@ def _check(model: PreTrainedModel) -> None:
             raise UnsupportedModelError(f"weights: {type(model).__name__} {lack}; leave the option out")
 
 
-def _layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
+def own_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
     """The linear layers but the output head whose weights nobody else reads."""
     readers = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     for path, layer in model.named_modules():
@@ -76,6 +76,7 @@ def _layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
             yield path, layer
 
 
-def _put(model: PreTrainedModel, path: str, layer: nn.Module) -> None:
+def put_layer(model: PreTrainedModel, path: str, layer: nn.Module) -> None:
+    """Put a layer in the place of another."""
     parent, _, child = path.rpartition(".")
     setattr(model.get_submodule(parent), child, layer)

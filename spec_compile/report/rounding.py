@@ -6,18 +6,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from ..capture.yardstick import first_unequal
+from torch.nn import functional as F
 
 
 @dataclass
 class Rounding:
     """A rounded model next to the unrounded one.
 
-    predicted: tokens of the prompts that both predicted, all but the first of each.
+    predicted: tokens of the texts that both predicted, all but the first of each.
     perplexity: over these tokens, of the unrounded model and of the rounded one.
     agreeing: of these tokens, those for which both models have the same most probable token.
-    same: for each answer, the tokens up to the first that differs; None if all are equal.
+    same: for each prompt, the tokens of the greedy answers up to the first that differs; None if all are equal.
     """
 
     predicted: int
@@ -35,42 +34,42 @@ class Rounding:
         )
 
 
-def check_unrounded(unrounded: Any, rounded: Any, rows: list[Tensor]) -> None:
-    """ValueError if the two models, or prompts [1, T], cannot be compared."""
+def check_unrounded(unrounded: Any, rounded: Any, texts: list[Tensor]) -> None:
+    """ValueError if the two models cannot be compared, or not over `texts` [1, T]."""
     sizes = [model.get_output_embeddings().weight.shape[0] for model in (unrounded, rounded)]
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"unrounded: expected the model before its weights were rounded, with {sizes[1]} tokens, got {sizes[0]}"
         )
-    if all(ids.shape[1] < 2 for ids in rows):
+    if all(ids.shape[1] < 2 for ids in texts):
         raise ValueError("prompts: with unrounded, expected at least one of two tokens or more, for perplexity")
 
 
 @torch.no_grad()
 def compare_rounding(
-    unrounded: Any, rounded: Any, rows: list[Tensor], answers: list[list[int]], options: dict
+    unrounded: Any, rounded: Any, texts: list[Tensor], prompts: list[Tensor], options: dict
 ) -> Rounding:
-    """The figures over prompts `rows` [1, T].
-
-    answers: greedy ones of the rounded model.
-    options: for the unrounded model's ``generate()``.
-    """
-    losses, predicted, agreeing = [0.0, 0.0], 0, 0
-    for ids in rows:
-        logits = [model(ids.to(model.device)).logits[0, :-1].float() for model in (unrounded, rounded)]
-        next_ids = ids[0, 1:]
+    """The figures over texts [1, T], and answers to prompts [1, T] by transformers. options: for ``generate()``."""
+    models, losses, predicted, agreeing = (unrounded, rounded), [0.0, 0.0], 0, 0
+    for ids in texts:
+        logits = [model(ids.to(model.device)).logits[0, :-1].double().cpu() for model in models]
         for number, each in enumerate(logits):
-            losses[number] += float(
-                torch.nn.functional.cross_entropy(each.double(), next_ids.to(each.device), reduction="sum")
-            )
-        predicted += len(next_ids)
-        agreeing += int((logits[0].argmax(dim=-1).cpu() == logits[1].argmax(dim=-1).cpu()).sum())
-    same: list[int | None] = []
-    for ids, answer in zip(rows, answers):
-        output = unrounded.generate(ids.to(unrounded.device), **{**options, "do_sample": False})
-        before = output[0, ids.shape[1] :].tolist()
-        shorter = None if before == answer else min(len(before), len(answer))
-        position = first_unequal(before, answer)
-        same.append(shorter if position is None else position)
+            losses[number] += float(F.cross_entropy(each, ids[0, 1:].cpu(), reduction="sum"))
+        predicted += ids.shape[1] - 1
+        agreeing += int((logits[0].argmax(dim=-1) == logits[1].argmax(dim=-1)).sum())
     before, after = (math.exp(loss / predicted) for loss in losses)
+    same = [_same(*(_answer(model, ids, options) for model in models)) for ids in prompts]
     return Rounding(predicted, (before, after), agreeing, same)
+
+
+def _answer(model: Any, ids: Tensor, options: dict) -> list[int]:
+    ids = ids.to(model.device)
+    answer = model.generate(ids, attention_mask=torch.ones_like(ids), **{**options, "do_sample": False})
+    return answer[0, ids.shape[1] :].tolist()
+
+
+def _same(before: list[int], after: list[int]) -> int | None:
+    """The tokens up to the first that differs, or to the end of the shorter answer; None if all are equal."""
+    if before == after:
+        return None
+    return next((n for n, (a, b) in enumerate(zip(before, after)) if a != b), min(len(before), len(after)))
