@@ -63,6 +63,45 @@ def peers(results: Results) -> str:
     return table(("model", "drafts", "engine", *sets, "answers equal to its plain steps"), rows)
 
 
+LLAMA_CPP = {None: "BF16", "int8": "Q8_0", "int4": "Q4_0"}
+"""Weights of ours -> the type in which llama.cpp has them."""
+
+
+def peers_cpu(results: Results) -> str:
+    """A row for each engine, its weights and way of drafting, a column for each set: accept length, tokens a second,
+    and for ours in brackets over llama.cpp of the same weights: plain steps over its plain steps, drafts over the
+    faster of its plain steps and its lookup."""
+    every = [row for row in results.all("peers_cpu", "rows") if "sets" in row]
+    names = list(dict.fromkeys(name for row in every for name in row["sets"]))
+    rows = []
+    for row in map(results.seen, every):
+        theirs = [one for one in every if one["engine"] == "llama_cpp" and one["weights"] == row["weights"]
+                  and (one["drafts"] == "plain" or row["drafts"] != "plain")]  # fmt: skip
+        cells = []
+        for name in names:
+            figures = row["sets"].get(name)
+            rates = [one["sets"][name]["tokens_per_second"] for one in theirs if name in one["sets"]]
+            cell = f"{figures['accept_length']:.2f}, {figures['tokens_per_second']:,.0f}" if figures else NONE
+            if figures and rates and row["engine"] == "ours":
+                cell += f" ({figures['tokens_per_second'] / max(rates):.2f}×)"
+            cells.append(cell)
+        kinds = LLAMA_CPP if row["engine"] == "llama_cpp" else {None: row["dtype"]}
+        weights = kinds.get(row["weights"], row["weights"])
+        rows.append((row["model"], weights, row["drafts"], f"{row['engine']} {row['version']}", *cells))
+    return table(("model", "weights", "drafts", "engine", *(WORKLOADS.get(name, name) for name in names)), rows)
+
+
+def rounded_weights(results: Results) -> str:
+    """A row for each model and format of `weights`: perplexity before and after, and answers."""
+    rows = []
+    for row in map(results.seen, results.all("rounded_weights", "rows")):
+        perplexity = f"{row['before']:.3f}", f"{row['after']:.3f} ({row['after'] / row['before'] - 1:+.2%})"
+        agreeing = f"{row['agreeing'] / row['predicted']:.1%} of {row['predicted']:,}"
+        rows.append((row["model"], row["dtype"], row["weights"], *perplexity, agreeing, f"{row['same']}/{row['of']}"))
+    titles = "perplexity before", "after", "tokens with the same most probable one", "greedy answers equal"
+    return table(("model", "dtype", "weights", *titles), rows)
+
+
 def draft_windows(results: Results) -> str:
     """Accept lengths of a real model without a window and with each."""
     return by_window(results, "accept_length")

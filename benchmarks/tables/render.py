@@ -13,7 +13,9 @@ from benchmarks.tables.drafts import (
     draft_windows,
     measured_sets,
     peers,
+    peers_cpu,
     published,
+    rounded_weights,
     tokenizers,
     trained,
     training,
@@ -75,6 +77,21 @@ def peer_cells(results: Results, workload: str) -> tuple[str, ...]:
     return *cells, f"{rate(joined) / rate(best):.1f}×", hardware(results.seen(joined))
 
 
+def llama_cpp_cells(results: Results, workload: str, weights: str) -> tuple[str, ...]:
+    """llama.cpp by the faster of its plain steps and its lookup, ours with n-grams, the ratio, and the hardware."""
+    rows = [row for row in results.all("peers_cpu", "rows") if workload in row.get("sets", {})]
+    rows = [row for row in rows if row["weights"] == weights]
+    ours = next((row for row in rows if (row["engine"], row["drafts"]) == ("ours", "n-gram")), None)
+    theirs = [row for row in rows if row["engine"] == "llama_cpp"]
+    if ours is None or not theirs:
+        return NONE, NONE, "", ""
+    rate = {id(row): row["sets"][workload]["tokens_per_second"] for row in rows}
+    best = results.seen(max(theirs, key=lambda row: rate[id(row)]))
+    way = "lookup" if best["drafts"] == "n-gram" else "plain"
+    cells = f"{rate[id(best)]:,.0f} tokens/s (llama.cpp, {way})", f"{rate[id(ours)]:,.0f} tokens/s"
+    return *cells, f"{rate[id(ours)] / rate[id(best)]:.1f}×", hardware(results.seen(ours))
+
+
 def compared(speeds: dict[str, float], ours: str) -> tuple[str, str, str]:
     """The fastest of transformers' own ways, one of ours, and the ratio."""
     best = max((name for name in speeds if name in BEST), key=speeds.get)
@@ -112,6 +129,11 @@ def summary(results: Results) -> str:
         *(
             (f"{model}, {sets[key]}", *on_cpu(key), "`quality.acceptance --as-chat`")
             for key in ("editeval", "gsm8k_test")
+        ),
+        (
+            "SmolLM2-135M, 4 bits, n-grams, code editing",
+            *llama_cpp_cells(results, "code_editing", "int4"),
+            "`peers.compare --device cpu`",
         ),
         ("Llama-3.1-8B shape, one token without drafts", *step_cells(results, "llama-8b"), "`gpu --baselines`"),
         ("Llama-3.1-8B shape, a round of EAGLE-3's tree", *round_cells(results, "llama-8b", tree), "`gpu --drafts`"),
@@ -375,6 +397,8 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "smollm2_acceptance": lambda results: acceptance(results, "acceptance_smollm2"),
     "smollm2_published": lambda results: published(results, "acceptance_smollm2"),
     "peers": peers,
+    "peers_cpu": peers_cpu,
+    "rounded_weights": rounded_weights,
     "tensor_parallel": tensor_parallel,
     "backend": backend,
 }
