@@ -18,7 +18,8 @@ COUNTS = 65, 64, 17, 16, 13, 7, 6, 5, 4, 3, 2, 1
 """Numbers of rows around the sizes of tiles, panels and chunks."""
 READ = [name for name in DRAWN if not name.startswith("w4a8") and name not in ("nvfp4", "modelopt fp4")]
 ROUNDED = ("fp8", "ct fp8", "ct int8", "static fp8", "static int8")
-"""Layouts whose plain meaning rounds products of codes and scales, which the kernel does not."""
+"""Layouts whose plain meaning rounds products of codes and scales, which the kernel does not; with instructions for
+BF16 it does so in no layout."""
 
 
 @pytest.fixture(params=range(1, BEST + 1), ids=lambda level: LEVELS[level])
@@ -55,7 +56,8 @@ def test_layouts(name, outputs, inputs, level):
         got = same_for_all_rows(form_of(layout, parts[0].dtype), x, *parts, bias, level)
         want = layout.product(x, parts, bias)
         error = (got.float() - want.float()).norm() / want.float().norm()
-        assert error < (1e-6 if dtype == FLOAT32 else 5e-3 if name in (*ROUNDED, "ao int8") else 2e-4), error
+        rounded = name in (*ROUNDED, "ao int8") or LEVELS[level].endswith("BF16")
+        assert error < (1e-6 if dtype == FLOAT32 else 5e-3 if rounded else 2e-4), error
 
 
 @pytest.mark.parametrize("rows", [1, 9])

@@ -2,6 +2,7 @@
 //
 // BLAS packs blocks of w before it multiplies, which pays for many rows of x only, and reads no codes of few bits.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -55,11 +56,12 @@ namespace avx512 {
 }  // namespace avx512
 
 namespace avx512_bf16 {
-#define KERNEL __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx2,fma,f16c")))
+#define KERNEL __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx512vbmi,avx2,fma,f16c")))
 #define NATIVE 1
 #include "few_rows_numbers.h"
 #include "few_rows_avx512.h"
 #include "few_rows_panels.h"
+#include "few_rows_strips.h"
 #include "few_rows_tiles.h"
 #undef KERNEL
 #undef NATIVE
@@ -78,7 +80,8 @@ int levels() {
         __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    const bool has_pairs = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+    const bool has_pairs = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16") &&
+                           __builtin_cpu_supports("avx512vbmi");
     return !has_avx2 ? 0 : !has_avx512 ? 1 : !has_pairs ? 2 : 3;
 }
 #else
@@ -113,7 +116,7 @@ struct Job {
 };
 
 constexpr int64_t kLine = 64;   // bytes of a line of the cache
-constexpr int64_t kShare = 16;  // outputs that a thread takes at a time, whose scales share a line of the cache
+constexpr int64_t kShare = 32;  // outputs that a thread takes at a time: of a panel, and their scales share lines
 
 // One thread's share: as many blocks of outputs as any other's, rounded up.
 void share_outputs(void* argument) {

@@ -14,6 +14,7 @@ enum class Rounding : int { none, int8_rows, fp8_rows, fp8_blocks };
 enum class Units : int { centred_bfloat16, centred_float16, bfloat16, float16, table };
 
 constexpr int64_t kBlock = 128;  // inputs, and outputs, of a scale of `fp8_blocks`
+constexpr int64_t kChunk = 64;   // rows whose sums are kept at once
 
 struct Product {
     const void* x;        // [rows, inputs] of `dtype`

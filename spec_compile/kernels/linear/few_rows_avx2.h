@@ -65,8 +65,6 @@ INLINE __m256i turned_right(__m256i words, int bits) {
     return _mm256_or_si256(_mm256_srl_epi32(words, right), _mm256_sll_epi32(words, left));
 }
 
-INLINE const Table& table_for(const Table& table, const float*) { return table; }
-
 // The numbers of nibble `bits / 4` of 32 half-words, in the order of these.
 INLINE void look_up(const Table& table, const uint8_t* words, int bits, float* out) {
     for (int half = 0; half < 2; half++) {

@@ -1,14 +1,11 @@
-// Vectors of AVX-512 for few_rows_tiles.h, which includes this once for each TARGET. NATIVE is 1 if the CPU multiplies
-// pairs of bfloat16 and of int16 in one instruction.
+// Vectors of AVX-512 for few_rows_tiles.h, which includes this once for each TARGET. NATIVE is 1 if few_rows_strips.h
+// multiplies bfloat16 and integers.
 constexpr int kLanes = 16;
 constexpr int kMostRows = 6;  // rows of x in a tile of 4 outputs: 24 of the 32 registers are sums
 
 typedef __m512 Floats;
 struct Table {
     Floats numbers;
-};
-struct Bf16Table {
-    __m512i numbers;  // twice, because an index has five bits
 };
 
 INLINE Floats floats_of_bfloat16(const uint16_t* codes) {
@@ -54,8 +51,6 @@ INLINE Table scaled(const float* numbers, float scale) {
 
 INLINE Table rounded(Table table, bool half) { return {half ? to_float16(table.numbers) : to_bfloat16(table.numbers)}; }
 
-INLINE const Table& table_for(const Table& table, const float*) { return table; }
-
 // The numbers of nibble `bits / 4` of 32 half-words, in the order of these.
 INLINE void look_up(const Table& table, const uint8_t* words, int bits, float* out) {
     const __m512i codes = _mm512_loadu_si512(words);
@@ -98,23 +93,7 @@ struct FloatSums {
     }
 };
 
-#if NATIVE
-// Products of w plus 128, without a sign, and x.
-struct IntSums {
-    typedef int8_t Element;
-    typedef __m512i Sum;
-    static constexpr int kStep = 64;
-    static INLINE Sum zero() { return _mm512_setzero_si512(); }
-    static INLINE __m512i load(const int8_t* at) { return _mm512_loadu_si512(at); }
-    static INLINE __m512i load_weights(const int8_t* at) { return _mm512_xor_si512(load(at), _mm512_set1_epi8(-128)); }
-    static INLINE Sum add(Sum sum, __m512i a, __m512i b) { return _mm512_dpbusd_epi32(sum, a, b); }
-    // of_row: the sum of a row of x.
-    static INLINE void totals_of(const Sum* s, int32_t of_row, float* out) {
-        const __m128i exact = _mm_sub_epi32(totals(s[0], s[1], s[2], s[3]), _mm_set1_epi32(128 * of_row));
-        _mm_storeu_ps(out, _mm_cvtepi32_ps(exact));
-    }
-};
-#else
+#if !NATIVE
 struct IntSums {
     typedef int16_t Element;
     typedef __m512i Sum;
@@ -130,33 +109,5 @@ struct IntSums {
 
 INLINE void int16_of_int8(const uint8_t* codes, int16_t* out) {  // 32 of them
     _mm512_storeu_si512(out, _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)codes)));
-}
-#endif
-
-#if NATIVE
-struct Bf16Sums {
-    typedef uint16_t Element;
-    typedef __m512 Sum;
-    static constexpr int kStep = 32;
-    static INLINE Sum zero() { return _mm512_setzero_ps(); }
-    static INLINE __m512bh load(const uint16_t* at) { return (__m512bh)_mm512_loadu_si512(at); }
-    static INLINE __m512bh load_weights(const uint16_t* at) { return load(at); }
-    static INLINE Sum add(Sum sum, __m512bh a, __m512bh b) { return _mm512_dpbf16_ps(sum, a, b); }
-    static INLINE void totals_of(const Sum* s, int32_t, float* out) {
-        _mm_storeu_ps(out, totals(s[0], s[1], s[2], s[3]));
-    }
-};
-
-INLINE void put_bfloat16(uint16_t* at, Floats first, Floats second) {
-    _mm512_storeu_si512(at, (__m512i)_mm512_cvtne2ps_pbh(second, first));
-}
-
-INLINE Bf16Table table_for(const Table& table, const uint16_t*) {
-    return {(__m512i)_mm512_cvtne2ps_pbh(table.numbers, table.numbers)};
-}
-
-INLINE void look_up(const Bf16Table& table, const uint8_t* words, int bits, uint16_t* out) {
-    const __m512i codes = _mm512_rorv_epi32(_mm512_loadu_si512(words), _mm512_set1_epi32(bits));
-    _mm512_storeu_si512(out, _mm512_permutexvar_epi16(codes, table.numbers));
 }
 #endif

@@ -60,11 +60,7 @@ template <bool kFp8> struct Bytes {
             put(out + lane, rounds ? to_bfloat16(numbers) : numbers);
         }
     }
-#if NATIVE
-    static INLINE void decode(const uint8_t* codes, Floats scale, bool, uint16_t* out) {
-        put_bfloat16(out, floats(codes, scale), floats(codes + kLanes, scale));
-    }
-#else
+#if !NATIVE
     static INLINE void decode(const uint8_t* codes, Floats, bool, int16_t* out) { int16_of_int8(codes, out); }
 #endif
 
@@ -94,7 +90,7 @@ template <Units kUnits> struct Nibbles {
 
     // The numbers of an output's codes in a group, rounded as the layout says, then to the dtype of x.
     // pairs: two groups have their scales side by side.
-    static INLINE Table table(const Product& p, int64_t o, int64_t group, bool pairs, bool to_float, bool rounds) {
+    static INLINE Table table(const Product& p, int64_t o, int64_t group, bool pairs, bool rounds) {
         const int64_t pair = pairs ? group / 2 : group, second = pairs ? group % 2 : 0;
         if constexpr (kUnits == Units::table) {
             const float* numbers = static_cast<const float*>(p.scales);
@@ -112,16 +108,14 @@ template <Units kUnits> struct Nibbles {
             const float zero = -number(p.scales, type, unit + 1) - (kHalf ? 1024.f : 128.f);
             numbers = line(number(p.scales, type, unit), zero, 1.f);
         }
-        if (kHalf || to_float) numbers = rounded(numbers, kHalf);
+        numbers = rounded(numbers, kHalf);
         return kHalf && rounds ? rounded(numbers, false) : numbers;
     }
 
-    template <class Element>
-    static KERNEL void panel(const Product& p, int64_t o, int64_t k, int64_t count, int64_t ahead, Element* out) {
+    static KERNEL void panel(const Product& p, int64_t o, int64_t k, int64_t count, int64_t ahead, float* out) {
         const uint8_t* row = p.w + o * p.row_bytes + k / 2;
         const bool pairs = p.group < 256;
-        constexpr bool to_float = sizeof(Element) == sizeof(float);  // else `table_for` rounds to bfloat16
-        const bool rounds = to_float && p.dtype == Number::bfloat16;
+        const bool rounds = p.dtype == Number::bfloat16;
         const int64_t groups = pairs ? 256 / p.group : 1;  // of a block
         int64_t group = pairs ? k / 256 * groups : k / p.group, rest = pairs ? 0 : p.group - k % p.group;
         const uint32_t* units = static_cast<const uint32_t*>(p.scales) + group * p.outputs + o + kPanelOutputs;
@@ -134,16 +128,15 @@ template <Units kUnits> struct Nibbles {
                 for (int vector = 0; vector < 2 && block + 128 * vector < count; vector++, group += 4) {
 #pragma GCC unroll 4
                     for (int j = 0; j < 4; j++, out += 32) {
-                        const auto numbers = table_for(table(p, o, group + j, true, to_float, rounds), out);
-                        look_up(numbers, row + 64 * vector, p.turn + 4 * j, out);
+                        look_up(table(p, o, group + j, true, rounds), row + 64 * vector, p.turn + 4 * j, out);
                     }
                 }
                 continue;
             }
-            auto numbers = table_for(table(p, o, group, pairs, to_float, rounds), out);
+            Table numbers = table(p, o, group, pairs, rounds);
             for (int j = 0; j < 4; j++, out += 64) {
                 if (j && j * groups % 4 == 0 && pairs)
-                    numbers = table_for(table(p, o, group + j * groups / 4, true, to_float, rounds), out);
+                    numbers = table(p, o, group + j * groups / 4, true, rounds);
                 look_up(numbers, row, p.turn + 4 * j, out);
                 look_up(numbers, row + 64, p.turn + 4 * j, out + 32);
             }

@@ -6,7 +6,6 @@
 // sizes of panels and tiles. Numbers of w that need no decoding are multiplied where they lie.
 
 constexpr int kOutputs = 4;          // of a tile
-constexpr int64_t kChunk = 64;       // rows whose sums are kept at once
 
 // Some outputs of w and rows of x, and their sums so far.
 template <class S> struct Tile {
@@ -180,6 +179,11 @@ INLINE float largest_of(const float* numbers, int64_t count) {
 template <class Element> KERNEL void prepare_row(const Product& p, int64_t row, Element* out) {
     float buffer[kBlock];
     int32_t total = 0;
+    if (sizeof(Element) == sizeof(uint16_t) && p.rounding == Rounding::none) {  // bfloat16
+        std::memcpy(out, static_cast<const Element*>(p.x) + row * p.inputs, p.inputs * sizeof(Element));
+        std::memset(out + p.inputs, 0, (p.padded() - p.inputs) * sizeof(Element));
+        return;
+    }
     const bool wide = p.dtype == Number::float32, by_row = p.row_scales != nullptr;
     float scale = 1.f;
     if (by_row) {
@@ -218,6 +222,11 @@ template <class Element> KERNEL void prepare_row(const Product& p, int64_t row, 
 INLINE bool takes_bfloat16(const Product& p) {
     return NATIVE && p.dtype == Number::bfloat16 && p.rounding != Rounding::fp8_blocks;
 }
+#if NATIVE
+typedef Fours::Element Integer;
+#else
+typedef IntSums::Element Integer;
+#endif
 INLINE bool takes_integers(const Product& p) { return p.weights == Weights::int8 && p.rounding == Rounding::int8_rows; }
 
 // True if the rows of x are as they are taken. With more of them, their distance would put them into the same few lines
@@ -229,11 +238,11 @@ KERNEL bool is_prepared(const Product& p) {
 
 // Bytes of an element of a prepared row.
 KERNEL int64_t element_size(const Product& p) {
-    return takes_integers(p) ? sizeof(IntSums::Element) : takes_bfloat16(p) ? sizeof(uint16_t) : sizeof(float);
+    return takes_integers(p) ? sizeof(Integer) : takes_bfloat16(p) ? sizeof(uint16_t) : sizeof(float);
 }
 
 KERNEL void prepare(const Product& p, int64_t row) {
-    if (takes_integers(p)) prepare_row(p, row, static_cast<IntSums::Element*>(p.prepared) + row * p.x_stride);
+    if (takes_integers(p)) prepare_row(p, row, static_cast<Integer*>(p.prepared) + row * p.x_stride);
     else if (takes_bfloat16(p)) prepare_row(p, row, static_cast<uint16_t*>(p.prepared) + row * p.x_stride);
     else prepare_row(p, row, static_cast<float*>(p.prepared) + row * p.x_stride);
 }
@@ -252,11 +261,8 @@ template <class S> KERNEL void of_numbers(const Product& p, int64_t begin, int64
 
 KERNEL void run(const Product& p, int64_t begin, int64_t end, Scratch& scratch) {
 #if NATIVE
-    if (takes_integers(p)) return outputs_as_they_are<IntSums>(p, begin, end, scratch);
-    if (takes_bfloat16(p)) {
-        if (p.weights == Weights::bfloat16) return outputs_as_they_are<Bf16Sums>(p, begin, end, scratch);
-        return of_numbers<Bf16Sums>(p, begin, end, scratch);
-    }
+    if (takes_integers(p)) return fours_of(p, begin, end, scratch);
+    if (takes_bfloat16(p)) return pairs_of(p, begin, end, scratch);
 #else
     if (takes_integers(p)) return outputs_of<IntSums, Bytes<false>>(p, begin, end, scratch);
 #endif
