@@ -44,7 +44,7 @@ struct Product {
 
 // Memory of a thread.
 struct Scratch {
-    static constexpr int64_t kPanelBytes = 16 << 10, kSumBytes = 64 << 10;
+    static constexpr int64_t kPanelBytes = 32 << 10, kSumBytes = 64 << 10;
     alignas(64) unsigned char panel[kPanelBytes];
     alignas(64) unsigned char sums[kSumBytes];
 };

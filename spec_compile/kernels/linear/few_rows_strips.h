@@ -1,16 +1,16 @@
 // Products by instructions for pairs of bfloat16 and fours of 8 bits: sixteen outputs in the lanes of a vector.
 //
-// A panel of 32 outputs and at most 256 inputs is decoded into the L1 cache: a vector has the same two inputs (or four)
+// A panel of 64 outputs and at most 256 inputs is decoded into the L1 cache: a vector has the same two inputs (or four)
 // of sixteen outputs, so that sums need no totals across lanes, and scales of groups are vectors. All rows are
 // multiplied by it. Each sum of a row runs over the inputs in ascending order, whatever the number of rows.
 // Meanwhile the next panel is fetched from memory.
 
 constexpr int kStrip = 16;                // outputs of a vector
-constexpr int kStrips = 2;                // vectors of outputs in a panel
+constexpr int kStrips = 4;                // vectors of outputs in a panel; the last of a thread may have 2
 constexpr int kUnit = 64;                 // inputs, of which a panel has some times as many
 constexpr int64_t kPanelInputs = 256;
 constexpr int kPanelSteps = kPanelInputs / 2;
-constexpr int kStripRows = 12;            // rows of x in a tile: 24 of the 32 registers are sums
+constexpr int kStripRows = 6;             // rows of x in a tile: 24 of the 32 registers are sums
 constexpr int64_t kFewRows = 4;           // rows with which decoding takes longer than products
 
 // Sums of products of bfloat16.
@@ -29,7 +29,11 @@ struct Fours {
     typedef int8_t Element;
     static constexpr int kInputs = 4;
     static INLINE Sum first(int32_t of_row) { return _mm512_set1_epi32(-128 * of_row); }
-    static INLINE Sum add(Sum sum, __m512i w, __m512i x) { return _mm512_dpbusd_epi32(sum, w, x); }
+    // With the intrinsic GCC 12 copies sums between registers, and has too few.
+    static INLINE Sum add(Sum sum, __m512i w, __m512i x) {
+        __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
+        return sum;
+    }
     static INLINE __m512 floats(Sum sum) { return _mm512_cvtepi32_ps(sum); }
 };
 
@@ -150,7 +154,9 @@ template <Units kUnits> struct NibbleStrips {
     }
 
     static INLINE __m512i units(const Product& p, int64_t o, int64_t row) {
-        return _mm512_maskz_loadu_epi32(lanes_of(p, o), static_cast<const int32_t*>(p.scales) + row * p.outputs + o);
+        const int32_t* at = static_cast<const int32_t*>(p.scales) + row * p.outputs + o;
+        __builtin_prefetch(at + kStrips * kStrip);  // of the next outputs: rows of units lie far apart
+        return _mm512_maskz_loadu_epi32(lanes_of(p, o), at);
     }
 
     // The scales of outputs o .. o + 16 in the group of input k.
@@ -164,6 +170,7 @@ template <Units kUnits> struct NibbleStrips {
             return _mm512_mul_ps(_mm512_mul_ps(half(units(p, o, pair), second), small), small);
         }
         const float* both = static_cast<const float*>(p.scales) + ((1 + pair) * p.outputs + o) * 2;
+        __builtin_prefetch(both + 2 * kStrips * kStrip), __builtin_prefetch(both + 2 * kStrips * kStrip + 16);
         const uint64_t lanes = (uint64_t(1) << 2 * std::min(p.outputs - o, int64_t(kStrip))) - 1;
         const __m512 first = _mm512_maskz_loadu_ps(__mmask16(lanes), both);
         const __m512 last = _mm512_maskz_loadu_ps(__mmask16(lanes >> 16), both + 16);
@@ -247,36 +254,42 @@ template <class S> struct StripTile {
     int64_t x_stride, steps;
     __m512i* kept;              // [rows, kStrips]
     const __m512* scales;       // [kStrips] of these steps, or null
-    const uint8_t* ahead;       // what to fetch: at each `turn` steps a row of `row_bytes`, of which `ahead_bytes`
+    const uint8_t *ahead, *end;  // what to fetch: at each `turn` steps a row of `row_bytes`, of which `ahead_bytes`
     int64_t turn, row_bytes, ahead_bytes;
 };
 
-template <class S, int M> KERNEL void multiply_strips(const StripTile<S>& t) {
-    typename S::Sum sums[M][kStrips];
+template <class S, int V, int M> KERNEL void multiply_strips(const StripTile<S>& t) {
+    typename S::Sum sums[M][V];
     typename S::Sum* const kept = reinterpret_cast<typename S::Sum*>(t.kept);
-#pragma GCC unroll 12
+#pragma GCC unroll 6
     for (int j = 0; j < M; j++)
-#pragma GCC unroll 2
-        for (int i = 0; i < kStrips; i++) sums[j][i] = t.scales ? S::first(0) : kept[j * kStrips + i];
+#pragma GCC unroll 4
+        for (int i = 0; i < V; i++) sums[j][i] = t.scales ? S::first(0) : kept[j * kStrips + i];
     const uint8_t* ahead = t.ahead;
+    const __m512i* w = t.w;
     const int32_t* x = t.x;
-    const int64_t x_stride = t.x_stride, turn = t.turn;
-    for (int64_t begin = 0; begin < t.steps; begin += turn, ahead += t.row_bytes) {
-        if (t.ahead)
-            for (int64_t at = 0; at < t.ahead_bytes; at += 64) __builtin_prefetch(ahead + at, 0, 2);
-        for (int64_t step = begin; step < begin + turn; step++) {
-            const __m512i first = _mm512_load_si512(t.w + step), second = _mm512_load_si512(t.w + kPanelSteps + step);
-#pragma GCC unroll 12
-            for (int j = 0; j < M; j++) {
-                const __m512i values = _mm512_set1_epi32(x[j * x_stride + step]);
-                sums[j][0] = S::add(sums[j][0], first, values), sums[j][1] = S::add(sums[j][1], second, values);
-            }
+    const int64_t x_stride = t.x_stride;
+    int64_t turn = 1;  // steps until the next row is fetched
+    for (int64_t steps = t.steps; steps > 0; steps--, w++, x++) {
+        if (--turn == 0) {
+            turn = t.turn;
+            for (int64_t at = 0; at < t.ahead_bytes && ahead < t.end; at += 64) __builtin_prefetch(ahead + at, 0, 2);
+            ahead += t.row_bytes;
+        }
+        __m512i weights[V];
+#pragma GCC unroll 4
+        for (int i = 0; i < V; i++) weights[i] = _mm512_load_si512(w + i * kPanelSteps);
+#pragma GCC unroll 6
+        for (int j = 0; j < M; j++) {
+            const __m512i values = _mm512_set1_epi32(x[j * x_stride]);
+#pragma GCC unroll 4
+            for (int i = 0; i < V; i++) sums[j][i] = S::add(sums[j][i], weights[i], values);
         }
     }
-#pragma GCC unroll 12
+#pragma GCC unroll 6
     for (int j = 0; j < M; j++)
-#pragma GCC unroll 2
-        for (int i = 0; i < kStrips; i++) {
+#pragma GCC unroll 4
+        for (int i = 0; i < V; i++) {
             const int at = j * kStrips + i;
             if constexpr (S::kInputs == 2) {
                 if (t.scales) sums[j][i] = _mm512_fmadd_ps(sums[j][i], t.scales[i], kept[at]);
@@ -285,27 +298,31 @@ template <class S, int M> KERNEL void multiply_strips(const StripTile<S>& t) {
         }
 }
 
-template <class S> KERNEL void multiply_strips(const StripTile<S>& t, int64_t rows) {
-    typedef void (*Multiply)(const StripTile<S>&);
-    static constexpr Multiply kBy[kStripRows] = {
-        multiply_strips<S, 1>, multiply_strips<S, 2>, multiply_strips<S, 3>, multiply_strips<S, 4>,
-        multiply_strips<S, 5>, multiply_strips<S, 6>, multiply_strips<S, 7>, multiply_strips<S, 8>,
-        multiply_strips<S, 9>, multiply_strips<S, 10>, multiply_strips<S, 11>, multiply_strips<S, 12>};
-    kBy[rows - 1](t);
+template <class S, int V> KERNEL void multiply_strips(const StripTile<S>& t, int64_t rows) {
+    switch (rows) {
+        case 1: return multiply_strips<S, V, 1>(t);
+        case 2: return multiply_strips<S, V, 2>(t);
+        case 3: return multiply_strips<S, V, 3>(t);
+        case 4: return multiply_strips<S, V, 4>(t);
+        case 5: return multiply_strips<S, V, 5>(t);
+        case 6: return multiply_strips<S, V, 6>(t);
+    }
 }
 
 // All rows of a chunk times a segment of a panel; the first tile fetches what comes next.
-template <class S> KERNEL void rows_times_strips(StripTile<S> t, int64_t rows) {
+template <class S> KERNEL void rows_times_strips(StripTile<S> t, int64_t rows, int64_t outputs) {
     const int64_t tiles = (rows + kStripRows - 1) / kStripRows, size = (rows + tiles - 1) / tiles;
-    for (int64_t m = 0; m < rows; m += size, t.x += size * t.x_stride, t.kept += size * kStrips, t.ahead = nullptr)
-        multiply_strips<S>(t, std::min(size, rows - m));
+    for (int64_t m = 0; m < rows; m += size, t.x += size * t.x_stride, t.kept += size * kStrips, t.end = nullptr) {
+        if (outputs > kStrip * kStrips / 2) multiply_strips<S, kStrips>(t, std::min(size, rows - m));
+        else multiply_strips<S, kStrips / 2>(t, std::min(size, rows - m));
+    }
 }
 
-// The outputs o .. o + 32 of rows: sums times scales plus bias, rounded once.
+// The outputs o .. o + 64 of rows, as far as `lanes_of` has them: sums times scales plus bias, rounded once.
 template <class S>
-KERNEL void finish_strips(const Product& p, const __m512i* kept, int64_t row, int64_t rows, int64_t o) {
+KERNEL void finish_strips(const Product& p, const __m512i* kept, int64_t row, int64_t rows, int64_t o, int64_t end) {
     const bool codes = p.weights == Weights::int8 || p.weights == Weights::fp8;
-    for (int i = 0; i < kStrips; i++, o += kStrip) {
+    for (int i = 0; i < kStrips && o < end; i++, o += kStrip) {
         const __mmask16 lanes = lanes_of(p, o);
         const __m512 scales = codes ? numbers_at(p, p.scales, p.scale_type, o) : _mm512_set1_ps(1.f);
         const __m512 biases = p.bias ? numbers_at(p, p.bias, p.dtype, o) : _mm512_setzero_ps();
@@ -341,25 +358,30 @@ KERNEL void strips_of(const Product& p, int64_t row, int64_t begin, int64_t end,
         for (int64_t k = 0; k < padded; k += most) {
             const int64_t count = std::min(most, padded - k), bytes = most * W::kBits / 8;
             const int64_t ahead = k + most < padded ? bytes : kStrips * kStrip * p.row_bytes - k * W::kBits / 8;
-            for (int i = 0; i < kStrips && o + i * kStrip < p.outputs; i++)
+            for (int i = 0; i < kStrips && o + i * kStrip < end; i++)
                 decode<W>(p, o + i * kStrip, k, count, rows <= kFewRows ? ahead : 0, panel + i * kPanelSteps);
             const int64_t whole = count / S::kInputs / (kStrips * kStrip);
             const int64_t turn = whole && (!W::kScaled || count == most) ? whole : 1;  // segments have whole turns
-            StripTile<S> t{panel, x + k / S::kInputs, x_stride, 0, kept, nullptr, nullptr, turn, p.row_bytes, bytes};
-            if (rows > kFewRows) t.ahead = p.w + o * p.row_bytes + k * W::kBits / 8 + ahead;
+            StripTile<S> t{panel, x + k / S::kInputs, x_stride, 0, kept, nullptr, nullptr, nullptr, turn,
+                           p.row_bytes, bytes};
+            if (rows > kFewRows) {
+                t.ahead = p.w + o * p.row_bytes + k * W::kBits / 8 + ahead;
+                t.end = t.ahead + kStrips * kStrip * p.row_bytes;
+            }
             for (int64_t at = 0; at < count; at += segment) {
                 __m512 scales[kStrips];
                 t.steps = std::min(segment, count - at) / S::kInputs;
                 if constexpr (W::kScaled) {
-                    for (int i = 0; i < kStrips; i++) scales[i] = W::scales(p, o + i * kStrip, k + at);
+                    for (int i = 0; i < kStrips && o + i * kStrip < end; i++)
+                        scales[i] = W::scales(p, o + i * kStrip, k + at);
                     t.scales = scales;
                 }
-                rows_times_strips<S>(t, rows);
+                rows_times_strips<S>(t, rows, end - o);
                 t.w += t.steps, t.x += t.steps;
-                if (t.ahead) t.ahead += t.steps / turn * p.row_bytes;
+                t.ahead += t.steps / turn * p.row_bytes;
             }
         }
-        finish_strips<S>(p, kept, row, rows, o);
+        finish_strips<S>(p, kept, row, rows, o, end);
     }
 }
 
