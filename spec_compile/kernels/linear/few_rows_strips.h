@@ -1,7 +1,8 @@
-// Products by instructions for pairs of bfloat16 and fours of 8 bits: sixteen outputs in the lanes of a vector.
+// Products by instructions for pairs of bfloat16 and fours of 8 bits, and of float32: sixteen outputs in the lanes of a
+// vector.
 //
-// A panel of 64 outputs and at most 256 inputs is decoded into the L1 cache: a vector has the same two inputs (or four)
-// of sixteen outputs, so that sums need no totals across lanes, and scales of groups are vectors. All rows are
+// A panel of 64 outputs and at most 256 inputs is decoded into the L1 cache: a vector has the same two inputs (or
+// four, or one) of sixteen outputs, so that sums need no totals across lanes, and scales of groups are vectors. All rows are
 // multiplied by it. Each sum of a row runs over the inputs in ascending order, whatever the number of rows.
 // Meanwhile the next panel is fetched from memory.
 
@@ -16,10 +17,19 @@ constexpr int64_t kFewRows = 4;           // rows with which decoding takes long
 // Sums of products of bfloat16.
 struct Pairs {
     typedef __m512 Sum;
-    typedef uint16_t Element;
     static constexpr int kInputs = 2;
     static INLINE Sum first(int32_t) { return _mm512_setzero_ps(); }
     static INLINE Sum add(Sum sum, __m512i w, __m512i x) { return _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)x); }
+    static INLINE __m512 floats(Sum sum) { return sum; }
+};
+
+struct Singles {
+    typedef __m512 Sum;
+    static constexpr int kInputs = 1;
+    static INLINE Sum first(int32_t) { return _mm512_setzero_ps(); }
+    static INLINE Sum add(Sum sum, __m512i w, __m512i x) {
+        return _mm512_fmadd_ps(_mm512_castsi512_ps(w), _mm512_castsi512_ps(x), sum);
+    }
     static INLINE __m512 floats(Sum sum) { return sum; }
 };
 
@@ -81,8 +91,8 @@ INLINE __m512 numbers_at(const Product& p, const void* numbers, Number type, int
 
 // How strips are decoded: `put` takes the columns of line `line` of a panel at input k. kBits: of a weight.
 
-struct BfloatStrips {
-    static constexpr int kBits = 16;
+template <int kBitsOfNumber> struct NumberStrips {
+    static constexpr int kBits = kBitsOfNumber;
     static constexpr bool kScaled = false;
     static INLINE void put(const Product&, int64_t, int64_t, int64_t, int line, const __m512i* t, __m512i* out) {
 #pragma GCC unroll 16
@@ -309,12 +319,15 @@ template <class S, int V> KERNEL void multiply_strips(const StripTile<S>& t, int
     }
 }
 
-// All rows of a chunk times a segment of a panel; the first tile fetches what comes next.
+// All rows of a chunk times a segment of a panel. Each tile fetches a part of what comes next.
 template <class S> KERNEL void rows_times_strips(StripTile<S> t, int64_t rows, int64_t outputs) {
     const int64_t tiles = (rows + kStripRows - 1) / kStripRows, size = (rows + tiles - 1) / tiles;
-    for (int64_t m = 0; m < rows; m += size, t.x += size * t.x_stride, t.kept += size * kStrips, t.end = nullptr) {
+    const int64_t bytes = t.ahead_bytes, part = (bytes / 64 + tiles - 1) / tiles * 64;
+    for (int64_t m = 0, at = 0; m < rows; m += size, at += part, t.ahead += part) {
+        t.ahead_bytes = std::max(std::min(part, bytes - at), int64_t(0));
         if (outputs > kStrip * kStrips / 2) multiply_strips<S, kStrips>(t, std::min(size, rows - m));
         else multiply_strips<S, kStrips / 2>(t, std::min(size, rows - m));
+        t.x += size * t.x_stride, t.kept += size * kStrips;
     }
 }
 
@@ -347,7 +360,8 @@ KERNEL void strips_of(const Product& p, int64_t row, int64_t begin, int64_t end,
     __m512i* const kept = reinterpret_cast<__m512i*>(scratch.sums);
     const int64_t rows = std::min(kChunk, p.rows - row), x_stride = p.x_stride / S::kInputs, padded = p.padded();
     const int32_t* x = static_cast<const int32_t*>(p.prepared) + row * x_stride;
-    const int64_t panels = (padded + kPanelInputs - 1) / kPanelInputs;  // of one size if none is decoded as a whole
+    const int64_t largest = std::min(kPanelInputs, int64_t(kPanelSteps * S::kInputs));
+    const int64_t panels = (padded + largest - 1) / largest;  // of one size if nibbles do not say which
     const int64_t most = W::kScaled ? kPanelInputs : (padded / kUnit + panels - 1) / panels * kUnit;
     const int64_t segment = W::kScaled ? std::min(p.group, kPanelInputs) : most;
     for (int64_t o = begin; o < end; o += kStrips * kStrip) {
@@ -391,7 +405,7 @@ template <class S, class W> KERNEL void all_strips_of(const Product& p, int64_t 
 
 KERNEL void pairs_of(const Product& p, int64_t begin, int64_t end, Scratch& scratch) {
     switch (p.weights) {
-        case Weights::bfloat16: return all_strips_of<Pairs, BfloatStrips>(p, begin, end, scratch);
+        case Weights::bfloat16: return all_strips_of<Pairs, NumberStrips<16>>(p, begin, end, scratch);
         case Weights::int8: return all_strips_of<Pairs, ByteStrips<false>>(p, begin, end, scratch);
         case Weights::nibbles: break;
         default: return all_strips_of<Pairs, ByteStrips<true>>(p, begin, end, scratch);
@@ -405,6 +419,10 @@ KERNEL void pairs_of(const Product& p, int64_t begin, int64_t end, Scratch& scra
         case Units::float16: return all_strips_of<Pairs, NibbleStrips<Units::float16>>(p, begin, end, scratch);
         case Units::table: return all_strips_of<Pairs, NibbleStrips<Units::table>>(p, begin, end, scratch);
     }
+}
+
+KERNEL void singles_of(const Product& p, int64_t begin, int64_t end, Scratch& scratch) {
+    all_strips_of<Singles, NumberStrips<32>>(p, begin, end, scratch);
 }
 
 KERNEL void fours_of(const Product& p, int64_t begin, int64_t end, Scratch& scratch) {

@@ -263,6 +263,7 @@ KERNEL void run(const Product& p, int64_t begin, int64_t end, Scratch& scratch) 
 #if NATIVE
     if (takes_integers(p)) return fours_of(p, begin, end, scratch);
     if (takes_bfloat16(p)) return pairs_of(p, begin, end, scratch);
+    if (p.weights == Weights::float32) return singles_of(p, begin, end, scratch);
 #else
     if (takes_integers(p)) return outputs_of<IntSums, Bytes<false>>(p, begin, end, scratch);
 #endif
