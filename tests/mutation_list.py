@@ -26,9 +26,23 @@ DROP_IN_PROMPTS = "tests/product/test_drop_in_prompts.py"
 WEIGHTS = [
     Mutation(
         "a start that fails keeps the layers rounded", "spec_compile/capture/rounded_weights.py",
-        "        for path, layer in replaced.items():\n            _put(model, path, layer)\n        raise",
+        "        for path, layer in replaced.items():\n            put_layer(model, path, layer)\n        raise",
         "        raise",
         "tests/capture/test_rounded_weights.py",
+    ),
+    Mutation(
+        "a layer of a GGUF file is replaced by another's codes", "spec_compile/capture/gguf.py",
+        "if torch.equal(packed.weight().to(weight), weight):", "if packed.inputs == weight.shape[1]:",
+        "tests/capture/test_gguf.py",
+    ),
+    Mutation(
+        "scales of a GGUF file stay in the order of the file", "spec_compile/kernels/linear/quantised/gguf.py",
+        "torch.cat([first, units[1:, order]])", "units", "tests/kernels/test_gguf_blocks.py",
+    ),
+    Mutation(
+        "perplexity takes the unrounded model twice", "spec_compile/report/rounding.py",
+        "models, losses, predicted, agreeing = (unrounded, rounded),",
+        "models, losses, predicted, agreeing = (unrounded, unrounded),", "tests/report/test_rounding.py",
     ),
 ]  # fmt: skip
 

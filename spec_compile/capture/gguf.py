@@ -25,7 +25,7 @@ from .rounded_weights import own_layers, put_layer
 log = logging.getLogger("spec_compile")
 
 
-class Matrix(NamedTuple):
+class FileMatrix(NamedTuple):
     """A matrix of a file.
 
     keys: [O] int64, see `row_keys`.
@@ -71,14 +71,14 @@ def load_gguf(name: str | PathLike, gguf_file: str, **options: Any) -> PreTraine
     return model
 
 
-def _read(path: str, dtype: torch.dtype) -> tuple[dict[tuple, list[Matrix]], Counter]:
+def _read(path: str, dtype: torch.dtype) -> tuple[dict[tuple, list[FileMatrix]], Counter]:
     """The matrices of a file in formats that have a kernel, by `fingerprint`, and the number of others by their type.
 
     dtype: of the model.
     """
     from gguf import GGUFReader  # transformers needs the package, too
 
-    matrices: dict[tuple, list[Matrix]] = {}
+    matrices: dict[tuple, list[FileMatrix]] = {}
     others: Counter = Counter()
     for tensor in GGUFReader(path).tensors:
         kind = tensor.tensor_type.name
@@ -90,11 +90,11 @@ def _read(path: str, dtype: torch.dtype) -> tuple[dict[tuple, list[Matrix]], Cou
         except UnreadError as error:
             raise ValueError(f"gguf_file: {os.path.basename(path)}: {tensor.name} ({kind}) {error}") from error
         keys = row_keys(packed.weight(), dtype)
-        matrices.setdefault(fingerprint(keys, packed.inputs), []).append(Matrix(tensor.name, packed, keys))
+        matrices.setdefault(fingerprint(keys, packed.inputs), []).append(FileMatrix(tensor.name, packed, keys))
     return matrices, others
 
 
-def _found(matrices: dict[tuple, list[Matrix]], weight: Tensor) -> Packed | None:
+def _found(matrices: dict[tuple, list[FileMatrix]], weight: Tensor) -> Packed | None:
     """A matrix of the file in the order of rows of a layer's weight, to which it is equal; None: there is none."""
     keys = row_keys(weight, weight.dtype)
     for matrix in matrices.get(fingerprint(keys, weight.shape[1]), []):
@@ -115,5 +115,5 @@ def row_keys(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def fingerprint(keys: Tensor, inputs: int) -> tuple:
-    """What matrices of the same rows have in common in whatever order."""
+    """A key of a matrix, equal for matrices of the same rows in whatever order."""
     return len(keys), inputs, int(keys.sum())
