@@ -160,3 +160,13 @@ def test_a_cpu_without_the_kernel_keeps_the_plain_meaning(monkeypatch):
     assert lack(packed.layout, parts, FLOAT32) == "the CPU has no AVX2"
     assert torch.equal(torch.ops.spec_compile.quantised_linear(x, parts, None, packed.layout.kind), want)
     assert torch.equal(cpu_linear(x, torch.eye(64)), x)
+
+
+def test_groups_without_a_kernel_are_named():
+    for group, expected in (
+        (48, "groups of 48 inputs, only of 32, 64, 128 or n * 256"),
+        (16, "groups of 16 inputs, only"),
+    ):
+        packed = int4(torch.randn(32, 96), group)
+        form = packed.layout.for_few_rows([*packed.parts.values()], 96) or (packed.layout, [*packed.parts.values()])
+        assert expected in lack(*form, FLOAT32)

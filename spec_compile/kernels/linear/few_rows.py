@@ -40,6 +40,8 @@ WEIGHTS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3
 FP8_BLOCKS, NIBBLES = 4, 5
 ROUNDINGS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 """`Rounding` of few_rows.h, by the dtype of codes."""
+GROUPS, WIDE_GROUP = (32, 64, 128), 256
+"""Inputs that share a scale of 4 bits: these, or a multiple of the last."""
 UNITS = ("nibbles_bf16_centred", "nibbles_fp16_centred", "nibbles_bf16", "nibbles_fp16", "nibbles_table")
 """Names of `WeightLayout.packing`, in the order of `Units` of few_rows.h."""
 
@@ -92,7 +94,10 @@ def lack(layout: "WeightLayout", parts: list[Tensor], dtype: torch.dtype) -> str
     if reason is not None:
         return reason
     if form_of(layout, parts[0].dtype) is None:
-        return "no kernel reads its layout"
+        group = getattr(layout, "group", GROUPS[0])
+        if group in GROUPS or group % WIDE_GROUP == 0:
+            return "no kernel reads its layout"
+        return f"no kernel reads groups of {group} inputs, only of {', '.join(map(str, GROUPS))} or n * {WIDE_GROUP}"
     return None if all(part.is_contiguous() for part in parts) else "its parts do not lie one row after the other"
 
 
