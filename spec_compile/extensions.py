@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 HERE = Path(__file__).parent
-_ENDS = ".h", "_avx2.h", "_avx512.h", "_numbers.h", "_panels.h", "_strips.h", "_tiles.h", ".cpp"
+_ENDS = ".h", "_avx2.h", "_avx512.h", "_decode.h", "_numbers.h", "_panels.h", "_strips.h", "_tiles.h", ".cpp"
 FEW_ROWS = tuple(f"few_rows{end}" for end in _ENDS)
 _ENDS = ".h", "_plain.h", "_avx2.h", "_avx512.h", "_rows.h", ".cpp"
 CPU_ATTENTION = tuple(f"cpu_attention{end}" for end in _ENDS)

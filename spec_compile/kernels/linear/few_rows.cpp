@@ -61,6 +61,7 @@ namespace avx512_bf16 {
 #include "few_rows_numbers.h"
 #include "few_rows_avx512.h"
 #include "few_rows_panels.h"
+#include "few_rows_decode.h"
 #include "few_rows_strips.h"
 #include "few_rows_tiles.h"
 #undef KERNEL

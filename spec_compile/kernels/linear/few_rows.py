@@ -25,13 +25,13 @@ except extensions.OtherSourcesError as error:
 except ImportError:  # the package was not built
     _few_rows = None
 
-LEVELS = ("", "AVX2", "AVX-512", "AVX-512 with VNNI and BF16")
+LEVELS = ("", "AVX2", "AVX-512", "AVX-512 with VNNI, BF16 and VBMI")
 """The instructions of each level; the kernel takes the last that the CPU has."""
 BEST = 0 if _few_rows is None else _few_rows.levels()
 """The level of this CPU; 0: there is no kernel."""
 WIDE = 2
 """The first level that is faster than BLAS with weights as numbers."""
-MAX_ROWS = {torch.float32: 16, torch.bfloat16: 64}
+MAX_ROWS = 64
 """The most rows with weights as numbers: BLAS uses the caches better with more."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """`Number` of few_rows.h."""
@@ -64,9 +64,7 @@ NUMBERS = {torch.float32: ProductForm(0), torch.bfloat16: ProductForm(1)}
 
 def serves(weight: Tensor, rows: int) -> bool:
     """True if the kernel multiplies so many rows by a weight [O, I] of numbers faster than BLAS."""
-    most = MAX_ROWS.get(weight.dtype, 0)
-    few = 1 < rows <= most if weight.dtype == torch.float32 else rows <= most  # BLAS is as fast with one of float32
-    return few and BEST >= WIDE and weight.is_contiguous()
+    return rows <= MAX_ROWS and weight.dtype in NUMBERS and BEST >= WIDE and weight.is_contiguous()
 
 
 def cpu_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
