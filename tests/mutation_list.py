@@ -1680,6 +1680,16 @@ MODULES = [
         "tests/drafters/test_quantised_drafts.py -k 'has_the_weights and ct_nvfp4'",
     ),
     Mutation(
+        "attention on a CPU has no windows", "spec_compile/kernels/attention/cpu_attention.py",
+        "call.window or 0, BEST", "0, BEST",
+        "tests/kernels/test_cpu_attention.py -k means",
+    ),
+    Mutation(
+        "attention on a CPU takes its kernel for what it lacks", "spec_compile/kernels/attention/base.py",
+        'USUAL = ALL - {"chunk", "slopes", "indexed"}', 'USUAL = ALL - {"indexed"}',
+        "tests/kernels/test_cpu_attention.py -k lacks",
+    ),
+    Mutation(
         "weights on a CPU are scaled after the product", "spec_compile/kernels/linear/few_rows.py",
         "scaled_first = rounds is None and dtype != torch.int8", "scaled_first = False",
         "tests/kernels/test_few_rows.py -k test_layouts",

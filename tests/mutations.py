@@ -24,7 +24,7 @@ from queue import SimpleQueue
 from mutation_list import MUTATIONS, Mutation
 
 ROOT = Path(__file__).resolve().parent.parent
-COMPILED = ("ngram/_ngram_trie.*", "kernels/linear/_few_rows.*")
+COMPILED = ("ngram/_ngram_trie.*", "kernels/linear/_few_rows.*", "kernels/attention/_cpu_attention.*")
 """The compiled modules, which are copied as they are."""
 SECONDS = 600
 """After so long the tests of one mutation are stopped; they have noticed it then, too."""

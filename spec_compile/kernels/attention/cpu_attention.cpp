@@ -7,11 +7,9 @@
 #include <cstring>
 #include <vector>
 
-#if defined(__GNUC__)
 #include <dlfcn.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
-#endif
 #endif
 #include <nanobind/nanobind.h>
 
@@ -143,8 +141,8 @@ struct Job {
     void attend(int64_t pair, int64_t part, float* scratch) const {
         const int64_t b = pair / work.call.kv_heads, h = pair % work.call.kv_heads;
         if (by_rows) {
-            const int64_t begin = part * kTile;
-            kernels.rows_of_chunk(work, b, h, begin, std::min(begin + kTile, work.rows()), scratch);
+            const int64_t begin = part * kShare;
+            kernels.rows_of_chunk(work, b, h, begin, std::min(begin + kShare, work.rows()), scratch);
         } else if (part < spans(b) - (work.call.ancestors ? 1 : 0))
             kernels.span(work, b, h, part, scratch);
     }
@@ -157,7 +155,8 @@ struct Job {
             else if (number == 1) attend(i % pairs, parts - 1 - i / pairs, scratch);  // the longest ones first
             else {
                 const int64_t pair = i % pairs, b = pair / work.call.kv_heads, begin = i / pairs * kMerged;
-                kernels.merge(work, b, pair % work.call.kv_heads, begin, std::min(begin + kMerged, work.rows()), spans(b));
+                const int64_t end = std::min(begin + kMerged, work.rows());
+                kernels.merge(work, b, pair % work.call.kv_heads, begin, end, spans(b));
             }
         }
         if (together && number < 2) openmp().barrier();
@@ -174,19 +173,19 @@ struct Job {
 int64_t memory_of(const Work& work, bool by_rows) {
     const int64_t units = work.key_units(), columns = work.value_columns();
     const int64_t copy = 2 * std::max(padded(work.call.key_dim), work.call.value_dim + kPad);
-    const int64_t panels = (units + columns + copy) * kBlock + padded(copy), tile = 2 * kTile * kBlock + padded(kTile);
-    return panels + tile + (by_rows ? 2 * kTile * work.width() : work.rows() * 2 * kBlock) + 8 * kPad;
+    const int64_t panels = (units + columns + copy) * kBlock + padded(copy), tile = kTile * kBlock + padded(kTile);
+    return panels + tile + (by_rows ? 2 * kShare * work.width() : work.rows() * 2 * kBlock) + 8 * kPad;
 }
 
 void attend(const Attention& call, int level, unsigned threads) {
     static thread_local Lines queries, states;
     const Kernels& kernels = kLevels[level][call.is_bfloat16];
     Work work{call, kernels.in_pairs, nullptr, nullptr, 0};
-    const bool by_rows = !call.ancestors && work.rows() > 2 * kTile;
+    const bool by_rows = !call.ancestors && work.rows() > 2 * kShare;
     const int64_t pairs = call.batch * call.kv_heads;
     Job job{work, kernels, by_rows, false, pairs, 0, memory_of(work, by_rows)};
     for (int64_t b = 0; b < call.batch; b++) work.spans = std::max(work.spans, job.spans(b));
-    job.parts = by_rows ? (work.rows() + kTile - 1) / kTile : work.spans - (call.ancestors ? 1 : 0);
+    job.parts = by_rows ? (work.rows() + kShare - 1) / kShare : work.spans - (call.ancestors ? 1 : 0);
     work.queries = reinterpret_cast<uint32_t*>(queries.of(pairs * work.rows() * work.key_units()));
     if (!by_rows) work.states = states.of(pairs * work.spans * work.rows() * work.width());
     threads = unsigned(std::min(int64_t(threads), pairs * job.parts));
@@ -214,8 +213,8 @@ NB_MODULE(_cpu_attention, m) {
                              reinterpret_cast<void*>(key_cache), reinterpret_cast<void*>(value_cache),
                              reinterpret_cast<const int64_t*>(lengths), reinterpret_cast<const int64_t*>(ancestors),
                              reinterpret_cast<const int64_t*>(positions), reinterpret_cast<const float*>(sinks),
-                             reinterpret_cast<void*>(out), size(0), size(1), size(2), size(3), size(4), size(5), size(6),
-                             inner, outer, softcap, is_bfloat16, window};
+                             reinterpret_cast<void*>(out), size(0), size(1), size(2), size(3), size(4), size(5),
+                             size(6), inner, outer, softcap, is_bfloat16, window};
         nb::gil_scoped_release without_lock;
         attend(call, level, threads);
     });

@@ -21,11 +21,12 @@ struct Attention {
     int64_t window;  // 0: none
 };
 
-// Keys are taken in blocks of positions, and a block's numbers are added to those of its span, so that the order in which
-// the keys of a token are added up depends on its own position only.
+// Keys are taken in blocks of positions, and a block's numbers are added to those of its span, so that the order in
+// which the keys of a token are added up depends on its own position only.
 constexpr int64_t kBlock = 64;
 constexpr int64_t kSpan = 512;
-constexpr int64_t kTile = 96;   // rows that are multiplied by a block before the next ones
+constexpr int64_t kTile = 24;   // rows that are multiplied by a block before the next ones, for the L1 cache
+constexpr int64_t kShare = 96;  // rows of a prompt for which a thread reads keys and values once
 constexpr int64_t kPad = 16;    // numbers of a vector of the widest level
 constexpr int64_t kMostNodes = 64;
 
@@ -46,12 +47,14 @@ struct Work {
     int64_t key_units() const { return padded(in_pairs ? (call.key_dim + 1) / 2 : call.key_dim); }
     int64_t value_columns() const { return padded(call.value_dim); }
     int64_t width() const { return value_columns() + kPad; }
-    // Slots of sequence b that are taken in blocks for all rows: all in a causal chunk, or the whole blocks of committed
-    // tokens.
+    // Slots of sequence b that are taken in blocks for all rows: all in a causal chunk, or the whole blocks of
+    // committed tokens.
     int64_t shared_end(int64_t b) const {
         return call.ancestors ? call.lengths[b] / kBlock * kBlock : call.lengths[b] + call.nodes;
     }
-    uint32_t* queries_of(int64_t b, int64_t h) const { return queries + (b * call.kv_heads + h) * rows() * key_units(); }
+    uint32_t* queries_of(int64_t b, int64_t h) const {
+        return queries + (b * call.kv_heads + h) * rows() * key_units();
+    }
     float* states_of(int64_t b, int64_t h, int64_t span) const {
         return states + ((b * call.kv_heads + h) * spans + span) * rows() * width();
     }

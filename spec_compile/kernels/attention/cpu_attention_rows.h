@@ -1,8 +1,8 @@
 // Attention of rows to blocks of keys for one level of instructions: the files before this one have its vectors.
 //
-// A block's keys are turned once, so that the lanes of a vector are keys, and its values are laid out likewise; both stay
-// in the caches while all rows are multiplied by them. Each score adds up the numbers of a head in ascending order, and
-// each weighted value the keys in the order of their positions, whatever the numbers of rows and the sizes of tiles.
+// A block's keys are turned once, so that the lanes of a vector are keys, and its values are laid out likewise. Both
+// stay in the caches while all rows are multiplied by them. Each score adds up the numbers of a head in ascending
+// order, and each weighted value the keys in the order of their positions, for any numbers of rows and sizes of tiles.
 
 // Numbers of the caches as floats.
 template <class N> struct Singles {
@@ -160,7 +160,7 @@ template <class S> struct Panels {
                 for (int j = 0; j < kLanes; j++) {
                     const Number* const from = at[i + j] + u * S::kNumbers;
                     rows[j] = S::load_units(from);
-                    if (next) __builtin_prefetch((const char*)(at[i] + next) + ((u / kLanes) * kLanes + j) * 64, 0, 3);
+                    if (next) __builtin_prefetch(at[i] + next + (u + j) * kLanes * S::kNumbers, 0, 3);  // in order
                 }
                 transpose(rows);
 #pragma GCC unroll 16
@@ -190,12 +190,9 @@ template <class S> struct Panels {
     }
 };
 
-// Rows that are multiplied together: the first `count` of the states and queries.
+// Memory for the rows that are multiplied together.
 struct Tile {
-    int64_t count;
-    const float* queries;
-    float* states;
-    float *scores, *weights, *keep;  // [kTile, kBlock], [kTile, kBlock], [kTile]
+    float *scores, *keep;  // [kTile, kBlock], [kTile]; weights take the places of their scores
 };
 
 template <class S> INLINE void put_weights(float* weights, const Floats* numbers) {
@@ -215,10 +212,10 @@ INLINE void cap(const Attention& call, float* products, int64_t count) {
     }
 }
 
-// The weights of a block's scores for one row, whose peak and total become those after the block. Keys before `first` and
-// from `last` on are not seen. Returns the factor of what was summed before.
+// Put the weights of a block's scores of one row in their places. state: the row's peak and total, which become those
+// after the block. Keys before `first` and from `last` on are not seen. Returns the factor of what was summed before.
 template <class S>
-INLINE float weigh(const Attention& call, const float* scores, int64_t first, int64_t last, float* state, float* weights) {
+INLINE float weigh(const Attention& call, float* scores, int64_t first, int64_t last, float* state) {
     constexpr int64_t kCount = kBlock / kLanes;
     Floats numbers[kCount], most = spread(-INFINITY), sum = spread(0.f);
 #pragma GCC unroll 4
@@ -239,7 +236,7 @@ INLINE float weigh(const Attention& call, const float* scores, int64_t first, in
         numbers[i] = exp2_of(fma(numbers[i], spread(call.outer), spread(-base)));
         sum = sum + numbers[i];
     }
-    put_weights<S>(weights, numbers);
+    put_weights<S>(scores, numbers);
     state[0] = peak;
     state[1] = state[1] * keep + sum_of(sum);
     return keep;
@@ -260,7 +257,7 @@ KERNEL Bounds bounds_of(const Work& work, int64_t b, int64_t n) {
     const int64_t* const positions = call.positions + b * call.nodes;
     if (call.ancestors) return {first_slot(call, positions[n]), work.shared_end(b)};
     const int64_t first = first_slot(call, positions[n]);
-    int64_t m = std::min(first - length, n);  // the first of the chunk's tokens that it sees has this number or a lower one
+    int64_t m = std::min(first - length, n);  // the first of the chunk's tokens that it sees, or a later one
     while (m > 0 && positions[n] - positions[m - 1] < call.window) m--;
     return {m > 0 ? length + m : std::min(first, length), length + n + 1};
 }
@@ -298,10 +295,10 @@ KERNEL void shared_blocks(const Work& work, int64_t b, int64_t h, int64_t row, i
             float* const some = states + r * work.width();
             for (int64_t i = 0; i < here; i++)
                 tile.keep[i] = weigh<S>(work.call, tile.scores + i * kBlock, bounds[i].first - at, bounds[i].last - at,
-                                        some + i * work.width() + columns, tile.weights + i * kBlock);
+                                        some + i * work.width() + columns);
             if (!loaded) panels.load_values(b, h, at, count, ahead);
             loaded = true;
-            product<S>(here, tile.weights, kBlock, panels.values, columns, (count + S::kNumbers - 1) / S::kNumbers,
+            product<S>(here, tile.scores, kBlock, panels.values, columns, (count + S::kNumbers - 1) / S::kNumbers,
                        some, work.width(), tile.keep);
         }
     }
@@ -346,12 +343,12 @@ KERNEL void path_blocks(const Work& work, int64_t b, int64_t h, int64_t n, const
             const int64_t here = std::min(kTile, group - g);
             for (int64_t r = 0; r < here; r++) {
                 float* const arranged = tile.scores + r * kBlock;
+                const float* const row = scores + (g + r) * 2 * kBlock;
                 for (int64_t i = 0; i < kBlock; i++)
-                    arranged[i] = i < count && seen[i] ? scores[(g + r) * 2 * kBlock + path.slots[at + i] - begin] : -INFINITY;
-                tile.keep[r] = weigh<S>(call, arranged, 0, count, some + (g + r) * work.width() + columns,
-                                        tile.weights + r * kBlock);
+                    arranged[i] = i < count && seen[i] ? row[path.slots[at + i] - begin] : -INFINITY;
+                tile.keep[r] = weigh<S>(call, arranged, 0, count, some + (g + r) * work.width() + columns);
             }
-            product<S>(here, tile.weights, kBlock, panels.values, columns, (count + S::kNumbers - 1) / S::kNumbers,
+            product<S>(here, tile.scores, kBlock, panels.values, columns, (count + S::kNumbers - 1) / S::kNumbers,
                        some + g * work.width(), work.width(), tile.keep);
         }
     }
@@ -359,8 +356,8 @@ KERNEL void path_blocks(const Work& work, int64_t b, int64_t h, int64_t n, const
 
 // The states of all rows after what follows the whole blocks of committed tokens: the last ones, and the tree.
 template <class S>
-KERNEL void tail(const Work& work, int64_t b, int64_t h, float* states, float* next_states, Panels<S>& panels, Tile tile,
-                 Memory memory) {
+KERNEL void tail(const Work& work, int64_t b, int64_t h, float* states, float* next_states, Panels<S>& panels,
+                 Tile tile, Memory memory) {
     const int64_t begin = work.shared_end(b), end = work.call.lengths[b] + work.call.nodes, units = work.key_units();
     const float* const queries = reinterpret_cast<const float*>(work.queries_of(b, h));
     float* const scores = memory.take(work.rows() * 2 * kBlock);
@@ -415,7 +412,8 @@ template <class S> KERNEL void prepare(const Work& work, int64_t b, int64_t h) {
     uint32_t* out = work.queries_of(b, h);
     for (int64_t n = 0; n < call.nodes; n++) {
         const auto head_of = [&](const Heads& heads, int64_t head) {
-            return static_cast<const Number*>(heads.at) + b * heads.batch_stride + head * heads.head_stride + n * heads.node_stride;
+            const int64_t at = b * heads.batch_stride + head * heads.head_stride + n * heads.node_stride;
+            return static_cast<const Number*>(heads.at) + at;
         };
         const int64_t slot = (b * call.kv_heads + h) * call.slots + call.lengths[b] + n;
         const int64_t key_bytes = call.key_dim * sizeof(Number), value_bytes = call.value_dim * sizeof(Number);
@@ -433,7 +431,7 @@ template <class S> KERNEL void prepare(const Work& work, int64_t b, int64_t h) {
 }
 
 template <class S> KERNEL Tile tile_of(Memory& memory) {
-    return {0, nullptr, nullptr, memory.take(kTile * kBlock), memory.take(kTile * kBlock), memory.take(kTile)};
+    return {memory.take(kTile * kBlock), memory.take(kTile)};
 }
 
 // All rows of a span, of which a tree's last one has the tail, too, and writes two.
@@ -472,7 +470,8 @@ KERNEL void rows_of_chunk(const Work& work, int64_t b, int64_t h, int64_t begin,
     clear(work, states, end - begin);
     for (int64_t at = 0; at < work.shared_end(b); at += kSpan) {
         clear(work, later, end - begin);
-        shared_blocks<S>(work, b, h, begin, end - begin, at, std::min(at + kSpan, work.shared_end(b)), later, panels, tile);
+        const int64_t last = std::min(at + kSpan, work.shared_end(b));
+        shared_blocks<S>(work, b, h, begin, end - begin, at, last, later, panels, tile);
         for (int64_t r = 0; r < end - begin; r++) fold(work, states + r * work.width(), later + r * work.width());
     }
     for (int64_t r = begin; r < end; r++) finish(work, b, h, r, states + (r - begin) * work.width());
