@@ -545,7 +545,7 @@ def test_caches_of_8_bits_are_an_option(on_gpu):
     known = "auto, fp8, fp8_per_token_head"
     with pytest.raises(ValueError, match=f"kv_cache_dtype: expected one of {known}, got 'fp9'. Did you mean 'fp8'"):
         Options(kv_cache_dtype="fp9")
-    with pytest.raises(UnsupportedModelError, match=r"'sdpa' cannot run .*does not have caches of 8 bits"):
+    with pytest.raises(UnsupportedModelError, match=r"'cpu' cannot run .*does not have caches of 8 bits"):
         spec_compile.speculate(models.ADMITTED["llama"](), kv_cache_dtype="fp8", compile=False)
     use = "verify", True, True, True
     with pytest.raises(UnsupportedModelError, match=r"caches of 8 bits .*with one of triton$"):

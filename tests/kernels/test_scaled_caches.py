@@ -152,7 +152,7 @@ def test_it_is_refused_by_name():
     assert [options.attention(role).scaled for role in ("prefill", "verify", "draft")] == [True, True, False]
     assert not options.attention("prefill", of_draft=True).scaled
     assert {name for name, backend in BACKENDS.items() if backend.scaled} == {"triton", "sdpa"}
-    with pytest.raises(UnsupportedModelError, match=r"'sdpa' cannot run .*does not have caches of 8 bits \(kv_cache"):
+    with pytest.raises(UnsupportedModelError, match=r"'cpu' cannot run .*does not have caches of 8 bits \(kv_cache"):
         spec_compile.speculate(models.ADMITTED["llama"](), kv_cache_dtype="fp8", compile=False)
 
 
