@@ -9,6 +9,11 @@ WORKERS ?= 2
 READY := $(VENV)/.ready
 CORE := CMakeLists.txt $(wildcard spec_compile/ngram/*.h spec_compile/ngram/*.cpp spec_compile/kernels/linear/*.h spec_compile/kernels/linear/*.cpp)
 
+# Tests keep compiled Python in build/, also if the environment says to keep none: otherwise each of their processes
+# compiles torch and transformers anew, which takes seconds.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
+test test-all: export PYTHONPYCACHEPREFIX := $(CURDIR)/build/pycache
+
 .PHONY: demo test test-all mutations lint docs wheel bench setup clean
 
 demo: setup
