@@ -33,14 +33,19 @@ def run(path: Path, until: str = "", **parameters) -> dict:
     """The names that a notebook has made. Its parameters are replaced, and pip is left out, as is the cell `until` and
     all after it."""
     namespace = {"__name__": path.stem}
-    for cell in code_cells(path):
-        if cell["id"] == until:
-            break
-        if tag(cell) != "install":
-            exec(compile("".join(cell["source"]), f"{path.name}, cell {cell['id']}", "exec"), namespace)
-        if tag(cell) == "parameters":
-            assert parameters.keys() <= namespace.keys()
-            namespace.update(parameters)
+    try:
+        for cell in code_cells(path):
+            if cell["id"] == until:
+                break
+            if tag(cell) != "install":
+                exec(compile("".join(cell["source"]), f"{path.name}, cell {cell['id']}", "exec"), namespace)
+            if tag(cell) == "parameters":
+                assert parameters.keys() <= namespace.keys()
+                namespace.update(parameters)
+    except BaseException:
+        if "server" in namespace:
+            namespace["server"].kill()
+        raise
     return namespace
 
 
