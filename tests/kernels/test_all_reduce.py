@@ -77,7 +77,7 @@ def added(exchanges, parts, behind, block=None):
 
 @settings(max_examples=12)
 @given(
-    ranks=st.sampled_from([2, 3, 4, 8]), rows=st.integers(1, 9), size=st.integers(1, 700),
+    ranks=st.sampled_from([2, 3, 4, 8]), rows=st.integers(1, 4), size=st.integers(1, 700),
     turns=st.lists(st.sampled_from([1, 2]), min_size=1, max_size=3), block=st.sampled_from([None, 64, 1024]),
     seed=st.integers(0, 1000),
 )  # fmt: skip
@@ -96,7 +96,7 @@ def test_sums_in_the_order_of_the_ranks(ranks, rows, size, turns, block, seed):
 
 @settings(max_examples=8)
 @given(
-    ranks=st.integers(2, 4), rows=st.integers(1, 6), size=st.sampled_from([64, 65, 576, 1000, 2048, 4096]),
+    ranks=st.integers(2, 4), rows=st.integers(1, 3), size=st.sampled_from([64, 65, 576, 1000, 2048, 4096]),
     block=st.sampled_from([None, 64, 256]), offset=st.sampled_from([0.0, 1.0]), shots=st.sampled_from([1, 2]),
     seed=st.integers(0, 1000),
 )  # fmt: skip
@@ -112,14 +112,14 @@ def test_stream_and_norm_after_the_sum(ranks, rows, size, block, offset, shots, 
         assert all(torch.equal(a, b) for a, b in zip(got, results[0]))
 
 
-@pytest.mark.parametrize("size", [72, 2048])
-def test_a_row_has_the_same_bits_in_all_launches(size):
+@pytest.mark.parametrize("size, blocks", [(72, (64, 512)), (2048, (256, 512))])
+def test_a_row_has_the_same_bits_in_all_launches(size, blocks):
     parts, residual, weight = list(torch.randn(2, 7, size)), torch.randn(7, size), torch.randn(size)
     exchanges = exchanges_of(2, 1 << 14)
     every = added(exchanges, parts, (residual, weight, 0.0))[0]
     for shots, rows in ((2, slice(0, 7)), (1, slice(0, 1)), (2, slice(3, 5)), (1, slice(6, 7))):
         some = [part[rows] for part in parts]
-        for block in (64, 512):
+        for block in blocks:
             with manner(shots):
                 got = added(exchanges, some, (residual[rows], weight, 0.0), block)[1]
             assert all(torch.equal(a, b[rows]) for a, b in zip(got, every))
