@@ -10,17 +10,11 @@ Kernels that let the next one begin early keep two rules:
 Reference: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
 
-import functools
-
-import torch
 from torch import Tensor
+
+from .card import launches_early
 
 
 def available(x: Tensor) -> bool:
-    """True if kernels on x's device can be launched early: on Hopper and later."""
-    return x.is_cuda and _capable(x.device)
-
-
-@functools.cache
-def _capable(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    """True if kernels on x's device can be launched early: on Hopper and later, by a driver that knows it."""
+    return x.is_cuda and launches_early(x.device)

@@ -50,6 +50,29 @@ __device__ void wait_for_last_kernel() {
 #endif
 }
 
+// What the threads of a warp have together. GPUs before compute capability 8.0 have no instruction for it.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+template <class Join>
+__device__ unsigned fold(unsigned value, Join join) {
+#pragma unroll
+    for (int step = 16; step; step /= 2) value = join(value, __shfl_xor_sync(kAll, value, step));
+    return value;
+}
+__device__ int sum_of_warp(int value) {
+    return int(fold(unsigned(value), [](unsigned a, unsigned b) { return a + b; }));
+}
+__device__ unsigned least_of_warp(unsigned value) {
+    return fold(value, [](unsigned a, unsigned b) { return min(a, b); });
+}
+__device__ unsigned most_of_warp(unsigned value) {
+    return fold(value, [](unsigned a, unsigned b) { return max(a, b); });
+}
+#else
+__device__ int sum_of_warp(int value) { return __reduce_add_sync(kAll, value); }
+__device__ unsigned least_of_warp(unsigned value) { return __reduce_min_sync(kAll, value); }
+__device__ unsigned most_of_warp(unsigned value) { return __reduce_max_sync(kAll, value); }
+#endif
+
 // ---- scan -------------------------------------------------------------------------------------------------------
 
 // A key is length << 24 | (2^24 - 1 - age within the block's stretch).
@@ -99,7 +122,7 @@ __device__ __noinline__ void shrink(Scan& s, int windows, int limit, int bits) {
         int count = 0;
 #pragma unroll 1
         for (int i = thread; i < kept; i += SCAN_THREADS) count += s.keys[i] >= higher;
-        count = __reduce_add_sync(kAll, count);
+        count = sum_of_warp(count);
         if (thread % 32 == 0 && count) atomicAdd(&s.tally[bit], count);
         __syncthreads();
         if (s.tally[bit] >= limit) threshold = higher;
@@ -349,7 +372,7 @@ __device__ int gather(Build& s, const u64* best, const int* at_least, const Opti
         int sum = 0;
 #pragma unroll 4
         for (int block = lane; block < blocks; block += 32) sum += at_least[l * blocks + block];
-        sum = __reduce_add_sync(kAll, sum);
+        sum = sum_of_warp(sum);
         if (lane == 0) s.total[l] = sum;
     }
     __syncthreads();
@@ -504,7 +527,7 @@ struct Grower {
 #pragma unroll
                     for (int i = 0; i < kOwn; ++i)
                         if (counts[i]) worst = min(worst, unsigned(counts[i] << 8 | (255 - match_in(i))));
-                    worst = __reduce_min_sync(kAll, worst);
+                    worst = least_of_warp(worst);
 #pragma unroll
                     for (int i = 0; i < kOwn; ++i)
                         if (unsigned(counts[i] << 8 | (255 - match_in(i))) == worst) counts[i] = 0;
@@ -524,11 +547,11 @@ struct Grower {
                 if (scores[i] > score || (scores[i] == score && orders[i] < order))
                     score = scores[i], order = orders[i];
             const u64 bits = u64(__double_as_longlong(score));
-            const unsigned high = __reduce_max_sync(kAll, unsigned(bits >> 32));
+            const unsigned high = most_of_warp(unsigned(bits >> 32));
             if (high == 0) break;
-            const unsigned low = __reduce_max_sync(kAll, unsigned(bits >> 32) == high ? unsigned(bits) : 0);
+            const unsigned low = most_of_warp(unsigned(bits >> 32) == high ? unsigned(bits) : 0);
             const u64 highest = u64(high) << 32 | low;
-            order = __reduce_min_sync(kAll, bits == highest ? order : kAll);
+            order = least_of_warp(bits == highest ? order : kAll);
             score = __longlong_as_double((long long)highest);
             lowest = min(lowest, score);
             const int match = order & 255, parent = int(order >> 8) - 1;

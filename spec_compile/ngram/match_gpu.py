@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..kernels.card import card_of, launches_early
 from ..tree import MAX_NODES
 from .match_options import MatchOptions, empty_outputs
 
@@ -144,41 +145,50 @@ def compile_kernels(options: MatchOptions, device: torch.device) -> None:
         _compiled(shape_for(options), torch.cuda.current_device())
 
 
+def _check(result):
+    status, *values = result
+    if int(status) != 0:
+        raise RuntimeError(f"the n-gram kernels: {status!r}")
+    return values[0] if values else None
+
+
+def binary_for(shape: Shape, capability: tuple[int, int]) -> bytes:
+    """The kernels for GPUs of a compute capability, as a module that the driver loads; it needs no GPU."""
+    from cuda.bindings import nvrtc
+
+    flags = ["--gpu-architecture=sm_{}{}".format(*capability), "--std=c++17"]
+    flags += [f"-D{name}={value}" for name, value in shape.macros().items()]
+    source = Path(__file__).with_name("match.cu").read_bytes()
+    program = _check(nvrtc.nvrtcCreateProgram(source, b"match.cu", 0, [], []))
+    status, *_ = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
+    if int(status) != 0:
+        log = bytes(_check(nvrtc.nvrtcGetProgramLogSize(program)))
+        _check(nvrtc.nvrtcGetProgramLog(program, log))
+        raise RuntimeError(f"the n-gram kernels do not compile: {log.decode(errors='replace')}")
+    binary = bytes(_check(nvrtc.nvrtcGetCUBINSize(program)))
+    _check(nvrtc.nvrtcGetCUBIN(program, binary))
+    _check(nvrtc.nvrtcDestroyProgram(program))
+    return binary
+
+
 @functools.cache
 def _compiled(shape: Shape, device: int):
     """The kernels on this device, by name: functions of a launch and a stream."""
     try:
-        from cuda.bindings import driver, nvrtc
+        from cuda.bindings import driver
     except ImportError as error:  # a dependency of torch's own CUDA packages
         raise ImportError("the n-gram kernels need the package cuda-bindings: pip install cuda-bindings") from error
 
-    def check(result):
-        status, *values = result
-        if int(status) != 0:
-            raise RuntimeError(f"the n-gram kernels: {status!r}")
-        return values[0] if values else None
-
-    major, minor = torch.cuda.get_device_capability(device)
-    flags = [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17"]
-    flags += [f"-D{name}={value}" for name, value in shape.macros().items()]
-    source = Path(__file__).with_name("match.cu").read_bytes()
-    program = check(nvrtc.nvrtcCreateProgram(source, b"match.cu", 0, [], []))
-    status, *_ = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
-    if int(status) != 0:
-        log = bytes(check(nvrtc.nvrtcGetProgramLogSize(program)))
-        check(nvrtc.nvrtcGetProgramLog(program, log))
-        raise RuntimeError(f"the n-gram kernels do not compile: {log.decode(errors='replace')}")
-    binary = bytes(check(nvrtc.nvrtcGetCUBINSize(program)))
-    check(nvrtc.nvrtcGetCUBIN(program, binary))
-    check(nvrtc.nvrtcDestroyProgram(program))
+    binary = binary_for(shape, torch.cuda.get_device_capability(device))
     torch.cuda.current_stream().synchronize()  # the device's context is current
-    module = check(driver.cuModuleLoadData(binary))
-    most = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    module = _check(driver.cuModuleLoadData(binary))
+    where = torch.device("cuda", device)
+    most, is_early = card_of(where).memory, launches_early(where)
 
     def kernel(name: str):
-        function = check(driver.cuModuleGetFunction(module, name.encode()))
+        function = _check(driver.cuModuleGetFunction(module, name.encode()))
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        check(driver.cuFuncSetAttribute(function, attribute, most))
+        _check(driver.cuFuncSetAttribute(function, attribute, most))
 
         def run(step: Launch, stream: int) -> None:
             if step.shared_bytes > most:
@@ -190,12 +200,12 @@ def _compiled(shape: Shape, device: int):
             config.gridDimX, config.gridDimY, config.gridDimZ = step.grid, 1, 1
             config.blockDimX, config.blockDimY, config.blockDimZ = step.threads, 1, 1
             config.sharedMemBytes, config.hStream = step.shared_bytes, stream
-            if name == "ngram_build" and major >= 9:  # may start while the scan still runs
+            if name == "ngram_build" and is_early:  # may start while the scan still runs
                 early = driver.CUlaunchAttribute()
                 early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
                 early.value.programmaticStreamSerializationAllowed = 1
                 config.attrs, config.numAttrs = [early], 1
-            check(driver.cuLaunchKernelEx(config, function, (tuple(step.values), tuple(step.types)), 0))
+            _check(driver.cuLaunchKernelEx(config, function, (tuple(step.values), tuple(step.types)), 0))
 
         return run
 

@@ -342,6 +342,7 @@ template <class T> T __shfl_down_sync(unsigned, T value, int by) {
     return from > 31 ? value : all(from);
 }
 template <class T> T __shfl_sync(unsigned, T value, int from) { return exchange(value)(from); }
+template <class T> T __shfl_xor_sync(unsigned, T value, int by) { return exchange(value)(threadIdx.x % 32 ^ by); }
 bool __any_sync(unsigned, bool value) { return __ballot_sync(0, value); }
 template <class T, class F> T reduce(T value, F f) {
     const auto all = exchange(value);
@@ -394,17 +395,17 @@ def emulated(tmp_path_factory):
     source = Path(ngram_match.__file__).with_name("match.cu")
     libraries = {}
 
-    def library(shape: Shape):
-        if shape not in libraries:
+    def library(shape: Shape, architecture: int):
+        if (shape, architecture) not in libraries:
             path = folder / f"emulator{len(libraries)}.so"
             macros = [f"-D{name}={value}" for name, value in shape.macros().items()]
-            macros.append(f'-DSOURCE="{source}"')
+            macros += [f'-DSOURCE="{source}"', f"-D__CUDA_ARCH__={architecture}"]
             flags = ["-std=c++20", "-O1", "-shared", "-fPIC", "-U_FORTIFY_SOURCE", "-Wno-unknown-pragmas"]
             subprocess.run([compiler, *flags, *macros, "-o", path, folder / "emulator.cpp"], check=True)
-            libraries[shape] = ctypes.CDLL(str(path))
-        return libraries[shape]
+            libraries[shape, architecture] = ctypes.CDLL(str(path))
+        return libraries[shape, architecture]
 
-    def run(inputs, num_nodes, options, multiprocessors):
+    def run(inputs, num_nodes, options, multiprocessors, architecture=800):
         words = ngram_match.shape_for(options).words
         shape = Shape(words, scan_threads=128, scan_items=4, scan_blocks=2, build_threads=128, slack=256, min_span=32)
         out = tuple(torch.full_like(tensor, 77) for tensor in empty_outputs(inputs[0], num_nodes))
@@ -413,19 +414,19 @@ def emulated(tmp_path_factory):
             assert step.threads == 128
             values = [type_(value) for type_, value in zip(step.types, step.values)]
             pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-            status = library(shape).launch(step.kernel.encode(), step.grid, step.shared_bytes, pointers)
+            status = library(shape, architecture).launch(step.kernel.encode(), step.grid, step.shared_bytes, pointers)
             assert status == 0, (step.kernel, status)
         return out
 
     return run
 
 
-def same_emulated(emulated, choose, **case):
+def same_emulated(emulated, choose, architecture=800, **case):
     texts, documents, num_nodes, options = make_case(choose, **case)
     references = make_references(choose, len(texts), case.get("longest", 32))
     inputs = tensors(texts, documents, dtype=(torch.int32, torch.int64)[choose(0, 1)], references=references)
     expected = plain(propose(*inputs, num_nodes, options))
-    assert plain(emulated(inputs, num_nodes, options, multiprocessors=choose(1, 40))) == expected
+    assert plain(emulated(inputs, num_nodes, options, choose(1, 40), architecture)) == expected
 
 
 @pytest.mark.sweep(2)
@@ -439,6 +440,25 @@ def test_kernels_without_a_gpu(emulated, seed):
 def test_kernels_without_a_gpu_on_longer_texts(emulated, seed):
     choose = random.Random(seed).randint
     same_emulated(emulated, choose, longest=3000, match_limit=(128, choose(1, 64))[seed % 2])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_kernels_of_a_gpu_without_sums_of_warps(emulated, seed):
+    choose = random.Random(seed).randint
+    same_emulated(emulated, choose, architecture=750, rows=choose(1, 3), match_limit=(128, choose(1, 64))[seed % 2])
+
+
+CAPABILITIES = (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES[:1] + tuple(pytest.param(each, marks=pytest.mark.slow) for each in
+                                                               CAPABILITIES[1:]))  # fmt: skip
+@pytest.mark.parametrize("words", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_kernels_compile_for_every_gpu(capability, words):
+    """By CUDA's compiler, which needs no GPU; and their static part fits into the smallest shared memory."""
+    pytest.importorskip("cuda.bindings.nvrtc")
+    assert ngram_match.binary_for(Shape(words), capability)[:4] == b"\x7fELF"
+    assert max(Shape(words).macros()[name] for name in ("SCAN_BYTES", "BUILD_BYTES")) <= 65_536
 
 
 @pytest.mark.parametrize("tokens", [3, 6, 12, 40, 150])
