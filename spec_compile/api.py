@@ -26,6 +26,7 @@ from .capture.config_reads import config_reads
 from .capture.kinds import is_known
 from .capture.ranks import facts, share_memory
 from .capture.rounded_weights import rounded_weights
+from .capture.served_dtype import in_served_dtype
 from .capture.trace import capture
 from .capture.watch import Watch
 from .capture.weights import SharedWeights
@@ -87,6 +88,7 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
             kernels.load(model.device)
         elif compiles_at_once(parsed):
             check_compiler()
+        in_served_dtype(plain, parsed.convert_bfloat16)
     share_memory(ranks, model.device)
     # Tracing and checking change settings of the process, and run no code that the user had compiled.
     rounded = rounded_weights(plain, parsed.weights)

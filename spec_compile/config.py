@@ -51,6 +51,8 @@ class Options:
     weights: "fp8", "int8" or "int4" rounds the linear layers of the model at load, but not its output head, and holds
         them only so: by output, or with int4 by groups of 32 to 128 inputs. Answers are those of the rounded model
         (None: weights stay as they are).
+    convert_bfloat16: on a GPU without bfloat16 (compute capability below 8.0, such as a T4), convert the weights of the
+        model, and of a draft, to float16, in place and with a warning (False: refuse the model).
     kv_cache_dtype: the target's keys and values in the cache: "auto" (the model's dtype); "fp8": on a GPU, rounded to
         float8_e4m3fn, which halves them and changes answers a little; or "fp8_per_token_head": on any device, the same
         with a scale for each token and KV head.
@@ -85,6 +87,7 @@ class Options:
     merge_linears: bool = True
     attention_backend: Any = "auto"
     weights: str | None = None
+    convert_bfloat16: bool = True
     kv_cache_dtype: str = "auto"
     prefix_cache_bytes: int = 0
     prefix_cache_host_bytes: int | None = None

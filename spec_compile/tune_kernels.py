@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from . import passes
 from .capture.admit import admit
+from .capture.served_dtype import in_served_dtype
 from .capture.trace import capture
 from .kernels.linear import small_m, tune, tuned
 
@@ -29,6 +30,7 @@ def run(model: PreTrainedModel, seconds: float) -> None:
     seconds: of the search; each product has its share of what is left.
     """
     admit(model)
+    in_served_dtype(model, converts=True)
     before_fusion = passes.PIPELINE[: passes.PIPELINE.index(passes.use_small_m_linears) + 1]
     products = tune.products(passes.run(capture(model), passes.Settings(), before_fusion))
     if not products:

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.common import save_rows, show, stamp
 from benchmarks.kernels.matmul import FORMATS, KEYS, LAYERS, MODELS
-from spec_compile.kernels.cards import card_of
+from spec_compile.kernels.card import card_of
 from spec_compile.kernels.linear import computed, small_m, tune
 from spec_compile.kernels.linear.plans import ProductPlan
 

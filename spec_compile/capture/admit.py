@@ -11,13 +11,13 @@ from ..config import promises_bits
 from ..errors import UnsupportedModelError
 from ..inventory import held_parameters
 from ..kernels import HALF
+from ..kernels.card import OLDEST, card_of
 from .layers import ATTENTION, layer_types, parts_of
 from .quantised import admit_quantisation
 from .recurrences import has_recurrences
 from .training_mode import effects
 
 DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
-OLDEST_GPU = (8, 0)
 GROWING_ROPE = {"dynamic", "longrope"}
 
 
@@ -99,13 +99,12 @@ def _admit_device(model: PreTrainedModel, device: torch.device) -> None:
     if device.type not in ("cpu", "cuda"):
         _refuse(model, f"is on {device}; it runs on a CPU or on a CUDA GPU: model.to('cuda')")
     if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if capability < OLDEST_GPU:
-            name = torch.cuda.get_device_name(device)
+        card = card_of(device)
+        if card.capability < OLDEST:
             _refuse(
                 model,
-                f"is on {name} (compute capability {capability[0]}.{capability[1]}); the kernels need "
-                f"{OLDEST_GPU[0]}.{OLDEST_GPU[1]} or later: move it to another GPU, or model.to('cpu')",
+                f"is on {card.name} (compute capability {card.number}); the kernels need {OLDEST[0]}.{OLDEST[1]} or "
+                "later: move it to another GPU, or model.to('cpu')",
             )
         if importlib.util.find_spec("triton") is None:
             _refuse(model, "is on a GPU, whose kernels need triton: pip install triton, or model.to('cpu')")

@@ -19,6 +19,7 @@ from ..cache import Cache
 from ..capture.admit import admit
 from ..capture.checks import check_capture
 from ..capture.kinds import is_known
+from ..capture.served_dtype import in_served_dtype
 from ..capture.trace import capture
 from ..drafting import Algorithm, Drafter, DraftPlan
 from ..errors import UnsupportedModelError
@@ -183,6 +184,7 @@ def capture_draft(model: PreTrainedModel, draft: PreTrainedModel, options: Draft
 
     try:
         admit(draft)
+        in_served_dtype(draft, options.convert_bfloat16)
         graph = draft_graph(draft, options, trace)
     except (TypeError, ValueError) as error:
         raise type(error)(f"draft: {error}") from error

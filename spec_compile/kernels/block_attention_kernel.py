@@ -15,9 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .card import card_of
+
 TILE, WIDE_TILE, WARPS = 64, 32, 4
-"""Slots, and keys, that a program has in registers at a time, with heads of up to 128 and wider ones; its warps. Not
-tuned."""
+"""The most slots, and keys, that a program has in registers at a time, with heads of up to 128 and wider ones; its
+warps. Not tuned."""
+TILES = 9
+"""A program has as many tiles of keys, values, queries or gradients in shared memory at most."""
 
 
 def forward(
@@ -33,9 +37,9 @@ def forward(
     size: T
     """
     q, k, v, keys, values = (heads.contiguous() for heads in (q, k, v, keys, values))
-    batch, heads, slots, width = q.shape
+    batch, heads, slots, _ = q.shape
     out, total = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    constants = _constants(heads, k.shape[1], width, causal)
+    constants = _constants(q, k.shape[1], causal)
     _forward[(triton.cdiv(slots, constants["QUERIES"]), batch * heads)](
         q, k, v, keys, values, anchors, out, total, scale, slots, keys.shape[2], anchors.shape[1], size, **constants
     )
@@ -48,13 +52,13 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k, v, keys and values. grad: of out. Others as in `forward`."""
     grad, q, k, v, keys, values = (heads.contiguous() for heads in (grad, q, k, v, keys, values))
-    batch, heads, slots, width = q.shape
+    batch, heads, slots, _ = q.shape
     length, blocks, kv_heads = keys.shape[2], anchors.shape[1], k.shape[1]
     # The mean of grad . value under a slot's shares, which the softmax's derivative subtracts.
     mean = (grad.float() * out.float()).sum(-1)
     dq, dk, dv, dkeys, dvalues = (torch.empty_like(heads) for heads in (q, k, v, keys, values))
     shape, given = (scale, slots, length, blocks, size), (grad, q, k, v, keys, values, anchors, total, mean)
-    constants = _constants(heads, kv_heads, width, causal)
+    constants = _constants(q, kv_heads, causal)
     tile = constants["KEYS"]
     _backward_queries[(triton.cdiv(slots, tile), batch * heads)](*given, dq, *shape, **constants)
     own = grad, q, k, v, total, mean, dk, dv
@@ -66,11 +70,15 @@ def backward(
     return dq, dk, dv, dkeys, dvalues
 
 
-def _constants(heads: int, kv_heads: int, width: int, causal: bool) -> dict:
+def _constants(q: Tensor, kv_heads: int, causal: bool) -> dict:
+    heads, size, memory = q.shape[1], q.shape[3], card_of(q.device).memory
+    width = triton.next_power_of_2(max(size, 16))
     tile = TILE if width <= 128 else WIDE_TILE
+    while tile > 16 and TILES * tile * width * q.element_size() > memory > 0:
+        tile //= 2
     return {
-        "HEADS": heads, "SHARED": heads // kv_heads, "SIZE": width, "WIDTH": triton.next_power_of_2(max(width, 16)),
-        "CAUSAL": causal, "QUERIES": tile, "KEYS": tile, "num_warps": WARPS,
+        "HEADS": heads, "SHARED": heads // kv_heads, "SIZE": size, "WIDTH": width, "CAUSAL": causal, "QUERIES": tile,
+        "KEYS": tile, "num_warps": WARPS,
     }  # fmt: skip
 
 

@@ -90,6 +90,19 @@ def require_same_bits(exact: str, graphs: dict[str, ModelGraph]) -> None:
         )
 
 
+def require_kernels_of_experts(graph: ModelGraph) -> None:
+    """UnsupportedModelError if a GPU has no kernel for experts, whose plain meaning no CUDA graph holds."""
+    if graph.device.type != "cuda":
+        return
+    for node in (*calls(graph.gm, experts.UP), *calls(graph.gm, experts.DOWN)):
+        layout = experts.format_of(node.args[-1])
+        if (lack := experts.lack_of_device(graph.device, layout)) is not None:
+            raise UnsupportedModelError(
+                f"model: no kernel multiplies the experts {owner(node)}, because {lack}, and a CUDA graph cannot hold "
+                "their plain meaning; pass cuda_graphs=False, or use a GPU of compute capability 8.0 or later"
+            )
+
+
 def _reason(graph: ModelGraph, node: fx.Node) -> str | None:
     """Why the bits of a row of the node may depend on other rows; None if they do not."""
     if not _is_float(node.meta.get("val")) or node.target in FUNCTIONS:

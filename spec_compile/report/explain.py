@@ -8,6 +8,7 @@ import torch
 from .. import passes
 from ..graph import ModelGraph
 from ..kernels import attention
+from ..kernels.card import card_of, launches_early
 from ..kernels.linear import small_m
 from ..passes.row_invariance import variant_parts
 from ..runtime.prefill_chunks import SIZES
@@ -27,6 +28,7 @@ def explain(speculation) -> str:
         f"attention: {_backends(engine)}",
         *speculation.options.ranks.notes,
         *_bits(variant_parts(graph), variant_parts(engine.runtime.prefill)),
+        *_card(graph.device),
         *_plans(graph),
         *([] if engine.runtime.tiers is None else [engine.runtime.tiers.describe()]),
         *_drafts(engine),
@@ -100,6 +102,15 @@ def _promise(where: str, parts: list[str]) -> list[str]:
     if not parts:
         return [f"same bits {where}: yes"]
     return [f"same bits {where}: not promised, because of", *(f"  {part}" for part in parts)]
+
+
+def _card(device: torch.device) -> list[str]:
+    """Lines about a GPU that lacks something of a newer one."""
+    card = card_of(device)
+    losses = card.losses(device.type == "cuda" and launches_early(device))
+    if device.type != "cuda" or not losses:
+        return []
+    return [f"{card.name} (compute capability {card.number}) lacks", *(f"  {loss}" for loss in losses)]
 
 
 def _plans(graph) -> list[str]:

@@ -13,7 +13,7 @@ from ..config import Options, promises_bits
 from ..drafting import Algorithm
 from ..graph import ModelGraph
 from ..kernels.linear.low_rank import LowRank
-from ..passes.row_invariance import require_same_bits
+from ..passes.row_invariance import require_kernels_of_experts, require_same_bits
 from ..recording import Recording
 from ..stats import Clock
 from ..tree import MAX_NODES
@@ -56,6 +56,8 @@ class Engine:
         self._captured = graph
         self.described = graph or graphs["verify"]
         """A graph that describes the layers of the model, as captured or rewritten."""
+        if options.cuda_graphs:
+            require_kernels_of_experts(graphs["verify"])
         if promises_bits(options.exact, device.type):
             require_same_bits(options.exact, graphs)
         sizes = (*(n for n in SIZES[device.type] if n < plan.nodes and plan.sizes != "fixed"), plan.nodes)

@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ..capture import adapters
-from ..capture.admit import admit
 from ..capture.compiled import is_compiled, underlying
+from ..capture.served_dtype import admit_training
 from ..config import describe, parse_options
 from ..drafters.checkpoints.target import Target
 from ..errors import did_you_mean
@@ -124,7 +124,7 @@ def train_draft(
     _check_types(output, on_policy, resume, progress, push, private, license)
     repository = _repository(push, private)
     trainer_class, parsed = _trainer_and_options(algo, options)
-    admit(model)
+    admit_training(model)
     target, folder, line = Target.of(model), Path(output).expanduser(), say_nothing if progress else tell
     line(f"reading the text for {type(model).__name__}")
     documents, held_out = read_all(data, validation, tokenizer, target, parsed.seed, on_policy is not False)

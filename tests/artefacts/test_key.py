@@ -232,7 +232,7 @@ def test_every_option_counts(plain):
     assert key_of(options=dataclasses.replace(OPTIONS)) == plain
     others = {
         "num_draft_tokens": 8, "max_cache_len": 64, "exact": "bits", "kv_cache_dtype": "fp8", "branch_length": 20,
-        "weights": "fp8",
+        "weights": "fp8", "convert_bfloat16": False,
         "min_match_window_size": 2, "max_match_window_size": 9, "min_bfs_breadth": 2, "max_bfs_breadth": 7,
         "match_type": "PROB", "capacity": 10_000, "attention_backend": {"verify": "triton"}, "max_loras": 2,
         "max_lora_rank": 8,

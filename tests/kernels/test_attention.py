@@ -105,6 +105,17 @@ def test_heads_and_sizes(place, heads, sizes):
     Case(place, [50], 4, random_tree(4), heads, sizes).check()
 
 
+@pytest.mark.parametrize("nodes", [5, 70])
+def test_16_bits_multiplied_in_float32(monkeypatch, nodes):
+    """As on a GPU whose tensor cores Triton does not use; the tile is then that of float32."""
+    monkeypatch.setattr(attention, "precision", lambda dtype, device: "wide")
+    monkeypatch.setattr(attention, "multiplied_bytes", lambda dtype, device: 4)
+    monkeypatch.setattr(attention, "_device", lambda index: (40, 65_536))
+    tree = random_tree(nodes) if nodes < 64 else None
+    case = Case(("cpu", torch.float16), [40], nodes, tree, heads=(4, 2), sizes=(32, 32), causal=tree is None)
+    case.check(None)
+
+
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("window, causal", thinned(2, [1, 2, 5, 16, 17, 50, 1000], [False, True]))
 def test_sliding_window(place, window, causal):

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import logging
 import math
 import sys
 from importlib.machinery import ModuleSpec
@@ -33,8 +34,10 @@ from spec_compile.graph import LayerSpec, ModelGraph, calls
 from spec_compile.kernels import attention, ops
 from spec_compile.kernels.attention import BACKENDS, Use, flex, xqa
 from spec_compile.kernels.attention import tree_attention as kernels
+from spec_compile.kernels.attention import triton as triton_backend
 from spec_compile.kernels.attention.call import AttentionCall, attention_calls
 from spec_compile.kernels.attention.merge import add_sinks, merge
+from spec_compile.kernels.card import Card
 from spec_compile.runtime.steps.regions import cut
 from spec_compile.tree import ancestry
 
@@ -136,7 +139,7 @@ def check(name, place, *arguments, captured=False, **options):
     (softcap, window), sinks = case.rest[1:], case.sinks is not None
     layer = layer_of(case.q.shape[1:2] + case.k.shape[1:2], (case.k.shape[3], case.v.shape[3]), window, softcap, sinks)
     use = Use(name, "prefill" if case.ancestors is None and not captured else "verify", captured)
-    lack = BACKENDS[name].lack(layer, torch.float16 if device == "cpu" else dtype, use)
+    lack = BACKENDS[name].lack(layer, torch.float16 if device == "cpu" else dtype, use, torch.device("cpu"))
     if lack is None:
         inputs = case.inputs()[:12]
         case.compare(op_of(name, device, captured)(*inputs), inputs[3:5])
@@ -581,6 +584,23 @@ def test_auto_is_the_first_that_is_able(on_gpu):
     assert need(on_gpu, ("prefill", False), name="auto", dtype=torch.float32) is BACKENDS["triton"]
 
 
+def test_heads_without_room_in_shared_memory(on_gpu, monkeypatch, caplog):
+    """A T4 holds no tiles of heads of 512 in float32: plain PyTorch serves them, with a line in the log, or a refusal
+    by name."""
+    card = Card("T4", (7, 5), 40, 65_536)
+    monkeypatch.setattr(triton_backend, "card_of", lambda device: card)
+    monkeypatch.setattr(triton_backend, "multiplied_bytes", lambda dtype, device: 4)
+    wide = dict(sizes=(512, 512), dtype=torch.float16)
+    with caplog.at_level(logging.WARNING, "spec_compile"):
+        for _ in range(2):
+            assert need(on_gpu, ("verify", True), name="auto", **wide) is BACKENDS["sdpa"]
+    lack = "73728 bytes of shared memory for heads of 512 (the GPU has 65536)"
+    assert caplog.messages == [f"attention by sdpa, because 'triton' does not have {lack}"]
+    with pytest.raises(UnsupportedModelError, match=r"does not have 73728 bytes of shared memory for heads of 512"):
+        need(on_gpu, ("verify", True), name="triton", **wide)
+    assert need(on_gpu, ("verify", True), name="auto", sizes=(256, 256), dtype=torch.float16) is BACKENDS["triton"]
+
+
 @pytest.mark.parametrize("role", ["verify", "prefill"])
 def test_each_graph_has_its_own(monkeypatch, role):
     """The engine's verify and prefill graphs, and a draft model's."""
@@ -608,7 +628,7 @@ def test_each_graph_has_its_own(monkeypatch, role):
 def test_cuda_graph(name, window):
     """A captured graph of the compiled op follows the lengths and trees on the device."""
     place = "cuda", torch.bfloat16 if name == "flashinfer" else torch.float32
-    if lack := BACKENDS[name].lack(layer_of((8, 2), (128, 128), window), place[1], Use(name)):
+    if lack := BACKENDS[name].lack(layer_of((8, 2), (128, 128), window), place[1], Use(name), torch.device("cpu")):
         pytest.skip(f"{name} does not have {lack}")
     cases = [
         Case(place, [length, 5], 16, tree(16), (8, 2), (128, 128), 1024, window=window)

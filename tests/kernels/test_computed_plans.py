@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from spec_compile.kernels import cards
-from spec_compile.kernels.cards import CARDS, card_of
+from spec_compile.kernels import card as module
+from spec_compile.kernels.card import CARDS, card_of
 from spec_compile.kernels.linear import computed, small_m
 from spec_compile.kernels.linear.plans import ProductTile, ceil_div, packed_plan, plan, squared_columns
 
@@ -99,6 +99,7 @@ def facts(monkeypatch):
     def tell(**told):
         card_of.cache_clear()
         small_m._plan.cache_clear()
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**told))
         return torch.device("cuda", 0)
 
@@ -110,9 +111,9 @@ def facts(monkeypatch):
 def test_a_card_by_its_driver(facts):
     card = card_of(facts(**FACTS, **CLOCKS))
     assert card.bandwidth == 2 * 9.001e9 * 384 / 8 and card.clock == 2.52e9
-    assert card[:5] == ((8, 9), 142, 101_376, 102_400, 1536) and not card.has_groups
+    assert card[:6] == ("NVIDIA L40S", (8, 9), 142, 101_376, 102_400, 1536) and not card.has_groups
     silent = card_of(facts(**FACTS))
-    assert silent.bandwidth == 142 * cards.SHARE and silent.clock == cards.CLOCK
+    assert silent.bandwidth == 142 * module.SHARE and silent.clock == module.CLOCK
     computed.plan(4096, 4096, 16, silent)
 
 

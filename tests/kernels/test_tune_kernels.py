@@ -9,7 +9,7 @@ from places import ON_GPU
 
 from spec_compile import tune_kernels
 from spec_compile.__main__ import main
-from spec_compile.kernels.cards import CARDS
+from spec_compile.kernels.card import CARDS
 from spec_compile.kernels.linear import computed, small_m, tune, tuned
 from spec_compile.kernels.linear.plans import packed_plan, plan, squared_columns
 

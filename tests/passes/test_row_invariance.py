@@ -36,7 +36,7 @@ def half_on_gpu(monkeypatch):
         pytest.importorskip(f"spec_compile.kernels.{module}", exc_type=ImportError)
     monkeypatch.setattr(ModelGraph, "device", property(lambda graph: torch.device("cuda")))
     for module in (linear.small_m, experts.launch):
-        monkeypatch.setattr(module, "lack_of_device", lambda device: None)
+        monkeypatch.setattr(module, "lack_of_device", lambda *_: None)
     monkeypatch.setattr(linear, "FORMS", (dataclasses.replace(linear.SMALL_M, device="cpu"),))
 
     def rewrite(architecture, **use):
@@ -112,7 +112,7 @@ def test_what_no_kernel_of_ours_computes_is_named(half_on_gpu, name, parts):
 
 
 def test_experts_without_the_kernel_are_named(half_on_gpu, monkeypatch):
-    monkeypatch.setattr(experts.launch, "lack_of_device", lambda device: "there is none")
+    monkeypatch.setattr(experts.launch, "lack_of_device", lambda *_: "there is none")
     said = variant_parts(half_on_gpu("mixtral"))
     assert said == ["model.layers.0-1.mlp.experts: experts (there is none)"]
 

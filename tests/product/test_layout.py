@@ -70,7 +70,7 @@ FOLDERS = {path.name for path in TESTS.iterdir() if path.is_dir()} - {"support"}
 ELSEWHERE = {
     "batching.generate_batch": "batching", "batching.model": "batching",  # methods of what speculate() returns
     "batching.score": "batching",  # a method of its `speculation`
-    "capture.admit": "capture", "capture.ranks": "parallel",  # inside speculate()
+    "capture.ranks": "parallel",  # inside speculate()
     "capture.taps": "drafters", "outcome": "runtime", "recording": "report",
     "report.accounts": "report", "report.explain": "report",  # repr() and explain() of what speculate() returns
     "forks": "product",

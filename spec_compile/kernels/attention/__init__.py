@@ -5,12 +5,16 @@ All write the same cache, so prefill, verification and drafts may each use anoth
 `spans`, `tree_kernel`, and for prompts `prompt_kernel`.
 """
 
+import functools
+import logging
+
 from ...errors import UnsupportedModelError, did_you_mean
 from ...graph import ModelGraph
 from . import cpu_attention, flashinfer, flex, sdpa, triton
 from .base import Backend, Use
 from .call import attention_calls
 
+log = logging.getLogger("spec_compile")
 _ON_CPU = () if cpu_attention.BEST is None else (cpu_attention.BACKEND,)
 BACKENDS = {each.name: each for each in (triton.BACKEND, *_ON_CPU, sdpa.BACKEND, flex.BACKEND, flashinfer.BACKEND)}
 ROLES = ("prefill", "verify", "draft")
@@ -56,6 +60,11 @@ def choose(use: Use, graph: ModelGraph) -> Backend:
     device = graph.device.type
     able = _able(use, graph)
     if use.name == "auto" and able:
+        for layer in graph.layers:
+            for passed in [each for each in BACKENDS.values() if each.room and device in each.devices]:
+                lack = passed.room(layer, graph.dtype, graph.device)
+                if lack is not None:
+                    _tell(f"attention by {able[0].name}, because {passed.name!r} does not have {lack}")
         return able[0]
     here = [each for each in BACKENDS.values() if device in each.devices]
     backend = here[0] if use.name == "auto" else BACKENDS[use.name]
@@ -66,13 +75,18 @@ def choose(use: Use, graph: ModelGraph) -> Backend:
             f"{device}; there is {others} (or 'auto')"
         )
     for number, layer in enumerate(graph.layers):
-        lack = backend.lack(layer, graph.dtype, use)
+        lack = backend.lack(layer, graph.dtype, use, graph.device)
         if lack:
             raise UnsupportedModelError(
                 f"attention_backend: {backend.name!r} cannot run layer {number} of the {use.role} graph: it does not "
                 f"have {lack}. {_advice(use, able)}"
             )
     return backend
+
+
+@functools.cache
+def _tell(text: str) -> None:
+    log.warning(text)
 
 
 def prepare(graph: ModelGraph) -> str:
@@ -87,7 +101,7 @@ def _able(use: Use, graph: ModelGraph) -> list[Backend]:
         backend
         for backend in BACKENDS.values()
         if graph.device.type in backend.devices
-        and not any(backend.lack(layer, graph.dtype, use) for layer in graph.layers)
+        and not any(backend.lack(layer, graph.dtype, use, graph.device) for layer in graph.layers)
     ]
 
 

@@ -58,6 +58,7 @@ class Backend:
     fp8: it takes caches of float8_e4m3fn.
     scaled: it takes caches of float8_e4m3fn with scales.
     prompts_captured: inside a CUDA graph it takes chunks of any size as fast as outside.
+    room: ``room(layer, dtype, device)`` is a text if heads need more shared memory than the device has; None if not.
     prepare: ``prepare(graph)`` computes once what the attention calls of a graph share, each time the calls were
         edited, and returns a text for the report.
     """
@@ -75,9 +76,10 @@ class Backend:
     fp8: bool = False
     scaled: bool = False
     prompts_captured: bool = False
+    room: Callable[[LayerSpec, torch.dtype, torch.device], str | None] | None = None
     prepare: Callable[[ModelGraph], str] | None = None
 
-    def lack(self, layer: LayerSpec, dtype: torch.dtype, use: Use) -> str | None:
+    def lack(self, layer: LayerSpec, dtype: torch.dtype, use: Use, device: torch.device) -> str | None:
         """A noun for what the backend lacks for this use of a layer, for an error text; None if it lacks nothing."""
         if dtype not in self.dtypes:
             return str(dtype).removeprefix("torch.")
@@ -103,4 +105,6 @@ class Backend:
             if needed and feature not in features:
                 return f"{FEATURES[feature]} with {form}"
         foreign = {layer.key_dim, layer.value_dim} - (self.sizes or {layer.key_dim, layer.value_dim})
-        return f"heads of {max(foreign)}" if foreign else None
+        if foreign:
+            return f"heads of {max(foreign)}"
+        return self.room(layer, dtype, device) if self.room else None

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..card import precision
+
 try:
     import triton
 
@@ -92,7 +94,7 @@ def launch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
         *((0, 0, 0) if mask is None else (mask.stride(0), mask.stride(2), mask.stride(3))),
         nodes, slots, share, rows, scale, KV_HEADS=kv_heads, DK=size, BLOCK_DK=key_columns(size),
         DV=value_size, BLOCK_DV=columns, BLOCK_M=max(triton.next_power_of_2(rows), 16), BLOCK_N=BLOCK,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4,
+        PRECISION=precision(q.dtype, q.device), num_warps=4,
         num_stages=2 if q.element_size() < 4 else 1,
     )  # fmt: skip
     merge_kernel[(rows, batch * kv_heads)](

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...tree import MAX_NODES
 from .. import ops
+from ..card import precision
 from ..masks import only_chosen
 from ..plain import on_gpu
 from . import choice
@@ -47,7 +48,7 @@ def scores(q: Tensor, index_keys: Tensor, weights: Tensor, visible: Tensor) -> T
         q.contiguous(), index_keys, weights.contiguous(), visible.contiguous(), out, slots, index_keys.shape[2],
         HEADS=heads, BLOCK_H=max(triton.next_power_of_2(heads), 16), DIM=size, BLOCK_D=key_columns(size),
         BLOCK_S=BLOCK_SLOTS,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4,
+        PRECISION=precision(q.dtype, q.device), num_warps=4,
     )  # fmt: skip
     return out
 

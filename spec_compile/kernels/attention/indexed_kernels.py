@@ -7,7 +7,7 @@ order of their positions, whether their tokens are committed or ancestors in the
 import triton
 import triton.language as tl
 
-from .partial_softmax import fold_row
+from .partial_softmax import fold_row, product
 
 
 @triton.jit(do_not_specialize=["slots", "capacity"])
@@ -32,7 +32,7 @@ def scores_kernel(
         of_key = (batch * capacity + slot)[:, None] * DIM + dim[None, :]
         keys = tl.load(keys_ptr + of_key, mask=seen[:, None] & (dim < DIM)[None, :], other=0.0)
         weights = tl.load(weights_ptr + row * HEADS + head, mask=head < HEADS, other=0.0)
-        products = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
+        products = product(query, tl.trans(keys), PRECISION)
         scores = tl.where(seen, tl.sum(tl.maximum(products, 0.0) * weights[:, None], 0), float("-inf"))
     tl.store(scores_ptr + row * slots + slot, scores, mask=slot < slots)
 

@@ -42,9 +42,19 @@ def with_alibi(scores, slope, key_position, position, outer):
 
 
 @triton.jit
+def product(a, b, PRECISION: tl.constexpr):
+    """a @ b in float32. PRECISION: Triton's for float32, or "wide": numbers of 16 bits are multiplied as float32, by a
+    GPU whose tensor cores Triton does not use."""
+    if PRECISION == "wide":
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
 def score(query, keys, PRECISION: tl.constexpr):
     """The products [M, C] of query [M, Dk] with keys [C, Dk]."""
-    return tl.dot(query, tl.trans(keys), input_precision=PRECISION)
+    return product(query, tl.trans(keys), PRECISION)
 
 
 @triton.jit
@@ -67,7 +77,7 @@ def attend_to_chunk(
     peak = tl.ceil(tl.max(scores, 1) * outer)
     base = tl.where(peak == float("-inf"), 0.0, peak)
     weights = tl.exp2(tl.fma(scores, outer, -base[:, None]))
-    acc = tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+    acc = product(weights.to(values.dtype), values, PRECISION)
     return acc, peak, tl.sum(weights, 1)
 
 

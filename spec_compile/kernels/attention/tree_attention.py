@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ...tree import MAX_NODES
 from .. import dependent_launch, ops
+from ..card import card_of, multiplied_bytes, precision
 from ..masks import only_chosen
 from ..norm import rms_norm
 from ..plain import on_gpu
@@ -90,8 +91,18 @@ class Tuning(NamedTuple):
 @functools.cache
 def _device(index: int) -> tuple[int, int]:
     """Multiprocessors, and the most bytes of shared memory of a program."""
-    facts = torch.cuda.get_device_properties(index)
-    return facts.multi_processor_count, facts.shared_memory_per_block_optin
+    card = card_of(torch.device("cuda", index))
+    return card.processors, card.memory
+
+
+ROWS, KEYS = {2: 64, 4: 16, 8: 16}, 16
+"""Rows of a program by the bytes of a number, and the fewest keys of a chunk."""
+
+
+def least_memory(key_dim: int, value_dim: int, itemsize: int) -> int:
+    """Bytes of shared memory that programs of heads of these sizes take at least."""
+    key_dim, value_dim = triton.next_power_of_2(key_dim), min(triton.next_power_of_2(value_dim), MOST_COLUMNS)
+    return (ROWS[itemsize] * key_dim + KEYS * (key_dim + value_dim)) * itemsize
 
 
 @functools.cache
@@ -119,12 +130,12 @@ def tree_tuning(
     """
     _, memory = _device(device)
     key_dim, value_dim = triton.next_power_of_2(key_dim), min(triton.next_power_of_2(value_dim), MOST_COLUMNS)
-    block_m, largest, warps, together = 64, 64, 4, 1
+    block_m, largest, warps, together = ROWS[itemsize], 64, 4, 1
     if itemsize == 4:
-        block_m, largest, warps = 16, 32, 8
+        largest, warps = 32, 8
     slot = (key_dim + value_dim) * itemsize
     room = memory - 1024 - 128 * key_dim * itemsize
-    block_n = min(max(1 << (max(room // slot, 1).bit_length() - 1), 16), largest)
+    block_n = min(max(1 << (max(room // slot, 1).bit_length() - 1), KEYS), largest)
     tiles = pairs * triton.cdiv(rows, block_m)
     stages = min(max(room // (block_n * slot), 1), 4 if tiles <= FEW else 3)
     if itemsize < 4 and tiles >= MANY and capacity <= SHORT:
@@ -152,7 +163,8 @@ def launch(call: AttentionCall, config: Tuning | None = None) -> Tensor:
     _check(call)
     batch, heads, nodes, key_dim = call.q.shape
     kv_heads, value_dim = call.key_cache.shape[1], call.value_cache.shape[3]
-    rows, facts = heads // kv_heads * nodes, (key_dim, value_dim, call.q.element_size(), call.q.device.index)
+    size = multiplied_bytes(call.q.dtype, call.q.device)
+    rows, facts = heads // kv_heads * nodes, (key_dim, value_dim, size, call.q.device.index)
     named = {name: getattr(call, name) for name in ("q", "k", "v", "positions")}
     named = {name: x for name, x in named.items() if x is not None and x.stride(-1) != 1}
     call = call._replace(**{name: x.contiguous() for name, x in named.items()})
@@ -215,7 +227,7 @@ def _launch_prompt(call: AttentionCall, config: Tuning) -> Tensor:
     prompt_kernel[grid](
         rotated, key_cache, value_cache, call.scales, lengths, positions, call.sinks, call.slopes, out,
         *rotated.stride()[:3], positions.stride(0), nodes, capacity, *_factors(call),
-        SOFTCAP=call.softcap is not None, GROUP=group, BLOCK_M=config.block_m, PRECISION=_precision(q),
+        SOFTCAP=call.softcap is not None, GROUP=group, BLOCK_M=config.block_m, PRECISION=precision(q.dtype, q.device),
         **_order(call, config), **_constants(call, columns), num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out
@@ -257,19 +269,14 @@ def _launch_tree(call: AttentionCall, config: Tuning) -> Tensor:
         rotated, key_cache, value_cache, call.scales, lengths, tiles, positions, call.slopes, parts, sums,
         *rotated.stride()[:3], positions.stride(0), nodes, capacity, spans, *_factors(call),
         SOFTCAP=call.softcap is not None, BLOCK_M=block_m, PER_TILE=per_tile, COLUMNS=COLUMNS,
-        PRECISION=_precision(q), TOGETHER=together, **shared, **_constants(call, columns), num_warps=config.warps,
-        num_stages=config.stages,
+        PRECISION=precision(q.dtype, q.device), TOGETHER=together, **shared, **_constants(call, columns),
+        num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     merge_spans_kernel[(nodes * heads, batch)](
         lengths, positions, call.sinks, out, parts, sums, positions.stride(0), nodes, spans, HEADS=heads,
         DV=value_dim, BLOCK_DV=triton.next_power_of_2(value_dim), **shared, num_warps=1,
     )  # fmt: skip
     return out
-
-
-def _precision(q: Tensor) -> str:
-    """The precision of products of float32."""
-    return "ieee" if q.dtype == torch.float32 else "tf32"
 
 
 on_gpu(tree_attention)(from_arguments(launch))

@@ -5,21 +5,19 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from ...graph import ModelGraph, calls
+from ...graph import LayerSpec, ModelGraph, calls
 from .. import HALF
+from ..card import FP8, card_of, multiplied_bytes
 from .base import ALL, Backend, Use
 from .call import attention_calls
 from .tail_tiles import nodes_per_tile, tail_tiles
-
-OLDEST = (8, 9)
-"""The first compute capability with float8_e4m3fn."""
 
 
 def load(use: Use) -> Callable:
     from . import tree_attention  # noqa: F401
 
-    if use.fp8 and (here := torch.cuda.get_device_capability()) < OLDEST:
-        numbers = "{}.{}, got {}.{}".format(*OLDEST, *here)
+    if use.fp8 and (here := torch.cuda.get_device_capability()) < FP8:
+        numbers = "{}.{}, got {}.{}".format(*FP8, *here)
         name = "fp8_per_token_head" if use.scaled else "fp8"
         raise ValueError(f"kv_cache_dtype: {name!r} needs a GPU of compute capability {numbers}; pass 'auto'")
     return torch.ops.spec_compile.tree_attention.default
@@ -38,8 +36,21 @@ def prepare(graph: ModelGraph) -> str:
     return ""
 
 
+def room(layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> str | None:
+    """The shared memory that the smallest tiles need: of queries, and of a chunk of keys and values."""
+    memory = card_of(device).memory
+    if not memory:
+        return None
+    from .tree_attention import least_memory
+
+    need = least_memory(layer.key_dim, layer.value_dim, multiplied_bytes(dtype, device))
+    if need <= memory:
+        return None
+    return f"{need} bytes of shared memory for heads of {layer.key_dim} (the GPU has {memory})"
+
+
 HAS = ALL - {"chunk"}
 BACKEND = Backend(
     "triton", load, frozenset({"cuda"}), frozenset({*HALF, torch.float32}), HAS, HAS, HAS, rotates=True,
-    fp8=True, scaled=True, prompts_captured=True, prepare=prepare,
+    fp8=True, scaled=True, prompts_captured=True, room=room, prepare=prepare,
 )  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from . import launch
 from .format import ExpertFormat, format_of, unrounded  # noqa: F401
-from .launch import lack  # noqa: F401
+from .launch import lack, lack_of_device  # noqa: F401
 
 
 @torch.library.custom_op("spec_compile::experts_up", mutates_args=())

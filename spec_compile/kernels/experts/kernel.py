@@ -20,7 +20,7 @@ Import this module only where Triton is installed. Shapes of a tile: weights [BL
 import triton
 import triton.language as tl
 
-from ..linear.quantised_kernel import UNIT_ROWS
+from ..linear.quantised_kernel import UNIT_ROWS, float_of_fp8
 from ..ptx import let_next_kernel_begin, prefetch_l2, wait_for_kernel_before
 from .mxfp4_kernel import multiply_mxfp4
 from .slots import expert_of, pairs_of
@@ -67,7 +67,7 @@ def _multiply(
             step, mask = start, exists & inside[None, :]
         a = tl.load(w_at + step, mask=mask, other=0.0, eviction_policy="evict_first")
         b = tl.load(x_at + start, mask=valid[:, None] & inside[None, :], other=0.0)
-        acc = tl.dot(a.T if TRANSPOSED else a, b.T, acc, input_precision="ieee")
+        acc = tl.dot((a.T if TRANSPOSED else a).to(b.dtype), b.T, acc, input_precision="ieee")
     return acc
 
 
@@ -79,7 +79,7 @@ def _multiply_scaled(
     """`_multiply` of weights in FP8 with a scale for each SIZE x SIZE block; one chain a block, scaled, then added up.
 
     x_ptr, unit_ptr: x_rows rows and their scales, from `activations.rounded_blocks`. DECODES: the tensor cores have no
-    FP8.
+    FP8, and weight_ptr points to bytes.
     """
     k = tl.arange(0, SIZE)
     o = tl.minimum(o, outputs - 1)
@@ -97,7 +97,7 @@ def _multiply_scaled(
         block = tl.minimum(start + SIZE, inputs - 1) // SIZE
         following, following_unit = tl.load(scale_at + block), tl.load(unit_ptr + block * stride_u + x_row)
         if DECODES:
-            part = tl.dot(a.to(b.dtype), b.T, input_precision="ieee")
+            part = tl.dot(float_of_fp8(a, b.dtype), b.T, input_precision="ieee")
         else:
             part = tl.dot(a, b.T)
         acc = tl.fma(part, scale[:, None] * unit[None, :], acc)  # in every kernel, whatever compilers make of a * b + c

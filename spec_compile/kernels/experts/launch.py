@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from .. import HALF, dependent_launch
+from ..card import card_of
 from ..counters import zero_counters
-from ..linear.small_m import lack_of_device
+from ..linear import small_m
 from . import plans, wide
 from .format import ExpertFormat
 
 try:
-    from ..linear.activations import has_fp8, rounded_blocks
+    from ..linear.activations import as_read, has_fp8, rounded_blocks
     from .kernel import experts_kernel
     from .slots import FEW, MANY
 except ImportError:  # no GPU
@@ -24,13 +25,22 @@ GATES = "none", "silu", "clamped"
 
 def lack(parts: Sequence[Tensor], layout: ExpertFormat) -> str | None:
     """The reason why the kernels cannot multiply by these weights, in 16 bits or quantised; None if it can."""
-    reason, weight = lack_of_device(parts[0].device), parts[0]
+    weight = parts[0]
+    reason = lack_of_device(weight.device, layout)
     if reason is not None:
         return reason
     expected = (torch.int32,) if layout.mxfp4 else (torch.float8_e4m3fn,) if layout.block else HALF
     if weight.dtype not in expected:
         return f"the weights are of {weight.dtype}"
     return _lack_of_layout(parts, layout)
+
+
+def lack_of_device(device: torch.device, layout: ExpertFormat) -> str | None:
+    """The reason why a device has no kernel for weights of this layout; None if it has."""
+    lack = small_m.lack_of_device(device)
+    if lack is not None and card_of(device).lacks_tensor_cores and experts_kernel is not None:
+        return f"its weights are quantised, and {lack}" if layout.block or layout.mxfp4 else None
+    return lack
 
 
 def _lack_of_layout(parts: Sequence[Tensor], layout: ExpertFormat) -> str | None:
@@ -47,7 +57,7 @@ def _lack_of_layout(parts: Sequence[Tensor], layout: ExpertFormat) -> str | None
 
 def serves(x: Tensor, parts: Sequence[Tensor], layout: ExpertFormat) -> bool:
     """True if the kernels compute a product of x [T, ...]."""
-    if not x.is_cuda or not len(x) or lack_of_device(x.device) is not None or not layout.rounds:
+    if not x.is_cuda or not len(x) or lack_of_device(x.device, layout) is not None or not layout.rounds:
         return False
     fits = layout.mxfp4 or (x.dtype in HALF if layout.block else x.dtype == parts[0].dtype)
     return bool(fits) and x.dtype != torch.float64 and _lack_of_layout(parts, layout) is None
@@ -85,8 +95,9 @@ def _launch(
     routing: [T, k]; the router's weights, or None.
     out: [T, height], written; sums of `pairs` by `routing`, or None.
     """
-    weight, scales, bias = parts[0], layout.scales(parts), layout.bias(parts)
+    weight, scales, bias = as_read(parts[0]), layout.scales(parts), layout.bias(parts)
     (tokens, top), experts, (outputs, inputs) = ids.shape, len(weight), layout.sizes(parts)
+    x = x.float() if card_of(x.device).lacks_tensor_cores else x  # weights are multiplied in x's dtype
     tile = tile or plans.tile(tokens, top, layout.of or experts, (outputs, inputs), layout.scale_size, x.element_size())
     x = x if x.stride(1) == 1 else x.contiguous()
     if tile.sorted:

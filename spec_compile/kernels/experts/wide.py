@@ -12,7 +12,7 @@ from .plans import ExpertTile
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    from ..linear.activations import has_fp8, rounded_blocks
+    from ..linear.activations import as_read, has_fp8, rounded_blocks
     from .sort import sort_pairs
     from .wide_kernel import combine_kernel, wide_experts_kernel
 except ImportError:  # no GPU
@@ -38,7 +38,7 @@ def launch(
     out: Tensor | None, tile: ExpertTile,
 ) -> None:  # fmt: skip
     """Launch the kernels for the first product, or with `routing` for the second. Arguments: see `launch._launch`."""
-    weight, scales, bias = parts[0], layout.scales(parts), layout.bias(parts)
+    weight, scales, bias = as_read(parts[0]), layout.scales(parts), layout.bias(parts)
     (tokens, top), experts, (outputs, inputs) = ids.shape, len(weight), layout.sizes(parts)
     early, units = dependent_launch.available(x), None
     options = {"launch_pdl": True} if early else {}

@@ -1,10 +1,9 @@
 """Activations that are rounded to FP8 once for all products that read them. Import only where Triton is installed."""
 
-import functools
-
 import torch
 from torch import Tensor
 
+from .. import card
 from .quantised.fp8_block import FP8
 from .quantised_kernel import UNIT_ROWS, round_blocks_kernel
 
@@ -12,10 +11,14 @@ BLOCKS, FEW_ROWS = 8, 16
 """A program rounds BLOCKS blocks of a row, or with more than FEW_ROWS rows twice as many."""
 
 
-@functools.cache
 def has_fp8(device: torch.device) -> bool:
     """True if a GPU's tensor cores take FP8."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return card.card_of(device).capability >= card.FP8
+
+
+def as_read(weight: Tensor) -> Tensor:
+    """Weights as kernels read them: FP8 as bytes if the GPU's tensor cores have no FP8."""
+    return weight.view(torch.uint8) if weight.dtype == FP8 and not has_fp8(weight.device) else weight
 
 
 def rounded_blocks(x: Tensor, size: int, early: bool) -> tuple[Tensor, Tensor]:

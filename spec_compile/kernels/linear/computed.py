@@ -30,7 +30,7 @@ import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..cards import REGISTERS, Card
+from ..card import REGISTERS, Card
 from .plans import AT_ONCE, CUT, ProductPlan, ProductTile, ceil_div, squared_columns
 
 START, JOIN, PART, END = 1.3, 0.9, 0.25, 0.04

@@ -72,7 +72,7 @@ def _multiply_fp8_blocks(
         block = tl.minimum(start + SQUARE, end - 1) // SQUARE
         following, following_unit = tl.load(scale_at + block), tl.load(unit_at + block * stride_u)
         if weight.data.dtype.element_ty == tl.uint8:
-            part = tl.dot(_float_of_fp8(a, b.dtype), b.T, input_precision="ieee")
+            part = tl.dot(float_of_fp8(a, b.dtype), b.T, input_precision="ieee")
         else:
             part = tl.dot(a, b.T)
         acc += part * (scale[:, None] * unit[None, :])
@@ -124,7 +124,7 @@ def round_blocks_kernel(
 
 
 @triton.jit
-def _float_of_fp8(codes, dtype: tl.constexpr):
+def float_of_fp8(codes, dtype: tl.constexpr):
     """Bytes of float8_e4m3fn, without NaN, as numbers of a dtype that has them all."""
     bits = codes.to(tl.int32)
     moved = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
@@ -154,11 +154,11 @@ def _multiply_channels(
         elif ROUNDED and not BYTES:
             acc += tl.dot(a, b.T)  # a sum apart, because Hopper's tensor cores keep few bits of a sum of FP8
         elif ROUNDED:
-            acc = tl.dot(_float_of_fp8(a, b.dtype), b.T, acc, input_precision="ieee")
+            acc = tl.dot(float_of_fp8(a, b.dtype), b.T, acc, input_precision="ieee")
         elif INTEGERS:
             acc = tl.dot(a.to(b.dtype), b.T, acc, input_precision="ieee")
         else:  # weights are rounded to x's dtype
-            wide = _float_of_fp8(a, tl.float32) if BYTES else a.to(tl.float32)
+            wide = float_of_fp8(a, tl.float32) if BYTES else a.to(tl.float32)
             acc = tl.dot((wide * scale[:, None]).to(b.dtype), b.T, acc, input_precision="ieee")
     if ROUNDED:
         unit = tl.load(x.scales + n, mask=n < rows, other=0.0)

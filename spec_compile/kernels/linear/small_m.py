@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import HALF, dependent_launch
 from ..all_reduce import Exchange
-from ..cards import card_of
+from ..card import AMPERE, HOPPER, card_of
 from ..counters import zero_counters
 from ..ops import as_rows
 from ..plain import are_plain
@@ -26,26 +26,21 @@ from .quantised.rows import FP8, LARGEST
 try:
     import triton
 
-    from .activations import has_fp8, rounded_blocks
+    from .activations import as_read, has_fp8, rounded_blocks
     from .nibbles_kernel import look_up
     from .quantised_kernel import round_rows_kernel
     from .small_m_kernel import small_m_kernel
 except ImportError:  # no GPU
     triton = None
 
-OLDEST = (8, 0)
-"""The first compute capability whose tensor cores take bfloat16."""
-TUNED = (9, 0)
+TUNED = HOPPER
 """The compute capability for which the rules of `plans` were tuned."""
 
 
-@functools.cache
 def chip(device: torch.device) -> tuple[int, int]:
-    """Multiprocessors of a GPU, and bytes of shared memory that a program may take; 0, 0 if it is too old."""
-    facts = torch.cuda.get_device_properties(device)
-    if (facts.major, facts.minor) < OLDEST:
-        return 0, 0
-    return facts.multi_processor_count, facts.shared_memory_per_block_optin
+    """Multiprocessors of a GPU, and bytes of shared memory that a program may take."""
+    card = card_of(device)
+    return card.processors, card.memory
 
 
 def memory_of(device: torch.device) -> int:
@@ -59,7 +54,10 @@ def lack_of_device(device: torch.device) -> str | None:
         return "Triton is not installed"
     if device.type != "cuda":
         return f"it is on {device.type}, not on a GPU"
-    return None if chip(device)[0] else "the GPU has a compute capability below {}.{}".format(*OLDEST)
+    card = card_of(device)
+    if card.capability < AMPERE:
+        return f"Triton uses no tensor cores of compute capability {card.number}"
+    return None
 
 
 def lack(weight: Tensor, kind: str = "", dtype: torch.dtype | None = None) -> str | None:
@@ -151,8 +149,7 @@ def launch(product: Product, out: Tensor | None, parts: int, tile: ProductTile, 
     if dtype is not None:
         static = layout.constant_scale([weight, scales])
         x, units = _rounded_rows(x, torch.uint8 if dtype == FP8 and lacks_fp8 else dtype, early, static)
-    if weight.dtype == FP8 and lacks_fp8:
-        weight = weight.view(torch.uint8)
+    weight = as_read(weight)
     grid = ceil_div(outputs, tile.block_o), ceil_div(rows, tile.block_n)
     shared = None
     if parts > 1:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...graph import ModelGraph, attribute
-from ..cards import Card, card_of
+from ..card import Card, card_of
 from . import LINEARS, computed, small_m, tuned, weight_of
 from .plans import ProductPlan, ProductTile
 from .product import Product

@@ -1,11 +1,9 @@
 """Products of many rows of 16 bits, such as those of prompts, with the bits of form "small_m" (see `wide_kernel`)."""
 
-import functools
-
 import torch
 
 from ..all_reduce import Exchange
-from ..cards import card_of
+from ..card import HOPPER, card_of
 from .plans import CUT, ProductTile, ceil_div, squared_columns
 from .product import Gate, Product, QkvHeads, ResidualStream
 
@@ -18,8 +16,6 @@ except ImportError:  # no GPU
 
 LEAST_ROWS = 384
 """Rows from which on it is faster than `small_m_kernel`."""
-WITH_DESCRIPTORS = (9, 0)
-"""The first compute capability that reads tiles by descriptors (TMA)."""
 TILE, SMALL_TILE = ProductTile(128, 64, 256, 8, 4), ProductTile(128, 64, 128, 8, 4)
 """The tile, and that of fewer rows and of products whose columns are cut, which holds two sums. They reach 0.81 to 0.96
 of cuBLAS's speed with 2,048 rows of Llama-3.1-8B's layers on an H200."""
@@ -29,10 +25,9 @@ LEAST_HEIGHT = 64
 """Rows of the weights in a tile from which on groups of warps multiply (wgmma)."""
 
 
-@functools.cache
 def has_descriptors(device: torch.device) -> bool:
     """True if a device reads tiles by descriptors."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= WITH_DESCRIPTORS
+    return card_of(device).capability >= HOPPER
 
 
 def serves(product: Product, tile: ProductTile) -> bool:
