@@ -25,6 +25,21 @@ DROP_IN_PROMPTS = "tests/product/test_drop_in_prompts.py"
 
 WEIGHTS = [
     Mutation(
+        "weights beyond float16 are converted", "spec_compile/capture/served_dtype.py",
+        "if not (each.tensor.abs() <= largest).all():", "if each.tensor.isnan().any():",
+        "tests/capture/test_served_dtype.py",
+    ),
+    Mutation(
+        "an old driver is said to launch early", "spec_compile/kernels/card.py",
+        "    if version >= LAUNCHES_EARLY:", "    if version:",
+        "tests/kernels/test_card.py",
+    ),
+    Mutation(
+        "sums of a warp without the instruction forget half", "spec_compile/ngram/match.cu",
+        "for (int step = 16; step; step /= 2) value = join", "for (int step = 8; step; step /= 2) value = join",
+        "tests/ngram/test_match.py -k without_sums_of_warps",
+    ),
+    Mutation(
         "a start that fails keeps the layers rounded", "spec_compile/capture/rounded_weights.py",
         "        for path, layer in replaced.items():\n            put_layer(model, path, layer)\n        raise",
         "        raise",

@@ -16,7 +16,7 @@ from ..kernels import ops
 from ..kernels.together import ahead
 from ..ngram import NgramStore
 from ..ngram.corpus import NgramCorpus
-from ..ngram.match_gpu import compile_kernels
+from ..ngram.match_gpu import check_memory, compile_kernels
 from ..ngram.match_options import MatchOptions
 from ..ngram.trie import NgramTrie
 from ..parallel.ranks import ALONE, Alone
@@ -184,5 +184,6 @@ def build(model: PreTrainedModel, options: NgramOptions) -> Ngram:
     if model.device.type != "cuda":
         return Ngram(trie, options)
     if options.num_draft_tokens > 1:
+        check_memory(match_options(options), options.num_draft_tokens, model.device)
         ahead(partial(compile_kernels, match_options(options), model.device))
     return Ngram(NgramCorpus(options.capacity, vocab_size, model.device), options)

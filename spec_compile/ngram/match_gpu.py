@@ -90,7 +90,7 @@ def launches(
     blocks = max(1, min(blocks, -(-positions // shape.min_span), shape.build_threads))
     best = tokens.new_empty((batch, blocks, options.match_limit))
     at_least = tokens.new_empty((batch, options.max_match_window_size + 2, blocks), dtype=torch.int32)
-    deepest = min(options.branch_length - options.min_match_window_size, num_nodes - 1)
+    deepest = deepest_node(options, num_nodes)
     wide = int(corpus.dtype == torch.int64)
     texts = (
         tokens, tokens.stride(0), columns, committed, corpus, wide, corpus_length, corpus.numel(),
@@ -130,13 +130,28 @@ def propose_on_gpu(
     shape, out = shape_for(options), empty_outputs(tokens, num_nodes)
     if tokens.shape[0] == 0:
         return out
-    properties = torch.cuda.get_device_properties(tokens.device)
+    check_memory(options, num_nodes, tokens.device)
     with torch.cuda.device(tokens.device):
         kernels = _compiled(shape, tokens.device.index)
-        steps, _workspace = launches(shape, properties.multi_processor_count, *inputs, num_nodes, options, out)
+        steps, _workspace = launches(shape, card_of(tokens.device).processors, *inputs, num_nodes, options, out)
         for step in steps:
             kernels[step.kernel](step, torch.cuda.current_stream().cuda_stream)
     return out
+
+
+def deepest_node(options: MatchOptions, num_nodes: int) -> int:
+    """The depth of the deepest node that a draft may have."""
+    return min(options.branch_length - options.min_match_window_size, num_nodes - 1)
+
+
+def check_memory(options: MatchOptions, num_nodes: int, device: torch.device) -> None:
+    """ValueError if drafts with these options need more shared memory than a program has on a device."""
+    most, need = card_of(device).memory, shape_for(options).build_bytes(deepest_node(options, num_nodes))
+    if need > most:
+        raise ValueError(
+            f"branch_length, match_limit: these n-grams need {need} bytes of shared memory, the GPU has {most}; lower "
+            "branch_length, match_limit or num_draft_tokens"
+        )
 
 
 def compile_kernels(options: MatchOptions, device: torch.device) -> None:
@@ -191,11 +206,6 @@ def _compiled(shape: Shape, device: int):
         _check(driver.cuFuncSetAttribute(function, attribute, most))
 
         def run(step: Launch, stream: int) -> None:
-            if step.shared_bytes > most:
-                raise ValueError(
-                    f"these options need {step.shared_bytes} bytes of shared memory, this device has {most}: "
-                    "lower match_limit, branch_length or num_nodes"
-                )
             config = driver.CUlaunchConfig()
             config.gridDimX, config.gridDimY, config.gridDimZ = step.grid, 1, 1
             config.blockDimX, config.blockDimY, config.blockDimZ = step.threads, 1, 1

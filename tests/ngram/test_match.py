@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from spec_compile.kernels.card import Card
 from spec_compile.ngram import match_gpu as ngram_match
 from spec_compile.ngram.match import join_documents, propose
 from spec_compile.ngram.match_gpu import Shape
@@ -459,6 +460,16 @@ def test_kernels_compile_for_every_gpu(capability, words):
     pytest.importorskip("cuda.bindings.nvrtc")
     assert ngram_match.binary_for(Shape(words), capability)[:4] == b"\x7fELF"
     assert max(Shape(words).macros()[name] for name in ("SCAN_BYTES", "BUILD_BYTES")) <= 65_536
+
+
+def test_drafts_without_room_in_shared_memory_are_refused(monkeypatch):
+    """A T4 has 64 KB: enough for the defaults with all nodes, and not for long branches of many matches."""
+    monkeypatch.setattr(ngram_match, "card_of", lambda device: Card("T4", (7, 5), 40, 65_536))
+    device, wide = torch.device("cuda"), MatchOptions(branch_length=60, match_limit=128)
+    ngram_match.check_memory(MatchOptions(), 64, device)
+    ngram_match.check_memory(wide, 8, device)
+    with pytest.raises(ValueError, match=r"branch_length, match_limit: .* need \d+ bytes .*, the GPU has 65536; lower"):
+        ngram_match.check_memory(wide, 64, device)
 
 
 @pytest.mark.parametrize("tokens", [3, 6, 12, 40, 150])

@@ -14,8 +14,9 @@ from spec_compile.capture.trace import capture
 from spec_compile.graph import ModelGraph, calls
 from spec_compile.kernels import experts, linear
 from spec_compile.kernels.attention import Use
+from spec_compile.kernels.card import Card
 from spec_compile.passes import Settings
-from spec_compile.passes.row_invariance import require_same_bits, variant_parts
+from spec_compile.passes.row_invariance import require_kernels_of_experts, require_same_bits, variant_parts
 from spec_compile.report import explain
 
 aten = torch.ops.aten
@@ -115,6 +116,33 @@ def test_experts_without_the_kernel_are_named(half_on_gpu, monkeypatch):
     monkeypatch.setattr(experts.launch, "lack_of_device", lambda *_: "there is none")
     said = variant_parts(half_on_gpu("mixtral"))
     assert said == ["model.layers.0-1.mlp.experts: experts (there is none)"]
+
+
+def test_experts_without_a_kernel_are_refused_before_a_graph_is_captured(half_on_gpu, monkeypatch):
+    """Quantised ones on a T4; those of 16 bits have a kernel there."""
+    graph, t4 = half_on_gpu("mixtral"), Card("T4", (7, 5), 40, 65_536)
+    monkeypatch.undo()
+    monkeypatch.setattr(ModelGraph, "device", property(lambda graph: torch.device("cuda")))
+    for module in (experts.launch, linear.small_m):
+        monkeypatch.setattr(module, "card_of", lambda device: t4)
+    monkeypatch.setattr(linear.small_m, "lack_of_device", lambda device: "Triton uses no tensor cores")
+    require_kernels_of_experts(graph)
+    layout = experts.format_of(calls(graph.gm, experts.UP)[0].args[-1])
+    monkeypatch.setattr(experts, "format_of", lambda text: dataclasses.replace(layout, block=128))
+    with pytest.raises(
+        UnsupportedModelError, match=r"experts .*mlp.experts, because its weights are quantised, and Tr"
+    ):
+        require_kernels_of_experts(graph)
+
+
+@pytest.mark.parametrize("capability, lines", [((7, 5), 7), ((8, 6), 4), ((9, 0), 0)])
+def test_explain_says_what_a_gpu_lacks(monkeypatch, capability, lines):
+    monkeypatch.setattr(explain, "card_of", lambda device: Card("some GPU", capability, 40, 65_536))
+    monkeypatch.setattr(explain, "launches_early", lambda device: capability >= (9, 0))
+    said = explain._card(torch.device("cuda"))
+    assert len(said) == lines and explain._card(torch.device("cpu")) == []
+    number = ".".join(map(str, capability))
+    assert not said or said[0] == f"some GPU (compute capability {number}) lacks"
 
 
 def test_other_attention_is_named(half_on_gpu):
