@@ -126,7 +126,7 @@ def summary(results: Results) -> str:
 
     rows = [
         *((f"{model}, {name}", *peer_cells(results, key), "`peers.compare`") for key, name in sets.items()),
-        (f"{model}, {sets['editeval']}", *on_cpu("editeval"), "`quality.acceptance --as-chat`"),
+        (f"{model}, {sets['gsm8k_test']}", *on_cpu("gsm8k_test"), "`quality.acceptance --as-chat`"),
         (
             "SmolLM2-135M, 4 bits, n-grams, code editing",
             *llama_cpp_cells(results, "code_editing", "int4"),
