@@ -7,7 +7,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
 READY := $(VENV)/.ready
-CORE := CMakeLists.txt $(wildcard spec_compile/ngram/*.h spec_compile/ngram/*.cpp spec_compile/kernels/linear/*.h spec_compile/kernels/linear/*.cpp)
+CORE := CMakeLists.txt $(wildcard spec_compile/ngram/*.h spec_compile/ngram/*.cpp spec_compile/kernels/*.h spec_compile/kernels/*/*.h spec_compile/kernels/*/*.cpp)
 
 # Tests keep compiled Python in build/, also if the environment says to keep none: otherwise each of their processes
 # compiles torch and transformers anew, which takes seconds.

@@ -18,7 +18,7 @@ from spec_compile.tree import ancestry
 
 pytestmark = pytest.mark.skipif(BEST is None, reason="needs the package built")
 DTYPES = torch.float32, torch.bfloat16
-OP = torch.ops.spec_compile.cpu_attention.default
+OP, CPU = torch.ops.spec_compile.cpu_attention.default, torch.device("cpu")
 EVERY_LEVEL = pytest.mark.parametrize("level", range((BEST or 0) + 1), ids=lambda level: LEVELS[level])
 LENGTHS = 0, 1, 5, 63, 64, 65, 127, 130, 500, 512, 530, 1030
 
@@ -132,6 +132,6 @@ def test_what_the_kernel_lacks():
     """Biases, chunks of positions, indexers and other dtypes keep plain PyTorch."""
     usual = dict(heads=2, kv_heads=2, key_dim=8, value_dim=8, scale=1.0, window=None, softcap=None, sinks=False)
     for lack, more in (("ALiBi", dict(slopes=True)), ("chunks of pos", dict(chunk=8)), ("indexer", dict(indexed=True))):
-        assert lack in BACKEND.lack(LayerSpec(**usual, **more), torch.float32, Use(captured=False))
-    assert BACKEND.lack(LayerSpec(**usual), torch.float16, Use(captured=False)) == "float16"
-    assert BACKEND.lack(LayerSpec(**usual), torch.bfloat16, Use(captured=False)) is None
+        assert lack in BACKEND.lack(LayerSpec(**usual, **more), torch.float32, Use(captured=False), CPU)
+    assert BACKEND.lack(LayerSpec(**usual), torch.float16, Use(captured=False), CPU) == "float16"
+    assert BACKEND.lack(LayerSpec(**usual), torch.bfloat16, Use(captured=False), CPU) is None

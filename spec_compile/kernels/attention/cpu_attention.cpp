@@ -7,12 +7,12 @@
 #include <cstring>
 #include <vector>
 
-#include <dlfcn.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 #include <nanobind/nanobind.h>
 
+#include "../openmp.h"
 #include "cpu_attention.h"
 
 namespace nb = nanobind;
@@ -91,23 +91,6 @@ int best() {
 #else
     return 0;
 #endif
-}
-
-// The OpenMP runtime that torch has loaded. With threads of another one, both would spin on the same cores.
-struct OpenMP {
-    void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
-    void (*barrier)();
-
-    OpenMP() {
-        *reinterpret_cast<void**>(&parallel) = dlsym(RTLD_DEFAULT, "GOMP_parallel");
-        *reinterpret_cast<void**>(&barrier) = dlsym(RTLD_DEFAULT, "GOMP_barrier");
-    }
-    bool present() const { return parallel && barrier; }
-};
-
-const OpenMP& openmp() {
-    static const OpenMP runtime;
-    return runtime;
 }
 
 // Numbers that begin at a line of the cache.

@@ -11,7 +11,7 @@ program reads, p is the number of programs of the busiest multiprocessor:
 - cache: p * (W + X) / what a multiprocessor gets from the L2 cache
 - units: p * multiplications / the speed of the tensor cores
 - loop: steps of a program * the longer of a wait for memory, and a step's instructions, which form one chain
-- decode: p * weights of 4 bits / what a multiprocessor decodes
+- decode: p * weights of 4 or 8 bits / what a multiprocessor decodes
 
 `norm` is the largest of them, and a little more if others come near. `end`: sums are rounded and stored, or sent as a
 part. The last term counts if several programs share the columns, and add up their parts.
@@ -53,8 +53,9 @@ REACHED = 0.7
 """The share of the tensor cores' speed that products reach."""
 OF_WARPS = {9: 0.2, 10: 0.1}
 """The share that instructions of single warps reach, where there are others."""
-DECODED, DECODED_BY_WARP = 26, 5.3
-"""Weights of 4 bits that a multiprocessor, and a warp, decodes a clock."""
+DECODED = {4: (26, 5.3, 0.5), 8: (12, 2.2, 0.85)}
+"""By the bits of a weight: weights that a multiprocessor, and a warp, decodes a clock, and the share of that with tiles
+of more than 16 rows, whose products wait."""
 MANY_ROWS = 512
 ROWS = {1: 1.0, 16: 1.0, 64: 1.0, 128: 0.2, MANY_ROWS: 0.06}
 """Numbers of rows for which a plan is chosen, and their weights: a round has few, most often."""
@@ -216,11 +217,13 @@ def _round(
 
 
 def _decode(busiest: int, columns: int, tile: ProductTile) -> float:
-    """Clocks in which the busiest multiprocessor decodes weights of 4 bits, and with more rows waits for products."""
-    if tile.bits != 4:
+    """Clocks in which the busiest multiprocessor decodes weights, and with more rows waits for products."""
+    if tile.bits not in DECODED:
         return 0.0
-    rate = min(DECODED, DECODED_BY_WARP * tile.warps * busiest)
-    rate *= (1 if tile.block_o >= 32 * tile.warps else 0.75) * (1 if tile.block_n <= 16 else 0.5)
+    most, by_warp, waiting = DECODED[tile.bits]
+    rate = min(most, by_warp * tile.warps * busiest) * (1 if tile.block_n <= 16 else waiting)
+    if tile.bits == 4 and tile.block_o < 32 * tile.warps:
+        rate *= 0.75
     return busiest * tile.block_o * columns / rate
 
 

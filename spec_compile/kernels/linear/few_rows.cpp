@@ -8,12 +8,12 @@
 #include <cstring>
 #include <vector>
 
-#include <dlfcn.h>
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
 #endif
 #include <nanobind/nanobind.h>
 
+#include "../openmp.h"
 #include "few_rows.h"
 
 namespace nb = nanobind;
@@ -89,25 +89,6 @@ int levels() {
 constexpr Level kLevels[] = {{nullptr, nullptr, nullptr, nullptr}};
 int levels() { return 0; }
 #endif
-
-// The OpenMP runtime that torch has loaded. With threads of another one, both would spin on the same cores.
-struct OpenMP {
-    void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
-    int (*thread)();
-    int (*threads)();
-
-    OpenMP() {
-        *reinterpret_cast<void**>(&parallel) = dlsym(RTLD_DEFAULT, "GOMP_parallel");
-        *reinterpret_cast<void**>(&thread) = dlsym(RTLD_DEFAULT, "omp_get_thread_num");
-        *reinterpret_cast<void**>(&threads) = dlsym(RTLD_DEFAULT, "omp_get_num_threads");
-    }
-    bool present() const { return parallel && thread && threads; }
-};
-
-const OpenMP& openmp() {
-    static const OpenMP runtime;
-    return runtime;
-}
 
 thread_local Scratch scratch;
 
