@@ -1,5 +1,7 @@
 """The check of generation: the captured graph must give the logits of the model's `generate`."""
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -105,12 +107,13 @@ def _captured_logits(graph: ModelGraph, texts: Tensor, padding: tuple[int, ...],
 def _generate(model: PreTrainedModel, ids: Tensor, mask: Tensor, tokens: int):
     """Generate `tokens` greedy tokens by transformers' `generate`, with raw logits and without the model's settings.
 
-    Attention that torch chooses a kernel for is made of its plain ops: with a mask of one column for all keys, as of
-    MiniMax's steps after padding, torch 2.11's kernel on a GPU reads a misaligned address, after which nothing runs.
+    On a GPU attention with padding is made of its plain ops: with a mask of one column for all keys, as of MiniMax's
+    steps, torch 2.11's kernel reads a misaligned address, after which nothing runs.
     """
+    plain = sdpa_kernel(SDPBackend.MATH) if ids.is_cuda and not mask.all() else nullcontext()
     other = adapters.shallow(model)
     other.generation_config = GenerationConfig(pad_token_id=0)
-    with sdpa_kernel(SDPBackend.MATH):
+    with plain:
         return GenerationMixin.generate(
             other, ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, num_beams=1, use_cache=True,
             return_dict_in_generate=True, output_logits=True, disable_compile=True,

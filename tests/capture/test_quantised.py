@@ -149,12 +149,16 @@ if few_rows.BEST == 0:
     UNMERGED += ["gptq", "awq", "nf4", "nf4_nested", "fp4"]  # whose parts have outputs in another dimension
 
 
+ALIKE = dict(compile=False, attention_backend="sdpa")
+"""Layers that round activations make other codes of other last bits, so attention must add up as transformers' does."""
+
+
 @pytest.mark.sweep("fp8_block ct_fp8 ct_w4a16 ct_w4a8 nf4 ao_int8")
 @pytest.mark.parametrize("name", SERVED)
 def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
     model, wanted = load(name, tmp_path), own_answer(name, tmp_path)
     before = {key: tensor.clone() for key, tensor in model.state_dict().items() if type(tensor) is torch.Tensor}
-    fast = speculate(model, compile=False)
+    fast = speculate(model, **ALIKE)
     for _ in range(2):  # the second answer is drafted from the first
         assert torch.equal(fast.generate(IDS, **GREEDY), wanted)
     assert sum(fast.speculation.stats.accepted) > 0
@@ -266,7 +270,7 @@ def test_refresh_refuses_weights_that_it_cannot_copy(name, tmp_path):
 @pytest.mark.parametrize("name", [name for name in SERVED if name not in ON_LOADING])
 def test_refresh_takes_over_other_quantised_weights(name, tmp_path):
     model = load(name, tmp_path)
-    fast = speculate(model, compile=False)
+    fast = speculate(model, **ALIKE)
     state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     for key in state:
         if "scale" in key:

@@ -1,5 +1,7 @@
 """use_indexes: every marker of an indexer is replaced, and the numbers are those of a forward over each path."""
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from toy_graphs import HEADS, HIDDEN, KV, SIZE, VOCAB, Block, Toy, example, trace
@@ -55,6 +57,7 @@ def captured():
     torch.manual_seed(0)
     graph = trace(IndexedToy().eval(), *example(2, 7), dynamic=True)
     graph.indexes = describe(graph.gm)
+    graph.layers = tuple(replace(layer, indexed=True) for layer in graph.layers)
     return graph
 
 
