@@ -212,4 +212,4 @@ def test_bits_of_rows(name):
         wide = x if packed.row_dtype(weight) else x.float()  # a row is rounded in its dtype
         want = packed.product(wide, [weight, scales], None).float()
         got = product(x, weight, None, scales, packed.kind).float()
-        assert (got - want).norm() < 4e-3 * want.norm()
+        assert (got - want).norm() < (4e-3 if x.dtype == torch.bfloat16 else 6e-4) * want.norm()

@@ -12,9 +12,9 @@ from .torchao import Float8Weight, Int8Weight
 
 GROUPS = 128, 64, 32
 """Inputs that share a scale of 4 bits: the first number that divides a layer's inputs."""
-SHARES = 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7
-"""Scales that are tried for a group of 4 bits, as shares of the one that holds its largest number: a smaller scale
-cuts that number off and rounds the others less."""
+SHARES = 1.0, 1.05, 1.1, 0.95, 0.9, 0.85, 0.8, 0.75
+"""Scales that are tried for a group of 4 bits, as shares of the one with which its largest number is exact: a smaller
+scale cuts that number off, and rounds the others less."""
 SMALLEST = 1e-12
 """The least absolute value that gives a scale, so that zeros have one."""
 
