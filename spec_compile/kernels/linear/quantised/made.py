@@ -12,9 +12,6 @@ from .torchao import Float8Weight, Int8Weight
 
 GROUPS = 128, 64, 32
 """Inputs that share a scale of 4 bits: the first number that divides a layer's inputs."""
-SHARES = 1.0, 1.05, 1.1, 0.95, 0.9, 0.85, 0.8, 0.75
-"""Scales that are tried for a group of 4 bits, as shares of the one with which its largest number is exact: a smaller
-scale cuts that number off, and rounds the others less."""
 SMALLEST = 1e-12
 """The least absolute value that gives a scale, so that zeros have one."""
 
@@ -50,20 +47,15 @@ def int4_words(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """weight [O, I] in symmetric 4 bits: words [O, I / 8] int32, and scales [O, I / group] in the weight's dtype.
 
     A word holds 8 inputs, the first in the lowest 4 bits: codes 1, 2, 3, 0, 0, 0, 0, 0 give 0x321. Codes are -8 to 7,
-    so the scale has the sign that makes the group's largest number -8 times it, and that one of `SHARES` whose squared
-    error is the least. [4, -2, 1, 0] with the scale -0.5 is -8, 4, -2, 0.
+    and the scale has the sign that makes the group's largest number -8 times it: [4, -2, 1, 0] with the scale -0.5 is
+    -8, 4, -2, 0. Scales that cut the largest off have a smaller error, but a larger perplexity.
     """
     groups = weight.float().unflatten(1, (-1, group))
-    largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True)) / -8
-    largest = torch.where(largest.abs() < SMALLEST, SMALLEST, largest)
-    best, scales = torch.full_like(largest, torch.inf), largest
-    for share in SHARES:
-        tried = (largest * share).to(weight.dtype).float()
-        error = ((groups / tried).round().clamp(-8, 7) * tried - groups).square().sum(dim=2, keepdim=True)
-        best, scales = torch.where(error < best, error, best), torch.where(error < best, tried, scales)
-    codes = (groups / scales).round().clamp(-8, 7).flatten(1).long() + 8
+    scales = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True)) / -8
+    scales = torch.where(scales.abs() < SMALLEST, SMALLEST, scales).to(weight.dtype)
+    codes = (groups / scales.float()).round().clamp(-8, 7).flatten(1).long() + 8
     words = (codes.unflatten(1, (-1, 8)) << (4 * torch.arange(8, device=codes.device))).sum(dim=2).to(torch.int32)
-    return words, scales[:, :, 0].to(weight.dtype)
+    return words, scales[:, :, 0]
 
 
 FORMATS: dict[str, Callable[[Tensor], Packed | None]] = {"fp8": fp8, "int8": int8, "int4": int4}
