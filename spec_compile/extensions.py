@@ -8,21 +8,22 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
+import warnings
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
 
 HERE = Path(__file__).parent
 _ENDS = ".h", "_avx2.h", "_avx512.h", "_decode.h", "_numbers.h", "_panels.h", "_strips.h", "_tiles.h", ".cpp"
-FEW_ROWS = tuple(f"few_rows{end}" for end in _ENDS)
+FEW_ROWS = *(f"few_rows{end}" for end in _ENDS), "../openmp.h"
 _ENDS = ".h", "_plain.h", "_avx2.h", "_avx512.h", "_rows.h", ".cpp"
-CPU_ATTENTION = tuple(f"cpu_attention{end}" for end in _ENDS)
+CPU_ATTENTION = *(f"cpu_attention{end}" for end in _ENDS), "../openmp.h"
 SOURCES = {
     "ngram._ngram_trie": ("store.h", "trie.h", "trie.cpp"),
     "kernels.linear._few_rows": FEW_ROWS,
     "kernels.attention._cpu_attention": CPU_ATTENTION,
 }
-"""The C++ files of each compiled module, which lie next to it."""
+"""The C++ files of each compiled module, by their paths from its folder."""
 BUILD = "run `pip install .` in the repository, with a C++20 compiler at hand"
 
 
@@ -46,6 +47,20 @@ def load(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return sys.modules.setdefault(full, module)
+
+
+def load_if_built(name: str, without: str) -> ModuleType | None:
+    """`load`; None if the module is compiled nowhere, or only from other sources, of which a warning tells.
+
+    without: the consequence, for the warning.
+    """
+    try:
+        return load(name)
+    except OtherSourcesError as error:
+        warnings.warn(f"{without}: {error}", stacklevel=3)
+    except ImportError:  # the package was not built
+        pass
+    return None
 
 
 def installed(name: str, here: Path = HERE) -> Path:

@@ -18,6 +18,7 @@ from spec_compile.kernels import compact as compaction
 from spec_compile.kernels import ops
 from spec_compile.kernels.attention import tree_attention as attention
 from spec_compile.kernels.attention.call import CACHES, AttentionCall
+from spec_compile.kernels.card import Card
 from spec_compile.tree import ancestry
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")  # rows that fill up a tile, in NumPy
@@ -110,7 +111,7 @@ def test_16_bits_multiplied_in_float32(monkeypatch, nodes):
     """As on a GPU whose tensor cores Triton does not use; the tile is then that of float32."""
     monkeypatch.setattr(attention, "precision", lambda dtype, device: "wide")
     monkeypatch.setattr(attention, "multiplied_bytes", lambda dtype, device: 4)
-    monkeypatch.setattr(attention, "_device", lambda index: (40, 65_536))
+    monkeypatch.setattr(attention, "card_of", lambda device: Card("T4", (7, 5), 40, 65_536))
     tree = random_tree(nodes) if nodes < 64 else None
     case = Case(("cpu", torch.float16), [40], nodes, tree, heads=(4, 2), sizes=(32, 32), causal=tree is None)
     case.check(None)

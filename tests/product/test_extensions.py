@@ -38,7 +38,7 @@ def site(tmp_path):
         place.mkdir(parents=True)
         shutil.copy(compiled(name), place)
         for source in extensions.SOURCES[name]:
-            shutil.copy((PACKAGE / path).with_name(source), place)
+            shutil.copy((PACKAGE / path).parent / source, place / source)
     about = folder / f"spec_compile-{spec_compile.__version__}.dist-info"
     about.mkdir()
     (about / "METADATA").write_text(f"Name: spec_compile\nVersion: {spec_compile.__version__}\n")
@@ -58,7 +58,7 @@ def test_what_is_installed_is_taken(name, site, monkeypatch):
         extensions.installed(name)
     distribution.version = version
     for source in extensions.SOURCES[name]:
-        path = (site / "spec_compile" / NAMES[name]).with_name(source)
+        path = (site / "spec_compile" / NAMES[name]).parent / source
         text = path.read_text()
         path.write_text(text + "//")
         with pytest.raises(extensions.OtherSourcesError, match="was compiled from other C"):
@@ -81,6 +81,7 @@ def test_every_file_of_the_sources_is_compared():
     for name, path in NAMES.items():
         folder = (PACKAGE / path).parent
         files = {file.name for end in ("*.h", "*.cpp") for file in folder.glob(end)}
+        files |= {f"../{file.name}" for file in folder.parent.glob("*.h")}
         assert files == set(extensions.SOURCES[name])
     text = (ROOT / "CMakeLists.txt").read_text()
     assert set(re.findall(r"nanobind_add_module\((\w+)", text)) == {name.rpartition(".")[2] for name in NAMES}

@@ -10,7 +10,6 @@ from spec_compile.kernels.attention.call import AttentionCall
 from spec_compile.kernels.attention.tail_tiles import nodes_per_tile, tail_tiles
 from spec_compile.kernels.card import FP8
 
-tree_attention._device = lambda index: CARD[2:]
 for name in ("append_kernel", "prompt_kernel", "tree_kernel", "merge_spans_kernel"):
     setattr(tree_attention, name, Compiled(getattr(tree_attention, name)))
 SIZES = (32, 8, 64, 64), (32, 8, 128, 128), (8, 1, 256, 256), (4, 4, 24, 16), (4, 2, 8, 8)

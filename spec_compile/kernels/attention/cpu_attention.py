@@ -5,7 +5,6 @@ position and path only: not on the tree, the batch, the sizes of chunks of a pro
 """
 
 import math
-import warnings
 
 import torch
 from torch import Tensor
@@ -16,14 +15,7 @@ from . import sdpa
 from .base import Backend
 from .call import TARGETS, AttentionCall, from_arguments, schema_of
 
-try:
-    _cpu_attention = extensions.load("kernels.attention._cpu_attention")
-except extensions.OtherSourcesError as error:
-    warnings.warn(f"attention on a CPU is slower: {error}", stacklevel=2)
-    _cpu_attention = None
-except ImportError:  # the package was not built
-    _cpu_attention = None
-
+_cpu_attention = extensions.load_if_built("kernels.attention._cpu_attention", "attention on a CPU is slower")
 LEVELS = ("C++", "AVX2", "AVX-512", "AVX-512 with BF16")
 """The instructions of each level; the kernel takes the last that the CPU has."""
 BEST = None if _cpu_attention is None else _cpu_attention.best()

@@ -88,13 +88,6 @@ class Tuning(NamedTuple):
     together: int = 1
 
 
-@functools.cache
-def _device(index: int) -> tuple[int, int]:
-    """Multiprocessors, and the most bytes of shared memory of a program."""
-    card = card_of(torch.device("cuda", index))
-    return card.processors, card.memory
-
-
 ROWS, KEYS = {2: 64, 4: 16, 8: 16}, 16
 """Rows of a program by the bytes of a number, and the fewest keys of a chunk."""
 
@@ -113,7 +106,7 @@ def prompt_tuning(key_dim: int, value_dim: int, itemsize: int, device: int) -> T
     if itemsize == 4:
         return order
     key_dim, columns = triton.next_power_of_2(key_dim), min(triton.next_power_of_2(value_dim), MOST_COLUMNS)
-    room = _device(device)[1] - 1024 - order.block_m * key_dim * itemsize
+    room = card_of(torch.device("cuda", device)).memory - 1024 - order.block_m * key_dim * itemsize
     return order._replace(stages=min(max(room // (order.block_n * (key_dim + columns) * itemsize), 1), 3))
 
 
@@ -128,7 +121,7 @@ def tree_tuning(
     for its first keys; where many programs would, fewer programs with several spans each are faster. Two stages leave
     memory for the sums of these.
     """
-    _, memory = _device(device)
+    memory = card_of(torch.device("cuda", device)).memory
     key_dim, value_dim = triton.next_power_of_2(key_dim), min(triton.next_power_of_2(value_dim), MOST_COLUMNS)
     block_m, largest, warps, together = ROWS[itemsize], 64, 4, 1
     if itemsize == 4:

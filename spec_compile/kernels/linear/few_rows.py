@@ -4,7 +4,6 @@ It reads the weights once for all rows of a round, and adds up each row in one o
 """
 
 import functools
-import warnings
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -17,14 +16,7 @@ from ..plain import are_plain
 if TYPE_CHECKING:
     from .quantised.layout import WeightLayout
 
-try:
-    _few_rows = extensions.load("kernels.linear._few_rows")
-except extensions.OtherSourcesError as error:
-    warnings.warn(f"products on a CPU are slower: {error}", stacklevel=2)
-    _few_rows = None
-except ImportError:  # the package was not built
-    _few_rows = None
-
+_few_rows = extensions.load_if_built("kernels.linear._few_rows", "products on a CPU are slower")
 LEVELS = ("", "AVX2", "AVX-512", "AVX-512 with VNNI, BF16 and VBMI")
 """The instructions of each level; the kernel takes the last that the CPU has."""
 BEST = 0 if _few_rows is None else _few_rows.levels()

@@ -13,11 +13,12 @@ from torch.nn import functional as F
 
 from .. import ops
 from ..all_reduce import EXCHANGES, Exchange, all_reduce
+from ..card import card_of
 from ..ops import as_rows
 from .plans import MAX_HEAD, ProductPlan, appending, ceil_div, squared_columns
 from .product import Gate, Normed, Product, QkvHeads, ResidualStream
 from .quantised import packed_linear
-from .small_m import launch, memory_of, plan_of, run
+from .small_m import launch, plan_of, run
 
 try:
     from ..all_reduce_kernel import all_reduce_add
@@ -167,7 +168,7 @@ def product_to_heads(
     out = x.new_empty(len(flat), len(weight) - 2 * key_cache.shape[1] * size)
     heads = heads._replace(**{name: getattr(heads, name).contiguous() for name in ("cos", "sin", "lengths")})
     bias = bias if bias is None else bias.contiguous()
-    tile = appending(plan.tile(len(flat)), size if q_norm is not None else 0, memory_of(x.device))
+    tile = appending(plan.tile(len(flat)), size if q_norm is not None else 0, card_of(x.device).memory)
     launch(replace(layer, x=flat, bias=bias, after=heads), out, plan.parts, tile)
     return out.view(*x.shape[:-1], -1, size)
 

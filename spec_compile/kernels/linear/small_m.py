@@ -37,17 +37,6 @@ TUNED = HOPPER
 """The compute capability for which the rules of `plans` were tuned."""
 
 
-def chip(device: torch.device) -> tuple[int, int]:
-    """Multiprocessors of a GPU, and bytes of shared memory that a program may take."""
-    card = card_of(device)
-    return card.processors, card.memory
-
-
-def memory_of(device: torch.device) -> int:
-    """Bytes of shared memory that a program may take on a GPU."""
-    return chip(device)[1]
-
-
 def lack_of_device(device: torch.device) -> str | None:
     """Why the kernel cannot run on a device; None if it can."""
     if triton is None:
