@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from .api import speculate
 from .cache import PAGE, Cache
-from .capture.yardstick import first_unequal
+from .capture.yardstick import NEAR_TIE, first_unequal
 from .graph import ModelGraph
 from .passes.row_invariance import variant_parts
 from .report.audit import EXPECTED, MIN_DRAWS, Bits, Distance, Greedy, Logits, Report, Sampled
@@ -280,10 +280,11 @@ def _sampled(plain: Any, fast: Any, ids: Tensor, samples: int, tokens: int, opti
         # The target's probabilities of the next token, after the same logits processors.
         prefix = torch.cat([ids, ids.new_tensor(context, dtype=torch.int64)[None]], dim=1)
         step = plain.generate(prefix, **options, max_new_tokens=1, return_dict_in_generate=True, output_scores=True)
-        expected = step.scores[0][0].double().softmax(dim=-1).cpu() * total
+        scores = step.scores[0][0].double().cpu()
+        expected = scores.softmax(dim=-1) * total
         drawn = torch.zeros_like(expected)
         drawn[list(counts)] = torch.tensor(list(counts.values()), dtype=drawn.dtype)
-        if float(drawn[expected == 0].sum()) > 0:
+        if not all(_nearly_kept(plain, prefix, scores, token) for token in counts if expected[token] == 0):
             chi_square = math.inf  # the target never draws such a token
         # A cell for each token that is expected often enough, and one for all the others together.
         cells = [(float(mean), float(hits)) for mean, hits in zip(expected, drawn) if mean >= EXPECTED]
@@ -296,6 +297,17 @@ def _sampled(plain: Any, fast: Any, ids: Tensor, samples: int, tokens: int, opti
         freedom += len(cells) - 1
         contexts += 1
     return Sampled(samples, contexts, chi_square, freedom, untested)
+
+
+def _nearly_kept(plain: Any, prefix: Tensor, scores: Tensor, token: int) -> bool:
+    """True if only rounding decided that `token` was cut off: it and the last token that was kept are a near-tie.
+
+    scores: [V]; those of the target after `prefix` [1, T], with -inf for tokens that its settings (top_k=50) cut off.
+    """
+    kept = int(scores.masked_fill(scores.isneginf(), math.inf).argmin())
+    scatter = Reference(plain).scatter(prefix, prefix.shape[1], (kept, token))
+    noise = max(gap_noise(scatter.gaps[:, -1:], scatter.floor), gap_noise(scatter.gaps))
+    return abs(float(scatter.exact[-1, kept] - scatter.exact[-1, token])) <= NEAR_TIE * noise
 
 
 def _followers(

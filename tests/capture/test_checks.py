@@ -15,7 +15,7 @@ from spec_compile.capture import checks, float32
 from spec_compile.capture.checks import check_capture, check_tree
 from spec_compile.capture.float32 import full_precision, in_float32
 from spec_compile.capture.trace import capture
-from spec_compile.capture.yardstick import compare_rounding
+from spec_compile.capture.yardstick import DistantLogits, compare_rounding
 from spec_compile.graph import ModelGraph, calls
 from spec_compile.kernels.attention import attention_calls
 from spec_compile.kernels.linear import PRODUCT
@@ -164,6 +164,27 @@ def test_a_forward_without_float32_is_compared_in_16_bits(monkeypatch, caplog):
         check_capture(model, graph)
     assert "the model's own forward is checked in 16 bits alone" in caplog.text
     refused(check_capture, model, scaled(graph, 1.05))
+
+
+@pytest.mark.parametrize("name, error", [("llama", DistantLogits), ("mixtral", UnsupportedModelError)])
+def test_one_text_decides_nothing_where_rounding_might(name, error):
+    """A difference in float32 of a model without experts counts at once."""
+    graph, seen = graphs(name, torch.float32)[1], []
+
+    def check(failures, kind, seed):
+        seen.append(seed)
+        if seed < failures:
+            raise kind("far away")
+
+    checks.on_some_text(graph, functools.partial(check, checks.TEXTS - 1, error))
+    assert seen == list(range(checks.TEXTS))
+    with pytest.raises(error):
+        checks.on_some_text(graph, functools.partial(check, checks.TEXTS, error))
+    if name == "llama":
+        seen.clear()
+        with pytest.raises(UnsupportedModelError):
+            checks.on_some_text(graph, functools.partial(check, 1, UnsupportedModelError))
+        assert seen == [0]
 
 
 def test_logits_without_noise_of_16_bits_may_be_rounded_in_float32():

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import spec_compile
 from spec_compile.__main__ import main
+from spec_compile.audit import _nearly_kept
 from spec_compile.graph import calls
 from spec_compile.kernels.attention import attention_calls
 from spec_compile.report.audit import Bits, Distance, Greedy, Logits, Report, Sampled
@@ -254,6 +256,20 @@ def test_transformers_own_loop_is_no_evidence():
 def test_a_token_that_the_target_never_gives():
     assert Sampled(100, 1, float("inf"), 0).p_value == 0.0  # of a target with one choice
     assert Sampled(100, 1, 0.0, 0).p_value == 1.0
+
+
+def test_rounding_may_decide_which_token_is_cut_off():
+    """With top_k=3 and the third and the fourth token alike, either is the last; no other token may be drawn."""
+    model, prompt = ADMITTED["llama"](), PROMPTS[0].view(1, -1)
+    order = model(prompt).logits[0, -1].argsort(descending=True).tolist()
+    with torch.no_grad():
+        model.lm_head.weight[order[3]] = model.lm_head.weight[order[2]]
+    scores = torch.full([96], -math.inf)
+    scores[order[:3]] = model(prompt).logits[0, -1, order[:3]].detach()
+    assert _nearly_kept(model, prompt, scores, order[3])
+    assert not _nearly_kept(model, prompt, scores, order[4]) and not _nearly_kept(model, prompt, scores, order[95])
+    scores[order[0]] = -math.inf  # a bad word, which is likelier than those that are kept
+    assert not _nearly_kept(model, prompt, scores, order[0])
 
 
 BROKEN_SAMPLERS = {

@@ -288,13 +288,12 @@ def test_a_deleted_wrapper_frees_the_gpu():
         fast = speculate(model, **OPTIONS)
         fast.generate(prompts(2)[0].cuda(), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
 
-    work()
-    gc.collect()
-    before = torch.cuda.memory_allocated()
-    for _ in range(3):
+    allocated = []
+    for _ in range(6):
         work()
         gc.collect()
-    assert torch.cuda.memory_allocated() <= before
+        allocated.append(torch.cuda.memory_allocated())
+    assert max(allocated[3:]) <= max(allocated[:3])  # the first calls keep a little of the libraries' own
 
 
 def test_parts_alike_share_code_and_others_do_not():
