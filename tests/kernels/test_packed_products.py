@@ -15,7 +15,7 @@ from spec_compile.kernels import counters
 from spec_compile.kernels.linear import quantised, small_m
 from spec_compile.kernels.linear.plans import ProductTile
 from spec_compile.kernels.linear.product import Gate, Product
-from spec_compile.kernels.linear.product_ops import product
+from spec_compile.kernels.linear.product_ops import product, product_to_heads
 from spec_compile.kernels.linear.quantised.compressed_tensors import (
     read,
 )
@@ -213,3 +213,24 @@ def test_bits_of_rows(name):
         want = packed.product(wide, [weight, scales], None).float()
         got = product(x, weight, None, scales, packed.kind).float()
         assert (got - want).norm() < (4e-3 if x.dtype == torch.bfloat16 else 6e-4) * want.norm()
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=ON_GPU) for name in DRAWN])
+def test_bits_of_heads(name):
+    """Queries, keys and values are the same every time, and those of rows alone."""
+    _, (packed, (weight, scales)) = prepared(name, 960, 1024, "cuda")
+    x = torch.randn(1, 229, 1024, device="cuda", dtype=HALF[name])
+    cos, sin = torch.randn(2, 1, 229, 64, device="cuda", dtype=HALF[name])
+
+    def heads(begin, end):
+        caches = x.new_zeros(2, 1, 3, 256, 64).unbind()
+        rows, first = slice(begin, end), torch.tensor([begin], device="cuda")
+        parts = x[:, rows], weight, None, cos[:, rows], sin[:, rows], None, None, 0.0, None, *caches, first
+        return [product_to_heads(*parts, scales, packed.kind), *(cache[:, :, rows].transpose(1, 2) for cache in caches)]
+
+    together = heads(0, 229)
+    for _ in range(20):
+        assert all(map(torch.equal, heads(0, 229), together))
+    for row in range(0, 229, 16):
+        alone = heads(row, row + 1)
+        assert all(torch.equal(one, many[:, row : row + 1]) for one, many in zip(alone, together)), row

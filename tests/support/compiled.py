@@ -64,6 +64,7 @@ def facts_of(kernel, capability: int) -> dict:
     registers, spilled: registers of a thread, and bytes of its stack, where the compiler puts what has no register.
     tensor: the kind of instructions of the tensor cores; "" if it has none.
     lacking: its instructions that the GPU lacks.
+    unfinished: see `leaves_unfinished`.
     """
     ptx = kernel.asm["ptx"]
     code = "\n".join(line for line in ptx.splitlines() if not line.lstrip().startswith(("//", ".")))
@@ -73,19 +74,53 @@ def facts_of(kernel, capability: int) -> dict:
     memory = kernel.metadata.shared
     return {
         "name": kernel.metadata.name, "memory": memory, "registers": registers, "spilled": spilled, "tensor": tensor,
-        "lacking": lacking,
+        "lacking": lacking, "unfinished": tensor == "wgmma" and leaves_unfinished(_disassembled(kernel.asm["cubin"])),
     }  # fmt: skip
+
+
+def leaves_unfinished(code: str) -> bool:
+    """True if a step of a loop ends before groups of warps (wgmma) have finished products whose first operand is in
+    registers. Triton 3.6 may let the next step write other numbers into these.
+
+    code: of nvdisasm. The products of a group end with "gsb0"; "DEPBAR.LE gsb0, 0x1" waits for all groups but the last.
+    """
+    steps, labels, loops = [], {}, []
+    for line in code.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line.strip()):
+            labels[label[1]] = len(steps)
+        elif step := re.search(r"(HGMMA\S* R\d+, R\d+, .*|DEPBAR\.LE gsb0.*|BRA .*)", line):
+            steps.append(step[1])
+            if (target := re.search(r"\.L_x_\d+", step[1])) and target[0] in labels:
+                loops.append(steps[labels[target[0]] :])
+    for loop in loops:
+        groups = 0
+        for step in loop:
+            if left := re.search(r"gsb0, 0x(\w+)", step):
+                groups = min(groups, int(left[1], 16))
+            groups += step.startswith("HGMMA") and "gsb0" in step
+        if groups:
+            return True
+    return False
+
+
+def _disassembled(binary: bytes) -> str:
+    return _ask("nvdisasm", ["-c"], binary)
 
 
 def _resources(binary: bytes) -> tuple[int, int]:
     """Registers of a thread, and bytes of its stack."""
+    text = _ask("cuobjdump", ["-res-usage"], binary)
+    return tuple(int(re.findall(rf"{name}:(\d+)", text)[-1]) for name in ("REG", "STACK"))
+
+
+def _ask(tool: str, options: list[str], binary: bytes) -> str:
+    """What a tool of CUDA's, which comes with Triton, tells about a compiled kernel."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(binary)
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return tuple(int(re.findall(rf"{name}:(\d+)", text)[-1]) for name in ("REG", "STACK"))
+        command = [getattr(knobs.nvidia, tool).path, *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def main(script: str, capability: int) -> None:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..ptx import let_next_kernel_begin
+from ..ptx import finished, let_next_kernel_begin
 from ..rounding import LARGEST_FP8, nearest_fp8, over_scale
 from .load_tile import addresses, load_tile
 from .nibbles_kernel import multiply_nibbles
@@ -35,7 +35,9 @@ def multiply_quantised(
     if FORMAT == "fp8_blocks":
         acc = _multiply_fp8_blocks(weight, x, o, n, begin, end, rows, inputs, late, GROUP, BLOCK_N, BLOCK_O, EVEN, PDL)
     elif FORMAT == "channels":
-        acc = _multiply_channels(weight, x, o, n, begin, end, rows, inputs, late, BLOCK_N, BLOCK_O, BLOCK_K, EVEN, PDL)
+        acc = _multiply_channels(
+            weight, x, o, n, begin, end, rows, inputs, late, BLOCK_N, BLOCK_O, BLOCK_K, EVEN, PDL, PTX
+        )
     elif FORMAT == "nibbles_rounded":
         acc = multiply_w4a8(
             weight, x, o, n, begin, end, rows, outputs, inputs, late, GROUP, BLOCK_N, BLOCK_O, EVEN, PDL, PTX
@@ -135,6 +137,7 @@ def float_of_fp8(codes, dtype: tl.constexpr):
 def _multiply_channels(
     weight, x, o, n, begin, end, rows, inputs, late,
     BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """8 bits with a scale for each output: int8, or FP8 as in `_multiply_fp8_blocks`. unit_ptr: of x that `round_rows`
     has rounded to the same type, the scale of each row; else None, and only weights are quantised."""
@@ -160,6 +163,8 @@ def _multiply_channels(
         else:  # weights are rounded to x's dtype
             wide = float_of_fp8(a, tl.float32) if BYTES else a.to(tl.float32)
             acc = tl.dot((wide * scale[:, None]).to(b.dtype), b.T, acc, input_precision="ieee")
+        if PTX and not ROUNDED:
+            acc = finished(acc)
     if ROUNDED:
         unit = tl.load(x.scales + n, mask=n < rows, other=0.0)
         acc = acc.to(tl.float32) * (scale[:, None] * unit[None, :])
