@@ -62,7 +62,7 @@ ALGORITHMS = {
 """Name -> algorithm, the draft (a folder of --heads, or "model": that of --draft-model), options."""
 SYSTEMS = {PLAIN: ("ngram", None, dict(num_draft_tokens=1)), **ALGORITHMS}
 MODES = {"greedy": dict(do_sample=False), "sampled": dict(do_sample=True, temperature=0.8, top_k=50, top_p=0.95)}
-KEYS = ("model", "dtype", "system", "mode", "set")
+KEYS = ("model", "dtype", "options", "system", "mode", "set")
 """The fields that tell the rows of the results apart."""
 console = Console(stderr=True)
 
@@ -108,7 +108,9 @@ def wrap(model: PreTrainedModel, name: str, options: argparse.Namespace) -> PreT
         more = {**more, "draft": load(options, options.draft_model or options.model)}
     elif source is not None:
         more = {**more, "draft": str(options.heads / source)}
-    return spec_compile.speculate(model, algo, compile=not options.eager, exact=options.exact, **more)
+    return spec_compile.speculate(
+        model, algo, compile=not options.eager, exact=options.exact, **{**more, **options.options}
+    )
 
 
 def answer(name: str, options: argparse.Namespace, prompts: list[list[int]], modes: list[str]) -> dict:
@@ -238,6 +240,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--eager", action="store_true", help="do not compile")
     parser.add_argument("--exact", default="auto", choices=EXACT, help="refuse a model whose bits are not promised")
+    parser.add_argument(
+        "--options", type=json.loads, default={}, help='more of speculate(), such as \'{"kv_cache_dtype": "fp8_e4m3"}\''
+    )
     parser.add_argument("--requests", action="store_true", help="compare requests with those by themselves")
     parser.add_argument("--batches", type=int, nargs="+", default=[4, 64], help="rows of the batches of --requests")
     parser.add_argument("--threads", type=int, default=2, help="threads of a CPU")
@@ -274,7 +279,7 @@ def ask(options: argparse.Namespace, prompts: list[list[int]], begin: float) -> 
         jobs = {name: task if pool is None else pool.submit(task).result for name, task in tasks.items()}
         for name, job in jobs.items():
             try:
-                rows += [{"model": Path(options.model).name, "dtype": options.dtype, **row} for row in job()]
+                rows += [{**asked(options), **row} for row in job()]
             except Exception as error:  # the answers of the other systems are still useful
                 failures.append(f"{name}: {type(error).__name__}: {error}")
     facts = stamp(options.device) | {"max_new_tokens": options.max_new_tokens}
@@ -302,11 +307,17 @@ def ask_one(name: str, options: argparse.Namespace, prompts: list[list[int]]) ->
     ]
 
 
+def asked(options: argparse.Namespace) -> dict:
+    """The fields that all rows of a run share; "options" only where there are any."""
+    more = {"options": json.dumps(options.options, sort_keys=True)} if options.options else {}
+    return {"model": Path(options.model).name, "dtype": options.dtype, **more}
+
+
 def write_rows(options: argparse.Namespace, sets: list[str], results: dict[str, dict]) -> list[dict]:
     """Replace the rows of the same systems in the file by those of `compare`, and return these."""
     rows = compare(results, sets)
     facts = stamp(options.device) | {"max_new_tokens": options.max_new_tokens}
-    rows = [{"model": Path(options.model).name, "dtype": options.dtype, **row} for row in rows]
+    rows = [{**asked(options), **row} for row in rows]
     save_rows(options.json, rows, KEYS, facts)
     return rows
 

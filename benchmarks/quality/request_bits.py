@@ -6,7 +6,7 @@ from rich.table import Table
 from benchmarks.common import draw
 from spec_compile.report.requests import InManyWays, Manner
 
-KEYS = ("model", "dtype", "system", "exact", "mode", "manner")
+KEYS = ("model", "dtype", "options", "system", "exact", "mode", "manner")
 """The fields that tell the rows of the results apart."""
 console = Console(stderr=True)
 
