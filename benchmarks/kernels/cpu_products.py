@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from benchmarks.common import pin, save_rows, show, stamp
 from benchmarks.kernels.matmul import LAYERS, MODELS
-from spec_compile.kernels.linear import few_rows
+from spec_compile.kernels.linear import few_rows, quantised
 from spec_compile.kernels.linear.quantised.compressed_tensors import PerChannel
 from spec_compile.kernels.linear.quantised.layout import WeightLayout
 from spec_compile.kernels.linear.quantised.nibbles import ZERO, Nibbles
@@ -62,6 +62,7 @@ def ours(form: str, outputs: int, inputs: int) -> tuple[list[Tensor], Callable[[
     """The parts of a layer, and its product."""
     if form in PACKED:
         layout, parts = PACKED[form](outputs, inputs)
+        layout, parts = quantised.for_kernel(layout, parts, inputs, on_cpu=True)
         return parts, lambda x, parts: few_rows.quantised_product(layout, x, parts, None)
     dtype = torch.bfloat16 if form == "bf16" else torch.float32
     weight = torch.randn(outputs, inputs).to(dtype)

@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from packed_layers import DRAWN, prepared
+from packed_layers import DRAWN, OF_CPU, prepared
 from torch.nn import functional as F
 
 from spec_compile.kernels.linear import few_rows, quantised, transposed
@@ -16,10 +16,10 @@ pytestmark = pytest.mark.skipif(BEST == 0, reason="needs a CPU with AVX2, and th
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 COUNTS = 65, 64, 17, 16, 13, 7, 6, 5, 4, 3, 2, 1
 """Numbers of rows around the sizes of tiles, panels and chunks."""
-READ = [name for name in DRAWN if not name.startswith("w4a8") and name not in ("nvfp4", "modelopt fp4")]
+READ = [name for name in (*DRAWN, *OF_CPU) if not name.startswith("w4a8")]
 ROUNDED = ("fp8", "ct fp8", "ct int8", "static fp8", "static int8")
-"""Layouts whose plain meaning rounds products of codes and scales, which the kernel does not; with instructions for
-BF16 it does so in no layout."""
+"""Layouts in rows whose plain meaning rounds products of codes and scales, which the kernel does not. With activations
+of bfloat16 and groups of codes, or instructions for BF16, it does so in no layout."""
 
 
 @pytest.fixture(params=range(1, BEST + 1), ids=lambda level: LEVELS[level])
@@ -49,14 +49,14 @@ def test_numbers(dtype, outputs, inputs, level):
 @pytest.mark.parametrize("name", READ)
 def test_layouts(name, outputs, inputs, level):
     torch.manual_seed(1)
-    layout, parts = prepared(name, outputs, inputs)[1]
+    layout, parts = prepared(name, outputs, inputs, on_cpu=True)[1]
     for dtype in (FLOAT32, BFLOAT16):
         assert lack(layout, parts, dtype) is None
         x, bias = torch.randn(65, inputs).to(dtype), torch.randn(outputs).to(dtype)
         got = same_for_all_rows(form_of(layout, parts[0].dtype), x, *parts, bias, level)
         want = layout.product(x, parts, bias)
         error = (got.float() - want.float()).norm() / want.float().norm()
-        rounded = name in (*ROUNDED, "ao int8") or "BF16" in LEVELS[level]
+        rounded = name in ROUNDED or layout.of_cpu or "BF16" in LEVELS[level]
         assert error < (1e-6 if dtype == FLOAT32 else 5e-3 if rounded else 2e-4), error
 
 
@@ -75,7 +75,7 @@ def test_groups_that_end_within_a_block(group, level):
     """Of scales in every dtype, those of float32 with a table."""
     for dtype in (FLOAT32, BFLOAT16, torch.float16):
         x, packed = torch.randn(7, 9 * group), int4(torch.randn(40, 9 * group).to(dtype), group)
-        layout, parts = packed.layout.for_few_rows([*packed.parts.values()], 9 * group)
+        layout, parts = quantised.for_kernel(packed.layout, [*packed.parts.values()], 9 * group, True)
         got = multiply(form_of(layout, parts[0].dtype), x, *parts, None, level)
         torch.testing.assert_close(got, F.linear(x, packed.weight().float()), rtol=1e-5, atol=1e-4)
 
@@ -106,8 +106,14 @@ def test_activations_of_zeros_and_of_nan(dtype, level):
 
 def test_threads_give_the_same_bits(level):
     x, weight = torch.randn(9, 64), torch.randn(500, 64)
-    form, packed = form_of(quantised.layout_of("Int8Weight"), torch.int8), int8(weight)
-    calls = [(NUMBERS[FLOAT32], x, weight, None, None), (form, x, *packed.parts.values(), None)]
+    packed = int8(weight)
+    layout, parts = quantised.for_kernel(packed.layout, [*packed.parts.values()], 64, True)
+    calls = [
+        (NUMBERS[FLOAT32], x, weight, None, None),
+        (form_of(packed.layout, torch.int8), x, *packed.parts.values(), None),
+        (form_of(layout, torch.int8), x, *parts, None),
+        (form_of(layout, torch.int8), x.bfloat16(), *parts, None),
+    ]
     one = [multiply(*call, level) for call in calls]
     torch.set_num_threads(2)
     try:
@@ -165,10 +171,23 @@ def test_a_cpu_without_the_kernel_keeps_the_plain_meaning(monkeypatch):
 
 
 def test_groups_without_a_kernel_are_named():
-    for group, expected in (
-        (48, "groups of 48 inputs, only of 32, 64, 128 or n * 256"),
-        (16, "groups of 16 inputs, only"),
-    ):
-        packed = int4(torch.randn(32, 96), group)
-        form = packed.layout.for_few_rows([*packed.parts.values()], 96) or (packed.layout, [*packed.parts.values()])
-        assert expected in lack(*form, FLOAT32)
+    packed = int4(torch.randn(32, 96), 48)
+    parts = [*packed.parts.values()]
+    assert quantised.for_kernel(packed.layout, parts, 96, True) is None
+    assert lack(packed.layout, parts, FLOAT32) == "no kernel reads its layout, of groups of 48 inputs"
+
+
+@pytest.mark.parametrize("name", ["ct128", "ct", "ct64 fp16", "ao int4", "gptq", "table", "nvfp4", "ao int8", *OF_CPU])
+def test_blocks_mean_the_layer(name):
+    """To the last bit, with outputs that end within a block, and after cuts and merges of blocks."""
+    (layout, parts), (blocks, ours) = prepared(name, 136, 384, on_cpu=True)
+    want = layout.weight(parts, 384)
+    assert blocks.of_cpu and blocks.outputs(ours, 384) == 136 and torch.equal(blocks.weight(ours, 384), want)
+    first, last = blocks.cut(ours, 0, 64), blocks.cut(ours, 64, 136)
+    assert torch.equal(blocks.weight(last, 384), want[64:])
+    merged = [torch.cat(pair) for pair in zip(first, last)]
+    assert all(map(torch.equal, merged, ours))
+    again = quantised.for_kernel(blocks, ours, 384, False)
+    assert (again is None) == (name in ("ao int8", *OF_CPU))
+    if again is not None:
+        assert torch.equal(again[0].weight(again[1], 384), want)

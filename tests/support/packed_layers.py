@@ -10,6 +10,7 @@ from spec_compile.kernels.linear import quantised
 from spec_compile.kernels.linear.quantised import Packed
 from spec_compile.kernels.linear.quantised.awq import Awq
 from spec_compile.kernels.linear.quantised.bitsandbytes import Table4
+from spec_compile.kernels.linear.quantised.blocks import MINIMUM, NONE, CodeGroups, numbers_of
 from spec_compile.kernels.linear.quantised.compressed_tensors import Int4Group, PerChannel, PerTensor
 from spec_compile.kernels.linear.quantised.fp4 import Fp4, Fp4Both
 from spec_compile.kernels.linear.quantised.fp8_block import Fp8Block
@@ -111,6 +112,19 @@ def fp4_both(group):
     return draw
 
 
+def groups(width, second):
+    """As GGUF's Q8_0 and Q4_1."""
+
+    def draw(outputs, inputs):
+        codes = torch.randint(-128, 128, (outputs, inputs)) if width == 8 else torch.randint(0, 16, (outputs, inputs))
+        units = torch.rand(outputs, inputs // 32, 1 if second == NONE else 2) / 4 / inputs**0.5
+        units[:, :, 1:] *= -9.3
+        numbers = 0 if width == 8 else numbers_of(torch.arange(16))
+        return CodeGroups(width, 32, second, 0, numbers), [codes.to(torch.int8), units.half()]
+
+    return draw
+
+
 DRAWN = {
     "fp8": fp8_block, "ct fp8": channels(PerChannel(), FP8), "ct int8": channels(PerChannel(), torch.int8),
     "static fp8": static(FP8), "static int8": static(torch.int8),
@@ -121,6 +135,10 @@ DRAWN = {
     "mxfp4": fp4(32, 0), "w4a8": w4a8(128, 0, 1), "w4a8 32": w4a8(32, 0, 0), "w4a8 rows": w4a8(None, 0, 0),
     "w4a8 fp8": w4a8(128, 1, 1), "come rounded": channels(PerChannel(rounded=1), FP8),
 }  # fmt: skip
+OF_CPU = {
+    "q8_0": groups(8, NONE), "q4_1": groups(4, MINIMUM),
+}  # fmt: skip
+"""Layouts that only the kernel of a CPU reads."""
 TINY = {
     "fp8": partial(fp8_block, block=8), "ct fp8": DRAWN["ct fp8"], "ct int8": DRAWN["ct int8"],
     "static fp8": DRAWN["static fp8"], "ao int8": DRAWN["ao int8"], "ao fp8": DRAWN["ao fp8"], "ct": compressed(8),
@@ -132,11 +150,11 @@ TINY = {
 """The same with groups of 8, for layers of tiny models."""
 
 
-def prepared(name, outputs, inputs, device="cpu"):
-    """A layer as its library has it, and as the kernel reads it: layout and parts of both."""
-    layout, parts = DRAWN[name](outputs, inputs)
+def prepared(name, outputs, inputs, device="cpu", on_cpu=False):
+    """A layer as its library has it, and as the kernel reads it, on a GPU or a CPU: layout and parts of both."""
+    layout, parts = {**DRAWN, **OF_CPU}[name](outputs, inputs)
     parts = [part.to(device) for part in parts]
-    return (layout, parts), quantised.repacked(layout, parts, inputs)
+    return (layout, parts), quantised.repacked(layout, parts, inputs, on_cpu)
 
 
 def packed(model, name, drawn=TINY):

@@ -73,12 +73,13 @@ def lack_of_packed(layout: quantised.WeightLayout, parts: list[Tensor], dtype: t
     return few_rows.lack(layout, parts, dtype) if device.type == "cpu" else "its GPU has no kernel for this dtype"
 
 
-def _readable(parts: list[Tensor], dtype: torch.dtype, repack: Callable[[], tuple | None]) -> tuple | None:
-    """The layout and the parts of ``repack()``, if a kernel reads them."""
+def _readable(parts: list[Tensor], dtype: torch.dtype, repack: Callable[[bool], tuple | None]) -> tuple | None:
+    """The layout and the parts of ``repack(on_cpu)``, if a kernel reads them."""
     device = parts[0].device
-    if not _has_small_m(device, dtype) and (device.type != "cpu" or few_rows.lack_of_device(dtype) is not None):
+    on_cpu = not _has_small_m(device, dtype)
+    if on_cpu and (device.type != "cpu" or few_rows.lack_of_device(dtype) is not None):
         return None
-    form = repack()
+    form = repack(on_cpu)
     return None if form is None or lack_of_packed(*form, dtype) is not None else form
 
 
@@ -88,7 +89,7 @@ def choose_packed(
     """The op, `PRODUCT` on a GPU and `QUANTISED` on a CPU, the kind and the parts by which a kernel multiplies few rows
     of a dtype in place of a quantised layer; None: it cannot."""
     layout = quantised.layout_of(kind)
-    form = _readable(parts, dtype, lambda: quantised.repacked(layout, parts, inputs))
+    form = _readable(parts, dtype, lambda on_cpu: quantised.repacked(layout, parts, inputs, on_cpu))
     return form and (PRODUCT if _has_small_m(parts[0].device, dtype) else QUANTISED, form[0].kind, form[1])
 
 
@@ -97,8 +98,10 @@ def for_few_rows(packed: quantised.Packed, dtype: torch.dtype) -> quantised.Pack
     None."""
     parts, layout = [*packed.parts.values()], packed.layout
 
-    def repack() -> tuple | None:
-        return (layout, parts) if layout.packing else layout.for_few_rows(parts, packed.inputs)
+    def repack(on_cpu: bool) -> tuple | None:
+        if layout.packing and not on_cpu:
+            return layout, parts
+        return quantised.for_kernel(layout, parts, packed.inputs, on_cpu)
 
     form = _readable(parts, dtype, repack)
     return form and packed._replace(layout=form[0], parts=dict(zip(quantised.PARTS, form[1])))
@@ -110,7 +113,7 @@ def hold_packed(module: nn.Module, packed: quantised.Packed, dtype: torch.dtype)
     form = for_few_rows(packed, dtype)
     if form is None:
         return lack_of_packed(packed.layout, [*packed.parts.values()], dtype)
-    if not packed.layout.packing:
+    if form.layout != packed.layout:
         quantised.hold_in_one_layout(module, packed, (form.layout, [*form.parts.values()]))
     return None
 

@@ -39,6 +39,7 @@ namespace avx2 {
 #include "few_rows_numbers.h"
 #include "few_rows_avx2.h"
 #include "few_rows_panels.h"
+#include "few_rows_blocks.h"
 #include "few_rows_tiles.h"
 #undef KERNEL
 #undef NATIVE
@@ -50,6 +51,7 @@ namespace avx512 {
 #include "few_rows_numbers.h"
 #include "few_rows_avx512.h"
 #include "few_rows_panels.h"
+#include "few_rows_blocks.h"
 #include "few_rows_tiles.h"
 #undef KERNEL
 #undef NATIVE
@@ -61,8 +63,10 @@ namespace avx512_bf16 {
 #include "few_rows_numbers.h"
 #include "few_rows_avx512.h"
 #include "few_rows_panels.h"
+#include "few_rows_blocks.h"
 #include "few_rows_decode.h"
 #include "few_rows_strips.h"
+#include "few_rows_pairs.h"
 #include "few_rows_tiles.h"
 #undef KERNEL
 #undef NATIVE
@@ -120,7 +124,7 @@ void share_rows(void* argument) {
 // Multiply at a level, of which the first is 1.
 void multiply(Product p, int level, unsigned threads) {
     static thread_local std::vector<uint8_t> rows;
-    static thread_local std::vector<float> scales;
+    static thread_local std::vector<float> scales, segment_sums;
     static thread_local std::vector<int32_t> sums;
     const Level& kernels = kLevels[level - 1];
     const bool is_prepared = kernels.is_prepared(p), together = threads > 1 && openmp().present();
@@ -138,6 +142,11 @@ void multiply(Product p, int level, unsigned threads) {
         sums.resize(p.rows);
         p.row_sums = sums.data();
     }
+    if (p.has_sums()) {
+        p.segments = (p.inputs + 31) / 8;  // at least as many as there are
+        segment_sums.resize(p.rows * p.segments);
+        p.x_sums = segment_sums.data();
+    }
     Job job{p, kernels};
     if (!is_prepared && together && p.rows >= 8) openmp().parallel(share_rows, &job, threads, 0);
     else if (!is_prepared)
@@ -153,13 +162,14 @@ NB_MODULE(_few_rows, m) {
     m.def("multiply",
           [](uintptr_t x, uintptr_t w, uintptr_t scales, uintptr_t bias, uintptr_t out, int64_t rows,
              int64_t inputs, int64_t outputs, int64_t row_bytes, int dtype, int scale_type, int weights, int rounding,
-             bool scaled_first, bool constant, int units, int64_t group, int turn, int level, unsigned threads) {
+             bool scaled_first, bool constant, uintptr_t table, int64_t group, int second, int rounds, int level,
+             unsigned threads) {
               const Product p{reinterpret_cast<const void*>(x), reinterpret_cast<const uint8_t*>(w),
                               reinterpret_cast<const void*>(scales), reinterpret_cast<const void*>(bias),
                               reinterpret_cast<void*>(out),
                               rows, inputs, outputs, row_bytes, Number(dtype), Number(scale_type), Weights(weights),
-                              Rounding(rounding), scaled_first, constant, Units(units), group, turn,
-                              nullptr, nullptr, nullptr, 0};
+                              Rounding(rounding), scaled_first, constant, reinterpret_cast<const float*>(table), group,
+                              Second(second), Number(rounds), nullptr, nullptr, nullptr, 0, nullptr, 0};
               multiply(p, level, threads);
           },
           nb::call_guard<nb::gil_scoped_release>());

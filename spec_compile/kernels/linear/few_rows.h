@@ -4,14 +4,14 @@
 
 enum class Number : int { float32, bfloat16, float16 };
 
-// What w is: numbers, codes of 8 bits, or nibbles in the order of `Words` in quantised/nibbles.py.
-enum class Weights : int { float32, bfloat16, int8, fp8, fp8_blocks, nibbles };
+// What w is: numbers, codes of 8 bits, or codes of 4 or 8 bits in the order of `CodeBlocks` in quantised/blocks.py.
+enum class Weights : int { float32, bfloat16, int8, fp8, fp8_blocks, blocks4, blocks8 };
 
 // To what activations are rounded before the product, and by how many numbers that share a scale.
 enum class Rounding : int { none, int8_rows, fp8_rows, fp8_blocks };
 
-// What the scales of nibbles are, see `Nibbles` and `TableNibbles`.
-enum class Units : int { centred_bfloat16, centred_float16, bfloat16, float16, table };
+// What `CodeBlocks` have beside a scale: what is taken from a number before it is scaled, or added after that.
+enum class Second : int { none, point, minimum };
 
 constexpr int64_t kBlock = 128;  // inputs, and outputs, of a scale of `fp8_blocks`
 constexpr int64_t kChunk = 64;   // rows whose sums are kept at once
@@ -20,7 +20,7 @@ struct Product {
     const void* x;        // [rows, inputs] of `dtype`
     const uint8_t* w;     // [outputs, row_bytes]
     // [outputs] of `scale_type`, then the activations' if it is `constant`; of blocks [outputs / 128, inputs / 128]
-    // float; units of nibbles.
+    // float; units of `CodeBlocks`.
     const void* scales;
     const void* bias;     // [outputs] of `dtype`, or null
     void* out;            // [rows, outputs] of `dtype`
@@ -30,16 +30,21 @@ struct Product {
     Rounding rounding;
     bool scaled_first;  // codes are times their scale, rounded to `dtype`, before the product and not after it
     bool constant;      // all rows of activations have one scale
-    Units units;
-    int64_t group;   // inputs of a scale of nibbles
-    int turn;        // bits by which words of nibbles are turned to the left
+    const float* table;  // [16]: the numbers of codes of 4 bits
+    int64_t group;       // inputs that share units of `CodeBlocks`
+    Second second;
+    Number rounds;   // to what weights in `CodeBlocks` are rounded; float32: not at all
     void* prepared;  // x as the sums take it
     float* row_scales;  // of x that is rounded by rows
     int32_t* row_sums;  // the same codes' sums
     int64_t x_stride;  // from one prepared row to the next
+    float* x_sums;     // [rows, segments] of prepared rows, or null; see few_rows_blocks.h
+    int64_t segments;
 
     // Inputs of a prepared row, in whole vectors. Weights beyond the inputs are zeros, or are multiplied by zeros.
     int64_t padded() const { return (inputs + 63) / 64 * 64; }
+    bool in_blocks() const { return weights == Weights::blocks4 || weights == Weights::blocks8; }
+    bool has_sums() const { return in_blocks() && second != Second::none; }
 };
 
 // Memory of a thread.

@@ -28,14 +28,10 @@ MAX_ROWS = 64
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """`Number` of few_rows.h."""
 WEIGHTS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
-"""`Weights` of few_rows.h, by the dtype; then blocks of FP8, and nibbles."""
-FP8_BLOCKS, NIBBLES = 4, 5
+"""`Weights` of few_rows.h, by the dtype; then blocks of FP8, and `CodeBlocks` by their bits."""
+FP8_BLOCKS, BLOCKS = 4, {4: 5, 8: 6}
 ROUNDINGS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 """`Rounding` of few_rows.h, by the dtype of codes."""
-GROUPS, WIDE_GROUP = (32, 64, 128), 256
-"""Inputs that share a scale of 4 bits: these, or a multiple of the last."""
-UNITS = ("nibbles_bf16_centred", "nibbles_fp16_centred", "nibbles_bf16", "nibbles_fp16", "nibbles_table")
-"""Names of `WeightLayout.packing`, in the order of `Units` of few_rows.h."""
 
 
 class ProductForm(NamedTuple):
@@ -45,9 +41,10 @@ class ProductForm(NamedTuple):
     rounding: int = 0
     scaled_first: bool = False
     constant: bool = False
-    units: int = 0
+    table: Tensor | None = None
     group: int = 1
-    turn: int = 0
+    second: int = 0
+    rounds: int = 0
 
 
 NUMBERS = {torch.float32: ProductForm(0), torch.bfloat16: ProductForm(1)}
@@ -84,10 +81,8 @@ def lack(layout: "WeightLayout", parts: list[Tensor], dtype: torch.dtype) -> str
     if reason is not None:
         return reason
     if form_of(layout, parts[0].dtype) is None:
-        group = getattr(layout, "group", GROUPS[0])
-        if group in GROUPS or group % WIDE_GROUP == 0:
-            return "no kernel reads its layout"
-        return f"no kernel reads groups of {group} inputs, only of {', '.join(map(str, GROUPS))} or n * {WIDE_GROUP}"
+        group = getattr(layout, "group", None)
+        return "no kernel reads its layout" + (f", of groups of {group} inputs" if group else "")
     return None if all(part.is_contiguous() for part in parts) else "its parts do not lie one row after the other"
 
 
@@ -101,11 +96,12 @@ def quantised_product(layout: "WeightLayout", x: Tensor, parts: list[Tensor], bi
 @functools.cache
 def form_of(layout: "WeightLayout", dtype: torch.dtype) -> ProductForm | None:
     """The form of a layout whose first part has a dtype; None: the kernel does not read it."""
-    name, group = layout.packing or ("", 1)
+    if layout.of_cpu:
+        fields = dict(table=layout.table_numbers, group=layout.group, second=layout.second, rounds=layout.rounds)
+        return ProductForm(BLOCKS[layout.width], **fields)
+    name, _ = layout.packing or ("", 1)
     if name == "fp8_blocks":
         return ProductForm(FP8_BLOCKS, 3)
-    if name in UNITS:
-        return ProductForm(NIBBLES, units=UNITS.index(name), group=group, turn=layout.turn) if group >= 32 else None
     if name != "channels":
         return None
     rounds = layout.row_dtype(torch.empty(0, dtype=dtype))
@@ -126,7 +122,7 @@ def multiply(
         x.data_ptr(), weight.data_ptr(), 0 if scales is None else scales.data_ptr(),
         0 if bias is None else bias.data_ptr(), out.data_ptr(), rows, inputs, outputs,
         weight.stride(0) * weight.element_size(), DTYPES[x.dtype], 0 if scales is None else DTYPES.get(scales.dtype, 0),
-        *form[:4], form.units, form.group, form.turn, level, torch.get_num_threads(),
+        *form[:4], 0 if form.table is None else form.table.data_ptr(), *form[5:], level, torch.get_num_threads(),
     )  # fmt: skip
     return out
 

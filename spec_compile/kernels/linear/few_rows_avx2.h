@@ -38,43 +38,30 @@ INLINE Floats to_bfloat16(Floats v) {  // rounded to nearest, ties to even
 
 INLINE Floats to_float16(Floats v) { return _mm256_cvtph_ps(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT)); }
 
-// (code - zero) * factor * scale of the codes 0 to 15.
-INLINE Table line(float scale, float zero, float factor) {
-    const Floats low = _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7), high = _mm256_setr_ps(8, 9, 10, 11, 12, 13, 14, 15);
-    const Floats zeros = spread(zero), factors = spread(factor), scales = spread(scale);
-    return {times(times(_mm256_sub_ps(low, zeros), factors), scales),
-            times(times(_mm256_sub_ps(high, zeros), factors), scales)};
+typedef __m256i Ints;
+
+INLINE Floats floats_at(const float* at) { return _mm256_loadu_ps(at); }
+INLINE Floats minus(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
+INLINE Floats fused(Floats a, Floats b, Floats sum) { return _mm256_fmadd_ps(a, b, sum); }
+INLINE Table table_at(const float* numbers) { return {floats_at(numbers), floats_at(numbers + 8)}; }
+INLINE Ints shifted_right(Ints words, int bits) { return _mm256_srl_epi32(words, _mm_cvtsi32_si128(bits)); }
+
+// The first `count` words, and zeros.
+INLINE Ints some_ints(const uint8_t* words, int64_t count) {
+    const Ints lanes = _mm256_cmpgt_epi32(_mm256_set1_epi32(int(count)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    return _mm256_maskload_epi32(reinterpret_cast<const int*>(words), lanes);
 }
 
-INLINE Table scaled(const float* numbers, float scale) {
-    return {times(_mm256_loadu_ps(numbers), spread(scale)), times(_mm256_loadu_ps(numbers + 8), spread(scale))};
-}
-
-INLINE Table rounded(Table table, bool half) {
-    if (half) return {to_float16(table.low), to_float16(table.high)};
-    return {to_bfloat16(table.low), to_bfloat16(table.high)};
-}
-
-INLINE Floats numbers_of(const Table& table, __m256i codes) {
+// The numbers of the lowest four bits of each word.
+INLINE Floats numbers_of(const Table& table, Ints codes) {
     const Floats low = _mm256_permutevar8x32_ps(table.low, codes), high = _mm256_permutevar8x32_ps(table.high, codes);
     return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)));
 }
 
-INLINE __m256i turned_right(__m256i words, int bits) {
-    const __m128i right = _mm_cvtsi32_si128(bits & 31), left = _mm_cvtsi32_si128(32 - (bits & 31));
-    return _mm256_or_si256(_mm256_srl_epi32(words, right), _mm256_sll_epi32(words, left));
-}
-
-// The numbers of nibble `bits / 4` of 32 half-words, in the order of these.
-INLINE void look_up(const Table& table, const uint8_t* words, int bits, float* out) {
-    for (int half = 0; half < 2; half++) {
-        const __m256i codes = _mm256_loadu_si256((const __m256i*)(words + 32 * half));
-        const Floats even = numbers_of(table, turned_right(codes, bits));
-        const Floats odd = numbers_of(table, turned_right(codes, bits + 16));
-        const Floats first = _mm256_unpacklo_ps(even, odd), second = _mm256_unpackhi_ps(even, odd);
-        put(out + 16 * half, _mm256_permute2f128_ps(first, second, 0x20));
-        put(out + 16 * half + 8, _mm256_permute2f128_ps(first, second, 0x31));
-    }
+// Byte `place` of each word, an int8.
+INLINE Floats floats_of_bytes(Ints words, int place) {
+    const Ints highest = _mm256_sll_epi32(words, _mm_cvtsi32_si128(24 - 8 * place));
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(highest, 24));
 }
 
 struct FloatSums {

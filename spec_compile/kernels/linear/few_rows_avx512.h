@@ -39,26 +39,26 @@ INLINE Floats to_bfloat16(Floats v) {  // rounded to nearest, ties to even
 
 INLINE Floats to_float16(Floats v) { return _mm512_cvtph_ps(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT)); }
 
-// (code - zero) * factor * scale of the codes 0 to 15.
-INLINE Table line(float scale, float zero, float factor) {
-    const Floats codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    return {times(times(_mm512_sub_ps(codes, spread(zero)), spread(factor)), spread(scale))};
+typedef __m512i Ints;
+
+INLINE Floats floats_at(const float* at) { return _mm512_loadu_ps(at); }
+INLINE Floats minus(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
+INLINE Floats fused(Floats a, Floats b, Floats sum) { return _mm512_fmadd_ps(a, b, sum); }
+INLINE Table table_at(const float* numbers) { return {floats_at(numbers)}; }
+INLINE Ints shifted_right(Ints words, int bits) { return _mm512_srl_epi32(words, _mm_cvtsi32_si128(bits)); }
+
+// The first `count` words, and zeros.
+INLINE Ints some_ints(const uint8_t* words, int64_t count) {
+    return _mm512_maskz_loadu_epi32(__mmask16((1u << count) - 1), words);
 }
 
-INLINE Table scaled(const float* numbers, float scale) {
-    return {_mm512_mul_ps(_mm512_loadu_ps(numbers), _mm512_set1_ps(scale))};
-}
+// The numbers of the lowest four bits of each word.
+INLINE Floats numbers_of(const Table& table, Ints codes) { return _mm512_permutexvar_ps(codes, table.numbers); }
 
-INLINE Table rounded(Table table, bool half) { return {half ? to_float16(table.numbers) : to_bfloat16(table.numbers)}; }
-
-// The numbers of nibble `bits / 4` of 32 half-words, in the order of these.
-INLINE void look_up(const Table& table, const uint8_t* words, int bits, float* out) {
-    const __m512i codes = _mm512_loadu_si512(words);
-    const Floats even = _mm512_permutexvar_ps(_mm512_rorv_epi32(codes, _mm512_set1_epi32(bits)), table.numbers);
-    const Floats odd = _mm512_permutexvar_ps(_mm512_rorv_epi32(codes, _mm512_set1_epi32(bits + 16)), table.numbers);
-    const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    put(out, _mm512_permutex2var_ps(even, first, odd));
-    put(out + 16, _mm512_permutex2var_ps(even, _mm512_add_epi32(first, _mm512_set1_epi32(8)), odd));
+// Byte `place` of each word, an int8.
+INLINE Floats floats_of_bytes(Ints words, int place) {
+    const Ints highest = _mm512_sll_epi32(words, _mm_cvtsi32_si128(24 - 8 * place));
+    return _mm512_cvtepi32_ps(_mm512_srai_epi32(highest, 24));
 }
 
 // The totals of four sums.

@@ -35,11 +35,6 @@ INLINE __mmask16 lanes_of(const Product& p, int64_t o) {
     return __mmask16((1u << std::max(std::min(p.outputs - o, int64_t(kStrip)), int64_t(0))) - 1);
 }
 
-INLINE __m512 floats_of_halves(__m512i words, bool upper) {  // bfloat16
-    const __m512i bits = upper ? words : _mm512_slli_epi32(words, 16);
-    return _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(int(0xFFFF0000))));
-}
-
 // Numbers o .. o + 16 of an array of `outputs`, zeros beyond its end.
 INLINE __m512 numbers_at(const Product& p, const void* numbers, Number type, int64_t o) {
     const __mmask16 lanes = lanes_of(p, o);
@@ -53,7 +48,6 @@ INLINE __m512 numbers_at(const Product& p, const void* numbers, Number type, int
 
 template <int kBitsOfNumber> struct NumberStrips {
     static constexpr int kBits = kBitsOfNumber;
-    static constexpr bool kScaled = false;
     static INLINE void put(const Product&, int64_t, int64_t, int64_t, int line, const __m512i* t, __m512i* out) {
 #pragma GCC unroll 16
         for (int j = 0; j < 16; j++) _mm512_store_si512(out + 16 * line + j, t[j]);
@@ -62,7 +56,6 @@ template <int kBitsOfNumber> struct NumberStrips {
 
 struct IntStrips {
     static constexpr int kBits = 8;
-    static constexpr bool kScaled = false;
     static INLINE void put(const Product&, int64_t, int64_t, int64_t, int line, const __m512i* t, __m512i* out) {
 #pragma GCC unroll 16
         for (int j = 0; j < 16; j++)
@@ -90,7 +83,6 @@ template <bool kFp8> constexpr ByteTables<kFp8> kByteTables;
 // Codes of 8 bits as bfloat16, without rounding. kFp8: float8_e4m3fn, else int8.
 template <bool kFp8> struct ByteStrips {
     static constexpr int kBits = 8;
-    static constexpr bool kScaled = false;
     static INLINE void put(const Product&, int64_t, int64_t, int64_t, int line, const __m512i* t, __m512i* out) {
         const ByteTables<kFp8>& tables = kByteTables<kFp8>;
         const __m512i low0 = _mm512_load_si512(tables.low), low1 = _mm512_load_si512(tables.low + 64);
@@ -110,83 +102,6 @@ template <bool kFp8> struct ByteStrips {
     }
 };
 
-// Nibbles, see `Nibbles` in few_rows_panels.h. Numbers of codes are exact, and sums of groups are scaled.
-template <Units kUnits> struct NibbleStrips {
-    static constexpr int kBits = 4;
-    static constexpr bool kScaled = true;
-    static constexpr bool kHalf = kUnits == Units::centred_float16 || kUnits == Units::float16;
-    static constexpr bool kCentred = kUnits == Units::centred_float16 || kUnits == Units::centred_bfloat16;
-    static constexpr bool kZeros = kUnits == Units::bfloat16 || kUnits == Units::float16;
-
-    static INLINE __m512 half(__m512i words, bool upper) {
-        if (!kHalf) return floats_of_halves(words, upper);
-        return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(upper ? _mm512_srli_epi32(words, 16) : words));
-    }
-
-    static INLINE __m512i units(const Product& p, int64_t o, int64_t row) {
-        const int32_t* at = static_cast<const int32_t*>(p.scales) + row * p.outputs + o;
-        __builtin_prefetch(at + kStrips * kStrip);  // of the next outputs: rows of units lie far apart
-        return _mm512_maskz_loadu_epi32(lanes_of(p, o), at);
-    }
-
-    // The scales of outputs o .. o + 16 in the group of input k.
-    static INLINE __m512 scales(const Product& p, int64_t o, int64_t k) {
-        const int64_t group = k / p.group;
-        if (kZeros) return half(units(p, o, group), false);
-        const int64_t pair = p.group < 256 ? group / 2 : group;  // two groups have their scales side by side
-        const bool second = p.group < 256 && group % 2;
-        if (kCentred) {
-            const __m512 small = _mm512_set1_ps(kHalf ? 0x1p-9f : 0x1p-65f);
-            return _mm512_mul_ps(_mm512_mul_ps(half(units(p, o, pair), second), small), small);
-        }
-        const float* both = static_cast<const float*>(p.scales) + ((1 + pair) * p.outputs + o) * 2;
-        __builtin_prefetch(both + 2 * kStrips * kStrip), __builtin_prefetch(both + 2 * kStrips * kStrip + 16);
-        const uint64_t lanes = (uint64_t(1) << 2 * std::min(p.outputs - o, int64_t(kStrip))) - 1;
-        const __m512 first = _mm512_maskz_loadu_ps(__mmask16(lanes), both);
-        const __m512 last = _mm512_maskz_loadu_ps(__mmask16(lanes >> 16), both + 16);
-        const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-        return _mm512_permutex2var_ps(first, _mm512_add_epi32(even, _mm512_set1_epi32(second)), last);
-    }
-
-    // bfloat16 numbers of the codes, twice; with zero points of codes minus these, whose last five bits are the index.
-    static INLINE __m512i table(const Product& p) {
-        alignas(64) uint16_t numbers[32];
-        for (int code = 0; code < 32; code++) {
-            const float number = kZeros ? float(code < 16 ? code : code - 32) : float(code % 16 - 8);
-            numbers[code] = bfloat16_of(
-                kUnits == Units::table ? static_cast<const float*>(p.scales)[code % 16] : number);
-        }
-        return _mm512_load_si512(numbers);
-    }
-
-    // The zero points of a group, in both halves of each lane.
-    static INLINE __m512i zeros(const Product& p, int64_t o, int64_t group) {
-        const __m512 added = half(units(p, o, group), true);
-        const __m512i zero = _mm512_cvtps_epi32(_mm512_sub_ps(_mm512_set1_ps(kHalf ? -1024.f : -128.f), added));
-        const __m512i low = _mm512_and_si512(zero, _mm512_set1_epi32(0xFFFF));
-        return _mm512_or_si512(low, _mm512_slli_epi32(zero, 16));
-    }
-
-    static INLINE void put(const Product& p, int64_t o, int64_t k, int64_t count, int line, const __m512i* t,
-                           __m512i* out) {
-        const __m512i numbers = table(p), four = _mm512_set1_epi32(0x000F000F);
-        const int from_nibble = p.group == 32 ? 32 : 64, from_line = p.group == 32 ? 128 : 32;
-        for (int j = 0; j < 4; j++) {
-            const int64_t input = from_nibble * j + from_line * line;
-            if (input >= count) return;
-            __m512i* const at = out + input / 2;
-            const __m512i bits = _mm512_set1_epi32(p.turn + 4 * j);
-            const __m512i zero = kZeros ? zeros(p, o, (k + input) / p.group) : _mm512_setzero_si512();
-#pragma GCC unroll 16
-            for (int i = 0; i < 16; i++) {
-                __m512i codes = _mm512_rorv_epi32(t[i], bits);
-                if (kZeros) codes = _mm512_sub_epi16(_mm512_and_si512(codes, four), zero);
-                _mm512_store_si512(at + i, _mm512_permutexvar_epi16(codes, numbers));
-            }
-        }
-    }
-};
-
 // Lines of a panel whose rows are not whole, with zeros beyond the end.
 INLINE void copy_of_lines(const uint8_t* lines, int64_t stride, int64_t rows, int64_t left, uint8_t* copy) {
     std::memset(copy, 0, kStrip * 64);
@@ -198,9 +113,8 @@ INLINE void copy_of_lines(const uint8_t* lines, int64_t stride, int64_t rows, in
 template <class W>
 KERNEL void decode(const Product& p, int64_t o, int64_t k, int64_t count, int64_t ahead, __m512i* out) {
     const int64_t first = k * W::kBits / 8, rows = std::min(p.outputs - o, int64_t(kStrip));
-    const int64_t end = W::kScaled ? p.row_bytes : p.inputs * W::kBits / 8;
-    // Of nibbles, columns that are 64 or more apart share a line.
-    const int lines = W::kScaled ? (p.group == 32 && count <= 128 ? 1 : 2) : int(count * W::kBits / 512);
+    const int64_t end = p.inputs * W::kBits / 8;
+    const int lines = int(count * W::kBits / 512);
     alignas(64) uint8_t copy[kStrip * 64];
     for (int line = 0; line < lines; line++) {
         const uint8_t* from = p.w + o * p.row_bytes + first + 64 * line;

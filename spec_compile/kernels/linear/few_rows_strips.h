@@ -1,9 +1,9 @@
 // Products by instructions for pairs of bfloat16 and fours of 8 bits, and of float32: sixteen outputs in the lanes of a
 // vector.
 //
-// A panel of 64 outputs and at most 256 inputs is decoded into the L1 cache by few_rows_decode.h. All rows are multiplied
-// by it, and meanwhile the next panel is fetched from memory. Sums need no totals across lanes, and scales of groups are
-// vectors. Each sum of a row runs over the inputs in ascending order, whatever the number of rows.
+// A panel of 64 outputs and at most 256 inputs is decoded into the L1 cache by few_rows_decode.h. All rows are
+// multiplied by it, and meanwhile the next panel is fetched from memory. Sums need no totals across lanes. Each sum of a row runs
+// over the inputs in ascending order, whatever the number of rows.
 
 constexpr int kStripRows = 6;             // rows of x in a tile: 24 of the 32 registers are sums
 constexpr int64_t kFewRows = 4;           // rows with which decoding takes longer than products
@@ -47,7 +47,6 @@ template <class S> struct StripTile {
     const int32_t* x;           // [rows, x_stride]
     int64_t x_stride, steps;
     __m512i* kept;              // [rows, kStrips]
-    const __m512* scales;       // [kStrips] of these steps, or null
     const uint8_t *ahead, *end;  // what to fetch: at each `turn` steps a row of `row_bytes`, of which `ahead_bytes`
     int64_t turn, row_bytes, ahead_bytes;
 };
@@ -58,7 +57,7 @@ template <class S, int V, int M> KERNEL void multiply_strips(const StripTile<S>&
 #pragma GCC unroll 6
     for (int j = 0; j < M; j++)
 #pragma GCC unroll 4
-        for (int i = 0; i < V; i++) sums[j][i] = t.scales ? S::first(0) : kept[j * kStrips + i];
+        for (int i = 0; i < V; i++) sums[j][i] = kept[j * kStrips + i];
     const uint8_t* ahead = t.ahead;
     const __m512i* w = t.w;
     const int32_t* x = t.x;
@@ -83,13 +82,7 @@ template <class S, int V, int M> KERNEL void multiply_strips(const StripTile<S>&
 #pragma GCC unroll 6
     for (int j = 0; j < M; j++)
 #pragma GCC unroll 4
-        for (int i = 0; i < V; i++) {
-            const int at = j * kStrips + i;
-            if constexpr (S::kInputs == 2) {
-                if (t.scales) sums[j][i] = _mm512_fmadd_ps(sums[j][i], t.scales[i], kept[at]);
-            }
-            kept[at] = sums[j][i];
-        }
+        for (int i = 0; i < V; i++) kept[j * kStrips + i] = sums[j][i];
 }
 
 template <class S, int V> KERNEL void multiply_strips(const StripTile<S>& t, int64_t rows) {
@@ -145,9 +138,8 @@ KERNEL void strips_of(const Product& p, int64_t row, int64_t begin, int64_t end,
     const int64_t rows = std::min(kChunk, p.rows - row), x_stride = p.x_stride / S::kInputs, padded = p.padded();
     const int32_t* x = static_cast<const int32_t*>(p.prepared) + row * x_stride;
     const int64_t largest = std::min(kPanelInputs, int64_t(kPanelSteps * S::kInputs));
-    const int64_t panels = (padded + largest - 1) / largest;  // of one size if nibbles do not say which
-    const int64_t most = W::kScaled ? kPanelInputs : (padded / kUnit + panels - 1) / panels * kUnit;
-    const int64_t segment = W::kScaled ? std::min(p.group, kPanelInputs) : most;
+    const int64_t panels = (padded + largest - 1) / largest;
+    const int64_t most = (padded / kUnit + panels - 1) / panels * kUnit;
     for (int64_t o = begin; o < end; o += kStrips * kStrip) {
         for (int64_t r = 0; r < rows; r++)
             for (int i = 0; i < kStrips; i++)
@@ -158,26 +150,15 @@ KERNEL void strips_of(const Product& p, int64_t row, int64_t begin, int64_t end,
             const int64_t ahead = k + most < padded ? bytes : kStrips * kStrip * p.row_bytes - k * W::kBits / 8;
             for (int i = 0; i < kStrips && o + i * kStrip < end; i++)
                 decode<W>(p, o + i * kStrip, k, count, rows <= kFewRows ? ahead : 0, panel + i * kPanelSteps);
-            const int64_t whole = count / S::kInputs / (kStrips * kStrip);
-            const int64_t turn = whole && (!W::kScaled || count == most) ? whole : 1;  // segments have whole turns
-            StripTile<S> t{panel, x + k / S::kInputs, x_stride, 0, kept, nullptr, nullptr, nullptr, turn,
-                           p.row_bytes, bytes};
+            StripTile<S> t{};
+            t.w = panel, t.x = x + k / S::kInputs, t.x_stride = x_stride, t.steps = count / S::kInputs, t.kept = kept;
+            t.turn = std::max(t.steps / (kStrips * kStrip), int64_t(1));
+            t.row_bytes = p.row_bytes, t.ahead_bytes = bytes;
             if (rows > kFewRows) {
                 t.ahead = p.w + o * p.row_bytes + k * W::kBits / 8 + ahead;
                 t.end = t.ahead + kStrips * kStrip * p.row_bytes;
             }
-            for (int64_t at = 0; at < count; at += segment) {
-                __m512 scales[kStrips];
-                t.steps = std::min(segment, count - at) / S::kInputs;
-                if constexpr (W::kScaled) {
-                    for (int i = 0; i < kStrips && o + i * kStrip < end; i++)
-                        scales[i] = W::scales(p, o + i * kStrip, k + at);
-                    t.scales = scales;
-                }
-                rows_times_strips<S>(t, rows, end - o);
-                t.w += t.steps, t.x += t.steps;
-                t.ahead += t.steps / turn * p.row_bytes;
-            }
+            rows_times_strips<S>(t, rows, end - o);
         }
         finish_strips<S>(p, kept, row, rows, o, end);
     }
@@ -191,17 +172,7 @@ KERNEL void pairs_of(const Product& p, int64_t begin, int64_t end, Scratch& scra
     switch (p.weights) {
         case Weights::bfloat16: return all_strips_of<Pairs, NumberStrips<16>>(p, begin, end, scratch);
         case Weights::int8: return all_strips_of<Pairs, ByteStrips<false>>(p, begin, end, scratch);
-        case Weights::nibbles: break;
         default: return all_strips_of<Pairs, ByteStrips<true>>(p, begin, end, scratch);
-    }
-    switch (p.units) {
-        case Units::centred_bfloat16:
-            return all_strips_of<Pairs, NibbleStrips<Units::centred_bfloat16>>(p, begin, end, scratch);
-        case Units::centred_float16:
-            return all_strips_of<Pairs, NibbleStrips<Units::centred_float16>>(p, begin, end, scratch);
-        case Units::bfloat16: return all_strips_of<Pairs, NibbleStrips<Units::bfloat16>>(p, begin, end, scratch);
-        case Units::float16: return all_strips_of<Pairs, NibbleStrips<Units::float16>>(p, begin, end, scratch);
-        case Units::table: return all_strips_of<Pairs, NibbleStrips<Units::table>>(p, begin, end, scratch);
     }
 }
 

@@ -233,7 +233,7 @@ INLINE bool takes_integers(const Product& p) { return p.weights == Weights::int8
 // of the L1 cache.
 KERNEL bool is_prepared(const Product& p) {
     const bool same = p.dtype == Number::float32 || takes_bfloat16(p);
-    return same && p.rounding == Rounding::none && p.inputs == p.padded() && p.rows <= kMostRows;
+    return same && p.rounding == Rounding::none && p.inputs == p.padded() && p.rows <= kMostRows && !p.has_sums();
 }
 
 // Bytes of an element of a prepared row.
@@ -241,26 +241,23 @@ KERNEL int64_t element_size(const Product& p) {
     return takes_integers(p) ? sizeof(Integer) : takes_bfloat16(p) ? sizeof(uint16_t) : sizeof(float);
 }
 
-KERNEL void prepare(const Product& p, int64_t row) {
-    if (takes_integers(p)) prepare_row(p, row, static_cast<Integer*>(p.prepared) + row * p.x_stride);
-    else if (takes_bfloat16(p)) prepare_row(p, row, static_cast<uint16_t*>(p.prepared) + row * p.x_stride);
-    else prepare_row(p, row, static_cast<float*>(p.prepared) + row * p.x_stride);
+template <class Element> KERNEL void prepare_as(const Product& p, int64_t row) {
+    Element* const out = static_cast<Element*>(p.prepared) + row * p.x_stride;
+    prepare_row(p, row, out);
+    if (p.x_sums) sum_segments(p, out, p.x_sums + row * p.segments);
 }
 
-template <class S> KERNEL void of_numbers(const Product& p, int64_t begin, int64_t end, Scratch& scratch) {
-    if (p.weights == Weights::int8) outputs_of<S, Bytes<false>>(p, begin, end, scratch);
-    else if (p.weights != Weights::nibbles) outputs_of<S, Bytes<true>>(p, begin, end, scratch);
-    else switch (p.units) {
-        case Units::centred_bfloat16: return outputs_of<S, Nibbles<Units::centred_bfloat16>>(p, begin, end, scratch);
-        case Units::centred_float16: return outputs_of<S, Nibbles<Units::centred_float16>>(p, begin, end, scratch);
-        case Units::bfloat16: return outputs_of<S, Nibbles<Units::bfloat16>>(p, begin, end, scratch);
-        case Units::float16: return outputs_of<S, Nibbles<Units::float16>>(p, begin, end, scratch);
-        case Units::table: return outputs_of<S, Nibbles<Units::table>>(p, begin, end, scratch);
-    }
+KERNEL void prepare(const Product& p, int64_t row) {
+    if (takes_integers(p)) prepare_as<Integer>(p, row);
+    else if (takes_bfloat16(p)) prepare_as<uint16_t>(p, row);
+    else prepare_as<float>(p, row);
 }
 
 KERNEL void run(const Product& p, int64_t begin, int64_t end, Scratch& scratch) {
+    if (p.in_blocks() && !takes_bfloat16(p)) return all_float_blocks(p, begin, end, scratch);
 #if NATIVE
+    if (p.weights == Weights::blocks4) return all_pair_blocks<BlockCodes<4>>(p, begin, end, scratch);
+    if (p.weights == Weights::blocks8) return all_pair_blocks<BlockCodes<8>>(p, begin, end, scratch);
     if (takes_integers(p)) return fours_of(p, begin, end, scratch);
     if (takes_bfloat16(p)) return pairs_of(p, begin, end, scratch);
     if (p.weights == Weights::float32) return singles_of(p, begin, end, scratch);
@@ -269,5 +266,6 @@ KERNEL void run(const Product& p, int64_t begin, int64_t end, Scratch& scratch) 
 #endif
     if (p.weights == Weights::float32) return outputs_as_they_are<FloatSums>(p, begin, end, scratch);
     if (p.weights == Weights::bfloat16) return outputs_of<FloatSums, Bfloat16s>(p, begin, end, scratch);
-    of_numbers<FloatSums>(p, begin, end, scratch);
+    if (p.weights == Weights::int8) return outputs_of<FloatSums, Bytes<false>>(p, begin, end, scratch);
+    outputs_of<FloatSums, Bytes<true>>(p, begin, end, scratch);
 }

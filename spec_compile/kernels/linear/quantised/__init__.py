@@ -11,16 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from .. import few_rows
-from . import awq, bitsandbytes, compressed_tensors, fp4, fp8_block, gptq, nibbles, torchao, w4a8
+from . import awq, bitsandbytes, blocks, compressed_tensors, fp4, fp8_block, gptq, nibbles, torchao, w4a8
 from .layout import Packed, UnreadError, WeightLayout  # noqa: F401
 from .one_layout import PARTS, OneLayout, layer_of
 from .rearranged import Rearranged, rearranged  # noqa: F401
-from .repack import repacked, update  # noqa: F401
+from .repack import for_kernel, repacked, update  # noqa: F401
 from .rows import rounds_activations
 
 FORMATS = (fp8_block, compressed_tensors, gptq, awq, bitsandbytes, torchao)
-LAYOUTS = {layout.__name__: layout for format in (*FORMATS, fp4, nibbles, w4a8) for layout in format.LAYOUTS}
-REFILLED = {bitsandbytes.Table4: bitsandbytes.refilled, torchao.IntGroups: torchao.refilled}
+LAYOUTS = {layout.__name__: layout for format in (*FORMATS, blocks, fp4, nibbles, w4a8) for layout in format.LAYOUTS}
+REFILLED = {
+    bitsandbytes.Table4: bitsandbytes.refilled, torchao.IntGroups: torchao.refilled,
+    torchao.Int8Weight: torchao.refilled,
+}  # fmt: skip
 """Functions that make an owner of parts anew, by the layout."""
 
 

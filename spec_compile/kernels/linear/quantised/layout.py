@@ -41,11 +41,13 @@ class WeightLayout:
     merges: True if layers of one input can be merged, because every part has a dimension of outputs.
     dims: that dimension of each part.
     bits: of a weight, if the kernel for few rows reads the layout.
+    of_cpu: True if only the kernel of a CPU reads it, so that it has no `packing`.
     """
 
     merges: ClassVar[bool] = True
     dims: ClassVar[tuple[int, ...]] = 0, 0, 0
     bits: ClassVar[int] = 8
+    of_cpu: ClassVar[bool] = False
 
     @property
     def kind(self) -> str:

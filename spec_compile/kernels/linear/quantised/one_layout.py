@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .blocks import is_of_cpu
 from .layout import Packed, WeightLayout
+from .repack import for_kernel
 
 PARTS = "spec_compile_words", "spec_compile_units"
 """The names of the buffers that have a layer's weights as the kernel reads them."""
@@ -89,7 +91,9 @@ class OneLayout:
     @torch.no_grad()
     def take(self, source: Packed) -> None:
         """Take the values of the library's tensors over and let go of these, if they are of the same layout."""
-        form = self.source == source.layout and self.source.for_few_rows(list(source.parts.values()), self.inputs)
+        form = self.source == source.layout and for_kernel(
+            self.source, list(source.parts.values()), self.inputs, is_of_cpu(self.packed)
+        )
         if not form or [_form(part) for part in form[1]] != [_form(part) for part in self.parts]:
             return
         for old, new in zip(self.parts, form[1]):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .bitsandbytes import Table4
+from .blocks import CodeBlocks, blocks
 from .layout import Place, WeightLayout
 from .nibbles import Nibbles, TableNibbles
 from .torchao import IntGroups
@@ -38,6 +39,10 @@ def rearranged(layout: WeightLayout, parts: Sequence[Tensor], inputs: int, by_in
         return _rearranged(Table4(layout.block, 0), rows[1], lambda: rows, is_words=False)
     if isinstance(layout, TableNibbles):
         return _table(layout, parts, inputs)
+    if isinstance(layout, CodeBlocks):
+        groups, rows = layout.rows(parts, inputs)
+        places, unpack = groups.places(rows), lambda: layout.rows(parts, inputs)[1]
+        return Rearranged(places, unpack, lambda cut, inputs: blocks(groups, *cut))
     if not by_inputs or not isinstance(layout, (Nibbles, RoundedNibbles)):
         return None
     scales, group = layout.scales(parts, inputs), min(layout.group, inputs)

@@ -38,6 +38,9 @@ class Int8Weight(_PerOutput):
         out = F.linear(x, codes.to(x.dtype)) * scales[:, 0].to(x.dtype)
         return out if bias is None else out + bias
 
+    def restored(self, index: int, packed: WeightLayout, parts: Sequence[Tensor], inputs: int) -> Tensor | None:
+        return packed.codes(parts, inputs) if index == 0 else packed.scales(parts, inputs).T.contiguous()
+
 
 @dataclass(frozen=True)
 class Float8Weight(_PerOutput):

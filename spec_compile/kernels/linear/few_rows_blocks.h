@@ -1,0 +1,223 @@
+// Products with codes in blocks of 64 outputs, see `CodeBlocks` in quantised/blocks.py: memory has them in the order in
+// which sums take them, so that nothing is turned and one stream is read.
+//
+// A word has 8 inputs of an output in 4 bits or 4 in 8 bits. Neighbouring words are neighbouring outputs, so a vector
+// has the same inputs of some outputs. A segment is a group of inputs, at most kSegment of them. Its sum is scaled when
+// it ends, and added to those before it, in the same order for any number of rows.
+
+constexpr int64_t kBlockOutputs = 64, kSegment = 256;
+constexpr int64_t kStreamAhead = 8 << 10;  // bytes from what is read to what is fetched
+
+// The outputs first .. first + count of a block of `width` outputs that begins at `begin`.
+struct BlockPart {
+    int64_t begin, width, first, count;
+    const uint8_t* words;  // of the block's first output and input
+};
+
+INLINE BlockPart part_of(const Product& p, int64_t o, int64_t end) {
+    BlockPart part;
+    part.begin = o / kBlockOutputs * kBlockOutputs, part.first = o - part.begin;
+    part.width = std::min(kBlockOutputs, p.outputs - part.begin);
+    part.count = std::min(end - part.begin, part.width) - part.first;
+    part.words = p.w + part.begin * p.row_bytes;
+    return part;
+}
+
+INLINE int64_t segment_of(const Product& p) { return std::min(p.group, kSegment); }
+INLINE int64_t inputs_of_word(const Product& p) { return p.weights == Weights::blocks4 ? 8 : 4; }
+INLINE int64_t stored_inputs(const Product& p) { return p.row_bytes / 4 * inputs_of_word(p); }
+
+INLINE void floats_of(const uint8_t* from, Number type, int64_t count, float* out) {
+    if (type == Number::float16) {
+        uint16_t rest[8] = {};
+        int64_t i = 0;
+        for (; i + 8 <= count; i += 8)
+            _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + 2 * i))));
+        std::memcpy(rest, from + 2 * i, 2 * (count - i));
+        for (int64_t j = 0; i + j < count; j++) out[i + j] = _cvtsh_ss(rest[j]);
+    } else if (type == Number::bfloat16) {
+        const uint16_t* halves = reinterpret_cast<const uint16_t*>(from);
+        for (int64_t i = 0; i < count; i++) out[i] = float_of_bits(uint32_t(halves[i]) << 16);
+    } else std::memcpy(out, from, count * sizeof(float));
+}
+
+// The scales of a part's outputs in a group, and their points or minima.
+struct Units {
+    alignas(64) float scales[kBlockOutputs], seconds[kBlockOutputs];
+};
+
+INLINE void units_at(const Product& p, const BlockPart& part, int64_t k, Units& units) {
+    const int64_t size = p.scale_type == Number::float32 ? 4 : 2, both = p.second == Second::none ? 1 : 2;
+    const int64_t groups = (p.inputs + p.group - 1) / p.group;
+    const uint8_t* row = static_cast<const uint8_t*>(p.scales) +
+                         (part.begin * groups * both + k / p.group * both * part.width + part.first) * size;
+    __builtin_prefetch(row + 512);
+    floats_of(row, p.scale_type, part.count, units.scales);
+    if (both == 2) floats_of(row + part.width * size, p.scale_type, part.count, units.seconds);
+}
+
+// Sums of segments of a prepared row, [segments] floats.
+template <class Element> KERNEL void sum_segments(const Product& p, const Element* x, float* sums) {
+    const int64_t segment = segment_of(p);
+    for (int64_t k = 0; k < stored_inputs(p); k += segment) {
+        float sum = 0.f;
+        for (int64_t i = k; i < std::min(k + segment, p.inputs); i++) {
+            if constexpr (sizeof(Element) == 2) sum += float_of_bits(uint32_t(uint16_t(x[i])) << 16);
+            else sum += float(x[i]);
+        }
+        *sums++ = sum;
+    }
+}
+
+// Sums [rows, kBlockOutputs] of a part plus bias, rounded once.
+KERNEL void finish_block(const Product& p, const BlockPart& part, const float* kept, int64_t row, int64_t rows) {
+    const int64_t o = part.begin + part.first;
+    for (int64_t i = 0; i < part.count; i += 16) {
+        const int64_t count = std::min(int64_t(16), part.count - i);
+        float biases[16] = {}, numbers[16];
+        for (int64_t j = 0; j < count && p.bias; j++) biases[j] = number(p.bias, p.dtype, o + i + j);
+        for (int64_t r = 0; r < rows; r++) {
+            const float* sums = kept + r * kBlockOutputs + i;
+            const int64_t at = (row + r) * p.outputs + o + i;
+#if NATIVE
+            if (p.dtype == Number::bfloat16) {
+                const __m512 all = _mm512_add_ps(_mm512_loadu_ps(sums), _mm512_loadu_ps(biases));
+                _mm256_mask_storeu_epi16(static_cast<uint16_t*>(p.out) + at, __mmask16((1u << count) - 1),
+                                         (__m256i)_mm512_cvtneps_pbh(all));
+                continue;
+            }
+#endif
+            for (int j = 0; j < 16; j++) numbers[j] = sums[j] + biases[j];
+            if (p.dtype == Number::float32) {
+                std::memcpy(static_cast<float*>(p.out) + at, numbers, count * sizeof(float));
+                continue;
+            }
+            uint16_t rounded[16];
+            for (int j = 0; j < 16; j++) rounded[j] = bfloat16_of(numbers[j]);
+            std::memcpy(static_cast<uint16_t*>(p.out) + at, rounded, count * sizeof(uint16_t));
+        }
+    }
+}
+
+// Sums of floats. A segment of kTile outputs is decoded into the L1 cache, and multiplied by tiles of rows.
+
+constexpr int kTile = 2 * kLanes;
+constexpr int kTileRows = 6;
+
+// The numbers of a segment's codes, [count, kTile]; rounded: times their scales, as the layout rounds them.
+template <int kBits, bool kRounded>
+KERNEL void numbers_of_block(const Product& p, const BlockPart& part, const Units& units, int64_t first, int64_t k,
+                             int64_t count, float* out) {
+    constexpr int64_t each = 32 / kBits;
+    const int64_t lanes = part.count - first;
+    const Table table = table_at(p.table);
+    const uint8_t* words = part.words + (k / each * part.width + part.first + first) * 4;
+    for (int64_t c = 0; c < count / each; c++, words += part.width * 4, out += each * kTile) {
+        for (int half = 0; half < 2; half++) {
+            const int64_t some = std::max(std::min(lanes - half * kLanes, int64_t(kLanes)), int64_t(0));
+            const Ints codes = some_ints(words + 4 * kLanes * half, some);
+            if (half == 0) __builtin_prefetch(words + kStreamAhead);
+#pragma GCC unroll 8
+            for (int e = 0; e < each; e++) {
+                Floats numbers;
+                if constexpr (kBits == 8) numbers = floats_of_bytes(codes, e);
+                else numbers = numbers_of(table, shifted_right(codes, e / 2 * 4 + e % 2 * 16));
+                if constexpr (kRounded) {
+                    const int64_t at = std::min(first + half * kLanes, kBlockOutputs - kLanes);
+                    if (p.second == Second::point) numbers = minus(numbers, floats_at(units.seconds + at));
+                    numbers = times(numbers, floats_at(units.scales + at));
+                    numbers = p.rounds == Number::float16 ? to_float16(numbers) : to_bfloat16(numbers);
+                }
+                put(out + e * kTile + half * kLanes, numbers);
+            }
+        }
+    }
+}
+
+template <int M>
+KERNEL void multiply_floats(const float* panel, const float* x, int64_t stride, int64_t count, float* out) {
+    Floats sums[M][2];
+#pragma GCC unroll 6
+    for (int m = 0; m < M; m++) sums[m][0] = sums[m][1] = spread(0.f);
+    for (int64_t k = 0; k < count; k++, panel += kTile) {
+        const Floats a = floats_at(panel), b = floats_at(panel + kLanes);
+#pragma GCC unroll 6
+        for (int m = 0; m < M; m++) {
+            const Floats value = spread(x[m * stride + k]);
+            sums[m][0] = fused(a, value, sums[m][0]), sums[m][1] = fused(b, value, sums[m][1]);
+        }
+    }
+#pragma GCC unroll 6
+    for (int m = 0; m < M; m++) put(out + m * kTile, sums[m][0]), put(out + m * kTile + kLanes, sums[m][1]);
+}
+
+KERNEL void multiply_floats(const float* panel, const float* x, int64_t stride, int64_t count, int64_t rows,
+                            float* out) {
+    switch (rows) {
+        case 1: return multiply_floats<1>(panel, x, stride, count, out);
+        case 2: return multiply_floats<2>(panel, x, stride, count, out);
+        case 3: return multiply_floats<3>(panel, x, stride, count, out);
+        case 4: return multiply_floats<4>(panel, x, stride, count, out);
+        case 5: return multiply_floats<5>(panel, x, stride, count, out);
+        case 6: return multiply_floats<6>(panel, x, stride, count, out);
+    }
+}
+
+// kept: of a row's outputs of a part. seconds: null, or by what `of_x` is multiplied.
+INLINE void add_segment(const float* sums, const float* scales, const float* seconds, float of_x, int64_t count,
+                        float* kept) {
+    for (int64_t i = 0; i < count; i++) {
+        kept[i] = scales ? std::fma(sums[i], scales[i], kept[i]) : kept[i] + sums[i];
+        if (seconds) kept[i] = std::fma(seconds[i], of_x, kept[i]);
+    }
+}
+
+// What the sum of x is multiplied by, in place of what the layout has.
+INLINE void as_added(const Product& p, Units& units, int64_t count) {
+    if (p.second != Second::point) return;
+    for (int64_t i = 0; i < count; i++) units.seconds[i] = -units.seconds[i] * units.scales[i];
+}
+
+template <int kBits, bool kRounded>
+KERNEL void float_blocks_of(const Product& p, int64_t row, int64_t begin, int64_t end, Scratch& scratch) {
+    static_assert(kSegment * kTile * sizeof(float) <= Scratch::kPanelBytes);
+    float* const panel = reinterpret_cast<float*>(scratch.panel);
+    float* const kept = reinterpret_cast<float*>(scratch.sums);
+    const int64_t rows = std::min(kChunk, p.rows - row), segment = segment_of(p), stored = stored_inputs(p);
+    const float* x = static_cast<const float*>(p.prepared) + row * p.x_stride;
+    for (int64_t o = begin; o < end;) {
+        const BlockPart part = part_of(p, o, end);
+        std::memset(kept, 0, rows * kBlockOutputs * sizeof(float));
+        for (int64_t k = 0; k < stored; k += segment) {
+            const int64_t count = std::min(segment, stored - k);
+            Units units;
+            units_at(p, part, k, units);
+            if (!kRounded) as_added(p, units, part.count);
+            for (int64_t first = 0; first < part.count; first += kTile) {
+                numbers_of_block<kBits, kRounded>(p, part, units, first, k, count, panel);
+                for (int64_t m = 0; m < rows; m += kTileRows) {
+                    const int64_t some = std::min(int64_t(kTileRows), rows - m);
+                    float sums[kTileRows * kTile];
+                    multiply_floats(panel, x + m * p.x_stride + k, p.x_stride, count, some, sums);
+                    for (int64_t r = 0; r < some; r++)
+                        add_segment(sums + r * kTile, kRounded ? nullptr : units.scales + first,
+                                    p.x_sums && !kRounded ? units.seconds + first : nullptr,
+                                    p.x_sums ? p.x_sums[(row + m + r) * p.segments + k / segment] : 0.f,
+                                    std::min(int64_t(kTile), part.count - first),
+                                    kept + (m + r) * kBlockOutputs + first);
+                }
+            }
+        }
+        finish_block(p, part, kept, row, rows);
+        o = part.begin + part.first + part.count;
+    }
+}
+
+KERNEL void all_float_blocks(const Product& p, int64_t begin, int64_t end, Scratch& scratch) {
+    const bool rounded = p.rounds != Number::float32 && p.dtype == Number::float32;
+    for (int64_t row = 0; row < p.rows; row += kChunk) {
+        if (p.weights == Weights::blocks8) float_blocks_of<8, false>(p, row, begin, end, scratch);
+        else if (rounded) float_blocks_of<4, true>(p, row, begin, end, scratch);
+        else float_blocks_of<4, false>(p, row, begin, end, scratch);
+    }
+}
