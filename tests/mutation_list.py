@@ -51,8 +51,22 @@ WEIGHTS = [
         "tests/capture/test_gguf.py",
     ),
     Mutation(
-        "scales of a GGUF file stay in the order of the file", "spec_compile/kernels/linear/quantised/gguf.py",
-        "torch.cat([first, units[1:, order]])", "units", "tests/kernels/test_gguf_blocks.py",
+        "rows of a GGUF file stay in the order of the file", "spec_compile/capture/gguf.py",
+        "(torch.tensor(matrix.data)[order])", "(torch.tensor(matrix.data))",
+        "tests/capture/test_gguf.py -k keep_the_bits",
+    ),
+    Mutation(
+        "minima of a GGUF file are left out", "spec_compile/kernels/linear/quantised/blocks.py",
+        "(numbers + units[:, :, 1:] if self.second == MINIMUM else numbers)", "numbers",
+        "tests/kernels/test_gguf_blocks.py",
+    ),
+    Mutation(
+        "a kernel of a CPU leaves zero points and minima out", "spec_compile/kernels/linear/few_rows.py",
+        "second=layout.second", "second=0", "tests/kernels/test_few_rows.py -k test_layouts",
+    ),
+    Mutation(
+        "layers that change keep the order of a GPU on a CPU", "spec_compile/kernels/linear/quantised/one_layout.py",
+        "self.inputs, is_of_cpu(self.packed)", "self.inputs, False", "tests/capture/test_one_layout.py -k on_a_cpu",
     ),
     Mutation(
         "perplexity takes the unrounded model twice", "spec_compile/report/rounding.py",

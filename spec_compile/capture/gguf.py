@@ -1,4 +1,4 @@
-"""GGUF files: `load_gguf` keeps the weights of linear layers in the file's 4 bits, which transformers unpacks.
+"""GGUF files: `load_gguf` keeps the weights of linear layers in the file's 4 or 8 bits, which transformers unpacks.
 
 transformers may rename tensors and put rows into another order while it loads. So a layer's tensor is not looked for
 by its name: it is the one that has the layer's rows. A layer is replaced only if all of its weights are equal to those
@@ -8,6 +8,7 @@ that transformers has unpacked.
 import logging
 import os
 from collections import Counter
+from collections.abc import Collection
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 from transformers.utils import cached_file
 
+from ..kernels.linear import for_few_rows
 from ..kernels.linear.quantised import gguf
 from ..kernels.linear.quantised.layout import WEIGHTS, Packed, UnreadError
 from .mxfp4 import FROM_HUB
@@ -28,16 +30,18 @@ log = logging.getLogger("spec_compile")
 class FileMatrix(NamedTuple):
     """A matrix of a file.
 
+    kind: of `gguf.FORMATS`.
+    data: [O, bytes of a row] uint8, a numpy array over the file.
     keys: [O] int64, see `row_keys`.
     """
 
-    name: str
-    packed: Packed
+    kind: str
+    data: Any
     keys: Tensor
 
 
 def load_gguf(name: str | PathLike, gguf_file: str, **options: Any) -> PreTrainedModel:
-    """A model of a GGUF file, whose linear layers keep the formats of the file that have a kernel.
+    """A model of a GGUF file, whose linear layers keep the formats of the file that have a kernel on their device.
 
     name, gguf_file, options: as for ``AutoModelForCausalLM.from_pretrained``, without quantization_config.
 
@@ -52,27 +56,29 @@ def load_gguf(name: str | PathLike, gguf_file: str, **options: Any) -> PreTraine
     path = gguf_file
     if not os.path.isfile(path):
         path = cached_file(name, gguf_file, **{key: options[key] for key in FROM_HUB if key in options})
-    matrices, others = _read(path, model.dtype)
+    kinds = gguf.FORMATS.keys() if model.device.type == "cpu" else gguf.ON_GPU
+    matrices, others = _read(path, model.dtype, kinds)
     kept, left = 0, 0
     for layer_path, layer in [*own_layers(model)]:
         packed = _found(matrices, layer.weight)
-        if packed is None:
+        form = packed and for_few_rows(packed.to(layer.weight.device), layer.weight.dtype)
+        if form is None:
             left += 1
             continue
-        put_layer(model, layer_path, QuantisedLinear(packed._replace(bias=layer.bias)).eval())
+        put_layer(model, layer_path, QuantisedLinear(form._replace(bias=layer.bias)).eval())
         kept += 1
     log.info("gguf: %d linear layers keep the bits of %s", kept, os.path.basename(path))
     if left:
         log.warning(
-            "gguf: %d linear layers of %s are unpacked to %s, because kernels read only %s (the file has %s)",
-            left, os.path.basename(path), model.dtype, ", ".join(gguf.FORMATS),
+            "gguf: %d linear layers of %s are unpacked to %s, because kernels of this %s read only %s (the file has "
+            "%s)", left, os.path.basename(path), model.dtype, model.device.type, ", ".join(kinds),
             ", ".join(f"{count} of {kind}" for kind, count in others.items()) or "no other",
         )  # fmt: skip
     return model
 
 
-def _read(path: str, dtype: torch.dtype) -> tuple[dict[tuple, list[FileMatrix]], Counter]:
-    """The matrices of a file in formats that have a kernel, by `fingerprint`, and the number of others by their type.
+def _read(path: str, dtype: torch.dtype, kinds: Collection[str]) -> tuple[dict[tuple, list[FileMatrix]], Counter]:
+    """The matrices of a file of some types, by `fingerprint`, and the number of others by their type.
 
     dtype: of the model.
     """
@@ -82,7 +88,7 @@ def _read(path: str, dtype: torch.dtype) -> tuple[dict[tuple, list[FileMatrix]],
     others: Counter = Counter()
     for tensor in GGUFReader(path).tensors:
         kind = tensor.tensor_type.name
-        if len(tensor.shape) != 2 or kind not in gguf.FORMATS:
+        if len(tensor.shape) != 2 or kind not in kinds:
             others.update([kind] if len(tensor.shape) == 2 else [])
             continue
         try:
@@ -90,7 +96,7 @@ def _read(path: str, dtype: torch.dtype) -> tuple[dict[tuple, list[FileMatrix]],
         except UnreadError as error:
             raise ValueError(f"gguf_file: {os.path.basename(path)}: {tensor.name} ({kind}) {error}") from error
         keys = row_keys(packed.weight(), dtype)
-        matrices.setdefault(fingerprint(keys, packed.inputs), []).append(FileMatrix(tensor.name, packed, keys))
+        matrices.setdefault(fingerprint(keys, packed.inputs), []).append(FileMatrix(kind, tensor.data, keys))
     return matrices, others
 
 
@@ -100,7 +106,7 @@ def _found(matrices: dict[tuple, list[FileMatrix]], weight: Tensor) -> Packed | 
     for matrix in matrices.get(fingerprint(keys, weight.shape[1]), []):
         order = torch.empty_like(keys)
         order[keys.argsort()] = matrix.keys.argsort()
-        packed = gguf.in_order(matrix.packed, order)
+        packed = gguf.FORMATS[matrix.kind](torch.tensor(matrix.data)[order])
         if torch.equal(packed.weight().to(weight), weight):
             return packed
     return None

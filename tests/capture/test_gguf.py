@@ -1,4 +1,4 @@
-"""GGUF files keep their 4 bits: `load_gguf` packs layers again that transformers has unpacked."""
+"""GGUF files keep their bits: `load_gguf` packs layers again that transformers has unpacked."""
 
 import logging
 import sys
@@ -11,6 +11,7 @@ import torch
 import spec_compile
 from spec_compile.capture import gguf
 from spec_compile.capture.quantised import QuantisedLinear
+from spec_compile.kernels.linear import few_rows
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -28,13 +29,17 @@ def write(folder, kind, monkeypatch):
     gguf_file.write(folder / "model", folder / f"{kind}.gguf", kind)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layers_keep_the_bits_of_the_file(dtype, tmp_path, monkeypatch, caplog):
-    write(tmp_path, "Q4_0", monkeypatch)
-    plain = gguf.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="Q4_0.gguf", dtype=dtype).eval()
+@pytest.mark.skipif(few_rows.BEST == 0, reason="needs a CPU with AVX2, and the package built")
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [("Q4_0", torch.float32), ("Q4_0", torch.bfloat16), ("Q8_0", torch.bfloat16), ("Q4_1", torch.float32)],
+)
+def test_layers_keep_the_bits_of_the_file(kind, dtype, tmp_path, monkeypatch, caplog):
+    write(tmp_path, kind, monkeypatch)
+    plain = gguf.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=f"{kind}.gguf", dtype=dtype).eval()
     with caplog.at_level(logging.INFO, "spec_compile"):
-        model = spec_compile.load_gguf(tmp_path, "Q4_0.gguf", dtype=dtype)
-    assert "14 linear layers keep the bits of Q4_0.gguf" in caplog.text and "unpacked" not in caplog.text
+        model = spec_compile.load_gguf(tmp_path, f"{kind}.gguf", dtype=dtype)
+    assert f"14 linear layers keep the bits of {kind}.gguf" in caplog.text and "unpacked" not in caplog.text
     for path in (
         "model.layers.0.self_attn.q_proj",
         "model.layers.1.mlp.down_proj",
@@ -53,13 +58,23 @@ def test_other_formats_are_unpacked_and_named(tmp_path, monkeypatch, caplog):
     assert not any(isinstance(part, QuantisedLinear) for part in model.modules())
     (line,) = [record.getMessage() for record in caplog.records if record.name == "spec_compile"]
     assert "14 linear layers of Q5_1.gguf are unpacked to torch.float32" in line and "(the file has 16 of Q5_1)" in line
-    assert "kernels read only Q4_0" in line
+    assert "kernels of this cpu read only Q4_0, Q4_1, Q8_0 (" in line
+
+
+def test_a_device_without_kernels_has_them_unpacked(tmp_path, monkeypatch, caplog):
+    write(tmp_path, "Q8_0", monkeypatch)
+    monkeypatch.setattr(few_rows, "BEST", 0)
+    model = spec_compile.load_gguf(tmp_path, "Q8_0.gguf", dtype=torch.float32)
+    assert not any(isinstance(part, QuantisedLinear) for part in model.modules())
+    assert "14 linear layers of Q8_0.gguf are unpacked" in caplog.text
 
 
 def test_a_layer_whose_weights_differ_stays(tmp_path, monkeypatch):
     write(tmp_path, "Q4_0", monkeypatch)
-    matrices, _ = gguf._read(str(tmp_path / "Q4_0.gguf"), torch.float32)
-    weight = next(iter(matrices.values()))[0].packed.weight().clone()
+    path = str(tmp_path / "Q4_0.gguf")
+    matrices, _ = gguf._read(path, torch.float32, ["Q4_0"])
+    matrix = next(iter(matrices.values()))[0]
+    weight = gguf.gguf.q4_0(torch.tensor(matrix.data)).weight()
     assert gguf._found(matrices, weight) is not None
     swapped = weight.clone()  # with the same keys, but other numbers
     swapped[0, :2] = swapped[0, :2].flip(0) + 1

@@ -15,7 +15,7 @@ from spec_compile import passes, speculate
 from spec_compile.capture.quantised import hold_one_layout, packed_layers
 from spec_compile.capture.trace import capture
 from spec_compile.inventory import held_tensors
-from spec_compile.kernels.linear import quantised, small_m
+from spec_compile.kernels.linear import few_rows, quantised, small_m
 from spec_compile.kernels.linear.quantised.one_layout import PARTS, Restoring
 
 GREEDY = dict(do_sample=False, max_new_tokens=8, eos_token_id=None, pad_token_id=0)
@@ -157,3 +157,22 @@ def test_new_values_reach_the_graphs(name, loaded):
         fast.speculation.refresh()
     hold_one_layout(model)
     assert torch.equal(getattr(layer, codes), changed) and is_packed(layer)
+
+
+@pytest.mark.skipif(few_rows.BEST == 0, reason="needs a CPU with AVX2, and the package built")
+@pytest.mark.parametrize("name", ["ct_w4a16", "ao_int8"])
+def test_a_layer_on_a_cpu_holds_the_order_of_its_kernel(name, loaded, monkeypatch):
+    """New values are put into it, too."""
+    monkeypatch.undo()  # as on a GPU no longer
+    model, other = loaded(name), loaded(name)
+    wanted = model.state_dict()
+    hold_one_layout(model)
+    assert all(packed.layout.of_cpu for packed in packed_layers(model).values())
+    assert_equal_state(model.state_dict(), wanted)
+    if name == "ct_w4a16":
+        state = {key: tensor * 1.25 if "scale" in key else tensor for key, tensor in wanted.items()}
+        model.load_state_dict(state), other.load_state_dict(state)
+        assert all(map(is_packed, layers(model)))
+        hold_one_layout(other)
+        for ours, theirs in zip(packed_layers(model).values(), packed_layers(other).values()):
+            assert all(map(torch.equal, ours.parts.values(), theirs.parts.values()))

@@ -1,33 +1,54 @@
-"""Blocks of GGUF files mean what the format says, in the kernel's layout."""
+"""Blocks of GGUF files mean what the format says, in rows and in the order of a CPU's kernel."""
 
 import pytest
 import torch
 
+from spec_compile.kernels.linear import quantised
 from spec_compile.kernels.linear.quantised import gguf
 from spec_compile.kernels.linear.quantised.layout import UnreadError
+from spec_compile.kernels.linear.quantised.nibbles import TableNibbles
 
 OUTPUTS, BLOCKS = 24, 3
 
 
-def rows(scale):
-    """Blocks whose code of input i is a function of row, block and i; and the numbers that they mean."""
-    codes = torch.arange(OUTPUTS * BLOCKS * 32).view(OUTPUTS, BLOCKS, 32).mul(7).remainder(16)
-    scales = torch.full((OUTPUTS, BLOCKS, 1), scale, dtype=torch.float16)
-    scales[1, 2] *= -3
-    packed = (codes[:, :, :16] | codes[:, :, 16:] << 4).to(torch.uint8)
-    return torch.cat([scales.view(torch.uint8), packed], dim=2).flatten(1), ((codes - 8) * scales.float()).flatten(1)
+def drawn(kind, scale):
+    """Rows of blocks whose code of input i is a function of row, block and i; and the numbers that they mean."""
+    wide = kind == "Q8_0"
+    codes = torch.arange(OUTPUTS * BLOCKS * 32).view(OUTPUTS, BLOCKS, 32).mul(7).remainder(256 if wide else 16)
+    codes -= 128 if wide else 0
+    units = torch.full((OUTPUTS, BLOCKS, 2 if kind == "Q4_1" else 1), scale, dtype=torch.float16)
+    units[1, 2, 0] *= -3
+    units[:, :, 1:] *= -7.7
+    packed = (
+        codes.to(torch.int8).view(torch.uint8) if wide else (codes[:, :, :16] | codes[:, :, 16:] << 4).to(torch.uint8)
+    )
+    numbers = (codes - 8 if kind == "Q4_0" else codes) * units[:, :, :1].float()
+    numbers = numbers + units[:, :, 1:].float() if kind == "Q4_1" else numbers
+    return torch.cat([units.view(torch.uint8), packed], dim=2).flatten(1), numbers.flatten(1)
 
 
-def test_q4_0():
-    data, numbers = rows(0.0371)
-    packed = gguf.q4_0(data)
+@pytest.mark.parametrize("kind", gguf.FORMATS)
+def test_blocks(kind):
+    data, numbers = drawn(kind, 0.0371)
+    packed = gguf.FORMATS[kind](data)
+    parts = [*packed.parts.values()]
     assert packed.inputs == 96 and torch.equal(packed.weight(), numbers)
-    order = torch.randperm(OUTPUTS, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(gguf.in_order(packed, order).weight(), numbers[order])
+    layout, ours = quantised.for_kernel(packed.layout, parts, 96, on_cpu=True)
+    assert layout.of_cpu and torch.equal(layout.weight(ours, 96), numbers)
+    assert all(torch.equal(packed.layout.restored(index, layout, ours, 96), part) for index, part in enumerate(parts))
+    of_gpu = quantised.for_kernel(packed.layout, parts, 96, on_cpu=False)
+    assert (of_gpu is not None) == (kind in gguf.ON_GPU)
+    if of_gpu is not None:
+        assert isinstance(of_gpu[0], TableNibbles) and torch.equal(of_gpu[0].weight(of_gpu[1], 96), numbers)
 
 
-def test_matrices_that_are_not_read():
-    with pytest.raises(UnreadError, match="has scales that are not finite"):
-        gguf.q4_0(rows(float("inf"))[0])
-    with pytest.raises(UnreadError, match="has 8 outputs, expected 16 or more"):
-        gguf.q4_0(rows(1.0)[0][:8])
+@pytest.mark.parametrize("kind", gguf.FORMATS)
+def test_matrices_that_are_not_read(kind):
+    for scale in (float("inf"), float("nan")):
+        with pytest.raises(UnreadError, match="has scales that are not finite"):
+            gguf.FORMATS[kind](drawn(kind, scale)[0])
+    if kind == "Q4_1":
+        data = drawn(kind, 1.0)[0]
+        data[3, 2:4] = torch.tensor([0, 0x7E], dtype=torch.uint8)  # a minimum that is no number
+        with pytest.raises(UnreadError, match="has scales that are not finite"):
+            gguf.q4_1(data)

@@ -1,4 +1,4 @@
-"""Codes of 4 or 8 bits in rows, `CodeGroups`, and in the order in which the kernel of a CPU reads them, `CodeBlocks`."""
+"""Codes of 4 or 8 bits: `CodeGroups` in rows, `CodeBlocks` in the order in which the kernel of a CPU reads them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,8 +63,29 @@ class CodeGroups(WeightLayout):
         numbers = numbers * units[:, :, :1]
         return (numbers + units[:, :, 1:] if self.second == MINIMUM else numbers).flatten(1)[:, :inputs]
 
+    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]] | None:
+        """For a GPU."""
+        if self.width == 8 or self.second == MINIMUM:
+            return None
+        codes, units = self.rows(parts, inputs)[1]
+        scales = units[:, :, 0].T.contiguous()
+        if self.rounds == 0:
+            scales = scales.float()
+            return nibbles.pack_with_table(codes.view(torch.uint8), self.table_numbers.to(codes.device), scales)
+        zeros = units[:, :, 1].T.int() + nibbles.ZERO if self.second == POINT else nibbles.ZERO
+        return nibbles.pack(codes.view(torch.uint8), zeros, scales)
+
+    @property
+    def table_numbers(self) -> Tensor:
+        """The numbers of codes of 4 bits [16] float32."""
+        return table_of(self.numbers)
+
+    def rows(self, parts: Sequence[Tensor], inputs: int) -> tuple["CodeGroups", list[Tensor]]:
+        """The same in rows."""
+        return self, list(parts)
+
     def restored(self, index: int, packed: WeightLayout, parts: Sequence[Tensor], inputs: int) -> Tensor | None:
-        return packed.rows(parts, inputs)[1][index]
+        return packed.rows(parts, inputs)[1][index] if isinstance(packed, CodeBlocks) else None
 
 
 @dataclass(frozen=True)
@@ -101,22 +122,6 @@ class CodeBlocks(CodeGroups):
     def places(self, parts: Sequence[Tensor]) -> list[Place]:
         """Only where the outputs are."""
         return [Place((0, 1)), Place((0, 1))]
-
-    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]] | None:
-        """For a GPU."""
-        if self.width == 8 or self.second == MINIMUM:
-            return None
-        codes, units = self.rows(parts, inputs)[1]
-        scales = units[:, :, 0].T.contiguous()
-        if self.rounds == 0:
-            return nibbles.pack_with_table(codes.view(torch.uint8), self.table_numbers.to(codes.device), scales)
-        zeros = units[:, :, 1].T.int() + nibbles.ZERO if self.second == POINT else nibbles.ZERO
-        return nibbles.pack(codes.view(torch.uint8), zeros, scales)
-
-    @property
-    def table_numbers(self) -> Tensor:
-        """The numbers of codes of 4 bits [16] float32."""
-        return table_of(self.numbers)
 
     def codes(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
         """The codes [O, I] that were packed."""

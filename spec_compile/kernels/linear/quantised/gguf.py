@@ -1,11 +1,11 @@
-"""Matrices of GGUF files whose blocks have a layout that the kernel for few rows reads."""
+"""Matrices of GGUF files whose blocks have a layout that a kernel for few rows reads."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from . import nibbles
+from .blocks import MINIMUM, NONE, CodeGroups, numbers_of
 from .layout import Packed, require
 
 GROUP = 32
@@ -18,22 +18,46 @@ def q4_0(rows: Tensor) -> Packed:
     rows: [O, B * 18] uint8, B blocks of a scale in float16 and 16 bytes; byte i has the code of input i in its lower
     half, and that of input 16 + i in its upper half.
     """
-    blocks = rows.unflatten(1, (-1, 2 + GROUP // 2))
-    codes = torch.cat([blocks[:, :, 2:] & 15, blocks[:, :, 2:] >> 4], dim=2).flatten(1)
-    scales = blocks[:, :, :2].contiguous().view(torch.float16)[:, :, 0].float()
-    require(bool(scales.isfinite().all()), "has scales that are not finite")
-    form = nibbles.pack(codes, nibbles.ZERO, scales.T)
-    require(form is not None, f"has {len(rows)} outputs, expected 16 or more")
-    layout, parts = form
-    return Packed(layout, dict(zip(("words", "units"), parts)), None, codes.shape[1])
+    units, codes = _units_and_bytes(rows, 1, GROUP // 2)
+    return _packed(CodeGroups(4, GROUP, NONE, 0, 0), _nibbles(codes), units)
 
 
-def in_order(packed: Packed, order: Tensor) -> Packed:
-    """A matrix with its rows in another order. order: [O] int64, the present place of each row."""
-    words, units = packed.parts.values()
-    first = units[:1]  # the table
-    return packed._replace(parts={"words": words[order], "units": torch.cat([first, units[1:, order]])})
+def q4_1(rows: Tensor) -> Packed:
+    """Q4_1: a weight is its code times the scale of its block, plus the minimum of the block.
+
+    rows: [O, B * 20] uint8, B blocks of a scale and a minimum in float16, and 16 bytes as of Q4_0.
+    """
+    units, codes = _units_and_bytes(rows, 2, GROUP // 2)
+    return _packed(CodeGroups(4, GROUP, MINIMUM, 0, numbers_of(torch.arange(16))), _nibbles(codes), units)
 
 
-FORMATS: dict[str, Callable[[Tensor], Packed]] = {"Q4_0": q4_0}
+def q8_0(rows: Tensor) -> Packed:
+    """Q8_0: a weight is its code times the scale of its block.
+
+    rows: [O, B * 34] uint8, B blocks of a scale in float16 and 32 int8.
+    """
+    units, codes = _units_and_bytes(rows, 1, GROUP)
+    return _packed(CodeGroups(8, GROUP, NONE, 0, 0), codes, units)
+
+
+FORMATS: dict[str, Callable[[Tensor], Packed]] = {"Q4_0": q4_0, "Q4_1": q4_1, "Q8_0": q8_0}
 """Name of a type in GGUF files -> a function of a matrix's rows. UnreadError says what a matrix has."""
+ON_GPU = ("Q4_0",)
+"""Those that kernels of a GPU read, too."""
+
+
+def _units_and_bytes(rows: Tensor, numbers: int, size: int) -> tuple[Tensor, Tensor]:
+    """Blocks of so many float16 and so many bytes -> units [O, B, numbers], bytes [O, B, size] uint8."""
+    blocks = rows.unflatten(1, (-1, 2 * numbers + size))
+    units = blocks[:, :, : 2 * numbers].contiguous().view(torch.float16)
+    require(bool(units.isfinite().all()), "has scales that are not finite")
+    return units, blocks[:, :, 2 * numbers :]
+
+
+def _nibbles(codes: Tensor) -> Tensor:
+    return torch.cat([codes & 15, codes >> 4], dim=2)
+
+
+def _packed(layout: CodeGroups, codes: Tensor, units: Tensor) -> Packed:
+    codes = codes.flatten(1).contiguous().view(torch.int8)
+    return Packed(layout, {"codes": codes, "units": units}, None, codes.shape[1])
