@@ -43,7 +43,7 @@ def q8_0(rows: Tensor) -> Packed:
 FORMATS: dict[str, Callable[[Tensor], Packed]] = {"Q4_0": q4_0, "Q4_1": q4_1, "Q8_0": q8_0}
 """Name of a type in GGUF files -> a function of a matrix's rows. UnreadError says what a matrix has."""
 ON_GPU = ("Q4_0",)
-"""Those that kernels of a GPU read, too."""
+"""The types that kernels of a GPU read, too."""
 
 
 def _units_and_bytes(rows: Tensor, numbers: int, size: int) -> tuple[Tensor, Tensor]:
