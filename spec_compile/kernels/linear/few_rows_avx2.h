@@ -41,10 +41,11 @@ INLINE Floats to_float16(Floats v) { return _mm256_cvtph_ps(_mm256_cvtps_ph(v, _
 typedef __m256i Ints;
 
 INLINE Floats floats_at(const float* at) { return _mm256_loadu_ps(at); }
+INLINE Floats plus(Floats a, Floats b) { return _mm256_add_ps(a, b); }
 INLINE Floats minus(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
 INLINE Floats fused(Floats a, Floats b, Floats sum) { return _mm256_fmadd_ps(a, b, sum); }
 INLINE Table table_at(const float* numbers) { return {floats_at(numbers), floats_at(numbers + 8)}; }
-INLINE Ints shifted_right(Ints words, int bits) { return _mm256_srl_epi32(words, _mm_cvtsi32_si128(bits)); }
+INLINE Ints shifted_right(Ints words, int bits) { return _mm256_srli_epi32(words, bits); }
 
 // The first `count` words, and zeros.
 INLINE Ints some_ints(const uint8_t* words, int64_t count) {
@@ -60,7 +61,7 @@ INLINE Floats numbers_of(const Table& table, Ints codes) {
 
 // Byte `place` of each word, an int8.
 INLINE Floats floats_of_bytes(Ints words, int place) {
-    const Ints highest = _mm256_sll_epi32(words, _mm_cvtsi32_si128(24 - 8 * place));
+    const Ints highest = _mm256_slli_epi32(words, 24 - 8 * place);
     return _mm256_cvtepi32_ps(_mm256_srai_epi32(highest, 24));
 }
 

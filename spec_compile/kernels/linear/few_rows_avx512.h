@@ -42,10 +42,11 @@ INLINE Floats to_float16(Floats v) { return _mm512_cvtph_ps(_mm512_cvtps_ph(v, _
 typedef __m512i Ints;
 
 INLINE Floats floats_at(const float* at) { return _mm512_loadu_ps(at); }
+INLINE Floats plus(Floats a, Floats b) { return _mm512_add_ps(a, b); }
 INLINE Floats minus(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
 INLINE Floats fused(Floats a, Floats b, Floats sum) { return _mm512_fmadd_ps(a, b, sum); }
 INLINE Table table_at(const float* numbers) { return {floats_at(numbers)}; }
-INLINE Ints shifted_right(Ints words, int bits) { return _mm512_srl_epi32(words, _mm_cvtsi32_si128(bits)); }
+INLINE Ints shifted_right(Ints words, int bits) { return _mm512_srli_epi32(words, bits); }
 
 // The first `count` words, and zeros.
 INLINE Ints some_ints(const uint8_t* words, int64_t count) {
@@ -57,7 +58,7 @@ INLINE Floats numbers_of(const Table& table, Ints codes) { return _mm512_permute
 
 // Byte `place` of each word, an int8.
 INLINE Floats floats_of_bytes(Ints words, int place) {
-    const Ints highest = _mm512_sll_epi32(words, _mm_cvtsi32_si128(24 - 8 * place));
+    const Ints highest = _mm512_slli_epi32(words, 24 - 8 * place);
     return _mm512_cvtepi32_ps(_mm512_srai_epi32(highest, 24));
 }
 

@@ -103,8 +103,24 @@ KERNEL void finish_block(const Product& p, const BlockPart& part, const float* k
 
 constexpr int kTile = 2 * kLanes;
 constexpr int kTileRows = 6;
+constexpr int kFewTile = kLanes == 16 ? 64 : 16, kFewFloatRows = 4;  // 16, or 8, of the registers are sums
 
-// The numbers of a segment's codes, [count, kTile]; rounded: times their scales, as the layout rounds them.
+// The numbers of code e of words of the outputs `at` .. of a part; rounded: times their scales, as the layout rounds
+// them.
+template <int kBits, bool kRounded>
+INLINE Floats number_of_code(const Product& p, const Table& table, const Units& units, int64_t at, Ints words, int e) {
+    Floats numbers;
+    if constexpr (kBits == 8) numbers = floats_of_bytes(words, e);
+    else numbers = numbers_of(table, shifted_right(words, e / 2 * 4 + e % 2 * 16));
+    if constexpr (kRounded) {
+        if (p.second == Second::point) numbers = minus(numbers, floats_at(units.seconds + at));
+        numbers = times(numbers, floats_at(units.scales + at));
+        numbers = p.rounds == Number::float16 ? to_float16(numbers) : to_bfloat16(numbers);
+    }
+    return numbers;
+}
+
+// Those of a segment, [count, kTile].
 template <int kBits, bool kRounded>
 KERNEL void numbers_of_block(const Product& p, const BlockPart& part, const Units& units, int64_t first, int64_t k,
                              int64_t count, float* out) {
@@ -118,18 +134,9 @@ KERNEL void numbers_of_block(const Product& p, const BlockPart& part, const Unit
             const Ints codes = some_ints(words + 4 * kLanes * half, some);
             if (half == 0) __builtin_prefetch(words + kStreamAhead);
 #pragma GCC unroll 8
-            for (int e = 0; e < each; e++) {
-                Floats numbers;
-                if constexpr (kBits == 8) numbers = floats_of_bytes(codes, e);
-                else numbers = numbers_of(table, shifted_right(codes, e / 2 * 4 + e % 2 * 16));
-                if constexpr (kRounded) {
-                    const int64_t at = std::min(first + half * kLanes, kBlockOutputs - kLanes);
-                    if (p.second == Second::point) numbers = minus(numbers, floats_at(units.seconds + at));
-                    numbers = times(numbers, floats_at(units.scales + at));
-                    numbers = p.rounds == Number::float16 ? to_float16(numbers) : to_bfloat16(numbers);
-                }
-                put(out + e * kTile + half * kLanes, numbers);
-            }
+            for (int e = 0; e < each; e++)
+                put(out + e * kTile + half * kLanes,
+                    number_of_code<kBits, kRounded>(p, table, units, first + half * kLanes, codes, e));
         }
     }
 }
@@ -163,19 +170,74 @@ KERNEL void multiply_floats(const float* panel, const float* x, int64_t stride, 
     }
 }
 
-// kept: of a row's outputs of a part. seconds: null, or by what `of_x` is multiplied.
-INLINE void add_segment(const float* sums, const float* scales, const float* seconds, float of_x, int64_t count,
-                        float* kept) {
-    for (int64_t i = 0; i < count; i++) {
-        kept[i] = scales ? std::fma(sums[i], scales[i], kept[i]) : kept[i] + sums[i];
-        if (seconds) kept[i] = std::fma(seconds[i], of_x, kept[i]);
-    }
-}
-
 // What the sum of x is multiplied by, in place of what the layout has.
 INLINE void as_added(const Product& p, Units& units, int64_t count) {
     if (p.second != Second::point) return;
     for (int64_t i = 0; i < count; i++) units.seconds[i] = -units.seconds[i] * units.scales[i];
+}
+
+// kept: of a row's outputs of a part. scales: null if numbers were scaled. seconds: null, or by what `of_x`, the sum of
+// the row's segment, is multiplied.
+INLINE void add_segment(const float* sums, const float* scales, const float* seconds, float of_x, int64_t count,
+                        float* kept) {
+    for (int64_t i = 0; i < count; i += kLanes) {
+        Floats all = floats_at(kept + i);
+        if (scales) all = fused(floats_at(sums + i), floats_at(scales + i), all);
+        else all = plus(floats_at(sums + i), all);
+        if (seconds) all = fused(floats_at(seconds + i), spread(of_x), all);
+        put(kept + i, all);
+    }
+}
+
+// A segment of few rows and kFewTile outputs, decoded in registers: [M, kFewTile] sums, as `multiply_floats` has them.
+template <int kBits, bool kRounded, int M>
+KERNEL void multiply_codes(const Product& p, const BlockPart& part, const Units& units, int64_t first, const float* x,
+                           int64_t k, int64_t count, float* out) {
+    constexpr int each = 32 / kBits, V = kFewTile / kLanes;
+    const Table table = table_at(p.table);
+    const int64_t column = part.width * 4, stride = p.x_stride;
+    const uint8_t* words = part.words + (k / each * part.width + part.first + first) * 4;
+    Floats sums[M][V];
+#pragma GCC unroll 4
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+        for (int i = 0; i < V; i++) sums[m][i] = spread(0.f);
+    int64_t some[V];
+    for (int i = 0; i < V; i++)
+        some[i] = std::max(std::min(part.count - first - i * kLanes, int64_t(kLanes)), int64_t(0));
+    for (int64_t c = 0; c < count / each; c++, words += column, x += each) {
+        Ints codes[V];
+#pragma GCC unroll 4
+        for (int i = 0; i < V; i++) {
+            __builtin_prefetch(words + 4 * kLanes * i + kStreamAhead);
+            codes[i] = some_ints(words + 4 * kLanes * i, some[i]);
+        }
+#pragma GCC unroll 8
+        for (int e = 0; e < each; e++) {
+#pragma GCC unroll 4
+            for (int i = 0; i < V; i++) {
+                const int64_t at = first + i * kLanes;
+                const Floats numbers = number_of_code<kBits, kRounded>(p, table, units, at, codes[i], e);
+#pragma GCC unroll 4
+                for (int m = 0; m < M; m++) sums[m][i] = fused(numbers, spread(x[m * stride + e]), sums[m][i]);
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+        for (int i = 0; i < V; i++) put(out + m * kFewTile + i * kLanes, sums[m][i]);
+}
+
+template <int kBits, bool kRounded>
+KERNEL void few_rows_times_codes(const Product& p, const BlockPart& part, const Units& units, int64_t first,
+                                 const float* x, int64_t k, int64_t count, int64_t rows, float* out) {
+    switch (rows) {
+        case 1: return multiply_codes<kBits, kRounded, 1>(p, part, units, first, x, k, count, out);
+        case 2: return multiply_codes<kBits, kRounded, 2>(p, part, units, first, x, k, count, out);
+        case 3: return multiply_codes<kBits, kRounded, 3>(p, part, units, first, x, k, count, out);
+        case 4: return multiply_codes<kBits, kRounded, 4>(p, part, units, first, x, k, count, out);
+    }
 }
 
 template <int kBits, bool kRounded>
@@ -188,23 +250,28 @@ KERNEL void float_blocks_of(const Product& p, int64_t row, int64_t begin, int64_
     for (int64_t o = begin; o < end;) {
         const BlockPart part = part_of(p, o, end);
         std::memset(kept, 0, rows * kBlockOutputs * sizeof(float));
+        Units units{};
         for (int64_t k = 0; k < stored; k += segment) {
             const int64_t count = std::min(segment, stored - k);
-            Units units;
             units_at(p, part, k, units);
             if (!kRounded) as_added(p, units, part.count);
-            for (int64_t first = 0; first < part.count; first += kTile) {
-                numbers_of_block<kBits, kRounded>(p, part, units, first, k, count, panel);
+            const float* const scales = kRounded ? nullptr : units.scales;
+            const float* const seconds = p.x_sums && !kRounded ? units.seconds : nullptr;
+            const int64_t step = rows <= kFewFloatRows ? kFewTile : kTile;
+            for (int64_t first = 0; first < part.count; first += step) {
+                if (rows > kFewFloatRows)
+                    numbers_of_block<kBits, kRounded>(p, part, units, first, k, count, panel);
                 for (int64_t m = 0; m < rows; m += kTileRows) {
                     const int64_t some = std::min(int64_t(kTileRows), rows - m);
-                    float sums[kTileRows * kTile];
-                    multiply_floats(panel, x + m * p.x_stride + k, p.x_stride, count, some, sums);
+                    float sums[kTileRows * kFewTile];
+                    const float* const some_x = x + m * p.x_stride + k;
+                    if (rows > kFewFloatRows) multiply_floats(panel, some_x, p.x_stride, count, some, sums);
+                    else few_rows_times_codes<kBits, kRounded>(p, part, units, first, some_x, k, count, rows, sums);
                     for (int64_t r = 0; r < some; r++)
-                        add_segment(sums + r * kTile, kRounded ? nullptr : units.scales + first,
-                                    p.x_sums && !kRounded ? units.seconds + first : nullptr,
-                                    p.x_sums ? p.x_sums[(row + m + r) * p.segments + k / segment] : 0.f,
-                                    std::min(int64_t(kTile), part.count - first),
-                                    kept + (m + r) * kBlockOutputs + first);
+                        add_segment(sums + r * step, scales ? scales + first : nullptr,
+                                    seconds ? seconds + first : nullptr,
+                                    seconds ? p.x_sums[(row + m + r) * p.segments + k / segment] : 0.f,
+                                    std::min(step, kBlockOutputs - first), kept + (m + r) * kBlockOutputs + first);
                 }
             }
         }

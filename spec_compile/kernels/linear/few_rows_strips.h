@@ -2,8 +2,8 @@
 // vector.
 //
 // A panel of 64 outputs and at most 256 inputs is decoded into the L1 cache by few_rows_decode.h. All rows are
-// multiplied by it, and meanwhile the next panel is fetched from memory. Sums need no totals across lanes. Each sum of a row runs
-// over the inputs in ascending order, whatever the number of rows.
+// multiplied by it, and meanwhile the next panel is fetched from memory. Sums need no totals across lanes. Each sum of a
+// row runs over the inputs in ascending order, whatever the number of rows.
 
 constexpr int kStripRows = 6;             // rows of x in a tile: 24 of the 32 registers are sums
 constexpr int64_t kFewRows = 4;           // rows with which decoding takes longer than products
