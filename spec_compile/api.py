@@ -91,7 +91,7 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
         in_served_dtype(plain, parsed.convert_bfloat16)
     share_memory(ranks, model.device)
     # Tracing and checking change settings of the process, and run no code that the user had compiled.
-    rounded = rounded_weights(plain, parsed.weights)
+    rounded = rounded_weights(plain, parsed.weights, ranks.size)
     with COMPILE_LOCK, torch.compiler.set_stance("force_eager"), rounded:
         with ranks.together("speculate()", {}):
             with opened_artefacts() as drafts:

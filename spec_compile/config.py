@@ -48,9 +48,9 @@ class Options:
     merge_linears: make one matrix product of linear layers of one input (q, k and v; gate and up).
     attention_backend: the kernels of attention on a GPU: a name of `kernels.attention.BACKENDS`, "auto", or a dict of
         names for "prefill" (prompts), "verify" and "draft" (a draft's trees; a head's prompts, too).
-    weights: "fp8", "int8" or "int4" rounds the linear layers of the model at load, but not its output head, and holds
-        them only so: by output, or with int4 by groups of 32 to 128 inputs. Answers are those of the rounded model
-        (None: weights stay as they are).
+    weights: "fp8", "int8" or "int4" rounds the linear layers of the model at load, and holds them only so: by output,
+        or with int4 by groups of 32 to 128 inputs. The output head stays, but on a CPU int8 and int4 round it to 8
+        bits. Answers are those of the rounded model (None: weights stay as they are).
     convert_bfloat16: on a GPU without bfloat16 (compute capability below 8.0, such as a T4), convert the weights of the
         model, and of a draft, to float16, in place and with a warning (False: refuse the model).
     kv_cache_dtype: the target's keys and values in the cache: "auto" (the model's dtype); "fp8": on a GPU, rounded to

@@ -6,6 +6,7 @@ method that transformers does not know leaves weights that were never scaled.
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,9 @@ ADVICE = {
     "GgufLinear": "load its original checkpoint, or an FP8 one",
 }
 
+ROWS = 1 << 12
+"""Rows of an output head's codes that are made numbers together."""
+
 
 def admit_quantisation(model: PreTrainedModel) -> set[str]:
     """The paths of packed layers and experts. UnsupportedModelError, with the format and the layer, if a module has
@@ -63,7 +67,7 @@ def admit_quantisation(model: PreTrainedModel) -> set[str]:
     for path, part in model.named_modules():
         name = type(part).__name__
         if path in packed:
-            if part is model.get_output_embeddings():
+            if part is model.get_output_embeddings() and not isinstance(part, QuantisedLinear):
                 _refuse(model, f"has a quantised output head ({path}); quantise the model without it")
             continue
         if _is_quantised(part):
@@ -91,7 +95,7 @@ def are_shared_by_library(model: nn.Module, packed: set[str]) -> bool:
 
 def hold_one_layout(model: PreTrainedModel) -> None:
     """Make layers that a kernel reads in a layout of its own hold their weights only in that, layer by layer."""
-    dtype, lacks = model.get_output_embeddings().weight.dtype, set()
+    dtype, lacks = output_matrix(model).dtype, set()
     for part in model.modules():
         packed = _read(part)
         if packed is not None:
@@ -148,12 +152,46 @@ class QuantisedLinear(nn.Module):
         return QUANTISED(x, [whole(getattr(self, name)) for name in self._names], bias, self._kind)
 
 
+class RoundedHead(QuantisedLinear):
+    """An output head in 8 bits, with codes and scales of `Int8Weight`. Its `weight` [V, H] is the input embedding if
+    that is tied to it, which stays as it was; otherwise nothing holds it, and it is made of the codes when it is read.
+
+    dtype: of the weight.
+    """
+
+    def __init__(self, packed: quantised.Packed, embedding: nn.Parameter | None, dtype: torch.dtype):
+        super().__init__(packed)
+        self.dtype = dtype
+        if embedding is not None:
+            self._parameters["weight"] = embedding  # `register_parameter` would find the attribute there already
+
+    def __getattr__(self, name: str):
+        if name == "weight" and name not in self._parameters:
+            weight = torch.empty(self.shape, dtype=self.dtype, device=self.codes.device)
+            for rows, codes, scales in zip(*(part.split(ROWS) for part in (weight, self.codes, self.scales))):
+                torch.mul(codes, scales, out=rows)
+            return nn.Parameter(weight, requires_grad=False)
+        return super().__getattr__(name)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """V, H."""
+        return tuple(self.codes.shape)
+
+
+def output_matrix(model: PreTrainedModel) -> Tensor:
+    """The weight [V, H] of a model's output head, or a tensor without values of its shape and dtype."""
+    head: Any = model.get_output_embeddings()
+    return torch.empty(head.shape, dtype=head.dtype, device="meta") if isinstance(head, RoundedHead) else head.weight
+
+
 def mark(model: PreTrainedModel) -> PreTrainedModel:
     """Change `model`, a `twin`: quantised layers become `QuantisedLinear`, and experts that transformers has packed
     become `Mxfp4Experts`."""
     for path, packed in packed_layers(model).items():
         parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, QuantisedLinear(packed))
+        if not isinstance(model.get_submodule(path), RoundedHead):
+            setattr(model.get_submodule(parent), name, QuantisedLinear(packed))
     for number, hook in [*model._forward_pre_hooks.items()]:
         if "ct_decompress_hook" in getattr(hook, "__qualname__", ""):  # it would unpack the layers of the original
             del model._forward_pre_hooks[number]

@@ -18,7 +18,7 @@ from .experts import marked_experts
 from .kinds import UnlikeLayersError, copy_of, repeats_of
 from .layers import check_layers
 from .modules import MODULES, connect, indexed
-from .quantised import hold_one_layout, mark, marked_fake_twin
+from .quantised import QuantisedLinear, hold_one_layout, mark, marked_fake_twin, output_matrix
 from .repeat import repeat
 from .sharded import bind, is_sharded
 
@@ -170,7 +170,8 @@ def _describe(model: PreTrainedModel, gm: fx.GraphModule, limits: list[int]) -> 
     config = model.config.get_text_config(decoder=True)
     markers = calls(gm, torch.ops.spec_compile.attention.default)
     check_layers(model, gm)
-    head = model.get_output_embeddings().weight
+    output, matrix = model.get_output_embeddings(), output_matrix(model)
+    head = next(iter(output.packed.parts.values())) if isinstance(output, QuantisedLinear) else matrix
     # For tied weights the exporter leaves a node that nothing reads, whose tensor a graph on disk lacks.
     read = {n.target: attribute(gm, n.target) for n in gm.graph.nodes if n.op == "get_attr" and n.users}
     names = [name for name, tensor in read.items() if tensor is head]
@@ -186,9 +187,9 @@ def _describe(model: PreTrainedModel, gm: fx.GraphModule, limits: list[int]) -> 
     return ModelGraph(
         gm=gm,
         layers=tuple(_layer(node) for node in markers),
-        vocab_size=head.shape[0],
-        hidden_size=head.shape[1],
-        dtype=head.dtype,
+        vocab_size=matrix.shape[0],
+        hidden_size=matrix.shape[1],
+        dtype=matrix.dtype,
         position_limit=min([getattr(config, "max_position_embeddings", tables[0]), *tables]) if tables else None,
         head_weight=names[0] if names else "",
         recurrences=recurrences.describe(gm),

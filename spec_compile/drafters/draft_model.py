@@ -19,6 +19,7 @@ from ..cache import Cache
 from ..capture.admit import admit
 from ..capture.checks import check_capture
 from ..capture.kinds import is_known
+from ..capture.quantised import output_matrix
 from ..capture.served_dtype import in_served_dtype
 from ..capture.trace import capture
 from ..drafting import Algorithm, Drafter, DraftPlan
@@ -200,7 +201,7 @@ def capture_draft(model: PreTrainedModel, draft: PreTrainedModel, options: Draft
 
 def vocabulary(model: PreTrainedModel) -> int:
     """The rows of a model's output matrix."""
-    return model.get_output_embeddings().weight.shape[0]
+    return output_matrix(model).shape[0]
 
 
 def map_one(model: PreTrainedModel, draft: PreTrainedModel, graph: ModelGraph) -> SameTokens:

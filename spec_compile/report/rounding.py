@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..capture.quantised import output_matrix
+
 
 @dataclass
 class Rounding:
@@ -36,7 +38,7 @@ class Rounding:
 
 def check_unrounded(unrounded: Any, rounded: Any, texts: list[Tensor]) -> None:
     """ValueError if the two models cannot be compared, or not over `texts` [1, T]."""
-    sizes = [model.get_output_embeddings().weight.shape[0] for model in (unrounded, rounded)]
+    sizes = [output_matrix(model).shape[0] for model in (unrounded, rounded)]
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"unrounded: expected the model before its weights were rounded, with {sizes[1]} tokens, got {sizes[0]}"

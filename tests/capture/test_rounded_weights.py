@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import draft_checkpoints as drafts
 import models
 import pytest
 import torch
@@ -13,6 +14,10 @@ import spec_compile
 from spec_compile import UnsupportedModelError
 from spec_compile.capture import rounded_weights
 from spec_compile.capture.quantised import QuantisedLinear, packed_layers
+from spec_compile.drafters.checkpoints.load import load_head
+from spec_compile.drafters.draft_weights import DraftWeights
+from spec_compile.graph import attribute
+from spec_compile.kernels.linear import head_products, operands_of
 
 IDS = torch.randint(3, models.VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
 OPTIONS = GenerationConfig(max_new_tokens=8, do_sample=False, pad_token_id=0)
@@ -29,15 +34,47 @@ def test_layers_are_held_rounded(name):
     before = copy.deepcopy(model)
     fast = spec_compile.speculate(model, weights=name, compile=False)
     packed = packed_layers(model)
-    assert len(packed) == 14 and type(model.lm_head) is nn.Linear
+    assert len(packed) == 14 + (name != "fp8") and (name == "fp8") == (type(model.lm_head) is nn.Linear)
     for path, layer in packed.items():
         weight = before.get_submodule(path).weight
         x = torch.eye(weight.shape[1])
         rounded = model.get_submodule(path)(x).t()
-        step = weight.abs().amax() / {"fp8": 16, "int8": 127, "int4": 3}[name]
+        format = "int8" if path == "lm_head" else name
+        step = weight.abs().amax() / {"fp8": 16, "int8": 127, "int4": 3}[format]
         assert 0 < (rounded - weight).abs().max() <= step
         assert not any(part.shape == weight.shape and part.itemsize > 1 for part in layer.parts.values())
     assert torch.equal(tokens(fast), tokens(model))
+
+
+@pytest.mark.parametrize("name, is_tied", [("int8", True), ("int4", False)])
+def test_the_output_head_is_read_in_8_bits(name, is_tied):
+    model = models.build("LlamaConfig", "LlamaForCausalLM", dict(models.GQA, tie_word_embeddings=is_tied))
+    model = model.bfloat16()
+    embedding, head = model.get_input_embeddings().weight, model.lm_head.weight
+    fast = spec_compile.speculate(model, weights=name, compile=False)
+    rounded = model.lm_head
+    assert (rounded.weight is embedding) == is_tied and rounded.weight.dtype == torch.bfloat16
+    step = head.float().abs().amax(dim=1, keepdim=True) / 127
+    assert ((rounded.codes * rounded.scales - head).abs() <= 0.51 * step).all()
+    if not is_tied:
+        assert torch.equal(rounded.weight, (rounded.codes * rounded.scales).bfloat16())
+        assert not any(each.shape == head.shape and each is not embedding for each in model.parameters())
+    graph = fast.speculation.engine.runtime.verify
+    assert [operands_of(node)[0].target for node in head_products(graph)] == [graph.head_weight]
+    assert attribute(graph.gm, graph.head_weight).data_ptr() == rounded.codes.data_ptr()
+    drafted, plain = tokens(fast), tokens(spec_compile.speculate(model, num_draft_tokens=1, compile=False))
+    assert torch.equal(drafted, plain)
+
+
+def test_heads_read_the_codes_of_the_output_head(tmp_path):
+    model = drafts.write("eagle", tmp_path).target
+    options = dict(algo="eagle", draft=tmp_path, compile=False, num_steps=2)
+    fast = spec_compile.speculate(model, weights="int8", **options)
+    assert torch.equal(fast.speculation.engine.runtime.algorithm.logits.copy.part_0, model.lm_head.codes)
+    assert torch.equal(tokens(fast), tokens(model))
+    head = load_head(tmp_path, model, token_map=[5, 3, 90])
+    few = DraftWeights(None, head, head.head_weight).copy_of(head.head_weight, "output")
+    assert torch.equal(next(iter(few.parts.values())), model.lm_head.codes[[5, 3, 90]])
 
 
 def test_a_copy_is_rounded_once():
@@ -67,7 +104,7 @@ def test_layers_whose_weight_others_read_stay():
     mlp.up_proj.weight = mlp.gate_proj.weight
     with rounded_weights.rounded_weights(model, "int8"):
         pass
-    assert len(packed_layers(model)) == 12 and type(mlp.up_proj) is type(mlp.gate_proj) is nn.Linear
+    assert len(packed_layers(model)) == 13 and type(mlp.up_proj) is type(mlp.gate_proj) is nn.Linear
 
 
 def test_what_cannot_be_rounded_is_named(monkeypatch):

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ...capture.adapters import shallow
 from ...errors import did_you_mean
 from ..modules.assistant import Assistant
 from ..modules.dflash import DFlashDraft
@@ -16,6 +17,7 @@ from . import assistant, dflash, eagle, mtp
 from .config_keys import SPECULATORS, check_rope_theta
 from .draft_files import DraftFiles, LoadedDraft
 from .files import fetcher, load_pickled
+from .quantised import Published
 from .target import Target
 
 
@@ -82,7 +84,21 @@ def load_head(
                     f"unknown override {name!r}.{did_you_mean(name, known)} {detected} heads have {', '.join(known)}"
                 )
         head = FORMATS[detected].read(files, target, overrides)
-    return head if ids is None else _restrict(head, ids)
+    return _with_codes(head if ids is None else _restrict(head, ids), target)
+
+
+def _with_codes(head: Any, target: Target) -> Any:
+    """`head`, or if it shares an output matrix that the target reads in 8 bits, another that reads these, too."""
+    source, *rest = *getattr(head, "all_rows", ()), head.head_weight
+    if target.codes is None or source is not target.head_weight:
+        return head
+    rows = head.draft_to_target if rest else slice(None)
+    parts = {name: part[rows] for name, part in target.codes.parts.items()}
+    published = getattr(head, "published", None)
+    matrices = {} if published is None else published.matrices
+    other = shallow(head)
+    other.published = Published({**matrices, head.head_weight.data_ptr(): target.codes._replace(parts=parts)})
+    return other
 
 
 def _check_loaded(

@@ -6,18 +6,24 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ...capture.quantised import RoundedHead
+from ...kernels.linear.quantised import Packed
 from ...parallel.slices import whole
 from .files import Checkpoint
 
 
 @dataclass(frozen=True)
 class Target:
-    """The target's embedding [V, h], output matrix [V, h] and text config."""
+    """The target's embedding [V, h], output matrix [V, h] and text config.
+
+    codes: the output matrix in 8 bits, if the target itself reads it so.
+    """
 
     model: PreTrainedModel
     config: PreTrainedConfig
     embedding: nn.Parameter
     head_weight: nn.Parameter
+    codes: Packed | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Target":
@@ -27,7 +33,8 @@ class Target:
             problem = "has no output layer" if output is None else "has an output layer with a bias"
             raise ValueError(f"draft: {type(model).__name__} {problem}, which draft heads share")
         shared = (whole(part.weight, keep=True) for part in (model.get_input_embeddings(), output))
-        return cls(model, model.config.get_text_config(decoder=True), *shared)
+        codes = output.packed if isinstance(output, RoundedHead) else None
+        return cls(model, model.config.get_text_config(decoder=True), *shared, codes)
 
     @property
     def hidden_size(self) -> int:

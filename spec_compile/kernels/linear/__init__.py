@@ -173,8 +173,9 @@ def with_operands(node: fx.Node, operands: list[fx.Node]) -> tuple:
 
 
 def head_products(graph: ModelGraph) -> list[fx.Node]:
-    """The `linear_layers` that multiply by the output embedding."""
+    """The captured linear layers, quantised or not, that multiply by the output embedding."""
     head = attribute(graph.gm, graph.head_weight)
-    weights = [(node, attribute(graph.gm, node.args[1].target)) for node in linear_layers(graph)]
+    layers = [*linear_layers(graph), *quantised_layers(graph)]
+    weights = [(node, attribute(graph.gm, operands_of(node)[0].target)) for node in layers]
     # A DTensor has no address.
     return [node for node, weight in weights if weight is head or (weight.data_ptr() == head.data_ptr() != 0)]

@@ -34,9 +34,12 @@ class Int8Weight(_PerOutput):
     """codes int8. Products with the codes are rounded before the scale is applied."""
 
     def unrounded(self, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        codes, scales = parts
-        out = F.linear(x, codes.to(x.dtype)) * scales[:, 0].to(x.dtype)
-        return out if bias is None else out + bias
+        def multiply(parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+            codes, scales = parts
+            out = F.linear(x, codes.to(x.dtype)) * scales[:, 0].to(x.dtype)
+            return out if bias is None else out + bias
+
+        return self.by_outputs(x, parts, bias, multiply)
 
     def restored(self, index: int, packed: WeightLayout, parts: Sequence[Tensor], inputs: int) -> Tensor | None:
         return packed.codes(parts, inputs) if index == 0 else packed.scales(parts, inputs).T.contiguous()
