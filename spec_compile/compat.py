@@ -30,8 +30,9 @@ COMPILE_LOCK = torch._dynamo.convert_frame.compile_lock
 INDUCTOR_OPTIONS = {"cpp.simdlen": 1} if TORCH < (2, 13) else {}
 """Options of every compilation. Before 2.13, some integer and mask expressions that Inductor vectorises on a CPU give
 wrong results or do not compile (seen with 2.11: argmax over several rows, range checks of dynamic embeddings)."""
-CPU_OPTIONS = {**INDUCTOR_OPTIONS, "realize_reads_threshold": 0}
-"""Options on a CPU. Values that layers share are computed once, so that all layers have the same kernels."""
+CPU_OPTIONS = {**INDUCTOR_OPTIONS, "realize_reads_threshold": 0, "size_asserts": False, "alignment_asserts": False}
+"""Options on a CPU. Values that layers share are computed once, so that all layers have the same kernels. Compiled code
+checks no shapes, which takes it several microseconds a layer."""
 GPU_OPTIONS = {"triton.cudagraphs": False, "emulate_precision_casts": True, "assert_indirect_indexing": False}
 """Options on a GPU. `runtime.steps` captures rounds into CUDA graphs, not Inductor. Fused values are rounded to 16 bits
 wherever the model rounds them, so that rounds of all sizes compute the same. Assertions of indices are off, because

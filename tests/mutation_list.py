@@ -51,6 +51,11 @@ WEIGHTS = [
         "tests/capture/test_rounded_weights.py",
     ),
     Mutation(
+        "a norm that others read joins a product", "spec_compile/passes/fuse_around.py",
+        "if norm is not None and len(norm.out.users) == 1:", "if norm is not None:",
+        "tests/passes/test_fuse_around.py -k test_joined_products",
+    ),
+    Mutation(
         "a layer of a GGUF file is replaced by another's codes", "spec_compile/capture/gguf.py",
         "if torch.equal(packed.weight().to(weight), weight):", "if packed.inputs == weight.shape[1]:",
         "tests/capture/test_gguf.py",
@@ -1735,7 +1740,7 @@ MODULES = [
     ),
     Mutation(
         "a CPU's kernel rounds activations where none are to be", "spec_compile/kernels/linear/quantised/__init__.py",
-        "        return layout.unrounded(x, parts, bias)\n", "        pass\n",
+        "        return layout_of(kind).unrounded(x, parts, bias)\n", "        pass\n",
         "tests/kernels/test_few_rows.py -k test_the_op_takes_the_kernel",
     ),
     Mutation(

@@ -80,9 +80,7 @@ def _fuse(graph: ModelGraph, norm: Norm) -> bool:
     """Put the kernel's op in the norm's place. Returns True if it also adds."""
     x, weight, eps, offset, out = norm
     new, ops = graph.gm.graph.call_function, torch.ops.spec_compile
-    adds = (
-        calls_op(x, aten.add.Tensor) and not x.kwargs and all(_is_rows(graph, part, x.meta["val"]) for part in x.args)
-    )
+    adds = adds_rows(graph, x)
     with graph.gm.graph.inserting_before(x if adds else out):
         if adds:
             weight = graph.gm.graph.get_attr(weight.target)  # the norm's own node may come later
@@ -95,6 +93,13 @@ def _fuse(graph: ModelGraph, norm: Norm) -> bool:
     normed.meta = dict(out.meta)
     out.replace_all_uses_with(normed)
     return adds
+
+
+def adds_rows(graph: ModelGraph, node: fx.Node) -> bool:
+    """True if a node is the sum of two tensors of the graph's dtype that are as large as itself."""
+    if not calls_op(node, aten.add.Tensor) or node.kwargs:
+        return False
+    return all(_is_rows(graph, part, node.meta["val"]) for part in node.args)
 
 
 def only_user(node) -> fx.Node | None:

@@ -17,8 +17,8 @@ def fuse_swiglu(graph: ModelGraph, settings) -> str:
     joined = 0
     for product in calls(graph.gm, aten.mul.Tensor):
         for activated, up in (product.args, product.args[::-1]):
-            source = _halves(activated, up)
-            if source is not None:
+            source = halves(activated, up)
+            if source is not None and ends_plainly(source):
                 with graph.gm.graph.inserting_before(product):
                     fused = graph.gm.graph.call_function(PRODUCT, source.args, {**source.kwargs, "gated": True})
                 fused.meta = dict(source.meta)
@@ -29,8 +29,8 @@ def fuse_swiglu(graph: ModelGraph, settings) -> str:
     return f"{joined} activations joined to the product before them"
 
 
-def _halves(activated, up):
-    """The product whose halves these are, the first through silu, if there is one and it takes a gate."""
+def halves(activated, up) -> torch.fx.Node | None:
+    """The node whose halves these are, the first through silu, if there is one and it has no bias."""
     if not all(isinstance(node, torch.fx.Node) for node in (activated, up)) or activated.target != aten.silu.default:
         return None
     gate = activated.args[0]
@@ -42,4 +42,4 @@ def _halves(activated, up):
     source, sizes = split.args[0], split.args[1]
     if len(sizes) != 2 or sizes[0] != sizes[1] or len(activated.users) > 1 or len(split.users) > 2:
         return None
-    return source if ends_plainly(source) and bias_of(source) is None else None
+    return source if bias_of(source) is None else None

@@ -17,7 +17,6 @@ from spec_compile.capture.quantised import QuantisedLinear, packed_layers
 from spec_compile.drafters.checkpoints.load import load_head
 from spec_compile.drafters.draft_weights import DraftWeights
 from spec_compile.graph import attribute
-from spec_compile.kernels.linear import head_products, operands_of
 
 IDS = torch.randint(3, models.VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
 OPTIONS = GenerationConfig(max_new_tokens=8, do_sample=False, pad_token_id=0)
@@ -60,7 +59,6 @@ def test_the_output_head_is_read_in_8_bits(name, is_tied):
         assert torch.equal(rounded.weight, (rounded.codes * rounded.scales).bfloat16())
         assert not any(each.shape == head.shape and each is not embedding for each in model.parameters())
     graph = fast.speculation.engine.runtime.verify
-    assert [operands_of(node)[0].target for node in head_products(graph)] == [graph.head_weight]
     assert attribute(graph.gm, graph.head_weight).data_ptr() == rounded.codes.data_ptr()
     drafted, plain = tokens(fast), tokens(spec_compile.speculate(model, num_draft_tokens=1, compile=False))
     assert torch.equal(drafted, plain)

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -28,6 +29,8 @@ struct Level {
     Prepare prepare;
     bool (*is_prepared)(const Product&);
     int64_t (*element_size)(const Product&);
+    void (*norm_row)(const Product&, const Around&, int64_t, uint16_t*);
+    void (*gate_row)(const uint16_t*, int64_t, uint16_t*);
 };
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -41,6 +44,7 @@ namespace avx2 {
 #include "few_rows_panels.h"
 #include "few_rows_blocks.h"
 #include "few_rows_tiles.h"
+#include "few_rows_around.h"
 #undef KERNEL
 #undef NATIVE
 }  // namespace avx2
@@ -53,6 +57,7 @@ namespace avx512 {
 #include "few_rows_panels.h"
 #include "few_rows_blocks.h"
 #include "few_rows_tiles.h"
+#include "few_rows_around.h"
 #undef KERNEL
 #undef NATIVE
 }  // namespace avx512
@@ -68,14 +73,16 @@ namespace avx512_bf16 {
 #include "few_rows_strips.h"
 #include "few_rows_pairs.h"
 #include "few_rows_tiles.h"
+#include "few_rows_around.h"
 #undef KERNEL
 #undef NATIVE
 }  // namespace avx512_bf16
 
 constexpr Level kLevels[] = {
-    {avx2::run, avx2::prepare, avx2::is_prepared, avx2::element_size},
-    {avx512::run, avx512::prepare, avx512::is_prepared, avx512::element_size},
-    {avx512_bf16::run, avx512_bf16::prepare, avx512_bf16::is_prepared, avx512_bf16::element_size},
+    {avx2::run, avx2::prepare, avx2::is_prepared, avx2::element_size, avx2::norm_row, avx2::gate_row},
+    {avx512::run, avx512::prepare, avx512::is_prepared, avx512::element_size, avx512::norm_row, avx512::gate_row},
+    {avx512_bf16::run, avx512_bf16::prepare, avx512_bf16::is_prepared, avx512_bf16::element_size,
+     avx512_bf16::norm_row, avx512_bf16::gate_row},
 };
 
 // The levels that this CPU has: 0 to 3 of them.
@@ -90,7 +97,7 @@ int levels() {
     return !has_avx2 ? 0 : !has_avx512 ? 1 : !has_pairs ? 2 : 3;
 }
 #else
-constexpr Level kLevels[] = {{nullptr, nullptr, nullptr, nullptr}};
+constexpr Level kLevels[] = {{nullptr, nullptr, nullptr, nullptr, nullptr, nullptr}};
 int levels() { return 0; }
 #endif
 
@@ -155,6 +162,48 @@ void multiply(Product p, int level, unsigned threads) {
     else kernels.run(p, 0, p.outputs, scratch);
 }
 
+struct RowsJob {
+    const Product& product;
+    const Around& around;
+    const Level& level;
+    uint16_t *normed, *wide;
+};
+
+void share_norms(void* argument) {
+    const RowsJob& job = *static_cast<const RowsJob*>(argument);
+    for (int64_t row = openmp().thread(); row < job.product.rows; row += openmp().threads())
+        job.level.norm_row(job.product, job.around, row, job.normed + row * job.product.inputs);
+}
+
+void share_gates(void* argument) {
+    const RowsJob& job = *static_cast<const RowsJob*>(argument);
+    const int64_t outputs = job.product.outputs / 2;
+    for (int64_t row = openmp().thread(); row < job.product.rows; row += openmp().threads())
+        job.level.gate_row(job.wide + row * 2 * outputs, outputs,
+                           static_cast<uint16_t*>(job.product.out) + row * outputs);
+}
+
+// `multiply` with the norm before it and the gate after it, whose p.out has half of the outputs.
+void multiply_around(Product p, const Around& a, int level, unsigned threads) {
+    static thread_local std::vector<uint16_t> normed, wide;
+    const Level& kernels = kLevels[level - 1];
+    const bool together = threads > 1 && openmp().present() && p.rows >= 4;
+    normed.resize(a.norm ? p.rows * p.inputs : 0), wide.resize(a.is_gated ? p.rows * p.outputs : 0);
+    RowsJob job{p, a, kernels, normed.data(), wide.data()};
+    if (a.norm && together) openmp().parallel(share_norms, &job, threads, 0);
+    else if (a.norm)
+        for (int64_t row = 0; row < p.rows; row++) kernels.norm_row(p, a, row, normed.data() + row * p.inputs);
+    Product inner = p;
+    if (a.norm) inner.x = normed.data();
+    if (a.is_gated) inner.out = wide.data();
+    multiply(inner, level, threads);
+    if (a.is_gated && together) openmp().parallel(share_gates, &job, threads, 0);
+    else if (a.is_gated)
+        for (int64_t row = 0; row < p.rows; row++)
+            kernels.gate_row(wide.data() + row * p.outputs, p.outputs / 2,
+                             static_cast<uint16_t*>(p.out) + row * (p.outputs / 2));
+}
+
 }  // namespace
 
 NB_MODULE(_few_rows, m) {
@@ -163,14 +212,18 @@ NB_MODULE(_few_rows, m) {
           [](uintptr_t x, uintptr_t w, uintptr_t scales, uintptr_t bias, uintptr_t out, int64_t rows,
              int64_t inputs, int64_t outputs, int64_t row_bytes, int dtype, int scale_type, int weights, int rounding,
              bool scaled_first, bool constant, uintptr_t table, int64_t group, int second, int rounds, int level,
-             unsigned threads) {
+             unsigned threads, uintptr_t norm, uintptr_t residual, uintptr_t stream, float eps, float offset,
+             bool rounds_first, bool is_gated) {
               const Product p{reinterpret_cast<const void*>(x), reinterpret_cast<const uint8_t*>(w),
                               reinterpret_cast<const void*>(scales), reinterpret_cast<const void*>(bias),
                               reinterpret_cast<void*>(out),
                               rows, inputs, outputs, row_bytes, Number(dtype), Number(scale_type), Weights(weights),
                               Rounding(rounding), scaled_first, constant, reinterpret_cast<const float*>(table), group,
                               Second(second), Number(rounds), nullptr, nullptr, nullptr, 0, nullptr, 0};
-              multiply(p, level, threads);
+              const Around around{reinterpret_cast<const void*>(norm), reinterpret_cast<const void*>(residual),
+                                  reinterpret_cast<void*>(stream), eps, offset, rounds_first, is_gated};
+              if (norm || is_gated) multiply_around(p, around, level, threads);
+              else multiply(p, level, threads);
           },
           nb::call_guard<nb::gil_scoped_release>());
 }

@@ -47,6 +47,16 @@ struct Product {
     bool has_sums() const { return in_blocks() && second != Second::none; }
 };
 
+// The norm before a product of bfloat16 and the gate after it, see few_rows_around.h.
+struct Around {
+    const void* norm;      // [inputs]: the weight of an RMSNorm of x; or null
+    const void* residual;  // [rows, inputs]: added to x before the norm; or null
+    void* stream;          // [rows, inputs]: memory for this sum
+    float eps, offset;
+    bool rounds_first;  // the normed row is rounded before it is multiplied by the weight, to which nothing is added
+    bool is_gated;      // the first half of the outputs is a gate of the second
+};
+
 // Memory of a thread.
 struct Scratch {
     static constexpr int64_t kPanelBytes = 32 << 10, kSumBytes = 64 << 10;

@@ -86,11 +86,30 @@ def lack(layout: "WeightLayout", parts: list[Tensor], dtype: torch.dtype) -> str
     return None if all(part.is_contiguous() for part in parts) else "its parts do not lie one row after the other"
 
 
-def quantised_product(layout: "WeightLayout", x: Tensor, parts: list[Tensor], bias: Tensor | None) -> Tensor | None:
-    """A quantised layer on a CPU, x [..., I] -> [..., O], of any number of rows; None if the kernel does not serve."""
-    if x.device.type != "cpu" or are_plain() or lack(layout, parts, x.dtype) is not None:
+def quantised_product(kind: str, x: Tensor, parts: list[Tensor], bias: Tensor | None) -> Tensor | None:
+    """A quantised layer on a CPU, x [..., I] -> [..., O], of any number of rows; None if the kernel does not serve.
+    kind: of its layout."""
+    form = form_here(kind, x, parts)
+    return None if form is None else multiply(form, x, parts[0], parts[1], bias)
+
+
+def form_here(kind: str, x: Tensor, parts: list[Tensor]) -> ProductForm | None:
+    """How the kernel takes a quantised layer of a kind for activations x; None: it does not."""
+    if x.device.type != "cpu" or are_plain():
         return None
-    return multiply(form_of(layout, parts[0].dtype), x, parts[0], parts[1], bias)
+    form = _form_of_kind(kind, parts[0].dtype, x.dtype, BEST)
+    return None if form is None or not all(part.is_contiguous() for part in parts) else form
+
+
+@functools.cache
+def _form_of_kind(kind: str, weights: torch.dtype, dtype: torch.dtype, best: int) -> ProductForm | None:
+    """The form of a kind of layout with codes of the dtype `weights`, if this CPU takes activations of a dtype.
+
+    The hundred products of a round ask, so all that the three decide is found once. best: `BEST`.
+    """
+    from .quantised import layout_of
+
+    return None if lack_of_device(dtype) is not None else form_of(layout_of(kind), weights)
 
 
 @functools.cache
@@ -109,13 +128,38 @@ def form_of(layout: "WeightLayout", dtype: torch.dtype) -> ProductForm | None:
     return ProductForm(WEIGHTS[dtype], ROUNDINGS.get(rounds, 0), scaled_first, not layout.norms_after)
 
 
+class Around(NamedTuple):
+    """The norm before a product of bfloat16 and the gate after it; see `Around` in few_rows.h, and around.py.
+
+    norm: [I] or None. stream: memory for x plus the residual, or None.
+    """
+
+    norm: Tensor | None = None
+    eps: float = 0.0
+    offset: float | None = None
+    residual: Tensor | None = None
+    stream: Tensor | None = None
+    is_gated: bool = False
+
+    @property
+    def arguments(self) -> tuple:
+        """For the kernel."""
+        norm, residual, stream = (0 if x is None else x.data_ptr() for x in (self.norm, self.residual, self.stream))
+        return norm, residual, stream, self.eps, self.offset or 0.0, self.offset is None, self.is_gated
+
+
+NOTHING = Around()
+
+
 def multiply(
-    form: ProductForm, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, level: int | None = None
-) -> Tensor:
-    """The kernel, at a level of instructions (None: the best): x [..., I] -> [..., O] of x's dtype."""
+    form: ProductForm, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None,
+    level: int | None = None, around: Around = NOTHING,
+) -> Tensor:  # fmt: skip
+    """The kernel, at a level of instructions (None: the best): x [..., I] -> [..., O], or a gate's [..., O / 2], of x's
+    dtype."""
     shape, x = x.shape, x.contiguous()
     inputs, outputs = shape[-1], weight.shape[0]
-    rows, out = x.numel() // inputs, x.new_empty(*shape[:-1], outputs)
+    rows, out = x.numel() // inputs, x.new_empty(*shape[:-1], outputs // 2 if around.is_gated else outputs)
     bias = None if bias is None else bias.to(x.dtype).contiguous()
     level = BEST if level is None else level
     _few_rows.multiply(
@@ -123,6 +167,7 @@ def multiply(
         0 if bias is None else bias.data_ptr(), out.data_ptr(), rows, inputs, outputs,
         weight.stride(0) * weight.element_size(), DTYPES[x.dtype], 0 if scales is None else DTYPES.get(scales.dtype, 0),
         *form[:4], 0 if form.table is None else form.table.data_ptr(), *form[5:], level, torch.get_num_threads(),
+        *around.arguments,
     )  # fmt: skip
     return out
 

@@ -77,11 +77,10 @@ def unrounded_activations() -> Iterator[None]:
 
 def _product(x: Tensor, parts: list[Tensor], bias: Tensor | None, kind: str) -> Tensor:
     """A layer by the kernel of a CPU if that serves it, else by its plain meaning."""
-    layout = layout_of(kind)
     if not rounds_activations.get():
-        return layout.unrounded(x, parts, bias)
-    out = few_rows.quantised_product(layout, x, parts, bias)
-    return layout.product(x, parts, bias) if out is None else out
+        return layout_of(kind).unrounded(x, parts, bias)
+    out = few_rows.quantised_product(kind, x, parts, bias)
+    return layout_of(kind).product(x, parts, bias) if out is None else out
 
 
 def _quantised_linear(x: Tensor, parts: list[Tensor], bias: Tensor | None, kind: str) -> Tensor:

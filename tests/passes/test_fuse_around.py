@@ -1,0 +1,55 @@
+"""fuse_around: on a CPU additions, norms and gates join the products of bfloat16 that they stand around."""
+
+import models
+import pytest
+import torch
+from toy_graphs import prefix_then_chunk, rewritten
+
+from spec_compile.graph import calls
+from spec_compile.kernels.linear import QUANTISED, around, few_rows
+from spec_compile.passes.fuse_around import fuse_around
+
+pytestmark = pytest.mark.skipif(few_rows.BEST < few_rows.WIDE, reason="needs a CPU with AVX-512, and the package built")
+
+
+@pytest.mark.parametrize(
+    "name, taps, gates, norms, sums",
+    [
+        ("llama", (), 2, 5, 4),
+        ("llama", (1, -1), 2, 4, 3),  # the last norm's output is wanted by itself, too
+        ("gemma", (), 0, 5, 4),  # its norms add one to their weights, and its gates are no silu
+        ("olmo2", (), 2, 1, 1),  # norms stand between its products and the residual stream
+        ("mixtral", (), 0, 3, 2),  # experts end at the stream, and begin there
+    ],
+)
+def test_joined_products(name, taps, gates, norms, sums):
+    graph = models.captured(models.ADMITTED[name]().bfloat16())
+    apart, result = rewritten(graph, (fuse_around,), taps=taps), rewritten(graph, taps=taps)
+    (report,) = (report for report in result.log if report.name == "fuse_around")
+    assert report.summary == f"{gates} gates, {norms} norms and {sums} additions joined to products"
+    alone, added = (calls(result.gm, op) for op in (around.AROUND, around.ADD_AROUND))
+    assert len(added) == sums and sum(node.args[-1] for node in (*alone, *added)) == gates
+    assert (
+        len(calls(apart.gm, torch.ops.aten.silu.default)) - len(calls(result.gm, torch.ops.aten.silu.default)) == gates
+    )
+    for want, got in zip(prefix_then_chunk(apart.gm, graph), prefix_then_chunk(result.gm, graph), strict=True):
+        assert (got.float() - want.float()).norm() < 0.02 * want.float().norm()
+
+
+def test_other_graphs_stay():
+    for graph, settings in (
+        (models.captured(models.ADMITTED["llama"]()), {}),  # float32
+        (models.captured(models.ADMITTED["llama"]().half()), {}),
+    ):
+        assert not calls(rewritten(graph, **settings).gm, around.ADD_AROUND)
+
+
+def test_quantised_layers_join():
+    from spec_compile import speculate
+
+    model = models.ADMITTED["llama"]().bfloat16()
+    runtime = speculate(model, weights="int8", compile=False).speculation.engine.runtime
+    for graph, products in ((runtime.verify, 9), (runtime.prefill, 5)):
+        joined = [*calls(graph.gm, around.AROUND), *calls(graph.gm, around.ADD_AROUND)]
+        assert all("Int8Weight" in node.args for node in joined)
+        assert len(joined) + len(calls(graph.gm, QUANTISED)) == products
