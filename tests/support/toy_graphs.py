@@ -160,3 +160,16 @@ def prefix_then_chunk(function, graph):
     with torch.no_grad():
         function(ids[:, :12], steps[:, :12], lengths, None, cache, 32)
         return [*function(ids[:, 12:], steps[:, 12:], lengths + 12, None, cache, 32), *cache]
+
+
+EPS = {torch.ops.spec_compile.around_product.default: 2, torch.ops.spec_compile.add_around_product.default: 3}
+"""The place of a norm's eps among the arguments of a product that it has joined."""
+
+
+def add_to_eps(gm, more):
+    """Add to the eps of all norms but the first."""
+    norms = [node for node in calls(gm) if node.target in EPS or node.target == torch.ops.aten.rsqrt.default]
+    for node in norms[1:]:
+        added, place = (node, EPS[node.target]) if node.target in EPS else (node.args[0], 1)
+        added.update_arg(place, added.args[place] + more)
+    gm.recompile()
