@@ -33,6 +33,7 @@ from spec_compile import api
 from spec_compile.capture.admit import admit
 
 captures.share()
+torch.fx.config.do_not_emit_stack_traces = True  # of each call that is traced, which is a sixth of a capture
 torch._dynamo.config.fake_tensor_cache_enabled = False  # it costs more than it saves where models have few layers
 torch.set_num_threads(1)  # a second thread on a busy core makes OpenMP wait, up to 50 times longer
 transformers.logging.set_verbosity_error()

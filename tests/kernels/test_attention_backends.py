@@ -17,6 +17,7 @@ import models
 import pytest
 import torch
 from attention_cases import PLACES, SMALL, Case, chain, random_tree, star
+from captures import capture
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import GPU, ON_GPU
@@ -27,7 +28,6 @@ from spec_compile import UnsupportedModelError, passes
 from spec_compile.artefacts.graphs import graph_of
 from spec_compile.artefacts.trace import trace
 from spec_compile.capture.checks import check_tree
-from spec_compile.capture.trace import capture
 from spec_compile.compat import CACHE
 from spec_compile.config import Options
 from spec_compile.graph import LayerSpec, ModelGraph, calls

@@ -13,12 +13,12 @@ import models
 import pytest
 import torch
 import transformers
+from captures import capture
 from mtp_rounds import with_further
 from ranks import run_ranks
 from transformers import LogitsProcessor, StoppingCriteria
 
 from spec_compile import UnsupportedModelError, passes, speculate
-from spec_compile.capture.trace import capture
 from spec_compile.graph import calls
 from spec_compile.parallel.slices import Cut, Slices
 from spec_compile.parallel.start import find_ranks

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from captures import capture
 from models import ADMITTED
 
 from spec_compile import UnsupportedModelError, passes
 from spec_compile.cache import Cache
-from spec_compile.capture.trace import capture
 from spec_compile.graph import calls
 from spec_compile.kernels.attention import Use
 from spec_compile.kernels.linear.low_rank import LowRank, add_low_rank

@@ -7,6 +7,7 @@ from collections import Counter
 import models
 import pytest
 import torch
+from captures import capture
 from torch import nn
 from toy_graphs import (
     HIDDEN,
@@ -22,7 +23,6 @@ from toy_graphs import (
 )
 
 from spec_compile import kernels, passes
-from spec_compile.capture.trace import capture
 from spec_compile.graph import calls
 from spec_compile.kernels import ops
 from spec_compile.passes import Settings

@@ -5,12 +5,12 @@ import dataclasses
 import models
 import pytest
 import torch
+from captures import capture
 from torch import fx, nn
 
 import spec_compile
 from spec_compile import UnsupportedModelError, passes
 from spec_compile.cache import Cache
-from spec_compile.capture.trace import capture
 from spec_compile.graph import ModelGraph, calls
 from spec_compile.kernels import experts, linear
 from spec_compile.kernels.attention import Use

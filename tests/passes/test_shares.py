@@ -6,11 +6,11 @@ import models
 import pytest
 import quantised_checkpoints as checkpoints
 import torch
+from captures import capture
 from packed_layers import DRAWN
 from torch import fx
 
 from spec_compile import UnsupportedModelError, load_mxfp4, passes
-from spec_compile.capture.trace import capture
 from spec_compile.graph import calls
 from spec_compile.kernels import experts
 from spec_compile.kernels.linear import QUANTISED

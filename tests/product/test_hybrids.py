@@ -7,12 +7,12 @@ from dataclasses import replace
 import models
 import pytest
 import torch
+from captures import capture
 from hybrids import DELAYS, NEW, NOISY, PURE, answer, batch, bits_of_answers, heads_of, states_of, system, texts
 
 import spec_compile
 from spec_compile import UnsupportedModelError, passes
 from spec_compile.capture.checks import check_tree
-from spec_compile.capture.trace import capture
 from spec_compile.compat import CACHE
 from spec_compile.graph import ModelGraph
 from spec_compile.kernels import recurrence as recurrences

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import models
 import pytest
 import torch
+from captures import capture
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from spec_compile import passes
 from spec_compile.artefacts.compiler import PartCompiler
-from spec_compile.capture.trace import capture
 from spec_compile.drafting import DraftPlan
 from spec_compile.runtime.state import State
 from spec_compile.runtime.steps.code import Form

@@ -373,7 +373,7 @@ def long_prompts(lengths):
 @pytest.fixture(scope="module")
 def llama():
     """The model, its graph, and a compiled engine whose drafter replays trees recorded from an eager run."""
-    from spec_compile.capture.trace import capture
+    from captures import capture
 
     model = models.ADMITTED["llama"]()
     graph = capture(model)

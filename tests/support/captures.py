@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from spec_compile import api
+from spec_compile.capture import trace
 from spec_compile.capture.config_reads import config_reads
 from spec_compile.capture.watch import _facts
 from spec_compile.drafters import dflash, draft_model, heads
@@ -38,12 +39,17 @@ def fingerprint(module: nn.Module) -> tuple | None:
         if not type(part).__module__.startswith(SHARED) or facts.hooks or not plain or "forward" in vars(part):
             return None
         config = getattr(part, "config", None)
-        settings = "" if config is None else f"{config._attn_implementation} {config.to_json_string(use_diff=False)}"
+        settings = None if config is None else _settings(config)
         parts.append((path, type(part), facts.forward, repr(values), settings))
     for name, x in tensors.items():
         address = addresses.setdefault(x.data_ptr(), name)
         parts.append((name, type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad, address))
     return tuple(parts)
+
+
+def _settings(config) -> str:
+    """A configuration without the folder that it was loaded from, which tests put anywhere."""
+    return f"{config._attn_implementation} { {**config.to_dict(), '_name_or_path': ''} }"
 
 
 def bound(graph: ModelGraph, module: nn.Module, prefix: str) -> ModelGraph:
@@ -82,9 +88,13 @@ def once(capture, prefix: str):
     return cached
 
 
+capture = once(trace.capture, "model.")
+"""For tests of what is made of a graph; those of capture itself take the original."""
+
+
 def share() -> None:
     """Captures of `speculate` from now on."""
     for module in (api, draft_model):
-        module.capture = once(module.capture, "model.")
+        module.capture = capture
     for module in (heads, dflash):
         module.capture_head = once(module.capture_head, "")

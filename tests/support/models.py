@@ -212,9 +212,9 @@ def speculate_captured(model, *args, **options):
 @functools.cache
 def captured(model, whole=False):
     """The graph of a model that stays as it is."""
-    from spec_compile.capture.trace import capture
+    import captures
 
-    return capture(model, whole)
+    return captures.capture(model, whole)
 
 
 def prompts(lengths=(24, 9, 15), seed=1):

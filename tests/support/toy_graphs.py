@@ -5,11 +5,11 @@ import functools
 import models
 import pytest
 import torch
+from captures import capture
 from torch import fx, nn
 from torch.nn import functional as F
 
 from spec_compile import passes
-from spec_compile.capture.trace import capture
 from spec_compile.graph import LayerSpec, ModelGraph, calls
 from spec_compile.kernels import ops
 from spec_compile.kernels.attention import Use
