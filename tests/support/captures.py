@@ -19,6 +19,8 @@ from spec_compile.graph import ModelGraph
 
 SHARED = ("torch.nn.", "transformers.models.", "transformers.activations", "transformers.pytorch_utils")
 SHARED += ("spec_compile.drafters.modules.",)
+ORIGIN = {"_name_or_path", "architectures", "dtype"}
+"""Values of a configuration that tell what was loaded from where; its tensors and modules tell what is here."""
 GRAPHS: dict[tuple, tuple[ModelGraph, list[set]]] = {}
 """By what a trace depends on: a graph, and the names that were read of each configuration."""
 
@@ -34,22 +36,23 @@ def fingerprint(module: nn.Module) -> tuple | None:
         return None
     for path, part in module.named_modules():
         facts = _facts(part)
-        values = {name: x for name, x in facts.values.items() if not hasattr(x, "to_json_string")}
+        values = {name: x for name, x in facts.values.items() if name != "report" and not hasattr(x, "to_json_string")}
         plain = not any(isinstance(x, torch.Tensor | FunctionType | MethodType) for x in values.values())
         if not type(part).__module__.startswith(SHARED) or facts.hooks or not plain or "forward" in vars(part):
             return None
         config = getattr(part, "config", None)
-        settings = None if config is None else _settings(config)
+        settings = None if config is None else (config._attn_implementation, _settings(config.to_dict()))
         parts.append((path, type(part), facts.forward, repr(values), settings))
+    is_mixed = len({x.requires_grad for x in module.parameters()}) > 1  # kinds of layers may differ in it
     for name, x in tensors.items():
         address = addresses.setdefault(x.data_ptr(), name)
-        parts.append((name, type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad, address))
+        parts.append((name, type(x), x.shape, x.stride(), x.dtype, x.device, is_mixed and x.requires_grad, address))
     return tuple(parts)
 
 
-def _settings(config) -> str:
-    """A configuration without the folder that it was loaded from, which tests put anywhere."""
-    return f"{config._attn_implementation} { {**config.to_dict(), '_name_or_path': ''} }"
+def _settings(values: dict) -> str:
+    """The values of a configuration, without its `ORIGIN`."""
+    return repr(sorted((name, repr(value)) for name, value in values.items() if name not in ORIGIN))
 
 
 def bound(graph: ModelGraph, module: nn.Module, prefix: str) -> ModelGraph:
