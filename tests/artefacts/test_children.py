@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from spec_compile.artefacts import children as module
+from spec_compile.artefacts import parts
 from spec_compile.artefacts.children import Children
 from spec_compile.artefacts.parts import PartJob, load_part, part_key
 
@@ -75,7 +76,11 @@ def test_jobs_are_compiled_or_fail_by_name(children):
     assert not children._jobs and children.is_over(part_key(JOB)), "its result is still there"
 
 
-def test_this_process_helps_and_forgets(children):
+def test_this_process_helps_and_forgets(children, monkeypatch):
+    """Its children never begin, and what it compiles is told by the threads that it has meanwhile."""
+    monkeypatch.setattr(module.sys, "executable", "/bin/true")
+    monkeypatch.setattr(parts, "compile_part", lambda job: f"{job.rows} {torch.get_num_threads()}".encode())
+    torch.set_num_threads(threads := JOB.threads + 1)
     children.submit("first", JOB.text())
     children.submit("second", JOB.text())
     children.submit("second", JOB.text())
@@ -83,10 +88,11 @@ def test_this_process_helps_and_forgets(children):
     assert "second" in children._jobs, "another waits for it"
     children.forget("second")
     assert list(children._jobs) == ["first"] and not list(children.folder.glob("*second*"))
-    threads = torch.get_num_threads()
     while children.help():
         pass
-    assert results(children, 1)["first"] and torch.get_num_threads() == threads
+    assert results(children, 1)["first"] == f"{JOB.rows} {JOB.threads}".encode()
+    assert torch.get_num_threads() == threads
+    torch.set_num_threads(1)
     assert not children.help()
 
 
