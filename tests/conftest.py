@@ -59,6 +59,16 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    """Nor among what a file of tests leaves: models and graphs that are built once a process."""
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+    return result
+
+
 def pytest_unconfigure():
     """When Python ends, they are garbage like everything else."""
     gc.unfreeze()
