@@ -1,105 +1,18 @@
-"""Seeds, one thread, and tiny models built once a process."""
+"""Options, and the plugin `worker` in each process that runs tests."""
 
-import functools
-import gc
-import importlib.util
-import logging
-import os
+import importlib
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.register_assert_rewrite(*(path.stem for path in (Path(__file__).parent / "support").glob("*.py")))
-os.environ["SPEC_COMPILE_CACHE"] = "off"  # every start of a test is a full one, unless the test names a folder
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's kernels run in its interpreter; it looks when imported
-    if importlib.util.find_spec("triton"):
-        from interpreter import hasten
-
-        hasten()
-
-os.environ.setdefault("SPEC_COMPILE_CHILDREN", "0")  # what is compiled is compiled before its first call, as by True
-
-import captures
-import hypothesis
-import models
-import sweeps
-import transformers
-from forwards import interpreted, new_compilations  # noqa: F401, fixtures
-from toy_graphs import half_on_gpu  # noqa: F401, a fixture
-
-from spec_compile import api
-from spec_compile.capture.admit import admit
-
-captures.share()
-torch.fx.config.do_not_emit_stack_traces = True  # of each call that is traced, which is a sixth of a capture
-torch._dynamo.config.fake_tensor_cache_enabled = False  # it costs more than it saves where models have few layers
-torch.set_num_threads(1)  # a second thread on a busy core makes OpenMP wait, up to 50 times longer
-transformers.logging.set_verbosity_error()
-logging.getLogger("torch.__trace").setLevel(logging.CRITICAL)  # pytest would keep megabytes of its records
-hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, print_blob=True)
-hypothesis.settings.load_profile("tests")
 
 
 def pytest_addoption(parser):
     parser.addoption("--every", type=int, default=1, help="run one in so many of the selected tests, for slow tools")
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-    sweeps.mark(items)
-    yield
-    items[:] = items[:: config.getoption("--every")]
-
-
-def pytest_collection_finish():
-    """Python does not look for garbage among modules and tests again, of which there are a million objects."""
-    gc.collect()
-    gc.freeze()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item, nextitem):
-    """Nor among what a file of tests leaves: models and graphs that are built once a process."""
-    result = yield
-    if nextitem is None or nextitem.path != item.path:
-        gc.collect()
-        gc.freeze()
-    return result
-
-
-def pytest_unconfigure():
-    """When Python ends, they are garbage like everything else."""
-    gc.unfreeze()
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    """Every test begins with the same random state."""
-    torch.manual_seed(0)
-
-
-@functools.cache
-def _captured(name: str):
-    model = models.ADMITTED[name]()
-    admit(model)
-    return model, api.capture(model)
-
-
-@pytest.fixture
-def captured():
-    """A function: name of a tiny model -> (model, its captured graph), built once and not to be changed."""
-    return _captured
-
-
-@pytest.fixture
-def two_layers(monkeypatch):
-    """Models that scripts load have their first two layers alone, which makes capturing them four times faster."""
-    load = transformers.AutoModelForCausalLM.from_pretrained
-
-    def load_shallow(name, **options):
-        options.setdefault("config", transformers.AutoConfig.from_pretrained(name, num_hidden_layers=2))
-        return load(name, **options)
-
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load_shallow)
+def pytest_configure(config):
+    """A process that only hands tests out to others starts these at once, without importing torch first."""
+    if not config.getoption("numprocesses", None):
+        config.pluginmanager.register(importlib.import_module("worker"))
