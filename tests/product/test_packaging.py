@@ -2,6 +2,7 @@
 
 import ast
 import fnmatch
+import functools
 import re
 import sys
 import tomllib
@@ -28,10 +29,14 @@ def names(requirements) -> set[str]:
     return {canonicalize_name(Requirement(requirement).name) for requirement in requirements}
 
 
+@functools.cache
+def trees(folder: str):
+    return [(path, ast.parse(path.read_text())) for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
 def imports(folder: str, everywhere: bool):
     """(file, distribution) of each import of what is neither ours nor Python's own; everywhere: in functions, too."""
-    for path in sorted((ROOT / folder).rglob("*.py")):
-        tree = ast.parse(path.read_text())
+    for path, tree in trees(folder):
         for node in ast.walk(tree) if everywhere else tree.body:
             if isinstance(node, ast.Import):
                 modules = [alias.name for alias in node.names]
