@@ -1,10 +1,12 @@
 """A server in a thread of the test's process, over a model of two layers with the demo model's tokenizer."""
 
+import gc
 import json
 import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
@@ -61,6 +63,9 @@ def running(folder: Path, grace: float = 30.0, **settings):
     server.config.log_config = server.config.log_level = None
     runner = Runner(server, grace)
     thread = threading.Thread(target=runner.run)
+    # It would let Python look for garbage among all that earlier tests have left: see `worker`.
+    unfreeze = mock.patch.object(gc, "unfreeze")
+    unfreeze.start()
     thread.start()
     try:
         wait_until(lambda: runner.started)
@@ -71,6 +76,7 @@ def running(folder: Path, grace: float = 30.0, **settings):
     finally:
         runner.should_exit = True
         thread.join(30)
+        unfreeze.stop()
 
 
 def wait_until(is_true, seconds: float = 30.0) -> None:
