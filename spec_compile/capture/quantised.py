@@ -80,7 +80,7 @@ def admit_quantisation(model: PreTrainedModel) -> set[str]:
 
 def packed_layers(model: nn.Module) -> dict[str, quantised.Packed]:
     """The quantised linear layers of a model, by path; UnreadError, naming the first whose layout is not read."""
-    layers = {path: _named(path, part, _read) for path, part in model.named_modules()}
+    layers = {path: _named(path, part, packed_layer) for path, part in model.named_modules()}
     return {path: packed for path, packed in layers.items() if packed is not None}
 
 
@@ -97,7 +97,7 @@ def hold_one_layout(model: PreTrainedModel) -> None:
     """Make layers that a kernel reads in a layout of its own hold their weights only in that, layer by layer."""
     dtype, lacks = output_matrix(model).dtype, set()
     for part in model.modules():
-        packed = _read(part)
+        packed = packed_layer(part)
         if packed is not None:
             lacks.add(hold_packed(part, packed, dtype))
         packed = None  # the library's tensors go before the next layer is packed
@@ -110,7 +110,7 @@ def hold_one_layout(model: PreTrainedModel) -> None:
         )
 
 
-def _read(part: nn.Module) -> quantised.Packed | None:
+def packed_layer(part: nn.Module) -> quantised.Packed | None:
     """`quantised.read`, also for a `QuantisedLinear` in a user's model, which that does not know."""
     packed = quantised.read(part)
     return part.packed if packed is None and isinstance(part, QuantisedLinear) else packed
@@ -153,30 +153,29 @@ class QuantisedLinear(nn.Module):
 
 
 class RoundedHead(QuantisedLinear):
-    """An output head in 8 bits, with codes and scales of `Int8Weight`. Its `weight` [V, H] is the input embedding if
-    that is tied to it, which stays as it was; otherwise nothing holds it, and it is made of the codes when it is read.
+    """An output head in 8 bits. Its `weight` [V, H] is the input embedding if that is tied to it, which stays as it
+    was; otherwise nothing holds it, and it is made of the codes when it is read.
 
-    dtype: of the weight.
+    dtype, shape: of the weight.
     """
 
     def __init__(self, packed: quantised.Packed, embedding: nn.Parameter | None, dtype: torch.dtype):
         super().__init__(packed)
         self.dtype = dtype
+        self.shape = packed.layout.outputs([*packed.parts.values()], packed.inputs), packed.inputs
         if embedding is not None:
             self._parameters["weight"] = embedding  # `register_parameter` would find the attribute there already
 
     def __getattr__(self, name: str):
         if name == "weight" and name not in self._parameters:
-            weight = torch.empty(self.shape, dtype=self.dtype, device=self.codes.device)
-            for rows, codes, scales in zip(*(part.split(ROWS) for part in (weight, self.codes, self.scales))):
-                torch.mul(codes, scales, out=rows)
+            packed = packed_layer(self)
+            layout, parts, inputs = packed.layout, [*packed.parts.values()], packed.inputs
+            weight = torch.empty(self.shape, dtype=self.dtype, device=parts[0].device)
+            for begin in range(0, len(weight), ROWS):
+                rows = weight[begin : begin + ROWS]
+                rows.copy_(layout.weight(layout.cut(parts, begin, begin + len(rows)), inputs))
             return nn.Parameter(weight, requires_grad=False)
         return super().__getattr__(name)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """V, H."""
-        return tuple(self.codes.shape)
 
 
 def output_matrix(model: PreTrainedModel) -> Tensor:
@@ -190,8 +189,10 @@ def mark(model: PreTrainedModel) -> PreTrainedModel:
     become `Mxfp4Experts`."""
     for path, packed in packed_layers(model).items():
         parent, _, name = path.rpartition(".")
-        if not isinstance(model.get_submodule(path), RoundedHead):
-            setattr(model.get_submodule(parent), name, QuantisedLinear(packed))
+        layer, plain = model.get_submodule(path), QuantisedLinear(packed)
+        if isinstance(layer, RoundedHead):
+            plain = RoundedHead(packed, layer._parameters.get("weight"), layer.dtype)
+        setattr(model.get_submodule(parent), name, plain)
     for number, hook in [*model._forward_pre_hooks.items()]:
         if "ct_decompress_hook" in getattr(hook, "__qualname__", ""):  # it would unpack the layers of the original
             del model._forward_pre_hooks[number]

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
+from ..kernels.linear import for_few_rows
 from ..kernels.linear.quantised import made
 from .quantised import QuantisedLinear, RoundedHead, packed_layers
 from .sharded import is_sharded
@@ -68,7 +69,8 @@ def _round_head(model: PreTrainedModel, make: Callable) -> dict[str, nn.Linear]:
         return {}
     path = next(path for path, layer in model.named_modules() if layer is head)
     is_tied = _readers(model)[id(head.weight)] > 1
-    packed = make(head.weight)._replace(bias=head.bias)
+    packed = make(head.weight)
+    packed = (for_few_rows(packed, head.weight.dtype) or packed)._replace(bias=head.bias)
     put_layer(model, path, RoundedHead(packed, head.weight if is_tied else None, head.weight.dtype).eval())
     return {path: head}
 

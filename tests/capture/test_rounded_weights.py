@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 import spec_compile
 from spec_compile import UnsupportedModelError
 from spec_compile.capture import rounded_weights
-from spec_compile.capture.quantised import QuantisedLinear, packed_layers
+from spec_compile.capture.quantised import QuantisedLinear, packed_layer, packed_layers
 from spec_compile.drafters.checkpoints.load import load_head
 from spec_compile.drafters.draft_weights import DraftWeights
 from spec_compile.graph import attribute
@@ -45,21 +45,26 @@ def test_layers_are_held_rounded(name):
     assert torch.equal(tokens(fast), tokens(model))
 
 
+def first_part(packed):
+    """The codes, in the order in which the kernel of this CPU reads them."""
+    return next(iter(packed.parts.values()))
+
+
 @pytest.mark.parametrize("name, is_tied", [("int8", True), ("int4", False)])
 def test_the_output_head_is_read_in_8_bits(name, is_tied):
     model = models.build("LlamaConfig", "LlamaForCausalLM", dict(models.GQA, tie_word_embeddings=is_tied))
     model = model.bfloat16()
     embedding, head = model.get_input_embeddings().weight, model.lm_head.weight
     fast = spec_compile.speculate(model, weights=name, compile=False)
-    rounded = model.lm_head
+    rounded, numbers = model.lm_head, packed_layer(model.lm_head).weight()
     assert (rounded.weight is embedding) == is_tied and rounded.weight.dtype == torch.bfloat16
     step = head.float().abs().amax(dim=1, keepdim=True) / 127
-    assert ((rounded.codes * rounded.scales - head).abs() <= 0.51 * step).all()
+    assert ((numbers - head).abs() <= 0.51 * step).all()
     if not is_tied:
-        assert torch.equal(rounded.weight, (rounded.codes * rounded.scales).bfloat16())
+        assert torch.equal(rounded.weight, numbers.bfloat16())
         assert not any(each.shape == head.shape and each is not embedding for each in model.parameters())
-    graph = fast.speculation.engine.runtime.verify
-    assert attribute(graph.gm, graph.head_weight).data_ptr() == rounded.codes.data_ptr()
+    graph, held = fast.speculation.engine.runtime.verify, first_part(packed_layer(rounded))
+    assert attribute(graph.gm, graph.head_weight).data_ptr() == held.data_ptr()
     drafted, plain = tokens(fast), tokens(spec_compile.speculate(model, num_draft_tokens=1, compile=False))
     assert torch.equal(drafted, plain)
 
@@ -68,11 +73,12 @@ def test_heads_read_the_codes_of_the_output_head(tmp_path):
     model = drafts.write("eagle", tmp_path).target
     options = dict(algo="eagle", draft=tmp_path, compile=False, num_steps=2)
     fast = spec_compile.speculate(model, weights="int8", **options)
-    assert torch.equal(fast.speculation.engine.runtime.algorithm.logits.copy.part_0, model.lm_head.codes)
+    read, held = fast.speculation.engine.runtime.algorithm.logits.copy.part_0, first_part(packed_layer(model.lm_head))
+    assert read.data_ptr() == held.data_ptr()
     assert torch.equal(tokens(fast), tokens(model))
     head = load_head(tmp_path, model, token_map=[5, 3, 90])
     few = DraftWeights(None, head, head.head_weight).copy_of(head.head_weight, "output")
-    assert torch.equal(next(iter(few.parts.values())), model.lm_head.codes[[5, 3, 90]])
+    assert torch.equal(few.weight(), packed_layer(model.lm_head).weight()[[5, 3, 90]])
 
 
 def test_a_copy_is_rounded_once():

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from ...capture.adapters import shallow
 from ...errors import did_you_mean
+from ...kernels.linear.quantised.blocks import some_rows
 from ..modules.assistant import Assistant
 from ..modules.dflash import DFlashDraft
 from ..modules.head import Head
@@ -92,12 +93,11 @@ def _with_codes(head: Any, target: Target) -> Any:
     source, *rest = *getattr(head, "all_rows", ()), head.head_weight
     if target.codes is None or source is not target.head_weight:
         return head
-    rows = head.draft_to_target if rest else slice(None)
-    parts = {name: part[rows] for name, part in target.codes.parts.items()}
+    codes = some_rows(target.codes, head.draft_to_target) if rest else target.codes
     published = getattr(head, "published", None)
     matrices = {} if published is None else published.matrices
     other = shallow(head)
-    other.published = Published({**matrices, head.head_weight.data_ptr(): target.codes._replace(parts=parts)})
+    other.published = Published({**matrices, head.head_weight.data_ptr(): codes})
     return other
 
 

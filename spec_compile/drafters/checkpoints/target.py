@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...capture.quantised import RoundedHead
+from ...capture.quantised import RoundedHead, packed_layer
 from ...kernels.linear.quantised import Packed
 from ...parallel.slices import whole
 from .files import Checkpoint
@@ -33,7 +33,7 @@ class Target:
             problem = "has no output layer" if output is None else "has an output layer with a bias"
             raise ValueError(f"draft: {type(model).__name__} {problem}, which draft heads share")
         shared = (whole(part.weight, keep=True) for part in (model.get_input_embeddings(), output))
-        codes = output.packed if isinstance(output, RoundedHead) else None
+        codes = packed_layer(output) if isinstance(output, RoundedHead) else None
         return cls(model, model.config.get_text_config(decoder=True), *shared, codes)
 
     @property

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import nibbles
-from .layout import Place, WeightLayout, grouped
+from .layout import Packed, Place, WeightLayout, grouped
 from .nibbles import Nibbles, TableNibbles, Words
 from .torchao import Int8Weight
 
@@ -169,6 +169,14 @@ def blocks(layout: CodeGroups, codes: Tensor, units: Tensor) -> tuple[CodeBlocks
 def is_of_cpu(layout: WeightLayout) -> bool:
     """True if the kernel of a CPU takes parts of a layout as they are, if it takes them."""
     return layout.of_cpu or (layout.packing is not None and not isinstance(layout, (Words, Int8Weight)))
+
+
+def some_rows(packed: Packed, rows: Tensor) -> Packed:
+    """The layer with the outputs `rows` of one in 8 bits whose parts have a row for each, maybe in blocks."""
+    if isinstance(packed.layout, CodeBlocks):
+        layout, parts = packed.layout.rows([*packed.parts.values()], packed.inputs)
+        packed = packed._replace(layout=layout, parts=dict(zip(("codes", "units"), parts)))
+    return packed._replace(parts={name: part[rows] for name, part in packed.parts.items()})
 
 
 def for_cpu(layout: WeightLayout, parts: Sequence[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]] | None:
