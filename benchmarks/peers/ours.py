@@ -21,6 +21,8 @@ class Ours:
             "compile": task["compile"],
             "weights": task["weights"],
         } | task["setting"]
+        if task["weights"] and "draft" in options:
+            options["draft_weights"] = task["weights"]
         self.fast = spec_compile.speculate(model, **options)
         self.fast.speculation.warmup()
         self.fixed = dict(
