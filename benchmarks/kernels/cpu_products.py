@@ -63,7 +63,8 @@ def ours(form: str, outputs: int, inputs: int) -> tuple[list[Tensor], Callable[[
     if form in PACKED:
         layout, parts = PACKED[form](outputs, inputs)
         layout, parts = quantised.for_kernel(layout, parts, inputs, on_cpu=True)
-        return parts, lambda x, parts: few_rows.quantised_product(layout.kind, x, parts, None)
+        kind = layout.kind
+        return parts, lambda x, parts: few_rows.quantised_product(kind, x, parts, None)
     dtype = torch.bfloat16 if form == "bf16" else torch.float32
     weight = torch.randn(outputs, inputs).to(dtype)
     return [weight], lambda x, parts: few_rows.few_rows_product(x, parts[0])

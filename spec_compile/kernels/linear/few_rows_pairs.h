@@ -1,8 +1,10 @@
 // few_rows_blocks.h by instructions for pairs of bfloat16.
 //
-// Codes are decoded in registers, again for each tile of rows.
+// Codes are decoded in registers, again for each tile of rows. With many rows a segment of 8 bits is decoded once, into
+// the first-level cache; 4 bits are decoded as fast as that is read.
 
 constexpr int kRegisterRows = 6;  // of a tile: 24 of the 32 registers are sums
+constexpr int64_t kManyRows = 24;
 
 // What decoding takes besides the codes.
 struct Decoder {
@@ -131,24 +133,82 @@ template <class W, int V, bool kWhole> KERNEL void multiply_block(const BlockTil
     }
 }
 
-template <class W> KERNEL void multiply_segment(BlockTile t, const Decoder& d, int64_t rows, int64_t outputs) {
+// The numbers of a segment of 8 bits: V vectors for each pair of inputs.
+template <int V, bool kWhole> KERNEL void decode_segment(const BlockTile& t, const Decoder& d, __m512i* out) {
+    using W = BlockCodes<8>;
+    const uint8_t* words = t.words;
+    for (int64_t c = t.columns; c > 0; c--, words += t.column, out += W::kSteps * V)
+#pragma GCC unroll 4
+        for (int i = 0; i < V; i++) {
+            __builtin_prefetch(words + 64 * i + kStreamAhead);
+            const __m512i codes = words_at<kWhole>(words + 64 * i, t.lanes[i]);
+            __m512i both[2];
+            W::pairs(d, codes, both);
+            _mm512_store_si512(out + i, both[0]), _mm512_store_si512(out + V + i, both[1]);
+        }
+}
+
+// `multiply_block` of numbers by `decode_segment`, with the same sums in the same order.
+template <int V, int M> KERNEL void multiply_decoded(const BlockTile& t, const __m512i* numbers, int64_t pairs) {
+    __m512 sums[M][V];
+#pragma GCC unroll 6
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+        for (int i = 0; i < V; i++) sums[m][i] = _mm512_setzero_ps();
+    const int32_t* x = t.x;
+    const int64_t x_stride = t.x_stride;
+    for (; pairs > 0; pairs--, numbers += V, x++) {
+#pragma GCC unroll 6
+        for (int m = 0; m < M; m++) {
+            const __m512i values = _mm512_set1_epi32(x[m * x_stride]);
+#pragma GCC unroll 4
+            for (int i = 0; i < V; i++) sums[m][i] = Pairs::add(sums[m][i], _mm512_load_si512(numbers + i), values);
+        }
+    }
+    add_segments<M, V>(t, sums);
+}
+
+template <int V> KERNEL void multiply_decoded(const BlockTile& t, const __m512i* numbers, int64_t pairs, int64_t rows) {
+    switch (rows) {
+        case 1: return multiply_decoded<V, 1>(t, numbers, pairs);
+        case 2: return multiply_decoded<V, 2>(t, numbers, pairs);
+        case 3: return multiply_decoded<V, 3>(t, numbers, pairs);
+        case 4: return multiply_decoded<V, 4>(t, numbers, pairs);
+        case 5: return multiply_decoded<V, 5>(t, numbers, pairs);
+        case 6: return multiply_decoded<V, 6>(t, numbers, pairs);
+    }
+}
+
+// panel: memory for the numbers of a segment.
+template <class W, int V, bool kWhole>
+KERNEL void multiply_segment(BlockTile t, const Decoder& d, int64_t rows, __m512i* panel) {
     const int64_t tiles = (rows + kRegisterRows - 1) / kRegisterRows, size = (rows + tiles - 1) / tiles;
-    const bool wide = outputs > kStrip * kStrips / 2, whole = outputs == kStrip * (wide ? kStrips : kStrips / 2);
+    const bool is_decoded = W::kSteps == 2 && rows >= kManyRows;
+    if (is_decoded) decode_segment<V, kWhole>(t, d, panel);
     for (int64_t m = 0; m < rows; m += size) {
         const int64_t some = std::min(size, rows - m);
-        if (wide && whole) multiply_block<W, kStrips, true>(t, d, some);
-        else if (wide) multiply_block<W, kStrips, false>(t, d, some);
-        else if (whole) multiply_block<W, kStrips / 2, true>(t, d, some);
-        else multiply_block<W, kStrips / 2, false>(t, d, some);
+        if (is_decoded) multiply_decoded<V>(t, panel, t.columns * W::kSteps, some);
+        else multiply_block<W, V, kWhole>(t, d, some);
         t.x += size * t.x_stride, t.kept += size * kStrips, t.of_x += size * t.sums_stride;
     }
+}
+
+template <class W>
+KERNEL void multiply_segment(const BlockTile& t, const Decoder& d, int64_t rows, int64_t outputs, __m512i* panel) {
+    const bool wide = outputs > kStrip * kStrips / 2, whole = outputs == kStrip * (wide ? kStrips : kStrips / 2);
+    if (wide && whole) multiply_segment<W, kStrips, true>(t, d, rows, panel);
+    else if (wide) multiply_segment<W, kStrips, false>(t, d, rows, panel);
+    else if (whole) multiply_segment<W, kStrips / 2, true>(t, d, rows, panel);
+    else multiply_segment<W, kStrips / 2, false>(t, d, rows, panel);
 }
 
 // Outputs begin .. end of at most kChunk rows.
 template <class W>
 KERNEL void pair_blocks_of(const Product& p, int64_t row, int64_t begin, int64_t end, Scratch& scratch) {
     static_assert(kSegment / 2 <= kPanelSteps && kBlockOutputs == kStrip * kStrips);
+    static_assert(kSegment / 2 * kStrips * sizeof(__m512i) <= Scratch::kPanelBytes);
     __m512* const kept = reinterpret_cast<__m512*>(scratch.sums);
+    __m512i* const panel = reinterpret_cast<__m512i*>(scratch.panel);
     const Decoder decoder = W::decoder(p);
     const int64_t rows = std::min(kChunk, p.rows - row), segment = segment_of(p), stored = stored_inputs(p);
     const int32_t* x = static_cast<const int32_t*>(p.prepared) + row * p.x_stride / 2;
@@ -168,7 +228,7 @@ KERNEL void pair_blocks_of(const Product& p, int64_t row, int64_t begin, int64_t
             t.x = x + k / 2, t.columns = std::min(segment, stored - k) / (2 * W::kSteps);
             t.scales = units.scales, t.seconds = p.x_sums ? units.seconds : nullptr;
             t.of_x = p.x_sums + row * p.segments + k / segment;
-            multiply_segment<W>(t, decoder, rows, part.count);
+            multiply_segment<W>(t, decoder, rows, part.count, panel);
         }
         finish_block(p, part, reinterpret_cast<const float*>(kept), row, rows);
         o = part.begin + part.first + part.count;
