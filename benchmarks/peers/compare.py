@@ -110,7 +110,7 @@ SYSTEMS = {
         "ours": [ours("mtp", num_steps=3)], "vllm": [vllm(method="mtp", model="HEAD", num_speculative_tokens=3)],
     }),
     "EAGLE-3 + n-gram": ("eagle3", {
-        "ours": [ours("eagle3", ngram=True, **TREE), ours("eagle3", ngram=True, num_steps=3)],
+        "ours": [ours("eagle3", ngram=True, num_steps=3), ours("eagle3", ngram=True, **TREE)],
     }),
 }  # fmt: skip
 """Drafts -> folder of --heads (None: needs no head), and by engine the settings to try. HEAD stands for that folder."""
