@@ -14,7 +14,7 @@ from spec_compile.kernels.plain import plain_kernels
 
 pytestmark = pytest.mark.skipif(BEST == 0, reason="needs a CPU with AVX2, and the package built")
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
-COUNTS = 65, 64, 17, 16, 13, 7, 6, 5, 4, 3, 2, 1
+COUNTS = 65, 64, 24, 23, 17, 16, 13, 7, 6, 5, 4, 3, 2, 1
 """Numbers of rows around the sizes of tiles, panels and chunks."""
 READ = [name for name in (*DRAWN, *OF_CPU) if not name.startswith("w4a8")]
 ROUNDED = ("fp8", "ct fp8", "ct int8", "static fp8", "static int8")
