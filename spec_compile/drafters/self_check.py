@@ -97,6 +97,7 @@ def _share(head: Head, normed: Tensor, choices: Tensor) -> float:
     return float((drafts == choices).float().mean())
 
 
+@torch.no_grad()
 def own_text(model: PreTrainedModel, options: Options) -> Tensor:
     """Greedy texts of the target [STARTS, TOKENS], each after its start token and one of the vocabulary.
 
