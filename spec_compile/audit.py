@@ -3,6 +3,7 @@
 From the command line it is ``python -m spec_compile audit``.
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -272,6 +273,7 @@ def _sampled(plain: Any, fast: Any, ids: Tensor, samples: int, tokens: int, opti
     """The chi-square test of `samples` draws of `tokens` tokens after `ids` [1, T]."""
     options = {**options, "do_sample": True}
     chi_square, freedom, contexts, untested = 0.0, 0, 0, 0
+    reference = functools.cache(lambda: Reference(plain))  # a copy in float32, which few prompts need
     for context, counts in _followers(plain, fast, ids, samples, tokens, options).items():
         total = counts.total()
         if total < MIN_DRAWS:
@@ -284,7 +286,7 @@ def _sampled(plain: Any, fast: Any, ids: Tensor, samples: int, tokens: int, opti
         expected = scores.softmax(dim=-1) * total
         drawn = torch.zeros_like(expected)
         drawn[list(counts)] = torch.tensor(list(counts.values()), dtype=drawn.dtype)
-        if not all(_nearly_kept(plain, prefix, scores, token) for token in counts if expected[token] == 0):
+        if not all(_nearly_kept(reference(), prefix, scores, token) for token in counts if expected[token] == 0):
             chi_square = math.inf  # the target never draws such a token
         # A cell for each token that is expected often enough, and one for all the others together.
         cells = [(float(mean), float(hits)) for mean, hits in zip(expected, drawn) if mean >= EXPECTED]
@@ -299,13 +301,13 @@ def _sampled(plain: Any, fast: Any, ids: Tensor, samples: int, tokens: int, opti
     return Sampled(samples, contexts, chi_square, freedom, untested)
 
 
-def _nearly_kept(plain: Any, prefix: Tensor, scores: Tensor, token: int) -> bool:
+def _nearly_kept(reference: Reference, prefix: Tensor, scores: Tensor, token: int) -> bool:
     """True if only rounding decided that `token` was cut off: it and the last token that was kept are a near-tie.
 
     scores: [V]; those of the target after `prefix` [1, T], with -inf for tokens that its settings (top_k=50) cut off.
     """
     kept = int(scores.masked_fill(scores.isneginf(), math.inf).argmin())
-    scatter = Reference(plain).scatter(prefix, prefix.shape[1], (kept, token))
+    scatter = reference.scatter(prefix, prefix.shape[1], (kept, token))
     noise = max(gap_noise(scatter.gaps[:, -1:], scatter.floor), gap_noise(scatter.gaps))
     return abs(float(scatter.exact[-1, kept] - scatter.exact[-1, token])) <= NEAR_TIE * noise
 

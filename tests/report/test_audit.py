@@ -264,12 +264,14 @@ def test_rounding_may_decide_which_token_is_cut_off():
     order = model(prompt).logits[0, -1].argsort(descending=True).tolist()
     with torch.no_grad():
         model.lm_head.weight[order[3]] = model.lm_head.weight[order[2]]
-    scores = torch.full([96], -math.inf)
+    scores, reference = torch.full([96], -math.inf), Reference(model)
     scores[order[:3]] = model(prompt).logits[0, -1, order[:3]].detach()
-    assert _nearly_kept(model, prompt, scores, order[3])
-    assert not _nearly_kept(model, prompt, scores, order[4]) and not _nearly_kept(model, prompt, scores, order[95])
+    assert _nearly_kept(reference, prompt, scores, order[3])
+    assert not _nearly_kept(reference, prompt, scores, order[4]) and not _nearly_kept(
+        reference, prompt, scores, order[95]
+    )
     scores[order[0]] = -math.inf  # a bad word, which is likelier than those that are kept
-    assert not _nearly_kept(model, prompt, scores, order[0])
+    assert not _nearly_kept(reference, prompt, scores, order[0])
 
 
 BROKEN_SAMPLERS = {
