@@ -1633,6 +1633,11 @@ MODULES = [
         "tests/kernels/test_experts.py -k sorted_and_cut",
     ),
     Mutation(
+        "nobody empties the tiles of experts elsewhere", "spec_compile/kernels/experts/sort.py",
+        "pairs // SIZE + expert + 1, end)", "end, end)",
+        "tests/kernels/test_experts.py -k elsewhere",
+    ),
+    Mutation(
         "a gate gates itself", "spec_compile/kernels/experts/wide_kernel.py",
         "weight.load([row + distance, start])", "weight.load([row, start])",
         "tests/kernels/test_experts.py -k descriptors",

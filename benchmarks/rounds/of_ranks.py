@@ -70,6 +70,7 @@ class Selection(NamedTuple):
     systems: list[str]
     requests: list[int]
     tiny: bool
+    expert_parallel: bool = False
 
     def pairs(self) -> list[tuple[str, int]]:
         """The system and the requests of each, in their order."""
@@ -78,7 +79,7 @@ class Selection(NamedTuple):
     def arguments(self, skip: int) -> list[str]:
         """Options of this script that ask for all but the first `skip`."""
         words = ["--systems", *self.systems, "--requests", *map(str, self.requests), "--skip", str(skip)]
-        return [*words, "--tiny"] if self.tiny else words
+        return words + ["--tiny"] * self.tiny + ["--expert-parallel"] * self.expert_parallel
 
 
 class Speeds(NamedTuple):
@@ -132,6 +133,7 @@ class Measurement:
         self.talk = dist.new_group(backend="gloo", timeout=LIMIT)
         self.mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
         self.row = {"shape": options.case, "gpus": dist.get_world_size(), "context": CONTEXT}
+        self.row |= {"expert_parallel": True} if options.expert_parallel else {}
         self.facts = stamp(self.device)
         self.fast, self.system = None, ""
 
@@ -184,7 +186,7 @@ class Measurement:
     def prepare(self) -> None:
         """Make the weights, and measure the machine."""
         on_gpu = self.device.type == "cuda"
-        self.model = spread(self.options.case, self.mesh, self.device, self.options.tiny)
+        self.model = spread(self.options.case, self.mesh, self.device, self.options.tiny, self.options.expert_parallel)
         name = dist.group.WORLD.group_name
         with alone(self.meet):
             copy = bandwidth(1 << 30 if on_gpu else 1 << 24, self.device.type)["copy"]
@@ -195,6 +197,7 @@ class Measurement:
     def speculate(self, system: System) -> PreTrainedModel:
         """The model with a system's drafts and sums."""
         options = dict(check=False, max_cache_len=CAPACITY, tensor_parallel="auto", compile=not self.options.tiny)
+        options |= {"expert_parallel": True} if self.options.expert_parallel else {}
         if system.drafts:
             torch.manual_seed(0)  # the same draft on every rank
             self.head = make("eagle3", self.model)
@@ -268,6 +271,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", choices=REQUESTS, default=REQUESTS)
     parser.add_argument("--skip", type=int, default=0, help="the first measurements that are left out")
     parser.add_argument("--tiny", action="store_true", help="a few small layers that are not compiled, to try it")
+    parser.add_argument("--expert-parallel", action="store_true", help="each rank has some experts, and all of these")
     options = parser.parse_args()
     faulthandler.register(signal.SIGUSR1)  # tells where a process hangs that is stopped
     Measurement(options).run()

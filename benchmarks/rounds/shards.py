@@ -82,10 +82,13 @@ CASES = {
 """Names of shapes, in the order in which they are measured."""
 
 
-def spread(name: str, mesh: DeviceMesh, device: torch.device, tiny: bool = False) -> PreTrainedModel:
+def spread(
+    name: str, mesh: DeviceMesh, device: torch.device, tiny: bool = False, by_number: bool = False
+) -> PreTrainedModel:  # fmt: skip
     """A model of the named shape whose random weights exist in parts only, unless its format must be whole.
 
     Matrices are DTensors over the ranks of `mesh`. All else is whole and the same on each rank. tiny: see `TINY`.
+    by_number: a rank has some experts, not a part of each.
     """
     shape = CASES[name]
     sizes = shape.sizes | (TINY | TINY_EXPERTS.get(shape.model_type, {}) if tiny else {})
@@ -100,7 +103,7 @@ def spread(name: str, mesh: DeviceMesh, device: torch.device, tiny: bool = False
     for path, parameter in [*model.named_parameters()]:
         if parameter.is_meta:
             owner, _, leaf = path.rpartition(".")
-            cut = None if shape.whole else cut_of(path, parameter, mesh.size())
+            cut = None if shape.whole else cut_of(path, parameter, mesh.size(), by_number)
             weight = _part(path, parameter, cut, mesh, device, shared if cut is None else own)
             model.get_submodule(owner)._parameters[leaf] = nn.Parameter(weight, requires_grad=False)
     if shape.model_type in ("qwen3_moe", "gpt_oss"):
@@ -109,7 +112,7 @@ def spread(name: str, mesh: DeviceMesh, device: torch.device, tiny: bool = False
     return model.eval()
 
 
-def cut_of(path: str, parameter: Tensor, size: int) -> Cut | None:
+def cut_of(path: str, parameter: Tensor, size: int, by_number: bool = False) -> Cut | None:
     """The cut of a parameter among `size` ranks, which is the same for its scales; None: it stays whole.
 
     The outputs of experts have two blocks, gate and up. Example: ``mlp.experts.gate_up_proj`` [8, 1024, 512] of two
@@ -118,6 +121,8 @@ def cut_of(path: str, parameter: Tensor, size: int) -> Cut | None:
     *_, module, leaf = path.split(".")
     if parameter.dim() < 2:
         return None
+    if module == "experts" and by_number:
+        return Cut(0, size)
     if module == "experts":
         return Cut(1, size, blocks=2) if leaf.startswith("gate_up_proj") else Cut(2, size)
     return Cut(0, size) if module in COLUMNS else Cut(1, size) if module in ROWS else None

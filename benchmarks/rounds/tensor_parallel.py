@@ -28,7 +28,7 @@ from benchmarks.common import RESULTS, ROOT, merge_rows, stamp, write_json
 from benchmarks.rounds.of_ranks import CONTEXT, REQUESTS, SYSTEMS, TOLD, Selection
 from benchmarks.rounds.shards import CASES
 
-KEYS = "shape", "gpus", "system", "context", "requests"
+KEYS = "shape", "gpus", "system", "context", "requests", "expert_parallel"
 """Rows with the same values of these are one row."""
 OTHERS = 10
 """Gigabytes that a process takes besides weights: caches, a draft, kernels, buffers of sums."""
@@ -120,6 +120,7 @@ class Group:
         errors = [line for line in self.log.read_text(errors="replace").splitlines() if "Error" in line]
         row = {"shape": self.case, "gpus": self.size, "context": CONTEXT, "system": system, "requests": requests}
         row |= {"error": "; ".join([reason, *errors[-1:]])[:600], "stamp": stamp()}
+        row |= {"expert_parallel": True} if self.selection.expert_parallel else {}
         with open(self.file, "a") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -150,8 +151,9 @@ class Runner:
 
     def run(self, size: int, until: float) -> None:
         """Measure all cases on `size` GPUs each, until so many seconds have passed."""
-        selection = Selection(self.options.systems, self.options.requests, self.options.tiny)
-        waiting = [Group(case, size, selection, self.folder) for case in self.options.cases]
+        options = self.options
+        selection = Selection(options.systems, options.requests, options.tiny, options.expert_parallel)
+        waiting = [Group(case, size, selection, self.folder) for case in options.cases]
         while waiting or self.running:
             for group in [*waiting]:
                 if not self.running and self.place(group) is None:
@@ -209,6 +211,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8)
     parser.add_argument("--at-once", type=int, default=5, help="groups that share GPUs")
     parser.add_argument("--tiny", action="store_true", help="small models that are not compiled")
+    parser.add_argument("--expert-parallel", action="store_true", help="share out experts by their number")
     parser.add_argument("--json", type=Path, default=RESULTS / "tensor_parallel.json")
     parser.add_argument("--logs", type=Path, help="folder for the logs of the groups; by default a temporary one")
     options = parser.parse_args()

@@ -357,7 +357,8 @@ def tensor_parallel(results: Results) -> str:
         for nodes, ms in row.get("ms", {}).items():
             over = f"{row['over_floor'][nodes]:.2f}" if "over_floor" in row else "-"
             one = f"{on_one[nodes]:.2f} ms" if nodes in on_one else "-"
-            rows.append((name, str(row["gpus"]), str(batch), system, nodes, f"{ms:.2f} ms", over, one))
+            drafts = system + ", whole experts" * row.get("expert_parallel", False)
+            rows.append((name, str(row["gpus"]), str(batch), drafts, nodes, f"{ms:.2f} ms", over, one))
     return table(("shape", "GPUs", "requests", "drafts", "N", "a round", "over floor", "one GPU"), rows)
 
 

@@ -111,6 +111,21 @@ def test_pairs_are_sorted_and_cut(place, tokens, top, size, among):
     assert torch.equal(counts, -(-ids.flatten().bincount(minlength=10).cpu() // size))
 
 
+@pytest.mark.parametrize("first", [0, 4, 8])
+def test_tiles_without_pairs_of_experts_elsewhere(place, monkeypatch, first):
+    """Memory that nobody writes holds tiles of 3 pairs."""
+    new_empty, ids = torch.Tensor.new_empty, torch.randint(10, (40, 3), device=place[0])
+
+    def of_threes(*arguments, **options):
+        return new_empty(*arguments, **options).fill_(3)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", of_threes)
+    _, tiles = sort.sort_pairs(ids, first, 2, 16, False)
+    counts = [(ids == first + expert).sum().item() for expert in range(2)]
+    assert [tiles[tiles[:, 0] == expert, 2].sum().item() for expert in range(2)] == counts
+    assert len(tiles) == 120 // 16 + 2 and set(tiles[:, 0].tolist()) == {0, 1}
+
+
 @pytest.mark.parametrize(
     "kind, tokens, top, count, size, inner",
     [
@@ -148,8 +163,9 @@ def test_a_row_has_the_same_bits_beside_any_others(place):
             assert torch.equal(mixture.kernel(rows, tile), everything[rows])
 
 
+@pytest.mark.parametrize("tile", [TILE, SORTED], ids=["looked through", "sorted"])
 @pytest.mark.parametrize(("tokens", "top", "kind"), [(1, 4, SILU), (2, 1, CLAMPED), (9, 3, SILU), (70, 4, SILU)])
-def test_experts_of_which_each_rank_has_some(place, monkeypatch, tokens, top, kind):
+def test_experts_of_which_each_rank_has_some(place, monkeypatch, tokens, top, kind, tile):
     """Sums over ranks are the whole mixture. Memory that nobody writes is NaN. One token may have more experts than a
     rank."""
     mixture, new_empty = Mixture(place, tokens, top, 6, 64, 32, kind), torch.Tensor.new_empty
@@ -165,7 +181,7 @@ def test_experts_of_which_each_rank_has_some(place, monkeypatch, tokens, top, ki
         mixture.first, mixture.second = (replace(each, first=first, of=6) for each in whole[:2])
         mixture.up, mixture.down = ([part[first : first + 3] for part in parts] for parts in whole[2:])
         plain = mixture.plain()
-        got = mixture.kernel().cpu().double()
+        got = mixture.kernel(tile=tile).cpu().double()
         assert (got - plain).norm() <= TOLERANCE[place[1]] * expected.norm()
         total = total + got
     assert (total - expected).norm() < 2 * TOLERANCE[place[1]] * expected.norm()

@@ -4,7 +4,7 @@
 
 Tiles have at most SIZE pairs of one expert. As many tiles as any choice of experts may need are there, because a
 captured graph launches as many programs in every replay: if `first` pairs go to experts below e, the tiles of expert e
-begin with number first // SIZE + e, and those that no pair fills have 0 pairs.
+begin with number first // SIZE + e, and those that no pair fills have 0 pairs. All pairs may go to experts elsewhere.
 
     SIZE = 1 in the example: experts 0 .. 7 begin with tiles 0, 1, 2, 5, 6, 7, 9, 10; tiles 2, 3, 7 and 10 have a pair
 
@@ -57,8 +57,9 @@ def sort_kernel(
         own += (of_pair == expert).to(tl.int32)
     first, count = tl.sum(below, 0), tl.sum(own, 0)
 
-    # The tiles.
+    # The tiles. Those that pairs of experts elsewhere leave over are the last expert's.
     tile, end = first // SIZE + expert, (first + count) // SIZE + expert + 1
+    end = tl.where(expert == tl.num_programs(0) - 1, pairs // SIZE + expert + 1, end)
     for begin in range(0, end - tile, CHUNK):
         done, at = (begin + pair) * SIZE, tiles_ptr + (tile + begin + pair) * 3
         mask = begin + pair < end - tile
