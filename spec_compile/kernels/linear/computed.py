@@ -53,15 +53,18 @@ REACHED = 0.7
 """The share of the tensor cores' speed that products reach."""
 OF_WARPS = {9: 0.2, 10: 0.1}
 """The share that instructions of single warps reach, where there are others."""
-DECODED = {4: (26, 5.3, 0.5), 8: (12, 2.2, 0.85)}
+DECODED = {4: (26, 5.3, 0.5), 8: (16, 3.0, 0.85)}
 """By the bits of a weight: weights that a multiprocessor, and a warp, decodes a clock, and the share of that with tiles
 of more than 16 rows, whose products wait."""
+UNROLLED = 1.4
+"""How much faster that is if a step multiplies two tiles, whose products wait together."""
 MANY_ROWS = 512
 ROWS = {1: 1.0, 16: 1.0, 64: 1.0, 128: 0.2, MANY_ROWS: 0.06}
 """Numbers of rows for which a plan is chosen, and their weights: a round has few, most often."""
 TIMED = {16: (1, 16), 64: (64,), 128: (128,), 256: (MANY_ROWS,)}
 """Numbers of rows by which tiles of so many rows are compared."""
-TILES = {  # by the bits of a weight and the rows of a tile: (block_o, block_k, warps, stages)
+TILES: dict[int, dict[int, list[tuple[int, ...]]]] = {
+    # By the bits of a weight and the rows of a tile: (block_o, block_k, warps, stages), and `unroll` if it is not 1.
     16: {
         16: [(128, 128, 8, 4), (64, 256, 4, 4), (64, 128, 4, 5), (64, 64, 4, 4), (32, 256, 4, 4), (16, 256, 4, 4)],
         64: [(128, 128, 8, 4), (128, 64, 8, 6), (64, 128, 4, 5), (64, 64, 4, 3), (32, 128, 4, 5), (16, 256, 4, 3)],
@@ -69,8 +72,8 @@ TILES = {  # by the bits of a weight and the rows of a tile: (block_o, block_k, 
         256: [(128, 64, 8, 4)],
     },
     8: {
-        16: [(64, 128, 4, 3), (64, 128, 4, 5)],
-        64: [(64, 128, 4, 3), (64, 128, 4, 4)],
+        16: [(64, 128, 4, 3), (64, 128, 4, 5), (64, 128, 4, 3, 2)],
+        64: [(64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 5)],
         128: [(128, 128, 8, 3), (64, 128, 4, 3)],
     },
     4: {
@@ -135,8 +138,9 @@ def tiles_of(
     manner = {"late": AT_ONCE if reading <= 7.6 else 1, "prefetch": 4 if bits == 16 and reading < 3.8 else 1}
     tiles = []
     for sizes in TILES[bits].get(width, ()):
-        block_o, block_k, warps, stages = sizes
-        tile = ProductTile(block_o, block_k, width, warps, stages, bits=bits, **manner).fitting(card.memory)
+        block_o, block_k, warps, stages, *unroll = sizes
+        tile = ProductTile(block_o, block_k, width, warps, stages, bits=bits, unroll=(unroll or [1])[0], **manner)
+        tile = tile.fitting(card.memory)
         if block_o >= squared_columns(outputs) and tile.fits(card.memory) and grouped in (None, block_o >= 64):
             tiles.append(tile)
     return tiles
@@ -204,14 +208,15 @@ def _round(
     in_groups = _in_groups(tile, card)
     speed = REACHED * UNITS.get(card.capability, 512) * (1 if in_groups else OF_WARPS.get(card.capability[0], 1))
     products = 2 * tile.block_o * tile.block_n / speed  # clocks a column
-    chain = (STEP + tile.block_k * ((GROUP if in_groups else WARP) / 16 + products)) / clock
+    columns_of_step = tile.unroll * tile.block_k
+    chain = (STEP + columns_of_step * ((GROUP if in_groups else WARP) / 16 + products)) / clock
     step = max(LATENCY / (tile.stages - 1), chain) if tile.stages > 1 else LATENCY + chain
     return _norm(
         programs * (weights / blocks + (0 if cached else x_bytes)) / bandwidth,
         busiest * weights / (PORT.get(card.capability, 25.6) * clock),
         busiest * (weights + x_bytes) / (CACHE.get(card.capability, 16) * clock),
         busiest * products * columns / clock,
-        ceil_div(columns, tile.block_k) * step,
+        ceil_div(columns, columns_of_step) * step,
         _decode(busiest, columns, tile) / clock,
     )
 
@@ -222,6 +227,7 @@ def _decode(busiest: int, columns: int, tile: ProductTile) -> float:
         return 0.0
     most, by_warp, waiting = DECODED[tile.bits]
     rate = min(most, by_warp * tile.warps * busiest) * (1 if tile.block_n <= 16 else waiting)
+    rate *= UNROLLED if tile.unroll > 1 else 1
     if tile.bits == 4 and tile.block_o < 32 * tile.warps:
         rate *= 0.75
     return busiest * tile.block_o * columns / rate

@@ -26,14 +26,16 @@ UNIT_ROWS: tl.constexpr = tl.constexpr(128)
 def multiply_quantised(
     weight, x, o, n, begin, end, rows, outputs, inputs, late, FORMAT: tl.constexpr, GROUP: tl.constexpr,
     TABLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
-    PDL: tl.constexpr, PTX: tl.constexpr,
+    UNROLL: tl.constexpr, PDL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The columns begin .. end of x times the weights -> sums [BLOCK_O, BLOCK_N].
 
     weight, x: each a `Matrix`. FORMAT, GROUP: of `WeightLayout.packing`. TABLE: `look_up` of its numbers, or None.
     """
     if FORMAT == "fp8_blocks":
-        acc = _multiply_fp8_blocks(weight, x, o, n, begin, end, rows, inputs, late, GROUP, BLOCK_N, BLOCK_O, EVEN, PDL)
+        acc = _multiply_fp8_blocks(
+            weight, x, o, n, begin, end, rows, inputs, late, GROUP, BLOCK_N, BLOCK_O, EVEN, UNROLL, PDL
+        )
     elif FORMAT == "channels":
         acc = _multiply_channels(
             weight, x, o, n, begin, end, rows, inputs, late, BLOCK_N, BLOCK_O, BLOCK_K, EVEN, PDL, PTX
@@ -53,7 +55,7 @@ def multiply_quantised(
 @triton.jit
 def _multiply_fp8_blocks(
     weight, x, o, n, begin, end, rows, inputs, late, SQUARE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_O: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_O: tl.constexpr, EVEN: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """FP8 with a scale for each SQUARE rows and columns of the weights [O / SQUARE, I / SQUARE], and x as
     `round_blocks_kernel` has rounded it. weight_ptr: float8_e4m3fn, or where the tensor cores have no such type its
@@ -66,7 +68,7 @@ def _multiply_fp8_blocks(
     acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
     block = begin // SQUARE
     scale, unit = tl.load(scale_at + block), tl.load(unit_at + block * stride_u)
-    for start in tl.range(begin, end, SQUARE):
+    for start in tl.range(begin, end, SQUARE, loop_unroll_factor=UNROLL):
         if PDL:
             let_next_kernel_begin((end - start + SQUARE - 1) // SQUARE, late)
         a, b = load_tile(w_at, x_at, start, k, n, rows, inputs, EVEN)
@@ -77,7 +79,7 @@ def _multiply_fp8_blocks(
             part = tl.dot(float_of_fp8(a, b.dtype), b.T, input_precision="ieee")
         else:
             part = tl.dot(a, b.T)
-        acc += part * (scale[:, None] * unit[None, :])
+        acc = tl.fma(part, scale[:, None] * unit[None, :], acc)  # in every tile, whatever compilers make of a * b + c
         scale, unit = following, following_unit
     return acc
 

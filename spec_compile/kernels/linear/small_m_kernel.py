@@ -117,9 +117,9 @@ def small_m_kernel(
     x, weight, bias_ptr, out_ptr, shared, before, stream, heads, sent, rank, rows, outputs, inputs, stride_r, nodes,
     capacity, late, prefetch, RANKS: tl.constexpr, SHOTS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, CUT: tl.constexpr, PARTS: tl.constexpr, TERMS: tl.constexpr,
-    SQUARED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, TABLE: tl.constexpr,
-    PTX: tl.constexpr,
+    SQUARED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
+    TABLE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """out = x @ weight.T, and what stands around it. Grid (tiles of x's rows, tiles of the weights' rows * PARTS):
     programs that read the same weights begin together."""
@@ -154,7 +154,7 @@ def small_m_kernel(
     else:
         acc = multiply_quantised(
             weight, x, o, n, begin, end, rows, outputs, inputs, late, FORMAT, GROUP, TABLE, BLOCK_N, BLOCK_O, BLOCK_K,
-            EVEN, PDL, PTX,
+            EVEN, UNROLL, PDL, PTX,
         )  # fmt: skip
 
     done = True
