@@ -342,24 +342,33 @@ def backend(results: Results) -> str:
 
 
 def tensor_parallel(results: Results) -> str:
-    """A row for each system, number of requests and of nodes, next to one GPU's round. Rows of errors are left out."""
-    rows = []
-    for row in map(results.seen, results.all("tensor_parallel", "rows")):
-        batch, system = row["requests"], row["system"]
-        plain = system.partition(", on ")[0]
-        same = dict(batch=batch, context=row["context"]) if plain == "n-gram" else {"name": plain}
-        on_one = {
-            str(one["nodes"]): one["ms"]
-            for one in results.all("gpu", "shapes", row["shape"], "rounds" if plain == "n-gram" else "drafts")
-            if same.items() <= one.items() and (plain == "n-gram" or batch == 1)
-        }
-        name = SHAPES[row["shape"]]
-        for nodes, ms in row.get("ms", {}).items():
-            over = f"{row['over_floor'][nodes]:.2f}" if "over_floor" in row else "-"
-            one = f"{on_one[nodes]:.2f} ms" if nodes in on_one else "-"
-            drafts = system + ", whole experts" * row.get("expert_parallel", False)
-            rows.append((name, str(row["gpus"]), str(batch), drafts, nodes, f"{ms:.2f} ms", over, one))
-    return table(("shape", "GPUs", "requests", "drafts", "N", "a round", "over floor", "one GPU"), rows)
+    """A row for each shape, number of requests, system and number of nodes: the rounds of one GPU and of several, and
+    how many floors the latter are. Rows of errors are left out."""
+    found = [row for row in map(results.seen, results.all("tensor_parallel", "rows")) if "ms" in row]
+    cells: dict[tuple, dict[int, str]] = {}
+    for row in found:
+        drafts = row["system"] + ", whole experts" * row.get("expert_parallel", False)
+        for nodes, ms in row["ms"].items():
+            rounds = cells.setdefault((row["shape"], row["requests"], row["system"], drafts, nodes), {})
+            rounds[row["gpus"]] = f"{ms:.2f} ms, {row['over_floor'][nodes]:.2f}"
+    sizes = sorted({row["gpus"] for row in found})
+    rows = [
+        (SHAPES[shape], str(requests), drafts, nodes, _on_one_gpu(results, shape, requests, system, nodes),
+         *(rounds.get(size, NONE) for size in sizes))
+        for (shape, requests, system, drafts, nodes), rounds in cells.items()
+    ]  # fmt: skip
+    return table(("shape", "requests", "drafts", "N", "1 GPU", *(f"{size} GPUs, floors" for size in sizes)), rows)
+
+
+def _on_one_gpu(results: Results, shape: str, requests: int, system: str, nodes: str) -> str:
+    """The round of one GPU with 1,024 tokens in the cache, if it was measured."""
+    same = {"nodes": int(nodes), "batch": requests, "context": 1024}
+    if system != "n-gram":
+        same = {"nodes": int(nodes), "name": system} if requests == 1 else {"name": ""}
+    for one in results.all("gpu", "shapes", shape, "rounds" if system == "n-gram" else "drafts"):
+        if same.items() <= one.items():
+            return f"{one['ms']:.2f} ms"
+    return NONE
 
 
 TABLES: dict[str, Callable[[Results], str]] = {

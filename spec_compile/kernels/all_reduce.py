@@ -30,8 +30,8 @@ WARM_UP_SECONDS = 600.0
 """How long a rank waits for another before `set_deadline`: kernels are compiled in the meantime."""
 HOP_BYTES = 400_000
 """Bytes that a rank sends in the time that a second shot takes in addition: the bound of `bytes_saved` from which two
-shots are faster. On two H200s by NVLink it lies between 262,144 and 524,288 (``python -m
-benchmarks.kernels.all_reduce``); for more ranks it is an estimate."""
+shots are faster. By NVLink it lies between 262,144 and 524,288 on two H200s, between 245,760 and 491,520 on four
+(``python -m benchmarks.kernels.all_reduce``); for more ranks it is an estimate."""
 REDUCERS: dict[str, Callable[[Tensor], Tensor]] = {}
 """The functions that answer `all_reduce`, by the group's name: of the rank's partial sum, which they do not change."""
 

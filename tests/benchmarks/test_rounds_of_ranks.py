@@ -53,6 +53,7 @@ def test_a_parameter_is_cut_as_the_pass_cuts_it():
     for path in ("model.embed_tokens.weight", "model.layers.0.mlp.gate.weight"):
         assert shards.cut_of(path, torch.empty(8, 8), 2) is None
     assert shards.cut_of("model.layers.0.self_attn.q_proj.bias", torch.empty(8), 2) is None
+    assert shards.cut_of("model.layers.0.mlp.experts.down_proj", torch.empty(8, 4, 4), 2, by_number=True) == (0, 2, 1)
 
 
 def test_weights_exist_in_parts_only(tmp_path):
@@ -102,8 +103,9 @@ def runner(tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_parallel, "PAUSE", 0.1)
     monkeypatch.setattr(of_ranks, "SYSTEMS", {"a": both, "b": one, "c": both})
     options = Namespace(
-        cases=["llama-8b"], systems=["a", "b", "c"], requests=[1, 16], tiny=True, at_once=2, json=tmp_path / "rows.json"
-    )
+        cases=["llama-8b"], systems=["a", "b", "c"], requests=[1, 16], tiny=True, expert_parallel=False, at_once=2,
+        json=tmp_path / "rows.json",
+    )  # fmt: skip
     return tensor_parallel.Runner(options, [100.0, 100.0, 20.0, 20.0], tmp_path), options
 
 
@@ -134,6 +136,17 @@ def test_groups_are_placed_where_there_is_room(runner):
     runner.running.append(small)
     assert runner.place(tensor_parallel.Group("llama-8b", 2, selection, runner.folder)) == [0, 1]
     assert runner.place(tensor_parallel.Group("llama-8b", 4, selection, runner.folder)) == [0, 1, 2, 3]
+
+
+@pytest.mark.slow
+def test_experts_shared_out_by_their_number(tmp_path, monkeypatch):
+    """Each process makes half of the experts, and no DTensor has to be gathered."""
+    words = ["x", "--cases", "qwen3-30b-a3b", "--gpus", "2", "--tiny", "--systems", "n-gram", "--requests", "1"]
+    words += ["--expert-parallel", "--minutes", "3", "--json", str(tmp_path / "rows.json"), "--logs", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", words)
+    tensor_parallel.main()
+    (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert row["expert_parallel"] and row["sums"] == 12 and row["ms"].keys() == {"1", "16"}
 
 
 @pytest.mark.slow

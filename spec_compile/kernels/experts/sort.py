@@ -57,7 +57,7 @@ def sort_kernel(
         own += (of_pair == expert).to(tl.int32)
     first, count = tl.sum(below, 0), tl.sum(own, 0)
 
-    # The tiles. Those that pairs of experts elsewhere leave over are the last expert's.
+    # The tiles. The last expert has those that remain, because other pairs are of experts elsewhere.
     tile, end = first // SIZE + expert, (first + count) // SIZE + expert + 1
     end = tl.where(expert == tl.num_programs(0) - 1, pairs // SIZE + expert + 1, end)
     for begin in range(0, end - tile, CHUNK):

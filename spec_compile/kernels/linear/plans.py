@@ -107,21 +107,23 @@ Qwen3-0.6B with 128 rows take 0.5 to 0.8 of the time that a tile of 128 or 256 r
 
 Tuned by ``python -m benchmarks.kernels.matmul`` on an H200 with the layers of Llama-3.1-8B, Llama-3.2-1B,
 Qwen3-0.6B and SmolLM2-135M, and for more than 64 rows by `--wide` with those of Llama-3.1-8B."""
-PACKED: dict[int, tuple[tuple[ProductTile, ...], ...]] = {
+PACKED: dict[int, tuple[dict[int, ProductTile], ...]] = {
     8: (
-        (ProductTile(64, 128, 16, 4, 3, unroll=2), ProductTile(64, 128, 16, 4, 5)),
-        (ProductTile(64, 128, 64, 4, 5), ProductTile(64, 128, 64, 4, 4), ProductTile(64, 128, 64, 4, 3)),
-        (ProductTile(128, 128, 128, 8, 3),),
+        {3: ProductTile(64, 128, 16, 4, 3, unroll=2), 4: ProductTile(64, 128, 16, 4, 5)},
+        {2: ProductTile(64, 128, 64, 4, 5), 4: ProductTile(64, 128, 64, 4, 3)},
+        {4: ProductTile(128, 128, 128, 8, 3)},
     ),
     4: (
-        (ProductTile(128, 256, 16, 4, 4),), (ProductTile(128, 256, 64, 8, 3),), (ProductTile(128, 256, 128, 8, 2),),
+        {4: ProductTile(128, 256, 16, 4, 4)},
+        {4: ProductTile(128, 256, 64, 8, 3)},
+        {4: ProductTile(128, 256, 128, 8, 2)},
     ),
-}  # fmt: skip
-"""Tiles of quantised weights, by their bits; for up to 64 rows tuned on an H200 with the layers of Llama-3.1-8B, and of
-8 bits also with those of which two or four GPUs share Llama-3.1-70B. Of each number of rows the first one is taken of
-which the multiprocessors hold all programs at once, else the last. Example: 14336 outputs make 224 programs. A
-multiprocessor holds three of the first tile of 16 rows, and of those of 64 rows one, two or three, so 132 take the
-first of 16 and the second of 64. 28672 outputs make 448, which take the last ones."""
+}
+"""Tiles of quantised weights, by their bits, and the most programs of a multiprocessor with which each is taken; the
+last one is also taken with more. For up to 64 rows they were tuned on an H200 with the layers of Llama-3.1-8B, and of 8
+bits also with those of which two or four GPUs share Llama-3.1-70B. Example: 14336 outputs of 8 bits make 224 programs,
+at most two for each of 132 multiprocessors, so the first tile is taken of 16 rows, and of 64; 28672 make 448, at most
+four, so the second ones are."""
 UNSHARED = ProductTile(128, 256, 16, 4, 4), ProductTile(256, 256, 64, 8, 3), ProductTile(128, 256, 128, 8, 2)
 """Tiles of 4 bits if no programs share the columns. A tile of twice the outputs reads x half as often, which at 64 rows
 is most of what it reads."""
@@ -176,14 +178,11 @@ def packed_plan(outputs: int, inputs: int, bits: int, processors: int = 132, mem
     At most four programs share the columns, 512 or more each, as far as each multiprocessor gets at most three. Tiles
     of 4 bits are halved where each would get less than one, or the memory is small.
     """
-    tiles = ceil_div(outputs, PACKED[bits][0][0].block_o)
+    tiles = ceil_div(outputs, PACKED[bits][0][4].block_o)
     parts = max(1, min(3 * processors // tiles, inputs // 512, 4))
     manner = {"late": AT_ONCE if outputs * inputs * bits <= 1 << 28 else 1, "bits": bits}
-
-    def is_held(tile: ProductTile) -> bool:
-        return tiles * parts <= processors * (memory // (tile._replace(bits=bits).bytes + 1024))
-
-    sizes = tuple(next(filter(is_held, tiles_of_rows), tiles_of_rows[-1]) for tiles_of_rows in PACKED[bits])
+    busiest = min(4, ceil_div(tiles * parts, processors))
+    sizes = tuple(next(tile for most, tile in known.items() if busiest <= most) for known in PACKED[bits])
     if bits == 4:
         parts = next(each for each in range(parts, 0, -1) if ceil_div(inputs, CUT) % each == 0)
         sizes = UNSHARED if parts == 1 else sizes
