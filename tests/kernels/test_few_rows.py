@@ -80,6 +80,14 @@ def test_groups_that_end_within_a_block(group, level):
         torch.testing.assert_close(got, F.linear(x, packed.weight().float()), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("largest", [0.1, 8.0])
+def test_symmetric_4_bits_have_one_layout(largest):
+    """Whatever their scales, so that layers of one input can be merged."""
+    packed = int4((largest * torch.randn(40, 576)).bfloat16())
+    layout, _ = quantised.for_kernel(packed.layout, [*packed.parts.values()], 576, True)
+    assert layout.kind == "CodeBlocks 4 64 0 1 0"
+
+
 def test_every_code_of_fp8(level):
     """Subnormal numbers and NaN too."""
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)

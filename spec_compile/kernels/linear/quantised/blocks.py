@@ -201,9 +201,10 @@ def _of_nibbles(layout: Words, parts: Sequence[Tensor], inputs: int) -> tuple[We
         groups = CodeGroups(4, layout.group, NONE, 0, 0 if centred else layout.numbers)
         return blocks(groups, codes, scales[:, :, None])
     rounds, zeros = DTYPES.index(scales.dtype), layout.scales_and_zeros(parts[1])[1]
-    if isinstance(zeros, int):
+    zeros = nibbles.ZERO if isinstance(zeros, int) else zeros[: scales.shape[1]]
+    if bool((torch.as_tensor(zeros) == nibbles.ZERO).all()):  # layers of one layout can be merged
         return blocks(CodeGroups(4, layout.group, NONE, rounds, 0), codes, scales[:, :, None])
-    points = (zeros[: scales.shape[1]] - nibbles.ZERO).to(scales.dtype).T
+    points = (zeros - nibbles.ZERO).to(scales.dtype).T
     return blocks(CodeGroups(4, layout.group, POINT, rounds, 0), codes, torch.stack([scales, points], dim=2))
 
 
