@@ -51,6 +51,11 @@ WEIGHTS = [
         "tests/capture/test_rounded_weights.py",
     ),
     Mutation(
+        "a chain goes on where others read its stream", "spec_compile/passes/chain_products.py",
+        "if stream is not None and len(_readers(chain)) > 1:", "if False:",
+        "tests/passes/test_chain_products.py -k others_read",
+    ),
+    Mutation(
         "a norm that others read joins a product", "spec_compile/passes/fuse_around.py",
         "if norm is not None and len(norm.out.users) == 1:", "if norm is not None:",
         "tests/passes/test_fuse_around.py -k test_joined_products",

@@ -25,7 +25,7 @@ def fuse_around(graph: ModelGraph, settings) -> str:
     Not in graphs of ``torch.compile(backend="spec")``.
     """
     gates = norms = sums = 0
-    if settings.purpose != "forward" and graph.dtype == torch.bfloat16 and graph.device.type == "cpu":
+    if serves(graph, settings):
         for node in calls(graph.gm, aten.mul.Tensor):
             gates += _join_gate(graph, node)
         for node in calls(graph.gm, aten.rsqrt.default):
@@ -37,11 +37,16 @@ def fuse_around(graph: ModelGraph, settings) -> str:
     return f"{gates} gates, {norms} norms and {sums} additions joined to products"
 
 
+def serves(graph: ModelGraph, settings) -> bool:
+    """True if products of a graph take what stands around them."""
+    return settings.purpose != "forward" and graph.dtype == torch.bfloat16 and graph.device.type == "cpu"
+
+
 def _join_gate(graph: ModelGraph, product: fx.Node) -> bool:
     """Join ``silu(a) * b`` to the product of which a and b are the halves, if it is that."""
     for activated, up in (product.args, product.args[::-1]):
         source = halves(activated, up)
-        if source is None or not (call := _taken(graph, source)):
+        if source is None or not (call := product_taken(graph, source)):
             continue
         gate = activated.args[0]
         if any(len(node.users) > 1 for node in (gate, up, source)):
@@ -63,7 +68,7 @@ def _join_norm(graph: ModelGraph, norm: Norm, product: fx.Node) -> bool | None:
     if product.target == around.AROUND and product.args[1] is None:
         call, is_gated = product.args[4:7], product.args[7]
     else:
-        call = _taken(graph, product)
+        call = product_taken(graph, product)
     if not call or product.args[0] is not norm.out:
         return None
     adds, new = adds_rows(graph, norm.x), gm.graph.call_function
@@ -87,7 +92,7 @@ def _parameters(gm: fx.GraphModule, norm: Norm, parts: list, bias: fx.Node | Non
     return weight, norm.eps, norm.offset, parts, None if bias is None else gm.graph.get_attr(bias.target), kind
 
 
-def _taken(graph: ModelGraph, node: fx.Node) -> tuple | None:
+def product_taken(graph: ModelGraph, node: fx.Node) -> tuple | None:
     """Parts, bias and kind of a product that the kernel takes; None for any other node."""
     if node.target is linear.FEW_ROWS.op and linear.weight_of(node) is not None:
         parts, bias, kind = [node.args[1]], linear.bias_of(node), ""

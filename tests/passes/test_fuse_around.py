@@ -6,7 +6,8 @@ import torch
 from toy_graphs import prefix_then_chunk, rewritten
 
 from spec_compile.graph import calls
-from spec_compile.kernels.linear import QUANTISED, around, few_rows
+from spec_compile.kernels.linear import around, few_rows
+from spec_compile.passes.chain_products import chain_products
 from spec_compile.passes.fuse_around import fuse_around
 
 pytestmark = pytest.mark.skipif(few_rows.BEST < few_rows.WIDE, reason="needs a CPU with AVX-512, and the package built")
@@ -24,7 +25,8 @@ pytestmark = pytest.mark.skipif(few_rows.BEST < few_rows.WIDE, reason="needs a C
 )
 def test_joined_products(name, taps, gates, norms, sums):
     graph = models.captured(models.ADMITTED[name]().bfloat16())
-    apart, result = rewritten(graph, (fuse_around,), taps=taps), rewritten(graph, taps=taps)
+    without = [(fuse_around, chain_products), (chain_products,)]
+    apart, result = (rewritten(graph, each, taps=taps) for each in without)
     (report,) = (report for report in result.log if report.name == "fuse_around")
     assert report.summary == f"{gates} gates, {norms} norms and {sums} additions joined to products"
     alone, added = (calls(result.gm, op) for op in (around.AROUND, around.ADD_AROUND))
@@ -42,17 +44,3 @@ def test_other_graphs_stay():
         (models.captured(models.ADMITTED["llama"]().half()), {}),
     ):
         assert not calls(rewritten(graph, **settings).gm, around.ADD_AROUND)
-
-
-def test_quantised_layers_join():
-    from spec_compile import speculate
-
-    sizes = dict(
-        models.BASE, num_attention_heads=1, num_key_value_heads=1, head_dim=64, intermediate_size=128
-    )  # blocks of 64 outputs merge
-    model = models.build("LlamaConfig", "LlamaForCausalLM", sizes).bfloat16()
-    runtime = speculate(model, weights="int8", compile=False).speculation.engine.runtime
-    for graph, products in ((runtime.verify, 9), (runtime.prefill, 5)):
-        joined = [*calls(graph.gm, around.AROUND), *calls(graph.gm, around.ADD_AROUND)]
-        assert all(node.args[-2] for node in joined)  # their kinds
-        assert len(joined) + len(calls(graph.gm, QUANTISED)) == products

@@ -162,8 +162,11 @@ def prefix_then_chunk(function, graph):
         return [*function(ids[:, 12:], steps[:, 12:], lengths + 12, None, cache, 32), *cache]
 
 
-EPS = {torch.ops.spec_compile.around_product.default: 2, torch.ops.spec_compile.add_around_product.default: 3}
-"""The place of a norm's eps among the arguments of a product that it has joined."""
+EPS = {
+    torch.ops.spec_compile.around_product.default: 2, torch.ops.spec_compile.add_around_product.default: 3,
+    torch.ops.spec_compile.chain_products.default: 3,
+}  # fmt: skip
+"""The place of a norm's eps among the arguments of a product that it has joined, or of those of a chain's."""
 
 
 def add_to_eps(gm, more):
@@ -171,5 +174,6 @@ def add_to_eps(gm, more):
     norms = [node for node in calls(gm) if node.target in EPS or node.target == torch.ops.aten.rsqrt.default]
     for node in norms[1:]:
         added, place = (node, EPS[node.target]) if node.target in EPS else (node.args[0], 1)
-        added.update_arg(place, added.args[place] + more)
+        eps = added.args[place]
+        added.update_arg(place, [each and each + more for each in eps] if isinstance(eps, list) else eps + more)
     gm.recompile()

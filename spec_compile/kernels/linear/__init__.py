@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from ...graph import ModelGraph, attribute, calls
 from .. import HALF
 from ..ops import arguments_of
-from . import around, few_rows, product_ops, quantised, small_m, transposed  # noqa: F401
+from . import around, chain, few_rows, product_ops, quantised, small_m, transposed  # noqa: F401
 
 aten = torch.ops.aten
 
@@ -50,7 +50,7 @@ LINEARS = {PLAIN, PRODUCT, TO_STREAM, TO_HEADS} | {form.op for form in FORMS}
 """Ops of linear layers. A node's arguments are x, weight and bias as of ``F.linear``; all others stand in kwargs."""
 QUANTISED = torch.ops.spec_compile.quantised_linear.default
 """The op of a captured quantised linear layer."""
-PRODUCTS = LINEARS | {aten.addmm.default, QUANTISED, around.AROUND, around.ADD_AROUND}
+PRODUCTS = LINEARS | {aten.addmm.default, QUANTISED, around.AROUND, around.ADD_AROUND, chain.CHAIN}
 
 
 def choose(weight: Tensor, few_rows: bool) -> LinearForm | None:

@@ -25,7 +25,7 @@ def around_product(
 
     Each step is rounded as PyTorch does without a compiler. A row has the same bits with any number of rows.
     """
-    form = _form(x, parts, kind)
+    form = form_of(x, parts, kind)
     if form is None:
         return _plain(x, Around(norm, eps, offset, is_gated=is_gated), parts, bias, kind)
     return _run(form, x, parts, bias, Around(norm, eps, offset, is_gated=is_gated))
@@ -36,7 +36,7 @@ def add_around_product(
     bias: Tensor | None, kind: str, is_gated: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """-> ``x + residual``, rounded to their dtype, and `around_product` of that; x, residual [..., I]."""
-    form = _form(x, parts, kind)
+    form = form_of(x, parts, kind)
     if form is None:
         stream = x + residual
         return stream, _plain(stream, Around(norm, eps, offset, is_gated=is_gated), parts, bias, kind)
@@ -49,11 +49,11 @@ def serves(dtype: torch.dtype, parts: list[Tensor], kind: str) -> bool:
     """True if the kernel multiplies activations of a dtype by such a layer."""
     return (
         dtype == torch.bfloat16
-        and _form(parts[0].new_empty(1, parts[0].shape[1], dtype=dtype), parts, kind) is not None
+        and form_of(parts[0].new_empty(1, parts[0].shape[1], dtype=dtype), parts, kind) is not None
     )
 
 
-def _form(x: Tensor, parts: list[Tensor], kind: str) -> ProductForm | None:
+def form_of(x: Tensor, parts: list[Tensor], kind: str) -> ProductForm | None:
     """How the kernel takes the product; None: it does not."""
     if x.dtype != torch.bfloat16:
         return None
@@ -99,15 +99,15 @@ ADD_AROUND = torch.ops.spec_compile.add_around_product.default
 
 @torch.library.register_fake("spec_compile::around_product")
 def _(x, norm, eps, offset, parts, bias, kind, is_gated):
-    return x.new_empty(*x.shape[:-1], _outputs(x, parts, kind, is_gated))
+    return x.new_empty(*x.shape[:-1], outputs_of(x, parts, kind, is_gated))
 
 
 @torch.library.register_fake("spec_compile::add_around_product")
 def _(x, residual, norm, eps, offset, parts, bias, kind, is_gated):
-    return x.new_empty(x.shape), x.new_empty(*x.shape[:-1], _outputs(x, parts, kind, is_gated))
+    return x.new_empty(x.shape), x.new_empty(*x.shape[:-1], outputs_of(x, parts, kind, is_gated))
 
 
-def _outputs(x: Tensor, parts: list[Tensor], kind: str, is_gated: bool) -> int:
+def outputs_of(x: Tensor, parts: list[Tensor], kind: str, is_gated: bool) -> int:
     from .quantised import layout_of
 
     outputs = layout_of(kind).outputs(parts, x.shape[-1]) if kind else parts[0].shape[0]

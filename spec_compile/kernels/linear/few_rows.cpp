@@ -103,6 +103,23 @@ int levels() { return 0; }
 
 thread_local Scratch scratch;
 
+// Call body(row) for all rows, on so many threads.
+template <class Body> void for_rows(int64_t rows, unsigned threads, const Body& body) {
+    if (threads == 1 || !openmp().present()) {
+        for (int64_t row = 0; row < rows; row++) body(row);
+        return;
+    }
+    struct Job {
+        int64_t rows;
+        const Body& body;
+    } job{rows, body};
+    auto share = [](void* argument) {
+        const Job& job = *static_cast<const Job*>(argument);
+        for (int64_t row = openmp().thread(); row < job.rows; row += openmp().threads()) job.body(row);
+    };
+    openmp().parallel(share, &job, threads, 0);
+}
+
 struct Job {
     const Product& product;
     const Level& level;
@@ -120,12 +137,6 @@ void share_outputs(void* argument) {
         const int64_t end = std::min(begin + size, job.product.outputs);
         job.level.run(job.product, begin, end, scratch);
     }
-}
-
-void share_rows(void* argument) {
-    const Job& job = *static_cast<const Job*>(argument);
-    for (int64_t row = openmp().thread(); row < job.product.rows; row += openmp().threads())
-        job.level.prepare(job.product, row);
 }
 
 // Multiply at a level, of which the first is 1.
@@ -154,76 +165,119 @@ void multiply(Product p, int level, unsigned threads) {
         segment_sums.resize(p.rows * p.segments);
         p.x_sums = segment_sums.data();
     }
+    if (!is_prepared) for_rows(p.rows, p.rows >= 8 ? threads : 1, [&](int64_t row) { kernels.prepare(p, row); });
     Job job{p, kernels};
-    if (!is_prepared && together && p.rows >= 8) openmp().parallel(share_rows, &job, threads, 0);
-    else if (!is_prepared)
-        for (int64_t row = 0; row < p.rows; row++) kernels.prepare(p, row);
     if (together) openmp().parallel(share_outputs, &job, threads, 0);
     else kernels.run(p, 0, p.outputs, scratch);
-}
-
-struct RowsJob {
-    const Product& product;
-    const Around& around;
-    const Level& level;
-    uint16_t *normed, *wide;
-};
-
-void share_norms(void* argument) {
-    const RowsJob& job = *static_cast<const RowsJob*>(argument);
-    for (int64_t row = openmp().thread(); row < job.product.rows; row += openmp().threads())
-        job.level.norm_row(job.product, job.around, row, job.normed + row * job.product.inputs);
-}
-
-void share_gates(void* argument) {
-    const RowsJob& job = *static_cast<const RowsJob*>(argument);
-    const int64_t outputs = job.product.outputs / 2;
-    for (int64_t row = openmp().thread(); row < job.product.rows; row += openmp().threads())
-        job.level.gate_row(job.wide + row * 2 * outputs, outputs,
-                           static_cast<uint16_t*>(job.product.out) + row * outputs);
 }
 
 // `multiply` with the norm before it and the gate after it, whose p.out has half of the outputs.
 void multiply_around(Product p, const Around& a, int level, unsigned threads) {
     static thread_local std::vector<uint16_t> normed, wide;
     const Level& kernels = kLevels[level - 1];
-    const bool together = threads > 1 && openmp().present() && p.rows >= 4;
+    const unsigned some = p.rows >= 4 ? threads : 1;
     normed.resize(a.norm ? p.rows * p.inputs : 0), wide.resize(a.is_gated ? p.rows * p.outputs : 0);
-    RowsJob job{p, a, kernels, normed.data(), wide.data()};
-    if (a.norm && together) openmp().parallel(share_norms, &job, threads, 0);
-    else if (a.norm)
-        for (int64_t row = 0; row < p.rows; row++) kernels.norm_row(p, a, row, normed.data() + row * p.inputs);
+    uint16_t* const x = normed.data();
+    if (a.norm) for_rows(p.rows, some, [&](int64_t row) { kernels.norm_row(p, a, row, x + row * p.inputs); });
     Product inner = p;
-    if (a.norm) inner.x = normed.data();
+    if (a.norm) inner.x = x;
     if (a.is_gated) inner.out = wide.data();
     multiply(inner, level, threads);
-    if (a.is_gated && together) openmp().parallel(share_gates, &job, threads, 0);
-    else if (a.is_gated)
-        for (int64_t row = 0; row < p.rows; row++)
-            kernels.gate_row(wide.data() + row * p.outputs, p.outputs / 2,
-                             static_cast<uint16_t*>(p.out) + row * (p.outputs / 2));
+    const int64_t outputs = p.outputs / 2;
+    const uint16_t* const both = wide.data();
+    uint16_t* const out = static_cast<uint16_t*>(p.out);
+    if (a.is_gated)
+        for_rows(p.rows, some, [&](int64_t row) {
+            kernels.gate_row(both + 2 * row * outputs, outputs, out + row * outputs);
+        });
 }
+
+// The arguments of a product and of what stands around it, without those of a call.
+struct Call {
+    Product product;
+    Around around;
+    bool stands_alone() const { return !around.norm && !around.is_gated; }
+};
+
+void run(const Call& call, int level, unsigned threads) {
+    if (call.stands_alone()) multiply(call.product, level, threads);
+    else multiply_around(call.product, call.around, level, threads);
+}
+
+template <class Type> Type* pointer(uintptr_t address) { return reinterpret_cast<Type*>(address); }
+
+Call call_of(uintptr_t w, uintptr_t scales, uintptr_t bias, int64_t inputs, int64_t outputs, int64_t row_bytes,
+             int dtype, int scale_type, int weights, int rounding, bool scaled_first, bool constant, uintptr_t table,
+             int64_t group, int second, int rounds, uintptr_t norm, float eps, float offset, bool rounds_first,
+             bool is_gated) {
+    Product p{};
+    p.w = pointer<const uint8_t>(w), p.scales = pointer<const void>(scales), p.bias = pointer<const void>(bias);
+    p.inputs = inputs, p.outputs = outputs, p.row_bytes = row_bytes;
+    p.dtype = Number(dtype), p.scale_type = Number(scale_type), p.weights = Weights(weights);
+    p.rounding = Rounding(rounding), p.scaled_first = scaled_first, p.constant = constant;
+    p.table = pointer<const float>(table), p.group = group, p.second = Second(second), p.rounds = Number(rounds);
+    return {p, {pointer<const void>(norm), nullptr, nullptr, eps, offset, rounds_first, is_gated}};
+}
+
+// Products of bfloat16, each of the result of the one before it. Those with a norm add this to a stream first.
+class Chain {
+  public:
+    explicit Chain(int level) : level(level) {}
+
+    template <class... Arguments> void add(Arguments... arguments) { calls.push_back(call_of(arguments...)); }
+
+    // stream: memory for the last sum.
+    void run(uintptr_t x, uintptr_t residual, uintptr_t stream, uintptr_t out, int64_t rows, unsigned threads) const {
+        static thread_local std::vector<uint16_t> results[2], sums[2];
+        const void *now = pointer<const void>(x), *before = pointer<const void>(residual);
+        size_t last_sum = 0;
+        for (size_t i = 0; i < calls.size(); i++)
+            if (calls[i].around.norm) last_sum = i;
+        for (size_t i = 0; i < calls.size(); i++) {
+            Call call = calls[i];
+            call.product.x = now, call.product.rows = rows;
+            results[i % 2].resize(rows * call.product.outputs);
+            call.product.out = i + 1 < calls.size() ? results[i % 2].data() : pointer<void>(out);
+            if (call.around.norm) {
+                sums[i % 2].resize(rows * call.product.inputs);
+                call.around.residual = before;
+                call.around.stream = i < last_sum ? sums[i % 2].data() : pointer<void>(stream);
+                before = call.around.stream;
+            }
+            ::run(call, level, threads);
+            now = call.product.out;
+        }
+    }
+
+  private:
+    int level;
+    std::vector<Call> calls;
+};
 
 }  // namespace
 
 NB_MODULE(_few_rows, m) {
+    nb::set_leak_warnings(false);  // chains that are kept live until the process ends
     m.def("levels", levels);
     m.def("multiply",
-          [](uintptr_t x, uintptr_t w, uintptr_t scales, uintptr_t bias, uintptr_t out, int64_t rows,
-             int64_t inputs, int64_t outputs, int64_t row_bytes, int dtype, int scale_type, int weights, int rounding,
-             bool scaled_first, bool constant, uintptr_t table, int64_t group, int second, int rounds, int level,
-             unsigned threads, uintptr_t norm, uintptr_t residual, uintptr_t stream, float eps, float offset,
+          [](uintptr_t x, uintptr_t out, uintptr_t residual, uintptr_t stream, int64_t rows, int level,
+             unsigned threads, uintptr_t w, uintptr_t scales, uintptr_t bias, int64_t inputs, int64_t outputs,
+             int64_t row_bytes, int dtype, int scale_type, int weights, int rounding, bool scaled_first, bool constant,
+             uintptr_t table, int64_t group, int second, int rounds, uintptr_t norm, float eps, float offset,
              bool rounds_first, bool is_gated) {
-              const Product p{reinterpret_cast<const void*>(x), reinterpret_cast<const uint8_t*>(w),
-                              reinterpret_cast<const void*>(scales), reinterpret_cast<const void*>(bias),
-                              reinterpret_cast<void*>(out),
-                              rows, inputs, outputs, row_bytes, Number(dtype), Number(scale_type), Weights(weights),
-                              Rounding(rounding), scaled_first, constant, reinterpret_cast<const float*>(table), group,
-                              Second(second), Number(rounds), nullptr, nullptr, nullptr, 0, nullptr, 0};
-              const Around around{reinterpret_cast<const void*>(norm), reinterpret_cast<const void*>(residual),
-                                  reinterpret_cast<void*>(stream), eps, offset, rounds_first, is_gated};
-              if (norm || is_gated) multiply_around(p, around, level, threads);
-              else multiply(p, level, threads);
+              Call call = call_of(w, scales, bias, inputs, outputs, row_bytes, dtype, scale_type, weights, rounding,
+                                  scaled_first, constant, table, group, second, rounds, norm, eps, offset,
+                                  rounds_first, is_gated);
+              call.product.x = pointer<const void>(x), call.product.out = pointer<void>(out);
+              call.product.rows = rows;
+              call.around.residual = pointer<const void>(residual), call.around.stream = pointer<void>(stream);
+              run(call, level, threads);
           },
           nb::call_guard<nb::gil_scoped_release>());
+    nb::class_<Chain>(m, "Chain")
+        .def(nb::init<int>())
+        .def("add",
+             &Chain::add<uintptr_t, uintptr_t, uintptr_t, int64_t, int64_t, int64_t, int, int, int, int, bool, bool,
+                         uintptr_t, int64_t, int, int, uintptr_t, float, float, bool, bool>)
+        .def("run", &Chain::run, nb::call_guard<nb::gil_scoped_release>());
 }

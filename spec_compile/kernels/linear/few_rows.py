@@ -142,10 +142,9 @@ class Around(NamedTuple):
     is_gated: bool = False
 
     @property
-    def arguments(self) -> tuple:
-        """For the kernel."""
-        norm, residual, stream = (0 if x is None else x.data_ptr() for x in (self.norm, self.residual, self.stream))
-        return norm, residual, stream, self.eps, self.offset or 0.0, self.offset is None, self.is_gated
+    def constants(self) -> tuple:
+        """The arguments that are the same in all calls."""
+        return address(self.norm), self.eps, self.offset or 0.0, self.offset is None, self.is_gated
 
 
 NOTHING = Around()
@@ -163,13 +162,30 @@ def multiply(
     bias = None if bias is None else bias.to(x.dtype).contiguous()
     level = BEST if level is None else level
     _few_rows.multiply(
-        x.data_ptr(), weight.data_ptr(), 0 if scales is None else scales.data_ptr(),
-        0 if bias is None else bias.data_ptr(), out.data_ptr(), rows, inputs, outputs,
-        weight.stride(0) * weight.element_size(), DTYPES[x.dtype], 0 if scales is None else DTYPES.get(scales.dtype, 0),
-        *form[:4], 0 if form.table is None else form.table.data_ptr(), *form[5:], level, torch.get_num_threads(),
-        *around.arguments,
+        x.data_ptr(), out.data_ptr(), address(around.residual), address(around.stream), rows, level,
+        torch.get_num_threads(), *constants(form, x.dtype, inputs, weight, scales, bias), *around.constants,
     )  # fmt: skip
     return out
+
+
+def constants(
+    form: ProductForm, dtype: torch.dtype, inputs: int, weight: Tensor, scales: Tensor | None, bias: Tensor | None
+) -> tuple:  # fmt: skip
+    """The arguments of a product that are the same in all calls; see `call_of` in few_rows.cpp. bias: of `dtype`."""
+    return (
+        weight.data_ptr(), address(scales), address(bias), inputs, weight.shape[0],
+        weight.stride(0) * weight.element_size(), DTYPES[dtype], 0 if scales is None else DTYPES.get(scales.dtype, 0),
+        *form[:4], address(form.table), *form[5:],
+    )  # fmt: skip
+
+
+def made_chain():
+    """A chain of the kernel without links; see `chain`."""
+    return _few_rows.Chain(BEST)
+
+
+def address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 # `torch.library.custom_op` would add 15 microseconds to each of the hundred products of a round.

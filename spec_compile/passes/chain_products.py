@@ -1,0 +1,114 @@
+"""chain_products: on a CPU the products between two calls of attention become one op."""
+
+import operator
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from ..graph import ModelGraph, calls
+from ..kernels.linear import around
+from ..kernels.linear.chain import CHAIN, Link
+from .apply import comes_after
+from .fuse_around import product_taken, serves
+
+
+@dataclass
+class Chain:
+    """Products of which each reads only the result of the one before it.
+
+    nodes: of the products. links, norms, eps, parts, biases: of the op. residual: of the first addition.
+    stream, out: the results so far; the stream is None before the first addition.
+    """
+
+    x: fx.Node
+    nodes: list[fx.Node] = field(default_factory=list)
+    links: list[Link] = field(default_factory=list)
+    norms: list[fx.Node] = field(default_factory=list)
+    eps: list[float] = field(default_factory=list)
+    parts: list[fx.Node] = field(default_factory=list)
+    biases: list[fx.Node] = field(default_factory=list)
+    residual: fx.Node | None = None
+    stream: fx.Node | None = None
+    out: fx.Node | None = None
+
+
+@comes_after("fuse_around")
+def chain_products(graph: ModelGraph, settings) -> str:
+    """Put `chain_products` where products of bfloat16 follow one another, at least one of which adds to the stream."""
+    chains = links = 0
+    if serves(graph, settings):
+        taken: set[fx.Node] = set()
+        for node in calls(graph.gm):
+            if node not in taken and (chain := _chain_from(graph, node)) is not None:
+                taken.update(chain.nodes)
+                _replace(graph, chain)
+                chains, links = chains + 1, links + len(chain.links)
+    return f"{links} products in {chains} chains"
+
+
+def _chain_from(graph: ModelGraph, node: fx.Node) -> Chain | None:
+    """The longest chain that begins with a node; None if that has fewer than two products, or none that adds."""
+    chain, now = Chain(node.args[0] if node.args else node), node
+    while now is not None and _extended(graph, chain, now):
+        users = [] if chain.out is None else list(chain.out.users)
+        now = users[0] if len(users) == 1 else None
+    return chain if len(chain.nodes) > 1 and chain.stream is not None else None
+
+
+def _extended(graph: ModelGraph, chain: Chain, node: fx.Node) -> bool:
+    """Add the product of a node to a chain, if it is one that can follow."""
+    norm, eps, offset, is_gated, stream, out = None, 0.0, None, False, chain.stream, node
+    if node.target == around.ADD_AROUND:
+        one, other, norm, eps, offset, parts, bias, kind, is_gated = node.args
+        x, residual = (one, other) if one is chain.out else (other, one)
+        halves = {each.args[1]: each for each in node.users if each.target is operator.getitem}
+        if chain.out is None or 1 not in halves or (stream is not None and residual is not stream):
+            return False
+        if stream is not None and len(_readers(chain)) > 1:
+            return False
+        chain.residual = residual if stream is None else chain.residual
+        stream, out = halves.get(0, node), halves[1]
+    elif node.target == around.AROUND and node.args[1] is None:
+        x, _, _, _, parts, bias, kind, is_gated = node.args
+    else:
+        call = product_taken(graph, node)
+        if call is None:
+            return False
+        x, (parts, bias, kind) = node.args[0], call
+    if chain.out is not None and x is not chain.out:
+        return False
+    if norm is None and any(reader < node for reader in _readers(chain)):  # the op stands where its last product does
+        return False
+    chain.nodes.append(node)
+    chain.links.append(Link(kind, len(parts), norm is not None, bias is not None, is_gated, offset))
+    chain.parts += parts
+    chain.norms += [] if norm is None else [norm]
+    chain.eps += [] if norm is None else [eps]
+    chain.biases += [] if bias is None else [bias]
+    chain.stream, chain.out = stream, out
+    return True
+
+
+def _readers(chain: Chain) -> list[fx.Node]:
+    """The nodes that read the stream so far; none if the product itself stands for it."""
+    return [] if chain.stream is None or chain.stream in chain.nodes else list(chain.stream.users)
+
+
+def _replace(graph: ModelGraph, chain: Chain) -> None:
+    """Put the op in the place of a chain's products."""
+    new, text = graph.gm.graph.call_function, ";".join(link.text for link in chain.links)
+    last = chain.nodes[-1]
+    with graph.gm.graph.inserting_before(last):
+        both = new(
+            CHAIN, (chain.x, chain.residual, chain.norms, chain.eps, chain.parts, chain.biases, text)
+        )  # fmt: skip
+        both.meta = {name: value for name, value in last.meta.items() if name != "val"}
+        stream, out = (new(operator.getitem, (both, place)) for place in (0, 1))
+    for old, fresh in ((chain.stream, stream), (chain.out, out)):
+        if old not in chain.nodes or old is chain.out:
+            fresh.meta = dict(old.meta)
+            old.replace_all_uses_with(fresh)
+    for node in reversed(chain.nodes):
+        for half in list(node.users):
+            graph.gm.graph.erase_node(half)
+        graph.gm.graph.erase_node(node)
