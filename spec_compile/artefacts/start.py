@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..capture.mxfp4 import library_tensors
-from ..capture.quantised import packed_experts, packed_layers
+from ..capture.quantised import QuantisedLinear, packed_experts, packed_layers
 from ..config import Options
 from ..graph import ModelGraph
 from ..inventory import configs_of, held_tensors
@@ -236,7 +236,9 @@ def _lacks(model: PreTrainedModel, options: Options) -> Iterator[str]:
         yield "chooses an adapter for each row"
     if options.ranks.size > 1:
         yield "is shared out among ranks"
-    if packed_layers(model) or packed_experts(model) or library_tensors(model):
+    layers = map(model.get_submodule, packed_layers(model))
+    are_ours = all(isinstance(layer, QuantisedLinear) for layer in layers)
+    if not are_ours or packed_experts(model) or library_tensors(model):
         yield "is quantised"
     if any(type(tensor.data) is not Tensor for tensor in tensors):
         yield "has tensors of a class of their own"

@@ -7,6 +7,7 @@ method that transformers does not know leaves weights that were never scaled.
 import logging
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -102,12 +103,17 @@ def hold_one_layout(model: PreTrainedModel) -> None:
             lacks.add(hold_packed(part, packed, dtype))
         packed = None  # the library's tensors go before the next layer is packed
     lacks.discard(None)
-    if lacks and model.device.type == "cpu":
+    if lacks and model.device.type == "cpu" and model not in _warned:
+        _warned.add(model)
         log.warning(
             "Quantised layers are unpacked anew in every step, which takes several times as long as 16 bits: %s. "
             "Load the model without quantisation if the memory suffices.",
             "; ".join(sorted(lacks)),
         )
+
+
+_warned: WeakSet[nn.Module] = WeakSet()
+"""The models about whose layers a warning was logged."""
 
 
 def packed_layer(part: nn.Module) -> quantised.Packed | None:
@@ -148,8 +154,8 @@ class QuantisedLinear(nn.Module):
         return quantised.Packed(quantised.layout_of(self._kind), parts, self.bias, self._inputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else whole(self.bias)
-        return QUANTISED(x, [whole(getattr(self, name)) for name in self._names], bias, self._kind)
+        bias, packed = None if self.bias is None else whole(self.bias), packed_layer(self)
+        return QUANTISED(x, [whole(part) for part in packed.parts.values()], bias, packed.layout.kind)
 
 
 class RoundedHead(QuantisedLinear):

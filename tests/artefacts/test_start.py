@@ -10,8 +10,10 @@ from pathlib import Path
 import captures
 import models
 import pytest
+import quantised_models
 import torch
 import transformers
+from packed_layers import packed
 from transformers.models.llama import modeling_llama
 
 import spec_compile
@@ -121,7 +123,7 @@ def warnings(caplog):
 
 
 def is_hit(cache, name="llama", **options):
-    fast = started(name, cache, **options)
+    fast = started(name, cache, **options) if isinstance(name, str) else speculate(name, compile=False, cache=cache)
     assert answer(fast) == answer(fast.speculation.original)
     return fast.speculation.is_from_artefact
 
@@ -272,6 +274,38 @@ def test_models_without_an_artefact(tmp_path):
         fast = speculate(model, compile=False, cache=tmp_path)
         assert not fast.speculation.is_from_artefact and not Store(tmp_path).entries()
     with pytest.raises(ValueError, match="it has hooks that may change values"):
+        fast.speculation.save(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rounded_weights(name, dtype, tmp_path, warnings):
+    """Graphs from an artefact read the packed weights of the model, which are merged in place."""
+    sizes = dict(models.BASE, num_attention_heads=1, num_key_value_heads=1, head_dim=64, intermediate_size=128)
+    answers = []
+    for is_second in (False, True):
+        model = models.build("LlamaConfig", "LlamaForCausalLM", sizes).to(dtype)
+        fast = speculate(model, weights=name, compile=False, cache=tmp_path)
+        assert fast.speculation.is_from_artefact == is_second
+        answers.append(answer(fast))
+        own = {tensor.untyped_storage().data_ptr() for tensor in model.buffers()}
+        read = [tensor for tensor in fast.speculation.engine.runtime.verify.gm.buffers() if tensor.dtype != dtype]
+        assert read and all(tensor.untyped_storage().data_ptr() in own for tensor in read if tensor.nbytes > 4096)
+    assert answers[0] == answers[1] and not warnings()
+
+
+@pytest.mark.parametrize("name", ["ct", "ct int8", "table"])
+def test_packed_layers_of_our_own_class(name, tmp_path, warnings):
+    """Such as `load_gguf` makes."""
+    for is_second in (False, True):
+        assert is_hit(tmp_path, packed(model_of("llama"), name)) == is_second
+    assert not any("artefact" in line for line in warnings())
+
+
+def test_weights_that_a_library_packed_have_no_artefact(tmp_path):
+    fast = speculate(quantised_models.load("fp8_block", tmp_path / "model"), compile=False, cache=tmp_path / "cache")
+    assert not Store(tmp_path / "cache").entries()
+    with pytest.raises(ValueError, match="it is quantised"):
         fast.speculation.save(tmp_path)
 
 
