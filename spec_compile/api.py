@@ -28,7 +28,6 @@ from .capture.quantised import hold_one_layout
 from .capture.ranks import facts, share_memory
 from .capture.rounded_weights import rounded_weights
 from .capture.served_dtype import in_served_dtype
-from .capture.sharded import is_sharded
 from .capture.trace import capture
 from .capture.watch import Watch
 from .capture.weights import SharedWeights
@@ -121,8 +120,7 @@ class Speculation(Accounts):
         self._fast = weakref.ref(fast)  # weak, because `fast` refers to this object
         self.seconds: dict[str, float] = {}
         """The time of each stage of the start."""
-        if not is_sharded(plain):
-            hold_one_layout(plain)  # so that the graphs of an earlier start find what they read
+        hold_one_layout(plain)
         self._artefact = StartArtefact(plain, algorithm.draft_module, options, name, self.seconds, drafts)
         found, graph = self._artefact.read(), None
         self.is_from_artefact = found is not None

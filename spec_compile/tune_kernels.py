@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from . import passes
 from .capture.admit import admit
+from .capture.quantised import hold_one_layout
 from .capture.served_dtype import in_served_dtype
 from .capture.trace import capture
 from .kernels.linear import small_m, tune, tuned
@@ -31,6 +32,7 @@ def run(model: PreTrainedModel, seconds: float) -> None:
     """
     admit(model)
     in_served_dtype(model, converts=True)
+    hold_one_layout(model)
     before_fusion = passes.PIPELINE[: passes.PIPELINE.index(passes.use_small_m_linears) + 1]
     products = tune.products(passes.run(capture(model), passes.Settings(), before_fusion))
     if not products:

@@ -7,7 +7,6 @@ method that transformers does not know leaves weights that were never scaled.
 import logging
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +94,13 @@ def are_shared_by_library(model: nn.Module, packed: set[str]) -> bool:
 
 
 def hold_one_layout(model: PreTrainedModel) -> None:
-    """Make layers that a kernel reads in a layout of its own hold their weights only in that, layer by layer."""
+    """Make layers that a kernel reads in a layout of its own hold their weights only in that, layer by layer.
+
+    It comes before a model's graphs are read or captured, because they read these weights. Layers that transformers has
+    shared out among ranks stay.
+    """
+    if is_sharded(model):
+        return
     dtype, lacks = output_matrix(model).dtype, set()
     for part in model.modules():
         packed = packed_layer(part)
@@ -103,17 +108,12 @@ def hold_one_layout(model: PreTrainedModel) -> None:
             lacks.add(hold_packed(part, packed, dtype))
         packed = None  # the library's tensors go before the next layer is packed
     lacks.discard(None)
-    if lacks and model.device.type == "cpu" and model not in _warned:
-        _warned.add(model)
+    if lacks and model.device.type == "cpu":
         log.warning(
             "Quantised layers are unpacked anew in every step, which takes several times as long as 16 bits: %s. "
             "Load the model without quantisation if the memory suffices.",
             "; ".join(sorted(lacks)),
         )
-
-
-_warned: WeakSet[nn.Module] = WeakSet()
-"""The models about whose layers a warning was logged."""
 
 
 def packed_layer(part: nn.Module) -> quantised.Packed | None:

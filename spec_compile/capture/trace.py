@@ -18,7 +18,7 @@ from .experts import marked_experts
 from .kinds import UnlikeLayersError, copy_of, repeats_of
 from .layers import check_layers
 from .modules import MODULES, connect, indexed
-from .quantised import QuantisedLinear, hold_one_layout, mark, marked_fake_twin, output_matrix
+from .quantised import QuantisedLinear, mark, marked_fake_twin, output_matrix
 from .repeat import repeat
 from .sharded import bind, is_sharded
 
@@ -83,7 +83,6 @@ def capture(model: PreTrainedModel, whole: bool = False) -> ModelGraph:
     if is_sharded(model):
         twin, mode = marked_fake_twin(model)
     else:
-        hold_one_layout(model)
         twin, mode = mark(copied(model)), nullcontext()
     gm, limits = _trace_model(twin, model, mode)
     graph = _describe(twin, gm, limits)

@@ -19,7 +19,7 @@ from ..cache import Cache
 from ..capture.admit import admit
 from ..capture.checks import check_capture
 from ..capture.kinds import is_known
-from ..capture.quantised import output_matrix
+from ..capture.quantised import hold_one_layout, output_matrix
 from ..capture.served_dtype import in_served_dtype
 from ..capture.trace import capture
 from ..drafting import Algorithm, Drafter, DraftPlan
@@ -186,6 +186,7 @@ def capture_draft(model: PreTrainedModel, draft: PreTrainedModel, options: Draft
     try:
         admit(draft)
         in_served_dtype(draft, options.convert_bfloat16)
+        hold_one_layout(draft)
         graph = draft_graph(draft, options, trace)
     except (TypeError, ValueError) as error:
         raise type(error)(f"draft: {error}") from error

@@ -25,7 +25,7 @@ from transformers.integrations.finegrained_fp8 import FP8Linear
 
 from spec_compile import UnsupportedModelError, load_mxfp4, passes, speculate
 from spec_compile.capture.checks import check_tree
-from spec_compile.capture.quantised import packed_layers
+from spec_compile.capture.quantised import hold_one_layout, packed_layers
 from spec_compile.capture.trace import capture
 from spec_compile.drafters.modules.dflash import DFlashDraft
 from spec_compile.drafters.modules.layers import LayerKnobs
@@ -179,6 +179,7 @@ def test_a_head_drafts_for_a_quantised_target(name, tmp_path):
 @pytest.mark.parametrize("name", SERVED)
 def test_layers_of_one_input_are_merged_without_a_copy(name, tmp_path):
     model = load(name, tmp_path)
+    hold_one_layout(model)
     graph = capture(model)
     assert len(calls(graph.gm, QUANTISED)) == 14
     verify = passes.run(graph, passes.Settings())
@@ -212,6 +213,7 @@ def test_a_constant_scale_is_that_of_normed_activations(tmp_path, as_on_gpu):
     model = load("ct_fp8_static", tmp_path, torch.bfloat16)
     for tensor in held_tensors(model):
         tensor.data = tensor.data.clone()
+    hold_one_layout(model)
     graph = capture(model)
     plain = passes.run(graph, passes.Settings(), [each for each in passes.PIPELINE if each not in FEW_ROWS])
     ours = passes.run(graph, passes.Settings())
@@ -228,6 +230,7 @@ def test_layers_take_the_kernel_for_few_rows(name, tmp_path, as_on_gpu, monkeypa
     model = load(name, tmp_path, torch.float16 if name in PACKED_BY_HAND else torch.bfloat16)
     for tensor in held_tensors(model):  # a file need not be aligned in memory, as a GPU's is
         tensor.data = tensor.data.clone()
+    hold_one_layout(model)
     graph = capture(model)
     plain = passes.run(graph, passes.Settings(), [each for each in passes.PIPELINE if each not in FEW_ROWS])
     ours = passes.run(graph, passes.Settings())
