@@ -362,11 +362,10 @@ def tensor_parallel(results: Results) -> str:
 
 def _on_one_gpu(results: Results, shape: str, requests: int, system: str, nodes: str) -> str:
     """The round of one GPU with 1,024 tokens in the cache, if it was measured."""
-    same = {"nodes": int(nodes), "batch": requests, "context": 1024}
-    if system != "n-gram":
-        same = {"nodes": int(nodes), "name": system} if requests == 1 else {"name": ""}
-    for one in results.all("gpu", "shapes", shape, "rounds" if system == "n-gram" else "drafts"):
-        if same.items() <= one.items():
+    is_plain = system == "n-gram"
+    same = {"nodes": int(nodes), **({"batch": requests, "context": 1024} if is_plain else {"name": system})}
+    for one in results.all("gpu", "shapes", shape, "rounds" if is_plain else "drafts"):
+        if same.items() <= one.items() and (is_plain or requests == 1):
             return f"{one['ms']:.2f} ms"
     return NONE
 

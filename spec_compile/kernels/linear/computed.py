@@ -138,8 +138,8 @@ def tiles_of(
     manner = {"late": AT_ONCE if reading <= 7.6 else 1, "prefetch": 4 if bits == 16 and reading < 3.8 else 1}
     tiles = []
     for sizes in TILES[bits].get(width, ()):
-        block_o, block_k, warps, stages, *unroll = sizes
-        tile = ProductTile(block_o, block_k, width, warps, stages, bits=bits, unroll=(unroll or [1])[0], **manner)
+        block_o, block_k, warps, stages, unroll = (*sizes, 1)[:5]
+        tile = ProductTile(block_o, block_k, width, warps, stages, bits=bits, unroll=unroll, **manner)
         tile = tile.fitting(card.memory)
         if block_o >= squared_columns(outputs) and tile.fits(card.memory) and grouped in (None, block_o >= 64):
             tiles.append(tile)

@@ -224,15 +224,15 @@ class Chain {
   public:
     explicit Chain(int level) : level(level) {}
 
-    template <class... Arguments> void add(Arguments... arguments) { calls.push_back(call_of(arguments...)); }
+    template <class... Arguments> void add(Arguments... arguments) {
+        calls.push_back(call_of(arguments...));
+        if (calls.back().around.norm) last_sum = calls.size() - 1;
+    }
 
     // stream: memory for the last sum.
     void run(uintptr_t x, uintptr_t residual, uintptr_t stream, uintptr_t out, int64_t rows, unsigned threads) const {
         static thread_local std::vector<uint16_t> results[2], sums[2];
         const void *now = pointer<const void>(x), *before = pointer<const void>(residual);
-        size_t last_sum = 0;
-        for (size_t i = 0; i < calls.size(); i++)
-            if (calls[i].around.norm) last_sum = i;
         for (size_t i = 0; i < calls.size(); i++) {
             Call call = calls[i];
             call.product.x = now, call.product.rows = rows;
@@ -251,6 +251,7 @@ class Chain {
 
   private:
     int level;
+    size_t last_sum = 0;
     std::vector<Call> calls;
 };
 
