@@ -37,12 +37,12 @@ def find_ranks(option: Any, model: Any) -> Alone:
     """
     if isinstance(option, Alone):
         return option
-    parameters = held_parameters(model) if isinstance(model, nn.Module) else ()
+    parameters = [*held_parameters(model)] if isinstance(model, nn.Module) else []
     spread = next((each for each in parameters if isinstance(each, DTensor)), None)
     option = spread.device_mesh if option is None and spread is not None else option
     if option is None:
         return ALONE
-    device = getattr(model, "device", torch.device("cpu"))
+    device = parameters[0].device if parameters else torch.device("cpu")
     count = None
     if isinstance(option, int) and not isinstance(option, bool):
         count = option
@@ -61,6 +61,11 @@ def find_ranks(option: Any, model: Any) -> Alone:
         raise ValueError(f"tensor_parallel: {count} processes were asked for and there are {size}; {ADVICE}")
     if size == 1:
         return ALONE
+    if device.type == "cuda" and "cuda:gloo" in dist.get_backend_config(group):
+        raise ValueError(
+            "tensor_parallel: the model is on a GPU and its processes talk by gloo, whose sums no CUDA graph can hold; "
+            'expected init_process_group("nccl"), or leave it to speculate()'
+        )
     _meetings[group.group_name] += 1
     arrive(default_store(), f"{group.group_name} {_meetings[group.group_name]}", group.rank(), size)
     members = dist.get_process_group_ranks(group)

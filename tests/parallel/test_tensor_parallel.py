@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import dflash_drafts as dflash
 import draft_rounds as rounds
@@ -20,6 +21,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 
 from spec_compile import UnsupportedModelError, passes, speculate
 from spec_compile.graph import calls
+from spec_compile.parallel import start
 from spec_compile.parallel.slices import Cut, Slices
 from spec_compile.parallel.start import find_ranks
 from spec_compile.runtime.flights import Flights
@@ -367,10 +369,15 @@ def test_models_and_options_that_differ_are_named_on_all_ranks(on_ranks):
             raised(lambda: shared(llama, tensor_parallel=3)),
             raised(lambda: shared(llama, tensor_parallel="all")),
             raised(lambda: shared(llama, tensor_parallel=2)),
+            raised(lambda: on_a_gpu(llama)),
         ]
 
+    def on_a_gpu(model):
+        with mock.patch.object(start, "held_parameters", return_value=[SimpleNamespace(device=torch.device("cuda"))]):
+            find_ranks("auto", model)
+
     for rank, errors in enumerate(on_ranks(on_a_rank)):
-        spread, weights, nodes, capacity, count, word, fine = errors
+        spread, weights, nodes, capacity, count, word, fine, gpu = errors
         assert "device_map over 0, 1" in spread[1]
         assert "the ranks disagree on the weights" in weights[1]
         assert "num_draft_tokens" in nodes[1]
@@ -382,6 +389,7 @@ def test_models_and_options_that_differ_are_named_on_all_ranks(on_ranks):
         assert "3 processes were asked for and there are 2; start the script by torchrun" in count[1]
         assert word[0] == "TypeError" and "tensor_parallel" in word[1]
         assert fine == (None, "")
+        assert gpu[0] == "ValueError" and 'expected init_process_group("nccl")' in gpu[1]
 
 
 def test_an_error_on_rank_0_ends_the_call_on_all(on_ranks):
