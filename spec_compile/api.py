@@ -37,6 +37,7 @@ from .drafters import ALGORITHMS, build, check_draft, describe_options, parse_al
 from .drafting import Algorithm
 from .errors import UnsupportedModelError, check_int
 from .graph import ModelGraph
+from .kernels.cores import fit_threads
 from .ngram import NgramStore
 from .parallel.start import find_ranks
 from .report.accounts import Accounts
@@ -89,6 +90,8 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
             kernels.load(model.device)
         elif compiles_at_once(parsed):
             check_compiler()
+        if model.device.type == "cpu":
+            fit_threads()
         in_served_dtype(plain, parsed.convert_bfloat16)
     share_memory(ranks, model.device)
     # Tracing and checking change settings of the process, and run no code that the user had compiled.

@@ -17,6 +17,8 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+from ..kernels.cores import processors
+
 NICENESS = 15
 LOOK_SECONDS = 0.1
 """Between two looks of a child for a job, and for its parent."""
@@ -27,13 +29,13 @@ MOST_DEATHS = 3
 
 
 def number_of_children() -> int:
-    """Processes that compile: the environment variable SPEC_COMPILE_CHILDREN, or half of the cores, 8 at most, and one
-    on a machine of up to 4 cores. ValueError if the variable is no number of 0 or more."""
+    """Processes that compile: the environment variable SPEC_COMPILE_CHILDREN, or half of the processors, 8 at most, and
+    one if there are up to 4. ValueError if the variable is no number of 0 or more."""
     text = os.environ.get("SPEC_COMPILE_CHILDREN", "")
     if text and not text.isdecimal():
         raise ValueError(f"SPEC_COMPILE_CHILDREN: expected a number of 0 or more, got {text!r}")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return int(text) if text else 1 if cores <= 4 else min(8, cores // 2)
+    count = processors()
+    return int(text) if text else 1 if count <= 4 else min(8, count // 2)
 
 
 class Children:

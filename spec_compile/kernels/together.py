@@ -4,7 +4,6 @@ A kernel takes 0.3 to 2 seconds, of which four fifths run without Python's lock,
 function that launches it is C code, which Triton compiles in 0.25 seconds more.
 """
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..compat import COMPILE_LOCK
+from .cores import processors
 
 MOST_THREADS = 16
 EMPTY = (torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty")
@@ -35,7 +35,7 @@ def compile_together(*functions: Callable[[], object]) -> None:
     import triton
 
     # One thread at a time: the first to leave `_no_launches` would undo what a second had put there.
-    with COMPILE_LOCK, torch.no_grad(), ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
+    with COMPILE_LOCK, torch.no_grad(), ThreadPoolExecutor(min(MOST_THREADS, processors())) as pool:
         # A kernel that does not compile raises its error when it is launched.
         with triton.AsyncCompileMode(pool, ignore_errors=True), _no_launches() as kernels:
             for function in functions:

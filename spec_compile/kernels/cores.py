@@ -1,0 +1,79 @@
+"""The cores of a CPU on which this process may run. A step has a thread on each, and none beyond."""
+
+import logging
+import math
+import os
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger("spec_compile")
+ROOT = Path("/")
+THREADS = "OMP_NUM_THREADS", "MKL_NUM_THREADS"
+"""Environment variables by which a user chooses the number of threads."""
+
+
+def fit_threads() -> None:
+    """Lower torch's number of threads to `cores`, unless one of `THREADS` is set.
+
+    A thread that has no core, or no time, keeps all others waiting at the end of every op. With two threads in a
+    container that has the time of one core, a step of SmolLM2-135M takes 20.2 ms in place of 13.8 with one.
+    """
+    present, most = torch.get_num_threads(), cores()
+    if present > most and not any(name in os.environ for name in THREADS):
+        log.info("steps take %d threads in place of %d, as many as there are cores for this process", most, present)
+        torch.set_num_threads(most)
+
+
+def cores(root: Path = ROOT) -> int:
+    """Physical cores, at least 1: those of the process's affinity, and no more than `quota`, rounded up.
+
+    Example: of four cores the first has processors 0 and 4. A process that may run on 0, 1, 4 and 5 has 2 cores.
+    """
+    topology = root / "sys/devices/system/cpu"
+    siblings = (_text(topology / f"cpu{each}/topology/thread_siblings_list") or str(each) for each in _affinity())
+    return _within_quota(len({*siblings}), root)
+
+
+def processors(root: Path = ROOT) -> int:
+    """The same of logical processors, of which a core may have two."""
+    return _within_quota(len(_affinity()), root)
+
+
+def quota(root: Path = ROOT) -> float:
+    """Seconds of a processor's time that the process may take in a second; infinity if nothing limits them.
+
+    Any control group between the process's own and the highest may have a limit. In version 2 a file ``cpu.max`` has
+    "150000 100000" for 1.5 and "max 100000" for none; in version 1 two files have these numbers, and -1 for none.
+    """
+    limits = [math.inf]
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        group = root / "sys/fs/cgroup" / ("cpu" if controllers else "") / path.strip("/")
+        for folder in [group, *group.parents][: len(Path(path).parts)]:
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+            numbers = " ".join(_text(folder / name) for name in names).split()
+            if len(numbers) == 2 and numbers[0].isdecimal():
+                limits.append(int(numbers[0]) / int(numbers[1]))
+    return min(limits)
+
+
+def _within_quota(count: int, root: Path) -> int:
+    return max(1, math.ceil(min(count, quota(root))))
+
+
+def _affinity() -> list[int]:
+    """The numbers of the logical processors on which the process may run."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return [*range(os.cpu_count() or 1)]
+
+
+def _text(path: Path) -> str:
+    """The text of a file of the system; "" if it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
