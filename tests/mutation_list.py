@@ -1754,6 +1754,15 @@ MODULES = [
         "tests/kernels/test_few_rows.py -k test_the_op_takes_the_kernel",
     ),
     Mutation(
+        "a program of all spans gives each row the smaller ones", "spec_compile/kernels/attention/tree_kernel.py",
+        "log2 = least + turns(position, turn, length, nodes, MOST).to(tl.int32)", "log2 = least + 0 * position",
+        "tests/kernels/test_attention.py -k all_spans_in",
+    ),
+    Mutation(
+        "threads beyond a control group's time", "spec_compile/kernels/cores.py",
+        "math.ceil(min(count, quota(root)))", "count", "tests/kernels/test_cores.py",
+    ),
+    Mutation(
         "a sum of 4-bit codes has the scale of the group before", "spec_compile/kernels/linear/w4a8_kernel.py",
         "weight.scales + column // GROUP * outputs", "weight.scales + start // GROUP * outputs",
         "tests/kernels/test_packed_products.py -k 'products and 18 and w4a8'",

@@ -1,7 +1,7 @@
 """Attention backends on a GPU, one layer each: token trees inside a CUDA graph, and prompts in chunks.
 
     python -m benchmarks.kernels.attention [--models llama-3.1-8b ...] [--backends triton sdpa flex flashinfer]
-        [--nodes 1 16 64] [--contexts 1024 8192 32768 131072] [--tree branches] [--prompts 8192 32768]
+        [--nodes 1 16 64] [--contexts 1024 8192 32768 131072] [--tree branches] [--batch 1] [--prompts 8192 32768]
         [--output results/attention.json]
 
 Trees: a graph launches the kernel once for each of several caches, more than the L2 cache holds; times are medians of
@@ -48,16 +48,16 @@ is a "chain" in a round of more nodes (see `State.tree`)."""
 
 
 class Caches:
-    """Keys and values of several layers of a model, batch 1, for contexts of up to `most` tokens."""
+    """Keys and values of several layers of a model, for `batch` contexts of up to `most` tokens."""
 
-    def __init__(self, heads: int, kv_heads: int, size: int, most: int):
-        self.heads, self.kv_heads, self.size = heads, kv_heads, size
-        shape = 2, 1, kv_heads, most + MARGIN, size
+    def __init__(self, heads: int, kv_heads: int, size: int, most: int, batch: int):
+        self.heads, self.kv_heads, self.size, self.batch = heads, kv_heads, size, batch
+        shape = 2, batch, kv_heads, most + MARGIN, size
         self.layers = [torch.randn(shape, dtype=torch.bfloat16, device="cuda").unbind() for _ in range(LAYERS)]
 
     def bytes(self, context: int) -> int:
         """Bytes of the keys and values of one layer."""
-        return 2 * self.kv_heads * context * self.size * 2
+        return 2 * self.batch * self.kv_heads * context * self.size * 2
 
     def used(self, context: int, name: str) -> list:
         """The caches of enough layers to exceed the L2 cache."""
@@ -66,9 +66,9 @@ class Caches:
         return [[cache[:, :, :slots] for cache in layer] for layer in self.layers[:count]]
 
     def block(self, tokens: int) -> list:
-        """Queries, keys and values [1, heads, T, D] with the strides of a merged projection."""
+        """Queries, keys and values [B, heads, T, D] with the strides of a merged projection."""
         heads = self.heads, self.kv_heads, self.kv_heads
-        product = torch.randn(1, tokens, sum(heads), self.size, dtype=torch.bfloat16, device="cuda")
+        product = torch.randn(self.batch, tokens, sum(heads), self.size, dtype=torch.bfloat16, device="cuda")
         return [part.transpose(1, 2) for part in product.split(heads, dim=2)]
 
 
@@ -79,8 +79,8 @@ def op_of(name: str, use: Use) -> Callable:
 
 def tree_time(caches: Caches, name: str, op: Callable, nodes: int, context: int, shape: str) -> float:
     """Microseconds of a layer's attention over a tree of `TREES`."""
-    block, lengths = caches.block(nodes), torch.tensor([context], device="cuda")
-    ancestors, depth = ancestry(torch.tensor([TREES[shape][:nodes]], device="cuda"))
+    block, lengths = caches.block(nodes), torch.full((caches.batch,), context, device="cuda")
+    ancestors, depth = ancestry(torch.tensor([TREES[shape][:nodes]] * caches.batch, device="cuda"))
     rest = lengths, ancestors, lengths[:, None] + depth, None, caches.size**-0.5, None, None
     layers = caches.used(context, name)
 
@@ -93,9 +93,9 @@ def tree_time(caches: Caches, name: str, op: Callable, nodes: int, context: int,
 
 def prompt_time(caches: Caches, name: str, op: Callable, tokens: int) -> float:
     """Microseconds of a layer's attention over a prompt in chunks."""
-    block, starts = caches.block(CHUNK), torch.arange(0, tokens, CHUNK, device="cuda")[:, None]
-    steps = torch.arange(CHUNK, device="cuda")
-    positions, scale = [start + steps[None] for start in starts], caches.size**-0.5
+    block, steps = caches.block(CHUNK), torch.arange(CHUNK, device="cuda").expand(caches.batch, -1)
+    starts = torch.arange(0, tokens, CHUNK, device="cuda")[:, None].expand(-1, caches.batch)
+    positions, scale = [start[:, None] + steps for start in starts], caches.size**-0.5
 
     def run():
         for number, start in enumerate(starts):
@@ -120,8 +120,8 @@ def trees(caches: Caches, args, copies: float, products: float) -> list[dict]:
     for nodes in args.nodes:
         ops = {name: op_of(name, Use(name)) for name in args.backends}
         for context in args.contexts:
-            work = 4 * nodes * caches.heads * context * caches.size
-            row = {"context": context, "nodes": nodes, "tree": args.tree}
+            work = 4 * caches.batch * nodes * caches.heads * context * caches.size
+            row = {"context": context, "nodes": nodes, "tree": args.tree, "batch": caches.batch}
             row |= {"floor": caches.bytes(context) / copies * 1e6, "math": work / products * 1e6}
             row |= {name: tree_time(caches, name, op, nodes, context, args.tree) for name, op in ops.items()}
             rows.append(row)
@@ -138,7 +138,7 @@ def prompts(caches: Caches, args) -> list[dict]:
                 for name in args.backends}  # fmt: skip
         ways |= {f"{name}, whole": partial(whole_time, caches, backend, tokens) for name, backend in WHOLE.items()}
         for name, measure in ways.items():
-            seconds = measure() / 1e6
+            seconds = measure() / 1e6 / caches.batch
             work = 2 * tokens * (tokens + 1) * caches.heads * caches.size
             row = {"tokens": tokens, "way": name, "tokens_per_second": tokens / seconds, "flops": work / seconds}
             rows.append(row)
@@ -163,6 +163,7 @@ def main():
     parser.add_argument("--nodes", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 8192, 32768, 131072])
     parser.add_argument("--tree", default="branches", choices=TREES)
+    parser.add_argument("--batch", type=int, default=1, help="sequences at once")
     parser.add_argument("--prompts", nargs="*", type=int, default=[8192, 32768])
     parser.add_argument("--output", type=Path, default=RESULTS / "attention.json")
     args = parser.parse_args()
@@ -171,10 +172,10 @@ def main():
     facts = stamp(torch.device("cuda")) | {"copy_bytes_per_second": copies, "product_flops": products}
     results = json.loads(args.output.read_text()) if args.output.exists() else {"models": {}}
     print(f"{facts['gpu']}, torch {torch.__version__}: copies {copies / 1e12:.2f} TB/s, products "
-          f"{products / 1e12:.0f} TFLOP/s; µs a layer, bfloat16, batch 1")  # fmt: skip
+          f"{products / 1e12:.0f} TFLOP/s; µs a layer, bfloat16, batch {args.batch}")  # fmt: skip
     for model in args.models:
         print(f"\n{model}")
-        caches = Caches(*MODELS[model], max(args.contexts + args.prompts))
+        caches = Caches(*MODELS[model], max(args.contexts + args.prompts), args.batch)
         parts = results["models"][model] = {}
         for name, measure in {"trees": partial(trees, copies=copies, products=products), "prompts": prompts}.items():
             parts[name] = [{**row, "stamp": facts} for row in measure(caches, args)]

@@ -68,6 +68,29 @@ def test_lengths(place):
     Case(place, EDGES, 5, random_tree(5)).check()
 
 
+WHOLE = SMALL._replace(whole=True, most=4)
+"""A program takes all spans of its rows. Spans double at 64 positions and at 128."""
+
+
+def test_lengths_with_all_spans_in_a_program(place):
+    Case(place, EDGES, 5, random_tree(5)).check(WHOLE)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(window=20, sinks=True), dict(window=70, rotary=True), dict(softcap=2.0, slopes=torch.float32),
+     dict(heads=(3, 1), sizes=(24, 40))],
+    ids=["window, sinks", "wide window", "softcap, slopes", "odd sizes"],
+)  # fmt: skip
+def test_all_spans_in_a_program(options, place):
+    """The bits of programs of a span each, where a tree reaches larger spans, too."""
+    for lengths, nodes in (([0, 130], 5), ([60, 127], 9)):
+        case = Case(place, lengths, nodes, random_tree(nodes), **options)
+        case.check(WHOLE)
+        outs = [attention.launch(case.inputs(), each) for each in (WHOLE, WHOLE._replace(whole=False))]
+        assert torch.equal(*map(bits, outs))
+
+
 @pytest.mark.parametrize("length", [0, 1, 129])
 def test_single_row(place, length):
     Case(place, [length], 3, star(3), heads=(4, 2)).check()

@@ -75,18 +75,18 @@ def test_in_the_interpreter():
 
 
 def test_where_spans_grow_within_a_tree():
-    """Some nodes have the smaller spans, others the larger ones, whether a program takes one or several of them."""
+    """Some nodes have the smaller spans, others the larger ones, whether a program takes one or all of them."""
     if GPU:
         pytest.skip("the kernels run on the CUDA device")
     config = SMALL._replace(least=16, most=8)
     case = Case(("cpu", torch.float32), [8 * 16 - 2], 9, chain(9), (2, 1))
     compare_path(case, chain(9), 2, config, exactly=False)
-    outs = [attention.launch(case.inputs(), each) for each in (config, config._replace(together=4))]
+    outs = [attention.launch(case.inputs(), each) for each in (config, config._replace(whole=True))]
     compare(*outs, exactly=False)
 
 
 def test_a_window_that_leaves_nothing_but_the_tail():
-    """The tail of the deepest nodes begins at the end of a group of spans that are added together."""
+    """The tail of the deepest nodes begins at the end of a span."""
     if GPU:
         pytest.skip("the kernels run on the CUDA device")
     begin = 16 * max(SMALL.least, SMALL.block_n)
@@ -119,7 +119,7 @@ EDGES = (0, 1, 63, 64, 65, 127, 128, 129, 960, 1023, 1024, 1025, 1100, 1983, 204
 @pytest.mark.parametrize("nodes", [1, 2, 5, 16, 64])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_on_a_gpu(shape, nodes, dtype):
-    rng = random.Random(f"{shape} {nodes}")
+    rng, (heads, kv_heads), sizes = random.Random(f"{shape} {nodes}"), *map(SHAPES[shape].get, ("heads", "sizes"))
     for form in (chain, star, random_tree):
         parents = form(nodes)
         for batch in (1, 3):
@@ -129,6 +129,9 @@ def test_on_a_gpu(shape, nodes, dtype):
                 case.q *= 2
                 for leaf in {nodes - 1, rng.randrange(nodes)}:
                     compare_path(case, parents, leaf, None, exactly=True)
+                usual = attention.tree_tuning(heads // kv_heads * nodes, batch * kv_heads, *sizes, 2, 0)
+                outs = [attention.launch(case.inputs(), usual._replace(whole=whole)) for whole in (False, True)]
+                compare(*outs, exactly=True)
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=ON_GPU, id="bfloat16")])
@@ -139,7 +142,7 @@ def test_of_long_contexts(length, dtype):
         case = Case(("cuda", dtype), [length], nodes, parents, heads=(8, 2), sizes=(128, 128))
         compare_path(case, parents, nodes - 1, None, exactly=True)
         usual = attention.Tuning(64, 64, 128, 4, 3)
-        others = dict(block_m=128, warps=8), dict(stages=4), dict(together=4, stages=2), dict(together=8)
+        others = dict(block_m=128, warps=8), dict(stages=4), dict(whole=True)
         outs = [attention.launch(case.inputs(), usual._replace(**each)) for each in ({}, *others)]
         assert all(torch.equal(bits(out), bits(outs[0])) for out in outs)
     case = Case(("cuda", dtype), [length], 24, chain(24), heads=(8, 2), sizes=(128, 128), causal=True)

@@ -62,7 +62,7 @@ from spec_compile.kernels.attention import tree_attention
 
 tree_attention.MANY = 1
 """ + ATTENTION.replace("(1, False), (16, False), (64, False), (2048, True)", "(64, False),").replace("4096", "32768")
-"""Trees over long caches, of so many rows that a program takes several spans."""
+"""Trees over long caches, of so many rows that a program takes all spans."""
 
 
 PRODUCTS = """

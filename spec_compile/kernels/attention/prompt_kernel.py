@@ -2,86 +2,19 @@
 
 The chunk is in the cache already, after the committed slots, so a tile of rows attends to the cache only. A row is one
 query head of one token (node). Keys are summed as in `tree_kernel`: by chunks of CHUNK keys, chunks by the spans of the
-row's own position (`spans`), and spans from the first to the last. So a token's output has the bits that it has as a
-node of a tree. A program holds two partial softmaxes of its rows, that of the spans that ended and that of the present
-span:
+row's own position (`spans`), and spans from the first to the last (`ordered_spans`). So a token's output has the bits
+that it has as a node of a tree.
 
-    FIRST = 7, MOST = 32, CHUNK = 64, a row at position 300: the chunks 0 .. 63 and 64 .. 127 are added up, then 128 ..
-    191 and 192 .. 255, which are added to the former sum at its end, then 256 .. 300
-
-Import this module only where Triton is installed. Shapes: M = BLOCK_M rows of a tile, C = CHUNK keys, BLOCK_D* a head
-size or, of values, a part of it.
+Import this module only where Triton is installed. Shapes: M = BLOCK_M rows of a tile, BLOCK_D* a head size or, of
+values, a part of it.
 """
 
 import triton
 import triton.language as tl
 
-from ..rounding import as_read
-from .partial_softmax import attend_to_chunk, fold, score
+from .ordered_spans import attend_in_order, no_softmax
+from .partial_softmax import fold
 from .spans import span_log2
-
-
-@triton.jit
-def _no_softmax(rows: tl.constexpr, columns: tl.constexpr):
-    """acc, peak, total of rows that saw no key."""
-    acc, total = tl.zeros([rows, columns], tl.float32), tl.zeros([rows], tl.float32)
-    return acc, tl.full([rows], float("-inf"), tl.float32), total
-
-
-@triton.jit
-def _end_spans(done, ends, span):
-    """Add the spans of the rows where `ends` [M] to `done` -> done, and the present spans, which are empty there."""
-    acc, peak, total = span
-    nothing = _no_softmax(acc.shape[0], acc.shape[1])
-    done = fold(
-        done[0], done[1], done[2], tl.where(ends[:, None], acc, 0.0), tl.where(ends, peak, nothing[1]),
-        tl.where(ends, total, 0.0),
-    )  # fmt: skip
-    return done, (tl.where(ends[:, None], 0.0, acc), tl.where(ends, nothing[1], peak), tl.where(ends, 0.0, total))
-
-
-@triton.jit
-def _attend_to_slots(
-    query, key_cache_ptr, value_cache_ptr, scales_ptr, positions_ptr, done, span, begin, end, log2, least, node,
-    position, slope, length, column, inner, outer,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr, DK: tl.constexpr,
-    BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add the chunks of the slots begin .. end to the present spans, and these to `done` where they end.
-
-    log2 [M]: of the positions in a row's spans; least: the smallest of them. MASKED: False if every row sees every key.
-    """
-    dk, dv = tl.arange(0, BLOCK_DK), column + tl.arange(0, BLOCK_DV)
-    for start in range(begin, end, CHUNK):
-        # The keys and values of the chunk, and who sees them.
-        slot = start + tl.arange(0, CHUNK)
-        real_dk, real_dv = (dk < DK)[None, :], (dv < DV)[None, :]
-        stored, seen, key_position = None, None, slot
-        if MASKED:
-            inside = slot < end
-            stored = inside[:, None]
-            real_dk, real_dv = real_dk & stored, real_dv & stored
-            seen = inside[None, :] & (slot[None, :] - length <= node[:, None])
-            if WINDOW is not None or slope is not None:
-                new = tl.load(positions_ptr + slot - length, mask=inside & (slot >= length), other=0)
-                key_position = tl.where(slot < length, slot, new.to(tl.int32))
-            if WINDOW is not None:
-                seen = seen & (position[:, None] - key_position[None, :] < WINDOW)
-        keys = tl.load(key_cache_ptr + slot[:, None] * DK + dk[None, :], mask=real_dk, other=0.0)
-        values = tl.load(value_cache_ptr + slot[:, None] * DV + dv[None, :], mask=real_dv, other=0.0)
-        keys = as_read(keys, scales_ptr, slot, stored, 0, query.dtype)
-        values = as_read(values, scales_ptr, slot, stored, 1, query.dtype)
-
-        # Its partial softmax, and the end of spans.
-        scores = score(query, keys, PRECISION)
-        acc, peak, total = attend_to_chunk(
-            scores, values, seen, slope, key_position, position, inner, outer, SOFTCAP, PRECISION
-        )
-        span = fold(span[0], span[1], span[2], acc, peak, total)
-        if (start + CHUNK) & ((1 << least) - 1) == 0:
-            ends = ((start + CHUNK) & ((1 << log2) - 1)) == 0
-            done, span = _end_spans(done, ends, span)
-    return done, span
 
 
 @triton.jit(do_not_specialize=["nodes"])
@@ -133,15 +66,15 @@ def prompt_kernel(
     dk = tl.arange(0, BLOCK_DK)[None, :]
     row_ptr = q_ptr + batch * stride_qb + head[:, None] * stride_qh + node[:, None] * stride_qn
     query = tl.load(row_ptr + dk, mask=real[:, None] & (dk < DK), other=0.0)
-    done, span = _no_softmax(BLOCK_M, BLOCK_DV), _no_softmax(BLOCK_M, BLOCK_DV)
+    done, span = no_softmax(BLOCK_M, BLOCK_DV), no_softmax(BLOCK_M, BLOCK_DV)
     if WINDOW is None and slopes_ptr is None:
-        done, span = _attend_to_slots(
+        done, span = attend_in_order(
             query, key_cache_ptr, value_cache_ptr, scales_ptr, positions_ptr, done, span, begin, common, log2, least,
             node, position, slope, length, column, inner, outer,
             SOFTCAP, WINDOW, False, CHUNK, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
         )  # fmt: skip
         begin = common
-    done, span = _attend_to_slots(
+    done, span = attend_in_order(
         query, key_cache_ptr, value_cache_ptr, scales_ptr, positions_ptr, done, span, begin, end, log2, least,
         node, position, slope, length, column, inner, outer,
         SOFTCAP, WINDOW, True, CHUNK, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,

@@ -73,6 +73,31 @@ def _load(parts_ptr, sums_ptr, number, rows, dv, DV: tl.constexpr):
     return acc, peak, tl.load(sums_ptr + (number * 2 + 1) * rows, mask=exists, other=0.0)
 
 
+@triton.jit
+def _sum_of_spans(
+    parts_ptr, sums_ptr, first, end, number_of_0, rows, dv, DV: tl.constexpr, BLOCK_DV: tl.constexpr
+):  # fmt: skip
+    """The sum of the spans first .. end of one row. LOADED of them are scaled to one peak before they are added.
+    number_of_0: the part of span 0; span s is s parts before it."""
+    acc, peak, total = tl.zeros([BLOCK_DV], tl.float32), float("-inf"), 0.0
+    for start in range(first, end, LOADED):
+        parts = ()
+        higher = peak
+        for step in tl.static_range(LOADED):
+            number = tl.where(start + step < end, number_of_0 - start - step, -1)
+            loaded = _load(parts_ptr, sums_ptr, number, rows, dv, DV)
+            parts += (loaded,)
+            higher = tl.maximum(higher, loaded[1])
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        keep = power_of_2(peak - base)
+        acc, total, peak = acc * keep, total * keep, higher
+        for step in tl.static_range(LOADED):
+            share = power_of_2(parts[step][1] - base)
+            acc += parts[step][0] * share
+            total += parts[step][2] * share
+    return acc, peak, total
+
+
 @triton.jit(do_not_specialize=["nodes", "spans"])
 def merge_spans_kernel(
     lengths_ptr, positions_ptr, sinks_ptr, out_ptr,  # [B], [B, N] by its stride, [H] or None, [B, N, H, Dv]
@@ -80,11 +105,13 @@ def merge_spans_kernel(
     stride_p, nodes, spans,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, FIRST: tl.constexpr,
     MOST: tl.constexpr, PARTS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, EARLY: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """out = acc / total of the sum of the row's parts; one row a program. Grid (N * H, B).
 
     Spans are added from the first to the last, and so are the chunks of a span. The chunks below `edge` of a span are
-    a part already; those from `edge` on are parts of the tail.
+    a part already; those from `edge` on are parts of the tail. WHOLE: the spans that end at `edge` or below it are one
+    part, and the one that contains it is the next.
     """
     # The row, and the numbers first .. last of the spans that it sees below `edge`.
     if EARLY:
@@ -114,29 +141,19 @@ def merge_spans_kernel(
     # loaded first, so nothing waits for them.
     dv = tl.arange(0, BLOCK_DV)
     number = tl.where((tail_span == last) & (first <= last), newest, -1)
+    if WHOLE:
+        number = PARTS + 1
     span_acc, span_peak, span_total = _load(parts_ptr, sums_ptr, number, rows, dv, DV)
     tails, tail_parts = (), tl.cdiv(length + nodes - edge, CHUNK)
     for tail in tl.static_range(PARTS):
         number = tl.where(tail_parts > tail, tail_parts * 0 + tail, -1)
         tails += (_load(parts_ptr, sums_ptr, number, rows, dv, DV),)
 
-    # Add the spans that end at `edge` or below it. LOADED of them are scaled to one peak before they are added.
-    acc, peak, total = tl.zeros([BLOCK_DV], tl.float32), float("-inf"), 0.0
-    for start in range(first, tail_span, LOADED):
-        parts = ()
-        higher = peak
-        for step in tl.static_range(LOADED):
-            number = tl.where(start + step < tail_span, newest + last - start - step, -1)
-            loaded = _load(parts_ptr, sums_ptr, number, rows, dv, DV)
-            parts += (loaded,)
-            higher = tl.maximum(higher, loaded[1])
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        keep = power_of_2(peak - base)
-        acc, total, peak = acc * keep, total * keep, higher
-        for step in tl.static_range(LOADED):
-            share = power_of_2(parts[step][1] - base)
-            acc += parts[step][0] * share
-            total += parts[step][2] * share
+    # Add the spans that end at `edge` or below it.
+    if WHOLE:
+        acc, peak, total = _load(parts_ptr, sums_ptr, PARTS, rows, dv, DV)
+    else:
+        acc, peak, total = _sum_of_spans(parts_ptr, sums_ptr, first, tail_span, newest + last, rows, dv, DV, BLOCK_DV)
 
     # Add the chunks of the tail to the span that contains `edge`. The first chunk of the next span begins a new sum.
     for tail in tl.static_range(PARTS):

@@ -45,9 +45,9 @@ MOST_COLUMNS = 128
 FEW = 16
 """Up to this many tiles of rows, a multiprocessor runs one program that reads further ahead, rather than two."""
 MANY = 128
-"""From this many tiles of rows on, programs take several spans if the cache is short."""
-SHORT = 4096
-"""The most slots of a short cache."""
+"""From this many tiles of rows on, a program takes all spans of its rows. Four trees of 64 nodes are 128 tiles of 64
+rows with the heads of Llama-3.1-8B; on an H200 a layer took 40 us over 1,024 tokens and 198 over 8,192, and 53 and 281
+with programs of a span each. With 64 tiles it took 1.04 to 1.28 times as long as those."""
 
 
 @attention_op("spec_compile::tree_attention", rotates=True, device_types="cpu")
@@ -69,14 +69,14 @@ def tree_attention(call: AttentionCall) -> Tensor:
 
 
 class Tuning(NamedTuple):
-    """How `launch` divides the work. All but warps and stages are powers of two.
+    """How `launch` divides the work. Rows, keys and spans are powers of two.
 
     block_m: rows of a program.
     block_n: keys of a chunk.
     least: the fewest slots of a span.
     warps, stages: of Triton's pipeline.
     most: the most spans of a token.
-    together: spans of a program, for a tree; fewer than `most`.
+    whole: True if a program takes all spans of its rows, for a tree.
     """
 
     block_m: int
@@ -85,7 +85,7 @@ class Tuning(NamedTuple):
     warps: int
     stages: int
     most: int = 32
-    together: int = 1
+    whole: bool = False
 
 
 ROWS, KEYS = {2: 64, 4: 16, 8: 16}, 16
@@ -102,7 +102,7 @@ def least_memory(key_dim: int, value_dim: int, itemsize: int) -> int:
 def prompt_tuning(key_dim: int, value_dim: int, itemsize: int, device: int) -> Tuning:
     """The tuning for a chunk larger than any tree. On an H200 two programs of 64 rows on a multiprocessor took 0.88 of
     the time of one with 128 rows."""
-    order = tree_tuning(1, 1, 1, key_dim, value_dim, itemsize, device)
+    order = tree_tuning(1, 1, key_dim, value_dim, itemsize, device)
     if itemsize == 4:
         return order
     key_dim, columns = triton.next_power_of_2(key_dim), min(triton.next_power_of_2(value_dim), MOST_COLUMNS)
@@ -111,19 +111,17 @@ def prompt_tuning(key_dim: int, value_dim: int, itemsize: int, device: int) -> T
 
 
 @functools.cache
-def tree_tuning(
-    rows: int, pairs: int, capacity: int, key_dim: int, value_dim: int, itemsize: int, device: int
-) -> Tuning:
+def tree_tuning(rows: int, pairs: int, key_dim: int, value_dim: int, itemsize: int, device: int) -> Tuning:
     """The tuning for a tree with `rows` rows for each of `pairs` = B * Hkv, from ``benchmarks/kernels/attention.py`` on
     an H200.
 
-    block_n, least and most decide the bits of results, so they depend only on the sizes of heads. Each program waits
-    for its first keys; where many programs would, fewer programs with several spans each are faster. Two stages leave
-    memory for the sums of these.
+    block_n, least and most decide the bits of results, so they depend only on the sizes of heads. Programs that take a
+    span each write and read a part of every row for each, so where tiles of rows keep all multiprocessors busy by
+    themselves, programs that take all spans are faster.
     """
     memory = card_of(torch.device("cuda", device)).memory
     key_dim, value_dim = triton.next_power_of_2(key_dim), min(triton.next_power_of_2(value_dim), MOST_COLUMNS)
-    block_m, largest, warps, together = ROWS[itemsize], 64, 4, 1
+    block_m, largest, warps = ROWS[itemsize], 64, 4
     if itemsize == 4:
         largest, warps = 32, 8
     slot = (key_dim + value_dim) * itemsize
@@ -131,9 +129,7 @@ def tree_tuning(
     block_n = min(max(1 << (max(room // slot, 1).bit_length() - 1), KEYS), largest)
     tiles = pairs * triton.cdiv(rows, block_m)
     stages = min(max(room // (block_n * slot), 1), 4 if tiles <= FEW else 3)
-    if itemsize < 4 and tiles >= MANY and capacity <= SHORT:
-        together, stages = 4, min(stages, 2)
-    return Tuning(block_m, block_n, 128, warps, stages, together=together)
+    return Tuning(block_m, block_n, 128, warps, stages, whole=tiles >= MANY)
 
 
 def _check(call: AttentionCall) -> None:
@@ -167,7 +163,7 @@ def launch(call: AttentionCall, config: Tuning | None = None) -> Tensor:
         return indexed_attention.launch(call, _append(call, 32, 4, early=False))
     if nodes > MAX_NODES:
         return _launch_prompt(call, config or prompt_tuning(*facts))
-    return _launch_tree(call, config or tree_tuning(rows, batch * kv_heads, call.key_cache.shape[2], *facts))
+    return _launch_tree(call, config or tree_tuning(rows, batch * kv_heads, *facts))
 
 
 def _constants(call: AttentionCall, value_columns: int) -> dict:
@@ -240,29 +236,30 @@ def _launch_tree(call: AttentionCall, config: Tuning) -> Tensor:
     q, _, _, key_cache, value_cache, lengths, ancestors, positions, *_ = call
     batch, heads, nodes, _ = q.shape
     kv_heads, capacity, value_dim = *key_cache.shape[1:3], value_cache.shape[3]
-    block_m, chunk, together, group = config.block_m, config.block_n, config.together, heads // kv_heads
+    block_m, chunk, whole, group = config.block_m, config.block_n, config.whole, heads // kv_heads
 
     # The tail tiles, the spans, and memory for their partial softmaxes (see `spans`).
     per_tile, columns = nodes_per_tile(group), min(triton.next_power_of_2(value_dim), MOST_COLUMNS)
     tiles = tail_tiles(ancestors, per_tile) if call.tiles is None else call.tiles
     tails = (triton.cdiv(nodes, per_tile) if tiles is None else nodes) * triton.cdiv(per_tile * group, block_m)
     order = _order(call, config)
-    spans = most_spans(capacity, order["FIRST"], config.most, call.window)
+    spans = 2 if whole else most_spans(capacity, order["FIRST"], config.most, call.window)
     tail_parts = triton.cdiv(chunk - 1 + nodes, chunk)
     parts = q.new_empty(batch * kv_heads, tail_parts + spans, nodes * group, value_dim, dtype=torch.float32)
     sums = q.new_empty(batch * kv_heads, tail_parts + spans, 2, nodes * group, dtype=torch.float32)
     out = call.empty_output()
     early = dependent_launch.available(q) and tiles is call.tiles  # a table made here may not be read early
-    shared = {**order, "GROUP": group, "PARTS": tail_parts, "EARLY": early, **({"launch_pdl": True} if early else {})}
+    shared = {**order, "GROUP": group, "PARTS": tail_parts, "EARLY": early, "WHOLE": whole}
+    shared |= {"launch_pdl": True} if early else {}
 
     # The three launches.
-    programs = triton.cdiv(spans, together) * triton.cdiv(nodes * group, block_m) + tails
+    programs = (1 if whole else spans) * triton.cdiv(nodes * group, block_m) + tails
     rotated = _append(call, min(triton.next_power_of_2(nodes), 4), 1, early)
     tree_kernel[(batch * kv_heads, programs, triton.cdiv(value_dim, columns))](
         rotated, key_cache, value_cache, call.scales, lengths, tiles, positions, call.slopes, parts, sums,
         *rotated.stride()[:3], positions.stride(0), nodes, capacity, spans, *_factors(call),
         SOFTCAP=call.softcap is not None, BLOCK_M=block_m, PER_TILE=per_tile, COLUMNS=COLUMNS,
-        PRECISION=precision(q.dtype, q.device), TOGETHER=together, **shared, **_constants(call, columns),
+        PRECISION=precision(q.dtype, q.device), **shared, **_constants(call, columns),
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     merge_spans_kernel[(nodes * heads, batch)](

@@ -5,7 +5,7 @@ group. The kernel forms the partial softmax (`partial_softmax`) of one chunk of 
 are multiples of CHUNK:
 
 - Below `edge`, the last multiple of CHUNK that is not above the committed length, keys are slots of the cache, and a
-  program adds up the chunks of a span, or of several (`spans`).
+  program adds up the chunks of a span (`spans`), or where rows are many, those of all spans (`ordered_spans`).
 - From `edge` on, the keys are the last committed slots and then the nodes of a path from the root. A program gathers
   them for the nodes of a tail tile (`tail_tiles`), and each chunk stays a part of its own.
 
@@ -22,6 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..ptx import prefetch_l2
 from ..rounding import as_read
+from .ordered_spans import attend_in_order, no_softmax
 from .partial_softmax import attend_to_chunk, fold, score
 from .spans import span_log2, turns
 
@@ -66,21 +67,23 @@ def _load_queries(row_ptr, real, DK: tl.constexpr, BLOCK_DK: tl.constexpr):
 
 
 @triton.jit
-def _attend_to_slots(
-    query, key_cache_ptr, value_cache_ptr, scales_ptr, parts_ptr, sums_ptr, begin, end, log2, part, rows, row, real,
-    position, slope, column, inner, outer,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
-):  # fmt: skip
-    """Add up the chunks of committed slots begin .. end by spans of 2 ** log2 positions; store a part for each span.
+def _rows_of_tile(tile, positions_ptr, nodes, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The rows [M] of a tile: their numbers, nodes, heads, True where they exist, and positions."""
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    node = row // GROUP
+    position = tl.load(positions_ptr + node, mask=node < nodes, other=1 << 30).to(tl.int32)
+    return row, node, row % GROUP, node < nodes, position
 
-    Span s is stored at number part - s: part = 5 and begin .. end over spans 2 and 3 gives parts 3 and 2.
-    query [M, BLOCK_DK]; position, slope, row, real [M]. TOGETHER: the most spans between begin and end.
-    """
+
+@triton.jit
+def _attend_to_slots(
+    query, key_cache_ptr, value_cache_ptr, scales_ptr, begin, end, position, slope, column, inner, outer,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The partial softmax of the chunks of committed slots begin .. end. query [M, BLOCK_DK]; position, slope [M]."""
     dk, dv = tl.arange(0, BLOCK_DK), column + tl.arange(0, BLOCK_DV)
-    peak = tl.full([query.shape[0]], float("-inf"), tl.float32)
-    total = tl.zeros([query.shape[0]], tl.float32)
-    acc = tl.zeros([query.shape[0], BLOCK_DV], tl.float32)
+    acc, peak, total = no_softmax(query.shape[0], BLOCK_DV)
     for start in range(begin, end, CHUNK):
         slot = start + tl.arange(0, CHUNK)
         keys = tl.load(key_cache_ptr + slot[:, None] * DK + dk[None, :], mask=(dk < DK)[None, :], other=0.0)
@@ -95,65 +98,86 @@ def _attend_to_slots(
             scores, values, seen, slope, slot, position, inner, outer, SOFTCAP, PRECISION
         )
         acc, peak, total = fold(acc, peak, total, next_acc, next_peak, next_total)
-        if TOGETHER > 1:
-            # Store the span if the next chunk lies in another span, or if there is no next chunk.
-            if ((start + CHUNK) >> log2 != start >> log2) | (start + CHUNK >= end):
-                number = part - (start >> log2)
-                _store_part(parts_ptr, sums_ptr, number, rows, row, real, column, acc, peak, total, DV)
-                acc, total = tl.zeros([query.shape[0], BLOCK_DV], tl.float32), tl.zeros([query.shape[0]], tl.float32)
-                peak = tl.full([query.shape[0]], float("-inf"), tl.float32)
-    if TOGETHER == 1:
-        number = part - (begin >> log2)
-        _store_part(parts_ptr, sums_ptr, number, rows, row, real, column, acc, peak, total, DV)
+    return acc, peak, total
 
 
 @triton.jit
-def _attend_to_spans(
+def _attend_to_span(
     q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, positions_ptr, slopes_ptr, parts_ptr, sums_ptr, stride_qh,
     stride_qn, nodes, length, edge, part, number, tile, column, inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
     FIRST: tl.constexpr, MOST: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr, TOGETHER: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows attends to TOGETHER spans: group `number` of the spans, counted from the last span back, first all
-    groups of the smaller spans and then those of the larger ones.
+    """A tile of rows attends to a span: `number` counted from the last span back, first all smaller spans and then the
+    larger ones. It is stored as a part.
 
-    FIRST = 7, MOST = 8, TOGETHER = 4, edge = 960: group 0 has spans 4 to 7 of 128 positions, group 1 has 0 to 3. If the
-    tree reaches turn = 1024, group 2 has spans 0 to 3 of 256 positions.
+    FIRST = 7, MOST = 8, edge = 960: number 0 is span 7 of 128 positions, number 7 is span 0. If the tree reaches turn =
+    1024, number 8 is span 3 of 256 positions.
 
     part: the number of the last span's part. Pointers point to this row of the batch and KV head.
     """
-    index = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    node, head = index // GROUP, index % GROUP
-    real, row = node < nodes, index
-    position, slope = tl.load(positions_ptr + node, mask=real, other=1 << 30).to(tl.int32), None
+    row, node, head, real, position = _rows_of_tile(tile, positions_ptr, nodes, GROUP, BLOCK_M)
+    slope = None
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + head, mask=real, other=0.0)
 
-    # The slots begin .. end of the group, and `late`: True if its spans are the larger ones.
+    # The slots begin .. end of the span, and `late`: True if it is one of the larger ones.
     log2, turn = span_log2(length, FIRST, MOST)
     smaller = tl.cdiv(edge, 1 << log2)
-    late = (number >= tl.cdiv(smaller, TOGETHER)) & (length + nodes > turn) & (MOST > 0)
-    number -= tl.where(late, tl.cdiv(smaller, TOGETHER), 0)
-    part += tl.where(late, smaller, 0)
+    late = (number >= smaller) & (length + nodes > turn) & (MOST > 0)
     log2 += late.to(tl.int32)
-    last = (edge - 1) >> log2
-    newest = last - number * TOGETHER
-    begin, end = tl.maximum(newest - (TOGETHER - 1), 0) << log2, tl.minimum((newest + 1) << log2, edge)
+    span = ((edge - 1) >> log2) - number + tl.where(late, smaller, 0)
+    begin, end = tl.maximum(span, 0) << log2, tl.minimum((span + 1) << log2, edge)
     if WINDOW is not None:
         begin = tl.maximum(begin, tl.maximum(tl.min(position, 0) - WINDOW + 1, 0) // CHUNK * CHUNK)
-    # Attend, unless a window hides the group or no group has this number.
+    # Attend, unless a window hides the span or no span has this number.
     if begin < end:
         if EARLY:
             _prefetch_slots(key_cache_ptr, begin, end, DK, BLOCK_DK, 2 * CHUNK)
             _prefetch_slots(value_cache_ptr + column, begin, end, DV, BLOCK_DV, 2 * CHUNK)
             gdc_wait()
-        _attend_to_slots(
-            _load_queries(q_ptr + head * stride_qh + node * stride_qn, real, DK, BLOCK_DK), key_cache_ptr,
-            value_cache_ptr, scales_ptr, parts_ptr, sums_ptr, begin, end, log2, part + last, nodes * GROUP, row,
-            real & (turns(position, turn, length, nodes, MOST) == late), position, slope, column, inner, outer,
-            SOFTCAP, WINDOW, CHUNK, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION, TOGETHER,
+        query = _load_queries(q_ptr + head * stride_qh + node * stride_qn, real, DK, BLOCK_DK)
+        acc, peak, total = _attend_to_slots(
+            query, key_cache_ptr, value_cache_ptr, scales_ptr, begin, end, position, slope, column, inner, outer,
+            SOFTCAP, WINDOW, CHUNK, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
         )  # fmt: skip
+        of_row = real & (turns(position, turn, length, nodes, MOST) == late)
+        _store_part(parts_ptr, sums_ptr, part + number, nodes * GROUP, row, of_row, column, acc, peak, total, DV)
+
+
+@triton.jit
+def _attend_to_all_slots(
+    q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, positions_ptr, slopes_ptr, parts_ptr, sums_ptr, stride_qh,
+    stride_qn, nodes, length, edge, part, tile, column, inner, outer,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
+    FIRST: tl.constexpr, MOST: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A tile of rows attends to all slots below `edge`. The spans that end there or before are stored as one part, and
+    the span that contains `edge` as the next. The other arguments are those of `_attend_to_span`."""
+    row, node, head, real, position = _rows_of_tile(tile, positions_ptr, nodes, GROUP, BLOCK_M)
+    slope = None
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + head, mask=real, other=0.0)
+    least, turn = span_log2(length, FIRST, MOST)
+    log2 = least + turns(position, turn, length, nodes, MOST).to(tl.int32)
+    begin = tl.zeros_like(length)
+    if WINDOW is not None:
+        begin = tl.maximum(tl.min(position, 0) - WINDOW + 1, 0) // CHUNK * CHUNK
+    if EARLY:
+        _prefetch_slots(key_cache_ptr, begin, edge, DK, BLOCK_DK, 2 * CHUNK)
+        _prefetch_slots(value_cache_ptr + column, begin, edge, DV, BLOCK_DV, 2 * CHUNK)
+        gdc_wait()
+    query = _load_queries(q_ptr + head * stride_qh + node * stride_qn, real, DK, BLOCK_DK)
+    done, span = attend_in_order(
+        query, key_cache_ptr, value_cache_ptr, scales_ptr, positions_ptr, no_softmax(BLOCK_M, BLOCK_DV),
+        no_softmax(BLOCK_M, BLOCK_DV), begin, edge, log2, least, node, position, slope, length, column, inner, outer,
+        SOFTCAP, WINDOW, WINDOW is not None, CHUNK, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
+    )  # fmt: skip
+    rows = nodes * GROUP
+    _store_part(parts_ptr, sums_ptr, part, rows, row, real, column, done[0], done[1], done[2], DV)
+    _store_part(parts_ptr, sums_ptr, part + 1, rows, row, real, column, span[0], span[1], span[2], DV)
 
 
 @triton.jit
@@ -302,12 +326,13 @@ def tree_kernel(
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr, FIRST: tl.constexpr, MOST: tl.constexpr, PARTS: tl.constexpr, PER_TILE: tl.constexpr,
     COLUMNS: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr, TOGETHER: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Partial softmaxes of tail tiles into the first PARTS parts, and of spans into the others, the last span first.
 
-    Grid (B * Hkv, tail tiles + groups of TOGETHER spans * tiles of rows, blocks of Dv). Tail tiles begin first, because
-    they take longest; programs without work come last.
+    Grid (B * Hkv, tail tiles + spans * tiles of rows, blocks of Dv). WHOLE: a program takes all spans of its rows, the
+    grid has tiles of rows + tail tiles, and `spans` is 2, see `_attend_to_all_slots`. Programs that take longest begin
+    first; those without work come last.
     """
     TILE_PARTS: tl.constexpr = (PER_TILE * GROUP + BLOCK_M - 1) // BLOCK_M
     if EARLY:
@@ -317,10 +342,13 @@ def tree_kernel(
     pair = tl.program_id(0).to(tl.int64)
     batch, kv_head = pair // KV_HEADS, pair % KV_HEADS
     program, column = tl.program_id(1), tl.program_id(2) * BLOCK_DV
-    length = tl.load(lengths_ptr + batch).to(tl.int32)
-    tails, path_ptr = tl.cdiv(nodes, PER_TILE) * TILE_PARTS, tiles_ptr
+    length, row_tiles = tl.load(lengths_ptr + batch).to(tl.int32), tl.cdiv(nodes * GROUP, BLOCK_M)
+    tails, path_ptr, tail = tl.cdiv(nodes, PER_TILE) * TILE_PARTS, tiles_ptr, program
+    if WHOLE:
+        tail = program - row_tiles
     if tiles_ptr is not None:
-        path_ptr += (batch * nodes + tl.minimum(program // TILE_PARTS, nodes - 1)) * (COLUMNS + nodes) + COLUMNS
+        of_tile = tl.minimum(tl.maximum(tail, 0) // TILE_PARTS, nodes - 1)
+        path_ptr += (batch * nodes + of_tile) * (COLUMNS + nodes) + COLUMNS
         tails = tl.load(path_ptr - COLUMNS + 3) * TILE_PARTS
 
     # The row of the batch and KV head.
@@ -333,18 +361,24 @@ def tree_kernel(
         scales_ptr += pair * capacity * 2
     if slopes_ptr is not None:
         slopes_ptr += kv_head * GROUP
-    part, row_tiles = pair * (PARTS + spans), tl.cdiv(nodes * GROUP, BLOCK_M)
-    if program < tails:
+    part = pair * (PARTS + spans)
+    if (tail >= 0) & (tail < tails):
         _attend_to_tail(
             q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, path_ptr, positions_ptr, slopes_ptr, parts_ptr, sums_ptr,
-            stride_qh, stride_qn, nodes, length, capacity, edge, part, program, column, inner, outer, SOFTCAP, WINDOW,
+            stride_qh, stride_qn, nodes, length, capacity, edge, part, tail, column, inner, outer, SOFTCAP, WINDOW,
             GROUP, BLOCK_M, CHUNK, PARTS, PER_TILE, COLUMNS, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION, EARLY,
         )  # fmt: skip
-    else:
+    elif not WHOLE:
         program -= tails
-        _attend_to_spans(
+        _attend_to_span(
             q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, positions_ptr, slopes_ptr, parts_ptr, sums_ptr,
             stride_qh, stride_qn, nodes, length, edge, part + PARTS, program // row_tiles, program % row_tiles, column,
             inner, outer, SOFTCAP, WINDOW, GROUP, BLOCK_M, CHUNK, FIRST, MOST, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
-            EARLY, TOGETHER,
+            EARLY,
+        )  # fmt: skip
+    elif tail < 0:
+        _attend_to_all_slots(
+            q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, positions_ptr, slopes_ptr, parts_ptr, sums_ptr,
+            stride_qh, stride_qn, nodes, length, edge, part + PARTS, program, column, inner, outer, SOFTCAP, WINDOW,
+            GROUP, BLOCK_M, CHUNK, FIRST, MOST, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION, EARLY,
         )  # fmt: skip
