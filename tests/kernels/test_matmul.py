@@ -11,6 +11,7 @@ from places import GPU, places
 from torch.nn import functional as F
 
 from spec_compile.kernels import counters
+from spec_compile.kernels.card import Card
 from spec_compile.kernels.linear import small_m as kernel
 from spec_compile.kernels.linear import wide
 from spec_compile.kernels.linear.plans import CUT, ProductTile, plan, squared_columns
@@ -271,3 +272,17 @@ def test_chain_in_a_graph(rows):
         graph.replay()
         different = [i for i, (a, b) in enumerate(zip(again, outs)) if not torch.equal(a, b)]
         assert not different
+
+
+@pytest.mark.parametrize(
+    "outputs, rows, parts, processors, expected",
+    [(28672, 64, 1, 132, False), (28672, 65, 1, 132, True), (28672, 128, 1, 132, True), (28672, 256, 1, 132, True),
+     (28672, 512, 1, 132, False), (28672, 128, 2, 132, False), (16384, 128, 1, 132, False), (36864, 128, 1, 132, False),
+     (28672, 128, 1, 108, False), (28672, 128, 1, 114, True)],
+)  # fmt: skip
+def test_tiles_of_a_gate_are_taken_where_they_fill_the_gpu(outputs, rows, parts, processors, expected, monkeypatch):
+    monkeypatch.setattr(wide, "card_of", lambda device: Card("a GPU", (9, 0), processors, 232_448))
+    x, weight = torch.empty(rows, 4096, dtype=torch.bfloat16), torch.empty(outputs, 1, dtype=torch.bfloat16)
+    tile = plan(28672, 4096).tile(rows)
+    assert wide.serves(Product(x, weight, None, after=Gate()), parts, tile) == (expected or rows >= wide.LEAST_ROWS)
+    assert not wide.serves(Product(x[:300], weight, None), parts, tile)

@@ -125,7 +125,7 @@ def launch(product: Product, out: Tensor | None, parts: int, tile: ProductTile, 
     out: contiguous; [R, O], gated [R, O / 2], of heads the queries [R, H * D], R = B * N; None if the product is sent.
     early: True to use programmatic dependent launch (None: if the GPU can).
     """
-    if wide.serves(product, tile):
+    if wide.serves(product, parts, tile):
         return wide.launch(product, out, parts)
     x, weight, after, scales = product.x, product.weight, product.after, product.scales
     rows, inputs, outputs = *x.shape, len(weight)
