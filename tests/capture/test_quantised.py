@@ -171,7 +171,7 @@ def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
 @pytest.mark.parametrize("name", SERVED)
 def test_a_head_drafts_for_a_quantised_target(name, tmp_path):
     model = load(name, tmp_path)
-    fast = speculate(model, "dflash", draft=dflash(model), compile=False)
+    fast = speculate(model, "dflash", draft=dflash(model), **ALIKE)
     assert torch.equal(fast.generate(IDS, **GREEDY), own_answer(name, tmp_path))
 
 
