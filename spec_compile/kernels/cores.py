@@ -16,8 +16,8 @@ THREADS = "OMP_NUM_THREADS", "MKL_NUM_THREADS"
 def fit_threads() -> None:
     """Lower torch's number of threads to `cores`, unless one of `THREADS` is set.
 
-    A thread that has no core, or no time, keeps all others waiting at the end of every op. With two threads in a
-    container that has the time of one core, a step of SmolLM2-135M takes 20.2 ms in place of 13.8 with one.
+    A thread that has no core, or no time, keeps all others waiting at the end of every op. In a container that has the
+    time of one core, plain steps of SmolLM2-135M give 44 to 50 tokens a second with two threads, and 64 to 66 with one.
     """
     present, most = torch.get_num_threads(), cores()
     if present > most and not any(name in os.environ for name in THREADS):
