@@ -10,7 +10,7 @@ from ..kernels import linear
 from ..kernels.attention.call import ROTATION
 from ..kernels.linear.product_ops import lack_of_append
 from .apply import comes_after
-from .fuse_rotary import rotating
+from .fuse_rotary import taking
 from .nodes import swaps_heads
 
 aten = torch.ops.aten
@@ -25,7 +25,7 @@ def fuse_append(graph: ModelGraph, settings) -> str:
     """
     joined, lacks = 0, {}
     fits = settings.purpose != "draft" and graph.device.type == "cuda"
-    for node in rotating(graph) if fits else []:
+    for node in taking("cos", graph) if fits else []:
         product = _product_of(node)
         if product is not None:
             q, v = (node.kwargs[name].meta["val"] for name in ("q", "v"))

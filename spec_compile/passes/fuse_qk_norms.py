@@ -6,7 +6,7 @@ from torch import fx
 from ..graph import ModelGraph, calls
 from .apply import comes_after
 from .fuse_norms import Norm, match_norm
-from .fuse_rotary import rotating
+from .fuse_rotary import taking
 from .nodes import swaps_heads
 
 aten = torch.ops.aten
@@ -17,7 +17,7 @@ def fuse_qk_norms(graph: ModelGraph, settings) -> str:
     """Hand q and k that tree attention rotates to it as they were before their norms, with the norms' weights."""
     joined = 0
     norms = {norm.out: norm for root in calls(graph.gm, aten.rsqrt.default) if (norm := match_norm(graph, root))}
-    for node in rotating(graph) if norms else ():
+    for node in taking("q_norm", graph) if norms else ():
         q, k = (_norm_of(node.kwargs[name], norms) for name in ("q", "k"))
         if "cos" in node.kwargs and q and k and (q.eps, q.offset) == (k.eps, k.offset):
             edits = {"eps": q.eps, "offset": q.offset}

@@ -1,4 +1,4 @@
-"""fuse_rotary: on a GPU the rotation of queries and keys by their positions joins tree attention."""
+"""fuse_rotary: in 16 bits the rotation of queries and keys by their positions joins tree attention."""
 
 import torch
 from torch import fx
@@ -18,7 +18,7 @@ def fuse_rotary(graph: ModelGraph, settings) -> str:
     Only in a graph of 16 bits, and where all of q and of k is rotated, by halves as in Llama.
     """
     joined = 0
-    for node in rotating(graph):
+    for node in taking("cos", graph):
         turned = [_rotation(node.kwargs[name]) for name in ("q", "k")]
         if None not in turned and turned[0][1:] == turned[1][1:]:
             (q, cos, sin), (k, *_) = turned
@@ -27,11 +27,11 @@ def fuse_rotary(graph: ModelGraph, settings) -> str:
     return f"{joined} layers rotate queries and keys where they attend"
 
 
-def rotating(graph: ModelGraph) -> list[fx.Node]:
-    """The attention calls that could rotate: of a graph of 16 bits, with a backend that can."""
+def taking(argument: str, graph: ModelGraph) -> list[fx.Node]:
+    """The attention calls of a graph of 16 bits, if its backend takes such an argument."""
     if graph.dtype not in HALF or not graph.backend:
         return []
-    return attention.attention_calls(graph) if attention.BACKENDS[graph.backend].rotates else []
+    return attention.attention_calls(graph) if argument in attention.BACKENDS[graph.backend].takes else []
 
 
 def _rotation(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:

@@ -41,7 +41,7 @@ def use_tree_attention(graph: ModelGraph, settings) -> str:
         marker = arguments_of(node)
         layer = {name: marker[name] for name in ("sinks", "scale", "softcap", "window")}
         layer |= {name: marker[name] for name in ("chunk", "slopes", "chosen") if marker[name] is not None}
-        if backend.rotates:
+        if "scales" in backend.takes:
             layer["scales"] = None
         with gm.graph.inserting_before(node):
             first = number * graph.layer_tensors

@@ -24,7 +24,7 @@ LENGTHS = 0, 1, 5, 63, 64, 65, 127, 130, 500, 512, 530, 1030
 
 
 def arguments(case):
-    """Those of the op, which does not rotate."""
+    """Those of the op that have no default."""
     return case.inputs()[:12]
 
 
@@ -40,9 +40,10 @@ def test_it_means_the_plain_attention(level, data):
         ("cpu", draw(*DTYPES)), data.draw(st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=3)), nodes,
         None if causal else random_tree(nodes), (kv_heads * group, kv_heads), sizes, causal=causal,
         window=draw(None, 5, 20, 100), softcap=draw(None, 3.0), sinks=draw(False, True),
+        rotary=sizes[0] % 2 == 0 and draw(False, True),
     )  # fmt: skip
-    inputs = arguments(case)
-    case.compare(attend(AttentionCall(*inputs), level), inputs[3:5])
+    call = case.inputs()
+    case.compare(attend(call, level), call[3:5])
 
 
 def step(caches, length, q, k, v, parents=None, window=None):

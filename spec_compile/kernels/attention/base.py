@@ -53,7 +53,7 @@ class Backend:
     trees: the `FEATURES` that it has with trees.
     captured: the `FEATURES` that it has with trees inside a CUDA graph, where it reads lengths only on the device.
     uncompiled: a CUDA graph can hold it without Inductor.
-    rotates: it takes the arguments `call.ROTATION`.
+    takes: the arguments of `call.SPECIAL` that its op has; with "cos" it rotates.
     sizes: its head sizes; None: all.
     fp8: it takes caches of float8_e4m3fn.
     scaled: it takes caches of float8_e4m3fn with scales.
@@ -71,7 +71,7 @@ class Backend:
     trees: frozenset[str] = USUAL
     captured: frozenset[str] = USUAL
     uncompiled: bool = True
-    rotates: bool = False
+    takes: frozenset[str] = frozenset()
     sizes: frozenset[int] | None = None
     fp8: bool = False
     scaled: bool = False

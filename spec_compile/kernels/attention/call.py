@@ -13,7 +13,8 @@ from ...graph import ModelGraph, calls
 CACHES = ("key_cache", "value_cache")
 """The arguments that a call writes to."""
 ROTATION = ("cos", "sin", "q_norm", "k_norm", "eps", "offset", "tiles")
-"""The arguments that only a backend which `rotates` takes. Its custom op is also the only one with "scales"."""
+SPECIAL = frozenset({*ROTATION, "scales"})
+"""The arguments that only a backend takes which names them in `base.Backend.takes`; others' ops lack them."""
 
 
 class AttentionCall(NamedTuple):
@@ -25,7 +26,7 @@ class AttentionCall(NamedTuple):
 
     q: [B, H, N, Dk], any strides; queries.
     k: [B, Hkv, N, Dk], any strides; keys. None (with v): the block is in the cache already and q is rotated; only a
-        backend that `rotates` takes this.
+        backend that `takes` all of `ROTATION` takes this.
     v: [B, Hkv, N, Dv], any strides; values.
     key_cache: [B, Hkv, S, Dk], contiguous; written at the slots lengths[b] .. lengths[b] + N. It has q's dtype, or
         float8_e4m3fn, to which keys and values are rounded before any query sees them (`ops.stored`).
@@ -112,8 +113,8 @@ def attention_function(function: Callable[..., Tensor]) -> Callable[..., Tensor]
     return attention
 
 
-def schema_of(rotates: bool = False) -> str:
-    """The schema of an op of the call's arguments. rotates: it has the arguments `ROTATION` and "scales".
+def schema_of(takes: frozenset[str] = frozenset()) -> str:
+    """The schema of an op of the call's arguments. takes: those of `SPECIAL` that it has.
 
     "scales" has no default in the op: PyTorch 2.11 looks up every argument that an op writes among those that the
     dispatcher hands over, and the dispatcher leaves out last arguments that equal their defaults.
@@ -129,23 +130,27 @@ def schema_of(rotates: bool = False) -> str:
                 default=defaults.get(field, inspect.Parameter.empty),
             )
             for field, annotation in AttentionCall.__annotations__.items()
-            if rotates or field not in (*ROTATION, "scales")
+            if field not in SPECIAL - takes
         ],
         return_annotation=Tensor,
     )  # fmt: skip
-    return torch.library.infer_schema(prototype, mutates_args=(*CACHES, "scales") if rotates else CACHES)
+    return torch.library.infer_schema(prototype, mutates_args=_mutated(takes))
 
 
-def attention_op(name: str, rotates: bool = False, **options) -> Callable:
+def _mutated(takes: frozenset[str]) -> tuple[str, ...]:
+    return (*CACHES, "scales") if "scales" in takes else CACHES
+
+
+def attention_op(name: str, takes: frozenset[str] = frozenset(), **options) -> Callable:
     """Decorate ``function(call)``: it becomes the custom op `name` of the call's arguments, with its schema and fake.
 
-    rotates: as of `schema_of`.
+    takes: as of `schema_of`.
     options: of `torch.library.custom_op`.
     """
 
     def define(function: Callable[[AttentionCall], Tensor]) -> torch.library.CustomOpDef:
-        mutated, schema = (*CACHES, "scales") if rotates else CACHES, schema_of(rotates)
-        op = torch.library.custom_op(name, from_arguments(function), mutates_args=mutated, schema=schema, **options)
+        named = {"mutates_args": _mutated(takes), "schema": schema_of(takes), **options}
+        op = torch.library.custom_op(name, from_arguments(function), **named)
         op.register_fake(from_arguments(AttentionCall.empty_output))
         TARGETS.add(getattr(torch.ops.spec_compile, name.removeprefix("spec_compile::")).default)
         return op

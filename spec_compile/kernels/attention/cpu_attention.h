@@ -11,6 +11,7 @@ struct Heads {
 struct Attention {
     Heads q, k, v;
     void *key_cache, *value_cache;                   // [batch, kv_heads, slots, key_dim or value_dim]
+    const void *cos, *sin;                           // [batch, nodes, key_dim], or null: q and k are rotated already
     const int64_t *lengths, *ancestors, *positions;  // [batch], [batch, nodes] or null, [batch, nodes]
     const float* sinks;                              // [heads], or null
     void* out;                                       // [batch, nodes, heads, value_dim]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ... import extensions
+from .. import ops
 from ..plain import are_plain
 from . import sdpa
 from .base import Backend
@@ -26,7 +27,12 @@ DTYPES = torch.float32, torch.bfloat16
 
 def cpu_attention(call: AttentionCall) -> Tensor:
     """The call. -> [B, N, H, Dv]."""
-    return sdpa.attention(*call) if are_plain() else attend(call)
+    if not are_plain():
+        return attend(call)
+    if call.cos is not None:
+        q, k = (ops.rotated(x, call.cos, call.sin) for x in call[:2])
+        call = call._replace(q=q, k=k, cos=None, sin=None)
+    return sdpa.attention(*call)
 
 
 def attend(call: AttentionCall, level: int | None = None) -> Tensor:
@@ -35,6 +41,7 @@ def attend(call: AttentionCall, level: int | None = None) -> Tensor:
     lengths, positions = call.lengths.contiguous(), call.positions.contiguous()
     ancestors = None if call.ancestors is None else call.ancestors.contiguous()
     sinks = None if call.sinks is None else call.sinks.float().contiguous()
+    cos, sin = (None if x is None else x.contiguous() for x in (call.cos, call.sin))
     outer = call.scale if call.softcap is None else call.softcap
     inner = 0.0 if call.softcap is None else call.scale / call.softcap * 2 * LOG2E
     out = call.empty_output()
@@ -42,8 +49,9 @@ def attend(call: AttentionCall, level: int | None = None) -> Tensor:
     _, kv_heads, slots, value_dim = call.value_cache.shape
     _cpu_attention.attend(
         q.data_ptr(), q.stride(), k.data_ptr(), k.stride(), v.data_ptr(), v.stride(), call.key_cache.data_ptr(),
-        call.value_cache.data_ptr(), lengths.data_ptr(), 0 if ancestors is None else ancestors.data_ptr(),
-        positions.data_ptr(), 0 if sinks is None else sinks.data_ptr(), out.data_ptr(),
+        call.value_cache.data_ptr(), 0 if cos is None else cos.data_ptr(), 0 if sin is None else sin.data_ptr(),
+        lengths.data_ptr(), 0 if ancestors is None else ancestors.data_ptr(), positions.data_ptr(),
+        0 if sinks is None else sinks.data_ptr(), out.data_ptr(),
         (batch, heads, kv_heads, nodes, slots, key_dim, value_dim), inner, outer * LOG2E, call.softcap is not None,
         q.dtype == torch.bfloat16, call.window or 0, BEST if level is None else level, torch.get_num_threads(),
     )  # fmt: skip
@@ -52,10 +60,20 @@ def attend(call: AttentionCall, level: int | None = None) -> Tensor:
 
 # `torch.library.custom_op` would add 15 microseconds to each of the layers of a round.
 _LIBRARY = torch.library.Library("spec_compile", "FRAGMENT")
-_LIBRARY.define("cpu_attention" + schema_of())
-_LIBRARY.impl("cpu_attention", from_arguments(cpu_attention), "CPU")
+TAKES = frozenset({"cos", "sin"})
+_SCALES = AttentionCall._fields.index("scales")
+
+
+def _of_op(*arguments, **named) -> Tensor:
+    """The call with the arguments of the op, which lacks `scales`."""
+    return cpu_attention(AttentionCall(*arguments[:_SCALES], None, *arguments[_SCALES:], **named))
+
+
+_LIBRARY.define("cpu_attention" + schema_of(TAKES))
+_LIBRARY.impl("cpu_attention", _of_op, "CPU")
 torch.library.register_fake("spec_compile::cpu_attention", from_arguments(AttentionCall.empty_output))
 TARGETS.add(torch.ops.spec_compile.cpu_attention.default)
 BACKEND = Backend(
     "cpu", lambda use: torch.ops.spec_compile.cpu_attention.default, frozenset({"cpu"}), frozenset(DTYPES),
+    takes=TAKES,
 )  # fmt: skip

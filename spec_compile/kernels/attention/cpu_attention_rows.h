@@ -31,6 +31,22 @@ INLINE uint16_t bfloat16_of(float number) {  // to nearest, ties to even
     return number != number ? 0x7FC0 : uint16_t((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
+INLINE float float_of(float number) { return number; }
+INLINE float float_of(uint16_t number) { return float_of_bits(uint32_t(number) << 16); }
+INLINE void put_number(float* at, float number) { *at = number; }
+INLINE void put_number(uint16_t* at, float number) { *at = bfloat16_of(number); }
+
+typedef uint32_t Words __attribute__((vector_size(sizeof(Floats))));
+typedef uint16_t Halves __attribute__((vector_size(sizeof(Floats) / 2)));
+
+// Floats as numbers of a cache, as `bfloat16_of` rounds them.
+INLINE void put_rounded(float* at, Floats numbers) { put(at, numbers); }
+INLINE void put_rounded(uint16_t* at, Floats numbers) {
+    const Words bits = (Words)numbers, rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    const Halves halves = __builtin_convertvector(numbers == numbers ? rounded : Words{} + 0x7FC0, Halves);
+    std::memcpy(at, &halves, sizeof halves);
+}
+
 // 2 ** x for x up to 126; 0 below -126.
 INLINE Floats exp2_of(Floats x) {
     const Floats magic = spread(0x1.8p23f), shifted = x + magic, f = x - (shifted - magic);
@@ -400,8 +416,38 @@ KERNEL void finish(const Work& work, int64_t b, int64_t h, int64_t row, float* s
     }
     for (int64_t c = 0; c < columns; c += kLanes) put(state + c, load(state + c) / spread(total));
     const int64_t at = ((b * call.nodes + row / work.group()) * call.heads + head) * call.value_dim;
-    if (!call.is_bfloat16) std::memcpy(static_cast<float*>(call.out) + at, state, call.value_dim * sizeof(float));
-    else for (int64_t c = 0; c < call.value_dim; c++) static_cast<uint16_t*>(call.out)[at + c] = bfloat16_of(state[c]);
+    if (!call.is_bfloat16) {
+        std::memcpy(static_cast<float*>(call.out) + at, state, call.value_dim * sizeof(float));
+        return;
+    }
+    uint16_t* const out = static_cast<uint16_t*>(call.out) + at;
+    int64_t c = 0;
+    for (; c + kLanes <= call.value_dim; c += kLanes) put_rounded(out + c, load(state + c));
+    for (; c < call.value_dim; c++) out[c] = bfloat16_of(state[c]);
+}
+
+// The last numbers of each half of `rotate`, from the i-th on, fewer than a vector has.
+template <class N> KERNEL void rotate_end(const N* head, const N* cos, const N* sin, int64_t i, int64_t half, N* out) {
+    for (; i < half; i++) {
+        const float first = float_of(head[i]), second = float_of(head[i + half]);
+        const float turned = -second * float_of(sin[i]), next = first * float_of(sin[i + half]);
+        put_number(out + i, __builtin_fmaf(first, float_of(cos[i]), turned));
+        put_number(out + i + half, __builtin_fmaf(second, float_of(cos[i + half]), next));
+    }
+}
+
+// A head turned by its angles, as Llama has it, and rounded once: with 4 numbers [a, b, c, d] becomes [a cos - c sin,
+// b cos - d sin, c cos + a sin, d cos + b sin], each with its own cos and sin.
+template <class N> KERNEL void rotate(const N* head, const N* cos, const N* sin, int64_t size, N* out) {
+    typedef Singles<N> S;
+    const int64_t half = size / 2;
+    for (int64_t i = 0; i < half; i += kLanes) {
+        if (i + kLanes > half) return rotate_end(head, cos, sin, i, half, out);
+        const Floats first = S::load_units(head + i), second = S::load_units(head + i + half);
+        const Floats turned = spread(-1.f) * second * S::load_units(sin + i), next = first * S::load_units(sin + i + half);
+        put_rounded(out + i, fma(first, S::load_units(cos + i), turned));
+        put_rounded(out + i + half, fma(second, S::load_units(cos + i + half), next));
+    }
 }
 
 // Append a head's keys and values to the cache, and lay out its queries.
@@ -417,15 +463,25 @@ template <class S> KERNEL void prepare(const Work& work, int64_t b, int64_t h) {
         };
         const int64_t slot = (b * call.kv_heads + h) * call.slots + call.lengths[b] + n;
         const int64_t key_bytes = call.key_dim * sizeof(Number), value_bytes = call.value_dim * sizeof(Number);
-        std::memcpy(static_cast<Number*>(call.key_cache) + slot * call.key_dim, head_of(call.k, h), key_bytes);
+        const auto copy_turned = [&](Number* to, const Number* from) {
+            const int64_t at = (b * call.nodes + n) * call.key_dim;
+            if (!call.cos) std::memcpy(to, from, key_bytes);
+            else rotate(from, static_cast<const Number*>(call.cos) + at, static_cast<const Number*>(call.sin) + at,
+                        call.key_dim, to);
+        };
+        copy_turned(static_cast<Number*>(call.key_cache) + slot * call.key_dim, head_of(call.k, h));
         std::memcpy(static_cast<Number*>(call.value_cache) + slot * call.value_dim, head_of(call.v, h), value_bytes);
         for (int64_t g = 0; g < group; g++, out += units) {
-            const Number* const from = head_of(call.q, h * group + g);
-            if (sizeof(Number) * S::kNumbers == 4) {
-                std::memcpy(out, from, key_bytes);
-                std::memset(reinterpret_cast<Number*>(out) + call.key_dim, 0, (size - call.key_dim) * sizeof(Number));
-            } else
-                for (int64_t i = 0; i < units; i++) out[i] = i < call.key_dim ? uint32_t(from[i]) << 16 : 0;
+            Number* const numbers = reinterpret_cast<Number*>(out);
+            copy_turned(numbers, head_of(call.q, h * group + g));
+            if (sizeof(Number) * S::kNumbers == 4)
+                std::memset(numbers + call.key_dim, 0, (size - call.key_dim) * sizeof(Number));
+            else  // each becomes a unit, the last one first, because they share memory
+                for (int64_t i = units; i-- > 0;) {
+                    uint16_t number = 0;
+                    if (i < call.key_dim) std::memcpy(&number, reinterpret_cast<const char*>(out) + 2 * i, 2);
+                    out[i] = uint32_t(number) << 16;
+                }
         }
     }
 }

@@ -32,7 +32,7 @@ from ..norm import rms_norm
 from ..plain import on_gpu
 from . import indexed_attention
 from .append_kernel import append_kernel
-from .call import AttentionCall, attention_op, from_arguments
+from .call import SPECIAL, AttentionCall, attention_op, from_arguments
 from .partial_softmax import key_columns
 from .prompt_kernel import prompt_kernel
 from .spans import first_log2, merge_spans_kernel, most_spans
@@ -50,7 +50,7 @@ rows with the heads of Llama-3.1-8B; on an H200 a layer took 40 us over 1,024 to
 with programs of a span each. With 64 tiles it took 1.04 to 1.28 times as long as those."""
 
 
-@attention_op("spec_compile::tree_attention", rotates=True, device_types="cpu")
+@attention_op("spec_compile::tree_attention", SPECIAL, device_types="cpu")
 def tree_attention(call: AttentionCall) -> Tensor:
     """The call in plain PyTorch, which the op runs on a CPU. -> [B, N, H, Dv]."""
     q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window, *_ = call

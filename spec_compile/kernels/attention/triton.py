@@ -9,7 +9,7 @@ from ...graph import LayerSpec, ModelGraph, calls
 from .. import HALF
 from ..card import FP8, card_of, multiplied_bytes
 from .base import ALL, Backend, Use
-from .call import attention_calls
+from .call import SPECIAL, attention_calls
 from .tail_tiles import nodes_per_tile, tail_tiles
 
 
@@ -51,6 +51,6 @@ def room(layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> str | No
 
 HAS = ALL - {"chunk"}
 BACKEND = Backend(
-    "triton", load, frozenset({"cuda"}), frozenset({*HALF, torch.float32}), HAS, HAS, HAS, rotates=True,
+    "triton", load, frozenset({"cuda"}), frozenset({*HALF, torch.float32}), HAS, HAS, HAS, takes=SPECIAL,
     fp8=True, scaled=True, prompts_captured=True, room=room, prepare=prepare,
 )  # fmt: skip
