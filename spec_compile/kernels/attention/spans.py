@@ -16,6 +16,9 @@ first to the last (PARTS of them), then the smaller spans from the last to the f
 
     CHUNK = 64, 300 committed, 16 nodes: edge = 256, PARTS = 2
     part 0: positions 256 .. 315, part 1: no key, part 2: span 1 (128 .. 255), part 3: span 0 (0 .. 127)
+
+Where a program takes all spans of its rows, part 2 has those that end at `edge` or below it, and part 3 the one that
+contains `edge`, which is empty here.
 """
 
 import triton
