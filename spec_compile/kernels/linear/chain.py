@@ -91,7 +91,7 @@ def _known_chain(
     if rows > few_rows.MAX_ROWS and any(not link.kind for link in links_of(links)):
         return None  # because a library multiplies so many rows by weights of bfloat16
     tensors = *norms, *parts, *biases
-    key = links, inputs, *eps, *(each.data_ptr() for each in tensors), *(each.numel() for each in tensors)
+    key = links, inputs, *eps, *map(Tensor.data_ptr, tensors), *map(Tensor.numel, tensors)
     if key not in _known:
         if len(_known) == KNOWN:
             _known.clear()
