@@ -14,7 +14,7 @@ CACHES = ("key_cache", "value_cache")
 """The arguments that a call writes to."""
 ROTATION = ("cos", "sin", "q_norm", "k_norm", "eps", "offset", "tiles")
 SPECIAL = frozenset({*ROTATION, "scales"})
-"""The arguments that only a backend takes which names them in `base.Backend.takes`; others' ops lack them."""
+"""The arguments that an op has only if its backend names them in `base.Backend.takes`."""
 
 
 class AttentionCall(NamedTuple):

@@ -187,10 +187,10 @@ Heads heads_of(uintptr_t at, nb::tuple strides) {
 NB_MODULE(_cpu_attention, m) {
     m.def("best", best);
     m.def("attend", [](uintptr_t q, nb::tuple q_strides, uintptr_t k, nb::tuple k_strides, uintptr_t v,
-                       nb::tuple v_strides, uintptr_t key_cache, uintptr_t value_cache, uintptr_t cos,
-                       uintptr_t sin, uintptr_t lengths, uintptr_t ancestors, uintptr_t positions, uintptr_t sinks, uintptr_t out, nb::tuple shape,
-                       float inner, float outer, bool softcap, bool is_bfloat16, int64_t window, int level,
-                       unsigned threads) {
+                       nb::tuple v_strides, uintptr_t key_cache, uintptr_t value_cache, uintptr_t cos, uintptr_t sin,
+                       uintptr_t lengths, uintptr_t ancestors, uintptr_t positions, uintptr_t sinks, uintptr_t out,
+                       nb::tuple shape, float inner, float outer, bool softcap, bool is_bfloat16, int64_t window,
+                       int level, unsigned threads) {
         const auto size = [&](int i) { return nb::cast<int64_t>(shape[i]); };
         const Attention call{heads_of(q, q_strides), heads_of(k, k_strides), heads_of(v, v_strides),
                              reinterpret_cast<void*>(key_cache), reinterpret_cast<void*>(value_cache),
