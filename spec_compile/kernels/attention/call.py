@@ -83,14 +83,23 @@ TARGETS: set[Callable] = set()
 """The functions and ops that are attention calls in a graph."""
 
 
-def from_arguments(function: Callable[[AttentionCall], Tensor]) -> Callable[..., Tensor]:
-    """``function(call)`` as a function of the call's arguments."""
+def from_arguments(
+    function: Callable[[AttentionCall], Tensor], takes: frozenset[str] = SPECIAL
+) -> Callable[..., Tensor]:  # fmt: skip
+    """``function(call)`` as a function of the arguments of an op that takes these of `SPECIAL`, in their order."""
+    first = next((place for place, name in enumerate(AttentionCall._fields) if name in SPECIAL - takes), None)
+    others = _fields_of(takes)[first:] if first is not None else []
 
     @functools.wraps(function)
     def attention(*arguments, **named):
-        return function(AttentionCall(*arguments, **named))
+        return function(AttentionCall(*arguments[:first], **dict(zip(others, arguments[first or 0 :])), **named))
 
     return attention
+
+
+def _fields_of(takes: frozenset[str]) -> list[str]:
+    """The call's arguments that an op has, in their order."""
+    return [field for field in AttentionCall._fields if field not in SPECIAL - takes]
 
 
 def attention_function(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -126,11 +135,10 @@ def schema_of(takes: frozenset[str] = frozenset()) -> str:
     prototype.__signature__ = inspect.Signature(
         [
             inspect.Parameter(
-                field, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation,
+                field, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=AttentionCall.__annotations__[field],
                 default=defaults.get(field, inspect.Parameter.empty),
             )
-            for field, annotation in AttentionCall.__annotations__.items()
-            if field not in SPECIAL - takes
+            for field in _fields_of(takes)
         ],
         return_annotation=Tensor,
     )  # fmt: skip
@@ -138,6 +146,7 @@ def schema_of(takes: frozenset[str] = frozenset()) -> str:
 
 
 def _mutated(takes: frozenset[str]) -> tuple[str, ...]:
+    """The arguments that an op writes to."""
     return (*CACHES, "scales") if "scales" in takes else CACHES
 
 
@@ -150,8 +159,8 @@ def attention_op(name: str, takes: frozenset[str] = frozenset(), **options) -> C
 
     def define(function: Callable[[AttentionCall], Tensor]) -> torch.library.CustomOpDef:
         named = {"mutates_args": _mutated(takes), "schema": schema_of(takes), **options}
-        op = torch.library.custom_op(name, from_arguments(function), **named)
-        op.register_fake(from_arguments(AttentionCall.empty_output))
+        op = torch.library.custom_op(name, from_arguments(function, takes), **named)
+        op.register_fake(from_arguments(AttentionCall.empty_output, takes))
         TARGETS.add(getattr(torch.ops.spec_compile, name.removeprefix("spec_compile::")).default)
         return op
 

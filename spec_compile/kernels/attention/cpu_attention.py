@@ -62,17 +62,9 @@ def attend(call: AttentionCall, level: int | None = None) -> Tensor:
 
 # `torch.library.custom_op` would add 15 microseconds to each of the layers of a round.
 _LIBRARY = torch.library.Library("spec_compile", "FRAGMENT")
-_SCALES = AttentionCall._fields.index("scales")
-
-
-def _of_op(*arguments, **named) -> Tensor:
-    """The call with the arguments of the op, which lacks `scales`."""
-    return cpu_attention(AttentionCall(*arguments[:_SCALES], None, *arguments[_SCALES:], **named))
-
-
 _LIBRARY.define("cpu_attention" + schema_of(TAKES))
-_LIBRARY.impl("cpu_attention", _of_op, "CPU")
-torch.library.register_fake("spec_compile::cpu_attention", from_arguments(AttentionCall.empty_output))
+_LIBRARY.impl("cpu_attention", from_arguments(cpu_attention, TAKES), "CPU")
+torch.library.register_fake("spec_compile::cpu_attention", from_arguments(AttentionCall.empty_output, TAKES))
 TARGETS.add(torch.ops.spec_compile.cpu_attention.default)
 BACKEND = Backend(
     "cpu", lambda use: torch.ops.spec_compile.cpu_attention.default, frozenset({"cpu"}), frozenset(DTYPES),
