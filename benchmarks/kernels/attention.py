@@ -7,7 +7,8 @@
 Trees: a graph launches the kernel once for each of several caches, more than the L2 cache holds; times are medians of
 replays, for one launch. `floor` is the time to read the keys and values once at the speed of a large copy, `math` the
 time of the two matrix products at the speed of a large product. Prompts go through a cache in chunks of 2048, as in a
-session; they are compared with PyTorch's own causal attention over the whole prompt at once.
+session; they are compared with PyTorch's own causal attention over the whole prompt at once. A run replaces the rows of
+its models in the file, so give another --output with another --batch: the documented rows are of batch 1.
 """
 
 import argparse
