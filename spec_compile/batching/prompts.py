@@ -154,7 +154,8 @@ class Prompts(Rows):
             largest = max(measured)  # of the steps that are captured; a larger one computes more of the same
             return measured.get(size) or measured[largest] * size / largest
 
-        sizes, round_cost = lanes.all.steps.prefill_sizes, round_seconds if is_measured else fixed
+        sizes = [size for size in lanes.all.steps.prefill_sizes if size.bit_count() == 1]  # few, for all may be timed
+        round_cost = round_seconds if is_measured else fixed
         decide = partial(choose_size, missing, waiting, decoding, sizes, cost, round_cost)
         return self.runtime.options.ranks.lead(lambda: [decide()])[0]
 

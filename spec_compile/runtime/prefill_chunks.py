@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-SIZES = {"cpu": (512, 128, 32), "cuda": (2048, 512, 128, 32)}
-"""Tokens of each row that a step may take, largest first."""
+SIZES = {"cpu": (*range(512, 0, -32),), "cuda": (2048, 512, 128, 32)}
+"""Tokens of each row that a step may take, largest first. On a CPU one compiled step takes any number of tokens, and
+takes longer for more: 200 tokens of SmolLM2-135M in 4 bits take 70 ms as 224 and 84 ms as 256."""
 FIXED = {"cpu": 32, "cuda": 128}
 """The fixed cost of a step, in tokens: the weights are read once a step."""
 
