@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections import defaultdict
+from contextlib import ExitStack
 
 import pytest
 
@@ -133,8 +134,11 @@ def test_a_client_that_leaves_cancels_all_choices(client, stream):
     fields = {"prompt": ["a", "b"], "n": 4, "max_tokens": 1500, "ignore_eos": True, "stream": stream}
     try:
         if stream:
-            with client.stream("POST", COMPLETIONS, json=fields) as response:
+            with ExitStack() as stack:
+                response = stack.enter_context(client.stream("POST", COMPLETIONS, json=fields))
                 next(response.iter_lines())
+                with requests.manager.pause():  # no round runs while the client leaves
+                    stack.close()
         else:
             with requests.manager.pause(), pytest.raises(Exception, match="timed out"):
                 client.post(COMPLETIONS, json=fields, timeout=1.0)  # no round runs, so none can end before
