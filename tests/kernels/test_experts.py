@@ -293,9 +293,10 @@ def test_programs_that_share_the_columns_of_mxfp4_change_no_bit(place):
             assert torch.equal(mixture.kernel(rows, each), cut[rows])
 
 
+@pytest.mark.parametrize("shape", [(1536, 2048), (2048, 768), (4096, 14336)])
 @pytest.mark.parametrize("scale_size", [0, 128, mxfp4.GROUP])
-def test_the_tiles_of_any_number_of_rows_multiply_by_the_same_instructions(scale_size):
-    tiles = [plans.tile(tokens, 4, 32, (1536, 2048), scale_size, 2) for tokens in (*range(1, 400), 2048, 1 << 15)]
+def test_the_tiles_of_any_number_of_rows_multiply_by_the_same_instructions(shape, scale_size):
+    tiles = [plans.tile(tokens, 4, 32, shape, scale_size, 2) for tokens in (*range(1, 400), 2048, 1 << 15)]
     assert all(tile.block_o >= wide.LEAST_HEIGHT for tile in tiles)
     assert [tile.sorted for tile in tiles] == [False] * 63 + [True] * 338  # from 256 pairs on
 
