@@ -72,11 +72,13 @@ def parts(outputs: int, inputs: int, top: int) -> int:
 
 
 def _of_few_rows(tile: ExpertTile, tokens: int, inputs: int, scale_size: int) -> ExpertTile:
-    """A tile of up to 16 rows that suits the number of inputs, see `SHORT`. One token has few programs, and small tiles
-    are more of them."""
-    if inputs <= SHORT and tokens > 1:
-        return tile._replace(block_o=128, block_k=scale_size or 64, stages=3)
-    return tile._replace(stages=3) if SHORT < inputs <= LONG else tile
+    """A tile of up to 16 rows that suits the number of inputs, see `SHORT`. One token has few programs, which gain
+    nothing by it."""
+    if tokens == 1 or inputs > LONG:
+        return tile
+    if inputs > SHORT:
+        return tile._replace(stages=3)
+    return tile._replace(block_o=128, block_k=scale_size or 64, stages=3)
 
 
 def tile(tokens: int, top: int, experts: int, shape: tuple[int, int], scale_size: int, size: int) -> ExpertTile:
