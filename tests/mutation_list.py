@@ -634,6 +634,16 @@ OTHERS = [
         "tests/passes/test_fuse_residuals.py -k fused_residuals_of_ranks",
     ),
     Mutation(
+        "attention that others read ends with codes", "spec_compile/passes/round_attention.py",
+        "ops.tree_attention.default and len(x.users) == 1 else", "ops.tree_attention.default else",
+        "tests/passes/test_round_attention.py -k ends_with_codes",
+    ),
+    Mutation(
+        "heads of two blocks share a scale", "spec_compile/kernels/attention/spans.py",
+        "(head * (DV // BLOCK) + block) * stride_u", "(head + block) * stride_u",
+        "tests/kernels/test_rounded_attention.py -k those_of_the_output",
+    ),
+    Mutation(
         "dropout of a model that trains is overlooked", "spec_compile/capture/training_mode.py",
         "if value is not ... and value > 0:", "if value is not ... and value > 1:",
         "tests/capture/test_training_mode.py -k effects_are_named",

@@ -23,6 +23,7 @@ from .fuse_routers import fuse_routers
 from .fuse_swiglu import fuse_swiglu
 from .merge_linears import merge_linears
 from .order_sums import order_sums
+from .round_attention import round_attention
 from .select_logits import select_logits
 from .shard import shard
 from .tap_hidden_states import tap_hidden_states
@@ -66,7 +67,7 @@ PIPELINE = [
     tidy, shard, merge_linears, tap_hidden_states, use_tree_attention, use_indexes, use_states, add_adapters,
     select_logits, fuse_routers, use_small_m_linears, fuse_swiglu, fuse_rotary, fuse_qk_norms, fuse_gated_norms,
     fuse_l2_norms, fuse_norms, fuse_around, chain_products, order_sums, fuse_residuals,
-    fuse_append,
+    round_attention, fuse_append,
 ]  # fmt: skip
 """The passes of `speculate`; `backend.PIPELINE` has those of ``torch.compile(backend="spec")``."""
 check_order(PIPELINE)

@@ -9,9 +9,11 @@ from spec_compile.kernels.attention import tree_attention
 from spec_compile.kernels.attention.call import AttentionCall
 from spec_compile.kernels.attention.tail_tiles import nodes_per_tile, tail_tiles
 from spec_compile.kernels.card import FP8
+from spec_compile.kernels.linear import activations
 
 for name in ("append_kernel", "prompt_kernel", "tree_kernel", "merge_spans_kernel"):
     setattr(tree_attention, name, Compiled(getattr(tree_attention, name)))
+activations.round_blocks_kernel = Compiled(activations.round_blocks_kernel)
 SIZES = (32, 8, 64, 64), (32, 8, 128, 128), (8, 1, 256, 256), (4, 4, 24, 16), (4, 2, 8, 8)
 for heads, kv_heads, size, values in SIZES:
     for nodes, causal in ((1, False), (16, False), (64, False), (2048, True)):
@@ -28,7 +30,7 @@ for heads, kv_heads, size, values in SIZES:
             inputs = q, k, v, *caches, lengths, None if causal else places, places
             call = AttentionCall(*inputs, None, 0.1, None, window, None, *turning, 1e-6)
             tiles = None if causal else tail_tiles(places, nodes_per_tile(heads // kv_heads))
-            tree_attention.launch(call._replace(tiles=tiles, slopes=slopes))
+            tree_attention.launch(call._replace(tiles=tiles, slopes=slopes), rounds=turned and values % 128 == 0)
             if turned and CARD.capability >= FP8:
                 keys, scales = [cache.to(torch.float8_e4m3fn) for cache in caches], torch.zeros(1, kv_heads, 4096, 2)
                 call = call._replace(key_cache=keys[0], value_cache=keys[1], scales=scales)

@@ -68,12 +68,13 @@ class QkvHeads(NamedTuple):
 class Product:
     """A linear layer, and the layer's steps around it that the kernel also does.
 
-    x: [..., I]; activations of 16 bits.
+    x: [..., I]; activations of 16 bits, or their codes.
     weight: [O, I]; of x's dtype, or codes.
     bias: [O].
     scales, kind: of codes; their `WeightLayout` has this kind and a `packing`, and its parts are weight and scales.
     before: what x is besides activations.
     after: what becomes of the result; an `Exchange` sends it to all ranks of a group.
+    units: of codes x, the scales [I / 128, R] as of `activations.rounded_blocks`; the `WeightLayout` is `Fp8Block`.
     """
 
     x: Tensor
@@ -83,3 +84,4 @@ class Product:
     kind: str = ""
     before: Normed | None = None
     after: Gate | ResidualStream | QkvHeads | Exchange | None = None
+    units: Tensor | None = None

@@ -17,7 +17,7 @@ from ..card import card_of
 from ..ops import as_rows
 from .plans import MAX_HEAD, ProductPlan, appending, ceil_div, squared_columns
 from .product import Gate, Normed, Product, QkvHeads, ResidualStream
-from .quantised import packed_linear
+from .quantised import layout_of, packed_linear
 from .small_m import launch, plan_of, run
 
 try:
@@ -52,11 +52,16 @@ def _normed(squares: Tensor | None, eps: float) -> Normed | None:
     return None if squares is None else Normed(squares, eps)
 
 
-def plain_product(layer: Product) -> Tensor:
-    """A product in plain PyTorch, with what is before it, and its gate. A norm or a gate after a norm is computed in
-    float32."""
-    x, bias = layer.x, layer.bias
-    if layer.before is None:
+def plain_product(layer: Product, dtype: torch.dtype | None = None) -> Tensor:
+    """A product in plain PyTorch, of a dtype (None: of x's), with what is before it, and its gate. A norm or a gate
+    after a norm is computed in float32."""
+    x, bias, dtype = layer.x, layer.bias, dtype or layer.x.dtype
+    if layer.units is not None:
+        blocks = x.float().unflatten(-1, (len(layer.units), -1))
+        units = layer.units.T[: len(as_rows(x))].view(*blocks.shape[:-1], 1)
+        parts = [layer.weight, layer.scales]
+        out = layout_of(layer.kind).product_of_rounded((blocks * units).flatten(-2), parts, bias, dtype)
+    elif layer.before is None:
         out = packed_linear(x, layer.weight, bias, layer.scales, layer.kind)
     else:
         squares, eps = layer.before
@@ -66,18 +71,18 @@ def plain_product(layer: Product) -> Tensor:
     if isinstance(layer.after, Gate):
         gate, up = out.chunk(2, -1)
         out = F.silu(gate) * up
-    return out.to(x.dtype)
+    return out.to(dtype)
 
 
 @torch.library.custom_op("spec_compile::product_to_stream", mutates_args=())
 def product_to_stream(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, offset: float,
-    scales: Tensor | None = None, kind: str = "", group_name: str = "",
+    scales: Tensor | None = None, kind: str = "", group_name: str = "", units: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The residual stream after a linear layer, and the first half of the RMSNorm that follows.
 
     x [..., I], weight [O, I], bias [O] or None, residual [..., O], norm_weight [O], all of one dtype; scales, kind: of
-    a quantised weight, see `Product`.
+    a quantised weight, units: of an x that is codes, see `Product`.
     group_name: of ranks, each of which has its columns of x and of the weight, and its bias. The products of all ranks
     are summed, in float32 if there is a kernel. All else, and the results, are the same on all ranks, to the bit.
 
@@ -85,23 +90,23 @@ def product_to_stream(
     scaled [..., O], ``stream * (norm_weight + offset)``;
     squares [R, T] float32: sums of the squares of each `squared_columns` columns of the stream's R rows.
     """
-    layer, plan = Product(x, weight, bias, scales, kind), plan_of(x, weight, kind)
+    layer, plan = Product(x, weight, bias, scales, kind, units=units), plan_of(x, weight, kind, residual.dtype)
     if plan is None:
-        out = plain_product(layer)
+        out = plain_product(layer, residual.dtype)
         out = all_reduce(out, group_name) if group_name else out
         return plain_stream(out, residual, norm_weight, offset)
     after = stream_after(residual, norm_weight, offset)
     if group_name:
         stream = _sum_of_ranks(layer, plan, after, group_name)
     else:
-        stream = run(replace(layer, after=after), plan)
+        stream = run(replace(layer, after=after), plan, residual.dtype)
     return stream.view(residual.shape), after.scaled.view(residual.shape), after.squares
 
 
 @product_to_stream.register_fake
-def _(x, weight, bias, residual, norm_weight, offset, scales=None, kind="", group_name=""):
+def _(x, weight, bias, residual, norm_weight, offset, scales=None, kind="", group_name="", units=None):
     after = stream_after(residual, norm_weight, offset)
-    return x.new_empty(residual.shape), after.scaled.view(residual.shape), after.squares
+    return residual.new_empty(residual.shape), after.scaled.view(residual.shape), after.squares
 
 
 def stream_after(residual: Tensor, norm_weight: Tensor, offset: float) -> ResidualStream:

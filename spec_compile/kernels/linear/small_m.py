@@ -65,12 +65,12 @@ def lack(weight: Tensor, kind: str = "", dtype: torch.dtype | None = None) -> st
     return None
 
 
-def plan_of(x: Tensor, weight: Tensor, kind: str = "") -> ProductPlan | None:
-    """The plan of a product; None if the kernel cannot run, or shall not."""
+def plan_of(x: Tensor, weight: Tensor, kind: str = "", dtype: torch.dtype | None = None) -> ProductPlan | None:
+    """The plan of a product; None if the kernel cannot run, or shall not. dtype: of activations whose codes x is."""
     if (
         not x.is_cuda
         or are_plain()
-        or lack(weight, kind, x.dtype) is not None
+        or lack(weight, kind, dtype or x.dtype) is not None
         or (not kind and x.dtype != weight.dtype)
         or not x.numel()
     ):
@@ -130,9 +130,9 @@ def launch(product: Product, out: Tensor | None, parts: int, tile: ProductTile, 
     x, weight, after, scales = product.x, product.weight, product.after, product.scales
     rows, inputs, outputs = *x.shape, len(weight)
     layout = layout_of(product.kind) if product.kind else None
-    early, units = dependent_launch.available(x) if early is None else early, None
+    early, units = dependent_launch.available(x) if early is None else early, product.units
     form, group = layout.packing if layout else (None, 1)
-    if form == "fp8_blocks":
+    if form == "fp8_blocks" and units is None:
         x, units = rounded_blocks(x, group, early)
     dtype, lacks_fp8 = layout.row_dtype(weight) if layout else None, not has_fp8(x.device)
     if dtype is not None:
