@@ -644,6 +644,16 @@ OTHERS = [
         "tests/kernels/test_rounded_attention.py -k those_of_the_output",
     ),
     Mutation(
+        "experts are chosen before all logits are there", "spec_compile/kernels/linear/choice_kernel.py",
+        "== tiles - 1", "== tiles - 2",
+        "tests/kernels/test_experts.py -k product_that_ends_in_a_choice",
+    ),
+    Mutation(
+        "logits that others read are lost in a choice", "spec_compile/passes/fuse_choices.py",
+        " and len(product.users) == 1", "",
+        "tests/passes/test_fuse_choices.py -k others_read",
+    ),
+    Mutation(
         "dropout of a model that trains is overlooked", "spec_compile/capture/training_mode.py",
         "if value is not ... and value > 0:", "if value is not ... and value > 1:",
         "tests/capture/test_training_mode.py -k effects_are_named",

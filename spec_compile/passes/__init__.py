@@ -13,6 +13,7 @@ from .apply import apply, check_order
 from .chain_products import chain_products
 from .fuse_append import fuse_append
 from .fuse_around import fuse_around
+from .fuse_choices import fuse_choices
 from .fuse_gated_norms import fuse_gated_norms
 from .fuse_l2_norms import fuse_l2_norms
 from .fuse_norms import fuse_norms
@@ -67,7 +68,7 @@ PIPELINE = [
     tidy, shard, merge_linears, tap_hidden_states, use_tree_attention, use_indexes, use_states, add_adapters,
     select_logits, fuse_routers, use_small_m_linears, fuse_swiglu, fuse_rotary, fuse_qk_norms, fuse_gated_norms,
     fuse_l2_norms, fuse_norms, fuse_around, chain_products, order_sums, fuse_residuals,
-    round_attention, fuse_append,
+    round_attention, fuse_choices, fuse_append,
 ]  # fmt: skip
 """The passes of `speculate`; `backend.PIPELINE` has those of ``torch.compile(backend="spec")``."""
 check_order(PIPELINE)

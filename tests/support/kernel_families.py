@@ -82,6 +82,20 @@ for heads, kv_heads, size, inputs, norms in ((16, 8, 128, 1024, True),):
         found, tile = [], plans.appending(how.tile(rows), size if norms else 0, CARD.memory)
         small_m.launch(Product(x, weight, after=ends), out, how.parts, tile)
         results[f"{rows} rows, {heads} heads of {size}, norms {norms}"] = found
+
+from spec_compile.kernels.experts import route
+from spec_compile.kernels.linear.product import AMONG, ExpertChoice
+
+route.route_kernel = Compiled(route.route_kernel)
+for experts, inputs, top, rows, among in ((128, 2048, 8, 16, AMONG[1]), (32, 2880, 4, 64, AMONG[2])):
+    shapes = (rows, inputs), (experts, inputs), (rows, experts)
+    x, weight, logits = (torch.zeros(*shape, dtype=HALF) for shape in shapes)
+    how = plans.plan(*weight.shape, processors=CARD.processors, memory=CARD.memory)
+    chosen = ExpertChoice(torch.zeros(rows, top, dtype=HALF), torch.zeros(rows, top, dtype=torch.int64), among)
+    found = []
+    small_m.launch(Product(x, weight, after=chosen), logits, how.parts, how.tile(rows))
+    route.launch(logits, top, among, HALF)
+    results[f"a choice of {top} of {experts} experts, {rows} rows"] = found
 """
 
 OTHER_PRODUCTS = PRODUCTS.replace("(16, 8, 128, 1024, True)", "(32, 8, 64, 2048, False), (9, 3, 64, 576, True)")

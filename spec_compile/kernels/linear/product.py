@@ -64,6 +64,22 @@ class QkvHeads(NamedTuple):
     lengths: Tensor
 
 
+class ExpertChoice(NamedTuple):
+    """The product is the logits of a router, and each row's experts are chosen.
+
+    weights, ids: [R, top]; memory for the choice, see `product_to_experts`.
+    among: one of `AMONG`.
+    """
+
+    weights: Tensor
+    ids: Tensor
+    among: str
+
+
+AMONG = ("all", "all, to a sum of 1", "chosen")
+"""Ways to make weights of a router's logits, see `experts.route`. A kernel takes the index."""
+
+
 @dataclass(frozen=True)
 class Product:
     """A linear layer, and the layer's steps around it that the kernel also does.
@@ -83,5 +99,5 @@ class Product:
     scales: Tensor | None = None
     kind: str = ""
     before: Normed | None = None
-    after: Gate | ResidualStream | QkvHeads | Exchange | None = None
+    after: Gate | ResidualStream | QkvHeads | ExpertChoice | Exchange | None = None
     units: Tensor | None = None

@@ -16,9 +16,9 @@ from ..all_reduce import EXCHANGES, Exchange, all_reduce
 from ..card import card_of
 from ..ops import as_rows
 from .plans import MAX_HEAD, ProductPlan, appending, ceil_div, squared_columns
-from .product import Gate, Normed, Product, QkvHeads, ResidualStream
+from .product import ExpertChoice, Gate, Normed, Product, QkvHeads, ResidualStream
 from .quantised import layout_of, packed_linear
-from .small_m import launch, plan_of, run
+from .small_m import chooses, launch, plan_of, run
 
 try:
     from ..all_reduce_kernel import all_reduce_add
@@ -151,6 +151,35 @@ def _sum_of_ranks(layer: Product, plan: ProductPlan, after: ResidualStream, grou
 def product_sends(exchange: Exchange | None, stream: Tensor) -> bool:
     """True if the product itself sends its numbers to the ranks, because all of them fit into their memory at once."""
     return exchange is not None and stream.numel() <= exchange.words
+
+
+@torch.library.custom_op("spec_compile::product_to_experts", mutates_args=())
+def product_to_experts(
+    x: Tensor, weight: Tensor, bias: Tensor | None, top: int, among: str, dtype: torch.dtype,
+    scales: Tensor | None = None, kind: str = "", squares: Tensor | None = None, eps: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The choice of experts by a router: ``route(product(x, weight, bias), top, among, dtype)``, see `experts.route`.
+
+    x: [R, I]; the others as of `product`. -> weights [R, top] of `dtype`, ids [R, top] int64.
+    """
+    layer, plan = Product(x, weight, bias, scales, kind, _normed(squares, eps)), plan_of(x, weight, kind)
+    if plan is not None and chooses(layer, plan):
+        choice = ExpertChoice(*_chosen(x, top, dtype), among)
+        run(replace(layer, after=choice), plan)
+        return choice.weights, choice.ids
+    logits = plain_product(layer) if plan is None else run(layer, plan)
+    return torch.ops.spec_compile.route(logits, top, among, dtype)
+
+
+@product_to_experts.register_fake
+def _(x, weight, bias, top, among, dtype, scales=None, kind="", squares=None, eps=0.0):
+    return _chosen(x, top, dtype)
+
+
+def _chosen(x: Tensor, top: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Memory for the weights and the ids of the experts of x [R, I]."""
+    shape = x.shape[0], top
+    return x.new_empty(shape, dtype=dtype), x.new_empty(shape, dtype=torch.int64)
 
 
 @torch.library.custom_op("spec_compile::product_to_heads", mutates_args=("key_cache", "value_cache"))
