@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 import torch
 from captures import capture
-from quantised_models import load
+from quantised_models import IDS, load
 from toy_graphs import prefix_then_chunk, rewritten
 
-from spec_compile import passes
+from spec_compile import passes, speculate
+from spec_compile.capture.checks import check_tree
 from spec_compile.graph import ModelGraph, calls
 from spec_compile.inventory import held_tensors
 from spec_compile.kernels import linear
@@ -45,7 +46,7 @@ def rounded(graph):
     return len(calls(graph.gm, own.rounded_attention.default))
 
 
-def test_attention_ends_with_codes(graph):
+def test_attention_ends_with_codes(graph, monkeypatch):
     """The same but for the order of sums on a CPU, also when cut into regions."""
     captured = graph()
     apart, ours = rewritten(captured, (round_attention,)), rewritten(captured)
@@ -57,6 +58,9 @@ def test_attention_ends_with_codes(graph):
     for function in (ours.gm, cut(ours)):
         for got, expected in zip(prefix_then_chunk(function, captured), want, strict=True):
             assert (got.float() - expected.float()).norm() < 0.02 * expected.float().norm()
+    with monkeypatch.context() as on_cpu:
+        on_cpu.setattr(ModelGraph, "device", torch.device("cpu"))
+        check_tree("fp8_block", captured, ours)  # without rounding
 
     # What else reads attention, and what does not end at the stream, reads numbers.
     def read_twice(graph, settings):
@@ -74,3 +78,20 @@ def test_attention_ends_with_codes(graph):
 @pytest.mark.parametrize("name, size", [("fp8_block", 256), ("plain", 512)])
 def test_heads_of_half_a_block_and_other_formats_stay(graph, name, size):
     assert rounded(rewritten(graph(name, size))) == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.gpu
+def test_the_bits_of_an_answer_on_a_gpu(tmp_path, monkeypatch):
+    """Those of activations that a kernel of its own rounds, in compiled and captured rounds."""
+    model = load("fp8_block", tmp_path, torch.bfloat16, size=512).to("cuda")
+    answers, pipeline = [], passes.PIPELINE
+    for calls_rounded in (2, 0):
+        steps = [each for each in pipeline if calls_rounded or each is not round_attention]
+        monkeypatch.setattr(passes, "PIPELINE", steps)
+        fast = speculate(model, exact="bits")
+        assert rounded(fast.speculation.engine.runtime.verify) == calls_rounded
+        greedy = dict(do_sample=False, max_new_tokens=48, eos_token_id=None, pad_token_id=0)
+        answers.append(fast.generate(IDS.cuda(), output_logits=True, return_dict_in_generate=True, **greedy))
+    assert torch.equal(answers[0].sequences, answers[1].sequences)
+    assert all(map(torch.equal, answers[0].logits, answers[1].logits))
