@@ -15,7 +15,7 @@ class ExpertCounter(fx.Interpreter):
         self.counts: list[int] = []
 
     def call_function(self, target, args, kwargs):
-        if target == experts.DOWN:
+        if target in (experts.DOWN, experts.TO_STREAM):
             self.counts.append(len(args[1].unique()))
         return super().call_function(target, args, kwargs)
 

@@ -100,9 +100,9 @@ def rank_bytes(graph: ModelGraph, chosen: list[int], count: int) -> float:
     mixtures = 0
     for node in calls(graph.gm):
         share = 1.0
-        if node.target in (experts.UP, experts.DOWN):
+        if node.target in experts.PRODUCTS:
             share = chosen[mixtures] / count
-            mixtures += node.target == experts.DOWN
+            mixtures += node.target != experts.UP
         for source in node.all_input_nodes:
             if source.op == "get_attr" and node.target != aten.embedding.default:
                 tensor = attribute(graph.gm, source.target)

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from ..graph import ModelGraph, calls
-from ..kernels import linear
+from ..kernels import experts, linear
 from ..kernels.ops import arguments_of
 from .apply import comes_after
 
@@ -15,8 +15,8 @@ ops = torch.ops.spec_compile
 
 @comes_after("fuse_swiglu", "fuse_norms")
 def fuse_residuals(graph: ModelGraph, settings) -> str:
-    """Where a product is added to the residual stream and normed for the next one, put `product_to_stream`, and give
-    the next `product` the sums of squares, so that the norm needs no kernel.
+    """Where a product is added to the residual stream and normed for the next one, put `product_to_stream`, or after
+    experts `experts_down_to_stream`, and give the next `product` the sums of squares, so that the norm needs no kernel.
 
     Only in bfloat16, because the first half of a norm may leave the range of float16. Other readers of the normed
     stream, such as a draft that taps a hidden state, get a norm of their own. If the ranks of tensor parallelism sum
@@ -34,18 +34,27 @@ def fuse_residuals(graph: ModelGraph, settings) -> str:
 
 
 def _product_and_residual(both: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
-    """The summand that is a product which only this sum reads, or the sum of ranks of one, and the other summand."""
+    """The summand that is a product which only this sum reads, or the sum of ranks of one, and the other summand. The
+    second product of experts may be viewed by batches."""
     for summand, residual in (both.args[:2], both.args[1::-1]):
         product = _product(summand)
         alone = len(product.users) == len(summand.users) == 1
-        if linear.ends_plainly(product) and alone and summand is not residual:
+        if (linear.ends_plainly(product) or _is_view_of_experts(summand)) and alone and summand is not residual:
             return summand, residual
     return None, None
 
 
 def _product(summand: fx.Node) -> fx.Node:
     """The part of this rank, if ranks sum."""
-    return summand.args[0] if summand.target == ops.all_reduce.default else summand
+    is_apart = summand.target == ops.all_reduce.default or _is_view_of_experts(summand)
+    return summand.args[0] if is_apart else summand
+
+
+def _is_view_of_experts(summand: fx.Node) -> bool:
+    return summand.target in VIEWS and summand.args[0].target == experts.DOWN
+
+
+VIEWS = {torch.ops.aten.view.default, torch.ops.aten.reshape.default}
 
 
 def _begins(user: fx.Node, normed: fx.Node) -> bool:
@@ -59,14 +68,17 @@ def _join(graph: fx.Graph, both: fx.Node, summand: fx.Node, residual: fx.Node, p
     norm, product = arguments_of(both), _product(summand)
     weight, eps, offset = norm["weight"], norm["eps"], norm["offset"]
     end = {"residual": residual, "norm_weight": weight, "offset": offset or 0.0}
-    if product is not summand:
+    if summand.target == ops.all_reduce.default:
         end["group_name"] = arguments_of(summand)["group_name"]
     with graph.inserting_before(both):
-        operands = *product.args[:2], linear.bias_of(product)
-        ended = graph.call_function(linear.TO_STREAM, operands, {**product.kwargs, **end})
+        if product.target == experts.DOWN:
+            op, operands = experts.TO_STREAM, product.args
+        else:
+            op, operands = linear.TO_STREAM, (*product.args[:2], linear.bias_of(product))
+        ended = graph.call_function(op, operands, {**product.kwargs, **end})
         ended.meta = {key: value for key, value in product.meta.items() if key != "val"}
         stream, scaled, squares = (graph.call_function(operator.getitem, (ended, index)) for index in range(3))
-    stream.meta = dict(product.meta)
+    stream.meta = dict(summand.meta)
     for reader in readers:
         reader.args = scaled, *reader.args[1:]
         reader.kwargs = {**reader.kwargs, "squares": squares, "eps": eps}

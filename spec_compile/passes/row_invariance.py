@@ -94,7 +94,7 @@ def require_kernels_of_experts(graph: ModelGraph) -> None:
     """UnsupportedModelError if a GPU has no kernel for experts, whose plain meaning no CUDA graph holds."""
     if graph.device.type != "cuda":
         return
-    for node in (*calls(graph.gm, experts.UP), *calls(graph.gm, experts.DOWN)):
+    for node in (node for op in experts.PRODUCTS for node in calls(graph.gm, op)):
         layout = experts.format_of(node.args[-1])
         if (lack := experts.lack_of_device(graph.device, layout)) is not None:
             raise UnsupportedModelError(
@@ -120,7 +120,7 @@ def _reason(graph: ModelGraph, node: fx.Node) -> str | None:
         lack = small_m.lack(weight, kind, graph.dtype if kind else None)
         lack = lack or ("library product" if node.target is PLAIN else None)
         return lack and f"product {weight.shape[1]} -> {weight.shape[0]} ({lack})"
-    if node.target in (experts.UP, experts.DOWN):
+    if node.target in experts.PRODUCTS:
         weights = [attribute(graph.gm, part.target) for part in experts.parts_of(node)]
         lack = experts.lack(weights, experts.format_of(node.args[-1]))
         return lack and f"experts ({lack})"

@@ -21,7 +21,7 @@ from spec_compile.kernels.experts import ExpertFormat, launch, mxfp4, plans, wid
 from spec_compile.kernels.linear import small_m
 from spec_compile.kernels.linear.plans import ProductTile
 from spec_compile.kernels.linear.product import AMONG, ExpertChoice, Product
-from spec_compile.kernels.linear.product_ops import product, product_to_experts
+from spec_compile.kernels.linear.product_ops import plain_stream, product, product_to_experts, stream_after
 
 route = pytest.importorskip("spec_compile.kernels.experts.route", exc_type=ImportError)
 sort = pytest.importorskip("spec_compile.kernels.experts.sort", exc_type=ImportError)
@@ -71,9 +71,9 @@ class Mixture:
         inner = experts.experts_up(self.x.cpu().double(), ids, parts[0], self.first.text)
         return experts.experts_down(inner, ids, weights, parts[1], self.second.text)
 
-    def kernel(self, rows=slice(None), tile=TILE):
+    def kernel(self, rows=slice(None), tile=TILE, stream=None):
         inner = launch.up(self.x[rows], self.ids[rows], self.up, self.first, tile)
-        out = launch.down(inner, self.ids[rows], self.weights[rows], self.down, self.second, tile)
+        out = launch.down(inner, self.ids[rows], self.weights[rows], self.down, self.second, tile, stream)
         assert counters.all_zero()
         return out
 
@@ -97,6 +97,33 @@ class Mixture:
 )
 def test_experts(place, tokens, top, count, size, inner, kind, tile):
     assert Mixture(place, tokens, top, count, size, inner, kind).error(tile=tile) < TOLERANCE[place[1]]
+
+
+@pytest.mark.parametrize("tile", [TILE, SORTED], ids=["looked through", "sorted"])
+@pytest.mark.parametrize("tokens, size, biased", [(1, 48, False), (17, 33, True), (35, 130, False)])
+def test_experts_that_end_at_the_residual_stream(place, tokens, size, biased, tile):
+    """As the product by itself, then the addition and the first half of the norm. Rows of the stream lie apart."""
+    mixture = Mixture(place, tokens, 2, 5, size, 20, ExpertFormat("silu", biased=biased))
+    norm, residual = torch.randn(size).to(*place), torch.randn(tokens, 2, size).to(*place)[:, 0]
+    inner = launch.up(mixture.x, mixture.ids, mixture.up, mixture.first, tile)
+    arguments = inner, mixture.ids, mixture.weights, mixture.down, mixture.second, tile
+    after = stream_after(residual.contiguous(), norm, 1.0)
+    after.scaled.fill_(torch.nan), after.squares.fill_(torch.nan)
+    stream = launch.down(*arguments, stream=after)
+    want = plain_stream(launch.down(*arguments), residual, norm, 1.0)
+    assert torch.equal(stream, want[0]) and torch.equal(after.scaled, want[1]) and counters.all_zero()
+    torch.testing.assert_close(after.squares, want[2], rtol=1e-5, atol=1e-6)
+
+
+def test_experts_down_to_stream_means_a_product_and_an_addition():
+    mixture = Mixture(("cpu", torch.bfloat16), 6, 2, 4, 48, 32, SILU)
+    inner, residual, norm = torch.randn(6, 2, 32), torch.randn(2, 3, 48), torch.randn(48)
+    inner, residual, norm = (each.bfloat16() for each in (inner, residual, norm))
+    arguments = inner, mixture.ids, mixture.weights, mixture.down, mixture.second.text
+    got = experts.experts_down_to_stream(*arguments, residual, norm, 0.0)
+    want = plain_stream(experts.experts_down(*arguments).view(2, 3, 48), residual, norm, 0.0)
+    assert all(map(torch.equal, got, want))
+    torch.library.opcheck(experts.experts_down_to_stream, (*arguments, residual, norm, 0.0))
 
 
 @pytest.mark.parametrize("tokens, top, size", [(1, 2, 16), (40, 3, 1), (257, 2, 16), (700, 6, 64)])
@@ -211,10 +238,17 @@ def test_rows_have_the_same_bits_in_rounds_and_prompts(name):
     with torch.device("cuda"):
         mixture = Mixture(place, 4096, *sizes, kind) if kind else mxfp4_mixture(place, 4096, *sizes)
     everything = mixture.kernel(tile=None)
+    residual, norm = torch.randn_like(everything), torch.randn_like(everything[0])
+    whole = stream_after(residual, norm, 0.0)
+    ends = mixture.kernel(tile=None, stream=whole), whole.scaled, whole.squares
+    assert torch.equal(ends[0], everything + residual)
     for tokens in (1, 2, 17, 64, 300, 512, 513, 2048):
         first, some = torch.arange(tokens), torch.randperm(4096)[:tokens]
         for rows in (first.cuda(), some.cuda()):
             assert torch.equal(mixture.kernel(rows, None), everything[rows]), tokens
+            after = stream_after(residual[rows], norm, 0.0)
+            got = mixture.kernel(rows, None, after), after.scaled, after.squares
+            assert all(torch.equal(each, want[rows]) for each, want in zip(got, ends, strict=True)), tokens
 
 
 @pytest.mark.sweep(2)

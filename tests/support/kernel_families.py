@@ -173,6 +173,7 @@ for kind, (dtype, rows) in KINDS.items():
 EXPERTS = """
 from spec_compile.kernels.experts import ExpertFormat, launch, sort, wide
 from spec_compile.kernels.linear import activations
+from spec_compile.kernels.linear.product_ops import stream_after
 
 
 launch.experts_kernel = Compiled(launch.experts_kernel, PTX=True)
@@ -208,7 +209,8 @@ for name, (count, top, size, inner, layout) in SHAPES.items():
         found, ids = [], torch.zeros(tokens, top, dtype=torch.int64)
         x = torch.zeros(tokens, size, dtype=HALF)
         inside = launch.up(x, ids, parts(2 * inner, size), first)
-        launch.down(inside, ids, torch.zeros(tokens, top), parts(size, inner), second)
+        for stream in (None, stream_after(x, x[0], 0.0)):
+            launch.down(inside, ids, torch.zeros(tokens, top), parts(size, inner), second, stream=stream)
         products = [each for each in found if each.metadata.name.endswith("experts_kernel")]
         form = "experts_kernel" if tokens < 2048 else "wide_experts_kernel"
         assert {each.metadata.name for each in products} == {form}

@@ -10,6 +10,7 @@ Reference: transformers' `integrations/moe.py`.
 import torch
 from torch import Tensor, fx
 
+from ..linear.product_ops import plain_stream, stream_after
 from . import launch
 from .format import ExpertFormat, format_of, unrounded  # noqa: F401
 from .launch import lack, lack_of_device  # noqa: F401
@@ -51,7 +52,34 @@ def _(x, ids, weights, parts, format):
     return x.new_empty(x.shape[0], format_of(format).columns(parts))
 
 
+@torch.library.custom_op("spec_compile::experts_down_to_stream", mutates_args=())
+def experts_down_to_stream(
+    x: Tensor, ids: Tensor, weights: Tensor, parts: list[Tensor], format: str, residual: Tensor, norm_weight: Tensor,
+    offset: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The residual stream after `experts_down`, and the first half of the RMSNorm that follows.
+
+    residual [..., H]; norm_weight, offset and the results: see `linear.product_ops.product_to_stream`.
+    """
+    layout = format_of(format)
+    if not launch.serves(x, parts, layout):
+        out = experts_down(x, ids, weights, parts, format)
+        return plain_stream(out.view_as(residual), residual, norm_weight, offset)
+    after = stream_after(residual, norm_weight, offset)
+    stream = launch.down(x, ids, weights, parts, layout, stream=after._replace(residual=after.residual.contiguous()))
+    return stream.view(residual.shape), after.scaled.view(residual.shape), after.squares
+
+
+@experts_down_to_stream.register_fake
+def _(x, ids, weights, parts, format, residual, norm_weight, offset):
+    after = stream_after(residual, norm_weight, offset)
+    return x.new_empty(residual.shape), after.scaled.view(residual.shape), after.squares
+
+
 UP, DOWN = torch.ops.spec_compile.experts_up.default, torch.ops.spec_compile.experts_down.default
+TO_STREAM = torch.ops.spec_compile.experts_down_to_stream.default
+PRODUCTS = UP, DOWN, TO_STREAM
+"""The ops of both products. A node's first arguments are those of `UP` or `DOWN`; all others stand in kwargs."""
 
 
 def parts_of(node: fx.Node) -> list[fx.Node]:

@@ -20,6 +20,7 @@ Import this module only where Triton is installed. Shapes of a tile: weights [BL
 import triton
 import triton.language as tl
 
+from ..linear.product_end import load_stream, store_stream
 from ..linear.quantised_kernel import UNIT_ROWS, float_of_fp8
 from ..ptx import let_next_kernel_begin, prefetch_l2, wait_for_kernel_before
 from .mxfp4_kernel import multiply_mxfp4
@@ -214,23 +215,25 @@ def _add_parts(
 
 @triton.jit
 def combine(
-    pairs_ptr, parts_ptr, ids_ptr, bias_ptr, routing_ptr, out_ptr, begin, column, rows, height, TOP: tl.constexpr,
-    BLOCK_R: tl.constexpr, HEIGHT: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr, HELD: tl.constexpr,
+    pairs_ptr, parts_ptr, ids_ptr, bias_ptr, end, begin, tile, rows, height, TOP: tl.constexpr, BLOCK_R: tl.constexpr,
+    HEIGHT: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr, HELD: tl.constexpr, SQUARED: tl.constexpr,
 ):  # fmt: skip
     """out[n] = sum over r of routing[n, r] * pairs[n * TOP + r], in ascending order of r, for BLOCK_R tokens n from
     `begin` on, without experts that other GPUs have.
 
     pairs_ptr: [rows * TOP, height]; the experts' results.
     parts_ptr: [PARTS, rows * TOP, height]; replaces pairs_ptr: their parts, without the experts' bias; or None.
-    routing_ptr: [rows, TOP].
-    out_ptr: [rows, height], written at the columns column [HEIGHT].
+    end: routing [rows, TOP]; out [rows, height], written at the tile's HEIGHT columns; a `ResidualStream` to which the
+    sum is added, or None.
     """
-    n = begin + tl.arange(0, BLOCK_R)
+    n, column = begin + tl.arange(0, BLOCK_R), tile * HEIGHT + tl.arange(0, HEIGHT)
+    if end.stream is not None:
+        residual, norm = load_stream(end.stream, column, n, rows, height, height)
     mask = (n < rows)[:, None] & (column < height)[None, :]
     total = tl.zeros([BLOCK_R, HEIGHT], tl.float32)
     for rank in tl.static_range(TOP):
         pair = n * TOP + rank
-        weight = tl.load(routing_ptr + pair, mask=n < rows, other=0.0).to(tl.float32)
+        weight = tl.load(end.routing + pair, mask=n < rows, other=0.0).to(tl.float32)
         at = pair.to(tl.int64)[:, None] * height + column[None, :]
         here = mask
         if HELD:
@@ -244,22 +247,27 @@ def combine(
                 expert = tl.load(ids_ptr + pair, mask=n < rows, other=0) - FIRST
                 bias_at = bias_ptr + expert[:, None] * height + column[None, :]
                 value += tl.load(bias_at, mask=here, other=0.0).to(tl.float32)
-            value = value.to(out_ptr.dtype.element_ty).to(tl.float32)
+            value = value.to(end.out.dtype.element_ty).to(tl.float32)
         total = tl.fma(value, weight[:, None] + tl.zeros_like(value), total)
-    at = out_ptr + n.to(tl.int64)[:, None] * height + column[None, :]
-    tl.store(at, total.to(out_ptr.dtype.element_ty), mask=mask)
+    if end.stream is not None:
+        store_stream(
+            total.T, residual, norm, end.out, end.stream, column, n, tile, rows, height, BLOCK_R, HEIGHT, SQUARED
+        )
+    else:
+        at = end.out + n.to(tl.int64)[:, None] * height + column[None, :]
+        tl.store(at, total.to(end.out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _combine_all(
-    pairs_ptr, parts_ptr, ids_ptr, bias_ptr, routing_ptr, out_ptr, column, rows, height, TOP: tl.constexpr,
-    BLOCK_R: tl.constexpr, HEIGHT: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr, HELD: tl.constexpr,
+    pairs_ptr, parts_ptr, ids_ptr, bias_ptr, end, tile, rows, height, TOP: tl.constexpr, BLOCK_R: tl.constexpr,
+    HEIGHT: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr, HELD: tl.constexpr, SQUARED: tl.constexpr,
 ):  # fmt: skip
     """`combine` of all tokens, BLOCK_R at a time."""
     for begin in range(0, rows, BLOCK_R):
         combine(
-            pairs_ptr, parts_ptr, ids_ptr, bias_ptr, routing_ptr, out_ptr, begin, column, rows, height, TOP, BLOCK_R,
-            HEIGHT, PARTS, FIRST, HELD,
+            pairs_ptr, parts_ptr, ids_ptr, bias_ptr, end, begin, tile, rows, height, TOP, BLOCK_R, HEIGHT, PARTS, FIRST,
+            HELD, SQUARED,
         )  # fmt: skip
 
 
@@ -278,17 +286,17 @@ def experts_kernel(
     ids_ptr,  # [T, k] int64
     weight_ptr, scale_ptr, bias_ptr,  # [E, outputs, inputs] or TRANSPOSED; see `ExpertFormat`; [E, outputs] or None
     parts_ptr,  # float32 [PARTS, pairs, outputs] if programs share columns, or None
-    pairs_ptr, routing_ptr, out_ptr,  # [pairs, height]; second product [T, k] and [T, height], first None
+    pairs_ptr, end,  # [pairs, height]; second product as of `combine`, first None
     arrived_ptr, pairs, outputs, inputs, stride_e, stride_w, stride_x, scale_stride, prefetch, alpha, limit,
     TOP: tl.constexpr, BY_PAIR: tl.constexpr, ONE_TOKEN: tl.constexpr, GATE: tl.constexpr, INTERLEAVED: tl.constexpr,
     TRANSPOSED: tl.constexpr, SCALED: tl.constexpr, MXFP4: tl.constexpr, PTX: tl.constexpr, DECODES: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
-    PARTS: tl.constexpr, FIRST: tl.constexpr, HELD: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, FIRST: tl.constexpr, HELD: tl.constexpr, SQUARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of outputs, times PARTS if they share columns, slots). GATE: 0; 1, "silu"; 2, "clamped". SCALED:
-    inputs of an FP8 scale, or 0. FIRST, HELD: see `expert_of`."""
+    inputs of an FP8 scale, or 0. FIRST, HELD: see `expert_of`. SQUARED: of `store_stream`; first product 0."""
     GATED: tl.constexpr = GATE > 0
-    DOWN: tl.constexpr = routing_ptr is not None
+    DOWN: tl.constexpr = SQUARED > 0
     SHARES: tl.constexpr = 1 if parts_ptr is None else PARTS
     tile, part, slot = tl.program_id(0) // SHARES, tl.program_id(0) % SHARES, tl.program_id(1)
     share = tl.cdiv(tl.cdiv(inputs, BLOCK_K), PARTS) * BLOCK_K  # columns of a part
@@ -344,8 +352,8 @@ def experts_kernel(
             wait_for_kernel_before()
         if _is_last(arrived_ptr + tile, tl.num_programs(1) * SHARES):
             _combine_all(
-                pairs_ptr, parts_ptr, ids_ptr, bias_ptr, routing_ptr, out_ptr, column, pairs // TOP, height, TOP,
-                1 if ONE_TOKEN else 16, HEIGHT, PARTS, FIRST, HELD,
+                pairs_ptr, parts_ptr, ids_ptr, bias_ptr, end, tile, pairs // TOP, height, TOP, 1 if ONE_TOKEN else 16,
+                HEIGHT, PARTS, FIRST, HELD, SQUARED,
             )  # fmt: skip
     elif parts_ptr is not None:
         if _is_last(arrived_ptr + tile * tl.num_programs(1) + slot, PARTS):

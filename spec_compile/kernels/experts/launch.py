@@ -9,6 +9,8 @@ from .. import HALF, dependent_launch
 from ..card import card_of
 from ..counters import zero_counters
 from ..linear import small_m
+from ..linear.plans import squared_columns
+from ..linear.product import ResidualStream
 from . import plans, wide
 from .format import ExpertFormat
 
@@ -68,32 +70,30 @@ def up(
 ) -> Tensor:
     """`experts_up` by the kernels. tile: None: that of `plans.tile`."""
     out = x.new_empty(*ids.shape, layout.columns(parts))
-    _launch(x, ids, parts, layout, out, None, None, tile)
+    _launch(x, ids, parts, layout, out, None, tile)
     return out
 
 
 def down(
     x: Tensor, ids: Tensor, weights: Tensor, parts: Sequence[Tensor], layout: ExpertFormat,
-    tile: plans.ExpertTile | None = None,
+    tile: plans.ExpertTile | None = None, stream: ResidualStream | None = None,
 ) -> Tensor:  # fmt: skip
-    """`experts_down` by the kernels."""
+    """`experts_down` by the kernels; with a stream, the residual stream of `experts_down_to_stream`."""
     height = layout.columns(parts)
     pairs, out = x.new_empty(ids.numel(), height), x.new_empty(len(x), height)
-    _launch(x.flatten(0, 1), ids, parts, layout, pairs, weights.contiguous(), out, tile)
+    _launch(x.flatten(0, 1), ids, parts, layout, pairs, wide.ExpertsEnd(weights.contiguous(), out, stream), tile)
     return out
 
 
 def _launch(
-    x: Tensor, ids: Tensor, parts: Sequence[Tensor], layout: ExpertFormat, pairs: Tensor, routing: Tensor | None,
-    out: Tensor | None, tile: plans.ExpertTile | None,
+    x: Tensor, ids: Tensor, parts: Sequence[Tensor], layout: ExpertFormat, pairs: Tensor,
+    end: wide.ExpertsEnd | None, tile: plans.ExpertTile | None,
 ) -> None:  # fmt: skip
-    """Launch the kernels for the first product, or with `routing` for the second.
+    """Launch the kernels for the first product, or with `end` for the second.
 
     x: [T, I]; second product: [T * k, I].
     ids: [T, k] int64.
     pairs: [T * k, height], written; the results of each expert, after the gate.
-    routing: [T, k]; the router's weights, or None.
-    out: [T, height], written; sums of `pairs` by `routing`, or None.
     """
     weight, scales, bias = as_read(parts[0]), layout.scales(parts), layout.bias(parts)
     (tokens, top), experts, (outputs, inputs) = ids.shape, len(weight), layout.sizes(parts)
@@ -101,7 +101,7 @@ def _launch(
     tile = tile or plans.tile(tokens, top, layout.of or experts, (outputs, inputs), layout.scale_size, x.element_size())
     x = x if x.stride(1) == 1 else x.contiguous()
     if tile.sorted:
-        wide.launch(x, ids, parts, layout, pairs, routing, out, tile)
+        wide.launch(x, ids, parts, layout, pairs, end, tile)
         return
     by_pair = ids.numel() <= experts or tokens == 1
     slots, tiles = ids.numel() if by_pair else experts, -(-outputs // tile.block_o)
@@ -111,16 +111,16 @@ def _launch(
     sums = arrived = None
     if tile.shared:
         sums = torch.empty(tile.parts, ids.numel(), outputs, dtype=torch.float32, device=x.device)
-    if tile.shared or routing is not None:
-        arrived = zero_counters(x.device, tiles * (slots if routing is None else 1))
+    if tile.shared or end is not None:
+        arrived = zero_counters(x.device, tiles * (slots if end is None else 1))
     experts_kernel[(tiles * (tile.parts if tile.shared else 1), slots)](
-        x, units, ids.contiguous(), weight, scales, bias, sums, pairs, routing, out, arrived, ids.numel(), outputs,
+        x, units, ids.contiguous(), weight, scales, bias, sums, pairs, end, arrived, ids.numel(), outputs,
         inputs, weight.stride(0), weight.stride(1), x.stride(0), 0 if scales is None else scales.stride(0),
         tile.prefetch, layout.alpha, layout.limit, TOP=top, BY_PAIR=by_pair, ONE_TOKEN=tokens == 1,
         GATE=GATES.index(layout.gate), INTERLEAVED=layout.interleaved, TRANSPOSED=layout.transposed,
         SCALED=layout.block, PARTS=tile.parts, FIRST=layout.first, HELD=experts if layout.of else 0,
-        MXFP4=layout.mxfp4 > 0, PTX=x.is_cuda, DECODES=not has_fp8(x.device),
-        CHUNK=FEW if ids.numel() <= FEW else MANY, BLOCK_N=tile.block_n, BLOCK_O=tile.block_o, BLOCK_K=tile.block_k,
-        EVEN=inputs % tile.block_k == 0, PDL=early,
+        SQUARED=0 if end is None else squared_columns(outputs), MXFP4=layout.mxfp4 > 0, PTX=x.is_cuda,
+        DECODES=not has_fp8(x.device), CHUNK=FEW if ids.numel() <= FEW else MANY, BLOCK_N=tile.block_n,
+        BLOCK_O=tile.block_o, BLOCK_K=tile.block_k, EVEN=inputs % tile.block_k == 0, PDL=early,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip

@@ -100,15 +100,14 @@ def wide_experts_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def combine_kernel(
-    pairs_ptr, ids_ptr, routing_ptr, out_ptr, rows, height, TOP: tl.constexpr, BLOCK_R: tl.constexpr,
-    HEIGHT: tl.constexpr, FIRST: tl.constexpr, HELD: tl.constexpr, EARLY: tl.constexpr,
+    pairs_ptr, ids_ptr, end, rows, height, TOP: tl.constexpr, BLOCK_R: tl.constexpr, HEIGHT: tl.constexpr,
+    FIRST: tl.constexpr, HELD: tl.constexpr, SQUARED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """`combine` of a tile of tokens a program. Grid (tiles of columns, tiles of tokens)."""
     if EARLY:
         wait_for_kernel_before()
         let_next_kernel_begin(0, 0)
-    begin, column = tl.program_id(1) * BLOCK_R, tl.program_id(0) * HEIGHT + tl.arange(0, HEIGHT)
+    begin, tile = tl.program_id(1) * BLOCK_R, tl.program_id(0)
     combine(
-        pairs_ptr, None, ids_ptr, None, routing_ptr, out_ptr, begin, column, rows, height, TOP, BLOCK_R, HEIGHT, 1,
-        FIRST, HELD,
+        pairs_ptr, None, ids_ptr, None, end, begin, tile, rows, height, TOP, BLOCK_R, HEIGHT, 1, FIRST, HELD, SQUARED,
     )  # fmt: skip

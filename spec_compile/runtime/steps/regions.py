@@ -103,7 +103,7 @@ def cut(graph: ModelGraph, least_bytes: int = 0) -> Regions:
     ends = {}
     for index, node in enumerate(nodes):
         layer = re.match(r".*?\.\d+(?=\.)", owner(node))
-        if (is_product(node) or node.target == experts.DOWN) and layer:
+        if (is_product(node) or node.target in experts.PRODUCTS) and layer:
             ends[layer.group()] = index + _results(nodes, index)
     regions, begin = [], 0
     for end in sorted(ends.values()):
@@ -128,7 +128,7 @@ def _results(nodes: list[fx.Node], index: int) -> int:
 
 
 def _weight_bytes(gm: fx.GraphModule, nodes: list[fx.Node]) -> int:
-    products = [node for node in nodes if is_product(node) or node.target in (experts.UP, experts.DOWN)]
+    products = [node for node in nodes if is_product(node) or node.target in experts.PRODUCTS]
     names = {source.target for node in products for source in node.all_input_nodes if source.op == "get_attr"}
     return sum(attribute(gm, name).nbytes for name in names)
 
