@@ -654,6 +654,11 @@ OTHERS = [
         "tests/passes/test_fuse_choices.py -k others_read",
     ),
     Mutation(
+        "two halves turned by anything are a rotation", "spec_compile/passes/fuse_rotary.py",
+        "!= [(x2, cos), (x1, sin)]", "== []",
+        "tests/passes/test_fuse_rotary.py -k rotations_by_halves",
+    ),
+    Mutation(
         "dropout of a model that trains is overlooked", "spec_compile/capture/training_mode.py",
         "if value is not ... and value > 0:", "if value is not ... and value > 1:",
         "tests/capture/test_training_mode.py -k effects_are_named",

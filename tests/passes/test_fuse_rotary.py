@@ -50,7 +50,7 @@ JOINED = (fuse_rotary, fuse_qk_norms, fuse_norms)
         ("gemma", 2, 5, 4),
         ("gemma2", 4, 17, 8),
         ("olmo2", 0, 9, 1),  # rotates in float32
-        ("gpt_oss", 0, 9, 8),
+        ("gpt_oss", 4, 9, 8),  # half by half
         ("phi3", 0, 5, 4),  # rotates a part
         ("glm4", 0, 9, 4),  # interleaved
         ("deepseek_v3", 0, 13, 6),
@@ -103,6 +103,16 @@ def half(x, negative=0):
     return torch.cat([[-b, a], [b, -a], [b, a]][negative], -1)
 
 
+def by_halves(turn):
+    """A rotation ``turn(x1, x2, cos, sin)`` of halves, as gpt-oss has it, with angles for a half."""
+
+    def whole(x, cos, sin):
+        angles = (angle[:, 0, :, : angle.shape[-1] // 2][:, None] for angle in (cos, sin))
+        return torch.cat(turn(*x.chunk(2, -1), *angles), -1)
+
+    return whole
+
+
 TURNS = {  # of queries and keys x by cos and sin [B, 1, T, D], and those of them that are Llama's
     "llama": (lambda x, cos, sin: x * cos + half(x) * sin, True),
     "the wrong half negated": (lambda x, cos, sin: x * cos + half(x, 1) * sin, False),
@@ -113,6 +123,11 @@ TURNS = {  # of queries and keys x by cos and sin [B, 1, T, D], and those of the
     "uneven": (lambda x, cos, sin: x * cos + torch.cat([-x[..., 1:], x[..., :1]], -1) * sin, False),
     "a part": (lambda x, cos, sin: torch.cat([x[..., :2] * cos[..., :2] + half(x[..., :2]) * sin[..., :2],
                                               x[..., 2:]], -1), False),
+    "half by half": (by_halves(lambda a, b, cos, sin: (a * cos - b * sin, b * cos + a * sin)), True),
+    "half by half, backwards": (by_halves(lambda a, b, cos, sin: (a * cos + b * sin, b * cos - a * sin)), False),
+    "half by half, one twice": (by_halves(lambda a, b, cos, sin: (a * cos - b * sin, a * cos + b * sin)), False),
+    "half by half, swapped": (by_halves(lambda a, b, cos, sin: (b * cos - a * sin, a * cos + b * sin)), False),
+    "half by half, one angle": (by_halves(lambda a, b, c, s: (a * c - b * s[..., :1], b * c + a * s[..., :1])), False),
 }  # fmt: skip
 
 
