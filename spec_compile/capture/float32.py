@@ -67,8 +67,9 @@ class _Float32(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):  # FlexAttention, which has no schema
             return func(*map(_widened, args), **kwargs)
-        if func in (experts.UP, experts.DOWN):
-            args = *args[:-1], experts.unrounded(args[-1])
+        if func in experts.PRODUCTS:
+            place = [argument.name for argument in func._schema.arguments].index("format")
+            args = *args[:place], experts.unrounded(args[place]), *args[place + 1 :]
         is_view, written = _aliasing(func)
         if is_view:  # converted by the op that uses it
             return func(*args, **kwargs)

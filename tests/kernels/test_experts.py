@@ -13,6 +13,7 @@ from places import GPU, places
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from spec_compile.capture.experts import IMPLEMENTATION
+from spec_compile.capture.float32 import in_float32
 from spec_compile.capture.trace import capture
 from spec_compile.compat import EXPERTS_INTERFACES
 from spec_compile.graph import calls
@@ -124,6 +125,19 @@ def test_experts_down_to_stream_means_a_product_and_an_addition():
     want = plain_stream(experts.experts_down(*arguments).view(2, 3, 48), residual, norm, 0.0)
     assert all(map(torch.equal, got, want))
     torch.library.opcheck(experts.experts_down_to_stream, (*arguments, residual, norm, 0.0))
+
+
+def test_in_float32_experts_do_not_round_their_inputs():
+    ids, weights = torch.tensor([[0, 2], [1, 2], [3, 0]]), torch.rand(3, 2)
+    parts = [torch.randn(4, 48, 130).to(torch.float8_e4m3fn), torch.rand(4, 1, 2) + 0.5]
+    x, residual, norm = torch.randn(3, 2, 130).bfloat16(), torch.randn(3, 48).bfloat16(), torch.ones(48).bfloat16()
+    layout = ExpertFormat(block=128)
+    with in_float32():
+        alone = experts.experts_down(x, ids, weights, parts, layout.text)
+        stream, _, _ = experts.experts_down_to_stream(x, ids, weights, parts, layout.text, residual, norm, 0.0)
+    want = experts.experts_down(x.float(), ids, weights, parts, replace(layout, rounds=False).text)
+    torch.testing.assert_close(alone, want)
+    torch.testing.assert_close(stream, residual.float() + want)
 
 
 @pytest.mark.parametrize("tokens, top, size", [(1, 2, 16), (40, 3, 1), (257, 2, 16), (700, 6, 64)])
