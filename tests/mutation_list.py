@@ -634,26 +634,6 @@ OTHERS = [
         "tests/passes/test_fuse_residuals.py -k fused_residuals_of_ranks",
     ),
     Mutation(
-        "attention that others read ends with codes", "spec_compile/passes/round_attention.py",
-        "ops.tree_attention.default and len(x.users) == 1 else", "ops.tree_attention.default else",
-        "tests/passes/test_round_attention.py -k ends_with_codes",
-    ),
-    Mutation(
-        "heads of two blocks share a scale", "spec_compile/kernels/attention/spans.py",
-        "(head * (DV // BLOCK) + block) * stride_u", "(head + block) * stride_u",
-        "tests/kernels/test_rounded_attention.py -k those_of_the_output",
-    ),
-    Mutation(
-        "experts are chosen before all logits are there", "spec_compile/kernels/linear/choice_kernel.py",
-        "== tiles - 1", "== tiles - 2",
-        "tests/kernels/test_experts.py -k product_that_ends_in_a_choice",
-    ),
-    Mutation(
-        "logits that others read are lost in a choice", "spec_compile/passes/fuse_choices.py",
-        " and len(product.users) == 1", "",
-        "tests/passes/test_fuse_choices.py -k others_read",
-    ),
-    Mutation(
         "two halves turned by anything are a rotation", "spec_compile/passes/fuse_rotary.py",
         "!= [(x2, cos), (x1, sin)]", "== []",
         "tests/passes/test_fuse_rotary.py -k rotations_by_halves",

@@ -37,7 +37,7 @@ from .yardstick import (
 
 TEXTS = 4
 """Random texts that a model may be checked on."""
-ROUTERS = {"aten.topk.default", "spec_compile.route.default", "spec_compile.product_to_experts.default"}
+ROUTERS = {"aten.topk.default", "spec_compile.route.default"}
 """Operators that choose experts. The second is defined only on machines with Triton."""
 LONGEST = 1024
 """Tokens of the longest text of a check. For a longer window, only its argument to attention is checked, and of an

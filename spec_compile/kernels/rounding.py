@@ -31,38 +31,6 @@ def over_scale(x):
 
 
 @triton.jit
-def _fp8_over_scale(x):
-    """`nearest_fp8` of `over_scale` of x [R, C], bfloat16 or float16, and the scales [R, 1], in half of the
-    instructions, on GPUs that have FP8.
-
-    A product with an inverse that is off by no more than 4 units in the last place, corrected once, has the codes of
-    the quotient: all pairs of a number and a largest one were compared. Where the largest number of a block is tiny,
-    all are lifted, because what the correction adds would be subnormal.
-    """
-    wide = x.to(tl.float32)
-    largest = tl.max(tl.abs(wide), 1)
-    unit = tl.div_rn(largest, tl.full([x.shape[0]], LARGEST_FP8, tl.float32))
-    unit = tl.where(unit > 0, unit, 1.0)
-    lift = tl.where(largest < 1e-20, 18446744073709551616.0, 1.0)  # 2 ** 64
-    divisor, wide = (unit * lift)[:, None], wide * lift[:, None]
-    inverse = 1.0 / divisor + tl.zeros_like(wide)
-    near = wide * inverse
-    rest = tl.fma(near, tl.zeros_like(wide) - divisor, wide)
-    return tl.fma(rest, inverse, near).to(tl.float8e4nv), unit[:, None]
-
-
-@triton.jit
-def codes_of_blocks(x, dtype: tl.constexpr):
-    """x [R, C] rounded to float8_e4m3fn with a scale for each row -> codes [R, C] of a dtype, scales [R, 1] float32."""
-    if dtype == tl.float8e4nv:
-        codes, unit = _fp8_over_scale(x)
-    else:
-        x, unit = over_scale(x)
-        codes = nearest_fp8(x).to(dtype)
-    return codes, unit
-
-
-@triton.jit
 def as_stored(x, cache_ptr):
     """`ops.stored`: x in the dtype of the cache."""
     dtype: tl.constexpr = cache_ptr.dtype.element_ty

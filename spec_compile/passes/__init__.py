@@ -13,7 +13,6 @@ from .apply import apply, check_order
 from .chain_products import chain_products
 from .fuse_append import fuse_append
 from .fuse_around import fuse_around
-from .fuse_choices import fuse_choices
 from .fuse_gated_norms import fuse_gated_norms
 from .fuse_l2_norms import fuse_l2_norms
 from .fuse_norms import fuse_norms
@@ -24,7 +23,6 @@ from .fuse_routers import fuse_routers
 from .fuse_swiglu import fuse_swiglu
 from .merge_linears import merge_linears
 from .order_sums import order_sums
-from .round_attention import round_attention
 from .select_logits import select_logits
 from .shard import shard
 from .tap_hidden_states import tap_hidden_states
@@ -68,7 +66,7 @@ PIPELINE = [
     tidy, shard, merge_linears, tap_hidden_states, use_tree_attention, use_indexes, use_states, add_adapters,
     select_logits, fuse_routers, use_small_m_linears, fuse_swiglu, fuse_rotary, fuse_qk_norms, fuse_gated_norms,
     fuse_l2_norms, fuse_norms, fuse_around, chain_products, order_sums, fuse_residuals,
-    round_attention, fuse_choices, fuse_append,
+    fuse_append,
 ]  # fmt: skip
 """The passes of `speculate`; `backend.PIPELINE` has those of ``torch.compile(backend="spec")``."""
 check_order(PIPELINE)

@@ -19,10 +19,7 @@ from spec_compile.compat import EXPERTS_INTERFACES
 from spec_compile.graph import calls
 from spec_compile.kernels import counters, experts
 from spec_compile.kernels.experts import ExpertFormat, launch, mxfp4, plans, wide
-from spec_compile.kernels.linear import small_m
-from spec_compile.kernels.linear.plans import ProductTile
-from spec_compile.kernels.linear.product import AMONG, ExpertChoice, Product
-from spec_compile.kernels.linear.product_ops import plain_stream, product, product_to_experts, stream_after
+from spec_compile.kernels.linear.product_ops import plain_stream, stream_after
 
 route = pytest.importorskip("spec_compile.kernels.experts.route", exc_type=ImportError)
 sort = pytest.importorskip("spec_compile.kernels.experts.sort", exc_type=ImportError)
@@ -376,7 +373,7 @@ def test_all_values_of_mxfp4(place):
     assert torch.equal(got.cpu()[:, 0].T[normal], expected[normal])
 
 
-@pytest.mark.parametrize("among", AMONG)
+@pytest.mark.parametrize("among", route.AMONG)
 @pytest.mark.parametrize("count, top", [(8, 2), (100, 6)])
 def test_route(place, among, count, top):
     logits = (torch.randn(5, count) * 3).to(*place)
@@ -390,52 +387,6 @@ def test_route(place, among, count, top):
 def test_the_first_of_equal_experts_is_chosen(place):
     _, ids = route.launch(torch.zeros(2, 12, device=place[0]), 3, "all", torch.float32)
     assert ids.tolist() == [[0, 1, 2]] * 2
-
-
-@pytest.mark.parametrize("among", AMONG)
-@pytest.mark.parametrize("rows, count, top, parts", [(5, 100, 6, 3), (1, 8, 2, 1), (20, 36, 3, 2)])
-def test_a_product_that_ends_in_a_choice(place, among, rows, count, top, parts):
-    """The same bits as the product and then `route`. The last tile of rows and that of outputs are not full, and two
-    experts are equal."""
-    x, weight, bias = (torch.randn(*shape).to(*place) for shape in ((rows, 832), (count, 832), (count,)))
-    weight[3], bias[3] = weight[5], bias[5]
-    weight /= 16
-    logits, again = x.new_empty(2, rows, count)
-    weights, ids = x.new_full((rows, top), torch.nan, dtype=torch.float32), x.new_full((rows, top), -1).long()
-    choice = ExpertChoice(weights, ids, among)
-    tile = ProductTile(16, 256, 16, 4, 4)
-    small_m.launch(Product(x, weight, bias, after=choice), logits, parts, tile)
-    small_m.launch(Product(x, weight, bias), again, parts, tile)
-    assert torch.equal(logits, again) and counters.all_zero()
-    for got, want in zip(choice[:2], route.launch(again, top, among, torch.float32), strict=True):
-        assert torch.equal(got, want)
-
-
-def test_product_to_experts_means_a_product_and_a_choice():
-    x, weight, bias, squares = torch.randn(5, 32), torch.randn(7, 32), torch.randn(7), torch.rand(5, 2) * 16
-    norm = {"squares": squares, "eps": 1e-6}
-    got = product_to_experts(x, weight, bias, 3, "all, to a sum of 1", torch.float32, **norm)
-    want = route.route(product(x, weight, bias, **norm), 3, "all, to a sum of 1", torch.float32)
-    assert all(map(torch.equal, got, want))
-    torch.library.opcheck(product_to_experts, (x, weight, bias, 3, "chosen", torch.bfloat16), norm)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not GPU, reason="no CUDA device")
-@pytest.mark.parametrize(
-    "count, size, top, among", [(128, 2048, 8, AMONG[1]), (32, 2880, 4, AMONG[2]), (8, 4096, 2, AMONG[0])]
-)
-def test_a_choice_has_the_same_bits_in_any_number_of_rows(count, size, top, among):
-    """Few rows are routed where the product ends, more by a kernel of their own."""
-    x, weight = torch.randn(300, size), torch.randn(count, size) / size**0.5
-    x, weight = (each.to("cuda", torch.bfloat16) for each in (x, weight))
-    want = route.launch(product(x, weight), top, among, torch.bfloat16)
-    plan = small_m.plan_of(x, weight)
-    assert small_m.chooses(Product(x[:16], weight), plan) and not small_m.chooses(Product(x, weight), plan)
-    for rows in (1, 2, 7, 16, 17, 33, 64, 65, 128, 300):
-        got = product_to_experts(x[:rows], weight, None, top, among, torch.bfloat16)
-        assert all(torch.equal(each, wanted[:rows]) for each, wanted in zip(got, want, strict=True)), rows
-    assert counters.all_zero()
 
 
 @pytest.mark.sweep(2)

@@ -9,11 +9,9 @@ from spec_compile.kernels.attention import tree_attention
 from spec_compile.kernels.attention.call import AttentionCall
 from spec_compile.kernels.attention.tail_tiles import nodes_per_tile, tail_tiles
 from spec_compile.kernels.card import FP8
-from spec_compile.kernels.linear import activations
 
 for name in ("append_kernel", "prompt_kernel", "tree_kernel", "merge_spans_kernel"):
     setattr(tree_attention, name, Compiled(getattr(tree_attention, name)))
-activations.round_blocks_kernel = Compiled(activations.round_blocks_kernel)
 SIZES = (32, 8, 64, 64), (32, 8, 128, 128), (8, 1, 256, 256), (4, 4, 24, 16), (4, 2, 8, 8)
 for heads, kv_heads, size, values in SIZES:
     for nodes, causal in ((1, False), (16, False), (64, False), (2048, True)):
@@ -30,7 +28,7 @@ for heads, kv_heads, size, values in SIZES:
             inputs = q, k, v, *caches, lengths, None if causal else places, places
             call = AttentionCall(*inputs, None, 0.1, None, window, None, *turning, 1e-6)
             tiles = None if causal else tail_tiles(places, nodes_per_tile(heads // kv_heads))
-            tree_attention.launch(call._replace(tiles=tiles, slopes=slopes), rounds=turned and values % 128 == 0)
+            tree_attention.launch(call._replace(tiles=tiles, slopes=slopes))
             if turned and CARD.capability >= FP8:
                 keys, scales = [cache.to(torch.float8_e4m3fn) for cache in caches], torch.zeros(1, kv_heads, 4096, 2)
                 call = call._replace(key_cache=keys[0], value_cache=keys[1], scales=scales)
@@ -82,20 +80,6 @@ for heads, kv_heads, size, inputs, norms in ((16, 8, 128, 1024, True),):
         found, tile = [], plans.appending(how.tile(rows), size if norms else 0, CARD.memory)
         small_m.launch(Product(x, weight, after=ends), out, how.parts, tile)
         results[f"{rows} rows, {heads} heads of {size}, norms {norms}"] = found
-
-from spec_compile.kernels.experts import route
-from spec_compile.kernels.linear.product import AMONG, ExpertChoice
-
-route.route_kernel = Compiled(route.route_kernel)
-for experts, inputs, top, rows, among in ((128, 2048, 8, 16, AMONG[1]), (32, 2880, 4, 64, AMONG[2])):
-    shapes = (rows, inputs), (experts, inputs), (rows, experts)
-    x, weight, logits = (torch.zeros(*shape, dtype=HALF) for shape in shapes)
-    how = plans.plan(*weight.shape, processors=CARD.processors, memory=CARD.memory)
-    chosen = ExpertChoice(torch.zeros(rows, top, dtype=HALF), torch.zeros(rows, top, dtype=torch.int64), among)
-    found = []
-    small_m.launch(Product(x, weight, after=chosen), logits, how.parts, how.tile(rows))
-    route.launch(logits, top, among, HALF)
-    results[f"a choice of {top} of {experts} experts, {rows} rows"] = found
 """
 
 OTHER_PRODUCTS = PRODUCTS.replace("(16, 8, 128, 1024, True)", "(32, 8, 64, 2048, False), (9, 3, 64, 576, True)")

@@ -122,8 +122,8 @@ def attention_function(function: Callable[..., Tensor]) -> Callable[..., Tensor]
     return attention
 
 
-def schema_of(takes: frozenset[str] = frozenset(), returns=Tensor) -> str:
-    """The schema of an op of the call's arguments. takes: those of `SPECIAL` that it has. returns: a type.
+def schema_of(takes: frozenset[str] = frozenset()) -> str:
+    """The schema of an op of the call's arguments. takes: those of `SPECIAL` that it has.
 
     "scales" has no default in the op: PyTorch 2.11 looks up every argument that an op writes among those that the
     dispatcher hands over, and the dispatcher leaves out last arguments that equal their defaults.
@@ -140,7 +140,7 @@ def schema_of(takes: frozenset[str] = frozenset(), returns=Tensor) -> str:
             )
             for field in _fields_of(takes)
         ],
-        return_annotation=returns,
+        return_annotation=Tensor,
     )  # fmt: skip
     return torch.library.infer_schema(prototype, mutates_args=_mutated(takes))
 
@@ -150,21 +150,17 @@ def _mutated(takes: frozenset[str]) -> tuple[str, ...]:
     return (*CACHES, "scales") if "scales" in takes else CACHES
 
 
-def attention_op(
-    name: str, takes: frozenset[str] = frozenset(), empty: Callable = AttentionCall.empty_output, returns=Tensor,
-    **options,
-) -> Callable:  # fmt: skip
+def attention_op(name: str, takes: frozenset[str] = frozenset(), **options) -> Callable:
     """Decorate ``function(call)``: it becomes the custom op `name` of the call's arguments, with its schema and fake.
 
-    takes, returns: as of `schema_of`.
-    empty: ``empty(call)`` is memory for the result.
+    takes: as of `schema_of`.
     options: of `torch.library.custom_op`.
     """
 
     def define(function: Callable[[AttentionCall], Tensor]) -> torch.library.CustomOpDef:
-        named = {"mutates_args": _mutated(takes), "schema": schema_of(takes, returns), **options}
+        named = {"mutates_args": _mutated(takes), "schema": schema_of(takes), **options}
         op = torch.library.custom_op(name, from_arguments(function, takes), **named)
-        op.register_fake(from_arguments(empty, takes))
+        op.register_fake(from_arguments(AttentionCall.empty_output, takes))
         TARGETS.add(getattr(torch.ops.spec_compile, name.removeprefix("spec_compile::")).default)
         return op
 

@@ -25,13 +25,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..rounding import codes_of_blocks
 from .partial_softmax import fold_row, power_of_2
 
 LOADED = tl.constexpr(8)
 """Spans that the merge loads at a time."""
-BLOCK = tl.constexpr(128)
-"""Columns that share a scale if the merge rounds its output."""
 
 
 def first_log2(least: int, window: int | None) -> int:
@@ -108,15 +105,12 @@ def _sum_of_spans(
 def merge_spans_kernel(
     lengths_ptr, positions_ptr, sinks_ptr, out_ptr,  # [B], [B, N] by its stride, [H] or None, [B, N, H, Dv]
     parts_ptr, sums_ptr,  # float32 [B * Hkv, PARTS + spans, N * GROUP, Dv] and [B * Hkv, PARTS + spans, 2, N * GROUP]
-    rounded, stride_p, nodes, spans,
+    stride_p, nodes, spans,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, FIRST: tl.constexpr,
     MOST: tl.constexpr, PARTS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, EARLY: tl.constexpr,
-    WHOLE: tl.constexpr, DTYPE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """out = acc / total of the sum of the row's parts, rounded to DTYPE; one row a program. Grid (N * H, B).
-
-    rounded: out is codes, of blocks of BLOCK columns; their scales [H * Dv / BLOCK, a multiple of 128] float32 as of
-    `activations.rounded_blocks`, and the length of a row of these. None: out is numbers.
+    """out = acc / total of the sum of the row's parts; one row a program. Grid (N * H, B).
 
     Spans are added from the first to the last, and so are the chunks of a span. The chunks below `edge` of a span are
     a part already; those from `edge` on are parts of the tail. WHOLE: the spans that end at `edge` or below it are one
@@ -179,21 +173,4 @@ def merge_spans_kernel(
         sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
         acc, peak, total = fold_row(acc, peak, total, acc * 0.0, tl.ceil(sink), 0.0)
         total += tl.exp2(sink - peak)
-    row = batch * nodes + node
-    if rounded is None:
-        tl.store(out_ptr + (row * HEADS + head) * DV + dv, acc / total, mask=dv < DV)
-    else:
-        _store_codes((acc / total).to(DTYPE), out_ptr, rounded, row, head, HEADS, DV, BLOCK_DV)
-
-
-@triton.jit
-def _store_codes(
-    x, codes_ptr, rounded, row, head, HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr
-):  # fmt: skip
-    """Store x [BLOCK_DV], a head of a row, as codes, and the scales of its blocks; see `merge_spans_kernel`."""
-    units_ptr, stride_u = rounded
-    block = tl.arange(0, BLOCK_DV // BLOCK)[:, None]
-    column = block * BLOCK + tl.arange(0, BLOCK)[None, :]
-    codes, unit = codes_of_blocks(tl.reshape(x, [BLOCK_DV // BLOCK, BLOCK]), codes_ptr.dtype.element_ty)
-    tl.store(codes_ptr + (row * HEADS + head) * DV + column, codes, mask=column < DV)
-    tl.store(units_ptr + (head * (DV // BLOCK) + block) * stride_u + row, unit, mask=block * BLOCK < DV)
+    tl.store(out_ptr + ((batch * nodes + node) * HEADS + head) * DV + dv, acc / total, mask=dv < DV)

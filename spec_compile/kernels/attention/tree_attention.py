@@ -18,19 +18,15 @@ in the same order (`prompt_kernel`).
 
 import functools
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from ...tree import MAX_NODES
 from .. import dependent_launch, ops
 from ..card import card_of, multiplied_bytes, precision
-from ..linear.activations import empty_blocks, plain_blocks, rounded_blocks
-from ..linear.quantised.rows import rounds_activations
 from ..masks import only_chosen
 from ..norm import rms_norm
 from ..plain import on_gpu
@@ -39,7 +35,7 @@ from .append_kernel import append_kernel
 from .call import SPECIAL, AttentionCall, attention_op, from_arguments
 from .partial_softmax import key_columns
 from .prompt_kernel import prompt_kernel
-from .spans import BLOCK, first_log2, merge_spans_kernel, most_spans
+from .spans import first_log2, merge_spans_kernel, most_spans
 from .tail_tiles import COLUMNS, nodes_per_tile, tail_tiles
 from .tree_kernel import tree_kernel
 
@@ -57,10 +53,6 @@ with programs of a span each. With 64 tiles it took 1.04 to 1.28 times as long a
 @attention_op("spec_compile::tree_attention", SPECIAL, device_types="cpu")
 def tree_attention(call: AttentionCall) -> Tensor:
     """The call in plain PyTorch, which the op runs on a CPU. -> [B, N, H, Dv]."""
-    return _plain(call)
-
-
-def _plain(call: AttentionCall) -> Tensor:
     q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window, *_ = call
     if call.q_norm is not None:
         q, k = (rms_norm(x, w, call.eps, call.offset) for x, w in ((q, call.q_norm), (k, call.k_norm)))
@@ -74,25 +66,6 @@ def _plain(call: AttentionCall) -> Tensor:
     mask = mask if call.chosen is None else only_chosen(mask, call.chosen)
     keys, values = ops.as_read(key_cache, value_cache, call.scales, max_kv_len, q.dtype)
     return ops.masked_attention(q, keys, values, mask, sinks, scale, softcap).contiguous()
-
-
-def _by_blocks(rounding: Callable, out: Tensor) -> tuple[Tensor, Tensor]:
-    """``rounding(x, size)`` of attention's output [B, N, H, Dv] -> codes [B, N, H, Dv], and scales."""
-    codes, units = rounding(out.flatten(0, 1).flatten(1), BLOCK.value)
-    return codes.view(out.shape), units
-
-
-def _empty_rounded(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    return _by_blocks(empty_blocks, call.empty_output())
-
-
-@attention_op("spec_compile::rounded_attention", SPECIAL, _empty_rounded, tuple[Tensor, Tensor], device_types="cpu")
-def rounded_attention(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """`tree_attention` for a product that rounds blocks of 128 columns to FP8, of heads of a multiple of 128.
-
-    -> codes [B, N, H, Dv] and scales as of `activations.rounded_blocks`, of the result [B * N, H * Dv].
-    """
-    return _by_blocks(plain_blocks, _plain(call))
 
 
 class Tuning(NamedTuple):
@@ -174,11 +147,8 @@ def _check(call: AttentionCall) -> None:
         raise ValueError(f"q_norm, k_norm: expected weights [{key_dim}], with cos and sin, got {shapes}")
 
 
-def launch(
-    call: AttentionCall, config: Tuning | None = None, rounds: bool = False
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """`tree_attention` by the kernels, or with `rounds` `rounded_attention`. config: None: that of `prompt_tuning` or
-    `tree_tuning`."""
+def launch(call: AttentionCall, config: Tuning | None = None) -> Tensor:
+    """`tree_attention` by the kernels. config: None: that of `prompt_tuning` or `tree_tuning`."""
     _check(call)
     batch, heads, nodes, key_dim = call.q.shape
     kv_heads, value_dim = call.key_cache.shape[1], call.value_cache.shape[3]
@@ -189,13 +159,11 @@ def launch(
     call = call._replace(**{name: x.contiguous() for name, x in named.items()})
     named = {name: getattr(call, name) for name in ("ancestors", "cos", "sin")}
     call = call._replace(**{name: x if x is None else x.contiguous() for name, x in named.items()})
-    if call.chosen is None and nodes <= MAX_NODES:
-        return _launch_tree(call, config or tree_tuning(rows, batch * kv_heads, *facts), rounds)
     if call.chosen is not None:
-        out = indexed_attention.launch(call, _append(call, 32, 4, early=False))
-    else:
-        out = _launch_prompt(call, config or prompt_tuning(*facts))
-    return _by_blocks(rounded_blocks, out) if rounds else out
+        return indexed_attention.launch(call, _append(call, 32, 4, early=False))
+    if nodes > MAX_NODES:
+        return _launch_prompt(call, config or prompt_tuning(*facts))
+    return _launch_tree(call, config or tree_tuning(rows, batch * kv_heads, *facts))
 
 
 def _constants(call: AttentionCall, value_columns: int) -> dict:
@@ -263,7 +231,7 @@ def _order(call: AttentionCall, config: Tuning) -> dict:
     }  # fmt: skip
 
 
-def _launch_tree(call: AttentionCall, config: Tuning, rounds: bool) -> Tensor | tuple[Tensor, Tensor]:
+def _launch_tree(call: AttentionCall, config: Tuning) -> Tensor:
     """Append the tree to the cache, then attend to the cache. Kernels begin early if they can (`dependent_launch`)."""
     q, _, _, key_cache, value_cache, lengths, ancestors, positions, *_ = call
     batch, heads, nodes, _ = q.shape
@@ -279,7 +247,7 @@ def _launch_tree(call: AttentionCall, config: Tuning, rounds: bool) -> Tensor | 
     tail_parts = triton.cdiv(chunk - 1 + nodes, chunk)
     parts = q.new_empty(batch * kv_heads, tail_parts + spans, nodes * group, value_dim, dtype=torch.float32)
     sums = q.new_empty(batch * kv_heads, tail_parts + spans, 2, nodes * group, dtype=torch.float32)
-    out, units = _empty_rounded(call) if rounds else (call.empty_output(), None)
+    out = call.empty_output()
     early = dependent_launch.available(q) and tiles is call.tiles  # a table made here may not be read early
     shared = {**order, "GROUP": group, "PARTS": tail_parts, "EARLY": early, "WHOLE": whole}
     shared |= {"launch_pdl": True} if early else {}
@@ -295,16 +263,10 @@ def _launch_tree(call: AttentionCall, config: Tuning, rounds: bool) -> Tensor | 
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     merge_spans_kernel[(nodes * heads, batch)](
-        lengths, positions, call.sinks, out, parts, sums, (units, units.stride(0)) if rounds else None,
-        positions.stride(0), nodes, spans, HEADS=heads, DV=value_dim, BLOCK_DV=triton.next_power_of_2(value_dim),
-        DTYPE=getattr(tl, str(q.dtype).removeprefix("torch.")), **shared, num_warps=1,
+        lengths, positions, call.sinks, out, parts, sums, positions.stride(0), nodes, spans, HEADS=heads,
+        DV=value_dim, BLOCK_DV=triton.next_power_of_2(value_dim), **shared, num_warps=1,
     )  # fmt: skip
-    return (out, units) if rounds else out
-
-
-def _launch_rounded(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    return launch(call, rounds=True) if rounds_activations.get() else _by_blocks(plain_blocks, launch(call))
+    return out
 
 
 on_gpu(tree_attention)(from_arguments(launch))
-on_gpu(rounded_attention)(from_arguments(_launch_rounded))

@@ -15,10 +15,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import dependent_launch
-from ..linear.choice_kernel import choose
-from ..linear.product import AMONG
 from ..ops import as_rows
 from ..plain import on_gpu
+
+AMONG = ("all", "all, to a sum of 1", "chosen")
 
 
 @torch.library.custom_op("spec_compile::route", mutates_args=(), device_types="cpu")
@@ -51,21 +51,51 @@ def launch(logits, top, among, dtype) -> tuple[Tensor, Tensor]:
     ids = torch.empty_like(weights, dtype=torch.int64)
     if len(logits):
         route_kernel[(len(logits),)](
-            logits, weights, ids, len(logits), logits.stride(0), logits.shape[1], TOP=top, AMONG=AMONG.index(among),
-            BLOCK_E=triton.next_power_of_2(logits.shape[1]), EARLY=early, num_warps=1,
-            **({"launch_pdl": True} if early else {}),
+            logits, weights, ids, logits.stride(0), logits.shape[1], TOP=top, AMONG=AMONG.index(among),
+            BLOCK_E=triton.next_power_of_2(logits.shape[1]), BLOCK_T=triton.next_power_of_2(top), EARLY=early,
+            num_warps=1, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
     return weights, ids
 
 
 @triton.jit
 def route_kernel(
-    logits_ptr, weights_ptr, ids_ptr, rows, stride, experts, TOP: tl.constexpr, AMONG: tl.constexpr,
-    BLOCK_E: tl.constexpr, EARLY: tl.constexpr,
+    logits_ptr,  # [rows, experts] by its stride
+    weights_ptr, ids_ptr,  # [rows, TOP], written
+    stride, experts, TOP: tl.constexpr, AMONG: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """`choose` of one row a program. Grid (rows)."""
+    """`route` of one row a program. AMONG: an index of the tuple `AMONG`. Grid (rows)."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    row = tl.program_id(0) + tl.arange(0, 1)
-    choose(logits_ptr, weights_ptr, ids_ptr, row, rows, stride, experts, TOP, AMONG, 1, BLOCK_E)
+    row = tl.program_id(0)
+    expert, rank = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_T)
+    value = tl.load(logits_ptr + row * stride + expert, mask=expert < experts, other=-float("inf")).to(tl.float32)
+    if AMONG < 2:
+        value = tl.exp(value - tl.max(value, 0))
+        value = tl.where(expert < experts, value / tl.sum(value, 0), -1.0)
+
+    # Take the largest that is left, TOP times. Values become integers of the same order, because a warp finds the
+    # largest integer in one instruction; adding 0.0 makes 0.0 and -0.0 equal.
+    bits = (value + 0.0).to(tl.int32, bitcast=True)
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    keys = tl.zeros([BLOCK_T], tl.int32)
+    ids = tl.zeros([BLOCK_T], tl.int32)
+    for each in tl.static_range(TOP):
+        largest = tl.max(key, 0)
+        first = tl.min(tl.where(key == largest, expert, BLOCK_E), 0)
+        keys = tl.where(rank == each, largest, keys)
+        ids = tl.where(rank == each, first, ids)
+        key = tl.where(expert == first, -0x80000000, key)
+    chosen = (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    chosen = tl.where(rank < TOP, chosen, -float("inf"))
+
+    # The weights.
+    if AMONG == 2:
+        chosen = tl.exp(chosen - tl.max(chosen, 0))
+    if AMONG > 0:
+        chosen = chosen / tl.sum(tl.where(rank < TOP, chosen, 0.0), 0)
+    at, mask = row * TOP + rank, rank < TOP
+    tl.store(weights_ptr + at, chosen.to(weights_ptr.dtype.element_ty), mask=mask)
+    tl.store(ids_ptr + at, ids.to(tl.int64), mask=mask)

@@ -36,7 +36,6 @@ class LinearForm:
 PRODUCT = torch.ops.spec_compile.product.default
 TO_STREAM = torch.ops.spec_compile.product_to_stream.default
 TO_HEADS = torch.ops.spec_compile.product_to_heads.default
-TO_EXPERTS = torch.ops.spec_compile.product_to_experts.default
 SMALL_M = LinearForm(PRODUCT, "cuda", HALF, few_rows=True)
 FEW_ROWS = LinearForm(few_rows.cpu_linear, "cpu", (torch.float32, torch.bfloat16), few_rows=True)
 TRANSPOSED = LinearForm(transposed.transposed_linear, "cpu", (torch.bfloat16,), few_rows=True)
@@ -47,7 +46,7 @@ FORMS = (
 )
 PLAIN = aten.linear.default
 """The op of a captured linear layer. A layer that no form serves keeps it."""
-LINEARS = {PLAIN, PRODUCT, TO_STREAM, TO_HEADS, TO_EXPERTS} | {form.op for form in FORMS}
+LINEARS = {PLAIN, PRODUCT, TO_STREAM, TO_HEADS} | {form.op for form in FORMS}
 """Ops of linear layers. A node's arguments are x, weight and bias as of ``F.linear``; all others stand in kwargs."""
 QUANTISED = torch.ops.spec_compile.quantised_linear.default
 """The op of a captured quantised linear layer."""

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from .. import card
-from .quantised.fp8_block import FP8, codes_of_blocks
-from .quantised.rows import rounds_activations
+from .quantised.fp8_block import FP8
 from .quantised_kernel import UNIT_ROWS, round_blocks_kernel
 
 BLOCKS, FEW_ROWS = 8, 16
@@ -22,7 +21,7 @@ def as_read(weight: Tensor) -> Tensor:
     return weight.view(torch.uint8) if weight.dtype == FP8 and not has_fp8(weight.device) else weight
 
 
-def rounded_blocks(x: Tensor, size: int, early: bool = False) -> tuple[Tensor, Tensor]:
+def rounded_blocks(x: Tensor, size: int, early: bool) -> tuple[Tensor, Tensor]:
     """`fp8_block.rounded_blocks` as codes and scales, by a kernel.
 
     x: [R, I], of any row stride.
@@ -33,29 +32,11 @@ def rounded_blocks(x: Tensor, size: int, early: bool = False) -> tuple[Tensor, T
     scales [I / size, R] float32, with memory for more rows.
     """
     rows, inputs = x.shape
-    codes, units = empty_blocks(x, size)
-    of_program = BLOCKS if rows <= FEW_ROWS else 2 * BLOCKS
-    round_blocks_kernel[(rows, -(-len(units) // of_program))](
+    blocks, of_program = -(-inputs // size), BLOCKS if rows <= FEW_ROWS else 2 * BLOCKS
+    codes = x.new_empty(rows, inputs, dtype=FP8 if has_fp8(x.device) else x.dtype)
+    units = x.new_empty(blocks, -(-rows // UNIT_ROWS.value) * UNIT_ROWS.value, dtype=torch.float32)
+    round_blocks_kernel[(rows, -(-blocks // of_program))](
         x, codes, units, inputs, x.stride(0), SIZE=size, BLOCKS=of_program, EARLY=early,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
-    return codes, units
-
-
-def empty_blocks(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Memory for the codes and scales of x [R, I], see `rounded_blocks`."""
-    rows, inputs = x.shape
-    codes = x.new_empty(rows, inputs, dtype=FP8 if has_fp8(x.device) else x.dtype)
-    padded = -(-rows // UNIT_ROWS.value) * UNIT_ROWS.value
-    return codes, x.new_empty(-(-inputs // size), padded, dtype=torch.float32)
-
-
-def plain_blocks(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """`rounded_blocks` of x [R, I] in plain PyTorch. In `unrounded_activations` codes are x, and scales are 1."""
-    codes, units = empty_blocks(x, size)
-    if not rounds_activations.get():
-        return x, torch.ones_like(units)
-    rounded, scales = codes_of_blocks(x, size)
-    codes.copy_(rounded.flatten(1)[:, : x.shape[1]])
-    units[:, : len(x)] = scales.T
     return codes, units

@@ -64,33 +64,16 @@ class QkvHeads(NamedTuple):
     lengths: Tensor
 
 
-class ExpertChoice(NamedTuple):
-    """The product is the logits of a router, and each row's experts are chosen.
-
-    weights, ids: [R, top]; memory for the choice, see `product_to_experts`.
-    among: one of `AMONG`.
-    """
-
-    weights: Tensor
-    ids: Tensor
-    among: str
-
-
-AMONG = ("all", "all, to a sum of 1", "chosen")
-"""Ways to make weights of a router's logits, see `experts.route`. A kernel takes the index."""
-
-
 @dataclass(frozen=True)
 class Product:
     """A linear layer, and the layer's steps around it that the kernel also does.
 
-    x: [..., I]; activations of 16 bits, or their codes.
+    x: [..., I]; activations of 16 bits.
     weight: [O, I]; of x's dtype, or codes.
     bias: [O].
     scales, kind: of codes; their `WeightLayout` has this kind and a `packing`, and its parts are weight and scales.
     before: what x is besides activations.
     after: what becomes of the result; an `Exchange` sends it to all ranks of a group.
-    units: of codes x, the scales [I / 128, R] as of `activations.rounded_blocks`; the `WeightLayout` is `Fp8Block`.
     """
 
     x: Tensor
@@ -99,5 +82,4 @@ class Product:
     scales: Tensor | None = None
     kind: str = ""
     before: Normed | None = None
-    after: Gate | ResidualStream | QkvHeads | ExpertChoice | Exchange | None = None
-    units: Tensor | None = None
+    after: Gate | ResidualStream | QkvHeads | Exchange | None = None

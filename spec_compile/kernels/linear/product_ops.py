@@ -16,9 +16,9 @@ from ..all_reduce import EXCHANGES, Exchange, all_reduce
 from ..card import card_of
 from ..ops import as_rows
 from .plans import MAX_HEAD, ProductPlan, appending, ceil_div, squared_columns
-from .product import ExpertChoice, Gate, Normed, Product, QkvHeads, ResidualStream
-from .quantised import layout_of, packed_linear
-from .small_m import chooses, launch, plan_of, run
+from .product import Gate, Normed, Product, QkvHeads, ResidualStream
+from .quantised import packed_linear
+from .small_m import launch, plan_of, run
 
 try:
     from ..all_reduce_kernel import all_reduce_add
@@ -52,16 +52,11 @@ def _normed(squares: Tensor | None, eps: float) -> Normed | None:
     return None if squares is None else Normed(squares, eps)
 
 
-def plain_product(layer: Product, dtype: torch.dtype | None = None) -> Tensor:
-    """A product in plain PyTorch, of a dtype (None: of x's), with what is before it, and its gate. A norm or a gate
-    after a norm is computed in float32."""
-    x, bias, dtype = layer.x, layer.bias, dtype or layer.x.dtype
-    if layer.units is not None:
-        blocks = x.float().unflatten(-1, (len(layer.units), -1))
-        units = layer.units.T[: len(as_rows(x))].view(*blocks.shape[:-1], 1)
-        parts = [layer.weight, layer.scales]
-        out = layout_of(layer.kind).product_of_rounded((blocks * units).flatten(-2), parts, bias, dtype)
-    elif layer.before is None:
+def plain_product(layer: Product) -> Tensor:
+    """A product in plain PyTorch, with what is before it, and its gate. A norm or a gate after a norm is computed in
+    float32."""
+    x, bias = layer.x, layer.bias
+    if layer.before is None:
         out = packed_linear(x, layer.weight, bias, layer.scales, layer.kind)
     else:
         squares, eps = layer.before
@@ -71,18 +66,18 @@ def plain_product(layer: Product, dtype: torch.dtype | None = None) -> Tensor:
     if isinstance(layer.after, Gate):
         gate, up = out.chunk(2, -1)
         out = F.silu(gate) * up
-    return out.to(dtype)
+    return out.to(x.dtype)
 
 
 @torch.library.custom_op("spec_compile::product_to_stream", mutates_args=())
 def product_to_stream(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, offset: float,
-    scales: Tensor | None = None, kind: str = "", group_name: str = "", units: Tensor | None = None,
+    scales: Tensor | None = None, kind: str = "", group_name: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The residual stream after a linear layer, and the first half of the RMSNorm that follows.
 
     x [..., I], weight [O, I], bias [O] or None, residual [..., O], norm_weight [O], all of one dtype; scales, kind: of
-    a quantised weight, units: of an x that is codes, see `Product`.
+    a quantised weight, see `Product`.
     group_name: of ranks, each of which has its columns of x and of the weight, and its bias. The products of all ranks
     are summed, in float32 if there is a kernel. All else, and the results, are the same on all ranks, to the bit.
 
@@ -90,23 +85,23 @@ def product_to_stream(
     scaled [..., O], ``stream * (norm_weight + offset)``;
     squares [R, T] float32: sums of the squares of each `squared_columns` columns of the stream's R rows.
     """
-    layer, plan = Product(x, weight, bias, scales, kind, units=units), plan_of(x, weight, kind, residual.dtype)
+    layer, plan = Product(x, weight, bias, scales, kind), plan_of(x, weight, kind)
     if plan is None:
-        out = plain_product(layer, residual.dtype)
+        out = plain_product(layer)
         out = all_reduce(out, group_name) if group_name else out
         return plain_stream(out, residual, norm_weight, offset)
     after = stream_after(residual, norm_weight, offset)
     if group_name:
         stream = _sum_of_ranks(layer, plan, after, group_name)
     else:
-        stream = run(replace(layer, after=after), plan, residual.dtype)
+        stream = run(replace(layer, after=after), plan)
     return stream.view(residual.shape), after.scaled.view(residual.shape), after.squares
 
 
 @product_to_stream.register_fake
-def _(x, weight, bias, residual, norm_weight, offset, scales=None, kind="", group_name="", units=None):
+def _(x, weight, bias, residual, norm_weight, offset, scales=None, kind="", group_name=""):
     after = stream_after(residual, norm_weight, offset)
-    return residual.new_empty(residual.shape), after.scaled.view(residual.shape), after.squares
+    return x.new_empty(residual.shape), after.scaled.view(residual.shape), after.squares
 
 
 def stream_after(residual: Tensor, norm_weight: Tensor, offset: float) -> ResidualStream:
@@ -151,35 +146,6 @@ def _sum_of_ranks(layer: Product, plan: ProductPlan, after: ResidualStream, grou
 def product_sends(exchange: Exchange | None, stream: Tensor) -> bool:
     """True if the product itself sends its numbers to the ranks, because all of them fit into their memory at once."""
     return exchange is not None and stream.numel() <= exchange.words
-
-
-@torch.library.custom_op("spec_compile::product_to_experts", mutates_args=())
-def product_to_experts(
-    x: Tensor, weight: Tensor, bias: Tensor | None, top: int, among: str, dtype: torch.dtype,
-    scales: Tensor | None = None, kind: str = "", squares: Tensor | None = None, eps: float = 0.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The choice of experts by a router: ``route(product(x, weight, bias), top, among, dtype)``, see `experts.route`.
-
-    x: [R, I]; the others as of `product`. -> weights [R, top] of `dtype`, ids [R, top] int64.
-    """
-    layer, plan = Product(x, weight, bias, scales, kind, _normed(squares, eps)), plan_of(x, weight, kind)
-    if plan is not None and chooses(layer, plan):
-        choice = ExpertChoice(*_chosen(x, top, dtype), among)
-        run(replace(layer, after=choice), plan)
-        return choice.weights, choice.ids
-    logits = plain_product(layer) if plan is None else run(layer, plan)
-    return torch.ops.spec_compile.route(logits, top, among, dtype)
-
-
-@product_to_experts.register_fake
-def _(x, weight, bias, top, among, dtype, scales=None, kind="", squares=None, eps=0.0):
-    return _chosen(x, top, dtype)
-
-
-def _chosen(x: Tensor, top: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Memory for the weights and the ids of the experts of x [R, I]."""
-    shape = x.shape[0], top
-    return x.new_empty(shape, dtype=dtype), x.new_empty(shape, dtype=torch.int64)
 
 
 @torch.library.custom_op("spec_compile::product_to_heads", mutates_args=("key_cache", "value_cache"))

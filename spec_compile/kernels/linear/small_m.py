@@ -19,7 +19,7 @@ from ..ops import as_rows
 from ..plain import are_plain
 from . import computed, tuned, wide
 from .plans import CUT, ProductPlan, ProductTile, ceil_div, packed_plan, plan, squared_columns
-from .product import AMONG, ExpertChoice, Gate, Matrix, Product, QkvHeads, ResidualStream
+from .product import Gate, Matrix, Product, QkvHeads, ResidualStream
 from .quantised import layout_of
 from .quantised.rows import FP8, LARGEST
 
@@ -35,9 +35,6 @@ except ImportError:  # no GPU
 
 TUNED = HOPPER
 """The compute capability for which the rules of `plans` were tuned."""
-MOST_LOGITS = 4096
-"""Logits, with those that fill up a tile, of which one program chooses experts at the end of a product. Example: those
-of 16 rows and 128 experts. If there are more, the programs of a kernel of its own choose, one for each row."""
 
 
 def lack_of_device(device: torch.device) -> str | None:
@@ -68,12 +65,12 @@ def lack(weight: Tensor, kind: str = "", dtype: torch.dtype | None = None) -> st
     return None
 
 
-def plan_of(x: Tensor, weight: Tensor, kind: str = "", dtype: torch.dtype | None = None) -> ProductPlan | None:
-    """The plan of a product; None if the kernel cannot run, or shall not. dtype: of activations whose codes x is."""
+def plan_of(x: Tensor, weight: Tensor, kind: str = "") -> ProductPlan | None:
+    """The plan of a product; None if the kernel cannot run, or shall not."""
     if (
         not x.is_cuda
         or are_plain()
-        or lack(weight, kind, dtype or x.dtype) is not None
+        or lack(weight, kind, x.dtype) is not None
         or (not kind and x.dtype != weight.dtype)
         or not x.numel()
     ):
@@ -133,9 +130,9 @@ def launch(product: Product, out: Tensor | None, parts: int, tile: ProductTile, 
     x, weight, after, scales = product.x, product.weight, product.after, product.scales
     rows, inputs, outputs = *x.shape, len(weight)
     layout = layout_of(product.kind) if product.kind else None
-    early, units = dependent_launch.available(x) if early is None else early, product.units
+    early, units = dependent_launch.available(x) if early is None else early, None
     form, group = layout.packing if layout else (None, 1)
-    if form == "fp8_blocks" and units is None:
+    if form == "fp8_blocks":
         x, units = rounded_blocks(x, group, early)
     dtype, lacks_fp8 = layout.row_dtype(weight) if layout else None, not has_fp8(x.device)
     if dtype is not None:
@@ -149,14 +146,13 @@ def launch(product: Product, out: Tensor | None, parts: int, tile: ProductTile, 
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
         shared = partial, zero_counters(x.device, grid[0] * grid[1])
     before = product.before
-    stream, heads, choice, exchange = (
-        after if isinstance(after, each) else None for each in (ResidualStream, QkvHeads, ExpertChoice, Exchange)
+    stream, heads, exchange = (
+        after if isinstance(after, each) else None for each in (ResidualStream, QkvHeads, Exchange)
     )
-    choosing, chosen = _choosing(choice, outputs, grid[1]) if choice else (None, None)
     nodes, (_, kv_heads, capacity, size) = (heads.cos.shape[1], heads.key_cache.shape) if heads else (1, (0, 0, 0, 0))
     small_m_kernel[(grid[1], grid[0] * parts)](
         Matrix(x, units, x.stride(0)), Matrix(weight, scales, weight.stride(0)), product.bias, out, shared, before,
-        stream, heads, choosing, (exchange.peers, exchange.state, exchange.words) if exchange else None,
+        stream, heads, (exchange.peers, exchange.state, exchange.words) if exchange else None,
         exchange.rank if exchange else 0, rows, outputs, inputs, stream.residual.stride(0) if stream else 0, nodes,
         capacity, tile.late, tile.prefetch,
         RANKS=exchange.ranks if exchange else 1, SHOTS=exchange.shots(rows * outputs) if exchange else 1,
@@ -164,23 +160,10 @@ def launch(product: Product, out: Tensor | None, parts: int, tile: ProductTile, 
         TERMS=before.squares.shape[1] if before else 1, SQUARED=squared_columns(outputs),
         GATED=isinstance(after, Gate), EVEN=inputs % tile.block_k == 0, UNROLL=tile.unroll, PDL=early,
         HEADS=out.shape[1] // size if heads else 0, KV_HEADS=kv_heads, D=size, FORMAT=form, GROUP=group,
-        TABLE=look_up(layout.table) if layout and layout.table is not None else None, CHOSEN=chosen, PTX=x.is_cuda,
+        TABLE=look_up(layout.table) if layout and layout.table is not None else None, PTX=x.is_cuda,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=None if units is None else tile.registers,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
-
-
-def chooses(product: Product, plan: ProductPlan) -> bool:
-    """True if a product of a router can end in an `ExpertChoice`, which one program makes."""
-    rows = len(product.x)
-    tile = plan.tile(rows)
-    return rows <= tile.block_n and tile.block_n * triton.next_power_of_2(len(product.weight)) <= MOST_LOGITS
-
-
-def _choosing(choice: ExpertChoice, experts: int, tiles: int) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """The arguments of the kernel for a choice: `choice` and `CHOSEN`. tiles: of rows."""
-    memory = choice.weights, choice.ids, zero_counters(choice.ids.device, tiles)
-    return memory, (choice.ids.shape[1], AMONG.index(choice.among), triton.next_power_of_2(experts))
 
 
 def _rounded_rows(x: Tensor, dtype: torch.dtype, early: bool, static: Tensor | None) -> tuple[Tensor, Tensor]:

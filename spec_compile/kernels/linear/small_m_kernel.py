@@ -14,8 +14,8 @@ The kernel loses little time at its beginning and end:
   launched the same way after this one begins no earlier than when all that came before this one is done.
 - The steps around a product in a decoder layer are done while its sums are in registers: the RMSNorm of x before it
   (`before`), the gate of an MLP, the addition to the residual stream with the first half of the next norm (`stream`),
-  the norms, the rotation and the append of queries, keys and values (`heads`), or the choice of experts (`choice`). A
-  part of a sum over ranks is sent to all of them (`sent`).
+  or the norms, the rotation and the append of queries, keys and values (`heads`). A part of a sum over ranks is sent to
+  all of them (`sent`).
 
 Import this module only where Triton is installed. Shapes of a tile: weights [BLOCK_O, BLOCK_K], activations
 [BLOCK_N, BLOCK_K], sums [BLOCK_O, BLOCK_N].
@@ -27,7 +27,6 @@ import triton.language as tl
 from ..all_reduce_kernel import send, slot_of_turn
 from ..ptx import let_next_kernel_begin, prefetch_l2, wait_for_kernel_before
 from .append_kernel import load_for_heads, store_heads
-from .choice_kernel import choose_if_last
 from .load_tile import addresses, load_tile
 from .product_end import inverse_rms, load_bias, load_squares, load_stream, scale_rows, store, store_stream
 from .quantised_kernel import multiply_quantised
@@ -115,16 +114,15 @@ def _send(value, peers, slot, column, n, rows, height, rank, RANKS: tl.constexpr
 
 @triton.jit(do_not_specialize=["rows", "late", "prefetch", "nodes", "rank"])
 def small_m_kernel(
-    x, weight, bias_ptr, out_ptr, shared, before, stream, heads, choice, sent, rank, rows, outputs, inputs, stride_r,
-    nodes, capacity, late, prefetch, RANKS: tl.constexpr, SHOTS: tl.constexpr, BLOCK_N: tl.constexpr,
+    x, weight, bias_ptr, out_ptr, shared, before, stream, heads, sent, rank, rows, outputs, inputs, stride_r, nodes,
+    capacity, late, prefetch, RANKS: tl.constexpr, SHOTS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, CUT: tl.constexpr, PARTS: tl.constexpr, TERMS: tl.constexpr,
     SQUARED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
-    TABLE: tl.constexpr, CHOSEN: tl.constexpr, PTX: tl.constexpr,
+    TABLE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """out = x @ weight.T, and what stands around it. Grid (tiles of x's rows, tiles of the weights' rows * PARTS):
-    programs that read the same weights begin together. CHOSEN: TOP, AMONG and BLOCK_E of
-    `choose`."""
+    programs that read the same weights begin together."""
     # This program's tile [BLOCK_O, BLOCK_N], and its part of the columns: begin .. end.
     tile, part, begin, end = _share_of_program(inputs, CUT, PARTS)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -191,6 +189,3 @@ def small_m_kernel(
             _send(acc, peers, slot, column, n, rows, height, rank, RANKS, SHOTS)
         else:
             store(acc, out_ptr, column, n, rows, height)
-        if choice is not None:
-            tiles = tl.num_programs(1) // PARTS
-            choose_if_last(out_ptr, choice, n, rows, outputs, tiles, CHOSEN[0], CHOSEN[1], BLOCK_N, CHOSEN[2])

@@ -44,18 +44,13 @@ class Fp8Block(WeightLayout):
         return weight
 
     def product(self, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        return self.product_of_rounded(rounded_blocks(x, self.columns), parts, bias, x.dtype)
-
-    def product_of_rounded(
-        self, rounded: Tensor, parts: Sequence[Tensor], bias: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:  # fmt: skip
-        """`product` of activations in float32 that are rounded already. -> [..., O] of a dtype."""
+        rounded = rounded_blocks(x, self.columns)
 
         def multiply(parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-            out = exact_linear(rounded, self.weight(parts, rounded.shape[-1]), None).to(dtype)
+            out = exact_linear(rounded, self.weight(parts, x.shape[-1]), None).to(x.dtype)
             return out if bias is None else out + bias
 
-        return self.by_outputs(rounded, parts, bias, multiply).to(dtype)
+        return self.by_outputs(x, parts, bias, multiply)
 
     def places(self, parts: Sequence[Tensor]) -> list[Place]:
         return [Place((0, 1), (1, 1)), Place((0, self.rows), (1, self.columns))]
@@ -63,17 +58,10 @@ class Fp8Block(WeightLayout):
 
 def rounded_blocks(x: Tensor, columns: int) -> Tensor:
     """x [..., I] in float32, rounded to FP8 with the scale ``amax / 448`` of each row and `columns` inputs."""
-    codes, scales = codes_of_blocks(x, columns)
-    return (codes.float() * scales[..., None]).flatten(-2)[..., : x.shape[-1]]
-
-
-def codes_of_blocks(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """x [..., I] by blocks of `columns` inputs, the last filled up with zeros: codes [..., I / columns, columns] of
-    FP8, and scales [..., I / columns] float32."""
     blocks = F.pad(x.float(), (0, -x.shape[-1] % columns)).unflatten(-1, (-1, columns))
     scales = blocks.abs().amax(dim=-1, keepdim=True) / LARGEST
     scales = scales.where(scales > 0, 1.0)
-    return (blocks / scales).to(FP8), scales[..., 0]
+    return ((blocks / scales).to(FP8).float() * scales).flatten(-2)[..., : x.shape[-1]]
 
 
 LAYOUTS = (Fp8Block,)
