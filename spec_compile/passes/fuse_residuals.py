@@ -11,6 +11,8 @@ from ..kernels.ops import arguments_of
 from .apply import comes_after
 
 ops = torch.ops.spec_compile
+VIEWS = {torch.ops.aten.view.default, torch.ops.aten.reshape.default}
+"""Views by which batches and nodes are told apart after experts."""
 
 
 @comes_after("fuse_swiglu", "fuse_norms")
@@ -45,16 +47,14 @@ def _product_and_residual(both: fx.Node) -> tuple[fx.Node | None, fx.Node | None
 
 
 def _product(summand: fx.Node) -> fx.Node:
-    """The part of this rank, if ranks sum."""
+    """The part of this rank, if ranks sum; the experts' product, if it is viewed."""
     is_apart = summand.target == ops.all_reduce.default or _is_view_of_experts(summand)
     return summand.args[0] if is_apart else summand
 
 
 def _is_view_of_experts(summand: fx.Node) -> bool:
+    """True if a summand is the second product of experts, viewed."""
     return summand.target in VIEWS and summand.args[0].target == experts.DOWN
-
-
-VIEWS = {torch.ops.aten.view.default, torch.ops.aten.reshape.default}
 
 
 def _begins(user: fx.Node, normed: fx.Node) -> bool:
