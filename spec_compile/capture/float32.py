@@ -68,8 +68,8 @@ class _Float32(TorchDispatchMode):
         if isinstance(func, HigherOrderOperator):  # FlexAttention, which has no schema
             return func(*map(_widened, args), **kwargs)
         if func in experts.PRODUCTS:
-            place = [argument.name for argument in func._schema.arguments].index("format")
-            args = *args[:place], experts.unrounded(args[place]), *args[place + 1 :]
+            named = zip(_names(func), args)
+            args = tuple(experts.unrounded(value) if name == "format" else value for name, value in named)
         is_view, written = _aliasing(func)
         if is_view:  # converted by the op that uses it
             return func(*args, **kwargs)
@@ -83,8 +83,7 @@ class _Float32(TorchDispatchMode):
             if index < len(args) and isinstance(args[index], torch.Tensor) and args[index].dtype in HALF:
                 raise RuntimeError(f"{func} writes to a tensor of 16 bits, which has no float32 form")
         if func in PRODUCTS:  # scales of 16 bits stay, because weights are rounded to their dtype
-            names = [argument.name for argument in func._schema.arguments]
-            values = {**dict(zip(names, args)), **kwargs}
+            values = {**dict(zip(_names(func), args)), **kwargs}
             is_head = func is PRODUCT and not values.get("gated")  # an output head may be one
             keep = ("parts", "scales", "weight", "bias") if is_head else ("parts", "scales")
             values = {name: x if name in keep else _widened(x) for name, x in values.items()}
@@ -108,6 +107,11 @@ def _by_outputs(multiply: Callable, weight: torch.Tensor, bias: torch.Tensor | N
         out[..., begin:end] = product
         begin = end
     return out
+
+
+def _names(func) -> list[str]:
+    """The names of an op's arguments."""
+    return [argument.name for argument in func._schema.arguments]
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from ..kernels.attention.call import ROTATION
 from ..kernels.linear.product_ops import lack_of_append
 from .apply import comes_after
 from .fuse_rotary import taking
-from .nodes import swaps_heads
+from .nodes import VIEWS, swaps_heads
 
 aten = torch.ops.aten
 
@@ -67,9 +67,6 @@ def _part(x: fx.Node) -> fx.Node | None:
     part = view.args[0]
     alone = all(len(each.users) == 1 for each in (x, view, part))
     return part if alone and part.target is operator.getitem else None
-
-
-VIEWS = {aten.view.default, aten.reshape.default, aten.unflatten.int}
 
 
 def _join(graph: fx.Graph, node: fx.Node, product: fx.Node) -> None:

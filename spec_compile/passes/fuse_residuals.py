@@ -9,10 +9,9 @@ from ..graph import ModelGraph, calls
 from ..kernels import experts, linear
 from ..kernels.ops import arguments_of
 from .apply import comes_after
+from .nodes import VIEWS
 
 ops = torch.ops.spec_compile
-VIEWS = {torch.ops.aten.view.default, torch.ops.aten.reshape.default}
-"""Views by which batches and nodes are told apart after experts."""
 
 
 @comes_after("fuse_swiglu", "fuse_norms")

@@ -6,6 +6,8 @@ from torch import fx
 aten = torch.ops.aten
 SAME = {"alias", "clone", "contiguous", "copy_", "detach", "dropout", "to", "_to_copy", "type_as"}
 """ATen ops that keep the shape."""
+VIEWS = {aten.view.default, aten.reshape.default, aten.unflatten.int}
+"""ATen ops that only give the shape, as of batches and nodes, or of heads."""
 
 
 def name_of(node: fx.Node) -> str:
