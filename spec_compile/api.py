@@ -177,8 +177,9 @@ class Speculation(Accounts):
         if self.options.check:
             model = self._plain
             with timed(self.seconds, "checks"):
-                check_tree(type(model).__name__, self._runnable, self.engine.runtime.verify)
-                self.engine.served_batches = check_generation(model, self._runnable)
+                prefill, verify = self.engine.runtime.prefill, self.engine.runtime.verify
+                check_tree(type(model).__name__, self._runnable, verify)
+                self.engine.served_batches = check_generation(model, self._runnable, prefill, verify)
         self._artefact.write(self._found())
 
     def _found(self) -> Start:

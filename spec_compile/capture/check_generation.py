@@ -1,6 +1,8 @@
-"""The check of generation: the captured graph must give the logits of the model's `generate`."""
+"""The check of generation: the graphs must give the logits of the model's `generate`."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,8 +13,11 @@ from transformers.generation import GenerationMixin
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph
 from ..kernels.linear.quantised import unrounded_activations
+from ..kernels.together import compile_together
+from ..tree import ancestry
 from . import adapters, hooks
-from .checks import LONGEST, announced_window, on_some_text, random_ids, reaches
+from .checks import LONGEST, PARENTS, SHORTEST, TREE, cached, on_some_text, random_ids, reaches, tree_logits
+from .float32 import in_float32
 from .quantised import with_plain_meaning
 from .yardstick import compare_logits, compare_rounding, exact_logits, has_half, in_float32_if_possible
 
@@ -20,34 +25,41 @@ STEPS = 4
 """Tokens that are generated, the first from the prompt and the others from the cache."""
 PADDING = 7
 """Tokens of padding on the left of the second of two rows."""
+PATH = [0, 2, 5, 8]
+"""Nodes of a path from the root of `PARENTS`, as many as `STEPS`."""
 GENERATE = "the model's own generate(), over its cache,"
 ANY, UNPADDED, SINGLE = "any", "without padding", "of one row"
 """Batches in which `generate` gives every row the answer of its text."""
 
 
 @torch.no_grad()
-def check_generation(model: PreTrainedModel, graph: ModelGraph) -> str:
-    """Compare a few steps of transformers' `generate` with the captured graph; return the batches that agree.
+def check_generation(
+    model: PreTrainedModel, graph: ModelGraph, prefill: ModelGraph, verify: ModelGraph
+) -> str:  # fmt: skip
+    """Compare a few steps of transformers' `generate` with the graphs; return the batches that agree.
 
-    A forward over a whole text does not use the model's cache, nor the mask of a batch that is padded on the left. If
-    the model overrides methods of transformers' loop, that loop serves it, and `ANY` is returned without a comparison.
+    A forward over a whole text does not use the model's cache, nor the mask of a batch that is padded on the left. On a
+    short text `generate` is compared with the captured graph. On a text that is longer than any window, where a forward
+    takes seconds, it is compared with the graphs that were rewritten to prefill and to verify. If the model overrides
+    methods of transformers' loop, that loop serves it: only its forward is compared, and `ANY` is returned.
     Raises UnsupportedModelError if a single row differs.
     """
-    if hooks.overridden(model):
-        return ANY
-    model = with_plain_meaning(model)
-    windows = reaches(graph)
+    model, overridden = with_plain_meaning(model), hooks.overridden(model)
     limit = LONGEST if graph.position_limit is None else min(LONGEST, graph.position_limit - STEPS)
-    length = min(max([24, announced_window(model), *windows]) + PADDING + 2, limit)
+    short = min(SHORTEST + PADDING + 2, limit)
+    long = min(max(reaches(graph), default=0) + PADDING + 2, limit - len(PARENTS))
+    generates = _forward_logits if overridden else _generated_logits
 
     def check(*padding: int) -> None:
-        def compare(seed: int) -> None:
-            _compare_steps(model, graph, random_ids(graph, len(padding), length, seed), padding)
-
-        on_some_text(graph, compare)
+        if not overridden:
+            on_some_text(
+                graph, lambda seed: _compare_steps(model, graph, random_ids(graph, len(padding), short, seed), padding)
+            )
+        if reaches(graph) and long > PADDING + STEPS:
+            on_some_text(graph, partial(_compare_far, model, graph, (prefill, verify), generates, long, padding[-1]))
 
     for batches, padding in ((ANY, (0, PADDING)), (UNPADDED, (0, 0))):
-        if length > max(padding) + 1:
+        if short > max(padding) + 1:
             try:
                 check(*padding)
                 return batches
@@ -79,6 +91,58 @@ def _compare_steps(model: PreTrainedModel, graph: ModelGraph, ids: Tensor, paddi
         compare_logits(name, GENERATE, generated, exact)
     else:
         compare_rounding(name, GENERATE, generated, _captured_logits(graph, texts, padding, generated.shape[1]), exact)
+
+
+def _compare_far(
+    model: PreTrainedModel, graph: ModelGraph, rewritten: tuple[ModelGraph, ModelGraph], generates: Callable,
+    length: int, padding: int, seed: int,
+) -> None:  # fmt: skip
+    """UnsupportedModelError if the path of a tree after a long text has other logits than `generates` gives its tokens.
+
+    rewritten: the graphs that prefill and verify.
+    generates: as `_generated_logits`.
+    length: tokens of the text, of which the first `padding` are masked.
+    """
+    name = type(model).__name__
+    drawn = random_ids(graph, 1, length + len(PARENTS), seed).to(model.device)
+    ancestors, depth = ancestry(torch.tensor([PARENTS], device=graph.device))
+    prefix = length - padding - 1
+
+    def steps() -> tuple[Tensor, Tensor]:
+        return generates(model, drawn[:, :length], (padding,), STEPS)
+
+    def tree(dtype: torch.dtype) -> Tensor:
+        """The logits of the path, whose root is the last token of the prompt."""
+        ids = drawn[:, : prefix + len(PARENTS)].clone()
+        ids[:, :prefix] = texts[:, :prefix]
+        ids[:, prefix:][:, PATH] = texts[:, prefix : prefix + STEPS]
+        return tree_logits(rewritten, cached(graph, rewritten[1], dtype), ids, prefix, ancestors, depth, [])[None, PATH]
+
+    def captured() -> Tensor:
+        return _captured_logits(graph, texts, (padding,), STEPS)
+
+    if not has_half(graph):
+        with unrounded_activations():
+            generated, texts = steps()
+        compile_together(partial(tree, graph.dtype))
+        with in_float32(by_kernels=True):
+            return compare_logits(name, TREE, tree(graph.dtype), generated.to(graph.dtype))
+    wide = in_float32_if_possible(GENERATE, steps, model)
+    generated, texts = wide or steps()
+    exact = generated if wide else exact_logits(name, captured)
+    compile_together(partial(tree, graph.dtype))
+    ours = in_float32_if_possible(TREE, partial(tree, torch.float32))
+    if ours is not None:
+        compare_logits(name, TREE, ours, exact)
+    compare_rounding(name, TREE, tree(graph.dtype), captured(), exact)
+
+
+def _forward_logits(
+    model: PreTrainedModel, ids: Tensor, padding: tuple[int, ...], tokens: int
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As `_generated_logits`, of one forward over a text that is drawn to its end."""
+    texts = torch.cat([ids[:, padding[0] :], ids[:, 1:tokens]], dim=1)
+    return model(input_ids=texts, use_cache=False).logits[:, -tokens:], texts
 
 
 def _generated_logits(

@@ -39,29 +39,36 @@ TEXTS = 4
 """Random texts that a model may be checked on."""
 ROUTERS = {"aten.topk.default", "spec_compile.route.default"}
 """Operators that choose experts. The second is defined only on machines with Triton."""
+SHORTEST = 24
+"""Tokens of a text that is longer than no window."""
 LONGEST = 1024
 """Tokens of the longest text of a check. For a longer window, only its argument to attention is checked, and of an
 indexer that chooses more tokens only that they are all chosen."""
+PARENTS = [-1, 0, 0, 1, 1, 2, 3, 3, 5, 6, 6, 7, 8, 8, 12, 14]
+"""A tree of 16 nodes, as many as a round may have."""
+PREFIX = 13
+"""Tokens before that tree."""
 CAPTURE = "the captured graph"
 TREE = "the tree attention of the rewritten graph"
 
 
 @torch.no_grad()
 def check_capture(model: PreTrainedModel, graph: ModelGraph) -> None:
-    """Compare the captured graph with the model's own forward on random ids, longer than any window.
+    """Compare the captured graph with the model's own forward on random ids.
 
-    Quantised layers have their plain meaning on both sides. A model whose own forward does not run in float32, as with
-    FlashAttention, is compared only in 16 bits. Raises UnsupportedModelError if they differ.
+    The text is shorter than a window that attention is told of: `check_generation` looks beyond it. Quantised layers
+    have their plain meaning on both sides. A model whose own forward does not run in float32, as with FlashAttention,
+    is compared only in 16 bits. Raises UnsupportedModelError if they differ.
     """
     name, model = type(model).__name__, with_plain_meaning(model)
-    windows = reaches(graph)
     announced = announced_window(model)
-    if announced > LONGEST and announced not in windows:
+    untold = 0 if announced in reaches(graph) else announced
+    if untold > LONGEST:
         raise UnsupportedModelError(
             f"model: {name} has a sliding window of {announced} that its attention is not told of"
         )
-    more = BLOCK + 17 if graph.recurrences else 17
-    length = min(max([24, announced, *windows]) + more, LONGEST, graph.position_limit or LONGEST)
+    more = BLOCK + 17 if graph.recurrences else 17 if untold else 0
+    length = min(max(SHORTEST, untold) + more, LONGEST, graph.position_limit or LONGEST)
 
     def check(seed: int) -> None:
         ids = random_ids(graph, 2, length, seed).to(model.device)
@@ -96,15 +103,12 @@ def check_tree(name: str, graph: ModelGraph, verify: ModelGraph) -> None:
     later tokens show how a commit changed a state. An attention backend that takes only 16 bits is compared only in 16
     bits. Raises UnsupportedModelError if they differ.
     """
-    windows = reaches(graph)
-    parents = [-1, 0, 0, 1, 1, 2, 3, 3, 5, 6, 6, 7, 8, 8, 12, 14]  # 16 nodes, as many as a round may have
     path = [0, 2, 5, 8, 13] if graph.recurrences else []
-    shown = len(parents) + len(path)
-    prefix = min(max([13, *windows]) + 3, LONGEST, (graph.position_limit or LONGEST) - shown)
-    ancestors, depth = ancestry(torch.tensor([parents], device=graph.device))
+    prefix = min(PREFIX, (graph.position_limit or LONGEST) - len(PARENTS) - len(path))
+    ancestors, depth = ancestry(torch.tensor([PARENTS], device=graph.device))
 
     def check(seed: int) -> None:
-        ids = random_ids(graph, 1, prefix + len(parents), seed).to(graph.device)
+        ids = random_ids(graph, 1, prefix + len(PARENTS), seed).to(graph.device)
         committed = torch.cat([ids[:, :prefix], ids[:, prefix:][:, path], ids[:, prefix:]], dim=1)
 
         def run(texts: Tensor) -> Tensor:
@@ -117,9 +121,7 @@ def check_tree(name: str, graph: ModelGraph, verify: ModelGraph) -> None:
             return torch.cat([first, linear_logits(run, committed, prefix + len(path), ancestors[0].tolist())])
 
         def tree(dtype: torch.dtype) -> Tensor:
-            kept = {name: getattr(verify, name) for name in ("layers", "scaled_cache", "has_adapters")}
-            like = replace(graph, dtype=dtype, **kept)
-            return tree_logits((verify, verify), like, ids, prefix, ancestors, depth, path)
+            return tree_logits((verify, verify), cached(graph, verify, dtype), ids, prefix, ancestors, depth, path)
 
         compile_together(partial(tree, graph.dtype))
         if not has_half(graph):
@@ -131,6 +133,13 @@ def check_tree(name: str, graph: ModelGraph, verify: ModelGraph) -> None:
         compare_rounding(name, TREE, tree(graph.dtype), linear(), exact)
 
     on_some_text(graph, check)
+
+
+def cached(graph: ModelGraph, verify: ModelGraph, dtype: torch.dtype) -> ModelGraph:
+    """What `Cache` reads of a graph, to hold keys and values in `dtype` for `verify`, rewritten from `graph`."""
+    return replace(
+        graph, dtype=dtype, layers=verify.layers, scaled_cache=verify.scaled_cache, has_adapters=verify.has_adapters
+    )
 
 
 def tree_logits(

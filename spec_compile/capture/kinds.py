@@ -1,18 +1,22 @@
 """Layers of one kind: which layers of a model are alike, and a copy of the model with a few of them, to be traced.
 
 Decoder layers are of one kind if a trace of one is a trace of the other under another number: equal classes, plain
-attributes, shapes and entries of the configuration. The copy has the layers before the kinds repeat, two periods, and
-the layers after the last whole period::
+attributes, shapes and entries of the configuration. Any layer can be made from a template: a traced layer of its kind
+that follows a layer of the same kind as it does. The copy has the first two layers, a template for each such pair of
+kinds, and the last layer::
 
-    kinds   a b c b c b c b c d      Repeats(first=1, period=2, times=4): layers 1 to 8 are b c, four times
-    copy    a b c b c         d      layers 0 to 4 and 9, numbered 0 to 5
+    layers   0 1 2 3 4 5 6 7 8 9
+    kinds    a a a a b a a a b a
+    copy     a a a   b a       a   kept = [0, 1, 2, 4, 5, 9], numbered 0 to 5
+    source   0 1 2 2 3 4 2 2 3 5   the template of each layer, by its number in the copy
 
-The second period is traced as every later one would be: `repeat` copies its part of the graph.
+`repeat` copies the templates' parts of the graph.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -29,8 +33,6 @@ from .quantised import packed_experts, packed_layers
 from .sharded import is_sharded
 from .watch import BOOKKEEPING, GLOBAL_HOOKS, INTERNALS, is_plain, value_hooks
 
-LEAST_TIMES = 3
-"""Periods that must repeat before a copy has fewer layers than the model."""
 WORTH = 0.75
 """Largest share of a model's layers in a copy that is made."""
 ARITHMETIC = "add sub mul truediv floordiv mod divmod pow lshift rshift and or xor".split()
@@ -45,22 +47,23 @@ class UnlikeLayersError(Exception):
 
 @dataclass(frozen=True)
 class Repeats:
-    """A model whose layers repeat: `first` layers, then `period` layers `times` times, then the rest.
+    """A model of which some layers are templates for the others.
 
     path: of the list of layers, as "model.layers".
-    depth: number of layers.
+    kept: the numbers of the layers in the copy, ascending.
+    source: for each layer of the model, the number in the copy of the layer that it is made from.
+    kinds: the kind of each layer in the copy.
     """
 
     path: str
-    depth: int
-    first: int
-    period: int
-    times: int
+    kept: list[int]
+    source: list[int]
+    kinds: list[int]
 
     @property
-    def kept(self) -> list[int]:
-        """The numbers of the layers in the copy."""
-        return [*range(self.first + 2 * self.period), *range(self.first + self.times * self.period, self.depth)]
+    def depth(self) -> int:
+        """The number of layers of the model."""
+        return len(self.source)
 
 
 class _LayerNumber(int):
@@ -103,7 +106,7 @@ def repeats_of(model: PreTrainedModel) -> Repeats:
         if kind not in kinds:
             kinds.append(kind)
         numbers.append(kinds.index(kind))
-    return _shortest(path, numbers)
+    return _templates(path, numbers)
 
 
 def copy_of(model: PreTrainedModel, repeats: Repeats) -> PreTrainedModel:
@@ -248,18 +251,23 @@ def _is_number(name: str, value: Any, number: int) -> bool:
     return type(value) is int and value == number and any(word in name for word in ("layer", "idx", "index"))
 
 
-def _shortest(path: str, kinds: list[int]) -> Repeats:
-    """The `Repeats` of these kinds with the fewest layers in the copy."""
-    depth, found = len(kinds), []
-    for period in range(1, depth // LEAST_TIMES + 1):
-        for first in range(1, depth - LEAST_TIMES * period):
-            end = first + period
-            while end < depth - 1 and kinds[end] == kinds[end - period]:
-                end += 1
-            times = (end - first) // period
-            if times >= LEAST_TIMES:
-                found.append(Repeats(path, depth, first, period, times))
-    found = [repeats for repeats in found if len(repeats.kept) <= WORTH * depth]
-    if not found:
+def _templates(path: str, kinds: list[int]) -> Repeats:
+    """The `Repeats` of layers of these kinds."""
+    depth, kept = len(kinds), [*range(min(2, len(kinds)))]
+    template: dict[tuple[int, int], int] = {}
+
+    def keep(number: int) -> None:
+        """Add a layer to the copy, where it follows a layer of the same kind as in the model."""
+        if kinds[kept[-1]] != kinds[number - 1]:
+            keep(number - 1)
+        template.setdefault((kinds[number - 1], kinds[number]), len(kept))
+        kept.append(number)
+
+    for number in range(2, depth):
+        if number == depth - 1 or (kinds[number - 1], kinds[number]) not in template:
+            keep(number)
+    if not kept or len(kept) > WORTH * depth:
         raise UnlikeLayersError(f"has {depth} layers, of which too few repeat a pattern")
-    return min(found, key=lambda repeats: len(repeats.kept))
+    pairs = enumerate(pairwise(kinds), 1)
+    source = [0, *(kept.index(number) if number in kept else template[pair] for number, pair in pairs)]
+    return Repeats(path, kept, source, [kinds[number] for number in kept])

@@ -1,14 +1,15 @@
 """`repeat` expands the graph of a model's copy with a few layers of each kind (see `kinds`) to the depth of the model.
 
-The copy has the two periods A and B of layers alike. The nodes of B are repeated; each copy reads the period before it
-as B reads A. With layers 0 to 4 and 9 of ten, and two layers a period::
+Each layer of the model gets the nodes of its template in the copy. What they read of the copy's layer before, they read
+of the model's layer before, in the same place, whatever template that layer has::
 
-    0 | 1 2 | 3 4 | 9   ->   0 | 1 2 | 3 4 | 5 6 | 7 8 | 9
-        A     B                  A     B     B     B
+    layers     0 1 2 3 4 5 6 7 8 9
+    kinds      a a a a b a a a b a
+    template   0 1 2 2 3 4 2 2 3 5     layers 1, 2 and 4 of the copy are of one kind, node for node. Layer 6 has the
+                                       nodes of layer 2, which read nodes of layer 1; it reads their like in layer 5
 """
 
 import re
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ ROOT = "model."
 def repeat(gm: fx.GraphModule, model: nn.Module, repeats: Repeats) -> fx.GraphModule:
     """The graph of `model`, from the graph `gm` of its copy; the tensors are those of the model.
 
-    UnlikeLayersError if the two periods of the copy differ by more than the numbers of their layers.
+    UnlikeLayersError if two layers of one kind in the copy differ by more than their numbers.
     """
     return _Expansion(gm, model, repeats).graph_module()
 
@@ -41,105 +42,102 @@ class _Expansion:
 
     place: for each node of the copy's graph, the number of its layer in the copy; None before the first layer. A call
         outside of layers belongs to the layer before it.
-    later: B's node for each node of A.
+    nodes: for each layer in the copy, its nodes, without sizes that later layers read, too.
+    index: the position of each node in its list of `nodes`.
     """
 
     def __init__(self, gm: fx.GraphModule, model: nn.Module, repeats: Repeats):
         self.gm, self.model, self.repeats = gm, model, repeats
         self.names = re.compile(rf"((?:^|\b|_){re.escape(ROOT + repeats.path)}\.)(\d+)(?=\.|$)")
         self.place = self._places()
-        begin, period = repeats.first, repeats.period
-        self.a, self.b = (self._nodes_in(range(start, start + period)) for start in (begin, begin + period))
-        self.inside_b = {*self.b}
-        # A size that A computes for the first time is read by later layers, too, and is not computed again.
-        self.a = [node for node in self.a if not (_is_size(node) and any(map(self._is_later, node.users)))]
-        if len(self.a) != len(self.b):
-            raise UnlikeLayersError("has layers of one kind that run other operations")
-        self.later = dict(zip(self.a, self.b))
-        self.attentions = sum(node.target is ATTENTION for node in self.b)
-        """Attention nodes of a period."""
-        self.constants = sum(bool(LIFTED.search(node.target)) for node in self.b if node.op == "get_attr")
-        """Tensors of a period that its code makes of numbers."""
-        for first, second in self.later.items():
-            self._check_alike(first, second)
+        self.nodes: list[list[fx.Node]] = [[] for _ in repeats.kept]
+        for node, place in self.place.items():
+            # A size that a layer computes for the first time is read by later layers, and is not computed again.
+            if place is not None and not (_is_size(node) and any(self.place[user] != place for user in node.users)):
+                self.nodes[place].append(node)
+        self.index = {node: number for nodes in self.nodes for number, node in enumerate(nodes)}
+        last = len(self.nodes) - 1
+        first_of_kind: dict[int, int] = {}
+        for layer in range(1, last):
+            self._check_alike(first_of_kind.setdefault(repeats.kinds[layer], layer), layer)
 
     def graph_module(self) -> fx.GraphModule:
         """The expanded graph."""
-        graph, copies = fx.Graph(), self.repeats.times - 2
-        made: list[dict[fx.Node, fx.Node]] = [{} for _ in range(copies + 1)]
-        """The new nodes: of all nodes of the copy's graph, and of B's in each of its copies."""
-        self._root = nn.Module()
-        run: list[fx.Node] = []  # consecutive nodes of B
+        self._graph, self._root = fx.Graph(), nn.Module()
+        self._attentions = self._constants = 0
+        self._made: list[dict[fx.Node, fx.Node]] = [{} for _ in self.repeats.source]
+        """For each layer of the model, the new node of each of its template's nodes."""
+        self._shared: dict[fx.Node, fx.Node] = {}
+        """The new nodes of all others."""
+        run: list[fx.Node] = []  # consecutive nodes of layers, of which the model's others are made, too
         for node in self.gm.graph.nodes:
-            if node not in self.inside_b:
-                for number in range(1, copies + 1):
-                    for each in run:
-                        made[number][each] = self._add(graph, each, number, self._of_copy(made, number))
-                run = []
-            else:
+            if self.place[node] is not None:
                 run.append(node)
-            is_after = self._is_later(node) and node not in self.inside_b
-            sources = self._after(made) if is_after else made[0].__getitem__
-            made[0][node] = self._add(graph, node, copies if is_after else 0, sources)
-        expanded = fx.GraphModule(self._root, graph)  # has the root's tensors in the order of the graph
+                continue
+            self._add_layers(run)
+            run = []
+            self._shared[node] = self._add(node, None)
+        self._add_layers(run)
+        expanded = fx.GraphModule(self._root, self._graph)  # has the root's tensors in the order of the graph
         expanded.training, expanded.meta = self.gm.training, self.gm.meta
         return expanded
 
-    def _of_copy(self, made: list[dict[fx.Node, fx.Node]], number: int):
-        """The function from a node that a node of B reads to the node that its copy reads. number: of the copy."""
+    def _add_layers(self, run: list[fx.Node]) -> None:
+        """Add nodes of the copy's layers as often as the model has such layers, layer after layer."""
+        for layer, source in enumerate(self.repeats.source):
+            is_own = self.repeats.kept[source] == layer
+            for node in run:
+                if self.place[node] == source and node in self.index:
+                    self._made[layer][node] = self._add(node, layer)
+                elif self.place[node] == source and is_own:
+                    self._shared[node] = self._add(node, layer)
 
-        def source(node: fx.Node) -> fx.Node:
-            if node in self.inside_b:
-                return made[number][node]
-            return made[number - 1][self.later[node]] if node in self.later else made[0][node]
+    def _source(self, node: fx.Node, reader: fx.Node, layer: int | None) -> fx.Node:
+        """The new node that a layer of the model reads where its template's node `reader` reads `node`."""
+        if node in self._shared:
+            return self._shared[node]
+        place = self.place[node]
+        if place == self.place[reader]:
+            return self._made[layer][node]
+        if place == self.place[reader] - 1:  # the layer before may have another template of the same kind
+            template = self.repeats.source[layer - 1]
+            same = self.nodes[template][self.index[node]] if template != place else node
+            return self._made[layer - 1][same]
+        if place == 0:
+            return self._made[0][node]
+        raise UnlikeLayersError("has layers that read more than the layer before them")
 
-        return source
-
-    def _after(self, made: list[dict[fx.Node, fx.Node]]):
-        """The same function for a node after the periods."""
-
-        def source(node: fx.Node) -> fx.Node:
-            if node in self.later:
-                raise UnlikeLayersError("has layers that read more than the layer before them")
-            return made[-1][node] if node in self.inside_b else made[0][node]
-
-        return source
-
-    def _add(self, graph: fx.Graph, node: fx.Node, number: int, source) -> fx.Node:
-        """A copy of a node whose layer is `number` periods later."""
-        args, kwargs = fx.map_arg((node.args, node.kwargs), source)
-        target, shift = node.target, number * self.repeats.period
+    def _add(self, node: fx.Node, layer: int | None) -> fx.Node:
+        """A copy of a node in a layer of the model; None outside of layers."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda read: self._source(read, node, layer))
+        target = node.target
+        is_own = layer is None or self.repeats.kept[self.repeats.source[layer]] == layer
         if node.op == "get_attr":
-            target = self._later_attribute(target, number)
-            _assign_attr(self._tensor(node.target, target), self._root, target)
+            target = self._name_in(node.target, layer)
+            if LIFTED.search(target):
+                target, self._constants = LIFTED.sub(f".lifted_tensor_{self._constants}", target), self._constants + 1
+            _assign_attr(self._tensor(node.target, target, is_own), self._root, target)
         elif target is ATTENTION:
-            args = *args[:PLACE], args[PLACE] + number * self.attentions, *args[PLACE + 1 :]
-        new = graph.create_node(node.op, target, args, kwargs, None if shift else node.name, node.type)
+            args, self._attentions = (*args[:PLACE], self._attentions, *args[PLACE + 1 :]), self._attentions + 1
+        new = self._graph.create_node(node.op, target, args, kwargs, node.name if is_own else None, node.type)
         new.meta = dict(node.meta)
-        stack = node.meta.get("nn_module_stack")
-        if stack and shift:
-            later = self._later_name
+        if stack := node.meta.get("nn_module_stack"):
             new.meta["nn_module_stack"] = {
-                later(key, shift): (later(path, shift), cls) for key, (path, cls) in stack.items()
+                self._name_in(key, layer): (self._name_in(path, layer), cls) for key, (path, cls) in stack.items()
             }
         return new
 
-    def _later_name(self, name: str, shift: int) -> str:
-        """ "model.layers.2.mlp" is "model.layers.5.mlp" three layers later."""
-        return self.names.sub(lambda match: f"{match[1]}{int(match[2]) + shift}", name) if shift else name
+    def _name_in(self, name: str, layer: int | None) -> str:
+        """ "model.layers.2.mlp" is "model.layers.5.mlp" in layer 5."""
+        return name if layer is None else self.names.sub(lambda match: f"{match[1]}{layer}", name)
 
-    def _later_attribute(self, name: str, number: int) -> str:
-        """The name of a tensor of the same layer, `number` periods later. Constants are numbered, too."""
-        name = self._later_name(name, number * self.repeats.period)
-        return LIFTED.sub(lambda match: f".lifted_tensor_{int(match[1]) + number * self.constants}", name)
-
-    def _tensor(self, traced: str, name: str) -> Tensor:
-        """The model's tensor of this name, whose layer was traced as that with the name `traced`."""
+    def _tensor(self, traced: str, name: str, is_own: bool) -> Tensor:
+        """The model's tensor of this name, which is called `traced` in the copy. is_own: of the same layer."""
         tensor = attribute(self.gm, traced)
         if not self.names.search(traced) or LIFTED.search(traced):
             return tensor
         own = attribute(self.model, name.removeprefix(ROOT))
-        if traced == name and own is not tensor and not torch.equal(own, tensor):
+        if is_own and own is not tensor and not torch.equal(own, tensor):
             raise UnlikeLayersError("has layers with constants of their own")
         return own
 
@@ -157,40 +155,45 @@ class _Expansion:
             last = place[node] = last if number is None else number
         return place
 
-    def _is_later(self, node: fx.Node) -> bool:
-        """True for a node of B or after it."""
-        return (self.place[node] or 0) >= self.repeats.first + self.repeats.period
+    def _check_alike(self, first: int, second: int) -> None:
+        """UnlikeLayersError unless two layers of the copy do the same under another number."""
+        nodes = self.nodes[first], self.nodes[second]
+        if len(nodes[0]) != len(nodes[1]):
+            raise UnlikeLayersError("has layers of one kind that run other operations")
+        for one, other in zip(*nodes):
+            same = [_form(one), one.op, self._stack(one)] == [_form(other), other.op, self._stack(other)]
+            if one.op == "get_attr":
+                same &= self._unnumbered(one.target) == self._unnumbered(other.target)
+                if LIFTED.search(one.target):
+                    same &= torch.equal(attribute(self.gm, one.target), attribute(self.gm, other.target))
+            else:
+                same &= one.target == other.target
+            read = zip(_inputs(one), _inputs(other))
+            if not same or not all(self._read_alike(one, other, *pair) for pair in read):
+                raise UnlikeLayersError(f"has layers of one kind that differ in the operation {other.name}")
 
-    def _nodes_in(self, layers: Iterable[int]) -> list[fx.Node]:
-        return [node for node in self.gm.graph.nodes if self.place[node] in layers]
-
-    def _check_alike(self, first: fx.Node, second: fx.Node) -> None:
-        """UnlikeLayersError unless a node of B does with the period before it what a node of A does."""
-        same = [_form(first), first.op, self._stack(first, self.repeats.period)]
-        is_same = same == [_form(second), second.op, self._stack(second, 0)]
-        if first.op == "get_attr":
-            is_same &= self._later_attribute(first.target, 1) == second.target
-            if LIFTED.search(first.target):
-                is_same &= torch.equal(attribute(self.gm, first.target), attribute(self.gm, second.target))
-        else:
-            is_same &= first.target == second.target
-        read = zip(_inputs(first), _inputs(second))
-        if not is_same or not all(self._read_alike(*pair) for pair in read):
-            raise UnlikeLayersError(f"has layers of one kind that differ in the operation {second.name}")
-
-    def _read_alike(self, first: fx.Node, second: fx.Node) -> bool:
-        """True if nodes of A and B read nodes that are shared, in the same place of their period, or in the period
-        before it."""
-        if second in self.inside_b:
-            return self.later.get(first) is second
-        if second in self.later:
-            is_before = first not in self.later and self.place[first] is not None
-            return is_before and first.op == second.op == "call_function" and _value(first) == _value(second)
+    def _read_alike(self, one: fx.Node, other: fx.Node, first: fx.Node, second: fx.Node) -> bool:
+        """True if two nodes of layers of one kind read nodes that are shared, or in the same place of their layer or of
+        the layer before it. first: read by `one`. second: read by `other`."""
+        if first not in self.index and second not in self.index:
+            return first is second
+        places = self.place[first], self.place[second]
+        steps = [None if p is None else self.place[n] - p for n, p in zip((one, other), places)]
+        if steps == [0, 0]:
+            return self.index.get(first) == self.index.get(second)
+        if steps == [1, 1]:
+            before = [self.repeats.kinds[place] for place in places]
+            is_same = before[0] != before[1] or 0 in places or self.index.get(first) == self.index.get(second)
+            return is_same and first.op == second.op == "call_function" and _value(first) == _value(second)
         return first is second
 
-    def _stack(self, node: fx.Node, shift: int) -> list[str]:
+    def _unnumbered(self, name: str) -> str:
+        """A name without the numbers of the layer and of a constant."""
+        return LIFTED.sub(".lifted_tensor", self.names.sub(r"\1", name))
+
+    def _stack(self, node: fx.Node) -> list[str]:
         stack = (node.meta.get("nn_module_stack") or {}).values()
-        return [self._later_name(path, shift) for path, _ in stack]
+        return [self._unnumbered(path) for path, _ in stack]
 
 
 def _inputs(node: fx.Node) -> list[fx.Node]:

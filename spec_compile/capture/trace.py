@@ -2,9 +2,11 @@
 
 import logging
 from contextlib import nullcontext
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo import config as dynamo
 from transformers import PreTrainedModel
 
 from ..compat import attention_implementation
@@ -158,7 +160,10 @@ def _example(device: torch.device) -> tuple[Tensor, Tensor]:
 def _trace(module: nn.Module, *arguments: Tensor) -> fx.GraphModule:
     """One graph of ATen calls for any B and T; the arguments are [B, T, ...]."""
     dims = {0: torch.export.Dim("B", min=1, max=4096), 1: torch.export.Dim("T", min=2, max=1 << 20)}
-    with torch.no_grad():
+    # Nobody reads the Python stack of each call, which takes a sixth of a trace. Equal layers are traced once or twice,
+    # so a cache of fake tensors costs more than it saves.
+    stacks = patch.object(torch.fx.config, "do_not_emit_stack_traces", True)
+    with torch.no_grad(), stacks, dynamo.patch(fake_tensor_cache_enabled=False):
         program = torch.export.export(module, arguments, dynamic_shapes=(dims,) * len(arguments), strict=False)
     gm = program.module(check_guards=False)
     gm.graph._codegen = fx.graph.CodeGen()  # plain arguments, and none of the exporter's input checks
