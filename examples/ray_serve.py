@@ -44,7 +44,8 @@ def main() -> None:
     url = f"http://127.0.0.1:{options.port}/v1/completions"
     request = urllib.request.Request(url, json.dumps(question).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request) as stream:
-        for line in filter(bytes.strip, stream):
+        lines = [b"data: [DONE]\n", b"\n"]
+        for line in (line for line in stream if line not in lines):
             chunk = json.loads(line.removeprefix(b"data: "))
             print(chunk["choices"][0]["text"], end="", flush=True)
     print("\naccept length", chunk["metrics"]["speculative_decoding"]["mean_acceptance_length"])

@@ -1056,7 +1056,7 @@ SERVING = [
         "            self._kept[key] = grammar\n", "            pass\n", f"{FORMS} -k compiled_once",
     ),
     Mutation(
-        "a stop sequence is cut out only if it comes in one piece", f"{HTTP}anthropic.py",
+        "a stop string is cut out only if it comes in one piece", f"{BATCHING}stop_strings.py",
         "held = max(sizes, default=0)", "held = 0", "tests/serving/test_anthropic.py -k pieces",
     ),
     Mutation(

@@ -122,7 +122,7 @@ class Load:
                     if leaves:
                         return "left"
                 last = line or last
-        if not json.loads(last.removeprefix("data: ")).get("usage"):
+        if last != "data: [DONE]":
             return f"stream: it ends in {last[:200]}"
         self.latencies["stream"].append(time.monotonic() - begin)
         return "answered"

@@ -2,9 +2,11 @@
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import StoppingCriteriaList
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from ..capture.loras import NO_ADAPTER, Loaded
@@ -75,7 +77,9 @@ class Job:
         ask = self.prepared.ask.from_now()
         route = ask.route
         self._set_status(RequestStatus.PREFILLING)
-        self.eos, self._has_criteria = ask.eos, ask.criteria is not None
+        self.eos, self._criteria = ask.eos, None
+        if ask.criteria is not None:
+            ask.criteria = self._criteria = _Watched(ask.criteria)
         self._answer = ask.answer(torch.tensor([self.prompt]))
         if route is Route.DRAW_IN_ROUND:
             self.settings = RowSettings.of(ask.processors)
@@ -140,7 +144,7 @@ class Job:
         before = len(self.tokens)
         if self.acceptor is not None:  # it has given them to the answer
             self.tokens = self._answer.rows[0][: self._answer.columns]
-        elif self._has_criteria:
+        elif self._criteria is not None:
             self._answer.take([tokens])
             self.tokens = self._answer.rows[0][: self._answer.columns]
         else:
@@ -151,11 +155,11 @@ class Job:
             self.timestamps += [time.perf_counter()] * (len(self.tokens) - before)
         if self.first_token_time is None and self.tokens:
             self.first_token_time = time.perf_counter()
-        is_full = len(self.tokens) + len(self.prompt) >= self.prepared.ask.longest
-        if self.tokens and self.tokens[-1] in self._answer.eos:
-            self.finish("stop")
-        elif is_full or self._answer.done:
-            self.finish("length" if is_full else "stop")
+        is_met = self._criteria is not None and self._criteria.are_met
+        if self.tokens and (is_met or self.tokens[-1] in self._answer.eos):
+            self.finish("stop")  # also at the last token that it may have
+        elif len(self.tokens) + len(self.prompt) >= self.prepared.ask.longest:
+            self.finish("length")
         return self.is_over
 
     def finish(self, reason: str) -> None:
@@ -184,6 +188,20 @@ class Job:
         if status >= RequestStatus.FINISHED:
             self.lifespan = (self.lifespan[0], now)
         self.status = status
+
+
+class _Watched(StoppingCriteriaList):
+    """Criteria of one row that remember if one of them was met, other than a limit of tokens."""
+
+    are_met = False
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        ends = torch.zeros(input_ids.shape[0], dtype=torch.bool)
+        for criterion in self:
+            met = criterion(input_ids, scores, **kwargs)
+            self.are_met |= type(criterion).__name__ != "MaxLengthCriteria" and bool(torch.as_tensor(met).any())
+            ends = ends | met
+        return ends
 
 
 def seed_of(seed: int | None) -> int:

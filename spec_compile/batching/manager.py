@@ -185,8 +185,9 @@ class Manager(ContinuousBatchingManager):
         until it ends; as in ``generate()`` else), `adapter_name` (of its LoRA adapter, of a model with `max_loras`;
         "__base__" is none, and without a name it has the active one), `logprobs` and `prompt_logprobs` (numbers of
         likeliest tokens to tell next to the log-probability of each token of the answer, and of the prompt, in
-        `Output.scores` and `Output.prompt_scores`), `logprobs_temperature` (divides their logits; 1.0 by default), and
-        what a processor returns for pictures (`pixel_values` and the like).
+        `Output.scores` and `Output.prompt_scores`), `logprobs_temperature` (divides their logits; 1.0 by default),
+        `stops_in_prompt` (False: a stop string counts only if all of it is in the answer), and what a processor returns
+        for pictures (`pixel_values` and the like).
 
         Raises, before anything is handed in: ValueError or TypeError, naming the argument, for what cannot be served;
         queue.Full if as many requests wait as `max_queue_size` allows; RuntimeError if the thread stops or has died, in

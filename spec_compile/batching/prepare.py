@@ -34,6 +34,8 @@ from .stop_strings import StopStrings, check_stops
 
 CALLBACKS = {"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"}
 """Arguments of ``generate()`` that a request may have besides the fields of a GenerationConfig."""
+STOPS_IN_PROMPT = "stops_in_prompt"
+"""Option of a request: whether a stop string may begin in the prompt, as transformers has it."""
 SERVED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 ONLY_GENERATE = ("return_dict_in_generate", "token_healing")
 """Settings that only ``generate()`` serves, besides those that `unserved` finds."""
@@ -77,7 +79,7 @@ class Preparer:
         """The request, ready for a row; TypeError or ValueError if it cannot be served.
 
         prompt: token ids. config: of the request. defaults: for what `config` leaves open. options: fields of a
-        GenerationConfig that go over `config`, `CALLBACKS`, and `PICTURES` with their `TOKEN_TYPES`.
+        GenerationConfig that go over `config`, `CALLBACKS`, `PICTURES` with their `TOKEN_TYPES`, and `STOPS_IN_PROMPT`.
         """
         if len(prompt) >= self.room:
             raise ValueError(
@@ -87,9 +89,12 @@ class Preparer:
         check_config("generation_config", config)
         config, defaults, arguments = copy.copy(config), copy.copy(defaults), {}
         extras = CALLBACKS | PICTURES | TOKEN_TYPES
-        check_known(options, {*vars(config), *extras})
+        check_known(options, {*vars(config), *extras, STOPS_IN_PROMPT})
         for name, value in options.items():
-            if name in extras:
+            if name == STOPS_IN_PROMPT:
+                if not isinstance(value, bool):
+                    raise TypeError(f"{name}: expected a bool, got {value!r:.80}")
+            elif name in extras:
                 arguments[name] = value
             else:
                 setattr(config, name, value)
@@ -99,7 +104,8 @@ class Preparer:
         stops = config.stop_strings if config.stop_strings is not None else defaults.stop_strings
         stops = [] if stops is None else check_stops(stops, tokenizer)
         config.stop_strings = defaults.stop_strings = None
-        stop = StopStrings(tokenizer, stops) if stops else None
+        begin = 0 if options.get(STOPS_IN_PROMPT, True) else len(prompt)
+        stop = StopStrings(tokenizer, stops, begin) if stops else None
         limits = [getattr(each, name) for each in (config, defaults) for name in ("max_new_tokens", "max_length")]
         has_limit = any(limit is not None for limit in limits)
         if not has_limit:

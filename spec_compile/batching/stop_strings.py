@@ -47,18 +47,22 @@ class StopStrings(StoppingCriteria):
 
     The text of a row is that of its tokens one after the other, the prompt's included. For the tokens "re", "turn",
     "s " and the stop string "turn", a row ends at its second token, and for "returns" at its third.
+
+    begin: tokens at the beginning of a row that do not count
     """
 
     _tables: "WeakKeyDictionary[Any, TokenBytes]" = WeakKeyDictionary()
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str]):
+    def __init__(self, tokenizer: Any, stops: Sequence[str], begin: int = 0):
+        self._begin = begin
         self._bytes_of = self._tables.setdefault(tokenizer, TokenBytes(tokenizer)).of
         self._stops = [stop.encode() for stop in stops]
         self._longest = max(map(len, self._stops))
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """True if each row [B] of `input_ids` [B, W] ends, on the CPU."""
-        return torch.tensor([self._ends(row) for row in input_ids[:, -self._longest :].tolist()])
+        begin = max(self._begin, input_ids.shape[1] - self._longest)
+        return torch.tensor([self._ends(row) for row in input_ids[:, begin:].tolist()])
 
     def _ends(self, tokens: list[int]) -> bool:
         *others, last = map(self._bytes_of, tokens)
@@ -66,6 +70,48 @@ class StopStrings(StoppingCriteria):
         # A match that ends in the last token begins at most the stop's length before it.
         begins = [max(0, len(before) + 1 - len(stop)) for stop in self._stops]
         return bool(last) and any((before + last).find(stop, begin) >= 0 for stop, begin in zip(self._stops, begins))
+
+
+class StopCut:
+    """Ends a text that comes in pieces at the first stop string, as if it came character by character.
+
+    stops: the stop strings
+    keeps_stop: True if the text ends after the stop string, False if before
+    found: the one that was found, or None
+
+    With the stop "END", the pieces "aE", "N", "Db" give "a", "", "": the "E" waits until it is known to be no stop.
+    Of stops that end at one place, the one that begins first counts.
+    """
+
+    def __init__(self, stops: Sequence[str], keeps_stop: bool = False):
+        self.stops, self.keeps_stop = stops, keeps_stop
+        self.found: str | None = None
+        self._held = ""
+
+    def feed(self, piece: str) -> str:
+        """The text that is known to belong to the answer."""
+        if self.found is not None:
+            return ""
+        text = self._held + piece
+        places = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self.stops if stop in text]
+        if places:
+            end, length, self.found = min(places)
+            self._held = ""
+            return text[: end if self.keeps_stop else end + length]
+        sizes = (size for stop in self.stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
+        held = max(sizes, default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def rest(self) -> str:
+        """The text that waited, once nothing follows it."""
+        held, self._held = self._held, ""
+        return held
+
+    def whole(self, text: str) -> str:
+        """What is left of a whole text."""
+        self.found = None
+        return self.feed(text) + self.rest()
 
 
 def check_stops(stops: Any, tokenizer: Any) -> list[str]:

@@ -10,11 +10,11 @@ from transformers.cli.serving.utils import CBWorkerDeadError
 
 from .anthropic_fields import renamed, to_chat
 from .body import read_body
-from .call import CURRENT
+from .call import CURRENT, HttpCall
 from .errors import ERROR, Refusal, failure
 from .fields import CHAT, check_fields
 from .generation import flat_ids
-from .handlers import Chat
+from .handlers import DONE, Chat
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 ERROR_TYPES = {
@@ -34,22 +34,31 @@ class Messages(Chat):
     def _read(self, body: dict) -> dict:
         _, _, processor = self._resolve_model({})
         template = str(getattr(processor, "chat_template", None) or "")
-        return check_fields(to_chat(body, template, self._modality(), self.counts_only), CHAT, "messages")
+        chat = to_chat(body, template, self._modality(), self.counts_only)
+        if chat.get("stream"):
+            chat["stream_options"] = {"include_usage": True}
+        return check_fields(chat, CHAT, "messages")
+
+    def _check(self, body: dict) -> dict:
+        begins = body["messages"][0]["role"] == "system"
+        return super()._check(body) | ({"system": body["messages"][0]["content"]} if begins else {})
+
+    def _without(self, name: str, body: dict) -> dict:
+        return body | {"messages": body["messages"][1:]} if name == "system" else super()._without(name, body)
 
     def _streaming(self, *args: Any, **kwargs: Any) -> StreamingResponse:
         request_id, _, _, model, inputs = args[:5]
         response = super()._streaming(*args, **kwargs)
         begun = _message(request_id, model, [], None, None, len(flat_ids(inputs["input_ids"])), 0)
-        response.body_iterator = as_events(response.body_iterator, begun, CURRENT.get().fields.get("stop", []))
+        response.body_iterator = as_events(response.body_iterator, begun, CURRENT.get())
         return response
 
     async def _non_streaming(self, *args: Any, **kwargs: Any) -> JSONResponse:
         request_id, _, _, model = args[:4]
         answer = json.loads((await super()._non_streaming(*args, **kwargs)).body)
         (choice,), usage = answer["choices"], answer["usage"]
-        cut = StopCut(CURRENT.get().fields.get("stop", []))
-        content = _blocks(choice["message"], cut)
-        reason, stop = _reason(choice["finish_reason"], cut)
+        content = _blocks(choice["message"])
+        reason, stop = _reason(choice["finish_reason"], CURRENT.get())
         sizes = usage["prompt_tokens"], usage["completion_tokens"]
         message = _message(request_id, model, content, reason, stop, *sizes)
         return JSONResponse(message | {"metrics": answer["metrics"]})
@@ -64,39 +73,6 @@ class TokenCounts(Messages):
         return JSONResponse({"input_tokens": len(flat_ids(args[4]["input_ids"]))})
 
 
-class StopCut:
-    """Cuts a text that comes in pieces before the first stop sequence.
-
-    stops: the sequences
-    found: the one that was found, or None
-
-    With the stop "END", the pieces "aE", "N", "Db" give "a", "", "": the "E" waits until it is known to be no stop.
-    """
-
-    def __init__(self, stops: str | list[str]):
-        self.stops, self.found, self._held = [stops] if isinstance(stops, str) else stops, None, ""
-
-    def feed(self, piece: str) -> str:
-        """The text that is known to come before a stop sequence."""
-        if self.found is not None:
-            return ""
-        text = self._held + piece
-        places = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self.stops if stop in text]
-        if places:
-            end, length, self.found = min(places)
-            self._held = ""
-            return text[: end + length]
-        sizes = (size for stop in self.stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
-        held = max(sizes, default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
-
-    def rest(self) -> str:
-        """The text that waited, once nothing follows it."""
-        held, self._held = self._held, ""
-        return held
-
-
 def _message(
     request_id: str, model: str, content: list, reason: str | None, stop: str | None, prompt: int, answer: int
 ) -> dict:
@@ -107,19 +83,19 @@ def _message(
     }  # fmt: skip
 
 
-def _reason(finish_reason: str, cut: StopCut) -> tuple[str, str | None]:
+def _reason(finish_reason: str, call: HttpCall) -> tuple[str, str | None]:
     """The fields `stop_reason` and `stop_sequence`."""
-    if finish_reason == "stop" and cut.found is not None:
-        return "stop_sequence", cut.found
+    if finish_reason == "stop" and call.cut.found is not None:
+        return "stop_sequence", call.cut.found
     return REASONS.get(finish_reason, "end_turn"), None
 
 
-def _blocks(message: dict, cut: StopCut) -> list[dict]:
+def _blocks(message: dict) -> list[dict]:
     """The content of an answer, of OpenAI's message."""
     blocks: list[dict] = []
     if thoughts := message.get("reasoning_content"):
         blocks.append({"type": "thinking", "thinking": thoughts, "signature": ""})
-    if text := cut.feed(message.get("content") or "") + cut.rest():
+    if text := message.get("content"):
         blocks.append({"type": "text", "text": text})
     for call in message.get("tool_calls") or []:
         name, arguments = call["function"]["name"], _arguments(call["function"]["arguments"])
@@ -182,40 +158,42 @@ class ContentEvents:
         self._open = ""
 
 
-async def as_events(chunks: AsyncIterator[str], begun: dict, stops: str | list[str]) -> AsyncIterator[str]:
-    """Anthropic's events for the chunks of a chat.
+async def as_events(chunks: AsyncIterator[str], begun: dict, call: HttpCall) -> AsyncIterator[str]:
+    """Anthropic's events for the chunks of a chat, the last of which has the usage.
 
     begun: the message before its content
-    stops: the stop sequences
     """
     yield _event("message_start", message=begun) + _event("ping")
-    content, cut = ContentEvents(), StopCut(stops)
+    content, reason = ContentEvents(), None
     async for several in chunks:
         events: list[str] = []
-        for line in filter(None, several.split("\n\n")):
+        for line in filter(None, several.replace(DONE, "").split("\n\n")):
             if line.startswith(ERROR):
                 reason = line.removeprefix(ERROR).removesuffix('"}')
                 yield "".join(events) + _event("error", error={"type": "api_error", "message": reason})
                 return
-            events += _of_chunk(json.loads(line.removeprefix("data: ")), content, cut, begun["usage"])
+            chunk = json.loads(line.removeprefix("data: "))
+            for choice in chunk["choices"]:
+                events += _of_choice(choice, content)
+                reason = choice.get("finish_reason", reason)
+            if chunk.get("usage") is not None:
+                events += _end(chunk, content, begun["usage"], *_reason(reason, call))
         if events:
             yield "".join(events)
 
 
-def _of_chunk(chunk: dict, content: ContentEvents, cut: StopCut, usage: dict) -> Iterator[str]:
-    """The events of one chunk; the last chunk has the usage."""
-    for choice in chunk["choices"]:
-        delta = choice["delta"]
-        yield from content.thinking(delta.get("reasoning_content") or "")
-        yield from content.text(cut.feed(delta.get("content") or ""))
-        for call in delta.get("tool_calls") or []:
-            yield from content.text(cut.rest())
-            yield from content.call(call)
-    if chunk.get("usage") is None:
-        return
-    yield from content.text(cut.rest())
+def _of_choice(choice: dict, content: ContentEvents) -> Iterator[str]:
+    """The events of one chunk."""
+    delta = choice["delta"]
+    yield from content.thinking(delta.get("reasoning_content") or "")
+    yield from content.text(delta.get("content") or "")
+    for call in delta.get("tool_calls") or []:
+        yield from content.call(call)
+
+
+def _end(chunk: dict, content: ContentEvents, usage: dict, reason: str, stop: str | None) -> Iterator[str]:
+    """The last events. chunk: with the usage"""
     yield from content.close()
-    reason, stop = _reason(chunk["choices"][0]["finish_reason"], cut)
     used = usage | {"output_tokens": chunk["usage"]["completion_tokens"]}
     delta = {"stop_reason": reason, "stop_sequence": stop}
     yield _event("message_delta", delta=delta, usage=used, metrics=chunk["metrics"])

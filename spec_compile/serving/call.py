@@ -6,6 +6,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..batching.stop_strings import StopCut
 from ..capture.loras import BASE
 
 CURRENT: ContextVar["HttpCall"] = ContextVar("CURRENT")
@@ -31,7 +32,8 @@ class HttpCall:
     echo: the text of the prompt, if the answer begins with it, or None
     drops_answer: True if only the prompt is wanted, so that the one token of the answer is dropped
     logprobs: the log-probabilities that the answer shall have, a `ChatLogprobs`, or None
-    is_prepared: True once its prompt and settings are made
+    cut: ends its text at a stop string
+    is_prepared: True once its prompt is made
     request_id: the manager's name of the request that was added for it, or None
     output: the last output that the manager delivered, or None
     is_gone: True once nobody waits for the answer
@@ -52,6 +54,7 @@ class HttpCall:
     echo: str | None = None
     drops_answer: bool = False
     logprobs: Any = None
+    cut: StopCut = field(default_factory=lambda: StopCut(()))
     is_prepared: bool = False
     request_id: str | None = None
     output: Any = None
@@ -61,6 +64,16 @@ class HttpCall:
     def is_open(self) -> bool:
         """True while the manager works on its request."""
         return self.request_id is not None and not (self.output is not None and self.output.is_finished())
+
+    @property
+    def finish_reason(self) -> str:
+        """Why its answer, which is complete, has ended."""
+        return "stop" if self.cut.found is not None else self.output.finish_reason
+
+    @property
+    def wants_usage(self) -> bool:
+        """True if its stream shall end with a chunk that has the usage."""
+        return self.fields.get("stream_options", {}).get("include_usage", False)
 
 
 class CallMiddleware:

@@ -189,6 +189,8 @@ VLLM = {
     "min_p": SHARE,
     "top_k": integer(-1, (1 << 31) - 1),
     "stop_token_ids": Field(_is_ends, f"a list of at most {MOST_ENDS} token ids"),
+    "bad_words": only([]),
+    "include_stop_str_in_output": FLAG,
     "ignore_eos": FLAG,
     "min_tokens": SIZE,
     "thinking_token_budget": SIZE,
@@ -223,7 +225,7 @@ WITHOUT_EFFECT = {
 """Fields of OpenAI's that are accepted, because they cannot change an answer."""
 STREAM_OPTIONS = Field(
     object_of(include_usage=FLAG, include_obfuscation=only(False)),
-    "an object with include_usage and nothing else; the last chunk has the usage in any case",
+    "an object with include_usage and nothing else",
 )
 COMPLETION = SAMPLING | PENALTIES | VLLM | {
     "prompt": PROMPTS,
@@ -272,6 +274,11 @@ RESPONSE = SAMPLING | TEMPLATE | WITHOUT_EFFECT | {
     ("access_programs", "background_options", "context_management", "conversation", "image", "max_tool_calls",
      "moderation", "previous_response_id", "prompt"), only()
 )  # fmt: skip
+EMPTY: dict[str, tuple] = {
+    "stop": ("", []), "logit_bias": ({},), "stream_options": ({},), "instructions": ("",),
+    "context_management": ([], {}), "mcp_servers": ([],),
+}  # fmt: skip
+"""Values of fields that count as not given, as in the public APIs. Other empty values have no effect in any case."""
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 """The fields with the number of tokens that the client wants; a request has one of them at most."""
 
@@ -306,7 +313,8 @@ def check_fields(body: dict, fields: dict[str, Field], required: str) -> dict:
         if name not in fields:
             near = did_you_mean(name[:80], fields)
             raise Refusal(422, f"{name[:80]}: there is no such field.{near}", name[:80])
-    values = check_object(body, fields, (required,))
+    given = {name: value for name, value in body.items() if value not in EMPTY.get(name, ())}
+    values = check_object(given, fields, (required,))
     if "stream_options" in values and not values.get("stream"):
         raise refuse("stream_options", "only a stream has them; leave them out, or send stream: true")
     limits = present(LIMITS, values)

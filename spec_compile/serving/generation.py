@@ -23,7 +23,7 @@ from transformers.cli.serving.utils import (
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from ..batching.output import Output
-from ..batching.stop_strings import TokenBytes
+from ..batching.stop_strings import StopCut, TokenBytes
 from ..capture.pictures import reads_pictures
 from ..runtime.own_prefill import TOKEN_TYPES
 from .call import CURRENT, HttpCall
@@ -54,12 +54,12 @@ MOST_CONTAINERS = 50_000
 
 class Streamer(CBStreamer):
     """transformers' streamer, which makes one piece of text of all tokens of a round, not one of each token. The first
-    piece is the prompt if the call echoes it."""
+    piece is the prompt if the call echoes it. Text that may be the beginning of a stop string waits."""
 
     def __init__(self, manager: Any, name: str, tokenizer: Any, call: HttpCall, pieces: asyncio.Queue, parser: Any):
         super().__init__(manager, name, tokenizer._tokenizer, call.loop, pieces, parser)
         self._call, self._full_tokenizer, self._is_partial, self._is_begun = call, tokenizer, False, False
-        self._length = 0  # characters of the text so far
+        self._length = 0  # characters of all tokens so far
 
     def put(self, output: Any) -> None:
         """Take the new tokens of an output."""
@@ -81,6 +81,7 @@ class Streamer(CBStreamer):
             answer = self._full_tokenizer.decode(output.generated_tokens, skip_special_tokens=self._parser is None)
             text += answer[self._length + len(text) :]
         self._length += len(text)
+        text = self._call.cut.feed(text) + (self._call.cut.rest() if output.is_finished() else "")
         if text:
             items = [text] if self._parser is None else response_events_to_chunks(self._parser.feed(text))
             for item in items:
@@ -203,7 +204,7 @@ class Requests(CBGenerateManager):
         if output.error is not None:
             raise Refusal(500, f"the request failed: {output.error}")
         text = processor.decode(output.generated_tokens, skip_special_tokens=True)
-        return text, len(inputs["input_ids"]), output.generated_tokens
+        return call.cut.whole(text), len(inputs["input_ids"]), output.generated_tokens
 
     def _add(
         self, call: HttpCall, name: str, inputs: dict, config: GenerationConfig, take: Callable, streaming: bool
@@ -213,7 +214,6 @@ class Requests(CBGenerateManager):
         inputs: made by the tokenizer or the processor. Its `input_ids` become one list, which handlers count.
         """
         ids = inputs["input_ids"] = flat_ids(inputs["input_ids"])
-        call.is_prepared = True
         handlers = self.manager.output_router.result_handlers
 
         def observe(output: Any) -> None:
@@ -228,6 +228,7 @@ class Requests(CBGenerateManager):
         self._check_room(call, ids, config)
         options = self._options(call, ids, config) | self._pictures(inputs)
         options |= {"adapter_name": call.adapter} if self.chooses_adapters else {}
+        call.cut = self._cut(call, config)
         call.request_id, is_added = name, False
         handlers[name] = (observe, call.loop)  # the manager's own method needs to be called on the event loop
         try:
@@ -236,7 +237,7 @@ class Requests(CBGenerateManager):
             self.manager.add_request(
                 ids, name, streaming=streaming, record_timestamps=True, generation_config=config,
                 tokenizer=self.tokenizer, seed=call.fields.get("seed"), speculation=call.fields.get("speculation"),
-                **options,
+                stops_in_prompt=False, **options,
             )  # fmt: skip
             is_added = True
         except queue.Full as error:
@@ -253,6 +254,12 @@ class Requests(CBGenerateManager):
                 handlers.pop(name, None)
         if call.is_gone:  # it left while the request was added, when there was nothing to cancel
             self.manager.cancel_request(name)
+
+    def _cut(self, call: HttpCall, config: GenerationConfig) -> StopCut:
+        """Ends the text at the stop strings of a request, or else of the model."""
+        stops = config.stop_strings if config.stop_strings is not None else self.manager.generation_config.stop_strings
+        stops = [stops] if isinstance(stops, str) else stops or []
+        return StopCut(stops, call.fields.get("include_stop_str_in_output", False))
 
     def _check_room(self, call: HttpCall, ids: list[int], config: GenerationConfig) -> None:
         """Set how many tokens the request may have; Refusal, before any memory is taken, if a row has no room."""

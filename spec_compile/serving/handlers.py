@@ -21,7 +21,7 @@ from .body import decode_body
 from .call import CURRENT, HttpCall
 from .choices import add_usages, context_of, interleave, merge, split
 from .errors import ERROR, Refusal, error_object, failure, refuse
-from .fields import CHAT, COMPLETION, RESPONSE, Field, check_fields, list_prompts
+from .fields import CHAT, COMPLETION, RESPONSE, Field, check_fields, list_prompts, present
 from .logprobs import ChatLogprobs, CompletionLogprobs, read_top
 from .messages import check_input, check_messages, check_tools, count_characters
 from .metrics import speculation_fields
@@ -33,6 +33,10 @@ from .workers import together
 
 PASSED = ("name", "reasoning_content")
 """Fields of a message that transformers does not pass to the chat template."""
+BESIDE_PROMPT = ("chat_template_kwargs", "tools", "instructions", "system")
+"""Fields that chat templates read in addition to the messages."""
+DONE = "data: [DONE]\n\n"
+"""The end of a stream of chunks."""
 RENDERED = {"messages", "tools", "add_generation_prompt", "load_audio_from_video"}
 """Arguments of a template's rendering that `chat_template_kwargs` may not have."""
 
@@ -58,15 +62,17 @@ class _Checked:
         call.prompt_field = self.required
         body = decode_body(data, self.generation_state.requests.most_containers)
         call.fields = self._read(body)
+        checked = None
         try:
-            response = await self.handle_request(self._check(dict(call.fields)), request_id)
+            checked = self._check(dict(call.fields))
+            response = await self.handle_request(dict(checked), request_id)
         except (HTTPException, CBWorkerDeadError):
             raise
         except Exception as error:
-            if any(each.is_prepared for each in call.choices or [call]):
+            if checked is None or call.is_prepared:  # the prompt is not at fault
                 return failure(error)
             reason = f"it cannot be made a prompt of: {type(error).__name__}: {str(error)[:200]}"
-            raise refuse(self.required, reason) from error
+            raise refuse(self._culprit(checked), reason) from error
         if isinstance(response, StreamingResponse):
             response.body_iterator = _with_error_objects(response.body_iterator)
         return response
@@ -131,6 +137,33 @@ class _Checked:
         call = CURRENT.get()
         call.tool_calls = read_tool_calls(call.fields, processor, self._resolve_model({})[1])
 
+    def _culprit(self, body: dict) -> str:
+        """The field without which the chat template, which has failed, makes a prompt; or else that of the prompt."""
+        if self.uses_template and not self._is_rendered(body):
+            for name in present(BESIDE_PROMPT, body):
+                if self._is_rendered(self._without(name, body)):
+                    return name
+        return self.required
+
+    def _without(self, name: str, body: dict) -> dict:
+        return {field: value for field, value in body.items() if field != name}
+
+    def _is_rendered(self, body: dict) -> bool:
+        """True if the chat template makes a text of a body."""
+        _, _, processor = self._resolve_model({})
+        messages, tools = body.get("messages"), body.get("tools")
+        try:
+            if messages is None:
+                messages, tools = self._normalize_input(body), self._normalize_tools(tools)
+            messages = self.get_processor_inputs_from_messages(messages, self._modality())
+            variables = self.chat_template_kwargs | body.get("chat_template_kwargs", {})
+            processor.apply_chat_template(
+                messages, add_generation_prompt=True, tools=tools, tokenize=False, **variables
+            )
+        except Exception:  # a template may raise anything
+            return False
+        return True
+
     def _modality(self) -> Modality:
         _, model, processor = self._resolve_model({})
         return self.model_manager.get_model_modality(model, processor=processor)
@@ -160,13 +193,14 @@ class _Checked:
     def _build_generation_config(self, body: dict, defaults: GenerationConfig, use_cb: bool = False) -> Any:
         """The settings of the current request."""
         call, vocab = CURRENT.get(), self.generation_state.requests.vocab_size
+        call.is_prepared = True
         config, call.limit_field = make_config(call.fields, defaults, vocab)
         return config
 
     async def _non_streaming(self, name: str, model: Any, processor: Any, *args: Any, **kwargs: Any) -> JSONResponse:
         template = get_response_template(processor, model) if self.uses_template else None
         if template is not None:
-            processor = AnswerReader(processor, template, CURRENT.get().tool_calls)
+            processor = AnswerReader(processor, template, CURRENT.get())
         response = await super()._non_streaming(name, model, processor, *args, **kwargs)
         body, call = json.loads(response.body), CURRENT.get()
         for choice in body.get("choices", []):
@@ -184,7 +218,7 @@ class _Checked:
 
 
 class _Choosing(_Checked):
-    """A handler of answers with choices, which streams chunks, the last of which has `usage`."""
+    """A handler of answers with choices, which streams chunks."""
 
     def _logprobs(self, call: HttpCall) -> ChatLogprobs | None:
         """The log-probabilities of a choice that wants some."""
@@ -232,9 +266,23 @@ class _Choosing(_Checked):
             _add_prediction(call.usage)
             usages = [each.usage for each in call.choices]
             if None not in usages:  # all other choices are complete
-                chunk["usage"] = add_usages(usages, call.fields.get("n", 1))
-                chunk["metrics"] = self._speculation(call.choices)
-        return f"data: {json.dumps(chunk)}\n\n"
+                return self._end_stream(chunk, add_usages(usages, call.fields.get("n", 1)))
+        return _event(chunk)
+
+    def _end_stream(self, chunk: dict, usage: dict) -> str:
+        """The last events of a stream: a choice's last chunk, the usage if the client wants it, and the end.
+
+        usage: of all choices
+        """
+        call = CURRENT.get()
+        metrics = {"metrics": self._speculation(call.choices)}
+        if not call.wants_usage:
+            return _event(chunk | metrics) + DONE
+        return _event(chunk) + _event(chunk | {"choices": [], "usage": usage} | metrics) + DONE
+
+
+def _event(chunk: dict) -> str:
+    return f"data: {json.dumps(chunk)}\n\n"
 
 
 def _add_prediction(usage: dict | None) -> None:
@@ -248,7 +296,7 @@ def _add_prediction(usage: dict | None) -> None:
 
 def _finish_reason(guess: str) -> str:
     """The reason why an answer ended. guess: made by transformers from the number of tokens."""
-    reason = CURRENT.get().output.finish_reason
+    reason = CURRENT.get().finish_reason
     return guess if guess == "tool_calls" and reason != "length" else reason
 
 
@@ -286,16 +334,13 @@ class Completion(_Choosing, CompletionHandler):
     def _characters(self, body: dict) -> int:
         return max(map(count_characters, list_prompts(body["prompt"])))
 
-    def _check(self, body: dict) -> dict:
-        body, tokenizer = super()._check(body), self.generation_state.requests.tokenizer
+    async def handle_request(self, body: dict, request_id: str) -> Any:
+        """See transformers, whose handler takes one text."""
+        tokenizer = self.generation_state.requests.tokenizer
         for prompt in list_prompts(body["prompt"]):
             ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
             text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=True)
             CURRENT.get().prompts.append((ids, text if body.get("echo") else None))
-        return body
-
-    async def handle_request(self, body: dict, request_id: str) -> Any:
-        """See transformers, whose handler takes one text."""
         name, model, processor = self._resolve_model(body)
         config = self._build_generation_config(body, model.generation_config)
         parts = request_id, model, processor, name, {}, config, self.generation_state.requests, body.get("suffix")
@@ -316,14 +361,12 @@ class Response(_Checked, ResponseHandler):
     def _streaming(self, *args: Any, **kwargs: Any) -> StreamingResponse:
         response, call = super()._streaming(*args, **kwargs), CURRENT.get()
         told = _repeated(call.fields)
-        response.body_iterator = mend_stream(
-            response.body_iterator, lambda: call.output.finish_reason == "length", told
-        )
+        response.body_iterator = mend_stream(response.body_iterator, lambda: call.finish_reason == "length", told)
         return response
 
     async def _non_streaming(self, *args: Any, **kwargs: Any) -> JSONResponse:
         response = json.loads((await super()._non_streaming(*args, **kwargs)).body)
-        is_cut = CURRENT.get().output.finish_reason == "length"
+        is_cut = CURRENT.get().finish_reason == "length"
         response |= _repeated(CURRENT.get().fields)
         return JSONResponse(close_answer(response, response["output"], is_cut))
 

@@ -14,16 +14,19 @@ SOUNDS = ("input_audio", "audio_url")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-def _is_arguments(value: Any) -> bool:
+def _is_json(value: Any, kind: type = object) -> bool:
+    """True for a value of this kind, or JSON of one."""
     try:
-        return isinstance(json.loads(value) if isinstance(value, str) else value, dict)
+        return isinstance(json.loads(value) if isinstance(value, str) else value, kind)
     except (ValueError, RecursionError):
         return False
 
 
 ROLE = Field(lambda value: isinstance(value, str) and value in ROLES, f"one of {', '.join(ROLES)}")
 CONTENT = Field(lambda value: isinstance(value, (str, list)), "a text or a list of parts")
-ARGUMENTS = Field(_is_arguments, "a text that is a JSON object")
+ARGUMENTS = Field(lambda value: _is_json(value, dict), "a text that is a JSON object")
+GAINED = Field(lambda value: isinstance(value, (str, dict)), "a text")
+"""Arguments of a call of /v1/responses. The model has written them, and not always as an object."""
 ADDRESS = Field(lambda value: isinstance(value, (str, dict)), "an address, or an object with it")
 MESSAGE = {
     "role": ROLE,
@@ -41,8 +44,8 @@ TEXT_PART = {"type": TEXT, "text": TEXT} | dict.fromkeys(
 )
 ITEM = {"type": ANY, "id": ANY, "status": ANY}
 ITEMS = {
-    "message": ITEM | {"phase": ANY, "role": ROLE, "content": CONTENT},
-    "function_call": ITEM | {"call_id": TEXT, "name": TEXT, "arguments": ARGUMENTS},
+    "message": ITEM | {"phase": ANY, "role": ROLE, "content": CONTENT, "annotations": only([])},
+    "function_call": ITEM | {"call_id": TEXT, "name": TEXT, "arguments": GAINED},
     "function_call_output": ITEM | {"call_id": TEXT, "output": CONTENT},
     "reasoning": ITEM | {"content": CONTENT, "summary": only([]), "encrypted_content": only()},
 }
@@ -113,7 +116,10 @@ def _check_media(part: dict, part_type: str, path: str) -> None:
 
 
 def check_input(items: str | list, modality: Modality, has_instructions: bool) -> str | list[dict]:
-    """The field `input` of /v1/responses without nulls. Refusal as in `check_messages`."""
+    """The field `input` of /v1/responses without nulls. Refusal as in `check_messages`.
+
+    transformers reads reasoning before a message of the assistant, so an empty one is put between reasoning and a call.
+    """
     if isinstance(items, str):
         return items
     for index, item in enumerate(items):
@@ -126,11 +132,12 @@ def check_input(items: str | list, modality: Modality, has_instructions: bool) -
         raise refuse("input[0]", f"expected a message first, got an item of type {shown(checked[0].get('type'))}")
     if has_instructions and checked[0]["role"] == "system":
         raise refuse("instructions", "the input begins with a message of the system; give one of them")
-    for index, item in enumerate(checked):
-        follower = checked[index + 1] if index + 1 < len(checked) else {}
+    read: list[dict] = []
+    for item, follower in zip(checked, [*checked[1:], {}]):
+        read.append(item)
         if item.get("type") == "reasoning" and follower.get("role") != "assistant":
-            raise refuse(f"input[{index}]", "reasoning is read only right before a message of the assistant")
-    return checked
+            read.append({"role": "assistant", "content": ""})
+    return read
 
 
 def _check_item(item: dict, modality: Modality, path: str) -> dict:
@@ -144,6 +151,8 @@ def _check_item(item: dict, modality: Modality, path: str) -> dict:
     else:
         name = "output" if item_type == "function_call_output" else "content"
         check_parts(fields.get(name, ""), modality, f"{path}.{name}")
+    if item_type == "function_call" and not _is_json(fields["arguments"]):
+        fields["arguments"] = json.dumps(fields["arguments"])  # transformers reads JSON; templates get the text again
     return fields
 
 

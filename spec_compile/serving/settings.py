@@ -95,6 +95,8 @@ OF_IDS = (
     "bos_token_id", "eos_token_id", "bad_words_ids", "sequence_bias",
 )  # fmt: skip
 """Settings that are token ids."""
+LISTS = ("stop_strings", "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens")
+"""Settings that count as not given if they are empty."""
 ORIGIN = {"transformers_version", "_from_model_config", "_commit_hash"}
 """Entries of a model's generation_config.json that only name its origin."""
 
@@ -108,7 +110,8 @@ def read_config(text: str) -> dict:
     if not isinstance(values, dict):
         raise refuse(NAME, "expected a text that is a JSON object")
     known = set(GenerationConfig().to_dict()) - ORIGIN
-    settings = {name: value for name, value in values.items() if value is not None and name not in ORIGIN}
+    absent = {name for name, value in values.items() if value is None or (name in LISTS and value in ("", [], {}))}
+    settings = {name: value for name, value in values.items() if name not in ORIGIN | absent}
     for name, value in settings.items():
         if name not in known and name not in SERVED:
             raise refuse(f"{NAME}.{name[:80]}", f"unknown; there is no such setting.{did_you_mean(name[:80], known)}")

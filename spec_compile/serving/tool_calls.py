@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers.cli.serving.utils import ReasoningText, ToolCall, response_events_to_chunks
 
+from .call import HttpCall
 from .call_forms import NAME, REASONING, CallForm, CallParser, FreeParser, find_call_form
 from .errors import refuse, shown
 from .grammars import MOST_SPACES, check_size, read_schema
@@ -148,11 +149,11 @@ class AnswerReader:
     It reads them as a stream is read, see `FreeParser`; of text around calls transformers would keep the last part.
 
     template: transformers' response template of the model
-    calls: what the answer is held to, or None
+    call: the request
     """
 
-    def __init__(self, processor: Any, template: dict, calls: ToolCalls | None):
-        self.processor, self.response_template, self.calls = processor, template, calls
+    def __init__(self, processor: Any, template: dict, call: HttpCall):
+        self.processor, self.response_template, self._call = processor, template, call
 
     def decode(self, *args: Any, **kwargs: Any) -> str:
         """See transformers."""
@@ -160,8 +161,9 @@ class AnswerReader:
 
     def parse_response(self, ids: list[int], template: dict, prefix: str, **tools: Any) -> dict:
         """The message of an answer with these token ids. prefix: the prompt; tools: of the request"""
-        parser = (self.calls and self.calls.parser(prefix)) or FreeParser(template, prefix=prefix, **tools)
-        events = [*parser.initial_events, *parser.feed(self.decode(ids))]
+        calls = self._call.tool_calls
+        parser = (calls and calls.parser(prefix)) or FreeParser(template, prefix=prefix, **tools)
+        events = [*parser.initial_events, *parser.feed(self._call.cut.whole(self.decode(ids)))]
         with suppress(ValueError):
             events += parser.finalize()[1]
         items = response_events_to_chunks(events)

@@ -11,7 +11,7 @@ for package in ("fastapi", "uvicorn", "prometheus_client", "openai", "httpx"):
 from server_fixtures import running, save_model, save_tool_model, scripted
 from transformers.cli.serving.utils import Modality
 
-from spec_compile.serving import anthropic as door
+from spec_compile.batching.stop_strings import StopCut
 from spec_compile.serving.anthropic_fields import renamed, to_chat
 from spec_compile.serving.errors import Refusal, refuse
 
@@ -71,7 +71,7 @@ def test_answers_are_those_of_chats(client, fields, others):
     got = ask(client, **fields)
     stop = others.get("stop", [None])[0]
     assert [block["type"] for block in got["content"]] == ["text"]
-    assert got["content"][0]["text"] == (text if stop is None else text.partition(stop)[0])
+    assert got["content"][0]["text"] == text and (stop is None or stop not in text)
     assert got["usage"] == {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
     assert (got["stop_reason"], got["stop_sequence"]) == (("stop_sequence", stop) if stop else ("max_tokens", None))
     assert (got["type"], got["role"], got["model"]) == ("message", "assistant", "tiny") and got["id"].startswith("msg_")
@@ -131,13 +131,14 @@ def test_a_cut_does_not_depend_on_the_pieces():
         found = [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]
         end, stop = min(found, key=lambda each: (each[0], -len(each[1])), default=(len(text), None))
         for marks in itertools.product((False, True), repeat=len(text) - 1):
-            cut, out, piece = door.StopCut(stops), "", ""
+            cut, out, piece = StopCut(stops), "", ""
             for letter, ends in zip(text, (*marks, True)):
                 piece += letter
                 if ends:
                     out, piece = out + cut.feed(piece), ""
             out += cut.rest()
             assert (out, cut.found) == (text[: end - len(stop or "")], stop)
+        assert (StopCut(stops).whole(text), StopCut(stops, True).whole(text)) == (out, text[:end])
 
 
 def test_thinking_budgets(client):

@@ -51,7 +51,8 @@ def body(path, **fields):
 
 def ask(client, path, **fields):
     """Text, usage and steps of an answer, streamed or not."""
-    response = client.post(path, json=body(path, **fields))
+    options = {"stream_options": {"include_usage": True}} if fields.get("stream") else {}
+    response = client.post(path, json=body(path, **fields, **options))
     assert response.status_code == 200, response.text
     parts = events(response) if fields.get("stream") else [response.json()]
     key = "delta" if fields.get("stream") else "message"

@@ -77,9 +77,9 @@ def test_a_stream_comes_in_pieces(client):
     with client.stream(
         "POST", "/v1/completions", json={"prompt": PROMPT, "max_tokens": 24, "stream": True}
     ) as response:
-        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+        *lines, end = [line.removeprefix("data: ") for line in response.iter_lines() if line]
     chunks = [json.loads(line) for line in lines]
-    assert len(chunks) > 2 and "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole
+    assert end == "[DONE]" and len(chunks) > 2 and "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole
 
 
 def by_replica(client, name):

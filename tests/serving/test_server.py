@@ -83,7 +83,7 @@ def test_each_request_has_its_own_settings(client, alone):
         ({"max_tokens": 3}, {"do_sample": False, "max_new_tokens": 3}),
         ({"generation_config": '{"repetition_penalty": 1.5}'}, {"do_sample": False, "repetition_penalty": 1.5}),
         ({"stop": ["1"]}, {"do_sample": False, "stop_strings": ["1"], "tokenizer": alone[1]}),
-    ]
+    ]  # the text of the last one ends before the stop string
 
     async def ask():
         async with httpx.AsyncClient(base_url=client.base_url, timeout=60) as many:
@@ -91,22 +91,32 @@ def test_each_request_has_its_own_settings(client, alone):
             return await asyncio.gather(*(many.post("/v1/completions", json=body) for body in bodies))
 
     answers = [response.json()["choices"][0] for response in asyncio.run(ask())]
-    assert [each["text"] for each in answers] == [
-        expected(alone, PROMPT, **{"max_new_tokens": 24} | options) for _, options in wanted
-    ]
+    texts = [expected(alone, PROMPT, **{"max_new_tokens": 24} | options) for _, options in wanted]
+    assert [each["text"] for each in answers] == [*texts[:4], texts[4].partition("1")[0]]
     assert answers[4]["finish_reason"] == "stop"
 
 
-def test_a_stream_has_the_same_text_and_ends_with_the_usage(client):
-    whole = complete(client)
-    with client.stream(
-        "POST", "/v1/completions", json={"prompt": PROMPT, "max_tokens": 24, "stream": True}
-    ) as response:
-        chunks = events(response)
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["choices"][0]["text"]
-    assert chunks[-1]["usage"] == whole["usage"] and chunks[-1]["choices"][0]["finish_reason"] == "length"
-    assert all("metrics" not in chunk for chunk in chunks[:-1])
-    assert chunks[-1]["metrics"]["speculative_decoding"]["num_spec_tokens"] == 7
+@pytest.mark.parametrize("options", [None, {"include_usage": False}, {"include_usage": True}], ids=str)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_stream_has_the_same_text_and_the_usage_if_it_is_asked_for(client, path, options):
+    """The usage is a chunk of its own before the mark of the end, as OpenAI's reference says."""
+    prompt = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a mean"}]}
+    body = prompt | {"max_tokens": 24, "n": 2}
+    whole = client.post(path, json=body).json()
+    response = client.post(path, json=body | {"stream": True, "stream_options": options})
+    assert response.text.endswith("\n\ndata: [DONE]\n\n") and response.text.count("[DONE]") == 1
+    chunks = events(response)
+    asks = options == {"include_usage": True}
+    *others, last = chunks
+    assert last["choices"] == [] if asks else last["choices"][0]["finish_reason"] == "length"
+    assert last.get("usage") == (whole["usage"] if asks else None)
+    assert not any(chunk.get("usage") or "metrics" in chunk or not chunk["choices"] for chunk in others)
+    for index, choice in enumerate(whole["choices"]):
+        own = [each for chunk in chunks for each in chunk["choices"] if each["index"] == index]
+        texts = [each["text"] if "text" in each else each["delta"].get("content", "") for each in own]
+        assert "".join(texts) == (choice["text"] if "text" in choice else choice["message"]["content"])
+        assert [each["finish_reason"] for each in own if each.get("finish_reason")] == ["length"]
+    assert last["metrics"]["speculative_decoding"]["num_spec_tokens"] == 7
 
 
 def test_chat_goes_through_the_template(client, alone):

@@ -48,6 +48,8 @@ def make(draws, alone):
         options["sequence_bias"] = {(7,): 3.0, (11,): -100.0}
     text = prompt if path == "/v1/completions" else f"# {prompt}\n"
     wanted = expected(alone, text, seed, **options)
+    for stop in fields.get("stop", []):
+        wanted = wanted.partition(stop)[0]
     if path == "/v1/completions":
         return path, fields | {"prompt": prompt, "max_tokens": limit}, wanted
     if path == "/v1/responses":
@@ -78,14 +80,16 @@ async def stream(client, path, body, leaves):
         if response.status_code != 200:
             await response.aread()
             return response.status_code
-        text, last = "", None
+        text, last, is_done = "", None, False
         async for line in response.aiter_lines():
-            if line.startswith("data: "):
+            if line == "data: [DONE]":
+                is_done = True
+            elif line.startswith("data: "):
                 last = json.loads(line.removeprefix("data: "))
                 text += piece_of(path, last)
                 if leaves:
                     return None
-        assert last.get("usage") or last["type"] in ("response.completed", "response.incomplete"), last
+        assert is_done or last["type"] in ("response.completed", "response.incomplete"), last
         return text
 
 

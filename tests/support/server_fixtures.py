@@ -46,8 +46,9 @@ def expected(alone: tuple, prompt: str, seed: int = 0, **options) -> str:
 
 
 def events(response) -> list[dict]:
-    """The objects of a stream."""
-    return [json.loads(line.removeprefix("data: ")) for line in response.iter_lines() if line.startswith("data: ")]
+    """The objects of a stream, without the mark of its end."""
+    lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
 @contextmanager
