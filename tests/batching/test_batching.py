@@ -13,13 +13,14 @@ from batch_requests import (
     MODEL,
     PROMPTS,
     TEXT,
+    AtLength,
     answers_are_those_of_generate,
     collect,
     config,
     generated,
     tokenizer,
 )
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, MaxLengthCriteria
 
 from spec_compile import speculate
 from spec_compile.batching.prompts import LANES
@@ -88,6 +89,53 @@ def test_mixed_requests():
     outputs = answers_are_those_of_generate(fast(), 30, seed=0, slots=8)
     assert {output.finish_reason for output in outputs.values()} >= {"stop", "length"}
     assert any(output.speculation.reused_prompt_tokens for output in outputs.values())
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_an_end_at_the_limit_is_a_stop(sampled):
+    """An end, a stop string or a criterion that the last permitted token meets; vLLM and OpenAI say stop, too."""
+    prompt, drawn = PROMPTS[0], {"do_sample": True, "seed": 3} if sampled else {"do_sample": False}
+    options = {"max_new_tokens": 6, **drawn}
+    answer = generated(fast(), prompt, **options)
+    stop = {"stop_strings": [tokenizer().decode(answer[-2:])], "tokenizer": tokenizer()}
+    met = [
+        {"eos_token_id": answer[-1]}, stop, {"stopping_criteria": [AtLength(len(prompt) + 6)]},
+        {"num_return_sequences": 2, "stopping_criteria": [AtLength(len(prompt) + 6)]},
+    ]  # fmt: skip
+    unmet = [
+        {}, {"eos_token_id": 4095}, {"stop_strings": ["never"], "tokenizer": tokenizer()},
+        {"stopping_criteria": [AtLength(len(prompt) + 7), MaxLengthCriteria(len(prompt) + 6)], "max_new_tokens": 40},
+    ]  # fmt: skip
+    assert all(token not in answer[:-1] for token in answer[-1:])
+    manager = running()
+    try:
+        for wanted, cases in (("stop", met), ("length", unmet)):
+            for case in cases:
+                name = manager.add_request(prompt, **options | case)
+                outputs = collect(manager, case.get("num_return_sequences", 1))
+                assert {output.finish_reason for output in outputs.values()} == {wanted}, case
+                assert (sampled and "num_return_sequences" in case) or outputs[name].generated_tokens == answer
+    finally:
+        manager.stop(block=True)
+    if not sampled:
+        (output,) = fast().generate_batch([prompt], eos_token_id=answer[-1], warmup=False, **options).values()
+        assert output.finish_reason == "stop" and output.generated_tokens == answer
+
+
+def test_a_stop_string_may_begin_in_the_prompt_unless_the_request_says_no():
+    prompt = PROMPTS[0]
+    answer = generated(fast(), prompt, max_new_tokens=8)
+    stop = tokenizer().decode(prompt[-1:] + answer[:1])
+    manager = running()
+    try:
+        for option, tokens in (({}, 1), ({"stops_in_prompt": True}, 1), ({"stops_in_prompt": False}, 8)):
+            options = {"stop_strings": stop, "tokenizer": tokenizer(), "max_new_tokens": 8} | option
+            name = manager.add_request(prompt, **options)
+            assert collect(manager, 1)[name].generated_tokens == answer[:tokens]
+        with pytest.raises(TypeError, match="stops_in_prompt: expected a bool"):
+            manager.add_request(prompt, stops_in_prompt="no")
+    finally:
+        manager.stop(block=True)
 
 
 @pytest.mark.slow

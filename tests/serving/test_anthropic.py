@@ -59,12 +59,14 @@ def stream(client, **fields):
         ({"temperature": 0}, {}), ({"temperature": 1.0, "seed": 3, "top_p": 0.9, "top_k": 30}, {}),
         ({"temperature": 0, "stop_sequences": ["1"]}, {"stop": ["1"]}),
         ({"temperature": 0, "system": "be brief"}, {}), ({"temperature": 0, "stop_sequences": []}, {}),
+        ({"temperature": 0, "system": [], "tools": [], "mcp_servers": [], "metadata": {}, "output_config": {}}, {}),
     ],
     ids=json.dumps,
 )  # fmt: skip
 def test_answers_are_those_of_chats(client, fields, others):
-    same = {name: value for name, value in fields.items() if name not in ("system", "stop_sequences")}
-    if "system" in fields:
+    ours = ("system", "stop_sequences", "mcp_servers", "output_config")
+    same = {name: value for name, value in fields.items() if name not in ours}
+    if fields.get("system"):
         same["messages"] = [{"role": "system", "content": fields["system"]}, *BODY["messages"]]
     wanted = ask(client, CHATS, **same, **others)
     text, usage = wanted["choices"][0]["message"]["content"], wanted["usage"]

@@ -162,6 +162,72 @@ def test_fields_without_effect_are_accepted(client):
     assert ask(client, CHATS, stream=True, stream_options={"include_usage": True}).status_code == 200
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS, RESPONSES])
+def test_empty_values_have_no_effect(client, path):
+    """OpenAI's and vLLM's APIs take them for values that are not given."""
+    settings = {"stop_strings": [], "bad_words_ids": [], "sequence_bias": [], "suppress_tokens": []}
+    cases = [
+        {"logit_bias": {}}, {"stop": []}, {"stop": ""}, {"stop_token_ids": []}, {"tools": []}, {"metadata": {}},
+        {"bad_words": []}, {"stream_options": {}}, {"functions": []}, {"chat_template_kwargs": {}}, {"suffix": ""},
+        {"generation_config": json.dumps(settings)}, {"generation_config": json.dumps({"stop_strings": ""})},
+        {"logit_bias": {}, "generation_config": json.dumps({"sequence_bias": []})}, {"user": ""}, {"include": []},
+        {"instructions": ""}, {"text": {}}, {"reasoning": {}}, {"context_management": []}, {"prompt_cache_options": {}},
+    ]  # fmt: skip
+
+    def told(answer):
+        parts = {name: answer[name] for name in ("choices", "output", "usage") if name in answer}
+        return json.dumps(parts).replace(answer["id"].removeprefix("resp_"), "")
+
+    plain, known = told(ask(client, path, temperature=0).json()), 0
+    for fields in cases:
+        if fields.keys() <= FIELDS[path].keys():
+            response = ask(client, path, temperature=0, **fields)
+            assert response.status_code == 200 and told(response.json()) == plain, (fields, response.text)
+            known += 1
+    assert known > 8
+
+
+def test_no_field_is_blamed_for_another(client, monkeypatch):
+    """A failure of the server's own is its failure, and a template's names the field that the template fails on."""
+    from spec_compile.serving import handlers
+
+    requests = client.runner.requests
+    for place, name in ((handlers, "make_config"), (requests, "_options"), (requests, "_check_room"),
+                        (requests, "read_prediction"), (handlers, "read_tool_calls")):  # fmt: skip
+        for path in (COMPLETIONS, CHATS):
+            if path == CHATS or name != "read_tool_calls":
+                monkeypatch.setattr(place, name, lambda *args: max([]))
+                response = ask(client, path, prediction={"type": "content", "content": "a"})
+                assert response.status_code == 500 and "max()" in response.json()["error"]["message"], (path, name)
+                monkeypatch.undo()
+    template = (
+        "{% if tools and tools[0].function.name == 'f' %}{{ raise_exception('no') }}{% endif %}{{ word.x.y }}"
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+        "{% for each in messages %}{{ each.content }}{{ each.name.x.y if each.name }}{% endfor %}"
+    )
+    route = next(each for each in client.runner.config.app.routes if each.path == CHATS)
+    monkeypatch.setattr(route.endpoint.args[0].model_manager.the_one.processor, "chat_template", template)
+    word = {"chat_template_kwargs": {"word": {"x": {"y": "a"}}}}
+    assert ask(client, CHATS, **word).status_code == 200
+    nested, flat = {"type": "function", "function": {"name": "f"}}, {"type": "function", "name": "f"}
+    system, named = {"role": "system", "content": "a"}, {"role": "user", "content": "a", "name": "b"}
+    for path, fields, blamed in (
+        (CHATS, {"tools": [nested]}, "tools"), (CHATS, {"messages": [system]}, "messages"),
+        (CHATS, {"messages": [named]}, "messages"), (RESPONSES, {"tools": [flat]}, "tools"),
+        (RESPONSES, {"instructions": "a"}, "instructions"),
+    ):  # fmt: skip
+        assert "cannot be made a prompt" in refusal(ask(client, path, **word, **fields), 400, blamed)
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "system": "a"} | word
+    error = client.post("/v1/messages", json=body).json()["error"]
+    assert error["message"].startswith("system: it cannot be made a prompt of"), error
+    monkeypatch.setattr(
+        route.endpoint.args[0].model_manager.the_one.processor,
+        "chat_template",
+        "{% if word is defined %}{{ word.x.y }}{% endif %}a",
+    )
+    refusal(ask(client, CHATS, chat_template_kwargs={"word": {}}), 400, "chat_template_kwargs")
+
+
 # What is refused
 
 
@@ -234,7 +300,7 @@ def test_no_field_of_openais_is_dropped(client):
         ("max_tokens", [0, 10**13, (1 << 63) - 1, 1 << 70, "ten", 2.5, 100_000_000]),
         ("top_p", [0, 1.1, []]),
         ("frequency_penalty", [2.1, -2.1, "a"]),
-        ("stop", [["a"] * 17, "x" * 257, ["x" * 40] * 64, "x" * 50_000, [], [""], [1]]),
+        ("stop", [["a"] * 17, "x" * 257, ["x" * 40] * 64, "x" * 50_000, {}, [""], [1]]),
         ("logit_bias", [{"a": 1}, {"-1": 1}, {"07": 1}, {"7": 101}, {"7": "1"}, {"4097": 1}, {"9" * 5000: 1}, [],
                         {str(token): 1 for token in range(1025)}]),
         ("generation_config", [

@@ -69,6 +69,40 @@ def test_the_results_of_calls_go_on(client, sdk):
         assert sdk.responses.create(**BODY | {"input": items}).output_text == "It is sunny."
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "It is.", "<think>so</think>It is.", "", f"It is.{CALL}{CALL}", f"<think>so</think>{CALL}",
+        f"<think>so</think>It is.{CALL}", "<think>so", '<tool_call>{"name": "look", "arguments": "Rome"}</tool_call>',
+        '<tool_call>{"name": "look", "arguments": [1]}</tool_call>',
+    ],
+)  # fmt: skip
+def test_an_answer_is_an_input(client, sdk, monkeypatch, stream, text):
+    """`input += response.output`, as OpenAI's guide has it, also as plain objects, and whatever the answer ends in."""
+    requests, seen = client.runner.requests, []
+    is_cut = text == "<think>so"
+    limit = len(requests.tokenizer(text)["input_ids"]) if is_cut else 200
+    with scripted(client, text):
+        body = BODY | {"max_output_tokens": limit, "stream": stream}
+        answer = [*sdk.responses.create(**body)][-1].response if stream else sdk.responses.create(**body)
+    output = answer.output
+    results = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "sunny"}
+        for item in output
+        if item.type == "function_call"
+    ]
+    asked = {"role": "user", "content": "hi"}
+    prompt = text + "</think>" * is_cut + "<|tool|>sunny" * len(results)
+    monkeypatch.setattr(requests, "_check_room", lambda call, ids, config: seen.append(requests.tokenizer.decode(ids)))
+    for items in (output, [item.to_dict() for item in output], [item.model_dump() for item in output]):
+        with scripted(client, "Well."):
+            answer = sdk.responses.create(**BODY | {"input": [asked, *items, *results, asked], "tools": []})
+        assert answer.output_text == "Well."
+        assert seen.pop() == f"<|user|>hi<|assistant|>{prompt}<|user|>hi<|assistant|>"
+    assert not any(hasattr(item, "annotations") for item in output)
+
+
 @pytest.mark.parametrize("inside", ['{"name": "look", "arguments": {', "5"])
 def test_a_complete_call_that_cannot_be_read_is_text(client, sdk, inside):
     """Also between a text and a good call, on both endpoints, whole and in a stream."""
