@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextvars import Context, copy_context
 from dataclasses import replace
+from typing import Any
 
 from fastapi.responses import StreamingResponse
 
@@ -62,16 +63,21 @@ def merge(bodies: Sequence[dict], n: int) -> dict:
 
 
 def interleave(responses: Sequence[StreamingResponse], contexts: Sequence[Context]) -> StreamingResponse:
-    """The events of several streams as they come. An error in one of them ends all."""
+    """The events of several streams in the order in which they are made. An error in one of them ends all."""
     events: asyncio.Queue = asyncio.Queue(maxsize=1)  # so that a slow client holds up all streams
+    turns = asyncio.Lock()  # unlike the queue it serves in order
+
+    async def put(event: Any) -> None:
+        async with turns:
+            await events.put(event)
 
     async def read(response: StreamingResponse) -> None:
         try:
             async for event in response.body_iterator:
-                await events.put(event)
-            await events.put(None)
+                await put(event)
+            await put(None)
         except Exception as error:
-            await events.put(error)
+            await put(error)
 
     async def together() -> AsyncIterator[str]:
         tasks = [asyncio.create_task(read(each), context=context) for each, context in zip(responses, contexts)]

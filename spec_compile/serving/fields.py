@@ -224,7 +224,7 @@ WITHOUT_EFFECT = {
 }
 """Fields of OpenAI's that are accepted, because they cannot change an answer."""
 STREAM_OPTIONS = Field(
-    object_of(include_usage=FLAG, include_obfuscation=only(False)),
+    object_of(include_usage=FLAG, include_obfuscation=only(False), continuous_usage_stats=only(False)),
     "an object with include_usage and nothing else",
 )
 COMPLETION = SAMPLING | PENALTIES | VLLM | {

@@ -211,6 +211,25 @@ def test_seeds_and_prompts_of_choices():
     assert add_usages(usages, 2) == {"prompt_tokens": 10, "completion_tokens": 4, "total_tokens": 14}
 
 
+def test_events_come_in_the_order_in_which_they_are_made():
+    """The last one has the mark of the end."""
+    made = []
+
+    async def stream(name):
+        for number in range(20):
+            made.append(f"{name}{number} ")
+            yield made[-1]
+            for _ in range(name % 3):
+                await asyncio.sleep(0)
+
+    async def read():
+        contexts = [context_of(make_call()) for _ in range(5)]
+        streams = [StreamingResponse(stream(name)) for name in range(5)]
+        return [event async for event in interleave(streams, contexts).body_iterator]
+
+    assert asyncio.run(read()) == made
+
+
 def test_an_error_in_one_stream_ends_all():
     closed = []
 
