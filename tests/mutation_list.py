@@ -1006,6 +1006,14 @@ REQUESTS = [
         "tests/batching/test_batching_ranks.py -k told",
     ),
     Mutation(
+        "an end at the limit is no stop", f"{BATCHING}job.py",
+        "if self.tokens and (is_met or", "if self.tokens and (False or", "tests/batching/test_batching.py -k at_the_limit",
+    ),
+    Mutation(
+        "a stop string over HTTP may begin in the prompt", "spec_compile/serving/generation.py",
+        "stops_in_prompt=False, ", "", "tests/serving/test_stops.py -k answer_alone",
+    ),
+    Mutation(
         "a stop string may end before the last token", f"{BATCHING}stop_strings.py",
         "max(0, len(before) + 1 - len(stop))", "max(0, len(before) - len(stop))",
         f"{FAULTS} -k stop_strings_end",

@@ -80,7 +80,7 @@ class StopCut:
     found: the one that was found, or None
 
     With the stop "END", the pieces "aE", "N", "Db" give "a", "", "": the "E" waits until it is known to be no stop.
-    Of stops that end at one place, the one that begins first counts.
+    If two stops end at one place, the one that begins first counts.
     """
 
     def __init__(self, stops: Sequence[str], keeps_stop: bool = False):
@@ -109,7 +109,7 @@ class StopCut:
         return held
 
     def whole(self, text: str) -> str:
-        """What is left of a whole text."""
+        """A whole text up to its end."""
         self.found = None
         return self.feed(text) + self.rest()
 
