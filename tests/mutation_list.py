@@ -1007,7 +1007,8 @@ REQUESTS = [
     ),
     Mutation(
         "an end at the limit is no stop", f"{BATCHING}job.py",
-        "if self.tokens and (is_met or", "if self.tokens and (False or", "tests/batching/test_batching.py -k at_the_limit",
+        "if self.tokens and (is_met or", "if self.tokens and (False or",
+        "tests/batching/test_batching.py -k at_the_limit",
     ),
     Mutation(
         "a stop string over HTTP may begin in the prompt", "spec_compile/serving/generation.py",
