@@ -9,10 +9,13 @@ WORKERS ?= 2
 READY := $(VENV)/.ready
 CORE := CMakeLists.txt $(wildcard spec_compile/ngram/*.h spec_compile/ngram/*.cpp spec_compile/kernels/*.h spec_compile/kernels/*/*.h spec_compile/kernels/*/*.cpp)
 
-# Tests keep compiled Python in build/, also if the environment says to keep none: otherwise each of their processes
-# compiles torch and transformers anew, which takes seconds.
-test test-all: export PYTHONDONTWRITEBYTECODE :=
-test test-all: export PYTHONPYCACHEPREFIX := $(CURDIR)/build/pycache
+# All caches of a clone lie in the clone. Compiled Python is kept also if the environment says to keep none: otherwise
+# each process compiles torch and transformers anew, which takes 20 seconds.
+export PYTHONDONTWRITEBYTECODE :=
+export PYTHONPYCACHEPREFIX := $(CURDIR)/build/pycache
+export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/build/cache/inductor
+export TRITON_CACHE_DIR := $(CURDIR)/build/cache/triton
+export SPEC_COMPILE_CACHE := $(CURDIR)/build/cache/artefacts
 
 .PHONY: demo test test-all mutations lint docs wheel bench setup clean
 

@@ -37,6 +37,9 @@ LOOKUPS = [
     dict(prompt_lookup_num_tokens=tokens, max_matching_ngram_size=size) for tokens in (10, 16, 24) for size in (2, 3)
 ]
 """Settings of transformers' prompt lookup; a comparison takes the fastest."""
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+    # Processes that a benchmark starts would compile torch's and transformers' Python anew, which takes 20 seconds.
+    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(ROOT / "build" / "pycache"))
 GREEDY, PLAIN = "HF greedy", "plain steps"
 """Systems that others are compared with: transformers' greedy decoding, and ours without drafts."""
 
