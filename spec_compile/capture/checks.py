@@ -39,14 +39,14 @@ TEXTS = 4
 """Random texts that a model may be checked on."""
 ROUTERS = {"aten.topk.default", "spec_compile.route.default"}
 """Operators that choose experts. The second is defined only on machines with Triton."""
-SHORTEST = 24
+SHORTEST = 16
 """Tokens of a text that is longer than no window."""
 LONGEST = 1024
 """Tokens of the longest text of a check. For a longer window, only its argument to attention is checked, and of an
 indexer that chooses more tokens only that they are all chosen."""
 PARENTS = [-1, 0, 0, 1, 1, 2, 3, 3, 5, 6, 6, 7, 8, 8, 12, 14]
 """A tree of 16 nodes, as many as a round may have."""
-PREFIX = 13
+PREFIX = 8
 """Tokens before that tree."""
 CAPTURE = "the captured graph"
 TREE = "the tree attention of the rewritten graph"
