@@ -29,7 +29,10 @@ class BatchingMixin(SpeculativeMixin):
         kept = vars(self).get("_cached_continuous_batching_manager")
         if isinstance(kept, Manager) and kept.is_of_this_process:
             return kept
-        config = continuous_batching_config or ContinuousBatchingConfig()
+        # transformers still takes a config of batches from a generation config.
+        within = getattr(generation_config or self.generation_config, "continuous_batching_config", None)
+        within = within if isinstance(within, ContinuousBatchingConfig) else ContinuousBatchingConfig()
+        config = continuous_batching_config or within
         return Manager(self, generation_config, config, workload_hints)
 
     def generate_batch(

@@ -1,6 +1,8 @@
 """The drop-in: transformers' ``generate()`` with our decoding loop."""
 
-from contextlib import closing
+from collections.abc import Callable
+from contextlib import closing, nullcontext
+from functools import wraps
 
 import torch
 from torch import Tensor
@@ -24,6 +26,17 @@ from .prepared import Inputs, make_key
 from .prompt import Prompt
 from .request import Request
 from .served import ServedEngine
+
+
+def _in_turn(loop: Callable) -> Callable:
+    """A decoding loop that has the model's turn, also if a loop of the user calls it, which has none."""
+
+    @wraps(loop)
+    def run(self, *args, **kwargs):
+        with self._engine.turns:
+            return loop(self, *args, **kwargs)
+
+    return run
 
 
 class SpeculativeMixin(FollowsGenerationConfig):
@@ -54,7 +67,8 @@ class SpeculativeMixin(FollowsGenerationConfig):
             kwargs.pop("prompt_lookup_num_tokens", None)  # asks for n-gram drafts, which it gets anyway
         if not self._engine.options.ranks.leads:  # only the first rank streams
             kwargs.pop("streamer", None)
-        if kwargs.get("custom_generate") is not None:
+        has_own_loop = kwargs.get("custom_generate") is not None
+        if has_own_loop:
             self._engine.step_aside("custom_generate")
         replaced = hooks.replaced_generate(self._engine.original)
         if replaced is not None:  # by a repository's custom_generate, or by a user
@@ -71,8 +85,13 @@ class SpeculativeMixin(FollowsGenerationConfig):
                     return self._generate_as_before(preparation.ask, prompt, inputs)
             check_options(self, kwargs)
             self._engine.refuse_changes()
+            if kwargs.get("cache_implementation") == "paged":  # calls generate_batch(), and drops some options
+                self._engine.step_aside("cache_implementation='paged'")
+                return type(self._engine.original).generate(self._engine.original, *args, **kwargs)
             self._engine.looped = False
-            with self._engine.remembered.awaiting(key):
+            # A loop of the user's own may call what waits for rounds.
+            key, lent = (None, self._engine.turns.lent()) if has_own_loop else (key, nullcontext())
+            with self._engine.remembered.awaiting(key), lent:
                 output = super().generate(*args, **kwargs)
             override = None if self._engine.looped else hooks.overridden(self, ("generate",))
             if override is not None:
@@ -88,6 +107,7 @@ class SpeculativeMixin(FollowsGenerationConfig):
         """Copies and pickles are of the original, which becomes speculative again."""
         return adapters.rebuild, (self._engine.rebuild, self._engine.original, followed(self).own())
 
+    @_in_turn
     def _sample(
         self, input_ids, logits_processor, stopping_criteria, generation_config,
         synced_gpus=False, streamer=None, **model_kwargs,
@@ -190,6 +210,7 @@ class SpeculativeMixin(FollowsGenerationConfig):
         self._engine.step_aside("num_beams")
         return super()._beam_search(*args, **kwargs)
 
+    @_in_turn
     def _assisted_decoding(self, *args, assistant_model=None, **kwargs):
         """`_sample` with the draft that the call names; transformers' own loop for a draft that is not served."""
         engine = self._engine

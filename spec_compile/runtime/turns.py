@@ -55,6 +55,18 @@ class Turns:
             self._give_back()
 
     @contextmanager
+    def lent(self) -> Iterator[None]:
+        """A context in which other threads may have the turn of this call, unless it is inside another turn."""
+        with self._changed:
+            if is_lent := self._depth == 1:
+                self._give_back()
+        try:
+            yield
+        finally:
+            if is_lent:
+                self.__enter__()
+
+    @contextmanager
     def rounds(self) -> Iterator[None]:
         """A context of rounds, each in a turn `of_a_round`; calls leave them their share of the time."""
         with self._changed:

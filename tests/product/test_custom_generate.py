@@ -145,6 +145,28 @@ def test_a_speculative_model_stands_for_its_original(model):
     assert kept(model) is not fast and KEPT not in vars(fast) and KEPT not in vars(kept(model))
 
 
+def in_a_batch(model, input_ids, **arguments):
+    found = model.generate_batch(input_ids.tolist(), max_new_tokens=12, warmup=False)
+    return torch.tensor([output.prompt_ids + output.generated_tokens for output in found.values()])
+
+
+def with_the_models_loop(model, input_ids, **arguments):
+    return model._sample(input_ids, **arguments)
+
+
+def with_generate(model, input_ids, **arguments):
+    return model.generate(input_ids, max_new_tokens=12)
+
+
+@pytest.mark.filterwarnings("ignore:.*only transformers' own generate")
+@pytest.mark.parametrize("function", [in_a_batch, with_the_models_loop, with_generate])
+def test_functions_of_the_user_call_all_methods_of_a_speculative_model(model, function):
+    expected = model.generate(**PROMPT)
+    fast = speculate(model, compile=False, check=False)
+    assert torch.equal(fast.generate(**PROMPT, custom_generate=function), expected)
+    assert fast.speculation.stats.tokens == 12
+
+
 def test_a_model_from_such_a_repository_has_it_bound(model, tmp_path, capsys):
     expected = model.generate(**PROMPT)
     model.save_pretrained(tmp_path / "model")

@@ -32,7 +32,7 @@ from drop_in import (
     tokenizer,
     two_of_three,
 )
-from models import SPECIAL, VOCAB, prompts
+from models import ADMITTED, SPECIAL, VOCAB, prompts
 from sweeps import thinned
 from transformers import (
     AutoModelForCausalLM,
@@ -47,6 +47,7 @@ from transformers import (
     pipeline,
 )
 from transformers.generation import LogitsProcessorList
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from spec_compile import speculate
 
@@ -353,6 +354,22 @@ def test_in_inference_mode(name):
     with torch.inference_mode():
         assert_drop_in(model, fast, lambda: dict(**PROMPTS["padded batch"], **ALL_OUTPUTS))
     assert_drop_in(model, fast, lambda: dict(**PROMPTS["padded batch"], **ALL_OUTPUTS))
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.5}, {"prompt_lookup_num_tokens": 3}])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_paged_caches_are_those_of_transformers(name, options):
+    """transformers hands these calls to its own batches, which drop some processors and masks."""
+    model = ADMITTED[name]()
+    model.generation_config.continuous_batching_config = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
+    fast = speculate(model, compile=False, check=False)
+    asked = dict(inputs=prompts()[1][:2], max_new_tokens=6, eos_token_id=-1, cache_implementation="paged", **options)
+    expected = model.generate(**asked)
+    assert expected.dim() == 3 and torch.equal(fast.generate(**asked), expected)
+    asked = dict(input_ids=prompts()[0][0], max_new_tokens=6, eos_token_id=None)
+    assert torch.equal(fast.generate(**asked), model.generate(**asked)) and fast.speculation.stats.rounds
+    with pytest.raises(NotImplementedError, match="streaming is not supported"):
+        fast.generate(**asked, cache_implementation="paged", streamer=TextStreamer(tokenizer()))
 
 
 def test_pipeline(tiny_coder, caplog):
