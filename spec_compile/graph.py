@@ -117,6 +117,9 @@ class ModelGraph:
     """True if positions may differ from slots: multi-axis RoPE gives a picture fewer positions than it has tokens."""
     decoder_layers: int = 0
     """Number of decoder layers with attention, recurrences, both or none; 0 for the number of attention layers."""
+    embedded: int = 0
+    """Tokens that it reads, the rows of the input embedding: ids below this may be in a text, and ids below
+    `vocab_size` in an answer. 0 for `vocab_size`."""
     has_adapters: bool = False
     """True if the last entry of its input ``cache`` is the adapter of each row, see `passes.add_adapters`."""
     traced_layers: int = 0
@@ -124,6 +127,12 @@ class ModelGraph:
 
     def __post_init__(self):
         self.decoder_layers = self.decoder_layers or len(self.layers)
+        self.embedded = self.embedded or self.vocab_size
+
+    @property
+    def common_tokens(self) -> int:
+        """Ids below this are both read and generated, so that they can be drafted."""
+        return min(self.vocab_size, self.embedded)
 
     @property
     def device(self) -> torch.device:

@@ -51,6 +51,22 @@ class Accepted:
         return self.path.index_select(1, places), self.tokens.index_select(1, places)
 
 
+def without(tokens: Tensor, parents: Tensor, count: Tensor, limit: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Trees without nodes whose tokens are `limit` or more, and without everything below these; roots stay.
+
+    tokens, parents: [B, N] int64, of which the first `count` [B] count. Returns the same three. With a limit of 9 the
+    tokens [5, 9, 7, 4], parents [-1, 0, 0, 1] and count 4 become [5, 7, 0, 0], [-1, 0, ...] and 2.
+    """
+    number = torch.arange(tokens.shape[1], device=tokens.device)
+    left_out = ((tokens >= limit) & (number > 0)) | (number >= count[:, None])
+    bits = (left_out.to(torch.int64) << number).sum(dim=1, keepdim=True)
+    kept = (ancestry(parents)[0] & bits) == 0
+    order, place = (~kept).to(torch.int64).argsort(dim=1, stable=True), kept.cumsum(dim=1) - 1
+    above = place.gather(1, parents.clamp(min=0).gather(1, order)).clamp(min=0).masked_fill(number == 0, -1)
+    count = kept.sum(dim=1)
+    return tokens.gather(1, order).masked_fill(number >= count[:, None], 0), above, count
+
+
 def ancestry(parents: Tensor, most: int | None = None) -> tuple[Tensor, Tensor]:
     """parents [B, N] -> (ancestors [B, N] int64, depth [B, N] int64). Bit j of node i is set if j is i or above i.
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from ..outcome import Outcome
 from ..runtime.accept.draw import DrawRows, RowSettings
 from ..runtime.accept.greedy import accept_greedy
-from ..runtime.accept.random_numbers import NO_PROBABILITIES
-from ..runtime.flights import Flight, Flights
+from ..runtime.flights import Flight, Flights, check_gained
 from ..runtime.runtime import Runtime
 from ..runtime.session import Session
 from ..runtime.steps.build import StepKind
@@ -138,8 +137,7 @@ class Decoder(Rows):
         try:
             if job.failure is not None:
                 raise job.failure
-            if -1 in outcome.gained:
-                raise RuntimeError(NO_PROBABILITIES)
+            check_gained(outcome, self.runtime.verify.embedded)
             job.gain(outcome.gained)
             job.is_whole = outcome.finished and sum(job.speculation.per_step_tokens) == len(job.tokens)
         except Exception as error:  # of a criterion of its own; the others go on

@@ -107,7 +107,7 @@ class Intake:
         others = {*map(type, ids)} - {int}
         if others:
             raise TypeError(f"input_ids: expected token ids, got {min(each.__name__ for each in others)}")
-        vocab = self._model.speculation.engine.runtime.verify.vocab_size
+        vocab = self._model.speculation.engine.runtime.verify.embedded
         for token in (min(ids), max(ids)):
             if not 0 <= token < vocab:
                 raise ValueError(f"input_ids: token id {token} is outside the vocabulary of {vocab} tokens")

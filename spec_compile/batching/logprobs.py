@@ -40,15 +40,16 @@ def score_tokens(logits: Tensor, tokens: Sequence[int], top: int, temperature: f
     top: number of likeliest tokens to tell, at most V
     temperature: divides the logits, above 0
 
-    A token that is among the likeliest has exactly the same number there. On a GPU a row has the same bits among any
-    others.
+    A token that is among the likeliest has exactly the same number there. A token without a logit, of a model that
+    reads more tokens than it generates, has -inf. On a GPU a row has the same bits among any others.
     """
     logits = logits.float() / temperature
     with row_invariant(logits.device, []):
         scores = logits.log_softmax(dim=-1)
     ids = torch.tensor(tokens, dtype=torch.int64, device=logits.device)[:, None]
+    scores = torch.nn.functional.pad(scores, (0, 1), value=-torch.inf)
     best = logits.topk(min(top, logits.shape[-1]), dim=-1).indices
-    parts = scores.gather(1, ids), scores.gather(1, best), best
+    parts = scores.gather(1, ids.clamp(max=logits.shape[-1])), scores.gather(1, best), best
     # One copy to the host. A float64 holds every float32 and every id.
     rows = torch.cat([part.double() for part in parts], dim=1).tolist()
     told, kept = [], best.shape[1]

@@ -126,7 +126,7 @@ class Prompts(Rows):
         begin, device = self._max_kv_len(session, size), state.tokens.device
         number = torch.arange(size, device=device).repeat(session.batch, 1)
         tokens = state.tokens.gather(1, (state.lengths[:, None] + number).clamp(max=state.capacity - 1))
-        state.propose(tokens, number - 1, torch.full_like(number[:, 0], size), torch.zeros_like(number[:, 0]))
+        state.set_trees(tokens, number - 1, torch.full_like(number[:, 0], size), torch.zeros_like(number[:, 0]))
         logits, *features = session.steps.get(StepKind.LOOK, size)(begin)
         for job in self.active:
             done = self._done[job.row]

@@ -18,7 +18,7 @@ from ..tree import ancestry
 from . import adapters, hooks
 from .checks import LONGEST, PARENTS, SHORTEST, TREE, cached, on_some_text, random_ids, reaches, tree_logits
 from .float32 import in_float32
-from .quantised import with_plain_meaning
+from .quantised import embedded_tokens, output_matrix, with_plain_meaning
 from .yardstick import compare_logits, compare_rounding, exact_logits, has_half, in_float32_if_possible
 
 STEPS = 4
@@ -179,8 +179,9 @@ def _generate(model: PreTrainedModel, ids: Tensor, mask: Tensor, tokens: int):
     plain = sdpa_kernel(SDPBackend.MATH) if ids.is_cuda and not mask.all() else nullcontext()
     other = adapters.shallow(model)
     other.generation_config = GenerationConfig(pad_token_id=0)
+    unreadable = [*range(embedded_tokens(model), output_matrix(model).shape[0])] or None
     with plain:
         return GenerationMixin.generate(
             other, ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, num_beams=1, use_cache=True,
-            return_dict_in_generate=True, output_logits=True, disable_compile=True,
+            return_dict_in_generate=True, output_logits=True, disable_compile=True, suppress_tokens=unreadable,
         )  # fmt: skip

@@ -229,4 +229,4 @@ def announced_window(model: PreTrainedModel) -> int:
 
 def random_ids(graph: ModelGraph, batch: int, length: int, seed: int) -> Tensor:
     """Random token ids, int64 [batch, length]."""
-    return torch.randint(0, graph.vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, graph.common_tokens, (batch, length), generator=torch.Generator().manual_seed(seed))

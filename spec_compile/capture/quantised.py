@@ -190,6 +190,11 @@ def output_matrix(model: PreTrainedModel) -> Tensor:
     return torch.empty(head.shape, dtype=head.dtype, device="meta") if isinstance(head, RoundedHead) else head.weight
 
 
+def embedded_tokens(model: PreTrainedModel) -> int:
+    """The rows of a model's input embedding, which may be more than those of its output head, or fewer."""
+    return getattr(model.get_input_embeddings(), "weight", output_matrix(model)).shape[0]
+
+
 def mark(model: PreTrainedModel) -> PreTrainedModel:
     """Change `model`, a `twin`: quantised layers become `QuantisedLinear`, and experts that transformers has packed
     become `Mxfp4Experts`."""

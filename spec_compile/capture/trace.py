@@ -20,7 +20,7 @@ from .experts import marked_experts
 from .kinds import UnlikeLayersError, copy_of, repeats_of
 from .layers import check_layers
 from .modules import MODULES, connect, indexed
-from .quantised import QuantisedLinear, mark, marked_fake_twin, output_matrix
+from .quantised import QuantisedLinear, embedded_tokens, mark, marked_fake_twin, output_matrix
 from .repeat import repeat
 from .sharded import bind, is_sharded
 
@@ -201,6 +201,7 @@ def _describe(model: PreTrainedModel, gm: fx.GraphModule, limits: list[int]) -> 
         clamps_prompts=bool(calls(gm, torch.ops.spec_compile.clamp_prompt.default)),
         shifts_positions=any(hasattr(module, "rope_deltas") for module in model.modules()),
         decoder_layers=config.num_hidden_layers,
+        embedded=embedded_tokens(model),
     )
 
 

@@ -19,7 +19,7 @@ from ..cache import Cache
 from ..capture.admit import admit
 from ..capture.checks import check_capture
 from ..capture.kinds import is_known
-from ..capture.quantised import hold_one_layout, output_matrix
+from ..capture.quantised import embedded_tokens, hold_one_layout, output_matrix
 from ..capture.served_dtype import in_served_dtype
 from ..capture.trace import capture
 from ..drafting import Algorithm, Drafter, DraftPlan
@@ -208,13 +208,14 @@ def vocabulary(model: PreTrainedModel) -> int:
 def map_one(model: PreTrainedModel, draft: PreTrainedModel, graph: ModelGraph) -> SameTokens:
     """The mapping of a draft and a model with one tokenizer; ValueError if the vocabularies differ by more than
     padding. graph: of `draft`."""
-    target_vocab, draft_vocab = (vocabulary(m) for m in (model, draft))
+    target_vocab, draft_vocab = embedded_tokens(model), graph.embedded
     if abs(target_vocab - draft_vocab) > PADDING * max(target_vocab, draft_vocab):
         raise ValueError(
             f"draft: its vocabulary of {draft_vocab} tokens is not the model's ({target_vocab}); it must have the same "
             "tokenizer, or, with algo='draft_model', use_heterogeneous_vocab=True"
         )
-    return SameTokens(min(graph.vocab_size, target_vocab), graph.vocab_size, target_vocab)
+    known = min(graph.common_tokens, target_vocab, vocabulary(model))
+    return SameTokens(known, graph.embedded, vocabulary(model))
 
 
 def map_two(model: PreTrainedModel, draft: PreTrainedModel, options: DraftModelOptions) -> CommonTokens:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..capture.quantised import output_matrix
+from ..capture.quantised import embedded_tokens
 from ..config import Options
 from ..drafting import Algorithm, Drafter, DraftPlan
 from ..kernels import ops
@@ -180,7 +180,7 @@ def match_options(options: NgramOptions) -> MatchOptions:
 
 def build(model: PreTrainedModel, options: NgramOptions) -> Ngram:
     """The algorithm for the device of `model`."""
-    vocab_size = output_matrix(model).shape[0]
+    vocab_size = embedded_tokens(model)
     trie = NgramTrie(**options.ngram, vocab_size=vocab_size)
     if model.device.type != "cuda":
         return Ngram(trie, options)

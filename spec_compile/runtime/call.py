@@ -10,9 +10,8 @@ from torch import Tensor
 from ..capture.loras import NO_ADAPTER
 from ..outcome import Outcome
 from ..tree import MAX_NODES
-from .accept.random_numbers import NO_PROBABILITIES
 from .draft_length import ANY, STRIDE
-from .flights import Flight, Flights
+from .flights import Flight, Flights, check_gained
 from .own_prefill import prefill_draft
 from .prefill_chunks import FIXED, chunks
 from .request import Request
@@ -147,8 +146,8 @@ class Call:
 
     def learn(self, flight: Flight, outcomes: list[tuple[CallRow, Outcome]]) -> list[list[int]]:
         """Take in a round's outcomes. Returns the tokens that each row gained."""
-        if any(-1 in outcome.gained for _, outcome in outcomes):
-            raise RuntimeError(NO_PROBABILITIES)
+        for _, outcome in outcomes:
+            check_gained(outcome, self.runtime.verify.embedded)
         self._flights.learn(flight, outcomes)
         gains: list[list[int]] = [[] for _ in self.rows]
         for row, outcome in outcomes:

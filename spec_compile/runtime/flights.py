@@ -8,6 +8,7 @@ from typing import Protocol
 
 from ..outcome import Outcome, unpack
 from ..tree import MAX_NODES
+from .accept.random_numbers import NO_PROBABILITIES
 from .draft_length import ANY, NO_TREE, STRIDE, SizePolicy
 from .runtime import Runtime
 from .session import Session
@@ -17,6 +18,18 @@ from .steps.build import StepKind
 
 AHEAD = 2
 """Rounds in flight on a GPU."""
+
+
+def check_gained(outcome: Outcome, embedded: int) -> None:
+    """RuntimeError if a token could not be drawn; IndexError, as in plain decoding, if a text goes on after a token
+    that is not among the `embedded` ones that the model reads."""
+    if -1 in outcome.gained:
+        raise RuntimeError(NO_PROBABILITIES)
+    if outcome.gained and outcome.gained[-1] >= embedded and not outcome.finished:
+        raise IndexError(
+            f"the model generated token id {outcome.gained[-1]}, and has embeddings of {embedded} tokens; suppress the "
+            "others by suppress_tokens"
+        )
 
 
 class Rider(Protocol):

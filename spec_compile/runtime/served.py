@@ -215,8 +215,8 @@ class ServedEngine(Engine):
 
     def admit_request(self, prompt: Prompt, room: int) -> None:
         """Raise ValueError if the model or the memory cannot take `prompt` and `room` more tokens a row."""
-        vocab, positions = self.runtime.verify.vocab_size, self.runtime.verify.position_limit
-        prompt.check_tokens(vocab)
+        positions = self.runtime.verify.position_limit
+        prompt.check_tokens(self.runtime.verify.embedded)
         batch, tokens = len(prompt.tokens), max(map(len, prompt.tokens)) + room
         if positions is not None and tokens > positions:
             raise ValueError(

@@ -8,7 +8,7 @@ from ..cache import Cache
 from ..drafting import DraftPlan
 from ..graph import ModelGraph
 from ..kernels.ops import append_block
-from ..tree import MAX_NODES, Accepted, Tree
+from ..tree import MAX_NODES, Accepted, Tree, without
 from .past import Past
 
 MOST_LATE = 128
@@ -36,6 +36,11 @@ class State(nn.Module):
         super().__init__()
         self.batch, self.dtype = batch, graph.dtype
         self.position_limit = graph.position_limit
+        self.draftable = graph.common_tokens if graph.vocab_size != graph.embedded else None
+        """Tokens below this are drafted; None: all of them."""
+        self.readable = graph.embedded if graph.vocab_size > graph.embedded else None
+        """Tokens below this are kept, because the model has no embeddings of others, after which no text goes on, see
+        `flights.check_gained`. None: all of them."""
 
         def buffer(name, *shape, dtype=torch.int64):
             self.register_buffer(name, torch.zeros(*shape, dtype=dtype, device=device), persistent=False)
@@ -215,18 +220,27 @@ class State(nn.Module):
     def draw_tree(self) -> None:
         """Replace the tokens of the pending trees by random ones, always the same."""
         shape, generator = self.tree_tokens.shape, torch.Generator().manual_seed(0)
-        self.tree_tokens.copy_(torch.randint(self.is_eos.shape[1], shape, generator=generator))
+        self.tree_tokens.copy_(torch.randint(self.draftable or self.is_eos.shape[1], shape, generator=generator))
 
     def propose(
         self, tokens: Tensor, parents: Tensor, count: Tensor, hint: Tensor, probs: Tensor | None = None,
         scores: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Set the trees to be verified next; `hint` [B] is the drafter's bucket of confidence (0: least).
+        """Set the trees to be verified next, without tokens that the model cannot read or generate.
 
+        hint: [B], the drafter's bucket of confidence (0: least).
         probs: [B, N, V], see `Tree`; of a drafter that draws its tokens.
         scores: [B, N] float32, logarithms of the chances that all drafts from the root to each node are accepted, as
             the drafter expects them, for `drafters.union`.
         """
+        if self.draftable is not None:
+            tokens, parents, count = without(tokens, parents, count, self.draftable)
+        self.set_trees(tokens, parents, count, hint, probs)
+
+    def set_trees(
+        self, tokens: Tensor, parents: Tensor, count: Tensor, hint: Tensor, probs: Tensor | None = None
+    ) -> None:  # fmt: skip
+        """`propose` of any tokens that the model reads."""
         self.tree_tokens[:, : tokens.shape[1]] = tokens
         self.tree_parents[:, : tokens.shape[1]] = parents
         self.tree_count.copy_(count)
@@ -272,6 +286,7 @@ class State(nn.Module):
                 head = torch.arange(cache.shape[1], device=slots.device)[None, :, None]
                 cache.index_put_((row, head, target), cache[row, head, source])
         self.kv.states.commit(accepted.path, gained)
+        tokens = tokens if self.readable is None else tokens.clamp(max=self.readable - 1)
         self.tokens.scatter_(1, slots + 1, tokens)
         self.lengths.add_(gained)
         self.finished.logical_or_((gained == until_end) | (self.lengths + 1 >= self.max_lengths))

@@ -98,8 +98,10 @@ class Requests(CBGenerateManager):
         super().__init__(config)
         self.manager = model.init_continuous_batching(continuous_batching_config=config)
         self.num_spec_tokens: int = model.speculation.engine.runtime.sizes[-1] - 1
-        self.vocab_size: int = model.speculation.engine.runtime.verify.vocab_size
-        self._clamps_prompts: bool = model.speculation.engine.runtime.verify.clamps_prompts
+        graph = model.speculation.engine.runtime.verify
+        self.vocab_size: int = graph.vocab_size
+        self.embedded: int = graph.embedded
+        self._clamps_prompts: bool = graph.clamps_prompts
         self.chooses_adapters = model.speculation.engine.loras is not None
         self.has_ngrams = model.speculation.engine.runtime.algorithm.store is not None
         self.metrics = PrometheusMetrics(self.manager.metrics)
@@ -265,8 +267,8 @@ class Requests(CBGenerateManager):
         """Set how many tokens the request may have; Refusal, before any memory is taken, if a row has no room."""
         if not ids:
             raise refuse(call.prompt_field, "expected at least one token, got none")
-        if max(ids) >= self.vocab_size:
-            reason = f"token id {max(ids)} is outside the vocabulary of {self.vocab_size} tokens"
+        if max(ids) >= self.embedded:
+            reason = f"token id {max(ids)} is outside the vocabulary of {self.embedded} tokens"
             raise refuse(call.prompt_field, reason)
         room = self.row_tokens - len(ids)
         if room < 1:
@@ -295,7 +297,7 @@ class Requests(CBGenerateManager):
         text = read_prediction(value)
         if not self.has_ngrams:
             raise refuse("prediction", NO_NGRAMS)
-        return tokenize(text, self.tokenizer, self.most_characters, self.vocab_size)
+        return tokenize(text, self.tokenizer, self.most_characters, self.embedded)
 
     def _options(self, call: HttpCall, ids: list[int], config: GenerationConfig) -> dict[str, Any]:
         """Options of `add_request` in addition to the config: processors for penalties and for the answer's form, a

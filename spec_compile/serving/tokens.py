@@ -62,9 +62,9 @@ class Detokenize(Chat):
         def are_tokens(value: Any) -> bool:
             if not isinstance(value, list) or len(value) > requests.row_tokens:
                 return False
-            return all(ID.accepts(each) and each < requests.vocab_size for each in value)
+            return all(ID.accepts(each) and each < requests.embedded for each in value)
 
-        words = f"at most {requests.row_tokens} ids below {requests.vocab_size}"
+        words = f"at most {requests.row_tokens} ids below {requests.embedded}"
         return check_fields(body, {"model": TEXT, "tokens": Field(are_tokens, words)}, "tokens")
 
     def _check(self, body: dict) -> dict:

@@ -27,7 +27,7 @@ Sets = dict[str, list[Document]]
 def read_all(data, validation, tokenizer, target: Target, seed: int, on_policy: bool) -> tuple[list[Document], Sets]:
     """The documents of `data` and `validation`: (for training, held out)."""
     share = 0.0 if validation is None else validation
-    vocab_size = target.vocab_size
+    vocab_size = len(target.embedding)
     if isinstance(share, int | float) and not isinstance(share, bool):
         if not 0 <= share < 1:
             raise ValueError(f"validation: expected a share of the data, from 0 to below 1, got {share}")

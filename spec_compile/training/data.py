@@ -162,7 +162,7 @@ def sample(pieces: list[Document], batch_size: int, tokens: int) -> list[Batch]:
 def count_tokens(documents: list[Document], vocab_size: int) -> Tensor:
     """How often each token of the vocabulary is supervised, int64 [V]."""
     ids = torch.cat([document.ids[document.supervised] for document in documents])
-    return torch.bincount(ids, minlength=vocab_size)
+    return torch.bincount(ids, minlength=vocab_size)[:vocab_size]
 
 
 def fingerprint(documents: list[Document]) -> str:

@@ -201,6 +201,16 @@ INDEXED = {name: (lambda row=row: build(*row)) for name, row in _INDEXED.items()
 REFUSED = {name: (lambda row=row: build(*row)) for name, row in _REFUSED.items()}
 
 
+def with_outputs(count, name="llama"):
+    """A model that generates `count` tokens, fewer or more than the VOCAB that it reads."""
+    model = ADMITTED[name]()
+    matrix = model.get_output_embeddings().weight
+    rows = matrix.repeat(-(-count // len(matrix)), 1)[:count] * torch.linspace(1.0, 0.9, count)[:, None]
+    model.lm_head = torch.nn.Linear(matrix.shape[1], count, bias=False)
+    model.lm_head.weight = torch.nn.Parameter(rows.detach())
+    return model
+
+
 def speculate_captured(model, *args, **options):
     """`speculate` of a model whose weights and modules stay as they are: it is captured once a process."""
     from spec_compile import speculate

@@ -185,7 +185,7 @@ def _embedding(files: DraftFiles, config: DraftConfig, target: Target) -> Tensor
     if not trained and size == target.hidden_size:
         target.skip_copy(checkpoint, name, shared)
         return shared
-    values = checkpoint.take_weight(name, (target.vocab_size, size))
+    values = checkpoint.take_weight(name, (len(shared), size))
     return nn.Parameter(values.to(shared.device, shared.dtype), requires_grad=False)
 
 

@@ -27,12 +27,17 @@ class Target:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Target":
-        """ValueError if no head can share the output layer of `model`."""
+        """ValueError if no head can share the output layer and the embedding of `model`."""
         output = model.get_output_embeddings()
         if output is None or getattr(output, "bias", None) is not None:
             problem = "has no output layer" if output is None else "has an output layer with a bias"
             raise ValueError(f"draft: {type(model).__name__} {problem}, which draft heads share")
-        shared = (whole(part.weight, keep=True) for part in (model.get_input_embeddings(), output))
+        shared = [whole(part.weight, keep=True) for part in (model.get_input_embeddings(), output)]
+        if len(shared[0]) < len(shared[1]):
+            raise ValueError(
+                f"draft: {type(model).__name__} generates {len(shared[1])} tokens and reads only {len(shared[0])}, but "
+                "draft heads read what they draft; pass algo='ngram'"
+            )
         codes = packed_layer(output) if isinstance(output, RoundedHead) else None
         return cls(model, model.config.get_text_config(decoder=True), *shared, codes)
 
@@ -53,9 +58,10 @@ class Target:
 
     def check(self, hidden_size: int, vocab_size: int | None) -> None:
         """ValueError if a head was made for a model of other sizes."""
+        embedded = self.embedding.shape[0]
         for name, theirs, ours in (
             ("hidden_size", hidden_size, self.hidden_size),
-            ("vocab_size", vocab_size, self.vocab_size),
+            ("vocab_size", vocab_size, embedded if vocab_size == embedded else self.vocab_size),
         ):
             if theirs is not None and theirs != ours:
                 raise ValueError(

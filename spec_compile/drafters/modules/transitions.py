@@ -12,6 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
+def _known(ids: Tensor, table: Tensor) -> Tensor:
+    """The ids, those without a row in the table as its last one: a prompt may end with a token that is never drafted,
+    because the target reads more tokens than it generates."""
+    return ids.clamp(max=table.shape[0] - 1)
+
+
 class Transition(nn.Module):
     """The base of all transitions. Parameters have their published names."""
 
@@ -69,10 +75,10 @@ class Markov(Transition):
         return self.markov_w2.weight
 
     def query(self, hidden, previous, state, embedding):
-        return self.markov_w1(previous), state
+        return self.embed(previous), state
 
     def embed(self, previous):
-        return self.markov_w1(previous)
+        return F.embedding(_known(previous, self.markov_w1.weight), self.markov_w1.weight)
 
 
 def table_rank(transition: Transition | None) -> int:
@@ -88,7 +94,7 @@ class GatedMarkov(Markov):
         self.gate_proj = nn.Linear(hidden_size + rank, rank)
 
     def query(self, hidden, previous, state, embedding):
-        before = self.markov_w1(previous)
+        before = self.embed(previous)
         return self.gate_proj(torch.cat([hidden, before], dim=-1)).sigmoid() * before, state
 
 
@@ -101,7 +107,7 @@ class RecurrentMarkov(Markov):
         self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
 
     def query(self, hidden, previous, state, embedding):
-        joined = torch.cat([state, self.markov_w1(previous), hidden], dim=-1)
+        joined = torch.cat([state, self.embed(previous), hidden], dim=-1)
         gate, candidate, out = self.joint_proj(joined).chunk(3, dim=-1)
         gate = gate.sigmoid()
         return out.tanh(), gate * state + (1 - gate) * candidate.tanh()
@@ -124,7 +130,8 @@ class Selector(Transition):
         return self.successor_codebook
 
     def query(self, hidden, previous, state, embedding):
-        return F.embedding(previous, self.predecessor_codebook) * self.hidden_projection(hidden), state
+        before = F.embedding(_known(previous, self.predecessor_codebook), self.predecessor_codebook)
+        return before * self.hidden_projection(hidden), state
 
 
 class Domino(Transition):
