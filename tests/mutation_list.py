@@ -844,9 +844,9 @@ REQUESTS = [
         "        target.reuse(to)\n", "", "tests/batching/test_rows.py -k written",
     ),
     Mutation(
-        "states that the drafter is late by are kept", f"{BATCHING}beginnings.py",
-        "texts.has_ended(row) and not late", "texts.has_ended(row)",
-        "tests/batching/test_prefix_store.py -k late_draft",
+        "a text is kept before a silent draft knows it", f"{BATCHING}decoding.py",
+        "            self.catch_up(job)\n", "            pass\n",
+        "tests/batching/test_batching.py -k silent",
     ),
     Mutation(
         "states at a branch are those of a later token", f"{BATCHING}prompts.py",
@@ -1518,7 +1518,7 @@ TIERS = [
     ),
     Mutation(
         "a prompt begins with slots that a draft has not seen", "spec_compile/batching/beginnings.py",
-        "        if late := self._decoder.late(row):\n", "        if late := 0:\n",
+        "                self._decoder.catch_up()\n", "                pass\n",
         "tests/batching/test_batching.py -k silent",
     ),
     Mutation(

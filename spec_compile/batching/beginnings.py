@@ -40,9 +40,9 @@ class Beginnings:
         self._decoder, self._weights = decoder, weights
         self.distrusts_weights = False
         """True if somebody may have changed weights in a way that torch does not count, because no round ran."""
-        self._ahead, self._has_states = runtime.algorithm.ahead, bool(runtime.verify.recurrences)
-        ahead = min(self._ahead, 1) if self._has_states else self._ahead  # states are those of all tokens but the last
-        self.prefixes = PrefixStore(decoder.lanes, PrefixBudget.of(runtime), ahead)
+        ahead, self._has_states = runtime.algorithm.ahead, bool(runtime.verify.recurrences)
+        self._ahead = min(ahead, 1) if self._has_states else ahead  # states are those of all tokens but the last
+        self.prefixes = PrefixStore(decoder.lanes, PrefixBudget.of(runtime), self._ahead)
         self._runtime = runtime
 
     def _cut(self, tokens: int) -> int:
@@ -57,9 +57,9 @@ class Beginnings:
 
     def keep(self, row: int) -> None:
         """Keep the text that a request has left in a row, for prompts that come when the row has another one."""
-        texts, late = self._decoder.texts, self._decoder.late(row)
-        if not self._has_states or (texts.has_ended(row) and not late):  # or the states are of more tokens
-            slots = self._cut(texts.length(row) - 1 - late)
+        texts = self._decoder.texts
+        if not self._has_states or texts.has_ended(row):  # or the states are of more tokens
+            slots = self._cut(texts.length(row) - 1)
             self.prefixes.keep(self._decoder.lanes, row, texts.tokens(row), slots, texts.adapter(row))
 
     def keep_prompt(self, job: Job, lanes: Lanes, row: int, slots: int) -> None:
@@ -71,18 +71,15 @@ class Beginnings:
     def find(self, job: Job) -> Beginning:
         """The longest beginning of a prompt that has keys and values."""
         texts, adapter = self._decoder.texts, job.loaded.version
-        # The last token is the root of the first tree.
-        row, known = (0, 0) if job.needs_all_tokens else texts.longest_prefix(job.prompt[:-1], adapter)
+        # The last token is the root of the first tree, but a drafter's slot may depend on it.
+        tokens = job.prompt[: len(job.prompt) - 1 + self._ahead]
+        row, known = (0, 0) if job.needs_all_tokens else texts.longest_prefix(tokens, adapter, self._ahead)
         blocks, seen = ([], 0) if job.needs_all_tokens else self.prefixes.match(job.prompt, adapter)
         is_sure = self.distrusts_weights and (known > 0 or bool(blocks))
         if self._weights.have_changed(is_sure):
             self.forget()
             row, known, blocks, seen = 0, 0, [], 0
         self.distrusts_weights &= not is_sure
-        if self._ahead:  # a drafter's slot may depend on the tokens after it
-            known = 0 if self._has_states else max(known - self._ahead, 0)
-        if late := self._decoder.late(row):
-            known = max(min(known, texts.length(row) - 1 - late), 0)
         known = self._cut(known)
         copy = self.copy_row(row, known)
         if (kept := self._cut(self.prefixes.length(blocks))) > known:
@@ -94,6 +91,8 @@ class Beginnings:
         """A function that copies the first slots of a row that decodes, or has decoded, to a row of other lanes."""
 
         def copy(lanes: Lanes, to: int) -> None:
+            if self._decoder.jobs[row] is not None:
+                self._decoder.catch_up()
             self._decoder.lanes.copy_slots(row, to, known, lanes)
             self.prefixes.hits["row"] += known
 

@@ -19,7 +19,7 @@ from .job import Job
 from .lanes import Lanes
 from .logprobs import look_ahead
 from .rows import Rows
-from .texts import Texts
+from .texts import LEAST, Texts
 
 
 class Decoder(Rows):
@@ -31,8 +31,6 @@ class Decoder(Rows):
         self.texts = Texts(rows, capacity, has_states=bool(runtime.verify.recurrences))
         self.rounds_by_nodes: Counter[int] = Counter()
         self.flights = Flights(runtime)
-        self._late = [0] * rows
-        """See `late`, when the row's last text ended."""
         self._settings = RowSettings()
         """All that any row so far was drawn with; rounds are captured for that, rather than anew for every mixture."""
 
@@ -72,13 +70,19 @@ class Decoder(Rows):
         if job.is_whole and not self.runtime.verify.clamps_prompts:  # or an answer's states are not those of a prompt
             self.texts.end(row)
         self.runtime.guard(self.lanes.all.drafter.leave, state, row, job.length, job.share_text)
-        self._late[row] = self.flights.late
+        if self.texts.length(row) > LEAST:
+            self.catch_up(job)
         self.runtime.records.keep()
 
-    def late(self, row: int) -> int:
-        """Most tokens of the text in a row, in use or over, that the drafter is late by."""
-        late = self.flights.late if self.jobs[row] else self._late[row]
-        return late if self.runtime.algorithm.remembers else 0
+    def catch_up(self, *left: Job) -> None:
+        """Let the drafter process all tokens that it is late by, so that others can go on from what it has of a row.
+
+        left: requests that have left their rows just now.
+        """
+        jobs = [*self.active, *left]
+        if self.flights.late and self.runtime.algorithm.remembers:
+            session = self.lanes.session(max(job.row for job in jobs) + 1)
+            self.flights.catch_up(session, max(job.length for job in jobs))
 
     def used_slots(self, job: Job) -> int:
         rounds = 1 + len(self.flights)

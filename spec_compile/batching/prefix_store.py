@@ -98,8 +98,9 @@ class PrefixStore:
         self.asked += len(prompt) - 1
         if not self._keeps:
             return [], 0
-        tokens = np.asarray(prompt[:-1], dtype=TOKENS)
-        found = self._tree.match(self._keys(tokens, len(tokens), adapter))
+        slots = len(prompt) - 1
+        tokens = np.asarray(prompt[: slots + self._ahead], dtype=TOKENS)
+        found = self._tree.match(self._keys(tokens, slots, adapter))
         seen = len(found) * BLOCK
         if self.end_places:
             found = self._until_end(found, tokens)

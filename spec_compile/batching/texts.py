@@ -74,9 +74,12 @@ class Texts:
         self._lengths[:], self._counts[:] = 0, False
         self.weights += 1
 
-    def longest_prefix(self, prompt: list[int], adapter: int = 0) -> tuple[int, int]:
+    def longest_prefix(self, prompt: list[int], adapter: int = 0, ahead: int = 0) -> tuple[int, int]:
         """The row whose text begins with most of the prompt, and with how many of its tokens: 0 if they are few. Rows
         of other adapters do not count.
+
+        ahead: tokens after a slot's own that it may depend on, which must be the same, too, but may be the last ones of
+            text and prompt.
 
         The last token of a text does not count, because it has no keys and values yet. With
         states a text counts only if the prompt begins with all of the rest.
@@ -86,7 +89,8 @@ class Texts:
             return 0, 0
         differs = self._tokens[:, :width] != np.asarray(prompt[:width], dtype=np.int32)
         alike = np.where(differs.any(axis=1), differs.argmax(axis=1), width)
-        alike = np.where(self._adapters == adapter, np.minimum(alike, self._lengths - 1), 0)
+        alike = np.minimum(np.minimum(alike, self._lengths) - ahead, self._lengths - 1)
+        alike = np.where(self._adapters == adapter, alike, 0)
         if self._has_states:
             alike = np.where(self._has_ended & (alike == self._lengths - 1), alike, 0)
         row = int(alike.argmax())

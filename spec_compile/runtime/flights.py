@@ -130,10 +130,8 @@ class Flights:
         (nodes,) = self.runtime.options.ranks.lead(choose, check=self._digest)
         max_kv_len = session.max_kv_len(longest + nodes)
         now = self._now()
-        if self.late and (nodes > 1 or self.late == MOST_LATE):
-            size = session.steps.late_size(self.late)
-            session.steps.catch_up(size, session.max_kv_len(longest + size))
-            self.late = 0
+        if nodes > 1 or self.late == MOST_LATE:
+            self.catch_up(session, longest)
         plan = self.runtime.algorithm.plan
         if nodes > self.pending:
             session.steps.propose(max_kv_len)
@@ -148,6 +146,13 @@ class Flights:
         buckets = {rider.row: self.bucket(rider) for rider in riders}
         rows = [(rider.row, rider) for rider in riders]
         self._flying.append(Flight(session, kind, nodes, drafted, rows, buckets, read, now))
+
+    def catch_up(self, session: Session, longest: int) -> None:
+        """Let the drafter process the tokens that it is late by, if there are any. longest: see `launch`."""
+        if self.late:
+            size = session.steps.late_size(self.late)
+            session.steps.catch_up(size, session.max_kv_len(longest + size))
+            self.late = 0
 
     def collect(self) -> tuple[Flight, list[tuple[Rider, Outcome]]]:
         """Wait for the oldest round. Returns it with the outcomes of the riders that go on."""

@@ -1,6 +1,7 @@
 """Prefixes that outlive rows: answers, cached bits and drafts are those of a prompt that is processed anew."""
 
 import functools
+import itertools
 
 import hybrids
 import models
@@ -16,10 +17,10 @@ from picture_models import model as picture_model
 from transformers import AutoModelForCausalLM
 
 from spec_compile import speculate
-from spec_compile.batching.decoding import Decoder
 from spec_compile.batching.lanes import Lanes
 from spec_compile.batching.prefix_store import BLOCK, FEWEST, PrefixStore
 from spec_compile.runtime.prefix_budget import PrefixBudget
+from spec_compile.runtime.step_back import StepBack
 from spec_compile.serving.metrics import PrometheusMetrics
 
 LONG = (tokenizer()(TEXT).input_ids * 2)[:450]
@@ -188,6 +189,28 @@ def test_pictures_never_cross():
         assert manager.scheduler.beginnings.prefixes.bytes("host") == 0
 
 
+@pytest.mark.parametrize("sizes", [[1], [1, 5, 1, 1], None], ids=["silent", "mixed", "drafting"])
+@pytest.mark.parametrize("name", ["eagle3", "mtp", "dflash", "draft_model", "eagle3 union", "eagle3 drawn"])
+def test_each_turn_of_a_chat_reuses_all_but_the_last_token(name, sizes, monkeypatch):
+    """Also if rounds draft nothing: the draft processes their tokens before another request goes on from them."""
+    options, algo = dict(ALGORITHMS[name]), name.split()[0]
+    options.pop("draft") if algo == "draft_model" else None
+    fast, limit = system(algo, **options), None
+    if sizes == [1]:
+        limit = False
+    elif sizes:
+        pattern = itertools.cycle(sizes)
+        monkeypatch.setattr(StepBack, "choose_ahead", lambda policy, *known: min(next(pattern), policy.sizes[-1]))
+    prompt, known = LONG[:93], 0
+    with managed(fast) as manager:
+        for _ in range(3):
+            output = answer(manager, prompt, 16, speculation=limit)
+            assert output.speculation.reused_prompt_tokens == known
+            assert output.generated_tokens == generated(model(), prompt, max_new_tokens=16, eos_token_id=None)
+            prompt = [*prompt, *output.generated_tokens, *OTHER[:8]]
+            known = len(prompt) - 9
+
+
 # --- recurrences
 
 
@@ -255,15 +278,18 @@ def test_states_are_kept_where_prompts_branch(name, has_head):
     assert reused == [0, 0, 320, 320]
 
 
-@pytest.mark.slow
-def test_a_late_draft_has_only_its_prompt(monkeypatch):
-    """The draft has no keys and values of the answer's last tokens, whose states cannot be taken back."""
-    made, fast = hybrid("lfm2", True)
+@pytest.mark.parametrize("has_store", [True, False])
+def test_a_silent_draft_knows_a_text_with_states(has_store):
+    """Rounds without drafts leave nothing that the next turn has to process again."""
+    made, fast = hybrid("lfm2", True, **({} if has_store else OFF))
     fast.speculation.refresh()
-    monkeypatch.setattr(Decoder, "late", lambda self, row: 3)
     first = torch.randint(3, models.VOCAB, (150,), generator=torch.Generator().manual_seed(3)).tolist()
-    second, _ = hybrid_turns(fast, first, True)
-    assert second.speculation.reused_prompt_tokens == 149
+    with managed(fast) as manager:
+        one = answer(manager, first, 20, speculation=False)
+        if has_store:
+            answer(manager, [*range(80, 3, -1)])
+        second = answer(manager, [*first, *one.generated_tokens, 7, 8, 9], 20)
+    assert second.speculation.reused_prompt_tokens == 169
     assert second.generated_tokens == generated(made, second.prompt_ids, max_new_tokens=20, eos_token_id=None)
 
 
