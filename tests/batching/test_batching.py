@@ -85,6 +85,28 @@ def test_a_draft_that_was_silent_knows_all_of_each_text(monkeypatch):
     assert later[0].speculation.reused_prompt_tokens
 
 
+def test_a_silent_draft_knows_a_row_that_still_runs(monkeypatch):
+    """All drafts of a request are accepted that goes on from the row of another one, which drafts nothing."""
+    one = speculate(model(), algo="draft_model", draft=model(), num_steps=3, compile=False, check=False)
+    monkeypatch.setattr(StepBack, "choose_ahead", lambda policy, *known: 4)
+    prompt = PROMPTS[0] * 3
+    text = prompt + generated(model(), prompt, max_new_tokens=40, eos_token_id=None)
+    options = dict(eos_token_id=-1, do_sample=False)
+
+    def ask_in_between(ids, scores, **_):
+        if ids.shape[1] == len(prompt) + 20:
+            manager.add_request(text[: len(prompt) + 18], "second", max_new_tokens=12, **options)
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    with one.continuous_batching_context_manager(GenerationConfig(pad_token_id=0), warmup=False) as manager:
+        first = dict(max_new_tokens=40, speculation=False, stopping_criteria=[ask_in_between])
+        manager.add_request(prompt, "first", **first, **options)
+        second = collect(manager, 2)["second"]
+    assert second.generated_tokens == text[len(prompt) + 18 :][:12]
+    assert second.speculation.reused_prompt_tokens == len(prompt) + 17
+    assert second.speculation.per_step_accepted == [3, 3, 3]
+
+
 def test_mixed_requests():
     outputs = answers_are_those_of_generate(fast(), 30, seed=0, slots=8)
     assert {output.finish_reason for output in outputs.values()} >= {"stop", "length"}
