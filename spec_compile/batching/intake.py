@@ -23,11 +23,11 @@ class Intake:
     """Reads requests for one speculative `model`, in any number of threads at once.
 
     prepare: makes what a request asks for. seed: of the first request that has none of its own; the next one has the
-    next number. None: all have one that is drawn.
+    next number. None: all have one that is drawn. returns_logprobs: see `Job`.
     """
 
-    def __init__(self, model: nn.Module, prepare: Preparer, seed: int | None):
-        self._model, self.prepare = model, prepare
+    def __init__(self, model: nn.Module, prepare: Preparer, seed: int | None, returns_logprobs: bool = False):
+        self._model, self.prepare, self._returns_logprobs = model, prepare, returns_logprobs
         self._lock, self._numbers = threading.Lock(), count()
         self._seeds: Iterator[int] | None = None if seed is None else count(seed)
 
@@ -79,7 +79,7 @@ class Intake:
         return [
             Job(
                 name, prompt, each, seed, number, streaming, record_timestamps, share_text, most_nodes, references,
-                scores[number], adapter,
+                scores[number], adapter, returns_logprobs=self._returns_logprobs,
             )
             for number, (name, each) in enumerate(zip(names, prepared))
         ]  # fmt: skip

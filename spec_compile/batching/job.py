@@ -27,7 +27,8 @@ class Job:
     prompt: token ids. prepared: what it asks for. number: of its sequence among those of one call, see
     `random_numbers.uniform`. seed: of its random numbers. share_text: whether other requests may draft from its text.
     most_nodes: see `flights.Rider`. references: see `Drafter.enter`. scores: the log-probabilities that it asks for.
-    adapter: the name of its LoRA adapter; None: rows of this model choose none.
+    adapter: the name of its LoRA adapter; None: rows of this model choose none. returns_logprobs: whether
+    `Output.logprobs` has the log-probabilities of the processed scores.
     """
 
     request_id: str
@@ -42,6 +43,7 @@ class Job:
     references: list[Tensor] = field(default_factory=list)
     scores: Scores | None = None
     adapter: str | None = None
+    returns_logprobs: bool = False
     loaded: Loaded = NO_ADAPTER
     """The adapter in its slot, from the admission to the end."""
     passed: int = 0
@@ -75,12 +77,12 @@ class Job:
     def admit(self) -> None:
         """Make what is needed once the request has a row."""
         ask = self.prepared.ask.from_now()
-        route = ask.route
+        route = Route.ON_HOST if self.returns_logprobs else ask.route
         self._set_status(RequestStatus.PREFILLING)
         self.eos, self._criteria = ask.eos, None
         if ask.criteria is not None:
             ask.criteria = self._criteria = _Watched(ask.criteria)
-        self._answer = ask.answer(torch.tensor([self.prompt]))
+        self._answer = ask.answer(torch.tensor([self.prompt]), keep_logprobs=self.returns_logprobs)
         if route is Route.DRAW_IN_ROUND:
             self.settings = RowSettings.of(ask.processors)
             route = route if self.settings else Route.ON_HOST
@@ -175,8 +177,11 @@ class Job:
     def output(self) -> Output:
         """The output that it delivers now."""
         answer, prompt = ([*self.scores.answer], [*self.scores.prompt]) if self.scores is not None else ([], [])
+        logprobs = [each.logprob for each in answer]
+        if self.returns_logprobs and self.tokens:
+            logprobs = self._answer.logprobs[0][: len(self.tokens)]
         return Output(
-            self.request_id, self.prompt, list(self.tokens), [each.logprob for each in answer], self.error,
+            self.request_id, self.prompt, list(self.tokens), logprobs, self.error,
             self.status, self.created_time, self.lifespan, list(self.timestamps) if self.record_timestamps else None,
             self.finish_reason, self.speculation, self.first_token_time, answer, prompt,
         )  # fmt: skip

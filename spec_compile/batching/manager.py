@@ -45,18 +45,13 @@ class Manager(ContinuousBatchingManager):
         self.continuous_batching_config = config = continuous_batching_config
         if config.scheduler_type != "fifo":
             raise ValueError(f"scheduler_type: expected 'fifo', got {config.scheduler_type!r}")
-        if config.return_logprobs:
-            raise ValueError(
-                "return_logprobs: log-probabilities of processed scores are not computed; leave it out, and give "
-                "requests logprobs=0 for those of the raw logits"
-            )
         self._engine = engine = model.speculation.engine
         with engine.turns, torch.inference_mode(False), torch.no_grad():
             engine.adopt()
             self.scheduler = take_scheduler(engine, config.max_requests_per_batch, workload_hints)
         self.scheduler.check = engine.refuse_changes
         self.prepare = Preparer(model, self.scheduler.capacity)
-        self._intake = Intake(model, self.prepare, config.seed)
+        self._intake = Intake(model, self.prepare, config.seed, config.return_logprobs)
         self._process = os.getpid()
 
         # transformers' inherited methods read these:

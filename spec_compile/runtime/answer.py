@@ -23,11 +23,13 @@ class Answer:
     streamer: as in ``generate()``.
     keep_scores, keep_logits: True keeps `scores` (processed), `logits` (unprocessed) of every column.
     device: of results; None for that of `input_ids`.
+    keep_logprobs: True keeps in `logprobs` the log-probability of each token by its processed scores.
     """
 
     def __init__(
         self, input_ids: Tensor, longest: int, eos: list[int], pad: int | None, criteria=None, streamer=None,
         keep_scores: bool = False, keep_logits: bool = False, device: torch.device | None = None,
+        keep_logprobs: bool = False,
     ):  # fmt: skip
         self.batch, self.prompt_width = input_ids.shape
         self.longest, self.eos, self.pad = longest, frozenset(eos), pad
@@ -42,6 +44,8 @@ class Answer:
         self.columns = 0
         self.scores = () if keep_scores else None
         self.logits = () if keep_logits else None
+        self.logprobs: list[list[float]] | None = [[] for _ in range(self.batch)] if keep_logprobs else None
+        """Of the tokens in `rows`, as transformers' batches compute them: logarithms of float32 probabilities."""
         self._outputs: list[list[tuple[Tensor, Tensor] | None]] = [[] for _ in range(self.batch)]
         """Logits and scores [V] of the tokens of each row; None once their column is complete."""
         self._dtype, self._device = torch.int64, device or input_ids.device
@@ -50,6 +54,11 @@ class Answer:
     def keeps_scores(self) -> bool:
         """True if scores or logits of every token are wanted."""
         return self.scores is not None or self.logits is not None
+
+    @property
+    def needs_scores(self) -> bool:
+        """True if `take` needs the processed scores of every token."""
+        return self.keeps_scores or self.logprobs is not None
 
     @property
     def done(self) -> bool:
@@ -68,7 +77,8 @@ class Answer:
         """Add the tokens that each row has gained.
 
         gained: the tokens of each row [B lists].
-        logits, scores: [V] float of each row, if `keeps_scores`; then a row gains at most one token at a time.
+        logits, scores: [V] float of each row, if `keeps_scores`, the second if `needs_scores`; then a row gains at most
+            one token at a time.
         """
         for row, tokens in enumerate(gained):
             if tokens:
@@ -78,6 +88,8 @@ class Answer:
                 self.rows[row].extend(tokens)
                 if self.keeps_scores:
                     self._outputs[row].append((logits[row], scores[row]))
+                if self.logprobs is not None:
+                    self.logprobs[row].append(float(scores[row].float().softmax(dim=-1)[tokens[0]].log()))
         while not self.done and all(
             len(tokens) > self.columns for tokens, ended in zip(self.rows, self.ended) if not ended or self.pad is None
         ):

@@ -86,13 +86,15 @@ class Ask:
         return replace(self, criteria=type(self.criteria)(_from_now(criterion) for criterion in self.criteria))
 
     def answer(
-        self, ids: Tensor, streamer=None, device: torch.device | None = None, ranks: Alone = ALONE
+        self, ids: Tensor, streamer=None, device: torch.device | None = None, ranks: Alone = ALONE,
+        keep_logprobs: bool = False,
     ) -> Answer:  # fmt: skip
-        """An empty answer to prompts `ids` [B, W] int64. device: of its results."""
+        """An empty answer to prompts `ids` [B, W] int64. device: of its results. keep_logprobs: see `Answer`."""
         returns = bool(self.config.return_dict_in_generate)
         return Answer(
             ids, self.longest, self.eos, self.pad, None if self.criteria is None else led(self.criteria, ranks),
             streamer, returns and bool(self.config.output_scores), returns and bool(self.config.output_logits), device,
+            keep_logprobs,
         )  # fmt: skip
 
     def request(

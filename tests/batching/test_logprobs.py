@@ -6,9 +6,16 @@ import hybrids
 import models
 import pytest
 import torch
-from batch_requests import MODEL, PROMPTS, TEXT, tokenizer
+from batch_requests import ALGORITHMS, MODEL, PROMPTS, TEXT, tokenizer
 from ranks import run_ranks
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
+from transformers import (
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 import spec_compile
 from spec_compile.batching.logprobs import MOST_TOP, Scores, score_tokens
@@ -106,6 +113,55 @@ def test_states(name, close):
     without = answered(system, prompts, eos_token_id=-1, pad_token_id=0, logprobs=None, prompt_logprobs=None)
     assert [each.generated_tokens for each in outputs] == [each.generated_tokens for each in without]
     assert not any(each.scores or each.prompt_scores or each.logprobs for each in without)
+
+
+def returning(**options):
+    return ContinuousBatchingConfig(return_logprobs=True, **options)
+
+
+@pytest.mark.sweep("ngram")
+@pytest.mark.parametrize("name", ["ngram", "eagle3 tree", "eagle3 drawn", "eagle3 union", "dflash", "draft_model"])
+def test_rollouts_have_the_log_probabilities_of_transformers_batches(name):
+    drafts = {**ALGORITHMS.get(name, {}), **({"draft": plain()} if name == "draft_model" else {})}
+    one = spec_compile.speculate(
+        plain(), name.split()[0], **{"adaptive": False, "compile": False, "check": False} | drafts
+    )
+    options = {"max_new_tokens": NEW, "warmup": False}
+    greedy = GenerationConfig(do_sample=False, eos_token_id=-1)
+    pages = {"num_blocks": 16, "max_batch_tokens": 64}
+    wanted = plain().generate_batch(PROMPTS, greedy, returning(**pages), **options)
+    outputs = one.generate_batch(PROMPTS, greedy, returning(), **options)
+    for output, right in zip(outputs.values(), wanted.values(), strict=True):
+        assert output.generated_tokens == right.generated_tokens
+        assert output.logprobs == pytest.approx(right.logprobs, abs=CLOSE) and not output.scores
+    warpers = [TemperatureLogitsWarper(0.7), TopKLogitsWarper(20), TopPLogitsWarper(0.9)]
+    for drawn in ({"top_k": 20, "top_p": 0.9}, {"top_k": 0}):
+        config = GenerationConfig(do_sample=True, temperature=0.7, **drawn)
+        outputs = one.generate_batch(PROMPTS, config, returning(seed=3), persistent_manager=True, logprobs=0, **options)
+        one.destroy_cached_continuous_batching_manager()
+        for output in outputs.values():
+            ids = torch.tensor([output.prompt_ids + output.generated_tokens])
+            scores = plain()(ids).logits[0, len(output.prompt_ids) - 1 : -1]
+            assert [score.token for score in output.scores] == output.generated_tokens
+            for warp in warpers if "top_p" in drawn else warpers[:1]:
+                scores = warp(None, scores)
+            right = scores.log_softmax(-1).gather(1, torch.tensor(output.generated_tokens)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(output.logprobs), right, atol=CLOSE, rtol=0)
+
+
+def test_rollouts_that_stop_or_stream_have_a_log_probability_for_each_token():
+    stops = {"stop_strings": ["\n"], "tokenizer": tokenizer(), "max_new_tokens": 40}
+    with fast().continuous_batching_context_manager(continuous_batching_config=returning(), warmup=False) as manager:
+        name = manager.add_request(PROMPTS[0], streaming=True, repetition_penalty=1.2, do_sample=False, **stops)
+        outputs = [*manager.request_id_iter(name)]
+    assert all(len(output.logprobs) == len(output.generated_tokens) for output in outputs)
+    last = outputs[-1]
+    ids = torch.tensor([last.prompt_ids])
+    asked = {"output_scores": True, "return_dict_in_generate": True, "do_sample": False, "repetition_penalty": 1.2}
+    wanted = plain().generate(ids, **stops, **asked)
+    assert wanted.sequences[0].tolist() == last.prompt_ids + last.generated_tokens
+    right = [float(scores[0].softmax(-1)[token].log()) for scores, token in zip(wanted.scores, last.generated_tokens)]
+    assert last.logprobs == pytest.approx(right, abs=CLOSE)
 
 
 def test_a_known_beginning_is_computed_again():

@@ -78,7 +78,7 @@ def make_acceptor(
             return DrawInRound(processors)
         case Route.ON_HOST:
             processors = follow_rows(answer, processors)
-            if DrawnGrammars.takes(processors) and ranks.size == 1 and not answer.keeps_scores:
+            if DrawnGrammars.takes(processors) and ranks.size == 1 and not answer.needs_scores:
                 if seed is not None:
                     return DrawnGrammars(answer, processors, seed)
                 if len(processors) == 1:
