@@ -1,6 +1,7 @@
 """`speculate`, the one call that users need, and `Speculation`, the object at ``model.speculation``."""
 
 import dataclasses
+import gc
 import inspect
 import logging
 import weakref
@@ -61,7 +62,8 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
     options: listed below; ``draft=`` names the draft.
 
     Returns an object of the model's class that shares its weights, and whose ``generate()`` takes the same arguments.
-    Its ``speculation`` has ``stats``, ``explain()``, ``report()``, ``ngram``, ``warmup()``, ``refresh()``, ``save()``.
+    Its ``speculation`` has ``stats``, ``explain()``, ``report()``, ``ngram``, ``warmup()``, ``refresh()``,
+    ``release()``, ``save()``.
     It can be pickled and deep-copied; the copy has its weights for itself, and starts anew.
 
     Raises TypeError (not a transformers model, unknown option), ValueError (unknown algorithm, option out of range,
@@ -270,3 +272,22 @@ class Speculation(Accounts):
         Raises RuntimeError inside a generate() of this model. It waits for a generate() in another thread.
         """
         self.engine.take_over()
+
+    def release(self) -> None:
+        """Give back the memory of the rows of ``generate()``: caches, states and buffers of all batch sizes.
+
+        So does the memory of rows that stopped managers have left, with the prefixes that were kept for them. A later
+        call makes them again. Weights, compiled code, n-grams and statistics stay, and so do the rows of a manager that
+        runs. On a GPU the memory is free for other processes, too.
+
+        Raises RuntimeError inside a generate() of this model. It waits for a generate() in another thread.
+        """
+        self.engine.release()
+        fast: Any = self._fast()
+        manager = None if fast is None else vars(fast).get("_cached_continuous_batching_manager")
+        if manager is not None and not manager.is_running():
+            fast.destroy_cached_continuous_batching_manager()
+        del manager
+        gc.collect()  # rounds and their buffers refer to each other
+        if self.engine.runtime.on_gpu:
+            torch.cuda.empty_cache()

@@ -84,6 +84,12 @@ class CalledDrafts:
         """Forget all models."""
         self._made.clear()
 
+    def release(self) -> None:
+        """Let all models give back their memory, see `ServedEngine.release`."""
+        for _, model in self._made.values():
+            if model is not None:
+                model.speculation.engine.release()
+
     def model_for(self, called: CalledDraft, engine: "ServedEngine") -> PreTrainedModel | None:
         """The model of `engine` with this draft and all other options of `engine`, made at the first call.
 

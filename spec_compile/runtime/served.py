@@ -270,6 +270,16 @@ class ServedEngine(Engine):
                 self.options.ranks.refresh()
                 update()  # copies that were made of the rank's parts
 
+    def release(self) -> None:
+        """See `Speculation.release`."""
+        with self.turns:
+            self.adopt()
+            if self._calls:
+                raise RuntimeError("release(): a generate() of this model is running; call release() when it is over")
+            self.sessions.clear()
+            self.idle_batch = None
+            self.called_drafts.release()
+
     @contextmanager
     def reporting(self, progress: Callable[[str], None] | None) -> Iterator[None]:
         """A context in which `progress` is called with a line when a step begins or ends to compile."""

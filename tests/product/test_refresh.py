@@ -1,7 +1,9 @@
 """refresh() takes over new weights: then the answer is that of the model as it is, and graphs stay as they were."""
 
 import copy
+import gc
 import threading
+import weakref
 
 import draft_rounds as drafts
 import models
@@ -12,10 +14,12 @@ from torch import nn
 from transformers import LlamaConfig
 
 from spec_compile import speculate
+from spec_compile.cache import Cache
 from spec_compile.compat import CACHE
 from spec_compile.drafters.modules.dflash import DFlashDraft
 from spec_compile.drafters.modules.layers import LayerKnobs
 from spec_compile.passes.tap_hidden_states import FINAL
+from spec_compile.runtime.state import State
 
 NEW = 20
 OPTIONS = dict(do_sample=False, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0)
@@ -260,8 +264,10 @@ def test_merged_adapters():
     assert_same(plain, fast)
 
 
-def test_generate_in_this_thread_is_refused_and_in_another_waited_for(shared):
+@pytest.mark.parametrize("name", ["refresh", "release"])
+def test_generate_in_this_thread_is_refused_and_in_another_waited_for(shared, name):
     model, _, fast = shared
+    method = getattr(fast.speculation, name)
     events, entered, going_on = [], threading.Event(), threading.Event()
 
     class Streamer:
@@ -274,8 +280,8 @@ def test_generate_in_this_thread_is_refused_and_in_another_waited_for(shared):
         def end(self):
             events.append("generated")
 
-    with pytest.raises(RuntimeError, match=r"refresh\(\).*generate\(\).* is running"):
-        fast.generate(IDS[:1], **OPTIONS, streamer=Streamer(fast.speculation.refresh))
+    with pytest.raises(RuntimeError, match=rf"{name}\(\).*generate\(\).* is running"):
+        fast.generate(IDS[:1], **OPTIONS, streamer=Streamer(method))
 
     def wait():
         entered.set()
@@ -285,18 +291,48 @@ def test_generate_in_this_thread_is_refused_and_in_another_waited_for(shared):
     running.start()
     entered.wait()
 
-    def refresh():
-        fast.speculation.refresh()
-        events.append("refreshed")
+    def call():
+        method()
+        events.append(name)
 
-    refreshing = threading.Thread(target=refresh)
-    refreshing.start()
-    refreshing.join(timeout=0.2)
+    calling = threading.Thread(target=call)
+    calling.start()
+    calling.join(timeout=0.2)
     going_on.set()
     running.join()
-    refreshing.join()
-    assert events == ["generated", "refreshed"]
+    calling.join()
+    assert events == ["generated", name]
     assert_same(model, fast)
+
+
+@pytest.mark.parametrize("name", ["ngram", "dflash"])
+def test_release_gives_back_all_rows(name):
+    model, _, fast = system(name)
+    speculation, smaller = fast.speculation, models.ADMITTED["llama"]()
+    code, spoken = speculation.engine.runtime.code, speculation.stats.tokens
+
+    def run():
+        """Calls with all kinds of rows; returns all buffers that they have left."""
+        assert_same(model, fast)
+        fast.generate(IDS[:1], **OPTIONS | {"max_new_tokens": 3}, assistant_model=smaller)
+        fast.generate(IDS[:1], **OPTIONS | {"max_new_tokens": 80})  # the cache grows
+        for persistent in (False, True):
+            fast.generate_batch(IDS.tolist(), max_new_tokens=4, warmup=False, persistent_manager=persistent)
+        return [weakref.ref(each) for each in gc.get_objects() if isinstance(each, State | Cache)]
+
+    kept = {id(each) for each in gc.get_objects() if isinstance(each, State | Cache)}
+    left = [ref for ref in run() if id(ref()) not in kept]
+    assert len(left) > 8
+    speculation.release()
+    assert not speculation.engine.sessions and speculation.engine.runtime.code is code
+    assert [ref for ref in left if ref() is not None] == []
+    assert_same(model, fast)
+    assert speculation.stats.tokens > spoken
+    with fast.continuous_batching_context_manager(warmup=False) as manager:
+        speculation.release()  # a manager that runs keeps its rows
+        manager.add_request(IDS[0].tolist(), max_new_tokens=NEW, eos_token_id=-1)
+        answer = manager.get_result().generated_tokens
+    assert answer == model.generate(IDS[:1], **OPTIONS)[0, IDS.shape[1] :].tolist()
 
 
 def test_a_draft_uses_no_keys_of_earlier_weights():
