@@ -45,7 +45,8 @@ class Answer:
         self.scores = () if keep_scores else None
         self.logits = () if keep_logits else None
         self.logprobs: list[list[float]] | None = [[] for _ in range(self.batch)] if keep_logprobs else None
-        """Of the tokens in `rows`, as transformers' batches compute them: logarithms of float32 probabilities."""
+        """The log-probabilities of the tokens in `rows`: logarithms of float32 probabilities, as in transformers'
+        batches."""
         self._outputs: list[list[tuple[Tensor, Tensor] | None]] = [[] for _ in range(self.batch)]
         """Logits and scores [V] of the tokens of each row; None once their column is complete."""
         self._dtype, self._device = torch.int64, device or input_ids.device

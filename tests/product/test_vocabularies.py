@@ -97,7 +97,7 @@ def test_prompts_of_tokens_that_are_not_generated(name, drafted):
         asked = dict(input_ids=rows, attention_mask=torch.ones_like(rows), do_sample=False, **NEW)
         expected = model().generate(**asked)
         assert torch.equal(fast(name).generate(**asked), expected)
-        penalty = dict(no_repeat_ngram_size=2, suppress_tokens=[5, 7], do_sample=False)
+        penalty = dict(repetition_penalty=1.2, no_repeat_ngram_size=2, suppress_tokens=[5, 7], do_sample=False)
         assert torch.equal(fast(name).generate(**asked | penalty), model().generate(**asked | penalty))
     first = expected[0].tolist()
     options = dict(max_new_tokens=16, eos_token_id=-1, do_sample=False, warmup=False)
