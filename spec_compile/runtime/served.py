@@ -277,6 +277,7 @@ class ServedEngine(Engine):
             if self._calls:
                 raise RuntimeError("release(): a generate() of this model is running; call release() when it is over")
             self.sessions.clear()
+            self.runtime.examples.clear()  # made again if another step is compiled
             self.idle_batch = None
             self.called_drafts.release()
 
