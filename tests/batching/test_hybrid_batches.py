@@ -63,7 +63,7 @@ def test_a_draft_model_beside():
         check=False,
     )  # fmt: skip
     outputs = answers_are_those_of_generate(model, fast)
-    assert not any(output.speculation.reused_prompt_tokens for output in outputs.values())
+    assert outputs["r3"].speculation.reused_prompt_tokens == 130, "the end of the same prompt, which was cancelled"
 
 
 @pytest.mark.parametrize(
