@@ -1,15 +1,16 @@
 """Seconds until the first token of generate(), in a new process: with empty caches, and with what that start left.
 
-    python -m benchmarks.host.cold_start [--layers 4 30] [--device cpu] [--shape NAME] [--algo eagle3] [--ready]
-        [--json FILE]
+    python -m benchmarks.host.cold_start [--layers 4 30] [--device cpu] [--shape NAME] [--model FOLDER] [--algo eagle3]
+        [--ready] [--json FILE]
 
 A Llama with random weights: hidden size 576, vocabulary 49,152, float32 on a CPU and bfloat16 on a GPU, which with 30
-layers is the shape of SmolLM2-135M; or a shape of rounds/shapes.py. Drafts are n-grams, or with --algo eagle3 trees of
-16 nodes of a head with random weights, and n-grams in them. The clock starts at speculate(), after the model is loaded.
+layers is the shape of SmolLM2-135M; or a shape of rounds/shapes.py, or a model from a folder. Drafts are n-grams, or
+with --algo eagle3 trees of 16 nodes of a head with random weights, and n-grams in them. The clock starts at
+speculate(), after the model is loaded.
 "imports" is the time to import torch and transformers, "own imports" that of spec_compile after them. With --ready,
 calls of 24 tokens follow until everything that they use is compiled in the background, adopted and captured;
 "tokens/s eager" is the median of the calls before that, "tokens/s ready" of five calls after it. "transformers" is the
-first token of its own generate().
+first token of its own generate(), and "in tokens" the number of tokens that it generates while speculate() runs.
 """
 
 import argparse
@@ -24,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 PROMPT_TOKENS = 64
+TOKENS = 60
+"""Tokens of transformers that `speculate` is compared with."""
 SCRIPT = "benchmarks.host.cold_start"
 
 
@@ -31,7 +34,7 @@ def one_start(options) -> dict[str, float]:
     """The seconds of this process."""
     begin = time.perf_counter()
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
     from transformers.generation.streamers import BaseStreamer
 
     imported = time.perf_counter()
@@ -52,14 +55,16 @@ def one_start(options) -> dict[str, float]:
         def end(self):
             pass
 
-    if options.shape:
+    dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
+    if options.model:
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(options.device).eval()
+    elif options.shape:
         model = build(options.shape)
     else:
         config = LlamaConfig(
             vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=options.layers[0],
             num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=2048,
         )  # fmt: skip
-        dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
         torch.manual_seed(0)
         model = LlamaForCausalLM(config).to(options.device, dtype).eval()
     ids = torch.randint(3, 1000, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0)).to(model.device)
@@ -67,6 +72,9 @@ def one_start(options) -> dict[str, float]:
     begin, streamer = time.perf_counter(), FirstToken()
     model.generate(ids, max_new_tokens=4, streamer=streamer, **settings)
     result["transformers"] = streamer.at - begin
+    begin = time.perf_counter()
+    model.generate(ids, max_new_tokens=TOKENS, min_new_tokens=TOKENS, **settings)
+    token_seconds = (time.perf_counter() - begin) / TOKENS
     draft: dict[str, Any] = {}
     if options.algo != "ngram":
         from benchmarks.rounds.drafts import TREE, make
@@ -75,6 +83,7 @@ def one_start(options) -> dict[str, float]:
     begin, streamer = time.perf_counter(), FirstToken()
     fast = spec_compile.speculate(model, options.algo, **draft)
     result["speculate"] = time.perf_counter() - begin
+    result["in tokens"] = result["speculate"] / token_seconds
     fast.generate(ids, max_new_tokens=4, streamer=streamer, **settings)
     result["first_token"] = streamer.at - begin
     result |= {stage: seconds for stage, seconds in fast.speculation.seconds.items()}
@@ -99,6 +108,7 @@ def measure(options, layers: int, cache: str) -> dict[str, float]:
     """The same in a new process with `cache` as the folder of its compiler cache."""
     arguments = ["--layers", str(layers), "--device", options.device, "--algo", options.algo, "--one"]
     arguments += ["--shape", options.shape] if options.shape else []
+    arguments += ["--model", options.model] if options.model else []
     arguments += ["--ready"] if options.ready else []
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
     environment["SPEC_COMPILE_CACHE"] = f"{cache}/starts"
@@ -113,6 +123,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 30])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--shape", help="a shape of rounds/shapes.py, on a GPU, instead of the small Llama")
+    parser.add_argument("--model", help="a folder for from_pretrained(), instead of the small Llama")
     parser.add_argument("--algo", default="ngram", choices=["ngram", "eagle3"])
     parser.add_argument("--ready", action="store_true", help="also the time until what calls use is compiled")
     parser.add_argument("--json", type=Path, help="write the rows here")
@@ -122,10 +133,10 @@ def main() -> None:
         print(json.dumps(one_start(options)))
         return
     rows = []
-    for layers in options.layers if not options.shape else [0]:
+    for layers in options.layers if not (options.shape or options.model) else [0]:
         with tempfile.TemporaryDirectory() as cache:
             for state in ("cold", "warm"):
-                shape = options.shape or f"{layers} layers"
+                shape = options.shape or Path(options.model or f"{layers} layers").name
                 row = {"shape": shape, "algo": options.algo, "device": options.device, "cache": state}
                 rows.append(row | measure(options, layers, cache))
                 seconds = ", ".join(f"{name} {value:.2f}" for name, value in rows[-1].items() if type(value) is float)

@@ -53,7 +53,7 @@ def tensors(graph):
 
 
 def assert_equal(graph, whole):
-    """Node for node, field for field, tensor for tensor. Each trace makes buffers of its own for Zaya's convolutions."""
+    """Node for node, field for field, tensor for tensor, but for the buffers that each trace makes for Zaya."""
     for number, (got, expected) in enumerate(zip(rows(graph), rows(whole), strict=True)):
         assert got == expected, f"node {number}"
     for field in whole.__dataclass_fields__.keys() - {"gm", "log", "traced_layers"}:
