@@ -687,9 +687,12 @@ OTHERS = [
     ),
     Mutation(
         "the tree attention is never checked", "spec_compile/api.py",
-        "check_tree(type(model).__name__, self._runnable, self.engine.runtime.verify)",
-        "self.engine.runtime.verify",
+        "check_tree(type(model).__name__, self._runnable, verify)", "verify",
         f"{GENERATE} -k test_every_check_is_run",
+    ),
+    Mutation(
+        "no text is longer than a window", "spec_compile/capture/check_generation.py",
+        "if reaches(graph) and long > PADDING + STEPS:", "if False:", "tests/capture/test_checks.py -k windows",
     ),
     Mutation(
         "layers may share weights", "spec_compile/capture/kinds.py",
@@ -705,12 +708,12 @@ OTHERS = [
         f"{KINDS} -k test_the_copy_is_numbered",
     ),
     Mutation(
-        "periods that differ are repeated", "spec_compile/capture/repeat.py",
-        "if not is_same or not all(", "if False and not all(", KINDS,
+        "layers that differ are templates", "spec_compile/capture/repeat.py",
+        "if not same or not all(", "if False and not all(", KINDS,
     ),
     Mutation(
         "attentions are not numbered anew", "spec_compile/capture/repeat.py",
-        "args[PLACE] + number * self.attentions", "args[PLACE] + 0 * self.attentions", KINDS,
+        "(*args[:PLACE], self._attentions, *args[PLACE + 1 :])", "args", KINDS,
     ),
     Mutation(
         "layers that look alike are never captured whole", "spec_compile/api.py",

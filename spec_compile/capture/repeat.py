@@ -118,7 +118,8 @@ class _Expansion:
                 target, self._constants = LIFTED.sub(f".lifted_tensor_{self._constants}", target), self._constants + 1
             _assign_attr(self._tensor(node.target, target, is_own), self._root, target)
         elif target is ATTENTION:
-            args, self._attentions = (*args[:PLACE], self._attentions, *args[PLACE + 1 :]), self._attentions + 1
+            args = (*args[:PLACE], self._attentions, *args[PLACE + 1 :])
+            self._attentions += 1
         new = self._graph.create_node(node.op, target, args, kwargs, node.name if is_own else None, node.type)
         new.meta = dict(node.meta)
         if stack := node.meta.get("nn_module_stack"):

@@ -13,12 +13,13 @@ from toy_graphs import add_to_eps
 import spec_compile
 from spec_compile import UnsupportedModelError, passes
 from spec_compile.capture import checks, float32
+from spec_compile.capture.check_generation import ANY, check_generation
 from spec_compile.capture.checks import check_capture, check_tree
 from spec_compile.capture.float32 import full_precision, in_float32
 from spec_compile.capture.trace import capture
 from spec_compile.capture.yardstick import DistantLogits, compare_rounding
 from spec_compile.graph import ModelGraph, calls
-from spec_compile.kernels.attention import attention_calls
+from spec_compile.kernels.attention import Use, attention_calls
 from spec_compile.kernels.linear import PRODUCT
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -128,6 +129,26 @@ def test_one_position_mask_bit_or_eps_is_seen(dtype, monkeypatch):
     faulty = verify.copy()
     add_to_eps(faulty.gm, 0.01)
     refused(check_tree, "llama", graph, faulty)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [4, 9, None])
+def test_windows_of_prompts_and_of_trees_are_compared(dtype, window):
+    """On a text that is longer than the window of 8."""
+    model, graph, verify = graphs("gemma3", dtype)
+    prefill = passes.run(graph, passes.Settings(attention=Use(role="prefill")))
+    assert check_generation(model, graph, prefill, verify) == ANY
+
+    def widened(rewritten):
+        faulty = rewritten.copy()
+        for node in attentions(faulty):
+            if node.kwargs["window"] == 8:
+                node.update_kwarg("window", window)
+        faulty.gm.recompile()
+        return faulty
+
+    refused(check_generation, model, graph, widened(prefill), verify)
+    refused(check_generation, model, graph, prefill, widened(verify))
 
 
 def coarse(output):
