@@ -15,8 +15,8 @@ from types import ModuleType
 
 HERE = Path(__file__).parent
 _ENDS = (
-    ".h", "_around.h", "_avx2.h", "_avx512.h", "_blocks.h", "_decode.h", "_numbers.h", "_pairs.h", "_panels.h",
-    "_strips.h", "_tiles.h", ".cpp",
+    ".h", "_around.h", "_avx2.h", "_avx512.h", "_blocks.h", "_decode.h", "_level.h", "_numbers.h", "_pairs.h",
+    "_panels.h", "_strips.h", "_tiles.h", ".cpp", "_avx2.cpp", "_avx512.cpp", "_avx512_bf16.cpp",
 )  # fmt: skip
 FEW_ROWS = *(f"few_rows{end}" for end in _ENDS), "../openmp.h"
 _ENDS = ".h", "_plain.h", "_avx2.h", "_avx512.h", "_rows.h", ".cpp"

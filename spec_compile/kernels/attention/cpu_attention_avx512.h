@@ -50,6 +50,7 @@ INLINE void transpose(Floats (&rows)[kLanes]) {
 // Numbers are multiplied as pairs of bfloat16, the sums are float32.
 struct Pairs {
     typedef uint16_t Number;
+    typedef Pairs Sums;
     static constexpr int kNumbers = 2;  // of a unit
     static INLINE Floats add(Floats sum, Floats a, Floats b) {
         return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);

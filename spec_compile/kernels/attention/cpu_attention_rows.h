@@ -4,11 +4,15 @@
 // stay in the caches while all rows are multiplied by them. Each score adds up the numbers of a head in ascending
 // order, and each weighted value the keys in the order of their positions, for any numbers of rows and sizes of tiles.
 
+struct FloatSums {
+    static INLINE Floats add(Floats sum, Floats a, Floats b) { return fma(a, b, sum); }
+};
+
 // Numbers of the caches as floats.
 template <class N> struct Singles {
     typedef N Number;
+    typedef FloatSums Sums;
     static constexpr int kNumbers = 1;  // of a unit
-    static INLINE Floats add(Floats sum, Floats a, Floats b) { return fma(a, b, sum); }
     static INLINE Floats load_units(const float* at) { return load(at); }
     static INLINE Floats load_units(const uint16_t* at) { return load_bfloat16(at); }
     static INLINE void join(const Number* first, const Number*, float* out) { put(out, load_units(first)); }
@@ -164,7 +168,7 @@ template <class S> struct Panels {
     }
 
     // `count` keys from a slot on, up to kBlock; the others are zeros. The next `ahead` slots are fetched, too.
-    KERNEL void load_keys(int64_t b, int64_t h, int64_t first, int64_t count, int64_t ahead) {
+    APART void load_keys(int64_t b, int64_t h, int64_t first, int64_t count, int64_t ahead) {
         const int64_t size = work.call.key_dim, next = ahead ? kBlock * size : 0;
         for (int64_t i = 0; i < kBlock; i++) at[i] = slot(work.call.key_cache, b, h, first + (i < count ? i : 0), size);
         for (int64_t i = count; i < kBlock; i++) at[i] = zeros;
@@ -187,7 +191,7 @@ template <class S> struct Panels {
     }
 
     // Values of `count` keys, which `at` has; `ahead` is as above.
-    KERNEL void join_values(int64_t count, int64_t ahead) {
+    APART void join_values(int64_t count, int64_t ahead) {
         const int64_t size = work.call.value_dim, columns = work.value_columns(), next = ahead ? kBlock * size : 0;
         fill_up(at, count, size, copies);
         if (count < kBlock) at[count] = zeros;
@@ -231,7 +235,7 @@ INLINE void cap(const Attention& call, float* products, int64_t count) {
 // Put the weights of a block's scores of one row in their places. state: the row's peak and total, which become those
 // after the block. Keys before `first` and from `last` on are not seen. Returns the factor of what was summed before.
 template <class S>
-INLINE float weigh(const Attention& call, float* scores, int64_t first, int64_t last, float* state) {
+APART float weigh(const Attention& call, float* scores, int64_t first, int64_t last, float* state) {
     constexpr int64_t kCount = kBlock / kLanes;
     Floats numbers[kCount], most = spread(-INFINITY), sum = spread(0.f);
 #pragma GCC unroll 4
@@ -306,7 +310,7 @@ KERNEL void shared_blocks(const Work& work, int64_t b, int64_t h, int64_t row, i
             }
             if (!sees) continue;
             if (!loaded) panels.load_keys(b, h, at, count, ahead);
-            product<S>(here, queries + r * units, units, panels.keys, kBlock, units, tile.scores, kBlock, nullptr);
+            product<typename S::Sums>(here, queries + r * units, units, panels.keys, kBlock, units, tile.scores, kBlock, nullptr);
             cap(work.call, tile.scores, here * kBlock);
             float* const some = states + r * work.width();
             for (int64_t i = 0; i < here; i++)
@@ -314,7 +318,7 @@ KERNEL void shared_blocks(const Work& work, int64_t b, int64_t h, int64_t row, i
                                         some + i * work.width() + columns);
             if (!loaded) panels.load_values(b, h, at, count, ahead);
             loaded = true;
-            product<S>(here, tile.scores, kBlock, panels.values, columns, (count + S::kNumbers - 1) / S::kNumbers,
+            product<typename S::Sums>(here, tile.scores, kBlock, panels.values, columns, (count + S::kNumbers - 1) / S::kNumbers,
                        some, work.width(), tile.keep);
         }
     }
@@ -364,7 +368,7 @@ KERNEL void path_blocks(const Work& work, int64_t b, int64_t h, int64_t n, const
                     arranged[i] = i < count && seen[i] ? row[path.slots[at + i] - begin] : -INFINITY;
                 tile.keep[r] = weigh<S>(call, arranged, 0, count, some + (g + r) * work.width() + columns);
             }
-            product<S>(here, tile.scores, kBlock, panels.values, columns, (count + S::kNumbers - 1) / S::kNumbers,
+            product<typename S::Sums>(here, tile.scores, kBlock, panels.values, columns, (count + S::kNumbers - 1) / S::kNumbers,
                        some + g * work.width(), work.width(), tile.keep);
         }
     }
@@ -379,7 +383,7 @@ KERNEL void tail(const Work& work, int64_t b, int64_t h, float* states, float* n
     float* const scores = memory.take(work.rows() * 2 * kBlock);
     for (int64_t at = begin; at < end; at += kBlock) {
         panels.load_keys(b, h, at, std::min(kBlock, end - at), 0);
-        product<S>(work.rows(), queries, units, panels.keys, kBlock, units, scores + at - begin, 2 * kBlock, nullptr);
+        product<typename S::Sums>(work.rows(), queries, units, panels.keys, kBlock, units, scores + at - begin, 2 * kBlock, nullptr);
     }
     cap(work.call, scores, work.rows() * 2 * kBlock);
     for (int64_t n = 0; n < work.call.nodes; n++) {

@@ -2,16 +2,9 @@
 //
 // BLAS packs blocks of w before it multiplies, which pays for many rows of x only, and reads no codes of few bits.
 #include <algorithm>
-#include <bit>
-#include <cmath>
 #include <cstdint>
-#include <cstring>
-#include <limits>
 #include <vector>
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#include <immintrin.h>
-#endif
 #include <nanobind/nanobind.h>
 
 #include "../openmp.h"
@@ -21,69 +14,8 @@ namespace nb = nanobind;
 
 namespace {
 
-typedef void (*Run)(const Product&, int64_t, int64_t, Scratch&);
-typedef void (*Prepare)(const Product&, int64_t);
-
-struct Level {
-    Run run;
-    Prepare prepare;
-    bool (*is_prepared)(const Product&);
-    int64_t (*element_size)(const Product&);
-    void (*norm_row)(const Product&, const Around&, int64_t, uint16_t*);
-    void (*gate_row)(const uint16_t*, int64_t, uint16_t*);
-};
-
 #if defined(__x86_64__) && defined(__GNUC__)
-#define INLINE KERNEL __attribute__((always_inline)) inline
-
-namespace avx2 {
-#define KERNEL __attribute__((target("avx2,fma,f16c")))
-#define NATIVE 0
-#include "few_rows_numbers.h"
-#include "few_rows_avx2.h"
-#include "few_rows_panels.h"
-#include "few_rows_blocks.h"
-#include "few_rows_tiles.h"
-#include "few_rows_around.h"
-#undef KERNEL
-#undef NATIVE
-}  // namespace avx2
-
-namespace avx512 {
-#define KERNEL __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
-#define NATIVE 0
-#include "few_rows_numbers.h"
-#include "few_rows_avx512.h"
-#include "few_rows_panels.h"
-#include "few_rows_blocks.h"
-#include "few_rows_tiles.h"
-#include "few_rows_around.h"
-#undef KERNEL
-#undef NATIVE
-}  // namespace avx512
-
-namespace avx512_bf16 {
-#define KERNEL __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx512vbmi,avx2,fma,f16c")))
-#define NATIVE 1
-#include "few_rows_numbers.h"
-#include "few_rows_avx512.h"
-#include "few_rows_panels.h"
-#include "few_rows_blocks.h"
-#include "few_rows_decode.h"
-#include "few_rows_strips.h"
-#include "few_rows_pairs.h"
-#include "few_rows_tiles.h"
-#include "few_rows_around.h"
-#undef KERNEL
-#undef NATIVE
-}  // namespace avx512_bf16
-
-constexpr Level kLevels[] = {
-    {avx2::run, avx2::prepare, avx2::is_prepared, avx2::element_size, avx2::norm_row, avx2::gate_row},
-    {avx512::run, avx512::prepare, avx512::is_prepared, avx512::element_size, avx512::norm_row, avx512::gate_row},
-    {avx512_bf16::run, avx512_bf16::prepare, avx512_bf16::is_prepared, avx512_bf16::element_size,
-     avx512_bf16::norm_row, avx512_bf16::gate_row},
-};
+constexpr const Level* kLevels[] = {&kAvx2, &kAvx512, &kAvx512Bf16};
 
 // The levels that this CPU has: 0 to 3 of them.
 int levels() {
@@ -97,7 +29,7 @@ int levels() {
     return !has_avx2 ? 0 : !has_avx512 ? 1 : !has_pairs ? 2 : 3;
 }
 #else
-constexpr Level kLevels[] = {{nullptr, nullptr, nullptr, nullptr, nullptr, nullptr}};
+constexpr const Level* kLevels[] = {nullptr};
 int levels() { return 0; }
 #endif
 
@@ -144,7 +76,7 @@ void multiply(Product p, int level, unsigned threads) {
     static thread_local std::vector<uint8_t> rows;
     static thread_local std::vector<float> scales, segment_sums;
     static thread_local std::vector<int32_t> sums;
-    const Level& kernels = kLevels[level - 1];
+    const Level& kernels = *kLevels[level - 1];
     const bool is_prepared = kernels.is_prepared(p), together = threads > 1 && openmp().present();
     p.prepared = const_cast<void*>(p.x);
     p.x_stride = p.inputs;
@@ -174,7 +106,7 @@ void multiply(Product p, int level, unsigned threads) {
 // `multiply` with the norm before it and the gate after it, whose p.out has half of the outputs.
 void multiply_around(Product p, const Around& a, int level, unsigned threads) {
     static thread_local std::vector<uint16_t> normed, wide;
-    const Level& kernels = kLevels[level - 1];
+    const Level& kernels = *kLevels[level - 1];
     const unsigned some = p.rows >= 4 ? threads : 1;
     normed.resize(a.norm ? p.rows * p.inputs : 0), wide.resize(a.is_gated ? p.rows * p.outputs : 0);
     uint16_t* const x = normed.data();

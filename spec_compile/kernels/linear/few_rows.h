@@ -63,3 +63,14 @@ struct Scratch {
     alignas(64) unsigned char panel[kPanelBytes];
     alignas(64) unsigned char sums[kSumBytes];
 };
+
+// The kernels for a level of instructions, each from its few_rows_LEVEL.cpp.
+struct Level {
+    void (*run)(const Product&, int64_t begin, int64_t end, Scratch&);  // of some outputs, once x is prepared
+    void (*prepare)(const Product&, int64_t row);
+    bool (*is_prepared)(const Product&);
+    int64_t (*element_size)(const Product&);
+    void (*norm_row)(const Product&, const Around&, int64_t row, uint16_t* normed);
+    void (*gate_row)(const uint16_t* row, int64_t outputs, uint16_t* out);
+};
+extern const Level kAvx2, kAvx512, kAvx512Bf16;

@@ -103,7 +103,7 @@ KERNEL void finish_block(const Product& p, const BlockPart& part, const float* k
 
 constexpr int kTile = 2 * kLanes;
 constexpr int kTileRows = 6;
-constexpr int kFewTile = kLanes == 16 ? 64 : 16, kFewFloatRows = 4;  // 16, or 8, of the registers are sums
+constexpr int kFewTile = kLanes == 16 ? 64 : 16;  // of few rows: with 4, 16 or 8 of the registers are sums
 
 // The numbers of code e of words of the outputs `at` .. of a part; rounded: times their scales, as the layout rounds
 // them.
@@ -189,9 +189,20 @@ INLINE void add_segment(const float* sums, const float* scales, const float* sec
     }
 }
 
+// Add the sums [rows, step] of a segment to those that are kept. of_x: null, or the sums of the rows of x.
+template <bool kRounded>
+INLINE void add_rows(const Product& p, const Units& units, int64_t first, const float* of_x, const float* sums,
+                     int64_t step, int64_t rows, float* kept) {
+    const float* const scales = kRounded ? nullptr : units.scales + first;
+    const float* const seconds = of_x ? units.seconds + first : nullptr;
+    for (int64_t r = 0; r < rows; r++)
+        add_segment(sums + r * step, scales, seconds, of_x ? of_x[r * p.segments] : 0.f,
+                    std::min(step, kBlockOutputs - first), kept + r * kBlockOutputs + first);
+}
+
 // A segment of few rows and kFewTile outputs, decoded in registers: [M, kFewTile] sums, as `multiply_floats` has them.
 template <int kBits, bool kRounded, int M>
-KERNEL void multiply_codes(const Product& p, const BlockPart& part, const Units& units, int64_t first, const float* x,
+INLINE void multiply_codes(const Product& p, const BlockPart& part, const Units& units, int64_t first, const float* x,
                            int64_t k, int64_t count, float* out) {
     constexpr int each = 32 / kBits, V = kFewTile / kLanes;
     const Table table = table_at(p.table);
@@ -229,14 +240,49 @@ KERNEL void multiply_codes(const Product& p, const BlockPart& part, const Units&
         for (int i = 0; i < V; i++) put(out + m * kFewTile + i * kLanes, sums[m][i]);
 }
 
+// `units_at`, as `add_segment` takes them if weights are not rounded.
+template <bool kRounded> APART void float_units_at(const Product& p, const BlockPart& part, int64_t k, Units& units) {
+    units_at(p, part, k, units);
+    if (!kRounded) as_added(p, units, part.count);
+}
+
+// All segments of M rows and a part, added to kept [M, kBlockOutputs].
+template <int kBits, bool kRounded, int M>
+APART void few_rows_of(const Product& p, const BlockPart& part, int64_t row, float* kept) {
+    const int64_t segment = segment_of(p), stored = stored_inputs(p);
+    const float* const x = static_cast<const float*>(p.prepared) + row * p.x_stride;
+    Units units{};
+    for (int64_t k = 0; k < stored; k += segment) {
+        const int64_t count = std::min(segment, stored - k);
+        const float* const of_x = p.x_sums && !kRounded ? p.x_sums + row * p.segments + k / segment : nullptr;
+        float_units_at<kRounded>(p, part, k, units);
+        for (int64_t first = 0; first < part.count; first += kFewTile) {
+            float sums[M * kFewTile];
+            multiply_codes<kBits, kRounded, M>(p, part, units, first, x + k, k, count, sums);
+            add_rows<kRounded>(p, units, first, of_x, sums, kFewTile, M, kept);
+        }
+    }
+}
+
 template <int kBits, bool kRounded>
-KERNEL void few_rows_times_codes(const Product& p, const BlockPart& part, const Units& units, int64_t first,
-                                 const float* x, int64_t k, int64_t count, int64_t rows, float* out) {
-    switch (rows) {
-        case 1: return multiply_codes<kBits, kRounded, 1>(p, part, units, first, x, k, count, out);
-        case 2: return multiply_codes<kBits, kRounded, 2>(p, part, units, first, x, k, count, out);
-        case 3: return multiply_codes<kBits, kRounded, 3>(p, part, units, first, x, k, count, out);
-        case 4: return multiply_codes<kBits, kRounded, 4>(p, part, units, first, x, k, count, out);
+KERNEL void many_rows_of(const Product& p, const BlockPart& part, int64_t row, int64_t rows, float* panel, float* kept) {
+    const int64_t segment = segment_of(p), stored = stored_inputs(p);
+    const float* const x = static_cast<const float*>(p.prepared) + row * p.x_stride;
+    Units units{};
+    for (int64_t k = 0; k < stored; k += segment) {
+        const int64_t count = std::min(segment, stored - k);
+        const float* const of_x = p.x_sums && !kRounded ? p.x_sums + row * p.segments + k / segment : nullptr;
+        float_units_at<kRounded>(p, part, k, units);
+        for (int64_t first = 0; first < part.count; first += kTile) {
+            numbers_of_block<kBits, kRounded>(p, part, units, first, k, count, panel);
+            for (int64_t m = 0; m < rows; m += kTileRows) {
+                const int64_t some = std::min(int64_t(kTileRows), rows - m);
+                float sums[kTileRows * kTile];
+                multiply_floats(panel, x + m * p.x_stride + k, p.x_stride, count, some, sums);
+                add_rows<kRounded>(p, units, first, of_x ? of_x + m * p.segments : nullptr, sums, kTile, some,
+                                   kept + m * kBlockOutputs);
+            }
+        }
     }
 }
 
@@ -245,35 +291,16 @@ KERNEL void float_blocks_of(const Product& p, int64_t row, int64_t begin, int64_
     static_assert(kSegment * kTile * sizeof(float) <= Scratch::kPanelBytes);
     float* const panel = reinterpret_cast<float*>(scratch.panel);
     float* const kept = reinterpret_cast<float*>(scratch.sums);
-    const int64_t rows = std::min(kChunk, p.rows - row), segment = segment_of(p), stored = stored_inputs(p);
-    const float* x = static_cast<const float*>(p.prepared) + row * p.x_stride;
+    const int64_t rows = std::min(kChunk, p.rows - row);
     for (int64_t o = begin; o < end;) {
         const BlockPart part = part_of(p, o, end);
         std::memset(kept, 0, rows * kBlockOutputs * sizeof(float));
-        Units units{};
-        for (int64_t k = 0; k < stored; k += segment) {
-            const int64_t count = std::min(segment, stored - k);
-            units_at(p, part, k, units);
-            if (!kRounded) as_added(p, units, part.count);
-            const float* const scales = kRounded ? nullptr : units.scales;
-            const float* const seconds = p.x_sums && !kRounded ? units.seconds : nullptr;
-            const int64_t step = rows <= kFewFloatRows ? kFewTile : kTile;
-            for (int64_t first = 0; first < part.count; first += step) {
-                if (rows > kFewFloatRows)
-                    numbers_of_block<kBits, kRounded>(p, part, units, first, k, count, panel);
-                for (int64_t m = 0; m < rows; m += kTileRows) {
-                    const int64_t some = std::min(int64_t(kTileRows), rows - m);
-                    float sums[kTileRows * kFewTile];
-                    const float* const some_x = x + m * p.x_stride + k;
-                    if (rows > kFewFloatRows) multiply_floats(panel, some_x, p.x_stride, count, some, sums);
-                    else few_rows_times_codes<kBits, kRounded>(p, part, units, first, some_x, k, count, rows, sums);
-                    for (int64_t r = 0; r < some; r++)
-                        add_segment(sums + r * step, scales ? scales + first : nullptr,
-                                    seconds ? seconds + first : nullptr,
-                                    seconds ? p.x_sums[(row + m + r) * p.segments + k / segment] : 0.f,
-                                    std::min(step, kBlockOutputs - first), kept + (m + r) * kBlockOutputs + first);
-                }
-            }
+        switch (rows) {
+            case 1: few_rows_of<kBits, kRounded, 1>(p, part, row, kept); break;
+            case 2: few_rows_of<kBits, kRounded, 2>(p, part, row, kept); break;
+            case 3: few_rows_of<kBits, kRounded, 3>(p, part, row, kept); break;
+            case 4: few_rows_of<kBits, kRounded, 4>(p, part, row, kept); break;
+            default: many_rows_of<kBits, kRounded>(p, part, row, rows, panel, kept);
         }
         finish_block(p, part, kept, row, rows);
         o = part.begin + part.first + part.count;

@@ -59,8 +59,10 @@ struct BlockTile {
     __mmask16 lanes[kStrips];
 };
 
-template <bool kWhole> INLINE __m512i words_at(const uint8_t* at, __mmask16 lanes) {
-    return kWhole ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi32(lanes, at);
+// Those of a whole block have V = kStrips vectors.
+template <int V> INLINE __m512i words_at(const BlockTile& t, const uint8_t* words, int i) {
+    const uint8_t* const at = words + 64 * i;
+    return V == kStrips ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi32(t.lanes[i], at);
 }
 
 template <int M, int V> INLINE void add_segments(const BlockTile& t, const __m512 (&sums)[M][V]) {
@@ -78,7 +80,7 @@ template <int M, int V> INLINE void add_segments(const BlockTile& t, const __m51
     }
 }
 
-template <class W, int V, int M, bool kWhole> KERNEL void multiply_block(const BlockTile& t, const Decoder& d) {
+template <class W, int V, int M> KERNEL void multiply_block(const BlockTile& t, const Decoder& d) {
     __m512 sums[M][V];
 #pragma GCC unroll 6
     for (int m = 0; m < M; m++)
@@ -92,7 +94,7 @@ template <class W, int V, int M, bool kWhole> KERNEL void multiply_block(const B
 #pragma GCC unroll 4
         for (int i = 0; i < V; i++) {
             __builtin_prefetch(words + 64 * i + kStreamAhead);
-            codes[i] = words_at<kWhole>(words + 64 * i, t.lanes[i]);
+            codes[i] = words_at<V>(t, words, i);
         }
         if constexpr (W::kSteps == 4) {
 #pragma GCC unroll 4
@@ -122,26 +124,26 @@ template <class W, int V, int M, bool kWhole> KERNEL void multiply_block(const B
     add_segments<M, V>(t, sums);
 }
 
-template <class W, int V, bool kWhole> KERNEL void multiply_block(const BlockTile& t, const Decoder& d, int64_t rows) {
+template <class W, int V> KERNEL void multiply_block(const BlockTile& t, const Decoder& d, int64_t rows) {
     switch (rows) {
-        case 1: return multiply_block<W, V, 1, kWhole>(t, d);
-        case 2: return multiply_block<W, V, 2, kWhole>(t, d);
-        case 3: return multiply_block<W, V, 3, kWhole>(t, d);
-        case 4: return multiply_block<W, V, 4, kWhole>(t, d);
-        case 5: return multiply_block<W, V, 5, kWhole>(t, d);
-        case 6: return multiply_block<W, V, 6, kWhole>(t, d);
+        case 1: return multiply_block<W, V, 1>(t, d);
+        case 2: return multiply_block<W, V, 2>(t, d);
+        case 3: return multiply_block<W, V, 3>(t, d);
+        case 4: return multiply_block<W, V, 4>(t, d);
+        case 5: return multiply_block<W, V, 5>(t, d);
+        case 6: return multiply_block<W, V, 6>(t, d);
     }
 }
 
 // The numbers of a segment of 8 bits: V vectors for each pair of inputs.
-template <int V, bool kWhole> KERNEL void decode_segment(const BlockTile& t, const Decoder& d, __m512i* out) {
+template <int V> KERNEL void decode_segment(const BlockTile& t, const Decoder& d, __m512i* out) {
     using W = BlockCodes<8>;
     const uint8_t* words = t.words;
     for (int64_t c = t.columns; c > 0; c--, words += t.column, out += W::kSteps * V)
 #pragma GCC unroll 4
         for (int i = 0; i < V; i++) {
             __builtin_prefetch(words + 64 * i + kStreamAhead);
-            const __m512i codes = words_at<kWhole>(words + 64 * i, t.lanes[i]);
+            const __m512i codes = words_at<V>(t, words, i);
             __m512i both[2];
             W::pairs(d, codes, both);
             _mm512_store_si512(out + i, both[0]), _mm512_store_si512(out + V + i, both[1]);
@@ -149,7 +151,7 @@ template <int V, bool kWhole> KERNEL void decode_segment(const BlockTile& t, con
 }
 
 // `multiply_block` of numbers by `decode_segment`, with the same sums in the same order.
-template <int V, int M> KERNEL void multiply_decoded(const BlockTile& t, const __m512i* numbers, int64_t pairs) {
+template <int V, int M> APART void multiply_decoded(const BlockTile& t, const __m512i* numbers, int64_t pairs) {
     __m512 sums[M][V];
 #pragma GCC unroll 6
     for (int m = 0; m < M; m++)
@@ -180,26 +182,29 @@ template <int V> KERNEL void multiply_decoded(const BlockTile& t, const __m512i*
 }
 
 // panel: memory for the numbers of a segment.
-template <class W, int V, bool kWhole>
+template <class W, int V>
 KERNEL void multiply_segment(BlockTile t, const Decoder& d, int64_t rows, __m512i* panel) {
     const int64_t tiles = (rows + kRegisterRows - 1) / kRegisterRows, size = (rows + tiles - 1) / tiles;
     const bool is_decoded = W::kSteps == 2 && rows >= kManyRows;
-    if (is_decoded) decode_segment<V, kWhole>(t, d, panel);
+    if (is_decoded) decode_segment<V>(t, d, panel);
     for (int64_t m = 0; m < rows; m += size) {
         const int64_t some = std::min(size, rows - m);
         if (is_decoded) multiply_decoded<V>(t, panel, t.columns * W::kSteps, some);
-        else multiply_block<W, V, kWhole>(t, d, some);
+        else multiply_block<W, V>(t, d, some);
         t.x += size * t.x_stride, t.kept += size * kStrips, t.of_x += size * t.sums_stride;
     }
 }
 
+// The same of a block that is not whole.
 template <class W>
-KERNEL void multiply_segment(const BlockTile& t, const Decoder& d, int64_t rows, int64_t outputs, __m512i* panel) {
-    const bool wide = outputs > kStrip * kStrips / 2, whole = outputs == kStrip * (wide ? kStrips : kStrips / 2);
-    if (wide && whole) multiply_segment<W, kStrips, true>(t, d, rows, panel);
-    else if (wide) multiply_segment<W, kStrips, false>(t, d, rows, panel);
-    else if (whole) multiply_segment<W, kStrips / 2, true>(t, d, rows, panel);
-    else multiply_segment<W, kStrips / 2, false>(t, d, rows, panel);
+APART void multiply_halves(BlockTile half, const Decoder& d, int64_t rows, int64_t outputs, __m512i* panel) {
+    constexpr int V = kStrips / 2;
+    for (int64_t first = 0; first < outputs; first += V * kStrip) {
+        multiply_segment<W, V>(half, d, rows, panel);
+        half.words += 64 * V, half.kept += V, half.scales += V * kStrip;
+        if (half.seconds) half.seconds += V * kStrip;
+        for (int i = 0; i < V; i++) half.lanes[i] = half.lanes[V + i];
+    }
 }
 
 // Outputs begin .. end of at most kChunk rows.
@@ -228,7 +233,8 @@ KERNEL void pair_blocks_of(const Product& p, int64_t row, int64_t begin, int64_t
             t.x = x + k / 2, t.columns = std::min(segment, stored - k) / (2 * W::kSteps);
             t.scales = units.scales, t.seconds = p.x_sums ? units.seconds : nullptr;
             t.of_x = p.x_sums + row * p.segments + k / segment;
-            multiply_segment<W>(t, decoder, rows, part.count, panel);
+            if (part.count == kBlockOutputs) multiply_segment<W, kStrips>(t, decoder, rows, panel);
+            else multiply_halves<W>(t, decoder, rows, part.count, panel);
         }
         finish_block(p, part, reinterpret_cast<const float*>(kept), row, rows);
         o = part.begin + part.first + part.count;

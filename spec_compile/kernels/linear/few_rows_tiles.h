@@ -159,7 +159,7 @@ INLINE void put_element(int16_t* at, float number) { *at = int16_t(number); }
 INLINE void put_element(uint16_t* at, float number) { *at = bfloat16_of(number); }
 
 // Inputs k .. k + count of a row of x, and zeros beyond the last; `count` is at most a block.
-INLINE void floats_of_row(const Product& p, int64_t row, int64_t k, int64_t count, float* out) {
+APART void floats_of_row(const Product& p, int64_t row, int64_t k, int64_t count, float* out) {
     const int64_t there = std::max(std::min(count, p.inputs - k), int64_t(0)), start = row * p.inputs + k;
     if (p.dtype == Number::float32) std::memcpy(out, static_cast<const float*>(p.x) + start, there * sizeof(float));
     else {
@@ -169,7 +169,7 @@ INLINE void floats_of_row(const Product& p, int64_t row, int64_t k, int64_t coun
     for (int64_t i = there; i < count; i++) out[i] = 0.f;
 }
 
-INLINE float largest_of(const float* numbers, int64_t count) {
+APART float largest_of(const float* numbers, int64_t count) {
     uint32_t largest = 0;  // of the bits without the sign, which are in the order of sizes; NaN is the largest
     for (int64_t i = 0; i < count; i++) largest = std::max(largest, bits_of(numbers[i]) & 0x7FFFFFFFu);
     return float_of_bits(largest);
@@ -250,22 +250,28 @@ template <class Element> KERNEL void prepare_as(const Product& p, int64_t row) {
 KERNEL void prepare(const Product& p, int64_t row) {
     if (takes_integers(p)) prepare_as<Integer>(p, row);
     else if (takes_bfloat16(p)) prepare_as<uint16_t>(p, row);
+#if NATIVE
+    else kAvx512.prepare(p, row);
+#else
     else prepare_as<float>(p, row);
+#endif
 }
 
 KERNEL void run(const Product& p, int64_t begin, int64_t end, Scratch& scratch) {
-    if (p.in_blocks() && !takes_bfloat16(p)) return all_float_blocks(p, begin, end, scratch);
 #if NATIVE
-    if (p.weights == Weights::blocks4) return all_pair_blocks<BlockCodes<4>>(p, begin, end, scratch);
-    if (p.weights == Weights::blocks8) return all_pair_blocks<BlockCodes<8>>(p, begin, end, scratch);
-    if (takes_integers(p)) return fours_of(p, begin, end, scratch);
-    if (takes_bfloat16(p)) return pairs_of(p, begin, end, scratch);
-    if (p.weights == Weights::float32) return singles_of(p, begin, end, scratch);
+    if (p.in_blocks() && takes_bfloat16(p)) {
+        if (p.weights == Weights::blocks4) all_pair_blocks<BlockCodes<4>>(p, begin, end, scratch);
+        else all_pair_blocks<BlockCodes<8>>(p, begin, end, scratch);
+    } else if (takes_integers(p)) fours_of(p, begin, end, scratch);
+    else if (takes_bfloat16(p)) pairs_of(p, begin, end, scratch);
+    else if (p.weights == Weights::float32) singles_of(p, begin, end, scratch);
+    else kAvx512.run(p, begin, end, scratch);
 #else
-    if (takes_integers(p)) return outputs_of<IntSums, Bytes<false>>(p, begin, end, scratch);
+    if (p.in_blocks()) all_float_blocks(p, begin, end, scratch);
+    else if (takes_integers(p)) outputs_of<IntSums, Bytes<false>>(p, begin, end, scratch);
+    else if (p.weights == Weights::float32) outputs_as_they_are<FloatSums>(p, begin, end, scratch);
+    else if (p.weights == Weights::bfloat16) outputs_of<FloatSums, Bfloat16s>(p, begin, end, scratch);
+    else if (p.weights == Weights::int8) outputs_of<FloatSums, Bytes<false>>(p, begin, end, scratch);
+    else outputs_of<FloatSums, Bytes<true>>(p, begin, end, scratch);
 #endif
-    if (p.weights == Weights::float32) return outputs_as_they_are<FloatSums>(p, begin, end, scratch);
-    if (p.weights == Weights::bfloat16) return outputs_of<FloatSums, Bfloat16s>(p, begin, end, scratch);
-    if (p.weights == Weights::int8) return outputs_of<FloatSums, Bytes<false>>(p, begin, end, scratch);
-    outputs_of<FloatSums, Bytes<true>>(p, begin, end, scratch);
 }
