@@ -120,9 +120,12 @@ def forget_shapes(*graphs: torch.fx.GraphModule, modes: Iterable[FakeTensorMode]
             method.cache_clear()
 
 
-def has_amx() -> bool:
-    """True if the CPU multiplies matrices of bfloat16 by AMX."""
-    return torch.cpu._is_amx_tile_supported()
+def levels_of_cpu() -> tuple[bool, ...]:
+    """If the CPU has each of `kernels.cpu_level.LEVELS`: none, AVX2, AVX-512, its BF16, and AMX."""
+    cpu = torch.cpu
+    avx512 = cpu._is_avx512_supported()
+    bf16, amx = avx512 and cpu._is_avx512_bf16_supported(), cpu._is_amx_tile_supported()
+    return True, cpu._is_avx2_supported(), avx512, bf16, amx
 
 
 def tensors_in(value) -> list[Tensor]:

@@ -23,6 +23,8 @@ from ..capture.watch import BOOKKEEPING, GLOBAL_HOOKS, INTERNALS, value_hooks
 from ..compat import EXPERTS_INTERFACES
 from ..config import Options
 from ..inventory import configs_of, held_items, held_parameters
+from ..kernels.attention import cpu_attention
+from ..kernels.linear import few_rows, transposed
 from .digest import Digest, layout_of
 
 PACKAGE = Path(__file__).parents[1]
@@ -155,7 +157,8 @@ def _machine(device: torch.device) -> list[Any]:
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
         return [device, facts.name, facts.major, facts.minor, facts.multi_processor_count]
-    return [platform.machine(), _cpu_flags(), torch.get_num_threads()]
+    levels = few_rows.BEST, cpu_attention.BEST, transposed.SUPPORTED
+    return [platform.machine(), _cpu_flags(), levels, torch.get_num_threads()]
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ... import extensions
 from .. import ops
+from ..cpu_level import HIGHEST
 from ..plain import are_plain
 from . import sdpa
 from .base import Backend
@@ -18,9 +19,9 @@ from .call import TARGETS, AttentionCall, from_arguments, schema_of
 
 _cpu_attention = extensions.load_if_built("kernels.attention._cpu_attention", "attention on a CPU is slower")
 LEVELS = ("C++", "AVX2", "AVX-512", "AVX-512 with BF16")
-"""The instructions of each level; the kernel takes the last that the CPU has."""
-BEST = None if _cpu_attention is None else _cpu_attention.best()
-"""The level of this CPU; None: there is no kernel."""
+"""The instructions of each level; the kernel takes the last that the CPU has and `cpu_level` allows."""
+BEST = None if _cpu_attention is None else min(_cpu_attention.best(), HIGHEST)
+"""The level that it takes; None: there is no kernel."""
 LOG2E = math.log2(math.e)
 DTYPES = torch.float32, torch.bfloat16
 TAKES = frozenset({"cos", "sin"})

@@ -25,25 +25,25 @@ class LinearForm:
     op: ``op(x, weight, bias)`` as `F.linear`.
     device, dtypes: of the weights that it serves.
     few_rows: True if it serves only products of few rows, those of a round.
+    serves: False if this CPU has not the instructions that make it worth while.
     """
 
     op: Callable
     device: str
     dtypes: tuple[torch.dtype, ...]
     few_rows: bool
+    serves: Callable[[], bool] = lambda: True
 
 
 PRODUCT = torch.ops.spec_compile.product.default
 TO_STREAM = torch.ops.spec_compile.product_to_stream.default
 TO_HEADS = torch.ops.spec_compile.product_to_heads.default
 SMALL_M = LinearForm(PRODUCT, "cuda", HALF, few_rows=True)
-FEW_ROWS = LinearForm(few_rows.cpu_linear, "cpu", (torch.float32, torch.bfloat16), few_rows=True)
-TRANSPOSED = LinearForm(transposed.transposed_linear, "cpu", (torch.bfloat16,), few_rows=True)
-FORMS = (
-    SMALL_M,
-    *((TRANSPOSED,) if transposed.SUPPORTED else ()),
-    *((FEW_ROWS,) if few_rows.BEST >= few_rows.WIDE else ()),
+FEW_ROWS = LinearForm(
+    few_rows.cpu_linear, "cpu", (torch.float32, torch.bfloat16), True, lambda: few_rows.BEST >= few_rows.WIDE
 )
+TRANSPOSED = LinearForm(transposed.transposed_linear, "cpu", (torch.bfloat16,), True, lambda: transposed.SUPPORTED)
+FORMS = SMALL_M, TRANSPOSED, FEW_ROWS
 PLAIN = aten.linear.default
 """The op of a captured linear layer. A layer that no form serves keeps it."""
 LINEARS = {PLAIN, PRODUCT, TO_STREAM, TO_HEADS} | {form.op for form in FORMS}
@@ -56,7 +56,8 @@ PRODUCTS = LINEARS | {aten.addmm.default, QUANTISED, around.AROUND, around.ADD_A
 def choose(weight: Tensor, few_rows: bool) -> LinearForm | None:
     """The form that serves a weight [O, I], in products of few rows or of any number; None: `PLAIN` does."""
     for form in FORMS:
-        if weight.device.type == form.device and weight.dtype in form.dtypes and (few_rows or not form.few_rows):
+        fits = weight.device.type == form.device and weight.dtype in form.dtypes and (few_rows or not form.few_rows)
+        if fits and form.serves():
             return form
     return None
 

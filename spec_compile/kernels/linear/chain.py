@@ -78,7 +78,7 @@ def links_of(text: str) -> tuple[Link, ...]:
 
 
 _known: dict[tuple, tuple] = {}
-"""By texts, addresses and sizes of tensors: chains of the kernel, and the outputs of the last product."""
+"""By texts, levels, addresses and sizes of tensors: chains of the kernel, and the outputs of the last product."""
 
 
 def _known_chain(
@@ -91,7 +91,7 @@ def _known_chain(
     if rows > few_rows.MAX_ROWS and any(not link.kind for link in links_of(links)):
         return None  # because a library multiplies so many rows by weights of bfloat16
     tensors = *norms, *parts, *biases
-    key = links, inputs, *eps, *map(Tensor.data_ptr, tensors), *map(Tensor.numel, tensors)
+    key = links, inputs, few_rows.BEST, *eps, *map(Tensor.data_ptr, tensors), *map(Tensor.numel, tensors)
     if key not in _known:
         if len(_known) == KNOWN:
             _known.clear()

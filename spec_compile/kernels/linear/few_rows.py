@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import extensions
+from ..cpu_level import HIGHEST, VARIABLE
 from ..plain import are_plain
 
 if TYPE_CHECKING:
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
 
 _few_rows = extensions.load_if_built("kernels.linear._few_rows", "products on a CPU are slower")
 LEVELS = ("", "AVX2", "AVX-512", "AVX-512 with VNNI, BF16 and VBMI")
-"""The instructions of each level; the kernel takes the last that the CPU has."""
-BEST = 0 if _few_rows is None else _few_rows.levels()
-"""The level of this CPU; 0: there is no kernel."""
+"""The instructions of each level; the kernel takes the last that the CPU has and `cpu_level` allows."""
+BEST = 0 if _few_rows is None else min(_few_rows.levels(), HIGHEST)
+"""The level that it takes; 0: there is no kernel."""
 WIDE = 2
 """The first level that is faster than BLAS with weights as numbers."""
 MAX_ROWS = 64
@@ -71,7 +72,9 @@ def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 def lack_of_device(dtype: torch.dtype) -> str | None:
     """Why the kernel cannot multiply activations of a dtype on this CPU; None if it can."""
     if BEST == 0:
-        return "the CPU has no AVX2" if _few_rows else "the package was not built"
+        if _few_rows is None:
+            return "the package was not built"
+        return f"{VARIABLE} allows no AVX2" if _few_rows.levels() else "the CPU has no AVX2"
     return None if dtype in NUMBERS else f"its kernel takes no {dtype}"
 
 

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from ...compat import has_amx
+from ..cpu_level import AMX, HIGHEST, PRESENT
 
-SUPPORTED = has_amx()
+SUPPORTED = PRESENT[AMX] and HIGHEST >= AMX
 
 
 def transposed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
