@@ -266,6 +266,8 @@ def test_the_draft_counts_and_its_folder_does_not():
 PROCESS = {
     "threads": lambda p: p.setattr(torch, "get_num_threads", lambda: 77),
     "flags of the CPU": lambda p: p.setattr(keys, "_cpu_flags", lambda: "flags: none"),
+    "level of products": lambda p: p.setattr(keys.few_rows, "BEST", -1),
+    "level of attention": lambda p: p.setattr(keys.cpu_attention, "BEST", -1),
     "version of torch": lambda p: p.setattr(torch, "__version__", "9"),
     "commit of torch": lambda p: p.setattr(torch.version, "git_version", "0"),
     "version of transformers": lambda p: p.setattr(transformers, "__version__", "9"),

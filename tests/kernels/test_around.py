@@ -2,21 +2,17 @@
 
 import pytest
 import torch
+from cpu_levels import NEEDS_KERNEL
 
 from spec_compile.kernels.linear import around, few_rows
-from spec_compile.kernels.linear.few_rows import BEST, LEVELS, NUMBERS, Around, multiply
+from spec_compile.kernels.linear.few_rows import NUMBERS, Around, multiply
 from spec_compile.kernels.linear.quantised.made import int8
 from spec_compile.kernels.plain import plain_kernels
 
-pytestmark = pytest.mark.skipif(BEST == 0, reason="needs a CPU with AVX2, and the package built")
+pytestmark = NEEDS_KERNEL
 BFLOAT16 = torch.bfloat16
 ULP = 2**-7
 """The distance of two neighbours in bfloat16, relative to them, is at most this."""
-
-
-@pytest.fixture(params=range(1, BEST + 1), ids=lambda level: LEVELS[level])
-def level(request):
-    return request.param
 
 
 def drawn(*shape, seed=0):
@@ -51,7 +47,7 @@ def test_a_gate(level):
 
 
 @pytest.mark.parametrize("kind", ["", "Int8Weight"])
-def test_a_row_has_the_same_bits_with_any_number_of_rows(kind):
+def test_a_row_has_the_same_bits_with_any_number_of_rows(kind, level):
     x, residual, norm, weight = drawn(1, 20, 96), drawn(1, 20, 96, seed=1), drawn(96, seed=2), drawn(80, 96, seed=3)
     parts, bias = [*int8(weight).parts.values()] if kind else [weight], drawn(80, seed=4)
     rest = 1e-5, None, parts, bias, kind, True
@@ -68,8 +64,8 @@ def test_a_row_has_the_same_bits_with_any_number_of_rows(kind):
     assert wide.dtype == torch.float32 and (wide - out.float()).norm() < 0.01 * wide.norm()
 
 
-def test_weights_that_the_kernel_does_not_take():
+def test_weights_that_the_kernel_does_not_take(level):
     weight = drawn(8, 16)
     assert not around.serves(torch.float32, [weight], "") and not around.serves(BFLOAT16, [weight.t()], "")
     assert around.serves(BFLOAT16, [*int8(weight).parts.values()], "Int8Weight")
-    assert around.serves(BFLOAT16, [weight], "") == (few_rows.BEST >= few_rows.WIDE)
+    assert around.serves(BFLOAT16, [weight], "") == (level >= few_rows.WIDE)

@@ -1,16 +1,18 @@
 """Products in one call against the same ops one by one, whose bits they have."""
 
+import itertools
 from unittest import mock
 
 import pytest
 import torch
+from cpu_levels import NEEDS_KERNEL
 
 from spec_compile.kernels.linear import around, chain, few_rows, quantised
 from spec_compile.kernels.linear.chain import CHAIN, Link, links_of
 from spec_compile.kernels.linear.quantised.made import int4, int8
 from spec_compile.kernels.plain import plain_kernels
 
-pytestmark = pytest.mark.skipif(few_rows.BEST < few_rows.WIDE, reason="needs a CPU with AVX-512, and the package built")
+pytestmark = NEEDS_KERNEL
 SIZES = (64, 128, False, False), (128, 384, True, True), (192, 128, False, False), (128, 320, True, False)
 """Inputs and outputs of each product, if it adds, and if it is gated."""
 
@@ -49,7 +51,7 @@ def one_by_one(x, stream, arguments, links):
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("make", [None, int8, int4])
-def test_the_bits_of_single_ops(make, biased):
+def test_the_bits_of_single_ops(make, biased, level):
     arguments, links = chain_of(make, biased)
     for rows in (1, 5, 16, 70):  # weights of bfloat16 are multiplied by a library from 65 rows on
         x, residual = torch.randn(2, rows, 64).bfloat16()[:1], torch.randn(1, rows, 128).bfloat16()
@@ -57,17 +59,17 @@ def test_the_bits_of_single_ops(make, biased):
             assert torch.equal(got, want)
 
 
-def test_chains_of_other_lengths():
+def test_chains_of_other_lengths(level):
     """That begin or end with an addition, or have only one."""
     x, residual = torch.randn(1, 3, 128).bfloat16(), torch.randn(1, 3, 128).bfloat16()
     falling = (128, 64, True, False), (64, 32, False, False), (32, 8, False, False)
-    for sizes in (SIZES[1:3], SIZES[1:], falling):
-        arguments, links = chain_of(sizes=sizes)
+    for sizes, make in itertools.product((SIZES[1:3], SIZES[1:], falling), (None, int8)):
+        arguments, links = chain_of(make, sizes=sizes)
         for got, want in zip(CHAIN(x, residual, *arguments), one_by_one(x, residual, arguments, links)):
             assert torch.equal(got, want)
 
 
-def test_other_activations_take_the_single_ops():
+def test_other_activations_take_the_single_ops(level):
     """Of float32, and where no kernel of ours runs."""
     arguments, links = chain_of(int8)
     x, residual = torch.randn(1, 3, 64), torch.randn(1, 3, 128)
@@ -78,7 +80,7 @@ def test_other_activations_take_the_single_ops():
             CHAIN(x.bfloat16(), residual.bfloat16(), *arguments)
 
 
-def test_a_chain_is_made_once(monkeypatch):
+def test_a_chain_is_made_once(monkeypatch, level):
     monkeypatch.setattr(chain, "_known", {})
     arguments, _ = chain_of(int8)
     x, residual = torch.randn(1, 3, 64).bfloat16(), torch.randn(1, 3, 128).bfloat16()

@@ -1,18 +1,23 @@
 """Products of few rows on a CPU against the plain meaning, at every level of instructions that the CPU has."""
 
+import os
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
 import torch
+from cpu_levels import NEEDS_KERNEL
 from packed_layers import DRAWN, OF_CPU, prepared
 from torch.nn import functional as F
 
+from spec_compile.kernels import cpu_level
 from spec_compile.kernels.linear import few_rows, quantised, transposed
-from spec_compile.kernels.linear.few_rows import BEST, LEVELS, NUMBERS, cpu_linear, form_of, lack, multiply
+from spec_compile.kernels.linear.few_rows import LEVELS, NUMBERS, cpu_linear, form_of, lack, multiply
 from spec_compile.kernels.linear.quantised.made import int4, int8
 from spec_compile.kernels.plain import plain_kernels
 
-pytestmark = pytest.mark.skipif(BEST == 0, reason="needs a CPU with AVX2, and the package built")
+pytestmark = NEEDS_KERNEL
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 COUNTS = 65, 64, 24, 23, 17, 16, 13, 7, 6, 5, 4, 3, 2, 1
 """Numbers of rows around the sizes of tiles, panels and chunks."""
@@ -20,11 +25,6 @@ READ = [name for name in (*DRAWN, *OF_CPU) if not name.startswith("w4a8")]
 ROUNDED = ("fp8", "ct fp8", "ct int8", "static fp8", "static int8")
 """Layouts in rows whose plain meaning rounds products of codes and scales, which the kernel does not. With activations
 of bfloat16 and groups of codes, or instructions for BF16, it does so in no layout."""
-
-
-@pytest.fixture(params=range(1, BEST + 1), ids=lambda level: LEVELS[level])
-def level(request):
-    return request.param
 
 
 def same_for_all_rows(form, x, weight, scales, bias, level):
@@ -130,7 +130,7 @@ def test_threads_give_the_same_bits(level):
         torch.set_num_threads(1)
 
 
-def test_the_op_takes_the_kernel():
+def test_the_op_takes_the_kernel(level):
     """A layer on a CPU, whatever its rows are; `plain_kernels` and unrounded activations keep the plain meaning."""
     packed = int8(torch.randn(24, 64))
     parts, x = [*packed.parts.values()], torch.randn(2, 3, 64)
@@ -148,17 +148,19 @@ def test_the_op_takes_the_kernel():
     assert got.shape == (2, 3, 24)
 
 
-@pytest.mark.skipif(BEST < few_rows.WIDE, reason="needs a CPU with AVX-512")
 @pytest.mark.parametrize("rows", [1, 5, 16, 17, 64, 65])
-def test_cpu_linear_is_linear(rows):
+def test_cpu_linear_is_linear(rows, level):
+    """By the kernel from `WIDE` on, and by a library below and with more rows."""
     for dtype in (FLOAT32, BFLOAT16):
         x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((rows, 1, 96), (50, 96), (50,)))
         turned, last = x.transpose(0, 1).expand(2, -1, -1), torch.randn(96, 50).to(dtype).t()
         for given in ((x, weight), (x, weight, bias), (turned, weight), (x, last)):
             want = F.linear(*(each.double() for each in given)).to(dtype)
             torch.testing.assert_close(cpu_linear(*given), want, rtol=8e-3, atol=1e-4)
-        first = cpu_linear(x, weight)[0]
-        assert torch.equal(cpu_linear(x[:1], weight)[0], first) or rows > few_rows.MAX_ROWS
+        with mock.patch.object(few_rows, "multiply", wraps=multiply) as kernel:
+            first = cpu_linear(x, weight)[0]
+        assert kernel.call_count == (level >= few_rows.WIDE and rows <= few_rows.MAX_ROWS)
+        assert not kernel.called or torch.equal(cpu_linear(x[:1], weight)[0], first)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 40])
@@ -173,9 +175,35 @@ def test_a_cpu_without_the_kernel_keeps_the_plain_meaning(monkeypatch):
     parts = [*packed.parts.values()]
     want = packed.layout.product(x, parts, None)
     monkeypatch.setattr(few_rows, "BEST", 0)
-    assert lack(packed.layout, parts, FLOAT32) == "the CPU has no AVX2"
+    assert lack(packed.layout, parts, FLOAT32) == "SPEC_COMPILE_CPU_LEVEL allows no AVX2"
     assert torch.equal(torch.ops.spec_compile.quantised_linear(x, parts, None, packed.layout.kind), want)
     assert torch.equal(cpu_linear(x, torch.eye(64)), x)
+
+
+def test_a_lower_level_by_the_environment(monkeypatch):
+    """A name of no level, or of one that the CPU lacks, is refused."""
+    present = True, True, True, False, False
+    for name, highest in (("", cpu_level.AMX), ("plain", 0), ("avx2", 1), ("avx512", 2)):
+        monkeypatch.setenv(cpu_level.VARIABLE, name)
+        assert cpu_level.chosen(present) == highest
+    for name, message in (
+        ("sse", "expected one of plain, avx2, .*'sse'"),
+        ("amx", "has plain, avx2, avx512, not 'amx'"),
+    ):
+        monkeypatch.setenv(cpu_level.VARIABLE, name)
+        with pytest.raises(ValueError, match=f"SPEC_COMPILE_CPU_LEVEL: .*{message}"):
+            cpu_level.chosen(present)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place, name", [(0, "plain"), (1, "avx2")])
+def test_every_kernel_takes_the_level_of_the_environment(place, name):
+    code = "from spec_compile.kernels.attention import cpu_attention as attention; "
+    code += "from spec_compile.kernels.linear import few_rows, transposed; "
+    code += "print(few_rows.BEST, attention.BEST, transposed.SUPPORTED)"
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, capture_output=True, text=True, check=True, env={**os.environ, cpu_level.VARIABLE: name})
+    assert done.stdout.split() == [str(place), str(place), "False"]
 
 
 def test_groups_without_a_kernel_are_named():
