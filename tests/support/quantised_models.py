@@ -23,6 +23,10 @@ from transformers import (
 from transformers.integrations.finegrained_fp8 import FP8Linear, replace_with_fp8_linear
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
+from spec_compile.capture.yardstick import NEAR_TIE, first_unequal
+from spec_compile.kernels.linear.quantised import unrounded_activations
+from spec_compile.report.noise import gap_noise
+
 IDS = torch.randint(1, checkpoints.VOCAB, (1, 20), generator=torch.Generator().manual_seed(3))
 
 
@@ -32,6 +36,7 @@ def fp8_forward(layer, x):
     for column in range(0, layer.in_features, 128):
         part = x[..., column : column + 128].float()
         scale = part.abs().amax(-1, keepdim=True) / 448
+        scale = scale.where(scale > 0, 1.0)
         part = ((part / scale).to(torch.float8_e4m3fn).float() * scale).double()
         for row in range(0, layer.out_features, 128):
             weight = layer.weight[row : row + 128, column : column + 128].float()
@@ -64,6 +69,22 @@ def load(name, folder, dtype=torch.float32, **changes):
         if type(part).__name__ == "Linear4bit":  # some CPUs have a kernel that rounds scales to bfloat16
             part.forward = functools.partial(linear_4bit_forward, part)
     return model.eval()
+
+
+@torch.no_grad()
+def parts_at_near_tie(fast, answer, wanted):
+    """True if two texts [T] of a speculative model with rounded activations are equal, or part where the two logits are
+    as near as the rounding of activations moves them. The yardstick is the logits without that rounding."""
+    place = first_unequal(answer.tolist(), wanted.tolist())
+    if place is None:
+        return len(answer) == len(wanted)
+    run, ids = fast.speculation.engine.captured.gm, wanted[None, :place]
+    rounded = run(ids, positions := torch.arange(place)[None])[0][0]
+    with unrounded_activations():
+        exact = run(ids, positions)[0][0]
+    pair = [answer[place], wanted[place]]
+    errors = (rounded - exact)[:, pair].diff(dim=-1).T
+    return abs(float(exact[-1, pair].diff())) <= NEAR_TIE * gap_noise(errors)
 
 
 def experts_forward(experts, x, weight, scale, activation_scale=None):
