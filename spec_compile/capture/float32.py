@@ -8,7 +8,7 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..kernels import HALF, experts
+from ..kernels import HALF
 from ..kernels.linear import PRODUCT, PRODUCTS, quantised
 from ..kernels.plain import plain_kernels
 
@@ -67,9 +67,6 @@ class _Float32(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):  # FlexAttention, which has no schema
             return func(*map(_widened, args), **kwargs)
-        if func in experts.PRODUCTS:
-            named = zip(_names(func), args)
-            args = tuple(experts.unrounded(value) if name == "format" else value for name, value in named)
         is_view, written = _aliasing(func)
         if is_view:  # converted by the op that uses it
             return func(*args, **kwargs)

@@ -40,6 +40,7 @@ from spec_compile.graph import ModelGraph, calls
 from spec_compile.inventory import held_tensors
 from spec_compile.kernels import experts, linear
 from spec_compile.kernels.linear import QUANTISED, few_rows, quantised
+from spec_compile.kernels.linear.quantised import unrounded_activations
 from spec_compile.passes import fuse_append, fuse_residuals, fuse_swiglu, use_small_m_linears
 from spec_compile.passes.row_invariance import variant_parts
 from spec_compile.passes.tap_hidden_states import FINAL
@@ -574,6 +575,18 @@ def test_experts_in_fp8(fp8_mixture):
     fast = speculate(fp8_mixture, compile=False)
     assert torch.equal(fast.generate(ids, **GREEDY), fp8_mixture.generate(ids, **GREEDY))
     assert fp8_mixture.model.layers[0].mlp.experts.down_proj.dtype == torch.float8_e4m3fn
+
+
+def test_no_expert_rounds_activations_where_no_layer_does(fp8_mixture):
+    """So sums in another order do not move the logits of the checks in float32."""
+    graph, noise = capture(fp8_mixture), torch.randn(1, models.BASE["hidden_size"]) * 1e-6
+    node, x = calls(graph.gm, experts.UP)[0], torch.randn(16, models.BASE["hidden_size"])
+    parts = [getattr(graph.gm, part.target) for part in experts.parts_of(node)]
+    ids = torch.arange(16)[:, None] % len(parts[0])
+    with unrounded_activations():
+        apart = [experts.UP(each, ids, parts, node.args[-1]) for each in (x, x + noise)]
+    assert (apart[1] - apart[0]).abs().max() < 1e-5 * apart[0].abs().max()
+    assert not torch.allclose(experts.UP(x, ids, parts, node.args[-1]), apart[0], rtol=1e-3)
 
 
 def test_experts_in_fp8_that_are_not_read(fp8_mixture):

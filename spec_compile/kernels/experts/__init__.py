@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from ..linear.product_ops import plain_stream, stream_after
 from . import launch
-from .format import ExpertFormat, format_of, unrounded  # noqa: F401
+from .format import ExpertFormat, format_here, format_of
 from .launch import lack, lack_of_device  # noqa: F401
 
 
@@ -22,7 +22,7 @@ def experts_up(x: Tensor, ids: Tensor, parts: list[Tensor], format: str) -> Tens
 
     parts, format: the weights and the text of their `ExpertFormat`. The host waits for nothing on a GPU.
     """
-    layout, top = format_of(format), ids.shape[1]
+    layout, top = format_here(format), ids.shape[1]
     if launch.serves(x, parts, layout):
         return launch.up(x, ids, parts, layout)
     rows = x[:, None].expand(-1, top, -1).reshape(-1, x.shape[1])
@@ -40,7 +40,7 @@ def experts_down(x: Tensor, ids: Tensor, weights: Tensor, parts: list[Tensor], f
 
     x [T, k, I], ids [T, k] int64, weights [T, k] -> [T, H] of x's dtype. parts, format: see `experts_up`.
     """
-    layout = format_of(format)
+    layout = format_here(format)
     if launch.serves(x, parts, layout):
         return launch.down(x, ids, weights, parts, layout)
     pairs = _product(x.flatten(0, 1), ids.reshape(-1), parts, layout).unflatten(0, ids.shape)
@@ -61,7 +61,7 @@ def experts_down_to_stream(
 
     residual [..., H]; norm_weight, offset and the results: see `linear.product_ops.product_to_stream`.
     """
-    layout = format_of(format)
+    layout = format_here(format)
     if not launch.serves(x, parts, layout):
         out = experts_down(x, ids, weights, parts, format)
         return plain_stream(out.view_as(residual), residual, norm_weight, offset)

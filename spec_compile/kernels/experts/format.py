@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from ..linear.quantised.fp8_block import rounded_blocks
 from ..linear.quantised.layout import Place, exact_linear
 from ..linear.quantised.rearranged import Rearranged
+from ..linear.quantised.rows import rounds_activations
 from . import mxfp4
 
 
@@ -126,9 +127,10 @@ class ExpertFormat:
         return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
 
 
-def unrounded(text: str) -> str:
-    """The text of the same format with inputs that are not rounded."""
-    return replace(format_of(text), rounds=False).text
+def format_here(text: str) -> ExpertFormat:
+    """The format that has this `text`, with inputs that are not rounded where no layer rounds its activations."""
+    layout = format_of(text)
+    return layout if rounds_activations.get() else replace(layout, rounds=False)
 
 
 @functools.cache
