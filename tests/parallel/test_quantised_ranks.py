@@ -19,7 +19,6 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 
 from spec_compile import load_mxfp4, speculate
 from spec_compile.capture.quantised import packed_layers
-from spec_compile.kernels.linear.quantised import unrounded_activations
 
 PLAIN = dict(compile=False, max_cache_len=200, check=False, adaptive=False)
 GREEDY = dict(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -57,23 +56,14 @@ def gives_one_processs_tokens(shared, size, folder, **options):
 
 
 FEW = "fp8", "ct fp8", "gptq"
-CONSTANT = "static fp8"
-"""A format with one scale for all activations. Codes that another order of sums moves, as on some CPUs, move its
-answers."""
-OTHERS = [name for name in TINY if name != CONSTANT]
+"""Formats for more cases. Models are in float64 if formats round activations, because no sum in float64 is so near to
+the tie of two codes that its order decides."""
 
 
-@pytest.mark.parametrize("names", [FEW[1:], pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.parametrize("names", [FEW[1:], pytest.param(tuple(TINY), marks=pytest.mark.slow)], ids=["few", "all"])
 def test_every_format_gives_one_processs_tokens(names, tmp_path):
-    shared = {name: packed(models.ADMITTED["llama"](), name) for name in names}
+    shared = {name: packed(models.ADMITTED["llama"]().double(), name) for name in names}
     assert set(gives_one_processs_tokens(shared, 2, tmp_path).values()) == {"nothing"}
-
-
-@pytest.mark.slow
-def test_a_constant_scale_gives_one_processs_tokens(tmp_path):
-    shared = {CONSTANT: packed(models.ADMITTED["llama"](), CONSTANT)}
-    with unrounded_activations():
-        assert gives_one_processs_tokens(shared, 2, tmp_path) == {CONSTANT: "nothing"}
 
 
 WIDE = dict(models.BASE, hidden_size=128, intermediate_size=128, num_attention_heads=8, head_dim=16)
@@ -84,7 +74,7 @@ WIDE = dict(models.BASE, hidden_size=128, intermediate_size=128, num_attention_h
 @pytest.mark.parametrize("size", [4, 8])
 def test_more_ranks_give_one_processs_tokens(size, tmp_path):
     def wide(kv_heads):
-        return models.build("LlamaConfig", "LlamaForCausalLM", dict(WIDE, num_key_value_heads=kv_heads))
+        return models.build("LlamaConfig", "LlamaForCausalLM", dict(WIDE, num_key_value_heads=kv_heads)).double()
 
     shared = {name: packed(wide(8), name) for name in FEW} | {"two kv heads": packed(wide(2), "ct")}
     assert set(gives_one_processs_tokens(shared, size, tmp_path).values()) == {"nothing"}
@@ -130,12 +120,12 @@ def test_models_that_transformers_has_sharded(name, tmp_path):
     if name.startswith("ct"):
         pytest.importorskip("compressed_tensors")
     options, ids = dict(PLAIN, check=True), torch.arange(3, 20)[None]
-    expected = speculate(load(name, tmp_path, size=512), "ngram", **options).generate(ids, **GREEDY)
+    expected = speculate(load(name, tmp_path, torch.float64, size=512), "ngram", **options).generate(ids, **GREEDY)
 
     def on_a_rank(rank):
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
         with mock.patch.object(FineGrainedFP8HfQuantizer, "validate_environment", lambda *args, **kwargs: None):
-            model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, tp_plan="auto").eval()
+            model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, tp_plan="auto").eval()
         fast = speculate(model, "ngram", **options)
         held = {part.data_ptr() for part in fast.speculation.engine.runtime.verify.gm.buffers()}
         local = next(iter(packed_layers(model)["model.layers.0.mlp.down_proj"].parts.values()))._local_tensor
@@ -169,8 +159,8 @@ HYBRIDS = "qwen3_5", "falcon_h1", "nemotron_h", "lfm2", "jamba"
 @pytest.mark.parametrize("name", FAMILIES + HYBRIDS)
 def test_every_family_gives_one_processs_tokens(name, tmp_path):
     build = {**models.ADMITTED, **models.HYBRIDS}[name]
-    shared = {"in 32 bits": build()} | {form: packed(build(), form) for form in FEW}
-    assert len(set(gives_one_processs_tokens(shared, 2, tmp_path).values())) == 1  # the same layers as in 32 bits
+    shared = {"plain": build().double()} | {form: packed(build().double(), form) for form in FEW}
+    assert len(set(gives_one_processs_tokens(shared, 2, tmp_path).values())) == 1  # the same layers as of plain weights
 
 
 @pytest.mark.gpu
