@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     Cache,
@@ -123,10 +123,10 @@ def layout_of(model: PreTrainedModel, graph: ModelGraph) -> Layout | None:
 def _as_ours(layer, kind: str) -> Tensor:
     """The state of a recurrence of this kind in a layer of transformers' cache, [B, ...] as `cache.States` has it.
 
-    There a convolution has one more past input, which nothing reads, and Mamba-2's state has its two sizes swapped.
+    There the inputs of a convolution are the last dimension, and Mamba-2's state has its two sizes swapped.
     """
     if kind == "convolution":
-        return getattr(layer, CONVOLUTIONS)[0][..., 1:].transpose(1, 2)
+        return getattr(layer, CONVOLUTIONS)[0].transpose(1, 2)
     state = getattr(layer, STATES)[0]
     return state.transpose(2, 3) if kind == "decay" else state
 
@@ -177,6 +177,6 @@ def extend(cache: Cache, state, padding: list[int], length: int, layout: Layout)
     for recurrence, (number, kind) in enumerate(layout.states):
         after, _ = state.kv.states[recurrence]
         if kind == "convolution":
-            cache.update_conv_state(nn.functional.pad(after.transpose(1, 2), (1, 0)), number)
+            cache.update_conv_state(after.transpose(1, 2), number)
         else:
             cache.update_recurrent_state(after.transpose(2, 3) if kind == "decay" else after, number)

@@ -39,8 +39,8 @@ def step(kind, state, inputs):
     """One token after `state`: inputs [B, ...] -> output, next state. In float64."""
     if kind == "convolution":
         x, weight = inputs
-        window = torch.cat([state, x[:, None]], dim=1)
-        return (window * weight.T).sum(dim=1), window[:, 1:]
+        window = torch.cat([state[:, 1:], x[:, None]], dim=1)
+        return (window * weight.T).sum(dim=1), window
     if kind == "selective":
         c, b, x, dt, a = inputs
         state = (dt[..., None] * a).exp() * state + (dt * x)[..., None] * b[:, None]

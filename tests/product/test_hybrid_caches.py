@@ -1,6 +1,7 @@
 """Caches of models with recurrences, in and out of generate(): transformers' tokens and states."""
 
 import warnings
+from inspect import signature
 
 import hybrids
 import models
@@ -14,13 +15,14 @@ from spec_compile.compat import CACHE, STATES
 
 NAMES = ["lfm2", "qwen3_5", "falcon_h1"]
 SLOW = [name for name in models.HYBRIDS if name not in NAMES and name not in hybrids.PURE]
+HANDED_OUT = ["lfm2", "qwen3_next", "falcon_h1"]
 NEW = hybrids.TURN
 
 
-def are_close(ours, theirs):
-    """States of two caches; those of single steps differ from those of a chunk in the last bits."""
-    for one, other in zip(states_of(ours), states_of(theirs), strict=True):
-        assert (one - other).abs().max() <= 2e-5 * other.abs().max()
+def are_close(ours, theirs, bound=2e-5):
+    """States of two caches, or tensors; those of single steps differ from those of a chunk in the last bits."""
+    pairs = zip(*(each if isinstance(each, list) else states_of(each) for each in (ours, theirs)), strict=True)
+    assert all((one - other).abs().max() <= bound * other.abs().max() for one, other in pairs)
 
 
 @pytest.mark.sweep("qwen3_5")
@@ -57,16 +59,38 @@ def test_a_static_cache_and_rows_that_end_early():
     are_close(caches[1], caches[0])
 
 
-def test_what_the_model_continues_is_what_we_hand_out():
-    model, fast = system("falcon_h1")
-    ids, mask = hybrids.batch((9, 20))
-    first = answer(fast, ids, mask, NEW, return_dict_in_generate=True)
-    ids = torch.cat([first.sequences, torch.tensor([[7, 8], [9, 10]])], dim=1)
-    mask = torch.nn.functional.pad(mask, (0, NEW + 2), value=1)
-    expected = answer(model, ids, mask, NEW)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch.equal(answer(model, ids, mask, NEW, **{CACHE: first[CACHE]}), expected)
+def attended(cache, mask):
+    """Keys and values [..., Hkv, D] of the positions that count, in the order of layers."""
+    layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    whole = torch.nn.functional.pad(mask, (0, cache.get_seq_length() - mask.shape[1]), value=1).bool()
+    pairs = [(each, whole[:, -each.shape[2] :]) for layer in layers for each in (layer.keys, layer.values)]
+    return [each.transpose(1, 2)[seen] for each, seen in pairs]
+
+
+@pytest.mark.sweep("lfm2 qwen3_next falcon_h1")
+@pytest.mark.parametrize("name", [*HANDED_OUT, *sorted({*NAMES, *SLOW} - {*HANDED_OUT})])
+def test_a_returned_cache_is_transformers_own(name):
+    """States, past inputs of convolutions, keys and values; after prompts that are shorter than a convolution, too.
+    Each model continues the other's."""
+    model, fast = system(name)
+    options, bound = dict(new=5, return_dict_in_generate=True), 2 * hybrids.NOISY.get(name, 1e-5)
+    for lengths in ((2,), (9, 5, 1)):
+        ids, mask = hybrids.batch(lengths)
+        embeds = "inputs_embeds" in signature(model.prepare_inputs_for_generation).parameters
+        for given in (None, model.get_input_embeddings()(ids)) if embeds else (None,):
+            begun = dict(ids=ids) if given is None else dict(ids=None, inputs_embeds=given)
+            plain, got = (answer(each, mask=mask, **begun, **options) for each in (model, fast))
+            assert torch.equal(got.sequences, plain.sequences)
+            assert got[CACHE].get_seq_length() == plain[CACHE].get_seq_length()
+            are_close(got[CACHE], plain[CACHE], bound)
+            are_close(attended(got[CACHE], mask), attended(plain[CACHE], mask), bound)
+            text, seen = (
+                torch.cat([ids, plain.sequences[:, -5:]], dim=1),
+                torch.nn.functional.pad(mask, (0, 5), value=1),
+            )
+            expected = answer(model, text, seen, 6)
+            for each, cache in ((model, got[CACHE]), (fast, plain[CACHE])):
+                assert torch.equal(answer(each, text, seen, 6, **{CACHE: cache}), expected)
 
 
 @pytest.mark.slow

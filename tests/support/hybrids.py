@@ -47,11 +47,11 @@ def texts(sequences, mask):
 
 
 def states_of(cache):
-    """Convolution histories [B, w - 1, C] and states [B, ...] in a cache of transformers', in the order of layers."""
+    """Convolution histories [B, w, C] and states [B, ...] in a cache of transformers', in the order of layers."""
     tensors = []
     for layer in cache.layers:
         if getattr(layer, "conv_states", None) and layer.conv_states.get(0) is not None:
-            tensors.append(layer.conv_states[0][:, :, 1:].transpose(1, 2))
+            tensors.append(layer.conv_states[0].transpose(1, 2))
         if getattr(layer, "recurrent_states", None) and layer.recurrent_states.get(0) is not None:
             tensors.append(layer.recurrent_states[0])
     return tensors

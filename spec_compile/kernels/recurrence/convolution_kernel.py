@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 @triton.jit(do_not_specialize=["tokens"])
 def convolution_kernel(
     x_ptr, weight_ptr,  # [B, tokens, CHANNELS] by its strides, [CHANNELS, WIDTH]
-    state_ptr,  # [B, WIDTH - 1, CHANNELS]
+    state_ptr,  # [B, WIDTH, CHANNELS]
     walk_ptr,  # [B, COLUMNS, tokens] of trees; only the last column is read, the parents
     stash_ptr, out_ptr,  # [B, MAX_NODES, CHANNELS] of trees and float32 [B, tokens, CHANNELS], written
     stride_xb, stride_xn, tokens, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -28,7 +28,7 @@ def convolution_kernel(
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = channel < CHANNELS
     x_ptr += row * stride_xb
-    state_ptr += row * (WIDTH - 1) * CHANNELS
+    state_ptr += row * WIDTH * CHANNELS
     if IS_TREE:
         walk_ptr += (row * COLUMNS + COLUMNS - 1) * tokens
 
@@ -48,7 +48,7 @@ def convolution_kernel(
         node = tl.where(node < 0, -1, parent)
         above, old = tl.where(node < 0, 0, CHANNELS), tl.where(node < 0, CHANNELS, 0)  # one load is masked out
         value = tl.load(x_ptr + node * stride_xn + channel, mask=channel < above, other=0.0)
-        value += tl.load(state_ptr + (WIDTH - 2 - before) * CHANNELS + channel, mask=channel < old, other=0.0)
+        value += tl.load(state_ptr + (WIDTH - 1 - before) * CHANNELS + channel, mask=channel < old, other=0.0)
         factor = tl.load(weight_ptr + channel * WIDTH + WIDTH - 1 - tap, mask=mask, other=0.0).to(tl.float32)
         total = tl.fma(value.to(tl.float32), factor, total)
     tl.store(out_ptr + (row * tokens + tl.program_id(0)) * CHANNELS + channel, total, mask=mask)
@@ -63,7 +63,7 @@ def convolution_commit_kernel(
 ):  # fmt: skip
     """Move the path's inputs into the states of all layers. Grid (blocks of channels, B, layers).
 
-    HISTORY = 3, state [r, s, t], a path with inputs [a, b] and gained = 2 give the state [t, a, b]. DTYPE: an integer
+    HISTORY = 4, state [q, r, s, t], a path with inputs [a, b] and gained = 2 give [s, t, a, b]. DTYPE: an integer
     of the size of the states' elements.
     """
     row = tl.program_id(1).to(tl.int64)
