@@ -1,5 +1,6 @@
 """The check of generation: the graphs must give the logits of the model's `generate`."""
 
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -18,8 +19,11 @@ from ..tree import ancestry
 from . import adapters, hooks
 from .checks import LONGEST, PARENTS, SHORTEST, TREE, cached, on_some_text, random_ids, reaches, tree_logits
 from .float32 import in_float32
+from .modules.indexed import earlier_of_equal
 from .quantised import embedded_tokens, output_matrix, with_plain_meaning
 from .yardstick import compare_logits, compare_rounding, exact_logits, has_half, in_float32_if_possible
+
+log = logging.getLogger("spec_compile")
 
 STEPS = 4
 """Tokens that are generated, the first from the prompt and the others from the cache."""
@@ -28,6 +32,10 @@ PADDING = 7
 PATH = [0, 2, 5, 8]
 """Nodes of a path from the root of `PARENTS`, as many as `STEPS`."""
 GENERATE = "the model's own generate(), over its cache,"
+TIES = (
+    "%s has indexers whose scores are often equal, as with few heads: the earlier token is chosen here, and any by "
+    "transformers, so that its tokens may differ, also between its own prompts and single steps"
+)
 ANY, UNPADDED, SINGLE = "any", "without padding", "of one row"
 """Batches in which `generate` gives every row the answer of its text."""
 
@@ -51,12 +59,15 @@ def check_generation(
     generates = _forward_logits if overridden else _generated_logits
 
     def check(*padding: int) -> None:
-        if not overridden:
-            on_some_text(
-                graph, lambda seed: _compare_steps(model, graph, random_ids(graph, len(padding), short, seed), padding)
-            )
-        if reaches(graph) and long > PADDING + STEPS:
-            on_some_text(graph, partial(_compare_far, model, graph, (prefill, verify), generates, long, padding[-1]))
+        with earlier_of_equal(graph) as choices:
+            if not overridden:
+                short_text = partial(random_ids, graph, len(padding), short)
+                on_some_text(graph, lambda seed: _compare_steps(model, graph, short_text(seed), padding))
+            if reaches(graph) and long > PADDING + STEPS:
+                far = partial(_compare_far, model, graph, (prefill, verify), generates, long, padding[-1])
+                on_some_text(graph, far)
+        if choices.has_changed:
+            log.warning(TIES, type(model).__name__)
 
     for batches, padding in ((ANY, (0, PADDING)), (UNPADDED, (0, 0))):
         if short > max(padding) + 1:

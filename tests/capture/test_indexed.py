@@ -67,6 +67,26 @@ def test_the_only_token_that_may_be_drawn(pair):
     assert torch.equal(got, want)
 
 
+@pytest.mark.sweep("glm_moe_dsa")
+@pytest.mark.parametrize("name", models.INDEXED)
+def test_equal_scores_are_announced_and_the_earlier_tokens_chosen(name, caplog):
+    """With two heads a quarter of the scores is 0, because no product is positive. transformers with a choice of the
+    earlier of them gives the same tokens."""
+    model = models.INDEXED[name](index_n_heads=2)
+    fast = models.speculate_captured(model, compile=False)
+    assert sum("scores are often equal" in message for message in caplog.messages) == 1
+    options = dict(do_sample=False, max_new_tokens=24, eos_token_id=None)
+    with indexed.earlier_of_equal(fast.speculation.engine.captured) as choices:
+        want = model.generate(ROWS[0], **options)
+    assert choices.has_changed
+    assert torch.equal(fast.generate(ROWS[0], **options), want)
+
+
+def test_scores_that_are_not_equal_are_not_announced(caplog):
+    check_capture(glm_model := models.INDEXED["glm_moe_dsa"](), capture(glm_model))
+    assert not caplog.messages
+
+
 @pytest.fixture(scope="module")
 def glm():
     return served("glm_moe_dsa")

@@ -197,7 +197,10 @@ def build(config, model, kwargs, over=()):
 ADMITTED = {name: (lambda row=row: build(*row)) for name, row in _ADMITTED.items()}
 HYBRIDS = {name: (lambda row=row: build(*row)) for name, row in _HYBRID.items() if hasattr(transformers, row[1])}
 UNMASKED = {name: (lambda row=row: build(*row)) for name, row in _UNMASKED.items()}
-INDEXED = {name: (lambda row=row: build(*row)) for name, row in _INDEXED.items() if hasattr(transformers, row[1])}
+INDEXED = {
+    name: (lambda row=row, **sizes: build(*row[:2], dict(row[2], **sizes), *row[3:]))
+    for name, row in _INDEXED.items() if hasattr(transformers, row[1])
+}  # fmt: skip
 REFUSED = {name: (lambda row=row: build(*row)) for name, row in _REFUSED.items()}
 
 

@@ -1,11 +1,15 @@
 """Changes of attention with an indexer (DeepSeek sparse attention), so that its capture shows a marker of choices."""
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...graph import IndexSpec, calls
+from ...graph import IndexSpec, ModelGraph, calls
 from ...kernels import HALF
 from ...kernels.attention import choice
 from .attention import Attend, source_of
@@ -19,6 +23,32 @@ class _Unread:
 
 
 UNREAD = _Unread()
+
+
+class _EarlierOfEqual(TorchDispatchMode):
+    """See `earlier_of_equal`. sizes: tokens that indexers choose. has_changed: True if a choice was another before."""
+
+    def __init__(self, sizes: set[int]):
+        super().__init__()
+        self.sizes, self.has_changed = sizes, False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is not torch.ops.aten.topk.default or args[1] not in self.sizes:
+            return out
+        values, tokens = (part[..., : args[1]] for part in args[0].sort(dim=-1, descending=True, stable=True))
+        chosen = [ids.masked_fill(v == -math.inf, -1).sort().values for v, ids in ((values, tokens), out)]
+        self.has_changed |= not torch.equal(*chosen)
+        return values, tokens
+
+
+@contextmanager
+def earlier_of_equal(graph: ModelGraph) -> Iterator[_EarlierOfEqual]:
+    """A context in which a model's own indexers choose the earlier of equal scores, as ours do, where torch.topk
+    promises no order."""
+    choices = _EarlierOfEqual({spec.topk for spec in graph.indexes})
+    with choices if choices.sizes else nullcontext():
+        yield choices
 
 
 def halves(module: nn.Module, attend: Attend) -> None:
