@@ -18,6 +18,7 @@ from .recurrences import has_recurrences
 from .training_mode import effects
 
 DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
+ONE_DEVICE = "without device_map, or with device_map='cuda:0' or 'cpu'"
 GROWING_ROPE = {"dynamic", "longrope"}
 
 
@@ -78,13 +79,16 @@ def _admit_mode(model: PreTrainedModel) -> None:
 def _admit_tensors(model: PreTrainedModel, packed: set[str]) -> None:
     """Refuse devices and dtypes that cannot be served. packed: paths of quantised modules, whose dtypes are known."""
     devices = sorted({str(p.device) for p in held_parameters(model)})
-    if len(devices) != 1:
-        raise UnsupportedModelError(
-            f"model: {type(model).__name__} is spread over {', '.join(devices)}; load it on a single device"
+    if any(map(_offloads, model.modules())):
+        _refuse(
+            model,
+            "is offloaded by accelerate, which moves its weights while it runs, and model.to() cannot undo that; load "
+            f"it again on a single device: {ONE_DEVICE}",
         )
-    if getattr(model, "hf_device_map", None) and {str(d) for d in model.hf_device_map.values()} & {"cpu", "disk"}:
-        if devices != ["cpu"]:
-            _refuse(model, "is partly offloaded (hf_device_map); load all of it onto one device")
+    if "meta" in devices:
+        _refuse(model, "has parameters without values (on the meta device); load it by from_pretrained()")
+    if len(devices) != 1:
+        _refuse(model, f"is spread over {', '.join(devices)}; load it on a single device: {ONE_DEVICE}")
     _admit_device(model, torch.device(devices[0]))
     read = {id(p) for path in packed for p in held_parameters(model.get_submodule(path))}
     unknown = sorted({str(p.dtype) for p in held_parameters(model) if id(p) not in read} - {str(d) for d in DTYPES})
@@ -95,9 +99,16 @@ def _admit_tensors(model: PreTrainedModel, packed: set[str]) -> None:
         )
 
 
+def _offloads(part: nn.Module) -> bool:
+    """True if a hook of accelerate brings a module's weights to its device for each forward."""
+    hook = getattr(part, "_hf_hook", None)
+    hooks = getattr(hook, "hooks", [hook])
+    return any(getattr(each, "offload", False) or type(each).__name__ == "CpuOffload" for each in hooks)
+
+
 def _admit_device(model: PreTrainedModel, device: torch.device) -> None:
     if device.type not in ("cpu", "cuda"):
-        _refuse(model, f"is on {device}; it runs on a CPU or on a CUDA GPU: model.to('cuda')")
+        _refuse(model, f"is on {device}; it runs on a CPU or on a CUDA GPU: model.to('cpu') or model.to('cuda')")
     if device.type == "cuda":
         card = card_of(device)
         if card.capability < OLDEST:
@@ -109,7 +120,7 @@ def _admit_device(model: PreTrainedModel, device: torch.device) -> None:
         if importlib.util.find_spec("triton") is None:
             _refuse(model, "is on a GPU, whose kernels need triton: pip install triton, or model.to('cpu')")
         if next(model.parameters()).dtype == torch.float64:
-            _refuse(model, "is in float64, which the GPU kernels do not take: model.to(torch.float32)")
+            _refuse(model, "is in float64, which the GPU kernels do not take; load it with dtype=torch.float32")
 
 
 def _refuse(model: PreTrainedModel, reason: str) -> None:

@@ -39,6 +39,8 @@ ADVICE = {
     "Linear8bitLt": "load it with load_in_4bit=True, because a row's answer depends on outliers of other rows here",
     "GgufLinear": "load its original checkpoint, or an FP8 one",
 }
+UNPACKS = "ct_decompress_hook"
+"""The hook of compressed-tensors that unpacks all layers in a model's first forward, and is gone then."""
 
 ROWS = 1 << 12
 """Rows of an output head's codes that are made numbers together."""
@@ -205,7 +207,7 @@ def mark(model: PreTrainedModel) -> PreTrainedModel:
             plain = RoundedHead(packed, layer._parameters.get("weight"), layer.dtype)
         setattr(model.get_submodule(parent), name, plain)
     for number, hook in [*model._forward_pre_hooks.items()]:
-        if "ct_decompress_hook" in getattr(hook, "__qualname__", ""):  # it would unpack the layers of the original
+        if UNPACKS in getattr(hook, "__qualname__", ""):  # it would unpack the layers of the original
             del model._forward_pre_hooks[number]
     mark_mxfp4(model)
     return model

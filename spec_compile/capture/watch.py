@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..inventory import held_items
 from .compiled import underlying
 from .hooks import METHODS, OF_CLASSES
+from .quantised import UNPACKS
 from .training_mode import effects
 from .weights import AGAIN, Slot
 
@@ -56,6 +57,7 @@ REMEDIES = {
     "refresh": "call model.speculation.refresh() to take over its values",
     "eval": "call model.eval(): an answer of evaluation mode was captured",
     "speculate": AGAIN,
+    "load": "the model's own forward has unpacked its weights: load it again, then call speculate() again",
 }
 
 
@@ -286,7 +288,8 @@ def _hook_differences(label: str, was: list, now: list) -> Iterator[Change]:
             yield Change(f"{label} got a forward hook ({_name(hook)}) after speculate()")
     for number, hook in was:
         if (number, hook) not in now:
-            yield Change(f"{label} lost a forward hook ({_name(hook)}) after speculate()")
+            remedy = "load" if UNPACKS in getattr(hook, "__qualname__", "") else "speculate"
+            yield Change(f"{label} lost a forward hook ({_name(hook)}) after speculate()", remedy)
 
 
 def _was_and_is(name: str, was: Any, now: Any) -> str:

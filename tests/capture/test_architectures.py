@@ -1,5 +1,6 @@
 """Every architecture: the same tokens as Hugging Face's generate(), or a refusal that says why."""
 
+import accelerate
 import models
 import pytest
 import torch
@@ -63,6 +64,39 @@ def test_compiled(name):
         assert first_difference(generate(fast, prompt), generate(model, prompt)) == [None]
     assert set(fast.speculation.stats.nodes) == {1, 4}
     assert fast.speculation.stats.seconds["compile"] > 0
+
+
+ON_CPU = torch.device("cpu")
+OFFLOADS = {
+    "all": lambda net, folder: accelerate.cpu_offload(net, ON_CPU),
+    "a layer": lambda net, folder: accelerate.cpu_offload(net.model.layers[1], ON_CPU),
+    "on disk": lambda net, folder: accelerate.disk_offload(net, folder, ON_CPU),
+    "by turns": lambda net, folder: accelerate.cpu_offload_with_hook(net, ON_CPU),
+}
+
+
+@pytest.mark.parametrize("how", OFFLOADS)
+def test_offloaded_weights_are_loaded_again(how, tmp_path):
+    """accelerate refuses `model.to()`, or the next forward would move the weights away again. The advice works."""
+    model = models.ADMITTED["llama"]()
+    model.save_pretrained(tmp_path / "model")
+    OFFLOADS[how](model, tmp_path / "weights")
+    with pytest.raises(
+        UnsupportedModelError, match=r"is offloaded by accelerate.*without device_map, or with device_m"
+    ):
+        spec_compile.speculate(model, compile=False)
+    for given in ({}, {"device_map": "cpu"}):
+        again = type(model).from_pretrained(tmp_path / "model", **given)
+        check_tokens(again, spec_compile.speculate(again, compile=False, check=False))
+
+
+def test_a_model_without_values():
+    with torch.device("meta"):
+        model = LlamaForCausalLM(models.ADMITTED["llama"]().config).eval()
+    with pytest.raises(
+        UnsupportedModelError, match=r"without values \(on the meta device\); load it by from_pretrained"
+    ):
+        spec_compile.speculate(model, compile=False)
 
 
 REASONS = {

@@ -219,6 +219,20 @@ def test_hooks_that_were_there_are_captured_and_missed_when_they_are_gone():
         fast.generate(IDS, **OPTIONS)
 
 
+def test_a_model_whose_forward_has_unpacked_it_is_loaded_again():
+    """As compressed-tensors does: another speculate() would refuse the unpacked layers."""
+
+    def ct_decompress_hook(*_):
+        handle.remove()
+
+    model = models.ADMITTED["llama"]()
+    handle = model.register_forward_pre_hook(ct_decompress_hook)
+    fast = speculate(model, compile=False, check=False)
+    model(IDS)
+    with pytest.raises(RuntimeError, match=r"ct_decompress_hook.*: load it again, then call speculate\(\)"):
+        fast.generate(IDS, **OPTIONS)
+
+
 def test_bookkeeping_is_no_change():
     model = models.ADMITTED["llama"]()
     fast = speculate(model, compile=False, check=False)

@@ -93,6 +93,11 @@ BY_CLASS: dict[str, dict] = {
         attention_head_dim=32,
     ),
     "ZayaForCausalLM": dict(num_experts_per_tok=1),
+    "HrmTextForCausalLM": dict(num_hidden_layers=16),  # 2 in each stack, of which 8 run one after the other
+    "Qwen4ExpForCausalLM": dict(
+        indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=2
+    ),
+    "xLSTMForCausalLM": dict(qk_dim_factor=1.0, v_dim_factor=1.0),
     "XmodForCausalLM": dict(default_language="en_XX"),
     "ReformerModelWithLMHead": dict(axial_pos_shape=[16, 32], axial_pos_embds_dim=[32, 32]),
 }
