@@ -36,7 +36,7 @@ from spec_compile.capture.quantised import hold_one_layout, packed_layers
 from spec_compile.capture.trace import capture
 from spec_compile.drafters.modules.dflash import DFlashDraft
 from spec_compile.drafters.modules.layers import LayerKnobs
-from spec_compile.graph import ModelGraph, calls
+from spec_compile.graph import ModelGraph, attribute, calls
 from spec_compile.inventory import held_tensors
 from spec_compile.kernels import experts, linear
 from spec_compile.kernels.linear import QUANTISED, few_rows, quantised
@@ -581,7 +581,7 @@ def test_no_expert_rounds_activations_where_no_layer_does(fp8_mixture):
     """So sums in another order do not move the logits of the checks in float32."""
     graph, noise = capture(fp8_mixture), torch.randn(1, models.BASE["hidden_size"]) * 1e-6
     node, x = calls(graph.gm, experts.UP)[0], torch.randn(16, models.BASE["hidden_size"])
-    parts = [getattr(graph.gm, part.target) for part in experts.parts_of(node)]
+    parts = [attribute(graph.gm, part.target) for part in experts.parts_of(node)]
     ids = torch.arange(16)[:, None] % len(parts[0])
     with unrounded_activations():
         apart = [experts.UP(each, ids, parts, node.args[-1]) for each in (x, x + noise)]
