@@ -118,8 +118,8 @@ KERNEL void multiply(int64_t rows, const float* a, int64_t a_stride, const float
 
 // The same of any number of rows and columns, which are a multiple of kPad.
 template <class S>
-KERNEL void product(int64_t rows, const float* a, int64_t a_stride, const float* panel, int64_t columns, int64_t units,
-                    float* out, int64_t out_stride, const float* keep) {
+KERNEL void multiply_all(int64_t rows, const float* a, int64_t a_stride, const float* panel, int64_t columns,
+                         int64_t units, float* out, int64_t out_stride, const float* keep) {
     constexpr int64_t kMostRows = 6, kWidth = kVectors * kLanes;
     const int64_t tiles = (rows + kMostRows - 1) / kMostRows, size = tiles ? (rows + tiles - 1) / tiles : 0;
     for (int64_t m = 0; m < rows; m += size) {
@@ -133,6 +133,11 @@ KERNEL void product(int64_t rows, const float* a, int64_t a_stride, const float*
         for (; c < columns; c += kLanes)
             multiply<S, 1>(count, some, a_stride, panel + c, columns, units, to + c, out_stride, factors);
     }
+}
+
+// The same for numbers of a cache.
+template <class S, class... Arguments> INLINE void product(Arguments... arguments) {
+    multiply_all<typename S::Sums>(arguments...);
 }
 
 // Rows of a cache at `at` whose length is a multiple of a vector; others are copied to `copy` and filled up with zeros.
@@ -310,7 +315,7 @@ KERNEL void shared_blocks(const Work& work, int64_t b, int64_t h, int64_t row, i
             }
             if (!sees) continue;
             if (!loaded) panels.load_keys(b, h, at, count, ahead);
-            product<typename S::Sums>(here, queries + r * units, units, panels.keys, kBlock, units, tile.scores, kBlock, nullptr);
+            product<S>(here, queries + r * units, units, panels.keys, kBlock, units, tile.scores, kBlock, nullptr);
             cap(work.call, tile.scores, here * kBlock);
             float* const some = states + r * work.width();
             for (int64_t i = 0; i < here; i++)
@@ -318,7 +323,7 @@ KERNEL void shared_blocks(const Work& work, int64_t b, int64_t h, int64_t row, i
                                         some + i * work.width() + columns);
             if (!loaded) panels.load_values(b, h, at, count, ahead);
             loaded = true;
-            product<typename S::Sums>(here, tile.scores, kBlock, panels.values, columns, (count + S::kNumbers - 1) / S::kNumbers,
+            product<S>(here, tile.scores, kBlock, panels.values, columns, (count + S::kNumbers - 1) / S::kNumbers,
                        some, work.width(), tile.keep);
         }
     }
@@ -368,7 +373,7 @@ KERNEL void path_blocks(const Work& work, int64_t b, int64_t h, int64_t n, const
                     arranged[i] = i < count && seen[i] ? row[path.slots[at + i] - begin] : -INFINITY;
                 tile.keep[r] = weigh<S>(call, arranged, 0, count, some + (g + r) * work.width() + columns);
             }
-            product<typename S::Sums>(here, tile.scores, kBlock, panels.values, columns, (count + S::kNumbers - 1) / S::kNumbers,
+            product<S>(here, tile.scores, kBlock, panels.values, columns, (count + S::kNumbers - 1) / S::kNumbers,
                        some + g * work.width(), work.width(), tile.keep);
         }
     }
@@ -383,7 +388,7 @@ KERNEL void tail(const Work& work, int64_t b, int64_t h, float* states, float* n
     float* const scores = memory.take(work.rows() * 2 * kBlock);
     for (int64_t at = begin; at < end; at += kBlock) {
         panels.load_keys(b, h, at, std::min(kBlock, end - at), 0);
-        product<typename S::Sums>(work.rows(), queries, units, panels.keys, kBlock, units, scores + at - begin, 2 * kBlock, nullptr);
+        product<S>(work.rows(), queries, units, panels.keys, kBlock, units, scores + at - begin, 2 * kBlock, nullptr);
     }
     cap(work.call, scores, work.rows() * 2 * kBlock);
     for (int64_t n = 0; n < work.call.nodes; n++) {

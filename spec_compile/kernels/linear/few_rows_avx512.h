@@ -1,5 +1,5 @@
-// Vectors of AVX-512 for few_rows_tiles.h, which includes this once for each TARGET. NATIVE is 1 if few_rows_strips.h
-// multiplies bfloat16 and integers.
+// Vectors of AVX-512 for few_rows_tiles.h, in few_rows_avx512.cpp and few_rows_avx512_bf16.cpp. NATIVE is 1 in the
+// second, where few_rows_strips.h multiplies bfloat16 and integers.
 constexpr int kLanes = 16;
 constexpr int kMostRows = 6;  // rows of x in a tile of 4 outputs: 24 of the 32 registers are sums
 

@@ -2,7 +2,8 @@
 #if defined(__x86_64__) && defined(__GNUC__)
 #include "few_rows_level.h"
 
-#define KERNEL __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx512vbmi,avx2,fma,f16c")))
+#define KERNEL \
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx512vbmi,avx2,fma,f16c")))
 #define NATIVE 1
 
 namespace {

@@ -264,8 +264,10 @@ APART void few_rows_of(const Product& p, const BlockPart& part, int64_t row, flo
     }
 }
 
+// The same of more rows. panel: memory for the numbers of a segment.
 template <int kBits, bool kRounded>
-KERNEL void many_rows_of(const Product& p, const BlockPart& part, int64_t row, int64_t rows, float* panel, float* kept) {
+KERNEL void many_rows_of(const Product& p, const BlockPart& part, int64_t row, int64_t rows, float* panel,
+                         float* kept) {
     const int64_t segment = segment_of(p), stored = stored_inputs(p);
     const float* const x = static_cast<const float*>(p.prepared) + row * p.x_stride;
     Units units{};
@@ -286,6 +288,7 @@ KERNEL void many_rows_of(const Product& p, const BlockPart& part, int64_t row, i
     }
 }
 
+// Outputs begin .. end of at most kChunk rows.
 template <int kBits, bool kRounded>
 KERNEL void float_blocks_of(const Product& p, int64_t row, int64_t begin, int64_t end, Scratch& scratch) {
     static_assert(kSegment * kTile * sizeof(float) <= Scratch::kPanelBytes);

@@ -59,7 +59,7 @@ struct BlockTile {
     __mmask16 lanes[kStrips];
 };
 
-// Those of a whole block have V = kStrips vectors.
+// Vector i of words. With V = kStrips vectors the block is whole.
 template <int V> INLINE __m512i words_at(const BlockTile& t, const uint8_t* words, int i) {
     const uint8_t* const at = words + 64 * i;
     return V == kStrips ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi32(t.lanes[i], at);
