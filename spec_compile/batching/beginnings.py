@@ -80,9 +80,11 @@ class Beginnings:
             self.forget()
             row, known, blocks, seen = 0, 0, [], 0
         self.distrusts_weights &= not is_sure
-        known = self._cut(known)
+        # Drafts of the first round continue the target's state at the token before the root, which rows do not keep.
+        most = max(len(job.prompt) - 1 - (bool(self._runtime.algorithm.plan.taps) and not self._has_states), 0)
+        known = self._cut(min(known, most))
         copy = self.copy_row(row, known)
-        if (kept := self._cut(self.prefixes.length(blocks))) > known:
+        if (kept := self._cut(min(self.prefixes.length(blocks), most))) > known:
             row, known, copy = 0, kept, partial(self.prefixes.copy, blocks)
         has_branch = self._has_states and known + LEAST_BRANCH <= seen < len(job.prompt) - 1
         return Beginning(row, known, copy, seen if has_branch else 0)

@@ -18,7 +18,7 @@ from ..kernels.together import compile_together
 from ..tree import ancestry
 from . import adapters, hooks
 from .checks import LONGEST, PARENTS, SHORTEST, TREE, cached, on_some_text, random_ids, reaches, tree_logits
-from .float32 import in_float32
+from .float32 import full_precision
 from .modules.indexed import earlier_of_equal
 from .quantised import embedded_tokens, output_matrix, with_plain_meaning
 from .yardstick import compare_logits, compare_rounding, exact_logits, has_half, in_float32_if_possible
@@ -133,10 +133,9 @@ def _compare_far(
         return _captured_logits(graph, texts, (padding,), STEPS)
 
     if not has_half(graph):
-        with unrounded_activations():
+        with full_precision(), unrounded_activations():
             generated, texts = steps()
-        compile_together(partial(tree, graph.dtype))
-        with in_float32(by_kernels=True):
+            compile_together(partial(tree, graph.dtype))
             return compare_logits(name, TREE, tree(graph.dtype), generated.to(graph.dtype))
     wide = in_float32_if_possible(GENERATE, steps, model)
     generated, texts = wide or steps()

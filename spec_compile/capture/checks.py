@@ -138,7 +138,7 @@ def check_tree(name: str, graph: ModelGraph, verify: ModelGraph) -> None:
 
 
 def cached(graph: ModelGraph, verify: ModelGraph, dtype: torch.dtype) -> ModelGraph:
-    """What `Cache` reads of a graph, to hold keys and values in `dtype` for `verify`, rewritten from `graph`."""
+    """All that `Cache` reads of a graph, to hold keys and values in `dtype` for `verify`, rewritten from `graph`."""
     return replace(
         graph, dtype=dtype, layers=verify.layers, scaled_cache=verify.scaled_cache, has_adapters=verify.has_adapters
     )

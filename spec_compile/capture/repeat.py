@@ -1,7 +1,7 @@
 """`repeat` expands the graph of a model's copy with a few layers of each kind (see `kinds`) to the depth of the model.
 
-Each layer of the model gets the nodes of its template in the copy. What they read of the copy's layer before, they read
-of the model's layer before, in the same place, whatever template that layer has::
+Each layer of the model gets the nodes of its template in the copy. A node that reads the layer before in the copy reads
+the layer before in the model, in the same place, whatever template that layer has::
 
     layers     0 1 2 3 4 5 6 7 8 9
     kinds      a a a a b a a a b a

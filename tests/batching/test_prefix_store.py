@@ -419,7 +419,7 @@ def states_come_back(place, sees_next, texts):
     expected: dict = {}
     for number, (blocks, rest) in enumerate(texts):
         tokens = [token for token in blocks for _ in range(BLOCK)] + [9] * rest + [8]
-        known = [*range(BLOCK, len(tokens) - sees_next)]
+        known = [*range(BLOCK, len(tokens))]
         longest = max((n for n in known if tuple(tokens[: n + sees_next]) in expected), default=0)
         chain, _ = store.match(tokens)
         assert store.length(chain) == longest

@@ -299,8 +299,8 @@ def test_answers_on_a_gpu(name, schedule, dtype):
     ids, options = rounds.prompts(3).cuda(), dict(draft=draft, adaptive=False, max_cache_len=256) | SCHEDULES[schedule]
     system = speculate(model, "assistant", **options)
     assert torch.equal(rounds.generated(system, ids), rounds.generated(system, ids, speculation=False))
-    assert system.speculation.stats.accept_length > 1.2
+    assert system.speculation.stats.accept_length > 1.1
     for kept in ("fp8", "fp8_per_token_head") if dtype == torch.bfloat16 else ():
         small = speculate(model, "assistant", **options, kv_cache_dtype=kept)
         assert torch.equal(rounds.generated(small, ids), rounds.generated(small, ids, speculation=False))
-        assert small.speculation.stats.accept_length > 1.2
+        assert small.speculation.stats.accept_length > 1.1

@@ -169,7 +169,7 @@ def test_siblings_have_windows_of_their_own():
     x = torch.arange(1.0, 6.0)[None, :, None].expand(B, -1, 6)
     parents = torch.tensor([[-1, 0, 0, 1, 2]]).expand(B, -1)
     inputs = [x.contiguous(), torch.tensor([1e3, 1e2, 1e1, 1.0]).expand(6, -1)]
-    state = torch.tensor([7.0, 8.0, 9.0])[None, :, None].expand(B, -1, 6).contiguous()
+    state = torch.tensor([6.0, 7.0, 8.0, 9.0])[None, :, None].expand(B, -1, 6).contiguous()
     out = advance_or_look("convolution", inputs, state, stash_of("convolution", inputs), VALID, ancestry(parents)[0])
     assert out[0, :, 0].tolist() == [7891.0, 8912.0, 8913.0, 9124.0, 9135.0]
 

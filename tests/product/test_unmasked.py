@@ -70,6 +70,7 @@ def test_the_answer_and_the_states(served, length, new):
     with torch.no_grad():
         theirs = states_after(name, model, expected[:, :-1])
     for one, other in zip(ours, theirs, strict=True):
+        one = one[:, -other.shape[1] :]  # a convolution's state has one more past input here
         assert (one - other).abs().max() <= 2e-5 * other.abs().max()
 
 
