@@ -211,6 +211,18 @@ def test_each_turn_of_a_chat_reuses_all_but_the_last_token(name, sizes, monkeypa
             known = len(prompt) - 9
 
 
+@pytest.mark.parametrize("name, left", [("eagle3 tree", 2), ("mtp", 2), ("dflash", 2), ("draft_model", 1)])
+def test_the_first_drafts_of_a_known_prompt_are_those_of_a_new_one(name, left):
+    """A draft that continues the target's state at the token before the root needs that token processed again."""
+    options, algo = dict(ALGORITHMS[name]), name.split()[0]
+    options.pop("draft") if algo == "draft_model" else None
+    with managed(system(algo, **options)) as manager:
+        outputs = [answer(manager, LONG[:90], 16) for _ in range(2)]
+    assert [output.speculation.reused_prompt_tokens for output in outputs] == [0, 90 - left]
+    new, known = (output.speculation.per_step_accepted for output in outputs)
+    assert new == known and sum(new) > 0
+
+
 # --- recurrences
 
 
