@@ -1,5 +1,6 @@
 """The differences between supported versions of torch and transformers, and the private parts that are used."""
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -27,9 +28,11 @@ STATES = CACHE if TRANSFORMERS >= (5, 24) else "cache_params"
 COMPILE_LOCK = torch._dynamo.convert_frame.compile_lock
 """An RLock. Whoever compiles or exports acquires it, because neither is safe in two threads at once."""
 
-INDUCTOR_OPTIONS = {"cpp.simdlen": 1} if TORCH < (2, 13) else {}
+INDUCTOR_OPTIONS = {"cpp.simdlen": 1} if TORCH < (2, 13) or os.environ.get("ATEN_CPU_CAPABILITY") else {}
 """Options of every compilation. Before 2.13, some integer and mask expressions that Inductor vectorises on a CPU give
-wrong results or do not compile (seen with 2.11: argmax over several rows, range checks of dynamic embeddings)."""
+wrong results or do not compile (seen with 2.11: argmax over several rows, range checks of dynamic embeddings). So do
+vectors of AVX2 on a CPU with AVX-512, which the variable forces (seen with 2.13: rounds with wrong tokens), because the
+C++ compiler is told of AVX-512 all the same."""
 CPU_OPTIONS = {**INDUCTOR_OPTIONS, "realize_reads_threshold": 0, "size_asserts": False, "alignment_asserts": False}
 """Options on a CPU. Values that layers share are computed once, so that all layers have the same kernels. Compiled code
 checks no shapes, which takes it several microseconds a layer."""
