@@ -10,10 +10,11 @@ READY := $(VENV)/.ready
 CORE := CMakeLists.txt $(wildcard spec_compile/ngram/*.h spec_compile/ngram/*.cpp spec_compile/kernels/*.h spec_compile/kernels/*/*.h spec_compile/kernels/*/*.cpp)
 
 # All caches of a clone lie in the clone. Compiled Python is kept also if the environment says to keep none: otherwise
-# each process compiles torch and transformers anew, which takes 20 seconds.
+# each process compiles torch and transformers anew, which takes 20 seconds. Inductor's code of a forced level has
+# another folder, because torch does not tell it from that of the CPU's own level, and crashes.
 export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/build/pycache
-export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/build/cache/inductor
+export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/build/cache/inductor$(ATEN_CPU_CAPABILITY)
 export TRITON_CACHE_DIR := $(CURDIR)/build/cache/triton
 export SPEC_COMPILE_CACHE := $(CURDIR)/build/cache/artefacts
 

@@ -158,7 +158,8 @@ def _machine(device: torch.device) -> list[Any]:
         facts = torch.cuda.get_device_properties(device)
         return [device, facts.name, facts.major, facts.minor, facts.multi_processor_count]
     levels = few_rows.BEST, cpu_attention.BEST, transposed.SUPPORTED
-    return [platform.machine(), _cpu_flags(), levels, torch.get_num_threads()]
+    torch_level = torch.backends.cpu.get_cpu_capability()
+    return [platform.machine(), _cpu_flags(), torch_level, levels, torch.get_num_threads()]
 
 
 @functools.cache
