@@ -42,6 +42,12 @@ class DraftPlan:
         them are verified, so that their cost must not decide it."""
         return self.sizes == "fixed" and not self.draws
 
+    @property
+    def fresh_tokens(self) -> int:
+        """Tokens at the end of a prompt that are processed whatever is known of it: the root, and before it the token
+        whose states of the target the first drafts continue, because no row keeps them."""
+        return 2 if self.taps else 1
+
     def next_nodes(self, nodes: int) -> int:
         """Nodes of the trees that a round over `nodes` nodes proposes: as many again if that takes fewer forwards of
         the draft, else all.

@@ -80,8 +80,8 @@ class Beginnings:
             self.forget()
             row, known, blocks, seen = 0, 0, [], 0
         self.distrusts_weights &= not is_sure
-        # Drafts of the first round continue the target's state at the token before the root, which rows do not keep.
-        most = max(len(job.prompt) - 1 - (bool(self._runtime.algorithm.plan.taps) and not self._has_states), 0)
+        # Recurrences have states after all tokens but the last, from which nothing steps back.
+        most = max(len(job.prompt) - (1 if self._has_states else self._runtime.algorithm.plan.fresh_tokens), 0)
         known = self._cut(min(known, most))
         copy = self.copy_row(row, known)
         if (kept := self._cut(min(self.prefixes.length(blocks), most))) > known:

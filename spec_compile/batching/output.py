@@ -55,10 +55,10 @@ class Output(GenerationOutput):
 
     finish_reason: None until it is finished; then "stop" (an end-of-sequence token, a stop string, a criterion),
     "length", "cancelled" or "error". speculation: its counters, which grow until it is finished. first_token_time: as
-    `created_time`; None before. logprobs: of the tokens of the answer, by the scores that were chosen from, if the
-    manager's config has `return_logprobs`; else those of `scores`. scores: of the tokens of the answer by the raw
-    logits, if the request has `logprobs`. prompt_scores: of the tokens of the prompt from the second one on, if it has
-    `prompt_logprobs`.
+    `created_time`; None before. logprobs: the log-probability of each token of the answer, by the scores that it was
+    chosen from if the manager's config has `return_logprobs`, else as in `scores`. scores: what the raw logits tell of
+    each token of the answer, if the request has `logprobs`. prompt_scores: what they tell of each token of the prompt
+    from the second one on, if it has `prompt_logprobs`.
     """
 
     finish_reason: str | None = None

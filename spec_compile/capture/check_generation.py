@@ -17,7 +17,18 @@ from ..kernels.linear.quantised import unrounded_activations
 from ..kernels.together import compile_together
 from ..tree import ancestry
 from . import adapters, hooks
-from .checks import LONGEST, PARENTS, SHORTEST, TREE, cached, on_some_text, random_ids, reaches, tree_logits
+from .checks import (
+    LONGEST,
+    PARENTS,
+    SHORTEST,
+    TREE,
+    cached,
+    compare_tree,
+    on_some_text,
+    random_ids,
+    reaches,
+    tree_logits,
+)
 from .float32 import full_precision
 from .modules.indexed import earlier_of_equal
 from .quantised import embedded_tokens, output_matrix, with_plain_meaning
@@ -55,7 +66,8 @@ def check_generation(
     model, overridden = with_plain_meaning(model), hooks.overridden(model)
     limit = LONGEST if graph.position_limit is None else min(LONGEST, graph.position_limit - STEPS)
     short = min(SHORTEST + PADDING + 2, limit)
-    long = min(max(reaches(graph), default=0) + PADDING + 2, limit - len(PARENTS))
+    far_reaches = reaches(graph)
+    long = min(max(far_reaches, default=0) + PADDING + 2, limit - len(PARENTS))
     generates = _forward_logits if overridden else _generated_logits
 
     def check(*padding: int) -> None:
@@ -63,7 +75,7 @@ def check_generation(
             if not overridden:
                 short_text = partial(random_ids, graph, len(padding), short)
                 on_some_text(graph, lambda seed: _compare_steps(model, graph, short_text(seed), padding))
-            if reaches(graph) and long > PADDING + STEPS:
+            if far_reaches and long > PADDING + STEPS:
                 far = partial(_compare_far, model, graph, (prefill, verify), generates, long, padding[-1])
                 on_some_text(graph, far)
         if choices.has_changed:
@@ -139,12 +151,8 @@ def _compare_far(
             return compare_logits(name, TREE, tree(graph.dtype), generated.to(graph.dtype))
     wide = in_float32_if_possible(GENERATE, steps, model)
     generated, texts = wide or steps()
-    exact = generated if wide else exact_logits(name, captured)
     compile_together(partial(tree, graph.dtype))
-    ours = in_float32_if_possible(TREE, partial(tree, torch.float32))
-    if ours is not None:
-        compare_logits(name, TREE, ours, exact)
-    compare_rounding(name, TREE, tree(graph.dtype), captured(), exact)
+    compare_tree(name, graph.dtype, tree, captured, generated if wide else exact_logits(name, captured))
 
 
 def _forward_logits(

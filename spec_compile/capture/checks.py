@@ -129,12 +129,23 @@ def check_tree(name: str, graph: ModelGraph, verify: ModelGraph) -> None:
         if not has_half(graph):
             with in_float32(by_kernels=True):
                 return compare_logits(name, TREE, tree(graph.dtype), linear())
-        exact, wide = exact_logits(name, linear), in_float32_if_possible(TREE, partial(tree, torch.float32))
-        if wide is not None:
-            compare_logits(name, TREE, wide, exact)
-        compare_rounding(name, TREE, tree(graph.dtype), linear(), exact)
+        compare_tree(name, graph.dtype, tree, linear, exact_logits(name, linear))
 
     on_some_text(graph, check)
+
+
+def compare_tree(
+    name: str, dtype: torch.dtype, tree: Callable[[torch.dtype], Tensor], plain: Callable[[], Tensor], exact: Tensor
+) -> None:  # fmt: skip
+    """Compare `tree` with the float32 logits `exact`, in float32 if it runs so, and in 16 bits.
+
+    tree: gives logits of a tree with keys and values in a dtype. plain: gives those of plain forwards in `dtype`.
+    Raises UnsupportedModelError if they differ.
+    """
+    wide = in_float32_if_possible(TREE, partial(tree, torch.float32))
+    if wide is not None:
+        compare_logits(name, TREE, wide, exact)
+    compare_rounding(name, TREE, tree(dtype), plain(), exact)
 
 
 def cached(graph: ModelGraph, verify: ModelGraph, dtype: torch.dtype) -> ModelGraph:

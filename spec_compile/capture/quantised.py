@@ -193,7 +193,7 @@ def output_matrix(model: PreTrainedModel) -> Tensor:
 
 
 def embedded_tokens(model: PreTrainedModel) -> int:
-    """The rows of a model's input embedding, which may be more than those of its output head, or fewer."""
+    """The rows of a model's input embedding, which may be more than its output head has, or fewer."""
     return getattr(model.get_input_embeddings(), "weight", output_matrix(model)).shape[0]
 
 

@@ -15,7 +15,7 @@ AMX = LEVELS.index("amx")
 
 
 def chosen(present: Sequence[bool]) -> int:
-    """The highest place in `LEVELS` that kernels may take: that of `VARIABLE`, without it the last.
+    """The highest place in `LEVELS` that kernels may take: the one that `VARIABLE` names, without it the last.
 
     present: for each of `LEVELS`, if the CPU has it. ValueError if the variable names none, or one that it lacks.
     """

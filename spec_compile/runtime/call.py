@@ -214,9 +214,8 @@ class Call:
         can_step_back = request.features is None and not (request.has_unknown_tokens or self.runtime.verify.recurrences)
         if can_step_back:
             cached = [max(length + 1 - max(self.runtime.algorithm.ahead, 1), 0) for length in cached]
-        begins = [min(length, len(prompt) - 1) for length, prompt in zip(cached, request.prompts)]
-        if can_step_back and self.runtime.algorithm.plan.taps:  # drafts continue the state at the token before the root
-            begins = [max(min(begin, len(prompt) - 2), 0) for begin, prompt in zip(begins, request.prompts)]
+        fresh = self.runtime.algorithm.plan.fresh_tokens if can_step_back else 1
+        begins = [max(min(length, len(prompt) - fresh), 0) for length, prompt in zip(cached, request.prompts)]
         if not self._draft_remembers(begins):
             return [0] * state.batch
         state.fill(request.past, begins)

@@ -111,11 +111,11 @@ class Tiers:
         with self._alone():
             while self.untraced:
                 self._trace()
-            parts = left = len(self.source.waiting)
+            parts = uncompiled = len(self.source.waiting)
             while self.source.waiting:
-                if left != len(self.source.waiting):
-                    left = len(self.source.waiting)
-                    self._runtime.say(f"compiled {parts - left} of {parts} parts")
+                if uncompiled != len(self.source.waiting):
+                    uncompiled = len(self.source.waiting)
+                    self._runtime.say(f"compiled {parts - uncompiled} of {parts} parts")
                 if not children.help():
                     time.sleep(LOOK_SECONDS)
                 self.source.load()

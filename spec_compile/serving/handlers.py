@@ -138,7 +138,7 @@ class _Checked:
         call.tool_calls = read_tool_calls(call.fields, processor, self._resolve_model({})[1])
 
     def _culprit(self, body: dict) -> str:
-        """The field without which the chat template, which has failed, makes a prompt; or else that of the prompt."""
+        """The field without which the chat template, which has failed, makes a prompt; else the prompt's."""
         if self.uses_template and not self._is_rendered(body):
             for name in present(BESIDE_PROMPT, body):
                 if self._is_rendered(self._without(name, body)):

@@ -109,7 +109,7 @@ def close_answer(response: dict, output: list[dict], is_cut: bool) -> dict:
     """A complete answer: without an empty message next to calls, and incomplete if its limit has cut it off."""
     calls = any(item["type"] == "function_call" for item in output)
     kept = [
-        {name: value for name, value in item.items() if name != "annotations"}  # those of a message are in its content
+        {name: value for name, value in item.items() if name != "annotations"}  # a message has them in its content
         for item in output
         if not (calls and item["type"] == "message" and not any(part.get("text") for part in item["content"]))
     ]

@@ -51,7 +51,7 @@ def accept_chain(target: Tensor, draft: Tensor, tokens: Tensor, real: Tensor, u:
     """
     nodes, vocab = tokens.shape[1], target.shape[2]
     number = torch.arange(nodes, device=tokens.device)
-    child = torch.cat([tokens[:, 1:], torch.zeros_like(tokens[:, :1])], dim=1)  # that of the last node is never read
+    child = torch.cat([tokens[:, 1:], torch.zeros_like(tokens[:, :1])], dim=1)  # the last node's is never read
     has_child = torch.cat([real[:, 1:], torch.zeros_like(real[:, :1])], dim=1) & target[:, :, 0].isfinite()
     has_child = has_child.to(torch.int64).cumprod(dim=1) > 0
     scale = draft.sum(dim=2, dtype=torch.float64)
