@@ -18,6 +18,7 @@ class HttpCall:
     """One HTTP request.
 
     loop: the event loop that serves it
+    owner: who sent it, as a digest of its API key; empty if the server has no keys
     adapter: the LoRA adapter that it asks for
     fields: of its body, checked
     prompt_field: name of the field with the prompt
@@ -40,6 +41,7 @@ class HttpCall:
     """
 
     loop: asyncio.AbstractEventLoop
+    owner: str = ""
     adapter: str = BASE
     fields: dict = field(default_factory=dict)
     prompt_field: str = "prompt"
