@@ -1,6 +1,6 @@
 """Many HTTP clients of servers on a CPU for some minutes: is a request lost, does the memory of a process grow?
 
-    python -m benchmarks.host.load [--minutes 10] [--clients 200] [--servers 1] [--url URL] [--json FILE]
+    python -m benchmarks.host.load [--minutes 10] [--clients 200] [--attackers 0] [--servers 1] [--url URL]
 
 Starts the servers over the demo model, and clients that send one request after the other: streams and whole answers,
 short and long, greedy and sampled, chats with tools, bad input, and requests whose client leaves before the end. Prints
@@ -11,6 +11,9 @@ A request is lost if it gets no answer, an error of the server, a stream without
 script ends with an error if a request is lost, if a server still works on one after the end, or if the memory of a
 server at the end is more than `--growth` above that after `--warmup`, by when its caches of n-grams and prefixes
 are full. `--url` takes a server that runs already, such as an ingress on Ray, whose memory is not looked at.
+
+`--attackers` of the clients attack instead, see `benchmarks.host.attacks`. Each client has an API key of its own.
+Compare the percentiles of the others with a run of as many other clients without attackers.
 """
 
 import argparse
@@ -34,6 +37,7 @@ import psutil
 from transformers import AutoTokenizer
 
 from benchmarks.common import DEMO_MODEL, RESULTS, save_rows, stamp
+from benchmarks.host.attacks import Attacker
 
 OPTIONS = {"capacity": 200_000, "prefix_cache_host_bytes": 64 << 20}
 """Options of `speculate`: caches that are full within the warm-up."""
@@ -56,19 +60,27 @@ SECONDS = 1200
 
 
 class Load:
-    """The clients' counts and latencies. latencies: seconds by name."""
+    """The clients' counts and latencies. latencies: seconds by name. faults: answers that no attacker may get."""
 
     def __init__(self, urls: list[str], end: float):
         self.urls, self.end = urls, end
         self.counts: Counter[str] = Counter()
         self.latencies: dict[str, list[float]] = defaultdict(list)
         self.losses: list[str] = []
+        self.faults: list[str] = []
+
+    async def attack(self, number: int) -> None:
+        """One client that attacks until the end."""
+        attacker = Attacker(self.urls[number % len(self.urls)], key_of(number), number, self.faults)
+        while time.monotonic() < self.end:
+            await attacker.attack()
+            self.counts["attacks"] += 1
 
     async def live(self, number: int) -> None:
         """One client, which sends its first request in any case, and others until the end."""
         draws = random.Random(number)
         url = self.urls[number % len(self.urls)]
-        async with httpx.AsyncClient(base_url=url, timeout=SECONDS, verify=False) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=SECONDS, headers=key_of(number), verify=False) as client:
             while True:
                 await self._ask(client, draws)
                 if time.monotonic() >= self.end:
@@ -128,6 +140,11 @@ class Load:
         return "answered"
 
 
+def key_of(number: int) -> dict[str, str]:
+    """The headers with a client's API key."""
+    return {"Authorization": f"Bearer client-{number}"}
+
+
 def make(kind: str, draws: random.Random) -> tuple[str, dict]:
     """A request of a kind: its path and its body."""
     names = [draws.choice(("value", "total", "index", "item", "left", "right")) + str(draws.randrange(50))
@@ -155,8 +172,8 @@ def with_template(model: str, folder: str) -> str:
     return folder
 
 
-def start_server(folder: str, threads: int, eager: bool) -> tuple[subprocess.Popen, str]:
-    """A server, which loads, and its address."""
+def start_server(folder: str, threads: int, eager: bool, clients: int) -> tuple[subprocess.Popen, str]:
+    """A server, which loads and knows the keys of all clients, and its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -165,7 +182,8 @@ def start_server(folder: str, threads: int, eager: bool) -> tuple[subprocess.Pop
         "--port", str(port), "--slots", "16", "--max-queue", "256", "--log-level", "warning",
         "--options", json.dumps(OPTIONS | {"compile": not eager}),
     ]  # fmt: skip
-    environment = {**psutil.Process().environ(), "OMP_NUM_THREADS": str(threads)}
+    keys = ",".join(f"client-{number}" for number in range(clients))
+    environment = {**psutil.Process().environ(), "OMP_NUM_THREADS": str(threads), "SPEC_COMPILE_API_KEY": keys}
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL), f"http://127.0.0.1:{port}"
 
 
@@ -183,7 +201,7 @@ def wait_for(url: str, seconds: float = 300) -> None:
 def working(url: str) -> float:
     """Requests that a server waits for, reads and decodes."""
     names = ("num_requests_running", "num_requests_prefilling", "num_requests_waiting")
-    lines = httpx.get(f"{url}/metrics", timeout=SECONDS).text.splitlines()
+    lines = httpx.get(f"{url}/metrics", timeout=SECONDS, headers=key_of(0)).text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(tuple(f"spec_compile:{n}" for n in names)))
 
 
@@ -217,8 +235,10 @@ def find_faults(rows: list[dict], losses: list[str], growth: float) -> list[str]
     return faults
 
 
-async def measure(load: Load, clients: int, minutes: float, warmup: float, processes: dict) -> list[dict]:
-    """Run the clients. Returns rows, of which there is one for the start, each minute and the end."""
+async def measure(
+    load: Load, clients: int, attackers: int, minutes: float, warmup: float, processes: dict
+) -> list[dict]:
+    """Run the clients, the last ones of which attack. Returns a row for the start, each minute and the end."""
     rows: list[dict] = []
     begin = time.monotonic()
 
@@ -234,7 +254,9 @@ async def measure(load: Load, clients: int, minutes: float, warmup: float, proce
             tell()
 
     tell()
-    await asyncio.gather(each_minute(), *(load.live(number) for number in range(clients)))
+    others = clients - attackers
+    lives = [load.live(number) if number < others else load.attack(number) for number in range(clients)]
+    await asyncio.gather(each_minute(), *lives)
     tell()
     return rows
 
@@ -246,9 +268,9 @@ def run(options: argparse.Namespace, urls: list[str], started: list) -> tuple[li
     for url in urls:
         wait_for(url)
     load = Load(urls, time.monotonic() + 60 * options.minutes)
-    rows = asyncio.run(measure(load, options.clients, options.minutes, options.warmup, processes))
+    rows = asyncio.run(measure(load, options.clients, options.attackers, options.minutes, options.warmup, processes))
     time.sleep(2)  # the servers notice the last clients that left
-    faults = find_faults(rows, load.losses, options.growth)
+    faults = [*find_faults(rows, load.losses, options.growth), *dict.fromkeys(load.faults)]
     return rows, faults + [f"{url} still works on {count:.0f} requests" for url in urls if (count := working(url))]
 
 
@@ -257,6 +279,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--warmup", type=float, default=2, help="minutes")
     parser.add_argument("--clients", type=int, default=200)
+    parser.add_argument("--attackers", type=int, default=0, help="clients, of all, that attack")
     parser.add_argument("--servers", type=int, default=1, help="processes, each with a model")
     parser.add_argument("--threads", type=int, default=1, help="of each server")
     parser.add_argument("--eager", action="store_true", help="do not compile")
@@ -267,17 +290,22 @@ def main() -> None:
     options = parser.parse_args()
     if not 0 < options.warmup < options.minutes:
         parser.error("--warmup: expected less than --minutes, and more than 0")
+    if not 0 <= options.attackers < options.clients:
+        parser.error("--attackers: expected less than --clients, and at least 0")
     with tempfile.TemporaryDirectory() as folder:
         model = with_template(options.model, folder)
         count = 0 if options.url else options.servers
-        started = [start_server(model, options.threads, options.eager) for _ in range(count)]
+        started = [start_server(model, options.threads, options.eager, options.clients) for _ in range(count)]
         try:
             rows, faults = run(options, [options.url] if options.url else [url for _, url in started], started)
         finally:
             for process, _ in started:
                 process.terminate()
                 process.wait(60)
-    facts = {"clients": options.clients, "servers": options.servers, "minutes": options.minutes}
+    facts = {
+        "clients": options.clients, "attackers": options.attackers, "servers": options.servers,
+        "minutes": options.minutes,
+    }  # fmt: skip
     save_rows(options.json, [facts | row for row in rows], (*facts, "minute"), stamp())
     if faults:
         sys.exit("\n".join(faults))
