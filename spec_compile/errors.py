@@ -9,6 +9,17 @@ class UnsupportedModelError(ValueError):
     """The model cannot be generated from exactly; the message names the model, the reason and what to do."""
 
 
+class RequestError(RuntimeError):
+    """Ends one request. Whoever sent it may read the message, which therefore tells nothing of the process.
+
+    status: of HTTP; 400 if the request's own settings are at fault
+    """
+
+    def __init__(self, message: str, status: int = 400):
+        super().__init__(message)
+        self.status = status
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``" Did you mean 'x'?"`` for the nearest of `known`, or an empty string."""
     nearest = difflib.get_close_matches(name, list(known), n=1)

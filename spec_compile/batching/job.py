@@ -10,7 +10,7 @@ from transformers import StoppingCriteriaList
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from ..capture.loras import NO_ADAPTER, Loaded
-from ..errors import check_int
+from ..errors import RequestError, check_int
 from ..runtime.accept import Route, make_acceptor
 from ..runtime.accept.draw import RowSettings
 from ..runtime.accept.host import HostAcceptor
@@ -56,6 +56,7 @@ class Job:
     first_token_time: float | None = None
     speculation: RequestSpeculation = field(default_factory=RequestSpeculation)
     error: str | None = None
+    error_status: int | None = None
     finish_reason: str | None = None
     is_cancelled: bool = False
     is_whole: bool = False
@@ -172,6 +173,7 @@ class Job:
     def fail(self, error: BaseException) -> None:
         """End the request by an error."""
         self.error, self.finish_reason = str(error) or type(error).__name__, "error"
+        self.error_status = error.status if isinstance(error, RequestError) else None
         self._set_status(RequestStatus.FAILED)
 
     def output(self) -> Output:
@@ -184,6 +186,7 @@ class Job:
             self.request_id, self.prompt, list(self.tokens), logprobs, self.error,
             self.status, self.created_time, self.lifespan, list(self.timestamps) if self.record_timestamps else None,
             self.finish_reason, self.speculation, self.first_token_time, answer, prompt,
+            self.error_status,
         )  # fmt: skip
 
     def _set_status(self, status: RequestStatus) -> None:

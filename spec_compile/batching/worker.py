@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus, OutputRouter
 
+from ..errors import RequestError
 from .intake import child_name
 from .job import Job
 from .metrics import Metrics
@@ -130,7 +131,7 @@ class Worker:
     def clear(self) -> None:
         """End all requests."""
         self._close()
-        error = RuntimeError("the manager was stopped")
+        error = RequestError("the manager was stopped", 500)
         with self._engine.turns.of_a_round():
             self._scheduler.clear(error)
         self._fail_all(error)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..errors import RequestError
 from ..outcome import Outcome, unpack
 from ..tree import MAX_NODES
 from .accept.random_numbers import NO_PROBABILITIES
@@ -20,13 +21,17 @@ AHEAD = 2
 """Rounds in flight on a GPU."""
 
 
+class NotEmbeddedError(RequestError, IndexError):
+    """A text goes on after a token that the model does not read."""
+
+
 def check_gained(outcome: Outcome, embedded: int) -> None:
     """RuntimeError if a token could not be drawn; IndexError, as in plain decoding, if a text goes on after a token
     that is not among the `embedded` ones that the model reads."""
     if -1 in outcome.gained:
         raise RuntimeError(NO_PROBABILITIES)
     if outcome.gained and outcome.gained[-1] >= embedded and not outcome.finished:
-        raise IndexError(
+        raise NotEmbeddedError(
             f"the model generated token id {outcome.gained[-1]}, and has embeddings of {embedded} tokens; suppress the "
             "others by suppress_tokens"
         )

@@ -9,9 +9,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from transformers.cli.serving.utils import CBWorkerDeadError
 
 from .anthropic_fields import renamed, to_chat
-from .body import read_body
 from .call import CURRENT, HttpCall
-from .errors import ERROR, Refusal, failure
+from .errors import DEAD, ERROR, Refusal, error_response, failed, tidy
 from .fields import CHAT, check_fields
 from .generation import flat_ids
 from .handlers import DONE, Chat
@@ -67,7 +66,7 @@ class Messages(Chat):
 class TokenCounts(Messages):
     """POST /v1/messages/count_tokens. It makes the prompt and generates nothing."""
 
-    counts_only = True
+    counts_only, generates = True, False
 
     async def _non_streaming(self, *args: Any, **kwargs: Any) -> JSONResponse:
         return JSONResponse({"input_tokens": len(flat_ids(args[4]["input_ids"]))})
@@ -170,7 +169,7 @@ async def as_events(chunks: AsyncIterator[str], begun: dict, call: HttpCall) -> 
         for line in filter(None, several.replace(DONE, "").split("\n\n")):
             if line.startswith(ERROR):
                 reason = line.removeprefix(ERROR).removesuffix('"}')
-                yield "".join(events) + _event("error", error={"type": "api_error", "message": reason})
+                yield "".join(events) + _event("error", error=error_message(call.error_status, reason, "")["error"])
                 return
             chunk = json.loads(line.removeprefix("data: "))
             for choice in chunk["choices"]:
@@ -203,7 +202,15 @@ def _end(chunk: dict, content: ContentEvents, usage: dict, reason: str, stop: st
 def error_message(status: int, reason: str, request_id: str) -> dict:
     """An error in Anthropic's form."""
     error_type = ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": error_type, "message": reason}, "request_id": request_id}
+    return {"type": "error", "error": {"type": error_type, "message": tidy(reason)}, "request_id": request_id}
+
+
+def error_at(path: str, refusal: Refusal) -> JSONResponse:
+    """A refusal before any handler, in the form of the endpoint at a path."""
+    status, reason, headers = refusal.status_code, refusal.detail, refusal.headers
+    if path.startswith(MESSAGES):
+        return JSONResponse(error_message(status, reason, ""), status, headers)
+    return error_response(status, reason, refusal.param, refusal.code, headers)
 
 
 async def _in_anthropics_form(answering: Awaitable, request_id: str) -> Any:
@@ -214,10 +221,10 @@ async def _in_anthropics_form(answering: Awaitable, request_id: str) -> Any:
     except HTTPException as error:
         status, headers = error.status_code, error.headers
         reason = renamed(error)[0] if isinstance(error, Refusal) else str(error.detail)
-    except CBWorkerDeadError as error:
-        status, reason = 503, str(error)
+    except CBWorkerDeadError:
+        status, reason = 503, DEAD
     except Exception as error:
-        status, reason = 500, json.loads(failure(error).body)["error"]["message"]
+        status, reason = 500, failed(error)
     else:
         response.headers["request-id"] = request_id
         if response.status_code < 400:
@@ -227,17 +234,13 @@ async def _in_anthropics_form(answering: Awaitable, request_id: str) -> Any:
     return JSONResponse(error_message(status, reason, request_id), status, {"request-id": request_id} | (headers or {}))
 
 
-def add_messages(app: FastAPI, make: Callable[[type], Any], most_bytes: int) -> None:
-    """Add the two routes.
-
-    make: returns a handler of a class
-    most_bytes: of a body
-    """
+def add_messages(app: FastAPI, make: Callable[[type], Any]) -> None:
+    """Add the two routes. make: returns a handler of a class"""
 
     def add(path: str, handler: Any) -> None:
         async def answer(request: Request) -> Any:
             async def answering() -> Any:
-                return await handler.answer(await read_body(request, most_bytes), request.state.request_id)
+                return await handler.answer(request)
 
             return await _in_anthropics_form(answering(), request.state.request_id)
 

@@ -20,8 +20,8 @@ class HttpRequest:
     method: str
     path: str
     query: bytes = b""
-    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
-    body: bytes = b""
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list, repr=False)  # a key may be among them
+    body: bytes = field(default=b"", repr=False)
     keys: list[int] = field(default_factory=list)
     tried: list = field(default_factory=list)
 

@@ -1,44 +1,108 @@
 """The body of a request: read up to a bound, and decoded as strict JSON."""
 
+import asyncio
 import json
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 
 from .errors import Refusal
 
 DEEPEST = 64
 """Lists and objects of a body that may lie in each other."""
-MOST_DRAINED = 64 << 20
-"""Bytes of a body that are read at most before it is refused as too large, so that its client reads the reason."""
+SECONDS, LEAST_RATE = 10.0, 1 << 14
+"""A body must come within these seconds, and one more for every so many bytes of it."""
+MOST_IN_FLIGHT = 256 << 20
+"""Bytes of all bodies together, from their first byte to the answer, unless four of the largest have more."""
+TOO_LARGE = "the body has more than {} bytes, which this server does not read; send less"
+NO_ROOM = "the server reads too many bytes of bodies; try again later"
 REQUEST_ID = re.compile(r"[!-~]{0,256}")
 """The header X-Request-Id, which every chunk of an answer repeats."""
 
 
-async def read_body(request: Request, most: int) -> bytes:
-    """The bytes of a body. Refusal with status 415 if its type is not JSON, 413 if it has more than `most` bytes.
+class Bodies:
+    """The bodies of requests that are read or answered: each has a time in which it must come, all together a size."""
 
-    Refusal with status 400 for a bad X-Request-Id.
-    """
+    def __init__(self, most: int, seconds: float = SECONDS):
+        """most: bytes of one. seconds: see `SECONDS`."""
+        self.most, self.seconds = max(MOST_IN_FLIGHT, 4 * most), seconds
+        self._sizes: dict[object, int] = {}
+        self._timers: dict[object, asyncio.Timeout] = {}  # of those that are still read, the oldest first
+
+    @asynccontextmanager
+    async def reading(self, request: Request, most: int) -> AsyncIterator[bytes]:
+        """The bytes of a body, which count as long as the context is open.
+
+        Raises Refusal: 415 if its type is not JSON, 413 if it has more than `most` bytes, and 400 for a bad
+        X-Request-Id, before it is read if that is possible; 408 if it comes too slowly; 429 if there is no room.
+        If all bodies are larger than they may be, the oldest one that is still read makes room.
+        """
+        _check_head(request, most)
+        me = object()
+        try:
+            yield await self._read(me, request, most)
+        finally:
+            self._sizes.pop(me, None)
+
+    async def _read(self, me: object, request: Request, most: int) -> bytes:
+        loop = asyncio.get_running_loop()
+        begin, parts, size = loop.time(), [], 0
+        try:
+            async with asyncio.timeout(self.seconds) as timer:
+                self._timers[me] = timer
+                async for part in request.stream():
+                    size += len(part)
+                    if size > most:
+                        raise Refusal(413, TOO_LARGE.format(most))
+                    parts.append(part)
+                    self._sizes[me] = size
+                    self._make_room(me, loop.time())
+                    if me in self._timers:
+                        timer.reschedule(begin + self.seconds + size / LEAST_RATE)
+            return b"".join(parts)
+        except TimeoutError:
+            if me not in self._timers:
+                raise Refusal(429, NO_ROOM, code="queue_full", retries=True) from None
+            refusal = Refusal(408, f"the body comes too slowly: {size} bytes in {loop.time() - begin:.0f} seconds")
+            refusal.headers = {"Connection": "close"}
+            raise refusal from None
+        except ClientDisconnect:
+            raise Refusal(400, "the client has left") from None
+        finally:
+            self._timers.pop(me, None)
+
+    def _make_room(self, me: object, now: float) -> None:
+        """End the oldest bodies that are still read until the rest has room. Refusal if that is the reader itself."""
+        while sum(self._sizes.values()) > self.most:
+            oldest = next(iter(self._timers))
+            if oldest is me:
+                raise Refusal(429, NO_ROOM, code="queue_full", retries=True)
+            timer = self._timers.pop(oldest)
+            if not timer.expired():
+                timer.reschedule(now)
+            self._sizes.pop(oldest, None)
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """The bytes of a small body; see `Bodies.reading`."""
+    async with Bodies(most).reading(request, most) as data:
+        return data
+
+
+def _check_head(request: Request, most: int) -> None:
+    """Refuse a request by what its headers say of its body."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size <= most:
-            parts.append(part)
-        else:
-            parts.clear()
-            if size > MOST_DRAINED:
-                break
     if not re.fullmatch(r"application/(.*\+)?json", media_type):
         raise Refusal(415, f"Content-Type: expected application/json, got {media_type[:80] or 'none'}")
-    if size > most:
-        raise Refusal(413, f"the body has more than {most} bytes, which this server does not read; send less")
+    length = request.headers.get("content-length", "0")
+    if not length.isdecimal() or len(length) > 18 or int(length) > most:
+        raise Refusal(413, TOO_LARGE.format(most))
     if not REQUEST_ID.fullmatch(request.headers.get("x-request-id", "")):
         raise Refusal(400, "X-Request-Id: expected at most 256 visible ASCII characters; send another, or none")
-    return b"".join(parts)
 
 
 def decode_body(data: bytes, most_containers: int) -> dict:

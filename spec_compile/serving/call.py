@@ -8,9 +8,13 @@ from typing import Any
 
 from ..batching.stop_strings import StopCut
 from ..capture.loras import BASE
+from .errors import failed, failure
 
 CURRENT: ContextVar["HttpCall"] = ContextVar("CURRENT")
 """The call that the running task serves. Tasks that are started for it share the object."""
+
+OWNER = "spec_compile.owner"
+"""The entry of an ASGI scope with `HttpCall.owner`."""
 
 
 @dataclass
@@ -38,6 +42,7 @@ class HttpCall:
     request_id: the manager's name of the request that was added for it, or None
     output: the last output that the manager delivered, or None
     is_gone: True once nobody waits for the answer
+    failure: the status of the error by which its stream has ended, or None
     """
 
     loop: asyncio.AbstractEventLoop
@@ -61,6 +66,7 @@ class HttpCall:
     request_id: str | None = None
     output: Any = None
     is_gone: bool = False
+    failure: int | None = None
 
     @property
     def is_open(self) -> bool:
@@ -71,6 +77,11 @@ class HttpCall:
     def finish_reason(self) -> str:
         """Why its answer, which is complete, has ended."""
         return "stop" if self.cut.found is not None else self.output.finish_reason
+
+    @property
+    def error_status(self) -> int:
+        """The status of the error by which its stream, or that of one of its choices, has ended."""
+        return next((each.failure for each in self.choices or [self] if each.failure is not None), 500)
 
     @property
     def wants_usage(self) -> bool:
@@ -92,7 +103,7 @@ class CallMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        call = HttpCall(asyncio.get_running_loop())
+        call = HttpCall(asyncio.get_running_loop(), scope.get(OWNER, ""))
         CURRENT.set(call)
         client = _Client(receive, send)
         answering = asyncio.ensure_future(self.app(scope, client.receive, client.send))
@@ -108,8 +119,12 @@ class CallMiddleware:
                 each.is_gone = True  # set before `is_open` is read: a thread that adds a request reads it afterwards
                 if each.is_open:
                     self.cancel(each.request_id)
-        if not answering.cancelled():
-            answering.result()  # raises the error of the app, if any
+        error = None if answering.cancelled() else answering.exception()
+        if error is None:
+            return
+        if client.is_answering:
+            raise RuntimeError(failed(error)) from None  # the server closes the connection
+        await failure(error)(scope, receive, send)
 
 
 class _Client:
@@ -118,7 +133,7 @@ class _Client:
     def __init__(self, receive: Callable, send: Callable):
         self._receive, self._send = receive, send
         self._has_body, self._is_gone = asyncio.Event(), asyncio.Event()
-        self._is_answered = False
+        self.is_answering, self._is_answered = False, False
 
     async def receive(self) -> dict:
         """The body, and http.disconnect once the client has left."""
@@ -134,6 +149,7 @@ class _Client:
 
     async def send(self, message: dict) -> None:
         """Send a part of the answer."""
+        self.is_answering = True
         await self._send(message)
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self._is_answered = True

@@ -2,6 +2,9 @@
 
 import json
 import logging
+import re
+import traceback
+import uuid
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -14,10 +17,18 @@ log = logging.getLogger("spec_compile")
 
 ERROR = 'data: {"error": "'
 """The beginning of an error in a stream of transformers. Within JSON these quotes would be escaped."""
+DEAD = "the worker died; the log has the reason"
+NO_RANK = "a process that has a part of the model has ended; the log says which"
 RETRY_SECONDS = 1
 """The value of Retry-After if the queue is full or the server ends."""
 MOST_SHOWN = 80
 """Characters of a client's value that a message quotes."""
+LONGEST = 900
+"""Characters of a message to a client."""
+ADDRESS = re.compile(r"<[^<>]{0,200} at 0x[0-9a-fA-F]+>|0x[0-9a-fA-F]{7,}")
+"""What Python writes of an object that has no better text, and addresses of memory."""
+LOCAL_PATH = re.compile(r"(?<![\w.:/])(~|\.{1,2})?(/[\w.@+-]+){2,}/?")
+"""A path of a file."""
 
 
 class Refusal(HTTPException):
@@ -33,13 +44,27 @@ class Refusal(HTTPException):
     def __init__(
         self, status: int, reason: str, param: str | None = None, code: str | None = None, retries: bool = False
     ):
-        super().__init__(status, reason, {"Retry-After": str(RETRY_SECONDS)} if retries else None)
+        super().__init__(status, tidy(reason), {"Retry-After": str(RETRY_SECONDS)} if retries else None)
         self.param, self.code = param, code
 
 
 def refuse(field: str, reason: str) -> Refusal:
     """The refusal of a field's value. field: the field, or a path into it such as "messages[0].role"."""
     return Refusal(400, f"{field}: {reason}", field.partition("[")[0].partition(".")[0])
+
+
+def tidy(reason: str) -> str:
+    """A message for a client: one line of bounded length, without control characters and addresses of memory."""
+    text = ADDRESS.sub("<object>", reason[: 4 * LONGEST])
+    text = "".join(
+        each if each.isprintable() else " " if each.isspace() else "\N{REPLACEMENT CHARACTER}" for each in text
+    )
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+
+
+def quoted(error: BaseException) -> str:
+    """The message of an exception of a library that tells what is wrong with a client's value, without local paths."""
+    return LOCAL_PATH.sub("<path>", tidy(str(error)[:300]))
 
 
 def shown(value: Any) -> str:
@@ -59,7 +84,7 @@ def shown(value: Any) -> str:
 def error_object(status: int, reason: str, param: str | None = None, code: str | None = None) -> dict:
     """The object in the field `error` of an answer of this status."""
     error_type = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
-    return {"message": reason, "type": error_type, "param": param, "code": code}
+    return {"message": tidy(reason), "type": error_type, "param": param, "code": code}
 
 
 def error_response(
@@ -69,10 +94,27 @@ def error_response(
     return JSONResponse({"error": error_object(status, reason, param, code)}, status, headers)
 
 
-def failure(error: Exception) -> JSONResponse:
+def noted(details: BaseException | str) -> str:
+    """Write an error's details to the log; returns the id under which they are there.
+
+    Each line of them is marked and without control characters: they may quote a client, who must not be able to write
+    lines of a log.
+    """
+    name = uuid.uuid4().hex[:16]
+    lines = [details] if isinstance(details, str) else traceback.format_exception(details)
+    told = "\n".join(f"    | {ascii(line)[1:-1]}" for line in "".join(lines).splitlines()[-200:])
+    log.error("error %s: a request could not be answered\n%s", name, told)
+    return name
+
+
+def failed(details: BaseException | str) -> str:
+    """The message to a client after an error that no client should cause. The log gets the details, under an id."""
+    return f"the server failed; its log has the reason under error {noted(details)}"
+
+
+def failure(error: BaseException) -> JSONResponse:
     """The answer to a request whose handler raised an error that no client should cause."""
-    log.error("a request could not be answered", exc_info=error)
-    return error_response(500, f"the server failed: {type(error).__name__}: {error}")
+    return error_response(500, failed(error))
 
 
 def add_handlers(app: FastAPI) -> None:
@@ -82,7 +124,7 @@ def add_handlers(app: FastAPI) -> None:
     async def refused(request: Request, error: AnyHTTPException) -> JSONResponse:
         if isinstance(error, Refusal):
             return error_response(error.status_code, error.detail, error.param, error.code, error.headers)
-        reason, code, route = str(error.detail), None, f"{request.method} {request.url.path}"
+        reason, code, route = str(error.detail), None, f"{request.method[:20]} {shown(request.scope['path'])}"
         if error.status_code == 404:
             reason, code = f"there is no {route} on this server", "unknown_url"
         elif error.status_code == 405:
@@ -97,8 +139,8 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(CBWorkerDeadError)
     async def dead(request: Request, error: CBWorkerDeadError) -> JSONResponse:
-        return error_response(503, str(error))
+        return error_response(503, DEAD)
 
     @app.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> JSONResponse:
+    async def unforeseen(request: Request, error: Exception) -> JSONResponse:
         return failure(error)

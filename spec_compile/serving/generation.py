@@ -15,7 +15,6 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.cli.serving.utils import (
     CBGenerateManager,
     CBStreamer,
-    CBWorkerDeadError,
     GenerationState,
     _StreamError,
     response_events_to_chunks,
@@ -26,15 +25,17 @@ from ..batching.output import Output
 from ..batching.stop_strings import StopCut, TokenBytes
 from ..capture.pictures import reads_pictures
 from ..runtime.own_prefill import TOKEN_TYPES
+from .body import Bodies
 from .call import CURRENT, HttpCall
 from .call_forms import FreeParser
-from .errors import Refusal, refuse, shown
+from .errors import DEAD, NO_RANK, Refusal, failed, quoted, refuse, shown
 from .followers import Followers
 from .grammars import GrammarCache, read_form
 from .logprobs import read_top
 from .metrics import PrometheusMetrics
 from .penalties import CountPenalties
 from .prediction import NO_NGRAMS, read_prediction, reference_of, tokenize
+from .settings import end_of
 from .thinking import FIELD as BUDGET
 from .thinking import ThinkingReader
 from .workers import Waiting, Workers
@@ -109,6 +110,7 @@ class Requests(CBGenerateManager):
         self.most_unread, self.max_queue = MOST_UNREAD, config.max_queue_size
         self._reads_pictures = reads_pictures(model.speculation.original)
         self.most_bytes = MOST_BYTES + BYTES_A_TOKEN * self.row_tokens + PICTURE_BYTES * self._reads_pictures
+        self.bodies = Bodies(self.most_bytes)
         self.most_containers = MOST_CONTAINERS + 2 * self.row_tokens
         self.tokenizer, self.workers = getattr(processor, "tokenizer", processor), Workers()
         self.most_characters = self.row_tokens * max(map(len, self.tokenizer.get_vocab()))
@@ -133,11 +135,10 @@ class Requests(CBGenerateManager):
         return self._death() is None
 
     def _death(self) -> str | None:
-        """The reason why the worker died, or None if it lives."""
-        error = self.manager.background_thread_status.fatal_error
-        if error is not None:
-            return f"the worker died: {error}"
-        return None if self.followers is None else self.followers.ailment()
+        """What clients are told once the worker or a rank has died; None if they live."""
+        if self.manager.background_thread_status.fatal_error is not None:
+            return DEAD
+        return None if self.followers is None or self.followers.ailment() is None else NO_RANK
 
     def ailment(self) -> str | None:
         """The reason why the server cannot answer now, or None."""
@@ -150,11 +151,11 @@ class Requests(CBGenerateManager):
             return f"requests are active, but no round has ended for {stalled:.0f} seconds"
         return None
 
-    def admit(self) -> None:
-        """Refuse a new request if the server cannot answer, or if as many are being prepared as may wait."""
+    def admit(self, generates: bool = True) -> None:
+        """Refuse a request if the server cannot answer, or if as many are being prepared, or wait, as may wait."""
         if ailment := self.ailment():
             raise Refusal(503, ailment, retries=True)
-        if self.workers.busy >= self.max_queue:
+        if self.workers.busy >= self.max_queue or (generates and self.manager.queue_room == 0):
             self.manager.metrics.reject("queue_full")
             raise Refusal(429, FULL, code="queue_full", retries=True)
 
@@ -172,17 +173,21 @@ class Requests(CBGenerateManager):
             response_parser = call.tool_calls.parser(prompt) or response_parser
         streamer = Streamer(self.manager, name, tokenizer, call, pieces, response_parser)
 
+        def fail(status: int, reason: str) -> None:
+            call.failure = status
+            pieces.put_nowait(_StreamError(reason))
+
         def take(output: Any) -> None:
             try:
                 streamer.put(output)
                 if output.finish_reason in ("error", "cancelled"):
-                    pieces.put_nowait(_StreamError(output.error or "cancelled, because the client reads too slowly"))
+                    fail(*end_of(output, call.fields, self._death()))
                 elif output.is_finished():
                     streamer.end()
                 elif pieces.qsize() > self.most_unread:
                     self.manager.cancel_request(name)
             except Exception as error:  # raised by the parser; it ends this request and not the event loop
-                pieces.put_nowait(_StreamError(str(error)))
+                fail(500, failed(error))
                 self.manager.cancel_request(name)
 
         self._add(call, name, inputs, gen_config, take, streaming=True)
@@ -201,10 +206,8 @@ class Requests(CBGenerateManager):
 
         self._add(call, name, inputs, gen_config, take, streaming=False)
         output = await Waiting(future)
-        if not self.is_alive():
-            raise CBWorkerDeadError(f"the worker died: {output.error}")
         if output.error is not None:
-            raise Refusal(500, f"the request failed: {output.error}")
+            raise Refusal(*end_of(output, call.fields, self._death()))
         text = processor.decode(output.generated_tokens, skip_special_tokens=True)
         return call.cut.whole(text), len(inputs["input_ids"]), output.generated_tokens
 
@@ -245,7 +248,7 @@ class Requests(CBGenerateManager):
         except queue.Full as error:
             raise Refusal(429, FULL, code="queue_full", retries=True) from error
         except (ValueError, TypeError) as error:
-            raise Refusal(400, str(error)) from error
+            raise Refusal(400, quoted(error)) from error
         except RuntimeError as error:
             if ailment := self.ailment() or self.manager.background_thread_status.can_accept_new_requests():
                 raise Refusal(503, ailment, retries=True) from error
@@ -340,7 +343,7 @@ class Requests(CBGenerateManager):
         try:
             return {name: _as_tensor(inputs[name]) for name in others}
         except (RuntimeError, TypeError, ValueError) as error:
-            reason = f"{', '.join(sorted(others))}: expected tensors, got another form: {error}"
+            reason = f"{', '.join(sorted(others))}: expected tensors, got another form"
             raise Refusal(400, reason) from error
 
     def active(self) -> int:
@@ -359,7 +362,7 @@ class Requests(CBGenerateManager):
     def end_all(self, reason: str) -> None:
         """End by an error all requests that are still open."""
         for name, (take, loop) in [*self.manager.output_router.result_handlers.items()]:
-            output = Output(name, error=reason, status=RequestStatus.FAILED, finish_reason="error")
+            output = Output(name, error=reason, status=RequestStatus.FAILED, finish_reason="error", error_status=500)
             with suppress(RuntimeError):  # its event loop is closed
                 loop.call_soon_threadsafe(take, output)
 

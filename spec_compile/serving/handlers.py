@@ -9,8 +9,9 @@ import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from fastapi import HTTPException
+from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse, StreamingResponse
+from jinja2.exceptions import TemplateError
 from transformers import GenerationConfig
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
@@ -20,7 +21,7 @@ from transformers.cli.serving.utils import BaseHandler, CBWorkerDeadError, Modal
 from .body import decode_body
 from .call import CURRENT, HttpCall
 from .choices import add_usages, context_of, interleave, merge, split
-from .errors import ERROR, Refusal, error_object, failure, refuse
+from .errors import ERROR, Refusal, error_object, failure, noted, quoted, refuse
 from .fields import CHAT, COMPLETION, RESPONSE, Field, check_fields, list_prompts, present
 from .logprobs import ChatLogprobs, CompletionLogprobs, read_top
 from .messages import check_input, check_messages, check_tools, count_characters
@@ -51,11 +52,16 @@ class _Checked:
     uses_template = True
     """True if the chat template makes the prompt."""
 
-    async def answer(self, data: bytes, request_id: str) -> Any:
-        """The answer to a request with this body. Refusal if it cannot be served."""
+    generates = True
+    """True if its requests wait for a row."""
+
+    async def answer(self, request: Request) -> Any:
+        """The answer to a request. Refusal if it cannot be served, before its body is read if there is no room."""
         requests = self.generation_state.requests
-        requests.admit()
-        return await requests.workers.drive(self._answer(data, request_id))
+        requests.admit(self.generates)
+        async with requests.bodies.reading(request, requests.most_bytes) as data:
+            requests.admit(self.generates)
+            return await requests.workers.drive(self._answer(data, request.state.request_id))
 
     async def _answer(self, data: bytes, request_id: str) -> Any:
         call = CURRENT.get()
@@ -71,10 +77,11 @@ class _Checked:
         except Exception as error:
             if checked is None or call.is_prepared:  # the prompt is not at fault
                 return failure(error)
-            reason = f"it cannot be made a prompt of: {type(error).__name__}: {str(error)[:200]}"
-            raise refuse(self._culprit(checked), reason) from error
+            is_told = isinstance(error, TemplateError)  # in the words of the template
+            reason = quoted(error) if is_told else f"the log has the reason under error {noted(error)}"
+            raise refuse(self._culprit(checked), f"it cannot be made a prompt of: {reason}") from error
         if isinstance(response, StreamingResponse):
-            response.body_iterator = _with_error_objects(response.body_iterator)
+            response.body_iterator = _with_error_objects(response.body_iterator, call)
         return response
 
     def _read(self, body: dict) -> dict:
@@ -300,12 +307,12 @@ def _finish_reason(guess: str) -> str:
     return guess if guess == "tool_calls" and reason != "length" else reason
 
 
-async def _with_error_objects(events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """The events of a stream, with errors in OpenAI's form."""
+async def _with_error_objects(events: AsyncIterator[str], call: HttpCall) -> AsyncIterator[str]:
+    """The events of a call's stream, with errors in OpenAI's form."""
     async for event in events:
         before, mark, after = event.partition(ERROR)
         if mark:
-            error = error_object(500, after.removesuffix('"}\n\n'))
+            error = error_object(call.error_status, after.removesuffix('"}\n\n'))
             event = f"{before}data: {json.dumps({'error': error})}\n\n"
         yield event
 

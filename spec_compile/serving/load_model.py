@@ -13,7 +13,7 @@ from .handlers import Chat
 class LoadModel(Chat):
     """Answers with the last event of a load: the one model is ready, or another cannot be loaded."""
 
-    required = "model"
+    required, generates = "model", False
 
     def _read(self, body: dict) -> dict:
         return check_fields(body, {"model": TEXT}, "model")

@@ -63,6 +63,8 @@ def app(
     max_queue: int = MAX_QUEUE,
     tensor_parallel: int = 1,
     flags: dict | None = None,
+    api_key: list[str] | None = None,
+    api_key_file: str | None = None,
     ingress: dict | None = None,
     **deployment: Any,
 ) -> serve.Application:
@@ -75,18 +77,22 @@ def app(
     max_queue: requests that wait in a replica, and as many again before all replicas; others get 429 with Retry-After
     tensor_parallel: GPUs of one machine that share the model in each replica, which has a process for each
     flags: arguments of transformers' `Serve`, such as dtype="bfloat16"
+    api_key, api_key_file: keys, and a file with one a line, of which every request but to /health needs one; the
+        variable SPEC_COMPILE_API_KEY may have keys, too
     ingress: options of Ray's deployment of the ingress, such as num_replicas
     deployment: options of Ray's deployment of the replicas, such as num_replicas and autoscaling_config
 
     Raises ImportError if a package of the extra ``serve`` is missing.
     """
     require_packages()
+    from .door import Keys
     from .ray_ingress import Ingress
     from .ray_router import PrefixRouter
 
-    settings = {"slots": slots, "max_queue": max_queue, "device": device, "tensor_parallel": tensor_parallel} | (
-        flags or {}
-    )
+    keys = Keys.read(api_key or (), api_key_file)
+    settings = {
+        "slots": slots, "max_queue": max_queue, "device": device, "tensor_parallel": tensor_parallel, "keys": keys
+    } | (flags or {})  # fmt: skip
     actor = {"num_gpus": 0 if device == "cpu" else tensor_parallel} | deployment.pop("ray_actor_options", {})
     merged = DEPLOYMENT | {
         # One more than the replica takes, so that the replica itself refuses it with the reason.
@@ -100,7 +106,7 @@ def app(
         merged.pop("num_replicas")
     replica = serve.deployment(Replica, name="Replica", ray_actor_options=actor, **merged)
     door = serve.deployment(serve.ingress()(Ingress), name="Ingress", **INGRESS | (ingress or {}))
-    return door.bind(replica.bind(str(model), algo, options or {}, settings))
+    return door.bind(replica.bind(str(model), algo, options or {}, settings), keys)
 
 
 class Answers:

@@ -12,13 +12,15 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from .anthropic import MESSAGES, error_message
+from .anthropic import MESSAGES, error_at, error_message
 from .asgi import AnswerHead, HttpRequest
-from .errors import RETRY_SECONDS, error_object, error_response
+from .door import KeyMiddleware, Keys
+from .errors import RETRY_SECONDS, Refusal, error_object, error_response
 from .generation import FULL
 from .prefixes import prompt_keys
 
@@ -39,13 +41,15 @@ class Ingress:
     that a replica refuses with 503. A stream that has begun ends in an error event. /metrics has all replicas' metrics.
     """
 
-    def __init__(self, replicas: DeploymentHandle):
-        self._replicas = replicas
+    def __init__(self, replicas: DeploymentHandle, keys: Keys | None = None):
+        """keys: of which every request but to /health needs one"""
+        self._replicas, self._keys = replicas, keys or Keys(())
         self._asks = replicas.options(stream=True)
 
     def __serve_build_asgi_app__(self) -> Starlette:
         metrics = Route("/metrics", self._metrics, methods=["GET"])
-        return Starlette(routes=[metrics, Route("/{path:path}", self._pass_on, methods=METHODS)])
+        door = Middleware(KeyMiddleware, keys=self._keys, lets_preflights=True)  # replicas answer those
+        return Starlette(routes=[metrics, Route("/{path:path}", self._pass_on, methods=METHODS)], middleware=[door])
 
     async def _pass_on(self, request: Request) -> Response:
         sent, deaths = await _read(request), 0
@@ -129,10 +133,7 @@ def _error_event(sent: HttpRequest) -> bytes:
 
 def _refusal(sent: HttpRequest, status: int, reason: str, code: str | None = None) -> JSONResponse:
     """An error of the ingress itself, in the form of the endpoint."""
-    headers = {"Retry-After": str(RETRY_SECONDS)}
-    if sent.path.startswith(MESSAGES):
-        return JSONResponse(error_message(status, reason, ""), status, headers)
-    return error_response(status, reason, None, code, headers)
+    return error_at(sent.path, Refusal(status, reason, code=code, retries=True))
 
 
 def merge(pages: dict[str, bytes]) -> bytes:

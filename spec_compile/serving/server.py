@@ -13,6 +13,7 @@ import torch
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.cors import CORSMiddleware
 from transformers.cli.serve import Serve
 from transformers.cli.serving.model_manager import ModelManager
 
@@ -20,8 +21,8 @@ from ..api import speculate
 from ..errors import check_int, did_you_mean
 from . import FLAGS, MAX_QUEUE
 from .anthropic import add_messages
-from .body import read_body
 from .call import CallMiddleware
+from .door import KeyMiddleware, Keys
 from .errors import Refusal, add_handlers
 from .followers import Followers
 from .generation import Requests, SpeculativeState
@@ -41,6 +42,7 @@ MODULES = {
 REPLACED_ROUTES = {
     "/health", "/load_model", "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/responses",
 }  # fmt: skip
+METRICS = "/metrics"
 REMOVED_ROUTES = {"/reset", "/v1/audio/transcriptions", "/v1/systemone"}
 """The first would drop the model; the others need models that do other things."""
 
@@ -88,10 +90,10 @@ class _Unstarted(Serve):
 
 
 class Server:
-    """A server that is ready: its ASGI app, uvicorn's config, its `Requests`, and its `Models`."""
+    """A server that is ready: its ASGI app, uvicorn's config, its `Requests`, its `Models`, and its `Keys`."""
 
     def __init__(self, built: Serve, requests: Requests, models: Models):
-        self.config, self.models = built.server.config, models
+        self.config, self.models, self.keys = built.server.config, models, Keys(())
         self.app, self.requests = self.config.app, requests
 
 
@@ -106,6 +108,7 @@ def build(
     served_model_name: str | None = None,
     lora_modules: list[str] | None = None,
     allow_runtime_lora_updating: bool = False,
+    keys: Keys | None = None,
     follows: bool = False,
     **flags: Any,
 ) -> Server:
@@ -120,6 +123,7 @@ def build(
     lora_modules: LoRA adapters that requests may choose, each NAME=PATH; later ones may change the layers that one of
         these changes. `max_loras` of `speculate` is their number unless `options` says it
     allow_runtime_lora_updating: True if clients may load and unload adapters
+    keys: one of which every request but to /health needs; None or no keys: none
     follows: True in a process that was started for a further GPU
     flags: arguments of transformers' `Serve` that are in `FLAGS`, such as port=8000
 
@@ -139,8 +143,10 @@ def build(
         )
     if loras and tensor_parallel > 1:
         raise ValueError("lora_modules: adapters are chosen for each row in one process; leave out tensor_parallel")
+    has_cors = flags.pop("enable_cors", False)
     if tensor_parallel == 1 or follows:
         server = _build(model, name, algo, options, sizes, flags, loras)
+        _add_door(server, keys, has_cors)
         if allow_runtime_lora_updating:
             add_lora_routes(server.app, server.models.adapters, server.models.the_one.model)
         return server
@@ -149,7 +155,19 @@ def build(
     with Followers(tensor_parallel, arguments | sizes | flags) as followers:
         server = _build(model, name, algo, options, sizes, flags, {})
     server.requests.followers = followers
+    _add_door(server, keys, has_cors)
     return server
+
+
+def _add_door(server: Server, keys: Keys | None, has_cors: bool) -> None:
+    """Ask for keys; let web pages of other origins read answers if has_cors."""
+    server.keys = keys or server.keys
+    server.app.add_middleware(KeyMiddleware, keys=server.keys)
+    if has_cors:  # transformers would also let pages send the user's cookies, which nothing here reads
+        told = ["X-Request-Id", "Retry-After"]
+        server.app.add_middleware(
+            CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"], expose_headers=told
+        )
 
 
 def _build(
@@ -179,7 +197,7 @@ def _build(
         "/load_model": make(LoadModel),
     }
     _add_routes(app, state.requests, models, handlers)
-    add_messages(app, make, state.requests.most_bytes)
+    add_messages(app, make)
     return Server(built, state.requests, models)
 
 
@@ -205,7 +223,7 @@ def _add_routes(app: FastAPI, requests: Requests, models: Models, handlers: dict
     gone = REPLACED_ROUTES | REMOVED_ROUTES
     app.router.routes[:] = [route for route in app.router.routes if route.path not in gone]
     for path, handler in handlers.items():
-        app.post(path)(partial(_answer, handler, requests.most_bytes))
+        app.post(path)(partial(_answer, handler))
 
     @app.api_route("/v1/models", methods=["GET", "OPTIONS"])
     def list_models() -> JSONResponse:
@@ -225,14 +243,20 @@ def _add_routes(app: FastAPI, requests: Requests, models: Models, handlers: dict
             return JSONResponse({"status": "unhealthy", "reason": ailment}, 503)
         return JSONResponse({"status": "ok"})
 
-    @app.get("/metrics")
-    def metrics() -> Response:
-        return Response(requests.metrics.page(), media_type=CONTENT_TYPE_LATEST)
-
+    app.get(METRICS)(metrics_of(requests))
     add_handlers(app)
     app.add_middleware(CallMiddleware, cancel=requests.manager.cancel_request)
 
 
-async def _answer(handler: Any, most_bytes: int, request: Request) -> Any:
+def metrics_of(requests: Requests) -> Callable:
+    """The endpoint that tells the metrics."""
+
+    def metrics(request: Request) -> Response:
+        return Response(requests.metrics.page(), media_type=CONTENT_TYPE_LATEST)
+
+    return metrics
+
+
+async def _answer(handler: Any, request: Request) -> Any:
     """The answer of a handler to a request."""
-    return await handler.answer(await read_body(request, most_bytes), request.state.request_id)
+    return await handler.answer(request)

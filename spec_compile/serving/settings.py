@@ -6,8 +6,10 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from ..batching.output import Output
 from ..errors import did_you_mean
-from .errors import refuse
+from ..runtime.accept.random_numbers import NO_PROBABILITIES
+from .errors import failed, quoted, refuse
 from .fields import (
     COUNT,
     FLAG,
@@ -95,6 +97,20 @@ OF_IDS = (
     "bos_token_id", "eos_token_id", "bad_words_ids", "sequence_bias",
 )  # fmt: skip
 """Settings that are token ids."""
+SHAPING = (
+    "temperature", "top_k", "top_p", "top_h", "typical_p", "min_p", "epsilon_cutoff", "eta_cutoff",
+    "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
+    "guidance_scale", "exponential_decay_length_penalty", "bad_words_ids", "sequence_bias", "suppress_tokens",
+    "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens",
+    "watermarking_config",
+)  # fmt: skip
+"""Settings that change scores."""
+SHAPING_FIELDS = (
+    "logit_bias", "frequency_penalty", "presence_penalty", "min_tokens", "thinking_token_budget", "response_format",
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "tool_choice",
+)  # fmt: skip
+"""Fields of a request that do so, too."""
+NO_TOKEN = "with these settings no token is left that could be drawn; weaken them"
 LISTS = ("stop_strings", "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens")
 """Settings that count as not given if they are empty."""
 ORIGIN = {"transformers_version", "_from_model_config", "_commit_hash"}
@@ -117,6 +133,25 @@ def read_config(text: str) -> dict:
             raise refuse(f"{NAME}.{name[:80]}", f"unknown; there is no such setting.{did_you_mean(name[:80], known)}")
         (SERVED.get(name) or NEUTRAL.get(name) or only()).check(f"{NAME}.{name}", value)
     return {name: value for name, value in settings.items() if name in SERVED}
+
+
+def end_of(output: Output, fields: dict, death: str | None) -> tuple[int, str]:
+    """The status and the message for the client of a request that has ended by an error, or was cancelled.
+
+    fields: of the request, checked
+    death: what clients are told if the worker has died, or None
+    """
+    if death is not None:
+        return 503, death
+    if output.error is None:
+        return 500, "cancelled, because the client reads too slowly"
+    if output.error_status is None:
+        return 500, failed(output.error)
+    if output.error != NO_PROBABILITIES:
+        return output.error_status, output.error
+    config = json.loads(fields[NAME]) if NAME in fields else {}
+    names = [*present((*SHAPING, *SHAPING_FIELDS), fields), *(f"{NAME}.{name}" for name in present(SHAPING, config))]
+    return (400, f"{', '.join(names)}: {NO_TOKEN}") if names else (500, failed(output.error))
 
 
 def _of_fields(fields: dict) -> dict[str, tuple[str, Any]]:
@@ -204,7 +239,7 @@ def _completed(values: dict, defaults: GenerationConfig, has_config: bool) -> Ge
             config = copy.deepcopy(defaults)
             vars(config).update(values)
     except (ValueError, TypeError) as error:
-        raise refuse(NAME, str(error)) from error
+        raise refuse(NAME, quoted(error)) from error
     config.use_cache = True
     if values.get("max_length") is not None:
         config.max_new_tokens = None

@@ -20,6 +20,8 @@ OF_CHAT |= {name: only(value) for name, value in (("add_generation_prompt", True
 class Tokenize(Chat):
     """POST /tokenize, of a `prompt` or of `messages`."""
 
+    generates = False
+
     def _read(self, body: dict) -> dict:
         if "messages" in body:
             return check_fields(body, OF_CHAT, "messages")
@@ -55,6 +57,8 @@ class Tokenize(Chat):
 
 class Detokenize(Chat):
     """POST /detokenize."""
+
+    generates = False
 
     def _read(self, body: dict) -> dict:
         requests = self.generation_state.requests

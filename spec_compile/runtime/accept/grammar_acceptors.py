@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ...compat import argmax
+from ...errors import RequestError
 from ...tree import Accepted, Tree, ancestry
 from ..answer import Answer
 from .grammars import Grammars, forbid
@@ -188,7 +189,7 @@ class DrawnGrammars(GrammarWalks):
             if walk.gained[index : index + 1] == [token]:
                 continue
             if token < 0:
-                raise RuntimeError(NO_PROBABILITIES)
+                raise RequestError(NO_PROBABILITIES)
             self.grammars.rewind(row, len(walk.gained) - index)
             del walk.gained[index:], walk.path[index + 1 :]
             self.choose(row, walk, token)

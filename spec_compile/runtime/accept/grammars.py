@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from ...errors import RequestError
+
 REUSED = "it has served a call, whose tokens its grammars have followed; make a new one for every generate()"
 
 
@@ -79,7 +81,7 @@ class Grammars(LogitsProcessor):
         """Accept the row's new tokens. RuntimeError if one before the grammar's end is illegal."""
         for token in self.gained[row][self.followed[row] :]:
             if not self.accept(row, token) and not self.matchers[row].is_terminated():
-                raise RuntimeError(
+                raise RequestError(
                     f"logits_processor: the grammar of row {row} does not allow token {token}, because no token was "
                     "legal there, or another logits processor has undone the mask"
                 )

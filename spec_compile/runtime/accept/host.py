@@ -9,7 +9,7 @@ from ...tree import Accepted, Tree
 from ..answer import Answer
 from .chain import accept_chain, chain_numbers
 from .processors import Processors
-from .random_numbers import NO_PROBABILITIES, draw, probabilities, uniform
+from .random_numbers import draw, no_probabilities, probabilities, uniform
 from .rejection import accept_drawn
 from .row_invariant import row_invariant
 
@@ -69,7 +69,7 @@ class HostAcceptor:
                 scores = torch.broadcast_to(scores, (len(rows), -1))  # as plain decoding does with one row for all
                 if self.lockstep:
                     raw, scores, rows = raw[going], scores[going], torch.tensor(going)
-                chosen = self._choose(tree, rows, node[rows], torch.tensor(gained), scores).cpu()
+                chosen = self._choose(tree, rows, node[rows], torch.tensor(gained), scores, raw).cpu()
                 if self.ranks.size > 1:
                     chosen = torch.tensor(self.ranks.lead(chosen.tolist))
             path[rows, level], tokens[rows, level] = node[rows], chosen
@@ -110,8 +110,9 @@ class HostAcceptor:
             level = int(count.max())
             chosen = dict(zip(going, tokens[going, level].tolist()))
             if -1 in chosen.values():
-                self.processors.follow([row for row in going if chosen[row] < 0])
-                raise RuntimeError(NO_PROBABILITIES)
+                failed = [row for row in going if chosen[row] < 0]
+                self.processors.follow(failed)
+                raise no_probabilities(logits[failed, level])
             raw = {row: logits[row, level].float() for row in going if answer.keeps_scores}
             self._hand_over(chosen, raw, scores[level])
             count[going] += 1
@@ -156,14 +157,17 @@ class HostAcceptor:
     def _goes_on(self, row: int) -> bool:
         return self.answer.needs(row) and not self.answer.full(row)
 
-    def _choose(self, tree: Tree, rows: Tensor, node: Tensor, gained: Tensor, scores: Tensor) -> Tensor:
+    def _choose(
+        self, tree: Tree, rows: Tensor, node: Tensor, gained: Tensor, scores: Tensor, raw: Tensor
+    ) -> Tensor:  # fmt: skip
         """The next token [R] int64 after one node of each of R rows.
 
         rows, node: [R] int64. gained: [R] int64, tokens that each row has gained. scores: [R, V] float.
+        raw: [R, V] float, the scores before the processors.
         """
         if self.seed is None:
             return scores.argmax(dim=-1)
-        weights, numbers = probabilities(scores), rows + self.first_row
+        weights, numbers = probabilities(scores, raw), rows + self.first_row
         if tree.probs is None:
             return draw(weights, uniform(self.seed, numbers, gained).to(weights.device))
         is_child = (tree.parents[rows] == node[:, None]) & tree.real[rows]  # [R, N]

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from ...errors import RequestError
+
 NO_PROBABILITIES = (
     "cannot sample: the scores of the next token contain NaN or +inf, or every token is -inf; look at the logits "
     "processors, or pass remove_invalid_values=True"
@@ -47,12 +49,24 @@ def _shift(bits: Tensor, by: int) -> Tensor:
     return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
-def probabilities(scores: Tensor) -> Tensor:
-    """The softmax of scores [R, V] in float64; RuntimeError if there is none (NaN, or every token excluded)."""
+def probabilities(scores: Tensor, raw: Tensor) -> Tensor:
+    """The softmax of scores [R, V] in float64; `no_probabilities` if there is none (NaN, or every token excluded).
+
+    raw: [R, V], the scores before the processors.
+    """
     weights = scores.double().softmax(dim=-1)
     if not weights.isfinite().all():
-        raise RuntimeError(NO_PROBABILITIES)
+        raise no_probabilities(raw)
     return weights
+
+
+def no_probabilities(raw: Tensor) -> RuntimeError:
+    """The error that no token can be drawn: a RequestError if logits processors have made it so.
+
+    raw: [R, V], the scores before the processors.
+    """
+    is_of_model = not raw.amax(dim=-1).isfinite().all()
+    return RuntimeError(NO_PROBABILITIES) if is_of_model else RequestError(NO_PROBABILITIES)
 
 
 def draw(weights: Tensor, u: Tensor) -> Tensor:

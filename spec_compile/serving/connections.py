@@ -1,0 +1,226 @@
+"""`Connections`: bounds of a server's connections, and the protocol that keeps them; nobody locks others out."""
+
+import os
+import resource
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from .anthropic import error_at
+from .door import OPEN
+from .errors import RETRY_SECONDS, Refusal, error_response
+
+MOST_CONNECTIONS = 4096
+"""Open connections by default, if there are descriptors for them."""
+SPARE_FILES = 64
+"""Descriptors that are left for files."""
+BESIDE = 16
+"""Connections beyond the bound, of which one may ask for /health."""
+UNREAD_SECONDS, READ_BYTES = 30.0, 1 << 16
+"""A client that reads less than these bytes of a waiting answer in this time is left."""
+MOST_DRAINED = 64 << 20
+"""Bytes of a body that are read at most after its answer, so that its client reads the answer."""
+
+
+def _raw(status: int, reason: str) -> bytes:
+    """An answer to a client whose request was not read."""
+    body = error_response(status, reason).body
+    lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", f"Content-Length: {len(body)}"]
+    lines += ["Content-Type: application/json", "Connection: close", f"Retry-After: {RETRY_SECONDS}"]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+BUSY = _raw(503, "the server has too many connections; try again later")
+MANY = _raw(429, "there are too many connections from this address; close some, or use each for several requests")
+LATE = _raw(408, "the headers come too slowly")
+
+
+@dataclass
+class Limits:
+    """Bounds of a server's connections.
+
+    connections: that may be open; None: `MOST_CONNECTIONS`, or as many as there are descriptors
+    from_one_address: of them, from one address; None: three quarters
+    seconds: in which the headers of a request must come, and the rest of a body that nobody reads
+    """
+
+    connections: int | None = None
+    from_one_address: int | None = None
+    seconds: float = 10.0
+
+    def settle(self) -> int:
+        """Raise the limit of descriptors as far as this process may, and fill in the bounds. Returns the backlog."""
+        files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if files != resource.RLIM_INFINITY and files != most:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        room = 1 << 20 if most == resource.RLIM_INFINITY else most - len(os.listdir("/proc/self/fd")) - SPARE_FILES
+        backlog = max(16, min(1024, room // 4))  # so many are accepted at once, before the first of them is seen
+        room -= backlog + BESIDE
+        wanted = MOST_CONNECTIONS if self.connections is None else self.connections
+        if room < 1 or (self.connections is not None and wanted > room):
+            raise ValueError(
+                f"max_connections: this process may open {most} files, which leaves {max(room, 0)} connections; "
+                "raise the limit (ulimit -n), or ask for fewer"
+            )
+        self.connections = min(wanted, room)
+        if self.from_one_address is None:
+            self.from_one_address = max(1, self.connections * 3 // 4)
+        return backlog
+
+
+class Connections:
+    """The open connections of a server.
+
+    A new one always finds a place as long as others only wait: the one that has waited longest is closed for it, first
+    of those that have never sent a request, then of those between two requests, then of those that send a body.
+    """
+
+    def __init__(self, limits: Limits):
+        """limits: settled."""
+        self.limits = limits
+        self._by_address: Counter[str] = Counter()
+        self.silent: dict[Any, None] = {}
+        self.between: dict[Any, None] = {}
+        self.sending: dict[Any, None] = {}
+        self.all: set[Any] = set()
+
+    @property
+    def is_full(self) -> bool:
+        """True if there are as many connections as may be."""
+        return len(self.all) > self.limits.connections
+
+    def enter(self, new: Any) -> bytes:
+        """Take a new connection; returns b"", or the answer with which it is closed if there is no place."""
+        self.all.add(new)
+        self._by_address[new.address] += 1
+        if self._by_address[new.address] > self.limits.from_one_address:
+            if not self._close_one(lambda each: each.address == new.address):
+                return MANY
+        elif self.is_full and not self._close_one(lambda each: True):
+            return b"" if len(self.all) <= self.limits.connections + BESIDE else BUSY
+        return b""
+
+    def _close_one(self, may_be: Callable[[Any], bool]) -> bool:
+        """Close the connection that has waited longest; returns False if none waits."""
+        for group in (self.silent, self.between, self.sending):
+            if (found := next(filter(may_be, group), None)) is not None:
+                found.transport.abort()
+                self.leave(found)
+                return True
+        return False
+
+    def leave(self, old: Any) -> None:
+        """A connection is closed."""
+        if old in self.all:
+            self.all.remove(old)
+            self._by_address[old.address] -= 1
+            if not self._by_address[old.address]:
+                del self._by_address[old.address]
+        self.place(old, None)
+
+    def place(self, connection: Any, group: dict | None) -> None:
+        """Put a connection into the group of those that wait for the same."""
+        if group is None or connection not in group:
+            for each in (self.silent, self.between, self.sending):
+                each.pop(connection, None)
+            if group is not None and connection in self.all:
+                group[connection] = None
+
+    def sweep(self) -> None:
+        """Close the connections whose time is over."""
+        now = time.monotonic()
+        for connection in [*self.all]:
+            connection.check(now)
+
+
+class GuardedProtocol(H11Protocol):
+    """uvicorn's protocol, within the bounds of `Connections`.
+
+    guard: of the server, set in the class that each server makes of this one
+    """
+
+    guard: Connections
+
+    def connection_made(self, transport: Any) -> None:
+        """See asyncio."""
+        super().connection_made(transport)
+        self.address = self.client[0] if self.client else ""
+        self._since, self._drained, self._has_served = time.monotonic(), 0, False
+        self._unread: tuple[float, int] | None = None
+        self._served, self.app = self.app, self._serve
+        if answer := self.guard.enter(self):
+            transport.write(answer)
+            transport.close()
+        self._is_beside = self.guard.is_full
+        self._place()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio."""
+        self.guard.leave(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio."""
+        if self.transport.is_closing():
+            return
+        drains = self._is_answered and self.conn.their_state is h11.SEND_BODY
+        self._drained += len(data) if drains else 0
+        begins = not drains and self.timeout_keep_alive_task is not None
+        super().data_received(data)
+        if begins or (drains and self.conn.their_state is not h11.SEND_BODY):
+            self._since = time.monotonic()
+        self._place()
+
+    def on_response_complete(self) -> None:
+        """See uvicorn."""
+        self._since, self._drained, self._has_served = time.monotonic(), 0, True
+        super().on_response_complete()
+        self._place()
+
+    async def _serve(self, scope: dict, receive: Callable, send: Callable) -> None:
+        """The app, or while all connections are taken only its /health."""
+        if self._is_beside and self.guard.is_full and scope["path"] != OPEN:
+            refusal = Refusal(503, "the server has too many connections; try again later", retries=True)
+            refusal.headers |= {"Connection": "close"}
+            await error_at(scope["path"], refusal)(scope, receive, send)
+        else:
+            await self._served(scope, receive, send)
+
+    @property
+    def _is_answered(self) -> bool:
+        """True unless a request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _place(self) -> None:
+        guard = self.guard
+        if not self._is_answered:
+            guard.place(self, guard.sending if self.cycle.more_body else None)
+        else:
+            guard.place(self, guard.between if self._has_served else guard.silent)
+
+    def check(self, now: float) -> None:
+        """Close the connection if its time is over."""
+        size = self.transport.get_write_buffer_size()
+        if size and (self.flow.write_paused or self.transport.is_closing()):
+            if self._unread is None or size <= self._unread[1] - READ_BYTES:
+                self._unread = now, size
+            elif now - self._unread[0] > UNREAD_SECONDS:
+                self.transport.abort()
+            return
+        self._unread = None
+        if not self._is_answered or self.transport.is_closing():
+            return  # the reader of a body has its own time
+        is_late = now - self._since > self.guard.limits.seconds
+        if self.conn.their_state is h11.SEND_BODY:  # nobody reads this body
+            if is_late or self._drained > MOST_DRAINED:
+                self.transport.abort()
+        elif is_late and self.timeout_keep_alive_task is None:
+            if self.conn.trailing_data[0]:
+                self.transport.write(LATE)
+            self.transport.close()

@@ -1,0 +1,161 @@
+"""Who may call the server: `Keys`, the middleware that asks for one, and the middleware that checks Host and Origin."""
+
+import hmac
+import ipaddress
+import os
+import re
+from collections.abc import Callable, Iterable
+from hashlib import sha256
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from .anthropic import error_at
+from .call import OWNER
+from .errors import Refusal
+
+VARIABLE = "SPEC_COMPILE_API_KEY"
+"""The variable of the environment that may hold keys, with commas between them."""
+KEY = re.compile(r"[!-~]+")
+MOST_GIVEN = 8
+"""Keys of one request that are looked at."""
+DIGITS = 16
+"""Digits of the digest that names the owner of a key."""
+OPEN = "/health"
+"""The one path that needs no key."""
+
+
+class Keys:
+    """The API keys of a server. It holds their digests only, so that no text of it shows a key."""
+
+    def __init__(self, keys: Iterable[str], name: str = "api_key"):
+        """ValueError, which tells the place and not the key, for one that is empty or not of visible ASCII.
+
+        name: of the option, for errors
+        """
+        self._digests: list[bytes] = []
+        for number, key in enumerate(keys, 1):
+            if not isinstance(key, str) or not KEY.fullmatch(key):
+                raise ValueError(
+                    f"{name}: key {number} is empty or has other characters than visible ASCII; give each key "
+                    "without blanks and line breaks"
+                )
+            self._digests.append(sha256(key.encode()).digest())
+
+    @classmethod
+    def read(cls, given: Iterable[str] = (), file: str | Path | None = None) -> "Keys":
+        """The keys of the options `api_key` and `api_key_file` (a key a line), and of `VARIABLE`, which is removed from
+        the environment, so that no process that is started gets it. ValueError for a bad key or file."""
+        keys = cls(given)
+        if file is not None:
+            try:
+                lines = Path(file).expanduser().read_text("ascii", errors="replace").removesuffix("\n").split("\n")
+            except OSError as error:
+                raise ValueError(f"api_key_file: {file} cannot be read: {error.strerror}") from error
+            keys._digests += cls(lines, f"api_key_file {file}")._digests
+        variable = os.environ.pop(VARIABLE, None)
+        if variable is not None:
+            keys._digests += cls(variable.split(","), VARIABLE)._digests
+        return keys
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def owner(self, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+        """A short digest of the key that a request has, or None if it has none of these.
+
+        headers: with names in lower case. All keys are compared, each in constant time.
+        """
+        found = None
+        for given in [*_given(headers)][:MOST_GIVEN]:
+            digest = sha256(given).digest()
+            is_known = [hmac.compare_digest(digest, each) for each in self._digests]
+            if any(is_known):
+                found = found or digest.hex()[:DIGITS]
+        return found
+
+
+def _given(headers: Iterable[tuple[bytes, bytes]]) -> Iterable[bytes]:
+    """The keys in OpenAI's and in Anthropic's header."""
+    for name, value in headers:
+        if name == b"authorization":
+            scheme, _, key = value.strip().partition(b" ")
+            if scheme.lower() == b"bearer":
+                yield key.strip()
+        elif name == b"x-api-key":
+            yield value.strip()
+
+
+class KeyMiddleware:
+    """ASGI middleware: only requests with a key go on, before anything of their bodies is read. `OPEN` needs none."""
+
+    def __init__(self, app: Callable, keys: Keys, lets_preflights: bool = False):
+        """lets_preflights: True if a browser's question about another origin goes on to an app that answers it."""
+        self.app, self._keys, self._lets_preflights = app, keys, lets_preflights
+
+    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
+        if scope["type"] == "http" and self._keys:
+            owner = self._keys.owner(scope["headers"])
+            if owner is None and not self._is_open(scope):
+                reason = "a key is needed: send Authorization: Bearer KEY, or x-api-key: KEY, with a key of this server"
+                refusal = Refusal(401, reason, code="invalid_api_key")
+                refusal.headers = {"WWW-Authenticate": "Bearer"}
+                await error_at(scope["path"], refusal)(scope, receive, send)
+                return
+            scope[OWNER] = owner or ""
+        await self.app(scope, receive, send)
+
+    def _is_open(self, scope: dict) -> bool:
+        if scope["path"] == OPEN and scope["method"] in ("GET", "HEAD"):
+            return True
+        names = {name for name, _ in scope["headers"]}
+        asks = scope["method"] == "OPTIONS" and {b"origin", b"access-control-request-method"} <= names
+        return asks and self._lets_preflights
+
+
+class HostMiddleware:
+    """ASGI middleware: refuses requests to another host, and those of web pages of other hosts.
+
+    A page of an attacker can give its own name this machine's address (DNS rebinding), and then its scripts reach a
+    server on loopback. Their requests have that name in Host.
+    """
+
+    def __init__(self, app: Callable, hosts: Iterable[str]):
+        """hosts: names without ports; those of loopback are always allowed."""
+        self.app = app
+        self._hosts = {"localhost", "127.0.0.1", "::1"} | {_name_of(f"//{host}") or host.lower() for host in hosts}
+
+    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
+        refusal = self._refusal(scope["headers"]) if scope["type"] in ("http", "websocket") else None
+        if refusal is None:
+            await self.app(scope, receive, send)
+        else:
+            await error_at(scope["path"], refusal)(scope, receive, send)
+
+    def _refusal(self, headers: list[tuple[bytes, bytes]]) -> Refusal | None:
+        hosts = [_name_of(f"//{value.decode('latin-1')}") for name, value in headers if name == b"host"]
+        if len(hosts) != 1 or hosts[0] not in self._hosts:
+            return Refusal(400, "Host: this server is not called so; start it with --allowed-hosts to allow more names")
+        origins = [_name_of(value.decode("latin-1")) for name, value in headers if name == b"origin"]
+        if not self._hosts.issuperset(origins):
+            return Refusal(403, "Origin: pages of other hosts may not call this server; see --allowed-hosts")
+        return None
+
+
+def _name_of(address: str) -> str | None:
+    """The host of an address, in lower case, or None."""
+    try:
+        parts = urlsplit(address)
+        parts.port  # noqa: B018  raises ValueError for a bad one
+        return None if parts.username is not None or parts.path else parts.hostname
+    except ValueError:
+        return None
+
+
+def is_loopback(host: str | None) -> bool:
+    """True if only this machine reaches a server at this address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host or "0.0.0.0").is_loopback
+    except ValueError:
+        return False
