@@ -169,7 +169,8 @@ async def as_events(chunks: AsyncIterator[str], begun: dict, call: HttpCall) -> 
         for line in filter(None, several.replace(DONE, "").split("\n\n")):
             if line.startswith(ERROR):
                 reason = line.removeprefix(ERROR).removesuffix('"}')
-                yield "".join(events) + _event("error", error=error_message(call.error_status, reason, "")["error"])
+                status = 500 if call.error is None else call.error.status_code
+                yield "".join(events) + _event("error", error=error_message(status, reason, "")["error"])
                 return
             chunk = json.loads(line.removeprefix("data: "))
             for choice in chunk["choices"]:

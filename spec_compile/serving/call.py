@@ -8,7 +8,7 @@ from typing import Any
 
 from ..batching.stop_strings import StopCut
 from ..capture.loras import BASE
-from .errors import failed, failure
+from .errors import Refusal, failed, failure
 
 CURRENT: ContextVar["HttpCall"] = ContextVar("CURRENT")
 """The call that the running task serves. Tasks that are started for it share the object."""
@@ -42,7 +42,7 @@ class HttpCall:
     request_id: the manager's name of the request that was added for it, or None
     output: the last output that the manager delivered, or None
     is_gone: True once nobody waits for the answer
-    failure: the status of the error by which its stream has ended, or None
+    failure: the error by which its stream has ended, or None
     """
 
     loop: asyncio.AbstractEventLoop
@@ -66,7 +66,7 @@ class HttpCall:
     request_id: str | None = None
     output: Any = None
     is_gone: bool = False
-    failure: int | None = None
+    failure: Refusal | None = None
 
     @property
     def is_open(self) -> bool:
@@ -79,9 +79,9 @@ class HttpCall:
         return "stop" if self.cut.found is not None else self.output.finish_reason
 
     @property
-    def error_status(self) -> int:
-        """The status of the error by which its stream, or that of one of its choices, has ended."""
-        return next((each.failure for each in self.choices or [self] if each.failure is not None), 500)
+    def error(self) -> Refusal | None:
+        """The error by which its stream, or that of one of its choices, has ended."""
+        return next((each.failure for each in self.choices or [self] if each.failure is not None), None)
 
     @property
     def wants_usage(self) -> bool:

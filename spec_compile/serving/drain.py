@@ -127,8 +127,7 @@ class Runner(uvicorn.Server):
             if self._is_over.wait(WATCH):
                 return
         self.has_failed = True
-        followers = self.requests.followers
-        log.error("the server ends: %s", (followers and followers.ailment()) or DEAD)
+        log.error("the server ends: %s", self.requests.ailment())
         self.requests.end_all(DEAD)  # for a request that came in while it died
         time.sleep(FAREWELL)
         self.should_exit = True

@@ -18,7 +18,6 @@ log = logging.getLogger("spec_compile")
 ERROR = 'data: {"error": "'
 """The beginning of an error in a stream of transformers. Within JSON these quotes would be escaped."""
 DEAD = "the worker died; the log has the reason"
-NO_RANK = "a process that has a part of the model has ended; the log says which"
 RETRY_SECONDS = 1
 """The value of Retry-After if the queue is full or the server ends."""
 MOST_SHOWN = 80
@@ -50,7 +49,7 @@ class Refusal(HTTPException):
 
 def refuse(field: str, reason: str) -> Refusal:
     """The refusal of a field's value. field: the field, or a path into it such as "messages[0].role"."""
-    return Refusal(400, f"{field}: {reason}", field.partition("[")[0].partition(".")[0])
+    return Refusal(400, f"{field}: {reason}", re.split(r"[\[.,]", field)[0])
 
 
 def tidy(reason: str) -> str:
@@ -64,7 +63,7 @@ def tidy(reason: str) -> str:
 
 def quoted(error: BaseException) -> str:
     """The message of an exception of a library that tells what is wrong with a client's value, without local paths."""
-    return LOCAL_PATH.sub("<path>", tidy(str(error)[:300]))
+    return LOCAL_PATH.sub("<path>", tidy(str(error)[:600]))
 
 
 def shown(value: Any) -> str:

@@ -66,7 +66,7 @@ class Followers:
         """A sentence that names a follower that has ended, or None."""
         for rank, process in enumerate(self.processes, 1):
             if process.poll() is not None:
-                return f"rank {rank} (process {process.pid}) has ended with status {process.returncode}"
+                return f"rank {rank} has ended with status {process.returncode}"
         return None
 
     def stop(self) -> None:

@@ -28,7 +28,7 @@ from ..runtime.own_prefill import TOKEN_TYPES
 from .body import Bodies
 from .call import CURRENT, HttpCall
 from .call_forms import FreeParser
-from .errors import DEAD, NO_RANK, Refusal, failed, quoted, refuse, shown
+from .errors import DEAD, Refusal, failed, quoted, refuse, shown
 from .followers import Followers
 from .grammars import GrammarCache, read_form
 from .logprobs import read_top
@@ -138,7 +138,7 @@ class Requests(CBGenerateManager):
         """What clients are told once the worker or a rank has died; None if they live."""
         if self.manager.background_thread_status.fatal_error is not None:
             return DEAD
-        return None if self.followers is None or self.followers.ailment() is None else NO_RANK
+        return None if self.followers is None else self.followers.ailment()
 
     def ailment(self) -> str | None:
         """The reason why the server cannot answer now, or None."""
@@ -173,21 +173,21 @@ class Requests(CBGenerateManager):
             response_parser = call.tool_calls.parser(prompt) or response_parser
         streamer = Streamer(self.manager, name, tokenizer, call, pieces, response_parser)
 
-        def fail(status: int, reason: str) -> None:
-            call.failure = status
-            pieces.put_nowait(_StreamError(reason))
+        def fail(refusal: Refusal) -> None:
+            call.failure = refusal
+            pieces.put_nowait(_StreamError(refusal.detail))
 
         def take(output: Any) -> None:
             try:
                 streamer.put(output)
                 if output.finish_reason in ("error", "cancelled"):
-                    fail(*end_of(output, call.fields, self._death()))
+                    fail(end_of(output, call.fields, self._death()))
                 elif output.is_finished():
                     streamer.end()
                 elif pieces.qsize() > self.most_unread:
                     self.manager.cancel_request(name)
             except Exception as error:  # raised by the parser; it ends this request and not the event loop
-                fail(500, failed(error))
+                fail(Refusal(500, failed(error)))
                 self.manager.cancel_request(name)
 
         self._add(call, name, inputs, gen_config, take, streaming=True)
@@ -207,7 +207,7 @@ class Requests(CBGenerateManager):
         self._add(call, name, inputs, gen_config, take, streaming=False)
         output = await Waiting(future)
         if output.error is not None:
-            raise Refusal(*end_of(output, call.fields, self._death()))
+            raise end_of(output, call.fields, self._death())
         text = processor.decode(output.generated_tokens, skip_special_tokens=True)
         return call.cut.whole(text), len(inputs["input_ids"]), output.generated_tokens
 

@@ -312,7 +312,9 @@ async def _with_error_objects(events: AsyncIterator[str], call: HttpCall) -> Asy
     async for event in events:
         before, mark, after = event.partition(ERROR)
         if mark:
-            error = error_object(call.error_status, after.removesuffix('"}\n\n'))
+            error = error_object(500, after.removesuffix('"}\n\n'))
+            if call.error is not None:
+                error = error_object(call.error.status_code, call.error.detail, call.error.param, call.error.code)
             event = f"{before}data: {json.dumps({'error': error})}\n\n"
         yield event
 

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 from ..batching.output import Output
 from ..errors import did_you_mean
 from ..runtime.accept.random_numbers import NO_PROBABILITIES
-from .errors import failed, quoted, refuse
+from .errors import Refusal, failed, quoted, refuse
 from .fields import (
     COUNT,
     FLAG,
@@ -135,23 +135,23 @@ def read_config(text: str) -> dict:
     return {name: value for name, value in settings.items() if name in SERVED}
 
 
-def end_of(output: Output, fields: dict, death: str | None) -> tuple[int, str]:
-    """The status and the message for the client of a request that has ended by an error, or was cancelled.
+def end_of(output: Output, fields: dict, death: str | None) -> Refusal:
+    """What a client is told of a request that has ended by an error, or was cancelled.
 
     fields: of the request, checked
     death: what clients are told if the worker has died, or None
     """
     if death is not None:
-        return 503, death
+        return Refusal(503, death)
     if output.error is None:
-        return 500, "cancelled, because the client reads too slowly"
+        return Refusal(500, "cancelled, because the client reads too slowly")
     if output.error_status is None:
-        return 500, failed(output.error)
+        return Refusal(500, failed(output.error))
     if output.error != NO_PROBABILITIES:
-        return output.error_status, output.error
+        return Refusal(output.error_status, output.error)
     config = json.loads(fields[NAME]) if NAME in fields else {}
     names = [*present((*SHAPING, *SHAPING_FIELDS), fields), *(f"{NAME}.{name}" for name in present(SHAPING, config))]
-    return (400, f"{', '.join(names)}: {NO_TOKEN}") if names else (500, failed(output.error))
+    return refuse(", ".join(names), NO_TOKEN) if names else Refusal(500, failed(output.error))
 
 
 def _of_fields(fields: dict) -> dict[str, tuple[str, Any]]:

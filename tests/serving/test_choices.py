@@ -146,7 +146,7 @@ def test_a_client_that_leaves_cancels_all_choices(client, stream):
                     stack.close()
         else:
             body, address = json.dumps(fields), (client.base_url.host, client.base_url.port)
-            head = "Host: server\r\nContent-Type: application/json\r\nContent-Length"
+            head = "Host: localhost\r\nContent-Type: application/json\r\nContent-Length"
             with requests.manager.pause(), socket.create_connection(address) as connection:
                 connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\n{head}: {len(body)}\r\n\r\n{body}".encode())
                 wait_until(lambda: requests.active() == 8)

@@ -198,7 +198,7 @@ def test_no_field_is_blamed_for_another(client, monkeypatch):
             if path == CHATS or name != "read_tool_calls":
                 monkeypatch.setattr(place, name, lambda *args: max([]))
                 response = ask(client, path, prediction={"type": "content", "content": "a"})
-                assert response.status_code == 500 and "max()" in response.json()["error"]["message"], (path, name)
+                assert response.status_code == 500 and "max()" not in response.text, (path, name)
                 monkeypatch.undo()
     template = (
         "{% if tools and tools[0].function.name == 'f' %}{{ raise_exception('no') }}{% endif %}{{ word.x.y }}"
@@ -385,10 +385,11 @@ def test_a_failure_in_a_stream_is_shown(sdk, client, monkeypatch):
     manager = client.runner.requests.manager
     add = manager.add_request
     monkeypatch.setattr(manager, "add_request", lambda *args, **kwargs: add(*args, **kwargs, stopping_criteria=[fail]))
-    with pytest.raises(openai.APIError, match='no "more"'):
+    with pytest.raises(openai.APIError, match="its log has the reason"):
         list(sdk.completions.create(model="tiny", prompt="a", stream=True))
     stream = sdk.responses.create(model="tiny", input="a", stream=True)
-    assert [each.message for each in stream if each.type == "error"] == ['no "more"']
+    (error,) = [each.message for each in stream if each.type == "error"]
+    assert "its log has the reason" in error and "more" not in error
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/completions", 405), ("POST", "/nothing", 404)])
@@ -419,7 +420,8 @@ def test_only_flags_that_do_something_are_taken():
         "--lora-modules", "--max-loras", "--max-lora-rank", "--allow-runtime-lora-updating", "--grace",
         "--attn-implementation", "--quantization", "--reasoning", "--chat-template-kwargs", "--device", "--dtype",
         "--trust-remote-code", "--host", "--port", "--enable-cors", "--log-level", "--default-seed",
-        "--train-while-serving", "--online-training",
+        "--train-while-serving", "--online-training", "--api-key", "--api-key-file", "--allowed-hosts",
+        "--metrics-host", "--metrics-port", "--max-connections", "--max-connections-per-address", "--request-timeout",
     }  # fmt: skip
     with pytest.raises(TypeError, match="cb_block_size"):
         build("nowhere", cb_block_size=16)

@@ -24,6 +24,7 @@ from transformers import GenerationConfig
 from spec_compile.batching.lanes import Lanes
 from spec_compile.serving import drain, followers
 from spec_compile.serving.call import CURRENT, HttpCall
+from spec_compile.serving.errors import DEAD
 from spec_compile.serving.server import build
 
 SHORT = {"prompt": PROMPT, "max_tokens": 24}
@@ -274,7 +275,7 @@ def test_a_slow_client_loses_its_own_request_alone(client, alone, monkeypatch):
     assert text == expected(alone, PROMPT, max_new_tokens=24, do_sample=False)
 
 
-def test_an_error_of_a_request_is_its_own(client, alone):
+def test_an_error_of_a_request_is_its_own(client, alone, caplog):
     """A criterion of one's own that raises ends that request; others go on."""
     requests = client.runner.requests
 
@@ -293,8 +294,11 @@ def test_an_error_of_a_request_is_its_own(client, alone):
             chunks = events(stream)
     finally:
         manager.add_request = add
-    assert response.status_code == 500 and 'no \\"more\\"' in response.text
-    assert 'no "more"' in chunks[-1]["error"]["message"] and "usage" not in chunks[-1]
+    assert "usage" not in chunks[-1] and response.status_code == 500
+    for error in (response.json()["error"], chunks[-1]["error"]):
+        told, name = error["message"].rsplit(" ", 1)
+        assert told == "the server failed; its log has the reason under error"
+        assert next(each.message for each in caplog.records if f"error {name}" in each.message).endswith('| no "more"')
     assert requests.ailment() is None
     assert complete(client)["choices"][0]["text"] == expected(alone, PROMPT, max_new_tokens=24, do_sample=False)
 
@@ -317,7 +321,7 @@ def test_metrics_count_requests_tokens_and_drafts(client):
 # The end
 
 
-def test_a_dead_worker_is_told_to_all_and_ends_the_server(folder, monkeypatch):
+def test_a_dead_worker_is_told_to_all_and_ends_the_server(folder, monkeypatch, caplog):
     monkeypatch.setattr(drain, "FAREWELL", 1.0)
 
     def fail():
@@ -335,13 +339,13 @@ def test_a_dead_worker_is_told_to_all_and_ends_the_server(folder, monkeypatch):
 
     with running(folder, slots=2) as client:
         answer, received = asyncio.run(ask(client))
-        assert answer.status_code == 503 and "the device is gone" in answer.text
-        assert "the device is gone" in json.loads(received[-1].removeprefix("data: "))["error"]["message"]
+        assert answer.status_code == 503 and DEAD in answer.text
+        assert DEAD == json.loads(received[-1].removeprefix("data: "))["error"]["message"]
         for path, body in (("/health", None), ("/v1/completions", {"prompt": "a"})):
             response = client.request("POST" if body else "GET", path, json=body)
-            assert response.status_code == 503 and "the device is gone" in response.text
+            assert response.status_code == 503 and DEAD in response.text
         wait_until(lambda: client.runner.should_exit)
-        assert client.runner.has_failed
+        assert client.runner.has_failed and "the device is gone" in caplog.text
 
 
 def test_rounds_that_do_not_end_are_unhealthy(client, monkeypatch):

@@ -52,8 +52,11 @@ def events(response) -> list[dict]:
 
 
 @contextmanager
-def running(folder: Path, grace: float = 30.0, **settings):
-    """A client of a server that listens at a free port, with the runner as its attribute."""
+def running(folder: Path, grace: float = 30.0, runner: dict | None = None, **settings):
+    """A client of a server that listens at a free port, with the runner as its attribute.
+
+    runner: further arguments of `Runner`. settings: of `build`
+    """
     import httpx
 
     from spec_compile.serving.drain import Runner
@@ -62,7 +65,7 @@ def running(folder: Path, grace: float = 30.0, **settings):
     flags = {"dtype": "float32", "device": "cpu", "port": 0, "host": "127.0.0.1", "log_level": "error"}
     server = build(folder, **flags | {"algo": "ngram", "options": EAGER} | settings)
     server.config.log_config = server.config.log_level = None
-    runner = Runner(server, grace)
+    runner = Runner(server, grace, **runner or {})
     thread = threading.Thread(target=runner.run)
     # It would let Python look for garbage among all that earlier tests have left: see `worker`.
     unfreeze = mock.patch.object(gc, "unfreeze")
