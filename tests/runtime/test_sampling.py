@@ -25,6 +25,7 @@ from transformers.generation import (
 
 from spec_compile import speculate
 from spec_compile.drafting import Algorithm, Drafter, DraftPlan
+from spec_compile.errors import RequestError
 from spec_compile.runtime import accept
 from spec_compile.runtime.accept import host
 from spec_compile.runtime.accept.draw import DrawInRound
@@ -133,12 +134,16 @@ def test_ends_of_a_draw(size):
 def test_probabilities():
     scores = torch.randn(4, 9)
     scores[1, 2:] = -torch.inf
-    got = probabilities(scores)
+    got = probabilities(scores, scores)
     assert got.dtype == torch.float64 and (got[1, 2:] == 0).all()
     torch.testing.assert_close(got, scores.double().exp() / scores.double().exp().sum(dim=1, keepdim=True))
     for wrong in ([0.0, torch.nan, 1.0], [0.0, torch.inf, 1.0], [-torch.inf] * 3):
-        with pytest.raises(RuntimeError, match="cannot sample"):
-            probabilities(torch.tensor([[0.0, 1.0, 2.0], wrong]))
+        both = torch.tensor([[0.0, 1.0, 2.0], wrong])
+        with pytest.raises(RequestError, match="cannot sample"):  # by the processors of the call
+            probabilities(both, torch.zeros(2, 3))
+        with pytest.raises(RuntimeError, match="cannot sample") as of_the_model:
+            probabilities(both, both)
+        assert not isinstance(of_the_model.value, RequestError)
 
 
 # --- the test of drawn drafts

@@ -186,6 +186,7 @@ def test_a_client_that_never_reads_is_left(client, connect, monkeypatch, stream)
 
 async def large(scope, receive, send):
     """An answer of 32 MiB, or one without end."""
+    await receive()
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": bytes(32 << 20), "more_body": scope["path"] == "/large1"})
     while scope["path"] == "/large1":

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import re
+import socket
 
 import pytest
 
@@ -10,10 +12,11 @@ for package in ("fastapi", "uvicorn", "prometheus_client"):
 openai = pytest.importorskip("openai", reason="needs the extra serve: openai")
 httpx = pytest.importorskip("httpx", reason="needs httpx, which fastapi's tests need, too")
 
-from server_fixtures import PROMPT, events, expected, load_alone, running, save_model
+from server_fixtures import PROMPT, events, expected, load_alone, running, save_model, wait_until
 from transformers import LogitsProcessor
 from typer.main import get_command
 
+from spec_compile.serving import errors
 from spec_compile.serving.fields import CHAT, COMPLETION, RESPONSE, WITHOUT_EFFECT
 
 CHATS, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -425,3 +428,96 @@ def test_only_flags_that_do_something_are_taken():
     }  # fmt: skip
     with pytest.raises(TypeError, match="cb_block_size"):
         build("nowhere", cb_block_size=16)
+
+
+# Errors that are told
+
+
+def exhausting():
+    """Settings with which no token can be drawn, each with the names that are told; None for some that leave one."""
+    config = lambda **values: {"generation_config": json.dumps({"do_sample": True} | values)}  # noqa: E731
+    yield config(sequence_bias=[[[5], 1e308]]), ["generation_config.sequence_bias"]
+    bias = {"sequence_bias": [[[5], 1e38]]}
+    yield {"temperature": 1e-5} | config(**bias), ["temperature", "generation_config.sequence_bias"]
+    yield config(sequence_bias=[[[5], 3e38]], repetition_penalty=1e-5), ["generation_config.sequence_bias"]
+    every = [[[token], -1e308] for token in range(1024)]
+    yield config(sequence_bias=every, guidance_scale=1e5, top_k=1, min_p=1.0), None
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_settings_that_leave_no_token_are_refused_by_name(client, alone, number):
+    """In a stream, too. The others, and those that do leave one, are answered as by plain decoding."""
+    fields, names = [*exhausting()][number]
+    if names is None:
+        assert ask(client, COMPLETIONS, **fields).status_code == 200
+        return
+    for path in (COMPLETIONS, CHATS):
+        error = ask(client, path, **fields).json()["error"]
+        with client.stream("POST", path, json=BODIES[path] | fields | {"stream": True}) as response:
+            assert events(response)[-1:] == [{"error": error}], response.status_code
+        assert error["param"] == names[0].partition(".")[0] and error["type"] == "invalid_request_error"
+        assert all(name in error["message"] for name in names) and "no token is left" in error["message"]
+    wanted = expected(alone, "a", max_new_tokens=2, do_sample=False)
+    assert ask(client, COMPLETIONS, temperature=0).json()["choices"][0]["text"] == wanted
+
+
+class Heap:
+    """An object whose text has its address."""
+
+
+FAULTS = {
+    "an object": ValueError(Heap()), "a path": OSError(2, "none", "/etc/shadow"), "a key": KeyError("messages"),
+    "lines": RuntimeError("\n2026-01-01 root logged in\x1b[31m"), "a long one": RuntimeError("no" * 10_000),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS, RESPONSES, "/v1/messages"])
+def test_the_text_of_an_exception_is_for_the_log(client, monkeypatch, caplog, path, fault):
+    """Whether it is raised before the rounds, in a round, in a stream, or outside of all handlers."""
+    body = BODIES.get(path) or BODIES[CHATS]
+    secrets = ("0x", "shadow", "KeyError", "logged in", "nono", "Traceback", 'File "')
+
+    def fail(*args, **kwargs):
+        raise FAULTS[fault]
+
+    def told(response):
+        name = re.search(r"error ([0-9a-f]{16})", response.text)[1]
+        assert not any(secret in response.text for secret in secrets), response.text
+        (record,) = [each.message for each in caplog.records if each.message.startswith(f"error {name}: ")]
+        assert all(line.startswith("    | ") and line.isprintable() for line in record.splitlines()[1:])
+        assert str(FAULTS[fault]).strip()[:5] in record.replace("\\\\", "\\")
+
+    requests = client.runner.requests
+    monkeypatch.setattr(requests, "_options", fail)
+    response = client.post(path, json=body)
+    assert response.status_code == 500
+    told(response)
+    monkeypatch.setattr(requests, "_options", lambda *args: {"logits_processor": [fail]})
+    for stream in (False, True):
+        response = client.post(path, json=body | {"stream": stream})
+        assert response.status_code == (200 if stream else 500)
+        told(response)
+    monkeypatch.setattr(requests, "admit", fail)
+    told(client.post(path, json=body))
+
+
+def test_a_client_that_leaves_before_its_body_has_come_is_no_error(client, caplog):
+    with socket.create_connection((client.base_url.host, client.base_url.port), 10) as raw:
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+        raw.sendall(b"Content-Length: 100\r\n\r\n{")
+        wait_until(lambda: client.runner.requests.bodies._timers)
+    wait_until(lambda: not client.runner.requests.bodies._timers)
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [("a <a.B object at 0x7f12345678> b", "a <object> b"), ("at 0x7ffff7a0 end", "at <object> end"), ("0x1f", "0x1f"),
+     ("a\nb\x1b[0m\u202ec", "a b\ufffd[0m\ufffdc"), ("x" * 2000, "x" * 900 + "...")],
+)  # fmt: skip
+def test_messages_to_clients_are_tidy(given, wanted):
+    assert errors.tidy(given) == wanted == str(errors.Refusal(400, given).detail)
+    assert errors.quoted(ValueError("no ~/a/b, /root/x.py or ../c/d at https://a/b/c")) == (
+        "no <path>, <path> or <path> at https://a/b/c"
+    )
