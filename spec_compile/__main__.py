@@ -15,7 +15,7 @@ from .artefacts.store import Store, table_of
 from .audit import check_samples
 from .commands.inputs import load_model, read_prompts
 from .commands.output import one_line, print_table
-from .commands.server_flags import with_server_flags
+from .commands.server_flags import read_door, with_server_flags
 from .commands.values import Device, Dtype, Model, at_least, int_list, json_object, parsed, share_or_file
 from .report.audit import LOSSLESS, NOT_LOSSLESS, NOT_TESTED
 from .serving import GRACE, MAX_QUEUE, require_packages
@@ -184,25 +184,6 @@ def _serve(
     ] = False,
     online_training: Annotated[dict, parsed(json_object, "JSON", "Such as '{\"share\": 0.05}'; trains, too.")] = "{}",
     grace: Annotated[float, typer.Option(help="Seconds that requests have to end after SIGTERM.", min=0)] = GRACE,
-    api_key: Annotated[
-        list[str] | None, typer.Option(help="A key that clients must have; may be repeated. The process list shows it.")
-    ] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option(help="A file of keys, one a line; or set SPEC_COMPILE_API_KEY.")
-    ] = None,
-    allowed_hosts: Annotated[
-        list[str] | None, typer.Option(help="A name that clients may call the server by; may be repeated.")
-    ] = None,
-    metrics_port: Annotated[int | None, typer.Option(help="A port of its own for /metrics.", min=0, max=65535)] = None,
-    metrics_host: Annotated[str, typer.Option(help="The address of that port.")] = "127.0.0.1",
-    max_connections: Annotated[int | None, typer.Option(help="Open connections; by default 4,096.", min=1)] = None,
-    max_connections_per_address: Annotated[
-        int | None, typer.Option(help="Of one client; by default three quarters.", min=1)
-    ] = None,
-    request_timeout: Annotated[
-        float,
-        typer.Option(help="Seconds for the headers of a request, and for its body, which may have more.", min=0.1),
-    ] = 10.0,
     **flags: Any,
 ) -> int:
     """Run an HTTP server with OpenAI's API: transformers' own, around speculative models and continuous batching.
@@ -210,8 +191,6 @@ def _serve(
     POST /v1/chat/completions, /v1/completions, /v1/responses; GET /v1/models, /health, /metrics.
     """
     require_packages()
-    from .serving.connections import Limits
-    from .serving.door import Keys
     from .serving.drain import Runner
     from .serving.server import build
 
@@ -220,14 +199,11 @@ def _serve(
     options |= {} if max_lora_rank is None else {"max_lora_rank": max_lora_rank}
     sizes = {"slots": slots, "max_queue": max_queue, "tensor_parallel": tensor_parallel}
     loras = {"lora_modules": lora_modules, "allow_runtime_lora_updating": allow_runtime_lora_updating}
-    keys, limits = Keys.read(api_key or (), api_key_file), Limits(max_connections, max_connections_per_address)
-    limits.seconds = request_timeout
+    keys, door = read_door(flags)
     server = build(model, algo, options, **sizes, served_model_name=served_model_name, **loras, keys=keys, **flags)
     if train_while_serving or online_training:
         learn(server.models.the_one.model, **online_training)
-    runner = Runner(
-        server, grace, limits, allowed_hosts or (), None if metrics_port is None else (metrics_host, metrics_port)
-    )
+    runner = Runner(server, grace, **door)
     runner.run()
     return int(runner.has_failed)
 

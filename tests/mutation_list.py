@@ -1122,8 +1122,8 @@ SERVING = [
     ),
     Mutation(
         "requests are prepared on the event loop", f"{HTTP}handlers.py",
-        "return await requests.workers.drive(self._answer(data, request_id))",
-        "return await self._answer(data, request_id)", f"{LOAD} -k event_loop",
+        "return await requests.workers.drive(self._answer(data, request.state.request_id))",
+        "return await self._answer(data, request.state.request_id)", f"{LOAD} -k event_loop",
     ),
     Mutation(
         "a client that leaves early leaves its request", f"{HTTP}generation.py",

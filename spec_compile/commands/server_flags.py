@@ -1,17 +1,59 @@
-"""The flags of transformers' server among the options of a command."""
+"""The flags of transformers' server, and those of who may call ours, among the options of a command."""
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
 
+import typer
 from transformers.cli.serve import Serve
 
 from ..serving import FLAGS
 
+Texts = list[str] | None
+Count = int | None
+
+
+def _door(
+    api_key: Annotated[
+        Texts, typer.Option(help="A key that clients need; may be repeated. The process list shows it.")
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="A file of keys, one a line; SPEC_COMPILE_API_KEY may have some, too.")
+    ] = None,
+    allowed_hosts: Annotated[
+        Texts, typer.Option(help="A name that clients may call the server by; may be repeated.")
+    ] = None,
+    metrics_port: Annotated[Count, typer.Option(help="Another port for /metrics.", min=0, max=65535)] = None,
+    metrics_host: Annotated[str, typer.Option(help="The address of that port.")] = "127.0.0.1",
+    max_connections: Annotated[Count, typer.Option(help="That are open; by default at most 4,096.", min=1)] = None,
+    max_connections_per_address: Annotated[
+        Count, typer.Option(help="Of one client; by default three quarters.", min=1)
+    ] = None,
+    request_timeout: Annotated[
+        float, typer.Option(help="Seconds for the headers of a request, and for a small body.", min=0.1)
+    ] = 10.0,
+) -> tuple[Any, dict[str, Any]]:
+    from ..serving.connections import Limits
+    from ..serving.door import Keys
+
+    limits = Limits(max_connections, max_connections_per_address, request_timeout)
+    metrics = None if metrics_port is None else (metrics_host, metrics_port)
+    told = {"limits": limits, "allowed_hosts": allowed_hosts or (), "metrics": metrics}
+    return Keys.read(api_key or (), api_key_file), told
+
+
+def read_door(flags: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The `Keys` of a server and arguments of its `Runner`. Their flags are taken out of `flags`."""
+    return _door(**{name: flags.pop(name) for name in inspect.signature(_door).parameters})
+
 
 def with_server_flags(serve: Callable) -> Callable:
-    """A command with its own parameters, and in place of ``**flags`` those of transformers' server in `FLAGS`."""
+    """A command with its own parameters, and in place of ``**flags`` those of transformers' server in `FLAGS` and those
+    that `read_door` takes."""
     parameters = [each for each in inspect.signature(serve).parameters.values() if each.kind is not each.VAR_KEYWORD]
     parameters += [each for name, each in inspect.signature(Serve.__init__).parameters.items() if name in FLAGS]
+    parameters += inspect.signature(_door).parameters.values()
     serve.__signature__ = inspect.Signature(parameters)
     serve.__annotations__ = {each.name: each.annotation for each in parameters}
     return serve

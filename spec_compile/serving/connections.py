@@ -1,6 +1,7 @@
 """`Connections`: bounds of a server's connections, and the protocol that keeps them; nobody locks others out."""
 
 import os
+import re
 import resource
 import time
 from collections import Counter
@@ -24,6 +25,8 @@ BESIDE = 16
 """Connections beyond the bound, of which one may ask for /health."""
 UNREAD_SECONDS, READ_BYTES = 30.0, 1 << 16
 """A client that reads less than these bytes of a waiting answer in this time is left."""
+CRUMB, MOST_CRUMBS = re.compile(rb"\r\n[0-9a-fA-F]{1,2}[ \t]*(?:;[^\r\n]*)?\r\n"), 1000
+"""Chunks of less than 256 bytes that a request may have. Each costs as much time as 100 KiB in a larger one."""
 MOST_DRAINED = 64 << 20
 """Bytes of a body that are read at most after its answer, so that its client reads the answer."""
 
@@ -38,6 +41,7 @@ def _raw(status: int, reason: str) -> bytes:
 
 BUSY = _raw(503, "the server has too many connections; try again later")
 MANY = _raw(429, "there are too many connections from this address; close some, or use each for several requests")
+SMALL = _raw(400, "the chunks of the body are too small; send larger ones, or Content-Length")
 LATE = _raw(408, "the headers come too slowly")
 
 
@@ -151,7 +155,7 @@ class GuardedProtocol(H11Protocol):
         """See asyncio."""
         super().connection_made(transport)
         self.address = self.client[0] if self.client else ""
-        self._since, self._drained, self._has_served = time.monotonic(), 0, False
+        self._since, self._drained, self._crumbs, self._has_served = time.monotonic(), 0, 0, False
         self._unread: tuple[float, int] | None = None
         self._served, self.app = self.app, self._serve
         if answer := self.guard.enter(self):
@@ -169,6 +173,11 @@ class GuardedProtocol(H11Protocol):
         """See asyncio."""
         if self.transport.is_closing():
             return
+        self._crumbs += len(CRUMB.findall(data))
+        if self._crumbs > MOST_CRUMBS:
+            self.transport.write(SMALL)
+            self.transport.close()
+            return
         drains = self._is_answered and self.conn.their_state is h11.SEND_BODY
         self._drained += len(data) if drains else 0
         begins = not drains and self.timeout_keep_alive_task is not None
@@ -179,7 +188,7 @@ class GuardedProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         """See uvicorn."""
-        self._since, self._drained, self._has_served = time.monotonic(), 0, True
+        self._since, self._drained, self._crumbs, self._has_served = time.monotonic(), 0, 0, True
         super().on_response_complete()
         self._place()
 

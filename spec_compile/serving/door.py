@@ -105,7 +105,7 @@ class KeyMiddleware:
         await self.app(scope, receive, send)
 
     def _is_open(self, scope: dict) -> bool:
-        if scope["path"] == OPEN and scope["method"] in ("GET", "HEAD"):
+        if scope["path"].removeprefix(scope.get("root_path", "")) == OPEN and scope["method"] in ("GET", "HEAD"):
             return True
         names = {name for name, _ in scope["headers"]}
         asks = scope["method"] == "OPTIONS" and {b"origin", b"access-control-request-method"} <= names

@@ -49,7 +49,7 @@ class Runner(uvicorn.Server):
         config, limits, hosts = server.config, limits or Limits(), [*allowed_hosts]
         config.backlog = limits.settle()
         config.timeout_graceful_shutdown = 5  # for clients that read slowly what is ready
-        config.server_header, config.ws = False, "none"
+        config.server_header, config.ws, config.proxy_headers = False, "none", False
         self.connections = Connections(limits)
         config.http = type("Protocol", (GuardedProtocol,), {"guard": self.connections})
         super().__init__(config)

@@ -25,7 +25,7 @@ MOST_SHOWN = 80
 LONGEST = 900
 """Characters of a message to a client."""
 ADDRESS = re.compile(r"<[^<>]{0,200} at 0x[0-9a-fA-F]+>|0x[0-9a-fA-F]{7,}")
-"""What Python writes of an object that has no better text, and addresses of memory."""
+"""The text that Python gives to an object without a better one, and addresses of memory."""
 LOCAL_PATH = re.compile(r"(?<![\w.:/])(~|\.{1,2})?(/[\w.@+-]+){2,}/?")
 """A path of a file."""
 

@@ -135,7 +135,7 @@ class Requests(CBGenerateManager):
         return self._death() is None
 
     def _death(self) -> str | None:
-        """What clients are told once the worker or a rank has died; None if they live."""
+        """The reason for clients why the server cannot go on; None while the worker and the ranks live."""
         if self.manager.background_thread_status.fatal_error is not None:
             return DEAD
         return None if self.followers is None else self.followers.ailment()

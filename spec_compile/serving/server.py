@@ -226,18 +226,18 @@ def _add_routes(app: FastAPI, requests: Requests, models: Models, handlers: dict
         app.post(path)(partial(_answer, handler))
 
     @app.api_route("/v1/models", methods=["GET", "OPTIONS"])
-    def list_models() -> JSONResponse:
+    async def list_models() -> JSONResponse:
         return JSONResponse({"object": "list", "data": models.get_gen_models()})
 
     @app.get("/v1/models/{name:path}")
-    def model(name: str) -> JSONResponse:
+    async def model(name: str) -> JSONResponse:
         for each in models.get_gen_models():
             if each["id"] == name:
                 return JSONResponse(each)
         raise Refusal(404, f"model: there is no model {name[:200]!r} here", "model", "model_not_found")
 
     @app.get("/health")
-    def health() -> JSONResponse:
+    async def health() -> JSONResponse:
         ailment = requests.ailment()
         if ailment is not None:
             return JSONResponse({"status": "unhealthy", "reason": ailment}, 503)

@@ -136,10 +136,10 @@ def read_config(text: str) -> dict:
 
 
 def end_of(output: Output, fields: dict, death: str | None) -> Refusal:
-    """What a client is told of a request that has ended by an error, or was cancelled.
+    """The error for the client of a request that has ended by one, or was cancelled.
 
     fields: of the request, checked
-    death: what clients are told if the worker has died, or None
+    death: the reason for clients if the worker has died, or None
     """
     if death is not None:
         return Refusal(503, death)

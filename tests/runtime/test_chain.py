@@ -293,7 +293,7 @@ def test_the_host_gives_the_same():
     gained = torch.tensor([len(row) for row in answer.rows])
     tree = Tree(tokens, torch.arange(-1, nodes - 1).expand(rows, -1), real, draft)
     expected = HostAcceptor(answer, LogitsProcessorList(), seed=77)(tree, logits)
-    target = probabilities(logits.flatten(0, 1)).view(rows, nodes, vocab)
+    target = probabilities(logits.flatten(0, 1), logits.flatten(0, 1)).view(rows, nodes, vocab)
     numbers = chain_numbers(torch.full((rows,), 77), torch.arange(rows), gained, nodes)
     accepted = accept_chain(target, draft, tokens, real, numbers)
     assert torch.equal(accepted.count, expected.count)

@@ -376,9 +376,10 @@ def test_walk(parents, fill, processors, gains):
 class Partial(HostAcceptor):
     """Wrong: tokens that were drafted are a little more likely."""
 
-    def _choose(self, tree, rows, node, places, scores):
+    def _choose(self, tree, rows, node, places, scores, raw):
         drafted = (tree.parents[rows] == node[:, None]) & tree.real[rows]
-        return super()._choose(tree, rows, node, places, scores.scatter_add(1, tree.tokens[rows], drafted * 0.3))
+        scores = scores.scatter_add(1, tree.tokens[rows], drafted * 0.3)
+        return super()._choose(tree, rows, node, places, scores, raw)
 
 
 class Careless(HostAcceptor):
@@ -392,8 +393,8 @@ class Careless(HostAcceptor):
 class Monotonous(HostAcceptor):
     """Wrong: draws with the same number at every place."""
 
-    def _choose(self, tree, rows, node, places, scores):
-        return super()._choose(tree, rows, node, torch.zeros_like(places), scores)
+    def _choose(self, tree, rows, node, places, scores, raw):
+        return super()._choose(tree, rows, node, torch.zeros_like(places), scores, raw)
 
 
 @pytest.mark.parametrize("wrong", [Partial, Careless, Monotonous])

@@ -118,6 +118,19 @@ def drip(raw):
         pass
 
 
+def test_a_body_of_crumbs_is_refused(client, connect):
+    """43,000 chunks of a byte take the event loop 0.6 seconds; chunks of a usual size are read."""
+    chunked = HEAD.replace(b"Content-Length: %d", b"Transfer-Encoding: chunked")
+    begin = time.process_time()
+    told = answer(connect(chunked + b"1\r\n \r\n" * 40_000))
+    assert not told or told.startswith(b"HTTP/1.1 400 "), told
+    assert time.process_time() - begin < 1 and is_answered(client) is None
+    content = json.dumps(SHORT).encode().ljust(50_000)
+    parts = [content[place : place + 100] for place in range(0, 50_000, 100)]
+    told = connect(chunked + b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n")
+    assert told.recv(100).startswith(b"HTTP/1.1 200 ")
+
+
 def test_a_large_body_has_more_time(client, connect, monkeypatch):
     """As long as it comes fast enough."""
     monkeypatch.setattr(body, "LEAST_RATE", 50_000)
