@@ -26,7 +26,7 @@ BESIDE = 16
 UNREAD_SECONDS, READ_BYTES = 30.0, 1 << 16
 """A client that reads less than these bytes of a waiting answer in this time is left."""
 CRUMB, MOST_CRUMBS = re.compile(rb"\r\n[0-9a-fA-F]{1,2}[ \t]*(?:;[^\r\n]*)?\r\n"), 1000
-"""Chunks of less than 256 bytes that a request may have. Each costs as much time as 100 KiB in a larger one."""
+"""Chunks of less than 256 bytes that a request may have. The parser takes about 15 microseconds for each."""
 MOST_DRAINED = 64 << 20
 """Bytes of a body that are read at most after its answer, so that its client reads the answer."""
 
