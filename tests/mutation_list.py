@@ -1057,7 +1057,24 @@ FIELDS, LOAD, HTTP = "tests/serving/test_fields.py", "tests/serving/test_load.py
 FORMS = "tests/serving/test_grammars.py"
 CALLS, CALL_FORMS = "tests/serving/test_tool_calls.py", "tests/serving/test_call_forms.py"
 VLLM = "tests/serving/test_vllm_fields.py"
+MEDIA, TEXTS = "tests/serving/test_media.py", "tests/serving/test_chat_text.py"
 SERVING = [
+    Mutation(
+        "a name may resolve to addresses within the network", f"{HTTP}media.py",
+        "if not addresses or not all(map(is_public, addresses)):", "if not addresses:", f"{MEDIA} -k resolved_once",
+    ),
+    Mutation(
+        "pictures are decoded before their size is known", f"{HTTP}media.py",
+        "pixels = check_pixels(path, *image.size, pixels)", "pass", f"{MEDIA} -k before_they_are_decoded",
+    ),
+    Mutation(
+        "parts of a message join to a control token", f"{HTTP}chat_text.py",
+        'value = f"{value[:end]}{sign}{value[end:]}" if end else value', "pass", f"{TEXTS} -k become_one",
+    ),
+    Mutation(
+        "arguments of processors are variables of templates", f"{HTTP}handlers.py",
+        "if name not in ChatText.of(processor).variables:", "if False:", f"{TEXTS} -k only_variables",
+    ),
     Mutation(
         "an id outside the vocabulary has a text", f"{HTTP}tokens.py",
         "ID.accepts(each) and each < requests.embedded", "ID.accepts(each)",
@@ -1122,8 +1139,7 @@ SERVING = [
     ),
     Mutation(
         "requests are prepared on the event loop", f"{HTTP}handlers.py",
-        "return await requests.workers.drive(self._answer(data, request.state.request_id))",
-        "return await self._answer(data, request.state.request_id)", f"{LOAD} -k event_loop",
+        "return await requests.workers.drive(answering)", "return await answering", f"{LOAD} -k event_loop",
     ),
     Mutation(
         "a client that leaves early leaves its request", f"{HTTP}generation.py",

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
+from .call import CURRENT, HttpCall
 from .errors import Refusal
 
 DEEPEST = 64
@@ -17,7 +18,7 @@ DEEPEST = 64
 SECONDS, LEAST_RATE = 10.0, 1 << 14
 """A body must come within these seconds, and one more for every so many bytes of it."""
 MOST_IN_FLIGHT = 256 << 20
-"""Bytes of all bodies together, from their first byte to the answer, unless four of the largest have more."""
+"""Bytes of all bodies together, from their first byte until the prompt is made, unless four of the largest have more."""
 TOO_LARGE = "the body has more than {} bytes, which this server does not read; send less"
 NO_ROOM = "the server reads too many bytes of bodies; try again later"
 REQUEST_ID = re.compile(r"[!-~]{0,256}")
@@ -25,30 +26,30 @@ REQUEST_ID = re.compile(r"[!-~]{0,256}")
 
 
 class Bodies:
-    """The bodies of requests that are read or answered: each has a time in which it must come, all together a size."""
+    """The bodies of requests that are read or prepared: each has a time in which it must come, all together a size."""
 
     def __init__(self, most: int, seconds: float = SECONDS):
         """most: bytes of one. seconds: see `SECONDS`."""
         self.most, self.seconds = max(MOST_IN_FLIGHT, 4 * most), seconds
-        self._sizes: dict[object, int] = {}
-        self._timers: dict[object, asyncio.Timeout] = {}  # of those that are still read, the oldest first
+        self._sizes: dict[HttpCall, int] = {}
+        self._timers: dict[HttpCall, asyncio.Timeout] = {}  # of those that are still read, the oldest first
 
     @asynccontextmanager
     async def reading(self, request: Request, most: int) -> AsyncIterator[bytes]:
-        """The bytes of a body, which count as long as the context is open.
+        """The bytes of a body, which count until `drop`, or until the context closes.
 
         Raises Refusal: 415 if its type is not JSON, 413 if it has more than `most` bytes, and 400 for a bad
         X-Request-Id, before it is read if that is possible; 408 if it comes too slowly; 429 if there is no room.
         If all bodies are larger than they may be, the oldest one that is still read makes room.
         """
         _check_head(request, most)
-        me = object()
+        me = CURRENT.get()
         try:
             yield await self._read(me, request, most)
         finally:
             self._sizes.pop(me, None)
 
-    async def _read(self, me: object, request: Request, most: int) -> bytes:
+    async def _read(self, me: HttpCall, request: Request, most: int) -> bytes:
         loop = asyncio.get_running_loop()
         begin, parts, size = loop.time(), [], 0
         try:
@@ -75,7 +76,12 @@ class Bodies:
         finally:
             self._timers.pop(me, None)
 
-    def _make_room(self, me: object, now: float) -> None:
+    def drop(self, call: HttpCall) -> None:
+        """The body of a call is no longer held. Any thread may say so."""
+        if call in self._sizes:
+            self._sizes[call] = 0
+
+    def _make_room(self, me: HttpCall, now: float) -> None:
         """End the oldest bodies that are still read until the rest has room. Refusal if that is the reader itself."""
         while sum(self._sizes.values()) > self.most:
             oldest = next(iter(self._timers))

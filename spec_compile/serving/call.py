@@ -17,7 +17,7 @@ OWNER = "spec_compile.owner"
 """The entry of an ASGI scope with `HttpCall.owner`."""
 
 
-@dataclass
+@dataclass(eq=False)
 class HttpCall:
     """One HTTP request.
 
@@ -29,6 +29,8 @@ class HttpCall:
     limit_field: name of the field with the number of tokens that the client wants, or None
     prediction: token ids of the answer that the client expects, or None
     tool_calls: the calls that the answer shall have, a `ToolCalls`, or None
+    sign: breaks control tokens in the texts of its chat, see `ChatText`; empty if there are none
+    pictures: that its prompt shows, by name, until it is made
     prompts: of a completion, each with token ids and the text that `echo` tells, if it is wanted
     choices: the calls of the choices, this one included if there is no other; empty before they are made
     index: of its choice
@@ -53,6 +55,8 @@ class HttpCall:
     limit_field: str | None = None
     prediction: list[int] | None = None
     tool_calls: Any = None
+    sign: str = ""
+    pictures: dict[str, Any] = field(default_factory=dict)
     prompts: list[tuple[list[int], str | None]] = field(default_factory=list)
     choices: "list[HttpCall]" = field(default_factory=list)
     index: int = 0

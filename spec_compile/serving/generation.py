@@ -32,6 +32,7 @@ from .errors import DEAD, Refusal, failed, quoted, refuse, shown
 from .followers import Followers
 from .grammars import GrammarCache, read_form
 from .logprobs import read_top
+from .media import Media
 from .metrics import PrometheusMetrics
 from .penalties import CountPenalties
 from .prediction import NO_NGRAMS, read_prediction, reference_of, tokenize
@@ -108,8 +109,8 @@ class Requests(CBGenerateManager):
         self.metrics = PrometheusMetrics(self.manager.metrics)
         self.row_tokens: int = self.manager.metrics()["slot_tokens"]
         self.most_unread, self.max_queue = MOST_UNREAD, config.max_queue_size
-        self._reads_pictures = reads_pictures(model.speculation.original)
-        self.most_bytes = MOST_BYTES + BYTES_A_TOKEN * self.row_tokens + PICTURE_BYTES * self._reads_pictures
+        self.reads_pictures, self.media = reads_pictures(model.speculation.original), Media()
+        self.most_bytes = MOST_BYTES + BYTES_A_TOKEN * self.row_tokens + PICTURE_BYTES * self.reads_pictures
         self.bodies = Bodies(self.most_bytes)
         self.most_containers = MOST_CONTAINERS + 2 * self.row_tokens
         self.tokenizer, self.workers = getattr(processor, "tokenizer", processor), Workers()
@@ -239,6 +240,7 @@ class Requests(CBGenerateManager):
         try:
             if call.is_gone:
                 raise Refusal(400, "the client has left")
+            self.media.hold(name, options.values(), handlers)
             self.manager.add_request(
                 ids, name, streaming=streaming, record_timestamps=True, generation_config=config,
                 tokenizer=self.tokenizer, seed=call.fields.get("seed"), speculation=call.fields.get("speculation"),
@@ -339,7 +341,7 @@ class Requests(CBGenerateManager):
 
     def _pictures(self, inputs: dict) -> dict[str, Tensor]:
         """The outputs of a processor other than ids, as tensors. Refusal if they cannot be tensors."""
-        others = inputs.keys() - {"input_ids", "attention_mask"} - (set() if self._reads_pictures else TOKEN_TYPES)
+        others = inputs.keys() - {"input_ids", "attention_mask"} - (set() if self.reads_pictures else TOKEN_TYPES)
         try:
             return {name: _as_tensor(inputs[name]) for name in others}
         except (RuntimeError, TypeError, ValueError) as error:

@@ -4,7 +4,6 @@ They run in the threads of `Workers` except while they wait.
 """
 
 import copy
-import inspect
 import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -20,10 +19,12 @@ from transformers.cli.serving.utils import BaseHandler, CBWorkerDeadError, Modal
 
 from .body import decode_body
 from .call import CURRENT, HttpCall
+from .chat_text import ChatText
 from .choices import add_usages, context_of, interleave, merge, split
 from .errors import ERROR, Refusal, error_object, failure, noted, quoted, refuse
 from .fields import CHAT, COMPLETION, RESPONSE, Field, check_fields, list_prompts, present
 from .logprobs import ChatLogprobs, CompletionLogprobs, read_top
+from .media import address_of, find_pictures, with_pictures
 from .messages import check_input, check_messages, check_tools, count_characters
 from .metrics import speculation_fields
 from .prediction import usage_details
@@ -38,8 +39,6 @@ BESIDE_PROMPT = ("chat_template_kwargs", "tools", "instructions", "system")
 """Fields that chat templates read in addition to the messages."""
 DONE = "data: [DONE]\n\n"
 """The end of a stream of chunks."""
-RENDERED = {"messages", "tools", "add_generation_prompt", "load_audio_from_video"}
-"""Arguments of a template's rendering that `chat_template_kwargs` may not have."""
 
 
 class _Checked:
@@ -61,16 +60,19 @@ class _Checked:
         requests.admit(self.generates)
         async with requests.bodies.reading(request, requests.most_bytes) as data:
             requests.admit(self.generates)
-            return await requests.workers.drive(self._answer(data, request.state.request_id))
+            answering = self._answer(data, request.state.request_id)
+            del data  # it may be large, and the answer may take long
+            return await requests.workers.drive(answering)
 
     async def _answer(self, data: bytes, request_id: str) -> Any:
         call = CURRENT.get()
         call.prompt_field = self.required
         body = decode_body(data, self.generation_state.requests.most_containers)
+        del data
         call.fields = self._read(body)
         checked = None
         try:
-            checked = self._check(dict(call.fields))
+            checked = await self._safe(self._check(dict(call.fields)))
             response = await self.handle_request(dict(checked), request_id)
         except (HTTPException, CBWorkerDeadError):
             raise
@@ -92,16 +94,27 @@ class _Checked:
         """The body in the form that transformers takes. Refusal for inputs that the model does not take."""
         processor = self._check_model(body)
         body["stream"] = body.get("stream", False)
-        modality = self._modality()
         if self.uses_template:
-            self._check_template(body, processor, modality)
+            self._check_template(body, processor)
         most = self.generation_state.requests.most_characters
-        if modality is Modality.LLM and self._characters(body) > most:
+        shown = find_pictures(body[self.required], self.required) if self.uses_template else ()
+        if self._characters(body) - sum(len(address_of(part)) for _, part in shown) > most:
             reason = f"expected at most {most} characters, because a row (max_new_tokens included) holds no more"
             raise refuse(self.required, f"{reason}; send a shorter one")
         if "prediction" in body:
             CURRENT.get().prediction = self.generation_state.requests.read_prediction(body.pop("prediction"))
         return body
+
+    async def _safe(self, body: dict) -> dict:
+        """A checked body whose control tokens are text and whose pictures are loaded; see `ChatText` and `Media`."""
+        call, prompt, (_, _, processor) = CURRENT.get(), body.get(self.required), self._resolve_model({})
+        if not self.uses_template or prompt is None:
+            return body
+        call.pictures = await self.generation_state.requests.media.load([*find_pictures(prompt, self.required)])
+        texts = ChatText.of(processor)
+        call.sign = texts.sign(prompt, [body.get(name) for name in BESIDE_PROMPT])
+        written = present(("tools", "chat_template_kwargs"), body) if call.sign else []
+        return body | {name: texts.broken(body[name], call.sign) for name in written}
 
     def _characters(self, body: dict) -> int:
         """The characters of the longest prompt."""
@@ -121,12 +134,13 @@ class _Checked:
         CURRENT.get().adapter = adapter
         return processor
 
-    def _check_template(self, body: dict, processor: Any, modality: Modality) -> None:
+    def _check_template(self, body: dict, processor: Any) -> None:
         """Check the inputs of the chat template, and leave out tools that the client does not want to be called."""
         template = getattr(processor, "chat_template", None)
         if template is None:
             raise refuse(self.required, "the model has no chat template; use /v1/completions")
-        template = str(template)
+        template, requests = str(template), self.generation_state.requests
+        modality = self._modality() if requests.reads_pictures else Modality.LLM
         if self.required == "messages":
             body["messages"] = check_messages(body["messages"], modality)
         else:
@@ -136,9 +150,8 @@ class _Checked:
             body.pop("tools", None)
         elif "tools" not in template:
             raise refuse("tools", "the model's chat template takes no tools; leave them out")
-        reserved = RENDERED | {*inspect.signature(processor.apply_chat_template).parameters}
         for name in body.get("chat_template_kwargs", {}):
-            if name in reserved or (modality is Modality.LLM and name not in template):
+            if name not in ChatText.of(processor).variables:
                 raise refuse(f"chat_template_kwargs.{name[:80]}", "the model's chat template has no such variable")
         body.setdefault("parallel_tool_calls", True)  # /v1/responses repeats it in its answer
         call = CURRENT.get()
@@ -187,6 +200,7 @@ class _Checked:
         made = BaseHandler.get_processor_inputs_from_messages(messages, modality)
         _, _, processor = self._resolve_model({})
         knows_developers = "developer" in str(processor.chat_template)
+        call = CURRENT.get()
         for message, inputs in zip(messages, made):
             inputs.update({name: message[name] for name in PASSED if name in message})
             if "tool_calls" in message and message.get("content"):
@@ -195,12 +209,15 @@ class _Checked:
                 inputs["content"] = spoken["content"]
             if inputs["role"] == "developer" and not knows_developers:
                 inputs["role"] = "system"
-        return made
+            inputs["content"] = with_pictures(inputs["content"], call.pictures)
+        texts = ChatText.of(processor)
+        return [texts.broken_message(each, call.sign) for each in made] if call.sign else made
 
     def _build_generation_config(self, body: dict, defaults: GenerationConfig, use_cb: bool = False) -> Any:
         """The settings of the current request."""
         call, vocab = CURRENT.get(), self.generation_state.requests.vocab_size
-        call.is_prepared = True
+        call.is_prepared, call.pictures = True, {}
+        self.generation_state.requests.bodies.drop(call)
         config, call.limit_field = make_config(call.fields, defaults, vocab)
         return config
 

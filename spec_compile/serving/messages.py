@@ -7,10 +7,9 @@ from transformers.cli.serving.utils import Modality
 
 from .errors import refuse, shown
 from .fields import ANY, FLAG, LIST, OBJECT, TEXT, Field, check_object, only
+from .media import PARTS as PICTURES
 
 TEXTS = ("text", "input_text", "output_text")
-PICTURES = ("image_url", "input_image", "video_url")
-SOUNDS = ("input_audio", "audio_url")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -95,24 +94,19 @@ def check_parts(content: str | list, modality: Modality, path: str) -> None:
         if part_type in TEXTS:
             check_object(part, TEXT_PART, ("text",), part_path)
         elif part_type in PICTURES and modality in (Modality.VLM, Modality.MULTIMODAL):
-            _check_media(part, part_type, part_path)
-        elif part_type in SOUNDS and modality == Modality.MULTIMODAL:
-            _check_media(part, part_type, part_path)
+            _check_picture(part, part_path)
         else:
-            reads = {Modality.VLM: "text and pictures", Modality.MULTIMODAL: "text, pictures and sound"}
-            raise refuse(
-                f"{part_path}.type", f"the model reads {reads.get(modality, 'only text')}, got {shown(part_type)}"
-            )
+            reads = "only text" if modality is Modality.LLM else "text and pictures here, no videos and no sound"
+            raise refuse(f"{part_path}.type", f"the model reads {reads}, got {shown(part_type)}")
 
 
-def _check_media(part: dict, part_type: str, path: str) -> None:
-    """Refuse a picture, video or sound with other fields than its address or data."""
-    name = "image_url" if part_type == "input_image" else part_type
-    address = OBJECT if name in ("video_url", "audio_url") else ADDRESS
-    fields = check_object(part, {"type": TEXT, name: address, "detail": only("auto")}, (name,), path)
-    if isinstance(fields[name], dict):
-        source = {"data": TEXT, "format": ANY} if name == "input_audio" else {"url": TEXT, "detail": only("auto")}
-        check_object(fields[name], source, source.keys() & {"data", "url"}, f"{path}.{name}")
+def _check_picture(part: dict, path: str) -> None:
+    """Refuse a picture with other fields than its address."""
+    fields = check_object(
+        part, {"type": TEXT, "image_url": ADDRESS, "detail": only("auto")}, ("type", "image_url"), path
+    )
+    if isinstance(fields["image_url"], dict):
+        check_object(fields["image_url"], {"url": TEXT, "detail": only("auto")}, ("url",), f"{path}.image_url")
 
 
 def check_input(items: str | list, modality: Modality, has_instructions: bool) -> str | list[dict]:

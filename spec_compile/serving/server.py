@@ -29,6 +29,7 @@ from .generation import Requests, SpeculativeState
 from .handlers import HANDLERS
 from .load_model import LoadModel
 from .loras import ServedAdapters, add_lora_routes, read_modules
+from .media import Media
 from .tokens import Detokenize, Tokenize
 
 MODULES = {
@@ -109,6 +110,9 @@ def build(
     lora_modules: list[str] | None = None,
     allow_runtime_lora_updating: bool = False,
     keys: Keys | None = None,
+    allowed_media_domains: list[str] | None = None,
+    allowed_local_media_path: str | Path | None = None,
+    limit_mm_per_prompt: dict[str, int] | None = None,
     follows: bool = False,
     **flags: Any,
 ) -> Server:
@@ -116,14 +120,14 @@ def build(
 
     model: a directory, or a name on the model hub
     options: of `speculate`
-    slots: requests that are answered at once
-    max_queue: requests that may wait for a slot
+    slots, max_queue: requests that are answered at once, and requests that may wait for a slot
     tensor_parallel: GPUs that share the model; a process is started for each but the first
     served_model_name: the clients' name of the model (default: `model`)
     lora_modules: LoRA adapters that requests may choose, each NAME=PATH; later ones may change the layers that one of
         these changes. `max_loras` of `speculate` is their number unless `options` says it
     allow_runtime_lora_updating: True if clients may load and unload adapters
     keys: one of which every request but to /health needs; None or no keys: none
+    allowed_media_domains, allowed_local_media_path, limit_mm_per_prompt: the arguments of `Media`, in this order
     follows: True in a process that was started for a further GPU
     flags: arguments of transformers' `Serve` that are in `FLAGS`, such as port=8000
 
@@ -133,6 +137,7 @@ def build(
     for name in flags:
         if name not in FLAGS:
             raise TypeError(f"{name}: expected one of {', '.join(FLAGS)}.{did_you_mean(name, FLAGS)}")
+    media = Media(allowed_media_domains or [], allowed_local_media_path, limit_mm_per_prompt)
     name = str(model) if served_model_name is None else served_model_name
     sizes, options, loras = {"slots": slots, "max_queue": max_queue}, options or {}, read_modules(lora_modules or [])
     if loras:
@@ -146,7 +151,7 @@ def build(
     has_cors = flags.pop("enable_cors", False)
     if tensor_parallel == 1 or follows:
         server = _build(model, name, algo, options, sizes, flags, loras)
-        _add_door(server, keys, has_cors)
+        _settle(server, keys, media, has_cors)
         if allow_runtime_lora_updating:
             add_lora_routes(server.app, server.models.adapters, server.models.the_one.model)
         return server
@@ -155,13 +160,13 @@ def build(
     with Followers(tensor_parallel, arguments | sizes | flags) as followers:
         server = _build(model, name, algo, options, sizes, flags, {})
     server.requests.followers = followers
-    _add_door(server, keys, has_cors)
+    _settle(server, keys, media, has_cors)
     return server
 
 
-def _add_door(server: Server, keys: Keys | None, has_cors: bool) -> None:
-    """Ask for keys; let web pages of other origins read answers if has_cors."""
-    server.keys = keys or server.keys
+def _settle(server: Server, keys: Keys | None, media: Media, has_cors: bool) -> None:
+    """Ask for keys; read pictures as `media` says; let web pages of other origins read answers if has_cors."""
+    server.keys, server.requests.media = keys or server.keys, media
     server.app.add_middleware(KeyMiddleware, keys=server.keys)
     if has_cors:  # transformers would also let pages send the user's cookies, which nothing here reads
         told = ["X-Request-Id", "Retry-After"]

@@ -2,7 +2,7 @@
 
 import asyncio
 import inspect
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Awaitable, Coroutine, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context, copy_context
 from typing import Any
@@ -12,12 +12,13 @@ WORKERS = 2
 
 
 class Waiting:
-    """A future of the event loop, in the form that a coroutine in `Workers` can await."""
+    """A future or a coroutine of the event loop, in the form that a coroutine in `Workers` can await. Errors that it
+    raises end the request, and the coroutine in `Workers` does not see them."""
 
-    def __init__(self, future: asyncio.Future):
+    def __init__(self, future: Awaitable):
         self.future = future
 
-    def __await__(self) -> Generator[asyncio.Future, Any, Any]:
+    def __await__(self) -> Generator[Awaitable, Any, Any]:
         return (yield self.future)
 
 

@@ -425,6 +425,7 @@ def test_only_flags_that_do_something_are_taken():
         "--trust-remote-code", "--host", "--port", "--enable-cors", "--log-level", "--default-seed",
         "--train-while-serving", "--online-training", "--api-key", "--api-key-file", "--allowed-hosts",
         "--metrics-host", "--metrics-port", "--max-connections", "--max-connections-per-address", "--request-timeout",
+        "--allowed-media-domains", "--allowed-local-media-path", "--limit-mm-per-prompt",
     }  # fmt: skip
     with pytest.raises(TypeError, match="cb_block_size"):
         build("nowhere", cb_block_size=16)

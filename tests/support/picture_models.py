@@ -130,3 +130,32 @@ def heads(name):
     embedding, output = target.get_input_embeddings().weight, target.get_output_embeddings().weight
     head = Eagle3Head(config, embedding, head_weight=output, taps=(1, 0, FINAL), feature_size=64).eval()
     return speculate_captured(target, "eagle3", draft=head, num_steps=2, compile=False, check=False)
+
+
+def save_served(folder):
+    """A Llava of the demo model's vocabulary, with its processor and a chat template, for a server. It needs Pillow."""
+    from server_fixtures import DEMO
+    from transformers import AddedToken, AutoTokenizer, CLIPImageProcessor, LlavaProcessor
+
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    special = [AddedToken(text, special=True) for text in ("<image>", "<|im_start|>", "<|im_end|>")]
+    tokenizer.add_tokens(special, special_tokens=True)
+    text = dict(GQA16, model_type="llama", vocab_size=len(tokenizer), **SPECIAL)
+    config = transformers.LlavaConfig(
+        text_config=text,
+        vision_config=dict(TOWER, model_type="clip_vision_model"),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+    )
+    torch.manual_seed(0)
+    transformers.LlavaForConditionalGeneration(config).save_pretrained(folder)
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for p in m.content %}{{ '<image>' if p.type == 'image' else p.text }}{% endfor %}{% endif %}<|im_end|>\n"
+        "{% endfor %}{{ note }}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    pictures = CLIPImageProcessor(size={"shortest_edge": SIDE}, crop_size=SIDE)
+    LlavaProcessor(
+        pictures, tokenizer, patch_size=4, vision_feature_select_strategy="default", chat_template=template,
+        num_additional_image_tokens=1,
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
