@@ -18,7 +18,7 @@ DEEPEST = 64
 SECONDS, LEAST_RATE = 10.0, 1 << 14
 """A body must come within these seconds, and one more for every so many bytes of it."""
 MOST_IN_FLIGHT = 256 << 20
-"""Bytes of all bodies together, from their first byte until the prompt is made, unless four of the largest have more."""
+"""Bytes of all bodies together until their prompts are made, unless four of the largest have more."""
 TOO_LARGE = "the body has more than {} bytes, which this server does not read; send less"
 NO_ROOM = "the server reads too many bytes of bodies; try again later"
 REQUEST_ID = re.compile(r"[!-~]{0,256}")
