@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving [--model NAME] [--in-flight 1 4 16 64] [--requests 96] [--new-tokens 128]
         [--systems plain ngram] [--fixed 2 4 8 16] [--draft PATH] [--no-static] [--times]
-        [--shape llama-8b --rows 16] [--json FILE]
+        [--shape llama-8b --rows 16] [--apart] [--json FILE]
     python -m benchmarks.serving --half-copying [--model NAME] [--new-tokens 128]
 
 --in-flight requests are under way at any time, until all are answered. Answers are greedy and have all their tokens;
@@ -16,6 +16,8 @@ without.
 gpu.py), next to two floors: the time to move their bytes, and the time of their arithmetic, both at measured speeds.
 The acceptance of random weights means nothing: tokens a second are given at simulated accept lengths, and at 1.0, which
 is plain steps. "model" is the shape of --model, with its weights.
+
+--apart also answers with n-grams of each request's own text only, as the server does for clients without a name.
 
 --fixed also drafts in every round, with trees of so many nodes; the last lines then divide the rate of adaptive
 drafting by the best of all others in hindsight. --half-copying stands for 16 in flight, of which half edit or fix code
@@ -58,7 +60,7 @@ from benchmarks.timers import bandwidth, product_speed
 LONGEST = 512
 """Most tokens of a prompt."""
 WORKLOADS = ["chat", "code_editing", "docstrings", "maths", "code_completion", "bug_fixing"]
-STATIC = ", static batch"
+STATIC, APART = ", static batch", ", apart"
 CONTEXT = 1024
 """Tokens of a sequence in the rounds of --shape."""
 HALF_COPYING = [
@@ -77,11 +79,12 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(int(share * len(values)), len(values) - 1)]
 
 
-def in_flight(manager, prompts: list[list[int]], count: int, new_tokens: int) -> dict:
-    """Answer all prompts, `count` at a time. Returns rates and waits."""
+def in_flight(manager, prompts: list[list[int]], count: int, new_tokens: int, share_text: str | None = None) -> dict:
+    """Answer all prompts, `count` at a time. Returns rates and waits. share_text: see `Manager.add_request`."""
     waiting, outputs, begin = list(reversed(prompts)), [], time.perf_counter()
+    asked = dict(max_new_tokens=new_tokens, eos_token_id=-1, share_text=share_text)
     for _ in range(min(count, len(prompts))):
-        manager.add_request(waiting.pop(), max_new_tokens=new_tokens, eos_token_id=-1)
+        manager.add_request(waiting.pop(), **asked)
     while len(outputs) < len(prompts):
         output = manager.get_result(timeout=1)
         if output is None:
@@ -90,7 +93,7 @@ def in_flight(manager, prompts: list[list[int]], count: int, new_tokens: int) ->
         assert output.error is None, output.error
         outputs.append(output)
         if waiting:
-            manager.add_request(waiting.pop(), max_new_tokens=new_tokens, eos_token_id=-1)
+            manager.add_request(waiting.pop(), **asked)
     seconds = time.perf_counter() - begin
     steps = sum(output.speculation.steps for output in outputs)
     first = [output.first_token_time - output.created_time for output in outputs]
@@ -185,7 +188,9 @@ def measure(name: str, fast, tokenizer, prompts: list[list[int]], options) -> li
             rounds = manager.metrics()["rounds_total"]
             if times:
                 times.seconds.clear()
-            rows.append({"system": name, "in_flight": count, **in_flight(manager, prompts, count, options.new_tokens)})
+            share_text = "" if name.endswith(APART) else None
+            result = in_flight(manager, prompts, count, options.new_tokens, share_text)
+            rows.append({"system": name, "in_flight": count, **result})
             print(row_text(rows[-1]), flush=True)
             if times:
                 print(times.text(manager.metrics()["rounds_total"] - rounds), flush=True)
@@ -253,6 +258,8 @@ def systems_of(options) -> dict[str, dict]:
         systems[name] = dict(algo=name, **draft)
         for nodes in options.fixed:
             systems[f"{name}, {nodes} nodes"] = dict(algo=name, adaptive=False, num_draft_tokens=nodes, **draft)
+    if options.apart:
+        systems |= {name + APART: settings for name, settings in systems.items() if name != "plain"}
     return systems
 
 
@@ -312,6 +319,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--systems", nargs="+", default=["plain", "ngram"], help="plain steps, and algorithms")
     parser.add_argument("--fixed", type=int, nargs="*", default=[], help="also draft so many nodes in every round")
+    parser.add_argument("--apart", action="store_true", help="also n-grams of each request's own text only")
     parser.add_argument("--half-copying", action="store_true", help="see above")
     parser.add_argument("--draft", default=None, help="draft of the algorithms that need one")
     parser.add_argument("--dtype", default="auto")

@@ -179,15 +179,6 @@ def _serve(
     allow_runtime_lora_updating: Annotated[
         bool, typer.Option("--allow-runtime-lora-updating", help="Let clients load and unload adapters.")
     ] = False,
-    allowed_media_domains: Annotated[
-        list[str] | None, typer.Option(help="HOST or HOST:PORT that pictures are fetched from; may be repeated.")
-    ] = None,
-    allowed_local_media_path: Annotated[
-        Path | None, typer.Option(help="A folder below which requests may name pictures as file:///...")
-    ] = None,
-    limit_mm_per_prompt: Annotated[
-        dict, parsed(json_object, "JSON", "Pictures of a request: '{\"image\": 4}'.")
-    ] = "{}",
     train_while_serving: Annotated[
         bool, typer.Option("--train-while-serving", help="Let the draft learn from answers; texts stay in memory.")
     ] = False,
@@ -208,10 +199,8 @@ def _serve(
     options |= {} if max_lora_rank is None else {"max_lora_rank": max_lora_rank}
     sizes = {"slots": slots, "max_queue": max_queue, "tensor_parallel": tensor_parallel}
     loras = {"lora_modules": lora_modules, "allow_runtime_lora_updating": allow_runtime_lora_updating}
-    media = {"allowed_media_domains": allowed_media_domains, "allowed_local_media_path": allowed_local_media_path}
-    loras |= media | {"limit_mm_per_prompt": limit_mm_per_prompt}
-    keys, door = read_door(flags)
-    server = build(model, algo, options, **sizes, served_model_name=served_model_name, **loras, keys=keys, **flags)
+    policy, door = read_door(flags)
+    server = build(model, algo, options, **sizes, served_model_name=served_model_name, **loras, **policy, **flags)
     if train_while_serving or online_training:
         learn(server.models.the_one.model, **online_training)
     runner = Runner(server, grace, **door)

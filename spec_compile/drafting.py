@@ -98,10 +98,11 @@ class RowBookkeeping(RoundParts):
     def resize(self, slots: int) -> None:
         """Make room for `slots` tokens a row in all buffers that are no caches; what they hold stays."""
 
-    def enter(self, row: int, share_text: bool, references: list[Tensor]) -> None:
+    def enter(self, row: int, share_text: bool | str, references: list[Tensor]) -> None:
         """A text begins in one row, while the others go on.
 
-        share_text: see `Drafter.start`.
+        share_text: see `Drafter.start`; or the name of the text's owner: then the row drafts only from texts of rows
+            with the same name, and only these draft from its text. Rows with the name "" draft from no other text.
         references: [n] int64 each, on the CPU; texts that only this row may draft from, until it is left. With one -1
             after each but the last they fit into the slots of a row.
         """
@@ -112,8 +113,9 @@ class RowBookkeeping(RoundParts):
         """The text of a row goes on in another row, or in another drafter of the same algorithm, with all that was
         known of it."""
 
-    def leave(self, state: "State", row: int, length: int, share_text: bool) -> None:
-        """The text of one row is over. length: tokens of the row less one."""
+    def leave(self, state: "State", row: int, length: int, share_text: bool | str) -> None:
+        """The text of one row is over. length: tokens of the row less one. share_text: as when it entered, or False if
+        the text shall leave with the row."""
 
 
 class Drafter(RowBookkeeping):

@@ -814,15 +814,44 @@ CONFIDENCE = [
     ),
 ]  # fmt: skip
 BATCHING, FAULTS = "spec_compile/batching/", "tests/batching/test_request_faults.py"
-LORAS = "tests/batching/test_lora_requests.py"
+LORAS, TURNS = "tests/batching/test_lora_requests.py", "tests/batching/test_turns.py"
 REQUESTS = [
     Mutation(
         "keys and values of one adapter serve another", f"{BATCHING}prefix_store.py",
-        "yield (b\"\" if begin else adapter.to_bytes(8)) +", "yield", f"{LORAS} -k 'belong and cpu-1'",
+        "yield (b\"\" if begin else scope) +", "yield", f"{LORAS} -k 'belong and cpu-1'",
+    ),
+    Mutation(
+        "prompts take keys and values of another salt", f"{BATCHING}job.py",
+        ' + self.cache_salt.encode("utf-8", "surrogatepass")', "", f"{TURNS} -k salt",
+    ),
+    Mutation(
+        "figures tell each token of another client's text", f"{BATCHING}texts.py",
+        "    return tokens // LEAST * LEAST\n", "    return tokens\n", f"{TURNS} -k sixteen",
+    ),
+    Mutation(
+        "texts of another owner are drafted from", "spec_compile/drafters/ngram.py",
+        "self.trie.owned.get(share_text) or self.trie.empty()", "self.trie", f"{TURNS} -k belong",
+    ),
+    Mutation(
+        "on a GPU a text with an owner drafts from all texts", "spec_compile/drafters/matching.py",
+        "self.reads_corpus[row] = not isinstance(share_text, str)", "self.reads_corpus[row] = 1",
+        "tests/drafters/test_matching.py -k owners",
+    ),
+    Mutation(
+        "a free row goes to whoever came first", f"{BATCHING}scheduler.py",
+        "sorted(waiting, key=order)", "waiting", f"{TURNS} -k free_row",
+    ),
+    Mutation(
+        "a long prompt holds up those of other clients", f"{BATCHING}prompts.py",
+        "is_due = self._turn >= TURN and", "is_due = False and", f"{TURNS} -k aside",
+    ),
+    Mutation(
+        "one client fills the queue", f"{BATCHING}worker.py",
+        "share, added = bound // len(clients), len(jobs)", "share, added = bound, len(jobs)", f"{TURNS} -k share",
     ),
     Mutation(
         "a request that waits for a slot of an adapter is passed for ever", f"{BATCHING}lora_slots.py",
-        "passed[0].passed >= self._most", "False", f"{LORAS} -k bounded",
+        "any(other.passed >= self._most for other in passed)", "False", f"{LORAS} -k bounded",
     ),
     Mutation(
         "clients get the adapter of another name", "spec_compile/serving/loras.py",

@@ -14,6 +14,7 @@ from .job import Job
 from .lanes import Lanes
 from .prefix_store import TOKENS, PrefixStore
 from .prompts import CopySlots
+from .texts import whole
 
 LEAST_BRANCH = 256
 """Tokens that states at a branch save later prompts at least. One chunk more, which this prompt pays, costs less."""
@@ -60,21 +61,21 @@ class Beginnings:
         texts = self._decoder.texts
         if not self._has_states or texts.has_ended(row):  # or the states are of more tokens
             slots = self._cut(texts.length(row) - 1)
-            self.prefixes.keep(self._decoder.lanes, row, texts.tokens(row), slots, texts.adapter(row))
+            self.prefixes.keep(self._decoder.lanes, row, texts.tokens(row), slots, texts.scope(row))
 
     def keep_prompt(self, job: Job, lanes: Lanes, row: int, slots: int) -> None:
         """Keep the first `slots` tokens of a prompt in a row of these lanes, if the row has states, because these are
         about to go on with the answer, or with the rest of the prompt."""
         if self._has_states and not self._runtime.has_fixed_chunks and job.weights == self._decoder.texts.weights:
-            self.prefixes.keep(lanes, row, np.asarray(job.prompt, dtype=TOKENS), slots, job.loaded.version)
+            self.prefixes.keep(lanes, row, np.asarray(job.prompt, dtype=TOKENS), slots, job.scope)
 
     def find(self, job: Job) -> Beginning:
         """The longest beginning of a prompt that has keys and values."""
-        texts, adapter = self._decoder.texts, job.loaded.version
+        texts, scope = self._decoder.texts, job.scope
         # The last token is the root of the first tree, but a drafter's slot may depend on it.
         tokens = job.prompt[: len(job.prompt) - 1 + self._ahead]
-        row, known = (0, 0) if job.needs_all_tokens else texts.longest_prefix(tokens, adapter, self._ahead)
-        blocks, seen = ([], 0) if job.needs_all_tokens else self.prefixes.match(job.prompt, adapter)
+        row, known = (0, 0) if job.needs_all_tokens else texts.longest_prefix(tokens, scope, self._ahead, job.client)
+        blocks, seen = ([], 0) if job.needs_all_tokens else self.prefixes.match(job.prompt, scope)
         is_sure = self.distrusts_weights and (known > 0 or bool(blocks))
         if self._weights.have_changed(is_sure):
             self.forget()
@@ -96,6 +97,6 @@ class Beginnings:
             if self._decoder.jobs[row] is not None:
                 self._decoder.catch_up()
             self._decoder.lanes.copy_slots(row, to, known, lanes)
-            self.prefixes.hits["row"] += known
+            self.prefixes.hits["row"] += whole(known)
 
         return copy

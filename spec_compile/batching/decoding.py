@@ -57,7 +57,7 @@ class Decoder(Rows):
         counts = job.weights == self.texts.weights and not job.has_pictures
         if self.runtime.has_fixed_chunks:  # only keys and values from chunks serve others, and no states after them
             counts = counts and not (job.scores_prompt or self.runtime.verify.recurrences)
-        self.texts.put(job.row, job.prompt if counts else None, job.loaded.version)
+        self.texts.put(job.row, job.prompt if counts else None, job.scope, job.client)
         if self.runtime.has_fixed_chunks:
             self.texts.close(job.row)
         self._hindsight("forget", job.row)

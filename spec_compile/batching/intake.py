@@ -59,6 +59,8 @@ class Intake:
         most_nodes = read_limit(options.pop("speculation", None), algorithm.plan.nodes)
         references = self._read_references(algorithm, options.pop("reference", None))
         adapter = self._read_adapter(options.pop("adapter_name", None))
+        share_text = self._read_sharing(options.pop("share_text", None))
+        whose = {name: _read_text(name, options.pop(name, None)) for name in ("cache_salt", "client")}
         scored = [options.pop(name, None) for name in ("logprobs", "prompt_logprobs", "logprobs_temperature")]
         number = options.pop("num_return_sequences", None)
         sequences = read_sequences(number, config.num_return_sequences, defaults.num_return_sequences)
@@ -75,11 +77,10 @@ class Intake:
         seed = seed_of(seed) if prepared[0].ask.config.do_sample else 0
         name = self._name() if request_id is None else request_id
         names = [*(child_name(name, number) for number in range(sequences - 1)), name]
-        share_text = getattr(self._model.speculation.options, "share_text", True)
         return [
             Job(
                 name, prompt, each, seed, number, streaming, record_timestamps, share_text, most_nodes, references,
-                scores[number], adapter, returns_logprobs=self._returns_logprobs,
+                scores[number], adapter, returns_logprobs=self._returns_logprobs, **whose,
             )
             for number, (name, each) in enumerate(zip(names, prepared))
         ]  # fmt: skip
@@ -128,6 +129,15 @@ class Intake:
         loras.check_name(name, "adapter_name")
         return name
 
+    def _read_sharing(self, share_text: Any) -> bool | str:
+        """See `Job.share_text`. Texts that the model's options forget are not kept for their owners, either."""
+        shares: bool = getattr(self._model.speculation.options, "share_text", True)
+        if share_text is None:
+            return shares
+        if not isinstance(share_text, bool | str):
+            raise TypeError(f"share_text must be True, False, None or a text, not {type(share_text).__name__}")
+        return share_text if shares or isinstance(share_text, bool) else False
+
     def _read_references(self, algorithm: Algorithm, reference: Any) -> list[torch.Tensor]:
         """The texts in a request's `reference`. ValueError or TypeError if it cannot have them."""
         if reference is None:
@@ -164,6 +174,12 @@ class Intake:
 def child_name(request_id: str, number: int) -> str:
     """The name of sequence `number` of a request, but for the last one, which has the request's own."""
     return f"{request_id}__child#{number}"
+
+
+def _read_text(name: str, value: Any) -> str:
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"{name}: expected a text, not {type(value).__name__}")
+    return value or ""
 
 
 def _as_ends(value: Any) -> list[int]:

@@ -25,10 +25,11 @@ class Job:
     """A request and what it has gained so far.
 
     prompt: token ids. prepared: what it asks for. number: of its sequence among those of one call, see
-    `random_numbers.uniform`. seed: of its random numbers. share_text: whether other requests may draft from its text.
-    most_nodes: see `flights.Rider`. references: see `Drafter.enter`. scores: the log-probabilities that it asks for.
-    adapter: the name of its LoRA adapter; None: rows of this model choose none. returns_logprobs: whether
-    `Output.logprobs` has the log-probabilities of the processed scores.
+    `random_numbers.uniform`. seed: of its random numbers. most_nodes: see `flights.Rider`. share_text, references: see
+    `Drafter.enter`. scores: the log-probabilities that it asks for. adapter: the name of its LoRA adapter; None: rows
+    of this model choose none. returns_logprobs: whether `Output.logprobs` has the log-probabilities of the processed
+    scores. cache_salt: keys and values are shared with requests that have the same one. client: who takes turns with
+    others.
     """
 
     request_id: str
@@ -38,12 +39,14 @@ class Job:
     number: int = 0
     streaming: bool = False
     record_timestamps: bool = False
-    share_text: bool = True
+    share_text: bool | str = True
     most_nodes: int = MAX_NODES
     references: list[Tensor] = field(default_factory=list)
     scores: Scores | None = None
     adapter: str | None = None
     returns_logprobs: bool = False
+    cache_salt: str = ""
+    client: str = ""
     loaded: Loaded = NO_ADAPTER
     """The adapter in its slot, from the admission to the end."""
     passed: int = 0
@@ -91,6 +94,11 @@ class Job:
             seed = self.seed if ask.config.do_sample else None
             self.acceptor = make_acceptor(route, self._answer, ask.processors, seed)
             self.acceptor.first_row = self.number
+
+    @property
+    def scope(self) -> bytes:
+        """Texts of the same scope share keys and values: those of one version of an adapter and one salt."""
+        return self.loaded.version.to_bytes(8) + self.cache_salt.encode("utf-8", "surrogatepass")
 
     @property
     def has_pictures(self) -> bool:

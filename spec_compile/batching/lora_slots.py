@@ -1,6 +1,6 @@
 """`LoraSlots`: which request is next, where requests choose LoRA adapters and slots for those are few."""
 
-from collections import deque
+from collections.abc import Sequence
 
 from ..capture.loras import BASE, NO_ADAPTER, Loras
 from .job import Job
@@ -17,27 +17,29 @@ class LoraSlots:
     def __init__(self, loras: Loras | None, most: int):
         """loras: the adapters of the model; None: requests choose none."""
         self._loras, self._most = loras, most
+        self._passed: list[Job] = []
+        """Requests that the one that `next` has found goes past."""
 
-    def next(self, waiting: deque[Job]) -> Job | None:
-        """The first request that can be let in; None if there is none. Any thread may append to `waiting`."""
+    def next(self, waiting: Sequence[Job]) -> Job | None:
+        """The first request that can be let in; None if there is none."""
         if self._loras is None:
             return waiting[0] if waiting else None
         has_room: dict[str | None, bool] = {BASE: True}
-        passed: list[Job] = []
-        for job in [*waiting]:
+        self._passed = passed = []
+        for job in waiting:
             if job.adapter not in has_room:
                 has_room[job.adapter] = self._loras.has_room(job.adapter)
-            is_due = bool(passed) and passed[0].passed >= self._most  # the first one was passed most often
+            is_due = any(other.passed >= self._most for other in passed)
             if has_room[job.adapter] and (job.adapter == BASE or not is_due):
-                for other in passed:
-                    other.passed += job.adapter != BASE
                 return job
             passed.append(job)
         return None
 
     def take(self, job: Job) -> None:
-        """Give a request its adapter; see `Loras.take` for what is raised."""
+        """Give a request that `next` has found its adapter; see `Loras.take` for what is raised."""
         if self._loras is not None:
+            for other in self._passed:
+                other.passed += job.adapter != BASE
             job.loaded = self._loras.take(job.adapter)
 
     def release(self, job: Job) -> None:

@@ -184,6 +184,11 @@ class Manager(ContinuousBatchingManager):
         `stops_in_prompt` (False: a stop string counts only if all of it is in the answer), and what a processor returns
         for pictures (`pixel_values` and the like).
 
+        Texts that say whose the request is: `share_text`, with n-grams, may be True, False or None as in
+        ``generate()``, or the name of the text's owner: the request drafts only from texts of the same owner, only
+        these requests draft from its text, and nobody else does with "". A prompt starts with keys and values of
+        requests with the same `cache_salt` only ("" by default). Requests take turns by `client` ("" by default).
+
         Raises, before anything is handed in: ValueError or TypeError, naming the argument, for what cannot be served;
         queue.Full if as many requests wait as `max_queue_size` allows; RuntimeError if the thread stops or has died, in
         a forked process, and on other ranks than the first.

@@ -5,6 +5,7 @@ from typing import Any
 
 from .job import Job
 from .scheduler import Scheduler
+from .texts import whole
 
 REASONS = ("stop", "length", "cancelled", "error")
 PLACES = ("row", "device", "host")
@@ -35,7 +36,7 @@ class Metrics:
         self._counters.update(
             drafts=sum(drafted > 0 for drafted in speculation.per_step_drafted), draft_tokens=speculation.drafted,
             accepted_tokens=speculation.accepted, prompt_tokens=len(job.prompt),
-            reused_prompt_tokens=speculation.reused_prompt_tokens, generation_tokens=len(job.tokens),
+            reused_prompt_tokens=whole(speculation.reused_prompt_tokens), generation_tokens=len(job.tokens),
         )  # fmt: skip
         self._positions += [0] * (len(speculation.accepted_per_position) - len(self._positions))
         for depth, accepted in enumerate(speculation.accepted_per_position):
@@ -56,7 +57,7 @@ class Metrics:
         tokens, used = scheduler.slots * scheduler.capacity, decoder.texts.used
         return {
             "requests_running": len(decoder.active),
-            "requests_prefilling": len(prompts.active),
+            "requests_prefilling": len(prompts.begun),
             "requests_waiting": len(scheduler.waiting),
             "slots": scheduler.slots,
             "slot_tokens": scheduler.capacity,

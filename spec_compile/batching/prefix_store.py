@@ -16,6 +16,7 @@ from .block_memory import BlockMemory
 from .lanes import Lanes
 from .prefix_tree import Block, Copies, PrefixTree, Tier
 from .row_blocks import RowBlocks
+from .texts import whole
 
 log = logging.getLogger("spec_compile")
 
@@ -50,8 +51,8 @@ class PrefixStore:
     On a GPU all copies run on a stream of their own, which orders writes and reads of a place, and the host waits for
     none. Rounds wait for the copies to a row. They do not wait for those out of a row until they are to write to it.
 
-    Keys and values depend on the adapter of the row. So the key of a first block begins with the adapter's version (see
-    `Loaded`), and texts of two adapters share no block.
+    Keys and values depend on the adapter of the row, and some requests share theirs with few others. So the key of a
+    first block begins with the scope (see `Job`), and texts of two scopes share no block.
     """
 
     def __init__(self, lanes: Lanes, budget: PrefixBudget, ahead: int = 0):
@@ -74,7 +75,8 @@ class PrefixStore:
             staged = self._most if self._keeps else 0
             self._staged = torch.empty(staged, units, dtype=self._unit, device=self._device)
         self.hits: Counter[str] = Counter()
-        """Tokens of prompts that were copied, by the place that they came from: "row", "device" or "host"."""
+        """Tokens of prompts that were copied, each time in multiples of `LEAST`, by the place that they came from:
+        "row", "device" or "host"."""
         self.asked = 0
         """Tokens of prompts for which keys and values of earlier texts were looked for."""
 
@@ -91,16 +93,16 @@ class PrefixStore:
         """The weights have changed: no keys and values count any more."""
         self._tree.clear()
 
-    def match(self, prompt: list[int], adapter: int = 0) -> tuple[list[Block], int]:
+    def match(self, prompt: list[int], scope: bytes = b"") -> tuple[list[Block], int]:
         """The longest chain of blocks from which a prompt can go on, and the number of tokens in all blocks that it
         begins with: with recurrences, these may be more. The prompt's last token does not count, because it is the root
-        of the first tree. adapter: the version of the prompt's own."""
+        of the first tree. scope: see `Job`."""
         self.asked += len(prompt) - 1
         if not self._keeps:
             return [], 0
         slots = len(prompt) - 1
         tokens = np.asarray(prompt[: slots + self._ahead], dtype=TOKENS)
-        found = self._tree.match(self._keys(tokens, slots, adapter))
+        found = self._tree.match(self._keys(tokens, slots, scope))
         seen = len(found) * BLOCK
         if self.end_places:
             found = self._until_end(found, tokens)
@@ -124,19 +126,19 @@ class PrefixStore:
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         for block in found:
-            self.hits[self._tree.tier(block)] += self.length([block])
+            self.hits[self._tree.tier(block)] += whole(self.length([block]))
 
-    def keep(self, lanes: Lanes, row: int, tokens: np.ndarray, slots: int, adapter: int = 0) -> None:
+    def keep(self, lanes: Lanes, row: int, tokens: np.ndarray, slots: int, scope: bytes = b"") -> None:
         """Keep the text of a row, and its states, if it has any.
 
-        tokens: [n] int32. slots: of them that have keys and values; the states are those after so many. adapter: the
-        version of the row's own.
+        tokens: [n] int32. slots: of them that have keys and values; the states are those after so many. scope: see
+        `Job`.
         """
         if not self._keeps or slots < self._fewest * BLOCK:
             return
         end = self._key(tokens, slots // BLOCK * BLOCK, slots) if self.end_places else None
         try:
-            copies = self._tree.keep([*self._keys(tokens, slots, adapter)], end, self.end_places)
+            copies = self._tree.keep([*self._keys(tokens, slots, scope)], end, self.end_places)
             if any(copies):
                 self._make(copies, lanes, row, slots // BLOCK)
         except Exception:  # of the machine's memory: some blocks lack their contents, and requests go on
@@ -211,10 +213,10 @@ class PrefixStore:
                 return [*found[:count], end]
         return []
 
-    def _keys(self, tokens: np.ndarray, slots: int, adapter: int = 0) -> Iterator[bytes]:
-        """The keys of the whole blocks among the first `slots` slots of a text [n] int32. adapter: its version"""
+    def _keys(self, tokens: np.ndarray, slots: int, scope: bytes = b"") -> Iterator[bytes]:
+        """The keys of the whole blocks among the first `slots` slots of a text [n] int32. scope: see `Job`."""
         for begin in range(0, min(slots, len(tokens) - self._ahead) - BLOCK + 1, BLOCK):
-            yield (b"" if begin else adapter.to_bytes(8)) + self._key(tokens, begin, begin + BLOCK)
+            yield (b"" if begin else scope) + self._key(tokens, begin, begin + BLOCK)
 
     def _key(self, tokens: np.ndarray, begin: int, end: int) -> bytes:
         """The key of the slots from `begin` to `end` - 1 of a text [n] int32."""

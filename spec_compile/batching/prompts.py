@@ -23,6 +23,8 @@ CopySlots = Callable[[Lanes, int], None]
 LANES = {"cpu": 1, "cuda": 16}
 """Prompts that are processed together at most: on a CPU their cost adds up, on a GPU the weights are read once for
 all."""
+TURN, ASIDE = 256, 8
+"""Tokens of a prompt after which one of another client goes on if there is one lane, and prompts that may wait so."""
 
 
 class Prompts(Rows):
@@ -35,8 +37,42 @@ class Prompts(Rows):
         """Tokens of each row whose keys and values are known."""
         self._stops = [0] * rows
         """Tokens of each row after which no chunk goes on: all but the last one, or before those the branch."""
+        self.aside: dict[Job, tuple[int, int, int]] = {}
+        """Prompts that were begun and wait for the one lane: the row of each in `_aside`, its `_done` and `_stops`."""
+        self._turn = 0
+        """Tokens that were processed since the prompt in the one lane has it."""
         self.at_branch: Callable[[Job, Lanes, int, int], None] = lambda *_: None
         """Called with a prompt, these lanes, its row and its tokens so far when its branch is reached."""
+
+    @property
+    def begun(self) -> list[Job]:
+        """The prompts in the lanes and those that wait aside."""
+        return [*self.active, *self.aside]
+
+    @cached_property
+    def _aside(self) -> Lanes:
+        return Lanes(self.runtime, ASIDE, self.lanes.state.capacity)
+
+    def make_room(self, job: Job) -> bool:
+        """True if there is a lane for this prompt now. If there is only one, a prompt of another client that has had
+        its turn is set aside for it."""
+        if self.has_room:
+            return True
+        before = self.jobs[0]
+        is_due = self._turn >= TURN and before is not None and before.client != job.client
+        if len(self.jobs) > 1 or self.runtime.options.ranks.size > 1 or not is_due or len(self.aside) == ASIDE:
+            return False
+        assert before is not None
+        to = min({*range(ASIDE)} - {row for row, _, _ in self.aside.values()})
+        self.lanes.copy_row(0, to, min(self.used_slots(before), self.lanes.state.capacity), self._aside)
+        self.aside[before], self.jobs[0] = (to, self._done[0], self._stops[0]), None
+        return True
+
+    def resume(self, job: Job) -> None:
+        """A prompt that was set aside goes on."""
+        row, self._done[0], self._stops[0] = self.aside.pop(job)
+        self.jobs[0], job.row, self._turn = job, 0, 0
+        self._aside.copy_row(row, 0, min(self.used_slots(job), self.lanes.state.capacity), self.lanes)
 
     def enter(self, job: Job, known: int, copy: CopySlots, branch: int = 0) -> None:
         """Begin with a prompt.
@@ -46,6 +82,7 @@ class Prompts(Rows):
         """
         job.row = to = self.free_row()
         self.jobs[to], self._done[to], self._stops[to] = job, known, branch or len(job.prompt) - 1
+        self._turn = 0
         self.lanes.reuse(to)
         self._begin(job, self.lanes, to, lengths=known)
         if known:
@@ -94,6 +131,7 @@ class Prompts(Rows):
             else:
                 size = self._chunk_size([tokens for tokens in missing if tokens], waiting, decoding, round_seconds)
                 session.steps.prefill(size, self._max_kv_len(session, size))
+            self._turn += size
             for job in self.active:
                 self._done[job.row] = min(self._done[job.row] + size, self._stops[job.row])
                 if self._done[job.row] == self._stops[job.row] < len(job.prompt) - 1:
@@ -184,5 +222,9 @@ class Prompts(Rows):
 
     def leave(self, job: Job) -> None:
         """Give up a prompt."""
-        self.jobs[job.row] = None
-        self.lanes.all.drafter.leave(self.lanes.state, job.row, 0, False)
+        lanes, row = self.lanes, job.row
+        if job in self.aside:
+            lanes, (row, _, _) = self._aside, self.aside.pop(job)
+        else:
+            self.jobs[row] = None
+        lanes.all.drafter.leave(lanes.state, row, 0, False)

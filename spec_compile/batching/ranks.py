@@ -36,7 +36,7 @@ class Admission:
     longest: int
     settings: RowSettings | None
     has_acceptor: bool
-    share_text: bool
+    share_text: bool | str
     references: list[list[int]]
     row: int
     known: int

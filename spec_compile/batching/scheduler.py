@@ -1,8 +1,9 @@
 """Between two rounds requests leave, wait, have their prompts processed, and enter."""
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
+from itertools import count
 
 from ..capture.weight_values import WeightValues
 from ..runtime.runtime import Runtime
@@ -20,9 +21,10 @@ log = logging.getLogger("spec_compile")
 
 
 class Scheduler:
-    """First come, first served. A request waits until a row is free for it; then its prompt is processed in chunks, at
-    most one between two rounds, and its row joins the next round. An error while a request enters, decodes or leaves
-    ends that request only."""
+    """A request waits until a row is free for it; then its prompt is processed in chunks, at most one between two
+    rounds, and its row joins the next round. Clients take turns: a free row goes to the one with the fewest rows, and
+    then to the one that has had no turn for the longest time. Within a client it is first come, first served. An error
+    while a request enters, decodes or leaves ends that request only."""
 
     def __init__(
         self, runtime: Runtime, slots: int, capacity: int, lanes: int, weights: WeightValues, adapters: LoraSlots
@@ -38,6 +40,9 @@ class Scheduler:
         self.beginnings = Beginnings(runtime, self.decoder, weights)
         self.prompts.at_branch = self.beginnings.keep_prompt
         self.ranks = runtime.options.ranks
+        self._turns: dict[str, int] = {}
+        """By client the number of its last event: it came, had a turn, or left a row."""
+        self._numbers = count(1)
         self.check: Callable[[], None] = lambda: None
         """Raises if the model has changed."""
         self._unchecked: list[Job] = []
@@ -45,12 +50,12 @@ class Scheduler:
 
     @property
     def is_busy(self) -> bool:
-        return bool(self.waiting) or bool(self.prompts.active) or self.decoder.is_busy
+        return bool(self.waiting) or bool(self.prompts.begun) or self.decoder.is_busy
 
     @property
     def jobs(self) -> list[Job]:
         """All requests that are not over."""
-        return [*self.waiting, *self.prompts.active, *self.decoder.active]
+        return [*self.waiting, *self.prompts.begun, *self.decoder.active]
 
     def step(self) -> list[Job]:
         """Run a round, and what comes before it; returns the requests that gained tokens or are over."""
@@ -65,7 +70,7 @@ class Scheduler:
             self._change_alike(*unpack(self.ranks.lead(list)))
         if self.prompts.active:
             decoding = len(self.decoder.active)
-            waiting = min(len(self.waiting), self.slots - decoding - len(self.prompts.active))
+            waiting = min(len(self.waiting), self.slots - decoding - len(self.prompts.begun))
             for job in self.prompts.step(waiting, decoding, self.decoder.round_seconds):
                 try:
                     self.beginnings.keep_prompt(job, self.prompts.lanes, job.row, len(job.prompt) - 1)
@@ -119,8 +124,9 @@ class Scheduler:
     def _free(self, job: Job) -> None:
         """Take the row of a request that is over, if it has one, and its adapter."""
         self.adapters.release(job)
+        self._turns[job.client] = next(self._numbers)
         for place in (self.prompts, self.decoder):
-            if job in place.jobs:
+            if job in (place.begun if place is self.prompts else place.jobs):
                 row = job.row
                 try:
                     place.leave(job)
@@ -159,10 +165,12 @@ class Scheduler:
     def _admit(self, news: list[Job]) -> list[Admission]:
         """Begin with the prompts of waiting requests, as far as there are rows. Requests that fail go to `news`."""
         entered: list[Admission] = []
-        self.beginnings.distrusts_weights |= not (self.prompts.active or self.decoder.active)
-        while self.prompts.has_room and len(self.prompts.active) + len(self.decoder.active) < self.slots:
-            if (job := self.adapters.next(self.waiting)) is None:
-                break
+        self.beginnings.distrusts_weights |= not (self.prompts.begun or self.decoder.active)
+        while (job := self._next()) is not None and self.prompts.make_room(job):
+            self._turns[job.client] = next(self._numbers)
+            if job in self.prompts.aside:
+                self.prompts.resume(job)
+                continue
             self.waiting.remove(job)
             try:
                 self.adapters.take(job)
@@ -179,3 +187,20 @@ class Scheduler:
             except Exception as error:  # of a processor or a criterion of its own, or of its pictures
                 news += self.drop([job], error)
         return entered
+
+    def _next(self) -> Job | None:
+        """The request whose prompt begins or goes on next, once a lane is free for it; None if there is none."""
+        if not (self.waiting or self.prompts.aside):
+            return None
+        begun, waiting = [*self.prompts.begun, *self.decoder.active], [*self.waiting]
+        clients = dict.fromkeys(job.client for job in (*begun, *waiting))
+        self._turns = {client: self._turns.get(client) or next(self._numbers) for client in clients}
+        rows = Counter(job.client for job in begun)
+
+        def order(job: Job) -> tuple[int, int]:
+            rows[job.client] += 1
+            return rows[job.client], self._turns[job.client]
+
+        first = self.adapters.next(sorted(waiting, key=order)) if len(begun) < self.slots else None
+        jobs = [*self.prompts.aside, *([] if first is None else [first])]
+        return min(jobs, key=lambda job: self._turns[job.client], default=None)

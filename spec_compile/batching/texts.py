@@ -1,9 +1,18 @@
 """The texts whose keys and values lie in the rows of a batch, and which of them begins like a prompt."""
 
+from typing import Any
+
 import numpy as np
 
 LEAST = 16
-"""A beginning of fewer tokens is computed again rather than copied."""
+"""A beginning of fewer tokens is computed again rather than copied. Other clients' texts begin like a prompt in
+multiples of so many tokens only, and figures are such multiples: whoever guesses a text, and watches what is copied,
+has to guess so many tokens at once."""
+
+
+def whole(tokens: Any) -> Any:
+    """As many of some tokens as figures tell: a multiple of `LEAST`."""
+    return tokens // LEAST * LEAST
 
 
 class Texts:
@@ -14,8 +23,10 @@ class Texts:
         self._tokens = np.zeros((rows, capacity), dtype=np.int32)
         self._lengths = np.zeros(rows, dtype=np.int64)
         self._has_states = has_states
-        self._adapters = np.zeros(rows, dtype=np.int64)
-        """The version of the adapter that each row's keys and values were computed with, see `Loaded`."""
+        self._scopes = [b""] * rows
+        """See `Job.scope`."""
+        self._clients = [""] * rows
+        """Whose texts these are."""
         self._has_ended = np.zeros(rows, dtype=bool)
         """True for rows whose states have seen all of the text but the last token."""
         self._counts = np.zeros(rows, dtype=bool)
@@ -23,9 +34,9 @@ class Texts:
         self.weights = 0
         """Counts how often the weights have changed."""
 
-    def put(self, row: int, tokens: list[int] | None, adapter: int = 0) -> None:
-        """The row has this text from now on; None: one that no prompt begins with. adapter: the version of its own."""
-        self._adapters[row] = adapter
+    def put(self, row: int, tokens: list[int] | None, scope: bytes = b"", client: str = "") -> None:
+        """The row has this text from now on; None: one that no prompt begins with. scope, client: see `Job`."""
+        self._scopes[row], self._clients[row] = scope, client
         self._lengths[row], self._has_ended[row], self._counts[row] = 0, False, tokens is not None
         self.extend(row, tokens or [])
 
@@ -57,15 +68,16 @@ class Texts:
         """A row's text [n] int32; empty if its keys and values are not those of the text."""
         return self._tokens[row, : self._lengths[row]]
 
-    def adapter(self, row: int) -> int:
-        """The version of a row's adapter."""
-        return int(self._adapters[row])
+    def scope(self, row: int) -> bytes:
+        """The scope of a row's text, see `Job`."""
+        return self._scopes[row]
 
     def move(self, row: int, to: int) -> None:
         """A row's text is in another row now, and no longer in this one."""
         length = self._lengths[row]
         self._tokens[to, :length], self._lengths[to] = self._tokens[row, :length], length
-        self._counts[to], self._adapters[to] = self._counts[row], self._adapters[row]
+        self._counts[to], self._scopes[to] = self._counts[row], self._scopes[row]
+        self._clients[to] = self._clients[row]
         self._lengths[row] = 0
         self._has_ended[to] = False
 
@@ -74,9 +86,11 @@ class Texts:
         self._lengths[:], self._counts[:] = 0, False
         self.weights += 1
 
-    def longest_prefix(self, prompt: list[int], adapter: int = 0, ahead: int = 0) -> tuple[int, int]:
+    def longest_prefix(
+        self, prompt: list[int], scope: bytes = b"", ahead: int = 0, client: str = ""
+    ) -> tuple[int, int]:  # fmt: skip
         """The row whose text begins with most of the prompt, and with how many of its tokens: 0 if they are few. Rows
-        of other adapters do not count.
+        of other scopes do not count.
 
         ahead: tokens after a slot's own that it may depend on, which must be the same, too, but may be the last ones of
             text and prompt.
@@ -90,8 +104,10 @@ class Texts:
         differs = self._tokens[:, :width] != np.asarray(prompt[:width], dtype=np.int32)
         alike = np.where(differs.any(axis=1), differs.argmax(axis=1), width)
         alike = np.minimum(np.minimum(alike, self._lengths) - ahead, self._lengths - 1)
-        alike = np.where(self._adapters == adapter, alike, 0)
-        if self._has_states:
+        alike = np.where([own == scope for own in self._scopes], alike, 0)
+        if not self._has_states:
+            alike = np.where([own == client for own in self._clients], alike, whole(alike))
+        else:
             alike = np.where(self._has_ended & (alike == self._lengths - 1), alike, 0)
         row = int(alike.argmax())
         return (row, int(alike[row])) if alike[row] >= LEAST else (0, 0)

@@ -4,6 +4,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -49,20 +50,23 @@ class Worker:
             self.is_open = True
 
     def hand_in(self, jobs: list[Job], bound: int, require_open: Callable[[], None]) -> None:
-        """Take requests, all or none.
+        """Take requests of one client, all or none.
 
-        bound: requests that may wait, or 0 for any number. require_open: raises RuntimeError if none is taken.
+        bound: requests that may wait, or 0 for any number; if several clients wait, each may have an equal share.
+        require_open: raises RuntimeError if none is taken.
         Raises queue.Full if more would wait; TypeError or ValueError for a name that cannot be, or is in use.
         """
         names = [job.request_id for job in jobs]
         with self._lock:
             require_open()
             waiting = self._scheduler.waiting
-            if bound and len(waiting) + len(jobs) > bound:
+            clients = Counter(job.client for job in [*waiting, *jobs])
+            share, added = bound // len(clients), len(jobs)
+            if bound and clients[jobs[0].client] > share:
                 self.metrics.reject("queue_full")
-                raise queue.Full(
-                    f"max_queue_size: {bound} requests may wait, {len(waiting)} do, and {len(jobs)} were added"
-                )
+                whose = f" of each of {len(clients)} clients" if len(clients) > 1 else ""
+                own = clients[jobs[0].client] - added
+                raise queue.Full(f"max_queue_size: {share} requests{whose} may wait, {own} do, and {added} were added")
             for name in names:
                 if not isinstance(name, str):
                     raise TypeError(f"request_id: expected a text, got {type(name).__name__}")
@@ -166,7 +170,12 @@ class Worker:
                     log.exception("request %s: an observer failed", output.request_id)
 
     def _learn(self, job: Job) -> None:
-        """Let a draft learn from an answer, unless its text is for nobody else or ids do not say all of its prompt."""
+        """Let a draft learn from an answer, unless its text is forgotten or ids do not say all of its prompt."""
         learner = self._engine.online
-        if learner is not None and job.finish_reason in ("stop", "length") and job.share_text and not job.has_pictures:
+        if (
+            learner is not None
+            and job.finish_reason in ("stop", "length")
+            and job.share_text is not False
+            and not job.has_pictures
+        ):
             learner.keep(job.prompt, job.tokens)

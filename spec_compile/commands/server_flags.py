@@ -9,6 +9,7 @@ import typer
 from transformers.cli.serve import Serve
 
 from ..serving import FLAGS
+from .values import json_object, parsed
 
 Texts = list[str] | None
 Count = int | None
@@ -33,18 +34,35 @@ def _door(
     request_timeout: Annotated[
         float, typer.Option(help="Seconds for the headers of a request, and for a small body.", min=0.1)
     ] = 10.0,
-) -> tuple[Any, dict[str, Any]]:
+    allowed_media_domains: Annotated[
+        Texts, typer.Option(help="HOST or HOST:PORT that pictures are fetched from; may be repeated.")
+    ] = None,
+    allowed_local_media_path: Annotated[
+        Path | None, typer.Option(help="A folder below which requests may name pictures as file:///...")
+    ] = None,
+    limit_mm_per_prompt: Annotated[
+        dict, parsed(json_object, "JSON", "Pictures of a request: '{\"image\": 4}'.")
+    ] = "{}",  # type: ignore[assignment]
+    share_texts: Annotated[bool, typer.Option("--share-texts", help="Draft n-grams from all clients' texts.")] = False,
+    isolate_prefixes: Annotated[
+        bool, typer.Option("--isolate-prefixes", help="Let prompts of different API keys share nothing.")
+    ] = False,
+) -> tuple[dict[str, Any], dict[str, Any]]:
     from ..serving.connections import Limits
     from ..serving.door import Keys
 
     limits = Limits(max_connections, max_connections_per_address, request_timeout)
     metrics = None if metrics_port is None else (metrics_host, metrics_port)
-    told = {"limits": limits, "allowed_hosts": allowed_hosts or (), "metrics": metrics}
-    return Keys.read(api_key or (), api_key_file), told
+    policy = {
+        "keys": Keys.read(api_key or (), api_key_file), "allowed_media_domains": allowed_media_domains,
+        "allowed_local_media_path": allowed_local_media_path, "limit_mm_per_prompt": limit_mm_per_prompt,
+        "share_texts": share_texts, "isolate_prefixes": isolate_prefixes,
+    }  # fmt: skip
+    return policy, {"limits": limits, "allowed_hosts": allowed_hosts or (), "metrics": metrics}
 
 
-def read_door(flags: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The `Keys` of a server and arguments of its `Runner`. Their flags are taken out of `flags`."""
+def read_door(flags: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of a server's `Policy` and the arguments of its `Runner`. Their flags are taken out of `flags`."""
     return _door(**{name: flags.pop(name) for name in inspect.signature(_door).parameters})
 
 

@@ -5,6 +5,7 @@ import weakref
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import count
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,15 +58,25 @@ class NgramOptions(Options):
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in others}
 
 
+class PrivateText(NamedTuple):
+    """Where the text of a row goes on that not all rows draft from.
+
+    trie, stream: that have it. keeper: the trie that has texts of its owner after the row's end; None: there is none.
+    """
+
+    trie: NgramTrie
+    stream: int
+    keeper: NgramTrie | None
+
+
 class NgramDrafter(Drafter):
     """Continues the longest matches of each row's own end, found in prompts, outputs, references and corpora."""
 
     def __init__(
-        self, trie: NgramTrie, num_draft_tokens: int, batch: int, private: dict[int, tuple[NgramTrie, int]],
+        self, trie: NgramTrie, num_draft_tokens: int, batch: int, private: dict[int, PrivateText],
         ranks: Alone = ALONE,
     ):  # fmt: skip
-        """private: trie and stream of each row whose text no other row drafts from while it goes on, by its number in
-        `streams`."""
+        """private: the rows whose text not all rows draft from while it goes on, by their numbers in `streams`."""
         super().__init__()
         self.private, self.ranks = private, ranks
         self.trie, self.reading, self.num_draft_tokens = trie, trie, num_draft_tokens
@@ -84,25 +95,38 @@ class NgramDrafter(Drafter):
     def row_buffers(self) -> list[Tensor]:
         return [self.streams]
 
-    def enter(self, row: int, share_text: bool, references: list[Tensor]) -> None:
-        if share_text and not references:
+    def enter(self, row: int, share_text: bool | str, references: list[Tensor]) -> None:
+        if share_text is True and not references:
             self.streams[row] = self.trie.open()
             return
-        trie = self.trie.overlay()
+        base = self._texts_of(share_text)
+        trie = base if isinstance(share_text, str) and not (share_text and references) else base.overlay()
         for reference in references:
             trie.add(reference)
         self.streams[row] = stream = next(_private_streams)
-        self.private[stream] = trie, trie.open()
+        self.private[stream] = PrivateText(trie, trie.open(), base if share_text else None)
+
+    def _texts_of(self, share_text: bool | str) -> NgramTrie:
+        """The trie that a row drafts from, but for its references."""
+        if not isinstance(share_text, str):
+            return self.trie
+        texts = self.trie.owned.get(share_text) or self.trie.empty()
+        if share_text:
+            self.trie.owned.renew(share_text, texts)
+        return texts
 
     def vacate(self, row: int) -> None:
         self.streams[row] = -1
 
-    def leave(self, state: State, row: int, length: int, share_text: bool) -> None:
+    def leave(self, state: State, row: int, length: int, share_text: bool | str) -> None:
         stream = int(self.streams[row])
-        if self.private.pop(stream, None) is None:
-            self.trie.close(stream)
-        elif share_text:  # it had references, which leave now; its text stays
-            self.trie.add(state.tokens[row, : length + 1])
+        text = self.private.pop(stream, PrivateText(self.trie, stream, self.trie))
+        text.trie.close(text.stream)
+        if share_text and text.keeper is not None:
+            if text.keeper is not text.trie:  # it had references, which leave now; its text stays
+                text.keeper.add(state.tokens[row, : length + 1])
+            if isinstance(share_text, str) and self.trie.owned.get(share_text) is text.keeper:
+                self.trie.owned.renew(share_text, text.keeper)
         self.vacate(row)
 
     def start(self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True) -> None:
@@ -136,8 +160,8 @@ class NgramDrafter(Drafter):
         private = {row: self.private[s] for row, s in enumerate(streams.tolist()) if s in self.private}
         shared = streams.index_fill(0, torch.tensor([*private], dtype=torch.int64), -1) if private else streams
         self.reading.advance(shared, *texts_and_trees)
-        for row, (trie, stream) in private.items():
-            trie.advance(torch.tensor([stream]), *(tensor[row : row + 1] for tensor in texts_and_trees))
+        for row, text in private.items():
+            text.trie.advance(torch.tensor([text.stream]), *(tensor[row : row + 1] for tensor in texts_and_trees))
 
     def _advanced(self, tensors: tuple[Tensor, ...]) -> list[int]:
         """The trees and their numbers, as the trie proposes them, flattened and joined."""
@@ -156,7 +180,7 @@ class Ngram(Algorithm):
     def __init__(self, store: NgramStore, options: NgramOptions):
         self.store: NgramStore = store
         self.options = options
-        self.private: dict[int, tuple[NgramTrie, int]] = {}
+        self.private: dict[int, PrivateText] = {}
         self.plan = DraftPlan(options.num_draft_tokens, sizes="adaptive" if options.adaptive else "tree")
 
     @property

@@ -182,7 +182,7 @@ class UnionDrafter(Drafter):
         for source in self.sources:
             source.resize(slots)
 
-    def enter(self, row: int, share_text: bool, references: list[Tensor]) -> None:
+    def enter(self, row: int, share_text: bool | str, references: list[Tensor]) -> None:
         self.begins[row] = -1
         for source in self.sources:
             source.enter(row, share_text, references)
@@ -191,7 +191,7 @@ class UnionDrafter(Drafter):
         for source in self.sources:
             source.vacate(row)
 
-    def leave(self, state: State, row: int, length: int, share_text: bool) -> None:
+    def leave(self, state: State, row: int, length: int, share_text: bool | str) -> None:
         for source in self.sources:
             source.leave(state, row, length, share_text)
 

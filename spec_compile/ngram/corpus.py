@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import check_int
+from . import OwnedTexts
 from . import file as ngram_file
 from .ids import check_documents
 
@@ -26,6 +27,7 @@ class NgramCorpus:
     def __init__(self, capacity: int, vocab_size: int | None, device: torch.device):
         check_int("capacity", capacity, 2, 2**31 - 1, "a number of tokens")
         self.capacity, self._limit = capacity, 2**31 if vocab_size is None else vocab_size
+        self.owned = OwnedTexts(capacity)
         try:
             self.text = torch.zeros(capacity, dtype=torch.int32, device=device)
         except RuntimeError as error:
@@ -72,7 +74,8 @@ class NgramCorpus:
         return check_documents(ids, name, self._limit)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget everything, the texts of all owners included."""
+        self.owned.clear()
         self._hold(self.text[:0])
 
     def save(self, path: str | os.PathLike) -> None:

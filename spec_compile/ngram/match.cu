@@ -220,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(SCAN_THREADS, SCAN_BLOCKS) ngram_sc
     const int thread = threadIdx.x, row = blockIdx.x % rows, block = blockIdx.x / rows;
     const unsigned length = clamped(committed[row], columns);
     const Text text{reinterpret_cast<const int*>(tokens + row * stride), 2, length};
-    const Text corpus{static_cast<const int*>(corpus_tokens), corpus_wide + 1, clamped(*corpus_length, corpus_room)};
+    const Text corpus{static_cast<const int*>(corpus_tokens), corpus_wide + 1, clamped(corpus_length[row], corpus_room)};
     const Text reference{references + u64(row) * reference_room, 1, clamped(reference_lengths[row], reference_room)};
     const int windows = min(max_window, int(length));
     const unsigned own = length ? length - 1 : 0, near = own + reference.size;  // ages of the corpus begin at `near`
@@ -657,7 +657,7 @@ extern "C" __global__ void __launch_bounds__(BUILD_THREADS, 1) ngram_build(
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, row = blockIdx.x, room = nodes - 1;
     const unsigned length = clamped(committed[row], columns);
     const Text text{reinterpret_cast<const int*>(tokens + row * stride), 2, length};
-    const Text corpus{static_cast<const int*>(corpus_tokens), corpus_wide + 1, clamped(*corpus_length, corpus_room)};
+    const Text corpus{static_cast<const int*>(corpus_tokens), corpus_wide + 1, clamped(corpus_length[row], corpus_room)};
     const Text reference{references + u64(row) * reference_room, 1, clamped(reference_lengths[row], reference_room)};
 
 #pragma unroll 1

@@ -33,8 +33,9 @@ def propose(
 
     tokens [B, S] int64: the first committed[b] of row b are text.
     committed [B] int64: 1 or more.
-    corpus [C] int32 or int64: the first corpus_length are text, with -1 between documents (see `join_documents`).
-    corpus_length [1] int64.
+    corpus [C] int32 or int64: the first corpus_length[b] are text for row b, with -1 between documents (see
+        `join_documents`).
+    corpus_length [B] int64, or [1] if it is the same for all rows.
     references [B, R] int32: the first reference_lengths[b] of row b are a text that only this row drafts from, with -1
         between documents.
     reference_lengths [B] int64: 0 for a row without one.
@@ -58,13 +59,15 @@ def propose(
     rows = tokens.shape[:1]
     if references.dim() != 2 or references.shape[:1] != rows or reference_lengths.shape != rows:
         raise ValueError("the shapes must be references [B, R], reference_lengths [B], as many rows as tokens")
-    if tokens.dim() != 2 or committed.shape != tokens.shape[:1] or corpus.dim() != 1 or corpus_length.numel() != 1:
-        raise ValueError("the shapes must be tokens [B, S], committed [B], corpus [C], corpus_length [1]")
+    if tokens.dim() != 2 or committed.shape != tokens.shape[:1] or corpus.dim() != 1:
+        raise ValueError("the shapes must be tokens [B, S], committed [B], corpus [C]")
+    if corpus_length.shape != rows and corpus_length.numel() != 1:
+        raise ValueError("corpus_length must have the shape [B] or [1]")
     return torch.ops.spec_compile.ngram_match(
         tokens,
         committed,
         corpus,
-        corpus_length,
+        corpus_length.expand(rows).contiguous(),
         references,
         reference_lengths,
         num_nodes,

@@ -82,9 +82,11 @@ def launches(
 ) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
     """The two kernel launches that fill `out`, and the workspace they need."""
     batch, columns = tokens.shape
-    others = committed, corpus, references, reference_lengths
+    others = committed, corpus, corpus_length, references, reference_lengths
     if (columns > 1 and tokens.stride(1) != 1) or not all(tensor.is_contiguous() for tensor in others):
-        raise ValueError("rows of tokens, committed, corpus, references and reference_lengths must be contiguous")
+        raise ValueError(
+            "rows of tokens, committed, corpus, corpus_length, references and reference_lengths must be contiguous"
+        )
     positions = columns + corpus.numel() + references.shape[1]
     blocks = max(multiprocessors * shape.scan_blocks, positions >> 23)
     blocks = max(1, min(blocks, -(-positions // shape.min_span), shape.build_threads))

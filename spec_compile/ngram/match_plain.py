@@ -15,8 +15,9 @@ def propose_plainly(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`propose` in plain Python, for any device but slow: the reference of the kernels."""
     out = empty_outputs(tokens, num_nodes)
-    held, end = corpus[: int(corpus_length)].long().cpu(), torch.tensor([-1])
+    end = torch.tensor([-1])
     for row in range(tokens.shape[0]):
+        held = corpus[: int(corpus_length[row])].long().cpu()
         reference = references[row, : int(reference_lengths[row])].long().cpu()
         row_text = tokens[row, : int(committed[row])].cpu()
         tree, parents, longest = _grow(row_text, torch.cat([held, end, reference]), num_nodes, options)

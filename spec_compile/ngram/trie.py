@@ -11,6 +11,7 @@ import torch
 from .. import extensions, forks
 from ..errors import check_int
 from ..tree import MAX_NODES
+from . import OwnedTexts
 from . import file as ngram_file
 from .ids import check_documents, check_ids
 
@@ -96,6 +97,7 @@ class NgramTrie:
         self.vocab_size = vocab_size
         self._limit = vocab_size or 2**31
         self.fork_order = 1
+        self.owned = OwnedTexts(capacity)
         self._core = _core_class()(
             branch_length,
             min_match_window_size,
@@ -107,6 +109,19 @@ class NgramTrie:
             self._limit,
         )
         forks.register(self)
+
+    def empty(self) -> NgramTrie:
+        """A trie of the same parameters that holds nothing."""
+        return NgramTrie(
+            branch_length=self.branch_length,
+            min_match_window_size=self.min_match_window_size,
+            max_match_window_size=self.max_match_window_size,
+            min_bfs_breadth=self.min_bfs_breadth,
+            max_bfs_breadth=self.max_bfs_breadth,
+            capacity=self.capacity,
+            match_type=self.match_type,
+            vocab_size=self.vocab_size,
+        )
 
     def overlay(self) -> NgramTrie:
         """An empty trie of the same parameters that also drafts from this one.
@@ -241,7 +256,7 @@ class NgramTrie:
     def _load(self, saved: ngram_file.Contents) -> None:
         if saved.branch_length == 0:
             texts = [check_ids(torch.from_numpy(text.copy()), "it", self._limit) for text in saved.texts()]
-            self.reset()
+            self._core.reset()
             self.add(texts)
             return
         if saved.branch_length != self.branch_length:
@@ -258,7 +273,8 @@ class NgramTrie:
         self._core.restore(saved.nodes, saved.tokens, saved.links, saved.order)
 
     def reset(self) -> None:
-        """Forget everything; open streams end."""
+        """Forget everything, the texts of all owners included; open streams end."""
+        self.owned.clear()
         self._core.reset()
 
     def stats(self) -> dict[str, int]:

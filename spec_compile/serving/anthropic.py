@@ -34,6 +34,7 @@ class Messages(Chat):
         _, _, processor = self._resolve_model({})
         template = str(getattr(processor, "chat_template", None) or "")
         chat = to_chat(body, template, self._modality(), self.counts_only)
+        chat["user"] = (body.get("metadata") or {}).get("user_id")
         if chat.get("stream"):
             chat["stream_options"] = {"include_usage": True}
         return check_fields(chat, CHAT, "messages")

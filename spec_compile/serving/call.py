@@ -1,9 +1,11 @@
 """`HttpCall`, one HTTP request, and the middleware that ends it when its client leaves."""
 
 import asyncio
+import uuid
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any
 
 from ..batching.stop_strings import StopCut
@@ -23,6 +25,8 @@ class HttpCall:
 
     loop: the event loop that serves it
     owner: who sent it, as a digest of its API key; empty if the server has no keys
+    address: of its client on the network
+    name: that no other call has; its choices share it
     adapter: the LoRA adapter that it asks for
     fields: of its body, checked
     prompt_field: name of the field with the prompt
@@ -49,6 +53,8 @@ class HttpCall:
 
     loop: asyncio.AbstractEventLoop
     owner: str = ""
+    address: str = ""
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
     adapter: str = BASE
     fields: dict = field(default_factory=dict)
     prompt_field: str = "prompt"
@@ -73,6 +79,23 @@ class HttpCall:
     failure: Refusal | None = None
 
     @property
+    def client(self) -> str:
+        """Who takes turns with others: the owner of the key, or else the address. A client chooses all else itself."""
+        return self.owner or self.address
+
+    def belonging(self, shares_texts: bool, isolates_prefixes: bool) -> dict[str, str]:
+        """Options of `add_request` that say whose the request is.
+
+        The owner of its text is the key's owner, `user` and `cache_salt` together; nobody if there is none of them.
+        Prompts with the same salt share keys and values. With `isolates_prefixes` the salt is of one key, and without a
+        key and a `cache_salt` of one call.
+        """
+        salt = self.fields.get("cache_salt", "")
+        owner = digest(self.owner, self.fields.get("user", ""), salt)
+        salt = (digest(self.owner, salt) or self.name) if isolates_prefixes else salt
+        return {"client": self.client, "cache_salt": salt} | ({} if shares_texts else {"share_text": owner})
+
+    @property
     def is_open(self) -> bool:
         """True while the manager works on its request."""
         return self.request_id is not None and not (self.output is not None and self.output.is_finished())
@@ -93,6 +116,11 @@ class HttpCall:
         return self.fields.get("stream_options", {}).get("include_usage", False)
 
 
+def digest(*parts: str) -> str:
+    """A name of some texts that is short and tells none of them; empty if all are."""
+    return sha256(repr(parts).encode()).hexdigest() if any(parts) else ""
+
+
 class CallMiddleware:
     """ASGI middleware: sets `CURRENT`; when the client leaves it stops the answer and cancels the manager's request.
 
@@ -107,7 +135,8 @@ class CallMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        call = HttpCall(asyncio.get_running_loop(), scope.get(OWNER, ""))
+        address = (scope.get("client") or ("",))[0]
+        call = HttpCall(asyncio.get_running_loop(), scope.get(OWNER, ""), address=address)
         CURRENT.set(call)
         client = _Client(receive, send)
         answering = asyncio.ensure_future(self.app(scope, client.receive, client.send))

@@ -20,6 +20,8 @@ MOST_ENDS = 1024
 """Entries of `stop_token_ids`."""
 MOST_CHOICES, MOST_PROMPTS = 128, 1024
 """Answers to one prompt, and prompts of one request."""
+LONGEST_SALT = 256
+"""Characters of `cache_salt`."""
 COLDEST, HOTTEST = 1e-5, 1e5
 """Temperatures above 0 by which logits can be divided in float32."""
 
@@ -171,8 +173,11 @@ SAMPLING = {
     "seed": integer(-(1 << 63), (1 << 64) - 1),
     "generation_config": Field(lambda value: isinstance(value, str), "a text that is a JSON object"),
     "speculation": Field(_is_limit, 'false, or an object {"num_draft_tokens": n} with n of 1 or more'),
+    "cache_salt": Field(
+        lambda value: isinstance(value, str) and 0 < len(value) <= LONGEST_SALT, "a text of 1 to 256 characters"
+    ),
 }
-"""The fields of all endpoints that change the answer."""
+"""The fields of all endpoints: what changes the answer, and `cache_salt`."""
 PENALTIES = {
     "frequency_penalty": number(-2, 2),
     "presence_penalty": number(-2, 2),

@@ -32,9 +32,9 @@ from .errors import DEAD, Refusal, failed, quoted, refuse, shown
 from .followers import Followers
 from .grammars import GrammarCache, read_form
 from .logprobs import read_top
-from .media import Media
 from .metrics import PrometheusMetrics
 from .penalties import CountPenalties
+from .policy import Policy
 from .prediction import NO_NGRAMS, read_prediction, reference_of, tokenize
 from .settings import end_of
 from .thinking import FIELD as BUDGET
@@ -109,7 +109,7 @@ class Requests(CBGenerateManager):
         self.metrics = PrometheusMetrics(self.manager.metrics)
         self.row_tokens: int = self.manager.metrics()["slot_tokens"]
         self.most_unread, self.max_queue = MOST_UNREAD, config.max_queue_size
-        self.reads_pictures, self.media = reads_pictures(model.speculation.original), Media()
+        self.reads_pictures, self.policy = reads_pictures(model.speculation.original), Policy()
         self.most_bytes = MOST_BYTES + BYTES_A_TOKEN * self.row_tokens + PICTURE_BYTES * self.reads_pictures
         self.bodies = Bodies(self.most_bytes)
         self.most_containers = MOST_CONTAINERS + 2 * self.row_tokens
@@ -156,7 +156,7 @@ class Requests(CBGenerateManager):
         """Refuse a request if the server cannot answer, or if as many are being prepared, or wait, as may wait."""
         if ailment := self.ailment():
             raise Refusal(503, ailment, retries=True)
-        if self.workers.busy >= self.max_queue or (generates and self.manager.queue_room == 0):
+        if not self.workers.has_room(self.max_queue) or (generates and self.manager.queue_room == 0):
             self.manager.metrics.reject("queue_full")
             raise Refusal(429, FULL, code="queue_full", retries=True)
 
@@ -234,6 +234,7 @@ class Requests(CBGenerateManager):
         self._check_room(call, ids, config)
         options = self._options(call, ids, config) | self._pictures(inputs)
         options |= {"adapter_name": call.adapter} if self.chooses_adapters else {}
+        options |= call.belonging(self.policy.share_texts, self.policy.isolate_prefixes)
         call.cut = self._cut(call, config)
         call.request_id, is_added = name, False
         handlers[name] = (observe, call.loop)  # the manager's own method needs to be called on the event loop
@@ -248,7 +249,7 @@ class Requests(CBGenerateManager):
             )  # fmt: skip
             is_added = True
         except queue.Full as error:
-            raise Refusal(429, FULL, code="queue_full", retries=True) from error
+            raise Refusal(429, f"{FULL} ({error})", code="queue_full", retries=True) from error
         except (ValueError, TypeError) as error:
             raise Refusal(400, quoted(error)) from error
         except RuntimeError as error:

@@ -110,7 +110,7 @@ class _Checked:
         call, prompt, (_, _, processor) = CURRENT.get(), body.get(self.required), self._resolve_model({})
         if not self.uses_template or prompt is None:
             return body
-        call.pictures = await self.generation_state.requests.media.load([*find_pictures(prompt, self.required)])
+        call.pictures = await self.generation_state.requests.policy.media.load([*find_pictures(prompt, self.required)])
         texts = ChatText.of(processor)
         call.sign = texts.sign(prompt, [body.get(name) for name in BESIDE_PROMPT])
         written = present(("tools", "chat_template_kwargs"), body) if call.sign else []

@@ -20,10 +20,11 @@ SHAPES = ("model", "tools", "chat_template_kwargs", "system", "instructions", "p
 """The fields that a prompt is made of, in the order in which templates write them."""
 
 
-def prompt_keys(data: bytes) -> list[int]:
+def prompt_keys(data: bytes, owner: str = "") -> list[int]:
     """A number for each beginning of a request's prompt, of 1, 2, ... blocks of characters. [] if it has no prompt.
 
     data: the body of a request of any endpoint
+    owner: whoever shares keys and values with no other owner. So does a `cache_salt`
 
     Prompts that begin alike have the same first numbers: with blocks of 2, "abcdX" and "abcdY" have two numbers, which
     are equal, and "abXX" only has the first of them.
@@ -32,10 +33,11 @@ def prompt_keys(data: bytes) -> list[int]:
         body = decode_body(data, MOST_BRACKETS)
     except Refusal:  # the replica says why
         return []
+    first = hash((owner, json.dumps(body.get("cache_salt"))))
     text = "".join(json.dumps(body[name]) for name in SHAPES if name in body)
     count = min(len(text) // BLOCK, MOST_BLOCKS)
     blocks = [text[number * BLOCK : (number + 1) * BLOCK] for number in range(count)]
-    return [*accumulate(blocks, lambda before, block: hash((before, block)), initial=0)][1:]
+    return [*accumulate(blocks, lambda before, block: hash((before, block)), initial=first)][1:]
 
 
 class PrefixMap:

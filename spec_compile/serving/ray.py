@@ -76,7 +76,8 @@ def app(
     slots: requests that a replica answers at once
     max_queue: requests that wait in a replica, and as many again before all replicas; others get 429 with Retry-After
     tensor_parallel: GPUs of one machine that share the model in each replica, which has a process for each
-    flags: arguments of transformers' `Serve`, such as dtype="bfloat16"
+    flags: further arguments of `server.build`, such as share_texts=True, and of transformers' `Serve`, such as
+        dtype="bfloat16"
     api_key, api_key_file: keys, and a file with one a line, of which every request but to /health needs one; the
         variable SPEC_COMPILE_API_KEY may have keys, too
     ingress: options of Ray's deployment of the ingress, such as num_replicas
@@ -106,7 +107,8 @@ def app(
         merged.pop("num_replicas")
     replica = serve.deployment(Replica, name="Replica", ray_actor_options=actor, **merged)
     door = serve.deployment(serve.ingress()(Ingress), name="Ingress", **INGRESS | (ingress or {}))
-    return door.bind(replica.bind(str(model), algo, options or {}, settings), keys)
+    isolates = settings.get("isolate_prefixes", False)
+    return door.bind(replica.bind(str(model), algo, options or {}, settings), keys, isolates)
 
 
 class Answers:

@@ -29,6 +29,8 @@ ATTEMPTS = 4
 MOST_BYTES = 128 << 20
 """Bytes of a body that are sent on at most. A replica reads less than that, and refuses such a body."""
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+KEY_HEADERS = ("authorization", "x-api-key")
+"""Headers with the client's API key."""
 METRICS_SECONDS = 5.0
 """Time that replicas have to tell their metrics."""
 DIED = "the replica died; send the request again"
@@ -41,9 +43,12 @@ class Ingress:
     that a replica refuses with 503. A stream that has begun ends in an error event. /metrics has all replicas' metrics.
     """
 
-    def __init__(self, replicas: DeploymentHandle, keys: Keys | None = None):
-        """keys: of which every request but to /health needs one"""
-        self._replicas, self._keys = replicas, keys or Keys(())
+    def __init__(self, replicas: DeploymentHandle, keys: Keys | None = None, isolates_prefixes: bool = False):
+        """keys: of which every request but to /health needs one
+
+        isolates_prefixes: whether prompts with different API keys share no keys and values
+        """
+        self._replicas, self._keys, self._isolates = replicas, keys or Keys(()), isolates_prefixes
         self._asks = replicas.options(stream=True)
 
     def __serve_build_asgi_app__(self) -> Starlette:
@@ -52,7 +57,7 @@ class Ingress:
         return Starlette(routes=[metrics, Route("/{path:path}", self._pass_on, methods=METHODS)], middleware=[door])
 
     async def _pass_on(self, request: Request) -> Response:
-        sent, deaths = await _read(request), 0
+        sent, deaths = await _read(request, self._isolates), 0
         while deaths < ATTEMPTS:
             try:
                 response = await self._ask(sent)
@@ -91,13 +96,14 @@ class Ingress:
         return Response(merge(dict(pages)), media_type=CONTENT_TYPE_LATEST)
 
 
-async def _read(request: Request) -> HttpRequest:
+async def _read(request: Request, isolates_prefixes: bool) -> HttpRequest:
     """The request as data."""
+    owner = "".join(request.headers.get(name, "") for name in KEY_HEADERS) if isolates_prefixes else ""
     body = bytearray()
     async for part in request.stream():
         body += part[: MOST_BYTES - len(body)]
     data = bytes(body)
-    keys = await asyncio.to_thread(prompt_keys, data) if data else []
+    keys = await asyncio.to_thread(prompt_keys, data, owner) if data else []
     path, query = f"/{request.path_params['path']}", request.scope["query_string"]
     return HttpRequest(request.method, path, query, [*request.headers.raw], data, keys)
 

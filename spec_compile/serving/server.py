@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from .generation import Requests, SpeculativeState
 from .handlers import HANDLERS
 from .load_model import LoadModel
 from .loras import ServedAdapters, add_lora_routes, read_modules
-from .media import Media
+from .policy import Policy
 from .tokens import Detokenize, Tokenize
 
 MODULES = {
@@ -109,10 +110,6 @@ def build(
     served_model_name: str | None = None,
     lora_modules: list[str] | None = None,
     allow_runtime_lora_updating: bool = False,
-    keys: Keys | None = None,
-    allowed_media_domains: list[str] | None = None,
-    allowed_local_media_path: str | Path | None = None,
-    limit_mm_per_prompt: dict[str, int] | None = None,
     follows: bool = False,
     **flags: Any,
 ) -> Server:
@@ -126,18 +123,16 @@ def build(
     lora_modules: LoRA adapters that requests may choose, each NAME=PATH; later ones may change the layers that one of
         these changes. `max_loras` of `speculate` is their number unless `options` says it
     allow_runtime_lora_updating: True if clients may load and unload adapters
-    keys: one of which every request but to /health needs; None or no keys: none
-    allowed_media_domains, allowed_local_media_path, limit_mm_per_prompt: the arguments of `Media`, in this order
     follows: True in a process that was started for a further GPU
-    flags: arguments of transformers' `Serve` that are in `FLAGS`, such as port=8000
+    flags: fields of `Policy`, and arguments of transformers' `Serve` that are in `FLAGS`, such as port=8000
 
     Raises what `speculate` raises, ValueError if the model cannot be loaded, and TypeError for an unknown flag.
     """
     check_int("tensor_parallel", tensor_parallel, 1, 8)
+    policy = Policy(**{each.name: flags.pop(each.name) for each in fields(Policy) if each.name in flags})
     for name in flags:
         if name not in FLAGS:
             raise TypeError(f"{name}: expected one of {', '.join(FLAGS)}.{did_you_mean(name, FLAGS)}")
-    media = Media(allowed_media_domains or [], allowed_local_media_path, limit_mm_per_prompt)
     name = str(model) if served_model_name is None else served_model_name
     sizes, options, loras = {"slots": slots, "max_queue": max_queue}, options or {}, read_modules(lora_modules or [])
     if loras:
@@ -148,10 +143,9 @@ def build(
         )
     if loras and tensor_parallel > 1:
         raise ValueError("lora_modules: adapters are chosen for each row in one process; leave out tensor_parallel")
-    has_cors = flags.pop("enable_cors", False)
     if tensor_parallel == 1 or follows:
         server = _build(model, name, algo, options, sizes, flags, loras)
-        _settle(server, keys, media, has_cors)
+        _settle(server, policy)
         if allow_runtime_lora_updating:
             add_lora_routes(server.app, server.models.adapters, server.models.the_one.model)
         return server
@@ -160,15 +154,15 @@ def build(
     with Followers(tensor_parallel, arguments | sizes | flags) as followers:
         server = _build(model, name, algo, options, sizes, flags, {})
     server.requests.followers = followers
-    _settle(server, keys, media, has_cors)
+    _settle(server, policy)
     return server
 
 
-def _settle(server: Server, keys: Keys | None, media: Media, has_cors: bool) -> None:
-    """Ask for keys; read pictures as `media` says; let web pages of other origins read answers if has_cors."""
-    server.keys, server.requests.media = keys or server.keys, media
+def _settle(server: Server, policy: Policy) -> None:
+    """Let clients do what the policy says."""
+    server.keys, server.requests.policy = policy.keys, policy
     server.app.add_middleware(KeyMiddleware, keys=server.keys)
-    if has_cors:  # transformers would also let pages send the user's cookies, which nothing here reads
+    if policy.enable_cors:  # transformers would also let pages send the user's cookies, which nothing here reads
         told = ["X-Request-Id", "Retry-After"]
         server.app.add_middleware(
             CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"], expose_headers=told

@@ -2,10 +2,14 @@
 
 import asyncio
 import inspect
+from collections import Counter
 from collections.abc import Awaitable, Coroutine, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context, copy_context
 from typing import Any
+from weakref import WeakValueDictionary
+
+from .call import CURRENT
 
 WORKERS = 2
 """Threads. More would take the interpreter from the rounds for longer, and tokenizers use all cores by themselves."""
@@ -23,7 +27,8 @@ class Waiting:
 
 
 class Workers:
-    """Runs coroutines in threads, and awaits their futures on the event loop.
+    """Runs coroutines in threads, and awaits their futures on the event loop. Clients take turns: of each only as many
+    coroutines as there are threads begin at a time.
 
     busy: number of coroutines that have not reached their first `Waiting` or their end
     """
@@ -31,15 +36,29 @@ class Workers:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="spec_compile requests")
         self.busy = 0
+        self._busy: Counter[str] = Counter()
+        """The same by client."""
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    def has_room(self, most: int) -> bool:
+        """True if one more coroutine may begin for the current call: of each client an equal share of `most`. Together
+        they may be more, if the first ones had all of it."""
+        others = {client: count for client, count in self._busy.items() if client != _client()}
+        return self.busy - sum(others.values()) < most // (1 + len(others))
 
     async def drive(self, coroutine: Coroutine) -> Any:
         """The result of a coroutine that only awaits `Waiting`. Each of its steps runs in one of the threads."""
-        loop, context, result = asyncio.get_running_loop(), copy_context(), None
+        loop, context, result, client = asyncio.get_running_loop(), copy_context(), None, _client()
+        turn = self._turns.setdefault(client, asyncio.Semaphore(WORKERS))
         self.busy += 1
+        self._busy[client] += 1
         try:
-            is_over, value = await loop.run_in_executor(self._pool, context.run, _step, coroutine, result)
+            async with turn:
+                is_over, value = await loop.run_in_executor(self._pool, context.run, _step, coroutine, result)
         finally:
             self.busy -= 1
+            self._busy[client] -= 1
+            self._busy += Counter()  # drops those without any
             if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
                 coroutine.close()  # cancelled before a thread was free
         while not is_over:
@@ -50,6 +69,11 @@ class Workers:
     def close(self) -> None:
         """End the threads once they are done."""
         self._pool.shutdown(wait=False)
+
+
+def _client() -> str:
+    call = CURRENT.get(None)
+    return "" if call is None else call.client
 
 
 async def together(coroutines: Sequence[tuple[Context, Coroutine]]) -> list:

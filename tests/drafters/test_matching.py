@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Ll
 
 from spec_compile import speculate
 from spec_compile.drafters.matching import MatchingDrafter
+from spec_compile.ngram import MOST_OWNERS
 from spec_compile.ngram.corpus import NgramCorpus
 from spec_compile.ngram.match_options import MatchOptions
 
@@ -49,6 +50,40 @@ def test_references_of_a_row():
     drafter.enter(0, False, [torch.tensor([1, 2, 5])])
     drafter.leave(state, 0, 1, False)
     assert corpus.text[: len(corpus)].tolist() == [1, 2, -1]
+
+
+def test_texts_of_owners():
+    """A row with an owner drafts from its owner's texts, the newest first, and its references; not from the corpus or
+    another owner's. Rows without a name draft from their own text only. Nothing of them goes to the corpus."""
+    corpus = NgramCorpus(10_000, 96, torch.device("cpu"))
+    corpus.add([1, 2, 3])
+    drafter = MatchingDrafter(corpus, MatchOptions(), 3, 2, 8)
+    state, proposed = torch.nn.Module(), []
+    state.lengths = torch.tensor([1, 1])
+    state.propose = lambda tokens, *others: proposed.append(tokens.tolist())
+
+    def end(owner, *tokens):
+        state.tokens = torch.tensor([[*tokens], [*tokens]])
+        drafter.leave(state, 0, len(tokens) - 1, owner)
+
+    def drafts(*owners):
+        state.tokens = torch.tensor([[1, 2, 0, 0], [1, 2, 0, 0]])
+        for row, owner in enumerate(owners):
+            drafter.enter(row, owner, [torch.tensor([9, 9])])
+        drafter.propose(state, 4)
+        return proposed.pop()
+
+    end("ann", 1, 2, 5, 6)
+    end("", 1, 2, 7, 8)
+    assert drafts("ann", "bob") == [[2, 5, 6], [2, 0, 0]] and drafts("", True) == [[2, 0, 0], [2, 3, 0]]
+    end("ann", 1, 2, 4, 4)
+    assert drafts("ann", False) == [[2, 4, 4], [2, 3, 0]]
+    for number in range(MOST_OWNERS):
+        end(f"{number}", 1, 2, 7, 8)
+    assert drafts("ann", "255") == [[2, 0, 0], [2, 7, 8]] and len(corpus.owned) == MOST_OWNERS
+    assert corpus.text[: len(corpus)].tolist() == [1, 2, 3, -1]
+    corpus.reset()
+    assert drafts("255", "254") == [[2, 0, 0], [2, 0, 0]]
 
 
 @functools.cache

@@ -103,7 +103,7 @@ def tensors(texts, documents, device="cpu", dtype=torch.int32, room=5, reference
         tokens,
         torch.tensor([len(text) for text in texts]),
         torch.cat([corpus, garbage]).to(dtype),
-        torch.tensor([len(corpus)]),
+        torch.tensor([len(corpus)] * len(texts)),
         own,
         torch.tensor([len(reference) for reference in joined]),
     )
@@ -205,6 +205,7 @@ def test_arguments():
     refused(TypeError, "must be int64", committed=good["committed"].int())
     refused(TypeError, "corpus must be int32 or int64, not float32", corpus=torch.ones(3))
     refused(ValueError, "shapes must be", tokens=good["tokens"][0])
+    refused(ValueError, r"corpus_length must have the shape \[B\] or \[1\]", corpus_length=torch.ones(2).long())
     refused(TypeError, "references must be int32, not int64", references=good["references"].long())
     refused(ValueError, "as many rows as tokens", references=good["references"][0])
     refused(TypeError, "reference_lengths must be int64", reference_lengths=good["reference_lengths"].int())
@@ -426,6 +427,7 @@ def same_emulated(emulated, choose, architecture=800, **case):
     texts, documents, num_nodes, options = make_case(choose, **case)
     references = make_references(choose, len(texts), case.get("longest", 32))
     inputs = tensors(texts, documents, dtype=(torch.int32, torch.int64)[choose(0, 1)], references=references)
+    inputs[3][::2] = inputs[3][::2] // choose(1, 3)  # rows that read less of the corpus
     expected = plain(propose(*inputs, num_nodes, options))
     assert plain(emulated(inputs, num_nodes, options, choose(1, 40), architecture)) == expected
 
@@ -504,6 +506,7 @@ def test_kernels(cuda, seed):
     texts, documents, num_nodes, options = make_case(choose, choose(1, 4), longest, match_limit=limit)
     references = make_references(choose, len(texts), longest)
     inputs = tensors(texts, documents, dtype=(torch.int32, torch.int64)[choose(0, 1)], references=references)
+    inputs[3][::2] = inputs[3][::2] // choose(1, 3)  # rows that read less of the corpus
     out = propose(*(tensor.to(cuda) for tensor in inputs), num_nodes, options)
     assert plain(out) == plain(propose_plainly(*inputs, num_nodes, options))
 
@@ -518,7 +521,7 @@ def test_rounds_in_a_captured_graph(cuda, match_type):
     documents = [make_text(rng.randint, 3000) for _ in range(8)]
     inputs = tensors([text, text[::-1]], documents, cuda, room=100)
     _, committed, _, corpus_length, _, _ = inputs
-    corpus_size = int(corpus_length)
+    corpus_size = int(corpus_length[0])
     propose(*inputs, 32, options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -426,6 +426,7 @@ def test_only_flags_that_do_something_are_taken():
         "--train-while-serving", "--online-training", "--api-key", "--api-key-file", "--allowed-hosts",
         "--metrics-host", "--metrics-port", "--max-connections", "--max-connections-per-address", "--request-timeout",
         "--allowed-media-domains", "--allowed-local-media-path", "--limit-mm-per-prompt",
+        "--share-texts", "--isolate-prefixes",
     }  # fmt: skip
     with pytest.raises(TypeError, match="cb_block_size"):
         build("nowhere", cb_block_size=16)

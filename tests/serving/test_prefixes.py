@@ -28,6 +28,9 @@ def test_prompts_that_begin_alike_have_the_same_first_keys():
     assert common(first, second) == 5 and first == keys(temperature=0.5, prompt=LONG, stream=True)
     assert not common(first, keys(prompt="x" + LONG)) and len({*first}) == len(first)
     assert not common(first, keys(prompt=LONG, model="an adapter"))
+    salted = keys(prompt=LONG, cache_salt="s")
+    assert salted == keys(prompt=LONG, cache_salt="s") and not common(first, salted)
+    assert not common(salted, prompt_keys(json.dumps({"prompt": LONG, "cache_salt": "s"}).encode(), "key"))
 
 
 def test_a_conversation_that_goes_on_keeps_its_keys():

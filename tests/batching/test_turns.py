@@ -1,0 +1,234 @@
+"""Requests of several clients: whose turn it is, who drafts from whose text, and who takes whose keys and values."""
+
+import functools
+import queue
+
+import hybrids
+import models
+import pytest
+import torch
+from batch_requests import ALGORITHMS, MODEL, PROMPTS, TEXT, collect, config, generated, managed, tokenizer
+from server_fixtures import Script
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from spec_compile import speculate
+from spec_compile.batching.texts import Texts
+
+LONG = tokenizer()(TEXT).input_ids
+CLIENTS = ("heavy", "light")
+
+
+@functools.cache
+def model():
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+
+
+@functools.cache
+def fast(name="ngram"):
+    options = ALGORITHMS.get(name, {}) | dict(adaptive=False, max_cache_len=512)
+    return speculate(model(), name.split()[0], compile=False, check=False, **options)
+
+
+def stopped(one, **options):
+    """A manager whose rounds the test runs, and a function that does so and tells who ends, in order."""
+    one.speculation.engine.idle_batch = None
+    manager = one.init_continuous_batching(GenerationConfig(pad_token_id=0), config(**options))
+
+    def run():
+        with torch.no_grad():
+            while manager.scheduler.is_busy:
+                manager._worker.deliver(manager.scheduler.step())
+        return {output.request_id: output for output in manager.output_router.output_queue.queue}
+
+    return manager, run
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_free_row_goes_to_another_client(slots):
+    """The only requests of two clients that come after six of another one begin before the rest of these."""
+    manager, run = stopped(fast(), max_requests_per_batch=slots)
+    for number in range(6):
+        manager.add_request(PROMPTS[number % 3], f"heavy{number}", max_new_tokens=40, eos_token_id=-1, client="heavy")
+    with torch.no_grad():
+        manager._worker.deliver(manager.scheduler.step())
+    manager.add_request(PROMPTS[1], "light", max_new_tokens=8, eos_token_id=-1, client="light")
+    manager.add_request(PROMPTS[2], "third", max_new_tokens=8, eos_token_id=-1, client="third")
+    outputs = run()
+    begun = sorted(outputs, key=lambda name: outputs[name].lifespan[0])
+    assert begun[:3] == ["heavy0", "light", "third"]
+    heavy = [name for name in begun if name.startswith("heavy")]
+    assert heavy == sorted(heavy), "first come, first served within a client"
+    assert not manager.scheduler._turns.keys() - {"heavy", "light", "third"}
+    manager.destroy()
+
+
+@pytest.mark.parametrize("name", ["ngram", "eagle3 tree"])
+def test_a_long_prompt_of_another_client_is_set_aside(name, monkeypatch):
+    """Four prompts whose log-probabilities are told hold up another client's prompt for one turn of theirs, and have
+    the same log-probabilities and answers as without it."""
+    monkeypatch.setattr("spec_compile.batching.prompts.TURN", 32)
+    manager, run = stopped(fast(name), max_requests_per_batch=12)
+    for number in range(4):
+        prompt = LONG[number : 250 + number]
+        manager.add_request(prompt, f"r{number}", max_new_tokens=4, eos_token_id=-1, prompt_logprobs=0, client="heavy")
+    chunks, prompts = [], manager.scheduler.prompts
+    step = prompts.step
+    monkeypatch.setattr(prompts, "step", lambda *given: chunks.append(prompts.active[0].request_id) or step(*given))
+    with torch.no_grad():
+        for _ in range(3):
+            manager._worker.deliver(manager.scheduler.step())
+    manager.add_request(LONG[40:160], "light", max_new_tokens=4, eos_token_id=-1, client="light")
+    assert manager.metrics()["requests_prefilling"] == 1
+    outputs = run()
+    light = chunks.index("light")
+    assert {*chunks[:light]} == {"r0"} and "r1" not in chunks[: chunks.index("light") + chunks.count("light")]
+    assert chunks[light:].index("r0") > 0, "the first prompt goes on where it was"
+    for number in range(4):
+        output, prompt = outputs[f"r{number}"], LONG[number : 250 + number]
+        logits = model()(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+        wanted = logits.gather(1, torch.tensor(prompt)[1:, None])[:, 0]
+        told = torch.tensor([each.logprob for each in output.prompt_scores])
+        torch.testing.assert_close(told, wanted.detach(), atol=1e-4, rtol=0)
+        assert output.generated_tokens == generated(model(), prompt, max_new_tokens=4, eos_token_id=None)
+    assert outputs["light"].generated_tokens == generated(model(), LONG[40:160], max_new_tokens=4, eos_token_id=None)
+    assert not prompts.aside
+    manager.destroy()
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
+def test_states_of_a_prompt_that_is_set_aside(name, monkeypatch):
+    monkeypatch.setattr("spec_compile.batching.prompts.TURN", 1)
+    plain, one = hybrids.system(name)
+    manager, run = stopped(one, max_requests_per_batch=4)
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, models.VOCAB, (length,), generator=generator).tolist() for length in (300, 290, 40)]
+    for number, client in enumerate("abc"):
+        scored = {"prompt_logprobs": 0} if number < 2 else {}
+        manager.add_request(prompts[number], client, max_new_tokens=6, eos_token_id=-1, client=client, **scored)
+    outputs = run()
+    for client, prompt in zip("abc", prompts):
+        ids = torch.tensor([prompt])
+        wanted = hybrids.answer(plain, ids, torch.ones_like(ids), 6)[0, len(prompt) :].tolist()
+        assert outputs[client].generated_tokens == wanted
+    manager.destroy()
+
+
+def test_a_prompt_that_waits_aside_is_cancelled(monkeypatch):
+    monkeypatch.setattr("spec_compile.batching.prompts.TURN", 1)
+    manager, run = stopped(fast(), max_requests_per_batch=4)
+    manager.add_request(LONG[:200], "gone", max_new_tokens=4, prompt_logprobs=0, client="heavy")
+    with torch.no_grad():
+        manager.scheduler.step()
+        manager.add_request(LONG[:190], "light", max_new_tokens=4, prompt_logprobs=0, client="light")
+        manager.scheduler.step()
+        assert [job.request_id for job in manager.scheduler.prompts.aside] == ["gone"]
+    manager.cancel_request("gone")
+    outputs = run()
+    assert [output.finish_reason for output in outputs.values()] == ["cancelled", "length"]
+    assert not manager.scheduler.prompts.begun and not fast().speculation.engine.runtime.algorithm.private
+    manager.destroy()
+
+
+def test_each_client_has_a_share_of_the_queue():
+    manager, run = stopped(fast(), max_requests_per_batch=1, max_queue_size=4)
+
+    def add(client, count=1):
+        for _ in range(count):
+            manager.add_request(PROMPTS[0], max_new_tokens=2, client=client)
+
+    add("heavy", 4)
+    with pytest.raises(queue.Full, match="max_queue_size: 4 requests may wait, 4 do, and 1 were added"):
+        add("heavy")
+    add("light", 2)
+    words = "max_queue_size: 2 requests of each of 2 clients may wait, {} do, and 1 were added"
+    for client, waiting in (("light", 2), ("heavy", 4)):
+        with pytest.raises(queue.Full, match=words.format(waiting)):
+            add(client)
+    assert len(run()) == 6
+    add("heavy", 4)
+    run()
+    manager.destroy()
+
+
+STEPS = dict(max_new_tokens=24, eos_token_id=-1)
+
+
+def ask(manager, prompt, **options):
+    manager.add_request(prompt, **{**STEPS, **options})
+    (output,) = collect(manager, 1).values()
+    return output.speculation
+
+
+@pytest.mark.parametrize("name", ["ngram", "eagle3 union"])
+def test_texts_belong_to_their_owners(name):
+    """The figures of a request are those of a new model, whatever others have sent. (A union also learns how often its
+    sources are right.)"""
+    one = fast(name)
+
+    def probe(manager, owner):
+        forced = [Script(LONG[120:140], 20)]  # the attacker guesses what comes after a known beginning
+        speculation = ask(manager, LONG[100:120], share_text=owner, logits_processor=forced, max_new_tokens=20)
+        return speculation.steps if "union" in name else (speculation.per_step_accepted, speculation.per_step_drafted)
+
+    one.speculation.ngram.reset()
+    with managed(one, slots=2) as manager:
+        new = probe(manager, "")
+        for owner in ("victim", ""):
+            ask(manager, LONG[:200], share_text=owner)
+            ask(manager, LONG[:200], share_text=owner, reference=LONG[:200])
+        for owner in ("attacker", ""):
+            assert probe(manager, owner) == new
+        assert len(one.speculation.ngram) == 0
+        assert probe(manager, "victim") != new, "texts of the same owner are drafted from"
+        ask(manager, LONG[:200])
+        assert probe(manager, "other") == new and probe(manager, None) != new
+        with pytest.raises(TypeError, match="share_text must be True, False, None or a text, not int"):
+            ask(manager, PROMPTS[0], share_text=1)
+    assert one.speculation.ngram.owned.keys() == {"victim", "attacker", "other"}
+    one.speculation.ngram.reset()
+    assert not one.speculation.ngram.owned
+
+
+def test_owners_texts_are_bounded(monkeypatch):
+    monkeypatch.setattr("spec_compile.ngram.MOST_OWNERS", 2)
+    store = fast().speculation.ngram
+    store.reset()
+    with managed(fast(), slots=2) as manager:
+        for owner in "abca":
+            ask(manager, PROMPTS[0], share_text=owner)
+        assert [*store.owned] == ["c", "a"]
+        store.owned.capacity = 3 * len(store.owned["a"]) // 2
+        ask(manager, PROMPTS[0], share_text="c")
+        assert [*store.owned] == ["c"]
+    store.owned.capacity = store.capacity
+    forgets = speculate(model(), compile=False, check=False, share_text=False)
+    with managed(forgets) as manager:
+        ask(manager, PROMPTS[0], share_text="a")
+        assert not forgets.speculation.ngram.owned and len(forgets.speculation.ngram) == 0
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_prompts_share_keys_and_values_within_a_salt(slots):
+    """In a row that decodes, in one that is left, and among the kept prefixes."""
+    with managed(fast(), slots=slots) as manager:
+        for salt in (None, "one"):
+            assert ask(manager, LONG[:200], cache_salt=salt).reused_prompt_tokens == 0
+            assert ask(manager, LONG[:200], cache_salt="other" + (salt or "")).reused_prompt_tokens == 0
+            assert ask(manager, LONG[:200], cache_salt=salt).reused_prompt_tokens in (192, 199)
+            assert ask(manager, LONG[:200], cache_salt=f"{salt}\ud800").reused_prompt_tokens == 0
+        with pytest.raises(TypeError, match="cache_salt: expected a text, not int"):
+            ask(manager, LONG[:200], cache_salt=1)
+
+
+def test_a_guess_counts_in_multiples_of_sixteen_tokens():
+    """Neither what is copied for another client nor a counter tells how far a guess is right."""
+    texts = Texts(2, 40)
+    texts.put(0, [1] * 30, client="victim")
+    texts.put(1, [1] * 18, client="attacker")
+    lengths = {client: texts.longest_prefix([1] * 24 + [2], client=client)[1] for client in ("victim", "attacker", "")}
+    assert lengths == {"victim": 24, "attacker": 17, "": 16}
+    with managed(fast(), slots=2) as manager:
+        ask(manager, LONG[:200])
+        assert ask(manager, [*LONG[:37], *range(300, 340)]).reused_prompt_tokens == 37
+        metrics = manager.metrics()
+        assert metrics["prefix_cache_hits_total"] == 32 == metrics["reused_prompt_tokens_total"]
