@@ -15,7 +15,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch._inductor.compile_fx import compile_fx
 
 from . import kernels
-from .compat import INDUCTOR_OPTIONS, backend_of, brief_operators
+from .compat import INDUCTOR_OPTIONS, backend_of, brief_operators, use_own_caches
 from .config import parse_options
 from .graph import PassReport, calls
 from .kernels.linear import linear_layers
@@ -85,6 +85,7 @@ def spec(gm: fx.GraphModule, example_inputs: list, *, mode: str | None = None, o
             'modes use backend="inductor"'
         )
     settings = parse_options(BackendOptions, dict(options or {}))
+    use_own_caches()
     replays = mode == "reduce-overhead" and all(x.is_cuda for x in example_inputs if isinstance(x, Tensor))
     if _wants_gradients(gm, example_inputs):
         log.info("spec: gradients are wanted: this graph goes to Inductor as it is (use torch.no_grad())")

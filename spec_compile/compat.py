@@ -10,11 +10,13 @@ import torch._dynamo
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch._inductor.runtime import cache_dir_utils, runtime_utils
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from transformers import AttentionInterface
 from transformers.integrations import finegrained_fp8, moe
 
+from .folders import own_folder
 from .inventory import configured
 
 TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
@@ -42,6 +44,12 @@ wherever the model rounds them, so that rounds of all sizes compute the same. As
 Inductor (2.11 to 2.13) also checks rows that do not exist: with 5 rows and tiles of 8, the argmax of row 6 would end
 the process."""
 
+CACHES = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+}  # fmt: skip
+"""The folders of compilers below the user's cache folder, by the variables of the environment that name others."""
+_default_cache_dir = cache_dir_utils.default_cache_dir
+
 EXPERTS_INTERFACES = moe.ALL_EXPERTS_FUNCTIONS, finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS
 """Tables of the functions that compute routed experts, by the value of `_experts_implementation` in a configuration."""
 default_gate = moe._default_apply_gate
@@ -51,6 +59,33 @@ default_store = dist.distributed_c10d._get_default_store
 """Returns the store through which the processes of torch.distributed have found each other."""
 gather_flat = dist.all_gather_single if TORCH >= (2, 13) else dist.all_gather_into_tensor
 """``gather_flat(output, input, group=)``: the inputs of all ranks one after the other; its old name warns."""
+
+
+def default_cache_dir() -> str:
+    """The folder of Inductor that torch takes if nobody names another: one in the folder of temporary files."""
+    return os.path.abspath(_default_cache_dir())
+
+
+def use_own_caches() -> None:
+    """Have compilers keep what they compile in folders of this user (`folders.own_folder`). OSError if there are none.
+
+    Folders in the environment count, if they are safe. Inductor has the value of `default_cache_dir` put there as soon
+    as torch._dynamo is imported, so that value is nobody's choice.
+    """
+    for variable, name in CACHES.items():
+        given = os.environ.get(variable)
+        is_chosen = given and not (name == "inductor" and os.path.abspath(given) == default_cache_dir())
+        os.environ[variable] = str(own_folder(name, given if is_chosen else None))
+    folder = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    # Precompiled headers, and a table of pickles, lie in the folder of temporary files whatever the environment says.
+    cache_dir_utils.default_cache_dir = runtime_utils.default_cache_dir = lambda: folder
+    codecache = sys.modules.get("torch._inductor.codecache")
+    if hasattr(codecache, "_HEADER_DIR"):
+        codecache._HEADER_DIR = os.path.join(folder, "precompiled_headers")
+        codecache._HEADER_LOCK_DIR = os.path.join(codecache._HEADER_DIR, "locks")
+    memo = getattr(sys.modules.get("torch._inductor.runtime.caching.memoizers"), "should_pad_memoizer", None)
+    if memo is not None and not memo._disk_cache._cache_dir.is_relative_to(folder):
+        memo._disk_cache.__init__(memo._disk_cache._cache_dir.name)
 
 
 def renew_compile_threads() -> None:
@@ -78,9 +113,10 @@ def attention_implementation(model: nn.Module, name: str, function: Callable) ->
 
 
 def check_compiler() -> None:
-    """ValueError if Inductor has no C++ compiler, which it needs to compile for a CPU."""
+    """ValueError if Inductor has no C++ compiler, which it needs to compile for a CPU. OSError if it has no folder."""
     from torch._inductor import cpp_builder, exc
 
+    use_own_caches()
     try:
         cpp_builder.get_cpp_compiler()
     except (exc.InvalidCxxCompiler, OSError) as error:

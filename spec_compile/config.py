@@ -67,7 +67,9 @@ class Options:
         chunks. "auto" refuses nothing, and `explain()` names the parts that prevent both.
     cache: keep what a start finds out on disk for the next one: True ($SPEC_COMPILE_CACHE, by default
         ``~/.cache/spec_compile``), a folder, or False.
-    artefact: a folder that ``speculation.save(folder)`` has made, to start from it.
+    artefact: a folder that ``speculation.save(folder)`` has made, to start from it. Its compiled code is loaded if you
+        have made it on this machine, and otherwise compiled anew.
+    trust_artefact: load the compiled code of that folder whoever has made it. It runs with your rights.
     max_loras: LoRA adapters of peft that rounds may read at once, so that each row of a batch chooses one by its name
         (0: the active adapters are captured, for all rows).
     max_lora_rank: largest rank of such adapters (default: of those that the model has at speculate()).
@@ -94,6 +96,7 @@ class Options:
     exact: str = "auto"
     cache: Any = True
     artefact: Any = None
+    trust_artefact: bool = False
     max_loras: int = 0
     max_lora_rank: int | None = None
     tensor_parallel: Any = None

@@ -1469,9 +1469,18 @@ STARTS = [
         f"{STORE} -k test_no_damage",
     ),
     Mutation(
-        "files of other users are read", f"{ARTEFACTS}store.py",
-        "return found.st_uid not in (os.getuid(), 0) or bool(found.st_mode & stat.S_IWOTH)", "return False",
+        "files that others may write to are read", "spec_compile/folders.py",
+        "return bool(found.st_mode & stat.S_IWOTH or", "return bool(False and",
         f"{STORE} -k another_user",
+    ),
+    Mutation(
+        "compiled code of others is loaded", f"{ARTEFACTS}start.py",
+        "hmac.compare_digest(signature, self._sign(name, data))", "True",
+        "tests/artefacts/test_start.py -k test_compiled_code_is_loaded",
+    ),
+    Mutation(
+        "graphs of files write to weights", f"{ARTEFACTS}permitted.py", 'data.get("row") in writable)', "True)",
+        "tests/artefacts/test_graphs.py -k new_tensors_only",
     ),
     Mutation(
         "an item is written in its place", f"{ARTEFACTS}store.py",

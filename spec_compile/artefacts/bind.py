@@ -19,7 +19,8 @@ from ..graph import SIZE, IndexSpec, LayerSpec, ModelGraph, PassReport, Recurren
 from ..inventory import held
 from ..passes.merge_linears import join_parameters, joined
 from .digest import SMALL, layout_of
-from .graphs import graph_of, rows_of
+from .graphs import graph_of, is_path, rows_of
+from .permitted import check_rows
 
 PLAIN = [each.name for each in fields(ModelGraph) if each.type in (int, bool, str, int | None)]
 """The fields of a graph that are data as they are."""
@@ -33,14 +34,15 @@ class NoRecipe(Exception):
 
 
 def data_of(graph: ModelGraph, model: nn.Module) -> dict[str, Any]:
-    """A rewritten graph of a model as JSON data. NoRecipe or TypeError if it cannot be bound again."""
+    """A rewritten graph of a model as JSON data. NoRecipe, TypeError or ValueError if it cannot be bound again."""
     names = dict.fromkeys(node.target for node in graph.gm.graph.nodes if node.op == "get_attr")
     read = {name: attribute(graph.gm, name) for name in names}
     sources = Sources(model)
     owners, values = list[str](), list[Any]()
     nodes = [node for node in graph.gm.graph.nodes if node.op != "get_attr"]
+    check_rows(rows := rows_of(graph.gm, has_tensors=True))
     return {
-        "rows": rows_of(graph.gm, has_tensors=True),
+        "rows": rows,
         "owners": owners,
         "values": values,
         "meta": [[_number(owner(node), owners), _number(_value_data(node.meta.get("val")), values)] for node in nodes],
@@ -56,7 +58,10 @@ def data_of(graph: ModelGraph, model: nn.Module) -> dict[str, Any]:
 
 def bound(data: dict[str, Any], model: nn.Module) -> ModelGraph:
     """The graph of `data`, which reads the model's tensors. Any error means that the data is not of this model."""
+    check_rows(data["rows"])
     root, tensors = nn.Module(), {each.path: each.tensor for each in held(model)}
+    if not all(map(is_path, data["tensors"])):
+        raise ValueError(f"tensors: expected names, got {[*data['tensors']]!r:.80}")
     for name, recipe in data["tensors"].items():
         _assign_attr(_made(recipe, tensors), root, name)
     gm = graph_of(data["rows"], root).eval()
@@ -67,14 +72,17 @@ def bound(data: dict[str, Any], model: nn.Module) -> ModelGraph:
         if path:
             node.meta["nn_module_stack"] = {path: (path, None)}
         node.meta["val"] = values[value]
-    dtype, cache_dtype = (name and getattr(torch, name) for name in data["dtypes"])
+    dtype, cache_dtype = map(_dtype, data["dtypes"])
+    for each in fields(ModelGraph):
+        if each.name in PLAIN and not isinstance(data["plain"][each.name], each.type):
+            raise ValueError(f"{each.name}: expected {each.type}, got {data['plain'][each.name]!r:.80}")
     return ModelGraph(
         gm=gm,
         layers=tuple(LayerSpec(**layer) for layer in data["layers"]),
         dtype=dtype,
         cache_dtype=cache_dtype,
         recurrences=tuple(map(_recurrence, data["recurrences"])),
-        indexes=tuple(IndexSpec(size, topk, dtype and getattr(torch, dtype)) for size, topk, dtype in data["indexes"]),
+        indexes=tuple(IndexSpec(size, topk, _dtype(dtype)) for size, topk, dtype in data["indexes"]),
         log=[PassReport(*report, code="") for report in data["log"]],
         **data["plain"],
     )
@@ -116,7 +124,7 @@ def _made(recipe: dict[str, Any], tensors: dict[str, Tensor]) -> Tensor:
         return tensors[recipe["path"]]
     if "join" in recipe:
         return join_parameters([tensors[path] for path in recipe["join"]])
-    options = {"dtype": getattr(torch, recipe["dtype"]), "device": recipe["device"]}
+    options = {"dtype": _dtype(recipe["dtype"]), "device": recipe["device"]}
     return torch.tensor(recipe["value"], **options).reshape(recipe["shape"])
 
 
@@ -157,12 +165,20 @@ def _value(data: Any) -> Any:
     if isinstance(data, dict):
         return tuple(map(_value, data["parts"]))
     if isinstance(data, list):
-        return torch.empty(data[1], dtype=getattr(torch, data[0]), device="meta")
+        return torch.empty(data[1], dtype=_dtype(data[0]), device="meta")
     return SIZE if data == SIZE else None
 
 
 def _dtype_data(dtype: torch.dtype | None) -> str | None:
     return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    """The dtype of `_dtype_data`. ValueError if there is none of this name."""
+    dtype = None if name is None else getattr(torch, name)
+    if not isinstance(dtype, torch.dtype | None):
+        raise ValueError(f"dtype: expected one of torch, got {name!r:.80}")
+    return dtype
 
 
 def _recurrence_data(spec: RecurrenceSpec) -> dict[str, Any]:
@@ -171,5 +187,5 @@ def _recurrence_data(spec: RecurrenceSpec) -> dict[str, Any]:
 
 def _recurrence(data: dict[str, Any]) -> RecurrenceSpec:
     stash = tuple((tuple(shape), is_shared) for shape, is_shared in data["stash"])
-    dtypes = tuple(name and getattr(torch, name) for name in data["dtypes"])
+    dtypes = tuple(map(_dtype, data["dtypes"]))
     return RecurrenceSpec(data["kind"], tuple(data["state"]), stash, dtypes)

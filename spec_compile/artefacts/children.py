@@ -9,17 +9,15 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
+from ..folders import own_folder, temporary_folder
 from ..kernels.cores import processors
-from ..kernels.linear.tuned import cache_folder
 
 NICENESS = 15
 LOOK_SECONDS = 0.1
@@ -112,7 +110,7 @@ class Children:
         self._open()
 
     def _open(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="spec_compile_"))
+        self.folder = temporary_folder()
         self.processes: list[subprocess.Popen] = []
         self._owner, self._number, self._deaths = os.getpid(), 0, 0
         self._lock = threading.RLock()
@@ -149,8 +147,7 @@ class Children:
         environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
         if environment.pop("PYTHONDONTWRITEBYTECODE", ""):
             # Otherwise each child compiles torch's Python anew, which takes 20 seconds. Packages stay as they are.
-            with suppress(RuntimeError):  # the user has no home
-                environment.setdefault("PYTHONPYCACHEPREFIX", str(cache_folder() / "pycache"))
+            environment["PYTHONPYCACHEPREFIX"] = str(own_folder("pycache", environment.get("PYTHONPYCACHEPREFIX")))
         here = str(Path(__file__).parents[2])
         code = (
             f"import os, sys; os.nice({NICENESS}); sys.path[:0] = [{here!r}]; "

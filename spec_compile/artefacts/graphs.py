@@ -6,7 +6,9 @@ import importlib
 import math
 import operator
 import pkgutil
+import re
 from collections.abc import Callable
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from ..graph import attribute
 
 NAMESPACES = {"aten", "prims", "spec_compile"}
 """Namespaces of the operators that rows may name."""
+REFUSED = {"from_file", "set_", "set", "set_data", "resize", "resize_", "_resize_output", "_resize_output_"}
+"""Operators that read and write files, or replace memory, by name; `permitted` has what graphs of models may call."""
 MODULES = {"_operator": operator, "math": math, "torch": torch}
 """Modules of the functions of sizes that rows may name."""
 FUNCTIONS = {
@@ -33,6 +37,8 @@ FUNCTIONS = {
 """Functions of sizes, `getitem`, and functions of this package in graphs: those that rows may name."""
 CONSTANTS = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
 """Classes of constants that are named attributes of torch."""
+
+PATH = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
 HIGHER_ORDER = "flex_attention"
 """The operator of graphs that rows may name."""
@@ -83,7 +89,7 @@ def graph_of(rows: list[Row], tensors: nn.Module | None = None) -> fx.GraphModul
         if kind == "graph":
             name = f"graph_{len(read)}"
             root.add_module(name, graph_of(content))
-        elif not isinstance(attribute(root, name := content), Tensor):
+        elif not is_path(name := content) or not isinstance(attribute(root, name), Tensor):
             raise TypeError(f"expected the name of a tensor, got {content}")
         if name not in read:
             read[name] = graph.get_attr(name)
@@ -97,6 +103,8 @@ def graph_of(rows: list[Row], tensors: nn.Module | None = None) -> fx.GraphModul
                 continue
             arguments = [_value(each, values, part) for each in arguments]
             named = {key: _value(each, values, part) for key, each in named.items()}
+            if not all(map(is_path, named)) or any("." in key for key in named):
+                raise ValueError("expected names of arguments")
         except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
             raise ValueError(f"row {number}: expected [name, arguments, named arguments], got {row}") from error
         if name == "output":
@@ -130,7 +138,7 @@ def target_of(name: str) -> Any:
     packet, _, overload = rest.rpartition(".")
     if space == "spec_compile" and not hasattr(torch.ops.spec_compile, packet):
         _define_operators()
-    if space in NAMESPACES and packet and hasattr(getattr(torch.ops, space), packet):
+    if space in NAMESPACES and packet and packet not in REFUSED and hasattr(getattr(torch.ops, space), packet):
         target = getattr(getattr(getattr(torch.ops, space), packet), overload, None)
         if isinstance(target, torch._ops.OpOverload):
             return target
@@ -143,6 +151,11 @@ def _define_operators() -> None:
     for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
         with contextlib.suppress(ImportError):
             importlib.import_module(module.name)
+
+
+def is_path(name: Any) -> bool:
+    """True for names that are joined by dots. fx writes such names into code, which it runs."""
+    return isinstance(name, str) and PATH.fullmatch(name) is not None and not any(map(iskeyword, name.split(".")))
 
 
 def _data(value: Any, values: dict[fx.Node, dict[str, Any]]) -> Any:

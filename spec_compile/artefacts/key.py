@@ -33,7 +33,7 @@ NAMES = {"_commit_hash", "_name_or_path", "architectures", "transformers_version
 """Fields of configs that say where a model is from. The versions are counted by themselves."""
 NOT_COUNTED = {
     "artefact", "assistant_tokenizer", "cache", "draft", "prefix_cache_bytes", "prefix_cache_host_bytes",
-    "tensor_parallel", "tokenizer",
+    "tensor_parallel", "tokenizer", "trust_artefact",
 }  # fmt: skip
 """Options that name places: folders, a checkpoint, processes. The draft and the ranks are counted by themselves. No
 code depends on the memory for prefixes, or on tokenizers."""

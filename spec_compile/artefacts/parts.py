@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch._functorch import config as functorch_config
 
-from ..compat import COMPILE_LOCK, TORCH, forget_shapes
+from ..compat import COMPILE_LOCK, TORCH, forget_shapes, use_own_caches
 from .graphs import Row, graph_of
 from .specs import Spec, fakes
 
@@ -59,6 +59,7 @@ def compile_part(job: PartJob) -> bytes:
     """The compiled part for `load_part`. ValueError if the job names an operator that is not permitted."""
     from torch._inductor.standalone_compile import AOTCompiledArtifact, standalone_compile
 
+    use_own_caches()
     with COMPILE_LOCK:
         gm = graph_of(job.rows)
         mode, inputs = fakes(job.specs)
@@ -91,6 +92,7 @@ def load_part(data: bytes) -> Callable[..., list[Tensor]]:
     """The compiled part as a function of its inputs. `data` is trusted: it is run, as files of Inductor's cache are."""
     from torch._inductor.standalone_compile import AOTCompiledArtifact
 
+    use_own_caches()
     with COMPILE_LOCK:
         return AOTCompiledArtifact.deserialize(data).inner_fn.compiled_fn
 
@@ -101,5 +103,6 @@ def get_ready_to_load(device_type: str) -> None:
     test of its instructions, in processes that import torch."""
     from torch._inductor import async_compile, cpu_vec_isa, select_algorithm  # noqa: F401
 
+    use_own_caches()
     if device_type == "cpu":
         cpu_vec_isa.pick_vec_isa()

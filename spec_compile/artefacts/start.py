@@ -3,6 +3,7 @@
 An entry that is damaged, of another format or wrong is set aside with a line in the log, and the start is a full one.
 """
 
+import hmac
 import itertools
 import json
 import logging
@@ -20,16 +21,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..capture.mxfp4 import library_tensors
 from ..capture.quantised import QuantisedLinear, packed_experts, packed_layers
 from ..config import Options
+from ..folders import cache_folder, user_secret
 from ..graph import ModelGraph
 from ..inventory import configs_of, held_tensors
 from ..passes.merge_linears import is_kept_apart, keep_apart
 from .bind import bound, data_of
 from .key import about, model_key
 from .quick_check import quick_check
-from .store import ABOUT, Store
+from .store import ABOUT, COMPILED, Store
 
 ITEM = "start"
 FORMAT = 2
+SIGNATURE = 32
+"""Bytes before a part."""
 PURPOSES = ("verify", "prefill")
 log = logging.getLogger("spec_compile")
 
@@ -49,20 +53,46 @@ class Start:
 
 
 class StoredParts:
-    """The compiled parts of a start, in the places where it looks for findings."""
+    """The compiled parts of a start, in the places where it looks for findings.
 
-    def __init__(self, stores: list[Store], cache: Store, key: str):
-        """stores: where parts are read, in this order. cache: where they are kept."""
-        self.stores, self.cache, self.key = stores, cache, key
+    Loading a part runs code. So each is signed with a secret of this user, and one without this signature is not read.
+    """
+
+    def __init__(self, stores: list[Store], cache: Store, key: str, trusts_carried: bool = False):
+        """stores: where parts are read, in this order. cache: where they are kept.
+
+        trusts_carried: parts of folders that were carried here are read whoever has signed them.
+        """
+        self.stores, self.cache, self.key, self.trusts_carried = stores, cache, key, trusts_carried
 
     def read(self, name: str) -> bytes | None:
         """See `compiler.PartStore`."""
-        found = (store.read(self.key, f"{name}.part") for store in self.stores)
-        return next((data for data in found if data is not None), None)
+        for store in self.stores:
+            data = store.read(self.key, f"{name}{COMPILED}")
+            if data is None:
+                continue
+            signature, data = data[:SIGNATURE], data[SIGNATURE:]
+            if (store.is_carried and self.trusts_carried) or hmac.compare_digest(signature, self._sign(name, data)):
+                return data
+            store.tell_once(
+                "signature", f"{store.folder}: compiled code that this user did not write on this machine is compiled "
+                "anew; trust_artefact=True loads that of artefact=, which runs with your rights",
+            )  # fmt: skip
+        return None
 
     def write(self, name: str, data: bytes) -> None:
         """Keep a part in the cache. A folder that was carried here stays as it is."""
-        self.cache.write(self.key, f"{name}.part", data)
+        if self.cache.folder is not None:
+            self.cache.write(self.key, f"{name}{COMPILED}", self._sign(name, data) + data)
+
+    def _sign(self, name: str, data: bytes) -> bytes:
+        try:
+            folder = cache_folder()
+        except RuntimeError:  # this user has no home
+            folder = None
+        mac = hmac.new(user_secret(folder), f"{self.key}/{name}:".encode(), "sha256")
+        mac.update(data)
+        return mac.digest()
 
 
 _opened: ContextVar["list[StartArtefact] | None"] = ContextVar("opened", default=None)
@@ -100,7 +130,7 @@ class StartArtefact:
             found.append(self)
         self.further = [each.key for each in drafts if each.key is not None]
         self.model, self.draft, self.options, self.name, self.seconds = model, draft, options, name, seconds
-        carried = [] if options.artefact is None else [Store(options.artefact)]
+        carried = [] if options.artefact is None else [Store(options.artefact, is_carried=True)]
         self.cache = Store(options.cache)
         self.stores = [store for store in (*carried, self.cache) if store.folder is not None]
         self.key: str | None = None
@@ -147,17 +177,18 @@ class StartArtefact:
 
     def parts(self) -> StoredParts | None:
         """The store of this start's compiled parts; None if there is no artefact."""
-        return None if self.key is None else StoredParts(self.stores, self.cache, self.key)
+        trusts = self.options.trust_artefact
+        return None if self.key is None else StoredParts(self.stores, self.cache, self.key, trusts)
 
     def recall(self, name: str) -> bytes | None:
         """The data that `keep` has stored under a name; None if there is none."""
-        parts = self.parts()
-        return None if parts is None else parts.read(name)
+        found = (store.read(self.key, name) for store in self.stores if self.key is not None)
+        return next((data for data in found if data is not None), None)
 
     def keep(self, name: str, data: bytes) -> None:
         """Store data under a name, in addition to a start and as far as possible."""
-        if (parts := self.parts()) is not None:
-            parts.write(name, data)
+        if self.key is not None:
+            self.cache.write(self.key, name, data)
             self.introduce(self.cache)
 
     def save(self, start: Start, folder: Path | str) -> None:

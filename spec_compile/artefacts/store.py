@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 import shutil
-import stat
 import struct
 import time
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..kernels.linear.tuned import cache_folder
+from ..folders import cache_folder, foreign, is_foreign, make_folder
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,6 +35,8 @@ GONE, DAMAGED, UNFINISHED = ".gone-", ".damaged-", ".new-"
 """The names of a folder or file that was taken out of use, and of a file that is being written, begin so."""
 DAY = 86_400.0
 """Seconds after which such a file is deleted, because its writer is dead."""
+COMPILED = ".part"
+"""The names of items that hold compiled code end so."""
 ABOUT = "about"
 """The item that describes an artefact to readers: a JSON object."""
 log = logging.getLogger("spec_compile")
@@ -62,14 +63,16 @@ class Store:
 
     folder: None or True takes the environment variable SPEC_COMPILE_CACHE, and without it ``~/.cache/spec_compile``.
         False or "off" makes a store that keeps nothing.
+    is_carried: the user has named this folder, which others may have made: all but compiled code is read from it,
+        whoever owns it, because it is data.
     limit_bytes: beyond it, the keys that were not used for longest are deleted.
     """
 
     said: set[str] = set()
     """The kinds of faults of the disk that this process has logged."""
 
-    def __init__(self, folder: Path | str | bool | None = None, limit_bytes: float = LIMIT):
-        self.folder = _folder(folder)
+    def __init__(self, folder: Path | str | bool | None = None, limit_bytes: float = LIMIT, is_carried: bool = False):
+        self.folder, self.is_carried = _folder(folder), is_carried
         self.limit_bytes = limit_bytes
         self._unchecked = limit_bytes
         """Bytes that were written since the limit was last looked at."""
@@ -103,7 +106,7 @@ class Store:
                 self._shrink()
             return is_kept and path.exists()
         except OSError as error:
-            self._tell_once("write", f"{self.folder}: nothing is kept for later starts, because it cannot: {error}")
+            self.tell_once("write", f"{self.folder}: nothing is kept for later starts, because it cannot: {error}")
             return False
 
     def entries(self) -> list[StoredArtefact]:
@@ -140,12 +143,13 @@ class Store:
     def _load(self, path: Path) -> bytes | None:
         """The data of a file if all of it is as it was written, and the user's own."""
         try:
-            foreign = next((each for each in (self.folder, path.parent) if _is_foreign(each.stat())), None)
-            if foreign is not None:
-                self._tell_once(str(foreign), f"{foreign}: not read, because another user owns it or may write to it")
+            is_checked = not self.is_carried or path.suffix == COMPILED
+            if is_checked and (other := foreign(path.parent)) is not None:
+                self.tell_once(str(other), f"{other}: not read, because another user owns it or may write to it")
                 return None
-            with open(path, "rb") as file:
-                reason = "another user owns it or may write to it" if _is_foreign(os.fstat(file.fileno())) else ""
+            with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+                is_others = is_checked and is_foreign(os.fstat(file.fileno()))
+                reason = "another user owns it or may write to it" if is_others else ""
                 content = b"" if reason else file.read()
         except FileNotFoundError:
             return None
@@ -154,7 +158,7 @@ class Store:
         reason = reason or _fault(content, path)
         if not reason:
             return content[HEADER.size :]
-        self._tell_once(str(path), f"{path}: not used, because {reason}; it is made anew")
+        self.tell_once(str(path), f"{path}: not used, because {reason}; it is made anew")
         with suppress(OSError):
             path.rename(_aside(path, DAMAGED))
             self.said.discard(str(path))
@@ -162,12 +166,10 @@ class Store:
 
     def _is_ours_to_write(self, folder: Path) -> bool:
         """Make the folder of a key, for this user only. False if it, or the store, is another user's."""
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        foreign = next((each for each in (self.folder, folder) if _is_foreign(each.stat())), None)
-        if foreign is not None:
-            self._tell_once(str(foreign), f"{foreign}: not used, because another user owns it or may write to it")
-        return foreign is None
+        make_folder(folder)
+        if (other := foreign(folder)) is not None:
+            self.tell_once(str(other), f"{other}: not used, because another user owns it or may write to it")
+        return other is None
 
     def _replace(self, path: Path, data: bytes) -> bool:
         """Put a whole file in the place of another."""
@@ -214,7 +216,7 @@ class Store:
         except FileNotFoundError:
             return False
         except OSError as error:
-            self._tell_once("remove", f"{folder}: cannot be deleted: {error}")
+            self.tell_once("remove", f"{folder}: cannot be deleted: {error}")
             return False
         _delete(gone)
         return True
@@ -240,7 +242,8 @@ class Store:
                     if path.name.startswith((GONE, DAMAGED, UNFINISHED)) and path.lstat().st_mtime <= oldest:
                         _delete(path)
 
-    def _tell_once(self, kind: str, message: str) -> None:
+    def tell_once(self, kind: str, message: str) -> None:
+        """Log one message of a kind in this process."""
         if kind not in self.said:
             self.said.add(kind)
             log.warning("%s", message)
@@ -257,11 +260,6 @@ def _folder(named: Path | str | bool | None) -> Path | None:
         return Path(named).expanduser() if named else cache_folder()
     except RuntimeError:
         return None
-
-
-def _is_foreign(found: os.stat_result) -> bool:
-    """True if a file or folder may have been written by another user, but not if that is the system's administrator."""
-    return found.st_uid not in (os.getuid(), 0) or bool(found.st_mode & stat.S_IWOTH)
 
 
 def _aside(path: Path, prefix: str) -> Path:

@@ -6,11 +6,17 @@ the layers with states.
 
 import torch
 
+from ..compat import use_own_caches
+
 HALF = (torch.bfloat16, torch.float16)
 
 
 def load(device: torch.device) -> None:
-    """Register the ops that have kernels, and allocate the counters that they share on a GPU. Needs Triton."""
+    """Register the ops that have kernels, and allocate the counters that they share on a GPU. Needs Triton.
+
+    OSError if there is no folder for what is compiled.
+    """
+    use_own_caches()
     from . import compact, counters, gated_norm, l2_norm, linear, norm, row_scan  # noqa: F401
     from .attention import tree_attention  # noqa: F401
     from .experts import route  # noqa: F401

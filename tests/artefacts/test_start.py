@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -18,9 +19,10 @@ from transformers.models.llama import modeling_llama
 
 import spec_compile
 from spec_compile import api, speculate
-from spec_compile.artefacts.start import ITEM
+from spec_compile.artefacts.start import ITEM, StoredParts
 from spec_compile.artefacts.store import Store
 from spec_compile.capture.check_generation import UNPADDED
+from spec_compile.folders import user_secret
 from spec_compile.runtime.steps.code import _classes, _facts, identity_of
 
 ROOT = Path(__file__).parents[2]
@@ -345,6 +347,97 @@ def test_saved_artefacts_are_carried(tmp_path, warnings):
     for name, value in (("cache", 3), ("artefact", True)):
         with pytest.raises(TypeError, match=f"{name}: expected"):
             speculate(model_of("llama"), **{name: value})
+
+
+class Planted:
+    """A pickle that leaves a mark where it is loaded."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def read_parts(folder, trusts=False):
+    """What a start would load from a folder that was carried here."""
+    carried = Store(folder, is_carried=True)
+    return StoredParts([carried], Store(False), "a" * 64, trusts).read("part")
+
+
+def test_compiled_code_is_loaded_if_this_user_wrote_it(tmp_path, warnings, monkeypatch):
+    monkeypatch.setattr(Store, "said", set())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
+    folder, data = tmp_path / "folder", pickle.dumps(Planted(tmp_path / "mark"))
+    StoredParts([], Store(folder), "a" * 64).write("part", data)
+    assert read_parts(folder) == data and os.stat(tmp_path / "mine/spec_compile/secret").st_mode & 0o777 == 0o600
+    whole = Store(folder).read("a" * 64, "part.part")
+    for changed in (data, bytes(32) + data, whole + b"x", whole[:31], b""):
+        Store(folder).write("a" * 64, "part.part", changed)
+        assert read_parts(folder) is None
+    Store(folder).write("a" * 64, "part.part", whole)
+    Store(folder).write("b" * 64, "part.part", whole)  # signed for another key
+    assert StoredParts([Store(folder)], Store(False), "b" * 64).read("part") is None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "theirs"))
+    assert read_parts(folder) is None and read_parts(folder, trusts=True) == data
+    assert StoredParts([Store(folder)], Store(False), "a" * 64, True).read("part") is None  # a cache is not carried
+    (line,) = warnings()
+    assert "trust_artefact=True" in line and not (tmp_path / "mark").exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to another user")
+@pytest.mark.parametrize("which", ["folder", "file"])
+def test_compiled_code_of_another_user_is_not_loaded_even_if_trusted(which, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
+    folder = tmp_path / "folder"
+    StoredParts([], Store(folder), "a" * 64).write("part", b"data")
+    os.chown(folder if which == "folder" else folder / ("a" * 64) / "part.part", 65534, -1)
+    assert read_parts(folder) is read_parts(folder, trusts=True) is None
+
+
+def test_a_secret_that_others_may_know_signs_nothing(tmp_path, warnings, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "spec_compile").mkdir(mode=0o700)
+    (tmp_path / "spec_compile/secret").write_bytes(bytes(32))
+    (tmp_path / "spec_compile/secret").chmod(0o644)
+    assert user_secret(tmp_path / "spec_compile") != bytes(32) and len(warnings()) == 1
+
+
+def test_graphs_of_others_are_used_and_nothing_of_theirs_runs(tmp_path, warnings):
+    """Whoever made the folder: it is named by the user, and graphs are data that are checked."""
+    folder = tmp_path / "folder"
+    started("llama", tmp_path / "cache").speculation.save(folder)
+    for path in (folder, *folder.rglob("*")):
+        os.chmod(path, 0o777)
+        if os.getuid() == 0:
+            os.chown(path, 65534, 65534)
+    fast = started("llama", "off", artefact=folder, trust_artefact=True)
+    assert fast.speculation.is_from_artefact and is_hit("off", artefact=folder) and not warnings()
+    assert identity(fast) == identity(started("llama", "off"))  # so the same parts are found
+    os.mkfifo(next(folder.iterdir()) / "fifo")
+    store, key = Store(folder, is_carried=True), next(folder.iterdir()).name
+    assert store.read(key, "fifo") is None  # and does not wait for a writer
+
+
+@pytest.mark.parametrize("row", [["aten.from_file.default", ["marks", True, 4], {}], ["aten.zero_.default", 0, {}]])
+def test_a_graph_that_would_write_is_refused_by_name(row, tmp_path, warnings, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    is_hit(tmp_path / "cache")
+
+    def change(content):
+        graph = content["graphs"]["verify"]
+        row[1] = row[1] or [{"tensor": next(iter(graph["tensors"]))}]
+        inputs = sum(not name for name, *_ in graph["rows"])
+        graph["rows"].insert(inputs, row)
+
+    change_content(tmp_path / "cache", change)
+    model = model_of("llama")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    fast = speculate(model, compile=False, cache=str(tmp_path / "cache"))
+    (line,) = warnings()
+    assert not fast.speculation.is_from_artefact and row[0].rpartition(".")[0] in line
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
 
 @pytest.mark.slow

@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MUTATIONS = runpy.run_path(str(ROOT / "tests/mutation_list.py"))["MUTATIONS"]
 LEVELS = (
-    "errors extensions inventory", "compat", "graph tree", "cache outcome forks parallel", "kernels", "ngram", "config",
-    "passes", "capture", "artefacts", "drafting stats recording", "runtime", "drafters", "report", "batching", "api",
-    "audit backend custom_generate", "training serving tune tune_kernels", "commands",
+    "errors extensions folders inventory", "compat", "graph tree", "cache outcome forks parallel", "kernels", "ngram",
+    "config", "passes", "capture", "artefacts", "drafting stats recording", "runtime", "drafters", "report", "batching",
+    "api", "audit backend custom_generate", "training serving tune tune_kernels", "commands",
 )  # fmt: skip
 """The modules and folders of the package, from the bottom to the top. One level's do not import each other."""
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names.split()}

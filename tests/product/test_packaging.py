@@ -167,6 +167,33 @@ def test_the_workflows_build_all_wheels_and_test_the_oldest_and_newest_python():
     assert tests["jobs"]["test"]["strategy"]["matrix"]["python"] == [pythons[0], pythons[-1]]
 
 
+def test_workflows_run_pinned_actions_with_few_permissions():
+    """A tag can be moved to other code, a commit cannot. Only a job that runs no code of ours may sign."""
+    for file in (ROOT / ".github/workflows").iterdir():
+        text = file.read_text()
+        uses = re.findall(r"^.*\buses:.*$", text, re.MULTILINE)
+        assert uses and all(re.search(r"uses: [\w-]+/[\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+$", line) for line in uses)
+        content = yaml.safe_load(text)
+        assert content["permissions"] == {}
+        for job in content["jobs"].values():
+            runs = any("run" in step for step in job["steps"])
+            assert job["permissions"] == {"contents": "read"} if runs else "contents" not in job["permissions"]
+
+
+def test_versions_with_known_holes_are_refused():
+    extras = [Requirement(each) for names in PROJECT["optional-dependencies"].values() for each in names]
+    bounds = {each.name: each.specifier for each in extras if each.specifier}
+    holes = {"h11": "0.15.0", "jinja2": "3.1.5", "starlette": "0.49.0", "xgrammar": "0.1.31"}
+    assert not [name for name, version in holes.items() if version in bounds[name]]
+
+
+def test_wheels_have_the_licences_of_what_is_compiled_in():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]
+    files = {file.name: file.read_text() for each in settings["wheel"]["license-files"] for file in ROOT.glob(each)}
+    assert files.keys() == {"LICENSE", "nanobind.txt", "robin_map.txt"}
+    assert "Wenzel Jakob" in files["nanobind.txt"] and "Goetghebuer-Planchon" in files["robin_map.txt"]
+
+
 def test_a_wheel_runs_on_every_processor_of_its_kind():
     """Instructions that not all have are chosen when they run; the compiler may use them in no other function."""
     flags = (ROOT / "CMakeLists.txt").read_text() + (ROOT / "pyproject.toml").read_text()

@@ -14,12 +14,8 @@ from pathlib import Path
 
 import torch
 
+from ...folders import cache_folder, make_folder
 from .plans import ProductPlan, ProductTile
-
-
-def cache_folder() -> Path:
-    """The package's folder among the caches of this user. RuntimeError if the user has no home."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spec_compile"
 
 
 def file_of(gpu: str, triton: str) -> Path:
@@ -60,7 +56,7 @@ def add(path: Path, plans: dict[str, ProductPlan], times: tuple[float, ...] = ()
     except ValueError:
         known = {}  # a damaged file is replaced
     entries = {name: [*plan, *(round(time, 2) for time in times)] for name, plan in plans.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     new = path.with_suffix(f".{os.getpid()}")
     new.write_text(json.dumps({**known, **entries}, indent=1))
     new.replace(path)

@@ -30,6 +30,7 @@ KEPT = 2
 
 BESIDE = (
     "adaptive", "artefact", "cache", "check", "draft", "max_cache_len", "prefix_cache_bytes", "prefix_cache_host_bytes",
+    "trust_artefact",
 )  # fmt: skip
 """Options that code does not depend on. `_facts` reads the draft itself."""
 
