@@ -96,8 +96,8 @@ def temporary_folder() -> Path:
 
 @functools.cache
 def user_secret(folder: Path | None) -> bytes:
-    """32 random bytes that only this user knows, kept in the file "secret" of a folder; without a safe folder, known to
-    this process alone. They sign what only this user's processes may have written."""
+    """32 random bytes that only this user knows, kept in the file "secret" of a folder; without a safe folder, only
+    this process knows them. They sign what only this user's processes may have written."""
     try:
         if folder is None:
             raise RuntimeError("this user has no home")
@@ -132,7 +132,7 @@ def _substitute(place: str, reason: str) -> Path:
 
 
 def _delete(process: int, folder: Path) -> None:
-    if process == os.getpid():  # a forked process leaves its parent's folders alone
+    if process == os.getpid():  # a forked process does not remove its parent's folders
         shutil.rmtree(folder, ignore_errors=True)
 
 

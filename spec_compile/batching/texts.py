@@ -26,7 +26,7 @@ class Texts:
         self._scopes = [b""] * rows
         """See `Job.scope`."""
         self._clients = [""] * rows
-        """Whose texts these are."""
+        """The owner of each row's text."""
         self._has_ended = np.zeros(rows, dtype=bool)
         """True for rows whose states have seen all of the text but the last token."""
         self._counts = np.zeros(rows, dtype=bool)

@@ -10,17 +10,12 @@ from transformers.cli.serving.utils import CBWorkerDeadError
 
 from .anthropic_fields import renamed, to_chat
 from .call import CURRENT, HttpCall
-from .errors import DEAD, ERROR, Refusal, error_response, failed, tidy
+from .errors import DEAD, ERROR, MESSAGES, Refusal, error_message, failed
 from .fields import CHAT, check_fields
 from .generation import flat_ids
 from .handlers import DONE, Chat
 
-MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
-ERROR_TYPES = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
-    429: "rate_limit_error", 503: "overloaded_error",
-}  # fmt: skip
-"""Anthropic's types of errors by status. Others are `invalid_request_error` below 500, and `api_error`."""
+COUNT_TOKENS = f"{MESSAGES}/count_tokens"
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 """Anthropic's reasons for the end of an answer, by OpenAI's."""
 
@@ -199,20 +194,6 @@ def _end(chunk: dict, content: ContentEvents, usage: dict, reason: str, stop: st
     delta = {"stop_reason": reason, "stop_sequence": stop}
     yield _event("message_delta", delta=delta, usage=used, metrics=chunk["metrics"])
     yield _event("message_stop")
-
-
-def error_message(status: int, reason: str, request_id: str) -> dict:
-    """An error in Anthropic's form."""
-    error_type = ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": error_type, "message": tidy(reason)}, "request_id": request_id}
-
-
-def error_at(path: str, refusal: Refusal) -> JSONResponse:
-    """A refusal before any handler, in the form of the endpoint at a path."""
-    status, reason, headers = refusal.status_code, refusal.detail, refusal.headers
-    if path.startswith(MESSAGES):
-        return JSONResponse(error_message(status, reason, ""), status, headers)
-    return error_response(status, reason, refusal.param, refusal.code, headers)
 
 
 async def _in_anthropics_form(answering: Awaitable, request_id: str) -> Any:

@@ -13,9 +13,8 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .anthropic import error_at
 from .door import OPEN
-from .errors import RETRY_SECONDS, Refusal, error_response
+from .errors import RETRY_SECONDS, Refusal, error_at, error_response
 
 MOST_CONNECTIONS = 4096
 """Open connections by default, if there are descriptors for them."""

@@ -9,9 +9,8 @@ from hashlib import sha256
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from .anthropic import error_at
 from .call import OWNER
-from .errors import Refusal
+from .errors import Refusal, error_at
 
 VARIABLE = "SPEC_COMPILE_API_KEY"
 """The variable of the environment that may hold keys, with commas between them."""

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form, so that its clients show the reason: `Refusal`, and the handlers of all other errors."""
+"""Errors in the form of OpenAI's or Anthropic's API, so that clients show the reason: `Refusal`, and all others."""
 
 import json
 import logging
@@ -17,6 +17,13 @@ log = logging.getLogger("spec_compile")
 
 ERROR = 'data: {"error": "'
 """The beginning of an error in a stream of transformers. Within JSON these quotes would be escaped."""
+MESSAGES = "/v1/messages"
+"""The path below which errors have Anthropic's form."""
+ERROR_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
+"""Anthropic's types of errors by status. Others are `invalid_request_error` below 500, and `api_error`."""
 DEAD = "the worker died; the log has the reason"
 RETRY_SECONDS = 1
 """The value of Retry-After if the queue is full or the server ends."""
@@ -109,6 +116,20 @@ def noted(details: BaseException | str) -> str:
 def failed(details: BaseException | str) -> str:
     """The message to a client after an error that no client should cause. The log gets the details, under an id."""
     return f"the server failed; its log has the reason under error {noted(details)}"
+
+
+def error_message(status: int, reason: str, request_id: str) -> dict:
+    """An error in Anthropic's form."""
+    error_type = ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": error_type, "message": tidy(reason)}, "request_id": request_id}
+
+
+def error_at(path: str, refusal: Refusal) -> JSONResponse:
+    """A refusal before any handler, in the form of the endpoint at a path."""
+    status, reason, headers = refusal.status_code, refusal.detail, refusal.headers
+    if path.startswith(MESSAGES):
+        return JSONResponse(error_message(status, reason, ""), status, headers)
+    return error_response(status, reason, refusal.param, refusal.code, headers)
 
 
 def failure(error: BaseException) -> JSONResponse:

@@ -1,4 +1,4 @@
-"""`Policy`: what a server lets its clients do."""
+"""`Policy`, the permissions of a server's clients."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +9,7 @@ from .media import Media
 
 @dataclass
 class Policy:
-    """What a server lets its clients do. The fields are arguments of `server.build`, and options of the command line.
+    """The permissions of a server's clients. The fields are arguments of `server.build`, and options of the command line.
 
     keys: one of which every request but to /health needs; no keys: none
     allowed_media_domains, allowed_local_media_path, limit_mm_per_prompt: the arguments of `Media`, in this order

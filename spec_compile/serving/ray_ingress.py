@@ -17,10 +17,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from .anthropic import MESSAGES, error_at, error_message
 from .asgi import AnswerHead, HttpRequest
 from .door import KeyMiddleware, Keys
-from .errors import RETRY_SECONDS, Refusal, error_object, error_response
+from .errors import MESSAGES, RETRY_SECONDS, Refusal, error_at, error_message, error_object, error_response
 from .generation import FULL
 from .prefixes import prompt_keys
 
