@@ -179,6 +179,7 @@ def _serve(
     allow_runtime_lora_updating: Annotated[
         bool, typer.Option("--allow-runtime-lora-updating", help="Let clients load and unload adapters.")
     ] = False,
+    lora_root: Annotated[Path | None, typer.Option(help="The folder with the adapters that clients may load.")] = None,
     train_while_serving: Annotated[
         bool, typer.Option("--train-while-serving", help="Let the draft learn from answers; texts stay in memory.")
     ] = False,
@@ -198,7 +199,8 @@ def _serve(
     options |= {} if max_loras is None else {"max_loras": max_loras}
     options |= {} if max_lora_rank is None else {"max_lora_rank": max_lora_rank}
     sizes = {"slots": slots, "max_queue": max_queue, "tensor_parallel": tensor_parallel}
-    loras = {"lora_modules": lora_modules, "allow_runtime_lora_updating": allow_runtime_lora_updating}
+    loras = {"lora_modules": lora_modules, "lora_root": lora_root}
+    loras["allow_runtime_lora_updating"] = allow_runtime_lora_updating
     policy, door = read_door(flags)
     server = build(model, algo, options, **sizes, served_model_name=served_model_name, **loras, **policy, **flags)
     if train_while_serving or online_training:

@@ -13,11 +13,12 @@ class RequestError(RuntimeError):
     """Ends one request. Whoever sent it may read the message, which therefore tells nothing of the process.
 
     status: of HTTP; 400 if the request's own settings are at fault
+    field: the field of the request that is at fault, as its client wrote it, or None
     """
 
-    def __init__(self, message: str, status: int = 400):
+    def __init__(self, message: str, status: int = 400, field: str | None = None):
         super().__init__(message)
-        self.status = status
+        self.status, self.field = status, field
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

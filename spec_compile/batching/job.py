@@ -60,6 +60,7 @@ class Job:
     speculation: RequestSpeculation = field(default_factory=RequestSpeculation)
     error: str | None = None
     error_status: int | None = None
+    error_field: str | None = None
     finish_reason: str | None = None
     is_cancelled: bool = False
     is_whole: bool = False
@@ -180,8 +181,12 @@ class Job:
 
     def fail(self, error: BaseException) -> None:
         """End the request by an error."""
+        if isinstance(error, OverflowError):  # raised by transformers' processors, such as a steep length penalty
+            name = "generation_config"
+            error = RequestError(f"{name}: numbers of a setting grow beyond float64; weaken it", field=name)
         self.error, self.finish_reason = str(error) or type(error).__name__, "error"
-        self.error_status = error.status if isinstance(error, RequestError) else None
+        if isinstance(error, RequestError):
+            self.error_status, self.error_field = error.status, error.field
         self._set_status(RequestStatus.FAILED)
 
     def output(self) -> Output:
@@ -194,7 +199,7 @@ class Job:
             self.request_id, self.prompt, list(self.tokens), logprobs, self.error,
             self.status, self.created_time, self.lifespan, list(self.timestamps) if self.record_timestamps else None,
             self.finish_reason, self.speculation, self.first_token_time, answer, prompt,
-            self.error_status,
+            self.error_status, self.error_field,
         )  # fmt: skip
 
     def _set_status(self, status: RequestStatus) -> None:

@@ -58,8 +58,8 @@ class Output(GenerationOutput):
     `created_time`; None before. logprobs: the log-probability of each token of the answer, by the scores that it was
     chosen from if the manager's config has `return_logprobs`, else as in `scores`. scores: what the raw logits tell of
     each token of the answer, if the request has `logprobs`. prompt_scores: what they tell of each token of the prompt
-    from the second one on, if it has `prompt_logprobs`. error_status: `RequestError.status` of
-    its error; None if it has none, or one whose message is for the log.
+    from the second one on, if it has `prompt_logprobs`. error_status, error_field: the attributes of its
+    `RequestError`; None if it has no error, or one whose message is for the log.
     """
 
     finish_reason: str | None = None
@@ -68,3 +68,4 @@ class Output(GenerationOutput):
     scores: list[TokenScore] = field(default_factory=list)
     prompt_scores: list[TokenScore] = field(default_factory=list)
     error_status: int | None = None
+    error_field: str | None = None

@@ -29,7 +29,7 @@ from ..runtime.own_prefill import PICTURES, TOKEN_TYPES
 from ..runtime.past import Past
 from ..runtime.prepared import Inputs, Remembered, make_key
 from ..runtime.prompt import Prompt
-from .request_options import check_config, check_known, check_values, find_culprit
+from .request_options import bound_ngrams, check_config, check_known, check_values, check_watermark, find_culprit
 from .stop_strings import StopStrings, check_stops
 
 CALLBACKS = {"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"}
@@ -101,6 +101,8 @@ class Preparer:
         config.num_return_sequences = 1  # each sequence is a request
         config.prompt_lookup_num_tokens = None  # asks for n-gram drafts, which speculate() decides
         check_values(vars(config))
+        check_watermark(config.watermarking_config)
+        bound_ngrams(config, len(prompt), self.room)
         stops = config.stop_strings if config.stop_strings is not None else defaults.stop_strings
         stops = [] if stops is None else check_stops(stops, tokenizer)
         config.stop_strings = defaults.stop_strings = None
@@ -175,6 +177,9 @@ class Preparer:
         ask = Ask.of(call.input_ids, call.config, call.processors, call.criteria, self._alike.ids.device)
         with self._lock, self._remembered.awaiting(key):
             self._remembered.keep(shadow, prompt, ask)
+        for processor in call.processors:
+            if is_known(processor, {"WatermarkLogitsProcessor"}) and processor.seeding_scheme == "lefthash":
+                processor.fixed_table = None  # 8 MB, which another scheme reads
         remembers = not all(is_known(processor, ROWWISE) for processor in call.processors)
         remembers |= not all(is_known(criterion, FORGETFUL_CRITERIA) for criterion in call.criteria)
         for criterion in call.criteria:

@@ -17,6 +17,8 @@ LARGEST = 1 << 31
 MOST_NUMBERS = 4096
 """Numbers that the lists of all options may hold together: preparing more would keep other requests waiting."""
 MOST_SEQUENCES = 1024
+LONGEST_NGRAM = 64
+"""Tokens of an n-gram that may not repeat: transformers lists all of a text in every step."""
 
 
 def check_config(name: str, config: Any) -> None:
@@ -47,6 +49,30 @@ def check_values(values: dict[str, Any]) -> None:
     if sum(sizes.values()) > MOST_NUMBERS:
         name = max(sizes, key=lambda name: sizes[name])
         raise ValueError(f"{name}: a request's lists hold at most {MOST_NUMBERS} numbers, got {sizes[name]}")
+
+
+def bound_ngrams(config: GenerationConfig, prompt: int, room: int) -> None:
+    """Take away n-gram sizes that no text reaches, before transformers lists as many; ValueError, naming the option,
+    for others above `LONGEST_NGRAM`.
+
+    prompt: tokens of it. room: tokens of a row
+    """
+    for name, longest in (("no_repeat_ngram_size", room), ("encoder_no_repeat_ngram_size", prompt)):
+        size = getattr(config, name, None) or 0
+        if size > longest:
+            setattr(config, name, 0)
+        elif size > LONGEST_NGRAM:
+            raise ValueError(f"{name}: expected at most {LONGEST_NGRAM} in a request, got {size}")
+
+
+def check_watermark(config: Any) -> None:
+    """ValueError for a watermark that would keep other requests waiting. config: an object, a dict or None"""
+    values = config if isinstance(config, dict) else vars(config) if config is not None else {}
+    if values.get("seeding_scheme") == "selfhash":
+        raise ValueError(
+            "watermarking_config.seeding_scheme: selfhash mixes the vocabulary 41 times for a token, which only "
+            "generate() does; expected lefthash"
+        )
 
 
 def find_culprit(config: GenerationConfig, prepare: Callable[[GenerationConfig], Any]) -> str:

@@ -43,6 +43,7 @@ class HttpCall:
     echo: the text of the prompt, if the answer begins with it, or None
     drops_answer: True if only the prompt is wanted, so that the one token of the answer is dropped
     logprobs: the log-probabilities that the answer shall have, a `ChatLogprobs`, or None
+    told: log-probabilities that its choice may tell
     cut: ends its text at a stop string
     is_prepared: True once its prompt is made
     request_id: the manager's name of the request that was added for it, or None
@@ -71,6 +72,7 @@ class HttpCall:
     echo: str | None = None
     drops_answer: bool = False
     logprobs: Any = None
+    told: int = 0
     cut: StopCut = field(default_factory=lambda: StopCut(()))
     is_prepared: bool = False
     request_id: str | None = None

@@ -31,7 +31,7 @@ from .call_forms import FreeParser
 from .errors import DEAD, Refusal, failed, quoted, refuse, shown
 from .followers import Followers
 from .grammars import GrammarCache, read_form
-from .logprobs import read_top
+from .logprobs import check_told, read_top
 from .metrics import PrometheusMetrics
 from .penalties import CountPenalties
 from .policy import Policy
@@ -116,7 +116,7 @@ class Requests(CBGenerateManager):
         self.tokenizer, self.workers = getattr(processor, "tokenizer", processor), Workers()
         self.most_characters = self.row_tokens * max(map(len, self.tokenizer.get_vocab()))
         ends = model.generation_config.eos_token_id
-        self.grammars = GrammarCache(self.tokenizer, self.vocab_size, ends)
+        self.grammars = GrammarCache(self.tokenizer, self.vocab_size, ends, self.workers.waits)
         self.thinking = ThinkingReader(self.tokenizer, self.vocab_size)
         self.is_draining = False
         self.followers: Followers | None = None
@@ -241,7 +241,7 @@ class Requests(CBGenerateManager):
         try:
             if call.is_gone:
                 raise Refusal(400, "the client has left")
-            self.media.hold(name, options.values(), handlers)
+            self.policy.media.hold(name, options.values(), handlers)
             self.manager.add_request(
                 ids, name, streaming=streaming, record_timestamps=True, generation_config=config,
                 tokenizer=self.tokenizer, seed=call.fields.get("seed"), speculation=call.fields.get("speculation"),
@@ -315,6 +315,7 @@ class Requests(CBGenerateManager):
                 if self._clamps_prompts:
                     raise refuse("echo", "the model processes prompts unlike answers, so it has no logprobs of prompts")
                 options["prompt_logprobs"] = top
+            check_told(call, top, config.max_new_tokens + (len(ids) if call.echo is not None else 0), self.row_tokens)
         processors: list[Any] = []
         penalties = [call.fields.get(name, 0) for name in ("frequency_penalty", "presence_penalty")]
         if any(penalties):

@@ -2,27 +2,31 @@
 
 import json
 import re
+import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
-import torch
-
+from ..runtime.accept.timed_matcher import FIRST_SECONDS, SECONDS_A_STEP, STEP_SECONDS, given_up
 from .body import DEEPEST, is_too_deep
 from .errors import Refusal, refuse
 from .fields import ANY, FLAG, OBJECT, TEXT, Field, check_object, present
+from .grammar_judge import Judge, compile_grammar
 from .schemas import has_finite_value
+from .workers import MOST_IDLE
 
 SECONDS = 2.0
-"""Time that a grammar may take to be compiled."""
-LONGEST_SPEC, MOST_OPEN, MOST_MEMORY = 1 << 15, 512, 64 << 20
-"""Characters and opening brackets of a specification, and bytes of the compiled grammar."""
-MOST_CHOICES, MOST_SPACES = 1024, 32
-"""Texts to choose from, and characters of white space between two parts of JSON."""
-KEPT, AT_ONCE = 32, 2
-"""Compiled grammars that are kept, and grammars that are compiled at the same time."""
+"""Time of a processor that a grammar may take to be compiled, in a child process that tries it first."""
+LONGEST_SPEC, MOST_OPEN, MOST_CHOICES = 1 << 15, 512, 1024
+"""Characters and opening brackets of a specification, and texts to choose from."""
+KEPT, MOST_GIVEN_UP = 32, 2
+"""Compiled grammars that are kept, and masks that take too long but still run."""
+PATIENCE = 30.0
+"""Seconds that a grammar waits for others that are compiled before."""
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 """vLLM's older fields, and the kinds of `structured_outputs` that they are."""
 FORM_FIELDS = ("response_format", "structured_outputs", *GUIDED)
@@ -119,36 +123,61 @@ class GrammarCache:
     tokenizer: the model's
     vocab_size: tokens of the model's logits
     ends: token ids that end an answer, or None if the tokenizer knows them
+    waits: a context in which other requests may use the caller's thread
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, ends: int | list[int] | None):
-        self.tokenizer, self.vocab_size, self.ends = tokenizer, vocab_size, ends
+    def __init__(
+        self, tokenizer: Any, vocab_size: int, ends: int | list[int] | None,
+        waits: Callable[[], AbstractContextManager] = nullcontext,
+    ):  # fmt: skip
+        self.tokenizer, self.vocab_size, self.ends, self._waits = tokenizer, vocab_size, ends, waits
         self._kept: OrderedDict[tuple[str, str], Any] = OrderedDict()
-        self._lock, self._free = threading.Lock(), threading.Semaphore(AT_ONCE)
+        self._lock, self._turn, self._free = threading.Lock(), threading.Lock(), threading.Semaphore(MOST_IDLE)
 
     def processor(self, field: str, kind: str, text: str, parts: Sequence[tuple[str, str]] = ()) -> Any:
-        """xgrammar's logits processor for one answer.
+        """xgrammar's logits processor for one answer, which ends by a RequestError if its masks take too long.
 
         field, kind, text: see `read_form`; kind may also be structural_tag
         parts: for each schema in the specification, the field that it is from and its text, to name the one at fault
 
         Refusal with status 501 if xgrammar is not installed, 400 if the grammar cannot be compiled within the bounds,
-        and 503 if other grammars keep the threads for them busy.
+        and 503 if too many other grammars wait.
         """
         try:
             from xgrammar.contrib.hf import LogitsProcessor
         except ImportError as error:
             reason = "the server needs xgrammar for it: pip install 'spec_compile[grammars]'"
             raise Refusal(501, f"{field}: {reason}", field.partition(".")[0]) from error
-        return LogitsProcessor(self._find(field, kind, text, parts))
+        processor = LogitsProcessor(self._find(field, kind, text, parts))
+        processor.field = field
+        return processor
 
     def _find(self, field: str, kind: str, text: str, parts: Sequence[tuple[str, str]]) -> Any:
         key = kind, text
+        if given_up() >= MOST_GIVEN_UP:
+            raise _busy(field, "other grammars take too long")
+        if (kept := self._look_up(key)) is not None:
+            return kept
+        if not self._free.acquire(blocking=False):
+            raise _busy(field)
+        try:
+            with self._waits():
+                if not self._turn.acquire(timeout=PATIENCE):
+                    raise _busy(field)
+                try:  # another request may have asked for the same
+                    return self._look_up(key) or self._keep(key, self._within_bounds(field, kind, text, parts))
+                finally:
+                    self._turn.release()
+        finally:
+            self._free.release()
+
+    def _look_up(self, key: tuple[str, str]) -> Any:
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
-                return self._kept[key]
-        grammar = self._within_bounds(field, kind, text, parts)
+            return self._kept.get(key)
+
+    def _keep(self, key: tuple[str, str], grammar: Any) -> Any:
         with self._lock:
             self._kept[key] = grammar
             while len(self._kept) > KEPT:
@@ -156,36 +185,22 @@ class GrammarCache:
         return grammar
 
     def _within_bounds(self, field: str, kind: str, text: str, parts: Sequence[tuple[str, str]]) -> Any:
-        """The compiled grammar. A thread that is too slow goes on, and does not keep the process from ending."""
-        results: list[Any] = []
-        begun = [field]
-        info = self._info  # it is made once, which does not count
-
-        def work() -> None:
-            try:
-                for path, schema in parts:
-                    begun.append(path)
-                    compile_grammar(bytes_info(), "json", schema)
-                begun.append(field)
-                results.append(compile_grammar(info, kind, text))
-            except Exception as error:
-                results.append(error)
-            finally:
-                self._free.release()
-
-        if not self._free.acquire(timeout=SECONDS):
-            raise Refusal(503, f"{field}: other grammars are being compiled; try again later", field, retries=True)
-        thread = threading.Thread(target=work, name="spec_compile grammar", daemon=True)
-        thread.start()
-        thread.join(SECONDS)
-        field = begun[-1]
-        if not results:
-            raise refuse(field, f"it takes more than {SECONDS:g} seconds to compile; send a smaller one")
-        (result,) = results
-        if isinstance(result, Exception):
-            reason = re.sub(r"^\[.*?\] \S+:\d+: ", "", str(result)).strip()[:200]
-            raise refuse(field, f"it cannot be compiled: {reason}") from result
-        return result
+        """The compiled grammar, which a child process has compiled and followed before."""
+        fields = [*(path for path, _ in parts), field]
+        jobs = [*(("json", schema) for _, schema in parts), (kind, text)]
+        steps = {"step": STEP_SECONDS / 2, "first": FIRST_SECONDS / 2, "each": SECONDS_A_STEP}  # with a reserve
+        limits = {"seconds": SECONDS} | steps
+        try:
+            verdict = judge().ask(self._vocabulary, jobs, limits)
+        except OSError as error:
+            raise Refusal(
+                503, f"{field}: grammars cannot be compiled now; try again later", field, retries=True
+            ) from error
+        if verdict is not None:
+            number, reason = verdict
+            reason = re.sub(r"^\[.*?\] \S+:\d+: ", "", reason).strip()[:200]
+            raise refuse(fields[number], reason)
+        return compile_grammar(self._info, kind, text)
 
     @cached_property
     def _info(self) -> Any:
@@ -193,33 +208,20 @@ class GrammarCache:
 
         return TokenizerInfo.from_huggingface(self.tokenizer, vocab_size=self.vocab_size, stop_token_ids=self.ends)
 
+    @cached_property
+    def _vocabulary(self) -> str:
+        """The path of a file with the vocabulary."""
+        self._folder = tempfile.TemporaryDirectory(prefix="spec_compile_")
+        path = Path(self._folder.name) / "vocabulary.json"
+        path.write_text(self._info.serialize_json())
+        return str(path)
+
+
+def _busy(field: str, reason: str = "other grammars are being compiled") -> Refusal:
+    return Refusal(503, f"{field}: {reason}; try again later", field.partition(".")[0], retries=True)
+
 
 @cache
-def bytes_info() -> Any:
-    """A vocabulary of one token for each byte, for which grammars are compiled at once."""
-    from xgrammar import TokenizerInfo
-
-    return TokenizerInfo([*(bytes([byte]) for byte in range(256)), b"</s>"], stop_token_ids=[256])
-
-
-def compile_grammar(info: Any, kind: str, text: str) -> Any:
-    """xgrammar's compiled grammar. ValueError if it is too large or allows no token, RuntimeError if it is wrong.
-
-    info: xgrammar's TokenizerInfo
-    kind, text: see `GrammarCache.processor`
-    """
-    from xgrammar import GrammarCompiler, GrammarMatcher
-
-    compiler = GrammarCompiler(info, max_threads=1, cache_enabled=False)
-    if kind == "json":
-        grammar = compiler.compile_json_schema(text, max_whitespace_cnt=MOST_SPACES)
-    else:
-        compilers = {"regex": compiler.compile_regex, "structural_tag": compiler.compile_structural_tag}
-        grammar = compilers.get(kind, compiler.compile_grammar)(text)
-    if grammar.memory_size_bytes > MOST_MEMORY:
-        raise ValueError(f"it takes {grammar.memory_size_bytes} bytes, and may take {MOST_MEMORY}")
-    bits = torch.zeros(1, -(-info.vocab_size // 32), dtype=torch.int32)
-    GrammarMatcher(grammar).fill_next_token_bitmask(bits)
-    if not bits.any():
-        raise ValueError("it allows no first token")
-    return grammar
+def judge() -> Judge:
+    """The child process that tries grammars, for all models of this process."""
+    return Judge()

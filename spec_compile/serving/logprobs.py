@@ -7,10 +7,13 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from ..batching.logprobs import TokenScore
+from ..batching.logprobs import MOST_TOP, TokenScore
 from ..batching.output import Output
+from .call import HttpCall
 from .errors import refuse
 
+MOST_TOLD = 1 << 19
+"""Log-probabilities that all choices of a request may have."""
 LEAST = -9999.0
 """The log-probability of an impossible token, as in vLLM, because JSON has no infinity."""
 
@@ -28,6 +31,20 @@ def read_top(fields: dict) -> int | None:
     if isinstance(wanted, bool):
         return fields.get("top_logprobs", 0) if wanted else None
     return wanted
+
+
+def check_told(call: HttpCall, top: int, tokens: int, row_tokens: int) -> None:
+    """Refusal if the choices of a request may have more log-probabilities than one answer holds.
+
+    call: of one of the choices
+    top: likeliest tokens that it tells next to each of `tokens` tokens
+    row_tokens: tokens of a row, one of which may tell the most in any case
+    """
+    call.told, most = tokens * (1 + top), max(MOST_TOLD, row_tokens * (1 + MOST_TOP))
+    total = sum(each.told for each in call.choices)
+    if total > most:
+        reason = f"the choices may have {total} log-probabilities, and one answer holds {most}"
+        raise refuse("logprobs", f"{reason}; ask for fewer choices, tokens or likeliest tokens")
 
 
 class ChatLogprobs:

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,6 +42,8 @@ MODULES = {
     "GenerationState": "utils",
 }
 """The modules from which transformers' server imports the classes that ours replace."""
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}")
+MODEL_NAMES = "a letter or digit, and at most 127 letters, digits and ._/:@+- after it"
 REPLACED_ROUTES = {
     "/health", "/load_model", "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/responses",
 }  # fmt: skip
@@ -56,10 +59,10 @@ class Models(ModelManager):
     """
 
     def __init__(
-        self, algo: str, options: dict, served_name: str, loras: dict[str, str], device: str = "auto", **settings: Any
+        self, algo: str, options: dict, served_name: str, adapters: ServedAdapters, device: str = "auto",
+        **settings: Any,
     ):  # fmt: skip
-        """loras: the paths of adapters, by name."""
-        self.served_name, self.adapters = served_name, ServedAdapters(served_name, loras)
+        self.served_name, self.adapters = served_name, adapters
         self._speculate = partial(speculate, algo=algo, **options)
         self._since = int(time.time())
         if device == "auto":  # transformers would spread a model over all GPUs
@@ -109,7 +112,6 @@ def build(
     tensor_parallel: int = 1,
     served_model_name: str | None = None,
     lora_modules: list[str] | None = None,
-    allow_runtime_lora_updating: bool = False,
     follows: bool = False,
     **flags: Any,
 ) -> Server:
@@ -122,7 +124,6 @@ def build(
     served_model_name: the clients' name of the model (default: `model`)
     lora_modules: LoRA adapters that requests may choose, each NAME=PATH; later ones may change the layers that one of
         these changes. `max_loras` of `speculate` is their number unless `options` says it
-    allow_runtime_lora_updating: True if clients may load and unload adapters
     follows: True in a process that was started for a further GPU
     flags: fields of `Policy`, and arguments of transformers' `Serve` that are in `FLAGS`, such as port=8000
 
@@ -133,26 +134,29 @@ def build(
     for name in flags:
         if name not in FLAGS:
             raise TypeError(f"{name}: expected one of {', '.join(FLAGS)}.{did_you_mean(name, FLAGS)}")
+    if served_model_name is not None and not MODEL_NAME.fullmatch(served_model_name):
+        raise ValueError(f"served_model_name: expected {MODEL_NAMES}, got {served_model_name[:200]!r}")
     name = str(model) if served_model_name is None else served_model_name
     sizes, options, loras = {"slots": slots, "max_queue": max_queue}, options or {}, read_modules(lora_modules or [])
     if loras:
         options = {"max_loras": len(loras)} | options
-    elif options.get("max_loras") or allow_runtime_lora_updating:
+    elif options.get("max_loras") or policy.allow_runtime_lora_updating:
         raise ValueError(
             "lora_modules: rows choose among the adapters of a model that has one; give at least one as NAME=PATH"
         )
     if loras and tensor_parallel > 1:
         raise ValueError("lora_modules: adapters are chosen for each row in one process; leave out tensor_parallel")
     if tensor_parallel == 1 or follows:
-        server = _build(model, name, algo, options, sizes, flags, loras)
+        adapters = ServedAdapters(name, loras, policy.lora_root)
+        server = _build(model, algo, options, sizes, flags, adapters)
         _settle(server, policy)
-        if allow_runtime_lora_updating:
+        if policy.allow_runtime_lora_updating:
             add_lora_routes(server.app, server.models.adapters, server.models.the_one.model)
         return server
     arguments = {"model": str(model), "algo": algo, "tensor_parallel": tensor_parallel}
     arguments["options"] = options = options | {"tensor_parallel": tensor_parallel}
     with Followers(tensor_parallel, arguments | sizes | flags) as followers:
-        server = _build(model, name, algo, options, sizes, flags, {})
+        server = _build(model, algo, options, sizes, flags, ServedAdapters(name, {}))
     server.requests.followers = followers
     _settle(server, policy)
     return server
@@ -170,11 +174,11 @@ def _settle(server: Server, policy: Policy) -> None:
 
 
 def _build(
-    model: str | Path, name: str, algo: str, options: dict, sizes: dict, flags: dict, loras: dict[str, str]
+    model: str | Path, algo: str, options: dict, sizes: dict, flags: dict, adapters: ServedAdapters
 ) -> Server:  # fmt: skip
     """A rank's server; see `build`."""
     parts: dict[str, Callable] = HANDLERS | {
-        "ModelManager": partial(Models, algo, options, name, loras),
+        "ModelManager": partial(Models, algo, options, adapters.base, adapters),
         "GenerationState": SpeculativeState,
     }
     flags = flags | {"continuous_batching": True, "compile": False}  # `speculate` compiles the rounds

@@ -48,13 +48,14 @@ def _is_words(value: Any) -> bool:
 
 def _is_sequence_bias(value: Any) -> bool:
     pairs = isinstance(value, list) and all(isinstance(each, list) and len(each) == 2 for each in value)
-    return pairs and _is_words([ids for ids, _ in value]) and all(is_number(bias) for _, bias in value)
+    return pairs and _is_words([ids for ids, _ in value]) and all(BIAS.accepts(bias) for _, bias in value)
 
 
 def _is_decay(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and SIZE.accepts(value[0]) and POSITIVE.accepts(value[1])
 
 
+BIAS = number(-1e30, 1e30)
 WORDS = f"at most {MOST_WORDS} lists of token ids, of which at most {MOST_PHRASES} have more than one"
 IDS = Field(_is_ids, f"a list of at most {MOST_WORDS} token ids")
 ENDS = Field(
@@ -63,7 +64,7 @@ ENDS = Field(
 )
 WATERMARK = object_of(
     greenlist_ratio=SHARE, bias=number(-100, 100), hashing_key=SIZE, context_width=integer(1, 64),
-    seeding_scheme=Field(lambda value: value in ("lefthash", "selfhash"), "lefthash or selfhash"),
+    seeding_scheme=only("lefthash"),
 )  # fmt: skip
 SERVED = {
     "max_length": COUNT, "max_new_tokens": COUNT, "min_length": SIZE, "min_new_tokens": SIZE,
@@ -77,7 +78,7 @@ SERVED = {
     "renormalize_logits": FLAG, "remove_invalid_values": FLAG,
     "exponential_decay_length_penalty": Field(_is_decay, "a list of an int and a factor above 0"),
     "bad_words_ids": Field(_is_words, WORDS),
-    "sequence_bias": Field(_is_sequence_bias, f"a list of pairs of token ids and a number, {WORDS}"),
+    "sequence_bias": Field(_is_sequence_bias, f"a list of pairs of token ids and {BIAS.expected}, {WORDS}"),
     "suppress_tokens": IDS, "begin_suppress_tokens": IDS, "forced_bos_token_id": ID, "forced_eos_token_id": ENDS,
     "pad_token_id": ID, "bos_token_id": ID, "eos_token_id": ENDS,
     "watermarking_config": Field(WATERMARK, "an object of the settings of transformers' WatermarkingConfig"),
@@ -148,7 +149,7 @@ def end_of(output: Output, fields: dict, death: str | None) -> Refusal:
     if output.error_status is None:
         return Refusal(500, failed(output.error))
     if output.error != NO_PROBABILITIES:
-        return Refusal(output.error_status, output.error)
+        return Refusal(output.error_status, output.error, (output.error_field or "").partition(".")[0] or None)
     config = json.loads(fields[NAME]) if NAME in fields else {}
     names = [*present((*SHAPING, *SHAPING_FIELDS), fields), *(f"{NAME}.{name}" for name in present(SHAPING, config))]
     return refuse(", ".join(names), NO_TOKEN) if names else Refusal(500, failed(output.error))

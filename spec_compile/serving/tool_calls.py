@@ -11,7 +11,8 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall, response_eve
 from .call import HttpCall
 from .call_forms import NAME, REASONING, CallForm, CallParser, FreeParser, find_call_form
 from .errors import refuse, shown
-from .grammars import MOST_SPACES, check_size, read_schema
+from .grammar_judge import MOST_SPACES
+from .grammars import check_size, read_schema
 
 COMBINED = {"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"}
 """Names in a schema that say which values it has, so that the type object is not added."""

@@ -2,17 +2,20 @@
 
 import asyncio
 import inspect
+import threading
 from collections import Counter
-from collections.abc import Awaitable, Coroutine, Generator, Sequence
+from collections.abc import Awaitable, Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from contextvars import Context, copy_context
 from typing import Any
 from weakref import WeakValueDictionary
 
 from .call import CURRENT
 
-WORKERS = 2
-"""Threads. More would take the interpreter from the rounds for longer, and tokenizers use all cores by themselves."""
+WORKERS, MOST_IDLE = 2, 62
+"""Threads that work at once, and others that may wait for a child process. More would take the interpreter from the
+rounds for longer, and tokenizers use all cores by themselves."""
 
 
 class Waiting:
@@ -34,7 +37,8 @@ class Workers:
     """
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="spec_compile requests")
+        self._pool = ThreadPoolExecutor(WORKERS + MOST_IDLE, thread_name_prefix="spec_compile requests")
+        self._free = threading.Semaphore(WORKERS)
         self.busy = 0
         self._busy: Counter[str] = Counter()
         """The same by client."""
@@ -54,7 +58,7 @@ class Workers:
         self._busy[client] += 1
         try:
             async with turn:
-                is_over, value = await loop.run_in_executor(self._pool, context.run, _step, coroutine, result)
+                is_over, value = await loop.run_in_executor(self._pool, context.run, self._step, coroutine, result)
         finally:
             self.busy -= 1
             self._busy[client] -= 1
@@ -63,8 +67,21 @@ class Workers:
                 coroutine.close()  # cancelled before a thread was free
         while not is_over:
             result = await value
-            is_over, value = await loop.run_in_executor(self._pool, context.run, _step, coroutine, result)
+            is_over, value = await loop.run_in_executor(self._pool, context.run, self._step, coroutine, result)
         return value
+
+    def _step(self, coroutine: Coroutine, value: Any) -> tuple[bool, Any]:
+        with self._free:
+            return _step(coroutine, value)
+
+    @contextmanager
+    def waits(self) -> Iterator[None]:
+        """A context in which one of the threads only waits, so that another one may work."""
+        self._free.release()
+        try:
+            yield
+        finally:
+            self._free.acquire()
 
     def close(self) -> None:
         """End the threads once they are done."""

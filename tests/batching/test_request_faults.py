@@ -7,19 +7,26 @@ import queue
 import random
 import threading
 import time
-from contextlib import contextmanager
+import tracemalloc
+from contextlib import contextmanager, suppress
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from batch_requests import MODEL, PROMPTS, TEXT, collect, config, generated, tokenizer
 from hypothesis import given, settings
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    WatermarkingConfig,
+)
 from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from spec_compile import speculate
-from spec_compile.batching.request_options import MOST_NUMBERS
+from spec_compile.batching.request_options import LONGEST_NGRAM, MOST_NUMBERS
 from spec_compile.batching.stop_strings import StopStrings
 from spec_compile.capture.weight_values import WeightValues
 from spec_compile.runtime.answer import Answer
@@ -635,6 +642,50 @@ def test_bad_options_are_refused_by_name_at_once(fast, name):
     assert manager.active_requests == 0
     manager.destroy()
     assert MOST_NUMBERS < 100_000
+
+
+LARGE = {
+    name: 2**31 - 1
+    for name in ("max_length", "min_length", "top_k", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "seed")
+}
+LARGE |= {"max_time": 1e308, "repetition_penalty": 1e308, "encoder_repetition_penalty": 1e308}
+LARGE |= {"watermarking_config": {"context_width": 2**31 - 1, "hashing_key": 2**62, "greenlist_ratio": 0.5}}
+LARGE |= {"exponential_decay_length_penalty": (2**31 - 1, 1.5), "suppress_tokens": [4095] * 4096}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_numbers_take_no_memory(fast, name):
+    manager = fast.init_continuous_batching(GenerationConfig(pad_token_id=0))
+    tracemalloc.start()
+    with suppress(ValueError, TypeError):
+        manager._intake.jobs(PROMPTS[0], manager.generation_config, options={name: LARGE[name]})
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 << 20
+    manager.destroy()
+
+
+@pytest.mark.parametrize("name", ["no_repeat_ngram_size", "encoder_no_repeat_ngram_size"])
+def test_sizes_of_ngrams_are_bounded_by_the_text(fast, name):
+    prompt = [*range(10, 110)]
+    with running(fast) as manager:
+        for size in (3, LONGEST_NGRAM, 2**31 - 1):
+            options = {name: size, "max_new_tokens": 8}
+            expected = options if size < 2**31 - 1 else {"max_new_tokens": 8}  # transformers would list them all
+            assert answer(manager, prompt, **options).generated_tokens == generated(fast, prompt, **expected)
+        with pytest.raises(ValueError, match=f"{name}: expected at most {LONGEST_NGRAM}"):
+            manager.add_request(prompt, **{name: LONGEST_NGRAM + 1})
+
+
+def test_a_watermark_waits_without_its_table(fast):
+    options = {"watermarking_config": WatermarkingConfig(bias=4.0), "max_new_tokens": 8, "do_sample": False}
+    with running(fast) as manager:
+        (job,) = manager._intake.jobs(PROMPTS[0], manager.generation_config, options=options)
+        assert [each.fixed_table for each in job.prepared.ask.processors if hasattr(each, "fixed_table")] == [None]
+        assert answer(manager, PROMPTS[0], **options).generated_tokens == generated(fast, PROMPTS[0], **options)
+        options["watermarking_config"] = WatermarkingConfig(seeding_scheme="selfhash")
+        with pytest.raises(ValueError, match=r"watermarking_config.seeding_scheme: .* expected lefthash"):
+            manager.add_request(PROMPTS[0], **options)
 
 
 def test_an_answer_takes_memory_as_it_grows():

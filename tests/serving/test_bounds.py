@@ -1,9 +1,11 @@
 """Input that is large, deep, odd or of the wrong type: refused by name within two seconds, next to others' requests."""
 
 import json
+import re
 import socket
 import threading
 import time
+import tracemalloc
 from contextlib import contextmanager
 
 import pytest
@@ -97,6 +99,28 @@ def send(client, path, content, **headers):
     assert error["message"] and len(error["message"]) < 1000
     assert error.keys() == ({"type", "message"} if path in (MESSAGES, COUNT) else {"message", "type", "param", "code"})
     return response.status_code, error.get("param"), error["message"]
+
+
+HUGE = {
+    "no_repeat_ngram_size": 2**31 - 1, "encoder_no_repeat_ngram_size": 2**31 - 1, "top_k": 2**31 - 1,
+    "min_length": 2**31 - 1, "max_length": 2**63 - 1, "max_time": 1e308, "guidance_scale": 1e308,
+    "repetition_penalty": 10**4000, "sequence_bias": [[[5], 10**4000]], "watermarking_config": {"context_width": 2**31},
+    "bad_words_ids": [[5] * 2048], "suppress_tokens": [5] * 1024, "forced_eos_token_id": 2**31 - 1,
+    "exponential_decay_length_penalty": [2**31 - 1, 1e5],
+}  # fmt: skip
+
+
+def test_large_settings_take_no_memory(client):
+    """Each alone, and a neighbour in the meantime."""
+    with neighbour(client):
+        for name, value in HUGE.items():
+            body = {"prompt": PROMPT, "max_tokens": 4, "generation_config": json.dumps({name: value})}
+            tracemalloc.start()
+            status, _, message = send(client, COMPLETIONS, json.dumps(body))
+            _, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            assert status == 200 or (status == 400 and {name, "generation_config"} & {*re.findall(r"\w+", message)})
+            assert peak < 8 << 20, (name, peak)
 
 
 def large():

@@ -14,7 +14,7 @@ from generated_calls import fits, request, values
 from server_fixtures import DEMO, running
 from tool_templates import save_tool_model
 
-from spec_compile.serving import grammars, tool_calls
+from spec_compile.serving import grammar_judge, tool_calls
 
 CHATS = "/v1/chat/completions"
 SLOTS = 16
@@ -31,7 +31,7 @@ FEW, MANY = range(24), range(24, 1000)
 def client(request, tmp_path_factory):
     folder = save_tool_model(tmp_path_factory.mktemp("model"))
     with pytest.MonkeyPatch.context() as patch:
-        for module in (grammars, tool_calls):
+        for module in (grammar_judge, tool_calls):
             patch.setattr(module, "MOST_SPACES", 1)  # a model that was not trained for JSON would fill it with spaces
         with running(folder, slots=SLOTS, **DRAFTS[request.param]) as client:
             yield client

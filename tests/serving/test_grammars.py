@@ -3,7 +3,8 @@
 import json
 import re
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import pbkdf2_hmac
 
 import pytest
 
@@ -14,6 +15,8 @@ from server_fixtures import DEMO, TEMPLATE, running
 from sweeps import thinned
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from spec_compile.errors import RequestError
+from spec_compile.runtime.accept import timed_matcher
 from spec_compile.serving import grammars
 from spec_compile.serving.errors import Refusal
 from spec_compile.serving.grammars import GrammarCache, read_form
@@ -181,27 +184,70 @@ def test_a_grammar_is_compiled_once_and_the_oldest_is_dropped(cache, monkeypatch
     assert len({*map(id, processors)}) == 6  # one for each answer
 
 
-def test_a_grammar_that_takes_long_is_refused_and_others_go_on(cache, monkeypatch):
+MANY = {f"p{number}": {"type": "string"} for number in range(500)}
+SLOW = [
+    ("regex", "(.*)*" * 100), ("regex", "(((((a?){99}){99}){99}){99}){99}"), ("regex", "[a-z]{20}" + "(.*)*" * 400),
+    ("json", json.dumps({"type": "object", "minProperties": 400, "properties": MANY})),
+    ("json", json.dumps({"type": "object", "properties": {"a": {"type": "string", "pattern": "(.*)*" * 100}}})),
+    ("grammar", "root ::= " + "\n".join(
+        f'r{n} ::= r{(n + 1) % 20} r{(n * 7 + 3) % 20} | [a-z] r{(n + 5) % 20} | ""' for n in range(20)
+    ).replace("r0 ::=", "r0\nr0 ::=", 1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "text"), SLOW, ids=range(len(SLOW)))
+def test_a_grammar_that_takes_long_is_refused_and_others_go_on(cache, monkeypatch, kind, text):
     pytest.importorskip("xgrammar")
-    release, compile_grammar = threading.Event(), grammars.compile_grammar
-    monkeypatch.setattr(grammars, "SECONDS", 0.2)
+    monkeypatch.setattr(grammars, "SECONDS", 0.5)
+    with pytest.raises(Refusal, match=r"guided_x: it takes (too long to follow|more than)") as caught:
+        cache.processor("guided_x", kind, text)
+    assert caught.value.status_code == 400 and caught.value.param == "guided_x"
+    cache.processor("guided_x", "regex", "[a-z]+")
 
-    def compile_slowly(info, kind, text):
-        if text == "slow":
-            release.wait()
-        return compile_grammar(info, kind, text)
 
-    monkeypatch.setattr(grammars, "compile_grammar", compile_slowly)
-    statuses = []
-    for text in ("slow", "a", "slow", "b"):
-        try:
-            cache.processor("guided_regex", "regex", text)
-            statuses.append(200)
-        except Refusal as refusal:
-            assert refusal.param == "guided_regex"
-            statuses.append(refusal.status_code)
-    release.set()
-    assert statuses == [400, 200, 400, 503]
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_grammar_that_becomes_slow_ends_its_own_request(client, monkeypatch, streams):
+    """The child process may have missed it."""
+    plain = {"prompt": "a mean of", "max_tokens": 40, "temperature": 0}
+    answer = client.post(COMPLETIONS, json=plain).json()["choices"][0]["text"]
+    monkeypatch.setattr(grammars.Judge, "ask", lambda *args: None)
+    monkeypatch.setattr(timed_matcher, "STEP_SECONDS", 0.05)
+    slow = {"prompt": "x", "max_tokens": 300, "temperature": 0, "ignore_eos": True, "stream": streams}
+    with ThreadPoolExecutor() as pool:
+        response = pool.submit(client.post, COMPLETIONS, json=slow | {"guided_regex": "(.*)*" * 200})
+        assert client.post(COMPLETIONS, json=plain).json()["choices"][0]["text"] == answer
+        response = response.result()
+    assert response.status_code == (200 if streams else 400), response.text
+    assert "guided_regex: its grammar takes too long to follow" in response.text
+    assert client.post(COMPLETIONS, json=plain).json()["choices"][0]["text"] == answer
+
+
+class Burns:
+    """A matcher whose step takes a second of a processor, without the interpreter."""
+
+    def accept_token(self, token):
+        return pbkdf2_hmac("sha256", b"", b"", 1_500_000) is None
+
+
+def test_steps_of_a_matcher_have_a_deadline(cache, monkeypatch):
+    pytest.importorskip("xgrammar")
+    for thread in [*timed_matcher._given_up]:  # of other tests
+        thread.join(60)
+    matcher = timed_matcher.TimedMatcher(Burns, "guided_regex")
+    for _ in range(2):
+        with pytest.raises(RequestError, match="guided_regex: its grammar takes too long") as caught:
+            matcher.accept_token(0)
+    assert caught.value.field == "guided_regex" and timed_matcher.given_up() == 1
+    monkeypatch.setattr(grammars, "MOST_GIVEN_UP", 1)
+    with pytest.raises(Refusal, match="other grammars take too long") as caught:
+        cache.processor("guided_regex", "regex", "a")
+    assert caught.value.status_code == 503
+    for thread in [*timed_matcher._given_up]:
+        thread.join(60)
+    assert timed_matcher.given_up() == 0 and cache.processor("guided_regex", "regex", "a")
+    matcher = timed_matcher.TimedMatcher(list, "guided_regex")
+    with pytest.raises(AttributeError):
+        matcher.accept_token(0)
 
 
 def test_without_xgrammar_the_reason_says_what_to_install(cache, monkeypatch):

@@ -159,6 +159,8 @@ def test_what_is_refused(client):
         (text, "logprobs", {"logprobs": True}), (text, "logprobs", {"logprobs": MOST_TOP + 1}),
         (text, "logprobs", {"logprobs": -1}), (text, "echo", {"echo": 1}), (text, "max_tokens", {"max_tokens": 0}),
         (text, "max_tokens", {"max_tokens": -1, "echo": True}), (chat, "max_tokens", {"max_tokens": 0}),
+        (chat, "logprobs", {"logprobs": True, "top_logprobs": MOST_TOP, "n": 64, "max_tokens": 500}),
+        (text, "logprobs", {"prompt": ["a" * 500] * 64, "echo": True, "logprobs": MOST_TOP, "max_tokens": 500}),
     ]  # fmt: skip
     for path, field, fields in cases:
         prompt = {"messages": CHAT["messages"]} if path == chat else {"prompt": "a"}

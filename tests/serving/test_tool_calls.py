@@ -1,8 +1,6 @@
 """tool_choice, parallel_tool_calls and strict: calls that fit their schemas, streamed or not, and what is refused."""
 
 import json
-import threading
-import time
 
 import pytest
 
@@ -14,7 +12,7 @@ from server_fixtures import DEMO, TEMPLATE, events, running, save_model
 from tool_templates import TEMPLATES, chat_template, response_template, save_tool_model, tool
 from transformers import AutoConfig, AutoTokenizer
 
-from spec_compile.serving import grammars, tool_calls
+from spec_compile.serving import grammar_judge, grammars, tool_calls
 from spec_compile.serving.errors import Refusal
 from spec_compile.serving.schemas import has_finite_value
 from spec_compile.serving.tool_calls import read_tool_calls
@@ -277,7 +275,7 @@ CASES = {
 def test_a_grammar_allows_these_answers(template, prompt, fields, allowed, refused):
     xgrammar = pytest.importorskip("xgrammar")
     _, kind, text, _ = plan(template, **fields).grammar(prompt)
-    compiled = grammars.compile_grammar(grammars.bytes_info(), kind, text)
+    compiled = grammars.compile_grammar(grammar_judge.bytes_info(), kind, text)
 
     def fits(answer):
         matcher = xgrammar.GrammarMatcher(compiled)
@@ -291,7 +289,7 @@ def test_a_grammar_allows_these_answers(template, prompt, fields, allowed, refus
 def test_parameters_of_xml_are_held_to_the_schema():
     xgrammar = pytest.importorskip("xgrammar")
     _, kind, text, _ = plan("qwen3.5", tool_choice="required").grammar(PROMPT)
-    compiled = grammars.compile_grammar(grammars.bytes_info(), kind, text)
+    compiled = grammars.compile_grammar(grammar_judge.bytes_info(), kind, text)
     begin = "<tool_call>\n<function=set-time>\n<parameter=hours>\n{}\n</parameter>\n<parameter=zone>\n"
     text = f"{begin}CET\n</parameter>\n</function>\n</tool_call>"
     for hours, fits in ((7, True), (24, False)):
@@ -371,27 +369,20 @@ def test_schemas_that_explode_are_refused_in_time(client, monkeypatch):
     monkeypatch.setattr(grammars, "SECONDS", 0.3)
     lists = [{"type": "array", "items": {"type": "string", "minLength": n, "maxLength": n + 2000}} for n in range(14)]
     schema = {"type": "object", "properties": {"a": {"type": "array", "prefixItems": lists}}, "required": ["a"]}
-    began = time.monotonic()
     response = client.post(CHATS, json=chat(tools=[TOOLS[0], tool("f", schema)], tool_choice="required"))
-    assert time.monotonic() - began < 2
-    assert response.status_code == 400 and "seconds to compile" in response.json()["error"]["message"], response.text
+    assert response.status_code == 400 and "it takes more than 0.3 seconds" in response.json()["error"]["message"], (
+        response.text
+    )
     assert response.json()["error"]["param"] in ("tools", "tool_choice")
-    for thread in threading.enumerate():
-        if thread.name == "spec_compile grammar":
-            thread.join(60)  # the process could not end
 
 
 def test_a_schema_that_is_compiled_for_long_is_named(monkeypatch):
     pytest.importorskip("xgrammar")
-    release, compile_grammar = threading.Event(), grammars.compile_grammar
-    monkeypatch.setattr(grammars, "SECONDS", 0.2)
-    monkeypatch.setattr(grammars, "compile_grammar", lambda info, kind, text: ("zone" in text and kind == "json"
-                        and release.wait()) or compile_grammar(info, kind, text))  # fmt: skip
+    monkeypatch.setattr(grammars, "SECONDS", 0.3)
+    slow = {"type": "object", "minProperties": 400, "properties": {f"p{n}": {"type": "string"} for n in range(500)}}
     cache = grammars.GrammarCache(AutoTokenizer.from_pretrained(DEMO), 4096, None)
-    cache._info  # noqa: B018
     with pytest.raises(Refusal, match=r"tools\[1\].function.parameters: it takes more than"):
-        cache.processor(*plan(tool_choice="required").grammar(PROMPT))
-    release.set()
+        cache.processor(*plan(tools=[TOOLS[0], tool("f", slow)], tool_choice="required").grammar(PROMPT))
 
 
 FINITE = [

@@ -1,10 +1,14 @@
 """Grammars of xgrammar that follow the tokens of each row of a batch."""
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
 from ...errors import RequestError
+from .timed_matcher import TimedMatcher
 
 REUSED = "it has served a call, whose tokens its grammars have followed; make a new one for every generate()"
 
@@ -39,11 +43,21 @@ def check_grammars(processors: list, batch: int, vocab_size: int) -> None:
                 raise ValueError(f"{name}: grammar {number} allows no first token; look at the grammar")
 
 
-def make_matcher(grammar):
-    """xgrammar's matcher of a compiled grammar."""
+def make_matcher(grammar, field: str | None = None) -> Any:
+    """xgrammar's matcher of a compiled grammar. field: of the client that sent it, whose steps have a deadline."""
     from xgrammar import GrammarMatcher  # which is installed, because the grammar is one of its objects
 
-    return GrammarMatcher(grammar)
+    return GrammarMatcher(grammar) if field is None else TimedMatcher(partial(GrammarMatcher, grammar), field)
+
+
+def matchers_of(processor, batch: int) -> list:
+    """A matcher for each row of a batch [B], made of the grammars of xgrammar's processor, which is used up."""
+    compiled = processor.compiled_grammars
+    processor.prefilled = True
+    return [
+        make_matcher(grammar, getattr(processor, "field", None))
+        for grammar in (compiled * batch if len(compiled) == 1 else compiled)
+    ]
 
 
 def words_of(vocab_size: int) -> int:
@@ -135,11 +149,9 @@ def follow_xgrammar(processor, gained: list[list[int]]) -> Grammars:
 
     processor: checked by `check_grammars`. gained: see `Grammars`.
     """
-    batch, compiled = len(gained), processor.compiled_grammars
-    compiled = compiled * batch if len(compiled) == 1 else compiled
-    grammars = Grammars([*map(make_matcher, compiled)], compiled[0].tokenizer_info.vocab_size, gained)
-    processor.matchers, processor.compiled_grammars, processor.batch_size = grammars.matchers, compiled, batch
-    processor.token_bitmask, processor.prefilled = grammars.bitmask, True
+    vocab_size = processor.compiled_grammars[0].tokenizer_info.vocab_size
+    grammars = Grammars(matchers_of(processor, len(gained)), vocab_size, gained)
+    processor.matchers, processor.batch_size, processor.token_bitmask = grammars.matchers, len(gained), grammars.bitmask
     return grammars
 
 

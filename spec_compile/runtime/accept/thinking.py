@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from ...errors import check_int
-from .grammars import Grammars, check_grammars, follow_xgrammar, forbid, is_grammar, make_matcher, words_of
+from .grammars import Grammars, check_grammars, follow_xgrammar, forbid, is_grammar, matchers_of, words_of
 from .processors import ROWWISE, is_known
 
 PAIRS = (
@@ -229,9 +229,7 @@ class ThinkingBudget(LogitsProcessor):
         """A matcher for each row. `then` is used up."""
         grammars: list[Any] = [None] * len(prompts)
         if self.then is not None:
-            compiled = self.then.compiled_grammars
-            grammars = [*map(make_matcher, compiled * len(prompts) if len(compiled) == 1 else compiled)]
-            self.then.prefilled = True
+            grammars = matchers_of(self.then, len(prompts))
         return [ThinkingMatcher(self.marks, self.budget, ids, each) for ids, each in zip(prompts, grammars)]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
