@@ -619,6 +619,16 @@ OTHERS = [
         "tests/parallel/test_faults.py -k torchrun_started",
     ),
     Mutation(
+        "other hosts reach the store of the ranks", "spec_compile/parallel/start.py",
+        "create_server((LOOPBACK, port))", 'create_server(("", port))',
+        "tests/parallel/test_faults.py -k reaches",
+    ),
+    Mutation(
+        "a message with an unknown name is taken", "spec_compile/parallel/messages.py",
+        "each for each in value if each not in names", "each for each in value if not each",
+        "tests/parallel/test_faults.py -k messages",
+    ),
+    Mutation(
         "two shots send a part to ranks that do not own it", "spec_compile/kernels/all_reduce_kernel.py",
         "mask=mask & (owner(at, RANKS) == peer)", "mask=mask",
         "tests/kernels/test_all_reduce.py -k owners_take_turns",

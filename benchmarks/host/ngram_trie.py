@@ -74,7 +74,7 @@ def measure(kind: str, match_type: str, count: int, capacity: int) -> dict:
     began, cpu = time.perf_counter(), time.thread_time()
     for piece in ids.split(256):
         at = time.thread_time()
-        trie._core.extend(stream, piece.data_ptr(), piece.numel())
+        trie._core.extend(stream, piece.numpy())
         pieces.append(time.thread_time() - at)
     wall, cpu = time.perf_counter() - began, time.thread_time() - cpu
     held = trie.stats()
@@ -87,9 +87,9 @@ def measure(kind: str, match_type: str, count: int, capacity: int) -> dict:
     for end in range(3, len(probe), 3):
         committed[0] = end
         if end <= len(probe) // 2:
-            trie._core.extend(int(streams), probe[end - 3 :].data_ptr(), 3)
+            trie._core.extend(int(streams), probe[end - 3 : end].numpy())
             at = time.perf_counter()
-            trie._core.propose(int(streams), n, out[0].data_ptr(), out[1].data_ptr())
+            trie._core.propose(int(streams), out[0][0].numpy(), out[1][0].numpy())
             drafts.append(time.perf_counter() - at)
         else:
             at = time.perf_counter()

@@ -66,7 +66,7 @@ def generate_batch(
     with ranks.call():  # all ranks return the same, or raise
         if failure is not None:
             raise failure
-        return share(ranks, outputs)
+        return share(ranks, outputs, dict[str, Output])
 
 
 def _answer(
@@ -113,5 +113,5 @@ def _answer(
 
 def _refused(name: str, ids: Any, error: Exception) -> Output:
     """The output of a prompt that was never handed in."""
-    prompt = list(ids) if isinstance(ids, (list, tuple)) else []
+    prompt = list(ids) if isinstance(ids, (list, tuple)) and {*map(type, ids)} <= {int} else []
     return Output(name, prompt, error=str(error), status=RequestStatus.FAILED, finish_reason="error")

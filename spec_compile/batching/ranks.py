@@ -5,13 +5,12 @@ of each, and run the same rounds on their own parts of the model. After each rou
 requests have ended.
 """
 
-import pickle
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
+from ..parallel.messages import pack, unpack
 from ..parallel.ranks import Alone
 from ..runtime.accept.draw import RowSettings
 from .job import Job
@@ -83,14 +82,16 @@ class Shadow(Job):
         return False
 
 
-def pack(value: Any) -> list[int]:
-    """An object as integers, for `Ranks.lead`."""
-    data = pickle.dumps(value)
-    return [len(data), *np.frombuffer(data.ljust(-(-len(data) // 8) * 8, b"\0"), dtype=np.int64).tolist()]
+@dataclass
+class Change:
+    """What the first rank does before a round. left: requests that are cancelled. entered: those that begin."""
+
+    left: list[str]
+    entered: list[Admission]
 
 
-def share(ranks: Alone, value: Any) -> Any:
-    """The object that the first rank has, on all ranks; the others' does not count."""
+def share(ranks: Alone, value: Any, kind: Any) -> Any:
+    """The value that the first rank has, on all ranks; the others' does not count. kind: its type, see `from_json`."""
     if ranks.size == 1:
         return value
     numbers = pack(value) if ranks.leads else []
@@ -98,10 +99,4 @@ def share(ranks: Alone, value: Any) -> Any:
     received = []
     for begin in range(0, count, MOST_NUMBERS):
         received += ranks.lead(lambda begin=begin: numbers[begin : begin + MOST_NUMBERS])
-    return unpack(received)
-
-
-def unpack(numbers: list[int]) -> Any:
-    """The object that `pack` was given."""
-    length, *words = numbers
-    return pickle.loads(np.array(words, dtype=np.int64).tobytes()[:length])
+    return unpack(received, kind, "what rank 0 shares")

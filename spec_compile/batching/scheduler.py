@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import count
 
 from ..capture.weight_values import WeightValues
+from ..parallel.messages import pack, unpack
 from ..runtime.runtime import Runtime
 from ..runtime.state import MOST_LATE
 from ..runtime.steps.build import StepKind
@@ -15,7 +16,7 @@ from .decoding import Decoder
 from .job import Job
 from .lora_slots import LoraSlots
 from .prompts import Prompts
-from .ranks import Admission, Shadow, pack, unpack
+from .ranks import Admission, Change, Shadow
 
 log = logging.getLogger("spec_compile")
 
@@ -64,10 +65,10 @@ class Scheduler:
             if self.waiting and self.prompts.runtime.on_gpu:  # rounds to compute while the host lets requests in
                 self.decoder.launch()
             self._change(news)
-        elif self.ranks.leads:
-            self.ranks.lead(lambda: pack(self._change(news)))
         else:
-            self._change_alike(*unpack(self.ranks.lead(list)))
+            change = unpack(self.ranks.lead(lambda: pack(self._change(news))), Change, "the requests of rank 0")
+            if not self.ranks.leads:
+                self._change_alike(change)
         if self.prompts.active:
             decoding = len(self.decoder.active)
             waiting = min(len(self.waiting), self.slots - decoding - len(self.prompts.begun))
@@ -146,19 +147,19 @@ class Scheduler:
                     job.failure = error
             self._unchecked.clear()
 
-    def _change(self, news: list[Job]) -> tuple[list[str], list[Admission]]:
+    def _change(self, news: list[Job]) -> Change:
         """Let cancelled requests leave, and others enter as far as there are rows. Requests that are over go to `news`.
 
         Returns who has left and who has entered, for the other ranks.
         """
         cancelled = [job for job in self.jobs if job.is_cancelled]
         news += self.drop(cancelled)
-        return [job.request_id for job in cancelled], self._admit(news)
+        return Change([job.request_id for job in cancelled], self._admit(news))
 
-    def _change_alike(self, left: list[str], entered: list[Admission]) -> None:
+    def _change_alike(self, change: Change) -> None:
         """Repeat a `_change` of the first rank."""
-        self.drop([job for job in self.jobs if job.request_id in left])
-        for admission in entered:
+        self.drop([job for job in self.jobs if job.request_id in change.left])
+        for admission in change.entered:
             row, known = admission.row, admission.known
             self.prompts.enter(Shadow(admission), known, self.beginnings.copy_row(row, known))
 

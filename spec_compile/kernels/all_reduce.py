@@ -6,6 +6,7 @@ captured graphs hold its addresses.
 """
 
 import functools
+import hashlib
 import os
 import socket
 from collections.abc import Callable
@@ -195,9 +196,12 @@ def _lack_of_place(group: dist.ProcessGroup, device: torch.device) -> str | None
     """Why the ranks' GPUs cannot share memory, as far as their places tell."""
     if all_reduce_kernel is None:
         return "Triton is not installed"
-    here = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
-    places = [here] * group.size()
-    dist.all_gather_object(places, here, group=group)
+    names = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
+    digests = [hashlib.blake2b(name.encode(), digest_size=8).digest() for name in names]
+    here = torch.tensor([int.from_bytes(each, "big", signed=True) for each in digests], device=device)
+    heard = [torch.empty_like(here) for _ in range(group.size())]
+    dist.all_gather(heard, here, group=group)
+    places = [tuple(each.tolist()) for each in heard]
     if len({host for host, _ in places}) > 1:
         return "the ranks are on several hosts"
     if len(set(places)) < len(places) and not os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"):

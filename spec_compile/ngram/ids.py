@@ -27,6 +27,8 @@ def check_ids(ids, name: str, limit: int) -> torch.Tensor:
             tensor = torch.tensor(ids) if len(ids) else torch.empty(0, dtype=torch.int64)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise TypeError(f"{name} must be a 1-D tensor, array or list of token ids: {error}") from None
+    if not is_plain(tensor) or tensor.is_meta:
+        raise TypeError(f"{name} must be a plain tensor with memory, not {type(tensor).__name__} ({tensor.layout})")
     if tensor.dim() != 1:
         raise ValueError(
             f"{name} must be 1-D, not of shape {list(tensor.shape)}: pass a list of its rows without padding"
@@ -42,6 +44,12 @@ def check_ids(ids, name: str, limit: int) -> torch.Tensor:
                 f"{name} holds token id {bad}, outside the vocabulary [0, {limit}): was it tokenized for another model?"
             )
     return tensor
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's numbers lie in memory as its strides say: it is not sparse, nested, fake or a wrapper."""
+    is_own = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return is_own and tensor.layout == torch.strided and not tensor.is_nested
 
 
 def _is_sequence(value) -> bool:

@@ -13,7 +13,10 @@ from ..errors import check_int
 from ..tree import MAX_NODES
 from . import OwnedTexts
 from . import file as ngram_file
-from .ids import check_documents, check_ids
+from .ids import check_documents, check_ids, is_plain
+
+STREAMS = -(2**63), 2**63 - 1
+"""The numbers that a stream could have."""
 
 
 class Draft(NamedTuple):
@@ -143,7 +146,7 @@ class NgramTrie:
         """
         for document in self.documents(ids):
             stream = self._core.open()
-            self._core.extend(stream, document.data_ptr(), document.numel())
+            self._core.extend(stream, document.numpy())
             self._core.close(stream)
 
     def open(self) -> int:
@@ -152,15 +155,17 @@ class NgramTrie:
 
     def extend(self, stream: int, ids) -> None:
         """Append a 1-D tensor, array or list of token ids to an open stream. ValueError: as `add`, or not open."""
-        ids = self._ids(ids, "ids")
-        self._core.extend(stream, ids.data_ptr(), ids.numel())
+        check_int("stream", stream, *STREAMS)
+        self._core.extend(stream, self._ids(ids, "ids").numpy())
 
     def close(self, stream: int) -> None:
         """End a stream. Its text stays until it is evicted. ValueError: not open."""
+        check_int("stream", stream, *STREAMS)
         self._core.close(stream)
 
     def length(self, stream: int) -> int:
         """Tokens appended to an open stream so far. ValueError: not open."""
+        check_int("stream", stream, *STREAMS)
         return self._core.length(stream)
 
     def propose(self, stream: int, num_draft_tokens: int) -> Draft:
@@ -171,10 +176,11 @@ class NgramTrie:
         on hold token 0 and parent 0 and are no nodes. `match` is the longest match that has a continuation, 0 if
         none. Raises ValueError if the stream is not open or has no tokens.
         """
+        check_int("stream", stream, *STREAMS)
         check_int("num_draft_tokens", num_draft_tokens, 1, MAX_NODES)
         tokens = torch.empty(num_draft_tokens, dtype=torch.int64)
         parents = torch.empty_like(tokens)
-        count, match = self._core.propose(stream, num_draft_tokens, tokens.data_ptr(), parents.data_ptr())
+        count, match = self._core.propose(stream, tokens.numpy(), parents.numpy())
         return Draft(tokens, parents, count, match)
 
     def advance(self, streams, tokens, committed, out_tokens, out_parents, out_count, out_match) -> None:
@@ -208,21 +214,8 @@ class NgramTrie:
         stride = tokens.stride(0) if batch > 1 else size
         if (size > 1 and tokens.stride(1) != 1) or stride < size:
             raise ValueError("tokens must have contiguous rows that do not overlap: pass tokens.contiguous()")
-        longest = int(committed.max())
-        if longest > size:
-            raise ValueError(f"committed holds {longest}, but tokens has only {size} columns")
-        self._core.advance(
-            streams.data_ptr(),
-            tokens.data_ptr(),
-            stride,
-            committed.data_ptr(),
-            batch,
-            n,
-            out_tokens.data_ptr(),
-            out_parents.data_ptr(),
-            out_count.data_ptr(),
-            out_match.data_ptr(),
-        )
+        arrays = (streams, tokens, committed, out_tokens, out_parents, out_count, out_match)
+        self._core.advance(*(array.numpy() for array in arrays))
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the held texts to a file, all or nothing. Open streams are saved as far as they have come."""
@@ -321,6 +314,8 @@ def _shape(name: str, tensor, dims: int) -> tuple[int, ...]:
         raise TypeError(f"{name} must be int64, not {str(tensor.dtype).removeprefix('torch.')}: pass {name}.long()")
     if tensor.device.type != "cpu":
         raise ValueError(f"{name} must be on the CPU, not on {tensor.device}: pass {name}.cpu()")
+    if not is_plain(tensor):
+        raise TypeError(f"{name} must be a plain tensor with memory, not {type(tensor).__name__} ({tensor.layout})")
     if tensor.dim() != dims:
         raise ValueError(f"{name} must have {dims} dimension(s), not shape {list(tensor.shape)}")
     return tuple(tensor.shape)

@@ -49,7 +49,11 @@ class CommandRing:
             for each in range(size):
                 os.mkfifo(f"{path}.{each}", 0o600)
         else:
-            descriptor = os.open(path, os.O_RDWR)
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            found = os.fstat(descriptor)
+            if found.st_uid != os.geteuid() or found.st_size != 8 * (size + WORDS):
+                os.close(descriptor)
+                raise ValueError(f"{path}: expected the shared memory of rank 0, a file of the same user")
         self.path = path
         self._memory = mmap.mmap(descriptor, 8 * (size + WORDS))
         os.close(descriptor)
@@ -82,7 +86,9 @@ class CommandRing:
         return int(self._counts[self.rank])
 
     def skip_to(self, position: int) -> None:
-        """Leave out messages, as a reader, up to a position of the writer."""
+        """Leave out messages, as a reader, up to a position of the writer. ValueError if it has never been there."""
+        if not 0 <= position <= int(self._counts[0]):
+            raise ValueError(f"a position of rank 0 is damaged: {position}; restart all ranks")
         self._counts[self.rank] = position
 
     def write(self, numbers: list[int]) -> None:
@@ -96,10 +102,12 @@ class CommandRing:
         self._counts[0] = begin + len(message)
 
     def read(self, is_patient: bool = False) -> list[int]:
-        """The next message. is_patient: wait for it as long as all processes live."""
+        """The next message. is_patient: wait for it as long as all processes live. ValueError: it is damaged."""
         begin = self.position
         self._wait(lambda: int(self._counts[0]) > begin, is_patient)
         length = int(self._ring[begin % WORDS])
+        if not 0 <= length <= int(self._counts[0]) - begin - 1 < WORDS:
+            raise ValueError(f"a decision of rank 0 is damaged: it says that it has {length} numbers")
         numbers = self._ring[np.arange(begin + 1, begin + 1 + length) % WORDS].tolist()
         self._counts[self.rank] = begin + 1 + length
         return numbers

@@ -5,12 +5,13 @@ and the others take them over (`Ranks.lead`). Before, they check that all were a
 """
 
 import hashlib
-import json
 import os
 import select
 import time
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from .commands import CommandRing, RingTimeoutError
+from .messages import from_json, to_json
 from .slices import Slices
 
 WIDTH = 4096
@@ -29,6 +31,26 @@ GRACE = 2.0
 up."""
 LOST = "onnection", "imed out", "imeout"
 """Parts of errors of torch.distributed about a rank that does not answer."""
+
+
+@dataclass
+class Hello:
+    """What a rank tells of itself. process: its id and when it was made. gpu: its name, "" on a CPU. ring: the path of
+    the first rank's `CommandRing`, None from the others."""
+
+    process: tuple[int, float]
+    gpu: str
+    ring: str | None
+
+
+@dataclass
+class Asked:
+    """What a rank was asked for. error: why it refuses, or None. parts: digests of the facts, by name. position: in the
+    ring."""
+
+    error: str | None
+    parts: dict[str, str]
+    position: int
 
 
 class Alone:
@@ -108,19 +130,17 @@ class Ranks(Alone):
     def _meet_first(self, gpu: str, seconds: float) -> None:
         """Tell the other ranks of this one, and hear of them. ValueError if they cannot share a model."""
         me = psutil.Process()
-        hello = {"host": os.uname().nodename, "process": [me.pid, me.create_time()], "gpu": gpu}
-        heard = self._exchange(hello | ({"ring": self._ring.path} if self._ring else {}))
-        if len({each["host"] for each in heard}) > 1:
-            raise ValueError("tensor_parallel: the ranks have to be processes of one host; start torchrun on one")
-        gpus = [each["gpu"] for each in heard if each["gpu"]]
+        ring = self._ring.path if self._ring else None
+        heard = self._exchange(Hello((me.pid, me.create_time()), gpu, ring), Hello)
+        gpus = [each.gpu for each in heard if each.gpu]
         if len(set(gpus)) < len(gpus):
             raise ValueError(
                 "tensor_parallel: two ranks have the model on one GPU; load it with "
                 "device_map={'': int(os.environ['LOCAL_RANK'])} on each"
             )
-        self._processes = [(int(pid), made) for pid, made in (each["process"] for each in heard)]
+        self._processes = [each.process for each in heard]
         if not self._ring:
-            self._ring = CommandRing(self.rank, self.size, heard[0]["ring"], self.check_peers, seconds)
+            self._ring = CommandRing(self.rank, self.size, heard[0].ring or "", self.check_peers, seconds)
         self.meet()
 
     def lead(self, decide: Callable[[], Sequence[int]], check: int = 0, is_patient: bool = False) -> list[int]:
@@ -135,11 +155,13 @@ class Ranks(Alone):
                 values = [*decide()]
                 self._ring.write([DECISION, check, *values])
                 return values
-            kind, expected, *values = self._ring.read(is_patient)
+            kind, expected, *values = self._ring.read(is_patient) or [None, 0]
         except RingTimeoutError as error:
             raise self._of_the_lost(error) from error
+        if kind not in (DECISION, ABORT):
+            raise ValueError(f"a message of rank 0 is of an unknown kind, {kind}; restart all ranks")
         if kind == ABORT:
-            raise RuntimeError("rank 0 ended this call: " + bytes(values).decode())
+            raise RuntimeError("rank 0 ended this call: " + bytes(values).decode(errors="replace"))
         if expected != check:
             self.failure = f"rank {self.rank} has computed something else than rank 0; restart all ranks"
             raise RuntimeError(self.failure)
@@ -172,19 +194,20 @@ class Ranks(Alone):
         """
         if self.failure:
             raise RuntimeError(self.failure)
-        digests = {name: digest(value) for name, value in parts.items()}
-        reason = f"{type(error).__name__}: {error}"[: WIDTH // 4] if error is not None else None
-        heard = self._exchange({"error": reason, "parts": digests, "position": self._ring.position})
+        digests = {name: digest(value) for name, value in parts.items()} if error is None else {}
+        # JSON takes up to six bytes for a character.
+        reason = f"{type(error).__name__}: {error}"[: WIDTH // 8] if error is not None else None
+        heard = self._exchange(Asked(reason, digests, self._ring.position), Asked)
         if error is not None:
             return
         for rank, each in enumerate(heard):
-            if each["error"] is not None:
-                raise ValueError(f"{what}: rank {rank} refused it: {each['error']}")
+            if each.error is not None:
+                raise ValueError(f"{what}: rank {rank} refused it: {each.error}")
         if not self.leads:  # only now: after an error, rounds of requests may go on that read the ring
-            self._ring.skip_to(heard[0]["position"])
-        first = heard[0]["parts"]
-        for name in dict.fromkeys([*first, *(name for each in heard for name in each["parts"])]):
-            others = [rank for rank, each in enumerate(heard) if each["parts"].get(name) != first.get(name)]
+            self._ring.skip_to(heard[0].position)
+        first = heard[0].parts
+        for name in dict.fromkeys([*first, *(name for each in heard for name in each.parts)]):
+            others = [rank for rank, each in enumerate(heard) if each.parts.get(name) != first.get(name)]
             if others:
                 raise ValueError(
                     f"{what}: the ranks disagree on {name}: rank {', '.join(map(str, others))} differs from rank 0; "
@@ -193,7 +216,7 @@ class Ranks(Alone):
 
     def meet(self) -> None:
         """Wait until all ranks are here."""
-        self._exchange({})
+        self._exchange(None, types.NoneType)
 
     def refresh(self) -> None:
         """Copy the rank's parts of parameters anew, because these have changed."""
@@ -257,9 +280,9 @@ class Ranks(Alone):
                     return
             events.poll(seconds * 1000)
 
-    def _exchange(self, message: dict) -> list[dict]:
-        """The messages of all ranks, by rank."""
-        text = json.dumps(message).encode()
+    def _exchange(self, message: Any, kind: type) -> list[Any]:
+        """The messages of all ranks, by rank, each of this kind. ValueError on all ranks if one is of another."""
+        text = to_json(message)
         if len(text) > WIDTH:
             raise ValueError(f"a message of {len(text)} bytes to the other ranks is longer than {WIDTH}")
         mine = torch.frombuffer(bytearray(text.ljust(WIDTH)), dtype=torch.uint8)
@@ -270,7 +293,10 @@ class Ranks(Alone):
             if self._processes:
                 self._name_the_lost(error)
             raise
-        return [json.loads(bytes(each.tolist())) for each in heard]
+        return [
+            from_json(each.numpy().tobytes(), kind, f"tensor_parallel: the message of rank {rank}")
+            for rank, each in enumerate(heard)
+        ]
 
 
 def digest(value: Any) -> str:

@@ -2,8 +2,12 @@
 
 import datetime
 import os
+import socket
+import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +26,11 @@ LOOK = 0.1
 _meetings: dict[str, int] = defaultdict(int)
 """How often the ranks of a group have come together, by its name."""
 ADVICE = "start the script by torchrun --standalone --nproc-per-node N"
+ONE_HOST = "tensor_parallel: the ranks have to be processes of one host; start torchrun on one"
+STORE = "SPEC_COMPILE_STORE"
+"""The variable with the path of a file in which the ranks meet, if no address is to be opened for it."""
+LOOPBACK, INTERFACE = "127.0.0.1", "lo0" if sys.platform == "darwin" else "lo"
+"""Where ranks meet and talk, which no other host can reach."""
 
 
 def find_ranks(option: Any, model: Any) -> Alone:
@@ -69,21 +78,23 @@ def find_ranks(option: Any, model: Any) -> Alone:
     _meetings[group.group_name] += 1
     arrive(default_store(), f"{group.group_name} {_meetings[group.group_name]}", group.rank(), size)
     members = dist.get_process_group_ranks(group)
-    talk = dist.new_group(members, backend="gloo", timeout=TIMEOUT, use_local_synchronization=True)
+    with _gloo_on_loopback():
+        talk = dist.new_group(members, backend="gloo", timeout=TIMEOUT, use_local_synchronization=True)
     return Ranks(group, talk, gpu_of(device), TIMEOUT.total_seconds())
 
 
 def arrive(store: dist.Store, meeting: str, rank: int, size: int) -> None:
-    """Wait for `size` ranks, of which this is number `rank`.
+    """Wait for `size` ranks of this host, of which this is number `rank`.
 
     store: which they share. meeting: its name, the same on all of them.
 
-    RuntimeError on all ranks, naming those that have not come, when one has waited for `TIMEOUT`.
+    RuntimeError on all ranks, naming those that have not come, when one has waited for `TIMEOUT`. ValueError on all
+    ranks if they are of several hosts.
     """
     keys, verdict = [f"spec_compile {meeting} {each}" for each in range(size)], f"spec_compile {meeting} late"
     end = time.monotonic() + TIMEOUT.total_seconds()
     try:
-        store.set(keys[rank], "")
+        store.set(keys[rank], os.uname().nodename)
         while not store.check(keys):
             if store.check([verdict]):
                 break
@@ -91,11 +102,14 @@ def arrive(store: dist.Store, meeting: str, rank: int, size: int) -> None:
                 store.set(verdict, ", ".join(str(each) for each in range(size) if not store.check([keys[each]])))
                 time.sleep(5 * LOOK)  # this process may keep the store, in which the others read the verdict
             time.sleep(LOOK)
-        late = store.get(verdict).decode() if store.check([verdict]) else ""
+        late = store.get(verdict).decode(errors="replace") if store.check([verdict]) else ""
+        hosts = set() if late else {store.get(each) for each in keys}
     except RuntimeError as error:  # the store does not answer
         raise _never_came("0") from error
     if late:
         raise _never_came(late)
+    if len(hosts) > 1:
+        raise ValueError(ONE_HOST)
 
 
 def _never_came(ranks: str) -> RuntimeError:
@@ -117,14 +131,49 @@ def _world(device: torch.device) -> dist.ProcessGroup | None:
         rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
         if size == 1:
             return None
+        if int(os.environ.get("LOCAL_WORLD_SIZE", size)) < size:
+            raise ValueError(ONE_HOST)
         os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")  # else captured collectives take streams of their own
-        hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        try:
-            store = dist.TCPStore(*where, size, hosts, TIMEOUT, wait_for_workers=False, multi_tenant=True)
-        except RuntimeError as error:
-            raise _never_came("0") from error
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", INTERFACE)
+        store = _store(rank, size)
         arrive(store, "start", rank, size)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=rank, world_size=size)
+        with _gloo_on_loopback():
+            dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=rank, world_size=size)
     return dist.group.WORLD
+
+
+def _store(rank: int, size: int) -> dist.Store:
+    """A file, or the store of torchrun, or else one that the first rank keeps on loopback, where torch's would listen
+    on all addresses.
+
+    RuntimeError if the first rank does not come, or cannot have the port.
+    """
+    if path := os.environ.get(STORE):
+        return dist.FileStore(path, size)
+    port = int(os.environ["MASTER_PORT"])
+    try:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            host = os.environ["MASTER_ADDR"]
+            return dist.TCPStore(host, port, size, False, TIMEOUT, wait_for_workers=False, multi_tenant=True)
+        listener = socket.create_server((LOOPBACK, port)).detach() if rank == 0 else None
+        return dist.TCPStore(
+            LOOPBACK, port, size, rank == 0, TIMEOUT, wait_for_workers=False, master_listen_fd=listener
+        )
+    except OSError as error:
+        raise RuntimeError(f"tensor_parallel: rank 0 cannot listen at MASTER_PORT {port}: {error}; {ADVICE}") from error
+    except RuntimeError as error:
+        raise _never_came("0") from error
+
+
+@contextmanager
+def _gloo_on_loopback() -> Iterator[None]:
+    """A context in which gloo listens on loopback alone, unless the user has named its interface."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+    try:
+        yield
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]

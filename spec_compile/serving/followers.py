@@ -6,11 +6,15 @@ server breaks, so no process outlives it.
 
 import json
 import os
-import socket
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
+import weakref
 from typing import Any
+
+from ..parallel.start import STORE
 
 COMMAND = [sys.executable, "-m", "spec_compile.serving.followers"]
 WATCH = 0.5
@@ -28,10 +32,9 @@ class Followers:
 
     def __init__(self, size: int, arguments: dict[str, Any]):
         """size: number of ranks, one for each GPU. arguments: of `server.build`, all of them JSON."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        os.environ |= _rank_environment(0, size, port)
+        folder = tempfile.mkdtemp(prefix="spec_compile_")  # of mode 0700: only this user can join the ranks
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        os.environ |= _rank_environment(0, size, folder)
         self._is_loaded = threading.Event()
         self.processes = [
             # They have their own sessions, so that Ctrl-C reaches only the server, which lets requests end.
@@ -39,7 +42,7 @@ class Followers:
                 COMMAND,
                 stdin=subprocess.PIPE,
                 start_new_session=True,
-                env=os.environ | _rank_environment(rank, size, port),
+                env=os.environ | _rank_environment(rank, size, folder),
             )
             for rank in range(1, size)
         ]
@@ -80,10 +83,10 @@ class Followers:
                 process.kill()
 
 
-def _rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """The variables that torchrun would set."""
+def _rank_environment(rank: int, size: int, folder: str) -> dict[str, str]:
+    """The variables that torchrun would set, and a file in place of its address."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    return {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {name: str(value) for name, value in names.items()} | {STORE: os.path.join(folder, "store")}
 
 
 def main() -> None:

@@ -71,7 +71,7 @@ def test_every_route_needs_a_key(client, method, path):
 def test_each_key_opens_all_routes(client, monkeypatch, headers):
     """The key's digest is the owner of the call, and /health needs none."""
     owners, made = [], call.HttpCall
-    monkeypatch.setattr(call, "HttpCall", lambda loop, owner: owners.append(owner) or made(loop, owner))
+    monkeypatch.setattr(call, "HttpCall", lambda loop, owner, **more: owners.append(owner) or made(loop, owner, **more))
     body = {"prompt": PROMPT, "max_tokens": 2}
     assert client.post("/v1/completions", json=body, headers=headers).status_code == 200
     assert client.get("/metrics", headers=headers).status_code == 200

@@ -423,6 +423,9 @@ def test_ranks_serve_one_model_and_end_together(folder, alone, size):
         assert text == expected(alone, PROMPT, seed=5, **options)
         followers = psutil.Process(process.pid).children()
         assert len(followers) == size - 1
+        sockets = [each for one in (psutil.Process(process.pid), *followers) for each in one.net_connections()]
+        listening = {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
+        assert listening <= {"127.0.0.1", "::1"}
         followers[-1].kill()
         wait_until(lambda: client.get("/health").status_code == 503)
         assert f"rank {size - 1}" in client.get("/health").text and process.wait(30) == 1
@@ -453,7 +456,13 @@ def test_a_rank_that_does_not_start_ends_the_server():
 def test_a_model_that_cannot_be_loaded_ends_the_other_ranks(tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(followers, "COMMAND", [sys.executable, "-c", "input(); input()"])
-    monkeypatch.setattr(followers.Followers, "stop", lambda ranks: started.extend(ranks.processes))
+
+    def stop(ranks):
+        started.extend(ranks.processes)
+        folder = os.path.dirname(os.environ[followers.STORE])
+        assert os.stat(folder).st_mode & 0o777 == 0o700  # no other user joins them
+
+    monkeypatch.setattr(followers.Followers, "stop", stop)
     monkeypatch.setattr(followers.os, "environ", dict(os.environ))
     with pytest.raises(OSError, match="none"):
         build(tmp_path / "none", tensor_parallel=2, device="cpu")
