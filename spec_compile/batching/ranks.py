@@ -83,8 +83,8 @@ class Shadow(Job):
 
 
 @dataclass
-class Change:
-    """What the first rank does before a round. left: requests that are cancelled. entered: those that begin."""
+class RoundChange:
+    """The first rank's changes before a round. left: requests that are cancelled. entered: those that begin."""
 
     left: list[str]
     entered: list[Admission]

@@ -16,7 +16,7 @@ from .decoding import Decoder
 from .job import Job
 from .lora_slots import LoraSlots
 from .prompts import Prompts
-from .ranks import Admission, Change, Shadow
+from .ranks import Admission, RoundChange, Shadow
 
 log = logging.getLogger("spec_compile")
 
@@ -66,7 +66,7 @@ class Scheduler:
                 self.decoder.launch()
             self._change(news)
         else:
-            change = unpack(self.ranks.lead(lambda: pack(self._change(news))), Change, "the requests of rank 0")
+            change = unpack(self.ranks.lead(lambda: pack(self._change(news))), RoundChange, "the requests of rank 0")
             if not self.ranks.leads:
                 self._change_alike(change)
         if self.prompts.active:
@@ -147,16 +147,16 @@ class Scheduler:
                     job.failure = error
             self._unchecked.clear()
 
-    def _change(self, news: list[Job]) -> Change:
+    def _change(self, news: list[Job]) -> RoundChange:
         """Let cancelled requests leave, and others enter as far as there are rows. Requests that are over go to `news`.
 
         Returns who has left and who has entered, for the other ranks.
         """
         cancelled = [job for job in self.jobs if job.is_cancelled]
         news += self.drop(cancelled)
-        return Change([job.request_id for job in cancelled], self._admit(news))
+        return RoundChange([job.request_id for job in cancelled], self._admit(news))
 
-    def _change_alike(self, change: Change) -> None:
+    def _change_alike(self, change: RoundChange) -> None:
         """Repeat a `_change` of the first rank."""
         self.drop([job for job in self.jobs if job.request_id in change.left])
         for admission in change.entered:

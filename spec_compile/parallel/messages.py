@@ -1,4 +1,4 @@
-"""What ranks tell each other, as plain data: JSON with the fields of known dataclasses, and a checksum."""
+"""Messages between ranks as plain data: JSON with the fields of known dataclasses, and a checksum."""
 
 import dataclasses
 import enum
@@ -21,7 +21,7 @@ def to_json(value: Any) -> bytes:
 
 
 def from_json(data: bytes, kind: Any, name: str) -> Any:
-    """What `to_json` was given.
+    """The value that `to_json` was given.
 
     kind: its type, with those of its items; a dataclass by its fields.
     name: of the message, for errors.
@@ -45,7 +45,7 @@ def pack(value: Any) -> list[int]:
 
 
 def unpack(numbers: list[int], kind: Any, name: str) -> Any:
-    """What `pack` was given. kind, name, errors: see `from_json`."""
+    """The value that `pack` was given. kind, name, errors: see `from_json`."""
     length, checksum, *words = numbers if len(numbers) > 1 else (-1, 0)
     data = np.array(words, dtype=np.int64).tobytes()[: max(length, 0)]
     if not (0 <= length <= MOST_BYTES and len(words) == -(-length // 8) and zlib.crc32(data) == checksum):

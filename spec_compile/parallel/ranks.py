@@ -35,7 +35,7 @@ LOST = "onnection", "imed out", "imeout"
 
 @dataclass
 class Hello:
-    """What a rank tells of itself. process: its id and when it was made. gpu: its name, "" on a CPU. ring: the path of
+    """A rank's description of itself. process: its id and when it was made. gpu: its name, "" on a CPU. ring: the path of
     the first rank's `CommandRing`, None from the others."""
 
     process: tuple[int, float]
@@ -44,8 +44,8 @@ class Hello:
 
 
 @dataclass
-class Asked:
-    """What a rank was asked for. error: why it refuses, or None. parts: digests of the facts, by name. position: in the
+class RankTask:
+    """The task of a rank. error: why it refuses, or None. parts: digests of the facts, by name. position: in the
     ring."""
 
     error: str | None
@@ -197,7 +197,7 @@ class Ranks(Alone):
         digests = {name: digest(value) for name, value in parts.items()} if error is None else {}
         # JSON takes up to six bytes for a character.
         reason = f"{type(error).__name__}: {error}"[: WIDTH // 8] if error is not None else None
-        heard = self._exchange(Asked(reason, digests, self._ring.position), Asked)
+        heard = self._exchange(RankTask(reason, digests, self._ring.position), RankTask)
         if error is not None:
             return
         for rank, each in enumerate(heard):

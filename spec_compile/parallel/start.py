@@ -168,7 +168,7 @@ def _store(rank: int, size: int) -> dist.Store:
 
 @contextmanager
 def _gloo_on_loopback() -> Iterator[None]:
-    """A context in which gloo listens on loopback alone, unless the user has named its interface."""
+    """A context in which gloo listens on loopback only, unless the user has named its interface."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         yield
         return

@@ -108,7 +108,7 @@ def test_activations_of_zeros_and_of_nan(dtype, level):
         form = form_of(quantised.layout_of(kind), weight.dtype)
         x = torch.zeros(2, 128, dtype=dtype)
         x[1, 7] = torch.nan
-        got = multiply(form, x, weight, torch.ones(3, 1), None, level)
+        got = multiply(form, x, weight, torch.ones(3 if codes else 1, 1), None, level)
         assert torch.equal(got[0], torch.zeros(3, dtype=dtype)) and got[1].isnan().all(), got
 
 
@@ -119,8 +119,8 @@ def test_threads_give_the_same_bits(level):
     calls = [
         (NUMBERS[FLOAT32], x, weight, None, None),
         (form_of(packed.layout, torch.int8), x, *packed.parts.values(), None),
-        (form_of(layout, torch.int8), x, *parts, None),
-        (form_of(layout, torch.int8), x.bfloat16(), *parts, None),
+        (form_of(layout, torch.int32), x, *parts, None),
+        (form_of(layout, torch.int32), x.bfloat16(), *parts, None),
     ]
     one = [multiply(*call, level) for call in calls]
     torch.set_num_threads(2)

@@ -208,8 +208,8 @@ def without(name):
         (asked(error=7), "error: expected str, got int"),
         (asked(parts={"the model": ["a"]}), "parts.the model: expected str, got list"),
         (asked(parts=None), "parts: expected dict"),
-        ([asked()], "expected the fields of Asked, got list"),
-        (None, "expected the fields of Asked, got NoneType"),
+        ([asked()], "expected the fields of RankTask, got list"),
+        (None, "expected the fields of RankTask, got NoneType"),
         (b"\x80\x04\x95 a pickle", "it is damaged"),
         (b"{" * 4000, "it is damaged"),
         (b"[" * 4000, "it is damaged"),
@@ -220,7 +220,7 @@ def without(name):
 def test_messages_of_another_kind_are_refused_by_name(data, reason):
     data = data if isinstance(data, bytes) else json.dumps(data).encode()
     with pytest.raises(ValueError, match="message") as refusal:
-        messages.from_json(data, ranks.Asked, "message")
+        messages.from_json(data, ranks.RankTask, "message")
     assert reason in str(refusal.value)
 
 
@@ -246,16 +246,16 @@ def test_all_ranks_refuse_a_message_by_name(tmp_path):
     """Whoever sent it, and whatever way it took: between all ranks, as a result of the first, or through the ring."""
 
     @dataclasses.dataclass
-    class Newer(ranks.Asked):
+    class Newer(ranks.RankTask):
         more: int = 0
 
     def on_a_rank(rank):
         mine = ranks.Ranks(dist.group.WORLD, dist.group.WORLD, "", 5.0)
         texts = []
         for attempt in (
-            lambda: mine._exchange((Newer if rank == 1 else ranks.Asked)(None, {}, 0), ranks.Asked),
-            lambda: mine._exchange(None if rank == 1 else ranks.Asked(None, {}, 0), ranks.Asked),
-            lambda: share(mine, {"a": Newer(None, {}, 0)}, dict[str, ranks.Asked]),
+            lambda: mine._exchange((Newer if rank == 1 else ranks.RankTask)(None, {}, 0), ranks.RankTask),
+            lambda: mine._exchange(None if rank == 1 else ranks.RankTask(None, {}, 0), ranks.RankTask),
+            lambda: share(mine, {"a": Newer(None, {}, 0)}, dict[str, ranks.RankTask]),
         ):
             with pytest.raises(ValueError) as refusal:
                 attempt()
@@ -281,7 +281,7 @@ def test_all_ranks_refuse_a_message_by_name(tmp_path):
     first, second = run_ranks(2, on_a_rank, rendezvous=tmp_path / "meeting")
     assert first == second
     assert "the message of rank 1.more: an unknown name; restart all ranks" in first[0]
-    assert "the message of rank 1: expected the fields of Asked" in first[1]
+    assert "the message of rank 1: expected the fields of RankTask" in first[1]
     assert "what rank 0 shares.a.more: an unknown name" in first[2]
 
 

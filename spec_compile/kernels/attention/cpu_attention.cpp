@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <string>
 #include <vector>
 
 #if defined(__x86_64__)
@@ -179,6 +180,70 @@ void attend(const Attention& call, int level, unsigned threads) {
     else job.run();
 }
 
+[[noreturn]] void refuse(const std::string& message) { throw nb::value_error(message.c_str()); }
+
+// Bytes of an argument, none for null.
+struct Bytes {
+    const char* name;
+    uintptr_t begin, end;
+    bool meets(const Bytes& other) const { return begin < other.end && other.begin < end; }
+};
+
+Bytes bytes_of(const char* name, const void* at, int64_t numbers, int64_t size) {
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(at);
+    if (begin % size) refuse(std::string(name) + ": expected an address that is a multiple of a number's size");
+    return {name, begin, begin + uintptr_t(at ? numbers * size : 0)};
+}
+
+Bytes bytes_of(const char* name, const Heads& x, const Attention& call, int64_t heads, int64_t size, int64_t numbers) {
+    if (!x.at) refuse(std::string(name) + ": it has no memory");
+    return bytes_of(name, x.at, (call.batch - 1) * x.batch_stride + (heads - 1) * x.head_stride +
+                                    (call.nodes - 1) * x.node_stride + numbers, size);
+}
+
+// Refuse addresses with which the kernel would write over what it reads.
+void check_memory(const Attention& call) {
+    const int64_t size = call.is_bfloat16 ? 2 : 4, slots = call.batch * call.kv_heads * call.slots;
+    const int64_t tokens = call.batch * call.nodes;
+    const Bytes written[] = {bytes_of("key_cache", call.key_cache, slots * call.key_dim, size),
+                             bytes_of("value_cache", call.value_cache, slots * call.value_dim, size)};
+    const Bytes read[] = {
+        bytes_of("q", call.q, call, call.heads, size, call.key_dim),
+        bytes_of("k", call.k, call, call.kv_heads, size, call.key_dim),
+        bytes_of("v", call.v, call, call.kv_heads, size, call.value_dim),
+        bytes_of("cos", call.cos, tokens * call.key_dim, size), bytes_of("sin", call.sin, tokens * call.key_dim, size),
+        bytes_of("lengths", call.lengths, call.batch, 8), bytes_of("ancestors", call.ancestors, tokens, 8),
+        bytes_of("positions", call.positions, tokens, 8), bytes_of("sinks", call.sinks, call.heads, 4)};
+    for (const Bytes& cache : written) {
+        if (!cache.begin) refuse(std::string(cache.name) + ": it has no memory");
+        for (const Bytes& other : read)
+            if (cache.meets(other)) refuse(std::string(other.name) + ": expected other memory than the caches'");
+    }
+    if (!call.lengths || !call.positions) refuse("lengths, positions: they have no memory");
+    if (written[0].meets(written[1])) refuse("value_cache: expected other memory than that of key_cache");
+}
+
+// Refuse numbers with which the kernel would leave the cache, or would sum over other slots than the call sees.
+void check_numbers(const Attention& call) {
+    const auto at = [](int64_t b) { return "[" + std::to_string(b) + "]"; };
+    for (int64_t b = 0; b < call.batch; b++) {
+        const int64_t length = call.lengths[b], most = call.slots - call.nodes;
+        if (length < 0 || length > most)
+            refuse("lengths" + at(b) + ": expected 0 to " + std::to_string(most) + ", so that " +
+                   std::to_string(call.nodes) + " tokens fit into the cache, got " + std::to_string(length));
+        int64_t least = length;
+        for (int64_t n = 0; n < call.nodes && call.window; n++) {
+            const int64_t position = call.positions[b * call.nodes + n];
+            if (position < least || position > INT32_MAX)
+                refuse("positions" + at(b) + at(n) + ": expected at least lengths" + at(b) +
+                       ", ascending in a causal chunk, and below 2 ** 31, got " + std::to_string(position));
+            if (!call.ancestors) least = position + 1;
+        }
+    }
+    if (!(std::isfinite(call.outer) && call.outer > 0 && std::isfinite(call.inner) && call.inner >= 0))
+        refuse("scale, softcap: expected positive finite factors");
+}
+
 Heads heads_of(uintptr_t at, nb::tuple strides) {
     return {reinterpret_cast<const void*>(at), nb::cast<int64_t>(strides[0]), nb::cast<int64_t>(strides[1]),
             nb::cast<int64_t>(strides[2])};
@@ -201,6 +266,8 @@ NB_MODULE(_cpu_attention, m) {
                              reinterpret_cast<const int64_t*>(positions), reinterpret_cast<const float*>(sinks),
                              reinterpret_cast<void*>(out), size(0), size(1), size(2), size(3), size(4), size(5),
                              size(6), inner, outer, softcap, is_bfloat16, window};
+        check_memory(call);
+        check_numbers(call);
         nb::gil_scoped_release without_lock;
         attend(call, level, threads);
     });

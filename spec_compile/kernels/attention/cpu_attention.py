@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ... import extensions
+from ...tree import MAX_NODES
 from .. import ops
 from ..cpu_level import HIGHEST
 from ..plain import are_plain
@@ -32,6 +33,7 @@ def cpu_attention(call: AttentionCall) -> Tensor:
     """The call. -> [B, N, H, Dv]."""
     if not are_plain():
         return attend(call)
+    check(call)
     if call.cos is not None:
         q, k = (ops.rotated(x, call.cos, call.sin) for x in call[:2])
         call = call._replace(q=q, k=k, cos=None, sin=None)
@@ -39,8 +41,10 @@ def cpu_attention(call: AttentionCall) -> Tensor:
 
 
 def attend(call: AttentionCall, level: int | None = None) -> Tensor:
-    """The call by the kernel, at a level of instructions (None: the best)."""
-    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in call[:3])
+    """The call by the kernel, at a level of instructions (None: the best). See `check` for what is raised; the kernel
+    checks lengths, positions and addresses."""
+    check(call)
+    (q, q_strides), (k, k_strides), (v, v_strides) = map(_in_rows, call[:3])
     lengths, positions = call.lengths.contiguous(), call.positions.contiguous()
     ancestors = None if call.ancestors is None else call.ancestors.contiguous()
     sinks = None if call.sinks is None else call.sinks.float().contiguous()
@@ -49,9 +53,11 @@ def attend(call: AttentionCall, level: int | None = None) -> Tensor:
     inner = 0.0 if call.softcap is None else call.scale / call.softcap * 2 * LOG2E
     out = call.empty_output()
     batch, heads, nodes, key_dim = q.shape
+    if not batch or not nodes:
+        return out
     _, kv_heads, slots, value_dim = call.value_cache.shape
     _cpu_attention.attend(
-        q.data_ptr(), q.stride(), k.data_ptr(), k.stride(), v.data_ptr(), v.stride(), call.key_cache.data_ptr(),
+        q.data_ptr(), q_strides, k.data_ptr(), k_strides, v.data_ptr(), v_strides, call.key_cache.data_ptr(),
         call.value_cache.data_ptr(), 0 if cos is None else cos.data_ptr(), 0 if sin is None else sin.data_ptr(),
         lengths.data_ptr(), 0 if ancestors is None else ancestors.data_ptr(), positions.data_ptr(),
         0 if sinks is None else sinks.data_ptr(), out.data_ptr(),
@@ -61,11 +67,95 @@ def attend(call: AttentionCall, level: int | None = None) -> Tensor:
     return out
 
 
+def _in_rows(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """x with the numbers of a head side by side, and its strides."""
+    strides = x.stride()
+    if strides[3] == 1:
+        return x, strides
+    x = x.contiguous()
+    return x, x.stride()
+
+
+def check(call: AttentionCall) -> None:
+    """TypeError and ValueError for tensors of other dtypes and shapes than `AttentionCall` states; it reads none.
+
+    Every layer of a round comes here, so it makes nothing but comparisons.
+    """
+    q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window = call[:12]
+    if k is None or v is None:
+        raise TypeError("k, v: expected tensors, got None")
+    dtype = q.dtype
+    if dtype not in DTYPES:
+        raise TypeError(f"q: expected float32 or bfloat16, got {dtype}")
+    sizes, caches, value_sizes = q.shape, key_cache.shape, value_cache.shape
+    if len(sizes) != 4 or len(caches) != 4 or len(value_sizes) != 4:
+        raise ValueError("q, key_cache, value_cache: expected tensors of 4 dimensions")
+    batch, heads, nodes, key_dim = sizes
+    kv_heads, slots, value_dim = caches[1], caches[2], value_sizes[3]
+    if not (heads and kv_heads and key_dim and value_dim) or heads % kv_heads:
+        raise ValueError(
+            f"q: expected a multiple of the cache's heads, and at least one number a head, got {heads} query heads for "
+            f"{kv_heads} heads of {key_dim} and {value_dim} numbers"
+        )
+    block, keys = (batch, nodes), (batch, kv_heads, nodes, key_dim)
+    if k.shape != keys or v.shape != (*keys[:3], value_dim) or not k.dtype is v.dtype is dtype:
+        _expect("k", k, keys, dtype)
+        _expect("v", v, (*keys[:3], value_dim), dtype)
+    if caches != (batch, kv_heads, slots, key_dim) or not key_cache.dtype is value_cache.dtype is dtype:
+        _expect("key_cache", key_cache, (batch, kv_heads, slots, key_dim), dtype)
+        _expect("value_cache", value_cache, (batch, kv_heads, slots, value_dim), dtype)
+    if value_sizes != (batch, kv_heads, slots, value_dim):
+        _expect("value_cache", value_cache, (batch, kv_heads, slots, value_dim), dtype)
+    if positions.shape != block or lengths.shape != block[:1] or not lengths.dtype is positions.dtype is torch.int64:
+        _expect("lengths", lengths, block[:1], torch.int64)
+        _expect("positions", positions, block, torch.int64)
+    if not key_cache.is_contiguous() or not value_cache.is_contiguous():
+        raise ValueError("key_cache, value_cache: expected contiguous tensors")
+    if slots < nodes or slots >= 1 << 31:
+        raise ValueError(f"key_cache: expected {nodes} to 2 ** 31 - 1 slots, got {slots}")
+    if ancestors is not None:
+        _expect("ancestors", ancestors, block, torch.int64)
+        if nodes > MAX_NODES:
+            raise ValueError(f"ancestors: expected at most {MAX_NODES} nodes, got {nodes}")
+    if sinks is not None:
+        _expect("sinks", sinks, (heads,), sinks.dtype if sinks.is_floating_point() else dtype)
+    if call.cos is not None or call.sin is not None:
+        _check_angles(call, (batch, nodes, key_dim))
+    if not scale > 0 or (softcap is not None and not softcap > 0) or (window is not None and window < 1):
+        raise ValueError(f"scale, softcap, window: expected positive numbers, got {scale}, {softcap}, {window}")
+
+
+def _check_angles(call: AttentionCall, shape: tuple[int, ...]) -> None:
+    if call.cos is None or call.sin is None:
+        raise TypeError("cos, sin: expected both or neither")
+    if shape[2] % 2:
+        raise ValueError(f"cos: expected heads of an even number of numbers, got {shape[2]}")
+    _expect("cos", call.cos, shape, call.q.dtype)
+    _expect("sin", call.sin, shape, call.q.dtype)
+
+
+def _expect(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if x.dtype is not dtype:
+        raise TypeError(f"{name}: expected {dtype}, got {x.dtype}")
+    if x.shape != shape:
+        raise ValueError(f"{name}: expected the shape {list(shape)}, got {list(x.shape)}")
+
+
+def _empty_output(call: AttentionCall) -> Tensor:
+    """The fake result, for which sizes that are not known yet are not compared."""
+    others = (x for x in call if isinstance(x, Tensor))
+    if any(x.device != call.q.device for x in others):
+        raise ValueError(f"q: expected all tensors on its device, {call.q.device}")
+    if all(isinstance(size, int) for x in call if isinstance(x, Tensor) for size in x.shape):
+        check(call)
+    return call.empty_output()
+
+
 # `torch.library.custom_op` would add 15 microseconds to each of the layers of a round.
 _LIBRARY = torch.library.Library("spec_compile", "FRAGMENT")
 _LIBRARY.define("cpu_attention" + schema_of(TAKES))
 _LIBRARY.impl("cpu_attention", from_arguments(cpu_attention, TAKES), "CPU")
-torch.library.register_fake("spec_compile::cpu_attention", from_arguments(AttentionCall.empty_output, TAKES))
+torch.library.register_fake("spec_compile::cpu_attention", from_arguments(_empty_output, TAKES))
 TARGETS.add(torch.ops.spec_compile.cpu_attention.default)
 BACKEND = Backend(
     "cpu", lambda use: torch.ops.spec_compile.cpu_attention.default, frozenset({"cpu"}), frozenset(DTYPES),

@@ -61,7 +61,7 @@ INLINE Floats exp2_of(Floats x) {
     p = fma(p, f, spread(2.402264791363012e-1f));
     p = fma(p, f, spread(6.931472028550421e-1f));
     p = fma(p, f, spread(1.f));
-    const Floats power = (Floats)((Ints)p + ((Ints)shifted << 23));
+    const Floats power = (Floats)((Words)p + ((Words)shifted << 23));
     return x < spread(-126.f) ? spread(0.f) : power;
 }
 

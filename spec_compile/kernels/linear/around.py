@@ -36,6 +36,7 @@ def add_around_product(
     bias: Tensor | None, kind: str, is_gated: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """-> ``x + residual``, rounded to their dtype, and `around_product` of that; x, residual [..., I]."""
+    check_residual(x, residual)
     form = form_of(x, parts, kind)
     if form is None:
         stream = x + residual
@@ -43,6 +44,14 @@ def add_around_product(
     stream = x.new_empty(x.shape)
     around = Around(norm, eps, offset, residual.contiguous(), stream, is_gated)
     return stream, _run(form, x, parts, bias, around)
+
+
+def check_residual(x: Tensor, residual: Tensor) -> None:
+    """TypeError and ValueError unless the kernel can add both."""
+    if residual.dtype is not x.dtype:
+        raise TypeError(f"residual: expected {x.dtype}, got {residual.dtype}")
+    if residual.shape != x.shape:
+        raise ValueError(f"residual: expected x's shape {list(x.shape)}, got {list(residual.shape)}")
 
 
 def serves(dtype: torch.dtype, parts: list[Tensor], kind: str) -> bool:
@@ -55,7 +64,10 @@ def serves(dtype: torch.dtype, parts: list[Tensor], kind: str) -> bool:
 
 def form_of(x: Tensor, parts: list[Tensor], kind: str) -> ProductForm | None:
     """How the kernel takes the product; None: it does not."""
+    if not parts or (not kind and len(parts) > 1) or not x.dim() or not x.shape[-1]:
+        raise ValueError(f"x, parts: expected [..., I] and a layer, got {list(x.shape)} and {len(parts)} parts")
     if x.dtype != torch.bfloat16:
+        few_rows.check_activations(x)
         return None
     if kind:
         return few_rows.form_here(kind, x, parts)
@@ -99,11 +111,14 @@ ADD_AROUND = torch.ops.spec_compile.add_around_product.default
 
 @torch.library.register_fake("spec_compile::around_product")
 def _(x, norm, eps, offset, parts, bias, kind, is_gated):
+    few_rows.check_devices(x, norm, *parts, bias)
     return x.new_empty(*x.shape[:-1], outputs_of(x, parts, kind, is_gated))
 
 
 @torch.library.register_fake("spec_compile::add_around_product")
 def _(x, residual, norm, eps, offset, parts, bias, kind, is_gated):
+    few_rows.check_devices(x, residual, norm, *parts, bias)
+    check_residual(x, residual)
     return x.new_empty(x.shape), x.new_empty(*x.shape[:-1], outputs_of(x, parts, kind, is_gated))
 
 

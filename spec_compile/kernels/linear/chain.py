@@ -5,6 +5,7 @@ Between two calls of attention a decoder layer has four products. As four ops, e
 """
 
 import functools
+import operator
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from . import around, few_rows
 
 KNOWN = 4096
 """Chains whose addresses are kept."""
+DTYPE = operator.attrgetter("dtype")
 
 
 class Link(NamedTuple):
@@ -57,7 +59,10 @@ def chain_products(
     known = _known_chain(x, norms, eps, parts, biases, links)
     if known is None:
         return _one_by_one(x, residual, _split(norms, eps, parts, biases, links))
-    chain, outputs = known
+    chain, outputs, width = known
+    if residual.dtype is not torch.bfloat16 or residual.shape != (*x.shape[:-1], width):
+        shape = [*x.shape[:-1], width]
+        raise ValueError(f"residual: expected bfloat16 {shape}, got {residual.dtype} {list(residual.shape)}")
     x, residual = x.contiguous(), residual.contiguous()
     stream, out = residual.new_empty(residual.shape), x.new_empty(*x.shape[:-1], outputs)
     rows = x.numel() // x.shape[-1]
@@ -68,30 +73,39 @@ def chain_products(
 
 @functools.cache
 def links_of(text: str) -> tuple[Link, ...]:
-    """The links of a text."""
+    """The links of a text; ValueError if it has others than `Link.text`."""
     links = []
-    for link in text.split(";"):
-        kind, parts, flags, offset = link.split("|")
-        adds, has_bias, is_gated = (flag == "1" for flag in flags)
-        links.append(Link(kind, int(parts), adds, has_bias, is_gated, None if offset == "None" else float(offset)))
+    try:
+        for link in text.split(";"):
+            kind, parts, flags, offset = link.split("|")
+            adds, has_bias, is_gated = (flag == "1" for flag in flags)
+            links.append(Link(kind, int(parts), adds, has_bias, is_gated, None if offset == "None" else float(offset)))
+    except ValueError as error:
+        raise ValueError(f"links: expected texts of `Link`, got {text!r}") from error
     return tuple(links)
 
 
 _known: dict[tuple, tuple] = {}
-"""By texts, levels, addresses and sizes of tensors: chains of the kernel, and the outputs of the last product."""
+"""By texts, levels, addresses, dtypes, sizes and strides of tensors: chains of the kernel, the outputs of the last
+product, and the width of the stream."""
 
 
 def _known_chain(
     x: Tensor, norms: list[Tensor], eps: list[float], parts: list[Tensor], biases: list[Tensor], links: str
 ) -> tuple | None:  # fmt: skip
-    """The chain of the kernel, and its outputs; None: it does not serve."""
+    """The chain of the kernel, its outputs, and the width of the stream; None: it does not serve."""
+    if not x.dim() or not x.shape[-1]:
+        raise ValueError(f"x: expected rows of at least one input, got the shape {list(x.shape)}")
     if are_plain() or x.dtype != torch.bfloat16:
         return None
     rows, inputs = x.numel() // x.shape[-1], x.shape[-1]
     if rows > few_rows.MAX_ROWS and any(not link.kind for link in links_of(links)):
         return None  # because a library multiplies so many rows by weights of bfloat16
     tensors = *norms, *parts, *biases
-    key = links, inputs, few_rows.BEST, *eps, *map(Tensor.data_ptr, tensors), *map(Tensor.numel, tensors)
+    key = (
+        links, inputs, few_rows.BEST, *eps, *map(Tensor.data_ptr, tensors), *map(Tensor.numel, tensors),
+        *map(Tensor.stride, tensors), *map(DTYPE, tensors),
+    )  # fmt: skip
     if key not in _known:
         if len(_known) == KNOWN:
             _known.clear()
@@ -101,7 +115,7 @@ def _known_chain(
 
 def _made(x: Tensor, split: list["_Product"]) -> tuple | None:
     """A chain of the kernel for rows like x [1, I]."""
-    chain = few_rows.made_chain()
+    chain, width = few_rows.made_chain(), None
     for link, norm, eps, parts, bias in split:
         form = around.form_of(x, parts, link.kind)
         if form is None or (bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous())):
@@ -109,8 +123,14 @@ def _made(x: Tensor, split: list["_Product"]) -> tuple | None:
         scales = parts[1] if len(parts) > 1 else None
         place = few_rows.Around(norm, eps, link.offset, is_gated=link.is_gated)
         chain.add(*few_rows.constants(form, x.dtype, x.shape[1], parts[0], scales, bias), *place.constants)
+        if norm is not None:
+            if width not in (None, x.shape[1]):
+                raise ValueError(f"norms: expected all to be of one stream, got {width} and {x.shape[1]} inputs")
+            width = x.shape[1]
         x = x.new_empty(1, parts[0].shape[0] // (2 if link.is_gated else 1))
-    return chain, x.shape[1]
+    if width is None:
+        raise ValueError("links: expected one that adds to the stream")
+    return chain, x.shape[1], width
 
 
 class _Product(NamedTuple):
@@ -126,9 +146,15 @@ class _Product(NamedTuple):
 def _split(
     norms: list[Tensor], eps: list[float], parts: list[Tensor], biases: list[Tensor], links: str
 ) -> list[_Product]:  # fmt: skip
-    both, each_part, each_bias = zip(norms, eps, strict=True), iter(parts), iter(biases)
+    counts = len(norms), len(eps), len(parts), len(biases)
+    taken = links_of(links)
+    adding = sum(link.adds for link in taken)
+    wanted = adding, adding, sum(link.parts for link in taken), sum(link.has_bias for link in taken)
+    if counts != wanted or any(link.parts < 1 for link in taken):
+        raise ValueError(f"norms, eps, parts, biases: expected {wanted} of them, as the links say, got {counts}")
+    both, each_part, each_bias = zip(norms, eps), iter(parts), iter(biases)
     split = []
-    for link in links_of(links):
+    for link in taken:
         norm, each = next(both) if link.adds else (None, 0.0)
         own = [next(each_part) for _ in range(link.parts)]
         split.append(_Product(link, norm, each, own, next(each_bias) if link.has_bias else None))
@@ -157,6 +183,7 @@ CHAIN = torch.ops.spec_compile.chain_products.default
 
 @torch.library.register_fake("spec_compile::chain_products")
 def _(x, residual, norms, eps, parts, biases, links):
+    few_rows.check_devices(x, residual, *norms, *parts, *biases)
     for link, _, _, own, _ in _split(norms, eps, parts, biases, links):
         x = x.new_empty(*x.shape[:-1], around.outputs_of(x, own, link.kind, link.is_gated))
     return residual.new_empty(residual.shape), x

@@ -2,7 +2,9 @@
 //
 // BLAS packs blocks of w before it multiplies, which pays for many rows of x only, and reads no codes of few bits.
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include <nanobind/nanobind.h>
@@ -138,16 +140,82 @@ void run(const Call& call, int level, unsigned threads) {
 
 template <class Type> Type* pointer(uintptr_t address) { return reinterpret_cast<Type*>(address); }
 
-Call call_of(uintptr_t w, uintptr_t scales, uintptr_t bias, int64_t inputs, int64_t outputs, int64_t row_bytes,
-             int dtype, int scale_type, int weights, int rounding, bool scaled_first, bool constant, uintptr_t table,
-             int64_t group, int second, int rounds, uintptr_t norm, float eps, float offset, bool rounds_first,
-             bool is_gated) {
+void require(bool condition, const char* message) {
+    if (!condition) throw nb::value_error(message);
+}
+
+// Refuse a size that is not as expected.
+void require_size(const char* what, int64_t expected, int64_t size) {
+    if (size == expected) return;
+    const std::string sizes = std::to_string(expected) + ", got " + std::to_string(size);
+    require(false, (std::string(what) + ": expected " + sizes).c_str());
+}
+
+// Refuse an address that is null, or no multiple of a number's size.
+void require_memory(const char* name, const void* at, int64_t size) {
+    if (at && reinterpret_cast<uintptr_t>(at) % size == 0) return;
+    const std::string bytes = std::to_string(size) + " bytes";
+    require(false, (std::string(name) + ": expected memory that begins at a multiple of " + bytes).c_str());
+}
+
+int64_t size_of(Number type) { return type == Number::float32 ? 4 : 2; }
+
+// Bytes of a number, a code or a word of weights.
+int64_t size_of(Weights weights) {
+    switch (weights) {
+        case Weights::bfloat16: return 2;
+        case Weights::int8: case Weights::fp8: case Weights::fp8_blocks: return 1;
+        default: return 4;
+    }
+}
+
+constexpr int64_t kMostRoundedInputs = 1 << 16;  // products of bytes, whose sum is an int32
+
+// Refuse a product whose weights, scales or bias are not of its sizes. columns: of the tensor of weights. scale_rows,
+// scale_columns: of that of scales. bias_count: -1 without a bias.
+void check(const Product& p, int64_t columns, int64_t scale_rows, int64_t scale_columns, int64_t bias_count) {
+    const int64_t in_word = p.weights == Weights::blocks4 ? 8 : 4;
+    require(p.inputs > 0, "x: expected rows of at least one input");
+    require_size("weight: its second size", p.in_blocks() ? (p.inputs + 31) / 32 * 32 / in_word : p.inputs, columns);
+    if (p.outputs) require_memory("weight", p.w, size_of(p.weights));
+    if (bias_count >= 0) require_size("bias: its size", p.outputs, bias_count);
+    if (bias_count > 0) require_memory("bias", p.bias, size_of(p.dtype));
+    if (p.weights == Weights::float32 || p.weights == Weights::bfloat16)
+        return require(!p.scales, "scales: expected none for weights of numbers");
+    int64_t rows = p.outputs + p.constant, each = 1;
+    if (p.weights == Weights::fp8_blocks) {
+        rows = (p.outputs + kBlock - 1) / kBlock, each = (p.inputs + kBlock - 1) / kBlock;
+        require(p.scale_type == Number::float32, "scales: expected float32 for blocks of FP8");
+    } else if (p.in_blocks()) {
+        const bool is_read = p.group % 8 == 0 && (p.group <= 256 || p.group % 256 == 0);
+        require(p.group > 0 && (p.group >= p.inputs || is_read),
+                "kind: expected groups of all inputs, of a multiple of 8 up to 256, or of a multiple of 256");
+        each = (p.inputs + p.group - 1) / p.group * (p.second == Second::none ? 1 : 2);
+    }
+    require(p.rounding == Rounding::none || p.rounding == Rounding::fp8_blocks || p.inputs <= kMostRoundedInputs,
+            "x: expected at most 65,536 inputs that are rounded to 8 bits");
+    require_size("scales: their first size", rows, scale_rows);
+    require_size("scales: their second size", each, scale_columns);
+    if (p.outputs) require_memory("scales", p.scales, size_of(p.scale_type));
+}
+
+Call call_of(uintptr_t w, uintptr_t scales, uintptr_t bias, int64_t inputs, int64_t outputs, int64_t columns,
+             int64_t scale_rows, int64_t scale_columns, int64_t bias_count, int dtype, int scale_type, int weights,
+             int rounding, bool scaled_first, bool constant, uintptr_t table, int64_t group, int second, int rounds,
+             uintptr_t norm, int64_t norm_count, float eps, float offset, bool rounds_first, bool is_gated) {
     Product p{};
+    const int64_t row_bytes = columns * size_of(Weights(weights));
     p.w = pointer<const uint8_t>(w), p.scales = pointer<const void>(scales), p.bias = pointer<const void>(bias);
     p.inputs = inputs, p.outputs = outputs, p.row_bytes = row_bytes;
     p.dtype = Number(dtype), p.scale_type = Number(scale_type), p.weights = Weights(weights);
     p.rounding = Rounding(rounding), p.scaled_first = scaled_first, p.constant = constant;
     p.table = pointer<const float>(table), p.group = group, p.second = Second(second), p.rounds = Number(rounds);
+    check(p, columns, scale_rows, scale_columns, bias_count);
+    if (norm_count >= 0) {
+        require_size("norm: its size", inputs, norm_count);
+        require_memory("norm", pointer<const void>(norm), 2);
+    }
+    require(!is_gated || outputs % 2 == 0, "weight: expected an even number of outputs, those of a gate first");
     return {p, {pointer<const void>(norm), nullptr, nullptr, eps, offset, rounds_first, is_gated}};
 }
 
@@ -157,12 +225,20 @@ class Chain {
     explicit Chain(int level) : level(level) {}
 
     template <class... Arguments> void add(Arguments... arguments) {
-        calls.push_back(call_of(arguments...));
-        if (calls.back().around.norm) last_sum = calls.size() - 1;
+        const Call call = call_of(arguments...);
+        if (!calls.empty()) {
+            const Call& before = calls.back();
+            const int64_t given = before.product.outputs / (before.around.is_gated ? 2 : 1);
+            require_size("parts: the inputs of a product after another", given, call.product.inputs);
+        }
+        calls.push_back(call);
+        if (call.around.norm) last_sum = calls.size() - 1;
     }
 
     // stream: memory for the last sum.
     void run(uintptr_t x, uintptr_t residual, uintptr_t stream, uintptr_t out, int64_t rows, unsigned threads) const {
+        if (!rows) return;
+        require_memory("x", pointer<void>(x), 2), require_memory("residual", pointer<void>(residual), 2);
         static thread_local std::vector<uint16_t> results[2], sums[2];
         const void *now = pointer<const void>(x), *before = pointer<const void>(residual);
         for (size_t i = 0; i < calls.size(); i++) {
@@ -195,12 +271,16 @@ NB_MODULE(_few_rows, m) {
     m.def("multiply",
           [](uintptr_t x, uintptr_t out, uintptr_t residual, uintptr_t stream, int64_t rows, int level,
              unsigned threads, uintptr_t w, uintptr_t scales, uintptr_t bias, int64_t inputs, int64_t outputs,
-             int64_t row_bytes, int dtype, int scale_type, int weights, int rounding, bool scaled_first, bool constant,
-             uintptr_t table, int64_t group, int second, int rounds, uintptr_t norm, float eps, float offset,
-             bool rounds_first, bool is_gated) {
-              Call call = call_of(w, scales, bias, inputs, outputs, row_bytes, dtype, scale_type, weights, rounding,
-                                  scaled_first, constant, table, group, second, rounds, norm, eps, offset,
-                                  rounds_first, is_gated);
+             int64_t columns, int64_t scale_rows, int64_t scale_columns, int64_t bias_count, int dtype, int scale_type,
+             int weights, int rounding, bool scaled_first, bool constant, uintptr_t table, int64_t group, int second,
+             int rounds, uintptr_t norm, int64_t norm_count, float eps, float offset, bool rounds_first,
+             bool is_gated) {
+              Call call = call_of(w, scales, bias, inputs, outputs, columns, scale_rows, scale_columns, bias_count, dtype,
+                                  scale_type, weights, rounding, scaled_first, constant, table, group, second, rounds,
+                                  norm, norm_count, eps, offset, rounds_first, is_gated);
+              if (!rows) return;
+              require_memory("x", pointer<void>(x), size_of(call.product.dtype));
+              if (residual) require_memory("residual", pointer<void>(residual), 2);
               call.product.x = pointer<const void>(x), call.product.out = pointer<void>(out);
               call.product.rows = rows;
               call.around.residual = pointer<const void>(residual), call.around.stream = pointer<void>(stream);
@@ -210,7 +290,8 @@ NB_MODULE(_few_rows, m) {
     nb::class_<Chain>(m, "Chain")
         .def(nb::init<int>())
         .def("add",
-             &Chain::add<uintptr_t, uintptr_t, uintptr_t, int64_t, int64_t, int64_t, int, int, int, int, bool, bool,
-                         uintptr_t, int64_t, int, int, uintptr_t, float, float, bool, bool>)
+             &Chain::add<uintptr_t, uintptr_t, uintptr_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int,
+                         int, int, int, bool, bool, uintptr_t, int64_t, int, int, uintptr_t, int64_t, float, float,
+                         bool, bool>)
         .def("run", &Chain::run, nb::call_guard<nb::gil_scoped_release>());
 }

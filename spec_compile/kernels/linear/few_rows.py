@@ -65,8 +65,13 @@ def cpu_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`cpu_linear` of any number of rows by the kernel."""
-    return multiply(NUMBERS[weight.dtype], x, weight, None, bias)
+    """`cpu_linear` of any number of rows by the kernel: x and weight float32 or bfloat16, weight contiguous."""
+    form = NUMBERS.get(weight.dtype)
+    if form is None:
+        raise TypeError(f"weight: expected float32 or bfloat16, got {weight.dtype}")
+    if not BEST:
+        return F.linear(x, weight.to(x.dtype), bias)
+    return multiply(form, x, weight, None, bias)
 
 
 def lack_of_device(dtype: torch.dtype) -> str | None:
@@ -98,10 +103,14 @@ def quantised_product(kind: str, x: Tensor, parts: list[Tensor], bias: Tensor | 
 
 def form_here(kind: str, x: Tensor, parts: list[Tensor]) -> ProductForm | None:
     """How the kernel takes a quantised layer of a kind for activations x; None: it does not."""
-    if x.device.type != "cpu" or are_plain():
+    if x.device.type != "cpu" or are_plain() or not parts:
         return None
     form = _form_of_kind(kind, parts[0].dtype, x.dtype, BEST)
-    return None if form is None or not all(part.is_contiguous() for part in parts) else form
+    if form is None or not all(part.is_cpu and part.is_contiguous() for part in parts):
+        return None
+    if len(parts) != 2:
+        raise ValueError(f"parts: expected weights and scales, got {len(parts)} tensors")
+    return form
 
 
 @functools.cache
@@ -119,13 +128,15 @@ def _form_of_kind(kind: str, weights: torch.dtype, dtype: torch.dtype, best: int
 def form_of(layout: "WeightLayout", dtype: torch.dtype) -> ProductForm | None:
     """The form of a layout whose first part has a dtype; None: the kernel does not read it."""
     if layout.of_cpu:
+        if dtype != torch.int32:
+            return None
         fields = dict(table=layout.table_numbers, group=layout.group, second=layout.second, rounds=layout.rounds)
         return ProductForm(BLOCKS[layout.width], **fields)
     name, _ = layout.packing or ("", 1)
-    if name == "fp8_blocks":
-        return ProductForm(FP8_BLOCKS, 3)
-    if name != "channels":
+    if dtype not in ROUNDINGS or name not in ("channels", "fp8_blocks"):
         return None
+    if name == "fp8_blocks":
+        return ProductForm(FP8_BLOCKS, 3) if dtype == torch.float8_e4m3fn else None
     rounds = layout.row_dtype(torch.empty(0, dtype=dtype))
     scaled_first = rounds is None and dtype != torch.int8
     return ProductForm(WEIGHTS[dtype], ROUNDINGS.get(rounds, 0), scaled_first, not layout.norms_after)
@@ -147,7 +158,12 @@ class Around(NamedTuple):
     @property
     def constants(self) -> tuple:
         """The arguments that are the same in all calls."""
-        return address(self.norm), self.eps, self.offset or 0.0, self.offset is None, self.is_gated
+        count, norm = -1, self.norm
+        if norm is not None:
+            if norm.dtype is not torch.bfloat16 or norm.dim() != 1 or not norm.is_contiguous():
+                raise ValueError(f"norm: expected contiguous bfloat16 [I], got {_told(norm)}")
+            count = norm.numel()
+        return address(norm), count, self.eps, self.offset or 0.0, self.offset is None, self.is_gated
 
 
 NOTHING = Around()
@@ -158,15 +174,19 @@ def multiply(
     level: int | None = None, around: Around = NOTHING,
 ) -> Tensor:  # fmt: skip
     """The kernel, at a level of instructions (None: the best): x [..., I] -> [..., O], or a gate's [..., O / 2], of x's
-    dtype."""
+    dtype. See `constants` for what is raised."""
     shape, x = x.shape, x.contiguous()
-    inputs, outputs = shape[-1], weight.shape[0]
+    if not shape or not shape[-1]:
+        raise ValueError(f"x: expected rows of at least one input, got the shape {list(shape)}")
+    if bias is not None:
+        bias = bias.to(x.dtype).contiguous()
+    inputs = shape[-1]
+    product, place = constants(form, x.dtype, inputs, weight, scales, bias), around.constants
+    outputs = product[4]
     rows, out = x.numel() // inputs, x.new_empty(*shape[:-1], outputs // 2 if around.is_gated else outputs)
-    bias = None if bias is None else bias.to(x.dtype).contiguous()
-    level = BEST if level is None else level
     _few_rows.multiply(
-        x.data_ptr(), out.data_ptr(), address(around.residual), address(around.stream), rows, level,
-        torch.get_num_threads(), *constants(form, x.dtype, inputs, weight, scales, bias), *around.constants,
+        x.data_ptr(), out.data_ptr(), address(around.residual), address(around.stream), rows,
+        BEST if level is None else level, torch.get_num_threads(), *product, *place,
     )  # fmt: skip
     return out
 
@@ -174,12 +194,35 @@ def multiply(
 def constants(
     form: ProductForm, dtype: torch.dtype, inputs: int, weight: Tensor, scales: Tensor | None, bias: Tensor | None
 ) -> tuple:  # fmt: skip
-    """The arguments of a product that are the same in all calls; see `call_of` in few_rows.cpp. bias: of `dtype`."""
+    """The arguments of a product that are the same in all calls; see `call_of` in few_rows.cpp, which compares sizes.
+
+    dtype: of activations and `bias`; TypeError if it, or the scales', is none that the kernel takes. ValueError if a
+    tensor is not laid out as the kernel takes it.
+    """
+    if dtype not in NUMBERS:
+        raise TypeError(f"x: expected float32 or bfloat16, got {dtype}")
+    sizes = weight.shape
+    if len(sizes) != 2 or not weight.is_contiguous() or not weight.is_cpu:
+        raise ValueError(f"weight: expected contiguous [O, I] on a CPU, got {_told(weight)}")
+    scale_type, scale_sizes, bias_count = 0, (0, 0), -1
+    if scales is not None:
+        scale_type, scale_sizes = DTYPES.get(scales.dtype), scales.shape
+        if scale_type is None:
+            raise TypeError(f"scales: expected float32, bfloat16 or float16, got {scales.dtype}")
+        if len(scale_sizes) != 2 or not scales.is_contiguous() or not scales.is_cpu:
+            raise ValueError(f"scales: expected contiguous rows on a CPU, got {_told(scales)}")
+    if bias is not None:
+        bias_count = bias.numel()
+        if bias.dim() != 1 or not bias.is_cpu:
+            raise ValueError(f"bias: expected [O] on a CPU, got {_told(bias)}")
     return (
-        weight.data_ptr(), address(scales), address(bias), inputs, weight.shape[0],
-        weight.stride(0) * weight.element_size(), DTYPES[dtype], 0 if scales is None else DTYPES.get(scales.dtype, 0),
-        *form[:4], address(form.table), *form[5:],
+        weight.data_ptr(), address(scales), address(bias), inputs, *sizes, *scale_sizes, bias_count,
+        DTYPES[dtype], scale_type, *form[:4], address(form.table), *form[5:],
     )  # fmt: skip
+
+
+def _told(x: Tensor) -> str:
+    return f"{x.dtype} {list(x.shape)} with the strides {list(x.stride())} on {x.device}"
 
 
 def made_chain():
@@ -199,4 +242,24 @@ _LIBRARY.impl("few_rows_product", few_rows_product, "CPU")
 
 @torch.library.register_fake("spec_compile::few_rows_product")
 def _(x, weight, bias):
+    check_devices(x, weight, bias)
+    if x.dtype not in NUMBERS or weight.dtype not in NUMBERS:
+        raise TypeError(f"x, weight: expected float32 or bfloat16, got {x.dtype} and {weight.dtype}")
+    if not x.dim() or weight.dim() != 2 or weight.shape[1] != x.shape[-1] or not weight.is_contiguous():
+        raise ValueError(f"weight: expected contiguous [O, I] for x [..., I], got {_told(weight)} for {_told(x)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias: expected [{weight.shape[0]}], got {_told(bias)}")
     return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def check_activations(x: Tensor) -> None:
+    """TypeError unless x has floating-point numbers."""
+    if not x.is_floating_point():
+        raise TypeError(f"x: expected floating-point numbers, got {x.dtype}")
+
+
+def check_devices(x: Tensor, *others: Tensor | None) -> None:
+    """ValueError unless all tensors are on x's device; a meta tensor has no numbers for the kernel."""
+    for other in others:
+        if other is not None and other.device != x.device:
+            raise ValueError(f"x: expected all tensors on its device, {x.device}; one is on {other.device}")

@@ -23,7 +23,7 @@ INLINE BlockPart part_of(const Product& p, int64_t o, int64_t end) {
     return part;
 }
 
-INLINE int64_t segment_of(const Product& p) { return std::min(p.group, kSegment); }
+INLINE int64_t segment_of(const Product& p) { return p.group < p.inputs ? std::min(p.group, kSegment) : kSegment; }
 INLINE int64_t inputs_of_word(const Product& p) { return p.weights == Weights::blocks4 ? 8 : 4; }
 INLINE int64_t stored_inputs(const Product& p) { return p.row_bytes / 4 * inputs_of_word(p); }
 
@@ -49,8 +49,9 @@ struct Units {
 INLINE void units_at(const Product& p, const BlockPart& part, int64_t k, Units& units) {
     const int64_t size = p.scale_type == Number::float32 ? 4 : 2, both = p.second == Second::none ? 1 : 2;
     const int64_t groups = (p.inputs + p.group - 1) / p.group;
+    const int64_t at = std::min(k / p.group, groups - 1);  // words may go on with zeros beyond the last group
     const uint8_t* row = static_cast<const uint8_t*>(p.scales) +
-                         (part.begin * groups * both + k / p.group * both * part.width + part.first) * size;
+                         (part.begin * groups * both + at * both * part.width + part.first) * size;
     __builtin_prefetch(row + 512);
     floats_of(row, p.scale_type, part.count, units.scales);
     if (both == 2) floats_of(row + part.width * size, p.scale_type, part.count, units.seconds);

@@ -27,10 +27,10 @@ INLINE uint16_t bfloat16_of(float number) {
     return uint16_t((bits_of(rounded_bfloat16(number)) | (number != number ? 0x400000u : 0u)) >> 16);
 }
 
-// To the nearest integer of int8, ties to even.
+// To the nearest integer of int8, ties to even; NaN, whose row has the scale NaN, to the least.
 INLINE float rounded_int8(float number) {
     const float magic = 0x1.8p23f, nearest = number + magic - magic;
-    return nearest > 127.f ? 127.f : nearest < -128.f ? -128.f : nearest;
+    return nearest > 127.f ? 127.f : nearest > -128.f ? nearest : -128.f;
 }
 
 // To the nearest number of float8_e4m3fn, ties to even, at most 448.

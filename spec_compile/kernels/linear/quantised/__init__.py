@@ -60,9 +60,12 @@ def _take(module: nn.Module, incompatible_keys) -> None:
 
 @functools.cache
 def layout_of(kind: str) -> WeightLayout:
-    """The layout that `WeightLayout.kind` names."""
-    name, *fields = kind.split()
-    return LAYOUTS[name](*map(int, fields))
+    """The layout that `WeightLayout.kind` names; ValueError if there is none."""
+    try:
+        name, *fields = kind.split()
+        return LAYOUTS[name](*map(int, fields))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"kind: expected the `WeightLayout.kind` of a layout, got {kind!r}") from error
 
 
 @contextmanager
@@ -77,10 +80,18 @@ def unrounded_activations() -> Iterator[None]:
 
 def _product(x: Tensor, parts: list[Tensor], bias: Tensor | None, kind: str) -> Tensor:
     """A layer by the kernel of a CPU if that serves it, else by its plain meaning."""
+    if not parts or not x.dim():
+        raise ValueError(f"x, parts: expected [..., I] and the parts of a layer, got {list(x.shape)} and {len(parts)}")
     if not rounds_activations.get():
         return layout_of(kind).unrounded(x, parts, bias)
     out = few_rows.quantised_product(kind, x, parts, bias)
-    return layout_of(kind).product(x, parts, bias) if out is None else out
+    if out is not None:
+        return out
+    few_rows.check_activations(x)
+    try:
+        return layout_of(kind).product(x, parts, bias)
+    except (IndexError, KeyError, ZeroDivisionError) as error:
+        raise ValueError(f"parts: expected a layer of the kind {kind!r} with {x.shape[-1]} inputs") from error
 
 
 def _quantised_linear(x: Tensor, parts: list[Tensor], bias: Tensor | None, kind: str) -> Tensor:
@@ -100,6 +111,7 @@ kind: of the layout. It is the same text for all layers that are laid out alike,
 
 @torch.library.register_fake("spec_compile::quantised_linear")
 def _(x, parts, bias, kind):
+    few_rows.check_devices(x, *parts, bias)
     return x.new_empty(*x.shape[:-1], layout_of(kind).outputs(parts, x.shape[-1]))
 
 

@@ -42,6 +42,12 @@ class CodeGroups(WeightLayout):
     numbers: int
     dims: ClassVar[tuple[int, ...]] = 0, 0
 
+    def __post_init__(self):
+        if self.width not in (4, 8) or not 0 < self.group < 1 << 31:
+            raise ValueError(f"expected codes of 4 or 8 bits and groups of inputs, got {self.width} and {self.group}")
+        if self.second not in (NONE, POINT, MINIMUM) or not 0 <= self.rounds < len(DTYPES) or self.numbers < 0:
+            raise ValueError(f"expected a second number and a dtype, got {self.second} and {self.rounds}")
+
     @property
     def bits(self) -> int:
         return self.width
