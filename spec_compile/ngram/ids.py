@@ -47,7 +47,7 @@ def check_ids(ids, name: str, limit: int) -> torch.Tensor:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """True if a tensor's numbers lie in memory as its strides say, because it is not sparse, nested, fake or a wrapper."""
+    """True if a tensor's numbers lie in memory as its strides say: it is not sparse, nested, fake or a wrapper."""
     is_own = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     return is_own and tensor.layout == torch.strided and not tensor.is_nested
 

@@ -35,8 +35,8 @@ LOST = "onnection", "imed out", "imeout"
 
 @dataclass
 class Hello:
-    """A rank's description of itself. process: its id and when it was made. gpu: its name, "" on a CPU. ring: the path of
-    the first rank's `CommandRing`, None from the others."""
+    """A rank's description of itself. process: its id and when it was made. gpu: its name, "" on a CPU. ring: the path
+    of the first rank's `CommandRing`, None from the others."""
 
     process: tuple[int, float]
     gpu: str
