@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,6 +29,30 @@ class Waiting:
         return (yield self.future)
 
 
+class _Places:
+    """A semaphore that threads pass in the order in which they came; at that of `threading` later ones overtake."""
+
+    def __init__(self, free: int):
+        self._lock, self._free = threading.Lock(), free
+        self._waiting: deque[threading.Event] = deque()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._free:
+                self._free -= 1
+                return
+            mine = threading.Event()
+            self._waiting.append(mine)
+        mine.wait()
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            if self._waiting:
+                self._waiting.popleft().set()  # hands over the place
+            else:
+                self._free += 1
+
+
 class Workers:
     """Runs coroutines in threads, and awaits their futures on the event loop. Clients take turns: of each only as many
     coroutines as there are threads begin at a time.
@@ -38,7 +62,7 @@ class Workers:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(WORKERS + MOST_IDLE, thread_name_prefix="spec_compile requests")
-        self._free = threading.Semaphore(WORKERS)
+        self._free = _Places(WORKERS)
         self.busy = 0
         self._busy: Counter[str] = Counter()
         """The same by client."""
@@ -77,11 +101,11 @@ class Workers:
     @contextmanager
     def waits(self) -> Iterator[None]:
         """A context in which one of the threads only waits, so that another one may work."""
-        self._free.release()
+        self._free.__exit__()
         try:
             yield
         finally:
-            self._free.acquire()
+            self._free.__enter__()
 
     def close(self) -> None:
         """End the threads once they are done."""

@@ -33,6 +33,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from spec_compile.compat import CACHE
+from spec_compile.errors import RequestError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*only transformers' own generate", "ignore:.*max_length"),
@@ -199,12 +200,13 @@ def answer(name: str) -> torch.Tensor:
 @models
 @rows(ERRORS)
 def test_errors(name, row):
-    """The same type of error, and nothing is left behind."""
+    """The same type of error, or ours of that type, and nothing is left behind."""
     types = []
     for system in primed(name):
         with pytest.raises(Exception) as error:
             generate(system, **PROMPTS["padded batch"] | row())
         types.append(error.type)
-    assert types[0] is types[1]
+    theirs, ours = types
+    assert theirs is ours or (ours is RequestError and issubclass(ours, theirs))
     assert pair(name)[1].speculation.ngram.stats()["streams"] == 0
     assert torch.equal(generate(pair(name)[1], **PROMPTS["padded batch"]), answer(name))

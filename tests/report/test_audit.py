@@ -59,7 +59,7 @@ def test_a_wrong_token_is_found_with_the_targets_logits(monkeypatch):
 
 def test_wrong_frequencies_are_found(monkeypatch):
     choose = HostAcceptor._choose
-    monkeypatch.setattr(HostAcceptor, "_choose", lambda self, *a: choose(self, *a[:-1], a[-1] * 0.5))
+    monkeypatch.setattr(HostAcceptor, "_choose", lambda self, *a: choose(self, *a[:-2], a[-2] * 0.5, a[-1]))
     report = spec_compile.audit(fast(), PROMPTS[:1], max_new_tokens=8, samples=400, temperature=0.8)
     assert report.greedy[0].verdict == "same" and report.sampled[0].p_value < 1e-6 and not report.lossless
 
@@ -275,7 +275,7 @@ def test_rounding_may_decide_which_token_is_cut_off():
 
 
 BROKEN_SAMPLERS = {
-    "temperature ignored": (host, "probabilities", lambda scores: probabilities(scores * 0.6)),
+    "temperature ignored": (host, "probabilities", lambda scores, raw: probabilities(scores * 0.6, raw)),
     "the same number every time": (host, "uniform", lambda seed, rows, gained: torch.full(rows.shape, 0.3).double()),
     "numbers that ignore the row": (host, "uniform", lambda seed, rows, gained: uniform(0, rows * 0, gained)),
 }

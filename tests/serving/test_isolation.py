@@ -3,6 +3,7 @@
 import asyncio
 import re
 import threading
+import time
 
 import pytest
 

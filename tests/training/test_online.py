@@ -298,7 +298,7 @@ def test_the_server_learns_if_it_is_told_to(monkeypatch):
     server = SimpleNamespace(models=SimpleNamespace(the_one=SimpleNamespace(model=fast)))
     runner = SimpleNamespace(run=lambda: None, has_failed=False)
     monkeypatch.setattr("spec_compile.serving.server.build", lambda *given, **flags: server)
-    monkeypatch.setattr("spec_compile.serving.drain.Runner", lambda server, grace: runner)
+    monkeypatch.setattr("spec_compile.serving.drain.Runner", lambda server, grace, **door: runner)
     assert main(["serve", "MODEL"]) == 0 and fast.speculation.online is None
     assert main(["serve", "MODEL", "--online-training", '{"share": 0.5}']) == 2
     assert main(["serve", "MODEL", "--train-while-serving", "--online-training", '{"share": 0.05}']) == 0
