@@ -157,6 +157,7 @@ def test_preparations_take_turns():
     async def request(name, future, waits):
         if waits:
             release.wait()
+            time.sleep(0.02)
         events.append(name)
         await Waiting(future)
 
