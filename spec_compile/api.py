@@ -163,7 +163,7 @@ class Speculation(Accounts):
             try:
                 if options.check:
                     with timed(self.seconds, "checks"):
-                        check_capture(model, runnable)
+                        check_capture(model, runnable)  # guard: capture-is-checked
                 return graph, runnable
             except UnsupportedModelError as error:
                 if not graph.traced_layers or not may_repeat:
@@ -180,7 +180,7 @@ class Speculation(Accounts):
             model = self._plain
             with timed(self.seconds, "checks"):
                 prefill, verify = self.engine.runtime.prefill, self.engine.runtime.verify
-                check_tree(type(model).__name__, self._runnable, verify)
+                check_tree(type(model).__name__, self._runnable, verify)  # guard: trees-are-checked
                 self.engine.served_batches = check_generation(model, self._runnable, prefill, verify)
         self._artefact.write(self._found())
 

@@ -75,7 +75,7 @@ class States(nn.Module):
         if self.kinds:
             self.prompt_lengths[row].fill_(prompt_length)
             for number in range(len(self.kinds)):
-                self[number][0][row].zero_()
+                self[number][0][row].zero_()  # guard: states-of-a-row
 
     def row(self, row: int) -> list[Tensor]:
         """The states of one sequence."""

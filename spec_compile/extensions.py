@@ -83,7 +83,7 @@ def installed(name: str, here: Path = HERE) -> Path:
         raise missing
     ours, theirs = ([_read(place / file) for file in SOURCES[name]] for place in (here.joinpath(*parts[:-1]), folder))
     version = re.search(r'^__version__ = "(.+)"$', (here / "__init__.py").read_text(), re.MULTILINE)[1]
-    if ours != theirs or version != distribution.version:
+    if ours != theirs or version != distribution.version:  # guard: other-cpp
         raise OtherSourcesError(
             f"{__package__} {version} is imported from the source tree {here.parent}, where it is not compiled, and "
             f"the installed {__package__} {distribution.version} is of another version or was compiled from other C++: "

@@ -113,7 +113,7 @@ class Sources:
         whole = joined(parts, 0) if len(parts) > 1 else None
         if whole is not None and _memory(whole) == _memory(tensor):
             return {"join": names}
-        if tensor.numel() <= SMALL and tensor.untyped_storage().data_ptr() not in self.storages:
+        if tensor.numel() <= SMALL and tensor.untyped_storage().data_ptr() not in self.storages:  # guard: weight-values
             value, dtype = tensor.detach().flatten().tolist(), _dtype_data(tensor.dtype)
             return {"value": value, "shape": [*tensor.shape], "dtype": dtype, "device": str(tensor.device)}
         raise NoRecipe(f"its graphs read {name} {list(tensor.shape)}, which is no tensor of the model")

@@ -270,7 +270,7 @@ class PartCompiler:
         the same name share a compilation, and so do functions with the same `alike`, a text of their computation."""
         owner, function = getattr(function, "__self__", None), getattr(function, "__func__", function)
         self._parts.setdefault((name, alike), CompiledPart(function, partial(self._first, f"{name}_{self.tag}", alike)))
-        return self._parts[name, alike].bound(owner)
+        return self._parts[name, alike].bound(owner)  # guard: parts-alike
 
     def varies(self, size: int) -> bool:
         """True for a size of the first call that may differ in later ones."""

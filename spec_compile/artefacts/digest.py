@@ -172,7 +172,7 @@ def _read_by(function: FunctionType) -> dict[str, Any]:
     module = function.__module__ or ""
     if module.partition(".")[0] not in FIXED or module.startswith(FOLLOWED):
         globals_ = function.__globals__
-        read |= {name: globals_[name] for name in _names(function.__code__) if name in globals_}
+        read |= {name: globals_[name] for name in _names(function.__code__) if name in globals_}  # guard: called-code
     return read
 
 

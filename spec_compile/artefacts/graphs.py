@@ -130,7 +130,7 @@ def name_of(target: Any) -> str:
 def target_of(name: str) -> Any:
     """The operator of a name. ValueError if it is not permitted or not known."""
     module, _, function = name.rpartition(".")
-    if function in FUNCTIONS.get(module, ()):
+    if function in FUNCTIONS.get(module, ()):  # guard: named-functions
         return getattr(MODULES.get(module) or importlib.import_module(module), function)
     space, _, rest = name.partition(".")
     if name == f"higher_order.{HIGHER_ORDER}":

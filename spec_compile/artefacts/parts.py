@@ -72,7 +72,7 @@ def compile_part(job: PartJob) -> bytes:
                 options = {"config_patches": {**job.options, **ALWAYS}}
                 artefact = standalone_compile(gm, inputs, options=options, aot=True, **shapes)
         finally:
-            forget_shapes(modes=[mode])
+            forget_shapes(modes=[mode])  # guard: shapes-are-forgotten
     assert isinstance(artefact, AOTCompiledArtifact)
     return artefact.inner_fn.serialize_compile_artifacts(artefact.inner_fn)
 

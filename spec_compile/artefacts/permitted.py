@@ -56,7 +56,7 @@ def check_rows(rows: list[Row], is_inner: bool = False) -> None:
                 for inner in _inner_graphs(data):
                     check_rows(inner, is_inner=True)
             for data in _written(name, target, arguments, named):
-                if not (isinstance(data, dict) and data.get("row") in writable):
+                if not (isinstance(data, dict) and data.get("row") in writable):  # guard: writes-of-graphs
                     raise ValueError(f"operator: {name} writes to what is neither an input nor a new tensor")
             if _gives_writable(name, target, arguments, writable):
                 writable.add(number)

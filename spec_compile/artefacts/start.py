@@ -72,7 +72,7 @@ class StoredParts:
             if data is None:
                 continue
             signature, data = data[:SIGNATURE], data[SIGNATURE:]
-            if (store.is_carried and self.trusts_carried) or hmac.compare_digest(signature, self._sign(name, data)):
+            if (store.is_carried and self.trusts_carried) or hmac.compare_digest(signature, self._sign(name, data)):  # guard: signatures
                 return data
             store.tell_once(
                 "signature", f"{store.folder}: compiled code that this user did not write on this machine is compiled "
@@ -227,7 +227,7 @@ class StartArtefact:
             with timed(self.seconds, "load"):
                 start = self._bound(json.loads(data))
             with timed(self.seconds, "checks"):
-                quick_check(self.model, *(start.graphs[purpose] for purpose in reversed(PURPOSES)))
+                quick_check(self.model, *(start.graphs[purpose] for purpose in reversed(PURPOSES)))  # guard: quick-look
             return start
         except Exception as error:
             reason = (str(error).strip().splitlines() or [""])[0]

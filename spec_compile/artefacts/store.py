@@ -305,7 +305,7 @@ def _fault(content: bytes, path: Path) -> str:
         return "it was written for another model or item"
     if length != len(data):
         return f"it has {len(data)} bytes of data and announces {length}"
-    return "" if content[: HEADER.size] == _header(path, data) else "its checksum does not match"
+    return "" if content[: HEADER.size] == _header(path, data) else "its checksum does not match"  # guard: checksums
 
 
 def table_of(entries: list[StoredArtefact], title: str) -> "Table":

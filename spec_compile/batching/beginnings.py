@@ -54,7 +54,7 @@ class Beginnings:
     def forget(self) -> None:
         """The weights have changed: keys and values of earlier requests are of no use."""
         self._decoder.texts.forget()
-        self.prefixes.forget()
+        self.prefixes.forget()  # guard: prefixes-of-weights
 
     def keep(self, row: int) -> None:
         """Keep the text that a request has left in a row, for prompts that come when the row has another one."""

@@ -54,7 +54,7 @@ class Decoder(Rows):
         self.jobs[job.row] = job
         self._settings = self._settings.merge(job.settings)
         self.lanes.state.finished[job.row].fill_(False)
-        counts = job.weights == self.texts.weights and not job.has_pictures
+        counts = job.weights == self.texts.weights and not job.has_pictures  # guard: texts-with-pictures
         if self.runtime.has_fixed_chunks:  # only keys and values from chunks serve others, and no states after them
             counts = counts and not (job.scores_prompt or self.runtime.verify.recurrences)
         self.texts.put(job.row, job.prompt if counts else None, job.scope, job.client)
@@ -184,7 +184,7 @@ class Decoder(Rows):
             own = Tree(*(part[row : row + 1] for part in (tree.tokens, tree.parents, tree.real)), probs)
             try:
                 result = job.acceptor(own, logits[row : row + 1])
-                check_tokens(result.tokens, logits.shape[-1])
+                check_tokens(result.tokens, logits.shape[-1])  # guard: chosen-tokens
             except Exception as error:  # of a logits processor or a criterion of its own; the others go on
                 job.failure = error
                 state.finished[row].fill_(True)

@@ -160,7 +160,7 @@ class Intake:
         options = dict(options)
         for name in CALLBACKS & options.keys():
             try:
-                options[name] = copy.deepcopy(options[name], dict(memo))
+                options[name] = copy.deepcopy(options[name], dict(memo))  # guard: own-processors
             except Exception as error:
                 raise ValueError(
                     f"num_return_sequences: each sequence needs {name} for itself, and a copy of it fails "

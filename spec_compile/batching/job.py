@@ -99,7 +99,7 @@ class Job:
     @property
     def scope(self) -> bytes:
         """Texts of the same scope share keys and values: those of one version of an adapter and one salt."""
-        return self.loaded.version.to_bytes(8) + self.cache_salt.encode("utf-8", "surrogatepass")
+        return self.loaded.version.to_bytes(8) + self.cache_salt.encode("utf-8", "surrogatepass")  # guard: salts
 
     @property
     def has_pictures(self) -> bool:

@@ -79,7 +79,7 @@ class Lanes:
         """Copy a row with its pending tree, its states and the first `slots` slots of its caches to row `to` of
         `target` (None: of these lanes). The row itself is idle then."""
         target = target or self
-        target.reuse(to)
+        target.reuse(to)  # guard: rows-being-copied
         originals, copies = self._small(row), target._small(to)
         for index, (source, destination) in enumerate(zip(originals, copies)):
             if source.shape != destination.shape:  # texts may have room for more in one of them

@@ -250,7 +250,7 @@ class Manager(ContinuousBatchingManager):
 
     def _refuse_elsewhere(self, method: str) -> None:
         """RuntimeError in a process that does not have the thread, or that follows another rank."""
-        if not self.is_of_this_process:
+        if not self.is_of_this_process:  # guard: forks
             raise RuntimeError(
                 f"{method}: this manager runs in process {self._process}, from which process {os.getpid()} was forked; "
                 "call init_continuous_batching() here for a manager of this process"

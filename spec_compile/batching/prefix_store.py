@@ -216,7 +216,7 @@ class PrefixStore:
     def _keys(self, tokens: np.ndarray, slots: int, scope: bytes = b"") -> Iterator[bytes]:
         """The keys of the whole blocks among the first `slots` slots of a text [n] int32. scope: see `Job`."""
         for begin in range(0, min(slots, len(tokens) - self._ahead) - BLOCK + 1, BLOCK):
-            yield (b"" if begin else scope) + self._key(tokens, begin, begin + BLOCK)
+            yield (b"" if begin else scope) + self._key(tokens, begin, begin + BLOCK)  # guard: adapter-kv
 
     def _key(self, tokens: np.ndarray, begin: int, end: int) -> bytes:
         """The key of the slots from `begin` to `end` - 1 of a text [n] int32."""

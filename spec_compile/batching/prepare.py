@@ -81,7 +81,7 @@ class Preparer:
         prompt: token ids. config: of the request. defaults: for what `config` leaves open. options: fields of a
         GenerationConfig that go over `config`, `CALLBACKS`, `PICTURES` with their `TOKEN_TYPES`, and `STOPS_IN_PROMPT`.
         """
-        if len(prompt) >= self.room:
+        if len(prompt) >= self.room:  # guard: longest-prompt
             raise ValueError(
                 f"input_ids: a prompt of {len(prompt)} tokens leaves no room for an answer in a row of the batch, "
                 f"which holds {self.room}; shorten it, or pass a larger max_cache_len to speculate()"

@@ -181,7 +181,7 @@ class Prompts(Rows):
         lanes, fixed = self.lanes, FIXED[self.runtime.device.type]
         if self.runtime.has_fixed_chunks:
             (tokens,) = missing
-            return next(chunks(tokens, lanes.all.steps.prefill_sizes, fixed))
+            return next(chunks(tokens, lanes.all.steps.prefill_sizes, fixed))  # guard: fixed-chunks
         is_measured = round_seconds is not None and all(lanes.prefill_seconds(width) for width in lanes.widths)
 
         def cost(prompts: int, size: int) -> float:

@@ -46,7 +46,7 @@ def check_values(values: dict[str, Any]) -> None:
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name}: expected a finite number, got {value}")
     sizes = {name: _numbers(value) for name, value in values.items() if isinstance(value, (list, tuple, dict))}
-    if sum(sizes.values()) > MOST_NUMBERS:
+    if sum(sizes.values()) > MOST_NUMBERS:  # guard: long-lists
         name = max(sizes, key=lambda name: sizes[name])
         raise ValueError(f"{name}: a request's lists hold at most {MOST_NUMBERS} numbers, got {sizes[name]}")
 

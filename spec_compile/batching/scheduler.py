@@ -124,7 +124,7 @@ class Scheduler:
 
     def _free(self, job: Job) -> None:
         """Take the row of a request that is over, if it has one, and its adapter."""
-        self.adapters.release(job)
+        self.adapters.release(job)  # guard: adapters-are-freed
         self._turns[job.client] = next(self._numbers)
         for place in (self.prompts, self.decoder):
             if job in (place.begun if place is self.prompts else place.jobs):
@@ -202,6 +202,6 @@ class Scheduler:
             rows[job.client] += 1
             return rows[job.client], self._turns[job.client]
 
-        first = self.adapters.next(sorted(waiting, key=order)) if len(begun) < self.slots else None
+        first = self.adapters.next(sorted(waiting, key=order)) if len(begun) < self.slots else None  # guard: free-rows-in-turn
         jobs = [*self.prompts.aside, *([] if first is None else [first])]
         return min(jobs, key=lambda job: self._turns[job.client], default=None)

@@ -99,7 +99,7 @@ class StopCut:
             self._held = ""
             return text[: end if self.keeps_stop else end + length]
         sizes = (size for stop in self.stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
-        held = max(sizes, default=0)
+        held = max(sizes, default=0)  # guard: held-text
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 

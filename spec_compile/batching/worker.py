@@ -61,7 +61,7 @@ class Worker:
             require_open()
             waiting = self._scheduler.waiting
             clients = Counter(job.client for job in [*waiting, *jobs])
-            share, added = bound // len(clients), len(jobs)
+            share, added = bound // len(clients), len(jobs)  # guard: shares-of-the-queue
             if bound and clients[jobs[0].client] > share:
                 self.metrics.reject("queue_full")
                 whose = f" of each of {len(clients)} clients" if len(clients) > 1 else ""

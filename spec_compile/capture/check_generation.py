@@ -75,7 +75,7 @@ def check_generation(
             if not overridden:
                 short_text = partial(random_ids, graph, len(padding), short)
                 on_some_text(graph, lambda seed: _compare_steps(model, graph, short_text(seed), padding))
-            if far_reaches and long > PADDING + STEPS:
+            if far_reaches and long > PADDING + STEPS:  # guard: windows-are-crossed
                 far = partial(_compare_far, model, graph, (prefill, verify), generates, long, padding[-1])
                 on_some_text(graph, far)
         if choices.has_changed:

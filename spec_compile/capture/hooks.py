@@ -43,7 +43,7 @@ def replaced_generate(model) -> Callable | None:
     if function in (None, type(model).generate.__get__(model)):
         return None
     inner = function.func if isinstance(function, partial) else function
-    return None if _package(getattr(inner, "__module__", None) or "") == "spec_compile" else function
+    return None if _package(getattr(inner, "__module__", None) or "") == "spec_compile" else function  # guard: own-code
 
 
 def is_trusted(cls: type, function: Callable) -> bool:

@@ -262,7 +262,7 @@ def _same(some: list[tuple], others: list[tuple]) -> bool:
 
 
 def _is_free(slot: Loaded | None) -> bool:
-    return slot is None or slot.users == 0
+    return slot is None or slot.users == 0  # guard: adapter-in-use
 
 
 def _lora_layers(model: nn.Module) -> dict[str, Any]:

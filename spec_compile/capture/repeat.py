@@ -170,7 +170,7 @@ class _Expansion:
             else:
                 same &= one.target == other.target
             read = zip(_inputs(one), _inputs(other))
-            if not same or not all(self._read_alike(one, other, *pair) for pair in read):
+            if not same or not all(self._read_alike(one, other, *pair) for pair in read):  # guard: layers-alike
                 raise UnlikeLayersError(f"has layers of one kind that differ in the operation {other.name}")
 
     def _read_alike(self, one: fx.Node, other: fx.Node, first: fx.Node, second: fx.Node) -> bool:

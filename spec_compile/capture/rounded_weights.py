@@ -58,7 +58,7 @@ def rounded_weights(model: PreTrainedModel, name: str | None, ranks: int = 1) ->
         yield
     except BaseException:
         for path, layer in replaced.items():
-            put_layer(model, path, layer)
+            put_layer(model, path, layer)  # guard: rounding-is-undone
         raise
 
 

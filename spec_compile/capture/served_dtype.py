@@ -34,7 +34,7 @@ def in_served_dtype(model: nn.Module, converts: bool) -> None:
         raise UnsupportedModelError(f"model: {why}, and it is quantised; load it with dtype=torch.float16")
     largest = torch.finfo(torch.float16).max
     for each in found:
-        if not (each.tensor.abs() <= largest).all():
+        if not (each.tensor.abs() <= largest).all():  # guard: float16-range
             raise UnsupportedModelError(
                 f"model: {why}, and {each.path} has values beyond float16; load it with dtype=torch.float32"
             )

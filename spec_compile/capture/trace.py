@@ -115,7 +115,7 @@ def _capture_kinds(model: PreTrainedModel) -> ModelGraph | None:
 
 def _trace_model(twin: PreTrainedModel, model: PreTrainedModel, mode) -> tuple[fx.GraphModule, list[int]]:
     """The graph of `twin`, a copy of `model`, and the lengths of its tables of positions. mode: of example inputs."""
-    nn.Module.train(twin, False)  # admitted models compute the same in either mode
+    nn.Module.train(twin, False)  # admitted models compute the same in either mode  # guard: evaluation-mode
     attention = _Attention(twin)
     try:
         limits = connect(twin, attention)

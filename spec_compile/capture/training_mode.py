@@ -38,7 +38,7 @@ def effects(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:
         reads = _reads(type(part))
         found = {name: _number(part, name) for name in sorted(frozenset().union(*(read.noise for read in reads)))}
         for name, (owner, value) in found.items():
-            if value is not ... and value > 0:
+            if value is not ... and value > 0:  # guard: dropout
                 yield f"{'.'.join(filter(None, [path, owner, name]))} is {value}"
         is_known = {name for name, (_, value) in found.items() if value is not ...}
         if any(read.of_training and not read.is_harmless and not read.noise & is_known for read in reads):

@@ -23,7 +23,7 @@ log = logging.getLogger("spec_compile")
 # Limits of the checks.
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
 """Largest accepted difference of any logit between runs in this dtype, relative to the logits' spread."""
-NOISE = 3.0
+NOISE = 3.0  # guard: noise
 """Largest accepted distance of 16-bit logits to the float32 result, as a multiple of that of a plain forward; both at
 the position where they are largest."""
 LEAST_NOISE = 1e-5
@@ -67,7 +67,7 @@ def compare_logits(name: str, part: str, got: Tensor, expected: Tensor) -> None:
     spread = expected.std().clamp(min=1e-6)
     error = ((got - expected).abs().max() / spread).item()
     limit = TOLERANCE[expected.dtype]
-    if not error <= limit:
+    if not error <= limit:  # guard: checks-refuse
         raise UnsupportedModelError(
             f"model: {name}: {part} differs from the model's own forward by {error:.1e} of the logits' spread "
             f"(allowed: {limit:.0e}); it would change the answer"

@@ -70,7 +70,7 @@ class AssistantAlgorithm(Algorithm):
 def _check_backend(options: DraftOptions, device: torch.device) -> None:
     """UnsupportedModelError if `options` name another backend than that of `attend_to_committed`."""
     ours, name = "triton" if device.type == "cuda" else "sdpa", options.attention_backends["draft"]
-    if name not in ("auto", ours):
+    if name not in ("auto", ours):  # guard: drafting-backend
         raise UnsupportedModelError(
             f"attention_backend: an assistant attends to the target's cache by {ours!r} only, not by {name!r}: pass a "
             f"dict with {ours!r} for 'draft'; 'prefill' and 'verify' may have others"

@@ -139,7 +139,7 @@ class ModelDrafter(Drafter):
         """See `trees.step.Step`."""
         rows = torch.arange(tokens.shape[1] - wanted, tokens.shape[1], device=tokens.device).expand(tokens.shape[0], -1)
         positions = lengths[:, None] + depth
-        ids = self.mapping.read(tokens)
+        ids = self.mapping.read(tokens)  # guard: another-tokenizer
         return hidden, self._run(ids, positions, lengths + 1 + offset, ancestors, max_kv_len, rows)
 
     def _run(self, ids, positions, lengths, ancestors, max_kv_len, rows) -> Tensor:

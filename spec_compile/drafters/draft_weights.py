@@ -159,7 +159,7 @@ class DraftWeights:
                     f"{copy.packed.layout.kind!r}, because of larger scales; call speculate() again"
                 )
             for old, new in zip(copy.packed.parts.values(), packed.parts.values()):
-                old.copy_(new)
+                old.copy_(new)  # guard: draft-weights
 
     def explain(self) -> list[str]:
         """A line for each part that has copies."""

@@ -46,7 +46,7 @@ class MatchingDrafter(Drafter):
 
     def enter(self, row: int, share_text: bool | str, references: list[Tensor]) -> None:
         super().enter(row, share_text, references)
-        self.reads_corpus[row] = not isinstance(share_text, str)
+        self.reads_corpus[row] = not isinstance(share_text, str)  # guard: owners-on-a-gpu
         joined = join_documents(references).to(self.row_references.device)
         if isinstance(share_text, str) and (texts := self.corpus.owned.get(share_text)) is not None:
             room = self.row_references.shape[1] - len(joined)

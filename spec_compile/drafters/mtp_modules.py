@@ -119,7 +119,7 @@ class MtpModulesDrafter(HeadDrafter):
             states = torch.where((first < before)[:, None, None], shifted, recycled)
             places = first[:, None] + number_of_row
             ids = state.tokens.gather(1, (places + number + 1).clamp(max=state.capacity - 1))
-            row = begin + gained - number - before
+            row = begin + gained - number - before  # guard: seam-of-rounds
             keep_row(carried, recycled, row, (gained > 0) & (row >= 0))
             recycled, _ = self._run(number, ids.clamp(min=0), places, states, first, None, max_kv_len)
 

@@ -110,7 +110,7 @@ class NgramDrafter(Drafter):
         """The trie that a row drafts from, but for its references."""
         if not isinstance(share_text, str):
             return self.trie
-        texts = self.trie.owned.get(share_text) or self.trie.empty()
+        texts = self.trie.owned.get(share_text) or self.trie.empty()  # guard: owners-of-texts
         if share_text:
             self.trie.owned.renew(share_text, texts)
         return texts

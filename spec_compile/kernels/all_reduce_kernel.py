@@ -124,7 +124,7 @@ def _receive(at, mask, sender, limit, late_ptr, turn, ON_GPU: tl.constexpr):
                 tl.store(late_ptr, tl.max(tl.where(word == MISSING, sender + 1, 0), 0))
                 trap()
         word = tl.load(at, mask=mask, other=0, volatile=True)
-    tl.store(at, tl.full(word.shape, MISSING, word.dtype), mask=mask)
+    tl.store(at, tl.full(word.shape, MISSING, word.dtype), mask=mask)  # guard: parts-are-read-once
     return word
 
 

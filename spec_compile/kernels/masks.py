@@ -21,7 +21,7 @@ def visible_slots(
     if ancestors is None:
         seen = index[:, None, :] <= torch.arange(nodes, device=positions.device)[:, None]
     else:
-        seen = ((ancestors[:, :, None] >> index[:, None, :]) & 1).bool()
+        seen = ((ancestors[:, :, None] >> index[:, None, :]) & 1).bool()  # guard: ancestors-are-seen
     return (slot < lengths[:, None])[:, None, :] | (inside[:, None, :] & seen), slot, index
 
 

@@ -111,7 +111,7 @@ def tree_mask(
         return additive(visible, group, dtype)
     slot_position = torch.where(slot < lengths[:, None], slot, positions.gather(1, index))
     if window is not None:
-        visible = visible & (positions[:, :, None] - slot_position[:, None, :] < window)
+        visible = visible & (positions[:, :, None] - slot_position[:, None, :] < window)  # guard: window
     if chunk is not None:
         visible = visible & (positions[:, :, None] // chunk == slot_position[:, None, :] // chunk)
     bias = None if slopes is None else alibi(slopes, positions, slot_position)

@@ -133,7 +133,7 @@ def _scan(x, sums, out, size, BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr):
     """out [R, V] = the sum of the parts before + the running sum in the part. x [R, V], sums [R, parts]."""
     value, row, part, column = _part(x, size, 0.0, BLOCK)
     number = tl.arange(0, BLOCK_PARTS)
-    before = tl.load(sums + row * tl.cdiv(size, BLOCK) + number, mask=number < part, other=0.0)
+    before = tl.load(sums + row * tl.cdiv(size, BLOCK) + number, mask=number < part, other=0.0)  # guard: running-sums
     running = tl.sum(before, 0) + tl.cumsum(value, 0)
     tl.store(out + row * size + column, running.to(out.dtype.element_ty), mask=column < size)
 

@@ -55,7 +55,7 @@ __device__ void wait_for_last_kernel() {
 template <class Join>
 __device__ unsigned fold(unsigned value, Join join) {
 #pragma unroll
-    for (int step = 16; step; step /= 2) value = join(value, __shfl_xor_sync(kAll, value, step));
+    for (int step = 16; step; step /= 2) value = join(value, __shfl_xor_sync(kAll, value, step));  // guard: warp-sums
     return value;
 }
 __device__ int sum_of_warp(int value) {

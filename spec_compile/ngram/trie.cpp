@@ -141,7 +141,7 @@ public:
             if (ends[b] > tokens.size(1))
                 throw std::invalid_argument("committed holds " + std::to_string(ends[b]) + ", but tokens has only " +
                                             std::to_string(tokens.size(1)) + " columns");
-            if (ids[b] >= 0) trie_->check(tokens.row(b), seen, ends[b]);
+            if (ids[b] >= 0) trie_->check(tokens.row(b), seen, ends[b]);  // guard: rows-checked
         }
         for (int64_t b = 0; b < batch; ++b) {
             const int64_t* row = tokens.row(b);

@@ -139,7 +139,7 @@ public:
             if (in.next[i] == 0) close(stream);
             else require(i + in.next[i] < n && waiting.emplace(i + in.next[i], stream).second, "its links are broken");
         }
-        require(nodes_ == in.nodes, "its number of nodes does not fit its text");
+        require(nodes_ == in.nodes, "its number of nodes does not fit its text");  // guard: saved-tries
         size_t used = 0;
         for_each_branch([&](int32_t id) {
             std::vector<int32_t> children;

@@ -243,7 +243,7 @@ class Ranks(Alone):
             self.failure = f"rank {missing} has stopped answering; restart all ranks"
             raise RuntimeError(self.failure) from error
         is_of_group = isinstance(error, dist.DistError) or "gloo" in str(error)  # and not a user's own
-        if is_of_group and any(part in str(error) for part in LOST):
+        if is_of_group and any(part in str(error) for part in LOST):  # guard: errors-of-a-rank
             raise self._of_the_lost(error) from error
 
     def _of_the_lost(self, error: Exception) -> Exception:
@@ -251,7 +251,7 @@ class Ranks(Alone):
 
         Each rank that waits for another in vain gives up and says so. One that does not say so is the other.
         """
-        self._ring.give_up()
+        self._ring.give_up()  # guard: giving-up
         deadline = time.monotonic() + GRACE
         while True:
             lost, left = self._ring.silent(), deadline - time.monotonic()

@@ -64,7 +64,7 @@ def _extended(graph: ModelGraph, chain: Chain, node: fx.Node) -> bool:
         halves = {each.args[1]: each for each in node.users if each.target is operator.getitem}
         if chain.out is None or 1 not in halves or (stream is not None and residual is not stream):
             return False
-        if stream is not None and len(_readers(chain)) > 1:
+        if stream is not None and len(_readers(chain)) > 1:  # guard: stream-read-by-others
             return False
         chain.residual = residual if stream is None else chain.residual
         stream, out = halves.get(0, node), halves[1]

@@ -30,7 +30,7 @@ def fuse_around(graph: ModelGraph, settings) -> str:
             gates += _join_gate(graph, node)
         for node in calls(graph.gm, aten.rsqrt.default):
             norm = match_norm(graph, node)
-            if norm is not None and len(norm.out.users) == 1:
+            if norm is not None and len(norm.out.users) == 1:  # guard: norm-read-by-others
                 joined = _join_norm(graph, norm, next(iter(norm.out.users)))
                 norms += joined is not None
                 sums += bool(joined)

@@ -76,7 +76,7 @@ def _rotation_of_halves(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | Non
         if not calls_op(part, target) or part.kwargs or not all(calls_op(each, aten.mul.Tensor) for each in part.args):
             return None
     (x1, cos), (x2, sin) = (product.args for product in parts[0].args)
-    if [product.args for product in parts[1].args] != [(x2, cos), (x1, sin)]:
+    if [product.args for product in parts[1].args] != [(x2, cos), (x1, sin)]:  # guard: rotation-by-halves
         return None
     if not all(calls_op(angle, aten.unsqueeze.default) and angle.args[1] == 1 for angle in (cos, sin)):
         return None

@@ -73,7 +73,7 @@ class Manner:
     def compare(self, ours: list, expected: list) -> None:
         """Count an answer."""
         self.of += 1
-        if ours == expected:
+        if ours == expected:  # guard: other-answers
             self.equal += 1
         else:
             position = first_unequal(ours, expected)

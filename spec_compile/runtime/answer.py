@@ -131,7 +131,7 @@ class Answer:
                 self.ended[row] = True
                 if self.pad is not None:
                     del self.rows[row][self.columns :]
-                    self.ids[row, width:] = self.pad
+                    self.ids[row, width:] = self.pad  # guard: ended-rows
         if self.streamer is not None:
             self.streamer.put(self.ids[:, width - 1].to(dtype=self._dtype, copy=True))
 

@@ -168,7 +168,7 @@ def unserved(engine, prompt: Prompt, generation_config, model_kwargs: dict) -> s
         return "pixel_values (of a model that is not among those whose pictures are served)"
     if any(prompt.padding) and engine.served_batches != ANY:
         return "attention_mask (padding on the left, which the model's own positions do not follow)"
-    if len(prompt.tokens) > 1 and engine.served_batches == SINGLE:
+    if len(prompt.tokens) > 1 and engine.served_batches == SINGLE:  # guard: mixed-rows
         return "input_ids (several rows, which the model itself mixes)"
     cache = pasts.cache_among(model_kwargs)
     if cache is not None and not pasts.is_plain(cache):

@@ -139,7 +139,7 @@ class Call:
         """Wait for the oldest round. Returns it with the outcome of each row that goes on."""
         if self.request.check is not None:  # the first time, while the GPU computes and before any token counts
             check, self.request.check = self.request.check, None
-            check()
+            check()  # guard: check-before-tokens
         flight, outcomes = self._flights.collect()
         self._read_first()  # it has arrived, because its copy was launched before the round
         return flight, outcomes

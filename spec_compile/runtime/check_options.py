@@ -44,7 +44,7 @@ def _check_number(name: str, value: Any) -> None:
     if not isinstance(value, (Number, Tensor)):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__} ({value!r})")
     most = LONGEST if name in LENGTHS else MOST_ROWS if name == "num_return_sequences" else None
-    if most is not None and not value <= most:  # NaN is refused, too
+    if most is not None and not value <= most:  # NaN is refused, too  # guard: longest-text
         raise ValueError(f"{name}: expected at most {most}, got {value}")
 
 

@@ -133,7 +133,7 @@ class Flights:
         """
         choose = (lambda: [nodes]) if nodes else lambda: [self._choose_nodes(session.steps.policies[kind], riders)]
         (nodes,) = self.runtime.options.ranks.lead(choose, check=self._digest)
-        max_kv_len = session.max_kv_len(longest + nodes)
+        max_kv_len = session.max_kv_len(longest + nodes)  # guard: slots-of-attention
         now = self._now()
         if nodes > 1 or self.late == MOST_LATE:
             self.catch_up(session, longest)

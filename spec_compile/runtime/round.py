@@ -137,7 +137,7 @@ class Prefill(nn.Module):
             positions = positions - state.position_offsets[:, None]  # a drafter's positions are its slots
         self.guard(self.drafter.prefill, state, ids, positions, features, max_kv_len)
         ends = torch.maximum(state.prompt_lengths - 1, state.lengths)  # unchanged without a prompt, in warm-up
-        state.lengths.copy_(torch.minimum(state.lengths + size, ends))
+        state.lengths.copy_(torch.minimum(state.lengths + size, ends))  # guard: end-of-a-prompt
 
     def prepare(self, size: int) -> tuple[Tensor, Tensor]:
         """The next `size` tokens of every row and their positions."""

@@ -135,7 +135,7 @@ class ServedEngine(Engine):
 
     def refuse_changes(self) -> None:
         """RuntimeError if the model has changed since it was captured."""
-        if changes := self.watch.changes():
+        if changes := self.watch.changes():  # guard: model-changes
             raise RuntimeError(describe(changes))
 
     @contextmanager
@@ -233,7 +233,7 @@ class ServedEngine(Engine):
         request.references, request.share_text = self._references, self._share_text
         request.most_nodes = self._most_nodes
         request.eos = [token for token in request.eos if 0 <= token < self.runtime.verify.vocab_size]
-        learns = self.online is not None and request.share_text and not request.has_unknown_tokens
+        learns = self.online is not None and request.share_text and not request.has_unknown_tokens  # guard: share-text
         return self._learn_from(request) if learns else self.run(request)
 
     def _learn_from(self, request: Request) -> Iterator[list[list[int]]]:

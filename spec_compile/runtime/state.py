@@ -183,12 +183,12 @@ class State(nn.Module):
         numbers = numbers.to(self.tokens.device, non_blocking=True)
         torch._foreach_copy_(buffers, [*numbers[: len(few)].split(self.batch)])
         self.tokens[:, : ids.shape[1]] = numbers[len(few) :].view(ids.shape)
-        self.kv.states.reset(self.prompt_lengths)
+        self.kv.states.reset(self.prompt_lengths)  # guard: states-of-a-call
         if self.position_offsets is not None:
             self.position_offsets.copy_(torch.tensor(position_offsets or [0] * self.batch))
         for chosen in self.kv.adapters:
             chosen.copy_(torch.tensor(adapters or [0] * self.batch))
-        self.finished.zero_()
+        self.finished.zero_()  # guard: next-request
         self.late.zero_()
         self.most_nodes.fill_(most_nodes)
         if eos != self._eos:
@@ -253,12 +253,12 @@ class State(nn.Module):
         committed: lengths [2, 9], offsets [0, 1, 1], position_limit 10 give [[2, 3, 3], [9, 9, 9]]."""
         positions = self.lengths[:, None] + offsets
         if self.position_offsets is not None:
-            positions = positions + self.position_offsets[:, None]
+            positions = positions + self.position_offsets[:, None]  # guard: offsets-of-pictures
         return positions if self.position_limit is None else positions.clamp(max=self.position_limit - 1)
 
     def forbid_early_eos(self, logits: Tensor, depth: Tensor) -> Tensor:
         """Logits with -inf for end-of-sequence tokens after nodes [B, N] where the row would be too short."""
-        early = self.lengths[:, None] + 1 + depth < self.min_lengths[:, None]
+        early = self.lengths[:, None] + 1 + depth < self.min_lengths[:, None]  # guard: minimum-length
         return logits.masked_fill(early[:, :, None] & self.is_eos[:, None, :], float("-inf"))
 
     def commit(self, accepted: Accepted) -> Tensor:
@@ -271,10 +271,10 @@ class State(nn.Module):
         number = torch.arange(nodes, device=self.tokens.device)
         tokens = accepted.tokens.clamp(min=0)  # -1: nothing could be drawn; the engine reports it
         ends = self.is_eos.gather(1, tokens) & (number < accepted.count[:, None])
-        until_end = torch.where(ends, number + 1, nodes + 1).amin(dim=1)
-        room = (self.max_lengths - (self.lengths + 1)).clamp(min=0)
+        until_end = torch.where(ends, number + 1, nodes + 1).amin(dim=1)  # guard: end-inside-a-run
+        room = (self.max_lengths - (self.lengths + 1)).clamp(min=0)  # guard: limit-of-a-row
         gained = torch.minimum(torch.minimum(accepted.count, until_end), room)
-        gained = torch.where(self.finished, 0, gained)
+        gained = torch.where(self.finished, 0, gained)  # guard: finished-rows
 
         slots = self.lengths[:, None] + number
         if nodes > 1 and self.tokens.device.type == "cuda":
@@ -284,8 +284,8 @@ class State(nn.Module):
             source, target = (self.lengths[:, None] + accepted.path)[:, None, :], slots[:, None, :]
             for cache in self.kv.tensors:
                 head = torch.arange(cache.shape[1], device=slots.device)[None, :, None]
-                cache.index_put_((row, head, target), cache[row, head, source])
-        self.kv.states.commit(accepted.path, gained)
+                cache.index_put_((row, head, target), cache[row, head, source])  # guard: accepted-keys-move
+        self.kv.states.commit(accepted.path, gained)  # guard: states-are-led-on
         tokens = tokens if self.readable is None else tokens.clamp(max=self.readable - 1)
         self.tokens.scatter_(1, slots + 1, tokens)
         self.lengths.add_(gained)

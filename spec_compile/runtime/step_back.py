@@ -133,7 +133,7 @@ class StepBack:
         for bucket, path in zip(buckets, paths):
             by_adapter.setdefault(every(bucket), []).append(len(path))
         for adapter, gains in by_adapter.items():
-            earned = record.share if nodes == 1 else sum(gains) / len(gains) - loss
+            earned = record.share if nodes == 1 else sum(gains) / len(gains) - loss  # guard: drafts-earn
             record.slack[adapter] = min(record.slack_of([adapter]) + earned, most)
 
     @property

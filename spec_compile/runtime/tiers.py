@@ -182,7 +182,7 @@ class Tiers:
         """Adopt what is compiled. False if an engine that shares the parts is in the middle of an answer."""
         with ExitStack() as turns:
             for user in self._runtime.code.users - {self}:
-                if not (turns.enter_context(user.turns.between(0)) and user._may_change()):
+                if not (turns.enter_context(user.turns.between(0)) and user._may_change()):  # guard: other-wrappers
                     return False
             self.source.adopt()
             self._runtime.code.adoptions += 1

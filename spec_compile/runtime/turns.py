@@ -51,7 +51,7 @@ class Turns:
         with self._changed:
             if self._depth == 1:
                 self._quiet_since = time.perf_counter()
-                self._owed = self._owed + time.perf_counter() - self._begin if self._batches else 0.0
+                self._owed = self._owed + time.perf_counter() - self._begin if self._batches else 0.0  # guard: owed
             self._give_back()
 
     @contextmanager

@@ -21,7 +21,7 @@ MOST_IN_FLIGHT = 256 << 20
 """Bytes of all bodies together until their prompts are made, unless four of the largest have more."""
 TOO_LARGE = "the body has more than {} bytes, which this server does not read; send less"
 NO_ROOM = "the server reads too many bytes of bodies; try again later"
-REQUEST_ID = re.compile(r"[!-~]{0,256}")
+REQUEST_ID = re.compile(r"[!-~]{0,256}")  # guard: request-ids
 """The header X-Request-Id, which every chunk of an answer repeats."""
 
 
@@ -143,7 +143,7 @@ def decode_body(data: bytes, most_containers: int) -> dict:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict:
     values = dict(pairs)
-    if len(values) < len(pairs):
+    if len(values) < len(pairs):  # guard: names-twice
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))
         raise ValueError(f"{twice[:80]!r} is there twice in an object")

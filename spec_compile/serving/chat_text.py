@@ -110,7 +110,7 @@ class ChatText:
         """
         if isinstance(value, str):
             end, tokens = self._open(value), self._special if is_assistants else self._all
-            value = f"{value[:end]}{sign}{value[end:]}" if end else value
+            value = f"{value[:end]}{sign}{value[end:]}" if end else value  # guard: joined-control-tokens
             return _split(tokens, value, sign)
         if isinstance(value, list):
             return [self.broken(each, sign, is_assistants) for each in value]

@@ -103,7 +103,7 @@ class Runner(uvicorn.Server):
 
     async def shutdown(self, sockets: list | None = None) -> None:
         """End the requests that still run by an error, which their clients get, and close the connections."""
-        await asyncio.to_thread(self.requests.stop)
+        await asyncio.to_thread(self.requests.stop)  # guard: requests-end-first
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: object) -> None:

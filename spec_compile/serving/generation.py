@@ -260,7 +260,7 @@ class Requests(CBGenerateManager):
             if not is_added:
                 call.request_id = None
                 handlers.pop(name, None)
-        if call.is_gone:  # it left while the request was added, when there was nothing to cancel
+        if call.is_gone:  # it left while the request was added, when there was nothing to cancel  # guard: early-leaver
             self.manager.cancel_request(name)
 
     def _cut(self, call: HttpCall, config: GenerationConfig) -> StopCut:
@@ -286,7 +286,7 @@ class Requests(CBGenerateManager):
             config.max_new_tokens, config.max_length = config.max_length - len(ids), None
             if config.max_new_tokens < 1:
                 raise refuse(call.limit_field, f"the prompt has {len(ids)} tokens already; ask for more")
-        if config.max_new_tokens > room:
+        if config.max_new_tokens > room:  # guard: limit-comes-first
             reason = f"a prompt of {len(ids)} tokens and {shown(config.max_new_tokens)} new ones (max_new_tokens)"
             reason = f"{reason} do not fit in a row of {self.row_tokens}; ask for at most {room}"
             raise refuse(call.limit_field or call.prompt_field, reason)

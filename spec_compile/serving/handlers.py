@@ -62,7 +62,7 @@ class _Checked:
             requests.admit(self.generates)
             answering = self._answer(data, request.state.request_id)
             del data  # it may be large, and the answer may take long
-            return await requests.workers.drive(answering)
+            return await requests.workers.drive(answering)  # guard: event-loop
 
     async def _answer(self, data: bytes, request_id: str) -> Any:
         call = CURRENT.get()
@@ -148,10 +148,10 @@ class _Checked:
         check_tools(body.get("tools", []))
         if not body.get("tools") or body.get("tool_choice") == "none":
             body.pop("tools", None)
-        elif "tools" not in template:
+        elif "tools" not in template:  # guard: tools
             raise refuse("tools", "the model's chat template takes no tools; leave them out")
         for name in body.get("chat_template_kwargs", {}):
-            if name not in ChatText.of(processor).variables:
+            if name not in ChatText.of(processor).variables:  # guard: template-variables
                 raise refuse(f"chat_template_kwargs.{name[:80]}", "the model's chat template has no such variable")
         body.setdefault("parallel_tool_calls", True)  # /v1/responses repeats it in its answer
         call = CURRENT.get()

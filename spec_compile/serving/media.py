@@ -288,7 +288,7 @@ class Media:
         loop, kind = asyncio.get_running_loop(), socket.SOCK_STREAM
         found = await loop.run_in_executor(self._pool, lambda: socket.getaddrinfo(host, port, type=kind))
         addresses = [entry[4][0] for entry in found]
-        if not addresses or not all(map(is_public, addresses)):
+        if not addresses or not all(map(is_public, addresses)):  # guard: public-addresses
             raise refuse(path, "the address leads to a host that is not allowed")
         target = f"[{addresses[0]}]" if ":" in addresses[0] else addresses[0]
         rest = rest if rest.startswith("/") else f"/{rest}"
@@ -314,7 +314,7 @@ def _decode(path: str, data: bytes, pixels: int) -> tuple[Any, int]:
         ) from error
     try:
         with Image.open(BytesIO(data), formats=FORMATS) as image:
-            pixels = check_pixels(path, *image.size, pixels)
+            pixels = check_pixels(path, *image.size, pixels)  # guard: pixels-before-decoding
             return ImageOps.exif_transpose(image).convert("RGB"), pixels
     except Refusal:
         raise

@@ -66,7 +66,7 @@ class Detokenize(Chat):
         def are_tokens(value: Any) -> bool:
             if not isinstance(value, list) or len(value) > requests.row_tokens:
                 return False
-            return all(ID.accepts(each) and each < requests.embedded for each in value)
+            return all(ID.accepts(each) and each < requests.embedded for each in value)  # guard: ids-of-tokens
 
         words = f"at most {requests.row_tokens} ids below {requests.embedded}"
         return check_fields(body, {"model": TEXT, "tokens": Field(are_tokens, words)}, "tokens")

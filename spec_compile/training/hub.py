@@ -46,7 +46,7 @@ class Repository:
             is_private = api.repo_info(self.name).private
         except (httpx.HTTPError, OSError) as error:
             raise self._explained(error) from error
-        if self.private and not is_private:
+        if self.private and not is_private:  # guard: private-heads
             raise ValueError(
                 f"private: {self.name} exists and is public; make it private in its settings, or push to another"
             )

@@ -114,7 +114,7 @@ class Loop:
                 is_clear = True
                 self._warn_of_few_steps()
             is_asked = interrupts.asked and self.share < 1
-            if is_asked or (now - saved >= self.options.checkpoint_minutes * 60 and self.share < 1):
+            if is_asked or (now - saved >= self.options.checkpoint_minutes * 60 and self.share < 1):  # guard: ctrl-c
                 self.save([share for _, share in self.state.evaluations[-1:]])
                 saved = now
             if is_asked:

@@ -141,6 +141,6 @@ def _continue(model: PreTrainedModel, asked: list[list[int]], length: int, optio
     for prompt, row in zip(asked, out[:, width:].tolist()):
         end = next((count for count, token in enumerate(row, 1) if token in ends), len(row))
         supervised = torch.zeros(len(prompt) + end, dtype=torch.bool)
-        supervised[len(prompt) :] = True
+        supervised[len(prompt) :] = True  # guard: supervised-tokens
         documents.append(Document(torch.tensor(prompt + row[:end], dtype=torch.int32), supervised))
     return documents

@@ -178,7 +178,7 @@ class OnlineTraining:
             return  # train on until there are some
         trained, served = self._updates.count(batches, self._trainer.steps, self._served)
         self.acceptance = tuple(float(count[0, 1] / count[0, 0].clamp(min=1)) for count in (served, trained))
-        if trained[:, 1].sum() < served[:, 1].sum():
+        if trained[:, 1].sum() < served[:, 1].sum():  # guard: worse-weights
             self._drop()
             return
         copy_weights(self._updates.parameters, self._served.module)

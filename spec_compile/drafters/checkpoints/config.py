@@ -138,7 +138,7 @@ class DraftConfig:
         sizes, rope = {name: self.layer[name] for name in LATENT_FIELDS}, self.llama().rope_parameters
         scale = (sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]) ** -0.5
         factor, all_dims = rope.get("factor") or 1.0, rope.get("mscale_all_dim") or 0.0
-        if factor > 1:
+        if factor > 1:  # guard: yarn
             scale *= (0.1 * all_dims * math.log(factor) + 1) ** 2
         pairs = self.layer.get("rope_interleave") is not False
         return LatentSizes(self.layer.get("q_lora_rank"), **sizes, scale=scale, pairs=pairs)

@@ -122,7 +122,7 @@ def _gptq(tensors: Tensors, config: dict) -> Packed:
     codes, zeros, scales = (tensors[f".{name}"] for name in ("qweight", "qzeros", "scales"))
     inputs = 8 * codes.shape[0]
     groups = tensors.get(".g_idx", torch.arange(inputs, dtype=torch.int32) // (inputs // len(scales)))
-    offset = int(config.get("checkpoint_format", "gptq") == "gptq")  # whose zeros are stored less 1
+    offset = int(config.get("checkpoint_format", "gptq") == "gptq")  # whose zeros are stored less 1  # guard: gptq-zero
     return Packed(Gptq(offset), {"codes": codes, "zeros": zeros, "scales": scales, "groups": groups}, None, inputs)
 
 

@@ -82,7 +82,7 @@ def merge(
     trie_above = trie.parents.clamp(min=0)
     moved = torch.where(has_twin.gather(1, trie_above), twin.gather(1, trie_above), size + trie_above)
     parents = torch.cat([above, moved], dim=1)
-    is_draft = torch.cat([is_head_draft, is_trie_draft & ~has_twin], dim=1)
+    is_draft = torch.cat([is_head_draft, is_trie_draft & ~has_twin], dim=1)  # guard: drafted-twice
 
     # The probability of each draft after its parent, and of its path.
     likely = torch.where(is_draft, corrected(counts, priors, cells), 0.0)

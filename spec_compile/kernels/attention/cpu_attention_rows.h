@@ -340,7 +340,7 @@ KERNEL Path path_of(const Work& work, int64_t b, int64_t n) {
     for (int64_t slot = work.shared_end(b); slot < length; slot++) path.slots[path.count++] = slot;
     const uint64_t ancestors = uint64_t(work.call.ancestors[b * work.call.nodes + n]);
     for (int64_t m = 0; m < work.call.nodes; m++)
-        if (ancestors >> m & 1) path.slots[path.count++] = length + m;
+        if (ancestors >> m & 1) path.slots[path.count++] = length + m;  // guard: cpu-ancestors
     return path;
 }
 

@@ -39,7 +39,7 @@ def attend_kernel(
         seen = (row < rows)[:, None] & (slot < slots)[None, :]
         if mask_ptr is not None:
             shown = mask_ptr + batch * stride_mb + node[:, None] * stride_mn + slot[None, :] * stride_ms
-            seen = seen & (tl.load(shown, mask=seen, other=0) != 0)
+            seen = seen & (tl.load(shown, mask=seen, other=0) != 0)  # guard: mask
         if tl.max(tl.max(seen.to(tl.int32), 1), 0) > 0:
             inside = (slot < slots)[:, None]
             keys = tl.load(k_ptr + slot[:, None] * stride_ks + dk[None, :], mask=inside & (dk < DK)[None, :], other=0.0)
@@ -76,5 +76,5 @@ def merge_kernel(
         acc, peak, total = fold_row(acc, peak, total, next_acc, next_peak, next_total)
     batch, head = pair // KV_HEADS, pair % KV_HEADS * GROUP + row // nodes
     at = ((batch * nodes + row % nodes) * (KV_HEADS * GROUP) + head) * DV
-    out = tl.where(total > 0, acc / tl.where(total > 0, total, 1.0), 0.0)
+    out = tl.where(total > 0, acc / tl.where(total > 0, total, 1.0), 0.0)  # guard: nothing-is-seen
     tl.store(out_ptr + at + dv, out, mask=dv < DV)

@@ -238,7 +238,7 @@ def combine(
         here = mask
         if HELD:
             expert = tl.load(ids_ptr + pair, mask=n < rows, other=0)
-            here = mask & ((expert >= FIRST) & (expert < FIRST + HELD))[:, None]
+            here = mask & ((expert >= FIRST) & (expert < FIRST + HELD))[:, None]  # guard: experts-of-a-rank
         if parts_ptr is None:
             value = tl.load(pairs_ptr + at, mask=here, other=0.0, cache_modifier=".cg").to(tl.float32)
         else:

@@ -138,7 +138,7 @@ def form_of(layout: "WeightLayout", dtype: torch.dtype) -> ProductForm | None:
     if name == "fp8_blocks":
         return ProductForm(FP8_BLOCKS, 3) if dtype == torch.float8_e4m3fn else None
     rounds = layout.row_dtype(torch.empty(0, dtype=dtype))
-    scaled_first = rounds is None and dtype != torch.int8
+    scaled_first = rounds is None and dtype != torch.int8  # guard: scales-before-products
     return ProductForm(WEIGHTS[dtype], ROUNDINGS.get(rounds, 0), scaled_first, not layout.norms_after)
 
 

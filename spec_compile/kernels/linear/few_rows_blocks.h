@@ -173,7 +173,7 @@ KERNEL void multiply_floats(const float* panel, const float* x, int64_t stride, 
 
 // What the sum of x is multiplied by, in place of what the layout has.
 INLINE void as_added(const Product& p, Units& units, int64_t count) {
-    if (p.second != Second::point) return;
+    if (p.second != Second::point) return;  // guard: cpu-zero-points
     for (int64_t i = 0; i < count; i++) units.seconds[i] = -units.seconds[i] * units.scales[i];
 }
 

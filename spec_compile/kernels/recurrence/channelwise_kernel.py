@@ -85,7 +85,7 @@ def channelwise_kernel(
         v = tl.load(v_ptr + row * stride_vb + token * stride_vn + channel, mask=mask, other=0.0)
         if IS_TREE:
             parent = tl.load(walk_ptr + token)
-            if parent >= 0:  # only the root has none, and it comes first
+            if parent >= 0:  # only the root has none, and it comes first  # guard: state-of-the-root
                 n, d, m = load_state(after_ptr + parent * PARTS * C, channel, mask, C, WKV)
         tl.store(out_ptr + (row * tokens + token) * C + channel, read(n, d, m, k, v, w, u, WKV), mask=mask)
         next_n, next_d, next_m = lead(n, d, m, k, v, w, WKV)

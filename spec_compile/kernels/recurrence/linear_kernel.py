@@ -138,7 +138,7 @@ def linear_attention_kernel(
         # Read the state. Update it if the node has children, or if the token counts.
         written, out, decay = read(tile, k, q, v, g, beta, DELTA)
         tl.store(out_ptr + node.to(tl.int64) * HEADS * DV + dv, out, mask=dv < DV)
-        leads = valid > step
+        leads = valid > step  # guard: tokens-that-count
         if IS_TREE:
             leads = tl.load(walk_ptr + 2 * tokens + step) != 0
         if leads:

@@ -65,7 +65,7 @@ class BoundForward:
         self._weights: list[Tensor] = []
 
     def __call__(self, *arguments):
-        if self._addresses != [arguments[place].data_ptr() for place in self._places]:
+        if self._addresses != [arguments[place].data_ptr() for place in self._places]:  # guard: joined-weights
             self._weights = [join([arguments[place] for place in group]) for group in self.groups]
             self._addresses = [arguments[place].data_ptr() for place in self._places]
         return self.compiled(*(arguments[place] for place in self.others), *self._weights)

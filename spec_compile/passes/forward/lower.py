@@ -131,7 +131,7 @@ def _check_writes(gm: fx.GraphModule) -> None:
     for node in aliases:
         for user in node.users:
             kept = _written(user) or _is_view(user) or user.target in READERS or user.op == "output"
-            if not kept and node.meta["val"].is_floating_point():
+            if not kept and node.meta["val"].is_floating_point():  # guard: writes-keep-order
                 raise NotLowered(f"{user.name} reads an input that the forward writes to")
 
 

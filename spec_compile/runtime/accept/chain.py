@@ -64,7 +64,7 @@ def accept_chain(target: Tensor, draft: Tensor, tokens: Tensor, real: Tensor, u:
     for i in range(1, nodes - 1):
         sums[i] = _rest(target[:, i], draft[:, i], scale[:, i], w[:, i]).sum(dim=1)
     r = torch.stack(sums, dim=1)
-    passes = torch.where(has_child, u * (r + (1 - w) / w) < r, u < w)
+    passes = torch.where(has_child, u * (r + (1 - w) / w) < r, u < w)  # guard: drawn-chains
     is_draft = torch.cat([torch.zeros_like(has_child[:, :1]), has_child[:, :-1]], dim=1)
     last = torch.where(passes & is_draft, number, 0).amax(dim=1, keepdim=True)
 

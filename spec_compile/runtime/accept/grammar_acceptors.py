@@ -103,7 +103,7 @@ class GreedyGrammars(GrammarWalks):
         """Go down as far as tokens are legal. Returns True if the next one is illegal."""
         while not self.is_over(row, walk) and walk.enter():
             if not self.grammars.accept(row, walk.guess):
-                return True
+                return True  # guard: grammar-forbids
             walk.gained.append(walk.guess)
         return False
 

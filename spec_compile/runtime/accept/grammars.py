@@ -127,7 +127,7 @@ class Grammars(LogitsProcessor):
 
     def come_back(self, row: int) -> None:
         """Take back the drafts of `look_ahead`."""
-        self.rewind(row, self.ahead[row])
+        self.rewind(row, self.ahead[row])  # guard: grammar-looks-ahead
         self.ahead[row] = 0
 
     def rewind(self, row: int, count: int) -> None:

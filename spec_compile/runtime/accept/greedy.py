@@ -26,11 +26,11 @@ def follow(tree: Tree, ancestors: Tensor, depth: Tensor, choice: Tensor) -> Acce
     if nodes == 1:
         return Accepted(torch.zeros_like(choice), choice, torch.ones_like(choice[:, 0]))
     number = torch.arange(nodes, device=choice.device)
-    is_chosen = tree.real & (choice.gather(1, tree.parents.clamp(min=0)) == tree.tokens)
+    is_chosen = tree.real & (choice.gather(1, tree.parents.clamp(min=0)) == tree.tokens)  # guard: accepted-slots
     is_chosen = is_chosen | (number == 0)  # the root is committed already
     chosen_bits = (is_chosen.to(torch.int64) << number).sum(dim=1, keepdim=True)
-    on_path = (ancestors & chosen_bits) == ancestors
-    count = torch.where(on_path, depth, -1).amax(dim=1) + 1
+    on_path = (ancestors & chosen_bits) == ancestors  # guard: accepted-path
+    count = torch.where(on_path, depth, -1).amax(dim=1) + 1  # guard: accepted-count
     at_depth = on_path[:, None, :] & (depth[:, None, :] == number[:, None])  # [B, depth, node], one node a depth
     path = torch.where(at_depth, number, 0).sum(dim=2)
     return Accepted(path, choice.gather(1, path), count)

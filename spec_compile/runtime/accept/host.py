@@ -169,7 +169,7 @@ class HostAcceptor:
             return scores.argmax(dim=-1)
         weights, numbers = probabilities(scores, raw), rows + self.first_row
         if tree.probs is None:
-            return draw(weights, uniform(self.seed, numbers, gained).to(weights.device))
+            return draw(weights, uniform(self.seed, numbers, gained).to(weights.device))  # guard: seed
         is_child = (tree.parents[rows] == node[:, None]) & tree.real[rows]  # [R, N]
         streams = torch.arange(int(is_child.sum(dim=1).max()) + 1)
         numbers = uniform(self.seed, numbers[:, None], gained[:, None], streams).to(weights.device)

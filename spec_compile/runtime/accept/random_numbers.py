@@ -25,7 +25,7 @@ def uniform(seed: int | Tensor, row: Tensor, position: Tensor, stream: int | Ten
     The arguments go in turn through the finaliser of SplitMix64 (Steele, Lea and Flood 2014, section 3), modulo 2**64.
     """
     bits = mix(seed + _GOLDEN if isinstance(seed, Tensor) else torch.full_like(row, seed) + _GOLDEN)
-    for counter in (row, position, stream):
+    for counter in (row, position, stream):  # guard: random-counters
         counter = counter if isinstance(counter, Tensor) else torch.full_like(row, counter)
         bits = mix(bits + (counter + 1) * _GOLDEN)
     return _shift(bits, 12).to(torch.float64) * 2.0**-52  # 52 bits: below 1 even times any total
@@ -76,4 +76,4 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
     Weights [0, 2, 0, 6] have the sums 0, 2, 2, 8: u < 0.25 draws token 1, any other token 3.
     """
     sums = weights.cumsum(dim=1)
-    return torch.searchsorted(sums, (u * sums[:, -1])[:, None], right=True)[:, 0]
+    return torch.searchsorted(sums, (u * sums[:, -1])[:, None], right=True)[:, 0]  # guard: excluded-tokens

@@ -21,7 +21,7 @@ def is_accepted(u: Tensor, p: Tensor, q: Tensor) -> Tensor:
 
     u: float64 in [0, 1). p, q: the probability of the draft's token in the target and in the draft. All broadcast.
     """
-    return u * q < p
+    return u * q < p  # guard: drawn-drafts
 
 
 def residual(target: Tensor, draft: Tensor, rejected: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def residual(target: Tensor, draft: Tensor, rejected: Tensor) -> Tensor:
     """
     difference = (target - draft).clamp(min=0).scatter(-1, rejected, 0)  # it is 0 already, but for rounding
     total = difference.sum(dim=-1, keepdim=True)
-    return torch.where(total > 0, difference / total, target)
+    return torch.where(total > 0, difference / total, target)  # guard: residual
 
 
 def accept_drawn(target: Tensor, draft: Tensor, children: list[int], u: Tensor) -> Tensor:

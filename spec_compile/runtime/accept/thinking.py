@@ -109,7 +109,7 @@ class ThinkingPlace(NamedTuple):
         It is the first token of the end that is not written yet: the end [7, 8, 9] after the tokens [.., 3, 7, 8] goes
         on with 9, after [.., 7, 3] with 7.
         """
-        if not self.thinks or self.count < budget:
+        if not self.thinks or self.count < budget:  # guard: end-of-thinking
             return None
         end = marks.end_ids
         written = next(

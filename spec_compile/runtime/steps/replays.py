@@ -35,7 +35,7 @@ class Replays:
         if self._runs_itself:
             return self.function(*arguments)
         weights = arguments[self.first_weight :]
-        if len(weights) != len(self._weights) or any(map(operator.is_not, weights, self._weights)):
+        if len(weights) != len(self._weights) or any(map(operator.is_not, weights, self._weights)):  # guard: new-weight
             self._graphs.clear()
             self._weights = weights
         replay = self._of(tuple([self._kind(place, x) for place, x in enumerate(arguments[: self.first_weight])]))
@@ -53,7 +53,7 @@ class Replays:
     def _kind(self, place: int, x: Tensor | int):
         if isinstance(x, int):
             return x
-        return (x.data_ptr(), x.shape) if place in self.kept else x.shape
+        return (x.data_ptr(), x.shape) if place in self.kept else x.shape  # guard: replayed-cache
 
     def _of(self, kind: tuple) -> "_ReplayedCall":
         """The graph of a kind of calls; a new one may take the place of the oldest."""

@@ -83,7 +83,7 @@ def _product(x: Tensor, parts: list[Tensor], bias: Tensor | None, kind: str) -> 
     if not parts or not x.dim():
         raise ValueError(f"x, parts: expected [..., I] and the parts of a layer, got {list(x.shape)} and {len(parts)}")
     if not rounds_activations.get():
-        return layout_of(kind).unrounded(x, parts, bias)
+        return layout_of(kind).unrounded(x, parts, bias)  # guard: rounded-activations
     out = few_rows.quantised_product(kind, x, parts, bias)
     if out is not None:
         return out

@@ -43,7 +43,7 @@ class PerChannel(RoundsRows):
 
     @property
     def norms_after(self) -> bool:
-        return not self.static
+        return not self.static  # guard: scale-before-norm
 
     def constant_scale(self, parts: Sequence[Tensor]) -> Tensor | None:
         return parts[1][-1] if self.static else None

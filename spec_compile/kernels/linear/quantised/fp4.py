@@ -51,7 +51,7 @@ class Fp4(WeightLayout):
         """[O, I / group] float32."""
         _, scales, factor = parts
         wide = torch.exp2(scales.float() - 127) if scales.dtype == torch.uint8 else scales.float()
-        return wide / factor if self.divides else wide * factor
+        return wide / factor if self.divides else wide * factor  # guard: divided-scales
 
 
 @dataclass(frozen=True)

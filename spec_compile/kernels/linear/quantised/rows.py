@@ -36,7 +36,7 @@ def rounded_over_ranks(x: Tensor, dtype: torch.dtype, group_name: str) -> Tensor
     """
     if not rounds_activations.get():
         return x.clone()
-    largest = gather_parts(x.abs().amax(dim=-1, keepdim=True), group_name).amax(dim=0)
+    largest = gather_parts(x.abs().amax(dim=-1, keepdim=True), group_name).amax(dim=0)  # guard: rank-rounding
     return rounded_rows(x, dtype, largest / LARGEST[dtype])
 
 
