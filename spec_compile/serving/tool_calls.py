@@ -100,7 +100,7 @@ def read_tool_calls(fields: dict, processor: Any, model: Any) -> ToolCalls | Non
         for name in names:
             if all(function["name"] != name for function, _ in functions):
                 raise refuse("tool_choice", f"there is no tool {shown(name)} in `tools`")
-        functions = [(function, index) for function, index in functions if function["name"] in names]  # guard: allowed
+        functions = [(function, index) for function, index in functions if function["name"] in names]
     is_strict = any(function.get("strict") for function, _ in functions)
     only_one = fields.get("parallel_tool_calls") is False
     if mode == "none" or not (is_chosen or is_strict or only_one):

@@ -196,6 +196,7 @@ def test_requests_end_with_their_adapters():
         manager.cancel_request(cancelled)
         collect(manager, 1)
         assert answer(manager, PROMPTS[0], "blue").error is None
+        assert answer(manager, PROMPTS[0], "red").error is None  # the only slot is free again
         ask(manager, PROMPTS[0], "red", max_new_tokens=300)
     assert fast.generate(**call(ids()), adapter_names=["blue"] * 4).shape == (4, 36)  # the stopped one has left
 

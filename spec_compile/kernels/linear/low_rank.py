@@ -30,7 +30,7 @@ class LowRank(nn.Module):
     def put(self, entry: int, down: Tensor | None, up: Tensor | None, scale: float) -> None:
         """Copy the matrices [r, in] and [out, r] of an adapter into an entry; None: it adds nothing to this layer."""
         self.down[entry].zero_()
-        self.up[entry].zero_()  # guard: smaller-adapter
+        self.up[entry].zero_()
         self.scale[entry].fill_(scale)
         if down is not None and up is not None:
             self.down[entry, : len(down)].copy_(down)

@@ -66,7 +66,7 @@ class CodeGroups(WeightLayout):
         numbers = codes.to(dtype) if self.width == 8 else table_of(self.numbers).to(codes.device, dtype)[codes.int()]
         if self.second == POINT:
             numbers = numbers - units[:, :, 1:]
-        numbers = numbers * units[:, :, :1]
+        numbers = numbers * units[:, :, :1]  # guard: scales-of-blocks
         return (numbers + units[:, :, 1:] if self.second == MINIMUM else numbers).flatten(1)[:, :inputs]
 
     def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]] | None:
