@@ -46,7 +46,8 @@ def is_foreign(found: os.stat_result) -> bool:
         return True
     if stat.S_ISLNK(found.st_mode):  # has no mode that counts
         return False
-    return bool(found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid)))  # guard: other-users
+    by_group = found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid)
+    return bool(found.st_mode & stat.S_IWOTH or by_group)  # guard: other-users
 
 
 def make_folder(folder: Path) -> None:

@@ -72,7 +72,8 @@ class StoredParts:
             if data is None:
                 continue
             signature, data = data[:SIGNATURE], data[SIGNATURE:]
-            if (store.is_carried and self.trusts_carried) or hmac.compare_digest(signature, self._sign(name, data)):  # guard: signatures
+            is_trusted = store.is_carried and self.trusts_carried
+            if is_trusted or hmac.compare_digest(signature, self._sign(name, data)):  # guard: signatures
                 return data
             store.tell_once(
                 "signature", f"{store.folder}: compiled code that this user did not write on this machine is compiled "

@@ -202,6 +202,6 @@ class Scheduler:
             rows[job.client] += 1
             return rows[job.client], self._turns[job.client]
 
-        first = self.adapters.next(sorted(waiting, key=order)) if len(begun) < self.slots else None  # guard: free-rows-in-turn
+        first = self.adapters.next(sorted(waiting, key=order)) if len(begun) < self.slots else None  # guard: row-turns
         jobs = [*self.prompts.aside, *([] if first is None else [first])]
         return min(jobs, key=lambda job: self._turns[job.client], default=None)

@@ -92,6 +92,6 @@ def _read_fields(kind: type, value: Any, name: str) -> Any:
         raise ValueError(f"{name}: expected the fields of {kind.__name__}, got {type(value).__name__}")
     hints = _types(kind)
     names = [each.name for each in dataclasses.fields(kind)]
-    for part in [*(each for each in value if each not in names), *(each for each in names if each not in value)]:  # guard: unknown-names
+    for part in [*(each for each in value if each not in names), *(each for each in names if each not in value)]:
         raise ValueError(f"{name}.{part[:100]}: {'missing' if part in names else 'an unknown name'}; restart all ranks")
     return kind(**{each: _read(hints[each], value[each], f"{name}.{each}") for each in names})
