@@ -126,7 +126,7 @@ GUARDS = [
         ("ended-rows", SKIP, "runtime/test_generate.py -k 'every_row_ends'"),
         ("longest-text", NEVER, "runtime/test_generate_errors.py -k test_a_wrong_option"),
         ("mixed-rows", NEVER, "product/test_unmasked.py -k test_batches"),
-        ("generate-beside-ranks", NEVER, "batching/test_batching_ranks.py -k told"),
+        ("generate-during-ranks", NEVER, "batching/test_batching_ranks.py -k told"),
         # steps, compiled parts and turns
         ("replayed-cache", NEVER, "runtime/test_replays.py -k copied"),
         ("new-weight", NEVER, "runtime/test_replays.py -k copied"),

@@ -44,7 +44,7 @@ class Agreement:
         if self.ranks.size == 1:
             yield
             return
-        if self._batches:  # guard: generate-beside-ranks
+        if self._batches:  # guard: generate-during-ranks
             error = RuntimeError(
                 "generate(): with tensor_parallel it cannot run while a manager of requests does, because the ranks "
                 "follow one stream of rounds; stop the manager first, or add a request"

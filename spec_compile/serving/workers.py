@@ -29,7 +29,7 @@ class Waiting:
         return (yield self.future)
 
 
-class _Places:
+class _Seats:
     """A semaphore that threads pass in the order in which they came; at that of `threading` later ones overtake."""
 
     def __init__(self, free: int):
@@ -62,7 +62,7 @@ class Workers:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(WORKERS + MOST_IDLE, thread_name_prefix="spec_compile requests")
-        self._free = _Places(WORKERS)
+        self._free = _Seats(WORKERS)
         self.busy = 0
         self._busy: Counter[str] = Counter()
         """The same by client."""

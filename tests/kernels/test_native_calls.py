@@ -116,6 +116,7 @@ WRONG = {
         ("weight of halves", dict(weight=zeros(24, 64, dtype=torch.float16)), TypeError, "weight"),
         ("short bias", dict(bias=zeros(23)), ValueError, "bias"),
         ("empty bias", dict(bias=zeros(0)), ValueError, "bias"),
+        ("no weight", dict(weight=None), TypeError, "weight"),
         ("odd address", dict(weight=odd(24, 64)), ValueError, "weight"),
         ("freed weight", dict(weight=(w := zeros(24, 64), w.untyped_storage().resize_(0))[0]), ValueError, "weight"),
     ]),
@@ -144,6 +145,8 @@ WRONG = {
         ("other codes", dict(kind="CodeBlocks 8 32 0 0 0"), ValueError, "weight"),
     ]),
     "add_around_product": (around, [
+        ("no norm", dict(norm=None), TypeError, "norm"),
+        ("no residual", dict(residual=None), TypeError, "residual"),
         ("short norm", dict(norm=zeros(8, dtype=BFLOAT16)), ValueError, "norm"),
         ("norm of floats", dict(norm=zeros(64)), ValueError, "norm"),
         ("norm with steps", dict(norm=zeros(128, dtype=BFLOAT16)[::2]), ValueError, "norm"),
@@ -199,6 +202,8 @@ WRONG = {
         ("infinite cap", dict(softcap=float("inf")), ValueError, "scale, softcap"),
         ("no cap", dict(softcap=0.0), ValueError, "scale, softcap"),
         ("no window", dict(window=0), ValueError, "window"),
+        ("wide softcap", dict(softcap=2.0**20), ValueError, "softcap"),
+        ("wide scale", dict(scale=2.0**31), ValueError, "scale"),
         ("negative window", dict(window=-1), ValueError, "window"),
         ("meta cache", dict(key_cache=zeros(1, 2, 8, 16, device="meta")), ValueError, "q"),
         ("odd address", dict(key_cache=odd(1, 2, 8, 16)), ValueError, "key_cache"),
@@ -254,6 +259,14 @@ def test_a_known_chain_serves_no_other_tensors_at_its_addresses(view):
         want = chain(parts=[view(weight), weight])
     for one, other in zip(chain(parts=[view(weight), weight]), want):
         torch.testing.assert_close(one, other, rtol=0.03, atol=0.03)
+
+
+def test_a_weight_of_another_dtype_is_rounded():
+    weight = torch.randn(24, 64)
+    stream, out = around(parts=[weight], norm=torch.ones(64, dtype=BFLOAT16))
+    _, want = around(parts=[weight.to(BFLOAT16)])
+    assert stream.isfinite().all()
+    torch.testing.assert_close(out, want, rtol=0.03, atol=0.03)
 
 
 def test_calls_without_tokens_are_empty():

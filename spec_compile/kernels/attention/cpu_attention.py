@@ -24,6 +24,8 @@ LEVELS = ("C++", "AVX2", "AVX-512", "AVX-512 with BF16")
 BEST = None if _cpu_attention is None else min(_cpu_attention.best(), HIGHEST)
 """The level that it takes; None: there is no kernel."""
 LOG2E = math.log2(math.e)
+LARGEST = 1 << 16
+"""The largest scale and softcap: with larger ones float32 loses digits that softmax needs."""
 DTYPES = torch.float32, torch.bfloat16
 TAKES = frozenset({"cos", "sin"})
 """See `base.Backend.takes`."""
@@ -121,8 +123,10 @@ def check(call: AttentionCall) -> None:
         _expect("sinks", sinks, (heads,), sinks.dtype if sinks.is_floating_point() else dtype)
     if call.cos is not None or call.sin is not None:
         _check_angles(call, (batch, nodes, key_dim))
-    if not scale > 0 or (softcap is not None and not softcap > 0) or (window is not None and window < 1):
-        raise ValueError(f"scale, softcap, window: expected positive numbers, got {scale}, {softcap}, {window}")
+    if not 0 < scale <= LARGEST or (softcap is not None and not 0 < softcap <= LARGEST):
+        raise ValueError(f"scale, softcap: expected numbers above 0, at most {LARGEST}, got {scale}, {softcap}")
+    if window is not None and window < 1:
+        raise ValueError(f"window: expected an int of 1 or more, got {window}")
 
 
 def _check_angles(call: AttentionCall, shape: tuple[int, ...]) -> None:

@@ -36,6 +36,8 @@ def add_around_product(
     bias: Tensor | None, kind: str, is_gated: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """-> ``x + residual``, rounded to their dtype, and `around_product` of that; x, residual [..., I]."""
+    if norm is None:  # the dispatcher takes it for a tensor
+        raise TypeError("norm: expected a tensor, got None")
     check_residual(x, residual)
     form = form_of(x, parts, kind)
     if form is None:
@@ -48,6 +50,8 @@ def add_around_product(
 
 def check_residual(x: Tensor, residual: Tensor) -> None:
     """TypeError and ValueError unless the kernel can add both."""
+    if x is None or residual is None:
+        raise TypeError("x, residual: expected tensors, got None")
     if residual.dtype is not x.dtype:
         raise TypeError(f"residual: expected {x.dtype}, got {residual.dtype}")
     if residual.shape != x.shape:
@@ -71,7 +75,7 @@ def form_of(x: Tensor, parts: list[Tensor], kind: str) -> ProductForm | None:
         return None
     if kind:
         return few_rows.form_here(kind, x, parts)
-    serves = not are_plain() and few_rows.serves(parts[0], x.numel() // x.shape[-1])
+    serves = not are_plain() and parts[0].dtype is x.dtype and few_rows.serves(parts[0], x.numel() // x.shape[-1])
     return few_rows.NUMBERS[parts[0].dtype] if serves else None
 
 

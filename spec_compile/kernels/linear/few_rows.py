@@ -66,6 +66,8 @@ def cpu_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`cpu_linear` of any number of rows by the kernel: x and weight float32 or bfloat16, weight contiguous."""
+    if x is None or weight is None:  # the dispatcher takes it for a tensor
+        raise TypeError("x, weight: expected tensors, got None")
     form = NUMBERS.get(weight.dtype)
     if form is None:
         raise TypeError(f"weight: expected float32 or bfloat16, got {weight.dtype}")
