@@ -176,10 +176,6 @@ def _serve(
     ] = None,
     max_loras: Annotated[int | None, typer.Option(help="Adapters of rows in use; by default all.", min=1)] = None,
     max_lora_rank: Annotated[int | None, typer.Option(help="By default that of the adapters.", min=1)] = None,
-    allow_runtime_lora_updating: Annotated[
-        bool, typer.Option("--allow-runtime-lora-updating", help="Let clients load and unload adapters.")
-    ] = False,
-    lora_root: Annotated[Path | None, typer.Option(help="The folder with the adapters that clients may load.")] = None,
     train_while_serving: Annotated[
         bool, typer.Option("--train-while-serving", help="Let the draft learn from answers; texts stay in memory.")
     ] = False,
@@ -199,10 +195,9 @@ def _serve(
     options |= {} if max_loras is None else {"max_loras": max_loras}
     options |= {} if max_lora_rank is None else {"max_lora_rank": max_lora_rank}
     sizes = {"slots": slots, "max_queue": max_queue, "tensor_parallel": tensor_parallel}
-    loras = {"lora_modules": lora_modules, "lora_root": lora_root}
-    loras["allow_runtime_lora_updating"] = allow_runtime_lora_updating
+    names = {"served_model_name": served_model_name, "lora_modules": lora_modules}
     policy, door = read_door(flags)
-    server = build(model, algo, options, **sizes, served_model_name=served_model_name, **loras, **policy, **flags)
+    server = build(model, algo, options, **sizes, **names, **policy, **flags)
     if train_while_serving or online_training:
         learn(server.models.the_one.model, **online_training)
     runner = Runner(server, grace, **door)

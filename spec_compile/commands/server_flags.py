@@ -1,4 +1,4 @@
-"""The flags of transformers' server, and those of who may call ours, among the options of a command."""
+"""The flags of transformers' server, and our flags about clients, among the options of a command."""
 
 import inspect
 from collections.abc import Callable
@@ -47,6 +47,10 @@ def _door(
     isolate_prefixes: Annotated[
         bool, typer.Option("--isolate-prefixes", help="Let prompts of different API keys share nothing.")
     ] = False,
+    allow_runtime_lora_updating: Annotated[
+        bool, typer.Option("--allow-runtime-lora-updating", help="Let clients load and unload adapters.")
+    ] = False,
+    lora_root: Annotated[Path | None, typer.Option(help="The folder with the adapters that clients may load.")] = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     from ..serving.connections import Limits
     from ..serving.door import Keys
@@ -57,6 +61,7 @@ def _door(
         "keys": Keys.read(api_key or (), api_key_file), "allowed_media_domains": allowed_media_domains,
         "allowed_local_media_path": allowed_local_media_path, "limit_mm_per_prompt": limit_mm_per_prompt,
         "share_texts": share_texts, "isolate_prefixes": isolate_prefixes,
+        "allow_runtime_lora_updating": allow_runtime_lora_updating, "lora_root": lora_root,
     }  # fmt: skip
     return policy, {"limits": limits, "allowed_hosts": allowed_hosts or (), "metrics": metrics}
 

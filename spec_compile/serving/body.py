@@ -16,7 +16,7 @@ from .errors import Refusal
 DEEPEST = 64
 """Lists and objects of a body that may lie in each other."""
 SECONDS, LEAST_RATE = 10.0, 1 << 14
-"""A body must come within these seconds, and one more for every so many bytes of it."""
+"""A body must come within these seconds, and one more for every `LEAST_RATE` bytes of it."""
 MOST_IN_FLIGHT = 256 << 20
 """Bytes of all bodies together until their prompts are made, unless four of the largest have more."""
 TOO_LARGE = "the body has more than {} bytes, which this server does not read; send less"

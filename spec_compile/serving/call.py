@@ -109,7 +109,7 @@ class HttpCall:
 
     @property
     def error(self) -> Refusal | None:
-        """The error by which its stream, or that of one of its choices, has ended."""
+        """The error by which its stream, or the stream of one of its choices, has ended."""
         return next((each.failure for each in self.choices or [self] if each.failure is not None), None)
 
     @property

@@ -112,14 +112,14 @@ class KeyMiddleware:
 
 
 class HostMiddleware:
-    """ASGI middleware: refuses requests to another host, and those of web pages of other hosts.
+    """ASGI middleware: refuses requests to another host, and requests of web pages of other hosts.
 
     A page of an attacker can give its own name this machine's address (DNS rebinding), and then its scripts reach a
     server on loopback. Their requests have that name in Host.
     """
 
     def __init__(self, app: Callable, hosts: Iterable[str]):
-        """hosts: names without ports; those of loopback are always allowed."""
+        """hosts: names without ports; loopback's names are always allowed."""
         self.app = app
         self._hosts = {"localhost", "127.0.0.1", "::1"} | {_name_of(f"//{host}") or host.lower() for host in hosts}
 

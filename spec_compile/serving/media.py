@@ -51,7 +51,7 @@ DOMAIN = re.compile(r"[a-z\d-]+(\.[a-z\d-]+)*(:\d{1,5})?")
 DATA = re.compile(r"data:(?:[\w.+-]+/[\w.+-]+)?(?:;[\w.+-]+=[\w.+-]+)*;base64,", re.IGNORECASE)
 PORTS = {"http": 80, "https": 443}
 WITHIN_IPV6 = ipaddress.ip_network("64:ff9b::/96")
-"""IPv6 addresses that stand for those of IPv4."""
+"""IPv6 addresses that stand for IPv4 addresses."""
 
 
 def find_pictures(value: Any, path: str) -> Iterator[tuple[str, dict]]:
@@ -93,7 +93,7 @@ def too_large(path: str, reason: str) -> Refusal:
 
 
 def check_pixels(path: str, width: int, height: int, before: int) -> int:
-    """The pixels of a request after a picture of this size. Refusal if they, or those of the picture, are too many.
+    """The pixels of a request after a picture of this size. Refusal if they, or the picture's own, are too many.
 
     before: pixels of the pictures before it
     """
@@ -218,7 +218,7 @@ class Media:
             raise refuse(path, "there is no such picture in the folder that this server reads") from None
 
     def hold(self, name: str, values: Iterable[Any], names: Iterable[str]) -> None:
-        """Count the bytes of a request's tensors. Refusal if those of all requests are too many.
+        """Count the bytes of a request's tensors. Refusal if all requests together have too many.
 
         name: of the request. names: of all requests that are not complete, this one included
         """

@@ -226,7 +226,7 @@ def _add_routes(app: FastAPI, requests: Requests, models: Models, handlers: dict
     gone = REPLACED_ROUTES | REMOVED_ROUTES
     app.router.routes[:] = [route for route in app.router.routes if route.path not in gone]
     for path, handler in handlers.items():
-        app.post(path)(partial(_answer, handler))
+        app.post(path)(handler.answer)
 
     @app.api_route("/v1/models", methods=["GET", "OPTIONS"])
     async def list_models() -> JSONResponse:
@@ -258,8 +258,3 @@ def metrics_of(requests: Requests) -> Callable:
         return Response(requests.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
     return metrics
-
-
-async def _answer(handler: Any, request: Request) -> Any:
-    """The answer of a handler to a request."""
-    return await handler.answer(request)

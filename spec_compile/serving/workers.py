@@ -30,7 +30,7 @@ class Waiting:
 
 
 class _Seats:
-    """A semaphore that threads pass in the order in which they came; at that of `threading` later ones overtake."""
+    """A semaphore that threads pass in the order in which they came; in `threading.Semaphore` later ones overtake."""
 
     def __init__(self, free: int):
         self._lock, self._free = threading.Lock(), free

@@ -142,7 +142,7 @@ def test_what_transformers_leaves_out_of_a_message_reaches_the_template(client, 
         "{% for m in messages %}{{ m.role }} {{ m.name }} {{ m.reasoning_content }} {{ m.content }}\n{% endfor %}"
     )
     models = next(route for route in client.runner.config.app.routes if route.path == CHATS)
-    processor = models.endpoint.args[0].model_manager.the_one.processor
+    processor = models.endpoint.__self__.model_manager.the_one.processor
     monkeypatch.setattr(processor, "chat_template", template)
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [
@@ -209,7 +209,7 @@ def test_no_field_is_blamed_for_another(client, monkeypatch):
         "{% for each in messages %}{{ each.content }}{{ each.name.x.y if each.name }}{% endfor %}"
     )
     route = next(each for each in client.runner.config.app.routes if each.path == CHATS)
-    monkeypatch.setattr(route.endpoint.args[0].model_manager.the_one.processor, "chat_template", template)
+    monkeypatch.setattr(route.endpoint.__self__.model_manager.the_one.processor, "chat_template", template)
     word = {"chat_template_kwargs": {"word": {"x": {"y": "a"}}}}
     assert ask(client, CHATS, **word).status_code == 200
     nested, flat = {"type": "function", "function": {"name": "f"}}, {"type": "function", "name": "f"}
@@ -224,7 +224,7 @@ def test_no_field_is_blamed_for_another(client, monkeypatch):
     error = client.post("/v1/messages", json=body).json()["error"]
     assert error["message"].startswith("system: it cannot be made a prompt of"), error
     monkeypatch.setattr(
-        route.endpoint.args[0].model_manager.the_one.processor,
+        route.endpoint.__self__.model_manager.the_one.processor,
         "chat_template",
         "{% if word is defined %}{{ word.x.y }}{% endif %}a",
     )

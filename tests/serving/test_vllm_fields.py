@@ -101,7 +101,7 @@ def test_no_end_is_an_end_if_the_client_ignores_them(client, alone, ends, monkey
     """The ids of `stop_token_ids` still are."""
     first, later = ends
     models = next(route for route in client.runner.config.app.routes if route.path == COMPLETIONS)
-    model = models.endpoint.args[0].model_manager.the_one.model
+    model = models.endpoint.__self__.model_manager.the_one.model
     monkeypatch.setattr(model.generation_config, "eos_token_id", first)
     short = choice(client, COMPLETIONS, **GREEDY)
     assert short == (wanted(alone, COMPLETIONS, GREEDY, eos_token_id=first), "stop")
