@@ -13,7 +13,7 @@ from pathlib import Path
 
 import ray
 
-from spec_compile.serving.ray import Answers
+from spec_compile.serve.ray import Answers
 
 MODEL = Path(__file__).parent / "tiny_coder"
 

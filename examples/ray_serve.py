@@ -14,7 +14,7 @@ from pathlib import Path
 import ray
 from ray import serve
 
-from spec_compile.serving.ray import app
+from spec_compile.serve.ray import app
 
 MODEL = Path(__file__).parent / "tiny_coder"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import spec_compile
-from spec_compile.training import TRAINERS
+from spec_compile.train import TRAINERS
 
 MODEL = Path(__file__).parent / "tiny_coder"
 SOURCES = Path(spec_compile.__file__).parent

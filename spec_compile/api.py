@@ -41,7 +41,7 @@ from .graph import ModelGraph
 from .kernels.cores import fit_threads
 from .ngram import NgramStore
 from .parallel.start import find_ranks
-from .report.accounts import Accounts
+from .report.explain import Accounts
 from .runtime.background import compiles_at_once
 from .runtime.served import ServedEngine
 from .runtime.state import MOST_LATE

@@ -20,9 +20,10 @@ from torch.nn import functional as F
 from benchmarks.common import save_rows, show, stamp
 from benchmarks.rounds.quantised_layers import NF4
 from benchmarks.timers import bandwidth, captured, replay_us
-from spec_compile.kernels.linear import small_m, tune
+from spec_compile.kernels.linear import small_m
 from spec_compile.kernels.linear.quantised import nibbles
 from spec_compile.kernels.linear.quantised.fp8_block import FP8, Fp8Block
+from spec_compile.tools import tune_plans as tune
 
 LAYERS = ("qkv", "o", "gate_up", "down", "lm_head")
 MODELS = {

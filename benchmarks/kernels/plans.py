@@ -17,8 +17,9 @@ import torch
 from benchmarks.common import save_rows, show, stamp
 from benchmarks.kernels.matmul import FORMATS, KEYS, LAYERS, MODELS
 from spec_compile.kernels.card import card_of
-from spec_compile.kernels.linear import computed, small_m, tune
+from spec_compile.kernels.linear import computed, small_m
 from spec_compile.kernels.linear.plans import ProductPlan
+from spec_compile.tools import tune_plans as tune
 
 TURNS = 2
 """Both plans are timed in turn; the least time counts."""

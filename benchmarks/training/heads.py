@@ -31,10 +31,10 @@ from benchmarks.quality.bits import read_texts
 from benchmarks.training.chats import AGAIN, LONGEST, Chats
 from benchmarks.training.hold_out import split
 from benchmarks.training.train import SHAPES
-from spec_compile.training import TRAINERS
-from spec_compile.training.data import Document
-from spec_compile.training.on_policy import continue_documents
-from spec_compile.training.positions import FIXED, NAMES
+from spec_compile.train import TRAINERS
+from spec_compile.train.data import Document
+from spec_compile.train.on_policy import continue_documents
+from spec_compile.train.positions import FIXED, NAMES
 
 SAME = dict(batch_size=32, sequence_length=512)
 GREEDY = dict(do_sample=False)

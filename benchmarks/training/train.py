@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import spec_compile
 from benchmarks.common import RESULTS, save_rows, stamp, synchronize
 from benchmarks.training.on_policy import build, make_prompts
-from spec_compile.training.loop import Loop
+from spec_compile.train.loop import Loop
 
 SHAPES = {
     "eagle3": {}, "eagle": {}, "mtp": {}, "p_eagle": {"num_layers": 2},

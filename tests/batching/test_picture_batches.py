@@ -105,8 +105,8 @@ def test_several_sequences_of_one_picture():
 def test_the_server_passes_on_what_a_processor_returns():
     """Lists of ids and arrays, as a processor gives them without return_tensors."""
     pytest.importorskip("fastapi", reason="needs the extra serve: fastapi")
-    from spec_compile.serving.call import CURRENT, HttpCall
-    from spec_compile.serving.generation import Requests
+    from spec_compile.serve.call import CURRENT, HttpCall
+    from spec_compile.serve.generation import Requests
 
     arguments = inputs("Gemma3", (2,))
     listed = {name: list(x.numpy()) if x.dim() == 4 else x.tolist() for name, x in arguments.items()}

@@ -21,7 +21,7 @@ from spec_compile.batching.lanes import Lanes
 from spec_compile.batching.prefix_store import BLOCK, FEWEST, PrefixStore
 from spec_compile.runtime.prefix_budget import PrefixBudget
 from spec_compile.runtime.step_back import StepBack
-from spec_compile.serving.metrics import PrometheusMetrics
+from spec_compile.serve.metrics import PrometheusMetrics
 
 LONG = (tokenizer()(TEXT).input_ids * 2)[:450]
 OTHER = LONG[::-1][:100]

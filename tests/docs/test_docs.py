@@ -18,12 +18,12 @@ from transformers import dynamic_module_utils
 from typer.main import get_command
 
 import spec_compile
-from spec_compile import __main__ as command_line
+from spec_compile import __main__ as cli
 from spec_compile import custom_generate, passes
 from spec_compile.config import Options
 from spec_compile.drafters import ALGORITHMS, parse_algorithm
 from spec_compile.kernels.attention import BACKENDS
-from spec_compile.training.options import TrainingOptions
+from spec_compile.train.options import TrainingOptions
 
 ROOT = Path(__file__).parents[2]
 DOCS, PACKAGE = ROOT / "docs", ROOT / "spec_compile"
@@ -138,7 +138,7 @@ def flags(words: list[str]) -> list[str]:
 
 def known_flags(command: str) -> list[str]:
     """Of a command of ``python -m spec_compile``."""
-    parameters = get_command(command_line.application).commands[command].params
+    parameters = get_command(cli.application).commands[command].params
     return [flag for parameter in parameters for flag in parameter.opts]
 
 

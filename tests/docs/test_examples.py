@@ -27,7 +27,7 @@ PRINTS = {
 }
 TESTED_ELSEWHERE = {"compare_drafts.py", "demo.py", "json_schema.py", "medusa.py", "ray_data.py", "ray_serve.py"}
 """In tests/test_demo.py, tests/test_xgrammar.py, tests/test_extending.py, tests/test_serving_ray.py and
-tests/serving/test_compare_drafts.py."""
+tests/serve/test_compare_drafts.py."""
 
 
 @pytest.mark.sweep("hello.py batch_and_streaming.py many_requests.py grpo.py tensor_parallel.py")

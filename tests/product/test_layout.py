@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 LEVELS = (
     "errors extensions folders inventory", "compat", "graph tree", "cache outcome forks parallel", "kernels", "ngram",
     "config", "passes", "capture", "artefacts", "drafting stats recording", "runtime", "drafters", "report", "batching",
-    "api", "audit backend custom_generate", "training serving tune tune_kernels", "commands",
+    "api cli", "backend custom_generate", "train tools", "serve",
 )  # fmt: skip
 """The modules and folders of the package, from the bottom to the top. One level's do not import each other."""
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names.split()}
@@ -41,6 +41,16 @@ def test_imports_point_down(file):
     part = file.relative_to(ROOT / "spec_compile").parts[0].removesuffix(".py")
     above = {name for name in imported(file) if name != part and LEVEL[name] >= LEVEL[part]}
     assert not above, f"{part} is below {', '.join(above)}"
+
+
+SIDES = {"serve", "train", "tools", "contrib"}
+"""The folders that the core does not import: what they add, they register."""
+
+
+@pytest.mark.parametrize("file", INSIDE, ids=lambda file: str(file.relative_to(ROOT / "spec_compile")))
+def test_the_core_does_not_import_the_sides(file):
+    part = file.relative_to(ROOT / "spec_compile").parts[0]
+    assert part in SIDES or not SIDES & {*imported(file)}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT / "spec_compile")))
@@ -75,8 +85,9 @@ ELSEWHERE = {
     "batching.score": "batching",  # a method of its `speculation`
     "capture.ranks": "parallel",  # inside speculate()
     "capture.taps": "drafters", "outcome": "runtime", "recording": "report",
-    "report.accounts": "report", "report.explain": "report",  # repr() and explain() of what speculate() returns
+    "report.explain": "report",  # repr() and explain() of what speculate() returns
     "forks": "product",
+    "serve.cli": "serve",  # a command of `python -m spec_compile`
 }  # fmt: skip
 """Modules that no test of their folder imports, and the folder of tests that run them by a public path."""
 

@@ -12,7 +12,7 @@ import transformers
 from spec_compile import api, speculate, train_draft
 from spec_compile.config import Options, meanings
 from spec_compile.drafters import ALGORITHMS, ALIASES
-from spec_compile.training.options import TrainingOptions
+from spec_compile.train.options import TrainingOptions
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ pytest.importorskip("peft")
 from lora_models import NAMES, call, fill, ids, lora, two_adapters
 
 from spec_compile import speculate
-from spec_compile.audit import audit
+from spec_compile.tools.audit import audit
 
 SCORES = dict(return_dict_in_generate=True, output_logits=True)
 

@@ -59,8 +59,8 @@ def running(folder: Path, grace: float = 30.0, runner: dict | None = None, **set
     """
     import httpx
 
-    from spec_compile.serving.drain import Runner
-    from spec_compile.serving.server import build
+    from spec_compile.serve.drain import Runner
+    from spec_compile.serve.server import build
 
     flags = {"dtype": "float32", "device": "cpu", "port": 0, "host": "127.0.0.1", "log_level": "error"}
     server = build(folder, **flags | {"algo": "ngram", "options": EAGER} | settings)

@@ -1,0 +1,306 @@
+"""Attention of blocks of slots to a context and to themselves: one kernel for the forward, three for the backward.
+
+    score[s, c] = scale * q_s . key_c          c: a position of the context before the anchor of s's block, or a slot of
+                                                  the block (if causal, not after s)
+    out_s = sum over c of e^(score[s, c] - total_s) * value_c          total_s = log(sum over c of e^score[s, c])
+
+`training.block_attention.plain_block_attention` is the plain form. Import this module only where Triton is installed.
+
+Shapes: B rows, H query heads, Hkv key-value heads, n blocks of T slots, S = n * T, L positions of the context, D size
+of a head. Anchors ascend in each row, so neighbouring blocks read about the same stretch of the context.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..kernels.card import card_of
+
+TILE, WIDE_TILE, WARPS = 64, 32, 4
+"""The most slots, and keys, that a program has in registers at a time, with heads of up to 128 and wider ones; its
+warps. Not tuned."""
+TILES = 9
+"""A program has as many tiles of keys, values, queries or gradients in shared memory at most."""
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, anchors: Tensor, size: int, scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out [B, H, S, D], total [B, H, S] float32).
+
+    q: [B, H, S, D]
+    k, v: [B, Hkv, S, D]; of the slots
+    keys, values: [B, Hkv, L, D]; of the context
+    anchors: [B, n] int64; ascending in each row
+    size: T
+    """
+    q, k, v, keys, values = (heads.contiguous() for heads in (q, k, v, keys, values))
+    batch, heads, slots, _ = q.shape
+    out, total = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    constants = _constants(q, k.shape[1], causal)
+    _forward[(triton.cdiv(slots, constants["QUERIES"]), batch * heads)](
+        q, k, v, keys, values, anchors, out, total, scale, slots, keys.shape[2], anchors.shape[1], size, **constants
+    )
+    return out, total
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, anchors: Tensor, out: Tensor,
+    total: Tensor, size: int, scale: float, causal: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k, v, keys and values. grad: of out. Others as in `forward`."""
+    grad, q, k, v, keys, values = (heads.contiguous() for heads in (grad, q, k, v, keys, values))
+    batch, heads, slots, _ = q.shape
+    length, blocks, kv_heads = keys.shape[2], anchors.shape[1], k.shape[1]
+    # The mean of grad . value under a slot's shares, which the softmax's derivative subtracts.
+    mean = (grad.float() * out.float()).sum(-1)
+    dq, dk, dv, dkeys, dvalues = (torch.empty_like(heads) for heads in (q, k, v, keys, values))
+    shape, given = (scale, slots, length, blocks, size), (grad, q, k, v, keys, values, anchors, total, mean)
+    constants = _constants(q, kv_heads, causal)
+    tile = constants["KEYS"]
+    _backward_queries[(triton.cdiv(slots, tile), batch * heads)](*given, dq, *shape, **constants)
+    own = grad, q, k, v, total, mean, dk, dv
+    _backward_slots[(triton.cdiv(slots, tile), batch * kv_heads)](*own, scale, slots, size, **constants)
+    context = grad, q, keys, values, anchors, total, mean, dkeys, dvalues
+    constants["BLOCKS"] = triton.next_power_of_2(blocks)
+    del constants["CAUSAL"]
+    _backward_context[(triton.cdiv(length, tile), batch * kv_heads)](*context, *shape, **constants)
+    return dq, dk, dv, dkeys, dvalues
+
+
+def _constants(q: Tensor, kv_heads: int, causal: bool) -> dict:
+    heads, size, memory = q.shape[1], q.shape[3], card_of(q.device).memory
+    width = triton.next_power_of_2(max(size, 16))
+    tile = TILE if width <= 128 else WIDE_TILE
+    while tile > 16 and TILES * tile * width * q.element_size() > memory > 0:
+        tile //= 2
+    return {
+        "HEADS": heads, "SHARED": heads // kv_heads, "SIZE": size, "WIDTH": width, "CAUSAL": causal, "QUERIES": tile,
+        "KEYS": tile, "num_warps": WARPS,
+    }  # fmt: skip
+
+
+@triton.jit
+def _load(ptr, row, rows, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows [n, WIDTH] of a head [rows, SIZE]; zeros outside."""
+    lanes = tl.arange(0, WIDTH)
+    mask = (row < rows)[:, None] & (lanes < SIZE)[None, :]
+    return tl.load(ptr + row[:, None].to(tl.int64) * SIZE + lanes[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _store(ptr, values, row, rows, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Write rows [n, WIDTH] of a head [rows, SIZE]."""
+    lanes = tl.arange(0, WIDTH)
+    mask = (row < rows)[:, None] & (lanes < SIZE)[None, :]
+    tl.store(ptr + row[:, None].to(tl.int64) * SIZE + lanes[None, :], values.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _of_head(ptr, head, rows, SIZE: tl.constexpr):
+    """The begin of a head [rows, SIZE] among heads of all rows of the batch."""
+    return ptr + rows.to(tl.int64) * head * SIZE
+
+
+@triton.jit
+def _is_seen(slot, key, size, CAUSAL: tl.constexpr):
+    """[queries, keys]: True where a slot sees a slot of its block."""
+    seen = (slot // size)[:, None] == (key // size)[None, :]
+    if CAUSAL:
+        seen = seen & (slot[:, None] >= key[None, :])
+    return seen
+
+
+@triton.jit
+def _anchor_of(anchors_ptr, slot, slots, blocks, size):
+    """The anchor of each slot's block, [n]; 0 for slots that do not exist."""
+    return tl.load(anchors_ptr + slot // size, mask=slot < slots, other=0)
+
+
+@triton.jit
+def _context_tile(
+    keys_ptr, values_ptr, begin, anchor, length, SIZE: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr
+):
+    """Keys and values of the context from `begin` on, and [queries, KEYS]: True where a block sees them."""
+    place = begin + tl.arange(0, KEYS)
+    key = _load(keys_ptr, place, length, SIZE, WIDTH)
+    value = _load(values_ptr, place, length, SIZE, WIDTH)
+    return key, value, (place[None, :] < anchor[:, None]) & (place < length)[None, :]
+
+
+@triton.jit
+def _own_tile(
+    k_ptr, v_ptr, begin, slot, slots, size,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Keys and values of slots from `begin` on, and [queries, KEYS]: True where a slot sees them."""
+    place = begin + tl.arange(0, KEYS)
+    key = _load(k_ptr, place, slots, SIZE, WIDTH)
+    value = _load(v_ptr, place, slots, SIZE, WIDTH)
+    return key, value, _is_seen(slot, place, size, CAUSAL) & (place < slots)[None, :]
+
+
+@triton.jit
+def _query_tile(
+    grad_ptr, q_ptr, total_ptr, mean_ptr, head, slot, slots, SIZE: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Queries of a head's slots, the gradient of their outputs, and `total` and `mean` of each."""
+    q = _load(_of_head(q_ptr, head, slots, SIZE), slot, slots, SIZE, WIDTH)
+    grad = _load(_of_head(grad_ptr, head, slots, SIZE), slot, slots, SIZE, WIDTH)
+    row = slots.to(tl.int64) * head + slot
+    total = tl.load(total_ptr + row, mask=slot < slots, other=0.0)
+    return q, grad, total, tl.load(mean_ptr + row, mask=slot < slots, other=0.0)
+
+
+@triton.jit
+def _gather(q, key, value, seen, scale, mixed, largest, z):
+    """Add keys [KEYS, WIDTH] to the running softmax of queries [QUERIES, WIDTH]."""
+    score = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
+    score = tl.where(seen, score, -float("inf"))
+    larger = tl.maximum(largest, tl.max(score, axis=1))
+    safe = tl.where(larger == -float("inf"), 0.0, larger)  # a slot that has seen nothing so far
+    shrink, share = tl.exp(largest - safe), tl.exp(score - safe[:, None])
+    mixed = mixed * shrink[:, None] + tl.dot(share.to(value.dtype), value, input_precision="ieee")
+    return mixed, larger, z * shrink + tl.sum(share, axis=1)
+
+
+@triton.jit(do_not_specialize=["slots", "length", "blocks"])
+def _forward(
+    q_ptr, k_ptr, v_ptr,  # [B, H, S, SIZE], [B, Hkv, S, SIZE] (k and v)
+    keys_ptr, values_ptr, anchors_ptr,  # [B, Hkv, L, SIZE] (keys and values), [B, n] int64
+    out_ptr, total_ptr,  # [B, H, S, SIZE], [B, H, S] float32, written
+    scale, slots, length, blocks, size,
+    HEADS: tl.constexpr, SHARED: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """QUERIES slots of a head a program. Grid (S / QUERIES, B * H)."""
+    first, head = tl.program_id(0) * QUERIES, tl.program_id(1)
+    kv_head, anchors_ptr = head // SHARED, anchors_ptr + head // HEADS * blocks
+    slot, last = first + tl.arange(0, QUERIES), tl.minimum(first + QUERIES, slots) - 1
+    q = _load(_of_head(q_ptr, head, slots, SIZE), slot, slots, SIZE, WIDTH)
+    anchor = _anchor_of(anchors_ptr, slot, slots, blocks, size)
+    mixed = tl.zeros([QUERIES, WIDTH], tl.float32)
+    largest, z = tl.full([QUERIES], -float("inf"), tl.float32), tl.zeros([QUERIES], tl.float32)
+
+    # The context, up to the anchor of the program's last block.
+    keys_ptr, values_ptr = _of_head(keys_ptr, kv_head, length, SIZE), _of_head(values_ptr, kv_head, length, SIZE)
+    end = tl.minimum(tl.load(anchors_ptr + last // size), length).to(tl.int32)
+    for begin in range(0, end, KEYS):
+        key, value, seen = _context_tile(keys_ptr, values_ptr, begin, anchor, length, SIZE, WIDTH, KEYS)
+        mixed, largest, z = _gather(q, key, value, seen, scale, mixed, largest, z)
+
+    # The slots of the program's blocks.
+    k_ptr, v_ptr = _of_head(k_ptr, kv_head, slots, SIZE), _of_head(v_ptr, kv_head, slots, SIZE)
+    for begin in range(first // size * size, (last // size + 1) * size, KEYS):
+        key, value, seen = _own_tile(k_ptr, v_ptr, begin, slot, slots, size, SIZE, WIDTH, CAUSAL, KEYS)
+        mixed, largest, z = _gather(q, key, value, seen, scale, mixed, largest, z)
+
+    # Divide by the sum.
+    z = tl.where(slot < slots, z, 1.0)
+    _store(_of_head(out_ptr, head, slots, SIZE), mixed / z[:, None], slot, slots, SIZE, WIDTH)
+    tl.store(total_ptr + slots.to(tl.int64) * head + slot, largest + tl.log(z), mask=slot < slots)
+
+
+@triton.jit
+def _derive(grad, q, key, value, seen, scale, total, mean):
+    """Shares and derivatives of the scores, both [QUERIES, KEYS] float32."""
+    score = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
+    share = tl.where(seen, tl.exp(score - total[:, None]), 0.0)
+    pull = tl.dot(grad, tl.trans(value), input_precision="ieee")
+    return share, share * (pull - mean[:, None]) * scale
+
+
+@triton.jit(do_not_specialize=["slots", "length", "blocks"])
+def _backward_queries(
+    grad_ptr, q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, anchors_ptr,  # the gradient of out; others as in `_forward`
+    total_ptr, mean_ptr, dq_ptr,  # [B, H, S] float32 (total and mean), [B, H, S, SIZE], written
+    scale, slots, length, blocks, size,
+    HEADS: tl.constexpr, SHARED: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """The gradients of QUERIES slots of a head a program. Grid (S / QUERIES, B * H)."""
+    first, head = tl.program_id(0) * QUERIES, tl.program_id(1)
+    kv_head, anchors_ptr = head // SHARED, anchors_ptr + head // HEADS * blocks
+    slot, last = first + tl.arange(0, QUERIES), tl.minimum(first + QUERIES, slots) - 1
+    q, grad, total, mean = _query_tile(grad_ptr, q_ptr, total_ptr, mean_ptr, head, slot, slots, SIZE, WIDTH)
+    anchor = _anchor_of(anchors_ptr, slot, slots, blocks, size)
+    dq = tl.zeros([QUERIES, WIDTH], tl.float32)
+
+    # The context.
+    keys_ptr, values_ptr = _of_head(keys_ptr, kv_head, length, SIZE), _of_head(values_ptr, kv_head, length, SIZE)
+    end = tl.minimum(tl.load(anchors_ptr + last // size), length).to(tl.int32)
+    for begin in range(0, end, KEYS):
+        key, value, seen = _context_tile(keys_ptr, values_ptr, begin, anchor, length, SIZE, WIDTH, KEYS)
+        _, dscore = _derive(grad, q, key, value, seen, scale, total, mean)
+        dq += tl.dot(dscore.to(key.dtype), key, input_precision="ieee")
+
+    # The slots of the program's blocks.
+    k_ptr, v_ptr = _of_head(k_ptr, kv_head, slots, SIZE), _of_head(v_ptr, kv_head, slots, SIZE)
+    for begin in range(first // size * size, (last // size + 1) * size, KEYS):
+        key, value, seen = _own_tile(k_ptr, v_ptr, begin, slot, slots, size, SIZE, WIDTH, CAUSAL, KEYS)
+        _, dscore = _derive(grad, q, key, value, seen, scale, total, mean)
+        dq += tl.dot(dscore.to(key.dtype), key, input_precision="ieee")
+    _store(_of_head(dq_ptr, head, slots, SIZE), dq, slot, slots, SIZE, WIDTH)
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _backward_slots(
+    grad_ptr, q_ptr, k_ptr, v_ptr, total_ptr, mean_ptr,  # as in `_backward_queries`
+    dk_ptr, dv_ptr,  # [B, Hkv, S, SIZE], written
+    scale, slots, size,
+    HEADS: tl.constexpr, SHARED: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """The gradients of KEYS keys and values of slots a program, from the heads that share them.
+    Grid (S / KEYS, B * Hkv)."""
+    first, kv_head = tl.program_id(0) * KEYS, tl.program_id(1)
+    place, last = first + tl.arange(0, KEYS), tl.minimum(first + KEYS, slots) - 1
+    key = _load(_of_head(k_ptr, kv_head, slots, SIZE), place, slots, SIZE, WIDTH)
+    value = _load(_of_head(v_ptr, kv_head, slots, SIZE), place, slots, SIZE, WIDTH)
+    dk, dv = tl.zeros([KEYS, WIDTH], tl.float32), tl.zeros([KEYS, WIDTH], tl.float32)
+    for head in range(kv_head * SHARED, (kv_head + 1) * SHARED):
+        for begin in range(first // size * size, (last // size + 1) * size, QUERIES):
+            slot = begin + tl.arange(0, QUERIES)
+            q, grad, total, mean = _query_tile(grad_ptr, q_ptr, total_ptr, mean_ptr, head, slot, slots, SIZE, WIDTH)
+            seen = _is_seen(slot, place, size, CAUSAL) & (slot < slots)[:, None] & (place < slots)[None, :]
+            share, dscore = _derive(grad, q, key, value, seen, scale, total, mean)
+            dv += tl.dot(tl.trans(share.to(grad.dtype)), grad, input_precision="ieee")
+            dk += tl.dot(tl.trans(dscore.to(q.dtype)), q, input_precision="ieee")
+    _store(_of_head(dk_ptr, kv_head, slots, SIZE), dk, place, slots, SIZE, WIDTH)
+    _store(_of_head(dv_ptr, kv_head, slots, SIZE), dv, place, slots, SIZE, WIDTH)
+
+
+@triton.jit(do_not_specialize=["slots", "length", "blocks"])
+def _backward_context(
+    grad_ptr, q_ptr, keys_ptr, values_ptr, anchors_ptr, total_ptr, mean_ptr,  # as in `_backward_queries`
+    dkeys_ptr, dvalues_ptr,  # [B, Hkv, L, SIZE], written
+    scale, slots, length, blocks, size,
+    HEADS: tl.constexpr, SHARED: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """The gradients of KEYS keys and values of the context a program, from the heads that share them.
+    Grid (L / KEYS, B * Hkv)."""
+    first, kv_head = tl.program_id(0) * KEYS, tl.program_id(1)
+    place = first + tl.arange(0, KEYS)
+    key = _load(_of_head(keys_ptr, kv_head, length, SIZE), place, length, SIZE, WIDTH)
+    value = _load(_of_head(values_ptr, kv_head, length, SIZE), place, length, SIZE, WIDTH)
+    dk, dv = tl.zeros([KEYS, WIDTH], tl.float32), tl.zeros([KEYS, WIDTH], tl.float32)
+
+    # The first blocks' anchors are not after the first key, so that they see none of these keys.
+    anchors_ptr += kv_head // (HEADS // SHARED) * blocks
+    number = tl.arange(0, BLOCKS)
+    anchors = tl.load(anchors_ptr + number, mask=number < blocks, other=first + 1)
+    start = tl.sum((anchors <= first).to(tl.int32)) * size
+    for head in range(kv_head * SHARED, (kv_head + 1) * SHARED):
+        for begin in range(start, slots, QUERIES):
+            slot = begin + tl.arange(0, QUERIES)
+            q, grad, total, mean = _query_tile(grad_ptr, q_ptr, total_ptr, mean_ptr, head, slot, slots, SIZE, WIDTH)
+            anchor = _anchor_of(anchors_ptr, slot, slots, blocks, size)
+            seen = (place[None, :] < anchor[:, None]) & (place < length)[None, :]
+            share, dscore = _derive(grad, q, key, value, seen, scale, total, mean)
+            dv += tl.dot(tl.trans(share.to(grad.dtype)), grad, input_precision="ieee")
+            dk += tl.dot(tl.trans(dscore.to(q.dtype)), q, input_precision="ieee")
+    _store(_of_head(dkeys_ptr, kv_head, length, SIZE), dk, place, length, SIZE, WIDTH)
+    _store(_of_head(dvalues_ptr, kv_head, length, SIZE), dv, place, length, SIZE, WIDTH)

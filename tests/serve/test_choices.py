@@ -1,0 +1,252 @@
+"""`n`, and lists of prompts: each choice is the answer that it would be in a request of its own."""
+
+import asyncio
+import json
+import socket
+from collections import defaultdict
+from contextlib import ExitStack
+
+import pytest
+
+for package in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
+    pytest.importorskip(package, reason=f"needs the extra serve: {package}")
+pytest.importorskip("openai", reason="needs the extra serve: openai")
+
+from fastapi.responses import StreamingResponse
+from server_fixtures import events, running, save_model, wait_until
+from transformers import AutoTokenizer
+
+from spec_compile.serve.call import CURRENT, HttpCall
+from spec_compile.serve.choices import add_usages, context_of, interleave, split
+from spec_compile.serve.errors import ERROR, Refusal
+
+CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+PROMPTS = ["def mean(values):\n", "a", "# é\nimport"]
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+DRAWN = {"temperature": 1.2, "seed": 5, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def client(folder):
+    with running(folder, slots=3, max_queue=16, served_model_name="tiny") as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def singles(client):
+    """A function that returns the answer of a request with one choice."""
+
+    def answer(prompt, number, **fields):
+        fields = {"prompt": prompt} | DRAWN | {"seed": DRAWN["seed"] + number} | fields
+        return client.post(COMPLETIONS, json=fields).json()
+
+    return answer
+
+
+def streamed(chunks):
+    """The text, the reason of the end, and the tokens of each choice of a stream."""
+    texts, reasons, tokens = defaultdict(str), {}, defaultdict(list)
+    for chunk in chunks:
+        if chunk.get("usage"):
+            assert chunk["choices"] == []
+            continue
+        (choice,) = chunk["choices"]
+        delta = choice["delta"].get("content") if "delta" in choice else choice["text"]
+        texts[choice["index"]] += delta or ""
+        tokens[choice["index"]] += (choice.get("logprobs") or {}).get("tokens", [])
+        if choice.get("finish_reason") is not None:
+            reasons[choice["index"]] = choice["finish_reason"]
+    return texts, reasons, tokens
+
+
+@pytest.mark.parametrize("form", ["texts", "ids"])
+def test_each_choice_is_the_answer_of_a_request_of_its_own(client, singles, tokenizer, form):
+    """More choices than rows: three prompts with two choices each, over three rows."""
+    prompts = PROMPTS if form == "texts" else [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    fields = {"prompt": prompts, "n": 2, "best_of": 2, "logprobs": 1, "echo": form == "texts"} | DRAWN
+    wanted = [singles(p, i, logprobs=1, echo=form == "texts") for p in PROMPTS for i in range(2)]
+    answer = client.post(COMPLETIONS, json=fields).json()
+    assert [choice["index"] for choice in answer["choices"]] == [*range(6)]
+    for choice, one in zip(answer["choices"], wanted):
+        assert choice["text"] == one["choices"][0]["text"]
+        assert choice["finish_reason"] == one["choices"][0]["finish_reason"]
+        assert choice["logprobs"]["tokens"] == one["choices"][0]["logprobs"]["tokens"]
+    usages = [one["usage"] for one in wanted]
+    prompt = sum(usage["prompt_tokens"] for usage in usages[::2])
+    tokens = sum(usage["completion_tokens"] for usage in usages)
+    assert answer["usage"] == {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+    figures = answer["metrics"]["speculative_decoding"]
+    assert figures["num_spec_steps"] == len(figures["per_step_drafted"]) >= 6
+    with client.stream("POST", COMPLETIONS, json=fields | STREAM) as response:
+        chunks = events(response)
+    texts, reasons, told = streamed(chunks)
+    for index, choice in enumerate(answer["choices"]):
+        assert texts[index] == choice["text"] and reasons[index] == choice["finish_reason"]
+        assert told[index] == choice["logprobs"]["tokens"]
+    assert chunks[-1]["usage"] == answer["usage"] and chunks[-1]["metrics"]
+    assert not any("usage" in chunk or "metrics" in chunk for chunk in chunks[:-1])
+    assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+def test_one_list_of_ids_is_one_prompt(client, singles, tokenizer):
+    answer = client.post(COMPLETIONS, json={"prompt": tokenizer(PROMPTS[0])["input_ids"], "echo": True} | DRAWN).json()
+    (choice,) = answer["choices"]
+    assert choice["text"] == PROMPTS[0] + singles(PROMPTS[0], 0)["choices"][0]["text"]
+
+
+def test_chats(sdk):
+    fields = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]} | DRAWN
+    wanted = [sdk.chat.completions.create(**fields | {"seed": 5 + i}).choices[0].message.content for i in range(4)]
+    answer = sdk.chat.completions.create(**fields, n=4)
+    assert [choice.message.content for choice in answer.choices] == wanted and len({*wanted}) > 1
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    one = sdk.chat.completions.create(**fields)
+    assert answer.usage.prompt_tokens == one.usage.prompt_tokens and answer.usage.completion_tokens == 48
+    chunks = [chunk.model_dump() for chunk in sdk.chat.completions.create(**fields, n=4, **STREAM)]
+    texts, reasons, _ = streamed(chunks)
+    assert [texts[index] for index in range(4)] == wanted and set(reasons.values()) == {"length"}
+    roles = [chunk["choices"][0]["index"] for chunk in chunks[:-1] if chunk["choices"][0]["delta"]["role"]]
+    assert sorted(roles) == [0, 1, 2, 3]
+    assert chunks[-1]["usage"] == answer.usage.model_dump()
+
+
+def test_a_prediction_counts_in_each_choice(client):
+    fields = {"prompt": PROMPTS[0], "temperature": 0, "max_tokens": 8}
+    text = client.post(COMPLETIONS, json=fields).json()["choices"][0]["text"]
+    fields |= {"prediction": {"type": "content", "content": text + " else"}}
+    one, two = (client.post(COMPLETIONS, json=fields | {"n": n}).json()["usage"] for n in (1, 2))
+    rejected = "rejected_prediction_tokens"
+    assert one["completion_tokens_details"][rejected] > 0
+    assert two["completion_tokens_details"][rejected] == 2 * one["completion_tokens_details"][rejected]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_cancels_all_choices(client, stream):
+    """Also those that still wait for a row."""
+    requests = client.runner.requests
+    ended = []
+    requests.manager.observers.append(lambda output: ended.append(output.finish_reason))
+    fields = {"prompt": ["a", "b"], "n": 4, "max_tokens": 1500, "ignore_eos": True, "stream": stream}
+    try:
+        if stream:
+            with ExitStack() as stack:
+                response = stack.enter_context(client.stream("POST", COMPLETIONS, json=fields))
+                next(response.iter_lines())
+                with requests.manager.pause():  # no round runs while the client leaves
+                    stack.close()
+        else:
+            body, address = json.dumps(fields), (client.base_url.host, client.base_url.port)
+            head = "Host: localhost\r\nContent-Type: application/json\r\nContent-Length"
+            with requests.manager.pause(), socket.create_connection(address) as connection:
+                connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\n{head}: {len(body)}\r\n\r\n{body}".encode())
+                wait_until(lambda: requests.active() == 8)
+        wait_until(lambda: ended.count("cancelled") == 8)  # an earlier request may be told to the observer, too
+    finally:
+        requests.manager.observers.pop()
+    assert requests.active() == 0
+
+
+def test_choices_that_find_no_room_cancel_the_others(client):
+    """The queue takes 16 requests; all of one HTTP request or none."""
+    requests = client.runner.requests
+    with requests.manager.pause():
+        requests.manager.add_request([5, 6], max_new_tokens=2)
+        response = client.post(COMPLETIONS, json={"prompt": "a", "n": 16, "max_tokens": 2})
+    assert response.status_code == 429 and response.json()["error"]["code"] == "queue_full"
+    wait_until(lambda: requests.active() == 0)
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("prompt", {"prompt": []}), ("prompt", {"prompt": ["a", 5]}), ("prompt", {"prompt": [[5], []]}),
+        ("prompt", {"prompt": [5, -1]}), ("prompt", {"prompt": [True]}), ("prompt", {"prompt": [[5], "a"]}),
+        ("prompt", {"prompt": [5, 1 << 30]}), ("prompt", {"prompt": ["a"] * 17}), ("prompt", {"prompt": ["a", ""]}),
+        ("prompt", {"prompt": ["a"] * 1025}), ("prompt", {"prompt": ["a", "b " * 60000]}),
+        ("n", {"prompt": "a", "n": 17}), ("n", {"prompt": "a", "n": 129}), ("n", {"prompt": "a", "n": 1.0}),
+        ("best_of", {"prompt": "a", "n": 2, "best_of": 3}), ("best_of", {"prompt": "a", "best_of": 2}),
+    ],
+)  # fmt: skip
+def test_what_is_refused(client, field, fields):
+    response = client.post(COMPLETIONS, json=fields | {"max_tokens": 2})
+    assert response.status_code == 400 and response.json()["error"]["param"] == field, response.text
+    wait_until(lambda: client.runner.requests.active() == 0)
+
+
+def test_other_endpoints_have_one_choice(client):
+    for path, fields in (("/v1/responses", {"input": "a"}), ("/v1/messages", {"max_tokens": 1})):
+        fields = {"messages": [{"role": "user", "content": "a"}]} | fields if path == "/v1/messages" else fields
+        assert client.post(path, json=fields | {"n": 2}).status_code in (400, 422)
+
+
+def make_call(**fields):
+    return HttpCall(asyncio.new_event_loop(), fields=fields)
+
+
+def test_seeds_and_prompts_of_choices():
+    call = make_call(n=3, seed=7)
+    call.prompts = [([1], "a"), ([2, 3], "b")]
+    calls = split(call, 6)
+    assert [each.prompt for each in calls] == [[1]] * 3 + [[2, 3]] * 3
+    assert [each.fields["seed"] for each in calls] == [7, 8, 9] * 2 and call.choices == calls
+    with pytest.raises(Refusal, match="6 choices are more than the 5"):
+        split(call, 5)
+    one = make_call()
+    assert split(one, 1) == [one] and one.prompt is None
+    gone = make_call(n=2)
+    gone.is_gone = True
+    assert all(each.is_gone for each in split(gone, 2))
+    assert context_of(one).run(CURRENT.get) is one
+    usages = [{"prompt_tokens": size, "completion_tokens": 1} for size in (4, 4, 6, 6)]
+    assert add_usages(usages, 2) == {"prompt_tokens": 10, "completion_tokens": 4, "total_tokens": 14}
+
+
+def test_events_come_in_the_order_in_which_they_are_made():
+    """The last one has the mark of the end."""
+    made = []
+
+    async def stream(name):
+        for number in range(20):
+            made.append(f"{name}{number} ")
+            yield made[-1]
+            for _ in range(name % 3):
+                await asyncio.sleep(0)
+
+    async def read():
+        contexts = [context_of(make_call()) for _ in range(5)]
+        streams = [StreamingResponse(stream(name)) for name in range(5)]
+        return [event async for event in interleave(streams, contexts).body_iterator]
+
+    assert asyncio.run(read()) == made
+
+
+def test_an_error_in_one_stream_ends_all():
+    closed = []
+
+    async def stream(name, *parts):
+        try:
+            for part in parts:
+                yield part
+            if name == "endless":
+                await asyncio.Event().wait()
+        finally:
+            closed.append(name)
+
+    async def read(*streams):
+        contexts = [context_of(make_call()) for _ in streams]
+        return [event async for event in interleave([*map(StreamingResponse, streams)], contexts).body_iterator]
+
+    assert sorted(asyncio.run(read(stream("a", "1", "2"), stream("b", "3")))) == ["1", "2", "3"]
+    told = asyncio.run(read(stream("endless", "1"), stream("c", f'{ERROR}no"}}\n\n')))
+    assert told[-1].startswith(ERROR) and {*closed} == {"a", "b", "c", "endless"}
+    assert json.loads(told[-1].removeprefix("data: "))["error"] == "no"
