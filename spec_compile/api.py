@@ -38,7 +38,7 @@ from .drafters import ALGORITHMS, build, check_draft, describe_options, parse_al
 from .drafting import Algorithm
 from .errors import UnsupportedModelError, check_int
 from .graph import ModelGraph
-from .kernels.cores import fit_threads
+from .kernels.cpu import fit_threads
 from .ngram import NgramStore
 from .parallel.start import find_ranks
 from .report.explain import Accounts

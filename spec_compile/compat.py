@@ -160,7 +160,7 @@ def forget_shapes(*graphs: torch.fx.GraphModule, modes: Iterable[FakeTensorMode]
 
 
 def levels_of_cpu() -> tuple[bool, ...]:
-    """If the CPU has each of `kernels.cpu_level.LEVELS`: none, AVX2, AVX-512, its BF16, and AMX."""
+    """If the CPU has each of `kernels.cpu.LEVELS`: none, AVX2, AVX-512, its BF16, and AMX."""
     cpu = torch.cpu
     avx512 = cpu._is_avx512_supported()
     bf16, amx = avx512 and cpu._is_avx512_bf16_supported(), cpu._is_amx_tile_supported()

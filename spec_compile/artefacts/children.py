@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..folders import own_folder, temporary_folder
-from ..kernels.cores import processors
+from ..kernels.cpu import processors
 
 NICENESS = 15
 LOOK_SECONDS = 0.1

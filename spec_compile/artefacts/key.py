@@ -24,7 +24,7 @@ from ..compat import EXPERTS_INTERFACES
 from ..config import Options
 from ..inventory import configs_of, held_items, held_parameters
 from ..kernels.attention import cpu_attention
-from ..kernels.linear import few_rows, transposed
+from ..kernels.linear import few_rows
 from .digest import Digest, layout_of
 
 PACKAGE = Path(__file__).parents[1]
@@ -157,7 +157,7 @@ def _machine(device: torch.device) -> list[Any]:
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
         return [device, facts.name, facts.major, facts.minor, facts.multi_processor_count]
-    levels = few_rows.BEST, cpu_attention.BEST, transposed.SUPPORTED
+    levels = few_rows.BEST, cpu_attention.BEST, few_rows.SUPPORTED
     torch_level = torch.backends.cpu.get_cpu_capability()
     return [platform.machine(), _cpu_flags(), torch_level, levels, torch.get_num_threads()]
 

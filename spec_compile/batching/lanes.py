@@ -111,7 +111,7 @@ class Lanes:
             return  # a model without attention
         if self.runtime.on_gpu:
             if target not in self._row_copies:
-                from ..kernels.copy_row import RowCopies  # needs Triton
+                from ..kernels.copies import RowCopies  # needs Triton
 
                 self._row_copies[target] = RowCopies(self.cache_tensors(), target.cache_tensors())
             self._row_copies[target](row, to, slots)

@@ -50,6 +50,6 @@ class RowBlocks:
 
     @cached_property
     def _kernel(self):
-        from ..kernels.copy_blocks import BlockCopies  # needs Triton
+        from ..kernels.copies import BlockCopies  # needs Triton
 
         return BlockCopies(self._tensors, self._slots)

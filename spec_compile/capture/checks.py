@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from ..cache import PAGE, Cache
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph, calls
-from ..kernels.recurrence.linear import BLOCK
+from ..kernels.recurrence.kinds import BLOCK
 from ..kernels.together import compile_together
 from ..tree import ancestry
 from .float32 import in_float32

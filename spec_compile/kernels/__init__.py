@@ -17,7 +17,7 @@ def load(device: torch.device) -> None:
     OSError if there is no folder for what is compiled.
     """
     use_own_caches()
-    from . import compact, counters, gated_norm, l2_norm, linear, norm, row_scan  # noqa: F401
+    from . import copies, counters, linear, norms, row_scan  # noqa: F401
     from .attention import tree_attention  # noqa: F401
     from .experts import route  # noqa: F401
     from .linear import float32, low_rank_kernel  # noqa: F401

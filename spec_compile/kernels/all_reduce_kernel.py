@@ -33,8 +33,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import dependent_launch
-from .pairs import sum_in_pairs
-from .ptx import nanoseconds, trap
+from .primitives import nanoseconds, sum_in_pairs, trap
 
 if TYPE_CHECKING:
     from .all_reduce import Exchange

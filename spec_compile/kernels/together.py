@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..compat import COMPILE_LOCK
-from .cores import processors
+from .cpu import processors
 
 MOST_THREADS = 16
 EMPTY = (torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty")

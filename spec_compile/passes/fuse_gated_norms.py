@@ -14,7 +14,7 @@ GATES = {aten.silu.default: "silu", aten.sigmoid.default: "sigmoid"}
 
 
 class GatedNorm(NamedTuple):
-    """An RMSNorm with a gate, as `kernels.gated_norm.gated_rms_norm` takes it; out: its last node."""
+    """An RMSNorm with a gate, as `kernels.norms.gated_rms_norm` takes it; out: its last node."""
 
     x: fx.Node
     gate: fx.Node

@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from spec_compile.artefacts.graphs import graph_of, name_of, rows_of, target_of
 from spec_compile.artefacts.permitted import check_rows
-from spec_compile.kernels import compact  # noqa: F401, defines an operator
+from spec_compile.kernels import copies  # noqa: F401, defines an operator
 
 
 def computed(x, y):

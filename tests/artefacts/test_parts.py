@@ -10,7 +10,7 @@ import torch
 from spec_compile.artefacts.parts import PartJob, compile_part, load_part, part_key, read_job
 from spec_compile.artefacts.trace import trace
 from spec_compile.compat import CPU_OPTIONS
-from spec_compile.kernels import compact  # noqa: F401, defines an operator
+from spec_compile.kernels import copies  # noqa: F401, defines an operator
 
 LOAD = """
 import sys, torch

@@ -214,7 +214,7 @@ def _path(name):
 @pytest.fixture
 def as_on_gpu(monkeypatch):
     """Passes take a graph for one on a GPU."""
-    for module in ("attention.tree_attention", "norm"):
+    for module in ("attention.tree_attention", "norms"):
         pytest.importorskip(f"spec_compile.kernels.{module}", exc_type=ImportError)
     monkeypatch.setattr(ModelGraph, "device", property(lambda graph: torch.device("cuda")))
     monkeypatch.setattr(linear.small_m, "lack_of_device", lambda device: None)

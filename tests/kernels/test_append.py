@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from spec_compile.kernels import counters
 from spec_compile.kernels.attention import tree_attention as attention
 from spec_compile.kernels.attention.call import AttentionCall
-from spec_compile.kernels.linear import small_m, wide
+from spec_compile.kernels.linear import small_m
 from spec_compile.kernels.linear.plans import ProductTile, appending, plan, squared_columns
 from spec_compile.kernels.linear.product import Normed, Product, QkvHeads
 from spec_compile.kernels.linear.product_ops import lack_of_append, product, product_to_heads
@@ -117,7 +117,7 @@ def test_rotation(place, size, parts, tile):
 @pytest.mark.parametrize("parts", [1, 2])
 def test_rotation_of_many_rows(place, parts):
     case = Case(place, [5, 0, 9], 23, size=128, bias=parts == 2, scaled=parts == 1)
-    case.check(case.launch(parts, ProductTile(128 if GPU else 64, 64, 32, 4, 3), wide.launch))
+    case.check(case.launch(parts, ProductTile(128 if GPU else 64, 64, 32, 4, 3), small_m.launch_many_rows))
 
 
 @pytest.mark.parametrize("offset", [None, 1.0])

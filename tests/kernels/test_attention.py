@@ -14,7 +14,7 @@ from places import GPU, ON_GPU
 from sweeps import thinned
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from spec_compile.kernels import compact as compaction
+from spec_compile.kernels import copies as compaction
 from spec_compile.kernels import ops
 from spec_compile.kernels.attention import tree_attention as attention
 from spec_compile.kernels.attention.call import CACHES, AttentionCall

@@ -32,11 +32,12 @@ from spec_compile.compat import CACHE
 from spec_compile.config import Options
 from spec_compile.graph import LayerSpec, ModelGraph, calls
 from spec_compile.kernels import attention, ops
-from spec_compile.kernels.attention import BACKENDS, Use, flex, xqa
+from spec_compile.kernels.attention import BACKENDS, Use, flex
+from spec_compile.kernels.attention import flashinfer as xqa
 from spec_compile.kernels.attention import tree_attention as kernels
 from spec_compile.kernels.attention import triton as triton_backend
 from spec_compile.kernels.attention.call import AttentionCall, attention_calls
-from spec_compile.kernels.attention.merge import add_sinks, merge
+from spec_compile.kernels.attention.flashinfer import add_sinks, merge
 from spec_compile.kernels.card import Card
 from spec_compile.runtime.steps.regions import cut
 from spec_compile.tree import ancestry
@@ -399,7 +400,7 @@ def test_explain_says_what_runs_what():
 @pytest.fixture
 def on_gpu(monkeypatch):
     """Called, it makes passes take every graph for one on a GPU."""
-    for module in ("attention.tree_attention", "norm"):
+    for module in ("attention.tree_attention", "norms"):
         pytest.importorskip(f"spec_compile.kernels.{module}", exc_type=ImportError)
     return lambda: monkeypatch.setattr(ModelGraph, "device", property(lambda graph: torch.device("cuda")))
 

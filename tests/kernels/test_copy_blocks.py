@@ -4,7 +4,7 @@ import pytest
 import torch
 from places import places
 
-from spec_compile.kernels.copy_blocks import BlockCopies
+from spec_compile.kernels.copies import BlockCopies
 
 
 @pytest.mark.parametrize("slots, shapes", [(8, [(2, 32, 160), (2, 32, 3), (3, 40, 1)]), (1, [(1, 1, 1500), (1, 1, 7)])])

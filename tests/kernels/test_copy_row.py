@@ -4,7 +4,7 @@ import pytest
 import torch
 from places import places
 
-from spec_compile.kernels.copy_row import RowCopies
+from spec_compile.kernels.copies import RowCopies
 
 
 @pytest.mark.parametrize("place", places(torch.bfloat16))

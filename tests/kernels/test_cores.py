@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spec_compile import speculate
-from spec_compile.kernels import cores
+from spec_compile.kernels import cpu as cores
 
 
 def write(root, **texts):

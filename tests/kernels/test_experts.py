@@ -18,7 +18,7 @@ from spec_compile.capture.trace import capture
 from spec_compile.compat import EXPERTS_INTERFACES
 from spec_compile.graph import calls
 from spec_compile.kernels import counters, experts
-from spec_compile.kernels.experts import ExpertFormat, launch, mxfp4, plans, wide
+from spec_compile.kernels.experts import ExpertFormat, launch, mxfp4, plans
 from spec_compile.kernels.linear.product_ops import plain_stream, stream_after
 
 route = pytest.importorskip("spec_compile.kernels.experts.route", exc_type=ImportError)
@@ -179,7 +179,7 @@ def test_tiles_without_pairs_of_experts_elsewhere(place, monkeypatch, first):
 )
 def test_tiles_that_descriptors_read(monkeypatch, place, kind, tokens, top, count, size, inner):
     """With outputs that end within a tile, so that it reaches into the next expert or beyond the last one."""
-    monkeypatch.setattr(wide, "reads_tiles", lambda *arguments: True)
+    monkeypatch.setattr(launch, "reads_tiles", lambda *arguments: True)
     tile = plans.ExpertTile(128, 64, 64, sorted=True) if GPU else SORTED
     size, inner = (size // 8 * 8, inner // 8 * 8) if GPU else (size, inner)  # rows of 16 bytes
     assert Mixture(place, tokens, top, count, size, inner, kind).error(tile=tile) < TOLERANCE[place[1]]
@@ -346,7 +346,7 @@ def test_programs_that_share_the_columns_of_mxfp4_change_no_bit(place):
 @pytest.mark.parametrize("scale_size", [0, 128, mxfp4.GROUP])
 def test_the_tiles_of_any_number_of_rows_multiply_by_the_same_instructions(shape, scale_size):
     tiles = [plans.tile(tokens, 4, 32, shape, scale_size, 2) for tokens in (*range(1, 400), 2048, 1 << 15)]
-    assert all(tile.block_o >= wide.LEAST_HEIGHT for tile in tiles)
+    assert all(tile.block_o >= launch.LEAST_HEIGHT for tile in tiles)
     looked_through = 15 if scale_size == mxfp4.GROUP else 63  # less than 64 or 256 pairs
     assert [tile.sorted for tile in tiles] == [False] * looked_through + [True] * (401 - looked_through)
 

@@ -11,8 +11,8 @@ from cpu_levels import NEEDS_KERNEL
 from packed_layers import DRAWN, OF_CPU, prepared
 from torch.nn import functional as F
 
-from spec_compile.kernels import cpu_level
-from spec_compile.kernels.linear import few_rows, quantised, transposed
+from spec_compile.kernels import cpu as cpu_level
+from spec_compile.kernels.linear import few_rows, quantised
 from spec_compile.kernels.linear.few_rows import LEVELS, NUMBERS, cpu_linear, form_of, lack, multiply
 from spec_compile.kernels.linear.quantised.made import int4, int8
 from spec_compile.kernels.plain import plain_kernels
@@ -167,7 +167,7 @@ def test_cpu_linear_is_linear(rows, level):
 def test_transposed_linear_is_linear(rows):
     x, weight, bias = torch.randn(rows, 1, 24), torch.randn(10, 24), torch.randn(10)
     for b in (None, bias):
-        torch.testing.assert_close(transposed.transposed_linear(x, weight, b), F.linear(x, weight, b))
+        torch.testing.assert_close(few_rows.transposed_linear(x, weight, b), F.linear(x, weight, b))
 
 
 def test_a_cpu_without_the_kernel_keeps_the_plain_meaning(monkeypatch):
@@ -200,7 +200,7 @@ def test_a_lower_level_by_the_environment(monkeypatch):
 def test_every_kernel_takes_the_level_of_the_environment(place, name):
     code = "from spec_compile.kernels.attention import cpu_attention as attention; "
     code += "from spec_compile.kernels.linear import few_rows, transposed; "
-    code += "print(few_rows.BEST, attention.BEST, transposed.SUPPORTED)"
+    code += "print(few_rows.BEST, attention.BEST, few_rows.SUPPORTED)"
     run = [sys.executable, "-c", code]
     done = subprocess.run(run, capture_output=True, text=True, check=True, env={**os.environ, cpu_level.VARIABLE: name})
     assert done.stdout.split() == [str(place), str(place), "False"]

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from spec_compile.kernels import counters
 from spec_compile.kernels.card import Card
 from spec_compile.kernels.linear import small_m as kernel
-from spec_compile.kernels.linear import wide
 from spec_compile.kernels.linear.plans import CUT, ProductTile, plan, squared_columns
 from spec_compile.kernels.linear.product import Gate, Normed, Product, ResidualStream
 from spec_compile.kernels.linear.product_ops import product, product_to_stream
@@ -52,7 +51,7 @@ def launch(x, weight, bias, parts, tile, **around):
     out = x.new_full((x.shape[0], weight.shape[0] // (2 if gated else 1)), torch.nan)
     if (parts, tile) in WIDE and x.shape[1] % 16:
         pytest.skip("descriptors read no such rows")
-    run = wide.launch if (parts, tile) in WIDE else kernel.launch
+    run = kernel.launch_many_rows if (parts, tile) in WIDE else kernel.launch
     run(Product(x, weight, bias, **around), out, parts, tile)
     assert counters.all_zero()
     return out
@@ -281,8 +280,10 @@ def test_chain_in_a_graph(rows):
      (28672, 128, 1, 108, False), (28672, 128, 1, 114, True)],
 )  # fmt: skip
 def test_tiles_of_a_gate_are_taken_where_they_fill_the_gpu(outputs, rows, parts, processors, expected, monkeypatch):
-    monkeypatch.setattr(wide, "card_of", lambda device: Card("a GPU", (9, 0), processors, 232_448))
+    monkeypatch.setattr(kernel, "card_of", lambda device: Card("a GPU", (9, 0), processors, 232_448))
     x, weight = torch.empty(rows, 4096, dtype=torch.bfloat16), torch.empty(outputs, 1, dtype=torch.bfloat16)
     tile = plan(28672, 4096).tile(rows)
-    assert wide.serves(Product(x, weight, None, after=Gate()), parts, tile) == (expected or rows >= wide.LEAST_ROWS)
-    assert not wide.serves(Product(x[:300], weight, None), parts, tile)
+    assert kernel.serves_many_rows(Product(x, weight, None, after=Gate()), parts, tile) == (
+        expected or rows >= kernel.LEAST_ROWS
+    )
+    assert not kernel.serves_many_rows(Product(x[:300], weight, None), parts, tile)

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from spec_compile.kernels import counters, linear  # noqa: F401
-from spec_compile.kernels import norm as kernel
+from spec_compile.kernels import norms as kernel
 
 ops = torch.ops.spec_compile
 PLACES = places(torch.float32, torch.bfloat16, torch.float16)
@@ -58,10 +58,10 @@ def compare(got, want):
 
 
 def check(form, x, residual, weight, eps=1e-5):
-    total, normed = kernel.launch(x, residual, weight, eps, FORMS[form])
+    total, normed = kernel.launch_norm(x, residual, weight, eps, FORMS[form])
     assert torch.equal(total, x + residual)
     compare(normed, expected(form, x + residual, weight, eps))
-    nothing, normed = kernel.launch(x, None, weight, eps, FORMS[form])
+    nothing, normed = kernel.launch_norm(x, None, weight, eps, FORMS[form])
     assert nothing is None
     compare(normed, expected(form, x, weight, eps))
 
@@ -130,11 +130,11 @@ def test_operands_that_do_not_fit():
     with pytest.raises(ValueError, match=r"weight: expected torch.float32 \[8\]"):
         ops.rms_norm(x, weight[:7], 1e-6, None)
     with pytest.raises(ValueError, match=r"weight.*got torch.float16"):
-        kernel.launch(x, residual, weight.half(), 1e-6, None)
+        kernel.launch_norm(x, residual, weight.half(), 1e-6, None)
     with pytest.raises(ValueError, match=r"residual: expected torch.float32 \[3, 8\]"):
         ops.add_rms_norm(x, residual[:2], weight, 1e-6, None)
     with pytest.raises(ValueError, match=r"residual.*got torch.float16"):
-        kernel.launch(x, residual.half(), weight, 1e-6, None)
+        kernel.launch_norm(x, residual.half(), weight, 1e-6, None)
 
 
 @pytest.mark.gpu

@@ -50,7 +50,7 @@ def test_products_norms_and_attention_launch_nothing():
     from triton.runtime.jit import JITFunction
 
     from spec_compile.kernels.linear import PRODUCT
-    from spec_compile.kernels.norm import rms_norm
+    from spec_compile.kernels.norms import rms_norm
 
     x, weight = torch.randn(4, 64, device="cuda"), torch.randn(32, 64, device="cuda")
     expected = torch.nn.functional.linear(x, weight)

@@ -92,7 +92,7 @@ def test_rows_of_zeros_have_a_scale():
 
 
 def test_compact_moves_scales(place):
-    compact = pytest.importorskip("spec_compile.kernels.compact", exc_type=ImportError)
+    compact = pytest.importorskip("spec_compile.kernels.copies", exc_type=ImportError)
     caches = [(torch.randn(2, 2, 40, 16) * 9).to(FP8), torch.randn(2, 2, 40, 2)]
     lengths, path, count = torch.tensor([9, 4]), torch.tensor([[0, 2, 5, 6]] * 2), torch.tensor([4, 2])
     moved = [cache.to(place[0]) for cache in caches]

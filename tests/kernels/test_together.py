@@ -8,7 +8,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from spec_compile import kernels
-from spec_compile.kernels import norm, together
+from spec_compile.kernels import norms, together
 from spec_compile.kernels.together import compile_together
 
 
@@ -103,7 +103,7 @@ def test_what_was_compiled_together_is_only_launched(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernels.load(torch.device("cuda"))
     x, weight = torch.randn(5, 1152, device="cuda"), torch.randn(1152, device="cuda")
-    expected = norm.rms_norm(x.cpu(), weight.cpu(), 1e-5, None)
+    expected = norms.rms_norm(x.cpu(), weight.cpu(), 1e-5, None)
     outputs = []
 
     def run():

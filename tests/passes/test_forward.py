@@ -271,7 +271,7 @@ class Layer(nn.Module):
 
 def test_few_rows_on_a_gpu_merge_what_stands_around_products(monkeypatch, interpreted):
     """The graph that a GPU gets, computed by the ops' meaning in plain PyTorch."""
-    pytest.importorskip("spec_compile.kernels.norm", exc_type=ImportError)
+    pytest.importorskip("spec_compile.kernels.norms", exc_type=ImportError)
     monkeypatch.setattr(ForwardGraph, "device", property(lambda graph: torch.device("cuda")))
     monkeypatch.setattr(linear, "FORMS", (replace(linear.SMALL_M, device="cpu"),))
     monkeypatch.setattr(kernels, "load", lambda device: None)

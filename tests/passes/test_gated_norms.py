@@ -17,7 +17,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm,
 
 from spec_compile import passes
 from spec_compile.graph import ModelGraph, calls
-from spec_compile.kernels import gated_norm, l2_norm, norm, row_scan
+from spec_compile.kernels import norms, row_scan
 from spec_compile.kernels.linear import float32
 from spec_compile.passes import Settings
 from spec_compile.passes.fuse_gated_norms import fuse_gated_norms
@@ -66,12 +66,12 @@ def test_gated_norm(place, shape, size):
     ):
         options = weight, 1e-5, size, activation, gate_first, round_first
         for given in (x, x.to(dtype)):
-            out = gated_norm.launch(given, gate, *options)
-            want = gated_norm.gated_rms_norm(given.cpu(), gate.cpu(), weight.cpu(), *options[1:])
+            out = norms.launch_gated_norm(given, gate, *options)
+            want = norms.gated_rms_norm(given.cpu(), gate.cpu(), weight.cpu(), *options[1:])
             assert out.dtype == dtype and out.shape == shape and out.is_contiguous()
             steps = 16 if dtype == torch.float32 else 3
             torch.testing.assert_close(out.cpu(), want, rtol=steps * torch.finfo(dtype).eps, atol=1e-6)
-            alone = gated_norm.launch(given[-1:, ...], gate[-1:, ...].contiguous(), *options)
+            alone = norms.launch_gated_norm(given[-1:, ...], gate[-1:, ...].contiguous(), *options)
             assert torch.equal(alone[0], out[-1])
 
 
@@ -81,10 +81,12 @@ def test_gates_may_be_of_another_shape(place):
     device, dtype = place
     x, product = (torch.randn(shape, device=device).to(dtype) for shape in ((2 * 3 * 4, 16), (2, 3, 100)))
     weight, gate = torch.randn(16, device=device).to(dtype), product[..., 20:84]
-    both = [gated_norm.launch(x, each, weight, 1e-6, 16, "silu", False, True) for each in (gate, gate.reshape(-1, 16))]
+    both = [
+        norms.launch_gated_norm(x, each, weight, 1e-6, 16, "silu", False, True) for each in (gate, gate.reshape(-1, 16))
+    ]
     assert torch.equal(*both)
     with pytest.raises(ValueError, match=r"weight: expected \[16\], as x has, in groups of 5"):
-        gated_norm.launch(x, gate, weight, 1e-6, 5, "silu", False, True)
+        norms.launch_gated_norm(x, gate, weight, 1e-6, 5, "silu", False, True)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -94,14 +96,14 @@ def test_l2_norms(place, shape):
     q, k = torch.randn(*shape[:2], 2 * shape[2] * shape[3], device=device).to(dtype).chunk(2, -1)
     q, k = (x.unflatten(-1, shape[2:]) for x in (q, k))
     q[0, 0, 0] = 0
-    got, want = l2_norm.launch(q, k, 1e-6, 0.25), l2_norm.l2_norms(q.cpu(), k.cpu(), 1e-6, 0.25)
+    got, want = norms.launch_l2_norm(q, k, 1e-6, 0.25), norms.l2_norms(q.cpu(), k.cpu(), 1e-6, 0.25)
     for a, b in zip(got, want):
         torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-7)
         assert a.shape == shape and a.dtype == torch.float32 and a.is_contiguous()
-    for a, b in zip(l2_norm.launch(q[-1:, -1:], k[-1:, -1:].contiguous(), 1e-6, 0.25), got):
+    for a, b in zip(norms.launch_l2_norm(q[-1:, -1:], k[-1:, -1:].contiguous(), 1e-6, 0.25), got):
         assert torch.equal(a[0, 0], b[-1, -1])
     with pytest.raises(ValueError, match="k: expected"):
-        l2_norm.launch(q, k[..., :-1], 1e-6, 1.0)
+        norms.launch_l2_norm(q, k[..., :-1], 1e-6, 1.0)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -123,9 +125,9 @@ def test_norms_of_heads(place):
     device, dtype = place
     x = torch.randn(2, 3, 101, device=device).to(dtype)[..., 5:].unflatten(-1, (4, 24))
     weight = torch.randn(24, device=device).to(dtype)
-    got = norm.launch(x, None, weight, 1e-6, 1.0)[1]
-    torch.testing.assert_close(got.cpu(), norm.rms_norm(x.cpu(), weight.cpu(), 1e-6, 1.0))
-    assert torch.equal(norm.launch(x[-1:, -1:], None, weight, 1e-6, 1.0)[1][0, 0], got[-1, -1])
+    got = norms.launch_norm(x, None, weight, 1e-6, 1.0)[1]
+    torch.testing.assert_close(got.cpu(), norms.rms_norm(x.cpu(), weight.cpu(), 1e-6, 1.0))
+    assert torch.equal(norms.launch_norm(x[-1:, -1:], None, weight, 1e-6, 1.0)[1][0, 0], got[-1, -1])
 
 
 @pytest.mark.parametrize("place", PLACES)

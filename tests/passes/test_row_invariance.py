@@ -33,7 +33,7 @@ REDUCED = {
 @pytest.fixture
 def half_on_gpu(monkeypatch):
     """A function: name of a tiny model -> its verify graph in bfloat16, which passes take for one on a GPU."""
-    for module in ("attention.tree_attention", "gated_norm", "l2_norm", "linear.float32", "row_scan", "experts.route"):
+    for module in ("attention.tree_attention", "norms", "linear.float32", "row_scan", "experts.route"):
         pytest.importorskip(f"spec_compile.kernels.{module}", exc_type=ImportError)
     monkeypatch.setattr(ModelGraph, "device", property(lambda graph: torch.device("cuda")))
     for module in (linear.small_m, experts.launch):

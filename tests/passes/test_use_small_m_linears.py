@@ -5,9 +5,7 @@ import torch
 from cpu_levels import NEEDS_KERNEL
 from toy_graphs import LINEAR, Rewritten, example, toy
 
-from spec_compile.kernels.linear import transposed
-from spec_compile.kernels.linear.few_rows import cpu_linear
-from spec_compile.kernels.linear.transposed import transposed_linear
+from spec_compile.kernels.linear.few_rows import SUPPORTED, cpu_linear, transposed_linear
 from spec_compile.passes.use_small_m_linears import use_small_m_linears
 
 
@@ -25,7 +23,7 @@ def test_few_rows_of_float32_take_their_form(length, bias, narrow_or_best):
 
 
 @NEEDS_KERNEL
-@pytest.mark.skipif(transposed.SUPPORTED, reason="AMX has a form of its own")
+@pytest.mark.skipif(SUPPORTED, reason="AMX has a form of its own")
 def test_few_rows_of_bfloat16_take_their_form(narrow_or_best):
     _, graph = toy({})
     graph.gm.to(torch.bfloat16)
@@ -34,7 +32,7 @@ def test_few_rows_of_bfloat16_take_their_form(narrow_or_best):
     assert (left, changed) == ((0, before) if narrow_or_best else (before, 0)) and before > 0, result
 
 
-@pytest.mark.skipif(not transposed.SUPPORTED, reason="needs a CPU with AMX")
+@pytest.mark.skipif(not SUPPORTED, reason="needs a CPU with AMX")
 def test_few_rows_of_bfloat16_take_the_form_transposed():
     _, graph = toy({})
     graph.gm.to(torch.bfloat16)

@@ -34,7 +34,7 @@ def in_order(parts) -> torch.Tensor:
 
 
 def in_pairs(squares: torch.Tensor) -> torch.Tensor:
-    """[..., 2 ** n] -> [...], added in the order of `kernels.pairs`: [a, b, c, d] gives (a + b) + (c + d)."""
+    """[..., 2 ** n] -> [...], added in the order of `kernels.primitives`: [a, b, c, d] gives (a + b) + (c + d)."""
     while squares.shape[-1] > 1:
         squares = squares[..., ::2] + squares[..., 1::2]
     return squares[..., 0]

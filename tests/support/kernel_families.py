@@ -155,14 +155,14 @@ for kind, (dtype, rows) in KINDS.items():
 """
 
 EXPERTS = """
-from spec_compile.kernels.experts import ExpertFormat, launch, sort, wide
+from spec_compile.kernels.experts import ExpertFormat, launch, sort
 from spec_compile.kernels.linear import activations
 from spec_compile.kernels.linear.product_ops import stream_after
 
 
 launch.experts_kernel = Compiled(launch.experts_kernel, PTX=True)
-wide.wide_experts_kernel = Compiled(wide.wide_experts_kernel, PTX=True)
-for module, name in ((activations, "round_blocks_kernel"), (sort, "sort_kernel"), (wide, "combine_kernel")):
+launch.wide_experts_kernel = Compiled(launch.wide_experts_kernel, PTX=True)
+for module, name in ((activations, "round_blocks_kernel"), (sort, "sort_kernel"), (launch, "combine_kernel")):
     setattr(module, name, Compiled(getattr(module, name)))
 SHAPES = {
     "Qwen3-30B-A3B": (128, 8, 2048, 768, {}),
@@ -274,10 +274,10 @@ for name, (kind, inputs) in SHAPES.items():
 """
 
 NORMS = """
-from spec_compile.kernels import gated_norm, l2_norm, norm, row_scan
+from spec_compile.kernels import norms, row_scan
 from spec_compile.kernels.linear import float32
 
-MODULES = gated_norm, l2_norm, norm, norm, row_scan, float32
+MODULES = norms, norms, norms, norms, row_scan, float32
 NAMES = "gated_rms_norm_kernel", "l2_norms_kernel", "_add_rms_norm", "_rms_norm_of_heads", "_sum_parts", "linear_kernel"
 for module, name in zip(MODULES, NAMES):
     setattr(module, name, Compiled(getattr(module, name)))
@@ -287,10 +287,10 @@ for heads, size, inputs, experts in ((32, 128, 2048, 512),):
         x, gate = torch.zeros(2, 1, rows, heads * size, dtype=HALF)
         for gate_first in (False, True):
             weight = x[0, 0]
-            gated_norm.launch(x.float(), gate, weight, 1e-6, size, "silu", gate_first, not gate_first)
+            norms.launch_gated_norm(x.float(), gate, weight, 1e-6, size, "silu", gate_first, not gate_first)
         q = x.unflatten(-1, (heads, size))
-        l2_norm.launch(q, q, 1e-6, 0.1)
-        norm.launch(q, None, weight[:size], 1e-6, None)
+        norms.launch_l2_norm(q, q, 1e-6, 0.1)
+        norms.launch_norm(q, None, weight[:size], 1e-6, None)
         row_scan.launch_sum(x[..., :8])
         for dtype in (HALF, torch.float32):
             float32.launch(torch.zeros(rows, inputs, dtype=HALF), torch.zeros(experts, inputs, dtype=dtype))
@@ -308,28 +308,28 @@ found, lattice.lattice_kernel = [], Compiled(lattice.lattice_kernel)
 lattice.launch(torch.zeros(2).long(), torch.zeros(2, 15, 16).long(), torch.zeros(2, 15, 16, 16), 64)
 results["a lattice"] = found
 
-from spec_compile.kernels import copy_row
+from spec_compile.kernels import copies
 
-found, copy_row._copy_row = [], Compiled(copy_row._copy_row)
-copy_row.RowCopies(*([torch.zeros(2, 3, 128, 64).to(HALF)] for _ in range(2)))(0, 1, 70)
+found, copies._copy_row = [], Compiled(copies._copy_row)
+copies.RowCopies(*([torch.zeros(2, 3, 128, 64).to(HALF)] for _ in range(2)))(0, 1, 70)
 results["a copy of a row"] = found
 
-from spec_compile.kernels import copy_blocks
+from spec_compile.kernels import copies
 
-found, copy_blocks._copy_blocks = [], Compiled(copy_blocks._copy_blocks)
-copies = copy_blocks.BlockCopies([torch.zeros(2, 3, 128, 64).short() for _ in range(2)], 64)
+found, copies._copy_blocks = [], Compiled(copies._copy_blocks)
+packed = copies.BlockCopies([torch.zeros(2, 3, 128, 64).short() for _ in range(2)], 64)
 for to_row in (False, True):
-    copies(torch.zeros(2, 24576).short(), 0, 0, to_row)
+    packed(torch.zeros(2, 24576).short(), 0, 0, to_row)
 results["copies of blocks"] = found
 
-from spec_compile.kernels import compact, publish, top_logits
+from spec_compile.kernels import copies, publish, top_logits
 from spec_compile.kernels.linear import low_rank_kernel
 
-MODULES = compact, publish, top_logits, low_rank_kernel
+MODULES = copies, publish, top_logits, low_rank_kernel
 for module, name in zip(MODULES, ("_compact", "_publish", "_top_logits", "low_rank_kernel")):
     setattr(module, name, Compiled(getattr(module, name), **({"RELEASE": True} if module is publish else {})))
 found, numbers = [], torch.zeros(2, 8, dtype=torch.int64)
-compact.launch([torch.zeros(2, 3, 128, 64).to(HALF) for _ in range(2)], numbers[:, 0], numbers, numbers[:, 0])
+copies.launch([torch.zeros(2, 3, 128, 64).to(HALF) for _ in range(2)], numbers[:, 0], numbers, numbers[:, 0])
 publish.publish(numbers, torch.zeros(3, 17, dtype=torch.int64), numbers[0, :1])
 top_logits.launch(torch.zeros(16, 151936, dtype=HALF), 10, 1.0)
 x, down = torch.zeros(2, 16, 64, dtype=HALF), torch.zeros(3, 8, 64, dtype=HALF)

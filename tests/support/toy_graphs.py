@@ -138,7 +138,7 @@ def captured_in_half(name):
 @pytest.fixture
 def half_on_gpu(monkeypatch):
     """A function: name of a tiny model -> its graph in bfloat16, which passes take for one on a GPU."""
-    for module in ("attention.tree_attention", "norm", "row_scan", "linear.float32", "experts.route"):
+    for module in ("attention.tree_attention", "norms", "row_scan", "linear.float32", "experts.route"):
         pytest.importorskip(f"spec_compile.kernels.{module}", exc_type=ImportError)
     monkeypatch.setattr(ModelGraph, "device", property(lambda graph: torch.device("cuda")))
     return lambda name: captured_in_half(name).copy()

@@ -12,7 +12,7 @@ from torch import Tensor
 from ... import extensions
 from ...tree import MAX_NODES
 from .. import ops
-from ..cpu_level import HIGHEST
+from ..cpu import HIGHEST
 from ..plain import are_plain
 from . import sdpa
 from .base import Backend

@@ -22,7 +22,7 @@ from .. import HALF
 from ..ops import append
 from .base import Backend
 from .call import AttentionCall, attention_function
-from .merge import add_sinks
+from .flashinfer import add_sinks
 
 BLOCK = 128
 """Slots of a block; a block of the cache is skipped or computed as a unit."""

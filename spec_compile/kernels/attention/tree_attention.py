@@ -28,13 +28,12 @@ from ...tree import MAX_NODES
 from .. import dependent_launch, ops
 from ..card import card_of, multiplied_bytes, precision
 from ..masks import only_chosen
-from ..norm import rms_norm
+from ..norms import rms_norm
 from ..plain import on_gpu
 from . import indexed_attention
-from .append_kernel import append_kernel
+from .block_kernels import append_kernel, prompt_kernel
 from .call import SPECIAL, AttentionCall, attention_op, from_arguments
 from .partial_softmax import key_columns
-from .prompt_kernel import prompt_kernel
 from .spans import first_log2, merge_spans_kernel, most_spans
 from .tail_tiles import COLUMNS, nodes_per_tile, tail_tiles
 from .tree_kernel import tree_kernel

@@ -20,11 +20,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..ptx import prefetch_l2
-from ..rounding import as_read
-from .ordered_spans import attend_in_order, no_softmax
+from ..primitives import as_read, prefetch_l2
 from .partial_softmax import attend_to_chunk, fold, score
-from .spans import span_log2, turns
+from .spans import attend_in_order, no_softmax, span_log2, turns
 
 
 @triton.jit

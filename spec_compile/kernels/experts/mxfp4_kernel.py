@@ -10,7 +10,7 @@ installed. Shapes of a step over 32 columns: weights [BLOCK_O, 32], each from a 
 import triton
 import triton.language as tl
 
-from ..linear.nibbles_kernel import half_words
+from ..linear.quantised_kernel import half_words
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ptx import let_next_kernel_begin, wait_for_kernel_before
+from ..primitives import let_next_kernel_begin, wait_for_kernel_before
 
 FEW, MANY = 512, 4096
 """Pairs that a program looks through at a time."""

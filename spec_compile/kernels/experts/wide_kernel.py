@@ -12,7 +12,7 @@ Import this module only where Triton is installed. Shapes of a tile: weights [BL
 import triton
 import triton.language as tl
 
-from ..ptx import let_next_kernel_begin, wait_for_kernel_before
+from ..primitives import let_next_kernel_begin, wait_for_kernel_before
 from .kernel import combine, finish, gated, product, store_pairs, weight_rows, with_bias
 
 

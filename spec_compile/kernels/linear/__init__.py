@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from ...graph import ModelGraph, attribute, calls
 from .. import HALF
 from ..ops import arguments_of
-from . import around, chain, few_rows, product_ops, quantised, small_m, transposed  # noqa: F401
+from . import around, chain, few_rows, product_ops, quantised, small_m  # noqa: F401
 
 aten = torch.ops.aten
 
@@ -42,7 +42,7 @@ SMALL_M = LinearForm(PRODUCT, "cuda", HALF, few_rows=True)
 FEW_ROWS = LinearForm(
     few_rows.cpu_linear, "cpu", (torch.float32, torch.bfloat16), True, lambda: few_rows.BEST >= few_rows.WIDE
 )
-TRANSPOSED = LinearForm(transposed.transposed_linear, "cpu", (torch.bfloat16,), True, lambda: transposed.SUPPORTED)
+TRANSPOSED = LinearForm(few_rows.transposed_linear, "cpu", (torch.bfloat16,), True, lambda: few_rows.SUPPORTED)
 FORMS = SMALL_M, TRANSPOSED, FEW_ROWS
 PLAIN = aten.linear.default
 """The op of a captured linear layer. A layer that no form serves keeps it."""

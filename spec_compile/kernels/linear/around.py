@@ -19,7 +19,7 @@ def around_product(
 ) -> Tensor:  # fmt: skip
     """``F.linear(rms_norm(x), weight, bias)``: x [..., I], norm [I], bias [O] -> [..., O], all of one dtype.
 
-    norm, eps, offset: of the RMSNorm, as `kernels.norm.rms_norm` takes them; None: x is multiplied as it is.
+    norm, eps, offset: of the RMSNorm, as `kernels.norms.rms_norm` takes them; None: x is multiplied as it is.
     parts, kind: of a quantised layer; with the kind "" the weight [O, I].
     is_gated: the result is ``silu(gate) * up`` [..., O / 2] of the halves of the outputs.
 

@@ -188,7 +188,7 @@ def _plain_heads(out: Tensor, heads: QkvHeads) -> Tensor:
     out = out.unflatten(-1, (-1, size)).transpose(1, 2)
     q, k, v = out.split([out.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
     if heads.q_norm is not None:
-        from ..norm import rms_norm  # needs Triton
+        from ..norms import rms_norm  # needs Triton
 
         q, k = (rms_norm(x, w, heads.eps, heads.offset) for x, w in ((q, heads.q_norm), (k, heads.k_norm)))
     q, k = (ops.rotated(x, heads.cos, heads.sin) for x in (q, k))

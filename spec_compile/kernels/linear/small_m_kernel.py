@@ -25,10 +25,17 @@ import triton
 import triton.language as tl
 
 from ..all_reduce_kernel import send, slot_of_turn
-from ..ptx import let_next_kernel_begin, prefetch_l2, wait_for_kernel_before
-from .append_kernel import load_for_heads, store_heads
-from .load_tile import addresses, load_tile
-from .product_end import inverse_rms, load_bias, load_squares, load_stream, scale_rows, store, store_stream
+from ..primitives import (
+    addresses,
+    as_stored,
+    let_next_kernel_begin,
+    load_tile,
+    prefetch_l2,
+    scaled,
+    sum_in_pairs,
+    sum_rows_in_pairs,
+    wait_for_kernel_before,
+)
 from .quantised_kernel import multiply_quantised
 
 
@@ -189,3 +196,249 @@ def small_m_kernel(
             _send(acc, peers, slot, column, n, rows, height, rank, RANKS, SHOTS)
         else:
             store(acc, out_ptr, column, n, rows, height)
+
+
+# The steps after a product, with its sums in registers: those of `small_m_kernel` and `wide_kernel`.
+#
+# Shapes: HEIGHT columns of out, BLOCK_N rows of x.
+
+
+@triton.jit
+def inverse_rms(squares, inputs, eps):
+    """1 / the root mean square of each row of x [BLOCK_N], from `load_squares`. The product and the sum are an explicit
+    fma, because a compiler could fuse them in one kernel and not in another."""
+    total = sum_in_pairs(squares, squares.shape[0], squares.shape[1])
+    return tl.rsqrt(tl.fma(total, tl.zeros_like(total) + 1.0 / inputs, tl.zeros_like(total) + eps))
+
+
+@triton.jit
+def scale_rows(acc, scale, bias):
+    """acc [HEIGHT, BLOCK_N] times scale [BLOCK_N], plus bias [HEIGHT]."""
+    return tl.fma(acc, scale[None, :] + tl.zeros_like(acc), bias[:, None] + tl.zeros_like(acc))
+
+
+@triton.jit
+def load_bias(bias_ptr, o):
+    """Zeros where there is no bias."""
+    bias = tl.zeros(o.shape, tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + o).to(tl.float32)
+    return bias
+
+
+@triton.jit
+def load_squares(squares_ptr, n, rows, TERMS: tl.constexpr):
+    """Sums of the squares of the stream [rows, TERMS] -> those of a tile's rows [BLOCK_N, TERMS], rounded up."""
+    term = tl.arange(0, triton.next_power_of_2(TERMS))
+    mask = (n < rows)[:, None] & (term < TERMS)[None, :]
+    return tl.load(squares_ptr + n[:, None] * TERMS + term[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def load_stream(stream, column, n, rows, height, stride_r):
+    """The residual stream before the product [HEIGHT, BLOCK_N], and the weight of the norm after it [HEIGHT]."""
+    mask = (column < height)[:, None] & (n < rows)[None, :]
+    before = tl.load(stream.residual + n[None, :].to(tl.int64) * stride_r + column[:, None], mask=mask, other=0.0)
+    return before, tl.load(stream.weight + column, mask=column < height, other=0.0)
+
+
+@triton.jit
+def store_stream(
+    acc, residual, norm, out_ptr, stream, column, n, tile, rows, height,
+    BLOCK_N: tl.constexpr, HEIGHT: tl.constexpr, SQUARED: tl.constexpr,
+):  # fmt: skip
+    """The residual stream with the sums [HEIGHT, BLOCK_N] added, to out [rows, height], and the first half of the next
+    RMSNorm: times its weight to scaled [rows, height], and each SQUARED columns' sum of squares to squares."""
+    mask = (column < height)[:, None] & (n < rows)[None, :]
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    total = (acc.to(dtype).to(tl.float32) + residual.to(tl.float32)).to(dtype)
+    at = n[None, :].to(tl.int64) * height + column[:, None]
+    tl.store(out_ptr + at, total, mask=mask)
+    wide = tl.where(mask, total.to(tl.float32), 0.0)
+    factor = norm.to(tl.float32) + stream.offset
+    tl.store(stream.scaled + at, (wide * factor[:, None]).to(dtype), mask=mask)
+    groups: tl.constexpr = HEIGHT // SQUARED
+    sums = sum_rows_in_pairs(wide * wide, groups, SQUARED, BLOCK_N)
+    group = tile * groups + tl.arange(0, groups)
+    mask = (group * SQUARED < height)[:, None] & (n < rows)[None, :]
+    tl.store(stream.squares + n[None, :] * tl.cdiv(height, SQUARED) + group[:, None], sums, mask=mask)
+
+
+@triton.jit
+def store(value, out_ptr, column, n, rows, height):
+    """value [HEIGHT, BLOCK_N] to out [rows, height]."""
+    mask = (column < height)[:, None] & (n < rows)[None, :]
+    at = n[None, :].to(tl.int64) * height + column[:, None]
+    tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+# The end of the product "small_m" whose outputs are queries, keys and values: norms, rotation, append to the cache.
+#
+# The rotation of x, y, outputs d and d + D / 2 of a head, is x * cos - y * sin, y * cos + x * sin. A tile has PAIRS
+# such pairs of N rows; x and y are [PAIRS, N]. Pair p is d = p % (D / 2) of head p // (D / 2): with D = 64, pair 70 is
+# outputs 6 and 38 of head 2. Query heads come first, then key heads, then value heads. Numbers are rounded where
+# `tree_attention` rounds them if it appends for itself.
+#
+
+
+@triton.jit
+def load_for_heads(
+    heads, pair, n, rows, nodes, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    """The inputs of `store_heads` besides the product: cos of x and of y, sin of x and of y [PAIRS, N], weights of
+    their norms [PAIRS, 1], which mean nothing without norms, and the rows' slots in the caches [N]."""
+    half: tl.constexpr = D // 2
+    head, d = pair // half, pair % half
+    mask = (head < HEADS + KV_HEADS)[:, None] & (n < rows)[None, :]
+    at = n[None, :].to(tl.int64) * D + d[:, None]
+    cos, next_cos = tl.load(heads.cos + at, mask=mask, other=0.0), tl.load(heads.cos + at + half, mask=mask, other=0.0)
+    sin, next_sin = tl.load(heads.sin + at, mask=mask, other=0.0), tl.load(heads.sin + at + half, mask=mask, other=0.0)
+    weight, next_weight = d[:, None], d[:, None]
+    if heads.q_norm is not None:
+        is_query = (head < HEADS)[:, None]
+        weight = tl.where(is_query, tl.load(heads.q_norm + d)[:, None], tl.load(heads.k_norm + d)[:, None])
+        d += half
+        next_weight = tl.where(is_query, tl.load(heads.q_norm + d)[:, None], tl.load(heads.k_norm + d)[:, None])
+    slot = tl.load(heads.lengths + n // nodes, mask=n < rows, other=0) + n % nodes
+    return cos, next_cos, sin, next_sin, weight, next_weight, slot
+
+
+@triton.jit
+def _inverse_rms(first, second, eps, D: tl.constexpr, PAIRS: tl.constexpr, N: tl.constexpr):
+    """1 / the root mean square of each head -> [PAIRS, N]. The tile has whole heads."""
+    half: tl.constexpr = D // 2
+    heads: tl.constexpr = PAIRS // half
+    squares = sum_rows_in_pairs(first * first, heads, half, N) + sum_rows_in_pairs(second * second, heads, half, N)
+    scale = tl.rsqrt(squares / D + eps)
+    return tl.reshape(tl.broadcast_to(scale[:, None, :], [heads, half, N]), [PAIRS, N])
+
+
+@triton.jit
+def store_heads(
+    first, second, loaded, out_ptr, heads, pair, n, rows, nodes, capacity, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    D: tl.constexpr, PAIRS: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Queries into out [rows, HEADS * D]; keys and values into the caches [B, KV_HEADS, capacity, D], node i of row b
+    of the batch at slot lengths[b] + i. loaded: by `load_for_heads`."""
+    half: tl.constexpr = D // 2
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    head, d = pair // half, pair % half
+    is_query, is_turned = head < HEADS, head < HEADS + KV_HEADS
+
+    # Norm and rotate.
+    cos, next_cos, sin, next_sin, weight, next_weight, slot = loaded
+    x, y = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+    a, b = x, y
+    if heads.q_norm is not None:
+        scale = _inverse_rms(x, y, heads.eps, D, PAIRS, N)
+        a = scaled(x * scale, weight, heads.offset, dtype, heads.offset is None)
+        b = scaled(y * scale, next_weight, heads.offset, dtype, heads.offset is None)
+    turned = tl.fma(a, cos.to(tl.float32), -b * sin.to(tl.float32))
+    next_turned = tl.fma(b, next_cos.to(tl.float32), a * next_sin.to(tl.float32))
+    x = tl.where(is_turned[:, None], turned, x).to(dtype)
+    y = tl.where(is_turned[:, None], next_turned, y).to(dtype)
+
+    # Queries.
+    inside = n < rows
+    at = n[None, :].to(tl.int64) * (HEADS * D) + (head * D + d)[:, None]
+    mask = is_query[:, None] & inside[None, :]
+    tl.store(out_ptr + at, x, mask=mask)
+    tl.store(out_ptr + at + half, y, mask=mask)
+
+    # Keys, and values, whose heads follow those of keys.
+    batch = (n // nodes).to(tl.int64)
+    is_key, kv_head = is_turned & (head >= HEADS), (head - HEADS) % KV_HEADS
+    at = (batch * KV_HEADS * capacity + slot)[None, :] * D + (kv_head.to(tl.int64) * capacity * D + d)[:, None]
+    stored = (inside & (slot < capacity))[None, :]
+    mask = is_key[:, None] & stored
+    tl.store(heads.key_cache + at, as_stored(x, heads.key_cache), mask=mask)
+    tl.store(heads.key_cache + at + half, as_stored(y, heads.key_cache), mask=mask)
+    mask = ((head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS))[:, None] & stored
+    tl.store(heads.value_cache + at, as_stored(x, heads.value_cache), mask=mask)
+    tl.store(heads.value_cache + at + half, as_stored(y, heads.value_cache), mask=mask)
+
+
+# The product "small_m" of many rows, such as those of a prompt: as fast as the tensor cores multiply.
+#
+# A program reads its tiles with descriptors (TMA on Hopper) and adds up all parts of the columns by itself, one after
+# the other. So each row goes through the same instructions, and each part is added in the same order, as in
+# `small_m_kernel`, and **a row's result has the same bits as among few rows**. A product whose outputs come in pairs, a
+# gate's or those of the halves of a head, is two products of the same rows x.
+#
+# Shapes of a tile: weights [HEIGHT, BLOCK_K], activations [BLOCK_N,
+# BLOCK_K], sums [HEIGHT, BLOCK_N].
+
+
+@triton.jit
+def _multiply_many(
+    x, weight, row, o, distance, inputs,
+    HEIGHT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CUT: tl.constexpr, PARTS: tl.constexpr,
+    PAIRED: tl.constexpr,
+):  # fmt: skip
+    """The products [HEIGHT, BLOCK_N] of the rows of x from `row` on with the weights' rows from `o` on and, PAIRED,
+    with those from o + distance on (else 0). Columns are cut as in `small_m_kernel._share_of_program`."""
+    cuts = tl.cdiv(inputs, CUT)
+    first, second = tl.zeros([HEIGHT, BLOCK_N], tl.float32), 0.0
+    if PAIRED:
+        second = tl.zeros([HEIGHT, BLOCK_N], tl.float32)
+    for part in tl.static_range(PARTS):
+        acc, other = tl.zeros([HEIGHT, BLOCK_N], tl.float32), 0.0
+        if PAIRED:
+            other = tl.zeros([HEIGHT, BLOCK_N], tl.float32)
+        end = tl.minimum((part + 1) * cuts // PARTS * CUT, inputs)
+        for start in tl.range(part * cuts // PARTS * CUT, end, BLOCK_K):
+            b = x.load([row, start]).T
+            acc = tl.dot(weight.load([o, start]), b, acc)
+            if PAIRED:
+                other = tl.dot(weight.load([o + distance, start]), b, other)
+        first, second = (acc, other) if part == 0 else (first + acc, second + other)
+    return first, second
+
+
+@triton.jit(do_not_specialize=["rows", "nodes"])
+def wide_kernel(
+    x, weight,  # descriptors of [rows, inputs] in blocks [BLOCK_N, BLOCK_K], [outputs, inputs] in [HEIGHT, BLOCK_K]
+    bias_ptr, out_ptr, before, stream, heads, rows, outputs, inputs, stride_r, nodes, capacity,
+    BLOCK_N: tl.constexpr, HEIGHT: tl.constexpr, BLOCK_K: tl.constexpr, CUT: tl.constexpr, PARTS: tl.constexpr,
+    TERMS: tl.constexpr, SQUARED: tl.constexpr, GATED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """out = x @ weight.T, and what stands around it. Grid (tiles of x's rows, tiles of the weights' rows): programs
+    that read the same weights begin together."""
+    # The columns of out [HEIGHT] and the rows of x [BLOCK_N] of the tile, and its rows of the weights.
+    APPENDS: tl.constexpr = HEADS > 0
+    PAIRED: tl.constexpr = GATED or APPENDS
+    tile, row = tl.program_id(1), tl.program_id(0) * BLOCK_N
+    begin, height = tile * HEIGHT, outputs // 2 if PAIRED else outputs
+    o, distance = begin, height
+    if APPENDS:
+        o, distance = begin // (D // 2) * D + begin % (D // 2), D // 2
+    column, n = begin + tl.arange(0, HEIGHT), row + tl.arange(0, BLOCK_N)
+    if before is not None:  # here, because later registers are full of sums
+        scale = inverse_rms(load_squares(before.squares, n, rows, TERMS), inputs, before.eps)
+    first, second = _multiply_many(x, weight, row, o, distance, inputs, HEIGHT, BLOCK_N, BLOCK_K, CUT, PARTS, PAIRED)
+
+    # The steps after the product, with the sums in registers.
+    r = tl.minimum(o + tl.arange(0, HEIGHT), outputs - 1)
+    next_r = tl.minimum(r + distance, outputs - 1)
+    if before is not None:
+        first = scale_rows(first, scale, load_bias(bias_ptr, r))
+        if PAIRED:
+            second = scale_rows(second, scale, load_bias(bias_ptr, next_r))
+    elif bias_ptr is not None:
+        first += load_bias(bias_ptr, r)[:, None]
+        if PAIRED:
+            second += load_bias(bias_ptr, next_r)[:, None]
+    if APPENDS:
+        loaded = load_for_heads(heads, column, n, rows, nodes, HEADS, KV_HEADS, D)
+        store_heads(
+            first, second, loaded, out_ptr, heads, column, n, rows, nodes, capacity, HEADS, KV_HEADS, D, HEIGHT,
+            BLOCK_N,
+        )  # fmt: skip
+    elif stream is not None:
+        residual, norm = load_stream(stream, column, n, rows, height, stride_r)
+        store_stream(first, residual, norm, out_ptr, stream, column, n, tile, rows, height, BLOCK_N, HEIGHT, SQUARED)
+    elif GATED:
+        store(first / (1 + tl.exp(-first)) * second, out_ptr, column, n, rows, height)
+    else:
+        store(first, out_ptr, column, n, rows, height)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from ...tree import MAX_NODES
-from . import channelwise, convolution, launch, linear, selective
-from .base import RecurrenceKind
+from . import convolution, launch
+from .kinds import DECAY, DELTA, GATED, SELECTIVE, WKV, RecurrenceKind
 from .walk import tree_walk
 
 KINDS: dict[str, RecurrenceKind] = {
     kind.name: kind
-    for kind in (convolution.KIND, linear.DECAY, linear.DELTA, selective.KIND, channelwise.GATED, channelwise.WKV)
+    for kind in (convolution.KIND, DECAY, DELTA, SELECTIVE, GATED, WKV)
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ has the windows [r, s, t, a], [s, t, a, b] and [s, t, a, c].
 import torch
 from torch import Tensor
 
-from .base import Inputs, RecurrenceKind, parents_of
+from .kinds import Inputs, RecurrenceKind, parents_of
 
 
 def _state(inputs: Inputs) -> tuple[tuple[int, ...], torch.dtype]:

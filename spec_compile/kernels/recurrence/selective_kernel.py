@@ -10,7 +10,7 @@ entries of their states.
 import triton
 import triton.language as tl
 
-from ..pairs import sum_in_pairs
+from ..primitives import sum_in_pairs
 from .walk import keep, resume
 
 

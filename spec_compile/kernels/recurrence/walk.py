@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..plain import on_gpu
-from .base import is_ancestor, parents_of
+from .kinds import is_ancestor, parents_of
 
 try:
     import triton

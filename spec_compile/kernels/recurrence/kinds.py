@@ -1,0 +1,315 @@
+"""The kinds of recurrences: the meaning of their inputs, and their computation over chains and trees."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Inputs = Sequence[Tensor | None]
+
+
+@dataclass(frozen=True)
+class RecurrenceKind:
+    """A layer's recurrence, S_i = f(S_parent(i), inputs of token i), with an output for each token.
+
+    Its inputs are a list of tensors [B, T, ...] with an entry for each token, except the constants. Linear attention
+    has [q, k, v, g] and kept = (1, 2, 3), because k, v and g change the state and q only reads it.
+
+    name: its key in `KINDS`.
+    kept: numbers of the inputs that change the state; a commit reads them from a stash.
+    constants: numbers of the inputs that are weights, without rows and tokens.
+    output: number of the input that has the shape of the output; the output is float32.
+    state: ``state(inputs)`` is the shape of a row's state, and its dtype.
+    chunk: ``chunk(inputs, state, valid)`` is the outputs [B, T, ...] of a chain of T tokens after `state` [B, ...], and
+        the state after the first valid[b] tokens. Outputs of later tokens mean nothing. If the inputs that are not kept
+        are None, the outputs are None.
+    tree: ``tree(inputs, state, ancestors)`` is the outputs of the nodes of a tree after `state`, which is not written.
+    """
+
+    name: str
+    kept: tuple[int, ...]
+    constants: tuple[int, ...]
+    output: int
+    state: Callable[[Inputs], tuple[tuple[int, ...], torch.dtype]]
+    chunk: Callable[[Inputs, Tensor, Tensor], tuple[Tensor | None, Tensor]]
+    tree: Callable[[Inputs, Tensor, Tensor], Tensor]
+
+
+def is_ancestor(ancestors: Tensor) -> Tensor:
+    """ancestors [B, N] int64 bits -> [B, N, N] bool: True at [b, i, j] if node j is node i or an ancestor of it.
+
+    [0b1, 0b11, 0b101] gives [[1, 0, 0], [1, 1, 0], [1, 0, 1]].
+    """
+    nodes = torch.arange(ancestors.shape[1], device=ancestors.device)
+    return ((ancestors[:, :, None] >> nodes) & 1).bool()
+
+
+def parents_of(ancestors: Tensor) -> Tensor:
+    """ancestors [B, N] int64 bits -> [B, N] int64: the parent of each node, -1 for the root.
+
+    [0b1, 0b11, 0b101] gives [-1, 0, 0].
+    """
+    nodes = torch.arange(ancestors.shape[1], device=ancestors.device)
+    above = is_ancestor(ancestors) & (nodes[:, None] > nodes)
+    return torch.where(above, nodes, -1).amax(dim=2)
+
+
+# Linear attention with decay: with the delta rule (Gated DeltaNet, Kimi Delta Attention), and without (Mamba-2).
+#
+# Inputs, all float32: q, k [B, T, Hk, Dk], v [B, T, H, Dv], g [B, T, H] or [B, T, H, Dk] (logarithms of the decay), and
+# for the delta rule beta [B, T, H]. Head h reads the key head h // (H / Hk). State S [B, H, Dk, Dv] float32:
+#
+#     decay:  S_i = e^g_i S + k_i v_i^T                                    o_i = S_i^T q_i
+#     delta:  S_i = e^g_i S + k_i beta_i (v_i - e^g_i S^T k_i)^T
+#
+# Along a path both are S_i = e^G_i S_0 + the sum over ancestors j of e^T_ij k_j d_j^T. G_i sums g from the root to i,
+# and T_ij from the node after j to i. For decay d_j is v_j. For delta it solves a triangular system (the UT form of
+# Yang et al. 2024, "Gated Delta Networks", section 3.3, with ancestry in place of the causal mask). The system is
+# solved by substitution, because an inverse by repeated squaring fails in float32.
+
+
+BLOCK = 64
+"""Tokens of a chain that are computed at once."""
+
+
+def _linear_state(inputs: Inputs) -> tuple[tuple[int, ...], torch.dtype]:
+    _, k, v, *_ = inputs
+    return (v.shape[2], k.shape[3], v.shape[3]), torch.float32
+
+
+def _attend(inputs: Inputs, state: Tensor, sees: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Outputs [B, N, H, Dv] of the nodes of trees, and the state after the last node. sees [B, N, N]: `is_ancestor`."""
+    q, k, v, g, *beta = inputs
+    group = v.shape[2] // k.shape[2]
+    # Heads first: q, k [B, H, N, Dk], v [B, H, N, Dv], g [B, H, 1 or Dk, N].
+    q, k = (None if x is None else x.transpose(1, 2).repeat_interleave(group, dim=1) for x in (q, k))
+    v = v.transpose(1, 2)
+    g = (g[..., None] if g.dim() == 3 else g).permute(0, 2, 3, 1)
+
+    # Decays between a node and each of its ancestors are sums of g along the path. All terms have one sign, so nothing
+    # cancels; the difference of two sums from the root would cancel.
+    path = sees[:, None, None].to(v.dtype)  # [B, 1, 1, N, N]
+    strict = path - torch.eye(v.shape[2], dtype=v.dtype, device=v.device)
+    between = (path * g[..., None, :]) @ strict  # [B, H, 1 or Dk, N, N]
+    decay = torch.where(sees[:, None, None], between, -torch.inf).exp()
+    from_root = (path @ g[..., None]).squeeze(-1).transpose(2, 3).exp()  # [B, H, N, 1 or Dk]
+
+    written = v
+    if beta:
+        (beta,) = (x.transpose(1, 2)[..., None] for x in beta)  # [B, H, N, 1]
+        expected = (k * from_root) @ state
+        system = beta * _products(k, k, decay) * strict[:, 0]
+        written = torch.linalg.solve_triangular(system, beta * (v - expected), upper=False, unitriangular=True)
+    after = state * from_root[:, :, -1, :, None]
+    after = after + (k * decay[..., -1, :].transpose(2, 3)).transpose(2, 3) @ written
+    if q is None:
+        return None, after
+    out = (q * from_root) @ state + _products(q, k, decay) @ written
+    return out.transpose(1, 2), after
+
+
+def _products(x: Tensor, k: Tensor, decay: Tensor) -> Tensor:
+    """x_i . k_j with decay for each ancestor j of each node i, and 0 for other nodes j. -> [B, H, N, N]."""
+    if decay.shape[2] == 1:
+        return x @ k.transpose(2, 3) * decay[:, :, 0]
+    return torch.einsum("bhic,bhjc,bhcij->bhij", x, k, decay)
+
+
+def _linear_chunk(inputs: Inputs, state: Tensor, valid: Tensor) -> tuple[Tensor | None, Tensor]:
+    """`RecurrenceKind.chunk` by blocks of BLOCK tokens. Tokens from valid[b] on have no decay and write nothing."""
+    tokens, outputs = inputs[1].shape[1], []
+    counts = torch.arange(tokens, device=state.device) < valid[:, None]
+    q, k, v, g, *beta = inputs
+    g = torch.where(counts.view(*counts.shape, *[1] * (g.dim() - 2)), g, 0)
+    if beta:
+        beta = [torch.where(counts[:, :, None], x, 0) for x in beta]
+    else:
+        v = torch.where(counts[:, :, None, None], v, 0)
+    for begin in range(0, tokens, BLOCK):
+        block = [None if x is None else x[:, begin : begin + BLOCK] for x in (q, k, v, g, *beta)]
+        size = block[1].shape[1]
+        chain = torch.ones(len(k), size, size, dtype=torch.bool, device=state.device).tril()
+        out, state = _attend(block, state, chain)
+        outputs.append(out)
+    return (None if q is None else torch.cat(outputs, dim=1)), state
+
+
+def _linear_tree(inputs: Inputs, state: Tensor, ancestors: Tensor) -> Tensor:
+    return _attend(inputs, state, is_ancestor(ancestors))[0].contiguous()
+
+
+DECAY = RecurrenceKind(
+    "decay", kept=(1, 2, 3), constants=(), output=2, state=_linear_state, chunk=_linear_chunk, tree=_linear_tree
+)
+DELTA = RecurrenceKind(
+    "delta", kept=(1, 2, 3, 4), constants=(), output=2, state=_linear_state, chunk=_linear_chunk, tree=_linear_tree
+)
+
+
+# Selective scan (Mamba-1), whose decay differs between channels and entries of the state.
+#
+#     h_i = e^(dt_i a) h_parent(i) + (dt_i x_i) b_i^T        y_i = h_i c_i
+#
+# Inputs, all float32: c, b [B, T, n]; x, dt [B, T, d]; a [d, n], negative. State h [B, d, n] float32. Nodes of a tree
+# share no decays, so each is computed from the state after its parent.
+
+
+def _selective_state(inputs: Inputs) -> tuple[tuple[int, ...], torch.dtype]:
+    return tuple(inputs[4].shape), torch.float32
+
+
+def _step(state: Tensor, b: Tensor, x: Tensor, dt: Tensor, a: Tensor) -> Tensor:
+    """The state [B, d, n] after one token: b [B, n], x, dt [B, d]."""
+    return (dt[:, :, None] * a).exp() * state + (dt * x)[:, :, None] * b[:, None]
+
+
+def _selective_chunk(inputs: Inputs, state: Tensor, valid: Tensor) -> tuple[Tensor | None, Tensor]:
+    c, b, x, dt, a = inputs
+    counts = torch.arange(x.shape[1], device=x.device) < valid[:, None]
+    dt = torch.where(counts[:, :, None], dt, 0)
+    outputs = []
+    for token in range(x.shape[1]):
+        state = _step(state, b[:, token], x[:, token], dt[:, token], a)
+        if c is not None:
+            outputs.append((state @ c[:, token, :, None])[:, :, 0])
+    return (None if c is None else torch.stack(outputs, dim=1)), state
+
+
+@torch.library.custom_op("spec_compile::selective_tree", mutates_args=())
+def selective_tree(
+    c: Tensor, b: Tensor, x: Tensor, dt: Tensor, a: Tensor, state: Tensor, ancestors: Tensor
+) -> Tensor:  # fmt: skip
+    """Outputs [B, N, d] of the nodes of a tree. An op, because a compiled loop would have a fixed number of nodes."""
+    rows = torch.arange(len(x), device=x.device)
+    before = parents_of(ancestors) + 1
+    states = state.new_empty(len(x), x.shape[1] + 1, *state.shape[1:])
+    states[:, 0] = state
+    for node in range(x.shape[1]):
+        states[:, node + 1] = _step(states[rows, before[:, node]], b[:, node], x[:, node], dt[:, node], a)
+    return (states[:, 1:] @ c[..., None])[..., 0]
+
+
+@selective_tree.register_fake
+def _(c, b, x, dt, a, state, ancestors):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _selective_tree(inputs: Inputs, state: Tensor, ancestors: Tensor) -> Tensor:
+    return torch.ops.spec_compile.selective_tree(*inputs, state, ancestors)
+
+
+SELECTIVE = RecurrenceKind(
+    "selective",
+    kept=(1, 2, 3, 4),
+    constants=(4,),
+    output=2,
+    state=_selective_state,
+    chunk=_selective_chunk,
+    tree=_selective_tree,
+)
+
+
+# Recurrences whose channels do not mix: the gated linear unit RG-LRU (RecurrentGemma), and WKV (RWKV 4).
+#
+#     gated:  h_i = a_i h_parent(i) + x_i                            out_i = h_i
+#     wkv:    n_i = e^w n_parent(i) + e^k_i v_i                      out_i = (n_parent(i) + e^(u + k_i) v_i)
+#             d_i = e^w d_parent(i) + e^k_i                                / (d_parent(i) + e^(u + k_i))
+#
+# Inputs, all float32: of gated x, a [B, T, C] (De et al. 2024, "Griffin", section 2.4); of wkv k, v [B, T, C] and the
+# weights w, u [C] (Peng et al. 2023, "RWKV", section 3.1). State of gated [B, C]. State of wkv [B, 3, C]: n and d
+# divided by e^m, and m, the largest exponent so far, so that nothing overflows. d is 0 before the first token and at
+# least 1 after it.
+
+
+LOWEST = -1e38
+"""The largest exponent of no token."""
+
+
+def _gated_state(inputs: Inputs) -> tuple[tuple[int, ...], torch.dtype]:
+    return (inputs[0].shape[2],), torch.float32
+
+
+def _wkv_state(inputs: Inputs) -> tuple[tuple[int, ...], torch.dtype]:
+    return (3, inputs[0].shape[2]), torch.float32
+
+
+def _gated_step(state: Tensor, x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and next state [B, C] of a token."""
+    state = a * state + x
+    return state, state
+
+
+def _wkv_step(state: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    """Output [B, C] and next state [B, 3, C] of a token. u: None if only the state is asked for."""
+    n, d, m = state.unbind(1)
+    m, out = torch.where(d > 0, m, LOWEST), None
+    if u is not None:
+        top = torch.maximum(m, u + k)
+        old, new = (m - top).exp(), (u + k - top).exp()
+        out = (old * n + new * v) / (old * d + new)
+    top = torch.maximum(m + w, k)
+    old, new = (m + w - top).exp(), (k - top).exp()
+    return out, torch.stack([old * n + new * v, old * d + new, top], dim=1)
+
+
+STEPS: dict[str, Callable[..., tuple[Tensor | None, Tensor]]] = {"gated": _gated_step, "wkv": _wkv_step}
+
+
+def _channel_chunk(kind: str) -> Callable[[Inputs, Tensor, Tensor], tuple[Tensor | None, Tensor]]:
+    def chunk(inputs: Inputs, state: Tensor, valid: Tensor) -> tuple[Tensor | None, Tensor]:
+        first, second, *weights = inputs
+        outputs = []
+        for token in range(first.shape[1]):
+            out, after = STEPS[kind](state, first[:, token], second[:, token], *weights)
+            state = torch.where((token < valid).view(-1, *[1] * (state.dim() - 1)), after, state)
+            outputs.append(out)
+        return (None if outputs[0] is None else torch.stack(outputs, dim=1)), state
+
+    return chunk
+
+
+@torch.library.custom_op("spec_compile::channelwise_tree", mutates_args=())
+def channelwise_tree(kind: str, inputs: list[Tensor], state: Tensor, ancestors: Tensor) -> Tensor:
+    """Outputs [B, N, C] of the nodes of a tree. An op, because a compiled loop would have a fixed number of nodes."""
+    first, second, *weights = inputs
+    rows, before = torch.arange(len(first), device=first.device), parents_of(ancestors) + 1
+    states, outputs = [state], []
+    for node in range(first.shape[1]):
+        parent = torch.stack(states)[before[:, node], rows]
+        out, after = STEPS[kind](parent, first[:, node], second[:, node], *weights)
+        states.append(after)
+        outputs.append(out)
+    return torch.stack(outputs, dim=1)
+
+
+@channelwise_tree.register_fake
+def _(kind, inputs, state, ancestors):
+    return torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
+
+
+def _channel_tree(kind: str) -> Callable[[Inputs, Tensor, Tensor], Tensor]:
+    def tree(inputs: Inputs, state: Tensor, ancestors: Tensor) -> Tensor:
+        return torch.ops.spec_compile.channelwise_tree(kind, inputs, state, ancestors)
+
+    return tree
+
+
+GATED = RecurrenceKind(
+    "gated",
+    kept=(0, 1),
+    constants=(),
+    output=0,
+    state=_gated_state,
+    chunk=_channel_chunk("gated"),
+    tree=_channel_tree("gated"),
+)
+WKV = RecurrenceKind(
+    "wkv",
+    kept=(0, 1, 2),
+    constants=(2, 3),
+    output=0,
+    state=_wkv_state,
+    chunk=_channel_chunk("wkv"),
+    tree=_channel_tree("wkv"),
+)
