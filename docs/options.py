@@ -17,8 +17,7 @@ from typing import get_type_hints
 from spec_compile.backend import BackendOptions
 from spec_compile.config import Options, added, kind, meanings
 from spec_compile.drafters import ALGORITHMS, ALIASES
-from spec_compile.train.online import OnlineOptions
-from spec_compile.train.options import TrainingOptions
+from spec_compile.train.options import OnlineOptions, TrainingOptions
 
 PAGE = Path(__file__).parent / "options.md"
 HEAD = """# Options

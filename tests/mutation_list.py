@@ -199,7 +199,7 @@ GUARDS = [
         ("ctrl-c", LAST, "train/test_watched.py -k 'test_ctrl_c_ends'"),
         ("private-heads", NEVER, "train/test_hub.py -k private"),
         # reports and extensions
-        ("other-answers", ALWAYS, "tools/test_requests.py -k another"),
+        ("other-answers", ALWAYS, "tools/test_audit_requests.py -k another"),
         ("other-cpp", NEVER, "product/test_extensions.py -k 'installed_is_taken'"),
     )
 ]

@@ -23,7 +23,7 @@ from benchmarks.timers import bandwidth, captured, replay_us
 from spec_compile.kernels.linear import small_m
 from spec_compile.kernels.linear.quantised import nibbles
 from spec_compile.kernels.linear.quantised.fp8_block import FP8, Fp8Block
-from spec_compile.tools import tune_plans as tune
+from spec_compile.tools import tune_kernels as tune
 
 LAYERS = ("qkv", "o", "gate_up", "down", "lm_head")
 MODELS = {

@@ -19,7 +19,7 @@ from benchmarks.kernels.matmul import FORMATS, KEYS, LAYERS, MODELS
 from spec_compile.kernels.card import card_of
 from spec_compile.kernels.linear import computed, small_m
 from spec_compile.kernels.linear.plans import ProductPlan
-from spec_compile.tools import tune_plans as tune
+from spec_compile.tools import tune_kernels as tune
 
 TURNS = 2
 """Both plans are timed in turn; the least time counts."""

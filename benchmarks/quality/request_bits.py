@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import draw
-from spec_compile.tools.requests import InManyWays, Manner
+from spec_compile.tools.audit_requests import InManyWays, Manner
 
 KEYS = ("model", "dtype", "options", "system", "exact", "mode", "manner")
 """The fields that tell the rows of the results apart."""
@@ -17,11 +17,11 @@ def ask(
     """A row for each way. options: of requests. seed: of the first draw, if they are drawn."""
     options = dict(options)
     ways = InManyWays(model, prompts, options, seed if options.pop("do_sample") else None)
-
-    def tell(manner: Manner) -> None:
+    rows = []
+    for manner in ways.run(batches):
         console.print(f"[dim]{mode}, {manner.name}: {manner.equal} of {manner.of}", highlight=False)
-
-    return [row(mode, manner) for manner in ways.run(batches, tell)]
+        rows.append(row(mode, manner))
+    return rows
 
 
 def row(mode: str, manner: Manner) -> dict:

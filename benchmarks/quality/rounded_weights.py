@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.common import DEMO_MODEL, PROMPTS, RESULTS, pin, prompts_of, save_rows, show, stamp
 from spec_compile.capture.rounded_weights import rounded_weights
 from spec_compile.kernels.linear.quantised.made import FORMATS
-from spec_compile.tools.rounding import Rounding, compare_rounding
+from spec_compile.tools.audit_report import Rounding, compare_rounding
 
 LONGEST = 1024
 """Tokens of a text or prompt, the last ones."""

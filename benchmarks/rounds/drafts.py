@@ -26,7 +26,7 @@ from spec_compile.drafters.modules.layers import LayerKnobs
 from spec_compile.drafters.modules.mtp import MtpHead, block_config
 from spec_compile.runtime.steps.build import StepKind
 from spec_compile.train.options import TrainingOptions
-from spec_compile.train.sizes import draft_config
+from spec_compile.train.trainer import draft_config
 
 TREE = dict(num_steps=5, topk=4, num_draft_tokens=16)
 LARGE = dict(topk=8, num_draft_tokens=64)

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from spec_compile.train.corpus import continue_documents
 from spec_compile.train.data import Document
-from spec_compile.train.on_policy import continue_documents
 
 DRAWN = dict(do_sample=True, temperature=1.0, top_p=0.95, top_k=0)
 AGAIN = dict(do_sample=True, temperature=0.7, top_p=0.95, top_k=0)

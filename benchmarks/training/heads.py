@@ -32,9 +32,9 @@ from benchmarks.training.chats import AGAIN, LONGEST, Chats
 from benchmarks.training.hold_out import split
 from benchmarks.training.train import SHAPES
 from spec_compile.train import TRAINERS
+from spec_compile.train.corpus import continue_documents
 from spec_compile.train.data import Document
-from spec_compile.train.on_policy import continue_documents
-from spec_compile.train.positions import FIXED, NAMES
+from spec_compile.train.loss import FIXED, NAMES
 
 SAME = dict(batch_size=32, sequence_length=512)
 GREEDY = dict(do_sample=False)

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from benchmarks.common import DEMO_MODEL, PROMPTS, elapsed, read_prompts, save_rows, stamp
 from spec_compile.runtime.generate import SpeculativeMixin
-from spec_compile.train import on_policy
+from spec_compile.train import corpus as on_policy
 from spec_compile.train.data import Document
 
 SHAPE = dict(hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, vocab_size=49152,

@@ -1,16 +1,24 @@
 """`HttpCall`, one HTTP request, and the middleware that ends it when its client leaves."""
 
 import asyncio
+import inspect
+import threading
 import uuid
-from collections.abc import Callable
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import Context, ContextVar, copy_context
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
+from weakref import WeakValueDictionary
+
+from fastapi.responses import StreamingResponse
 
 from ..batching.stop_strings import StopCut
 from ..capture.loras import BASE
-from .errors import Refusal, failed, failure
+from .errors import ERROR, Refusal, failed, failure, refuse
 
 CURRENT: ContextVar["HttpCall"] = ContextVar("CURRENT")
 """The call that the running task serves. Tasks that are started for it share the object."""
@@ -197,3 +205,223 @@ class _Client:
                 self._is_gone.set()
         if self._is_answered:  # servers report the end of an answer in the same way
             await asyncio.Event().wait()
+
+
+# `Workers`: a few threads in which the handlers of requests run, so that the event loop only passes tokens on.
+
+WORKERS, MOST_IDLE = 2, 62
+"""Threads that work at once, and others that may wait for a child process. More would take the interpreter from the
+rounds for longer, and tokenizers use all cores by themselves."""
+
+
+class Waiting:
+    """A future or a coroutine of the event loop, in the form that a coroutine in `Workers` can await. Errors that it
+    raises end the request, and the coroutine in `Workers` does not see them."""
+
+    def __init__(self, future: Awaitable):
+        self.future = future
+
+    def __await__(self) -> Generator[Awaitable, Any, Any]:
+        return (yield self.future)
+
+
+class _Seats:
+    """A semaphore that threads pass in the order in which they came; in `threading.Semaphore` later ones overtake."""
+
+    def __init__(self, free: int):
+        self._lock, self._free = threading.Lock(), free
+        self._waiting: deque[threading.Event] = deque()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._free:
+                self._free -= 1
+                return
+            mine = threading.Event()
+            self._waiting.append(mine)
+        mine.wait()
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            if self._waiting:
+                self._waiting.popleft().set()  # hands over the place
+            else:
+                self._free += 1
+
+
+class Workers:
+    """Runs coroutines in threads, and awaits their futures on the event loop. Clients take turns: of each only as many
+    coroutines as there are threads begin at a time.
+
+    busy: number of coroutines that have not reached their first `Waiting` or their end
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(WORKERS + MOST_IDLE, thread_name_prefix="spec_compile requests")
+        self._free = _Seats(WORKERS)
+        self.busy = 0
+        self._busy: Counter[str] = Counter()
+        """The same by client."""
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    def has_room(self, most: int) -> bool:
+        """True if one more coroutine may begin for the current call: of each client an equal share of `most`. Together
+        they may be more, if the first ones had all of it."""
+        others = {client: count for client, count in self._busy.items() if client != _client()}
+        return self.busy - sum(others.values()) < most // (1 + len(others))
+
+    async def drive(self, coroutine: Coroutine) -> Any:
+        """The result of a coroutine that only awaits `Waiting`. Each of its steps runs in one of the threads."""
+        loop, context, result, client = asyncio.get_running_loop(), copy_context(), None, _client()
+        turn = self._turns.setdefault(client, asyncio.Semaphore(WORKERS))
+        self.busy += 1
+        self._busy[client] += 1
+        try:
+            async with turn:
+                is_over, value = await loop.run_in_executor(self._pool, context.run, self._step, coroutine, result)
+        finally:
+            self.busy -= 1
+            self._busy[client] -= 1
+            self._busy += Counter()  # drops those without any
+            if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+                coroutine.close()  # cancelled before a thread was free
+        while not is_over:
+            result = await value
+            is_over, value = await loop.run_in_executor(self._pool, context.run, self._step, coroutine, result)
+        return value
+
+    def _step(self, coroutine: Coroutine, value: Any) -> tuple[bool, Any]:
+        with self._free:
+            return _step(coroutine, value)
+
+    @contextmanager
+    def waits(self) -> Iterator[None]:
+        """A context in which one of the threads only waits, so that another one may work."""
+        self._free.__exit__()
+        try:
+            yield
+        finally:
+            self._free.__enter__()
+
+    def close(self) -> None:
+        """End the threads once they are done."""
+        self._pool.shutdown(wait=False)
+
+
+def _client() -> str:
+    call = CURRENT.get(None)
+    return "" if call is None else call.client
+
+
+async def together(coroutines: Sequence[tuple[Context, Coroutine]]) -> list:
+    """The results of coroutines that only await `Waiting`, each in its context. All begin before any is awaited."""
+    results = []
+    try:
+        steps = [context.run(_step, coroutine, None) for context, coroutine in coroutines]
+        for (context, coroutine), (is_over, value) in zip(coroutines, steps):
+            while not is_over:
+                is_over, value = context.run(_step, coroutine, await Waiting(value))
+            results.append(value)
+        return results
+    finally:
+        for _, coroutine in coroutines:
+            coroutine.close()  # does nothing to those that have ended
+
+
+def _step(coroutine: Coroutine, value: Any) -> tuple[bool, Any]:
+    """Run a coroutine to its next `Waiting`: (True, its result) if it has ended, else (False, the future)."""
+    try:
+        return False, coroutine.send(value)
+    except StopIteration as end:
+        return True, end.value
+
+
+# The choices of one HTTP request: `n` answers to each of its prompts, each with an `HttpCall` of its own.
+
+
+def split_choices(call: HttpCall, most: int) -> list[HttpCall]:
+    """The calls of the choices, n for each prompt in turn; the request's own call if there is one choice.
+
+    most: choices that one request may have
+
+    With two prompts, n = 3 and seed = 7, choice 4 is the second one of the second prompt and has seed 8. Refusal if
+    there are too many choices.
+    """
+    n, prompts = call.fields.get("n", 1), call.prompts or [(None, None)]
+    count = n * len(prompts)
+    if count > most:
+        field = "prompt" if len(prompts) > 1 else "n"
+        raise refuse(field, f"{count} choices are more than the {most} requests that may wait here; ask for fewer")
+    calls = [replace(call) for _ in range(count)] if count > 1 else [call]
+    for index, each in enumerate(calls):
+        prompt, number = divmod(index, n)
+        each.index, (each.prompt, each.echo) = index, prompts[prompt]
+        if number and "seed" in call.fields:
+            each.fields = call.fields | {"seed": call.fields["seed"] + number}
+        each.choices = calls
+    call.choices = calls
+    for each in calls:  # the client may have left before it could be told to them
+        each.is_gone |= call.is_gone
+    return calls
+
+
+def context_of(call: HttpCall) -> Context:
+    """A context in which the call is the current one."""
+    context = copy_context()
+    context.run(CURRENT.set, call)
+    return context
+
+
+def add_usages(usages: Sequence[dict], n: int) -> dict:
+    """The usage of all choices: of the prompt of each n choices once, and of all answers."""
+    prompt = sum(usage["prompt_tokens"] for usage in usages[::n])
+    answer = sum(usage["completion_tokens"] for usage in usages)
+    total = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+    details = [usage["completion_tokens_details"] for usage in usages if "completion_tokens_details" in usage]
+    if details:
+        total["completion_tokens_details"] = {name: sum(each[name] for each in details) for name in details[0]}
+    return total
+
+
+def merge_choices(bodies: Sequence[dict], n: int) -> dict:
+    """The answer to a request. bodies: the answers of its choices, in order"""
+    choices = [choice | {"index": index} for index, body in enumerate(bodies) for choice in body["choices"]]
+    return bodies[0] | {"choices": choices, "usage": add_usages([body["usage"] for body in bodies], n)}
+
+
+def interleave(responses: Sequence[StreamingResponse], contexts: Sequence[Context]) -> StreamingResponse:
+    """The events of several streams in the order in which they are made. An error in one of them ends all."""
+    events: asyncio.Queue = asyncio.Queue(maxsize=1)  # so that a slow client holds up all streams
+    turns = asyncio.Lock()  # unlike the queue it serves in order
+
+    async def put(event: Any) -> None:
+        async with turns:
+            await events.put(event)
+
+    async def read(response: StreamingResponse) -> None:
+        try:
+            async for event in response.body_iterator:
+                await put(event)
+            await put(None)
+        except Exception as error:
+            await put(error)
+
+    async def together() -> AsyncIterator[str]:
+        tasks = [asyncio.create_task(read(each), context=context) for each, context in zip(responses, contexts)]
+        try:
+            left = len(tasks)
+            while left:
+                event = await events.get()
+                if isinstance(event, Exception):
+                    raise event
+                left -= event is None
+                if event is not None:
+                    yield event
+                    if ERROR in event:
+                        return
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    return StreamingResponse(together(), media_type=responses[0].media_type)

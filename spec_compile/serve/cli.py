@@ -54,8 +54,8 @@ def _door(
     ] = False,
     lora_root: Annotated[Path | None, typer.Option(help="The folder with the adapters that clients may load.")] = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    from .connections import Limits
     from .door import Keys
+    from .runner import Limits
 
     limits = Limits(max_connections, max_connections_per_address, request_timeout)
     metrics = None if metrics_port is None else (metrics_host, metrics_port)
@@ -114,7 +114,7 @@ def _serve(
     POST /v1/chat/completions, /v1/completions, /v1/responses; GET /v1/models, /health, /metrics.
     """
     require_packages()
-    from .drain import Runner
+    from .runner import Runner
     from .server import build
 
     options |= {} if draft is None else {"draft": draft}

@@ -17,7 +17,7 @@ log = logging.getLogger("spec_compile")
 
 ERROR = 'data: {"error": "'
 """The beginning of an error in a stream of transformers. Within JSON these quotes would be escaped."""
-MESSAGES = "/v1/messages"
+MESSAGES_PATH = "/v1/messages"
 """The path below which errors have Anthropic's form."""
 ERROR_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
@@ -127,7 +127,7 @@ def error_message(status: int, reason: str, request_id: str) -> dict:
 def error_at(path: str, refusal: Refusal) -> JSONResponse:
     """A refusal before any handler, in the form of the endpoint at a path."""
     status, reason, headers = refusal.status_code, refusal.detail, refusal.headers
-    if path.startswith(MESSAGES):
+    if path.startswith(MESSAGES_PATH):
         return JSONResponse(error_message(status, reason, ""), status, headers)
     return error_response(status, reason, refusal.param, refusal.code, headers)
 

@@ -82,10 +82,6 @@ def _is_biases(value: Any) -> bool:
     return ids and all(is_number(bias) and -100 <= bias <= 100 for bias in value.values())
 
 
-def _is_temperature(value: Any) -> bool:
-    return is_number(value) and (value == 0 or COLDEST <= value <= HOTTEST)
-
-
 def _is_choice(value: Any) -> bool:
     if isinstance(value, dict) and value.get("type") == "allowed_tools":
         allowed = value.get("allowed_tools", {name: value[name] for name in value if name != "type"})
@@ -143,12 +139,6 @@ def object_of(**fields: Field) -> Callable[[Any], bool]:
 
 
 _is_own_limit = object_of(num_draft_tokens=integer(1))
-
-
-def _is_limit(value: Any) -> bool:
-    return value is False or _is_own_limit(value)
-
-
 ANY = Field(lambda value: True, "a value")
 CHOICES = integer(1, MOST_CHOICES)
 PROMPTS = Field(
@@ -168,11 +158,17 @@ PLAIN = Field(object_of(type=only("text")), '{"type": "text"}, because nothing e
 SAMPLING = {
     "model": TEXT,
     "stream": FLAG,
-    "temperature": Field(_is_temperature, f"0, or a number from {COLDEST:g} to {HOTTEST:g}"),
+    "temperature": Field(
+        lambda value: is_number(value) and (value == 0 or COLDEST <= value <= HOTTEST),
+        f"0, or a number from {COLDEST:g} to {HOTTEST:g}",
+    ),
     "top_p": FRACTION,
     "seed": integer(-(1 << 63), (1 << 64) - 1),
     "generation_config": Field(lambda value: isinstance(value, str), "a text that is a JSON object"),
-    "speculation": Field(_is_limit, 'false, or an object {"num_draft_tokens": n} with n of 1 or more'),
+    "speculation": Field(
+        lambda value: value is False or _is_own_limit(value),
+        'false, or an object {"num_draft_tokens": n} with n of 1 or more',
+    ),
     "cache_salt": Field(
         lambda value: isinstance(value, str) and 0 < len(value) <= LONGEST_SALT, "a text of 1 to 256 characters"
     ),

@@ -26,20 +26,15 @@ from ..batching.stop_strings import StopCut, TokenBytes
 from ..capture.pictures import reads_pictures
 from ..runtime.own_prefill import TOKEN_TYPES
 from .body import Bodies
-from .call import CURRENT, HttpCall
-from .call_forms import FreeParser
+from .call import CURRENT, HttpCall, Waiting, Workers
+from .door import Policy
 from .errors import DEAD, Refusal, failed, quoted, refuse, shown
 from .followers import Followers
 from .grammars import GrammarCache, read_form
 from .logprobs import check_told, read_top
 from .metrics import PrometheusMetrics
-from .penalties import CountPenalties
-from .policy import Policy
-from .prediction import NO_NGRAMS, read_prediction, reference_of, tokenize
-from .settings import end_of
-from .thinking import FIELD as BUDGET
-from .thinking import ThinkingReader
-from .workers import Waiting, Workers
+from .settings import BUDGET, NO_NGRAMS, CountPenalties, ThinkingReader, end_of, read_prediction, reference_of, tokenize
+from .tool_calls import FreeParser
 
 FULL = "the queue is full; try again later"
 MOST_UNREAD = 4096

@@ -18,20 +18,16 @@ from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import BaseHandler, CBWorkerDeadError, Modality, get_response_template
 
 from .body import decode_body
-from .call import CURRENT, HttpCall
-from .chat_text import ChatText
-from .choices import add_usages, context_of, interleave, merge, split
+from .call import CURRENT, HttpCall, add_usages, context_of, interleave, merge_choices, split_choices, together
 from .errors import ERROR, Refusal, error_object, failure, noted, quoted, refuse
 from .fields import CHAT, COMPLETION, RESPONSE, Field, check_fields, list_prompts, present
 from .logprobs import ChatLogprobs, CompletionLogprobs, read_top
 from .media import address_of, find_pictures, with_pictures
-from .messages import check_input, check_messages, check_tools, count_characters
+from .messages import ChatText, check_input, check_messages, check_tools, count_characters
 from .metrics import speculation_fields
-from .prediction import usage_details
 from .responses import close_answer, mend_stream
-from .settings import make_config
+from .settings import make_config, usage_details
 from .tool_calls import AnswerReader, read_tool_calls
-from .workers import together
 
 PASSED = ("name", "reasoning_content")
 """Fields of a message that transformers does not pass to the chat template."""
@@ -255,7 +251,7 @@ class _Choosing(_Checked):
         args: of the request; the fifth and the sixth are inputs and settings
         """
         before, (inputs, config), after = args[:4], args[4:6], args[6:]
-        calls = split(CURRENT.get(), self.generation_state.requests.max_queue)
+        calls = split_choices(CURRENT.get(), self.generation_state.requests.max_queue)
         for call in calls:
             call.logprobs = self._logprobs(call)
         own = [dict(inputs) if call.prompt is None else {"input_ids": call.prompt} for call in calls]
@@ -270,7 +266,7 @@ class _Choosing(_Checked):
     async def _non_streaming(self, *args: Any, **kwargs: Any) -> JSONResponse:
         choices, answer = self._choices(*args), super()._non_streaming
         answers = await together([(context_of(call), answer(*own, **kwargs)) for call, own in choices])
-        body = merge([json.loads(each.body) for each in answers], CURRENT.get().fields.get("n", 1))
+        body = merge_choices([json.loads(each.body) for each in answers], CURRENT.get().fields.get("n", 1))
         return JSONResponse(body | {"metrics": self._speculation([call for call, _ in choices])})
 
     def _build_chunk_sse(self, *args: Any, **kwargs: Any) -> str:

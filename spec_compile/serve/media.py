@@ -1,6 +1,6 @@
 """Pictures that requests name: which addresses are read, and how many bytes and pixels. transformers opens none.
 
-`messages` refuses videos and sound. No other field of a request names a file or an address; see `template_variables`.
+`messages` refuses videos and sound. No other field of a request names a file or an address; see `ChatText.variables`.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ from urllib.parse import unquote, urljoin
 from torch import Tensor
 
 from ..errors import check_int
+from .call import Waiting
 from .errors import Refusal, refuse
-from .workers import Waiting
 
 MOST_PICTURES = 16
 """Pictures of a request, by default."""

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..api import speculate
 from . import require_packages
-from .asgi import AnswerHead, HttpRequest, answer
+from .forwarding import AnswerHead, HttpRequest, answer
 
 SLOTS = 32
 """Requests that a replica answers at once, by default."""
@@ -87,8 +87,7 @@ def app(
     """
     require_packages()
     from .door import Keys
-    from .ray_ingress import Ingress
-    from .ray_router import PrefixRouter
+    from .ray_ingress import Ingress, PrefixRouter
 
     keys = Keys.read(api_key or (), api_key_file)
     settings = {

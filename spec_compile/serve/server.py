@@ -1,6 +1,7 @@
 """transformers' server, some of whose parts are replaced by ours."""
 
 import importlib
+import json
 import os
 import re
 import time
@@ -24,14 +25,13 @@ from ..errors import check_int, did_you_mean
 from . import FLAGS, MAX_QUEUE
 from .anthropic import add_messages
 from .call import CallMiddleware
-from .door import KeyMiddleware, Keys
+from .door import KeyMiddleware, Keys, Policy
 from .errors import Refusal, add_handlers
+from .fields import TEXT, check_fields
 from .followers import Followers
 from .generation import Requests, SpeculativeState
-from .handlers import HANDLERS
-from .load_model import LoadModel
+from .handlers import HANDLERS, Chat
 from .loras import ServedAdapters, add_lora_routes, read_modules
-from .policy import Policy
 from .tokens import Detokenize, Tokenize
 
 MODULES = {
@@ -85,6 +85,30 @@ class Models(ModelManager):
         """The one model and its adapters, in OpenAI's form with vLLM's `root` and `parent`."""
         common = {"object": "model", "created": self._since, "owned_by": "spec_compile"}
         return [{"id": self.served_name} | common, *(card | common for card in self.adapters.cards())]
+
+
+class LoadModel(Chat):
+    """POST /load_model, which `transformers chat` asks before it begins.
+
+    Answers with the last event of a load: the one model is ready, or another cannot be loaded.
+    """
+
+    required, generates = "model", False
+
+    def _read(self, body: dict) -> dict:
+        return check_fields(body, {"model": TEXT}, "model")
+
+    def _check(self, body: dict) -> dict:
+        return body
+
+    async def handle_request(self, body: dict, request_id: str) -> Any:
+        """A stream of one event, in the form of transformers."""
+        event = {"status": "ready", "model": body["model"], "cached": True}
+        try:
+            self._check_model(body)
+        except Refusal as refusal:
+            event = {"status": "error", "model": body["model"], "message": refusal.detail}
+        return Response(f"data: {json.dumps(event)}\n\n", media_type="text/event-stream")
 
 
 class _Unstarted(Serve):

@@ -2,13 +2,17 @@
 
 import copy
 import json
+from bisect import bisect_left
 from typing import Any
 
-from transformers import GenerationConfig
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor
 
-from ..batching.output import Output
+from ..batching.output import Output, RequestSpeculation
 from ..errors import did_you_mean
 from ..runtime.accept.random_numbers import NO_PROBABILITIES
+from ..runtime.accept.thinking import ThinkingBudget, find_marks
 from .errors import Refusal, failed, quoted, refuse
 from .fields import (
     COUNT,
@@ -19,7 +23,9 @@ from .fields import (
     POSITIVE,
     SHARE,
     SIZE,
+    TEXT,
     Field,
+    check_object,
     integer,
     is_number,
     number,
@@ -257,3 +263,142 @@ def _check_ids(field: str, setting: str, value: Any, vocab: int) -> None:
     largest = max(max(word) if isinstance(word, list) else word for word in words)
     if largest >= vocab:
         raise refuse(field, f"token id {largest} is outside the vocabulary of {vocab} tokens")
+
+
+class CountPenalties(LogitsProcessor):
+    """OpenAI's frequency_penalty and presence_penalty: lowers the scores of tokens that the answer has already.
+
+    A token that occurs c > 0 times in the answer so far loses ``frequency * c + presence``. The prompt does not count.
+
+    prompt_length: tokens of the prompt
+    frequency, presence: from -2 to 2; negative values raise the scores
+    """
+
+    def __init__(self, prompt_length: int, frequency: float, presence: float):
+        self.prompt_length, self.frequency, self.presence = prompt_length, frequency, presence
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """The scores [B, V] of the token after each row of `input_ids` [B, L]."""
+        scores = scores.clone()
+        for row, ids in enumerate(input_ids[:, self.prompt_length :]):
+            tokens, counts = torch.unique(ids, return_counts=True)
+            scores[row, tokens] -= self.frequency * counts.to(scores.dtype) + self.presence
+        return scores
+
+
+BUDGET = "thinking_token_budget"
+
+
+class ThinkingReader:
+    """Makes the processors for vLLM's field `thinking_token_budget` of one model's requests.
+
+    tokenizer: the model's. vocab_size: tokens of the model's logits.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int):
+        self._tokenizer, self._marks, self._reason = tokenizer, ("", ""), ""
+        try:
+            self._marks = find_marks(tokenizer)
+            marks = ThinkingBudget(tokenizer, 0, start=self._marks[0], end=self._marks[1]).marks
+            if max(*marks.start_ids, *marks.end_ids) >= vocab_size:
+                self._reason = f"the model does not have the tokens of {' and '.join(self._marks)}"
+        except ValueError as error:
+            self._reason = str(error)
+
+    def processor(self, fields: dict, form: Any) -> Any:
+        """The processor of a request; `form` if it has no budget. Refusal if the model does not think.
+
+        fields: of the request, checked
+        form: xgrammar's processor for the form of the answer, which begins after the thinking, or None
+        """
+        if BUDGET not in fields:
+            return form
+        if self._reason:
+            raise refuse(BUDGET, f"{self._reason}; leave it out")
+        start, end = self._marks
+        return ThinkingBudget(self._tokenizer, fields[BUDGET], start=start, end=end, then=form)
+
+
+# OpenAI's field `prediction`: a text that the client expects, which becomes a reference of its request.
+
+PARTS = Field(lambda value: isinstance(value, (str, list)) and len(value) > 0, "a text or a list of parts, not empty")
+PREDICTION = {"type": only("content"), "content": PARTS}
+PART = {"type": only("text"), "text": TEXT}
+NO_NGRAMS = (
+    "the server drafts without n-grams, which copy from a prediction; start it with ngram=True, as in "
+    """--options '{"ngram": true}', or leave the field out"""
+)
+PROMPT_END = 12
+"""Tokens of the prompt's end that a reference begins with. So the first draft of an answer is the beginning of the
+prediction: the prompt [.., 7, 8] and the prediction [1, 2] give [.., 7, 8, 1, 2], in which 1 follows the prompt's end.
+"""
+RUN = 3
+"""Tokens in a row that an answer and a later place of a prediction must have in common, for the answer to go on there:
+fewer are common by chance."""
+
+
+def read_prediction(value: Any) -> str:
+    """The text of the field. Refusal if it has another form than OpenAI's."""
+    content = check_object(value, PREDICTION, PREDICTION, "prediction")["content"]
+    if isinstance(content, str):
+        return content
+    parts = [check_object(part, PART, PART, f"prediction.content[{index}]") for index, part in enumerate(content)]
+    return "".join(part["text"] for part in parts)
+
+
+def tokenize(text: str, tokenizer: Any, most_characters: int, vocab_size: int) -> list[int]:
+    """The token ids of a prediction. Refusal if no row can hold it, or the model does not know a token.
+
+    most_characters: that a row can hold
+    """
+    if len(text) > most_characters:
+        raise refuse("prediction", f"expected at most {most_characters} characters, because a row holds no more")
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if ids and max(ids) >= vocab_size:
+        raise refuse("prediction", f"token id {max(ids)} is outside the vocabulary of {vocab_size} tokens")
+    return ids
+
+
+def reference_of(prompt: list[int], prediction: list[int]) -> list[int]:
+    """The reference of a request: see `PROMPT_END`."""
+    return prompt[-PROMPT_END:] + prediction
+
+
+def usage_details(prediction: list[int], answer: list[int], speculation: RequestSpeculation) -> dict[str, int]:
+    """The field `completion_tokens_details` of a usage.
+
+    prediction, answer: token ids
+    speculation: of the answer
+    """
+    are_drafts: list[bool] = []
+    for accepted, gained in zip(speculation.per_step_accepted, speculation.per_step_tokens):
+        are_drafts += [number < accepted for number in range(gained)]  # the last one is the target's own
+    accepted, missing = count_tokens(prediction, answer, are_drafts)
+    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": missing}
+
+
+def count_tokens(prediction: list[int], answer: list[int], are_drafts: list[bool]) -> tuple[int, int]:
+    """How many tokens of a prediction were accepted as drafts, and how many the answer does not have.
+
+    are_drafts: for each token of the answer, True if it was drafted
+
+    The answer follows the prediction token by token. After a token that differs it goes on at the same place, or at the
+    nearest later one where its last `RUN` tokens are the prediction's. No token of the prediction counts twice.
+    The prediction [1, 2, 3, 4, 5, 6, 7] and the answer [1, 2, 9, 3, 8, 5, 6, 7] have 1, 2, 3 and 7 in common.
+    """
+    runs: dict[tuple[int, ...], list[int]] = {}
+    for end in range(RUN - 1, len(prediction)):
+        runs.setdefault(tuple(prediction[end + 1 - RUN : end + 1]), []).append(end)
+    place = accepted = common = 0
+    for place_in_answer, token in enumerate(answer):
+        if place == len(prediction):
+            break
+        if prediction[place] != token:
+            ends = runs.get(tuple(answer[max(place_in_answer + 1 - RUN, 0) : place_in_answer + 1]), [])
+            index = bisect_left(ends, place)
+            if index == len(ends):
+                continue
+            place = ends[index]
+        place, common = place + 1, common + 1
+        accepted += place_in_answer < len(are_drafts) and are_drafts[place_in_answer]
+    return accepted, len(prediction) - common

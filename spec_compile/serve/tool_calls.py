@@ -1,18 +1,263 @@
 """The fields `tool_choice`, `parallel_tool_calls` and `strict`: which calls an answer shall have, as a grammar."""
 
+import inspect
 import json
 import re
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from transformers.cli.serving.utils import ReasoningText, ToolCall, response_events_to_chunks
+from transformers.cli.serving.utils import ReasoningText, ToolCall, get_response_template, response_events_to_chunks
+from transformers.utils.chat_parsing import ResponseParser, parse_response
 
 from .call import HttpCall
-from .call_forms import NAME, REASONING, CallForm, CallParser, FreeParser, find_call_form
 from .errors import refuse, shown
 from .grammar_judge import MOST_SPACES
 from .grammars import check_size, read_schema
+
+# The text of a model's tool calls, found in its chat template, and the calls that an answer of such a text has.
+
+NAMES = "first_sample_call", "second_sample_call"
+"""Names of the calls that the chat template writes for `find_call_form`."""
+SAMPLE = {"key": "value"}
+"""The arguments of these calls."""
+STYLES = {
+    "json": r'\{\s*"key"\s*:\s*"value"\s*\}',
+    "qwen_xml": r"<parameter=key>\s*value\s*</parameter>",
+}
+"""Forms of arguments by xgrammar's names for them, and patterns of `SAMPLE` in each."""
+REASONING = "reasoning_content", "thinking"
+"""Names that response templates give to the model's reasoning."""
+
+
+@dataclass(frozen=True)
+class CallForm:
+    r"""The text of a model's calls: begin, a name, middle, arguments and end, with `between` from one call to the next.
+
+    style: of the arguments, see `STYLES`
+    reasoning: the field of the model's reasoning with the texts that open and close it, or None
+    template: transformers' response template, which reads such calls
+
+    For example the models of Qwen 2.5 have ``<tool_call>\n{"name": "``, ``", "arguments": ``, ``}\n</tool_call>`` and a
+    line break between two calls.
+    """
+
+    begin: str
+    middle: str
+    end: str
+    between: str
+    style: str
+    reasoning: tuple[str, str, str] | None
+    template: dict = field(compare=False)
+
+    @property
+    def trigger(self) -> str:
+        """The text that begins every call: begin up to its first white space, such as ``<tool_call>``."""
+        return self.begin.split(maxsplit=1)[0]
+
+    def is_thinking(self, prompt: str) -> bool | None:
+        """True if a prompt ends in reasoning that is open, False if it ends after some, None if it ends without any."""
+        if self.reasoning is None:
+            return False
+        _, begin, end = self.reasoning
+        ending = prompt.rstrip()
+        return False if ending.endswith(end.strip()) else True if ending.endswith(begin.strip()) else None
+
+
+def find_call_form(processor: Any, model: Any) -> CallForm | None:
+    """The text of the model's calls, or None if transformers' server reads none, or only calls of another kind.
+
+    processor: the model's processor or tokenizer, with a chat template
+
+    The chat template writes a message with two calls. The patterns of the response template find their bounds.
+    """
+    template = get_response_template(processor, model)
+    calls = (template or {}).get("fields", {}).get("tool_calls", {})
+    text = _sample_text(processor)
+    if template is None or text is None or not calls.get("repeats") or not all(name in text for name in NAMES):
+        return None
+    first, second = map(text.rindex, NAMES)
+    opening, closing = _pattern(calls, "open"), _pattern(calls, "close")
+    starts = [match.start() + len(match[0]) - len(match[0].lstrip()) for match in opening.finditer(text)]
+    starts = [max((start for start in starts if start <= place), default=None) for place in (first, second)]
+    match = closing.search(text, first)
+    if None in starts or match is None or not first < match.end() <= starts[1]:
+        return None
+    begin, inside = text[starts[0] : first], text[first + len(NAMES[0]) : match.end()]
+    for style, pattern in STYLES.items():
+        if arguments := re.search(pattern, inside):
+            middle, end = inside[: arguments.start()], inside[arguments.end() :]
+            between = text[match.end() : starts[1]]
+            form = CallForm(begin, middle, end, between, style, _reasoning(template, processor), template)
+            calls = [f"{begin}{name}{middle}{arguments[0]}{end}" for name in NAMES]
+            return form if _is_read(between.join(calls), template) else None
+    return None
+
+
+def _sample_text(processor: Any) -> str | None:
+    """The chat template's text of a message with two calls, or None if it writes none."""
+    calls = [
+        {"id": f"{name[:9]}", "type": "function", "function": {"name": name, "arguments": SAMPLE}} for name in NAMES
+    ]
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    tools = [{"type": "function", "function": {"name": "sample", "description": "", "parameters": {}}}]
+    try:
+        return processor.apply_chat_template(messages, tools=tools, tokenize=False)
+    except Exception:  # a template may raise anything, for example that it takes one call at a time
+        return None
+
+
+def _pattern(part: dict, name: str) -> re.Pattern:
+    literals = part.get(name, [])
+    literals = [literals] if isinstance(literals, str) else literals
+    return re.compile(part.get(f"{name}_pattern") or "|".join(map(re.escape, literals)), re.DOTALL)
+
+
+def _reasoning(template: dict, processor: Any) -> tuple[str, str, str] | None:
+    """The model's reasoning, if its chat template knows the text that opens it."""
+    for name in REASONING:
+        begin, end = (template["fields"].get(name, {}).get(key) for key in ("open", "close"))
+        if isinstance(begin, str) and isinstance(end, str) and begin.strip() in str(processor.chat_template):
+            return name, begin, end
+    return None
+
+
+def _is_read(text: str, template: dict) -> bool:
+    """True if transformers reads the two sample calls from the text."""
+    try:
+        calls = parse_response(text, template, prefix="").get("tool_calls")
+    except ValueError:
+        return False
+    wanted = [{"name": name, "arguments": SAMPLE} for name in NAMES]
+    return [call.get("function") for call in calls or []] == wanted
+
+
+class CallParser:
+    """Reads an answer that is held to calls, piece by piece, with the method and the events of transformers' parsers.
+
+    form: of the calls
+    prompt: its end
+    tools: of the request, in the form of chats; they say which arguments of `qwen_xml` are numbers
+
+    transformers' parsers end a call at the first text that closes one, and an argument may contain that text. Here a
+    call in JSON ends where its JSON ends. A call that is cut off is not read.
+    """
+
+    def __init__(self, form: CallForm, prompt: str, tools: list[dict] | None = None):
+        self.form, self.tools = form, tools
+        self.initial_events: list[dict] = []  # of the prompt, which has none that a client sees
+        self._is_thinking = form.is_thinking(prompt)
+        self._rest = ""
+        self._begin = re.compile(f"{re.escape(form.begin)}({NAME}){re.escape(form.middle)}")
+
+    def feed(self, text: str) -> list[dict]:
+        """The events of the next piece of an answer."""
+        self._rest += text
+        return [*self._thoughts(), *self._calls()]
+
+    def finalize(self) -> tuple[dict, list[dict]]:
+        """A message, which nobody reads, and the last events: the end of reasoning that is cut off."""
+        is_cut = self._is_thinking and self._rest
+        return {}, [self._thought(self._rest)] if is_cut else []
+
+    def _thought(self, text: str) -> dict:
+        return {"type": "region_chunk", "field": self.form.reasoning[0], "text": text}
+
+    def _thoughts(self) -> Iterator[dict]:
+        if self._is_thinking is False:
+            return
+        _, begin, end = self.form.reasoning
+        if self._is_thinking is None:
+            start = self._rest.lstrip()
+            if len(start) < len(begin) and begin.startswith(start):
+                return  # more of it may come
+            self._is_thinking = start.startswith(begin)
+            self._rest = start.removeprefix(begin)
+        if self._is_thinking:
+            thought, mark, after = self._rest.partition(end)
+            kept = 0 if mark else max(size for size in range(len(end)) if thought.endswith(end[:size]))
+            thought, kept_text = thought[: len(thought) - kept], thought[len(thought) - kept :]
+            self._rest, self._is_thinking = (after, False) if mark else (kept_text, True)
+            if thought:
+                yield self._thought(thought)
+
+    def _calls(self) -> Iterator[dict]:
+        while self._is_thinking is False:
+            rest = self._rest.lstrip().removeprefix(self.form.between.strip()).lstrip()
+            begin = self._begin.match(rest)
+            end = begin and self._find_end(rest, begin.end())
+            if not end:
+                return
+            self._rest = rest[end:]
+            yield {"type": "region_close", "field": "tool_calls", "value": self._read(rest[:end], begin)}
+
+    def _find_end(self, text: str, start: int) -> int | None:
+        """The place after a call whose arguments begin at `start`, or None if it is not complete."""
+        end = text.find(self.form.end, start)
+        if end >= 0 and self.form.style == "json":
+            try:
+                _, end = DECODER.raw_decode(text, start)
+            except (ValueError, RecursionError):
+                return None
+        return end + len(self.form.end) if end >= 0 and text.startswith(self.form.end, end) else None
+
+    def _read(self, text: str, begin: re.Match) -> dict:
+        if self.form.style == "json":
+            return {"function": {"name": begin[1], "arguments": text[begin.end() : len(text) - len(self.form.end)]}}
+        typed = {"tools": self.tools} if TAKES_TOOLS else {}
+        return parse_response(text, self.form.template, prefix="", **typed)["tool_calls"][0]
+
+
+class FreeParser(ResponseParser):
+    """transformers' parser, for answers that are not held to calls.
+
+    A complete call that cannot be read, such as one whose JSON is broken, becomes content with the text that begins and
+    ends it. transformers would fail. A call that is cut off is left out.
+    """
+
+    _begin, _inside = 0, 0  # where the open region begins, and where the text within it does
+
+    @classmethod
+    def of(cls, parser: ResponseParser) -> "FreeParser":
+        """The same parser, which has read the prompt, as one of this class."""
+        parser.__class__ = cls
+        return parser
+
+    def _open_explicit(self, events: list[dict], field: Any, match: Any) -> None:
+        self._begin, self._inside = match.start(), match.end()
+        super()._open_explicit(events, field, match)
+
+    def _close_current(self, events: list[dict]) -> None:
+        if self._current != "tool_calls":
+            super()._close_current(events)
+            return
+        is_cut = self._inside + len(self._body) == self._pos  # nothing has closed it
+        closing: list[dict] = []
+        try:
+            super()._close_current(closing)
+        except (ValueError, TypeError, LookupError, RecursionError):
+            self._reset_to_implicit()
+        if closing and _is_call(closing[0]["value"]):
+            events += closing
+        elif not is_cut:
+            text = self._buffer[self._begin : self._pos]
+            events.append({"type": "region_chunk", "field": "content", "text": text})
+
+
+def _is_call(value: Any) -> bool:
+    function = value.get("function") if isinstance(value, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str) and "arguments" in function
+
+
+NAME = r"[\w.-]{1,64}"
+"""Names of functions as OpenAI takes them, and with dots."""
+DECODER = json.JSONDecoder(parse_int=float)
+"""It finds the end of JSON. Python limits the digits of an int."""
+TAKES_TOOLS = "tools" in inspect.signature(parse_response).parameters
+
+
+# The calls that an answer shall have.
 
 COMBINED = {"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"}
 """Names in a schema that say which values it has, so that the type object is not added."""

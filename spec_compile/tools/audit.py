@@ -16,14 +16,24 @@ from transformers import PreTrainedModel
 
 from ..api import speculate
 from ..cache import PAGE, Cache
-from ..capture.yardstick import NEAR_TIE, first_unequal
+from ..capture.yardstick import NEAR_TIE
 from ..graph import ModelGraph
 from ..passes.row_invariance import variant_parts
-from .audit_report import EXPECTED, MIN_DRAWS, Bits, Distance, Greedy, Logits, Report, Sampled
-from .bits import first_difference, plain_steps
-from .noise import Reference, gap_noise
-from .requests import InManyWays, Manner
-from .rounding import check_unrounded, compare_rounding
+from .audit_logits import Reference, first_difference, gap_noise, plain_steps
+from .audit_report import (
+    EXPECTED,
+    MIN_DRAWS,
+    Bits,
+    Distance,
+    Greedy,
+    Logits,
+    Report,
+    Sampled,
+    check_unrounded,
+    compare_rounding,
+    greedy_answer,
+)
+from .audit_requests import InManyWays, Manner, parting
 
 LOOKUP_TOKENS = 10
 """Tokens that transformers' prompt lookup drafts at a time, its usual setting."""
@@ -86,7 +96,8 @@ def audit(
         raise ValueError("prompts: expected at least one")
     if unrounded is not None:
         check_unrounded(unrounded, plain, rows)
-    options = {"pad_token_id": _pad(plain), **generate_options}
+    pads = [plain.generation_config.pad_token_id, *_ends(plain, {}), 0]
+    options = {"pad_token_id": next(token for token in pads if token is not None), **generate_options}
     limit = {"max_new_tokens": max_new_tokens}
     decoded = [_greedy(plain, fast, ids, {**limit, **options}) for ids in rows]
     report = Report([each.row for each in decoded])
@@ -127,30 +138,19 @@ def _ids(number: int, prompt: Any, tokenizer: Any, model: PreTrainedModel) -> Te
     return ids.reshape(1, -1).to(device=model.device, dtype=torch.int64)
 
 
-def _pad(model: Any) -> int:
-    """The token that pads: the model's padding token, or else its end of sequence, or else 0."""
-    config = model.generation_config
-    eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
-    return next((token for token in (config.pad_token_id, eos) if token is not None), 0)
-
-
 def _greedy(plain: Any, fast: Any, ids: Tensor, options: dict) -> Decoded:
     """The greedy answers after `ids` [1, T], compared."""
-    options, stats = {**options, "do_sample": False}, fast.speculation.stats
-    answer = plain.generate(ids, **options)[0, ids.shape[1] :].tolist()
+    answer, stats = greedy_answer(plain, ids, options), fast.speculation.stats
     before = stats.steps
-    speculative = fast.generate(ids, **options)[0, ids.shape[1] :].tolist()
+    speculative = greedy_answer(fast, ids, options)
     # If no step was counted, transformers' own loop has run, and nothing of ours was compared.
     compared = min(len(answer), len(speculative)) if stats.steps > before else 0
-    position = first_unequal(answer, speculative)
-    if position is not None:
-        row = Greedy(compared, position, answer[position], speculative[position])
-    elif len(answer) == len(speculative):
-        row = Greedy(compared)
-    else:  # One answer goes on where the other has ended.
-        position = min(len(answer), len(speculative))
-        tokens = (answer[position], None) if len(answer) > position else (None, speculative[position])
-        row = Greedy(compared, position, *tokens)
+    row, position = Greedy(compared), parting(answer, speculative)
+    if position is not None:  # one answer may go on where the other has ended
+        row.position = position
+        row.plain, row.speculative = (
+            each[position] if position < len(each) else None for each in (answer, speculative)
+        )
     return Decoded(ids, row, answer, speculative)
 
 
@@ -223,7 +223,7 @@ def _compare_bits(bits: Bits, fast: Any, decoded: Decoded, sequence: Tensor, log
         bits.same += 1
         return
     # Logits are comparable up to those of the first token that differs, because the text before it is the same.
-    position = first_unequal(*answers)
+    position = parting(*answers)
     alike = len(logits) if position is None else position
     pair = [each[: alike + 1][: min(len(logits), len(steps_logits))] for each in (logits, steps_logits)]
     unequal = pair[0] != pair[1]
@@ -243,11 +243,11 @@ def _in_many_ways(fast: Any, rows: list[Tensor], options: dict, drawn: bool) -> 
 
 def _same_by_lookup(plain: Any, decoded: list[Decoded], options: dict) -> int | None:
     """The number of answers by transformers' prompt lookup that equal its greedy ones; None if it refuses the model."""
-    options = {**options, "do_sample": False, "prompt_lookup_num_tokens": LOOKUP_TOKENS}
+    options = {**options, "prompt_lookup_num_tokens": LOOKUP_TOKENS}
     same = 0
     for each in decoded:
         try:
-            answer = plain.generate(each.ids, **options)[0, each.ids.shape[1] :].tolist()
+            answer = greedy_answer(plain, each.ids, options)
         except (ValueError, NotImplementedError):  # such as a sliding cache, which cannot be cropped
             return None
         same += answer == each.plain

@@ -2,13 +2,15 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from ..capture.quantised import output_matrix
 from ..capture.yardstick import DEVIATIONS, LEAST_SPREAD, MORE_NOISE, NEAR_TIE
-from .requests import Manner
-from .rounding import Rounding
+from .audit_requests import Manner, parting
 
 SIGNIFICANCE = 1e-3
 """Sampling fails the audit if the target would give frequencies at least as far off with a smaller probability."""
@@ -27,7 +29,7 @@ class Greedy:
     position: of the first difference, counted in generated tokens; None if all agree.
     plain, speculative: the tokens at that position; None if the answer had ended.
     logits: the target's logits of the two tokens in float32.
-    noise: standard deviation of their difference over the target's orders of computation (see `noise`), at that
+    noise: standard deviation of their difference over the target's orders of computation (see `audit_logits`), at that
         position or over all that were compared, whichever is larger.
     """
 
@@ -61,7 +63,7 @@ class Logits:
 
     @classmethod
     def of(cls, excess: Tensor) -> "Logits":
-        """From the excess at each position, [positions]: see `noise.Scatter.excess`."""
+        """From the excess at each position, [positions]: see `audit_logits.Scatter.excess`."""
         count = len(excess)
         spread = max(float(excess.std()), LEAST_SPREAD) if count > 1 else math.inf
         return cls(count, float(excess.mean()), spread / math.sqrt(count))
@@ -117,7 +119,7 @@ class Distance:
 
     @classmethod
     def of(cls, ours: Tensor, theirs: Tensor) -> "Distance":
-        """From the mean and the largest distance at each position, [positions, 2]: see `noise.Scatter.errors`."""
+        """From the mean and the largest distance at each position, [positions, 2]: see `Scatter.errors`."""
         pairs = [(float(each[:, 0].mean()), float(each[:, 1].max())) for each in (ours, theirs)]
         return cls(*pairs)
 
@@ -154,6 +156,68 @@ class Sampled:
 
 
 @dataclass
+class Rounding:
+    """A rounded model next to the unrounded one.
+
+    predicted: tokens of the texts that both predicted, all but the first of each.
+    perplexity: over these tokens, of the unrounded model and of the rounded one.
+    agreeing: of these tokens, those for which both models have the same most probable token.
+    same: for each prompt, the tokens of the greedy answers up to the first that differs; None if all are equal.
+    """
+
+    predicted: int
+    perplexity: tuple[float, float]
+    agreeing: int
+    same: list[int | None]
+
+    def __str__(self) -> str:
+        before, after = self.perplexity
+        equal = sum(length is None for length in self.same)
+        return (
+            f"rounding of weights: perplexity {before:.3f} before, {after:.3f} after ({after / before - 1:+.2%}) over "
+            f"{self.predicted} tokens, the same most probable token for {self.agreeing / self.predicted:.1%}; "
+            f"{equal} of {len(self.same)} answers equal"
+        )
+
+
+def check_unrounded(unrounded: Any, rounded: Any, texts: list[Tensor]) -> None:
+    """ValueError if the two models cannot be compared, or not over `texts` [1, T]."""
+    sizes = [output_matrix(model).shape[0] for model in (unrounded, rounded)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"unrounded: expected the model before its weights were rounded, with {sizes[1]} tokens, got {sizes[0]}"
+        )
+    if all(ids.shape[1] < 2 for ids in texts):
+        raise ValueError("prompts: with unrounded, expected at least one of two tokens or more, for perplexity")
+
+
+@torch.no_grad()
+def compare_rounding(
+    unrounded: Any, rounded: Any, texts: list[Tensor], prompts: list[Tensor], options: dict
+) -> Rounding:
+    """The figures over texts [1, T], and answers to prompts [1, T] by transformers. options: for ``generate()``."""
+    models, losses, predicted, agreeing = (unrounded, rounded), [0.0, 0.0], 0, 0
+    for ids in texts:
+        logits = [model(ids.to(model.device)).logits[0, :-1].double().cpu() for model in models]
+        for number, each in enumerate(logits):
+            losses[number] += float(F.cross_entropy(each, ids[0, 1:].cpu(), reduction="sum"))
+        predicted += ids.shape[1] - 1
+        agreeing += int((logits[0].argmax(dim=-1) == logits[1].argmax(dim=-1)).sum())
+    before, after = (math.exp(loss / predicted) for loss in losses)
+    same = []
+    for ids in prompts:
+        options = {**options, "attention_mask": torch.ones_like(ids)}
+        same.append(parting(*(greedy_answer(model, ids, options) for model in models)))
+    return Rounding(predicted, (before, after), agreeing, same)
+
+
+def greedy_answer(model: Any, ids: Tensor, options: dict) -> list[int]:
+    """The answer to a prompt [1, T]. options: for ``generate()``."""
+    moved = {name: value.to(model.device) if isinstance(value, Tensor) else value for name, value in options.items()}
+    return model.generate(ids.to(model.device), **{**moved, "do_sample": False})[0, ids.shape[1] :].tolist()
+
+
+@dataclass
 class Report:
     """The result of `audit`; ``print(report)`` shows its tables.
 
@@ -164,7 +228,7 @@ class Report:
     bits: rounds compared with plain steps.
     distance: of logits from float32.
     lookup: number of answers by transformers' prompt lookup that equal its greedy ones; None if it was not run.
-    requests: the ways in which the same requests were answered again, see `requests.InManyWays`.
+    requests: the ways in which the same requests were answered again, see `InManyWays`.
     rounding: how the model differs from itself before its weights were rounded; None if that was not compared.
     """
 

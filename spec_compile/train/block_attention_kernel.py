@@ -4,7 +4,7 @@
                                                   the block (if causal, not after s)
     out_s = sum over c of e^(score[s, c] - total_s) * value_c          total_s = log(sum over c of e^score[s, c])
 
-`training.block_attention.plain_block_attention` is the plain form. Import this module only where Triton is installed.
+`train.attention.plain_block_attention` is the plain form. Import this module only where Triton is installed.
 
 Shapes: B rows, H query heads, Hkv key-value heads, n blocks of T slots, S = n * T, L positions of the context, D size
 of a head. Anchors ascend in each row, so neighbouring blocks read about the same stretch of the context.

@@ -3,20 +3,17 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .attention import Causal
-from .block_attention import BlockLayout, block_attention
-from .capture import RolloutRows
+from .attention import BlockLayout, Causal, block_attention
 from .data import Batch, move
 from .features import Features
-from .loss import Distilled, distil_all, likeliest
-from .positions import DPACE, FIXED, PositionWeights
-from .trainer import Trainer, trained_parameters
+from .loss import DPACE, FIXED, Distilled, PositionWeights, distil_all
+from .trainer import Trainer
 
 TRAINED_BLOCKS, MEASURED_BLOCKS = 512, 128
 """Blocks of a sequence at most, in training and when acceptance is measured."""
@@ -104,10 +101,6 @@ class BlockTrainer(Trainer):
         states = self._rows(self._listed, [*read, *features.states[: len(self.module.taps)]], every)
         return states.unflatten(0, shape)
 
-    @cached_property
-    def _rows(self) -> RolloutRows:
-        return RolloutRows(trained_parameters(self.module).values(), type(self.module).__name__, self.captures)
-
     def _listed(self, *given: Tensor) -> list[Tensor]:
         ids, places, anchors, *states = given
         return [self.states(ids, places, anchors, states)]
@@ -159,7 +152,7 @@ class BlockTrainer(Trainer):
         """See `Trainer.accepted`. The blocks only depend on the batch, so that measurements can be compared."""
         drawn = self.draw_blocks(batch, MEASURED_BLOCKS, torch.Generator().manual_seed(0))
         outputs = [output.flatten(0, 2) for output in self.outputs(batch, features, drawn)]
-        drafts = self.to_target(likeliest(list(zip(outputs, self.matrices))))
+        drafts = self.drafts(list(zip(outputs, self.matrices)))
         counted, teachers = move(drawn.counted, self.device), move(drawn.teachers, self.device)
         right = drafts.view_as(teachers) == features.choices.flatten()[teachers]
         reached = alive = counted[:, :, self.first]
@@ -167,11 +160,6 @@ class BlockTrainer(Trainer):
             reached = reached & counted[:, :, slot]
             alive = alive & reached & right[:, :, slot]
             yield int(reached.sum()), int(alive.sum())
-
-    def to_target(self, drafts: Tensor) -> Tensor:
-        """The target's ids of rows of the output matrix."""
-        ids = self.module.draft_to_target
-        return drafts if ids is None else ids[drafts]
 
     def draw_blocks(self, batch: Batch, most: int, generator: torch.Generator) -> Blocks:
         """Up to `most` blocks of each sequence, begun at random positions.

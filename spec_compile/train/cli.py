@@ -7,7 +7,7 @@ import typer
 
 from ..cli import Device, Dtype, Model, json_object, load_model, parsed, share_or_file, tell
 from . import TRAINERS, train_draft
-from .progress import bars_on_terminals
+from .loop import bars_on_terminals
 from .save import STATE
 
 application = typer.Typer()

@@ -1,20 +1,23 @@
-"""The target's hidden states and logits, from which a draft learns, computed for each batch."""
+"""The target's states and logits, from which a draft learns; and CUDA graphs of targets and heads in training."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from typing import Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ..capture.taps import decoder_layers
 from ..parallel.slices import whole
 from ..passes.tap_hidden_states import FINAL
-from ..runtime.steps.capture import Captured
-from .capture import ByShape
+from ..runtime.steps.capture import Captured, aside, record
 from .loss import likeliest
 
 TOKENS = 1 << 15
@@ -119,3 +122,204 @@ def _product(states: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
     """The logits [n, V] of rows [n] of states [R, h], in the dtype of the target, as it computes them itself."""
     with torch.autocast(states.device.type, enabled=False):
         return F.linear(states[rows], weight)
+
+
+# The rollout of a head and its backward as CUDA graphs, because launching their kernels takes longer than they run.
+
+T = TypeVar("T")
+
+
+class RolloutRows:
+    """Calls a function with trained parameters and returns rows of its outputs.
+
+    On a GPU the function and its backward are captured as CUDA graphs when inputs have the same shapes for the second
+    time. The graphs of all shapes share memory, so a caller must obey three rules:
+
+    - The backward of a call ends before the next call.
+    - `.grad` of a parameter is read before the next backward, which may overwrite it.
+    - The loss of a call is dropped before the next call. While it is alive, autograd reuses its nodes for the
+      gradients of parameters, and they run on a stream that is not captured.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], name: str, captures: bool = True):
+        """parameters: all that get gradients; the function's inputs get none. name, captures: see `ByShape`."""
+        self.parameters, self._name, self._captures = list(parameters), name, captures
+        self._shared: Shared | None = None
+
+    @cached_property
+    def _graphs(self) -> "ByShape[Graphs]":
+        return ByShape(self._name, self.parameters[0].device, self._captures)
+
+    def __call__(self, function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], rows: Tensor) -> Tensor:
+        """Rows [R, H] of the outputs of ``function(*inputs)``, a list of [..., H].
+
+        function: the same in every call
+        rows: [R] int64, distinct; indices among the rows of all outputs, e.g. with two outputs [B, T, H] row B * T is
+            the first one of the second output
+        """
+        shapes, capture = tuple(values.shape for values in inputs), partial(self._capture, function, inputs)
+        graphs = self._graphs.find(shapes, capture) if torch.is_grad_enabled() else None
+        if graphs is None:
+            return torch.stack(function(*inputs)).flatten(0, -2).index_select(0, rows)
+        return _Replay.apply(graphs, inputs, rows, *self.parameters)
+
+    def _capture(self, function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> "Graphs":
+        """The graphs for inputs of these shapes."""
+        self._shared = self._shared or Shared(self.parameters)
+        try:
+            return Graphs(function, inputs, self._shared)
+        except RuntimeError:
+            self._shared = None  # frees the memory, because `ByShape` captures nothing more
+            raise
+
+
+class ByShape(Generic[T]):
+    """Captures something for each shape of inputs when that comes for the second time.
+
+    It captures nothing on a CPU, on several GPUs, and after a capture that fails, of which it warns.
+    """
+
+    def __init__(self, name: str, device: torch.device, captures: bool = True):
+        """name: of the function, for the warning. captures: False: it captures nothing."""
+        self.name, self.captures = name, captures and device.type == "cuda" and not dist.is_initialized()
+        self.captured: dict[Hashable, T | None] = {}
+        """For each shape that has come: None after the first time, then its capture."""
+
+    def find(self, shape: Hashable, capture: Callable[[], T]) -> T | None:
+        """The capture of this shape, which is made now if the shape comes for the second time; or None."""
+        if not self.captures:
+            return None
+        if shape not in self.captured:
+            self.captured[shape] = None
+        elif self.captured[shape] is None:
+            try:
+                self.captured[shape] = capture()
+            except RuntimeError as error:
+                self.captures = False
+                self.captured.clear()
+                warnings.warn(
+                    f"train_draft: {self.name} cannot be captured in a CUDA graph, so that its kernels are launched "
+                    f"one by one, which is slower: {error}",
+                    stacklevel=3,
+                )
+        return self.captured.get(shape)
+
+
+class Shared:
+    """The parts that graphs of all shapes share: a stream, a pool of memory, and buffers that outlast a graph."""
+
+    def __init__(self, parameters: list[Tensor]):
+        self.parameters, self.device = parameters, parameters[0].device
+        self.pool = self.stream = None
+        if self.device.type == "cuda":
+            # All use one stream, because memory that a stream has freed is reused only on that stream.
+            self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
+        self._flat: dict[object, Tensor] = {}
+
+    def lend(self, use: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A buffer for a `use`: the same in every call, or a larger one, while older graphs keep the smaller."""
+        size = torch.Size(shape).numel()
+        if use not in self._flat or len(self._flat[use]) < size:
+            self._flat[use] = torch.zeros(size, dtype=dtype, device=self.device)
+        return self._flat[use][:size].view(shape)
+
+
+class Graphs:
+    """A function's forward and backward for inputs of some shapes. RuntimeError if they cannot be captured."""
+
+    def __init__(self, function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], shared: Shared):
+        self._shared = shared
+        self._inputs = [shared.lend(n, values.shape, values.dtype) for n, values in enumerate(inputs)]
+        self._fill(inputs)
+        self._outputs: list[Tensor] = []
+        # The cache of autocast holds weights in 16 bits for the rest of a step. A graph must cast them anew at each
+        # replay, and nobody else may use its casts.
+        try:
+            self._warm_up(function)
+            torch.clear_autocast_cache()
+            self._replay_forward, _ = record(partial(self._forward, function), shared.pool, shared.stream)
+            self._replay_backward, _ = record(self._backward, shared.pool, shared.stream)
+        finally:
+            torch.clear_autocast_cache()
+            self._outputs = []  # frees what they have saved for the backward, so that the next capture may use it
+
+    def _warm_up(self, function: Callable[..., list[Tensor]]) -> None:
+        """Launch all twice, so that kernels are compiled and loaded, and find the parameters that take part.
+
+        An operation that waits for the GPU, as in some mixtures of experts, raises in the second launch, and so never
+        within a capture.
+        """
+        shared = self._shared
+        with aside(shared.stream):
+            for refused in (nullcontext(), waiting_refused(shared.stream)):
+                torch.clear_autocast_cache()
+                with refused:
+                    outputs = function(*self._inputs)
+                    pulls = [torch.zeros_like(output) for output in outputs]
+                    grads = torch.autograd.grad(outputs, shared.parameters, pulls, allow_unused=True)
+        self._used = [n for n, grad in enumerate(grads) if grad is not None]
+        self._grads = [shared.lend(("gradient", n), grads[n].shape, grads[n].dtype) for n in self._used]
+        shape = len(outputs), *outputs[0].shape
+        self._out, self._pull = (shared.lend(use, shape, outputs[0].dtype) for use in ("outputs", "pulls"))
+
+    def forward(self, inputs: Sequence[Tensor], rows: Tensor) -> Tensor:
+        """Rows [R, H] of the outputs for these inputs."""
+        self._fill(inputs)
+        self._replay_forward()
+        return self._out.flatten(0, -2).index_select(0, rows)
+
+    def backward(self, rows: Tensor, grad: Tensor) -> list[Tensor | None]:
+        """The gradient of each parameter, from that of the rows [R, H] of the last forward."""
+        self._pull.zero_()
+        self._pull.flatten(0, -2).index_copy_(0, rows, grad)
+        self._replay_backward()
+        grads: list[Tensor | None] = [None] * len(self._shared.parameters)
+        for n, grad in zip(self._used, self._grads):
+            grads[n] = grad.detach()
+        return grads
+
+    def _fill(self, inputs: Sequence[Tensor]) -> None:
+        for buffer, values in zip(self._inputs, inputs):
+            buffer.copy_(values)
+
+    def _forward(self, function: Callable[..., list[Tensor]]) -> None:
+        """The work of the first graph."""
+        self._outputs = function(*self._inputs)
+        for buffer, output in zip(self._out, self._outputs):
+            buffer.copy_(output.detach())
+
+    def _backward(self) -> None:
+        """The work of the second graph, which reads what autograd has saved in the first."""
+        parameters = [self._shared.parameters[n] for n in self._used]
+        torch._foreach_copy_(self._grads, torch.autograd.grad(self._outputs, parameters, self._pull.unbind()))
+
+
+class _Replay(torch.autograd.Function):
+    """`Graphs` as a function of autograd."""
+
+    @staticmethod
+    def forward(ctx, graphs, inputs, rows, *parameters):
+        ctx.graphs = graphs
+        ctx.save_for_backward(rows)
+        return graphs.forward(inputs, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return None, None, None, *ctx.graphs.backward(*ctx.saved_tensors, grad)
+
+
+@contextmanager
+def waiting_refused(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """A context in which most operations that wait for the GPU raise RuntimeError. stream: None does nothing."""
+    if stream is None:
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch warns that it does not notice every operation
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

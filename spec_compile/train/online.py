@@ -5,27 +5,37 @@ serving leaves. Drafts never change an answer, so only their acceptance can. Her
 they are accepted at least as often as those in service on texts that are held out.
 """
 
+import copy
 import logging
 import math
 import os
+import threading
 import time
+from collections import deque
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..capture.quantised import packed_layers
 from ..config import parse_options
 from ..drafters.checkpoints.target import Target
-from ..errors import UnsupportedModelError, check_int
+from ..drafters.modules.dflash import DFlashDraft
+from ..drafters.modules.eagle import Eagle3Head, EagleHead
+from ..drafters.modules.mtp import MtpHead
+from ..drafting import Algorithm
+from ..errors import UnsupportedModelError
 from ..runtime.background import background
 from ..runtime.generate import SpeculativeMixin
+from .data import Batch, Document, collate, cut, sample
+from .dflash import DFlashTrainer
 from .features import TargetFeatures
-from .options import TrainingOptions, check_number
-from .ring import Ring
-from .twin import NAME, TRAINED, copy_weights, draft_of, make_twin
+from .heads import Eagle3Trainer, EagleTrainer, MtpTrainer
+from .options import OnlineOptions, TrainingOptions
+from .trainer import Trainer, as_master
 from .updates import Updates
 
 log = logging.getLogger("spec_compile")
@@ -38,33 +48,8 @@ HELD_OUT_TOKENS = 1 << 13
 """Held-out tokens on which weights are compared."""
 LEAST_RATE = 1 / 64
 """The share of the first learning rate below which it does not fall."""
-MOST_SHARE = 0.2
-"""Calls keep four fifths of the time anyway; see `Turns`."""
 BYTES = 16
 """For each trained number: the twin's, its gradient and two of the optimizer, in float32."""
-
-
-@dataclass(frozen=True)
-class OnlineOptions:
-    """Options of `train_while_serving`.
-
-    buffer_tokens: tokens of texts, prompts included, that are kept in the host's memory
-    share: most of the wall time that training takes
-    learning_rate: the highest (default: by the size of the head)
-    steps_between_swaps: steps after which the trained weights go into service, or are dropped
-    """
-
-    buffer_tokens: int = 1 << 16
-    share: float = 0.1
-    learning_rate: float | None = None
-    steps_between_swaps: int = 50
-
-    def __post_init__(self):
-        check_int("buffer_tokens", self.buffer_tokens, 1 << 8, 1 << 31)
-        check_int("steps_between_swaps", self.steps_between_swaps, 1, 1 << 31)
-        check_number("share", self.share, 0.0, MOST_SHARE + 1e-9, f"above 0 and at most {MOST_SHARE}")
-        if self.learning_rate is not None:
-            check_number("learning_rate", self.learning_rate, 0.0, math.inf, "positive and finite")
 
 
 def train_while_serving(model: PreTrainedModel, **options) -> "OnlineTraining":
@@ -224,3 +209,132 @@ def check_memory(draft: nn.Module, model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"{NAME}: training {numbers:,} numbers takes {numbers * BYTES / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
         )
+
+
+# `Ring`: the last texts that were answered, in bounded memory of the host.
+
+HELD_OUT_EVERY = 10
+"""One of so many texts is not trained on."""
+LENGTH = 512
+"""Tokens of a piece at most."""
+
+
+class Ring:
+    """Pieces of texts, the newest with up to `bound` tokens together, of which each takes 5 bytes.
+
+    Nothing of them is written anywhere.
+    """
+
+    def __init__(self, bound: int, shortest: int):
+        """shortest: tokens of a piece that can be trained on, at least."""
+        self.bound, self.shortest = bound, shortest
+        self.texts = self.tokens = 0
+        """Texts so far, and tokens that are kept now."""
+        self._pieces: deque[tuple[Document, bool]] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, prompt: Sequence[int], answer: Sequence[int]) -> int:
+        """Keep a text, of which the answer is to be learned. Returns the pieces that can be trained on.
+
+        Texts 10, 20, ... are held out.
+        """
+        ids = torch.tensor([*prompt, *answer], dtype=torch.int32)
+        pieces = cut([Document(ids, torch.arange(len(ids)) >= len(prompt))], min(LENGTH, self.bound), self.shortest)
+        # A piece is a view of the whole text, whose memory would stay.
+        pieces = [Document(piece.ids.clone(), piece.supervised.clone()) for piece in pieces]
+        with self._lock:
+            self.texts += 1
+            is_held_out = self.texts % HELD_OUT_EVERY == 0
+            for piece in pieces:
+                self._pieces.append((piece, is_held_out))
+                self.tokens += len(piece.ids)
+            while self.tokens > self.bound:
+                self.tokens -= len(self._pieces.popleft()[0].ids)
+        return 0 if is_held_out else len(pieces)
+
+    def part(self, held_out: bool) -> list[Document]:
+        """The pieces that are held out, or all others, from old to new."""
+        with self._lock:
+            return [piece for piece, is_held_out in self._pieces if is_held_out == held_out]
+
+    def batch(self, size: int, generator: torch.Generator) -> Batch | None:
+        """A batch of `size` random pieces to train on, or of all if they are fewer; None if there are none."""
+        pieces = self.part(held_out=False)
+        picked = torch.randperm(len(pieces), generator=generator)[:size].tolist()
+        return collate([pieces[n] for n in picked]) if picked else None
+
+    def held_out(self, size: int, tokens: int) -> list[Batch]:
+        """Batches of held-out pieces, with about `tokens` tokens at most."""
+        return sample(self.part(held_out=True), size, tokens)
+
+
+# The float32 twin of a draft in service, and the trainer of each kind of draft that can learn while it serves.
+
+TRAINED: dict[type[nn.Module], type[Trainer]] = {
+    EagleHead: EagleTrainer, Eagle3Head: Eagle3Trainer, MtpHead: MtpTrainer, DFlashDraft: DFlashTrainer,
+}  # fmt: skip
+"""The trainer of each class of drafts."""
+NAME = "train_while_serving"
+
+
+def draft_of(algorithm: Algorithm) -> tuple[nn.Module, int]:
+    """The draft that `algorithm` runs, and the tokens that it drafts one after the other.
+
+    UnsupportedModelError, naming the kind, unless the draft can learn while it serves.
+    """
+    draft = getattr(algorithm, "head", None) or getattr(algorithm, "draft", None)
+    if isinstance(draft, Algorithm):  # joined with n-grams
+        return draft_of(draft)
+    if type(draft) not in TRAINED:
+        kind = type(algorithm).__name__ if draft is None else getattr(draft, "flavour", "") or type(draft).__name__
+        raise UnsupportedModelError(
+            f"{NAME}: drafts of EAGLE, EAGLE-2, EAGLE-3, MTP and DFlash learn while they serve, not those of {kind}"
+        )
+    if algorithm.plan.draws:
+        raise UnsupportedModelError(
+            f"{NAME}: with draft_sample_method='probabilistic' sampled answers depend on the drafts, and would "
+            "change with each swap; use 'greedy'"
+        )
+    if packed_layers(draft) or not all(each.is_floating_point() for each in draft.parameters()):
+        raise UnsupportedModelError(f"{NAME}: this draft has quantised weights; use the draft in 16 or 32 bits")
+    if getattr(draft, "further", ()):
+        raise UnsupportedModelError(f"{NAME}: this MTP draft has several modules, of which only one could be trained")
+    if isinstance(draft, DFlashDraft) and not _is_plain(draft):
+        raise UnsupportedModelError(f"{NAME}: this draft of blocks has parts that DFlash does not have")
+    return draft, draft.block_size - 1 if isinstance(draft, DFlashDraft) else algorithm.plan.levels
+
+
+def _is_plain(draft: DFlashDraft) -> bool:
+    """True if `DFlashTrainer` computes what the draft does."""
+    parts = draft.transition, draft.confidence, draft.softcap, draft.mask_embedding, draft.draft_to_target
+    is_scaled = draft.embedding_scale != 1 or draft.output_scale != 1
+    return not (is_scaled or draft.sample_from_anchor) and all(part is None for part in parts)
+
+
+def make_twin(draft: nn.Module, target: Target) -> nn.Module:
+    """A copy of a draft whose parameters are in float32 and get gradients.
+
+    It shares the target's tensors and the draft's embedding, which are not trained and no parameters of the twin; nor
+    is an output matrix of rows of the target's.
+    """
+    shared = {id(tensor): tensor for tensor in (*target.model.parameters(), *target.model.buffers())}
+    addresses = {tensor.data_ptr() for tensor in shared.values()}
+    frozen = [draft.embedding, *([draft.head_weight] if getattr(draft, "all_rows", ()) else [])]
+    shared |= {id(tensor): tensor for tensor in frozen}
+    addresses |= {tensor.data_ptr() for tensor in frozen}
+    twin = copy.deepcopy(draft, memo=dict(shared))
+    for module in twin.modules():
+        for name, parameter in [*module._parameters.items()]:
+            if parameter is not None and parameter.data_ptr() in addresses:
+                del module._parameters[name]  # or moving the twin to float32 would cast the target
+                setattr(module, name, parameter.detach())
+    twin = as_master(twin, draft.embedding.detach())
+    return twin.requires_grad_(True).eval()
+
+
+@torch.no_grad()
+def copy_weights(source: dict[str, Tensor], to: nn.Module) -> None:
+    """Copy tensors in place to the parameters of these names, in their dtypes."""
+    parameters = dict(to.named_parameters())
+    for name, value in source.items():
+        parameters[name].copy_(value)

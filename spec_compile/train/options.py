@@ -1,29 +1,77 @@
-"""Options of `train_draft`, checked before any work starts."""
+"""Options of `train_draft` and `train_while_serving`, checked before any work starts."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from ..drafters.checkpoints.dflash_config import MARKOV
 from ..errors import check_int
 from ..tree import MAX_NODES
-from .positions import NAMES
+from .loss import NAMES
 
-LARGEST = 1 << 31
-"""The largest value of an integer option."""
-OPTIMIZERS = "adamw", "muon"
 LAYER_OPTIONS = frozenset({"num_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"})
 """Options of a draft's layers."""
-SIZES = ("draft_vocab_size", "ttt_steps", "num_depths", "markov_rank", "emb_dim", "gru_hidden_dim")
-"""Further sizes of drafts and of their unrolled steps."""
-ABOUT_THE_DRAFT = (
-    *sorted(LAYER_OPTIONS), *SIZES, "taps", "block_size", "markov_head_type", "per_position_loss_weight",
-)  # fmt: skip
-"""Options that only some algorithms have."""
+MOST_SHARE = 0.2
+"""The largest share of the wall time for training while serving. Calls keep four fifths anyway; see `Turns`."""
+
+
+def integer(default: int | None = None, low: int = 1, high: int = 1 << 31, note: str = "") -> Any:
+    """A field with an int from `low` to `high`."""
+    return field(default=default, metadata={"check": lambda name, value: check_int(name, value, low, high, note)})
+
+
+def number(default: float | None, expected: str, fits: Callable[[float], bool]) -> Any:
+    """A field with a number. expected: what `fits` demands, in words."""
+
+    def check(name: str, value: Any) -> None:
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise TypeError(f"{name} must be a number, not {type(value).__name__}")
+        if not fits(value):
+            raise ValueError(f"{name} must be {expected}, not {value}")
+
+    return field(default=default, metadata={"check": check})
+
+
+def positive(default: float | None) -> Any:
+    """A field with a finite number above 0."""
+    return number(default, "positive and finite", lambda value: 0 < value < math.inf)
+
+
+def one_of(known: Sequence[str]) -> Any:
+    """A field with one of the names `known`, or None."""
+
+    def check(name: str, value: Any) -> None:
+        if value not in known:
+            raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+
+    return field(default=None, metadata={"check": check})
+
+
+def layer_numbers() -> Any:
+    """A field with a list of numbers of layers, or None."""
+
+    def check(name: str, value: Any) -> None:
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise TypeError(f"{name} must be a list of numbers of layers, not {type(value).__name__}")
+        for each in value:
+            check_int(f"a number in {name}", each, 0, 1 << 31)
+
+    return field(default=None, metadata={"check": check})
+
+
+class Checked:
+    """The base of options. Each field has a check; None passes where it is the default."""
+
+    def __post_init__(self):
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is not None or each.default is not None:
+                each.metadata["check"](each.name, value)
 
 
 @dataclass(frozen=True)
-class TrainingOptions:
+class TrainingOptions(Checked):
     """Options of `train_draft`.
 
     steps, minutes: when to end; give one (default: 30 minutes)
@@ -50,68 +98,53 @@ class TrainingOptions:
     checkpoint_minutes: between two checkpoints
     """
 
-    steps: int | None = None
-    minutes: float | None = None
-    batch_size: int = 8
-    sequence_length: int | None = None
-    learning_rate: float | None = None
-    optimizer: str | None = None
-    warmup: float = 0.04
-    clip: float = 0.5
-    seed: int = 0
-    num_layers: int | None = None
-    intermediate_size: int | None = None
-    num_attention_heads: int | None = None
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    draft_vocab_size: int | None = None
-    taps: tuple[int, ...] | None = None
-    ttt_steps: int | None = None
-    num_depths: int | None = None
-    block_size: int | None = None
-    markov_rank: int | None = None
-    markov_head_type: str | None = None
-    emb_dim: int | None = None
-    gru_hidden_dim: int | None = None
-    per_position_loss_weight: str | None = None
-    checkpoint_minutes: float = 5.0
+    steps: int | None = integer()
+    minutes: float | None = positive(None)
+    batch_size: int = integer(8)
+    sequence_length: int | None = integer()
+    learning_rate: float | None = positive(None)
+    optimizer: str | None = one_of(("adamw", "muon"))
+    warmup: float = number(0.04, "a share of the training, from 0 to below 1", lambda value: 0 <= value < 1)
+    clip: float = positive(0.5)
+    seed: int = integer(0, low=0)
+    num_layers: int | None = integer()
+    intermediate_size: int | None = integer()
+    num_attention_heads: int | None = integer()
+    num_key_value_heads: int | None = integer()
+    head_dim: int | None = integer()
+    draft_vocab_size: int | None = integer()
+    taps: tuple[int, ...] | None = layer_numbers()
+    ttt_steps: int | None = integer()
+    num_depths: int | None = integer()
+    block_size: int | None = integer(low=2, high=MAX_NODES, note="slots of a block, the root's included")
+    markov_rank: int | None = integer()
+    markov_head_type: str | None = one_of(tuple(MARKOV))
+    emb_dim: int | None = integer()
+    gru_hidden_dim: int | None = integer()
+    per_position_loss_weight: str | None = one_of(NAMES)
+    checkpoint_minutes: float = number(5.0, "finite and not negative", lambda value: 0 <= value < math.inf)
 
     def __post_init__(self):
         if self.steps is not None and self.minutes is not None:
             raise ValueError("steps and minutes: give one of them, which says when to end")
+        super().__post_init__()
         if self.steps is None and self.minutes is None:
             object.__setattr__(self, "minutes", 30.0)
-        for name in ("steps", "batch_size", "sequence_length", *sorted(LAYER_OPTIONS), *SIZES):
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), 1, LARGEST)
-        check_int("seed", self.seed, 0, LARGEST)
-        for name, known in (
-            ("markov_head_type", tuple(MARKOV)), ("per_position_loss_weight", NAMES), ("optimizer", OPTIMIZERS),
-        ):  # fmt: skip
-            if getattr(self, name) not in (None, *known):
-                raise ValueError(f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}")
-        if self.block_size is not None:
-            check_int("block_size", self.block_size, 2, MAX_NODES, "slots of a block, the root's included")
-        for name in ("minutes", "learning_rate", "clip"):
-            if name == "clip" or getattr(self, name) is not None:
-                check_number(name, getattr(self, name), 0.0, math.inf, "positive and finite")
-        for name, most, expected in (
-            ("warmup", 1.0, "a share of the training, from 0 to below 1"),
-            ("checkpoint_minutes", math.inf, "finite and not negative"),
-        ):
-            if getattr(self, name) != 0:
-                check_number(name, getattr(self, name), 0.0, most, expected)
         if self.taps is not None:
-            if isinstance(self.taps, str) or not isinstance(self.taps, Sequence):
-                raise TypeError(f"taps must be a list of numbers of layers, not {type(self.taps).__name__}")
-            for tap in self.taps:
-                check_int("a number in taps", tap, 0, LARGEST)
             object.__setattr__(self, "taps", tuple(self.taps))
 
 
-def check_number(name: str, value, above: float, below: float, expected: str) -> None:
-    """TypeError unless `value` is a number, ValueError unless it is between `above` and `below`."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, not {type(value).__name__}")
-    if not above < value < below:
-        raise ValueError(f"{name} must be {expected}, not {value}")
+@dataclass(frozen=True)
+class OnlineOptions(Checked):
+    """Options of `train_while_serving`.
+
+    buffer_tokens: tokens of texts, prompts included, that are kept in the host's memory
+    share: most of the wall time that training takes
+    learning_rate: the highest (default: by the size of the head)
+    steps_between_swaps: steps after which the trained weights go into service, or are dropped
+    """
+
+    buffer_tokens: int = integer(1 << 16, low=1 << 8)
+    share: float = number(0.1, f"above 0 and at most {MOST_SHARE}", lambda value: 0 < value <= MOST_SHARE)
+    learning_rate: float | None = positive(None)
+    steps_between_swaps: int = integer(50)

@@ -3,7 +3,7 @@
     score_i = scale * q . key_i                        joint = log(e^total + sum_i e^score_i)
     out = e^(total - joint) * causal + sum_i e^(score_i - joint) * value_i
 
-`training.attention.join` and `join_backward` are the plain forms; their operations pass over the drafted keys and
+`train.attention.join` and `join_backward` are the plain forms; their operations pass over the drafted keys and
 values several times, in products as large as these. Import this module only where Triton is installed.
 
 Shapes: B rows, H heads, T slots, D head size, i drafted steps. A kernel sees a head of a slot as one of B * T * H rows.
@@ -19,7 +19,7 @@ ELEMENTS, WARPS = 2048, 4
 
 
 def join(q: Tensor, keys: Tensor, values: Tensor, causal: Tensor, total: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """`training.attention.join` for 16 or 32 bits; total is float32. The output is [B, T, H, D] in memory."""
+    """`train.attention.join` for 16 or 32 bits; total is float32. The output is [B, T, H, D] in memory."""
     batch, heads, slots, size = q.shape
     q, causal, total = _rows(q), _rows(causal), total.contiguous()
     out, joint = torch.empty_like(q), torch.empty_like(total)
@@ -36,7 +36,7 @@ def join(q: Tensor, keys: Tensor, values: Tensor, causal: Tensor, total: Tensor,
 def join_backward(
     grad: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, joint: Tensor, dq: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`training.attention.join_backward` for 16 or 32 bits; joint is float32."""
+    """`train.attention.join_backward` for 16 or 32 bits; joint is float32."""
     batch, heads, slots, size = q.shape
     grad, q, out, dq, joint = _rows(grad), _rows(q), _rows(out), _rows(dq), joint.contiguous()
     joint_dq, dkeys, dvalues = torch.empty_like(q), torch.empty_like(keys), torch.empty_like(values)

@@ -20,21 +20,14 @@ from ..drafters.checkpoints.target import Target
 from ..errors import did_you_mean
 from ..runtime.generate import SpeculativeMixin
 from . import data as texts
-from .corpus import Sets, check_prompts, continued, cut_all, longest_sequence, read_all, together
+from .corpus import Sets, check_prompts, continued, cut_all, longest_sequence, read_all, say_nothing, together
 from .data import Batch, Batches, Document
-from .dflash import DFlashTrainer
-from .eagle import EagleTrainer
-from .eagle3 import Eagle3Trainer
+from .dflash import DFlashTrainer, DominoTrainer, DSparkTrainer, JetSpecTrainer
 from .features import TargetFeatures
-from .hub import Repository
-from .jetspec import JetSpecTrainer
-from .linked import DominoTrainer, DSparkTrainer
-from .loop import Loop
-from .mtp import MtpTrainer
-from .options import ABOUT_THE_DRAFT, TrainingOptions
-from .p_eagle import PEagleTrainer
-from .progress import Printer, Progress, say_nothing
-from .save import TrainingState, fingerprint, open_folder, save_head, write_card, write_door
+from .heads import Eagle3Trainer, EagleTrainer, MtpTrainer, PEagleTrainer
+from .loop import Loop, Printer, Progress
+from .options import TrainingOptions
+from .save import Repository, TrainingState, fingerprint, open_folder, save_head, write_card, write_door
 from .trainer import Trainer
 
 TRAINERS: dict[str, type[Trainer]] = {
@@ -46,6 +39,8 @@ TRAINERS: dict[str, type[Trainer]] = {
 }  # fmt: skip
 """The algorithms whose drafts can be trained. A new one is one file in this folder and one entry."""
 ALIASES = {"nextn": "mtp"}
+SOME_TAKE = frozenset().union(*(trainer.takes for trainer in TRAINERS.values()))
+"""Options that only some algorithms have."""
 FREE = ("steps", "minutes", "checkpoint_minutes")
 """Options that may have changed when a training goes on."""
 IN_CARD = (*FREE, "batch_size", "seed", "learning_rate", "sequence_length")
@@ -122,8 +117,7 @@ def train_draft(
     checkpoint and raises FloatingPointError if the loss becomes infinite or NaN, or KeyboardInterrupt after Ctrl-C.
     """
     model = _plain(model)
-    _check_types(output, on_policy, resume, progress, push, private, license)
-    repository = _repository(push, private)
+    repository = _check_arguments(output, on_policy, resume, progress, push, private, license)
     trainer_class, parsed = _trainer_and_options(algo, options)
     admit_training(model)
     target, folder, line = Target.of(model), Path(output).expanduser(), say_nothing if progress else tell
@@ -140,10 +134,11 @@ def train_draft(
         inputs = TargetFeatures(model, trainer.taps, trainer.kept), Batches(pieces, parsed.batch_size, parsed.seed)
         with Printer() if progress is None else nullcontext(progress) as report:
             loop = Loop(trainer, *inputs, glance, measured, parsed, state, folder, publish, report)
-            result = _result(folder, state, loop.run(), loop.by_set)
+            acceptance = loop.run()
     if repository is not None:
-        line(f"sent to {repository.send(folder, f'{trainer.name} draft after {result.steps} steps')}")
-    return result
+        line(f"sent to {repository.send(folder, f'{trainer.name} draft after {state.step} steps')}")
+    done = state.losses, state.evaluations, state.step, state.tokens, state.seconds
+    return TrainingResult(folder, acceptance[0] if acceptance else None, acceptance, loop.by_set, *done)
 
 
 train_draft.__doc__ = "\n".join(
@@ -185,21 +180,8 @@ def _held_out_batches(reserve: Sets, batch_size: int) -> tuple[list[Batch], dict
     return texts.sample(together(reserve), batch_size, GLANCE_TOKENS), measured
 
 
-def _result(folder: Path, state: TrainingState, acceptance: list[float], by_set: dict) -> TrainingResult:
-    first = acceptance[0] if acceptance else None
-    done = state.losses, state.evaluations, state.step, state.tokens, state.seconds
-    return TrainingResult(folder, first, acceptance, by_set, *done)
-
-
-def _repository(push: str | None, private: bool | None) -> Repository | None:
-    """The repository to push to, or None. ValueError if `push` names none, or if `private` comes without it."""
-    if push is None and private is not None:
-        raise ValueError("private: without push nothing is sent to the model hub; pass push='USER/NAME', too")
-    return None if push is None else Repository(push, private)
-
-
-def _check_types(output, on_policy, resume, progress, push, private, license) -> None:
-    """TypeError that names the first argument of a wrong type."""
+def _check_arguments(output, on_policy, resume, progress, push, private, license) -> Repository | None:
+    """The repository to push to. TypeError or ValueError names the first argument that is wrong."""
     for name, value, fits, expected in (
         ("on_policy", on_policy, isinstance(on_policy, bool | dict), "True, False or options for generate()"),
         ("output", output, isinstance(output, str | Path), "the path of a folder"),
@@ -211,6 +193,9 @@ def _check_types(output, on_policy, resume, progress, push, private, license) ->
     ):
         if not fits:
             raise TypeError(f"{name}: expected {expected}, got {type(value).__name__}")
+    if push is None and private is not None:
+        raise ValueError("private: without push nothing is sent to the model hub; pass push='USER/NAME', too")
+    return None if push is None else Repository(push, private)
 
 
 def _publish(
@@ -258,15 +243,6 @@ def _identity(
     }
 
 
-def _trainer_of(algo: str) -> type[Trainer]:
-    if not isinstance(algo, str):
-        raise TypeError(f"algo: expected a string, got {type(algo).__name__}")
-    name = ALIASES.get(algo.lower(), algo.lower())
-    if name not in TRAINERS:
-        raise ValueError(f"algo: expected one of {', '.join(TRAINERS)}, got {algo!r}.{did_you_mean(name, TRAINERS)}")
-    return TRAINERS[name]
-
-
 def _plain(model: PreTrainedModel) -> PreTrainedModel:
     """The model itself, without peft's wrapper, `speculate` and ``torch.compile``."""
     model = underlying(model)
@@ -277,9 +253,13 @@ def _plain(model: PreTrainedModel) -> PreTrainedModel:
 
 def _trainer_and_options(algo: str, options: dict) -> tuple[type[Trainer], TrainingOptions]:
     """The algorithm's trainer, and the options checked. ValueError names an option that its heads do not have."""
-    trainer_class = _trainer_of(algo)
-    parsed = parse_options(TrainingOptions, options)
-    for name in ABOUT_THE_DRAFT:
-        if getattr(parsed, name) is not None and name not in trainer_class.takes:
-            raise ValueError(f"{name}: algo={trainer_class.name!r} has no such option")
+    if not isinstance(algo, str):
+        raise TypeError(f"algo: expected a string, got {type(algo).__name__}")
+    name = ALIASES.get(algo.lower(), algo.lower())
+    if name not in TRAINERS:
+        raise ValueError(f"algo: expected one of {', '.join(TRAINERS)}, got {algo!r}.{did_you_mean(name, TRAINERS)}")
+    trainer_class, parsed = TRAINERS[name], parse_options(TrainingOptions, options)
+    for option in sorted(SOME_TAKE - trainer_class.takes):
+        if getattr(parsed, option) is not None:
+            raise ValueError(f"{option}: algo={name!r} has no such option")
     return trainer_class, parsed

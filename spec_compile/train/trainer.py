@@ -1,4 +1,7 @@
-"""`Trainer`, the contract between the training loop and an algorithm, and `HeadTrainer`, the base of heads."""
+"""`Trainer`, the contract between the training loop and an algorithm, and `HeadTrainer`, the base of heads.
+
+Also the config of a new draft, which has its target's sizes unless options name others.
+"""
 
 import contextlib
 from abc import ABC, abstractmethod
@@ -8,15 +11,16 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ..drafters.checkpoints.target import Target
 from ..drafters.modules.head import Head
 from .attention import Causal, Rollout
-from .capture import RolloutRows
 from .data import Batch, move
-from .features import Features
-from .loss import likeliest
+from .features import Features, RolloutRows
+from .loss import Products, likeliest
+from .options import TrainingOptions
 
 
 class Trainer(ABC):
@@ -29,7 +33,7 @@ class Trainer(ABC):
     name = ""
     """The algorithm's name, as in ``algo=``."""
     takes: frozenset[str] = frozenset()
-    """The options in `ABOUT_THE_DRAFT` that this algorithm has."""
+    """Options of drafts that this algorithm has."""
     learning_rate: tuple[float, float] = (0.4, 2e-3)
     """(a, b): the default is a / hidden size, but not above b."""
     optimizer = "muon"
@@ -48,6 +52,15 @@ class Trainer(ABC):
     """The draft. Its parameters are trained, in float32; tensors shared with the target are not parameters."""
     steps: int
     """Tokens of a draft on which it is trained or measured."""
+    target: Target
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.embedding.device
+
+    @cached_property
+    def _rows(self) -> RolloutRows:
+        return RolloutRows(trained_parameters(self.module).values(), type(self.module).__name__, self.captures)
 
     @property
     def shortest(self) -> int:
@@ -71,6 +84,11 @@ class Trainer(ABC):
         states, weight = states.flatten(0, 1), self.module.head_weight
         return lambda rows: F.linear(states[rows], weight)
 
+    def drafts(self, products: Products) -> Tensor:
+        """The tokens of the target, int64 [R], that are likeliest by the sum of products of states and matrices."""
+        rows, ids = likeliest(products), self.module.draft_to_target
+        return rows if ids is None else ids[rows]
+
     @abstractmethod
     def accepted(self, batch: Batch, features: Features, steps: int) -> Iterator[tuple[int, int]]:
         """For each depth from 1 to `steps`: (drafts that reach it, drafts that equal the target's choices down to it).
@@ -90,13 +108,8 @@ class HeadTrainer(Trainer):
 
     def __init__(self, target: Target, module: Head, steps: int):
         self.target, self.module, self.steps = target, module.eval(), steps
-        self.taps, self.device = module.taps, target.embedding.device
-        self.kept = module.draft_to_target
+        self.taps, self.kept = module.taps, module.draft_to_target
         self.learns_from_choices = self.kept is not None and len(self.kept) < target.vocab_size
-
-    @cached_property
-    def _rows(self) -> RolloutRows:
-        return RolloutRows(trained_parameters(self.module).values(), type(self.module).__name__, self.captures)
 
     @classmethod
     def of_module(cls, target: Target, module: Head, steps: int) -> "HeadTrainer":
@@ -146,17 +159,12 @@ class HeadTrainer(Trainer):
             slots, teachers = (move(part, self.device) for part in batch.slots(ahead))
             right = torch.zeros(normed.shape[:2].numel(), dtype=torch.bool, device=self.device)
             counted = right.clone().index_fill_(0, slots, True)
-            right[slots] = self._drafts(normed.flatten(0, 1)[slots]) == choices[teachers]
+            drafts = self.drafts([(normed.flatten(0, 1)[slots], self.module.head_weight)])
+            right[slots] = drafts == choices[teachers]
             # A draft counts at a depth only if it counted, or was right, at every depth before.
             reached = counted if reached is None else reached & counted
             alive = right if alive is None else alive & right
             yield int(reached.sum()), int(alive.sum())
-
-    def _drafts(self, normed: Tensor) -> Tensor:
-        """The tokens, int64 [R], that the head drafts from normed outputs [R, H]."""
-        weight, ids = self.module.head_weight, self.module.draft_to_target
-        drafts = likeliest([(normed, weight)])
-        return drafts if ids is None else ids[drafts]
 
 
 @contextlib.contextmanager
@@ -189,3 +197,91 @@ class FusedNorm(LlamaRMSNorm):
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of a module that are trained, by name."""
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+FULL_VOCABULARY = 40_000
+"""Tokens of a vocabulary up to which a draft can propose all of them."""
+KEPT_TOKENS = 32_000
+"""Tokens of a larger vocabulary that a draft can propose by default."""
+
+
+def draft_config(target: Target, options: TrainingOptions, layers: int = 1) -> LlamaConfig:
+    """The config of a draft's layers.
+
+    layers: their number by default. Raises ValueError, naming the option, if such layers cannot be built.
+    """
+    config, size = target.config, target.hidden_size
+    heads, head_dim = options.num_attention_heads or config.num_attention_heads, options.head_dim
+    if head_dim is None:
+        head_dim = getattr(config, "head_dim", None) or size // config.num_attention_heads
+        head_dim = 64 if head_dim % 8 or head_dim > 256 else head_dim
+    if head_dim % 8 or head_dim > 256:  # no fused attention kernel takes it
+        raise ValueError(f"head_dim: expected a multiple of 8 up to 256, got {head_dim}")
+    kv_heads = options.num_key_value_heads
+    if kv_heads is None:
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        kv_heads = kv_heads if heads % kv_heads == 0 else heads
+    if heads % kv_heads:
+        raise ValueError(f"num_key_value_heads: {heads} query heads cannot share {kv_heads}; choose a divisor")
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)  # where layers differ
+    return LlamaConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=size,
+        intermediate_size=options.intermediate_size or getattr(config, "intermediate_size", None) or 4 * size,
+        num_hidden_layers=options.num_layers or layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-5,
+        max_position_embeddings=getattr(config, "max_position_embeddings", None) or 2048,
+        rope_parameters={"rope_type": "default", "rope_theta": float(rope.get("rope_theta", 10000.0))},
+        tie_word_embeddings=False,
+    )
+
+
+def published_config(config: LlamaConfig, target: Target, architecture: str, **more) -> dict:
+    """The ``config.json`` of a draft, in the form of published ones. more: entries to add or replace."""
+    names = (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+        "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings", "vocab_size", "tie_word_embeddings",
+    )  # fmt: skip
+    ends = {name: getattr(target.config, name, None) for name in ("bos_token_id", "eos_token_id")}
+    return {
+        "architectures": [architecture],
+        "model_type": "llama",
+        **{name: getattr(config, name) for name in names},
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "rope_scaling": None,
+        "attention_bias": False,
+        "mlp_bias": False,
+        **ends,
+        "torch_dtype": str(target.embedding.dtype).removeprefix("torch."),
+        **more,
+    }
+
+
+def check_taps(taps: tuple[int, ...], num_layers: int, excluded_first: int | None = None) -> None:
+    """ValueError if the target has no such states, or if the first one is excluded."""
+    in_range = taps and 0 <= taps[0] <= taps[-1] <= num_layers and taps[0] != excluded_first
+    if not in_range or list(taps) != sorted(set(taps)):
+        but = "" if excluded_first is None else f" the first of them not {excluded_first} (no published list says it),"
+        raise ValueError(
+            f"taps: expected states from 0 to {num_layers}, ascending,{but} got {', '.join(map(str, taps)) or 'none'}"
+        )
+
+
+def frequent_tokens(counts: Tensor, size: int | None, always: list[int]) -> Tensor:
+    """The `size` most frequent tokens, int64 [size], ascending, with `always` among them.
+
+    counts int64 [V]: see `data.count_tokens`. size: None for the default. Raises ValueError if `size` is not possible.
+    """
+    vocab_size = len(counts)
+    size = size or (vocab_size if vocab_size <= FULL_VOCABULARY else KEPT_TOKENS)
+    if not len(always) < size <= vocab_size:
+        raise ValueError(
+            f"draft_vocab_size: expected {len(always) + 1} to {vocab_size}, the target's vocabulary, got {size}"
+        )
+    ranks = counts.clone()
+    ranks[always] = torch.iinfo(ranks.dtype).max
+    return ranks.argsort(descending=True, stable=True)[:size].sort().values

@@ -31,7 +31,7 @@ def files(tmp_path, monkeypatch):
 
 
 def test_answers_are_recorded(files, monkeypatch):
-    monkeypatch.setattr("spec_compile.train.on_policy.accelerate", lambda model, *_: model)  # no rounds are made
+    monkeypatch.setattr("spec_compile.train.corpus.accelerate", lambda model, *_: model)  # no rounds are made
     where = ["--answers", str(files / "answers.jsonl"), "--new-tokens", "12"]
     sets = [f"one={files / 'a.jsonl'}", str(files / "b.jsonl")]
     heads.main(["record", *sets, *where, "--measured", "1", "--seconds", "0"])

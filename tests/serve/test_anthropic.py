@@ -12,7 +12,7 @@ from server_fixtures import running, save_model, save_tool_model, scripted
 from transformers.cli.serving.utils import Modality
 
 from spec_compile.batching.stop_strings import StopCut
-from spec_compile.serve.anthropic_fields import renamed, to_chat
+from spec_compile.serve.anthropic import renamed, to_chat
 from spec_compile.serve.errors import Refusal, refuse
 
 CHATS, MESSAGES, COUNTS = "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"

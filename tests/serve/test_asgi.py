@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from spec_compile.serve.asgi import AnswerHead, HttpRequest, answer
+from spec_compile.serve.forwarding import AnswerHead, HttpRequest, answer
 
 SENT = HttpRequest("POST", "/a", b"b=1", [(b"content-type", b"text/plain")], b"the body")
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from server_fixtures import PROMPT, running, save_tool_model, wait_until
 from transformers import GenerationConfig
 
-from spec_compile.serve import anthropic_fields
+from spec_compile.serve import anthropic as anthropic_fields
 from spec_compile.serve.fields import CHAT, COMPLETION, RESPONSE
 from spec_compile.serve.tokens import OF_CHAT, OF_TEXT
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.cli.serving.utils import ToolCall, response_events_to_chunks
 from transformers.utils.chat_parsing import ResponseParser
 
-from spec_compile.serve.call_forms import TAKES_TOOLS, CallParser, FreeParser, find_call_form
+from spec_compile.serve.tool_calls import TAKES_TOOLS, CallParser, FreeParser, find_call_form
 
 QWEN = ('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n", "json")
 THOUGHT = ("reasoning_content", "<think>", "</think>")

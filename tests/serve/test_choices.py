@@ -16,8 +16,7 @@ from fastapi.responses import StreamingResponse
 from server_fixtures import events, running, save_model, wait_until
 from transformers import AutoTokenizer
 
-from spec_compile.serve.call import CURRENT, HttpCall
-from spec_compile.serve.choices import add_usages, context_of, interleave, split
+from spec_compile.serve.call import CURRENT, HttpCall, add_usages, context_of, interleave, split_choices
 from spec_compile.serve.errors import ERROR, Refusal
 
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -196,16 +195,16 @@ def make_call(**fields):
 def test_seeds_and_prompts_of_choices():
     call = make_call(n=3, seed=7)
     call.prompts = [([1], "a"), ([2, 3], "b")]
-    calls = split(call, 6)
+    calls = split_choices(call, 6)
     assert [each.prompt for each in calls] == [[1]] * 3 + [[2, 3]] * 3
     assert [each.fields["seed"] for each in calls] == [7, 8, 9] * 2 and call.choices == calls
     with pytest.raises(Refusal, match="6 choices are more than the 5"):
-        split(call, 5)
+        split_choices(call, 5)
     one = make_call()
-    assert split(one, 1) == [one] and one.prompt is None
+    assert split_choices(one, 1) == [one] and one.prompt is None
     gone = make_call(n=2)
     gone.is_gone = True
-    assert all(each.is_gone for each in split(gone, 2))
+    assert all(each.is_gone for each in split_choices(gone, 2))
     assert context_of(one).run(CURRENT.get) is one
     usages = [{"prompt_tokens": size, "completion_tokens": 1} for size in (4, 4, 6, 6)]
     assert add_usages(usages, 2) == {"prompt_tokens": 10, "completion_tokens": 4, "total_tokens": 14}

@@ -13,8 +13,9 @@ for package in ("fastapi", "uvicorn", "prometheus_client", "openai", "httpx"):
 import httpx
 from server_fixtures import PROMPT, running, save_tool_model, wait_until
 
-from spec_compile.serve import body, connections
-from spec_compile.serve.connections import Connections, Limits
+from spec_compile.serve import body
+from spec_compile.serve import runner as connections
+from spec_compile.serve.runner import Connections, Limits
 
 SECONDS = 1.0
 HEAD = (

@@ -15,7 +15,7 @@ from server_fixtures import PROMPT, running, save_tool_model
 
 from spec_compile.serve import call
 from spec_compile.serve.door import HostMiddleware, KeyMiddleware, Keys, is_loopback
-from spec_compile.serve.drain import Runner
+from spec_compile.serve.runner import Runner
 
 KEYS = ["sk-first", "sk-second+/="]
 ROUTES = [

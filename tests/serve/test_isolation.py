@@ -15,8 +15,7 @@ pytest.importorskip("httpx", reason="needs httpx, which fastapi's tests need, to
 
 from server_fixtures import EAGER, running, save_model, wait_until
 
-from spec_compile.serve.call import CURRENT, HttpCall
-from spec_compile.serve.workers import WORKERS, Waiting, Workers
+from spec_compile.serve.call import CURRENT, WORKERS, HttpCall, Waiting, Workers
 
 SECRET = "73914628"
 TEXT = f"the number of the account is {SECRET} and nobody knows it\n" * 2

@@ -14,7 +14,7 @@ from server_fixtures import DEMO, EAGER, events, running
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spec_compile.batching.output import RequestSpeculation
-from spec_compile.serve.prediction import count_tokens, reference_of, usage_details
+from spec_compile.serve.settings import count_tokens, reference_of, usage_details
 
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PROMPT = "def mean(values):\n    return sum(values) / len(values)\n\n\ndef variance(values):"

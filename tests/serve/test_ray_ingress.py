@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError
 
 from spec_compile.serve import ray_ingress
-from spec_compile.serve.asgi import AnswerHead
+from spec_compile.serve.forwarding import AnswerHead
 from spec_compile.serve.ray_ingress import ATTEMPTS, Ingress, merge
 
 JSON = AnswerHead(200, [(b"content-type", b"application/json"), (b"x-request-id", b"inner")])

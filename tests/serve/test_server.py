@@ -22,7 +22,8 @@ from server_fixtures import PROMPT, events, expected, load_alone, running, save_
 from transformers import GenerationConfig
 
 from spec_compile.batching.lanes import Lanes
-from spec_compile.serve import drain, followers
+from spec_compile.serve import followers
+from spec_compile.serve import runner as drain
 from spec_compile.serve.call import CURRENT, HttpCall
 from spec_compile.serve.errors import DEAD
 from spec_compile.serve.server import build

@@ -11,7 +11,7 @@ for package in ("fastapi", "uvicorn", "prometheus_client", "openai", "httpx"):
 from server_fixtures import events, running, save_model
 from transformers import AutoTokenizer
 
-from spec_compile.serve.thinking import ThinkingReader
+from spec_compile.serve.settings import ThinkingReader
 
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TEMPLATE = (

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from spec_compile.serve import grammar_judge, grammars, tool_calls
 from spec_compile.serve.errors import Refusal
-from spec_compile.serve.schemas import has_finite_value
+from spec_compile.serve.grammars import has_finite_value
 from spec_compile.serve.tool_calls import read_tool_calls
 
 CHATS, RESPONSES = "/v1/chat/completions", "/v1/responses"

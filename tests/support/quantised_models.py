@@ -25,7 +25,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 
 from spec_compile.capture.yardstick import NEAR_TIE, first_unequal
 from spec_compile.kernels.linear.quantised import unrounded_activations
-from spec_compile.tools.noise import gap_noise
+from spec_compile.tools.audit_logits import gap_noise
 
 IDS = torch.randint(1, checkpoints.VOCAB, (1, 20), generator=torch.Generator().manual_seed(3))
 

@@ -59,7 +59,7 @@ def running(folder: Path, grace: float = 30.0, runner: dict | None = None, **set
     """
     import httpx
 
-    from spec_compile.serve.drain import Runner
+    from spec_compile.serve.runner import Runner
     from spec_compile.serve.server import build
 
     flags = {"dtype": "float32", "device": "cpu", "port": 0, "host": "127.0.0.1", "log_level": "error"}

@@ -11,9 +11,9 @@ from spec_compile import train_draft
 from spec_compile.drafters.checkpoints.target import Target
 from spec_compile.train import TRAINERS
 from spec_compile.train import data as texts
+from spec_compile.train.data import read
 from spec_compile.train.features import TargetFeatures
 from spec_compile.train.options import TrainingOptions
-from spec_compile.train.read import read
 
 CODER = "examples/tiny_coder"
 HEADS = ("eagle3", "eagle", "mtp")

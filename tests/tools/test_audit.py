@@ -19,10 +19,9 @@ from spec_compile.runtime.accept import host
 from spec_compile.runtime.accept.host import HostAcceptor
 from spec_compile.runtime.accept.random_numbers import probabilities, uniform
 from spec_compile.tools.audit import _nearly_kept
+from spec_compile.tools.audit_logits import Reference, first_difference, plain_steps
 from spec_compile.tools.audit_report import Bits, Distance, Greedy, Logits, Report, Sampled
-from spec_compile.tools.bits import first_difference, plain_steps
-from spec_compile.tools.noise import Reference
-from spec_compile.tools.requests import Manner
+from spec_compile.tools.audit_requests import Manner
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

@@ -12,7 +12,7 @@ from spec_compile.kernels.card import CARDS
 from spec_compile.kernels.linear import computed, small_m, tuned
 from spec_compile.kernels.linear.plans import packed_plan, plan, squared_columns
 from spec_compile.tools import tune_kernels
-from spec_compile.tools import tune_plans as tune
+from spec_compile.tools import tune_kernels as tune
 
 CARD = CARDS["H200"]
 SHAPES = [

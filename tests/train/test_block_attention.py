@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from spec_compile.train.block_attention import BlockLayout, plain_block_attention
+from spec_compile.train.attention import BlockLayout, plain_block_attention
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SIZES = [(1, 1, 1, 4, 3, 5, 16), (2, 4, 2, 7, 21, 70, 24), (1, 6, 2, 16, 9, 130, 64), (1, 3, 1, 3, 33, 64, 80)]

@@ -14,10 +14,11 @@ from trainings import (
 )
 
 from spec_compile.kernels import ops
-from spec_compile.train import block_attention, blocks
-from spec_compile.train.linked import GAMMA, UNLINKED
-from spec_compile.train.p_eagle import KEPT, LEAST
-from spec_compile.train.positions import DPACE, FIXED
+from spec_compile.train import attention as block_attention
+from spec_compile.train import blocks
+from spec_compile.train.dflash import GAMMA, UNLINKED
+from spec_compile.train.heads import KEPT, LEAST
+from spec_compile.train.loss import DPACE, FIXED
 from spec_compile.train.trainer import trained_parameters
 
 

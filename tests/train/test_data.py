@@ -25,8 +25,8 @@ from spec_compile import speculate, train_draft
 from spec_compile.errors import UnsupportedModelError
 from spec_compile.runtime.generate import SpeculativeMixin
 from spec_compile.train import data as texts
-from spec_compile.train.on_policy import continue_documents, prompts
-from spec_compile.train.read import read
+from spec_compile.train.corpus import continue_documents, prompts
+from spec_compile.train.data import read
 
 THINKS = "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}hm {% endif %}"
 THINKS += "{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -171,7 +171,7 @@ def test_continuations():
             )
             assert document.ids.tolist() == alone[0].tolist() and document.supervised[start:].all()
             assert len(document.ids) == start + 5 or int(document.ids[-1]) == eos
-        with mock.patch("spec_compile.train.on_policy.CACHE", 1):
+        with mock.patch("spec_compile.train.corpus.CACHE", 1):
             apart = continue_documents(model, documents, 10, 0, {**options, "eos_token_id": eos})
         for one, document in zip(apart, found):  # by itself, each goes on to the whole length
             assert one.ids[: len(document.ids)].tolist() == document.ids.tolist()
@@ -197,7 +197,7 @@ def test_answers_are_transformers_own(nodes):
 
     with (
         mock.patch.object(SpeculativeMixin, "generate", ours),
-        mock.patch.multiple("spec_compile.train.on_policy", ROWS={"cpu": 3}, NODES={"cpu": nodes}),
+        mock.patch.multiple("spec_compile.train.corpus", ROWS={"cpu": 3}, NODES={"cpu": nodes}),
     ):
         answers = continue_documents(model, unanswered(), 64, 0, options, lines.append)
     theirs = [model.generate(document.ids[None].long(), **options)[0].tolist() for document in unanswered()]
@@ -214,7 +214,7 @@ def test_answers_of_a_model_that_cannot_be_made_fast(recwarn):
     assert not [w for w in recwarn if "on_policy" in str(w.message)]
     for error in (UnsupportedModelError("model: no"), RuntimeError("a step cannot be captured: no")):
         with (
-            mock.patch("spec_compile.train.on_policy.speculate", side_effect=error),
+            mock.patch("spec_compile.train.corpus.speculate", side_effect=error),
             pytest.warns(UserWarning, match="on_policy: transformers' own generate.. writes the answers.*no$"),
         ):
             theirs = continue_documents(target(), unanswered(), 64, 0, options)
@@ -254,7 +254,7 @@ def test_answers_on_a_gpu(recwarn):
     model = models.ADMITTED["llama"]().to("cuda")
     options = dict(max_new_tokens=40, do_sample=False, pad_token_id=0)
     documents = unanswered(4) * 5
-    with mock.patch("spec_compile.train.on_policy.ROWS", {"cuda": 16}):
+    with mock.patch("spec_compile.train.corpus.ROWS", {"cuda": 16}):
         answers = continue_documents(model, documents, 256, 0, options)
     assert not [w for w in recwarn if "on_policy" in str(w.message)]
     for document, answer in zip(documents[:4], answers):

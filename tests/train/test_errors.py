@@ -23,7 +23,7 @@ from trainings import (
 from spec_compile.__main__ import main
 from spec_compile.errors import UnsupportedModelError
 from spec_compile.train import save
-from spec_compile.train.read import read
+from spec_compile.train.data import read
 
 
 @pytest.mark.parametrize(

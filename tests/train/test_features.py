@@ -14,8 +14,8 @@ from trainings import (
 
 from spec_compile.passes.tap_hidden_states import FINAL
 from spec_compile.train import data as texts
+from spec_compile.train.data import read
 from spec_compile.train.features import TargetFeatures
-from spec_compile.train.read import read
 
 
 def hooks(model):

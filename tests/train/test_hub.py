@@ -14,7 +14,7 @@ from transformers import dynamic_module_utils
 
 from spec_compile.__main__ import main
 from spec_compile.capture.watch import KEPT
-from spec_compile.train import hub
+from spec_compile.train import save as hub
 
 NAME = "user/head"
 STEPS = ["--steps", "1", "--options", '{"batch_size": 1, "sequence_length": 64}']

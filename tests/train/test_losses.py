@@ -112,7 +112,7 @@ def test_causal_is_the_op(window, softcap, sinks):
 
 
 @given(st.integers(1, 9), st.integers(2, 12), st.booleans(), st.integers(0, 99))
-def test_soft_cross_entropy(rows, words, frozen, seed):
+def test_cross_entropy(rows, words, frozen, seed):
     """Several rows have one teacher, whose logits are made once in a block."""
     states, weight, known, weights = tensors([(rows, 5), (words, 5), (rows, words), (rows,)], seed)
     teachers = torch.randint(rows, (rows,), generator=torch.Generator().manual_seed(seed)).sort().values
@@ -125,7 +125,7 @@ def test_soft_cross_entropy(rows, words, frozen, seed):
     if frozen:
         weight = weight.detach()
     with mock.patch.dict(loss.LOGITS, cpu=3 * words):
-        got = loss.soft_cross_entropy(states, weight, teachers, logits, weights.detach())
+        got = loss.distil_all([(states, weight)], teachers, logits, weights.detach()).loss
     assert asked == [sorted({*teachers[i : i + 3].tolist()}) for i in range(0, rows, 3)]
     slow = -sum(
         weights[r].detach() * (teacher[r].detach().softmax(-1) @ (weight @ states[r]).log_softmax(-1))
@@ -141,7 +141,7 @@ def test_the_loss_is_exact_in_mixed_precision():
     states, weight, teacher = tensors([(600, 8), (50, 8), (600, 50)], dtype=torch.float32)
     weights = torch.full((600,), 1 / 600)
     with torch.autocast("cpu", torch.bfloat16):
-        got = loss.soft_cross_entropy(states, weight, torch.arange(600), teacher.detach().__getitem__, weights)
+        got = loss.distil_all([(states, weight)], torch.arange(600), teacher.detach().__getitem__, weights).loss
     shares = (states.bfloat16() @ weight.bfloat16().t()).float().log_softmax(-1)
     assert got.dtype == torch.float32
     assert got.item() == pytest.approx(-(teacher.softmax(-1) * shares).sum(-1).mean().item(), rel=1e-5)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from spec_compile.train.muon import Muon, matrices_of, orthogonalised
+from spec_compile.train.updates import Muon, matrices_of, orthogonalised
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -22,8 +22,7 @@ from spec_compile.drafters.modules.mtp import MtpHead, block_config
 from spec_compile.drafting import DraftPlan
 from spec_compile.passes.tap_hidden_states import FINAL
 from spec_compile.train import online as module
-from spec_compile.train.ring import Ring
-from spec_compile.train.twin import copy_weights, draft_of, make_twin
+from spec_compile.train.online import Ring, copy_weights, draft_of, make_twin
 from spec_compile.train.updates import Updates
 
 OWN = dict(eos_token_id=None, pad_token_id=0)
@@ -298,7 +297,7 @@ def test_the_server_learns_if_it_is_told_to(monkeypatch):
     server = SimpleNamespace(models=SimpleNamespace(the_one=SimpleNamespace(model=fast)))
     runner = SimpleNamespace(run=lambda: None, has_failed=False)
     monkeypatch.setattr("spec_compile.serve.server.build", lambda *given, **flags: server)
-    monkeypatch.setattr("spec_compile.serve.drain.Runner", lambda server, grace, **door: runner)
+    monkeypatch.setattr("spec_compile.serve.runner.Runner", lambda server, grace, **door: runner)
     assert main(["serve", "MODEL"]) == 0 and fast.speculation.online is None
     assert main(["serve", "MODEL", "--online-training", '{"share": 0.5}']) == 2
     assert main(["serve", "MODEL", "--train-while-serving", "--online-training", '{"share": 0.05}']) == 0

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from position_weights import slow_weights
 
-from spec_compile.train import loss, positions
-from spec_compile.train.positions import FIXED, NAMES, PositionWeights
+from spec_compile.train import loss
+from spec_compile.train import loss as positions
+from spec_compile.train.loss import FIXED, NAMES, PositionWeights
 
 OPEN = [name for name in NAMES if name != FIXED]
 ROWS = st.lists(st.lists(st.tuples(*[st.floats(0.05, 1.0)] * 2, st.booleans(), st.booleans()), max_size=5), max_size=6)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from spec_compile.drafters.checkpoints.target import Target
-from spec_compile.train import TRAINERS, capture
+from spec_compile.train import TRAINERS
 from spec_compile.train import data as texts
+from spec_compile.train import features as module
 from spec_compile.train.attention import join, join_backward
 from spec_compile.train.features import TargetFeatures
 from spec_compile.train.options import TrainingOptions
@@ -127,7 +128,7 @@ def test_a_captured_rollout_is_the_rollout(monkeypatch, algo, dtype):
 
         return replay, None
 
-    monkeypatch.setattr(capture, "record", record)
+    monkeypatch.setattr(module, "record", record)
     captured, state = train(algo, "cpu", dtype, captures=True), torch.get_rng_state()
     assert replays == [3, 3, 3, 3, 2, 2] and captured[2]._rows._graphs.captures
     compare_trainings(captured, train(algo, "cpu", dtype, captures=False), 0)
@@ -138,7 +139,7 @@ def test_a_rollout_that_cannot_be_captured(monkeypatch):
     """It warns once, and goes on as if nothing had been tried; so it does if the backward alone fails."""
     plain = train("eagle3", "cpu", torch.float32, captures=False)
     for works in ([], [(lambda: None, None)]):
-        monkeypatch.setattr(capture, "record", mock.Mock(side_effect=[*works, RuntimeError("it waits")]))
+        monkeypatch.setattr(module, "record", mock.Mock(side_effect=[*works, RuntimeError("it waits")]))
         with pytest.warns(UserWarning, match="Eagle3Head cannot be captured.*slower: it waits") as caught:
             failed = train("eagle3", "cpu", torch.float32, captures=True)
         assert len(caught) == 1 and not failed[2]._rows._graphs.captures
@@ -172,7 +173,7 @@ def test_a_rollout_that_waits_on_a_gpu(monkeypatch, noticed):
 
     monkeypatch.setattr(HeadTrainer, "_normed", waits)
     if not noticed:
-        monkeypatch.setattr(capture, "waiting_refused", contextlib.nullcontext)
+        monkeypatch.setattr(module, "waiting_refused", contextlib.nullcontext)
     stream = torch.cuda.current_stream()
     with pytest.warns(UserWarning, match="Eagle3Head cannot be captured"):
         failed = train("eagle3", "cuda", torch.bfloat16, captures=True)

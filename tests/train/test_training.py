@@ -38,13 +38,13 @@ from spec_compile.train import data as texts
 from spec_compile.train.attention import Rollout
 from spec_compile.train.blocks import Blocks
 from spec_compile.train.corpus import cut_all, read_all
+from spec_compile.train.data import read
 from spec_compile.train.dflash import default_taps as block_taps
-from spec_compile.train.eagle3 import default_taps, published_layer_ids
 from spec_compile.train.features import TargetFeatures
+from spec_compile.train.heads import default_taps, published_layer_ids
+from spec_compile.train.loop import Printer, Progress, clock
 from spec_compile.train.loss import likeliest
 from spec_compile.train.options import TrainingOptions
-from spec_compile.train.progress import Printer, Progress, clock
-from spec_compile.train.read import read
 
 # Whole trainings
 

@@ -12,9 +12,9 @@ import torch
 
 from spec_compile import train_draft
 from spec_compile.__main__ import main
-from spec_compile.train import loop, progress
-from spec_compile.train.interrupts import Interrupts
-from spec_compile.train.progress import Printer
+from spec_compile.train import loop
+from spec_compile.train import loop as progress
+from spec_compile.train.loop import Interrupts, Printer
 from spec_compile.train.save import CURVE, STATE
 
 CODER = "examples/tiny_coder"

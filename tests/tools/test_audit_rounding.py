@@ -8,8 +8,7 @@ import torch
 from models import ADMITTED, prompts
 
 import spec_compile
-from spec_compile.tools.audit_report import Report
-from spec_compile.tools.rounding import compare_rounding
+from spec_compile.tools.audit_report import Report, compare_rounding
 
 ROWS = [row[0].view(1, -1) for row in prompts()[0][:2]]
 OPTIONS = {"max_new_tokens": 8, "pad_token_id": 0, "do_sample": False}

@@ -5,17 +5,16 @@ Every answer is compared, token for token, with the one that ``generate()`` give
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, cycle, islice
+from itertools import chain, cycle, islice, zip_longest
 from typing import Any
 
 import torch
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from ..capture.yardstick import first_unequal
 from ..passes.row_invariance import variant_parts
 
 PREFIX = 600
@@ -25,6 +24,11 @@ MOST_ROWS = 64
 CANCEL_AFTER = 0.02
 """Most seconds after which a request is cancelled."""
 AGAIN = "by themselves, in another order"
+
+
+def parting(ours: list, theirs: list) -> int | None:
+    """The position at which two answers part, or at which the shorter one ends; None if they are equal."""
+    return next((n for n, (a, b) in enumerate(zip_longest(ours, theirs)) if a != b), None)
 
 
 @dataclass(frozen=True)
@@ -76,9 +80,7 @@ class Manner:
         if ours == expected:  # guard: other-answers
             self.equal += 1
         else:
-            position = first_unequal(ours, expected)
-            position = min(len(ours), len(expected)) if position is None else position
-            self.first_differences = sorted([*self.first_differences, position])
+            self.first_differences = sorted([*self.first_differences, parting(ours, expected)])
 
 
 def promises(fast: Any) -> bool:
@@ -96,90 +98,70 @@ class InManyWays:
     """
 
     def __init__(self, fast: Any, prompts: list[list[int]], options: dict[str, Any], seed: int | None = None):
-        self.fast, self._options, self._is_drawn = fast, dict(options), seed is not None
-        self._is_promised = promises(fast)
-        self._new_tokens = self._options.pop("max_new_tokens")
-        room = fast.speculation.engine.runtime.capacity(MOST_ROWS) - max(map(len, prompts)) - self._new_tokens - 1
-        prefix = [*islice(cycle(chain(*prompts)), min(PREFIX, max(room, 0)))]
+        self.fast, self._options = fast, options | {"do_sample": seed is not None}
+        new_tokens = self._options.pop("max_new_tokens")
+        self._manner = partial(Manner, drawn=seed is not None, promised=promises(fast))
         self._random = random.Random(len(prompts))
-        self._asked = [self._ask(prompt, seed, number) for number, prompt in enumerate(prompts)]
-        self._prefixed = [self._ask(prefix + prompt, seed, number) for number, prompt in enumerate(prompts)]
+        room = fast.speculation.engine.runtime.capacity(MOST_ROWS) - max(map(len, prompts)) - new_tokens - 1
+        prefix = [*islice(cycle(chain(*prompts)), min(PREFIX, max(room, 0)))]
+        self._asked, self._prefixed = (
+            [Asked(begin + ids, new_tokens, None if seed is None else seed + n) for n, ids in enumerate(prompts)]
+            for begin in ([], prefix)
+        )
 
-    def run(self, batches: list[int], tell: Callable[[Manner], None] = lambda _: None) -> list[Manner]:
-        """Every way, those of a batch in batches of so many rows each. tell: called with each as soon as it is done."""
-        self._expected = [self._generate(asked) for asked in self._asked]
-        manners = [self._manner(AGAIN)]
-        for number in self._shuffled():
-            manners[0].compare(self._generate(self._asked[number]), self._expected[number])
-        tell(manners[0])
-        prefixed = [self._generate(asked) for asked in self._prefixed]
+    def run(self, batches: list[int]) -> Iterator[Manner]:
+        """Every way, as soon as it is done. batches: rows of each manager that is asked."""
+        # Each request by itself: these answers are expected of all other ways.
+        expected, prefixed = ([self._generate(asked) for asked in each] for each in (self._asked, self._prefixed))
+        pairs = [*zip(self._asked, expected)]
+        again = self._manner(AGAIN)
+        for asked, answer in self._shuffled(pairs):
+            again.compare(self._generate(asked), answer)
+        yield again
         for rows in dict.fromkeys(batches):
             with self._managed(rows) as manager:
-                for manner in self._in_batches(partial(self._answer, manager), prefixed):
-                    manner.name += f", {rows} rows"
-                    tell(manner)
-                    manners.append(manner)
+                for name, some, cancelled in (
+                    ("together", pairs, 0),
+                    ("the same prompts again", pairs, 0),
+                    ("with half of their answers", [*_continued(pairs)], 0),
+                    ("after a common prefix", [*zip(self._prefixed, prefixed)], 0),
+                    ("among cancelled requests", pairs, len(pairs)),
+                ):
+                    # Draws count from the beginning of an answer, so one that is drawn is not continued.
+                    if not (again.drawn and "half" in name):
+                        yield self._compare(f"{name}, {rows} rows", self._shuffled(some), manager, cancelled)
         if not self.fast.speculation.engine.runtime.verify.clamps_prompts:
-            manners.append(self._compare_scores())
-            tell(manners[-1])
-        return manners
+            yield self._compare_scores()
 
     def _compare_scores(self) -> Manner:
         """Log-probabilities that answers had, next to those of `Speculation.score`."""
-        manner = self._manner("log-probabilities by score()")
-        options = self._options | {"do_sample": self._is_drawn, "max_new_tokens": self._new_tokens}
-        prompts = [asked.prompt for asked in self._asked]
+        manner, prompts = self._manner("log-probabilities by score()"), [asked.prompt for asked in self._asked]
+        options = self._options | {"max_new_tokens": self._asked[0].new_tokens}
         outputs = [*self.fast.generate_batch(prompts, warmup=False, logprobs=0, **options).values()]
         texts = [output.prompt_ids + output.generated_tokens for output in outputs]
         for output, scores in zip(outputs, self.fast.speculation.score(texts), strict=True):
             manner.compare(scores[len(output.prompt_ids) - 1 :].tolist(), output.logprobs)
         return manner
 
-    def _in_batches(self, answer: Callable[..., list], prefixed: list[list[int]]) -> Iterator[Manner]:
-        """The ways of one manager. answer: see `_answer`. prefixed: the answers with a prefix, each by itself."""
-        pairs = [*zip(self._asked, self._expected)]
-        yield self._compare("together", pairs, answer)
-        yield self._compare("the same prompts again", pairs, answer)
-        if not self._is_drawn:  # draws count from the beginning of an answer
-            yield self._compare("with half of their answers", [*self._continued(pairs)], answer)
-        yield self._compare("after a common prefix", [*zip(self._prefixed, prefixed)], answer)
-        yield self._compare("among cancelled requests", pairs, partial(answer, cancelled=len(pairs)))
-
-    def _compare(self, name: str, pairs: list[tuple[Asked, list[int]]], answer: Callable[..., list]) -> Manner:
-        """Ask in random order. pairs: requests, and the answers that are expected."""
-        manner, order = self._manner(name), self._random.sample(pairs, len(pairs))
-        for output, (_, expected) in zip(answer([asked for asked, _ in order]), order, strict=True):
+    def _compare(self, name: str, pairs: list[tuple[Asked, list[int]]], manager: Any, cancelled: int) -> Manner:
+        """Ask a manager. pairs: requests, and the answers that are expected. cancelled: see `_answer`."""
+        manner = self._manner(name)
+        for output, (_, expected) in zip(self._answer(manager, [each for each, _ in pairs], cancelled), pairs):
             if output.error is not None:
                 raise RuntimeError(f"{name}: {output.error}")
             manner.compare(output.generated_tokens, expected)
             manner.reused += output.speculation.reused_prompt_tokens
         return manner
 
-    def _manner(self, name: str) -> Manner:
-        return Manner(name, self._is_drawn, self._is_promised)
-
-    def _ask(self, prompt: list[int], seed: int | None, number: int) -> Asked:
-        return Asked(prompt, self._new_tokens, None if seed is None else seed + number)
-
-    def _shuffled(self) -> list[int]:
-        return self._random.sample(range(len(self._asked)), len(self._asked))
-
-    def _continued(self, pairs: list[tuple[Asked, list[int]]]) -> Iterator[tuple[Asked, list[int]]]:
-        """Each prompt with the first half of its answer, and the other half.
-
-        The prompt [5, 8] with the answer [3, 9, 2] gives [5, 8, 3] and [9, 2].
-        """
-        for asked, tokens in pairs:
-            half = len(tokens) // 2
-            if half:
-                yield Asked(asked.prompt + tokens[:half], asked.new_tokens - half, asked.seed), tokens[half:]
+    def _shuffled(self, pairs: list) -> list:
+        return self._random.sample(pairs, len(pairs))
 
     def _generate(self, asked: Asked) -> list[int]:
         """The answer of ``generate()`` to one request."""
         ids = torch.tensor([asked.prompt], device=self.fast.device)
-        options = self._options | {"do_sample": self._is_drawn, "max_new_tokens": asked.new_tokens}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(asked.seed or 0)
+            options = self._options | {"max_new_tokens": asked.new_tokens}
             out = self.fast.generate(ids, attention_mask=torch.ones_like(ids), **options)
         return out[0, ids.shape[1] :].tolist()
 
@@ -201,7 +183,7 @@ class InManyWays:
         cancelled: others that come between them, with a prompt each that is one of theirs turned round, and are
         cancelled a moment later.
         """
-        names, options = list[str](), self._options | {"do_sample": self._is_drawn}
+        names, options = list[str](), dict(self._options)
         if options.get("eos_token_id", 0) is None:
             options["eos_token_id"] = -1  # of a request, None leaves it to the config
         for number, each in enumerate(asked):
@@ -221,3 +203,14 @@ class InManyWays:
                 open_names.remove(output.request_id)
                 outputs[output.request_id] = output
         return [outputs[name] for name in names]
+
+
+def _continued(pairs: list[tuple[Asked, list[int]]]) -> Iterator[tuple[Asked, list[int]]]:
+    """Each prompt with the first half of its answer, and the other half.
+
+    The prompt [5, 8] with the answer [3, 9, 2] gives [5, 8, 3] and [9, 2].
+    """
+    for asked, tokens in pairs:
+        half = len(tokens) // 2
+        if half:
+            yield Asked(asked.prompt + tokens[:half], asked.new_tokens - half, asked.seed), tokens[half:]
