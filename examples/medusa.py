@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from spec_compile import speculate
 from spec_compile.config import Options
 from spec_compile.drafters import ALGORITHMS, Entry
-from spec_compile.drafters.hidden_states import keep_row, tapped_states
-from spec_compile.drafters.trees.block import BlockTree
-from spec_compile.drafters.trees.propose import propose_block
+from spec_compile.drafters.shared_draft import keep_row, tapped_states
+from spec_compile.drafters.trees.propose import BlockProposer
 from spec_compile.drafting import Algorithm, Drafter, DraftPlan
 from spec_compile.passes.tap_hidden_states import FINAL
 
@@ -52,19 +51,19 @@ class MedusaOptions(Options):
 class Medusa(Algorithm):
     def __init__(self, model, options: MedusaOptions):
         self.draft_module, nodes = options.draft, options.num_draft_tokens
-        self.tree = BlockTree(len(options.draft.blocks), options.topk, nodes).to(model.device)
+        self.trees = BlockProposer(len(options.draft.blocks), options.topk, nodes, draws=False).to(model.device)
         self.plan = DraftPlan(nodes, taps=(FINAL,))  # every tree has so many nodes; features[0] are the last states
 
     def drafter(self, batch, slots):
-        return MedusaDrafter(self.draft_module, self.tree, batch)
+        return MedusaDrafter(self.draft_module, self.trees, batch)
 
 
 class MedusaDrafter(Drafter):
     """Keeps the hidden state that predicted the last committed token."""
 
-    def __init__(self, heads: MedusaHeads, tree: BlockTree, batch: int):
+    def __init__(self, heads: MedusaHeads, trees: BlockProposer, batch: int):
         super().__init__()
-        self.heads, self.tree = heads, tree
+        self.heads, self.trees = heads, trees
         self.register_buffer("hidden", heads.output.new_zeros(batch, heads.output.shape[1]))
 
     def prefill(self, state, ids, positions, features, max_kv_len):
@@ -76,7 +75,7 @@ class MedusaDrafter(Drafter):
         keep_row(self.hidden, features[0], last, state.lengths > begin)
 
     def propose(self, state, max_kv_len):
-        propose_block(state, self.tree, self.heads(self.hidden.clone()))
+        self.trees.propose(state, self.heads(self.hidden.clone()))
 
 
 ALGORITHMS["medusa"] = Entry(MedusaOptions, Medusa)

@@ -41,6 +41,7 @@ from .graph import ModelGraph
 from .kernels.cpu import fit_threads
 from .ngram import NgramStore
 from .parallel.start import find_ranks
+from .registry import load_contrib
 from .report.explain import Accounts
 from .runtime.background import compiles_at_once
 from .runtime.served import ServedEngine
@@ -110,6 +111,7 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
     return fast
 
 
+load_contrib()  # before its algorithms are described
 speculate.__doc__ = f"{inspect.cleandoc(speculate.__doc__ or '')}\n\n{describe_options()}\n"
 
 

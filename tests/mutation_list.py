@@ -140,7 +140,7 @@ GUARDS = [
         ("other-wrappers", NEVER, "runtime/test_tiers.py -k another_wrapper"),
         ("drafts-earn", ALWAYS, "runtime/test_step_back.py -k test_drafts_that_are_never"),
         # drafters
-        ("another-tokenizer", "ids = tokens", "drafters/test_vocab_mapping.py -k accepts_everything"),
+        ("another-tokenizer", "ids = tokens", "contrib/test_two_tokenizers.py -k accepts_everything"),
         ("drafted-twice", FIRST, "drafters/test_union.py -k test_merged_trees"),
         ("seam-of-rounds", LESS, "drafters/test_mtp_modules.py -k token_k"),
         ("yarn", NEVER, "drafters/test_draft_block.py -k 'formulas and eagle3_mla'"),

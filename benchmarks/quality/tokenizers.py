@@ -36,7 +36,7 @@ from benchmarks.common import (
     show,
     stamp,
 )
-from spec_compile.drafters.vocab_mapping import CommonTokens
+from spec_compile.contrib.two_tokenizers import CommonTokens
 
 JOINED = dict(num_steps=3, topk=3, num_draft_tokens=16, ngram=True)
 OURS = {

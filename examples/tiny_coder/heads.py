@@ -129,8 +129,8 @@ def answer(path: Path, prompts: list[str], device: str, new: int) -> list[str]:
     """The greedy answers, the end of the text included."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from spec_compile.train.data import Document
     from spec_compile.train.corpus import continue_documents
+    from spec_compile.train.data import Document
 
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype="bfloat16" if device == "cuda" else "float32").to(device)

@@ -25,12 +25,12 @@ from .checks import (
     cached,
     compare_tree,
     on_some_text,
+    own_forward,
     random_ids,
     reaches,
     tree_logits,
 )
 from .float32 import full_precision
-from .modules.indexed import earlier_of_equal
 from .quantised import embedded_tokens, output_matrix, with_plain_meaning
 from .yardstick import compare_logits, compare_rounding, exact_logits, has_half, in_float32_if_possible
 
@@ -43,10 +43,6 @@ PADDING = 7
 PATH = [0, 2, 5, 8]
 """Nodes of a path from the root of `PARENTS`, as many as `STEPS`."""
 GENERATE = "the model's own generate(), over its cache,"
-TIES = (
-    "%s has indexers whose scores are often equal, as with few heads: the earlier token is chosen here, and any by "
-    "transformers, so that its tokens may differ, also between its own prompts and single steps"
-)
 ANY, UNPADDED, SINGLE = "any", "without padding", "of one row"
 """Batches in which `generate` gives every row the answer of its text."""
 
@@ -71,15 +67,15 @@ def check_generation(
     generates = _forward_logits if overridden else _generated_logits
 
     def check(*padding: int) -> None:
-        with earlier_of_equal(graph) as choices:
+        with own_forward(graph) as ties:
             if not overridden:
                 short_text = partial(random_ids, graph, len(padding), short)
                 on_some_text(graph, lambda seed: _compare_steps(model, graph, short_text(seed), padding))
             if far_reaches and long > PADDING + STEPS:  # guard: windows-are-crossed
                 far = partial(_compare_far, model, graph, (prefill, verify), generates, long, padding[-1])
                 on_some_text(graph, far)
-        if choices.has_changed:
-            log.warning(TIES, type(model).__name__)
+        for warning in (tie.warning for tie in ties if tie.warning):
+            log.warning("%s %s", type(model).__name__, warning)
 
     for batches, padding in ((ANY, (0, PADDING)), (UNPADDED, (0, 0))):
         if short > max(padding) + 1:

@@ -10,9 +10,11 @@ So a difference in 16 bits on one text proves nothing, nor does any in a mixture
 differs on each of several texts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +27,6 @@ from ..kernels.recurrence.kinds import BLOCK
 from ..kernels.together import compile_together
 from ..tree import ancestry
 from .float32 import in_float32
-from .modules.indexed import earlier_of_equal
 from .quantised import with_plain_meaning
 from .yardstick import (
     DistantLogits,
@@ -51,6 +52,16 @@ PREFIX = 8
 """Tokens before that tree."""
 CAPTURE = "the captured graph"
 TREE = "the tree attention of the rewritten graph"
+TIES: list[Callable[[ModelGraph], AbstractContextManager[Any]]] = []
+"""Contexts in which the model's own forward decides between equal numbers as its graph does; `contrib` adds some. Each
+gives an object whose `warning` is for the user; it is empty if nothing was decided otherwise."""
+
+
+@contextmanager
+def own_forward(graph: ModelGraph) -> Iterator[list[Any]]:
+    """All contexts of `TIES`; yields their objects."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(context(graph)) for context in TIES]
 
 
 @torch.no_grad()
@@ -93,7 +104,7 @@ def check_capture(model: PreTrainedModel, graph: ModelGraph) -> None:
             compare_logits(name, CAPTURE, exact, wide)
         compare_rounding(name, CAPTURE, ours, plain, exact)
 
-    with earlier_of_equal(graph):
+    with own_forward(graph):
         on_some_text(graph, check)
 
 

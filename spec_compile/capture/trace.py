@@ -1,7 +1,9 @@
 """Capture: one cache-free trace of a Hugging Face causal LM, with one marker node per attention layer."""
 
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -19,7 +21,8 @@ from .adapters import twin as copied
 from .experts import marked_experts
 from .kinds import UnlikeLayersError, copy_of, repeats_of
 from .layers import check_layers
-from .modules import MODULES, connect, indexed
+from .modules import MODULES, connect
+from .modules.attention import UNREAD
 from .quantised import QuantisedLinear, embedded_tokens, mark, marked_fake_twin, output_matrix
 from .repeat import repeat
 from .sharded import bind, is_sharded
@@ -35,6 +38,8 @@ HARMLESS = {
     "logits_to_keep",
     "is_causal",
 }
+FACTS: dict[str, Callable[[fx.GraphModule], Any]] = {}
+"""Further attributes of a `ModelGraph`, each with the function that reads it from the trace; `contrib` adds some."""
 
 
 class _Attention:
@@ -53,7 +58,7 @@ class _Attention:
             raise UnsupportedModelError(
                 f"model: {type(self.model).__name__} passes {', '.join(unknown)} to attention, which is unknown here"
             )
-        if attention_mask is not None and attention_mask is not indexed.UNREAD:
+        if attention_mask is not None and attention_mask is not UNREAD:
             raise UnsupportedModelError(f"model: {type(self.model).__name__} builds an attention mask of its own")
         if self.ignores_softcap:
             softcap = None
@@ -149,7 +154,7 @@ def capture_head(head: nn.Module, width: int | None = None) -> ModelGraph:
         gm = _trace(head, *arguments)
     markers = calls(gm, torch.ops.spec_compile.attention.default)
     layers = tuple(_layer(node) for node in markers)
-    return ModelGraph(gm, layers, 0, head.hidden_size, parameter.dtype, None, "", indexes=indexed.describe(gm))
+    return ModelGraph(gm, layers, 0, head.hidden_size, parameter.dtype, None, "", **_more_facts(gm))
 
 
 def _example(device: torch.device) -> tuple[Tensor, Tensor]:
@@ -197,12 +202,16 @@ def _describe(model: PreTrainedModel, gm: fx.GraphModule, limits: list[int]) -> 
         position_limit=min([getattr(config, "max_position_embeddings", tables[0]), *tables]) if tables else None,
         head_weight=names[0] if names else "",
         recurrences=recurrences.describe(gm),
-        indexes=indexed.describe(gm),
         clamps_prompts=bool(calls(gm, torch.ops.spec_compile.clamp_prompt.default)),
         shifts_positions=any(hasattr(module, "rope_deltas") for module in model.modules()),
         decoder_layers=config.num_hidden_layers,
         embedded=embedded_tokens(model),
+        **_more_facts(gm),
     )
+
+
+def _more_facts(gm: fx.GraphModule) -> dict[str, Any]:
+    return {name: describe(gm) for name, describe in FACTS.items()}
 
 
 def _depends_on(node: fx.Node, placeholder: str) -> bool:

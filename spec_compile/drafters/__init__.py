@@ -1,4 +1,4 @@
-"""Drafters, which propose trees. A new one is one file here and one entry in `ALGORITHMS`."""
+"""Drafters, which propose trees. A new one is one file and one entry in `ALGORITHMS`; `contrib` has more of them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,9 +9,10 @@ from transformers import PreTrainedModel
 from ..config import Options, describe
 from ..drafting import Algorithm
 from ..errors import did_you_mean
-from . import assistant, dflash, draft_model, heads, mtp_modules, ngram, p_eagle, pard, union
+from ..registry import load_plugins
+from . import assistant, dflash, draft_model, heads, mtp_modules, ngram, union
 from .checkpoints.dflash import drafts_blocks
-from .options import DraftOptions, ParallelOptions, UnionOptions
+from .options import DraftOptions, UnionOptions
 
 
 class Entry(NamedTuple):
@@ -33,15 +34,12 @@ ALGORITHMS = {
     "eagle3": Entry(heads.HeadOptions, partial(mtp_modules.build, "eagle3"), "an EAGLE-3 head"),
     "mtp": Entry(heads.NaiveOptions, partial(mtp_modules.build, "mtp")),
     "naive_eagle": Entry(heads.NaiveOptions, partial(mtp_modules.build, None)),
-    "p_eagle": Entry(p_eagle.ParallelHeadOptions, p_eagle.build, "a P-EAGLE head"),
-    "draft_model": Entry(draft_model.DraftModelOptions, draft_model.build, "a smaller model"),
-    "pard": Entry(ParallelOptions, pard.build, "a smaller model that was trained to draft in parallel"),
+    "draft_model": Entry(DraftOptions, draft_model.build, "a smaller model"),
     "dflash": Entry(dflash.DFlashOptions, dflash.build, "a DFlash draft"),
     "assistant": Entry(DraftOptions, assistant.build, "an assistant of a Gemma 4 or Muse Glimmer model"),
 }
 ALIASES = {
-    "lookahead": "ngram", "nextn": "mtp", "standalone": "draft_model", "peagle": "p_eagle",
-    **dict.fromkeys(("jetspec", "dflash2", "dspark", "domino"), "dflash"),
+    "lookahead": "ngram", "nextn": "mtp", "standalone": "draft_model",
 }  # fmt: skip
 
 
@@ -81,6 +79,8 @@ def parse_algorithm(algo: str, draft: Any = None) -> str:
     if not isinstance(algo, str):
         raise TypeError(f"algo: expected a string, got {type(algo).__name__}")
     name = algo.lower()
+    if name not in {*ALGORITHMS, *ALIASES}:
+        load_plugins()
     known = sorted({*ALGORITHMS, *ALIASES})
     if name not in known:
         raise ValueError(f"algo: expected one of {', '.join(known)}, got {algo!r}." + did_you_mean(name, known))

@@ -30,10 +30,9 @@ from ..runtime.steps.regions import compile_regions
 from ..tree import Accepted
 from .checkpoints.load import load_head
 from .draft_weights import DraftWeights
-from .hidden_states import keep_row
 from .modules.assistant import Assistant
 from .options import DraftOptions
-from .shared_draft import DraftHead
+from .shared_draft import DraftHead, keep_row
 from .trees.propose import propose_grown
 
 
@@ -164,7 +163,7 @@ class AssistantDrafter(Drafter):
     def _step(
         self, lengths, cache, max_kv_len, tokens, hidden, ancestors, depth, offset, wanted
     ) -> tuple[Tensor, Tensor]:
-        """See `trees.step.Step`; only the wanted rows are computed, because none reads another."""
+        """See `trees.grow.Step`; only the wanted rows are computed, because none reads another."""
         tokens, hidden = tokens[:, -wanted:].contiguous(), hidden[:, -wanted:].contiguous()
         positions = lengths[:, None].expand_as(tokens).contiguous()
         layers, score = self._parts(wanted)

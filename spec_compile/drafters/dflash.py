@@ -30,8 +30,6 @@ from .draft_weights import DraftWeights
 from .modules.dflash import ContextProjection, DFlashDraft
 from .options import ModuleOptions
 from .shared_draft import choose_ranks
-from .trees.linked import LinkedBlockProposer
-from .trees.propose import BlockProposer
 from .window import WindowOptions
 
 
@@ -90,11 +88,7 @@ class DFlash(Algorithm):
         self.plan = DraftPlan(nodes, draft.taps, self.block_size, options.draws)
         self.longest = options.longest(min(nodes, self.block_size - draft.first + 1))
         how = self.block_size - draft.first, options.topk, nodes, options.draws, options.score_temperature
-        self.proposer: LinkedBlockProposer | BlockProposer = (
-            BlockProposer(*how).to(draft.embedding.device)
-            if draft.transition is None
-            else LinkedBlockProposer(draft, *how)
-        )
+        self.proposer = draft.proposer(*how)
 
         def causal_layers(graph: ModelGraph, settings: passes.Settings) -> str:
             return restrict_to_causal(graph, draft.causal)
@@ -173,12 +167,8 @@ class DFlashDrafter(Drafter):
         return self.block(ids, positions, lengths, everything, cache, max_kv_len)
 
     def propose(self, state: State, max_kv_len: int) -> None:
-        logits, *normed = self.output(state.tree_tokens[:, 0].clone(), state.lengths.clone(), max_kv_len)
-        if self.draft.transition is not None:
-            return self.proposer.propose(state, logits, *normed)
-        first = self.draft.first
-        predicted = self.draft.log_confidence(normed[0][:, first:]) if normed else None
-        self.proposer.propose(state, logits, first, self.draft.draft_to_target, predicted)
+        output = self.output(state.tree_tokens[:, 0].clone(), state.lengths.clone(), max_kv_len)
+        self.draft.propose(self.proposer, state, *output)
 
 
 def build(model: PreTrainedModel, options: DFlashOptions) -> DFlash:

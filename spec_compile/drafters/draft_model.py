@@ -1,15 +1,15 @@
-"""A standalone draft model: a smaller causal LM, of the same tokenizer or of another one (`vocab_mapping`).
+"""A standalone draft model: a smaller causal LM with the tokenizer of its target.
 
 Its cache has the target's slots. Every draft begins with the tokens before the root that its cache may lack: after full
 acceptance the last draft was never fed, and the accepted path of a tree lies scattered.
 """
 
-from dataclasses import dataclass
+import math
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .. import passes
@@ -31,33 +31,41 @@ from .draft_weights import DraftWeights
 from .options import DraftOptions
 from .shared_draft import choose_ranks
 from .trees.propose import propose_grown
-from .vocab_mapping import CommonTokens, SameTokens, VocabMapping, common_tokens, load_tokenizer, to_device
 
 
-@dataclass(frozen=True)
-class DraftModelOptions(DraftOptions):
-    """Options of algo="draft_model".
+class SameTokens:
+    """A draft model's tokens, of vocabulary Vd, as its target's, of vocabulary V, if both have one tokenizer.
 
-    use_heterogeneous_vocab: the draft has a tokenizer of its own, so that it drafts the tokens that are in both
-        vocabularies. It goes without saying if a tokenizer is given.
-    tokenizer: the model's, an object, a folder or a name on the hub (default: that of the model's checkpoint).
-    assistant_tokenizer: the draft's (default: that of its checkpoint).
+    known: tokens that both have; each vocabulary may have padding besides.
+    embedded: tokens that the draft can read.
+    vocab_size: V.
     """
 
-    use_heterogeneous_vocab: bool = False
-    tokenizer: Any = None
-    assistant_tokenizer: Any = None
+    draft_to_target: Tensor | None = None
+    """[Vc] int64: the target's id of each column of `logits`, all different; None: column i is token i."""
+    share: float | None = None
+    """See `Algorithm.vocabulary_share`."""
 
-    @property
-    def has_two_tokenizers(self) -> bool:
-        """True if the draft has a tokenizer of its own."""
-        return self.use_heterogeneous_vocab or self.tokenizer is not None or self.assistant_tokenizer is not None
+    def __init__(self, known: int, embedded: int, vocab_size: int):
+        self.known, self.embedded, self.vocab_size = known, embedded, vocab_size
+
+    def read(self, ids: Tensor) -> Tensor:
+        """The draft's id that stands for each of the target's `ids`, both int64 of any shape."""
+        return ids.clamp(max=self.embedded - 1)
+
+    def logits(self, logits: Tensor) -> Tensor:
+        """[..., Vd] -> [..., Vc]."""
+        return F.pad(logits[..., : self.known], (0, self.vocab_size - self.known), value=-math.inf)
+
+    def explain(self) -> list[str]:
+        """Lines for ``explain()``."""
+        return []
 
 
 class DraftModel(Algorithm):
     """Drafts of one model, in trees as `schedule` says."""
 
-    def __init__(self, draft: PreTrainedModel, graph: ModelGraph, options: DraftOptions, mapping: VocabMapping):
+    def __init__(self, draft: PreTrainedModel, graph: ModelGraph, options: DraftOptions, mapping: SameTokens):
         """graph: of `draft`. mapping: of its tokens and the target's."""
         self.draft_module = draft
         self.schedule, self.mapping, self.vocabulary_share = options.schedule, mapping, mapping.share
@@ -136,7 +144,7 @@ class ModelDrafter(Drafter):
         propose_grown(state, self.schedule, self.draws, logits, logits[:, :1], step, to_target, nodes)
 
     def _step(self, lengths, max_kv_len, tokens, hidden, ancestors, depth, offset, wanted) -> tuple[Tensor, Tensor]:
-        """See `trees.step.Step`."""
+        """See `trees.grow.Step`."""
         rows = torch.arange(tokens.shape[1] - wanted, tokens.shape[1], device=tokens.device).expand(tokens.shape[0], -1)
         positions = lengths[:, None] + depth
         ids = self.mapping.read(tokens)  # guard: another-tokenizer
@@ -155,12 +163,11 @@ class ModelDrafter(Drafter):
         return positions if limit is None else positions.clamp(max=limit - 1)
 
 
-def build(model: PreTrainedModel, options: DraftModelOptions) -> DraftModel:
+def build(model: PreTrainedModel, options: DraftOptions) -> DraftModel:
     """The algorithm for `options.draft`: a model, a path or a name on the hub."""
     draft = open_draft(model, options)
-    mapping = map_two(model, draft, options) if options.has_two_tokenizers else None
     graph = capture_draft(model, draft, options)
-    return DraftModel(draft, graph, options, mapping or map_one(model, draft, graph))
+    return DraftModel(draft, graph, options, map_one(model, draft, graph))
 
 
 def open_draft(model: PreTrainedModel, options: DraftOptions) -> PreTrainedModel:
@@ -216,15 +223,6 @@ def map_one(model: PreTrainedModel, draft: PreTrainedModel, graph: ModelGraph) -
         )
     known = min(graph.common_tokens, target_vocab, vocabulary(model))
     return SameTokens(known, graph.embedded, vocabulary(model))
-
-
-def map_two(model: PreTrainedModel, draft: PreTrainedModel, options: DraftModelOptions) -> CommonTokens:
-    """The mapping of a draft and a model with a tokenizer each. ValueError or TypeError if one is missing, or if they
-    have too few tokens in common."""
-    tokenizer = load_tokenizer("tokenizer", options.tokenizer, model)
-    other = load_tokenizer("assistant_tokenizer", options.assistant_tokenizer, draft)
-    tokens = common_tokens(tokenizer, other, vocabulary(model), vocabulary(draft), options.topk)
-    return to_device(tokens, model.device)
 
 
 PADDING = 0.02

@@ -21,14 +21,12 @@ from ..kernels.ops import gather_rows
 from ..runtime.state import State
 from ..tree import Accepted
 from .draft_weights import DraftWeights
-from .hidden_states import keep_row
-from .modules.head import Head
+from .modules.eagle import Head
 from .options import DraftOptions
-from .shared_draft import DraftHead, choose_ranks
+from .shared_draft import DraftHead, choose_ranks, keep_row
+from .trees.grow import StaticTree, Step
 from .trees.propose import propose_grown
 from .trees.schedule import Schedule
-from .trees.static import StaticTree
-from .trees.step import Step
 from .window import Window, WindowOptions, write_back
 
 
@@ -165,7 +163,7 @@ class HeadDrafter(Drafter):
     def _step(
         self, lengths, cache, slots, max_kv_len, tokens, hidden, ancestors, depth, offset, wanted
     ) -> tuple[Tensor, Tensor]:
-        """See `trees.step.Step`. A node at depth d is the token of the pair at position lengths + d - 1."""
+        """See `trees.grow.Step`. A node at depth d is the token of the pair at position lengths + d - 1."""
         positions = lengths[:, None] + depth - 1
         hidden, normed = self.block(tokens, positions, hidden, slots + offset, ancestors, cache, max_kv_len)
         return hidden, self.logits(normed[:, -wanted:])

@@ -18,11 +18,10 @@ from ..kernels.ops import gather_rows
 from ..runtime.state import State
 from .checkpoints.load import load_head
 from .heads import HeadAlgorithm, HeadDrafter, HeadOptions
-from .hidden_states import keep_row
 from .modules.mtp import MtpHead
 from .self_check import best_reading
-from .shared_draft import DraftHead
-from .trees.step import Step
+from .shared_draft import DraftHead, keep_row
+from .trees.grow import Step
 
 
 class MtpModules(HeadAlgorithm):
@@ -149,7 +148,7 @@ class ModuleSteps:
     def __call__(
         self, tokens: Tensor, hidden: Tensor, ancestors: Tensor, depth: Tensor, offset: int, wanted: int
     ) -> tuple[Tensor, Tensor]:
-        """See `trees.step.Step`. The states are those of this module, not `hidden`."""
+        """See `trees.grow.Step`. The states are those of this module, not `hidden`."""
         self.number += 1
         drafter, number, given = self.drafter, self.number, tokens.shape[1]
         if offset:  # a chain, whose nodes were fed to the module before, not to this one

@@ -4,21 +4,13 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from ..config import Options, parse_options
-from ..errors import check_int
-from ..kernels.top_logits import MAX_K
-from ..tree import MAX_NODES
 from . import draft_weights
 from .ngram import NgramOptions
-from .trees.propose import BlockProposer
+from .trees.grow import StaticTree
 from .trees.schedule import Schedule
-from .trees.static import StaticTree
 
 COMMON = [field.name for field in fields(Options)]
-MAX_PARALLEL = 31
-"""Tokens drafted in one forward at most. As many tokens of the text may be fed again before them."""
 
 
 @dataclass(frozen=True)
@@ -148,45 +140,3 @@ class DraftOptions(ModuleOptions):
         """How the draft's trees grow; ValueError if the options contradict each other."""
         nodes = self.draft_nodes(Schedule(self.num_steps, self.topk).nodes)
         return Schedule(self.num_steps, self.topk, nodes, self.score_temperature)
-
-
-@dataclass(frozen=True)
-class ParallelOptions(DraftOptions):
-    """Options of the drafts that give all tokens of a chain in one forward.
-
-    num_draft_tokens: nodes verified, the root included (default: num_steps + 1).
-    num_steps: tokens drafted in one forward.
-    topk: tokens of each place that are looked at (1: a chain).
-    """
-
-    num_steps: int = 7
-
-    def __post_init__(self):
-        check_int("num_steps", self.num_steps, 1, MAX_PARALLEL, "tokens drafted in one forward")
-        check_int("topk", self.topk, 1, MAX_K, "tokens of each place that are looked at")
-        check_int("num_draft_tokens", self.nodes, 2, MAX_NODES, "nodes verified, the root included")
-        super().__post_init__()
-        if self.topk == 1 and self.nodes > self.num_steps + 1:
-            raise ValueError(
-                f"num_draft_tokens must be at most {self.num_steps + 1} = num_steps + 1 in a chain (topk 1), not "
-                f"{self.nodes}: lower it, or raise num_steps or topk"
-            )
-
-    @property
-    def schedule(self) -> Schedule:
-        """The chain of all tokens."""
-        return Schedule(self.num_steps, 1, None, self.score_temperature)
-
-    @property
-    def nodes(self) -> int:
-        """Nodes verified, the root included."""
-        return self.draft_nodes(self.num_steps + 1 if self.topk == 1 else MAX_NODES) or self.num_steps + 1
-
-    @property
-    def path(self) -> int:
-        """Nodes of an accepted path at most, the root included."""
-        return self.longest(min(self.nodes, self.num_steps + 1))
-
-    def proposer(self, device: torch.device) -> BlockProposer:
-        """Proposes trees of the tokens; ValueError if there are not as many nodes."""
-        return BlockProposer(self.num_steps, self.topk, self.nodes, self.draws, self.score_temperature).to(device)

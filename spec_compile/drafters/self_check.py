@@ -16,8 +16,8 @@ from ..capture.quantised import with_plain_meaning
 from ..compat import CACHE
 from ..config import Options
 from .draft_model import vocabulary
-from .hidden_states import tapped_states
-from .modules.head import Head
+from .modules.eagle import Head
+from .shared_draft import tapped_states
 
 TOKENS = 64
 """Length of each text, its two starting tokens included."""
@@ -60,35 +60,24 @@ def acceptance(model: PreTrainedModel, head: Head, ids: Tensor, drafts: int = 2)
 
     ids: [B, T] int64, T at least 3. drafts: 1, or 2, which also looks at the second draft after every STRIDE-th token.
     """
+    # The first draft: each slot pairs a state with the token after it, [B, T - 1, H].
     features, choices = tapped_states(model, head.taps, ids)
-    state, recycled, normed = _first(head, features, ids)
-    first = _share(head, normed, choices[:, 1:])
-    return (first,) if drafts == 1 else (first, _second(head, state, recycled, choices, ids))
-
-
-def _first(head: Head, features: list[Tensor], ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(state, recycled, normed), each [B, T - 1, H], of the slots that pair each state with the token after it."""
-    positions = torch.arange(ids.shape[1] - 1, device=ids.device).expand(ids.shape[0], -1)
+    (batch, size), device = ids.shape, ids.device
+    positions = torch.arange(size - 1, device=device)
     state = head.project([feature[:, :-1] for feature in features])
-    return state, *head(ids[:, 1:], positions, state)
-
-
-def _second(head: Head, state: Tensor, recycled: Tensor, choices: Tensor, ids: Tensor) -> float:
-    """How often the second draft is the target's choice [B, T].
-
-    state, recycled: [B, T - 1, H]; see `_first`.
-
-    The second draft follows the text, too, but its state is the head's own output. So each slot in which it is looked
-    at needs a sequence of its own, with the state of that slot replaced.
-    """
-    batch, slots, _ = state.shape
-    after = torch.arange(1, slots, STRIDE, device=ids.device)
+    recycled, normed = head(ids[:, 1:], positions.expand(batch, -1), state)
+    first = _share(head, normed, choices[:, 1:])
+    if drafts == 1:
+        return (first,)
+    # The second draft follows the text, too, but its state is the head's own output. So each slot in which it is looked
+    # at needs a sequence of its own, with the state of that slot replaced.
+    after = torch.arange(1, size - 1, STRIDE, device=device)
     copies = state.repeat_interleave(len(after), dim=0)
-    rows, after = torch.arange(len(copies), device=ids.device), after.repeat(batch)
+    rows, after = torch.arange(len(copies), device=device), after.repeat(batch)
     origin = rows // (len(copies) // batch)
     copies[rows, after] = recycled[origin, after - 1]
-    _, normed = head(ids[origin, 1:], torch.arange(slots, device=ids.device).expand(len(rows), -1), copies)
-    return _share(head, normed[rows, after], choices[origin, after + 1])
+    _, normed = head(ids[origin, 1:], positions.expand(len(rows), -1), copies)
+    return first, _share(head, normed[rows, after], choices[origin, after + 1])
 
 
 def _share(head: Head, normed: Tensor, choices: Tensor) -> float:

@@ -1,8 +1,7 @@
 """Unions: trees of a head's drafts and of n-grams' together, under one budget.
 
 The head drafts as it does without n-grams, and n-grams are matched as with algo="ngram", each up to the budget.
-`trees.merge` takes the drafts that are likeliest to be accepted, judged by the outcomes of earlier drafts
-(`trees.calibrate`).
+`trees.merge` takes the drafts that are likeliest to be accepted, judged by the outcomes of earlier drafts.
 """
 
 import dataclasses
@@ -17,8 +16,7 @@ from ..runtime.state import State
 from ..tree import Accepted
 from .ngram import Ngram
 from .options import UnionOptions
-from .trees.calibrate import CELLS, followed, learnt
-from .trees.merge import Drafts, SourceTrees, merge_drafts
+from .trees.merge import CELLS, Drafts, SourceTrees, followed, learnt, merge_drafts
 
 
 class Union(Algorithm):
@@ -32,7 +30,7 @@ class Union(Algorithm):
         self.graph, self.draft_module, self.store = head.graph, head.draft_module, ngram.store
         self.vocabulary_share = head.vocabulary_share
         self.counts = torch.zeros(2, CELLS, device=device)
-        """See `trees.calibrate`. All drafters share them, so every call goes on with what earlier calls have shown."""
+        """See `trees.merge`. All drafters share them, so every call goes on with what earlier calls have shown."""
 
     @property
     def stored(self) -> int:

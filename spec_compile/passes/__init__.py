@@ -27,7 +27,6 @@ from .select_logits import select_logits
 from .shard import shard
 from .tap_hidden_states import tap_hidden_states
 from .tidy import tidy
-from .use_indexes import use_indexes
 from .use_small_m_linears import use_small_m_linears
 from .use_states import use_states
 from .use_tree_attention import use_tree_attention
@@ -63,7 +62,7 @@ class Settings:
 
 
 PIPELINE = [
-    tidy, shard, merge_linears, tap_hidden_states, use_tree_attention, use_indexes, use_states, add_adapters,
+    tidy, shard, merge_linears, tap_hidden_states, use_tree_attention, use_states, add_adapters,
     select_logits, fuse_routers, use_small_m_linears, fuse_swiglu, fuse_rotary, fuse_qk_norms, fuse_gated_norms,
     fuse_l2_norms, fuse_norms, fuse_around, chain_products, order_sums, fuse_residuals,
     fuse_append,

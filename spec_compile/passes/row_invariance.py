@@ -16,7 +16,6 @@ from ..errors import UnsupportedModelError
 from ..graph import ModelGraph, attribute, calls, owner
 from ..kernels import HALF, experts, ops
 from ..kernels.attention.call import TARGETS
-from ..kernels.attention.choice import visible_to
 from ..kernels.attention.tail_tiles import tail_tiles
 from ..kernels.linear import LINEARS, PLAIN, QUANTISED, small_m, weight_of
 from ..kernels.recurrence import advance_or_look, clamp_in_prompt, launch, walk_of
@@ -52,8 +51,8 @@ KERNELS = {
     "spec_compile::row_sum",
 }
 """Kernels of ours in which a program takes a row, or that add up each element by itself."""
-FUNCTIONS = {operator.getitem, ops.gather_rows, tail_tiles, visible_to, walk_of, clamp_in_prompt}
-"""Functions that move or choose elements, or that compute each element by itself."""
+FUNCTIONS = {operator.getitem, ops.gather_rows, tail_tiles, walk_of, clamp_in_prompt}
+"""Functions that move or choose elements, or that compute each element by itself; `contrib` adds some."""
 PRODUCTS = {"addmm", "baddbmm", "bmm", "linear", "matmul", "mm"}
 
 

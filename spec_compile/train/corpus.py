@@ -11,8 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..api import speculate
-from ..drafters.checkpoints.files import load_pickled
-from ..drafters.checkpoints.target import Target
+from ..drafters.checkpoints.files import Target, load_pickled
 from ..errors import UnsupportedModelError
 from ..runtime import prefill_chunks as chunks
 from ..tree import MAX_NODES

@@ -7,12 +7,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from ..drafters.checkpoints.dflash_config import MARKOV
-from ..drafters.checkpoints.target import Target
-from ..drafters.modules.confidence import Confidence
+from ..contrib.linked.checkpoint import MARKOV
+from ..contrib.linked.draft import LinkedDraft
+from ..contrib.linked.transitions import Confidence, Domino
+from ..drafters.checkpoints.files import Target
 from ..drafters.modules.dflash import DFlashDraft
 from ..drafters.modules.layers import LayerKnobs
-from ..drafters.modules.transitions import Domino, Transition
 from ..passes.tap_hidden_states import FINAL
 from .blocks import BlockAttention, Blocks, BlockTrainer
 from .data import Batch, move
@@ -36,6 +36,7 @@ class DFlashTrainer(BlockTrainer):
     learning_rate = (2.4, 2e-3)
     default_block_size = 16
     architecture = "DFlashDraftModel"
+    draft_class = DFlashDraft
 
     def __init__(self, target: Target, options: TrainingOptions, counts: Tensor):
         self.target = target
@@ -48,11 +49,11 @@ class DFlashTrainer(BlockTrainer):
         knobs = LayerKnobs(num_layers=self.config.num_hidden_layers, qk_norm=True)
         embedding, output = target.embedding.detach(), target.head_weight.detach()
         with seeded(options.seed):
-            draft = DFlashDraft(
+            draft = self.draft_class(
                 self.config, embedding, output, taps, self.block_size, self.mask, knobs,
                 sample_from_anchor=self.first == 0, causal=(self.causal,) * knobs.num_layers,
             )  # fmt: skip
-            draft.transition, draft.confidence = self.link(options)
+            self.link(draft, options)
         self.module = as_master(draft, embedding).eval()
         self.taps, self.steps = (*taps, FINAL), self.block_size - self.first
 
@@ -65,9 +66,8 @@ class DFlashTrainer(BlockTrainer):
         trainer.taps = (*module.taps, FINAL)
         return trainer
 
-    def link(self, options: TrainingOptions) -> tuple[Transition | None, Confidence | None]:
-        """The draft's transition and its prediction of acceptance, with weights to begin with; DFlash has none."""
-        return None, None
+    def link(self, draft: DFlashDraft, options: TrainingOptions) -> None:
+        """Give a new draft its further parts, with weights to begin with; DFlash has none."""
 
     def tokens(self, batch: Batch, drawn: Blocks) -> tuple[Tensor, Tensor]:
         """See `BlockTrainer`. A block is a row, [B * n, T]: its anchor's token and masks."""
@@ -178,6 +178,7 @@ class LinkedTrainer(DFlashTrainer):
     """Blocks whose first slot drafts, too, and a transition: logits are U h + keys . query(h, tokens before)."""
 
     first = 0
+    draft_class = LinkedDraft
 
     def outputs(self, batch: Batch, features: Features, drawn: Blocks) -> list[Tensor]:
         states, before = self.draft(batch, features, drawn), self.tokens_before(batch, drawn)
@@ -225,13 +226,13 @@ class DSparkTrainer(LinkedTrainer):
     position_weight = FIXED
     architecture = "DSparkDraftModel"
 
-    def link(self, options: TrainingOptions) -> tuple[Transition, Confidence]:
+    def link(self, draft: LinkedDraft, options: TrainingOptions) -> None:
         self.kind, self.rank, target = options.markov_head_type or "vanilla", options.markov_rank or RANK, self.target
         transition = MARKOV[self.kind](target.hidden_size, target.vocab_size, target.vocab_size, self.rank)
         confidence = Confidence(target.hidden_size, self.rank)
         for part in (transition, confidence):
             spread(part)
-        return transition, confidence
+        draft.transition, draft.confidence = transition, confidence
 
     def outputs(self, batch: Batch, features: Features, drawn: Blocks) -> list[Tensor]:
         states, before = self.draft(batch, features, drawn), self.tokens_before(batch, drawn)
@@ -267,13 +268,13 @@ class DominoTrainer(LinkedTrainer):
     name = "domino"
     takes = DFlashTrainer.takes | {"emb_dim", "gru_hidden_dim"}
 
-    def link(self, options: TrainingOptions) -> tuple[Transition, None]:
+    def link(self, draft: LinkedDraft, options: TrainingOptions) -> None:
         self.rank, size, target = options.emb_dim or RANK, options.gru_hidden_dim or GRU_SIZE, self.target
         transition = Domino(target.hidden_size, target.vocab_size, self.rank, size, UNLINKED)
         spread(transition.embed_proj)
         for parameter in transition.prefix_gru.parameters():
             torch.nn.init.uniform_(parameter, -(size**-0.5), size**-0.5)  # as in `torch.nn.GRU`
-        return transition, None
+        draft.transition = transition
 
     def objective(self, rows: list[Tensor], distil: Callable[..., Distilled]) -> Tensor:
         products = list(zip(rows, self.matrices))

@@ -5,9 +5,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
-from ..drafters.checkpoints.mtp_families import FAMILIES, MtpBlock
-from ..drafters.checkpoints.target import Target
-from ..drafters.modules.eagle import Eagle3Head, EagleHead, ParallelEagle3Head
+from ..contrib.parallel import ParallelEagle3Head
+from ..drafters.checkpoints.files import Target
+from ..drafters.checkpoints.mtp import FAMILIES, MtpBlock
+from ..drafters.modules.eagle import Eagle3Head, EagleHead
 from ..drafters.modules.layers import LayerKnobs
 from ..drafters.modules.mtp import MtpHead, block_config
 from ..errors import UnsupportedModelError

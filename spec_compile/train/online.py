@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from ..capture.quantised import packed_layers
 from ..config import parse_options
-from ..drafters.checkpoints.target import Target
+from ..drafters.checkpoints.files import Target
 from ..drafters.modules.dflash import DFlashDraft
 from ..drafters.modules.eagle import Eagle3Head, EagleHead
 from ..drafters.modules.mtp import MtpHead
@@ -306,9 +306,10 @@ def draft_of(algorithm: Algorithm) -> tuple[nn.Module, int]:
 
 def _is_plain(draft: DFlashDraft) -> bool:
     """True if `DFlashTrainer` computes what the draft does."""
-    parts = draft.transition, draft.confidence, draft.softcap, draft.mask_embedding, draft.draft_to_target
+    parts = draft.softcap, draft.mask_embedding, draft.draft_to_target
     is_scaled = draft.embedding_scale != 1 or draft.output_scale != 1
-    return not (is_scaled or draft.sample_from_anchor) and all(part is None for part in parts)
+    is_of_kin = type(draft) is not DFlashDraft or draft.sample_from_anchor
+    return not (is_scaled or is_of_kin) and all(part is None for part in parts)
 
 
 def make_twin(draft: nn.Module, target: Target) -> nn.Module:

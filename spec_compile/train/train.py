@@ -16,7 +16,7 @@ from ..capture.compiled import is_compiled, underlying
 from ..capture.served_dtype import admit_training
 from ..cli import tell
 from ..config import describe, parse_options
-from ..drafters.checkpoints.target import Target
+from ..drafters.checkpoints.files import Target
 from ..errors import did_you_mean
 from ..runtime.generate import SpeculativeMixin
 from . import data as texts

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ..drafters.checkpoints.target import Target
-from ..drafters.modules.head import Head
+from ..drafters.checkpoints.files import Target
+from ..drafters.modules.eagle import Head
 from .attention import Causal, Rollout
 from .data import Batch, move
 from .features import Features, RolloutRows

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks import common, mixed_traffic, never_slower, rollouts, serving, simulated_acceptance
 from benchmarks.quality import tokenizers
 from benchmarks.rounds import shapes
-from spec_compile.drafters.vocab_mapping import common_tokens
+from spec_compile.contrib.two_tokenizers import common_tokens
 
 SIZES = dict(hidden_size=64, intermediate_size=96, head_dim=16, vocab_size=512, num_hidden_layers=6,
              num_attention_heads=4, num_key_value_heads=2)  # fmt: skip

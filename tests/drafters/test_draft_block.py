@@ -42,8 +42,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from spec_compile.capture.trace import capture_head
 from spec_compile.drafters.checkpoints.load import load_head
 from spec_compile.drafters.modules.eagle import Eagle3Head
-from spec_compile.drafters.modules.latent import LatentAttention, LatentSizes
-from spec_compile.drafters.modules.layers import LayerKnobs, rotary
+from spec_compile.drafters.modules.layers import LatentAttention, LatentSizes, LayerKnobs, rotary
 
 
 def llama3(freqs, factor=8.0, low=1.0, high=4.0, original=64):

@@ -19,11 +19,12 @@ from transformers import AutoModelForCausalLM
 from spec_compile import speculate
 from spec_compile.config import Options
 from spec_compile.drafters import self_check
-from spec_compile.drafters.checkpoints import files, mistral
+from spec_compile.drafters.checkpoints import files
+from spec_compile.drafters.checkpoints.draft_files import as_config, by_halves
 from spec_compile.drafters.checkpoints.load import load_head, read_token_map
-from spec_compile.drafters.hidden_states import tapped_states
-from spec_compile.drafters.modules.head import Head
+from spec_compile.drafters.modules.eagle import Head
 from spec_compile.drafters.self_check import acceptance, calibrate
+from spec_compile.drafters.shared_draft import tapped_states
 from spec_compile.errors import UnsupportedModelError
 from spec_compile.passes.tap_hidden_states import FINAL
 
@@ -192,9 +193,9 @@ def test_mistrals_format(write):
             load(write("eagle_mistral", **{key: value}))
     with pytest.raises(ValueError, match=r"params.json has yarn.gamma"):
         load(write("eagle_mistral", yarn={"factor": 2.0, "gamma": 1}))
-    assert mistral.as_config({"sliding_window": 8, "n_layers": 2})["use_sliding_window"]
+    assert as_config({"sliding_window": 8, "n_layers": 2})["use_sliding_window"]
     rows = torch.arange(8.0)[:, None]
-    assert mistral.by_halves(rows, 4).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert by_halves(rows, 4).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
 # Taps
@@ -835,7 +836,8 @@ def test_calibration_finds_how_a_head_was_trained(write, monkeypatch):
     true = load(written, taps=(3, 5, 7), rope_theta=10000.0)
     ids = self_check.own_text(written.target, Options(cache=False))
     features, choices = tapped_states(written.target, true.taps, ids)
-    _, _, normed = self_check._first(true, features, ids)
+    positions = torch.arange(ids.shape[1] - 1).expand(len(ids), -1)
+    _, normed = true(ids[:, 1:], positions, true.project([feature[:, :-1] for feature in features]))
     wanted = F.one_hot(choices[:, 1:], drafts.V).float()
     fitted = torch.linalg.lstsq(normed.flatten(0, 1), wanted.flatten(0, 1)).solution.t().contiguous()
     written = write("eagle3_full", lambda tensors: tensors.update({"lm_head.weight": fitted}), **listed)

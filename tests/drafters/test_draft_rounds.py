@@ -14,8 +14,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from spec_compile import speculate
 from spec_compile.compat import CACHE
-from spec_compile.drafters.trees.calibrate import KEPT
-from spec_compile.drafters.trees.merge import Drafts
+from spec_compile.drafters.trees.merge import KEPT, Drafts
 from spec_compile.runtime.step_back import StepBack
 
 ALGORITHMS = {

@@ -8,7 +8,7 @@ from batch_requests import MODEL, PROMPTS, collect, generated
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from spec_compile import speculate
-from spec_compile.drafters.matching import MatchingDrafter
+from spec_compile.drafters.ngram import MatchingDrafter
 from spec_compile.ngram import MOST_OWNERS
 from spec_compile.ngram.corpus import NgramCorpus
 from spec_compile.ngram.match_options import MatchOptions

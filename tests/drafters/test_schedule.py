@@ -10,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_compile import compat
-from spec_compile.drafters.trees import draw as drawing
-from spec_compile.drafters.trees.draw import draw_chain
-from spec_compile.drafters.trees.grow import grow
+from spec_compile.drafters.trees import grow as drawing
+from spec_compile.drafters.trees.grow import EAGLE1_CHOICES, StaticTree, draw_chain, grow
 from spec_compile.drafters.trees.schedule import Schedule
-from spec_compile.drafters.trees.static import EAGLE1_CHOICES, StaticTree
 from spec_compile.kernels.top_logits import top_logits
 from spec_compile.runtime.accept.chain import accept_chain, chain_numbers
 from spec_compile.runtime.accept.random_numbers import counter

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_compile import speculate
+from spec_compile.contrib.parallel import ParallelOptions
 from spec_compile.drafters.dflash import DFlashOptions
 from spec_compile.drafters.heads import HeadOptions
-from spec_compile.drafters.options import DraftOptions, ParallelOptions
-from spec_compile.drafters.trees import calibrate
-from spec_compile.drafters.trees.calibrate import CELLS, KEPT, LEAST, MOST, WEIGHT, followed, learnt
-from spec_compile.drafters.trees.merge import SourceTrees, merge
+from spec_compile.drafters.options import DraftOptions
+from spec_compile.drafters.trees import merge as calibrate
+from spec_compile.drafters.trees.merge import CELLS, KEPT, LEAST, MOST, WEIGHT, SourceTrees, followed, learnt, merge
 from spec_compile.tree import ancestry
 
 # --- the merge

@@ -14,8 +14,7 @@ from transformers.generation import LogitsProcessor
 from spec_compile import NgramTrie, UnsupportedModelError, speculate
 from spec_compile.drafters.modules.dflash import DFlashDraft
 from spec_compile.drafters.modules.eagle import Eagle3Head
-from spec_compile.drafters.modules.latent import LatentSizes
-from spec_compile.drafters.modules.layers import LayerKnobs
+from spec_compile.drafters.modules.layers import LatentSizes, LayerKnobs
 from spec_compile.kernels.experts import launch
 from spec_compile.runtime.flights import AHEAD
 from spec_compile.tools import audit

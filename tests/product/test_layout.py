@@ -10,9 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LEVELS = (
-    "errors extensions folders inventory", "compat", "graph tree", "cache outcome forks parallel", "kernels", "ngram",
-    "config", "passes", "capture", "artefacts", "drafting stats recording", "runtime", "drafters", "report", "batching",
-    "api cli", "backend custom_generate", "train tools", "serve",
+    "errors extensions folders inventory registry", "compat", "graph tree", "cache outcome forks parallel", "kernels",
+    "ngram", "config", "passes", "capture", "artefacts", "drafting stats recording", "runtime", "drafters", "report",
+    "batching", "contrib", "api cli", "backend custom_generate", "train tools", "serve",
 )  # fmt: skip
 """The modules and folders of the package, from the bottom to the top. One level's do not import each other."""
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names.split()}

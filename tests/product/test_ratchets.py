@@ -69,7 +69,8 @@ def imports(path):
     skipped = {
         inner
         for node in ast.walk(parsed(path))
-        if isinstance(node, ast.FunctionDef | ast.Lambda) or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+        if isinstance(node, ast.FunctionDef | ast.Lambda)
+        or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
         for inner in ast.walk(node)
     }
     for node in ast.walk(parsed(path)):
@@ -91,7 +92,9 @@ def circles():
             seen |= new
             todo += new
         reached[name] = seen
-    return {frozenset(each for each in reached[name] if name in reached[each]) for name in edges if name in reached[name]}
+    return {
+        frozenset(each for each in reached[name] if name in reached[each]) for name in edges if name in reached[name]
+    }
 
 
 def test_import_circles():

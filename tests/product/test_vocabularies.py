@@ -11,10 +11,11 @@ from torch.nn import functional as F
 from transformers import GenerationConfig, LlamaConfig
 
 from spec_compile import speculate
+from spec_compile.contrib.linked.draft import LinkedDraft
+from spec_compile.contrib.linked.transitions import GatedMarkov, Selector
 from spec_compile.drafters.modules.dflash import DFlashDraft
 from spec_compile.drafters.modules.eagle import Eagle3Head, EagleHead
 from spec_compile.drafters.modules.layers import LayerKnobs
-from spec_compile.drafters.modules.transitions import GatedMarkov, Selector
 from spec_compile.passes.tap_hidden_states import FINAL
 from spec_compile.runtime.state import State
 from spec_compile.tree import without
@@ -58,7 +59,8 @@ def draft(name, target):
         sizes = 64, FEW, FEW, 8
         transition = {"dflash 2": Selector(*sizes, 4), "dspark": GatedMarkov(*sizes)}.get(name)
         knobs = LayerKnobs(num_layers=1, qk_norm=True)
-        return DFlashDraft(config, embedding, output, (0, FINAL), 4, 0, knobs, True, transition=transition).eval()
+        how = config, embedding, output, (0, FINAL), 4, 0, knobs, True
+        return (DFlashDraft(*how) if transition is None else LinkedDraft(*how, transition=transition)).eval()
 
 
 @functools.cache

@@ -18,9 +18,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from spec_compile.drafters.checkpoints.load import load_head
 from spec_compile.drafters.dflash import DFlash, DFlashOptions
-from spec_compile.drafters.hidden_states import tapped_states
 from spec_compile.drafters.modules.dflash import DFlashDraft
 from spec_compile.drafters.modules.layers import LayerKnobs
+from spec_compile.drafters.shared_draft import tapped_states
 from spec_compile.kernels import ops
 
 BLOCK, MASK, H = drafts.BLOCK, drafts.MASK, drafts.H

@@ -9,8 +9,7 @@ import torch
 from transformers import LlamaConfig
 
 from spec_compile.drafters.modules.eagle import Eagle3Head, EagleHead
-from spec_compile.drafters.modules.latent import LatentSizes
-from spec_compile.drafters.modules.layers import ONE_LAYER, LayerKnobs
+from spec_compile.drafters.modules.layers import ONE_LAYER, LatentSizes, LayerKnobs
 from spec_compile.drafters.modules.mtp import MtpHead, block_config
 from spec_compile.drafters.trees.grow import grow
 from spec_compile.kernels import ops

@@ -38,7 +38,7 @@ for heads, kv_heads, size, values in SIZES:
 """
 
 INDEXED = """
-from spec_compile.kernels.attention import choice, indexed_attention
+from spec_compile.contrib.indexed import attention as indexed_attention
 from spec_compile.kernels.attention.call import AttentionCall
 
 for name in ("scores_kernel", "chosen_kernel", "merge_chosen_kernel"):

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 from spec_compile import train_draft
-from spec_compile.drafters.checkpoints.target import Target
+from spec_compile.drafters.checkpoints.files import Target
 from spec_compile.train import TRAINERS
 from spec_compile.train import data as texts
 from spec_compile.train.data import read

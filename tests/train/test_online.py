@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 
 from spec_compile import UnsupportedModelError, speculate, train_while_serving
 from spec_compile.__main__ import main
-from spec_compile.drafters.checkpoints.target import Target
+from spec_compile.drafters.checkpoints.files import Target
 from spec_compile.drafters.modules.dflash import DFlashDraft
 from spec_compile.drafters.modules.eagle import Eagle3Head, EagleHead
 from spec_compile.drafters.modules.layers import LayerKnobs

@@ -7,7 +7,7 @@ import models
 import pytest
 import torch
 
-from spec_compile.drafters.checkpoints.target import Target
+from spec_compile.drafters.checkpoints.files import Target
 from spec_compile.train import TRAINERS
 from spec_compile.train import data as texts
 from spec_compile.train import features as module

@@ -30,8 +30,8 @@ from trainings import (
 )
 
 from spec_compile import speculate
+from spec_compile.drafters.checkpoints.files import Target
 from spec_compile.drafters.checkpoints.load import load_head
-from spec_compile.drafters.checkpoints.target import Target
 from spec_compile.errors import UnsupportedModelError
 from spec_compile.train import TRAINERS, save
 from spec_compile.train import data as texts

@@ -10,7 +10,7 @@ from torch import nn
 
 from ...compat import TRANSFORMERS
 from ...kernels.linear.quantised.layout import class_path
-from . import alibi, attention, convolutions, experts, indexed, recurrent
+from . import alibi, attention, convolutions, experts, recurrent
 from .attention import Attend
 
 
@@ -25,19 +25,14 @@ def connect(model: nn.Module, attend: Attend) -> list[int]:
 
 _BY_CLASS: dict[str, Callable[[nn.Module, Attend], int | None]] = {
     "aria.modeling_aria.AriaTextMoELayer": experts.aria,
-    "axk2.modeling_axk2.AXK2Attention": indexed.halves,
     "bloom.modeling_bloom.BloomAttention": alibi.bloom,
     "bloom.modeling_bloom.BloomModel": alibi.bloom_model,
     "dbrx.modeling_dbrx.DbrxExperts": experts.dbrx,
-    "deepseek_v32.modeling_deepseek_v32.DeepseekV32Attention": indexed.halves,
     "diffllama.modeling_diffllama.DiffLlamaAttention": attention.diffllama,
     "doge.modeling_doge.DogeAttention": attention.doge,
-    "dots3_note.modeling_dots3_note.Dots3NoteTextAttention": indexed.pairs,
     "falcon.modeling_falcon.FalconAttention": alibi.falcon,
-    "glm_moe_dsa.modeling_glm_moe_dsa.GlmMoeDsaAttention": indexed.pairs,
     "gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention": attention.gpt_neo,
     "gpt_neox_japanese.modeling_gpt_neox_japanese.GPTNeoXJapaneseAttention": attention.gpt_neox_japanese,
-    "hy_v4.modeling_hy_v4.HYV4Attention": indexed.last_halves,
     "llama4.modeling_llama4.Llama4TextDecoderLayer": attention.llama4,
     "longcat_flash.modeling_longcat_flash.LongcatFlashExperts": experts.longcat_flash,
     "minimax.modeling_minimax.MiniMaxLightningAttention": recurrent.lightning,

@@ -14,6 +14,16 @@ Attend = Callable[..., tuple[Tensor, None]]
 k, v [B, Hkv, T, D*] -> [B, T, H, Dv], None."""
 
 
+class _Unread:
+    """Stands for the causal mask of modules that read one although transformers builds none during the trace."""
+
+    def __getitem__(self, index) -> None:
+        return None
+
+
+UNREAD = _Unread()
+
+
 def gptj(module: nn.Module, attend: Attend) -> None:
     """Scores in float32."""
     _replace_scores(module, attend, 1 / module.scale_attn)

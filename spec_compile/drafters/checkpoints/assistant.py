@@ -10,8 +10,7 @@ from ..modules.assistant import Assistant, ClusteredHead
 from ..modules.mtp import IMPLEMENTATION
 from .config import INVALID, invalid
 from .draft_files import DraftFiles
-from .files import Checkpoint, Part
-from .target import Target
+from .files import Checkpoint, Part, Target
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 PUBLISHED = {"layers.": "model.layers.", "norm.": "model.norm.", "clusters.": "masked_embedding."}

@@ -1,7 +1,10 @@
-"""`DraftFiles`: the config of a published draft, its tensors by our names, and the draft module filled with them."""
+"""`DraftFiles`: the config of a published draft, its tensors by our names, and the draft module filled with them.
+
+Heads of Mistral are published in its own format, ``params.json`` and ``consolidated.safetensors``. Sources: vLLM's
+``transformers_utils/configs/mistral.py``, ``models/mistral_eagle.py`` and ``LlamaForCausalLM.maybe_remap_mistral``.
+"""
 
 import re
-from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
@@ -9,10 +12,71 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from . import mistral
-from .files import Checkpoint, Fetch, Part, fetcher, indexed_names, read_json
+from .files import Checkpoint, Fetch, Part, Target, fetcher, indexed_names, read_json
 from .quantised import Quantisation, quantisation_of
-from .target import Target
+
+MISTRAL_KEYS = {
+    "dim": "hidden_size",
+    "hidden_dim": "intermediate_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "norm_eps": "rms_norm_eps",
+    "activation": "hidden_act",
+    "tied_embeddings": "tie_word_embeddings",
+}
+"""Mistral's keys -> those of transformers; others have the same name."""
+YARN = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+    "beta": "beta_fast",
+    "alpha": "beta_slow",
+}
+MISTRAL_RENAMES = [
+    (r"^eagle_linear\.", "fc."),
+    (r"^norm\.", "pre_lm_head_layernorm."),
+    (r"^tok_embeddings\.", "embed_tokens."),
+    (r"^output\.", "lm_head."),
+    (r"\.attention\.w([qkvo])\.", r".self_attn.\1_proj."),
+    (r"\.attention_norm\.", ".input_layernorm."),
+    (r"\.ffn_norm\.", ".post_attention_layernorm."),
+    (r"\.feed_forward\.w1\.", ".mlp.gate_proj."),
+    (r"\.feed_forward\.w2\.", ".mlp.down_proj."),
+    (r"\.feed_forward\.w3\.", ".mlp.up_proj."),
+]
+"""Names of tensors -> those of published EAGLE heads."""
+
+
+def as_config(params: dict) -> dict:
+    """The keys of ``params.json`` as transformers names them; ValueError if YaRN has a key that is not known."""
+    config = {
+        MISTRAL_KEYS.get(name, name): value for name, value in params.items() if name not in ("yarn", "model_type")
+    }
+    window, yarn = config.get("sliding_window"), dict(params.get("yarn") or {})
+    if isinstance(window, list):  # one for each layer, repeated
+        windows = window * (config.get("num_hidden_layers", 1) // len(window))
+        config["layer_types"] = ["full_attention" if one is None else "sliding_attention" for one in windows]
+        config["sliding_window"] = next(filter(None, window), None)
+    elif window is not None:
+        config["use_sliding_window"] = True
+    if yarn:
+        scaling = {theirs: yarn.pop(name) for name, theirs in YARN.items() if name in yarn}
+        unscaled = {"attention_factor": 1.0} if yarn.pop("apply_scale", True) is False else {}
+        if yarn:
+            raise ValueError(f"draft: its params.json has yarn.{next(iter(yarn))}, which is not known here")
+        config["rope_scaling"] = {"rope_type": "yarn", **scaling, **unscaled}
+    config.setdefault("head_dim", config.get("hidden_size", 0) // config.get("num_attention_heads", 1))
+    return {**config, "architectures": ["EagleMistralForCausalLM"], "model_type": "mistral"}
+
+
+def by_halves(weight: Tensor, head_dim: int) -> Tensor:
+    """The rows of queries or keys [heads * head_dim, inputs] in the order of transformers.
+
+    RoPE turns rows 2i and 2i + 1 of a head here, and rows i and i + head_dim / 2 there: the rows [a, b, c, d] of a
+    head come out as [a, c, b, d].
+    """
+    return weight.view(-1, head_dim // 2, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
 
 RENAMES = [
     (r"^(?:model\.){1,2}", ""),
@@ -28,9 +92,6 @@ RENAMES = [
     (r"^(?:pre_lm_head|lm_head)_layernorm\.", "output_norm."),
     (r"^lm_head\.weight$", "head_weight"),
     (r"^embed_tokens\.weight$", "embedding"),
-    (r"^(?:markov_head|candidate_selector)\.", "transition."),
-    (r"^(prefix_gru|embed_proj)\.", r"transition.\1."),
-    (r"^confidence_head\.", "confidence."),
 ]
 """Applied in turn, they lead from the names of SafeAILab, HASS, vLLM, SGLang, speculators, DeepSpec and transformers to
 ours: "model.layers.0.mlp.up_proj.weight" gives "blocks.0.mlp.up_proj.weight"."""
@@ -40,9 +101,6 @@ PUBLISHED = {
     "embedding_norm.weight": "embedding_layernorm.weight",
     "state_norm.weight": "hidden_states_layernorm.weight",
     "output_norm.weight": "pre_lm_head_layernorm.weight",
-    **{f"transition.{name}": f"markov_head.{name}" for name in ("markov_w1.weight", "markov_w2.weight")},
-    "transition.hidden_projection.weight": "candidate_selector.hidden_projection.weight",
-    **{f"confidence.proj.{name}": f"confidence_head.proj.{name}" for name in ("weight", "bias")},
 }
 """The published names of tensors that have no neighbours to tell them by."""
 
@@ -82,7 +140,7 @@ class DraftFiles:
     def config(self) -> dict:
         """The object in ``config.json``, or that in Mistral's ``params.json``; ValueError if there is none."""
         if self.is_mistral:
-            return mistral.as_config(read_json(self.fetch("params.json")))
+            return as_config(read_json(self.fetch("params.json")))
         path = self.fetch("config.json")
         if path is None:
             raise ValueError(f"draft: {self.draft} has no config.json")
@@ -96,8 +154,13 @@ class DraftFiles:
     @cached_property
     def names(self) -> dict[str, str]:
         """Our name of each tensor -> its published one."""
-        names = {mistral.published_as(name) if self.is_mistral else name: name for name in self.checkpoint.shapes}
-        return {ours: names[published] for ours, published in our_names(names).items()}
+        found, renames = {}, [*MISTRAL_RENAMES, *RENAMES] if self.is_mistral else RENAMES
+        for published in self.checkpoint.shapes:
+            ours = published
+            for pattern, replacement in renames:
+                ours = re.sub(pattern, replacement, ours)
+            found[ours] = published
+        return found
 
     @property
     def architectures(self) -> str:
@@ -177,7 +240,7 @@ class DraftFiles:
         def part_of(name: str, shape: tuple[int, ...]) -> Part:
             sources = [self.names.get(name) or published_name(name, self.names)]
             if self.is_mistral and name.endswith(("q_proj.weight", "k_proj.weight")):
-                return Part(sources, shape, lambda tensors: mistral.by_halves(tensors[0], self.config["head_dim"]))
+                return Part(sources, shape, lambda tensors: by_halves(tensors[0], self.config["head_dim"]))
             return Part(sources, shape)
 
         self.checkpoint.fill(draft, part_of, target.embedding)
@@ -190,17 +253,6 @@ class LoadedDraft(DraftFiles):
         super().__init__(type(model).__name__, lambda name: None)
         self.config = model.config.to_dict()
         self.checkpoint = Checkpoint(self.draft, model.state_dict())
-
-
-def our_names(names: Iterable[str]) -> dict[str, str]:
-    """Our name of each tensor of an EAGLE or DFlash checkpoint -> its published one."""
-    renamed = {}
-    for name in names:
-        ours = name
-        for pattern, replacement in RENAMES:
-            ours = re.sub(pattern, replacement, ours)
-        renamed[ours] = name
-    return renamed
 
 
 def published_name(ours: str, names: dict[str, str]) -> str:

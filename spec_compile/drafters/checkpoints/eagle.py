@@ -1,16 +1,26 @@
-"""The formats of the EAGLE family: EAGLE-1 and EAGLE-2, EAGLE-3, and P-EAGLE, by whoever published them."""
+"""The formats of the EAGLE family: EAGLE-1, EAGLE-2 and EAGLE-3, by whoever published them."""
 
 from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
 
-from ..modules.eagle import Eagle3Head, EagleHead, ParallelEagle3Head
+from ..modules.eagle import Eagle3Head, EagleHead
 from ..modules.layers import rotary
-from .config import DraftConfig, comma_separated, describe_layers, find_taps, override_taps, with_rope_theta
-from .config_keys import SPECULATORS, refuse_unknown_keys
+from .config import (
+    EAGLE,
+    SPECULATORS,
+    DraftConfig,
+    Taps,
+    comma_separated,
+    describe_layers,
+    find_taps,
+    override_taps,
+    refuse_unknown_keys,
+    with_rope_theta,
+)
 from .draft_files import DraftFiles
-from .target import Target, likeness
+from .files import Target, likeness
 
 EAGLE_OVERRIDES = ("rope_theta",)
 EAGLE3_OVERRIDES = ("rope_theta", "taps", "norm_before_residual", "recycle_normed")
@@ -19,12 +29,6 @@ REFERENCE_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 """The RoPE of EAGLE-3's reference trainer, which does not read it from the config."""
 LATENT = "blocks.0.self_attn.kv_"
 """How names of tensors of multi-head latent attention begin."""
-MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
-"""Names of the mask's id in published configs of P-EAGLE, in the order in which they are looked for."""
-P_EAGLE_KEYS = {
-    *MASKS, "num_depths", "para_depths", "down_sample_ratio", "down_sample_ratio_min", "parallel_drafting",
-}  # fmt: skip
-"""Keys of P-EAGLE's configs besides those of EAGLE-3: the mask, and options of its training."""
 
 
 def is_eagle(files: DraftFiles) -> bool:
@@ -38,7 +42,7 @@ def is_eagle(files: DraftFiles) -> bool:
 
 def read_eagle(files: DraftFiles, target: Target, overrides: dict) -> EagleHead:
     """An EAGLE-1 or EAGLE-2 head. overrides: of EAGLE_OVERRIDES. ValueError if anything does not fit."""
-    refuse_unknown_keys(files.config)
+    refuse_unknown_keys(files.config, EAGLE)
     names = files.names
     config = with_rope_theta(DraftConfig(files.config), overrides)
     target.check(config.layer.get("hidden_size"), config.layer.get("vocab_size"))
@@ -56,7 +60,8 @@ def read_eagle(files: DraftFiles, target: Target, overrides: dict) -> EagleHead:
         )  # fmt: skip
     origin = {" (Mistral)": mistral, " (speculators)": config.speculators, " (vLLM)": config.nested}
     head.flavour = "EAGLE" + next((name for name, is_it in origin.items() if is_it), "")
-    target.skip_copies(files.checkpoint, names)
+    target.skip_copy(files.checkpoint, names.get("embedding"), target.embedding)
+    target.skip_copy(files.checkpoint, names.get("head_weight"), target.head_weight)
     files.fill(head, target)
     head.report = [
         f"{head.flavour} head from {files.draft}",
@@ -92,8 +97,9 @@ def read_eagle3(
     overrides: of EAGLE3_OVERRIDES.
     also: further keys of the config that are known.
     """
+    # Read the config.
     latent = any(name.startswith(LATENT) for name in files.names)
-    refuse_unknown_keys(files.config, also={*also, "rope_interleave"} if latent else also)
+    refuse_unknown_keys(files.config, {*EAGLE, *also, "rope_interleave"} if latent else {*EAGLE, *also})
     config = with_rope_theta(DraftConfig(files.config, latent), overrides)
     feature_size = config.get("target_hidden_size", config.layer.get("hidden_size"))
     target.check(feature_size, config.layer.get("vocab_size"))
@@ -103,6 +109,7 @@ def read_eagle3(
     reading = find_taps(config, target.num_layers, count)
     taps = override_taps(overrides, reading.taps, target.num_layers)
     flags.update({name: bool(overrides[name]) for name in flags if name in overrides})
+    # Make the head without weights, and fill it.
     embedding = _embedding(files, config, target)
     rows = files.output_rows(config.get("draft_vocab_size"), llama.hidden_size, target)
     head_weight = target.head_weight if rows is None else None
@@ -110,13 +117,8 @@ def read_eagle3(
         head = head_class(llama, embedding, taps, feature_size, head_weight, rows, knobs, **flags)
     head.draft_to_target = files.draft_to_target(head.head_weight.shape[0], target)
     files.fill(head, target)
-    head.open_knobs = {
-        "taps": [(f"taps {comma_separated(other)}", {"taps": other}) for other in reading.others],
-        "recycle_normed": _other_recycling(config, flags["recycle_normed"]),
-        "norm": _other_output(config),
-        "rope_theta": _other_rope(config, embedding.device),
-    }
-    head.open_knobs = {knob: others for knob, others in head.open_knobs.items() if knob not in overrides}
+    others = _other_readings(config, reading, flags["recycle_normed"], embedding.device)
+    head.open_knobs = {knob: [other] for knob, other in others.items() if knob not in overrides}
     head.flavour = head_class.flavour
     head.flavour += " (speculators)" if config.speculators else " (DeepSpec)" if config.deepspec else ""
     output = "the target's" if rows is None else f"its own, {rows} of {target.vocab_size} tokens"
@@ -131,27 +133,6 @@ def read_eagle3(
         *files.checkpoint.ignored,
     ]
     return head.eval()
-
-
-def is_p_eagle(files: DraftFiles) -> bool:
-    """True if the config says P-EAGLE, or if there is a state for masks."""
-    return files.config.get(SPECULATORS) == "peagle" or "mask_hidden" in files.names
-
-
-def read_p_eagle(files: DraftFiles, target: Target, overrides: dict) -> ParallelEagle3Head:
-    """A P-EAGLE head: EAGLE-3 with a state for masks. Arguments and errors are those of `read_eagle3`."""
-    config, rows = files.config, target.embedding.shape[0]
-    inner = config.get("dflash_config") or {}
-    named = [inner.get("mask_token_id"), *(config.get(name) for name in MASKS)]
-    mask = next((value for value in named if value is not None), None)
-    if not isinstance(mask, int) or isinstance(mask, bool) or not 0 <= mask < rows:
-        raise ValueError(
-            f"draft: its config must have a {' or '.join(MASKS)} below {rows}, the model's embeddings, it has {mask!r}"
-        )
-    head = read_eagle3(files, target, overrides, ParallelEagle3Head, P_EAGLE_KEYS)
-    head.mask_token_id = mask
-    head.report.insert(1, f"drafts in parallel, masked by token {mask}")
-    return head
 
 
 def _flags(config: DraftConfig, names: dict[str, str]) -> dict[str, bool]:
@@ -189,32 +170,26 @@ def _embedding(files: DraftFiles, config: DraftConfig, target: Target) -> Tensor
     return nn.Parameter(values.to(shared.device, shared.dtype), requires_grad=False)
 
 
-def _other_recycling(config: DraftConfig, recycle_normed: bool) -> list[tuple[str, dict]]:
-    """The other meaning of ``norm_output``, unless its publisher is known (see `_flags`)."""
-    if config.speculators or not config.get("norm_output"):
-        return []
-    return [(f"recycle_normed={not recycle_normed}", {"recycle_normed": not recycle_normed})]
-
-
-def _other_output(config: DraftConfig) -> list[tuple[str, dict]]:
-    """The other meaning of ``norm_output: false``: SpecForge trains without the norm before the output matrix then.
-
-    The engines have that norm in every head.
-    """
-    if "LlamaForCausalLMEagle3" not in config.architectures or config.get("norm_output") is not False:
-        return []
-    return [("no norm before the output matrix", {"norm": nn.Identity()})]
-
-
-def _other_rope(config: DraftConfig, device: torch.device) -> list[tuple[str, dict]]:
-    """The other meaning of the RoPE in the config: that the trainer used REFERENCE_ROPE in its place.
-
-    Trainers of latent attention (SpecForge, TorchSpec) read how YaRN scales it, and only its base is REFERENCE_ROPE's.
-    """
-    said = config.llama().rope_parameters
-    kept = said if config.latent else {name: said[name] for name in said if name == "partial_rotary_factor"}
-    changed = {"rope_theta": REFERENCE_ROPE["rope_theta"]} if config.latent else REFERENCE_ROPE
-    reference = config.with_rope({**kept, **changed}).llama()
-    if config.speculators or config.deepspec or reference.rope_parameters == said:
-        return []
-    return [(f"rope_theta={REFERENCE_ROPE['rope_theta']:g}", {"rotary_emb": rotary(reference, device)})]
+def _other_readings(
+    config: DraftConfig, reading: Taps, recycle_normed: bool, device: torch.device
+) -> dict[str, tuple[str, dict]]:
+    """Each knob of the head that a config leaves open -> its other meaning, and the attributes that it changes."""
+    others: dict[str, tuple[str, dict]] = {}
+    if reading.others:
+        others["taps"] = f"taps {comma_separated(reading.others[0])}", {"taps": reading.others[0]}
+    if config.get("norm_output") and not config.speculators:  # its meaning depends on the publisher, see `_flags`
+        others["recycle_normed"] = f"recycle_normed={not recycle_normed}", {"recycle_normed": not recycle_normed}
+    if "LlamaForCausalLMEagle3" in config.architectures and config.get("norm_output") is False:
+        # SpecForge trains without the norm before the output matrix then; the engines have it in every head.
+        others["norm"] = "no norm before the output matrix", {"norm": nn.Identity()}
+    if not (config.speculators or config.deepspec):
+        # Trainers may have used REFERENCE_ROPE in place of the RoPE here. With latent attention they (SpecForge,
+        # TorchSpec) read how YaRN scales it, and replaced only the base.
+        said = config.llama().rope_parameters
+        kept = said if config.latent else {name: said[name] for name in said if name == "partial_rotary_factor"}
+        changed = {"rope_theta": REFERENCE_ROPE["rope_theta"]} if config.latent else REFERENCE_ROPE
+        reference = config.with_rope({**kept, **changed}).llama()
+        if reference.rope_parameters != said:
+            attributes = {"rotary_emb": rotary(reference, device)}
+            others["rope_theta"] = f"rope_theta={REFERENCE_ROPE['rope_theta']:g}", attributes
+    return others

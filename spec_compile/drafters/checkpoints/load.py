@@ -13,13 +13,12 @@ from ...errors import did_you_mean
 from ...kernels.linear.quantised.blocks import some_rows
 from ..modules.assistant import Assistant
 from ..modules.dflash import DFlashDraft
-from ..modules.head import Head
+from ..modules.eagle import Head
 from . import assistant, dflash, eagle, mtp
-from .config_keys import SPECULATORS, check_rope_theta
+from .config import SPECULATORS, check_rope_theta
 from .draft_files import DraftFiles, LoadedDraft
-from .files import fetcher, load_pickled
+from .files import Target, fetcher, load_pickled
 from .quantised import Published
-from .target import Target
 
 
 class DraftFormat(NamedTuple):
@@ -38,12 +37,17 @@ class DraftFormat(NamedTuple):
 FORMATS = {
     "mtp": DraftFormat(mtp.is_mtp, mtp.read_mtp, mtp.OVERRIDES),
     "dflash": DraftFormat(dflash.is_dflash, dflash.read_dflash, dflash.OVERRIDES),
-    "p_eagle": DraftFormat(eagle.is_p_eagle, eagle.read_p_eagle, eagle.EAGLE3_OVERRIDES),
     "eagle3": DraftFormat(eagle.is_eagle3, eagle.read_eagle3, eagle.EAGLE3_OVERRIDES),
     "eagle": DraftFormat(eagle.is_eagle, eagle.read_eagle, eagle.EAGLE_OVERRIDES),
     "assistant": DraftFormat(assistant.is_assistant, assistant.read_assistant, ()),
 }
 """The format of each algorithm's heads, in the order in which they are tried."""
+
+
+def register_format(name: str, draft_format: DraftFormat, before: str) -> None:
+    """Add a format that is tried before the format `before`, whose `detect` may be true of its files, too."""
+    later = {each: FORMATS.pop(each) for each in [*FORMATS][[*FORMATS].index(before) :]}
+    FORMATS.update({name: draft_format, **later})
 
 
 def load_head(
@@ -85,7 +89,14 @@ def load_head(
                     f"unknown override {name!r}.{did_you_mean(name, known)} {detected} heads have {', '.join(known)}"
                 )
         head = FORMATS[detected].read(files, target, overrides)
-    return _with_codes(head if ids is None else _restrict(head, ids), target)
+    if ids is not None:
+        if head.draft_to_target is not None:
+            raise ValueError(
+                f"token_map: this head drafts {len(head.draft_to_target)} tokens of its own choice already; leave "
+                "token_map out"
+            )
+        head = head.restrict(ids.to(head.head_weight.device))
+    return _with_codes(head, target)
 
 
 def _with_codes(head: Any, target: Target) -> Any:
@@ -187,16 +198,6 @@ def _detect(files: DraftFiles, algorithm: str | None) -> str:
         f"{files.architectures or 'none'}, model_type {files.config.get('model_type')!r}, {SPECULATORS} "
         f"{files.config.get(SPECULATORS)!r}, tensors {', '.join(files.tensor_names[:8])}, ..."
     )
-
-
-def _restrict(head: Head, ids: Tensor) -> Head:
-    """`head` with only the rows `ids` of its output matrix."""
-    if head.draft_to_target is not None:
-        raise ValueError(
-            f"token_map: this head drafts {len(head.draft_to_target)} tokens of its own choice already; leave "
-            "token_map out"
-        )
-    return head.restrict(ids.to(head.head_weight.device))
 
 
 def read_token_map(token_map: str | Path | Sequence[int] | Tensor, vocab_size: int) -> Tensor:

@@ -1,4 +1,15 @@
-"""Modules of multi-token prediction inside checkpoints: transformers' models leave them out, so they are read here."""
+"""Modules of multi-token prediction inside checkpoints: transformers' models leave them out, so they are read here.
+
+`FAMILIES` has the names of each family's tensors, and what its modules compute. All of them compute
+u = fc [norm(embedding); norm(state)], y = layer(u), and the target's output matrix times norm(y). The state is the
+target's after its final norm, and norm(y) goes on, unless the family says otherwise. The layer is one of the target's
+own classes. So its attention, its RoPE and the form of its norms (w or 1 + w) are the target's; the tensors show if it
+has a mixture of experts.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -6,12 +17,195 @@ from torch import nn
 from ...errors import UnsupportedModelError
 from ...passes.tap_hidden_states import FINAL
 from ..modules.mtp import MtpHead, block_config
-from .config import override_taps
-from .config_keys import SPECULATORS
+from .config import SPECULATORS, override_taps
 from .draft_files import DraftFiles
-from .files import Checkpoint, Part
-from .mtp_families import MtpBlock, MtpFamily, find_blocks
-from .target import Target
+from .files import Checkpoint, Part, Target
+
+
+@dataclass(frozen=True)
+class MtpFamily:
+    """The names of a module's tensors in a family of models, and the differences of its forward.
+
+    definition: the code that says so.
+    pattern: matches a name that every module has; its group is the prefix of the module's names, and of no others.
+    outer: beginnings of names after the prefix -> ours, for the tensors around the decoder layer; "{}" is the number of
+        the module.
+    sign: a part of the name of some tensor of the first module, if another family has the same pattern.
+    inner: stands between the prefix and the names of the decoder layer. If it has a "{}", all modules have one prefix.
+    inside: parts of names in the decoder layer -> ours.
+    embedding_first, zero_first, recycle_state: see `MtpHead`.
+    normed: the state is the target's after its final norm, and norm(y) goes on; else it is the one before that norm,
+        and y goes on.
+    layer_type: of the attention, if the config has no ``mtp_layer_types``.
+    own_embedding: the modules have an embedding of their own, not a copy of the target's.
+    own_output: each module has an output matrix of its own, not a copy of the target's.
+    """
+
+    name: str
+    definition: str
+    pattern: str
+    outer: dict[str, str]
+    sign: str = ""
+    inner: str = ""
+    inside: dict[str, str] = field(default_factory=dict)
+    embedding_first: bool = True
+    zero_first: bool = False
+    recycle_state: bool = False
+    normed: bool = True
+    layer_type: str = "full_attention"
+    own_embedding: bool = False
+    own_output: bool = False
+
+
+NEXTN = {"enorm.": "embedding_norm.", "hnorm.": "state_norm.", "eh_proj.": "fc."}
+NEXTN_NORMED = {**NEXTN, "final_layernorm.": "norm."}
+COPIES = {"shared_head.head.weight": "head_weight", "embed_tokens.weight": "embedding"}
+PRE_FC = {
+    "pre_fc_norm_embedding.": "embedding_norm.", "pre_fc_norm_hidden.": "state_norm.", "fc.": "fc.", "norm.": "norm.",
+}  # fmt: skip
+MTP_LAYERS = {
+    "token_layernorm.": "embedding_norm.", "hidden_layernorm.": "state_norm.", "input_proj.": "fc.",
+    "final_layernorm.": "norm.",
+}  # fmt: skip
+
+FAMILIES = (
+    MtpFamily(
+        "Nemotron-H", "vLLM nemotron_h_mtp.py", r"((?:.*\.)?mtp\.)layers\.0\.mixer\.",
+        {**{f"layers.0.{theirs}": ours for theirs, ours in NEXTN.items()}, "layers.1.final_layernorm.": "norm."},
+        inner="layers.",
+    ),
+    MtpFamily(
+        "LongCat-Flash", "vLLM longcat_flash_mtp.py", r"(.*\bmtp\.)layers\.\d+\.enorm\.m\.weight$",
+        {
+            "layers.{}.enorm.m.": "embedding_norm.", "layers.{}.hnorm.m.": "state_norm.", "layers.{}.eh_proj.": "fc.",
+            "norm.": "norm.", "embed_tokens.weight": "embedding",
+        },
+        inner="layers.{}.", inside={"transformer_layer.mlp.": "mlp."}, own_embedding=True,
+    ),
+    MtpFamily(
+        "MiMo-V2", "SGLang mimo_v2_flash_nextn.py, multi_layer_eagle_worker_v2.py",
+        r"(.*\bmtp\.layers\.\d+\.)eh_proj\.weight$", NEXTN_NORMED,
+        inside={"pre_mlp_layernorm.": "post_attention_layernorm.", "attention_sink_bias": "sinks"},
+        recycle_state=True, normed=False, layer_type="sliding_attention",
+    ),
+    MtpFamily(
+        "Step", "SGLang step3p5_mtp.py, multi_layer_eagle_worker_v2.py, vLLM step3p5_mtp.py",
+        r"(.*\blayers\.\d+\.)transformer\.shared_head\.norm\.weight$",
+        {**NEXTN, "transformer.shared_head.norm.": "norm.", "transformer.shared_head.output.weight": "head_weight"},
+        normed=False, own_output=True,
+    ),
+    MtpFamily(
+        "ERNIE 4.5", "SGLang ernie4_eagle.py, vLLM ernie_mtp.py", r"((?:.*\.)?mtp_)linear_proj\.\d+\.weight$",
+        {"emb_norm.{}.": "embedding_norm.", "hidden_norm.{}.": "state_norm.", "linear_proj.{}.": "fc."},
+        inner="block.{}.", zero_first=True,
+    ),
+    MtpFamily(
+        "MiMo", "vLLM mimo_mtp.py", r"(.*\bmtp_layers\.\d+\.)input_proj\.weight$", MTP_LAYERS,
+        embedding_first=False, zero_first=True,
+    ),
+    MtpFamily(
+        "HunYuan 3", "SGLang hunyuan_v3_nextn.py", r"(.*\blayers\.\d+\.)final_layernorm\.weight$",
+        {**NEXTN_NORMED, **COPIES}, sign="mlp.router.gate.",
+        inside={
+            "mlp.router.gate.": "mlp.gate.", "mlp.expert_bias": "mlp.e_score_correction_bias",
+            "mlp.shared_mlp.": "mlp.shared_experts.",
+        },
+    ),
+    MtpFamily(
+        "Ling", "vLLM bailing_moe_mtp.py", r"(.*\blayers\.\d+\.)final_layernorm\.weight$",
+        {**NEXTN_NORMED, **COPIES}, zero_first=True,
+        inside={
+            "attention.dense.": "self_attn.o_proj.", "attention.": "self_attn.",
+            "mlp.gate.expert_bias": "mlp.gate.e_score_correction_bias",
+        },
+    ),
+    MtpFamily(
+        "DeepSeek, GLM", "vLLM deepseek_mtp.py (with an indexer, too), glm4_moe_mtp.py, glm_ocr_mtp.py",
+        r"(.*\blayers\.\d+\.)eh_proj\.weight$", {**NEXTN, "shared_head.norm.": "norm.", **COPIES}, zero_first=True,
+    ),
+    MtpFamily(
+        "EXAONE 4.5", "vLLM exaone4_5_mtp.py", r"((?:.*\.)?mtp\.)fc\.weight$", PRE_FC,
+        sign="post_feedforward_layernorm.", inner="layers.{}.", layer_type="sliding_attention",
+    ),
+    MtpFamily(
+        "Qwen", "vLLM qwen3_next_mtp.py, exaone_moe_mtp.py; transformers MtpModel for Mellum",
+        r"((?:.*\.)?mtp\.)fc\.weight$", PRE_FC, inner="layers.{}.",
+    ),
+)  # fmt: skip
+"""The first whose pattern is found among the names is the checkpoint's."""
+FINETUNED = MtpFamily(
+    "speculators", "speculators mtp/model_definitions.py", r"(.*\bmtp_layers\.\d+\.)input_proj\.weight$", MTP_LAYERS
+)
+"""Modules that speculators has trained on: the names of MiMo, and the embedding first, as Qwen's modules have it."""
+
+
+@dataclass(frozen=True)
+class MtpBlock:
+    """One module of multi-token prediction in a checkpoint.
+
+    prefix: of the names of its tensors.
+    number: from 0.
+    """
+
+    family: MtpFamily
+    prefix: str
+    number: int = 0
+
+    @property
+    def inner(self) -> str:
+        """Stands between the prefix and the names of the decoder layer."""
+        return self.family.inner.format(self.number)
+
+    @property
+    def outer(self) -> dict[str, str]:
+        """Beginnings of names after the prefix -> ours."""
+        return {theirs.format(self.number): ours for theirs, ours in self.family.outer.items()}
+
+    def names(self, published: Iterable[str]) -> dict[str, str]:
+        """Our name of each tensor that belongs to this module -> its published one."""
+        found = {}
+        for name in (name for name in published if name.startswith(self.prefix)):
+            rest = name[len(self.prefix) :]
+            theirs = next(filter(rest.startswith, self.outer), None)
+            if theirs is not None:
+                found[self.outer[theirs] + rest[len(theirs) :]] = name
+            elif rest.startswith(self.inner):
+                rest = rest.removeprefix(self.inner)
+                for theirs, ours in self.family.inside.items():
+                    rest = rest.replace(theirs, ours)
+                found["block." + rest] = name
+        return found
+
+    def theirs(self, name: str) -> str:
+        """The checkpoint's name of one of ours that it lacks."""
+        for theirs, ours in self.outer.items():
+            if name.startswith(ours):
+                return self.prefix + theirs + name[len(ours) :]
+        rest = name.removeprefix("block.")
+        for theirs, ours in self.family.inside.items():
+            rest = rest.replace(ours, theirs)
+        return self.prefix + self.inner + rest
+
+
+def find_blocks(names: Iterable[str], finetuned: bool = False) -> list[MtpBlock]:
+    """The modules of multi-token prediction among the tensors of a checkpoint, in their order.
+
+    finetuned: speculators has written the checkpoint.
+    """
+    names = list(names)
+    for family in (FINETUNED,) if finetuned else FAMILIES:
+        found = {match[1] for name in names if (match := re.match(family.pattern, name))}
+        prefixes = sorted(found, key=lambda prefix: [int(number) for number in re.findall(r"\d+", prefix)])
+        if prefixes and not any(name.startswith(prefixes[0]) and family.sign in name for name in names):
+            continue
+        if prefixes and "{}" not in family.inner:
+            return [MtpBlock(family, prefix, number) for number, prefix in enumerate(prefixes)]
+        for prefix in prefixes:
+            inside = re.compile(re.escape(prefix) + re.escape(family.inner).replace(r"\{\}", r"(\d+)"))
+            numbers = {int(match[1]) for name in names if (match := inside.match(name))}
+            return [MtpBlock(family, prefix, number) for number in sorted(numbers)]
+    return []
+
 
 OVERRIDES = ("taps", "recycle_normed")
 
@@ -29,15 +223,16 @@ def read_mtp(files: DraftFiles, target: Target, overrides: dict) -> MtpHead:
     blocks = find_blocks(files.tensor_names, files.config.get(SPECULATORS) == "mtp")
     family, prefixes = blocks[0].family, tuple(block.prefix for block in blocks)
     checkpoint = Checkpoint(files.draft, files.fetch, lambda name: name.startswith(prefixes), files.quantisation)
-    default = (FINAL,) if family.normed else (target.num_layers,)
-    taps = override_taps(overrides, default, target.num_layers)
+    last, final = (target.num_layers,), (FINAL,)
+    taps = override_taps(overrides, final if family.normed else last, target.num_layers)
     decoder = target.model.get_decoder()
     if not hasattr(decoder, "layers"):
         raise UnsupportedModelError(
             f"draft: {type(decoder).__name__} is not built of decoder layers, so no module of multi-token prediction "
             "can be made like them"
         )
-    names = [{block.ours(name): name for name in checkpoint.shapes if block.holds(name)} for block in blocks]
+    # Make the modules without weights, as the names of their tensors say.
+    names = [block.names(checkpoint.shapes) for block in blocks]
     with torch.device("meta"):
         head, *further = (
             _module(target, decoder, block, own, taps[0], overrides.get("recycle_normed", family.normed))
@@ -45,17 +240,28 @@ def read_mtp(files: DraftFiles, target: Target, overrides: dict) -> MtpHead:
         )
     head.further = nn.ModuleList(further)
     head.flavour = f"MTP ({family.name})"
+    # Fill them.
     for own in names:
         if not family.own_embedding:
             target.skip_copy(checkpoint, own.get("embedding"), target.embedding)
         if not family.own_output:
             target.skip_copy(checkpoint, own.get("head_weight"), target.head_weight)
-    checkpoint.fill(head, lambda name, shape: _part_of_module(name, shape, names, blocks), target.embedding)
+    checkpoint.fill(head, lambda name, shape: _part(name, shape, names, blocks), target.embedding)
+    # The checkpoint does not say which state is read, so the other one may be tried (see `self_check`).
     if "taps" not in overrides:
-        last, final = (target.num_layers,), (FINAL,)
-        other = last if taps == final else final
-        head.open_knobs["taps"] = [(f"taps {other[0]}, {_state(other)}", {"taps": other})]
-    head.report = [*_report(head, files, blocks, names, taps), *checkpoint.ignored]
+        other, kind = (last, "before") if taps == final else (final, "after")
+        head.open_knobs["taps"] = [(f"taps {other[0]}, the state {kind} the final norm", {"taps": other})]
+    order = "[embedding; state]" if head.embedding_first else "[state; embedding]"
+    where = "after the target's final norm" if taps == final else f"number {taps[0]}"
+    modules = f"; {len(blocks)} modules, each of which drafts one token" if len(blocks) > 1 else ""
+    shared = {"embedding": not family.own_embedding, "output matrix": not family.own_output}
+    head.report = [
+        f"{head.flavour} head from {files.draft}, {blocks[0].prefix}*, as in {family.definition}{modules}",
+        f"reads the state {where}; fc of {order}; zero_first={head.zero_first}, recycle_normed={head.recycle_normed}",
+        f"one {type(head.block).__name__}, {'with a mixture of experts' if _is_sparse(names[0]) else 'dense'}",
+        " and ".join(name for name, is_shared in shared.items() if is_shared) + ": the target's",
+        *checkpoint.ignored,
+    ]
     return head.eval()
 
 
@@ -78,44 +284,17 @@ def _is_sparse(names: dict[str, str]) -> bool:
     return any(".experts." in name for name in names)
 
 
-def _state(taps: tuple[int, ...]) -> str:
-    return "the state after the final norm" if taps == (FINAL,) else "the state before the final norm"
-
-
-def _report(
-    head: MtpHead, files: DraftFiles, blocks: list[MtpBlock], names: list[dict[str, str]], taps: tuple[int, ...]
-) -> list[str]:
-    order = "[embedding; state]" if head.embedding_first else "[state; embedding]"
-    where = "after the target's final norm" if taps == (FINAL,) else f"number {taps[0]}"
-    modules = f"; {len(blocks)} modules, each of which drafts one token" if len(blocks) > 1 else ""
-    return [
-        f"{head.flavour} head from {files.draft}, {blocks[0].prefix}*, as in {blocks[0].family.definition}{modules}",
-        f"reads the state {where}; fc of {order}; zero_first={head.zero_first}, recycle_normed={head.recycle_normed}",
-        f"one {type(head.block).__name__}, {'with a mixture of experts' if _is_sparse(names[0]) else 'dense'}",
-        _shared(blocks[0].family),
-    ]
-
-
-def _shared(family: MtpFamily) -> str:
-    if family.own_output:
-        return "embedding: the target's"
-    return "output matrix: the target's" if family.own_embedding else "embedding and output matrix: the target's"
-
-
-def _part_of_module(ours: str, shape: tuple[int, ...], names: list[dict[str, str]], blocks: list[MtpBlock]) -> Part:
-    """The tensors of a parameter of the head or of one of its `further` modules."""
+def _part(ours: str, shape: tuple[int, ...], names: list[dict[str, str]], blocks: list[MtpBlock]) -> Part:
+    """The tensors of a parameter of the head or of one of its `further` modules. Experts are stored one by one, and
+    joined in transformers' layers."""
     number = 0
     if ours.startswith("further."):
         _, place, ours = ours.split(".", 2)
         number = 1 + int(place)
-    return _part(ours, shape, names[number], blocks[number])
-
-
-def _part(ours: str, shape: tuple[int, ...], names: dict[str, str], block: MtpBlock) -> Part:
-    """The tensors of a parameter: experts are stored one by one, and joined in transformers' layers."""
+    own, block = names[number], blocks[number]
     stem, _, projection = ours.rpartition(".")
-    if ours in names or not stem.endswith(".experts"):
-        return Part([names.get(ours) or block.theirs(ours)], shape)
+    if ours in own or not stem.endswith(".experts"):
+        return Part([own.get(ours) or block.theirs(ours)], shape)
     projections = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
     sources = [block.theirs(f"{stem}.{expert}.{one}.weight") for expert in range(shape[0]) for one in projections]
     return Part(sources, (shape[1] // len(projections), shape[2]), lambda tensors: torch.cat(tensors).view(shape))

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, rotate_half
 
+from ...runtime.state import State
 from ..draft_weights import DraftWeights
-from .confidence import Confidence
-from .layers import ConvolvedLayer, Layer, LayerKnobs, rotary
-from .transitions import Transition, table_rank
+from ..trees.propose import BlockProposer
+from .layers import LayerKnobs, rotary
 
 
 class DFlashDraft(nn.Module):
@@ -27,16 +27,13 @@ class DFlashDraft(nn.Module):
     draft_to_target [Vd] int64: the target's id of each row of head_weight (None: row i is token i).
     mask_embedding [h]: of the mask (None: its row of the embedding).
 
-    taps: the target's states that it reads, numbered as in `head.Head`.
+    taps: the target's states that it reads, numbered as in `eagle.Head`.
     block_size: slots of a block it was trained with.
     sample_from_anchor: slot j of a block at position p drafts the token at p + j + 1, so that there are as many drafts
     as slots (DSpark, DeepSpec); else it drafts the token at p + j, and the first slot drafts none.
     causal: True for each layer whose slots see only the slots before them in the block.
     embedding_scale: factor of the block's embeddings.
     output_scale, softcap: logits become ``softcap * tanh(output_scale * logits / softcap)``.
-    transition: how a block's drafts depend on each other (None: they do not).
-    confidence: predicts their acceptance (None: it does not). It reads W1 of `transition` if its rank is not 0;
-        ValueError if `transition` has no W1 of this rank.
     """
 
     flavour = "DFlash"
@@ -55,8 +52,6 @@ class DFlashDraft(nn.Module):
         embedding_scale: float = 1.0,
         output_scale: float = 1.0,
         softcap: float | None = None,
-        transition: Transition | None = None,
-        confidence: Confidence | None = None,
     ):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -68,14 +63,7 @@ class DFlashDraft(nn.Module):
         self.register_buffer("draft_to_target", None, persistent=False)
         self.fc = nn.Linear(len(taps) * size, size, bias=False)
         self.hidden_norm, self.norm = LlamaRMSNorm(size, eps), LlamaRMSNorm(size, eps)
-        block = ConvolvedLayer if layer.conv_taps else Layer
-        self.blocks = nn.ModuleList(block(config, number, layer) for number in range(layer.num_layers))
-        if confidence is not None and confidence.rank not in (0, table_rank(transition)):
-            raise ValueError(
-                f"confidence: it reads {confidence.rank} numbers of the token before, and the transition's table has "
-                f"{table_rank(transition)}; give it a Markov transition of this rank, or a rank of 0"
-            )
-        self.transition, self.confidence = transition, confidence
+        self.blocks = nn.ModuleList(layer.make(config, number) for number in range(layer.num_layers))
         self.rotary_emb = rotary(config, embedding.device)
         self.report: list[str] = []
 
@@ -89,8 +77,11 @@ class DFlashDraft(nn.Module):
         return self.hidden_norm(self.fc(torch.cat(features, dim=-1)))
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """input_ids, positions [B, T] int64 of blocks -> (logits [B, T, Vd],), also for a slot that drafts nothing, or
-        with a transition or a confidence (logits, the normed states [B, T, h] that they come from)."""
+        """input_ids, positions [B, T] int64 of blocks -> (logits [B, T, Vd],), also for a slot that drafts nothing."""
+        return (self.logits(self.states(input_ids, positions)),)
+
+    def states(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """The normed states [B, T, h] that the logits come from."""
         x = F.embedding(input_ids, self.embedding)
         if self.mask_embedding is not None:
             x = torch.where((input_ids == self.mask_token_id)[:, :, None], self.mask_embedding, x)
@@ -99,25 +90,28 @@ class DFlashDraft(nn.Module):
         rope = self.rotary_emb(x, positions)
         for block in self.blocks:
             x = block(x, rope)
-        normed = self.norm(x)
+        return self.norm(x)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """Logits [B, T, Vd] of normed states."""
         logits = F.linear(normed, self.head_weight)
         if self.output_scale != 1:
             logits = logits * self.output_scale
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
-        return (logits,) if self.transition is None and self.confidence is None else (logits, normed)
+        return logits
 
-    def log_confidence(self, normed: Tensor, previous: Tensor | None = None) -> Tensor | None:
-        """Logarithms [...] float32 of the chances that drafts are accepted; None if the draft does not predict them.
+    def describe(self) -> list[str]:
+        """Lines about its further parts, for its report."""
+        return []
 
-        normed [..., h]: of their places.
-        previous [...] int64: the target's ids of the tokens before them, which only drafts with a transition need. Both
-            are broadcast, see `Confidence.forward`.
-        """
-        if self.confidence is None:
-            return None
-        before = self.transition.embed(previous) if self.confidence.rank else None
-        return self.confidence(normed, before)
+    def proposer(self, *how) -> BlockProposer:
+        """Proposes trees by the output of `forward`. how: the arguments of `BlockProposer`."""
+        return BlockProposer(*how).to(self.embedding.device)
+
+    def propose(self, proposer: BlockProposer, state: State, logits: Tensor) -> None:
+        """Propose trees below the last committed tokens. logits: the output of `forward`."""
+        proposer.propose(state, logits, self.first, self.draft_to_target)
 
 
 class ContextProjection(nn.Module):

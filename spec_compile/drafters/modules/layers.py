@@ -1,16 +1,19 @@
 """Decoder layers of drafts, with attention that a captured graph can rewrite.
 
+Attention has grouped queries, or is multi-head latent attention (MLA; DeepSeek-V2, arXiv:2405.04434, section 2.1). Keys
+and values of all heads come from one short row a slot, and all heads share one turned part of the key:
+c = norm(W_c x), [k_h; v_h] = W_h c, key_h = [k_h; RoPE(W_r x)]. The cache holds whole keys and values of each head.
+
 Shapes: B rows, T slots, H the draft's hidden size.
 """
 
 import copy
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import LlamaConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
@@ -19,7 +22,70 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from ...kernels import ops
-from .latent import LatentAttention, LatentSizes
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """The sizes of MLA, as configs of DeepSeek name them.
+
+    q_lora_rank: width of the row that queries come from (None: they come from x).
+    kv_lora_rank: width of c.
+    qk_nope_head_dim, qk_rope_head_dim: numbers of a query or key without RoPE, and with it.
+    v_head_dim: numbers of a value.
+    scale: factor of the scores; YaRN changes it.
+    pairs: RoPE turns neighbours (2i, 2i + 1), else numbers half a part from each other.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    scale: float
+    pairs: bool = True
+
+
+class LatentAttention(nn.Module):
+    """MLA of a draft layer. x [B, T, inputs] -> [B, T, H].
+
+    Source: SpecForge's ``deepseek_eagle3.py``, vLLM's ``deepseek_eagle3.py``. The norms have the config's epsilon
+    there, transformers' layers have 1e-6.
+    """
+
+    def __init__(self, config: LlamaConfig, number: int, inputs: int, sizes: LatentSizes, window: int | None):
+        super().__init__()
+        self.number, self.sizes, self.window, self.heads = number, sizes, window, config.num_attention_heads
+        self.query_parts = [sizes.qk_nope_head_dim, sizes.qk_rope_head_dim]
+        queries = self.heads * sum(self.query_parts)
+        if sizes.q_lora_rank is None:
+            self.q_proj = nn.Linear(inputs, queries, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(inputs, sizes.q_lora_rank, bias=False)
+            self.q_a_layernorm = LlamaRMSNorm(sizes.q_lora_rank, config.rms_norm_eps)
+            self.q_b_proj = nn.Linear(sizes.q_lora_rank, queries, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(inputs, sizes.kv_lora_rank + sizes.qk_rope_head_dim, bias=False)
+        self.kv_a_layernorm = LlamaRMSNorm(sizes.kv_lora_rank, config.rms_norm_eps)
+        expanded = self.heads * (sizes.qk_nope_head_dim + sizes.v_head_dim)
+        self.kv_b_proj = nn.Linear(sizes.kv_lora_rank, expanded, bias=False)
+        self.o_proj = nn.Linear(self.heads * sizes.v_head_dim, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        sizes = self.sizes
+        whole = self.q_proj(x) if sizes.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        q, q_turned = self._by_head(whole).split(self.query_parts, dim=-1)
+        latent, k_turned = self.kv_a_proj_with_mqa(x).split([sizes.kv_lora_rank, sizes.qk_rope_head_dim], dim=-1)
+        expanded = self._by_head(self.kv_b_proj(self.kv_a_layernorm(latent)))
+        k, v = expanded.split([sizes.qk_nope_head_dim, sizes.v_head_dim], dim=-1)
+        rotate = apply_rotary_pos_emb_interleave if sizes.pairs else apply_rotary_pos_emb
+        q_turned, k_turned = rotate(q_turned, k_turned[:, None], *rope)
+        q = torch.cat([q, q_turned], dim=-1)
+        k = torch.cat([k, k_turned.expand(-1, self.heads, -1, -1)], dim=-1)
+        out = ops.attention(q, k, v, None, sizes.scale, self.window, None, self.number)
+        return self.o_proj(out.flatten(2))
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """[B, T, heads * d] -> [B, heads, T, d]"""
+        return x.unflatten(2, (self.heads, -1)).transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -30,7 +96,6 @@ class LayerKnobs:
     qkv_bias, output_bias: biases of the attention's projections.
     qk_norm: an RMSNorm over each query and key head (Qwen3).
     windows: the sliding window of each layer, the token itself included (None: full attention).
-    conv_taps, conv_group: of `BlockConvolution` (0: layers have none).
     latent: sizes of multi-head latent attention (None: attention has grouped queries).
     """
 
@@ -39,13 +104,18 @@ class LayerKnobs:
     output_bias: bool = False
     qk_norm: bool = False
     windows: tuple[int | None, ...] = ()
-    conv_taps: int = 0
-    conv_group: int = 1
     latent: LatentSizes | None = None
+
+    extras = ""
+    """Further parts that the layers have, for reports."""
 
     def window(self, number: int) -> int | None:
         """The sliding window of layer `number`."""
         return self.windows[number] if self.windows else None
+
+    def make(self, config: LlamaConfig, number: int) -> "Layer":
+        """Layer `number` of a draft."""
+        return Layer(config, number, self)
 
 
 ONE_LAYER = LayerKnobs()
@@ -74,13 +144,6 @@ class Attention(nn.Module):
         return self.o_proj(out.flatten(2))
 
 
-def make_attention(config: LlamaConfig, number: int, inputs: int, knobs: LayerKnobs) -> Attention | LatentAttention:
-    """The attention of layer `number`, which reads `inputs` numbers a slot."""
-    if knobs.latent is None:
-        return Attention(config, number, inputs, knobs)
-    return LatentAttention(config, number, inputs, knobs.latent, knobs.window(number))
-
-
 class Layer(nn.Module):
     """A pre-norm decoder layer; without `input_norm`, attention takes the residual stream as it is.
 
@@ -93,7 +156,12 @@ class Layer(nn.Module):
         super().__init__()
         size = config.hidden_size
         self.input_layernorm = LlamaRMSNorm(size, config.rms_norm_eps) if input_norm else nn.Identity()
-        self.self_attn = make_attention(config, number, inputs or size, knobs)
+        how = config, number, inputs or size
+        self.self_attn: Attention | LatentAttention = (
+            Attention(*how, knobs)
+            if knobs.latent is None
+            else LatentAttention(*how, knobs.latent, knobs.window(number))
+        )
         self.post_attention_layernorm = LlamaRMSNorm(size, config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
@@ -120,50 +188,6 @@ class JoinedLayer(Layer):
         normed = self.hidden_norm(state)
         x = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
         return self._attend(normed if self.norm_before_residual else state, x, rope)
-
-
-class BlockConvolution(nn.Module):
-    """DFlash 2's two causal convolutions of few taps, whose coefficients are learned and also computed from each slot.
-
-    Attention inside a block fades over the layers, and a slot's draft depends most on the slot before it.
-
-    size: channels.
-    taps: slots that are read, the slot itself and those before it in its block.
-    group: neighbouring channels that share the computed part of a coefficient.
-    """
-
-    def __init__(self, size: int, taps: int, group: int):
-        super().__init__()
-        self.taps, self.group = taps, group
-        self.base_kernel = nn.Parameter(torch.zeros(2, taps, size))
-        self.kernel_projection = nn.Linear(size, 2 * taps * (size // group), bias=False)
-
-    def around(self, x: Tensor, sublayer) -> Tensor:
-        """x [B, T, H] -> convolve(sublayer(convolve(x))); the coefficients of both convolutions come from x."""
-        computed = self.kernel_projection(x).unflatten(2, (2, self.taps, -1)).repeat_interleave(self.group, dim=4)
-        before, after = (self.base_kernel + computed).unbind(dim=2)  # [B, T, taps, H]
-        return self._convolve(sublayer(self._convolve(x, before)), after)
-
-    def _convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
-        out = kernel[:, :, 0] * x
-        for tap in range(1, self.taps):
-            shifted = F.pad(x, (0, 0, tap, 0))[:, : x.shape[1]]  # zero before the block's first slot
-            out = out + kernel[:, :, tap] * shifted
-        return out
-
-
-class ConvolvedLayer(Layer):
-    """A pre-norm decoder layer with a `BlockConvolution` around each of its two parts."""
-
-    def __init__(self, config: LlamaConfig, number: int, knobs: LayerKnobs):
-        super().__init__(config, number, knobs)
-        self.attention_conv, self.mlp_conv = (
-            BlockConvolution(config.hidden_size, knobs.conv_taps, knobs.conv_group) for _ in range(2)
-        )
-
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        x = x + self.attention_conv.around(self.input_layernorm(x), partial(self.self_attn, rope=rope))
-        return x + self.mlp_conv.around(self.post_attention_layernorm(x), self.mlp)
 
 
 def turn(q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from ...capture.trace import HARMLESS
 from ...errors import UnsupportedModelError
 from ...kernels import ops
 from ...passes.tap_hidden_states import FINAL
-from .head import Head
+from .eagle import Head
 
 IMPLEMENTATION = "spec_compile_draft"
 """The name of `_attend` among transformers' attention functions; only configs made here use it."""

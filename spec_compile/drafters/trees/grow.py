@@ -1,16 +1,177 @@
-"""`grow`: a chain, the dynamic tree of EAGLE-2 or a static tree, from a draft's likeliest tokens.
+"""How a draft grows trees: `grow` takes its likeliest tokens, `draw_chain` draws them at random.
 
-It knows nothing of the draft but its `Step`. All tensors have static shapes, so that it can be compiled and captured.
+They know nothing of the draft but its `Step`, one forward. All tensors have static shapes, so that they can be compiled
+and captured. Slots and depths are those of a draft whose slot t predicts the token after next (EAGLE, MTP): a node of
+depth d is fed in slot d - 1 after the draft's committed ones. The root, whose children the logits at the last committed
+slot predict, is not fed at all.
 """
 
-import torch
-from torch import Tensor
+import math
+from collections.abc import Collection, Sequence
+from typing import Protocol
 
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ...compat import argmax
+from ...errors import check_int
 from ...kernels.ops import gather_rows
+from ...kernels.top_logits import MAX_K, best_tokens
+from ...runtime.accept.random_numbers import draw, uniform
 from ...tree import MAX_NODES
 from .schedule import Schedule
-from .static import StaticTree
-from .step import Step, chain_parents, children, feed
+
+
+class Step(Protocol):
+    """One forward of the draft over a block of R nodes."""
+
+    def __call__(
+        self, tokens: Tensor, hidden: Tensor, ancestors: Tensor, depth: Tensor, offset: int, wanted: int
+    ) -> tuple[Tensor, Tensor]:
+        """tokens [B, R] int64: ids of the target.
+        hidden [B, R, C]: the draft's output at each node's parent.
+        ancestors [B, R] int64: bit j of row i is set if i sees row j of the block, itself included.
+        depth [R] int64: 1 for a child of the root; a node's position is that of the first free slot + depth - 1.
+        offset: the block begins so many slots after the committed ones and sees all slots before it.
+        wanted: rows whose logits are used.
+
+        Returns the draft's output [B, R, C], and the logits [B, wanted, Vd] of the last `wanted` rows.
+        """
+
+
+def children(
+    above: Tensor, logits: Tensor, ranks: int, temperature: float, draft_to_target: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Scores and tokens [B, P * ranks] of the likeliest children of P nodes with scores [B, P], logits [B, P, Vd]."""
+    batch, nodes, vocab = logits.shape
+    scores, ids = best_tokens(logits.reshape(batch * nodes, vocab), ranks, temperature)
+    scores = above[:, :, None] + scores.view(batch, nodes, ranks)
+    tokens = ids if draft_to_target is None else draft_to_target[ids]
+    return scores.view(batch, nodes * ranks), tokens.view(batch, nodes * ranks)
+
+
+def feed(step: Step, token: Tensor, hidden: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """One node [B, 1] of a chain -> the draft's output [B, C] and logits [B, Vd]."""
+    itself = torch.ones_like(token)
+    hidden, logits = step(token, hidden[:, None], itself, token.new_full((1,), depth), depth - 1, 1)
+    return hidden[:, 0], logits[:, 0]
+
+
+def chain_parents(root: Tensor, nodes: int) -> Tensor:
+    """Parents [B, N] of a chain: [-1, 0, 1, ...]."""
+    return torch.arange(-1, nodes - 1, device=root.device).expand(root.shape[0], nodes)
+
+
+def chain_scores(logprobs: Tensor) -> Tensor:
+    """Scores [B, N] of a chain below its root, from the log-probabilities [B, N - 1] of its drafts."""
+    return F.pad(logprobs.cumsum(dim=1), (1, 0))
+
+
+def expected_drafts(scores: Tensor) -> Tensor:
+    """How many drafts of each tree are expected to be accepted: [B] int64, from 0 to the depth of the tree.
+
+    scores [B, N] float32: sums from the root, which is first, down to each node, of the logarithms of the chances that
+    a draft is accepted if those above it are. Not a number counts as no chance.
+
+    The expected number is the sum over all drafts of exp(score), rounded. A chain of drafts with chances of 0.9, 0.5
+    and 0.5 has exp(score) = [0.9, 0.45, 0.225], which sum to 1.575: 2. It never exceeds the depth, because the chances
+    of siblings sum to at most 1.
+    """
+    return scores[:, 1:].exp().nan_to_num(0.0).sum(dim=1).round().long()
+
+
+EAGLE1_CHILDREN = {
+    (): 4,
+    **{(0,): 3, (1,): 2, (2,): 2, (3,): 1},
+    **{(0, 0): 3, (0, 1): 2, (0, 2): 2, (1, 0): 1},
+    **{(0, 0, 0): 3, (0, 0, 0, 0): 2},
+}
+EAGLE1_CHOICES = [(*path, rank) for path, count in EAGLE1_CHILDREN.items() for rank in range(count)]
+"""The tree of 25 drafts, 26 nodes, of EAGLE-1 (Li et al. 2024, arXiv:2401.15077): paths of child ranks."""
+
+
+def _sorted_paths(choices: Collection[Sequence[int]]) -> list[tuple[int, ...]]:
+    """The path of child ranks of every node below the root, shortest first; (0, 2) is the third likeliest child of the
+    root's likeliest. TypeError or ValueError unless each of `choices` is there once, and its parent too."""
+    if not isinstance(choices, Collection) or any(isinstance(p, str) or not isinstance(p, Sequence) for p in choices):
+        raise TypeError(f'tree_choices must be paths of child ranks ([[0], [0, 1]]) or "eagle1", not {choices!r}')
+    for rank in (rank for path in choices for rank in path):
+        check_int("a rank in tree_choices", rank, 0, MAX_K - 1)
+    paths = sorted(map(tuple, choices), key=lambda path: (len(path), path))
+    check_int("the number of tree_choices", len(paths), 1, MAX_NODES - 1, "paths of a static tree")
+    known = {(), *paths}
+    if len(known) != len(paths) + 1:
+        raise ValueError("tree_choices must hold every path once, and no empty path (the root)")
+    for path in paths:
+        if path[:-1] not in known:
+            raise ValueError(f"tree_choices must hold the parent of every path: add {list(path[:-1])}, of {list(path)}")
+    return paths
+
+
+class StaticTree(nn.Module):
+    """A tree of one shape, as EAGLE-1 grows it: a node's children are its likeliest tokens, by the ranks in `choices`.
+
+    Its tables are buffers, so move it to the draft's device. A level's candidates are the `ranks` likeliest tokens of
+    each node of the level before that has children. picked: the candidates that are nodes. inner: the nodes that have
+    children. above: the parents of those, among the nodes before that have children. The choices (0,), (1,), (1, 0) and
+    (1, 2) give the parents [-1, 0, 0, 2, 2], at level 1 picked [0, 1] of 2 ranks and inner [1], at level 2 picked
+    [0, 2] of 3 ranks.
+    """
+
+    def __init__(self, choices: Collection[Sequence[int]] = tuple(EAGLE1_CHOICES)):
+        """`choices`: see `_sorted_paths`."""
+        super().__init__()
+        paths = _sorted_paths(choices)
+        number = {path: place for place, path in enumerate([(), *paths])}
+        self.nodes, self.num_steps = len(number), len(paths[-1])
+        self._table("parents", [-1, *(number[path[:-1]] for path in paths)])
+
+        parents = [()]  # nodes of the level before that have children
+        fed = {}  # nodes that are fed to the draft, and their rows
+        self.widths, self.ranks = [], []
+        for level in range(1, self.num_steps + 1):
+            level_paths = [path for path in paths if len(path) == level]
+            inner = [path for path in level_paths if any(other[:-1] == path for other in paths)]
+            ranks = 1 + max(path[-1] for path in level_paths)
+            self._table(f"picked_{level}", [parents.index(path[:-1]) * ranks + path[-1] for path in level_paths])
+            self._table(f"inner_{level}", [level_paths.index(path) for path in inner])
+            self._table(f"above_{level}", [parents.index(path[:-1]) for path in inner])
+            self.widths.append(len(inner))
+            self.ranks.append(ranks)
+            for path in inner:
+                fed[path] = len(fed)
+            parents = inner
+        seen = [sum(1 << fed[path[:end]] for end in range(1, len(path) + 1)) for path in fed]
+        self._table("ancestors", seen)
+        self._table("depth", [len(path) for path in fed])
+        self.fed = len(fed)
+
+    def _table(self, name: str, values: list[int]) -> None:
+        self.register_buffer(name, torch.tensor(values, dtype=torch.int64), persistent=False)
+
+    def forward(
+        self, root: Tensor, logits: Tensor, hidden: Tensor, step: Step, draft_to_target: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `grow`. Scores are at temperature 1."""
+        batch, device = root.shape[0], root.device
+        tokens, scores = [root[:, None]], [torch.zeros(batch, 1, device=device)]
+        fed_tokens, fed_hidden = root.new_empty(batch, 0), hidden.new_empty(batch, 0, hidden.shape[1])
+        above, hidden, logits = scores[0], hidden[:, None], logits[:, None]
+        for level, (width, ranks) in enumerate(zip(self.widths, self.ranks), 1):
+            inner, picked = getattr(self, f"inner_{level}"), getattr(self, f"picked_{level}")
+            below, ids = (x.index_select(1, picked) for x in children(above, logits, ranks, 1.0, draft_to_target))
+            tokens.append(ids)
+            scores.append(below)
+            if width:
+                above = below.index_select(1, inner)
+                fed_tokens = torch.cat([fed_tokens, ids.index_select(1, inner)], dim=1)
+                fed_hidden = torch.cat([fed_hidden, hidden.index_select(1, getattr(self, f"above_{level}"))], dim=1)
+                rows = fed_tokens.shape[1]
+                ancestors = self.ancestors[:rows].expand(batch, rows)
+                hidden, logits = step(fed_tokens, fed_hidden, ancestors, self.depth[:rows], 0, width)
+                hidden = hidden[:, -width:]
+        return torch.cat(tokens, dim=1), self.parents.expand(batch, -1), torch.cat(scores, dim=1)
 
 
 def grow(
@@ -111,3 +272,65 @@ def _grow_tree(
 
     tokens, scores, above = (torch.cat(parts, dim=1) for parts in (tokens, scores, above))
     return best_nodes(tokens, above, scores, schedule.nodes)
+
+
+DRAFT_STREAM = MAX_NODES
+"""The stream of `uniform` that draws the first draft of a chain; later drafts take the streams after it. Verification
+takes the streams below it, at the same position."""
+
+
+def draw_chain(
+    schedule: Schedule,
+    root: Tensor,
+    logits: Tensor,
+    hidden: Tensor,
+    step: Step,
+    temperature: Tensor,
+    seed: int | Tensor,
+    sequence: Tensor,
+    place: Tensor,
+    vocab_size: int,
+    draft_to_target: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A chain whose tokens are drawn from the draft: tokens, parents [B, N] int64, probs [B, N, vocab_size] float32.
+
+    temperature [B]: of the draft's softmax; at 0 the likeliest token has all the probability.
+    seed, sequence, place [B]: of `uniform`; place counts the tokens of a row between its prompt and the root's child.
+    vocab_size: the target's.
+    The other arguments are those of `grow`.
+
+    Node i's child was drawn from row i of probs; the last row is zeros. Verified tokens are distributed as the target's
+    only if the length to which the chain is cut before verification does not depend on the tokens cut off. No number is
+    taken twice, because every chain of a row has another place (see `accept.chain.chain_numbers`). ValueError unless
+    the schedule is a chain.
+    """
+    if schedule.topk != 1:
+        raise ValueError(f"topk must be 1 (a chain) for drafts that are drawn, not {schedule.topk}")
+    if draft_to_target is None and logits.shape[1] != vocab_size:
+        raise ValueError(
+            f"logits must have vocab_size = {vocab_size} columns without draft_to_target, not {logits.shape[1]}"
+        )
+    tokens, probs = [root[:, None]], []
+    for level in range(1, schedule.nodes):
+        if level > 1:
+            hidden, logits = feed(step, tokens[-1], hidden, level - 1)
+        distribution = _distribution(logits, temperature)
+        token = draw(distribution.double(), uniform(seed, sequence, place, DRAFT_STREAM + level - 1))[:, None]
+        if draft_to_target is not None:
+            everywhere = distribution.new_zeros(distribution.shape[0], vocab_size)
+            distribution = everywhere.index_copy(1, draft_to_target, distribution)
+            token = draft_to_target[token]
+        tokens.append(token)
+        probs.append(distribution)
+    probs.append(torch.zeros_like(probs[0]))
+    return torch.cat(tokens, dim=1), chain_parents(root, len(tokens)), torch.stack(probs, dim=1)
+
+
+def _distribution(logits: Tensor, temperature: Tensor) -> Tensor:
+    """softmax(logits [B, Vd] / temperature [B]) in float32; at 0, or if that is not finite, 1 for the likeliest."""
+    logits = logits.float().nan_to_num(-math.inf, torch.finfo(torch.float32).max, -math.inf)
+    likeliest = torch.arange(logits.shape[1], device=logits.device) == argmax(logits)[:, None]
+    peak = logits.amax(dim=1, keepdim=True)
+    weights = ((logits - peak) / temperature[:, None]).softmax(dim=1)
+    drawn = (temperature[:, None] > 0) & weights.isfinite().all(dim=1, keepdim=True)
+    return torch.where(drawn, weights, likeliest.to(weights.dtype))

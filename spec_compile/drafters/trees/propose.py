@@ -6,11 +6,8 @@ from torch import Tensor, nn
 from ...kernels.top_logits import best_tokens
 from ...runtime.state import State
 from .block import BlockTree
-from .draw import draw_chain
-from .grow import grow
+from .grow import StaticTree, Step, chain_parents, chain_scores, draw_chain, expected_drafts, grow
 from .schedule import Schedule
-from .static import StaticTree
-from .step import Step, chain_parents, chain_scores, expected_drafts
 
 
 def propose_full(
@@ -55,31 +52,6 @@ def propose_grown(
     propose_full(state, *grow(schedule, root, logits, hidden, step, draft_to_target))
 
 
-def propose_block(
-    state: State,
-    tree: BlockTree,
-    logits: Tensor,
-    first: int = 0,
-    score_temperature: float = 1.0,
-    draft_to_target: Tensor | None = None,
-    log_confidence: Tensor | None = None,
-) -> None:
-    """Propose the best trees over the likeliest tokens of each place below the last committed token.
-
-    logits [B, first + P, Vd]: those of the P places of `tree`, after `first` rows that draft nothing.
-    score_temperature: of their softmax.
-    draft_to_target [Vd]: see `grow`.
-    log_confidence [B, P] float32: logarithms of the chances that the drafts of a place are accepted if those before are
-        (None: not predicted). The place's tokens share them by their probabilities.
-    """
-    root = state.tree_tokens[:, 0].clone()
-    scores, tokens = best_tokens(logits.flatten(0, 1), tree.topk, score_temperature)
-    tokens = tokens if draft_to_target is None else draft_to_target[tokens]
-    scores, tokens = (x.view(*logits.shape[:2], tree.topk)[:, first:] for x in (scores, tokens))
-    scores = scores if log_confidence is None else scores + log_confidence[:, :, None]
-    propose_full(state, *tree(root, scores, tokens))
-
-
 class BlockProposer(nn.Module):
     """Proposes chains or trees over the places of a block, whose logits a draft gives in one forward. The token of a
     place does not depend on the tokens of the others.
@@ -97,23 +69,33 @@ class BlockProposer(nn.Module):
         super().__init__()
         self.nodes, self.temperature = nodes, temperature
         self.drawn = Schedule(nodes - 1, 1, nodes) if draws else None
-        self.tree = BlockTree(places, topk, nodes) if topk > 1 else None
+        tree = BlockTree(places, topk, nodes)
+        self.tree = tree if topk > 1 else None
 
     def propose(
         self, state: State, logits: Tensor, first: int = 0, draft_to_target: Tensor | None = None,
         log_confidence: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Propose trees below the last committed tokens. The arguments are those of `propose_block`."""
+        """Propose trees below the last committed tokens.
+
+        logits [B, first + P, Vd]: those of P places, after `first` rows that draft nothing.
+        draft_to_target [Vd]: see `grow`.
+        log_confidence [B, P] float32: logarithms of the chances that the drafts of a place are accepted if those before
+            are (None: not predicted). The place's tokens share them by their probabilities.
+        """
         if self.drawn is not None:
             return self._draw(state, logits[:, first:], draft_to_target)
-        if self.tree is not None:
-            how = self.tree, logits, first, self.temperature, draft_to_target, log_confidence
-            return propose_block(state, *how)
         root = state.tree_tokens[:, 0].clone()
-        scores, tokens = (x[:, first : first + self.nodes - 1] for x in likeliest(logits, draft_to_target))
-        tokens = torch.cat([root[:, None], tokens], dim=1)
-        scores = scores if log_confidence is None else log_confidence[:, : self.nodes - 1]
-        propose_full(state, tokens, chain_parents(root, self.nodes), chain_scores(scores))
+        topk, temperature = (1, 1.0) if self.tree is None else (self.tree.topk, self.temperature)
+        scores, tokens = best_tokens(logits.flatten(0, 1), topk, temperature)
+        tokens = tokens if draft_to_target is None else draft_to_target[tokens]
+        scores, tokens = (x.view(*logits.shape[:2], topk)[:, first:] for x in (scores, tokens))
+        if self.tree is not None:
+            scores = scores if log_confidence is None else scores + log_confidence[:, :, None]
+            return propose_full(state, *self.tree(root, scores, tokens))
+        scores = scores[:, :, 0] if log_confidence is None else log_confidence
+        tokens = torch.cat([root[:, None], tokens[:, : self.nodes - 1, 0]], dim=1)
+        propose_full(state, tokens, chain_parents(root, self.nodes), chain_scores(scores[:, : self.nodes - 1]))
 
     def _draw(self, state: State, logits: Tensor, draft_to_target: Tensor | None) -> None:
         """Propose a chain drawn from logits [B, P, Vd]."""
@@ -122,10 +104,3 @@ class BlockProposer(nn.Module):
             return hidden, logits[:, offset + 1 : offset + 2]
 
         propose_grown(state, self.drawn, True, logits[:, 0], logits[:, 0, :1], step, draft_to_target)
-
-
-def likeliest(logits: Tensor, draft_to_target: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and target's ids [B, T] of the likeliest tokens of logits [B, T, Vd]."""
-    scores, tokens = best_tokens(logits.flatten(0, 1), 1, 1.0)
-    tokens = tokens if draft_to_target is None else draft_to_target[tokens]
-    return scores.view(logits.shape[:2]), tokens.view(logits.shape[:2])

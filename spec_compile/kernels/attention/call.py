@@ -79,6 +79,9 @@ class AttentionCall(NamedTuple):
         return self.q.new_empty(self.q.shape[0], self.q.shape[2], self.q.shape[1], self.value_cache.shape[3])
 
 
+LAUNCHES: dict[str, Callable[[AttentionCall, Tensor], Tensor]] = {}
+"""By arguments that kernels of `tree_attention` do not read: the function that launches a call that has one, with its
+queries rotated and its block in the cache, on a GPU. `contrib` adds some."""
 TARGETS: set[Callable] = set()
 """The functions and ops that are attention calls in a graph."""
 

@@ -30,9 +30,8 @@ from ..card import card_of, multiplied_bytes, precision
 from ..masks import only_chosen
 from ..norms import rms_norm
 from ..plain import on_gpu
-from . import indexed_attention
 from .block_kernels import append_kernel, prompt_kernel
-from .call import SPECIAL, AttentionCall, attention_op, from_arguments
+from .call import LAUNCHES, SPECIAL, AttentionCall, attention_op, from_arguments
 from .partial_softmax import key_columns
 from .spans import first_log2, merge_spans_kernel, most_spans
 from .tail_tiles import COLUMNS, nodes_per_tile, tail_tiles
@@ -158,8 +157,9 @@ def launch(call: AttentionCall, config: Tuning | None = None) -> Tensor:
     call = call._replace(**{name: x.contiguous() for name, x in named.items()})
     named = {name: getattr(call, name) for name in ("ancestors", "cos", "sin")}
     call = call._replace(**{name: x if x is None else x.contiguous() for name, x in named.items()})
-    if call.chosen is not None:
-        return indexed_attention.launch(call, _append(call, 32, 4, early=False))
+    for argument, launch_with in LAUNCHES.items():
+        if getattr(call, argument) is not None:
+            return launch_with(call, _append(call, 32, 4, early=False))
     if nodes > MAX_NODES:
         return _launch_prompt(call, config or prompt_tuning(*facts))
     return _launch_tree(call, config or tree_tuning(rows, batch * kv_heads, *facts))

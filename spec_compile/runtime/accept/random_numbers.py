@@ -20,7 +20,7 @@ def uniform(seed: int | Tensor, row: Tensor, position: Tensor, stream: int | Ten
 
     All arguments are int64 and broadcast to the shape of the result; `seed` and `stream` may be ints.
     row: of the batch. position: tokens that the row has generated. stream: the number's index at that position; 0
-        draws a token, others test drafts, and those from `drafters.trees.draw.DRAFT_STREAM` on draw drafts.
+        draws a token, others test drafts, and those from `drafters.trees.grow.DRAFT_STREAM` on draw drafts.
 
     The arguments go in turn through the finaliser of SplitMix64 (Steele, Lea and Flood 2014, section 3), modulo 2**64.
     """

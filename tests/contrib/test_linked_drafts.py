@@ -17,11 +17,11 @@ import torch
 from dflash_drafts import BLOCK, CONTEXTS, MASK, Meaning
 from transformers import LlamaConfig
 
+from spec_compile.contrib.linked.draft import LinkedDraft
+from spec_compile.contrib.linked.transitions import Markov
 from spec_compile.drafters.checkpoints.load import load_head
-from spec_compile.drafters.modules.dflash import DFlashDraft
 from spec_compile.drafters.modules.layers import LayerKnobs
-from spec_compile.drafters.modules.transitions import Markov
-from spec_compile.drafters.trees.lattice import grow_lattice
+from spec_compile.drafters.trees.block import grow_lattice
 
 MEANINGS = {
     "dflash2": Meaning(windows=(9, 9), multiplier=0.7, softcap=20.0),
@@ -334,7 +334,7 @@ def bigrams():
         hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=96
     )
     transition, knobs = Markov(64, 96, 96, 64), LayerKnobs(1, qk_norm=True)
-    draft = DFlashDraft(config, embedding, output, (0, 1), 5, MASK, knobs, True, transition=transition)
+    draft = LinkedDraft(config, embedding, output, (0, 1), 5, MASK, knobs, True, transition=transition)
     with torch.no_grad():
         draft.norm.weight.zero_()
         transition.markov_w1.weight.copy_(model.model(torch.arange(96)[:, None]).last_hidden_state[:, 0])

@@ -9,24 +9,22 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...capture.modules.attention import UNREAD, Attend, source_of
 from ...graph import IndexSpec, ModelGraph, calls
 from ...kernels import HALF
-from ...kernels.attention import choice
-from .attention import Attend, source_of
-
-
-class _Unread:
-    """Stands for the causal mask, which these modules read although transformers builds none during the trace."""
-
-    def __getitem__(self, index) -> None:
-        return None
-
-
-UNREAD = _Unread()
+from . import choice
 
 
 class _EarlierOfEqual(TorchDispatchMode):
     """See `earlier_of_equal`. sizes: tokens that indexers choose. has_changed: True if a choice was another before."""
+
+    @property
+    def warning(self) -> str:
+        """See `capture.checks.TIES`."""
+        return self.has_changed * (
+            "has indexers whose scores are often equal, as with few heads: the earlier token is chosen here, and any "
+            "by transformers, so that its tokens may differ, also between its own prompts and single steps"
+        )
 
     def __init__(self, sizes: set[int]):
         super().__init__()

@@ -10,7 +10,8 @@ import two_tokenizers as two
 from distributions import FITS, p_value
 
 from spec_compile import speculate
-from spec_compile.drafters.vocab_mapping import SameTokens, common_tokens, contents
+from spec_compile.contrib.two_tokenizers import common_tokens, contents
+from spec_compile.drafters.draft_model import SameTokens
 
 SCHEDULES = {name: rounds.SCHEDULES[name] for name in ("chain", "one", "tree", "union", "chain union")}
 SCHEDULES["drawn"] = dict(num_steps=3, draft_sample_method="probabilistic")

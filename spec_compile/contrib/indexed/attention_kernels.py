@@ -1,4 +1,4 @@
-"""The kernels of `indexed_attention`. Import it only where Triton is installed.
+"""The kernels of `attention`. Import it only where Triton is installed.
 
 No program's work depends on other nodes or rows, so a node has the same bits in any tree. Chosen slots come in the
 order of their positions, whether their tokens are committed or ancestors in the tree.
@@ -7,7 +7,7 @@ order of their positions, whether their tokens are committed or ancestors in the
 import triton
 import triton.language as tl
 
-from .partial_softmax import fold_row, product
+from ...kernels.attention.partial_softmax import fold_row, product
 
 
 @triton.jit(do_not_specialize=["slots", "capacity"])

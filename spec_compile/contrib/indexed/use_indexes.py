@@ -2,10 +2,10 @@
 
 import operator
 
-from ..graph import ModelGraph, calls
-from ..kernels.attention import choice
-from .apply import comes_after
-from .nodes import replace_node
+from ...graph import ModelGraph, calls
+from ...passes.apply import comes_after
+from ...passes.nodes import replace_node
+from . import choice
 
 
 @comes_after("use_tree_attention")

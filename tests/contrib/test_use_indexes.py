@@ -9,12 +9,12 @@ from toy_graphs import HEADS, HIDDEN, KV, SIZE, VOCAB, Block, Toy, example, trac
 from spec_compile import passes
 from spec_compile.cache import Cache
 from spec_compile.capture.checks import linear_logits, tree_logits
-from spec_compile.capture.modules.indexed import describe
+from spec_compile.contrib.indexed import choice
+from spec_compile.contrib.indexed.capture import describe
+from spec_compile.contrib.indexed.use_indexes import use_indexes
 from spec_compile.graph import calls
 from spec_compile.kernels import ops
-from spec_compile.kernels.attention import choice
 from spec_compile.passes import Settings
-from spec_compile.passes.use_indexes import use_indexes
 from spec_compile.tree import ancestry
 
 TOPK, INDEX_HEADS, INDEX_SIZE = 4, 3, 6

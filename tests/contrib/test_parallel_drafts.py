@@ -16,9 +16,8 @@ import pytest
 import torch
 from torch import nn
 
+from spec_compile.contrib.parallel import ParallelHeadOptions, ParallelHeads, ParallelOptions
 from spec_compile.drafters.checkpoints.load import load_head
-from spec_compile.drafters.options import ParallelOptions
-from spec_compile.drafters.p_eagle import ParallelHeadOptions, ParallelHeads
 
 PARDS_MASK = 95
 SCHEDULES = {

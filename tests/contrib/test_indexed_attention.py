@@ -9,8 +9,10 @@ import pytest
 import torch
 from places import ON_GPU, places
 
+from spec_compile.contrib.indexed import attention as indexed_attention
+from spec_compile.contrib.indexed import choice
 from spec_compile.kernels import ops
-from spec_compile.kernels.attention import choice, indexed_attention, tree_attention
+from spec_compile.kernels.attention import tree_attention
 from spec_compile.kernels.attention.call import AttentionCall
 from spec_compile.kernels.masks import visible_slots
 from spec_compile.tree import ancestry

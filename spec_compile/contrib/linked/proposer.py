@@ -1,18 +1,21 @@
-"""Chains and trees over a block whose drafts depend on each other (see `modules.transitions`)."""
+"""Chains and trees over a block whose drafts depend on each other (see `transitions`)."""
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...drafters.trees.block import grow_lattice, lattice_tree
+from ...drafters.trees.grow import chain_parents, chain_scores
+from ...drafters.trees.propose import propose_full, propose_grown
+from ...drafters.trees.schedule import Schedule
 from ...kernels.top_logits import best_tokens
 from ...runtime.state import State
-from ..modules.dflash import DFlashDraft
-from .lattice import grow_lattice, lattice_tree
-from .propose import propose_full, propose_grown
-from .schedule import Schedule
-from .step import chain_parents, chain_scores
+
+if TYPE_CHECKING:
+    from .draft import LinkedDraft
 
 TINY = 1e-6
 """Lower bound of the probability of all tokens that are no candidates."""
@@ -26,7 +29,7 @@ class LinkedBlockProposer:
     `BlockProposer`.
     """
 
-    def __init__(self, draft: DFlashDraft, places: int, topk: int, nodes: int, draws: bool, temperature: float):
+    def __init__(self, draft: "LinkedDraft", places: int, topk: int, nodes: int, draws: bool, temperature: float):
         self.draft, self.transition, self.nodes, self.temperature = draft, draft.transition, nodes, temperature
         self.drawn = Schedule(nodes - 1, 1, nodes) if draws else None
         self.is_tree = topk > 1
@@ -119,7 +122,7 @@ class LinkedBlock:
     def scores(self, place: int, previous: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
         """Logits, up to a constant, of the candidates of a place after each of W nodes: [B, W, K or Vd] float32.
 
-        previous [B, W] int64, carried [B, W, C]: see `lattice.Follow`.
+        previous [B, W] int64, carried [B, W, C]: see `drafters.trees.block.Follow`.
         """
         unlinked = self.logits[:, place] if self.ids is None else self.logprobs[:, place]
         hidden = self.normed[:, place, None].expand(-1, previous.shape[1], -1)
@@ -133,7 +136,7 @@ class LinkedBlock:
         return unlinked + (query @ keys.mT).float() / self.temperature, carried
 
     def follow(self, place: int, previous: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
-        """See `lattice.Follow`."""
+        """See `drafters.trees.block.Follow`."""
         scores, carried = self.scores(place, previous, carried)
         logprobs = self._normed(scores, self.logprobs[:, place])
         return self._weighted(logprobs, self.normed[:, place, None], previous), carried

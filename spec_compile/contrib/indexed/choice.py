@@ -14,8 +14,8 @@ import math
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..masks import visible_slots
+from ...kernels import ops
+from ...kernels.masks import visible_slots
 
 
 @torch.library.custom_op("spec_compile::choose", mutates_args=())

@@ -5,6 +5,13 @@ carry a state over the places, so that all tokens before b count.
 
 Shapes: h the draft's hidden size, V the target's tokens, Vd the draft's, r the rank, C numbers of the carried state,
 ``...`` any dimensions, the same in all arguments.
+
+`Confidence` predicts acceptance (DSpark, arXiv:2607.05147) by a row of weights next to the draft's output matrix:
+
+    c_k = sigmoid(w . [h_k ; W1[x_(k-1)]] + b)
+
+is the probability that draft k is accepted if all before it are. h_k is the normed state of its place, x_(k-1) is the
+token before it, and W1 is the table of `Markov`. Some drafts leave W1 out: then c_k only depends on h_k.
 """
 
 import torch
@@ -56,7 +63,7 @@ class Transition(nn.Module):
         raise NotImplementedError
 
     def embed(self, previous: Tensor) -> Tensor:
-        """W1[previous] [..., r], which `confidence.Confidence` reads; previous [...] int64. Only `Markov` has a W1."""
+        """W1[previous] [..., r], which `Confidence` reads; previous [...] int64. Only `Markov` has a W1."""
         raise NotImplementedError
 
 
@@ -162,3 +169,39 @@ class Domino(Transition):
         reset, update = ((reads[i] + keeps[i]).sigmoid() for i in (0, 1))
         state = (1 - update) * (reads[2] + reset * keeps[2]).tanh() + update * state
         return self.embed_proj[:2](torch.cat([hidden, state], dim=-1)), state
+
+
+class Confidence(nn.Module):
+    """The row of weights that predicts acceptance. Parameters have their published names.
+
+    hidden_size: of the draft.
+    rank: numbers that it reads of the token before; 0 for none.
+    """
+
+    def __init__(self, hidden_size: int, rank: int = 0):
+        super().__init__()
+        self.hidden_size, self.rank = hidden_size, rank
+        self.proj = nn.Linear(hidden_size + rank, 1)
+
+    def describe(self) -> str:
+        """A line for the draft's report."""
+        reads = "its place and the token before it" if self.rank else "its place"
+        return f"the draft predicts from {reads} how likely each draft is to be accepted"
+
+    def forward(self, hidden: Tensor, before: Tensor | None = None) -> Tensor:
+        """log(c) [...] float32, at most 0. The arguments are those of `logits`."""
+        return F.logsigmoid(self.logits(hidden, before))
+
+    def logits(self, hidden: Tensor, before: Tensor | None = None) -> Tensor:
+        """log(c / (1 - c)) [...] float32.
+
+        hidden [..., h]: normed states.
+        before [..., rank]: rows of W1; None if rank is 0. Its leading dimensions and those of `hidden` are broadcast,
+            so that the candidates of a place share its state: hidden [B, P, 1, h] and before [B, P, K, rank] give
+            [B, P, K].
+        """
+        of_place, of_token = self.proj.weight.split([self.hidden_size, self.rank], dim=1)
+        logits = F.linear(hidden, of_place, self.proj.bias).float()
+        if before is not None:
+            logits = logits + F.linear(before, of_token).float()
+        return logits[..., 0]

@@ -14,8 +14,8 @@ from transformers.models.llama import modeling_llama
 from spec_compile import UnsupportedModelError
 from spec_compile.capture import modules
 from spec_compile.capture.checks import check_capture
-from spec_compile.capture.modules import indexed
 from spec_compile.capture.trace import capture
+from spec_compile.contrib.indexed import capture as indexed
 from spec_compile.graph import IndexSpec
 
 OFTEN = {"glm_moe_dsa"}

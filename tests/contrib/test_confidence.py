@@ -13,13 +13,12 @@ import pytest
 import torch
 from dflash_drafts import BLOCK, CONTEXTS, Meaning
 
+from spec_compile.contrib.linked.draft import LinkedDraft
+from spec_compile.contrib.linked.transitions import Confidence, Markov
 from spec_compile.drafters.checkpoints.load import load_head
-from spec_compile.drafters.modules.confidence import Confidence
-from spec_compile.drafters.modules.dflash import DFlashDraft
 from spec_compile.drafters.modules.layers import LayerKnobs
-from spec_compile.drafters.modules.transitions import Markov
+from spec_compile.drafters.trees.grow import chain_scores, expected_drafts
 from spec_compile.drafters.trees.propose import BlockProposer
-from spec_compile.drafters.trees.step import chain_scores, expected_drafts
 from spec_compile.runtime.state import State
 
 PUBLISHED = (
@@ -146,7 +145,9 @@ def test_a_prediction_that_is_not_enabled(load, read, name):
     """Its tensors may be absent; if they are there, the report names them."""
     for tensors in ({}, {WEIGHT: None, BIAS: None}):
         draft = read(name, tensors, enable_confidence_head=False)
-        assert draft.confidence is None and not any("the draft predicts" in line for line in draft.report)
+        assert getattr(draft, "confidence", None) is None and not any(
+            "the draft predicts" in line for line in draft.report
+        )
         ignored = [line for line in draft.report if "ignored: confidence_head" in line]
         assert len(ignored) == 2 * (not tensors)
     with pytest.raises(ValueError, match=r"has no confidence_head.proj.weight, confidence_head.proj.bias"):
@@ -168,10 +169,10 @@ def test_drafts_made_by_hand(load):
     how = target.config, *shared, (0, 1), 5, dflash.MASK, LayerKnobs(1, qk_norm=True), True
     for transition, table in ((None, 0), (Markov(drafts.H, drafts.V, drafts.V, 4), 4)):
         with pytest.raises(ValueError, match=f"reads 6 numbers of the token before, and the .* table has {table};"):
-            DFlashDraft(*how, transition=transition, confidence=Confidence(drafts.H, 6))
+            LinkedDraft(*how, transition=transition, confidence=Confidence(drafts.H, 6))
         for rank in (0, table):
             confidence = Confidence(drafts.H, rank)
-            assert DFlashDraft(*how, transition=transition, confidence=confidence).confidence is confidence
+            assert LinkedDraft(*how, transition=transition, confidence=confidence).confidence is confidence
 
 
 # --- hints and the order of nodes

@@ -1,4 +1,4 @@
-"""Tokens of a draft model as tokens of its target, if both have one tokenizer, and if each has its own.
+"""Draft models with a tokenizer of their own: their tokens as those of the target.
 
 Token-Level Intersection (TLI; Timor et al., "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms
 for Heterogeneous Vocabularies", arXiv:2502.05202): the draft drafts only tokens that are in both vocabularies. So the
@@ -6,16 +6,19 @@ probabilities that it draws from are its own, restricted to them and renormalise
 does the same (`vllm/v1/spec_decode/vocab_mapping.py`), and so does transformers (`AssistantToTargetTranslator`).
 """
 
-import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from os import PathLike
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from ..drafters import ALGORITHMS, draft_model
+from ..drafters.draft_model import DraftModel, SameTokens
+from ..drafters.options import DraftOptions
 
 SPACE, BYTE_SPACE = "▁", "Ġ"
 """A space in the vocabularies of SentencePiece, and in those over bytes (GPT-2)."""
@@ -26,51 +29,10 @@ Content = bytes | str
 """The bytes of a token, or the name of a special one."""
 
 
-class VocabMapping(Protocol):
-    """The tokens of a draft model of vocabulary Vd as those of its target, of vocabulary V."""
-
-    draft_to_target: Tensor | None
-    """[Vc] int64: the target's id of each column of `logits`, all different; None: column i is token i."""
-
-    @property
-    def share(self) -> float | None:
-        """See `Algorithm.vocabulary_share`."""
-
-    def read(self, ids: Tensor) -> Tensor:
-        """The draft's id that stands for each of the target's `ids`, both int64 of any shape."""
-
-    def logits(self, logits: Tensor) -> Tensor:
-        """[..., Vd] -> [..., Vc]."""
-
-    def explain(self) -> list[str]:
-        """Lines for ``explain()``."""
-
-
-class SameTokens:
-    """The mapping of one tokenizer. Each vocabulary may have padding of its own.
-
-    known: tokens that both have. embedded: those that the draft can read. vocab_size: V.
-    """
-
-    draft_to_target, share = None, None
-
-    def __init__(self, known: int, embedded: int, vocab_size: int):
-        self.known, self.embedded, self.vocab_size = known, embedded, vocab_size
-
-    def read(self, ids: Tensor) -> Tensor:
-        return ids.clamp(max=self.embedded - 1)
-
-    def logits(self, logits: Tensor) -> Tensor:
-        return F.pad(logits[..., : self.known], (0, self.vocab_size - self.known), value=-math.inf)
-
-    def explain(self) -> list[str]:
-        return []
-
-
-class CommonTokens:
+class CommonTokens(SameTokens):
     """The mapping of two tokenizers: the tokens that are in both vocabularies.
 
-    draft_to_target: [Vc] int64; see `VocabMapping`.
+    draft_to_target: [Vc] int64; see `SameTokens`.
     columns: [Vc] int64; the draft's ids of the same tokens.
     target_to_draft: [V] int64; the id that the draft reads for each of the target's.
     sizes: tokens of the target and of the draft, without padding.
@@ -86,6 +48,11 @@ class CommonTokens:
     @property
     def share(self) -> float:
         return len(self.columns) / self.sizes[0]
+
+    def to(self, device: torch.device) -> "CommonTokens":
+        """The same mapping on a device."""
+        tables = (each.to(device) for each in (self.draft_to_target, self.columns, self.target_to_draft))
+        return CommonTokens(*tables, self.sizes)
 
     def read(self, ids: Tensor) -> Tensor:
         return self.target_to_draft[ids.clamp(max=len(self.target_to_draft) - 1)]
@@ -177,6 +144,21 @@ def _bytes_of_characters() -> dict[str, bytes]:
     return {character: bytes([byte]) for byte, character in bytes_to_unicode().items()}
 
 
+@dataclass(frozen=True)
+class DraftModelOptions(DraftOptions):
+    """Options of algo="draft_model".
+
+    use_heterogeneous_vocab: the draft has a tokenizer of its own, so that it drafts the tokens that are in both
+        vocabularies. It goes without saying if a tokenizer is given.
+    tokenizer: the model's, an object, a folder or a name on the hub (default: that of the model's checkpoint).
+    assistant_tokenizer: the draft's (default: that of its checkpoint).
+    """
+
+    use_heterogeneous_vocab: bool = False
+    tokenizer: Any = None
+    assistant_tokenizer: Any = None
+
+
 def load_tokenizer(option: str, given: Any, model: PreTrainedModel) -> PreTrainedTokenizerBase:
     """The tokenizer of `model`: the one that an option gives, as an object, a folder or a name on the hub, or, if it
     gives none, that of the checkpoint. ValueError or TypeError, naming the option, if there is none."""
@@ -194,7 +176,17 @@ def load_tokenizer(option: str, given: Any, model: PreTrainedModel) -> PreTraine
         raise ValueError(f"{option}: {source} has no tokenizer of {name} ({error}); pass {option}=") from error
 
 
-def to_device(tokens: CommonTokens, device: torch.device) -> CommonTokens:
-    """The same mapping on a device."""
-    tables = (each.to(device) for each in (tokens.draft_to_target, tokens.columns, tokens.target_to_draft))
-    return CommonTokens(*tables, tokens.sizes)
+def build(model: PreTrainedModel, options: DraftModelOptions) -> DraftModel:
+    """`draft_model.build`, also for a draft with a tokenizer of its own. ValueError or TypeError if a tokenizer is
+    missing, or if the two have too few tokens in common."""
+    if not options.use_heterogeneous_vocab and options.tokenizer is None and options.assistant_tokenizer is None:
+        return draft_model.build(model, options)
+    draft = draft_model.open_draft(model, options)
+    ours = load_tokenizer("tokenizer", options.tokenizer, model)
+    theirs = load_tokenizer("assistant_tokenizer", options.assistant_tokenizer, draft)
+    sizes = draft_model.vocabulary(model), draft_model.vocabulary(draft)
+    tokens = common_tokens(ours, theirs, *sizes, options.topk).to(model.device)
+    return DraftModel(draft, draft_model.capture_draft(model, draft, options), options, tokens)
+
+
+ALGORITHMS["draft_model"] = ALGORITHMS["draft_model"]._replace(options=DraftModelOptions, build=build)

@@ -14,15 +14,14 @@ import torch
 import triton
 from torch import Tensor
 
+from ...kernels import ops
+from ...kernels.attention.call import AttentionCall
+from ...kernels.attention.partial_softmax import key_columns
+from ...kernels.card import precision
+from ...kernels.masks import only_chosen
 from ...tree import MAX_NODES
-from .. import ops
-from ..card import precision
-from ..masks import only_chosen
-from ..plain import on_gpu
 from . import choice
-from .call import AttentionCall
-from .indexed_kernels import chosen_kernel, merge_chosen_kernel, scores_kernel
-from .partial_softmax import key_columns
+from .attention_kernels import chosen_kernel, merge_chosen_kernel, scores_kernel
 
 SHARE, BLOCK = 256, 32
 """Chosen slots of a program, and slots that it reads at a time. Other values give other bits."""
@@ -30,7 +29,6 @@ BLOCK_SLOTS = 64
 """Slots of a program of scores."""
 
 
-@on_gpu(choice.append_and_choose)
 def launch_choice(
     q: Tensor, k: Tensor, weights: Tensor, index_keys: Tensor, lengths: Tensor, visible: Tensor, topk: int
 ) -> Tensor:

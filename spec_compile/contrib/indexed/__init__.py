@@ -1,0 +1,50 @@
+"""DeepSeek sparse attention (DSA): an indexer chooses the few tokens that each token attends to.
+
+`choice` defines the choice, `capture` shows it in a captured graph, and `attention` has the kernels.
+"""
+
+from torch import Tensor
+
+from ...capture import checks, modules, trace
+from ...kernels.attention.call import LAUNCHES, AttentionCall
+from ...kernels.plain import on_gpu
+from ...passes import PIPELINE, row_invariance
+from ...passes.use_tree_attention import use_tree_attention
+from . import capture, choice
+from .use_indexes import use_indexes
+
+modules.MODULES |= {
+    f"transformers.models.{name}": change
+    for name, change in {
+        "axk2.modeling_axk2.AXK2Attention": capture.halves,
+        "deepseek_v32.modeling_deepseek_v32.DeepseekV32Attention": capture.halves,
+        "dots3_note.modeling_dots3_note.Dots3NoteTextAttention": capture.pairs,
+        "glm_moe_dsa.modeling_glm_moe_dsa.GlmMoeDsaAttention": capture.pairs,
+        "hy_v4.modeling_hy_v4.HYV4Attention": capture.last_halves,
+    }.items()
+}
+trace.FACTS["indexes"] = capture.describe
+checks.TIES.append(capture.earlier_of_equal)
+PIPELINE.insert(PIPELINE.index(use_tree_attention) + 1, use_indexes)
+row_invariance.FUNCTIONS.add(choice.visible_to)
+
+
+# The kernels need Triton, so they are imported when they are first launched.
+@on_gpu(choice.append_and_choose)
+def launch_choice(
+    q: Tensor, k: Tensor, weights: Tensor, index_keys: Tensor, lengths: Tensor, visible: Tensor, topk: int
+) -> Tensor:
+    """`choice.append_and_choose` by the kernel."""
+    from .attention import launch_choice
+
+    return launch_choice(q, k, weights, index_keys, lengths, visible, topk)
+
+
+def launch_attention(call: AttentionCall, q: Tensor) -> Tensor:
+    """Attention to the chosen slots by the kernels."""
+    from .attention import launch
+
+    return launch(call, q)
+
+
+LAUNCHES["chosen"] = launch_attention

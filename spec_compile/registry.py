@@ -1,0 +1,27 @@
+"""`load_contrib` and `load_plugins`: abilities that add themselves to the tables of this package when imported.
+
+An ability registers an algorithm (`drafters.register`), a format of drafts (`drafters.checkpoints.load.FORMATS`), a
+module of transformers (`capture.modules.MODULES`), a pass (`passes.PIPELINE`), and so on.
+"""
+
+import functools
+import importlib
+import pkgutil
+from importlib.metadata import entry_points
+from pathlib import Path
+
+GROUP = "spec_compile.contrib"
+"""The entry points of other packages: each names a module to import."""
+
+
+def load_contrib() -> None:
+    """Import the files and folders of `contrib`, if it is there. No import statement of this package names them."""
+    for ability in pkgutil.iter_modules([str(Path(__file__).parent / "contrib")]):
+        importlib.import_module(f"{__package__}.contrib.{ability.name}")
+
+
+@functools.cache
+def load_plugins() -> None:
+    """Import what installed packages name in `GROUP`. That takes 10 to 30 ms, so it waits for an unknown name."""
+    for point in entry_points(group=GROUP):
+        point.load()
