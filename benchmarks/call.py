@@ -31,7 +31,6 @@ from benchmarks.rounds.shapes import SHAPES, build, text_tokens
 from spec_compile.capture.watch import Watch
 from spec_compile.runtime import generate
 from spec_compile.runtime.call import Call
-from spec_compile.runtime.prepared import Inputs
 from spec_compile.runtime.state import State
 from spec_compile.runtime.steps.build import Steps
 
@@ -39,7 +38,7 @@ DEMO = "demo"
 PARTS = {
     "watch": (Watch, "changes"),
     "preparation": (generate, "make_key"),
-    "prompt": (Inputs, "prompt"),
+    "prompt": (generate, "read_prompt"),
     "reset": (State, "reset"),
     "prefill": (Steps, "prefill"),
     "first trees": (Steps, "propose"),

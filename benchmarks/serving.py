@@ -127,10 +127,10 @@ class Times:
 
     def __init__(self, manager):
         self.seconds, self._decoder = Counter(), manager.scheduler.decoder
-        scheduler, prompts = manager.scheduler, manager.scheduler.prompts
+        scheduler, prefill = manager.scheduler, manager.scheduler.prefill
         for name, owner, methods in (
             ("admit", scheduler, ["_change"]),
-            ("prompts", prompts, ["step", "move"]),
+            ("prompts", prefill, ["step", "move"]),
             ("launch", self._decoder, ["launch"]),
             ("collect", self._decoder, ["collect"]),
             ("compact", self._decoder, ["compact"]),
@@ -145,8 +145,8 @@ class Times:
     def _timed(self, name: str, function):
         def timed(*args, **kwargs):
             if name == "collect":
-                flight = self._decoder.flights._flying[0]
-                flight.read = self._timed("wait", flight.read)
+                launched = self._decoder.pipeline._rounds[0]
+                launched.read = self._timed("wait", launched.read)
             begin = time.perf_counter()
             try:
                 return function(*args, **kwargs)

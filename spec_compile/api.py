@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 
 from . import kernels, passes
 from .artefacts.start import PURPOSES, Start, StartArtefact, opened_artefacts, timed
-from .batching.model import BatchingMixin, shadow
-from .batching.score import score
+from .batching.model import BatchingMixin, score, shadow
 from .capture import adapters, loras
 from .capture.admit import admit
 from .capture.check_generation import ANY, check_generation

@@ -10,83 +10,78 @@ from torch import Tensor
 from ..outcome import Outcome
 from ..runtime.accept.draw import DrawRows, RowSettings
 from ..runtime.accept.greedy import accept_greedy
-from ..runtime.flights import Flight, Flights, check_gained
+from ..runtime.pipeline import InFlightRound, RoundPipeline, check_gained
 from ..runtime.runtime import Runtime
 from ..runtime.session import Session
 from ..runtime.steps.build import StepKind
 from ..tree import MAX_NODES, Accepted, Tree, ancestry
-from .job import Job
-from .lanes import Lanes
-from .logprobs import look_ahead
+from .output import look_ahead
+from .prefix_cache import LEAST, RowTexts
 from .rows import Rows
-from .texts import LEAST, Texts
+from .sequence import BatchSequence
 
 
-class Decoder(Rows):
-    """Runs rounds over the requests in `jobs`, by row. On a GPU a round is launched while the one before it runs."""
+class DecodeRows(Rows):
+    """Runs rounds over the sequences in its rows. On a GPU a round is launched while the one before it runs."""
 
-    def __init__(self, runtime: Runtime, rows: int, capacity: int):
-        super().__init__(Lanes(runtime, rows, capacity))
-        self.runtime = runtime
-        self.texts = Texts(rows, capacity, has_states=bool(runtime.verify.recurrences))
+    def __init__(self, runtime: Runtime, number: int, capacity: int):
+        super().__init__(runtime, number, capacity)
+        self.texts = RowTexts(number, capacity, has_states=bool(runtime.verify.recurrences))
         self.rounds_by_nodes: Counter[int] = Counter()
-        self.flights = Flights(runtime)
+        self.pipeline = RoundPipeline(runtime)
         self._settings = RowSettings()
         """All that any row so far was drawn with; rounds are captured for that, rather than anew for every mixture."""
 
     @property
-    def is_flying(self) -> bool:
-        """True if a round is under way."""
-        return len(self.flights) > 0
-
-    @property
     def is_busy(self) -> bool:
-        return self.is_flying or any(self.jobs)
+        return len(self.pipeline) > 0 or any(self.sequences)
 
     @property
     def round_seconds(self) -> float | None:
         """Seconds that the shortest round takes over the rows in use; None if nobody has measured it."""
-        session = self.lanes.session(max((job.row for job in self.active), default=0) + 1)
+        session = self.session(max((sequence.row for sequence in self.active), default=0) + 1)
         return min(session.steps.policies[StepKind.ROUND].costs.measured.values(), default=None)
 
-    def enter(self, job: Job) -> None:
-        """A prompt that is done has been copied to row `job.row`."""
-        self.jobs[job.row] = job
-        self._settings = self._settings.merge(job.settings)
-        self.lanes.state.finished[job.row].fill_(False)
-        counts = job.weights == self.texts.weights and not job.has_pictures  # guard: texts-with-pictures
+    def enter(self, sequence: BatchSequence) -> None:
+        """A prompt that is done has been copied to row `sequence.row`."""
+        self.sequences[sequence.row] = sequence
+        self._settings = self._settings.merge(sequence.settings)
+        self.state.finished[sequence.row].fill_(False)
+        counts = sequence.weights == self.texts.weights and not sequence.has_pictures  # guard: texts-with-pictures
         if self.runtime.has_fixed_chunks:  # only keys and values from chunks serve others, and no states after them
-            counts = counts and not (job.scores_prompt or self.runtime.verify.recurrences)
-        self.texts.put(job.row, job.prompt if counts else None, job.scope, job.client)
+            counts = counts and not (sequence.scores_prompt or self.runtime.verify.recurrences)
+        self.texts.put(sequence.row, sequence.prompt if counts else None, sequence.scope, sequence.request.client)
         if self.runtime.has_fixed_chunks:
-            self.texts.close(job.row)
-        self._hindsight("forget", job.row)
+            self.texts.close(sequence.row)
+        self._hindsight("forget", sequence.row)
 
-    def leave(self, job: Job) -> None:
-        """A request is over. Its text stays for others that begin alike, until the row is used again."""
-        state, row = self.lanes.state, job.row
-        self.jobs[row] = None
+    def leave(self, sequence: BatchSequence) -> None:
+        """A sequence is over. Its text stays for others that begin alike, until the row is used again."""
+        state, row = self.state, sequence.row
+        self.sequences[row] = None
         state.finished[row].fill_(True)
-        if job.is_whole and not self.runtime.verify.clamps_prompts:  # or an answer's states are not those of a prompt
-            self.texts.end(row)
-        self.runtime.guard(self.lanes.all.drafter.leave, state, row, job.length, job.share_text)
-        if self.texts.length(row) > LEAST:
-            self.catch_up(job)
+        if (
+            sequence.is_whole and not self.runtime.verify.clamps_prompts
+        ):  # or an answer's states are not those of a prompt
+            self.texts.has_ended[row] = True
+        self.runtime.guard(self.all.drafter.leave, state, row, sequence.length, sequence.request.share_text)
+        if self.texts.lengths[row] > LEAST:
+            self.catch_up(sequence)
         self.runtime.records.keep()
 
-    def catch_up(self, *left: Job) -> None:
+    def catch_up(self, *left: BatchSequence) -> None:
         """Let the drafter process all tokens that it is late by, so that others can go on from what it has of a row.
 
         left: requests that have left their rows just now.
         """
-        jobs = [*self.active, *left]
-        if self.flights.late and self.runtime.algorithm.remembers:
-            session = self.lanes.session(max(job.row for job in jobs) + 1)
-            self.flights.catch_up(session, max(job.length for job in jobs))
+        sequences = [*self.active, *left]
+        if self.pipeline.late and self.runtime.algorithm.remembers:
+            session = self.session(max(sequence.row for sequence in sequences) + 1)
+            self.pipeline.catch_up(session, max(sequence.length for sequence in sequences))
 
-    def used_slots(self, job: Job) -> int:
-        rounds = 1 + len(self.flights)
-        return job.length + 1 + rounds * MAX_NODES + self.runtime.algorithm.plan.lookahead_slots
+    def used_slots(self, sequence: BatchSequence) -> int:
+        rounds = 1 + len(self.pipeline)
+        return sequence.length + 1 + rounds * MAX_NODES + self.runtime.algorithm.plan.lookahead_slots
 
     def moved(self, row: int, to: int) -> None:
         self.texts.move(row, to)
@@ -94,73 +89,74 @@ class Decoder(Rows):
 
     def launch(self) -> None:
         """Begin as many rounds as may be in flight."""
-        jobs = self.active
-        if not jobs:
+        sequences = self.active
+        if not sequences:
             return
-        on_host = any(job.is_on_host for job in jobs)
-        kind = StepKind.LOOK if on_host or any(job.settings for job in jobs) else StepKind.ROUND
-        longest, session = max(job.length for job in jobs), self.lanes.session(jobs[-1].row + 1)
-        begin = partial(self._begin, session, kind, jobs, on_host)
-        while self.flights.may_launch(jobs, on_host):
-            self.flights.launch(session, kind, jobs, longest, begin)
+        on_host = any(sequence.is_on_host for sequence in sequences)
+        kind = StepKind.LOOK if on_host or any(sequence.settings for sequence in sequences) else StepKind.ROUND
+        longest, session = max(sequence.length for sequence in sequences), self.session(sequences[-1].row + 1)
+        begin = partial(self._begin, session, kind, sequences, on_host)
+        while self.pipeline.may_launch(sequences, on_host):
+            self.pipeline.launch(session, kind, sequences, longest, begin)
 
     def _begin(
-        self, session: Session, kind: StepKind, jobs: list[Job], on_host: bool, nodes: int, max_kv_len: int
-    ) -> Callable[[], list[list[int]]]:
-        """Begin a round; see `Flights.launch`."""
+        self, session: Session, kind: StepKind, sequences: list[BatchSequence], on_host: bool, nodes: int,
+        max_kv_len: int,
+    ) -> Callable[[], list[list[int]]]:  # fmt: skip
+        """Begin a round; see `RoundPipeline.launch`."""
         if on_host:
-            return session.steps.launch_on_host(partial(self._accept_rows, session, jobs), nodes, max_kv_len)
+            return session.steps.launch_on_host(partial(self._accept_rows, session, sequences), nodes, max_kv_len)
         return session.steps.launch(DrawRows(self._settings) if kind is StepKind.LOOK else None, nodes, max_kv_len)
 
-    def collect(self) -> list[Job]:
-        """Wait for the round that was launched first; returns the requests that gained tokens in it."""
-        flight, outcomes = self.flights.collect()
-        self.rounds_by_nodes[flight.nodes] += 1
-        for job, outcome in outcomes:
-            self._take(job, outcome, flight)
-        self.flights.learn(flight, outcomes)
+    def collect(self) -> list[BatchSequence]:
+        """Wait for the round that was launched first; returns the sequences that gained tokens in it."""
+        in_flight, outcomes = self.pipeline.collect()
+        self.rounds_by_nodes[in_flight.nodes] += 1
+        for sequence, outcome in outcomes:
+            self._take(sequence, outcome, in_flight)
+        self.pipeline.learn(in_flight, outcomes)
         if self.runtime.options.ranks.size > 1:
-            self._end_alike([job for job, _ in outcomes])
-        return [job for job, outcome in outcomes if outcome.gained or job.is_over]
+            self._end_alike([sequence for sequence, _ in outcomes])
+        return [sequence for sequence, outcome in outcomes if outcome.gained or sequence.is_over]
 
-    def _end_alike(self, jobs: list[Job]) -> None:
-        """Give requests the tokens and the end that they have on the first rank."""
+    def _end_alike(self, sequences: list[BatchSequence]) -> None:
+        """Give sequences the tokens and the end that they have on the first rank."""
         ranks = self.runtime.options.ranks
-        verdicts = iter(ranks.lead(lambda: [number for job in jobs for number in (len(job.tokens), job.is_over)]))
-        for job, length, is_over in zip(jobs, verdicts, verdicts):
+        verdicts = iter(ranks.lead(lambda: [n for each in sequences for n in (len(each.tokens), each.is_over)]))
+        for sequence, length, is_over in zip(sequences, verdicts, verdicts):
             if not ranks.leads:
-                del job.tokens[length:]
+                del sequence.tokens[length:]
                 if is_over:
-                    job.finish("stop")
+                    sequence.finish("stop")
 
-    def _take(self, job: Job, outcome: Outcome, flight: Flight) -> None:
-        """Give a request what a round has gained for its row."""
-        drafted = min(flight.drafted or job.count or flight.nodes, flight.nodes, job.most_nodes) - 1
-        job.speculation.count(drafted, max(len(outcome.path) - 1, 0), len(outcome.gained))
-        before = len(job.tokens)
+    def _take(self, sequence: BatchSequence, outcome: Outcome, in_flight: InFlightRound) -> None:
+        """Give a sequence what a round has gained for its row."""
+        drafted = min(in_flight.drafted or sequence.count or in_flight.nodes, in_flight.nodes, sequence.most_nodes) - 1
+        sequence.speculation.count(drafted, max(len(outcome.path) - 1, 0), len(outcome.gained))
+        before = len(sequence.tokens)
         try:
-            if job.failure is not None:
-                raise job.failure
+            if sequence.failure is not None:
+                raise sequence.failure
             check_gained(outcome, self.runtime.verify.embedded)
-            job.gain(outcome.gained)
-            job.is_whole = outcome.finished and sum(job.speculation.per_step_tokens) == len(job.tokens)
+            sequence.gain(outcome.gained)
+            sequence.is_whole = outcome.finished and sum(sequence.speculation.per_step_tokens) == len(sequence.tokens)
         except Exception as error:  # of a criterion of its own; the others go on
-            job.fail(error)
-        self.texts.extend(job.row, job.tokens[before:])
+            sequence.fail(error)
+        self.texts.extend(sequence.row, sequence.tokens[before:])
 
-    def _accept_rows(self, session: Session, jobs: list[Job], tree: Tree, logits: Tensor) -> Accepted:
+    def _accept_rows(self, session: Session, sequences: list[BatchSequence], tree: Tree, logits: Tensor) -> Accepted:
         """Accept the likeliest tokens, or in rows with an acceptor or settings the tokens that these choose."""
         device, state = logits.device, session.state
         ancestors, depth = ancestry(tree.parents)
-        if any(job.settings for job in jobs):
+        if any(sequence.settings for sequence in sequences):
             accepted = DrawRows(self._settings)(state, tree, ancestors, depth, logits)
         else:
             accepted = accept_greedy(tree, ancestors, depth, state.forbid_early_eos(logits, depth))
         ranks = self.runtime.options.ranks
         if ranks.leads:
-            self._ask_acceptors(jobs, tree, logits, accepted)
+            self._ask_acceptors(sequences, tree, logits, accepted)
         if ranks.size > 1:
-            failed = [job.row for job in jobs if ranks.leads and job.failure is not None]
+            failed = [sequence.row for sequence in sequences if ranks.leads and sequence.failure is not None]
             parts = accepted.path, accepted.tokens, accepted.count
             numbers = ranks.lead(
                 lambda: [len(failed), *failed, *torch.cat([each.flatten() for each in parts]).tolist()]
@@ -170,30 +166,30 @@ class Decoder(Rows):
             chosen = torch.tensor(numbers[1 + numbers[0] :], device=device).split([each.numel() for each in parts])
             for part, values in zip(parts, chosen):
                 part.copy_(values.view(part.shape))
-        look_ahead(jobs, logits, accepted)
+        look_ahead(sequences, logits, accepted)
         return accepted
 
-    def _ask_acceptors(self, jobs: list[Job], tree: Tree, logits: Tensor, accepted: Accepted) -> None:
+    def _ask_acceptors(self, sequences: list[BatchSequence], tree: Tree, logits: Tensor, accepted: Accepted) -> None:
         """Replace what was accepted of the rows that have an acceptor."""
-        device, state = logits.device, self.lanes.state
-        for job in jobs:
-            if job.acceptor is None:
+        device, state = logits.device, self.state
+        for sequence in sequences:
+            if sequence.acceptor is None:
                 continue
-            row = job.row
+            row = sequence.row
             probs = None if tree.probs is None else tree.probs[row : row + 1]
             own = Tree(*(part[row : row + 1] for part in (tree.tokens, tree.parents, tree.real)), probs)
             try:
-                result = job.acceptor(own, logits[row : row + 1])
+                result = sequence.acceptor(own, logits[row : row + 1])
                 check_tokens(result.tokens, logits.shape[-1])  # guard: chosen-tokens
             except Exception as error:  # of a logits processor or a criterion of its own; the others go on
-                job.failure = error
+                sequence.failure = error
                 state.finished[row].fill_(True)
                 continue
             for part in ("path", "tokens", "count"):
                 getattr(accepted, part)[row : row + 1] = getattr(result, part).to(device)
 
     def _hindsight(self, what: str, *rows: int) -> None:
-        hindsight = self.lanes.all.steps.policies[StepKind.ROUND].hindsight
+        hindsight = self.all.steps.policies[StepKind.ROUND].hindsight
         if hindsight is not None:
             getattr(hindsight, what)(*rows)
 

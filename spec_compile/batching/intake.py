@@ -1,46 +1,87 @@
-"""`Intake`: the arguments of ``add_request()``, made into jobs."""
+"""`Intake`: the arguments of ``add_request()``, made into sequences that are ready for a row.
+
+transformers' own ``generate()`` prepares a request, and stops before its decoding loop.
+"""
 
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import GenerationConfig
+from torch import Tensor, nn
+from transformers import GenerationConfig, LogitsProcessorList
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
+from ..capture.adapters import shallow
+from ..capture.pictures import placeholders
+from ..compat import CACHE
 from ..drafting import Algorithm
-from ..runtime.draft_limit import read_limit
-from .job import Job, seed_of
-from .logprobs import Scores
-from .prepare import CALLBACKS, Prepared, Preparer
-from .request_options import check_config, read_sequences
+from ..runtime import past as pasts
+from ..runtime.accept.processors import ROWWISE, is_known
+from ..runtime.accept.thinking import check_processors
+from ..runtime.call_options import read_limit
+from ..runtime.past import PICTURES, TOKEN_TYPES, Past
+from ..runtime.preparation import Remembered, make_key
+from ..runtime.request import CRITERIA_IN_ROUND, Prompt, Request, seed_of, unserved
+from .output import Scores
+from .request_options import (
+    StopStrings,
+    bound_ngrams,
+    check_config,
+    check_known,
+    check_stops,
+    check_values,
+    check_watermark,
+    find_culprit,
+    read_sequences,
+)
+from .sequence import BatchSequence
+
+CALLBACKS = {"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"}
+"""Arguments of ``generate()`` that a request may have besides the fields of a GenerationConfig."""
+STOPS_IN_PROMPT = "stops_in_prompt"
+"""Option of a request: whether a stop string may begin in the prompt, as transformers has it."""
+SERVED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+ONLY_GENERATE = ("return_dict_in_generate", "token_healing")
+"""Settings that only ``generate()`` serves, besides those that `unserved` finds."""
+FORGETFUL_CRITERIA = CRITERIA_IN_ROUND | {"MaxTimeCriteria", "StopStringCriteria"}
+"""transformers' stopping criteria that remember nothing of the tokens that they have seen."""
 
 
 class Intake:
-    """Reads requests for one speculative `model`, in any number of threads at once.
+    """Reads requests for one speculative `model`, in any number of threads at once. Requests alike are prepared once.
 
-    prepare: makes what a request asks for. seed: of the first request that has none of its own; the next one has the
-    next number. None: all have one that is drawn. returns_logprobs: see `Job`.
+    room: tokens that a row has room for. seed: of the first request that has none of its own; the next one has the next
+    number. None: all have one that is drawn. returns_logprobs: see `Request`.
     """
 
-    def __init__(self, model: nn.Module, prepare: Preparer, seed: int | None, returns_logprobs: bool = False):
-        self._model, self.prepare, self._returns_logprobs = model, prepare, returns_logprobs
+    def __init__(self, model: nn.Module, room: int, seed: int | None = None, returns_logprobs: bool = False):
+        self._model, self._engine, self._room = model, model.speculation.engine, room
+        self._returns_logprobs = returns_logprobs
         self._lock, self._numbers = threading.Lock(), count()
         self._seeds: Iterator[int] | None = None if seed is None else count(seed)
+        self._remembered = Remembered()
+        cls = type(self._engine.original)
+        self._class = type(cls.__name__, (_StopsBeforeTheLoop, cls), {"__module__": cls.__module__})
+        self._ids = torch.zeros(1, 1, dtype=torch.int64, device=self._engine.runtime.device)
+        """Stand for the ids of every prompt in the keys of `_remembered`."""
 
-    def jobs(
+    def sequences(
         self, input_ids: Any, config: GenerationConfig, request_id: str | None = None,
         max_new_tokens: int | None = None, streaming: bool = False, record_timestamps: bool = False,
         eos_token_id: int | list[int] | None = None, tokenizer: Any = None, seed: int | None = None,
         options: dict[str, Any] | None = None,
-    ) -> list[Job]:  # fmt: skip
-        """The requests for one prompt: one for each of `num_return_sequences`, the one of `request_id` last.
+    ) -> list[BatchSequence]:  # fmt: skip
+        """The sequences for one prompt, `num_return_sequences` of them; the last one has the name `request_id`.
 
         config: of the request. The other arguments: see `Manager.add_request`, also for what is raised.
         """
+        # Read the options that only requests have.
         prompt, options = self._read_prompt(input_ids), dict(options or {})
         check_config("generation_config", config)
         defaults = self._model.generation_config
@@ -55,46 +96,48 @@ class Intake:
                 options["eos_token_id"] = ends
             else:
                 config, defaults = _without_end(config), _without_end(defaults)
-        algorithm = self._model.speculation.engine.runtime.algorithm
-        most_nodes = read_limit(options.pop("speculation", None), algorithm.plan.nodes)
-        references = self._read_references(algorithm, options.pop("reference", None))
-        adapter = self._read_adapter(options.pop("adapter_name", None))
-        share_text = self._read_sharing(options.pop("share_text", None))
-        whose = {name: _read_text(name, options.pop(name, None)) for name in ("cache_salt", "client")}
+        algorithm = self._engine.runtime.algorithm
+        wishes = {
+            "most_nodes": read_limit(options.pop("speculation", None), algorithm.plan.nodes),
+            "references": self._read_references(algorithm, options.pop("reference", None)),
+            "adapter": self._read_adapter(options.pop("adapter_name", None)),
+            "share_text": self._read_sharing(options.pop("share_text", None)),
+            **{name: _read_text(name, options.pop(name, None)) for name in ("cache_salt", "client")},
+            "streaming": streaming, "record_timestamps": record_timestamps, "returns_logprobs": self._returns_logprobs,
+        }  # fmt: skip
         scored = [options.pop(name, None) for name in ("logprobs", "prompt_logprobs", "logprobs_temperature")]
         number = options.pop("num_return_sequences", None)
-        sequences = read_sequences(number, config.num_return_sequences, defaults.num_return_sequences)
-        prepare = partial(self.prepare, prompt, config, defaults, tokenizer)
-        prepared = [prepare(options)]
-        for number in range(1, sequences):
-            prepared.append(prepare(self._renewed(options, number)) if prepared[0].remembers else prepared[0])
+        number = read_sequences(number, config.num_return_sequences, defaults.num_return_sequences)
+
+        # Have transformers prepare it, anew for each sequence if something remembers the tokens that it has seen.
+        prepare = partial(self._request, prompt, config, defaults, tokenizer)
+        requests = [prepare(options)]
+        for index in range(1, number):
+            requests.append(prepare(self._renewed(options, index)) if _remembers(requests[0]) else requests[0])
         if seed is None and self._seeds is not None:
             with self._lock:
                 seed = next(self._seeds)
-        scores = [Scores.read(*scored) for _ in prepared]
+        scores = [Scores.read(*scored) for _ in requests]
         if scored[1] is not None:
-            self._check_prompt_scores(prepared[0])
-        seed = seed_of(seed) if prepared[0].ask.config.do_sample else 0
-        name = self._name() if request_id is None else request_id
-        names = [*(child_name(name, number) for number in range(sequences - 1)), name]
+            self._check_prompt_scores(requests[0])
+        wishes["seed"] = seed_of(seed) if requests[0].config.do_sample else 0
+        if request_id is None:
+            with self._lock:
+                request_id = f"req_{next(self._numbers)}"
+        names = [*(child_name(request_id, index) for index in range(number - 1)), request_id]
         return [
-            Job(
-                name, prompt, each, seed, number, streaming, record_timestamps, share_text, most_nodes, references,
-                scores[number], adapter, returns_logprobs=self._returns_logprobs, **whose,
+            BatchSequence.of(
+                replace(each, **wishes), prompt, request_id=name, sequence_index=index, scores=scores[index]
             )
-            for number, (name, each) in enumerate(zip(names, prepared))
-        ]  # fmt: skip
+            for index, (name, each) in enumerate(zip(names, requests))
+        ]
 
-    def _check_prompt_scores(self, prepared: Prepared) -> None:
+    def _check_prompt_scores(self, request: Request) -> None:
         """ValueError if log-probabilities of this prompt cannot be told."""
-        if prepared.process is not None:
+        if request.process is not None:
             raise ValueError("prompt_logprobs: they are not told of prompts with pictures; leave it out")
-        if self._model.speculation.engine.runtime.verify.clamps_prompts:
+        if self._engine.runtime.verify.clamps_prompts:
             raise ValueError("prompt_logprobs: the model processes prompts unlike tokens of an answer; leave it out")
-
-    def _name(self) -> str:
-        with self._lock:
-            return f"req_{next(self._numbers)}"
 
     def _read_prompt(self, input_ids: Any) -> list[int]:
         ids = input_ids.tolist() if isinstance(input_ids, torch.Tensor) else input_ids
@@ -108,7 +151,7 @@ class Intake:
         others = {*map(type, ids)} - {int}
         if others:
             raise TypeError(f"input_ids: expected token ids, got {min(each.__name__ for each in others)}")
-        vocab = self._model.speculation.engine.runtime.verify.embedded
+        vocab = self._engine.runtime.verify.embedded
         for token in (min(ids), max(ids)):
             if not 0 <= token < vocab:
                 raise ValueError(f"input_ids: token id {token} is outside the vocabulary of {vocab} tokens")
@@ -116,7 +159,7 @@ class Intake:
 
     def _read_adapter(self, name: Any) -> str | None:
         """The adapter that a request names, or else the active one; None if rows choose none."""
-        loras = self._model.speculation.engine.loras
+        loras = self._engine.loras
         if loras is None:
             if name is not None:
                 raise ValueError(
@@ -130,8 +173,8 @@ class Intake:
         return name
 
     def _read_sharing(self, share_text: Any) -> bool | str:
-        """See `Job.share_text`. Texts that the model's options forget are not kept for their owners, either."""
-        shares: bool = getattr(self._model.speculation.options, "share_text", True)
+        """See `Request.share_text`. Texts that the model's options forget are not kept for their owners, either."""
+        shares: bool = getattr(self._engine.options, "share_text", True)
         if share_text is None:
             return shares
         if not isinstance(share_text, bool | str):
@@ -144,10 +187,10 @@ class Intake:
             return []
         references = [text for text in algorithm.documents(reference) if len(text)]
         slots = sum(len(text) + 1 for text in references) - 1
-        if slots > self.prepare.room:
+        if slots > self._room:
             raise ValueError(
                 f"reference: {slots} tokens, one between two texts included, are more than a row of "
-                f"{self.prepare.room} holds; give fewer"
+                f"{self._room} holds; give fewer"
             )
         return references
 
@@ -156,7 +199,7 @@ class Intake:
 
         ValueError if something cannot be copied.
         """
-        memo = {id(model): model for model in (self._model, self._model.speculation.original)}
+        memo = {id(model): model for model in (self._model, self._engine.original)}
         options = dict(options)
         for name in CALLBACKS & options.keys():
             try:
@@ -169,6 +212,176 @@ class Intake:
         if allowed := options.get("prefix_allowed_tokens_fn"):
             options["prefix_allowed_tokens_fn"] = lambda row, ids: allowed(row + number, ids)
         return options
+
+    # --- transformers' preparation
+
+    def _request(
+        self, prompt: list[int], config: GenerationConfig, defaults: GenerationConfig, tokenizer, options: dict
+    ) -> Request:
+        """The request, ready for a row; TypeError or ValueError if it cannot be served.
+
+        prompt: token ids. config: of the request. defaults: for what `config` leaves open. options: fields of a
+        GenerationConfig that go over `config`, `CALLBACKS`, `PICTURES` with their `TOKEN_TYPES`, and `STOPS_IN_PROMPT`.
+        """
+        room = self._room
+        if len(prompt) >= room:  # guard: longest-prompt
+            raise ValueError(
+                f"input_ids: a prompt of {len(prompt)} tokens leaves no room for an answer in a row of the batch, "
+                f"which holds {room}; shorten it, or pass a larger max_cache_len to speculate()"
+            )
+
+        # The generation config of this request, and what else generate() has as an argument.
+        config, defaults, arguments = copy.copy(config), copy.copy(defaults), {}
+        extras = CALLBACKS | PICTURES | TOKEN_TYPES
+        check_known(options, {*vars(config), *extras, STOPS_IN_PROMPT})
+        for name, value in options.items():
+            if name == STOPS_IN_PROMPT:
+                if not isinstance(value, bool):
+                    raise TypeError(f"{name}: expected a bool, got {value!r:.80}")
+            elif name in extras:
+                arguments[name] = value
+            else:
+                setattr(config, name, value)
+        config.num_return_sequences = 1  # each sequence is prepared as a request
+        config.prompt_lookup_num_tokens = None  # asks for n-gram drafts, which speculate() decides
+        check_values(vars(config))
+        check_watermark(config.watermarking_config)
+        bound_ngrams(config, len(prompt), room)
+
+        # Stop strings are ours, and a request without a limit fills its row.
+        stops = config.stop_strings if config.stop_strings is not None else defaults.stop_strings
+        stops = [] if stops is None else check_stops(stops, tokenizer)
+        config.stop_strings = defaults.stop_strings = None
+        limits = [getattr(each, name) for each in (config, defaults) for name in ("max_new_tokens", "max_length")]
+        has_limit = any(limit is not None for limit in limits)
+        if not has_limit:
+            config.max_new_tokens = room
+        request = self._prepare(prompt, config, defaults, tokenizer, arguments)
+        if not has_limit:
+            request = replace(request, longest=room)
+        if request.longest > room:
+            raise ValueError(
+                f"max_new_tokens: a prompt of {len(prompt)} tokens and {request.longest - len(prompt)} new ones make "
+                f"{request.longest}, and a row of the batch holds {room}; ask for fewer, or pass a larger "
+                "max_cache_len to speculate()"
+            )
+        if not stops:
+            return request
+        criteria = request.criteria
+        if criteria is None:
+            ends = [EosTokenCriteria(request.eos)] if request.eos else []
+            criteria = [MaxLengthCriteria(request.longest), *ends]
+        stop = StopStrings(tokenizer, stops, 0 if options.get(STOPS_IN_PROMPT, True) else len(prompt))
+        return replace(request, criteria=StoppingCriteriaList([*criteria, stop]))
+
+    def _prepare(
+        self, prompt: list[int], config: GenerationConfig, defaults: GenerationConfig, tokenizer, arguments: dict
+    ) -> Request:
+        """The request as transformers prepares it, from an earlier one that was alike if there is one."""
+        shadow: Any = shallow(self._model, self._class)
+        shadow.generation_config = defaults
+        key, device = None, self._ids.device
+        if not arguments:
+            key = make_key(shadow, device, self._ids, None, {"generation_config": config})
+        with self._lock:
+            found = self._remembered.find(key)
+        if found is not None:
+            return found[0].after(len(prompt))
+        call = self._ask_transformers(shadow, torch.tensor([prompt]), config, tokenizer, arguments)
+        read = Prompt.of(call.input_ids, call.config, call.model_kwargs, placeholders(self._engine.original))
+        reason = next((name for name in ONLY_GENERATE if getattr(call.config, name, None)), None)
+        reason = reason or unserved(self._engine, read, call.config, call.model_kwargs)
+        if reason is not None:
+            raise ValueError(f"{reason}: only generate() does this; leave it out")
+        check_processors(call.processors, 1, self._engine.runtime.verify.vocab_size)
+        request = Request.of(call.input_ids, call.config, call.processors, call.criteria, device)
+        with self._lock, self._remembered.awaiting(key):
+            self._remembered.keep(shadow, read, request)
+
+        # Drop tables that nobody reads, and let time limits begin later.
+        for processor in call.processors:
+            if is_known(processor, {"WatermarkLogitsProcessor"}) and processor.seeding_scheme == "lefthash":
+                processor.fixed_table = None  # 8 MB, which another scheme reads
+        own: Sequence = arguments.get("stopping_criteria") or ()
+        for criterion in call.criteria:
+            if type(criterion).__name__ == "MaxTimeCriteria" and not any(criterion is one for one in own):
+                criterion.initial_timestamp = None
+        if not read.has_pictures:
+            return request
+        if read.tokens[0][-1] in placeholders(self._engine.original):
+            raise ValueError("input_ids: a prompt that ends in a picture is served by generate(); add text after it")
+        if self._engine.options.ranks.size > 1:
+            raise ValueError("pixel_values: pictures are read in one process; leave out tensor_parallel")
+        return replace(request, process=partial(self._process, read, call))
+
+    def _ask_transformers(
+        self, shadow, ids: Tensor, config: GenerationConfig, tokenizer, arguments: dict
+    ) -> "_PreparedCall":  # fmt: skip
+        """The arguments of transformers' decoding loop for a prompt `ids` [1, W]; ValueError, naming the option, if it
+        fails on one."""
+        device, given = self._ids.device, {} if tokenizer is None else {"tokenizer": tokenizer}
+        arguments = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
+        ids = ids.to(device)
+
+        def generate(config: GenerationConfig) -> _PreparedCall:
+            with torch.inference_mode(False), torch.no_grad():
+                mask = torch.ones_like(ids)
+                return shadow.generate(ids, attention_mask=mask, generation_config=config, **given, **arguments)
+
+        try:
+            return generate(copy.deepcopy(config))
+        except Exception as error:
+            names = [name for name in vars(config) if not name.startswith("_")]
+            if isinstance(error, (TypeError, ValueError)) and any(name in str(error) for name in names):
+                raise
+            name = find_culprit(config, generate)
+            raise ValueError(f"{name}: transformers cannot serve it: {type(error).__name__}: {error}") from error
+
+    def _process(
+        self, prompt: Prompt, call: "_PreparedCall", taps: tuple[int, ...]
+    ) -> tuple[Past, list[Tensor] | None, int]:  # fmt: skip
+        """See `Request.process`."""
+        kwargs = copy.copy(call.model_kwargs)
+        kwargs[CACHE] = copy.deepcopy(kwargs[CACHE])  # empty; another sequence may need it, too
+        own = pasts.own_prefill(self._model, prompt, call.input_ids, call.config, kwargs, taps)
+        past = pasts.read(own.cache, prompt.padding, self._engine.cache_layout)
+        return past, own.features, prompt.position_offsets[0]
+
+
+@dataclass
+class _PreparedCall:
+    """The arguments of transformers' decoding loop."""
+
+    input_ids: Tensor
+    processors: LogitsProcessorList
+    criteria: list
+    config: GenerationConfig
+    model_kwargs: dict
+
+
+class _StopsBeforeTheLoop:
+    """Put in front of a model's own class, makes ``generate()`` return what it has prepared."""
+
+    def _sample(
+        self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, streamer=None,
+        **model_kwargs,
+    ):  # fmt: skip
+        return _PreparedCall(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+
+    def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+        if generation_mode not in SERVED_MODES:
+            raise ValueError(
+                f"{generation_mode.value.replace('_', ' ')}: only generate() does this; a request is greedy or sampled"
+            )
+
+
+def _remembers(request: Request) -> bool:
+    """True if a processor or a criterion may remember what it has seen, so that it serves one sequence."""
+    criteria = [each for each in request.criteria or () if not isinstance(each, StopStrings)]
+    return not (
+        all(is_known(each, ROWWISE) for each in request.processors)
+        and all(is_known(each, FORGETFUL_CRITERIA) for each in criteria)
+    )
 
 
 def child_name(request_id: str, number: int) -> str:

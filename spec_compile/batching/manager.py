@@ -18,9 +18,8 @@ from transformers.generation.continuous_batching.continuous_api import (
 
 from .intake import Intake
 from .output import Output
-from .prepare import Preparer
 from .request_options import check_config
-from .slots import take_scheduler
+from .scheduler import take_scheduler
 from .worker import Worker
 
 
@@ -50,8 +49,7 @@ class Manager(ContinuousBatchingManager):
             engine.adopt()
             self.scheduler = take_scheduler(engine, config.max_requests_per_batch, workload_hints)
         self.scheduler.check = engine.refuse_changes
-        self.prepare = Preparer(model, self.scheduler.capacity)
-        self._intake = Intake(model, self.prepare, config.seed, config.return_logprobs)
+        self._intake = Intake(model, self.scheduler.capacity, config.seed, config.return_logprobs)
         self._process = os.getpid()
 
         # transformers' inherited methods read these:
@@ -139,7 +137,7 @@ class Manager(ContinuousBatchingManager):
                 yield
             finally:
                 if self.scheduler is not None:
-                    self.scheduler.beginnings.distrusts_weights = True
+                    self.scheduler.prefixes.distrusts_weights = True
                 if self._engine.loras is not None:
                     self._engine.loras.forget()
 
@@ -153,7 +151,7 @@ class Manager(ContinuousBatchingManager):
     @property
     def active_requests(self) -> int:
         """Requests that wait or run. Unlike the gauges of `metrics` it counts those that change rows just now."""
-        return len(self._worker.jobs)
+        return len(self._worker.sequences)
 
     @property
     def queue_room(self) -> int | None:
@@ -209,19 +207,19 @@ class Manager(ContinuousBatchingManager):
         self._require_open()
         named = {name: options.pop(name, None) for name in ("eos_token_id", "tokenizer", "seed")}
         try:
-            jobs = [
-                self._intake.jobs(
+            sequences = [
+                self._intake.sequences(
                     ids, self.generation_config if generation_config is None else generation_config, name,
                     max_new_tokens, streaming, record_timestamps, **named, options=options,
                 )
                 for ids, name in zip(inputs, request_ids or [None] * len(inputs))
             ]  # fmt: skip
             bound = self.continuous_batching_config.max_queue_size
-            self._worker.hand_in([job for each in jobs for job in each], bound, self._require_open)
+            self._worker.hand_in([sequence for each in sequences for sequence in each], bound, self._require_open)
         except (TypeError, ValueError):
             self.metrics.reject("invalid")
             raise
-        return [each[-1].request_id for each in jobs]
+        return [each[-1].request_id for each in sequences]
 
     def cancel_request(self, request_id: str) -> None:
         """End a request with all its sequences; its row is free within two rounds, and it delivers one last output."""

@@ -1,8 +1,8 @@
 """Batches on several ranks: what the first one lets in and out, on its way to the others.
 
-Only the first rank has requests. Before each round it says which of them enter and leave; the others have a `Shadow`
-of each, and run the same rounds on their own parts of the model. After each round the first rank says which
-requests have ended.
+Only the first rank has requests. Before each round it says which of them enter and leave; the others have a
+`FollowerSequence` of each, and run the same rounds on their own parts of the model. After each round the first rank
+says which requests have ended.
 """
 
 from dataclasses import dataclass
@@ -13,18 +13,19 @@ import torch
 from ..parallel.messages import pack, unpack
 from ..parallel.ranks import Alone
 from ..runtime.accept.draw import RowSettings
-from .job import Job
+from ..runtime.request import Request
+from .sequence import BatchSequence
 
 MOST_NUMBERS = 1 << 16
 """Most numbers of a message to the other ranks."""
 
 
 @dataclass
-class Admission:
-    """A request that enters, as far as the other ranks need it.
+class FollowerRequest:
+    """A sequence that enters, as far as the other ranks need it.
 
-    eos, numbers, longest, references, scores_prompt: see `Job`. has_acceptor: True if the first rank reads the target's
-    logits on the host.
+    eos, share_text, references: see `Request`. numbers, settings, scores_prompt: see `BatchSequence`.
+    has_acceptor: True if the first rank reads the target's logits on the host.
     row, known: the row of which the first `known` slots are copied, because its text begins alike.
     """
 
@@ -32,7 +33,6 @@ class Admission:
     prompt: list[int]
     eos: list[int]
     numbers: dict[str, int | float]
-    longest: int
     settings: RowSettings | None
     has_acceptor: bool
     share_text: bool | str
@@ -42,44 +42,39 @@ class Admission:
     scores_prompt: bool
 
     @classmethod
-    def of(cls, job: Job, row: int, known: int) -> "Admission":
-        """The admission of `job`."""
+    def of(cls, sequence: BatchSequence, row: int, known: int) -> "FollowerRequest":
+        request = sequence.request
         return cls(
-            job.request_id, job.prompt, job.eos, job.numbers(), job.prepared.ask.longest, job.settings,
-            job.is_on_host, job.share_text, [each.tolist() for each in job.references], row, known, job.scores_prompt,
+            sequence.request_id, sequence.prompt, request.eos, sequence.numbers(), sequence.settings,
+            sequence.is_on_host, request.share_text, [each.tolist() for each in request.references], row, known,
+            sequence.scores_prompt,
         )  # fmt: skip
 
 
-class Shadow(Job):
-    """A request of the first rank, on another one: it takes tokens, and ends when the first rank says so."""
+class FollowerSequence(BatchSequence):
+    """A sequence of the first rank, on another one: it takes tokens, and ends when the first rank says so."""
 
-    def __init__(self, admission: Admission):
+    def __init__(self, told: FollowerRequest):
+        numbers = told.numbers
+        request = Request(
+            int(numbers["max_lengths"]), int(numbers["min_lengths"]), told.eos, seed=int(numbers["seed"]),
+            temperature=numbers["temperature"], share_text=told.share_text, most_nodes=int(numbers["most_nodes"]),
+            references=[torch.tensor(ids, dtype=torch.int64) for ids in told.references],
+        )  # fmt: skip
         super().__init__(
-            admission.request_id, admission.prompt, None, 0, share_text=admission.share_text,
-            most_nodes=int(admission.numbers["most_nodes"]),
-            references=[torch.tensor(ids, dtype=torch.int64) for ids in admission.references],
+            request, told.prompt, shortest=request.shortest, longest=request.longest, most_nodes=request.most_nodes,
+            request_id=told.request_id, sequence_index=int(numbers["numbers"]), settings=told.settings,
+            acceptor=told.has_acceptor or None,
         )  # fmt: skip
-        self.admission, self.eos, self.settings = admission, admission.eos, admission.settings
-        self.acceptor = admission.has_acceptor or None
-
-    @property
-    def room(self) -> int:
-        """See `Job`."""
-        return self.admission.longest - self.length - 1
+        self._scores_prompt = told.scores_prompt
 
     @property
     def scores_prompt(self) -> bool:
-        """See `Job`."""
-        return self.admission.scores_prompt
+        return self._scores_prompt
 
-    def numbers(self) -> dict[str, int | float]:
-        """See `Job`."""
-        return self.admission.numbers
-
-    def gain(self, tokens: list[int]) -> bool:
+    def gain(self, tokens: list[int]) -> None:
         """Take tokens of a round, of which the first rank may keep fewer."""
         self.tokens.extend(tokens)
-        return False
 
 
 @dataclass
@@ -87,7 +82,7 @@ class RoundChange:
     """The first rank's changes before a round. left: requests that are cancelled. entered: those that begin."""
 
     left: list[str]
-    entered: list[Admission]
+    entered: list[FollowerRequest]
 
 
 def share(ranks: Alone, value: Any, kind: Any) -> Any:

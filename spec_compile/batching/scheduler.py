@@ -1,24 +1,80 @@
-"""Between two rounds requests leave, wait, have their prompts processed, and enter."""
+"""Between two rounds requests leave, wait, have their prompts processed, and enter. How many there is memory for."""
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 
+import torch
+
+from ..capture.loras import BASE, NO_ADAPTER, Loras
 from ..capture.weight_values import WeightValues
 from ..parallel.messages import pack, unpack
+from ..runtime.engine import PrefixBudget
 from ..runtime.runtime import Runtime
 from ..runtime.state import MOST_LATE
 from ..runtime.steps.build import StepKind
 from ..runtime.tiers import build_compiled
-from .beginnings import Beginnings
-from .decoding import Decoder
-from .job import Job
-from .lora_slots import LoraSlots
-from .prompts import Prompts
-from .ranks import Admission, RoundChange, Shadow
+from .decoding import DecodeRows
+from .prefill import PREFILL_ROWS, PrefillRows
+from .prefix_cache import PrefixIndex
+from .ranks import FollowerRequest, FollowerSequence, RoundChange
+from .sequence import BatchSequence
 
 log = logging.getLogger("spec_compile")
+
+MOST = {"cpu": 16, "cuda": 64}
+"""Slots unless the user says how many: beyond, rounds cost arithmetic."""
+SHARE = 0.8
+"""Share of a GPU's free memory that slots and rows of prefill may take."""
+PREFILL_SHARE = 0.05
+"""Share of that for rows of prefill beyond `FEWEST_PREFILL_ROWS`. If a row takes more, the model is so large that few
+prompts keep the GPU busy."""
+FEWEST_PREFILL_ROWS = 4
+
+
+class LoraSlots:
+    """Gives requests their LoRA adapters, from their admission to their end, and says whose turn it is.
+
+    A request waits until its adapter has a slot, and others go past it, but at most `most` that have an adapter
+    themselves. After that only requests without an adapter do, so that a slot becomes free. With one slot and most = 2,
+    requests for the adapters a b a a a are let in as a a a b a.
+    """
+
+    def __init__(self, loras: Loras | None, most: int):
+        """loras: the adapters of the model; None: requests choose none."""
+        self._loras, self._most = loras, most
+        self._passed: list[BatchSequence] = []
+        """Requests that the one that `next` has found goes past."""
+
+    def next(self, waiting: Sequence[BatchSequence]) -> BatchSequence | None:
+        """The first request that can be let in; None if there is none."""
+        if self._loras is None:
+            return waiting[0] if waiting else None
+        has_room: dict[str | None, bool] = {BASE: True}
+        self._passed = passed = []
+        for sequence in waiting:
+            adapter = sequence.request.adapter
+            if adapter not in has_room:
+                has_room[adapter] = self._loras.has_room(adapter)
+            is_due = any(other.passed >= self._most for other in passed)
+            if has_room[adapter] and (adapter == BASE or not is_due):
+                return sequence
+            passed.append(sequence)
+        return None
+
+    def take(self, sequence: BatchSequence) -> None:
+        """Give a request that `next` has found its adapter; see `Loras.take` for what is raised."""
+        if self._loras is not None:
+            for other in self._passed:
+                other.passed += sequence.request.adapter != BASE
+            sequence.loaded = self._loras.take(sequence.request.adapter)
+
+    def release(self, sequence: BatchSequence) -> None:
+        """A request needs its adapter no longer."""
+        if self._loras is not None:
+            self._loras.release(sequence.loaded)
+            sequence.loaded = NO_ADAPTER
 
 
 class Scheduler:
@@ -28,113 +84,118 @@ class Scheduler:
     while a request enters, decodes or leaves ends that request only."""
 
     def __init__(
-        self, runtime: Runtime, slots: int, capacity: int, lanes: int, weights: WeightValues, adapters: LoraSlots
+        self, runtime: Runtime, slots: int, capacity: int, prefill_rows: int, weights: WeightValues,
+        adapters: LoraSlots,
     ):  # fmt: skip
-        """slots: requests that decode at once. capacity: tokens of each. lanes: prompts that are processed at once.
-        weights: tell whether keys and values of earlier requests still hold. adapters: of requests."""
+        """slots: requests that decode at once. capacity: tokens of each. prefill_rows: prompts that are processed at
+        once. weights: tell whether keys and values of earlier requests still hold. adapters: of requests."""
         self.adapters = adapters
         self.slots, self.capacity = slots, capacity
-        self.waiting: deque[Job] = deque()
+        self.waiting: deque[BatchSequence] = deque()
         """Any thread may append to it."""
-        self.prompts = Prompts(runtime, lanes, capacity)
-        self.decoder = Decoder(runtime, slots, capacity)
-        self.beginnings = Beginnings(runtime, self.decoder, weights)
-        self.prompts.at_branch = self.beginnings.keep_prompt
+        self.prefill = PrefillRows(runtime, prefill_rows, capacity)
+        self.decoder = DecodeRows(runtime, slots, capacity)
+        self.prefixes = PrefixIndex(runtime, self.decoder, weights)
+        self.prefill.at_branch = self.prefixes.keep_prompt
         self.ranks = runtime.options.ranks
         self._turns: dict[str, int] = {}
         """By client the number of its last event: it came, had a turn, or left a row."""
         self._numbers = count(1)
         self.check: Callable[[], None] = lambda: None
         """Raises if the model has changed."""
-        self._unchecked: list[Job] = []
+        self._unchecked: list[BatchSequence] = []
         """Requests that have entered since the last `check`."""
 
     @property
     def is_busy(self) -> bool:
-        return bool(self.waiting) or bool(self.prompts.begun) or self.decoder.is_busy
+        return bool(self.waiting) or bool(self.prefill.begun) or self.decoder.is_busy
 
     @property
-    def jobs(self) -> list[Job]:
+    def sequences(self) -> list[BatchSequence]:
         """All requests that are not over."""
-        return [*self.waiting, *self.prompts.begun, *self.decoder.active]
+        return [*self.waiting, *self.prefill.begun, *self.decoder.active]
 
-    def step(self) -> list[Job]:
+    def step(self) -> list[BatchSequence]:
         """Run a round, and what comes before it; returns the requests that gained tokens or are over."""
-        news: list[Job] = []
+        # Requests leave and enter.
+        news: list[BatchSequence] = []
         if self.ranks.size == 1:
-            if self.waiting and self.prompts.runtime.on_gpu:  # rounds to compute while the host lets requests in
+            if self.waiting and self.prefill.runtime.on_gpu:  # rounds to compute while the host lets requests in
                 self.decoder.launch()
             self._change(news)
         else:
             change = unpack(self.ranks.lead(lambda: pack(self._change(news))), RoundChange, "the requests of rank 0")
-            if not self.ranks.leads:
-                self._change_alike(change)
-        if self.prompts.active:
+            if not self.ranks.leads:  # repeat the change
+                self.drop([each for each in self.sequences if each.request_id in change.left])
+                for told in change.entered:
+                    copy = self.prefixes.copy_row(told.row, told.known)
+                    self.prefill.enter(FollowerSequence(told), told.known, copy)
+
+        # Prompts get a chunk each, and those that are done join the rows that decode.
+        if self.prefill.active:
             decoding = len(self.decoder.active)
-            waiting = min(len(self.waiting), self.slots - decoding - len(self.prompts.begun))
-            for job in self.prompts.step(waiting, decoding, self.decoder.round_seconds):
+            waiting = min(len(self.waiting), self.slots - decoding - len(self.prefill.begun))
+            for sequence in self.prefill.step(waiting, decoding, self.decoder.round_seconds):
                 try:
-                    self.beginnings.keep_prompt(job, self.prompts.lanes, job.row, len(job.prompt) - 1)
-                    self.prompts.move(job, self.decoder.lanes, self.decoder.free_row())
-                    self.decoder.enter(job)
+                    self.prefixes.keep_prompt(sequence, self.prefill, sequence.row, len(sequence.prompt) - 1)
+                    self.prefill.move(sequence, self.decoder, self.decoder.free_row())
+                    self.decoder.enter(sequence)
                 except Exception as error:
-                    news += self.drop([job], error)
+                    news += self.drop([sequence], error)
         else:
             self.decoder.compact()
+
+        # A round.
         self.decoder.launch()
         self._check_model()
-        if self.decoder.is_flying:
+        if len(self.decoder.pipeline):
             news += self.decoder.collect()
-        for job in news:
-            if job.is_over:
-                self._free(job)
+        for sequence in news:
+            if sequence.is_over:
+                self._free(sequence)
         return news
-
-    def forget(self) -> None:
-        """The weights have changed: keys and values of earlier requests are of no use."""
-        self.beginnings.forget()
 
     def warmup(self) -> None:
         """Compile and capture what rounds and prompts of all widths need."""
-        build_compiled(self.prompts.runtime, self._build)
+        build_compiled(self.prefill.runtime, self._build)
 
     def _build(self) -> None:
-        for width in self.prompts.lanes.widths:
-            steps = self.prompts.lanes.session(width).steps
+        for width in self.prefill.widths:
+            steps = self.prefill.session(width).steps
             steps.make([*steps.prompt_steps(), *steps.proposal_steps()])
-        for width in self.decoder.lanes.widths:
-            steps = self.decoder.lanes.session(width).steps
+        for width in self.decoder.widths:
+            steps = self.decoder.session(width).steps
             rounds = [(StepKind.ROUND, nodes) for nodes in steps.policies[StepKind.ROUND].sizes]
-            steps.make([*rounds, *(steps.proposal_steps(MOST_LATE) if self.decoder.flights.tree_size else [])])
+            steps.make([*rounds, *(steps.proposal_steps(MOST_LATE) if self.decoder.pipeline.tree_size else [])])
 
     def clear(self, error: BaseException) -> None:
         """End all requests by an error, and every round."""
-        self.drop(self.jobs, error)
-        while self.decoder.is_flying:
+        self.drop(self.sequences, error)
+        while len(self.decoder.pipeline):
             self.decoder.collect()
 
-    def drop(self, jobs: list[Job], error: BaseException | None = None) -> list[Job]:
+    def drop(self, sequences: list[BatchSequence], error: BaseException | None = None) -> list[BatchSequence]:
         """End these requests, as cancelled or by an error."""
-        for job in jobs:
-            if job in self.waiting:
-                self.waiting.remove(job)
-            self._free(job)
-            job.finish("cancelled") if error is None else job.fail(error)
-        return jobs
+        for sequence in sequences:
+            if sequence in self.waiting:
+                self.waiting.remove(sequence)
+            self._free(sequence)
+            sequence.finish("cancelled") if error is None else sequence.fail(error)
+        return sequences
 
-    def _free(self, job: Job) -> None:
+    def _free(self, sequence: BatchSequence) -> None:
         """Take the row of a request that is over, if it has one, and its adapter."""
-        self.adapters.release(job)  # guard: adapters-are-freed
-        self._turns[job.client] = next(self._numbers)
-        for place in (self.prompts, self.decoder):
-            if job in (place.begun if place is self.prompts else place.jobs):
-                row = job.row
-                try:
-                    place.leave(job)
-                    if place is self.decoder:
-                        self.beginnings.keep(row)
-                except Exception:  # of the drafter: the row is free, and the answer is what it is
-                    log.exception("request %s: its row was left with an error", job.request_id)
+        self.adapters.release(sequence)  # guard: adapters-are-freed
+        self._turns[sequence.request.client] = next(self._numbers)
+        row = sequence.row
+        try:
+            if sequence in self.prefill.begun:
+                self.prefill.leave(sequence)
+            elif sequence in self.decoder.sequences:
+                self.decoder.leave(sequence)
+                self.prefixes.keep(row)
+        except Exception:  # of the drafter: the row is free, and the answer is what it is
+            log.exception("request %s: its row was left with an error", sequence.request_id)
 
     def _check_model(self) -> None:
         """Let requests that have entered fail in their first round if the model has changed. A GPU computes in the
@@ -143,65 +204,102 @@ class Scheduler:
             try:
                 self.check()
             except Exception as error:
-                for job in self._unchecked:
-                    job.failure = error
+                for sequence in self._unchecked:
+                    sequence.failure = error
             self._unchecked.clear()
 
-    def _change(self, news: list[Job]) -> RoundChange:
+    def _change(self, news: list[BatchSequence]) -> RoundChange:
         """Let cancelled requests leave, and others enter as far as there are rows. Requests that are over go to `news`.
 
         Returns who has left and who has entered, for the other ranks.
         """
-        cancelled = [job for job in self.jobs if job.is_cancelled]
+        cancelled = [sequence for sequence in self.sequences if sequence.is_cancelled]
         news += self.drop(cancelled)
-        return RoundChange([job.request_id for job in cancelled], self._admit(news))
+        return RoundChange([sequence.request_id for sequence in cancelled], self._admit(news))
 
-    def _change_alike(self, change: RoundChange) -> None:
-        """Repeat a `_change` of the first rank."""
-        self.drop([job for job in self.jobs if job.request_id in change.left])
-        for admission in change.entered:
-            row, known = admission.row, admission.known
-            self.prompts.enter(Shadow(admission), known, self.beginnings.copy_row(row, known))
-
-    def _admit(self, news: list[Job]) -> list[Admission]:
+    def _admit(self, news: list[BatchSequence]) -> list[FollowerRequest]:
         """Begin with the prompts of waiting requests, as far as there are rows. Requests that fail go to `news`."""
-        entered: list[Admission] = []
-        self.beginnings.distrusts_weights |= not (self.prompts.begun or self.decoder.active)
-        while (job := self._next()) is not None and self.prompts.make_room(job):
-            self._turns[job.client] = next(self._numbers)
-            if job in self.prompts.aside:
-                self.prompts.resume(job)
+        entered: list[FollowerRequest] = []
+        self.prefixes.distrusts_weights |= not (self.prefill.begun or self.decoder.active)
+        while (sequence := self._next()) is not None and self.prefill.make_room(sequence):
+            self._turns[sequence.request.client] = next(self._numbers)
+            if sequence in self.prefill.aside:
+                self.prefill.resume(sequence)
                 continue
-            self.waiting.remove(job)
+            self.waiting.remove(sequence)
             try:
-                self.adapters.take(job)
-                job.admit()
-                self._unchecked.append(job)
-                row, known, copy, branch = self.beginnings.find(job)
-                job.weights = self.decoder.texts.weights
-                if job.has_pictures:
-                    self.prompts.process(job, self.decoder.lanes, self.decoder.free_row())
-                    self.decoder.enter(job)
+                self.adapters.take(sequence)
+                sequence.admit()
+                self._unchecked.append(sequence)
+                row, known, copy, branch = self.prefixes.find(sequence)
+                sequence.weights = self.decoder.texts.weights
+                if sequence.has_pictures:
+                    self.prefill.process(sequence, self.decoder, self.decoder.free_row())
+                    self.decoder.enter(sequence)
                 else:
-                    self.prompts.enter(job, known, copy, branch)
-                    entered.append(Admission.of(job, row, known))
+                    self.prefill.enter(sequence, known, copy, branch)
+                    entered.append(FollowerRequest.of(sequence, row, known))
             except Exception as error:  # of a processor or a criterion of its own, or of its pictures
-                news += self.drop([job], error)
+                news += self.drop([sequence], error)
         return entered
 
-    def _next(self) -> Job | None:
-        """The request whose prompt begins or goes on next, once a lane is free for it; None if there is none."""
-        if not (self.waiting or self.prompts.aside):
+    def _next(self) -> BatchSequence | None:
+        """The request whose prompt begins or goes on next, once a row is free for it; None if there is none."""
+        if not (self.waiting or self.prefill.aside):
             return None
-        begun, waiting = [*self.prompts.begun, *self.decoder.active], [*self.waiting]
-        clients = dict.fromkeys(job.client for job in (*begun, *waiting))
+        begun, waiting = [*self.prefill.begun, *self.decoder.active], [*self.waiting]
+        clients = dict.fromkeys(sequence.request.client for sequence in (*begun, *waiting))
         self._turns = {client: self._turns.get(client) or next(self._numbers) for client in clients}
-        rows = Counter(job.client for job in begun)
+        rows = Counter(sequence.request.client for sequence in begun)
 
-        def order(job: Job) -> tuple[int, int]:
-            rows[job.client] += 1
-            return rows[job.client], self._turns[job.client]
+        def order(sequence: BatchSequence) -> tuple[int, int]:
+            rows[sequence.request.client] += 1
+            return rows[sequence.request.client], self._turns[sequence.request.client]
 
         first = self.adapters.next(sorted(waiting, key=order)) if len(begun) < self.slots else None  # guard: row-turns
-        jobs = [*self.prompts.aside, *([] if first is None else [first])]
-        return min(jobs, key=lambda job: self._turns[job.client], default=None)
+        sequences = [*self.prefill.aside, *([] if first is None else [first])]
+        return min(sequences, key=lambda sequence: self._turns[sequence.request.client], default=None)
+
+
+def take_scheduler(engine, requested: int | None, hints=None) -> Scheduler:
+    """The scheduler that an earlier manager has left, if it has enough slots, or a new one.
+
+    engine: of the model. requested, hints: see `choose_slots`.
+    """
+    ranks = engine.runtime.options.ranks
+    slots, capacity, prefill_rows = ranks.lead(lambda: choose_slots(engine.runtime, requested, hints))
+    idle, engine.idle_batch = engine.idle_batch, None
+    if idle is not None and (idle.slots == slots or (requested is None and idle.slots > slots)):
+        return idle
+    del idle  # its memory first
+    weights, adapters = WeightValues(engine.weights.slots), LoraSlots(engine.loras, slots)
+    scheduler = Scheduler(engine.runtime, slots, capacity, prefill_rows, weights, adapters)
+    engine.batches.add(scheduler)
+    return scheduler
+
+
+def choose_slots(runtime: Runtime, requested: int | None, hints=None) -> tuple[int, int, int]:
+    """Slots, tokens of each, and prompts that are processed at once.
+
+    requested: slots that the user asks for; None leaves it to the memory. hints: transformers' WorkloadHints.
+    Raises ValueError if `requested` is below 1.
+    """
+    if requested is not None and requested < 1:
+        raise ValueError(f"max_requests_per_batch: expected at least 1, got {requested}")
+    slots = requested or MOST[runtime.device.type]
+    if requested is None and hints is not None and hints.num_requests:
+        slots = min(slots, 1 << (hints.num_requests - 1).bit_length())
+    capacity, prefill_rows = runtime.capacity(slots), PREFILL_ROWS[runtime.device.type]
+    if runtime.on_gpu:
+        prefixes = PrefixBudget.of(runtime).device
+        free = SHARE * torch.cuda.mem_get_info(runtime.device)[0] - prefixes
+        row_bytes = runtime.token_bytes * (capacity + 2048) + runtime.verify.row_bytes
+        if prefixes and free < row_bytes:
+            raise ValueError(
+                f"prefix_cache_bytes: {prefixes / 1e9:.2f} GB leave no memory for a row of {row_bytes / 1e9:.2f} GB; "
+                "ask for less, or use prefix_cache_host_bytes"
+            )
+        prefill_rows = min(prefill_rows, max(FEWEST_PREFILL_ROWS, int(PREFILL_SHARE * free / row_bytes)))
+        if requested is None:
+            slots = max(1, min(slots, int(free / row_bytes) - prefill_rows))
+    return slots, capacity, min(prefill_rows, slots)

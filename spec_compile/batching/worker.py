@@ -1,4 +1,4 @@
-"""`Worker`: the thread of a manager, which runs rounds over the requests that were handed in."""
+"""`Worker`: the thread of a manager, which runs rounds over the requests that were handed in, and counts them."""
 
 import logging
 import queue
@@ -13,29 +13,34 @@ from transformers.generation.continuous_batching.continuous_api import Backgroun
 
 from ..errors import RequestError
 from .intake import child_name
-from .job import Job
-from .metrics import Metrics
 from .output import Output
+from .prefix_cache import whole
 from .scheduler import Scheduler
+from .sequence import BatchSequence
 
 log = logging.getLogger("spec_compile")
 
 IDLE = 0.1
 """Seconds after which an idle thread looks whether it is to stop."""
+REASONS = ("stop", "length", "cancelled", "error")
+PLACES = ("row", "device", "host")
+"""Where keys and values of a prompt's beginning may be."""
+REJECTIONS = ("queue_full", "invalid", "stopping")
 
 
 class Worker:
     """Runs rounds until its manager stops. Every request that was handed in delivers one last output.
 
     status: transformers' record of who asked the thread to stop. router: takes what is delivered. metrics: counts it.
-    jobs: the requests under way, by name. observers: see `Manager`. last_round: when a round last ended, or nothing was
-    to be done, in perf_counter seconds. wake_up: set when something is to be done.
+    sequences: those under way, by name. observers: see `Manager`.
+    last_round: when a round last ended, or nothing was to be done, in perf_counter seconds.
+    wake_up: set when something is to be done.
     """
 
     def __init__(self, engine: Any, scheduler: Scheduler, status: BackgroundThreadStatus, router: OutputRouter):
         self._engine, self._scheduler, self._status, self._router = engine, scheduler, status, router
         self.metrics = Metrics(scheduler, engine)
-        self.jobs: dict[str, Job] = {}
+        self.sequences: dict[str, BatchSequence] = {}
         self.observers: list[Callable[[Output], None]] = []
         self.last_round = time.perf_counter()
         self.wake_up = threading.Event()
@@ -49,39 +54,39 @@ class Worker:
         with self._lock:
             self.is_open = True
 
-    def hand_in(self, jobs: list[Job], bound: int, require_open: Callable[[], None]) -> None:
+    def hand_in(self, sequences: list[BatchSequence], bound: int, require_open: Callable[[], None]) -> None:
         """Take requests of one client, all or none.
 
         bound: requests that may wait, or 0 for any number; if several clients wait, each may have an equal share.
         require_open: raises RuntimeError if none is taken.
         Raises queue.Full if more would wait; TypeError or ValueError for a name that cannot be, or is in use.
         """
-        names = [job.request_id for job in jobs]
+        names = [sequence.request_id for sequence in sequences]
         with self._lock:
             require_open()
             waiting = self._scheduler.waiting
-            clients = Counter(job.client for job in [*waiting, *jobs])
-            share, added = bound // len(clients), len(jobs)  # guard: shares-of-the-queue
-            if bound and clients[jobs[0].client] > share:
+            clients = Counter(sequence.request.client for sequence in [*waiting, *sequences])
+            share, added = bound // len(clients), len(sequences)  # guard: shares-of-the-queue
+            if bound and clients[sequences[0].request.client] > share:
                 self.metrics.reject("queue_full")
                 whose = f" of each of {len(clients)} clients" if len(clients) > 1 else ""
-                own = clients[jobs[0].client] - added
+                own = clients[sequences[0].request.client] - added
                 raise queue.Full(f"max_queue_size: {share} requests{whose} may wait, {own} do, and {added} were added")
             for name in names:
                 if not isinstance(name, str):
                     raise TypeError(f"request_id: expected a text, got {type(name).__name__}")
-                if name in self.jobs or names.count(name) > 1:
+                if name in self.sequences or names.count(name) > 1:
                     raise ValueError(f"request_id: {name!r} is under way already")
-            self.jobs |= dict(zip(names, jobs))
-            waiting.extend(jobs)
+            self.sequences |= dict(zip(names, sequences))
+            waiting.extend(sequences)
         self.wake_up.set()
 
     def cancel(self, request_id: str) -> None:
         """End a request with all its sequences."""
         with self._lock:
-            for name, job in self.jobs.items():
+            for name, sequence in self.sequences.items():
                 if name == request_id or name.startswith(child_name(request_id, "")):
-                    job.is_cancelled = True
+                    sequence.is_cancelled = True
         self.wake_up.set()
 
     def run(self) -> None:
@@ -143,21 +148,21 @@ class Worker:
     def _fail_all(self, error: BaseException) -> None:
         self._close()
         with self._lock:
-            jobs = [*self.jobs.values()]
-        for job in jobs:
-            job.fail(error)
-            self._scheduler.adapters.release(job)
-        self.deliver(jobs)
+            sequences = [*self.sequences.values()]
+        for sequence in sequences:
+            sequence.fail(error)
+            self._scheduler.adapters.release(sequence)
+        self.deliver(sequences)
 
-    def deliver(self, news: list[Job]) -> None:
+    def deliver(self, news: list[BatchSequence]) -> None:
         """Hand out what there is of these requests. An error here is the reader's, not the request's."""
-        outputs = [job.output() for job in news if job.is_over or job.streaming]
-        for job in news:
-            if job.is_over:
+        outputs = [sequence.output() for sequence in news if sequence.is_over or sequence.request.streaming]
+        for sequence in news:
+            if sequence.is_over:
                 with self._lock:
-                    self.jobs.pop(job.request_id, None)
-                self.metrics.finish(job)
-                self._learn(job)
+                    self.sequences.pop(sequence.request_id, None)
+                self.metrics.finish(sequence)
+                self._learn(sequence)
         for output in outputs:
             try:
                 self._router.deliver(output)
@@ -169,13 +174,86 @@ class Worker:
                 except Exception:
                     log.exception("request %s: an observer failed", output.request_id)
 
-    def _learn(self, job: Job) -> None:
+    def _learn(self, sequence: BatchSequence) -> None:
         """Let a draft learn from an answer, unless its text is forgotten or ids do not say all of its prompt."""
         learner = self._engine.online
         if (
             learner is not None
-            and job.finish_reason in ("stop", "length")
-            and job.share_text is not False
-            and not job.has_pictures
+            and sequence.finish_reason in ("stop", "length")
+            and sequence.request.share_text is not False
+            and not sequence.has_pictures
         ):
-            learner.keep(job.prompt, job.tokens)
+            learner.keep(sequence.prompt, sequence.tokens)
+
+
+class Metrics:
+    """Numbers about a manager: counters of finished requests, and gauges of the scheduler. Calling it gives a dict."""
+
+    def __init__(self, scheduler: Scheduler, engine: Any):
+        """engine: of the model."""
+        self._engine = engine
+        self._scheduler, self._rounds_before = scheduler, scheduler.decoder.rounds_by_nodes.copy()
+        self._prefixes_before = self._count_prefixes()
+        self._counters: Counter[str] = Counter()
+        self._finished, self._rejected = dict.fromkeys(REASONS, 0), dict.fromkeys(REJECTIONS, 0)
+        self._positions: list[int] = []
+
+    def reject(self, reason: str) -> None:
+        """Count a request that was not taken, by one of `REJECTIONS`."""
+        self._rejected[reason] += 1
+
+    def finish(self, sequence: BatchSequence) -> None:
+        """Count a request that is over."""
+        speculation = sequence.speculation
+        self._finished[sequence.finish_reason] += 1
+        self._counters.update(
+            drafts=sum(drafted > 0 for drafted in speculation.per_step_drafted), draft_tokens=speculation.drafted,
+            accepted_tokens=speculation.accepted, prompt_tokens=len(sequence.prompt),
+            reused_prompt_tokens=whole(speculation.reused_prompt_tokens), generation_tokens=len(sequence.tokens),
+        )  # fmt: skip
+        self._positions += [0] * (len(speculation.accepted_per_position) - len(self._positions))
+        for depth, accepted in enumerate(speculation.accepted_per_position):
+            self._positions[depth] += accepted
+
+    def _count_prefixes(self) -> Counter[str]:
+        """Tokens that were looked for, tokens that were copied from each place, and blocks that were dropped."""
+        store = self._scheduler.prefixes.store
+        return Counter(store.hits) + Counter(asked=store.asked, evicted=store.evicted)
+
+    def __call__(self) -> dict:
+        """Gauges: requests, slots and tokens of the cache now. Counters, which end with ``_total``: since the start, of
+        requests that are over; those of ``prefix_cache`` count requests that have begun, too."""
+        scheduler, counters = self._scheduler, self._counters
+        decoder, prefill = scheduler.decoder, scheduler.prefill
+        rounds = decoder.rounds_by_nodes - self._rounds_before
+        prefixes = self._count_prefixes() - self._prefixes_before
+        tokens, used = scheduler.slots * scheduler.capacity, decoder.texts.used
+        return {
+            "requests_running": len(decoder.active),
+            "requests_prefilling": len(prefill.begun),
+            "requests_waiting": len(scheduler.waiting),
+            "slots": scheduler.slots,
+            "slot_tokens": scheduler.capacity,
+            "cache_bytes": decoder.bytes + prefill.bytes,
+            "cache_tokens": tokens,
+            "cache_tokens_used": used,
+            "cache_usage": used / tokens,
+            "prefix_cache_bytes": {tier: scheduler.prefixes.store.bytes(tier) for tier in PLACES[1:]},
+            "prefix_cache_queries_total": prefixes["asked"],
+            "prefix_cache_hits_total": sum(prefixes[place] for place in PLACES),
+            "prefix_cache_hits_by_place_total": {place: prefixes[place] for place in PLACES},
+            "prefix_cache_evicted_blocks_total": prefixes["evicted"],
+            "rounds_total": rounds.total(),
+            "rounds_by_nodes_total": dict(rounds),
+            **{
+                f"{name}_total": counters[name]
+                for name in (
+                    "drafts", "draft_tokens", "accepted_tokens", "prompt_tokens", "reused_prompt_tokens",
+                    "generation_tokens",
+                )
+            },
+            "accepted_tokens_per_position_total": list(self._positions),
+            "requests_finished_total": dict(self._finished),
+            "requests_rejected_total": dict(self._rejected),
+            "online_training": {} if self._engine.online is None else self._engine.online.figures(),
+        }  # fmt: skip

@@ -1,15 +1,14 @@
 """`Agreement`: the ranks of tensor parallelism check that they run the same generate()."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import NoneType
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ..parallel.ranks import Alone
-from .prompt import Prompt
+
+if TYPE_CHECKING:
+    from .request import Prompt
 
 SCALARS = {NoneType, bool, int, float, str}
 
@@ -76,7 +75,7 @@ class Agreement:
             self.ranks.agree("generate()", self._parts | parts)
 
 
-def asked(prompt: Prompt, generation_config, processors: list, criteria: list) -> dict[str, Any]:
+def asked(prompt: "Prompt", generation_config, processors: list, criteria: list) -> dict[str, Any]:
     """The parts of one call, by name, that ranks have to agree on."""
     options = {name: value for name, value in vars(generation_config).items() if not name.startswith("_")}
     return {
@@ -85,13 +84,6 @@ def asked(prompt: Prompt, generation_config, processors: list, criteria: list) -
         "the logits processors": [type(processor).__name__ for processor in processors],
         "the stopping criteria": [type(criterion).__name__ for criterion in criteria],
     }
-
-
-def led(criteria: Callable[[Tensor, Any], Tensor], ranks: Alone) -> Callable[[Tensor, Any], Tensor]:
-    """Stopping criteria that only the first rank calls, for all ranks."""
-    if ranks.size == 1:
-        return criteria
-    return lambda ids, scores: torch.tensor(ranks.lead(lambda: criteria(ids, scores).tolist()))
 
 
 def is_plain(value: Any) -> bool:

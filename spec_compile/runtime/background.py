@@ -14,8 +14,8 @@ from ..artefacts.children import Children, number_of_children
 from ..artefacts.parts import get_ready_to_load
 from ..compat import check_compiler
 from ..config import Options
+from .fair_lock import FairLock
 from .steps.capture import patient
-from .turns import Turns
 
 log = logging.getLogger("spec_compile")
 
@@ -30,7 +30,7 @@ LAST_SECONDS = 10.0
 class Chore(Protocol):
     """Work of an engine that can wait, such as its `Tiers`. turns: of the engine. device_type: of its device."""
 
-    turns: Turns
+    turns: FairLock
 
     @property
     def device_type(self) -> str: ...
@@ -154,7 +154,7 @@ def _load(engine: "weakref.ref[Chore]") -> None:
         tiers.load()
 
 
-def _turns_of_work(engine: "weakref.ref[Chore]") -> Turns | None:
+def _turns_of_work(engine: "weakref.ref[Chore]") -> FairLock | None:
     """The turns of an engine that has work."""
     tiers = engine()
     return tiers.turns if tiers is not None and tiers.has_work() else None

@@ -3,8 +3,10 @@
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 
 from .. import passes
@@ -18,10 +20,44 @@ from ..recording import Recording
 from ..stats import Clock
 from ..tree import MAX_NODES
 from .call import Call
-from .prefix_budget import PrefixBudget
-from .request import Request
 from .runtime import Runtime
 from .session import Session
+
+SHARE, MOST = 0.1, 4_000_000_000
+"""The default for host memory: this share of it, and at most so many bytes."""
+
+
+@dataclass(frozen=True)
+class PrefixBudget:
+    """device, host: bytes. denial: the reason why nothing is kept although there would be memory; None if there is
+    none."""
+
+    device: int
+    host: int
+    denial: str | None = None
+
+    @classmethod
+    def of(cls, runtime: Runtime) -> "PrefixBudget":
+        """The budget that the options give. ValueError if they ask for more than the machine has."""
+        options, memory = runtime.options, psutil.virtual_memory().total
+        device, host = options.prefix_cache_bytes, options.prefix_cache_host_bytes
+        in_host = (0 if runtime.on_gpu else device) + (host or 0)
+        if in_host > memory:
+            name = "prefix_cache_bytes" if device > memory else "prefix_cache_host_bytes"
+            raise ValueError(f"{name}: {in_host / 1e9:.2f} GB, the machine has {memory / 1e9:.2f} GB; ask for less")
+        if options.ranks.size > 1:
+            return cls(0, 0, "the ranks of tensor parallelism would have to keep the same")
+        return cls(device, min(MOST, int(SHARE * memory)) if host is None else host)
+
+    def describe(self) -> str:
+        """A line for ``speculation.explain()``."""
+        if self.denial is not None:
+            return f"prefixes of earlier requests: reused as long as their rows live, because {self.denial}"
+        if not self.device + self.host:
+            return "prefixes of earlier requests: reused as long as their rows live"
+        on_device, in_host = (f"{number / 1e9:.2f} GB" for number in (self.device, self.host))
+        return f"prefixes of earlier requests: {on_device} on the device, {in_host} in host memory"
+
 
 SIZES = {"cpu": (1, 4, 16, 64), "cuda": (1, 2, 4, 8, 16, 32, 64)}
 """Nodes that a round may verify."""
@@ -111,7 +147,7 @@ class Engine:
         sets every buffer that it reads."""
         for session, _ in self.running:
             session.drafter.finish([])
-            session.texts = []
+            session.answers = []
         self.running.clear()
         self.batches = weakref.WeakSet(filter(None, [self.idle_batch]))  # managers have no thread here
 
@@ -119,44 +155,44 @@ class Engine:
         """After a change of weights: update the drafter's copies, and forget its keys and values of earlier calls."""
         self.runtime.algorithm.refresh()
         for session in self.sessions.values():
-            session.texts = []
+            session.answers = []
         for scheduler in self.batches:
-            scheduler.forget()
+            scheduler.prefixes.forget()
 
     @torch.no_grad()
-    def run(self, request: Request) -> Iterator[list[list[int]]]:
+    def run(self, call: Call) -> Iterator[list[list[int]]]:
         """Generate; yields for each round the tokens that each row gained, none once it has finished. The caller may
-        run another request between two rounds."""
-        session, clock = self.session(len(request.prompts)), Clock(self.runtime.stats)
-        request.state, request.most_nodes = session.state, min(request.most_nodes, self.most_nodes)
+        run another call between two rounds."""
+        session, clock = self.session(len(call.sequences)), Clock(self.runtime.stats)
+        for sequence in call.sequences:
+            sequence.most_nodes = min(sequence.most_nodes, self.most_nodes)
         for _, outer in self.running[-1:]:
             outer.spend("host")
         self.running.append((session, clock))
         try:
-            yield from self._generate(session, clock, request)
+            yield from self._generate(session, clock, call)
         finally:
             self.running.remove((session, clock))
             for _, outer in self.running[-1:]:
                 outer.restart()
 
-    def _generate(self, session: Session, clock: Clock, request: Request) -> Iterator[list[list[int]]]:
+    def _generate(self, session: Session, clock: Clock, call: Call) -> Iterator[list[list[int]]]:
         stats = self.runtime.stats
         spent_before = dict(stats.seconds)
-        recording = Recording(request.prompts) if self.records else None
-        call = Call(self.runtime, session, request)
+        recording = Recording(call.prompts) if self.records else None
         try:
-            call.start()
+            call.start(self.runtime, session)
             clock.spend("prefill")
             while not call.is_over:
                 drafting = session.drafter.seconds
                 call.launch()
-                flight, outcomes = call.collect()
+                in_flight, outcomes = call.collect()
                 seconds = clock.spend("verify")
                 stats.move("verify", "draft", session.drafter.seconds - drafting)
                 if recording:
-                    recording.add(flight.nodes, seconds, call.counts, {row.row: outcome for row, outcome in outcomes})
-                yield call.learn(flight, outcomes)
-                call.stop_rows()
+                    counts = {each.row: each.count for each in call.sequences if not each.is_over}
+                    recording.add(in_flight.nodes, seconds, counts, {each.row: told for each, told in outcomes})
+                yield call.learn(in_flight, outcomes)
                 clock.spend("host")
         finally:
             self.runtime.guard(session.drafter.finish, call.lengths)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from functools import wraps
 
 import torch
@@ -11,20 +12,18 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..capture import adapters, hooks
 from ..capture.followed import FollowsGenerationConfig, followed
+from ..capture.loras import Loaded
 from ..capture.pictures import placeholders
 from ..compat import CACHE
-from . import own_prefill
 from . import past as pasts
-from .accept import Route
+from .accept import Route, make_acceptor
 from .accept.thinking import check_processors
 from .agreement import asked
 from .answer import Answer
-from .ask import Ask, unserved
-from .called_draft import CalledDraft
-from .check_options import check_options
-from .prepared import Inputs, make_key
-from .prompt import Prompt
-from .request import Request
+from .call import Call
+from .call_options import CalledDraft, check_options
+from .preparation import make_key, read_inputs, read_prompt
+from .request import Prompt, Request, seed_of, unserved
 from .served import ServedEngine
 
 
@@ -75,14 +74,14 @@ class SpeculativeMixin(FollowsGenerationConfig):
             self._engine.step_aside(f"generate (set on the {type(self).__name__} object)")
             return replaced(*args, **kwargs)
         with self._engine.generating(reference, share_text, speculation, adapter_names):
-            common, key = Inputs.of(args, kwargs), None
+            common, key = read_inputs(args, kwargs), None
             if common is not None:
-                inputs, options = common
-                key = make_key(self, self._engine.runtime.device, inputs, options)
-                preparation = self._engine.remembered.find(key)
-                prompt = None if preparation is None else inputs.prompt(preparation.padding)
+                ids, mask, streamer, options = common
+                key = make_key(self, self._engine.runtime.device, ids, mask, options)
+                request, padding = self._engine.remembered.find(key) or (None, None)
+                prompt = None if request is None else read_prompt(ids, mask, padding)
                 if prompt is not None:
-                    return self._generate_as_before(preparation.ask, prompt, inputs)
+                    return self._generate_as_before(request, prompt, ids.device, streamer)
             check_options(self, kwargs)
             self._engine.refuse_changes()
             if kwargs.get("cache_implementation") == "paged":  # calls generate_batch(), and drops some options
@@ -128,70 +127,75 @@ class SpeculativeMixin(FollowsGenerationConfig):
         if config.prefill_chunk_size is not None and config.prefill_chunk_size < 1:
             raise RuntimeError(f"prefill_chunk_size: expected at least 1, got {config.prefill_chunk_size}")
         check_processors(logits_processor, len(input_ids), engine.runtime.verify.vocab_size)
-        ask = Ask.of(input_ids, config, logits_processor, stopping_criteria, self.device)
-        engine.admit_request(prompt, ask.longest - input_ids.shape[1])
-        ranks = engine.options.ranks
-        answer = ask.answer(prompt.ids, streamer, input_ids.device, ranks)
+        request = Request.of(input_ids, config, logits_processor, stopping_criteria, self.device)
+        engine.admit_request(prompt, request.longest - input_ids.shape[1])
         cache, own = pasts.cache_among(model_kwargs), None
         if prompt.is_embedded or prompt.has_pictures:
             taps = engine.runtime.algorithm.plan.taps
-            own = own_prefill.run(self, prompt, input_ids, config, model_kwargs, taps)
+            own = pasts.own_prefill(self, prompt, input_ids, config, model_kwargs, taps)
             cache = own.cache
 
         # Run rounds until every row has ended.
-        if own is not None and own.first_logits is not None:
-            ask.route = Route.ON_HOST
         engine.agreement.reach(asked(prompt, config, logits_processor, stopping_criteria))
         is_filled = cache is not None and cache.get_seq_length() > 0
         past = pasts.read(cache, prompt.padding, engine.cache_layout) if is_filled else None
-        request = ask.request(prompt, answer, own, past, ranks)
-        request.adapters = engine.row_adapters(len(prompt.tokens), config.num_return_sequences or 1)
-        engine.remembered.keep(self, prompt, ask)
-        self._run(request, answer, ask.route)
+        adapters = engine.row_adapters(len(prompt.tokens), config.num_return_sequences or 1)
+        engine.remembered.keep(self, prompt, request)
+        route = request.route if own is None or own.first_logits is None else Route.ON_HOST
+        request = replace(request, route=route, **engine.wishes)
+        call, answer = self._run(request, prompt, adapters, streamer, input_ids.device, past=past, own=own)
 
         # Return what transformers returns.
         if cache is not None and (config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)):
-            self._extend_cache(cache, request, prompt, answer)
+            self._extend_cache(cache, call, prompt, answer)
         if not config.return_dict_in_generate:
             return answer.sequences()
         return GenerateDecoderOnlyOutput(
             sequences=answer.sequences(), scores=answer.scores, logits=answer.logits, **{CACHE: cache}
         )
 
-    def _generate_as_before(self, ask: Ask, prompt: Prompt, inputs: Inputs) -> Tensor:
-        """`generate` without transformers' preparation. ask: of an earlier call; see `Preparation`."""
+    def _generate_as_before(self, request: Request, prompt: Prompt, device: torch.device, streamer) -> Tensor:
+        """`generate` without transformers' preparation. request: of an earlier call; see `Remembered`."""
         engine = self._engine
         on_gpu = engine.runtime.on_gpu
         if not on_gpu:
             engine.refuse_changes()
-        if inputs.streamer is not None:
-            inputs.streamer.put(inputs.ids.cpu())
-        engine.admit_request(prompt, ask.longest)
-        ask = ask.after(prompt.width)
-        answer = ask.answer(prompt.ids, inputs.streamer, inputs.ids.device)
-        request = ask.request(prompt, answer)
-        request.adapters = engine.row_adapters(len(prompt.tokens))
-        request.check = engine.refuse_changes if on_gpu else None
-        self._run(request, answer, ask.route)
+        if streamer is not None:
+            streamer.put(prompt.ids)
+        engine.admit_request(prompt, request.longest)
+        request, adapters = request.after(prompt.width, **engine.wishes), engine.row_adapters(len(prompt.tokens))
+        check = engine.refuse_changes if on_gpu else None
+        _, answer = self._run(request, prompt, adapters, streamer, device, check=check)
         return answer.sequences()
 
-    def _run(self, request: Request, answer: Answer, route: Route) -> None:
-        ranks = self._engine.options.ranks
-        with ranks.call(), closing(self._engine.answer(request)) as rounds:
+    def _run(
+        self, request: Request, prompt: Prompt, adapters: list[Loaded] | None, streamer, device: torch.device, **more
+    ) -> tuple[Call, Answer]:  # fmt: skip
+        """Run rounds until every row has ended. device: of the answer. more: of `Call`."""
+        engine, ranks = self._engine, self._engine.options.ranks
+        answer, seed = request.answer(prompt.ids, streamer, device, ranks), None
+        if request.config.do_sample:
+            drawn = seed_of(None)
+            (seed,) = ranks.lead(lambda: [drawn])
+            request = replace(request, seed=seed)
+        acceptor = make_acceptor(request.route, answer, request.processors, seed, ranks)
+        call = Call(request, request.sequences(prompt, adapters), acceptor, prompt, **more)
+        with ranks.call(), closing(engine.answer(call)) as rounds:
             for gained in rounds:
-                if route is not Route.ON_HOST:  # on the host, the acceptor gives them to the answer
+                if request.route is not Route.ON_HOST:  # on the host, the acceptor gives them to the answer
                     answer.take(gained)
-                request.stopped.update(row for row in range(answer.batch) if not answer.needs(row))
-        if answer.streamer is not None:
-            answer.streamer.end()
+                call.stop(row for row in range(answer.batch) if not answer.needs(row))
+        if streamer is not None:
+            streamer.end()
+        return call, answer
 
-    def _extend_cache(self, cache: Cache, request: Request, prompt: Prompt, answer: Answer) -> None:
+    def _extend_cache(self, cache: Cache, call: Call, prompt: Prompt, answer: Answer) -> None:
         """Fill a cache as plain decoding does, with all positions but the last."""
         length = prompt.width + answer.columns - 1
         filled = prompt.width + min(answer.gained(row) for row in range(answer.batch)) - 1  # that every row has
-        layout = self._engine.cache_layout
-        if layout is not None and pasts.are_states_behind(request.state, prompt.padding, filled):
-            pasts.extend(cache, request.state, prompt.padding, filled, layout)
+        layout, state = self._engine.cache_layout, call.session.state
+        if layout is not None and pasts.are_states_behind(state, prompt.padding, filled):
+            pasts.extend(cache, state, prompt.padding, filled, layout)
         else:
             filled = int(cache.get_seq_length())  # the model fills it if our states differ or are further on
         if filled < length:  # plain decoding goes on with padding after rows that end early

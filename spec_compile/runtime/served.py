@@ -27,19 +27,17 @@ from ..kernels.linear.quantised import update
 from . import past
 from .agreement import Agreement
 from .background import background, compiles_at_once, find_fault
-from .called_draft import CalledDrafts
-from .check_options import LONGEST
-from .draft_limit import read_limit
+from .call import Call
+from .call_options import LONGEST, CalledDrafts, read_limit
 from .engine import Engine
-from .prepared import Remembered
-from .prompt import Prompt
-from .request import Request
+from .fair_lock import FairLock
+from .preparation import Remembered
+from .request import Prompt
 from .runtime import max_positions
 from .session import Session
 from .steps.build import StepKind
 from .steps.code import Code
 from .tiers import Tiers
-from .turns import Turns
 
 
 class Learner(Protocol):
@@ -86,7 +84,7 @@ class ServedEngine(Engine):
         self.loras = loras
         """The adapters that rows may choose; None: no row chooses one."""
         self.original, self.name, self.options = original, name, options
-        self.turns, self.agreement, self.remembered = Turns(), Agreement(options.ranks), Remembered()
+        self.turns, self.agreement, self.remembered = FairLock(), Agreement(options.ranks), Remembered()
         self.served_batches = ANY
         """Batches that are served, see `check_generation`: in others the model's own rows differ from their texts."""
         self.looped = False
@@ -96,10 +94,10 @@ class ServedEngine(Engine):
         """Learns from finished answers; None: nobody does."""
         self.call_options: tuple = ()
         """The arguments of `generating` of this call."""
-        self._references: list[torch.Tensor] = []
+        self.wishes: dict[str, Any] = {"most_nodes": algorithm.plan.nodes}
+        """Fields of this call's `Request` that its arguments of ours set."""
         self._adapters, self._has_one_adapter = list[Loaded](), True
         """The adapters of this call's prompts; one for all of them, or one for each."""
-        self._share_text, self._most_nodes = True, algorithm.plan.nodes
         self._announced: set[str] = set()
         self._calls, self._is_forked = 0, False
         self.runtime.tiers = self._make_tiers()
@@ -149,21 +147,20 @@ class ServedEngine(Engine):
             raise TypeError(f"share_text must be True, False or None, not {type(share_text).__name__}")
         with self.turns, torch.inference_mode(False), torch.no_grad(), self.agreement.awaited():
             self.adopt()
-            before = self._references, self._share_text, self._most_nodes, self.call_options
+            before = self.wishes, self.call_options
             self.call_options = reference, share_text, speculation, adapter_names
-            self._most_nodes = most_nodes
-            self._references = [] if reference is None else self.runtime.algorithm.documents(reference)
-            self._share_text = getattr(self.options, "share_text", True) if share_text is None else share_text
-            self.agreement.add("the references", [reference.tolist() for reference in self._references])
-            stored = self.runtime.algorithm.stored
-            self.agreement.add("share_text or the n-gram store", (self._share_text, stored))
+            references = [] if reference is None else self.runtime.algorithm.documents(reference)
+            shares = getattr(self.options, "share_text", True) if share_text is None else share_text
+            self.wishes = {"references": references, "share_text": shares, "most_nodes": most_nodes}
+            self.agreement.add("the references", [each.tolist() for each in references])
+            self.agreement.add("share_text or the n-gram store", (shares, self.runtime.algorithm.stored))
             self.agreement.add("speculation", most_nodes)
             self._calls += 1
             try:
                 with self._with_adapters(adapter_names):
                     yield
             finally:
-                self._references, self._share_text, self._most_nodes, self.call_options = before
+                self.wishes, self.call_options = before
                 self._calls -= 1
 
     @contextmanager
@@ -228,23 +225,13 @@ class ServedEngine(Engine):
         if tokens > self.room(batch):  # then the cache will grow
             self.runtime.check_memory(batch, tokens, "max_new_tokens")
 
-    def answer(self, request: Request) -> Iterator[list[list[int]]]:
-        """Run a request with the references and options of this call; see `Engine.run`."""
-        request.references, request.share_text = self._references, self._share_text
-        request.most_nodes = self._most_nodes
-        request.eos = [token for token in request.eos if 0 <= token < self.runtime.verify.vocab_size]
-        learns = self.online is not None and request.share_text and not request.has_unknown_tokens  # guard: share-text
-        return self._learn_from(request) if learns else self.run(request)
-
-    def _learn_from(self, request: Request) -> Iterator[list[list[int]]]:
-        """`run` whose answers are learned from at the end."""
-        answers = [[] for _ in request.prompts]
-        for gains in self.run(request):
-            for answer, gained in zip(answers, gains):
-                answer += gained
-            yield gains
-        for prompt, answer in zip(request.prompts, answers):
-            self.online.keep(prompt, answer)
+    def answer(self, call: Call) -> Iterator[list[list[int]]]:
+        """`run` whose answers are learned from at the end, if anybody does that."""
+        shares = call.request.share_text
+        learns = self.online is not None and shares and not call.has_unknown_tokens  # guard: share-text
+        yield from self.run(call)
+        for sequence in call.sequences if learns else ():
+            self.online.keep(sequence.prompt, sequence.tokens)
 
     def compile_anew(self) -> None:
         """Compile one round for a single sequence again, for tools such as depyf."""

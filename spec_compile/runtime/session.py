@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor, nn
 
 from ..cache import PAGE
 from ..drafting import caches
@@ -11,7 +12,7 @@ from ..tree import MAX_NODES
 from .prefill_chunks import SIZES
 from .runtime import Runtime
 from .state import State
-from .steps.build import Steps
+from .steps.build import StepKind, Steps
 
 
 class Session:
@@ -28,12 +29,17 @@ class Session:
         if larger is not None:
             self.state.share(larger.state)
             self.drafter.share(larger.drafter)
-        self.texts: list[list[int]] = []
-        """Prompt and output of each row in the last call, which the drafter's cache has, too."""
+        self.answers: list[tuple[list[int], list[int]]] = []
+        """Prompt and answer of each row in the last call, which the drafter's cache has, too."""
         self.late = 0
-        """Most tokens of these texts that the drafter is late by."""
+        """Most tokens of these answers that the drafter is late by."""
         self.is_growing = False
         self.steps = Steps(runtime, self.state, self.drafter, larger and larger.steps)
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """Prompt and answer of each row in the last call."""
+        return [prompt + answer for prompt, answer in self.answers]
 
     def _slots(self, tokens: int) -> int:
         """Slots for `tokens` tokens and for all that a step writes after them, in whole pages."""
@@ -60,9 +66,28 @@ class Session:
         self.state.resize(slots)
         self.drafter.resize(slots)
         if not used:
-            self.texts = []
+            self.answers = []
         yield
         for cache, tensors in zip(rows_of_keys, before):
             for new, old in zip(cache.tensors, tensors):
                 new[:, :, :used] = old[:, :, :used]
         self.is_growing = False
+
+    def prefill_draft(self, features: list[Tensor], padding: list[int], begins: list[int], sizes: list[int]) -> None:
+        """Let only the draft process the first `begins` [B] tokens of each prompt, which the target has processed.
+
+        features: see `OwnPrefill`. padding: on the left of each row [B]. sizes: tokens of each step.
+        """
+        rows = [
+            nn.utils.rnn.pad_sequence(
+                [values[pad : pad + begin] for values, pad, begin in zip(feature, padding, begins)], batch_first=True
+            )
+            for feature in features
+        ]  # without padding on the left
+        rows = [nn.functional.pad(row, (0, 0, 0, sum(sizes) - row.shape[1])) for row in rows]
+        self.state.lengths.zero_()
+        done = 0
+        for size in sizes:
+            chunk = [row[:, done : done + size].contiguous() for row in rows]
+            self.steps.get(StepKind.PREFILL)(size, self.max_kv_len(done + size), chunk)
+            done += size

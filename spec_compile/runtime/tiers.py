@@ -11,8 +11,8 @@ from ..artefacts.compiler import FirstCall, PartSource, recording
 from ..compat import COMPILE_LOCK
 
 if TYPE_CHECKING:
+    from .fair_lock import FairLock
     from .runtime import Runtime
-    from .turns import Turns
 
 LOOK_SECONDS = 0.05
 """Between two looks for results of children."""
@@ -32,7 +32,7 @@ class Tiers:
     """
 
     def __init__(
-        self, runtime: "Runtime", turns: "Turns", may_change: Callable[[], bool], wake: Callable[["Tiers"], None],
+        self, runtime: "Runtime", turns: "FairLock", may_change: Callable[[], bool], wake: Callable[["Tiers"], None],
         fault: str = "",
     ):  # fmt: skip
         """may_change: tells, in a turn between calls, if parts may change now. wake: starts the work."""

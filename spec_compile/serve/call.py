@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 
 from fastapi.responses import StreamingResponse
 
-from ..batching.stop_strings import StopCut
+from ..batching.request_options import StopCut
 from ..capture.loras import BASE
 from .errors import ERROR, Refusal, failed, failure, refuse
 

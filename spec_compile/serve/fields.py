@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..batching.logprobs import MOST_TOP
+from ..batching.output import MOST_TOP
 from ..errors import did_you_mean
 from .errors import Refusal, refuse, shown
 

@@ -22,9 +22,9 @@ from transformers.cli.serving.utils import (
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from ..batching.output import Output
-from ..batching.stop_strings import StopCut, TokenBytes
+from ..batching.request_options import StopCut, TokenBytes
 from ..capture.pictures import reads_pictures
-from ..runtime.own_prefill import TOKEN_TYPES
+from ..runtime.past import TOKEN_TYPES
 from .body import Bodies
 from .call import CURRENT, HttpCall, Waiting, Workers
 from .door import Policy

@@ -7,8 +7,7 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from ..batching.logprobs import MOST_TOP, TokenScore
-from ..batching.output import Output
+from ..batching.output import MOST_TOP, Output, TokenScore
 from .call import HttpCall
 from .errors import refuse
 

@@ -23,8 +23,8 @@ from batch_requests import (
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, MaxLengthCriteria
 
 from spec_compile import speculate
-from spec_compile.batching.prompts import LANES
-from spec_compile.batching.texts import Texts
+from spec_compile.batching.prefill import PREFILL_ROWS
+from spec_compile.batching.prefix_cache import RowTexts
 from spec_compile.runtime.step_back import StepBack
 
 
@@ -57,7 +57,7 @@ def test_every_algorithm(name):
 def test_a_draft_that_was_silent_knows_all_of_each_text(monkeypatch):
     """The draft is the target itself. So all of its drafts are accepted if it has seen all tokens of plain rounds, also
     those of an earlier answer that a prompt repeats."""
-    monkeypatch.setattr("spec_compile.runtime.flights.MOST_LATE", 6)
+    monkeypatch.setattr("spec_compile.runtime.pipeline.MOST_LATE", 6)
     one = speculate(model(), algo="draft_model", draft=model(), num_steps=3, compile=False, check=False)
     pattern = itertools.cycle([4, 4, *[1] * 9, 4, 1, 1, 4, 4, 4])
     monkeypatch.setattr(StepBack, "choose_ahead", lambda policy, *known: next(pattern))
@@ -199,8 +199,8 @@ def test_several_sequences_are_the_rows_of_one_call():
 def test_a_request_fills_its_row_if_nothing_says_otherwise():
     manager = running(max_requests_per_batch=1)
     try:
-        (job,) = manager._intake.jobs(PROMPTS[0], manager.generation_config, "a", eos_token_id=-1)
-        assert job.prepared.ask.longest == manager.scheduler.capacity
+        (sequence,) = manager._intake.sequences(PROMPTS[0], manager.generation_config, "a", eos_token_id=-1)
+        assert sequence.longest == manager.scheduler.capacity
     finally:
         manager.destroy()
 
@@ -512,7 +512,7 @@ def test_references_that_are_refused():
     others = head.init_continuous_batching(GenerationConfig(pad_token_id=0))
     others.start()
     try:
-        room = manager.prepare.room
+        room = manager.scheduler.capacity
         for reference, error, words in (
             ([4096], ValueError, "reference holds token id 4096"), ("text", TypeError, "reference must be a 1-D"),
             ([1] * (room + 1), ValueError, f"reference: {room + 1} tokens"),
@@ -535,29 +535,29 @@ def no_texts():
     fast().speculation.ngram.reset()
 
 
-def test_prompts_share_lanes(monkeypatch, no_texts):
-    """Of requests that come together several are processed at once, whatever their lengths, and lanes are left free."""
-    monkeypatch.setitem(LANES, "cpu", 4)
+def test_prompts_are_processed_together(monkeypatch, no_texts):
+    """Of requests that come together several are processed at once, whatever their lengths, and rows are left free."""
+    monkeypatch.setitem(PREFILL_ROWS, "cpu", 4)
     fast().speculation.engine.idle_batch = None
     manager = fast().init_continuous_batching(GenerationConfig(pad_token_id=0), config(max_requests_per_batch=6))
     scheduler, text = manager.scheduler, tokenizer()(TEXT).input_ids
     requests = {f"r{n}": text[7 * n : 7 * n + length] for n, length in enumerate((5, 200, 40, 1, 70))}
     for name, prompt in requests.items():
         manager.add_request(prompt, name, max_new_tokens=4, eos_token_id=-1)
-    assert len(scheduler.prompts.jobs) == 4
-    lanes = []
+    assert len(scheduler.prefill.sequences) == 4
+    places = []
     with torch.no_grad():
         while scheduler.is_busy:
             manager._worker.deliver(scheduler.step())
-            lanes.append({job.request_id: job.row for job in scheduler.prompts.active})
+            places.append({each.request_id: each.row for each in scheduler.prefill.active})
     outputs = {output.request_id: output for output in manager.output_router.output_queue.queue}
     for name, prompt in requests.items():
         expected = generated(fast(), prompt, max_new_tokens=4, eos_token_id=-1, pad_token_id=0)
         assert outputs[name].generated_tokens == expected
-    assert any(len(each) > 1 for each in lanes)
-    moved = [each["r1"] for each in lanes if "r1" in each]
+    assert any(len(each) > 1 for each in places)
+    moved = [each["r1"] for each in places if "r1" in each]
     assert moved[0] == 1 and moved[-1] == 0
-    manager.scheduler = None  # nobody else is to have so many lanes
+    manager.scheduler = None  # nobody else is to have that many rows of prefill
 
 
 def test_rows_in_use_are_kept_at_the_front(no_texts):
@@ -571,7 +571,7 @@ def test_rows_in_use_are_kept_at_the_front(no_texts):
     with torch.no_grad():
         while scheduler.is_busy:
             manager._worker.deliver(scheduler.step())
-            rows.append([job.row for job in scheduler.decoder.active])
+            rows.append([each.row for each in scheduler.decoder.active])
     assert [0, 1] in rows and rows[-2] == [0]
     outputs = {o.request_id: o for o in manager.output_router.output_queue.queue}
     for i, (name, length) in enumerate(zip(names, lengths)):
@@ -581,7 +581,7 @@ def test_rows_in_use_are_kept_at_the_front(no_texts):
 
 
 def test_texts():
-    texts = Texts(3, 40)
+    texts = RowTexts(3, 40)
     texts.put(0, [1] * 30)
     texts.put(1, [1] * 20 + [2] * 10)
     texts.put(2, [3] * 15)

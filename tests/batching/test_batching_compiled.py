@@ -12,7 +12,7 @@ from spec_compile import speculate
 from spec_compile.artefacts import compiler as compiling
 from spec_compile.artefacts.compiler import counts
 from spec_compile.artefacts.graphs import graph_of
-from spec_compile.batching.prompts import LANES
+from spec_compile.batching.prefill import PREFILL_ROWS
 from spec_compile.kernels import linear
 from spec_compile.runtime.steps.build import StepKind
 from spec_compile.runtime.steps.example import SMALL_PRIMES
@@ -22,20 +22,20 @@ from spec_compile.tree import ancestry
 
 @pytest.mark.slow
 def test_rows_of_any_number_share_what_is_compiled(monkeypatch):
-    monkeypatch.setitem(LANES, "cpu", 8)
+    monkeypatch.setitem(PREFILL_ROWS, "cpu", 8)
     torch.manual_seed(0)
     sizes = dict(vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=1024)).eval()
     fast = speculate(model, num_draft_tokens=4, adaptive=False, max_cache_len=256, check=False)
     slots = config(max_requests_per_batch=8)
     scheduler = fast.init_continuous_batching(GenerationConfig(pad_token_id=0, do_sample=False), slots).scheduler
-    for lanes in (scheduler.decoder.lanes, scheduler.prompts.lanes):
+    for lanes in (scheduler.decoder, scheduler.prefill):
         graphs = {}
         for width in lanes.widths:
             before = counts["traced"]
             session = lanes.session(width)
             steps = session.steps
-            steps.make(steps.prompt_steps() if lanes is scheduler.prompts.lanes else [(StepKind.ROUND, 4)])
+            steps.make(steps.prompt_steps() if lanes is scheduler.prefill else [(StepKind.ROUND, 4)])
             graphs[width] = counts["traced"] - before
         assert [width for width, count in graphs.items() if count] == lanes.widths[:2], graphs
     scheduler.clear(RuntimeError())

@@ -41,7 +41,7 @@ def test_a_warm_manager_builds_nothing_and_waits_for_nothing():
     fast = speculate(model(), max_cache_len=512, compile=False)
     manager = fast.init_continuous_batching(GenerationConfig(pad_token_id=0), batching.config(max_requests_per_batch=8))
     manager.warmup()
-    sessions = manager.scheduler.decoder.lanes._sessions.values()
+    sessions = manager.scheduler.decoder._sessions.values()
     steps = {key for session in sessions for key in session.steps.made}
     seconds = fast.speculation.stats.seconds["compile"]
     manager.start()

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_compile.batching import block_memory
-from spec_compile.batching.block_memory import BlockMemory
+from spec_compile.batching import prefix_blocks
+from spec_compile.batching.prefix_blocks import BlockMemory
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -17,11 +17,11 @@ def test_pieces_are_the_blocks(device, on_device, in_host, slab, most, data):
     """Slabs of a few blocks, as on a GPU; places in any order."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    before, block_memory.SLAB = block_memory.SLAB, slab
+    before, prefix_blocks.SLAB = prefix_blocks.SLAB, slab
     try:
         memory = BlockMemory(on_device, in_host, 2, torch.int32, torch.device(device))
     finally:
-        block_memory.SLAB = before
+        prefix_blocks.SLAB = before
     places = data.draw(st.permutations(range(on_device + in_host)))
     values = torch.arange(2 * len(places), dtype=torch.int32).view(-1, 2)
     for part, blocks in memory.pieces(places, most):

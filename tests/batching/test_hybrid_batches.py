@@ -8,7 +8,7 @@ from batch_requests import AtLength, collect, config
 from transformers import DynamicCache, GenerationConfig
 
 import spec_compile
-from spec_compile.runtime.flights import Flights
+from spec_compile.runtime.pipeline import RoundPipeline
 
 OFTEN = ["lfm2", "qwen3_5", "jamba", "mamba2"]
 NAMES = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in models.HYBRIDS]
@@ -90,7 +90,7 @@ def test_a_prompt_that_goes_on_with_a_whole_answer_starts_behind_it(name):
 
 def test_an_answer_that_was_cut_is_not_gone_on_with(monkeypatch):
     """Its row has tokens behind the end that a criterion has set."""
-    monkeypatch.setattr(Flights, "_choose_nodes", lambda self, policy, riders: self.runtime.sizes[-1])
+    monkeypatch.setattr(RoundPipeline, "_choose_nodes", lambda self, policy, sequences: self.runtime.sizes[-1])
     model, fast = hybrids.system("lfm2")
     manager, prompt = manager_of(fast, 2), prompts()[5]
     whole = generated(model, prompt, 20)
@@ -112,7 +112,7 @@ def test_an_answer_that_was_cut_is_not_gone_on_with(monkeypatch):
 def test_the_memory_of_slots_counts_states():
     _, fast = hybrids.system("lfm2")
     manager = fast.init_continuous_batching(GenerationConfig(pad_token_id=0), config(max_requests_per_batch=2))
-    state = manager.scheduler.decoder.lanes.state
+    state = manager.scheduler.decoder.state
     states = sum(tensor.nbytes for tensor in state.kv.states.tensors)
     keys = sum(tensor.nbytes for tensor in state.kv.tensors)
     total = manager.metrics()["cache_bytes"]

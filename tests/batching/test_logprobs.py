@@ -18,7 +18,7 @@ from transformers import (
 )
 
 import spec_compile
-from spec_compile.batching.logprobs import MOST_TOP, Scores, score_tokens
+from spec_compile.batching.output import MOST_TOP, Scores, score_tokens
 
 CLOSE, CUDA = 1e-4, torch.cuda.is_available()
 OPTIONS = {"compile": False, "check": False, "num_draft_tokens": 7}

@@ -12,10 +12,11 @@ from lora_models import NAMES, call, fill, ids, lora, two_adapters
 from transformers import AutoModelForCausalLM
 
 from spec_compile import speculate
-from spec_compile.batching.job import Job
-from spec_compile.batching.lora_slots import LoraSlots
-from spec_compile.batching.prefix_store import BLOCK
+from spec_compile.batching.prefix_cache import BLOCK
+from spec_compile.batching.scheduler import LoraSlots
+from spec_compile.batching.sequence import BatchSequence
 from spec_compile.capture.loras import Loras
+from spec_compile.runtime.request import Request
 
 NEW = 24
 PROMPTS = [ids(1, width, seed=width)[0].tolist() for width in (12, 30, 7, 40)]
@@ -134,19 +135,22 @@ def test_the_order_in_which_requests_are_let_in():
     loras = Loras(two_adapters().get_base_model(), 1, None)
     slots = LoraSlots(loras, 2)
     red, blue = "red", "blue"
-    waiting = deque(Job(str(number), [5], None, 0, adapter=name) for number, name in enumerate([red, blue, *[red] * 3]))
+    names = [red, blue, *[red] * 3]
+    waiting = deque(
+        BatchSequence(Request(9, adapter=name), [5], request_id=str(number)) for number, name in enumerate(names)
+    )
     order = []
     for is_stuck in (False, False, False, True, False, True):
-        job = slots.next(waiting)
-        assert (job is None) == is_stuck
+        sequence = slots.next(waiting)
+        assert (sequence is None) == is_stuck
         if is_stuck:
             for each in order:
                 slots.release(each)
         else:
-            waiting.remove(job)
-            slots.take(job)
-            order.append(job)
-    assert [job.request_id for job in order] == ["0", "2", "3", "1"]
+            waiting.remove(sequence)
+            slots.take(sequence)
+            order.append(sequence)
+    assert [sequence.request_id for sequence in order] == ["0", "2", "3", "1"]
     assert slots.next(waiting).request_id == "4" and slots.next(deque()) is None
 
 

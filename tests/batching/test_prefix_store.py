@@ -17,9 +17,9 @@ from picture_models import model as picture_model
 from transformers import AutoModelForCausalLM
 
 from spec_compile import speculate
-from spec_compile.batching.lanes import Lanes
-from spec_compile.batching.prefix_store import BLOCK, FEWEST, PrefixStore
-from spec_compile.runtime.prefix_budget import PrefixBudget
+from spec_compile.batching.prefix_cache import BLOCK, FEWEST, PrefixStore
+from spec_compile.batching.rows import Rows
+from spec_compile.runtime.engine import PrefixBudget
 from spec_compile.runtime.step_back import StepBack
 from spec_compile.serve.metrics import PrometheusMetrics
 
@@ -151,7 +151,7 @@ def test_nothing_of_other_weights_is_kept():
     with managed(fast) as manager:
         answer(manager, LONG)
         answer(manager, OTHER)
-        store = manager.scheduler.beginnings.prefixes
+        store = manager.scheduler.prefixes.store
         assert store.bytes("host") > 0
         fast.speculation.refresh()
         assert store.bytes("host") == 0 and store.evicted == 0
@@ -186,7 +186,7 @@ def test_pictures_never_cross():
             wanted = picture_model(name).generate(**arguments, max_new_tokens=100, do_sample=False)
             assert output.generated_tokens == wanted[0, arguments["input_ids"].shape[1] :].tolist()
             assert output.speculation.reused_prompt_tokens == 0
-        assert manager.scheduler.beginnings.prefixes.bytes("host") == 0
+        assert manager.scheduler.prefixes.store.bytes("host") == 0
 
 
 @pytest.mark.parametrize("sizes", [[1], [1, 5, 1, 1], None], ids=["silent", "mixed", "drafting"])
@@ -250,7 +250,7 @@ def hybrid_turns(fast, first, answers):
         one = answer(manager, first, 20)
         answer(manager, other)
         second = first + (one.generated_tokens if answers else [5]) + [7, 8, 9]
-        output, lanes = answer(manager, second, 20), manager.scheduler.decoder.lanes
+        output, lanes = answer(manager, second, 20), manager.scheduler.decoder
         return output, [tensor[0, :, : len(second) + 19].clone() for tensor in lanes.cache_tensors()]
 
 
@@ -309,7 +309,7 @@ def test_no_room_for_the_end_of_a_text():
     made, fast = hybrids.system("lfm2", check=False, prefix_cache_host_bytes=1 << 16)
     with managed(fast) as manager:
         prompt = [*range(3, 90)] * 3
-        store = manager.scheduler.beginnings.prefixes
+        store = manager.scheduler.prefixes.store
         assert 0 < store.end_places <= store._tree.room["host"] < len(prompt) // BLOCK + store.end_places
         for _ in range(2):
             output = answer(manager, prompt)
@@ -319,7 +319,7 @@ def test_no_room_for_the_end_of_a_text():
 
 def test_an_error_while_a_text_is_kept_leaves_no_half_of_it(monkeypatch):
     with managed(system()) as manager:
-        store = manager.scheduler.beginnings.prefixes
+        store = manager.scheduler.prefixes.store
         answer(manager, OTHER)
         monkeypatch.setattr(store._memory, "pieces", lambda *_: 1 / 0)
         assert answer(manager, LONG).error is None
@@ -335,7 +335,7 @@ def test_an_error_while_a_text_is_kept_leaves_no_half_of_it(monkeypatch):
 def test_metrics():
     fast = system(prefix_cache_bytes=2 * BLOCK * 8192, prefix_cache_host_bytes=3 * BLOCK * 8192)
     with managed(fast) as manager:
-        block = manager.scheduler.beginnings.prefixes.block_bytes
+        block = manager.scheduler.prefixes.store.block_bytes
         assert block == BLOCK * fast.speculation.engine.runtime.token_bytes == BLOCK * 8192
         answer(manager, LONG)
         assert manager.metrics()["prefix_cache_bytes"] == {"device": 2 * block, "host": 3 * block}
@@ -367,7 +367,7 @@ def lanes(name, device="cpu"):
     made = models.HYBRIDS[name]() if name in models.HYBRIDS else models.ADMITTED[TARGETS.get(name, "llama")]()
     made = made.to(device)
     fast = speculate(made, compile=False, check=False, **draft, **algo)
-    return Lanes(fast.speculation.engine.runtime, 3, 400)
+    return Rows(fast.speculation.engine.runtime, 3, 400)
 
 
 def fill(place, row, seed):

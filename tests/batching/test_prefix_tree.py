@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_compile.batching.prefix_tree import Block, PrefixTree
+from spec_compile.batching.prefix_blocks import Block, PrefixTree
 
 TEXTS = st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=6)
 
@@ -54,7 +54,7 @@ def test_the_tree_is_the_plain_list(device, host, operations):
             assert tree.tier(block) == plain.tier(prefix) and contents[place] == prefix
             assert 0 <= place < device + host and tree.match(list(prefix))[-1] is block
         assert len({block.places[0] for block in kept.values()}) == len(kept)
-        assert tree.used("device") + tree.used("host") == len(kept)
+        assert tree.used["device"] + tree.used["host"] == len(kept)
         longest = next((n for n in range(len(text), 0, -1) if tuple(text[:n]) in kept), 0)
         assert len(tree.match(text)) == longest
 
@@ -80,9 +80,9 @@ def test_ends_take_several_places(device, host, size, texts):
             assert [contents[place] for place in block.places] == [(prefix, part) for part in range(block.size)]
             assert block.size == (size if block.is_end else 1) and (block.parent is tree._root or block.parent.places)
         places = [place for block in kept.values() for place in block.places]
-        assert len({*places}) == len(places) == tree.used("device") + tree.used("host")
+        assert len({*places}) == len(places) == tree.used["device"] + tree.used["host"]
         for tier, room in tree.room.items():
-            assert tree.used(tier) == sum(block.size for block in kept.values() if tree.tier(block) == tier) <= room
+            assert tree.used[tier] == sum(block.size for block in kept.values() if tree.tier(block) == tier) <= room
         found = tree.match(text)
         ends = [each for each in ENDINGS if (*text, each) in kept and (end + b"z").startswith(each)]
         assert len(found) < len(text) or (tree.end(found, end + b"z") or Block()).key == max(ends, key=len, default=b"")

@@ -1,6 +1,6 @@
 """Which chunks prompts are processed in beside the rounds of others."""
 
-from spec_compile.batching.chunk_size import choose_size
+from spec_compile.batching.prefill import choose_size
 
 SIZES = [2048, 512, 128, 32]
 

@@ -26,11 +26,10 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from spec_compile import speculate
-from spec_compile.batching.request_options import LONGEST_NGRAM, MOST_NUMBERS
-from spec_compile.batching.stop_strings import StopStrings
+from spec_compile.batching.request_options import LONGEST_NGRAM, MOST_NUMBERS, StopStrings
 from spec_compile.capture.weight_values import WeightValues
 from spec_compile.runtime.answer import Answer
-from spec_compile.runtime.turns import Turns
+from spec_compile.runtime.fair_lock import FairLock
 
 LONG = tokenizer()(TEXT).input_ids[:60]
 SECONDS = 60
@@ -196,8 +195,8 @@ def answer_of(manager, prompt, name, **options):
 
 
 PLACES = {
-    "enters": ("prompts", "enter"),
-    "is moved": ("prompts", "move"),
+    "enters": ("prefill", "enter"),
+    "is moved": ("prefill", "move"),
     "begins to decode": ("decoder", "enter"),
 }
 
@@ -227,7 +226,7 @@ def test_an_error_where_a_request_changes_places_is_its_own(fast, monkeypatch, p
 
 def test_an_error_while_a_request_leaves_keeps_its_answer(fast, monkeypatch):
     with running(fast) as manager:
-        drafter = manager.scheduler.decoder.lanes.all.drafter
+        drafter = manager.scheduler.decoder.all.drafter
         monkeypatch.setattr(drafter, "leave", lambda *arguments: 1 / 0)
         manager.observers.append(lambda output: 1 / 0)
         for number in range(2):
@@ -388,14 +387,14 @@ def test_every_request_that_was_taken_ends_although_the_manager_is_stopped_meanw
 @pytest.mark.parametrize("hard", [False, True])
 def test_a_manager_that_stops_while_a_request_is_prepared_does_not_take_it(fast, monkeypatch, hard):
     with running(fast) as manager:
-        prepare = manager._intake.jobs
+        prepare = manager._intake.sequences
 
         def prepare_and_stop(*arguments, **options):
-            jobs = prepare(*arguments, **options)
+            sequences = prepare(*arguments, **options)
             manager.stop(hard_stop=hard)
-            return jobs
+            return sequences
 
-        monkeypatch.setattr(manager._intake, "jobs", prepare_and_stop)
+        monkeypatch.setattr(manager._intake, "sequences", prepare_and_stop)
         with pytest.raises(RuntimeError, match="stopp"):
             manager.add_request(PROMPTS[0], max_new_tokens=2)
         assert manager.active_requests == 0 and not manager.scheduler.is_busy
@@ -431,12 +430,12 @@ def test_a_forked_process_is_refused_by_name(fast):
         assert collect(manager, 1)["long"].error is None
 
 
-# Turns
+# FairLock
 
 
 def test_calls_and_rounds_share_the_time():
     """Three threads that call in turn, and rounds: both go on, and each has about half."""
-    turns, until = Turns(), time.monotonic() + 1.5
+    turns, until = FairLock(), time.monotonic() + 1.5
     spent = {"calls": 0.0, "rounds": 0.0}
 
     def call():
@@ -459,7 +458,7 @@ def test_calls_and_rounds_share_the_time():
 
 
 def test_a_call_goes_before_a_round_that_comes_later_and_batches_that_end_owe_nothing():
-    turns, order = Turns(), []
+    turns, order = FairLock(), []
     with turns.rounds():
         with turns:
             time.sleep(0.05)
@@ -658,7 +657,7 @@ def test_large_numbers_take_no_memory(fast, name):
     manager = fast.init_continuous_batching(GenerationConfig(pad_token_id=0))
     tracemalloc.start()
     with suppress(ValueError, TypeError):
-        manager._intake.jobs(PROMPTS[0], manager.generation_config, options={name: LARGE[name]})
+        manager._intake.sequences(PROMPTS[0], manager.generation_config, options={name: LARGE[name]})
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 4 << 20
@@ -680,8 +679,8 @@ def test_sizes_of_ngrams_are_bounded_by_the_text(fast, name):
 def test_a_watermark_waits_without_its_table(fast):
     options = {"watermarking_config": WatermarkingConfig(bias=4.0), "max_new_tokens": 8, "do_sample": False}
     with running(fast) as manager:
-        (job,) = manager._intake.jobs(PROMPTS[0], manager.generation_config, options=options)
-        assert [each.fixed_table for each in job.prepared.ask.processors if hasattr(each, "fixed_table")] == [None]
+        (sequence,) = manager._intake.sequences(PROMPTS[0], manager.generation_config, options=options)
+        assert [each.fixed_table for each in sequence.request.processors if hasattr(each, "fixed_table")] == [None]
         assert answer(manager, PROMPTS[0], **options).generated_tokens == generated(fast, PROMPTS[0], **options)
         options["watermarking_config"] = WatermarkingConfig(seeding_scheme="selfhash")
         with pytest.raises(ValueError, match=r"watermarking_config.seeding_scheme: .* expected lefthash"):
@@ -722,7 +721,7 @@ def test_preparing_a_request_keeps_no_other_waiting(fast):
                 {"do_sample": True, "temperature": 1.0 + number / 1000},
             ][number % 5]
             try:
-                manager._intake.jobs(PROMPTS[0], manager.generation_config, tokenizer=tokenizer(), options=options)
+                manager._intake.sequences(PROMPTS[0], manager.generation_config, tokenizer=tokenizer(), options=options)
             except (TypeError, ValueError):
                 pass
             if end.wait(0.02):

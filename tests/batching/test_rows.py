@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import models
 
 from spec_compile import speculate
-from spec_compile.batching.lanes import Lanes
 from spec_compile.batching.rows import Rows
 
 
@@ -23,7 +22,7 @@ class End:
 
 
 class PlainRows(Rows):
-    def used_slots(self, job):
+    def used_slots(self, sequence):
         return 1
 
     def moved(self, row, to):
@@ -32,15 +31,15 @@ class PlainRows(Rows):
 
 def rows(count):
     fast = speculate(models.ADMITTED["llama"](), compile=False, check=False)
-    return PlainRows(Lanes(fast.speculation.engine.runtime, count, 128))
+    return PlainRows(fast.speculation.engine.runtime, count, 128)
 
 
 def test_a_row_that_is_read_is_taken_last():
     place, ends = rows(3), [End(), End()]
     for row, end in enumerate(ends):
-        place.lanes.read_until(row, end)
+        place.reads[row] = end
     assert place.free_row() == 2
-    place.jobs[2] = SimpleNamespace(row=2)
+    place.sequences[2] = SimpleNamespace(row=2)
     assert place.free_row() == 0
     ends[1].is_over = True
     assert place.free_row() == 1
@@ -49,19 +48,19 @@ def test_a_row_that_is_read_is_taken_last():
 
 def test_rounds_wait_before_a_row_that_is_read_is_written():
     place, end = rows(2), End()
-    place.lanes.read_until(1, end)
-    place.lanes.copy_row(0, 1, 1)
-    assert end.waits == 1 and not place.lanes.is_read(1)
-    place.lanes.copy_row(0, 1, 1)
+    place.reads[1] = end
+    place.copy_row(0, 1, 1)
+    assert end.waits == 1 and not place.is_read(1)
+    place.copy_row(0, 1, 1)
     assert end.waits == 1
 
 
 def test_rows_move_to_the_front_once_it_is_not_read():
     place, end = rows(2), End()
-    place.jobs[1] = job = SimpleNamespace(row=1)
-    place.lanes.read_until(0, end)
+    place.sequences[1] = sequence = SimpleNamespace(row=1)
+    place.reads[0] = end
     place.compact()
-    assert job.row == 1
+    assert sequence.row == 1
     end.is_over = True
     place.compact()
-    assert job.row == 0
+    assert sequence.row == 0

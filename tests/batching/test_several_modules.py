@@ -32,7 +32,7 @@ def answer(manager, prompt, new=20):
 def later_slots(manager, output):
     """The keys and values of a text in the modules after the first, as far as they are committed."""
     committed = len(output.prompt_ids) + len(output.generated_tokens) - 1
-    caches = enumerate(manager.scheduler.decoder.lanes.all.drafter.further_caches, start=1)
+    caches = enumerate(manager.scheduler.decoder.all.drafter.further_caches, start=1)
     return [tensor[0, :, : committed - number].clone() for number, cache in caches for tensor in cache.tensors]
 
 

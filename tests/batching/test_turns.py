@@ -12,7 +12,7 @@ from server_fixtures import Script
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from spec_compile import speculate
-from spec_compile.batching.texts import Texts
+from spec_compile.batching.prefix_cache import RowTexts
 
 LONG = tokenizer()(TEXT).input_ids
 CLIENTS = ("heavy", "light")
@@ -66,12 +66,12 @@ def test_a_free_row_goes_to_another_client(slots):
 def test_a_long_prompt_of_another_client_is_set_aside(name, monkeypatch):
     """Four prompts whose log-probabilities are told hold up another client's prompt for one turn of theirs, and have
     the same log-probabilities and answers as without it."""
-    monkeypatch.setattr("spec_compile.batching.prompts.TURN", 32)
+    monkeypatch.setattr("spec_compile.batching.prefill.TURN", 32)
     manager, run = stopped(fast(name), max_requests_per_batch=12)
     for number in range(4):
         prompt = LONG[number : 250 + number]
         manager.add_request(prompt, f"r{number}", max_new_tokens=4, eos_token_id=-1, prompt_logprobs=0, client="heavy")
-    chunks, prompts = [], manager.scheduler.prompts
+    chunks, prompts = [], manager.scheduler.prefill
     step = prompts.step
     monkeypatch.setattr(prompts, "step", lambda *given: chunks.append(prompts.active[0].request_id) or step(*given))
     with torch.no_grad():
@@ -97,7 +97,7 @@ def test_a_long_prompt_of_another_client_is_set_aside(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
 def test_states_of_a_prompt_that_is_set_aside(name, monkeypatch):
-    monkeypatch.setattr("spec_compile.batching.prompts.TURN", 1)
+    monkeypatch.setattr("spec_compile.batching.prefill.TURN", 1)
     plain, one = hybrids.system(name)
     manager, run = stopped(one, max_requests_per_batch=4)
     generator = torch.Generator().manual_seed(3)
@@ -114,18 +114,18 @@ def test_states_of_a_prompt_that_is_set_aside(name, monkeypatch):
 
 
 def test_a_prompt_that_waits_aside_is_cancelled(monkeypatch):
-    monkeypatch.setattr("spec_compile.batching.prompts.TURN", 1)
+    monkeypatch.setattr("spec_compile.batching.prefill.TURN", 1)
     manager, run = stopped(fast(), max_requests_per_batch=4)
     manager.add_request(LONG[:200], "gone", max_new_tokens=4, prompt_logprobs=0, client="heavy")
     with torch.no_grad():
         manager.scheduler.step()
         manager.add_request(LONG[:190], "light", max_new_tokens=4, prompt_logprobs=0, client="light")
         manager.scheduler.step()
-        assert [job.request_id for job in manager.scheduler.prompts.aside] == ["gone"]
+        assert [job.request_id for job in manager.scheduler.prefill.aside] == ["gone"]
     manager.cancel_request("gone")
     outputs = run()
     assert [output.finish_reason for output in outputs.values()] == ["cancelled", "length"]
-    assert not manager.scheduler.prompts.begun and not fast().speculation.engine.runtime.algorithm.private
+    assert not manager.scheduler.prefill.begun and not fast().speculation.engine.runtime.algorithm.private
     manager.destroy()
 
 
@@ -222,7 +222,7 @@ def test_prompts_share_keys_and_values_within_a_salt(slots):
 
 def test_a_guess_counts_in_multiples_of_sixteen_tokens():
     """Neither what is copied for another client nor a counter tells how far a guess is right."""
-    texts = Texts(2, 40)
+    texts = RowTexts(2, 40)
     texts.put(0, [1] * 30, client="victim")
     texts.put(1, [1] * 18, client="attacker")
     lengths = {client: texts.longest_prefix([1] * 24 + [2], client=client)[1] for client in ("victim", "attacker", "")}

@@ -144,11 +144,11 @@ def test_drafts_are_those_of_a_draft_model_without_a_cache(schedule):
     engine, steps = system.speculation.engine, options["num_steps"]
     run, nodes, checked = engine.run, engine.runtime.algorithm.plan.nodes, 0
 
-    def watched(request):
+    def watched(call):
         nonlocal checked
-        session = engine.session(len(request.prompts))
+        session = engine.session(len(call.prompts))
         state = session.state
-        for gained in run(request):
+        for gained in run(call):
             for row in [row for row, done in enumerate(state.finished) if not done]:
                 text = state.tokens[row, : int(state.lengths[row]) + 1].tolist()
                 ids = torch.tensor([[*text, *[PARDS_MASK] * (steps - 1)]])

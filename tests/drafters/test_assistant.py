@@ -63,7 +63,7 @@ def test_chains_are_those_of_transformers(name):
 @pytest.mark.slow
 def test_drafts_after_rounds_without_any_are_the_same(monkeypatch):
     """The assistant learns the newest state of the rounds in which it was silent, at once or two tokens late."""
-    monkeypatch.setattr("spec_compile.runtime.flights.MOST_LATE", 2)
+    monkeypatch.setattr("spec_compile.runtime.pipeline.MOST_LATE", 2)
     pattern, checked = itertools.cycle([4, 1, 1, 4, 2, 1, 1, 1]), 0
     monkeypatch.setattr(StepBack, "choose_ahead", lambda policy, *known: next(pattern))
 

@@ -24,12 +24,12 @@ def test_drafts_are_those_of_a_draft_without_a_cache(schedule):
     run, checked, is_joined = engine.run, 0, schedule == "union"
     nodes, size = engine.runtime.algorithm.plan.nodes, options.get("block_size", 5)
 
-    def watched(request):
+    def watched(call):
         nonlocal checked
-        session, given = engine.session(len(request.prompts)), []
+        session, given = engine.session(len(call.prompts)), []
         state, drafter = session.state, session.drafter.head if is_joined else session.drafter
         hook = drafter.block.register_forward_hook(lambda module, arguments, out: given.append(out[0]))
-        for gained in run(request):
+        for gained in run(call):
             for row, length in enumerate(state.lengths.tolist()):
                 if not state.finished[row]:
                     text = state.tokens[row, : length + 1].tolist()

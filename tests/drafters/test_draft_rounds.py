@@ -47,7 +47,7 @@ def test_drafts_are_the_same_after_rounds_without_any(monkeypatch, algorithm, sc
 
     A drafter that is late by two tokens catches up at once.
     """
-    monkeypatch.setattr("spec_compile.runtime.flights.MOST_LATE", 2)
+    monkeypatch.setattr("spec_compile.runtime.pipeline.MOST_LATE", 2)
     system, numbers = fast(algorithm, "llama", schedule), itertools.count()
     nodes = system.speculation.engine.runtime.algorithm.plan.nodes
     few = max(2, nodes // 4)
@@ -139,11 +139,11 @@ def checked_trees(system, algorithm, schedule):
     draft = draft_of(algorithm, "llama") if algorithm == "draft_model" else grower.head
     model, plan = target("llama"), grower.schedule
 
-    def watched(request):
+    def watched(call):
         nonlocal checked
-        session = engine.session(len(request.prompts))
+        session = engine.session(len(call.prompts))
         state, nodes_before = session.state, Counter(system.speculation.stats.nodes)
-        for gained in run(request):
+        for gained in run(call):
             nodes_now = Counter(system.speculation.stats.nodes)
             has_trees, nodes_before = (nodes_now - nodes_before).keys() != {1}, nodes_now
             for row, length in enumerate(state.lengths.tolist() if has_trees else []):
@@ -373,10 +373,10 @@ def test_a_union_learns_what_came_of_its_drafts():
                     added[:, cell] += torch.tensor([float(hit), float(drafts.priors[row, node])])
         return torch.where(added[1] > 0, KEPT * before + added, before)
 
-    def watched(request):
+    def watched(call):
         nonlocal checked, before
-        session, drafts = engine.session(len(request.prompts)), None
-        for gained in run(request):
+        session, drafts = engine.session(len(call.prompts)), None
+        for gained in run(call):
             if drafts is not None:
                 torch.testing.assert_close(counts, expected(drafts, gained))
                 checked += 1

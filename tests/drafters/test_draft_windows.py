@@ -48,11 +48,11 @@ def test_heads_draft_from_the_ends_of_a_text(algorithm, schedule):
     engine, model, checked = fast.speculation.engine, rounds.target("llama"), 0
     run, heads = engine.run, engine.runtime.algorithm
 
-    def watched(request):
+    def watched(call):
         nonlocal checked
-        state = engine.session(len(request.prompts)).state
-        begin = [len(prompt) - 1 for prompt in request.prompts]
-        for gained in run(request):
+        state = engine.session(len(call.prompts)).state
+        begin = [len(prompt) - 1 for prompt in call.prompts]
+        for gained in run(call):
             for row, length in enumerate(state.lengths.tolist()):
                 if not state.finished[row]:
                     text = state.tokens[row, : length + 1].tolist()

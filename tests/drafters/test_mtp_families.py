@@ -77,10 +77,10 @@ def test_an_indexer_drafts_over_its_cache(write, name):
     engine, algorithm, checked = system.speculation.engine, system.speculation.engine.runtime.algorithm, 0
     run = engine.run
 
-    def watched(request):
+    def watched(call):
         nonlocal checked
-        state = engine.session(len(request.prompts)).state
-        for gained in run(request):
+        state = engine.session(len(call.prompts)).state
+        for gained in run(call):
             for row, length in enumerate(state.lengths.tolist()):
                 if not state.finished[row]:
                     text = state.tokens[row, : length + 1].tolist()

@@ -22,8 +22,7 @@ from transformers import LogitsProcessor
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from spec_compile import speculate
-from spec_compile.batching.logprobs import TokenScore
-from spec_compile.batching.output import Output
+from spec_compile.batching.output import Output, TokenScore
 from spec_compile.batching.ranks import share
 from spec_compile.parallel import messages, ranks, start
 from spec_compile.parallel.commands import CommandRing, RingTimeoutError

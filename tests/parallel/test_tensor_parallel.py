@@ -24,7 +24,7 @@ from spec_compile.graph import calls
 from spec_compile.parallel import start
 from spec_compile.parallel.slices import Cut, Slices
 from spec_compile.parallel.start import find_ranks
-from spec_compile.runtime.flights import Flights
+from spec_compile.runtime.pipeline import RoundPipeline
 
 pytestmark = pytest.mark.xdist_group("tensor_parallel")
 FIVE = ("llama", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
@@ -420,8 +420,8 @@ def test_results_that_part_are_noticed(on_ranks, tmp_path):
     def on_a_rank(rank):
         fast = shared(model)
         if rank == 1:
-            learn = Flights.learn
-            Flights.learn = lambda self, flight, outcomes: learn(
+            learn = RoundPipeline.learn
+            RoundPipeline.learn = lambda self, flight, outcomes: learn(
                 self, flight, [(row, outcome._replace(tokens=[0] * flight.nodes)) for row, outcome in outcomes]
             )
         error = raised(lambda: fast.generate(prompt, **GREEDY))

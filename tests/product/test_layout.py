@@ -81,8 +81,7 @@ def test_each_guarded_line_has_a_mutation(monkeypatch):
 TESTS = ROOT / "tests"
 FOLDERS = {path.name for path in TESTS.iterdir() if path.is_dir()} - {"support"}
 ELSEWHERE = {
-    "batching.generate_batch": "batching", "batching.model": "batching",  # methods of what speculate() returns
-    "batching.score": "batching",  # a method of its `speculation`
+    "batching.model": "batching",  # methods of what speculate() returns, and of its `speculation`
     "capture.ranks": "parallel",  # inside speculate()
     "capture.taps": "drafters", "outcome": "runtime", "recording": "report",
     "report.explain": "report",  # repr() and explain() of what speculate() returns

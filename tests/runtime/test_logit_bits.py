@@ -19,7 +19,7 @@ from places import GPU, ON_GPU
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import spec_compile
-from spec_compile.batching.lanes import Lanes
+from spec_compile.batching.rows import Rows
 from spec_compile.cache import PAGE, Cache
 from spec_compile.runtime.session import Session
 from spec_compile.runtime.steps.build import StepKind
@@ -277,7 +277,7 @@ def test_known_beginnings_of_prompts(width, tiny, options):
     expected = facts(processed(runtime, [longest]))[0]
     for known in (1, LENGTHS[0] // 2, LENGTHS[0]):
         text = longest[:known] + other[known:]
-        lanes, to = Lanes(runtime, 1, CAPACITY), Lanes(runtime, 1, CAPACITY)
+        lanes, to = Rows(runtime, 1, CAPACITY), Rows(runtime, 1, CAPACITY)
         lanes.state.enter(0, text, [], max_lengths=CAPACITY, lengths=0)
         go_on(lanes.all, len(text) - 1, CHUNKS[1])
         to.state.enter(0, longest, [], max_lengths=CAPACITY, lengths=known)

@@ -133,7 +133,7 @@ def test_common_calls_are_prepared_once(name, pair, planned):
 @pytest.mark.parametrize("options", [SAMPLING, dict(do_sample=True), SAMPLING | dict(repetition_penalty=1.1)])
 def test_sampling_draws_the_same_tokens(options, pair, planned):
     fast = pair[1]
-    fast.speculation.engine.remembered._preparations.clear()
+    fast.speculation.engine.remembered._kept.clear()
     call = dict(input_ids=ONE, **BASE, **options)
     assert outcome(fast, call) == outcome(fast, call) and len(planned) == 1
     assert outcome(fast, call | dict(temperature=9.0))[0] != outcome(fast, call)[0]
@@ -313,7 +313,7 @@ def test_a_call_inside_the_preparation_takes_no_part_in_it(pair, planned):
             if len(self.calls) == 1:
                 self.inner = fast.generate(LONGER, max_new_tokens=9, eos_token_id=None, do_sample=False)
 
-    fast.speculation.engine.remembered._preparations.clear()
+    fast.speculation.engine.remembered._kept.clear()
     want = outcome(model, dict(input_ids=ONE, **BASE, streamer=Recorder()))
     for _ in range(2):
         streamer = Nested()
@@ -325,4 +325,4 @@ def test_preparations_are_forgotten(pair):
     fast = pair[1]
     for tokens in range(1, 40):
         fast.generate(ONE, max_new_tokens=tokens % 2 + 1, eos_token_id=tokens, pad_token_id=PAD)
-    assert len(fast.speculation.engine.remembered._preparations) == 32
+    assert len(fast.speculation.engine.remembered._kept) == 32

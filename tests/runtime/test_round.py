@@ -11,8 +11,9 @@ from sweeps import thinned
 from spec_compile.artefacts.compiler import counts
 from spec_compile.config import Options
 from spec_compile.drafting import Algorithm, Drafter, DraftPlan
+from spec_compile.runtime.call import Call
 from spec_compile.runtime.engine import Engine
-from spec_compile.runtime.request import Request
+from spec_compile.runtime.request import Request, Sequence
 from spec_compile.runtime.steps.build import StepKind
 from spec_compile.tree import ancestry
 
@@ -253,12 +254,18 @@ def committed(run, row):
     return [run.state.tokens[row, : length + 1], *(slots[row, :, :length] for slots in run.state.cache)]
 
 
+def call_of(prompts, shortest, longest, eos=(), check=None):
+    request = Request(max(longest), eos=list(eos))
+    rows = zip(prompts, range(len(prompts)), shortest, longest)
+    return Call(request, [Sequence(request, *row) for row in rows], check=check)
+
+
 def generated(engine, prompts, texts, new, eos=(), least=0):
     """What `Engine.run` yields, row by row, put together."""
     engine.session(len(prompts)).drafter.texts = texts
     shortest, longest = ([len(prompt) + n for prompt in prompts] for n in (least, new))
     rows = [[] for _ in prompts]
-    for gained in engine.run(Request(prompts, shortest, longest, list(eos))):
+    for gained in engine.run(call_of(prompts, shortest, longest, list(eos))):
         for row, tokens in zip(rows, gained):
             row += tokens
     return rows
@@ -359,9 +366,9 @@ def test_a_model_that_has_changed_gives_no_token_out(captured):
     def check():
         raise RuntimeError("the model has changed")
 
-    request = Request(prompts, lengths, [length + NEW for length in lengths], check=check)
+    call = call_of(prompts, lengths, [length + NEW for length in lengths], check=check)
     with pytest.raises(RuntimeError, match="the model has changed"):
-        next(engine.run(request))
+        next(engine.run(call))
     assert engine.runtime.stats.rounds == 0
     assert generated(engine, prompts, texts, NEW) == [text[n:] for text, n in zip(texts, lengths)]
 

@@ -33,7 +33,8 @@ from spec_compile.runtime.accept.host import HostAcceptor
 from spec_compile.runtime.accept.random_numbers import draw, probabilities, uniform
 from spec_compile.runtime.accept.rejection import accept_drawn
 from spec_compile.runtime.answer import Answer
-from spec_compile.runtime.request import Request
+from spec_compile.runtime.call import Call
+from spec_compile.runtime.request import Request, Sequence
 from spec_compile.tree import Tree
 
 LAST = 1 - 2.0**-52
@@ -692,15 +693,15 @@ def ran(processors, sampler, eos=(), least=0, fast=None, temperature=0.0):
     """Twenty tokens after each of three prompts, from the rounds themselves: drawn in them, or by the walk."""
     fast = fast or speculative(**TREES[8])
     inputs = padded(0, 1, 2)["input_ids"]
-    least, most = ([len(p) + number for p in PROMPTS] for number in (least, 20))
-    request = Request(PROMPTS, least, most, list(eos), seed=9, temperature=temperature)
+    request = Request(20, eos=list(eos), seed=9, temperature=temperature)
+    sequences = [Sequence(request, p, row, len(p) + least, len(p) + 20) for row, p in enumerate(PROMPTS)]
     if sampler:
-        request.acceptor = DrawInRound(processors)
+        acceptor = DrawInRound(processors)
     else:
         answer = Answer(inputs, inputs.shape[1] + 20, list(eos), PAD)
-        request.acceptor = HostAcceptor(answer, LogitsProcessorList(processors), seed=9)
+        acceptor = HostAcceptor(answer, LogitsProcessorList(processors), seed=9)
     rows = [[] for _ in PROMPTS]
-    for gained in fast.speculation.engine.answer(request):
+    for gained in fast.speculation.engine.answer(Call(request, sequences, acceptor)):
         for row, tokens in zip(rows, gained):
             row += tokens
     return rows

@@ -87,8 +87,8 @@ def test_one_code_for_all_rows_slots_and_wrappings():
     ask("after the first is deleted", again, 4)
     scheduler = again.init_continuous_batching(continuous_batching_config=slots()).scheduler
     before = graphs()
-    scheduler.decoder.lanes.session(2).steps.get(StepKind.ROUND, 4)
-    (steps := scheduler.prompts.lanes.session(1).steps).make(steps.prompt_steps())
+    scheduler.decoder.session(2).steps.get(StepKind.ROUND, 4)
+    (steps := scheduler.prefill.session(1).steps).make(steps.prompt_steps())
     compiled["requests"] = graphs() - before
     scheduler.clear(RuntimeError())
     assert set(compiled.values()) == {0}, compiled

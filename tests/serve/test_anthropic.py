@@ -11,7 +11,7 @@ for package in ("fastapi", "uvicorn", "prometheus_client", "openai", "httpx"):
 from server_fixtures import running, save_model, save_tool_model, scripted
 from transformers.cli.serving.utils import Modality
 
-from spec_compile.batching.stop_strings import StopCut
+from spec_compile.batching.request_options import StopCut
 from spec_compile.serve.anthropic import renamed, to_chat
 from spec_compile.serve.errors import Refusal, refuse
 

@@ -98,7 +98,7 @@ def test_counters_do_not_read_a_number(client):
     """A number of a request that runs, digit by digit: the attacker takes the digit that is counted most."""
     start = "# " + "a b c d " * 12 + "the account has the number "
     body = {"prompt": f"{start}{SECRET}\n", "max_tokens": 900, "ignore_eos": True, "temperature": 2.0, "seed": 1}
-    client.runner.requests.manager.scheduler.beginnings.forget()
+    client.runner.requests.manager.scheduler.prefixes.forget()
     victim = threading.Thread(target=lambda: post(client, **body))
     victim.start()
     wait_until(lambda: client.runner.requests.manager.metrics()["requests_running"] == 1)
@@ -112,7 +112,7 @@ def test_counters_do_not_read_a_number(client):
 
 def test_prompts_of_another_salt_are_not_in_the_cache(client):
     prompt = "# a b c d " * 12
-    client.runner.requests.manager.scheduler.beginnings.forget()
+    client.runner.requests.manager.scheduler.prefixes.forget()
     for salt in ({}, {"cache_salt": "one"}, {"cache_salt": "two"}):
         assert [gained(client, prompt, **salt) > 0 for _ in range(2)] == [False, True]
     client.runner.requests.policy.isolate_prefixes = True

@@ -14,8 +14,8 @@ pytest.importorskip("openai", reason="needs the extra serve: openai")
 
 from server_fixtures import load_alone, running, save_tool_model, scripted
 
-from spec_compile.batching.logprobs import MOST_TOP, TokenScore
-from spec_compile.batching.stop_strings import TokenBytes
+from spec_compile.batching.output import MOST_TOP, TokenScore
+from spec_compile.batching.request_options import TokenBytes
 from spec_compile.serve.logprobs import LEAST, ChatLogprobs, CompletionLogprobs, read_top
 
 PROMPT, CLOSE = "# é 😀\ndef mean(values):\n    re", 1e-4

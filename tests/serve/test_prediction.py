@@ -101,7 +101,7 @@ def test_other_requests_do_not_draft_from_it(client):
     assert steps["num_spec_steps"] < before["num_spec_steps"] == other_steps["num_spec_steps"]
     assert usage["completion_tokens_details"] and not other_usage.get("completion_tokens_details")
     assert ask(client, CHATS)[2]["num_spec_steps"] == before["num_spec_steps"]
-    algorithm = client.runner.requests.manager.scheduler.prompts.runtime.algorithm
+    algorithm = client.runner.requests.manager.scheduler.prefill.runtime.algorithm
     assert len(algorithm.store) == 0 and not algorithm.private
 
 

@@ -21,7 +21,7 @@ httpx = pytest.importorskip("httpx", reason="needs httpx, which fastapi's tests 
 from server_fixtures import PROMPT, events, expected, load_alone, running, save_model, wait_until
 from transformers import GenerationConfig
 
-from spec_compile.batching.lanes import Lanes
+from spec_compile.batching.rows import Rows
 from spec_compile.serve import followers
 from spec_compile.serve import runner as drain
 from spec_compile.serve.call import CURRENT, HttpCall
@@ -356,8 +356,8 @@ def test_rounds_that_do_not_end_are_unhealthy(client, monkeypatch):
 
 
 def test_a_request_that_changes_rows_is_active(client, monkeypatch):
-    active, copy = [], Lanes.copy_row
-    monkeypatch.setattr(Lanes, "copy_row", lambda *row: active.append(client.runner.requests.active()) or copy(*row))
+    active, copy = [], Rows.copy_row
+    monkeypatch.setattr(Rows, "copy_row", lambda *row: active.append(client.runner.requests.active()) or copy(*row))
     complete(client)
     assert active and set(active) == {1}
 

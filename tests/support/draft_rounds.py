@@ -121,9 +121,9 @@ def watched(system, ids, look, **options):
     engine = system.speculation.engine
     run = engine.run
 
-    def rounds_seen(request):
-        state = engine.session(len(request.prompts)).state
-        for gained in run(request):
+    def rounds_seen(call):
+        state = engine.session(len(call.prompts)).state
+        for gained in run(call):
             for row, length in enumerate(state.lengths.tolist()):
                 nodes = int(state.tree_count[row])
                 if nodes > 1 and not state.finished[row]:

@@ -73,10 +73,10 @@ def checked(system, first, model, ids, new=12, **options):
     joined = hasattr(algorithm, "head") and hasattr(algorithm, "ngram")
     schedule = algorithm.head.schedule if joined else algorithm.schedule
 
-    def watched(request):
+    def watched(call):
         nonlocal count
-        session = engine.session(len(request.prompts))
-        for gained in run(request):
+        session = engine.session(len(call.prompts))
+        for gained in run(call):
             state = session.state
             for row, length in enumerate(state.lengths.tolist()):
                 if not state.finished[row]:

@@ -5,7 +5,7 @@ import functools
 from models import ADMITTED, prompts
 
 import spec_compile
-from spec_compile.batching.job import Job
+from spec_compile.batching.sequence import BatchSequence
 from spec_compile.tools.audit_requests import AGAIN, InManyWays, Manner, promises
 
 PROMPTS = [row[0].tolist() for row in prompts()[0][:3]]
@@ -40,8 +40,8 @@ def test_drawn_answers_have_their_own_seeds():
 
 
 def test_another_answer_is_found(monkeypatch):
-    gain = Job.gain
-    monkeypatch.setattr(Job, "gain", lambda self, tokens: gain(self, [(token + 1) % 96 for token in tokens]))
+    gain = BatchSequence.gain
+    monkeypatch.setattr(BatchSequence, "gain", lambda self, tokens: gain(self, [(token + 1) % 96 for token in tokens]))
     for manner in ways().run([2]):
         if manner.name == AGAIN:
             assert manner.equal == manner.of

@@ -9,9 +9,9 @@ import marshal
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ from ..capture.hooks import HOOKS, METHODS, is_trusted
 from .accept import Route
 from .accept.processors import MINIMA, OF_SCORES, is_known
 from .agreement import SCALARS, is_plain
-from .ask import Ask
-from .prompt import Prompt
+from .request import Prompt, Request
 
 OPTIONS = {
     "max_new_tokens", "min_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
@@ -34,7 +33,7 @@ UNUSED = {"transformers_version", "max_length", "min_length"}
 PROCESSORS = OF_SCORES | {"RepetitionPenaltyLogitsProcessor"}
 """Logits processors that remember nothing and do not depend on the width of the prompt."""
 MOST = 32
-"""Preparations that are kept, those used last."""
+"""Requests that are kept: the last used ones."""
 LOOPS = {*HOOKS, "_beam_search", "_assisted_decoding", "_optimize_model_for_decode"}
 """Methods that prepare nothing. All others of `METHODS` must be transformers' own."""
 LOGGER = logging.getLogger("transformers")
@@ -46,66 +45,54 @@ _own_methods = dict(zip(METHODS, _methods(GenerationMixin)))
 Key = tuple[Any, ...]
 
 
-@dataclass
-class Inputs:
-    """The tensors of a call: `ids` [B, W] int64, and its attention mask [B, W], or None."""
-
-    ids: Tensor
-    mask: Tensor | None
-    streamer: Any
-
-    @classmethod
-    def of(cls, args: tuple, kwargs: dict) -> tuple["Inputs", dict] | None:
-        """The inputs of ``generate()``, and its other arguments; None if the inputs have an uncommon form."""
-        if len(args) > 1 or (args and "inputs" in kwargs):
-            return None
-        others = dict(kwargs)
-        inputs, ids = args[0] if args else others.pop("inputs", None), others.pop("input_ids", None)
-        mask, streamer = others.pop("attention_mask", None), others.pop("streamer", None)
-        ids = inputs if ids is None else ids if inputs is None else None
-        if type(ids) is not Tensor or ids.dtype is not torch.int64 or ids.dim() != 2 or not ids.numel():
-            return None
-        if mask is None:  # transformers warns about some batches without a mask
-            return (cls(ids, None, streamer), others) if ids.shape[0] == 1 else None
-        if type(mask) is not Tensor or mask.shape != ids.shape or mask.device != ids.device or mask.is_floating_point():
-            return None
-        return cls(ids, mask, streamer), others
-
-    def prompt(self, padding: int | None) -> Prompt | None:
-        """The prompts, read with one copy; None if the mask has a zero, or if transformers infers a mask from tokens
-        `padding`."""
-        numbers = (self.ids if self.mask is None else torch.cat((self.ids, self.mask))).cpu()
-        ids, mask = numbers[: len(self.ids)], numbers[len(self.ids) :].numpy()
-        if (mask != 1).any() or (self.mask is None and padding is not None and (ids.numpy() == padding).any()):
-            return None
-        none = [0] * len(ids)
-        return Prompt(ids, ids.tolist(), none, ids.shape[1], True, False, False, False, none)
+def read_inputs(args: tuple, kwargs: dict) -> tuple[Tensor, Tensor | None, Any, dict] | None:
+    """The ids [B, W] int64 of ``generate()``, its attention mask [B, W] or None, its streamer and other arguments; None
+    if the inputs have an uncommon form."""
+    if len(args) > 1 or (args and "inputs" in kwargs):
+        return None
+    others = dict(kwargs)
+    inputs, ids = args[0] if args else others.pop("inputs", None), others.pop("input_ids", None)
+    mask, streamer = others.pop("attention_mask", None), others.pop("streamer", None)
+    ids = inputs if ids is None else ids if inputs is None else None
+    if type(ids) is not Tensor or ids.dtype is not torch.int64 or ids.dim() != 2 or not ids.numel():
+        return None
+    if mask is None:  # transformers warns about some batches without a mask
+        return (ids, None, streamer, others) if ids.shape[0] == 1 else None
+    if type(mask) is not Tensor or mask.shape != ids.shape or mask.device != ids.device or mask.is_floating_point():
+        return None
+    return ids, mask, streamer, others
 
 
-class Preparation(NamedTuple):
-    """transformers' preparation of the calls of one `Key`.
-
-    ask: counts columns from the end of the prompt, and has no processors that set a minimum length.
-    padding: the token from which transformers infers a missing mask, or None.
-    """
-
-    ask: Ask
-    padding: int | None
+def read_prompt(ids: Tensor, mask: Tensor | None, padding: int | None) -> Prompt | None:
+    """The prompts, read with one copy; None if the mask has a zero, or if transformers infers a mask from tokens
+    `padding`."""
+    numbers = (ids if mask is None else torch.cat((ids, mask))).cpu()
+    batch, width = ids.shape
+    ids, seen = numbers[:batch], numbers[batch:].numpy()
+    if (seen != 1).any() or (mask is None and padding is not None and (ids.numpy() == padding).any()):
+        return None
+    none = [0] * batch
+    return Prompt(ids, ids.tolist(), none, width, True, False, False, False, none)
 
 
 class Remembered:
-    """The preparations of calls of one model."""
+    """Requests that transformers has prepared for one model, without what differs from call to call.
+
+    Their columns count from the end of the prompt, and they have no processors that set a minimum length.
+    """
 
     def __init__(self) -> None:
         self.awaited: Key | None = None
         """The key of the call that transformers prepares, until `keep`."""
-        self._preparations: OrderedDict[Key, Preparation] = OrderedDict()
+        self._kept: OrderedDict[Key, tuple[Request, int | None]] = OrderedDict()
 
-    def find(self, key: Key | None) -> Preparation | None:
-        preparation = self._preparations.get(key)
-        if preparation is not None:
-            self._preparations.move_to_end(key)
-        return preparation
+    def find(self, key: Key | None) -> tuple[Request, int | None] | None:
+        """The request of this key, if it is kept, and the token from which transformers infers a missing mask, if it
+        does."""
+        found = self._kept.get(key)
+        if found is not None:
+            self._kept.move_to_end(key)
+        return found
 
     @contextmanager
     def awaiting(self, key: Key | None) -> Iterator[None]:
@@ -116,39 +103,39 @@ class Remembered:
         finally:
             self.awaited = before
 
-    def keep(self, model, prompt: Prompt, ask: Ask) -> None:
-        """Keep the preparation of the `awaited` key, if later calls may use it."""
+    def keep(self, model, prompt: Prompt, request: Request) -> None:
+        """Keep the request of the `awaited` key, if later calls may use it."""
         key, self.awaited = self.awaited, None
-        config, processors = ask.config, ask.processors
+        config, processors = request.config, request.processors
         if key is None or any(prompt.padding) or not _prepares_as_transformers(type(model).__bases__[1]):
             return
         if not all(is_known(each, PROCESSORS | MINIMA) for each in processors):
             return
-        if ask.criteria is not None or not _has_options_alone(config):
+        if request.criteria is not None or not _has_options_alone(config):
             return
         least, most = config.min_new_tokens or 0, config.max_new_tokens
-        if type(most) is not int or least > most or (least and ask.route is Route.ON_HOST):
+        if type(most) is not int or least > most or (least and request.route is Route.ON_HOST):
             return
         pad = config._pad_token_tensor
-        if any(token < 0 for token in ask.eos) or (pad is not None and pad.numel() != 1):
+        if any(token < 0 for token in request.eos) or (pad is not None and pad.numel() != 1):
             return
-        padding = None if pad is None or int(pad) in ask.eos else int(pad)
+        padding = None if pad is None or int(pad) in request.eos else int(pad)
         others = type(processors)(each for each in processors if not is_known(each, MINIMA))
         # transformers ignores the least number of new tokens if nothing ends a row.
-        kept = replace(ask, processors=others, shortest=least if ask.eos else 0, longest=most)
-        self._preparations[key] = Preparation(kept, padding)
-        if len(self._preparations) > MOST:
-            self._preparations.popitem(last=False)
+        kept = replace(request, processors=others, shortest=least if request.eos else 0, longest=most)
+        self._kept[key] = kept, padding
+        if len(self._kept) > MOST:
+            self._kept.popitem(last=False)
 
 
-def make_key(model, device: torch.device, inputs: Inputs, options: dict) -> Key | None:
+def make_key(model, device: torch.device, ids: Tensor, mask: Tensor | None, options: dict) -> Key | None:
     """All values that transformers reads to prepare a call of `model`; None if it must prepare the call itself.
 
-    device: of the model. options: the arguments of the call besides `inputs`.
+    device: of the model. options: the other arguments of the call.
     """
     config = options.pop("generation_config", None)
     configs = [model.generation_config] if config is None else [model.generation_config, config]
-    if not options.keys() <= OPTIONS or {*map(type, configs)} != {GenerationConfig} or inputs.ids.device != device:
+    if not options.keys() <= OPTIONS or {*map(type, configs)} != {GenerationConfig} or ids.device != device:
         return None
     configs = [*map(vars, configs)]
     if any(values.get(name) is not None for values in configs for name in ("max_length", "min_length")):
@@ -162,9 +149,8 @@ def make_key(model, device: torch.device, inputs: Inputs, options: dict) -> Key 
         return None
     read = {name: value for name, value in vars(model.config).items() if type(value) in SCALARS or is_plain(value)}
     facts = marshal.dumps((options, *configs, read, LOGGER.getEffectiveLevel()), 2)  # tells 1, 1.0 and True apart
-    mask = None if inputs.mask is None else inputs.mask.dtype
     methods = _methods(type(model)), _methods(type(model).__bases__[1])  # ours, and those of the model's own class
-    return facts, len(inputs.ids), mask, inputs.ids.device, model.main_input_name, methods
+    return facts, len(ids), mask if mask is None else mask.dtype, device, model.main_input_name, methods
 
 
 def _prepares_as_transformers(cls: type) -> bool:

@@ -1,16 +1,16 @@
-"""`Flights`: rounds under way over any rows of a session, launched ahead of their outcomes."""
+"""`RoundPipeline`: rounds under way over any rows of a session, launched ahead of their outcomes."""
 
 import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from ..errors import RequestError
 from ..outcome import Outcome, unpack
 from ..tree import MAX_NODES
 from .accept.random_numbers import NO_PROBABILITIES
 from .draft_length import ANY, NO_TREE, STRIDE, SizePolicy
+from .request import Sequence
 from .runtime import Runtime
 from .session import Session
 from .state import MOST_LATE
@@ -37,41 +37,13 @@ def check_gained(outcome: Outcome, embedded: int) -> None:
         )
 
 
-class Rider(Protocol):
-    """A row that rounds are launched for, as the host knows it.
-
-    row: its number.
-    count, hint: real nodes of its pending tree, and the drafter's confidence; None if only the GPU knows them yet.
-    most_nodes: nodes that rounds verify of its trees, at most.
-    length: its collected tokens less one, as `State.lengths` counts.
-    room: tokens that it may still gain.
-    adapter_number: of its LoRA adapter, see `Loaded`; 0: none.
-    is_over: True if nobody needs its outcomes any more.
-    """
-
-    row: int
-    count: int | None
-    hint: int | None
-
-    @property
-    def most_nodes(self) -> int: ...
-    @property
-    def length(self) -> int: ...
-    @property
-    def room(self) -> int: ...
-    @property
-    def adapter_number(self) -> int: ...
-    @property
-    def is_over(self) -> bool: ...
-
-
 @dataclass
-class Flight:
+class InFlightRound:
     """A round that was launched over `nodes` nodes of each row.
 
     drafted: those of them that every tree has, the root included; None if each outcome tells.
     kind: of its step, whose policy learns from it.
-    riders: with the row that each had then.
+    sequences: with the row that each had then.
     buckets: of the drafter's confidence, for each of these rows, as far as the host knew it.
     read: waits for the outcomes and returns them by row.
     seconds: its begin, and after `collect` its duration, without the time spent compiling.
@@ -81,13 +53,13 @@ class Flight:
     kind: StepKind
     nodes: int
     drafted: int | None
-    riders: list[tuple[int, Rider]]
+    sequences: list[tuple[int, Sequence]]
     buckets: dict[int, int]
     read: Callable[[], list[list[int]]]
     seconds: float
 
 
-class Flights:
+class RoundPipeline:
     """Launches rounds, and gives their outcomes to the policies of tree sizes and the statistics.
 
     trace: collects the tokens that each row gains in each round, for `Stats.trace`; None keeps none.
@@ -102,36 +74,36 @@ class Flights:
         """Nodes of the rows' trees when the round launched last has ended, if they have one size; 1 without trees."""
         self.late = 0
         """Most tokens that the drafter is late by when that round has ended."""
-        self._flying: deque[Flight] = deque()
+        self._rounds: deque[InFlightRound] = deque()
         self._collected: float | None = None
         """The time of the last `collect`, if another round was under way then."""
         self._digest = 0
         """A hash of all outcomes so far, which is equal on all ranks."""
 
     def __len__(self) -> int:
-        return len(self._flying)
+        return len(self._rounds)
 
     @property
     def nodes(self) -> int:
         """Nodes of all rounds under way."""
-        return sum(flight.nodes for flight in self._flying)
+        return sum(in_flight.nodes for in_flight in self._rounds)
 
-    def may_launch(self, riders: list[Rider], on_host: bool) -> bool:
+    def may_launch(self, sequences: list[Sequence], on_host: bool) -> bool:
         """True if one more round may begin. on_host: the host chooses its tokens, so that rounds do not overlap."""
         ahead = AHEAD if self.runtime.on_gpu and not on_host else 1
-        return len(self._flying) < min(ahead, max(rider.room for rider in riders))
+        return len(self._rounds) < min(ahead, max(sequence.room for sequence in sequences))
 
     def launch(
-        self, session: Session, kind: StepKind, riders: list[Rider], longest: int,
+        self, session: Session, kind: StepKind, sequences: list[Sequence], longest: int,
         begin: Callable[[int, int], Callable[[], list[list[int]]]], nodes: int | None = None,
     ) -> None:  # fmt: skip
         """Begin a round.
 
-        longest: the largest `Rider.length` of the session.
+        longest: the largest `Sequence.length` of the session.
         begin: launches a round of (nodes, max_kv_len); its result waits for the outcomes.
         nodes: None leaves the number to the policy.
         """
-        choose = (lambda: [nodes]) if nodes else lambda: [self._choose_nodes(session.steps.policies[kind], riders)]
+        choose = (lambda: [nodes]) if nodes else lambda: [self._choose_nodes(session.steps.policies[kind], sequences)]
         (nodes,) = self.runtime.options.ranks.lead(choose, check=self._digest)
         max_kv_len = session.max_kv_len(longest + nodes)  # guard: slots-of-attention
         now = self._now()
@@ -148,9 +120,9 @@ class Flights:
         self.pending = plan.next_nodes(nodes)
         self.late += self.tree_size is not None and self.pending == 1
         read = begin(nodes, max_kv_len)
-        buckets = {rider.row: self.bucket(rider) for rider in riders}
-        rows = [(rider.row, rider) for rider in riders]
-        self._flying.append(Flight(session, kind, nodes, drafted, rows, buckets, read, now))
+        buckets = {sequence.row: self.bucket(sequence) for sequence in sequences}
+        rows = [(sequence.row, sequence) for sequence in sequences]
+        self._rounds.append(InFlightRound(session, kind, nodes, drafted, rows, buckets, read, now))
 
     def catch_up(self, session: Session, longest: int) -> None:
         """Let the drafter process the tokens that it is late by, if there are any. longest: see `launch`."""
@@ -159,35 +131,37 @@ class Flights:
             session.steps.catch_up(size, session.max_kv_len(longest + size))
             self.late = 0
 
-    def collect(self) -> tuple[Flight, list[tuple[Rider, Outcome]]]:
-        """Wait for the oldest round. Returns it with the outcomes of the riders that go on."""
-        flight, now = self._flying.popleft(), self._now()
+    def collect(self) -> tuple[InFlightRound, list[tuple[Sequence, Outcome]]]:
+        """Wait for the oldest round. Returns it with the outcomes of the sequences that go on."""
+        in_flight, now = self._rounds.popleft(), self._now()
         if self._collected is not None:
-            flight.session.steps.policies[flight.kind].costs.learn_host(now - self._collected)
-        rows = flight.read()
+            in_flight.session.steps.policies[in_flight.kind].costs.learn_host(now - self._collected)
+        rows = in_flight.read()
         now = self._now()
-        flight.seconds = now - flight.seconds
-        self._collected = now if self._flying else None
-        return flight, [(rider, unpack(rows[row])) for row, rider in flight.riders if not rider.is_over]
+        in_flight.seconds = now - in_flight.seconds
+        self._collected = now if self._rounds else None
+        return in_flight, [
+            (sequence, unpack(rows[row])) for row, sequence in in_flight.sequences if not sequence.is_over
+        ]
 
-    def learn(self, flight: Flight, outcomes: list[tuple[Rider, Outcome]]) -> None:
+    def learn(self, in_flight: InFlightRound, outcomes: list[tuple[Sequence, Outcome]]) -> None:
         """Give a round's outcomes to its policy and the statistics."""
         # Until now `count` and `hint` are those of the verified trees.
-        policy = flight.session.steps.policies[flight.kind]
+        policy = in_flight.session.steps.policies[in_flight.kind]
         known = [
-            (rider, outcome) for rider, outcome in outcomes
-            if rider.count is not None and rider.most_nodes >= policy.sizes[-1]  # a row with a limit tells less
+            (sequence, outcome) for sequence, outcome in outcomes
+            if sequence.count is not None and sequence.most_nodes >= policy.sizes[-1]  # a row with a limit tells less
         ]  # fmt: skip
         policy.learn(
-            flight.nodes, [flight.drafted or rider.count for rider, _ in known],
-            [flight.buckets.get(rider.row, ANY) for rider, _ in known],
-            [outcome.path[1:] for _, outcome in known], None if self.runtime.on_gpu else flight.seconds,
+            in_flight.nodes, [in_flight.drafted or sequence.count for sequence, _ in known],
+            [in_flight.buckets.get(sequence.row, ANY) for sequence, _ in known],
+            [outcome.path[1:] for _, outcome in known], None if self.runtime.on_gpu else in_flight.seconds,
         )  # fmt: skip
-        stats, gained = self.runtime.stats, [0] * flight.session.batch
+        stats, gained = self.runtime.stats, [0] * in_flight.session.batch
         depths: Counter[tuple[int, int]] = Counter()
-        for rider, outcome in outcomes:
-            rider.count, rider.hint = outcome.next_count, outcome.next_hint
-            gained[rider.row] = len(outcome.gained)
+        for sequence, outcome in outcomes:
+            sequence.count, sequence.hint = outcome.next_count, outcome.next_hint
+            gained[sequence.row] = len(outcome.gained)
             depths[outcome.depth, max(len(outcome.path) - 1, 0)] += 1
             if self.runtime.options.ranks.size > 1:
                 told = outcome.finished, *outcome.gained, *outcome.tokens, *outcome.parents
@@ -195,36 +169,38 @@ class Flights:
         for (offered, accepted), count in depths.items():
             stats.count_depths(offered, accepted, count)
         stats.trace = [] if self.trace is None else self.trace  # another call may have put its own there
-        stats.count_round(flight.nodes, gained, len(outcomes))
+        stats.count_round(in_flight.nodes, gained, len(outcomes))
 
-    def bucket(self, rider: Rider) -> int:
+    def bucket(self, sequence: Sequence) -> int:
         """The bucket of a row's newest tree that the host knows.
 
         A part of a tree expects fewer drafts than all of it, so that parts have buckets of their own: with a hint of 2
         and MAX_NODES of 64, 4 nodes of 16 have bucket 66, and all 16 have bucket 2.
         """
-        first = rider.adapter_number * STRIDE
-        if rider.count is None or rider.hint is None:
+        first = sequence.loaded.number * STRIDE
+        if sequence.count is None or sequence.hint is None:
             return first + ANY
-        if rider.count == 1:
+        if sequence.count == 1:
             return first + NO_TREE
-        return first + rider.hint + (MAX_NODES if rider.count < (self.tree_size or 0) else 0)
+        return first + sequence.hint + (MAX_NODES if sequence.count < (self.tree_size or 0) else 0)
 
-    def _choose_nodes(self, policy: SizePolicy | StepBack, riders: list[Rider]) -> int:
+    def _choose_nodes(self, policy: SizePolicy | StepBack, sequences: list[Sequence]) -> int:
         """Nodes of the next round: by the trees themselves, unless only the GPU knows them."""
-        most = min(max(rider.most_nodes for rider in riders), policy.sizes[-1])
+        most = min(max(sequence.most_nodes for sequence in sequences), policy.sizes[-1])
         if most == 1 or self.runtime.guard.error is not None:
             return 1
-        buckets = [self.bucket(rider) for rider in riders if rider.count is not None]
-        is_known = len(buckets) == len(riders)
-        buckets = buckets or [*map(self.bucket, riders)]
+        buckets = [self.bucket(sequence) for sequence in sequences if sequence.count is not None]
+        is_known = len(buckets) == len(sequences)
+        buckets = buckets or [*map(self.bucket, sequences)]
         if isinstance(policy, StepBack):
-            nodes = policy.choose_ahead(buckets, [flight.nodes for flight in self._flying])
-        elif self._flying or not is_known:
+            nodes = policy.choose_ahead(buckets, [in_flight.nodes for in_flight in self._rounds])
+        elif self._rounds or not is_known:
             nodes = policy.choose_ahead(buckets)
         else:
-            counts = [min(rider.count, rider.most_nodes) for rider in riders]
-            hints = [rider.hint for rider in riders] if policy.hindsight else buckets  # hindsight tells no adapters
+            counts = [min(sequence.count, sequence.most_nodes) for sequence in sequences]
+            hints = (
+                [sequence.hint for sequence in sequences] if policy.hindsight else buckets
+            )  # hindsight tells no adapters
             nodes = policy.choose(counts, hints)
         return min(nodes, next(size for size in policy.sizes if size >= most))
 

@@ -1,4 +1,4 @@
-"""`Turns`: the lock of a model."""
+"""`FairLock`: the lock of a model, which calls, rounds and background work take in turn."""
 
 import math
 import threading
@@ -17,7 +17,7 @@ SHARE = 4
 """Longer pieces wait for so many times their time, so that calls keep four fifths of it."""
 
 
-class Turns:
+class FairLock:
     """A lock around one model: one thread has it at a time, and may take it several times over.
 
     As a context manager it is the turn of a call. Calls go in the order in which they came. A batch of requests takes a

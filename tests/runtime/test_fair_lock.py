@@ -1,4 +1,4 @@
-"""Turns: work that can wait goes between calls, is not starved by them, and does not starve them."""
+"""FairLock: work that can wait goes between calls, is not starved by them, and does not starve them."""
 
 import itertools
 import threading
@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from spec_compile.runtime import turns as module
-from spec_compile.runtime.turns import Turns
+from spec_compile.runtime import fair_lock as module
+from spec_compile.runtime.fair_lock import FairLock
 
 
 @contextmanager
@@ -28,10 +28,10 @@ def busy(turns, done, count, of=lambda turns: turns):
             time.sleep(0.002)
 
 
-@pytest.mark.parametrize("of", [lambda turns: turns, Turns.of_a_round], ids=["calls", "rounds"])
+@pytest.mark.parametrize("of", [lambda turns: turns, FairLock.of_a_round], ids=["calls", "rounds"])
 def test_a_busy_loop_does_not_starve_work_nor_work_the_loop(monkeypatch, of):
     monkeypatch.setattr(module, "EVERY", 0.1)
-    turns, done, calls, pieces = Turns(), threading.Event(), [], []
+    turns, done, calls, pieces = FairLock(), threading.Event(), [], []
     with thread(lambda: busy(turns, done, calls, of)):
         while len(pieces) < 5:
             with turns.between(10) as is_mine:
@@ -44,7 +44,7 @@ def test_a_busy_loop_does_not_starve_work_nor_work_the_loop(monkeypatch, of):
 
 def test_calls_keep_their_share_after_a_long_piece(monkeypatch):
     monkeypatch.setattr(module, "EVERY", 0.01)
-    turns, done, moments = Turns(), threading.Event(), []
+    turns, done, moments = FairLock(), threading.Event(), []
     with thread(lambda: busy(turns, done, [])):
         for _ in range(3):
             with turns.between(10) as is_mine:
@@ -57,7 +57,7 @@ def test_calls_keep_their_share_after_a_long_piece(monkeypatch):
 
 def test_work_waits_for_a_call_and_for_a_pause_after_it(monkeypatch):
     monkeypatch.setattr(module, "EVERY", 60.0)
-    turns, inside, go_on = Turns(), threading.Event(), threading.Event()
+    turns, inside, go_on = FairLock(), threading.Event(), threading.Event()
     ended = []
 
     def call():
@@ -82,7 +82,7 @@ def test_work_waits_for_a_call_and_for_a_pause_after_it(monkeypatch):
 
 
 def test_work_inside_a_call_of_the_same_thread_gets_no_turn():
-    turns = Turns()
+    turns = FairLock()
     with turns, turns.between(0) as is_mine:
         assert not is_mine
     with turns.between(0) as is_mine:
@@ -91,7 +91,7 @@ def test_work_inside_a_call_of_the_same_thread_gets_no_turn():
 
 def test_calls_go_on_after_work_lost_its_patience(monkeypatch):
     monkeypatch.setattr(module, "EVERY", 0.0)
-    turns, inside, go_on = Turns(), threading.Event(), threading.Event()
+    turns, inside, go_on = FairLock(), threading.Event(), threading.Event()
 
     def call():
         with turns:
@@ -111,7 +111,7 @@ def test_calls_go_on_after_work_lost_its_patience(monkeypatch):
 
 
 def test_an_error_in_work_gives_the_turn_back():
-    turns = Turns()
+    turns = FairLock()
     with pytest.raises(ZeroDivisionError), turns.between(5):
         raise ZeroDivisionError
     with turns:

@@ -1,27 +1,104 @@
-"""The draft that one call of ``generate()`` names, as transformers' users name it, and the model that serves it.
-
-transformers has ``assistant_model=``, ``use_mtp=True``, ``prompt_lookup_num_tokens=`` and ``speculation_type=``.
-"""
+"""The options of one generate(): those that no model can serve are refused by name and before any preparation, and a
+draft that the call names is built."""
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from numbers import Number
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..config import Options
+from ..errors import check_int, did_you_mean
 
 if TYPE_CHECKING:
     from .served import ServedEngine
 
 log = logging.getLogger("spec_compile")
 
+LONGEST = (1 << 31) - 1
+"""Tokens of a text, at most."""
+MOST_ROWS = 1 << 16
+LENGTHS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
+NUMBERS = (*LENGTHS, "max_time", "top_p", "num_return_sequences", "num_beams")
+TOKENS = ("eos_token_id", "pad_token_id", "bos_token_id")
+
+
+def check_options(model, options: dict[str, Any]) -> None:
+    """TypeError or ValueError, naming the option, if a value is of a wrong type or beyond all bounds.
+
+    model: its ``generation_config`` counts, too. options: the arguments of the call. transformers checks other values.
+    """
+    config = options.get("generation_config")
+    if config is not None and not isinstance(config, GenerationConfig):
+        raise TypeError(f"generation_config: expected a GenerationConfig, got {type(config).__name__}")
+    for values in (options, *(vars(each) for each in (config, model.generation_config) if each is not None)):
+        for name in NUMBERS:
+            _check_number(name, values.get(name))
+        for name in TOKENS:
+            for token in _tokens(values.get(name)):
+                if not isinstance(token, Number):
+                    raise TypeError(f"{name}: expected token ids, got {type(token).__name__} ({token!r})")
+                if abs(token) > torch.iinfo(torch.int64).max:
+                    raise ValueError(f"{name}: expected token ids of 64 bits, got {token}")
+        size = values.get("prefill_chunk_size")
+        if size is not None and (isinstance(size, bool) or not hasattr(size, "__index__")):
+            raise TypeError(f"prefill_chunk_size: expected an int, got {type(size).__name__} ({size!r})")
+
+
+def _check_number(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, (Number, Tensor)):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__} ({value!r})")
+    most = LONGEST if name in LENGTHS else MOST_ROWS if name == "num_return_sequences" else None
+    if most is not None and not value <= most:  # NaN is refused, too  # guard: longest-text
+        raise ValueError(f"{name}: expected at most {most}, got {value}")
+
+
+def _tokens(value: Any) -> Iterator[Any]:
+    """The token ids in an option; those of tensors and arrays are numbers."""
+    if isinstance(value, (list, tuple)):
+        yield from value
+    elif value is not None and not hasattr(value, "dtype"):
+        yield value
+
+
+NAME = "num_draft_tokens"
+
+
+def read_limit(speculation: Any, most: int) -> int:
+    """Nodes that rounds verify of each tree of a request, the root included.
+
+    speculation: None leaves it to the engine; False verifies no drafts; {"num_draft_tokens": n} at most n nodes.
+    most: nodes that the engine's rounds are built for.
+
+    Raises TypeError for values of other types and other names, ValueError for more nodes than were built.
+    """
+    if speculation is None:
+        return most
+    if speculation is False:
+        return 1
+    if not isinstance(speculation, dict):
+        raise TypeError(f"speculation: expected None, False or a dictionary with {NAME}, got {speculation!r:.80}")
+    for name in speculation:
+        if name != NAME:
+            raise TypeError(f"speculation: unknown setting {name!r:.80}.{did_you_mean(str(name)[:80], [NAME])}")
+    limit = speculation.get(NAME, most)
+    check_int(f"speculation: {NAME}", limit, 1, most, "nodes verified, the root included; speculate() built the most")
+    return limit
+
+
+# The draft that one call names, as transformers' users name it (``assistant_model=``, ``use_mtp=True``,
+# ``prompt_lookup_num_tokens=`` and ``speculation_type=``), and the model that serves it.
+
 OF_ONE_DRAFT = {"num_draft_tokens", "artefact"}
 """Options of every algorithm that a model with another draft does not take over."""
-
 TOKENIZERS = "tokenizer", "assistant_tokenizer"
 """Arguments of a call whose draft has a tokenizer of its own. The former by itself is that of `stop_strings`."""
-
 OVER_THE_TARGET = "Gemma4Assistant", "Gemma4UnifiedAssistant"
 """Beginnings of the names of assistants that read the target's keys and values, as transformers knows them."""
 

@@ -1,0 +1,179 @@
+"""`BatchSequence`: a sequence of a request, from its admission to its last output."""
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteriaList
+from transformers.generation.continuous_batching.requests import RequestStatus
+
+from ..errors import RequestError
+from ..runtime.accept import Route, make_acceptor
+from ..runtime.accept.draw import RowSettings
+from ..runtime.accept.host import HostAcceptor
+from ..runtime.request import Request, Sequence, from_now
+from .output import Output, RequestSpeculation, Scores
+
+
+@dataclass(eq=False, repr=False)
+class BatchSequence(Sequence):
+    """A sequence that waits for a row, has it for a while, and delivers outputs.
+
+    request_id: its name.
+    sequence_index: position in the request; selects the random stream (see `random_numbers.uniform`).
+    scores: the log-probabilities that it asks for.
+    passed: later sequences with an adapter that were let in while it waited for a slot for its own.
+    is_whole: True if its row has ended by itself, with no tokens but those of the answer.
+    weights: the number that `RowTexts.weights` had when its prompt was begun.
+    settings: how tokens are drawn in the round; None if the likeliest is taken or the host chooses.
+    failure: the error of its acceptor in a round that is still under way.
+    acceptor: accepts its tokens on the host; None if the round does.
+    """
+
+    request_id: str = ""
+    sequence_index: int = 0
+    scores: Scores | None = None
+    passed: int = 0
+    status: RequestStatus = RequestStatus.PENDING
+    timestamps: list[float] = field(default_factory=list)
+    created_time: float = field(default_factory=time.perf_counter)
+    lifespan: tuple[float, float] = (-1, -1)
+    first_token_time: float | None = None
+    speculation: RequestSpeculation = field(default_factory=RequestSpeculation)
+    error: str | None = None
+    error_status: int | None = None
+    error_field: str | None = None
+    finish_reason: str | None = None
+    is_cancelled: bool = False
+    is_whole: bool = False
+    weights: int = -1
+    settings: RowSettings | None = None
+    failure: Exception | None = None
+    acceptor: HostAcceptor | None = None
+
+    @classmethod
+    def of(cls, request: Request, prompt: list[int], **fields: Any) -> "BatchSequence":
+        """A sequence of this request, without a row."""
+        return cls(
+            request, prompt, shortest=request.shortest, longest=request.longest, most_nodes=request.most_nodes, **fields
+        )
+
+    def admit(self) -> None:
+        """Make what is needed once it has a row. Time limits begin now, unless they began before."""
+        request, self._criteria = self.request, None
+        route = Route.ON_HOST if request.returns_logprobs else request.route
+        self._set_status(RequestStatus.PREFILLING)
+        if request.criteria is not None:
+            self._criteria = _WatchedCriteria(map(from_now, request.criteria))
+            request = replace(request, criteria=self._criteria)
+        self._answer = request.answer(torch.tensor([self.prompt]), keep_logprobs=request.returns_logprobs)
+        if route is Route.DRAW_IN_ROUND:
+            self.settings = RowSettings.of(request.processors)
+            route = route if self.settings else Route.ON_HOST
+        if route is Route.ON_HOST:
+            seed = request.seed if request.config.do_sample else None
+            self.acceptor = make_acceptor(route, self._answer, request.processors, seed)
+            self.acceptor.first_row = self.sequence_index
+
+    @property
+    def scope(self) -> bytes:
+        """Texts of the same scope share keys and values: those of one version of an adapter and one salt."""
+        salt = self.request.cache_salt.encode("utf-8", "surrogatepass")
+        return self.loaded.version.to_bytes(8) + salt  # guard: salts
+
+    @property
+    def has_pictures(self) -> bool:
+        """True if the model's own forward processes its prompt, whose ids do not say all."""
+        return self.request.process is not None
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True if it asks for log-probabilities of its prompt."""
+        return self.scores is not None and self.scores.prompt_top is not None
+
+    @property
+    def is_on_host(self) -> bool:
+        """True if its rounds hand the target's logits to the host, to accept tokens or to tell log-probabilities."""
+        return self.acceptor is not None or self.scores is not None
+
+    def numbers(self) -> dict[str, int | float]:
+        """For the buffers of a `State`."""
+        numbers = {
+            "min_lengths": self.shortest, "max_lengths": self.longest, "seed": self.request.seed,
+            "numbers": self.sequence_index, "temperature": self.request.temperature, "most_nodes": self.most_nodes,
+        }  # fmt: skip
+        return numbers | (self.settings or RowSettings()).numbers()
+
+    def gain(self, tokens: list[int]) -> None:
+        """Take tokens that a round has given to the row."""
+        self.status = RequestStatus.DECODING
+        before = len(self.tokens)
+        if self.acceptor is None and self._criteria is None:
+            self.tokens.extend(tokens)
+        else:
+            if self.acceptor is None:  # an acceptor has given them to the answer
+                self._answer.take([tokens])
+            self.tokens = self._answer.rows[0][: self._answer.columns]
+        if self.scores is not None:
+            self.scores.take(len(self.tokens))
+        if self.request.record_timestamps:
+            self.timestamps += [time.perf_counter()] * (len(self.tokens) - before)
+        if self.first_token_time is None and self.tokens:
+            self.first_token_time = time.perf_counter()
+        is_met = self._criteria is not None and self._criteria.are_met
+        if self.tokens and (is_met or self.tokens[-1] in self._answer.eos):
+            self.finish("stop")  # also at the last token that it may have
+        elif self.room <= 0:
+            self.finish("length")
+
+    def finish(self, reason: str) -> None:
+        """End it: "stop", "length" or "cancelled"."""
+        self.finish_reason, self.is_over = reason, True
+        self._set_status(RequestStatus.FINISHED)
+
+    def fail(self, error: BaseException) -> None:
+        """End it by an error."""
+        if isinstance(error, OverflowError):  # raised by transformers' processors, such as a steep length penalty
+            name = "generation_config"
+            error = RequestError(f"{name}: numbers of a setting grow beyond float64; weaken it", field=name)
+        self.error, self.finish_reason, self.is_over = str(error) or type(error).__name__, "error", True
+        if isinstance(error, RequestError):
+            self.error_status, self.error_field = error.status, error.field
+        self._set_status(RequestStatus.FAILED)
+
+    def output(self) -> Output:
+        """The output that it delivers now."""
+        answer, prompt = ([*self.scores.answer], [*self.scores.prompt]) if self.scores is not None else ([], [])
+        logprobs = [each.logprob for each in answer]
+        if self.request.returns_logprobs and self.tokens:
+            logprobs = self._answer.logprobs[0][: len(self.tokens)]
+        timestamps = list(self.timestamps) if self.request.record_timestamps else None
+        return Output(
+            self.request_id, self.prompt, list(self.tokens), logprobs, self.error, self.status, self.created_time,
+            self.lifespan, timestamps, self.finish_reason, self.speculation, self.first_token_time, answer, prompt,
+            self.error_status, self.error_field,
+        )  # fmt: skip
+
+    def _set_status(self, status: RequestStatus) -> None:
+        now = time.perf_counter()
+        if self.status is RequestStatus.PENDING:
+            self.lifespan = (now, -1)
+        if status >= RequestStatus.FINISHED:
+            self.lifespan = (self.lifespan[0], now)
+        self.status = status
+
+
+class _WatchedCriteria(StoppingCriteriaList):
+    """Criteria of one row that remember if one of them was met, other than a limit of tokens."""
+
+    are_met = False
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        ends = torch.zeros(input_ids.shape[0], dtype=torch.bool)
+        for criterion in self:
+            met = criterion(input_ids, scores, **kwargs)
+            self.are_met |= type(criterion).__name__ != "MaxLengthCriteria" and bool(torch.as_tensor(met).any())
+            ends = ends | met
+        return ends
