@@ -32,7 +32,7 @@ from spec_compile.capture.watch import Watch
 from spec_compile.runtime import generate
 from spec_compile.runtime.call import Call
 from spec_compile.runtime.state import State
-from spec_compile.runtime.steps.build import Steps
+from spec_compile.runtime.steps import Steps
 
 DEMO = "demo"
 PARTS = {

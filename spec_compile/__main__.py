@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .artefacts.store import Store, table_of
 from .cli import UsageError, one_line, print_table
+from .compile.cache import Store, table_of
 
 PROGRAM = "python -m spec_compile"
 

@@ -15,7 +15,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from . import kernels, passes
-from .artefacts.start import PURPOSES, Start, StartArtefact, opened_artefacts, timed
 from .batching.model import BatchingMixin, score, shadow
 from .capture import adapters, loras
 from .capture.admit import admit
@@ -32,6 +31,8 @@ from .capture.trace import capture
 from .capture.watch import Watch
 from .capture.weights import SharedWeights
 from .compat import COMPILE_LOCK, check_compiler
+from .compile.cold_start import compiles_at_once
+from .compile.start import PURPOSES, Start, StartArtefact, opened_artefacts, timed
 from .config import Options, parse_options
 from .drafters import ALGORITHMS, build, check_draft, describe_options, parse_algorithm
 from .drafting import Algorithm
@@ -42,12 +43,10 @@ from .ngram import NgramStore
 from .parallel.start import find_ranks
 from .registry import load_contrib
 from .report.explain import Accounts
-from .runtime.background import compiles_at_once
+from .runtime.compiled_steps import build_compiled, share_parts
 from .runtime.served import ServedEngine
 from .runtime.state import MOST_LATE
-from .runtime.steps.build import StepKind
-from .runtime.steps.code import shared_code
-from .runtime.tiers import build_compiled
+from .runtime.steps import StepKind
 
 log = logging.getLogger("spec_compile")
 
@@ -139,8 +138,7 @@ class Speculation(Accounts):
             engine = ServedEngine(model, name, graph, algorithm, options, None if found is None else found.graphs)
         self.engine, self._reads = engine, found.reads if found else reads
         engine.served_batches = ANY if found is None else found.served_batches
-        engine.runtime.code = shared_code(model, name, engine.runtime)
-        engine.runtime.code.source.store = self._artefact.parts()
+        share_parts(model, name, engine.runtime).store = self._artefact.parts()
         engine.runtime.records.open(self._artefact, f"record_{algorithm.plan.nodes}")
         others = loras.of_adapters(model) if options.max_loras else set()
         engine.weights = SharedWeights(model, algorithm.draft_module, others)

@@ -16,6 +16,7 @@ from torch._inductor.compile_fx import compile_fx
 
 from . import kernels
 from .compat import INDUCTOR_OPTIONS, backend_of, brief_operators, use_own_caches
+from .compile.replay import Replays
 from .config import parse_options
 from .graph import PassReport, calls
 from .kernels.linear import linear_layers
@@ -29,7 +30,6 @@ from .passes.fuse_swiglu import fuse_swiglu
 from .passes.merge_linears import merge_linears
 from .passes.tidy import tidy
 from .passes.use_small_m_linears import use_small_m_linears
-from .runtime.steps.replays import Replays
 
 PIPELINE = [
     tidy, merge_linears, use_grouped_attention, use_small_m_linears, fuse_swiglu, fuse_norms, fuse_residuals,

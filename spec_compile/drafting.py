@@ -11,7 +11,7 @@ from .graph import ModelGraph
 from .tree import Accepted
 
 if TYPE_CHECKING:
-    from .artefacts.compiler import PartCompiler
+    from .compile.part import PartCompiler
     from .ngram import NgramStore
     from .runtime.state import State
 

@@ -94,7 +94,7 @@ def one_start(options) -> dict[str, float]:
             fast.generate(ids, max_new_tokens=24, **settings)
             return 24 / (time.perf_counter() - tick)
 
-        tiers, rates = fast.speculation.engine.runtime.tiers, [rate()]
+        tiers, rates = fast.speculation.engine.runtime.cold_start, [rate()]
         while tiers.waits:
             rates.append(rate())
         rate()  # captures what was adopted

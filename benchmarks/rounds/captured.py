@@ -10,8 +10,8 @@ from benchmarks.rounds.shapes import TEXT_TREE, text_tokens
 from benchmarks.timers import alone, median_ms
 from spec_compile.graph import calls
 from spec_compile.kernels import experts
-from spec_compile.runtime.steps.build import StepKind
-from spec_compile.runtime.tiers import build_compiled
+from spec_compile.runtime.compiled_steps import build_compiled
+from spec_compile.runtime.steps import StepKind
 
 
 def filling(fast, state) -> Callable[[int], None]:

@@ -29,7 +29,7 @@ from benchmarks.rounds.shapes import build, read_bytes
 from benchmarks.timers import alone, bandwidth, median_ms
 from spec_compile.drafters.modules.dflash import DFlashDraft
 from spec_compile.drafters.modules.eagle import Eagle3Head
-from spec_compile.runtime.steps.build import StepKind
+from spec_compile.runtime.steps import StepKind
 
 CHAIN = dict(num_steps=5)
 OPTIONS = {"eagle": CHAIN, "eagle3": CHAIN, "dflash": {}}

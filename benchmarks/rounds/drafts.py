@@ -25,7 +25,7 @@ from spec_compile.drafters.modules.dflash import DFlashDraft
 from spec_compile.drafters.modules.eagle import Eagle3Head, EagleHead
 from spec_compile.drafters.modules.layers import LayerKnobs
 from spec_compile.drafters.modules.mtp import MtpHead, block_config
-from spec_compile.runtime.steps.build import StepKind
+from spec_compile.runtime.steps import StepKind
 from spec_compile.train.options import TrainingOptions
 from spec_compile.train.trainer import draft_config
 

@@ -6,7 +6,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.rounds.captured import filling
-from spec_compile.runtime.steps.build import StepKind
+from spec_compile.runtime.steps import StepKind
 
 FAMILIES = {
     "norms": ("rsqrt", "rms_norm", "l2_norms"),

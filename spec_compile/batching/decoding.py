@@ -13,7 +13,7 @@ from ..runtime.accept.greedy import accept_greedy
 from ..runtime.pipeline import InFlightRound, RoundPipeline, check_gained
 from ..runtime.runtime import Runtime
 from ..runtime.session import Session
-from ..runtime.steps.build import StepKind
+from ..runtime.steps import StepKind
 from ..tree import MAX_NODES, Accepted, Tree, ancestry
 from .output import look_ahead
 from .prefix_cache import LEAST, RowTexts

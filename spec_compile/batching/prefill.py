@@ -11,7 +11,7 @@ import torch
 from ..runtime.prefill_chunks import FIXED, chunks
 from ..runtime.runtime import Runtime
 from ..runtime.session import Session
-from ..runtime.steps.build import StepKind
+from ..runtime.steps import StepKind
 from .rows import CopySlots, Rows
 from .sequence import BatchSequence
 

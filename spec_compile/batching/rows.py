@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ..cache import PAGE, Cache
 from ..drafting import caches
+from ..runtime.compiled_steps import rows_vary
 from ..runtime.runtime import Runtime
 from ..runtime.session import Session
-from ..runtime.steps.build import StepKind
-from ..runtime.steps.example import rows_vary
+from ..runtime.steps import StepKind
 from .sequence import BatchSequence
 
 CopySlots = Callable[["Rows", int], None]

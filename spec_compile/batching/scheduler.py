@@ -10,11 +10,11 @@ import torch
 from ..capture.loras import BASE, NO_ADAPTER, Loras
 from ..capture.weight_values import WeightValues
 from ..parallel.messages import pack, unpack
+from ..runtime.compiled_steps import build_compiled
 from ..runtime.engine import PrefixBudget
 from ..runtime.runtime import Runtime
 from ..runtime.state import MOST_LATE
-from ..runtime.steps.build import StepKind
-from ..runtime.tiers import build_compiled
+from ..runtime.steps import StepKind
 from .decoding import DecodeRows
 from .prefill import PREFILL_ROWS, PrefillRows
 from .prefix_cache import PrefixIndex

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .. import passes
-from ..artefacts.compiler import PartCompiler
-from ..artefacts.draft_graph import draft_graph
 from ..capture.trace import capture_head
+from ..compile.part import PartCompiler
+from ..compile.regions import compile_regions
+from ..compile.start import draft_graph
 from ..drafting import Algorithm, Drafter, DraftPlan
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph, calls
@@ -26,7 +27,6 @@ from ..parallel.ranks import ALONE
 from ..passes.nodes import replace_node
 from ..passes.use_tree_attention import use_tree_attention
 from ..runtime.state import State
-from ..runtime.steps.regions import compile_regions
 from ..tree import Accepted
 from .checkpoints.load import load_head
 from .draft_weights import DraftWeights

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .. import passes
-from ..artefacts.compiler import PartCompiler
-from ..artefacts.draft_graph import draft_graph
 from ..cache import Cache
 from ..capture.trace import capture_head
+from ..compile.part import PartCompiler
+from ..compile.regions import compile_regions
+from ..compile.start import draft_graph
 from ..drafting import Algorithm, Drafter, DraftPlan
 from ..errors import check_int
 from ..graph import ModelGraph
 from ..kernels import attention, ops
 from ..kernels.top_logits import MAX_K
 from ..runtime.state import State
-from ..runtime.steps.regions import compile_regions
 from ..tree import MAX_NODES, Accepted
 from .checkpoints.load import load_head
 from .draft_weights import DraftWeights

@@ -13,8 +13,6 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .. import passes
-from ..artefacts.compiler import PartCompiler
-from ..artefacts.draft_graph import draft_graph
 from ..cache import Cache
 from ..capture.admit import admit
 from ..capture.checks import check_capture
@@ -22,11 +20,13 @@ from ..capture.kinds import is_known
 from ..capture.quantised import embedded_tokens, hold_one_layout, output_matrix
 from ..capture.served_dtype import in_served_dtype
 from ..capture.trace import capture
+from ..compile.part import PartCompiler
+from ..compile.regions import compile_regions
+from ..compile.start import draft_graph
 from ..drafting import Algorithm, Drafter, DraftPlan
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph
 from ..runtime.state import State
-from ..runtime.steps.regions import compile_regions
 from .draft_weights import DraftWeights
 from .options import DraftOptions
 from .shared_draft import choose_ranks

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import passes
-from ..artefacts.draft_graph import draft_graph
 from ..cache import Cache
 from ..capture.trace import capture_head
+from ..compile.start import draft_graph
 from ..drafting import Algorithm, Drafter, DraftPlan
 from ..graph import ModelGraph
 from ..kernels.ops import gather_rows

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ..artefacts.start import StartArtefact
 from ..capture.quantised import with_plain_meaning
 from ..compat import CACHE
+from ..compile.start import StartArtefact
 from ..config import Options
 from .draft_model import vocabulary
 from .modules.eagle import Head

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..artefacts.compiler import PartCompiler
+from ..compile.part import PartCompiler
 from ..drafting import Algorithm, Drafter, DraftPlan
 from ..runtime.state import State
 from ..tree import Accepted

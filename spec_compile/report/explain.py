@@ -21,7 +21,7 @@ from ..passes.row_invariance import variant_parts
 from ..runtime.prefill_chunks import SIZES
 from ..runtime.served import ServedEngine
 from ..runtime.step_back import StepBack
-from ..runtime.steps.build import StepKind
+from ..runtime.steps import StepKind
 from ..stats import Stats
 from . import html
 
@@ -40,7 +40,7 @@ def explain(speculation) -> str:
         *_bits(variant_parts(graph), variant_parts(engine.runtime.prefill)),
         *_card(graph.device),
         *_plans(graph),
-        *([] if engine.runtime.tiers is None else [engine.runtime.tiers.describe()]),
+        *([] if engine.runtime.cold_start is None else [engine.runtime.cold_start.describe()]),
         *_drafts(engine),
         *_chunks(engine.runtime),
         engine.prefix_budget.describe(),

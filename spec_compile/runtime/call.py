@@ -18,7 +18,7 @@ from .request import Prompt, Request, Sequence
 from .runtime import Runtime
 from .session import Session
 from .step_back import StepBack
-from .steps.build import StepKind
+from .steps import StepKind
 
 log = logging.getLogger("spec_compile")
 

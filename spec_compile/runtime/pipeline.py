@@ -15,7 +15,7 @@ from .runtime import Runtime
 from .session import Session
 from .state import MOST_LATE
 from .step_back import StepBack
-from .steps.build import StepKind
+from .steps import StepKind
 
 AHEAD = 2
 """Rounds in flight on a GPU."""

@@ -11,6 +11,8 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
+from ..compile.cold_start import ColdStart
+from ..compile.part import Parts, Shape
 from ..config import Options
 from ..drafting import Algorithm
 from ..errors import UnsupportedModelError
@@ -20,11 +22,9 @@ from ..kernels.experts import DOWN, UP
 from ..stats import Stats
 from .draft_guard import DraftGuard
 from .draft_record import DraftRecords
-from .steps.code import Code, Form
 
 if TYPE_CHECKING:
-    from .steps.pieces import Pieces
-    from .tiers import Tiers
+    from .compiled_steps import CompiledSteps
 
 log = logging.getLogger("spec_compile")
 
@@ -42,11 +42,11 @@ class Runtime:
     sizes: numbers of nodes that a round may verify, ascending.
     max_positions: tokens that the model permits in a sequence.
     say: called with a line when something begins or ends to compile.
-    code: compiled parts.
-    examples: the pieces that compiled them, by form.
+    parts: of the steps, compiled or not.
+    examples: the steps that compiled them, by shape.
     guard: runs the draft's parts.
     records: results of drafts, by the kind of round, in sessions of all numbers of rows.
-    tiers: compiles them in the background; None: they are compiled in their first call, or never.
+    cold_start: compiles parts in the background; None: they are compiled in their first call, or never.
     """
 
     verify: ModelGraph
@@ -58,15 +58,20 @@ class Runtime:
     max_positions: int
     stats: Stats = field(default_factory=Stats)
     say: Callable[[str], None] = log.info
-    code: Code = field(default_factory=Code)
-    examples: dict[Form, "Pieces"] = field(default_factory=dict)
+    parts: Parts = field(default_factory=Parts)
+    examples: dict[Shape, "CompiledSteps"] = field(default_factory=dict)
     guard: DraftGuard = field(default_factory=DraftGuard, init=False)
     records: DraftRecords = field(default_factory=DraftRecords)
-    tiers: "Tiers | None" = None
+    cold_start: ColdStart | None = None
 
     def __post_init__(self) -> None:
         self.guard.raises = self.options.ranks.size > 1
         self.stats.vocabulary_share = self.algorithm.vocabulary_share
+
+    @property
+    def graphs(self) -> list[ModelGraph]:
+        """The graphs of the model and of its draft."""
+        return [graph for graph in (self.verify, self.prefill, self.algorithm.graph) if graph is not None]
 
     @property
     def on_gpu(self) -> bool:

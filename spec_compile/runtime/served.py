@@ -19,6 +19,8 @@ from ..capture.trace import capture
 from ..capture.watch import Watch, describe
 from ..capture.weights import SharedWeights
 from ..compat import COMPILE_LOCK
+from ..compile.cold_start import ColdStart, background, compiles_at_once
+from ..compile.part import Parts
 from ..config import Options
 from ..drafting import Algorithm
 from ..graph import ModelGraph
@@ -26,7 +28,6 @@ from ..kernels.attention import BACKENDS
 from ..kernels.linear.quantised import update
 from . import past
 from .agreement import Agreement
-from .background import background, compiles_at_once, find_fault
 from .call import Call
 from .call_options import LONGEST, CalledDrafts, read_limit
 from .engine import Engine
@@ -35,9 +36,7 @@ from .preparation import Remembered
 from .request import Prompt
 from .runtime import max_positions
 from .session import Session
-from .steps.build import StepKind
-from .steps.code import Code
-from .tiers import Tiers
+from .steps import StepKind
 
 
 class Learner(Protocol):
@@ -100,18 +99,16 @@ class ServedEngine(Engine):
         """The adapters of this call's prompts; one for all of them, or one for each."""
         self._announced: set[str] = set()
         self._calls, self._is_forked = 0, False
-        self.runtime.tiers = self._make_tiers()
+        self.runtime.cold_start = self._cold_start()
         forks.register(self)
 
-    def _make_tiers(self) -> Tiers | None:
-        """The tiers of this engine; None if steps are compiled when they are made, or never."""
+    def _cold_start(self) -> ColdStart | None:
+        """What compiles in the background; None if steps are compiled when they are made, or never."""
         runtime, options = self.runtime, self.options
-        graphs = [graph for graph in (runtime.verify, runtime.prefill, runtime.algorithm.graph) if graph is not None]
-        may_be_eager = all(not graph.backend or BACKENDS[graph.backend].uncompiled for graph in graphs)
+        may_be_eager = all(not graph.backend or BACKENDS[graph.backend].uncompiled for graph in runtime.graphs)
         if not options.compile or compiles_at_once(options) or not (may_be_eager or runtime.device.type == "cpu"):
             return None
-        fault = find_fault(runtime.device.type)
-        return Tiers(runtime, self.turns, self._may_change, background.care_for, fault)
+        return ColdStart(runtime.device, self.turns, self._may_change)
 
     def _may_change(self) -> bool:
         """True if no answer would see parts change. On a CPU in float32 its tokens are the same in either tier."""
@@ -236,7 +233,7 @@ class ServedEngine(Engine):
     def compile_anew(self) -> None:
         """Compile one round for a single sequence again, for tools such as depyf."""
         with self.turns:
-            runtime = dataclasses.replace(self.runtime, code=Code(), examples={}, tiers=None)
+            runtime = dataclasses.replace(self.runtime, parts=Parts(), examples={}, cold_start=None)
             Session(runtime, 1).steps.get(StepKind.ROUND, runtime.sizes[-1])
 
     def take_over(self) -> None:
@@ -289,8 +286,8 @@ class ServedEngine(Engine):
             )
         self.forget_running()
         self._calls, self._is_forked = 0, False
-        if self.runtime.tiers is not None and self.runtime.tiers.waits:
-            background.care_for(self.runtime.tiers)
+        if self.runtime.cold_start is not None and self.runtime.cold_start.waits:
+            background.care_for(self.runtime.cold_start)
 
     def before_fork(self) -> None:
         """See `forks`. Nothing waits for a generate() in another thread, because the child uses none of its state."""

@@ -12,7 +12,7 @@ from ..tree import MAX_NODES
 from .prefill_chunks import SIZES
 from .runtime import Runtime
 from .state import State
-from .steps.build import StepKind, Steps
+from .steps import StepKind, Steps
 
 
 class Session:

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ..capture.taps import decoder_layers
+from ..compile.replay import Captured, aside, record
 from ..parallel.slices import whole
 from ..passes.tap_hidden_states import FINAL
-from ..runtime.steps.capture import Captured, aside, record
 from .loss import likeliest
 
 TOKENS = 1 << 15

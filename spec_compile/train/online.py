@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..capture.quantised import packed_layers
+from ..compile.cold_start import background
 from ..config import parse_options
 from ..drafters.checkpoints.files import Target
 from ..drafters.modules.dflash import DFlashDraft
@@ -28,7 +29,6 @@ from ..drafters.modules.eagle import Eagle3Head, EagleHead
 from ..drafters.modules.mtp import MtpHead
 from ..drafting import Algorithm
 from ..errors import UnsupportedModelError
-from ..runtime.background import background
 from ..runtime.generate import SpeculativeMixin
 from .data import Batch, Document, collate, cut, sample
 from .dflash import DFlashTrainer

@@ -13,7 +13,7 @@ from .loss import NAMES
 LAYER_OPTIONS = frozenset({"num_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"})
 """Options of a draft's layers."""
 MOST_SHARE = 0.2
-"""The largest share of the wall time for training while serving. Calls keep four fifths anyway; see `Turns`."""
+"""The largest share of the wall time for training while serving. Calls keep four fifths anyway; see `FairLock`."""
 
 
 def integer(default: int | None = None, low: int = 1, high: int = 1 << 31, note: str = "") -> Any:

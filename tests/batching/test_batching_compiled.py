@@ -9,14 +9,14 @@ from toy_graphs import rewritten
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from spec_compile import speculate
-from spec_compile.artefacts import compiler as compiling
-from spec_compile.artefacts.compiler import counts
-from spec_compile.artefacts.graphs import graph_of
 from spec_compile.batching.prefill import PREFILL_ROWS
+from spec_compile.compile import part as compiling
+from spec_compile.compile.part import counts
+from spec_compile.compile.regions import compile_regions
+from spec_compile.compile.serialise import graph_of
 from spec_compile.kernels import linear
-from spec_compile.runtime.steps.build import StepKind
-from spec_compile.runtime.steps.example import SMALL_PRIMES
-from spec_compile.runtime.steps.regions import compile_regions
+from spec_compile.runtime.compiled_steps import SMALL_PRIMES
+from spec_compile.runtime.steps import StepKind
 from spec_compile.tree import ancestry
 
 

@@ -7,7 +7,7 @@ from batch_requests import collect, managed
 
 import spec_compile
 from spec_compile.runtime import prefill_chunks
-from spec_compile.runtime.steps.build import Steps
+from spec_compile.runtime.steps import Steps
 
 SIZES = (64, 32)
 """Smaller steps than a CPU's, so that prompts may be short."""

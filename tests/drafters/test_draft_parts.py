@@ -28,9 +28,9 @@ def compiled(target, algorithm, draft, mode, **options):
     runtime = model.speculation.engine.runtime
     if mode == "background":
         with model.speculation.engine.turns:
-            runtime.tiers.finish()
+            runtime.cold_start.finish()
         assert_answers(model, target)
-    source = runtime.code.source
+    source = runtime.parts
     assert not source.failures and not source.waiting and source.adopted
     return model
 

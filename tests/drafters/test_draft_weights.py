@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from spec_compile import speculate
-from spec_compile.artefacts.key import model_key
+from spec_compile.compile.key import model_key
 from spec_compile.drafters.checkpoints.load import load_head
 from spec_compile.drafters.draft_weights import DraftWeights, parse
 from spec_compile.drafters.heads import HeadAlgorithm, HeadOptions

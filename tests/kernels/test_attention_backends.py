@@ -20,15 +20,17 @@ from attention_cases import PLACES, SMALL, Case, chain, random_tree, star
 from captures import capture
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parts import described
 from places import GPU, ON_GPU
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import spec_compile
 from spec_compile import UnsupportedModelError, passes
-from spec_compile.artefacts.graphs import graph_of
-from spec_compile.artefacts.trace import trace
 from spec_compile.capture.checks import check_tree
 from spec_compile.compat import CACHE
+from spec_compile.compile.regions import cut
+from spec_compile.compile.serialise import graph_of
+from spec_compile.compile.trace import trace
 from spec_compile.config import Options
 from spec_compile.graph import LayerSpec, ModelGraph, calls
 from spec_compile.kernels import attention, ops
@@ -39,7 +41,6 @@ from spec_compile.kernels.attention import triton as triton_backend
 from spec_compile.kernels.attention.call import AttentionCall, attention_calls
 from spec_compile.kernels.attention.flashinfer import add_sinks, merge
 from spec_compile.kernels.card import Card
-from spec_compile.runtime.steps.regions import cut
 from spec_compile.tree import ancestry
 
 pytestmark = [
@@ -353,7 +354,7 @@ def test_flex_is_a_part(causal, window):
         case = Case(("cpu", torch.float32), [50, 9], nodes, heads=(4, 2), capacity=512, causal=causal, window=window)
         case.caches = [cache.clone() for cache in case.clean]
         inputs = case.inputs()[:12]
-        case.compare(traced.form.write(part(*traced.form.read(tuple(inputs), []))), inputs[3:5])
+        case.compare(described(traced).write(part(*described(traced).read(tuple(inputs), []))), inputs[3:5])
 
 
 # the option -----------------------------------------------------------------------------------------------------------

@@ -9,12 +9,12 @@ from toy_graphs import (
 )
 
 from spec_compile import passes
+from spec_compile.compile.regions import cut
 from spec_compile.graph import calls
 from spec_compile.kernels import linear
 from spec_compile.kernels.attention import Use, attention_calls
 from spec_compile.passes import Settings
 from spec_compile.passes.fuse_append import fuse_append
-from spec_compile.runtime.steps.regions import cut
 
 
 @pytest.fixture

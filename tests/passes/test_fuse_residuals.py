@@ -7,11 +7,11 @@ from toy_graphs import (
     rewritten,
 )
 
+from spec_compile.compile.regions import cut
 from spec_compile.graph import calls
 from spec_compile.kernels import all_reduce, experts, linear
 from spec_compile.passes.fuse_residuals import fuse_residuals
 from spec_compile.passes.row_invariance import variant_parts
-from spec_compile.runtime.steps.regions import cut
 
 
 @pytest.mark.sweep(2)

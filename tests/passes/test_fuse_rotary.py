@@ -23,6 +23,7 @@ from toy_graphs import (
 )
 
 from spec_compile import kernels, passes
+from spec_compile.compile.regions import cut
 from spec_compile.graph import calls
 from spec_compile.kernels import attention, ops
 from spec_compile.passes import Settings
@@ -30,7 +31,6 @@ from spec_compile.passes.fuse_norms import fuse_norms
 from spec_compile.passes.fuse_qk_norms import fuse_qk_norms
 from spec_compile.passes.fuse_rotary import fuse_rotary
 from spec_compile.passes.tidy import tidy
-from spec_compile.runtime.steps.regions import cut
 from spec_compile.tree import ancestry
 
 JOINED = (fuse_rotary, fuse_qk_norms, fuse_norms)

@@ -17,7 +17,7 @@ from spec_compile.compat import CACHE
 from spec_compile.graph import ModelGraph
 from spec_compile.kernels import recurrence as recurrences
 from spec_compile.passes.row_invariance import require_same_bits, variant_parts
-from spec_compile.runtime.steps.build import StepKind
+from spec_compile.runtime.steps import StepKind
 from spec_compile.tools.audit_logits import _both
 
 OFTEN = ("lfm2", "qwen3_5", "falcon_h1", "nemotron_h", "jamba")

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LEVELS = (
     "errors extensions folders inventory registry", "compat", "graph tree", "cache outcome forks parallel", "kernels",
-    "ngram", "config", "passes", "capture", "artefacts", "drafting stats recording", "runtime", "drafters", "report",
+    "ngram", "config", "passes", "capture", "compile", "drafting stats recording", "runtime", "drafters", "report",
     "batching", "contrib", "api cli", "backend custom_generate", "train tools", "serve",
 )  # fmt: skip
 """The modules and folders of the package, from the bottom to the top. One level's do not import each other."""

@@ -309,7 +309,7 @@ def test_generate_in_this_thread_is_refused_and_in_another_waited_for(shared, na
 def test_release_gives_back_all_rows(name):
     model, _, fast = system(name)
     speculation, smaller = fast.speculation, models.ADMITTED["llama"]()
-    code, spoken = speculation.engine.runtime.code, speculation.stats.tokens
+    code, spoken = speculation.engine.runtime.parts, speculation.stats.tokens
 
     def run():
         """Calls with all kinds of rows; returns all buffers that they have left."""
@@ -324,7 +324,7 @@ def test_release_gives_back_all_rows(name):
     left = [ref for ref in run() if id(ref()) not in kept]
     assert len(left) > 8
     speculation.release()
-    assert not speculation.engine.sessions and speculation.engine.runtime.code is code
+    assert not speculation.engine.sessions and speculation.engine.runtime.parts is code
     assert [ref for ref in left if ref() is not None] == []
     assert_same(model, fast)
     assert speculation.stats.tokens > spoken

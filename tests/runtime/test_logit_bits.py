@@ -22,7 +22,7 @@ import spec_compile
 from spec_compile.batching.rows import Rows
 from spec_compile.cache import PAGE, Cache
 from spec_compile.runtime.session import Session
-from spec_compile.runtime.steps.build import StepKind
+from spec_compile.runtime.steps import StepKind
 from spec_compile.tree import ancestry
 
 EDGES = (1, 63, 64, 65, 127, 128, 129, 1023, 1024, 1025, 2047, 2048, 2049)

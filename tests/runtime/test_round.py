@@ -8,13 +8,13 @@ import pytest
 import torch
 from sweeps import thinned
 
-from spec_compile.artefacts.compiler import counts
+from spec_compile.compile.part import counts
 from spec_compile.config import Options
 from spec_compile.drafting import Algorithm, Drafter, DraftPlan
 from spec_compile.runtime.call import Call
 from spec_compile.runtime.engine import Engine
 from spec_compile.runtime.request import Request, Sequence
-from spec_compile.runtime.steps.build import StepKind
+from spec_compile.runtime.steps import StepKind
 from spec_compile.tree import ancestry
 
 NEW = 48

@@ -14,10 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from spec_compile import speculate
-from spec_compile.artefacts.compiler import PartCompiler, counts
-from spec_compile.runtime.steps import code
-from spec_compile.runtime.steps.build import StepKind
-from spec_compile.runtime.steps.example import example_sizes, form_of, rows_vary, static_sizes
+from spec_compile.compile.part import PartCompiler, counts
+from spec_compile.runtime import compiled_steps as code
+from spec_compile.runtime.compiled_steps import example_sizes, rows_vary, shape_of, static_sizes
+from spec_compile.runtime.steps import StepKind
 
 OPTIONS = dict(num_draft_tokens=4, adaptive=False, max_cache_len=128, check=False)
 NEW = 20
@@ -101,7 +101,7 @@ def slots():
 
 
 def code_of(model, algo="ngram", **options):
-    return speculate(model, algo, **OPTIONS | options).speculation.engine.runtime.code
+    return speculate(model, algo, **OPTIONS | options).speculation.engine.runtime.parts
 
 
 def test_code_is_shared_between_equals_alone(monkeypatch):
@@ -126,7 +126,7 @@ def test_code_is_shared_between_drafts_that_compute_the_same():
     model, head = rounds.target("llama"), rounds.head("eagle3", "llama")
 
     def code_of(**options):
-        return speculate(model, "eagle3", check=False, **options).speculation.engine.runtime.code
+        return speculate(model, "eagle3", check=False, **options).speculation.engine.runtime.parts
 
     first = code_of(draft=head)
     assert code_of(draft=head) is first
@@ -147,9 +147,9 @@ def test_code_is_shared_between_drafts_that_compute_the_same():
 def test_recurrences_and_single_rows_have_code_of_their_own():
     runtime = speculate(models.HYBRIDS["qwen3_next"](), **OPTIONS).speculation.engine.runtime
     assert not rows_vary(runtime)
-    assert {form_of(runtime, rows, 256).rows for rows in (1, 2, 3)} == {1, 2, 3}
+    assert {shape_of(runtime, rows, 256).rows for rows in (1, 2, 3)} == {1, 2, 3}
     runtime = speculate(target("llama"), **OPTIONS).speculation.engine.runtime
-    forms = [form_of(runtime, rows, slots) for rows, slots in ((1, 256), (1, 512), (2, 256), (30, 1024))]
+    forms = [shape_of(runtime, rows, slots) for rows, slots in ((1, 256), (1, 512), (2, 256), (30, 1024))]
     assert forms == [(1, 0), (1, 0), (0, 0), (0, 0)]
     for form in forms:
         sizes = example_sizes(runtime, form)

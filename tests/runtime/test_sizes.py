@@ -10,7 +10,7 @@ import torch
 
 from spec_compile import speculate
 from spec_compile.runtime.draft_length import NO_TREE, SizePolicy
-from spec_compile.runtime.steps.build import Steps
+from spec_compile.runtime.steps import Steps
 
 SIZES = (1, 4, 16)
 CPU = {1: 1.0, 4: 1.5, 16: 2.8}

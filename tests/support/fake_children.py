@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from spec_compile.artefacts import compiler as compiling
-from spec_compile.artefacts.graphs import graph_of
-from spec_compile.artefacts.parts import read_job
-from spec_compile.runtime import background
+from spec_compile.compile import cold_start, workers
+from spec_compile.compile import part as compiling
+from spec_compile.compile.serialise import graph_of
 
 
 class Doing:
@@ -27,7 +26,7 @@ class Doing:
 
     def finish(self):
         for key, job in [*self.jobs.items()]:  # others submit meanwhile
-            done = None if key in self.fails else compiling.compile_part(read_job(job))
+            done = None if key in self.fails else compiling.compile_part(job)
             self.done[key] = (None, "reason") if done is None else (done, "")
 
     def help(self):
@@ -45,8 +44,8 @@ def doing(monkeypatch):
     """Models are compiled in the background by these children, without Inductor."""
     children = Doing()
     monkeypatch.setenv("SPEC_COMPILE_CHILDREN", "1")
-    monkeypatch.setattr(background, "children", lambda: children)
-    monkeypatch.setattr(background, "check_compiler", lambda: None)
-    monkeypatch.setattr(compiling, "compile_part", lambda job: json.dumps(job.rows).encode())
+    monkeypatch.setattr(workers, "workers", lambda: children)
+    monkeypatch.setattr(cold_start, "check_compiler", lambda: None)
+    monkeypatch.setattr(compiling, "compile_part", lambda job: json.dumps(json.loads(job)["rows"]).encode())
     monkeypatch.setattr(compiling, "load_part", lambda data: graph_of(json.loads(data)))
     return children

@@ -1,0 +1,218 @@
+"""regions: cut the graph after each decoder layer, so that layers alike are compiled once."""
+
+import itertools
+import operator
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ..graph import ModelGraph, attribute, is_size, owner
+from ..kernels import experts
+from ..kernels.linear import is_product
+from .part import PartCompiler
+from .serialise import name_of
+
+LEAST_BYTES = {"cpu": 50_000_000, "cuda": 0}
+"""Least weight bytes of a compiled region. On a CPU its call costs 0.1 to 0.2 milliseconds, a few per cent of the time
+to read so many bytes. On a GPU one captured graph replays all regions."""
+
+
+@dataclass
+class Region:
+    """A stretch of the graph.
+
+    inputs, outputs: nodes of the original graph.
+    alike: a text that is equal for regions that compute the same.
+    body: a module of the inputs' values; regions alike share one object.
+    """
+
+    inputs: list[fx.Node]
+    outputs: list[fx.Node]
+    alike: str
+    body: fx.GraphModule
+
+
+class Regions(nn.Module):
+    """Computes the graph that it was cut from, one region after the other.
+
+    `bodies` has one function for regions alike, which `compile_regions` replaces by a compiled one. Values between
+    regions are numbered: the graph's inputs, then its parameters and the elements of its inputs, then the regions'
+    results. With inputs (ids, cache), a parameter w, cache[0] and a result h: ids 0, cache 1, w 2, cache[0] 3, h 4. A
+    value is dropped after the last region that reads it.
+    """
+
+    def __init__(self, gm: fx.GraphModule, regions: list[Region]):
+        super().__init__()
+        self.regions, self.bodies = regions, {region.alike: region.body.forward for region in regions}
+        inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        results = next(node for node in gm.graph.nodes if node.op == "output").args[0]
+        numbers = {node: number for number, node in enumerate(inputs)}
+        self._template: list[Tensor | None] = []
+        """The values after the inputs; None except for parameters, which are known before a call."""
+        self._elements: list[tuple[int, int, int]] = []
+        """(number, number of the input, index) of values that are elements of an input such as ``cache``."""
+        for node in dict.fromkeys(node for region in regions for node in region.inputs):
+            if node in numbers or not _is_given(node):
+                continue
+            numbers[node] = len(numbers)
+            self._template.append(attribute(gm, node.target) if node.op == "get_attr" else None)
+            if node.op != "get_attr":
+                self._elements.append((numbers[node], numbers[node.args[0]], node.args[1]))
+        for node in (node for region in regions for node in region.outputs):
+            numbers[node] = len(numbers)
+            self._template.append(None)
+        self._results = [numbers[node] for node in results]
+        read_later, self._plan = {*self._results}, []
+        for region in reversed(regions):
+            reads = [numbers[node] for node in region.inputs]
+            last_reads = [number for number in dict.fromkeys(reads) if number not in read_later]
+            read_later.update(last_reads)
+            self._plan.insert(0, (region.alike, reads, [numbers[node] for node in region.outputs], last_reads))
+
+    def forward(self, *arguments):
+        values = [*arguments, *self._template]
+        for number, source, index in self._elements:
+            values[number] = arguments[source][index]
+        for alike, reads, writes, last_reads in self._plan:
+            out = self.bodies[alike](*[values[number] for number in reads])
+            for number in last_reads:
+                values[number] = None
+            for number, value in zip(writes, out):
+                values[number] = value
+        return tuple([values[number] for number in self._results])
+
+
+def compile_regions(graph: ModelGraph, compiler: PartCompiler, name: str) -> Regions:
+    """`graph` in regions; regions alike share one compiled function. `name` begins the functions' names."""
+    regions = cut(graph, LEAST_BYTES[graph.device.type])
+    for number, (alike, body) in enumerate(regions.bodies.items()):
+        regions.bodies[alike] = compiler(body, f"{name}_{number}", alike)
+    return regions
+
+
+def cut(graph: ModelGraph, least_bytes: int = 0) -> Regions:
+    """Cut `graph`, already rewritten, after the last matrix product of each decoder layer.
+
+    The cut prevents no fusion, because the product's output is written anyway. A graph whose layers cannot be told
+    apart is one region. least_bytes: of the weights of each region but the last; small layers share a region.
+    """
+    nodes = [node for node in graph.gm.graph.nodes if not _is_given(node) and node.op != "output"]
+    ends = {}
+    for index, node in enumerate(nodes):
+        layer = re.match(r".*?\.\d+(?=\.)", owner(node))
+        if (is_product(node) or node.target in experts.PRODUCTS) and layer:
+            ends[layer.group()] = index + _results(nodes, index)
+    regions, begin = [], 0
+    for end in sorted(ends.values()):
+        region = nodes[begin : end + 1]
+        if _weight_bytes(graph.gm, region) >= least_bytes:
+            regions.append(_region(graph.gm, region))
+            begin = end + 1
+    if begin < len(nodes):
+        regions.append(_region(graph.gm, nodes[begin:]))
+    shared: dict[str, fx.GraphModule] = {}
+    for region in regions:
+        region.body = shared.setdefault(region.alike, region.body)
+    return Regions(graph.gm, regions)
+
+
+def _results(nodes: list[fx.Node], index: int) -> int:
+    """The number of getitem nodes of node `index` that follow it directly."""
+    following = itertools.takewhile(
+        lambda node: node.target is operator.getitem and node.args[0] is nodes[index], nodes[index + 1 :]
+    )
+    return len(list(following))
+
+
+def _weight_bytes(gm: fx.GraphModule, nodes: list[fx.Node]) -> int:
+    products = [node for node in nodes if is_product(node) or node.target in experts.PRODUCTS]
+    names = {source.target for node in products for source in node.all_input_nodes if source.op == "get_attr"}
+    return sum(attribute(gm, name).nbytes for name in names)
+
+
+def _is_given(node: fx.Node) -> bool:
+    """True for values from outside the graph: inputs, parameters, and caches of layers."""
+    if node.op in ("placeholder", "get_attr"):
+        return True
+    return node.target is operator.getitem and node.args[0].op == "placeholder"
+
+
+def _sizes_for(nodes: list[fx.Node]) -> list[fx.Node]:
+    """`nodes` after the sizes that they need. Each region computes sizes again, because an integer input of a compiled
+    function would be a constant."""
+    inside, sizes = set(nodes), []
+
+    def need(node: fx.Node) -> None:
+        for source in node.all_input_nodes:
+            if source not in inside and not _is_given(source) and is_size(source):
+                inside.add(source)
+                need(source)
+                sizes.append(source)
+
+    for node in nodes:
+        need(node)
+    return [*sizes, *nodes]
+
+
+def _region(gm: fx.GraphModule, nodes: list[fx.Node]) -> Region:
+    nodes = _sizes_for(nodes)
+    inputs, outputs = _ends(nodes)
+    body = fx.Graph()
+    copies = {}
+    for number, node in enumerate(inputs):
+        copies[node] = body.placeholder(f"v{number}")
+        copies[node].meta = dict(node.meta)
+    for number, node in enumerate(nodes):
+        copies[node] = body.node_copy(node, copies.__getitem__)
+        copies[node].name = f"n{number}"
+    body.output(tuple(copies[node] for node in outputs))
+    return Region(inputs, outputs, _text(gm, nodes), fx.GraphModule(nn.Module(), body))
+
+
+def describe(graph: ModelGraph) -> str:
+    """A text that is equal for graphs that compute the same with parameters of equal layouts."""
+    return _text(graph.gm, [node for node in graph.gm.graph.nodes if not _is_given(node) and node.op != "output"])
+
+
+def _ends(nodes: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The values that `nodes` read from outside, and those that other nodes read from them."""
+    inside = set(nodes)
+    inputs = list(dict.fromkeys(a for node in nodes for a in node.all_input_nodes if a not in inside))
+    outputs = [node for node in nodes if any(user not in inside for user in node.users)]
+    return inputs, [node for node in outputs if not is_size(node)]
+
+
+def _text(gm: fx.GraphModule, nodes: list[fx.Node]) -> str:
+    """The computation of `nodes` as a text, equal for parameters of equal layouts."""
+    inputs, outputs = _ends(nodes)
+    names = {node: f"v{number}" for number, node in enumerate(inputs)}
+    names |= {node: f"n{number}" for number, node in enumerate(nodes)}
+    shapes = [
+        (tuple(t.shape), t.stride(), t.dtype)
+        for t in (attribute(gm, node.target) for node in inputs if node.op == "get_attr")
+        if isinstance(t, Tensor)
+    ]
+    kinds = [node.op if _is_given(node) else "value" for node in inputs]
+    text = [(_named(node.target), _plain(node.args, names), _plain(node.kwargs, names)) for node in nodes]
+    return repr((kinds, shapes, [names[node] for node in outputs], text))
+
+
+def _named(target) -> Any:
+    """The name of a function if another process knows it by that."""
+    try:
+        return name_of(target)
+    except TypeError:
+        return target
+
+
+def _plain(value, names: dict[fx.Node, str]):
+    """Arguments with the names that nodes have inside their region."""
+    return torch.fx.node.map_arg(value, lambda node: _Name(names[node]))
+
+
+class _Name(str):
+    def __repr__(self) -> str:
+        return str(self)

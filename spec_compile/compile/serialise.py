@@ -1,0 +1,490 @@
+"""Graphs as data, which another process reads without running any code of theirs.
+
+A graph is rows of operators by name. Rows of a part may name any operator of `NAMESPACES`. Rows of a model's graph lie
+in files that others may have made, so they are checked: its operators compute, and write only to caches and to new
+tensors: never to a file, to weights, or outside. No tensor of a model is stored but small constants. The others have
+their paths in the model. Weights that a pass joined are the list of their parts, which are joined again::
+
+    {"model.lm_head.weight": {"path": "lm_head.weight"},
+     "merged_linear_0_0": {"join": ["layers.0.q_proj.weight", "layers.0.k_proj.weight"]},
+     "lifted_tensor_0": {"value": [2.0], "shape": [], "dtype": "float32", "device": "cpu"}}
+"""
+
+import contextlib
+import functools
+import importlib
+import math
+import operator
+import pkgutil
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, fields
+from keyword import iskeyword
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.graph_module import _assign_attr
+
+from .. import kernels
+from ..graph import SIZE, IndexSpec, LayerSpec, ModelGraph, PassReport, RecurrenceSpec, attribute, owner
+from ..inventory import held
+from ..passes.merge_linears import join_parameters, joined
+from .key import SMALL, layout_of
+
+NAMESPACES = {"aten", "prims", "spec_compile"}
+"""Namespaces of the operators that rows may name."""
+REFUSED = {"from_file", "set_", "set", "set_data", "resize", "resize_", "_resize_output", "_resize_output_"}
+"""Operators that read and write files, or replace memory, by name; `is_permitted` tells what models may call."""
+MODULES = {"_operator": operator, "math": math, "torch": torch}
+"""Modules of the functions of sizes that rows may name."""
+FUNCTIONS = {
+    "_operator": set("getitem add sub mul floordiv truediv mod pow neg eq ne lt le gt ge and_ or_".split()),
+    "math": {"ceil", "floor", "trunc"},
+    "torch": {"sym_float", "sym_int", "sym_ite", "sym_max", "sym_min", "sym_not", "sym_sum"},
+    f"{kernels.__name__}.attention.flex": {"attention"},
+    f"{kernels.__name__}.attention.sdpa": {"attention"},
+    f"{kernels.__name__}.attention.tail_tiles": {"tail_tiles"},
+    f"{kernels.__name__}.linear.few_rows": {"cpu_linear"},
+    f"{kernels.__name__}.ops": {"gather_rows", "tree_mask"},
+    f"{kernels.__name__}.recurrence": {"advance_or_look", "clamp_in_prompt", "walk_of"},
+}
+"""Functions of sizes, `getitem`, and functions of this package in graphs: those that rows may name."""
+CONSTANTS = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
+"""Classes of constants that are named attributes of torch."""
+
+PATH = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
+
+HIGHER_ORDER = "flex_attention"
+"""The operator of graphs that rows may name."""
+
+Row = list
+"""[name of the operator, arguments, named arguments]; ``{"row": n}`` is the result of row n, ``{"graph": rows}`` a
+graph as an argument, ``{"tensor": name}`` a parameter. The inputs are the first rows, whose operator is ``""``."""
+
+
+def rows_of(gm: fx.GraphModule, has_tensors: bool = False) -> list[Row]:
+    """The graph as rows; the last one has the result or the list of results as its argument and the name "output".
+
+    has_tensors: True if the graph may have parameters, which rows name.
+    TypeError if it has a node that is neither an input nor a call of a named operator.
+    """
+    rows: list[Row] = []
+    values: dict[fx.Node, dict[str, Any]] = {}
+    for node in gm.graph.nodes:
+        if node.op == "get_attr":
+            part = attribute(gm, node.target)
+            if isinstance(part, fx.GraphModule):
+                values[node] = {"graph": rows_of(part)}
+                continue
+            if has_tensors and isinstance(part, Tensor):
+                values[node] = {"tensor": node.target}
+                continue
+        values[node] = {"row": len(rows)}
+        if node.op == "placeholder":
+            rows.append(["", [], {}])
+        elif node.op in ("output", "call_function"):
+            named = {key: _data(value, values) for key, value in node.kwargs.items()}
+            name = "output" if node.op == "output" else name_of(node.target)
+            rows.append([name, [_data(value, values) for value in node.args], named])
+        else:
+            raise TypeError(f"node {node.name}: expected an input or a call of an operator, got {node.op}")
+    return rows
+
+
+def graph_of(rows: list[Row], tensors: nn.Module | None = None) -> fx.GraphModule:
+    """The graph of rows. ValueError if they name an operator that is not permitted, or have another form.
+
+    tensors: has the parameters that rows name.
+    """
+    graph, values, root = fx.Graph(), list[fx.Node](), nn.Module() if tensors is None else tensors
+    read: dict[str, fx.Node] = {}
+
+    def part(kind: str, content: Any) -> fx.Node:
+        if kind == "graph":
+            name = f"graph_{len(read)}"
+            root.add_module(name, graph_of(content))
+        elif not is_path(name := content) or not isinstance(attribute(root, name), Tensor):
+            raise TypeError(f"expected the name of a tensor, got {content}")
+        if name not in read:
+            read[name] = graph.get_attr(name)
+        return read[name]
+
+    for number, row in enumerate(rows):
+        try:
+            name, arguments, named = row
+            if not name:
+                values.append(graph.placeholder(f"v{number}"))
+                continue
+            arguments = [_value(each, values, part) for each in arguments]
+            named = {key: _value(each, values, part) for key, each in named.items()}
+            if not all(map(is_path, named)) or any("." in key for key in named):
+                raise ValueError("expected names of arguments")
+        except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+            raise ValueError(f"row {number}: expected [name, arguments, named arguments], got {row}") from error
+        if name == "output":
+            graph.output(arguments[0])
+        else:
+            values.append(graph.call_function(target_of(name), tuple(arguments), named))
+    return fx.GraphModule(root, graph)
+
+
+def name_of(target: Any) -> str:
+    """The name of an operator: "aten.add.Tensor", "_operator.getitem". TypeError if rows have no name for it."""
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    if target is getattr(torch.ops.higher_order, HIGHER_ORDER):
+        return f"higher_order.{HIGHER_ORDER}"
+    module, name = getattr(target, "__module__", ""), getattr(target, "__name__", "")
+    module = "torch" if module.startswith("torch.") else module
+    if name in FUNCTIONS.get(module, ()) and target_of(f"{module}.{name}") is target:
+        return f"{module}.{name}"
+    raise TypeError(f"expected an operator of {', '.join(sorted(NAMESPACES))} or a function of sizes, got {target}")
+
+
+def target_of(name: str) -> Any:
+    """The operator of a name. ValueError if it is not permitted or not known."""
+    module, _, function = name.rpartition(".")
+    if function in FUNCTIONS.get(module, ()):  # guard: named-functions
+        return getattr(MODULES.get(module) or importlib.import_module(module), function)
+    space, _, rest = name.partition(".")
+    if name == f"higher_order.{HIGHER_ORDER}":
+        return getattr(torch.ops.higher_order, HIGHER_ORDER)
+    packet, _, overload = rest.rpartition(".")
+    if space == "spec_compile" and not hasattr(torch.ops.spec_compile, packet):
+        _define_operators()
+    if space in NAMESPACES and packet and packet not in REFUSED and hasattr(getattr(torch.ops, space), packet):
+        target = getattr(getattr(getattr(torch.ops, space), packet), overload, None)
+        if isinstance(target, torch._ops.OpOverload):
+            return target
+    raise ValueError(f"operator: expected a known one of {', '.join(sorted(NAMESPACES))}, got {name!r}")
+
+
+@functools.cache
+def _define_operators() -> None:
+    """Import all modules of kernels, except those that need a package that is not installed."""
+    for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module.name)
+
+
+def is_path(name: Any) -> bool:
+    """True for names that are joined by dots. fx writes such names into code, which it runs."""
+    return isinstance(name, str) and PATH.fullmatch(name) is not None and not any(map(iskeyword, name.split(".")))
+
+
+def _data(value: Any, values: dict[fx.Node, dict[str, Any]]) -> Any:
+    """An argument as JSON data."""
+    if isinstance(value, fx.Node):
+        return values[value]
+    if isinstance(value, list):
+        return [_data(part, values) for part in value]
+    if isinstance(value, tuple):
+        return {"tuple": [_data(part, values) for part in value]}
+    if isinstance(value, dict):
+        return {"dict": [[key, _data(part, values)] for key, part in value.items()]}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    if type(value) in CONSTANTS:
+        return {CONSTANTS[type(value)]: str(value).removeprefix("torch.")}
+    raise TypeError(f"argument: expected a number, text, dtype, device or result of a node, got {value!r}")
+
+
+def _value(data: Any, values: list[fx.Node], make: Callable[[str, Any], fx.Node]) -> Any:
+    """An argument of JSON data. make: the node of a graph or a tensor that is an argument."""
+    if isinstance(data, list):
+        return [_value(part, values, make) for part in data]
+    if not isinstance(data, dict):
+        return data
+    ((kind, name),) = data.items()
+    if kind == "row":
+        return values[name]
+    if kind in ("graph", "tensor"):
+        return make(kind, name)
+    if kind == "tuple":
+        return tuple(_value(part, values, make) for part in name)
+    if kind == "dict":
+        return {key: _value(part, values, make) for key, part in name}
+    if kind == "device":
+        return torch.device(name)
+    value = getattr(torch, name)
+    if CONSTANTS.get(type(value)) != kind:
+        raise TypeError(f"expected a {kind}, got {name}")
+    return value
+
+
+# What rows of a model's graph may name.
+
+COMPOUND = set(
+    """
+    _log_softmax _softmax _unsafe_index _unsafe_view arctan2 argsort avg_pool1d baddbmm broadcast_to bucketize chunk
+    clamp_max clamp_min concat concatenate contiguous conv1d conv2d conv3d cosine_similarity cross cummax cummin cumprod
+    detach diff dropout einsum empty_like expand_as flatten glu group_norm index_add index_copy index_fill instance_norm
+    isclose kron layer_norm lift_fresh_copy linalg_cross linalg_norm linalg_solve_triangular linalg_vector_norm linear
+    linspace log_softmax logcumsumexp logsumexp masked_fill matmul max_pool2d meshgrid mT matrix_H moveaxis movedim mv
+    narrow new_empty new_full new_ones new_zeros norm numpy_T one_hot ones ones_like outer pad pixel_shuffle
+    pixel_unshuffle rad2deg relu_ repeat repeat_interleave reshape rms_norm roll rot90 scaled_dot_product_attention
+    searchsorted softmax split squeeze stack std std_mean swapaxes swapdims t take_along_dim tensor_split tensordot tile
+    to transpose tril triu type_as unbind unfold unflatten upsample_bicubic2d upsample_nearest1d var_mean vdot view_as
+    vstack hstack where zeros zeros_like
+    """.split()
+)
+"""Operators of ATen without the tags "core" and "pointwise" that models call."""
+NOT_OF_MODELS = {
+    "_local_scalar_dense", "as_strided", "empty_strided", "native_dropout", "rand", "randn", "randperm", "rrelu",
+    "sym_storage_offset",
+}  # fmt: skip
+"""Operators of ATen with these tags that read memory by address, or draw from the process's generator."""
+OF_ROUNDS = {"compact", "lattice_tree", "merge_drafts", "ngram_match", "ngram_propose", "recurrence_commit"}
+"""Our operators that models never call: they take addresses, or move what is in caches."""
+FRESH = {"clone", "copy", "full", "full_like", "new_empty", "new_full", "new_ones", "new_zeros"} | {
+    f"{kind}{like}" for kind in ("empty", "ones", "zeros") for like in ("", "_like")
+}
+"""Operators of ATen whose result has memory of its own, besides those with the tag "pointwise"."""
+WRITTEN = {"key_cache", "value_cache", "state", "stash"}
+"""Arguments that our functions write to."""
+KINDS = {"Storage", "Stream", "Generator", "Dimname"}
+"""Types of arguments that no operator of a model has."""
+
+
+def check_rows(rows: list[Row], is_inner: bool = False) -> None:
+    """ValueError, naming the operator, if rows name one that models do not call, or one writes to a parameter.
+
+    is_inner: the rows are an argument of an operator, so they write nowhere.
+    """
+    writable = set[int]()
+    for number, (name, arguments, named) in enumerate(rows):
+        if not name:
+            writable |= set() if is_inner else {number}
+        elif name != "output":
+            target = target_of(name)
+            if isinstance(target, torch._ops.OpOverload) and not is_permitted(target):
+                raise ValueError(f"operator: expected one that computes values of a model, got {name}")
+            for data in (*arguments, *named.values()):
+                for inner in _inner_graphs(data):
+                    check_rows(inner, is_inner=True)
+            for data in _written(name, target, arguments, named):
+                if not (isinstance(data, dict) and data.get("row") in writable):  # guard: writes-of-graphs
+                    raise ValueError(f"operator: {name} writes to what is neither an input nor a new tensor")
+            if _gives_writable(name, target, arguments, writable):
+                writable.add(number)
+
+
+def is_permitted(target: torch._ops.OpOverload) -> bool:
+    """True for an operator that graphs of models may name."""
+    space, _, name = target._schema.name.partition("::")
+    if space == "spec_compile":
+        return name not in OF_ROUNDS
+    if space != "aten" or any(kind in str(each.type) for each in target._schema.arguments for kind in KINDS):
+        return False
+    if target._schema.is_mutable:  # x_ is permitted if x is
+        functional = getattr(torch.ops.aten, name.removesuffix("_"), None)
+        overloads = [] if functional is None else [getattr(functional, each) for each in functional.overloads()]
+        return name.endswith("_") and any(not each._schema.is_mutable and is_permitted(each) for each in overloads)
+    is_tagged = torch.Tag.core in target.tags or torch.Tag.pointwise in target.tags
+    return (is_tagged or name in COMPOUND) and name not in NOT_OF_MODELS
+
+
+def _written(name: str, target: Any, arguments: list, named: dict[str, Any]) -> Iterator[Any]:
+    """The arguments that an operator writes to."""
+    if isinstance(target, torch._ops.OpOverload):
+        given = dict(zip((each.name for each in target._schema.arguments), arguments)) | named
+        writes = [each.name for each in target._schema.arguments if each.alias_info and each.alias_info.is_write]
+    elif name.startswith("spec_compile."):
+        given = dict(enumerate(arguments)) | named
+        writes = [key for key in given if key in WRITTEN]
+        if any(key in WRITTEN for key in target.__code__.co_varnames[: len(arguments)]):
+            raise ValueError(f"operator: expected {name} with names of its arguments")
+    else:
+        return
+    for value in map(given.get, writes):
+        yield from value if isinstance(value, list) else () if value is None else (value,)
+
+
+def _gives_writable(name: str, target: Any, arguments: list, writable: set[int]) -> bool:
+    """True if the result of a row is new memory, or a view of an input or of new memory."""
+    of = arguments[0] if arguments else None
+    is_part = isinstance(of, dict) and of.get("row") in writable
+    if name == "_operator.getitem" or not isinstance(target, torch._ops.OpOverload):
+        return is_part and name == "_operator.getitem"
+    space, _, short = target._schema.name.partition("::")
+    if any(each.alias_info for each in target._schema.returns):
+        return is_part
+    return space == "aten" and (short in FRESH or torch.Tag.pointwise in target.tags)
+
+
+def _inner_graphs(data: Any) -> Iterator[list[Row]]:
+    if isinstance(data, dict):
+        if "graph" in data:
+            yield data["graph"]
+        data = [*data.values()]
+    for each in data if isinstance(data, list) else ():
+        yield from _inner_graphs(each)
+
+
+# Graphs of models, bound to their tensors.
+
+PLAIN = [each.name for each in fields(ModelGraph) if each.type in (int, bool, str, int | None)]
+"""The fields of a graph that are data as they are."""
+
+VARIES = 7
+"""Stands for a size that varies with values, so that the trace had no example of it."""
+
+
+class NoRecipe(Exception):
+    """A graph reads a tensor that the model does not have, and that is too large to be stored."""
+
+
+def data_of(graph: ModelGraph, model: nn.Module) -> dict[str, Any]:
+    """A rewritten graph of a model as JSON data. NoRecipe, TypeError or ValueError if it cannot be bound again."""
+    read = {node.target: attribute(graph.gm, node.target) for node in graph.gm.graph.find_nodes(op="get_attr")}
+    sources = Sources(model)
+    owners, values = list[str](), list[Any]()
+    nodes = [node for node in graph.gm.graph.nodes if node.op != "get_attr"]
+    check_rows(rows := rows_of(graph.gm, has_tensors=True))
+    return {
+        "rows": rows,
+        "owners": owners,
+        "values": values,
+        "meta": [[_number(owner(node), owners), _number(_value_data(node.meta.get("val")), values)] for node in nodes],
+        "tensors": {name: sources.recipe(x, name) for name, x in read.items() if isinstance(x, Tensor)},
+        "layers": [asdict(layer) for layer in graph.layers],
+        "recurrences": [{**asdict(spec), "dtypes": [*map(_dtype_data, spec.dtypes)]} for spec in graph.recurrences],
+        "indexes": [[spec.size, spec.topk, _dtype_data(spec.dtype)] for spec in graph.indexes],
+        "dtypes": [_dtype_data(graph.dtype), _dtype_data(graph.cache_dtype)],
+        "log": [[each.name, each.summary, each.nodes_before, each.nodes_after] for each in graph.log],
+        "plain": {name: getattr(graph, name) for name in PLAIN},
+    }
+
+
+def bound(data: dict[str, Any], model: nn.Module) -> ModelGraph:
+    """The graph of `data`, which reads the model's tensors. Any error means that the data is not of this model."""
+    check_rows(data["rows"])
+    root, tensors = nn.Module(), {each.path: each.tensor for each in held(model)}
+    if not all(map(is_path, data["tensors"])):
+        raise ValueError(f"tensors: expected names, got {[*data['tensors']]!r:.80}")
+    for name, recipe in data["tensors"].items():
+        _assign_attr(_made(recipe, tensors), root, name)
+    gm = graph_of(data["rows"], root).eval()
+    values = [*map(_value_of, data["values"])]
+    nodes = [node for node in gm.graph.nodes if node.op != "get_attr"]
+    for node, (place, value) in zip(nodes, data["meta"], strict=True):
+        path = data["owners"][place]
+        if path:
+            node.meta["nn_module_stack"] = {path: (path, None)}
+        node.meta["val"] = values[value]
+    dtype, cache_dtype = map(_dtype, data["dtypes"])
+    for each in fields(ModelGraph):
+        if each.name in PLAIN and not isinstance(data["plain"][each.name], each.type):
+            raise ValueError(f"{each.name}: expected {each.type}, got {data['plain'][each.name]!r:.80}")
+    return ModelGraph(
+        gm=gm,
+        layers=tuple(LayerSpec(**layer) for layer in data["layers"]),
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        recurrences=tuple(map(_recurrence, data["recurrences"])),
+        indexes=tuple(IndexSpec(size, topk, _dtype(dtype)) for size, topk, dtype in data["indexes"]),
+        log=[PassReport(*report, code="") for report in data["log"]],
+        **data["plain"],
+    )
+
+
+class Sources:
+    """The tensors of a model, found by their memory."""
+
+    def __init__(self, model: nn.Module):
+        self.paths: dict[tuple, str] = {}
+        self.starts: dict[int, tuple[str, Tensor]] = {}
+        self.storages = {each.tensor.untyped_storage().data_ptr() for each in held(model)}
+        for each in held(model):
+            self.paths.setdefault(_memory(each.tensor), each.path)
+            if each.tensor.nbytes and each.tensor.ndim:
+                self.starts.setdefault(each.tensor.data_ptr(), (each.path, each.tensor))
+
+    def recipe(self, tensor: Tensor, name: str) -> dict[str, Any]:
+        """The way to a tensor that a graph reads under a name. NoRecipe if there is none."""
+        if _memory(tensor) in self.paths:
+            return {"path": self.paths[_memory(tensor)]}
+        names, parts, end = [], [], tensor.data_ptr()
+        while end < tensor.data_ptr() + tensor.nbytes and end in self.starts:
+            path, part = self.starts[end]
+            names.append(path)
+            parts.append(part)
+            end += part.nbytes
+        whole = joined(parts, 0) if len(parts) > 1 else None
+        if whole is not None and _memory(whole) == _memory(tensor):
+            return {"join": names}
+        if tensor.numel() <= SMALL and tensor.untyped_storage().data_ptr() not in self.storages:  # guard: weight-values
+            value, dtype = tensor.detach().flatten().tolist(), _dtype_data(tensor.dtype)
+            return {"value": value, "shape": [*tensor.shape], "dtype": dtype, "device": str(tensor.device)}
+        raise NoRecipe(f"its graphs read {name} {list(tensor.shape)}, which is no tensor of the model")
+
+
+def _made(recipe: dict[str, Any], tensors: dict[str, Tensor]) -> Tensor:
+    if "path" in recipe:
+        return tensors[recipe["path"]]
+    if "join" in recipe:
+        return join_parameters([tensors[path] for path in recipe["join"]])
+    options = {"dtype": _dtype(recipe["dtype"]), "device": recipe["device"]}
+    return torch.tensor(recipe["value"], **options).reshape(recipe["shape"])
+
+
+def _memory(tensor: Tensor) -> tuple:
+    return tensor.data_ptr() or id(tensor), layout_of(tensor)[1:]
+
+
+def _number(value: Any, seen: list) -> int:
+    """The place of a value in a list, at whose end it is added if it is new."""
+    if value not in seen:
+        seen.append(value)
+    return seen.index(value)
+
+
+def _value_data(value: Any) -> Any:
+    """The facts that reports and passes read of the value of a node: ["float32", [2, 7, 64]] of a tensor, see `_size`;
+    "size" for a size that varies, null for a value that is not known."""
+    if isinstance(value, Tensor):
+        return [_dtype_data(value.dtype), [*map(_size, value.shape)]]
+    if isinstance(value, (list, tuple)):
+        return {"parts": [*map(_value_data, value)]}
+    return SIZE if value is SIZE or isinstance(value, torch.SymInt) else None
+
+
+def _size(size: int | torch.SymInt) -> int:
+    """A size, or that of the trace's example if it varies: tokens [2, 7] give B = 2, T = 7 and T + 1 = 8.
+
+    So sizes that differ stay apart: a slice of T + 1 tokens to T is no slice of everything.
+    """
+    if type(size) is int:
+        return size
+    example = size.node.hint if isinstance(size, torch.SymInt) else None
+    return VARIES if example is None else int(example)
+
+
+def _value_of(data: Any) -> Any:
+    """A value without memory."""
+    if isinstance(data, dict):
+        return tuple(map(_value_of, data["parts"]))
+    if isinstance(data, list):
+        return torch.empty(data[1], dtype=_dtype(data[0]), device="meta")
+    return SIZE if data == SIZE else None
+
+
+def _dtype_data(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    """The dtype of `_dtype_data`. ValueError if there is none of this name."""
+    dtype = None if name is None else getattr(torch, name)
+    if not isinstance(dtype, torch.dtype | None):
+        raise ValueError(f"dtype: expected one of torch, got {name!r:.80}")
+    return dtype
+
+
+def _recurrence(data: dict[str, Any]) -> RecurrenceSpec:
+    stash = tuple((tuple(shape), is_shared) for shape, is_shared in data["stash"])
+    dtypes = tuple(map(_dtype, data["dtypes"]))
+    return RecurrenceSpec(data["kind"], tuple(data["state"]), stash, dtypes)

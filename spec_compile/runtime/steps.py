@@ -1,0 +1,350 @@
+"""`Steps`: the steps of a session as functions, made, tried, measured and captured on first use."""
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..cache import PAGE
+from ..compile.replay import Captured, CaptureError, OutcomeRing
+from ..drafting import Drafter
+from ..kernels.attention import BACKENDS
+from ..kernels.together import compile_together
+from ..outcome import WIDEST
+from ..tree import Accepted, Tree, ancestry
+from . import prefill_chunks
+from .accept.draw import DrawInRound
+from .compiled_steps import CompiledSteps, untouched
+from .draft_length import SizePolicy
+from .hindsight import Hindsight
+from .round_costs import KNEES
+from .runtime import Runtime
+from .state import LATE_SIZES, State
+from .step_back import StepBack
+
+SAMPLERS = 32
+"""Number of rounds that draw to keep, the newest ones."""
+TRIALS = 5
+"""Runs of a step; the shortest is its cost."""
+FEW = 4
+"""A round may verify one in FEW nodes of a tree."""
+MANY_ROWS = KNEES["cuda"] // 2
+"""Rows of a round on a GPU from which fewer nodes save much of it."""
+CAPTURED_TOKENS = 2048
+"""Largest prefill, in tokens of all rows, that is captured; a larger one takes longer than its launches."""
+
+
+class StepKind(Enum):
+    """The kinds of steps.
+
+    PREFILL: a chunk of the prompts; a function of (size, max_kv_len).
+    ROUND: a greedy round; a function of max_kv_len.
+    LOOK, FINISH: `Round.look` and `Round.finish`, between which tokens are accepted.
+    PROPOSE: the first trees of a call; a function of max_kv_len.
+    CATCH_UP: the drafter processes the tokens that it is late by, up to a size; a function of max_kv_len.
+    """
+
+    PREFILL = "prefill"
+    ROUND = "round"
+    LOOK = "look"
+    FINISH = "finish"
+    PROPOSE = "propose"
+    CATCH_UP = "catch up"
+
+
+SWITCH = (StepKind.PROPOSE, StepKind.CATCH_UP)
+"""The steps between a plain round and one that drafts."""
+Key = tuple[StepKind | tuple, int]
+"""(kind of step, or `DrawInRound.key` for a round that draws; number of nodes)."""
+
+
+class Steps:
+    """The steps over the buffers of one session.
+
+    policies: choose the sizes of greedy rounds (ROUND) and of others (LOOK).
+    prefill_seconds: duration of a captured prefill, by its size.
+    """
+
+    def __init__(self, runtime: Runtime, state: State, drafter: Drafter, larger: "Steps | None" = None):
+        """larger: the steps over more rows of the same buffers."""
+        self.runtime, self.state, self.drafter, plan = runtime, state, drafter, runtime.algorithm.plan
+        self.prefill_sizes = prefill_chunks.SIZES[runtime.device.type]
+        self.prefill_seconds: dict[int, float] = {}
+        hindsight, knee = None if runtime.on_gpu else Hindsight(state), KNEES[runtime.device.type]
+
+        def policy(kind: StepKind) -> SizePolicy | StepBack:
+            if plan.is_whole:
+                sizes = [*self._few_nodes(), plan.nodes] if plan.nodes > 1 else []
+                how = runtime.options.adaptive, runtime.records[kind.value], state.batch, knee, plan.next_nodes
+                return StepBack(sizes, *how)
+            return SizePolicy(runtime.sizes, plan.sizes == "adaptive", hindsight, state.batch, knee)
+
+        self.policies = {kind: policy(kind) for kind in (StepKind.ROUND, StepKind.LOOK)}
+        if larger is not None:
+            for policy in self.policies.values():
+                policy.share(larger.policies[StepKind.ROUND])
+        check_peers = runtime.options.ranks.check_peers
+        self.ring = OutcomeRing(state.batch * WIDEST, runtime.device, check_peers) if runtime.on_gpu else None
+        self.captures = runtime.on_gpu and runtime.options.cuda_graphs
+        # Only one session has rounds under way at a time, so that a smaller and a larger one share memory.
+        self.pool = larger.pool if larger else torch.cuda.graph_pool_handle() if runtime.on_gpu else None
+        self.made: dict[Key, Callable] = {}
+        """The steps so far, oldest first."""
+        self._switch: dict[StepKind, float] = {}
+        self._compiled = CompiledSteps(runtime, state, drafter)
+        self._adoptions = runtime.parts.adoptions
+
+    def _few_nodes(self) -> list[int]:
+        """The number of nodes between one and a whole tree, if a round over so many costs much less than one over all,
+        and does not have to be compiled before it runs.
+
+        On a GPU nodes are almost free, unless rows are many, or each node reads experts of its own.
+        """
+        runtime, nodes = self.runtime, self.runtime.algorithm.plan.nodes
+        costs_by_node = runtime.has_experts or self.state.batch * nodes > MANY_ROWS
+        runs_at_once = runtime.cold_start is not None or not runtime.options.compile
+        return [max(2, nodes // FEW)] if (costs_by_node if runtime.on_gpu else runs_at_once) else []
+
+    def renew(self) -> None:
+        """Before a call: forget captured steps whose parts have changed from eager to compiled since."""
+        if self._adoptions != self.runtime.parts.adoptions:
+            self._adoptions = self.runtime.parts.adoptions
+            if self.runtime.on_gpu:
+                torch.cuda.synchronize(self.runtime.device)
+                self.made.clear()
+                self.prefill_seconds.clear()
+                for policy in self.policies.values():
+                    policy.costs.measured.clear()
+
+    def grow(self) -> None:
+        """Prepare for buffers with more slots. On a GPU all steps are made anew."""
+        if self.runtime.on_gpu:
+            self.made.clear()
+        self._compiled.grow()
+
+    def get(self, kind: StepKind, nodes: int = 0) -> Callable:
+        """A step as a function, made on first use. On a GPU it is a captured graph, except a PREFILL of any size.
+
+        nodes: of a round; of a PREFILL its one size, or 0 for any size; of a CATCH_UP its size.
+        """
+        if self._only_asks:
+            return self._function(kind, nodes)
+        if (kind, nodes) not in self.made:
+            self.make([(kind, nodes)])
+        return self.made[kind, nodes]
+
+    def make(self, steps: Iterable[tuple[StepKind, int]]) -> None:
+        """Make several steps, as `get` takes them, unless they are made. Their kernels compile side by side."""
+        new = [step for step in dict.fromkeys(steps) if step not in self.made]
+        if not self._only_asks:
+            self._compile_kernels(new)
+        for step in new:
+            if self._only_asks:
+                self._function(*step)
+            else:
+                self.made[step] = self._make(*step)
+
+    def prefill(self, size: int, max_kv_len: int) -> None:
+        """Process the next `size` tokens of every row's prompt."""
+        self.get(StepKind.PREFILL, self._prefill_key(size))(size, max_kv_len)
+
+    def prompt_steps(self, sizes: Iterable[int] = ()) -> list[tuple[StepKind, int]]:
+        """The steps that process so many tokens of prompts; without sizes, all of them."""
+        return [(StepKind.PREFILL, self._prefill_key(size)) for size in sizes or self.prefill_sizes]
+
+    def propose(self, max_kv_len: int) -> None:
+        """Propose the first trees of a call; the rounds propose all others."""
+        (self.get(StepKind.PROPOSE) if self.captures else self._propose)(max_kv_len)
+
+    def late_size(self, late: int) -> int:
+        """The smallest size of the steps that catch up by so many tokens."""
+        return next(size for size in LATE_SIZES[self.runtime.device.type] if size >= late)
+
+    def catch_up(self, size: int, max_kv_len: int) -> None:
+        """Let the drafter process the tokens that it is late by, `size` at most."""
+        self.get(StepKind.CATCH_UP, size)(max_kv_len)
+
+    def proposal_steps(self, late: int = 1) -> list[tuple[StepKind, int]]:
+        """The steps that a proposal needs, to be made before a round is under way.
+
+        late: tokens that the drafter may be late by before it; for more a step is made when they are there.
+        """
+        catches_up = self.runtime.algorithm.plan.is_whole and self.policies[StepKind.ROUND].adaptive
+        sizes = [size for size in LATE_SIZES[self.runtime.device.type] if size <= self.late_size(late)]
+        catch_up = [(StepKind.CATCH_UP, size) for size in sizes if catches_up]
+        return [(StepKind.PROPOSE, 0), *catch_up] if self.captures else []
+
+    def _propose(self, max_kv_len: int) -> None:
+        self.state.root()
+        self.runtime.guard(self.drafter.propose, self.state, max_kv_len)
+
+    def _prefill_key(self, size: int) -> int:
+        captured = self.captures and size * self.state.batch <= CAPTURED_TOKENS
+        backend = BACKENDS.get(self.runtime.prefill.backend)  # None: no layer attends
+        return size if captured and (backend is None or backend.prompts_captured) else 0
+
+    def round(self, nodes: int, sampler: DrawInRound | None) -> Callable:
+        """The round over `nodes` nodes, made on first use. sampler: draws its tokens; None takes the likeliest."""
+        return self.get(StepKind.ROUND, nodes) if sampler is None else self._sampled(sampler, nodes)
+
+    def launch(self, sampler: DrawInRound | None, nodes: int, max_kv_len: int) -> Callable[[], list[list[int]]]:
+        """Begin a round, greedy or drawing, without waiting for a GPU. The result waits and returns the outcome."""
+        outcome = self.round(nodes, sampler)(max_kv_len)
+        return outcome.tolist if self.ring is None else self.ring.expect(outcome.shape)
+
+    def launch_on_host(
+        self, accept: Callable[[Tree, Tensor], Accepted], nodes: int, max_kv_len: int, logits: Tensor | None = None
+    ) -> Callable[[], list[list[int]]]:
+        """Begin a round in two halves, between which the host accepts tokens; returns as `launch` does.
+
+        accept: a function of the trees and the target's logits [B, N, V] after every node.
+        logits: [B, V] of the root, if known; the first half is then skipped.
+        """
+        look, finish = self.get(StepKind.LOOK, nodes), self.get(StepKind.FINISH, nodes)  # building them runs them
+        if logits is None:
+            logits, *features = look(max_kv_len)
+            states: AbstractContextManager = nullcontext()
+        else:
+            target, logits, taps = self.runtime.verify, logits[:, None], self.runtime.algorithm.plan.taps
+            features = [logits.new_zeros(*logits.shape[:2], target.hidden_size, dtype=target.dtype) for _ in taps]
+            states = self.state.kv.states.kept()  # they include the root already
+        accepted = accept(self.state.tree(nodes), logits)
+        parts = [part.to(logits.device) for part in (accepted.path, accepted.tokens, accepted.count)]
+        with states:
+            return finish(*parts, features, max_kv_len).tolist
+
+    @property
+    def _only_asks(self) -> bool:
+        """True if calls ask for parts, and run nothing."""
+        return self.runtime.cold_start is not None and self.runtime.cold_start.only_asks
+
+    def _is_captured(self, kind: StepKind, nodes: int) -> bool:
+        sizes = {StepKind.PREFILL: nodes, StepKind.CATCH_UP: self._prefill_key(nodes)}
+        return self.captures and sizes.get(kind, 1) > 0
+
+    def _compile_kernels(self, steps: list[tuple[StepKind, int]]) -> None:
+        """Compile the kernels of steps that will be captured."""
+        captured = [step for step in steps if self._is_captured(*step)]
+        if not captured:
+            return
+        begin = time.perf_counter()
+        self.runtime.say(f"compiling kernels of {', '.join(kind.value for kind, _ in captured)}")
+        with torch.no_grad(), self.runtime.ranks_apart(), self._untouched():
+            compile_together(*(partial(self._function(*step), *self._arguments(*step)) for step in captured))
+        self.runtime.stats.seconds["compile"] += time.perf_counter() - begin
+
+    def _make(self, kind: StepKind, nodes: int) -> Callable:
+        """Make, try, capture and measure a step, without a trace."""
+        runtime, captures = self.runtime, self._is_captured(kind, nodes)
+        if not captures and (runtime.cold_start is not None or not runtime.options.compile):
+            return self._function(kind, nodes)
+        name = f"{kind.value}_b{self.state.batch}" + (f"_n{nodes}" if nodes else "")
+        runtime.say(f"compiling {name}")
+        begin = time.perf_counter()
+        with torch.no_grad(), runtime.ranks_apart(), self._untouched():
+            step, arguments = self._function(kind, nodes), self._arguments(kind, nodes)
+            step(*arguments)
+            if captures:
+                step = self._capture(step, arguments)
+            if kind in self.policies:
+                self._measure(kind, {nodes: step})
+            elif kind in SWITCH and captures:
+                self._switch[kind] = min(self._seconds(step, arguments) for _ in range(TRIALS))
+                for policy in self.policies.values():
+                    policy.costs.switch = sum(self._switch.values())
+            elif kind is StepKind.PREFILL and captures:
+                self.prefill_seconds[nodes] = min(self._seconds(step, arguments) for _ in range(TRIALS))
+        seconds = time.perf_counter() - begin
+        runtime.stats.seconds["compile"] += seconds
+        runtime.say(f"compiled {name} in {seconds:.1f} s")
+        return step
+
+    def _sampled(self, sampler: DrawInRound, nodes: int) -> Callable:
+        """The round that draws, a function of max_kv_len; on a GPU captured for these processors."""
+        key = sampler.key, nodes
+        if key not in self.made:
+            with torch.no_grad(), self._untouched():
+                look, finish, state = (
+                    self._function(StepKind.LOOK, nodes),
+                    self._function(StepKind.FINISH, nodes),
+                    self.state,
+                )
+
+            def sampled(max_kv_len: int) -> Tensor:
+                tree = state.tree(nodes)
+                logits, *features = look(max_kv_len)
+                accepted = sampler(state, tree, *ancestry(tree.parents), logits)
+                return finish(accepted.path, accepted.tokens, accepted.count, features, max_kv_len)
+
+            sampled = self.ring.publishing(sampled) if self.runtime.on_gpu else sampled
+            with torch.no_grad(), self.runtime.ranks_apart(), self._untouched():
+                if self.captures:
+                    compile_together(partial(sampled, PAGE))
+                self.made[key] = self._capture(sampled, (PAGE,)) if self.captures else sampled
+                seconds = min(self._seconds(self.made[key], (PAGE,)) for _ in range(TRIALS))
+                self.policies[StepKind.LOOK].costs.measured[nodes] = seconds
+            for old in [key for key in self.made if not isinstance(key[0], StepKind)][:-SAMPLERS]:
+                del self.made[old]
+        return self.made[key]
+
+    def _capture(self, step: Callable, arguments: tuple) -> Captured:
+        try:
+            return Captured(step, arguments, self.pool)
+        except CaptureError as error:
+            self.pool = torch.cuda.graph_pool_handle()
+            raise RuntimeError(
+                "a step cannot be captured in a CUDA graph, for something in the model waits for the GPU or is not "
+                f"allowed there; pass cuda_graphs=False to speculate(). It was: {error}"
+            ) from error
+
+    def _function(self, kind: StepKind, nodes: int) -> Callable:
+        """The step as a function, compiled if that is asked for, and not captured."""
+        match kind:
+            case StepKind.PREFILL:
+                return self._compiled.prefill()
+            case StepKind.FINISH:
+                return self._compiled.finish(nodes).finish
+            case StepKind.PROPOSE:
+                return self._propose
+            case StepKind.CATCH_UP:
+                return partial(self._compiled.prefill().catch_up, size=nodes)
+            case StepKind.LOOK:
+                return partial(self._compiled.round(nodes).look, nodes=nodes)
+            case StepKind.ROUND:
+                function = partial(self._compiled.round(nodes).forward, nodes=nodes)
+                return function if self.ring is None else self.ring.publishing(function)
+
+    def _arguments(self, kind: StepKind, nodes: int) -> tuple:
+        if kind is StepKind.FINISH:
+            return self._compiled.accepted(self._compiled.round(nodes), nodes, PAGE)
+        return (nodes or self.prefill_sizes[-1], PAGE) if kind is StepKind.PREFILL else (PAGE,)
+
+    def _measure(self, kind: StepKind, new: dict[int, Callable]) -> None:
+        """Tell the policy the cost of rounds of every size, the `new` ones included. They run in turn, TRIALS times, so
+        that other processes slow all of them alike."""
+        steps = {nodes: step for (other, nodes), step in self.made.items() if other is kind} | new
+        times = [
+            {nodes: self._seconds(step, self._arguments(kind, nodes)) for nodes, step in steps.items()}
+            for _ in range(TRIALS)
+        ]
+        self.policies[kind].costs.measured.update({nodes: min(trial[nodes] for trial in times) for nodes in steps})
+
+    def _seconds(self, step: Callable, arguments: tuple) -> float:
+        """The duration of a step that has run before, over different tokens: equal tokens would go to the same experts
+        of a mixture, so that many would cost as much as one."""
+        self.state.draw_tree()
+        if self.runtime.on_gpu:
+            torch.cuda.synchronize()
+        tick = time.perf_counter()
+        outcome = step(*arguments)
+        if self.runtime.on_gpu:
+            torch.cuda.synchronize()
+        del outcome
+        return time.perf_counter() - tick
+
+    def _untouched(self) -> AbstractContextManager[None]:
+        return untouched(self.state, self.drafter, self.ring)
