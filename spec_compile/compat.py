@@ -57,8 +57,16 @@ default_gate = moe._default_apply_gate
 
 default_store = dist.distributed_c10d._get_default_store
 """Returns the store through which the processes of torch.distributed have found each other."""
-gather_flat = dist.all_gather_single if TORCH >= (2, 13) else dist.all_gather_into_tensor
-"""``gather_flat(output, input, group=)``: the inputs of all ranks one after the other; its old name warns."""
+_gather_flat = dist.all_gather_single if TORCH >= (2, 13) else dist.all_gather_into_tensor
+"""``(output, input, group=)``: the inputs of all ranks one after the other; its old name warns."""
+
+
+def gather_parts(x: Tensor, group_name: str) -> Tensor:
+    """All ranks' x, [ranks, *x.shape]."""
+    group = dist.distributed_c10d._resolve_process_group(group_name)
+    parts = x.new_empty(group.size() * x.numel())
+    _gather_flat(parts, x.reshape(-1), group=group)
+    return parts.view(group.size(), *x.shape)
 
 
 def default_cache_dir() -> str:

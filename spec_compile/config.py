@@ -12,13 +12,13 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 from .errors import did_you_mean
 from .kernels import attention
-from .kernels.linear.quantised import made
 from .parallel.ranks import ALONE, Alone
+from .quantised import rounded
 from .tree import MAX_NODES
 
 CACHE_DTYPES = ("auto", "fp8", "fp8_per_token_head")
 EXACT = ("auto", "bits", "request")
-WEIGHTS = (None, *made.FORMATS)
+WEIGHTS = (None, *rounded.FORMATS)
 
 
 def promises_bits(exact: str, device_type: str) -> bool:

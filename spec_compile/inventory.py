@@ -1,6 +1,6 @@
 """The inventory of a model: its configurations, and its parameters and buffers as its modules hold them.
 
-Some layers make tensors when they are read (see `kernels.linear.quantised.one_layout`). Nothing here reads those.
+Some layers make tensors when they are read (see `quantised.held`). Nothing here reads those.
 """
 
 from collections.abc import Iterable, Iterator

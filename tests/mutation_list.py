@@ -78,7 +78,7 @@ GUARDS = [
         ("rows-checked", NEVER, "ngram/test_trie_operations.py -k refuses_before"),
         ("saved-tries", SKIP, "ngram/test_trie_files.py -k contradictory"),
         # quantised weights
-        ("scales-of-blocks", SKIP, "kernels/test_gguf_blocks.py"),
+        ("scales-of-blocks", SKIP, "quantised/test_gguf_blocks.py"),
         ("divided-scales", NEVER, "drafters/test_quantised_drafts.py -k 'has_the_weights and ct_nvfp4'"),
         ("scales-before-products", NEVER, "kernels/test_few_rows.py -k test_layouts"),
         ("rounded-activations", SKIP, "kernels/test_few_rows.py -k test_the_op_takes_the_kernel"),

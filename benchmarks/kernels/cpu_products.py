@@ -22,11 +22,12 @@ from torch.nn import functional as F
 
 from benchmarks.common import pin, save_rows, show, stamp
 from benchmarks.kernels.matmul import LAYERS, MODELS
-from spec_compile.kernels.linear import few_rows, quantised
-from spec_compile.kernels.linear.quantised.compressed_tensors import PerChannel
-from spec_compile.kernels.linear.quantised.layout import WeightLayout
-from spec_compile.kernels.linear.quantised.nibbles import ZERO, Nibbles
-from spec_compile.kernels.linear.quantised.torchao import Float8Weight, Int8Weight
+from spec_compile import quantised
+from spec_compile.kernels.linear import few_rows
+from spec_compile.quantised.codes import WeightLayout
+from spec_compile.quantised.compressed_tensors import PerChannel
+from spec_compile.quantised.pack_gpu import ZERO, Nibbles
+from spec_compile.quantised.torchao import Float8Weight, Int8Weight
 
 BYTES, BURST = 96 << 20, 4 << 20
 """Bytes of all weights, more than caches hold, and of those of a burst."""

@@ -23,7 +23,8 @@ from torch.nn import functional as F
 
 from benchmarks.common import save_rows, show, stamp
 from benchmarks.timers import bandwidth, captured, product_speed, replay_us
-from spec_compile.kernels.experts import ExpertFormat, launch, mxfp4, plans
+from spec_compile.kernels.experts import ExpertFormat, launch, plans
+from spec_compile.quantised import mxfp4
 
 SILU = ExpertFormat("silu")
 CLAMPED = ExpertFormat("clamped", True, True, True, 1.702, 7.0)

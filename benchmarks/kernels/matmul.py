@@ -21,8 +21,8 @@ from benchmarks.common import save_rows, show, stamp
 from benchmarks.rounds.quantised_layers import NF4
 from benchmarks.timers import bandwidth, captured, replay_us
 from spec_compile.kernels.linear import small_m
-from spec_compile.kernels.linear.quantised import nibbles
-from spec_compile.kernels.linear.quantised.fp8_block import FP8, Fp8Block
+from spec_compile.quantised import pack_gpu
+from spec_compile.quantised.fp8 import FP8, Fp8Block
 from spec_compile.tools import tune_kernels as tune
 
 LAYERS = ("qkv", "o", "gate_up", "down", "lm_head")
@@ -44,15 +44,15 @@ def bf16(outputs: int, inputs: int) -> tune.ProductShape:
 
 def int4(outputs: int, inputs: int) -> tune.ProductShape:
     words = torch.randint(-(1 << 31), 1 << 31, (outputs, inputs // 8), dtype=torch.int32, device="cuda")
-    layout = nibbles.Nibbles(128, 0, 1)
-    units = layout.units(torch.rand(inputs // 128, outputs, device="cuda").bfloat16() / 16, nibbles.ZERO)
+    layout = pack_gpu.Nibbles(128, 0, 1)
+    units = layout.units(torch.rand(inputs // 128, outputs, device="cuda").bfloat16() / 16, pack_gpu.ZERO)
     return tune.ProductShape(outputs, inputs, layout.kind, torch.bfloat16, [(words, units)])
 
 
 def nf4(outputs: int, inputs: int) -> tune.ProductShape:
     codes = torch.randint(16, (outputs, inputs), dtype=torch.uint8, device="cuda")
     scales = torch.rand(inputs // 64, outputs, device="cuda")
-    layout, parts = nibbles.pack_with_table(codes, torch.tensor(NF4, device="cuda"), scales)
+    layout, parts = pack_gpu.pack_with_table(codes, torch.tensor(NF4, device="cuda"), scales)
     return tune.ProductShape(outputs, inputs, layout.kind, torch.bfloat16, [tuple(parts)])
 
 

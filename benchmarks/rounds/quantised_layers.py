@@ -9,11 +9,11 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from spec_compile.capture.quantised import QuantisedLinear
-from spec_compile.kernels.linear.quantised import Packed
-from spec_compile.kernels.linear.quantised.bitsandbytes import Table4
-from spec_compile.kernels.linear.quantised.fp8_block import FP8, Fp8Block
-from spec_compile.kernels.linear.quantised.gptq import Gptq
-from spec_compile.kernels.linear.quantised.made import int4, int4_words, int8
+from spec_compile.quantised import Packed
+from spec_compile.quantised.bnb import Table4
+from spec_compile.quantised.fp8 import FP8, Fp8Block
+from spec_compile.quantised.gptq import Gptq
+from spec_compile.quantised.rounded import int4, int4_words, int8
 
 GROUP = 64
 NF4 = (

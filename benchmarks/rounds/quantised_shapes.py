@@ -9,8 +9,8 @@ from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
 from benchmarks.rounds.quantised_layers import fp8, gptq, int4, nf4, pack_layers
 from spec_compile.capture.mxfp4 import PRODUCTS, Mxfp4Experts
-from spec_compile.kernels.experts.mxfp4 import GROUP
-from spec_compile.kernels.linear.quantised.fp8_block import FP8
+from spec_compile.quantised.fp8 import FP8
+from spec_compile.quantised.mxfp4 import GROUP
 
 FP8_SCALES, MXFP4_SCALES = (0.01, 0.03), (119, 122)
 """Ranges of random scales [from, below) that give weights of about 0.02, as transformers initialises them."""

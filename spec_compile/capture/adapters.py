@@ -8,7 +8,7 @@ from torch import nn
 
 from ..errors import UnsupportedModelError
 from ..inventory import held_tensors
-from ..kernels.linear.quantised.one_layout import Restoring
+from ..quantised.held import Restoring
 from .compiled import strip
 from .followed import FollowedConfig, FollowsGenerationConfig, follow, followed
 from .mxfp4 import library_tensors

@@ -13,8 +13,8 @@ from transformers.generation import GenerationMixin
 
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph
-from ..kernels.linear.quantised import unrounded_activations
 from ..kernels.together import compile_together
+from ..quantised import unrounded_activations
 from ..tree import ancestry
 from . import adapters, hooks
 from .checks import (

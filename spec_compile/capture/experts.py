@@ -12,8 +12,8 @@ from transformers.activations import SiLUActivation
 from ..compat import EXPERTS_INTERFACES, default_gate
 from ..inventory import configured
 from ..kernels.experts import DOWN, UP, ExpertFormat
-from ..kernels.linear.quantised.fp8_block import FP8
-from ..kernels.linear.quantised.layout import class_path, require, require_scale
+from ..quantised.codes import class_path, require, require_scale
+from ..quantised.fp8 import FP8
 
 IMPLEMENTATION, SELECTOR = "spec_compile", "_experts_implementation"
 """Our function in transformers' tables, and the attribute of a configuration that names the function to call."""

@@ -8,8 +8,9 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .. import quantised
 from ..kernels import HALF
-from ..kernels.linear import PRODUCT, PRODUCTS, quantised
+from ..kernels.linear import PRODUCT, PRODUCTS
 from ..kernels.plain import plain_kernels
 
 aten = torch.ops.aten

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 from transformers.utils import cached_file
 
 from ..kernels.linear import for_few_rows
-from ..kernels.linear.quantised import gguf
-from ..kernels.linear.quantised.layout import WEIGHTS, Packed, UnreadError
+from ..quantised import gguf
+from ..quantised.codes import WEIGHTS, Packed, UnreadError
 from .mxfp4 import FROM_HUB
 from .quantised import QuantisedLinear
 from .rounded_weights import own_layers, put_layer

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from transformers import GptOssConfig, GptOssForCausalLM, Mxfp4Config
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
-from ..kernels.experts import DOWN, UP, ExpertFormat, mxfp4
-from ..kernels.linear.quantised.layout import class_path, require
+from ..kernels.experts import DOWN, UP, ExpertFormat
+from ..quantised import mxfp4
+from ..quantised.codes import class_path, require
 
 PRODUCTS = "gate_up_proj", "down_proj"
 FROM_HUB = "cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token"

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .. import quantised
 from ..errors import UnsupportedModelError
 from ..inventory import set_in_configs
-from ..kernels.linear import QUANTISED, hold_packed, quantised
+from ..kernels.linear import QUANTISED, hold_packed
 from ..parallel.slices import whole
 from .adapters import twin
 from .experts import IMPLEMENTATION, SELECTOR, are_packed

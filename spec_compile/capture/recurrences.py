@@ -14,8 +14,8 @@ from transformers.activations import ACT2FN
 from ..errors import UnsupportedModelError
 from ..graph import RecurrenceSpec, calls
 from ..kernels import HALF
-from ..kernels.linear.quantised.layout import class_path
 from ..kernels.recurrence import KINDS, recurrence, stash_shapes
+from ..quantised.codes import class_path
 from .modules import RECURRENT
 
 MARKER = torch.ops.spec_compile.recurrence.default

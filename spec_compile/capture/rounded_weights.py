@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from ..kernels.linear import for_few_rows
-from ..kernels.linear.quantised import made
+from ..quantised import rounded
 from .quantised import QuantisedLinear, RoundedHead, packed_layers
 from .sharded import is_sharded
 
@@ -18,7 +18,7 @@ log = logging.getLogger("spec_compile")
 
 READ_BY_OTHERS = ("dt_proj",)
 """Names of layers whose weights the module around them reads (Mamba's time steps)."""
-HEADS = {"int8": made.int8, "int4": made.int8}
+HEADS = {"int8": rounded.int8, "int4": rounded.int8}
 """By the format of layers, the function that rounds the output head on a CPU. It never gets 4 bits;
 llama.cpp's files of 4 bits keep 6 or 8 there, too."""
 
@@ -40,7 +40,7 @@ def rounded_weights(model: PreTrainedModel, name: str | None, ranks: int = 1) ->
     _check(model)
     replaced, left = dict[str, nn.Linear](), []
     for path, layer in [*own_layers(model)]:
-        packed = made.FORMATS[name](layer.weight)
+        packed = rounded.FORMATS[name](layer.weight)
         if packed is None:
             left.append(path)
             continue

@@ -15,7 +15,7 @@ from ..compat import attention_implementation
 from ..errors import UnsupportedModelError
 from ..graph import LayerSpec, ModelGraph, attribute, calls
 from ..kernels import ops
-from ..kernels.linear.quantised.layout import class_path
+from ..quantised.codes import class_path
 from . import recurrences
 from .adapters import twin as copied
 from .experts import marked_experts

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..inventory import held
-from ..kernels.linear.quantised import update
+from ..quantised import update
 from .mxfp4 import library_tensors
 from .quantised import packed_layers
 

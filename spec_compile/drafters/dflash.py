@@ -93,6 +93,7 @@ class DFlash(Algorithm):
         def causal_layers(graph: ModelGraph, settings: passes.Settings) -> str:
             return restrict_to_causal(graph, draft.causal)
 
+        # Capture the draft and rewrite its graph, on the ranks that share it.
         pipeline = self.weights.pipeline([*passes.PIPELINE, causal_layers])
         captured = draft_graph(draft, options, partial(capture_head, draft))
         ranks, self.sharing = choose_ranks(options.draft_ranks, options.ranks, captured)

@@ -14,10 +14,10 @@ from ..capture.adapters import shallow
 from ..errors import did_you_mean
 from ..graph import ModelGraph, attribute
 from ..kernels.linear import PRODUCT, QUANTISED, for_few_rows, linear_layers
-from ..kernels.linear.quantised import Packed, made
 from ..passes import PIPELINE
 from ..passes.merge_linears import merge_linears
 from ..passes.select_logits import select_logits
+from ..quantised import Packed, rounded
 
 PARTS = ("layers", "output")
 """The parts of a draft: the products of its layers, and its output matrix."""
@@ -29,14 +29,14 @@ def parse(value: str | dict | None) -> dict[str, str]:
         raise TypeError(f"draft_weights: expected {_known()}, got {type(value).__name__} ({value!r})")
     parts = dict.fromkeys(PARTS, value) if isinstance(value, str) else dict(value or {})
     for part, name in parts.items():
-        for value, known in ((part, PARTS), (name, made.FORMATS)):
+        for value, known in ((part, PARTS), (name, rounded.FORMATS)):
             if value not in known:
                 raise ValueError(f"draft_weights: expected {_known()}, got {value!r}.{did_you_mean(str(value), known)}")
     return parts
 
 
 def _known() -> str:
-    return f"one of {', '.join(made.FORMATS)}, or a dict of these for {' and '.join(PARTS)}"
+    return f"one of {', '.join(rounded.FORMATS)}, or a dict of these for {' and '.join(PARTS)}"
 
 
 @dataclass
@@ -115,7 +115,7 @@ class DraftWeights:
         return self._copies[key].packed
 
     def _rounded(self, weight: Tensor, part: str) -> Packed | None:
-        packed = made.FORMATS[self.formats[part]](weight)
+        packed = rounded.FORMATS[self.formats[part]](weight)
         if packed is None:
             self._left[f"{list(weight.shape)}"] = weight.nbytes
             return None

@@ -70,12 +70,14 @@ class HeadAlgorithm(Algorithm):
         if isinstance(self.schedule, StaticTree):
             self.schedule.to(head.head_weight.device)
         self.draft_module = options.draft if isinstance(options.draft, nn.Module) else head
+        # Capture the head and rewrite its graph for drafting, on the ranks that share it.
         captured = self._capture(head, options)
         ranks, self.sharing = choose_ranks(options.draft_ranks, options.ranks, captured, head.head_weight.nbytes)
         self.settings = passes.Settings(options.merge_linears, attention=options.attention("draft"), ranks=ranks)
         self.graph = passes.run(captured, self.settings, self.weights.pipeline())
         self.logits = DraftHead(head.head_weight, ranks, self.weights)
         self.head = self.weights.with_projection(head, captured)
+        # The sizes that rounds are built for.
         self.longest = options.longest(min(self.schedule.nodes, self.schedule.num_steps + 1))
         levels = self.schedule.num_steps if isinstance(self.schedule, Schedule) else 1
         self.plan = DraftPlan(self.schedule.nodes, head.taps, self.schedule.fed, options.draws, levels=levels)

@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
-from torch.distributed.distributed_c10d import _resolve_process_group
 
-from ..compat import gather_flat
+from ..compat import gather_parts
 
 try:
     from . import all_reduce_kernel
@@ -75,14 +74,6 @@ def all_gather(x: Tensor, size: int, group_name: str) -> Tensor:
 @all_gather.register_fake
 def _(x, size, group_name):
     return x.new_empty(*x.shape[:-1], size * x.shape[-1])
-
-
-def gather_parts(x: Tensor, group_name: str) -> Tensor:
-    """All ranks' x, [ranks, *x.shape]."""
-    group = _resolve_process_group(group_name)
-    parts = x.new_empty(group.size() * x.numel())
-    gather_flat(parts, x.reshape(-1), group=group)
-    return parts.view(group.size(), *x.shape)
 
 
 @dataclass(frozen=True)

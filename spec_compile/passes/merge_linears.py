@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .. import quantised
 from ..graph import ModelGraph, attribute
-from ..kernels.linear import PLAIN, linear_layers, operands_of, quantised, quantised_layers, with_operands
+from ..kernels.linear import PLAIN, linear_layers, operands_of, quantised_layers, with_operands
 from ..kernels.ops import arguments_of
 from .apply import comes_after
 from .products import output_sizes, put_product

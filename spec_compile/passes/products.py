@@ -7,10 +7,11 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, fx
 
+from .. import quantised
 from ..kernels import experts
-from ..kernels.linear import QUANTISED, quantised
-from ..kernels.linear.quantised.layout import Place, WeightLayout
+from ..kernels.linear import QUANTISED
 from ..kernels.ops import arguments_of
+from ..quantised.codes import Place, WeightLayout
 
 aten = torch.ops.aten
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph, attribute, owner
 from ..kernels.experts import ExpertFormat
-from ..kernels.linear.quantised.layout import Place, WeightLayout
-from ..kernels.linear.quantised.rearranged import Rearranged, rearranged
 from ..parallel.slices import Cut, Slices
+from ..quantised.codes import Place, WeightLayout
+from ..quantised.held import Rearranged, rearranged
 from .products import Layout, WeightProduct
 
 

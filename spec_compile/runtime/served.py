@@ -25,7 +25,7 @@ from ..config import Options
 from ..drafting import Algorithm
 from ..graph import ModelGraph
 from ..kernels.attention import BACKENDS
-from ..kernels.linear.quantised import update
+from ..quantised import update
 from . import past
 from .agreement import Agreement
 from .call import Call

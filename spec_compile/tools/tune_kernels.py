@@ -25,7 +25,7 @@ from ..kernels.card import Card, card_of
 from ..kernels.linear import LINEARS, computed, small_m, tuned, weight_of
 from ..kernels.linear.plans import ProductPlan, ProductTile
 from ..kernels.linear.product import Product
-from ..kernels.linear.quantised import layout_of
+from ..quantised import layout_of
 
 WIDTHS = 16, 64, 128
 """Rows of a tile; those of a round are most often as few as the first two."""

@@ -52,12 +52,6 @@ class Blocks:
         anchors = torch.cat([self.anchors, self.anchors[:, -1:].expand(-1, more)], dim=1)
         return Blocks(anchors, *(F.pad(values, (0, 0, 0, more)) for values in (self.counted, self.teachers)))
 
-    def by_teacher(self) -> tuple[Tensor, Tensor]:
-        """The same in the order of their teachers, of which blocks of logits then share more."""
-        slots, teachers = self.slots()
-        teachers, order = teachers.sort(stable=True)
-        return slots[order], teachers
-
 
 class BlockTrainer(Trainer):
     """Trainer of a draft that makes the tokens of a block in one forward."""
@@ -81,7 +75,10 @@ class BlockTrainer(Trainer):
         drawn = self.draw_blocks(batch, most, torch.Generator().manual_seed(generator.initial_seed()))
         if self.device.type == "cuda":
             drawn = drawn.filled(most)  # the graphs are for one number of blocks
-        slots, teachers = drawn.by_teacher() if self.position_weight == FIXED else drawn.slots()
+        slots, teachers = drawn.slots()
+        if self.position_weight == FIXED:  # in the order of teachers, of which blocks of logits then share more
+            teachers, order = teachers.sort(stable=True)
+            slots = slots[order]
         at = move(slots, self.device)
         rows = [output.flatten(0, 2).index_select(0, at) for output in self.outputs(batch, features, drawn)]
         weights = self.row_weights(slots, teachers, features)

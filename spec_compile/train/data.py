@@ -44,27 +44,16 @@ class Batch:
     next_supervised: Tensor
     tokens: int
 
-    def slots(self, ahead: int) -> tuple[Tensor, Tensor]:
-        """The slots whose draft of step `ahead` (from 0) is a supervised token, and the positions of their teachers.
-
-        A slot t pairs the state at position t with the token at t + 1; a row has L - 1 of them. In step `ahead` it
-        drafts the token that follows position t + 1 + ahead, where the target's prediction is its teacher.
-
-        Returns (slots, teachers), two int64 [R], ascending: indices into B * (L - 1) slots and B * L positions. A row
-        of L = 4 tokens, all supervised, gives slots [0, 1] and teachers [1, 2] for ahead = 0 (slot 0 has read tokens 0
-        and 1, and drafts token 2, which position 1 predicts), and slots [0] and teachers [2] for ahead = 1.
-        """
-        first = 1 + ahead
-        width = self.next_supervised.shape[1]
-        row, slot = self.next_supervised[:, first:].nonzero(as_tuple=True)
-        return row * (width - 1) + slot, row * width + slot + first
-
     def rollout(self, steps: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The `slots` of all steps, in the order of their teachers.
+        """The slots whose draft of some step is a supervised token, with their teachers, in the order of these.
+
+        A slot t pairs the state at position t with the token at t + 1; a row has L - 1 of them. In step i (from 0) it
+        drafts the token that follows position t + 1 + i, where the target's prediction is its teacher.
 
         Returns (slots, step_of, teachers), each int64 [R]: indices into steps * B * (L - 1) slots, the step of each,
         and indices into B * L positions. A row of L = 4 tokens, all supervised, gives for 2 steps slots [0, 1, 3],
-        step_of [0, 0, 1] and teachers [1, 2, 2]; slot 3 is slot 0 of step 1.
+        step_of [0, 0, 1] and teachers [1, 2, 2]: slot 0 has read tokens 0 and 1, and drafts token 2, which position 1
+        predicts; slot 3 is slot 0 of step 1.
         """
         rows, width = self.ids.shape
         row, column = self.next_supervised.nonzero(as_tuple=True)

@@ -56,7 +56,7 @@ class EagleTrainer(HeadTrainer):
         noise = torch.rand(states.shape, generator=generator, device=self.device) - 0.5
         noisy = states + (noise * (NOISE * NOISE_LENGTH / ids.shape[1])).to(states.dtype)
         ((_, outputs),) = self.unroll(ids, noisy[:, :-1], Causal(), 1)
-        slots, teachers = batch.slots(0)
+        slots, _, teachers = batch.rollout(1)
         share = 1 / max(1, len(slots))
         outputs = outputs.flatten(0, 1).index_select(0, move(slots, self.device))
         expected = states.flatten(0, 1)[move(teachers, self.device)]

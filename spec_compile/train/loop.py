@@ -216,10 +216,10 @@ class Loop:
             if self.held_out and int(share * EVALUATIONS) < int(self.share * EVALUATIONS) < EVALUATIONS:
                 self.state.evaluations.append((self.state.step, _shares(self._updates.count(self.glance, 1)[0])[0]))
             now = time.perf_counter()
-            if len(self._unread) >= UNREAD or now - reported >= waits:
+            is_due = now - reported >= waits or self.share >= 1
+            if is_due or len(self._unread) >= UNREAD:
                 self._read_losses()
-            if now - reported >= waits or self.share >= 1:
-                self._read_losses()
+            if is_due:
                 self._tell(*known)
                 reported, known = now, (self.state.step, self.state.tokens, now)
                 waits = min(REPORT_SECONDS, max(FIRST_SECONDS, now - begin))

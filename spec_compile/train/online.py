@@ -158,7 +158,7 @@ class OnlineTraining:
 
     def _compare(self) -> None:
         """Put the trained weights into service if they are accepted at least as often on the held-out texts."""
-        batches = self.ring.held_out(BATCH_SIZE, HELD_OUT_TOKENS)
+        batches = sample(self.ring.part(held_out=True), BATCH_SIZE, HELD_OUT_TOKENS)
         if not batches:
             return  # train on until there are some
         trained, served = self._updates.count(batches, self._trainer.steps, self._served)
@@ -262,10 +262,6 @@ class Ring:
         pieces = self.part(held_out=False)
         picked = torch.randperm(len(pieces), generator=generator)[:size].tolist()
         return collate([pieces[n] for n in picked]) if picked else None
-
-    def held_out(self, size: int, tokens: int) -> list[Batch]:
-        """Batches of held-out pieces, with about `tokens` tokens at most."""
-        return sample(self.part(held_out=True), size, tokens)
 
 
 # The float32 twin of a draft in service, and the trainer of each kind of draft that can learn while it serves.

@@ -30,6 +30,8 @@ CURVE = "curve.csv"
 """File of losses and acceptance."""
 DOOR = "custom_generate"
 """Folder with the function that transformers' ``custom_generate`` runs."""
+SENT = ["README.md", "config.json", "model.safetensors", CURVE, f"{DOOR}/*"]
+"""Files of a training that are sent to the model hub; its state and its texts are not."""
 VERSION = 2
 """The version of the state's format; a state of another version is refused."""
 
@@ -196,10 +198,6 @@ output = model.generate(**inputs, custom_generate="{draft}", trust_remote_code=T
 Accepted means: the draft is the token that the target finds likeliest. The accept length is the number of tokens that a
 round gains. Trained by `spec_compile.train_draft`; `{CURVE}` has the loss of every step.
 """
-
-
-SENT = ["README.md", "config.json", "model.safetensors", CURVE, f"{DOOR}/*"]
-"""Files of a training that are sent; its state and its texts are not."""
 
 
 @dataclass(frozen=True)

@@ -154,10 +154,12 @@ class HeadTrainer(Trainer):
     @torch.no_grad()
     def accepted(self, batch: Batch, features: Features, steps: int) -> Iterator[tuple[int, int]]:
         ids, choices = move(batch.ids, self.device), features.choices.flatten()
+        every, step_of, teacher_of = batch.rollout(steps)
         reached = alive = None
-        for ahead, (_, normed) in enumerate(self.unroll(ids, self.project(features.states), Rollout(steps), steps)):
-            slots, teachers = (move(part, self.device) for part in batch.slots(ahead))
-            right = torch.zeros(normed.shape[:2].numel(), dtype=torch.bool, device=self.device)
+        for step, (_, normed) in enumerate(self.unroll(ids, self.project(features.states), Rollout(steps), steps)):
+            count, here = normed.shape[:2].numel(), step_of == step
+            slots, teachers = (move(part[here], self.device) for part in (every - step * count, teacher_of))
+            right = torch.zeros(count, dtype=torch.bool, device=self.device)
             counted = right.clone().index_fill_(0, slots, True)
             drafts = self.drafts([(normed.flatten(0, 1)[slots], self.module.head_weight)])
             right[slots] = drafts == choices[teachers]

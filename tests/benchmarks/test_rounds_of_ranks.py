@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks import timers
 from benchmarks.rounds import of_ranks, shards, tensor_parallel
 from spec_compile.inventory import held_tensors
-from spec_compile.kernels.linear.quantised.fp8_block import FP8
 from spec_compile.parallel.slices import Cut, Slices
+from spec_compile.quantised.fp8 import FP8
 
 WORKER = """
 import json, os, signal, sys, time

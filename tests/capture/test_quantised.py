@@ -30,7 +30,7 @@ from transformers import (
 from transformers.integrations import mxfp4
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
-from spec_compile import UnsupportedModelError, load_mxfp4, passes, speculate
+from spec_compile import UnsupportedModelError, load_mxfp4, passes, quantised, speculate
 from spec_compile.capture.checks import check_tree
 from spec_compile.capture.quantised import hold_one_layout, packed_layers
 from spec_compile.capture.trace import capture
@@ -39,11 +39,11 @@ from spec_compile.drafters.modules.layers import LayerKnobs
 from spec_compile.graph import ModelGraph, attribute, calls
 from spec_compile.inventory import held_tensors
 from spec_compile.kernels import experts, linear
-from spec_compile.kernels.linear import QUANTISED, few_rows, quantised
-from spec_compile.kernels.linear.quantised import unrounded_activations
+from spec_compile.kernels.linear import QUANTISED, few_rows
 from spec_compile.passes import fuse_append, fuse_residuals, fuse_swiglu, use_small_m_linears
 from spec_compile.passes.row_invariance import variant_parts
 from spec_compile.passes.tap_hidden_states import FINAL
+from spec_compile.quantised import unrounded_activations
 
 FEW_ROWS = use_small_m_linears, fuse_swiglu, fuse_residuals, fuse_append
 GREEDY = dict(do_sample=False, max_new_tokens=48, eos_token_id=None, pad_token_id=0)
@@ -320,7 +320,7 @@ def test_rounding_of_a_row_depends_on_that_row_alone():
     x[2] *= 50
     x[3] = 0
     for function, argument, error in (
-        (quantised.fp8_block.rounded_blocks, 128, 1 / 16),
+        (quantised.fp8.rounded_blocks, 128, 1 / 16),
         (quantised.rows.rounded_rows, torch.float8_e4m3fn, 1 / 16),
         (quantised.rows.rounded_rows, torch.int8, 0),
     ):

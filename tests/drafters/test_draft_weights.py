@@ -19,7 +19,7 @@ from spec_compile.drafters.heads import HeadAlgorithm, HeadOptions
 from spec_compile.drafters.options import DraftOptions
 from spec_compile.graph import calls
 from spec_compile.kernels.linear import PRODUCT, QUANTISED, few_rows, small_m
-from spec_compile.kernels.linear.quantised import made
+from spec_compile.quantised.rounded import FORMATS
 
 OPTIONS = dict(compile=False, check=False, adaptive=False, max_cache_len=200)
 TREE = dict(num_steps=3, topk=2, num_draft_tokens=6)
@@ -28,7 +28,7 @@ IDS = rounds.prompts(1)
 
 def rounded(weight, name):
     """A weight as its copy has it; as it is if no group of inputs divides it."""
-    packed = made.FORMATS[name](weight.detach())
+    packed = FORMATS[name](weight.detach())
     return weight if packed is None else nn.Parameter(packed.weight().to(weight.dtype), requires_grad=False)
 
 
@@ -72,7 +72,7 @@ def same_drafts(target, algorithm, draft, name, parts=("layers", "output"), **op
 
 
 @pytest.mark.sweep("eagle3-fp8 eagle-int4 mtp-int8")
-@pytest.mark.parametrize("name", made.FORMATS)
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "mtp"])
 def test_heads_draft_as_heads_of_rounded_weights(algorithm, name):
     same_drafts(rounds.target("llama"), algorithm, rounds.head(algorithm, "llama"), name, **TREE)
@@ -103,7 +103,7 @@ def test_p_eagle_drafts_as_one_of_rounded_weights(tmp_path):
 
 
 @pytest.mark.sweep("draft_model-int8")
-@pytest.mark.parametrize("name", made.FORMATS)
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("algorithm", ["draft_model"])
 def test_a_draft_model_drafts_as_one_of_rounded_weights(algorithm, name):
     same_drafts_of_models(algorithm, rounds.target("llama"), rounds.draft_model("llama"), name)

@@ -7,10 +7,11 @@ import pytest
 import torch
 from cpu_levels import NEEDS_KERNEL
 
-from spec_compile.kernels.linear import around, chain, few_rows, quantised
+from spec_compile import quantised
+from spec_compile.kernels.linear import around, chain, few_rows
 from spec_compile.kernels.linear.chain import CHAIN, Link, links_of
-from spec_compile.kernels.linear.quantised.made import int4, int8
 from spec_compile.kernels.plain import plain_kernels
+from spec_compile.quantised.rounded import int4, int8
 
 pytestmark = NEEDS_KERNEL
 SIZES = (64, 128, False, False), (128, 384, True, True), (192, 128, False, False), (128, 320, True, False)

@@ -18,8 +18,9 @@ from spec_compile.capture.trace import capture
 from spec_compile.compat import EXPERTS_INTERFACES
 from spec_compile.graph import calls
 from spec_compile.kernels import counters, experts
-from spec_compile.kernels.experts import ExpertFormat, launch, mxfp4, plans
+from spec_compile.kernels.experts import ExpertFormat, launch, plans
 from spec_compile.kernels.linear.product_ops import plain_stream, stream_after
+from spec_compile.quantised import mxfp4
 
 route = pytest.importorskip("spec_compile.kernels.experts.route", exc_type=ImportError)
 sort = pytest.importorskip("spec_compile.kernels.experts.sort", exc_type=ImportError)

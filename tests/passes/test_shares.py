@@ -14,11 +14,11 @@ from spec_compile import UnsupportedModelError, load_mxfp4, passes
 from spec_compile.graph import calls
 from spec_compile.kernels import experts
 from spec_compile.kernels.linear import QUANTISED
-from spec_compile.kernels.linear.quantised.compressed_tensors import PerTensor
-from spec_compile.kernels.linear.quantised.w4a8 import W4A8
 from spec_compile.parallel.slices import Slices
 from spec_compile.passes import shares
 from spec_compile.passes.products import product_of
+from spec_compile.quantised.compressed_tensors import PerTensor
+from spec_compile.quantised.rows import W4A8
 
 SIZE = 1024
 

@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LEVELS = (
-    "errors extensions folders inventory registry", "compat", "graph tree", "cache outcome forks parallel", "kernels",
-    "ngram", "config", "passes", "capture", "compile", "drafting stats recording", "runtime", "drafters", "report",
+    "errors extensions folders inventory registry", "compat", "graph tree", "cache outcome forks parallel", "quantised",
+    "kernels", "ngram", "config", "passes", "capture", "compile", "drafting stats recording", "runtime", "drafters", "report",
     "batching", "contrib", "api cli", "backend custom_generate", "train tools", "serve",
 )  # fmt: skip
 """The modules and folders of the package, from the bottom to the top. One level's do not import each other."""
@@ -86,6 +86,7 @@ ELSEWHERE = {
     "capture.taps": "drafters", "outcome": "runtime", "recording": "report",
     "report.explain": "report",  # repr() and explain() of what speculate() returns
     "forks": "product",
+    "quantised.experts": "kernels", "quantised.mxfp4": "kernels",
     "serve.cli": "serve",  # a command of `python -m spec_compile`
 }  # fmt: skip
 """Modules that no test of their folder imports, and the folder of tests that run them by a public path."""

@@ -5,18 +5,18 @@ from functools import partial
 import torch
 from torch import nn
 
+from spec_compile import quantised
 from spec_compile.capture.quantised import QuantisedLinear
-from spec_compile.kernels.linear import quantised
-from spec_compile.kernels.linear.quantised import Packed
-from spec_compile.kernels.linear.quantised.awq import Awq
-from spec_compile.kernels.linear.quantised.bitsandbytes import Table4
-from spec_compile.kernels.linear.quantised.blocks import MINIMUM, NONE, CodeGroups, numbers_of
-from spec_compile.kernels.linear.quantised.compressed_tensors import Int4Group, PerChannel, PerTensor
-from spec_compile.kernels.linear.quantised.fp4 import Fp4, Fp4Both
-from spec_compile.kernels.linear.quantised.fp8_block import Fp8Block
-from spec_compile.kernels.linear.quantised.gptq import Gptq
-from spec_compile.kernels.linear.quantised.torchao import Float8Weight, Int8Weight, IntGroups
-from spec_compile.kernels.linear.quantised.w4a8 import W4A8
+from spec_compile.quantised import Packed
+from spec_compile.quantised.awq import Awq
+from spec_compile.quantised.bnb import Table4
+from spec_compile.quantised.compressed_tensors import Int4Group, PerChannel, PerTensor
+from spec_compile.quantised.fp4 import Fp4, Fp4Both
+from spec_compile.quantised.fp8 import Fp8Block
+from spec_compile.quantised.gptq import Gptq
+from spec_compile.quantised.pack_cpu import MINIMUM, NONE, CodeGroups, numbers_of
+from spec_compile.quantised.rows import W4A8
+from spec_compile.quantised.torchao import Float8Weight, Int8Weight, IntGroups
 
 FP8 = torch.float8_e4m3fn
 

@@ -24,7 +24,7 @@ from transformers.integrations.finegrained_fp8 import FP8Linear, replace_with_fp
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from spec_compile.capture.yardstick import NEAR_TIE, first_unequal
-from spec_compile.kernels.linear.quantised import unrounded_activations
+from spec_compile.quantised import unrounded_activations
 from spec_compile.tools.audit_logits import gap_noise
 
 IDS = torch.randint(1, checkpoints.VOCAB, (1, 20), generator=torch.Generator().manual_seed(3))

@@ -117,15 +117,16 @@ def test_batches_hold_every_piece_once(lengths, size, seed, length):
             lengths_there = batch.next_supervised.sum(1) + 1
             assert batch.tokens == lengths_there.sum() and len(batch.ids) <= size
             seen += [tuple(row[:n].tolist()) for row, n in zip(batch.ids, lengths_there)]
+            width, (slots, step_of, places) = batch.ids.shape[1], batch.rollout(3)
             for ahead in range(3):
-                slots, places = batch.slots(ahead)
-                width = batch.ids.shape[1]
+                first = ahead * len(batch.ids) * (width - 1)
                 expected = [
-                    (row * (width - 1) + slot, row * width + slot + 1 + ahead)
+                    (first + row * (width - 1) + slot, row * width + slot + 1 + ahead)
                     for row, n in enumerate(lengths_there.tolist())
                     for slot in range(n - 2 - ahead)
                 ]
-                assert list(zip(slots.tolist(), places.tolist())) == expected
+                here = step_of == ahead
+                assert list(zip(slots[here].tolist(), places[here].tolist())) == expected
         assert sorted(seen) == sorted(wanted)
         orders.append(seen)
     again = texts.Batches(pieces, size, seed)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from torch import nn
 
 from ...compat import TRANSFORMERS
-from ...kernels.linear.quantised.layout import class_path
+from ...quantised.codes import class_path
 from . import alibi, attention, convolutions, experts, recurrent
 from .attention import Attend
 

@@ -177,6 +177,7 @@ def drafts_blocks(assistant: object) -> bool:
 
 def read_dflash(files: DraftFiles, target: Target, overrides: dict) -> DFlashDraft:
     """A DFlash draft. overrides: of OVERRIDES. ValueError if anything does not fit."""
+    # Read the config, which must fit the target.
     kind = next((kind for kind in KIN if kind.fits(files)), DFlashConfig)
     config = kind(files.config)
     config.refuse_variants()
@@ -188,6 +189,7 @@ def read_dflash(files: DraftFiles, target: Target, overrides: dict) -> DFlashDra
     for window, sees_before in zip(knobs.windows, causal):
         if window is not None and window < block_size and not sees_before:
             raise ValueError(f"draft: its window of {window} is shorter than its blocks of {block_size}, both ways")
+    # Make the draft without weights, and fill it.
     llama = with_rope_theta(config, overrides).llama()
     output, rows = _output(files, config, target)
     with torch.device("meta"):

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...capture.quantised import RoundedHead, packed_layer
-from ...kernels.linear.quantised import Packed
 from ...parallel.slices import whole
+from ...quantised import Packed
 from .quantised import CACHE_SCALES, Published, Quantisation, StoredMatrix
 
 FILES = ("model.safetensors", "pytorch_model.bin", "consolidated.safetensors")
@@ -191,6 +191,7 @@ class Checkpoint:
 
         Quantised matrices are given as the weights that they mean, and as they are stored in ``draft.published``.
         """
+        # Find the tensors of each parameter, and refuse the files unless these are all tensors.
         empty = {name: value for name, value in draft.state_dict().items() if value.is_meta}
         parts = {name: part_of(name, tuple(value.shape)) for name, value in empty.items()}
         taken = {name: part.shape for part in parts.values() for name in part.names}
@@ -200,6 +201,7 @@ class Checkpoint:
             raise ValueError(
                 f"draft: {self.source} holds tensors that this format does not know: {_some(left)}{_how(left)}"
             )
+        # Read them.
         buffers, state, published = dict(draft.named_buffers()), {}, {}
         for name, part in parts.items():
             value = part.join([self.take_weight(source) for source in part.names])

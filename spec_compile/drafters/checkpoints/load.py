@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ...capture.adapters import shallow
 from ...errors import did_you_mean
-from ...kernels.linear.quantised.blocks import some_rows
+from ...quantised.pack_cpu import some_rows
 from ..modules.assistant import Assistant
 from ..modules.dflash import DFlashDraft
 from ..modules.eagle import Head

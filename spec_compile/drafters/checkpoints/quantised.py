@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.linear.quantised import Packed
-from ...kernels.linear.quantised.awq import Awq
-from ...kernels.linear.quantised.bitsandbytes import Table4
-from ...kernels.linear.quantised.fp4 import Fp4
-from ...kernels.linear.quantised.fp8_block import FP8, Fp8Block
-from ...kernels.linear.quantised.gptq import Gptq
-from ...kernels.linear.quantised.layout import unpacked_nibbles
-from ...kernels.linear.quantised.torchao import Float8Weight, Int8Weight, IntGroups
+from ...quantised import Packed
+from ...quantised.awq import Awq
+from ...quantised.bnb import Table4
+from ...quantised.codes import unpacked_nibbles
+from ...quantised.fp4 import Fp4
+from ...quantised.fp8 import FP8, Fp8Block
+from ...quantised.gptq import Gptq
+from ...quantised.torchao import Float8Weight, Int8Weight, IntGroups
 
 Tensors = dict[str, Tensor]
 """The tensors of a matrix by the ends of their names."""

@@ -10,9 +10,9 @@ Reference: transformers' `integrations/moe.py`.
 import torch
 from torch import Tensor, fx
 
+from ...quantised.experts import ExpertFormat, format_here, format_of
 from ..linear.product_ops import plain_stream, stream_after
 from . import launch
-from .format import ExpertFormat, format_here, format_of
 from .launch import lack, lack_of_device  # noqa: F401
 
 

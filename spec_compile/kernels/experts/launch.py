@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...quantised.experts import ExpertFormat
 from .. import HALF, dependent_launch
 from ..card import card_of
 from ..counters import zero_counters
@@ -14,7 +15,6 @@ from ..linear.plans import squared_columns
 from ..linear.product import ResidualStream
 from ..linear.small_m import LEAST_HEIGHT, has_descriptors
 from . import plans
-from .format import ExpertFormat
 from .plans import ExpertTile
 
 try:

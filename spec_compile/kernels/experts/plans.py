@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from .mxfp4 import GROUP, WIDTH
+from ...quantised.mxfp4 import GROUP, WIDTH
 
 LEAST_PAIRS, LEAST_MXFP4_PAIRS = 256, 64
 """Pairs of a token and an expert from which on they are sorted, because each program of `experts_kernel` looks through

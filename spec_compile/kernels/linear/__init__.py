@@ -10,10 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
+from ... import quantised
 from ...graph import ModelGraph, attribute, calls
 from .. import HALF
 from ..ops import arguments_of
-from . import around, chain, few_rows, product_ops, quantised, small_m  # noqa: F401
+from . import around, chain, few_rows, product_ops, small_m  # noqa: F401
+from .packed import packed_linear, quantised_linear  # noqa: F401
 
 aten = torch.ops.aten
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from ...quantised.fp8 import FP8
 from .. import card
-from .quantised.fp8_block import FP8
 from .quantised_kernel import UNIT_ROWS, round_blocks_kernel
 
 BLOCKS, FEW_ROWS = 8, 16

@@ -127,7 +127,7 @@ def _(x, residual, norm, eps, offset, parts, bias, kind, is_gated):
 
 
 def outputs_of(x: Tensor, parts: list[Tensor], kind: str, is_gated: bool) -> int:
-    from .quantised import layout_of
+    from ...quantised import layout_of
 
     outputs = layout_of(kind).outputs(parts, x.shape[-1]) if kind else parts[0].shape[0]
     return outputs // 2 if is_gated else outputs

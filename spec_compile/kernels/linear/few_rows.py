@@ -15,7 +15,7 @@ from ..cpu import AMX, HIGHEST, PRESENT, VARIABLE
 from ..plain import are_plain
 
 if TYPE_CHECKING:
-    from .quantised.layout import WeightLayout
+    from ...quantised.codes import WeightLayout
 
 _few_rows = extensions.load_if_built("kernels.linear._few_rows", "products on a CPU are slower")
 LEVELS = ("", "AVX2", "AVX-512", "AVX-512 with VNNI, BF16 and VBMI")
@@ -121,7 +121,7 @@ def _form_of_kind(kind: str, weights: torch.dtype, dtype: torch.dtype, best: int
 
     The hundred products of a round ask, so all that the three decide is found once. best: `BEST`.
     """
-    from .quantised import layout_of
+    from ...quantised import layout_of
 
     return None if lack_of_device(dtype) is not None else form_of(layout_of(kind), weights)
 

@@ -15,9 +15,9 @@ from .. import ops
 from ..all_reduce import EXCHANGES, Exchange, all_reduce
 from ..card import card_of
 from ..ops import as_rows
+from .packed import packed_linear
 from .plans import MAX_HEAD, ProductPlan, appending, ceil_div, squared_columns
 from .product import Gate, Normed, Product, QkvHeads, ResidualStream
-from .quantised import packed_linear
 from .small_m import launch, plan_of, run
 
 try:

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ...quantised import layout_of
+from ...quantised.rows import FP8, LARGEST
 from .. import HALF, dependent_launch
 from ..all_reduce import Exchange
 from ..card import AMPERE, HOPPER, card_of
@@ -20,8 +22,6 @@ from ..plain import are_plain
 from . import computed, tuned
 from .plans import CUT, ProductPlan, ProductTile, ceil_div, packed_plan, plan, squared_columns
 from .product import Gate, Matrix, Product, QkvHeads, ResidualStream
-from .quantised import layout_of
-from .quantised.rows import FP8, LARGEST
 
 try:
     import triton

@@ -1,20 +1,69 @@
-"""Integers of 4 bits in groups, and activations that are rounded to 8 bits by row: W4A8 and W4AFP8.
-
-Reference: ``quant_scheme.py`` of compressed-tensors, `W4A8` and `W4AFP8`. The kernel multiplies codes, as QServe (arXiv
-2405.04532) does; it scales the sum of each group.
-"""
+"""Activations that are rounded to 8 bits with a scale for each row, or a constant one, as compressed-tensors does."""
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import nibbles
-from .layout import Place, WeightLayout, grouped, packed_nibbles, unpacked_nibbles
-from .nibbles import WIDTH, ZERO, Words, group_of
-from .rows import FP8, RoundsRows
+from ..compat import gather_parts
+from . import pack_gpu
+from .codes import Place, WeightLayout, exact_linear, grouped, packed_nibbles, unpacked_nibbles
+from .pack_gpu import WIDTH, ZERO, Words, group_of
+
+rounds_activations: ContextVar[bool] = ContextVar("rounds_activations", default=True)
+"""False where no layer rounds its activations, whatever its format and kernel."""
+FP8 = torch.float8_e4m3fn
+LARGEST = {FP8: 448.0, torch.int8: 127.5}
+"""By what the largest absolute value of a row is divided to get its scale."""
+
+
+def rounded_rows(x: Tensor, dtype: torch.dtype, scales: Tensor | None = None) -> Tensor:
+    """x [..., I] rounded to FP8 or int8 with a scale for each row, or the given; every step is rounded to x's dtype."""
+    if scales is None:
+        scales = x.abs().amax(dim=-1, keepdim=True) / LARGEST[dtype]
+    codes = x / scales.where(scales > 0, 1.0)
+    if dtype == torch.int8:
+        codes = codes.round().clamp(-128, 127)
+    else:
+        codes = codes.clamp(-448, 448).to(dtype).to(x.dtype)
+    return codes * scales
+
+
+@torch.library.custom_op("spec_compile::rounded_over_ranks", mutates_args=())
+def rounded_over_ranks(x: Tensor, dtype: torch.dtype, group_name: str) -> Tensor:
+    """`rounded_rows` of rows [..., I] of which each rank has other columns, with the scales of the whole rows.
+
+    group_name: of a process group of torch.distributed, see `all_reduce`.
+    """
+    if not rounds_activations.get():
+        return x.clone()
+    largest = gather_parts(x.abs().amax(dim=-1, keepdim=True), group_name).amax(dim=0)  # guard: rank-rounding
+    return rounded_rows(x, dtype, largest / LARGEST[dtype])
+
+
+@rounded_over_ranks.register_fake
+def _(x, dtype, group_name):
+    return torch.empty_like(x)
+
+
+class RoundsRows(WeightLayout):
+    """A layout whose activations are rounded by `rounded_rows` before the product; nothing if `row_dtype` is None."""
+
+    def product(self, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        dtype, scale = self.row_dtype(parts[0]), self.constant_scale(parts)
+        if dtype is not None:
+            x = rounded_rows(x, dtype, None if scale is None else scale.to(x.dtype))
+        return self.multiplied(x, parts, bias, exact_linear)
+
+
+# Integers of 4 bits in groups, and activations that are rounded to 8 bits by row: W4A8 and W4AFP8.
+#
+# Reference: ``quant_scheme.py`` of compressed-tensors, `W4A8` and `W4AFP8`. The kernel multiplies codes, as QServe
+# (arXiv
+# 2405.04532) does; it scales the sum of each group.
 
 
 @dataclass(frozen=True)
@@ -41,7 +90,7 @@ class W4A8(RoundsRows):
     def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]] | None:
         codes, scales = parts
         if self.rounded:
-            return nibbles.pack(self._codes(codes), ZERO, scales.T)
+            return pack_gpu.pack(self._codes(codes), ZERO, scales.T)
         group = group_of(inputs, scales.shape[1])
         if group is None or group < 32:
             return None

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import nibbles
-from .layout import Place, WeightLayout, exact_linear
+from . import pack_gpu
+from .codes import Place, WeightLayout, exact_linear
 from .rows import FP8
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -36,7 +36,7 @@ class Fp4(WeightLayout):
         return numbers.mul_(self._scales(parts)[:, :, None]).flatten(1)
 
     def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]] | None:
-        return nibbles.pack_with_table(_unpacked(parts[0]), _table(parts[0]), self._scales(parts).T)
+        return pack_gpu.pack_with_table(_unpacked(parts[0]), _table(parts[0]), self._scales(parts).T)
 
     def restored(self, index: int, packed: WeightLayout, parts: Sequence[Tensor], inputs: int) -> Tensor | None:
         if index:

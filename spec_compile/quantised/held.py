@@ -6,15 +6,20 @@ hold the library's layout again.
 """
 
 import copy
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-from .blocks import is_of_cpu
-from .layout import Packed, WeightLayout
-from .repack import for_kernel
+from .bnb import Table4
+from .codes import Packed, Place, WeightLayout
+from .pack_cpu import CodeBlocks, blocks, for_cpu, is_of_cpu
+from .pack_gpu import Nibbles, TableNibbles
+from .rows import W4A8, RoundedNibbles
+from .torchao import IntGroups
 
 PARTS = "spec_compile_words", "spec_compile_units"
 """The names of the buffers that have a layer's weights as the kernel reads them."""
@@ -159,3 +164,136 @@ def _equal(a: Tensor, b: Tensor) -> bool:
         return torch.equal(a, b)
     names, settings = a.__tensor_flatten__()
     return (names, settings) == b.__tensor_flatten__() and all(_equal(getattr(a, n), getattr(b, n)) for n in names)
+
+
+# Layers of which the kernel for few rows reads a copy in another layout, made once for all graphs.
+
+
+@dataclass(eq=False)
+class Repacked:
+    """Parts in a layout that the kernel reads, on a CPU or a GPU, and the layer that they were made of: layout, parts,
+    inputs."""
+
+    layout: WeightLayout
+    parts: list[Tensor]
+    source: tuple[WeightLayout, list[Tensor], int]
+    on_cpu: bool
+
+    def update(self) -> None:
+        """Raises ValueError if the layer's present values take another layout."""
+        layout, parts = for_kernel(*self.source, self.on_cpu)
+        if layout != self.layout:
+            raise ValueError(
+                f"quantised weights were changed, and their copy would be {layout.kind!r}, not {self.layout.kind!r}, "
+                "because of other zero points, larger scales or another table; load the model again, then speculate()"
+            )
+        for old, new in zip(self.parts, parts):
+            old.copy_(new)
+
+
+_known: "WeakValueDictionary[tuple, Repacked]" = WeakValueDictionary()
+"""By the addresses of the layer's parts."""
+
+
+def for_kernel(
+    layout: WeightLayout, parts: Sequence[Tensor], inputs: int, on_cpu: bool
+) -> tuple[WeightLayout, list[Tensor]] | None:
+    """A layout that the kernel for few rows of a CPU or a GPU reads, and parts in it; None: there is none."""
+    return for_cpu(layout, parts, inputs) if on_cpu else layout.for_few_rows(parts, inputs)
+
+
+def repacked(
+    layout: WeightLayout, parts: Sequence[Tensor], inputs: int, on_cpu: bool = False
+) -> tuple[WeightLayout, list[Tensor]] | None:
+    """`for_kernel`, once for all graphs.
+
+    Where the new parts are a copy, the first has it in `made_of`, which also keeps the layer's addresses in use.
+    """
+    is_read = is_of_cpu(layout) if on_cpu else layout.packing is not None
+    if is_read and all(part.is_contiguous() for part in parts):
+        return layout, list(parts)
+    key = layout.kind, inputs, on_cpu, *((part.data_ptr(), part.stride()) for part in parts)
+    known = _known.get(key)
+    if known is None:
+        form = for_kernel(layout, parts, inputs, on_cpu)
+        if form is None:
+            return None
+        known = _known[key] = Repacked(*form, (layout, list(parts), inputs), on_cpu)
+        known.parts[0].made_of = known
+    return known.layout, known.parts
+
+
+def update() -> None:
+    """Copies have the present values of the layers that they were made of."""
+    for known in list(_known.values()):
+        known.update()
+
+
+# Quantised layers in layouts whose parts can be cut: a share of a layer is cut there and then packed as it was.
+
+
+class Rearranged(NamedTuple):
+    """A layer in an order in which its parts can be cut.
+
+    places: where these parts have outputs and inputs.
+    unpack: makes the parts.
+    pack: makes a layout and its parts of cut parts; its second argument is how many inputs these have.
+    """
+
+    places: list[Place]
+    unpack: Callable[[], list[Tensor]]
+    pack: Callable[[list[Tensor], int], tuple]
+
+
+def rearranged(layout: WeightLayout, parts: Sequence[Tensor], inputs: int, by_inputs: bool) -> Rearranged | str | None:
+    """A layer whose parts cannot be cut as they are, along the inputs or the outputs, in an order in which they can.
+
+    None: they can be cut as they are; a text, the end of a sentence about the layer: in no order.
+    """
+    if isinstance(layout, Table4) and parts[1].dim() == 1:
+        rows = layout.by_row(parts, inputs)
+        if rows is None:
+            return f"has blocks of {layout.block} weights, in which a row of {inputs} inputs ends"
+        return _rearranged(Table4(layout.block, 0), rows[1], lambda: rows, is_words=False)
+    if isinstance(layout, TableNibbles):
+        return _table(layout, parts, inputs)
+    if isinstance(layout, CodeBlocks):
+        groups, rows = layout.rows(parts, inputs)
+        places, unpack = groups.places(rows), lambda: layout.rows(parts, inputs)[1]
+        return Rearranged(places, unpack, lambda cut, inputs: blocks(groups, *cut))
+    if not by_inputs or not isinstance(layout, (Nibbles, RoundedNibbles)):
+        return None
+    scales, group = layout.scales(parts, inputs), min(layout.group, inputs)
+
+    def codes() -> Tensor:
+        return layout.codes(parts, inputs).to(torch.int8).sub_(8)
+
+    if isinstance(layout, RoundedNibbles):
+        return _rearranged(W4A8(group, layout.fp8, 0), scales.T, lambda: [codes(), scales.T])
+    zeros = layout.scales_and_zeros(parts[1])[1]
+    zeros = torch.zeros_like(scales) if isinstance(zeros, int) else zeros[: len(scales)] - 8
+    return _rearranged(IntGroups(group, 4), scales.T, lambda: [codes(), scales.T, zeros.to(torch.int8).T])
+
+
+def _table(layout: TableNibbles, parts: Sequence[Tensor], inputs: int) -> Rearranged:
+    scales = layout.scales(parts, inputs).T
+
+    def unpack() -> list[Tensor]:
+        codes = layout.codes(parts, inputs)
+        return [codes[:, ::2] << 4 | codes[:, 1::2], scales, parts[1][0, :8].flatten()]
+
+    return _rearranged(Table4(min(layout.group, inputs), 0), scales, unpack)
+
+
+def _rearranged(
+    layout: WeightLayout, scales: Tensor, unpack: Callable[[], list[Tensor]], is_words: bool = True
+) -> Rearranged:  # fmt: skip
+    """layout, scales: of the order in which the layer can be cut. is_words: it comes from `Words`, and goes there
+    again."""
+
+    def pack(cut: list[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]]:
+        share, cut = layout.of_inputs(inputs), [part.contiguous() for part in cut]
+        form = share.for_few_rows(cut, inputs) if is_words else None
+        return form or (share, cut)
+
+    return Rearranged(layout.places([scales, scales]), unpack, pack)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from spec_compile.kernels.linear import quantised
-from spec_compile.kernels.linear.quantised import gguf
-from spec_compile.kernels.linear.quantised.layout import UnreadError
-from spec_compile.kernels.linear.quantised.nibbles import TableNibbles
+from spec_compile import quantised
+from spec_compile.quantised import gguf
+from spec_compile.quantised.codes import UnreadError
+from spec_compile.quantised.pack_gpu import TableNibbles
 
 OUTPUTS, BLOCKS = 24, 3
 

@@ -6,8 +6,7 @@ import torch
 from spec_compile.kernels.linear import small_m
 from spec_compile.kernels.linear.plans import ProductTile
 from spec_compile.kernels.linear.product import Product
-from spec_compile.kernels.linear.quantised.rows import FP8, rounded_rows
-from spec_compile.kernels.linear.quantised.w4a8 import W4A8, RoundedNibbles
+from spec_compile.quantised.rows import FP8, W4A8, RoundedNibbles, rounded_rows
 
 
 def test_bytes_have_columns_that_are_a_depth_apart():

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from . import nibbles
-from .gptqmodel import LIBRARY, require_4_bits, require_words
-from .layout import Packed, Place, WeightLayout, class_path, packed_nibbles, require, require_scale, unpacked_nibbles
+from . import pack_gpu
+from .codes import Packed, Place, WeightLayout, class_path, packed_nibbles, require, require_scale, unpacked_nibbles
 
+LIBRARY = "gptqmodel.nn_modules.qlinear."
 CLASSES = {f"{LIBRARY}torch.{name}" for name in ("TorchLinear", "TorchQuantLinear")}
 
 
@@ -38,7 +38,7 @@ class Gptq(WeightLayout):
         if rest or not torch.equal(groups.long(), in_order):
             return None  # an order of activations
         zeros = unpacked_nibbles(zeros[first : last + 1]).int() + self.offset
-        return nibbles.pack(unpacked_nibbles(codes.T), zeros, scales[first : last + 1])
+        return pack_gpu.pack(unpacked_nibbles(codes.T), zeros, scales[first : last + 1])
 
     def restored(self, index: int, packed: WeightLayout, parts: Sequence[Tensor], inputs: int) -> Tensor | None:
         if index == 0:
@@ -74,3 +74,19 @@ def read(module: nn.Module) -> Packed | None:
     require(0 <= int(module.g_idx.min()) and int(module.g_idx.max()) < groups, "has groups without a scale")
     parts = {name: getattr(module, name) for name in ("qweight", "qzeros", "scales", "g_idx")}
     return Packed(Gptq(2 - module.qzero_format()), parts, module.bias, inputs)
+
+
+# Requirements that gptqmodel's layers of GPTQ and of AWQ share.
+
+
+def require_4_bits(module: nn.Module) -> None:
+    """UnreadError unless the layer is plain and of 4 bits."""
+    require(module.bits == 4, f"has {module.bits} bits, where 4 are read")
+    require(not getattr(module, "adapter", None), "has an adapter inside")
+
+
+def require_words(module: nn.Module, shape: tuple[int, int]) -> None:
+    """UnreadError unless the packed weights are int32 of this shape."""
+    words = module.qweight
+    require(tuple(words.shape) == shape, "has packed weights of another shape")
+    require(words.dtype == torch.int32, f"has packed weights of {words.dtype}, expected torch.int32")

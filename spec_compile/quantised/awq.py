@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from . import nibbles
-from .gptqmodel import LIBRARY, require_4_bits, require_words
-from .layout import (
+from . import pack_gpu
+from .codes import (
     Packed,
     Place,
     WeightLayout,
@@ -18,6 +17,7 @@ from .layout import (
     require_scale,
     unpacked_nibbles,
 )
+from .gptq import LIBRARY, require_4_bits, require_words
 
 CLASSES = {f"{LIBRARY}torch_awq.{name}" for name in ("AwqTorchLinear", "AwqTorchQuantLinear")}
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -42,7 +42,7 @@ class Awq(WeightLayout):
 
     def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]] | None:
         codes, zeros, scales = parts
-        return nibbles.pack(_outputs_in_order(codes).T, _outputs_in_order(zeros).int(), scales)
+        return pack_gpu.pack(_outputs_in_order(codes).T, _outputs_in_order(zeros).int(), scales)
 
     def restored(self, index: int, packed: WeightLayout, parts: Sequence[Tensor], inputs: int) -> Tensor | None:
         if index == 0:

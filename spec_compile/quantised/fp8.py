@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .layout import Packed, Place, WeightLayout, class_path, exact_linear, require, require_scale
+from .codes import Packed, Place, WeightLayout, class_path, exact_linear, require, require_scale
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..linear.quantised.fp8_block import rounded_blocks
-from ..linear.quantised.layout import Place, exact_linear
-from ..linear.quantised.rearranged import Rearranged
-from ..linear.quantised.rows import rounds_activations
 from . import mxfp4
+from .codes import Place, exact_linear
+from .fp8 import rounded_blocks
+from .held import Rearranged
+from .rows import rounds_activations
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class ExpertFormat:
         return replace(self, mxfp4=size) if self.mxfp4 else self
 
     def rearranged(self, parts: Sequence[Tensor], by_inputs: bool) -> Rearranged | None:
-        """As `quantised.rearranged`: MXFP4 in the order of files, where inputs can be cut."""
+        """As `held.rearranged`: MXFP4 in the order of files, where inputs can be cut."""
         if not self.mxfp4 or not by_inputs:
             return None
 

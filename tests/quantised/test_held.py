@@ -11,12 +11,12 @@ from quantised_models import IDS, load
 from torch import nn
 from toy_graphs import prefix_then_chunk
 
-from spec_compile import passes, speculate
+from spec_compile import passes, quantised, speculate
 from spec_compile.capture.quantised import hold_one_layout, packed_layers
 from spec_compile.capture.trace import capture
 from spec_compile.inventory import held_tensors
-from spec_compile.kernels.linear import few_rows, quantised, small_m
-from spec_compile.kernels.linear.quantised.one_layout import PARTS, Restoring
+from spec_compile.kernels.linear import few_rows, small_m
+from spec_compile.quantised.held import PARTS, Restoring
 
 GREEDY = dict(do_sample=False, max_new_tokens=8, eos_token_id=None, pad_token_id=0)
 HALF = {"gptq": torch.float16, "awq": torch.float16}
@@ -88,7 +88,7 @@ def test_a_packed_layer_is_its_librarys(name, loaded):
     words = [each._buffers[PARTS[0]] for each in layers(model)]
     model.to("cpu")  # changes nothing
     hold_one_layout(model)
-    kernels = *quantised.nibbles.LAYOUTS, quantised.w4a8.RoundedNibbles
+    kernels = *quantised.pack_gpu.LAYOUTS, quantised.rows.RoundedNibbles
     assert all(type(packed.layout) in kernels for packed in packed_layers(model).values())
     assert all(each._buffers[PARTS[0]] is tensor for each, tensor in zip(layers(model), words))
 

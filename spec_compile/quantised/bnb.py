@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from . import nibbles
-from .layout import WEIGHTS, Packed, Place, WeightLayout, class_path, require, require_scale
+from . import pack_gpu
+from .codes import WEIGHTS, Packed, Place, WeightLayout, class_path, require, require_scale
 
 NESTED = 256
 """Scales of a block that double quantisation rounds together."""
@@ -41,7 +41,7 @@ class Table4(WeightLayout):
         if inputs % self.block:
             return None  # a block has parts of two rows
         scales = self._scales(parts).view(-1, inputs // self.block)
-        return nibbles.pack_with_table(_unpacked(parts[0]).view(-1, inputs), parts[2], scales.T)
+        return pack_gpu.pack_with_table(_unpacked(parts[0]).view(-1, inputs), parts[2], scales.T)
 
     def restored(self, index: int, packed: WeightLayout, parts: Sequence[Tensor], inputs: int) -> Tensor | None:
         if index == 0:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import nibbles
-from .layout import Packed, Place, WeightLayout, grouped
-from .nibbles import Nibbles, TableNibbles, Words
+from . import pack_gpu
+from .codes import Packed, Place, WeightLayout, grouped
+from .pack_gpu import Nibbles, TableNibbles, Words
 from .torchao import Int8Weight
 
 OUTPUTS = 64
@@ -23,7 +23,7 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16
 """By `Number` of few_rows.h."""
 NONE, POINT, MINIMUM = range(3)
 """`Second` of few_rows.h."""
-CENTRED = torch.arange(-nibbles.ZERO, 16 - nibbles.ZERO).float()
+CENTRED = torch.arange(-pack_gpu.ZERO, 16 - pack_gpu.ZERO).float()
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ class CodeGroups(WeightLayout):
         scales = units[:, :, 0].T.contiguous()
         if self.rounds == 0:
             scales = scales.float()
-            return nibbles.pack_with_table(codes.view(torch.uint8), self.table_numbers.to(codes.device), scales)
-        zeros = units[:, :, 1].T.int() + nibbles.ZERO if self.second == POINT else nibbles.ZERO
-        return nibbles.pack(codes.view(torch.uint8), zeros, scales)
+            return pack_gpu.pack_with_table(codes.view(torch.uint8), self.table_numbers.to(codes.device), scales)
+        zeros = units[:, :, 1].T.int() + pack_gpu.ZERO if self.second == POINT else pack_gpu.ZERO
+        return pack_gpu.pack(codes.view(torch.uint8), zeros, scales)
 
     @property
     def table_numbers(self) -> Tensor:
@@ -207,10 +207,10 @@ def _of_nibbles(layout: Words, parts: Sequence[Tensor], inputs: int) -> tuple[We
         groups = CodeGroups(4, layout.group, NONE, 0, 0 if centred else layout.numbers)
         return blocks(groups, codes, scales[:, :, None])
     rounds, zeros = DTYPES.index(scales.dtype), layout.scales_and_zeros(parts[1])[1]
-    zeros = nibbles.ZERO if isinstance(zeros, int) else zeros[: scales.shape[1]]
-    if bool((torch.as_tensor(zeros) == nibbles.ZERO).all()):  # layers of one layout can be merged
+    zeros = pack_gpu.ZERO if isinstance(zeros, int) else zeros[: scales.shape[1]]
+    if bool((torch.as_tensor(zeros) == pack_gpu.ZERO).all()):  # layers of one layout can be merged
         return blocks(CodeGroups(4, layout.group, NONE, rounds, 0), codes, scales[:, :, None])
-    points = (zeros - nibbles.ZERO).to(scales.dtype).T
+    points = (zeros - pack_gpu.ZERO).to(scales.dtype).T
     return blocks(CodeGroups(4, layout.group, POINT, rounds, 0), codes, torch.stack([scales, points], dim=2))
 
 

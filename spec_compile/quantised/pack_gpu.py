@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .layout import Place, WeightLayout
+from .codes import Place, WeightLayout
 
 WIDTH = 256
 """Columns whose words lie side by side."""

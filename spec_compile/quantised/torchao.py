@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from . import nibbles
-from .layout import Packed, Place, WeightLayout, grouped, require, require_scale
+from . import pack_gpu
+from .codes import Packed, Place, WeightLayout, grouped, require, require_scale
 
 DTYPES = {"Int8Tensor": torch.int8, "Float8Tensor": torch.float8_e4m3fn}
 
@@ -68,7 +68,7 @@ class IntGroups(WeightLayout):
 
     def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]] | None:
         codes, scales, zeros = parts
-        return None if self.width > 4 else nibbles.pack((codes + 8).to(torch.uint8), zeros.T.int() + 8, scales.T)
+        return None if self.width > 4 else pack_gpu.pack((codes + 8).to(torch.uint8), zeros.T.int() + 8, scales.T)
 
     def restored(self, index: int, packed: WeightLayout, parts: Sequence[Tensor], inputs: int) -> Tensor | None:
         if index == 0:

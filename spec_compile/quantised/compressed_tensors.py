@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ....parallel.slices import whole
-from . import nibbles
+from ..parallel.slices import whole
+from . import pack_gpu
+from .codes import Packed, Place, WeightLayout, grouped, packed_nibbles, require, require_scale, unpacked_nibbles
 from .fp4 import Fp4, Fp4Both
-from .layout import Packed, Place, WeightLayout, grouped, packed_nibbles, require, require_scale, unpacked_nibbles
-from .rows import FP8, LARGEST, RoundsRows
-from .w4a8 import W4A8
+from .rows import FP8, LARGEST, W4A8, RoundsRows
 
 EIGHT_BITS = {"float-quantized", "int-quantized", "naive-quantized"}
 NVFP4 = "nvfp4-pack-quantized"
@@ -113,7 +112,7 @@ class Int4Group(WeightLayout):
 
     def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]] | None:
         words, scales = parts
-        return nibbles.pack(unpacked_nibbles(words), 8, scales.T)
+        return pack_gpu.pack(unpacked_nibbles(words), 8, scales.T)
 
     def restored(self, index: int, packed: WeightLayout, parts: Sequence[Tensor], inputs: int) -> Tensor | None:
         return (

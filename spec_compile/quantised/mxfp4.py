@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..linear.quantised.fp4 import VALUES
+from .fp4 import VALUES
 
 WIDTH, GROUP = 256, 32
 """Columns of 32 words, which a tile reads at once, and columns that share a scale."""

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .blocks import MINIMUM, NONE, CodeGroups, numbers_of
-from .layout import Packed, require
+from .codes import Packed, require
+from .pack_cpu import MINIMUM, NONE, CodeGroups, numbers_of
 
 GROUP = 32
 """Inputs of a block."""

@@ -11,16 +11,15 @@ from packed_layers import DRAWN, FP8, prepared
 from places import ON_GPU
 from torch.nn import functional as F
 
+from spec_compile import quantised
 from spec_compile.kernels import counters
-from spec_compile.kernels.linear import quantised, small_m
+from spec_compile.kernels.linear import small_m
 from spec_compile.kernels.linear.plans import ProductTile
 from spec_compile.kernels.linear.product import Gate, Product
 from spec_compile.kernels.linear.product_ops import product, product_to_heads
-from spec_compile.kernels.linear.quantised.compressed_tensors import (
-    read,
-)
-from spec_compile.kernels.linear.quantised.fp8_block import Fp8Block
-from spec_compile.kernels.linear.quantised.rows import rounded_rows
+from spec_compile.quantised.compressed_tensors import read
+from spec_compile.quantised.fp8 import Fp8Block
+from spec_compile.quantised.rows import rounded_rows
 
 HALF = {name: torch.float16 if name in ("ct64 fp16", "gptq", "awq") else torch.bfloat16 for name in DRAWN}
 TILES = {8: ProductTile(64, 128, 16, 4, 2, bits=8), 4: ProductTile(64, 256, 16, 4, 2, bits=4)}
@@ -72,7 +71,7 @@ def test_weights_are_made_numbers_by_parts(name, monkeypatch):
     (layout, parts), ours = prepared(name, 640, 256)
     x, bias = torch.randn(2, 3, 256), torch.randn(640)
     wanted = layout.product(x, parts, bias)
-    monkeypatch.setattr(quantised.layout, "WEIGHTS", 256 * 256)
+    monkeypatch.setattr(quantised.codes, "WEIGHTS", 256 * 256)
     for each, tensors in [(layout, parts), *([ours] if ours else [])]:
         made = made_weights(type(each), monkeypatch)
         torch.testing.assert_close(each.product(x, tensors, bias), wanted, rtol=1e-4, atol=1e-4)
@@ -195,7 +194,7 @@ def test_codes_are_those_of_quotients(exponent):
     for signed in (x, -x):
         codes, units = rounded_blocks(signed, 128, False)
         got = codes.float().unflatten(1, (13, 128)) * units.T[:128, :, None]
-        wanted = quantised.fp8_block.rounded_blocks(signed.cpu(), 128)  # on a GPU, PyTorch multiplies by 1 / 448
+        wanted = quantised.fp8.rounded_blocks(signed.cpu(), 128)  # on a GPU, PyTorch multiplies by 1 / 448
         assert torch.equal(got.flatten(1).cpu(), wanted)
 
 

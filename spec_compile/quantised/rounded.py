@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .codes import WEIGHTS, Packed
 from .compressed_tensors import Int4Group
-from .fp8_block import FP8
-from .layout import WEIGHTS, Packed
+from .fp8 import FP8
 from .torchao import Float8Weight, Int8Weight
 
 GROUPS = 128, 64, 32

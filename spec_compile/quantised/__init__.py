@@ -1,0 +1,74 @@
+"""Quantised weights: each format is a file, and tells what its tensors mean.
+
+A format is a `WeightLayout`, and ``read(module)``, which takes a layer of its library apart without a copy.
+"""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from . import awq, bnb, compressed_tensors, fp4, fp8, gptq, pack_cpu, pack_gpu, rows, torchao
+from .codes import Packed, UnreadError, WeightLayout  # noqa: F401
+from .held import PARTS, OneLayout, Rearranged, for_kernel, layer_of, rearranged, repacked, update  # noqa: F401
+from .rows import rounds_activations
+
+FORMATS = (fp8, compressed_tensors, gptq, awq, bnb, torchao)
+LAYOUTS = {layout.__name__: layout for format in (*FORMATS, pack_cpu, fp4, pack_gpu, rows) for layout in format.LAYOUTS}
+REFILLED = {
+    bnb.Table4: bnb.refilled, torchao.IntGroups: torchao.refilled,
+    torchao.Int8Weight: torchao.refilled,
+}  # fmt: skip
+"""Functions that make an owner of parts anew, by the layout."""
+
+
+def read(module: nn.Module) -> Packed | None:
+    """A quantised linear layer of a format that is read, or None; UnreadError if it is not laid out as expected."""
+    layer = layer_of(module)
+    if layer is not None and all(map(layer.is_empty, layer.empty)):
+        return Packed(layer.packed, dict(zip(PARTS, layer.parts)), module.bias, layer.inputs)
+    return next((packed for format in FORMATS if (packed := format.read(module)) is not None), None)
+
+
+def hold_in_one_layout(module: nn.Module, source: Packed, form: tuple[WeightLayout, list[Tensor]]) -> None:
+    """Let a layer hold its weights only in the form that `WeightLayout.for_few_rows` has made of them, if that has all
+    of their bits."""
+    layer = OneLayout(source, *form, REFILLED.get(type(source.layout)))
+    if not layer.is_exact:
+        return
+    layer.replace(module, source, form[1])
+    module.register_load_state_dict_pre_hook(_fill)
+    module.register_load_state_dict_post_hook(_take)
+
+
+def _fill(module: nn.Module, *args) -> None:
+    layer = layer_of(module)
+    if layer is not None:
+        layer.fill()
+
+
+def _take(module: nn.Module, incompatible_keys) -> None:
+    layer = layer_of(module)
+    if layer is not None:
+        layer.take(read(module))
+
+
+@functools.cache
+def layout_of(kind: str) -> WeightLayout:
+    """The layout that `WeightLayout.kind` names; ValueError if there is none."""
+    try:
+        name, *fields = kind.split()
+        return LAYOUTS[name](*map(int, fields))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"kind: expected the `WeightLayout.kind` of a layout, got {kind!r}") from error
+
+
+@contextmanager
+def unrounded_activations() -> Iterator[None]:
+    """A context in which no layer rounds its activations, whatever its format and kernel."""
+    token = rounds_activations.set(False)
+    try:
+        yield
+    finally:
+        rounds_activations.reset(token)
