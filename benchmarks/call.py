@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 import spec_compile
 from benchmarks.common import DEMO_MODEL, RESULTS, elapsed, pin, stamp, synchronize, write_json
 from benchmarks.rounds.shapes import SHAPES, build, text_tokens
-from spec_compile.capture.watch import Watch
+from spec_compile.capture.changes import Watch
 from spec_compile.runtime import generate
 from spec_compile.runtime.call import Call
 from spec_compile.runtime.state import State

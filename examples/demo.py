@@ -241,9 +241,9 @@ def show_first_words(console: Console, tokenizer, fast, inputs, options: dict) -
 
 def read_prompts(tokenizer, device: str) -> dict:
     """The prompts: title -> inputs."""
-    from spec_compile.runtime.draft_length import SizePolicy
+    from spec_compile.runtime.draft_budget import RoundCosts
 
-    method = inspect.cleandoc("    " + inspect.getsource(SizePolicy.learn)) + "\n"
+    method = inspect.cleandoc("    " + inspect.getsource(RoundCosts.expected)) + "\n"
     texts = {"edit a method": EDIT.format(source=method), "complete a class": COMPLETE, "write more tests": TESTS}
     return {title: tokenizer(text, return_tensors="pt").to(device) for title, text in texts.items()}
 

@@ -14,7 +14,7 @@ from spec_compile.drafters import ALGORITHMS, Entry
 from spec_compile.drafters.shared_draft import keep_row, tapped_states
 from spec_compile.drafters.trees.propose import BlockProposer
 from spec_compile.drafting import Algorithm, Drafter, DraftPlan
-from spec_compile.passes.tap_hidden_states import FINAL
+from spec_compile.passes.outputs import FINAL
 
 
 class MedusaHeads(nn.Module):

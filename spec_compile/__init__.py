@@ -4,12 +4,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .api import Speculation, speculate
-from .capture.gguf import load_gguf
-from .capture.mxfp4 import load_mxfp4
+from .capture.experts import load_mxfp4
+from .capture.rounded import load_gguf
 from .errors import UnsupportedModelError
 from .ngram.trie import NgramTrie
 from .report.explain import dump
-from .runtime.accept.thinking import ThinkingBudget
+from .runtime.verify.thinking import ThinkingBudget
 from .stats import Stats
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from .cli import UsageError, one_line, print_table
-from .compile.cache import Store, table_of
+from .compile.cache import ArtefactCache, table_of
 
 PROGRAM = "python -m spec_compile"
 
@@ -88,7 +88,7 @@ def _cache(
 
     An artefact holds everything that speculate() found out about one model, with one set of options, on one machine.
     """
-    store = Store(folder)
+    store = ArtefactCache(folder)
     if folder is not None and not (store.folder and store.folder.is_dir()):
         raise ValueError(f"--folder: there is no folder {folder}")
     if clear:

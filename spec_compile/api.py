@@ -17,18 +17,16 @@ from transformers import PreTrainedModel
 from . import kernels, passes
 from .batching.model import BatchingMixin, score, shadow
 from .capture import adapters, loras
-from .capture.admit import admit
+from .capture.adapters import underlying
+from .capture.admit import admit, in_served_dtype
+from .capture.changes import Watch, config_reads
 from .capture.check_generation import ANY, check_generation
 from .capture.checks import check_capture, check_tree
-from .capture.compiled import underlying
-from .capture.config_reads import config_reads
 from .capture.kinds import is_known
 from .capture.quantised import hold_one_layout
-from .capture.ranks import facts, share_memory
-from .capture.rounded_weights import rounded_weights
-from .capture.served_dtype import in_served_dtype
+from .capture.rounded import rounded_weights
+from .capture.sharded import facts, share_memory
 from .capture.trace import capture
-from .capture.watch import Watch
 from .capture.weights import SharedWeights
 from .compat import COMPILE_LOCK, check_compiler
 from .compile.cold_start import compiles_at_once

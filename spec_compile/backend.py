@@ -21,9 +21,7 @@ from .config import parse_options
 from .graph import PassReport, calls
 from .kernels.linear import linear_layers
 from .passes.apply import apply
-from .passes.forward.bind import bind
-from .passes.forward.lower import ForwardGraph, ForwardSettings, NotLowered, lower
-from .passes.forward.use_grouped_attention import use_grouped_attention
+from .passes.forward import ForwardGraph, ForwardSettings, NotLowered, bind, lower, use_grouped_attention
 from .passes.fuse_norms import fuse_norms
 from .passes.fuse_residuals import fuse_residuals
 from .passes.fuse_swiglu import fuse_swiglu

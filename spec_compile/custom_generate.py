@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from transformers.dynamic_module_utils import get_cached_module_file
 
 from .api import speculate
-from .capture.watch import KEPT
+from .capture.changes import KEPT
 from .compat import CACHE
 from .drafters import ALGORITHMS
 from .runtime.generate import SpeculativeMixin

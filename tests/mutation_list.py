@@ -132,7 +132,7 @@ GUARDS = [
         ("new-weight", NEVER, "compile/test_replays.py -k copied"),
         (
             "parts-alike",
-            "return next(iter(self._parts.values())).bound(owner)",
+            "return next(iter(self._made.values())).bound(owner)",
             "runtime/test_shared_code.py -k test_parts_alike",
         ),
         ("shapes-are-forgotten", SKIP, "compile/test_regions.py -k test_a_compilation_leaves"),
@@ -174,8 +174,8 @@ GUARDS = [
         ("quick-look", SKIP, "compile/test_start.py -k test_a_wrong_artefact"),
         ("weight-values", FIRST, "compile/test_bind.py -k test_small_constants"),
         ("called-code", NEVER, "compile/test_key.py -k test_patched_code"),
-        ("checksums", ALWAYS, "compile/test_store.py -k test_no_damage"),
-        ("other-users", "return bool(by_group)", "compile/test_store.py -k another_user"),
+        ("checksums", ALWAYS, "compile/test_cache.py -k test_no_damage"),
+        ("other-users", "return bool(by_group)", "compile/test_cache.py -k another_user"),
         ("named-functions", ALWAYS, "compile/test_graphs.py -k test_other_names"),
         # strangers
         ("public-addresses", NEVER, "serve/test_media.py -k resolved_once"),

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.common import DEMO_MODEL, PROMPTS, RESULTS, pin, prompts_of, save_rows, show, stamp
-from spec_compile.capture.rounded_weights import rounded_weights
+from spec_compile.capture.rounded import rounded_weights
 from spec_compile.quantised.rounded import FORMATS
 from spec_compile.tools.audit_report import Rounding, compare_rounding
 

@@ -8,7 +8,7 @@ from transformers import FineGrainedFP8Config, PreTrainedModel
 from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
 from benchmarks.rounds.quantised_layers import fp8, gptq, int4, nf4, pack_layers
-from spec_compile.capture.mxfp4 import PRODUCTS, Mxfp4Experts
+from spec_compile.capture.experts import PRODUCTS, Mxfp4Experts
 from spec_compile.quantised.fp8 import FP8
 from spec_compile.quantised.mxfp4 import GROUP
 

@@ -13,7 +13,7 @@ from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
 from benchmarks.rounds.quantised_shapes import FP8_SCALES, MXFP4_SCALES
 from benchmarks.rounds.shapes import DENSE, EXPERTS, IDENTITY
-from spec_compile.capture.mxfp4 import PRODUCTS, Mxfp4Experts
+from spec_compile.capture.experts import PRODUCTS, Mxfp4Experts
 from spec_compile.parallel.slices import Cut
 from spec_compile.quantised.fp8 import FP8
 from spec_compile.quantised.mxfp4 import GROUP

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ..outcome import Outcome
-from ..runtime.accept.draw import DrawRows, RowSettings
-from ..runtime.accept.greedy import accept_greedy
 from ..runtime.pipeline import InFlightRound, RoundPipeline, check_gained
 from ..runtime.runtime import Runtime
 from ..runtime.session import Session
 from ..runtime.steps import StepKind
+from ..runtime.verify.greedy import accept_greedy
+from ..runtime.verify.sample import DrawRows, RowSettings
 from ..tree import MAX_NODES, Accepted, Tree, ancestry
 from .output import look_ahead
 from .prefix_cache import LEAST, RowTexts
@@ -60,9 +60,8 @@ class DecodeRows(Rows):
         state, row = self.state, sequence.row
         self.sequences[row] = None
         state.finished[row].fill_(True)
-        if (
-            sequence.is_whole and not self.runtime.verify.clamps_prompts
-        ):  # or an answer's states are not those of a prompt
+        # With clamped prompts the states of an answer differ from the states of a prompt.
+        if sequence.is_whole and not self.runtime.verify.clamps_prompts:
             self.texts.has_ended[row] = True
         self.runtime.guard(self.all.drafter.leave, state, row, sequence.length, sequence.request.share_text)
         if self.texts.lengths[row] > LEAST:
@@ -140,13 +139,14 @@ class DecodeRows(Rows):
             check_gained(outcome, self.runtime.verify.embedded)
             sequence.gain(outcome.gained)
             sequence.is_whole = outcome.finished and sum(sequence.speculation.per_step_tokens) == len(sequence.tokens)
-        except Exception as error:  # of a criterion of its own; the others go on
+        except Exception as error:  # its own criterion failed; the others go on
             sequence.fail(error)
         self.texts.extend(sequence.row, sequence.tokens[before:])
 
     def _accept_rows(self, session: Session, sequences: list[BatchSequence], tree: Tree, logits: Tensor) -> Accepted:
         """Accept the likeliest tokens, or in rows with an acceptor or settings the tokens that these choose."""
         device, state = logits.device, session.state
+        # All rows at once, then those whose acceptors choose.
         ancestors, depth = ancestry(tree.parents)
         if any(sequence.settings for sequence in sequences):
             accepted = DrawRows(self._settings)(state, tree, ancestors, depth, logits)
@@ -155,7 +155,7 @@ class DecodeRows(Rows):
         ranks = self.runtime.options.ranks
         if ranks.leads:
             self._ask_acceptors(sequences, tree, logits, accepted)
-        if ranks.size > 1:
+        if ranks.size > 1:  # the others take over what the first one has chosen
             failed = [sequence.row for sequence in sequences if ranks.leads and sequence.failure is not None]
             parts = accepted.path, accepted.tokens, accepted.count
             numbers = ranks.lead(
@@ -181,7 +181,7 @@ class DecodeRows(Rows):
             try:
                 result = sequence.acceptor(own, logits[row : row + 1])
                 check_tokens(result.tokens, logits.shape[-1])  # guard: chosen-tokens
-            except Exception as error:  # of a logits processor or a criterion of its own; the others go on
+            except Exception as error:  # its own logits processor or criterion failed; the others go on
                 sequence.failure = error
                 state.finished[row].fill_(True)
                 continue

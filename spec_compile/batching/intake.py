@@ -18,16 +18,16 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from ..capture.adapters import shallow
-from ..capture.pictures import placeholders
+from ..capture.admit import placeholders
 from ..compat import CACHE
 from ..drafting import Algorithm
 from ..runtime import past as pasts
-from ..runtime.accept.processors import ROWWISE, is_known
-from ..runtime.accept.thinking import check_processors
 from ..runtime.call_options import read_limit
 from ..runtime.past import PICTURES, TOKEN_TYPES, Past
 from ..runtime.preparation import Remembered, make_key
 from ..runtime.request import CRITERIA_IN_ROUND, Prompt, Request, seed_of, unserved
+from ..runtime.verify.processors import ROWWISE, is_known
+from ..runtime.verify.thinking import check_processors
 from .output import Scores
 from .request_options import (
     StopStrings,
@@ -56,8 +56,9 @@ FORGETFUL_CRITERIA = CRITERIA_IN_ROUND | {"MaxTimeCriteria", "StopStringCriteria
 class Intake:
     """Reads requests for one speculative `model`, in any number of threads at once. Requests alike are prepared once.
 
-    room: tokens that a row has room for. seed: of the first request that has none of its own; the next one has the next
-    number. None: all have one that is drawn. returns_logprobs: see `Request`.
+    room: tokens that a row has room for.
+    seed: seed of the first request that brings none; the next one has the next number. None: seeds are drawn.
+    returns_logprobs: see `Request`.
     """
 
     def __init__(self, model: nn.Module, room: int, seed: int | None = None, returns_logprobs: bool = False):
@@ -79,7 +80,7 @@ class Intake:
     ) -> list[BatchSequence]:  # fmt: skip
         """The sequences for one prompt, `num_return_sequences` of them; the last one has the name `request_id`.
 
-        config: of the request. The other arguments: see `Manager.add_request`, also for what is raised.
+        config: the request's config. See `Manager.add_request` for the other arguments, and for what is raised.
         """
         # Read the options that only requests have.
         prompt, options = self._read_prompt(input_ids), dict(options or {})
@@ -133,7 +134,6 @@ class Intake:
         ]
 
     def _check_prompt_scores(self, request: Request) -> None:
-        """ValueError if log-probabilities of this prompt cannot be told."""
         if request.process is not None:
             raise ValueError("prompt_logprobs: they are not told of prompts with pictures; leave it out")
         if self._engine.runtime.verify.clamps_prompts:
@@ -220,8 +220,10 @@ class Intake:
     ) -> Request:
         """The request, ready for a row; TypeError or ValueError if it cannot be served.
 
-        prompt: token ids. config: of the request. defaults: for what `config` leaves open. options: fields of a
-        GenerationConfig that go over `config`, `CALLBACKS`, `PICTURES` with their `TOKEN_TYPES`, and `STOPS_IN_PROMPT`.
+        prompt: token ids.
+        config, defaults: the request's config, and values for all that it leaves open.
+        options: fields of a GenerationConfig that go over `config`, `CALLBACKS`, `PICTURES` with their `TOKEN_TYPES`,
+            and `STOPS_IN_PROMPT`.
         """
         room = self._room
         if len(prompt) >= room:  # guard: longest-prompt
@@ -337,15 +339,12 @@ class Intake:
             name = find_culprit(config, generate)
             raise ValueError(f"{name}: transformers cannot serve it: {type(error).__name__}: {error}") from error
 
-    def _process(
-        self, prompt: Prompt, call: "_PreparedCall", taps: tuple[int, ...]
-    ) -> tuple[Past, list[Tensor] | None, int]:  # fmt: skip
+    def _process(self, prompt: Prompt, call: "_PreparedCall", taps: tuple[int, ...]) -> tuple[Past, int]:
         """See `Request.process`."""
         kwargs = copy.copy(call.model_kwargs)
         kwargs[CACHE] = copy.deepcopy(kwargs[CACHE])  # empty; another sequence may need it, too
-        own = pasts.own_prefill(self._model, prompt, call.input_ids, call.config, kwargs, taps)
-        past = pasts.read(own.cache, prompt.padding, self._engine.cache_layout)
-        return past, own.features, prompt.position_offsets[0]
+        _, past = pasts.own_prefill(self._model, prompt, call.input_ids, call.config, kwargs, taps)
+        return past, prompt.position_offsets[0]
 
 
 @dataclass

@@ -24,7 +24,7 @@ from .worker import Worker
 
 
 class Manager(ContinuousBatchingManager):
-    """Answers requests that come at any time, each as a ``generate()`` of its own would, with options of its own.
+    """Answers requests that come at any time, each as its own ``generate()`` would, with its own options.
 
     It is made by ``init_continuous_batching()`` and has the methods of transformers' manager. A thread runs rounds over
     the requests that are under way; other threads' ``generate()`` go between the rounds. Every request that was handed
@@ -87,7 +87,6 @@ class Manager(ContinuousBatchingManager):
         self.warmed_up = True
 
     def start(self) -> None:
-        """Start the thread."""
         self._refuse_elsewhere("start()")
         if self.is_running():
             return
@@ -171,8 +170,8 @@ class Manager(ContinuousBatchingManager):
         under way has; None makes one.
         max_new_tokens, eos_token_id: None: as the config says; without a limit the row is filled. A negative id ends
         nothing. streaming: whether every round's tokens are delivered, not only the whole answer. record_timestamps:
-        whether `Output.timestamps` has the time of every token. generation_config: of this request in place of the
-        manager's. tokenizer: for `stop_strings`. seed: the answer is that of ``generate()`` after
+        whether `Output.timestamps` has the time of every token. generation_config: replaces the manager's for this
+        request. tokenizer: for `stop_strings`. seed: the answer is that of ``generate()`` after
         ``torch.manual_seed(seed)``; None: one is drawn. options: fields of a GenerationConfig, `logits_processor` and
         `stopping_criteria`, `speculation` as in ``generate()``, `reference` (texts that only this request drafts from,
         until it ends; as in ``generate()`` else), `adapter_name` (of its LoRA adapter, of a model with `max_loras`;

@@ -13,8 +13,8 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils.logging import tqdm
 
 from ..capture import adapters
+from ..capture.changes import KEPT
 from ..capture.followed import FollowedConfig, follow
-from ..capture.watch import KEPT
 from ..runtime.generate import SpeculativeMixin
 from .intake import child_name
 from .manager import Manager
@@ -52,7 +52,7 @@ class BatchingMixin(SpeculativeMixin):
         """transformers' ``generate_batch()``: answers all prompts, and returns the last output of each request by its
         name, in the order of the prompts.
 
-        inputs: token ids of each prompt. options: those of `Manager.add_request`, for all prompts, and `adapter_names`,
+        inputs: token ids of each prompt. options: see `Manager.add_request`, for all prompts, and `adapter_names`,
         a list with the `adapter_name` of each prompt. The other arguments are transformers'. A prompt that is refused
         has an output with `status` FAILED and the reason in `error`; the others are answered. On several ranks all of
         them call this alike, and all return the same.

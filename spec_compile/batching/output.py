@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from ..errors import check_int, check_positive
-from ..runtime.accept.row_invariant import row_invariant
+from ..runtime.verify.processors import row_invariant
 from ..tree import Accepted
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ MOST_TOP = 20
 
 @dataclass(frozen=True)
 class TokenScore:
-    """The log-probability of one token, in nats, and those of the likeliest tokens in its place.
+    """The log-probabilities, in nats, of one token and of the likeliest tokens in its place.
 
     token: its id
     logprob: ``log_softmax(logits / temperature)[token]``, in float32
@@ -68,9 +68,9 @@ class Scores:
     top: likeliest tokens for each token of the answer; None: none of the answer is wanted
     prompt_top: the same of the prompt; None: none of the prompt is wanted
     temperature: see `score_tokens`
-    answer: of the tokens of the answer
-    prompt: of the tokens of the prompt from the second one on, because nothing comes before the first
-    ahead: of the tokens of a round that is under way
+    answer: scores of the answer's tokens
+    prompt: scores of the prompt's tokens from the second one on, because nothing comes before the first
+    ahead: scores of the tokens of a round that is under way
     """
 
     top: int | None
@@ -126,8 +126,8 @@ class RequestSpeculation:
     """Counters of one request.
 
     per_step_drafted: for each round that it took part in, the draft tokens that were verified, roots left out.
-    per_step_accepted, per_step_tokens: those of them that were accepted, and the tokens gained. reused_prompt_tokens:
-    prompt tokens whose keys and values another request had left.
+    per_step_accepted, per_step_tokens: how many of them were accepted, and the tokens gained.
+    reused_prompt_tokens: prompt tokens whose keys and values another request had left.
     """
 
     per_step_drafted: list[int] = field(default_factory=list)
@@ -136,7 +136,6 @@ class RequestSpeculation:
     reused_prompt_tokens: int = 0
 
     def count(self, drafted: int, accepted: int, tokens: int) -> None:
-        """Count a step."""
         self.per_step_drafted.append(drafted)
         self.per_step_accepted.append(accepted)
         self.per_step_tokens.append(tokens)

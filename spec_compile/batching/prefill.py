@@ -103,13 +103,13 @@ class PrefillRows(Rows):
 
     def process(self, sequence: BatchSequence, target: Rows, to: int) -> None:
         """Have the model's own forward process a prompt with pictures, and copy it to row `to` of `target`."""
-        past, features, offset = sequence.request.process(self.runtime.algorithm.plan.taps)
+        past, offset = sequence.request.process(self.runtime.algorithm.plan.taps)
         rows, done = self._with_pictures, len(sequence.prompt) - 1
         state, session = rows.state, rows.all
         self._begin(sequence, rows, 0, **({} if state.position_offsets is None else {"position_offsets": offset}))
-        if features is not None and self.runtime.algorithm.remembers:
+        if past.features is not None and self.runtime.algorithm.remembers:
             sizes = [*chunks(done, session.steps.prefill_sizes, FIXED[self.runtime.device.type])]
-            session.prefill_draft(features, past.padding, [done], sizes)
+            session.prefill_draft(past.features, past.padding, [done], sizes)
         state.fill(past, [done])
         sequence.row = 0
         self._propose(session, [sequence])
@@ -120,6 +120,7 @@ class PrefillRows(Rows):
 
         waiting, decoding: see `choose_size`. round_seconds: what rounds cost now; None if nobody has measured it.
         """
+        # A chunk of every prompt.
         self.compact()
         session = self.session(max(sequence.row for sequence in self.active) + 1)
         missing = [self._stops[sequence.row] - self._done[sequence.row] for sequence in self.active]
@@ -138,6 +139,8 @@ class PrefillRows(Rows):
                     self.reuse(row)  # its states change in the next chunk
                     self.state.prompt_lengths[row].fill_(len(sequence.prompt))
                     self._stops[row] = last
+
+        # The first trees of those that are done.
         ready = [sequence for sequence in self.active if self._done[sequence.row] == len(sequence.prompt) - 1]
         if ready:
             self._propose(session, ready)
@@ -149,11 +152,12 @@ class PrefillRows(Rows):
 
     def _score(self, session: Session) -> int:
         """Process a chunk of every prompt as rounds verify a chain of drafts, which gives the target's logits after
-        each token; returns its size: that of the largest round.
+        each token; returns its size, the nodes of the largest round.
 
         The logits of one chunk exist at a time. The logits after token i of a prompt tell the log-probability of token
         i + 1, so the prompt [5, 8, 3] has scores of 8 and 3.
         """
+        # A chain of the next tokens of each prompt takes the place of the pending trees.
         state, size = session.state, max(self.runtime.sizes[-1], 2)
         begin, device = self._max_kv_len(session, size), state.tokens.device
         number = torch.arange(size, device=device).repeat(session.batch, 1)
@@ -165,13 +169,15 @@ class PrefillRows(Rows):
             known = sequence.prompt[done + 1 : done + 1 + size]
             if sequence.scores is not None and sequence.scores_prompt and known:
                 sequence.scores.read_prompt(logits[sequence.row, : len(known)], known)
+
+        # States and the draft go on by the chunk.
         state.kv.states.commit(number, (state.prompt_lengths - 1 - state.lengths).clamp(0, size))
         session.steps.get(StepKind.PREFILL)(size, begin, features)
         return size
 
     def _chunk_size(self, missing: list[int], waiting: int, decoding: int, round_seconds: float | None) -> int:
-        """See `choose_size`. The first rank decides, because the others measure other times. Fixed chunks are those of
-        the one prompt that a CPU processes at a time."""
+        """See `choose_size`. The first rank decides, because the others measure other times. Fixed chunks belong to the
+        one prompt that a CPU processes at a time."""
         prefill_sizes, fixed = self.all.steps.prefill_sizes, FIXED[self.runtime.device.type]
         if self.runtime.has_fixed_chunks:
             (tokens,) = missing
@@ -237,9 +243,12 @@ def choose_size(
     decode, a chunk takes about as long as a round, and longer only in proportion if more prompts wait than rows decode:
     rows that wait have their share of the time, as rows that decode have.
 
-    missing: tokens that each prompt under way still needs, above zero. waiting: rows that are free for more prompts,
-    which wait. decoding: rows that decode. sizes: to choose from, descending. cost: of a chunk by (number of prompts,
-    size). round_cost: of a round, in the same unit.
+    missing: tokens that each prompt under way still needs, above zero.
+    waiting: free rows for which prompts wait.
+    decoding: rows that decode.
+    sizes: the sizes to choose from, descending.
+    cost: gives a chunk's cost by (number of prompts, size).
+    round_cost: a round's cost in the same unit.
     """
     prompts = len(missing)
     if decoding:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..cache import zero_pages
 
 SLAB = 1 << 28
-"""Bytes of host memory that are taken at once, but at least those of a block."""
+"""Bytes of host memory that are taken at once, or more if a block has more."""
 Tier = Literal["device", "host"]
 
 
@@ -24,9 +24,10 @@ Tier = Literal["device", "host"]
 class Block:
     """A block of tokens after the blocks above it, or the end of a text.
 
-    parent: the block before it; None for the root of the tree, which has no tokens. key: of its tokens. size: places
-    that it takes: 1, or more for the end of a text. places: of its contents; empty for the root, and for a block that
-    is about to be written.
+    parent: the block before it; None for the root of the tree, which has no tokens.
+    key: its tokens.
+    size: places that it takes: 1, or more for the end of a text.
+    places: where its contents are; empty for the root, and for a block that is about to be written.
     """
 
     parent: "Block | None" = None
@@ -84,7 +85,6 @@ class PrefixTree:
         self._free: dict[Tier, list[int]] = {"device": [*range(device)][::-1], "host": [*range(device, places)][::-1]}
 
     def tier(self, block: Block) -> Tier:
-        """The tier of a block that is kept."""
         return "device" if block.places[0] < self.room["device"] else "host"
 
     def match(self, keys: Iterable[bytes]) -> list[Block]:
@@ -157,7 +157,6 @@ class PrefixTree:
         return Copies(demoted, written, end_places)
 
     def _add(self, block: Block, tier: Tier) -> None:
-        """The block is the newest one of a tier."""
         self._kept[tier][block] = None
         self.used[tier] += block.size
 
@@ -224,7 +223,7 @@ class BlockMemory:
             begin = index + 1
 
     def _take(self, slabs: int) -> None:
-        """Have the first slabs made, as far as there are so many."""
+        """Have the first slabs made: `slabs` of them, or all that there are."""
         for begin, end in [*pairwise(self._bounds)][len(self._slabs) : slabs]:
             shape = end - begin, self._units
             if self._is_pinned:
@@ -250,15 +249,8 @@ class RowBlocks:
         self.units = sum(map(prod, self._shapes))
         """Units of a packed block."""
 
-    def pack(self, row: int, first: int, packed: Tensor) -> None:
-        """Copy blocks of a row, from block `first` on, to `packed` [n, units or more]."""
-        self._copy(row, first, packed, to_row=False)
-
-    def unpack(self, packed: Tensor, row: int, first: int) -> None:
-        """Copy `packed` [n, units or more] to the blocks of a row from block `first` on."""
-        self._copy(row, first, packed, to_row=True)
-
-    def _copy(self, row: int, first: int, packed: Tensor, to_row: bool) -> None:
+    def copy(self, row: int, first: int, packed: Tensor, to_row: bool = False) -> None:
+        """Copy blocks of a row, from block `first` on, to `packed` [n, units or more], or from there to the row."""
         if not self._tensors:
             return  # a model without attention
         if packed.is_cuda:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..capture.weight_values import WeightValues
+from ..capture.weights import WeightValues
 from ..runtime.engine import PrefixBudget
 from ..runtime.prefill_chunks import SIZES, common_end
 from ..runtime.runtime import Runtime
@@ -29,8 +29,8 @@ log = logging.getLogger("spec_compile")
 
 LEAST = 16
 """A beginning of fewer tokens is computed again rather than copied. Other clients' texts begin like a prompt in
-multiples of so many tokens only, and figures are such multiples: whoever guesses a text, and watches what is copied,
-has to guess so many tokens at once."""
+multiples of 16 tokens only, and figures are such multiples: whoever guesses a text, and watches what is copied, has to
+guess 16 tokens at once."""
 BLOCK = 64
 """Tokens of a block."""
 TOKENS = np.dtype(np.int32)
@@ -41,7 +41,7 @@ FEWEST = {"cpu": 1, "cuda": 4}
 """Shortest text worth keeping, and shortest prefix worth copying, in blocks. A GPU processes up to 256 tokens of a
 prompt in about the time of one, in which it reads the weights."""
 STAGED = 1 << 25
-"""Bytes that are on their way between rows and the host of a GPU at most, but at least those of an end of a text."""
+"""Bytes that are on their way between rows and the host of a GPU at most; more if the end of a text has more."""
 LEAST_BRANCH = 256
 """Tokens that states at a branch save later prompts at least. One chunk more, which this prompt pays, costs less."""
 
@@ -69,7 +69,7 @@ class RowTexts:
         """The owner of each row's text."""
         self.has_ended = np.zeros(rows, dtype=bool)
         self._counts = np.zeros(rows, dtype=bool)
-        """True for rows whose keys and values are those of the text."""
+        """True for rows whose keys and values belong to the text."""
         self.weights = 0
         """Counts how often the weights have changed."""
 
@@ -92,7 +92,7 @@ class RowTexts:
         self.lengths[row] += len(tokens)
 
     def tokens(self, row: int) -> np.ndarray:
-        """A row's text [n] int32; empty if its keys and values are not those of the text."""
+        """A row's text [n] int32; empty if its keys and values do not belong to it."""
         return self._tokens[row, : self.lengths[row]]
 
     def move(self, row: int, to: int) -> None:
@@ -137,7 +137,6 @@ class RowTexts:
 
     @property
     def used(self) -> int:
-        """Tokens of all texts."""
         return int(self.lengths.sum())
 
 
@@ -157,12 +156,12 @@ class PrefixStore:
 
     Scopes: the key of a first block begins with the scope (see `BatchSequence`), so texts of two scopes share no block.
 
-    GPU: all copies run on a stream of their own, which orders writes and reads of a place, and the host waits for none.
+    GPU: all copies run on a separate stream, which orders writes and reads of a place, and the host waits for none.
     Rounds wait for copies to a row. They wait for those out of a row only before they write to it.
     """
 
     def __init__(self, rows: Rows, budget: PrefixBudget, ahead: int = 0):
-        """rows: of texts that are kept. ahead: tokens after a slot's own that it may depend on."""
+        """rows: have the texts that are kept. ahead: tokens after a slot's own that it may depend on."""
         self._device, self._ahead = rows.runtime.device, ahead
         sizes = [tensor.shape[3] * tensor.itemsize for tensor in rows.cache_tensors()]
         sizes += [state[0].nbytes for state in rows.state_tensors()]
@@ -220,7 +219,6 @@ class PrefixStore:
         return found if self.length(found) >= self._fewest * BLOCK else [], seen
 
     def length(self, found: list[Block]) -> int:
-        """Tokens of a chain of blocks."""
         return sum(len(block.key) // TOKENS.itemsize if block.is_end else BLOCK for block in found)
 
     def copy(self, found: list[Block], rows: Rows, row: int) -> None:
@@ -229,11 +227,11 @@ class PrefixStore:
         blocks = [block for block in found if not block.is_end]
         with self._aside():
             for part, packed in self._memory.pieces([block.places[0] for block in blocks], self._most):
-                slots.unpack(self._fetch(packed), row, part.start)
+                slots.copy(row, part.start, self._fetch(packed), to_row=True)
             for end in found[len(blocks) :]:
                 staged = self._read(end.places)
-                slots.unpack(staged[:1], row, len(blocks))
-                states.unpack(staged[1:].view(1, -1), row, 0)
+                slots.copy(row, len(blocks), staged[:1], to_row=True)
+                states.copy(row, 0, staged[1:].view(1, -1), to_row=True)
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         for block in found:
@@ -242,8 +240,9 @@ class PrefixStore:
     def keep(self, rows: Rows, row: int, tokens: np.ndarray, slots: int, scope: bytes = b"") -> None:
         """Keep the text of a row, and its states, if it has any.
 
-        tokens: [n] int32. slots: of them that have keys and values; the states are those after so many. scope: see
-        `BatchSequence`.
+        tokens: [n] int32.
+        slots: how many of them have keys and values; the states come after the same number.
+        scope: see `BatchSequence`.
         """
         if not self._keeps or slots < self._fewest * BLOCK:
             return
@@ -257,7 +256,7 @@ class PrefixStore:
             log.exception("a text could not be kept for later prompts")
 
     def _make(self, copies: Copies, rows: Rows, row: int, blocks: int) -> None:
-        """Make the copies for a text of a row that has so many whole blocks."""
+        """Make the copies for a row's text of `blocks` whole blocks."""
         slots, states = self._parts_of(rows)
         with self._aside():
             for begin in range(0, len(copies.demoted), self._most):
@@ -270,12 +269,12 @@ class PrefixStore:
                 first, places = written[0][0], [place for _, place in written]
                 for part, packed in self._memory.pieces(places, self._most):
                     staged = packed if self._is_near(packed) else self._staged[: len(packed)]
-                    slots.pack(row, first + part.start, staged)
+                    slots.copy(row, first + part.start, staged)
                     if staged is not packed:
                         packed.copy_(staged, non_blocking=True)
             if copies.end:
-                slots.pack(row, blocks, self._staged[:1])
-                states.pack(row, 0, self._staged[1 : self.end_places].view(1, -1))
+                slots.copy(row, blocks, self._staged[:1])
+                states.copy(row, 0, self._staged[1 : self.end_places].view(1, -1))
                 self._write(copies.end)
             if self._stream is not None:
                 rows.reads[row] = self._stream.record_event()
@@ -330,7 +329,7 @@ class PrefixStore:
 
 
 class PrefixIndex:
-    """Finds what earlier requests have computed of a prompt, as long as the weights are those of that time."""
+    """Finds what earlier requests have computed of a prompt, as long as the weights have not changed."""
 
     def __init__(self, runtime: Runtime, decoder: "DecodeRows", weights: WeightValues):
         """decoder: has the rows. weights: tell whether keys and values of earlier requests still hold."""
@@ -338,11 +337,11 @@ class PrefixIndex:
         self.distrusts_weights = False
         """True if somebody may have changed weights in a way that torch does not count, because no round ran."""
         ahead, self._has_states = runtime.algorithm.ahead, bool(runtime.verify.recurrences)
-        self._ahead = min(ahead, 1) if self._has_states else ahead  # states are those of all tokens but the last
+        self._ahead = min(ahead, 1) if self._has_states else ahead  # states come after all tokens but the last
         self.store = PrefixStore(decoder, PrefixBudget.of(runtime), self._ahead)
 
     def _cut(self, tokens: int) -> int:
-        """How many of the first `tokens` tokens of a text serve others: with fixed chunks, those of whole chunks."""
+        """How many of the first `tokens` tokens of a text serve others: with fixed chunks, whole chunks."""
         runtime = self._runtime
         return common_end(tokens, SIZES[runtime.device.type]) if runtime.has_fixed_chunks else tokens
 

@@ -12,8 +12,8 @@ import torch
 
 from ..parallel.messages import pack, unpack
 from ..parallel.ranks import Alone
-from ..runtime.accept.draw import RowSettings
 from ..runtime.request import Request
+from ..runtime.verify.sample import RowSettings
 from .sequence import BatchSequence
 
 MOST_NUMBERS = 1 << 16

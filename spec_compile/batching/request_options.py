@@ -1,4 +1,4 @@
-"""Checks of a request's options, before anything is prepared or allocated for it."""
+"""A request's options are checked before anything is prepared or allocated for it; its stop strings."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -24,6 +24,10 @@ MOST_NUMBERS = 4096
 MOST_SEQUENCES = 1024
 LONGEST_NGRAM = 64
 """Tokens of an n-gram that may not repeat: transformers lists all of a text in every step."""
+LONGEST, MOST = 1024, 64
+"""Characters of a stop string, and stop strings of a request, at most."""
+PREFIX = "abcdef"
+"""A text before a token, because some tokenizers decode the first token of a text otherwise."""
 
 
 def check_config(name: str, config: Any) -> None:
@@ -114,18 +118,6 @@ def _numbers(value: Any) -> int:
     return count
 
 
-# Stop strings of requests: transformers' rule, without its tables for every new string.
-#
-# transformers' criterion compares every token of the vocabulary with every stop string before it starts, which takes a
-# second for one string of a large vocabulary. Here the bytes of a token are found when it is first seen.
-
-
-LONGEST, MOST = 1024, 64
-"""Characters of a stop string, and stop strings of a request, at most."""
-PREFIX = "abcdef"
-"""A text before a token, because some tokenizers decode the first token of a text otherwise."""
-
-
 class TokenBytes:
     """The bytes that each token of a tokenizer stands for, as `StopStringCriteria` reads them."""
 
@@ -151,7 +143,10 @@ class TokenBytes:
 class StopStrings(StoppingCriteria):
     """Ends a row whose text contains a stop string that ends in the row's last token.
 
-    The text of a row is that of its tokens one after the other, the prompt's included. For the tokens "re", "turn",
+    transformers' criterion compares every token of the vocabulary with every stop string before it starts, which takes
+    a second for one string of a large vocabulary. Here the bytes of a token are found when it is first seen.
+
+    The text of a row is the text of its tokens one after the other, the prompt's included. For the tokens "re", "turn",
     "s " and the stop string "turn", a row ends at its second token, and for "returns" at its third.
 
     begin: tokens at the beginning of a row that do not count
@@ -176,48 +171,6 @@ class StopStrings(StoppingCriteria):
         # A match that ends in the last token begins at most the stop's length before it.
         begins = [max(0, len(before) + 1 - len(stop)) for stop in self._stops]
         return bool(last) and any((before + last).find(stop, begin) >= 0 for stop, begin in zip(self._stops, begins))
-
-
-class StopCut:
-    """Ends a text that comes in pieces at the first stop string, as if it came character by character.
-
-    stops: the stop strings
-    keeps_stop: True if the text ends after the stop string, False if before
-    found: the one that was found, or None
-
-    With the stop "END", the pieces "aE", "N", "Db" give "a", "", "": the "E" waits until it is known to be no stop.
-    If two stops end at one place, the one that begins first counts.
-    """
-
-    def __init__(self, stops: Sequence[str], keeps_stop: bool = False):
-        self.stops, self.keeps_stop = stops, keeps_stop
-        self.found: str | None = None
-        self._held = ""
-
-    def feed(self, piece: str) -> str:
-        """The text that is known to belong to the answer."""
-        if self.found is not None:
-            return ""
-        text = self._held + piece
-        places = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self.stops if stop in text]
-        if places:
-            end, length, self.found = min(places)
-            self._held = ""
-            return text[: end if self.keeps_stop else end + length]
-        sizes = (size for stop in self.stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
-        held = max(sizes, default=0)  # guard: held-text
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
-
-    def rest(self) -> str:
-        """The text that waited, once nothing follows it."""
-        held, self._held = self._held, ""
-        return held
-
-    def whole(self, text: str) -> str:
-        """A whole text up to its end."""
-        self.found = None
-        return self.feed(text) + self.rest()
 
 
 def check_stops(stops: Any, tokenizer: Any) -> list[str]:

@@ -82,12 +82,10 @@ class Rows:
         raise NotImplementedError
 
     def moved(self, row: int, to: int) -> None:
-        """A sequence has moved from one row to another."""
         raise NotImplementedError
 
     @property
     def state(self):
-        """The state of all rows."""
         return self.all.state
 
     @property
@@ -133,7 +131,6 @@ class Rows:
         self.all.drafter.vacate(row)
 
     def is_read(self, row: int) -> bool:
-        """True if another stream still reads a row."""
         return row in self.reads and not self.reads[row].query()
 
     def reuse(self, row: int) -> None:
@@ -174,7 +171,6 @@ class Rows:
         return self._large_views[row, slots]
 
     def _states(self, row: int) -> list[Tensor]:
-        """The states of a row."""
         return [state for cache in self._caches() for state in cache.states.row(row)]
 
     def cache_tensors(self) -> list[Tensor]:

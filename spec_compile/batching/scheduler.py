@@ -8,7 +8,7 @@ from itertools import count
 import torch
 
 from ..capture.loras import BASE, NO_ADAPTER, Loras
-from ..capture.weight_values import WeightValues
+from ..capture.weights import WeightValues
 from ..parallel.messages import pack, unpack
 from ..runtime.compiled_steps import build_compiled
 from ..runtime.engine import PrefixBudget
@@ -71,7 +71,6 @@ class LoraSlots:
             sequence.loaded = self._loras.take(sequence.request.adapter)
 
     def release(self, sequence: BatchSequence) -> None:
-        """A request needs its adapter no longer."""
         if self._loras is not None:
             self._loras.release(sequence.loaded)
             sequence.loaded = NO_ADAPTER
@@ -87,8 +86,9 @@ class Scheduler:
         self, runtime: Runtime, slots: int, capacity: int, prefill_rows: int, weights: WeightValues,
         adapters: LoraSlots,
     ):  # fmt: skip
-        """slots: requests that decode at once. capacity: tokens of each. prefill_rows: prompts that are processed at
-        once. weights: tell whether keys and values of earlier requests still hold. adapters: of requests."""
+        """slots, capacity: requests that decode at once, and tokens that each may have.
+        prefill_rows: prompts that are processed at once.
+        weights: tell whether keys and values of earlier requests still hold."""
         self.adapters = adapters
         self.slots, self.capacity = slots, capacity
         self.waiting: deque[BatchSequence] = deque()
@@ -112,7 +112,6 @@ class Scheduler:
 
     @property
     def sequences(self) -> list[BatchSequence]:
-        """All requests that are not over."""
         return [*self.waiting, *self.prefill.begun, *self.decoder.active]
 
     def step(self) -> list[BatchSequence]:
@@ -169,7 +168,6 @@ class Scheduler:
             steps.make([*rounds, *(steps.proposal_steps(MOST_LATE) if self.decoder.pipeline.tree_size else [])])
 
     def clear(self, error: BaseException) -> None:
-        """End all requests by an error, and every round."""
         self.drop(self.sequences, error)
         while len(self.decoder.pipeline):
             self.decoder.collect()
@@ -239,7 +237,7 @@ class Scheduler:
                 else:
                     self.prefill.enter(sequence, known, copy, branch)
                     entered.append(FollowerRequest.of(sequence, row, known))
-            except Exception as error:  # of a processor or a criterion of its own, or of its pictures
+            except Exception as error:  # its own processor, criterion or picture failed
                 news += self.drop([sequence], error)
         return entered
 
@@ -247,6 +245,7 @@ class Scheduler:
         """The request whose prompt begins or goes on next, once a row is free for it; None if there is none."""
         if not (self.waiting or self.prefill.aside):
             return None
+        # The client with the fewest rows is first, then the one whose last event is the longest ago.
         begun, waiting = [*self.prefill.begun, *self.decoder.active], [*self.waiting]
         clients = dict.fromkeys(sequence.request.client for sequence in (*begun, *waiting))
         self._turns = {client: self._turns.get(client) or next(self._numbers) for client in clients}
@@ -264,7 +263,7 @@ class Scheduler:
 def take_scheduler(engine, requested: int | None, hints=None) -> Scheduler:
     """The scheduler that an earlier manager has left, if it has enough slots, or a new one.
 
-    engine: of the model. requested, hints: see `choose_slots`.
+    engine: the model's engine. requested, hints: see `choose_slots`.
     """
     ranks = engine.runtime.options.ranks
     slots, capacity, prefill_rows = ranks.lead(lambda: choose_slots(engine.runtime, requested, hints))

@@ -10,10 +10,10 @@ from transformers import StoppingCriteriaList
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from ..errors import RequestError
-from ..runtime.accept import Route, make_acceptor
-from ..runtime.accept.draw import RowSettings
-from ..runtime.accept.host import HostAcceptor
 from ..runtime.request import Request, Sequence, from_now
+from ..runtime.verify import Route, make_acceptor
+from ..runtime.verify.host import HostAcceptor
+from ..runtime.verify.sample import RowSettings
 from .output import Output, RequestSpeculation, Scores
 
 
@@ -25,7 +25,7 @@ class BatchSequence(Sequence):
     sequence_index: position in the request; selects the random stream (see `random_numbers.uniform`).
     scores: the log-probabilities that it asks for.
     passed: later sequences with an adapter that were let in while it waited for a slot for its own.
-    is_whole: True if its row has ended by itself, with no tokens but those of the answer.
+    is_whole: True if its row has ended by itself, with the tokens of the answer and no others.
     weights: the number that `RowTexts.weights` had when its prompt was begun.
     settings: how tokens are drawn in the round; None if the likeliest is taken or the host chooses.
     failure: the error of its acceptor in a round that is still under way.
@@ -79,7 +79,7 @@ class BatchSequence(Sequence):
 
     @property
     def scope(self) -> bytes:
-        """Texts of the same scope share keys and values: those of one version of an adapter and one salt."""
+        """Texts of the same scope share keys and values: they have one version of an adapter, and one salt."""
         salt = self.request.cache_salt.encode("utf-8", "surrogatepass")
         return self.loaded.version.to_bytes(8) + salt  # guard: salts
 
@@ -90,7 +90,6 @@ class BatchSequence(Sequence):
 
     @property
     def scores_prompt(self) -> bool:
-        """True if it asks for log-probabilities of its prompt."""
         return self.scores is not None and self.scores.prompt_top is not None
 
     @property
@@ -107,7 +106,6 @@ class BatchSequence(Sequence):
         return numbers | (self.settings or RowSettings()).numbers()
 
     def gain(self, tokens: list[int]) -> None:
-        """Take tokens that a round has given to the row."""
         self.status = RequestStatus.DECODING
         before = len(self.tokens)
         if self.acceptor is None and self._criteria is None:
@@ -134,7 +132,6 @@ class BatchSequence(Sequence):
         self._set_status(RequestStatus.FINISHED)
 
     def fail(self, error: BaseException) -> None:
-        """End it by an error."""
         if isinstance(error, OverflowError):  # raised by transformers' processors, such as a steep length penalty
             name = "generation_config"
             error = RequestError(f"{name}: numbers of a setting grow beyond float64; weaken it", field=name)
@@ -144,7 +141,6 @@ class BatchSequence(Sequence):
         self._set_status(RequestStatus.FAILED)
 
     def output(self) -> Output:
-        """The output that it delivers now."""
         answer, prompt = ([*self.scores.answer], [*self.scores.prompt]) if self.scores is not None else ([], [])
         logprobs = [each.logprob for each in answer]
         if self.request.returns_logprobs and self.tokens:

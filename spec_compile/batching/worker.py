@@ -26,6 +26,10 @@ REASONS = ("stop", "length", "cancelled", "error")
 PLACES = ("row", "device", "host")
 """Where keys and values of a prompt's beginning may be."""
 REJECTIONS = ("queue_full", "invalid", "stopping")
+COUNTERS = (
+    "drafts_total", "draft_tokens_total", "accepted_tokens_total", "prompt_tokens_total", "reused_prompt_tokens_total",
+    "generation_tokens_total",
+)  # fmt: skip
 
 
 class Worker:
@@ -49,7 +53,6 @@ class Worker:
         self._lock = threading.Lock()
 
     def open(self) -> None:
-        """Take requests again, after a stop."""
         self._status.clear()
         with self._lock:
             self.is_open = True
@@ -82,7 +85,6 @@ class Worker:
         self.wake_up.set()
 
     def cancel(self, request_id: str) -> None:
-        """End a request with all its sequences."""
         with self._lock:
             for name, sequence in self.sequences.items():
                 if name == request_id or name.startswith(child_name(request_id, "")):
@@ -138,7 +140,6 @@ class Worker:
             return not self.is_open
 
     def clear(self) -> None:
-        """End all requests."""
         self._close()
         error = RequestError("the manager was stopped", 500)
         with self._engine.turns.of_a_round():
@@ -190,11 +191,10 @@ class Metrics:
     """Numbers about a manager: counters of finished requests, and gauges of the scheduler. Calling it gives a dict."""
 
     def __init__(self, scheduler: Scheduler, engine: Any):
-        """engine: of the model."""
         self._engine = engine
         self._scheduler, self._rounds_before = scheduler, scheduler.decoder.rounds_by_nodes.copy()
         self._prefixes_before = self._count_prefixes()
-        self._counters: Counter[str] = Counter()
+        self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._finished, self._rejected = dict.fromkeys(REASONS, 0), dict.fromkeys(REJECTIONS, 0)
         self._positions: list[int] = []
 
@@ -203,13 +203,13 @@ class Metrics:
         self._rejected[reason] += 1
 
     def finish(self, sequence: BatchSequence) -> None:
-        """Count a request that is over."""
         speculation = sequence.speculation
         self._finished[sequence.finish_reason] += 1
         self._counters.update(
-            drafts=sum(drafted > 0 for drafted in speculation.per_step_drafted), draft_tokens=speculation.drafted,
-            accepted_tokens=speculation.accepted, prompt_tokens=len(sequence.prompt),
-            reused_prompt_tokens=whole(speculation.reused_prompt_tokens), generation_tokens=len(sequence.tokens),
+            drafts_total=sum(drafted > 0 for drafted in speculation.per_step_drafted),
+            draft_tokens_total=speculation.drafted, accepted_tokens_total=speculation.accepted,
+            prompt_tokens_total=len(sequence.prompt), generation_tokens_total=len(sequence.tokens),
+            reused_prompt_tokens_total=whole(speculation.reused_prompt_tokens),
         )  # fmt: skip
         self._positions += [0] * (len(speculation.accepted_per_position) - len(self._positions))
         for depth, accepted in enumerate(speculation.accepted_per_position):
@@ -222,9 +222,8 @@ class Metrics:
 
     def __call__(self) -> dict:
         """Gauges: requests, slots and tokens of the cache now. Counters, which end with ``_total``: since the start, of
-        requests that are over; those of ``prefix_cache`` count requests that have begun, too."""
-        scheduler, counters = self._scheduler, self._counters
-        decoder, prefill = scheduler.decoder, scheduler.prefill
+        requests that are over; the counters of ``prefix_cache`` count requests that have begun, too."""
+        scheduler, decoder, prefill = self._scheduler, self._scheduler.decoder, self._scheduler.prefill
         rounds = decoder.rounds_by_nodes - self._rounds_before
         prefixes = self._count_prefixes() - self._prefixes_before
         tokens, used = scheduler.slots * scheduler.capacity, decoder.texts.used
@@ -245,13 +244,7 @@ class Metrics:
             "prefix_cache_evicted_blocks_total": prefixes["evicted"],
             "rounds_total": rounds.total(),
             "rounds_by_nodes_total": dict(rounds),
-            **{
-                f"{name}_total": counters[name]
-                for name in (
-                    "drafts", "draft_tokens", "accepted_tokens", "prompt_tokens", "reused_prompt_tokens",
-                    "generation_tokens",
-                )
-            },
+            **self._counters,
             "accepted_tokens_per_position_total": list(self._positions),
             "requests_finished_total": dict(self._finished),
             "requests_rejected_total": dict(self._rejected),

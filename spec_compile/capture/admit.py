@@ -1,19 +1,22 @@
 """Admission: a model that cannot be served exactly is refused before any work, with its name and the reason."""
 
 import importlib.util
+import logging
+from collections import Counter
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
+from torch import fx, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
 
 from ..config import promises_bits
 from ..errors import UnsupportedModelError
-from ..inventory import held_parameters
+from ..graph import calls, layer_of
+from ..inventory import configs_of, held, held_parameters
 from ..kernels import HALF
 from ..kernels.card import OLDEST, card_of
-from .layers import ATTENTION, layer_types, parts_of
-from .quantised import admit_quantisation
+from ..kernels.ops import arguments_of
+from .quantised import admit_quantisation, packed_layers
 from .recurrences import has_recurrences
 from .training_mode import effects
 
@@ -125,3 +128,149 @@ def _admit_device(model: PreTrainedModel, device: torch.device) -> None:
 
 def _refuse(model: PreTrainedModel, reason: str) -> None:
     raise UnsupportedModelError(f"model: {type(model).__name__} {reason}")
+
+
+# An older GPU's limits: one without bfloat16 serves float16 in its place, and trains no drafts.
+
+
+log = logging.getLogger("spec_compile")
+
+
+def in_served_dtype(model: nn.Module, converts: bool) -> None:
+    """Convert parameters and buffers of bfloat16 to float16, in place, on a GPU that has no bfloat16; log one warning.
+
+    converts: the option `convert_bfloat16`; False refuses the model. UnsupportedModelError, before any change, also if
+    the model is quantised, or if float16 cannot hold a weight.
+    """
+    card = card_of(next(model.parameters()).device)
+    if not card.lacks_tensor_cores:
+        return
+    found = [each for each in held(model) if each.tensor.dtype == torch.bfloat16]
+    if not found:
+        return
+    name = type(model).__name__
+    why = f"{name} is in bfloat16, which {card.name} (compute capability {card.number}) does not compute"
+    if not converts:
+        raise UnsupportedModelError(f"model: {why}; load it with dtype=torch.float16, or pass convert_bfloat16=True")
+    if packed_layers(model):
+        raise UnsupportedModelError(f"model: {why}, and it is quantised; load it with dtype=torch.float16")
+    largest = torch.finfo(torch.float16).max
+    for each in found:
+        if not (each.tensor.abs() <= largest).all():  # guard: float16-range
+            raise UnsupportedModelError(
+                f"model: {why}, and {each.path} has values beyond float16; load it with dtype=torch.float32"
+            )
+    for each in found:
+        if isinstance(each.tensor, nn.Parameter):
+            each.tensor.data = each.tensor.data.to(torch.float16)  # tied modules hold the same parameter
+        else:
+            each.holder[each.name] = each.tensor.to(torch.float16)
+    for config in configs_of(model):
+        if getattr(config, "dtype", None) == torch.bfloat16:
+            config.dtype = torch.float16
+    log.warning("%s; its weights were converted to float16 in place (convert_bfloat16=False refuses it)", why)
+
+
+def admit_training(model: nn.Module) -> None:
+    """`admit`, and UnsupportedModelError if the model's GPU serves models, but cannot train drafts for them."""
+    admit(model)
+    card = card_of(next(model.parameters()).device)
+    if card.lacks_tensor_cores:
+        raise UnsupportedModelError(
+            f"model: {type(model).__name__} is on {card.name} (compute capability {card.number}), and drafts are "
+            "trained by kernels that need 8.0 or later; move it to such a GPU, or model.to('cpu')"
+        )
+
+
+# The models that read pictures in a way that lets rounds follow them.
+
+
+READERS = {
+    f"{name}ForConditionalGeneration"
+    for name in (
+        "Gemma3", "InternVL", "Llava", "LlavaNext", "Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe",
+    )
+}  # fmt: skip
+"""Classes of transformers in which a picture changes only the keys and values of its tokens and the positions after it.
+Others may switch weights, or attend to a picture from each token that they generate."""
+PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id")
+"""Names in a config of the token whose places in a prompt a picture or a video takes."""
+
+
+def reads_pictures(model: PreTrainedModel) -> bool:
+    """True if prompts of `model` may have pictures."""
+    return type(model).__name__ in READERS and type(model).__module__.startswith("transformers.")
+
+
+def placeholders(model: PreTrainedModel) -> frozenset[int]:
+    """The tokens whose places pictures take."""
+    values = (getattr(model.config, name, None) for name in PLACEHOLDERS)
+    return frozenset(value for value in values if isinstance(value, int))
+
+
+# The check that each decoder layer of a captured graph shows its attention, its recurrence, both or neither.
+
+
+INDEXED = ("indexed_attention", "deepseek_sparse_attention")
+"""The type of layers with an indexer; the second name is that before transformers 5.20."""
+ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", *INDEXED)
+PARTS: dict[str, tuple[set[str], ...]] = {
+    "full_attention": ({"attention"},),
+    "sliding_attention": ({"attention"},),
+    "linear_attention": ({"convolution", "recurrence"}, {"recurrence"}),
+    "conv": ({"convolution"},),
+    "hybrid": ({"attention", "convolution", "recurrence"},),
+    "mlp": (set(),),
+    "moe": (set(),),
+}
+"""The parts that mix tokens in a layer, by the type that the configuration gives it; linear attention has one of two
+forms."""
+OF_FAMILY: dict[str, dict[str, tuple[set[str], ...]]] = {
+    "recurrent_gemma": {"attention": PARTS["sliding_attention"], "recurrent": PARTS["linear_attention"]},
+    "zaya": dict.fromkeys(("hybrid", "hybrid_sliding"), ({"attention", "convolution"},)),
+}
+"""Other types, by the model's: RecurrentGemma's before transformers 5.24, or types that mean something else."""
+MARKERS = torch.ops.spec_compile.attention.default, torch.ops.spec_compile.recurrence.default
+
+
+def layer_types(config: PreTrainedConfig) -> list[str]:
+    """The type of each layer; empty if the configuration names none."""
+    return list(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
+
+
+def parts_of(config: PreTrainedConfig) -> dict[str, tuple[set[str], ...]]:
+    """`PARTS` as a model's configuration means them."""
+    return PARTS | OF_FAMILY.get(config.model_type, {})
+
+
+def check_layers(model: PreTrainedModel, gm: fx.GraphModule) -> None:
+    """UnsupportedModelError unless every layer shows the markers of its type, and nothing else that mixes tokens."""
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    attention, recurrence = (calls(gm, marker) for marker in MARKERS)
+    if not recurrence:
+        skipped = {*(getattr(config, "cross_attention_layers", None) or ())}  # Mllama's, in a text without pictures
+        if len(attention) != len({*range(config.num_hidden_layers)} - skipped):
+            own = next((path for path, part in model.named_modules() if "forward" in vars(part)), None)
+            raise UnsupportedModelError(
+                f"model: {name} called attention through transformers' interface {len(attention)} times in "
+                f"{config.num_hidden_layers} layers; every layer must, or its own mask or state would be lost"
+                + ("" if own is None else f". A function was set as {f'{own}.forward'.lstrip('.')}; remove it")
+            )
+        for kind, types, argument in (("chunked", ("chunked_attention",), "chunk"), ("indexed", INDEXED, "chosen")):
+            told = sum(arguments_of(node)[argument] is not None for node in attention)
+            if told != sum(each in types for each in layer_types(config)):
+                raise UnsupportedModelError(f"model: {name} has {kind} layers that its attention is not told of")
+        return
+    if calls(gm, torch.ops.aten.conv1d.default):
+        raise UnsupportedModelError(f"model: {name} has convolutions over tokens that are not of a known form")
+    shown = Counter((layer_of(node), "attention") for node in attention)
+    for node in recurrence:
+        shown[layer_of(node), "convolution" if node.args[0] == "convolution" else "recurrence"] += 1
+    wanted = parts_of(config)
+    for number, layer_type in enumerate(layer_types(config) or ["linear_attention"] * config.num_hidden_layers):
+        parts = {part for layer, part in shown if layer == number}
+        if parts not in wanted[layer_type] or shown[number, "attention"] > 1:
+            raise UnsupportedModelError(
+                f"model: {name}: layer {number} of type {layer_type} shows {', '.join(sorted(parts)) or 'nothing'} in "
+                f"place of {', '.join(sorted(wanted[layer_type][0])) or 'nothing'}; its own state would be lost"
+            )

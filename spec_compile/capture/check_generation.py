@@ -16,7 +16,7 @@ from ..graph import ModelGraph
 from ..kernels.together import compile_together
 from ..quantised import unrounded_activations
 from ..tree import ancestry
-from . import adapters, hooks
+from . import adapters, changes
 from .checks import (
     LONGEST,
     PARENTS,
@@ -30,9 +30,8 @@ from .checks import (
     reaches,
     tree_logits,
 )
-from .float32 import full_precision
 from .quantised import embedded_tokens, output_matrix, with_plain_meaning
-from .yardstick import compare_logits, compare_rounding, exact_logits, has_half, in_float32_if_possible
+from .yardstick import compare_logits, compare_rounding, exact_logits, full_precision, has_half, in_float32_if_possible
 
 log = logging.getLogger("spec_compile")
 
@@ -59,7 +58,7 @@ def check_generation(
     methods of transformers' loop, that loop serves it: only its forward is compared, and `ANY` is returned.
     Raises UnsupportedModelError if a single row differs.
     """
-    model, overridden = with_plain_meaning(model), hooks.overridden(model)
+    model, overridden = with_plain_meaning(model), changes.overridden(model)
     limit = LONGEST if graph.position_limit is None else min(LONGEST, graph.position_limit - STEPS)
     short = min(SHORTEST + PADDING + 2, limit)
     far_reaches = reaches(graph)

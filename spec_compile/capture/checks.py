@@ -26,7 +26,6 @@ from ..graph import ModelGraph, calls
 from ..kernels.recurrence.kinds import BLOCK
 from ..kernels.together import compile_together
 from ..tree import ancestry
-from .float32 import in_float32
 from .quantised import with_plain_meaning
 from .yardstick import (
     DistantLogits,
@@ -34,6 +33,7 @@ from .yardstick import (
     compare_rounding,
     exact_logits,
     has_half,
+    in_float32,
     in_float32_if_possible,
 )
 

@@ -25,13 +25,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..graph import LAYER
 from ..inventory import configs_of, held_items, held_tensors
-from .adapters import shallow, twin
-from .compiled import is_compiled
-from .mxfp4 import library_tensors
-from .pictures import reads_pictures
+from .adapters import is_compiled, shallow, twin
+from .admit import reads_pictures
+from .changes import BOOKKEEPING, GLOBAL_HOOKS, INTERNALS, is_plain, value_hooks
+from .experts import library_tensors
 from .quantised import packed_experts, packed_layers
 from .sharded import is_sharded
-from .watch import BOOKKEEPING, GLOBAL_HOOKS, INTERNALS, is_plain, value_hooks
 
 WORTH = 0.75
 """Largest share of a model's layers in a copy that is made."""

@@ -18,8 +18,7 @@ from ..inventory import set_in_configs
 from ..kernels.linear import QUANTISED, hold_packed
 from ..parallel.slices import whole
 from .adapters import twin
-from .experts import IMPLEMENTATION, SELECTOR, are_packed
-from .mxfp4 import are_mxfp4, library_tensors, mark_mxfp4
+from .experts import IMPLEMENTATION, SELECTOR, are_mxfp4, are_packed, library_tensors, mark_mxfp4
 from .sharded import Fake, fake_twin, is_sharded
 
 log = logging.getLogger("spec_compile")

@@ -5,18 +5,23 @@ a millionth. In 16 bits both sides are compared with a float32 result: a distanc
 model's own forward, which is the model's noise.
 """
 
+import functools
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from .. import quantised
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph
 from ..kernels import HALF
-from .float32 import in_float32
-from .modules.recurrent import unrounded_decays
+from ..kernels.linear import PRODUCT, PRODUCTS
+from ..kernels.plain import plain_kernels
+from .modules.layers import unrounded_decays
 
 log = logging.getLogger("spec_compile")
 
@@ -126,3 +131,122 @@ def _in_float32(run: Callable[[], Tensor]) -> tuple[Tensor | None, str]:
         raise
     except Exception as error:
         return None, f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
+# `in_float32`: arithmetic in float32 for models of 16 bits without a copy of their weights, for the checks.
+
+
+aten = torch.ops.aten
+SELECTIONS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
+"""Ops that select elements. Only their result is converted, because their tables may be large."""
+MATMULS = {aten.mm.default, aten.addmm.default}
+COLUMNS = 1 << 12
+"""Outputs of a matrix product whose weights are converted together, because an output head may be large."""
+
+
+@contextmanager
+def in_float32(by_kernels: bool = False) -> Iterator[None]:
+    """A context in which PyTorch computes in float32 what it would compute in 16 bits.
+
+    Every op gets its operands of 16 bits as float32, and a cast to 16 bits stays in float32. Quantised layers do not
+    round activations, and their weights mean what their format says. Nothing is rounded to TF32 or compiled. An op
+    without a float32 form raises its own error, and one that would write to a tensor of 16 bits raises RuntimeError.
+
+    by_kernels: norms, products and tree attention run their kernels. Otherwise they have their plain meaning, because
+        for a model of 16 bits kernels for float32 would be compiled only for this.
+    """
+    unrounded, kernels = quantised.unrounded_activations(), nullcontext() if by_kernels else plain_kernels()
+    with full_precision(), torch.compiler.set_stance("force_eager"), unrounded, kernels, _Float32():
+        yield
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """A context in which matrix products of float32 are not rounded to TF32 or bfloat16, even if the user allows it."""
+    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        legacy = torch.get_float32_matmul_precision()
+    except RuntimeError:  # PyTorch has two switches, and the user has set only the new one
+        legacy = None
+    try:
+        _set_precision(legacy and "highest", ["ieee"] * len(backends))
+        yield
+    finally:
+        _set_precision(legacy, before)
+
+
+def _set_precision(legacy: str | None, precisions: list[str]) -> None:
+    if legacy is not None:  # sets the new switches, too
+        torch.set_float32_matmul_precision(legacy)
+    torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision = precisions
+
+
+class _Float32(TorchDispatchMode):
+    """Converts the operands of every op from 16 bits to float32."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):  # FlexAttention, which has no schema
+            return func(*map(_widened, args), **kwargs)
+        is_view, written = _aliasing(func)
+        if is_view:  # converted by the op that uses it
+            return func(*args, **kwargs)
+        if func in SELECTIONS:
+            return _widened(func(*args, **kwargs))
+        if func in MATMULS and not kwargs:
+            *bias, x, weight = args
+            bias = bias[0].expand(len(x), weight.shape[1]) if bias else None
+            return _by_outputs(lambda w, b: func(*([] if b is None else [b]), _widened(x), w), weight, bias, 1)
+        for index in written:
+            if index < len(args) and isinstance(args[index], torch.Tensor) and args[index].dtype in HALF:
+                raise RuntimeError(f"{func} writes to a tensor of 16 bits, which has no float32 form")
+        if func in PRODUCTS:  # scales of 16 bits stay, because weights are rounded to their dtype
+            values = {**dict(zip(_names(func), args)), **kwargs}
+            is_head = func is PRODUCT and not values.get("gated")  # an output head may be one
+            keep = ("parts", "scales", "weight", "bias") if is_head else ("parts", "scales")
+            values = {name: x if name in keep else _widened(x) for name, x in values.items()}
+            if not is_head:
+                return func(**values)
+            weight, bias = values["weight"], values.get("bias")
+            return _by_outputs(lambda w, b: func(**{**values, "weight": w, "bias": b}), weight, bias, 0)
+        return func(*map(_widened, args), **{name: _widened(value) for name, value in kwargs.items()})
+
+
+def _by_outputs(multiply: Callable, weight: torch.Tensor, bias: torch.Tensor | None, dim: int) -> torch.Tensor:
+    """``multiply(weight, bias)`` for `COLUMNS` outputs at a time. dim: of the weight, that counts outputs; the bias
+    counts them in its last."""
+    if weight.dtype not in HALF or weight.shape[dim] <= COLUMNS:
+        return multiply(_widened(weight), _widened(bias))
+    out, begin = None, 0
+    for part in weight.split(COLUMNS, dim):
+        end = begin + part.shape[dim]
+        product = multiply(_widened(part), None if bias is None else _widened(bias[..., begin:end]))
+        out = product.new_empty(*product.shape[:-1], weight.shape[dim]) if out is None else out
+        out[..., begin:end] = product
+        begin = end
+    return out
+
+
+def _names(func) -> list[str]:
+    """The names of an op's arguments."""
+    return [argument.name for argument in func._schema.arguments]
+
+
+@functools.cache
+def _aliasing(func) -> tuple[bool, list[int]]:
+    """True if an op returns a view of an operand; and the indices of the operands that it writes to."""
+    aliases = [argument.alias_info for argument in func._schema.arguments]
+    written = [index for index, alias in enumerate(aliases) if alias is not None and alias.is_write]
+    return any(alias is not None for alias in aliases) and not written, written
+
+
+def _widened(value):
+    """Tensors of 16 bits as float32 and dtypes of 16 bits as float32, in lists and tuples too; others unchanged."""
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.dtype in HALF else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_widened, value))
+    return torch.float32 if isinstance(value, torch.dtype) and value in HALF else value

@@ -1,4 +1,5 @@
-"""`Store`: the folder in which artefacts are kept between processes: a folder for each key, a file for each item.
+"""`ArtefactCache`: the folder in which artefacts are kept between processes. It has a folder for each key, and in it a
+file for each item.
 
 A file is a header and the item's bytes. Files are written under another name and then renamed, so a reader sees a whole
 file or none, and no process waits for another. Whatever goes wrong is a line in the log and a start without the item.
@@ -23,12 +24,15 @@ from ..folders import cache_folder, foreign, is_foreign, make_folder
 if TYPE_CHECKING:
     from rich.table import Table
 
-MAGIC, VERSION = b"SPECART\n", 1
+MAGIC = b"SPECART\n"
+VERSION = 2
+"""The version of what lies in all files: raise it when an item gets another form."""
+OTHER_FORMAT = f"it is not of format {VERSION}"
 HEADER = struct.Struct("<8sI32sQ32s")
 """Magic, version, the SHA-256 of key and name, the bytes of data, and the SHA-256 of the fields before and the data."""
 VARIABLE = "SPEC_COMPILE_CACHE"
 OFF = "off"
-"""The value of the variable, or the name of a folder, for a store that keeps nothing."""
+"""The value of the variable, or the name of a folder, for a cache that keeps nothing."""
 LIMIT = 5e9
 KEY, NAME = re.compile(r"[0-9a-f]{64}"), re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 GONE, DAMAGED, UNFINISHED = ".gone-", ".damaged-", ".new-"
@@ -43,7 +47,7 @@ log = logging.getLogger("spec_compile")
 
 
 class StoredArtefact(NamedTuple):
-    """An artefact in a store.
+    """An artefact in a cache.
 
     bytes: of its files.
     used: seconds since 1970 when an item was last read or written.
@@ -58,11 +62,11 @@ class StoredArtefact(NamedTuple):
     about: dict[str, Any]
 
 
-class Store:
+class ArtefactCache:
     """Keeps items, each under a key and a name. None of its methods raises an OSError.
 
     folder: None or True takes the environment variable SPEC_COMPILE_CACHE, and without it ``~/.cache/spec_compile``.
-        False or "off" makes a store that keeps nothing.
+        False or "off" makes a cache that keeps nothing.
     is_carried: the user has named this folder, which others may have made: all but compiled code is read from it,
         whoever owns it, because it is data.
     limit_bytes: beyond it, the keys that were not used for longest are deleted.
@@ -72,8 +76,12 @@ class Store:
     """The kinds of faults of the disk that this process has logged."""
 
     def __init__(self, folder: Path | str | bool | None = None, limit_bytes: float = LIMIT, is_carried: bool = False):
-        self.folder, self.is_carried = _folder(folder), is_carried
-        self.limit_bytes = limit_bytes
+        named = os.environ.get(VARIABLE) if folder is None or folder is True else folder
+        self.folder: Path | None = None
+        if named is not False and named != OFF:
+            with suppress(RuntimeError):  # this user has no home
+                self.folder = Path(named).expanduser() if named else cache_folder()
+        self.is_carried, self.limit_bytes = is_carried, limit_bytes
         self._unchecked = limit_bytes
         """Bytes that were written since the limit was last looked at."""
 
@@ -99,7 +107,7 @@ class Store:
             return False
         try:
             # Another process may delete the folder at any time; then it is made again.
-            is_kept = any(self._is_ours_to_write(path.parent) and self._replace(path, data) for _ in range(3))
+            is_kept = any(self._replace(path, data) for _ in range(3))
             self._unchecked += len(data)
             if self._unchecked > self.limit_bytes / 20:
                 self._unchecked = 0
@@ -110,8 +118,18 @@ class Store:
             return False
 
     def entries(self) -> list[StoredArtefact]:
-        """All artefacts, the one that was used last first."""
-        found = [each for path in self._folders() if (each := self._describe(path)) is not None]
+        """All artefacts, the one that was used last first. They do not count as used by this."""
+        found = []
+        for folder in self._folders():
+            with suppress(OSError):  # another process deletes it
+                files, used = {file: file.stat().st_size for file in _files(folder)}, folder.stat().st_mtime
+                try:
+                    about = json.loads(self._load(folder / ABOUT) or "{}")
+                except ValueError:
+                    about = {}
+                items = sorted(file.name for file in files if NAME.fullmatch(file.name))
+                about = about if isinstance(about, dict) else {}
+                found.append(StoredArtefact(folder.name, sum(files.values()), used, items, about))
         return sorted(found, key=lambda each: -each.used)
 
     def drop(self, key: str) -> bool:
@@ -126,14 +144,14 @@ class Store:
         return count
 
     def export(self, key: str, folder: Path | str) -> bool:
-        """Copy all items of a key to another folder, which `Store` can read there; False if one could not be copied."""
-        path, other = self._path(key, ABOUT), Store(folder, float("inf"))
+        """Copy all items of a key to another folder, from which a cache can read. False if one could not be copied."""
+        path, other = self._path(key, ABOUT), ArtefactCache(folder, float("inf"))
         names = [] if path is None else [file.name for file in _files(path.parent) if NAME.fullmatch(file.name)]
         data = {name: self.read(key, name) for name in names}
         return bool(data) and all(each is not None and other.write(key, name, each) for name, each in data.items())
 
     def _path(self, key: str, name: str) -> Path | None:
-        """The file of an item; None if this store keeps nothing."""
+        """The file of an item; None if this cache keeps nothing."""
         if not KEY.fullmatch(key):
             raise ValueError(f"key: expected 64 hexadecimal digits, got {key!r}")
         if not NAME.fullmatch(name):
@@ -158,21 +176,22 @@ class Store:
         reason = reason or _fault(content, path)
         if not reason:
             return content[HEADER.size :]
-        self.tell_once(str(path), f"{path}: not used, because {reason}; it is made anew")
+        if reason == OTHER_FORMAT:  # of an earlier version of the package: one line for all files
+            self.tell_once(reason, f"{self.folder}: artefacts of another format are not used; they are made anew")
+        else:
+            self.tell_once(str(path), f"{path}: not used, because {reason}; it is made anew")
         with suppress(OSError):
             path.rename(_aside(path, DAMAGED))
             self.said.discard(str(path))
         return None
 
-    def _is_ours_to_write(self, folder: Path) -> bool:
-        """Make the folder of a key, for this user only. False if it, or the store, is another user's."""
-        make_folder(folder)
-        if (other := foreign(folder)) is not None:
-            self.tell_once(str(other), f"{other}: not used, because another user owns it or may write to it")
-        return other is None
-
     def _replace(self, path: Path, data: bytes) -> bool:
-        """Put a whole file in the place of another."""
+        """Put a whole file in the place of another, in a folder for this user only. False if the folder, or the cache,
+        is another user's, or was deleted meanwhile."""
+        make_folder(path.parent)
+        if (other := foreign(path.parent)) is not None:
+            self.tell_once(str(other), f"{other}: not used, because another user owns it or may write to it")
+            return False
         unfinished = _aside(path, UNFINISHED)
         try:
             with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -180,7 +199,7 @@ class Store:
                 file.write(data)
             unfinished.replace(path)
             os.utime(path.parent)
-        except FileNotFoundError:  # another process has deleted the folder
+        except FileNotFoundError:
             return False
         except BaseException:
             with suppress(OSError):
@@ -190,23 +209,7 @@ class Store:
 
     def _folders(self) -> list[Path]:
         """The folders of all keys."""
-        try:
-            return [path for path in self.folder.iterdir() if KEY.fullmatch(path.name)] if self.folder else []
-        except OSError:  # there is no such folder, or this user may not look
-            return []
-
-    def _describe(self, folder: Path) -> StoredArtefact | None:
-        """The facts of an artefact, which does not count as used by it; None if it is gone."""
-        try:
-            files, used = {file: file.stat().st_size for file in _files(folder)}, folder.stat().st_mtime
-        except OSError:
-            return None
-        try:
-            about = json.loads(self._load(folder / ABOUT) or "{}")
-        except ValueError:
-            about = {}
-        items = sorted(file.name for file in files if NAME.fullmatch(file.name))
-        return StoredArtefact(folder.name, sum(files.values()), used, items, about if isinstance(about, dict) else {})
+        return [path for path in _files(self.folder) if KEY.fullmatch(path.name)] if self.folder else []
 
     def _remove(self, folder: Path) -> bool:
         """Rename a folder, so that nobody reads a part of it, and delete it."""
@@ -249,26 +252,13 @@ class Store:
             log.warning("%s", message)
 
 
-def _folder(named: Path | str | bool | None) -> Path | None:
-    """The folder of a store; None if it keeps nothing, also because this user has no home."""
-    if named is False:
-        return None
-    named = os.environ.get(VARIABLE) if named is None or named is True else named
-    if named == OFF:
-        return None
-    try:
-        return Path(named).expanduser() if named else cache_folder()
-    except RuntimeError:
-        return None
-
-
 def _aside(path: Path, prefix: str) -> Path:
     """Another name in the same folder, which no other process has."""
     return path.with_name(f"{prefix}{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """The files in a folder; none if there is no such folder."""
+    """The files in a folder; none if there is no such folder, or this user may not look."""
     with suppress(OSError):
         yield from folder.iterdir()
 
@@ -299,8 +289,10 @@ def _fault(content: bytes, path: Path) -> str:
         return f"it is truncated ({len(content)} bytes)"
     magic, version, place, length, _ = HEADER.unpack_from(content)
     data = content[HEADER.size :]
-    if magic != MAGIC or version != VERSION:
-        return f"it is not of format {VERSION}"
+    if magic != MAGIC:
+        return "it is no artefact"
+    if version != VERSION:
+        return OTHER_FORMAT
     if place != _place(path):
         return "it was written for another model or item"
     if length != len(data):

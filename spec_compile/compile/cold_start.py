@@ -51,7 +51,7 @@ class ColdStart:
     def __init__(self, device: torch.device, turns: Any, may_change: Callable[[], bool]):
         """may_change: tells, in a turn between calls, if parts may change now."""
         self.turns, self.fault, self.only_asks = turns, "", False
-        self._device, self._may_change = device, may_change
+        self.device_type, self._device, self._may_change = device.type, device, may_change
         self._asked: set[Hashable] = set()
         self._examples: dict[Hashable, Callable[[], object]] = {}
         """By step: run the step's parts."""
@@ -66,10 +66,6 @@ class ColdStart:
         except (OSError, ValueError) as error:
             log.warning("rounds stay uncompiled, so that they take longer: %s", error)
             self.parts, self.fault = Parts(at_once=False), str(error)
-
-    @property
-    def device_type(self) -> str:
-        return self._device.type
 
     @property
     def untraced(self) -> int:
@@ -225,7 +221,7 @@ def _compilers() -> Iterator[bool]:
 class Background:
     """One thread, which runs while engines have something to do. It keeps neither them nor the process alive.
 
-    What it cares for is a `ColdStart`, or has the same ``turns``, ``device_type``, ``waits``, ``load()``,
+    An engine here is a `ColdStart`, or has the same ``turns``, ``device_type``, ``waits``, ``load()``,
     ``has_work()`` and ``work()``, as training on finished answers does.
     """
 

@@ -11,6 +11,7 @@ import importlib.metadata
 import platform
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from enum import Enum
 from functools import partial
 from pathlib import Path, PurePath
@@ -24,7 +25,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from ..capture.watch import BOOKKEEPING, GLOBAL_HOOKS, INTERNALS, value_hooks
+from ..capture.changes import BOOKKEEPING, GLOBAL_HOOKS, INTERNALS, value_hooks
 from ..compat import EXPERTS_INTERFACES
 from ..config import Options
 from ..inventory import configs_of, held_items, held_parameters
@@ -214,10 +215,7 @@ def _of_constant(value: Any) -> str:
     return repr(value)
 
 
-# `model_key`: everything on which the artefact of a start depends, as one SHA-256.
-#
-# The values of weights and the paths of files do not count.
-
+# The key of an artefact.
 
 PACKAGE = Path(__file__).parents[1]
 SOURCES = (".py", ".so", ".cpp", ".cu", ".h")
@@ -244,12 +242,12 @@ def model_key(model: nn.Module, draft: nn.Module | None, options: Options, name:
     There is no artefact if a hook may change a value, because nobody knows on what a hook depends.
     """
     modules = [part for each in (model, draft) if each is not None for part in each.modules()]
-    if any(value_hooks((part._forward_hooks, part._forward_pre_hooks)) for part in modules) or value_hooks(
-        GLOBAL_HOOKS
-    ):
+    if any(map(value_hooks, [GLOBAL_HOOKS, *((part._forward_hooks, part._forward_pre_hooks) for part in modules)])):
         return None
     digest, device = Digest(), next(held_parameters(model)).device
-    digest.add(name, type(options).__name__, _counted(options), options.ranks.rank, options.ranks.size)
+    counted = [field.name for field in dataclasses.fields(options) if field.name not in NOT_COUNTED]
+    digest.add(name, type(options).__name__, {each: getattr(options, each) for each in counted})
+    digest.add(options.ranks.rank, options.ranks.size)
     places: dict[int, int] = {}
     for each in (model, draft):
         digest.add(each is None)
@@ -289,33 +287,31 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def _triton_version() -> str:
-    try:
+    with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    return ""
 
 
 def _add_module(digest: Digest, module: nn.Module, places: dict[int, int]) -> None:
-    """Add all parts of a module. places: the number of each address, so that tensors that are tied have one number."""
+    """Add all parts of a module.
+
+    places: the number of each address, so that tensors that are tied have one number: [a, b, a] have 0, 1, 0.
+    """
+    not_counted = {*INTERNALS, *BOOKKEEPING, "config"}  # configs are counted by themselves
     for path, part in module.named_modules(remove_duplicate=False):
-        digest.add(path, type(part), {name: each for name, each in vars(part).items() if _counts(name)})
+        # Configs are counted by themselves.
+        not_counted = {*INTERNALS, *BOOKKEEPING, "config"}
+        digest.add(path, type(part), {name: each for name, each in vars(part).items() if name not in not_counted})
         for holder in (part._parameters, part._buffers):
             for name, tensor in held_items(holder):
-                place = None if tensor is None else _place_of(tensor, places)
-                digest.add(name, place, None if tensor is None else layout_of(tensor))
+                if tensor is None:
+                    digest.add(name, None, None)
+                    continue
+                # Tensors without memory count by themselves.
+                address = 0 if tensor.is_meta or tensor.numel() == 0 else tensor.data_ptr()
+                digest.add(name, places.setdefault(address or id(tensor), len(places)), layout_of(tensor))
     for config in configs_of(module):
         digest.add(*_of_config(config))
-
-
-def _counts(name: str) -> bool:
-    """True if an attribute of a module counts. Configs are counted by themselves."""
-    return name not in INTERNALS and name not in BOOKKEEPING and name != "config"
-
-
-def _place_of(tensor: torch.Tensor, places: dict[int, int]) -> int:
-    """The number of a tensor's address: [a, b, a] have 0, 1, 0. Tensors without memory count by themselves."""
-    address = 0 if tensor.is_meta or tensor.numel() == 0 else tensor.data_ptr()
-    return places.setdefault(address or id(tensor), len(places))
 
 
 def _of_config(config: Any) -> Iterator[Any]:
@@ -337,11 +333,6 @@ def _without_names(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_names(each) for name, each in value.items() if name not in NAMES}
     return [*map(_without_names, value)] if isinstance(value, (list, tuple)) else value
-
-
-def _counted(options: Options) -> dict[str, Any]:
-    fields = dataclasses.fields(options)
-    return {field.name: getattr(options, field.name) for field in fields if field.name not in NOT_COUNTED}
 
 
 def _machine(device: torch.device) -> list[Any]:

@@ -1,13 +1,12 @@
-"""regions: cut the graph after each decoder layer, so that layers alike are compiled once."""
+"""Regions: the graph is cut after each decoder layer, so that layers alike are compiled once."""
 
-import itertools
 import operator
 import re
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_arg
 
 from ..graph import ModelGraph, attribute, is_size, owner
 from ..kernels import experts
@@ -104,27 +103,22 @@ def cut(graph: ModelGraph, least_bytes: int = 0) -> Regions:
     for index, node in enumerate(nodes):
         layer = re.match(r".*?\.\d+(?=\.)", owner(node))
         if (is_product(node) or node.target in experts.PRODUCTS) and layer:
-            ends[layer.group()] = index + _results(nodes, index)
+            end = index + 1  # after the getitem nodes that follow a node with several results
+            while end < len(nodes) and nodes[end].target is operator.getitem and nodes[end].args[0] is node:
+                end += 1
+            ends[layer.group()] = end
     regions, begin = [], 0
     for end in sorted(ends.values()):
-        region = nodes[begin : end + 1]
+        region = nodes[begin:end]
         if _weight_bytes(graph.gm, region) >= least_bytes:
             regions.append(_region(graph.gm, region))
-            begin = end + 1
+            begin = end
     if begin < len(nodes):
         regions.append(_region(graph.gm, nodes[begin:]))
     shared: dict[str, fx.GraphModule] = {}
     for region in regions:
         region.body = shared.setdefault(region.alike, region.body)
     return Regions(graph.gm, regions)
-
-
-def _results(nodes: list[fx.Node], index: int) -> int:
-    """The number of getitem nodes of node `index` that follow it directly."""
-    following = itertools.takewhile(
-        lambda node: node.target is operator.getitem and node.args[0] is nodes[index], nodes[index + 1 :]
-    )
-    return len(list(following))
 
 
 def _weight_bytes(gm: fx.GraphModule, nodes: list[fx.Node]) -> int:
@@ -196,21 +190,13 @@ def _text(gm: fx.GraphModule, nodes: list[fx.Node]) -> str:
         if isinstance(t, Tensor)
     ]
     kinds = [node.op if _is_given(node) else "value" for node in inputs]
-    text = [(_named(node.target), _plain(node.args, names), _plain(node.kwargs, names)) for node in nodes]
+    text = list[tuple]()
+    for node in nodes:
+        named = node.target
+        with suppress(TypeError):  # another process does not know it by a name
+            named = name_of(named)
+        text.append((named, *(map_arg(given, lambda each: _Name(names[each])) for given in (node.args, node.kwargs))))
     return repr((kinds, shapes, [names[node] for node in outputs], text))
-
-
-def _named(target) -> Any:
-    """The name of a function if another process knows it by that."""
-    try:
-        return name_of(target)
-    except TypeError:
-        return target
-
-
-def _plain(value, names: dict[fx.Node, str]):
-    """Arguments with the names that nodes have inside their region."""
-    return torch.fx.node.map_arg(value, lambda node: _Name(names[node]))
 
 
 class _Name(str):

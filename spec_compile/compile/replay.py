@@ -16,7 +16,10 @@ from torch import Tensor
 from ..compat import tensors_in
 
 T = TypeVar("T")
+log = logging.getLogger("spec_compile")
 WARM_UPS = 2
+MOST = 4
+"""Graphs that `Replays` keeps. The one that was recorded first goes first."""
 SLOTS = 4
 """Rounds whose outcomes may be under way at once."""
 LOOKS = 10_000
@@ -60,36 +63,33 @@ def record(function: Callable[[], T], pool, stream: torch.cuda.Stream) -> tuple[
     function: has run before, inside `aside` on this stream.
     pool: gives the graph its memory; after a CaptureError it must not be used again.
     """
-    graph = torch.cuda.CUDAGraph()
+    graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
     with torch.cuda.device(stream.device):
         try:
             # thread_local: NCCL and the preparation of requests may allocate in other threads meanwhile.
-            # The outer context returns to its stream even if the inner one cannot end its capture.
-            outer = torch.cuda.stream(torch.cuda.current_stream())
             capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
-            with outer, workspaces_of_the_pool(), without_collection(), capture:
-                output = function()
+            # This context returns to its stream even if the capture's cannot end.
+            with torch.cuda.stream(torch.cuda.current_stream()):
+                # cuBLAS takes its workspaces from the graph's pool. Otherwise it would reuse the stream's, which
+                # torch.compile(mode="reduce-overhead") frees, and replays would write to memory of others.
+                torch._C._cuda_clearCublasWorkspaces()
+                # Python does not look for garbage. It could find an earlier graph, whose pool of memory cannot be freed
+                # meanwhile: torch ends the process.
+                gc.disable()
+                try:
+                    with capture:
+                        output = function()
+                finally:
+                    if collects:
+                        gc.enable()
+                    torch._C._cuda_clearCublasWorkspaces()
         except Exception as error:
-            with suppress(
-                RuntimeError
-            ):  # torch does not do it if a capture fails, and aborts when it frees memory later
+            # torch does not do it if a capture fails, and aborts when it frees memory later.
+            with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(stream.device_index, pool)
             torch.cuda.synchronize()
             raise CaptureError(str(error.__context__ or error)) from error
     return graph.replay, output
-
-
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """Around a capture: Python does not look for garbage. It could find an earlier graph, whose pool of memory cannot
-    be freed meanwhile: torch ends the process."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 @contextmanager
@@ -106,17 +106,6 @@ def aside(stream: torch.cuda.Stream | None) -> Iterator[None]:
                 yield
         finally:
             current.wait_stream(stream)
-
-
-@contextmanager
-def workspaces_of_the_pool() -> Iterator[None]:
-    """Around a capture: cuBLAS takes its workspaces from the graph's pool. Otherwise it would reuse the stream's, which
-    ``torch.compile(mode="reduce-overhead")`` frees, and replays would write to memory of others."""
-    torch._C._cuda_clearCublasWorkspaces()
-    try:
-        yield
-    finally:
-        torch._C._cuda_clearCublasWorkspaces()
 
 
 @contextmanager
@@ -178,14 +167,6 @@ class OutcomeRing:
         return read
 
 
-# `Replays`: a function of tensors, some of which stay in place, as CUDA graphs that record themselves.
-
-
-log = logging.getLogger("spec_compile")
-MOST = 4
-"""Graphs that a function keeps. The one that was recorded first goes first."""
-
-
 class Replays:
     """``function(*arguments)`` of tensors of one GPU and integers, replayed from the third call of a kind on.
 
@@ -208,7 +189,12 @@ class Replays:
         if len(weights) != len(self._weights) or any(map(operator.is_not, weights, self._weights)):  # guard: new-weight
             self._graphs.clear()
             self._weights = weights
-        replay = self._of(tuple([self._kind(place, x) for place, x in enumerate(arguments[: self.first_weight])]))
+        kind = tuple([self._kind(place, x) for place, x in enumerate(arguments[: self.first_weight])])
+        if kind not in self._graphs:
+            if len(self._graphs) >= MOST:
+                del self._graphs[next(iter(self._graphs))]
+            self._graphs[kind] = _ReplayedCall(self.function, self.kept, self.first_weight)
+        replay = self._graphs[kind]
         try:
             result = replay(arguments)
             self._runs_itself = replay.shares_memory
@@ -224,14 +210,6 @@ class Replays:
         if isinstance(x, int):
             return x
         return (x.data_ptr(), x.shape) if place in self.kept else x.shape  # guard: replayed-cache
-
-    def _of(self, kind: tuple) -> "_ReplayedCall":
-        """The graph of a kind of calls; a new one may take the place of the oldest."""
-        if kind not in self._graphs:
-            if len(self._graphs) >= MOST:
-                del self._graphs[next(iter(self._graphs))]
-            self._graphs[kind] = _ReplayedCall(self.function, self.kept, self.first_weight)
-        return self._graphs[kind]
 
 
 class _ReplayedCall:
@@ -252,19 +230,16 @@ class _ReplayedCall:
             self.shares_memory = any(x.untyped_storage().data_ptr() in given for x in tensors_in(result))
             return result
         if self.calls == WARM_UPS + 1:
-            self._record(arguments)
+            # The graph reads copies of what is copied. It holds no cache or weight: if one is freed, no call has its
+            # address, so that the graph is not replayed.
+            self._copies = {
+                place: x.clone() for place, x in enumerate(arguments[: self.first_weight])
+                if isinstance(x, Tensor) and place not in self.kept
+            }  # fmt: skip
+            recorded = [self._copies.get(place, x) for place, x in enumerate(arguments)]
+            pool = torch.cuda.graph_pool_handle()
+            self._replay, self._result = record(partial(self.function, *recorded), pool, self._stream)
         for place, copy in self._copies.items():
             copy.copy_(arguments[place], non_blocking=True)
         self._replay()
         return [x.clone() if isinstance(x, Tensor) else x for x in self._result]
-
-    def _record(self, arguments: tuple) -> None:
-        """Record the graph over copies of what is copied. It holds no cache or weight: if one is freed, no call has its
-        address, so that the graph is not replayed."""
-        self._copies = {
-            place: x.clone() for place, x in enumerate(arguments[: self.first_weight])
-            if isinstance(x, Tensor) and place not in self.kept
-        }  # fmt: skip
-        recorded = [self._copies.get(place, x) for place, x in enumerate(arguments)]
-        pool = torch.cuda.graph_pool_handle()
-        self._replay, self._result = record(partial(self.function, *recorded), pool, self._stream)

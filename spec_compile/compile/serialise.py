@@ -7,7 +7,7 @@ their paths in the model. Weights that a pass joined are the list of their parts
 
     {"model.lm_head.weight": {"path": "lm_head.weight"},
      "merged_linear_0_0": {"join": ["layers.0.q_proj.weight", "layers.0.k_proj.weight"]},
-     "lifted_tensor_0": {"value": [2.0], "shape": [], "dtype": "float32", "device": "cpu"}}
+     "lifted_tensor_0": {"value": [2.0], "shape": [], "dtype": {"dtype": "float32"}, "device": "cpu"}}
 """
 
 import contextlib
@@ -18,9 +18,9 @@ import operator
 import pkgutil
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields
+from dataclasses import fields, replace
 from keyword import iskeyword
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import torch
 from torch import Tensor, fx, nn
@@ -52,6 +52,9 @@ FUNCTIONS = {
 """Functions of sizes, `getitem`, and functions of this package in graphs: those that rows may name."""
 CONSTANTS = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
 """Classes of constants that are named attributes of torch."""
+
+SPECS = {each.__name__: each for each in (LayerSpec, IndexSpec, RecurrenceSpec, PassReport)}
+"""Classes of what a model's graph has besides its rows."""
 
 PATH = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
@@ -189,6 +192,8 @@ def _data(value: Any, values: dict[fx.Node, dict[str, Any]]) -> Any:
         return {"device": str(value)}
     if type(value) in CONSTANTS:
         return {CONSTANTS[type(value)]: str(value).removeprefix("torch.")}
+    if type(value).__name__ in SPECS:
+        return {type(value).__name__: {each.name: _data(getattr(value, each.name), values) for each in fields(value)}}
     raise TypeError(f"argument: expected a number, text, dtype, device or result of a node, got {value!r}")
 
 
@@ -209,13 +214,20 @@ def _value(data: Any, values: list[fx.Node], make: Callable[[str, Any], fx.Node]
         return {key: _value(part, values, make) for key, part in name}
     if kind == "device":
         return torch.device(name)
+    if kind in SPECS:
+        return SPECS[kind](**{key: _value(part, values, make) for key, part in name.items()})
     value = getattr(torch, name)
     if CONSTANTS.get(type(value)) != kind:
         raise TypeError(f"expected a {kind}, got {name}")
     return value
 
 
-# What rows of a model's graph may name.
+def _plain(data: Any) -> Any:
+    """A value of JSON data outside of rows: it refers to none."""
+    return _value(data, [], lambda kind, name: None)
+
+
+# The operators that rows of a model's graph may name.
 
 COMPOUND = set(
     """
@@ -326,9 +338,8 @@ def _inner_graphs(data: Any) -> Iterator[list[Row]]:
 
 # Graphs of models, bound to their tensors.
 
-PLAIN = [each.name for each in fields(ModelGraph) if each.type in (int, bool, str, int | None)]
-"""The fields of a graph that are data as they are."""
-
+FIELDS = {each.name: each.type for each in fields(ModelGraph) if each.name != "gm"}
+"""The types of the fields of a graph that are data."""
 VARIES = 7
 """Stands for a size that varies with values, so that the trace had no example of it."""
 
@@ -344,18 +355,14 @@ def data_of(graph: ModelGraph, model: nn.Module) -> dict[str, Any]:
     owners, values = list[str](), list[Any]()
     nodes = [node for node in graph.gm.graph.nodes if node.op != "get_attr"]
     check_rows(rows := rows_of(graph.gm, has_tensors=True))
+    graph = replace(graph, log=[replace(each, code="") for each in graph.log])
     return {
         "rows": rows,
         "owners": owners,
         "values": values,
         "meta": [[_number(owner(node), owners), _number(_value_data(node.meta.get("val")), values)] for node in nodes],
         "tensors": {name: sources.recipe(x, name) for name, x in read.items() if isinstance(x, Tensor)},
-        "layers": [asdict(layer) for layer in graph.layers],
-        "recurrences": [{**asdict(spec), "dtypes": [*map(_dtype_data, spec.dtypes)]} for spec in graph.recurrences],
-        "indexes": [[spec.size, spec.topk, _dtype_data(spec.dtype)] for spec in graph.indexes],
-        "dtypes": [_dtype_data(graph.dtype), _dtype_data(graph.cache_dtype)],
-        "log": [[each.name, each.summary, each.nodes_before, each.nodes_after] for each in graph.log],
-        "plain": {name: getattr(graph, name) for name in PLAIN},
+        "fields": {name: _data(getattr(graph, name), {}) for name in FIELDS},
     }
 
 
@@ -375,20 +382,15 @@ def bound(data: dict[str, Any], model: nn.Module) -> ModelGraph:
         if path:
             node.meta["nn_module_stack"] = {path: (path, None)}
         node.meta["val"] = values[value]
-    dtype, cache_dtype = map(_dtype, data["dtypes"])
-    for each in fields(ModelGraph):
-        if each.name in PLAIN and not isinstance(data["plain"][each.name], each.type):
-            raise ValueError(f"{each.name}: expected {each.type}, got {data['plain'][each.name]!r:.80}")
-    return ModelGraph(
-        gm=gm,
-        layers=tuple(LayerSpec(**layer) for layer in data["layers"]),
-        dtype=dtype,
-        cache_dtype=cache_dtype,
-        recurrences=tuple(map(_recurrence, data["recurrences"])),
-        indexes=tuple(IndexSpec(size, topk, _dtype(dtype)) for size, topk, dtype in data["indexes"]),
-        log=[PassReport(*report, code="") for report in data["log"]],
-        **data["plain"],
-    )
+    read = {name: _plain(data["fields"][name]) for name in FIELDS}
+    for name, kind in FIELDS.items():
+        is_list = get_origin(kind) in (list, tuple)
+        is_right = isinstance(read[name], get_origin(kind) if is_list else kind)
+        if is_list and is_right:
+            is_right = all(isinstance(each, get_args(kind)[0]) for each in read[name])
+        if not is_right:
+            raise ValueError(f"{name}: expected {kind}, got {read[name]!r:.80}")
+    return ModelGraph(gm=gm, **read)
 
 
 class Sources:
@@ -417,7 +419,7 @@ class Sources:
         if whole is not None and _memory(whole) == _memory(tensor):
             return {"join": names}
         if tensor.numel() <= SMALL and tensor.untyped_storage().data_ptr() not in self.storages:  # guard: weight-values
-            value, dtype = tensor.detach().flatten().tolist(), _dtype_data(tensor.dtype)
+            value, dtype = tensor.detach().flatten().tolist(), _data(tensor.dtype, {})
             return {"value": value, "shape": [*tensor.shape], "dtype": dtype, "device": str(tensor.device)}
         raise NoRecipe(f"its graphs read {name} {list(tensor.shape)}, which is no tensor of the model")
 
@@ -427,7 +429,7 @@ def _made(recipe: dict[str, Any], tensors: dict[str, Tensor]) -> Tensor:
         return tensors[recipe["path"]]
     if "join" in recipe:
         return join_parameters([tensors[path] for path in recipe["join"]])
-    options = {"dtype": _dtype(recipe["dtype"]), "device": recipe["device"]}
+    options = {"dtype": _plain(recipe["dtype"]), "device": recipe["device"]}
     return torch.tensor(recipe["value"], **options).reshape(recipe["shape"])
 
 
@@ -443,10 +445,10 @@ def _number(value: Any, seen: list) -> int:
 
 
 def _value_data(value: Any) -> Any:
-    """The facts that reports and passes read of the value of a node: ["float32", [2, 7, 64]] of a tensor, see `_size`;
+    """The facts that reports and passes read of the value of a node: [dtype, [2, 7, 64]] of a tensor, see `_size`;
     "size" for a size that varies, null for a value that is not known."""
     if isinstance(value, Tensor):
-        return [_dtype_data(value.dtype), [*map(_size, value.shape)]]
+        return [_data(value.dtype, {}), [*map(_size, value.shape)]]
     if isinstance(value, (list, tuple)):
         return {"parts": [*map(_value_data, value)]}
     return SIZE if value is SIZE or isinstance(value, torch.SymInt) else None
@@ -468,23 +470,5 @@ def _value_of(data: Any) -> Any:
     if isinstance(data, dict):
         return tuple(map(_value_of, data["parts"]))
     if isinstance(data, list):
-        return torch.empty(data[1], dtype=_dtype(data[0]), device="meta")
+        return torch.empty(data[1], dtype=_plain(data[0]), device="meta")
     return SIZE if data == SIZE else None
-
-
-def _dtype_data(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    """The dtype of `_dtype_data`. ValueError if there is none of this name."""
-    dtype = None if name is None else getattr(torch, name)
-    if not isinstance(dtype, torch.dtype | None):
-        raise ValueError(f"dtype: expected one of torch, got {name!r:.80}")
-    return dtype
-
-
-def _recurrence(data: dict[str, Any]) -> RecurrenceSpec:
-    stash = tuple((tuple(shape), is_shared) for shape, is_shared in data["stash"])
-    dtypes = tuple(map(_dtype, data["dtypes"]))
-    return RecurrenceSpec(data["kind"], tuple(data["state"]), stash, dtypes)

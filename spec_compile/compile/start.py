@@ -21,10 +21,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import passes
 from ..capture.checks import linear_logits, on_some_text, random_ids, tree_logits
-from ..capture.float32 import in_float32
-from ..capture.mxfp4 import library_tensors
+from ..capture.experts import library_tensors
 from ..capture.quantised import QuantisedLinear, packed_experts, packed_layers
-from ..capture.yardstick import compare_logits, compare_rounding, has_half, in_float32_if_possible
+from ..capture.yardstick import compare_logits, compare_rounding, has_half, in_float32, in_float32_if_possible
 from ..config import Options
 from ..errors import UnsupportedModelError
 from ..folders import cache_folder, user_secret
@@ -34,15 +33,19 @@ from ..kernels.plain import plain_kernels
 from ..passes.merge_linears import is_kept_apart, keep_apart
 from ..passes.tidy import tidy
 from ..tree import ancestry
-from .cache import ABOUT, COMPILED, Store
+from .cache import ABOUT, COMPILED, ArtefactCache
 from .key import about, model_key
 from .serialise import bound, data_of
 
-ITEM = "start"
-FORMAT = 2
+ITEM, DRAFT = "start", "draft"
+"""Names of items: what a start has found, and the graph of a draft."""
 SIGNATURE = 32
 """Bytes before a part."""
 PURPOSES = ("verify", "prefill")
+PREFIX = 17
+"""Tokens of the quick check before its tree."""
+PARENTS = [-1, 0, 0, 1, 2, 3, 4]
+"""Its tree: two paths of four nodes, 0, 1, 3, 5 and 0, 2, 4, 6."""
 log = logging.getLogger("spec_compile")
 
 
@@ -66,7 +69,7 @@ class StoredParts:
     Loading a part runs code. So each is signed with a secret of this user, and one without this signature is not read.
     """
 
-    def __init__(self, stores: list[Store], cache: Store, key: str, trusts_carried: bool = False):
+    def __init__(self, stores: list[ArtefactCache], cache: ArtefactCache, key: str, trusts_carried: bool = False):
         """stores: where parts are read, in this order. cache: where they are kept.
 
         trusts_carried: parts of folders that were carried here are read whoever has signed them.
@@ -74,7 +77,7 @@ class StoredParts:
         self.stores, self.cache, self.key, self.trusts_carried = stores, cache, key, trusts_carried
 
     def read(self, name: str) -> bytes | None:
-        """See `compiler.PartStore`."""
+        """The bytes that were written; None if there are none, or none that are whole and signed."""
         for store in self.stores:
             data = store.read(self.key, f"{name}{COMPILED}")
             if data is None:
@@ -139,8 +142,8 @@ class StartArtefact:
             found.append(self)
         self.further = [each.key for each in drafts if each.key is not None]
         self.model, self.draft, self.options, self.name, self.seconds = model, draft, options, name, seconds
-        carried = [] if options.artefact is None else [Store(options.artefact, is_carried=True)]
-        self.cache = Store(options.cache)
+        carried = [] if options.artefact is None else [ArtefactCache(options.artefact, is_carried=True)]
+        self.cache = ArtefactCache(options.cache)
         self.stores = [store for store in (*carried, self.cache) if store.folder is not None]
         self.key: str | None = None
         self.lack = "was started with cache=False"
@@ -197,8 +200,7 @@ class StartArtefact:
     def keep(self, name: str, data: bytes) -> None:
         """Store data under a name, in addition to a start and as far as possible."""
         if self.key is not None:
-            self.cache.write(self.key, name, data)
-            self.introduce(self.cache)
+            self._put(self.cache, name, data)
 
     def save(self, start: Start, folder: Path | str) -> None:
         """Copy findings, and all else that the stores have of this start and of its draft, to a folder.
@@ -210,27 +212,27 @@ class StartArtefact:
         try:
             for key, store in itertools.product((self.key, *self.further), self.stores):
                 store.export(key, folder)
-            is_written = self._write(Store(folder, float("inf")), start)
+            is_written = self._write(ArtefactCache(folder, float("inf")), start)
         except Exception as error:
             raise ValueError(f"save: this {type(self.model).__name__} cannot be stored ({error})") from error
         if not is_written:
             raise OSError(f"save: {folder} cannot be written; the log has the reason")
 
-    def introduce(self, store: Store) -> bool:
-        """Write to a store the facts that a list of artefacts shows. False if they cannot be written."""
-        return store.write(self.key, ABOUT, json.dumps(about(self.model)).encode())
-
-    def _write(self, store: Store, start: Start) -> bool:
+    def _write(self, store: ArtefactCache, start: Start) -> bool:
         content = {
-            "format": FORMAT,
             "graphs": {purpose: data_of(start.graphs[purpose], self.model) for purpose in PURPOSES},
             "reads": [sorted(names) for _, names in start.reads],
             "served_batches": start.served_batches,
         }
-        is_kept = store.write(self.key, ITEM, json.dumps(content, separators=(",", ":")).encode())
-        return is_kept and self.introduce(store)
+        return self._put(store, ITEM, json.dumps(content, separators=(",", ":")).encode())
 
-    def _checked(self, store: Store, data: bytes) -> Start | None:
+    def _put(self, store: ArtefactCache, name: str, data: bytes) -> bool:
+        """Write an item, and the facts that a list of artefacts shows. False if they cannot be written."""
+        return store.write(self.key, name, data) and store.write(
+            self.key, ABOUT, json.dumps(about(self.model)).encode()
+        )
+
+    def _checked(self, store: ArtefactCache, data: bytes) -> Start | None:
         """The findings if they compute what the model does. Otherwise the entry is taken out of the store."""
         try:
             with timed(self.seconds, "load"):
@@ -248,8 +250,6 @@ class StartArtefact:
             return None
 
     def _bound(self, content: dict[str, Any]) -> Start:
-        if content["format"] != FORMAT:
-            raise ValueError(f"expected format {FORMAT}, got {content['format']}")
         graphs = {purpose: bound(content["graphs"][purpose], self.model) for purpose in PURPOSES}
         if not self.options.merge_linears:
             for purpose, graph in graphs.items():
@@ -286,24 +286,15 @@ def _lacks(model: PreTrainedModel, options: Options) -> Iterator[str]:
         yield "has weights that an earlier speculate(merge_linears=False) reads where they lie"
 
 
-# The quick check: graphs from an artefact must give the logits of the model's own forward on one short text.
-
-
-PREFIX = 17
-"""Tokens before the tree."""
-PARENTS = [-1, 0, 0, 1, 2, 3, 4]
-"""Two paths of four nodes: 0, 1, 3, 5 and 0, 2, 4, 6."""
-AN_ARTEFACT = "an artefact"
-
-
 @torch.no_grad()
 def quick_check(model: PreTrainedModel, prefill: ModelGraph, verify: ModelGraph) -> None:
-    """Run a text of 24 tokens through both graphs, its end as a tree, and its two paths through the model's forward.
+    """Compare graphs from an artefact with the model's own forward, by their logits: a text of 24 tokens runs through
+    both graphs, its end as a tree, and the tree's two paths through the forward.
 
     The limits are those of the checks after capture. Operators have their plain meaning: an artefact has graphs and no
     kernels, so none is compiled for this. UnsupportedModelError if the logits differ by more.
     """
-    name = type(model).__name__
+    name, part = type(model).__name__, "an artefact"
     ancestors, depth = ancestry(torch.tensor([PARENTS], device=verify.device))
     prefix = min(PREFIX, (verify.position_limit or PREFIX + len(PARENTS)) - len(PARENTS))
 
@@ -311,9 +302,7 @@ def quick_check(model: PreTrainedModel, prefill: ModelGraph, verify: ModelGraph)
         ids = random_ids(verify, 1, prefix + len(PARENTS), seed).to(verify.device)
 
         def own() -> Tensor:
-            def run(texts: Tensor) -> Tensor:
-                return model(input_ids=texts, use_cache=False).logits
-
+            run = lambda texts: model(input_ids=texts, use_cache=False).logits  # noqa: E731
             return linear_logits(run, ids, prefix, ancestors[0].tolist())
 
         def tree(dtype: torch.dtype) -> Tensor:
@@ -322,31 +311,22 @@ def quick_check(model: PreTrainedModel, prefill: ModelGraph, verify: ModelGraph)
 
         if not has_half(verify):
             with in_float32():
-                return compare_logits(name, AN_ARTEFACT, tree(verify.dtype), own())
-        wide = in_float32_if_possible(AN_ARTEFACT, lambda: tree(torch.float32))
+                return compare_logits(name, part, tree(verify.dtype), own())
+        wide = in_float32_if_possible(part, lambda: tree(torch.float32))
         exact = in_float32_if_possible("the model's own forward", own, model)
         if wide is not None and exact is not None:
-            compare_logits(name, AN_ARTEFACT, wide, exact)
+            compare_logits(name, part, wide, exact)
         reference = wide if exact is None else exact
         if reference is None:
-            raise UnsupportedModelError(
-                f"model: {name}: {AN_ARTEFACT} cannot be checked, because nothing runs in float32"
-            )
-        compare_rounding(name, AN_ARTEFACT, tree(verify.dtype), own(), reference)
+            raise UnsupportedModelError(f"model: {name}: {part} cannot be checked, because nothing runs in float32")
+        compare_rounding(name, part, tree(verify.dtype), own(), reference)
 
     with plain_kernels():
         on_some_text(verify, check)
 
 
-# The captured graph of a draft: traced in the first process, read from its artefact and bound in later ones.
-
-
-DRAFT = "draft"
-log = logging.getLogger("spec_compile")
-
-
 def draft_graph(draft: nn.Module, options: Options, trace: Callable[[], ModelGraph]) -> ModelGraph:
-    """The graph of a head or a draft model, over its tensors.
+    """The graph of a head or a draft model, over its tensors: captured in the first process, read by later ones.
 
     options: name the folder.
     trace: captures the draft, if there is no artefact of one like it. A stored graph that is wrong in spite of its key

@@ -161,7 +161,7 @@ class CompileWorkers:
         here = str(Path(__file__).parents[2])
         code = (
             f"import os, sys; os.nice({NICENESS}); sys.path[:0] = [{here!r}]; "
-            f"from spec_compile.compile.children import work; work({str(self.folder)!r}, {self._owner})"
+            f"from spec_compile.compile.workers import work; work({str(self.folder)!r}, {self._owner})"
         )
         while len(self.processes) < min(self.count, len(self._jobs)):
             # A session of its own: Ctrl-C is for the parent, and the compilers that a child runs end with it.

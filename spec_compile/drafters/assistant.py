@@ -24,7 +24,7 @@ from ..kernels.attention import triton
 from ..kernels.attention.committed import attend_to_committed
 from ..kernels.ops import arguments_of
 from ..parallel.ranks import ALONE
-from ..passes.nodes import replace_node
+from ..passes.products import replace_node
 from ..passes.use_tree_attention import use_tree_attention
 from ..runtime.state import State
 from ..tree import Accepted

@@ -14,11 +14,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .. import passes
 from ..cache import Cache
-from ..capture.admit import admit
+from ..capture.admit import admit, in_served_dtype
 from ..capture.checks import check_capture
 from ..capture.kinds import is_known
 from ..capture.quantised import embedded_tokens, hold_one_layout, output_matrix
-from ..capture.served_dtype import in_served_dtype
 from ..capture.trace import capture
 from ..compile.part import PartCompiler
 from ..compile.regions import compile_regions

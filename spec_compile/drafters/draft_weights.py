@@ -16,7 +16,7 @@ from ..graph import ModelGraph, attribute
 from ..kernels.linear import PRODUCT, QUANTISED, for_few_rows, linear_layers
 from ..passes import PIPELINE
 from ..passes.merge_linears import merge_linears
-from ..passes.select_logits import select_logits
+from ..passes.outputs import select_logits
 from ..quantised import Packed, rounded
 
 PARTS = ("layers", "output")

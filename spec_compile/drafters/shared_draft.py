@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from ..capture.adapters import twin
 from ..capture.quantised import mark
-from ..capture.taps import tapped
+from ..capture.trace import tapped
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph, attribute, calls
 from ..kernels.linear import few_rows_linear

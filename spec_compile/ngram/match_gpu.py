@@ -14,7 +14,7 @@ from .match_options import MatchOptions, empty_outputs
 
 
 @dataclass(frozen=True)
-class Shape:
+class MatchShape:
     """The sizes that the kernels are compiled with.
 
     words: 64-bit words in a set of matches, 1 or 2.
@@ -53,8 +53,8 @@ class Shape:
         return self.macros()["BUILD_BYTES"] + deepest * (8 * self.words * matches + 4 * matches + 4 * (matches + 4))
 
 
-def shape_for(options: MatchOptions) -> Shape:
-    return Shape(words=-(-options.match_limit // 64))
+def shape_for(options: MatchOptions) -> MatchShape:
+    return MatchShape(words=-(-options.match_limit // 64))
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Launch:
 
 
 def launches(
-    shape: Shape,
+    shape: MatchShape,
     multiprocessors: int,
     tokens: Tensor,
     committed: Tensor,
@@ -169,7 +169,7 @@ def _check(result):
     return values[0] if values else None
 
 
-def binary_for(shape: Shape, capability: tuple[int, int]) -> bytes:
+def binary_for(shape: MatchShape, capability: tuple[int, int]) -> bytes:
     """The kernels for GPUs of a compute capability, as a module that the driver loads; it needs no GPU."""
     from cuda.bindings import nvrtc
 
@@ -189,7 +189,7 @@ def binary_for(shape: Shape, capability: tuple[int, int]) -> bytes:
 
 
 @functools.cache
-def _compiled(shape: Shape, device: int):
+def _compiled(shape: MatchShape, device: int):
     """The kernels on this device, by name: functions of a launch and a stream."""
     try:
         from cuda.bindings import driver

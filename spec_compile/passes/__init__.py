@@ -10,22 +10,16 @@ from ..kernels.linear.low_rank import LowRank
 from ..parallel.ranks import ALONE, Alone
 from .add_adapters import add_adapters
 from .apply import apply, check_order
-from .chain_products import chain_products
+from .chain_products import chain_products, fuse_around
 from .fuse_append import fuse_append
-from .fuse_around import fuse_around
-from .fuse_gated_norms import fuse_gated_norms
-from .fuse_l2_norms import fuse_l2_norms
-from .fuse_norms import fuse_norms
-from .fuse_qk_norms import fuse_qk_norms
+from .fuse_norms import fuse_gated_norms, fuse_l2_norms, fuse_norms, fuse_qk_norms
 from .fuse_residuals import fuse_residuals
 from .fuse_rotary import fuse_rotary
-from .fuse_routers import fuse_routers
+from .fuse_routers import fuse_routers, order_sums
 from .fuse_swiglu import fuse_swiglu
 from .merge_linears import merge_linears
-from .order_sums import order_sums
-from .select_logits import select_logits
+from .outputs import select_logits, tap_hidden_states
 from .shard import shard
-from .tap_hidden_states import tap_hidden_states
 from .tidy import tidy
 from .use_small_m_linears import use_small_m_linears
 from .use_states import use_states

@@ -11,7 +11,7 @@ from ..kernels.attention.call import ROTATION
 from ..kernels.linear.product_ops import lack_of_append
 from .apply import comes_after
 from .fuse_rotary import taking
-from .nodes import VIEWS, swaps_heads
+from .products import VIEWS, swaps_heads
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ from ..graph import ModelGraph, calls
 from ..kernels import experts, linear
 from ..kernels.ops import arguments_of
 from .apply import comes_after
-from .nodes import VIEWS
+from .products import VIEWS
 
 ops = torch.ops.spec_compile
 

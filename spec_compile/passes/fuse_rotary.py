@@ -8,7 +8,7 @@ from torch import fx
 from ..graph import ModelGraph
 from ..kernels import HALF, attention
 from .apply import comes_after
-from .nodes import calls_op
+from .products import calls_op
 
 aten = torch.ops.aten
 

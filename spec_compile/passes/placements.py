@@ -10,9 +10,7 @@ from torch import fx
 from ..kernels import experts
 from ..kernels.ops import arguments_of
 from ..parallel.slices import ONCE, Cut
-from .nodes import SAME, is_pointwise, name_of, shape_of
-from .products import WeightProduct, product_of
-from .shares import Share
+from .products import SAME, Share, WeightProduct, is_pointwise, name_of, product_of, shape_of
 
 ATTENTION = torch.ops.spec_compile.attention.default
 REDUCTIONS = {"amax", "amin", "any", "mean", "softmax", "_softmax", "sum"}

@@ -19,11 +19,10 @@ from ..kernels import all_reduce, experts  # noqa: F401  registers the ops
 from ..kernels.linear import head_products
 from ..kernels.ops import arguments_of
 from ..parallel.slices import Cut, whole
-from . import shares
+from . import products
 from .apply import comes_after
-from .nodes import is_pointwise, name_of, shape_of
 from .placements import ALL, ATTENTION, BY_EXPERTS, MisfitError, ShardPlan, derive
-from .products import WeightProduct, product_of, rounds_rows, set_weights
+from .products import WeightProduct, is_pointwise, name_of, product_of, rounds_rows, set_weights, shape_of
 
 aten = torch.ops.aten
 ops = torch.ops.spec_compile
@@ -51,7 +50,7 @@ def shard(graph: ModelGraph, settings) -> str:
             "linear layers as in Llama; run it in one process, tensor_parallel=None"
         )
     before = graph.layers
-    shares.check(graph, plan.shares.values(), [size for size in range(1, ranks.size) if fits(size)], ranks.size)
+    products.check(graph, plan.shares.values(), [size for size in range(1, ranks.size) if fits(size)], ranks.size)
     _cut_weights(graph, plan, ranks)
     _reduce(graph, plan, ranks)
     gathered = _cut_head(graph, ranks)
@@ -96,8 +95,8 @@ def by_experts(graph: ModelGraph, option: bool | None, size: int) -> set[fx.Node
         sources = _sources(down.node.args[0], lambda node: True) or []
         ups = [product for product in sources if product.node.target is experts.UP]
         counts.add(count := shape_of(down.parts[0])[0])
-        both = [shares.Share(down, True, size), *(shares.Share(up, False, size, up.blocks) for up in ups)]
-        fits = not any(shares.lack(graph, share) for share in both)
+        both = [products.Share(down, True, size), *(products.Share(up, False, size, up.blocks) for up in ups)]
+        fits = not any(products.lack(graph, share) for share in both)
         if option or (option is None and not fits and count % size == 0):
             found |= {up.node for up in ups}
     if option and (not counts or any(count % size for count in counts)):
@@ -195,9 +194,9 @@ def _cut_weights(graph: ModelGraph, plan: ShardPlan, ranks) -> None:
             _round_over_ranks(graph, share.product, ranks)
 
 
-def _replace_weights(graph: ModelGraph, share: shares.Share, ranks) -> None:
+def _replace_weights(graph: ModelGraph, share: products.Share, ranks) -> None:
     """Let a product read this rank's share of its weights."""
-    layout, tensors = shares.share_of(graph, share, ranks.slices)
+    layout, tensors = products.share_of(graph, share, ranks.slices)
     node, first = share.product.node, share.product.parts[0]
     parts = [_put(graph, node, first, tensor, number) for number, tensor in enumerate(tensors)]
     set_weights(share.product, layout, parts)

@@ -9,7 +9,7 @@ from torch import fx
 from ..graph import ModelGraph, calls
 from ..kernels.recurrence import advance_or_look, clamp_in_prompt, walk_of
 from .apply import comes_after
-from .nodes import replace_node
+from .products import replace_node
 
 RECURRENCE, CLAMP = torch.ops.spec_compile.recurrence.default, torch.ops.spec_compile.clamp_prompt.default
 

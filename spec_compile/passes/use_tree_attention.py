@@ -9,7 +9,7 @@ from ..graph import ModelGraph, calls
 from ..kernels import attention
 from ..kernels.ops import arguments_of
 from .apply import comes_after
-from .nodes import replace_node
+from .products import replace_node
 
 
 @comes_after("tidy")

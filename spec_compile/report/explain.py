@@ -20,7 +20,6 @@ from ..kernels.linear import small_m
 from ..passes.row_invariance import variant_parts
 from ..runtime.prefill_chunks import SIZES
 from ..runtime.served import ServedEngine
-from ..runtime.step_back import StepBack
 from ..runtime.steps import StepKind
 from ..stats import Stats
 from . import html
@@ -55,8 +54,7 @@ def _drafts(engine) -> list[str]:
     """The choice between drafts and plain rounds, a line for each batch size so far."""
     lines = []
     for session in engine.sessions.values():
-        policy = session.steps.policies[StepKind.ROUND]
-        if isinstance(policy, StepBack) and (text := policy.describe()):
+        if text := session.steps.policies[StepKind.ROUND].describe():
             lines.append(f"drafts in calls of batch size {session.batch}: {text}")
     return lines
 

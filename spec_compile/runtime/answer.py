@@ -22,7 +22,7 @@ class Answer:
     criteria: stopping criteria; None compares with `longest` and `eos`.
     streamer: as in ``generate()``.
     keep_scores, keep_logits: True keeps `scores` (processed), `logits` (unprocessed) of every column.
-    device: of results; None for that of `input_ids`.
+    device: gets the results; None: the device of `input_ids`.
     keep_logprobs: True keeps in `logprobs` the log-probability of each token by its processed scores.
     """
 

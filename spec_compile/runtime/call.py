@@ -8,17 +8,16 @@ from torch import Tensor
 
 from ..outcome import Outcome
 from ..tree import MAX_NODES
-from .accept.draw import DrawInRound
-from .accept.host import HostAcceptor
-from .draft_length import ANY, STRIDE
-from .past import OwnPrefill, Past
+from .draft_record import Group
+from .past import Past
 from .pipeline import InFlightRound, RoundPipeline, check_gained
 from .prefill_chunks import FIXED, chunks
 from .request import Prompt, Request, Sequence
 from .runtime import Runtime
 from .session import Session
-from .step_back import StepBack
 from .steps import StepKind
+from .verify.host import HostAcceptor
+from .verify.sample import DrawInRound
 
 log = logging.getLogger("spec_compile")
 
@@ -34,13 +33,12 @@ class Call:
 
     def __init__(
         self, request: Request, sequences: list[Sequence], acceptor: HostAcceptor | DrawInRound | None = None,
-        prompt: Prompt | None = None, past: Past | None = None, own: OwnPrefill | None = None,
-        check: Callable[[], None] | None = None,
+        prompt: Prompt | None = None, past: Past | None = None, check: Callable[[], None] | None = None,
     ):  # fmt: skip
         """sequences: the rows. acceptor: accepts tokens; None accepts greedily inside the round (see `accept.Route`).
-        prompt: the prompts of `sequences`; None if nobody has them as a tensor. past: existing keys and values of the
-        first prompt tokens; all of them, with a `HostAcceptor`, if `own` has `first_logits`. check: raises if the model
-        has changed; called once, while the GPU computes, before a token is given out."""
+        prompt: the prompts of `sequences`; None if nobody has them as a tensor. past: has the first prompt tokens; its
+        first logits need a `HostAcceptor`. check: raises if the model has changed; called once, while the GPU computes,
+        before a token is given out."""
         self.request, self.sequences, self.past, self._check = request, sequences, past, check
         self._on_host = acceptor if isinstance(acceptor, HostAcceptor) else None
         self._in_round = acceptor if isinstance(acceptor, DrawInRound) else None
@@ -48,7 +46,7 @@ class Call:
         self.has_unknown_tokens = prompt is not None and prompt.has_unknown_tokens
         self._prompt_ids = None if prompt is None or any(prompt.padding) or self.has_unknown_tokens else prompt.ids
         self._position_offsets = None if prompt is None else prompt.position_offsets
-        self._first_logits, self._features = (None, None) if own is None else (own.first_logits, own.features)
+        self._first_logits = None if past is None else past.first_logits
         self._longest = max(sequence.longest for sequence in sequences)
         self._is_started = False
         self._first: Tensor | None = None
@@ -97,8 +95,8 @@ class Call:
         # The prompts, and the first trees.
         prompt_sizes = self._chunks(max(len(prompt) - 1 - begin for prompt, begin in zip(prompts, begins)))
         self._build_rounds(prompt_sizes)
-        if self._features is not None and runtime.algorithm.remembers:
-            session.prefill_draft(self._features, self.past.padding, begins, self._chunks(max(begins)))
+        if self.past is not None and self.past.features is not None and runtime.algorithm.remembers:
+            session.prefill_draft(self.past.features, self.past.padding, begins, self._chunks(max(begins)))
         done = max(begins)  # prompts of 9 and 6 tokens, of which the state has 4 and 0: 5 more, and 9 slots are visible
         for size in prompt_sizes:
             session.steps.prefill(size, session.max_kv_len(done + size))
@@ -173,11 +171,11 @@ class Call:
         if self.runtime.guard.error is not None:
             return True
         policy, most = self.session.steps.policies[self._kind], self.sequences[0].most_nodes
-        if not isinstance(policy, StepBack):
+        if not self.runtime.algorithm.plan.is_whole:
             return False
         numbers = [sequence.loaded.number for sequence in self.sequences]
-        buckets = [number * STRIDE + ANY for number in numbers] if any(numbers) else []
-        (nodes,) = self.runtime.options.ranks.lead(lambda: [min(policy.choose_ahead(buckets), most)])
+        groups = [*map(Group, numbers)] if any(numbers) else []
+        (nodes,) = self.runtime.options.ranks.lead(lambda: [min(policy.choose(groups), most)])
         return nodes == 1
 
     def _build_rounds(self, prompt_sizes: list[int]) -> None:
@@ -215,7 +213,7 @@ class Call:
         if past is None:
             return [0] * state.batch
         cached = [past.length - pad for pad in past.padding]
-        can_step_back = self._features is None and not (self.has_unknown_tokens or self.runtime.verify.recurrences)
+        can_step_back = past.features is None and not (self.has_unknown_tokens or self.runtime.verify.recurrences)
         if can_step_back:
             cached = [max(length + 1 - max(algorithm.ahead, 1), 0) for length in cached]
         fresh = algorithm.plan.fresh_tokens if can_step_back else 1

@@ -60,7 +60,7 @@ def _check_number(name: str, value: Any) -> None:
 
 
 def _tokens(value: Any) -> Iterator[Any]:
-    """The token ids in an option; those of tensors and arrays are numbers."""
+    """The token ids in an option; tensors and arrays have only numbers."""
     if isinstance(value, (list, tuple)):
         yield from value
     elif value is not None and not hasattr(value, "dtype"):
@@ -98,7 +98,7 @@ def read_limit(speculation: Any, most: int) -> int:
 OF_ONE_DRAFT = {"num_draft_tokens", "artefact"}
 """Options of every algorithm that a model with another draft does not take over."""
 TOKENIZERS = "tokenizer", "assistant_tokenizer"
-"""Arguments of a call whose draft has a tokenizer of its own. The former by itself is that of `stop_strings`."""
+"""Arguments of a call whose draft has another tokenizer. The former by itself is for `stop_strings`."""
 OVER_THE_TARGET = "Gemma4Assistant", "Gemma4UnifiedAssistant"
 """Beginnings of the names of assistants that read the target's keys and values, as transformers knows them."""
 
@@ -107,9 +107,9 @@ OVER_THE_TARGET = "Gemma4Assistant", "Gemma4UnifiedAssistant"
 class CalledDraft:
     """A draft that a call names.
 
-    argument: of the call, that names it
+    argument: the call's argument that names it
     algo: that makes drafts of this kind, or None if only transformers' own loop does what the call asks for
-    options: of `speculate`, in addition to those of the model that is called
+    options: arguments of `speculate`, in addition to the options of the model that is called
     """
 
     argument: str
@@ -120,7 +120,7 @@ class CalledDraft:
     def of(cls, config: GenerationConfig, assistant: Any, arguments: dict[str, Any]) -> "CalledDraft":
         """The draft of a call for which transformers has chosen assisted decoding; the first that transformers takes.
 
-        config: of the call
+        config: the call's config
         assistant: its argument `assistant_model`
         arguments: its further ones, among them perhaps `tokenizer` and `assistant_tokenizer`
         """
@@ -158,7 +158,6 @@ class CalledDrafts:
         self._made: dict[str, tuple[CalledDraft, PreTrainedModel | None]] = {}
 
     def clear(self) -> None:
-        """Forget all models."""
         self._made.clear()
 
     def release(self) -> None:
@@ -170,7 +169,7 @@ class CalledDrafts:
     def model_for(self, called: CalledDraft, engine: "ServedEngine") -> PreTrainedModel | None:
         """The model of `engine` with this draft and all other options of `engine`, made at the first call.
 
-        Its statistics are those of `engine`. None if `speculate` does not serve the draft.
+        It shares the statistics of `engine`. None if `speculate` does not serve the draft.
         """
         if called.algo is None:
             return None

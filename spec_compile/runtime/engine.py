@@ -24,7 +24,7 @@ from .runtime import Runtime
 from .session import Session
 
 SHARE, MOST = 0.1, 4_000_000_000
-"""The default for host memory: this share of it, and at most so many bytes."""
+"""The default for host memory: this share of it, and at most this number of bytes."""
 
 
 @dataclass(frozen=True)
@@ -69,15 +69,9 @@ class Engine:
     """Runs rounds over one captured model. Not thread-safe: its owner holds the lock."""
 
     def __init__(
-        self,
-        graph: ModelGraph | None,
-        algorithm: Algorithm,
-        options: Options,
-        device: torch.device,
-        max_positions: int,
-        graphs: dict[str, ModelGraph] | None = None,
-        low_rank: dict[str, LowRank] | None = None,
-    ):
+        self, graph: ModelGraph | None, algorithm: Algorithm, options: Options, device: torch.device,
+        max_positions: int, graphs: dict[str, ModelGraph] | None = None, low_rank: dict[str, LowRank] | None = None,
+    ):  # fmt: skip
         """graph: as captured; None if `graphs` has the rewritten ones, by purpose. low_rank: see `passes.Settings`."""
         plan, merge = algorithm.plan, options.merge_linears
         sharing = options.ranks, options.expert_parallel
@@ -119,7 +113,6 @@ class Engine:
 
     @property
     def captured(self) -> ModelGraph:
-        """The captured graph."""
         assert self._captured is not None
         return self._captured
 

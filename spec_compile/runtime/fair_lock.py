@@ -14,7 +14,7 @@ PAUSE = 0.05
 EVERY = 0.1
 """If there is no pause, seconds until the next piece of such work."""
 SHARE = 4
-"""Longer pieces wait for so many times their time, so that calls keep four fifths of it."""
+"""Longer pieces wait for this multiple of their time, so that calls keep four fifths of it."""
 
 
 class FairLock:
@@ -96,8 +96,8 @@ class FairLock:
 
     @contextmanager
     def between(self, patience: float) -> Iterator[bool]:
-        """A turn for one piece of work that can wait. True if it came within so many seconds; 0 takes only a lock that
-        nobody has. A thread that has the turn itself gets none."""
+        """A turn for one piece of work that can wait. True if it came within `patience` seconds; 0 takes only a lock
+        that nobody has. A thread that has the turn itself gets none."""
         with self._changed:
             self._workers += 1
             end = time.perf_counter() + patience

@@ -10,14 +10,12 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from ..capture import adapters, hooks
+from ..capture import adapters, changes
+from ..capture.admit import placeholders
 from ..capture.followed import FollowsGenerationConfig, followed
 from ..capture.loras import Loaded
-from ..capture.pictures import placeholders
 from ..compat import CACHE
 from . import past as pasts
-from .accept import Route, make_acceptor
-from .accept.thinking import check_processors
 from .agreement import asked
 from .answer import Answer
 from .call import Call
@@ -25,6 +23,8 @@ from .call_options import CalledDraft, check_options
 from .preparation import make_key, read_inputs, read_prompt
 from .request import Prompt, Request, seed_of, unserved
 from .served import ServedEngine
+from .verify import Route, make_acceptor
+from .verify.thinking import check_processors
 
 
 def _in_turn(loop: Callable) -> Callable:
@@ -69,7 +69,7 @@ class SpeculativeMixin(FollowsGenerationConfig):
         has_own_loop = kwargs.get("custom_generate") is not None
         if has_own_loop:
             self._engine.step_aside("custom_generate")
-        replaced = hooks.replaced_generate(self._engine.original)
+        replaced = changes.replaced_generate(self._engine.original)
         if replaced is not None:  # by a repository's custom_generate, or by a user
             self._engine.step_aside(f"generate (set on the {type(self).__name__} object)")
             return replaced(*args, **kwargs)
@@ -92,7 +92,7 @@ class SpeculativeMixin(FollowsGenerationConfig):
             key, lent = (None, self._engine.turns.lent()) if has_own_loop else (key, nullcontext())
             with self._engine.remembered.awaiting(key), lent:
                 output = super().generate(*args, **kwargs)
-            override = None if self._engine.looped else hooks.overridden(self, ("generate",))
+            override = None if self._engine.looped else changes.overridden(self, ("generate",))
             if override is not None:
                 self._engine.step_aside(f"{override}, with a loop of its own")
             return output
@@ -115,7 +115,7 @@ class SpeculativeMixin(FollowsGenerationConfig):
         engine, config = self._engine, generation_config
         engine.looped = True
         prompt = Prompt.of(input_ids, config, model_kwargs, placeholders(engine.original))
-        reason = unserved(engine, prompt, config, model_kwargs) or hooks.overridden(self)
+        reason = unserved(engine, prompt, config, model_kwargs) or changes.overridden(self)
         if reason or synced_gpus:
             engine.step_aside(reason or "synced_gpus")
             return super()._sample(
@@ -129,21 +129,20 @@ class SpeculativeMixin(FollowsGenerationConfig):
         check_processors(logits_processor, len(input_ids), engine.runtime.verify.vocab_size)
         request = Request.of(input_ids, config, logits_processor, stopping_criteria, self.device)
         engine.admit_request(prompt, request.longest - input_ids.shape[1])
-        cache, own = pasts.cache_among(model_kwargs), None
+        cache, past = pasts.cache_among(model_kwargs), None
         if prompt.is_embedded or prompt.has_pictures:
             taps = engine.runtime.algorithm.plan.taps
-            own = pasts.own_prefill(self, prompt, input_ids, config, model_kwargs, taps)
-            cache = own.cache
+            cache, past = pasts.own_prefill(self, prompt, input_ids, config, model_kwargs, taps)
 
         # Run rounds until every row has ended.
         engine.agreement.reach(asked(prompt, config, logits_processor, stopping_criteria))
-        is_filled = cache is not None and cache.get_seq_length() > 0
-        past = pasts.read(cache, prompt.padding, engine.cache_layout) if is_filled else None
+        if past is None and cache is not None and cache.get_seq_length() > 0:
+            past = pasts.read(cache, prompt.padding, engine.cache_layout)
         adapters = engine.row_adapters(len(prompt.tokens), config.num_return_sequences or 1)
         engine.remembered.keep(self, prompt, request)
-        route = request.route if own is None or own.first_logits is None else Route.ON_HOST
+        route = request.route if past is None or past.first_logits is None else Route.ON_HOST
         request = replace(request, route=route, **engine.wishes)
-        call, answer = self._run(request, prompt, adapters, streamer, input_ids.device, past=past, own=own)
+        call, answer = self._run(request, prompt, adapters, streamer, input_ids.device, past=past)
 
         # Return what transformers returns.
         if cache is not None and (config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)):
@@ -155,7 +154,7 @@ class SpeculativeMixin(FollowsGenerationConfig):
         )
 
     def _generate_as_before(self, request: Request, prompt: Prompt, device: torch.device, streamer) -> Tensor:
-        """`generate` without transformers' preparation. request: of an earlier call; see `Remembered`."""
+        """`generate` without transformers' preparation. request: remembered from an earlier call; see `Remembered`."""
         engine = self._engine
         on_gpu = engine.runtime.on_gpu
         if not on_gpu:
@@ -171,7 +170,7 @@ class SpeculativeMixin(FollowsGenerationConfig):
     def _run(
         self, request: Request, prompt: Prompt, adapters: list[Loaded] | None, streamer, device: torch.device, **more
     ) -> tuple[Call, Answer]:  # fmt: skip
-        """Run rounds until every row has ended. device: of the answer. more: of `Call`."""
+        """Run rounds until every row has ended. device: gets the answer. more: arguments of `Call`."""
         engine, ranks = self._engine, self._engine.options.ranks
         answer, seed = request.answer(prompt.ids, streamer, device, ranks), None
         if request.config.do_sample:

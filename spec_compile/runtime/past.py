@@ -18,12 +18,12 @@ from transformers.cache_utils import (
 )
 
 from ..capture.adapters import twin
-from ..capture.pictures import placeholders
-from ..capture.taps import tapped
+from ..capture.admit import placeholders
+from ..capture.trace import tapped
 from ..compat import CACHE
 from ..graph import ModelGraph
 from ..kernels.ops import as_read
-from ..passes.tap_hidden_states import FINAL
+from ..passes.outputs import FINAL
 
 if TYPE_CHECKING:
     from .request import Prompt
@@ -51,15 +51,19 @@ class Past:
     """Keys and values of the first `length` positions of left-padded prompts, and the states after them.
 
     layers: keys and values of each layer, both [B, Hkv, L, D]; of the last L <= `length` positions.
-    states: of each recurrence [B, ...], as `cache.States` has them.
+    states: each recurrence's state [B, ...], as `cache.States` has them.
     length: positions, padding included.
     padding: positions of padding of each row [B].
+    first_logits: the target's logits [B, V] float32 after the prompts, if they are known; `length` is all of them then.
+    features: the hidden states [B, L, C] at each tap of the draft; None if embeddings or a cache replace tokens.
     """
 
     layers: list[tuple[Tensor, Tensor]]
     states: list[Tensor]
     length: int
     padding: list[int]
+    first_logits: Tensor | None = None
+    features: list[Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -198,32 +202,17 @@ def extend(cache: Cache, state, padding: list[int], length: int, layout: Layout)
             cache.update_recurrent_state(after.transpose(2, 3) if kind == "decay" else after, number)
 
 
-@dataclass
-class OwnPrefill:
-    """Results of the model's own forward over B prompts.
-
-    cache: keys and values of the prompts.
-    first_logits: [B, V] float32, after the prompts; None if the first round processes the last token of each row.
-    features: the hidden states [B, L, C] at each tap of the draft; None if embeddings or a cache replace tokens.
-    """
-
-    cache: Cache
-    first_logits: Tensor | None
-    features: list[Tensor] | None
-
-
 def own_prefill(
     model, prompt: "Prompt", input_ids: Tensor, generation_config, model_kwargs: dict, taps: tuple[int, ...]
-) -> OwnPrefill:
+) -> tuple[Cache, Past]:
     """Process prompts by the forward of `model`, which speculates, with the arguments of ``_sample``.
 
     The last tokens are left to the first round, unless one stands for a picture, or there are embeddings or a cache.
     """
-    kwargs, original = model_kwargs | {"use_cache": True}, model.speculation.engine.original
+    kwargs, engine = model_kwargs | {"use_cache": True}, model.speculation.engine
     cache = cache_among(kwargs)
     is_first = cache is None or cache.get_seq_length() == 0
-    pictures = placeholders(original)
-    has_all_tokens = is_first and not prompt.is_embedded
+    pictures, has_all_tokens = placeholders(engine.original), is_first and not prompt.is_embedded
     leaves_last = has_all_tokens and all(row[-1] not in pictures for row in prompt.tokens)
     if leaves_last:
         input_ids = input_ids[:, :-1]
@@ -232,8 +221,11 @@ def own_prefill(
     if FINAL in taps and "logits_to_keep" in kwargs:
         kwargs["logits_to_keep"] = 0  # the tap of the last layer needs every token
     is_tapped = has_all_tokens and bool(taps)
-    runner = twin(original) if is_tapped else model
+    runner = twin(engine.original) if is_tapped else model
     with tapped(runner, taps) if is_tapped else nullcontext([]) as features:
         output = runner._prefill(input_ids, generation_config, kwargs)
-    first_logits = None if leaves_last else output.logits[:, -1].float()
-    return OwnPrefill(getattr(output, CACHE), first_logits, features if has_all_tokens else None)
+    cache = getattr(output, CACHE)
+    past = read(cache, prompt.padding, engine.cache_layout)
+    past.first_logits = None if leaves_last else output.logits[:, -1].float()
+    past.features = features if has_all_tokens else None
+    return cache, past

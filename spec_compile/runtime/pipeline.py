@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from ..errors import RequestError
 from ..outcome import Outcome, unpack
 from ..tree import MAX_NODES
-from .accept.random_numbers import NO_PROBABILITIES
-from .draft_length import ANY, NO_TREE, STRIDE, SizePolicy
+from .draft_budget import DraftBudget
+from .draft_record import ALL, NO_TREE, Group, TreeOutcome
 from .request import Sequence
 from .runtime import Runtime
 from .session import Session
 from .state import MOST_LATE
-from .step_back import StepBack
 from .steps import StepKind
+from .verify.sample import NO_PROBABILITIES
 
 AHEAD = 2
 """Rounds in flight on a GPU."""
@@ -41,10 +41,10 @@ def check_gained(outcome: Outcome, embedded: int) -> None:
 class InFlightRound:
     """A round that was launched over `nodes` nodes of each row.
 
-    drafted: those of them that every tree has, the root included; None if each outcome tells.
-    kind: of its step, whose policy learns from it.
-    sequences: with the row that each had then.
-    buckets: of the drafter's confidence, for each of these rows, as far as the host knew it.
+    drafted: how many of them every tree has, the root included; None if each outcome tells.
+    kind: its step's kind, whose policy learns from it.
+    sequences: each with the row that it had then.
+    groups: the group of each row's tree, as far as the host knew it.
     read: waits for the outcomes and returns them by row.
     seconds: its begin, and after `collect` its duration, without the time spent compiling.
     """
@@ -54,7 +54,7 @@ class InFlightRound:
     nodes: int
     drafted: int | None
     sequences: list[tuple[int, Sequence]]
-    buckets: dict[int, int]
+    groups: dict[int, Group]
     read: Callable[[], list[list[int]]]
     seconds: float
 
@@ -103,12 +103,15 @@ class RoundPipeline:
         begin: launches a round of (nodes, max_kv_len); its result waits for the outcomes.
         nodes: None leaves the number to the policy.
         """
+        # Its size, which the first rank chooses.
         choose = (lambda: [nodes]) if nodes else lambda: [self._choose_nodes(session.steps.policies[kind], sequences)]
         (nodes,) = self.runtime.options.ranks.lead(choose, check=self._digest)
         max_kv_len = session.max_kv_len(longest + nodes)  # guard: slots-of-attention
         now = self._now()
         if nodes > 1 or self.late == MOST_LATE:
             self.catch_up(session, longest)
+
+        # Trees, if the last round has left none, and the round itself.
         plan = self.runtime.algorithm.plan
         if nodes > self.pending:
             session.steps.propose(max_kv_len)
@@ -120,9 +123,9 @@ class RoundPipeline:
         self.pending = plan.next_nodes(nodes)
         self.late += self.tree_size is not None and self.pending == 1
         read = begin(nodes, max_kv_len)
-        buckets = {sequence.row: self.bucket(sequence) for sequence in sequences}
+        groups = {sequence.row: self.group(sequence) for sequence in sequences}
         rows = [(sequence.row, sequence) for sequence in sequences]
-        self._rounds.append(InFlightRound(session, kind, nodes, drafted, rows, buckets, read, now))
+        self._rounds.append(InFlightRound(session, kind, nodes, drafted, rows, groups, read, now))
 
     def catch_up(self, session: Session, longest: int) -> None:
         """Let the drafter process the tokens that it is late by, if there are any. longest: see `launch`."""
@@ -146,17 +149,16 @@ class RoundPipeline:
 
     def learn(self, in_flight: InFlightRound, outcomes: list[tuple[Sequence, Outcome]]) -> None:
         """Give a round's outcomes to its policy and the statistics."""
-        # Until now `count` and `hint` are those of the verified trees.
+        # Until now `count` and `hint` belong to the verified trees.
         policy = in_flight.session.steps.policies[in_flight.kind]
-        known = [
-            (sequence, outcome) for sequence, outcome in outcomes
+        trees = [
+            TreeOutcome(in_flight.drafted or sequence.count, in_flight.groups.get(sequence.row, ALL), outcome.path[1:])
+            for sequence, outcome in outcomes
             if sequence.count is not None and sequence.most_nodes >= policy.sizes[-1]  # a row with a limit tells less
-        ]  # fmt: skip
-        policy.learn(
-            in_flight.nodes, [in_flight.drafted or sequence.count for sequence, _ in known],
-            [in_flight.buckets.get(sequence.row, ANY) for sequence, _ in known],
-            [outcome.path[1:] for _, outcome in known], None if self.runtime.on_gpu else in_flight.seconds,
-        )  # fmt: skip
+        ]
+        policy.learn(in_flight.nodes, trees, None if self.runtime.on_gpu else in_flight.seconds)
+
+        # Each row has another tree now; then the statistics.
         stats, gained = self.runtime.stats, [0] * in_flight.session.batch
         depths: Counter[tuple[int, int]] = Counter()
         for sequence, outcome in outcomes:
@@ -171,37 +173,28 @@ class RoundPipeline:
         stats.trace = [] if self.trace is None else self.trace  # another call may have put its own there
         stats.count_round(in_flight.nodes, gained, len(outcomes))
 
-    def bucket(self, sequence: Sequence) -> int:
-        """The bucket of a row's newest tree that the host knows.
+    def group(self, sequence: Sequence) -> Group:
+        """The group of a row's newest tree that the host knows.
 
-        A part of a tree expects fewer drafts than all of it, so that parts have buckets of their own: with a hint of 2
-        and MAX_NODES of 64, 4 nodes of 16 have bucket 66, and all 16 have bucket 2.
+        A part of a tree expects fewer drafts than all of it, so that parts count as other confidences: with a hint of 2
+        and MAX_NODES of 64, 4 nodes of 16 have the confidence 66, and all 16 have 2.
         """
-        first = sequence.loaded.number * STRIDE
         if sequence.count is None or sequence.hint is None:
-            return first + ANY
-        if sequence.count == 1:
-            return first + NO_TREE
-        return first + sequence.hint + (MAX_NODES if sequence.count < (self.tree_size or 0) else 0)
+            return Group(sequence.loaded.number)
+        is_part = sequence.count < (self.tree_size or 0)
+        confidence = sequence.hint + (MAX_NODES if is_part else 0)
+        return Group(sequence.loaded.number, confidence if sequence.count > 1 else NO_TREE)
 
-    def _choose_nodes(self, policy: SizePolicy | StepBack, sequences: list[Sequence]) -> int:
+    def _choose_nodes(self, policy: DraftBudget, sequences: list[Sequence]) -> int:
         """Nodes of the next round: by the trees themselves, unless only the GPU knows them."""
         most = min(max(sequence.most_nodes for sequence in sequences), policy.sizes[-1])
         if most == 1 or self.runtime.guard.error is not None:
             return 1
-        buckets = [self.bucket(sequence) for sequence in sequences if sequence.count is not None]
-        is_known = len(buckets) == len(sequences)
-        buckets = buckets or [*map(self.bucket, sequences)]
-        if isinstance(policy, StepBack):
-            nodes = policy.choose_ahead(buckets, [in_flight.nodes for in_flight in self._rounds])
-        elif self._rounds or not is_known:
-            nodes = policy.choose_ahead(buckets)
-        else:
-            counts = [min(sequence.count, sequence.most_nodes) for sequence in sequences]
-            hints = (
-                [sequence.hint for sequence in sequences] if policy.hindsight else buckets
-            )  # hindsight tells no adapters
-            nodes = policy.choose(counts, hints)
+        known = [sequence for sequence in sequences if sequence.count is not None]
+        groups, counts = [self.group(sequence) for sequence in known or sequences], None
+        if len(known) == len(sequences):
+            counts = [min(sequence.count, sequence.most_nodes) for sequence in known]
+        nodes = policy.choose(groups, counts, [in_flight.nodes for in_flight in self._rounds])
         return min(nodes, next(size for size in policy.sizes if size >= most))
 
     def _now(self) -> float:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 
-from ..capture.hooks import HOOKS, METHODS, is_trusted
-from .accept import Route
-from .accept.processors import MINIMA, OF_SCORES, is_known
+from ..capture.changes import HOOKS, METHODS, is_trusted
 from .agreement import SCALARS, is_plain
 from .request import Prompt, Request
+from .verify import Route
+from .verify.processors import MINIMA, OF_SCORES, is_known
 
 OPTIONS = {
     "max_new_tokens", "min_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
@@ -113,6 +113,8 @@ class Remembered:
             return
         if request.criteria is not None or not _has_options_alone(config):
             return
+
+        # Lengths have to be numbers of new tokens, and ends of sequence tokens.
         least, most = config.min_new_tokens or 0, config.max_new_tokens
         if type(most) is not int or least > most or (least and request.route is Route.ON_HOST):
             return
@@ -120,6 +122,8 @@ class Remembered:
         if any(token < 0 for token in request.eos) or (pad is not None and pad.numel() != 1):
             return
         padding = None if pad is None or int(pad) in request.eos else int(pad)
+
+        # Leave out all that depends on the width of the prompt.
         others = type(processors)(each for each in processors if not is_known(each, MINIMA))
         # transformers ignores the least number of new tokens if nothing ends a row.
         kept = replace(request, processors=others, shortest=least if request.eos else 0, longest=most)
@@ -131,7 +135,7 @@ class Remembered:
 def make_key(model, device: torch.device, ids: Tensor, mask: Tensor | None, options: dict) -> Key | None:
     """All values that transformers reads to prepare a call of `model`; None if it must prepare the call itself.
 
-    device: of the model. options: the other arguments of the call.
+    device: the model's device. options: the other arguments of the call.
     """
     config = options.pop("generation_config", None)
     configs = [model.generation_config] if config is None else [model.generation_config, config]
@@ -143,13 +147,15 @@ def make_key(model, device: torch.device, ids: Tensor, mask: Tensor | None, opti
     values = [value for part in (*configs, options) for value in part.values() if type(value) not in SCALARS]
     if not all(map(is_plain, values)):
         return None
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or _is_distributed():
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        return None
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
         return None
     if not vars(model).keys().isdisjoint(METHODS):
         return None
     read = {name: value for name, value in vars(model.config).items() if type(value) in SCALARS or is_plain(value)}
     facts = marshal.dumps((options, *configs, read, LOGGER.getEffectiveLevel()), 2)  # tells 1, 1.0 and True apart
-    methods = _methods(type(model)), _methods(type(model).__bases__[1])  # ours, and those of the model's own class
+    methods = _methods(type(model)), _methods(type(model).__bases__[1])  # ours, and the model's own class's
     return facts, len(ids), mask if mask is None else mask.dtype, device, model.main_input_name, methods
 
 
@@ -171,7 +177,3 @@ def _has_options_alone(config: GenerationConfig) -> bool:
         or (name in defaults and (value == defaults[name] or (value is False and defaults[name] is None)))
         for name, value in vars(config).items()
     )
-
-
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()

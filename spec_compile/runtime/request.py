@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from ..capture.admit import reads_pictures
 from ..capture.check_generation import ANY, SINGLE
 from ..capture.loras import NO_ADAPTER, Loaded
-from ..capture.pictures import reads_pictures
 from ..compat import CACHE, STATES
 from ..errors import check_int
 from ..parallel.ranks import ALONE, Alone
 from ..tree import MAX_NODES
 from . import past as pasts
-from .accept import Route, choose_route
-from .accept.processors import MINIMA, is_known
 from .answer import Answer
 from .past import PICTURES, TOKEN_TYPES, Past, cache_among
+from .verify import Route, choose_route
+from .verify.processors import MINIMA, is_known
 
 SERVED_ARGUMENTS = {
     "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_position",
@@ -46,7 +46,7 @@ class Request:
     config: the generation config, completed by transformers.
     route: decides where tokens are accepted.
     criteria: stopping criteria to be called; None if `longest` and `eos` suffice.
-    seed: of all random numbers, in [0, 2**63).
+    seed: starts all random numbers, in [0, 2**63).
     temperature: at which drafters draw; 0 takes the likeliest token.
     references: 1-D tensors of token ids from which drafts may be copied.
     share_text: True lets later calls draft from the texts of this one. A text names the owner of those that may.
@@ -56,8 +56,8 @@ class Request:
 
     adapter: the name of the LoRA adapter; None: rows of this model choose none.
     returns_logprobs: True if `Output.logprobs` tells the log-probabilities of the processed scores.
-    process: the model's own prefill of a prompt with pictures, a function of the draft's taps; it returns keys and
-        values, hidden states, and how far positions run ahead of slots after it. None: the prompt is text.
+    process: the model's own prefill of a prompt with pictures, a function of the draft's taps; it also returns how far
+        positions run ahead of slots after it. None: the prompt is text.
     """
 
     longest: int
@@ -79,7 +79,7 @@ class Request:
     returns_logprobs: bool = False
     cache_salt: str = ""
     client: str = ""
-    process: Callable[[tuple[int, ...]], tuple[Past, list[Tensor] | None, int]] | None = None
+    process: Callable[[tuple[int, ...]], tuple[Past, int]] | None = None
 
     @classmethod
     def of(
@@ -118,7 +118,7 @@ class Request:
         self, ids: Tensor, streamer=None, device: torch.device | None = None, ranks: Alone = ALONE,
         keep_logprobs: bool = False,
     ) -> Answer:  # fmt: skip
-        """An empty answer to prompts `ids` [B, W] int64. device: of its results. keep_logprobs: see `Answer`."""
+        """An empty answer to prompts `ids` [B, W] int64. device: gets the results. keep_logprobs: see `Answer`."""
         criteria = self.criteria
         if criteria is not None and ranks.size > 1:  # only the first rank calls them, for all
             criteria = lambda ids, scores: torch.tensor(  # noqa: E731
@@ -147,7 +147,7 @@ class Request:
 class Sequence:
     """A row of a generate() or of a batch: its prompt, and what it has gained so far, as the host knows it.
 
-    row: its number among those of the call, or of the batch once it has a place there.
+    row: its number in the call, or in the batch once it has a place there.
     shortest, longest: tokens, the prompt's included, before which it may not end, and at which it ends.
     most_nodes: nodes that rounds verify of its trees, at most.
     loaded: its LoRA adapter.
@@ -175,7 +175,6 @@ class Sequence:
 
     @property
     def room(self) -> int:
-        """Tokens that it may still gain."""
         return self.longest - self.length - 1
 
 
@@ -247,9 +246,7 @@ class Prompt:
                 seen = mask.to(torch.int64)
                 is_left_padded = not bool((seen.diff(dim=1) < 0).any()) and bool(seen.any(dim=1).all())
                 padding = (seen == 0).sum(dim=1).tolist()
-        encoded, cache = model_kwargs.get("mm_encoder_outputs") or {}, cache_among(model_kwargs)
-        pictures = *encoded.values(), *map(model_kwargs.get, ("pixel_values", "pixel_values_videos"))
-        has_pictures = any(each is not None for each in pictures)
+        has_pictures, cache = _has_pictures(model_kwargs), cache_among(model_kwargs)
         cached = int(cache.get_seq_length()) if cache is not None else 0
         positions, offsets = model_kwargs.get("position_ids"), [0] * batch
         if positions is not None and is_left_padded:
@@ -283,7 +280,7 @@ def _check_ids(input_ids: Tensor, embeds: Tensor | None) -> None:
 
 
 def _width(id_width: int, generation_config, model_kwargs: dict) -> int:
-    """Positions of every row: those of the mask, or without one of the ids or the cache.
+    """Positions of every row: the width of the mask, or without one of the ids or the cache.
 
     The ids are either all tokens, or those after the cache; else ValueError.
     """
@@ -304,11 +301,17 @@ def _width(id_width: int, generation_config, model_kwargs: dict) -> int:
     return width
 
 
+def _has_pictures(model_kwargs: dict) -> bool:
+    encoded = model_kwargs.get("mm_encoder_outputs") or {}
+    values = [*encoded.values(), model_kwargs.get("pixel_values"), model_kwargs.get("pixel_values_videos")]
+    return any(value is not None for value in values)
+
+
 def _position_offsets(positions: Tensor, padding: list[int], width: int, first: int) -> list[int] | None:
     """The offset of each row's positions [B] from 0, 1, 2, … at its first token; None if it is not constant.
 
-    positions: of the last columns, [1 or B, up to W], where each offset has to be 0. For multi-axis RoPE they have up
-        to 3 axes in front, or one more that counts the text; all axes must have one offset from column `first` on.
+    positions: positions of the last columns, [1 or B, up to W]; each offset has to be 0. For multi-axis RoPE they have
+        up to 3 axes in front, or one more that counts the text; all axes must have one offset from column `first` on.
 
     E.g. padding [0, 2], width 5: 0 1 2 3 4 and 1 1 0 1 2 have the offsets 0. With three equal axes 4 5 6 7 8 in row 0
     gives 4.

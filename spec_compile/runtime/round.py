@@ -6,9 +6,9 @@ from torch import Tensor, nn
 from ..graph import ModelGraph
 from ..outcome import pack
 from ..tree import MAX_NODES, Accepted, Tree, ancestry
-from .accept.greedy import accept_greedy
 from .draft_guard import DraftGuard
 from .state import State
+from .verify.greedy import accept_greedy
 
 
 class Round(nn.Module):
@@ -16,7 +16,7 @@ class Round(nn.Module):
 
     A round verifies the trees that the last round proposed, and proposes the next ones, so that its caller knows how
     many nodes these have. Its parts (`prepare`, `verify`, `conclude`, `finish`) exchange plain tensors, so that each is
-    compiled by itself (see `steps.pieces`).
+    compiled by itself (see `compiled_steps`).
     """
 
     def __init__(

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 
 from .. import forks
 from ..capture.adapters import NO_LORAS
+from ..capture.changes import Watch, describe
 from ..capture.check_generation import ANY
 from ..capture.kinds import is_known
 from ..capture.loras import Loaded, Loras, without_adapters
 from ..capture.trace import capture
-from ..capture.watch import Watch, describe
 from ..capture.weights import SharedWeights
 from ..compat import COMPILE_LOCK
 from ..compile.cold_start import ColdStart, background, compiles_at_once
@@ -54,7 +54,7 @@ class ServedEngine(Engine):
     """The engine with turns, references of calls, changes of the model, and the agreement of ranks.
 
     original: the captured model.
-    name: of the algorithm.
+    name: the algorithm's name.
     watch: finds changes of the model since its capture.
     weights: the memory that the graphs read.
     rebuild: makes a copy of `original` speculative with the same options.
@@ -103,7 +103,7 @@ class ServedEngine(Engine):
         forks.register(self)
 
     def _cold_start(self) -> ColdStart | None:
-        """What compiles in the background; None if steps are compiled when they are made, or never."""
+        """The engine's `ColdStart`; None if steps are compiled when they are made, or never."""
         runtime, options = self.runtime, self.options
         may_be_eager = all(not graph.backend or BACKENDS[graph.backend].uncompiled for graph in runtime.graphs)
         if not options.compile or compiles_at_once(options) or not (may_be_eager or runtime.device.type == "cpu"):

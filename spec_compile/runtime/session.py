@@ -76,7 +76,7 @@ class Session:
     def prefill_draft(self, features: list[Tensor], padding: list[int], begins: list[int], sizes: list[int]) -> None:
         """Let only the draft process the first `begins` [B] tokens of each prompt, which the target has processed.
 
-        features: see `OwnPrefill`. padding: on the left of each row [B]. sizes: tokens of each step.
+        features: see `Past`. padding: on the left of each row [B]. sizes: tokens of each step.
         """
         rows = [
             nn.utils.rnn.pad_sequence(

@@ -40,7 +40,7 @@ class State(nn.Module):
         """Tokens below this are drafted; None: all of them."""
         self.readable = graph.embedded if graph.vocab_size > graph.embedded else None
         """Tokens below this are kept, because the model has no embeddings of others, after which no text goes on, see
-        `flights.check_gained`. None: all of them."""
+        `pipeline.check_gained`. None: all of them."""
 
         def buffer(name, *shape, dtype=torch.int64):
             self.register_buffer(name, torch.zeros(*shape, dtype=dtype, device=device), persistent=False)
@@ -51,7 +51,7 @@ class State(nn.Module):
         buffer("min_lengths", batch)  # no end-of-sequence token before a row holds this many tokens
         buffer("max_lengths", batch)
         buffer("finished", batch, dtype=torch.bool)
-        buffer("seed", batch)  # of the random numbers of each row, see `accept.random_numbers.uniform`
+        buffer("seed", batch)  # of the random numbers of each row, see `verify.sample.uniform`
         buffer("numbers", batch)  # of each row among those that share its seed
         buffer("is_eos", batch, graph.vocab_size, dtype=torch.bool)
         buffer("tree_tokens", batch, MAX_NODES)
@@ -61,7 +61,7 @@ class State(nn.Module):
         self.most_nodes.fill_(MAX_NODES)
         buffer("tree_hint", batch)
         buffer("temperature", batch, dtype=torch.float32)  # at which drafts are drawn
-        buffer("top_k", batch)  # these three: see `accept.draw.RowSettings`
+        buffer("top_k", batch)  # these three: see `verify.sample.RowSettings`
         buffer("excluded_p", batch, dtype=torch.float32)
         buffer("min_p", batch, dtype=torch.float32)
         if plan is not None and plan.draws:

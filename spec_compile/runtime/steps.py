@@ -17,14 +17,12 @@ from ..kernels.together import compile_together
 from ..outcome import WIDEST
 from ..tree import Accepted, Tree, ancestry
 from . import prefill_chunks
-from .accept.draw import DrawInRound
 from .compiled_steps import CompiledSteps, untouched
-from .draft_length import SizePolicy
-from .hindsight import Hindsight
-from .round_costs import KNEES
+from .draft_budget import KNEES, DraftBudget, VaryingTreeBudget, WholeTreeBudget
+from .draft_record import Hindsight
 from .runtime import Runtime
 from .state import LATE_SIZES, State
-from .step_back import StepBack
+from .verify.sample import DrawInRound
 
 SAMPLERS = 32
 """Number of rounds that draw to keep, the newest ones."""
@@ -74,14 +72,14 @@ class Steps:
         self.runtime, self.state, self.drafter, plan = runtime, state, drafter, runtime.algorithm.plan
         self.prefill_sizes = prefill_chunks.SIZES[runtime.device.type]
         self.prefill_seconds: dict[int, float] = {}
-        hindsight, knee = None if runtime.on_gpu else Hindsight(state), KNEES[runtime.device.type]
+        hindsight, rows = None if runtime.on_gpu else Hindsight(state), (state.batch, KNEES[runtime.device.type])
 
-        def policy(kind: StepKind) -> SizePolicy | StepBack:
+        def policy(kind: StepKind) -> DraftBudget:
             if plan.is_whole:
                 sizes = [*self._few_nodes(), plan.nodes] if plan.nodes > 1 else []
-                how = runtime.options.adaptive, runtime.records[kind.value], state.batch, knee, plan.next_nodes
-                return StepBack(sizes, *how)
-            return SizePolicy(runtime.sizes, plan.sizes == "adaptive", hindsight, state.batch, knee)
+                record = runtime.records[kind.value]
+                return WholeTreeBudget(sizes, runtime.options.adaptive, *rows, record, plan.next_nodes)
+            return VaryingTreeBudget(runtime.sizes, plan.sizes == "adaptive", *rows, hindsight=hindsight)
 
         self.policies = {kind: policy(kind) for kind in (StepKind.ROUND, StepKind.LOOK)}
         if larger is not None:

@@ -16,9 +16,9 @@ from weakref import WeakValueDictionary
 
 from fastapi.responses import StreamingResponse
 
-from ..batching.request_options import StopCut
 from ..capture.loras import BASE
 from .errors import ERROR, Refusal, failed, failure, refuse
+from .stops import StopCut
 
 CURRENT: ContextVar["HttpCall"] = ContextVar("CURRENT")
 """The call that the running task serves. Tasks that are started for it share the object."""

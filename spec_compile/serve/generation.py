@@ -22,8 +22,8 @@ from transformers.cli.serving.utils import (
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from ..batching.output import Output
-from ..batching.request_options import StopCut, TokenBytes
-from ..capture.pictures import reads_pictures
+from ..batching.request_options import TokenBytes
+from ..capture.admit import reads_pictures
 from ..runtime.past import TOKEN_TYPES
 from .body import Bodies
 from .call import CURRENT, HttpCall, Waiting, Workers
@@ -34,6 +34,7 @@ from .grammars import GrammarCache, read_form
 from .logprobs import check_told, read_top
 from .metrics import PrometheusMetrics
 from .settings import BUDGET, NO_NGRAMS, CountPenalties, ThinkingReader, end_of, read_prediction, reference_of, tokenize
+from .stops import StopCut
 from .tool_calls import FreeParser
 
 FULL = "the queue is full; try again later"

@@ -11,7 +11,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from ..runtime.accept.timed_matcher import FIRST_SECONDS, SECONDS_A_STEP, STEP_SECONDS, given_up
+from ..runtime.verify.constraint import FIRST_SECONDS, SECONDS_A_STEP, STEP_SECONDS, given_up
 from .body import DEEPEST, is_too_deep
 from .call import MOST_IDLE
 from .errors import Refusal, refuse

@@ -11,8 +11,8 @@ from transformers import GenerationConfig, LogitsProcessor
 
 from ..batching.output import Output, RequestSpeculation
 from ..errors import did_you_mean
-from ..runtime.accept.random_numbers import NO_PROBABILITIES
-from ..runtime.accept.thinking import ThinkingBudget, find_marks
+from ..runtime.verify.sample import NO_PROBABILITIES
+from ..runtime.verify.thinking import ThinkingBudget, find_marks
 from .errors import Refusal, failed, quoted, refuse
 from .fields import (
     COUNT,

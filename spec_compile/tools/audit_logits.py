@@ -25,7 +25,7 @@ from ..capture.yardstick import FLOOR, rms
 from ..compat import CACHE
 from ..graph import ModelGraph
 from ..inventory import held, held_parameters, held_tensors
-from ..passes.tap_hidden_states import FINAL
+from ..passes.outputs import FINAL
 from ..runtime.engine import Engine
 from ..stats import Stats
 from ..tree import MAX_NODES, ancestry

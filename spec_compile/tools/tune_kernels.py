@@ -16,9 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import passes
-from ..capture.admit import admit
+from ..capture.admit import admit, in_served_dtype
 from ..capture.quantised import hold_one_layout
-from ..capture.served_dtype import in_served_dtype
 from ..capture.trace import capture
 from ..graph import ModelGraph, attribute
 from ..kernels.card import Card, card_of

@@ -13,7 +13,7 @@ from ..contrib.linked.transitions import Confidence, Domino
 from ..drafters.checkpoints.files import Target
 from ..drafters.modules.dflash import DFlashDraft
 from ..drafters.modules.layers import LayerKnobs
-from ..passes.tap_hidden_states import FINAL
+from ..passes.outputs import FINAL
 from .blocks import BlockAttention, Blocks, BlockTrainer
 from .data import Batch, move
 from .features import Features

@@ -14,10 +14,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ..capture.taps import decoder_layers
+from ..capture.trace import decoder_layers
 from ..compile.replay import Captured, aside, record
 from ..parallel.slices import whole
-from ..passes.tap_hidden_states import FINAL
+from ..passes.outputs import FINAL
 from .loss import likeliest
 
 TOKENS = 1 << 15

@@ -116,7 +116,7 @@ class OnlineTraining:
             self._visits += VISITS * self.ring.add(prompt, answer)
             background.care_for(self)
 
-    # --- a `Chore` of the background's thread
+    # --- work of the background's thread, see `Background`
 
     @property
     def waits(self) -> bool:

@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ..capture import adapters
-from ..capture.compiled import is_compiled, underlying
-from ..capture.served_dtype import admit_training
+from ..capture.adapters import is_compiled, underlying
+from ..capture.admit import admit_training
 from ..cli import tell
 from ..config import describe, parse_options
 from ..drafters.checkpoints.files import Target

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 from spec_compile import speculate
 from spec_compile.batching.prefill import PREFILL_ROWS
 from spec_compile.batching.prefix_cache import RowTexts
-from spec_compile.runtime.step_back import StepBack
+from spec_compile.runtime.draft_budget import WholeTreeBudget
 
 
 @functools.cache
@@ -60,7 +60,7 @@ def test_a_draft_that_was_silent_knows_all_of_each_text(monkeypatch):
     monkeypatch.setattr("spec_compile.runtime.pipeline.MOST_LATE", 6)
     one = speculate(model(), algo="draft_model", draft=model(), num_steps=3, compile=False, check=False)
     pattern = itertools.cycle([4, 4, *[1] * 9, 4, 1, 1, 4, 4, 4])
-    monkeypatch.setattr(StepBack, "choose_ahead", lambda policy, *known: next(pattern))
+    monkeypatch.setattr(WholeTreeBudget, "choose", lambda policy, *known: next(pattern))
     manager = one.init_continuous_batching(GenerationConfig(pad_token_id=0), config(max_requests_per_batch=3))
     manager.start()
 
@@ -88,7 +88,7 @@ def test_a_draft_that_was_silent_knows_all_of_each_text(monkeypatch):
 def test_a_silent_draft_knows_a_row_that_still_runs(monkeypatch):
     """All drafts of a request are accepted that goes on from the row of another one, which drafts nothing."""
     one = speculate(model(), algo="draft_model", draft=model(), num_steps=3, compile=False, check=False)
-    monkeypatch.setattr(StepBack, "choose_ahead", lambda policy, *known: 4)
+    monkeypatch.setattr(WholeTreeBudget, "choose", lambda policy, *known: 4)
     prompt = PROMPTS[0] * 3
     text = prompt + generated(model(), prompt, max_new_tokens=40, eos_token_id=None)
     options = dict(eos_token_id=-1, do_sample=False)

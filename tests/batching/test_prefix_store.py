@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 from spec_compile import speculate
 from spec_compile.batching.prefix_cache import BLOCK, FEWEST, PrefixStore
 from spec_compile.batching.rows import Rows
+from spec_compile.runtime.draft_budget import WholeTreeBudget
 from spec_compile.runtime.engine import PrefixBudget
-from spec_compile.runtime.step_back import StepBack
 from spec_compile.serve.metrics import PrometheusMetrics
 
 LONG = (tokenizer()(TEXT).input_ids * 2)[:450]
@@ -200,7 +200,7 @@ def test_each_turn_of_a_chat_reuses_all_but_the_last_token(name, sizes, monkeypa
         limit = False
     elif sizes:
         pattern = itertools.cycle(sizes)
-        monkeypatch.setattr(StepBack, "choose_ahead", lambda policy, *known: min(next(pattern), policy.sizes[-1]))
+        monkeypatch.setattr(WholeTreeBudget, "choose", lambda policy, *known: min(next(pattern), policy.sizes[-1]))
     prompt, known = LONG[:93], 0
     with managed(fast) as manager:
         for _ in range(3):

@@ -27,7 +27,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from spec_compile import speculate
 from spec_compile.batching.request_options import LONGEST_NGRAM, MOST_NUMBERS, StopStrings
-from spec_compile.capture.weight_values import WeightValues
+from spec_compile.capture.weights import WeightValues
 from spec_compile.runtime.answer import Answer
 from spec_compile.runtime.fair_lock import FairLock
 

@@ -5,8 +5,7 @@ import torch
 from models import ADMITTED, HYBRIDS, prompts
 
 from spec_compile import UnsupportedModelError, speculate, train_draft
-from spec_compile.capture.adapters import twin
-from spec_compile.capture.compiled import is_compiled, underlying
+from spec_compile.capture.adapters import is_compiled, twin, underlying
 
 IDS = prompts()[0][0]
 OPTIONS = dict(do_sample=False, max_new_tokens=12, eos_token_id=None, pad_token_id=0)

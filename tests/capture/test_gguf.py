@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import spec_compile
-from spec_compile.capture import gguf
+from spec_compile.capture import rounded
 from spec_compile.capture.quantised import QuantisedLinear
 from spec_compile.kernels.linear import few_rows
 
@@ -36,7 +36,7 @@ def write(folder, kind, monkeypatch):
 )
 def test_layers_keep_the_bits_of_the_file(kind, dtype, tmp_path, monkeypatch, caplog):
     write(tmp_path, kind, monkeypatch)
-    plain = gguf.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=f"{kind}.gguf", dtype=dtype).eval()
+    plain = rounded.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=f"{kind}.gguf", dtype=dtype).eval()
     with caplog.at_level(logging.INFO, "spec_compile"):
         model = spec_compile.load_gguf(tmp_path, f"{kind}.gguf", dtype=dtype)
     assert f"14 linear layers keep the bits of {kind}.gguf" in caplog.text and "unpacked" not in caplog.text
@@ -72,15 +72,15 @@ def test_a_device_without_kernels_has_them_unpacked(tmp_path, monkeypatch, caplo
 def test_a_layer_whose_weights_differ_stays(tmp_path, monkeypatch):
     write(tmp_path, "Q4_0", monkeypatch)
     path = str(tmp_path / "Q4_0.gguf")
-    matrices, _ = gguf._read(path, torch.float32, ["Q4_0"])
+    matrices, _ = rounded._read(path, torch.float32, ["Q4_0"])
     matrix = next(iter(matrices.values()))[0]
-    weight = gguf.gguf.q4_0(torch.tensor(matrix.data)).weight()
-    assert gguf._found(matrices, weight) is not None
+    weight = rounded.gguf.q4_0(torch.tensor(matrix.data)).weight()
+    assert rounded._found(matrices, weight) is not None
     swapped = weight.clone()  # with the same keys, but other numbers
     swapped[0, :2] = swapped[0, :2].flip(0) + 1
-    keys = gguf.row_keys(weight, torch.float32)
-    monkeypatch.setattr(gguf, "row_keys", lambda some, dtype: keys)
-    assert gguf._found(matrices, swapped) is None
+    keys = rounded.row_keys(weight, torch.float32)
+    monkeypatch.setattr(rounded, "row_keys", lambda some, dtype: keys)
+    assert rounded._found(matrices, swapped) is None
 
 
 def test_files_that_are_refused(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from torch import nn
 import spec_compile
 from spec_compile import UnsupportedModelError
 from spec_compile.capture import kinds, repeat, trace
-from spec_compile.capture.config_reads import config_reads
+from spec_compile.capture.changes import config_reads
 from spec_compile.capture.trace import capture
 
 LISTS = "layer_types", "layers_block_type", "no_rope_layers", "mlp_layer_types", "indexer_types"

@@ -202,7 +202,7 @@ def test_a_picture_too_many(name):
 
 
 def test_models_that_are_not_known_to_read_pictures_have_their_own_loop(monkeypatch):
-    monkeypatch.setattr("spec_compile.capture.pictures.READERS", set())
+    monkeypatch.setattr("spec_compile.capture.admit.READERS", set())
     with pytest.warns(UserWarning, match="pixel_values"):
         want, got = both("Llava", silent=False, **inputs("Llava"))
     assert torch.equal(want, got)

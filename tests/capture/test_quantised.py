@@ -41,8 +41,8 @@ from spec_compile.inventory import held_tensors
 from spec_compile.kernels import experts, linear
 from spec_compile.kernels.linear import QUANTISED, few_rows
 from spec_compile.passes import fuse_append, fuse_residuals, fuse_swiglu, use_small_m_linears
+from spec_compile.passes.outputs import FINAL
 from spec_compile.passes.row_invariance import variant_parts
-from spec_compile.passes.tap_hidden_states import FINAL
 from spec_compile.quantised import unrounded_activations
 
 FEW_ROWS = use_small_m_linears, fuse_swiglu, fuse_residuals, fuse_append

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 import spec_compile
 from spec_compile import UnsupportedModelError
-from spec_compile.capture import rounded_weights
+from spec_compile.capture import rounded
 from spec_compile.capture.quantised import QuantisedLinear, packed_layer, packed_layers
 from spec_compile.drafters.checkpoints.load import load_head
 from spec_compile.drafters.draft_weights import DraftWeights
@@ -106,7 +106,7 @@ def test_layers_whose_weight_others_read_stay():
     model = models.ADMITTED["llama"]()
     mlp = model.model.layers[0].mlp
     mlp.up_proj.weight = mlp.gate_proj.weight
-    with rounded_weights.rounded_weights(model, "int8"):
+    with rounded.rounded_weights(model, "int8"):
         pass
     assert len(packed_layers(model)) == 13 and type(mlp.up_proj) is type(mlp.gate_proj) is nn.Linear
 
@@ -117,6 +117,6 @@ def test_what_cannot_be_rounded_is_named(monkeypatch):
         spec_compile.speculate(model, weights="int3")
     with pytest.raises(UnsupportedModelError, match="weights: GPT2LMHeadModel has no linear layer that 'int8' can"):
         spec_compile.speculate(models.ADMITTED["gpt2"](), weights="int8", compile=False)
-    monkeypatch.setattr(rounded_weights, "packed_layers", lambda model: {"model.layers.0.mlp.up_proj": None})
+    monkeypatch.setattr(rounded, "packed_layers", lambda model: {"model.layers.0.mlp.up_proj": None})
     with pytest.raises(UnsupportedModelError, match="weights: LlamaForCausalLM is quantised already; leave"):
         spec_compile.speculate(model, weights="int8", compile=False)

@@ -8,8 +8,8 @@ import torch
 
 import spec_compile
 from spec_compile import UnsupportedModelError
-from spec_compile.capture import admit, served_dtype
-from spec_compile.capture.served_dtype import admit_training, in_served_dtype
+from spec_compile.capture import admit
+from spec_compile.capture.admit import admit_training, in_served_dtype
 from spec_compile.kernels.card import Card
 
 T4, A100, V100 = (Card(name, capability, 40, 65_536) for name, capability in
@@ -21,7 +21,7 @@ def on_card(monkeypatch):
     """A function: the card on which all models are from now on."""
 
     def be(card):
-        for module in (served_dtype, admit):
+        for module in (admit,):
             monkeypatch.setattr(module, "card_of", lambda device: card)
 
     return be

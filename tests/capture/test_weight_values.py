@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from spec_compile.capture.weight_values import WeightValues
-from spec_compile.capture.weights import Slot
+from spec_compile.capture.weights import Slot, WeightValues
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TENSORS = {

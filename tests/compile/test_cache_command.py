@@ -7,7 +7,7 @@ import models
 import pytest
 
 from spec_compile.__main__ import main
-from spec_compile.compile.cache import ABOUT, Store
+from spec_compile.compile.cache import ABOUT, ArtefactCache
 from spec_compile.compile.key import about
 
 FIRST, SECOND, THIRD = (f"{number:064x}"[::-1] for number in (1, 2, 3))
@@ -20,7 +20,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_artefacts_are_listed_the_one_used_last_first(folder, capsys):
-    store = Store()
+    store = ArtefactCache()
     store.write(FIRST, ABOUT, json.dumps(about(models.ADMITTED["llama"]())).encode())
     store.write(SECOND, ABOUT, json.dumps({"model": "[red]M[/]", "device": 3, "versions": {"torch": None}}).encode())
     store.write(THIRD, "part", bytes(2_000_000))
@@ -45,9 +45,9 @@ def test_an_empty_folder_and_one_that_is_not_there(folder, tmp_path, capsys):
 
 
 def test_artefacts_are_cleared(folder, tmp_path, capsys):
-    for store in (Store(), Store(tmp_path / "other")):
+    for store in (ArtefactCache(), ArtefactCache(tmp_path / "other")):
         store.write(FIRST, "part", b"1")
         store.write(SECOND, "part", b"2")
     assert main(["cache", "--clear", "--folder", str(tmp_path / "other")]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'other'}: 2 artefacts deleted\n"
-    assert len(Store().entries()) == 2 and Store(tmp_path / "other").entries() == []
+    assert len(ArtefactCache().entries()) == 2 and ArtefactCache(tmp_path / "other").entries() == []

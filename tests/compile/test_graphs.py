@@ -8,6 +8,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from spec_compile.compile.serialise import check_rows, graph_of, name_of, rows_of, target_of
+from spec_compile.kernels import copies  # noqa: F401, defines an operator
 
 
 def computed(x, y):

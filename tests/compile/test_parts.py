@@ -10,11 +10,12 @@ from parts import described, job
 
 from spec_compile.compile.part import compile_part, digest_of, job_of, load_part
 from spec_compile.compile.trace import trace
+from spec_compile.kernels import copies  # noqa: F401, defines an operator
 
 LOAD = """
 import sys, torch
 from spec_compile.compile.part import load_part
-from spec_compile.kernels import compact
+from spec_compile.kernels import copies
 part = load_part(open(sys.argv[1], "rb").read())
 torch.save([part(*inputs) or inputs for inputs in torch.load(sys.argv[2])], sys.argv[3])
 """

@@ -134,6 +134,8 @@ def test_a_wrapping_from_a_store_compiles_nothing():
         fast = speculate(model, num_draft_tokens=4, max_cache_len=256)
         runtime = fast.speculation.engine.runtime
         runtime.parts = Parts(store)
+        if runtime.cold_start is not None:
+            runtime.cold_start.parts = runtime.parts
         before = counts["compiled"]
         answers.append(fast.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0))
         del fast, runtime

@@ -1,5 +1,6 @@
 """Starts from artefacts: no export, no passes, no full checks, and equal tokens; every fault gives a full start."""
 
+import hashlib
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ from transformers.models.llama import modeling_llama
 import spec_compile
 from spec_compile import api, speculate
 from spec_compile.capture.check_generation import UNPADDED
-from spec_compile.compile.cache import Store
+from spec_compile.compile.cache import HEADER, ArtefactCache
 from spec_compile.compile.start import ITEM, StoredParts
 from spec_compile.folders import user_secret
 from spec_compile.runtime.compiled_steps import _classes, _facts, identity_of
@@ -165,8 +166,8 @@ def test_values_that_a_start_reads_are_watched(tmp_path):
 
 
 def entry(cache):
-    (stored,) = Store(cache).entries()
-    return Store(cache), stored.key
+    (stored,) = ArtefactCache(cache).entries()
+    return ArtefactCache(cache), stored.key
 
 
 def change_file(cache, change):
@@ -189,6 +190,15 @@ def foreign(cache):
     theirs, their_key = entry(other)
     store, key = entry(cache)
     store.write(key, ITEM, theirs.read(their_key, ITEM))
+
+
+def earlier(cache):
+    """All files as version 1 of the format has them."""
+    change_content(cache, lambda content: content.update(format=2))
+    for path in cache.glob("*/*"):
+        data, place = path.read_bytes()[HEADER.size :], f"{path.parent.name}/{path.name}".encode()
+        fields = HEADER.pack(b"SPECART\n", 1, hashlib.sha256(place).digest(), len(data), bytes(32))[:-32]
+        path.write_bytes(fields + hashlib.sha256(fields + data).digest() + data)
 
 
 def wrong_operator(content):
@@ -216,8 +226,8 @@ FAULTS = {
     "flipped": lambda cache: change_file(cache, lambda data: data[:900] + bytes([data[900] ^ 4]) + data[901:]),
     "empty": lambda cache: change_file(cache, lambda data: b""),
     "foreign": foreign,
-    "no object": lambda cache: Store(cache).write(entry(cache)[1], ITEM, b"[1, 2"),
-    "version": lambda cache: change_content(cache, lambda content: content.update(format=99)),
+    "no object": lambda cache: ArtefactCache(cache).write(entry(cache)[1], ITEM, b"[1, 2"),
+    "earlier": earlier,
     "half": lambda cache: change_content(cache, lambda content: content["graphs"].pop("prefill")),
     "no tensor": lambda cache: change_content(
         cache, lambda content: content["graphs"]["verify"]["tensors"].update({"model.x": {"path": "x"}})
@@ -232,7 +242,8 @@ FAULTS = {
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_artefact_gives_a_full_start(fault, tmp_path, warnings):
+def test_a_wrong_artefact_gives_a_full_start(fault, tmp_path, warnings, monkeypatch):
+    monkeypatch.setattr(ArtefactCache, "said", set())
     cache = tmp_path / "cache"
     is_hit(cache)
     FAULTS[fault](cache)
@@ -249,7 +260,7 @@ def test_a_changed_function_that_the_key_does_not_see_is_refused(tmp_path, monke
     assert not is_hit(tmp_path)
     (line,) = warnings()
     assert "an artefact differs from the model's own forward" in line
-    assert is_hit(tmp_path) and len(Store(tmp_path).entries()) == 1
+    assert is_hit(tmp_path) and len(ArtefactCache(tmp_path).entries()) == 1
 
 
 def test_a_changed_modelling_file_has_another_key(tmp_path, monkeypatch, warnings):
@@ -257,7 +268,7 @@ def test_a_changed_modelling_file_has_another_key(tmp_path, monkeypatch, warning
     right = modeling_llama.rotate_half
     monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: right(x) * 1)
     assert not is_hit(tmp_path)
-    assert len(Store(tmp_path).entries()) == 2 and not warnings()
+    assert len(ArtefactCache(tmp_path).entries()) == 2 and not warnings()
 
 
 def test_a_cache_that_cannot_be_used_changes_nothing(tmp_path, monkeypatch):
@@ -266,7 +277,7 @@ def test_a_cache_that_cannot_be_used_changes_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("SPEC_COMPILE_CACHE", str(tmp_path / "off"))
     assert not is_hit("off") and not (tmp_path / "off").exists()
     fast = speculate(model_of("llama"), compile=False)
-    assert not fast.speculation.is_from_artefact and len(Store().entries()) == 1
+    assert not fast.speculation.is_from_artefact and len(ArtefactCache().entries()) == 1
 
 
 def test_models_without_an_artefact(tmp_path):
@@ -274,7 +285,7 @@ def test_models_without_an_artefact(tmp_path):
     model.model.layers[1].register_forward_hook(lambda module, inputs, output: None)
     for _ in range(2):
         fast = speculate(model, compile=False, cache=tmp_path)
-        assert not fast.speculation.is_from_artefact and not Store(tmp_path).entries()
+        assert not fast.speculation.is_from_artefact and not ArtefactCache(tmp_path).entries()
     with pytest.raises(ValueError, match="it has hooks that may change values"):
         fast.speculation.save(tmp_path)
 
@@ -306,7 +317,7 @@ def test_packed_layers_of_our_own_class(name, tmp_path, warnings):
 
 def test_weights_that_a_library_packed_have_no_artefact(tmp_path):
     fast = speculate(quantised_models.load("fp8_block", tmp_path / "model"), compile=False, cache=tmp_path / "cache")
-    assert not Store(tmp_path / "cache").entries()
+    assert not ArtefactCache(tmp_path / "cache").entries()
     with pytest.raises(ValueError, match="it is quantised"):
         fast.speculation.save(tmp_path)
 
@@ -361,26 +372,28 @@ class Planted:
 
 def read_parts(folder, trusts=False):
     """What a start would load from a folder that was carried here."""
-    carried = Store(folder, is_carried=True)
-    return StoredParts([carried], Store(False), "a" * 64, trusts).read("part")
+    carried = ArtefactCache(folder, is_carried=True)
+    return StoredParts([carried], ArtefactCache(False), "a" * 64, trusts).read("part")
 
 
 def test_compiled_code_is_loaded_if_this_user_wrote_it(tmp_path, warnings, monkeypatch):
-    monkeypatch.setattr(Store, "said", set())
+    monkeypatch.setattr(ArtefactCache, "said", set())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
     folder, data = tmp_path / "folder", pickle.dumps(Planted(tmp_path / "mark"))
-    StoredParts([], Store(folder), "a" * 64).write("part", data)
+    StoredParts([], ArtefactCache(folder), "a" * 64).write("part", data)
     assert read_parts(folder) == data and os.stat(tmp_path / "mine/spec_compile/secret").st_mode & 0o777 == 0o600
-    whole = Store(folder).read("a" * 64, "part.part")
+    whole = ArtefactCache(folder).read("a" * 64, "part.part")
     for changed in (data, bytes(32) + data, whole + b"x", whole[:31], b""):
-        Store(folder).write("a" * 64, "part.part", changed)
+        ArtefactCache(folder).write("a" * 64, "part.part", changed)
         assert read_parts(folder) is None
-    Store(folder).write("a" * 64, "part.part", whole)
-    Store(folder).write("b" * 64, "part.part", whole)  # signed for another key
-    assert StoredParts([Store(folder)], Store(False), "b" * 64).read("part") is None
+    ArtefactCache(folder).write("a" * 64, "part.part", whole)
+    ArtefactCache(folder).write("b" * 64, "part.part", whole)  # signed for another key
+    assert StoredParts([ArtefactCache(folder)], ArtefactCache(False), "b" * 64).read("part") is None
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "theirs"))
     assert read_parts(folder) is None and read_parts(folder, trusts=True) == data
-    assert StoredParts([Store(folder)], Store(False), "a" * 64, True).read("part") is None  # a cache is not carried
+    assert (
+        StoredParts([ArtefactCache(folder)], ArtefactCache(False), "a" * 64, True).read("part") is None
+    )  # a cache is not carried
     (line,) = warnings()
     assert "trust_artefact=True" in line and not (tmp_path / "mark").exists()
 
@@ -390,7 +403,7 @@ def test_compiled_code_is_loaded_if_this_user_wrote_it(tmp_path, warnings, monke
 def test_compiled_code_of_another_user_is_not_loaded_even_if_trusted(which, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
     folder = tmp_path / "folder"
-    StoredParts([], Store(folder), "a" * 64).write("part", b"data")
+    StoredParts([], ArtefactCache(folder), "a" * 64).write("part", b"data")
     os.chown(folder if which == "folder" else folder / ("a" * 64) / "part.part", 65534, -1)
     assert read_parts(folder) is read_parts(folder, trusts=True) is None
 
@@ -415,7 +428,7 @@ def test_graphs_of_others_are_used_and_nothing_of_theirs_runs(tmp_path, warnings
     assert fast.speculation.is_from_artefact and is_hit("off", artefact=folder) and not warnings()
     assert identity(fast) == identity(started("llama", "off"))  # so the same parts are found
     os.mkfifo(next(folder.iterdir()) / "fifo")
-    store, key = Store(folder, is_carried=True), next(folder.iterdir()).name
+    store, key = ArtefactCache(folder, is_carried=True), next(folder.iterdir()).name
     assert store.read(key, "fifo") is None  # and does not wait for a writer
 
 

@@ -155,11 +155,20 @@ def test_links_and_paths_lead_somewhere(page):
     assert [path for path in PATHS.findall(text) if not (ROOT / path).exists()] == []
 
 
-def test_the_tour_is_a_list_of_files_that_exist():
-    named = re.findall(r"^\d+\. `([\w/.]+)`: .+\.$", (DOCS / "tour.md").read_text(), re.MULTILINE)
+def test_the_tour_is_ten_files_and_its_answers_exist():
+    text = (DOCS / "tour.md").read_text()
+    named = re.findall(r"^\d+\. `([\w/.]+)`: .+\.$", text, re.MULTILINE)
     assert [path for path in named if not (ROOT / path).is_file()] == []
-    assert len({*named}) == len(named) and 35 <= len(named) <= 45
-    assert 4000 <= sum(len((ROOT / path).read_text().splitlines()) for path in named) <= 7000
+    assert len({*named}) == len(named) == 10
+    assert sum(len((ROOT / path).read_text().splitlines()) for path in named) <= 2500
+    places = re.findall(r"`([\w/]+\.py): ([\w.]+)`", text)
+    assert len(places) > 10
+    for path, name in places:
+        tree = ast.parse((PACKAGE / path).read_text())
+        for part in name.split("."):
+            defined = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+            assert part in defined, f"{path} has no {name}"
+            tree = defined[part]
 
 
 def texts(tree: ast.Module) -> Iterator[str]:

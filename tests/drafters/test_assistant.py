@@ -20,7 +20,7 @@ from spec_compile.drafters import assistant as drafter
 from spec_compile.drafters.checkpoints import assistant as checkpoints
 from spec_compile.drafters.checkpoints.load import load_head
 from spec_compile.drafters.modules.assistant import ClusteredHead
-from spec_compile.runtime.step_back import StepBack
+from spec_compile.runtime.draft_budget import WholeTreeBudget
 
 NEWEST = pytest.mark.skipif(
     "model_kwargs" in inspect.signature(SinglePositionMultiTokenCandidateGenerator).parameters,
@@ -65,7 +65,7 @@ def test_drafts_after_rounds_without_any_are_the_same(monkeypatch):
     """The assistant learns the newest state of the rounds in which it was silent, at once or two tokens late."""
     monkeypatch.setattr("spec_compile.runtime.pipeline.MOST_LATE", 2)
     pattern, checked = itertools.cycle([4, 1, 1, 4, 2, 1, 1, 1]), 0
-    monkeypatch.setattr(StepBack, "choose_ahead", lambda policy, *known: next(pattern))
+    monkeypatch.setattr(WholeTreeBudget, "choose", lambda policy, *known: next(pattern))
 
     def look(text, tokens, parents):
         nonlocal checked

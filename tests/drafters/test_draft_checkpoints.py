@@ -26,7 +26,7 @@ from spec_compile.drafters.modules.eagle import Head
 from spec_compile.drafters.self_check import acceptance, calibrate
 from spec_compile.drafters.shared_draft import tapped_states
 from spec_compile.errors import UnsupportedModelError
-from spec_compile.passes.tap_hidden_states import FINAL
+from spec_compile.passes.outputs import FINAL
 
 TAPS = {
     "eagle3": (2, 4, 5),

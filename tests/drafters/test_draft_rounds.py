@@ -15,7 +15,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from spec_compile import speculate
 from spec_compile.compat import CACHE
 from spec_compile.drafters.trees.merge import KEPT, Drafts
-from spec_compile.runtime.step_back import StepBack
+from spec_compile.runtime.draft_budget import WholeTreeBudget
 
 ALGORITHMS = {
     "eagle": SCHEDULES,
@@ -52,7 +52,7 @@ def test_drafts_are_the_same_after_rounds_without_any(monkeypatch, algorithm, sc
     nodes = system.speculation.engine.runtime.algorithm.plan.nodes
     few = max(2, nodes // 4)
     pattern = [nodes, 1, 1, nodes, few, nodes, few, few, 1, few, 1, 1, 1]
-    monkeypatch.setattr(StepBack, "choose_ahead", lambda policy, *known: pattern[next(numbers) % len(pattern)])
+    monkeypatch.setattr(WholeTreeBudget, "choose", lambda policy, *known: pattern[next(numbers) % len(pattern)])
     assert checked_trees(system, algorithm, schedule) >= 4
 
 
@@ -77,7 +77,7 @@ def test_a_round_over_few_nodes_proposes_as_many_in_fewer_forwards(monkeypatch):
 
     monkeypatch.setattr(drafter, "propose", proposed)
     monkeypatch.setattr(drafter, "_step", stepped)
-    monkeypatch.setattr(StepBack, "choose_ahead", lambda policy, *known: next(sizes))
+    monkeypatch.setattr(WholeTreeBudget, "choose", lambda policy, *known: next(sizes))
     assert torch.equal(generated(system, prompts(1), 40), generated(target("llama"), prompts(1), 40))
     # The first tree, those after two rounds over 4; whole ones before and after one over 16; and so on.
     assert counts[:10] == [16, 4, 4, 16, 16, 16, 4, 16, 16, 16]
@@ -90,7 +90,7 @@ def test_a_draft_that_was_silent_at_the_end_knows_an_answer_that_goes_on(monkeyp
     options = dict(draft=target("llama"), compile=False, check=False, max_cache_len=200, num_steps=3)
     system, cache = models.speculate_captured(target("llama"), "draft_model", **options), DynamicCache()
     sizes = itertools.chain([4], itertools.repeat(1))
-    monkeypatch.setattr(StepBack, "choose_ahead", lambda policy, *known: next(sizes))
+    monkeypatch.setattr(WholeTreeBudget, "choose", lambda policy, *known: next(sizes))
     text = generated(system, prompts(2), 20, **{CACHE: cache})
     assert system.speculation.engine.session(2).late
     sizes = itertools.repeat(4)

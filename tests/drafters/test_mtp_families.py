@@ -13,7 +13,7 @@ from mtp_rounds import checked, last_states
 from spec_compile import speculate
 from spec_compile.drafters.checkpoints.load import load_head
 from spec_compile.drafters.checkpoints.mtp import FAMILIES, find_blocks
-from spec_compile.passes.tap_hidden_states import FINAL
+from spec_compile.passes.outputs import FINAL
 
 H = mtp_checkpoints.H
 

@@ -14,8 +14,7 @@ from spec_compile.drafters.trees import grow as drawing
 from spec_compile.drafters.trees.grow import EAGLE1_CHOICES, StaticTree, draw_chain, grow
 from spec_compile.drafters.trees.schedule import Schedule
 from spec_compile.kernels.top_logits import top_logits
-from spec_compile.runtime.accept.chain import accept_chain, chain_numbers
-from spec_compile.runtime.accept.random_numbers import counter
+from spec_compile.runtime.verify.sample import accept_chain, chain_numbers, counter
 
 INF = math.inf
 GPU = torch.cuda.is_available()

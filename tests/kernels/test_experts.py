@@ -13,8 +13,8 @@ from places import GPU, places
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from spec_compile.capture.experts import IMPLEMENTATION
-from spec_compile.capture.float32 import in_float32
 from spec_compile.capture.trace import capture
+from spec_compile.capture.yardstick import in_float32
 from spec_compile.compat import EXPERTS_INTERFACES
 from spec_compile.graph import calls
 from spec_compile.kernels import counters, experts

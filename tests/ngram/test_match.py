@@ -15,7 +15,7 @@ import torch
 from spec_compile.kernels.card import Card
 from spec_compile.ngram import match_gpu as ngram_match
 from spec_compile.ngram.match import join_documents, propose
-from spec_compile.ngram.match_gpu import Shape
+from spec_compile.ngram.match_gpu import MatchShape
 from spec_compile.ngram.match_options import MatchOptions, empty_outputs
 from spec_compile.ngram.match_plain import propose_plainly
 from spec_compile.ngram.trie import NgramTrie
@@ -397,7 +397,7 @@ def emulated(tmp_path_factory):
     source = Path(ngram_match.__file__).with_name("match.cu")
     libraries = {}
 
-    def library(shape: Shape, architecture: int):
+    def library(shape: MatchShape, architecture: int):
         if (shape, architecture) not in libraries:
             path = folder / f"emulator{len(libraries)}.so"
             macros = [f"-D{name}={value}" for name, value in shape.macros().items()]
@@ -409,7 +409,9 @@ def emulated(tmp_path_factory):
 
     def run(inputs, num_nodes, options, multiprocessors, architecture=800):
         words = ngram_match.shape_for(options).words
-        shape = Shape(words, scan_threads=128, scan_items=4, scan_blocks=2, build_threads=128, slack=256, min_span=32)
+        shape = MatchShape(
+            words, scan_threads=128, scan_items=4, scan_blocks=2, build_threads=128, slack=256, min_span=32
+        )
         out = tuple(torch.full_like(tensor, 77) for tensor in empty_outputs(inputs[0], num_nodes))
         steps, _workspace = ngram_match.launches(shape, multiprocessors, *inputs, num_nodes, options, out)
         for step in steps:
@@ -460,8 +462,8 @@ CAPABILITIES = (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)
 def test_kernels_compile_for_every_gpu(capability, words):
     """By CUDA's compiler, which needs no GPU; and their static part fits into the smallest shared memory."""
     pytest.importorskip("cuda.bindings.nvrtc")
-    assert ngram_match.binary_for(Shape(words), capability)[:4] == b"\x7fELF"
-    assert max(Shape(words).macros()[name] for name in ("SCAN_BYTES", "BUILD_BYTES")) <= 65_536
+    assert ngram_match.binary_for(MatchShape(words), capability)[:4] == b"\x7fELF"
+    assert max(MatchShape(words).macros()[name] for name in ("SCAN_BYTES", "BUILD_BYTES")) <= 65_536
 
 
 def test_drafts_without_room_in_shared_memory_are_refused(monkeypatch):

@@ -17,9 +17,7 @@ from spec_compile.compat import TORCH
 from spec_compile.graph import calls
 from spec_compile.kernels import linear
 from spec_compile.kernels.attention.grouped import plain
-from spec_compile.passes.forward.bind import join
-from spec_compile.passes.forward.lower import ForwardGraph
-from spec_compile.passes.forward.use_grouped_attention import use_grouped_attention
+from spec_compile.passes.forward import ForwardGraph, join, use_grouped_attention
 from spec_compile.passes.merge_linears import merge_linears
 from spec_compile.passes.tidy import tidy
 

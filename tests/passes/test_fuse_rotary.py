@@ -27,8 +27,7 @@ from spec_compile.compile.regions import cut
 from spec_compile.graph import calls
 from spec_compile.kernels import attention, ops
 from spec_compile.passes import Settings
-from spec_compile.passes.fuse_norms import fuse_norms
-from spec_compile.passes.fuse_qk_norms import fuse_qk_norms
+from spec_compile.passes.fuse_norms import fuse_norms, fuse_qk_norms
 from spec_compile.passes.fuse_rotary import fuse_rotary
 from spec_compile.passes.tidy import tidy
 from spec_compile.tree import ancestry

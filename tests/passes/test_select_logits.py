@@ -9,8 +9,7 @@ from spec_compile.graph import calls
 from spec_compile.kernels import ops
 from spec_compile.kernels.attention import Use, attention_calls
 from spec_compile.passes import Settings
-from spec_compile.passes.select_logits import select_logits
-from spec_compile.passes.tap_hidden_states import tap_hidden_states
+from spec_compile.passes.outputs import select_logits, tap_hidden_states
 
 
 def test_logits_of_all_rows():

@@ -15,7 +15,7 @@ from spec_compile.graph import calls
 from spec_compile.kernels import experts
 from spec_compile.kernels.linear import QUANTISED
 from spec_compile.parallel.slices import Slices
-from spec_compile.passes import shares
+from spec_compile.passes import products
 from spec_compile.passes.products import product_of
 from spec_compile.quantised.compressed_tensors import PerTensor
 from spec_compile.quantised.rows import W4A8
@@ -42,9 +42,9 @@ def graph_of(layout, parts, inputs):
 def share_of(layout, parts, inputs, by_inputs, rank, size, slices=None, blocks=1):
     """A rank's layout and parts."""
     graph, node = graph_of(layout, parts, inputs)
-    share = shares.Share(product_of(node), by_inputs, size, blocks)
-    shares.check(graph, [share], [1, 2, 4], size)
-    return shares.share_of(graph, share, slices or Slices(rank, size))
+    share = products.Share(product_of(node), by_inputs, size, blocks)
+    products.check(graph, [share], [1, 2, 4], size)
+    return products.share_of(graph, share, slices or Slices(rank, size))
 
 
 @pytest.mark.parametrize("repacked", [False, True], ids=["library", "kernel"])

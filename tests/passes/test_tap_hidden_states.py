@@ -4,7 +4,7 @@ import pytest
 import torch
 from toy_graphs import Rewritten, example, toy
 
-from spec_compile.passes.tap_hidden_states import tap_hidden_states
+from spec_compile.passes.outputs import tap_hidden_states
 
 
 @pytest.mark.parametrize("wanted", [(0,), (3,), (0, 1, 2, 3), (2, 0)])

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, dynamic_module_utils
 
 from spec_compile import custom_generate, speculate
-from spec_compile.capture.watch import KEPT
+from spec_compile.capture.changes import KEPT
 from spec_compile.compat import CACHE
 
 ROOT = Path(__file__).parents[2]

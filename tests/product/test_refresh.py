@@ -18,7 +18,7 @@ from spec_compile.cache import Cache
 from spec_compile.compat import CACHE
 from spec_compile.drafters.modules.dflash import DFlashDraft
 from spec_compile.drafters.modules.layers import LayerKnobs
-from spec_compile.passes.tap_hidden_states import FINAL
+from spec_compile.passes.outputs import FINAL
 from spec_compile.runtime.state import State
 
 NEW = 20

@@ -16,7 +16,7 @@ from spec_compile.contrib.linked.transitions import GatedMarkov, Selector
 from spec_compile.drafters.modules.dflash import DFlashDraft
 from spec_compile.drafters.modules.eagle import Eagle3Head, EagleHead
 from spec_compile.drafters.modules.layers import LayerKnobs
-from spec_compile.passes.tap_hidden_states import FINAL
+from spec_compile.passes.outputs import FINAL
 from spec_compile.runtime.state import State
 from spec_compile.tree import without
 

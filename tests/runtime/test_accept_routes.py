@@ -12,10 +12,10 @@ from transformers.generation import (
     TopKLogitsWarper,
 )
 
-from spec_compile.runtime.accept import Route, choose_route, make_acceptor
-from spec_compile.runtime.accept.draw import DrawInRound
-from spec_compile.runtime.accept.host import HostAcceptor
 from spec_compile.runtime.answer import Answer
+from spec_compile.runtime.verify import Route, choose_route, make_acceptor
+from spec_compile.runtime.verify.host import HostAcceptor
+from spec_compile.runtime.verify.sample import DrawInRound
 
 GREEDY, DRAW, HOST = Route.GREEDY_IN_ROUND, Route.DRAW_IN_ROUND, Route.ON_HOST
 MINIMUM = [MinLengthLogitsProcessor(4, [1]), MinNewTokensLengthLogitsProcessor(2, 3, [1])]

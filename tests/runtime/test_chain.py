@@ -19,12 +19,10 @@ from transformers.generation import (
     TopKLogitsWarper,
 )
 
-from spec_compile.runtime.accept import host
-from spec_compile.runtime.accept.chain import accept_chain, chain_numbers
-from spec_compile.runtime.accept.draw import DrawInRound
-from spec_compile.runtime.accept.host import HostAcceptor
-from spec_compile.runtime.accept.random_numbers import draw, probabilities, uniform
 from spec_compile.runtime.answer import Answer
+from spec_compile.runtime.verify import host
+from spec_compile.runtime.verify.host import HostAcceptor
+from spec_compile.runtime.verify.sample import DrawInRound, accept_chain, chain_numbers, draw, probabilities, uniform
 from spec_compile.tree import Tree, ancestry
 
 LAST = 1 - 2.0**-52

@@ -15,8 +15,8 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from spec_compile.runtime.accept.draw import DrawInRound, DrawRows, RowSettings
 from spec_compile.runtime.state import State
+from spec_compile.runtime.verify.sample import DrawInRound, DrawRows, RowSettings
 from spec_compile.tree import Tree, ancestry
 
 DEVICE = torch.device("cuda" if GPU else "cpu")

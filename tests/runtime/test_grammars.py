@@ -14,10 +14,9 @@ from transformers.generation import (
     TemperatureLogitsWarper,
 )
 
-from spec_compile.runtime.accept import Route, make_acceptor
-from spec_compile.runtime.accept.grammar_acceptors import DrawnGrammars, GreedyGrammars
-from spec_compile.runtime.accept.host import HostAcceptor
 from spec_compile.runtime.answer import Answer
+from spec_compile.runtime.verify import Route, make_acceptor
+from spec_compile.runtime.verify.host import ConstrainedAcceptor, HostAcceptor
 from spec_compile.tree import Tree
 
 
@@ -33,7 +32,7 @@ def test_greedy_tokens_are_those_of_the_plain_loop(processors, ends):
     assert (texts == EOS).any()
     result, most, accept = accepted([fake.Processor(GRAMMARS), *processors], 3, texts, ends=ends)
     assert torch.equal(result, texts) and most > 2
-    assert type(accept) is (HostAcceptor if processors else GreedyGrammars)
+    assert type(accept) is (HostAcceptor if processors else ConstrainedAcceptor)
 
 
 def test_one_grammar_serves_all_rows():
@@ -48,7 +47,7 @@ def test_masks_are_filled_where_a_likeliest_token_is_illegal_and_nowhere_else(mo
     illegal = int((TABLE[texts[0, :-1]].argmax(dim=1) != texts[0, 1:]).sum())
     fills.clear()
     result, _, accept = accepted([fake.Processor(GRAMMARS[:1])], 1, texts, ends=False)
-    terminations = int(accept.grammars.matchers[0].is_terminated())
+    terminations = int(accept.only.matchers[0].is_terminated())
     assert torch.equal(result, texts) and len(fills) <= 1 + illegal + terminations
 
 
@@ -57,9 +56,11 @@ def test_masks_are_filled_where_a_likeliest_token_is_illegal_and_nowhere_else(mo
 def test_drawn_tokens_depend_neither_on_drafts_nor_on_the_way_of_a_gpu(name, ends, monkeypatch):
     processors = lambda: [fake.Processor(GRAMMARS), *WARPERS[name]]  # noqa: E731
     first, _, accept = accepted(processors(), 3, torch.ones(3, NEW + 1, dtype=torch.int64), 11, ends=ends)
-    assert (first == EOS).any() and type(accept) is (HostAcceptor if name == "penalty" else DrawnGrammars)
-    for number, way in enumerate((DrawnGrammars.__call__, DrawnGrammars.accept, DrawnGrammars.accept)):
-        monkeypatch.setattr(DrawnGrammars, "__call__", way)
+    assert (first == EOS).any() and type(accept) is (HostAcceptor if name == "penalty" else ConstrainedAcceptor)
+    for number, way in enumerate(
+        (ConstrainedAcceptor.__call__, ConstrainedAcceptor.accept, ConstrainedAcceptor.accept)
+    ):
+        monkeypatch.setattr(ConstrainedAcceptor, "__call__", way)
         g = torch.Generator().manual_seed(number)
         result, most, accept = accepted(processors(), 3, first, 11, g, ends)
         assert torch.equal(result, first) and most > 2
@@ -69,9 +70,9 @@ def test_tokens_that_the_mask_does_not_change_are_drawn_twice_a_round(monkeypatc
     everything = fake.CompiledGrammar([dict.fromkeys(range(VOCAB), 0)], set(), fake.TokenizerInfo(VOCAB))
     warper, texts = TemperatureLogitsWarper(0.8), torch.ones(1, NEW + 1, dtype=torch.int64)
     texts = accepted([fake.Processor(everything), warper], 1, texts, 5, ends=False)[0]
-    draws, draw = [], DrawnGrammars._draw
-    monkeypatch.setattr(DrawnGrammars, "_draw", lambda *args: draws.append(0) or draw(*args))
-    monkeypatch.setattr(DrawnGrammars, "__call__", DrawnGrammars.accept)
+    draws, draw = [], ConstrainedAcceptor._choose_all
+    monkeypatch.setattr(ConstrainedAcceptor, "_choose_all", lambda *args: draws.append(0) or draw(*args))
+    monkeypatch.setattr(ConstrainedAcceptor, "__call__", ConstrainedAcceptor.accept)
     answer = Answer(torch.ones(1, 1, dtype=torch.int64), NEW + 1, [], None)
     processors = LogitsProcessorList([fake.Processor(everything), warper])
     accept = make_acceptor(Route.ON_HOST, answer, processors, seed=5)
@@ -99,10 +100,10 @@ def constrained(grammar):
     return conditional
 
 
-@pytest.mark.parametrize("way", [DrawnGrammars.__call__, DrawnGrammars.accept])
+@pytest.mark.parametrize("way", [ConstrainedAcceptor.__call__, ConstrainedAcceptor.accept])
 def test_drawn_tokens_have_the_plain_loops_distribution(way, monkeypatch):
     rows, grammar, warper = 2000, fake.grammar(VOCAB, legal=3), TemperatureLogitsWarper(0.8)
-    monkeypatch.setattr(DrawnGrammars, "__call__", way)
+    monkeypatch.setattr(ConstrainedAcceptor, "__call__", way)
     drafts = torch.randint(3, VOCAB, (rows, 4))
     result = accepted([fake.Processor(grammar), warper], rows, drafts, seed=7, ends=False, new=3)[0][:, 1:]
     assert fit(result[None], joint(constrained(grammar), VOCAB)[None], VOCAB) > FITS
@@ -133,7 +134,7 @@ def test_drawn_chains_have_the_plain_loops_distribution():
     legal[[token for edges in grammar.edges for token in edges]] = 1
     guesses = GUESSES * (legal + 0.02)
     result, _, accept = drawn_chains([fake.Processor(grammar), warper], rows, 3, guesses)
-    assert type(accept) is DrawnGrammars
+    assert type(accept) is ConstrainedAcceptor
     assert fit(result[None], joint(constrained(grammar), VOCAB)[None], VOCAB) > FITS
 
 
@@ -141,7 +142,7 @@ def test_drawn_chains_under_a_grammar_that_ends():
     """Texts are legal up to the end, and beyond it go on under the mask of the last token."""
     for ends in (True, False):
         result, rounds, accept = drawn_chains([fake.Processor(GRAMMARS)], 3, NEW, GUESSES, ends=ends)
-        assert rounds < NEW and not any(accept.grammars.ahead)
+        assert rounds < NEW and not any(accept.only.ahead)
         for row, tokens in enumerate(result.tolist()):
             matcher = fake.GrammarMatcher(GRAMMARS[row])
             while tokens and not matcher.is_terminated():

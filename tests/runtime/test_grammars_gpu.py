@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from spec_compile import speculate
-from spec_compile.runtime.accept.grammar_acceptors import DrawnGrammars, GreedyGrammars
-from spec_compile.runtime.accept.host import HostAcceptor
+from spec_compile.runtime.verify.host import ConstrainedAcceptor, HostAcceptor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -21,14 +20,14 @@ def installed(monkeypatch):
 def test_greedy_acceptor():
     texts = grammars.plain(grammars.GRAMMARS, [])
     result, most, accept = grammars.accepted([fake.Processor(grammars.GRAMMARS)], 3, texts, device="cuda")
-    assert torch.equal(result, texts) and most > 2 and type(accept) is GreedyGrammars
+    assert torch.equal(result, texts) and most > 2 and type(accept) is ConstrainedAcceptor
 
 
 @pytest.mark.parametrize("name", ["temperature", "top-k"])
 def test_drawing_acceptor(name, monkeypatch):
     texts = torch.ones(3, grammars.NEW + 1, dtype=torch.int64)
-    for way in (HostAcceptor.__call__, DrawnGrammars.__call__, DrawnGrammars.__call__):
-        monkeypatch.setattr(DrawnGrammars, "__call__", way)
+    for way in (HostAcceptor.__call__, ConstrainedAcceptor.__call__, ConstrainedAcceptor.__call__):
+        monkeypatch.setattr(ConstrainedAcceptor, "__call__", way)
         processors = [fake.Processor(grammars.GRAMMARS), *grammars.WARPERS[name]]
         result, most, _ = grammars.accepted(processors, 3, texts, 11, device="cuda")
         assert way is HostAcceptor.__call__ or torch.equal(result, texts)

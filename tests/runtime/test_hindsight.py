@@ -3,7 +3,7 @@
 import torch
 
 from spec_compile.graph import ModelGraph
-from spec_compile.runtime.hindsight import Hindsight
+from spec_compile.runtime.draft_record import Hindsight
 from spec_compile.runtime.state import State
 
 VOCAB = 50

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spec_compile.runtime.round_costs import KNEES, LEARN, RoundCosts
+from spec_compile.runtime.draft_budget import KNEES, LEARN, RoundCosts
 
 KNEE = KNEES["cuda"]
 

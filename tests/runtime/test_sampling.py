@@ -26,15 +26,13 @@ from transformers.generation import (
 from spec_compile import speculate
 from spec_compile.drafting import Algorithm, Drafter, DraftPlan
 from spec_compile.errors import RequestError
-from spec_compile.runtime import accept
-from spec_compile.runtime.accept import host
-from spec_compile.runtime.accept.draw import DrawInRound
-from spec_compile.runtime.accept.host import HostAcceptor
-from spec_compile.runtime.accept.random_numbers import draw, probabilities, uniform
-from spec_compile.runtime.accept.rejection import accept_drawn
+from spec_compile.runtime import verify
 from spec_compile.runtime.answer import Answer
 from spec_compile.runtime.call import Call
 from spec_compile.runtime.request import Request, Sequence
+from spec_compile.runtime.verify import host
+from spec_compile.runtime.verify.host import HostAcceptor
+from spec_compile.runtime.verify.sample import DrawInRound, accept_drawn, draw, probabilities, uniform
 from spec_compile.tree import Tree
 
 LAST = 1 - 2.0**-52
@@ -495,7 +493,7 @@ def fills(monkeypatch):
             numbers.extend(tree.real[going].sum(dim=1).tolist())
             return super().__call__(tree, logits)
 
-    monkeypatch.setattr(accept, "HostAcceptor", Watched)
+    monkeypatch.setattr(verify, "HostAcceptor", Watched)
     return numbers
 
 
@@ -533,7 +531,7 @@ def test_generate(nodes, options, fills):
 
 
 def test_wrong_answers_of_generate_are_found(monkeypatch):
-    monkeypatch.setattr(accept, "HostAcceptor", Partial)
+    monkeypatch.setattr(verify, "HostAcceptor", Partial)
     assert generate_fits(samples(speculative(**TREES[8]), 3000)) < FAILS
 
 

@@ -27,13 +27,10 @@ from transformers.generation import (
 )
 
 from spec_compile.kernels import row_scan
-from spec_compile.runtime.accept.chain import accept_chain
-from spec_compile.runtime.accept.draw import DrawInRound
-from spec_compile.runtime.accept.host import HostAcceptor
-from spec_compile.runtime.accept.processors import OF_SCORES
-from spec_compile.runtime.accept.random_numbers import draw
-from spec_compile.runtime.accept.row_invariant import RowInvariant, row_invariant
 from spec_compile.runtime.answer import Answer
+from spec_compile.runtime.verify.host import HostAcceptor
+from spec_compile.runtime.verify.processors import OF_SCORES, RowInvariant, row_invariant
+from spec_compile.runtime.verify.sample import DrawInRound, accept_chain, draw
 from spec_compile.tree import Tree, ancestry
 
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encountered")  # in NumPy

@@ -1,4 +1,4 @@
-"""SizePolicy: how many nodes are verified follows what has paid."""
+"""`VaryingTreeBudget`: how many nodes are verified follows what has paid."""
 
 import random
 from statistics import mode
@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from spec_compile import speculate
-from spec_compile.runtime.draft_length import NO_TREE, SizePolicy
+from spec_compile.runtime.draft_budget import VaryingTreeBudget
+from spec_compile.runtime.draft_record import NO_TREE, Group, TreeOutcome
 from spec_compile.runtime.steps import Steps
 
 SIZES = (1, 4, 16)
@@ -21,20 +22,34 @@ FLAT = {1: 1.0, 4: 1.01, 16: 1.02}
 """Seconds a round where memory is the limit: nodes are almost free."""
 
 
+class Budget(VaryingTreeBudget):
+    """A `VaryingTreeBudget` of rows without adapters, by confidence."""
+
+    def choose(self, counts, confidences):
+        return super().choose([Group(0, each) for each in confidences], counts)
+
+    def choose_ahead(self, confidences=()):
+        return super().choose([Group(0, each) for each in confidences])
+
+    def learn(self, nodes, counts, confidences, paths, seconds):
+        groups = [Group(0, each) for each in confidences]
+        super().learn(nodes, [*map(TreeOutcome, counts, groups, paths)], seconds)
+
+
 def measured(costs, adaptive=True):
-    policy = SizePolicy(SIZES, adaptive)
+    policy = Budget(SIZES, adaptive)
     policy.costs.measured.update(costs)
     return policy
 
 
-def drive(policy, costs, accepted, rounds, count=16, hint=1):
+def drive(policy, costs, accepted, rounds, count=16, confidence=1):
     """Run rounds in which the chain 1, 2, .. `accepted` of the offered tree is right; returns the sizes chosen."""
     chosen = []
     for _ in range(rounds):
-        nodes = policy.choose([count], [hint])
+        nodes = policy.choose([count], [confidence])
         chosen.append(nodes)
         path = [node for node in range(1, accepted + 1) if node < nodes]
-        policy.learn(nodes, [count], [hint], [path], costs[nodes])
+        policy.learn(nodes, [count], [confidence], [path], costs[nodes])
     return chosen
 
 
@@ -47,9 +62,9 @@ def test_without_drafts_nothing_but_the_root_is_verified(counts, adaptive):
 @pytest.mark.parametrize("counts, size", [([2], 4), ([4], 4), ([5], 16), ([16], 16), ([1, 3], 4), ([1, 9, 2], 16)])
 @pytest.mark.parametrize("costs", [{}, {1: 1.0}])
 def test_unmeasured_sizes_and_fixed_ones_hold_the_whole_tree(counts, size, costs):
-    hints = [1] * len(counts)
-    assert measured(costs).choose(counts, hints) == size
-    assert measured(CPU, adaptive=False).choose(counts, hints) == size
+    confidences = [1] * len(counts)
+    assert measured(costs).choose(counts, confidences) == size
+    assert measured(CPU, adaptive=False).choose(counts, confidences) == size
 
 
 def test_a_size_larger_than_the_smallest_that_fits_is_never_chosen():
@@ -91,11 +106,11 @@ def test_no_size_is_given_up_for_ever():
     assert 0 < larger < 0.2 * len(chosen)
 
 
-def test_what_is_learnt_is_kept_apart_by_hint():
+def test_what_is_learnt_is_kept_apart_by_confidence():
     policy = measured(CPU)
     for _ in range(60):
-        drive(policy, CPU, accepted=0, rounds=1, hint=1)
-        drive(policy, CPU, accepted=15, rounds=1, hint=8)
+        drive(policy, CPU, accepted=0, rounds=1, confidence=1)
+        drive(policy, CPU, accepted=15, rounds=1, confidence=8)
     assert policy.choose([16], [1]) == 1
     assert policy.choose([16], [8]) == 16
     assert policy.choose([16, 16, 16], [1, 8, 8]) == 16
@@ -169,7 +184,7 @@ def test_trying_costs_little_however_many_rows_there_are(rows, costs):
 def test_sizes_that_have_not_run_are_tried_where_they_may_pay(rows, accepted, best):
     """Rounds of an 8B model on a GPU, whose costs are known once they are built; without a warm-up the largest is the
     first. Drafts of each third row are accepted."""
-    policy, costs, chosen = SizePolicy(SIZES, batch=rows), {n: 4 + 0.015 * n * rows for n in SIZES}, []
+    policy, costs, chosen = Budget(SIZES, batch=rows), {n: 4 + 0.015 * n * rows for n in SIZES}, []
     for _ in range(200):
         nodes = policy.choose_ahead()
         policy.costs.measured[nodes] = costs[nodes]
@@ -202,27 +217,30 @@ class Foretold:
 
 
 def spend(policy, costs, trees, count=16):
-    """Rounds over `trees`, each (hint, tokens that the text follows the chain 1, 2, ..); returns seconds and tokens."""
+    """Rounds over `trees`, each (confidence, tokens that the text follows the chain 1, 2, ..).
+
+    Returns seconds and tokens.
+    """
     seconds, tokens = 0.0, 0
-    for hint, accepted in trees:
-        nodes = policy.choose([count], [hint])
+    for confidence, accepted in trees:
+        nodes = policy.choose([count], [confidence])
         gained = min(accepted, nodes - 1)
-        policy.learn(nodes, [count], [hint], [list(range(1, gained + 1))], costs[nodes])
-        policy.hindsight.known.append((hint, list(range(1, accepted + 1))))
+        policy.learn(nodes, [count], [confidence], [list(range(1, gained + 1))], costs[nodes])
+        policy.hindsight.known.append((confidence, list(range(1, accepted + 1))))
         seconds, tokens = seconds + costs[nodes], tokens + 1 + gained
     return seconds, tokens
 
 
 def foreseeing(costs):
-    policy = SizePolicy(SIZES, hindsight=Foretold())
+    policy = Budget(SIZES, hindsight=Foretold())
     policy.costs.measured.update(costs)
     return policy
 
 
 @pytest.mark.parametrize("costs", [CPU, STEEP, FLAT])
 def test_with_hindsight_failing_drafts_cost_one_round(costs):
-    hints = [1 + number % 12 for number in range(128)]  # a new confidence is no reason to try again
-    seconds, _ = spend(foreseeing(costs), costs, [(hint, 0) for hint in hints])
+    confidences = [1 + number % 12 for number in range(128)]  # a new confidence is no reason to try again
+    seconds, _ = spend(foreseeing(costs), costs, [(confidence, 0) for confidence in confidences])
     assert seconds <= 127 * costs[1] + costs[16]
 
 
@@ -283,7 +301,7 @@ def test_costs_are_measured_over_tokens_that_differ():
 def test_a_quarter_of_a_tree_is_verified_if_nodes_cost_time(on_gpu, has_experts, batch, few):
     options, plan = SimpleNamespace(compile=False), SimpleNamespace(nodes=16)
     runtime = SimpleNamespace(
-        on_gpu=on_gpu, has_experts=has_experts, options=options, tiers=None, algorithm=SimpleNamespace(plan=plan)
+        on_gpu=on_gpu, has_experts=has_experts, options=options, cold_start=None, algorithm=SimpleNamespace(plan=plan)
     )
     steps = SimpleNamespace(runtime=runtime, state=SimpleNamespace(batch=batch))
     assert Steps._few_nodes(steps) == few

@@ -1,12 +1,11 @@
-"""`StepBack`: drafts that do not pay are made rarely, and those that pay always."""
+"""`WholeTreeBudget`: drafts that do not pay are made rarely, and those that pay always."""
 
 import random
 
 import pytest
 
-from spec_compile.runtime.draft_length import ANY, NO_TREE, STRIDE, SizePolicy, every
-from spec_compile.runtime.draft_record import ALLOWED, NEVER, RARE
-from spec_compile.runtime.step_back import StepBack
+from spec_compile.runtime.draft_budget import VaryingTreeBudget, WholeTreeBudget
+from spec_compile.runtime.draft_record import ALL, ALLOWED, NEVER, RARE, Group, TreeOutcome
 
 NODES = 16
 
@@ -18,19 +17,19 @@ def decode(policy, ratio, chance, tokens, seed=0):
     """
     draw, time, length, trees = random.Random(seed), 0.0, 0, 0
     while length < tokens:
-        nodes = policy.choose_ahead()
+        nodes = policy.choose()
         gained = 0
         while gained < min(5, nodes - 1) and draw.random() < (chance(length) if callable(chance) else chance):
             gained += 1
         seconds = 1 + (ratio - 1) * (nodes - 1) / (NODES - 1)
-        policy.learn(nodes, [nodes], [0], [list(range(1, gained + 1))], seconds)
+        policy.learn(nodes, [TreeOutcome(nodes, ALL, list(range(1, gained + 1)))], seconds)
         time, length, trees = time + seconds, length + 1 + gained, trees + (nodes > 1)
     return length / time, trees
 
 
 @pytest.mark.parametrize("ratio", [1.05, 1.3, 2.0, 4.3])
 def test_drafts_that_are_never_accepted_lose_little(ratio):
-    policy, tokens = StepBack([NODES]), 128
+    policy, tokens = WholeTreeBudget([NODES]), 128
     rate, _ = decode(policy, ratio, 0.0, tokens)
     lost = tokens * (1 / rate - 1)
     first = ratio - 1  # the first tree is made before anything is known
@@ -40,7 +39,7 @@ def test_drafts_that_are_never_accepted_lose_little(ratio):
 
 @pytest.mark.parametrize("ratio", [1.05, 1.3, 2.0])
 def test_drafts_that_pay_are_always_made(ratio):
-    rates = [decode(StepBack([NODES]), ratio, 0.9, 1000, seed) for seed in range(5)]
+    rates = [decode(WholeTreeBudget([NODES]), ratio, 0.9, 1000, seed) for seed in range(5)]
     for rate, trees in rates:
         assert trees >= 1000 / 6 and rate > 0.97 * (1 + 0.9 + 0.81 + 0.729 + 0.6561 + 0.59049) / ratio * 0.9
 
@@ -49,8 +48,8 @@ def test_a_text_that_alternates_is_faster_than_either():
     def chance(length):
         return 0.85 if length // 200 % 2 == 0 else 0.05
 
-    rates = [decode(StepBack([NODES]), 2.0, chance, 4000, seed)[0] for seed in range(5)]
-    fixed = [decode(StepBack([NODES], adaptive=False), 2.0, chance, 4000, seed)[0] for seed in range(5)]
+    rates = [decode(WholeTreeBudget([NODES]), 2.0, chance, 4000, seed)[0] for seed in range(5)]
+    fixed = [decode(WholeTreeBudget([NODES], adaptive=False), 2.0, chance, 4000, seed)[0] for seed in range(5)]
     assert min(rates) > 1.15 and min(rates) > 1.2 * max(fixed)
 
 
@@ -59,7 +58,7 @@ def test_a_text_that_alternates_is_faster_than_either():
 )
 def test_a_lasting_fall_of_acceptance_is_told_once(caplog, before, after, warnings):
     for adaptive in (True, False):
-        policy = StepBack([NODES], adaptive)
+        policy = WholeTreeBudget([NODES], adaptive)
         decode(policy, 1.2, before, 1000)
         assert not caplog.records
         for seed in range(3):
@@ -70,7 +69,7 @@ def test_a_lasting_fall_of_acceptance_is_told_once(caplog, before, after, warnin
 
 def test_the_steps_before_a_round_that_drafts_count_as_its_cost():
     """A trial costs 1 + 3 plain rounds, where a round that follows another one costs 1."""
-    plain, switching = StepBack([NODES]), StepBack([NODES])
+    plain, switching = WholeTreeBudget([NODES]), WholeTreeBudget([NODES])
     switching.costs.learn_switch(3.0)
     trees = [decode(policy, 2.0, 0.0, 4000)[1] for policy in (plain, switching)]
     assert 3 < trees[0] / trees[1] < 5
@@ -78,15 +77,15 @@ def test_the_steps_before_a_round_that_drafts_count_as_its_cost():
 
 
 def test_rounds_shorter_than_the_hosts_work_cost_the_same():
-    policy = StepBack([NODES])
+    policy = WholeTreeBudget([NODES])
     decode(policy, 2.0, 0.3, 1000)
-    assert policy.best == 1
+    assert policy.best() == 1
     policy.costs.learn_host(3.0)
-    assert policy.ratio(NODES) == 1.0 and policy.best == NODES
+    assert policy.cost(NODES) == 1.0 and policy.best() == NODES
 
 
 def test_drafts_that_are_never_accepted_are_told_once(caplog):
-    policy = StepBack([NODES])
+    policy = WholeTreeBudget([NODES])
     for tokens in range(1, 2000):
         decode(policy, 1.2, 0.0, 1)
         assert bool(caplog.records) == (policy.record.drafted >= NEVER), tokens
@@ -97,79 +96,79 @@ def test_drafts_that_are_never_accepted_are_told_once(caplog):
 def test_the_first_nodes_are_verified_if_that_is_best(ratio):
     """Half of the drafts are accepted: four nodes gain 0.88 of them, and 16 nodes 0.97."""
     for seed in range(5):
-        rate, _ = decode(StepBack([4, NODES]), ratio, 0.5, 3000, seed)
+        rate, _ = decode(WholeTreeBudget([4, NODES]), ratio, 0.5, 3000, seed)
         assert rate > 0.95 * 1.875 / (1 + (ratio - 1) * 3 / 15) > 1.2 * 1.97 / ratio
 
 
 def test_more_nodes_are_verified_again_when_they_pay():
     for seed in range(5):
-        policy = StepBack([4, NODES])
+        policy = WholeTreeBudget([4, NODES])
         decode(policy, 1.3, 0.4, 1000, seed)
-        assert policy.best == 4
+        assert policy.best() == 4
         rate, _ = decode(policy, 1.3, 0.95, 3000, seed)
-        assert policy.best == NODES and rate > 0.95 * sum(0.95**depth for depth in range(6)) / 1.3
+        assert policy.best() == NODES and rate > 0.95 * sum(0.95**depth for depth in range(6)) / 1.3
 
 
 def test_few_nodes_do_not_tell_what_whole_trees_gain():
     """After a round over 4 nodes that has proposed 4, one over 16 has no more to accept."""
-    policy = StepBack([4, NODES], next_nodes=lambda nodes: nodes)
-    policy.learn(NODES, [NODES], [0], [[1, 2, 3, 9, 10]], 2.0)
-    policy.learn(4, [4], [0], [[1, 2, 3]], 1.2)
+    policy = WholeTreeBudget([4, NODES], next_nodes=lambda nodes: nodes)
+    policy.learn(NODES, [TreeOutcome(NODES, ALL, [1, 2, 3, 9, 10])], 2.0)
+    policy.learn(4, [TreeOutcome(4, ALL, [1, 2, 3])], 1.2)
     assert policy.record.gain(NODES) == 5 and policy.record.gain(4) == 3
     policy.costs.switch = 0.5
-    policy.learn(1, [4], [0], [[]], 1.0)
-    policy.learn(4, [4], [0], [[1, 2, 3]], 1.2)
+    policy.learn(1, [TreeOutcome(4, ALL, [])], 1.0)
+    policy.learn(4, [TreeOutcome(4, ALL, [1, 2, 3])], 1.2)
     assert policy._loss(NODES) == pytest.approx(2.0 - 1 + 0.5) and policy._loss(4) == pytest.approx(0.2)
-    policy.learn(NODES, [4], [0], [[1, 2, 3]], 2.0)
+    policy.learn(NODES, [TreeOutcome(4, ALL, [1, 2, 3])], 2.0)
     assert policy.record.gain(NODES) == 5 and policy._loss(NODES) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("ratio", [1.3, 2.5, 4.5])
 def test_rounds_under_way_may_lose_as_well(ratio):
     """Two rounds are always under way, and nothing is accepted: together they stay within what may be lost."""
-    policy, under_way, lost = StepBack([NODES]), [], 0.0
+    policy, under_way, lost = WholeTreeBudget([NODES]), [], 0.0
     policy.costs.measured.update({1: 1.0, NODES: ratio})
     for _ in range(200):
-        nodes = policy.choose_ahead([], under_way)
-        lost += policy.ratio(nodes) - 1
+        nodes = policy.choose(under_way=under_way)
+        lost += policy.cost(nodes) - 1
         under_way.append(nodes)
         if len(under_way) == 2:
-            policy.learn(under_way[0], [NODES], [0], [[]], None)
+            policy.learn(under_way[0], [TreeOutcome(NODES, ALL, [])], None)
             del under_way[0]
     assert lost <= ALLOWED + RARE * 200
 
 
 def test_both_sizes_run_before_one_is_preferred():
-    policy, chosen = StepBack([NODES]), []
+    policy, chosen = WholeTreeBudget([NODES]), []
     for _ in range(3):
-        chosen.append(policy.choose_ahead())
-        policy.learn(chosen[-1], [chosen[-1]], [0], [[1, 2]] if chosen[-1] > 1 else [[]], 1.0)
+        chosen.append(policy.choose())
+        policy.learn(chosen[-1], [TreeOutcome(chosen[-1], ALL, [1, 2] if chosen[-1] > 1 else [])], 1.0)
     assert chosen == [NODES, 1, NODES]
 
 
 def test_records_are_shared_and_costs_are_not():
-    small, large = StepBack([NODES]), StepBack([NODES])
+    small, large = WholeTreeBudget([NODES]), WholeTreeBudget([NODES])
     small.share(large)
     small.costs.measured.update({1: 1.0, NODES: 1.1})
     large.costs.measured.update({1: 1.0, NODES: 9.0})
     for _ in range(4):
-        small.learn(NODES, [NODES], [0], [[1]], None)
-    assert (small.choose_ahead(), large.choose_ahead()) == (NODES, 1)
+        small.learn(NODES, [TreeOutcome(NODES, ALL, [1])], None)
+    assert (small.choose(), large.choose()) == (NODES, 1)
 
 
 def test_one_node_and_no_choice():
-    assert StepBack([1]).choose_ahead() == 1
-    policy = StepBack([NODES], adaptive=False)
+    assert WholeTreeBudget([1]).choose() == 1
+    policy = WholeTreeBudget([NODES], adaptive=False)
     for _ in range(20):
-        assert policy.choose_ahead() == NODES
-        policy.learn(NODES, [NODES], [0], [[]], 1.0)
-    policy = StepBack([1])
-    policy.learn(1, [1], [0], [[]], 1.0)
-    assert policy.choose_ahead() == 1
+        assert policy.choose() == NODES
+        policy.learn(NODES, [TreeOutcome(NODES, ALL, [])], 1.0)
+    policy = WholeTreeBudget([1])
+    policy.learn(1, [TreeOutcome(1, ALL, [])], 1.0)
+    assert policy.choose() == 1
 
 
 def test_a_line_says_what_is_chosen():
-    policy = StepBack([NODES])
+    policy = WholeTreeBudget([NODES])
     assert not policy.describe()
     decode(policy, 2.0, 0.0, 200)
     made = "rounds over 1, 16 nodes have run"
@@ -177,14 +176,14 @@ def test_a_line_says_what_is_chosen():
     assert policy.describe() == f"{told}; {made}"
     decode(policy, 1.5, 1.0, 900)
     assert policy.describe().endswith(f"every round drafts; {made}")
-    assert not StepBack([NODES], adaptive=False).describe()
+    assert not WholeTreeBudget([NODES], adaptive=False).describe()
 
 
 def test_a_session_of_other_rows_does_not_try_again_what_never_paid():
-    first = StepBack([NODES])
+    first = WholeTreeBudget([NODES])
     decode(first, 2.0, 0.0, 90)
-    later = StepBack([NODES], record=first.record, batch=8)
-    assert later.choose_ahead() == 1
+    later = WholeTreeBudget([NODES], record=first.record, batch=8)
+    assert later.choose() == 1
     rate, trees = decode(later, 5.0, 0.0, 400)
     assert trees <= 1 + RARE * 400 / 4 and rate > 0.98
 
@@ -194,21 +193,22 @@ def confident(policy, chance, rounds, seed=0):
     Returns the sizes chosen for each."""
     draw, chosen = random.Random(seed), {0: [], 5: []}
     for _ in range(rounds):
-        bucket = draw.choice([0, 5])
-        nodes = policy.choose_ahead([bucket])
+        confidence = draw.choice([0, 5])
+        nodes = policy.choose([Group(0, confidence)])
         gained = 0
-        while bucket and gained < min(5, nodes - 1) and draw.random() < chance:
+        while confidence and gained < min(5, nodes - 1) and draw.random() < chance:
             gained += 1
-        policy.learn(nodes, [nodes], [bucket], [[*range(1, gained + 1)]], {1: 1.0, 4: 1.5, NODES: 1.6}[nodes])
-        chosen[bucket].append(nodes)
-    return {bucket: nodes[rounds // 4 :] for bucket, nodes in chosen.items()}
+        tree = TreeOutcome(nodes, Group(0, confidence), [*range(1, gained + 1)])
+        policy.learn(nodes, [tree], {1: 1.0, 4: 1.5, NODES: 1.6}[nodes])
+        chosen[confidence].append(nodes)
+    return {confidence: nodes[rounds // 4 :] for confidence, nodes in chosen.items()}
 
 
 def test_a_round_follows_the_confidence_in_its_trees():
-    chosen = confident(StepBack([4, NODES]), 0.95, 400)
+    chosen = confident(WholeTreeBudget([4, NODES]), 0.95, 400)
     assert chosen[5].count(NODES) > 0.95 * len(chosen[5])
     assert chosen[0].count(1) > 0.8 * len(chosen[0])
-    dear = StepBack([4, NODES])
+    dear = WholeTreeBudget([4, NODES])
     dear.costs.learn_switch(2.0)
     chosen = confident(dear, 0.95, 400)
     assert chosen[0].count(1) == 0 and chosen[0].count(4) > 30, "a plain round costs the switch"
@@ -216,25 +216,24 @@ def test_a_round_follows_the_confidence_in_its_trees():
 
 def test_drafts_that_fail_with_an_adapter_are_made_without_it():
     """Four nodes are accepted whole without an adapter, and never with the adapter of number 3."""
-    policy, drafted = StepBack([NODES]), {0: 0, 3 * STRIDE: 0}
+    policy, drafted = WholeTreeBudget([NODES]), {0: 0, 3: 0}
     for number in range(400):
-        first = (0, 3 * STRIDE)[number // 20 % 2]
-        nodes = policy.choose_ahead([first])
-        drafted[first] += nodes > 1
-        gained = [1, 2, 3] if nodes > 1 and not first else []
-        policy.learn(nodes, [NODES], [first], [gained], 1.0 if nodes == 1 else 2.0)
-    assert drafted[0] >= 195 and drafted[3 * STRIDE] <= 30
-    both = [0, 3 * STRIDE]
+        group = Group((0, 3)[number // 20 % 2], 0)
+        nodes = policy.choose([group])
+        drafted[group.adapter] += nodes > 1
+        gained = [1, 2, 3] if nodes > 1 and not group.adapter else []
+        policy.learn(nodes, [TreeOutcome(NODES, group, gained)], 1.0 if nodes == 1 else 2.0)
+    assert drafted[0] >= 195 and drafted[3] <= 30
+    both = [Group(0, 0), Group(3, 0)]
     assert policy.record.gain(NODES, both) == pytest.approx(sum(policy.record.gain(NODES, [each]) for each in both) / 2)
-    assert policy.choose_ahead([0]) == policy._best(both) == NODES and policy._best([0] + [3 * STRIDE] * 7) == 1
-    assert policy.record.gain(NODES, [5 * STRIDE + ANY]) == policy.record.gain(NODES)  # one that nobody knows yet
+    assert policy.choose(both[:1]) == policy.best(both) == NODES and policy.best(both + both[1:] * 6) == 1
+    assert policy.record.gain(NODES, [Group(5)]) == policy.record.gain(NODES)  # one that nobody knows yet
 
 
-def test_buckets_of_adapters():
-    assert [every(bucket) for bucket in (ANY, NO_TREE, 0, 64)] == [ANY] * 4
-    assert [every(7 * STRIDE + bucket) for bucket in (ANY, NO_TREE, 0, 64)] == [7 * STRIDE + ANY] * 4
-    policy = SizePolicy((1, 4, NODES))
+def test_gains_of_trees_of_any_size_are_those_of_an_adapter():
+    policy = VaryingTreeBudget((1, 4, NODES))
+    trees = [TreeOutcome(NODES, Group(0, 1), [1, 2, 3, 4, 5]), TreeOutcome(NODES, Group(1, 1), [])]
     for _ in range(60):
-        policy.learn(NODES, [NODES] * 2, [1, STRIDE + 1], [[1, 2, 3, 4, 5], []], 1.0)
-    assert policy.choose_ahead([1]) == NODES and policy.choose_ahead([STRIDE + 1]) == 1
-    assert policy.choose_ahead([2 * STRIDE + 1]) == NODES
+        policy.learn(NODES, trees, 1.0)
+    assert policy.choose([Group(0, 1)]) == NODES and policy.choose([Group(1, 1)]) == 1
+    assert policy.choose([Group(2, 1)]) == NODES

@@ -11,11 +11,10 @@ from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper
 
 import spec_compile
 from spec_compile import ThinkingBudget, speculate
-from spec_compile.runtime.accept import Route, make_acceptor
-from spec_compile.runtime.accept.grammar_acceptors import DrawnGrammars, GreedyGrammars
-from spec_compile.runtime.accept.host import HostAcceptor
-from spec_compile.runtime.accept.thinking import ThinkingMarks, ThinkingPlace, check_processors, find_marks
 from spec_compile.runtime.answer import Answer
+from spec_compile.runtime.verify import Route, make_acceptor
+from spec_compile.runtime.verify.host import ConstrainedAcceptor, HostAcceptor
+from spec_compile.runtime.verify.thinking import ThinkingMarks, ThinkingPlace, check_processors, find_marks
 from spec_compile.tree import Tree
 
 DEMO = Path(__file__).parents[2] / "examples" / "tiny_coder"
@@ -170,11 +169,11 @@ def stretches(tokens):
 
 
 @pytest.mark.parametrize("seed", [None, 11], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("way", [DrawnGrammars.__call__, DrawnGrammars.accept])
+@pytest.mark.parametrize("way", [ConstrainedAcceptor.__call__, ConstrainedAcceptor.accept])
 @pytest.mark.parametrize("budget", [0, 1, 5])
 def test_any_drafts_give_the_same_tokens(budget, seed, way, monkeypatch):
     """Over a table of logits, with trees of right and wrong drafts; also the way of a GPU."""
-    monkeypatch.setattr(DrawnGrammars, "__call__", way)
+    monkeypatch.setattr(ConstrainedAcceptor, "__call__", way)
 
     def budgets():
         made = [ThinkingBudget(Letters(), budget, start="<", end="ab>")]
@@ -189,7 +188,7 @@ def test_any_drafts_give_the_same_tokens(budget, seed, way, monkeypatch):
         g = torch.Generator().manual_seed(number)
         result, most, accept = accepted(budgets(), 3, first, seed, g, ends=False)
         assert torch.equal(result, first) and most > 2
-        assert type(accept) is (DrawnGrammars if seed else GreedyGrammars)
+        assert type(accept) is ConstrainedAcceptor
     if seed is None:
         texts, processors = torch.ones(3, 1, dtype=torch.int64), LogitsProcessorList(budgets())
         for _ in range(NEW):
@@ -216,9 +215,9 @@ def test_drafts_that_are_drawn_and_rejected_leave_no_trace(budget):
         tokens, real = torch.stack(chain, dim=1), torch.ones(20, 4, dtype=torch.bool)
         accept(Tree(tokens, torch.arange(-1, 3).expand(20, -1), real, guesses[tokens]), table[tokens])
     assert max(count for row in answer.rows for count in stretches(row)) == budget + 3
-    prompts = [[1, *row[: accept.grammars.followed[number]]] for number, row in enumerate(answer.rows)]
+    prompts = [[1, *row[: accept.only.followed[number]]] for number, row in enumerate(answer.rows)]
     fresh = made.matchers(prompts)
-    assert [each.place for each in fresh] == [each.place for each in accept.grammars.matchers]
+    assert [each.place for each in fresh] == [each.place for each in accept.only.matchers]
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
@@ -235,7 +234,7 @@ def test_a_grammar_begins_after_the_thinking(prompt, lockstep, monkeypatch):
     answer = Answer(torch.tensor([prefix]), NEW + len(prefix), [EOS], 0)
     processors = LogitsProcessorList([made, *([lambda ids, scores: scores] if lockstep else [])])
     accept = make_acceptor(Route.ON_HOST, answer, processors, None)
-    assert type(accept) is (HostAcceptor if lockstep else GreedyGrammars)
+    assert type(accept) is (HostAcceptor if lockstep else ConstrainedAcceptor)
     while not answer.done:
         root = torch.tensor([[(answer.rows[0] or prefix)[-1]]])
         accept(Tree(root, torch.tensor([[-1]]), torch.ones(1, 1, dtype=torch.bool)), table[root])

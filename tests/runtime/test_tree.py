@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from spec_compile.graph import ModelGraph
 from spec_compile.kernels.ops import tree_mask
-from spec_compile.runtime.accept.greedy import accept_greedy
 from spec_compile.runtime.state import State
+from spec_compile.runtime.verify.greedy import accept_greedy
 from spec_compile.tree import MAX_NODES, Tree, ancestry
 
 VOCAB = 96

@@ -11,9 +11,9 @@ for package in ("fastapi", "uvicorn", "prometheus_client", "openai", "httpx"):
 from server_fixtures import running, save_model, save_tool_model, scripted
 from transformers.cli.serving.utils import Modality
 
-from spec_compile.batching.request_options import StopCut
 from spec_compile.serve.anthropic import renamed, to_chat
 from spec_compile.serve.errors import Refusal, refuse
+from spec_compile.serve.stops import StopCut
 
 CHATS, MESSAGES, COUNTS = "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"
 BODY = {"messages": [{"role": "user", "content": "a mean"}], "max_tokens": 24}

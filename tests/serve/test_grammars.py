@@ -16,7 +16,7 @@ from sweeps import thinned
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spec_compile.errors import RequestError
-from spec_compile.runtime.accept import timed_matcher
+from spec_compile.runtime.verify import constraint
 from spec_compile.serve import grammars
 from spec_compile.serve.errors import Refusal
 from spec_compile.serve.grammars import GrammarCache, read_form
@@ -211,7 +211,7 @@ def test_a_grammar_that_becomes_slow_ends_its_own_request(client, monkeypatch, s
     plain = {"prompt": "a mean of", "max_tokens": 40, "temperature": 0}
     answer = client.post(COMPLETIONS, json=plain).json()["choices"][0]["text"]
     monkeypatch.setattr(grammars.Judge, "ask", lambda *args: None)
-    monkeypatch.setattr(timed_matcher, "STEP_SECONDS", 0.05)
+    monkeypatch.setattr(constraint, "STEP_SECONDS", 0.05)
     slow = {"prompt": "x", "max_tokens": 300, "temperature": 0, "ignore_eos": True, "stream": streams}
     with ThreadPoolExecutor() as pool:
         response = pool.submit(client.post, COMPLETIONS, json=slow | {"guided_regex": "(.*)*" * 200})
@@ -231,21 +231,21 @@ class Burns:
 
 def test_steps_of_a_matcher_have_a_deadline(cache, monkeypatch):
     pytest.importorskip("xgrammar")
-    for thread in [*timed_matcher._given_up]:  # of other tests
+    for thread in [*constraint._given_up]:  # of other tests
         thread.join(60)
-    matcher = timed_matcher.TimedMatcher(Burns, "guided_regex")
+    matcher = constraint.TimedConstraint(Burns, "guided_regex")
     for _ in range(2):
         with pytest.raises(RequestError, match="guided_regex: its grammar takes too long") as caught:
             matcher.accept_token(0)
-    assert caught.value.field == "guided_regex" and timed_matcher.given_up() == 1
+    assert caught.value.field == "guided_regex" and constraint.given_up() == 1
     monkeypatch.setattr(grammars, "MOST_GIVEN_UP", 1)
     with pytest.raises(Refusal, match="other grammars take too long") as caught:
         cache.processor("guided_regex", "regex", "a")
     assert caught.value.status_code == 503
-    for thread in [*timed_matcher._given_up]:
+    for thread in [*constraint._given_up]:
         thread.join(60)
-    assert timed_matcher.given_up() == 0 and cache.processor("guided_regex", "regex", "a")
-    matcher = timed_matcher.TimedMatcher(list, "guided_regex")
+    assert constraint.given_up() == 0 and cache.processor("guided_regex", "regex", "a")
+    matcher = constraint.TimedConstraint(list, "guided_regex")
     with pytest.raises(AttributeError):
         matcher.accept_token(0)
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GenerationConfig, StoppingCriteria
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from spec_compile.runtime.accept.random_numbers import uniform
 from spec_compile.runtime.request import seed_of
+from spec_compile.runtime.verify.sample import uniform
 
 MODEL = Path(__file__).parents[2] / "examples" / "tiny_coder"
 TEXT = '''"""Readings of a sensor: their mean and spread, and those that are far from the others."""

@@ -12,8 +12,7 @@ from torch import nn
 
 from spec_compile import api
 from spec_compile.capture import trace
-from spec_compile.capture.config_reads import config_reads
-from spec_compile.capture.watch import _facts
+from spec_compile.capture.changes import _facts, config_reads
 from spec_compile.drafters import dflash, draft_model, heads
 from spec_compile.graph import ModelGraph
 

@@ -13,7 +13,7 @@ from spec_compile.drafters.modules.layers import ONE_LAYER, LatentSizes, LayerKn
 from spec_compile.drafters.modules.mtp import MtpHead, block_config
 from spec_compile.drafters.trees.grow import grow
 from spec_compile.kernels import ops
-from spec_compile.passes.tap_hidden_states import FINAL
+from spec_compile.passes.outputs import FINAL
 
 TARGETS = ("llama", "qwen3", "mixtral", "deepseek_v3")
 SCHEDULES = {

@@ -7,8 +7,7 @@ from torch import nn
 from spec_compile import backend
 from spec_compile.backend import BackendOptions, rewrite
 from spec_compile.graph import calls
-from spec_compile.passes.forward.bind import bind
-from spec_compile.passes.forward.lower import lower
+from spec_compile.passes.forward import bind, lower
 
 
 @pytest.fixture

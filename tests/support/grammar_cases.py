@@ -6,8 +6,8 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper
 
-from spec_compile.runtime.accept import Route, make_acceptor
 from spec_compile.runtime.answer import Answer
+from spec_compile.runtime.verify import Route, make_acceptor
 from spec_compile.tree import Tree
 
 VOCAB, EOS, NEW, NODES = 40, 2, 24, 8

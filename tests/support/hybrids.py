@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 import spec_compile
 from spec_compile.compat import CACHE
 from spec_compile.drafters.modules.eagle import Eagle3Head
-from spec_compile.passes.tap_hidden_states import FINAL
+from spec_compile.passes.outputs import FINAL
 
 TURN = 10
 """New tokens of each of the calls of `turns`."""

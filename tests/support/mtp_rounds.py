@@ -6,7 +6,7 @@ import torch
 from draft_rounds import generated
 
 from spec_compile.drafters.trees.grow import grow
-from spec_compile.passes.tap_hidden_states import FINAL
+from spec_compile.passes.outputs import FINAL
 
 
 def with_further(first, own_output=False):

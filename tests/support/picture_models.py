@@ -8,7 +8,7 @@ from models import FULL, GQA16, MOE, SPECIAL, WIN, _randomise, speculate_capture
 from transformers import LlamaConfig
 
 from spec_compile.drafters.modules.eagle import Eagle3Head
-from spec_compile.passes.tap_hidden_states import FINAL
+from spec_compile.passes.outputs import FINAL
 
 # fmt: off
 PICTURE, START, END, VIDEO = 90, 91, 93, 92

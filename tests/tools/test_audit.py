@@ -15,9 +15,9 @@ import spec_compile
 from spec_compile.__main__ import main
 from spec_compile.graph import calls
 from spec_compile.kernels.attention import attention_calls
-from spec_compile.runtime.accept import host
-from spec_compile.runtime.accept.host import HostAcceptor
-from spec_compile.runtime.accept.random_numbers import probabilities, uniform
+from spec_compile.runtime.verify import host
+from spec_compile.runtime.verify.host import HostAcceptor
+from spec_compile.runtime.verify.sample import probabilities, uniform
 from spec_compile.tools.audit import _nearly_kept
 from spec_compile.tools.audit_logits import Reference, first_difference, plain_steps
 from spec_compile.tools.audit_report import Bits, Distance, Greedy, Logits, Report, Sampled

@@ -12,7 +12,7 @@ from trainings import (
     target,
 )
 
-from spec_compile.passes.tap_hidden_states import FINAL
+from spec_compile.passes.outputs import FINAL
 from spec_compile.train import data as texts
 from spec_compile.train.data import read
 from spec_compile.train.features import TargetFeatures

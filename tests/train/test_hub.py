@@ -13,7 +13,7 @@ from trainings import CODER, captured_once, target, train  # noqa: F401, a fixtu
 from transformers import dynamic_module_utils
 
 from spec_compile.__main__ import main
-from spec_compile.capture.watch import KEPT
+from spec_compile.capture.changes import KEPT
 from spec_compile.train import save as hub
 
 NAME = "user/head"

@@ -16,7 +16,7 @@ from trainings import (
 )
 
 from spec_compile.kernels import ops
-from spec_compile.passes.tap_hidden_states import FINAL
+from spec_compile.passes.outputs import FINAL
 from spec_compile.train import loss
 from spec_compile.train.attention import Causal, Rollout, joint_attention
 from spec_compile.train.trainer import trained_parameters

@@ -20,7 +20,7 @@ from spec_compile.drafters.modules.eagle import Eagle3Head, EagleHead
 from spec_compile.drafters.modules.layers import LayerKnobs
 from spec_compile.drafters.modules.mtp import MtpHead, block_config
 from spec_compile.drafting import DraftPlan
-from spec_compile.passes.tap_hidden_states import FINAL
+from spec_compile.passes.outputs import FINAL
 from spec_compile.train import online as module
 from spec_compile.train.online import Ring, copy_weights, draft_of, make_twin
 from spec_compile.train.updates import Updates

@@ -10,7 +10,11 @@ from torch import nn
 
 from ...compat import TRANSFORMERS
 from ...quantised.codes import class_path
-from . import alibi, attention, convolutions, experts, recurrent
+from . import attention
+from . import attention as alibi
+from . import layers as convolutions
+from . import layers as experts
+from . import layers as recurrent
 from .attention import Attend
 
 

@@ -4,7 +4,7 @@ import operator
 
 from ...graph import ModelGraph, calls
 from ...passes.apply import comes_after
-from ...passes.nodes import replace_node
+from ...passes.products import replace_node
 from . import choice
 
 

@@ -10,7 +10,7 @@ from ..modules.assistant import Assistant, ClusteredHead
 from ..modules.mtp import IMPLEMENTATION
 from .config import INVALID, invalid
 from .draft_files import DraftFiles
-from .files import Checkpoint, Part, Target
+from .files import Checkpoint, Target, TensorSources
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 PUBLISHED = {"layers.": "model.layers.", "norm.": "model.norm.", "clusters.": "masked_embedding."}
@@ -44,11 +44,13 @@ def read_assistant(files: DraftFiles, target: Target, overrides: dict) -> Assist
     if assistant.clusters is not None:
         assistant.clusters.token_ordering = _ordering(checkpoint, target)
 
-    def part_of(name: str, shape: tuple[int, ...]) -> Part:
+    def sources_of(name: str, shape: tuple[int, ...]) -> TensorSources:
         ours = next((start for start in PUBLISHED if name.startswith(start)), "")
-        return Part([head if name == "head_weight" else PUBLISHED.get(ours, "") + name.removeprefix(ours)], shape)
+        return TensorSources(
+            [head if name == "head_weight" else PUBLISHED.get(ours, "") + name.removeprefix(ours)], shape
+        )
 
-    checkpoint.fill(assistant, part_of, target.embedding)
+    checkpoint.fill(assistant, sources_of, target.embedding)
     assistant.report[:0] = [f"assistant of {config.model_type} from {files.draft}"]
     assistant.report += checkpoint.ignored
     return assistant.eval()

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LlamaConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from ...capture.admit import GROWING_ROPE
-from ...passes.tap_hidden_states import FINAL
+from ...passes.outputs import FINAL
 from ..modules.layers import LatentSizes, LayerKnobs, rotary
 
 FIELDS = (

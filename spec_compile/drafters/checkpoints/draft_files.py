@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .files import Checkpoint, Fetch, Part, Target, fetcher, indexed_names, read_json
+from .files import Checkpoint, Fetch, Target, TensorSources, fetcher, indexed_names, read_json
 from .quantised import Quantisation, quantisation_of
 
 MISTRAL_KEYS = {
@@ -237,13 +237,13 @@ class DraftFiles:
             if name.endswith("rotary_emb.inv_freq"):
                 self.checkpoint.ignore(name, "computed from the config")
 
-        def part_of(name: str, shape: tuple[int, ...]) -> Part:
+        def sources_of(name: str, shape: tuple[int, ...]) -> TensorSources:
             sources = [self.names.get(name) or published_name(name, self.names)]
             if self.is_mistral and name.endswith(("q_proj.weight", "k_proj.weight")):
-                return Part(sources, shape, lambda tensors: by_halves(tensors[0], self.config["head_dim"]))
-            return Part(sources, shape)
+                return TensorSources(sources, shape, lambda tensors: by_halves(tensors[0], self.config["head_dim"]))
+            return TensorSources(sources, shape)
 
-        self.checkpoint.fill(draft, part_of, target.embedding)
+        self.checkpoint.fill(draft, sources_of, target.embedding)
 
 
 class LoadedDraft(DraftFiles):

@@ -93,7 +93,7 @@ def load_pickled(path: Path):
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorSources:
     """The tensors of `shape` that a parameter is made of, by `join`."""
 
     names: list[str]
@@ -180,10 +180,10 @@ class Checkpoint:
         parts = _from_safetensors(path, lambda file: [file.get_slice(name)[row : row + 1] for row in rows.tolist()])
         return torch.cat(parts)
 
-    def fill(self, draft: nn.Module, part_of: Callable[[str, tuple[int, ...]], Part], like: Tensor) -> None:
+    def fill(self, draft: nn.Module, sources_of: Callable[[str, tuple[int, ...]], TensorSources], like: Tensor) -> None:
         """Give `draft` the parameters and buffers that it has on the meta device.
 
-        part_of: name and shape of a parameter -> its tensors.
+        sources_of: name and shape of a parameter -> its tensors.
         like: the target's embedding, whose device all take; parameters take its dtype, too, and buffers keep theirs.
 
         Raises ValueError, before anything is read, that names every tensor that is missing, has another shape, or is
@@ -193,7 +193,7 @@ class Checkpoint:
         """
         # Find the tensors of each parameter, and refuse the files unless these are all tensors.
         empty = {name: value for name, value in draft.state_dict().items() if value.is_meta}
-        parts = {name: part_of(name, tuple(value.shape)) for name, value in empty.items()}
+        parts = {name: sources_of(name, tuple(value.shape)) for name, value in empty.items()}
         taken = {name: part.shape for part in parts.values() for name in part.names}
         self._check(taken)
         left = [name for name in self._left if name not in taken]

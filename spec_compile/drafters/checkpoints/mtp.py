@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from ...errors import UnsupportedModelError
-from ...passes.tap_hidden_states import FINAL
+from ...passes.outputs import FINAL
 from ..modules.mtp import MtpHead, block_config
 from .config import SPECULATORS, override_taps
 from .draft_files import DraftFiles
-from .files import Checkpoint, Part, Target
+from .files import Checkpoint, Target, TensorSources
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ def _is_sparse(names: dict[str, str]) -> bool:
     return any(".experts." in name for name in names)
 
 
-def _part(ours: str, shape: tuple[int, ...], names: list[dict[str, str]], blocks: list[MtpBlock]) -> Part:
+def _part(ours: str, shape: tuple[int, ...], names: list[dict[str, str]], blocks: list[MtpBlock]) -> TensorSources:
     """The tensors of a parameter of the head or of one of its `further` modules. Experts are stored one by one, and
     joined in transformers' layers."""
     number = 0
@@ -294,7 +294,9 @@ def _part(ours: str, shape: tuple[int, ...], names: list[dict[str, str]], blocks
     own, block = names[number], blocks[number]
     stem, _, projection = ours.rpartition(".")
     if ours in own or not stem.endswith(".experts"):
-        return Part([own.get(ours) or block.theirs(ours)], shape)
+        return TensorSources([own.get(ours) or block.theirs(ours)], shape)
     projections = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
     sources = [block.theirs(f"{stem}.{expert}.{one}.weight") for expert in range(shape[0]) for one in projections]
-    return Part(sources, (shape[1] // len(projections), shape[2]), lambda tensors: torch.cat(tensors).view(shape))
+    return TensorSources(
+        sources, (shape[1] // len(projections), shape[2]), lambda tensors: torch.cat(tensors).view(shape)
+    )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...passes.tap_hidden_states import FINAL
+from ...passes.outputs import FINAL
 
 
 class ClusteredHead(nn.Module):

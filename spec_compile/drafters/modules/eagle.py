@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ...capture.adapters import shallow
-from ...passes.tap_hidden_states import FINAL
+from ...passes.outputs import FINAL
 from .layers import ONE_LAYER, JoinedLayer, Layer, LayerKnobs, rotary
 
 

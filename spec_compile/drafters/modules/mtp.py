@@ -17,7 +17,7 @@ from ...capture.modules import connect
 from ...capture.trace import HARMLESS
 from ...errors import UnsupportedModelError
 from ...kernels import ops
-from ...passes.tap_hidden_states import FINAL
+from ...passes.outputs import FINAL
 from .eagle import Head
 
 IMPLEMENTATION = "spec_compile_draft"

@@ -18,7 +18,7 @@ from ...compat import argmax
 from ...errors import check_int
 from ...kernels.ops import gather_rows
 from ...kernels.top_logits import MAX_K, best_tokens
-from ...runtime.accept.random_numbers import draw, uniform
+from ...runtime.verify.sample import draw, uniform
 from ...tree import MAX_NODES
 from .schedule import Schedule
 
@@ -301,7 +301,7 @@ def draw_chain(
 
     Node i's child was drawn from row i of probs; the last row is zeros. Verified tokens are distributed as the target's
     only if the length to which the chain is cut before verification does not depend on the tokens cut off. No number is
-    taken twice, because every chain of a row has another place (see `accept.chain.chain_numbers`). ValueError unless
+    taken twice, because every chain of a row has another place (see `verify.sample.chain_numbers`). ValueError unless
     the schedule is a chain.
     """
     if schedule.topk != 1:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime.accept.random_numbers import mix
+from ...runtime.verify.sample import mix
 from ...tree import MAX_NODES, ancestry
 from .grow import best_nodes, expected_drafts
 

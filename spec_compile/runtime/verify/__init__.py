@@ -6,32 +6,31 @@ import torch
 
 from ...parallel.ranks import ALONE, Alone
 from ..answer import Answer
-from .draw import DrawInRound
-from .grammar_acceptors import DrawnGrammars, GreedyGrammars
-from .host import HostAcceptor
+from .host import ConstrainedAcceptor, HostAcceptor
 from .processors import MINIMA, is_known
+from .sample import DrawInRound
 from .thinking import follow_rows
 
 
 class Route(Enum):
     """Where and how the tokens of a round are accepted. The first row that fits is taken.
 
-    =============== ====================================== ==================== =================================
+    =============== ====================================== ==================== ===========================
     Route           Taken if                               Drafts are tested by Drafts that were drawn
-    =============== ====================================== ==================== =================================
-    ON_HOST         scores or logits are returned, or the  `host.HostAcceptor`  as below
+    =============== ====================================== ==================== ===========================
+    ON_HOST         scores or logits are returned, or the  `HostAcceptor`       as below
                     first logits are known already
     GREEDY_IN_ROUND do_sample=False, and the processors do `accept_greedy`      `accept_greedy`
                     no more than set a minimum length
-    DRAW_IN_ROUND   do_sample=True on a GPU, and           `draw.DrawInRound`   `chain.accept_chain`
+    DRAW_IN_ROUND   do_sample=True on a GPU, and           `DrawInRound`        `accept_chain`
                     `DrawInRound.takes` the processors
-    ON_HOST         anything else                          `host.HostAcceptor`  `chain.accept_chain`, in lockstep
-                                                                                `rejection.accept_drawn`
-    =============== ====================================== ==================== =================================
+    ON_HOST         anything else                          `HostAcceptor`       `accept_chain`, in lockstep
+                                                                                `accept_drawn`
+    =============== ====================================== ==================== ===========================
 
     On a CPU the host is faster than drawing in the round, because it processes only nodes that are reached. All routes
-    that draw give the same tokens for a seed. Under a grammar or a thinking budget, ON_HOST is `GreedyGrammars` or
-    `DrawnGrammars` if the other processors permit it.
+    that draw give the same tokens for a seed. Under a grammar or a thinking budget, ON_HOST is `ConstrainedAcceptor`
+    if the other processors permit it.
 
     `accept_chain` tests a drawn chain as a block, which needs the target's distribution after every draft. Rows that go
     in lockstep (see `HostAcceptor`) are the exception: their processors may remember what they saw, so they are called
@@ -51,7 +50,7 @@ def choose_route(
     """The route that serves one ``generate()``.
 
     generation_config: transformers' GenerationConfig; only `do_sample` is read.
-    device: of the model.
+    device: the model's.
     keeps_scores: True if scores or logits of every token are returned.
     has_first_logits: True if the target's logits after the prompts are known before the first round.
     """
@@ -78,9 +77,7 @@ def make_acceptor(
             return DrawInRound(processors)
         case Route.ON_HOST:
             processors = follow_rows(answer, processors)
-            if DrawnGrammars.takes(processors) and ranks.size == 1 and not answer.needs_scores:
-                if seed is not None:
-                    return DrawnGrammars(answer, processors, seed)
-                if len(processors) == 1:
-                    return GreedyGrammars(answer, processors, seed)
+            is_constrained = ConstrainedAcceptor.takes(processors, is_greedy=seed is None)
+            if is_constrained and ranks.size == 1 and not answer.needs_scores:
+                return ConstrainedAcceptor(answer, processors, seed)
             return HostAcceptor(answer, processors, seed, ranks)

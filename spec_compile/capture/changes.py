@@ -9,6 +9,7 @@ import reprlib
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from numbers import Number
@@ -19,11 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
-from ..inventory import held_items
-from .compiled import underlying
-from .hooks import METHODS, OF_CLASSES
+from ..inventory import configs_of, held_items
+from .adapters import underlying
 from .quantised import UNPACKS
 from .training_mode import effects
 from .weights import AGAIN, Slot
@@ -322,3 +322,96 @@ def _name(hook: Callable) -> str:
 
 def _transposed(pairs: list[tuple]) -> tuple[list, list]:
     return [first for first, _ in pairs], [second for _, second in pairs]
+
+
+# `config_reads`: the values of a model's configs on which its forward depends.
+
+
+CONFIG_BOOKKEEPING = {
+    "dtype", "is_encoder_decoder", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
+    "torch_dtype", "use_cache", "use_return_dict",
+}  # fmt: skip
+"""Values of configs that select outputs, on which logits do not depend."""
+
+
+@contextmanager
+def config_reads(model: nn.Module) -> Iterator[list[tuple[Any, set[str]]]]:
+    """A context that adds, for each config of `model`, the names that are read to the set that it yields with it."""
+    reads = [(config, set()) for config in configs_of(model) if isinstance(config, PreTrainedConfig)]
+    classes = [type(config) for config, _ in reads]
+    try:
+        for config, names in reads:
+            object.__setattr__(config, "__class__", _recording(type(config), names))
+        yield reads
+    finally:
+        for (config, names), cls in zip(reads, classes):
+            object.__setattr__(config, "__class__", cls)
+            names -= CONFIG_BOOKKEEPING
+
+
+def _recording(cls: type, names: set[str]) -> type:
+    """A subclass of a config's class that adds to `names` each public name that is read."""
+
+    def read(self, name: str):
+        if not name.startswith("_"):
+            names.add(name)
+        return cls.__getattribute__(self, name)
+
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "__getattribute__": read})
+
+
+# Methods that transformers' decoding loop calls and rounds do not. A model that overrides one is left to that loop.
+
+
+HOOKS = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+"""The methods of the loop. It does not include ``_prepare_*``, ``_get_logits_processor`` and
+``_expand_inputs_for_generation``, which are called before it, and ``_reorder_cache``, which only beam search calls."""
+METHODS = [name for name, value in vars(GenerationMixin).items() if isinstance(value, FunctionType)]
+"""The methods of ``generate()`` and of everything that it calls."""
+OF_CLASSES = {"generate", "_sample", "_beam_search", "_assisted_decoding"}
+"""The `METHODS` that transformers looks up in a model's class, not on the object; and ``generate()``, which is looked
+up at every call."""
+TRUSTED = ("transformers", "torch", "spec_compile")
+"""Packages whose overrides stay served: `check_generation` compares what they do with the captured graph."""
+
+
+def overridden(model, names: tuple[str, ...] = HOOKS) -> str | None:
+    """The first of the methods that the object itself or a class outside transformers replaces, and where."""
+    for name in names:
+        if name in vars(model) and name != "_sample":  # transformers looks up `_sample` only in the class
+            return f"{name} (set on the {type(model).__name__} object)"
+        for cls in type(model).__mro__:
+            if name in vars(cls) and not is_trusted(cls, vars(cls)[name]):
+                return f"{name} (overridden by {cls.__name__})"
+            if name in vars(cls) and not cls.__module__.startswith("spec_compile."):
+                break
+    return None
+
+
+def replaced_generate(model) -> Callable | None:
+    """The function that was set on a model in place of its class's ``generate()``; None if there is none.
+
+    Functions of this package lead back here, so they replace nothing: `custom_generate.generate`, and the
+    ``generate()`` of a speculative model.
+    """
+    function = underlying(vars(model).get("generate"))
+    if function in (None, type(model).generate.__get__(model)):
+        return None
+    inner = function.func if isinstance(function, partial) else function
+    return None if _package(getattr(inner, "__module__", None) or "") == "spec_compile" else function  # guard: own-code
+
+
+def is_trusted(cls: type, function: Callable) -> bool:
+    """True if the class, the method and all functions that it wraps are from `TRUSTED` packages."""
+    return _package(cls.__module__) in TRUSTED and all(_package(module) in TRUSTED for module in _modules(function))
+
+
+def _modules(function: Callable) -> Iterator[str]:
+    function = getattr(function, "__func__", function)
+    while function is not None:
+        yield getattr(function, "__globals__", {}).get("__name__", getattr(function, "__module__", None) or "")
+        function = getattr(function, "__wrapped__", None)
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]

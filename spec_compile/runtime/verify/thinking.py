@@ -1,4 +1,4 @@
-"""Thinking budgets: after so many tokens of thinking, the next tokens of an answer are the end of thinking."""
+"""Thinking budgets: after a number of tokens of thinking, the next tokens of an answer are the end of thinking."""
 
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from ...errors import check_int
-from .grammars import Grammars, check_grammars, follow_xgrammar, forbid, is_grammar, matchers_of, words_of
+from .constraint import Constraint, Constraints, check_grammars, forbid, is_grammar, matchers_of, words_of
 from .processors import ROWWISE, is_known
 
 PAIRS = (
@@ -118,18 +118,18 @@ class ThinkingPlace(NamedTuple):
         return end[written]
 
 
-class ThinkingMatcher:
-    """Permits the tokens of one row, with the methods of xgrammar's GrammarMatcher.
+class ThinkingConstraint:
+    """The `Constraint` of a thinking budget.
 
     While the row thinks every token is legal, and from the budget on only the next token of the end. After that every
     token is legal, or a grammar begins. A row with a grammar may begin to think with its first token.
 
-    marks, budget: of its `ThinkingBudget`
+    marks, budget: see `ThinkingBudget`
     prompt: the row's token ids
-    grammar: a GrammarMatcher that follows the answer after the thinking, or None
+    grammar: the constraint of the answer after the thinking, or None
     """
 
-    def __init__(self, marks: ThinkingMarks, budget: int, prompt: list[int], grammar: Any = None):
+    def __init__(self, marks: ThinkingMarks, budget: int, prompt: list[int], grammar: Constraint | None = None):
         self.marks, self.budget, self.grammar = marks, budget, grammar
         self.place = ThinkingPlace()
         for token in prompt:
@@ -147,7 +147,6 @@ class ThinkingMatcher:
         return self._in_grammar and self.grammar.is_terminated()
 
     def accept_token(self, token: int) -> bool:
-        """Accept a token if it is legal; returns True if it is."""
         forced, start = self.place.forced(self.marks, self.budget), self.marks.start_ids
         place, opened, in_grammar = self.place, self._opened, False
         if forced is not None and token != forced:
@@ -167,14 +166,12 @@ class ThinkingMatcher:
         return True
 
     def rollback(self, count: int = 1) -> None:
-        """Take back the last tokens."""
         for _ in range(count):
             self.place, self._opened, self._is_first, in_grammar = self._before.pop()
             if in_grammar:
                 self.grammar.rollback(1)
 
     def fill_next_token_bitmask(self, bits: Tensor, index: int = 0) -> None:
-        """Write the mask of the next token to ``bits[index]``; see `Grammars.bitmask`."""
         only = self.place.forced(self.marks, self.budget)
         if self._opened:
             only = self.marks.start_ids[self._opened]
@@ -199,8 +196,8 @@ class ThinkingBudget(LogitsProcessor):
     """A logits processor that ends the thinking of an answer after a number of tokens.
 
     tokenizer: the model's
-    budget: tokens that each stretch of thinking may have, between its two marks. Then the next tokens are those of the
-        end that are not written yet, and all that follows is free. Thinking that the prompt begins counts from there.
+    budget: tokens that each stretch of thinking may have, between its two marks. Then the rest of the end follows, as
+        far as it is not written yet, and after it all is free. Thinking that the prompt begins counts from there.
     start, end: texts that begin and end thinking; None finds them, see `find_marks`.
     then: xgrammar's LogitsProcessor, whose grammar begins after the thinking. A processor with it serves one call.
 
@@ -222,15 +219,15 @@ class ThinkingBudget(LogitsProcessor):
         self.vocab_size: int | None = None
         """Tokens of the model's logits, set by `check_processors`."""
         self._seen: list[list[int]] = []
-        self._matchers: list[ThinkingMatcher] = []
+        self._matchers: list[ThinkingConstraint] = []
         self._bits = torch.empty(0)
 
-    def matchers(self, prompts: list[list[int]]) -> list[ThinkingMatcher]:
+    def matchers(self, prompts: list[list[int]]) -> list[ThinkingConstraint]:
         """A matcher for each row. `then` is used up."""
-        grammars: list[Any] = [None] * len(prompts)
+        grammars: list[Constraint | None] = [None] * len(prompts)
         if self.then is not None:
             grammars = matchers_of(self.then, len(prompts))
-        return [ThinkingMatcher(self.marks, self.budget, ids, each) for ids, each in zip(prompts, grammars)]
+        return [ThinkingConstraint(self.marks, self.budget, ids, each) for ids, each in zip(prompts, grammars)]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """The scores [B, V] of the token after each row of `input_ids` [B, L], as plain decoding asks for them."""
@@ -263,8 +260,8 @@ def check_processors(processors: list, batch: int, vocab_size: int) -> None:
 
 
 def follow_rows(answer: Any, processors: list) -> list:
-    """The processors with `Grammars` in place of those of xgrammar and of thinking budgets, unless another one needs
-    rows in lockstep.
+    """The processors, where `Constraints` stand for grammars of xgrammar and thinking budgets, unless another processor
+    needs rows in lockstep.
 
     answer: an `Answer`, whose rows they follow
     """
@@ -275,7 +272,13 @@ def follow_rows(answer: Any, processors: list) -> list:
 
     def follow(processor: Any) -> Any:
         if isinstance(processor, ThinkingBudget):
-            return Grammars(processor.matchers(prompts), processor.vocab_size, answer.rows)
-        return follow_xgrammar(processor, answer.rows) if is_grammar(processor) else processor
+            return Constraints(processor.matchers(prompts), processor.vocab_size, answer.rows)
+        if not is_grammar(processor):
+            return processor
+        vocab_size = processor.compiled_grammars[0].tokenizer_info.vocab_size
+        constraints = Constraints(matchers_of(processor, answer.batch), vocab_size, answer.rows)
+        processor.matchers, processor.batch_size = constraints.matchers, answer.batch  # it is used up
+        processor.token_bitmask = constraints.bitmask
+        return constraints
 
     return type(processors)(map(follow, processors))

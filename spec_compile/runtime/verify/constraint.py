@@ -1,16 +1,37 @@
-"""Grammars of xgrammar that follow the tokens of each row of a batch."""
+"""`Constraint`: permits the next tokens of a row, by a grammar of xgrammar or a thinking budget."""
 
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
 from ...errors import RequestError
-from .timed_matcher import TimedMatcher
 
 REUSED = "it has served a call, whose tokens its grammars have followed; make a new one for every generate()"
+
+
+class Constraint(Protocol):
+    """Permits the next tokens of one row. xgrammar's GrammarMatcher is one."""
+
+    def is_terminated(self) -> bool:
+        """True after the last token that it decides; what follows is under the mask before that token."""
+
+    def accept_token(self, token: int) -> bool:
+        """Accept the row's next token if it is legal; returns True if it is."""
+
+    def rollback(self, count: int = 1) -> None:
+        """Take back the last tokens."""
+
+    def fill_next_token_bitmask(self, bits: Tensor, index: int = 0) -> Any:
+        """Write the mask of the next token to ``bits[index]``; see `Constraints.bitmask`."""
 
 
 def is_grammar(processor) -> bool:
@@ -43,14 +64,14 @@ def check_grammars(processors: list, batch: int, vocab_size: int) -> None:
                 raise ValueError(f"{name}: grammar {number} allows no first token; look at the grammar")
 
 
-def make_matcher(grammar, field: str | None = None) -> Any:
+def make_matcher(grammar, field: str | None = None) -> Constraint:
     """xgrammar's matcher of a compiled grammar. field: of the client that sent it, whose steps have a deadline."""
     from xgrammar import GrammarMatcher  # which is installed, because the grammar is one of its objects
 
-    return GrammarMatcher(grammar) if field is None else TimedMatcher(partial(GrammarMatcher, grammar), field)
+    return GrammarMatcher(grammar) if field is None else TimedConstraint(partial(GrammarMatcher, grammar), field)
 
 
-def matchers_of(processor, batch: int) -> list:
+def matchers_of(processor, batch: int) -> list[Constraint]:
     """A matcher for each row of a batch [B], made of the grammars of xgrammar's processor, which is used up."""
     compiled = processor.compiled_grammars
     processor.prefilled = True
@@ -65,18 +86,18 @@ def words_of(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
-class Grammars(LogitsProcessor):
-    """xgrammar's processor for rows of different lengths.
+class Constraints(LogitsProcessor):
+    """A logits processor that lets each row of a batch go on with the tokens that its constraint permits.
 
-    matchers: a GrammarMatcher of each row [B], or an object with its methods.
+    matchers: the constraint of each row [B].
     vocab_size: tokens of the model's logits.
     gained: tokens of each row [B lists], to which the caller adds.
-    rows: [R] int64, the rows of the scores that `__call__` gets; see `processors.OF_ROWS`.
+    rows: [R] int64, the rows of the scores that `__call__` gets; see `host.OF_ROWS`.
     bitmask: [B, ceil(V / 32)] int32 on the CPU. Bit t % 32 of number t // 32 is 1 if token t may come next: token 70 is
         bit 6 of number 2. After a row's grammar has ended, the mask before its last token stays, as with xgrammar.
     """
 
-    def __init__(self, matchers: list, vocab_size: int, gained: list[list[int]]):
+    def __init__(self, matchers: list[Constraint], vocab_size: int, gained: list[list[int]]):
         batch = len(gained)
         self.gained, self.followed = gained, [0] * batch  # tokens of each row that its matcher has accepted
         self.ahead = [0] * batch  # the last ones of them, which are drafts
@@ -144,19 +165,115 @@ class Grammars(LogitsProcessor):
             bits[index] = self.bitmask[row]
 
 
-def follow_xgrammar(processor, gained: list[list[int]]) -> Grammars:
-    """`Grammars` in place of xgrammar's processor, which is used up.
-
-    processor: checked by `check_grammars`. gained: see `Grammars`.
-    """
-    vocab_size = processor.compiled_grammars[0].tokenizer_info.vocab_size
-    grammars = Grammars(matchers_of(processor, len(gained)), vocab_size, gained)
-    processor.matchers, processor.batch_size, processor.token_bitmask = grammars.matchers, len(gained), grammars.bitmask
-    return grammars
-
-
 def forbid(scores: Tensor, bits: Tensor) -> Tensor:
     """The scores [R, V] with -inf for tokens whose bit in `bits` [R, ceil(V / 32)] int32, on the CPU, is 0."""
     bits = bits.to(scores.device, non_blocking=True)[:, :, None]
     legal = bits >> torch.arange(32, device=scores.device) & 1
     return scores.masked_fill(legal.flatten(1)[:, : scores.shape[1]] == 0, -torch.inf)
+
+
+# Time of a processor that one step of a client's grammar may take. Bounded lengths of texts take 0.02 with 150,000
+# tokens. All steps together may take the first of the other two figures, and the second for each step.
+STEP_SECONDS = 0.25
+FIRST_SECONDS, SECONDS_A_STEP = 1.0, 0.03
+TOO_SLOW = "its grammar takes too long to follow; send a simpler one, without nested or ambiguous repetitions"
+
+
+class _Thread(threading.Thread):
+    """Runs one step after the other. xgrammar lets go of the interpreter, so a long step stops no other thread."""
+
+    def __init__(self) -> None:
+        super().__init__(name="spec_compile grammar", daemon=True)
+        self._steps, self._results = SimpleQueue[Callable[[], Any] | None](), SimpleQueue[tuple[Any, Any]]()
+        self.start()
+        self._clock = time.pthread_getcpuclockid(self.ident)
+
+    def run(self) -> None:
+        for step in iter(self._steps.get, None):
+            try:
+                outcome = step(), None
+            except BaseException as error:
+                outcome = None, error
+            self._results.put(outcome)
+            del step, outcome  # while it waits, nothing keeps a grammar
+
+    def run_step(self, step: Callable[[], Any]) -> tuple[Any, float]:
+        """The result of a step, and the seconds of a processor that it took. TimeoutError after `STEP_SECONDS`."""
+        begin = time.clock_gettime(self._clock)
+        self._steps.put(step)
+        left = STEP_SECONDS
+        while True:
+            try:
+                result, error = self._results.get(timeout=left)
+                break
+            except Empty:  # perhaps only because other threads ran
+                left = begin + STEP_SECONDS - time.clock_gettime(self._clock)
+                if left <= 0:
+                    raise TimeoutError from None
+        if error is not None:
+            raise error
+        return result, time.clock_gettime(self._clock) - begin
+
+    def give_up(self) -> None:
+        """Let the thread end after its step, which goes on with the time that nobody else needs."""
+        self._steps.put(None)
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, self.native_id or 0, 19)
+
+
+_free: list[_Thread] = []
+"""Threads that wait for a step."""
+_given_up: list[_Thread] = []
+os.register_at_fork(after_in_child=_free.clear)
+os.register_at_fork(after_in_child=_given_up.clear)
+
+
+def given_up() -> int:
+    """Steps that took too long, and still run."""
+    _given_up[:] = [thread for thread in _given_up if thread.is_alive()]
+    return len(_given_up)
+
+
+class TimedConstraint:
+    """The constraint of a client's grammar: steps that take too long end their request by a RequestError.
+
+    Steps run in threads, because nothing stops one of xgrammar's. make: returns xgrammar's matcher. field: the
+    request's, for errors.
+    """
+
+    def __init__(self, make: Callable[[], Any], field: str):
+        self._field, self._left = field, FIRST_SECONDS
+        self._matcher = self._run(make)
+
+    def is_terminated(self) -> bool:
+        return self._matcher.is_terminated()
+
+    def accept_token(self, token: int) -> bool:
+        return self._run(partial(self._matcher.accept_token, token))
+
+    def rollback(self, count: int = 1) -> None:
+        self._run(partial(self._matcher.rollback, count))
+
+    def fill_next_token_bitmask(self, bits: Any, index: int = 0) -> bool:
+        return self._run(partial(self._matcher.fill_next_token_bitmask, bits, index))
+
+    def _run(self, step: Callable[[], Any]) -> Any:
+        if self._left < 0:
+            raise RequestError(f"{self._field}: {TOO_SLOW}", field=self._field)
+        try:
+            thread = _free.pop()
+        except IndexError:
+            thread = _Thread()
+        try:
+            result, seconds = thread.run_step(step)
+        except TimeoutError:
+            thread.give_up()
+            _given_up.append(thread)
+            self._left = -1.0
+            raise RequestError(f"{self._field}: {TOO_SLOW}", field=self._field) from None
+        except Exception:
+            _free.append(thread)
+            raise
+        _free.append(thread)
+        self._left = min(FIRST_SECONDS, self._left + SECONDS_A_STEP - seconds)
+        return result

@@ -1,4 +1,4 @@
-"""`Store`: what is read is what was written, whole, or nothing; no fault of a disk or of a file reaches the caller."""
+"""`ArtefactCache`: what was written is read whole, or not at all; no fault of a disk or of a file is raised."""
 
 import errno
 import json
@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_compile.compile import cache as stores
-from spec_compile.compile.cache import HEADER, Store
+from spec_compile.compile.cache import HEADER, ArtefactCache
 from spec_compile.kernels.linear import tuned
 
 KEY, OTHER, THIRD = "a" * 64, "b" * 64, "0123456789abcdef" * 4
@@ -25,12 +25,12 @@ FORK = multiprocessing.get_context("fork")
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch):
-    monkeypatch.setattr(Store, "said", set())
+    monkeypatch.setattr(ArtefactCache, "said", set())
 
 
 @pytest.fixture
 def store(tmp_path):
-    return Store(tmp_path / "cache")
+    return ArtefactCache(tmp_path / "cache")
 
 
 def lines(caplog):
@@ -45,7 +45,7 @@ def names(folder):
 def test_an_item_is_read_as_it_was_written(store, data):
     assert store.read(KEY, "part") is None
     assert store.write(KEY, "part", data) is True
-    assert Store(store.folder).read(KEY, "part") == data
+    assert ArtefactCache(store.folder).read(KEY, "part") == data
     assert store.read(KEY, "other") is store.read(OTHER, "part") is None
     assert store.write(KEY, "part", b"new") and store.read(KEY, "part") == b"new"
     assert names(store.folder) == [KEY] and names(store.folder / KEY) == ["part"]
@@ -55,13 +55,13 @@ def test_the_folder_is_that_of_the_argument_the_environment_or_the_user(tmp_path
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("SPEC_COMPILE_CACHE", raising=False)
-    assert Store().folder == tmp_path / ".cache/spec_compile"
+    assert ArtefactCache().folder == tmp_path / ".cache/spec_compile"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
-    assert Store(True).folder == tmp_path / "x/spec_compile"
-    assert tuned.file_of("G", "3").is_relative_to(Store().folder)
+    assert ArtefactCache(True).folder == tmp_path / "x/spec_compile"
+    assert tuned.file_of("G", "3").is_relative_to(ArtefactCache().folder)
     monkeypatch.setenv("SPEC_COMPILE_CACHE", "~/y")
-    assert Store(None).folder == tmp_path / "y"
-    assert Store("~/z").folder == tmp_path / "z"
+    assert ArtefactCache(None).folder == tmp_path / "y"
+    assert ArtefactCache("~/z").folder == tmp_path / "z"
 
 
 def test_files_of_others_in_the_folder_stay(store):
@@ -98,7 +98,7 @@ def test_keys_and_names_are_checked(store, key, name):
 
 def test_a_store_that_keeps_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("SPEC_COMPILE_CACHE", str(tmp_path / "cache"))
-    nothing = Store(False)
+    nothing = ArtefactCache(False)
     assert nothing.write(KEY, "part", DATA) is False and nothing.read(KEY, "part") is None
     assert nothing.entries() == [] and nothing.clear() == 0
     assert nothing.drop(KEY) is nothing.export(KEY, tmp_path) is False
@@ -117,7 +117,7 @@ def test_artefacts_are_listed_with_what_describes_them(store):
         (OTHER, {}, 1000), (KEY, {"model": "M"}, 999), (THIRD, {}, 998)
     ]  # fmt: skip
     assert found[1].items == ["about", "part"] and found[1].bytes == 2 * HEADER.size + len('{"model": "M"}') + len(DATA)
-    assert Store(store.folder / "none").entries() == []
+    assert ArtefactCache(store.folder / "none").entries() == []
 
 
 def test_an_artefact_is_dropped_whole(store):
@@ -130,7 +130,7 @@ def test_an_artefact_is_dropped_whole(store):
 
 def test_those_not_used_for_longest_go_beyond_the_limit(tmp_path):
     size = len(DATA) + HEADER.size
-    store = Store(tmp_path, limit_bytes=3.5 * size)
+    store = ArtefactCache(tmp_path, limit_bytes=3.5 * size)
     keys = [f"{number:064x}" for number in range(5)]
     for age, key in enumerate(keys[:3]):
         store.write(key, "part", DATA)
@@ -157,7 +157,6 @@ FAULTS = {
     "longer": lambda content: content + b"x",
     "flipped": lambda content: content[:-1] + bytes([content[-1] ^ 1]),
     "flipped in the header": lambda content: bytes([content[0] ^ 1]) + content[1:],
-    "of another version": lambda content: content[:8] + b"\x02" + content[9:],
     "zeros": lambda content: bytes(len(content)),
 }
 
@@ -178,9 +177,17 @@ def test_a_damaged_file_is_logged_put_aside_and_written_anew(fault, store, caplo
     assert len([name for name in names(store.folder / KEY) if name.startswith(".damaged-part")]) == 2
 
 
+def test_files_of_another_format_are_one_line_and_made_anew(store, caplog):
+    for name in ("one", "two"):
+        store.write(KEY, name, DATA)
+        damage(store.folder / KEY / name, lambda content: content[:8] + b"\x01" + content[9:])
+        assert store.read(KEY, name) is None and store.write(KEY, name, DATA) and store.read(KEY, name) == DATA
+    assert len(lines(caplog)) == 1 and "artefacts of another format are not used; they are made anew" in caplog.text
+
+
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    return Store(tmp_path_factory.mktemp("damaged"))
+    return ArtefactCache(tmp_path_factory.mktemp("damaged"))
 
 
 @given(st.binary(max_size=200), st.data())
@@ -299,19 +306,19 @@ def test_a_read_only_folder_is_read(store, caplog):
 
 def test_a_file_in_the_place_of_the_folder(tmp_path, caplog):
     (tmp_path / "cache").write_text("")
-    store = Store(tmp_path / "cache")
+    store = ArtefactCache(tmp_path / "cache")
     assert store.read(KEY, "part") is None and store.write(KEY, "part", DATA) is False
     assert store.entries() == [] and store.clear() == 0 and store.drop(KEY) is False
 
 
 def test_links_to_folders_are_followed_and_only_the_link_is_deleted(tmp_path):
-    Store(tmp_path / "real").write(KEY, "part", DATA)
+    ArtefactCache(tmp_path / "real").write(KEY, "part", DATA)
     (tmp_path / "link").symlink_to("real")
     (tmp_path / "others").mkdir(mode=0o700)
     (tmp_path / "others" / KEY).symlink_to(tmp_path / "real" / KEY)
-    linked, inside = Store(tmp_path / "link"), Store(tmp_path / "others")
+    linked, inside = ArtefactCache(tmp_path / "link"), ArtefactCache(tmp_path / "others")
     assert linked.read(KEY, "part") == inside.read(KEY, "part") == DATA
-    assert linked.write(OTHER, "part", DATA) and Store(tmp_path / "real").read(OTHER, "part") == DATA
+    assert linked.write(OTHER, "part", DATA) and ArtefactCache(tmp_path / "real").read(OTHER, "part") == DATA
     assert inside.drop(KEY) and names(tmp_path / "others") == []
     assert linked.read(KEY, "part") == DATA
     (tmp_path / "others" / KEY).symlink_to(KEY)  # to itself
@@ -324,7 +331,7 @@ def test_an_artefact_is_carried_to_another_folder(store, tmp_path):
         store.write(KEY, name, name.encode())
     assert store.export(KEY, tmp_path / "image/artefacts") is True
     store.clear()
-    carried = Store(tmp_path / "image/artefacts")
+    carried = ArtefactCache(tmp_path / "image/artefacts")
     assert [each.items for each in carried.entries()] == [["about", "graph", "part"]]
     assert carried.read(KEY, "graph") == b"graph"
     assert store.export(KEY, tmp_path / "none") is False and not (tmp_path / "none").exists()
@@ -333,13 +340,13 @@ def test_an_artefact_is_carried_to_another_folder(store, tmp_path):
 
 
 def write_often(folder, data, count):
-    store = Store(folder)
+    store = ArtefactCache(folder)
     for _ in range(count):
         store.write(KEY, "part", data)
 
 
 def drop_often(folder, count):
-    store = Store(folder)
+    store = ArtefactCache(folder)
     for _ in range(count):
         store.drop(KEY)
         time.sleep(0.001)
@@ -363,7 +370,7 @@ def test_two_processes_write_one_item_while_a_third_deletes_it(store, caplog):
 
 def die_in_replace(folder):
     Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    Store(folder).write(KEY, "part", b"of the dead")
+    ArtefactCache(folder).write(KEY, "part", b"of the dead")
 
 
 def test_a_killed_writer_leaves_the_item_as_it_was_and_its_file_goes_after_a_day(store):
@@ -377,7 +384,7 @@ def test_a_killed_writer_leaves_the_item_as_it_was_and_its_file_goes_after_a_day
     for age, is_left in ((stores.DAY / 2, True), (stores.DAY * 2, False)):
         for path in (left, store.folder / f".gone-{OTHER}-1"):
             os.utime(path, (0, time.time() - age))
-        assert Store(store.folder).write(KEY, "other", DATA)  # the first write of a process looks for leftovers
+        assert ArtefactCache(store.folder).write(KEY, "other", DATA)  # the first write of a process looks for leftovers
         assert left.exists() is (store.folder / f".gone-{OTHER}-1").exists() is is_left
     assert names(store.folder / KEY) == ["other", "part"]
 

@@ -1,23 +1,4 @@
-"""Sums that decide tokens, with equal bits for a row in a batch of any size.
-
-A round processes all nodes of its trees together, the host some of them, and plain decoding one. On a GPU the order of
-torch's sums over a vocabulary depends on the number of rows, in softmax also on the address of a row, and in cumsum on
-which programs finish first. This can change a token at the edge of top-p, or of a draw. `row_invariant` replaces these
-sums by those of `kernels.row_scan`. The processors in `processors.OF_SCORES` call:
-
-============================ ======================================================================
-TopPLogitsWarper             sort, softmax, cumsum: replaced
-TypicalLogitsWarper          log_softmax, nansum, sort, softmax, cumsum: replaced; sum of bool: exact
-MinPLogitsWarper             softmax: replaced; amax: exact; indices of topk: see `BY_RANK`
-TopHLogitsWarper             logsumexp, softmax, sum, cumsum: replaced; indices of topk: see `BY_RANK`
-EpsilonLogitsWarper          softmax: replaced; values of topk: exact
-EtaLogitsWarper              softmax, logsumexp, sum: replaced; values of topk: exact
-LogitNormalization           log_softmax: replaced
-TopKLogitsWarper             values of topk: exact
-Temperature, InfNanRemove,   nothing but operations on single elements
-SuppressTokens
-============================ ======================================================================
-"""
+"""transformers' logits processors: the known ones, and sums in them that do not depend on other rows."""
 
 from contextlib import nullcontext
 
@@ -25,7 +6,51 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .processors import is_known
+OF_SCORES = {
+    "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TopHLogitsWarper", "MinPLogitsWarper",
+    "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "InfNanRemoveLogitsProcessor",
+    "LogitNormalization", "SuppressTokensLogitsProcessor",
+}  # fmt: skip
+"""transformers' processors that read only the scores."""
+WAITING = {"TopHLogitsWarper", "EtaLogitsWarper"}
+"""Processors of `OF_SCORES` that make the host wait for a GPU, because torch.distributions checks its arguments."""
+MINIMA = {"MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor"}
+"""Processors that set a minimum length, which a round applies by itself (see `State.forbid_early_eos`)."""
+ROWWISE = OF_SCORES | MINIMA | {
+    # at the length
+    "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor", "ExponentialDecayLengthPenalty",
+    "SuppressTokensAtBeginLogitsProcessor",
+    # at the prefix
+    "RepetitionPenaltyLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor",
+    "NoBadWordsLogitsProcessor", "SequenceBiasLogitsProcessor", "WatermarkLogitsProcessor",
+}  # fmt: skip
+"""Processors that remember nothing and treat every row by itself."""
+
+
+def is_known(processor, names: set[str]) -> bool:
+    """True if `processor` is one of transformers' own of these names."""
+    cls = type(processor)
+    return cls.__name__ in names and cls.__module__.startswith("transformers.generation.")
+
+
+# A round processes all nodes of its trees together, the host some of them, and plain decoding one. On a GPU the order
+# of torch's sums over a vocabulary depends on the number of rows, in softmax also on the address of a row, in cumsum
+# on which programs finish first. This can change a token at the edge of top-p, or of a draw. `row_invariant` replaces
+# these sums by `kernels.row_scan`. The processors in `OF_SCORES` call:
+#
+# ============================ ======================================================================
+# TopPLogitsWarper             sort, softmax, cumsum: replaced
+# TypicalLogitsWarper          log_softmax, nansum, sort, softmax, cumsum: replaced; sum of bool: exact
+# MinPLogitsWarper             softmax: replaced; amax: exact; indices of topk: see `BY_RANK`
+# TopHLogitsWarper             logsumexp, softmax, sum, cumsum: replaced; indices of topk: see `BY_RANK`
+# EpsilonLogitsWarper          softmax: replaced; values of topk: exact
+# EtaLogitsWarper              softmax, logsumexp, sum: replaced; values of topk: exact
+# LogitNormalization           log_softmax: replaced
+# TopKLogitsWarper             values of topk: exact
+# Temperature, InfNanRemove,   nothing but operations on single elements
+# SuppressTokens
+# ============================ ======================================================================
+
 
 BY_RANK = {"MinPLogitsWarper", "TopHLogitsWarper"}
 """Processors that keep tokens by the indices of a topk, which has to rank equal scores alike."""
@@ -36,7 +61,7 @@ aten, ops = torch.ops.aten, torch.ops.spec_compile
 def row_invariant(device: torch.device, processors: list):
     """A context in which sums over the last dimension are row-invariant on a GPU; on a CPU it changes nothing.
 
-    device: of the scores. processors: run inside. It never makes the host wait, and a CUDA graph may capture it.
+    device: where the scores are. processors: run inside. It never makes the host wait, and a CUDA graph may capture it.
     """
     if device.type != "cuda":
         return nullcontext()
