@@ -16,16 +16,16 @@ from transformers import PreTrainedModel
 
 from . import kernels, passes
 from .batching.model import BatchingMixin, score, shadow
-from .capture import adapters, loras
-from .capture.adapters import underlying
+from .capture import copies, loras
 from .capture.admit import admit, in_served_dtype
 from .capture.changes import Watch, config_reads
 from .capture.check_generation import ANY, check_generation
 from .capture.checks import check_capture, check_tree
 from .capture.kinds import is_known
 from .capture.quantised import hold_one_layout
+from .capture.ranks import facts, share_memory
+from .capture.replaced import underlying
 from .capture.rounded import rounded_weights
-from .capture.sharded import facts, share_memory
 from .capture.trace import capture
 from .capture.weights import SharedWeights
 from .compat import COMPILE_LOCK, check_compiler
@@ -70,9 +70,9 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
     model, options = underlying(model), {name: underlying(value) for name, value in options.items()}
     if isinstance(model, BatchingMixin):
         model = vars(model)["speculation"].original
-    if adapters.is_wrapped(model):
-        base: Any = adapters.base_of(model)
-        wrapper: Any = adapters.wrap_alike(model, speculate(base, algo, **options))
+    if copies.is_wrapped(model):
+        base: Any = copies.base_of(model)
+        wrapper: Any = copies.wrap_alike(model, speculate(base, algo, **options))
         return wrapper
     name = parse_algorithm(algo, options.get("draft"))
     ranks = find_ranks(options.get("tensor_parallel"), model)

@@ -22,12 +22,9 @@ from .graph import PassReport, calls
 from .kernels.linear import linear_layers
 from .passes.apply import apply
 from .passes.forward import ForwardGraph, ForwardSettings, NotLowered, bind, lower, use_grouped_attention
-from .passes.fuse_norms import fuse_norms
-from .passes.fuse_residuals import fuse_residuals
-from .passes.fuse_swiglu import fuse_swiglu
-from .passes.merge_linears import merge_linears
+from .passes.fuse_norms import fuse_norms, fuse_residuals
+from .passes.linears import fuse_swiglu, merge_linears, use_small_m_linears
 from .passes.tidy import tidy
-from .passes.use_small_m_linears import use_small_m_linears
 
 PIPELINE = [
     tidy, merge_linears, use_grouped_attention, use_small_m_linears, fuse_swiglu, fuse_norms, fuse_residuals,

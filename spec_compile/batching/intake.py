@@ -17,8 +17,8 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
-from ..capture.adapters import shallow
 from ..capture.admit import placeholders
+from ..capture.copies import shallow
 from ..compat import CACHE
 from ..drafting import Algorithm
 from ..runtime import past as pasts
@@ -290,7 +290,7 @@ class Intake:
         if found is not None:
             return found[0].after(len(prompt))
         call = self._ask_transformers(shadow, torch.tensor([prompt]), config, tokenizer, arguments)
-        read = Prompt.of(call.input_ids, call.config, call.model_kwargs, placeholders(self._engine.original))
+        read = Prompt.of(call.input_ids, call.config, call.model_kwargs, placeholders(self._engine.original.config))
         reason = next((name for name in ONLY_GENERATE if getattr(call.config, name, None)), None)
         reason = reason or unserved(self._engine, read, call.config, call.model_kwargs)
         if reason is not None:
@@ -310,7 +310,7 @@ class Intake:
                 criterion.initial_timestamp = None
         if not read.has_pictures:
             return request
-        if read.tokens[0][-1] in placeholders(self._engine.original):
+        if read.tokens[0][-1] in placeholders(self._engine.original.config):
             raise ValueError("input_ids: a prompt that ends in a picture is served by generate(); add text after it")
         if self._engine.options.ranks.size > 1:
             raise ValueError("pixel_values: pictures are read in one process; leave out tensor_parallel")

@@ -12,9 +12,9 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils.logging import tqdm
 
-from ..capture import adapters
+from ..capture import copies
 from ..capture.changes import KEPT
-from ..capture.followed import FollowedConfig, follow
+from ..capture.copies import FollowedConfig, follow
 from ..runtime.generate import SpeculativeMixin
 from .intake import child_name
 from .manager import Manager
@@ -74,7 +74,7 @@ def shadow(model: PreTrainedModel) -> PreTrainedModel:
     """An object of a subclass with our generate(), which shares all modules and parameters of the model."""
     cls = type(model)
     names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-    shadow: Any = adapters.shallow(model, type(cls.__name__, (BatchingMixin, cls), names))
+    shadow: Any = copies.shallow(model, type(cls.__name__, (BatchingMixin, cls), names))
     follow(shadow, FollowedConfig(model))
     for name in ("generate", KEPT):  # a generate() set on the object is run by `SpeculativeMixin.generate`
         shadow.__dict__.pop(name, None)

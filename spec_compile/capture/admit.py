@@ -1,24 +1,24 @@
-"""Admission: a model that cannot be served exactly is refused before any work, with its name and the reason."""
+"""Admission: a model that cannot be served exactly is refused before any work, with its name and the reason.
+
+A GPU without bfloat16 serves float16 in its place.
+"""
 
 import importlib.util
 import logging
-from collections import Counter
 
 import torch
-from torch import fx, nn
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
 
 from ..config import promises_bits
 from ..errors import UnsupportedModelError
-from ..graph import calls, layer_of
 from ..inventory import configs_of, held, held_parameters
 from ..kernels import HALF
 from ..kernels.card import OLDEST, card_of
-from ..kernels.ops import arguments_of
+from .changes import effects
 from .quantised import admit_quantisation, packed_layers
-from .recurrences import has_recurrences
-from .training_mode import effects
+from .recurrences import ATTENTION, has_recurrences, layer_types, parts_of
 
 DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 ONE_DEVICE = "without device_map, or with device_map='cuda:0' or 'cpu'"
@@ -34,6 +34,7 @@ def admit(model: nn.Module, exact: str = "auto") -> None:
         raise TypeError(
             f"model: expected a transformers causal language model (PreTrainedModel), got {type(model).__name__}"
         )
+    # The sort of model.
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         _refuse(model, "is an encoder-decoder; only decoder-only causal language models can be speculated")
@@ -41,6 +42,7 @@ def admit(model: nn.Module, exact: str = "auto") -> None:
         _refuse(model, "is not a causal language model; load it with AutoModelForCausalLM")
     if not hasattr(model.get_output_embeddings(), "weight"):
         _refuse(model, "has several output heads; only models with one head, over one vocabulary, can be speculated")
+    # Layers and positions that a token tree can express.
     is_recurrent = has_recurrences(model)
     if getattr(model, "_is_stateful", False) and not is_recurrent:
         _refuse(model, "keeps a recurrent state that cannot be rolled back when drafted tokens are rejected")
@@ -51,6 +53,7 @@ def admit(model: nn.Module, exact: str = "auto") -> None:
     nested = [r for r in rope.values() if isinstance(r, dict)] if rope else []
     for rope_type in {r.get("rope_type", "default") for r in (nested or [rope])} & GROWING_ROPE:
         _refuse(model, f"uses RoPE of type {rope_type!r}, whose frequencies change with the length of the text")
+    # Weights, devices and the mode.
     _admit_tensors(model, admit_quantisation(model))
     if promises_bits(exact, model.device.type) and (model.device.type != "cuda" or model.dtype not in HALF):
         raise UnsupportedModelError(
@@ -130,7 +133,7 @@ def _refuse(model: PreTrainedModel, reason: str) -> None:
     raise UnsupportedModelError(f"model: {type(model).__name__} {reason}")
 
 
-# An older GPU's limits: one without bfloat16 serves float16 in its place, and trains no drafts.
+# An older GPU may lack bfloat16, and then trains no drafts.
 
 
 log = logging.getLogger("spec_compile")
@@ -182,7 +185,7 @@ def admit_training(model: nn.Module) -> None:
         )
 
 
-# The models that read pictures in a way that lets rounds follow them.
+# Models that read pictures in a way that lets rounds follow them.
 
 
 READERS = {
@@ -202,75 +205,7 @@ def reads_pictures(model: PreTrainedModel) -> bool:
     return type(model).__name__ in READERS and type(model).__module__.startswith("transformers.")
 
 
-def placeholders(model: PreTrainedModel) -> frozenset[int]:
+def placeholders(config: PreTrainedConfig) -> frozenset[int]:
     """The tokens whose places pictures take."""
-    values = (getattr(model.config, name, None) for name in PLACEHOLDERS)
+    values = (getattr(config, name, None) for name in PLACEHOLDERS)
     return frozenset(value for value in values if isinstance(value, int))
-
-
-# The check that each decoder layer of a captured graph shows its attention, its recurrence, both or neither.
-
-
-INDEXED = ("indexed_attention", "deepseek_sparse_attention")
-"""The type of layers with an indexer; the second name is that before transformers 5.20."""
-ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", *INDEXED)
-PARTS: dict[str, tuple[set[str], ...]] = {
-    "full_attention": ({"attention"},),
-    "sliding_attention": ({"attention"},),
-    "linear_attention": ({"convolution", "recurrence"}, {"recurrence"}),
-    "conv": ({"convolution"},),
-    "hybrid": ({"attention", "convolution", "recurrence"},),
-    "mlp": (set(),),
-    "moe": (set(),),
-}
-"""The parts that mix tokens in a layer, by the type that the configuration gives it; linear attention has one of two
-forms."""
-OF_FAMILY: dict[str, dict[str, tuple[set[str], ...]]] = {
-    "recurrent_gemma": {"attention": PARTS["sliding_attention"], "recurrent": PARTS["linear_attention"]},
-    "zaya": dict.fromkeys(("hybrid", "hybrid_sliding"), ({"attention", "convolution"},)),
-}
-"""Other types, by the model's: RecurrentGemma's before transformers 5.24, or types that mean something else."""
-MARKERS = torch.ops.spec_compile.attention.default, torch.ops.spec_compile.recurrence.default
-
-
-def layer_types(config: PreTrainedConfig) -> list[str]:
-    """The type of each layer; empty if the configuration names none."""
-    return list(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
-
-
-def parts_of(config: PreTrainedConfig) -> dict[str, tuple[set[str], ...]]:
-    """`PARTS` as a model's configuration means them."""
-    return PARTS | OF_FAMILY.get(config.model_type, {})
-
-
-def check_layers(model: PreTrainedModel, gm: fx.GraphModule) -> None:
-    """UnsupportedModelError unless every layer shows the markers of its type, and nothing else that mixes tokens."""
-    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
-    attention, recurrence = (calls(gm, marker) for marker in MARKERS)
-    if not recurrence:
-        skipped = {*(getattr(config, "cross_attention_layers", None) or ())}  # Mllama's, in a text without pictures
-        if len(attention) != len({*range(config.num_hidden_layers)} - skipped):
-            own = next((path for path, part in model.named_modules() if "forward" in vars(part)), None)
-            raise UnsupportedModelError(
-                f"model: {name} called attention through transformers' interface {len(attention)} times in "
-                f"{config.num_hidden_layers} layers; every layer must, or its own mask or state would be lost"
-                + ("" if own is None else f". A function was set as {f'{own}.forward'.lstrip('.')}; remove it")
-            )
-        for kind, types, argument in (("chunked", ("chunked_attention",), "chunk"), ("indexed", INDEXED, "chosen")):
-            told = sum(arguments_of(node)[argument] is not None for node in attention)
-            if told != sum(each in types for each in layer_types(config)):
-                raise UnsupportedModelError(f"model: {name} has {kind} layers that its attention is not told of")
-        return
-    if calls(gm, torch.ops.aten.conv1d.default):
-        raise UnsupportedModelError(f"model: {name} has convolutions over tokens that are not of a known form")
-    shown = Counter((layer_of(node), "attention") for node in attention)
-    for node in recurrence:
-        shown[layer_of(node), "convolution" if node.args[0] == "convolution" else "recurrence"] += 1
-    wanted = parts_of(config)
-    for number, layer_type in enumerate(layer_types(config) or ["linear_attention"] * config.num_hidden_layers):
-        parts = {part for layer, part in shown if layer == number}
-        if parts not in wanted[layer_type] or shown[number, "attention"] > 1:
-            raise UnsupportedModelError(
-                f"model: {name}: layer {number} of type {layer_type} shows {', '.join(sorted(parts)) or 'nothing'} in "
-                f"place of {', '.join(sorted(wanted[layer_type][0])) or 'nothing'}; its own state would be lost"
-            )

@@ -1,31 +1,42 @@
-"""`Watch` notices and describes changes of a model since its graphs were captured.
+"""`Watch` notices and describes changes of a model since its graphs were captured. This is what it promises.
 
-At every call a `_Fingerprint` is compared: flat lists that C code builds in a fraction of a millisecond. If it differs,
-every module is examined by name, to describe each difference that can change an answer.
+| changed after `speculate()` | at the next call |
+| --- | --- |
+| values of weights, in place | are used |
+| a tensor of the same shape and dtype in another place | raises; `refresh()` takes it over |
+| training mode, with dropout or other noise above 0 | raises, until `model.eval()` |
+| modules, forwards, forward hooks, plain attributes, config values that were read in capture | raises; `speculate()` |
+| tensors of another shape, dtype or device | raises; `speculate()` |
+| bookkeeping of transformers, backward hooks, the generation config, config values that nothing read | is allowed |
+
+At every call one `_Fingerprint` is compared: flat lists that C code builds in a fraction of a millisecond. If it
+differs, every module is examined by name, to describe each difference that can change an answer.
 """
 
 import copy
+import functools
+import inspect
+import operator
+import re
 import reprlib
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from numbers import Number
-from operator import itemgetter
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.generation import GenerationMixin
 
 from ..inventory import configs_of, held_items
-from .adapters import underlying
 from .quantised import UNPACKS
-from .training_mode import effects
+from .replaced import METHODS, OF_CLASSES, underlying
 from .weights import AGAIN, Slot
 
 KEPT = "_kept_speculative_model"
@@ -146,59 +157,61 @@ class _Fingerprint:
     def __init__(self, parts: list[nn.Module], fast: nn.Module, slots: list[Slot], settings: list[tuple[Any, str]]):
         self._parts, self._settings = parts, settings
         self._classes = [*{type(part) for part in parts}]
-        # Scalars are read in groups of modules with the same names, containers and identities as (dict, name).
-        single, several, same = defaultdict(list), [], []
+        # A place is a dictionary and a name in it. A value that may change there is compared by ==, others by identity.
+        fixed, mutable = [], []
         for part in parts:
-            values, attributes = _values(part), vars(part)
-            mode = ["training"] * ("training" in attributes)  # a compiled module has that of the one inside
-            single[*mode, *(name for name in values if _is_scalar(values[name]))].append(attributes)
-            several += [(attributes, name) for name, value in values.items() if _is_container(value)]
-            same += [(attributes, name) for name, value in values.items() if not is_plain(value)]
-            same += [(attributes, "forward")] * ("forward" in attributes)
+            attributes = vars(part)
+            for name, value in _values(part).items():
+                (mutable if _is_container(value) else fixed).append((attributes, name))
+            # A compiled module has the mode of the one inside.
+            fixed += [(attributes, name) for name in ("training", "forward") if name in attributes]
         for part in [*parts, fast]:
-            same += [(part._modules, name) for name in part._modules]
+            fixed += [(part._modules, name) for name in part._modules]
             for holder in (part._parameters, part._buffers):
-                same += [(holder, name) for name, tensor in held_items(holder) if tensor is None]
-        same += [(slot.holder, slot.name) for slot in slots if slot.storage is None]
+                fixed += [(holder, name) for name, tensor in held_items(holder) if tensor is None]
+        fixed += [(slot.holder, slot.name) for slot in slots if slot.storage is None]
         plain = [(slot.holder, slot.name) for slot in slots if slot.storage is not None]
-        self._single = [(itemgetter(*names), attributes) for names, attributes in single.items() if names]
-        self._fast_values = itemgetter(
-            "training", *_values(fast, followed=True), *(["forward"] * ("forward" in vars(fast)))
-        )
-        self._several, self._same, self._tensors = (_transposed(pairs) for pairs in (several, same, plain))
-        # Additions to dictionaries show in their sizes.
+        own = ["training", *_values(fast, followed=True), *(["forward"] * ("forward" in vars(fast)))]
+        self._of_fast = operator.itemgetter(*own)
+        self._fixed, self._mutable, self._tensors = (_transposed(places) for places in (fixed, mutable, plain))
+        # Additions to dictionaries show in their sizes; most are empty, and `any` reads those fastest.
         dicts = [holder for part in [*parts, fast] for holder in (part._parameters, part._buffers, part._modules)]
         hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)] + [*GLOBAL_HOOKS]
         self._sized = [*map(vars, parts), *filter(None, dicts)]
         self._hooked = [*filter(None, hooks)]
         self._empty = [each for each in [*dicts, *hooks] if not each]
-        self._reference = copy.deepcopy(self._containers()), self._lists(fast)
+        self._held, self._values = self._read_fixed(), copy.deepcopy(self._read_values())
+        self._lists = self._read_lists(fast)
 
     def differs(self, fast: nn.Module) -> bool:
         """True if anything has changed since this was taken."""
         try:
-            return any(self._empty) or (self._containers(), self._lists(fast)) != self._reference
+            if any(self._empty) or not all(map(operator.is_, self._read_fixed(), self._held)):
+                return True
+            return self._read_values() != self._values or self._read_lists(fast) != self._lists
         except Exception:  # an attribute was deleted, or is no tensor any more
             return True
 
-    def _containers(self) -> list:
+    def _read_fixed(self) -> list:
+        """Numbers, texts, functions, modules and the like, which are compared by identity."""
+        return [*map(dict.__getitem__, *self._fixed)]
+
+    def _read_values(self) -> list:
         """Values that may change in place."""
         settings = [getattr(config, name, ABSENT) for config, name in self._settings]
-        return [*map(dict.__getitem__, *self._several), *settings]
+        return [*map(dict.__getitem__, *self._mutable), *settings]
 
-    def _lists(self, fast: nn.Module) -> tuple:
-        """Addresses, identities, scalars and sizes: everything that is compared without a copy."""
+    def _read_lists(self, fast: nn.Module) -> tuple:
+        """Addresses, sizes, classes, the numbers of hooks, and the attributes of `fast`."""
         tensors = [*map(dict.__getitem__, *self._tensors)]
         return (
             [*map(Tensor.data_ptr, tensors)],
             [*map(Tensor.is_contiguous, tensors)],
-            [*map(id, map(dict.__getitem__, *self._same))],
-            [[*map(values, attributes)] for values, attributes in self._single],
             [*map(len, self._sized)],
             [*map(type, self._parts)],
             [*chain.from_iterable(self._hooked)],
             [cls.forward for cls in self._classes],
-            self._fast_values(vars(fast)),
+            self._of_fast(vars(fast)),
             len(vars(fast)),
         )
 
@@ -301,10 +314,6 @@ def _same(was: Any, now: Any) -> bool:
     return was is now or (is_plain(was) and is_plain(now) and was == now)
 
 
-def _is_scalar(value: Any) -> bool:
-    return value is None or isinstance(value, (Number, str, torch.dtype, torch.device, torch.Size))
-
-
 def _is_container(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(is_plain, chain(value.keys(), value.values())))
@@ -313,7 +322,8 @@ def _is_container(value: Any) -> bool:
 
 def is_plain(value: Any) -> bool:
     """True if a value is a number, a text or the like, or a collection of them, so that == compares it."""
-    return _is_scalar(value) or _is_container(value)
+    is_scalar = value is None or isinstance(value, (Number, str, torch.dtype, torch.device, torch.Size))
+    return is_scalar or _is_container(value)
 
 
 def _name(hook: Callable) -> str:
@@ -324,7 +334,85 @@ def _transposed(pairs: list[tuple]) -> tuple[list, list]:
     return [first for first, _ in pairs], [second for _, second in pairs]
 
 
-# `config_reads`: the values of a model's configs on which its forward depends.
+# Training mode changes no answer if every number that drops or adds noise is 0: dropout, stochastic depth, the jitter
+# of routers. The methods of a class show their names, as ``self.attention_dropout`` and ``self.config.hidden_dropout``.
+
+
+NOISE = re.compile("drop|jitter|noise|prob|^p$")
+"""In the names of numbers that are 0 if nothing is dropped and no noise is added."""
+NOT_READ = {nn.Module, object, *PreTrainedModel.__mro__, *GenerationMixin.__mro__}
+"""Classes that compute no values."""
+NOT_FORWARD = {"__init__", "train", "eval"}
+"""Methods that a forward does not call."""
+OF_GRADIENTS = {"gradient_checkpointing"}
+OF_CACHES = {"cache", "cache_params", "past_key_values", "use_cache"}
+"""Names that stand next to `training` if a method only asks how gradients are kept, or whether to make a cache. The
+second counts in transformers' own code only."""
+
+
+def effects(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:
+    """The reasons why training mode may change answers, each a clause such as "lm_head.dropout is 0.1".
+
+    modules: paths and modules. Modules in evaluation mode have no effect.
+    """
+    for path, part in modules:
+        if not part.training:
+            continue
+        reads = _reads(type(part))
+        found = {name: _number(part, name) for name in sorted(frozenset().union(*(noise for noise, _ in reads)))}
+        for name, (owner, value) in found.items():
+            if value is not ... and value > 0:  # guard: dropout
+                yield f"{'.'.join(filter(None, [path, owner, name]))} is {value}"
+        is_known = {name for name, (_, value) in found.items() if value is not ...}
+        if any(asks and not noise & is_known for noise, asks in reads):
+            yield f"the code of {path or 'the model'} ({type(part).__name__}) reads `training`"
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _reads(cls: type) -> list[tuple[frozenset[str], bool]]:
+    """For each method that a class has or inherits: the names of noise that it reads, and True if it asks for the mode
+    and that may change values. The cache is bounded: each `shadow` has a class."""
+    reads = []
+    for each in cls.__mro__:
+        harmless = OF_GRADIENTS | OF_CACHES if each.__module__.startswith("transformers.") else OF_GRADIENTS
+        methods = [] if each in NOT_READ else [value for name, value in vars(each).items() if name not in NOT_FORWARD]
+        for function in (function for value in methods for function in _functions(value)):
+            names = _names(function.__code__)
+            reads.append((frozenset(filter(NOISE.search, names)), "training" in names and not names & harmless))
+    return reads
+
+
+def _functions(value: Any) -> Iterator[FunctionType]:
+    """The function of a class attribute, and the functions that its decorators wrap."""
+    value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    while inspect.isfunction(value):
+        yield value
+        value = getattr(value, "__wrapped__", None)
+
+
+def _names(code: CodeType) -> set[str]:
+    """The names of attributes, variables and arguments in a function and the functions inside it, also those in texts,
+    as in ``getattr(self, "gradient_checkpointing", False)``."""
+    names = {*code.co_names, *code.co_varnames, *code.co_freevars}
+    names.update(each for each in code.co_consts if isinstance(each, str) and each.isidentifier())
+    return names.union(*(_names(each) for each in code.co_consts if isinstance(each, CodeType)))
+
+
+def _number(part: nn.Module, name: str) -> tuple[str, Any]:
+    """Owner and value of a number: ("", 0.1) for an attribute, ("config", 0.1) for a field of the module's config.
+
+    A module counts as 0, because it is examined by itself, and None does. Without such a number the value is ``...``.
+    """
+    for owner, holder in (("", part), ("config", getattr(part, "config", None))):
+        value = getattr(holder, name, ...)
+        if value is None or isinstance(value, nn.Module):
+            return owner, 0
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return owner, value
+    return "", ...
+
+
+# The values of a model's configs on which its forward depends.
 
 
 CONFIG_BOOKKEEPING = {
@@ -358,60 +446,3 @@ def _recording(cls: type, names: set[str]) -> type:
         return cls.__getattribute__(self, name)
 
     return type(cls.__name__, (cls,), {"__module__": cls.__module__, "__getattribute__": read})
-
-
-# Methods that transformers' decoding loop calls and rounds do not. A model that overrides one is left to that loop.
-
-
-HOOKS = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-"""The methods of the loop. It does not include ``_prepare_*``, ``_get_logits_processor`` and
-``_expand_inputs_for_generation``, which are called before it, and ``_reorder_cache``, which only beam search calls."""
-METHODS = [name for name, value in vars(GenerationMixin).items() if isinstance(value, FunctionType)]
-"""The methods of ``generate()`` and of everything that it calls."""
-OF_CLASSES = {"generate", "_sample", "_beam_search", "_assisted_decoding"}
-"""The `METHODS` that transformers looks up in a model's class, not on the object; and ``generate()``, which is looked
-up at every call."""
-TRUSTED = ("transformers", "torch", "spec_compile")
-"""Packages whose overrides stay served: `check_generation` compares what they do with the captured graph."""
-
-
-def overridden(model, names: tuple[str, ...] = HOOKS) -> str | None:
-    """The first of the methods that the object itself or a class outside transformers replaces, and where."""
-    for name in names:
-        if name in vars(model) and name != "_sample":  # transformers looks up `_sample` only in the class
-            return f"{name} (set on the {type(model).__name__} object)"
-        for cls in type(model).__mro__:
-            if name in vars(cls) and not is_trusted(cls, vars(cls)[name]):
-                return f"{name} (overridden by {cls.__name__})"
-            if name in vars(cls) and not cls.__module__.startswith("spec_compile."):
-                break
-    return None
-
-
-def replaced_generate(model) -> Callable | None:
-    """The function that was set on a model in place of its class's ``generate()``; None if there is none.
-
-    Functions of this package lead back here, so they replace nothing: `custom_generate.generate`, and the
-    ``generate()`` of a speculative model.
-    """
-    function = underlying(vars(model).get("generate"))
-    if function in (None, type(model).generate.__get__(model)):
-        return None
-    inner = function.func if isinstance(function, partial) else function
-    return None if _package(getattr(inner, "__module__", None) or "") == "spec_compile" else function  # guard: own-code
-
-
-def is_trusted(cls: type, function: Callable) -> bool:
-    """True if the class, the method and all functions that it wraps are from `TRUSTED` packages."""
-    return _package(cls.__module__) in TRUSTED and all(_package(module) in TRUSTED for module in _modules(function))
-
-
-def _modules(function: Callable) -> Iterator[str]:
-    function = getattr(function, "__func__", function)
-    while function is not None:
-        yield getattr(function, "__globals__", {}).get("__name__", getattr(function, "__module__", None) or "")
-        function = getattr(function, "__wrapped__", None)
-
-
-def _package(module: str) -> str:
-    return module.partition(".")[0]

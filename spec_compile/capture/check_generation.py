@@ -16,7 +16,7 @@ from ..graph import ModelGraph
 from ..kernels.together import compile_together
 from ..quantised import unrounded_activations
 from ..tree import ancestry
-from . import adapters, changes
+from . import copies, replaced
 from .checks import (
     LONGEST,
     PARENTS,
@@ -58,7 +58,7 @@ def check_generation(
     methods of transformers' loop, that loop serves it: only its forward is compared, and `ANY` is returned.
     Raises UnsupportedModelError if a single row differs.
     """
-    model, overridden = with_plain_meaning(model), changes.overridden(model)
+    model, overridden = with_plain_meaning(model), replaced.overridden(model)
     limit = LONGEST if graph.position_limit is None else min(LONGEST, graph.position_limit - STEPS)
     short = min(SHORTEST + PADDING + 2, limit)
     far_reaches = reaches(graph)
@@ -190,7 +190,7 @@ def _generate(model: PreTrainedModel, ids: Tensor, mask: Tensor, tokens: int):
     steps, torch 2.11's kernel reads a misaligned address, after which nothing runs.
     """
     plain = sdpa_kernel(SDPBackend.MATH) if ids.is_cuda and not mask.all() else nullcontext()
-    other = adapters.shallow(model)
+    other = copies.shallow(model)
     other.generation_config = GenerationConfig(pad_token_id=0)
     unreadable = [*range(embedded_tokens(model), output_matrix(model).shape[0])] or None
     with plain:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..cache import PAGE, Cache
 from ..errors import UnsupportedModelError
@@ -73,7 +73,7 @@ def check_capture(model: PreTrainedModel, graph: ModelGraph) -> None:
     is compared only in 16 bits. Raises UnsupportedModelError if they differ.
     """
     name, model = type(model).__name__, with_plain_meaning(model)
-    announced = announced_window(model)
+    announced = announced_window(model.config)
     untold = 0 if announced in reaches(graph) else announced
     if untold > LONGEST:
         raise UnsupportedModelError(
@@ -177,19 +177,22 @@ def tree_logits(
     """
     prefill, verify = graphs
     slots, begin = ids.shape[1] + len(path), prefix - 2 if path else 0
+    # Prefill in two chunks, over which a state is carried.
     cache = Cache(kept, 1, -(-slots // PAGE) * PAGE)  # a multiple of pages, as a session's
     cache.states.reset(torch.tensor([slots], device=ids.device))
     start = torch.zeros(1, dtype=torch.int64, device=ids.device)
-    for first, last in ((0, begin), (begin, prefix)):  # a state is carried over from chunk to chunk
+    for first, last in ((0, begin), (begin, prefix)):
         if first < last:
             for counted in cache.states.tensors[:1]:
                 counted.fill_(last - first)
             positions = torch.arange(first, last, device=ids.device)[None]
             prefill.gm(ids[:, first:last], positions, start + first, None, cache.argument, prefix)
+    # Verify the tree; without a path to commit that is all.
     tree = ids[:, prefix:]
     logits = verify.gm(tree, prefix + depth, start + prefix, ancestors, cache.argument, slots)[0][0]
     if not path:
         return logits
+    # Commit the path: its states, then its keys and values, moved after the prefix. Verify the tree again.
     nodes, length = torch.tensor([path], device=ids.device), prefix + len(path)
     cache.states.commit(nodes, start + len(path))
     for tensor in cache.tensors:
@@ -205,6 +208,7 @@ def linear_logits(run: Callable[[Tensor], Tensor], ids: Tensor, prefix: int, anc
     ancestors: the bits of each node; 0b1011 says that the path of node 3 is nodes 0, 1, 3, so the text that ends with
         node 3 has the logits of nodes 0 and 1, too.
     """
+    # The paths to leaves, each as a text after the prefix.
     nodes = len(ancestors)
     paths = [[j for j in range(nodes) if bits >> j & 1] for bits in ancestors]
     inner = {node for path in paths for node in path[:-1]}
@@ -242,9 +246,9 @@ def reaches(graph: ModelGraph) -> list[int]:
     return windows + chunks + indexes + [LONGEST] * any(layer.slopes for layer in graph.layers)
 
 
-def announced_window(model: PreTrainedModel) -> int:
+def announced_window(config: PreTrainedConfig) -> int:
     """The sliding window that the configuration gives its layers, in tokens (0: none)."""
-    config = model.config.get_text_config(decoder=True)
+    config = config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None)
     if getattr(config, "use_sliding_window", True) is False or (types and "sliding_attention" not in types):
         return 0

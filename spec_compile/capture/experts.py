@@ -73,7 +73,10 @@ def _parts(module: nn.Module, name: str) -> list[Tensor]:
 def _gate(module: nn.Module) -> dict:
     """The fields of an `ExpertFormat` for the gate between the products; with "none" the gate stays in the graph."""
     method = type(module)._apply_gate
-    is_default = method is default_gate or _is_plain_fp8(module) or _is_unclamped(module)
+    changes = "swiglu_alpha", "limit", "gate_softcap"
+    is_plain_fp8 = _block(module) > 0 and all(getattr(module, name, None) is None for name in changes)
+    is_unclamped = class_path(module) == STEP and module.limit == math.inf  # so that the clamps of Step change nothing
+    is_default = method is default_gate or is_plain_fp8 or is_unclamped
     if _has_gate(module) and is_default and isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
         return dict(gate="silu")
     if method.__qualname__ == GPT_OSS:
@@ -87,17 +90,6 @@ def _has_gate(module: nn.Module) -> bool:
 
 def _has_bias(module: nn.Module) -> bool:
     return getattr(module, "has_bias", False)
-
-
-def _is_unclamped(module: nn.Module) -> bool:
-    """True if these are experts of Step without a bound, so that their clamps change nothing."""
-    return class_path(module) == STEP and module.limit == math.inf
-
-
-def _is_plain_fp8(module: nn.Module) -> bool:
-    """True if these are experts of FP8 with the default gate."""
-    changes = "swiglu_alpha", "limit", "gate_softcap"
-    return _block(module) > 0 and all(getattr(module, name, None) is None for name in changes)
 
 
 def are_packed(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 from ..errors import UnsupportedModelError
 from ..inventory import configs_of
 from ..kernels.linear.low_rank import LowRank
-from .adapters import twin
+from .copies import twin
 
 BASE = "__base__"
 """peft's name for no adapter."""
@@ -184,10 +184,12 @@ class Loras:
                 f"adapter_names: no slot is free for {name!r}, because {', '.join(under_way)} are in use and "
                 f"max_loras={self.most}; pass a larger max_loras to speculate(), or wait"
             )
+        # Among free slots, the one that was used longest ago.
         chosen = min(free, key=lambda index: getattr(self._slots[index], "last_use", 0))
         values = self._values(name)
         if name not in self._versions or not _same(self._versions[name][0], values):
             self._versions[name] = values, next(self._numbers)
+        # Layers that the adapter does not change get zeros.
         for path, layer in self._layers.items():
             is_there = name in layer.lora_A
             down, up = (layer.lora_A[name].weight, layer.lora_B[name].weight) if is_there else (None, None)

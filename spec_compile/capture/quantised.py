@@ -17,9 +17,9 @@ from ..errors import UnsupportedModelError
 from ..inventory import set_in_configs
 from ..kernels.linear import QUANTISED, hold_packed
 from ..parallel.slices import whole
-from .adapters import twin
+from .copies import twin
 from .experts import IMPLEMENTATION, SELECTOR, are_mxfp4, are_packed, library_tensors, mark_mxfp4
-from .sharded import Fake, fake_twin, is_sharded
+from .ranks import Fake, fake_twin, is_sharded
 
 log = logging.getLogger("spec_compile")
 

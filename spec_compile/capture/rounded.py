@@ -19,7 +19,7 @@ from ..quantised import gguf, rounded
 from ..quantised.codes import WEIGHTS, Packed, UnreadError
 from .experts import FROM_HUB
 from .quantised import QuantisedLinear, RoundedHead, packed_layers
-from .sharded import is_sharded
+from .ranks import is_sharded
 
 log = logging.getLogger("spec_compile")
 

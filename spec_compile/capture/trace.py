@@ -19,15 +19,14 @@ from ..kernels import ops
 from ..passes.outputs import FINAL
 from ..quantised.codes import class_path
 from . import recurrences
-from .adapters import twin as copied
-from .admit import check_layers
+from .copies import twin as copied
 from .experts import marked_experts
-from .kinds import UnlikeLayersError, copy_of, repeats_of
+from .kinds import UnlikeLayersError, copy_of, repeat, repeats_of
 from .modules import MODULES, connect
 from .modules.attention import UNREAD
 from .quantised import QuantisedLinear, embedded_tokens, mark, marked_fake_twin, output_matrix
-from .repeat import repeat
-from .sharded import bind, is_sharded
+from .ranks import bind, is_sharded
+from .recurrences import check_layers
 
 log = logging.getLogger("spec_compile")
 IMPLEMENTATION = "spec_compile"
@@ -181,12 +180,14 @@ def _describe(model: PreTrainedModel, gm: fx.GraphModule, limits: list[int]) -> 
     config = model.config.get_text_config(decoder=True)
     markers = calls(gm, torch.ops.spec_compile.attention.default)
     check_layers(model, gm)
+    # The weight of the output head, by identity or else by address.
     output, matrix = model.get_output_embeddings(), output_matrix(model)
     head = next(iter(output.packed.parts.values())) if isinstance(output, QuantisedLinear) else matrix
     # For tied weights the exporter leaves a node that nothing reads, whose tensor a graph on disk lacks.
     read = {n.target: attribute(gm, n.target) for n in gm.graph.nodes if n.op == "get_attr" and n.users}
     names = [name for name, tensor in read.items() if tensor is head]
     names = names or [name for name, tensor in read.items() if tensor.data_ptr() == head.data_ptr()]
+    # Tables of positions: learned embeddings, and tables that are read by gather.
     tables = [
         attribute(gm, node.args[0].target).shape[0]
         for node in calls(gm, torch.ops.aten.embedding.default)

@@ -1,4 +1,7 @@
-"""The storage that the graphs read. New weights are copied into it, because captured graphs hold its addresses."""
+"""The memory that the graphs read, because captured graphs hold its addresses.
+
+`SharedWeights` copies new weights into it. `WeightValues` notices other values, as after a training step.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -85,6 +88,7 @@ class SharedWeights:
         ValueError, before anything is copied, if one has another shape, dtype or device, has no values or is tied to
         other weights than before, or if a quantised layer has another layout.
         """
+        # Refuse before anything is copied.
         if _layouts(self._target) != self._layouts:
             raise ValueError(f"the layout of quantised layers, or what cannot be copied, has changed; {AGAIN}")
         moved = [slot for slot in self.slots if slot.moved and not (slot.borrowed and slot.current is slot.tensor)]
@@ -92,6 +96,7 @@ class SharedWeights:
             if slot.misfit:
                 raise ValueError(f"{slot.path} {slot.misfit}; {AGAIN}")
         self._check_ties(moved)
+        # Copy each tied weight once.
         sources = {slot.key: slot.current.detach() for slot in moved}
         targets = {slot.key: slot.storage for slot in moved}
         memory = {slot.storage.untyped_storage().data_ptr() for slot in self.slots if slot.storage is not None}
@@ -165,7 +170,7 @@ def _description(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}".removeprefix("torch.")
 
 
-# `WeightValues` notices that weights hold other values than before, as after a training step.
+# Values that change in place.
 
 
 class WeightValues:

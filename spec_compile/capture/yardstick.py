@@ -21,7 +21,7 @@ from ..graph import ModelGraph
 from ..kernels import HALF
 from ..kernels.linear import PRODUCT, PRODUCTS
 from ..kernels.plain import plain_kernels
-from .modules.layers import unrounded_decays
+from .modules.recurrent import unrounded_decays
 
 log = logging.getLogger("spec_compile")
 
@@ -133,7 +133,7 @@ def _in_float32(run: Callable[[], Tensor]) -> tuple[Tensor | None, str]:
         return None, f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
-# `in_float32`: arithmetic in float32 for models of 16 bits without a copy of their weights, for the checks.
+# Float32 for models of 16 bits without a copy of their weights.
 
 
 aten = torch.ops.aten

@@ -29,7 +29,7 @@ from torch.fx.graph_module import _assign_attr
 from .. import kernels
 from ..graph import SIZE, IndexSpec, LayerSpec, ModelGraph, PassReport, RecurrenceSpec, attribute, owner
 from ..inventory import held
-from ..passes.merge_linears import join_parameters, joined
+from ..passes.linears import join_parameters, joined
 from .key import SMALL, layout_of
 
 NAMESPACES = {"aten", "prims", "spec_compile"}

@@ -30,7 +30,7 @@ from ..folders import cache_folder, user_secret
 from ..graph import ModelGraph
 from ..inventory import configs_of, held_tensors
 from ..kernels.plain import plain_kernels
-from ..passes.merge_linears import is_kept_apart, keep_apart
+from ..passes.linears import is_kept_apart, keep_apart
 from ..passes.tidy import tidy
 from ..tree import ancestry
 from .cache import ABOUT, COMPILED, ArtefactCache

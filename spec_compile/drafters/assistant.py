@@ -24,8 +24,8 @@ from ..kernels.attention import triton
 from ..kernels.attention.committed import attend_to_committed
 from ..kernels.ops import arguments_of
 from ..parallel.ranks import ALONE
-from ..passes.products import replace_node
-from ..passes.use_tree_attention import use_tree_attention
+from ..passes.apply import replace_node
+from ..passes.use_cache import use_tree_attention
 from ..runtime.state import State
 from ..tree import Accepted
 from .checkpoints.load import load_head

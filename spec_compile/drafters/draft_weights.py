@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..capture.adapters import shallow
+from ..capture.copies import shallow
 from ..errors import did_you_mean
 from ..graph import ModelGraph, attribute
 from ..kernels.linear import PRODUCT, QUANTISED, for_few_rows, linear_layers
 from ..passes import PIPELINE
-from ..passes.merge_linears import merge_linears
+from ..passes.linears import merge_linears
 from ..passes.outputs import select_logits
 from ..quantised import Packed, rounded
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..capture.adapters import twin
+from ..capture.copies import twin
 from ..capture.quantised import mark
 from ..capture.trace import tapped
 from ..errors import UnsupportedModelError

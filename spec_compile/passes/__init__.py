@@ -1,5 +1,6 @@
 """The passes, in the order they run. A pass is ``fn(graph, settings) -> summary`` and rewrites ``graph.gm``."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch.distributed.tensor import DTensor
@@ -8,22 +9,18 @@ from ..graph import ModelGraph
 from ..kernels.attention import Use
 from ..kernels.linear.low_rank import LowRank
 from ..parallel.ranks import ALONE, Alone
-from .add_adapters import add_adapters
 from .apply import apply, check_order
-from .chain_products import chain_products, fuse_around
-from .fuse_append import fuse_append
-from .fuse_norms import fuse_gated_norms, fuse_l2_norms, fuse_norms, fuse_qk_norms
-from .fuse_residuals import fuse_residuals
-from .fuse_rotary import fuse_rotary
-from .fuse_routers import fuse_routers, order_sums
-from .fuse_swiglu import fuse_swiglu
-from .merge_linears import merge_linears
+from .cpu_products import chain_products, fuse_around
+from .fuse_attention import fuse_append, fuse_qk_norms, fuse_rotary
+from .fuse_norms import fuse_norms, fuse_residuals
+from .fuse_recurrent_norms import fuse_gated_norms, fuse_l2_norms
+from .fuse_routers import fuse_routers
+from .linears import add_adapters, fuse_swiglu, merge_linears, use_small_m_linears
 from .outputs import select_logits, tap_hidden_states
+from .row_invariance import order_sums
 from .shard import shard
 from .tidy import tidy
-from .use_small_m_linears import use_small_m_linears
-from .use_states import use_states
-from .use_tree_attention import use_tree_attention
+from .use_cache import use_states, use_tree_attention
 
 
 @dataclass(frozen=True)
@@ -63,6 +60,13 @@ PIPELINE = [
 ]  # fmt: skip
 """The passes of `speculate`; `backend.PIPELINE` has those of ``torch.compile(backend="spec")``."""
 check_order(PIPELINE)
+
+
+def register(rewrite: Callable[[ModelGraph, Settings], str], after: str) -> None:
+    """Add a pass of `contrib` or of another package to the pipeline, right after the pass of that name."""
+    place = [each.__name__ for each in PIPELINE].index(after) + 1
+    PIPELINE.insert(place, rewrite)
+    check_order(PIPELINE)
 
 
 def runnable(graph: ModelGraph, ranks: Alone, expert_parallel: bool | None) -> ModelGraph:

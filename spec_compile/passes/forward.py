@@ -9,8 +9,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..graph import ModelGraph, attribute, calls
 from ..kernels.attention import grouped
-from .merge_linears import join_parameters
-from .products import calls_op, replace_node, shape_of
+from .apply import calls_op, replace_node, shape_of
+from .linears import join_parameters
 
 # `lower`: a forward that Dynamo has traced becomes a graph of ATen calls, on which the passes of `speculate` run.
 
@@ -48,24 +48,17 @@ def lower(gm: fx.GraphModule, inputs: list) -> ForwardGraph:
     norms read, and for what cannot be traced.
     """
     examples = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
-    if not all(isinstance(example, torch.SymInt) or _is_data(example) for example in examples):
-        raise NotLowered("numbers that it takes vary")
-    places = [place for place, tensor in enumerate(inputs) if _is_plain_parameter(tensor)]
+    for example in examples:  # Dynamo passes a float that varies as a float64 tensor without dimensions
+        is_number = isinstance(example, Tensor) and example.dtype == torch.float64 and example.dim() == 0
+        if is_number or not isinstance(example, (Tensor, torch.SymInt)):
+            raise NotLowered("numbers that it takes vary")
+    # Parameters of the ordinary class: not quantised, not sharded, no other subclass.
+    places = [n for n, tensor in enumerate(inputs) if type(tensor) is nn.Parameter and type(tensor.data) is Tensor]
     if not 0 < len(places) < len(inputs):
         raise NotLowered("it has no parameters, or no other input")
     graph = _with_parameters(_trace(gm, examples), inputs, places)
     _check_writes(graph.gm)
     return graph
-
-
-def _is_data(example) -> bool:
-    """True for a tensor that is not one varying number, as which Dynamo passes a float."""
-    return isinstance(example, Tensor) and not (example.dtype == torch.float64 and example.dim() == 0)
-
-
-def _is_plain_parameter(tensor) -> bool:
-    """True for a parameter of the ordinary class, neither quantised nor sharded nor another subclass."""
-    return type(tensor) is nn.Parameter and type(tensor.data) is Tensor
 
 
 class _WithoutConstants(fx.Interpreter):

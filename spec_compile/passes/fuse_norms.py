@@ -1,4 +1,7 @@
-"""fuse_norms: on a GPU an RMSNorm, with the addition before it, becomes one small kernel."""
+"""On a GPU an RMSNorm with the addition before it becomes one small kernel (`fuse_norms`).
+
+`fuse_residuals` then joins the residual stream and the norm after it to the products that end and begin there.
+"""
 
 import operator
 from typing import NamedTuple
@@ -7,10 +10,9 @@ import torch
 from torch import fx
 
 from ..graph import ModelGraph, attribute, calls
-from ..kernels.recurrence import advance_or_look
-from .apply import comes_after, takes_kernels
-from .fuse_rotary import taking
-from .products import calls_op, swaps_heads
+from ..kernels import experts, linear
+from ..kernels.ops import arguments_of
+from .apply import VIEWS, calls_op, comes_after, takes_kernels
 
 aten = torch.ops.aten
 CASTS = {aten.to.dtype, aten.type_as.default}
@@ -136,196 +138,85 @@ def _is_weight(graph: ModelGraph, node, size: int) -> bool:
     return weight.shape == (size,) and weight.dtype == graph.dtype
 
 
-# fuse_qk_norms: on a GPU the RMSNorm of every query and key head joins tree attention, as its rotation did before.
+# The residual stream.
 
 
-@comes_after("fuse_rotary")
-def fuse_qk_norms(graph: ModelGraph, settings) -> str:
-    """Hand q and k that tree attention rotates to it as they were before their norms, with the norms' weights."""
-    joined = 0
-    norms = {norm.out: norm for root in calls(graph.gm, aten.rsqrt.default) if (norm := match_norm(graph, root))}
-    for node in taking("q_norm", graph) if norms else ():
-        q, k = (_norm_of(node.kwargs[name], norms) for name in ("q", "k"))
-        if "cos" in node.kwargs and q and k and (q.eps, q.offset) == (k.eps, k.offset):
-            edits = {"eps": q.eps, "offset": q.offset}
-            with graph.gm.graph.inserting_before(node):
-                for name, norm in (("q", q), ("k", k)):
-                    edits[name] = _before(node.kwargs[name], norm)
-                    edits[f"{name}_norm"] = graph.gm.graph.get_attr(norm.weight.target)
-            node.kwargs = {**node.kwargs, **edits}
+ops = torch.ops.spec_compile
+
+
+@comes_after("fuse_swiglu", "fuse_norms")
+def fuse_residuals(graph: ModelGraph, settings) -> str:
+    """Where a product is added to the residual stream and normed for the next one, put `product_to_stream`, or after
+    experts `experts_down_to_stream`, and give the next `product` the sums of squares, so that the norm needs no kernel.
+
+    Only in bfloat16, because the first half of a norm may leave the range of float16. Other readers of the normed
+    stream, such as a draft that taps a hidden state, get a norm of their own. If the ranks of tensor parallelism sum
+    their products before the addition, `product_to_stream` does it.
+    """
+    joined, fits = 0, graph.dtype == torch.bfloat16 and graph.device.type == "cuda"
+    for both in calls(graph.gm, ops.add_rms_norm.default) if fits else []:
+        summand, residual = _product_and_residual(both)
+        parts = {user.args[1]: user for user in both.users}
+        readers = [user for user in parts[1].users if _begins(user, parts[1])] if 1 in parts else []
+        if summand is not None and readers:
+            _join(graph.gm.graph, both, summand, residual, parts, readers)
             joined += 1
-    return f"{joined} layers norm queries and keys where they attend"
+    return f"{joined} additions and norms joined to the products around them"
 
 
-def _norm_of(x: fx.Node, norms: dict[fx.Node, Norm]) -> Norm | None:
-    """The norm over the last dimension that x [B, H, T, D] comes out of, maybe before heads and tokens were swapped."""
-    return norms.get(x.args[0] if swaps_heads(x) else x)
+def _product_and_residual(both: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
+    """The summand that is a product which only this sum reads, or the sum of ranks of one, and the other summand. The
+    second product of experts may be viewed by batches."""
+    for summand, residual in (both.args[:2], both.args[1::-1]):
+        product = _product(summand)
+        alone = len(product.users) == len(summand.users) == 1
+        if (linear.ends_plainly(product) or _is_view_of_experts(summand)) and alone and summand is not residual:
+            return summand, residual
+    return None, None
 
 
-def _before(x: fx.Node, norm: Norm) -> fx.Node:
-    """x as it would be without the norm."""
-    if not swaps_heads(x):
-        return norm.x
-    swap = x.graph.call_function(x.target, (norm.x, *x.args[1:]))
-    swap.meta = dict(x.meta)
-    return swap
+def _product(summand: fx.Node) -> fx.Node:
+    """The part of this rank, if ranks sum; the experts' product, if it is viewed."""
+    is_apart = summand.target == ops.all_reduce.default or _is_view_of_experts(summand)
+    return summand.args[0] if is_apart else summand
 
 
-# fuse_gated_norms: on a GPU the RMSNorm of a recurrence's output, with its gate, becomes one small kernel.
+def _is_view_of_experts(summand: fx.Node) -> bool:
+    """True if a summand is the second product of experts, viewed."""
+    return summand.target in VIEWS and summand.args[0].target == experts.DOWN
 
 
-GATES = {aten.silu.default: "silu", aten.sigmoid.default: "sigmoid"}
+def _begins(user: fx.Node, normed: fx.Node) -> bool:
+    """True if a node is a product of the normed stream, and may be of the stream before it is divided."""
+    kind = user.kwargs.get("kind")
+    is_product = user.target == linear.PRODUCT and user.args[0] is normed
+    return is_product and (not kind or linear.quantised.layout_of(kind).norms_after)
 
 
-class GatedNorm(NamedTuple):
-    """An RMSNorm with a gate, as `kernels.norms.gated_rms_norm` takes it; out: its last node."""
-
-    x: fx.Node
-    gate: fx.Node
-    weight: fx.Node
-    eps: float
-    size: int
-    activation: str
-    gate_first: bool
-    round_first: bool
-    out: fx.Node
-
-
-def fuse_gated_norms(graph: ModelGraph, settings) -> str:
-    """Replace ``norm(x) * act(gate)`` and ``norm(x * act(gate))`` by `spec_compile::gated_rms_norm`.
-
-    Only in a graph of 16 bits.
-    """
-    fused = 0
-    if takes_kernels(graph, settings):
-        for root in calls(graph.gm, aten.rsqrt.default):
-            norm = match_gated_norm(graph, root)
-            if norm is not None:
-                with graph.gm.graph.inserting_before(norm.out):
-                    weight = graph.gm.graph.get_attr(norm.weight.target)
-                    arguments = norm._replace(weight=weight)[:-1]
-                    new = graph.gm.graph.call_function(torch.ops.spec_compile.gated_rms_norm.default, arguments)
-                new.meta = dict(norm.out.meta)
-                norm.out.replace_all_uses_with(new)
-                fused += 1
-    return f"{fused} gated norms fused"
-
-
-def match_gated_norm(graph: ModelGraph, root: fx.Node) -> GatedNorm | None:
-    """The gated RMSNorm whose reciprocal root mean square this is, if it is one."""
-    norm = root_mean_square(root)
-    if norm is None:
-        return None
-    wide, eps, node = norm
-    size = wide.meta["val"].shape[-1]
-    x, gate, activation = _gated(_origin(wide))
-    gate_first, weight, round_first = gate is not None, None, False
-    while (node := only_user(node)) is not None:
-        if node.target in CASTS and node.meta["val"].dtype == graph.dtype:
-            if weight is not None:
-                break
-            round_first = True
-        elif node.target == aten.mul.Tensor and weight is None:
-            weight = _weight(graph, node, round_first)
-            if weight is None:
-                return None
-        elif node.target == aten.mul.Tensor and gate is None:
-            _, gate, activation = _gated(node)
-        elif node.target != aten.reshape.default:
-            return None
-    if None in (node, weight, gate):
-        return None
-    if not gate_first:
-        x = wide.args[0] if wide.target in CASTS else wide
-    shapes = [each.meta["val"].shape for each in (x, _origin(x), node)]
-    x = x if shapes[0] == shapes[2] else _origin(x)
-    fits = shapes[2] in shapes[:2] and attribute(graph.gm, weight.target).shape == shapes[2][-1:]
-    return (
-        GatedNorm(x, _origin(gate, size), weight, eps, size, activation, gate_first, round_first, node)
-        if fits
-        else None
-    )
-
-
-def _gated(product: fx.Node) -> tuple[fx.Node, fx.Node | None, str]:
-    """x, the gate and its activation, of a product of x and the activation of a gate in float32; gate None: no gate."""
-    if product.target == aten.mul.Tensor:
-        for x, gate in (product.args, product.args[::-1]):
-            if isinstance(gate, fx.Node) and gate.target in GATES and gate.args[0].target in CASTS:
-                return x, gate.args[0].args[0], GATES[gate.target]
-    return product, None, ""
-
-
-def _weight(graph: ModelGraph, product: fx.Node, is_rounded: bool) -> fx.Node | None:
-    """The parameter of the graph's dtype that a product multiplies by, maybe reshaped or in float32."""
-    for factor in product.args:
-        while isinstance(factor, fx.Node) and factor.target in CASTS | {aten.reshape.default}:
-            factor = factor.args[0]
-        if isinstance(factor, fx.Node) and factor.op == "get_attr":
-            dtypes = attribute(graph.gm, factor.target).dtype, product.meta["val"].dtype
-            return factor if dtypes == (graph.dtype, graph.dtype if is_rounded else torch.float32) else None
-    return None
-
-
-def _origin(node: fx.Node, size: int = 1) -> fx.Node:
-    """The node that a node is a reshape of, as long as its last dimension is a multiple of `size`."""
-    while node.target == aten.reshape.default and node.args[0].meta["val"].shape[-1] % size == 0:
-        node = node.args[0]
-    return node
-
-
-# fuse_l2_norms: on a GPU the L2 norms of the delta rule's queries and keys become one small kernel.
-
-
-@comes_after("use_states")
-def fuse_l2_norms(graph: ModelGraph, settings) -> str:
-    """Replace the norms of q and k that a recurrence of kind "delta" reads by `spec_compile::l2_norms`.
-
-    Only in a graph of 16 bits.
-    """
-    fused = 0
-    if takes_kernels(graph, settings):
-        for node in calls(graph.gm, advance_or_look):
-            if node.kwargs["kind"] == "delta":
-                fused += _fuse_l2_norm(graph.gm.graph, *node.kwargs["inputs"][:2])
-    return f"{fused} pairs of L2 norms fused"
-
-
-def _fuse_l2_norm(graph: fx.Graph, q: fx.Node, k: fx.Node) -> bool:
-    """Put the kernel's op in the place of both norms. Returns True if they are norms that it computes."""
-    scale, normed = _scaled(q)
-    norms = [_match(each) for each in (normed, k)]
-    if None in norms or norms[0][1] != norms[1][1] or norms[0][0].meta["val"].shape != norms[1][0].meta["val"].shape:
-        return False
-    (before_q, eps), (before_k, _) = norms
-    with graph.inserting_before(max(q, k)):
-        both = graph.call_function(torch.ops.spec_compile.l2_norms.default, (before_q, before_k, eps, scale))
-        parts = [graph.call_function(operator.getitem, (both, number)) for number in (0, 1)]
-    both.meta = {key: value for key, value in q.meta.items() if key != "val"}
-    both.meta["val"] = (q.meta["val"], k.meta["val"])
-    for part, old in zip(parts, (q, k)):
-        part.meta = dict(old.meta)
-        old.replace_all_uses_with(part)
-    return True
-
-
-def _scaled(q: fx.Node) -> tuple[float, fx.Node]:
-    """The number by which q is multiplied, and what it multiplies."""
-    if q.target == aten.mul.Tensor and isinstance(q.args[1], float):
-        return q.args[1], q.args[0]
-    return 1.0, q
-
-
-def _match(product: fx.Node) -> tuple[fx.Node, float] | None:
-    """x and eps of ``x * rsqrt(sum(x * x) + eps)`` in float32; x as it is before its cast."""
-    if product.target != aten.mul.Tensor or not all(isinstance(each, fx.Node) for each in product.args):
-        return None
-    wide, root = product.args
-    shifted = root.args[0] if root.target == aten.rsqrt.default else None
-    total, eps = shifted.args if shifted is not None and shifted.target == aten.add.Tensor else (None, None)
-    if total is None or total.target != aten.sum.dim_IntList or total.args[1:] != ([-1], True):
-        return None
-    square = total.args[0]
-    if square.target != aten.mul.Tensor or square.args != (wide, wide) or wide.meta["val"].dtype != torch.float32:
-        return None
-    return (wide.args[0] if wide.target in CASTS else wide), eps
+def _join(graph: fx.Graph, both: fx.Node, summand: fx.Node, residual: fx.Node, parts: dict, readers: list) -> None:
+    norm, product = arguments_of(both), _product(summand)
+    weight, eps, offset = norm["weight"], norm["eps"], norm["offset"]
+    end = {"residual": residual, "norm_weight": weight, "offset": offset or 0.0}
+    if summand.target == ops.all_reduce.default:
+        end["group_name"] = arguments_of(summand)["group_name"]
+    with graph.inserting_before(both):
+        if product.target == experts.DOWN:
+            op, operands = experts.TO_STREAM, product.args
+        else:
+            op, operands = linear.TO_STREAM, (*product.args[:2], linear.bias_of(product))
+        ended = graph.call_function(op, operands, {**product.kwargs, **end})
+        ended.meta = {key: value for key, value in product.meta.items() if key != "val"}
+        stream, scaled, squares = (graph.call_function(operator.getitem, (ended, index)) for index in range(3))
+    stream.meta = dict(summand.meta)
+    for reader in readers:
+        reader.args = scaled, *reader.args[1:]
+        reader.kwargs = {**reader.kwargs, "squares": squares, "eps": eps}
+    if parts[1].users:
+        with graph.inserting_before(parts[1]):
+            apart = graph.call_function(ops.rms_norm.default, (stream, weight, eps, offset))
+        apart.meta = dict(parts[1].meta)
+        parts[1].replace_all_uses_with(apart)
+    if 0 in parts:
+        parts[0].replace_all_uses_with(stream)
+    for node in dict.fromkeys((*parts.values(), both, summand, product)):
+        graph.erase_node(node)

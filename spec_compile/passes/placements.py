@@ -10,7 +10,8 @@ from torch import fx
 from ..kernels import experts
 from ..kernels.ops import arguments_of
 from ..parallel.slices import ONCE, Cut
-from .products import SAME, Share, WeightProduct, is_pointwise, name_of, product_of, shape_of
+from .apply import SAME, is_pointwise, name_of, shape_of
+from .products import Share, WeightProduct, product_of
 
 ATTENTION = torch.ops.spec_compile.attention.default
 REDUCTIONS = {"amax", "amin", "any", "mean", "softmax", "_softmax", "sum"}

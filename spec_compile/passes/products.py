@@ -1,4 +1,4 @@
-"""Products of a captured graph with its parameters."""
+"""Products of a captured graph with its parameters, and the shares of their weights that one rank multiplies by."""
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +12,6 @@ from .. import quantised
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph, attribute, owner
 from ..kernels import experts
-from ..kernels.experts import ExpertFormat
 from ..kernels.linear import QUANTISED
 from ..kernels.ops import arguments_of
 from ..parallel.slices import Cut, Slices
@@ -110,47 +109,7 @@ def put_product(graph: fx.Graph, group: list[fx.Node], op: Callable, arguments: 
         graph.erase_node(node)
 
 
-# Facts that passes ask of any node, and the replacement of a node.
-
-
-SAME = {"alias", "clone", "contiguous", "copy_", "detach", "dropout", "to", "_to_copy", "type_as"}
-"""ATen ops that keep the shape."""
-VIEWS = {aten.view.default, aten.reshape.default, aten.unflatten.int}
-"""ATen ops that only give the shape, as of batches and nodes, or of heads."""
-
-
-def name_of(node: fx.Node) -> str:
-    """The name of the op that a node calls, without namespace and overload."""
-    schema = getattr(node.target, "_schema", None)
-    return schema.name.split("::")[1] if schema is not None else getattr(node.target, "__name__", str(node.target))
-
-
-def is_pointwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or name_of(node) in SAME
-
-
-def shape_of(node: fx.Node) -> torch.Size:
-    return node.meta["val"].shape
-
-
-def calls_op(node, target) -> bool:
-    """True if an argument is a node that calls an op."""
-    return isinstance(node, fx.Node) and node.target == target
-
-
-def swaps_heads(x: fx.Node) -> bool:
-    """True if a node swaps heads and tokens, the dimensions 1 and 2 of 4."""
-    return x.target == aten.transpose.int and {dim % 4 for dim in x.args[1:]} == {1, 2}
-
-
-def replace_node(node: fx.Node, new: fx.Node) -> None:
-    """Put a node, which describes the same value, in the place of another."""
-    new.meta = dict(node.meta)
-    node.replace_all_uses_with(new)
-    node.graph.erase_node(node)
-
-
-# Shares of weights: the parts of a product's parameters by which one rank multiplies, whatever the weights' format.
+# Shares of weights, whatever the weights' format.
 
 
 class Share(NamedTuple):
@@ -240,4 +199,4 @@ def _rearranged(product: WeightProduct, parts: Sequence[Tensor], by_inputs: bool
     layout = product.layout
     if isinstance(layout, WeightLayout):
         return rearranged(layout, parts, product.sizes[1], by_inputs)
-    return layout.rearranged(parts, by_inputs) if isinstance(layout, ExpertFormat) else None
+    return layout.rearranged(parts, by_inputs) if isinstance(layout, experts.ExpertFormat) else None

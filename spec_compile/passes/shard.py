@@ -1,8 +1,8 @@
 """shard: every rank of tensor parallelism computes its heads, its part of each MLP and expert, and its logits.
 
-Which weights may be cut follows from the graph: those whose products feed attention, or a product of which nothing but
-elementwise ops part them (Megatron-LM, arXiv:1909.08053, section 3). `placements.derive` follows the parts through the
-graph and says where partial sums meet; a weight whose parts would not fit what follows stays whole.
+Which weights may be cut follows from the graph: weights whose products feed attention, or feed a product through
+nothing but elementwise ops (Megatron-LM, arXiv:1909.08053, section 3). `placements.derive` follows the parts through
+the graph and says where partial sums meet; a weight whose parts would not fit what follows stays whole.
 """
 
 from collections import Counter
@@ -19,10 +19,9 @@ from ..kernels import all_reduce, experts  # noqa: F401  registers the ops
 from ..kernels.linear import head_products
 from ..kernels.ops import arguments_of
 from ..parallel.slices import Cut, whole
-from . import products
-from .apply import comes_after
+from .apply import comes_after, is_pointwise, name_of, shape_of
 from .placements import ALL, ATTENTION, BY_EXPERTS, MisfitError, ShardPlan, derive
-from .products import WeightProduct, is_pointwise, name_of, product_of, rounds_rows, set_weights, shape_of
+from .products import Share, WeightProduct, check, lack, product_of, rounds_rows, set_weights, share_of
 
 aten = torch.ops.aten
 ops = torch.ops.spec_compile
@@ -37,12 +36,14 @@ def shard(graph: ModelGraph, settings) -> str:
     ranks = settings.ranks
     if ranks.size == 1:
         return "one process"
+    # Products whose outputs are cut: by heads, by the width of an MLP, or by the numbers of experts.
     attending, widths = _attending(graph, ranks.size), _feeding(graph)
     mixtures = by_experts(graph, settings.expert_parallel, ranks.size)
     widths = {node: width for node, width in widths.items() if node not in mixtures}
     fits = _check_sizes(graph, widths, ranks.size)
     columns = attending | {node: Cut(-1, ranks.size, _blocks(node)) for node in widths}
     columns |= dict.fromkeys(mixtures, BY_EXPERTS)
+    # Columns whose consequences do not fit stay whole. Then nothing may be left.
     plan = _fitting_plan(graph, columns, ranks.size)
     if not columns:
         raise UnsupportedModelError(
@@ -50,7 +51,8 @@ def shard(graph: ModelGraph, settings) -> str:
             "linear layers as in Llama; run it in one process, tensor_parallel=None"
         )
     before = graph.layers
-    products.check(graph, plan.shares.values(), [size for size in range(1, ranks.size) if fits(size)], ranks.size)
+    check(graph, plan.shares.values(), [size for size in range(1, ranks.size) if fits(size)], ranks.size)
+    # Rewrite the graph, and tell what each rank attends to.
     _cut_weights(graph, plan, ranks)
     _reduce(graph, plan, ranks)
     gathered = _cut_head(graph, ranks)
@@ -95,8 +97,8 @@ def by_experts(graph: ModelGraph, option: bool | None, size: int) -> set[fx.Node
         sources = _sources(down.node.args[0], lambda node: True) or []
         ups = [product for product in sources if product.node.target is experts.UP]
         counts.add(count := shape_of(down.parts[0])[0])
-        both = [products.Share(down, True, size), *(products.Share(up, False, size, up.blocks) for up in ups)]
-        fits = not any(products.lack(graph, share) for share in both)
+        both = [Share(down, True, size), *(Share(up, False, size, up.blocks) for up in ups)]
+        fits = not any(lack(graph, share) for share in both)
         if option or (option is None and not fits and count % size == 0):
             found |= {up.node for up in ups}
     if option and (not counts or any(count % size for count in counts)):
@@ -170,10 +172,15 @@ def _fitting_plan(graph: ModelGraph, columns: dict[fx.Node, Cut], size: int) -> 
 
 def _cut_weights(graph: ModelGraph, plan: ShardPlan, ranks) -> None:
     """Put this rank's parts in the place of weights, and the parts' sizes in that of sizes."""
+    # Weights of products, then other parameters.
     for share in plan.shares.values():
-        _replace_weights(graph, share, ranks)
+        layout, tensors = share_of(graph, share, ranks.slices)
+        node, first = share.product.node, share.product.parts[0]
+        parts = [_put(graph, node, first, tensor, number) for number, tensor in enumerate(tensors)]
+        set_weights(share.product, layout, parts)
     for (node, weight), cut in plan.cuts.items():
         _replace_weight(graph, node, weight, cut, ranks)
+    # Sizes that ops were given as numbers.
     for node, sizes in plan.sizes.items():
         arguments = node.args[1]
         for index, value in sizes.items():
@@ -182,6 +189,7 @@ def _cut_weights(graph: ModelGraph, plan: ShardPlan, ranks) -> None:
             else:
                 arguments = [*arguments[:index], value, *arguments[index + 1 :]]
         node.args = (node.args[0], arguments, *node.args[2:])
+    # The values that fake tensors describe.
     for node, placement in plan.placements.items():
         if placement.dim is not None:
             _shrink(node, placement.dim, placement.parts)
@@ -192,14 +200,6 @@ def _cut_weights(graph: ModelGraph, plan: ShardPlan, ranks) -> None:
     for share in plan.shares.values():
         if share.by_inputs:
             _round_over_ranks(graph, share.product, ranks)
-
-
-def _replace_weights(graph: ModelGraph, share: products.Share, ranks) -> None:
-    """Let a product read this rank's share of its weights."""
-    layout, tensors = products.share_of(graph, share, ranks.slices)
-    node, first = share.product.node, share.product.parts[0]
-    parts = [_put(graph, node, first, tensor, number) for number, tensor in enumerate(tensors)]
-    set_weights(share.product, layout, parts)
 
 
 def _replace_weight(graph: ModelGraph, node: fx.Node, weight: fx.Node, cut: Cut, ranks) -> None:

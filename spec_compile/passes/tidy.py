@@ -47,7 +47,7 @@ def tidy(graph: ModelGraph, settings) -> str:
             continue
         if node.target in CHECKS:
             graph.gm.graph.erase_node(node)
-        elif node.target in FORWARDS or any(is_idle(node) for is_idle in (_is_idle_cast, _is_idle_slice, _is_off)):
+        elif node.target in FORWARDS or _is_idle_cast(node) or _is_idle_slice(node) or _is_off(node):
             node.replace_all_uses_with(node.args[0])
             graph.gm.graph.erase_node(node)
         else:

@@ -27,15 +27,15 @@ NUMBERS = (*LENGTHS, "max_time", "top_p", "num_return_sequences", "num_beams")
 TOKENS = ("eos_token_id", "pad_token_id", "bos_token_id")
 
 
-def check_options(model, options: dict[str, Any]) -> None:
+def check_options(default: GenerationConfig | None, options: dict[str, Any]) -> None:
     """TypeError or ValueError, naming the option, if a value is of a wrong type or beyond all bounds.
 
-    model: its ``generation_config`` counts, too. options: the arguments of the call. transformers checks other values.
+    default: the model's config, which counts, too. options: the arguments of the call. transformers checks the rest.
     """
     config = options.get("generation_config")
     if config is not None and not isinstance(config, GenerationConfig):
         raise TypeError(f"generation_config: expected a GenerationConfig, got {type(config).__name__}")
-    for values in (options, *(vars(each) for each in (config, model.generation_config) if each is not None)):
+    for values in (options, *(vars(each) for each in (config, default) if each is not None)):
         for name in NUMBERS:
             _check_number(name, values.get(name))
         for name in TOKENS:

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from ..capture import adapters, changes
+from ..capture import copies, replaced
 from ..capture.admit import placeholders
-from ..capture.followed import FollowsGenerationConfig, followed
+from ..capture.copies import FollowsGenerationConfig, followed
 from ..capture.loras import Loaded
 from ..compat import CACHE
 from . import past as pasts
@@ -69,10 +69,10 @@ class SpeculativeMixin(FollowsGenerationConfig):
         has_own_loop = kwargs.get("custom_generate") is not None
         if has_own_loop:
             self._engine.step_aside("custom_generate")
-        replaced = changes.replaced_generate(self._engine.original)
-        if replaced is not None:  # by a repository's custom_generate, or by a user
+        own_generate = replaced.replaced_generate(self._engine.original)
+        if own_generate is not None:  # by a repository's custom_generate, or by a user
             self._engine.step_aside(f"generate (set on the {type(self).__name__} object)")
-            return replaced(*args, **kwargs)
+            return own_generate(*args, **kwargs)
         with self._engine.generating(reference, share_text, speculation, adapter_names):
             common, key = read_inputs(args, kwargs), None
             if common is not None:
@@ -82,7 +82,7 @@ class SpeculativeMixin(FollowsGenerationConfig):
                 prompt = None if request is None else read_prompt(ids, mask, padding)
                 if prompt is not None:
                     return self._generate_as_before(request, prompt, ids.device, streamer)
-            check_options(self, kwargs)
+            check_options(self.generation_config, kwargs)
             self._engine.refuse_changes()
             if kwargs.get("cache_implementation") == "paged":  # calls generate_batch(), and drops some options
                 self._engine.step_aside("cache_implementation='paged'")
@@ -92,7 +92,7 @@ class SpeculativeMixin(FollowsGenerationConfig):
             key, lent = (None, self._engine.turns.lent()) if has_own_loop else (key, nullcontext())
             with self._engine.remembered.awaiting(key), lent:
                 output = super().generate(*args, **kwargs)
-            override = None if self._engine.looped else changes.overridden(self, ("generate",))
+            override = None if self._engine.looped else replaced.overridden(self, ("generate",))
             if override is not None:
                 self._engine.step_aside(f"{override}, with a loop of its own")
             return output
@@ -104,7 +104,7 @@ class SpeculativeMixin(FollowsGenerationConfig):
 
     def __reduce_ex__(self, protocol):
         """Copies and pickles are of the original, which becomes speculative again."""
-        return adapters.rebuild, (self._engine.rebuild, self._engine.original, followed(self).own())
+        return copies.rebuild, (self._engine.rebuild, self._engine.original, followed(self).own())
 
     @_in_turn
     def _sample(
@@ -114,8 +114,8 @@ class SpeculativeMixin(FollowsGenerationConfig):
         """transformers' loop for greedy decoding and sampling: its arguments, and what it returns."""
         engine, config = self._engine, generation_config
         engine.looped = True
-        prompt = Prompt.of(input_ids, config, model_kwargs, placeholders(engine.original))
-        reason = unserved(engine, prompt, config, model_kwargs) or changes.overridden(self)
+        prompt = Prompt.of(input_ids, config, model_kwargs, placeholders(engine.original.config))
+        reason = unserved(engine, prompt, config, model_kwargs) or replaced.overridden(self)
         if reason or synced_gpus:
             engine.step_aside(reason or "synced_gpus")
             return super()._sample(

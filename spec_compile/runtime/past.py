@@ -17,8 +17,8 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from ..capture.adapters import twin
 from ..capture.admit import placeholders
+from ..capture.copies import twin
 from ..capture.trace import tapped
 from ..compat import CACHE
 from ..graph import ModelGraph
@@ -212,7 +212,7 @@ def own_prefill(
     kwargs, engine = model_kwargs | {"use_cache": True}, model.speculation.engine
     cache = cache_among(kwargs)
     is_first = cache is None or cache.get_seq_length() == 0
-    pictures, has_all_tokens = placeholders(engine.original), is_first and not prompt.is_embedded
+    pictures, has_all_tokens = placeholders(engine.original.config), is_first and not prompt.is_embedded
     leaves_last = has_all_tokens and all(row[-1] not in pictures for row in prompt.tokens)
     if leaves_last:
         input_ids = input_ids[:, :-1]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 
-from ..capture.changes import HOOKS, METHODS, is_trusted
+from ..capture.replaced import HOOKS, METHODS, is_trusted
 from .agreement import SCALARS, is_plain
 from .request import Prompt, Request
 from .verify import Route

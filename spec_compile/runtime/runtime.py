@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig
 
 from ..compile.cold_start import ColdStart
 from ..compile.part import Parts, Shape
@@ -131,7 +131,7 @@ class Runtime:
             self.say(f"{takes} {free / 1e9:.2f} GB")
 
 
-def max_positions(model: PreTrainedModel, table: int | None, options: Options) -> int:
+def max_positions(config: PreTrainedConfig, table: int | None, options: Options) -> int:
     """Tokens that a sequence may have by default.
 
     table: rows of a learned position table, or None. ValueError if max_cache_len exceeds it.
@@ -140,5 +140,5 @@ def max_positions(model: PreTrainedModel, table: int | None, options: Options) -
         raise ValueError(
             f"max_cache_len: the model has learned positions for {table} tokens, got {options.max_cache_len}"
         )
-    config = model.config.get_text_config(decoder=True)
+    config = config.get_text_config(decoder=True)
     return table or getattr(config, "max_position_embeddings", None) or 1 << 20

@@ -11,9 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import forks
-from ..capture.adapters import NO_LORAS
 from ..capture.changes import Watch, describe
 from ..capture.check_generation import ANY
+from ..capture.copies import NO_LORAS
 from ..capture.kinds import is_known
 from ..capture.loras import Loaded, Loras, without_adapters
 from ..capture.trace import capture
@@ -76,7 +76,7 @@ class ServedEngine(Engine):
             raise ValueError("max_loras: adapters are chosen for each row in one process; leave out tensor_parallel")
         loras = Loras(original, options.max_loras, options.max_lora_rank) if options.max_loras else None
         described = graph or (graphs or {})["verify"]
-        limit = max_positions(original, described.position_limit, options)
+        limit = max_positions(original.config, described.position_limit, options)
         super().__init__(
             graph, algorithm, options, original.device, limit, graphs, None if loras is None else loras.parts
         )

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..capture import adapters
-from ..capture.adapters import is_compiled, underlying
+from ..capture import copies
 from ..capture.admit import admit_training
+from ..capture.replaced import is_compiled, underlying
 from ..cli import tell
 from ..config import describe, parse_options
 from ..drafters.checkpoints.files import Target
@@ -246,9 +246,9 @@ def _identity(
 def _plain(model: PreTrainedModel) -> PreTrainedModel:
     """The model itself, without peft's wrapper, `speculate` and ``torch.compile``."""
     model = underlying(model)
-    model = adapters.base_of(model) if adapters.is_wrapped(model) else model
+    model = copies.base_of(model) if copies.is_wrapped(model) else model
     model = model.speculation.original if isinstance(model, SpeculativeMixin) else model
-    return adapters.twin(model) if isinstance(model, PreTrainedModel) and is_compiled(model) else model
+    return copies.twin(model) if isinstance(model, PreTrainedModel) and is_compiled(model) else model
 
 
 def _trainer_and_options(algo: str, options: dict) -> tuple[type[Trainer], TrainingOptions]:

@@ -12,8 +12,7 @@ from toy_graphs import add_to_eps
 
 import spec_compile
 from spec_compile import UnsupportedModelError, passes
-from spec_compile.capture import checks
-from spec_compile.capture import yardstick as float32
+from spec_compile.capture import checks, yardstick
 from spec_compile.capture.check_generation import ANY, check_generation
 from spec_compile.capture.checks import check_capture, check_tree
 from spec_compile.capture.trace import capture
@@ -225,9 +224,9 @@ def test_in_float32_widens_flex_attention():
 
 @pytest.mark.parametrize("bias", [None, torch.randn(30).bfloat16()])
 def test_in_float32_a_large_weight_is_widened_by_parts(bias, monkeypatch):
-    monkeypatch.setattr(float32, "COLUMNS", 7)
-    widened, shapes = float32._widened, []
-    monkeypatch.setattr(float32, "_widened", lambda x: shapes.append(getattr(x, "shape", None)) or widened(x))
+    monkeypatch.setattr(yardstick, "COLUMNS", 7)
+    widened, shapes = yardstick._widened, []
+    monkeypatch.setattr(yardstick, "_widened", lambda x: shapes.append(getattr(x, "shape", None)) or widened(x))
     weight, x = torch.randn(30, 16, dtype=torch.bfloat16), torch.randn(2, 3, 16, dtype=torch.bfloat16)
     with in_float32():
         out = torch.nn.functional.linear(x, weight, bias)
@@ -238,11 +237,11 @@ def test_in_float32_a_large_weight_is_widened_by_parts(bias, monkeypatch):
 
 @pytest.mark.parametrize("bias", [None, torch.randn(30).bfloat16()])
 def test_in_float32_a_large_output_head_is_widened_by_parts(bias, monkeypatch):
-    monkeypatch.setattr(float32, "COLUMNS", 7)
+    monkeypatch.setattr(yardstick, "COLUMNS", 7)
     weight, x = torch.randn(30, 16, dtype=torch.bfloat16), torch.randn(2, 3, 16, dtype=torch.bfloat16)
     squares, expected = torch.full((6, 1), 16.0), torch.nn.functional.linear(x.float(), weight.float())
-    widened, shapes = float32._widened, []
-    monkeypatch.setattr(float32, "_widened", lambda x: shapes.append(getattr(x, "shape", None)) or widened(x))
+    widened, shapes = yardstick._widened, []
+    monkeypatch.setattr(yardstick, "_widened", lambda x: shapes.append(getattr(x, "shape", None)) or widened(x))
     for norm in ({}, dict(squares=squares, eps=0.0)):
         with in_float32():
             out = PRODUCT(x, weight, bias, **norm)

@@ -14,7 +14,7 @@ from transformers import DynamicCache, GPT2LMHeadModel, LlamaForCausalLM, Phi3Fo
 
 import spec_compile
 from spec_compile import UnsupportedModelError, passes
-from spec_compile.capture import changes, check_generation
+from spec_compile.capture import check_generation, replaced
 from spec_compile.capture.trace import capture
 from spec_compile.kernels.attention import Use
 from spec_compile.runtime import past
@@ -192,16 +192,16 @@ def test_a_method_of_the_models_own_is_run_with_one_warning(cls):
 
 def test_a_method_that_copies_the_name_of_transformers_is_seen():
     Decorated.prepare_inputs_for_generation.__module__ = LlamaForCausalLM.__module__
-    assert changes.overridden(llama_of(Decorated)) == "prepare_inputs_for_generation (overridden by Decorated)"
+    assert replaced.overridden(llama_of(Decorated)) == "prepare_inputs_for_generation (overridden by Decorated)"
 
 
 def test_a_method_set_on_the_object_or_patched_into_transformers_class(monkeypatch):
     model = models.ADMITTED["llama"]()
     model.prepare_inputs_for_generation = functools.partial(OwnInputs.prepare_inputs_for_generation, model)
-    assert changes.overridden(model) == "prepare_inputs_for_generation (set on the LlamaForCausalLM object)"
+    assert replaced.overridden(model) == "prepare_inputs_for_generation (set on the LlamaForCausalLM object)"
     monkeypatch.setattr(LlamaForCausalLM, "_update_model_kwargs_for_generation", lambda *args, **kwargs: {})
     name = "_update_model_kwargs_for_generation (overridden by LlamaForCausalLM)"
-    assert changes.overridden(models.ADMITTED["llama"]()) == name
+    assert replaced.overridden(models.ADMITTED["llama"]()) == name
 
 
 def test_generate_set_on_the_object_is_run():

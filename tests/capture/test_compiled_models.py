@@ -5,7 +5,8 @@ import torch
 from models import ADMITTED, HYBRIDS, prompts
 
 from spec_compile import UnsupportedModelError, speculate, train_draft
-from spec_compile.capture.adapters import is_compiled, twin, underlying
+from spec_compile.capture.copies import twin
+from spec_compile.capture.replaced import is_compiled, underlying
 
 IDS = prompts()[0][0]
 OPTIONS = dict(do_sample=False, max_new_tokens=12, eos_token_id=None, pad_token_id=0)

@@ -11,7 +11,7 @@ from torch import nn
 
 import spec_compile
 from spec_compile import UnsupportedModelError
-from spec_compile.capture import kinds, repeat, trace
+from spec_compile.capture import kinds, trace
 from spec_compile.capture.changes import config_reads
 from spec_compile.capture.trace import capture
 
@@ -42,7 +42,7 @@ def rows(graph):
     lines = []
     for node in index:
         args = repr(torch.fx.map_arg((node.args, node.kwargs), lambda each: f"%{index[each]}"))
-        value = re.sub(r"\bs\d+\b", lambda s: symbols.setdefault(s[0], f"S{len(symbols)}"), repeat._value(node))
+        value = re.sub(r"\bs\d+\b", lambda s: symbols.setdefault(s[0], f"S{len(symbols)}"), kinds._value(node))
         stack = [(key, *module) for key, module in (node.meta.get("nn_module_stack") or {}).items()]
         lines.append((node.op, str(node.target), args, value, stack))
     return lines
@@ -383,7 +383,7 @@ def test_periods_that_differ_are_not_repeated():
     copied.model.layers[2].mlp.act_fn = nn.ReLU()
     gm, _ = trace._trace_model(copied, model, torch.no_grad())
     with pytest.raises(kinds.UnlikeLayersError, match="differ in the operation relu"):
-        repeat.repeat(gm, model, repeats)
+        kinds.repeat(gm, model, repeats)
 
 
 @pytest.mark.parametrize("old, new, reason", [(1, 0, "read more than"), (2, 0, "differ in the operation")])
@@ -399,7 +399,7 @@ def test_layers_that_read_other_layers_are_not_repeated(old, new, reason):
     else:
         products[2].replace_input_with(silus[2], silus[new])
     with pytest.raises(kinds.UnlikeLayersError, match=reason):
-        repeat.repeat(gm, model, repeats)
+        kinds.repeat(gm, model, repeats)
 
 
 @pytest.mark.sweep("copy_of")

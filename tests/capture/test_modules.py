@@ -130,7 +130,13 @@ def test_chunks_that_attention_is_not_told_of(monkeypatch):
     """They are longer than the text of the check."""
     config, cls, sizes = CLASSES["llama4"]
     model = models.build(config, cls, dict(sizes, attention_chunk_size=4096))
-    monkeypatch.setattr(modules.attention, "_is_chunked", lambda module: False)
+    path = "transformers.models.llama4.modeling_llama4.Llama4TextDecoderLayer"
+    change = modules.MODULES[path]
+
+    def untold(layer, attend):
+        return change(layer, lambda *args, chunk=None, **kwargs: attend(*args, **kwargs))
+
+    monkeypatch.setitem(modules.MODULES, path, untold)
     with pytest.raises(UnsupportedModelError, match="chunked layers that its attention is not told of"):
         spec_compile.speculate(model, compile=False)
 

@@ -21,8 +21,7 @@ def on_card(monkeypatch):
     """A function: the card on which all models are from now on."""
 
     def be(card):
-        for module in (admit,):
-            monkeypatch.setattr(module, "card_of", lambda device: card)
+        monkeypatch.setattr(admit, "card_of", lambda device: card)
 
     return be
 

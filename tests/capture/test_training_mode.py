@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from spec_compile import speculate
+from spec_compile.capture.changes import effects
 from spec_compile.capture.trace import capture
-from spec_compile.capture.training_mode import effects
 
 MODELS = models.ADMITTED | models.HYBRIDS
 NOISY = {"gpt2", "gpt_bigcode", "opt"}

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 
 from spec_compile import speculate
-from spec_compile.capture.adapters import shallow
 from spec_compile.capture.changes import Watch, describe
+from spec_compile.capture.copies import shallow
 from spec_compile.capture.weights import SharedWeights
 
 OPTIONS = dict(do_sample=False, max_new_tokens=12, eos_token_id=None, pad_token_id=0)

@@ -10,7 +10,7 @@ from spec_compile.cache import Cache
 from spec_compile.graph import calls
 from spec_compile.kernels.attention import Use
 from spec_compile.kernels.linear.low_rank import LowRank, add_low_rank
-from spec_compile.passes.add_adapters import add_adapters
+from spec_compile.passes.linears import add_adapters
 
 PATHS = ["model.layers.1.self_attn.q_proj", "model.layers.0.self_attn.o_proj", "model.layers.0.mlp.up_proj"]
 

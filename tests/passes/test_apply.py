@@ -7,8 +7,8 @@ from spec_compile import passes
 from spec_compile.graph import calls
 from spec_compile.passes import Settings
 from spec_compile.passes.apply import check_order
-from spec_compile.passes.fuse_rotary import fuse_rotary
-from spec_compile.passes.merge_linears import merge_linears
+from spec_compile.passes.fuse_attention import fuse_rotary
+from spec_compile.passes.linears import merge_linears
 from spec_compile.passes.tidy import tidy
 
 

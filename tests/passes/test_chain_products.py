@@ -14,7 +14,7 @@ from spec_compile.kernels.linear import PRODUCTS, few_rows
 from spec_compile.kernels.linear.around import ADD_AROUND
 from spec_compile.kernels.linear.chain import CHAIN, links_of
 from spec_compile.passes import Settings
-from spec_compile.passes.chain_products import chain_products
+from spec_compile.passes.cpu_products import chain_products
 
 pytestmark = NEEDS_KERNEL
 

@@ -18,7 +18,7 @@ from spec_compile.graph import calls
 from spec_compile.kernels import linear
 from spec_compile.kernels.attention.grouped import plain
 from spec_compile.passes.forward import ForwardGraph, join, use_grouped_attention
-from spec_compile.passes.merge_linears import merge_linears
+from spec_compile.passes.linears import merge_linears
 from spec_compile.passes.tidy import tidy
 
 aten = torch.ops.aten

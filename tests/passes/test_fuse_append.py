@@ -14,7 +14,7 @@ from spec_compile.graph import calls
 from spec_compile.kernels import linear
 from spec_compile.kernels.attention import Use, attention_calls
 from spec_compile.passes import Settings
-from spec_compile.passes.fuse_append import fuse_append
+from spec_compile.passes.fuse_attention import fuse_append
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from toy_graphs import prefix_then_chunk, rewritten
 
 from spec_compile.graph import calls
 from spec_compile.kernels.linear import around
-from spec_compile.passes.chain_products import chain_products, fuse_around
+from spec_compile.passes.cpu_products import chain_products, fuse_around
 
 pytestmark = NEEDS_KERNEL
 

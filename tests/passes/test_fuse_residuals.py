@@ -10,7 +10,7 @@ from toy_graphs import (
 from spec_compile.compile.regions import cut
 from spec_compile.graph import calls
 from spec_compile.kernels import all_reduce, experts, linear
-from spec_compile.passes.fuse_residuals import fuse_residuals
+from spec_compile.passes.fuse_norms import fuse_residuals
 from spec_compile.passes.row_invariance import variant_parts
 
 

@@ -27,8 +27,8 @@ from spec_compile.compile.regions import cut
 from spec_compile.graph import calls
 from spec_compile.kernels import attention, ops
 from spec_compile.passes import Settings
-from spec_compile.passes.fuse_norms import fuse_norms, fuse_qk_norms
-from spec_compile.passes.fuse_rotary import fuse_rotary
+from spec_compile.passes.fuse_attention import fuse_qk_norms, fuse_rotary
+from spec_compile.passes.fuse_norms import fuse_norms
 from spec_compile.passes.tidy import tidy
 from spec_compile.tree import ancestry
 
@@ -106,9 +106,9 @@ def by_halves(turn):
     """A rotation ``turn(x1, x2, cos, sin)`` of halves, as gpt-oss has it, with angles for a half."""
 
     def whole(x, cos, sin):
-        angles = (angle[:, 0, :, : angle.shape[-1] // 2][:, None] for angle in (cos, sin))
-        return torch.cat(turn(*x.chunk(2, -1), *angles), -1)
+        return torch.cat(turn(*x.chunk(2, -1), cos, sin), -1)
 
+    whole.angles = SIZE // 2
     return whole
 
 
@@ -141,7 +141,7 @@ class Turning(nn.Module):
     def forward(self, ids, positions):
         x = self.embed(ids)
         q, k, v = (f(x).unflatten(2, (-1, SIZE)).transpose(1, 2) for f in (self.block.q, self.block.k, self.block.v))
-        angle = positions[..., None] * torch.tensor([1.0, 0.1, 1.0, 0.1])
+        angle = positions[..., None] * torch.tensor([1.0, 0.1, 1.0, 0.1][: getattr(self.turn, "angles", SIZE)])
         angles = [(a.cos().to(x.dtype)[:, None], a.sin().to(x.dtype)[:, None]) for a in (angle, angle + self.shift)]
         q, k = self.turn(q, *angles[0]), self.keys(k, *angles[self.shift != 0])
         return self.head(self.block.o(ops.attention(q, k, v, None, 0.5, None, None, 0).flatten(2)))

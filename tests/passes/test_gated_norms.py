@@ -20,7 +20,7 @@ from spec_compile.graph import ModelGraph, calls
 from spec_compile.kernels import norms, row_scan
 from spec_compile.kernels.linear import float32
 from spec_compile.passes import Settings
-from spec_compile.passes.fuse_norms import fuse_gated_norms
+from spec_compile.passes.fuse_recurrent_norms import fuse_gated_norms
 from spec_compile.passes.tidy import tidy
 
 aten, ops = torch.ops.aten, torch.ops.spec_compile

@@ -10,7 +10,7 @@ from toy_graphs import LINEAR, Rewritten, Toy, example, toy, trace
 from spec_compile import passes
 from spec_compile.graph import attribute, calls
 from spec_compile.passes import Settings
-from spec_compile.passes.merge_linears import merge_linears
+from spec_compile.passes.linears import merge_linears
 
 
 class Parallel(nn.Module):

@@ -15,8 +15,8 @@ from spec_compile.graph import calls
 from spec_compile.kernels import experts
 from spec_compile.kernels.linear import QUANTISED
 from spec_compile.parallel.slices import Slices
-from spec_compile.passes import products
-from spec_compile.passes.products import product_of
+from spec_compile.passes.products import Share, check, product_of
+from spec_compile.passes.products import share_of as product_share_of
 from spec_compile.quantised.compressed_tensors import PerTensor
 from spec_compile.quantised.rows import W4A8
 
@@ -42,9 +42,9 @@ def graph_of(layout, parts, inputs):
 def share_of(layout, parts, inputs, by_inputs, rank, size, slices=None, blocks=1):
     """A rank's layout and parts."""
     graph, node = graph_of(layout, parts, inputs)
-    share = products.Share(product_of(node), by_inputs, size, blocks)
-    products.check(graph, [share], [1, 2, 4], size)
-    return products.share_of(graph, share, slices or Slices(rank, size))
+    share = Share(product_of(node), by_inputs, size, blocks)
+    check(graph, [share], [1, 2, 4], size)
+    return product_share_of(graph, share, slices or Slices(rank, size))
 
 
 @pytest.mark.parametrize("repacked", [False, True], ids=["library", "kernel"])

@@ -6,7 +6,7 @@ from cpu_levels import NEEDS_KERNEL
 from toy_graphs import LINEAR, Rewritten, example, toy
 
 from spec_compile.kernels.linear.few_rows import SUPPORTED, cpu_linear, transposed_linear
-from spec_compile.passes.use_small_m_linears import use_small_m_linears
+from spec_compile.passes.linears import use_small_m_linears
 
 
 @pytest.mark.sweep(3)

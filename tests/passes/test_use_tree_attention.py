@@ -8,7 +8,7 @@ from toy_graphs import HEADS, HIDDEN, KV, MARKER, SIZE, VOCAB, Rewritten, exampl
 from spec_compile.graph import ModelGraph
 from spec_compile.kernels import ops
 from spec_compile.kernels.attention import Use, sdpa
-from spec_compile.passes.use_tree_attention import use_tree_attention
+from spec_compile.passes.use_cache import use_tree_attention
 from spec_compile.tree import ancestry
 
 KINDS = {

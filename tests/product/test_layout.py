@@ -78,6 +78,24 @@ def test_each_guarded_line_has_a_mutation(monkeypatch):
         assert (ROOT / guard.tests.split()[0].partition("::")[0]).is_file(), guard.name
 
 
+STARTING = {"api.py", "config.py", "capture", "passes", "compile", "runtime", "drafters", "quantised"}
+"""The parts of the package that run between `speculate()` and the first round."""
+MODEL_FILES, MODEL_FUNCTIONS = 39, 120
+"""Files with a function that is given the whole `model`, and such functions. Both may only fall: a function that needs
+a config, a name or a list of layers takes that."""
+
+
+def test_few_functions_take_the_whole_model():
+    counts = {}
+    for file in FILES:
+        if file.relative_to(ROOT / "spec_compile").parts[0] in STARTING:
+            nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
+            given = [[*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs] for node in nodes]
+            counts[file] = sum(any(each.arg == "model" for each in names) for names in given)
+    assert sum(map(bool, counts.values())) <= MODEL_FILES
+    assert sum(counts.values()) <= MODEL_FUNCTIONS
+
+
 TESTS = ROOT / "tests"
 FOLDERS = {path.name for path in TESTS.iterdir() if path.is_dir()} - {"support"}
 ELSEWHERE = {

@@ -10,11 +10,7 @@ from torch import nn
 
 from ...compat import TRANSFORMERS
 from ...quantised.codes import class_path
-from . import attention
-from . import attention as alibi
-from . import layers as convolutions
-from . import layers as experts
-from . import layers as recurrent
+from . import alibi, attention, experts, recurrent
 from .attention import Attend
 
 
@@ -49,7 +45,7 @@ _BY_CLASS: dict[str, Callable[[nn.Module, Attend], int | None]] = {
     "rwkv.modeling_rwkv.RwkvSelfAttention": recurrent.rwkv,
     "xglm.modeling_xglm.XGLMAttention": attention.xglm,
     "xglm.modeling_xglm.XGLMSinusoidalPositionalEmbedding": attention.xglm_positions,
-    "zaya.modeling_zaya.ZayaCCAProjection": convolutions.zaya,
+    "zaya.modeling_zaya.ZayaCCAProjection": recurrent.zaya,
 }
 _BY_CLASS |= {
     f"{name.lower()}.modeling_{name.lower()}.{name.replace('_', '')}ForCausalLM": attention.decoder
@@ -68,7 +64,5 @@ _BY_CLASS |= (
 )
 MODULES = {f"transformers.models.{name}": function for name, function in _BY_CLASS.items()}
 """The function that changes a module, by the path of its class."""
-RECURRENT = {
-    path for path, function in MODULES.items() if function.__module__ in (recurrent.__name__, convolutions.__name__)
-}
+RECURRENT = {path for path, function in MODULES.items() if function.__module__ == recurrent.__name__}
 """Classes of modules that are changed so that they show recurrences."""

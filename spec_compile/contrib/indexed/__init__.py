@@ -8,8 +8,7 @@ from torch import Tensor
 from ...capture import checks, modules, trace
 from ...kernels.attention.call import LAUNCHES, AttentionCall
 from ...kernels.plain import on_gpu
-from ...passes import PIPELINE, row_invariance
-from ...passes.use_tree_attention import use_tree_attention
+from ...passes import register, row_invariance
 from . import capture, choice
 from .use_indexes import use_indexes
 
@@ -25,7 +24,7 @@ modules.MODULES |= {
 }
 trace.FACTS["indexes"] = capture.describe
 checks.TIES.append(capture.earlier_of_equal)
-PIPELINE.insert(PIPELINE.index(use_tree_attention) + 1, use_indexes)
+register(use_indexes, after="use_tree_attention")
 row_invariance.FUNCTIONS.add(choice.visible_to)
 
 

@@ -3,8 +3,7 @@
 import operator
 
 from ...graph import ModelGraph, calls
-from ...passes.apply import comes_after
-from ...passes.products import replace_node
+from ...passes.apply import comes_after, replace_node
 from . import choice
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ...capture.adapters import twin
+from ...capture.copies import twin
 from ...inventory import set_in_configs
 from ..modules.assistant import Assistant, ClusteredHead
 from ..modules.mtp import IMPLEMENTATION

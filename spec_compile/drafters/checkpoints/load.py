@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...capture.adapters import shallow
+from ...capture.copies import shallow
 from ...errors import did_you_mean
 from ...quantised.pack_cpu import some_rows
 from ..modules.assistant import Assistant

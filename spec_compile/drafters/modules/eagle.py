@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ...capture.adapters import shallow
+from ...capture.copies import shallow
 from ...passes.outputs import FINAL
 from .layers import ONE_LAYER, JoinedLayer, Layer, LayerKnobs, rotary
 

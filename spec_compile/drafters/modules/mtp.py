@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedConfig
 
-from ...capture.adapters import shallow
+from ...capture.copies import shallow
 from ...capture.modules import connect
 from ...capture.trace import HARMLESS
 from ...errors import UnsupportedModelError

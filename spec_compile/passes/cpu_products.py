@@ -1,4 +1,8 @@
-"""fuse_around: on a CPU the addition and the norm before a product, and the gate after it, join the product."""
+"""On a CPU what stands around a product of bfloat16 joins it, and products that follow one another become one op.
+
+`fuse_around` joins the addition and the norm before a product and the gate after it. `chain_products` joins the
+products between two calls of attention.
+"""
 
 import operator
 from dataclasses import dataclass, field
@@ -11,10 +15,9 @@ from ..kernels import linear
 from ..kernels.linear import around
 from ..kernels.linear.chain import CHAIN, Link
 from ..kernels.ops import arguments_of
-from .apply import comes_after
+from .apply import comes_after, replace_node
 from .fuse_norms import Norm, adds_rows, match_norm
-from .fuse_swiglu import halves
-from .products import replace_node
+from .linears import halves
 
 aten = torch.ops.aten
 
@@ -107,7 +110,7 @@ def product_taken(graph: ModelGraph, node: fx.Node) -> tuple | None:
     return (parts, bias, kind) if around.serves(graph.dtype, tensors, kind) else None
 
 
-# chain_products: on a CPU the products between two calls of attention become one op.
+# Chains of products.
 
 
 @dataclass

@@ -1,12 +1,26 @@
-"""`FollowedConfig`: the generation config of a model that speculates, which follows that of the original."""
+"""Second objects over one model: twins to trace, wrappers of peft, and a generation config that follows the model's.
+
+peft need not be installed.
+"""
 
 import copy
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
+from ..errors import UnsupportedModelError
+from ..inventory import held_tensors
+from ..quantised.held import Restoring
+from .experts import library_tensors
+from .replaced import strip
+
+NO_LORAS = (
+    "adapter_names: the active adapters were captured by speculate(); pass max_loras to speculate() for a batch of "
+    "several adapters, or call the original model's generate()"
+)
 ABSENT = object()
 SCALARS = (type(None), bool, int, float, str)
 
@@ -138,3 +152,78 @@ def _differs(values: dict[str, Any], frozen: dict[str, Any], name: str) -> bool:
         return now is not was and (type(now) is not type(was) or bool(now != was))
     except Exception:
         return True
+
+
+# Models that peft wraps: their adapters are captured with the layers.
+
+
+def is_wrapped(model) -> bool:
+    """True if `model` is a peft ``PeftModel`` around a transformers model, or a result of `wrap_alike`."""
+    return isinstance(model, nn.Module) and hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def base_of(wrapped: nn.Module) -> nn.Module:
+    """The transformers model inside, with its adapters; UnsupportedModelError if they are not part of its layers."""
+    for name, config in wrapped.peft_config.items():
+        label = f"model: the adapter {name!r} ({type(config).__name__})"
+        if config.is_prompt_learning:
+            raise UnsupportedModelError(f"{label} adds virtual tokens to each step; only adapters of layers are exact")
+        if getattr(config, "alora_invocation_tokens", None):
+            raise UnsupportedModelError(f"{label} starts inside the text; only adapters that always act are exact")
+    return wrapped.get_base_model()
+
+
+def wrap_alike(wrapped: nn.Module, fast: nn.Module) -> nn.Module:
+    """Another object like `wrapped` around `fast`, a speculative version of its base model."""
+    wrapped = wrapped.__dict__.get("_original", wrapped)
+    tuner = shallow(wrapped.base_model)
+    tuner._modules["model"] = fast
+    cls = type(wrapped)
+    outer = shallow(wrapped, type(cls.__name__, (_Generates, cls), {"__module__": cls.__module__}))
+    following = FollowedConfig(wrapped)
+    outer._modules["base_model"] = tuner
+    outer.__dict__["_original"] = wrapped
+    for each in (outer, fast):  # peft's generate() assigns the wrapper's config to the model inside
+        follow(each, following)
+    return outer
+
+
+class _Generates(FollowsGenerationConfig):
+    def generate(self, *args, **kwargs):
+        if self.speculation.engine.loras is not None:  # each row has an adapter, so peft must not hook the layers
+            return self.base_model.model.generate(*args, **kwargs)
+        if kwargs.get("adapter_names") is not None:
+            raise NotImplementedError(NO_LORAS)
+        return super().generate(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol):
+        return rebuild, (self.speculation.engine.rebuild, self.__dict__["_original"], followed(self).own())
+
+
+def rebuild(make: Callable, original: nn.Module, own: tuple) -> nn.Module:
+    """``make(original)`` with the generation config of another such model; own: as `FollowedConfig.own` returned it."""
+    made = make(original)
+    followed(made).restore(*own)
+    return made
+
+
+def twin(model: nn.Module, shared_objects: dict[int, Any] | None = None) -> nn.Module:
+    """A copy of all modules and configurations that shares the tensors, without ``torch.compile``. It can be traced, or
+    be given hooks, while other threads run `model`.
+
+    shared_objects: by the ids of parts of `model`, the objects that the copy has in their place.
+    """
+    shared = [*library_tensors(model), *held_tensors(model)]
+    for part in model.modules():
+        shared += [holder for holder in (part._parameters, part._buffers) if isinstance(holder, Restoring)]
+    memo: dict[int, Any] = {id(each): each for each in shared} | (shared_objects or {})
+    return strip(copy.deepcopy(model, memo), model, memo)
+
+
+def shallow(module: nn.Module, cls: type | None = None) -> nn.Module:
+    """A second object over the same state. Replacing its modules does not change the first."""
+    other = object.__new__(cls or type(module))
+    other.__dict__.update(module.__dict__)
+    for name in ("_parameters", "_buffers", "_modules"):
+        other.__dict__[name] = dict(module.__dict__[name])
+    return other
