@@ -22,6 +22,7 @@ from benchmarks.rounds.quantised_layers import NF4
 from benchmarks.timers import bandwidth, captured, replay_us
 from spec_compile.kernels.linear import small_m
 from spec_compile.quantised import pack_gpu
+from spec_compile.quantised.codes import Codes
 from spec_compile.quantised.fp8 import FP8, Fp8Block
 from spec_compile.tools import tune_kernels as tune
 
@@ -52,7 +53,7 @@ def int4(outputs: int, inputs: int) -> tune.ProductShape:
 def nf4(outputs: int, inputs: int) -> tune.ProductShape:
     codes = torch.randint(16, (outputs, inputs), dtype=torch.uint8, device="cuda")
     scales = torch.rand(inputs // 64, outputs, device="cuda")
-    layout, parts = pack_gpu.pack_with_table(codes, torch.tensor(NF4, device="cuda"), scales)
+    layout, parts = pack_gpu.pack(Codes(codes, scales, table=torch.tensor(NF4, device="cuda")))
     return tune.ProductShape(outputs, inputs, layout.kind, torch.bfloat16, [tuple(parts)])
 
 

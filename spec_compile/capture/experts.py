@@ -1,4 +1,4 @@
-"""Experts: transformers' experts interface is given a function that emits the two markers of routed experts."""
+"""Routed experts: transformers' interface is given a function that emits their two markers; and gpt-oss's MXFP4."""
 
 import math
 from collections.abc import Iterator

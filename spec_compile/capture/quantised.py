@@ -28,8 +28,6 @@ READ = {
     "bitsandbytes": "bitsandbytes NF4 and FP4", "torchao": "torchao int8, float8 and grouped weights", "mxfp4": "MXFP4",
 }  # fmt: skip
 """Methods of ``quantization_config`` whose packed layers are read, and the name that people use for each."""
-UNPACKED = {"gguf": "GGUF"}
-"""Methods that transformers unpacks while it loads."""
 LIBRARIES = {
     "aqlm", "auto_gptq", "auto_round", "awq", "bitsandbytes", "compressed_tensors", "eetq", "fp_quant", "gptqmodel",
     "hqq", "optimum", "quark", "spqr_quant", "torchao", "vptq",
@@ -72,7 +70,7 @@ def admit_quantisation(model: PreTrainedModel) -> set[str]:
             if part is model.get_output_embeddings() and not isinstance(part, QuantisedLinear):
                 _refuse(model, f"has a quantised output head ({path}); quantise the model without it")
             continue
-        if _is_quantised(part):
+        if type(part).__module__.startswith("transformers.integrations.") or _library_of(type(part)):
             _refuse(model, f"has quantised layers of class {name} ({path}), {_advice(name)}")
         for key, tensor in part._parameters.items():
             if tensor is not None and _library_of(type(tensor)) | _library_of(type(tensor.data)):
@@ -250,15 +248,9 @@ def _admit_method(model: PreTrainedModel) -> str | None:
     for name in ("kv_cache_scheme", "transform_config"):
         if getattr(scheme, name, None):
             _refuse(model, f"is quantised with a {name}, {_advice()}")
-    if method not in READ and method not in UNPACKED:
+    if method not in READ and method != "gguf":  # which transformers unpacks while it loads
         _refuse(model, f"is quantised by the method {method!r}, {_advice(method)}")
     return method
-
-
-def _is_quantised(part: nn.Module) -> bool:
-    """True if a module is of a class that computes with quantised weights."""
-    module = type(part).__module__
-    return module.startswith("transformers.integrations.") or bool(_library_of(type(part)))
 
 
 def _library_of(cls: type) -> set[str]:

@@ -1,4 +1,4 @@
-"""The option ``weights``: a model's linear layers are rounded and packed at load, and held only so."""
+"""Weights in fewer bits from the load on: ``weights`` rounds a model's layers, `load_gguf` keeps the bits of a file."""
 
 import logging
 import os

@@ -84,8 +84,9 @@ class DraftWeights:
     def _pack(self, graph: ModelGraph, nodes: list) -> str:
         changed = 0
         for node in nodes:
-            weight, is_head = attribute(graph.gm, node.args[1].target), node.args[1].target == graph.head_weight
-            packed = self.copy_of(weight, "output" if is_head or self._is_output(weight) else "layers")
+            weight, is_output = attribute(graph.gm, node.args[1].target), node.args[1].target == graph.head_weight
+            is_output |= self._output is not None and weight.data_ptr() == self._output.data_ptr()
+            packed = self.copy_of(weight, "output" if is_output else "layers")
             if packed is None:
                 continue
             parts = []
@@ -99,16 +100,17 @@ class DraftWeights:
             changed += 1
         return f"{changed} products read copies of the draft's weights in fewer bits"
 
-    def _is_output(self, weight: Tensor) -> bool:
-        return self._output is not None and weight.data_ptr() == self._output.data_ptr()
-
     def copy_of(self, weight: Tensor, part: str) -> Packed | None:
         """The copy of a matrix [O, I], made once; None: it is read as it is. part: of PARTS."""
         if type(weight.data) is not Tensor:
             return None
         key = weight.data_ptr(), part
         if key not in self._copies:
-            packed = self._rounded(weight, part) if part in self.formats else self._as_published(weight)
+            if part in self.formats:
+                packed = self._rounded(weight, part)
+            else:
+                stored = self._published.get(weight.data_ptr())
+                packed = None if stored is None else for_few_rows(stored, weight.dtype)
             if packed is None:
                 return None
             self._copies[key] = Copy(weight, packed, part not in self.formats)
@@ -120,10 +122,6 @@ class DraftWeights:
             self._left[f"{list(weight.shape)}"] = weight.nbytes
             return None
         return for_few_rows(packed, weight.dtype) or packed
-
-    def _as_published(self, weight: Tensor) -> Packed | None:
-        stored = self._published.get(weight.data_ptr())
-        return None if stored is None else for_few_rows(stored, weight.dtype)
 
     def read_bytes(self, weight: Tensor, part: str) -> int:
         """Bytes that a product with a matrix reads."""

@@ -1,3 +1,8 @@
+"""The pipeline of ``torch.compile(backend="spec")``.
+
+`lower`: a forward that Dynamo has traced becomes a graph of ATen calls, on which the passes of `speculate` run.
+"""
+
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,9 +16,6 @@ from ..graph import ModelGraph, attribute, calls
 from ..kernels.attention import grouped
 from .apply import calls_op, replace_node, shape_of
 from .linears import join_parameters
-
-# `lower`: a forward that Dynamo has traced becomes a graph of ATen calls, on which the passes of `speculate` run.
-
 
 aten = torch.ops.aten
 

@@ -1,6 +1,7 @@
 """Quantised weights: each format is a file, and tells what its tensors mean.
 
-A format is a `WeightLayout`, and ``read(module)``, which takes a layer of its library apart without a copy.
+It has one `Format`: how layers of its library and files of checkpoints are read, and classes of `WeightLayout`, unless
+those of other files say what its tensors mean.
 """
 
 import functools
@@ -9,18 +10,13 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from . import awq, bnb, compressed_tensors, fp4, fp8, gptq, pack_cpu, pack_gpu, rows, torchao
-from .codes import Packed, UnreadError, WeightLayout  # noqa: F401
+from . import awq, bnb, compressed_tensors, fp4, fp8, gptq, torchao
+from .codes import LAYOUTS, Packed, UnreadError, WeightLayout  # noqa: F401
+from .formats import FORMATS, Format, Stored  # noqa: F401
 from .held import PARTS, OneLayout, Rearranged, for_kernel, layer_of, rearranged, repacked, update  # noqa: F401
 from .rows import rounds_activations
 
-FORMATS = (fp8, compressed_tensors, gptq, awq, bnb, torchao)
-LAYOUTS = {layout.__name__: layout for format in (*FORMATS, pack_cpu, fp4, pack_gpu, rows) for layout in format.LAYOUTS}
-REFILLED = {
-    bnb.Table4: bnb.refilled, torchao.IntGroups: torchao.refilled,
-    torchao.Int8Weight: torchao.refilled,
-}  # fmt: skip
-"""Functions that make an owner of parts anew, by the layout."""
+FORMATS += [each.FORMAT for each in (fp8, compressed_tensors, gptq, awq, bnb, torchao, fp4)]
 
 
 def read(module: nn.Module) -> Packed | None:
@@ -34,7 +30,7 @@ def read(module: nn.Module) -> Packed | None:
 def hold_in_one_layout(module: nn.Module, source: Packed, form: tuple[WeightLayout, list[Tensor]]) -> None:
     """Let a layer hold its weights only in the form that `WeightLayout.for_few_rows` has made of them, if that has all
     of their bits."""
-    layer = OneLayout(source, *form, REFILLED.get(type(source.layout)))
+    layer = OneLayout(source, *form)
     if not layer.is_exact:
         return
     layer.replace(module, source, form[1])

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from . import pack_gpu
 from .codes import (
+    Codes,
     Packed,
     Place,
     WeightLayout,
@@ -17,7 +17,8 @@ from .codes import (
     require_scale,
     unpacked_nibbles,
 )
-from .gptq import LIBRARY, require_4_bits, require_words
+from .formats import Format, Stored
+from .gptq import LIBRARY, require_4_bits, require_field, require_words
 
 CLASSES = {f"{LIBRARY}torch_awq.{name}" for name in ("AwqTorchLinear", "AwqTorchQuantLinear")}
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -35,14 +36,9 @@ class Awq(WeightLayout):
     def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
         return parts[0].shape[1] * 8
 
-    def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
+    def unpack(self, parts: Sequence[Tensor], inputs: int) -> Codes:
         codes, zeros, scales = parts
-        weight = _outputs_in_order(codes).to(scales.dtype).unflatten(0, (-1, self.group))
-        return weight.sub_(_outputs_in_order(zeros)[:, None]).mul_(scales[:, None]).flatten(0, 1).T
-
-    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]] | None:
-        codes, zeros, scales = parts
-        return pack_gpu.pack(_outputs_in_order(codes).T, _outputs_in_order(zeros).int(), scales)
+        return Codes(_outputs_in_order(codes).T, scales, _outputs_in_order(zeros).int())
 
     def restored(self, index: int, packed: WeightLayout, parts: Sequence[Tensor], inputs: int) -> Tensor | None:
         if index == 0:
@@ -67,9 +63,6 @@ def _outputs_interleaved(codes: Tensor) -> Tensor:
     return packed_nibbles(codes.unflatten(1, (-1, 8))[:, :, [ORDER.index(place) for place in range(8)]].flatten(1))
 
 
-LAYOUTS = (Awq,)
-
-
 def read(module: nn.Module) -> Packed | None:
     """A gptqmodel layer of AWQ for PyTorch."""
     if class_path(module) not in CLASSES:
@@ -84,7 +77,26 @@ def read(module: nn.Module) -> Packed | None:
     groups = module.scales.shape[0]
     require(inputs % groups == 0 and outputs % 8 == 0, f"has {inputs} inputs in {groups} groups, {outputs} outputs")
     require_words(module, (inputs, outputs // 8))
-    require(tuple(module.qzeros.shape) == (groups, outputs // 8), "has zeros of another shape")
-    require_scale("scales", module.scales, (groups, outputs))
-    parts = {name: getattr(module, name) for name in ("qweight", "qzeros", "scales")}
-    return Packed(Awq(inputs // groups), parts, module.bias, inputs)
+    return _packed(module.qweight, module.qzeros, module.scales)._replace(bias=module.bias)
+
+
+def _packed(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Packed:
+    (inputs, words), groups = qweight.shape, len(scales)
+    require(tuple(qzeros.shape) == (groups, words), "has zeros of another shape")
+    require_scale("scales", scales, (groups, 8 * words))
+    return Packed(Awq(inputs // groups), {"qweight": qweight, "qzeros": qzeros, "scales": scales}, None, inputs)
+
+
+def _of_file(tensors: dict[str, Tensor], config: dict) -> Packed:
+    require_field(config, "bits", 4)
+    require_field(config, "version", "gemm", default="gemm")
+    return _packed(**tensors)
+
+
+FORMAT = Format(
+    read,
+    {"awq": (Stored(
+        ".qweight", (".qzeros", ".scales"), (),
+        lambda shapes, take: (8 * shapes["qweight"][1], shapes["qweight"][0]), _of_file,
+    ),)},
+)  # fmt: skip

@@ -4,6 +4,7 @@ Reference: QLoRA (arXiv 2305.14314), section 3.
 """
 
 import copy
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from . import pack_gpu
-from .codes import WEIGHTS, Packed, Place, WeightLayout, class_path, require, require_scale
+from .codes import WEIGHTS, Codes, Packed, Place, WeightLayout, class_path, require, require_scale
+from .formats import Format, Stored, sized_as
+from .fp8 import Int8Weight
 
 NESTED = 256
 """Scales of a block that double quantisation rounds together."""
@@ -37,11 +39,11 @@ class Table4(WeightLayout):
             numbers.copy_(parts[2][_unpacked(some).int()])
         return values.view(-1, self.block).mul_(self._scales(parts).view(-1, 1)).view(-1, inputs)
 
-    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]] | None:
+    def unpack(self, parts: Sequence[Tensor], inputs: int) -> Codes | None:
         if inputs % self.block:
             return None  # a block has parts of two rows
         scales = self._scales(parts).view(-1, inputs // self.block)
-        return pack_gpu.pack_with_table(_unpacked(parts[0]).view(-1, inputs), parts[2], scales.T)
+        return Codes(_unpacked(parts[0]).view(-1, inputs), scales.T, table=parts[2])
 
     def restored(self, index: int, packed: WeightLayout, parts: Sequence[Tensor], inputs: int) -> Tensor | None:
         if index == 0:
@@ -66,6 +68,15 @@ class Table4(WeightLayout):
             return None
         return [parts[0].view(-1, inputs // 2), self._scales(parts).view(-1, inputs // self.block), parts[2]]
 
+    def refilled(self, owner: nn.Parameter, parts: dict[str, Tensor]) -> nn.Parameter:
+        """Another `Params4bit`."""
+        state = copy.copy(owner.quant_state)
+        if "absmax" in parts:
+            state.absmax = parts["absmax"]
+        other = torch.Tensor._make_subclass(type(owner), parts["weight"], owner.requires_grad)
+        other.__dict__.update({**owner.__dict__, "quant_state": state})
+        return other
+
     def _scales(self, parts: Sequence[Tensor]) -> Tensor:
         """The scale of each block, float32."""
         _, scales, _, *second = parts
@@ -80,19 +91,6 @@ def _unpacked(codes: Tensor) -> Tensor:
     """Bytes of two codes -> codes [O * I] uint8."""
     codes = codes.flatten()
     return torch.stack([codes >> 4, codes & 15], dim=1).flatten()
-
-
-LAYOUTS = (Table4,)
-
-
-def refilled(weight: nn.Parameter, parts: dict[str, Tensor]) -> nn.Parameter:
-    """A `Params4bit` like `weight` with these of its `parts`."""
-    state = copy.copy(weight.quant_state)
-    if "absmax" in parts:
-        state.absmax = parts["absmax"]
-    other = torch.Tensor._make_subclass(type(weight), parts["weight"], weight.requires_grad)
-    other.__dict__.update({**weight.__dict__, "quant_state": state})
-    return other
 
 
 def read(module: nn.Module) -> Packed | None:
@@ -120,3 +118,44 @@ def read(module: nn.Module) -> Packed | None:
         parts |= {"offset": state.offset, "absmax2": state.state2.absmax, "code2": state.state2.code}
     require_scale("absmax", state.absmax, (blocks,))
     return Packed(Table4(state.blocksize, int(state.nested)), parts, module.bias, inputs, "weight")
+
+
+STATE = "weight.quant_state.bitsandbytes__"
+
+
+def _of_file(tensors: dict[str, Tensor], config: dict) -> Packed:
+    """NF4 or FP4. The state has the other facts as JSON, in bytes."""
+    state = _state(next(tensor for name, tensor in tensors.items() if name.startswith(STATE)))
+    parts = {"weight": tensors["weight"].view(-1, 1), "absmax": tensors["weight.absmax"]}
+    parts["code"] = tensors["weight.quant_map"]
+    nested = "weight.nested_absmax" in tensors
+    if nested:
+        parts["offset"] = torch.tensor(float(state["nested_offset"]))
+        parts |= {"absmax2": tensors["weight.nested_absmax"], "code2": tensors["weight.nested_quant_map"]}
+    return Packed(Table4(state["blocksize"], int(nested)), parts, None, state["shape"][1])
+
+
+def _state(data: Tensor) -> dict:
+    return json.loads(bytes(data.tolist()))
+
+
+def _llm_int8(tensors: dict[str, Tensor], config: dict) -> Packed:
+    """8 bits. Drafts need no columns apart for outliers of activations, which they do not round."""
+    codes, scales = tensors["weight"], tensors["SCB"].float().view(-1, 1) / 127
+    return Packed(Int8Weight(), {"codes": codes, "scales": scales}, None, codes.shape[1])
+
+
+FORMAT = Format(
+    read,
+    {"bitsandbytes": (
+        *(
+            Stored(
+                ".weight", (".weight.absmax", ".weight.quant_map", f".{STATE}{kind}"),
+                (".weight.nested_absmax", ".weight.nested_quant_map"),
+                lambda shapes, take, name=STATE + kind: tuple(_state(take(name))["shape"]), _of_file,
+            )
+            for kind in ("nf4", "fp4")
+        ),
+        Stored(".weight", (".SCB",), (".weight_format",), sized_as("weight"), _llm_int8),
+    )},
+)  # fmt: skip

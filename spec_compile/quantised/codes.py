@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 WEIGHTS = 1 << 23
 """Weights that are made numbers at a time."""
+LAYOUTS: dict[str, type["WeightLayout"]] = {}
+"""All classes of layouts by name; a new class adds itself."""
 
 
 class UnreadError(ValueError):
@@ -33,6 +35,30 @@ def grouped(scales: Tensor, dim: int, group: int) -> tuple[int, int] | None:
     return (dim, group) if scales.shape[dim] > 1 else None
 
 
+class Codes(NamedTuple):
+    """Weights of 4 bits in the one form between all formats and the packing for kernels.
+
+    codes: [O, I] uint8 of 0 to 15.
+    scales: [G, O], one for each I / G inputs.
+    zeros: [G, O] or one for all. A weight is (code - zero) * scale, each step rounded to the dtype of the scales.
+    table: [16] float32; with one, a weight is the number of its code times its scale, in float32.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | int = 8
+    table: Tensor | None = None
+
+    def weight(self) -> Tensor:
+        """The weight [O, I]."""
+        codes, scales, zeros, table = self
+        numbers = codes.to(scales.dtype) if table is None else table[codes.int()]
+        groups = numbers.unflatten(1, (len(scales), -1))
+        if table is None:
+            groups.sub_(zeros if isinstance(zeros, int) else zeros.T[:, :, None])
+        return groups.mul_(scales.T[:, :, None]).flatten(1)
+
+
 @dataclass(frozen=True)
 class WeightLayout:
     """A layout of parts: the tensors of a layer, in order. Fields are integers, which are constants of a graph.
@@ -48,6 +74,9 @@ class WeightLayout:
     dims: ClassVar[tuple[int, ...]] = 0, 0, 0
     bits: ClassVar[int] = 8
     of_cpu: ClassVar[bool] = False
+
+    def __init_subclass__(cls):
+        LAYOUTS[cls.__name__] = cls
 
     @property
     def kind(self) -> str:
@@ -89,9 +118,17 @@ class WeightLayout:
         """True if that kernel takes activations of a dtype of 16 bits."""
         return True
 
+    def unpack(self, parts: Sequence[Tensor], inputs: int) -> Codes | None:
+        """The weights before they are packed for a kernel; None: the layout's weights have no such form, or products
+        with it need more than them."""
+        return None
+
     def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple["WeightLayout", list[Tensor]] | None:
         """New parts with the same meaning, in a layout that has a `packing`; None: there is no such layout."""
-        return None
+        from .pack_gpu import pack  # which imports this module
+
+        codes = self.unpack(parts, inputs)
+        return None if codes is None else pack(codes)
 
     def fits(self, layers: list[list[Tensor]]) -> bool:
         """True if layers with these parts can be merged, provided that `step` allows it."""
@@ -101,6 +138,10 @@ class WeightLayout:
         """One of the layer's parts, by the layout and parts that `for_few_rows` has made of them; None: these do not
         have it."""
         return None
+
+    def refilled(self, owner: nn.Parameter, parts: dict[str, Tensor]) -> nn.Parameter:
+        """A parameter like `owner`, see `Packed`, with these of its parts, in formats whose parts have an owner."""
+        raise NotImplementedError
 
     def cut(self, parts: Sequence[Tensor], begin: int, end: int) -> list[Tensor] | None:
         """The parts of the outputs begin .. end, where `begin` is a multiple of `step` and 8; None: they cannot be
@@ -124,11 +165,13 @@ class WeightLayout:
 
     def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
         """O of a layer with so many inputs."""
-        raise NotImplementedError
+        return parts[0].shape[0]
 
     def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
         """The weight [O, I], rounded as the format defines it."""
-        raise NotImplementedError
+        codes = self.unpack(parts, inputs)
+        assert codes is not None, f"{type(self).__name__} has neither `weight` nor `unpack`"
+        return codes.weight()
 
     def product(self, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         """The layer: x [..., I] -> [..., O]. Formats that round activations override this."""

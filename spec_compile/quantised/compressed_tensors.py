@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from ..parallel.slices import whole
-from . import pack_gpu
-from .codes import Packed, Place, WeightLayout, grouped, packed_nibbles, require, require_scale, unpacked_nibbles
-from .fp4 import Fp4, Fp4Both
-from .rows import FP8, LARGEST, W4A8, RoundsRows
+from .codes import Codes, Packed, Place, WeightLayout, grouped, packed_nibbles, require, require_scale, unpacked_nibbles
+from .formats import Format, Stored, sized_as
+from .fp4 import Fp4, Fp4Both, fp4_of_file
+from .fp8 import EIGHT_BITS, FP8
+from .rows import LARGEST, W4A8, RoundsRows
+from .torchao import IntGroups
 
-EIGHT_BITS = {"float-quantized", "int-quantized", "naive-quantized"}
+FORMS_OF_8_BITS = {"float-quantized", "int-quantized", "naive-quantized"}
 NVFP4 = "nvfp4-pack-quantized"
 
 
@@ -29,9 +31,6 @@ class PerChannel(RoundsRows):
     static: int = 0
     rounded: int = 0
     packing = "channels", 1
-
-    def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
-        return parts[0].shape[0]
 
     def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
         codes, scales = parts
@@ -55,21 +54,14 @@ class PerChannel(RoundsRows):
 
 
 @dataclass(frozen=True)
-class PerTensor(WeightLayout):
+class PerTensor(PerChannel):
     """`PerChannel` with weight [O, I], scales [O, 1] or one for all [1], and if static the activations' scale [1]."""
 
-    static: int
-    rounded: int = 0
     merges = False
-
-    def row_dtype(self, weight: Tensor) -> torch.dtype | None:
-        return None if self.rounded else weight.dtype
+    packing = None
 
     def constant_scale(self, parts: Sequence[Tensor]) -> Tensor | None:
         return parts[2] if self.static else None
-
-    def of_inputs(self, size: int) -> "PerTensor":
-        return self if self.static else replace(self, rounded=1)
 
     def places(self, parts: Sequence[Tensor]) -> list[Place]:
         scales = Place() if parts[1].numel() == 1 else Place((0, 1))
@@ -82,9 +74,6 @@ class PerTensor(WeightLayout):
             weight,
             torch.cat([scales, *(scale.view(1, 1) for scale in activations)]),
         ]
-
-    def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
-        return parts[0].shape[0]
 
     def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
         layout, parts = self.for_few_rows(parts, inputs)
@@ -102,17 +91,9 @@ class Int4Group(WeightLayout):
 
     group: int
 
-    def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
-        return parts[0].shape[0]
-
-    def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
+    def unpack(self, parts: Sequence[Tensor], inputs: int) -> Codes:
         words, scales = parts
-        codes = unpacked_nibbles(words).to(scales.dtype).sub_(8)
-        return codes.unflatten(1, (-1, self.group)).mul_(scales[:, :, None]).flatten(1)
-
-    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]] | None:
-        words, scales = parts
-        return pack_gpu.pack(unpacked_nibbles(words), 8, scales.T)
+        return Codes(unpacked_nibbles(words), scales.T)
 
     def restored(self, index: int, packed: WeightLayout, parts: Sequence[Tensor], inputs: int) -> Tensor | None:
         return (
@@ -124,9 +105,6 @@ class Int4Group(WeightLayout):
 
     def of_inputs(self, size: int) -> "Int4Group":
         return Int4Group(min(self.group, size))
-
-
-LAYOUTS = (PerChannel, PerTensor, Int4Group)
 
 
 def read(module: nn.Module) -> Packed | None:
@@ -142,10 +120,10 @@ def read(module: nn.Module) -> Packed | None:
     )
     require(scheme.output_activations is None, "quantises what it returns")
     form = getattr(scheme.format, "value", scheme.format)
-    require(form in EIGHT_BITS or form in ("pack-quantized", NVFP4), f"is of the form {form!r}")
+    require(form in FORMS_OF_8_BITS or form in ("pack-quantized", NVFP4), f"is of the form {form!r}")
     if scheme.weights.num_bits == 4 and scheme.weights.type == "int" and scheme.input_activations is not None:
         return _w4a8(module, scheme, form)
-    if form in EIGHT_BITS:
+    if form in FORMS_OF_8_BITS:
         return _eight_bits(module, scheme, form)
     return _nvfp4(module, scheme) if form == NVFP4 else _four_bits(module, scheme)
 
@@ -239,3 +217,43 @@ def _nvfp4(module: nn.Linear, scheme) -> Packed:
     require(float(whole(divisor)) > 0, "has an input_global_scale that is not above 0")
     parts["input_global_scale"] = divisor
     return Packed(Fp4Both(group, 1), parts, module.bias, inputs)
+
+
+def _words_of_file(tensors: dict[str, Tensor], config: dict) -> Packed:
+    """``pack-quantized``: 4 or 8 bits, each plus half of its range, the first in the low bits."""
+    words, scales = tensors["weight_packed"], tensors["weight_scale"]
+    outputs, inputs = tensors["weight_shape"].tolist()
+    bits = 32 * words.shape[1] / inputs
+    require(bits in (4, 8), f"has {bits:g} bits, where 4 and 8 are read")
+
+    def unpacked(words: Tensor) -> Tensor:
+        """words [R, C] int32 -> numbers [R, 32 / bits * C] int8 from minus half of the range."""
+        codes = unpacked_nibbles(words) if bits == 4 else words.contiguous().view(torch.uint8)
+        return (codes.short() - (1 << int(bits) - 1)).to(torch.int8)
+
+    zeros = tensors.get("weight_zero_point")
+    zeros = torch.zeros(scales.shape, dtype=torch.int8) if zeros is None else unpacked(zeros.T).T
+    parts = {"codes": unpacked(words), "scales": scales, "zeros": zeros[:outputs].contiguous()}
+    return Packed(IntGroups(inputs // scales.shape[1], int(bits)), parts, None, inputs)
+
+
+def _fp4_of_file(tensors: dict[str, Tensor], config: dict) -> Packed:
+    """NVFP4, whose global scale divides, or MXFP4, which has none."""
+    divisor = tensors.get("weight_global_scale")
+    return fp4_of_file(tensors["weight_packed"], tensors["weight_scale"], divisor, divides=divisor is not None)
+
+
+FORMAT = Format(
+    read,
+    {"compressed-tensors": (
+        Stored(
+            ".weight_packed", (".weight_scale", ".weight_shape"), (".weight_zero_point",),
+            lambda shapes, take: tuple(take("weight_shape").tolist()), _words_of_file,
+        ),
+        Stored(
+            ".weight_packed", (".weight_scale",), (".weight_global_scale", ".input_global_scale"),
+            sized_as("weight_packed", columns=2), _fp4_of_file,
+        ),
+        EIGHT_BITS,
+    )},
+)  # fmt: skip

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from . import mxfp4
 from .codes import Place, exact_linear
-from .fp8 import rounded_blocks
+from .fp8 import Fp8Block, rounded_blocks
 from .held import Rearranged
 from .rows import rounds_activations
 
@@ -80,8 +80,7 @@ class ExpertFormat:
         weight = parts[0][expert].T if self.transposed else parts[0][expert]
         if not self.block:
             return weight.to(dtype)
-        scales = parts[1][expert].repeat_interleave(self.block, 0).repeat_interleave(self.block, 1)
-        return weight.to(dtype) * scales[: weight.shape[0], : weight.shape[1]].to(dtype)
+        return Fp8Block(self.block, self.block).weight([weight, parts[1][expert]], weight.shape[1]).to(dtype)
 
     def places(self, parts: Sequence[Tensor]) -> list[Place]:
         """Where each part but the bias has the outputs and the inputs; in MXFP4 only the outputs, because the inputs of

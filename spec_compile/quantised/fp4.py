@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import pack_gpu
-from .codes import Place, WeightLayout, exact_linear
-from .rows import FP8
+from .codes import Codes, Packed, Place, WeightLayout, exact_linear, require
+from .formats import Format, Stored, sized_as
+from .fp8 import EIGHT_BITS, FP8
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The numbers of the codes of e2m1."""
@@ -28,15 +28,9 @@ class Fp4(WeightLayout):
     divides: int
     merges = False
 
-    def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
-        return parts[0].shape[0]
-
-    def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
-        numbers = _table(parts[0])[_unpacked(parts[0]).int()].unflatten(1, (-1, self.group))
-        return numbers.mul_(self._scales(parts)[:, :, None]).flatten(1)
-
-    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]] | None:
-        return pack_gpu.pack_with_table(_unpacked(parts[0]), _table(parts[0]), self._scales(parts).T)
+    def unpack(self, parts: Sequence[Tensor], inputs: int) -> Codes | None:
+        codes = torch.stack([parts[0] & 15, parts[0] >> 4], dim=2).flatten(1)
+        return Codes(codes, self._scales(parts).T, table=torch.tensor(VALUES, device=codes.device))
 
     def restored(self, index: int, packed: WeightLayout, parts: Sequence[Tensor], inputs: int) -> Tensor | None:
         if index:
@@ -63,11 +57,11 @@ class Fp4Both(Fp4):
         x = rounded_groups(x, self.group, parts[3])
         return self.multiplied(x, parts, bias, exact_linear)
 
-    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> None:
+    def unpack(self, parts: Sequence[Tensor], inputs: int) -> None:
         return None
 
-    def _scales(self, parts: Sequence[Tensor]) -> Tensor:
-        return super()._scales(parts[:3])
+    def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
+        return Fp4(self.group, self.divides).weight(parts[:3], inputs)
 
 
 def rounded_groups(x: Tensor, group: int, divisor: Tensor) -> Tensor:
@@ -84,13 +78,33 @@ def rounded_groups(x: Tensor, group: int, divisor: Tensor) -> Tensor:
     return ((ratios / steps).round() * steps * scales).flatten(-2).to(x.dtype)
 
 
-def _unpacked(codes: Tensor) -> Tensor:
-    """Bytes [O, I / 2] of two codes -> codes [O, I] uint8."""
-    return torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)
+def fp4_of_file(codes: Tensor, scales: Tensor, factor: Tensor | None, divides: bool = False) -> Packed:
+    """NVFP4 or MXFP4 of a file. factor: one for all scales, or None."""
+    inputs, group = 2 * codes.shape[1], 16 if scales.dtype == FP8 else 32
+    scales = scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
+    is_read = scales.dtype in (FP8, torch.uint8) and scales.shape[1] * group == inputs
+    require(is_read, f"has scales {scales.dtype} {list(scales.shape)} for {inputs} inputs")
+    factor = torch.ones(1) if factor is None else factor.float().view(1)
+    return Packed(Fp4(group, int(divides)), {"codes": codes, "scales": scales, "factor": factor}, None, inputs)
 
 
-def _table(like: Tensor) -> Tensor:
-    return torch.tensor(VALUES, device=like.device)
+def _mxfp4(tensors: dict[str, Tensor], config: dict) -> Packed:
+    """gpt-oss's names: blocks [O, I / 32, 16] uint8, scales [O, I / 32] uint8."""
+    blocks = tensors["blocks"]
+    expected = "[outputs, inputs / 32, 16]; experts are not read"
+    require(blocks.dim() == 3, f"has blocks {list(blocks.shape)}, expected {expected}")
+    return fp4_of_file(blocks.flatten(1), tensors["scales"], None)
 
 
-LAYOUTS = (Fp4, Fp4Both)
+FORMAT = Format(files={
+    "mxfp4": (Stored("_blocks", ("_scales",), (), sized_as("blocks", columns=32), _mxfp4, weight=""),),
+    "modelopt": (
+        Stored(
+            ".weight", (".weight_scale", ".weight_scale_2"), (".input_scale",), sized_as("weight", columns=2),
+            lambda tensors, config: fp4_of_file(
+                tensors["weight"], tensors["weight_scale"], tensors["weight_scale_2"]
+            ),
+        ),
+        EIGHT_BITS,
+    ),
+})  # fmt: skip

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from .bnb import Table4
-from .codes import Packed, Place, WeightLayout
-from .pack_cpu import CodeBlocks, blocks, for_cpu, is_of_cpu
-from .pack_gpu import Nibbles, TableNibbles
+from .codes import Packed, Place, WeightLayout, grouped
+from .pack_cpu import DTYPES, NONE, POINT, CodeBlocks, CodeGroups, blocks, for_cpu, in_rows, is_of_cpu
+from .pack_gpu import TableNibbles, Words
 from .rows import W4A8, RoundedNibbles
-from .torchao import IntGroups
 
 PARTS = "spec_compile_words", "spec_compile_units"
 """The names of the buffers that have a layer's weights as the kernel reads them."""
@@ -30,11 +29,10 @@ class OneLayout:
 
     source: the layer as it was read.
     packed, parts: the results of `WeightLayout.for_few_rows`.
-    refilled: makes an owner of parts anew, see `Packed`.
     """
 
-    def __init__(self, source: Packed, packed: WeightLayout, parts: list[Tensor], refilled: Callable | None):
-        self.source, self.packed, self.inputs, self._refilled = source.layout, packed, source.inputs, refilled
+    def __init__(self, source: Packed, packed: WeightLayout, parts: list[Tensor]):
+        self.source, self.packed, self.inputs = source.layout, packed, source.inputs
         self._owner, self._indices = source.owner, {}
         self.is_exact = False
         for index, (name, tensor) in enumerate(source.parts.items()):
@@ -50,7 +48,7 @@ class OneLayout:
         if self._owner:
             shapes = {name: source.parts[name].to("meta") for name in self._indices}
             owner = module._parameters[self._owner]
-            self._owned = self._refilled(owner, shapes)
+            self._owned = self.source.refilled(owner, shapes)
             for name, value in vars(module).items():  # as a `Linear4bit` holds its parameter's state, too
                 if value is not None and value is vars(owner).get(name):
                     vars(module)[name] = vars(self._owned).get(name, value)
@@ -85,7 +83,7 @@ class OneLayout:
         tensors = {
             part: self.source.restored(index, self.packed, parts, self.inputs) for part, index in self._indices.items()
         }
-        return self._refilled(self._owned, tensors)
+        return self.source.refilled(self._owned, tensors)
 
     def fill(self) -> None:
         """Put the library's tensors back, before a state dict is loaded."""
@@ -254,46 +252,34 @@ def rearranged(layout: WeightLayout, parts: Sequence[Tensor], inputs: int, by_in
         rows = layout.by_row(parts, inputs)
         if rows is None:
             return f"has blocks of {layout.block} weights, in which a row of {inputs} inputs ends"
-        return _rearranged(Table4(layout.block, 0), rows[1], lambda: rows, is_words=False)
-    if isinstance(layout, TableNibbles):
-        return _table(layout, parts, inputs)
+        share = Table4(layout.block, 0)
+        return Rearranged(share.places(rows), lambda: rows, lambda cut, inputs: (share, _contiguous(cut)))
     if isinstance(layout, CodeBlocks):
         groups, rows = layout.rows(parts, inputs)
         places, unpack = groups.places(rows), lambda: layout.rows(parts, inputs)[1]
         return Rearranged(places, unpack, lambda cut, inputs: blocks(groups, *cut))
-    if not by_inputs or not isinstance(layout, (Nibbles, RoundedNibbles)):
+    if not isinstance(layout, Words if by_inputs else TableNibbles):
         return None
-    scales, group = layout.scales(parts, inputs), min(layout.group, inputs)
-
-    def codes() -> Tensor:
-        return layout.codes(parts, inputs).to(torch.int8).sub_(8)
-
-    if isinstance(layout, RoundedNibbles):
-        return _rearranged(W4A8(group, layout.fp8, 0), scales.T, lambda: [codes(), scales.T])
-    zeros = layout.scales_and_zeros(parts[1])[1]
-    zeros = torch.zeros_like(scales) if isinstance(zeros, int) else zeros[: len(scales)] - 8
-    return _rearranged(IntGroups(group, 4), scales.T, lambda: [codes(), scales.T, zeros.to(torch.int8).T])
-
-
-def _table(layout: TableNibbles, parts: Sequence[Tensor], inputs: int) -> Rearranged:
-    scales = layout.scales(parts, inputs).T
+    # Words of a GPU are cut as codes and scales in rows, and become words again.
+    scales, group = layout.scales(parts, inputs).T, min(layout.group, inputs)
+    places = [Place((0, 1), (1, 1)), Place((0, 1), grouped(scales, 1, group))]
 
     def unpack() -> list[Tensor]:
-        codes = layout.codes(parts, inputs)
-        return [codes[:, ::2] << 4 | codes[:, 1::2], scales, parts[1][0, :8].flatten()]
-
-    return _rearranged(Table4(min(layout.group, inputs), 0), scales, unpack)
-
-
-def _rearranged(
-    layout: WeightLayout, scales: Tensor, unpack: Callable[[], list[Tensor]], is_words: bool = True
-) -> Rearranged:  # fmt: skip
-    """layout, scales: of the order in which the layer can be cut. is_words: it comes from `Words`, and goes there
-    again."""
+        if isinstance(layout, RoundedNibbles):
+            return [layout.codes(parts, inputs).to(torch.int8).sub_(8), scales]
+        return in_rows(layout.unpack(parts, inputs), group)[1]
 
     def pack(cut: list[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]]:
-        share, cut = layout.of_inputs(inputs), [part.contiguous() for part in cut]
-        form = share.for_few_rows(cut, inputs) if is_words else None
-        return form or (share, cut)
+        if isinstance(layout, RoundedNibbles):
+            share = W4A8(group, layout.fp8, 0).of_inputs(inputs)
+        else:
+            second = POINT if cut[1].shape[2] > 1 else NONE
+            share = CodeGroups(4, group, second, DTYPES.index(cut[1].dtype), layout.table or 0)
+        cut = _contiguous(cut)
+        return share.for_few_rows(cut, inputs) or (share, cut)
 
-    return Rearranged(layout.places([scales, scales]), unpack, pack)
+    return Rearranged(places, unpack, pack)
+
+
+def _contiguous(parts: list[Tensor]) -> list[Tensor]:
+    return [part.contiguous() for part in parts]

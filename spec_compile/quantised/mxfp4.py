@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .codes import Codes
 from .fp4 import VALUES
 
 WIDTH, GROUP = 256, 32
@@ -69,8 +70,9 @@ def unpack(words: Tensor, units: Tensor, inputs: int) -> tuple[Tensor, Tensor]:
 
 def weight(words: Tensor, units: Tensor, inputs: int, dtype: torch.dtype) -> Tensor:
     """The weight [O, I] of one expert: words [O, W * 32], units [W * 2, O]. It is exact in bfloat16."""
-    values = torch.tensor(VALUES, device=words.device)[_codes(words, inputs).int()].unflatten(1, (-1, GROUP))
-    return torch.ldexp(values, (_scales(units, inputs).int() - 127)[:, :, None]).flatten(1).to(dtype)
+    table, exponents = torch.tensor(VALUES, device=words.device), _scales(units, inputs).int() - 127
+    scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+    return Codes(_codes(words, inputs), scales.T, table=table).weight().to(dtype)
 
 
 def _codes(words: Tensor, inputs: int) -> Tensor:

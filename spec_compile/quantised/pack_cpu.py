@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import pack_gpu
-from .codes import Packed, Place, WeightLayout, grouped
-from .pack_gpu import Nibbles, TableNibbles, Words
-from .torchao import Int8Weight
+from .codes import Codes, Packed, Place, WeightLayout, grouped
+from .fp8 import Int8Weight
+from .pack_gpu import ZERO, Words, group_of, numbers_of
 
 OUTPUTS = 64
 """Outputs of a block."""
@@ -23,7 +22,7 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16
 """By `Number` of few_rows.h."""
 NONE, POINT, MINIMUM = range(3)
 """`Second` of few_rows.h."""
-CENTRED = torch.arange(-pack_gpu.ZERO, 16 - pack_gpu.ZERO).float()
+CENTRED = torch.arange(-ZERO, 16 - ZERO).float()
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,6 @@ class CodeGroups(WeightLayout):
     def bits(self) -> int:
         return self.width
 
-    def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
-        return parts[0].shape[0]
-
     def places(self, parts: Sequence[Tensor]) -> list[Place]:
         return [Place((0, 1), (1, 1)), Place((0, 1), grouped(parts[1], 1, self.group))]
 
@@ -69,17 +65,16 @@ class CodeGroups(WeightLayout):
         numbers = numbers * units[:, :, :1]  # guard: scales-of-blocks
         return (numbers + units[:, :, 1:] if self.second == MINIMUM else numbers).flatten(1)[:, :inputs]
 
-    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]] | None:
+    def unpack(self, parts: Sequence[Tensor], inputs: int) -> Codes | None:
         """For a GPU."""
         if self.width == 8 or self.second == MINIMUM:
             return None
         codes, units = self.rows(parts, inputs)[1]
         scales = units[:, :, 0].T.contiguous()
         if self.rounds == 0:
-            scales = scales.float()
-            return pack_gpu.pack_with_table(codes.view(torch.uint8), self.table_numbers.to(codes.device), scales)
-        zeros = units[:, :, 1].T.int() + pack_gpu.ZERO if self.second == POINT else pack_gpu.ZERO
-        return pack_gpu.pack(codes.view(torch.uint8), zeros, scales)
+            return Codes(codes.view(torch.uint8), scales.float(), table=self.table_numbers.to(codes.device))
+        zeros = units[:, :, 1].T.int() + ZERO if self.second == POINT else ZERO
+        return Codes(codes.view(torch.uint8), scales, zeros)
 
     @property
     def table_numbers(self) -> Tensor:
@@ -139,21 +134,12 @@ class CodeBlocks(CodeGroups):
         return self.rows(parts, inputs)[1][1][:, :, 0].T.contiguous()
 
 
-LAYOUTS = (CodeGroups, CodeBlocks)
-
-
 def table_of(numbers: int) -> Tensor:
     """The 16 float32 whose bits are those of an integer, the first the lowest; of 0 those of `CENTRED`."""
     if not numbers:
         return CENTRED
     bits = [numbers >> 32 * place & 0xFFFFFFFF for place in range(16)]
     return torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32)
-
-
-def numbers_of(table: Tensor) -> int:
-    """The inverse of `table_of`."""
-    bits = table.float().contiguous().view(torch.int32).tolist()
-    return sum((each & 0xFFFFFFFF) << 32 * place for place, each in enumerate(bits))
 
 
 def is_read(group: int, groups: int) -> bool:
@@ -194,24 +180,26 @@ def for_cpu(layout: WeightLayout, parts: Sequence[Tensor], inputs: int) -> tuple
     if isinstance(layout, Int8Weight):
         codes, scales = parts
         return blocks(CodeGroups(8, -(-inputs // SEGMENT) * SEGMENT, NONE, 0, 0), codes, scales[:, :, None])
-    form = (layout, list(parts)) if layout.packing else layout.for_few_rows(parts, inputs)
-    if form is None or not isinstance(form[0], (Nibbles, TableNibbles)):
-        return form
-    return _of_nibbles(*form, inputs)
+    codes = layout.unpack(parts, inputs)
+    if codes is None:
+        return layout.for_few_rows(parts, inputs)
+    group = group_of(codes.codes.shape[1], len(codes.scales))
+    if group is None or codes.scales.dtype not in DTYPES:
+        return None
+    groups, rows = in_rows(codes, group)
+    return None if groups.second == POINT and groups.rounds == 0 else blocks(groups, *rows)
 
 
-def _of_nibbles(layout: Words, parts: Sequence[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]]:
-    codes, scales = layout.codes(parts, inputs).view(torch.int8), layout.scales(parts, inputs).T
-    if isinstance(layout, TableNibbles):
-        centred = torch.equal(table_of(layout.numbers), CENTRED)
-        groups = CodeGroups(4, layout.group, NONE, 0, 0 if centred else layout.numbers)
-        return blocks(groups, codes, scales[:, :, None])
-    rounds, zeros = DTYPES.index(scales.dtype), layout.scales_and_zeros(parts[1])[1]
-    zeros = pack_gpu.ZERO if isinstance(zeros, int) else zeros[: scales.shape[1]]
-    if bool((torch.as_tensor(zeros) == pack_gpu.ZERO).all()):  # layers of one layout can be merged
-        return blocks(CodeGroups(4, layout.group, NONE, rounds, 0), codes, scales[:, :, None])
-    points = (zeros - pack_gpu.ZERO).to(scales.dtype).T
-    return blocks(CodeGroups(4, layout.group, POINT, rounds, 0), codes, torch.stack([scales, points], dim=2))
+def in_rows(weights: Codes, group: int) -> tuple[CodeGroups, list[Tensor]]:
+    """`CodeGroups` and its parts. group: inputs of a scale, or more if there is one for all."""
+    codes, scales, zeros, table = weights
+    codes, scales, rounds, numbers = codes.view(torch.int8), scales.T, DTYPES.index(scales.dtype), 0
+    if table is not None and not torch.equal(table.to(CENTRED), CENTRED):
+        numbers = numbers_of(table)
+    if bool((torch.as_tensor(zeros) == ZERO).all()):  # layers of one layout can be merged
+        return CodeGroups(4, group, NONE, rounds, numbers), [codes, scales[:, :, None]]
+    points = (zeros - ZERO).to(scales.dtype).T
+    return CodeGroups(4, group, POINT, rounds, numbers), [codes, torch.stack([scales, points], dim=2)]
 
 
 def _in_blocks(rows: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .codes import Place, WeightLayout
+from .codes import Codes, Place, WeightLayout
 
 WIDTH = 256
 """Columns whose words lie side by side."""
@@ -43,9 +43,6 @@ class Words(WeightLayout):
     @property
     def turn(self) -> int:
         return 0
-
-    def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
-        return parts[0].shape[0]
 
     def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]]:
         return self, [part.contiguous() for part in parts]
@@ -133,12 +130,10 @@ class Nibbles(Words):
     def scales(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
         return self.scales_and_zeros(parts[1])[0][: max(inputs // self.group, 1)].contiguous()
 
-    def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
-        words, units = parts
-        scales, zeros = self.scales_and_zeros(units)
-        groups = self.unpacked(words).to(scales.dtype).unflatten(1, (-1, self.group))
-        groups.sub_(zeros if isinstance(zeros, int) else zeros.T[:, :, None])
-        return groups.mul_(scales.T[:, :, None]).flatten(1)[:, :inputs]
+    def unpack(self, parts: Sequence[Tensor], inputs: int) -> Codes:
+        scales = self.scales(parts, inputs)
+        zeros = self.scales_and_zeros(parts[1])[1]
+        return Codes(self.codes(parts, inputs), scales, zeros if isinstance(zeros, int) else zeros[: len(scales)])
 
 
 @dataclass(frozen=True)
@@ -166,43 +161,36 @@ class TableNibbles(Words):
     def scales(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
         return self.unpaired(parts[1][1:])[: max(inputs // self.group, 1)].contiguous()
 
-    def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
-        words, units = parts
-        numbers = units[0, :8].flatten()[self.unpacked(words).int()].unflatten(1, (-1, self.group))
-        return numbers.mul_(self.unpaired(units[1:, : len(words)]).T[:, :, None]).flatten(1)[:, :inputs]
+    def unpack(self, parts: Sequence[Tensor], inputs: int) -> Codes:
+        scales = self.scales(parts, inputs)[:, : len(parts[0])]  # units may be wider, see `cut`
+        return Codes(self.codes(parts, inputs), scales, table=parts[1][0, :8].flatten())
 
 
-LAYOUTS = (Nibbles, TableNibbles)
-
-
-def pack(codes: Tensor, zeros: Tensor | int, scales: Tensor) -> tuple[Words, list[Tensor]] | None:
-    """The layout of codes and its parts; None if the kernel does not read such groups.
-
-    codes [O, I] uint8 of 0 to 15, zeros [G, O] or one for all, scales [G, O].
-    """
-    if scales.dtype == torch.float32 and bool((torch.as_tensor(zeros) == ZERO).all()):
-        return pack_with_table(codes, torch.arange(-ZERO, 16 - ZERO, device=codes.device).float(), scales)
+def pack(weights: Codes) -> tuple[Words, list[Tensor]] | None:
+    """A layout of the kernel for few rows and its parts; None if that does not read such groups."""
+    codes, scales, zeros, table = weights
+    all_centred = bool((torch.as_tensor(zeros) == ZERO).all())
+    if table is None and scales.dtype == torch.float32 and all_centred:
+        table = torch.arange(-ZERO, 16 - ZERO, device=codes.device).float()
     group = group_of(codes.shape[1], len(scales))
-    if scales.dtype not in DTYPES or group is None:
+    is_read = scales.dtype in DTYPES if table is None else len(codes) >= len(table)
+    if group is None or not is_read:
         return None
-    fits = bool((scales.abs() < 0.25).all())  # times two to `TOO_SMALL`, a number of its dtype
-    centred = fits and bool((torch.as_tensor(zeros) == ZERO).all())
-    layout = Nibbles(group, DTYPES.index(scales.dtype), int(centred))
-    words = layout.words(codes)
-    units = layout.units(scales, zeros)
-    return layout, [words, _padded(units, words, layout.span if centred else group)]
-
-
-def pack_with_table(codes: Tensor, table: Tensor, scales: Tensor) -> tuple[TableNibbles, list[Tensor]] | None:
-    """`pack` of codes whose numbers are in a table [16] float32. scales [G, O] float32."""
-    group = group_of(codes.shape[1], len(scales))
-    if group is None or len(codes) < len(table):
-        return None
-    bits = table.view(torch.int32).tolist()
-    layout = TableNibbles(group, sum((each & 0xFFFFFFFF) << 32 * place for place, each in enumerate(bits)))
+    if table is None:
+        centred = all_centred and bool((scales.abs() < 0.25).all())  # times two to `TOO_SMALL`, a number of its dtype
+        layout = Nibbles(group, DTYPES.index(scales.dtype), int(centred))
+        words = layout.words(codes)
+        return layout, [words, _padded(layout.units(scales, zeros), words, layout.span if centred else group)]
+    layout = TableNibbles(group, numbers_of(table))
     words = layout.words(codes)
     first = F.pad(table, (0, 2 * len(codes) - len(table))).view(1, -1, 2)
     return layout, [words, torch.cat([first, _padded(layout.pairs(scales), words, layout.span)])]
+
+
+def numbers_of(table: Tensor) -> int:
+    """The bits of a table of 16 float32 as an integer, the first number the lowest."""
+    bits = table.float().contiguous().view(torch.int32).tolist()
+    return sum((each & 0xFFFFFFFF) << 32 * place for place, each in enumerate(bits))
 
 
 def _turned(words: Tensor, bits: int) -> Tensor:

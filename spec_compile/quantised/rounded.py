@@ -18,22 +18,12 @@ SMALLEST = 1e-12
 
 def fp8(weight: Tensor) -> Packed:
     """float8_e4m3fn with a scale for each output. weight [O, I]."""
-
-    def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
-        scales = _largest(rows, 1) / torch.finfo(FP8).max
-        return (rows.float() / scales).to(FP8), scales
-
-    return _packed(Float8Weight(), weight, rounded)
+    return _packed(Float8Weight(), weight, lambda rows: _by_output(rows, torch.finfo(FP8).max, lambda x: x.to(FP8)))
 
 
 def int8(weight: Tensor) -> Packed:
     """int8 with a scale for each output. weight [O, I]."""
-
-    def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
-        scales = _largest(rows, 1) / 127
-        return (rows.float() / scales).round().to(torch.int8), scales
-
-    return _packed(Int8Weight(), weight, rounded)
+    return _packed(Int8Weight(), weight, lambda rows: _by_output(rows, 127, lambda x: x.round().to(torch.int8)))
 
 
 def int4(weight: Tensor, group: int | None = None) -> Packed | None:
@@ -69,6 +59,7 @@ def _packed(layout, weight: Tensor, rounded: Callable[[Tensor], tuple[Tensor, Te
     return Packed(layout, {"codes": codes, "scales": scales}, None, weight.shape[1])
 
 
-def _largest(numbers: Tensor, dim: int) -> Tensor:
-    """The largest absolute value along a dimension, which is kept, float32."""
-    return numbers.abs().amax(dim=dim, keepdim=True).float().clamp(min=SMALLEST)
+def _by_output(rows: Tensor, largest: float, to_codes: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Codes of rows, and scales [R, 1] float32 that make each row's largest absolute value `largest`."""
+    scales = rows.abs().amax(dim=1, keepdim=True).float().clamp(min=SMALLEST) / largest
+    return to_codes(rows.float() / scales), scales

@@ -9,13 +9,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..compat import gather_parts
-from . import pack_gpu
-from .codes import Place, WeightLayout, exact_linear, grouped, packed_nibbles, unpacked_nibbles
-from .pack_gpu import WIDTH, ZERO, Words, group_of
+from .codes import Codes, Place, WeightLayout, exact_linear, grouped, packed_nibbles, unpacked_nibbles
+from .fp8 import FP8
+from .pack_gpu import WIDTH, Words, group_of
 
 rounds_activations: ContextVar[bool] = ContextVar("rounds_activations", default=True)
 """False where no layer rounds its activations, whatever its format and kernel."""
-FP8 = torch.float8_e4m3fn
 LARGEST = {FP8: 448.0, torch.int8: 127.5}
 """By what the largest absolute value of a row is divided to get its scale."""
 
@@ -79,18 +78,18 @@ class W4A8(RoundsRows):
     def row_dtype(self, weight: Tensor) -> torch.dtype | None:
         return None if self.rounded else FP8 if self.fp8 else torch.int8
 
-    def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
-        return parts[0].shape[0]
-
     def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
         codes, scales = parts
-        numbers = self._codes(codes).to(scales.dtype).sub_(8)
-        return numbers.unflatten(1, (-1, self.group)).mul_(scales[:, :, None]).flatten(1)
+        return Codes(self._codes(codes), scales.T).weight()
+
+    def unpack(self, parts: Sequence[Tensor], inputs: int) -> Codes | None:
+        """None if the product rounds activations, as no kernel of `Codes` does."""
+        return Codes(self._codes(parts[0]), parts[1].T) if self.rounded else None
 
     def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]] | None:
         codes, scales = parts
         if self.rounded:
-            return pack_gpu.pack(self._codes(codes), ZERO, scales.T)
+            return super().for_few_rows(parts, inputs)
         group = group_of(inputs, scales.shape[1])
         if group is None or group < 32:
             return None
@@ -154,6 +153,3 @@ class RoundedNibbles(Words, RoundsRows):
         words, units = parts
         numbers = self.unpacked(words).to(units.dtype).sub_(8)
         return numbers.unflatten(1, (-1, self.group)).mul_(units.T[:, :, None]).flatten(1)[:, :inputs]
-
-
-LAYOUTS = (W4A8, RoundedNibbles)

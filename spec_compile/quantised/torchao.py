@@ -5,49 +5,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from . import pack_gpu
-from .codes import Packed, Place, WeightLayout, grouped, require, require_scale
+from .codes import Codes, Packed, Place, WeightLayout, grouped, require, require_scale
+from .formats import Format, Stored, sized_as
+from .fp8 import Float8Weight, Int8Weight, eight_bits, refilled_parameter
 
 DTYPES = {"Int8Tensor": torch.int8, "Float8Tensor": torch.float8_e4m3fn}
-
-
-class _PerOutput(WeightLayout):
-    """codes [O, I], scales [O, 1] float32."""
-
-    packing = "channels", 1
-
-    def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
-        return parts[0].shape[0]
-
-    def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
-        codes, scales = parts
-        return codes.float() * scales
-
-    def places(self, parts: Sequence[Tensor]) -> list[Place]:
-        return [Place((0, 1), (1, 1)), Place((0, 1))]
-
-
-@dataclass(frozen=True)
-class Int8Weight(_PerOutput):
-    """codes int8. Products with the codes are rounded before the scale is applied."""
-
-    def unrounded(self, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        def multiply(parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-            codes, scales = parts
-            out = F.linear(x, codes.to(x.dtype)) * scales[:, 0].to(x.dtype)
-            return out if bias is None else out + bias
-
-        return self.by_outputs(x, parts, bias, multiply)
-
-    def restored(self, index: int, packed: WeightLayout, parts: Sequence[Tensor], inputs: int) -> Tensor | None:
-        return packed.codes(parts, inputs) if index == 0 else packed.scales(parts, inputs).T.contiguous()
-
-
-@dataclass(frozen=True)
-class Float8Weight(_PerOutput):
-    """codes float8_e4m3fn. Weights are rounded to the dtype of activations."""
 
 
 @dataclass(frozen=True)
@@ -58,17 +21,13 @@ class IntGroups(WeightLayout):
     group: int
     width: int
 
-    def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
-        return parts[0].shape[0]
-
     def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
         codes, scales, zeros = parts
-        codes = codes.to(scales.dtype).unflatten(1, (-1, self.group)).sub_(zeros[:, :, None])
-        return codes.mul_(scales[:, :, None]).flatten(1)
+        return Codes(codes, scales.T, zeros.T).weight()
 
-    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]] | None:
+    def unpack(self, parts: Sequence[Tensor], inputs: int) -> Codes | None:
         codes, scales, zeros = parts
-        return None if self.width > 4 else pack_gpu.pack((codes + 8).to(torch.uint8), zeros.T.int() + 8, scales.T)
+        return None if self.width > 4 else Codes((codes + 8).to(torch.uint8), scales.T, zeros.T.int() + 8)
 
     def restored(self, index: int, packed: WeightLayout, parts: Sequence[Tensor], inputs: int) -> Tensor | None:
         if index == 0:
@@ -82,16 +41,8 @@ class IntGroups(WeightLayout):
     def of_inputs(self, size: int) -> "IntGroups":
         return IntGroups(min(self.group, size), self.width)
 
-
-LAYOUTS = (Int8Weight, Float8Weight, IntGroups)
-
-
-def refilled(weight: nn.Parameter, parts: dict[str, Tensor]) -> nn.Parameter:
-    """A parameter like `weight` with these of its `parts`."""
-    names, context = weight.__tensor_flatten__()
-    tensors = {name: parts.get(name, getattr(weight, name)) for name in names}
-    other = type(weight).__tensor_unflatten__(tensors, context, weight.shape, weight.stride())
-    return nn.Parameter(other, requires_grad=weight.requires_grad)
+    def refilled(self, owner: nn.Parameter, parts: dict[str, Tensor]) -> nn.Parameter:
+        return refilled_parameter(owner, parts)
 
 
 def read(module: nn.Module) -> Packed | None:
@@ -124,3 +75,23 @@ def _groups(module: nn.Linear, weight: Tensor) -> Packed:
     width = int(str(weight.target_dtype).removeprefix("torch.int"))
     parts = {"qdata": weight.qdata, "scale": weight.scale, "zero_point": weight.zero_point}
     return Packed(IntGroups(group, width), parts, module.bias, weight.shape[1], "weight")
+
+
+def _of_file(tensors: dict[str, Tensor], config: dict) -> Packed:
+    codes, scales, zeros = (tensors.get(f"weight_{name}") for name in ("qdata", "scale", "zero_point"))
+    if zeros is None:
+        return eight_bits(codes, scales, config)
+    is_read = codes.dtype == zeros.dtype == torch.int8 and scales.shape[0] == codes.shape[0]
+    require(is_read, "is of another class than Int8Tensor, Float8Tensor and IntxUnpackedToInt8Tensor")
+    width = 4 if -8 <= int(codes.min()) and int(codes.max()) < 8 else 8
+    inputs = codes.shape[1]
+    parts = {"qdata": codes, "scale": scales, "zero_point": zeros}
+    return Packed(IntGroups(inputs // scales.shape[1], width), parts, None, inputs)
+
+
+FORMAT = Format(
+    read,
+    {"torchao": (Stored(
+        "._weight_qdata", ("._weight_scale",), ("._weight_zero_point",), sized_as("weight_qdata"), _of_file,
+    ),)},
+)  # fmt: skip

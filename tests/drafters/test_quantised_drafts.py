@@ -9,7 +9,7 @@ import torch
 
 from spec_compile import speculate
 from spec_compile.drafters.checkpoints.load import load_head
-from spec_compile.drafters.checkpoints.quantised import METHODS, quantisation_of
+from spec_compile.quantised.formats import methods
 
 
 def loaded(name, flavour, folder):
@@ -74,7 +74,7 @@ def test_methods_that_are_not_read(config, named, tmp_path):
     written = drafts.write("eagle3", tmp_path, quantization_config=config)
     with pytest.raises(ValueError, match=f"draft: .*{named}.* is not read; read are "):
         load_head(tmp_path, written.target, "eagle3")
-    assert config["quant_method"] not in METHODS or "modelopt" in METHODS
+    assert config["quant_method"] not in methods() or "modelopt" in methods()
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,3 @@ def test_layouts_that_are_not_read(name, changes, text, tmp_path):
     path.write_text(json.dumps(config))
     with pytest.raises(ValueError, match=f"draft: .*{text}"):
         load_head(tmp_path / "quantised", written.target, "eagle3")
-
-
-def test_old_names_of_the_config():
-    assert quantisation_of({"compression_config": {"format": "float-quantized"}}, {}).method == "compressed-tensors"
-    assert quantisation_of({"quantization_config": {"quant_method": "modelopt_fp4", "quant_algo": "nvfp4"}}, {})
-    assert quantisation_of({}, {}) is None

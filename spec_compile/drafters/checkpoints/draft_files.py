@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ...quantised.formats import Quantisation, quantisation_of
 from .files import Checkpoint, Fetch, Target, TensorSources, fetcher, indexed_names, read_json
-from .quantised import Quantisation, quantisation_of
 
 MISTRAL_KEYS = {
     "dim": "hidden_size",

@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...capture.quantised import RoundedHead, packed_layer
 from ...parallel.slices import whole
 from ...quantised import Packed
-from .quantised import CACHE_SCALES, Published, Quantisation, StoredMatrix
+from ...quantised.formats import CACHE_SCALES, Published, Quantisation, StoredMatrix
 
 FILES = ("model.safetensors", "pytorch_model.bin", "consolidated.safetensors")
 FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}

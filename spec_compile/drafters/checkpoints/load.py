@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from ...capture.copies import shallow
 from ...errors import did_you_mean
+from ...quantised.formats import Published
 from ...quantised.pack_cpu import some_rows
 from ..modules.assistant import Assistant
 from ..modules.dflash import DFlashDraft
@@ -18,7 +19,6 @@ from . import assistant, dflash, eagle, mtp
 from .config import SPECULATORS, check_rope_theta
 from .draft_files import DraftFiles, LoadedDraft
 from .files import Target, fetcher, load_pickled
-from .quantised import Published
 
 
 class DraftFormat(NamedTuple):
