@@ -49,7 +49,7 @@ SANITIZED = {
     "norm": "--every 10 tests/kernels/test_norm.py -k 'bfloat16 and not graph'",
     "append": "--every 8 tests/kernels/test_append.py",
     "experts": "--every 4 tests/kernels/test_experts.py",
-    "quantised": "--every 3 tests/kernels/test_packed_products.py",
+    "quantised": "--every 3 tests/quantised/test_packed_products.py",
     "rest": "--every 10 tests/ngram/test_match.py tests/kernels/test_top_logits.py tests/kernels/test_lattice.py "
             "tests/kernels/test_copy_row.py -k 'not graph and not never_waits and not models'",
 }  # fmt: skip

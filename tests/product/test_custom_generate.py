@@ -59,7 +59,7 @@ def test_the_tokens_are_those_of_the_model_and_later_calls_only_generate(model, 
 
 def test_calls_that_are_alike_are_prepared_once(model):
     model.generate(**PROMPT, **DOOR)
-    assert kept(model).speculation.engine.remembered._preparations
+    assert kept(model).speculation.engine.remembered._kept
 
 
 @pytest.mark.slow

@@ -364,7 +364,7 @@ def test_calls_alike_give_what_the_first_gives(mode):
         ids = random_ids(length, batch)
         answer = generated(system, ids, attention_mask=torch.ones_like(ids).cuda())
         assert torch.equal(answer, plain("llama", length, batch))
-    assert len(system.speculation.engine.remembered._preparations) == 2
+    assert len(system.speculation.engine.remembered._kept) == 2
 
 
 def test_a_change_is_seen_by_a_call_like_an_earlier_one():

@@ -17,16 +17,38 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "spec_compile"
 SOURCES = {".py", ".cpp", ".h", ".cu", ".html"}
 SIDES = {"serve", "train", "tools", "contrib"}
-LINES = {}
+LINES = {
+    "": 2634,
+    "batching": 3426,
+    "capture": 4678,
+    "compile": 3206,
+    "contrib": 1628,
+    "drafters": 6199,
+    "kernels": 13913,
+    "ngram": 3008,
+    "parallel": 829,
+    "passes": 3156,
+    "quantised": 2723,
+    "report": 686,
+    "runtime": 6235,
+    "serve": 6891,
+    "tools": 1664,
+    "train": 4925,
+}
 """The most lines of a folder, with the folders in it; "" has the files at the top."""
-CORE_FILES = 0
+CORE_FILES = 282
 CIRCLES = 0
 """Groups of modules that import each other in a circle."""
-CALLED_ONCE = 0
+CALLED_ONCE = 392
 """Private functions and methods that are named in one place."""
-PHRASES = {}
+PHRASES = {
+    r"^\s*\w+(, \w+)*: of\b": 156,
+    r"\b[Tt](hose|hat) of\b": 185,
+    r"\bso many\b": 36,
+    r"\bof (its|their) own\b": 48,
+}
 """The most places of a phrase that makes a sentence hard to read, in comments and docstrings."""
-COMMENTS = 0.0
+COMMENTS = 0.46
 """The least lines of comments for 100 lines of code. It may only rise."""
 
 
