@@ -168,7 +168,7 @@ def _trace(module: nn.Module, *arguments: Tensor) -> fx.GraphModule:
     dims = {0: torch.export.Dim("B", min=1, max=4096), 1: torch.export.Dim("T", min=2, max=1 << 20)}
     # Nobody reads the Python stack of each call, which takes a sixth of a trace. Equal layers are traced once or twice,
     # so a cache of fake tensors costs more than it saves.
-    stacks = patch.object(torch.fx.config, "do_not_emit_stack_traces", True)
+    stacks = patch.object(torch.fx.config, "do_not_emit_stack_traces", True, create=True)  # torch 2.11 has none
     with torch.no_grad(), stacks, dynamo.patch(fake_tensor_cache_enabled=False):
         program = torch.export.export(module, arguments, dynamic_shapes=(dims,) * len(arguments), strict=False)
     gm = program.module(check_guards=False)

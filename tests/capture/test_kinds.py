@@ -468,3 +468,11 @@ def test_refreshed_and_trained_weights_are_read():
         for parameter in model.parameters():
             parameter.mul_(1.1)
     check_graph(model, graph)
+
+
+def test_a_torch_without_the_option_of_stacks_traces_too(monkeypatch):
+    """torch 2.11 has no ``torch.fx.config.do_not_emit_stack_traces``, and it has none after a trace."""
+    monkeypatch.delattr(torch.fx.config, "do_not_emit_stack_traces")
+    head = torch.nn.Linear(4, 4)
+    trace._trace(head, torch.zeros(2, 3, 4))
+    assert not hasattr(torch.fx.config, "do_not_emit_stack_traces")

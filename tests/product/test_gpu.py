@@ -17,7 +17,7 @@ from spec_compile.drafters.modules.eagle import Eagle3Head
 from spec_compile.drafters.modules.layers import LatentSizes, LayerKnobs
 from spec_compile.kernels.experts import launch
 from spec_compile.runtime.pipeline import AHEAD
-from spec_compile.tools import audit
+from spec_compile.tools.audit import audit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
