@@ -34,7 +34,7 @@ llama.cpp's files of 4 bits keep 6 or 8 there, too."""
 def rounded_weights(model: PreTrainedModel, name: str | None, ranks: int = 1) -> Iterator[None]:
     """A context in which the linear layers of `model` are replaced by packed ones, which stay if it ends without error.
 
-    name: a format of `made.FORMATS`; None changes nothing. The output head gets 8 bits on a CPU, see `HEADS`, and stays
+    name: a key of `rounded.FORMATS`; None changes nothing. The output head gets 8 bits on a CPU, see `HEADS`, and stays
     elsewhere. So does a layer whose weight another module reads, or whose inputs the groups of 4 bits do not divide.
     Layers that were rounded before stay as they are.
     ranks: that will share the model. If there are several, the output head stays.

@@ -7,7 +7,7 @@ model's own forward, which is the model's noise.
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -57,11 +57,6 @@ class DistantLogits(UnsupportedModelError):
 def rms(values: Tensor) -> Tensor:
     """Root mean square over the last dimension."""
     return values.square().mean(dim=-1).sqrt()
-
-
-def first_unequal(ours: Sequence, theirs: Sequence) -> int | None:
-    """The first position at which two answers have other tokens; None if one is the other or its beginning."""
-    return next((n for n, (a, b) in enumerate(zip(ours, theirs)) if a != b), None)
 
 
 def compare_logits(name: str, part: str, got: Tensor, expected: Tensor) -> None:

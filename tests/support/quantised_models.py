@@ -23,7 +23,7 @@ from transformers import (
 from transformers.integrations.finegrained_fp8 import FP8Linear, replace_with_fp8_linear
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
-from spec_compile.capture.yardstick import NEAR_TIE, first_unequal
+from spec_compile.capture.yardstick import NEAR_TIE
 from spec_compile.quantised import unrounded_activations
 from spec_compile.tools.audit_logits import gap_noise
 
@@ -75,7 +75,8 @@ def load(name, folder, dtype=torch.float32, **changes):
 def parts_at_near_tie(fast, answer, wanted):
     """True if two texts [T] of a speculative model with rounded activations are equal, or part where the two logits are
     as near as the rounding of activations moves them. The yardstick is the logits without that rounding."""
-    place = first_unequal(answer.tolist(), wanted.tolist())
+    pairs = zip(answer.tolist(), wanted.tolist())
+    place = next((number for number, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
     if place is None:
         return len(answer) == len(wanted)
     run, ids = fast.speculation.engine.captured.gm, wanted[None, :place]

@@ -112,7 +112,7 @@ def append_kernel(
 #
 # The chunk is in the cache already, after the committed slots, so a tile of rows attends to the cache only. A row is
 # one query head of one token (node). Keys are summed as in `tree_kernel`: by chunks of CHUNK keys, chunks by the spans
-# of the row's own position (`spans`), and spans from the first to the last (`ordered_spans`). So a token's output has
+# of the row's own position (`spans`), and spans from the first to the last. So a token's output has
 # the bits that it has as a node of a tree.
 #
 # Shapes: M = BLOCK_M rows of a tile, BLOCK_D* a head size or, of

@@ -20,7 +20,7 @@ from .call import TARGETS, AttentionCall, from_arguments, schema_of
 
 _cpu_attention = extensions.load_if_built("kernels.attention._cpu_attention", "attention on a CPU is slower")
 LEVELS = ("C++", "AVX2", "AVX-512", "AVX-512 with BF16")
-"""The instructions of each level; the kernel takes the last that the CPU has and `cpu_level` allows."""
+"""The instructions of each level; the kernel takes the last that the CPU has and `kernels.cpu` allows."""
 BEST = None if _cpu_attention is None else min(_cpu_attention.best(), HIGHEST)
 """The level that it takes; None: there is no kernel."""
 LOG2E = math.log2(math.e)

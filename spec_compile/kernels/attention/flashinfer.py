@@ -1,6 +1,6 @@
 """Backend "flashinfer": FlashInfer's kernels over our static cache.
 
-Inside a CUDA graph, trees go to kernels that read lengths on the device (`xqa`). Prompts, and trees with
+Inside a CUDA graph, trees go to kernels that read lengths on the device (XQA). Prompts, and trees with
 ``cuda_graphs=False``, go to a kernel that takes lengths from the host and knows no trees: it attends to the committed
 slots, PyTorch attends to the tree itself, and `merge` adds both.
 """

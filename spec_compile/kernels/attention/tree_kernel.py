@@ -5,7 +5,7 @@ group. The kernel forms the partial softmax (`partial_softmax`) of one chunk of 
 are multiples of CHUNK:
 
 - Below `edge`, the last multiple of CHUNK that is not above the committed length, keys are slots of the cache, and a
-  program adds up the chunks of a span (`spans`), or where rows are many, those of all spans (`ordered_spans`).
+  program adds up the chunks of a span (`spans`), or where rows are many, those of all spans.
 - From `edge` on, the keys are the last committed slots and then the nodes of a path from the root. A program gathers
   them for the nodes of a tail tile (`tail_tiles`), and each chunk stays a part of its own.
 

@@ -2,8 +2,8 @@
 
     sums[o, n] = sum over columns c of number(code[o, c]) * 2 ** (scale[o, c // 32] - 127) * x[n, c]
 
-The method is that of `nibbles_kernel`; `mxfp4` has the order of codes. Import this module only where Triton is
-installed. Shapes of a step over 32 columns: weights [BLOCK_O, 32], each from a half-word of 16 bits, activations
+`quantised_kernel` explains the method; `quantised.mxfp4` has the order of codes. Import this module only where Triton
+is installed. Shapes of a step over 32 columns: weights [BLOCK_O, 32], each from a half-word of 16 bits, activations
 [BLOCK_N, 32], sums [BLOCK_O, BLOCK_N].
 """
 

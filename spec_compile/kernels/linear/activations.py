@@ -22,7 +22,7 @@ def as_read(weight: Tensor) -> Tensor:
 
 
 def rounded_blocks(x: Tensor, size: int, early: bool) -> tuple[Tensor, Tensor]:
-    """`fp8_block.rounded_blocks` as codes and scales, by a kernel.
+    """`quantised.fp8.rounded_blocks` as codes and scales, by a kernel.
 
     x: [R, I], of any row stride.
     size: columns that share a scale.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _few_rows = extensions.load_if_built("kernels.linear._few_rows", "products on a CPU are slower")
 LEVELS = ("", "AVX2", "AVX-512", "AVX-512 with VNNI, BF16 and VBMI")
-"""The instructions of each level; the kernel takes the last that the CPU has and `cpu_level` allows."""
+"""The instructions of each level; the kernel takes the last that the CPU has and `kernels.cpu` allows."""
 BEST = 0 if _few_rows is None else min(_few_rows.levels(), HIGHEST)
 """The level that it takes; 0: there is no kernel."""
 WIDE = 2

@@ -117,7 +117,7 @@ def round_blocks_kernel(
     x_ptr, codes_ptr, unit_ptr, inputs, stride_x, SIZE: tl.constexpr, BLOCKS: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     """Grid (rows, BLOCKS blocks of SIZE columns each): x [rows, inputs] as codes, and scales of their blocks
-    [blocks, rows rounded up], see `fp8_block.rounded_blocks`. It is launched as RMSNorm is: see `norm`."""
+    [blocks, rows rounded up], see `quantised.fp8.rounded_blocks`. It is launched as RMSNorm is: see `norms`."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -189,7 +189,7 @@ def round_rows_kernel(
     """Grid (rows,): a row of x over its largest absolute value and times `largest`, or over the static scale, as codes,
     and the scale.
 
-    Every step is rounded to x's dtype, see `compressed_tensors.rounded_rows`. It is launched as RMSNorm is: see `norm`.
+    Every step is rounded to x's dtype, see `quantised.rows.rounded_rows`. It is launched as RMSNorm is: see `norms`.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -229,8 +229,8 @@ def multiply_nibbles(
     TABLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """`multiply_quantised` of 4 bits, in the order of `nibbles.Words`. The weight's scales are the units of
-    `nibbles.Nibbles`, or with FORMAT "nibbles_table" of `nibbles.TableNibbles`."""
+    """`multiply_quantised` of 4 bits, in the order of `pack_gpu.Words`. The weight's scales are the units of
+    `pack_gpu.Nibbles`, or with FORMAT "nibbles_table" of `pack_gpu.TableNibbles`."""
     CENTRED: tl.constexpr = FORMAT == "nibbles_bf16_centred" or FORMAT == "nibbles_fp16_centred"
     PAIRS: tl.constexpr = CENTRED or TABLE is not None
     SPAN: tl.constexpr = 2 * GROUP if PAIRS and GROUP < 256 else GROUP  # columns of a unit
@@ -310,7 +310,7 @@ def _numbers(words, unit, J: tl.constexpr, SECOND: tl.constexpr, FORMAT: tl.cons
             pack=2,
         )  # fmt: skip
     elif FORMAT == "nibbles_bf16":
-        # The nibbles become the lowest bits of numbers that are `nibbles.TOO_LARGE`.
+        # The nibbles become the lowest bits of numbers that are `pack_gpu.TOO_LARGE`.
         out = tl.inline_asm_elementwise(
             "{.reg .b32 a, s, z, one, nought; shr.b32 a, $1, $4;"
             "lop3.b32 a, a, 0x000F000F, 0x43004300, 0xEA; prmt.b32 s, $2, $3, 0x5410; prmt.b32 z, $2, $3, 0x7632;"
