@@ -1,20 +1,23 @@
-"""The bar chart of README.md (docs/chart.svg): tokens a second of transformers, vLLM and spec_compile.
+"""The bar chart of README.md (docs/chart.svg): tokens a second of transformers, vLLM and spec_compile; and the dots of
+docs/benchmarks/never_slower.svg: tokens a second with drafts over plain steps.
 
     python docs/chart.py [--write]
 
-Without --write, exits with 1 if the file is not the chart that benchmarks/results gives. One model, the same heads and
-prompts, one request at a time. An engine that was not measured on a machine has no bar there. All colours are of a
-middle tone, so the chart can be read on white and on black.
+Without --write, exits with 1 if a file is not the chart that benchmarks/results gives. The bars compare engines with
+one model, the same heads and prompts, one request at a time; an engine that was not measured on a machine has no bar
+there. All colours are of a middle tone, so the charts can be read on white and on black.
 """
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 FILE = Path(__file__).parent / "chart.svg"
+DOTS = Path(__file__).parent / "benchmarks" / "never_slower.svg"
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 SETS = {
     "editeval": "code editing",
@@ -28,6 +31,8 @@ HEAD, UNION = "spec_compile, EAGLE-3", "spec_compile, EAGLE-3 and n-grams"
 COLOURS = {TRANSFORMERS: "#bf8700", VLLM: "#8c959f", HEAD: "#54aeff", UNION: "#0969da"}
 TEXT, LINE = "#7d8590", "#8c959f"
 WIDTH, PANEL, LABELS, BAR, GAP, TOP = 880, 430, 112, 13, 12, 92
+ADAPTIVE, FIXED = "adaptive", "fixed"
+WAYS = {ADAPTIVE: "#0969da", FIXED: "#bf8700"}
 Panel = tuple[str, dict[str, dict[str, float]]]
 """A title, and for each engine the tokens a second of each set."""
 
@@ -98,12 +103,12 @@ def draw(panel: Panel, left: int) -> tuple[list[str], int]:
     return parts, y
 
 
-def legend(engines: list[str]) -> list[str]:
+def legend(colours: dict[str, str]) -> list[str]:
     parts, x = [], 0
-    for engine in engines:
-        parts.append(f'<rect x="{x}" y="34" width="11" height="11" fill="{COLOURS[engine]}"/>')
-        parts.append(text(x + 16, 44, engine))
-        x += 36 + 7 * len(engine)
+    for name, colour in colours.items():
+        parts.append(f'<rect x="{x}" y="34" width="11" height="11" fill="{colour}"/>')
+        parts.append(text(x + 16, 44, name))
+        x += 36 + 7 * len(name)
     return parts
 
 
@@ -111,28 +116,68 @@ def render(folder: Path = RESULTS) -> str:
     """The file."""
     panels = [on_gpu(folder), on_cpu(folder)]
     drawn = [draw(panel, number * (PANEL + 20)) for number, panel in enumerate(panels)]
-    height = max(y for _, y in drawn)
-    shown = [name for name in COLOURS if any(name in engines for _, engines in panels)]
+    shown = {name: COLOURS[name] for name in COLOURS if any(name in engines for _, engines in panels)}
     title = "Tokens per second of SmolLM2-135M-Instruct, one request at a time, same heads and prompts"
+    return picture(title, shown, drawn)
+
+
+def picture(title: str, colours: dict[str, str], panels: list[tuple[list[str], int]]) -> str:
+    """The file of a chart with a legend of these colours; each panel has its shapes and the y below them."""
+    height = max(y for _, y in panels)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         f'font-family="-apple-system, Segoe UI, Helvetica, Arial, sans-serif" role="img">',
         f"<title>{title}</title>",
         text(0, 16, title, 14, weight="bold"),
-        *legend(shown),
-        *(part for shapes, _ in drawn for part in shapes),
+        *legend(colours),
+        *(part for shapes, _ in panels for part in shapes),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
 
 
+def draw_dots(title: str, rows: list[dict], left: int) -> tuple[list[str], int]:
+    """A panel of never_slower's rows: a line for each draft, and a dot for each cell at its ratio, by its logarithm."""
+    names, label = sorted({row["draft"] for row in rows}), 215
+    bottom = TOP + 20 * len(names)
+
+    def across(ratio: float) -> float:
+        """For a ratio of 1/6 the left end, for 6 the right end."""
+        return left + label + (PANEL - label - 10) * (math.log(ratio, 6) + 1) / 2
+
+    parts = [text(left, TOP - 24, title, 13, weight="bold")]
+    for ratio in (0.2, 0.5, 1, 2, 5):
+        line = f"M{across(ratio):.1f} {TOP - 8}V{bottom}"
+        parts.append(f'<path d="{line}" stroke="{LINE}" opacity="{0.9 if ratio == 1 else 0.3}"/>')
+        parts.append(text(across(ratio), bottom + 14, f"{ratio:g}", 11, "middle"))
+    for place, name in enumerate(names):
+        y = TOP + 20 * place
+        parts.append(text(left + label - 8, y + 4, name, 11, "end"))
+        for way, drop in ((FIXED, 4), (ADAPTIVE, -2)):
+            at = (across(row[way]) for row in rows if row["draft"] == name)
+            parts += [f'<circle cx="{x:.1f}" cy="{y + drop}" r="3" fill="{WAYS[way]}" opacity="0.7"/>' for x in at]
+    return parts, bottom + 24
+
+
+def render_dots(folder: Path = RESULTS) -> str:
+    """The file of all cells of never_slower.json."""
+    rows, titles = read(folder, "never_slower")["rows"], {"cpu": "Two CPU cores, float32", "cuda": "H200, bfloat16"}
+    drawn = [
+        draw_dots(title, [row for row in rows if row["device"] == device], number * (PANEL + 20))
+        for number, (device, title) in enumerate(titles.items())
+    ]
+    return picture("Tokens per second with drafts over plain steps of the same engine", WAYS, drawn)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="rewrite the chart")
-    if parser.parse_args().write:
-        FILE.write_text(render())
-    elif not FILE.exists() or FILE.read_text() != render():
-        sys.exit(f"{FILE.name}: not what the results give; run python docs/chart.py --write")
+    parser.add_argument("--write", action="store_true", help="rewrite the charts")
+    write = parser.parse_args().write
+    for file, content in ((FILE, render()), (DOTS, render_dots())):
+        if write:
+            file.write_text(content)
+        elif not file.exists() or file.read_text() != content:
+            sys.exit(f"{file.name}: not what the results give; run python docs/chart.py --write")
 
 
 if __name__ == "__main__":

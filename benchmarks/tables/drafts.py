@@ -168,3 +168,15 @@ def tokenizers(results: Results) -> str:
     names = list(dict.fromkeys(name for cells in systems.values() for name in cells))
     rows = [(system, *(cells.get(name, NONE) for name in names)) for system, cells in systems.items()]
     return table(("drafts", *(WORKLOADS.get(name, name) for name in names)), rows)
+
+
+def never_slower(results: Results) -> str:
+    """The ten cells of each device that gain least by adaptive drafting."""
+    every, cells = results.all("never_slower", "rows"), []
+    for device, name in {"cpu": "CPU", "cuda": "H200"}.items():
+        worst = sorted((row for row in every if row["device"] == device), key=lambda row: row["adaptive"])[:10]
+        for row in map(results.seen, worst):
+            figures = (f"{row[key]:.2f}" for key in ("adaptive", "fixed", "accept_length"))
+            tokens = "drawn" if row["sampled"] else "greedy"
+            cells.append((name, *figures, row["draft"], row["workload"].replace("_", " "), str(row["batch"]), tokens))
+    return table(("on", "adaptive", "fixed", "accept length", "draft", "prompts", "rows", "tokens"), cells)

@@ -12,6 +12,7 @@ from benchmarks.tables.drafts import (
     draft_window_rounds,
     draft_windows,
     measured_sets,
+    never_slower,
     peers,
     peers_cpu,
     published,
@@ -405,6 +406,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "peers": peers,
     "peers_cpu": peers_cpu,
     "rounded_weights": rounded_weights,
+    "never_slower": never_slower,
     "tensor_parallel": tensor_parallel,
     "backend": backend,
 }

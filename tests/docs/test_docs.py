@@ -204,6 +204,7 @@ def test_the_readme_is_short():
 
 def test_the_chart_is_what_the_results_give(tmp_path):
     assert chart.FILE.read_text() == chart.render(), "run python docs/chart.py --write"
+    assert chart.DOTS.read_text() == chart.render_dots(), "run python docs/chart.py --write"
     rows = json.loads((chart.RESULTS / "peers.json").read_text())["rows"]
     fastest = max(row["sets"]["mt_bench"]["tokens_per_second"] for row in rows if row["engine"] == "vllm")
     assert f">{fastest:,.0f}</text>" in chart.FILE.read_text()
