@@ -261,6 +261,8 @@ def attention_prompts(results: Results) -> str:
 def routed_experts(results: Results) -> str:
     names, rows = ("floor", "ours", "looked through", "sorted", "grouped_mm"), []
     for row in results.all("experts", "rows"):
+        if row["tokens"] not in (4, 64, 2048):
+            continue
         results.seen(row)
         rows.append((row["model"], f"{row['tokens']:,}", *(number(row, name, "{:.1f}") for name in names)))
     return table(("model", "tokens", *names), rows)
@@ -344,19 +346,19 @@ def backend(results: Results) -> str:
 
 def tensor_parallel(results: Results) -> str:
     """A row for each shape, number of requests, system and number of nodes: the rounds of one GPU and of several, and
-    how many floors the latter are. Rows of errors are left out."""
-    found = [row for row in map(results.seen, results.all("tensor_parallel", "rows")) if "ms" in row]
+    how many floors the latter are. The file also has sums by NCCL and experts that are not shared by width."""
+    found = [row for row in results.all("tensor_parallel", "rows") if "ms" in row and "NCCL" not in row["system"]]
+    found = [results.seen(row) for row in found if not row.get("expert_parallel")]
     cells: dict[tuple, dict[int, str]] = {}
     for row in found:
-        drafts = row["system"] + ", whole experts" * row.get("expert_parallel", False)
         for nodes, ms in row["ms"].items():
-            rounds = cells.setdefault((row["shape"], row["requests"], row["system"], drafts, nodes), {})
+            rounds = cells.setdefault((row["shape"], row["requests"], row["system"], nodes), {})
             rounds[row["gpus"]] = f"{ms:.2f} ms, {row['over_floor'][nodes]:.2f}"
     sizes = sorted({row["gpus"] for row in found})
     rows = [
-        (SHAPES[shape], str(requests), drafts, nodes, _on_one_gpu(results, shape, requests, system, nodes),
+        (SHAPES[shape], str(requests), system, nodes, _on_one_gpu(results, shape, requests, system, nodes),
          *(rounds.get(size, NONE) for size in sizes))
-        for (shape, requests, system, drafts, nodes), rounds in cells.items()
+        for (shape, requests, system, nodes), rounds in cells.items()
     ]  # fmt: skip
     return table(("shape", "requests", "drafts", "N", "1 GPU", *(f"{size} GPUs, floors" for size in sizes)), rows)
 
