@@ -3,7 +3,6 @@
     python -m benchmarks.serving [--model NAME] [--in-flight 1 4 16 64] [--requests 96] [--new-tokens 128]
         [--systems plain ngram] [--fixed 2 4 8 16] [--draft PATH] [--no-static] [--times]
         [--shape llama-8b --rows 16] [--apart] [--json FILE]
-    python -m benchmarks.serving --half-copying [--model NAME] [--new-tokens 128]
 
 --in-flight requests are under way at any time, until all are answered. Answers are greedy and have all their tokens;
 end-of-sequence tokens do not end them. For comparison generate() answers the same prompts in static batches of as many
@@ -20,9 +19,7 @@ is plain steps. "model" is the shape of --model, with its weights.
 --apart also answers with n-grams of each request's own text only, as the server does for clients without a name.
 
 --fixed also drafts in every round, with trees of so many nodes; the last lines then divide the rate of adaptive
-drafting by the best of all others in hindsight. --half-copying stands for 16 in flight, of which half edit or fix code
-and half chat or do maths, the fixed settings 2, 4, 8 and 16, no static batches, and the rounds of 16 rows of the model
-at all sizes.
+drafting by the best of all others in hindsight.
 """
 
 import argparse
@@ -63,13 +60,6 @@ WORKLOADS = ["chat", "code_editing", "docstrings", "maths", "code_completion", "
 STATIC, APART = ", static batch", ", apart"
 CONTEXT = 1024
 """Tokens of a sequence in the rounds of --shape."""
-HALF_COPYING = [
-    *("--workloads", "code_editing", "chat", "bug_fixing", "maths", "--in-flight", "16", "--requests", "48"),
-    *("--systems", "plain", "ngram", "--fixed", "2", "4", "8", "16", "--no-static"),
-    *("--shape", "model", "--rows", "16", "--nodes", "1", "2", "4", "8", "16"),
-    *("--json", str(RESULTS / "half_copying.json")),
-]
-"""Arguments that --half-copying stands for. Workloads are taken in turn, so that 48 requests have 12 of each."""
 SIMULATED = (2.0, 3.0, 4.0)
 """Accept lengths assumed for these rounds."""
 
@@ -320,7 +310,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--systems", nargs="+", default=["plain", "ngram"], help="plain steps, and algorithms")
     parser.add_argument("--fixed", type=int, nargs="*", default=[], help="also draft so many nodes in every round")
     parser.add_argument("--apart", action="store_true", help="also n-grams of each request's own text only")
-    parser.add_argument("--half-copying", action="store_true", help="see above")
     parser.add_argument("--draft", default=None, help="draft of the algorithms that need one")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--max-cache-len", type=int, default=1024)
@@ -332,8 +321,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=16, help="sequences of these rounds")
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4, 8, 16], help="nodes of each sequence")
     parser.add_argument("--json", type=Path, default=RESULTS / "serving.json")
-    given = sys.argv[1:] if arguments is None else arguments
-    options = parser.parse_args([*HALF_COPYING, *given] if "--half-copying" in given else given)
+    options = parser.parse_args(arguments)
     device = device_for(options.threads)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).to(device).eval()

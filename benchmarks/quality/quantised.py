@@ -13,6 +13,7 @@ agreement is the share of tokens before the first that 16 bits would not give; i
 import argparse
 import copy
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -21,9 +22,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import spec_compile
 from benchmarks.common import DEMO_MODEL, PROMPTS, RESULTS, answer_in_turn, prompts_of, stamp, write_json
-from benchmarks.quality.kv_cache_dtype import compared
 from benchmarks.rounds.quantised_layers import FORMATS, pack_layers
 from spec_compile.inventory import held_tensors
+
+
+def agreement(answers: list[torch.Tensor], others: list[torch.Tensor]) -> float:
+    """The share of all tokens that come before the first difference of two answers."""
+    agreed = 0
+    for pair in zip(answers, others):
+        agreed += sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(*(each.tolist() for each in pair))))
+    return agreed / sum(max(map(len, pair)) for pair in zip(answers, others))
 
 
 def quantised(model: PreTrainedModel, pack) -> tuple[PreTrainedModel, list[str]]:
@@ -90,7 +98,7 @@ def main() -> None:
         target, left = (model, []) if name == "bf16" else quantised(model, FORMATS[name])
         row, answers = measure(target, tokenizer, prompts, options)
         wanted = answers if wanted is None else wanted
-        row |= {"agreement": compared(wanted, answers)[1], "left_in_16_bits": len(left), "stamp": facts}
+        row |= {"agreement": agreement(wanted, answers), "left_in_16_bits": len(left), "stamp": facts}
         results[name] = row
         rates = ", ".join(f"{system} {rate:.1f}" for system, rate in row["tokens_per_s"].items())
         print(

@@ -102,30 +102,6 @@ def rounded_weights(results: Results) -> str:
     return table(("model", "dtype", "weights", *titles), rows)
 
 
-def draft_windows(results: Results) -> str:
-    """Accept lengths of a real model without a window and with each."""
-    return by_window(results, "accept_length")
-
-
-def draft_window_rounds(results: Results) -> str:
-    """Milliseconds of a shape's round without a window and with each."""
-    return by_window(results, "ms")
-
-
-def by_window(results: Results, figure: str) -> str:
-    """A row for each model, head and context that have this figure, a column for each window."""
-    rows = [row for row in results.all("draft_windows", "rows") if figure in row]
-    windows = sorted({row["window"] or 0 for row in rows})
-    cells = {(row["model"], row["algo"], row["context"], row["window"] or 0): results.seen(row)[figure] for row in rows}
-    lines = []
-    for model, algo, context in dict.fromkeys(key[:3] for key in sorted(cells)):
-        of_windows = (cells.get((model, algo, context, window)) for window in windows)
-        names = SHAPES.get(model, model), HEADS[algo], f"{context:,}"
-        lines.append((*names, *("" if cell is None else f"{cell:.2f}" for cell in of_windows)))
-    titles = (f"the last {window:,}" if window else "all of the text" for window in windows)
-    return table(("target", "head", "context", *titles), lines)
-
-
 def draft_weights(results: Results) -> str:
     """A row for each head and format: times and their ratios to 16 bits."""
     lines = []
@@ -155,19 +131,6 @@ def trained(results: Results) -> str:
         ways = OPTIMIZERS[row["options"]["optimizer"]], row["loss"], f"{row['steps']:,}"
         rows.append((HEADS[row["algorithm"]], *ways, *lengths))
     return table(("head", "optimizer", "weights of positions", "steps", *names), rows)
-
-
-def tokenizers(results: Results) -> str:
-    """A row for each way of drafting next to a draft of another tokenizer, two columns for each workload."""
-    systems: dict[str, dict[str, str]] = {}
-    for row in results.all("tokenizers", "rows"):
-        if "over_plain" in row:
-            results.seen(row)
-            length = f"{row['accept_length']:.2f}" if row["accept_length"] else NONE
-            systems.setdefault(row["system"], {})[row["workload"]] = f"{length}, {row['over_plain']:.2f}×"
-    names = list(dict.fromkeys(name for cells in systems.values() for name in cells))
-    rows = [(system, *(cells.get(name, NONE) for name in names)) for system, cells in systems.items()]
-    return table(("drafts", *(WORKLOADS.get(name, name) for name in names)), rows)
 
 
 def never_slower(results: Results) -> str:

@@ -9,20 +9,17 @@ from benchmarks.rounds.token_times import EAGER, PLAIN, SPECULATIVE, STATIC
 from benchmarks.tables.drafts import (
     WORKLOADS,
     draft_weights,
-    draft_window_rounds,
-    draft_windows,
     measured_sets,
     never_slower,
     peers,
     peers_cpu,
     published,
     rounded_weights,
-    tokenizers,
     trained,
     training,
 )
 from benchmarks.tables.figures import NONE, SHAPES, Results, floors, number, table
-from benchmarks.tables.requests import kept_prefixes, load, rollouts, second_turns
+from benchmarks.tables.requests import kept_prefixes, rollouts, second_turns
 
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -214,16 +211,6 @@ def gpu_rounds(results: Results) -> str:
     return table(("shape, batch, context", "floor (copy, read)", *(f"N={size}" for size in sizes)), rows)
 
 
-def invariance(results: Results) -> str:
-    """A row for each batch, context and size: our rounds, those with libraries' products, and the ratio."""
-    rows = []
-    for row in map(results.seen, results.all("invariance", "rows")):
-        key = f"{SHAPES[row['shape']]}, {row['batch']}, {row['context']:,}"
-        ratio = f"{row['invariant'] / row['library']:.2f}"
-        rows.append((key, str(row["nodes"]), f"{row['invariant']:.2f}", f"{row['library']:.2f}", ratio))
-    return table(("shape, batch, context", "N", "the same bits", "libraries' products", "ratio"), rows)
-
-
 def gpu_drafts(results: Results) -> str:
     rows = []
     for title, row in shape_rows(results, "drafts"):
@@ -266,19 +253,6 @@ def routed_experts(results: Results) -> str:
         results.seen(row)
         rows.append((row["model"], f"{row['tokens']:,}", *(number(row, name, "{:.1f}") for name in names)))
     return table(("model", "tokens", *names), rows)
-
-
-def kv_cache_dtype(results: Results) -> str:
-    rows = []
-    for name, row in results.get("kv_cache_dtype", "sets").items():
-        results.seen(row)
-        accept, cells = row["accept_length"], []
-        for dtype in ("fp8", "fp8_per_token_head"):
-            measured = dtype in accept
-            cells += (f"{accept[dtype]:.2f}", f"{row['same'][dtype]} of {row['of']}") if measured else (NONE, NONE)
-        rows.append((name.replace("_", " "), f"{accept['auto']:.2f}", *cells))
-    columns = "fp8", "same answer", "fp8_per_token_head", "same answer"
-    return table(("prompts", "accept length, 16 bits", *columns), rows)
 
 
 def bits(results: Results) -> str:
@@ -380,25 +354,19 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "cpu_acceptance": lambda results: acceptance(results, "acceptance_cpu"),
     "gpu_steps": gpu_steps,
     "gpu_rounds": gpu_rounds,
-    "invariance": invariance,
     "gpu_drafts": gpu_drafts,
     "draft_weights": draft_weights,
-    "draft_windows": draft_windows,
-    "draft_window_rounds": draft_window_rounds,
     "training": training,
-    "tokenizers": tokenizers,
     "trained": trained,
     "gpu_prompts": gpu_prompts,
     "gpu_acceptance": lambda results: acceptance(results, "acceptance_gpu"),
     "attention": attention,
     "attention_prompts": attention_prompts,
     "routed_experts": routed_experts,
-    "kv_cache_dtype": kv_cache_dtype,
     "bits": bits,
     "quantised": quantised,
     "serving": serving,
     "serving_rounds": serving_rounds,
-    "load": load,
     "second_turns": second_turns,
     "kept_prefixes": kept_prefixes,
     "rollouts": rollouts,

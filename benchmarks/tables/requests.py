@@ -3,17 +3,6 @@
 from benchmarks.tables.figures import Results, table
 
 
-def load(results: Results) -> str:
-    """A row for the start, every fifth minute and the end of the load test of a server."""
-    titles = ("sent", "answered", "refused", "rejected", "left", "lost")
-    rows = []
-    every = results.all("load", "rows")
-    for row in map(results.seen, [row for row in every if row["minute"] % 5 == 0 or row is every[-1]]):
-        counts = (str(row.get(title, 0)) for title in titles)
-        rows.append((f"{row['minute']:g}", *counts, f"{row['memory mb']['server 1']:,.0f} MB"))
-    return table(("minute", *titles, "memory of the server"), rows)
-
-
 def second_turns(results: Results) -> str:
     """A row for each model and length of a text: the first tokens of its first and second turn."""
     titles = ("cold", "second turn", "only what it adds")

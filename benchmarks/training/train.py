@@ -18,11 +18,11 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import spec_compile
-from benchmarks.common import RESULTS, save_rows, stamp, synchronize
-from benchmarks.training.on_policy import build, make_prompts
+from benchmarks.common import DEMO_MODEL, PROMPTS, RESULTS, read_prompts, save_rows, stamp, synchronize
+from benchmarks.rounds.shapes import build
 from spec_compile.train.loop import Loop
 
 SHAPES = {
@@ -33,12 +33,16 @@ SHAPES = {
 
 
 def make_texts(count: int, length: int, vocab_size: int) -> list[list[int]]:
-    """Sequences of token ids, most of them much shorter than `length`."""
-    rng = random.Random(1)
-    return [
-        [token % vocab_size for token in document.ids.tolist()][: max(40, int(length * rng.random() ** 0.5))]
-        for document in make_prompts(count)
-    ]
+    """Sequences of token ids, most of them much shorter than `length`, of pieces of 40 tokens of the prompts."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    files = sorted(PROMPTS.glob("*.jsonl"))
+    ids = tokenizer("\n".join(text for file in files for text in read_prompts(file, 100)), verbose=False).input_ids
+    rng, texts = random.Random(1), list[list[int]]()
+    for _ in range(count):
+        size = max(40, int(length * rng.random() ** 0.5))
+        starts = [rng.randrange(len(ids) - 40) for _ in range(-(-size // 40))]
+        texts.append([token % vocab_size for start in starts for token in ids[start : start + 40]][:size])
+    return texts
 
 
 class Clock:
@@ -105,7 +109,7 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device(args.device)
     if args.model is None:
-        model = build(args.layers, device)
+        model = build("smollm2-135m", str(device), args.layers)
     else:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).eval()

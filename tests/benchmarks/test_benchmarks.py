@@ -5,7 +5,6 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from spec_compile.kernels import experts
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks import common, cpu, gpu, on_gpus
+from benchmarks import common, cpu, gpu
 from benchmarks.quality import acceptance, bits, quantised
 from benchmarks.rounds import quantised_layers, quantised_shapes, shapes, token_times
 from benchmarks.tables import render
@@ -459,35 +458,3 @@ def test_layers_are_quantised_on_the_fly(name, error):
     assert type(model.model.layers[0].self_attn.q_proj) is type(other.lm_head) is torch.nn.Linear
     assert ("model.layers.0.mlp.up_proj" in left) == (name in ("int4", "nf4"))
     assert quantised.layer_bytes(other) < 0.6 * quantised.layer_bytes(model)
-
-
-@pytest.fixture
-def two_gpus(monkeypatch, tmp_path):
-    """A function: names of phases -> the options of a run on two GPUs that are not there."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=105e9))
-    fixed = dict(out=tmp_path, jobs=None, model=Path("model"), prompts=common.PROMPTS, heads=None, minutes=1)
-    return lambda *phases: SimpleNamespace(phases=phases, **fixed)
-
-
-def test_every_job_on_gpus_has_a_script_and_a_log_of_its_own(two_gpus):
-    options = two_gpus(*on_gpus.PHASES)
-    jobs = on_gpus.jobs(options)
-    assert len({job.name for job in jobs}) == len(jobs) > 30 and {job.phase for job in jobs} == {*on_gpus.PHASES}
-    for job in jobs:
-        words = on_gpus.arguments(job, options)
-        files = [common.ROOT / word for word in words if word.endswith(".py")]
-        files += [
-            common.ROOT / f"{word.replace('.', '/')}.py" for word in words if word.startswith(("benchmarks.", "tests."))
-        ]
-        assert files and all(file.exists() for file in files), job
-
-
-def test_jobs_start_where_their_memory_is_free(two_gpus):
-    """Two that fill a GPU run at once, a third waits for one of them; each has a log, and one that fails stops none."""
-    options = two_gpus("rounds")
-    script = "-c 'import os, sys, time; print(os.environ[\"CUDA_VISIBLE_DEVICES\"], time.time()); time.sleep(1); {}'"
-    jobs = [on_gpus.Job("rounds", name, script.format(end), 80) for name, end in zip("abc", ("sys.exit(1)", "", ""))]
-    on_gpus.Runner(options).run(jobs)
-    (first, a), (second, b), (_, c) = ((options.out / f"{name}.txt").read_text().split() for name in "abc")
-    assert {first, second} == {"0", "1"} and float(c) - max(float(a), float(b)) > 0.5

@@ -6,17 +6,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import draft_rounds as rounds
 import pytest
 import torch
-import two_tokenizers as two
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks import common, mixed_traffic, never_slower, rollouts, serving, simulated_acceptance
-from benchmarks.quality import tokenizers
+from benchmarks import common, never_slower, rollouts, serving, simulated_acceptance
 from benchmarks.rounds import shapes
-from spec_compile.contrib.two_tokenizers import common_tokens
 
 SIZES = dict(hidden_size=64, intermediate_size=96, head_dim=16, vocab_size=512, num_hidden_layers=6,
              num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
@@ -76,21 +72,6 @@ def test_hindsight():
     assert serving.over_best(rows, ["ngram"]) == ["ngram, 16 in flight: 0.750 of the best in hindsight, ngram, 4 nodes"]
 
 
-def test_mixed_traffic_on_a_tiny_shape(tiny_shapes, tmp_path, monkeypatch):
-    monkeypatch.setattr(mixed_traffic, "prompts_for", lambda kinds, count, *_: {
-        kind: [row[None] % 64 for row in torch.arange(24).view(2, 12)] for kind in kinds})  # fmt: skip
-    path = tmp_path / "rows.json"
-    command = ["--shape", "llama-8b", "--drafts", "n-grams", "--turns", "3", "--new-tokens", "5", "--context", "20"]
-    mixed_traffic.main([*command, "--repeats", "1", "--no-compile", "--json", str(path)])
-    rows = {row["turns"]: row for row in json.loads(path.read_text())["rows"]}
-    assert {name: row["tokens"] for name, row in rows.items()} == {"all": 15, "code_editing": 10, "chat": 5}
-    assert all(row["same answers"] and row["16 nodes"] > 0 for row in rows.values())
-    assert [*mixed_traffic.fixed_settings(dict(num_steps=3))] == ["1 step", "2 steps", "3 steps"]
-    assert mixed_traffic.fixed_settings(dict(num_steps=5, topk=4))["8 nodes"] == dict(
-        num_steps=5, topk=4, num_draft_tokens=8
-    )
-
-
 @pytest.mark.parametrize("without", [[rollouts.BASELINES[0]], pytest.param([], marks=pytest.mark.slow)], ids=len)
 def test_rollouts_of_the_demo_model(without, tmp_path, monkeypatch):
     monkeypatch.setattr(rollouts, "device_for", lambda threads: "cpu")
@@ -135,18 +116,3 @@ def test_drafts_that_are_possible(capsys):
         with pytest.raises(SystemExit):
             named(*wrong)
     assert "PARD: not possible with this model" in capsys.readouterr().err
-
-
-def test_all_ways_of_reading_are_right_for_the_target_itself():
-    """With other ids, and every token in common; a wrong mapping makes only the ways wrong that use it."""
-    target, ids = rounds.target("llama"), two.draft_ids()
-    answer = rounds.generated(target, rounds.prompts(1), 8)[0, -8:]
-    ours = SimpleNamespace(decode=lambda tokens: [int(token) for token in tokens])
-    theirs = lambda text, **_: SimpleNamespace(input_ids=ids[text][None])  # noqa: E731
-    mapping = common_tokens(two.tokenizer(), two.draft_tokenizer(), 96, two.SIZE)
-    arguments = two.draft(), (ours, theirs), mapping, [rounds.prompts(1)], [answer]
-    shares = tokenizers.reading_shares(*arguments)
-    assert shares == dict.fromkeys(tokenizers.READINGS, 1.0)
-    mapping.target_to_draft = mapping.target_to_draft.roll(1)
-    shares = tokenizers.reading_shares(*arguments)
-    assert shares["text anew"] == 1 > shares["longest end"]
