@@ -1,6 +1,6 @@
 """Everything that a change of structure must leave as it is, of this tree and of another commit, in the same run.
 
-    python -m benchmarks.record [--against COMMIT] [--repeats 3] [--parts bits call ...] [--device cuda]
+    python -m benchmarks.record [--against COMMIT|FOLDER] [--repeats 3] [--parts bits call ...] [--device cuda]
         [--model FOLDER] [--json FILE]
 
 The parts are measured in processes of their own, which take turns between the two trees:
@@ -14,8 +14,8 @@ bits: answers of every algorithm, greedy and sampled, that both trees give token
 
 Each part also has the peak of its process's memory ("peak MB"), on a GPU that of the device's tensors. Figures are
 medians of --repeats; the last column is this tree's over the other's. Only public names and those of
-benchmarks/common.py are used, so that trees of another structure can be compared. The other tree is checked out into a
-temporary folder, with this tree's compiled modules, so their sources must be equal.
+benchmarks/common.py are used, so that trees of another structure can be compared. Another commit is checked out into a
+temporary folder, with this tree's compiled modules, so their sources must be equal; a folder has a tree that is built.
 """
 
 import argparse
@@ -222,7 +222,7 @@ def check_out(commit: str, folder: Path) -> Path:
     sources = ["*.cpp", "*.h", "CMakeLists.txt"]
     if subprocess.run(["git", "diff", "--quiet", commit, "--", *sources], cwd=ROOT).returncode:
         raise ValueError(
-            f"--against: the C++ of {commit} differs from this tree's; build that tree and measure it there"
+            f"--against: the C++ of {commit} differs from this tree's; build that tree, and name its folder here"
         )
     for place in map(Path, importlib.import_module("spec_compile").__path__):
         for pattern in COMPILED:
@@ -277,7 +277,7 @@ def table(rows: list[dict]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--against", metavar="COMMIT", help="another tree that is measured, too")
+    parser.add_argument("--against", metavar="COMMIT|FOLDER", help="another tree that is measured, too")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
@@ -290,16 +290,17 @@ def main() -> None:
         measure_here(options.one, options)
         return
     with tempfile.TemporaryDirectory() as folder:
-        trees = {"here": ROOT}
+        trees, is_commit = {"here": ROOT}, options.against and not Path(options.against).is_dir()
         try:
             if options.against:
-                trees[options.against] = check_out(options.against, Path(folder) / "tree")
+                built = Path(options.against).absolute()
+                trees[options.against] = check_out(options.against, Path(folder) / "tree") if is_commit else built
             rows = []
             for part in options.parts:
                 rows += compare(part, trees, options, folder)
                 table([row for row in rows if row["part"] == part])
         finally:
-            if options.against:
+            if is_commit:
                 subprocess.run(["git", "worktree", "remove", "--force", f"{folder}/tree"], cwd=ROOT, check=False)
     facts = {"device": options.device, "model": Path(options.model).name}
     save_rows(options.json, [facts | row for row in rows], (*facts, "part", "tree", "figure"), stamp())
