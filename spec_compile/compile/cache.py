@@ -49,7 +49,7 @@ log = logging.getLogger("spec_compile")
 class StoredArtefact(NamedTuple):
     """An artefact in a cache.
 
-    bytes: of its files.
+    bytes: size of its files.
     used: seconds since 1970 when an item was last read or written.
     items: their names, sorted.
     about: the JSON object that describes it; empty if it has none.

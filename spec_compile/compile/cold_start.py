@@ -42,8 +42,8 @@ class ColdStart:
     A step that is used for the first time runs eagerly, and asks. Then, between calls, its example runs eagerly, and
     one part of it after the other is traced. Workers compile the parts, and results are adopted between calls.
 
-    turns: of the engine.
-    parts: of its steps.
+    turns: the engine's lock.
+    parts: what its steps run.
     fault: why nothing can be compiled in the background; "" if something can.
     only_asks: True while steps are to ask, and not to be made.
     """

@@ -42,7 +42,7 @@ FOLLOWED = tuple(f"transformers.{name}" for name in ("activations", "masking_uti
 NOTES = "_cached_value"
 """Attributes of classes in which transformers keeps results while a model is used end so."""
 SMALL = 1 << 12
-"""A tensor of so many elements at most counts by its values, too. Parameters and buffers never do."""
+"""A tensor of up to 4,096 elements counts by its values, too. Parameters and buffers never do."""
 DEEPEST = 3
 """Objects inside objects count by their attributes down to this depth, below it by their classes."""
 
@@ -236,8 +236,8 @@ def model_key(model: nn.Module, draft: nn.Module | None, options: Options, name:
 
     model: the target, with its adapters.
     draft: the draft's module, None if the algorithm has none.
-    options: of the algorithm.
-    name: of the algorithm; several algorithms share a class of options.
+    options: what the algorithm was given.
+    name: the algorithm's; several algorithms share a class of options.
 
     There is no artefact if a hook may change a value, because nobody knows on what a hook depends.
     """

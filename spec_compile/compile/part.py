@@ -45,7 +45,7 @@ def digest_of(text: str) -> str:
 def job_of(rows: list[Row], specs: list[Spec], options: dict[str, Any], threads: int) -> str:
     """All that is needed to compile a part, as a text: no weights, and no code except names of operators.
 
-    options: of Inductor.
+    options: Inductor's settings.
     threads: OpenMP threads of the process that will run it on a CPU; Inductor bakes the number into its loops.
     """
     job = {"rows": rows, "specs": specs, "options": options, "threads": threads}
@@ -255,7 +255,7 @@ class Shape(NamedTuple):
     """The sizes that compiled code serves. Shape(1, 0) serves single rows and any number of cache slots.
 
     rows: 0 serves any number above one.
-    slots: of the cache; 0 serves any number.
+    slots: tokens that the cache holds; 0 serves any number.
     """
 
     rows: int

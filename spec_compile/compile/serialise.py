@@ -254,7 +254,7 @@ OF_ROUNDS = {"compact", "lattice_tree", "merge_drafts", "ngram_match", "ngram_pr
 FRESH = {"clone", "copy", "full", "full_like", "new_empty", "new_full", "new_ones", "new_zeros"} | {
     f"{kind}{like}" for kind in ("empty", "ones", "zeros") for like in ("", "_like")
 }
-"""Operators of ATen whose result has memory of its own, besides those with the tag "pointwise"."""
+"""Operators of ATen whose result has new memory, besides all with the tag "pointwise"."""
 WRITTEN = {"key_cache", "value_cache", "state", "stash"}
 """Arguments that our functions write to."""
 KINDS = {"Storage", "Stream", "Generator", "Dimname"}
@@ -455,7 +455,7 @@ def _value_data(value: Any) -> Any:
 
 
 def _size(size: int | torch.SymInt) -> int:
-    """A size, or that of the trace's example if it varies: tokens [2, 7] give B = 2, T = 7 and T + 1 = 8.
+    """A size, or the example's size in the trace if it varies: tokens [2, 7] give B = 2, T = 7 and T + 1 = 8.
 
     So sizes that differ stay apart: a slice of T + 1 tokens to T is no slice of everything.
     """

@@ -113,7 +113,7 @@ _opened: ContextVar["list[StartArtefact] | None"] = ContextVar("opened", default
 
 @contextmanager
 def opened_artefacts() -> Iterator[list["StartArtefact"]]:
-    """A context that lists the artefacts that are opened inside it: a draft's graph has a key of its own, for example.
+    """A context that lists the artefacts that are opened inside it: a draft's graph has another key, for example.
 
     So a start knows all that it rests on when it is saved.
     """
@@ -129,7 +129,7 @@ class StartArtefact:
     """The place of a start's findings between processes.
 
     model, draft: the target, and the draft's module.
-    name: of the algorithm.
+    name: the algorithm's.
     seconds: the times of stages are added here.
     drafts: artefacts that were opened while the draft was built; `save` copies them, too.
     """
@@ -261,7 +261,7 @@ class StartArtefact:
 
 @contextmanager
 def timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
-    """A context whose time is added to that of a stage."""
+    """A context whose time is added to a stage's."""
     begin = time.perf_counter()
     try:
         yield
@@ -281,7 +281,7 @@ def _lacks(model: PreTrainedModel, options: Options) -> Iterator[str]:
     if not are_ours or packed_experts(model) or library_tensors(model):
         yield "is quantised"
     if any(type(tensor.data) is not Tensor for tensor in tensors):
-        yield "has tensors of a class of their own"
+        yield "has tensors of a subclass"
     if is_kept_apart(tensors):
         yield "has weights that an earlier speculate(merge_linears=False) reads where they lie"
 
@@ -291,7 +291,7 @@ def quick_check(model: PreTrainedModel, prefill: ModelGraph, verify: ModelGraph)
     """Compare graphs from an artefact with the model's own forward, by their logits: a text of 24 tokens runs through
     both graphs, its end as a tree, and the tree's two paths through the forward.
 
-    The limits are those of the checks after capture. Operators have their plain meaning: an artefact has graphs and no
+    The limits are the same as after capture. Operators have their plain meaning: an artefact has graphs and no
     kernels, so none is compiled for this. UnsupportedModelError if the logits differ by more.
     """
     name, part = type(model).__name__, "an artefact"

@@ -24,7 +24,7 @@ DEPTH = 3
 
 Spec = list
 """[shape, strides, numbers of the dimensions that vary, dtype, device] of a tensor, or [n], an integer that varies. The
-shape is that of an example: of [[5, 8], [8, 1], [0], "int64", "cpu"] any number of rows is an input, and 8 columns."""
+shape is an example's: in [[5, 8], [8, 1], [0], "int64", "cpu"] any number of rows is an input, and 8 columns."""
 
 Source = tuple
 """("argument", path) is an argument of the function, and ("held", path, slot) a tensor of a module there. A path (1, 2)
@@ -36,7 +36,7 @@ class Traced(NamedTuple):
     """A function as data.
 
     rows: its graph.
-    specs, sources: of the inputs of that.
+    specs, sources: the inputs of this graph.
     result: ``{"result": n}`` is a result of the graph, ``{"list": [...]}`` and ``{"tuple": [...]}`` have such results
         in them, and other values are constants.
     """
@@ -50,7 +50,7 @@ class Traced(NamedTuple):
 def trace(function: Callable, arguments: tuple, varies: Callable[[int], bool], device: torch.device) -> Traced:
     """`function` of these arguments as data: tensors, integers, None, modules, and lists and tuples of these.
 
-    device: of the tensors.
+    device: where the tensors are.
     varies: tells if a dimension of this size may have another one; integers of 2 and more may, 0 and 1 are constants.
     Modules are not changed: the function sees copies of them that have inputs in place of tensors. TypeError if a size
     that varies became a number, as `len(tensor)` makes of it.
@@ -93,7 +93,7 @@ def inputs_of(
     """The specs and sources of the tensors and integers in arguments, and their numbers, by the path of an argument, or
     by the id of a tensor that a module holds.
 
-    A tensor of modules is one input, by whatever names they have it. Each argument is an input of its own, because it
+    A tensor of modules is one input, by whatever names they have it. Each argument is a separate input, because it
     may be another tensor in the next call.
     """
     specs, sources, numbers = list[Spec](), list[Source](), dict[int | tuple, int]()

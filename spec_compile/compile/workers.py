@@ -164,7 +164,7 @@ class CompileWorkers:
             f"from spec_compile.compile.workers import work; work({str(self.folder)!r}, {self._owner})"
         )
         while len(self.processes) < min(self.count, len(self._jobs)):
-            # A session of its own: Ctrl-C is for the parent, and the compilers that a child runs end with it.
+            # A new session: Ctrl-C is for the parent, and the compilers that a child runs end with it.
             self.processes.append(
                 subprocess.Popen(
                     [sys.executable, "-c", code], cwd=self.folder, env=environment, start_new_session=True,

@@ -26,7 +26,7 @@ class ExpertFormat:
     interleaved: gates and ups alternate: columns [g0, u0, g1, u1]; else [g0, g1, u0, u1].
     transposed: the weight is [E, I, O]; else [E, O, I].
     biased: the last part is the bias [E, O].
-    alpha, limit: of the gate "clamped".
+    alpha, limit: constants of the gate "clamped".
     block: the weight is float8_e4m3fn with scales float32 [E, O / block, I / block]; 0: it is not.
     rounds: with a block, inputs are rounded to FP8, too.
     mxfp4: I, if the weight is in MXFP4 with the parts of `mxfp4.pack`; 0: it is not.

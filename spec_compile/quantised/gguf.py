@@ -16,7 +16,7 @@ def q4_0(rows: Tensor) -> Packed:
     """Q4_0: a weight is its code minus 8, times the scale of its block.
 
     rows: [O, B * 18] uint8, B blocks of a scale in float16 and 16 bytes; byte i has the code of input i in its lower
-    half, and that of input 16 + i in its upper half.
+    half, and the code of input 16 + i in its upper half.
     """
     units, codes = _units_and_bytes(rows, 1, GROUP // 2)
     return _packed(CodeGroups(4, GROUP, NONE, 0, 0), _nibbles(codes), units)
@@ -47,7 +47,7 @@ ON_GPU = ("Q4_0",)
 
 
 def _units_and_bytes(rows: Tensor, numbers: int, size: int) -> tuple[Tensor, Tensor]:
-    """Blocks of so many float16 and so many bytes -> units [O, B, numbers], bytes [O, B, size] uint8."""
+    """Blocks of `numbers` float16 and `size` bytes -> units [O, B, numbers], bytes [O, B, size] uint8."""
     blocks = rows.unflatten(1, (-1, 2 * numbers + size))
     units = blocks[:, :, : 2 * numbers].contiguous().view(torch.float16)
     require(bool(units.isfinite().all()), "has scales that are not finite")

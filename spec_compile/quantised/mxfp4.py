@@ -8,7 +8,7 @@ Files have blocks [E, O, I / 32, 16] uint8 and scales [E, O, I / 32] uint8. Byte
 2 * n (low bits) and 2 * n + 1 (high bits).
 
 The kernel reads words [E, O, W * 32] int32 and units [E, W * 2, O] int32. 16 words have the codes of 128 columns: word
-w has those of the columns 32 * j + 2 * w and 32 * j + 2 * w + 1 for j = 0 .. 3. Example: word 3 has columns 6 and 7, 38
+w has the columns 32 * j + 2 * w and 32 * j + 2 * w + 1 for j = 0 .. 3. Example: word 3 has columns 6 and 7, 38
 and 39, 70 and 71, 102 and 103.
 
 Unit u has the scales of the four groups 4 * u .. 4 * u + 3, in bytes from the lowest one. A byte is the scale plus 126,
