@@ -19,8 +19,7 @@ from .batching.model import BatchingMixin, score, shadow
 from .capture import copies, loras
 from .capture.admit import admit, in_served_dtype
 from .capture.changes import Watch, config_reads
-from .capture.check_generation import ANY, check_generation
-from .capture.checks import check_capture, check_tree
+from .capture.checks import ANY, check_capture, check_generation, check_tree
 from .capture.kinds import is_known
 from .capture.quantised import hold_one_layout
 from .capture.ranks import facts, share_memory
@@ -36,6 +35,7 @@ from .drafters import ALGORITHMS, build, check_draft, describe_options, parse_al
 from .drafting import Algorithm
 from .errors import UnsupportedModelError, check_int
 from .graph import ModelGraph
+from .inventory import configs_of
 from .kernels.cpu import fit_threads
 from .ngram import NgramStore
 from .parallel.start import find_ranks
@@ -80,7 +80,7 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
         parsed = parse_options(ALGORITHMS[name].options, options)
         check_draft(algo, parsed)
         plain: Any = loras.without_adapters(model) if parsed.max_loras and hasattr(model, "peft_config") else model
-        admit(plain, parsed.exact)
+        inventory = admit(plain, parsed.exact)
         if ranks.size > 1:
             parts |= facts(model, name, options)
             parsed = dataclasses.replace(parsed, tensor_parallel=ranks)
@@ -91,14 +91,14 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
             check_compiler()
         if model.device.type == "cpu":
             fit_threads()
-        in_served_dtype(plain, parsed.convert_bfloat16)
+        in_served_dtype(inventory, parsed.convert_bfloat16)
     share_memory(ranks, model.device)
     # Tracing and checking change settings of the process, and run no code that the user had compiled.
-    rounded = rounded_weights(plain, parsed.weights, ranks.size)
+    rounded = rounded_weights(inventory, parsed.weights, ranks.size)
     with COMPILE_LOCK, torch.compiler.set_stance("force_eager"), rounded:
         with ranks.together("speculate()", {}):
             with opened_artefacts() as drafts:
-                algorithm = build(name, plain, parsed)
+                algorithm = build(name, inventory, parsed)
             fast = shadow(model)
             speculation = Speculation(model, plain, fast, name, parsed, algorithm, drafts)
         with ranks.call():
@@ -130,7 +130,7 @@ class Speculation(Accounts):
         """True if nothing was captured, rewritten and checked, because an earlier start had done so."""
         if found is None:
             # Capture, and compare the graph with the model's own forward. reads: the config values that it depends on.
-            with config_reads(model) as reads:
+            with config_reads(configs_of(model)) as reads:
                 graph, self._runnable = self._capture()
         with timed(self.seconds, "passes"):
             engine = ServedEngine(model, name, graph, algorithm, options, None if found is None else found.graphs)
@@ -138,9 +138,10 @@ class Speculation(Accounts):
         engine.served_batches = ANY if found is None else found.served_batches
         share_parts(model, name, engine.runtime).store = self._artefact.parts()
         engine.runtime.records.open(self._artefact, f"record_{algorithm.plan.nodes}")
-        others = loras.of_adapters(model) if options.max_loras else set()
+        others = loras.of_adapters(model) if options.max_loras else set()  # their changes count from call to call
         engine.weights = SharedWeights(model, algorithm.draft_module, others)
-        engine.watch = Watch(model, fast, engine.weights.slots, self._reads, others)
+        watched = {part: path for path, part in model.named_modules() if part not in others}
+        engine.watch = Watch(watched, fast, engine.weights.slots, self._reads)
         own = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
         engine.rebuild, engine.speculate = partial(speculate, algo=name, **own), speculate
 

@@ -50,7 +50,7 @@ class Options:
         names for "prefill" (prompts), "verify" and "draft" (a draft's trees; a head's prompts, too).
     weights: "fp8", "int8" or "int4" rounds the linear layers of the model at load, and holds them only so: by output,
         or with int4 by groups of 32 to 128 inputs. The output head stays, but on a CPU int8 and int4 round it to 8
-        bits. Answers are those of the rounded model (None: weights stay as they are).
+        bits. The rounded model decides the answers (None: weights stay as they are).
     convert_bfloat16: on a GPU without bfloat16 (compute capability below 8.0, such as a T4), convert the weights of the
         model, and of a draft, to float16, in place and with a warning (False: refuse the model).
     kv_cache_dtype: the target's keys and values in the cache: "auto" (the model's dtype); "fp8": on a GPU, rounded to
@@ -72,8 +72,8 @@ class Options:
     trust_artefact: load the compiled code of that folder whoever has made it. It runs with your rights.
     max_loras: LoRA adapters of peft that rounds may read at once, so that each row of a batch chooses one by its name
         (0: the active adapters are captured, for all rows).
-    max_lora_rank: largest rank of such adapters (default: of those that the model has at speculate()).
-    tensor_parallel: the processes that share the model, each on a GPU of its own: None (only this one), "auto" (all
+    max_lora_rank: largest rank of such adapters (default: the largest that the model has at speculate()).
+    tensor_parallel: the processes that share the model, each on another GPU: None (only this one), "auto" (all
         that torchrun has started), their number, or a process group or device mesh.
     expert_parallel: with tensor_parallel, the processes share routed experts by their numbers: each has some experts,
         and all of these (True); or by their width: each has a part of every expert (False; default: by width, unless

@@ -47,7 +47,7 @@ def generate(*args: Any, model: PreTrainedModel, **arguments: Any) -> Any:
     model: a causal language model of transformers. At the first call it gets a speculative model, which it keeps as
         long as it lives. Changed weights are taken over. After a call with another option, or another change of the
         model, it keeps a new one.
-    arguments: those of ``generate()`` of a speculative model, and options of `speculate` such as ``algo`` and
+    arguments: the arguments of ``generate()`` of a speculative model, and options of `speculate` such as ``algo`` and
         ``draft``. ``cache`` is an option unless it is a cache of keys and values.
 
     Raises ValueError that names an argument which is neither, and all that `speculate` and ``generate()`` raise.

@@ -26,7 +26,7 @@ class DraftPlan:
     draws: True if tokens are drawn at random, and ``state.propose`` gets the distributions that they were drawn from.
     sizes: nodes that a round verifies: "fixed" (always `nodes`, as many as every tree has), "tree" (as many as the
         trees have) or "adaptive" (fewer if that has paid).
-    levels: of a tree, if each takes a forward of the draft; 1: all drafts come from one forward.
+    levels: the levels of a tree, if each takes a forward of the draft; 1: all drafts come from one forward.
     """
 
     nodes: int
@@ -58,74 +58,23 @@ class DraftPlan:
         return nodes if self.is_whole and nodes - 1 < self.levels else self.nodes
 
 
-class RoundParts(nn.Module):
-    """How rounds with a drafter are compiled, warmed up and timed. The defaults are for one whose `propose` is a few
-    operators and changes nothing but its own buffers."""
-
-    fuses: bool = True
-    """True if `propose` is compiled in one part with what comes before it in the round; else `compile` does it."""
-
-    seconds: float = 0.0
-    """Time spent proposing on the host since the drafter was made (0 if it is part of the graph)."""
-
-    def compile(self, compiler: "PartCompiler") -> None:
-        """Compile the parts of `propose` by `compiler`. Called for each kind of round, and after caches have grown."""
-
-    def mute(self) -> None:
-        """Warm-up begins: until the buffers are put back, rounds must leave no trace outside them."""
-
-    def small_buffers(self) -> list[Tensor]:
-        """The buffers that are put back after warm-up: those on the drafter, and on the drafters that it is made of."""
-        return list(self.buffers(recurse=False))
-
-
-class RowBookkeeping(RoundParts):
-    """Rows of a drafter that requests enter and leave while the others go on. The defaults are for one that keeps all
-    it knows of a row in its caches and in buffers [B, ...]."""
-
-    def row_buffers(self) -> list[Tensor]:
-        """The `small_buffers` that have an entry for each row [B, ...], which moves with the row."""
-        return self.small_buffers()
-
-    def share(self, other: "RowBookkeeping") -> None:
-        """Use the first rows of `other`, a drafter of the same algorithm for more rows, in place of rows of its own.
-        From then on `enter` and `leave` of `other` are about this one's rows, too."""
-        for name, buffer in list(self.named_buffers(recurse=False)):
-            setattr(self, name, getattr(other, name)[: len(buffer)])
-        for cache, larger in zip(caches(self), caches(other)):
-            cache.share(larger)
-
-    def resize(self, slots: int) -> None:
-        """Make room for `slots` tokens a row in all buffers that are no caches; what they hold stays."""
-
-    def enter(self, row: int, share_text: bool | str, references: list[Tensor]) -> None:
-        """A text begins in one row, while the others go on.
-
-        share_text: see `Drafter.start`; or the name of the text's owner: then the row drafts only from texts of rows
-            with the same name, and only these draft from its text. Rows with the name "" draft from no other text.
-        references: [n] int64 each, on the CPU; texts that only this row may draft from, until it is left. With one -1
-            after each but the last they fit into the slots of a row.
-        """
-        for buffer in self.row_buffers():
-            buffer[row].zero_()
-
-    def vacate(self, row: int) -> None:
-        """The text of a row goes on in another row, or in another drafter of the same algorithm, with all that was
-        known of it."""
-
-    def leave(self, state: "State", row: int, length: int, share_text: bool | str) -> None:
-        """The text of one row is over. length: tokens of the row less one. share_text: as when it entered, or False if
-        the text shall leave with the row."""
-
-
-class Drafter(RowBookkeeping):
+class Drafter(nn.Module):
     """Proposes the trees of one batch. Each generate() calls `start`, `prefill` for each chunk of the prompts, then
     `propose` and, after each verification, `observe` and `propose`; and `finish`. Only `propose` has no default.
 
     The methods marked [graph] run inside the compiled round. Small tensors that they change are buffers registered on
     the drafter itself, which are put back after a round of warm-up; keys and values are in a `cache.Cache`.
     max_kv_len: slots of a cache to look at on a CPU, which hold everything when the round ends.
+
+    The other defaults are for a drafter whose `propose` is a few operators and changes nothing but its own buffers, and
+    which keeps all that it knows of a row in its caches and in buffers [B, ...].
     """
+
+    fuses: bool = True
+    """True if `propose` is compiled in one part with what comes before it in the round; else `compile` does it."""
+
+    seconds: float = 0.0
+    """Time spent proposing on the host since the drafter was made (0 if it is part of the graph)."""
 
     def start(
         self, state: "State", prompts: list[list[int]], references: list[Tensor], share_text: bool = True
@@ -164,6 +113,54 @@ class Drafter(RowBookkeeping):
 
     def finish(self, lengths: list[int]) -> None:
         """End a call of generate(), also after an error. lengths: tokens of each row less one; [] before any round."""
+
+    # How rounds are compiled and warmed up.
+
+    def compile(self, compiler: "PartCompiler") -> None:
+        """Compile the parts of `propose` by `compiler`. Called for each kind of round, and after caches have grown."""
+
+    def mute(self) -> None:
+        """Warm-up begins: until the buffers are put back, rounds must leave no trace outside them."""
+
+    def small_buffers(self) -> list[Tensor]:
+        """The buffers that are put back after warm-up: those on the drafter, and on the drafters that it is made of."""
+        return list(self.buffers(recurse=False))
+
+    # Rows that requests enter and leave while the others go on.
+
+    def row_buffers(self) -> list[Tensor]:
+        """The `small_buffers` that have an entry for each row [B, ...], which moves with the row."""
+        return self.small_buffers()
+
+    def share(self, other: "Drafter") -> None:
+        """Use the first rows of `other`, a drafter of the same algorithm for more rows, in place of rows of its own.
+        From then on `enter` and `leave` of `other` are about this one's rows, too."""
+        for name, buffer in list(self.named_buffers(recurse=False)):
+            setattr(self, name, getattr(other, name)[: len(buffer)])
+        for cache, larger in zip(caches(self), caches(other)):
+            cache.share(larger)
+
+    def resize(self, slots: int) -> None:
+        """Make room for `slots` tokens a row in all buffers that are no caches; what they hold stays."""
+
+    def enter(self, row: int, share_text: bool | str, references: list[Tensor]) -> None:
+        """A text begins in one row, while the others go on.
+
+        share_text: see `Drafter.start`; or the name of the text's owner: then the row drafts only from texts of rows
+            with the same name, and only these draft from its text. Rows with the name "" draft from no other text.
+        references: [n] int64 each, on the CPU; texts that only this row may draft from, until it is left. With one -1
+            after each but the last they fit into the slots of a row.
+        """
+        for buffer in self.row_buffers():
+            buffer[row].zero_()
+
+    def vacate(self, row: int) -> None:
+        """The text of a row goes on in another row, or in another drafter of the same algorithm, with all that was
+        known of it."""
+
+    def leave(self, state: "State", row: int, length: int, share_text: bool | str) -> None:
+        """The text of one row is over. length: tokens of the row less one. share_text: as when it entered, or False if
+        the text shall leave with the row."""
 
 
 def caches(drafter: nn.Module) -> list[Cache]:

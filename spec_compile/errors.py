@@ -12,7 +12,7 @@ class UnsupportedModelError(ValueError):
 class RequestError(RuntimeError):
     """Ends one request. Whoever sent it may read the message, which therefore tells nothing of the process.
 
-    status: of HTTP; 400 if the request's own settings are at fault
+    status: the HTTP status; 400 if the request's own settings are at fault
     field: the field of the request that is at fault, as its client wrote it, or None
     """
 

@@ -14,19 +14,20 @@ from pathlib import Path
 from types import ModuleType
 
 HERE = Path(__file__).parent
-_ENDS = (
-    ".h", "_around.h", "_avx2.h", "_avx512.h", "_blocks.h", "_decode.h", "_level.h", "_numbers.h", "_pairs.h",
-    "_panels.h", "_strips.h", "_tiles.h", ".cpp", "_avx2.cpp", "_avx512.cpp", "_avx512_bf16.cpp",
-)  # fmt: skip
-FEW_ROWS = *(f"few_rows{end}" for end in _ENDS), "../openmp.h"
-_ENDS = ".h", "_plain.h", "_avx2.h", "_avx512.h", "_rows.h", ".cpp"
-CPU_ATTENTION = *(f"cpu_attention{end}" for end in _ENDS), "../openmp.h"
+
+
+def _sources_of(name: str) -> tuple[str, ...]:
+    """The C++ files in the folder of a compiled module, and the headers above it, by their paths from the folder."""
+    folder = HERE.joinpath(*name.split(".")[:-1])
+    above = [f"../{path.name}" for path in folder.parent.glob("*.h")]
+    return *sorted(path.name for path in folder.iterdir() if path.suffix in (".h", ".cpp")), *sorted(above)
+
+
 SOURCES = {
-    "ngram._ngram_trie": ("store.h", "trie.h", "trie.cpp"),
-    "kernels.linear._few_rows": FEW_ROWS,
-    "kernels.attention._cpu_attention": CPU_ATTENTION,
+    name: _sources_of(name)
+    for name in ("ngram._ngram_trie", "kernels.linear._few_rows", "kernels.attention._cpu_attention")
 }
-"""The C++ files of each compiled module, by their paths from its folder."""
+"""The C++ files of each compiled module."""
 BUILD = "run `pip install .` in the repository, with a C++20 compiler at hand"
 
 

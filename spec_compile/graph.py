@@ -57,7 +57,7 @@ class RecurrenceSpec:
     kind: a key of `kernels.recurrence.KINDS`.
     state: shape of a row's state.
     stash: for each input that a commit reads, its shape, and True if all rows share it.
-    dtypes: of the state and of each part of the stash; None for the dtype of the model.
+    dtypes: the dtype of the state, and of each part of the stash; None for the dtype of the model.
     """
 
     kind: str

@@ -20,7 +20,7 @@ class Held(NamedTuple):
 
 
 def held(module: nn.Module, prefix: str = "") -> Iterator[Held]:
-    """Every parameter and buffer of a module and its parts. prefix: of the paths, such as "draft."."""
+    """Every parameter and buffer of a module and its parts. prefix: begins the paths, such as "draft."."""
     for path, part in module.named_modules(prefix=prefix.removesuffix(".")):
         for holder in (part._parameters, part._buffers):
             for name, tensor in held_items(holder):

@@ -1,6 +1,6 @@
-"""`Outcome`: the message of a round to the host, packed into one tensor of integers so that one copy brings it."""
+"""`Outcome`, the message of a round to the host, packed into one tensor so that one copy brings it; and `Recording`."""
 
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -13,16 +13,17 @@ WIDEST = HEADER + PER_NODE * MAX_NODES
 """Most numbers of a row's outcome."""
 
 
-class Outcome(NamedTuple):
+@dataclass(slots=True)
+class Outcome:
     """One row's part in a round over N nodes.
 
-    gained: the tokens that the row gained.
-    finished: whether the row has ended.
+    gained: the tokens that the row gained: the tokens of ``path[1:]`` and the bonus token.
+    finished: True if the row has ended.
     next_count: real nodes of the tree that is verified next.
     next_hint: the drafter's confidence in that tree.
-    depth: of the tree that was verified.
-    path: its accepted nodes from the root down, as many as tokens were gained.
-    tokens, parents: of its N nodes.
+    depth: the depth of the tree that was verified.
+    path: its accepted nodes from the root down.
+    tokens, parents: its N nodes, parents first. Node 0 is the root, the last committed token, with parent -1.
     """
 
     gained: list[int]
@@ -50,3 +51,45 @@ def unpack(row: list[int]) -> Outcome:
     paths, drafted, parents = range(HEADER, len(row), (len(row) - HEADER) // PER_NODE)[1:]
     tokens, path = row[HEADER : HEADER + gained], row[paths : paths + gained]
     return Outcome(tokens, bool(finished), next_count, next_hint, depth, path, row[drafted:parents], row[parents:])
+
+
+# The trees and times of one generate(), as `report` shows them.
+
+
+@dataclass
+class RecordedRound:
+    """One round over N nodes, which took the host `seconds`.
+
+    rows: the outcome of each sequence, whose tree has no padding; None if the sequence had finished before.
+    """
+
+    nodes: int
+    seconds: float
+    rows: list[Outcome | None]
+
+
+@dataclass
+class Recording:
+    """One generate(), round by round.
+
+    prompts: token ids of each row.
+    rounds: in order. A row's text is its prompt and all that its rounds gained, even if a stopping criterion cuts the
+        answer in the middle of a round.
+    seconds: as in `Stats`, of this call.
+    """
+
+    prompts: list[list[int]]
+    rounds: list[RecordedRound] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def add(self, nodes: int, seconds: float, counts: dict[int, int], outcomes: dict[int, Outcome]) -> None:
+        """Add a round over `nodes` nodes. counts: real nodes of each unfinished row."""
+        rows: list[Outcome | None] = [None] * len(self.prompts)
+        for row, count in counts.items():
+            outcome = outcomes[row]
+            rows[row] = replace(outcome, tokens=outcome.tokens[:count], parents=outcome.parents[:count])
+        self.rounds.append(RecordedRound(nodes, seconds, rows))
+
+    def output(self, row: int) -> list[int]:
+        """The tokens that a row gained."""
+        return [token for done in self.rounds if done.rows[row] for token in done.rows[row].gained]

@@ -15,7 +15,7 @@ class Stats:
     accepted: accepted[d] counts trees that had a node accepted at depth d + 1.
     nodes: number of rounds by the number of nodes that they verified.
     trace: for each round of the last generate(), the number of tokens that each row gained.
-    seconds: of prefill, draft, verify (with accept and commit), host (the rest of the loop) and compile.
+    seconds: the time of prefill, draft, verify (with accept and commit), host (the rest of the loop) and compile.
     vocabulary_share: see `Algorithm.vocabulary_share`; `reset` keeps it.
     """
 

@@ -38,18 +38,18 @@ GUARDS = [
     Guard(name, does, f"tests/{tests}")
     for name, does, tests in (
         # capture and api
-        ("float16-range", NEVER, "capture/test_served_dtype.py"),
-        ("model-changes", NEVER, "capture/test_watch.py -k test_generate_raises"),
+        ("float16-range", NEVER, "capture/test_admit.py"),
+        ("model-changes", NEVER, "capture/test_changes.py -k test_generate_raises"),
         ("checks-refuse", NEVER, "capture/test_checks.py -k factors_in_full"),
         ("noise", HUNDREDFOLD, "capture/test_checks.py -k rounding_beyond"),
         ("capture-is-checked", SKIP, "runtime/test_generate.py -k test_every_check_is_run"),
         ("trees-are-checked", SKIP, "runtime/test_generate.py -k test_every_check_is_run"),
         ("windows-are-crossed", NEVER, "capture/test_checks.py -k windows"),
         ("layers-alike", NEVER, "capture/test_kinds.py -k read_other_layers"),
-        ("dropout", NEVER, "capture/test_training_mode.py -k effects_are_named"),
-        ("evaluation-mode", SKIP, "capture/test_training_mode.py -k captured_alike"),
+        ("dropout", NEVER, "capture/test_changes.py -k effects_are_named"),
+        ("evaluation-mode", SKIP, "capture/test_changes.py -k captured_alike"),
         ("adapter-in-use", ALWAYS, "capture/test_loras.py -k slots_keep"),
-        ("rounding-is-undone", SKIP, "capture/test_rounded_weights.py -k error_gives"),
+        ("rounding-is-undone", SKIP, "capture/test_rounded.py -k error_gives"),
         ("own-code", NEVER, "product/test_custom_generate.py -k bound"),
         # passes
         ("stream-read-by-others", NEVER, "passes/test_chain_products.py -k others_read"),

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.common import DEMO_MODEL, PROMPTS, RESULTS, pin, prompts_of, save_rows, show, stamp
+from spec_compile.capture.admit import admit
 from spec_compile.capture.rounded import rounded_weights
 from spec_compile.quantised.rounded import FORMATS
 from spec_compile.tools.audit_report import Rounding, compare_rounding
@@ -66,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
     generate = {"max_new_tokens": options.new_tokens, "do_sample": False, "pad_token_id": tokenizer.pad_token_id or 0}
     for name in options.weights:
         model = loaded()
-        with rounded_weights(model, name):
+        with rounded_weights(admit(model), name):
             row = row_of(compare_rounding(unrounded, model, texts, prompts, generate))
         row = {"model": Path(options.model).name, "dtype": options.dtype, "weights": name} | row
         save_rows(options.json, [row], KEYS, facts)

@@ -20,7 +20,7 @@ import operator
 import re
 import reprlib
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -34,7 +34,7 @@ from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
 
-from ..inventory import configs_of, held_items
+from ..inventory import held_items
 from .quantised import UNPACKS
 from .replaced import METHODS, OF_CLASSES, underlying
 from .weights import AGAIN, Slot
@@ -94,19 +94,16 @@ class _Facts(NamedTuple):
 class Watch:
     """Watches a target for changes.
 
-    model: the target.
+    paths: the modules to watch, each with its path in the target, "" for the target itself.
     fast: the object that speculates for it.
-    slots: of all weights.
+    slots: the slots of all weights.
     reads: for each config the names that were read while the model was captured (see `config_reads`).
-    others: modules of the target whose changes count only from call to call, so that they are not watched.
     """
 
     def __init__(
-        self, model: nn.Module, fast: nn.Module, slots: list[Slot], reads: list[tuple[Any, set[str]]],
-        others: Container[nn.Module] = (),
-    ):  # fmt: skip
-        self._model, self._slots = model, slots
-        self._paths = {part: path for path, part in model.named_modules() if part not in others}
+        self, paths: dict[nn.Module, str], fast: nn.Module, slots: list[Slot], reads: list[tuple[Any, set[str]]]
+    ):
+        self._paths, self._slots = paths, slots
         self._fast = weakref.ref(fast)  # weak, because `fast` refers to this object
         self._expected = {part: _facts(part) for part in self._paths}
         self._expected_fast, self._expected_global = _facts(fast, followed=True), value_hooks(GLOBAL_HOOKS)
@@ -136,8 +133,8 @@ class Watch:
             yield from _differences(path, self._expected[part], _facts(part))
         yield from _differences("", self._expected_fast, _facts(self._fast(), followed=True))
         # generate() runs on `fast`, so the mode of the model's own object does not matter.
-        parts = {part: path for part, path in self._paths.items() if part is not self._model} | {self._fast(): ""}
-        for reason in effects((path, part) for part, path in parts.items()):
+        parts = [(path, part) for part, path in self._paths.items() if path]
+        for reason in effects([*parts, ("", self._fast())]):
             yield Change(f"the model is in training mode, and {reason}", "eval")
         yield from _hook_differences("all modules", self._expected_global, value_hooks(GLOBAL_HOOKS))
         for config, name, was in self._settings:
@@ -423,9 +420,9 @@ CONFIG_BOOKKEEPING = {
 
 
 @contextmanager
-def config_reads(model: nn.Module) -> Iterator[list[tuple[Any, set[str]]]]:
-    """A context that adds, for each config of `model`, the names that are read to the set that it yields with it."""
-    reads = [(config, set()) for config in configs_of(model) if isinstance(config, PreTrainedConfig)]
+def config_reads(configs: Iterable[Any]) -> Iterator[list[tuple[Any, set[str]]]]:
+    """A context that yields each of transformers' configs with a set, to which it adds the names that are read."""
+    reads = [(config, set()) for config in configs if isinstance(config, PreTrainedConfig)]
     classes = [type(config) for config, _ in reads]
     try:
         for config, names in reads:

@@ -1,4 +1,4 @@
-"""Second objects over one model: twins to trace, wrappers of peft, and a generation config that follows the model's.
+"""Second objects over one model: copies to trace, wrappers of peft, and a generation config that follows the model's.
 
 peft need not be installed.
 """
@@ -207,7 +207,7 @@ def rebuild(make: Callable, original: nn.Module, own: tuple) -> nn.Module:
     return made
 
 
-def twin(model: nn.Module, shared_objects: dict[int, Any] | None = None) -> nn.Module:
+def shared_copy(model: nn.Module, shared_objects: dict[int, Any] | None = None) -> nn.Module:
     """A copy of all modules and configurations that shares the tensors, without ``torch.compile``. It can be traced, or
     be given hooks, while other threads run `model`.
 

@@ -1,7 +1,7 @@
 """Routed experts: transformers' interface is given a function that emits their two markers; and gpt-oss's MXFP4."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from os import PathLike
@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import GptOssConfig, GptOssForCausalLM, Mxfp4Config
 from transformers.activations import SiLUActivation
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
@@ -28,17 +29,17 @@ STEP = "transformers.models.step3p7.modeling_step3p7.Step3p7Experts"
 
 
 @contextmanager
-def marked_experts(model: nn.Module) -> Iterator[None]:
-    """A context in which `model` shows its routed experts as markers.
+def marked_experts(root: nn.Module) -> Iterator[None]:
+    """A context in which `root`, a model or a draft head, shows its routed experts as markers.
 
     One function serves all families, because transformers' ``use_experts_implementation`` gives their experts one form.
     Another mixture that does not ask the interface keeps its own forward.
     """
-    loops = [part for part in model.modules() if class_path(part) == STEP]
+    loops = [part for part in root.modules() if class_path(part) == STEP]
     for part in loops:
         part.forward = partial(_experts, part)
     try:
-        with configured(model, SELECTOR, IMPLEMENTATION):
+        with configured(root, SELECTOR, IMPLEMENTATION):
             yield
     finally:
         for part in loops:
@@ -114,6 +115,66 @@ def _block(module: nn.Module) -> int:
     return 0 if size is None else size[0]
 
 
+# Modules that `capture.modules` changes, because they do not ask transformers' experts interface.
+
+
+def aria(module: nn.Module, attend: Callable) -> None:
+    """Weights [E, I, O], of which no kernel has a gate; before transformers 5.18 two modules had them."""
+    experts, top = module.experts, module.router
+    split = hasattr(experts, "fc1")
+    first, second = (experts.fc1.weight, experts.fc2.weight) if split else (experts.gate_up_proj, experts.down_proj)
+    count = experts.config.moe_topk if split else module.router.top_k
+
+    def forward(hidden_states: Tensor) -> Tensor:
+        rows = hidden_states.flatten(0, 1)
+        logits, ids = F.linear(rows, top.weight).topk(count, dim=-1)
+        layout = ExpertFormat(transposed=True).text
+        gate, up = UP(rows, ids, [first], layout).chunk(2, dim=-1)
+        routed = DOWN(F.silu(gate) * up, ids, logits.softmax(dim=-1), [second], layout)
+        return routed.view_as(hidden_states) + module.shared_experts(hidden_states)
+
+    module.forward = forward
+
+
+def dbrx(module: nn.Module, attend: Callable) -> None:
+    """Gate and up are two weights, each [E * I, H] with the experts one after the other."""
+    for name in ("w1", "v1", "w2"):
+        weight = getattr(module.mlp, name).detach().unflatten(0, (module.num_experts, module.ffn_hidden_size))
+        module.register_buffer(name, weight, persistent=False)
+
+    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        rows = hidden_states.flatten(0, 1)
+        gate, up = (UP(rows, top_k_index, [weight], ExpertFormat().text) for weight in (module.w1, module.v1))
+        x = module.mlp.activation_fn(gate) * up
+        down = ExpertFormat(transposed=True).text
+        return DOWN(x, top_k_index, top_k_weights, [module.w2], down).view_as(hidden_states)
+
+    module.forward = forward
+
+
+def longcat_flash(module: nn.Module, attend: Callable) -> None:
+    """The experts numbered after the routed ones return their input."""
+    if module.gate_up_proj is None:
+        return
+
+    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        is_routed = top_k_index < module.num_routed_experts
+        ids, weights = torch.where(is_routed, top_k_index, 0), torch.where(is_routed, top_k_weights, 0)
+        x = UP(hidden_states, ids, [module.gate_up_proj], ExpertFormat(gate="silu").text)
+        kept = hidden_states * (top_k_weights - weights).sum(dim=-1, keepdim=True)
+        return DOWN(x, ids, weights, [module.down_proj], ExpertFormat().text) + kept.to(hidden_states.dtype)
+
+    module.forward = forward
+
+
+MODULES = {
+    "transformers.models.aria.modeling_aria.AriaTextMoELayer": aria,
+    "transformers.models.dbrx.modeling_dbrx.DbrxExperts": dbrx,
+    "transformers.models.longcat_flash.modeling_longcat_flash.LongcatFlashExperts": longcat_flash,
+}
+"""The functions above by the paths of the classes that they change, see `modules.MODULES`."""
+
+
 # gpt-oss's experts in MXFP4: `load_mxfp4` keeps them packed, and those that transformers has packed are read.
 #
 # transformers unpacks such experts while it loads, unless it runs on a GPU with the package `kernels`. Then it keeps
@@ -132,7 +193,7 @@ class Mxfp4Experts(nn.Module):
 
     weights: blocks and scales of each of `PRODUCTS`.
     biases: [E, O] of each of `PRODUCTS`.
-    alpha, limit: of the gate.
+    alpha, limit: the numbers of the clamped gate.
     """
 
     def __init__(
@@ -252,7 +313,7 @@ def are_mxfp4(module: nn.Module) -> bool:
 
 
 def mark_mxfp4(model: nn.Module) -> None:
-    """In `model`, a twin, replace experts that transformers has packed by a copy, `Mxfp4Experts`."""
+    """In `model`, a shared copy, replace experts that transformers has packed by a copy, `Mxfp4Experts`."""
     for part in model.modules():
         if class_path(part) == f"{LIBRARY}.Mxfp4GptOssMLP":  # its forward does not call its router
             part.__class__, part.experts = GptOssMLP, _copied(part.experts)

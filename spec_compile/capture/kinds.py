@@ -10,7 +10,7 @@ kinds, and the last layer::
     copy     a a a   b a       a   kept = [0, 1, 2, 4, 5, 9], numbered 0 to 5
     source   0 1 2 2 3 4 2 2 3 5   the template of each layer, by its number in the copy
 
-`repeat` copies the templates' parts of the graph to the other layers.
+`Expansion` copies the templates' parts of the graph to the other layers.
 """
 
 import re
@@ -31,7 +31,7 @@ from ..graph import LAYER, attribute, is_size, layer_of
 from ..inventory import configs_of, held_items, held_tensors
 from .admit import reads_pictures
 from .changes import BOOKKEEPING, GLOBAL_HOOKS, INTERNALS, is_plain, value_hooks
-from .copies import shallow, twin
+from .copies import shallow, shared_copy
 from .experts import library_tensors
 from .quantised import packed_experts, packed_layers
 from .ranks import is_sharded
@@ -53,7 +53,7 @@ class UnlikeLayersError(Exception):
 class Repeats:
     """A model of which some layers are templates for the others.
 
-    path: of the list of layers, as "model.layers".
+    path: the path of the list of layers, such as "model.layers".
     kept: the numbers of the layers in the copy, ascending.
     source: for each layer of the model, the number in the copy of the layer that it is made from.
     kinds: the kind of each layer in the copy.
@@ -82,15 +82,6 @@ for _name in ARITHMETIC:
     setattr(_LayerNumber, f"__{_name}__", _refuse)
 
 
-def why_whole(model: PreTrainedModel) -> str | None:
-    """The reason why all layers of a model are captured, in a sentence; None if a few of each kind are."""
-    try:
-        repeats_of(model)
-    except UnlikeLayersError as reason:
-        return f"{type(model).__name__} {reason}, so each of its layers is captured"
-    return None
-
-
 def is_known(model: nn.Module) -> bool:
     """True if all code of a model is that of PyTorch and transformers, of which tests compare both ways of capture."""
     return all(type(part).__module__.startswith(("torch.nn.", "transformers.")) for part in model.modules())
@@ -100,9 +91,14 @@ def repeats_of(model: PreTrainedModel) -> Repeats:
     """The pattern of a model's layers; UnlikeLayersError if there is none, or if more than their weights may differ."""
     _check_model(model)
     path, layers = _list_of_layers(model)
-    outside = _without_layers(model, path, [])
     lists = _lists_by_layer(model, len(layers))
-    _check_apart(outside, layers)
+    # Two layers, or a layer and the rest of the model, may not share modules or tensors.
+    seen: set[int] = set()
+    for module in (_without_layers(model, path, []), *layers):
+        own = {*map(id, module.modules()), *map(id, held_tensors(module))}
+        if own & seen:
+            raise UnlikeLayersError("has layers that share modules or weights")
+        seen |= own
     # Number the kinds in the order of their first layers.
     kinds: list[tuple] = []
     numbers = []
@@ -115,15 +111,15 @@ def repeats_of(model: PreTrainedModel) -> Repeats:
 
 
 def copy_of(model: PreTrainedModel, repeats: Repeats) -> PreTrainedModel:
-    """A `twin` of a model with the layers ``repeats.kept``, numbered from 0. Nothing of it is part of the model."""
+    """A `shared_copy` of a model that has the layers ``repeats.kept``, numbered from 0."""
     # Copy a model that has only the layers that are kept.
     layers = model.get_submodule(repeats.path)
     kept = [layers[number] for number in repeats.kept]
-    copied = twin(_without_layers(model, repeats.path, kept))
+    copied = shared_copy(_without_layers(model, repeats.path, kept))
     # Its configurations tell of these layers.
     for config in configs_of(copied):
         if getattr(config, "num_hidden_layers", None) == repeats.depth:
-            for name, values in _lists_of(config, repeats.depth):
+            for name, values in _lists_of(config, repeats.depth).items():
                 vars(config)[name] = type(values)(values[number] for number in repeats.kept)
             config.num_hidden_layers = len(kept)
     # Layers that know their number get the new one, which raises if they compute with it.
@@ -163,10 +159,8 @@ def _check_model(model: PreTrainedModel) -> None:
 def _list_of_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """Path and list of the decoder layers."""
     depth = getattr(model.config, "num_hidden_layers", None)
-    found = [
-        (path, part) for path, part in model.named_modules() if isinstance(part, (nn.ModuleList, nn.ParameterList))
-    ]
-    outermost = [(path, part) for path, part in found if len(part) == depth and not LAYER.search(f".{path}")]
+    lists = [each for each in model.named_modules() if isinstance(each[1], (nn.ModuleList, nn.ParameterList))]
+    outermost = [(path, part) for path, part in lists if len(part) == depth and not LAYER.search(f".{path}")]
     if len(outermost) != 1 or not LAYER.fullmatch(f".{outermost[0][0].rpartition('.')[2]}.0"):
         raise UnlikeLayersError("has no list of layers, or several lists as long")
     if type(outermost[0][1]) is not nn.ModuleList:
@@ -184,40 +178,25 @@ def _without_layers(model: PreTrainedModel, path: str, layers: list[nn.Module]) 
     return top
 
 
-def _lists_of(config: PreTrainedConfig, depth: int) -> list[tuple[str, Any]]:
-    """Names and values of the lists in a configuration that have a value for each layer."""
-    lists = [item for item in vars(config).items() if isinstance(item[1], (list, tuple)) and len(item[1]) == depth]
-    return [item for item in lists if _is_by_layer(item[0])]
-
-
-def _is_by_layer(name: str) -> bool:
-    """True if a list of this name has a value for each layer."""
-    return "layer" in name or name == "indexer_types"
+def _lists_of(config: PreTrainedConfig, depth: int) -> dict[str, Any]:
+    """The lists in a configuration that have a value for each layer; UnlikeLayersError if one may be another list."""
+    lists = {
+        name: each for name, each in vars(config).items() if isinstance(each, (list, tuple)) and len(each) == depth
+    }
+    for name in lists:
+        if "layer" not in name and name != "indexer_types":
+            raise UnlikeLayersError(f"has as many values in config.{name} as layers")
+    return lists
 
 
 def _lists_by_layer(model: PreTrainedModel, depth: int) -> list:
     """All lists with a value for each layer; UnlikeLayersError if one is not certainly such a list."""
-    lists = []
-    for config in configs_of(model):
-        for name, values in vars(config).items():
-            if isinstance(values, (list, tuple)) and len(values) == depth and not _is_by_layer(name):
-                raise UnlikeLayersError(f"has as many values in config.{name} as layers")
-        lists += [values for _, values in _lists_of(config, depth)]
+    lists = [values for config in configs_of(model) for values in _lists_of(config, depth).values()]
     for part in model.modules():
         for name, values in _attributes(part):
             if isinstance(values, (list, tuple, dict)) and len(values) == depth:
                 raise UnlikeLayersError(f"has as many values in {type(part).__name__}.{name} as layers")
     return lists
-
-
-def _check_apart(outside: nn.Module, layers: nn.ModuleList) -> None:
-    """Refuse modules and tensors that two layers share, or a layer and the rest of the model."""
-    seen: set[int] = set()
-    for module in (outside, *layers):
-        own = {*map(id, module.modules()), *map(id, held_tensors(module))}
-        if own & seen:
-            raise UnlikeLayersError("has layers that share modules or weights")
-        seen |= own
 
 
 def _kind(layer: nn.Module, number: int) -> list[tuple]:
@@ -281,7 +260,7 @@ def _templates(path: str, kinds: list[int]) -> Repeats:
     return Repeats(path, kept, source, [kinds[number] for number in kept])
 
 
-# `repeat` expands the graph of such a copy to the depth of the model.
+# The graph of such a copy is expanded to the depth of the model.
 #
 # Each layer of the model gets the nodes of its template in the copy. A node that reads the layer before in the copy
 # reads the layer before in the model, in the same place, whatever template that layer has::
@@ -301,16 +280,10 @@ ROOT = "model."
 """The part of the names in a captured graph that stands for the model."""
 
 
-def repeat(gm: fx.GraphModule, model: nn.Module, repeats: Repeats) -> fx.GraphModule:
-    """The graph of `model`, from the graph `gm` of its copy; the tensors are those of the model.
+class Expansion:
+    """The expansion of `gm`, the graph of a model's copy, to the graph of the model, whose tensors it gets.
 
     UnlikeLayersError if two layers of one kind in the copy differ by more than their numbers.
-    """
-    return _Expansion(gm, model, repeats).graph_module()
-
-
-class _Expansion:
-    """One call of `repeat`.
 
     place: for each node of the copy's graph, the number of its layer in the copy; None before the first layer. A call
         outside of layers belongs to the layer before it.
@@ -406,7 +379,7 @@ class _Expansion:
         return name if layer is None else self.names.sub(lambda match: f"{match[1]}{layer}", name)
 
     def _tensor(self, traced: str, name: str, is_own: bool) -> Tensor:
-        """The model's tensor of this name, which is called `traced` in the copy. is_own: of the same layer."""
+        """The model's tensor of this name, which is called `traced` in the copy. is_own: the layer is the same."""
         tensor = attribute(self.gm, traced)
         if not self.names.search(traced) or LIFTED.search(traced):
             return tensor
@@ -425,7 +398,7 @@ class _Expansion:
                 continue
             number = layer_of(node) if node.op == "call_function" else None
             if number is not None and last is not None and number < last:
-                raise UnlikeLayersError("runs its layers in another order than that of their list")
+                raise UnlikeLayersError("runs its layers in another order than their list has")
             last = place[node] = last if number is None else number
         return place
 

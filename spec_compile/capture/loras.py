@@ -13,7 +13,7 @@ from torch import nn
 from ..errors import UnsupportedModelError
 from ..inventory import configs_of
 from ..kernels.linear.low_rank import LowRank
-from .copies import twin
+from .copies import shared_copy
 
 BASE = "__base__"
 """peft's name for no adapter."""
@@ -29,7 +29,7 @@ class Loaded:
 
     index: its entry in each `LowRank`; 0 for `BASE`.
     version: a number that no adapter with other values has; 0 for `BASE`.
-    number: of its name, which stays if its values change; 0 for `BASE`.
+    number: counts names, so that it stays if an adapter's values change; 0 for `BASE`.
     values: its tensors as they were copied, see `_values`.
     users: requests under way that have it.
     last_use: grows from use to use.
@@ -55,7 +55,9 @@ class Loras:
     """
 
     def __init__(self, model: nn.Module, most: int, rank: int | None):
-        """model: has the layers that peft has wrapped. most: slots. rank: the largest; None: of the adapters there are.
+        """model: a model whose layers peft has wrapped.
+        most: the number of slots.
+        rank: the largest rank of an adapter; None for the largest rank that an adapter has now.
 
         Raises ValueError if the model has no adapters, and UnsupportedModelError, naming the adapter, for one that
         cannot be chosen for each row.
@@ -107,7 +109,7 @@ class Loras:
     def check_name(self, name: Any, argument: str = "adapter_names") -> None:
         """TypeError or ValueError, with the known names, unless there is an adapter of this name.
 
-        argument: of the caller, that errors name.
+        argument: the argument that errors name.
         """
         if not isinstance(name, str):
             raise TypeError(f"{argument}: expected names of adapters, got {type(name).__name__}")
@@ -298,9 +300,9 @@ def of_adapters(model: nn.Module) -> set[nn.Module]:
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
-    """A `twin` of a model that has the wrapped layers in place of peft's; configurations are shared, too."""
+    """A `shared_copy` of a model that has the wrapped layers in place of peft's; configurations are shared, too."""
     layers = {id(layer): layer.base_layer for layer in _lora_layers(model).values()}
-    plain = twin(model, layers | {id(config): config for config in configs_of(model)})
+    plain = shared_copy(model, layers | {id(config): config for config in configs_of(model)})
     for name in ("peft_config", "_hf_peft_config_loaded"):
         plain.__dict__.pop(name, None)
     return plain

@@ -6,7 +6,7 @@ method that transformers does not know leaves weights that were never scaled.
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,9 @@ from ..errors import UnsupportedModelError
 from ..inventory import set_in_configs
 from ..kernels.linear import QUANTISED, hold_packed
 from ..parallel.slices import whole
-from .copies import twin
+from .copies import shared_copy
 from .experts import IMPLEMENTATION, SELECTOR, are_mxfp4, are_packed, library_tensors, mark_mxfp4
-from .ranks import Fake, fake_twin, is_sharded
+from .ranks import Fake, fake_copy, is_sharded
 
 log = logging.getLogger("spec_compile")
 
@@ -44,38 +44,40 @@ ROWS = 1 << 12
 """Rows of an output head's codes that are made numbers together."""
 
 
-def admit_quantisation(model: PreTrainedModel) -> set[str]:
-    """The paths of packed layers and experts. UnsupportedModelError, with the format and the layer, if a module has
-    quantised weights that are not read."""
+def admit_quantisation(model: PreTrainedModel) -> tuple[set[str], set[str]]:
+    """The paths of packed linear layers, and those of packed experts.
+
+    UnsupportedModelError, with the format and the layer, if a module has quantised weights that are not read.
+    """
     method = _admit_method(model)
     if method in ("gptq", "awq") and any(hasattr(part, "gate_up_proj") for part in model.modules()):
-        _refuse(
+        refuse(
             model,
             f"is a mixture of experts quantised by {method}, whose experts transformers does not load (they are "
             "random); load an FP8 or 16-bit checkpoint",
         )
     try:
-        packed = packed_layers(model).keys() | packed_experts(model)
+        layers, experts = {*packed_layers(model)}, packed_experts(model)
     except quantised.UnreadError as error:
-        _refuse(model, f"has the quantised layer {error}, {_advice()}")
-    if is_sharded(model) and not are_shared_by_library(model, packed):
-        _refuse(
+        refuse(model, f"has the quantised layer {error}, {_advice()}")
+    if is_sharded(model) and (experts or not are_shared_by_library(model)):
+        refuse(
             model,
             "is quantised in a form that is not read where transformers has shared it out among ranks; load it whole "
             'on each, without tp_plan, and pass tensor_parallel="auto"',
         )
     for path, part in model.named_modules():
         name = type(part).__name__
-        if path in packed:
+        if path in layers | experts:
             if part is model.get_output_embeddings() and not isinstance(part, QuantisedLinear):
-                _refuse(model, f"has a quantised output head ({path}); quantise the model without it")
+                refuse(model, f"has a quantised output head ({path}); quantise the model without it")
             continue
         if type(part).__module__.startswith("transformers.integrations.") or _library_of(type(part)):
-            _refuse(model, f"has quantised layers of class {name} ({path}), {_advice(name)}")
+            refuse(model, f"has quantised layers of class {name} ({path}), {_advice(name)}")
         for key, tensor in part._parameters.items():
             if tensor is not None and _library_of(type(tensor)) | _library_of(type(tensor.data)):
-                _refuse(model, f"has weights of class {type(tensor.data).__name__} ({path}.{key}), {_advice(name)}")
-    return packed
+                refuse(model, f"has weights of class {type(tensor.data).__name__} ({path}.{key}), {_advice(name)}")
+    return layers, experts
 
 
 def packed_layers(model: nn.Module) -> dict[str, quantised.Packed]:
@@ -84,13 +86,13 @@ def packed_layers(model: nn.Module) -> dict[str, quantised.Packed]:
     return {path: packed for path, packed in layers.items() if packed is not None}
 
 
-def are_shared_by_library(model: nn.Module, packed: set[str]) -> bool:
-    """True if these paths are linear layers, all of whose parts are parameters of their modules."""
-    layers = packed_layers(model)
-    held = {path: {id(each) for each in model.get_submodule(path)._parameters.values()} for path in layers}
-    return layers.keys() == packed and all(
-        not layer.owner and {*map(id, layer.parts.values())} <= held[path] for path, layer in layers.items()
-    )
+def are_shared_by_library(model: nn.Module) -> bool:
+    """True if all parts of quantised linear layers are parameters of their modules."""
+    for path, layer in packed_layers(model).items():
+        held = {id(each) for each in model.get_submodule(path)._parameters.values()}
+        if layer.owner or not {*map(id, layer.parts.values())} <= held:
+            return False
+    return True
 
 
 def hold_one_layout(model: PreTrainedModel) -> None:
@@ -101,18 +103,18 @@ def hold_one_layout(model: PreTrainedModel) -> None:
     """
     if is_sharded(model):
         return
-    dtype, lacks = output_matrix(model).dtype, set()
+    dtype, why_slow = output_matrix(model).dtype, set()
     for part in model.modules():
         packed = packed_layer(part)
         if packed is not None:
-            lacks.add(hold_packed(part, packed, dtype))
+            why_slow.add(hold_packed(part, packed, dtype))
         packed = None  # the library's tensors go before the next layer is packed
-    lacks.discard(None)
-    if lacks and model.device.type == "cpu":
+    why_slow.discard(None)
+    if why_slow and model.device.type == "cpu":
         log.warning(
             "Quantised layers are unpacked anew in every step, which takes several times as long as 16 bits: %s. "
             "Load the model without quantisation if the memory suffices.",
-            "; ".join(sorted(lacks)),
+            "; ".join(sorted(why_slow)),
         )
 
 
@@ -162,7 +164,7 @@ class RoundedHead(QuantisedLinear):
     """An output head in 8 bits. Its `weight` [V, H] is the input embedding if that is tied to it, which stays as it
     was; otherwise nothing holds it, and it is made of the codes when it is read.
 
-    dtype, shape: of the weight.
+    dtype, shape: the dtype and the shape of that weight.
     """
 
     def __init__(self, packed: quantised.Packed, embedding: nn.Parameter | None, dtype: torch.dtype):
@@ -196,8 +198,8 @@ def embedded_tokens(model: PreTrainedModel) -> int:
 
 
 def mark(model: PreTrainedModel) -> PreTrainedModel:
-    """Change `model`, a `twin`: quantised layers become `QuantisedLinear`, and experts that transformers has packed
-    become `Mxfp4Experts`."""
+    """Change `model`, a `shared_copy`: its quantised layers become `QuantisedLinear`, and experts that transformers has
+    packed become `Mxfp4Experts`."""
     for path, packed in packed_layers(model).items():
         parent, _, name = path.rpartition(".")
         layer, plain = model.get_submodule(path), QuantisedLinear(packed)
@@ -211,23 +213,23 @@ def mark(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def marked_fake_twin(model: PreTrainedModel) -> Fake:
-    """`fake_twin` of a sharded model, with a `QuantisedLinear` for each of its quantised layers."""
-    (twin, mode), layers = fake_twin(model), packed_layers(model)
+def marked_fake_copy(model: PreTrainedModel) -> Fake:
+    """`fake_copy` of a sharded model, with a `QuantisedLinear` for each of its quantised layers."""
+    (copied, mode), layers = fake_copy(model), packed_layers(model)
     with mode, torch.device(model.device):
         for path, layer in layers.items():
-            fakes = {name: twin.get_parameter(f"{path}.{name}") for name in layer.parts}
+            fakes = {name: copied.get_parameter(f"{path}.{name}") for name in layer.parts}
             parent, _, child = path.rpartition(".")
-            bias = twin.get_submodule(path).bias
-            setattr(twin.get_submodule(parent), child, QuantisedLinear(layer._replace(parts=fakes, bias=bias)))
-    return twin, mode
+            bias = copied.get_submodule(path).bias
+            setattr(copied.get_submodule(parent), child, QuantisedLinear(layer._replace(parts=fakes, bias=bias)))
+    return copied, mode
 
 
 def with_plain_meaning(model: PreTrainedModel) -> PreTrainedModel:
-    """`model`; or a marked twin if it has quantised layers, because these may run only on a GPU."""
+    """`model`; or a marked copy if it has quantised layers, because these may run only on a GPU."""
     if not packed_layers(model) and not library_tensors(model):
         return model
-    model = mark(twin(model))
+    model = mark(shared_copy(model))
     set_in_configs(model, SELECTOR, IMPLEMENTATION)
     return model
 
@@ -238,7 +240,7 @@ def _admit_method(model: PreTrainedModel) -> str | None:
     if config is None:
         return None
     if isinstance(config, dict):
-        _refuse(
+        refuse(
             model,
             f"names the quantisation method {config.get('quant_method')!r}, which transformers did not apply, so that "
             "its weights are not the model's; load a checkpoint in 16 bits, or one of another format",
@@ -247,9 +249,9 @@ def _admit_method(model: PreTrainedModel) -> str | None:
     scheme = getattr(config, "quantization_config", config)  # compressed-tensors has its own inside
     for name in ("kv_cache_scheme", "transform_config"):
         if getattr(scheme, name, None):
-            _refuse(model, f"is quantised with a {name}, {_advice()}")
+            refuse(model, f"is quantised with a {name}, {_advice()}")
     if method not in READ and method != "gguf":  # which transformers unpacks while it loads
-        _refuse(model, f"is quantised by the method {method!r}, {_advice(method)}")
+        refuse(model, f"is quantised by the method {method!r}, {_advice(method)}")
     return method
 
 
@@ -263,5 +265,6 @@ def _advice(name: str = "") -> str:
     return f"which are not read yet; {ADVICE.get(name, default)}"
 
 
-def _refuse(model: PreTrainedModel, reason: str) -> None:
+def refuse(model: PreTrainedModel, reason: str) -> NoReturn:
+    """Raise UnsupportedModelError with the name of the model's class and a reason, a sentence without its subject."""
     raise UnsupportedModelError(f"model: {type(model).__name__} {reason}")

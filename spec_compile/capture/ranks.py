@@ -22,8 +22,11 @@ SAMPLES = 1024
 """Numbers of each parameter that go into the checksum."""
 
 
-def _check_placement(model: PreTrainedModel) -> None:
-    """UnsupportedModelError if a model that ranks are to share is already spread over devices."""
+def facts(model: PreTrainedModel, algorithm: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The facts that must be the same on all ranks, by name: model, weights, draft, options and libraries.
+
+    UnsupportedModelError if the model is spread over devices.
+    """
     devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(devices) > 1:
         raise UnsupportedModelError(
@@ -31,14 +34,6 @@ def _check_placement(model: PreTrainedModel) -> None:
             "and every rank needs the model on a device of its own: load it without device_map, or with "
             f"device_map={{'': int(os.environ['LOCAL_RANK'])}}; {ADVICE}"
         )
-
-
-def facts(model: PreTrainedModel, algorithm: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The facts that must be the same on all ranks, by name: model, weights, draft, options and libraries.
-
-    UnsupportedModelError if the model is spread over devices.
-    """
-    _check_placement(model)
     draft = options.get("draft")
     return {
         "algo": algorithm,
@@ -74,7 +69,7 @@ def checksum(module: nn.Module) -> bytes:
     return repr(shapes).encode() + sums.numpy().tobytes()
 
 
-# Models whose parameters transformers has spread over ranks as DTensors: a twin is traced and given their tensors.
+# Models whose parameters transformers has spread over ranks as DTensors: a copy is traced and given their tensors.
 
 
 Fake = tuple[PreTrainedModel, FakeTensorMode]
@@ -85,7 +80,7 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in held_parameters(model))
 
 
-def fake_twin(model: PreTrainedModel) -> Fake:
+def fake_copy(model: PreTrainedModel) -> Fake:
     """A model of the same class and configuration, and the mode in which its tensors were made. They have whole shapes
     and devices, and no memory.
 
@@ -93,19 +88,19 @@ def fake_twin(model: PreTrainedModel) -> Fake:
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.device(model.device):
-        twin = type(model)(copy.deepcopy(model.config)).eval()
+        copied = type(model)(copy.deepcopy(model.config)).eval()
         fakes: dict[int, nn.Parameter] = {}
         for path, parameter in model.named_parameters(remove_duplicate=False):
             owner, _, name = path.replace(PREFIX, "").rpartition(".")
             if id(parameter) not in fakes:
                 empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
                 fakes[id(parameter)] = nn.Parameter(empty, requires_grad=False)
-            twin.get_submodule(owner)._parameters[name] = fakes[id(parameter)]
-    return twin, mode
+            copied.get_submodule(owner)._parameters[name] = fakes[id(parameter)]
+    return copied, mode
 
 
 def bind(gm: fx.GraphModule, model: PreTrainedModel) -> None:
-    """Replace the tensors of a twin by those of the sharded model, in the graph `gm` that was traced from the twin.
+    """Replace the tensors of a copy by those of the sharded model, in the graph `gm` that was traced from the copy.
 
     UnsupportedModelError if the graph reads a tensor that is no parameter or buffer of the model.
     """

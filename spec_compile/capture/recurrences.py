@@ -19,7 +19,6 @@ from ..kernels import HALF
 from ..kernels.ops import arguments_of
 from ..kernels.recurrence import KINDS, recurrence, stash_shapes
 from ..quantised.codes import class_path
-from .modules import RECURRENT
 
 INDEXED = ("indexed_attention", "deepseek_sparse_attention")
 """The type of layers with an indexer; the second name is that before transformers 5.20."""
@@ -183,7 +182,7 @@ def _homes(model: nn.Module) -> list[tuple[ModuleType, str]]:
 
 def has_recurrences(model: nn.Module) -> bool:
     """True if the model's layers have recurrences that can be replaced."""
-    return bool(_homes(model)) or any(class_path(part) in RECURRENT for part in model.modules())
+    return bool(_homes(model)) or any(class_path(part) in MODULES for part in model.modules())
 
 
 @contextmanager
@@ -213,3 +212,145 @@ def describe(gm: fx.GraphModule) -> tuple[RecurrenceSpec, ...]:
             )
         )  # fmt: skip
     return tuple(specs)
+
+
+# Modules that `capture.modules` changes, because they call no function that could be replaced: recurrent layers, and
+# convolutions over tokens.
+
+
+def zaya(module: nn.Module, attend: Callable) -> None:
+    """Compressed convolutional attention (arXiv:2510.04476): queries and keys pass a depthwise convolution and one by
+    heads, and half of each value comes from the token before.
+
+    The marker only delays inputs: its weights are 0 and 1. With two taps in either convolution, [0, 1, 0] gives the
+    projections of the token before, and [1, 0, 0] the projections two tokens back. Before the text both have zeros.
+    """
+    depthwise, by_heads, past = module.conv_qk_depthwise, module.conv_qk_grouped, module.conv_kernel_size
+    sizes = [depthwise.in_channels] * past + [module.hidden_size]
+    delays = module.q_proj.weight.new_zeros(sum(sizes), max(past, 1) + 1)
+    for delay, rows in zip([*range(past, 0, -1), 1], delays.split(sizes)):
+        rows[:, -1 - delay] = 1
+    module.register_buffer("delays", delays, persistent=False)
+
+    def heads_of(x: Tensor) -> Tensor:
+        return x.unflatten(2, (-1, module.head_dim)).transpose(1, 2)  # [B, T, H * D] -> [B, H, T, D]
+
+    def forward(hidden_states: Tensor, *_, **__) -> tuple[Tensor, Tensor, Tensor]:
+        q, k = (project(hidden_states) for project in (module.q_proj, module.k_proj))
+        qk = torch.cat([q, k], dim=-1)
+        delayed = recurrence("convolution", [torch.cat([qk] * past + [hidden_states], dim=-1), module.delays])
+        *before, previous = delayed.to(qk.dtype).split(sizes, dim=-1)
+        mixed = _by_heads(by_heads, _depthwise(depthwise, [*before, qk]))
+        mixed_q, mixed_k = mixed.split([q.shape[2], k.shape[2]], dim=2)
+        q, k, mixed_q, mixed_k = map(heads_of, (q, k, mixed_q, mixed_k))
+        q = (q + k.repeat_interleave(module.num_key_value_groups, dim=1)) * 0.5
+        k = q.unflatten(1, (-1, module.num_key_value_groups)).mean(dim=2)
+        v = torch.cat([module.v_proj_current(hidden_states), module.v_proj_delayed(previous)], dim=-1)
+        return tuple(x.transpose(1, 2) for x in (mixed_q + q, mixed_k + k, heads_of(v)))
+
+    module.forward = forward
+
+
+def _depthwise(convolution: nn.Conv1d, inputs: list[Tensor]) -> list[Tensor]:
+    """The outputs of a depthwise convolution of w taps, w - 1 fewer than the inputs; all [B, T, C], the oldest first.
+
+    Inputs at delays of 2, 1 and 0 tokens and two taps give outputs at delays of 1 and 0.
+    """
+    columns = convolution.weight[:, 0].unbind(1)
+    windows = (inputs[first : first + len(columns)] for first in range(len(inputs) - len(columns) + 1))
+    return [sum(x * column for x, column in zip(window, columns)) + convolution.bias for window in windows]
+
+
+def _by_heads(convolution: nn.Conv1d, inputs: list[Tensor]) -> Tensor:
+    """The output [B, T, C] of a convolution whose groups are heads. inputs: [B, T, C] for each tap, oldest first."""
+    heads = convolution.weight.unflatten(0, (convolution.groups, -1)).flatten(2)  # [G, D, D * w]
+    x = torch.stack(inputs, dim=-1).unflatten(2, (convolution.groups, -1)).flatten(3)  # [B, T, G, D * w]
+    return torch.einsum("btgi,goi->btgo", x, heads).flatten(2) + convolution.bias
+
+
+DECAYS = ("query_decay", "key_decay", "diagonal_decay")
+"""Tables of lightning attention: exp(-slope_rate * n) for distances n up to a block, [H, ...]."""
+
+
+def lightning(module: nn.Module, attend: Callable) -> None:
+    """Lightning attention (MiniMax): linear attention whose decay is a constant of each head.
+
+    The decay is exp(-slope_rate), as in the model's cached steps. Its forward without a cache reads powers of it from
+    tables, which are rounded to 16 bits in a model of 16 bits (`unrounded_decays`).
+    """
+
+    def forward(hidden_states: Tensor, **_) -> tuple[Tensor, None]:
+        qkv = module.act_fn(module.qkv_proj(hidden_states)).unflatten(2, (module.num_attention_heads, -1))
+        q, k, v = qkv.float().chunk(3, dim=3)
+        decay = (-module.slope_rate.float().flatten()).expand(q.shape[:3])
+        out = recurrence("decay", [q, k, v, decay]).flatten(2).to(hidden_states.dtype)
+        return module.out_proj(F.sigmoid(module.output_gate(hidden_states)) * module.norm(out)), None
+
+    module.forward = forward
+
+
+@contextmanager
+def unrounded_decays(model: nn.Module) -> Iterator[None]:
+    """A context in which `DECAYS` of a model of 16 bits are float32 and follow from its `slope_rate`.
+
+    UnsupportedModelError if a table differs from that by more than its dtype rounds: then the model's own prompts and
+    steps have other decays, and no recurrence is both.
+    """
+    before = []
+    try:
+        for part in model.modules():
+            if not hasattr(part, "decay_factors") or part.slope_rate.dtype not in HALF:
+                continue
+            exact = part.decay_factors(part.slope_rate.float().cpu())  # before transformers 5.24 only on a CPU
+            for name, table in zip(DECAYS, exact, strict=True):
+                rounded = getattr(part, name)
+                if (table - rounded.float().cpu()).abs().max() > torch.finfo(rounded.dtype).eps:
+                    raise UnsupportedModelError(
+                        f"model: {name} of its lightning attention does not follow from slope_rate; load the model "
+                        "again, or compute both anew"
+                    )
+                before.append((part, name, rounded))
+                setattr(part, name, table.to(rounded.device))
+        yield
+    finally:
+        for part, name, rounded in before:
+            setattr(part, name, rounded)
+
+
+def griffin(block: nn.Module, attend: Callable) -> None:
+    """The recurrent block of Griffin (RecurrentGemma): a short convolution and a gated linear unit, RG-LRU."""
+    convolution, unit = block.conv_1d, block.rg_lru
+
+    def forward(input_states: Tensor, position_ids: Tensor, *_, **__) -> tuple[Tensor, None]:
+        gate = block.act_fn(block.linear_y(input_states))
+        x = recurrence("convolution", [block.linear_x(input_states), convolution.weight[:, 0]])
+        x = (x + convolution.bias.float()).to(input_states.dtype)
+        return block.linear_out(unit(x, position_ids) * gate), None
+
+    def scan(hidden_states: Tensor, recurrent_gate: Tensor, **_) -> tuple[Tensor, None]:
+        # Without the reset at position 0, where the state is 0 already.
+        return recurrence("gated", [hidden_states.float(), recurrent_gate.float()]).to(hidden_states.dtype), None
+
+    block.forward, unit._rnn_scan = forward, scan
+
+
+def rwkv(module: nn.Module, attend: Callable) -> None:
+    """Both halves of a layer of RWKV: their shift to the token before is a convolution with the weights 1, 0."""
+    shift = module.time_shift
+    taps = torch.tensor([1.0, 0.0], device=module.key.weight.device).repeat(module.key.in_features, 1)
+    shift.register_buffer("taps", taps, persistent=False)
+
+    def forward(hidden: Tensor) -> Tensor:
+        return recurrence("convolution", [hidden, shift.taps]).to(hidden.dtype)
+
+    shift.forward = forward
+
+
+MODULES = {
+    "transformers.models.minimax.modeling_minimax.MiniMaxLightningAttention": lightning,
+    "transformers.models.recurrent_gemma.modeling_recurrent_gemma.RecurrentGemmaRecurrentBlock": griffin,
+    "transformers.models.rwkv.modeling_rwkv.RwkvFeedForward": rwkv,
+    "transformers.models.rwkv.modeling_rwkv.RwkvSelfAttention": rwkv,
+    "transformers.models.zaya.modeling_zaya.ZayaCCAProjection": zaya,
+}
+"""The functions above by the paths of the classes that they change, see `modules.MODULES`."""

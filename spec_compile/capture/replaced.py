@@ -42,7 +42,7 @@ def strip(copied: nn.Module, original: nn.Module, memo: dict[int, Any]) -> nn.Mo
     """`copied`, a deep copy of `original`, without ``torch.compile``.
 
     A compiled function refers to its module, so a copy of the module would still run the original.
-    memo: of the deep copy. It binds the function that was compiled to the copied module.
+    memo: the memo of the deep copy, which binds the function that was compiled to the copied module.
     """
     for part in original.modules():
         forward = vars(part).get("forward")

@@ -17,8 +17,9 @@ from ..errors import UnsupportedModelError
 from ..kernels.linear import for_few_rows
 from ..quantised import gguf, rounded
 from ..quantised.codes import WEIGHTS, Packed, UnreadError
+from .admit import Inventory
 from .experts import FROM_HUB
-from .quantised import QuantisedLinear, RoundedHead, packed_layers
+from .quantised import QuantisedLinear, RoundedHead
 from .ranks import is_sharded
 
 log = logging.getLogger("spec_compile")
@@ -31,8 +32,8 @@ llama.cpp's files of 4 bits keep 6 or 8 there, too."""
 
 
 @contextmanager
-def rounded_weights(model: PreTrainedModel, name: str | None, ranks: int = 1) -> Iterator[None]:
-    """A context in which the linear layers of `model` are replaced by packed ones, which stay if it ends without error.
+def rounded_weights(inventory: Inventory, name: str | None, ranks: int = 1) -> Iterator[None]:
+    """A context in which the linear layers of a model are replaced by packed ones, which stay if it ends without error.
 
     name: a key of `rounded.FORMATS`; None changes nothing. The output head gets 8 bits on a CPU, see `HEADS`, and stays
     elsewhere. So does a layer whose weight another module reads, or whose inputs the groups of 4 bits do not divide.
@@ -44,7 +45,8 @@ def rounded_weights(model: PreTrainedModel, name: str | None, ranks: int = 1) ->
     if name is None:
         yield
         return
-    _check(model)
+    model = inventory.model
+    _check(inventory)
     replaced, left = dict[str, nn.Linear](), []
     for path, layer in [*own_layers(model)]:
         packed = rounded.FORMATS[name](layer.weight)
@@ -53,14 +55,15 @@ def rounded_weights(model: PreTrainedModel, name: str | None, ranks: int = 1) ->
             continue
         replaced[path] = layer
         put_layer(model, path, QuantisedLinear(packed._replace(bias=layer.bias)).eval())
-    if not replaced and not packed_layers(model):
+    if not replaced and not inventory.packed:
         raise UnsupportedModelError(
-            f"weights: {type(model).__name__} has no linear layer that {name!r} can round; leave the option out"
+            f"weights: {inventory.name} has no linear layer that {name!r} can round; leave the option out"
         )
     if left:
         log.info("weights: %d layers stay as they are, because no group of inputs divides theirs", len(left))
     if ranks == 1 and model.device.type == "cpu" and name in HEADS:
         replaced |= _round_head(model, HEADS[name])
+    inventory.packed |= replaced.keys()
     try:
         yield
     except BaseException:
@@ -82,16 +85,17 @@ def _round_head(model: PreTrainedModel, make: Callable) -> dict[str, nn.Linear]:
     return {path: head}
 
 
-def _check(model: PreTrainedModel) -> None:
-    lacks = {
-        "is quantised already": any(not isinstance(model.get_submodule(path), QuantisedLinear)
-                                    for path in packed_layers(model)),
+def _check(inventory: Inventory) -> None:
+    model = inventory.model
+    packed = map(model.get_submodule, inventory.packed)
+    why_not = {
+        "is quantised already": any(not isinstance(part, QuantisedLinear) for part in packed),
         "has adapters, whose layers hold the weights": hasattr(model, "peft_config"),
         "is shared out among ranks by transformers": is_sharded(model),
-    }  # fmt: skip
-    for lack, is_true in lacks.items():
-        if is_true:
-            raise UnsupportedModelError(f"weights: {type(model).__name__} {lack}; leave the option out")
+    }
+    for reason, holds in why_not.items():
+        if holds:
+            raise UnsupportedModelError(f"weights: {inventory.name} {reason}; leave the option out")
 
 
 def own_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
@@ -125,7 +129,7 @@ def put_layer(model: PreTrainedModel, path: str, layer: nn.Module) -> None:
 class FileMatrix(NamedTuple):
     """A matrix of a file.
 
-    kind: of `gguf.FORMATS`.
+    kind: a key of `gguf.FORMATS`.
     data: [O, bytes of a row] uint8, a numpy array over the file.
     keys: [O] int64, see `row_keys`.
     """
@@ -175,7 +179,7 @@ def load_gguf(name: str | PathLike, gguf_file: str, **options: Any) -> PreTraine
 def _read(path: str, dtype: torch.dtype, kinds: Collection[str]) -> tuple[dict[tuple, list[FileMatrix]], Counter]:
     """The matrices of a file of some types, by `fingerprint`, and the number of others by their type.
 
-    dtype: of the model.
+    dtype: the dtype in which transformers has unpacked the file.
     """
     from gguf import GGUFReader  # transformers needs the package, too
 

@@ -19,12 +19,11 @@ from ..kernels import ops
 from ..passes.outputs import FINAL
 from ..quantised.codes import class_path
 from . import recurrences
-from .copies import twin as copied
+from .copies import shared_copy
 from .experts import marked_experts
-from .kinds import UnlikeLayersError, copy_of, repeat, repeats_of
-from .modules import MODULES, connect
-from .modules.attention import UNREAD
-from .quantised import QuantisedLinear, embedded_tokens, mark, marked_fake_twin, output_matrix
+from .kinds import Expansion, UnlikeLayersError, copy_of, repeats_of
+from .modules import MODULES, UNREAD, connect
+from .quantised import QuantisedLinear, embedded_tokens, mark, marked_fake_copy, output_matrix
 from .ranks import bind, is_sharded
 from .recurrences import check_layers
 
@@ -89,11 +88,11 @@ def capture(model: PreTrainedModel, whole: bool = False) -> ModelGraph:
     if graph is not None:
         return graph
     if is_sharded(model):
-        twin, mode = marked_fake_twin(model)
+        copied, mode = marked_fake_copy(model)
     else:
-        twin, mode = mark(copied(model)), nullcontext()
-    gm, limits = _trace_model(twin, model, mode)
-    graph = _describe(twin, gm, limits)
+        copied, mode = mark(shared_copy(model)), nullcontext()
+    gm, limits = _trace_model(copied, model, mode)
+    graph = _describe(copied, gm, limits)
     if is_sharded(model):
         bind(gm, model)
     return graph
@@ -107,8 +106,8 @@ def _capture_kinds(model: PreTrainedModel) -> ModelGraph | None:
         gm, limits = _trace_model(copy_of(model, repeats), model, nullcontext())
         source = model
         if any(class_path(part) in MODULES for part in model.modules()):  # `connect` gives them other tensors
-            connect(source := copied(model), _Attention(source))
-        graph = _describe(model, repeat(gm, source, repeats), limits)
+            connect(source := shared_copy(model), _Attention(source))
+        graph = _describe(model, Expansion(gm, source, repeats).graph_module(), limits)
     except UnlikeLayersError as reason:
         log.info("model: %s %s, so each of its layers is captured", name, reason)
         return None
@@ -119,23 +118,26 @@ def _capture_kinds(model: PreTrainedModel) -> ModelGraph | None:
     return graph
 
 
-def _trace_model(twin: PreTrainedModel, model: PreTrainedModel, mode) -> tuple[fx.GraphModule, list[int]]:
-    """The graph of `twin`, a copy of `model`, and the lengths of its tables of positions. mode: of example inputs."""
-    nn.Module.train(twin, False)  # admitted models compute the same in either mode  # guard: evaluation-mode
-    attention = _Attention(twin)
+def _trace_model(copied: PreTrainedModel, model: PreTrainedModel, mode) -> tuple[fx.GraphModule, list[int]]:
+    """The graph of `copied`, a copy of `model`, and the lengths of its tables of positions.
+
+    mode: a context in which example inputs are made.
+    """
+    nn.Module.train(copied, False)  # admitted models compute the same in either mode  # guard: evaluation-mode
+    attention = _Attention(copied)
     try:
-        limits = connect(twin, attention)
-        attention_marked = attention_implementation(twin, IMPLEMENTATION, attention)
-        with attention_marked, marked_experts(twin), recurrences.marked(twin):
+        limits = connect(copied, attention)
+        attention_marked = attention_implementation(copied, IMPLEMENTATION, attention)
+        with attention_marked, marked_experts(copied), recurrences.marked(copied):
             with mode:
                 example = _example(model.device)
-            return _trace(_Forward(twin), *example), limits
+            return _trace(_Forward(copied), *example), limits
     except (UnsupportedModelError, UnlikeLayersError):
         raise
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         problem = "could not be captured as one graph"
-        if attention.count == 0 and not recurrences.has_recurrences(twin):
+        if attention.count == 0 and not recurrences.has_recurrences(copied):
             problem = "does not call its attention through transformers' AttentionInterface, so it cannot be rewritten"
         name = type(model).__name__
         raise UnsupportedModelError(f"model: {name} {problem} ({type(error).__name__}: {reason})") from error
@@ -145,7 +147,7 @@ def capture_head(head: nn.Module, width: int | None = None) -> ModelGraph:
     """Trace a draft head that calls the marker op itself. The graph shares its parameters.
 
     head: ``forward(input_ids [B, T], positions [B, T], state [B, T, width])``.
-    width: of the state; None for a head that takes none.
+    width: channels of the state; None for a head that takes none.
     """
     parameter = next(head.parameters())
     arguments = _example(parameter.device)
@@ -226,7 +228,7 @@ def _depends_on(node: fx.Node, placeholder: str) -> bool:
             return True
         if node not in seen:
             seen.add(node)
-            gathers = node.target is torch.ops.aten.gather.default  # its values are those of what it gathers from
+            gathers = node.target is torch.ops.aten.gather.default  # its values come from its first operand
             inputs = node.args[:1] if gathers else node.all_input_nodes
             todo += [n for n in inputs if isinstance(n.meta.get("val"), torch.Tensor)]  # sizes are no data
     return False
@@ -250,7 +252,7 @@ def tapped(model: PreTrainedModel, taps: tuple[int, ...]) -> Iterator[list[Tenso
     """A context that yields a list. When it ends, the list holds for each tap the states [B, T, C] of all tokens that
     `model` has processed inside. Several forwards are chunks of one text.
 
-    model: a twin, because it is given hooks.
+    model: a shared copy, because it is given hooks.
     taps: numbered as in `passes.Settings`.
     """
     states, result = defaultdict(list), list[Tensor]()

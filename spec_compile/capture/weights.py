@@ -74,7 +74,8 @@ class SharedWeights:
 
     def __init__(self, target: nn.Module, draft: nn.Module | None = None, others: Iterable[nn.Module] = ()):
         """others: modules of the target whose tensors the graphs do not read."""
-        self._target, self._layouts = target, _layouts(target)
+        self._target = target
+        self._layouts = self._read_layouts()
         unread = {id(holder) for part in others for holder in (part._parameters, part._buffers)}
         self.slots = [slot for slot in _slots(target, "") if id(slot.holder) not in unread]
         keys = {slot.key for slot in self.slots}
@@ -89,7 +90,7 @@ class SharedWeights:
         other weights than before, or if a quantised layer has another layout.
         """
         # Refuse before anything is copied.
-        if _layouts(self._target) != self._layouts:
+        if self._read_layouts() != self._layouts:
             raise ValueError(f"the layout of quantised layers, or what cannot be copied, has changed; {AGAIN}")
         moved = [slot for slot in self.slots if slot.moved and not (slot.borrowed and slot.current is slot.tensor)]
         for slot in moved:
@@ -107,6 +108,17 @@ class SharedWeights:
             targets[key].copy_(source)
         self._share()
         update()
+
+    def _read_layouts(self) -> dict[str, tuple]:
+        """The layout of each quantised layer, by path, with the addresses of parts that are in no slot."""
+        layouts = {}
+        for path, packed in packed_layers(self._target).items():
+            part = self._target.get_submodule(path)
+            slots = {*part._parameters, *part._buffers}
+            addresses = [tensor.data_ptr() for name, tensor in packed.parts.items() if name not in slots]
+            layouts[path] = packed.layout.kind, addresses
+        layouts["experts"] = tuple(map(id, library_tensors(self._target)))
+        return layouts
 
     def _share(self) -> None:
         """Make the tensors of the modules and those of the graphs views of the graphs' memory."""
@@ -142,18 +154,6 @@ class SharedWeights:
                         f"{first.path} and {slot.path} were one tensor at speculate() and hold different values now; "
                         f"tie them again (model.tie_weights()), or {AGAIN}"
                     )
-
-
-def _layouts(model: nn.Module) -> dict[str, tuple]:
-    """The layout of each quantised layer, by path, with the addresses of parts that are in no slot."""
-    layouts = {}
-    for path, packed in packed_layers(model).items():
-        part = model.get_submodule(path)
-        slots = {*part._parameters, *part._buffers}
-        addresses = [tensor.data_ptr() for name, tensor in packed.parts.items() if name not in slots]
-        layouts[path] = packed.layout.kind, addresses
-    layouts["experts"] = tuple(map(id, library_tensors(model)))
-    return layouts
 
 
 def _slots(module: nn.Module, prefix: str) -> Iterable[Slot]:

@@ -1,8 +1,8 @@
 """The yardstick of logits: how far they may be apart, for the checks after capture and for `audit`.
 
 A difference is measured over the vocabulary. In float32 it is compared with the spread of the logits, where rounding is
-a millionth. In 16 bits both sides are compared with a float32 result: a distance to it may be a few times that of the
-model's own forward, which is the model's noise.
+a millionth. In 16 bits both sides are compared with a float32 result. The distance of the model's own forward to it is
+the model's noise, and another distance may be a few times as large.
 """
 
 import functools
@@ -21,7 +21,7 @@ from ..graph import ModelGraph
 from ..kernels import HALF
 from ..kernels.linear import PRODUCT, PRODUCTS
 from ..kernels.plain import plain_kernels
-from .modules.recurrent import unrounded_decays
+from .recurrences import unrounded_decays
 
 log = logging.getLogger("spec_compile")
 
@@ -62,7 +62,8 @@ def rms(values: Tensor) -> Tensor:
 def compare_logits(name: str, part: str, got: Tensor, expected: Tensor) -> None:
     """UnsupportedModelError if logits [..., V] in float32 or float64 differ by more than `TOLERANCE`.
 
-    name: of the model's class. part: of the system that computed `got`, for the message.
+    name: the model's class, for the message.
+    part: the part of the system that computed `got`, for the message.
     """
     spread = expected.std().clamp(min=1e-6)
     error = ((got - expected).abs().max() / spread).item()
@@ -105,12 +106,12 @@ def exact_logits(name: str, run: Callable[[], Tensor]) -> Tensor:
     return logits
 
 
-def in_float32_if_possible(part: str, run: Callable[[], Tensor], model: nn.Module | None = None) -> Tensor | None:
+def in_float32_if_possible(part: str, run: Callable[[], Tensor], own: nn.Module | None = None) -> Tensor | None:
     """Logits in float32; or None, with a line in the log, if an op has no float32 form.
 
-    model: the one that computes them by itself, with `unrounded_decays`.
+    own: the module whose own forward computes them, with `unrounded_decays`.
     """
-    with nullcontext() if model is None else unrounded_decays(model):
+    with nullcontext() if own is None else unrounded_decays(own):
         logits, reason = _in_float32(run)
     if logits is None:
         log.info("%s is checked in 16 bits alone, because it does not run in float32 (%s)", part, reason)
@@ -211,8 +212,10 @@ class _Float32(TorchDispatchMode):
 
 
 def _by_outputs(multiply: Callable, weight: torch.Tensor, bias: torch.Tensor | None, dim: int) -> torch.Tensor:
-    """``multiply(weight, bias)`` for `COLUMNS` outputs at a time. dim: of the weight, that counts outputs; the bias
-    counts them in its last."""
+    """``multiply(weight, bias)`` for `COLUMNS` outputs at a time.
+
+    dim: the dimension of the weight that counts outputs. The bias counts them in its last dimension.
+    """
     if weight.dtype not in HALF or weight.shape[dim] <= COLUMNS:
         return multiply(_widened(weight), _widened(bias))
     out, begin = None, 0

@@ -10,7 +10,7 @@ import hashlib
 import importlib.metadata
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import partial
@@ -42,7 +42,7 @@ FOLLOWED = tuple(f"transformers.{name}" for name in ("activations", "masking_uti
 NOTES = "_cached_value"
 """Attributes of classes in which transformers keeps results while a model is used end so."""
 SMALL = 1 << 12
-"""A tensor of up to 4,096 elements counts by its values, too. Parameters and buffers never do."""
+"""A tensor of so many elements at most counts by its values, too. Parameters and buffers never do."""
 DEEPEST = 3
 """Objects inside objects count by their attributes down to this depth, below it by their classes."""
 
@@ -231,25 +231,24 @@ FOLDERS = {"base_dir", "debug_dir_root"}
 """Settings of Dynamo that are paths."""
 
 
-def model_key(model: nn.Module, draft: nn.Module | None, options: Options, name: str = "") -> str | None:
-    """The key of a model's artefact: 64 hexadecimal digits, or None if there can be no artefact.
+def artefact_key(modules: Sequence[nn.Module | None], options: Options, name: str = "") -> str | None:
+    """The key of an artefact: 64 hexadecimal digits, or None if there can be no artefact.
 
-    model: the target, with its adapters.
-    draft: the draft's module, None if the algorithm has none.
-    options: what the algorithm was given.
-    name: the algorithm's; several algorithms share a class of options.
+    modules: the target and the draft's module; None for an algorithm without one.
+    options: the options of the algorithm.
+    name: the algorithm; several algorithms share a class of options.
 
     There is no artefact if a hook may change a value, because nobody knows on what a hook depends.
     """
-    modules = [part for each in (model, draft) if each is not None for part in each.modules()]
-    if any(map(value_hooks, [GLOBAL_HOOKS, *((part._forward_hooks, part._forward_pre_hooks) for part in modules)])):
+    parts = [part for each in filter(None, modules) for part in each.modules()]
+    if any(map(value_hooks, [GLOBAL_HOOKS, *((part._forward_hooks, part._forward_pre_hooks) for part in parts)])):
         return None
-    digest, device = Digest(), next(held_parameters(model)).device
+    digest, device = Digest(), device_of(modules[0])
     counted = [field.name for field in dataclasses.fields(options) if field.name not in NOT_COUNTED]
     digest.add(name, type(options).__name__, {each: getattr(options, each) for each in counted})
     digest.add(options.ranks.rank, options.ranks.size)
     places: dict[int, int] = {}
-    for each in (model, draft):
+    for each in modules:
         digest.add(each is None)
         if each is not None:
             _add_module(digest, each, places)
@@ -257,11 +256,15 @@ def model_key(model: nn.Module, draft: nn.Module | None, options: Options, name:
     return digest.hex()
 
 
-def about(model: nn.Module) -> dict[str, Any]:
+def device_of(module: nn.Module) -> torch.device:
+    """The device of the first parameter."""
+    return next(held_parameters(module)).device
+
+
+def about(name: str, device: torch.device) -> dict[str, Any]:
     """The facts of an artefact that a list of artefacts shows: the model's class, its device, the versions."""
-    device = next(held_parameters(model)).device
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
-    return {"model": type(model).__name__, "device": where, "versions": versions()}
+    return {"model": name, "device": where, "versions": versions()}
 
 
 @functools.cache
@@ -297,7 +300,6 @@ def _add_module(digest: Digest, module: nn.Module, places: dict[int, int]) -> No
 
     places: the number of each address, so that tensors that are tied have one number: [a, b, a] have 0, 1, 0.
     """
-    not_counted = {*INTERNALS, *BOOKKEEPING, "config"}  # configs are counted by themselves
     for path, part in module.named_modules(remove_duplicate=False):
         # Configs are counted by themselves.
         not_counted = {*INTERNALS, *BOOKKEEPING, "config"}

@@ -17,7 +17,7 @@ import math
 import operator
 import pkgutil
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from keyword import iskeyword
 from typing import Any, get_args, get_origin
@@ -28,7 +28,7 @@ from torch.fx.graph_module import _assign_attr
 
 from .. import kernels
 from ..graph import SIZE, IndexSpec, LayerSpec, ModelGraph, PassReport, RecurrenceSpec, attribute, owner
-from ..inventory import held
+from ..inventory import Held
 from ..passes.linears import join_parameters, joined
 from .key import SMALL, layout_of
 
@@ -348,10 +348,11 @@ class NoRecipe(Exception):
     """A graph reads a tensor that the model does not have, and that is too large to be stored."""
 
 
-def data_of(graph: ModelGraph, model: nn.Module) -> dict[str, Any]:
-    """A rewritten graph of a model as JSON data. NoRecipe, TypeError or ValueError if it cannot be bound again."""
+def data_of(graph: ModelGraph, tensors: Iterable[Held]) -> dict[str, Any]:
+    """A rewritten graph as JSON data; tensors: those of its model. NoRecipe, TypeError or ValueError if it cannot be
+    bound again."""
     read = {node.target: attribute(graph.gm, node.target) for node in graph.gm.graph.find_nodes(op="get_attr")}
-    sources = Sources(model)
+    sources = Sources(tensors)
     owners, values = list[str](), list[Any]()
     nodes = [node for node in graph.gm.graph.nodes if node.op != "get_attr"]
     check_rows(rows := rows_of(graph.gm, has_tensors=True))
@@ -366,14 +367,14 @@ def data_of(graph: ModelGraph, model: nn.Module) -> dict[str, Any]:
     }
 
 
-def bound(data: dict[str, Any], model: nn.Module) -> ModelGraph:
-    """The graph of `data`, which reads the model's tensors. Any error means that the data is not of this model."""
+def bound(data: dict[str, Any], tensors: Iterable[Held]) -> ModelGraph:
+    """The graph of `data`, which reads the tensors of a model. Any error means that the data is not of this model."""
     check_rows(data["rows"])
-    root, tensors = nn.Module(), {each.path: each.tensor for each in held(model)}
+    root, by_path = nn.Module(), {each.path: each.tensor for each in tensors}
     if not all(map(is_path, data["tensors"])):
         raise ValueError(f"tensors: expected names, got {[*data['tensors']]!r:.80}")
     for name, recipe in data["tensors"].items():
-        _assign_attr(_made(recipe, tensors), root, name)
+        _assign_attr(_made(recipe, by_path), root, name)
     gm = graph_of(data["rows"], root).eval()
     values = [*map(_value_of, data["values"])]
     nodes = [node for node in gm.graph.nodes if node.op != "get_attr"]
@@ -396,11 +397,12 @@ def bound(data: dict[str, Any], model: nn.Module) -> ModelGraph:
 class Sources:
     """The tensors of a model, found by their memory."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, tensors: Iterable[Held]):
         self.paths: dict[tuple, str] = {}
         self.starts: dict[int, tuple[str, Tensor]] = {}
-        self.storages = {each.tensor.untyped_storage().data_ptr() for each in held(model)}
-        for each in held(model):
+        self.storages: set[int] = set()
+        for each in tensors:
+            self.storages.add(each.tensor.untyped_storage().data_ptr())
             self.paths.setdefault(_memory(each.tensor), each.path)
             if each.tensor.nbytes and each.tensor.ndim:
                 self.starts.setdefault(each.tensor.data_ptr(), (each.path, each.tensor))

@@ -28,13 +28,13 @@ from ..config import Options
 from ..errors import UnsupportedModelError
 from ..folders import cache_folder, user_secret
 from ..graph import ModelGraph
-from ..inventory import configs_of, held_tensors
+from ..inventory import configs_of, held, held_tensors
 from ..kernels.plain import plain_kernels
 from ..passes.linears import is_kept_apart, keep_apart
 from ..passes.tidy import tidy
 from ..tree import ancestry
 from .cache import ABOUT, COMPILED, ArtefactCache
-from .key import about, model_key
+from .key import about, artefact_key, device_of
 from .serialise import bound, data_of
 
 ITEM, DRAFT = "start", "draft"
@@ -113,7 +113,7 @@ _opened: ContextVar["list[StartArtefact] | None"] = ContextVar("opened", default
 
 @contextmanager
 def opened_artefacts() -> Iterator[list["StartArtefact"]]:
-    """A context that lists the artefacts that are opened inside it: a draft's graph has another key, for example.
+    """A context that lists the artefacts that are opened inside it: a draft's graph has a key of its own, for example.
 
     So a start knows all that it rests on when it is saved.
     """
@@ -129,7 +129,7 @@ class StartArtefact:
     """The place of a start's findings between processes.
 
     model, draft: the target, and the draft's module.
-    name: the algorithm's.
+    name: of the algorithm.
     seconds: the times of stages are added here.
     drafts: artefacts that were opened while the draft was built; `save` copies them, too.
     """
@@ -154,14 +154,32 @@ class StartArtefact:
     def _identify(self) -> None:
         """Find the key, or the reason why there is none."""
         with timed(self.seconds, "load"):
-            self.lack = next(_lacks(self.model, self.options), "")
+            self.lack = next(self._lacks(), "")
             try:
-                self.key = None if self.lack else model_key(self.model, self.draft, self.options, self.name)
+                modules = self.model, self.draft
+                self.key = None if self.lack else artefact_key(modules, self.options, self.name)
             except Exception as error:
                 self.lack = f"cannot be described ({error!r})"
         if self.key is None:
             self.lack = self.lack or "has hooks that may change values"
             log.debug("%s starts without an artefact: it %s", type(self.model).__name__, self.lack)
+
+    def _lacks(self) -> Iterator[str]:
+        """The reasons why a model cannot have an artefact."""
+        model, options = self.model, self.options
+        tensors = [*held_tensors(model)]
+        if options.max_loras:
+            yield "chooses an adapter for each row"
+        if options.ranks.size > 1:
+            yield "is shared out among ranks"
+        layers = map(model.get_submodule, packed_layers(model))
+        are_ours = all(isinstance(layer, QuantisedLinear) for layer in layers)
+        if not are_ours or packed_experts(model) or library_tensors(model):
+            yield "is quantised"
+        if any(type(tensor.data) is not Tensor for tensor in tensors):
+            yield "has tensors of a class of their own"
+        if is_kept_apart(tensors):
+            yield "has weights that an earlier speculate(merge_linears=False) reads where they lie"
 
     def read(self) -> Start | None:
         """The findings of an earlier start, bound to the model and checked with its weights; None if there are none."""
@@ -220,7 +238,7 @@ class StartArtefact:
 
     def _write(self, store: ArtefactCache, start: Start) -> bool:
         content = {
-            "graphs": {purpose: data_of(start.graphs[purpose], self.model) for purpose in PURPOSES},
+            "graphs": {purpose: data_of(start.graphs[purpose], held(self.model)) for purpose in PURPOSES},
             "reads": [sorted(names) for _, names in start.reads],
             "served_batches": start.served_batches,
         }
@@ -229,7 +247,7 @@ class StartArtefact:
     def _put(self, store: ArtefactCache, name: str, data: bytes) -> bool:
         """Write an item, and the facts that a list of artefacts shows. False if they cannot be written."""
         return store.write(self.key, name, data) and store.write(
-            self.key, ABOUT, json.dumps(about(self.model)).encode()
+            self.key, ABOUT, json.dumps(about(type(self.model).__name__, device_of(self.model))).encode()
         )
 
     def _checked(self, store: ArtefactCache, data: bytes) -> Start | None:
@@ -250,7 +268,7 @@ class StartArtefact:
             return None
 
     def _bound(self, content: dict[str, Any]) -> Start:
-        graphs = {purpose: bound(content["graphs"][purpose], self.model) for purpose in PURPOSES}
+        graphs = {purpose: bound(content["graphs"][purpose], held(self.model)) for purpose in PURPOSES}
         if not self.options.merge_linears:
             for purpose, graph in graphs.items():
                 keep_apart(graph.gm, content["graphs"][purpose]["tensors"])
@@ -261,7 +279,7 @@ class StartArtefact:
 
 @contextmanager
 def timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
-    """A context whose time is added to a stage's."""
+    """A context whose time is added to that of a stage."""
     begin = time.perf_counter()
     try:
         yield
@@ -269,29 +287,12 @@ def timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
         seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - begin
 
 
-def _lacks(model: PreTrainedModel, options: Options) -> Iterator[str]:
-    """The reasons why a model cannot have an artefact."""
-    tensors = [*held_tensors(model)]
-    if options.max_loras:
-        yield "chooses an adapter for each row"
-    if options.ranks.size > 1:
-        yield "is shared out among ranks"
-    layers = map(model.get_submodule, packed_layers(model))
-    are_ours = all(isinstance(layer, QuantisedLinear) for layer in layers)
-    if not are_ours or packed_experts(model) or library_tensors(model):
-        yield "is quantised"
-    if any(type(tensor.data) is not Tensor for tensor in tensors):
-        yield "has tensors of a subclass"
-    if is_kept_apart(tensors):
-        yield "has weights that an earlier speculate(merge_linears=False) reads where they lie"
-
-
 @torch.no_grad()
 def quick_check(model: PreTrainedModel, prefill: ModelGraph, verify: ModelGraph) -> None:
     """Compare graphs from an artefact with the model's own forward, by their logits: a text of 24 tokens runs through
     both graphs, its end as a tree, and the tree's two paths through the forward.
 
-    The limits are the same as after capture. Operators have their plain meaning: an artefact has graphs and no
+    The limits are those of the checks after capture. Operators have their plain meaning: an artefact has graphs and no
     kernels, so none is compiled for this. UnsupportedModelError if the logits differ by more.
     """
     name, part = type(model).__name__, "an artefact"
@@ -339,13 +340,13 @@ def draft_graph(draft: nn.Module, options: Options, trace: Callable[[], ModelGra
     data = artefact.recall(DRAFT)
     if data is not None:
         try:
-            return bound(json.loads(data), draft)
+            return bound(json.loads(data), held(draft))
         except Exception as error:
             log.warning("the graph of %s in its artefact does not fit (%r); the draft is captured anew", name, error)
     graph = passes.run(trace(), passes.Settings(), [tidy])
     if artefact.key is not None:
         try:
-            artefact.keep(DRAFT, json.dumps(data_of(graph, draft), separators=(",", ":")).encode())
+            artefact.keep(DRAFT, json.dumps(data_of(graph, held(draft)), separators=(",", ":")).encode())
         except Exception as error:
             log.debug("the graph of %s cannot be stored (%r)", name, error)
     return graph

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
+from ..capture.admit import Inventory
 from ..drafters import ALGORITHMS, ALIASES, Entry
 from ..drafters.checkpoints.config import SPECULATORS
 from ..drafters.checkpoints.draft_files import DraftFiles
@@ -179,10 +180,10 @@ class ParallelHeadDrafter(HeadDrafter):
         self.proposer.propose(state, logits, 0, self.head.draft_to_target)
 
 
-def build_p_eagle(model: PreTrainedModel, options: ParallelHeadOptions) -> ParallelHeads:
+def build_p_eagle(target: Inventory, options: ParallelHeadOptions) -> ParallelHeads:
     """The algorithm with the head that `options` names, in the reading that has most first drafts accepted."""
-    head = load_head(options.draft, model, "p_eagle", rope_theta=options.rope_theta)
-    return ParallelHeads(best_reading(model, head, options, drafts=1), options)
+    head = load_head(options.draft, target.model, "p_eagle", rope_theta=options.rope_theta)
+    return ParallelHeads(best_reading(target, head, options, drafts=1), options)
 
 
 # PARD
@@ -245,12 +246,12 @@ def read_mask(draft: PreTrainedModel) -> int:
     return mask
 
 
-def build_pard(model: PreTrainedModel, options: ParallelOptions) -> Pard:
+def build_pard(target: Inventory, options: ParallelOptions) -> Pard:
     """The algorithm for `options.draft`: a model, a path or a name on the hub."""
-    draft = open_draft(model, options)
+    draft = open_draft(target, options)
     mask = read_mask(draft)
-    graph = capture_draft(model, draft, options)
-    return Pard(draft, graph, options, map_one(model, draft, graph), mask)
+    graph = capture_draft(target, draft, options)
+    return Pard(draft, graph, options, map_one(target, graph), mask)
 
 
 register_format("p_eagle", DraftFormat(is_p_eagle, read_p_eagle, EAGLE3_OVERRIDES), before="eagle3")

@@ -16,6 +16,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from ..capture.admit import Inventory
+from ..capture.quantised import output_matrix
 from ..drafters import ALGORITHMS, draft_model
 from ..drafters.draft_model import DraftModel, SameTokens
 from ..drafters.options import DraftOptions
@@ -176,17 +178,17 @@ def load_tokenizer(option: str, given: Any, model: PreTrainedModel) -> PreTraine
         raise ValueError(f"{option}: {source} has no tokenizer of {name} ({error}); pass {option}=") from error
 
 
-def build(model: PreTrainedModel, options: DraftModelOptions) -> DraftModel:
+def build(target: Inventory, options: DraftModelOptions) -> DraftModel:
     """`draft_model.build`, also for a draft with a tokenizer of its own. ValueError or TypeError if a tokenizer is
     missing, or if the two have too few tokens in common."""
     if not options.use_heterogeneous_vocab and options.tokenizer is None and options.assistant_tokenizer is None:
-        return draft_model.build(model, options)
-    draft = draft_model.open_draft(model, options)
-    ours = load_tokenizer("tokenizer", options.tokenizer, model)
+        return draft_model.build(target, options)
+    draft = draft_model.open_draft(target, options)
+    ours = load_tokenizer("tokenizer", options.tokenizer, target.model)
     theirs = load_tokenizer("assistant_tokenizer", options.assistant_tokenizer, draft)
-    sizes = draft_model.vocabulary(model), draft_model.vocabulary(draft)
-    tokens = common_tokens(ours, theirs, *sizes, options.topk).to(model.device)
-    return DraftModel(draft, draft_model.capture_draft(model, draft, options), options, tokens)
+    sizes = target.vocab_size, output_matrix(draft).shape[0]
+    tokens = common_tokens(ours, theirs, *sizes, options.topk).to(target.device)
+    return DraftModel(draft, draft_model.capture_draft(target, draft, options), options, tokens)
 
 
 ALGORITHMS["draft_model"] = ALGORITHMS["draft_model"]._replace(options=DraftModelOptions, build=build)

@@ -4,8 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from transformers import PreTrainedModel
-
+from ..capture.admit import Inventory
 from ..config import Options, describe
 from ..drafting import Algorithm
 from ..errors import did_you_mean
@@ -24,7 +23,7 @@ class Entry(NamedTuple):
     """
 
     options: type[Options]
-    build: Callable[[PreTrainedModel, Options], Algorithm]
+    build: Callable[[Inventory, Options], Algorithm]
     needs: str = ""
 
 
@@ -55,12 +54,12 @@ def describe_options() -> str:
     return "\n\n".join("\n".join([title, *lines]) for title, lines in parts)
 
 
-def build(name: str, model: PreTrainedModel, options: Options) -> Algorithm:
-    """The algorithm of that name for `model`, joined with n-grams if `options` say so."""
+def build(name: str, target: Inventory, options: Options) -> Algorithm:
+    """The algorithm of that name for `target`, joined with n-grams if `options` say so."""
     if not isinstance(options, UnionOptions) or options.joined is None:
-        return ALGORITHMS[name].build(model, options)
-    ngrams = ngram.build(model, options.joined)  # first, because it takes no time to refuse
-    return union.Union(ALGORITHMS[name].build(model, options), ngrams, options, model.device)
+        return ALGORITHMS[name].build(target, options)
+    ngrams = ngram.build(target, options.joined)  # first, because it takes no time to refuse
+    return union.Union(ALGORITHMS[name].build(target, options), ngrams, options, target.device)
 
 
 def check_draft(algo: str, options: Options) -> None:

@@ -10,9 +10,9 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from .. import passes
+from ..capture.admit import Inventory
 from ..capture.trace import capture_head
 from ..compile.part import PartCompiler
 from ..compile.regions import compile_regions
@@ -171,11 +171,11 @@ class AssistantDrafter(Drafter):
         return hidden, score(normed)
 
 
-def build(model: PreTrainedModel, options: DraftOptions) -> AssistantAlgorithm:
+def build(target: Inventory, options: DraftOptions) -> AssistantAlgorithm:
     """The algorithm with the assistant that `options` names."""
     if options.ranks.size > 1:
         raise UnsupportedModelError(
             "draft: an assistant reads all keys and values of the target, of which each rank of tensor_parallel has a "
             "part; leave tensor_parallel out, or use another algo"
         )
-    return AssistantAlgorithm(load_head(options.draft, model, "assistant"), options)
+    return AssistantAlgorithm(load_head(options.draft, target.model, "assistant"), options)

@@ -10,10 +10,10 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from .. import passes
 from ..cache import Cache
+from ..capture.admit import Inventory
 from ..capture.trace import capture_head
 from ..compile.part import PartCompiler
 from ..compile.regions import compile_regions
@@ -172,8 +172,8 @@ class DFlashDrafter(Drafter):
         self.draft.propose(self.proposer, state, *output)
 
 
-def build(model: PreTrainedModel, options: DFlashOptions) -> DFlash:
+def build(target: Inventory, options: DFlashOptions) -> DFlash:
     """The algorithm with the draft that `options` names."""
-    algorithm = DFlash(load_head(options.draft, model, "dflash", rope_theta=options.rope_theta), options)
-    options.check_window(algorithm.graph, model)
+    algorithm = DFlash(load_head(options.draft, target.model, "dflash", rope_theta=options.rope_theta), options)
+    options.check_window(algorithm.graph, target)
     return algorithm

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .. import passes
 from ..cache import Cache
-from ..capture.admit import admit, in_served_dtype
+from ..capture.admit import Inventory, admit, in_served_dtype
 from ..capture.checks import check_capture
 from ..capture.kinds import is_known
-from ..capture.quantised import embedded_tokens, hold_one_layout, output_matrix
+from ..capture.quantised import hold_one_layout
 from ..capture.trace import capture
 from ..compile.part import PartCompiler
 from ..compile.regions import compile_regions
@@ -162,23 +162,23 @@ class ModelDrafter(Drafter):
         return positions if limit is None else positions.clamp(max=limit - 1)
 
 
-def build(model: PreTrainedModel, options: DraftOptions) -> DraftModel:
+def build(target: Inventory, options: DraftOptions) -> DraftModel:
     """The algorithm for `options.draft`: a model, a path or a name on the hub."""
-    draft = open_draft(model, options)
-    graph = capture_draft(model, draft, options)
-    return DraftModel(draft, graph, options, map_one(model, draft, graph))
+    draft = open_draft(target, options)
+    graph = capture_draft(target, draft, options)
+    return DraftModel(draft, graph, options, map_one(target, graph))
 
 
-def open_draft(model: PreTrainedModel, options: DraftOptions) -> PreTrainedModel:
+def open_draft(target: Inventory, options: DraftOptions) -> PreTrainedModel:
     """The model that `options.draft` names."""
     draft = options.draft
     if isinstance(draft, str):
-        draft = AutoModelForCausalLM.from_pretrained(draft, dtype=model.dtype).to(model.device).eval()
+        draft = AutoModelForCausalLM.from_pretrained(draft, dtype=target.model.dtype).to(target.device).eval()
     return draft
 
 
-def capture_draft(model: PreTrainedModel, draft: PreTrainedModel, options: DraftOptions) -> ModelGraph:
-    """The graph of `draft`, which fits `model`.
+def capture_draft(target: Inventory, draft: PreTrainedModel, options: DraftOptions) -> ModelGraph:
+    """The graph of `draft`, which fits `target`.
 
     Raises ValueError, TypeError or UnsupportedModelError, beginning with "draft:", if it cannot draft.
     """
@@ -190,8 +190,7 @@ def capture_draft(model: PreTrainedModel, draft: PreTrainedModel, options: Draft
         return graph
 
     try:
-        admit(draft)
-        in_served_dtype(draft, options.convert_bfloat16)
+        in_served_dtype(admit(draft), options.convert_bfloat16)
         hold_one_layout(draft)
         graph = draft_graph(draft, options, trace)
     except (TypeError, ValueError) as error:
@@ -201,27 +200,22 @@ def capture_draft(model: PreTrainedModel, draft: PreTrainedModel, options: Draft
             f"draft: {type(draft).__name__} keeps recurrent states, and a draft model is fed some tokens again in each "
             "round; pass a draft model of attention alone"
         )
-    if draft.device != model.device:
-        raise ValueError(f"draft: it is on {draft.device}, the model on {model.device}; move it: draft.to(...)")
+    if draft.device != target.device:
+        raise ValueError(f"draft: it is on {draft.device}, the model on {target.device}; move it: draft.to(...)")
     return graph
 
 
-def vocabulary(model: PreTrainedModel) -> int:
-    """The rows of a model's output matrix."""
-    return output_matrix(model).shape[0]
-
-
-def map_one(model: PreTrainedModel, draft: PreTrainedModel, graph: ModelGraph) -> SameTokens:
+def map_one(target: Inventory, graph: ModelGraph) -> SameTokens:
     """The mapping of a draft and a model with one tokenizer; ValueError if the vocabularies differ by more than
-    padding. graph: of `draft`."""
-    target_vocab, draft_vocab = embedded_tokens(model), graph.embedded
+    padding. graph: of the draft."""
+    target_vocab, draft_vocab = target.embedded, graph.embedded
     if abs(target_vocab - draft_vocab) > PADDING * max(target_vocab, draft_vocab):
         raise ValueError(
             f"draft: its vocabulary of {draft_vocab} tokens is not the model's ({target_vocab}); it must have the same "
             "tokenizer, or, with algo='draft_model', use_heterogeneous_vocab=True"
         )
-    known = min(graph.common_tokens, target_vocab, vocabulary(model))
-    return SameTokens(known, graph.embedded, vocabulary(model))
+    known = min(graph.common_tokens, target_vocab, target.vocab_size)
+    return SameTokens(known, graph.embedded, target.vocab_size)
 
 
 PADDING = 0.02

@@ -10,10 +10,10 @@ A node of depth d lies at slot n - k + d - 1 of module k. So a level of a tree r
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from .. import passes
 from ..cache import Cache
+from ..capture.admit import Inventory
 from ..kernels.ops import gather_rows
 from ..runtime.state import State
 from .checkpoints.load import load_head
@@ -175,14 +175,14 @@ def parents_of(ancestors: Tensor) -> Tensor:
     return torch.where(row < row[:, None], sees * (row + 1), 0).amax(dim=2)
 
 
-def build(algorithm: str | None, model: PreTrainedModel, options: HeadOptions) -> HeadAlgorithm:
+def build(algorithm: str | None, target: Inventory, options: HeadOptions) -> HeadAlgorithm:
     """The algorithm with the head that `options` names. algorithm: which the head must be for (None: any)."""
-    head = load_head(options.draft, model, algorithm, options.token_map, rope_theta=options.rope_theta)
+    head = load_head(options.draft, target.model, algorithm, options.token_map, rope_theta=options.rope_theta)
     has_modules = bool(getattr(head, "further", ())) and options.schedule.num_steps > 1
-    head = best_reading(model, head, options, drafts=1 if has_modules else 2)
+    head = best_reading(target, head, options, drafts=1 if has_modules else 2)
     if has_modules:
         return MtpModules(head, options)
     heads = HeadAlgorithm(head, options)
-    options.check_window(heads.graph, model)
+    options.check_window(heads.graph, target)
     heads.window = options.window
     return heads

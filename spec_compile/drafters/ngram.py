@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from ..capture.quantised import embedded_tokens
+from ..capture.admit import Inventory
 from ..config import Options
 from ..drafting import Algorithm, Drafter, DraftPlan
 from ..kernels import ops
@@ -203,16 +202,15 @@ def match_options(options: NgramOptions) -> MatchOptions:
     return MatchOptions(**{name: value for name, value in options.ngram.items() if name != "capacity"})
 
 
-def build(model: PreTrainedModel, options: NgramOptions) -> Ngram:
-    """The algorithm for the device of `model`."""
-    vocab_size = embedded_tokens(model)
-    trie = NgramTrie(**options.ngram, vocab_size=vocab_size)
-    if model.device.type != "cuda":
+def build(target: Inventory, options: NgramOptions) -> Ngram:
+    """The algorithm for the device of `target`."""
+    trie = NgramTrie(**options.ngram, vocab_size=target.embedded)
+    if target.device.type != "cuda":
         return Ngram(trie, options)
     if options.num_draft_tokens > 1:
-        check_memory(match_options(options), options.num_draft_tokens, model.device)
-        ahead(partial(compile_kernels, match_options(options), model.device))
-    return Ngram(NgramCorpus(options.capacity, vocab_size, model.device), options)
+        check_memory(match_options(options), options.num_draft_tokens, target.device)
+        ahead(partial(compile_kernels, match_options(options), target.device))
+    return Ngram(NgramCorpus(options.capacity, target.embedded, target.device), options)
 
 
 class MatchingDrafter(Drafter):

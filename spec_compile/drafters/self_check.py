@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from ..capture.admit import Inventory
 from ..capture.quantised import with_plain_meaning
 from ..compat import CACHE
 from ..compile.start import StartArtefact
 from ..config import Options
-from .draft_model import vocabulary
 from .modules.eagle import Head
 from .shared_draft import tapped_states
 
@@ -30,13 +30,13 @@ SAME = 0.9
 KEPT = "own_text"
 
 
-def best_reading(model: PreTrainedModel, head: Head, options: Options, drafts: int = 2) -> Head:
+def best_reading(target: Inventory, head: Head, options: Options, drafts: int = 2) -> Head:
     """The head, read as `calibrate` prefers if its checkpoint leaves several readings open and checks are asked for.
 
     drafts: see `acceptance`; 1 for a head that does not read its own output.
     """
     readings = head.readings() if options.check else []
-    return calibrate(model, readings, own_text(model, options), drafts) if len(readings) > 1 else head
+    return calibrate(target.model, readings, own_text(target, options), drafts) if len(readings) > 1 else head
 
 
 def calibrate(model: PreTrainedModel, readings: list[Head], ids: Tensor, drafts: int = 2) -> Head:
@@ -87,42 +87,40 @@ def _share(head: Head, normed: Tensor, choices: Tensor) -> float:
 
 
 @torch.no_grad()
-def own_text(model: PreTrainedModel, options: Options) -> Tensor:
+def own_text(target: Inventory, options: Options) -> Tensor:
     """Greedy texts of the target [STARTS, TOKENS], each after its start token and one of the vocabulary.
 
     They are kept with the artefacts, because a forward of them all takes less than one for each token. Texts that other
     weights wrote are not the target's choices, so they are written anew. `options` name the folder.
     """
-    artefact = StartArtefact(model, None, options, KEPT, {})
-    text = _read(model, artefact.recall(KEPT))
+    artefact = StartArtefact(target.model, None, options, KEPT, {})
+    text = _read(target, artefact.recall(KEPT))
     if text is None:
-        text = _write(model)
+        text = _write(target)
         artefact.keep(KEPT, json.dumps(text.tolist()).encode())
     return text
 
 
-def _read(model: PreTrainedModel, data: bytes | None) -> Tensor | None:
+def _read(target: Inventory, data: bytes | None) -> Tensor | None:
     """The texts in `data`; None if the target would write others."""
     try:
-        text = torch.tensor(json.loads(data or "[]"), device=model.device)
+        text = torch.tensor(json.loads(data or "[]"), device=target.device)
     except (ValueError, TypeError):
         return None
-    if (
-        text.shape != (STARTS, TOKENS)
-        or text.is_floating_point()
-        or not 0 <= text.min() <= text.max() < vocabulary(model)
-    ):
+    if text.shape != (STARTS, TOKENS) or text.is_floating_point():
         return None
-    _, choices = tapped_states(model, (), text)
+    if not 0 <= text.min() <= text.max() < target.vocab_size:
+        return None
+    _, choices = tapped_states(target.model, (), text)
     return text if (choices[:, 1:-1] == text[:, 2:]).float().mean() >= SAME else None
 
 
-def _write(model: PreTrainedModel) -> Tensor:
-    start = model.config.get_text_config(decoder=True).bos_token_id
-    second = torch.linspace(0, vocabulary(model) - 1, STARTS + 2)[1:-1].long()
+def _write(target: Inventory) -> Tensor:
+    start = target.config.bos_token_id
+    second = torch.linspace(0, target.vocab_size - 1, STARTS + 2)[1:-1].long()
     first = torch.full_like(second, start if isinstance(start, int) else 0)
-    ids = torch.stack([first, second], dim=1).to(model.device)
-    text, cache, model = ids, None, with_plain_meaning(model)
+    ids = torch.stack([first, second], dim=1).to(target.device)
+    text, cache, model = ids, None, with_plain_meaning(target.model)
     while text.shape[1] < TOKENS:
         out = model(input_ids=ids, use_cache=True, **{CACHE: cache})
         ids, cache = out.logits[:, -1:].argmax(dim=-1), getattr(out, CACHE)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..capture.copies import twin
+from ..capture.copies import shared_copy
 from ..capture.quantised import mark
 from ..capture.trace import tapped
 from ..errors import UnsupportedModelError
@@ -81,7 +81,7 @@ class DraftHead(nn.Module):
 
 def tapped_states(model: PreTrainedModel, taps: tuple[int, ...], ids: Tensor) -> tuple[list[Tensor], Tensor]:
     """The tapped states [B, T, h] of the target at ids, and its choice of the next token at each [B, T]."""
-    model = mark(twin(model))
+    model = mark(shared_copy(model))
     with tapped(model, taps) as states:
         logits = model(input_ids=ids, use_cache=False).logits
     return states, logits.argmax(dim=-1)

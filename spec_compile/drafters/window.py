@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
+from ..capture.admit import Inventory
 from ..config import Options
 from ..errors import check_int
 from ..graph import ModelGraph
@@ -52,12 +52,12 @@ class WindowOptions(Options):
             return None
         return Window(self.draft_window_size, SINKS if self.draft_sink_size is None else self.draft_sink_size)
 
-    def check_window(self, graph: ModelGraph, model: PreTrainedModel) -> None:
-        """ValueError if the draft's graph has windows of its own, or if no text of `model` is as long as the window."""
+    def check_window(self, graph: ModelGraph, target: Inventory) -> None:
+        """ValueError if the draft's graph has its own windows, or if no text of `target` is as long as the window."""
         if self.window is None:
             return
-        positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        self._check_room(positions, f"the tokens that {type(model).__name__} holds")
+        positions = getattr(target.config, "max_position_embeddings", None)
+        self._check_room(positions, f"the tokens that {target.name} holds")
         windows = sorted({layer.window for layer in graph.layers if layer.window is not None})
         if windows:
             raise ValueError(

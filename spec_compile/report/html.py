@@ -5,7 +5,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from ..recording import Recording
+from ..outcome import Recording
 
 TEMPLATE = Path(__file__).with_name("page.html")
 """The page, with a placeholder for its data. It has its styles and scripts inside and loads nothing."""

@@ -15,8 +15,8 @@ from ..config import Options, promises_bits
 from ..drafting import Algorithm
 from ..graph import ModelGraph
 from ..kernels.linear.low_rank import LowRank
+from ..outcome import Recording
 from ..passes.row_invariance import require_kernels_of_experts, require_same_bits
-from ..recording import Recording
 from ..stats import Clock
 from ..tree import MAX_NODES
 from .call import Call

@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 )
 
 from ..capture.admit import placeholders
-from ..capture.copies import twin
+from ..capture.copies import shared_copy
 from ..capture.trace import tapped
 from ..compat import CACHE
 from ..graph import ModelGraph
@@ -221,7 +221,7 @@ def own_prefill(
     if FINAL in taps and "logits_to_keep" in kwargs:
         kwargs["logits_to_keep"] = 0  # the tap of the last layer needs every token
     is_tapped = has_all_tokens and bool(taps)
-    runner = twin(engine.original) if is_tapped else model
+    runner = shared_copy(engine.original) if is_tapped else model
     with tapped(runner, taps) if is_tapped else nullcontext([]) as features:
         output = runner._prefill(input_ids, generation_config, kwargs)
     cache = getattr(output, CACHE)

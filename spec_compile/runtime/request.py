@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from ..capture.admit import reads_pictures
-from ..capture.check_generation import ANY, SINGLE
+from ..capture.checks import ANY, SINGLE
 from ..capture.loras import NO_ADAPTER, Loaded
 from ..compat import CACHE, STATES
 from ..errors import check_int

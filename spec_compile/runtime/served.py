@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from .. import forks
 from ..capture.changes import Watch, describe
-from ..capture.check_generation import ANY
+from ..capture.checks import ANY
 from ..capture.copies import NO_LORAS
 from ..capture.kinds import is_known
 from ..capture.loras import Loaded, Loras, without_adapters

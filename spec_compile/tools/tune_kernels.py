@@ -87,8 +87,7 @@ def run(model: PreTrainedModel, seconds: float) -> None:
 
     seconds: of the search; each product has its share of what is left.
     """
-    admit(model)
-    in_served_dtype(model, converts=True)
+    in_served_dtype(admit(model), converts=True)
     hold_one_layout(model)
     before_fusion = passes.PIPELINE[: passes.PIPELINE.index(passes.use_small_m_linears) + 1]
     products = products_of(passes.run(capture(model), passes.Settings(), before_fusion))

@@ -248,7 +248,7 @@ def _plain(model: PreTrainedModel) -> PreTrainedModel:
     model = underlying(model)
     model = copies.base_of(model) if copies.is_wrapped(model) else model
     model = model.speculation.original if isinstance(model, SpeculativeMixin) else model
-    return copies.twin(model) if isinstance(model, PreTrainedModel) and is_compiled(model) else model
+    return copies.shared_copy(model) if isinstance(model, PreTrainedModel) and is_compiled(model) else model
 
 
 def _trainer_and_options(algo: str, options: dict) -> tuple[type[Trainer], TrainingOptions]:

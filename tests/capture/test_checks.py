@@ -13,8 +13,7 @@ from toy_graphs import add_to_eps
 import spec_compile
 from spec_compile import UnsupportedModelError, passes
 from spec_compile.capture import checks, yardstick
-from spec_compile.capture.check_generation import ANY, check_generation
-from spec_compile.capture.checks import check_capture, check_tree
+from spec_compile.capture.checks import ANY, check_capture, check_generation, check_tree
 from spec_compile.capture.trace import capture
 from spec_compile.capture.yardstick import DistantLogits, compare_rounding, full_precision, in_float32
 from spec_compile.graph import ModelGraph, calls

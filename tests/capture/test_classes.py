@@ -14,7 +14,7 @@ from transformers import DynamicCache, GPT2LMHeadModel, LlamaForCausalLM, Phi3Fo
 
 import spec_compile
 from spec_compile import UnsupportedModelError, passes
-from spec_compile.capture import check_generation, replaced
+from spec_compile.capture import checks, replaced
 from spec_compile.capture.trace import capture
 from spec_compile.kernels.attention import Use
 from spec_compile.runtime import past
@@ -292,7 +292,7 @@ def test_sound_models_pass_in_16_bits(name, dtype):
     model = models.ADMITTED[name]().to(dtype)
     graph = capture(model)
     prefill, verify = (passes.run(graph, passes.Settings(attention=Use(role=role))) for role in ("prefill", "verify"))
-    assert check_generation.check_generation(model, graph, prefill, verify) == check_generation.ANY
+    assert checks.check_generation(model, graph, prefill, verify) == checks.ANY
 
 
 def test_the_check_leaves_the_models_settings_alone():

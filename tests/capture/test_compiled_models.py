@@ -5,7 +5,7 @@ import torch
 from models import ADMITTED, HYBRIDS, prompts
 
 from spec_compile import UnsupportedModelError, speculate, train_draft
-from spec_compile.capture.copies import twin
+from spec_compile.capture.copies import shared_copy
 from spec_compile.capture.replaced import is_compiled, underlying
 
 IDS = prompts()[0][0]
@@ -184,7 +184,7 @@ def test_a_twin_runs_its_own_modules():
     model = ADMITTED["llama"]()
     forward(model, backend="eager")
     layers(model, backend="eager")
-    copied = twin(model)
+    copied = shared_copy(model)
     assert is_compiled(model) and not is_compiled(copied)
     assert copied.forward.__self__ is copied and list(copied.state_dict()) == list(ADMITTED["llama"]().state_dict())
     assert copied.model.layers[0].mlp is not underlying(underlying(model.model.layers[0]).mlp)

@@ -8,12 +8,14 @@ import models
 import pytest
 import torch
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import spec_compile
 from spec_compile import UnsupportedModelError
 from spec_compile.capture import kinds, trace
 from spec_compile.capture.changes import config_reads
 from spec_compile.capture.trace import capture
+from spec_compile.inventory import configs_of
 
 LISTS = "layer_types", "layers_block_type", "no_rope_layers", "mlp_layer_types", "indexer_types"
 ROWS = {**models._ADMITTED, **{name: models._HYBRID[name] for name in models.HYBRIDS}}
@@ -34,6 +36,15 @@ def deep(name, depth=8, **config):
     if "layers_block_type" in kwargs:
         del kwargs["num_hidden_layers"]
     return models.build(config_class, cls, {**kwargs, **config}, *rest)
+
+
+def why_whole(model):
+    """The reason why all layers are captured; None if a few of each kind are."""
+    try:
+        kinds.repeats_of(model)
+    except kinds.UnlikeLayersError as reason:
+        return str(reason)
+    return None
 
 
 def rows(graph):
@@ -77,12 +88,12 @@ def check_graph(model, graph):
 @pytest.mark.parametrize("name", sorted(ROWS.keys() - NOT_BUILT))
 def test_equal_to_a_trace_of_all_layers(name):
     model = deep(name, 16 if name in LONG_PATTERNS else 8)
-    with config_reads(model) as reads:
+    with config_reads(configs_of(model)) as reads:
         graph = capture(model)
-    with config_reads(model) as expected_reads:
+    with config_reads(configs_of(model)) as expected_reads:
         whole = capture(model, whole=True)
     assert 0 < graph.traced_layers <= kinds.WORTH * graph.decoder_layers and whole.traced_layers == 0
-    assert kinds.why_whole(model) is None
+    assert why_whole(model) is None
     assert_equal(graph, whole)
     assert [names for _, names in expected_reads] <= [names for _, names in reads]
 
@@ -140,152 +151,102 @@ def test_the_copy_is_numbered_from_0():
     assert copied.model.layers[5].mlp.up_proj.weight is model.model.layers[11].mlp.up_proj.weight
 
 
-def attribute_in_layer_5(model):
-    model.model.layers[5].self_attn.scaling = 0.11
+def layer(net, number=4):
+    return net.model.layers[number]
 
 
-def eps_in_layer_4(model):
-    model.model.layers[4].input_layernorm.variance_epsilon = 0.5
+def parameter(tensor):
+    return nn.Parameter(tensor.detach())
 
 
-def hook_in_layer_3(model):
-    model.model.layers[3].mlp.register_forward_hook(lambda module, args, out: out * 0.5)
+def halved(module, args, *output):
+    return (output or args)[0] * 0.5
 
 
-def hook_before_layer_3(model):
-    model.model.layers[3].mlp.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+class Halved(LlamaMLP):
+    def forward(self, x):
+        return super().forward(x) * 0.5
 
 
-def dtype_of_layer_4(model):
-    norm = model.model.layers[4].input_layernorm
-    norm.weight = nn.Parameter(norm.weight.double())
-
-
-def shape_of_layer_4(model):
-    mlp = model.model.layers[4].mlp
+def other_sizes(net):
+    mlp = layer(net).mlp
     mlp.gate_proj, mlp.up_proj, mlp.down_proj = nn.Linear(64, 80), nn.Linear(64, 80), nn.Linear(80, 64)
 
 
-def bias_in_layer_4(model):
-    model.model.layers[4].mlp.up_proj.bias = nn.Parameter(torch.randn(96))
-
-
-def stride_of_layer_4(model):
-    weight = model.model.layers[4].mlp.up_proj.weight
-    weight.data = weight.data.T.contiguous().T
-
-
-def tie_between_layers(model):
-    model.model.layers[2].mlp.up_proj.weight = model.model.layers[5].mlp.up_proj.weight
-
-
-def tie_inside_layer_4(model):
-    mlp = model.model.layers[4].mlp
-    mlp.gate_proj.weight = mlp.up_proj.weight
-
-
-def tie_with_the_norm(model):
-    model.model.layers[4].input_layernorm.weight = model.model.norm.weight
-
-
-def one_module_in_two_layers(model):
-    model.model.layers[2].mlp = model.model.layers[5].mlp
-
-
-def one_layer_twice(model):
-    model.model.layers[2] = model.model.layers[5]
-
-
-def forward_of_layer_4(model):
-    mlp = model.model.layers[4].mlp
+def own_forward(net):
+    mlp = layer(net).mlp
     mlp.forward = types.MethodType(lambda self, x: 0.5 * type(self).forward(self, x), mlp)
 
 
-def forward_of_another_layer(model):
-    model.model.layers[4].mlp.forward = model.model.layers[6].mlp.forward
+def tensor_in_each_layer(net):
+    for number, each in enumerate(net.model.layers):
+        each.mlp.factor = torch.tensor(1 + 0.1 * number)
 
 
-def activation_of_layer_4(model):
-    model.model.layers[4].mlp.act_fn = nn.ReLU()
+def put(path, name, make):
+    """A change: the part of a net at a path has another attribute, made of the net."""
+    return lambda net: setattr(net.get_submodule(path), name, make(net))
 
 
-def class_of_layer_4(model):
-    class Halved(type(model.model.layers[4].mlp)):
-        def forward(self, x):
-            return super().forward(x) * 0.5
-
-    model.model.layers[4].mlp.__class__ = Halved
-
-
-def tensor_in_each_layer(model):
-    for number, layer in enumerate(model.model.layers):
-        layer.mlp.factor = torch.tensor(1 + 0.1 * number)
-
-
-def last_layer_is_another(model):
-    model.model.layers[7].mlp.act_fn = nn.ReLU()
-
-
-def adapter(model):
-    model.peft_config = {}
-
-
-def a_list_on_the_model(model):
-    model.model.factors = [0.1] * len(model.model.layers)
-
-
-WHOLE = {
-    eps_in_layer_4: "too few repeat",
-    hook_in_layer_3: r"has a hook \(model.layers.3.mlp\)",
-    hook_before_layer_3: r"has a hook \(model.layers.3.mlp\)",
-    dtype_of_layer_4: "too few repeat",
-    shape_of_layer_4: "too few repeat",
-    bias_in_layer_4: "too few repeat",
-    stride_of_layer_4: "too few repeat",
-    tie_between_layers: "share modules or weights",
-    tie_inside_layer_4: "too few repeat",
-    tie_with_the_norm: "share modules or weights",
-    one_module_in_two_layers: "share modules or weights",
-    one_layer_twice: "share modules or weights",
-    forward_of_layer_4: r"has a forward of its own \(model.layers.4.mlp\)",
-    forward_of_another_layer: r"has a forward of its own \(model.layers.4.mlp\)",
-    activation_of_layer_4: "too few repeat",
-    class_of_layer_4: "too few repeat",
-    tensor_in_each_layer: "no parameter or buffer",
-    adapter: "has adapters",
-    a_list_on_the_model: "as many values",
-}
+NORM, MLP = "model.layers.4.input_layernorm", "model.layers.4.mlp"
+FEW, SHARED, HOOKED = "too few repeat", "share modules or weights", r"has a hook \(model.layers.4.mlp\)"
+OWN = r"has a forward of its own \(model.layers.4.mlp\)"
+CHANGES = {
+    "attribute": (put("model.layers.5.self_attn", "scaling", lambda net: 0.11), None),
+    "eps": (put(NORM, "variance_epsilon", lambda net: 0.5), FEW),
+    "hook": (lambda net: layer(net).mlp.register_forward_hook(halved), HOOKED),
+    "hook before": (lambda net: layer(net).mlp.register_forward_pre_hook(halved), HOOKED),
+    "dtype": (put(NORM, "weight", lambda net: parameter(layer(net).input_layernorm.weight.double())), FEW),
+    "shape": (other_sizes, FEW),
+    "bias": (put(f"{MLP}.up_proj", "bias", lambda net: nn.Parameter(torch.randn(96))), FEW),
+    "stride": (
+        put(f"{MLP}.up_proj", "weight", lambda net: parameter(layer(net).mlp.up_proj.weight.T.contiguous().T)), FEW,
+    ),
+    "tie between layers": (put(f"{MLP}.up_proj", "weight", lambda net: layer(net, 5).mlp.up_proj.weight), SHARED),
+    "tie inside": (put(f"{MLP}.gate_proj", "weight", lambda net: layer(net).mlp.up_proj.weight), FEW),
+    "tie with the norm": (put(NORM, "weight", lambda net: net.model.norm.weight), SHARED),
+    "one module in two layers": (put("model.layers.2", "mlp", lambda net: layer(net, 5).mlp), SHARED),
+    "one layer twice": (put("model.layers", "2", lambda net: layer(net, 5)), SHARED),
+    "forward": (own_forward, OWN),
+    "forward of another layer": (put(MLP, "forward", lambda net: layer(net, 6).mlp.forward), OWN),
+    "activation": (put(MLP, "act_fn", lambda net: nn.ReLU()), FEW),
+    "class": (put(MLP, "__class__", lambda net: Halved), FEW),
+    "tensor in each layer": (tensor_in_each_layer, "no parameter or buffer"),
+    "last layer": (put("model.layers.7.mlp", "act_fn", lambda net: nn.ReLU()), None),
+    "adapter": (put("", "peft_config", lambda net: {}), "has adapters"),
+    "a list on the model": (put("model", "factors", lambda net: [0.1] * len(net.model.layers)), "as many values"),
+}  # fmt: skip
+"""Changes of a net, and the reason why each of its layers is captured then."""
 
 
-@pytest.mark.parametrize("change", WHOLE, ids=lambda change: change.__name__)
-def test_a_reason_for_each_layer(change):
-    model = deep("llama", 7)
-    assert kinds.why_whole(model) is None
+@pytest.mark.parametrize("name", [name for name, (_, reason) in CHANGES.items() if reason])
+def test_a_reason_for_each_layer(name):
+    model, (change, reason) = deep("llama", 7), CHANGES[name]
+    assert why_whole(model) is None
     change(model)
-    assert re.search(WHOLE[change], kinds.why_whole(model))
-    assert kinds.why_whole(model).startswith("LlamaForCausalLM ")
+    assert re.search(reason, why_whole(model))
 
 
 CAPTURED = [
-    attribute_in_layer_5, eps_in_layer_4, bias_in_layer_4, tie_between_layers, tie_inside_layer_4, one_layer_twice,
-    activation_of_layer_4, class_of_layer_4, forward_of_layer_4, last_layer_is_another,
+    "attribute", "eps", "bias", "tie between layers", "tie inside", "one layer twice", "activation", "class", "forward",
+    "last layer",
 ]  # fmt: skip
 
 
-@pytest.mark.sweep("attribute_in_layer_5-8")
+@pytest.mark.sweep("attribute-8")
 @pytest.mark.parametrize("depth", [8, 16])
-@pytest.mark.parametrize("change", CAPTURED, ids=lambda change: change.__name__)
-def test_a_changed_layer_is_captured_right(change, depth):
+@pytest.mark.parametrize("name", CAPTURED)
+def test_a_changed_layer_is_captured_right(name, depth):
     """With 16 layers, most of these have a pattern after the changed layer, which is in the copy."""
     model = deep("llama", depth)
-    change(model)
+    CHANGES[name][0](model)
     check_graph(model, capture(model))
 
 
 @pytest.mark.slow
 def test_a_changed_layer_before_the_pattern_is_in_the_copy():
     model = deep("llama", 20)
-    attribute_in_layer_5(model)
+    CHANGES["attribute"][0](model)
     repeats = kinds.repeats_of(model)
     assert repeats.kept == [0, 1, 2, 5, 6, 19]
     graph = capture(model)
@@ -349,7 +310,7 @@ def test_unlike_layers_that_look_alike_are_captured_whole(check, caplog):
     for layer in model.model.layers:
         layer.mlp = Counts(layer.mlp)
     Counts.calls[0] = 0
-    assert kinds.why_whole(model) is None and not kinds.is_known(model)
+    assert why_whole(model) is None and not kinds.is_known(model)
     with caplog.at_level("INFO", "spec_compile"):
         fast = spec_compile.speculate(model, compile=False, check=check)
     assert ("are not alike" in caplog.text) == check
@@ -372,7 +333,7 @@ def test_a_layer_that_reads_an_earlier_one():
     memory = object()
     for number, layer in enumerate(model.model.layers):
         layer.mlp = Remembers(layer.mlp, memory, number)
-    assert "keeps a object (model.layers.0.mlp.memory)" in kinds.why_whole(model)
+    assert "keeps a object (model.layers.0.mlp.memory)" in why_whole(model)
 
 
 def test_periods_that_differ_are_not_repeated():
@@ -383,7 +344,7 @@ def test_periods_that_differ_are_not_repeated():
     copied.model.layers[2].mlp.act_fn = nn.ReLU()
     gm, _ = trace._trace_model(copied, model, torch.no_grad())
     with pytest.raises(kinds.UnlikeLayersError, match="differ in the operation relu"):
-        kinds.repeat(gm, model, repeats)
+        kinds.Expansion(gm, model, repeats).graph_module()
 
 
 @pytest.mark.parametrize("old, new, reason", [(1, 0, "read more than"), (2, 0, "differ in the operation")])
@@ -399,11 +360,11 @@ def test_layers_that_read_other_layers_are_not_repeated(old, new, reason):
     else:
         products[2].replace_input_with(silus[2], silus[new])
     with pytest.raises(kinds.UnlikeLayersError, match=reason):
-        kinds.repeat(gm, model, repeats)
+        kinds.Expansion(gm, model, repeats).graph_module()
 
 
 @pytest.mark.sweep("copy_of")
-@pytest.mark.parametrize("step", ["copy_of", "repeat", "_describe"])
+@pytest.mark.parametrize("step", ["copy_of", "Expansion", "_describe"])
 def test_nothing_is_left_on_the_model(step, monkeypatch, caplog):
     """Errors on the way, and a capture without errors."""
     model = deep("gemma2")
@@ -451,13 +412,13 @@ def test_other_attributes_differ_by_number_only_if_they_are_numbers():
     model = deep("llama")
     for number, layer in enumerate(model.model.layers):
         layer.mlp.factor = number
-    assert "too few repeat" in kinds.why_whole(model)
+    assert "too few repeat" in why_whole(model)
     for number, layer in enumerate(model.model.layers):
         layer.mlp.factor, layer.mlp.layer_number = 1, number + 1
-    assert "too few repeat" in kinds.why_whole(model)
+    assert "too few repeat" in why_whole(model)
     for number, layer in enumerate(model.model.layers):
         layer.mlp.layer_number = number
-    assert kinds.why_whole(model) is None
+    assert why_whole(model) is None
 
 
 def test_refreshed_and_trained_weights_are_read():

@@ -118,9 +118,7 @@ def test_tables_limit_positions(name, limit):
 
 def test_a_wrong_function_is_refused(monkeypatch):
     path = "transformers.models.gpt_neox_japanese.modeling_gpt_neox_japanese.GPTNeoXJapaneseAttention"
-    monkeypatch.setitem(
-        modules.MODULES, path, lambda module, attend: modules.attention._replace_scores(module, attend, 0.26)
-    )
+    monkeypatch.setitem(modules.MODULES, path, lambda module, attend: modules._replace_scores(module, attend, 0.26))
     model = models.build(*CLASSES["gpt_neox_japanese"])
     with pytest.raises(UnsupportedModelError, match="GPTNeoXJapaneseForCausalLM: the captured graph differs"):
         check_capture(model, capture(model))

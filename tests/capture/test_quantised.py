@@ -1,6 +1,7 @@
 """Quantised targets: what is not read is refused by name; what is read gives transformers' own answers."""
 
 import dataclasses
+import operator
 from types import SimpleNamespace
 
 import models
@@ -84,46 +85,117 @@ def test_a_method_that_transformers_did_not_apply(tmp_path):
     refuses(model, "'modelopt'", "did not apply", "load a checkpoint")
 
 
-def test_a_method_that_is_not_read():
-    model = models.ADMITTED["llama"]()
-    model.config.quantization_config = QuantoConfig(weights="int4")
-    refuses(model, "'quanto'", "not read yet")
+UP_PROJ = "model.layers.1.mlp.up_proj"
 
 
-@pytest.mark.parametrize("library", ["gptqmodel.nn_modules", "transformers.integrations.mxfp4"])
-def test_a_class_of_quantised_layers_that_is_not_read(library):
-    model = models.ADMITTED["llama"]()
-    packed = type("PackedLinear", (nn.Linear,), {"__module__": library})
-    model.model.layers[1].mlp.up_proj.__class__ = packed
-    refuses(model, "PackedLinear", "model.layers.1.mlp.up_proj", "not read yet")
+def of_class(cls, module):
+    """A change: a layer of a model becomes one of another library's class."""
+
+    def change(model):
+        layer = model.get_submodule(UP_PROJ)
+        layer.__class__ = type(cls, (nn.Linear,), {"__module__": module})
+
+    return change
 
 
-@pytest.mark.parametrize(
-    ("library", "text"),
-    [("marlin", 'GPTQConfig(bits=4, backend="gptq_torch")'), ("machete_awq", 'backend="torch_awq"')],
-)
-def test_weights_that_a_kernel_has_repacked(library, text):
-    model = models.ADMITTED["llama"]()
-    module = f"gptqmodel.nn_modules.qlinear.{library}"
-    model.model.layers[1].mlp.up_proj.__class__ = type("KernelLinear", (nn.Linear,), {"__module__": module})
-    refuses(model, "KernelLinear", "model.layers.1.mlp.up_proj", "repacked", text)
+def with_method(method):
+    """A change: the configuration names a method of quantisation."""
+
+    def change(model):
+        model.config.quantization_config = QuantoConfig(weights="int4") if method == "quanto" else GPTQConfig(bits=4)
+        model.config.quantization_config.quant_method = method
+
+    return change
 
 
-def test_a_class_of_quantised_tensors_that_is_not_read():
-    model = models.ADMITTED["llama"]()
-    packed = type("PackedTensor", (torch.Tensor,), {"__module__": "torchao.somewhere"})
-    layer = model.model.layers[0].mlp.down_proj
+def of_foreign_tensors(model):
+    packed, layer = type("PackedTensor", (torch.Tensor,), {"__module__": "torchao.x"}), model.get_submodule(UP_PROJ)
     layer.weight = nn.Parameter(layer.weight.detach().as_subclass(packed))
-    refuses(model, "PackedTensor", "model.layers.0.mlp.down_proj.weight", "not read yet")
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_experts_that_were_not_loaded(method, monkeypatch):
-    monkeypatch.setattr("spec_compile.capture.quantised.READ", {"gptq": "GPTQ", "awq": "AWQ"})
-    model = models.ADMITTED["qwen3_moe"]()
-    model.config.quantization_config = GPTQConfig(bits=4)
-    model.config.quantization_config.quant_method = method
-    refuses(model, "mixture of experts", method, "random")
+def in_fp8(block, scheme):
+    """A change: a layer becomes one in FP8."""
+    return lambda model: setattr(model.model.layers[1].mlp, "up_proj", FP8Linear(64, 96, block, scheme))
+
+
+def with_values(owner, **values):
+    """A change: the part of a model at a path has other attributes."""
+
+    def change(model):
+        for name, value in values.items():
+            setattr(operator.attrgetter(owner)(model), name, value)
+
+    return change
+
+
+def with_number(path, place, value):
+    """A change: a tensor of a model has another number at one place."""
+
+    def change(model):
+        operator.attrgetter(path)(model).data[place] = value
+
+    return change
+
+
+def with_quantised_head(model):
+    model.lm_head = FP8Linear(checkpoints.H, checkpoints.VOCAB, (128, 128))
+    model.lm_head.weight_scale_inv.data.fill_(1)
+
+
+WEIGHTS, INPUTS = (f"{UP_PROJ}.quantization_scheme.{part}" for part in ("weights", "input_activations"))
+REFUSED = [
+    ("llama", with_method("quanto"), ["'quanto'", "not read yet"]),
+    ("qwen3_moe", with_method("gptq"), ["mixture of experts", "gptq", "random"]),
+    ("qwen3_moe", with_method("awq"), ["mixture of experts", "awq", "random"]),
+    ("llama", of_class("PackedLinear", "gptqmodel.nn_modules"), ["PackedLinear", UP_PROJ, "not read yet"]),
+    ("llama", of_class("PackedLinear", "transformers.integrations.mxfp4"), ["PackedLinear", UP_PROJ, "not read yet"]),
+    (
+        "llama", of_class("KernelLinear", "gptqmodel.nn_modules.qlinear.marlin"),
+        ["KernelLinear", UP_PROJ, "repacked", 'GPTQConfig(bits=4, backend="gptq_torch")'],
+    ),
+    (
+        "llama", of_class("KernelLinear", "gptqmodel.nn_modules.qlinear.machete_awq"),
+        ["KernelLinear", UP_PROJ, "repacked", 'backend="torch_awq"'],
+    ),
+    ("llama", of_foreign_tensors, ["PackedTensor", f"{UP_PROJ}.weight", "not read yet"]),
+    ("llama", in_fp8(None, "dynamic"), [UP_PROJ, "one scale for the whole matrix"]),
+    ("llama", in_fp8((128, 128), "static"), [UP_PROJ, "activations of the scheme 'static'"]),
+    ("fp8_block", with_number(f"{UP_PROJ}.weight_scale_inv", (0, 0), float("nan")), [UP_PROJ, "not finite"]),
+    (
+        "fp8_block", with_values(UP_PROJ, weight_scale_inv=nn.Parameter(torch.ones(9, 3))),
+        [UP_PROJ, "shape [9, 3], expected ["],
+    ),
+    ("fp8_block", with_quantised_head, ["quantised output head (lm_head)"]),
+    ("ct_w4a16", with_values(WEIGHTS, actorder=None, num_bits=8), [UP_PROJ, "8 bits"]),
+    ("ct_w4a16", with_values(WEIGHTS, symmetric=False), [UP_PROJ, "zero points"]),
+    ("ct_w4a16", with_values(WEIGHTS, strategy="tensor", group_size=None), [UP_PROJ, "strategy 'tensor'"]),
+    ("ct_w4a8_bytes", with_values(INPUTS, num_bits=16), [UP_PROJ, "activations to 8 bits"]),
+    ("ct_w4a8_bytes", with_values(INPUTS, strategy="tensor"), [UP_PROJ, "a scale for each token"]),
+    ("ct_w4a8_bytes", with_number(f"{UP_PROJ}.weight", (3, 5), 8), [UP_PROJ, "not of 4 bits"]),
+    *(
+        ("ct_nvfp4_both", with_values(INPUTS, **{name: value}), [UP_PROJ, "scales in FP8 for each 16 inputs"])
+        for name, value in (("scale_dtype", None), ("dynamic", False), ("group_size", 32))
+    ),
+    (
+        "ct_fp8", with_values("config.quantization_config.quantization_config", kv_cache_scheme=dict(num_bits=8)),
+        ["kv_cache_scheme"],
+    ),
+    ("ct_w4a16", lambda model: model(IDS), ["(Linear)", "unpacked", "load it again"]),
+    (
+        "fp8 mixture", with_values("model.layers.1.mlp.experts", activation_scheme="static"),
+        ["model.layers.1.mlp.experts (FP8Experts)", "scheme 'static'"],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, change, texts", REFUSED)
+def test_what_is_not_read_is_refused_by_name(name, change, texts, tmp_path):
+    if name in models.ADMITTED:
+        model = models.ADMITTED[name]()
+    else:
+        model = build_fp8_mixture(moe_intermediate_size=128) if name == "fp8 mixture" else load(name, tmp_path)
+    change(model)
+    refuses(model, *texts)
 
 
 SERVED = ["fp8_block", *LIBRARY, *PACKED_BY_HAND]
@@ -345,31 +417,6 @@ def test_fp8_blocks_of_any_size(outputs, inputs):
     assert weight[-1, -1] == layer.weight[-1, -1].float() * layer.weight_scale_inv[-1, -1]
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        (dict(weight_block_size=None), "one scale for the whole matrix"),
-        (dict(activation_scheme="static"), "activations of the scheme 'static'"),
-    ],
-)
-def test_forms_of_fp8_that_are_not_read(changes, text):
-    model = models.ADMITTED["llama"]()
-    block = (128, 128) if "weight_block_size" not in changes else None
-    model.model.layers[0].mlp.up_proj = FP8Linear(64, 96, block, changes.get("activation_scheme", "dynamic"))
-    refuses(model, "model.layers.0.mlp.up_proj", text)
-
-
-@pytest.mark.parametrize(("fault", "text"), [("nan", "not finite"), ("shape", "shape [2, 3], expected [2, 2]")])
-def test_scales_that_cannot_be_right(fault, text, tmp_path):
-    model = load("fp8_block", tmp_path)
-    layer = model.model.layers[1].self_attn.q_proj
-    if fault == "nan":
-        layer.weight_scale_inv.data[0, 1] = float("nan")
-    else:
-        layer.weight_scale_inv = nn.Parameter(torch.ones(2, 3))
-    refuses(model, "model.layers.1.self_attn.q_proj", text)
-
-
 @pytest.mark.parametrize("name", ["ct_nvfp4", "ct_nvfp4_both"])
 def test_nvfp4_is_what_its_library_unpacks(name, tmp_path):
     """The library rounds weights to bfloat16."""
@@ -405,59 +452,6 @@ def test_a_model_that_its_own_forward_has_unpacked(tmp_path):
     model = load("ct_w4a16", tmp_path)
     model(IDS)
     refuses(model, "model.layers.0.self_attn.q_proj (Linear)", "unpacked", "load it again")
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        (dict(actorder=None, num_bits=8), "8 bits"),
-        (dict(symmetric=False), "zero points"),
-        (dict(strategy="tensor", group_size=None), "strategy 'tensor'"),
-    ],
-)
-def test_schemes_of_compressed_tensors_that_are_not_read(changes, text, tmp_path):
-    model = load("ct_w4a16", tmp_path)
-    for name, value in changes.items():
-        setattr(model.model.layers[0].mlp.up_proj.quantization_scheme.weights, name, value)
-    refuses(model, "model.layers.0", text)
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [(dict(num_bits=16), "activations to 8 bits"), (dict(strategy="tensor"), "a scale for each token")],
-)
-def test_activations_beside_4_bits_that_are_not_read(changes, text, tmp_path):
-    model = load("ct_w4a8_bytes", tmp_path)
-    layer = model.model.layers[0].mlp.up_proj
-    for name, value in changes.items():
-        setattr(layer.quantization_scheme.input_activations, name, value)
-    refuses(model, "model.layers.0", text)
-
-
-@pytest.mark.parametrize(("name", "value"), [("scale_dtype", None), ("dynamic", False), ("group_size", 32)])
-def test_activations_of_4_bits_that_are_not_read(name, value, tmp_path):
-    model = load("ct_nvfp4_both", tmp_path)
-    setattr(model.model.layers[0].mlp.up_proj.quantization_scheme.input_activations, name, value)
-    refuses(model, "model.layers.0", "scales in FP8 for each 16 inputs")
-
-
-def test_a_byte_that_is_not_of_4_bits(tmp_path):
-    model = load("ct_w4a8_bytes", tmp_path)
-    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = 8
-    refuses(model, "model.layers.1.mlp.up_proj", "not of 4 bits")
-
-
-def test_a_cache_with_scales(tmp_path):
-    model = load("ct_fp8", tmp_path)
-    model.config.quantization_config.quantization_config.kv_cache_scheme = dict(num_bits=8, type="float")
-    refuses(model, "kv_cache_scheme")
-
-
-def test_a_quantised_output_head(tmp_path):
-    model = load("fp8_block", tmp_path)
-    model.lm_head = FP8Linear(checkpoints.H, checkpoints.VOCAB, (128, 128))
-    model.lm_head.weight_scale_inv.data.fill_(1)
-    refuses(model, "quantised output head (lm_head)")
 
 
 def test_experts_in_mxfp4_that_transformers_unpacks(tmp_path):
@@ -587,11 +581,6 @@ def test_no_expert_rounds_activations_where_no_layer_does(fp8_mixture):
         apart = [experts.UP(each, ids, parts, node.args[-1]) for each in (x, x + noise)]
     assert (apart[1] - apart[0]).abs().max() < 1e-5 * apart[0].abs().max()
     assert not torch.allclose(experts.UP(x, ids, parts, node.args[-1]), apart[0], rtol=1e-3)
-
-
-def test_experts_in_fp8_that_are_not_read(fp8_mixture):
-    fp8_mixture.model.layers[1].mlp.experts.activation_scheme = "static"
-    refuses(fp8_mixture, "model.layers.1.mlp.experts (FP8Experts)", "scheme 'static'")
 
 
 @pytest.mark.parametrize("form", ["gptq", "experts in fp8"])

@@ -29,9 +29,9 @@ def rewritten(model, role):
 def test_graphs_are_the_same_after_a_journey_as_text(name, role):
     model = ZOO[name]()
     graph = rewritten(model, role)
-    data = data_of(graph, model)
-    again = bound(json.loads(json.dumps(data)), model)
-    assert data_of(again, model) == data
+    data = data_of(graph, held(model))
+    again = bound(json.loads(json.dumps(data)), held(model))
+    assert data_of(again, held(model)) == data
     for field in vars(graph).keys() - {"gm", "log"}:
         assert getattr(again, field) == getattr(graph, field), field
     assert [report[:4] for report in map(tuple_of, again.log)] == [report[:4] for report in map(tuple_of, graph.log)]
@@ -55,7 +55,7 @@ def test_weights_are_joined_in_another_model():
         for parameter in second.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     weights = [each.tensor.clone() for each in held(second)]
-    graph = bound(data_of(rewritten(first, "verify"), first), second)
+    graph = bound(data_of(rewritten(first, "verify"), held(first)), held(second))
     merged = next(name for name, _ in graph.gm.named_buffers() if name.startswith("merged_linear"))
     layer = second.model.layers[0].self_attn
     parts = [part.weight for part in (layer.q_proj, layer.k_proj, layer.v_proj)]
@@ -84,9 +84,9 @@ def graph_over(model):
 
 def test_small_constants_are_stored_and_parts_of_weights_are_not():
     model, other = Scaled(torch.tensor([2.0, 0.5, -1.0])), Scaled(None)
-    again = bound(json.loads(json.dumps(data_of(graph_over(model), model))), other)
+    again = bound(json.loads(json.dumps(data_of(graph_over(model), held(model)))), held(other))
     assert torch.equal(again.gm(torch.ones(3))[0], torch.tensor([2.0, 0.5, -1.0]))
     for factor in (torch.ones(5000), model.weight.detach()[:1]):
         model.factor = factor
         with pytest.raises(NoRecipe, match="read factor"):
-            data_of(graph_over(model), model)
+            data_of(graph_over(model), held(model))

@@ -3,8 +3,8 @@
 import json
 import os
 
-import models
 import pytest
+import torch
 
 from spec_compile.__main__ import main
 from spec_compile.compile.cache import ABOUT, ArtefactCache
@@ -21,7 +21,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_artefacts_are_listed_the_one_used_last_first(folder, capsys):
     store = ArtefactCache()
-    store.write(FIRST, ABOUT, json.dumps(about(models.ADMITTED["llama"]())).encode())
+    store.write(FIRST, ABOUT, json.dumps(about("LlamaForCausalLM", torch.device("cpu"))).encode())
     store.write(SECOND, ABOUT, json.dumps({"model": "[red]M[/]", "device": 3, "versions": {"torch": None}}).encode())
     store.write(THIRD, "part", bytes(2_000_000))
     for age, key in enumerate((FIRST, SECOND, THIRD)):

@@ -1,4 +1,4 @@
-"""`model_key`: equal models have one key in every process, and each ingredient that changes gives another."""
+"""`artefact_key`: equal models have one key in every process, and each ingredient that changes gives another."""
 
 import dataclasses
 import os
@@ -18,7 +18,7 @@ from transformers.models.llama import modeling_llama
 
 from spec_compile import speculate
 from spec_compile.compile import key as keys
-from spec_compile.compile.key import Digest, about, model_key
+from spec_compile.compile.key import Digest, about, artefact_key
 from spec_compile.config import Options
 from spec_compile.drafters.ngram import NgramOptions
 from spec_compile.drafters.options import DraftOptions
@@ -29,12 +29,12 @@ SCRIPT = """
 import sys
 sys.path.insert(0, "tests/support")
 import models, torch
-from spec_compile.compile.key import model_key
+from spec_compile.compile.key import artefact_key
 from spec_compile.drafters.ngram import NgramOptions
 torch.set_num_threads(1)
 torch._dynamo.config.fake_tensor_cache_enabled = False
 for name in sys.argv[1:]:
-    print(model_key({**models.ADMITTED, **models.HYBRIDS}[name](), None, NgramOptions(), "ngram"))
+    print(artefact_key([{**models.ADMITTED, **models.HYBRIDS}[name](), None], NgramOptions(), "ngram"))
 """
 
 
@@ -43,7 +43,7 @@ def llama():
 
 
 def key_of(model=None, draft=None, options=OPTIONS, name="ngram"):
-    return model_key(llama() if model is None else model, draft, options, name)
+    return artefact_key([llama() if model is None else model, draft], options, name)
 
 
 @pytest.fixture(scope="module")
@@ -352,6 +352,6 @@ def test_values_that_lead_back_to_themselves_have_digests():
 
 
 def test_facts_for_a_list():
-    facts = about(llama())
+    facts = about("LlamaForCausalLM", torch.device("cpu"))
     assert facts["model"] == "LlamaForCausalLM" and "cpu" in facts["device"]
     assert facts["versions"]["torch"].startswith(torch.__version__)

@@ -20,7 +20,7 @@ from transformers.models.llama import modeling_llama
 
 import spec_compile
 from spec_compile import api, speculate
-from spec_compile.capture.check_generation import UNPADDED
+from spec_compile.capture.checks import UNPADDED
 from spec_compile.compile.cache import HEADER, ArtefactCache
 from spec_compile.compile.start import ITEM, StoredParts
 from spec_compile.folders import user_secret

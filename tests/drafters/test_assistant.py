@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
 from spec_compile import UnsupportedModelError, speculate
+from spec_compile.capture.admit import admit
 from spec_compile.drafters import assistant as drafter
 from spec_compile.drafters.checkpoints import assistant as checkpoints
 from spec_compile.drafters.checkpoints.load import load_head
@@ -284,7 +285,7 @@ def test_other_models_and_drafts_are_refused(folder):
 def test_ranks_that_share_the_target_are_refused():
     options = SimpleNamespace(ranks=SimpleNamespace(size=2), draft=assistants.assistant("E2B"))
     with pytest.raises(UnsupportedModelError, match="tensor_parallel"):
-        drafter.build(assistants.target("E2B"), options)
+        drafter.build(admit(assistants.target("E2B")), options)
 
 
 @pytest.mark.gpu

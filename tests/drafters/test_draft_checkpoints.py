@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from spec_compile import speculate
+from spec_compile.capture.admit import admit
 from spec_compile.config import Options
 from spec_compile.drafters import self_check
 from spec_compile.drafters.checkpoints import files
@@ -796,25 +797,25 @@ def test_acceptance_counts_the_targets_next_tokens():
 @torch.no_grad()
 def test_own_texts_are_read_if_the_target_still_writes_them(tmp_path):
     model, options = drafts.llama(), Options(cache=str(tmp_path))
-    text, written = self_check.own_text(model, options), mock.Mock(wraps=self_check._write)
+    text, written = self_check.own_text(admit(model), options), mock.Mock(wraps=self_check._write)
     with mock.patch.object(self_check, "_write", written):
-        assert torch.equal(self_check.own_text(model, options), text)
+        assert torch.equal(self_check.own_text(admit(model), options), text)
         (file,) = tmp_path.rglob("own_text*")
         assert not written.called
         torch.nn.init.normal_(model.get_output_embeddings().weight)
-        other = self_check.own_text(model, options)
+        other = self_check.own_text(admit(model), options)
         assert written.call_count == 1 and not torch.equal(other, text), "of other weights"
-        assert torch.equal(self_check.own_text(model, options), other) and written.call_count == 1
+        assert torch.equal(self_check.own_text(admit(model), options), other) and written.call_count == 1
         for damaged in (b"", file.read_bytes()[:-9], b"[[1]]"):
             file.write_bytes(damaged)
-            assert torch.equal(self_check.own_text(model, options), other)
+            assert torch.equal(self_check.own_text(admit(model), options), other)
         assert written.call_count == 4
 
 
 @torch.no_grad()
 def test_the_best_reading_is_kept():
     model = drafts.llama()
-    ids = self_check.own_text(model, Options(cache=False))
+    ids = self_check.own_text(admit(model), Options(cache=False))
     _, choices = tapped_states(model, (), ids)
     readings = [Oracle(choices, *shares) for shares in ((0.5, 0.2), (0.5, 0.9), (0.6, 0.1))]
     best = calibrate(model, readings, ids)
@@ -834,7 +835,7 @@ def test_calibration_finds_how_a_head_was_trained(write, monkeypatch):
     listed = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 6]}, "rope_theta": 20.0}
     written = write("eagle3_full", **listed)
     true = load(written, taps=(3, 5, 7), rope_theta=10000.0)
-    ids = self_check.own_text(written.target, Options(cache=False))
+    ids = self_check.own_text(admit(written.target), Options(cache=False))
     features, choices = tapped_states(written.target, true.taps, ids)
     positions = torch.arange(ids.shape[1] - 1).expand(len(ids), -1)
     _, normed = true(ids[:, 1:], positions, true.project([feature[:, :-1] for feature in features]))

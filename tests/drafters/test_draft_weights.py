@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from spec_compile import speculate
-from spec_compile.compile.key import model_key
+from spec_compile.compile.key import artefact_key
 from spec_compile.drafters.checkpoints.load import load_head
 from spec_compile.drafters.draft_weights import DraftWeights, parse
 from spec_compile.drafters.heads import HeadAlgorithm, HeadOptions
@@ -182,7 +182,7 @@ def test_published_matrices_are_read_as_they_are_stored(with_kernels, tmp_path):
 
 def test_artefacts_depend_on_it():
     target, head = rounds.target("llama"), rounds.head("eagle", "llama")
-    keys = {model_key(target, head, HeadOptions(draft_weights=each), "eagle") for each in (None, "fp8", "int4")}
+    keys = {artefact_key((target, head), HeadOptions(draft_weights=each), "eagle") for each in (None, "fp8", "int4")}
     assert len(keys) == 3
 
 

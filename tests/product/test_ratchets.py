@@ -18,9 +18,9 @@ PACKAGE = Path(__file__).parents[2] / "spec_compile"
 SOURCES = {".py", ".cpp", ".h", ".cu", ".html"}
 SIDES = {"serve", "train", "tools", "contrib"}
 LINES = {
-    "": 2634,
+    "": 2619,
     "batching": 3426,
-    "capture": 4673,
+    "capture": 4640,
     "compile": 3206,
     "contrib": 1628,
     "drafters": 6199,

@@ -14,8 +14,8 @@ from hybrids import answer, batch, texts
 from transformers import DynamicCache, GenerationConfig
 
 import spec_compile
-from spec_compile.capture.check_generation import ANY, SINGLE, UNPADDED
-from spec_compile.capture.modules.recurrent import DECAYS
+from spec_compile.capture.checks import ANY, SINGLE, UNPADDED
+from spec_compile.capture.recurrences import DECAYS
 from spec_compile.compat import CACHE
 from spec_compile.kernels import recurrence as recurrences
 

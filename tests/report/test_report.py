@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from sweeps import thinned
 
 from spec_compile import speculate
-from spec_compile.recording import RecordedRound, Recording, Verified
+from spec_compile.outcome import Outcome, RecordedRound, Recording
 from spec_compile.report import html as report
 
 NEW = 30
@@ -32,6 +32,10 @@ CALLS = {
     "processed": dict(do_sample=False, repetition_penalty=1.2, no_repeat_ngram_size=4),
     "ending": dict(do_sample=False, eos_token_id=list(range(40, 50))),
 }
+
+
+def verified(tokens, parents, path, gained):
+    return Outcome(gained, False, 0, 0, 0, path, tokens, parents)
 
 
 def fresh(kind="ngram"):
@@ -239,8 +243,8 @@ def test_the_page_holds_its_recording(batch, tmp_path):
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_the_page_draws_what_each_round_chose(tmp_path):
     """Two plain steps, 16 nodes of which three are accepted besides the root, and 4 of which none is."""
-    plain, none = Verified([5], [-1], [0], [6]), Verified([5, 7, 8, 9], [-1, 0, 0, 0], [0], [6])
-    whole = Verified([5] * 16, [*range(-1, 15)], [0, 1, 2, 3], [5, 5, 5, 6])
+    plain, none = verified([5], [-1], [0], [6]), verified([5, 7, 8, 9], [-1, 0, 0, 0], [0], [6])
+    whole = verified([5] * 16, [*range(-1, 15)], [0, 1, 2, 3], [5, 5, 5, 6])
     sizes = [1, 16, 1, 4]
     rounds = [RecordedRound(nodes, 0.001, [part]) for nodes, part in zip(sizes, (plain, whole, plain, none))]
     path = report.write(Recording([[5]], rounds, {"verify": 0.004}), tmp_path / "page.html")
@@ -277,7 +281,7 @@ HOSTILE = ["</script>", "<!--", "<script>", "{{data}}", "\u2028", "\x00", '"\\',
 @given(words=st.lists(st.sampled_from(HOSTILE) | st.text(min_size=1, max_size=8), min_size=1, max_size=9))
 def test_no_token_breaks_the_page(words, tmp_path_factory):
     tokens = [256 + number for number in range(len(words))]
-    tree = Verified([tokens[0], *tokens], [-1] + [0] * len(tokens), [0], tokens)
+    tree = verified([tokens[0], *tokens], [-1] + [0] * len(tokens), [0], tokens)
     recording = Recording([tokens], [RecordedRound(16, 0.001, [tree])], {"verify": 0.001})
     path = tmp_path_factory.mktemp("hostile") / "page.html"
     tokenizers = None, Bytes(*words)
@@ -305,6 +309,6 @@ def test_pieces_join_to_the_text_whatever_tokens_cut(prompt, text):
 
 
 def test_words_keep_the_space_that_a_first_word_loses():
-    recording = Recording([[65]], [RecordedRound(2, 0.0, [Verified([65, 256], [-1, 0], [0, 1], [256, 257])])])
+    recording = Recording([[65]], [RecordedRound(2, 0.0, [verified([65, 256], [-1, 0], [0, 1], [256, 257])])])
     texts = report._texts(recording, Bytes(" in", "side"))
     assert texts == {"prompts": ["A"], "pieces": [[" in", "side"]], "words": {65: "A", 256: " in", 257: "side"}}

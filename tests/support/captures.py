@@ -15,6 +15,7 @@ from spec_compile.capture import trace
 from spec_compile.capture.changes import _facts, config_reads
 from spec_compile.drafters import dflash, draft_model, heads
 from spec_compile.graph import ModelGraph
+from spec_compile.inventory import configs_of
 
 SHARED = ("torch.nn.", "transformers.models.", "transformers.activations", "transformers.pytorch_utils")
 SHARED += ("spec_compile.drafters.modules.",)
@@ -74,13 +75,13 @@ def once(capture, prefix: str):
         key = fingerprint(module), prefix, arguments
         if key in GRAPHS:
             graph, names = GRAPHS[key]
-            with config_reads(module) as reads:
+            with config_reads(configs_of(module)) as reads:
                 configs = [config for config, _ in reads]
             for config, read in zip(configs, names):  # as a trace does, and `Watch` learns
                 for name in read:
                     getattr(config, name, None)
             return bound(graph, module, prefix)
-        with config_reads(module) as reads:
+        with config_reads(configs_of(module)) as reads:
             graph = capture(module, *arguments)
         read = {node.target.removeprefix(prefix) for node in graph.gm.graph.nodes if node.op == "get_attr"}
         if key[0] and read <= tensors_of(module).keys():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...capture.modules.attention import UNREAD, Attend, source_of
+from ...capture.modules import UNREAD, Attend, source_of
 from ...graph import IndexSpec, ModelGraph, calls
 from ...kernels import HALF
 from . import choice

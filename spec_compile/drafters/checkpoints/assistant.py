@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ...capture.copies import twin
+from ...capture.copies import shared_copy
 from ...inventory import set_in_configs
 from ..modules.assistant import Assistant, ClusteredHead
 from ..modules.mtp import IMPLEMENTATION
@@ -29,12 +29,12 @@ def read_assistant(files: DraftFiles, target: Target, overrides: dict) -> Assist
     try:
         config = AutoConfig.for_model(**files.config)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=target.embedding.dtype)
+            draft = AutoModelForCausalLM.from_config(config, dtype=target.embedding.dtype)
     except INVALID as error:
         raise invalid(error) from error
-    assistant, checkpoint = _made_of(model, target), files.checkpoint
+    assistant, checkpoint = _made_of(draft, target), files.checkpoint
     with torch.device(target.embedding.device):
-        assistant.rotary_emb = type(assistant.rotary_emb)(model.model.config)  # not in checkpoints
+        assistant.rotary_emb = type(assistant.rotary_emb)(draft.model.config)  # not in checkpoints
     head = HEAD if HEAD in checkpoint and not (config.tie_word_embeddings and EMBEDDING in checkpoint) else EMBEDDING
     checkpoint.ignore(EMBEDDING if head == HEAD else HEAD, "tokens are embedded by the target, or it is the same")
     for number in range(len(assistant.layers)):
@@ -56,22 +56,22 @@ def read_assistant(files: DraftFiles, target: Target, overrides: dict) -> Assist
     return assistant.eval()
 
 
-def wrap_assistant(model: nn.Module, target: Target) -> Assistant:
+def wrap_assistant(draft: nn.Module, target: Target) -> Assistant:
     """An assistant of transformers that is loaded already; its tensors are shared. TypeError for any other module,
     ValueError if it is for another target."""
-    if not isinstance(model, PreTrainedModel) or model.config.model_type not in MODEL_TYPES:
+    if not isinstance(draft, PreTrainedModel) or draft.config.model_type not in MODEL_TYPES:
         raise TypeError(
             f"draft: expected a path, a repository of the hub or an assistant of transformers "
-            f"({', '.join(MODEL_TYPES)}), got {type(model).__name__}"
+            f"({', '.join(MODEL_TYPES)}), got {type(draft).__name__}"
         )
-    assistant = _made_of(twin(model), target)
-    assistant.report[:0] = [f"assistant: {type(model).__name__}"]
+    assistant = _made_of(shared_copy(draft), target)
+    assistant.report[:0] = [f"assistant: {type(draft).__name__}"]
     return assistant.requires_grad_(False).eval()
 
 
-def _made_of(model: PreTrainedModel, target: Target) -> Assistant:
-    """The assistant over the tensors of `model`, whose configs change."""
-    config, sources = model.config, _sources(model, target)
+def _made_of(draft: PreTrainedModel, target: Target) -> Assistant:
+    """The assistant over the tensors of `draft`, whose configs change."""
+    config, sources = draft.config, _sources(draft, target)
     clusters = None
     if config.use_ordered_embeddings:
         if target.vocab_size % config.num_centroids:
@@ -79,13 +79,13 @@ def _made_of(model: PreTrainedModel, target: Target) -> Assistant:
                 f"draft: its config has num_centroids {config.num_centroids}, which do not divide its "
                 f"{target.vocab_size} tokens"
             )
-        embedder = model.masked_embedding
+        embedder = draft.masked_embedding
         clusters = ClusteredHead(embedder.centroids, embedder.token_ordering, config.centroid_intermediate_top_k)
-    decoder = model.model
+    decoder = draft.model
     set_in_configs(decoder, "_attn_implementation", IMPLEMENTATION)
     assistant = Assistant(
-        decoder.layers, decoder.norm, decoder.rotary_emb, target.model.get_input_embeddings(), model.pre_projection,
-        model.post_projection, model.lm_head.weight, clusters, sources,
+        decoder.layers, decoder.norm, decoder.rotary_emb, target.model.get_input_embeddings(), draft.pre_projection,
+        draft.post_projection, draft.lm_head.weight, clusters, sources,
     )  # fmt: skip
     read = ", ".join(str(source) for source, _, _ in sources)
     scored = "" if clusters is None else f", for the tokens of {clusters.chosen} of {config.num_centroids} clusters"
@@ -96,20 +96,20 @@ def _made_of(model: PreTrainedModel, target: Target) -> Assistant:
     return assistant
 
 
-def _sources(model: PreTrainedModel, target: Target) -> tuple[tuple[int, int, int], ...]:
+def _sources(draft: PreTrainedModel, target: Target) -> tuple[tuple[int, int, int], ...]:
     """`Assistant.sources`: the last of the target's layers of each kind that computes keys and values.
 
     Kinds [sliding, full, sliding, full, sliding, full], the last two of which share keys: sliding layers of the
     assistant read layer 2, full ones layer 3.
     """
-    target.check(model.config.backbone_hidden_size, model.config.get_text_config().vocab_size)
+    target.check(draft.config.backbone_hidden_size, draft.config.get_text_config().vocab_size)
     name, decoder = type(target.model).__name__, target.model.get_decoder()
     layers = [getattr(layer, "self_attn", None) for layer in getattr(decoder, "layers", ())]
     if not layers or not all(hasattr(layer, "layer_type") and hasattr(layer, "is_kv_shared_layer") for layer in layers):
         raise ValueError(f"draft: it reads the keys and values of Gemma 4; {name} has other layers")
     own = {layer.layer_type: number for number, layer in enumerate(layers) if not layer.is_kv_shared_layer}
     sources = []
-    for number, layer in enumerate(model.model.layers):
+    for number, layer in enumerate(draft.model.layers):
         reader, kind = layer.self_attn, layer.self_attn.layer_type
         if kind not in own:
             raise ValueError(f"draft: its layer {number} reads a layer of {kind}, {name} has none; {TAKE}")

@@ -249,10 +249,10 @@ class DraftFiles:
 class LoadedDraft(DraftFiles):
     """A draft that transformers has loaded, read as its files would be. Its tensors are shared."""
 
-    def __init__(self, model: PreTrainedModel):
-        super().__init__(type(model).__name__, lambda name: None)
-        self.config = model.config.to_dict()
-        self.checkpoint = Checkpoint(self.draft, model.state_dict())
+    def __init__(self, draft: PreTrainedModel):
+        super().__init__(type(draft).__name__, lambda name: None)
+        self.config = draft.config.to_dict()
+        self.checkpoint = Checkpoint(self.draft, draft.state_dict())
 
 
 def published_name(ours: str, names: dict[str, str]) -> str:

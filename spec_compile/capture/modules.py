@@ -1,4 +1,8 @@
-"""Changes of attention that does not call transformers' attention interface, or passes it too little."""
+"""Modules of transformers that are changed in a shared copy, so that their capture shows what they compute as markers.
+
+Each function of `MODULES` changes one module, whose result stays the same. The checks after capture compare it with the
+model's own forward, so that a wrong one is refused.
+"""
 
 import functools
 import sys
@@ -8,6 +12,14 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+from ..compat import TRANSFORMERS
+from ..quantised.codes import class_path
+from . import experts, recurrences
+
+# Attention that does not call transformers' attention interface, or passes it too little.
+
 
 Attend = Callable[..., tuple[Tensor, None]]
 """The attention function of transformers' interface: ``attend(module, q, k, v, mask, **more)``, of q [B, H, T, Dk] and
@@ -180,3 +192,124 @@ def heads_of(x: Tensor, size: int) -> Tensor:
 def source_of(module: nn.Module) -> ModuleType:
     """The module of Python that defines a module's class."""
     return sys.modules[type(module).__module__]
+
+
+# Changes of attention with linear biases (ALiBi), so that it calls the marker with its heads' slopes; and Falcon's.
+
+
+def falcon(module: nn.Module, attend: Attend) -> None:
+    """Rotary positions or ALiBi. A group of query heads shares one copy of its keys and values."""
+    source, uses_alibi = source_of(module), module.config.alibi
+    if uses_alibi:
+        ones = torch.ones(1, 2, dtype=torch.int64, device=module.dense.weight.device)
+        factor = module.inv_norm_factor
+        slopes = source.build_alibi_tensor(ones, module.num_heads, torch.bfloat16)[:, 0, 1] * factor
+        module.register_buffer("slopes", slopes, persistent=False)
+
+    def forward(hidden_states: Tensor, alibi=None, attention_mask=None, position_embeddings=None, **_):
+        q, k, v = (x.transpose(1, 2) for x in module._split_heads(module.query_key_value(hidden_states)))
+        if module.new_decoder_architecture:  # every head has a copy
+            k, v = (x[:, :: module.num_heads // module.num_kv_heads] for x in (k, v))
+        if not uses_alibi:
+            q, k = source.apply_rotary_pos_emb(q, k, *position_embeddings)
+        slopes = module.slopes if uses_alibi else None
+        out, _ = attend(module, q, k, v, None, scaling=module.inv_norm_factor, slopes=slopes)
+        return module.dense(out.flatten(2)), None
+
+    module.forward = forward
+
+
+def bloom(module: nn.Module, attend: Attend) -> None:
+    """ALiBi."""
+    ones = torch.ones(1, 2, dtype=torch.int64, device=module.dense.weight.device)
+    slopes = source_of(module).build_alibi_tensor(ones, module.num_heads, torch.float32)[:, 0, 1]
+    module.register_buffer("slopes", slopes, persistent=False)
+
+    def forward(hidden_states: Tensor, residual: Tensor, **_) -> tuple[Tensor, None]:
+        q, k, v = module._reshape(module.query_key_value(hidden_states))
+        out, _ = attend(module, q, k, v, None, scaling=module.inv_norm_factor, slopes=module.slopes)
+        return module.dense(out.flatten(2)) + residual, None
+
+    module.forward = forward
+
+
+def bloom_model(module: nn.Module, attend: Attend) -> None:
+    """The decoder builds no biases: nothing reads them, and PyTorch 2.11 cannot trace how they are reshaped."""
+    module.build_alibi_tensor = lambda *_, **__: None
+
+
+def mpt(module: nn.Module, attend: Attend) -> int:
+    """ALiBi, from a table of distances."""
+    biases = source_of(module).build_mpt_alibi_tensor(module.n_heads, 2, device=module.Wqkv.weight.device)
+    module.register_buffer("slopes", -biases[:, 0, 0], persistent=False)
+
+    def forward(hidden_states: Tensor, **_) -> tuple[Tensor, None]:
+        qkv = module.Wqkv(hidden_states)
+        if module.clip_qkv:
+            qkv = qkv.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+        q, k, v = (heads_of(x, module.head_dim) for x in qkv.chunk(3, dim=2))
+        out, _ = attend(module, q, k, v, None, scaling=module.softmax_scale, slopes=module.slopes)
+        return module.out_proj(out.flatten(2)), None
+
+    module.forward = forward
+    return module.max_seq_length
+
+
+def mpt_model(module: nn.Module, attend: Attend) -> None:
+    """A decoder without the mask that the original cannot do without."""
+
+    def forward(input_ids: Tensor, **_) -> BaseModelOutputWithPastAndCrossAttentions:
+        hidden_states = module.wte(input_ids)
+        for block in module.blocks:
+            hidden_states, _ = block(hidden_states, position_bias=None, attention_mask=None)
+        return BaseModelOutputWithPastAndCrossAttentions(module.norm_f(hidden_states))
+
+    module.forward = forward
+
+
+# The table of classes.
+
+
+_BY_CLASS: dict[str, Callable[[nn.Module, Attend], int | None]] = {
+    "bloom.modeling_bloom.BloomAttention": bloom,
+    "bloom.modeling_bloom.BloomModel": bloom_model,
+    "diffllama.modeling_diffllama.DiffLlamaAttention": diffllama,
+    "doge.modeling_doge.DogeAttention": doge,
+    "falcon.modeling_falcon.FalconAttention": falcon,
+    "gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention": gpt_neo,
+    "gpt_neox_japanese.modeling_gpt_neox_japanese.GPTNeoXJapaneseAttention": gpt_neox_japanese,
+    "llama4.modeling_llama4.Llama4TextDecoderLayer": llama4,
+    "mpt.modeling_mpt.MptAttention": mpt,
+    "mpt.modeling_mpt.MptModel": mpt_model,
+    "openai.modeling_openai.Attention": openai_gpt,
+    "phimoe.modeling_phimoe.PhimoeAttention": phimoe,
+    "xglm.modeling_xglm.XGLMAttention": xglm,
+    "xglm.modeling_xglm.XGLMSinusoidalPositionalEmbedding": xglm_positions,
+}
+_BY_CLASS |= {
+    f"{name.lower()}.modeling_{name.lower()}.{name.replace('_', '')}ForCausalLM": decoder
+    for name in ("Bart", "BigBird_Pegasus", "Blenderbot", "Blenderbot_Small", "Marian", "MBart", "Pegasus", "PLBart")
+}
+_BY_CLASS |= (
+    {
+        "codegen.modeling_codegen.CodeGenRotaryEmbedding": rotations,
+        "gptj.modeling_gptj.GPTJRotaryEmbedding": rotations,
+    }
+    if TRANSFORMERS >= (5, 24)  # their attention calls the interface
+    else {
+        "codegen.modeling_codegen.CodeGenAttention": codegen,
+        "gptj.modeling_gptj.GPTJAttention": gptj,
+    }
+)
+MODULES = {f"transformers.models.{name}": function for name, function in _BY_CLASS.items()}
+MODULES |= experts.MODULES | recurrences.MODULES
+"""The function that changes a module, by the path of its class."""
+
+
+def connect(model: nn.Module, attend: Attend) -> list[int]:
+    """Change every module of `model`, a shared copy, whose class is in `MODULES`.
+
+    attend: the attention function that they call. Returns the lengths of tables of positions, which limit a text.
+    """
+    limits = [MODULES[name](part, attend) for part in model.modules() if (name := class_path(part)) in MODULES]
+    return [limit for limit in limits if limit is not None]
