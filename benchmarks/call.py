@@ -30,9 +30,9 @@ from benchmarks.common import DEMO_MODEL, RESULTS, elapsed, pin, stamp, synchron
 from benchmarks.rounds.shapes import SHAPES, build, text_tokens
 from spec_compile.capture.changes import Watch
 from spec_compile.runtime import generate
-from spec_compile.runtime.call import Call
+from spec_compile.runtime.pipeline import Call
+from spec_compile.runtime.session import Session
 from spec_compile.runtime.state import State
-from spec_compile.runtime.steps import Steps
 
 DEMO = "demo"
 PARTS = {
@@ -40,8 +40,8 @@ PARTS = {
     "preparation": (generate, "make_key"),
     "prompt": (generate, "read_prompt"),
     "reset": (State, "reset"),
-    "prefill": (Steps, "prefill"),
-    "first trees": (Steps, "propose"),
+    "prefill": (Session, "prefill"),
+    "first trees": (Session, "propose"),
     "first round": (Call, "launch"),
 }
 """Part -> the function that is timed."""
@@ -109,7 +109,7 @@ def time_of_launch(call: Callable) -> float:
 def operations(call: Callable) -> tuple[int, int]:
     """The operations of torch before a call's first round, without the prefill's, and the waits for a GPU."""
     on_gpu = torch.cuda.is_available()
-    prefill = patch.object(Steps, "prefill", lambda *_: None)
+    prefill = patch.object(Session, "prefill", lambda *_: None)
     with prefill, Operations() as counted, warnings.catch_warnings(record=True) as waits:
         warnings.simplefilter("always")
         if on_gpu:

@@ -59,7 +59,7 @@ from benchmarks.rounds.shapes import (
 )
 from benchmarks.rounds.token_times import LENGTHS, PLAIN, steps
 from benchmarks.timers import alone, bandwidth, call_ms
-from spec_compile.runtime.prefill_chunks import FIXED, chunks
+from spec_compile.runtime.round import STEP_COST, chunks
 
 SIMULATED = 3.0
 """Accept length assumed for the simulated rates."""
@@ -91,8 +91,8 @@ def loop(fast, ids: torch.Tensor, new: int) -> dict[str, float]:
         generate()
     names = [event.name for event in seen.events()]
     session = fast.speculation.engine.session(1)
-    steps = chunks(ids.shape[1] - 1, session.steps.prefill_sizes, FIXED["cuda"])
-    prompt = sum(session.steps._prefill_key(size) > 0 for size in steps)  # captured ones only
+    steps = chunks(ids.shape[1] - 1, session.prefill_sizes, STEP_COST["cuda"])
+    prompt = sum(session._prefill_key(size) > 0 for size in steps)  # captured ones only
     return {
         "gap_us": statistics.median(gap) * 1e6,
         "graph_launches_per_round": (sum("GraphLaunch" in name for name in names) - prompt) / stats.rounds,

@@ -205,7 +205,7 @@ def systems_of(model: PreTrainedModel, form: str, text: Tensor, right: Tensor, o
 def forget(fast: PreTrainedModel) -> None:
     """Drop what adaptive drafting has learned of the gains of drafts."""
     for session in fast.speculation.engine.sessions.values():
-        for policy in session.steps.policies.values():
+        for policy in session.policies.values():
             vars(policy.record).update(vars(DraftRecord()))
 
 

@@ -42,9 +42,9 @@ from .parallel.start import find_ranks
 from .registry import load_contrib
 from .report.explain import Accounts
 from .runtime.compiled_steps import build_compiled, share_parts
-from .runtime.served import ServedEngine
+from .runtime.engine import Engine
+from .runtime.session import StepKind
 from .runtime.state import MOST_LATE
-from .runtime.steps import StepKind
 
 log = logging.getLogger("spec_compile")
 
@@ -133,7 +133,7 @@ class Speculation(Accounts):
             with config_reads(configs_of(model)) as reads:
                 graph, self._runnable = self._capture()
         with timed(self.seconds, "passes"):
-            engine = ServedEngine(model, name, graph, algorithm, options, None if found is None else found.graphs)
+            engine = Engine(model, name, graph, algorithm, options, None if found is None else found.graphs)
         self.engine, self._reads = engine, found.reads if found else reads
         engine.served_batches = ANY if found is None else found.served_batches
         share_parts(model, name, engine.runtime).store = self._artefact.parts()
@@ -224,9 +224,9 @@ class Speculation(Accounts):
         kinds = (StepKind.ROUND, StepKind.LOOK, StepKind.FINISH) if do_sample else (StepKind.ROUND,)
 
         def build() -> None:
-            steps = self.engine.session(batch_size).steps
-            rounds = [(kind, nodes) for nodes in steps.policies[StepKind.ROUND].sizes for kind in kinds]
-            steps.make([*steps.prompt_steps(), *rounds, *steps.proposal_steps(MOST_LATE)])
+            session = self.engine.session(batch_size)
+            rounds = [(kind, nodes) for nodes in session.policies[StepKind.ROUND].sizes for kind in kinds]
+            session.make([*session.prompt_steps(), *rounds, *session.proposal_steps(MOST_LATE)])
 
         with self.engine.turns, torch.inference_mode(False), torch.no_grad(), self.engine.reporting(progress):
             build_compiled(self.engine.runtime, build)

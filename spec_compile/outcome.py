@@ -20,7 +20,7 @@ class Outcome:
     gained: the tokens that the row gained: the tokens of ``path[1:]`` and the bonus token.
     finished: True if the row has ended.
     next_count: real nodes of the tree that is verified next.
-    next_hint: the drafter's confidence in that tree.
+    next_confidence: the drafter's confidence in that tree.
     depth: the depth of the tree that was verified.
     path: its accepted nodes from the root down.
     tokens, parents: its N nodes, parents first. Node 0 is the root, the last committed token, with parent -1.
@@ -29,7 +29,7 @@ class Outcome:
     gained: list[int]
     finished: bool
     next_count: int
-    next_hint: int
+    next_confidence: int
     depth: int
     path: list[int]
     tokens: list[int]
@@ -37,20 +37,21 @@ class Outcome:
 
 
 def pack(
-    gained: Tensor, finished: Tensor, next_count: Tensor, next_hint: Tensor, depth: Tensor,
+    gained: Tensor, finished: Tensor, next_count: Tensor, next_confidence: Tensor, depth: Tensor,
     tokens: Tensor, path: Tensor, tree_tokens: Tensor, tree_parents: Tensor,
 ) -> Tensor:  # fmt: skip
     """All values in one int64 tensor [B, 5 + 4 N]: first those of rows [B], then those of nodes [B, N]."""
-    header = torch.stack([gained, finished.to(torch.int64), next_count, next_hint, depth], dim=1)
+    header = torch.stack([gained, finished.to(torch.int64), next_count, next_confidence, depth], dim=1)
     return torch.cat([header, tokens, path, tree_tokens, tree_parents], dim=1)
 
 
 def unpack(row: list[int]) -> Outcome:
     """One row that `pack` made."""
-    gained, finished, next_count, next_hint, depth = row[:HEADER]
+    gained, finished, next_count, next_confidence, depth = row[:HEADER]
     paths, drafted, parents = range(HEADER, len(row), (len(row) - HEADER) // PER_NODE)[1:]
     tokens, path = row[HEADER : HEADER + gained], row[paths : paths + gained]
-    return Outcome(tokens, bool(finished), next_count, next_hint, depth, path, row[drafted:parents], row[parents:])
+    nodes = row[drafted:parents], row[parents:]
+    return Outcome(tokens, bool(finished), next_count, next_confidence, depth, path, *nodes)
 
 
 # The trees and times of one generate(), as `report` shows them.

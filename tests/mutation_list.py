@@ -91,7 +91,7 @@ GUARDS = [
         ("accepted-slots", LAST, "runtime/test_tree.py -k accept_greedy"),
         ("drawn-drafts", ALWAYS, "runtime/test_sampling.py -k 'test_drawn_drafts_leave_the_target'"),
         ("residual", "return target", "runtime/test_sampling.py -k 'test_drawn_drafts_leave_the_target'"),
-        ("drawn-chains", ALWAYS, "runtime/test_chain.py -k 'paper or texts'"),
+        ("drawn-chains", ALWAYS, "runtime/test_drawn_chains.py -k 'paper or texts'"),
         ("random-counters", "(position, stream)", "runtime/test_sampling.py -k test_every_row_has_numbers_of_its_own"),
         (
             "seed",
@@ -114,7 +114,6 @@ GUARDS = [
         ("limit-of-a-row", MORE, "runtime/test_round.py::test_limits_inside_an_accepted_run"),
         ("accepted-keys-move", SKIP, "runtime/test_round.py -k 'test_rounds_over_random_trees and llama-16-3'"),
         ("states-are-led-on", SKIP, "product/test_hybrids.py -k test_the_answer_and_the_states"),
-        ("states-of-a-call", SKIP, "product/test_hybrids.py -k test_the_answer_and_the_states"),
         ("next-request", SKIP, "runtime/test_round.py -k test_a_request_leaves_nothing_to_the_next"),
         ("offsets-of-pictures", SKIP, "capture/test_pictures.py -k 'test_the_same_tokens and Qwen3VL'"),
         ("slots-of-attention", ZERO, "capture/test_modules.py -k positions_that_llama4"),
@@ -133,12 +132,12 @@ GUARDS = [
         (
             "parts-alike",
             "return next(iter(self._made.values())).bound(owner)",
-            "runtime/test_shared_code.py -k test_parts_alike",
+            "runtime/test_compiled_steps.py -k test_parts_alike",
         ),
         ("shapes-are-forgotten", SKIP, "compile/test_regions.py -k test_a_compilation_leaves"),
         ("owed", ZERO, "batching/test_request_faults.py -k share_the_time"),
         ("other-wrappers", NEVER, "compile/test_cold_start.py -k another_wrapper"),
-        ("drafts-earn", ALWAYS, "runtime/test_step_back.py -k test_drafts_that_are_never"),
+        ("drafts-earn", ALWAYS, "runtime/test_whole_tree_budget.py -k test_drafts_that_are_never"),
         # drafters
         ("another-tokenizer", "ids = tokens", "contrib/test_two_tokenizers.py -k accepts_everything"),
         ("drafted-twice", FIRST, "drafters/test_union.py -k test_merged_trees"),

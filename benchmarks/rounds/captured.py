@@ -11,7 +11,7 @@ from benchmarks.timers import alone, median_ms
 from spec_compile.graph import calls
 from spec_compile.kernels import experts
 from spec_compile.runtime.compiled_steps import build_compiled
-from spec_compile.runtime.steps import StepKind
+from spec_compile.runtime.session import StepKind
 
 
 def filling(fast, state) -> Callable[[int], None]:
@@ -44,9 +44,9 @@ def rounds(
     counts: filled with the `chosen_experts` of each size, if the model is a mixture.
     """
     engine = fast.speculation.engine
-    steps = engine.session(batch).steps
+    session = engine.session(batch)
     with engine.turns, torch.no_grad():
-        build_compiled(engine.runtime, lambda: steps.make([(StepKind.ROUND, nodes) for nodes in sizes]))
+        build_compiled(engine.runtime, lambda: session.make([(StepKind.ROUND, nodes) for nodes in sizes]))
     _rounds(fast, context, batch, sizes, 1, counts)  # captures
     with alone(fast.speculation.options.ranks.meet):
         return _rounds(fast, context, batch, sizes, repeats)
@@ -63,8 +63,10 @@ def _rounds(
     fill, out = filling(fast, state), {}
     for nodes in sizes:
         with torch.no_grad():
-            step = session.steps.get(StepKind.ROUND, nodes)
-            state.reset([ids] * batch, [0] * batch, [state.capacity - 1000] * batch, [])
+            step = session.get(StepKind.ROUND, nodes)
+            for row in range(batch):
+                state.enter(row, ids, [], lengths=0, min_lengths=0, max_lengths=state.capacity - 1000, most_nodes=64)
+            state.finished.zero_()
             session.drafter.start(state, [ids] * batch, [])
             state.lengths.copy_(state.prompt_lengths - 1)
             state.root()

@@ -29,7 +29,7 @@ from benchmarks.rounds.shapes import build, read_bytes
 from benchmarks.timers import alone, bandwidth, median_ms
 from spec_compile.drafters.modules.dflash import DFlashDraft
 from spec_compile.drafters.modules.eagle import Eagle3Head
-from spec_compile.runtime.steps import StepKind
+from spec_compile.runtime.session import StepKind
 
 CHAIN = dict(num_steps=5)
 OPTIONS = {"eagle": CHAIN, "eagle3": CHAIN, "dflash": {}}
@@ -66,7 +66,7 @@ def measured(model: PreTrainedModel, draft: torch.nn.Module, algo: str, value, c
     nodes, steps = algorithm.plan.nodes, OPTIONS[algo].get("num_steps", 1)
     ms = rounds(fast, context, 1, [nodes])[nodes]
     session = fast.speculation.engine.session(1)
-    propose = session.steps.get(StepKind.PROPOSE)
+    propose = session.get(StepKind.PROPOSE)
     with torch.no_grad(), alone():
         session.state.lengths.fill_(context - 1)
         draft_ms = median_ms(partial(propose, 128), 30)

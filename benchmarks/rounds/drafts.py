@@ -25,7 +25,7 @@ from spec_compile.drafters.modules.dflash import DFlashDraft
 from spec_compile.drafters.modules.eagle import Eagle3Head, EagleHead
 from spec_compile.drafters.modules.layers import LayerKnobs
 from spec_compile.drafters.modules.mtp import MtpHead, block_config
-from spec_compile.runtime.steps import StepKind
+from spec_compile.runtime.session import StepKind
 from spec_compile.train.options import TrainingOptions
 from spec_compile.train.trainer import draft_config
 
@@ -127,7 +127,7 @@ def embedding_bytes(model: PreTrainedModel) -> int:
 def separate_ms(fast, nodes: int, repeats: int = 20) -> float:
     """Milliseconds of the same round with the acceptance on the host between two graphs."""
     session = fast.speculation.engine.session(1)
-    (look, finish), state = (session.steps.get(half, nodes) for half in (StepKind.LOOK, StepKind.FINISH)), session.state
+    (look, finish), state = (session.get(half, nodes) for half in (StepKind.LOOK, StepKind.FINISH)), session.state
 
     def run() -> None:
         logits, *features = look(128)

@@ -6,7 +6,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.rounds.captured import filling
-from spec_compile.runtime.steps import StepKind
+from spec_compile.runtime.session import StepKind
 
 FAMILIES = {
     "norms": ("rsqrt", "rms_norm", "l2_norms"),
@@ -28,7 +28,7 @@ def families(fast, nodes: int, repeats: int = 5) -> tuple[dict[str, float], int]
     A kernel may begin before the previous one ends and wait, so it counts from that one's end to its own.
     """
     session = fast.speculation.engine.session(1)
-    step, fill = session.steps.get(StepKind.ROUND, nodes), filling(fast, session.state)
+    step, fill = session.get(StepKind.ROUND, nodes), filling(fast, session.state)
     spent, kernels = defaultdict(float), 0
     for _ in range(repeats):
         fill(nodes)

@@ -10,10 +10,8 @@ from torch import Tensor
 from ..outcome import Outcome
 from ..runtime.pipeline import InFlightRound, RoundPipeline, check_gained
 from ..runtime.runtime import Runtime
-from ..runtime.session import Session
-from ..runtime.steps import StepKind
-from ..runtime.verify.greedy import accept_greedy
-from ..runtime.verify.sample import DrawRows, RowSettings
+from ..runtime.session import Session, StepKind
+from ..runtime.verify.sample import DrawRows, RowSettings, accept_greedy
 from ..tree import MAX_NODES, Accepted, Tree, ancestry
 from .output import look_ahead
 from .prefix_cache import LEAST, RowTexts
@@ -40,7 +38,7 @@ class DecodeRows(Rows):
     def round_seconds(self) -> float | None:
         """Seconds that the shortest round takes over the rows in use; None if nobody has measured it."""
         session = self.session(max((sequence.row for sequence in self.active), default=0) + 1)
-        return min(session.steps.policies[StepKind.ROUND].costs.measured.values(), default=None)
+        return min(session.policies[StepKind.ROUND].costs.measured.values(), default=None)
 
     def enter(self, sequence: BatchSequence) -> None:
         """A prompt that is done has been copied to row `sequence.row`."""
@@ -103,9 +101,9 @@ class DecodeRows(Rows):
         max_kv_len: int,
     ) -> Callable[[], list[list[int]]]:  # fmt: skip
         """Begin a round; see `RoundPipeline.launch`."""
-        if on_host:
-            return session.steps.launch_on_host(partial(self._accept_rows, session, sequences), nodes, max_kv_len)
-        return session.steps.launch(DrawRows(self._settings) if kind is StepKind.LOOK else None, nodes, max_kv_len)
+        acceptor = DrawRows(self._settings) if kind is StepKind.LOOK else None
+        acceptor = partial(self._accept_rows, session, sequences) if on_host else acceptor
+        return session.launch(acceptor, nodes, max_kv_len)
 
     def collect(self) -> list[BatchSequence]:
         """Wait for the round that was launched first; returns the sequences that gained tokens in it."""
@@ -189,7 +187,7 @@ class DecodeRows(Rows):
                 getattr(accepted, part)[row : row + 1] = getattr(result, part).to(device)
 
     def _hindsight(self, what: str, *rows: int) -> None:
-        hindsight = self.all.steps.policies[StepKind.ROUND].hindsight
+        hindsight = self.all.policies[StepKind.ROUND].hindsight
         if hindsight is not None:
             getattr(hindsight, what)(*rows)
 

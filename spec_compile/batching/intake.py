@@ -21,11 +21,9 @@ from ..capture.admit import placeholders
 from ..capture.copies import shallow
 from ..compat import CACHE
 from ..drafting import Algorithm
-from ..runtime import past as pasts
-from ..runtime.call_options import read_limit
-from ..runtime.past import PICTURES, TOKEN_TYPES, Past
-from ..runtime.preparation import Remembered, make_key
-from ..runtime.request import CRITERIA_IN_ROUND, Prompt, Request, seed_of, unserved
+from ..runtime.preparation import Remembered, make_key, read_limit
+from ..runtime.prompt import PICTURES, TOKEN_TYPES, Past, Prompt, own_prefill, unserved
+from ..runtime.request import CRITERIA_IN_ROUND, Request, seed_of
 from ..runtime.verify.processors import ROWWISE, is_known
 from ..runtime.verify.thinking import check_processors
 from .output import Scores
@@ -343,7 +341,7 @@ class Intake:
         """See `Request.process`."""
         kwargs = copy.copy(call.model_kwargs)
         kwargs[CACHE] = copy.deepcopy(kwargs[CACHE])  # empty; another sequence may need it, too
-        _, past = pasts.own_prefill(self._model, prompt, call.input_ids, call.config, kwargs, taps)
+        _, past = own_prefill(self._model, prompt, call.input_ids, call.config, kwargs, taps)
         return past, prompt.position_offsets[0]
 
 

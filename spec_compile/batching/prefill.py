@@ -8,10 +8,9 @@ from functools import cached_property, partial
 
 import torch
 
-from ..runtime.prefill_chunks import FIXED, chunks
+from ..runtime.round import STEP_COST, chunks
 from ..runtime.runtime import Runtime
-from ..runtime.session import Session
-from ..runtime.steps import StepKind
+from ..runtime.session import Session, StepKind
 from .rows import CopySlots, Rows
 from .sequence import BatchSequence
 
@@ -108,7 +107,7 @@ class PrefillRows(Rows):
         state, session = rows.state, rows.all
         self._begin(sequence, rows, 0, **({} if state.position_offsets is None else {"position_offsets": offset}))
         if past.features is not None and self.runtime.algorithm.remembers:
-            sizes = [*chunks(done, session.steps.prefill_sizes, FIXED[self.runtime.device.type])]
+            sizes = [*chunks(done, session.prefill_sizes, STEP_COST[self.runtime.device.type])]
             session.prefill_draft(past.features, past.padding, [done], sizes)
         state.fill(past, [done])
         sequence.row = 0
@@ -129,7 +128,7 @@ class PrefillRows(Rows):
                 size = self._score(session)
             else:
                 size = self._chunk_size([tokens for tokens in missing if tokens], waiting, decoding, round_seconds)
-                session.steps.prefill(size, self._max_kv_len(session, size))
+                session.prefill(size, self._max_kv_len(session, size))
             self._turn += size
             for sequence in self.active:
                 row, last = sequence.row, len(sequence.prompt) - 1
@@ -163,7 +162,7 @@ class PrefillRows(Rows):
         number = torch.arange(size, device=device).repeat(session.batch, 1)
         tokens = state.tokens.gather(1, (state.lengths[:, None] + number).clamp(max=state.capacity - 1))
         state.set_trees(tokens, number - 1, torch.full_like(number[:, 0], size), torch.zeros_like(number[:, 0]))
-        logits, *features = session.steps.get(StepKind.LOOK, size)(begin)
+        logits, *features = session.get(StepKind.LOOK, size)(begin)
         for sequence in self.active:
             done = self._done[sequence.row]
             known = sequence.prompt[done + 1 : done + 1 + size]
@@ -172,13 +171,13 @@ class PrefillRows(Rows):
 
         # States and the draft go on by the chunk.
         state.kv.states.commit(number, (state.prompt_lengths - 1 - state.lengths).clamp(0, size))
-        session.steps.get(StepKind.PREFILL)(size, begin, features)
+        session.get(StepKind.PREFILL)(size, begin, features)
         return size
 
     def _chunk_size(self, missing: list[int], waiting: int, decoding: int, round_seconds: float | None) -> int:
         """See `choose_size`. The first rank decides, because the others measure other times. Fixed chunks belong to the
         one prompt that a CPU processes at a time."""
-        prefill_sizes, fixed = self.all.steps.prefill_sizes, FIXED[self.runtime.device.type]
+        prefill_sizes, fixed = self.all.prefill_sizes, STEP_COST[self.runtime.device.type]
         if self.runtime.has_fixed_chunks:
             (tokens,) = missing
             return next(chunks(tokens, prefill_sizes, fixed))  # guard: fixed-chunks
@@ -205,12 +204,12 @@ class PrefillRows(Rows):
 
     def _propose(self, session: Session, ready: list[BatchSequence]) -> None:
         longest = max(len(sequence.prompt) for sequence in (*self.active, *ready))
-        session.steps.propose(session.max_kv_len(longest))
+        session.propose(session.max_kv_len(longest))
         if not self.runtime.on_gpu:
             state = session.state
             for sequence in ready:
                 row = sequence.row
-                sequence.count, sequence.hint = int(state.tree_count[row]), int(state.tree_hint[row])
+                sequence.count, sequence.confidence = int(state.tree_count[row]), int(state.tree_confidence[row])
 
     def move(self, sequence: BatchSequence, target: Rows, to: int) -> None:
         """Copy a prompt that is done to row `to` of `target`."""

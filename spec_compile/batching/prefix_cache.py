@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from ..capture.weights import WeightValues
-from ..runtime.engine import PrefixBudget
-from ..runtime.prefill_chunks import SIZES, common_end
-from ..runtime.runtime import Runtime
+from ..runtime.round import PREFILL_SIZES, common_end
+from ..runtime.runtime import PrefixBudget, Runtime
 from .prefix_blocks import Block, BlockMemory, Copies, PrefixTree, RowBlocks, Tier
 from .rows import CopySlots, Rows
 from .sequence import BatchSequence
@@ -343,7 +342,7 @@ class PrefixIndex:
     def _cut(self, tokens: int) -> int:
         """How many of the first `tokens` tokens of a text serve others: with fixed chunks, whole chunks."""
         runtime = self._runtime
-        return common_end(tokens, SIZES[runtime.device.type]) if runtime.has_fixed_chunks else tokens
+        return common_end(tokens, PREFILL_SIZES[runtime.device.type]) if runtime.has_fixed_chunks else tokens
 
     def forget(self) -> None:
         """The weights have changed: keys and values of earlier requests are of no use."""

@@ -16,8 +16,7 @@ from ..cache import PAGE, Cache
 from ..drafting import caches
 from ..runtime.compiled_steps import rows_vary
 from ..runtime.runtime import Runtime
-from ..runtime.session import Session
-from ..runtime.steps import StepKind
+from ..runtime.session import Session, StepKind
 from .sequence import BatchSequence
 
 CopySlots = Callable[["Rows", int], None]
@@ -103,17 +102,17 @@ class Rows:
         if width not in self._sessions:
             self._sessions[width] = Session(self.runtime, width, self.all.capacity, self.all)
             self._share_gains(self._sessions[width])
-        self._sessions[width].steps.renew()
+        self._sessions[width].renew()
         return self._sessions[width]
 
     def prefill_seconds(self, width: int) -> dict[int, float]:
-        """See `Steps`; empty for a width that has not been used."""
-        return self._sessions[width].steps.prefill_seconds if width in self._sessions else {}
+        """See `Session`; empty for a width that has not been used."""
+        return self._sessions[width].prefill_seconds if width in self._sessions else {}
 
     def _share_gains(self, session: Session) -> None:
         """Let all sessions share what they learn of gains."""
-        for policy in session.steps.policies.values():
-            policy.share(self.all.steps.policies[StepKind.ROUND])
+        for policy in session.policies.values():
+            policy.share(self.all.policies[StepKind.ROUND])
 
     def copy_row(self, row: int, to: int, slots: int, target: "Rows | None" = None) -> None:
         """Copy a row with its pending tree, its states and the first `slots` slots of its caches to row `to` of

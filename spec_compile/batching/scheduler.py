@@ -11,10 +11,9 @@ from ..capture.loras import BASE, NO_ADAPTER, Loras
 from ..capture.weights import WeightValues
 from ..parallel.messages import pack, unpack
 from ..runtime.compiled_steps import build_compiled
-from ..runtime.engine import PrefixBudget
-from ..runtime.runtime import Runtime
+from ..runtime.runtime import PrefixBudget, Runtime
+from ..runtime.session import StepKind
 from ..runtime.state import MOST_LATE
-from ..runtime.steps import StepKind
 from .decoding import DecodeRows
 from .prefill import PREFILL_ROWS, PrefillRows
 from .prefix_cache import PrefixIndex
@@ -160,12 +159,12 @@ class Scheduler:
 
     def _build(self) -> None:
         for width in self.prefill.widths:
-            steps = self.prefill.session(width).steps
-            steps.make([*steps.prompt_steps(), *steps.proposal_steps()])
+            session = self.prefill.session(width)
+            session.make([*session.prompt_steps(), *session.proposal_steps()])
         for width in self.decoder.widths:
-            steps = self.decoder.session(width).steps
-            rounds = [(StepKind.ROUND, nodes) for nodes in steps.policies[StepKind.ROUND].sizes]
-            steps.make([*rounds, *(steps.proposal_steps(MOST_LATE) if self.decoder.pipeline.tree_size else [])])
+            session = self.decoder.session(width)
+            rounds = [(StepKind.ROUND, nodes) for nodes in session.policies[StepKind.ROUND].sizes]
+            session.make([*rounds, *(session.proposal_steps(MOST_LATE) if self.decoder.pipeline.tree_size else [])])
 
     def clear(self, error: BaseException) -> None:
         self.drop(self.sequences, error)

@@ -98,12 +98,7 @@ class BatchSequence(Sequence):
         return self.acceptor is not None or self.scores is not None
 
     def numbers(self) -> dict[str, int | float]:
-        """For the buffers of a `State`."""
-        numbers = {
-            "min_lengths": self.shortest, "max_lengths": self.longest, "seed": self.request.seed,
-            "numbers": self.sequence_index, "temperature": self.request.temperature, "most_nodes": self.most_nodes,
-        }  # fmt: skip
-        return numbers | (self.settings or RowSettings()).numbers()
+        return super().numbers() | vars(self.settings or RowSettings()) | {"numbers": self.sequence_index}
 
     def gain(self, tokens: list[int]) -> None:
         self.status = RequestStatus.DECODING

@@ -55,7 +55,7 @@ class Start:
 
     graphs: the rewritten graph for each of `PURPOSES`.
     reads: for each config of the model the names that were read while it was captured.
-    served_batches: see `runtime.served.ServedEngine`.
+    served_batches: see `runtime.served.Engine`.
     """
 
     graphs: dict[str, ModelGraph]

@@ -18,9 +18,9 @@ from ..kernels import attention
 from ..kernels.card import card_of, launches_early
 from ..kernels.linear import small_m
 from ..passes.row_invariance import variant_parts
-from ..runtime.prefill_chunks import SIZES
-from ..runtime.served import ServedEngine
-from ..runtime.steps import StepKind
+from ..runtime.engine import Engine
+from ..runtime.round import PREFILL_SIZES
+from ..runtime.session import StepKind
 from ..stats import Stats
 from . import html
 
@@ -54,7 +54,7 @@ def _drafts(engine) -> list[str]:
     """The choice between drafts and plain rounds, a line for each batch size so far."""
     lines = []
     for session in engine.sessions.values():
-        if text := session.steps.policies[StepKind.ROUND].describe():
+        if text := session.policies[StepKind.ROUND].describe():
             lines.append(f"drafts in calls of batch size {session.batch}: {text}")
     return lines
 
@@ -64,8 +64,8 @@ def _chunks(runtime) -> list[str]:
     if not runtime.has_fixed_chunks:
         return []
     return [
-        f"chunks of a prompt are the same under any load, and prefixes are copied in multiples of {SIZES['cpu'][0]} "
-        "tokens; in rounds libraries' sums depend on the numbers of nodes and rows"
+        "chunks of a prompt are the same under any load, and prefixes are copied in multiples of "
+        f"{PREFILL_SIZES['cpu'][0]} tokens; in rounds libraries' sums depend on the numbers of nodes and rows"
     ]
 
 
@@ -162,7 +162,7 @@ def dump(model, directory) -> list[Path]:
 class Accounts:
     """The methods of `Speculation` that change nothing."""
 
-    engine: ServedEngine
+    engine: Engine
     options: Options
     original: PreTrainedModel
 

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-FIRST_COLUMNS = 1024
-"""New tokens of a row that an answer has room for at first."""
+FIRST_COLUMNS = 1024  # new tokens of a row that an answer has room for at first
 
 
 class Answer:
@@ -35,8 +34,8 @@ class Answer:
         self.longest, self.eos, self.pad = longest, frozenset(eos), pad
         self.criteria, self.streamer = criteria, streamer
         self._room = max(longest, self.prompt_width + 1)
+        # [B, L] on the CPU: each row's prompt and what it has gained so far. L grows up to `longest`.
         self.ids = torch.zeros(self.batch, min(self._room, self.prompt_width + FIRST_COLUMNS), dtype=torch.int64)
-        """[B, L] on the CPU: each row's prompt and what it has gained so far. L grows up to `longest`."""
         self.ids[:, : self.prompt_width] = input_ids
         self._numbers = self.ids.numpy()  # the same memory, where writing a few numbers is quick
         self.rows: list[list[int]] = [[] for _ in range(self.batch)]
@@ -44,11 +43,11 @@ class Answer:
         self.columns = 0
         self.scores = () if keep_scores else None
         self.logits = () if keep_logits else None
+        # The log-probabilities of the tokens in `rows`: logarithms of float32 probabilities, as in transformers'
+        # batches.
         self.logprobs: list[list[float]] | None = [[] for _ in range(self.batch)] if keep_logprobs else None
-        """The log-probabilities of the tokens in `rows`: logarithms of float32 probabilities, as in transformers'
-        batches."""
+        # Logits and scores [V] of the tokens of each row; None once their column is complete.
         self._outputs: list[list[tuple[Tensor, Tensor] | None]] = [[] for _ in range(self.batch)]
-        """Logits and scores [V] of the tokens of each row; None once their column is complete."""
         self._dtype, self._device = torch.int64, device or input_ids.device
 
     @property

@@ -9,7 +9,7 @@ modules as arguments: they serve every engine that computes the same, and refer 
 import dataclasses
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +25,6 @@ from ..compile.regions import compile_regions, describe
 from ..compile.replay import OutcomeRing
 from ..compile.start import timed
 from ..drafting import Drafter
-from ..graph import ModelGraph
 from ..inventory import held_items
 from ..kernels.together import compile_together
 from ..tree import MAX_NODES
@@ -33,21 +32,18 @@ from .round import Prefill, Round
 from .runtime import Runtime
 from .state import State
 
+# Numbers of nodes and of visible slots to compile with.
 PRIMES = (37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127, 131, 137, 139, 149)
-"""Numbers of nodes and of visible slots to compile with."""
+# Numbers of rows and of pages of the cache to compile with, which take memory.
 SMALL_PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31)
-"""Numbers of rows and of pages of the cache to compile with, which take memory."""
-STATIC_BACKENDS = {"flex"}
-"""Attention backends whose code is made for one number of rows and of slots."""
-MOST = 4096
-"""Larger attributes of a drafter are no sizes of its proposals."""
-KEPT = 2
-"""Parts of different options kept for a model. A living wrapper keeps its own parts."""
+STATIC_BACKENDS = {"flex"}  # attention backends whose code is made for one number of rows and of slots
+MOST = 4096  # larger attributes of a drafter are no sizes of its proposals
+KEPT = 2  # Parts of different options kept for a model. A living wrapper keeps its own parts.
+# Options that parts do not depend on. `_facts` reads the draft itself.
 BESIDE = (
     "adaptive", "artefact", "cache", "check", "draft", "max_cache_len", "prefix_cache_bytes", "prefix_cache_host_bytes",
     "trust_artefact",
 )  # fmt: skip
-"""Options that parts do not depend on. `_facts` reads the draft itself."""
 
 
 class CompiledSteps:
@@ -58,12 +54,12 @@ class CompiledSteps:
     """
 
     def __init__(self, runtime: Runtime, state: State, drafter: Drafter, shape: Shape | None = None):
-        """shape: of an example; None for the steps of a session."""
+        """shape: the sizes that an example serves; None for the steps of a session."""
         self.runtime, self.state, self.drafter = runtime, state, drafter
         self._example_shape = shape
+        # By name (see `_name`): on a CPU n4 verifies 4 nodes and n4_to_4 also proposes 4 of more; on a GPU any and
+        # any_to_4 verify any number above one.
         self._rounds: dict[str, Round] = {}
-        """By name (see `_name`): on a CPU n4 verifies 4 nodes and n4_to_4 also proposes 4 of more; on a GPU any and
-        any_to_4 verify any number above one."""
         self._prefill: Prefill | None = None
 
     @property
@@ -86,7 +82,7 @@ class CompiledSteps:
         if name not in self._rounds:
             self._complete(name, lambda example: example.round(nodes))
             size = None if runtime.on_gpu else nodes
-            round_ = Round(runtime.verify, self.drafter, self.state, size, few, runtime.guard)
+            round_ = Round(runtime.verify, self.drafter, self.state, runtime.guard, size, few)
             if runtime.options.compile:
                 self._compile_round(round_, self._compiler(nodes, self._tag(nodes)))
             self._rounds[name] = round_
@@ -168,7 +164,7 @@ class CompiledSteps:
 
 
 def _name(name: str, next_nodes: int | None) -> str:
-    """The name of a part, or of parts, of rounds that propose so many nodes (see `Round`)."""
+    """The name of a part, or of parts, of rounds that propose `next_nodes` nodes (see `Round`)."""
     return name if next_nodes in (None, 1) else f"{name}_to_{next_nodes}"
 
 
@@ -248,7 +244,7 @@ def example_size(static: Iterable[int], at_most: int | None = None, primes: tupl
 
 
 def shape_of(runtime: Runtime, rows: int, slots: int) -> Shape:
-    """The shape of the parts for a session of so many rows and slots."""
+    """The shape of the parts that serve a session of `rows` rows and `slots` slots."""
     return Shape(0 if rows > 1 and rows_vary(runtime) else rows, 0 if slots_vary(runtime) else slots)
 
 
@@ -308,8 +304,8 @@ def _numbers(owner: object) -> Iterator[int]:
 
 # Engines that compute the same share their parts.
 
+# By model. No parts refer to their model, so that both are freed together.
 _parts: "WeakKeyDictionary[nn.Module, OrderedDict[tuple, Parts]]" = WeakKeyDictionary()
-"""By model. No parts refer to their model, so that both are freed together."""
 
 
 def share_parts(model: nn.Module, algorithm: str, runtime: Runtime) -> Parts:
@@ -348,23 +344,23 @@ def identity_of(facts: str, classes: tuple[type, ...]) -> str:
 def _facts(algorithm: str, runtime: Runtime) -> str:
     """A text that is equal for runtimes of the same graphs, options and draft, whose parts compile to the same code."""
     options, draft, cold_start = runtime.options, runtime.algorithm.draft_module, runtime.cold_start
-    names = [field.name for field in dataclasses.fields(options) if field.name not in BESIDE]
     facts = [
         algorithm,
         type(options).__name__,
-        [(name, getattr(options, name)) for name in names],
+        _values(options, BESIDE),
         runtime.algorithm.plan,
         [runtime.device, runtime.sizes, torch.get_num_threads()],
         cold_start and cold_start.fault,
-        [_graph_facts(graph) for graph in runtime.graphs],
+        [(describe(graph), *_values(graph, {"gm", "log"})) for graph in runtime.graphs],
         [] if draft is None else _module_facts(draft),
     ]
     return repr(facts)
 
 
-def _graph_facts(graph: ModelGraph) -> list:
-    fields = [field.name for field in dataclasses.fields(graph) if field.name not in ("gm", "log")]
-    return [describe(graph), *((name, getattr(graph, name)) for name in fields)]
+def _values(owner: Any, without: Collection[str]) -> list[tuple[str, Any]]:
+    """The fields of a dataclass, with their values."""
+    names = [field.name for field in dataclasses.fields(owner) if field.name not in without]
+    return [(name, getattr(owner, name)) for name in names]
 
 
 def _module_facts(module: nn.Module) -> list:

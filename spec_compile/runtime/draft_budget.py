@@ -92,10 +92,6 @@ class DraftBudget:
     def __init__(self, sizes: Iterable[int], adaptive: bool = True, batch: int = 1, knee: int = KNEES["cuda"]):
         self.sizes, self.adaptive, self.costs = tuple(sizes), adaptive, RoundCosts(batch, knee)
 
-    def share(self, other: "DraftBudget") -> None:
-        """Share what is known of gains with `other` from now on, in both directions; costs stay separate."""
-        raise NotImplementedError
-
     def choose(
         self, groups: Sequence[Group] = (), counts: Sequence[int] | None = None, under_way: Sequence[int] = ()
     ) -> int:
@@ -121,9 +117,6 @@ class DraftBudget:
         """A line for readers; "" if there is nothing to tell."""
         return ""
 
-    def _learn_gains(self, nodes: int, trees: Sequence[TreeOutcome]) -> None:
-        raise NotImplementedError
-
 
 class VaryingTreeBudget(DraftBudget):
     """The budget of trees that differ in size, as with n-grams: the size with the most tokens a second.
@@ -135,12 +128,11 @@ class VaryingTreeBudget(DraftBudget):
     def __init__(self, *arguments, hindsight: Hindsight | None = None, **options):
         super().__init__(*arguments, **options)
         self.hindsight = hindsight
-        self.gains: dict[Group, list[float]] = {}
-        """The expected gain of each size."""
-        self._seen: dict[Group, int] = {}
-        """Trees of each group that hindsight has reported."""
+        self.gains: dict[Group, list[float]] = {}  # the expected gain of each size
+        self._seen: dict[Group, int] = {}  # trees of each group that hindsight has reported
 
     def share(self, other: "VaryingTreeBudget") -> None:
+        """Share what is known of gains with `other` from now on, in both directions; costs stay separate."""
         self.gains, self._seen, self.hindsight = other.gains, other._seen, other.hindsight
 
     def choose(
@@ -237,8 +229,7 @@ class WholeTreeBudget(DraftBudget):
         self.adaptive = adaptive and len(self.sizes) > 1
         self._next_nodes = next_nodes or (lambda nodes: self.sizes[-1] if nodes > 1 else 1)
         self.record = DraftRecord() if record is None else record
-        self._pending = self.sizes[-1]
-        """Nodes of the trees that the last round has proposed."""
+        self._pending = self.sizes[-1]  # nodes of the trees that the last round has proposed
 
     def share(self, other: "WholeTreeBudget") -> None:
         self.record = other.record

@@ -24,7 +24,7 @@ CAUSES = (
     "the draft may belong to another model or another fine-tune, or prompts may lack the chat template; "
     "answers stay right"
 )
-FORMAT = 1  # of the records in a store
+FORMAT = 2  # of the records in a store
 ANY, NO_TREE = -1, -2  # confidences that stand for all trees of an adapter, and for rows without drafts
 
 
@@ -155,7 +155,7 @@ class DraftRecord:
     def as_data(self) -> dict[str, Any]:
         """All that later processes begin with, as JSON has it."""
         gains = {nodes: [gain.mean, gain.rounds] for (group, nodes), gain in self.gains.items() if group == ALL}
-        told = {"gains": gains, "slack": min(self.budget_of(), ALLOWED)}
+        told = {"gains": gains, "budget": min(self.budget_of(), ALLOWED)}
         return told | {name: getattr(self, name) for name in TOLD}
 
     @classmethod
@@ -163,7 +163,7 @@ class DraftRecord:
         """The record that `as_data` has told. KeyError, TypeError or ValueError for anything else."""
         gains = {(ALL, int(nodes)): Gain(float(mean), float(rounds)) for nodes, (mean, rounds) in data["gains"].items()}
         told = {name: kind(data[name]) for name, kind in TOLD.items()}
-        return cls(gains, {0: float(data["slack"])}, **told)
+        return cls(gains, {0: float(data["budget"])}, **told)
 
 
 TOLD = {"level": float, "best": float, "drafted": int, "has_paid": bool}
@@ -176,8 +176,7 @@ class DraftRecords:
         self._records: dict[str, DraftRecord] = {}
         self._store: Any = None
         self._name = ""
-        self._next = NEVER
-        """Drafting rounds at which the records are kept again."""
+        self._next = NEVER  # drafting rounds at which the records are kept again
 
     def __getitem__(self, kind: str) -> DraftRecord:
         return self._records.setdefault(kind, DraftRecord())
@@ -246,8 +245,7 @@ class Hindsight:
     def __init__(self, state: State):
         self._state = state
         self._trees: list[list[_Tree]] = [[] for _ in range(state.batch)]
-        self._ends = [-1] * state.batch
-        """The slot of each row's last token at the last `look`."""
+        self._ends = [-1] * state.batch  # the slot of each row's last token at the last `look`
 
     def move(self, row: int, to: int) -> None:
         """The text of one row goes on in another."""
@@ -261,7 +259,7 @@ class Hindsight:
     def look(self) -> list[tuple[int, list[int]]]:
         """Call this before each round. Returns (confidence, path without root) of trees that texts have left since."""
         state, known = self._state, []
-        ends, hints, counts = state.lengths.tolist(), state.tree_hint.tolist(), state.tree_count.tolist()
+        ends, confidences, counts = state.lengths.tolist(), state.tree_confidence.tolist(), state.tree_count.tolist()
         for row, (end, before) in enumerate(zip(ends, self._ends)):
             if end == before:
                 continue
@@ -278,6 +276,6 @@ class Hindsight:
                     nodes[row, : counts[row]].tolist() for nodes in (state.tree_tokens, state.tree_parents)
                 )
                 pairs = zip(parents[1:], tokens[1:])
-                going.append(_Tree(hints[row], {pair: node for node, pair in enumerate(pairs, 1)}, end))
+                going.append(_Tree(confidences[row], {pair: node for node, pair in enumerate(pairs, 1)}, end))
             self._trees[row], self._ends[row] = going, end
         return known

@@ -15,14 +15,12 @@ from ..capture.admit import placeholders
 from ..capture.copies import FollowsGenerationConfig, followed
 from ..capture.loras import Loaded
 from ..compat import CACHE
-from . import past as pasts
-from .agreement import asked
 from .answer import Answer
-from .call import Call
-from .call_options import CalledDraft, check_options
-from .preparation import make_key, read_inputs, read_prompt
-from .request import Prompt, Request, seed_of, unserved
-from .served import ServedEngine
+from .engine import Engine
+from .pipeline import Call
+from .preparation import CalledDraft, asked, check_options, make_key, model_for, read_inputs, read_prompt
+from .prompt import Prompt, are_states_behind, cache_among, extend_cache, own_prefill, read_cache, unserved
+from .request import Request, seed_of
 from .verify import Route, make_acceptor
 from .verify.thinking import check_processors
 
@@ -42,7 +40,7 @@ class SpeculativeMixin(FollowsGenerationConfig):
     """Mixed into a model's class, replaces only the decoding loops of ``generate()``."""
 
     @property
-    def _engine(self) -> ServedEngine:
+    def _engine(self) -> Engine:
         return vars(self)["speculation"].engine
 
     def generate(self, *args, reference=None, share_text=None, speculation=None, adapter_names=None, **kwargs):
@@ -129,15 +127,15 @@ class SpeculativeMixin(FollowsGenerationConfig):
         check_processors(logits_processor, len(input_ids), engine.runtime.verify.vocab_size)
         request = Request.of(input_ids, config, logits_processor, stopping_criteria, self.device)
         engine.admit_request(prompt, request.longest - input_ids.shape[1])
-        cache, past = pasts.cache_among(model_kwargs), None
+        cache, past = cache_among(model_kwargs), None
         if prompt.is_embedded or prompt.has_pictures:
             taps = engine.runtime.algorithm.plan.taps
-            cache, past = pasts.own_prefill(self, prompt, input_ids, config, model_kwargs, taps)
+            cache, past = own_prefill(self, prompt, input_ids, config, model_kwargs, taps)
 
         # Run rounds until every row has ended.
         engine.agreement.reach(asked(prompt, config, logits_processor, stopping_criteria))
         if past is None and cache is not None and cache.get_seq_length() > 0:
-            past = pasts.read(cache, prompt.padding, engine.cache_layout)
+            past = read_cache(cache, prompt.padding, engine.cache_layout)
         adapters = engine.row_adapters(len(prompt.tokens), config.num_return_sequences or 1)
         engine.remembered.keep(self, prompt, request)
         route = request.route if past is None or past.first_logits is None else Route.ON_HOST
@@ -179,7 +177,7 @@ class SpeculativeMixin(FollowsGenerationConfig):
             request = replace(request, seed=seed)
         acceptor = make_acceptor(request.route, answer, request.processors, seed, ranks)
         call = Call(request, request.sequences(prompt, adapters), acceptor, prompt, **more)
-        with ranks.call(), closing(engine.answer(call)) as rounds:
+        with ranks.call(), closing(engine.run(call)) as rounds:
             for gained in rounds:
                 if request.route is not Route.ON_HOST:  # on the host, the acceptor gives them to the answer
                     answer.take(gained)
@@ -193,8 +191,8 @@ class SpeculativeMixin(FollowsGenerationConfig):
         length = prompt.width + answer.columns - 1
         filled = prompt.width + min(answer.gained(row) for row in range(answer.batch)) - 1  # that every row has
         layout, state = self._engine.cache_layout, call.session.state
-        if layout is not None and pasts.are_states_behind(state, prompt.padding, filled):
-            pasts.extend(cache, state, prompt.padding, filled, layout)
+        if layout is not None and are_states_behind(state, prompt.padding, filled):
+            extend_cache(cache, state, prompt.padding, filled, layout)
         else:
             filled = int(cache.get_seq_length())  # the model fills it if our states differ or are further on
         if filled < length:  # plain decoding goes on with padding after rows that end early
@@ -218,7 +216,7 @@ class SpeculativeMixin(FollowsGenerationConfig):
         """`_sample` with the draft that the call names; transformers' own loop for a draft that is not served."""
         engine = self._engine
         called = CalledDraft.of(kwargs["generation_config"], assistant_model, kwargs)
-        model = self if called.is_that_of(engine) else engine.called_drafts.model_for(called, engine)
+        model = self if called.is_that_of(engine) else model_for(called, engine)
         engine.looped = True
         if model is None:
             engine.step_aside(called.argument)

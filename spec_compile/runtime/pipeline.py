@@ -1,24 +1,31 @@
-"""`RoundPipeline`: rounds under way over any rows of a session, launched ahead of their outcomes."""
+"""`RoundPipeline`: rounds over rows of a session, launched ahead of their outcomes. `Call`: one generate()."""
 
+import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from ..errors import RequestError
 from ..outcome import Outcome, unpack
 from ..tree import MAX_NODES
 from .draft_budget import DraftBudget
 from .draft_record import ALL, NO_TREE, Group, TreeOutcome
-from .request import Sequence
+from .prompt import Past, Prompt
+from .request import Request, Sequence
+from .round import STEP_COST, chunks
 from .runtime import Runtime
-from .session import Session
+from .session import Session, StepKind
 from .state import MOST_LATE
-from .steps import StepKind
-from .verify.sample import NO_PROBABILITIES
+from .verify.host import HostAcceptor
+from .verify.sample import NO_PROBABILITIES, DrawInRound
 
-AHEAD = 2
-"""Rounds in flight on a GPU."""
+log = logging.getLogger("spec_compile")
+
+AHEAD = 2  # rounds in flight on a GPU
 
 
 class NotEmbeddedError(RequestError, IndexError):
@@ -68,17 +75,14 @@ class RoundPipeline:
     def __init__(self, runtime: Runtime, trace: list[list[int]] | None = None):
         self.runtime, self.trace = runtime, trace
         plan = runtime.algorithm.plan
+        # Real nodes of every tree if the drafter's trees have one size; None if each outcome tells.
         self.tree_size = plan.nodes if plan.is_whole else None
-        """Real nodes of every tree if the drafter's trees have one size; None if each outcome tells."""
+        # Nodes of the rows' trees when the round launched last has ended, if they have one size; 1 without trees.
         self.pending = plan.nodes
-        """Nodes of the rows' trees when the round launched last has ended, if they have one size; 1 without trees."""
-        self.late = 0
-        """Most tokens that the drafter is late by when that round has ended."""
+        self.late = 0  # most tokens that the drafter is late by when that round has ended
         self._rounds: deque[InFlightRound] = deque()
-        self._collected: float | None = None
-        """The time of the last `collect`, if another round was under way then."""
-        self._digest = 0
-        """A hash of all outcomes so far, which is equal on all ranks."""
+        self._collected: float | None = None  # the time of the last `collect`, if another round was under way then
+        self._digest = 0  # a hash of all outcomes so far, which is equal on all ranks
 
     def __len__(self) -> int:
         return len(self._rounds)
@@ -104,7 +108,7 @@ class RoundPipeline:
         nodes: None leaves the number to the policy.
         """
         # Its size, which the first rank chooses.
-        choose = (lambda: [nodes]) if nodes else lambda: [self._choose_nodes(session.steps.policies[kind], sequences)]
+        choose = (lambda: [nodes]) if nodes else lambda: [self._choose_nodes(session.policies[kind], sequences)]
         (nodes,) = self.runtime.options.ranks.lead(choose, check=self._digest)
         max_kv_len = session.max_kv_len(longest + nodes)  # guard: slots-of-attention
         now = self._now()
@@ -114,10 +118,10 @@ class RoundPipeline:
         # Trees, if the last round has left none, and the round itself.
         plan = self.runtime.algorithm.plan
         if nodes > self.pending:
-            session.steps.propose(max_kv_len)
+            session.propose(max_kv_len)
             self.pending = plan.nodes
             if not self.runtime.on_gpu:
-                session.steps.policies[kind].costs.learn_switch(self._now() - now)
+                session.policies[kind].costs.learn_switch(self._now() - now)
                 now = self._now()
         drafted = None if self.tree_size is None else min(nodes, self.pending)
         self.pending = plan.next_nodes(nodes)
@@ -130,15 +134,15 @@ class RoundPipeline:
     def catch_up(self, session: Session, longest: int) -> None:
         """Let the drafter process the tokens that it is late by, if there are any. longest: see `launch`."""
         if self.late:
-            size = session.steps.late_size(self.late)
-            session.steps.catch_up(size, session.max_kv_len(longest + size))
+            size = session.late_size(self.late)
+            session.catch_up(size, session.max_kv_len(longest + size))
             self.late = 0
 
     def collect(self) -> tuple[InFlightRound, list[tuple[Sequence, Outcome]]]:
         """Wait for the oldest round. Returns it with the outcomes of the sequences that go on."""
         in_flight, now = self._rounds.popleft(), self._now()
         if self._collected is not None:
-            in_flight.session.steps.policies[in_flight.kind].costs.learn_host(now - self._collected)
+            in_flight.session.policies[in_flight.kind].costs.learn_host(now - self._collected)
         rows = in_flight.read()
         now = self._now()
         in_flight.seconds = now - in_flight.seconds
@@ -149,8 +153,8 @@ class RoundPipeline:
 
     def learn(self, in_flight: InFlightRound, outcomes: list[tuple[Sequence, Outcome]]) -> None:
         """Give a round's outcomes to its policy and the statistics."""
-        # Until now `count` and `hint` belong to the verified trees.
-        policy = in_flight.session.steps.policies[in_flight.kind]
+        # Until now `count` and `confidence` belong to the verified trees.
+        policy = in_flight.session.policies[in_flight.kind]
         trees = [
             TreeOutcome(in_flight.drafted or sequence.count, in_flight.groups.get(sequence.row, ALL), outcome.path[1:])
             for sequence, outcome in outcomes
@@ -162,7 +166,7 @@ class RoundPipeline:
         stats, gained = self.runtime.stats, [0] * in_flight.session.batch
         depths: Counter[tuple[int, int]] = Counter()
         for sequence, outcome in outcomes:
-            sequence.count, sequence.hint = outcome.next_count, outcome.next_hint
+            sequence.count, sequence.confidence = outcome.next_count, outcome.next_confidence
             gained[sequence.row] = len(outcome.gained)
             depths[outcome.depth, max(len(outcome.path) - 1, 0)] += 1
             if self.runtime.options.ranks.size > 1:
@@ -176,13 +180,13 @@ class RoundPipeline:
     def group(self, sequence: Sequence) -> Group:
         """The group of a row's newest tree that the host knows.
 
-        A part of a tree expects fewer drafts than all of it, so that parts count as other confidences: with a hint of 2
-        and MAX_NODES of 64, 4 nodes of 16 have the confidence 66, and all 16 have 2.
+        A part of a tree expects fewer drafts than all of it, so that parts count as other confidences: a tree of 16
+        nodes has the confidence 2, and its first 4 nodes have 66, which is 2 + MAX_NODES.
         """
-        if sequence.count is None or sequence.hint is None:
+        if sequence.count is None or sequence.confidence is None:
             return Group(sequence.loaded.number)
         is_part = sequence.count < (self.tree_size or 0)
-        confidence = sequence.hint + (MAX_NODES if is_part else 0)
+        confidence = sequence.confidence + (MAX_NODES if is_part else 0)
         return Group(sequence.loaded.number, confidence if sequence.count > 1 else NO_TREE)
 
     def _choose_nodes(self, policy: DraftBudget, sequences: list[Sequence]) -> int:
@@ -200,3 +204,221 @@ class RoundPipeline:
     def _now(self) -> float:
         """The time in seconds, without those spent compiling."""
         return time.perf_counter() - self.runtime.stats.seconds["compile"]
+
+
+class Call:
+    """One generate(): its prompts, then its rounds.
+
+    On a GPU the next round is launched before the outcome of the last has arrived, unless the host chooses tokens.
+    """
+
+    runtime: Runtime
+    session: Session
+
+    def __init__(
+        self, request: Request, sequences: list[Sequence], acceptor: HostAcceptor | DrawInRound | None = None,
+        prompt: Prompt | None = None, past: Past | None = None, check: Callable[[], None] | None = None,
+    ):  # fmt: skip
+        """sequences: the rows.
+        acceptor: accepts tokens; None accepts greedily inside the round (see `verify.Route`).
+        prompt: the prompts as transformers gave them; None if they are plain rows of tokens.
+        past: has the first prompt tokens; its first logits need a `HostAcceptor`.
+        check: raises if the model has changed; called once, while the GPU computes, before a token is given out.
+        """
+        self.request, self.sequences, self.past, self._check = request, sequences, past, check
+        self.acceptor, self.is_on_host = acceptor, isinstance(acceptor, HostAcceptor)
+        self._kind = StepKind.LOOK if acceptor else StepKind.ROUND
+        self.has_unknown_tokens = prompt is not None and prompt.has_unknown_tokens
+        self._position_offsets = None if prompt is None else prompt.position_offsets
+        self._first_logits = None if past is None else past.first_logits
+        self._longest = max(sequence.longest for sequence in sequences)
+        self._is_started = False
+        # [2, B] until it is read: the numbers of nodes and the confidences of the first trees.
+        self._first: Tensor | None = None
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        return [sequence.prompt for sequence in self.sequences]
+
+    @property
+    def is_over(self) -> bool:
+        return all(sequence.is_over for sequence in self.sequences)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row less one, as `State.lengths` has them; empty before `start`."""
+        return [sequence.length for sequence in self.sequences] if self._is_started else []
+
+    def start(self, runtime: Runtime, session: Session) -> None:
+        """Process the prompts, and propose the first trees."""
+        self.runtime, self.session, state, drafter = runtime, session, session.state, session.drafter
+        self._pipeline = RoundPipeline(runtime, trace=[])
+        request, sequences, prompts = self.request, self.sequences, self.prompts
+        if max(map(len, prompts)) >= session.capacity:
+            self._grow(0)
+
+        # The drafter may be late by tokens of an earlier call.
+        if session.late and self.past is not None:
+            session.catch_up(session.late_size(session.late), session.max_kv_len(session.capacity))
+        session.late = 0
+        if session.ring is not None:
+            session.ring.begin()
+
+        # The rows of this call.
+        eos = [token for token in request.eos if 0 <= token < runtime.verify.vocab_size]
+        offsets = [{}] * state.batch
+        if state.position_offsets is not None:
+            offsets = [{"position_offsets": offset} for offset in self._position_offsets or [0] * state.batch]
+        for sequence, offset in zip(sequences, offsets):
+            numbers = {"lengths": 0, **sequence.numbers(), **offset}
+            state.enter(sequence.row, sequence.prompt, eos, sequence.loaded.index, **numbers)
+        state.finished.zero_()  # guard: next-request
+        begins = self._take_past()
+        session.answers = [(sequence.prompt, sequence.tokens) for sequence in sequences]
+        runtime.guard(drafter.start, state, prompts, request.references, request.share_text)
+
+        # The prompts, and the first trees.
+        prompt_sizes = self._chunks(max(len(prompt) - 1 - begin for prompt, begin in zip(prompts, begins)))
+        self._build_rounds(prompt_sizes)
+        if self.past is not None and self.past.features is not None and runtime.algorithm.remembers:
+            session.prefill_draft(self.past.features, self.past.padding, begins, self._chunks(max(begins)))
+        done = max(begins)  # prompts of 9 and 6 tokens, of which the state has 4 and 0: 5 more, and 9 slots are visible
+        for size in prompt_sizes:
+            session.prefill(size, session.max_kv_len(done + size))
+            done += size
+        if self._first_logits is not None or self._begins_plain:
+            self._pipeline.pending = 1
+            state.root()
+        else:
+            self._pipeline.pending = runtime.algorithm.plan.nodes
+            session.propose(session.max_kv_len(max(map(len, prompts))))
+        self._first = torch.stack((state.tree_count, state.tree_confidence))
+        for sequence in sequences:
+            sequence.is_over = sequence.room <= 0
+        self._is_started = True
+        if runtime.on_gpu and not self.is_on_host:
+            self._first = self._first.to("cpu", non_blocking=True)
+        else:
+            self._read_first()
+
+    def launch(self) -> None:
+        """Begin as many rounds as may be in flight."""
+        session, pipeline, longest = self.session, self._pipeline, max(self.lengths)
+        active = [sequence for sequence in self.sequences if not sequence.is_over]
+        while pipeline.may_launch(active, self.is_on_host):
+            if self._longest > session.capacity <= longest + 1 + pipeline.nodes:
+                if len(pipeline):
+                    break  # collect the rounds under way before growing
+                self._grow(longest + MAX_NODES + self.runtime.algorithm.plan.lookahead_slots)
+            nodes = None if self._first_logits is None else 1
+            pipeline.launch(session, self._kind, active, longest, self._begin, nodes)
+            session.late = pipeline.late
+
+    def _begin(self, nodes: int, max_kv_len: int):
+        """The `begin` of `RoundPipeline.launch`."""
+        logits, self._first_logits = self._first_logits, None
+        return self.session.launch(self.acceptor, nodes, max_kv_len, logits)
+
+    def collect(self) -> tuple[InFlightRound, list[tuple[Sequence, Outcome]]]:
+        """Wait for the oldest round. Returns it with the outcome of each row that goes on."""
+        if self._check is not None:  # the first time, while the GPU computes and before any token counts
+            check, self._check = self._check, None
+            check()  # guard: check-before-tokens
+        in_flight, outcomes = self._pipeline.collect()
+        self._read_first()  # it has arrived, because its copy was launched before the round
+        return in_flight, outcomes
+
+    def learn(self, in_flight: InFlightRound, outcomes: list[tuple[Sequence, Outcome]]) -> list[list[int]]:
+        """Take in a round's outcomes. Returns the tokens that each row gained."""
+        for _, outcome in outcomes:
+            check_gained(outcome, self.runtime.verify.embedded)
+        self._pipeline.learn(in_flight, outcomes)
+        gains: list[list[int]] = [[] for _ in self.sequences]
+        for sequence, outcome in outcomes:
+            gains[sequence.row] = outcome.gained
+            sequence.tokens += outcome.gained
+            sequence.is_over = outcome.finished
+        return gains
+
+    def stop(self, rows: Iterable[int]) -> None:
+        """Between two rounds: these rows need no more tokens."""
+        for row in rows:
+            if not self.sequences[row].is_over:
+                self.sequences[row].is_over = True
+                self.session.state.finished[row : row + 1].fill_(True)
+
+    @property
+    def _begins_plain(self) -> bool:
+        """True if the first round will verify no drafts, so that none have to be made for it. The first rank says so
+        for all, because each has measured other durations."""
+        if self.runtime.guard.error is not None:
+            return True
+        policy, most = self.session.policies[self._kind], self.sequences[0].most_nodes
+        if not self.runtime.algorithm.plan.is_whole:
+            return False
+        numbers = [sequence.loaded.number for sequence in self.sequences]
+        groups = [*map(Group, numbers)] if any(numbers) else []
+        (nodes,) = self.runtime.options.ranks.lead(lambda: [min(policy.choose(groups), most)])
+        return nodes == 1
+
+    def _build_rounds(self, prompt_sizes: list[int]) -> None:
+        """Make the steps of prompts of these sizes, the first proposal, and the rounds of an algorithm of one size.
+
+        Their trial runs would later overwrite drafts in the drafter's cache.
+        """
+        session, sizes = self.session, tuple[int, ...]()
+        if self.runtime.algorithm.plan.sizes == "fixed":
+            policy = session.policies[self._kind]
+            sizes = policy.sizes if policy.adaptive else policy.sizes[-1:]
+            sizes = sizes if self.runtime.on_gpu else tuple({*sizes[:1], sizes[-1]})  # a CPU compiles others later
+            sizes = sizes if self.sequences[0].most_nodes > 1 else (1,)
+        kinds = (StepKind.LOOK, StepKind.FINISH) if self.is_on_host else (self.acceptor or StepKind.ROUND,)
+        proposal = session.proposal_steps() if self._first_logits is None else []
+        prompts = session.prompt_steps(prompt_sizes) if prompt_sizes else []
+        session.make([*((kind, nodes) for nodes in sizes for kind in kinds), *proposal, *prompts])
+
+    def _grow(self, used: int) -> None:
+        """Make room for the longest row; the first `used` slots of the caches are in use."""
+        session, tokens = self.session, self._longest
+        log.warning(
+            "the cache of %d tokens a sequence is full and grows to %d, whose rounds are compiled anew; with "
+            "speculate(model, max_cache_len=%d) it has the room from the start", session.capacity, tokens, tokens,
+        )  # fmt: skip
+        with session.growing(tokens, used):
+            self._build_rounds([])
+
+    def _take_past(self) -> list[int]:
+        """Take over existing keys, values and states. Returns the tokens of each row that need no prefill."""
+        state, algorithm, past = self.session.state, self.runtime.algorithm, self.past
+        if past is None:
+            return [0] * state.batch
+        cached = [past.length - pad for pad in past.padding]
+        can_step_back = past.features is None and not (self.has_unknown_tokens or self.runtime.verify.recurrences)
+        if can_step_back:
+            cached = [max(length + 1 - max(algorithm.ahead, 1), 0) for length in cached]
+        fresh = algorithm.plan.fresh_tokens if can_step_back else 1
+        begins = [max(min(length, len(prompt) - fresh), 0) for length, prompt in zip(cached, self.prompts)]
+        if algorithm.remembers and not self.has_unknown_tokens:
+            # The drafter's cache has the first tokens of the last call's texts. If the prompts begin otherwise, they
+            # are processed again.
+            texts = self.session.texts
+            starts = [(text[: n + algorithm.ahead], prompt[: n + algorithm.ahead])
+                      for n, text, prompt in zip(begins, texts, self.prompts)]  # fmt: skip
+            if len(texts) != len(begins) or any(text != prompt for text, prompt in starts):
+                return [0] * state.batch
+        state.fill(past, begins)
+        return begins
+
+    def _read_first(self) -> None:
+        """Read the counts and confidences of the first trees, once."""
+        if self._first is not None:
+            for sequence, count, confidence in zip(self.sequences, *self._first.tolist()):
+                sequence.count, sequence.confidence = count, confidence
+            self._first = None
+
+    def _chunks(self, tokens: int) -> list[int]:
+        """Sizes of the prefill steps for `tokens` tokens of each prompt; see `round.chunks`."""
+        config, sizes = self.request.config, self.session.prefill_sizes
+        limit = None if config is None else config.prefill_chunk_size
+        sizes = [size for size in sizes if size <= (limit or size)] or sizes[-1:]
+        return [*chunks(tokens, sizes, STEP_COST[self.runtime.device.type])]

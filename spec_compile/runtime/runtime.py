@@ -20,19 +20,17 @@ from ..graph import ModelGraph
 from ..kernels.all_reduce import EXCHANGES, WARM_UP_SECONDS, set_deadline
 from ..kernels.experts import DOWN, UP
 from ..stats import Stats
-from .draft_guard import DraftGuard
 from .draft_record import DraftRecords
+from .round import DraftGuard
 
 if TYPE_CHECKING:
     from .compiled_steps import CompiledSteps
 
 log = logging.getLogger("spec_compile")
 
-GPU_CACHE = 8192
-"""Default tokens of a sequence on a GPU, where the cache is allocated at once."""
+GPU_CACHE = 8192  # default tokens of a sequence on a GPU, where the cache is allocated at once
 
-DEADLINE = 10.0
-"""Seconds that a GPU waits for another rank's part of a sum."""
+DEADLINE = 10.0  # seconds that a GPU waits for another rank's part of a sum
 
 
 @dataclass
@@ -42,7 +40,7 @@ class Runtime:
     sizes: numbers of nodes that a round may verify, ascending.
     max_positions: tokens that the model permits in a sequence.
     say: called with a line when something begins or ends to compile.
-    parts: of the steps, compiled or not.
+    parts: what the steps consist of, compiled or not.
     examples: the steps that compiled them, by shape.
     guard: runs the draft's parts.
     records: results of drafts, by the kind of round, in sessions of all numbers of rows.
@@ -85,7 +83,7 @@ class Runtime:
 
     @cached_property
     def has_experts(self) -> bool:
-        """True if layers choose among experts, so that each token reads weights of its own."""
+        """True if layers choose among experts, so that tokens read different weights."""
         return any(node.target in (UP, DOWN) for node in self.verify.gm.graph.nodes)
 
     @property
@@ -142,3 +140,41 @@ def max_positions(config: PreTrainedConfig, table: int | None, options: Options)
         )
     config = config.get_text_config(decoder=True)
     return table or getattr(config, "max_position_embeddings", None) or 1 << 20
+
+
+PREFIX_SHARE, MOST_PREFIXES = 0.1, 4_000_000_000  # default for host memory: this share of it, at most these bytes
+
+
+@dataclass(frozen=True)
+class PrefixBudget:
+    """Memory for prefixes of earlier requests.
+
+    device, host: bytes.
+    denial: why nothing is kept although there would be memory, or None.
+    """
+
+    device: int
+    host: int
+    denial: str | None = None
+
+    @classmethod
+    def of(cls, runtime: Runtime) -> "PrefixBudget":
+        """The budget that the options give. ValueError if they ask for more than the machine has."""
+        options, memory = runtime.options, psutil.virtual_memory().total
+        device, host = options.prefix_cache_bytes, options.prefix_cache_host_bytes
+        in_host = (0 if runtime.on_gpu else device) + (host or 0)
+        if in_host > memory:
+            name = "prefix_cache_bytes" if device > memory else "prefix_cache_host_bytes"
+            raise ValueError(f"{name}: {in_host / 1e9:.2f} GB, the machine has {memory / 1e9:.2f} GB; ask for less")
+        if options.ranks.size > 1:
+            return cls(0, 0, "the ranks of tensor parallelism would have to keep the same")
+        return cls(device, min(MOST_PREFIXES, int(PREFIX_SHARE * memory)) if host is None else host)
+
+    def describe(self) -> str:
+        """A line for ``speculation.explain()``."""
+        if self.denial is not None:
+            return f"prefixes of earlier requests: reused as long as their rows live, because {self.denial}"
+        if not self.device + self.host:
+            return "prefixes of earlier requests: reused as long as their rows live"
+        on_device, in_host = (f"{number / 1e9:.2f} GB" for number in (self.device, self.host))
+        return f"prefixes of earlier requests: {on_device} on the device, {in_host} in host memory"

@@ -1,40 +1,112 @@
-"""A session: the buffers of one batch size, and the steps over them."""
+"""`Session`: the buffers of one batch size, and the steps over them."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from ..cache import PAGE
+from ..compile.replay import Captured, CaptureError, OutcomeRing
 from ..drafting import caches
-from ..tree import MAX_NODES
-from .prefill_chunks import SIZES
+from ..kernels.attention import BACKENDS
+from ..kernels.together import compile_together
+from ..outcome import WIDEST
+from ..tree import MAX_NODES, Accepted, Tree, ancestry
+from .compiled_steps import CompiledSteps, untouched
+from .draft_budget import KNEES, DraftBudget, VaryingTreeBudget, WholeTreeBudget
+from .draft_record import Hindsight
+from .round import PREFILL_SIZES
 from .runtime import Runtime
-from .state import State
-from .steps import StepKind, Steps
+from .state import LATE_SIZES, State
+from .verify.sample import DrawInRound
+
+SAMPLERS = 32  # number of rounds that draw to keep, the newest ones
+TRIALS = 5  # runs of a step; the shortest is its cost
+FEW = 4  # a round may verify one in FEW nodes of a tree
+MANY_ROWS = KNEES["cuda"] // 2  # rows of a round on a GPU from which fewer nodes save much of it
+# Largest prefill, in tokens of all rows, that is captured; a larger one takes longer than its launches.
+CAPTURED_TOKENS = 2048
+
+
+class StepKind(Enum):
+    """The kinds of steps.
+
+    PREFILL: a chunk of the prompts; a function of (size, max_kv_len).
+    ROUND: a greedy round; a function of max_kv_len.
+    LOOK, FINISH: `Round.look` and `Round.finish`, between which tokens are accepted.
+    PROPOSE: the first trees of a call; a function of max_kv_len.
+    CATCH_UP: the drafter processes the tokens that it is late by, up to a size; a function of max_kv_len.
+    """
+
+    PREFILL = "prefill"
+    ROUND = "round"
+    LOOK = "look"
+    FINISH = "finish"
+    PROPOSE = "propose"
+    CATCH_UP = "catch up"
+
+
+SWITCH = (StepKind.PROPOSE, StepKind.CATCH_UP)  # the steps between a plain round and one that drafts
+Kind = StepKind | DrawInRound  # a `DrawInRound` is the kind of a round that draws
 
 
 class Session:
-    """Everything for `batch` sequences of up to `capacity` tokens."""
+    """Everything for `batch` sequences of up to `capacity` tokens: buffers, drafter, and the steps over them. A step is
+    a function, which is made, tried, measured and on a GPU captured on first use.
+
+    policies: choose the sizes of greedy rounds (ROUND) and of others (LOOK).
+    prefill_seconds: duration of a captured prefill, by its size.
+    answers: prompt and answer of each row in the last call, which the drafter's cache has, too.
+    late: most tokens of these answers that the drafter is late by.
+    made: the steps so far, oldest first.
+    """
 
     def __init__(self, runtime: Runtime, batch: int, capacity: int | None = None, larger: "Session | None" = None):
         """capacity: None gives `Runtime.capacity`. larger: a session whose first rows this one shares."""
-        self.runtime, self.batch = runtime, batch
+        # The buffers.
+        self.runtime, self.batch, plan = runtime, batch, runtime.algorithm.plan
         self.capacity = capacity or runtime.capacity(batch)
         slots = PAGE if larger else self._slots(self.capacity)
         runtime.check_memory(batch, slots)
         self.drafter = runtime.algorithm.drafter(batch, slots)
-        self.state = State(runtime.verify, batch, slots, runtime.device, runtime.algorithm.plan)
+        self.state = State(runtime.verify, batch, slots, runtime.device, plan)
         if larger is not None:
             self.state.share(larger.state)
             self.drafter.share(larger.drafter)
         self.answers: list[tuple[list[int], list[int]]] = []
-        """Prompt and answer of each row in the last call, which the drafter's cache has, too."""
-        self.late = 0
-        """Most tokens of these answers that the drafter is late by."""
-        self.is_growing = False
-        self.steps = Steps(runtime, self.state, self.drafter, larger and larger.steps)
+        self.late, self.is_growing = 0, False
+
+        # What chooses the sizes of steps.
+        self.prefill_sizes = PREFILL_SIZES[runtime.device.type]
+        self.prefill_seconds: dict[int, float] = {}
+        hindsight, rows = None if runtime.on_gpu else Hindsight(self.state), (batch, KNEES[runtime.device.type])
+
+        def policy(kind: StepKind) -> DraftBudget:
+            if plan.is_whole:
+                sizes = [*self._few_nodes(), plan.nodes] if plan.nodes > 1 else []
+                record = runtime.records[kind.value]
+                return WholeTreeBudget(sizes, runtime.options.adaptive, *rows, record, plan.next_nodes)
+            return VaryingTreeBudget(runtime.sizes, plan.sizes == "adaptive", *rows, hindsight=hindsight)
+
+        self.policies = {kind: policy(kind) for kind in (StepKind.ROUND, StepKind.LOOK)}
+        if larger is not None:
+            for policy in self.policies.values():
+                policy.share(larger.policies[StepKind.ROUND])
+
+        # The steps.
+        check_peers = runtime.options.ranks.check_peers
+        self.ring = OutcomeRing(batch * WIDEST, runtime.device, check_peers) if runtime.on_gpu else None
+        self.captures = runtime.on_gpu and runtime.options.cuda_graphs
+        # Only one session has rounds under way at a time, so that a smaller and a larger one share memory.
+        self.pool = larger.pool if larger else torch.cuda.graph_pool_handle() if runtime.on_gpu else None
+        self.made: dict[tuple[Kind, int], Callable] = {}
+        self._switch: dict[StepKind, float] = {}
+        self._compiled = CompiledSteps(runtime, self.state, self.drafter)
+        self._adoptions = runtime.parts.adoptions
 
     @property
     def texts(self) -> list[list[int]]:
@@ -43,7 +115,7 @@ class Session:
 
     def _slots(self, tokens: int) -> int:
         """Slots for `tokens` tokens and for all that a step writes after them, in whole pages."""
-        return -(-(tokens + MAX_NODES + SIZES[self.runtime.device.type][0]) // PAGE) * PAGE
+        return -(-(tokens + MAX_NODES + PREFILL_SIZES[self.runtime.device.type][0]) // PAGE) * PAGE
 
     def max_kv_len(self, slots: int) -> int:
         """Visible slots of a step that needs the first `slots`, and the drafter's lookahead: whole pages, so that 100
@@ -60,7 +132,9 @@ class Session:
         if self.runtime.on_gpu:
             torch.cuda.synchronize(self.runtime.device)
         self.capacity, self.is_growing = tokens, True
-        self.steps.grow()
+        if self.runtime.on_gpu:
+            self.made.clear()
+        self._compiled.grow()
         rows_of_keys = [self.state.kv, *caches(self.drafter)]
         before = [cache.resize(slots) for cache in rows_of_keys]
         self.state.resize(slots)
@@ -76,7 +150,9 @@ class Session:
     def prefill_draft(self, features: list[Tensor], padding: list[int], begins: list[int], sizes: list[int]) -> None:
         """Let only the draft process the first `begins` [B] tokens of each prompt, which the target has processed.
 
-        features: see `Past`. padding: on the left of each row [B]. sizes: tokens of each step.
+        features: see `Past`.
+        padding: positions of padding on the left of each row [B].
+        sizes: tokens of each step.
         """
         rows = [
             nn.utils.rnn.pad_sequence(
@@ -89,5 +165,240 @@ class Session:
         done = 0
         for size in sizes:
             chunk = [row[:, done : done + size].contiguous() for row in rows]
-            self.steps.get(StepKind.PREFILL)(size, self.max_kv_len(done + size), chunk)
+            self.get(StepKind.PREFILL)(size, self.max_kv_len(done + size), chunk)
             done += size
+
+    def _few_nodes(self) -> list[int]:
+        """A number of nodes between one and a whole tree, if a round over them costs much less than one over all, and
+        does not have to be compiled before it runs.
+
+        On a GPU nodes are almost free, unless rows are many, or each node reads other experts.
+        """
+        runtime, nodes = self.runtime, self.runtime.algorithm.plan.nodes
+        costs_by_node = runtime.has_experts or self.batch * nodes > MANY_ROWS
+        runs_at_once = runtime.cold_start is not None or not runtime.options.compile
+        return [max(2, nodes // FEW)] if (costs_by_node if runtime.on_gpu else runs_at_once) else []
+
+    def renew(self) -> None:
+        """Before a call: forget captured steps whose parts have changed from eager to compiled since."""
+        if self._adoptions != self.runtime.parts.adoptions:
+            self._adoptions = self.runtime.parts.adoptions
+            if self.runtime.on_gpu:
+                torch.cuda.synchronize(self.runtime.device)
+                self.made.clear()
+                self.prefill_seconds.clear()
+                for policy in self.policies.values():
+                    policy.costs.measured.clear()
+
+    def get(self, kind: Kind, nodes: int = 0) -> Callable:
+        """A step as a function, made on first use. On a GPU it is a captured graph, except a PREFILL of any size.
+
+        nodes: those of a round; the one size of a PREFILL, or 0 for any size; the size of a CATCH_UP.
+        """
+        if self._only_asks:
+            return self._function(kind, nodes)
+        if (kind, nodes) not in self.made:
+            self.make([(kind, nodes)])
+        return self.made[kind, nodes]
+
+    def make(self, steps: Iterable[tuple[Kind, int]]) -> None:
+        """Make several steps, as `get` takes them, unless they are made. Their kernels compile side by side."""
+        new = [step for step in dict.fromkeys(steps) if step not in self.made]
+        if not self._only_asks:
+            self._compile_kernels(new)
+        for step in new:
+            if self._only_asks:
+                self._function(*step)
+            else:
+                self.made[step] = self._make(*step)
+        for old in [step for step in self.made if isinstance(step[0], DrawInRound)][:-SAMPLERS]:
+            del self.made[old]
+
+    def prefill(self, size: int, max_kv_len: int) -> None:
+        """Process the next `size` tokens of every row's prompt."""
+        self.get(StepKind.PREFILL, self._prefill_key(size))(size, max_kv_len)
+
+    def prompt_steps(self, sizes: Iterable[int] = ()) -> list[tuple[Kind, int]]:
+        """The steps that process prompts in chunks of these sizes; without sizes, all of them."""
+        return [(StepKind.PREFILL, self._prefill_key(size)) for size in sizes or self.prefill_sizes]
+
+    def propose(self, max_kv_len: int) -> None:
+        """Propose the first trees of a call; the rounds propose all others."""
+        (self.get(StepKind.PROPOSE) if self.captures else self._propose)(max_kv_len)
+
+    def late_size(self, late: int) -> int:
+        """The smallest size of the steps that catch up by `late` tokens."""
+        return next(size for size in LATE_SIZES[self.runtime.device.type] if size >= late)
+
+    def catch_up(self, size: int, max_kv_len: int) -> None:
+        """Let the drafter process the tokens that it is late by, `size` at most."""
+        self.get(StepKind.CATCH_UP, size)(max_kv_len)
+
+    def proposal_steps(self, late: int = 1) -> list[tuple[Kind, int]]:
+        """The steps that a proposal needs, to be made before a round is under way.
+
+        late: tokens that the drafter may be late by before it; for more a step is made when they are there.
+        """
+        catches_up = self.runtime.algorithm.plan.is_whole and self.policies[StepKind.ROUND].adaptive
+        sizes = [size for size in LATE_SIZES[self.runtime.device.type] if size <= self.late_size(late)]
+        catch_up = [(StepKind.CATCH_UP, size) for size in sizes if catches_up]
+        return [(StepKind.PROPOSE, 0), *catch_up] if self.captures else []
+
+    def _propose(self, max_kv_len: int) -> None:
+        self.state.root()
+        self.runtime.guard(self.drafter.propose, self.state, max_kv_len)
+
+    def _prefill_key(self, size: int) -> int:
+        captured = self.captures and size * self.batch <= CAPTURED_TOKENS
+        backend = BACKENDS.get(self.runtime.prefill.backend)  # None: no layer attends
+        return size if captured and (backend is None or backend.prompts_captured) else 0
+
+    def launch(
+        self, acceptor: Callable[[Tree, Tensor], Accepted] | DrawInRound | None, nodes: int, max_kv_len: int,
+        logits: Tensor | None = None,
+    ) -> Callable[[], list[list[int]]]:  # fmt: skip
+        """Begin a round without waiting for a GPU. The result waits, and returns the outcome.
+
+        acceptor: None takes the likeliest tokens. A function of the trees and of the target's logits [B, N, V] after
+            every node accepts tokens on the host, between two halves of the round, and does wait.
+        logits: [B, V] of the root, if known; the first half is then skipped.
+        """
+        if acceptor is None or isinstance(acceptor, DrawInRound):
+            outcome = self.get(acceptor or StepKind.ROUND, nodes)(max_kv_len)
+            return outcome.tolist if self.ring is None else self.ring.expect(outcome.shape)
+        look, finish = self.get(StepKind.LOOK, nodes), self.get(StepKind.FINISH, nodes)  # building them runs them
+        if logits is None:
+            logits, *features = look(max_kv_len)
+            states: AbstractContextManager = nullcontext()
+        else:
+            target, logits, taps = self.runtime.verify, logits[:, None], self.runtime.algorithm.plan.taps
+            features = [logits.new_zeros(*logits.shape[:2], target.hidden_size, dtype=target.dtype) for _ in taps]
+            states = self.state.kv.states.kept()  # they include the root already
+        accepted = acceptor(self.state.tree(nodes), logits)
+        parts = [part.to(logits.device) for part in (accepted.path, accepted.tokens, accepted.count)]
+        with states:
+            return finish(*parts, features, max_kv_len).tolist
+
+    @property
+    def _only_asks(self) -> bool:
+        """True if calls ask for parts, and run nothing."""
+        return self.runtime.cold_start is not None and self.runtime.cold_start.only_asks
+
+    def _is_captured(self, kind: Kind, nodes: int) -> bool:
+        sizes = {StepKind.PREFILL: nodes, StepKind.CATCH_UP: self._prefill_key(nodes)}
+        return self.captures and sizes.get(kind, 1) > 0
+
+    def _compile_kernels(self, steps: list[tuple[Kind, int]]) -> None:
+        """Compile the kernels of steps that will be captured."""
+        captured = [step for step in steps if self._is_captured(*step)]
+        if not captured:
+            return
+        begin = time.perf_counter()
+        self.runtime.say(f"compiling kernels of {', '.join(kind.value for kind, _ in captured)}")
+        with torch.no_grad(), self.runtime.ranks_apart(), self._untouched():
+            compile_together(*(partial(self._function(*step), *self._arguments(*step)) for step in captured))
+        self.runtime.stats.seconds["compile"] += time.perf_counter() - begin
+
+    def _make(self, kind: Kind, nodes: int) -> Callable:
+        """Make, try, capture and measure a step, without a trace."""
+        runtime, captures = self.runtime, self._is_captured(kind, nodes)
+        draws = isinstance(kind, DrawInRound)
+        if not (captures or draws) and (runtime.cold_start is not None or not runtime.options.compile):
+            return self._function(kind, nodes)
+        name = f"{kind.value}_b{self.batch}" + (f"_n{nodes}" if nodes else "")
+        runtime.say(f"compiling {name}")
+        begin = time.perf_counter()
+        with torch.no_grad(), runtime.ranks_apart(), self._untouched():
+            step, arguments = self._function(kind, nodes), self._arguments(kind, nodes)
+            step(*arguments)
+            if captures:
+                step = self._capture(step, arguments)
+            if kind in self.policies:
+                self._measure(kind, {nodes: step})
+            elif draws:
+                seconds = min(self._seconds(step, arguments) for _ in range(TRIALS))
+                self.policies[StepKind.LOOK].costs.measured[nodes] = seconds
+            elif kind in SWITCH and captures:
+                self._switch[kind] = min(self._seconds(step, arguments) for _ in range(TRIALS))
+                for policy in self.policies.values():
+                    policy.costs.switch = sum(self._switch.values())
+            elif kind is StepKind.PREFILL and captures:
+                self.prefill_seconds[nodes] = min(self._seconds(step, arguments) for _ in range(TRIALS))
+        seconds = time.perf_counter() - begin
+        runtime.stats.seconds["compile"] += seconds
+        runtime.say(f"compiled {name} in {seconds:.1f} s")
+        return step
+
+    def _capture(self, step: Callable, arguments: tuple) -> Captured:
+        try:
+            return Captured(step, arguments, self.pool)
+        except CaptureError as error:
+            self.pool = torch.cuda.graph_pool_handle()
+            raise RuntimeError(
+                "a step cannot be captured in a CUDA graph, for something in the model waits for the GPU or is not "
+                f"allowed there; pass cuda_graphs=False to speculate(). It was: {error}"
+            ) from error
+
+    def _function(self, kind: Kind, nodes: int) -> Callable:
+        """The step as a function, compiled if that is asked for, and not captured."""
+        if isinstance(kind, DrawInRound):
+            return self._published(self._drawing(kind, nodes))
+        match kind:
+            case StepKind.PREFILL:
+                return self._compiled.prefill()
+            case StepKind.FINISH:
+                return self._compiled.finish(nodes).finish
+            case StepKind.PROPOSE:
+                return self._propose
+            case StepKind.CATCH_UP:
+                return partial(self._compiled.prefill().catch_up, size=nodes)
+            case StepKind.LOOK:
+                return partial(self._compiled.round(nodes).look, nodes=nodes)
+            case StepKind.ROUND:
+                return self._published(partial(self._compiled.round(nodes).forward, nodes=nodes))
+
+    def _drawing(self, sampler: DrawInRound, nodes: int) -> Callable[[int], Tensor]:
+        """A round whose tokens are drawn between its halves."""
+        look, finish, state = self._function(StepKind.LOOK, nodes), self._function(StepKind.FINISH, nodes), self.state
+
+        def drawing(max_kv_len: int) -> Tensor:
+            tree = state.tree(nodes)
+            logits, *features = look(max_kv_len)
+            accepted = sampler(state, tree, *ancestry(tree.parents), logits)
+            return finish(accepted.path, accepted.tokens, accepted.count, features, max_kv_len)
+
+        return drawing
+
+    def _published(self, round_: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+        return round_ if self.ring is None else self.ring.publishing(round_)
+
+    def _arguments(self, kind: Kind, nodes: int) -> tuple:
+        if kind is StepKind.FINISH:
+            return self._compiled.accepted(self._compiled.round(nodes), nodes, PAGE)
+        return (nodes or self.prefill_sizes[-1], PAGE) if kind is StepKind.PREFILL else (PAGE,)
+
+    def _measure(self, kind: StepKind, new: dict[int, Callable]) -> None:
+        """Tell the policy the cost of rounds of every size, the `new` ones included. They run in turn, TRIALS times, so
+        that other processes slow all of them alike."""
+        steps = {nodes: step for (other, nodes), step in self.made.items() if other is kind} | new
+        times = [
+            {nodes: self._seconds(step, self._arguments(kind, nodes)) for nodes, step in steps.items()}
+            for _ in range(TRIALS)
+        ]
+        self.policies[kind].costs.measured.update({nodes: min(trial[nodes] for trial in times) for nodes in steps})
+
+    def _seconds(self, step: Callable, arguments: tuple) -> float:
+        """The duration of a step that has run before, over different tokens: equal tokens would go to the same experts
+        of a mixture, so that many would cost as much as one."""
+        self.state.draw_tree()
+        if self.runtime.on_gpu:
+            torch.cuda.synchronize()
+        tick = time.perf_counter()
+        outcome = step(*arguments)
+        if self.runtime.on_gpu:
+            torch.cuda.synchronize()
+        del outcome
+        return time.perf_counter() - tick
+
+    def _untouched(self) -> AbstractContextManager[None]:
+        return untouched(self.state, self.drafter, self.ring)

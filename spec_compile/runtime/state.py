@@ -9,12 +9,10 @@ from ..drafting import DraftPlan
 from ..graph import ModelGraph
 from ..kernels.ops import append_block
 from ..tree import MAX_NODES, Accepted, Tree, without
-from .past import Past
+from .prompt import Past
 
-MOST_LATE = 128
-"""Tokens of a row that a drafter may be late by."""
-LATE_SIZES = {"cpu": (8, 16, 32, 64, MOST_LATE), "cuda": (32, MOST_LATE)}
-"""Tokens that it catches up by in one step."""
+MOST_LATE = 128  # tokens of a row that a drafter may be late by
+LATE_SIZES = {"cpu": (8, 16, 32, 64, MOST_LATE), "cuda": (32, MOST_LATE)}  # tokens that it catches up by in one step
 
 
 class State(nn.Module):
@@ -32,15 +30,15 @@ class State(nn.Module):
     def __init__(
         self, graph: ModelGraph, batch: int, capacity: int, device: torch.device, plan: DraftPlan | None = None
     ):  # fmt: skip
-        """plan: of the drafter; None for one that proposes nothing but roots."""
+        """plan: the drafter's; None for one that proposes nothing but roots."""
         super().__init__()
         self.batch, self.dtype = batch, graph.dtype
         self.position_limit = graph.position_limit
+        # Tokens below this are drafted; None: all of them.
         self.draftable = graph.common_tokens if graph.vocab_size != graph.embedded else None
-        """Tokens below this are drafted; None: all of them."""
+        # Tokens below this are kept, because the model has no embeddings of others, after which no text goes on, see
+        # `pipeline.check_gained`. None: all of them.
         self.readable = graph.embedded if graph.vocab_size > graph.embedded else None
-        """Tokens below this are kept, because the model has no embeddings of others, after which no text goes on, see
-        `pipeline.check_gained`. None: all of them."""
 
         def buffer(name, *shape, dtype=torch.int64):
             self.register_buffer(name, torch.zeros(*shape, dtype=dtype, device=device), persistent=False)
@@ -59,7 +57,7 @@ class State(nn.Module):
         buffer("tree_count", batch)
         buffer("most_nodes", batch)  # of its trees count, see `tree`
         self.most_nodes.fill_(MAX_NODES)
-        buffer("tree_hint", batch)
+        buffer("tree_confidence", batch)
         buffer("temperature", batch, dtype=torch.float32)  # at which drafts are drawn
         buffer("top_k", batch)  # these three: see `verify.sample.RowSettings`
         buffer("excluded_p", batch, dtype=torch.float32)
@@ -79,7 +77,6 @@ class State(nn.Module):
             self.position_offsets = None
         self.kv = Cache(graph, batch, capacity)
         self.on_gpu = device.type == "cuda"
-        self._eos: list[int] | None = []  # the tokens in `is_eos`; None if rows differ
         self.root()
 
     @property
@@ -96,7 +93,7 @@ class State(nn.Module):
         return [*self.buffers(recurse=False), *self.kv.states.counts, *self.kv.adapters]
 
     def share(self, other: "State") -> None:
-        """Take the first rows of `other`, of every buffer, in place of rows of its own."""
+        """Replace the rows by the first ones of `other`, in every buffer."""
         for name, buffer in list(self.named_buffers(recurse=False)):
             setattr(self, name, getattr(other, name)[: len(buffer)])
         self.kv.share(other.kv)
@@ -116,20 +113,24 @@ class State(nn.Module):
     def enter(self, row: int, prompt: list[int], eos: list[int], adapter: int = 0, **numbers: int | float) -> None:
         """Begin a new sequence in one row while the others go on. The caller has to unset its `finished`.
 
-        prompt: token ids. eos: ids of the tokens that end it. adapter: see `Cache.adapters`. numbers: values for the
-        [B] buffers of these names.
+        prompt: token ids.
+        eos: ids of the tokens that end it.
+        adapter: see `Cache.adapters`.
+        numbers: values for the [B] buffers of these names, see `Sequence.numbers`.
         """
-        numbers = {"most_nodes": MAX_NODES} | numbers | {"prompt_lengths": len(prompt), "late": 0}
+        numbers |= {"prompt_lengths": len(prompt), "late": 0}
         buffers = {name: getattr(self, name)[row : row + 1] for name in numbers}
         integers = [name for name, buffer in buffers.items() if buffer.dtype == torch.int64]
         fractions = [name for name in numbers if name not in integers]
-        # All travel together, as in `reset`, and are put into place by few launches.
+        # All travel in one copy, because each copy to a GPU takes as long as a small kernel. Newly pinned memory has no
+        # copy under way, so that nothing waits.
         wide = [*prompt, *eos, *(numbers[name] for name in integers)]
         sent = torch.empty(len(wide) + len(fractions), dtype=torch.int64, pin_memory=self.on_gpu)
         array = sent.numpy()
         array[: len(wide)] = wide
         array[len(wide) :].view(np.float64)[:] = [numbers[name] for name in fractions]
         sent = sent.to(self.tokens.device, non_blocking=True)
+        # They are put into place by few launches.
         ids, ends, values, rest = sent.split([len(prompt), len(eos), len(integers), len(fractions)])
         texts = self.tokens[row, : len(prompt)]
         torch._foreach_copy_([texts, *(buffers[name] for name in integers)], [ids, *values.split(1)])
@@ -140,10 +141,9 @@ class State(nn.Module):
         for chosen in self.kv.adapters:
             chosen[row].fill_(adapter)
         self.finished[row].fill_(True)
-        self._eos = None  # rows differ
 
     def fill(self, past: Past, lengths: list[int]) -> None:
-        """Take over states, keys and values of the prompts given to `reset`; the first `lengths` [B] tokens count."""
+        """Take over states, keys and values of the prompts that have entered; the first `lengths` [B] tokens count."""
         self.kv.states.fill(past.states)
         for number, (keys, values) in enumerate(past.layers):
             key_cache, value_cache, scales = self.kv.layer(number)
@@ -164,38 +164,6 @@ class State(nn.Module):
         longer[:, : self.capacity] = self.tokens
         self.tokens = longer
 
-    def reset(
-        self, prompts: list[list[int]], min_lengths: list[int], max_lengths: list[int], eos: list[int],
-        ids: Tensor | None = None, position_offsets: list[int] | None = None, most_nodes: int = MAX_NODES,
-        adapters: list[int] | None = None,
-    ) -> None:  # fmt: skip
-        """Begin B new sequences; see `Request` for the arguments."""
-        lengths = [len(prompt) for prompt in prompts]
-        if ids is None:
-            ids = nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
-        # One copy for all numbers, because each copy to a GPU takes as long as a small kernel. Newly pinned memory has
-        # no copy under way, so that nothing waits.
-        buffers = [self.lengths, self.prompt_lengths, self.min_lengths, self.max_lengths]
-        numbers = torch.empty(len(buffers) * self.batch + ids.numel(), dtype=torch.int64, pin_memory=self.on_gpu)
-        few = numbers.numpy()[: len(buffers) * self.batch]
-        few[:] = [0] * self.batch + lengths + min_lengths + max_lengths
-        numbers[len(few) :] = ids.reshape(-1)
-        numbers = numbers.to(self.tokens.device, non_blocking=True)
-        torch._foreach_copy_(buffers, [*numbers[: len(few)].split(self.batch)])
-        self.tokens[:, : ids.shape[1]] = numbers[len(few) :].view(ids.shape)
-        self.kv.states.reset(self.prompt_lengths)  # guard: states-of-a-call
-        if self.position_offsets is not None:
-            self.position_offsets.copy_(torch.tensor(position_offsets or [0] * self.batch))
-        for chosen in self.kv.adapters:
-            chosen.copy_(torch.tensor(adapters or [0] * self.batch))
-        self.finished.zero_()  # guard: next-request
-        self.late.zero_()
-        self.most_nodes.fill_(most_nodes)
-        if eos != self._eos:
-            self.is_eos.zero_()
-            self.is_eos[:, eos] = True
-            self._eos = [*eos]
-
     def tree(self, nodes: int) -> Tree:
         """The first `nodes` nodes of the pending trees, and at most `most_nodes` of a row. Parents come first, so every
         prefix of a tree is a tree. Unused slots form a chain, because attention pays for each leaf: parents [-1, 0, 0]
@@ -215,7 +183,7 @@ class State(nn.Module):
         self.tree_tokens[:, :1] = self.tokens.gather(1, self.lengths[:, None])
         self.tree_parents[:, :1] = -1
         self.tree_count.fill_(1)
-        self.tree_hint.zero_()
+        self.tree_confidence.zero_()
 
     def draw_tree(self) -> None:
         """Replace the tokens of the pending trees by random ones, always the same."""
@@ -223,28 +191,28 @@ class State(nn.Module):
         self.tree_tokens.copy_(torch.randint(self.draftable or self.is_eos.shape[1], shape, generator=generator))
 
     def propose(
-        self, tokens: Tensor, parents: Tensor, count: Tensor, hint: Tensor, probs: Tensor | None = None,
+        self, tokens: Tensor, parents: Tensor, count: Tensor, confidence: Tensor, probs: Tensor | None = None,
         scores: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Set the trees to be verified next, without tokens that the model cannot read or generate.
 
-        hint: [B], the drafter's bucket of confidence (0: least).
+        confidence: [B], the drafter's bucket of it (0: least).
         probs: [B, N, V], see `Tree`; of a drafter that draws its tokens.
         scores: [B, N] float32, logarithms of the chances that all drafts from the root to each node are accepted, as
             the drafter expects them, for `drafters.union`.
         """
         if self.draftable is not None:
             tokens, parents, count = without(tokens, parents, count, self.draftable)
-        self.set_trees(tokens, parents, count, hint, probs)
+        self.set_trees(tokens, parents, count, confidence, probs)
 
     def set_trees(
-        self, tokens: Tensor, parents: Tensor, count: Tensor, hint: Tensor, probs: Tensor | None = None
+        self, tokens: Tensor, parents: Tensor, count: Tensor, confidence: Tensor, probs: Tensor | None = None
     ) -> None:  # fmt: skip
         """`propose` of any tokens that the model reads."""
         self.tree_tokens[:, : tokens.shape[1]] = tokens
         self.tree_parents[:, : tokens.shape[1]] = parents
         self.tree_count.copy_(count)
-        self.tree_hint.copy_(hint)
+        self.tree_confidence.copy_(confidence)
         if probs is not None:
             self.tree_probs[:, : probs.shape[1]] = probs
 

@@ -24,7 +24,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 from ..batching.output import Output
 from ..batching.request_options import TokenBytes
 from ..capture.admit import reads_pictures
-from ..runtime.past import TOKEN_TYPES
+from ..runtime.prompt import TOKEN_TYPES
 from .body import Bodies
 from .call import CURRENT, HttpCall, Waiting, Workers
 from .door import Policy

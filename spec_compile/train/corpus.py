@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..api import speculate
 from ..drafters.checkpoints.files import Target, load_pickled
 from ..errors import UnsupportedModelError
-from ..runtime import prefill_chunks as chunks
+from ..runtime.round import PREFILL_SIZES
 from ..tree import MAX_NODES
 from . import data as texts
 from .data import Document, read
@@ -225,7 +225,7 @@ def most_rows(model: PreTrainedModel, longest: int, tokens: int) -> int:
     config, device = model.config.get_text_config(decoder=True), model.device
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    slots = tokens + MAX_NODES + chunks.SIZES[device.type][0]  # rounds and prefill write past the end of the text
+    slots = tokens + MAX_NODES + PREFILL_SIZES[device.type][0]  # rounds and prefill write past the end of the text
     row_bytes = 2 * config.num_hidden_layers * heads * head_dim * slots * model.dtype.itemsize
     memory = int(SHARE * torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else CACHE
     return max(1, min(ROWS[device.type], memory // row_bytes, TOKENS // longest))

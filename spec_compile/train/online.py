@@ -91,7 +91,7 @@ class OnlineTraining:
     """
 
     def __init__(self, engine, draft: nn.Module, steps: int, options: OnlineOptions):
-        """engine: a `ServedEngine`. draft, steps: see `draft_of`."""
+        """engine: an `Engine`. draft, steps: see `draft_of`."""
         target = Target.of(engine.original)
         check_memory(draft, engine.original)
         with torch.inference_mode(False), torch.enable_grad(), engine.turns:

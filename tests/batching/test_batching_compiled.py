@@ -16,7 +16,7 @@ from spec_compile.compile.regions import compile_regions
 from spec_compile.compile.serialise import graph_of
 from spec_compile.kernels import linear
 from spec_compile.runtime.compiled_steps import SMALL_PRIMES
-from spec_compile.runtime.steps import StepKind
+from spec_compile.runtime.session import StepKind
 from spec_compile.tree import ancestry
 
 
@@ -34,8 +34,7 @@ def test_rows_of_any_number_share_what_is_compiled(monkeypatch):
         for width in lanes.widths:
             before = counts["traced"]
             session = lanes.session(width)
-            steps = session.steps
-            steps.make(steps.prompt_steps() if lanes is scheduler.prefill else [(StepKind.ROUND, 4)])
+            session.make(session.prompt_steps() if lanes is scheduler.prefill else [(StepKind.ROUND, 4)])
             graphs[width] = counts["traced"] - before
         assert [width for width, count in graphs.items() if count] == lanes.widths[:2], graphs
     scheduler.clear(RuntimeError())

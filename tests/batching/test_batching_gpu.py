@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from spec_compile import speculate
-from spec_compile.runtime import prefill_chunks
+from spec_compile.runtime.round import PREFILL_SIZES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -42,7 +42,7 @@ def test_a_warm_manager_builds_nothing_and_waits_for_nothing():
     manager = fast.init_continuous_batching(GenerationConfig(pad_token_id=0), batching.config(max_requests_per_batch=8))
     manager.warmup()
     sessions = manager.scheduler.decoder._sessions.values()
-    steps = {key for session in sessions for key in session.steps.made}
+    steps = {key for session in sessions for key in session.made}
     seconds = fast.speculation.stats.seconds["compile"]
     manager.start()
     try:
@@ -51,7 +51,7 @@ def test_a_warm_manager_builds_nothing_and_waits_for_nothing():
         outputs = batching.collect(manager, 30)
     finally:
         manager.destroy()
-    assert {key for session in sessions for key in session.steps.made} == steps
+    assert {key for session in sessions for key in session.made} == steps
     assert fast.speculation.stats.seconds["compile"] == seconds
     assert all(output.error is None for output in outputs.values())
 
@@ -64,7 +64,7 @@ COMPILED = ["ngram", "eagle3 tree", "eagle3 union"]
 def test_compiled_and_captured_batches(monkeypatch, name, dtype):
     """The answers of requests are those of single calls, in bfloat16 by the bits that rounds have in any batch. Chunks
     have one size, because each size has its own bits and a busy manager chooses by measured times."""
-    monkeypatch.setitem(prefill_chunks.SIZES, "cuda", (32,))
+    monkeypatch.setitem(PREFILL_SIZES, "cuda", (32,))
     options = dict(batching.ALGORITHMS.get(name, {}))
     fast = speculate(model().to(dtype), algo=name.split()[0], max_cache_len=512, check=False, **options)
     tokens = batching.tokenizer()(batching.TEXT).input_ids

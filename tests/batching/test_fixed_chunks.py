@@ -6,8 +6,8 @@ import torch
 from batch_requests import collect, managed
 
 import spec_compile
-from spec_compile.runtime import prefill_chunks
-from spec_compile.runtime.steps import Steps
+from spec_compile.runtime.round import PREFILL_SIZES
+from spec_compile.runtime.session import Session
 
 SIZES = (64, 32)
 """Smaller steps than a CPU's, so that prompts may be short."""
@@ -16,7 +16,7 @@ NEW = 6
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch):
-    monkeypatch.setitem(prefill_chunks.SIZES, "cpu", SIZES)
+    monkeypatch.setitem(PREFILL_SIZES, "cpu", SIZES)
 
 
 def system(model, **options):
@@ -63,13 +63,13 @@ def test_answers_after_known_beginnings_have_the_bits_of_others(dtype):
 
 def test_load_does_not_change_chunks(monkeypatch):
     """Prompts that wait, and rows that decode, would make chunks smaller."""
-    model, sizes, prefill = models.ADMITTED["llama"](), [], Steps.prefill
+    model, sizes, prefill = models.ADMITTED["llama"](), [], Session.prefill
 
     def recorded(self, size, max_kv_len):
         sizes.append(size)
         return prefill(self, size, max_kv_len)
 
-    monkeypatch.setattr(Steps, "prefill", recorded)
+    monkeypatch.setattr(Session, "prefill", recorded)
     prompts = [text(length, length) for length in (201, 130, 98)]
     with managed(system(model), 4) as manager:
         for prompt in prompts:

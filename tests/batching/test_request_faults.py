@@ -29,7 +29,7 @@ from spec_compile import speculate
 from spec_compile.batching.request_options import LONGEST_NGRAM, MOST_NUMBERS, StopStrings
 from spec_compile.capture.weights import WeightValues
 from spec_compile.runtime.answer import Answer
-from spec_compile.runtime.fair_lock import FairLock
+from spec_compile.runtime.turns import FairLock
 
 LONG = tokenizer()(TEXT).input_ids[:60]
 SECONDS = 60

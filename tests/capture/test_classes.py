@@ -17,7 +17,7 @@ from spec_compile import UnsupportedModelError, passes
 from spec_compile.capture import checks, replaced
 from spec_compile.capture.trace import capture
 from spec_compile.kernels.attention import Use
-from spec_compile.runtime import past
+from spec_compile.runtime import prompt as past
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.common import RESULTS, ROOT

@@ -118,7 +118,7 @@ def check(model, fast, ids, is_exact=True):
 
     drawn = ask()
     (session,) = fast.speculation.engine.sessions.values()
-    made = {**session.steps.made}
+    made = {**session.made}
     begin = time.monotonic()
     while runtime.cold_start.waits:
         assert time.monotonic() < begin + 5 * LONG
@@ -128,7 +128,7 @@ def check(model, fast, ids, is_exact=True):
     assert source.adopted and not source.failures
     assert torch.equal(ask(), drawn) or not is_exact
     if runtime.on_gpu:
-        assert not {*map(id, made.values())} & {*map(id, session.steps.made.values())}
+        assert not {*map(id, made.values())} & {*map(id, session.made.values())}
     before = source.adopted
     fast.speculation.warmup()
     assert source.adopted >= before and not source.failures

@@ -335,7 +335,7 @@ def test_the_thread_waits_for_its_turn_while_a_call_runs(doing):  # noqa: F811
 
 @pytest.mark.slow
 def test_calls_without_a_pause_are_compiled_meanwhile(doing, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("spec_compile.runtime.fair_lock.EVERY", 0.05)
+    monkeypatch.setattr("spec_compile.runtime.turns.EVERY", 0.05)
     model = models.ADMITTED["llama"]()
     fast, want = speculate(model, **OPTIONS), ask(model)
     begin = time.monotonic()

@@ -182,7 +182,7 @@ def test_a_call_may_name_an_assistant():
     before = plainly.speculation.stats.rounds
     got = rounds.generated(plainly, rounds.prompts(2), assistant_model=assistants.assistant("31B"))
     assert torch.equal(got, plain("31B", 2)) and plainly.speculation.stats.rounds > before
-    (model,) = (model for _, model in plainly.speculation.engine.called_drafts._made.values())
+    (model,) = (model for _, model in plainly.speculation.engine.called_drafts.values())
     assert model.speculation.engine.name == "assistant"
 
 

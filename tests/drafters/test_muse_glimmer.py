@@ -69,7 +69,7 @@ def test_a_call_may_name_the_draft():
     how = dict(assistant_model=draft, speculation_type="dflash")
     assert torch.equal(rounds.generated(fast, prompts(1), 12, **how), plain(1)[:, : 6 + 12])
     assert fast.speculation.stats.rounds > before
-    (model,) = (model for _, model in fast.speculation.engine.called_drafts._made.values())
+    (model,) = (model for _, model in fast.speculation.engine.called_drafts.values())
     assert model.speculation.engine.name == "dflash" and model.speculation.engine.options.draft is draft
 
 

@@ -303,7 +303,7 @@ def test_rank_0_decides(on_ranks):
         if rank == 1:
             fast.speculation.ngram.add([5] * 50)
         sessions = fast.speculation.engine.sessions.values()
-        policies = [policy for session in sessions for policy in session.steps.policies.values()]
+        policies = [policy for session in sessions for policy in session.policies.values()]
         for policy in policies:
             policy.costs.measured.update({nodes: (1 + rank * nodes) * 1e-3 for nodes in policy.sizes})
         again = [fast.generate(prompt, **GREEDY) for _ in range(3)]

@@ -440,7 +440,7 @@ def test_refresh_under_captured_graphs(algorithm):
     system = speculate(target, algorithm, max_cache_len=200, **draft, **more)
     on_cpu, ids = copy.deepcopy(drafts.target("llama")), drafts.prompts(2)
     assert torch.equal(generated(system, ids), drafts.generated(on_cpu, ids, NEW))
-    captured = [step for session in system.speculation.engine.sessions.values() for step in session.steps.made.values()]
+    captured = [step for session in system.speculation.engine.sessions.values() for step in session.made.values()]
     for seed in (1, 2):
         generator = torch.Generator().manual_seed(seed)
         new = {
@@ -463,7 +463,7 @@ def test_refresh_under_captured_graphs(algorithm):
     target.cuda()
     system.speculation.refresh()
     assert torch.equal(generated(system, ids), drafts.generated(on_cpu, ids, NEW))
-    steps = [step for session in system.speculation.engine.sessions.values() for step in session.steps.made.values()]
+    steps = [step for session in system.speculation.engine.sessions.values() for step in session.made.values()]
     assert all(step is before for step, before in zip(steps, captured))
 
 

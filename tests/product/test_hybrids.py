@@ -17,7 +17,7 @@ from spec_compile.compat import CACHE
 from spec_compile.graph import ModelGraph
 from spec_compile.kernels import recurrence as recurrences
 from spec_compile.passes.row_invariance import require_same_bits, variant_parts
-from spec_compile.runtime.steps import StepKind
+from spec_compile.runtime.session import StepKind
 from spec_compile.tools.audit_logits import _both
 
 OFTEN = ("lfm2", "qwen3_5", "falcon_h1", "nemotron_h", "jamba")
@@ -127,9 +127,9 @@ def test_building_steps_leaves_states_alone():
     session.state.max_lengths.add_(16)
     before = [session.state.kv.states[number][0].clone() for number in range(2)]
     flags = session.state.finished.clone(), session.state.prompt_lengths.clone()
-    with torch.no_grad(), session.steps._untouched():
-        session.steps.get(StepKind.ROUND, 4)(128)
-        session.steps.get(StepKind.PREFILL)(32, 128)
+    with torch.no_grad(), session._untouched():
+        session.get(StepKind.ROUND, 4)(128)
+        session.get(StepKind.PREFILL)(32, 128)
     for number, state in enumerate(before):
         assert torch.equal(session.state.kv.states[number][0], state)
     assert torch.equal(session.state.finished, flags[0]) and torch.equal(session.state.prompt_lengths, flags[1])

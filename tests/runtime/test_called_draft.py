@@ -11,7 +11,7 @@ import two_tokenizers as two
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import spec_compile
-from spec_compile.runtime.call_options import CalledDraft
+from spec_compile.runtime.preparation import CalledDraft
 
 DEMO = Path(__file__).parents[2] / "examples" / "tiny_coder"
 PROMPTS = ["def mean(values):\n", "class Stack:\n    def __init__(self):\n"]

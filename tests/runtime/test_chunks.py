@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import spec_compile
 from spec_compile.compat import CACHE
-from spec_compile.runtime.prefill_chunks import FIXED, SIZES, chunks, common_end
+from spec_compile.runtime.round import PREFILL_SIZES, STEP_COST, chunks, common_end
 
 
 def without_waste(tokens, sizes):
@@ -21,9 +21,9 @@ def without_waste(tokens, sizes):
         tokens -= size
 
 
-@given(st.integers(1, 200_000), st.sampled_from(sorted(SIZES)))
+@given(st.integers(1, 200_000), st.sampled_from(sorted(PREFILL_SIZES)))
 def test_all_tokens_at_no_more_than_it_costs_without_waste(tokens, device):
-    sizes, fixed = SIZES[device], FIXED[device]
+    sizes, fixed = PREFILL_SIZES[device], STEP_COST[device]
     found = list(chunks(tokens, sizes, fixed))
     assert set(found) <= set(sizes)
     assert sum(found[:-1]) < tokens <= sum(found)
@@ -33,7 +33,7 @@ def test_all_tokens_at_no_more_than_it_costs_without_waste(tokens, device):
 @given(st.integers(1, 5000), st.integers(0, 5000))
 def test_a_prompt_that_goes_on_has_the_rest_of_its_steps(tokens, longer):
     """After any of them, and after the steps that a longer text has, too."""
-    sizes, fixed = SIZES["cpu"], FIXED["cpu"]
+    sizes, fixed = PREFILL_SIZES["cpu"], STEP_COST["cpu"]
     found = list(chunks(tokens, sizes, fixed))
     for number in range(len(found)):
         assert list(chunks(tokens - sum(found[:number]), sizes, fixed)) == found[number:]
@@ -48,7 +48,7 @@ def test_a_prompt_that_goes_on_has_the_rest_of_its_steps(tokens, longer):
     [(0, []), (1, [32]), (33, [128]), (300, [512]), (1025, [512, 512, 32]), (2047, [2048]), (4100, [2048, 2048, 32])],
 )
 def test_steps_on_a_gpu(tokens, expected):
-    assert list(chunks(tokens, SIZES["cuda"], FIXED["cuda"])) == expected
+    assert list(chunks(tokens, PREFILL_SIZES["cuda"], STEP_COST["cuda"])) == expected
 
 
 def test_a_limit_on_the_steps():
@@ -63,7 +63,7 @@ def test_a_call_makes_the_steps_that_it_runs():
     ids = torch.randint(3, models.VOCAB, (2, 200), generator=torch.Generator().manual_seed(1))
     first = fast.generate(ids[:, :40], max_new_tokens=1, **wanted)
     ids = torch.cat([first.sequences, ids[:, 40:]], dim=1)
-    steps = fast.speculation.engine.session(2).steps
+    steps = fast.speculation.engine.session(2)
     made, run = mock.Mock(wraps=steps.prompt_steps), mock.Mock(wraps=steps.prefill)
     with mock.patch.object(steps, "prompt_steps", made), mock.patch.object(steps, "prefill", run):
         whole = fast.generate(ids, max_new_tokens=3, **wanted, **{CACHE: first[CACHE]}).sequences

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 from spec_compile.drafters.draft_model import ModelDrafter
 from spec_compile.drafters.heads import HeadDrafter
 from spec_compile.drafters.ngram import NgramDrafter
-from spec_compile.runtime.draft_guard import DraftGuard
+from spec_compile.runtime.round import DraftGuard
 
 DRAFTS = {
     "eagle3": ("tree", HeadDrafter),

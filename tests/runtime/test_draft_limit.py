@@ -6,7 +6,7 @@ import torch
 from batch_requests import collect, config
 from transformers import GenerationConfig
 
-from spec_compile.runtime.call_options import read_limit
+from spec_compile.runtime.preparation import read_limit
 
 SYSTEMS = {"a tree": ("eagle3", "tree"), "a chain": ("draft_model", "chain"), "a union": ("eagle3", "union")}
 

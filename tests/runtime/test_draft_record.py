@@ -1,10 +1,24 @@
-"""`DraftRecord`: gains by confidence, and records that later processes begin with."""
+"""`DraftRecord`: gains by confidence, kept for later processes. `Hindsight`: trees that nobody verified."""
 
 import json
 
 import pytest
+import torch
+from rows import begin_rows
 
-from spec_compile.runtime.draft_record import ALL, FADE, NEVER, NO_TREE, DraftRecord, DraftRecords, Group, TreeOutcome
+from spec_compile.graph import ModelGraph
+from spec_compile.runtime.draft_record import (
+    ALL,
+    FADE,
+    NEVER,
+    NO_TREE,
+    DraftRecord,
+    DraftRecords,
+    Group,
+    Hindsight,
+    TreeOutcome,
+)
+from spec_compile.runtime.state import State
 
 
 class Memory(dict):
@@ -97,3 +111,83 @@ def test_trees_that_the_host_did_not_know_have_no_confidence():
     groups = [Group(0, NO_TREE), ALL, Group(0, 2)]
     record.learn([4], [TreeOutcome(4, group, [1]) for group in groups])
     assert {*record.gains} == {(ALL, 4), (Group(0, 2), 4)} and record.gain(4, groups[:1]) == 1.0
+
+
+# --- hindsight
+
+
+VOCAB = 50
+
+
+def texts(batch):
+    graph = ModelGraph(torch.fx.GraphModule({}, torch.fx.Graph()), (), VOCAB, 8, torch.float32, None, "")
+    state = State(graph, batch, 128, torch.device("cpu"))
+    begin_rows(state, [[1, 2, 3]] * batch, [100] * batch)
+    state.lengths.fill_(2)
+    return state, Hindsight(state)
+
+
+def draft(state, rows):
+    """rows: (tokens, parents, confidence) of each row's tree, root left out."""
+    state.root()
+    for row, (tokens, parents, confidence) in enumerate(rows):
+        state.tree_tokens[row, 1 : 1 + len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+        state.tree_parents[row, 1 : 1 + len(tokens)] = torch.tensor(parents, dtype=torch.int64)
+        state.tree_count[row], state.tree_confidence[row] = 1 + len(tokens), confidence
+
+
+def write(state, row, tokens):
+    end = int(state.lengths[row])
+    state.tokens[row, end + 1 : end + 1 + len(tokens)] = torch.tensor(tokens)
+    state.lengths[row] += len(tokens)
+
+
+def test_a_tree_is_told_of_when_the_text_leaves_it():
+    state, hindsight = texts(1)
+    draft(state, [([4, 5, 6, 7], [0, 0, 2, 3], 9)])  # root -> 4; root -> 5 -> 6 -> 7
+    assert hindsight.look() == []
+    draft(state, [([], [], 0)])
+    write(state, 0, [5])
+    assert hindsight.look() == []
+    write(state, 0, [6])
+    assert hindsight.look() == []
+    write(state, 0, [8])
+    assert hindsight.look() == [(9, [2, 3])]
+    assert hindsight.look() == []
+
+
+def test_the_end_of_a_branch_ends_it_at_once():
+    state, hindsight = texts(1)
+    draft(state, [([4, 5], [0, 0], 1)])
+    hindsight.look()
+    draft(state, [([7], [0], 2)])
+    write(state, 0, [5])
+    assert hindsight.look() == [(1, [2])]
+    write(state, 0, [8, 9, 10])  # several tokens in one round
+    assert hindsight.look() == [(2, [])]
+
+
+def test_several_trees_are_followed_at_once():
+    state, hindsight = texts(1)
+    draft(state, [([4, 5, 6], [0, 1, 2], 1)])
+    hindsight.look()
+    draft(state, [([5, 7], [0, 1], 2)])
+    write(state, 0, [4])
+    hindsight.look()
+    draft(state, [([], [], 0)])
+    write(state, 0, [5, 6])
+    assert hindsight.look() == [(1, [1, 2, 3]), (2, [1])]
+
+
+def test_rows_are_apart_and_a_new_text_forgets_the_trees():
+    state, hindsight = texts(2)
+    draft(state, [([4], [0], 1), ([4, 5], [0, 1], 2)])
+    hindsight.look()
+    draft(state, [([], [], 0)] * 2)
+    write(state, 0, [9])
+    write(state, 1, [4])
+    assert hindsight.look() == [(1, [])]
+    begin_rows(state, [[1]] * 2, [100] * 2)
+    assert hindsight.look() == []
+    write(state, 1, [5, 5, 5, 5, 5])
+    assert hindsight.look() == []

@@ -40,7 +40,7 @@ def make_state(graph, names, vocab):
     for row, name in enumerate(names):
         temperature, processors = ROWS[name]
         numbers = dict(seed=[*ROWS].index(name) << 40, numbers=7 * row + 1, temperature=temperature, lengths=9 + row)
-        state.enter(row, [*range(9)], [], **numbers, **RowSettings.of(processors).numbers())
+        state.enter(row, [*range(9)], [], **numbers, **vars(RowSettings.of(processors)))
     return state
 
 

@@ -112,43 +112,16 @@ def test_every_row_ends_on_its_own(model, fast, batch):
         ("max_new_tokens", dict(input_ids=row(), max_new_tokens=10**11)),
         ("reference", dict(input_ids=row(), reference=[3, 4, 1000])),
         ("reference", dict(input_ids=row(), reference=[[3, 4], [-1]])),
+        ("reference", dict(input_ids=row(), reference="some text")),
     ],
 )
 def test_bad_input_is_refused_by_name(model, fast, name, arguments):
     held = fast.speculation.ngram.stats()
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises((TypeError, ValueError), match=name):
         fast.generate(**{"do_sample": False, "max_new_tokens": 5, "pad_token_id": 0, **arguments})
     assert fast.speculation.ngram.stats() == held
     expected, got = both(model, fast, row(), max_new_tokens=8)
     assert torch.equal(got, expected)
-
-
-def test_reference_must_be_tokens(fast):
-    with pytest.raises(TypeError, match="reference"):
-        fast.generate(row(), reference="some text", do_sample=False, max_new_tokens=5)
-
-
-@pytest.mark.parametrize(
-    "error, message, arguments",
-    [
-        (ValueError, "Did you mean 'ngram'", dict(algo="ngrm")),
-        (TypeError, "algo", dict(algo=3)),
-        (TypeError, "Did you mean 'num_draft_tokens'", dict(num_draft_token=8)),
-        (TypeError, "Did you mean 'branch_length'", dict(branch_lenght=8)),
-        (ValueError, "num_draft_tokens", dict(num_draft_tokens=65)),
-        (ValueError, "num_draft_tokens", dict(num_draft_tokens=0)),
-        (TypeError, "num_draft_tokens", dict(num_draft_tokens="8")),
-        (ValueError, "max_cache_len", dict(max_cache_len=1)),
-        (ValueError, "max_match_window_size", dict(max_match_window_size=18)),
-        (ValueError, "min_match_window_size", dict(min_match_window_size=0)),
-        (ValueError, "max_bfs_breadth", dict(min_bfs_breadth=4, max_bfs_breadth=2)),
-        (ValueError, "capacity", dict(capacity=3)),
-        (ValueError, "match_type", dict(match_type="DFS")),
-    ],
-)
-def test_bad_options_are_refused_by_name(model, error, message, arguments):
-    with pytest.raises(error, match=message):
-        speculate(model, **arguments)
 
 
 def test_models_that_cannot_be():
@@ -162,15 +135,6 @@ def test_models_that_cannot_be():
         speculate(ADMITTED["llama"]().to(torch.float8_e4m3fn))
     with pytest.raises(ValueError, match=r"dropout is 0\.1.*eval"):
         speculate(ADMITTED["opt"]().train())
-
-
-def test_a_minimum_of_new_tokens_holds_to_the_token(model, fast):
-    """The model would end at the last place where it may not."""
-    ids = row()
-    said = model.generate(ids, do_sample=False, max_new_tokens=NEW, eos_token_id=None)[0, ids.shape[1] :].tolist()
-    least = next(n for n in range(3, NEW) if said[n - 1] not in said[: n - 1])
-    expected, got = both(model, fast, ids, max_new_tokens=NEW, eos_token_id=said[least - 1], min_new_tokens=least)
-    assert torch.equal(got, expected) and got.shape[1] > ids.shape[1] + least
 
 
 @pytest.mark.parametrize("check", ["check_capture", "check_tree", "check_generation"])
@@ -272,12 +236,6 @@ def test_stats_tell_how_rounds_were_chosen():
     assert "rounds × nodes verified: 30×1, 2×4, 8×16 (25% drafted, 4.2 nodes a round)" in str(stats)
 
 
-def test_without_drafts_every_round_is_a_plain_step(model):
-    fast = speculate(model, compile=False, num_draft_tokens=1)
-    expected, got = both(model, fast, row(), max_new_tokens=NEW, eos_token_id=None)
-    assert torch.equal(got, expected) and fast.speculation.stats.nodes == {1: NEW}
-
-
 def test_calls_from_threads_wait_for_each_other(model, fast):
     inputs = [row(number) for number in range(3)] * 2
     expected = [model.generate(ids, do_sample=False, max_new_tokens=NEW, pad_token_id=0) for ids in inputs]
@@ -305,28 +263,6 @@ def test_weights_changed_in_place_are_seen_and_moved_ones_are_refused():
     model.model.layers[0].self_attn.k_proj.weight.data = torch.zeros(32, 64)
     with pytest.raises(RuntimeError, match="speculate"):
         fast.generate(row(), do_sample=False, max_new_tokens=5)
-
-
-def test_round_trip_through_save_pretrained(model, fast, tmp_path):
-    fast.save_pretrained(tmp_path)
-    again = LlamaForCausalLM.from_pretrained(tmp_path)
-    assert again.config.architectures == ["LlamaForCausalLM"]
-    assert {name: value.shape for name, value in again.state_dict().items()} == {
-        name: value.shape for name, value in model.state_dict().items()
-    }
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in again.state_dict().items())
-    weights = sum(p.numel() * 4 for p in model.parameters())
-    assert sum(file.stat().st_size for file in tmp_path.glob("*.safetensors")) < weights * 1.1
-
-
-def test_wrapping_twice_shares_the_merged_weights(model):
-    first = speculate(model, compile=False)
-    pointers = [p.data_ptr() for p in model.parameters()]
-    second = speculate(model, compile=False, num_draft_tokens=4)
-    assert [p.data_ptr() for p in model.parameters()] == pointers
-    for fast in (first, second):
-        expected, got = both(model, fast, row(), max_new_tokens=NEW)
-        assert torch.equal(got, expected)
 
 
 def test_explain_and_dump(model, fast, tmp_path):

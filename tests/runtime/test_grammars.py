@@ -5,7 +5,21 @@ import models
 import pytest
 import torch
 from distributions import FITS, fit, joint
-from grammar_cases import CALLS, EOS, GRAMMARS, NEW, TABLE, VOCAB, WARPERS, accepted, call, plain, random_trees
+from grammar_cases import (
+    CALLS,
+    EOS,
+    GRAMMARS,
+    NEW,
+    TABLE,
+    VOCAB,
+    WARPERS,
+    accepted,
+    call,
+    drawn_chains,
+    guesses_of,
+    plain,
+    random_trees,
+)
 from transformers import LogitsProcessorList
 from transformers.generation import (
     InfNanRemoveLogitsProcessor,
@@ -17,7 +31,6 @@ from transformers.generation import (
 from spec_compile.runtime.answer import Answer
 from spec_compile.runtime.verify import Route, make_acceptor
 from spec_compile.runtime.verify.host import ConstrainedAcceptor, HostAcceptor
-from spec_compile.tree import Tree
 
 
 @pytest.fixture(autouse=True)
@@ -109,23 +122,7 @@ def test_drawn_tokens_have_the_plain_loops_distribution(way, monkeypatch):
     assert fit(result[None], joint(constrained(grammar), VOCAB)[None], VOCAB) > FITS
 
 
-GUESSES = (TABLE + torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(5))).softmax(dim=1)
-
-
-def drawn_chains(processors, rows, new, guesses, seed=7, ends=False):
-    """`new` tokens of each row from chains of four nodes that are drawn from `guesses` [VOCAB, VOCAB], the rounds that
-    this took, and the acceptor."""
-    answer = Answer(torch.ones(rows, 1, dtype=torch.int64), new + 1, [EOS] if ends else [], 0 if ends else None)
-    accept, rounds = make_acceptor(Route.ON_HOST, answer, LogitsProcessorList(processors), seed), 0
-    while not answer.done:
-        chain = [torch.tensor([(gained or [1])[-1] for gained in answer.rows])]
-        for _ in range(3):
-            chain.append(guesses[chain[-1]].multinomial(1)[:, 0])
-        tokens = torch.stack(chain, dim=1)
-        real = torch.arange(4) < torch.randint(1, 5, (rows, 1))
-        accept(Tree(tokens, torch.arange(-1, 3).expand(rows, -1), real, guesses[tokens]), TABLE[tokens])
-        rounds += 1
-    return answer.sequences()[:, 1:], rounds, accept
+GUESSES = guesses_of(TABLE)
 
 
 def test_drawn_chains_have_the_plain_loops_distribution():

@@ -16,13 +16,13 @@ import torch
 from batch_requests import collect, managed
 from hybrids import bits_of_answers
 from places import GPU, ON_GPU
+from rows import begin_rows
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import spec_compile
 from spec_compile.batching.rows import Rows
 from spec_compile.cache import PAGE, Cache
-from spec_compile.runtime.session import Session
-from spec_compile.runtime.steps import StepKind
+from spec_compile.runtime.session import Session, StepKind
 from spec_compile.tree import ancestry
 
 EDGES = (1, 63, 64, 65, 127, 128, 129, 1023, 1024, 1025, 2047, 2048, 2049)
@@ -189,7 +189,7 @@ def prompts_of(runtime, lengths=LENGTHS):
 def begun(runtime, prompts):
     """A session of prompts of which nothing has been processed."""
     session, rows = Session(runtime, len(prompts), CAPACITY), len(prompts)
-    session.state.reset(prompts, [0] * rows, [CAPACITY] * rows, [])
+    begin_rows(session.state, prompts, [CAPACITY] * rows)
     return session
 
 
@@ -199,7 +199,7 @@ def go_on(session, missing, sizes, done=0):
         if missing <= 0:
             return session
         size = min(size, max(missing, 2))
-        session.steps.prefill(size, session.max_kv_len(done + size))
+        session.prefill(size, session.max_kv_len(done + size))
         done, missing = done + size, missing - size
 
 
@@ -213,7 +213,7 @@ def look(session):
     if GPU:
         torch.cuda.synchronize()  # see `Trees.run`
     slots = session.max_kv_len(int(session.state.lengths.max()) + 1)
-    return session.steps.get(StepKind.LOOK, 1)(slots)[0][:, 0]
+    return session.get(StepKind.LOOK, 1)(slots)[0][:, 0]
 
 
 def by_rounds(runtime, prompts):

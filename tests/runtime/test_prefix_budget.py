@@ -8,7 +8,7 @@ import pytest
 
 from spec_compile import speculate
 from spec_compile.config import Options
-from spec_compile.runtime.engine import PrefixBudget
+from spec_compile.runtime.runtime import PrefixBudget
 
 MEMORY = psutil.virtual_memory().total
 

@@ -6,15 +6,16 @@ import random
 import models
 import pytest
 import torch
+from rows import begin_rows
 from sweeps import thinned
 
 from spec_compile.compile.part import counts
 from spec_compile.config import Options
 from spec_compile.drafting import Algorithm, Drafter, DraftPlan
-from spec_compile.runtime.call import Call
 from spec_compile.runtime.engine import Engine
+from spec_compile.runtime.pipeline import Call
 from spec_compile.runtime.request import Request, Sequence
-from spec_compile.runtime.steps import StepKind
+from spec_compile.runtime.session import StepKind
 from spec_compile.tree import ancestry
 
 NEW = 48
@@ -91,7 +92,9 @@ class Given(Algorithm):
 
 def make_engine(graph, make_drafter, nodes, compile=False):
     options = Options(num_draft_tokens=nodes, max_cache_len=320, compile=compile)
-    return Engine(graph, Given(make_drafter, nodes), options, torch.device("cpu"), 512)
+    engine = Engine(models.ADMITTED["llama"](), "given", graph, Given(make_drafter, nodes), options)
+    engine.runtime.cold_start = None  # compile steps when they are made
+    return engine
 
 
 class Run:
@@ -103,10 +106,10 @@ class Run:
         if texts is not None:
             self.session.drafter.texts = texts
         limits = limits or [len(prompt) + NEW for prompt in prompts]
-        self.state.reset(prompts, [0] * len(prompts), limits, list(eos))
+        begin_rows(self.state, prompts, limits, eos)
         self.session.drafter.start(self.state, prompts, [])
         for done in range(0, max(map(len, prompts)) - 1, 32):
-            self.session.steps.get(StepKind.PREFILL)(32, -(-(done + 32) // 128) * 128)
+            self.session.get(StepKind.PREFILL)(32, -(-(done + 32) // 128) * 128)
         self.state.root()
         self.session.drafter.propose(self.state, 128)
 
@@ -114,7 +117,7 @@ class Run:
         return -(-(int(self.state.lengths.max()) + nodes) // 128) * 128
 
     def round(self, nodes):
-        return self.session.steps.get(StepKind.ROUND, nodes)(self.max_kv_len(nodes)).clone()
+        return self.session.get(StepKind.ROUND, nodes)(self.max_kv_len(nodes)).clone()
 
 
 @functools.cache
@@ -298,30 +301,6 @@ def test_end_of_sequence_inside_an_accepted_run(place, nodes, captured):
         assert generated(engine, prompts, texts, NEW, eos) == [cut(answer, eos) for answer in answers]
 
 
-@pytest.mark.sweep(["what is forbidden-8-16", "what comes instead-8-4"])
-@pytest.mark.parametrize(
-    "drafted, least, nodes", thinned(3, ["what is forbidden", "what comes instead"], [3, 8, 30], [1, 4, 16])
-)
-def test_minimum_length(drafted, least, nodes, captured):
-    """A token that the model writes early is declared its end of sequence, and forbidden for `least` tokens."""
-    model, graph = captured("llama")
-    prompts, texts = truths("llama", 3)
-    eos = texts[0][len(prompts[0]) + 1]
-    want, wanted = [], []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, min_new_tokens=least,
-            eos_token_id=eos,
-        )[0].tolist()  # fmt: skip
-        want.append(out[len(prompt) :])
-        wanted.append(out)
-    assert eos not in want[0][: least - 1] and want[0] != texts[0][len(prompts[0]) :]
-    engine = make_engine(graph, lambda rows: Oracle(nodes, rows, luck=1.0, full=True), nodes)
-    given = texts if drafted == "what is forbidden" else wanted
-    assert generated(engine, prompts, given, NEW, [eos], least) == want
-
-
 @pytest.mark.parametrize("nodes", [1, 4, 16])
 @pytest.mark.parametrize("place", ["the last forbidden one", "the first allowed one"])
 def test_minimum_length_to_the_token(place, nodes, captured):
@@ -406,7 +385,7 @@ def test_a_compiled_round_equals_the_eager_one(nodes, llama):
         engine.session(2).drafter.turn.zero_()
     limits = [len(text) for text in texts]
     fast, slow = Run(compiled, prompts, limits), Run(eager, prompts, limits)
-    fast.session.steps.get(StepKind.ROUND, nodes)
+    fast.session.get(StepKind.ROUND, nodes)
     graphs, kv_lens = counts["traced"], set()
     while not slow.state.finished.all():
         kv_lens.add(fast.max_kv_len(nodes))
@@ -423,9 +402,9 @@ def test_a_compiled_round_equals_the_eager_one(nodes, llama):
 def test_prompts_of_all_lengths_share_one_prefill(llama):
     graph, _, _, compiled, trees = llama
     eager = make_engine(graph, lambda rows: Replay(trees, rows), 4)
-    compiled.session(2).steps.get(StepKind.PREFILL)
-    compiled.session(2).steps.get(StepKind.ROUND, 4)
-    compiled.session(2).steps.get(StepKind.ROUND, 1)
+    compiled.session(2).get(StepKind.PREFILL)
+    compiled.session(2).get(StepKind.ROUND, 4)
+    compiled.session(2).get(StepKind.ROUND, 1)
     graphs = counts["traced"]
     for lengths in ((1, 1), (2, 1), (5, 31), (32, 33), (34, 64), (65, 97), (128, 129), (130, 161), (200, 3), (9, 200)):
         prompts, answers = long_prompts(lengths), []
@@ -440,7 +419,7 @@ def test_prompts_of_all_lengths_share_one_prefill(llama):
 def test_prefill_before_any_prompt_stays_at_the_first_slot(llama):
     """What warms up runs it more than once; before the first slot there is memory of others."""
     session = make_engine(llama[0], lambda rows: Oracle(4, rows), 4).session(2)
-    step = session.steps.get(StepKind.PREFILL)
+    step = session.get(StepKind.PREFILL)
     with torch.no_grad():
         for _ in range(3):
             step(32, 128)

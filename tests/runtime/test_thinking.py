@@ -5,7 +5,7 @@ from pathlib import Path
 import fake_xgrammar as fake
 import pytest
 import torch
-from grammar_cases import EOS, NEW, TABLE, VOCAB, accepted
+from grammar_cases import EOS, NEW, TABLE, VOCAB, accepted, drawn_chains, guesses_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper
 
@@ -203,17 +203,10 @@ def test_drafts_that_are_drawn_and_rejected_leave_no_trace(budget):
     """Chains of four nodes from another distribution than the target's, of which most are rejected."""
     table = TABLE.clone()
     table[:, LEFT] += 3
-    guesses = (table + torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(5))).softmax(dim=1)
     made = ThinkingBudget(Letters(), budget, start="<", end="ab>")
     check_processors([made], 1, VOCAB)
-    answer = Answer(torch.ones(20, 1, dtype=torch.int64), NEW + 1, [], None)
-    accept, g = make_acceptor(Route.ON_HOST, answer, LogitsProcessorList([made]), 7), torch.Generator().manual_seed(0)
-    while not answer.done:
-        chain = [torch.tensor([(gained or [1])[-1] for gained in answer.rows])]
-        for _ in range(3):
-            chain.append(guesses[chain[-1]].multinomial(1, generator=g)[:, 0])
-        tokens, real = torch.stack(chain, dim=1), torch.ones(20, 4, dtype=torch.bool)
-        accept(Tree(tokens, torch.arange(-1, 3).expand(20, -1), real, guesses[tokens]), table[tokens])
+    _, _, accept = drawn_chains([made], 20, NEW, guesses_of(table), table=table)
+    answer = accept.answer
     assert max(count for row in answer.rows for count in stretches(row)) == budget + 3
     prompts = [[1, *row[: accept.only.followed[number]]] for number, row in enumerate(answer.rows)]
     fresh = made.matchers(prompts)

@@ -2,8 +2,8 @@
 
 import torch
 
-FITS, FAILS = 1e-3, 1e-6
-"""p-values above the one are expected of what is right, below the other of what is wrong."""
+FITS = 1e-3
+"""p-values above it are expected of what is right."""
 PLACES = 3
 """Tokens after the prompt whose joint distribution is compared."""
 

@@ -64,6 +64,27 @@ def accepted(processors, batch, texts, seed=None, g=None, ends=True, new=NEW, de
     return torch.nn.functional.pad(answer.sequences(), (0, new - answer.columns)), most, accept
 
 
+def guesses_of(table):
+    """Distributions [VOCAB, VOCAB] from which drafts are drawn, near those of a table of logits."""
+    return (table + torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(5))).softmax(dim=1)
+
+
+def drawn_chains(processors, rows, new, guesses, seed=7, ends=False, table=TABLE):
+    """`new` tokens of each row from chains of four nodes that are drawn from `guesses` [VOCAB, VOCAB], the rounds that
+    this took, and the acceptor."""
+    answer = Answer(torch.ones(rows, 1, dtype=torch.int64), new + 1, [EOS] if ends else [], 0 if ends else None)
+    accept, rounds = make_acceptor(Route.ON_HOST, answer, LogitsProcessorList(processors), seed), 0
+    while not answer.done:
+        chain = [torch.tensor([(gained or [1])[-1] for gained in answer.rows])]
+        for _ in range(3):
+            chain.append(guesses[chain[-1]].multinomial(1)[:, 0])
+        tokens = torch.stack(chain, dim=1)
+        real = torch.arange(4) < torch.randint(1, 5, (rows, 1))
+        accept(Tree(tokens, torch.arange(-1, 3).expand(rows, -1), real, guesses[tokens]), table[tokens])
+        rounds += 1
+    return answer.sequences()[:, 1:], rounds, accept
+
+
 WARPERS = {
     "temperature": [TemperatureLogitsWarper(0.7)],
     "top-k": [TemperatureLogitsWarper(2.0), TopKLogitsWarper(3)],

@@ -23,7 +23,7 @@ class Route(Enum):
     GREEDY_IN_ROUND do_sample=False, and the processors do `accept_greedy`      `accept_greedy`
                     no more than set a minimum length
     DRAW_IN_ROUND   do_sample=True on a GPU, and           `DrawInRound`        `accept_chain`
-                    `DrawInRound.takes` the processors
+                    `DrawInRound.supports` the processors
     ON_HOST         anything else                          `HostAcceptor`       `accept_chain`, in lockstep
                                                                                 `accept_drawn`
     =============== ====================================== ==================== ===========================
@@ -31,10 +31,6 @@ class Route(Enum):
     On a CPU the host is faster than drawing in the round, because it processes only nodes that are reached. All routes
     that draw give the same tokens for a seed. Under a grammar or a thinking budget, ON_HOST is `ConstrainedAcceptor`
     if the other processors permit it.
-
-    `accept_chain` tests a drawn chain as a block, which needs the target's distribution after every draft. Rows that go
-    in lockstep (see `HostAcceptor`) are the exception: their processors may remember what they saw, so they are called
-    only for tokens that are certain, and drafts are tested one by one. No other route takes such processors.
 
     A new route is a file in this folder, a row above, a branch of `choose_route` and one of `make_acceptor`.
     """
@@ -44,21 +40,18 @@ class Route(Enum):
     ON_HOST = "on the host"
 
 
-def choose_route(
-    generation_config, processors: list, device: torch.device, keeps_scores: bool, has_first_logits: bool
-) -> Route:
-    """The route that serves one ``generate()``.
+def choose_route(generation_config, processors: list, device: torch.device, keeps_scores: bool) -> Route:
+    """The route that serves one ``generate()`` whose first logits are not known yet.
 
     generation_config: transformers' GenerationConfig; only `do_sample` is read.
     device: the model's.
     keeps_scores: True if scores or logits of every token are returned.
-    has_first_logits: True if the target's logits after the prompts are known before the first round.
     """
-    if keeps_scores or has_first_logits:
+    if keeps_scores:
         return Route.ON_HOST
     if not generation_config.do_sample and all(is_known(processor, MINIMA) for processor in processors):
         return Route.GREEDY_IN_ROUND
-    if generation_config.do_sample and device.type == "cuda" and DrawInRound.takes(processors):
+    if generation_config.do_sample and device.type == "cuda" and DrawInRound.supports(processors):
         return Route.DRAW_IN_ROUND
     return Route.ON_HOST
 
@@ -77,7 +70,7 @@ def make_acceptor(
             return DrawInRound(processors)
         case Route.ON_HOST:
             processors = follow_rows(answer, processors)
-            is_constrained = ConstrainedAcceptor.takes(processors, is_greedy=seed is None)
+            is_constrained = ConstrainedAcceptor.supports(processors, is_greedy=seed is None)
             if is_constrained and ranks.size == 1 and not answer.needs_scores:
                 return ConstrainedAcceptor(answer, processors, seed)
             return HostAcceptor(answer, processors, seed, ranks)

@@ -221,8 +221,7 @@ class _Thread(threading.Thread):
             os.setpriority(os.PRIO_PROCESS, self.native_id or 0, 19)
 
 
-_free: list[_Thread] = []
-"""Threads that wait for a step."""
+_free: list[_Thread] = []  # threads that wait for a step
 _given_up: list[_Thread] = []
 os.register_at_fork(after_in_child=_free.clear)
 os.register_at_fork(after_in_child=_given_up.clear)

@@ -25,8 +25,8 @@ from .sample import (
     uniform,
 )
 
+# Attributes of `ROWWISE` processors and of `Constraints` that may hold a value for each row of the batch.
 OF_ROWS = ("prompt_ignore_length", "encoder_input_ids", "rows")
-"""Attributes of `ROWWISE` processors and of `Constraints` that may hold a value for each row of the batch."""
 
 
 class HostAcceptor:
@@ -64,8 +64,9 @@ class HostAcceptor:
         logits: [B, N, V] of the target after every node. Scores stay on their device; all else is on the CPU.
         """
         tree = tree.cpu()
-        if tree.probs is not None and self.seed is not None and not self.lockstep and _is_chain(tree):
-            return self._accept_chains(tree, logits)
+        if tree.probs is not None and self.seed is not None and not self.lockstep:
+            if (tree.parents == torch.arange(-1, tree.parents.shape[1] - 1)).all():
+                return self._accept_chains(tree, logits)
         return self._walk(tree, logits)
 
     def _walk(self, tree: Tree, logits: Tensor) -> Accepted:
@@ -202,8 +203,9 @@ class HostAcceptor:
     ) -> Tensor:  # fmt: skip
         """The next token [R] int64 after one node of each of R rows.
 
-        rows, node: [R] int64. gained: [R] int64, tokens that each row has gained. scores: [R, V] float.
-        raw: [R, V] float, the scores before the processors.
+        rows, node: [R] int64.
+        gained: [R] int64, tokens that each row has gained.
+        scores, raw: [R, V] float, after and before the processors.
         """
         if self.seed is None:
             return scores.argmax(dim=-1)
@@ -234,11 +236,6 @@ def _for_rows(processor, rows: Tensor):
         processor = copy.copy(processor)
         processor.__dict__.update(values)
     return processor
-
-
-def _is_chain(tree: Tree) -> bool:
-    """True if each node is the parent of the next one."""
-    return bool((tree.parents == torch.arange(-1, tree.parents.shape[1] - 1)).all())
 
 
 # Acceptance under a grammar with few copies from a GPU: rows follow tokens chosen after all nodes at once.
@@ -282,7 +279,7 @@ class ConstrainedAcceptor(HostAcceptor):
         self.only = self.constraints[0]
 
     @staticmethod
-    def takes(processors: list, is_greedy: bool) -> bool:
+    def supports(processors: list, is_greedy: bool) -> bool:
         """True if one processor is `Constraints`, and the others only draw: they read scores, and no GPU waits."""
         others = [each for each in processors if not isinstance(each, Constraints)]
         fits = not others if is_greedy else all(is_known(each, OF_SCORES - WAITING) for each in others)
@@ -332,7 +329,9 @@ class ConstrainedAcceptor(HostAcceptor):
     def _choose_all(self, logits: Tensor, numbers: Tensor | None, bits: Tensor | None = None) -> Tensor:
         """A token [R] after each of R nodes, -1 if there is nothing to draw from.
 
-        logits: [R, V]. numbers: [R] float64, or None if not drawn. bits: [R, W] int32 on the CPU, the masks, or None.
+        logits: [R, V].
+        numbers: [R] float64, or None if not drawn.
+        bits: [R, W] int32 on the CPU, the masks, or None.
         """
         if numbers is None:
             return argmax(logits if bits is None else forbid(logits.float(), bits))

@@ -6,16 +6,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# transformers' processors that read only the scores.
 OF_SCORES = {
     "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TopHLogitsWarper", "MinPLogitsWarper",
     "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "InfNanRemoveLogitsProcessor",
     "LogitNormalization", "SuppressTokensLogitsProcessor",
 }  # fmt: skip
-"""transformers' processors that read only the scores."""
+# Processors of `OF_SCORES` that make the host wait for a GPU, because torch.distributions checks its arguments.
 WAITING = {"TopHLogitsWarper", "EtaLogitsWarper"}
-"""Processors of `OF_SCORES` that make the host wait for a GPU, because torch.distributions checks its arguments."""
+# Processors that set a minimum length, which a round applies by itself (see `State.forbid_early_eos`).
 MINIMA = {"MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor"}
-"""Processors that set a minimum length, which a round applies by itself (see `State.forbid_early_eos`)."""
+# Processors that remember nothing and treat every row by itself.
 ROWWISE = OF_SCORES | MINIMA | {
     # at the length
     "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor", "ExponentialDecayLengthPenalty",
@@ -24,7 +25,6 @@ ROWWISE = OF_SCORES | MINIMA | {
     "RepetitionPenaltyLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor",
     "NoBadWordsLogitsProcessor", "SequenceBiasLogitsProcessor", "WatermarkLogitsProcessor",
 }  # fmt: skip
-"""Processors that remember nothing and treat every row by itself."""
 
 
 def is_known(processor, names: set[str]) -> bool:
@@ -52,8 +52,8 @@ def is_known(processor, names: set[str]) -> bool:
 # ============================ ======================================================================
 
 
+# Processors that keep tokens by the indices of a topk, which has to rank equal scores alike.
 BY_RANK = {"MinPLogitsWarper", "TopHLogitsWarper"}
-"""Processors that keep tokens by the indices of a topk, which has to rank equal scores alike."""
 
 aten, ops = torch.ops.aten, torch.ops.spec_compile
 
@@ -144,9 +144,9 @@ def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool =
     return values[..., :k], indices[..., :k]
 
 
+# Replacements of torch's operations; they return NotImplemented for arguments left to torch.
 REPLACED = {
     aten.sum.default: _sum, aten.sum.dim_IntList: _sum, aten.nansum.default: _nansum, aten.cumsum.default: _cumsum,
     aten._softmax.default: _softmax, aten._log_softmax.default: _log_softmax, aten.logsumexp.default: _logsumexp,
     aten.sort.default: _sort, aten.sort.stable: _sort,
 }  # fmt: skip
-"""Replacements of torch's operations; they return NotImplemented for arguments left to torch."""

@@ -1,6 +1,7 @@
-"""Drawing tokens: random numbers by counter, tests of drafts that were drawn, and draws inside a captured round."""
+"""Choosing tokens: the likeliest in a round; random numbers by counter, tests of drafts that were drawn, and draws in a
+round."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -9,7 +10,6 @@ from ...compat import argmax
 from ...errors import RequestError
 from ...tree import Accepted, Tree
 from ..state import State
-from .greedy import follow
 from .processors import MINIMA, OF_SCORES, WAITING, is_known, row_invariant
 
 NO_PROBABILITIES = (
@@ -22,12 +22,43 @@ _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
+def accept_greedy(tree: Tree, ancestors: Tensor, depth: Tensor, logits: Tensor) -> Accepted:
+    """Follow the target's likeliest tokens down each tree.
+
+    ancestors, depth: [B, N] int64, see `tree.ancestry`. logits: [B, N, V] of the target after every node.
+    """
+    return follow(tree, ancestors, depth, argmax(logits))
+
+
+def follow(tree: Tree, ancestors: Tensor, depth: Tensor, choice: Tensor) -> Accepted:
+    """The path from the root to the deepest node that was chosen with all its ancestors.
+
+    ancestors, depth: [B, N] int64, see `tree.ancestry`. choice: [B, N] int64, the token chosen after each node.
+    Siblings are distinct, so at most one path matches: tokens [7, 4, 9, 5], parents [-1, 0, 0, 2] and choice
+    [9, 1, 5, 3] give path [0, 2, 3] (count 3) and tokens [9, 5, 3].
+    """
+    nodes = tree.tokens.shape[1]
+    if nodes == 1:
+        return Accepted(torch.zeros_like(choice), choice, torch.ones_like(choice[:, 0]))
+    number = torch.arange(nodes, device=choice.device)
+    is_chosen = tree.real & (choice.gather(1, tree.parents.clamp(min=0)) == tree.tokens)  # guard: accepted-slots
+    is_chosen = is_chosen | (number == 0)  # the root is committed already
+    chosen_bits = (is_chosen.to(torch.int64) << number).sum(dim=1, keepdim=True)
+    on_path = (ancestors & chosen_bits) == ancestors  # guard: accepted-path
+    count = torch.where(on_path, depth, -1).amax(dim=1) + 1  # guard: accepted-count
+    at_depth = on_path[:, None, :] & (depth[:, None, :] == number[:, None])  # [B, depth, node], one node a depth
+    path = torch.where(at_depth, number, 0).sum(dim=2)
+    return Accepted(path, choice.gather(1, path), count)
+
+
 def uniform(seed: int | Tensor, row: Tensor, position: Tensor, stream: int | Tensor = 0) -> Tensor:
     """Random numbers in [0, 1), float64, that depend only on (seed, row, position, stream).
 
     All arguments are int64 and broadcast to the shape of the result; `seed` and `stream` may be ints.
-    row: its number in the batch. position: tokens that the row has generated. stream: the number's index at that
-        position; 0 draws a token, others test drafts, and from `drafters.trees.grow.DRAFT_STREAM` on they draw drafts.
+    row: its number in the batch.
+    position: tokens that the row has generated.
+    stream: the number's index at that position; 0 draws a token, others test drafts, and from
+        `drafters.trees.grow.DRAFT_STREAM` on they draw drafts.
 
     The arguments go in turn through the finaliser of SplitMix64 (Steele, Lea and Flood 2014, section 3), modulo 2**64.
     """
@@ -226,24 +257,32 @@ def _rest(target: Tensor, draft: Tensor, scale: Tensor, w: Tensor) -> Tensor:
     return (target - draft / scale[:, None] / w[:, None]).clamp(min=0)
 
 
+# Processors that a row may have, in the order in which transformers applies them.
 BY_ROW = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper")
-"""Processors that a row may have, in the order in which transformers applies them."""
 
 
 class DrawInRound:
     """Draws after every node of the trees and follows what was drawn. `HostAcceptor` gives the same tokens.
 
-    processors: logits processors that `takes` accepts, applied to all nodes at once. Nothing here waits for the device.
+    processors: logits processors that `supports` accepts; they process all nodes at once, and no host waits.
 
-    The seed lies in `State.seed`. A captured round depends on `key`.
+    The seed lies in `State.seed`. A captured round depends on `key`, so that objects of one key are equal.
     """
+
+    value = "drawn round"  # the name of such a step, as `StepKind` has names
 
     def __init__(self, processors: list):
         self.processors = [processor for processor in processors if not is_known(processor, MINIMA)]
         self.key = tuple((type(processor).__name__, *_settings(processor)) for processor in self.processors)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DrawInRound) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
     @staticmethod
-    def takes(processors: list) -> bool:
+    def supports(processors: list) -> bool:
         """True if these processors can be applied to all nodes at once, and captured."""
         return all(is_known(processor, (OF_SCORES | MINIMA) - WAITING) for processor in processors)
 
@@ -252,8 +291,16 @@ class DrawInRound:
 
         ancestors, depth: [B, N] int64, see `tree.ancestry`. logits: [B, N, V] of the target after every node.
         """
+        batch, nodes, vocab = logits.shape
+        gained = state.lengths + 1 - state.prompt_lengths  # [B]
         with row_invariant(logits.device, self.processors):
-            return self._accept(state, tree, ancestors, depth, logits)
+            scores = self.process(state, state.forbid_early_eos(logits.float(), depth)).reshape(batch * nodes, vocab)
+            if tree.probs is not None:  # a chain that was itself drawn
+                numbers = chain_numbers(state.seed, state.numbers, gained, nodes)
+                target = scores.double().softmax(dim=-1).view(batch, nodes, vocab)
+                return accept_chain(target, tree.probs, tree.tokens, tree.real, numbers)
+            numbers = uniform(state.seed[:, None], state.numbers[:, None], gained[:, None] + depth)
+            return follow(tree, ancestors, depth, draw_each(scores, numbers.reshape(-1)).view(batch, nodes))
 
     def process(self, state: State, scores: Tensor) -> Tensor:
         """The processed scores of [B, N, V]."""
@@ -261,17 +308,6 @@ class DrawInRound:
         for processor in self.processors:
             scores = processor(None, scores)
         return scores
-
-    def _accept(self, state: State, tree: Tree, ancestors: Tensor, depth: Tensor, logits: Tensor) -> Accepted:
-        batch, nodes, vocab = logits.shape
-        scores = self.process(state, state.forbid_early_eos(logits.float(), depth)).reshape(batch * nodes, vocab)
-        gained = state.lengths + 1 - state.prompt_lengths  # [B]
-        if tree.probs is not None:  # a chain that was itself drawn
-            numbers = chain_numbers(state.seed, state.numbers, gained, nodes)
-            target = scores.double().softmax(dim=-1).view(batch, nodes, vocab)
-            return accept_chain(target, tree.probs, tree.tokens, tree.real, numbers)
-        numbers = uniform(state.seed[:, None], state.numbers[:, None], gained[:, None] + depth)
-        return follow(tree, ancestors, depth, draw_each(scores, numbers.reshape(-1)).view(batch, nodes))
 
 
 @dataclass(frozen=True)
@@ -307,13 +343,7 @@ class RowSettings:
 
     def merge(self, other: "RowSettings | None") -> "RowSettings":
         """Settings with each kind of exclusion that either has."""
-        if other is None:
-            return self
-        names = ("top_k", "excluded_p", "min_p")
-        return RowSettings(*(max(getattr(self, name), getattr(other, name)) for name in names))
-
-    def numbers(self) -> dict[str, int | float]:
-        return asdict(self)
+        return self if other is None else RowSettings(*map(max, astuple(self), astuple(other)))
 
 
 class DrawRows(DrawInRound):

@@ -11,15 +11,15 @@ from ...errors import check_int
 from .constraint import Constraint, Constraints, check_grammars, forbid, is_grammar, matchers_of, words_of
 from .processors import ROWWISE, is_known
 
+# Texts that open and close thinking in models that are known.
 PAIRS = (
     ("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<thought>", "</thought>"),
     ("<reasoning>", "</reasoning>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"),
     ("<|START_THINKING|>", "<|END_THINKING|>"), ("◁think▷", "◁/think▷"), ("<|channel>thought\n", "<channel|>"),
     ("<|channel|>analysis<|message|>", "<|end|>"),
 )  # fmt: skip
-"""Texts that open and close thinking in models that are known."""
+# Names of the part with thinking in a tokenizer's `response_template`.
 FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Names of the part with thinking in a tokenizer's `response_template`."""
 
 
 def find_marks(tokenizer: Any) -> tuple[str, str]:
@@ -216,8 +216,7 @@ class ThinkingBudget(LogitsProcessor):
         if start is None or end is None:
             start, end = find_marks(tokenizer)
         self.marks, self.budget, self.then = ThinkingMarks(tokenizer, start, end), budget, then
-        self.vocab_size: int | None = None
-        """Tokens of the model's logits, set by `check_processors`."""
+        self.vocab_size: int | None = None  # tokens of the model's logits, set by `check_processors`
         self._seen: list[list[int]] = []
         self._matchers: list[ThinkingConstraint] = []
         self._bits = torch.empty(0)

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from spec_compile.runtime import fair_lock as module
-from spec_compile.runtime.fair_lock import FairLock
+from spec_compile.runtime import turns as module
+from spec_compile.runtime.turns import FairLock
 
 
 @contextmanager

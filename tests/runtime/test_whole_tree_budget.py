@@ -76,14 +76,6 @@ def test_the_steps_before_a_round_that_drafts_count_as_its_cost():
     assert decode(switching, 2.0, 0.9, 1000)[1] > 1000 / 7, "drafts that pay are made without a pause"
 
 
-def test_rounds_shorter_than_the_hosts_work_cost_the_same():
-    policy = WholeTreeBudget([NODES])
-    decode(policy, 2.0, 0.3, 1000)
-    assert policy.best() == 1
-    policy.costs.learn_host(3.0)
-    assert policy.cost(NODES) == 1.0 and policy.best() == NODES
-
-
 def test_drafts_that_are_never_accepted_are_told_once(caplog):
     policy = WholeTreeBudget([NODES])
     for tokens in range(1, 2000):

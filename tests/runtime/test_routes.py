@@ -28,33 +28,31 @@ class OfTheUser(TopKLogitsWarper):
 
 
 @pytest.mark.parametrize(
-    "do_sample, processors, device, keeps_scores, has_first_logits, route",
+    "do_sample, processors, device, keeps_scores, route",
     [
-        # scores are returned, or the first logits are known
-        (False, [], "cpu", True, False, HOST),
-        (False, [], "cuda", True, False, HOST),
-        (True, WARPERS, "cuda", True, False, HOST),
-        (False, [], "cuda", False, True, HOST),
-        (True, WARPERS, "cuda", False, True, HOST),
+        # scores are returned
+        (False, [], "cpu", True, HOST),
+        (False, [], "cuda", True, HOST),
+        (True, WARPERS, "cuda", True, HOST),
         # greedy decoding
-        (False, [], "cpu", False, False, GREEDY),
-        (False, [], "cuda", False, False, GREEDY),
-        (False, MINIMUM, "cpu", False, False, GREEDY),
-        (False, PENALTY, "cuda", False, False, HOST),
-        (False, [*MINIMUM, *PENALTY], "cpu", False, False, HOST),
-        (False, [lambda ids, scores: scores], "cpu", False, False, HOST),
+        (False, [], "cpu", False, GREEDY),
+        (False, [], "cuda", False, GREEDY),
+        (False, MINIMUM, "cpu", False, GREEDY),
+        (False, PENALTY, "cuda", False, HOST),
+        (False, [*MINIMUM, *PENALTY], "cpu", False, HOST),
+        (False, [lambda ids, scores: scores], "cpu", False, HOST),
         # sampling
-        (True, [], "cuda", False, False, DRAW),
-        (True, [*MINIMUM, *WARPERS], "cuda", False, False, DRAW),
-        (True, WARPERS, "cpu", False, False, HOST),
-        (True, [*WARPERS, *PENALTY], "cuda", False, False, HOST),
-        (True, [EtaLogitsWarper(0.1, device="cpu")], "cuda", False, False, HOST),  # makes the host wait
-        (True, [OfTheUser(5)], "cuda", False, False, HOST),
+        (True, [], "cuda", False, DRAW),
+        (True, [*MINIMUM, *WARPERS], "cuda", False, DRAW),
+        (True, WARPERS, "cpu", False, HOST),
+        (True, [*WARPERS, *PENALTY], "cuda", False, HOST),
+        (True, [EtaLogitsWarper(0.1, device="cpu")], "cuda", False, HOST),  # makes the host wait
+        (True, [OfTheUser(5)], "cuda", False, HOST),
     ],
 )
-def test_choose_route(do_sample, processors, device, keeps_scores, has_first_logits, route):
+def test_choose_route(do_sample, processors, device, keeps_scores, route):
     config, processors = GenerationConfig(do_sample=do_sample), LogitsProcessorList(processors)
-    assert choose_route(config, processors, torch.device(device), keeps_scores, has_first_logits) is route
+    assert choose_route(config, processors, torch.device(device), keeps_scores) is route
 
 
 @pytest.mark.parametrize("route, cls", [(GREEDY, type(None)), (DRAW, DrawInRound), (HOST, HostAcceptor)])

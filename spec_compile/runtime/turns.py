@@ -1,4 +1,4 @@
-"""`FairLock`: the lock of a model, which calls, rounds and background work take in turn."""
+"""Who runs when: `FairLock` among the threads of a process, `Agreement` among the ranks of tensor parallelism."""
 
 import math
 import threading
@@ -6,15 +6,15 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-PAUSE = 0.05
-"""Seconds without a call after which work that can wait begins."""
-EVERY = 0.1
-"""If there is no pause, seconds until the next piece of such work."""
-SHARE = 4
-"""Longer pieces wait for this multiple of their time, so that calls keep four fifths of it."""
+from ..parallel.ranks import Alone
+
+PAUSE = 0.05  # seconds without a call after which work that can wait begins
+EVERY = 0.1  # if there is no pause, seconds until the next piece of such work
+SHARE = 4  # longer pieces wait for this multiple of their time, so that calls keep four fifths of it
 
 
 class FairLock:
@@ -32,15 +32,12 @@ class FairLock:
         self._changed = threading.Condition()
         self._owner: int | None = None
         self._depth = 0
-        self._calls: deque[object] = deque()
-        """A ticket for each call that waits, the first one first."""
+        self._calls: deque[object] = deque()  # a ticket for each call that waits, the first one first
         self._rounds: deque[object] = deque()
-        self._batches = 0
-        """Batches inside `rounds`."""
-        self._owed = 0.0
-        """Seconds that rounds may run before the next call."""
+        self._batches = 0  # batches inside `rounds`
+        self._owed = 0.0  # seconds that rounds may run before the next call
+        # Threads that wait in `between`; when one of them goes before any call; and when the last call ended.
         self._workers, self._due, self._quiet_since = 0, -math.inf, -math.inf
-        """Threads that wait in `between`; when one of them goes before any call; and when the last call ended."""
 
     def __enter__(self) -> None:
         self._take(self._calls, lambda: not (self._batches and self._owed > 0) and not self._work_is_due())
@@ -158,3 +155,64 @@ class FairLock:
         if not self._depth:
             self._owner = None
             self._changed.notify_all()
+
+
+class Agreement:
+    """Ranks agree once in each generate(), before the first of them decides anything for all."""
+
+    def __init__(self, ranks: Alone):
+        self.ranks = ranks
+        self._parts: dict[str, Any] = {}
+        self._is_awaited = False
+        self._batches = 0  # managers of requests whose threads run here
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """The context of a thread that runs rounds of requests, on all ranks at once."""
+        self._batches += 1
+        try:
+            yield
+        finally:
+            self._batches -= 1
+
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """The context of one generate(). A rank that leaves it before `reach` says why, so that no other waits."""
+        if self._is_awaited or self._parts:
+            raise RuntimeError(
+                "generate() inside a streamer, criterion or processor of another generate(): with tensor_parallel "
+                "rank 0 alone runs these, so no other rank would take part; call it when the other one is over"
+            )
+        if self.ranks.size == 1:
+            yield
+            return
+        if self._batches:  # guard: generate-during-ranks
+            error = RuntimeError(
+                "generate(): with tensor_parallel it cannot run while a manager of requests does, because the ranks "
+                "follow one stream of rounds; stop the manager first, or add a request"
+            )
+            self.ranks.agree("generate()", {}, error)
+            raise error
+        self._is_awaited = True
+        try:
+            yield
+            if self._is_awaited:
+                self.reach({"the decoding loop": "transformers' own"})
+        except Exception as error:
+            if self._is_awaited:
+                self._is_awaited = False
+                self.ranks.agree("generate()", {}, error)
+            raise
+        finally:
+            self._is_awaited = False
+            self._parts.clear()
+
+    def add(self, name: str, value: Any) -> None:
+        if self._is_awaited:
+            self._parts[name] = value
+
+    def reach(self, parts: dict[str, Any]) -> None:
+        """Wait for the other ranks. ValueError if the call of one differs, or if one has refused its call."""
+        if self._is_awaited:
+            self._is_awaited = False
+            self.ranks.agree("generate()", self._parts | parts)

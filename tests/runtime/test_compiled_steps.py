@@ -17,7 +17,7 @@ from spec_compile import speculate
 from spec_compile.compile.part import PartCompiler, counts
 from spec_compile.runtime import compiled_steps as code
 from spec_compile.runtime.compiled_steps import example_sizes, rows_vary, shape_of, static_sizes
-from spec_compile.runtime.steps import StepKind
+from spec_compile.runtime.session import StepKind
 
 OPTIONS = dict(num_draft_tokens=4, adaptive=False, max_cache_len=128, check=False)
 NEW = 20
@@ -87,8 +87,8 @@ def test_one_code_for_all_rows_slots_and_wrappings():
     ask("after the first is deleted", again, 4)
     scheduler = again.init_continuous_batching(continuous_batching_config=slots()).scheduler
     before = graphs()
-    scheduler.decoder.session(2).steps.get(StepKind.ROUND, 4)
-    (steps := scheduler.prefill.session(1).steps).make(steps.prompt_steps())
+    scheduler.decoder.session(2).get(StepKind.ROUND, 4)
+    (steps := scheduler.prefill.session(1)).make(steps.prompt_steps())
     compiled["requests"] = graphs() - before
     scheduler.clear(RuntimeError())
     assert set(compiled.values()) == {0}, compiled
@@ -177,81 +177,57 @@ def test_a_part_is_not_compiled_for_the_sizes_of_a_session():
         double(torch.ones(3))
 
 
-def growth(cycles, work):
-    """Bytes by which the process grows in each of some cycles, but for the first ones."""
-    process, sizes = psutil.Process(), []
-    for _ in range(cycles):
-        work()
+@pytest.mark.slow
+@pytest.mark.parametrize("is_new, most", [(False, 1e6), (True, 2.5e6)], ids=["one model", "a model each time"])
+def test_what_is_compiled_is_freed(is_new, most):
+    """A notebook wraps one model again and again, or a new one each time: by so many bytes a process grows."""
+    process, sizes, model = psutil.Process(), [], models.ADMITTED["llama"]()
+    for _ in range(9):
+        model = models.ADMITTED["llama"]() if is_new else model
+        fast = speculate(model, **OPTIONS)
+        answer(fast, 1)
+        gone = weakref.ref(fast), weakref.ref(fast.speculation.engine.sessions[0, 1])
+        del fast
         gc.collect()
+        assert [each() for each in gone] == [None, None]
         sizes.append(process.memory_info().rss)
-    return (sizes[-1] - sizes[2]) / (cycles - 3)
+    assert (sizes[-1] - sizes[2]) / 6 < most
 
 
-def wrap_and_delete(model):
-    fast = speculate(model, **OPTIONS)
-    answer(fast, 1)
-    gone = weakref.ref(fast), weakref.ref(fast.speculation.engine.sessions[0, 1])
-    del fast
-    gc.collect()
-    assert [each() for each in gone] == [None, None]
+def coder_prompts(rows):
+    return torch.randint(5, 1000, (rows, 24), generator=torch.Generator().manual_seed(rows))
 
 
-@pytest.mark.slow
-def test_a_notebook_that_wraps_a_model_again_and_again_stays_as_it_is():
-    model = models.ADMITTED["llama"]()
-    assert growth(10, lambda: wrap_and_delete(model)) < 1e6
+ANSWERING = [
+    *(("llama", algorithm) for algorithm in ("eagle", "eagle3", "naive_eagle", "mtp", "draft_model")),
+    *(("coder", algorithm) for algorithm in ("ngram", "eagle3", "mtp", "dflash")),
+    *((name, "ngram") for name in ("qwen3_next", "lfm2", "mamba2")),
+]
+"""Models, the demo model among them, and algorithms."""
 
 
 @pytest.mark.slow
-def test_compiled_code_is_freed_with_its_model():
-    assert growth(8, lambda: wrap_and_delete(models.ADMITTED["llama"]())) < 2.5e6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "naive_eagle", "mtp", "draft_model"])
-def test_answers_of_drafts(algorithm):
-    target = rounds.target("llama")
-    options = rounds.SCHEDULES["chain"] | dict(draft=rounds.draft_of(algorithm, "llama"), max_cache_len=128)
-    check_answers(target, algorithm, options, rounds.prompts, rounds.generated)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ngram", "eagle3", "mtp", "dflash"])
-def test_answers_of_the_demo_model(kind):
-    model = AutoModelForCausalLM.from_pretrained(CODER, dtype=torch.float32).eval()
-    options = {} if kind == "ngram" else dict(draft=str(CODER / "heads" / kind))
-
-    def prompts(rows):
-        return torch.randint(5, 1000, (rows, 24), generator=torch.Generator().manual_seed(rows))
-
-    check_answers(model, kind, options, prompts, rounds.generated)
-
-
-def check_answers(model, algorithm, options, prompts, generated):
+@pytest.mark.parametrize("name, algorithm", ANSWERING)
+def test_answers(name, algorithm):
     """Of every number of rows, after growth, and of a second wrapping, which compiles nothing."""
+    prompts, options = rounds.prompts, OPTIONS
+    if name == "llama":
+        model = rounds.target(name)
+        options = rounds.SCHEDULES["chain"] | dict(draft=rounds.draft_of(algorithm, name), max_cache_len=128)
+    elif name == "coder":
+        model, prompts = AutoModelForCausalLM.from_pretrained(CODER, dtype=torch.float32).eval(), coder_prompts
+        options = {} if algorithm == "ngram" else dict(draft=str(CODER / "heads" / algorithm))
+    else:
+        model = target(name)
     fast = speculate(model, algorithm, **options)
     for one in (fast, speculate(model, algorithm, **options)):
         before = graphs()
         for rows in (1, 2, 3, 5):
             ids = prompts(rows)
             for new in (20, 130) if rows in (1, 3) else (20,):
-                assert torch.equal(generated(one, ids, new), generated(model, ids, new)), (rows, new)
+                assert torch.equal(rounds.generated(one, ids, new), rounds.generated(model, ids, new)), (rows, new)
         torch.manual_seed(0)
-        generated(one, prompts(3), do_sample=True)
-    assert graphs() == before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "mamba2"])
-def test_answers_of_recurrences(name):
-    fast = speculate(target(name), **OPTIONS)
-    for rows in (1, 2, 3):
-        ids = rounds.prompts(rows)
-        assert torch.equal(rounds.generated(fast, ids), rounds.generated(target(name), ids))
-    before = graphs()
-    again = speculate(target(name), **OPTIONS)
-    ids = rounds.prompts(2)
-    assert torch.equal(rounds.generated(again, ids, 130), rounds.generated(target(name), ids, 130))
+        rounds.generated(one, prompts(3), do_sample=True)
     assert graphs() == before
 
 

@@ -1,4 +1,4 @@
-"""`VaryingTreeBudget`: how many nodes are verified follows what has paid."""
+"""`VaryingTreeBudget` and `RoundCosts`: how many nodes are verified follows what has paid."""
 
 import random
 from statistics import mode
@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from spec_compile import speculate
-from spec_compile.runtime.draft_budget import VaryingTreeBudget
+from spec_compile.runtime.draft_budget import KNEES, LEARN, RoundCosts, VaryingTreeBudget
 from spec_compile.runtime.draft_record import NO_TREE, Group, TreeOutcome
-from spec_compile.runtime.steps import Steps
+from spec_compile.runtime.session import Session
 
 SIZES = (1, 4, 16)
 CPU = {1: 1.0, 4: 1.5, 16: 2.8}
@@ -75,10 +75,10 @@ def test_a_size_larger_than_the_smallest_that_fits_is_never_chosen():
 
 
 def test_useless_drafts_are_given_up():
-    policy = measured(CPU)
-    chosen = drive(policy, CPU, accepted=0, rounds=150)
-    assert chosen[0] > 1
-    assert chosen[-100:].count(1) >= 80
+    """And looked at again now and then, but rarely."""
+    chosen = drive(measured(CPU), CPU, accepted=0, rounds=2000)
+    assert chosen[0] > 1 and chosen[50:150].count(1) >= 80
+    assert 0 < sum(n > 1 for n in chosen[100:]) < 0.2 * 1900
 
 
 def test_the_size_follows_what_is_accepted():
@@ -98,14 +98,6 @@ def test_larger_sizes_return_when_they_pay_again(costs):
     assert chosen[-1] == 16
 
 
-def test_no_size_is_given_up_for_ever():
-    """Even where drafts never help, they are looked at again now and then, and rarely."""
-    policy = measured(CPU)
-    chosen = drive(policy, CPU, accepted=0, rounds=2000)[100:]
-    larger = sum(n > 1 for n in chosen)
-    assert 0 < larger < 0.2 * len(chosen)
-
-
 def test_what_is_learnt_is_kept_apart_by_confidence():
     policy = measured(CPU)
     for _ in range(60):
@@ -114,15 +106,6 @@ def test_what_is_learnt_is_kept_apart_by_confidence():
     assert policy.choose([16], [1]) == 1
     assert policy.choose([16], [8]) == 16
     assert policy.choose([16, 16, 16], [1, 8, 8]) == 16
-
-
-def test_a_slow_round_does_not_change_the_mind():
-    """One measurement that something else on the machine made a thousand times longer."""
-    policy = measured(CPU)
-    drive(policy, CPU, accepted=15, rounds=60)
-    policy.learn(16, [16], [1], [list(range(1, 16))], 1000 * CPU[16])
-    assert policy.costs.measured[16] < 1.5 * CPU[16]
-    assert policy.choose([16], [1]) == 16
 
 
 def test_a_size_that_got_slower_is_left():
@@ -155,20 +138,6 @@ def test_ahead_of_its_trees_the_size_follows_the_newest_known_ones():
     assert rates["adaptive"] > 1.3 * max(rates[1], rates[16])
 
 
-def test_rounds_shorter_than_the_hosts_work_cost_the_same():
-    policy = measured(STEEP)
-    for nodes in SIZES * 20:
-        policy.learn(nodes, [16], [1], [[1] if nodes > 1 else []], None)
-    assert policy.choose_ahead([1]) == policy.choose([16], [1]) == 4
-    policy = measured(STEEP)
-    for _ in range(60):
-        policy.learn(16, [16], [1], [[1, 5]], None)
-    assert policy.choose_ahead([1]) == 4
-    for _ in range(60):
-        policy.costs.learn_host(4.5)
-    assert policy.choose_ahead([1]) == policy.choose([16], [1]) == 16
-
-
 @pytest.mark.parametrize("rows, costs", [(1, CPU), (16, STEEP), (64, {1: 1.0, 4: 1.6, 16: 4.0})])
 def test_trying_costs_little_however_many_rows_there_are(rows, costs):
     """Where drafts never help, a plain round for each row would be best."""
@@ -195,11 +164,6 @@ def test_sizes_that_have_not_run_are_tried_where_they_may_pay(rows, accepted, be
     assert chosen[0] == 16 and mode(chosen) == best
     assert chosen.count(best) > 150
     assert rows > 1 or set(policy.costs.measured) == {16}  # nothing is compiled that could not pay
-
-
-def test_fixed_sizes_ignore_what_was_learnt():
-    policy = measured(CPU, adaptive=False)
-    assert set(drive(policy, CPU, accepted=0, rounds=40)) == {16}
 
 
 # With hindsight -------------------------------------------------------------------------------------------------------
@@ -275,21 +239,13 @@ def test_fewer_nodes_are_never_expected_to_cost_more():
     assert policy.choose([16], [1]) == 16
 
 
-def test_what_slows_every_size_down_is_expected_of_all():
-    policy = foreseeing(CPU)
-    for _ in range(100):
-        policy.learn(1, [1], [0], [[]], 3 * CPU[1])
-    assert policy.costs.measured[1] == pytest.approx(3 * CPU[1], rel=0.01)
-    assert CPU[16] < policy.costs.measured[16] < 3 * CPU[16]
-
-
 def test_costs_are_measured_over_tokens_that_differ():
     """Equal tokens go to the same experts of a mixture, so that 64 of them would cost what one does."""
     model = models.ADMITTED["mixtral"]()
     session = speculate(model, compile=False).speculation.engine.session(2)
     trees = []
     for _ in range(2):
-        session.steps._seconds(lambda: trees.append(session.state.tree_tokens.clone()), ())
+        session._seconds(lambda: trees.append(session.state.tree_tokens.clone()), ())
         session.state.root()
     assert torch.equal(*trees) and trees[0].unique().numel() > models.VOCAB / 2
 
@@ -303,11 +259,61 @@ def test_a_quarter_of_a_tree_is_verified_if_nodes_cost_time(on_gpu, has_experts,
     runtime = SimpleNamespace(
         on_gpu=on_gpu, has_experts=has_experts, options=options, cold_start=None, algorithm=SimpleNamespace(plan=plan)
     )
-    steps = SimpleNamespace(runtime=runtime, state=SimpleNamespace(batch=batch))
-    assert Steps._few_nodes(steps) == few
+    steps = SimpleNamespace(runtime=runtime, batch=batch)
+    assert Session._few_nodes(steps) == few
 
 
 @pytest.mark.parametrize(("name", "has_experts"), [("mixtral", True), ("llama", False)])
 def test_a_model_with_experts_is_known_by_its_graph(name, has_experts):
     runtime = models.speculate_captured(models.ADMITTED[name](), "ngram", compile=False).speculation.engine.runtime
     assert runtime.has_experts == has_experts
+
+
+# --- roundcosts
+
+
+KNEE = KNEES["cuda"]
+
+
+def costs(measured, batch=1):
+    known = RoundCosts(batch)
+    known.measured.update(measured)
+    return known
+
+
+@pytest.mark.parametrize(
+    ("batch", "measured", "nodes", "seconds"),
+    [
+        (1, {1: 1.0, 16: 2.5}, 4, 1.3),
+        (8, {1: 1.0, 4: 2.0, 16: 8.0}, 8, 4.0),
+        (1, {16: 2.0}, 4, 2.0 * (KNEE + 4) / (KNEE + 16)),
+        (4, {4: 2.0, 8: 3.0}, 16, 3.0 * (KNEE + 64) / (KNEE + 32)),
+        (4, {4: 2.0, 8: 3.0}, 1, 2.0 * (KNEE + 4) / (KNEE + 16)),
+        (1, {1: 1.0, 16: 2.5}, 16, 2.5),
+    ],
+)
+def test_sizes_that_have_not_run(batch, measured, nodes, seconds):
+    assert costs(measured, batch).expected(nodes) == pytest.approx(seconds)
+
+
+def test_a_round_lasts_as_long_as_the_hosts_work():
+    known = costs({1: 1.0, 16: 4.0})
+    known.learn_host(2.0)
+    assert [known.expected(nodes) for nodes in (1, 4, 16)] == [2.0, 2.0, 4.0]
+
+
+def test_a_duration_moves_by_its_weight_and_most_of_it_moves_the_others():
+    known = costs({1: 1.0, 16: 4.0})
+    known.learn(1, 1.5)
+    assert known.measured[1] == pytest.approx(1 + LEARN * 0.5) and 4 < known.measured[16] < 4 * known.measured[1]
+    known.learn(16, 1000.0)
+    assert known.measured[16] < 4 * (1 + LEARN) ** 2
+    known.learn(8, 3.0)
+    assert known.measured[8] == 3.0
+
+
+def test_the_switch_is_a_running_mean():
+    known = RoundCosts()
+    known.learn_switch(1.0)
+    known.learn_switch(100.0)
+    assert known.switch == pytest.approx(1 + LEARN)
