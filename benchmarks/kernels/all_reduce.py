@@ -28,7 +28,7 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 
 from benchmarks.common import ROOT, save_rows, stamp
 from benchmarks.timers import captured, link_speed, replay_us, sum_bytes
-from spec_compile.kernels import all_reduce, all_reduce_kernel, counters
+from spec_compile.kernels import all_reduce, all_reduce_kernel, launching
 from spec_compile.kernels.linear import product_ops
 from spec_compile.kernels.linear.plans import squared_columns
 
@@ -177,7 +177,7 @@ def start(limit: float) -> tuple[str, str | None]:
     backend = {"backend": "nccl", "device_id": device} if gpus >= int(os.environ["WORLD_SIZE"]) else {"backend": "gloo"}
     dist.init_process_group(**backend, timeout=timedelta(seconds=limit))
     reason = all_reduce.prepare(dist.group.WORLD, device)
-    counters.prepare(device)
+    launching.prepare(device)
     machine = f"{dist.get_world_size()} ranks, {torch.cuda.get_device_name()}, torch {torch.__version__}"
     say(machine, f"no exchange: {reason}" if reason else "with an exchange")
     return dist.group.WORLD.group_name, reason

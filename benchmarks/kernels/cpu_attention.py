@@ -18,8 +18,9 @@ import torch
 
 from benchmarks.common import pin, save_rows, show, stamp
 from spec_compile.kernels import ops
-from spec_compile.kernels.attention import cpu_attention, sdpa
-from spec_compile.kernels.attention.call import AttentionCall
+from spec_compile.kernels.attention import cpu_attention
+from spec_compile.kernels.attention.backends import sdpa
+from spec_compile.kernels.attention.base import AttentionCall
 from spec_compile.tree import ancestry
 
 MODELS = {"135M": (30, 9, 3, 64), "1B": (16, 32, 8, 64), "8B": (32, 32, 8, 128)}
@@ -49,7 +50,7 @@ def systems(model: str, dtype: torch.dtype, context: int, nodes: int) -> dict[st
 
     def plain() -> None:
         mask = ops.tree_mask(positions, lengths, ancestors, context + nodes, None, heads // kv_heads, dtype)
-        attend(lambda call: sdpa.attention(*call, mask=mask))
+        attend(lambda call: sdpa(*call, mask=mask))
 
     return {"floor": floor, "ours": partial(attend, cpu_attention.attend), "sdpa": plain}
 

@@ -45,9 +45,9 @@ def measure(kind: str, inputs: list[Tensor], copy: float) -> tuple[float, float,
     """Microseconds of the floor, of the kernel and of the plain form. copy: bytes a second of a large copy."""
     state = initial_state(kind, inputs, 1)
     valid = torch.tensor([inputs[0].shape[1]], device="cuda")
-    out = launch.CHUNKS[kind](inputs, state, valid)
+    out = launch.run(kind, inputs, state, None, None, valid)
     size = sum(x.nbytes for x in inputs) + out.nbytes + 2 * state.nbytes
-    kernel = replay_us(captured(lambda: launch.CHUNKS[kind](inputs, state, valid)))
+    kernel = replay_us(captured(lambda: launch.run(kind, inputs, state, None, None, valid)))
     return size / copy * 1e6, kernel, median_ms(lambda: KINDS[kind].chunk(inputs, state, valid), 10) * 1e3
 
 

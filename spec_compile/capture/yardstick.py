@@ -19,8 +19,8 @@ from .. import quantised
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph
 from ..kernels import HALF
+from ..kernels.launching import plain_kernels
 from ..kernels.linear import PRODUCT, PRODUCTS
-from ..kernels.plain import plain_kernels
 from .recurrences import unrounded_decays
 
 log = logging.getLogger("spec_compile")

@@ -134,7 +134,7 @@ class OutcomeRing:
 
     def publishing(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`function`, which also writes its outcome to the ring."""
-        from ..kernels.publish import publish  # needs Triton
+        from ..kernels.copies import publish  # needs Triton
 
         def published(*arguments) -> Tensor:
             outcome = function(*arguments)

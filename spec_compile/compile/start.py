@@ -29,7 +29,7 @@ from ..errors import UnsupportedModelError
 from ..folders import cache_folder, user_secret
 from ..graph import ModelGraph
 from ..inventory import configs_of, held, held_tensors
-from ..kernels.plain import plain_kernels
+from ..kernels.launching import plain_kernels
 from ..passes.linears import is_kept_apart, keep_apart
 from ..passes.tidy import tidy
 from ..tree import ancestry

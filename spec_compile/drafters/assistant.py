@@ -20,8 +20,7 @@ from ..compile.start import draft_graph
 from ..drafting import Algorithm, Drafter, DraftPlan
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph, calls
-from ..kernels.attention import triton
-from ..kernels.attention.committed import attend_to_committed
+from ..kernels.attention.backends import attend_to_committed, load_triton
 from ..kernels.ops import arguments_of
 from ..parallel.ranks import ALONE
 from ..passes.apply import replace_node
@@ -91,7 +90,7 @@ def read_target(graph: ModelGraph, settings: passes.Settings, scaled: bool) -> s
         cache = gm.graph.placeholder("cache")
         lengths = gm.graph.placeholder("lengths")
     if graph.device.type == "cuda":
-        triton.load(settings.attention)
+        load_triton(settings.attention)
     tensors = 3 if scaled else 2
     for number, node in enumerate(calls(gm, torch.ops.spec_compile.attention.default)):
         marker = arguments_of(node)

@@ -1,7 +1,7 @@
 """Kernels: ops in plain PyTorch (`ops`), and Triton kernels for GPUs, a file for each.
 
-`attention` has the backends of attention, `linear` the matrix products, `experts` those of mixtures, and `recurrence`
-the layers with states.
+`attention` has the backends of attention, `linear` the matrix products, `experts` the products of mixtures, and
+`recurrence` the layers with states.
 """
 
 import torch
@@ -17,11 +17,11 @@ def load(device: torch.device) -> None:
     OSError if there is no folder for what is compiled.
     """
     use_own_caches()
-    from . import copies, counters, linear, norms, row_scan  # noqa: F401
+    from . import copies, launching, linear, norms, row_scan  # noqa: F401
     from .attention import tree_attention  # noqa: F401
     from .experts import route  # noqa: F401
     from .linear import float32, low_rank_kernel  # noqa: F401
     from .together import ahead, set_up_compiler
 
-    counters.prepare(device)
+    launching.prepare(device)
     ahead(set_up_compiler)

@@ -1,7 +1,7 @@
 """Sums and rows that the ranks of tensor parallelism exchange: the ops, and the memory through which GPUs do it.
 
-The ops go through torch.distributed, unless the group has an entry in `REDUCERS`. `prepare` makes one where the GPUs of
-a group can share memory. It is called before a graph is captured, and the memory stays until `release`, because
+The ops go through torch.distributed, unless the group has an entry in `EXCHANGES`. `prepare` makes one where the GPUs
+of a group can share memory. It is called before a graph is captured, and the memory stays until `release`, because
 captured graphs hold its addresses.
 """
 
@@ -32,8 +32,6 @@ HOP_BYTES = 400_000
 """Bytes that a rank sends in the time that a second shot takes in addition: the bound of `bytes_saved` from which two
 shots are faster. By NVLink it lies between 262,144 and 524,288 on two H200s, between 245,760 and 491,520 on four
 (``python -m benchmarks.kernels.all_reduce``); for more ranks it is an estimate."""
-REDUCERS: dict[str, Callable[[Tensor], Tensor]] = {}
-"""The functions that answer `all_reduce`, by the group's name: of the rank's partial sum, which they do not change."""
 
 
 @torch.library.custom_op("spec_compile::all_reduce", mutates_args=())
@@ -43,8 +41,9 @@ def all_reduce(x: Tensor, group_name: str) -> Tensor:
     The partial sums are added in float32 (float64 stays as it is) in the order of the ranks and rounded once, so that
     all ranks have the same bits. group_name: of a process group of torch.distributed.
     """
-    if group_name in REDUCERS:
-        return REDUCERS[group_name](x)
+    exchange = EXCHANGES.get(group_name)
+    if exchange is not None and all_reduce_kernel.takes(exchange, x):
+        return all_reduce_kernel.all_reduce(exchange, x)
     return sum_of_parts(x, group_name)
 
 
@@ -80,22 +79,19 @@ def _(x, size, group_name):
 class Exchange:
     """A rank's memory for the all-reduces of its group.
 
-    rank: of `ranks`.
     slots: [2, ranks + 1, words] int32; peers store their parts here, and in the last the sums of two shots; -1 is a
         missing word.
-    peers: the addresses of all ranks' slots in this process.
     state: [3] int64; the turn, the programs that are done with it, and how many nanoseconds a missing part may take.
     late: [2] int64, pinned; 1 + the rank whose part was missing, or 0, and the turn.
-    handle: keeps the peers' memory mapped.
     """
 
     rank: int
     ranks: int
     slots: Tensor
-    peers: tuple[int, ...]
+    peers: tuple[int, ...]  # the addresses of all ranks' slots in this process
     state: Tensor
     late: Tensor
-    handle: object
+    handle: object  # keeps the peers' memory mapped
 
     @property
     def words(self) -> int:
@@ -116,7 +112,7 @@ def bytes_saved(ranks: int, count: int) -> float:
 
 
 EXCHANGES: dict[str, Exchange] = {}
-"""By the group's name."""
+"""The exchanges of this process, by the group's name."""
 
 
 def prepare(group: dist.ProcessGroup, device: torch.device, words: int = WORDS) -> str | None:
@@ -127,8 +123,10 @@ def prepare(group: dist.ProcessGroup, device: torch.device, words: int = WORDS) 
     """
     if group.group_name in EXCHANGES:
         return None
-    reason, shape = _lack_of_place(group, device), (2, group.size() + 1, words)
+    reason, shape = _why_not_here(group, device), (2, group.size() + 1, words)
     slots = handle = None
+
+    # Each step succeeds on all ranks or on none, so that all get the same answer.
     if reason is None:
         empty = functools.partial(symmetric_memory.empty, shape, dtype=torch.int32, device=device)
         slots, reason = _on_all_ranks(empty, group, device)
@@ -137,27 +135,21 @@ def prepare(group: dist.ProcessGroup, device: torch.device, words: int = WORDS) 
         handle, reason = _on_all_ranks(meet, group, device)
     if reason is not None:
         return reason
+
+    # All ranks' slots have the same offset in their memory.
     offset = slots.data_ptr() - handle.buffer_ptrs[handle.rank]
     exchange = make_exchange(slots, handle.rank, [address + offset for address in handle.buffer_ptrs], handle)
     torch.cuda.synchronize(device)
     dist.barrier(group)  # nobody sends before all slots are empty
     torch.cuda.synchronize(device)
     EXCHANGES[group.group_name] = exchange
-    REDUCERS[group.group_name] = functools.partial(_sum, exchange, group.group_name)
     return None
-
-
-def _sum(exchange: Exchange, group_name: str, x: Tensor) -> Tensor:
-    """`all_reduce` of a group that has an exchange."""
-    if all_reduce_kernel.takes(exchange, x):
-        return all_reduce_kernel.all_reduce(exchange, x)
-    return sum_of_parts(x, group_name)
 
 
 def make_exchange(slots: Tensor, rank: int, addresses: list[int], handle=None) -> Exchange:
     """An exchange of empty slots [2, ranks + 1, words].
 
-    addresses: of all ranks' slots. handle: what keeps them mapped.
+    addresses: where all ranks' slots lie in this process. handle: what keeps them mapped.
     """
     device = slots.device
     slots.fill_(-1)
@@ -169,7 +161,6 @@ def make_exchange(slots: Tensor, rank: int, addresses: list[int], handle=None) -
 def release(group_name: str) -> None:
     """Let go of a group's memory. No graph that was captured with it may run any more."""
     EXCHANGES.pop(group_name, None)
-    REDUCERS.pop(group_name, None)
 
 
 def set_deadline(group_name: str, seconds: float) -> None:
@@ -183,10 +174,11 @@ def missing_rank(group_name: str) -> int | None:
     return late - 1 if late else None
 
 
-def _lack_of_place(group: dist.ProcessGroup, device: torch.device) -> str | None:
+def _why_not_here(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """Why the ranks' GPUs cannot share memory, as far as their places tell."""
     if all_reduce_kernel is None:
         return "Triton is not installed"
+    # Every rank tells its host and its GPU, as numbers that can be gathered.
     names = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
     digests = [hashlib.blake2b(name.encode(), digest_size=8).digest() for name in names]
     here = torch.tensor([int.from_bytes(each, "big", signed=True) for each in digests], device=device)

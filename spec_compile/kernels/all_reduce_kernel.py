@@ -23,7 +23,6 @@ Both manners have these properties:
   for parts. The others wait longer for its sum, because it may itself wait for a part.
 """
 
-import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import dependent_launch
+from .card import card_of, launches_early
 from .primitives import nanoseconds, sum_in_pairs, trap
 
 if TYPE_CHECKING:
@@ -71,6 +70,7 @@ def send(
 ):  # fmt: skip
     """Store this rank's numbers `part`, of any shape, at `at` of its slot in the memory of each peer, or in two shots
     of their owners; `slot` words come before it. TO_ITSELF: and in its own memory."""
+    # No number may look like a missing word.
     word = part.to(tl.float32).to(tl.int32, bitcast=True)
     word = tl.where(word == MISSING, NAN, word)
     for peer in tl.static_range(RANKS):
@@ -85,6 +85,7 @@ def send(
 @triton.jit
 def _send_sum(total, peers, slot, at, mask, dtype: tl.constexpr, RANKS: tl.constexpr):
     """Store sums, rounded to `dtype`, at `at` of the slot of sums in the memory of all ranks."""
+    # The sums as words of 4 or 2 bytes, none of which looks like a missing one.
     if dtype == tl.float32:
         word = total.to(tl.int32, bitcast=True)
         word = tl.where(word == MISSING, NAN, word)
@@ -152,17 +153,17 @@ def _sum_of_ranks(
 
 @triton.jit(do_not_specialize=["rank", "rows"])
 def all_reduce_kernel(
-    part_ptr, slots_ptr, peers, state_ptr, late_ptr, residual_ptr, norm_ptr, out_ptr, scaled_ptr, squares_ptr,
+    part_ptr,  # [rows, size], or None: the product before this kernel sends it
+    slots_ptr, peers, state_ptr, late_ptr,  # [2, RANKS + 1, words] int32, RANKS addresses, [3] and [2] int64
+    residual_ptr, norm_ptr, out_ptr, scaled_ptr, squares_ptr,  # [rows, size] and [size] or None; written, as the stream
     rank, rows, size, stride_r, offset, words,
     RANKS: tl.constexpr, SHOTS: tl.constexpr, BLOCK: tl.constexpr, SQUARED: tl.constexpr, SEND: tl.constexpr,
     REDUCE: tl.constexpr, RECEIVE: tl.constexpr, PDL: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """The sum of the ranks' parts [rows, size] to out; with a residual what `product_to_stream` gives of the sum.
 
-    Grid (programs,), all of which must run at the same time: they take tiles [BLOCK] of rows in turn. slots [2, RANKS +
-    1, words] int32; peers: the addresses of all ranks' slots; state [3], late [2] int64. Each rank runs SEND, REDUCE
-    (of two shots) and RECEIVE. Without a part the kernel before this one, a product, sends it; it need not be done when
-    this one begins.
+    Grid (programs,), all of which must run at the same time: they take tiles [BLOCK] of rows in turn. Each rank runs
+    SEND, REDUCE (of two shots) and RECEIVE. A product that sends its part need not be done when this kernel begins.
     """
     SENT: tl.constexpr = part_ptr is None
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -184,7 +185,7 @@ def all_reduce_kernel(
             send(part, peers, slots + rank * words, at, column < size, rank, RANKS, SHOTS, False)
     if RECEIVE and RANKS > 1 and not SENT:
         _move_turn_on(state_ptr, turn)  # while the peers' parts are on their way
-    if REDUCE:
+    if REDUCE:  # the numbers that this rank owns, whose sums go to all
         for tile in range(tl.program_id(0), rows * columns, tl.num_programs(0)):
             column = tile % columns * BLOCK + tl.arange(0, BLOCK)
             at = tile // columns * size + column
@@ -204,6 +205,7 @@ def all_reduce_kernel(
                 at_r = residual_ptr + row.to(tl.int64) * stride_r + column
                 before = tl.load(at_r, mask=mask, other=0.0, cache_modifier=".cg")
                 factor = tl.load(norm_ptr + column, mask=mask, other=0.0).to(tl.float32) + offset
+            # The sum: from its owner, or of the parts of all ranks.
             if SHOTS == 2:
                 word_type: tl.constexpr = tl.int32 if dtype == tl.float32 else tl.int16
                 sums = (slots_ptr + slots + RANKS * words).to(tl.pointer_type(word_type), bitcast=True)
@@ -270,8 +272,8 @@ def launch(
     send, reduce, receive: each rank does all, but one process that plays all ranks first sends as each. block: a power
     of two, at least `squared`, which changes no bit.
     """
-    (rows, size), early = out.shape, dependent_launch.available(out)
-    processors = _processors(out.device)
+    (rows, size), early = out.shape, launches_early(out.device)
+    processors = card_of(out.device).processors or 4  # these programs surely run at the same time
     block = max(block or block_for(rows, size, processors), squared)
     rank, ranks, slots, peers, state, late, words, shots = 0, 1, None, None, None, None, 0, 1
     if exchange is not None:
@@ -295,9 +297,3 @@ def block_for(rows: int, size: int, processors: int) -> int:
     while block < LARGEST_BLOCK and rows * -(-size // block) > processors:
         block *= 2
     return block
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    """How many programs surely run at the same time."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

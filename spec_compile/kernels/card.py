@@ -1,8 +1,4 @@
-"""`Card`: the facts of a GPU, which decide what kernels run on it and how they are best cut, and those of well-known
-GPUs.
-
-The driver knows all of them, so a GPU that no table names has them, too.
-"""
+"""`Card`: the facts of a GPU, which its driver tells. They decide what kernels run on it and how they are best cut."""
 
 import ctypes
 import functools
@@ -34,27 +30,17 @@ CLOCK = 1.7e9
 
 
 class Card(NamedTuple):
-    """A GPU.
-
-    capability: the compute capability, (major, minor); (0, 0) of a device that is no GPU.
-    processors: multiprocessors.
-    memory: the most bytes of shared memory that a program may take.
-    shared: bytes of shared memory in a multiprocessor.
-    threads: that a multiprocessor holds.
-    bandwidth: bytes a second between memory and chip, nominal.
-    cache: bytes of the L2 cache.
-    clock: of a multiprocessor, in hertz.
-    """
+    """The facts of a GPU; a device that is none has the defaults."""
 
     name: str = ""
-    capability: tuple[int, int] = (0, 0)
-    processors: int = 0
-    memory: int = 0
-    shared: int = 0
-    threads: int = 0
-    bandwidth: float = 0.0
-    cache: int = 0
-    clock: float = 0.0
+    capability: tuple[int, int] = (0, 0)  # compute capability, (major, minor)
+    processors: int = 0  # multiprocessors
+    memory: int = 0  # the most bytes of shared memory that a program may take
+    shared: int = 0  # bytes of shared memory in a multiprocessor
+    threads: int = 0  # the most threads that a multiprocessor holds
+    bandwidth: float = 0.0  # bytes a second between memory and chip, nominal
+    cache: int = 0  # bytes of the L2 cache
+    clock: float = 0.0  # a multiprocessor's clock, in hertz
 
     @property
     def has_groups(self) -> bool:
@@ -85,37 +71,6 @@ class Card(NamedTuple):
         return [text for text, is_lacking in lacks.items() if is_lacking]
 
 
-def _card(
-    name: str, capability: tuple[int, int], processors: int, gigabytes: float, megabytes: int, gigahertz: float
-) -> Card:  # fmt: skip
-    """A `Card` by its data sheet; what a multiprocessor holds follows from the capability."""
-    kib, threads = {(7, 5): (64, 1024), (8, 0): (164, 2048), (9, 0): (228, 2048), (10, 0): (228, 2048)}.get(
-        capability, (100, 1536)
-    )
-    reserved = 0 if capability == (7, 5) else 1024  # of each program, by the driver
-    return Card(
-        name, capability, processors, (kib << 10) - reserved, kib << 10, threads, gigabytes * 1e9, megabytes << 20,
-        gigahertz * 1e9,
-    )  # fmt: skip
-
-
-CARDS = {
-    card.name: card
-    for card in (
-        _card("T4", (7, 5), 40, 320, 4, 1.59),
-        _card("A100", (8, 0), 108, 2039, 40, 1.41),
-        _card("RTX 3090", (8, 6), 82, 936, 6, 1.70),
-        _card("L4", (8, 9), 58, 300, 48, 2.04),
-        _card("RTX 4090", (8, 9), 128, 1008, 72, 2.52),
-        _card("H100", (9, 0), 132, 3350, 50, 1.98),
-        _card("H200", (9, 0), 132, 4917, 60, 1.98),
-        _card("B200", (10, 0), 148, 8000, 126, 1.97),
-        _card("RTX 5090", (12, 0), 170, 1792, 96, 2.41),
-    )
-}
-"""GPUs as their drivers or data sheets have them. `card_of` asks the driver: an A100 with 40 GB is another card."""
-
-
 @functools.cache
 def card_of(device: torch.device) -> Card:
     """The facts of a device, as its driver tells them."""
@@ -124,16 +79,11 @@ def card_of(device: torch.device) -> Card:
     facts = torch.cuda.get_device_properties(device)
     beats = getattr(facts, "memory_clock_rate", 0) * 1e3  # the memory sends twice a beat
     return Card(
-        facts.name,
-        (facts.major, facts.minor),
-        facts.multi_processor_count,
-        facts.shared_memory_per_block_optin,
-        facts.shared_memory_per_multiprocessor,
-        facts.max_threads_per_multi_processor,
+        facts.name, (facts.major, facts.minor), facts.multi_processor_count, facts.shared_memory_per_block_optin,
+        facts.shared_memory_per_multiprocessor, facts.max_threads_per_multi_processor,
         2 * beats * getattr(facts, "memory_bus_width", 0) / 8 or SHARE * facts.multi_processor_count,
-        facts.L2_cache_size,
-        getattr(facts, "clock_rate", 0) * 1e3 or CLOCK,
-    )
+        facts.L2_cache_size, getattr(facts, "clock_rate", 0) * 1e3 or CLOCK,
+    )  # fmt: skip
 
 
 def driver_version() -> int:

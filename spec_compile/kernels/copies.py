@@ -1,10 +1,4 @@
-"""Copies inside caches, all layers in one launch: of accepted paths, of blocks of slots, and of a row's first slots.
-
-Move an accepted path's keys and values into place:
-
-    cache[b, :, lengths[b] + i] = cache[b, :, lengths[b] + path[b, i]]    for i < count[b]
-
-With 300 committed slots, the path [0, 1, 3] and count 3, slot 303 goes to slot 302; slots 300 and 301 are in place.
+"""Copies by one launch each: accepted paths, blocks of slots and rows of all caches, and outcomes for the host.
 
 Import this module only where Triton is installed.
 """
@@ -16,10 +10,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .plain import on_gpu
+from .launching import address_table, on_gpu, op_with_kernel
+
+UNITS = 1024
+"""Units that a program copies; a unit is 1 to 8 bytes."""
+
+# Move an accepted path's keys and values into place:
+#
+#     cache[b, :, lengths[b] + i] = cache[b, :, lengths[b] + path[b, i]]    for i < count[b]
+#
+# With 300 committed slots, the path [0, 1, 3] and count 3, slot 303 goes to slot 302; slots 300 and 301 are in place.
 
 
-@torch.library.custom_op("spec_compile::compact", mutates_args=("caches",), device_types="cpu")
+@op_with_kernel("compact", lambda caches, lengths, path, count: None, writes=("caches",))
 def compact(caches: list[Tensor], lengths: Tensor, path: Tensor, count: Tensor) -> None:
     """Move the accepted nodes' slots of every cache, in plain PyTorch, which the op runs on a CPU.
 
@@ -34,24 +37,6 @@ def compact(caches: list[Tensor], lengths: Tensor, path: Tensor, count: Tensor) 
         cache[row, :, target] = cache[row, :, source]
 
 
-@compact.register_fake
-def _(caches, lengths, path, count):
-    return None
-
-
-_tables: dict[tuple, Tensor] = {}
-"""Tables [caches, 4] on the device: address, heads, slots, units of a slot. Kept, because captured graphs read them."""
-
-
-def _table(caches: list[Tensor], sizes: list[int]) -> Tensor:
-    key = (caches[0].device, *((cache.data_ptr(), *cache.shape[1:3], size) for cache, size in zip(caches, sizes)))
-    if key not in _tables:
-        if caches[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("spec_compile::compact must run once with these caches before a graph is captured")
-        _tables[key] = torch.tensor(key[1:], dtype=torch.int64, device=caches[0].device)
-    return _tables[key]
-
-
 @on_gpu(compact)
 def launch(caches: list[Tensor], lengths: Tensor, path: Tensor, count: Tensor) -> None:
     """`compact` by the kernel."""
@@ -64,8 +49,9 @@ def launch(caches: list[Tensor], lengths: Tensor, path: Tensor, count: Tensor) -
     block_d = min(triton.next_power_of_2(widest), 128)
     grid = (len(caches), batch * max(cache.shape[1] for cache in caches), triton.cdiv(widest, block_d))
     align = math.gcd(16, *sizes, *(cache.data_ptr() for cache in caches))
+    rows = [(cache.data_ptr(), *cache.shape[1:3], size) for cache, size in zip(caches, sizes)]
     _compact[grid](
-        _table(caches, sizes), lengths, path.contiguous(), count, nodes, batch,
+        address_table("compact", caches[0].device, rows), lengths, path.contiguous(), count, nodes, batch,
         DTYPE=getattr(tl, f"int{8 * unit}"), ALIGN=align,
         BLOCK_D=block_d, BLOCK_NODES=triton.next_power_of_2(nodes),
     )  # fmt: skip
@@ -73,11 +59,12 @@ def launch(caches: list[Tensor], lengths: Tensor, path: Tensor, count: Tensor) -
 
 @triton.jit(do_not_specialize=["nodes", "batch"])
 def _compact(
-    table,  # [caches, 4] int64, see `_tables`
+    table,  # [caches, 4] int64: address, heads, slots, units of a slot
     lengths, path, count,  # [B], [B, nodes], [B] int64
     nodes, batch, DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr, BLOCK_NODES: tl.constexpr,
 ):  # fmt: skip
     """One program for a cache, a row of the batch, a KV head and BLOCK_D columns. Grid (caches, B * Hkv, columns)."""
+    # The cache, which may have fewer heads than another.
     table += tl.program_id(0) * 4
     heads, slots, size = tl.load(table + 1), tl.load(table + 2), tl.multiple_of(tl.load(table + 3), ALIGN)
     if tl.program_id(1) >= batch * heads:
@@ -105,18 +92,13 @@ def _compact(
 #     packed[n] = the slots (first + n) * slots to (first + n + 1) * slots - 1 of every cache, one cache after the other
 #
 # A block of 64 slots of two caches with 2 heads of 16 units each takes 2 * (2 * 64 * 16) = 4,096 units.
-#
-
-
-STRIDE = 1024
-"""Units that a program copies."""
 
 
 class BlockCopies:
     """Copies between rows of `tensors` and packed blocks.
 
     tensors: [B, Hkv, S, D] each, contiguous, of integers of one dtype, the unit. Their addresses must not change.
-    slots: of a block, in each of them.
+    slots: the slots of a block, in each of them.
     """
 
     def __init__(self, tensors: list[Tensor], slots: int):
@@ -136,10 +118,10 @@ class BlockCopies:
         packed: [n, units], contiguous, of the unit; on the device. to_row: True from `packed` to the row, False from
         the row to `packed`.
         """
-        grid = len(packed), len(self._table) * self._heads, triton.cdiv(self._longest, STRIDE)
+        grid = len(packed), len(self._table) * self._heads, triton.cdiv(self._longest, UNITS)
         _copy_blocks[grid](
             packed, self._table, packed.shape[1], row, first, self._heads, SLOTS=self._slots, TO_ROW=to_row,
-            STRIDE=STRIDE,
+            STRIDE=UNITS,
         )  # fmt: skip
 
 
@@ -155,6 +137,8 @@ def _copy_blocks(
     heads, slots, size = tl.load(table + 1), tl.load(table + 2), tl.load(table + 3)
     if head >= heads:
         return
+
+    # The same units in the row and in the packed block.
     unit = tl.program_id(2) * STRIDE + tl.arange(0, STRIDE)
     mask = unit < SLOTS * size
     in_row = tl.load(table).to(packed.dtype) + ((row * heads + head) * slots + (first + block) * SLOTS) * size + unit
@@ -168,11 +152,6 @@ def _copy_blocks(
 # Copy the first slots of a row of every cache to a row of other caches, all caches in one launch.
 #
 #     targets[c][to, :, :slots] = sources[c][row, :, :slots]    for every cache c
-#
-
-
-BLOCK = 1024
-"""Units that a program copies; a unit is 1 to 8 bytes."""
 
 
 class RowCopies:
@@ -196,8 +175,8 @@ class RowCopies:
 
     def __call__(self, row: int, to: int, slots: int) -> None:
         """Copy the first `slots` slots of row `row` of every source to row `to` of its target."""
-        grid = len(self._table), self._heads, triton.cdiv(slots * self._largest, BLOCK)
-        _copy_row[grid](self._table, row, to, slots, DTYPE=getattr(tl, f"int{8 * self._unit}"), BLOCK=BLOCK)
+        grid = len(self._table), self._heads, triton.cdiv(slots * self._largest, UNITS)
+        _copy_row[grid](self._table, row, to, slots, DTYPE=getattr(tl, f"int{8 * self._unit}"), BLOCK=UNITS)
 
 
 @triton.jit(do_not_specialize=["row", "to", "slots"])
@@ -211,7 +190,63 @@ def _copy_row(
     head, unit = tl.program_id(1), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     if head >= heads:
         return
+
+    # The first slots of a head are contiguous.
     mask = unit < slots * size
     source = tl.load(table).to(tl.pointer_type(DTYPE)) + (row * heads + head) * tl.load(table + 3) * size
     target = tl.load(table + 1).to(tl.pointer_type(DTYPE)) + (to * heads + head) * tl.load(table + 4) * size
     tl.store(target + unit, tl.load(source + unit, mask=mask), mask=mask)
+
+
+# Hand a round's outcome to the host: the last kernel of a round writes it to pinned memory.
+
+
+def publish(outcome: Tensor, slots: Tensor, turn: Tensor) -> None:
+    """Write `outcome` to slots[turn % S, 1:], then set slots[turn % S, 0] to turn + 1, then add 1 to `turn`.
+
+    A host that reads turn + 1 in column 0 also reads the outcome after it. With S = 2, turns 0, 1 and 2 write slots 0,
+    1 and 0 with the numbers 1, 2 and 3. A negative turn writes slot S and stays.
+
+    outcome: int64, any shape.
+    slots: [S + 1, 1 + width] int64, pinned host memory.
+    turn: [1] int64 on the device.
+    """
+    _publish[(1,)](
+        outcome.contiguous(), slots, turn, outcome.numel(), slots.stride(0),
+        SLOTS=len(slots) - 1, BLOCK=128, RELEASE=outcome.is_cuda, num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_release(address, value):
+    """Store to the host's memory after all earlier stores of this warp. (GPUs have no atomics in a host's memory.)"""
+    tl.inline_asm_elementwise(
+        "st.release.sys.global.b64 [$1], $2; mov.u32 $0, 0;",
+        "=r,l,l",
+        [address.to(tl.int64), value],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit(do_not_specialize=["size", "width"])
+def _publish(
+    outcome, slots, turn,  # [size], [SLOTS + 1, width], [1]; int64
+    size, width, SLOTS: tl.constexpr, BLOCK: tl.constexpr, RELEASE: tl.constexpr,
+):  # fmt: skip
+    """`publish` by one program."""
+    # The outcome into the slot of this turn.
+    number = tl.load(turn)
+    slot = slots + tl.where(number < 0, SLOTS, number % SLOTS) * width
+    for start in range(0, size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(slot + 1 + at, tl.load(outcome + at, mask=at < size), mask=at < size)
+
+    # Then the turn's number, by which the host knows that all is there.
+    tl.debug_barrier()  # every thread's stores come before the release by one of them
+    if RELEASE:
+        _store_release(slot, number + 1)
+    else:  # interpreted
+        tl.store(slot, number + 1)
+    tl.store(turn, tl.where(number < 0, number, number + 1))

@@ -29,10 +29,11 @@ def fit_threads() -> None:
 
 
 def cores(root: Path = ROOT) -> int:
-    """Physical cores, at least 1: those of the process's affinity, and no more than `quota`, rounded up.
+    """Physical cores, at least 1: as many as the process's affinity has, and no more than `quota`, rounded up.
 
     Example: of four cores the first has processors 0 and 4. A process that may run on 0, 1, 4 and 5 has 2 cores.
     """
+    # Processors with the same list of siblings share a core.
     topology = root / "sys/devices/system/cpu"
     siblings = (_text(topology / f"cpu{each}/topology/thread_siblings_list") or str(each) for each in _affinity())
     return _within_quota(len({*siblings}), root)
@@ -50,6 +51,7 @@ def quota(root: Path = ROOT) -> float:
     "150000 100000" for 1.5 and "max 100000" for none; in version 1 two files have these numbers, and -1 for none.
     """
     limits = [math.inf]
+    # "hierarchy:controllers:path" a line; in version 2 there is one line without controllers.
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):

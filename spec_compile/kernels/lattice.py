@@ -41,8 +41,10 @@ def _offer(
 ):  # fmt: skip
     """The best child of a node that is not in the bits `taken`: its number, its score, and True if there is one.
 
-    place: of the children. candidate: the node's number among the candidates of the place before. score: the node's.
+    place: where the children stand. candidate: the node's number among the candidates of the place before. score: the
+    node's score.
     """
+    # The scores of the children that are not taken, the lower number first among equals.
     k = tl.arange(0, BLOCK_K)
     free = (k < tl.where(place < places, count, 0)) & (((taken >> k) & 1) == 0)
     below = score + tl.load(logprobs + place * stride_place + candidate * stride_before + k, mask=free, other=0.0)
@@ -65,6 +67,7 @@ def lattice_kernel(
     places, count, nodes, stride_row, stride_place, stride_before, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The tree of one row a program. Grid (B)."""
+    # The root is node 0.
     row = tl.program_id(0).to(tl.int64)
     tokens += row * places * count
     logprobs += row * stride_row
@@ -87,6 +90,8 @@ def lattice_kernel(
     offer = tl.where(number == 0, first, offer)
     offered = tl.where(number == 0, value, offered)
     order = tl.where(number == 0, _order(value), order)
+
+    # One node after the other, from the best down.
     for node in range(1, nodes):
         # Take the best offer. Ties go to the first place, and then to the lowest parent, as in the plain form.
         tie = tl.where(order == tl.max(order, 0), place * BLOCK_N + number, 2147483647)

@@ -1,8 +1,8 @@
 """Norms of rows, each in one small kernel: RMSNorm, also with a sum before it or a gate, and the delta rule's L2 norms.
 
 Import this module only where Triton is installed. A program takes a row and is done in a few microseconds, in which
-the memory would idle: so the kernel is launched early and lets the next begin at once (see `dependent_launch`), which
-is mostly a matrix product that then fetches its first weights.
+the memory would idle: so the kernel is launched early and lets the next begin at once (see `launching`), which is
+mostly a matrix product that then fetches its first weights.
 """
 
 import torch
@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import dependent_launch
+from .card import launches_early
+from .launching import on_gpu, op_with_kernel
 from .ops import as_groups, as_rows
-from .plain import on_gpu
 
 
-@torch.library.custom_op("spec_compile::rms_norm", mutates_args=(), device_types="cpu")
+@op_with_kernel("rms_norm", lambda x, weight, eps, offset: x.new_empty(x.shape))
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float | None) -> Tensor:
     """RMSNorm (Zhang and Sennrich 2019, eq. 4) of x [..., C] with weight [C] of x's dtype -> [..., C].
 
@@ -33,7 +33,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float | None) -> Ten
     return (wide * (weight.float() + offset)).to(x.dtype)
 
 
-@torch.library.custom_op("spec_compile::add_rms_norm", mutates_args=(), device_types="cpu")
+@op_with_kernel("add_rms_norm", lambda x, residual, weight, eps, offset: (x.new_empty(x.shape), x.new_empty(x.shape)))
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float | None
 ) -> tuple[Tensor, Tensor]:
@@ -41,16 +41,6 @@ def add_rms_norm(
     _check_norm(x, weight, residual)
     total = (x + residual).contiguous()
     return total, rms_norm(total, weight, eps, offset)
-
-
-@rms_norm.register_fake
-def _(x, weight, eps, offset):
-    return x.new_empty(x.shape)
-
-
-@add_rms_norm.register_fake
-def _(x, residual, weight, eps, offset):
-    return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
 def _check_norm(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> None:
@@ -82,7 +72,7 @@ def launch_norm(x, residual, weight, eps, offset) -> tuple[Tensor | None, Tensor
     if not out.numel():
         return total, out
     block = triton.next_power_of_2(size)
-    early = dependent_launch.available(x)
+    early = launches_early(x.device)
     kernel = _rms_norm_of_heads if by_head else _add_rms_norm
     kernel[(out.numel() // size,)](
         x, residual, weight.contiguous(), total, out, *x.stride()[:2], x.shape[1],
@@ -95,9 +85,13 @@ def launch_norm(x, residual, weight, eps, offset) -> tuple[Tensor | None, Tensor
 
 @triton.jit
 def _add_rms_norm(
-    x, residual, weight, total, out, stride_x, stride_h, heads, stride_r, size, eps, offset,
+    x, residual,  # [rows / heads, heads, size] and [rows, size] by their strides, or None
+    weight, total, out,  # [size]; [rows, size] each, written
+    stride_x, stride_h, heads, stride_r, size, eps, offset,
     ROUND_FIRST: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """total = x + residual, or x without a residual; out = norm(total) * weight. One row a program, grid (rows)."""
+    # The weight is read before the kernel that computes x is done.
     if EARLY:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -106,6 +100,8 @@ def _add_rms_norm(
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if EARLY:
         gdc_wait()
+
+    # The row, with the residual added and rounded.
     x += (row // heads) * stride_x + (row % heads) * stride_h
     value = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     if residual is not None:
@@ -113,6 +109,8 @@ def _add_rms_norm(
         rounded = value.to(out.dtype.element_ty)
         tl.store(total + row * size + column, rounded, mask=inside)
         value = rounded.to(tl.float32)
+
+    # Its norm.
     value *= tl.rsqrt(tl.sum(value * value) / size + eps)
     if ROUND_FIRST:
         value = value.to(out.dtype.element_ty).to(tl.float32) * scale
@@ -124,21 +122,21 @@ def _add_rms_norm(
 _rms_norm_of_heads = triton.jit(
     _add_rms_norm.fn, do_not_specialize=["stride_x", "stride_h", "heads"], do_not_specialize_on_alignment=["x"]
 )
-"""Heads of a single token may lie at another address than those of many: in a copy, or where a product has put them. So
-this kernel knows nothing of strides and alignment, for which Triton would choose another order of a sum."""
+"""Heads of a single token may lie at another address than heads of many: in a copy, or where a product has put them.
+So this kernel knows nothing of strides and alignment, for which Triton would choose another order of a sum."""
 
 
 # RMSNorm of groups of entries, with the gate before or after it, in one small kernel.
 #
-# A program takes a group of a row, so that other rows do not change
-# a row's bits. The kernel knows nothing of strides and alignment: Triton would otherwise choose another layout, and so
-# another order of a sum, for rows that lie elsewhere.
+# A program takes a group of a row, so that other rows do not change a row's bits. The kernel knows nothing of strides
+# and alignment: Triton would otherwise choose another layout, and so another order of a sum, for rows that lie
+# elsewhere.
 
 
 ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
-@torch.library.custom_op("spec_compile::gated_rms_norm", mutates_args=(), device_types="cpu")
+@op_with_kernel("gated_rms_norm", lambda x, gate, weight, *_: x.new_empty(x.shape, dtype=weight.dtype))
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, size: int, activation: str, gate_first: bool, round_first: bool
 ) -> Tensor:
@@ -158,11 +156,6 @@ def gated_rms_norm(
     return (normed if gate_first else normed * opened).to(weight.dtype).contiguous()
 
 
-@gated_rms_norm.register_fake
-def _(x, gate, weight, eps, size, activation, gate_first, round_first):
-    return x.new_empty(x.shape, dtype=weight.dtype)
-
-
 def _check_gated_norm(x: Tensor, weight: Tensor, size: int) -> None:
     if weight.shape != x.shape[-1:] or x.shape[-1] % size:
         raise ValueError(f"weight: expected [{x.shape[-1]}], as x has, in groups of {size}, got {list(weight.shape)}")
@@ -174,7 +167,7 @@ def launch_gated_norm(x, gate, weight, eps, size, activation, gate_first, round_
     _check_gated_norm(x, weight, size)
     out = x.new_empty(x.shape, dtype=weight.dtype)
     x, gate = (as_groups(tensor, size) for tensor in (x, gate))
-    block, early = triton.next_power_of_2(size), dependent_launch.available(x)
+    block, early = triton.next_power_of_2(size), launches_early(x.device)
     if out.numel():
         gated_rms_norm_kernel[(out.numel() // size,)](
             x, gate, weight.contiguous(), out, *x.stride()[:2], x.shape[1], *gate.stride()[:2], gate.shape[1],
@@ -190,19 +183,24 @@ STRIDES = ["stride_x", "stride_xg", "groups_x", "stride_g", "stride_gg", "groups
 
 @triton.jit(do_not_specialize=STRIDES, do_not_specialize_on_alignment=["x", "gate", "weight", "out"])
 def gated_rms_norm_kernel(
-    x, gate, weight, out, stride_x, stride_xg, groups_x, stride_g, stride_gg, groups_g, size, groups_w, eps,
+    x, gate,  # [rows, groups, size] each, by their strides
+    weight, out,  # [groups_w, size]; [programs, size], written
+    stride_x, stride_xg, groups_x, stride_g, stride_gg, groups_g, size, groups_w, eps,
     SIGMOID: tl.constexpr, GATE_FIRST: tl.constexpr, ROUND_FIRST: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out [programs, size]: one group of a row a program. x, gate [rows, groups, size], weight [groups_w, size]."""
+    """out = norm(x) * weight * open(gate), or norm(x * open(gate)) * weight. One group of a row a program."""
     if EARLY:
         gdc_launch_dependents()
+    # The weight is read before the kernel that computes x is done.
     group = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
     scale = tl.load(weight + (group % groups_w) * size + column, mask=inside, other=0.0).to(tl.float32)
     if EARLY:
         gdc_wait()
+
+    # The group and its gate.
     x += (group // groups_x) * stride_x + (group % groups_x) * stride_xg
     gate += (group // groups_g) * stride_g + (group % groups_g) * stride_gg
     value = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
@@ -211,6 +209,8 @@ def gated_rms_norm_kernel(
         opened = 1.0 / (1.0 + tl.exp(-opened))
     else:
         opened = opened / (1.0 + tl.exp(-opened))
+
+    # The norm, with the gate before or after it.
     if GATE_FIRST:
         value *= opened
     value *= tl.rsqrt(tl.sum(value * value) / size + eps)
@@ -227,11 +227,11 @@ def gated_rms_norm_kernel(
 #
 #     q_out = scale * q / sqrt(sum(q^2) + eps)        k_out = k / sqrt(sum(k^2) + eps)
 #
-# A program has one head of one token, so a row has the same bits
-# whatever other rows there are. Like the gated norm's, the kernel is compiled for no strides and alignments.
+# A program has one head of one token, so a row has the same bits whatever other rows there are. Like the gated norm's,
+# the kernel is compiled for no strides and alignments.
 
 
-@torch.library.custom_op("spec_compile::l2_norms", mutates_args=(), device_types="cpu")
+@op_with_kernel("l2_norms", lambda q, k, eps, scale: tuple(x.new_empty(x.shape, dtype=torch.float32) for x in (q, k)))
 def l2_norms(q: Tensor, k: Tensor, eps: float, scale: float) -> tuple[Tensor, Tensor]:
     """The L2 norms of q and k [..., H, D], q times `scale` -> both float32.
 
@@ -241,11 +241,6 @@ def l2_norms(q: Tensor, k: Tensor, eps: float, scale: float) -> tuple[Tensor, Te
     _check_l2_norm(q, k)
     q, k = ((x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)).contiguous() for x in (q.float(), k.float()))
     return q * scale, k
-
-
-@l2_norms.register_fake
-def _(q, k, eps, scale):
-    return q.new_empty(q.shape, dtype=torch.float32), k.new_empty(k.shape, dtype=torch.float32)
 
 
 def _check_l2_norm(q: Tensor, k: Tensor) -> None:
@@ -287,6 +282,7 @@ def l2_norms_kernel(
     stride_q, stride_qh, stride_k, stride_kh, heads, size, eps, scale, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One head of one row a program. Grid (rows * heads)."""
+    # Queries are scaled after their norm, keys are not.
     row, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     column = tl.arange(0, BLOCK)
     at = tl.program_id(0).to(tl.int64) * size + column

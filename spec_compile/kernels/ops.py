@@ -4,14 +4,13 @@ Shapes: B rows, N tree nodes or chunk tokens, H query heads, Hkv key-value heads
 size.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
-
-from .masks import additive, alibi, only_chosen, visible_slots
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
@@ -23,30 +22,18 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
 
 @torch.library.custom_op("spec_compile::attention", mutates_args=())
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    layer: int,
-    chunk: int | None = None,
-    slopes: Tensor | None = None,
-    chosen: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, window: int | None, softcap: float | None,
+    layer: int, chunk: int | None = None, slopes: Tensor | None = None, chosen: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Causal attention over a whole sequence, which capture puts in place of a model's own attention.
 
     q [B, H, T, Dk], k [B, Hkv, T, Dk], v [B, Hkv, T, Dv] -> [B, T, H, Dv]. `layer` only labels the node. The others
-    are as in `attention.call.AttentionCall`.
+    are as in `attention.base.AttentionCall`.
     """
-    steps = torch.arange(q.shape[2], device=q.device)
-    distance = steps[:, None] - steps[None, :]
-    visible = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-    if chunk is not None:
-        visible = visible & (steps[:, None] // chunk == steps[None, :] // chunk)
-    bias = None if slopes is None else alibi(slopes, steps[None], steps[None])
-    mask = additive(visible.expand(q.shape[0], -1, -1), q.shape[1] // k.shape[1], q.dtype, bias)
+    batch, heads, tokens, _ = q.shape
+    positions = torch.arange(tokens, device=q.device).expand(batch, -1)
+    seen = positions, positions.new_zeros(batch), None, tokens, window, heads // k.shape[1], q.dtype
+    mask = tree_mask(*seen, chunk, slopes)
     mask = mask if chosen is None else only_chosen(mask, chosen)
     return masked_attention(q, k, v, mask, sinks, scale, softcap).contiguous()
 
@@ -64,10 +51,13 @@ def masked_attention(
     q [B, H, N, Dk], k [B, Hkv, S, Dk], v [B, Hkv, S, Dv], mask [B, 1 or Hkv, G * N, S] with G = H / Hkv: the query
     heads of one KV head are stacked as rows, so keys and values are read once and never repeated.
     """
+    # The query heads of a KV head as rows.
     batch, heads, nodes, key_dim = q.shape
     kv_heads, value_dim = k.shape[1], v.shape[3]
     group = heads // kv_heads
     q = q.reshape(batch, kv_heads, group * nodes, key_dim)
+
+    # PyTorch's fused attention where it means the same.
     if softcap is None and sinks is None and mask.dtype == q.dtype:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     else:
@@ -83,16 +73,9 @@ def masked_attention(
 
 
 def tree_mask(
-    positions: Tensor,
-    lengths: Tensor,
-    ancestors: Tensor | None,
-    max_kv_len: int,
-    window: int | None,
-    group: int,
-    dtype: torch.dtype,
-    chunk: int | None = None,
-    slopes: Tensor | None = None,
-) -> Tensor:
+    positions: Tensor, lengths: Tensor, ancestors: Tensor | None, max_kv_len: int, window: int | None, group: int,
+    dtype: torch.dtype, chunk: int | None = None, slopes: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The mask of a block's nodes over the cache, [B, 1, group * N, max_kv_len]: 0 for visible slots, else minus
     infinity. With slopes [H] it is their `alibi` in place of 0, [B, H / group, group * N, max_kv_len].
 
@@ -109,6 +92,8 @@ def tree_mask(
     visible, slot, index = visible_slots(positions, lengths, ancestors, max_kv_len)
     if window is None and chunk is None and slopes is None:
         return additive(visible, group, dtype)
+
+    # Windows and chunks go by positions: a committed slot is its position, another has its node's.
     slot_position = torch.where(slot < lengths[:, None], slot, positions.gather(1, index))
     if window is not None:
         visible = visible & (positions[:, :, None] - slot_position[:, None, :] < window)  # guard: window
@@ -116,30 +101,6 @@ def tree_mask(
         visible = visible & (positions[:, :, None] // chunk == slot_position[:, None, :] // chunk)
     bias = None if slopes is None else alibi(slopes, positions, slot_position)
     return additive(visible, group, dtype, bias)
-
-
-def append_and_attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    lengths: Tensor,
-    mask: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    scales: Tensor | None = None,
-) -> Tensor:
-    """`append_block` a block of keys and values to the caches, and `masked_attention` of its queries to the caches.
-
-    The arguments are those of `attention.call.AttentionCall`, and a mask [B, 1 or Hkv, G * N, max_kv_len] from
-    `tree_mask`, in place of lengths and ancestors; slots beyond max_kv_len are not read. -> [B, N, H, Dv].
-    """
-    max_kv_len = mask.shape[3]
-    append_block(key_cache, value_cache, scales, k, v, lengths)
-    keys, values = as_read(key_cache, value_cache, scales, max_kv_len, q.dtype)
-    return masked_attention(q, keys, values, mask, sinks, scale, softcap)
 
 
 def append_block(
@@ -165,8 +126,10 @@ def as_read(
 
 
 def over_scale(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., D] in float32 over a scale with which the largest of a row becomes that of float8_e4m3fn, and the scales
-    [..., 1]."""
+    """-> x [..., D] in float32 over its rows' scales, and the scales [..., 1].
+
+    With its scale the largest number of a row becomes the largest of float8_e4m3fn.
+    """
     wide = x.float()
     scale = wide.abs().amax(dim=-1, keepdim=True) / LARGEST_FP8
     scale = torch.where(scale > 0, scale, 1.0)
@@ -241,3 +204,58 @@ def _(tokens, committed, streams, handle, num_nodes):
     batch = tokens.shape[0]
     tree, summary = tokens.new_empty((batch, num_nodes)), tokens.new_empty((batch,))
     return tree, torch.empty_like(tree), summary, torch.empty_like(summary)
+
+
+# Masks: the slots of a cache that a node sees, and numbers that are added to its scores, in plain PyTorch.
+#
+# Shapes: B rows, N tree nodes or chunk tokens, H query heads, Hkv key-value heads, G = H / Hkv, S cache slots.
+
+
+def visible_slots(
+    positions: Tensor, lengths: Tensor, ancestors: Tensor | None, max_kv_len: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """True where a node sees a slot [B, N, max_kv_len], the slots, and their numbers in the block (`ops.tree_mask`)."""
+    nodes = positions.shape[1]
+    slot = torch.arange(max_kv_len, device=positions.device)
+    index = slot - lengths[:, None]  # a slot's number in the block; negative: committed
+    inside = (index >= 0) & (index < nodes)
+    index = index.clamp(0, nodes - 1)
+    if ancestors is None:
+        seen = index[:, None, :] <= torch.arange(nodes, device=positions.device)[:, None]
+    else:
+        seen = ((ancestors[:, :, None] >> index[:, None, :]) & 1).bool()  # guard: ancestors-are-seen
+    return (slot < lengths[:, None])[:, None, :] | (inside[:, None, :] & seen), slot, index
+
+
+def only_chosen(mask: Tensor, chosen: Tensor) -> Tensor:
+    """`ops.tree_mask`'s result [B, M, G * N, S], with minus infinity for slots that are not among chosen [B, N, K].
+
+    chosen = [[[2, 5, -1]]] hides all slots but 2 and 5; -1 stands for none.
+    """
+    batch, nodes, _ = chosen.shape
+    slots = mask.shape[3]
+    hidden = torch.ones(batch, nodes, slots + 1, dtype=torch.bool, device=mask.device)
+    hidden = hidden.scatter(2, torch.where(chosen < 0, slots, chosen).long(), False)[:, None, :, :slots]
+    return mask.masked_fill(hidden.repeat(1, 1, mask.shape[2] // nodes, 1), -math.inf)
+
+
+def alibi(slopes: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor:
+    """Linear biases of attention (Press et al. 2021, section 3): slope * (key position - query position), in float32.
+
+    slopes [H]; key positions are rounded to their dtype, because Falcon's are. positions [B, N] of queries,
+    key_positions [B, S] -> [B, H, N, S].
+    """
+    rounded = key_positions.to(slopes.dtype).float()
+    distance = rounded[:, None, :] - positions[:, :, None].float()
+    return slopes.float()[:, None, None] * distance[:, None]
+
+
+def additive(visible: Tensor, group: int, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """visible [B, N, S] -> [B, 1, group * N, S] of 0 and minus infinity; of bias [B, H, N, S] in place of 0, and at
+    least in float32, [B, H / group, group * N, S]."""
+    batch, nodes, max_kv_len = visible.shape
+    if bias is not None:
+        bias = bias.to(torch.promote_types(dtype, torch.float32)).masked_fill(~visible[:, None], -math.inf)
+        return bias.reshape(batch, -1, group * nodes, max_kv_len)
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, -math.inf)
+    return mask[:, None].expand(batch, group, nodes, max_kv_len).reshape(batch, 1, group * nodes, max_kv_len)

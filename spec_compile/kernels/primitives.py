@@ -61,8 +61,8 @@ def trap():
 #
 #     [a, b, c, d] -> [a + b, c + d] -> (a + b) + (c + d)
 #
-# Sizes are powers of two up to 4096. A sum of squares of 16-bit
-# numbers is the same with and without fused multiply-adds, because such squares are exact in float32.
+# Sizes are powers of two up to 4096. A sum of squares of 16-bit numbers is the same with and without fused
+# multiply-adds, because such squares are exact in float32.
 
 
 @triton.jit

@@ -12,43 +12,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .plain import on_gpu
+from .launching import on_gpu, op_with_kernel
 
 BLOCK = 4096
 """Entries of a part. Another value gives other bits."""
 WARPS = 8
 
 
-@torch.library.custom_op("spec_compile::row_sum", mutates_args=(), device_types="cpu")
+def _fake_rows(x, dtype=None, log=False):
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+@op_with_kernel("row_sum", lambda x, dtype=None: x.new_empty(x.shape[:-1], dtype=dtype))
 def row_sum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The sums [...] of floating x [..., V], V > 0, over the last dimension. On a CPU the op runs this.
 
-    dtype: of the sums; None: that of x.
+    dtype: the sums have this dtype; None: x's.
     """
     return x.sum(-1, dtype=dtype)
 
 
-@torch.library.custom_op("spec_compile::row_cumsum", mutates_args=(), device_types="cpu")
+@op_with_kernel("row_cumsum", _fake_rows)
 def row_cumsum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The running sums [..., V] over the last dimension; x, dtype: see `row_sum`."""
     return x.cumsum(-1, dtype=dtype)
 
 
-@torch.library.custom_op("spec_compile::row_softmax", mutates_args=(), device_types="cpu")
+@op_with_kernel("row_softmax", _fake_rows)
 def row_softmax(x: Tensor, dtype: torch.dtype | None = None, log: bool = False) -> Tensor:
     """softmax [..., V] over the last dimension, or log_softmax if `log`; x, dtype: see `row_sum`."""
     return x.log_softmax(-1, dtype=dtype) if log else x.softmax(-1, dtype=dtype)
-
-
-@row_sum.register_fake
-def _(x, dtype=None):
-    return x.new_empty(x.shape[:-1], dtype=dtype)
-
-
-@row_cumsum.register_fake
-@row_softmax.register_fake
-def _(x, dtype=None, log=False):
-    return x.new_empty(x.shape, dtype=dtype)
 
 
 @on_gpu(row_sum)
@@ -132,6 +125,8 @@ def _add_parts(sums, out, parts, BLOCK_PARTS: tl.constexpr):
 def _scan(x, sums, out, size, BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr):
     """out [R, V] = the sum of the parts before + the running sum in the part. x [R, V], sums [R, parts]."""
     value, row, part, column = _part(x, size, 0.0, BLOCK)
+
+    # The sum of the parts before this one, then the running sum inside it.
     number = tl.arange(0, BLOCK_PARTS)
     before = tl.load(sums + row * tl.cdiv(size, BLOCK) + number, mask=number < part, other=0.0)  # guard: running-sums
     running = tl.sum(before, 0) + tl.cumsum(value, 0)

@@ -78,6 +78,7 @@ def _no_launches() -> Iterator[list]:
     """A context in which launches of this thread only compile, and new memory is zero. Gives the kernels."""
     from triton.runtime.jit import JITFunction
 
+    # Launches of this thread are compiled, and noted.
     run, own, kernels = JITFunction.run, threading.get_ident(), list[Any]()
 
     def compile_only(self, *args, warmup, **options):
@@ -86,6 +87,7 @@ def _no_launches() -> Iterator[list]:
         kernels.append(run(self, *args, warmup=True, **options))
         return kernels[-1]
 
+    # Its new memory is zero, because no kernel fills it.
     def zeros(empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def make(*args, **options):
             new = empty(*args, **options)

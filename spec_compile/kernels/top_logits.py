@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..compat import argmax
-from .counters import zero_counters
+from .launching import zero_counters
 
 try:
     import triton

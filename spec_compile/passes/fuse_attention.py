@@ -11,7 +11,7 @@ from torch import fx
 
 from ..graph import ModelGraph, calls
 from ..kernels import HALF, attention, linear
-from ..kernels.attention.call import ROTATION
+from ..kernels.attention.base import ROTATION
 from ..kernels.linear.product_ops import lack_of_append
 from .apply import VIEWS, calls_op, comes_after, swaps_heads
 from .fuse_norms import Norm, match_norm

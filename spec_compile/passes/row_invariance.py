@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph, attribute, calls, owner
 from ..kernels import HALF, experts, ops
-from ..kernels.attention.call import TARGETS
+from ..kernels.attention.base import TARGETS
 from ..kernels.attention.tail_tiles import tail_tiles
 from ..kernels.linear import LINEARS, PLAIN, QUANTISED, small_m, weight_of
 from ..kernels.recurrence import advance_or_look, clamp_in_prompt, launch, walk_of

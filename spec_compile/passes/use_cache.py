@@ -45,8 +45,7 @@ def use_tree_attention(graph: ModelGraph, settings) -> str:
         marker = arguments_of(node)
         layer = {name: marker[name] for name in ("sinks", "scale", "softcap", "window")}
         layer |= {name: marker[name] for name in ("chunk", "slopes", "chosen") if marker[name] is not None}
-        if "scales" in backend.takes:
-            layer["scales"] = None
+        layer["scales"] = None  # the op has no default for it
         with gm.graph.inserting_before(node):
             first = number * graph.layer_tensors
             for name, index in zip(("key_cache", "value_cache", "scales"), range(first, first + graph.layer_tensors)):

@@ -13,8 +13,8 @@ from spec_compile.contrib.indexed import attention as indexed_attention
 from spec_compile.contrib.indexed import choice
 from spec_compile.kernels import ops
 from spec_compile.kernels.attention import tree_attention
-from spec_compile.kernels.attention.call import AttentionCall
-from spec_compile.kernels.masks import visible_slots
+from spec_compile.kernels.attention.base import AttentionCall
+from spec_compile.kernels.ops import visible_slots
 from spec_compile.tree import ancestry
 
 PARENTS = [-1, 0, 0, 1, 1, 2, 4]

@@ -9,9 +9,9 @@ from attention_cases import FP8, bits, normed, turn
 from places import GPU, places
 from torch.nn import functional as F
 
-from spec_compile.kernels import counters
+from spec_compile.kernels import launching
 from spec_compile.kernels.attention import tree_attention as attention
-from spec_compile.kernels.attention.call import AttentionCall
+from spec_compile.kernels.attention.base import AttentionCall
 from spec_compile.kernels.linear import small_m
 from spec_compile.kernels.linear.plans import ProductTile, appending, plan, squared_columns
 from spec_compile.kernels.linear.product import Normed, Product, QkvHeads
@@ -68,7 +68,7 @@ class Case:
         around = None if self.squares is None else Normed(self.squares, EPS)
         layer = Product(flat, self.weight, self.bias, before=around, after=self.ends)
         launch(layer, out, parts, tile)
-        assert counters.all_zero()
+        assert launching.all_zero()
         return out.view(*self.x.shape[:2], -1, self.size)
 
     def expected(self):
@@ -205,7 +205,7 @@ on_gpu = pytest.mark.skipif(not GPU, reason="no CUDA device")
 def test_same_bits_in_any_number_of_rows(monkeypatch, shape, dtype, early):
     """Queries, keys and values of every row, alone, among few and among many; those of the kernels apart, too."""
     if not early:
-        monkeypatch.setattr(small_m.dependent_launch, "available", lambda x: False)
+        monkeypatch.setattr(small_m, "launches_early", lambda device: False)
     heads, size, inputs, options = SHAPES[shape]
     case = Case(("cuda", dtype), [7], ROWS[-1], heads, size, inputs=inputs, **options)
     queries, wanted = case.op(), [cache.clone() for cache in case.caches]
@@ -227,4 +227,4 @@ def test_rows_of_a_batch_on_a_gpu(shape):
     heads, size, inputs, options = SHAPES[shape]
     case = Case(("cuda", torch.bfloat16), [100, 0, 65], 17, heads, size, inputs=inputs, capacity=110, **options)
     case.check(case.op())
-    assert counters.all_zero()
+    assert launching.all_zero()

@@ -4,9 +4,9 @@ import pytest
 import torch
 from cpu_levels import NEEDS_KERNEL
 
+from spec_compile.kernels.launching import plain_kernels
 from spec_compile.kernels.linear import around, few_rows
 from spec_compile.kernels.linear.few_rows import NUMBERS, Around, multiply
-from spec_compile.kernels.plain import plain_kernels
 from spec_compile.quantised.rounded import int8
 
 pytestmark = NEEDS_KERNEL

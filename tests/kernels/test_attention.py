@@ -1,23 +1,20 @@
-"""Tree attention and compaction against their plain-PyTorch meaning.
+"""Tree attention against its plain-PyTorch meaning.
 
 Without a GPU the kernels run in Triton's interpreter, in float32; ``pytest -m gpu`` runs the same on a CUDA device.
 """
 
-import random
-
 import pytest
 import torch
-from attention_cases import FP8, PLACES, SMALL, TOLERANCE, Case, bits, chain, random_tree, star
+from attention_cases import FP8, PLACES, SMALL, TOLERANCE, Case, bits, chain, paths, random_tree, star
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import GPU, ON_GPU
 from sweeps import thinned
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from spec_compile.kernels import copies as compaction
 from spec_compile.kernels import ops
 from spec_compile.kernels.attention import tree_attention as attention
-from spec_compile.kernels.attention.call import CACHES, AttentionCall
+from spec_compile.kernels.attention.base import AttentionCall
 from spec_compile.kernels.card import Card
 from spec_compile.tree import ancestry
 
@@ -54,26 +51,17 @@ def test_a_block_that_lies_in_the_cache_already(place, nodes, causal, run):
         assert torch.equal(bits(cache), bits(before))
 
 
-def test_keys_to_rotate_are_not_in_the_cache(place):
-    call = Case(place, [4], 2, rotary=True).inputs()
-    with pytest.raises(ValueError, match="k: expected keys to rotate, got None"):
-        attention.launch(call._replace(k=None, v=None))
-
-
 EDGES = [0, 1, 15, 16, 17, 31, 32, 33, 48, 49, 63, 64, 65, 95, 96, 97, 127, 128, 129]
-
-
-def test_lengths(place):
-    """Every remainder of blocks and splits, in one batch of different lengths."""
-    Case(place, EDGES, 5, random_tree(5)).check()
 
 
 WHOLE = SMALL._replace(whole=True, most=4)
 """A program takes all spans of its rows. Spans double at 64 positions and at 128."""
 
 
-def test_lengths_with_all_spans_in_a_program(place):
-    Case(place, EDGES, 5, random_tree(5)).check(WHOLE)
+@pytest.mark.parametrize("config", [SMALL, WHOLE], ids=["a span a program", "all spans a program"])
+def test_lengths(place, config):
+    """Every remainder of blocks and splits, in one batch of different lengths."""
+    Case(place, EDGES, 5, random_tree(5)).check(config)
 
 
 @pytest.mark.parametrize(
@@ -89,11 +77,6 @@ def test_all_spans_in_a_program(options, place):
         case.check(WHOLE)
         outs = [attention.launch(case.inputs(), each) for each in (WHOLE, WHOLE._replace(whole=False))]
         assert torch.equal(*map(bits, outs))
-
-
-@pytest.mark.parametrize("length", [0, 1, 129])
-def test_single_row(place, length):
-    Case(place, [length], 3, star(3), heads=(4, 2)).check()
 
 
 @pytest.mark.sweep(3)
@@ -202,7 +185,7 @@ def test_chunk_that_fills_the_cache(place):
     """What lies behind the last slot is not kept, and those before it do not see it."""
     case = Case(place, [30, 0], 70, causal=True)
     inputs = case.inputs()
-    caches = {name: getattr(inputs, name)[:, :, :80].contiguous() for name in CACHES}
+    caches = {name: getattr(inputs, name)[:, :, :80].contiguous() for name in ("key_cache", "value_cache")}
     out = attention.launch(inputs._replace(**caches), SMALL).cpu().double()
     tolerance = TOLERANCE[case.dtype]
     expected = case.expected()
@@ -255,14 +238,12 @@ def test_rising_scores(place):
 HEADS = [((4, 2), (64, 64)), ((3, 3), (80, 48)), ((5, 1), (24, 24))]
 
 
-@pytest.mark.parametrize("nodes, heads, sizes", thinned(3, [1, 3, 6], HEADS))
-def test_rotary(place, nodes, heads, sizes):
-    Case(place, [70, 0], nodes, random_tree(nodes), heads, sizes, rotary=True).check()
-
-
-@pytest.mark.parametrize("options", [dict(causal=True), dict(window=20), dict(softcap=2.0, sinks=True)])
-def test_rotary_of_other_attention(place, options):
-    Case(place, [5, 40], 5, random_tree(5), heads=(2, 1), rotary=True, **options).check()
+@pytest.mark.parametrize("nodes, options", [
+    *((nodes, dict(heads=heads, sizes=sizes)) for nodes, (heads, sizes) in zip((1, 3, 6), HEADS)),
+    *((5, options) for options in (dict(causal=True), dict(window=20), dict(softcap=2.0, sinks=True))),
+])  # fmt: skip
+def test_rotary(place, nodes, options):
+    Case(place, [70, 0], nodes, random_tree(nodes), rotary=True, **options).check()
 
 
 @pytest.mark.sweep(2)
@@ -302,18 +283,16 @@ def test_norms(place, nodes, heads, sizes, offset):
     case.check()
 
 
-def test_norms_that_do_not_fit(place):
-    case = Case(place, [5], 3, rotary=True, norms=True)
-    case.norms = tuple(weight[:8] for weight in case.norms)
-    with pytest.raises(ValueError, match=r"q_norm, k_norm: expected weights \[16\].*got \[8\]"):
-        attention.launch(case.inputs(), SMALL)
-
-
-def test_angles_that_do_not_fit(place):
-    case = Case(place, [5], 3, rotary=True)
-    case.angles = tuple(x[:, :2] for x in case.angles)
-    with pytest.raises(ValueError, match=r"cos, sin: expected \[1, 3, 16\].*got \[1, 2, 16\]"):
-        attention.launch(case.inputs(), SMALL)
+@pytest.mark.parametrize("change, message", [
+    (lambda call: dict(k=None, v=None), "k: expected keys to rotate, got None"),
+    (lambda call: dict(q_norm=call.q_norm[:8], k_norm=call.k_norm[:8]), r"k_norm: expected weights \[16\].*got \[8\]"),
+    (lambda call: dict(cos=call.cos[:, :2], sin=call.sin[:, :2]), r"sin: expected \[1, 3, 16\].*got \[1, 2, 16\]"),
+    (lambda call: dict(scale=0.0), "scale must be positive, not 0.0"),
+])  # fmt: skip
+def test_arguments_that_do_not_fit(place, change, message):
+    call = Case(place, [5], 3, rotary=True, norms=True).inputs()
+    with pytest.raises(ValueError, match=message):
+        attention.launch(call._replace(**change(call)), SMALL)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -354,46 +333,6 @@ def test_operator(rotary):
     torch.library.opcheck(attention.tree_attention, case.inputs())
     inputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in case.inputs()]
     case.compare(torch.ops.spec_compile.tree_attention(*inputs), inputs[3:5])
-
-
-def paths(batch, nodes):
-    """Ascending paths from the root, and how many of their slots count."""
-    rng = random.Random(nodes)
-    path, count = torch.zeros(batch, nodes, dtype=torch.int64), torch.zeros(batch, dtype=torch.int64)
-    for row in range(batch):
-        chosen = [0, *sorted(rng.sample(range(1, nodes), rng.randrange(nodes)))] if row else range(nodes)
-        path[row, : len(chosen)] = torch.tensor(list(chosen))
-        count[row] = len(chosen) if row != 2 else 0
-    return path, count
-
-
-@pytest.mark.parametrize("nodes", [1, 2, 3, 7, 16, 33, 64])
-def test_compact(place, nodes):
-    device, dtype = place
-    path, count = paths(5, nodes)
-    lengths = torch.tensor([0, 3, 11, 36, 100 - nodes])
-    shapes = [(5, heads, 100, size) for heads, size in ((2, 16), (2, 24), (1, 192), (3, 80))]
-    caches = [torch.full(shape, torch.nan).to(dtype) for shape in shapes]
-    for cache in caches:
-        for row, length in enumerate(lengths.tolist()):
-            cache[row, :, : length + nodes] = torch.randn(cache.shape[1], length + nodes, cache.shape[3])
-    moved = [cache.to(device).clone() for cache in caches]
-    compaction.launch(moved, lengths.to(device), path.to(device), count.to(device))
-    for cache, after in zip(caches, moved):
-        expected = cache.clone()
-        for row, length in enumerate(lengths.tolist()):
-            for i in range(int(count[row])):
-                expected[row, :, length + i] = expected[row, :, length + int(path[row, i])]
-        assert torch.equal(bits(after), bits(expected))
-    twin = [cache.clone() for cache in caches]
-    torch.ops.spec_compile.compact(twin, lengths, path, count)
-    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(twin, moved))
-
-
-def test_compact_operator():
-    path, count = paths(3, 7)
-    caches = [torch.randn(3, 2, 20, 8), torch.randn(3, 1, 20, 4)]
-    torch.library.opcheck(compaction.compact, (caches, torch.tensor([1, 2, 3]), path, count))
 
 
 CUDA = [pytest.param(dtype, marks=ON_GPU, id=str(dtype)) for dtype in (torch.float32, torch.bfloat16)]

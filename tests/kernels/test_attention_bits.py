@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import GPU, INTERPRETER, ON_GPU, triton
 
-from spec_compile.kernels.attention import spans
+from spec_compile.kernels.attention import partial_softmax as spans
 from spec_compile.kernels.attention import tree_attention as attention
 from spec_compile.kernels.attention.tail_tiles import COLUMNS, nodes_per_tile, tail_tile_table, tail_tiles
 from spec_compile.kernels.attention.tail_tiles import launch as launch_table
@@ -65,33 +65,29 @@ def compare(got, want, exactly):
         torch.testing.assert_close(got.float(), want.float(), atol=1e-5, rtol=1e-5)
 
 
-def test_in_the_interpreter():
-    if GPU:
-        pytest.skip("the kernels run on the CUDA device")
-    for lengths, nodes, options in (([0, 47, 64], 6, {}), ([63], 18, dict(window=20, sinks=True, rotary=True))):
-        parents = random_tree(nodes)
-        case = Case(("cpu", torch.float32), lengths, nodes, parents, (2, 1), **options)
-        compare_path(case, parents, nodes - 1, SMALL, exactly=False)
+BOTH_HALVES = pytest.mark.parametrize(
+    "dtype", [pytest.param(d, marks=ON_GPU, id=str(d)[6:]) for d in (torch.bfloat16, torch.float16)]
+)
+IN_TURNS = SMALL._replace(least=16, most=8)
+BEGIN = 16 * max(SMALL.least, SMALL.block_n)
+INTERPRETED = [  # committed tokens, parents, the leaf whose path is compared, tuning, options
+    ([0, 47, 64], random_tree(6), 5, SMALL, {}),
+    ([63], random_tree(18), 17, SMALL, dict(window=20, sinks=True, rotary=True)),
+    ([8 * 16 - 2], chain(9), 2, IN_TURNS, {}),  # some nodes have the smaller spans, others the larger ones
+    ([BEGIN - 4], chain(14), 13, SMALL, dict(capacity=BEGIN + 64, window=7)),  # nothing is left but the tail
+    ([30, 7], chain(70), 69, SMALL._replace(least=16, most=4), dict(causal=True)),
+    ([63], chain(70), 69, SMALL._replace(least=16, most=4), dict(causal=True, window=20, sinks=True, rotary=True)),
+]
 
 
-def test_where_spans_grow_within_a_tree():
-    """Some nodes have the smaller spans, others the larger ones, whether a program takes one or all of them."""
-    if GPU:
-        pytest.skip("the kernels run on the CUDA device")
-    config = SMALL._replace(least=16, most=8)
-    case = Case(("cpu", torch.float32), [8 * 16 - 2], 9, chain(9), (2, 1))
-    compare_path(case, chain(9), 2, config, exactly=False)
-    outs = [attention.launch(case.inputs(), each) for each in (config, config._replace(whole=True))]
-    compare(*outs, exactly=False)
-
-
-def test_a_window_that_leaves_nothing_but_the_tail():
-    """The tail of the deepest nodes begins at the end of a span."""
-    if GPU:
-        pytest.skip("the kernels run on the CUDA device")
-    begin = 16 * max(SMALL.least, SMALL.block_n)
-    case = Case(("cpu", torch.float32), [begin - 4], 14, chain(14), (2, 1), capacity=begin + 64, window=7)
-    compare_path(case, chain(14), 13, SMALL, exactly=False)
+@pytest.mark.skipif(GPU, reason="the kernels run on the CUDA device")
+@pytest.mark.parametrize("lengths, parents, leaf, config, options", INTERPRETED)
+def test_in_the_interpreter(lengths, parents, leaf, config, options):
+    case = Case(("cpu", torch.float32), lengths, len(parents), parents, (2, 1), **options)
+    compare_path(case, parents, leaf, config, exactly=False, step=9 if "causal" in options else 1)
+    if config is IN_TURNS:  # whether a program takes one span or all of them
+        outs = [attention.launch(case.inputs(), each) for each in (config, config._replace(whole=True))]
+        compare(*outs, exactly=False)
 
 
 SHAPES = {
@@ -113,9 +109,7 @@ SHAPES = {
 EDGES = (0, 1, 63, 64, 65, 127, 128, 129, 960, 1023, 1024, 1025, 1100, 1983, 2047, 2048, 2049, 2303, 3000)
 
 
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(d, marks=ON_GPU, id=str(d)[6:]) for d in (torch.bfloat16, torch.float16)]
-)
+@BOTH_HALVES
 @pytest.mark.parametrize("nodes", [1, 2, 5, 16, 64])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_on_a_gpu(shape, nodes, dtype):
@@ -152,17 +146,7 @@ def test_of_long_contexts(length, dtype):
     assert torch.equal(bits(attention.launch(call._replace(ancestors=tree))), bits(out))
 
 
-def test_prompts_in_the_interpreter():
-    if GPU:
-        pytest.skip("the kernels run on the CUDA device")
-    for lengths, options in (([30, 7], {}), ([63], dict(window=20, sinks=True, rotary=True))):
-        case = Case(("cpu", torch.float32), lengths, 70, chain(70), (2, 1), causal=True, **options)
-        compare_path(case, chain(70), 69, SMALL._replace(least=16, most=4), exactly=False, step=9)
-
-
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(d, marks=ON_GPU, id=str(d)[6:]) for d in (torch.bfloat16, torch.float16)]
-)
+@BOTH_HALVES
 @pytest.mark.parametrize("shape", SHAPES)
 def test_prompts_on_a_gpu(shape, dtype):
     """Tokens of chunks of prompts, some of which begin and end where spans double, have the bits of single tokens."""

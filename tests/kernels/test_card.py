@@ -2,6 +2,7 @@
 
 import logging
 
+import cards
 import pytest
 import torch
 
@@ -9,8 +10,7 @@ from spec_compile.kernels import card
 from spec_compile.kernels.card import Card
 
 GPU = torch.device("cuda", 0)
-CARDS = {75: Card("T4", (7, 5), 40, 65_536), 86: Card("RTX 3090", (8, 6), 82, 101_376),
-         90: Card("H200", (9, 0), 132, 232_448)}  # fmt: skip
+CARDS = {75: cards.CARDS["T4"], 86: cards.CARDS["RTX 3090"], 90: cards.CARDS["H200"]}
 
 
 @pytest.fixture

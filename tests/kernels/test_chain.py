@@ -8,9 +8,9 @@ import torch
 from cpu_levels import NEEDS_KERNEL
 
 from spec_compile import quantised
+from spec_compile.kernels.launching import plain_kernels
 from spec_compile.kernels.linear import around, chain, few_rows
 from spec_compile.kernels.linear.chain import CHAIN, Link, links_of
-from spec_compile.kernels.plain import plain_kernels
 from spec_compile.quantised.rounded import int4, int8
 
 pytestmark = NEEDS_KERNEL

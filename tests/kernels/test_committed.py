@@ -9,8 +9,8 @@ from attention_cases import FP8, SMALL
 from places import places
 
 from spec_compile.kernels import ops
-from spec_compile.kernels.attention.call import AttentionCall
-from spec_compile.kernels.attention.committed import attend_to_committed
+from spec_compile.kernels.attention.backends import attend_to_committed
+from spec_compile.kernels.attention.base import AttentionCall
 from spec_compile.kernels.attention.tree_attention import launch
 
 LENGTHS, SLOTS = [0, 1, 37, 129], 256

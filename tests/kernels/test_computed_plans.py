@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cards import CARDS
 
 from spec_compile.kernels import card as module
-from spec_compile.kernels.card import CARDS, card_of
+from spec_compile.kernels.card import card_of
 from spec_compile.kernels.linear import computed, small_m
 from spec_compile.kernels.linear.plans import ProductTile, ceil_div, packed_plan, plan, squared_columns
 

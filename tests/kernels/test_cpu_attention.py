@@ -10,15 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_compile.graph import LayerSpec
-from spec_compile.kernels.attention import Use, cpu_attention, sdpa
-from spec_compile.kernels.attention.call import AttentionCall
+from spec_compile.kernels.attention import Use, cpu_attention
+from spec_compile.kernels.attention.backends import sdpa
+from spec_compile.kernels.attention.base import AttentionCall
 from spec_compile.kernels.attention.cpu_attention import BACKEND, BEST, LEVELS, attend
-from spec_compile.kernels.plain import plain_kernels
+from spec_compile.kernels.launching import plain_kernels
 from spec_compile.tree import ancestry
 
 pytestmark = pytest.mark.skipif(BEST is None, reason="needs the package built")
 DTYPES = torch.float32, torch.bfloat16
-OP, CPU = torch.ops.spec_compile.cpu_attention.default, torch.device("cpu")
+OP = functools.partial(torch.ops.spec_compile.cpu_attention.default, scales=None)
+CPU = torch.device("cpu")
 EVERY_LEVEL = pytest.mark.parametrize("level", range((BEST or 0) + 1), ids=lambda level: LEVELS[level])
 LENGTHS = 0, 1, 5, 63, 64, 65, 127, 130, 500, 512, 530, 1030
 
@@ -126,13 +128,13 @@ def test_plain_kernels_run_the_plain_meaning(monkeypatch):
     with plain_kernels():
         got = OP(*arguments(case))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    assert torch.equal(got, sdpa.attention(*arguments(case)))
+    assert torch.equal(got, sdpa(*arguments(case)))
 
 
 def test_what_the_kernel_lacks():
     """Biases, chunks of positions, indexers and other dtypes keep plain PyTorch."""
     usual = dict(heads=2, kv_heads=2, key_dim=8, value_dim=8, scale=1.0, window=None, softcap=None, sinks=False)
     for lack, more in (("ALiBi", dict(slopes=True)), ("chunks of pos", dict(chunk=8)), ("indexer", dict(indexed=True))):
-        assert lack in BACKEND.lack(LayerSpec(**usual, **more), torch.float32, Use(captured=False), CPU)
-    assert BACKEND.lack(LayerSpec(**usual), torch.float16, Use(captured=False), CPU) == "float16"
-    assert BACKEND.lack(LayerSpec(**usual), torch.bfloat16, Use(captured=False), CPU) is None
+        assert lack in BACKEND.why_not(LayerSpec(**usual, **more), torch.float32, Use(captured=False), CPU)
+    assert BACKEND.why_not(LayerSpec(**usual), torch.float16, Use(captured=False), CPU) == "float16"
+    assert BACKEND.why_not(LayerSpec(**usual), torch.bfloat16, Use(captured=False), CPU) is None

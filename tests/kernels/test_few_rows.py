@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from spec_compile import quantised
 from spec_compile.kernels import cpu as cpu_level
+from spec_compile.kernels.launching import plain_kernels
 from spec_compile.kernels.linear import few_rows
 from spec_compile.kernels.linear.few_rows import LEVELS, NUMBERS, cpu_linear, form_of, lack, multiply
-from spec_compile.kernels.plain import plain_kernels
 from spec_compile.quantised.rounded import int4, int8
 
 pytestmark = NEEDS_KERNEL

@@ -10,7 +10,7 @@ import torch
 from places import GPU, places
 from torch.nn import functional as F
 
-from spec_compile.kernels import counters
+from spec_compile.kernels import launching
 from spec_compile.kernels.card import Card
 from spec_compile.kernels.linear import small_m as kernel
 from spec_compile.kernels.linear.plans import CUT, ProductTile, plan, squared_columns
@@ -53,7 +53,7 @@ def launch(x, weight, bias, parts, tile, **around):
         pytest.skip("descriptors read no such rows")
     run = kernel.launch_many_rows if (parts, tile) in WIDE else kernel.launch
     run(Product(x, weight, bias, **around), out, parts, tile)
-    assert counters.all_zero()
+    assert launching.all_zero()
     return out
 
 
@@ -220,7 +220,7 @@ def test_op_on_a_gpu(rows, dtype):
 def test_same_bits_in_any_number_of_rows(monkeypatch, outputs, inputs, dtype, early):
     """Every row alone, among few and among many, with all that may stand around a product."""
     if not early:
-        monkeypatch.setattr(kernel.dependent_launch, "available", lambda x: False)
+        monkeypatch.setattr(kernel, "launches_early", lambda device: False)
     rows = EVERY_ROWS[-1]
     x, weight, bias = draw(("cuda", dtype), rows, outputs, inputs)
     residual, norm = torch.randn(rows, outputs).to("cuda", dtype), torch.randn(outputs).to("cuda", dtype)

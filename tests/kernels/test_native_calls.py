@@ -11,8 +11,9 @@ import torch
 from cpu_levels import NEEDS_KERNEL
 
 from spec_compile.kernels.attention import cpu_attention
+from spec_compile.kernels.attention.base import AttentionCall
+from spec_compile.kernels.launching import plain_kernels
 from spec_compile.kernels.linear.chain import Link
-from spec_compile.kernels.plain import plain_kernels
 
 pytestmark = [NEEDS_KERNEL, pytest.mark.skipif(cpu_attention.BEST is None, reason="needs the package built")]
 OPS = torch.ops.spec_compile
@@ -60,22 +61,8 @@ def chain(links=(LINK, LINK), **changed):
 def attention(heads=4, kv_heads=2, slots=8, **changed):
     q, k, v = (torch.ones(1, count, 3, 16) for count in (heads, kv_heads, kv_heads))
     caches = (torch.zeros(1, kv_heads, slots, 16) for _ in range(2))
-    names = (
-        "q",
-        "k",
-        "v",
-        "key_cache",
-        "value_cache",
-        "lengths",
-        "ancestors",
-        "positions",
-        "sinks",
-        "scale",
-        "softcap",
-    )
-    rest = torch.tensor([5]), None, torch.tensor([[5, 6, 7]]), None, 0.25, None
-    given = dict(zip(names, (q, k, v, *caches, *rest)), window=4)
-    return OPS.cpu_attention(**{**given, **changed})
+    given = AttentionCall(q, k, v, *caches, torch.tensor([5]), None, torch.tensor([[5, 6, 7]]), None, 0.25, None, 4)
+    return OPS.cpu_attention(**{**given._asdict(), **changed})
 
 
 def over_caches(field):

@@ -21,7 +21,7 @@ ALL = ["convolution", "convolution in bfloat16", "decay", "delta", "delta by cha
 @pytest.fixture
 def served(monkeypatch):
     """The kernels run on every device."""
-    monkeypatch.setattr(launch, "serves", lambda kind, state: kind in launch.TREES)
+    monkeypatch.setattr(launch, "supports", lambda kind, state: kind in launch.RUNS)
 
 
 def normal(*shape):
@@ -117,7 +117,7 @@ def test_trees_and_commits_are_those_of_the_plain_form(served, monkeypatch, kind
     path, gained = [[0, *range(1, nodes, 2)]] * batch, [nodes // 2, 0, 1][-batch:]
     results, kept = [], len({*KINDS[layer.kind].kept} - {*KINDS[layer.kind].constants})
     for is_served in (True, False):
-        monkeypatch.setattr(launch, "serves", lambda kind, state, is_served=is_served: is_served)
+        monkeypatch.setattr(launch, "supports", lambda kind, state, is_served=is_served: is_served)
         out, state = layer.look(ancestors), layer.state.clone()
         layer.commit(state, path, gained)
         results.append((out, state, [part[:, :nodes] for part in layer.stash[:kept]]))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import GPU, ON_GPU, places
 
-from spec_compile.kernels import counters, top_logits
+from spec_compile.kernels import launching, top_logits
 
 PLACES = places(torch.float32, torch.bfloat16, torch.float16)
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encountered")  # in NumPy
@@ -50,7 +50,7 @@ def check(found, logits, k, temperature):
 def launch(place, logits, k, temperature, **how):
     """The kernel's answer, checked to leave its counters zero."""
     found = top_logits.launch(logits.to(place[0]), k, temperature, **how)
-    assert counters.all_zero()
+    assert launching.all_zero()
     return found
 
 

@@ -51,7 +51,7 @@ def test_fused_residuals_of_ranks(half_on_gpu, monkeypatch):
     """A product that ranks sum before the addition takes the op that also sums; one that others read does not."""
     monkeypatch.setattr(linear, "choose", lambda weight, few_rows: linear.SMALL_M)
     monkeypatch.setattr(linear.small_m, "lack_of_device", lambda device: None)
-    monkeypatch.setitem(all_reduce.REDUCERS, "ranks", lambda part: part + part)
+    monkeypatch.setattr(all_reduce, "sum_of_parts", lambda part, group_name: part + part)
     graph = half_on_gpu("llama")
     own, sums = torch.ops.spec_compile, []
     for name in ("o_proj", "down_proj"):

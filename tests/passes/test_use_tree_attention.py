@@ -7,7 +7,9 @@ from toy_graphs import HEADS, HIDDEN, KV, MARKER, SIZE, VOCAB, Rewritten, exampl
 
 from spec_compile.graph import ModelGraph
 from spec_compile.kernels import ops
-from spec_compile.kernels.attention import Use, sdpa
+from spec_compile.kernels.attention import Use
+from spec_compile.kernels.attention.backends import sdpa
+from spec_compile.kernels.attention.base import AttentionCall, plain_attention
 from spec_compile.passes.use_cache import use_tree_attention
 from spec_compile.tree import ancestry
 
@@ -25,7 +27,7 @@ def test_tree_attention_replaces_every_marker(kind, masks):
     layers = len(KINDS[kind])
     result = Rewritten(graph, use_tree_attention, attention=Use("sdpa"))
     assert result.count(MARKER) == (layers, 0), str(result)
-    assert result.count(sdpa.attention) == (0, layers), str(result)
+    assert result.count(sdpa) == (0, layers), str(result)
     assert result.count(ops.tree_mask) == (0, masks), str(result)
     inputs = [n.name for n in result.gm.graph.nodes if n.op == "placeholder"]
     assert inputs[2:] == ["lengths", "ancestors", "cache", "max_kv_len"], str(result)
@@ -82,8 +84,8 @@ def test_keys_and_values_are_written_in_place_at_their_slots():
     q, k, v = torch.randn(2, HEADS, 3, SIZE), torch.randn(2, KV, 3, SIZE), torch.randn(2, KV, 3, SIZE)
     keys, values = torch.full((2, KV, 10, SIZE), 7.0), torch.full((2, KV, 10, SIZE), 7.0)
     lengths = torch.tensor([0, 6])
-    mask = ops.tree_mask(lengths[:, None] + torch.arange(3), lengths, None, 9, None, HEADS // KV, torch.float32)
-    out = ops.append_and_attend(q, k, v, keys, values, lengths, mask, None, 0.5, None)
+    positions = lengths[:, None] + torch.arange(3)
+    out = plain_attention(AttentionCall(q, k, v, keys, values, lengths, None, positions, None, 0.5, None, None), 9)
     assert out.shape == (2, 3, HEADS, SIZE)
     for cache, new in ((keys, k), (values, v)):
         for row, length in enumerate(lengths.tolist()):

@@ -95,7 +95,7 @@ def test_kernels_give_the_same_answer(monkeypatch, name):
     model, fast = system(name)
     ids, mask = batch((3, 5), seed=3)
     plain = answer(model, ids, mask, 6)
-    monkeypatch.setattr(recurrences.launch, "serves", lambda kind, state: True)
+    monkeypatch.setattr(recurrences.launch, "supports", lambda kind, state: True)
     assert torch.equal(
         answer(fast, ids, mask, 6, reference=[torch.cat([row, row]) for row in texts(plain, mask)]), plain
     )

@@ -24,7 +24,7 @@ LINES = {
     "compile": 3206,
     "contrib": 1628,
     "drafters": 6199,
-    "kernels": 13913,
+    "kernels": 13679,
     "ngram": 3008,
     "parallel": 829,
     "passes": 3156,

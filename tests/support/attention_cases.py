@@ -5,9 +5,8 @@ import random
 import torch
 from places import places
 
-from spec_compile.kernels import ops
 from spec_compile.kernels.attention import tree_attention as attention
-from spec_compile.kernels.attention.call import AttentionCall
+from spec_compile.kernels.attention.base import AttentionCall, plain_attention
 from spec_compile.tree import ancestry
 
 PLACES = places(torch.float32, torch.bfloat16)
@@ -64,6 +63,17 @@ def normed(x, weight, offset):
     return (scaled * (weight.double() + offset)).to(x.dtype)
 
 
+def paths(batch, nodes):
+    """Ascending paths from the root, and how many of their slots count."""
+    rng = random.Random(nodes)
+    path, count = torch.zeros(batch, nodes, dtype=torch.int64), torch.zeros(batch, dtype=torch.int64)
+    for row in range(batch):
+        chosen = [0, *sorted(rng.sample(range(1, nodes), rng.randrange(nodes)))] if row else range(nodes)
+        path[row, : len(chosen)] = torch.tensor(list(chosen))
+        count[row] = len(chosen) if row != 2 else 0
+    return path, count
+
+
 class Case:
     """Random inputs of one call, with NaN in every slot of the cache that nobody may see."""
 
@@ -103,13 +113,10 @@ class Case:
         new = (self.as_kept(x) for x in (self.new_keys(), self.v))
         q, k, v, *caches = (x.double() for x in (self.q, *new, *self.clean))
         q = self.turned(self.q, self.norms[0]).double()
-        group = q.shape[1] // k.shape[1]
-        scale, softcap, window = self.rest
-        max_kv_len = int(self.lengths.max()) + q.shape[2]
-        seen = self.positions, self.lengths, self.ancestors, max_kv_len, window, group, q.dtype
-        mask = ops.tree_mask(*seen, slopes=self.slopes)
         sinks = None if self.sinks is None else self.sinks.double()
-        return ops.append_and_attend(q, k, v, *caches, self.lengths, mask, sinks, scale, softcap)
+        seen = self.lengths, self.ancestors, self.positions
+        call = AttentionCall(q, k, v, *caches, *seen, sinks, *self.rest, slopes=self.slopes)
+        return plain_attention(call, int(self.lengths.max()) + q.shape[2])
 
     def new_keys(self):
         """The block's keys as the cache is to hold them."""

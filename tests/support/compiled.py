@@ -129,7 +129,7 @@ def main(script: str, capability: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    from spec_compile.kernels import card, dependent_launch
+    from spec_compile.kernels import card
 
     name, processors, memory = CARDS[capability]
     here = card.Card(name, divmod(capability, 10), processors, memory)
@@ -157,11 +157,12 @@ def main(script: str, capability: int) -> None:
             return run
 
     driver.set_active(Driver())
-    original = card.card_of
-    for module in [*sys.modules.values()]:  # others import the function later
-        if getattr(module, "card_of", None) is original:
-            module.card_of = lambda device: here
-    dependent_launch.available = lambda tensor: here.capability >= card.HOPPER
+    facts = {"card_of": lambda device: here, "launches_early": lambda device: here.capability >= card.HOPPER}
+    originals = {name: getattr(card, name) for name in facts}
+    for module in [*sys.modules.values()]:  # others import the functions later
+        for name, original in originals.items():
+            if getattr(module, name, None) is original:
+                setattr(module, name, facts[name])
     half = torch.float16 if here.lacks_tensor_cores else torch.bfloat16
     space = {"torch": torch, "re": re, "Compiled": Compiled, "CARD": here, "HALF": half, "found": [], "results": {}}
     import kernel_families

@@ -6,7 +6,7 @@ is the dtype of 16 bits in which the GPU computes.
 
 ATTENTION = """
 from spec_compile.kernels.attention import tree_attention
-from spec_compile.kernels.attention.call import AttentionCall
+from spec_compile.kernels.attention.base import AttentionCall
 from spec_compile.kernels.attention.tail_tiles import nodes_per_tile, tail_tiles
 from spec_compile.kernels.card import FP8
 
@@ -39,7 +39,7 @@ for heads, kv_heads, size, values in SIZES:
 
 INDEXED = """
 from spec_compile.contrib.indexed import attention as indexed_attention
-from spec_compile.kernels.attention.call import AttentionCall
+from spec_compile.kernels.attention.base import AttentionCall
 
 for name in ("scores_kernel", "chosen_kernel", "merge_chosen_kernel"):
     setattr(indexed_attention, name, Compiled(getattr(indexed_attention, name)))
@@ -260,9 +260,9 @@ for name, (kind, inputs) in SHAPES.items():
     state, found = initial_state(kind, inputs, 1), []
     parts = stash_shapes(kind, inputs)
     stash = [torch.zeros(*(() if shared else (1,)), *shape, dtype=dtype) for shape, dtype, shared in parts]
-    launch.tree(kind, inputs, state, stash, torch.zeros(1, 5, 16, dtype=torch.int32))
+    launch.run(kind, inputs, state, stash, torch.zeros(1, 5, 16, dtype=torch.int32), None)
     launch.commit(kind, [state], stash, torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-    launch.CHUNKS[kind](inputs, state, torch.tensor([16]))
+    launch.run(kind, inputs, state, None, None, torch.tensor([16]))
     # A tree and a chunk multiply and add by the same instructions, so that both round alike.
     tree, *_, chunk = [sorted(re.findall(r"(?:fma|mul|add|sub)[.a-z]*[.]f32", each.asm["ptx"])) for each in found]
     assert tree == chunk, name
@@ -322,15 +322,15 @@ for to_row in (False, True):
     packed(torch.zeros(2, 24576).short(), 0, 0, to_row)
 results["copies of blocks"] = found
 
-from spec_compile.kernels import copies, publish, top_logits
+from spec_compile.kernels import copies, top_logits
 from spec_compile.kernels.linear import low_rank_kernel
 
-MODULES = copies, publish, top_logits, low_rank_kernel
+MODULES = copies, copies, top_logits, low_rank_kernel
 for module, name in zip(MODULES, ("_compact", "_publish", "_top_logits", "low_rank_kernel")):
-    setattr(module, name, Compiled(getattr(module, name), **({"RELEASE": True} if module is publish else {})))
+    setattr(module, name, Compiled(getattr(module, name), **({"RELEASE": True} if name == "_publish" else {})))
 found, numbers = [], torch.zeros(2, 8, dtype=torch.int64)
 copies.launch([torch.zeros(2, 3, 128, 64).to(HALF) for _ in range(2)], numbers[:, 0], numbers, numbers[:, 0])
-publish.publish(numbers, torch.zeros(3, 17, dtype=torch.int64), numbers[0, :1])
+copies.publish(numbers, torch.zeros(3, 17, dtype=torch.int64), numbers[0, :1])
 top_logits.launch(torch.zeros(16, 151936, dtype=HALF), 10, 1.0)
 x, down = torch.zeros(2, 16, 64, dtype=HALF), torch.zeros(3, 8, 64, dtype=HALF)
 low_rank_kernel.launch(x, x, down, down.mT.contiguous(), torch.zeros(3), numbers[:, 0])

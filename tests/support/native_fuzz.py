@@ -23,9 +23,9 @@ from packed_layers import DRAWN, OF_CPU, prepared  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 from spec_compile.kernels.attention import cpu_attention  # noqa: E402
+from spec_compile.kernels.launching import plain_kernels  # noqa: E402
 from spec_compile.kernels.linear import chain, few_rows  # noqa: E402
 from spec_compile.kernels.linear.chain import Link  # noqa: E402
-from spec_compile.kernels.plain import plain_kernels  # noqa: E402
 from spec_compile.tree import ancestry  # noqa: E402
 
 OPS = torch.ops.spec_compile
@@ -165,7 +165,7 @@ def attention_call(pick: random.Random) -> tuple:
     sinks = torch.randn(kv_heads * group) if pick.random() < 0.3 else None
     angles = [torch.randn(batch, nodes, key_dim).to(dtype) for _ in range(2)] if pick.random() < 0.5 else [None, None]
     rest = [sinks, 0.3, pick.choice((None, 5.0)), pick.choice((None, 9, 70))]
-    return OPS.cpu_attention, [q, k, v, *caches, lengths, ancestors, lengths[:, None] + depth, *rest, *angles]
+    return OPS.cpu_attention, [q, k, v, *caches, lengths, ancestors, lengths[:, None] + depth, *rest, None, *angles]
 
 
 CALLS = linear_call, quantised_call, around_call, chain_call, attention_call

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cards import CARDS
 from places import ON_GPU
 
 from spec_compile.__main__ import main
-from spec_compile.kernels.card import CARDS
 from spec_compile.kernels.linear import computed, small_m, tuned
 from spec_compile.kernels.linear.plans import packed_plan, plan, squared_columns
 from spec_compile.tools import tune_kernels

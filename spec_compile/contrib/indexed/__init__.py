@@ -6,8 +6,8 @@
 from torch import Tensor
 
 from ...capture import checks, modules, trace
-from ...kernels.attention.call import LAUNCHES, AttentionCall
-from ...kernels.plain import on_gpu
+from ...kernels.attention.base import LAUNCHES, AttentionCall
+from ...kernels.launching import on_gpu
 from ...passes import register, row_invariance
 from . import capture, choice
 from .use_indexes import use_indexes

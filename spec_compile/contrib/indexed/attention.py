@@ -15,10 +15,10 @@ import triton
 from torch import Tensor
 
 from ...kernels import ops
-from ...kernels.attention.call import AttentionCall
+from ...kernels.attention.base import AttentionCall
 from ...kernels.attention.partial_softmax import key_columns
 from ...kernels.card import precision
-from ...kernels.masks import only_chosen
+from ...kernels.ops import only_chosen
 from ...tree import MAX_NODES
 from . import choice
 from .attention_kernels import chosen_kernel, merge_chosen_kernel, scores_kernel

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import ops
-from ...kernels.masks import visible_slots
+from ...kernels.ops import visible_slots
 
 
 @torch.library.custom_op("spec_compile::choose", mutates_args=())

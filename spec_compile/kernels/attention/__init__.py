@@ -1,8 +1,8 @@
-"""Attention backends: ways to run the attention layers of a graph. A new one is a file and an entry in `BACKENDS`.
+"""Attention backends: ways to run the attention layers of a graph. A new one is an entry in `BACKENDS`.
 
 All write the same cache, so prefill, verification and drafts may each use another. Our own is read in this order:
-`call` (the arguments), `tree_attention` (meaning and launch), `append_kernel`, `tail_tiles`, `partial_softmax`,
-`spans`, `tree_kernel`, and for prompts `prompt_kernel`.
+`base` (the arguments and their meaning), `tree_attention` (launches), `block_kernels` (appending, and prompts),
+`tail_tiles`, `partial_softmax` and `tree_kernel`.
 """
 
 import functools
@@ -10,13 +10,13 @@ import logging
 
 from ...errors import UnsupportedModelError, did_you_mean
 from ...graph import ModelGraph
-from . import cpu_attention, flashinfer, flex, sdpa, triton
-from .base import Backend, Use
-from .call import attention_calls
+from . import cpu_attention, flashinfer
+from .backends import FLEX, SDPA, TRITON
+from .base import Backend, Use, attention_calls
 
 log = logging.getLogger("spec_compile")
 _ON_CPU = () if cpu_attention.BEST is None else (cpu_attention.BACKEND,)
-BACKENDS = {each.name: each for each in (triton.BACKEND, *_ON_CPU, sdpa.BACKEND, flex.BACKEND, flashinfer.BACKEND)}
+BACKENDS = {each.name: each for each in (TRITON, *_ON_CPU, SDPA, FLEX, flashinfer.BACKEND)}
 ROLES = ("prefill", "verify", "draft")
 __all__ = ["BACKENDS", "ROLES", "Backend", "Use", "attention_calls", "choose", "parse", "prepare"]
 
@@ -58,15 +58,18 @@ def choose(use: Use, graph: ModelGraph) -> Backend:
     that a layer needs.
     """
     device = graph.device.type
-    able = _able(use, graph)
-    if use.name == "auto" and able:
-        for layer in graph.layers:
-            for passed in [each for each in BACKENDS.values() if each.room and device in each.devices]:
-                lack = passed.room(layer, graph.dtype, graph.device)
-                if lack is not None:
-                    _tell(f"attention by {able[0].name}, because {passed.name!r} does not have {lack}")
-        return able[0]
     here = [each for each in BACKENDS.values() if device in each.devices]
+    able = [each for each in here if not any(each.why_not(x, graph.dtype, use, graph.device) for x in graph.layers)]
+    if use.name == "auto" and able:
+        # Say once if heads are too large for the kernels of a backend that would come before.
+        for layer in graph.layers:
+            for passed in [each for each in here if each.room]:
+                reason = passed.room(layer, graph.dtype, graph.device)
+                if reason is not None:
+                    _tell(f"attention by {able[0].name}, because {passed.name!r} does not have {reason}")
+        return able[0]
+
+    # A named backend, or none that can: the first layer that it cannot run is told.
     backend = here[0] if use.name == "auto" else BACKENDS[use.name]
     if device not in backend.devices:
         others = ", ".join(other.name for other in here)
@@ -75,11 +78,13 @@ def choose(use: Use, graph: ModelGraph) -> Backend:
             f"{device}; there is {others} (or 'auto')"
         )
     for number, layer in enumerate(graph.layers):
-        lack = backend.lack(layer, graph.dtype, use, graph.device)
-        if lack:
+        reason = backend.why_not(layer, graph.dtype, use, graph.device)
+        if reason:
+            names = ", ".join(each.name for each in able)
+            advice = f"Pass {{{use.role!r}: name}} with one of {names}" if able else "No backend can"
             raise UnsupportedModelError(
                 f"attention_backend: {backend.name!r} cannot run layer {number} of the {use.role} graph: it does not "
-                f"have {lack}. {_advice(use, able)}"
+                f"have {reason}. {advice}"
             )
     return backend
 
@@ -93,18 +98,3 @@ def prepare(graph: ModelGraph) -> str:
     """Compute once what the attention calls of `graph` share, after they were edited. -> a text for the report."""
     backend = BACKENDS.get(graph.backend)
     return backend.prepare(graph) if backend and backend.prepare else ""
-
-
-def _able(use: Use, graph: ModelGraph) -> list[Backend]:
-    """The backends that can run every layer of `graph` for this use."""
-    return [
-        backend
-        for backend in BACKENDS.values()
-        if graph.device.type in backend.devices
-        and not any(backend.lack(layer, graph.dtype, use, graph.device) for layer in graph.layers)
-    ]
-
-
-def _advice(use: Use, able: list[Backend]) -> str:
-    names = ", ".join(backend.name for backend in able)
-    return f"Pass {{{use.role!r}: name}} with one of {names}" if able else "No backend can"

@@ -1,11 +1,198 @@
-"""`Backend`: the op that a way to run attention puts into a graph, and what that op can do."""
+"""The interface of attention backends: the arguments of a call, its meaning in plain PyTorch, and features.
 
+`AttentionCall` is the one list of arguments; ops, passes and tests take it from here. A `Backend` names the op that it
+puts into a graph, and the features of attention that this op has.
+"""
+
+import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from torch import Tensor, fx
 
-from ...graph import LayerSpec, ModelGraph
+from ...graph import LayerSpec, ModelGraph, calls
+from .. import ops
+
+WRITTEN = ("key_cache", "value_cache", "scales")
+"""The arguments that a call writes to."""
+ROTATION = ("cos", "sin", "q_norm", "k_norm", "eps", "offset", "tiles")
+"""The arguments that a call has only if its backend takes them."""
+TAKEN = frozenset({*ROTATION, "scales"})
+
+
+class AttentionCall(NamedTuple):
+    """Append a block of N keys and values to the cache, attend from its queries to the cache and to the block itself.
+
+    A tree of N = 5 nodes with parents [-1, 0, 0, 1, 1] has ancestors [0b00001, 0b00011, 0b00101, 0b01011, 0b10011]: bit
+    j of node i is set if i sees j. With lengths = [300] its keys go to the slots 300 .. 304, its positions are
+    [300, 301, 301, 302, 302], and node 3 sees the slots 0 .. 299 and, of nodes 0, 1 and 3, the slots 300, 301 and 303.
+
+    q: [B, H, N, Dk], any strides; queries.
+    k: [B, Hkv, N, Dk], any strides; keys. None (with v): the block is in the cache already and q is rotated; only a
+        backend that takes all of `ROTATION` takes this.
+    v: [B, Hkv, N, Dv], any strides; values.
+    key_cache: [B, Hkv, S, Dk], contiguous; written at the slots lengths[b] .. lengths[b] + N. It has q's dtype, or
+        float8_e4m3fn, to which keys and values are rounded before any query sees them (`ops.stored`).
+    value_cache: [B, Hkv, S, Dv]; likewise.
+    lengths: [B] int64; committed slots of each row, all of which a node sees that has no window.
+    ancestors: [B, N] int64, N <= 64; bit j of node i: i sees node j, and all nodes that j sees. Parents first, the node
+        itself included; or all bits of all nodes. None: a causal chunk of any N.
+    positions: [B, N] int64; at least lengths[b], ascending in a causal chunk.
+    sinks: [H]; a logit for each head that takes probability and gives no value (gpt-oss).
+    scale: positive factor of the scores.
+    softcap: c in c * tanh(score / c).
+    window: how many positions a token sees, its own included.
+    scales: [B, Hkv, S, 2] float32; factors of a slot's keys and of its values when they are read; written with the
+        slots (`ops.over_scale`).
+    cos, sin: [B, N, Dk] of q's dtype; q and k are first rotated by them (`ops.rotated`).
+    q_norm, k_norm: [Dk]; weights of the `rms_norm` of every query and key head before the rotation; they need cos.
+    eps, offset: arguments of these norms.
+    tiles: [B, N * (5 + N)] int32; the `tail_tiles.tail_tiles` of `ancestors`, if they were computed before.
+    chunk: a token sees only tokens with the same position // chunk (Llama 4).
+    slopes: [H]; `ops.alibi` by these is added to the scores.
+    chosen: [B, N, K] int32; the slots that a node sees, ascending and then -1, of those that it would see without them.
+    """
+
+    q: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    key_cache: Tensor
+    value_cache: Tensor
+    lengths: Tensor
+    ancestors: Tensor | None
+    positions: Tensor
+    sinks: Tensor | None
+    scale: float
+    softcap: float | None
+    window: int | None
+    scales: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+    offset: float | None = None
+    tiles: Tensor | None = None
+    chunk: int | None = None
+    slopes: Tensor | None = None
+    chosen: Tensor | None = None
+
+    def empty_output(self) -> Tensor:
+        """Memory for the result [B, N, H, Dv], of q's dtype."""
+        return self.q.new_empty(self.q.shape[0], self.q.shape[2], self.q.shape[1], self.value_cache.shape[3])
+
+
+def plain_attention(call: AttentionCall, max_kv_len: int, mask: Tensor | None = None) -> Tensor:
+    """The call in plain PyTorch, over the first `max_kv_len` slots. -> [B, N, H, Dv].
+
+    Values in unseen slots are multiplied by 0, so they must be finite.
+
+    mask: an `ops.tree_mask` [B, 1 or Hkv, G * N, slots], whose slots are read in place of max_kv_len; None: the call
+        makes one.
+    """
+    q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window, *_ = call
+    # Norm and rotate queries and keys.
+    if call.q_norm is not None:
+        norm = torch.ops.spec_compile.rms_norm  # needs Triton
+        q, k = (norm(x, w, call.eps, call.offset) for x, w in ((q, call.q_norm), (k, call.k_norm)))
+    if call.cos is not None:
+        q, k = (ops.rotated(x, call.cos, call.sin) for x in (q, k))
+
+    # Append the block, then attend to the slots that each node sees.
+    if mask is None:
+        seen = (positions, lengths, ancestors, max_kv_len, window, q.shape[1] // key_cache.shape[1], q.dtype)
+        mask = ops.tree_mask(*seen, call.chunk, call.slopes)
+    mask = mask if call.chosen is None else ops.only_chosen(mask, call.chosen)
+    if k is not None:
+        ops.append_block(key_cache, value_cache, call.scales, k, v, lengths)
+    keys, values = ops.as_read(key_cache, value_cache, call.scales, mask.shape[3], q.dtype)
+    return ops.masked_attention(q, keys, values, mask, sinks, scale, softcap)
+
+
+LAUNCHES: dict[str, Callable[[AttentionCall, Tensor], Tensor]] = {}
+"""By arguments that kernels of `tree_attention` do not read: the function that launches a call that has one, with its
+queries rotated and its block in the cache, on a GPU. `contrib` adds some."""
+TARGETS: set[Callable] = set()
+"""The functions and ops that are attention calls in a graph."""
+
+
+def from_arguments(function: Callable[[AttentionCall], Tensor]) -> Callable[..., Tensor]:
+    """``function(call)`` as a function of the call's arguments."""
+
+    @functools.wraps(function)
+    def attention(*arguments, **named):
+        return function(AttentionCall(*arguments, **named))
+
+    return attention
+
+
+def attention_function(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``function(call)`` as a plain function of the call's arguments, which is traced as its operators.
+
+    It refuses the arguments `ROTATION`. Keywords that are no field of the call, which the backend's `prepare` has
+    computed before, are passed on to `function`.
+    """
+
+    @torch.fx.node.has_side_effect
+    @functools.wraps(function)
+    def attention(*arguments, **named):
+        hoisted = {name: named.pop(name) for name in list(named) if name not in AttentionCall._fields}
+        call = AttentionCall(*arguments, **named)
+        if call.cos is not None or call.k is None:
+            raise TypeError(f"{function.__module__} does not rotate: expected cos=None, and k and v")
+        return function(call, **hoisted)
+
+    TARGETS.add(attention)
+    return attention
+
+
+@functools.cache
+def attention_schema() -> str:
+    """The schema of an op that takes the call's arguments.
+
+    "scales" has no default in the op: PyTorch 2.11 looks up every argument that an op writes among those that the
+    dispatcher hands over, and the dispatcher leaves out last arguments that equal their defaults.
+    """
+
+    def prototype() -> Tensor: ...
+
+    defaults = {field: value for field, value in AttentionCall._field_defaults.items() if field != "scales"}
+    prototype.__signature__ = inspect.Signature(
+        [
+            inspect.Parameter(
+                field, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=AttentionCall.__annotations__[field],
+                default=defaults.get(field, inspect.Parameter.empty),
+            )
+            for field in AttentionCall._fields
+        ],
+        return_annotation=Tensor,
+    )  # fmt: skip
+    return torch.library.infer_schema(prototype, mutates_args=WRITTEN)
+
+
+def attention_op(name: str, **options) -> Callable:
+    """Decorate ``function(call)``: it becomes the custom op `name` of the call's arguments, with its schema and fake.
+
+    options: see `torch.library.custom_op`.
+    """
+
+    def define(function: Callable[[AttentionCall], Tensor]) -> torch.library.CustomOpDef:
+        named = {"mutates_args": WRITTEN, "schema": attention_schema(), **options}
+        op = torch.library.custom_op(name, from_arguments(function), **named)
+        op.register_fake(from_arguments(AttentionCall.empty_output))
+        TARGETS.add(getattr(torch.ops.spec_compile, name.removeprefix("spec_compile::")).default)
+        return op
+
+    return define
+
+
+def attention_calls(graph: ModelGraph) -> list[fx.Node]:
+    """The attention calls of a graph, in the order of its layers; ``node.kwargs`` has the fields of `AttentionCall`."""
+    return [node for node in calls(graph.gm) if node.target in TARGETS]
+
 
 FEATURES = {
     "window": "sliding windows",
@@ -24,22 +211,14 @@ USUAL = ALL - {"chunk", "slopes", "indexed"}
 
 @dataclass(frozen=True)
 class Use:
-    """How a graph uses a backend.
+    """How a graph uses a backend."""
 
-    name: of a backend, or "auto".
-    role: "prefill" (causal chunks only), "verify" or "draft" (trees and chunks).
-    captured: the graph runs inside a CUDA graph.
-    compiled: Inductor compiles the graph.
-    fp8: the cache is of float8_e4m3fn.
-    scaled: the cache is of float8_e4m3fn with a scale for each token and KV head.
-    """
-
-    name: str = "auto"
-    role: str = "verify"
-    captured: bool = True
-    compiled: bool = True
-    fp8: bool = False
-    scaled: bool = False
+    name: str = "auto"  # a backend's name, or "auto"
+    role: str = "verify"  # "prefill" (causal chunks only), "verify" or "draft" (trees and chunks)
+    captured: bool = True  # the graph runs inside a CUDA graph
+    compiled: bool = True  # Inductor compiles the graph
+    fp8: bool = False  # the cache holds float8_e4m3fn
+    scaled: bool = False  # the cache also holds a scale for each token and KV head
 
 
 @dataclass(frozen=True)
@@ -47,17 +226,6 @@ class Backend:
     """A way to run attention.
 
     load: ``load(use)`` returns the op of `AttentionCall`, or raises ImportError that says what to install.
-    devices: types of the devices that it runs on.
-    dtypes: of queries, keys and values.
-    causal: the `FEATURES` that it has with causal chunks.
-    trees: the `FEATURES` that it has with trees.
-    captured: the `FEATURES` that it has with trees inside a CUDA graph, where it reads lengths only on the device.
-    uncompiled: a CUDA graph can hold it without Inductor.
-    takes: the arguments of `call.SPECIAL` that its op has; with "cos" it rotates.
-    sizes: its head sizes; None: all.
-    fp8: it takes caches of float8_e4m3fn.
-    scaled: it takes caches of float8_e4m3fn with scales.
-    prompts_captured: inside a CUDA graph it takes chunks of any size as fast as outside.
     room: ``room(layer, dtype, device)`` is a text if heads need more shared memory than the device has; None if not.
     prepare: ``prepare(graph)`` computes once what the attention calls of a graph share, each time the calls were
         edited, and returns a text for the report.
@@ -65,22 +233,23 @@ class Backend:
 
     name: str
     load: Callable[[Use], Callable]
-    devices: frozenset[str]
-    dtypes: frozenset[torch.dtype]
-    causal: frozenset[str] = USUAL
-    trees: frozenset[str] = USUAL
-    captured: frozenset[str] = USUAL
-    uncompiled: bool = True
-    takes: frozenset[str] = frozenset()
-    sizes: frozenset[int] | None = None
-    fp8: bool = False
-    scaled: bool = False
-    prompts_captured: bool = False
+    devices: frozenset[str]  # the types of the devices that it runs on
+    dtypes: frozenset[torch.dtype]  # queries, keys and values may have these
+    causal: frozenset[str] = USUAL  # the `FEATURES` that it has with causal chunks,
+    trees: frozenset[str] = USUAL  # with trees,
+    captured: frozenset[str] = USUAL  # and inside a CUDA graph, where it reads lengths only on the device
+    uncompiled: bool = True  # a CUDA graph can hold it without Inductor
+    takes: frozenset[str] = frozenset()  # the arguments of `TAKEN` that its op reads; with "cos" it rotates
+    sizes: frozenset[int] | None = None  # its head sizes; None: all
+    fp8: bool = False  # it takes caches of float8_e4m3fn,
+    scaled: bool = False  # and with scales
+    prompts_captured: bool = False  # inside a CUDA graph it takes chunks of any size as fast as outside
     room: Callable[[LayerSpec, torch.dtype, torch.device], str | None] | None = None
     prepare: Callable[[ModelGraph], str] | None = None
 
-    def lack(self, layer: LayerSpec, dtype: torch.dtype, use: Use, device: torch.device) -> str | None:
+    def why_not(self, layer: LayerSpec, dtype: torch.dtype, use: Use, device: torch.device) -> str | None:
         """A noun for what the backend lacks for this use of a layer, for an error text; None if it lacks nothing."""
+        # The numbers, the cache and the CUDA graph.
         if dtype not in self.dtypes:
             return str(dtype).removeprefix("torch.")
         if use.scaled and not self.scaled:
@@ -89,6 +258,8 @@ class Backend:
             return "caches of 8 bits (kv_cache_dtype='auto' needs none)"
         if use.captured and not (use.compiled or self.uncompiled):
             return "a form that a CUDA graph can capture uncompiled (compile=True or cuda_graphs=False needs none)"
+
+        # The features that the layer needs.
         needs = {
             "window": layer.window is not None,
             "softcap": layer.softcap is not None,
@@ -104,6 +275,8 @@ class Backend:
         for feature, needed in needs.items():
             if needed and feature not in features:
                 return f"{FEATURES[feature]} with {form}"
+
+        # The sizes of its heads.
         foreign = {layer.key_dim, layer.value_dim} - (self.sizes or {layer.key_dim, layer.value_dim})
         if foreign:
             return f"heads of {max(foreign)}"

@@ -11,12 +11,9 @@ from torch import Tensor
 
 from ... import extensions
 from ...tree import MAX_NODES
-from .. import ops
 from ..cpu import HIGHEST
-from ..plain import are_plain
-from . import sdpa
-from .base import Backend
-from .call import TARGETS, AttentionCall, from_arguments, schema_of
+from ..launching import are_plain
+from .base import TARGETS, AttentionCall, Backend, attention_schema, from_arguments, plain_attention
 
 _cpu_attention = extensions.load_if_built("kernels.attention._cpu_attention", "attention on a CPU is slower")
 LEVELS = ("C++", "AVX2", "AVX-512", "AVX-512 with BF16")
@@ -27,8 +24,6 @@ LOG2E = math.log2(math.e)
 LARGEST = 1 << 16
 """The largest scale and softcap: with larger ones float32 loses digits that softmax needs."""
 DTYPES = torch.float32, torch.bfloat16
-TAKES = frozenset({"cos", "sin"})
-"""See `base.Backend.takes`."""
 
 
 def cpu_attention(call: AttentionCall) -> Tensor:
@@ -36,10 +31,7 @@ def cpu_attention(call: AttentionCall) -> Tensor:
     if not are_plain():
         return attend(call)
     check(call)
-    if call.cos is not None:
-        q, k = (ops.rotated(x, call.cos, call.sin) for x in call[:2])
-        call = call._replace(q=q, k=k, cos=None, sin=None)
-    return sdpa.attention(*call)
+    return plain_attention(call, call.key_cache.shape[2])
 
 
 def attend(call: AttentionCall, level: int | None = None) -> Tensor:
@@ -86,6 +78,8 @@ def check(call: AttentionCall) -> None:
     q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window = call[:12]
     if k is None or v is None:
         raise TypeError("k, v: expected tensors, got None")
+    if not call.scales is call.q_norm is call.k_norm is call.chunk is call.slopes is call.chosen is None:
+        raise TypeError("scales, q_norm, k_norm, chunk, slopes, chosen: expected None, because the kernel has none")
     dtype = q.dtype
     if dtype not in DTYPES:
         raise TypeError(f"q: expected float32 or bfloat16, got {dtype}")
@@ -157,11 +151,11 @@ def _empty_output(call: AttentionCall) -> Tensor:
 
 # `torch.library.custom_op` would add 15 microseconds to each of the layers of a round.
 _LIBRARY = torch.library.Library("spec_compile", "FRAGMENT")
-_LIBRARY.define("cpu_attention" + schema_of(TAKES))
-_LIBRARY.impl("cpu_attention", from_arguments(cpu_attention, TAKES), "CPU")
-torch.library.register_fake("spec_compile::cpu_attention", from_arguments(_empty_output, TAKES))
+_LIBRARY.define("cpu_attention" + attention_schema())
+_LIBRARY.impl("cpu_attention", from_arguments(cpu_attention), "CPU")
+torch.library.register_fake("spec_compile::cpu_attention", from_arguments(_empty_output))
 TARGETS.add(torch.ops.spec_compile.cpu_attention.default)
 BACKEND = Backend(
     "cpu", lambda use: torch.ops.spec_compile.cpu_attention.default, frozenset({"cpu"}), frozenset(DTYPES),
-    takes=TAKES,
+    takes=frozenset({"cos", "sin"}),
 )  # fmt: skip

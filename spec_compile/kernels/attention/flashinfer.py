@@ -17,23 +17,19 @@ from torch import Tensor
 from ...tree import MAX_NODES
 from .. import HALF
 from ..ops import append
-from .base import Backend, Use
-from .call import AttentionCall, attention_op
+from .base import AttentionCall, Backend, Use, attention_op
 
 MIN_VERSION = "0.6.1"
 """The first version whose XQA takes trees."""
 
 
-@attention_op("spec_compile::flashinfer_attention")
-def attention(call: AttentionCall) -> Tensor:
-    """The call, which reads the lengths on the host. -> [B, N, H, Dv]."""
-    return _with_lengths_on_host(call)
-
-
 def _with_lengths_on_host(call: AttentionCall) -> Tensor:
+    """The call, which reads the lengths on the host. -> [B, N, H, Dv]."""
     q, k, v, key_cache, value_cache, lengths, ancestors, _, sinks, scale, softcap, window, *_ = call
     append(key_cache, k, lengths)
     append(value_cache, v, lengths)
+
+    # One row of the batch after the other. A tree attends to the committed slots and to itself.
     rows = []
     for row, length in enumerate(lengths.tolist()):
         queries, end = q[row].transpose(0, 1).contiguous(), length + q.shape[2]
@@ -46,6 +42,9 @@ def _with_lengths_on_host(call: AttentionCall) -> Tensor:
                 out, lse = merge(*part(queries, *prefix, scale, softcap, None, False), out, lse)
         rows.append(out if sinks is None else add_sinks(out, lse, sinks))
     return torch.stack(rows).to(q.dtype)
+
+
+attention_op("spec_compile::flashinfer_attention")(_with_lengths_on_host)
 
 
 @attention_op("spec_compile::flashinfer_tree_attention")
@@ -61,7 +60,7 @@ def tree_attention(call: AttentionCall) -> Tensor:
 def part(
     q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, window: int | None, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q [N, H, D] to k, v [Hkv, S, D]; causal: the queries are those of the last N slots.
+    """Attention of q [N, H, D] to k, v [Hkv, S, D]; causal: the queries belong to the last N slots.
 
     -> out [N, H, D], natural log-sum-exp [N, H].
     """
@@ -104,15 +103,9 @@ def load(use: Use) -> Callable:
 
 
 BACKEND = Backend(
-    "flashinfer",
-    load,
-    frozenset({"cuda"}),
-    frozenset(HALF),
-    causal=frozenset({"window", "softcap", "sinks"}),
-    trees=frozenset({"softcap", "sinks"}),
-    captured=frozenset({"sinks"}),
-    sizes=frozenset({64, 128, 256}),
-)
+    "flashinfer", load, frozenset({"cuda"}), frozenset(HALF), causal=frozenset({"window", "softcap", "sinks"}),
+    trees=frozenset({"softcap", "sinks"}), captured=frozenset({"sinks"}), sizes=frozenset({64, 128, 256}),
+)  # fmt: skip
 
 
 # Attention to a union of keys, from the results and log-sum-exps of attention to its parts.
@@ -154,14 +147,9 @@ SEMAPHORES, SCRATCH = 8 << 20, 128 << 20
 
 
 def xqa_attention(
-    q: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    lengths: Tensor,
-    ancestors: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-) -> Tensor:
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: Tensor, ancestors: Tensor | None,
+    sinks: Tensor | None, scale: float,
+) -> Tensor:  # fmt: skip
     """Attention of a block that is already in the caches, from slot lengths[b] on. -> [B, N, H, D]
 
     q [B, H, N, D], caches [B, Hkv, S, D], lengths [B], ancestors [B, N] (None: a chain), N <= 64. The first call for a
@@ -176,21 +164,13 @@ def xqa_attention(
     out = torch.empty_like(q)
     tree = {} if nodes == 1 else {"q_seq_len": nodes, "mask": packed(ancestors, batch, nodes, q.device)}
     xqa(
-        q if nodes > 1 else q[:, :, 0],
-        paged(key_cache, size),
-        paged(value_cache, size),
-        _table(batch, kv_heads, slots, size, q.device),
-        (lengths + nodes).int().view(torch.uint32)[:, None],
-        out if nodes > 1 else out[:, :, 0],
-        scratch,
-        semaphores,
-        kv_heads,
-        size,
+        q if nodes > 1 else q[:, :, 0], paged(key_cache, size), paged(value_cache, size),
+        _table(batch, kv_heads, slots, size, q.device), (lengths + nodes).int().view(torch.uint32)[:, None],
+        out if nodes > 1 else out[:, :, 0], scratch, semaphores, kv_heads, size,
         sinks=None if sinks is None else sinks.float().view(kv_heads, heads // kv_heads),
         q_scale=scale * math.sqrt(dim),  # the kernels divide by the square root
-        kv_layout="HND",
-        **tree,
-    )
+        kv_layout="HND", **tree,
+    )  # fmt: skip
     return out[:, 0]
 
 

@@ -15,7 +15,7 @@ from ..card import precision
 try:
     import triton
 
-    from .grouped_kernel import attend_kernel, merge_kernel
+    from .block_kernels import attend_kernel, merge_kernel
     from .partial_softmax import key_columns
 except ImportError:
     triton = None
@@ -82,9 +82,13 @@ def launch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     q = q if q.stride(3) == 1 else q.contiguous()
     if mask is not None:
         mask = mask.expand(batch, 1, nodes, slots)
+
+    # The parts into which the slots are cut, each of `share` slots.
     parts = min(triton.cdiv(slots, SHARE), MOST_PARTS)
     share = triton.cdiv(triton.cdiv(slots, parts), BLOCK) * BLOCK
     parts = triton.cdiv(slots, share)
+
+    # Attend to all parts, then merge them.
     sums = q.new_empty(batch * kv_heads, parts, rows, value_size, dtype=torch.float32)
     peaks = q.new_empty(batch * kv_heads, parts, 2, rows, dtype=torch.float32)
     out = _empty(q, v)

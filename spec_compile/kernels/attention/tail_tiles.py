@@ -20,7 +20,7 @@ itself; in a block whose nodes all see each other it sees the whole path.
 import torch
 from torch import Tensor
 
-from ..plain import on_gpu
+from ..launching import on_gpu, op_with_kernel
 
 try:
     import triton
@@ -29,7 +29,7 @@ except ImportError:  # no GPU
     triton = None
 
 COLUMNS = 5
-"""Columns of a table before those of the path."""
+"""Columns of a table before the path's."""
 MAX_ROWS = 64
 """Rows of a tile, unless one node has more."""
 
@@ -47,7 +47,12 @@ def tail_tiles(ancestors: Tensor | None, nodes_per_tile: int) -> Tensor | None:
     return tail_tile_table(ancestors, nodes_per_tile).flatten(1)
 
 
-@torch.library.custom_op("spec_compile::tail_tile_table", mutates_args=(), device_types="cpu")
+def _empty_table(ancestors: Tensor, nodes_per_tile: int) -> Tensor:
+    batch, nodes = ancestors.shape
+    return ancestors.new_empty(batch, nodes, COLUMNS + nodes, dtype=torch.int32)
+
+
+@op_with_kernel("tail_tile_table", _empty_table)
 def tail_tile_table(ancestors: Tensor, nodes_per_tile: int) -> Tensor:
     """The tail tiles of trees: ancestors [B, N] int64 bits -> [B, N, 5 + N] int32, a row a tile as in the example.
 
@@ -81,17 +86,10 @@ def tail_tile_table(ancestors: Tensor, nodes_per_tile: int) -> Tensor:
     return torch.cat([facts, of_tree[:, None].expand(-1, nodes, -1), paths.to(torch.int32)], 2)
 
 
-@tail_tile_table.register_fake
-def _(ancestors, nodes_per_tile):
-    batch, nodes = ancestors.shape
-    return ancestors.new_empty(batch, nodes, COLUMNS + nodes, dtype=torch.int32)
-
-
 @on_gpu(tail_tile_table)
 def launch(ancestors: Tensor, nodes_per_tile: int) -> Tensor:
     """`tail_tile_table` by the kernel."""
-    batch, nodes = ancestors.shape
-    table = ancestors.new_empty(batch, nodes, COLUMNS + nodes, dtype=torch.int32)
+    (batch, nodes), table = ancestors.shape, _empty_table(ancestors, nodes_per_tile)
     tail_tiles_kernel[(batch,)](
         ancestors.contiguous(), table, nodes, PER_TILE=nodes_per_tile, COLUMNS=COLUMNS,
         BLOCK=max(1 << (nodes - 1).bit_length(), 2), num_warps=4,
@@ -111,7 +109,7 @@ if triton is not None:
         """`tail_tile_table` of one tree a program. Grid (B,).
 
         Shapes: [BLOCK], or pairs [BLOCK, BLOCK] of (leaf, node). Every node has a row of pairs as if it were a leaf;
-        those of other nodes count for nothing, because only leaves own nodes.
+        rows of other nodes count for nothing, because only leaves own nodes.
         """
         index = tl.arange(0, BLOCK)
         leaf, node = index[:, None], index[None, :]

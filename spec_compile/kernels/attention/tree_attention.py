@@ -25,15 +25,12 @@ import triton
 from torch import Tensor
 
 from ...tree import MAX_NODES
-from .. import dependent_launch, ops
-from ..card import card_of, multiplied_bytes, precision
-from ..masks import only_chosen
-from ..norms import rms_norm
-from ..plain import on_gpu
+from ..card import card_of, launches_early, multiplied_bytes, precision
+from ..launching import on_gpu
+from ..norms import rms_norm  # noqa: F401, defines an op that the plain form calls
+from .base import LAUNCHES, AttentionCall, attention_op, from_arguments, plain_attention
 from .block_kernels import append_kernel, prompt_kernel
-from .call import LAUNCHES, SPECIAL, AttentionCall, attention_op, from_arguments
-from .partial_softmax import key_columns
-from .spans import first_log2, merge_spans_kernel, most_spans
+from .partial_softmax import first_log2, key_columns, merge_spans_kernel, most_spans
 from .tail_tiles import COLUMNS, nodes_per_tile, tail_tiles
 from .tree_kernel import tree_kernel
 
@@ -48,42 +45,22 @@ rows with the heads of Llama-3.1-8B; on an H200 a layer took 40 us over 1,024 to
 with programs of a span each. With 64 tiles it took 1.04 to 1.28 times as long as those."""
 
 
-@attention_op("spec_compile::tree_attention", SPECIAL, device_types="cpu")
+@attention_op("spec_compile::tree_attention", device_types="cpu")
 def tree_attention(call: AttentionCall) -> Tensor:
     """The call in plain PyTorch, which the op runs on a CPU. -> [B, N, H, Dv]."""
-    q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window, *_ = call
-    if call.q_norm is not None:
-        q, k = (rms_norm(x, w, call.eps, call.offset) for x, w in ((q, call.q_norm), (k, call.k_norm)))
-    if call.cos is not None:
-        q, k = (ops.rotated(x, call.cos, call.sin) for x in (q, k))
-    if k is not None:
-        ops.append_block(key_cache, value_cache, call.scales, k, v, lengths)
-    max_kv_len, group = int(lengths.max()) + q.shape[2], q.shape[1] // key_cache.shape[1]
-    seen = (positions, lengths, ancestors, max_kv_len, window, group, q.dtype)
-    mask = ops.tree_mask(*seen, call.chunk, call.slopes)
-    mask = mask if call.chosen is None else only_chosen(mask, call.chosen)
-    keys, values = ops.as_read(key_cache, value_cache, call.scales, max_kv_len, q.dtype)
-    return ops.masked_attention(q, keys, values, mask, sinks, scale, softcap).contiguous()
+    return plain_attention(call, int(call.lengths.max()) + call.q.shape[2]).contiguous()
 
 
 class Tuning(NamedTuple):
-    """How `launch` divides the work. Rows, keys and spans are powers of two.
+    """How `launch` divides the work. Rows, keys and spans are powers of two."""
 
-    block_m: rows of a program.
-    block_n: keys of a chunk.
-    least: the fewest slots of a span.
-    warps, stages: of Triton's pipeline.
-    most: the most spans of a token.
-    whole: True if a program takes all spans of its rows, for a tree.
-    """
-
-    block_m: int
-    block_n: int
-    least: int
+    block_m: int  # rows of a program
+    block_n: int  # keys of a chunk
+    least: int  # the fewest slots of a span
     warps: int
-    stages: int
-    most: int = 32
-    whole: bool = False
+    stages: int  # of Triton's pipeline
+    most: int = 32  # the most spans of a token
+    whole: bool = False  # a program takes all spans of its rows, for a tree
 
 
 ROWS, KEYS = {2: 64, 4: 16, 8: 16}, 16
@@ -117,6 +94,7 @@ def tree_tuning(rows: int, pairs: int, key_dim: int, value_dim: int, itemsize: i
     span each write and read a part of every row for each, so where tiles of rows keep all multiprocessors busy by
     themselves, programs that take all spans are faster.
     """
+    # The shared memory that is left after the queries, and how many keys and values fit into it.
     memory = card_of(torch.device("cuda", device)).memory
     key_dim, value_dim = triton.next_power_of_2(key_dim), min(triton.next_power_of_2(value_dim), MOST_COLUMNS)
     block_m, largest, warps = ROWS[itemsize], 64, 4
@@ -125,6 +103,8 @@ def tree_tuning(rows: int, pairs: int, key_dim: int, value_dim: int, itemsize: i
     slot = (key_dim + value_dim) * itemsize
     room = memory - 1024 - 128 * key_dim * itemsize
     block_n = min(max(1 << (max(room // slot, 1).bit_length() - 1), KEYS), largest)
+
+    # Few tiles of rows read further ahead; many take all spans.
     tiles = pairs * triton.cdiv(rows, block_m)
     stages = min(max(room // (block_n * slot), 1), 4 if tiles <= FEW else 3)
     return Tuning(block_m, block_n, 128, warps, stages, whole=tiles >= MANY)
@@ -146,17 +126,21 @@ def _check(call: AttentionCall) -> None:
 
 
 def launch(call: AttentionCall, config: Tuning | None = None) -> Tensor:
-    """`tree_attention` by the kernels. config: None: that of `prompt_tuning` or `tree_tuning`."""
+    """`tree_attention` by the kernels. config: None: by `prompt_tuning` or `tree_tuning`."""
     _check(call)
     batch, heads, nodes, key_dim = call.q.shape
     kv_heads, value_dim = call.key_cache.shape[1], call.value_cache.shape[3]
     size = multiplied_bytes(call.q.dtype, call.q.device)
     rows, facts = heads // kv_heads * nodes, (key_dim, value_dim, size, call.q.device.index)
+
+    # Kernels read rows of q, k, v and positions by their strides, and the others as they lie.
     named = {name: getattr(call, name) for name in ("q", "k", "v", "positions")}
     named = {name: x for name, x in named.items() if x is not None and x.stride(-1) != 1}
     call = call._replace(**{name: x.contiguous() for name, x in named.items()})
     named = {name: getattr(call, name) for name in ("ancestors", "cos", "sin")}
     call = call._replace(**{name: x if x is None else x.contiguous() for name, x in named.items()})
+
+    # Launch what the arguments ask for.
     for argument, launch_with in LAUNCHES.items():
         if getattr(call, argument) is not None:
             return launch_with(call, _append(call, 32, 4, early=False))
@@ -231,13 +215,13 @@ def _order(call: AttentionCall, config: Tuning) -> dict:
 
 
 def _launch_tree(call: AttentionCall, config: Tuning) -> Tensor:
-    """Append the tree to the cache, then attend to the cache. Kernels begin early if they can (`dependent_launch`)."""
+    """Append the tree to the cache, then attend to the cache. Kernels begin early if they can (`launching`)."""
     q, _, _, key_cache, value_cache, lengths, ancestors, positions, *_ = call
     batch, heads, nodes, _ = q.shape
     kv_heads, capacity, value_dim = *key_cache.shape[1:3], value_cache.shape[3]
     block_m, chunk, whole, group = config.block_m, config.block_n, config.whole, heads // kv_heads
 
-    # The tail tiles, the spans, and memory for their partial softmaxes (see `spans`).
+    # The tail tiles, the spans, and memory for their partial softmaxes (see `partial_softmax`).
     per_tile, columns = nodes_per_tile(group), min(triton.next_power_of_2(value_dim), MOST_COLUMNS)
     tiles = tail_tiles(ancestors, per_tile) if call.tiles is None else call.tiles
     tails = (triton.cdiv(nodes, per_tile) if tiles is None else nodes) * triton.cdiv(per_tile * group, block_m)
@@ -247,7 +231,7 @@ def _launch_tree(call: AttentionCall, config: Tuning) -> Tensor:
     parts = q.new_empty(batch * kv_heads, tail_parts + spans, nodes * group, value_dim, dtype=torch.float32)
     sums = q.new_empty(batch * kv_heads, tail_parts + spans, 2, nodes * group, dtype=torch.float32)
     out = call.empty_output()
-    early = dependent_launch.available(q) and tiles is call.tiles  # a table made here may not be read early
+    early = launches_early(q.device) and tiles is call.tiles  # a table made here may not be read early
     shared = {**order, "GROUP": group, "PARTS": tail_parts, "EARLY": early, "WHOLE": whole}
     shared |= {"launch_pdl": True} if early else {}
 

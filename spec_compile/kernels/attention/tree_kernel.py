@@ -5,14 +5,14 @@ group. The kernel forms the partial softmax (`partial_softmax`) of one chunk of 
 are multiples of CHUNK:
 
 - Below `edge`, the last multiple of CHUNK that is not above the committed length, keys are slots of the cache, and a
-  program adds up the chunks of a span (`spans`), or where rows are many, those of all spans.
+  program adds up the chunks of a span (`partial_softmax`), or of all spans where rows are many.
 - From `edge` on, the keys are the last committed slots and then the nodes of a path from the root. A program gathers
-  them for the nodes of a tail tile (`tail_tiles`), and each chunk stays a part of its own.
+  them for the nodes of a tail tile (`tail_tiles`), and each chunk stays a separate part.
 
     CHUNK = 64, 300 committed, a path of nodes 0, 1, 3: edge = 256
     the only chunk of the tail has slots 256 .. 299 and then 300, 301 and 303, at positions 300, 301 and 302
 
-So both parts sum the same keys in the same order as they would if the path were committed. `spans.merge_spans_kernel`
+So both parts sum the same keys in the same order as they would if the path were committed. `merge_spans_kernel`
 adds up the parts. Shapes: M = BLOCK_M rows of a tile, C = CHUNK keys, BLOCK_D* a head size or, of values, a part of it.
 """
 
@@ -21,8 +21,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..primitives import as_read, prefetch_l2
-from .partial_softmax import attend_to_chunk, fold, score
-from .spans import attend_in_order, no_softmax, span_log2, turns
+from .partial_softmax import attend_in_order, attend_to_chunk, fold, no_softmax, score, span_log2, turns
 
 
 @triton.jit
@@ -83,11 +82,14 @@ def _attend_to_slots(
     dk, dv = tl.arange(0, BLOCK_DK), column + tl.arange(0, BLOCK_DV)
     acc, peak, total = no_softmax(query.shape[0], BLOCK_DV)
     for start in range(begin, end, CHUNK):
+        # The keys and values of a chunk.
         slot = start + tl.arange(0, CHUNK)
         keys = tl.load(key_cache_ptr + slot[:, None] * DK + dk[None, :], mask=(dk < DK)[None, :], other=0.0)
         values = tl.load(value_cache_ptr + slot[:, None] * DV + dv[None, :], mask=(dv < DV)[None, :], other=0.0)
         keys = as_read(keys, scales_ptr, slot, None, 0, query.dtype)
         values = as_read(values, scales_ptr, slot, None, 1, query.dtype)
+
+        # Its partial softmax, added to the sum so far.
         scores = score(query, keys, PRECISION)
         seen = None
         if WINDOW is not None:
@@ -115,6 +117,7 @@ def _attend_to_span(
 
     part: the number of the last span's part. Pointers point to this row of the batch and KV head.
     """
+    # The rows of the tile.
     row, node, head, real, position = _rows_of_tile(tile, positions_ptr, nodes, GROUP, BLOCK_M)
     slope = None
     if slopes_ptr is not None:
@@ -129,6 +132,7 @@ def _attend_to_span(
     begin, end = tl.maximum(span, 0) << log2, tl.minimum((span + 1) << log2, edge)
     if WINDOW is not None:
         begin = tl.maximum(begin, tl.maximum(tl.min(position, 0) - WINDOW + 1, 0) // CHUNK * CHUNK)
+
     # Attend, unless a window hides the span or no span has this number.
     if begin < end:
         if EARLY:
@@ -153,11 +157,13 @@ def _attend_to_all_slots(
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows attends to all slots below `edge`. The spans that end there or before are stored as one part, and
-    the span that contains `edge` as the next. The other arguments are those of `_attend_to_span`."""
+    the span that contains `edge` as the next. For the other arguments see `_attend_to_span`."""
     row, node, head, real, position = _rows_of_tile(tile, positions_ptr, nodes, GROUP, BLOCK_M)
     slope = None
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + head, mask=real, other=0.0)
+
+    # The sizes of the rows' spans, and the first slot that any row sees.
     least, turn = span_log2(length, FIRST, MOST)
     log2 = least + turns(position, turn, length, nodes, MOST).to(tl.int32)
     begin = tl.zeros_like(length)
@@ -167,6 +173,8 @@ def _attend_to_all_slots(
         _prefetch_slots(key_cache_ptr, begin, edge, DK, BLOCK_DK, 2 * CHUNK)
         _prefetch_slots(value_cache_ptr + column, begin, edge, DV, BLOCK_DV, 2 * CHUNK)
         gdc_wait()
+
+    # Attend to the chunks in their order, and store both sums.
     query = _load_queries(q_ptr + head * stride_qh + node * stride_qn, real, DK, BLOCK_DK)
     done, span = attend_in_order(
         query, key_cache_ptr, value_cache_ptr, scales_ptr, positions_ptr, no_softmax(BLOCK_M, BLOCK_DV),
@@ -220,6 +228,7 @@ def _attend_to_path(
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The partial softmax of a chunk from `_load_path`. last [M]: the last step of the path that a row sees."""
+    # Who sees which key, by the steps of the path, and in a window by positions.
     key_position = start + tl.arange(0, CHUNK)
     step = key_position - length
     committed, new = step < 0, node < nodes
@@ -229,6 +238,8 @@ def _attend_to_path(
         key_position = tl.where(committed, key_position, new_position)
     if WINDOW is not None:
         seen = seen & (position[:, None] - key_position[None, :] < WINDOW)
+
+    # The partial softmax. Slots that do not exist are read as zeros.
     stored = ((committed | new) & (slot < capacity))[:, None]
     keys = as_read(keys, scales_ptr, slot, stored, 0, query.dtype)
     values = as_read(values, scales_ptr, slot, stored, 1, query.dtype)
@@ -252,7 +263,8 @@ def _attend_to_tail(
     path_ptr: the path in the tile's row of `tail_tiles`, after the first COLUMNS numbers, which are read at negative
     offsets; None: a chain, so the path is all nodes. Other pointers point to this row of the batch and KV head.
     """
-    # The rows' nodes and heads. The tile has `count` nodes, at the steps from `first` on; its path has `reach` nodes.
+    # The rows' members of the tile, and heads. The tile has `count` nodes, at the steps from `first` on; its path has
+    # `reach` nodes.
     TILE_PARTS: tl.constexpr = (PER_TILE * GROUP + BLOCK_M - 1) // BLOCK_M
     index = tail % TILE_PARTS * BLOCK_M + tl.arange(0, BLOCK_M)
     member, head = index // GROUP, index % GROUP
@@ -266,11 +278,13 @@ def _attend_to_tail(
     if count * GROUP <= tail % TILE_PARTS * BLOCK_M:
         return
 
-    # The nodes of each chunk, and each row's node and the last step that it sees.
+    # The nodes of each chunk of the path.
     path, loaded = (), ()
     for number in tl.static_range(PARTS):
         step = edge + number * CHUNK - length + tl.arange(0, CHUNK)
         path += (_path_nodes(path_ptr, nodes, reach, step),)
+
+    # Each row's node, and the last step that it sees.
     real, rank = member < count, first + member
     node, last = rank, rank
     if path_ptr is not None:
@@ -359,6 +373,8 @@ def tree_kernel(
         scales_ptr += pair * capacity * 2
     if slopes_ptr is not None:
         slopes_ptr += kv_head * GROUP
+
+    # Attend to a tail, to a span, or to all spans.
     part = pair * (PARTS + spans)
     if (tail >= 0) & (tail < tails):
         _attend_to_tail(

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ...quantised.experts import ExpertFormat
-from .. import HALF, dependent_launch
-from ..card import card_of
-from ..counters import zero_counters
+from .. import HALF
+from ..card import card_of, launches_early
+from ..launching import zero_counters
 from ..linear import small_m
 from ..linear.plans import squared_columns
 from ..linear.product import ResidualStream
@@ -69,7 +69,7 @@ def launch_many_tokens(
     """Launch the kernels for the first product, or with `end` for the second. Arguments: see `_launch`."""
     weight, scales, bias = as_read(parts[0]), layout.scales(parts), layout.bias(parts)
     (tokens, top), experts, (outputs, inputs) = ids.shape, len(weight), layout.sizes(parts)
-    early, units = dependent_launch.available(x), None
+    early, units = launches_early(x.device), None
     options = {"launch_pdl": True} if early else {}
     if layout.block:
         x, units = rounded_blocks(x, layout.block, early)
@@ -175,7 +175,7 @@ def _launch(
         return
     by_pair = ids.numel() <= experts or tokens == 1
     slots, tiles = ids.numel() if by_pair else experts, -(-outputs // tile.block_o)
-    early, units = dependent_launch.available(x), None
+    early, units = launches_early(x.device), None
     if layout.block:
         x, units = rounded_blocks(x, layout.block, early)
     sums = arrived = None

@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .. import dependent_launch
+from ..card import launches_early
+from ..launching import on_gpu
 from ..ops import as_rows
-from ..plain import on_gpu
 
 AMONG = ("all", "all, to a sum of 1", "chosen")
 
@@ -46,7 +46,7 @@ def _(logits, top, among, dtype):
 @on_gpu(route)
 def launch(logits, top, among, dtype) -> tuple[Tensor, Tensor]:
     """`route` by the kernel."""
-    logits, early = as_rows(logits), dependent_launch.available(logits)
+    logits, early = as_rows(logits), launches_early(logits.device)
     weights = logits.new_empty(len(logits), top, dtype=dtype)
     ids = torch.empty_like(weights, dtype=torch.int64)
     if len(logits):

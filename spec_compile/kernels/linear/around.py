@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..plain import are_plain
+from ..launching import are_plain
 from . import few_rows
 from .few_rows import Around, ProductForm
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..plain import are_plain
+from ..launching import are_plain
 from . import around, few_rows
 
 KNOWN = 4096

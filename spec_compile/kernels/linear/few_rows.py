@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ... import extensions
 from ..cpu import AMX, HIGHEST, PRESENT, VARIABLE
-from ..plain import are_plain
+from ..launching import are_plain
 
 if TYPE_CHECKING:
     from ...quantised.codes import WeightLayout

@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..launching import on_gpu
 from ..ops import as_rows
-from ..plain import on_gpu
 
 BLOCK_R, BLOCK_O, BLOCK_K = 16, 16, 128
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..plain import on_gpu
+from ..launching import on_gpu
 from .low_rank import add_low_rank
 
 MOST_TOKENS = 16

@@ -51,7 +51,7 @@ class ResidualStream(NamedTuple):
 
 class QkvHeads(NamedTuple):
     """The product is queries, keys and values, in the order of its outputs. Queries and keys are normed and rotated;
-    keys and values are appended to the caches. The fields are those of `attention.call.AttentionCall`."""
+    keys and values are appended to the caches. The fields are those of `attention.base.AttentionCall`."""
 
     cos: Tensor
     sin: Tensor

@@ -157,7 +157,7 @@ def product_to_heads(
     """A linear layer to queries, keys and values, and what `tree_attention` does to them before it attends.
 
     x [B, N, I], weight [(H + 2 Hkv) D, I], bias [(H + 2 Hkv) D] or None; scales, kind, squares, eps: of `product`;
-    key_cache, value_cache [B, Hkv, S, D], and the others: of `attention.call.AttentionCall`. Nothing is written beyond
+    key_cache, value_cache [B, Hkv, S, D], and the others: of `attention.base.AttentionCall`. Nothing is written beyond
     the last slot S. -> queries [B, N, H, D], normed and rotated.
     """
     heads = QkvHeads(cos, sin, q_norm, k_norm, head_eps, head_offset, key_cache, value_cache, lengths)

@@ -1,6 +1,6 @@
 """Form "small_m": products of rows of 16 bits on a GPU, which read the weights once if rows are few.
 
-Its kernels begin while the kernel before them still runs (see `dependent_launch`), and read weights before they wait
+Its kernels begin while the kernel before them still runs (see `launching`), and read weights before they wait
 for it. So **no kernel of a layer may write weights**.
 """
 
@@ -13,12 +13,11 @@ from torch import Tensor
 
 from ...quantised import layout_of
 from ...quantised.rows import FP8, LARGEST
-from .. import HALF, dependent_launch
+from .. import HALF
 from ..all_reduce import Exchange
-from ..card import AMPERE, HOPPER, card_of
-from ..counters import zero_counters
+from ..card import AMPERE, HOPPER, card_of, launches_early
+from ..launching import are_plain, zero_counters
 from ..ops import as_rows
-from ..plain import are_plain
 from . import computed, tuned
 from .plans import CUT, ProductPlan, ProductTile, ceil_div, packed_plan, plan, squared_columns
 from .product import Gate, Matrix, Product, QkvHeads, ResidualStream
@@ -130,7 +129,7 @@ def launch(product: Product, out: Tensor | None, parts: int, tile: ProductTile, 
     x, weight, after, scales = product.x, product.weight, product.after, product.scales
     rows, inputs, outputs = *x.shape, len(weight)
     layout = layout_of(product.kind) if product.kind else None
-    early, units = dependent_launch.available(x) if early is None else early, None
+    early, units = launches_early(x.device) if early is None else early, None
     form, group = layout.packing if layout else (None, 1)
     if form == "fp8_blocks":
         x, units = rounded_blocks(x, group, early)

@@ -9,7 +9,7 @@ added in ascending order: 1000 columns in 2 parts are cut at 512, because cuts a
 
 The kernel loses little time at its beginning and end:
 
-- Programs begin while the kernel before them still runs (see `dependent_launch`), and fetch a few of their first
+- Programs begin while the kernel before them still runs (see `launching`), and fetch a few of their first
   weights to the L2 cache before they wait for it (to fetch more, or in bulk, made whole rounds slower). A kernel
   launched the same way after this one begins no earlier than when all that came before this one is done.
 - The steps around a product in a decoder layer are done while its sums are in registers: the RMSNorm of x before it

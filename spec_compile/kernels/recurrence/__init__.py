@@ -1,39 +1,31 @@
-"""Recurrences: layers that read a state of fixed size in place of keys and values. A kind is a file and an entry here.
+"""Recurrences: layers that read a state of fixed size in place of keys and values. A kind is an entry here.
 
 Capture sees the op `recurrence`, a function of a whole sequence. The graphs of the runtime call `advance_or_look`: it
 updates a state by a chunk of a prompt, or computes the nodes of a tree after a state without updating it. `commit`
-updates the state by the accepted path. A state is read and written only there. In reading order: `base`, a kind's plain
-form (`linear`, `selective`, `channelwise`, `convolution`), `walk`, the kind's kernels, `launch`.
+updates the state by the accepted path. A state is read and written only there. In reading order: `kinds` (the meaning
+and the plain forms), `walk`, `linear_kernel` and `scan_kernels`, `launch`.
 """
 
 import torch
 from torch import Tensor
 
 from ...tree import MAX_NODES
-from . import convolution, launch
-from .kinds import DECAY, DELTA, GATED, SELECTIVE, WKV, RecurrenceKind
+from . import launch
+from .kinds import CONVOLUTION, DECAY, DELTA, GATED, SELECTIVE, WKV, RecurrenceKind
 from .walk import tree_walk
 
-KINDS: dict[str, RecurrenceKind] = {
-    kind.name: kind
-    for kind in (convolution.KIND, DECAY, DELTA, SELECTIVE, GATED, WKV)
-}  # fmt: skip
+KINDS: dict[str, RecurrenceKind] = {kind.name: kind for kind in (CONVOLUTION, DECAY, DELTA, SELECTIVE, GATED, WKV)}
 
 
 @torch.library.custom_op("spec_compile::recurrence", mutates_args=())
 def recurrence(kind: str, inputs: list[Tensor]) -> Tensor:
     """A recurrence over a whole sequence, from a state of zeros; capture puts it in place of a model's own.
 
-    kind, inputs: see `KINDS` and the files of the kinds. -> [B, T, ...] float32, contiguous.
+    kind, inputs: see `kinds`. -> [B, T, ...] float32, contiguous.
     """
     state = initial_state(kind, inputs, len(inputs[0]))
     tokens = torch.full((len(inputs[0]),), inputs[0].shape[1], device=inputs[0].device)
-    return _lead(kind, inputs, state, tokens)
-
-
-@recurrence.register_fake
-def _(kind, inputs):
-    return inputs[KINDS[kind].output].new_empty(inputs[KINDS[kind].output].shape, dtype=torch.float32)
+    return recurrence_advance(kind, inputs, state, tokens)
 
 
 @torch.library.custom_op("spec_compile::clamp_prompt", mutates_args=())
@@ -70,15 +62,6 @@ def stash_shapes(kind: str, inputs: list[Tensor]) -> list[tuple[tuple[int, ...],
     return shapes
 
 
-def _lead(kind: str, inputs: list[Tensor], state: Tensor, valid: Tensor) -> Tensor:
-    """Outputs of a chunk, whose first valid[b] tokens update the state in place."""
-    if kind in launch.CHUNKS and launch.serves(kind, state):
-        return launch.CHUNKS[kind](inputs, state, valid)
-    out, after = KINDS[kind].chunk(inputs, state, valid)
-    state.copy_(after)
-    return out.contiguous()
-
-
 def walk_of(ancestors: Tensor | None) -> Tensor | None:
     """The `tree_walk` of trees, which all recurrences of a graph share; None for a chunk of a prompt."""
     return None if ancestors is None else tree_walk(ancestors)
@@ -91,7 +74,7 @@ def advance_or_look(
 ) -> Tensor:  # fmt: skip
     """A recurrence over a block of N tokens after `state`. -> [B, N, ...] float32.
 
-    kind, inputs: see `KINDS` and the files of the kinds.
+    kind, inputs: see `kinds`.
     state: [B, ...]; updated by a chunk of a prompt, only read by a tree.
     stash: tensors of `stash_shapes`; a tree writes the inputs that `commit` needs.
     valid: [B]; how many tokens of a chunk update the state.
@@ -100,9 +83,11 @@ def advance_or_look(
     """
     if ancestors is None:
         return torch.ops.spec_compile.recurrence_advance(kind, inputs, state, valid)
-    if launch.serves(kind, state):
+    if launch.supports(kind, state):
         walk = tree_walk(ancestors) if walk is None else walk
         return torch.ops.spec_compile.recurrence_tree(kind, inputs, state, stash, walk)
+
+    # In plain PyTorch: keep the inputs for a commit, then compute all nodes.
     for buffer, number in zip(stash, KINDS[kind].kept):
         if number in KINDS[kind].constants:
             buffer.copy_(inputs[number])
@@ -113,23 +98,27 @@ def advance_or_look(
 
 @torch.library.custom_op("spec_compile::recurrence_advance", mutates_args=("state",))
 def recurrence_advance(kind: str, inputs: list[Tensor], state: Tensor, valid: Tensor) -> Tensor:
-    """Update a state by the first valid[b] tokens of a chunk. An op, because the number of blocks is not fixed."""
-    return _lead(kind, inputs, state, valid)
+    """Outputs of a chunk, whose first valid[b] tokens update the state in place.
 
-
-@recurrence_advance.register_fake
-def _(kind, inputs, state, valid):
-    return inputs[KINDS[kind].output].new_empty(inputs[KINDS[kind].output].shape, dtype=torch.float32)
+    An op, because the number of blocks is not fixed.
+    """
+    if launch.supports(kind, state):
+        return launch.run(kind, inputs, state, None, None, valid)
+    out, after = KINDS[kind].chunk(inputs, state, valid)
+    state.copy_(after)
+    return out.contiguous()
 
 
 @torch.library.custom_op("spec_compile::recurrence_tree", mutates_args=("stash",))
 def recurrence_tree(kind: str, inputs: list[Tensor], state: Tensor, stash: list[Tensor], walk: Tensor) -> Tensor:
     """`advance_or_look` over the nodes of trees by a kernel."""
-    return launch.tree(kind, inputs, state, stash, walk)
+    return launch.run(kind, inputs, state, stash, walk, None)
 
 
+@recurrence.register_fake
+@recurrence_advance.register_fake
 @recurrence_tree.register_fake
-def _(kind, inputs, state, stash, walk):
+def _(kind, inputs, *_):
     return inputs[KINDS[kind].output].new_empty(inputs[KINDS[kind].output].shape, dtype=torch.float32)
 
 
@@ -139,8 +128,10 @@ def commit(kind: str, states: list[Tensor], stashes: list[Tensor], path: Tensor,
 
     A row that gained none keeps the bits of its state. stashes: the stash of the first state, then of the second, ...
     """
-    if launch.serves(kind, states[0]):
+    if launch.supports(kind, states[0]):
         return launch.commit(kind, states, stashes, path, gained)
+
+    # In plain PyTorch: a chunk of the kept inputs along the path, layer by layer.
     parts, rows = len(stashes) // len(states), torch.arange(len(path), device=path.device)[:, None]
     for number, state in enumerate(states):
         inputs: list[Tensor | None] = [None] * (max(KINDS[kind].kept + KINDS[kind].constants) + 1)
@@ -148,8 +139,3 @@ def commit(kind: str, states: list[Tensor], stashes: list[Tensor], path: Tensor,
             inputs[each] = buffer if each in KINDS[kind].constants else buffer[rows, path]
         after = KINDS[kind].chunk(inputs, state, gained)[1]
         state.copy_(torch.where((gained > 0).view(-1, *[1] * (state.dim() - 1)), after, state))
-
-
-@commit.register_fake
-def _(kind, states, stashes, path, gained):
-    return None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -73,11 +74,6 @@ BLOCK = 64
 """Tokens of a chain that are computed at once."""
 
 
-def _linear_state(inputs: Inputs) -> tuple[tuple[int, ...], torch.dtype]:
-    _, k, v, *_ = inputs
-    return (v.shape[2], k.shape[3], v.shape[3]), torch.float32
-
-
 def _attend(inputs: Inputs, state: Tensor, sees: Tensor) -> tuple[Tensor | None, Tensor]:
     """Outputs [B, N, H, Dv] of the nodes of trees, and the state after the last node. sees [B, N, N]: `is_ancestor`."""
     q, k, v, g, *beta = inputs
@@ -139,12 +135,13 @@ def _linear_tree(inputs: Inputs, state: Tensor, ancestors: Tensor) -> Tensor:
     return _attend(inputs, state, is_ancestor(ancestors))[0].contiguous()
 
 
-DECAY = RecurrenceKind(
-    "decay", kept=(1, 2, 3), constants=(), output=2, state=_linear_state, chunk=_linear_chunk, tree=_linear_tree
-)
-DELTA = RecurrenceKind(
-    "delta", kept=(1, 2, 3, 4), constants=(), output=2, state=_linear_state, chunk=_linear_chunk, tree=_linear_tree
-)
+DECAY, DELTA = (
+    RecurrenceKind(
+        name, kept, constants=(), output=2, chunk=_linear_chunk, tree=_linear_tree,
+        state=lambda inputs: ((inputs[2].shape[2], inputs[1].shape[3], inputs[2].shape[3]), torch.float32),
+    )
+    for name, kept in (("decay", (1, 2, 3)), ("delta", (1, 2, 3, 4)))
+)  # fmt: skip
 
 
 # Selective scan (Mamba-1), whose decay differs between channels and entries of the state.
@@ -153,10 +150,6 @@ DELTA = RecurrenceKind(
 #
 # Inputs, all float32: c, b [B, T, n]; x, dt [B, T, d]; a [d, n], negative. State h [B, d, n] float32. Nodes of a tree
 # share no decays, so each is computed from the state after its parent.
-
-
-def _selective_state(inputs: Inputs) -> tuple[tuple[int, ...], torch.dtype]:
-    return tuple(inputs[4].shape), torch.float32
 
 
 def _step(state: Tensor, b: Tensor, x: Tensor, dt: Tensor, a: Tensor) -> Tensor:
@@ -195,19 +188,11 @@ def _(c, b, x, dt, a, state, ancestors):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _selective_tree(inputs: Inputs, state: Tensor, ancestors: Tensor) -> Tensor:
-    return torch.ops.spec_compile.selective_tree(*inputs, state, ancestors)
-
-
 SELECTIVE = RecurrenceKind(
-    "selective",
-    kept=(1, 2, 3, 4),
-    constants=(4,),
-    output=2,
-    state=_selective_state,
-    chunk=_selective_chunk,
-    tree=_selective_tree,
-)
+    "selective", kept=(1, 2, 3, 4), constants=(4,), output=2, chunk=_selective_chunk,
+    state=lambda inputs: (tuple(inputs[4].shape), torch.float32),
+    tree=lambda inputs, state, ancestors: torch.ops.spec_compile.selective_tree(*inputs, state, ancestors),
+)  # fmt: skip
 
 
 # Recurrences whose channels do not mix: the gated linear unit RG-LRU (RecurrentGemma), and WKV (RWKV 4).
@@ -224,14 +209,6 @@ SELECTIVE = RecurrenceKind(
 
 LOWEST = -1e38
 """The largest exponent of no token."""
-
-
-def _gated_state(inputs: Inputs) -> tuple[tuple[int, ...], torch.dtype]:
-    return (inputs[0].shape[2],), torch.float32
-
-
-def _wkv_state(inputs: Inputs) -> tuple[tuple[int, ...], torch.dtype]:
-    return (3, inputs[0].shape[2]), torch.float32
 
 
 def _gated_step(state: Tensor, x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
@@ -256,17 +233,14 @@ def _wkv_step(state: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor | None) 
 STEPS: dict[str, Callable[..., tuple[Tensor | None, Tensor]]] = {"gated": _gated_step, "wkv": _wkv_step}
 
 
-def _channel_chunk(kind: str) -> Callable[[Inputs, Tensor, Tensor], tuple[Tensor | None, Tensor]]:
-    def chunk(inputs: Inputs, state: Tensor, valid: Tensor) -> tuple[Tensor | None, Tensor]:
-        first, second, *weights = inputs
-        outputs = []
-        for token in range(first.shape[1]):
-            out, after = STEPS[kind](state, first[:, token], second[:, token], *weights)
-            state = torch.where((token < valid).view(-1, *[1] * (state.dim() - 1)), after, state)
-            outputs.append(out)
-        return (None if outputs[0] is None else torch.stack(outputs, dim=1)), state
-
-    return chunk
+def _channel_chunk(kind: str, inputs: Inputs, state: Tensor, valid: Tensor) -> tuple[Tensor | None, Tensor]:
+    first, second, *weights = inputs
+    outputs = []
+    for token in range(first.shape[1]):
+        out, after = STEPS[kind](state, first[:, token], second[:, token], *weights)
+        state = torch.where((token < valid).view(-1, *[1] * (state.dim() - 1)), after, state)
+        outputs.append(out)
+    return (None if outputs[0] is None else torch.stack(outputs, dim=1)), state
 
 
 @torch.library.custom_op("spec_compile::channelwise_tree", mutates_args=())
@@ -288,28 +262,69 @@ def _(kind, inputs, state, ancestors):
     return torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
 
 
-def _channel_tree(kind: str) -> Callable[[Inputs, Tensor, Tensor], Tensor]:
-    def tree(inputs: Inputs, state: Tensor, ancestors: Tensor) -> Tensor:
-        return torch.ops.spec_compile.channelwise_tree(kind, inputs, state, ancestors)
-
-    return tree
-
-
 GATED = RecurrenceKind(
-    "gated",
-    kept=(0, 1),
-    constants=(),
-    output=0,
-    state=_gated_state,
-    chunk=_channel_chunk("gated"),
-    tree=_channel_tree("gated"),
-)
+    "gated", kept=(0, 1), constants=(), output=0, state=lambda inputs: ((inputs[0].shape[2],), torch.float32),
+    chunk=partial(_channel_chunk, "gated"), tree=partial(torch.ops.spec_compile.channelwise_tree, "gated"),
+)  # fmt: skip
 WKV = RecurrenceKind(
-    "wkv",
-    kept=(0, 1, 2),
-    constants=(2, 3),
-    output=0,
-    state=_wkv_state,
-    chunk=_channel_chunk("wkv"),
-    tree=_channel_tree("wkv"),
-)
+    "wkv", kept=(0, 1, 2), constants=(2, 3), output=0, state=lambda inputs: ((3, inputs[0].shape[2]), torch.float32),
+    chunk=partial(_channel_chunk, "wkv"), tree=partial(torch.ops.spec_compile.channelwise_tree, "wkv"),
+)  # fmt: skip
+
+
+# Short depthwise convolution over a token and its predecessors, with the last w committed inputs as its state.
+#
+#     out_i = weight[:, w - 1] * x_i + weight[:, w - 2] * x_parent(i) + ...    (w terms)
+#
+# Inputs: x [B, T, C]; weight [C, w]. State [B, w, C] of x's dtype, the oldest input first. No window reaches the
+# oldest; it is kept because caches of transformers have it. With w = 4 and the state [q, r, s, t], a root a with
+# children b and c has the windows [r, s, t, a], [s, t, a, b] and [s, t, a, c].
+
+
+def shifted(state: Tensor, x: Tensor, valid: Tensor) -> Tensor:
+    """The state [B, w, C] after the first valid[b] inputs of x [B, T, C]: the last of the state and of these.
+
+    Entry e is entry e + valid of [state, x]. w = 4, the state [q, r, s, t] and x [a, b, c] give [s, t, a, b] if valid
+    is 2.
+    """
+    history = state.shape[1]
+    source = (valid[:, None] + torch.arange(history, device=x.device))[:, :, None].expand_as(state)
+    old = state.gather(1, source.clamp(max=history - 1))
+    new = x.gather(1, (source - history).clamp(min=0)).to(state.dtype)
+    return torch.where(source < history, old, new)
+
+
+def _window_chunk(inputs: Inputs, state: Tensor, valid: Tensor) -> tuple[Tensor | None, Tensor]:
+    x, weight = inputs
+    after = shifted(state, x, valid)
+    if weight is None:
+        return None, after
+    known = torch.cat([state[:, 1:], x.to(state.dtype)], dim=1)
+    columns = weight.float().unbind(1)
+    return sum(known[:, tap : tap + x.shape[1]].float() * column for tap, column in enumerate(columns)), after
+
+
+def _window_tree(inputs: Inputs, state: Tensor, ancestors: Tensor) -> Tensor:
+    """`known` has the state and then the nodes; each of its entries has a predecessor among them.
+
+    w = 4, parents [-1, 0, 0]: known = [r, s, t, a, b, c], predecessor = [0, 0, 1, 2, 3, 3]; the first entry has none,
+    and no window reaches beyond it.
+    """
+    x, weight = inputs
+    history, nodes = state.shape[1] - 1, x.shape[1]
+    known = torch.cat([state[:, 1:], x.to(state.dtype)], dim=1)
+    parents = parents_of(ancestors)
+    before = torch.arange(-1, history - 1, device=x.device).expand(len(x), -1)
+    predecessor = torch.cat([before, parents + history], dim=1).clamp(min=0)
+    entry = torch.arange(history, history + nodes, device=x.device).expand(len(x), -1)
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for column in reversed(weight.float().unbind(1)):
+        out = out + known.gather(1, entry[:, :, None].expand(-1, -1, x.shape[2])).float() * column
+        entry = predecessor.gather(1, entry)
+    return out
+
+
+CONVOLUTION = RecurrenceKind(
+    "convolution", kept=(0,), constants=(1,), output=0, chunk=_window_chunk, tree=_window_tree,
+    state=lambda inputs: ((inputs[1].shape[1], inputs[0].shape[2]), inputs[0].dtype),
+)  # fmt: skip

@@ -95,9 +95,11 @@ def linear_attention_kernel(
     whose first valid[b] tokens update the state. Grid (blocks of DV, HEADS, B)."""
     if EARLY:
         gdc_launch_dependents()
+    # This program's head, row of the batch and columns of Dv.
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     key_head, program = head // GROUP, (row * HEADS + head) * tl.num_programs(0) + tl.program_id(0)
     dk, dv = tl.arange(0, BLOCK_DK), tl.program_id(0) * BLOCK_DV + tl.arange(0, BLOCK_DV)
+
     # The committed state. Only commits and prompts write it, and they are done long before the launch of a tree.
     state_ptr += (row * HEADS + head) * DK * DV
     inside = (dk < DK)[:, None] & (dv < DV)[None, :]
@@ -181,6 +183,7 @@ def linear_commit_kernel(
     k_ptr += (row * MAX_NODES * (HEADS // GROUP) + head // GROUP) * DK
     path_ptr += row * nodes
 
+    # The columns of the state that this program updates.
     dk, dv = tl.arange(0, BLOCK_DK), tl.program_id(0) * BLOCK_DV + tl.arange(0, BLOCK_DV)
     inside = (dk < DK)[:, None] & (dv < DV)[None, :]
     at = dk[:, None] * DV + dv[None, :]

@@ -18,7 +18,7 @@ of the nodes below, so few states are kept at a time (`slots`).
 import torch
 from torch import Tensor
 
-from ..plain import on_gpu
+from ..launching import on_gpu, op_with_kernel
 from .kinds import is_ancestor, parents_of
 
 try:
@@ -39,7 +39,11 @@ def slots(nodes: int) -> int:
     return count
 
 
-@torch.library.custom_op("spec_compile::tree_walk", mutates_args=(), device_types="cpu")
+def _empty_walk(ancestors: Tensor) -> Tensor:
+    return ancestors.new_empty(len(ancestors), COLUMNS, ancestors.shape[1], dtype=torch.int32)
+
+
+@op_with_kernel("tree_walk", _empty_walk)
 def tree_walk(ancestors: Tensor) -> Tensor:
     """ancestors [B, N] int64 bits, N <= 64 -> the walks over these trees [B, COLUMNS, N] int32."""
     sees, parents = is_ancestor(ancestors), parents_of(ancestors)
@@ -65,17 +69,11 @@ def tree_walk(ancestors: Tensor) -> Tensor:
     return torch.cat([by_step, parents[:, None]], dim=1).int()
 
 
-@tree_walk.register_fake
-def _(ancestors):
-    batch, nodes = ancestors.shape
-    return ancestors.new_empty(batch, COLUMNS, nodes, dtype=torch.int32)
-
-
 @on_gpu(tree_walk)
 def launch(ancestors: Tensor) -> Tensor:
     """`tree_walk` by the kernel."""
     batch, nodes = ancestors.shape
-    walk = ancestors.new_empty(batch, COLUMNS, nodes, dtype=torch.int32)
+    walk = _empty_walk(ancestors)
     walk_kernel[(batch,)](
         ancestors.contiguous(), walk, nodes, BLOCK=max(1 << (nodes - 1).bit_length(), 2), num_warps=4
     )  # fmt: skip
@@ -122,6 +120,7 @@ if triton is not None:
         is_resumed = tl.max((later & (size_j > 1)[None, :]).to(tl.int32), 1)
         branches = tl.sum(((parent_j[None, :] == i) & (size_j > 1)[None, :]).to(tl.int32), 1)
 
+        # The four lists by step, and the parents by node.
         mask = index < nodes
         tl.store(out_ptr + step, index, mask=mask)
         tl.store(out_ptr + nodes + step, tl.where(is_resumed != 0, slot - has_later_i, -1), mask=mask)
@@ -131,7 +130,7 @@ if triton is not None:
 
     @triton.jit
     def resume(tile, walk_ptr, kept_at, tokens, step, SIZE: tl.constexpr):
-        """The state that the node of a step follows from: `tile`, which the program holds, or that of a slot.
+        """The state that the node of a step follows from: `tile`, which the program holds, or a slot's.
 
         walk_ptr: [COLUMNS, tokens], of a row of the batch. kept_at: the addresses of a program's first slot, of SIZE
         numbers.

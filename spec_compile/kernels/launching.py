@@ -1,0 +1,117 @@
+"""Means that all launches of kernels share: ops with kernels, plain runs, counters, tables of addresses.
+
+Programmatic dependent launch: a kernel begins while the one before it still runs, and waits for it when it must (CUDA
+C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"). `card.launches_early` tells where this is
+possible. Kernels that let the next one begin early keep two rules:
+
+1. At least one program waits before it ends, and so does every program that reads or writes memory which other kernels
+   write. So when a kernel is done, all kernels before it are done.
+2. Before its wait a program writes nothing, and reads only memory that no such kernel writes: weights, lengths,
+   positions. `all_reduce_kernel` explains why it may break this rule after a product.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_here = threading.local()
+
+
+@contextmanager
+def plain_kernels() -> Iterator[None]:
+    """A context of this thread in which norms, products and tree attention run no kernel of ours.
+
+    They compute their plain PyTorch meaning on a GPU, too, so that nothing has to be compiled.
+    """
+    before, _here.are_plain = are_plain(), True
+    try:
+        yield
+    finally:
+        _here.are_plain = before
+
+
+def are_plain() -> bool:
+    """True inside of `plain_kernels`."""
+    return getattr(_here, "are_plain", False)
+
+
+def op_with_kernel(name: str, fake: Callable, writes: tuple[str, ...] = ()) -> Callable:
+    """Decorate a function in plain PyTorch: it becomes the op `name`, which runs it on a CPU; `on_gpu` adds the kernel.
+
+    fake: gives results of the right shapes for the op's arguments. writes: names of the arguments that it writes to.
+    """
+
+    def define(function: Callable) -> torch.library.CustomOpDef:
+        op = torch.library.custom_op(f"spec_compile::{name}", mutates_args=writes, device_types="cpu")(function)
+        op.register_fake(fake)
+        return op
+
+    return define
+
+
+def on_gpu(op: torch.library.CustomOpDef) -> Callable[[Callable], Callable]:
+    """Decorate the function that launches the kernel of `op` on a GPU. Its plain meaning is what it runs on a CPU."""
+
+    def register(launch: Callable) -> Callable:
+        @functools.wraps(launch)
+        def run(*arguments, **named):
+            if are_plain():
+                return op._opoverload.redispatch(CPU, *arguments, **named)
+            return launch(*arguments, **named)
+
+        op.register_kernel("cuda")(run)
+        return launch
+
+    return register
+
+
+# Counters in device memory tell a program if it is the last of its launch to arrive. They are zero between launches.
+
+COUNTERS = 1 << 20
+_counters: dict[torch.device, Tensor] = {}
+_next: dict[torch.device, int] = {}
+
+
+def prepare(device: torch.device) -> None:
+    """Allocate the counters of a device. Otherwise the first launch does, and during a capture every launch."""
+    if device not in _counters:
+        _counters[device] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        _next[device] = 0
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def zero_counters(device: torch.device, count: int) -> Tensor:
+    """Counters [>= count] int32 of value 0, which a launch must leave at 0; concurrent launches get other ones."""
+    count = -(-count // 32) * 32  # aligned, so that every launch has the same specialisation
+    if device not in _counters:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return torch.zeros(count, dtype=torch.int32, device=device)
+        prepare(device)
+    begin = _next[device] if _next[device] + count <= COUNTERS else 0
+    _next[device] = begin + count
+    return _counters[device][begin : begin + count]
+
+
+def all_zero() -> bool:
+    """True if every launch so far left its counters at 0."""
+    return not any(counters.any() for counters in _counters.values())
+
+
+_tables: dict[tuple, Tensor] = {}
+"""Tables of addresses on their devices. They are kept because captured graphs read them."""
+
+
+def address_table(op: str, device: torch.device, rows: Sequence[tuple[int, ...]]) -> Tensor:
+    """Addresses and sizes of the tensors that one launch of `op` reads, as int64 [rows, columns] on a device."""
+    key = device, *rows
+    if key not in _tables:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"spec_compile::{op} must run once with these tensors before a graph is captured")
+        _tables[key] = torch.tensor(rows, dtype=torch.int64, device=device)
+    return _tables[key]
