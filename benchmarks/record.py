@@ -52,7 +52,7 @@ from spec_compile import speculate
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = "demo"
-COMPILED = "_ngram_trie.*.so", "_few_rows.*.so", "_cpu_attention.*.so"
+COMPILED = "_ngram_trie.*.so", "_cpu_gemm.*.so", "_cpu_attention.*.so"
 HEADS = DEMO_MODEL / "heads"
 WORKLOADS = ("chat", "code_editing", "docstrings", "maths", "code_completion", "bug_fixing")
 ALGORITHMS: dict[str, dict] = {

@@ -23,11 +23,11 @@ from .kernels.linear import linear_layers
 from .passes.apply import apply
 from .passes.forward import ForwardGraph, ForwardSettings, NotLowered, bind, lower, use_grouped_attention
 from .passes.fuse_norms import fuse_norms, fuse_residuals
-from .passes.linears import fuse_swiglu, merge_linears, use_small_m_linears
+from .passes.linears import fuse_swiglu, merge_linears, use_linear_forms
 from .passes.tidy import tidy
 
 PIPELINE = [
-    tidy, merge_linears, use_grouped_attention, use_small_m_linears, fuse_swiglu, fuse_norms, fuse_residuals,
+    tidy, merge_linears, use_grouped_attention, use_linear_forms, fuse_swiglu, fuse_norms, fuse_residuals,
 ]  # fmt: skip
 """The passes, in order."""
 FEW_ROWS = 64

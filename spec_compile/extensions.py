@@ -14,20 +14,8 @@ from pathlib import Path
 from types import ModuleType
 
 HERE = Path(__file__).parent
-
-
-def _sources_of(name: str) -> tuple[str, ...]:
-    """The C++ files in the folder of a compiled module, and the headers above it, by their paths from the folder."""
-    folder = HERE.joinpath(*name.split(".")[:-1])
-    above = [f"../{path.name}" for path in folder.parent.glob("*.h")]
-    return *sorted(path.name for path in folder.iterdir() if path.suffix in (".h", ".cpp")), *sorted(above)
-
-
-SOURCES = {
-    name: _sources_of(name)
-    for name in ("ngram._ngram_trie", "kernels.linear._few_rows", "kernels.attention._cpu_attention")
-}
-"""The C++ files of each compiled module."""
+MODULES = "ngram._ngram_trie", "kernels.native._cpu_gemm", "kernels.native._cpu_attention"
+"""The compiled modules. The C++ of each is what its folder has."""
 BUILD = "run `pip install .` in the repository, with a C++20 compiler at hand"
 
 
@@ -36,7 +24,7 @@ class OtherSourcesError(ImportError):
 
 
 def load(name: str) -> ModuleType:
-    """The compiled module of a name in `SOURCES`.
+    """The compiled module of a name in `MODULES`.
 
     Raises ModuleNotFoundError if it is compiled nowhere, and OtherSourcesError if only from other sources.
     """
@@ -82,7 +70,7 @@ def installed(name: str, here: Path = HERE) -> Path:
     path = next((path for end in EXTENSION_SUFFIXES if (path := folder / f"{parts[-1]}{end}").is_file()), None)
     if path is None:
         raise missing
-    ours, theirs = ([_read(place / file) for file in SOURCES[name]] for place in (here.joinpath(*parts[:-1]), folder))
+    ours, theirs = map(sources, (here.joinpath(*parts[:-1]), folder))
     version = re.search(r'^__version__ = "(.+)"$', (here / "__init__.py").read_text(), re.MULTILINE)[1]
     if ours != theirs or version != distribution.version:  # guard: other-cpp
         raise OtherSourcesError(
@@ -93,5 +81,6 @@ def installed(name: str, here: Path = HERE) -> Path:
     return path
 
 
-def _read(path: Path) -> bytes | None:
-    return path.read_bytes() if path.is_file() else None
+def sources(folder: Path) -> dict[str, bytes]:
+    """The C++ of a folder, by the names of its files."""
+    return {path.name: path.read_bytes() for end in ("*.h", "*.cpp") for path in folder.glob(end)}

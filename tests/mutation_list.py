@@ -52,8 +52,8 @@ GUARDS = [
         ("rounding-is-undone", SKIP, "capture/test_rounded.py -k error_gives"),
         ("own-code", NEVER, "product/test_custom_generate.py -k bound"),
         # passes
-        ("stream-read-by-others", NEVER, "passes/test_chain_products.py -k others_read"),
-        ("norm-read-by-others", FIRST, "passes/test_fuse_around.py -k test_joined_products"),
+        ("stream-read-by-others", NEVER, "passes/test_cpu_products.py -k others_read"),
+        ("norm-read-by-others", FIRST, "passes/test_cpu_products.py -k test_joined_products"),
         ("writes-keep-order", NEVER, "passes/test_forward.py -k not_lowered"),
         ("joined-weights", "not self._addresses", "passes/test_forward.py -k stale"),
         ("rotation-by-halves", NEVER, "passes/test_fuse_rotary.py -k rotations_by_halves"),
@@ -69,7 +69,7 @@ GUARDS = [
         ("running-sums", BOUND, "runtime/test_sampling_bits.py -k test_kernels"),
         # C++ and CUDA
         ("cpu-ancestors", ALWAYS, "kernels/test_cpu_attention.py -k means"),
-        ("cpu-zero-points", ALWAYS, "kernels/test_few_rows.py -k test_layouts"),
+        ("cpu-zero-points", ALWAYS, "kernels/test_cpu_gemm.py -k test_layouts"),
         (
             "warp-sums",
             "for (int step = 8; step; step /= 2) value = join(value, __shfl_xor_sync(kAll, value, step));",
@@ -80,9 +80,9 @@ GUARDS = [
         # quantised weights
         ("scales-of-blocks", SKIP, "quantised/test_gguf_blocks.py"),
         ("divided-scales", NEVER, "drafters/test_quantised_drafts.py -k 'has_the_weights and ct_nvfp4'"),
-        ("scales-before-products", NEVER, "kernels/test_few_rows.py -k test_layouts"),
-        ("rounded-activations", SKIP, "kernels/test_few_rows.py -k test_the_op_takes_the_kernel"),
-        ("scale-before-norm", ALWAYS, "kernels/test_few_rows.py -k test_layouts"),
+        ("scales-before-products", NEVER, "kernels/test_cpu_gemm.py -k test_layouts"),
+        ("rounded-activations", SKIP, "kernels/test_cpu_gemm.py -k test_the_op_takes_the_kernel"),
+        ("scale-before-norm", ALWAYS, "kernels/test_cpu_gemm.py -k test_layouts"),
         ("gptq-zero", ALWAYS, "drafters/test_quantised_drafts.py -k 'has_the_weights and gptq_v2'"),
         ("rank-rounding", "largest = x.abs().amax(dim=-1, keepdim=True)", "parallel/test_quantised_ranks.py -k few"),
         # what is accepted

@@ -34,8 +34,8 @@ from mutation_list import GUARDS, Change, Guard
 ROOT = Path(__file__).resolve().parent.parent
 MARKER = re.compile(r"\s+(?:#|//) guard: (\S+)$", re.MULTILINE)
 SUFFIXES = {".py", ".h", ".cpp", ".cu"}
-COMPILED = runpy.run_path(str(ROOT / "spec_compile/extensions.py"))["SOURCES"]
-"""The C++ files of each compiled module: "folder.name" to their paths from the folder."""
+COMPILED = runpy.run_path(str(ROOT / "spec_compile/extensions.py"))["MODULES"]
+"""The compiled modules, as "folder.name"."""
 SECONDS = 600
 """After so long the tests of one mutation are stopped; they have noticed it then, too."""
 RUN = """
@@ -169,12 +169,12 @@ def copy_tree(folder: Path) -> Path:
 
 def build(tree: Path, source: Path) -> tuple[Path, bytes] | None:
     """Compile the module that a file in C++ belongs to, if any, in place; returns its file and what this was before."""
-    package = tree / "spec_compile"
-    for name, files in COMPILED.items():
-        module = next((package / name.replace(".", "/")).parent.glob(f"{name.rpartition('.')[2]}.*"))
-        if source in [(module.parent / file).resolve() for file in files]:
-            break
-    else:
+    module, files = None, []
+    for path in (tree / "spec_compile" / name.replace(".", "/") for name in COMPILED):
+        begin = path.name[1:] if path.parent.name == "native" else ""  # two modules share that folder
+        if source.parent == path.parent.resolve() and source.suffix != ".py" and source.name.startswith(begin):
+            module, files = next(path.parent.glob(f"{path.name}.*")), [*path.parent.glob(f"{begin}*.cpp")]
+    if module is None:
         return None
     import nanobind
 
@@ -182,7 +182,7 @@ def build(tree: Path, source: Path) -> tuple[Path, bytes] | None:
     headers = [sysconfig.get_path("include"), nanobind.include_dir(), library.parent / "ext/robin_map/include"]
     command = ["c++", "-std=c++20", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off"]
     command += [f"-I{header}" for header in headers] + [library / "nb_combined.cpp"]
-    command += [module.parent / file for file in files if file.endswith(".cpp")]
+    command += files
     module.unlink()
     subprocess.run([*command, "-ldl", "-o", module], check=True)
     return module, before

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from benchmarks.common import pin, save_rows, show, stamp
 from benchmarks.kernels.matmul import LAYERS, MODELS
 from spec_compile import quantised
-from spec_compile.kernels.linear import few_rows
+from spec_compile.kernels.linear import cpu_gemm
 from spec_compile.quantised.codes import WeightLayout
 from spec_compile.quantised.compressed_tensors import PerChannel
 from spec_compile.quantised.pack_gpu import ZERO, Nibbles
@@ -65,10 +65,10 @@ def ours(form: str, outputs: int, inputs: int) -> tuple[list[Tensor], Callable[[
         layout, parts = PACKED[form](outputs, inputs)
         layout, parts = quantised.for_kernel(layout, parts, inputs, on_cpu=True)
         kind = layout.kind
-        return parts, lambda x, parts: few_rows.quantised_product(kind, x, parts, None)
+        return parts, lambda x, parts: cpu_gemm.quantised_product(kind, x, parts, None)
     dtype = torch.bfloat16 if form == "bf16" else torch.float32
     weight = torch.randn(outputs, inputs).to(dtype)
-    return [weight], lambda x, parts: few_rows.few_rows_product(x, parts[0])
+    return [weight], lambda x, parts: cpu_gemm.cpu_product(x, parts[0])
 
 
 def library(form: str, outputs: int, inputs: int, dtype: torch.dtype) -> tuple | None:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from benchmarks.common import save_rows, show, stamp
 from benchmarks.rounds.quantised_layers import NF4
 from benchmarks.timers import bandwidth, captured, replay_us
-from spec_compile.kernels.linear import small_m
+from spec_compile.kernels.linear import skinny_gemm
 from spec_compile.quantised import pack_gpu
 from spec_compile.quantised.codes import Codes
 from spec_compile.quantised.fp8 import FP8, Fp8Block
@@ -78,7 +78,7 @@ def measure(form: str, outputs: int, inputs: int, counts: list[int], speed: floa
     """The figures of one layer. speed: bytes a second of a large read."""
     product = FORMATS[form](outputs, inputs)
     x = torch.empty(1, inputs, dtype=product.dtype, device="cuda")
-    plan = small_m.plan_of(x, product.weights[0][0], product.kind)
+    plan = skinny_gemm.plan_of(x, product.weights[0][0], product.kind)
     size = sum(part.nbytes for part in product.weights[0] if part is not None)
     return {
         "floor": size / speed * 1e6,

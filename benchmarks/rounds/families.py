@@ -12,7 +12,7 @@ FAMILIES = {
     "norms": ("rsqrt", "rms_norm", "l2_norms"),
     "recurrences": ("linear_attention", "linear_commit", "convolution_", "selective", "walk_kernel"),
     "attention": ("attention", "append_kernel", "tree_kernel", "tail_tiles", "prompt_kernel", "merge_"),
-    "matrix products": ("small_m", "gemm", "cutlass", "nvjet", "splitk", "gemv", "cublas"),
+    "matrix products": ("skinny_gemm", "gemm", "cutlass", "nvjet", "splitk", "gemv", "cublas"),
     "rotary embedding, activations": ("triton_poi", "triton_red", "triton_per"),
     "experts": ("experts_kernel", "route_kernel", "sort_kernel", "combine_kernel"),
     "n-gram": ("ngram",),

@@ -30,7 +30,7 @@ from ..compat import EXPERTS_INTERFACES
 from ..config import Options
 from ..inventory import configs_of, held_items, held_parameters
 from ..kernels.attention import cpu_attention
-from ..kernels.linear import few_rows
+from ..kernels.linear import cpu_gemm
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, PurePath, torch.dtype, torch.device, torch.layout)
 WHOLE = (*PLAIN, Tensor, FunctionType, MethodType, partial, type, list, tuple, set, frozenset)
@@ -342,7 +342,7 @@ def _machine(device: torch.device) -> list[Any]:
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
         return [device, facts.name, facts.major, facts.minor, facts.multi_processor_count]
-    levels = few_rows.BEST, cpu_attention.BEST, few_rows.SUPPORTED
+    levels = cpu_gemm.BEST, cpu_attention.BEST, cpu_gemm.SUPPORTED
     torch_level = torch.backends.cpu.get_cpu_capability()
     return [platform.machine(), _cpu_flags(), torch_level, levels, torch.get_num_threads()]
 
@@ -361,7 +361,7 @@ def _plans(device: torch.device) -> bytes:
     """The plans that tune-kernels has found for this GPU."""
     if device.type != "cuda":
         return b""
-    from ..kernels.linear.small_m import tuned_file
+    from ..kernels.linear.skinny_gemm import tuned_file
 
     path = tuned_file(device)
     return path.read_bytes() if path.exists() else b""

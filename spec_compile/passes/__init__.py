@@ -10,12 +10,12 @@ from ..kernels.attention import Use
 from ..kernels.linear.low_rank import LowRank
 from ..parallel.ranks import ALONE, Alone
 from .apply import apply, check_order
-from .cpu_products import chain_products, fuse_around
+from .cpu_products import fuse_cpu_products
 from .fuse_attention import fuse_append, fuse_qk_norms, fuse_rotary
 from .fuse_norms import fuse_norms, fuse_residuals
 from .fuse_recurrent_norms import fuse_gated_norms, fuse_l2_norms
 from .fuse_routers import fuse_routers
-from .linears import add_adapters, fuse_swiglu, merge_linears, use_small_m_linears
+from .linears import add_adapters, fuse_swiglu, merge_linears, use_linear_forms
 from .outputs import select_logits, tap_hidden_states
 from .row_invariance import order_sums
 from .shard import shard
@@ -54,9 +54,8 @@ class Settings:
 
 PIPELINE = [
     tidy, shard, merge_linears, tap_hidden_states, use_tree_attention, use_states, add_adapters,
-    select_logits, fuse_routers, use_small_m_linears, fuse_swiglu, fuse_rotary, fuse_qk_norms, fuse_gated_norms,
-    fuse_l2_norms, fuse_norms, fuse_around, chain_products, order_sums, fuse_residuals,
-    fuse_append,
+    select_logits, fuse_routers, use_linear_forms, fuse_swiglu, fuse_rotary, fuse_qk_norms, fuse_gated_norms,
+    fuse_l2_norms, fuse_norms, fuse_cpu_products, order_sums, fuse_residuals, fuse_append,
 ]  # fmt: skip
 """The passes of `speculate`; `backend.PIPELINE` has those of ``torch.compile(backend="spec")``."""
 check_order(PIPELINE)

@@ -46,7 +46,7 @@ def apply(graph, settings, pipeline: Iterable[Callable], keep_code: bool = False
         before = len(calls(graph.gm))
         summary = rewrite(graph, settings)
         if graph.is_functional:
-            _drop_unread(graph.gm.graph)
+            drop_unread(graph.gm.graph)
         code = ""
         if keep_code:
             graph.gm.recompile()
@@ -59,7 +59,7 @@ def apply(graph, settings, pipeline: Iterable[Callable], keep_code: bool = False
     graph.gm.recompile()
 
 
-def _drop_unread(graph: fx.Graph) -> None:
+def drop_unread(graph: fx.Graph) -> None:
     """Erase the calls without side effects that no node reads. fx's own function takes four times as long, because it
     asks for the side effects of every node, and looks for faults of the graph each time."""
     for node in reversed(graph.nodes):

@@ -1,7 +1,7 @@
 """Linear layers. These passes change them, in this order.
 
 `merge_linears` makes one product of layers that read one input (q/k/v, gate/up). `add_adapters` adds the low-rank
-product of the adapter that each row has chosen. `use_small_m_linears` gives each product the form that reads its
+product of the adapter that each row has chosen. `use_linear_forms` gives each product the form that reads its
 weights fastest, and `fuse_swiglu` lets the activation of a gated MLP join the product of gate and up.
 """
 
@@ -172,7 +172,7 @@ MANY_ROWS = {"cpu": ("prefill", "forward"), "cuda": ("forward",)}
 
 
 @comes_after("merge_linears", "select_logits")
-def use_small_m_linears(graph: ModelGraph, settings) -> str:
+def use_linear_forms(graph: ModelGraph, settings) -> str:
     """Give each linear layer the form that `linear.choose` chooses. On a CPU a graph that prefills has many rows."""
     changed, few_rows = 0, settings.purpose not in MANY_ROWS[graph.device.type]
     for node in linear.linear_layers(graph):
@@ -228,7 +228,7 @@ def _buffer(graph: ModelGraph, name: str, tensor: Tensor) -> fx.Node:
 aten = torch.ops.aten
 
 
-@comes_after("use_small_m_linears")
+@comes_after("use_linear_forms")
 def fuse_swiglu(graph: ModelGraph, settings) -> str:
     """Replace ``silu(a) * b``, with a and b the halves of one product, by that product with a gate."""
     joined = 0

@@ -18,7 +18,7 @@ from ..graph import ModelGraph, attribute, calls, owner
 from ..kernels import HALF, experts, ops
 from ..kernels.attention.base import TARGETS
 from ..kernels.attention.tail_tiles import tail_tiles
-from ..kernels.linear import LINEARS, PLAIN, QUANTISED, small_m, weight_of
+from ..kernels.linear import LINEARS, PLAIN, QUANTISED, skinny_gemm, weight_of
 from ..kernels.recurrence import advance_or_look, clamp_in_prompt, launch, walk_of
 from .apply import comes_after, replace_node, takes_kernels
 from .fuse_norms import CASTS
@@ -28,7 +28,7 @@ LONGEST = 1024
 """Entries of a row whose sum is replaced. Longer rows are those of norms, where two more kernels would be felt."""
 
 
-@comes_after("fuse_routers", "use_small_m_linears", "fuse_gated_norms", "fuse_l2_norms", "fuse_norms")
+@comes_after("fuse_routers", "use_linear_forms", "fuse_gated_norms", "fuse_l2_norms", "fuse_norms")
 def order_sums(graph: ModelGraph, settings) -> str:
     """Replace short sums over the last dimension by `row_sum`, and float32 linear layers by `linear_float32`.
 
@@ -169,7 +169,7 @@ def _reason(graph: ModelGraph, node: fx.Node) -> str | None:
     if node.target in LINEARS and (source := weight_of(node)) is not None:
         weight = attribute(graph.gm, source.target)
         kind = node.kwargs.get("kind", "")
-        lack = small_m.lack(weight, kind, graph.dtype if kind else None)
+        lack = skinny_gemm.lack(weight, kind, graph.dtype if kind else None)
         lack = lack or ("library product" if node.target is PLAIN else None)
         return lack and f"product {weight.shape[1]} -> {weight.shape[0]} ({lack})"
     if node.target in experts.PRODUCTS:

@@ -19,9 +19,9 @@ PADDING = 32
 SEGMENT = 256
 """Inputs of a sum that is scaled; larger groups have several."""
 DTYPES = torch.float32, torch.bfloat16, torch.float16
-"""By `Number` of few_rows.h."""
+"""By `Number` of cpu_gemm.h."""
 NONE, POINT, MINIMUM = range(3)
-"""`Second` of few_rows.h."""
+"""`Second` of cpu_gemm.h."""
 CENTRED = torch.arange(-ZERO, 16 - ZERO).float()
 
 

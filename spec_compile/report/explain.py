@@ -16,7 +16,7 @@ from ..config import Options
 from ..graph import ModelGraph
 from ..kernels import attention
 from ..kernels.card import card_of, launches_early
-from ..kernels.linear import small_m
+from ..kernels.linear import skinny_gemm
 from ..passes.row_invariance import variant_parts
 from ..runtime.engine import Engine
 from ..runtime.round import PREFILL_SIZES
@@ -123,9 +123,9 @@ def _card(device: torch.device) -> list[str]:
 
 def _plans(graph) -> list[str]:
     """A line about the source of the plans of matrix products, on a GPU that runs their kernels."""
-    if small_m.lack_of_device(graph.device) is not None:
+    if skinny_gemm.lack_of_device(graph.device) is not None:
         return []
-    return [f"plans of matrix products: {small_m.source_of_plans(graph.device)}"]
+    return [f"plans of matrix products: {skinny_gemm.source_of_plans(graph.device)}"]
 
 
 def dump(model, directory) -> list[Path]:

@@ -21,7 +21,7 @@ from ..capture.quantised import hold_one_layout
 from ..capture.trace import capture
 from ..graph import ModelGraph, attribute
 from ..kernels.card import Card, card_of
-from ..kernels.linear import LINEARS, computed, small_m, tuned, weight_of
+from ..kernels.linear import LINEARS, computed, skinny_gemm, tuned, weight_of
 from ..kernels.linear.plans import ProductPlan, ProductTile
 from ..kernels.linear.product import Product
 from ..quantised import layout_of
@@ -76,7 +76,7 @@ def check(device: torch.device, seconds: float) -> None:
     if device.type != "cuda" or not torch.cuda.is_available():
         got = device if device.type != "cuda" else "a machine on which torch sees no GPU"
         raise ValueError(f"--device: kernels are tuned on the GPU that runs them; expected cuda, got {got}")
-    lack = small_m.lack_of_device(device)
+    lack = skinny_gemm.lack_of_device(device)
     if lack is not None:
         raise ValueError(f"--device: there is no kernel to tune on {device}, because {lack}")
 
@@ -89,14 +89,14 @@ def run(model: PreTrainedModel, seconds: float) -> None:
     """
     in_served_dtype(admit(model), converts=True)
     hold_one_layout(model)
-    before_fusion = passes.PIPELINE[: passes.PIPELINE.index(passes.use_small_m_linears) + 1]
+    before_fusion = passes.PIPELINE[: passes.PIPELINE.index(passes.use_linear_forms) + 1]
     products = products_of(passes.run(capture(model), passes.Settings(), before_fusion))
     if not products:
         raise ValueError(
             f"--model: {model.config.name_or_path} has no product that these kernels multiply; expected weights of 16 "
             "bits (--dtype bfloat16), or of a format with a kernel"
         )
-    path = small_m.tuned_file(products[0].weights[0][0].device)
+    path = skinny_gemm.tuned_file(products[0].weights[0][0].device)
     end = clock() + seconds
     for number, product in enumerate(products):
         outcome = tune(product, (end - clock()) / (len(products) - number))
@@ -122,7 +122,7 @@ def products_of(graph: ModelGraph) -> list[ProductShape]:
             continue
         weight, kind = attribute(graph.gm, source.target), node.kwargs.get("kind", "")
         scales = attribute(graph.gm, node.kwargs["scales"].target) if kind else None
-        if small_m.lack(weight, kind, graph.dtype) is None:
+        if skinny_gemm.lack(weight, kind, graph.dtype) is None:
             inputs = node.args[0].meta["val"].shape[-1]
             groups[len(weight), inputs, kind].append((weight, scales))
     return [ProductShape(*key, graph.dtype, weights) for key, weights in groups.items()]
@@ -136,7 +136,7 @@ def tune(product: ProductShape, seconds: float = math.inf, time: Callable | None
     """
     time, end = time or time_of, clock() + seconds
     x = product.weights[0][0].new_empty(1, product.inputs, dtype=product.dtype)
-    present = small_m.plan_of(x, product.weights[0][0], product.kind)
+    present = skinny_gemm.plan_of(x, product.weights[0][0], product.kind)
     before = sum(time(product, rows, present.parts, present.tile(rows)) for rows in (1, 16, 64))
     times = defaultdict(lambda: defaultdict(list))
     for width, parts, tile in candidates(product, card_of(x.device)):
@@ -186,7 +186,7 @@ def same_bits(product: ProductShape, plan: ProductPlan) -> bool:
     x = torch.randn(ROWS[-1], product.inputs, device=weight.device, generator=generator).to(product.dtype)
 
     def multiply(rows: int) -> Tensor:
-        return small_m.run(Product(x[:rows], weight, None, scales, product.kind), plan)
+        return skinny_gemm.run(Product(x[:rows], weight, None, scales, product.kind), plan)
 
     reference = multiply(ROWS[-1])
     return all(torch.equal(multiply(rows), reference[:rows]) for rows in ROWS[:-1])
@@ -206,7 +206,7 @@ def time_of(product: ProductShape, rows: int, parts: int, tile: ProductTile) -> 
 
     def run() -> None:
         for weight, scales in weights:
-            small_m.run(Product(x, weight, None, scales, product.kind), plan)
+            skinny_gemm.run(Product(x, weight, None, scales, product.kind), plan)
 
     try:
         return graph_time(run) / len(weights)

@@ -61,7 +61,7 @@ def test_rows_of_any_number_share_what_is_compiled(monkeypatch):
 def test_graphs_for_a_gpu_serve_any_number_of_rows(half_on_gpu, monkeypatch, name, nodes):
     """What the passes make for a GPU is traced once, with rows and slots that may vary; the ops' plain meanings run
     here."""
-    monkeypatch.setattr(linear, "choose", lambda weight, few_rows: linear.SMALL_M)
+    monkeypatch.setattr(linear, "choose", lambda weight, few_rows: linear.SKINNY_GEMM)
     monkeypatch.setattr(compiling, "compile_part", lambda job: job.rows)  # without Inductor
     monkeypatch.setattr(compiling, "load_part", graph_of)
     graph = rewritten(half_on_gpu(name))

@@ -274,7 +274,7 @@ def test_the_precision_of_matrix_products_is_restored():
 @pytest.mark.parametrize("name, dtype", thinned(2, ["llama", "qwen3"], HALF))
 def test_a_graph_for_a_gpu_on_a_cpu(name, dtype, monkeypatch):
     """Fused norms and attention that rotates, in float32 and as they round, by what their ops mean on a CPU."""
-    for kernel in ("attention.tree_attention", "norms", "linear.small_m"):
+    for kernel in ("attention.tree_attention", "norms", "linear.skinny_gemm"):
         pytest.importorskip(f"spec_compile.kernels.{kernel}", exc_type=ImportError)
     _, graph, _ = graphs(name, dtype)
     with monkeypatch.context() as patch:

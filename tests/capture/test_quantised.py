@@ -40,13 +40,13 @@ from spec_compile.drafters.modules.layers import LayerKnobs
 from spec_compile.graph import ModelGraph, attribute, calls
 from spec_compile.inventory import held_tensors
 from spec_compile.kernels import experts, linear
-from spec_compile.kernels.linear import QUANTISED, few_rows
-from spec_compile.passes import fuse_append, fuse_residuals, fuse_swiglu, use_small_m_linears
+from spec_compile.kernels.linear import QUANTISED, cpu_gemm
+from spec_compile.passes import fuse_append, fuse_residuals, fuse_swiglu, use_linear_forms
 from spec_compile.passes.outputs import FINAL
 from spec_compile.passes.row_invariance import variant_parts
 from spec_compile.quantised import unrounded_activations
 
-FEW_ROWS = use_small_m_linears, fuse_swiglu, fuse_residuals, fuse_append
+FEW_ROWS = use_linear_forms, fuse_swiglu, fuse_residuals, fuse_append
 GREEDY = dict(do_sample=False, max_new_tokens=48, eos_token_id=None, pad_token_id=0)
 
 
@@ -222,7 +222,7 @@ KERNELS = [
 """Formats with a kernel for few rows."""
 UNMERGED = ["gptq_by_activation", "ct_fp8_static"]
 """Formats that no kernel reads, or with a scale for all."""
-if few_rows.BEST == 0:
+if cpu_gemm.BEST == 0:
     UNMERGED += ["gptq", "awq", "nf4", "nf4_nested", "fp4"]  # whose parts have outputs in another dimension
 
 
@@ -289,8 +289,8 @@ def as_on_gpu(monkeypatch):
     for module in ("attention.tree_attention", "norms"):
         pytest.importorskip(f"spec_compile.kernels.{module}", exc_type=ImportError)
     monkeypatch.setattr(ModelGraph, "device", property(lambda graph: torch.device("cuda")))
-    monkeypatch.setattr(linear.small_m, "lack_of_device", lambda device: None)
-    monkeypatch.setattr(linear, "FORMS", (dataclasses.replace(linear.SMALL_M, device="cpu"),))
+    monkeypatch.setattr(linear.skinny_gemm, "lack_of_device", lambda device: None)
+    monkeypatch.setattr(linear, "FORMS", (dataclasses.replace(linear.SKINNY_GEMM, device="cpu"),))
 
 
 def test_a_constant_scale_is_that_of_normed_activations(tmp_path, as_on_gpu):

@@ -21,7 +21,7 @@ from spec_compile.capture.quantised import QuantisedLinear, packed_layer, packed
 from spec_compile.drafters.checkpoints.load import load_head
 from spec_compile.drafters.draft_weights import DraftWeights
 from spec_compile.graph import attribute
-from spec_compile.kernels.linear import few_rows
+from spec_compile.kernels.linear import cpu_gemm
 
 IDS = torch.randint(3, models.VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
 OPTIONS = GenerationConfig(max_new_tokens=8, do_sample=False, pad_token_id=0)
@@ -146,7 +146,7 @@ def write(folder, kind, monkeypatch):
     gguf_file.write(folder / "model", folder / f"{kind}.gguf", kind)
 
 
-@pytest.mark.skipif(few_rows.BEST == 0, reason="needs a CPU with AVX2, and the package built")
+@pytest.mark.skipif(cpu_gemm.BEST == 0, reason="needs a CPU with AVX2, and the package built")
 @pytest.mark.parametrize(
     "kind, dtype",
     [("Q4_0", torch.float32), ("Q4_0", torch.bfloat16), ("Q8_0", torch.bfloat16), ("Q4_1", torch.float32)],
@@ -180,7 +180,7 @@ def test_other_formats_are_unpacked_and_named(tmp_path, monkeypatch, caplog):
 
 def test_a_device_without_kernels_has_them_unpacked(tmp_path, monkeypatch, caplog):
     write(tmp_path, "Q8_0", monkeypatch)
-    monkeypatch.setattr(few_rows, "BEST", 0)
+    monkeypatch.setattr(cpu_gemm, "BEST", 0)
     model = spec_compile.load_gguf(tmp_path, "Q8_0.gguf", dtype=torch.float32)
     assert not any(isinstance(part, QuantisedLinear) for part in model.modules())
     assert "14 linear layers of Q8_0.gguf are unpacked" in caplog.text

@@ -22,7 +22,7 @@ from spec_compile.compile.key import Digest, about, artefact_key
 from spec_compile.config import Options
 from spec_compile.drafters.ngram import NgramOptions
 from spec_compile.drafters.options import DraftOptions
-from spec_compile.kernels.linear import small_m
+from spec_compile.kernels.linear import skinny_gemm
 
 OPTIONS = NgramOptions()
 SCRIPT = """
@@ -266,7 +266,7 @@ def test_the_draft_counts_and_its_folder_does_not():
 PROCESS = {
     "threads": lambda p: p.setattr(torch, "get_num_threads", lambda: 77),
     "flags of the CPU": lambda p: p.setattr(keys, "_cpu_flags", lambda: "flags: none"),
-    "level of products": lambda p: p.setattr(keys.few_rows, "BEST", -1),
+    "level of products": lambda p: p.setattr(keys.cpu_gemm, "BEST", -1),
     "level of attention": lambda p: p.setattr(keys.cpu_attention, "BEST", -1),
     "version of torch": lambda p: p.setattr(torch, "__version__", "9"),
     "commit of torch": lambda p: p.setattr(torch.version, "git_version", "0"),
@@ -303,7 +303,7 @@ def test_the_folder_of_the_process_does_not_count(plain, tmp_path):
 def test_a_gpu_counts_by_name_capability_and_plans(plain, monkeypatch, tmp_path):
     gpu = {"name": "H100", "major": 9, "minor": 0, "multi_processor_count": 132}
     monkeypatch.setattr(keys, "held_parameters", lambda model: iter([SimpleNamespace(device=torch.device("cuda", 0))]))
-    monkeypatch.setattr(small_m, "tuned_file", lambda device: tmp_path / "plans.json")
+    monkeypatch.setattr(skinny_gemm, "tuned_file", lambda device: tmp_path / "plans.json")
     found = {plain}
     for change in ({}, {"name": "H200"}, {"major": 10}, {"minor": 1}, {"multi_processor_count": 66}):
         properties = SimpleNamespace(**gpu | change)

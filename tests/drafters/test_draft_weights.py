@@ -18,7 +18,7 @@ from spec_compile.drafters.draft_weights import DraftWeights, parse
 from spec_compile.drafters.heads import HeadAlgorithm, HeadOptions
 from spec_compile.drafters.options import DraftOptions
 from spec_compile.graph import calls
-from spec_compile.kernels.linear import PRODUCT, QUANTISED, few_rows, small_m
+from spec_compile.kernels.linear import PRODUCT, QUANTISED, cpu_gemm, skinny_gemm
 from spec_compile.quantised.rounded import FORMATS
 
 OPTIONS = dict(compile=False, check=False, adaptive=False, max_cache_len=200)
@@ -80,7 +80,7 @@ def test_heads_draft_as_heads_of_rounded_weights(algorithm, name):
 
 @pytest.mark.parametrize("part", ["layers", "output"])
 def test_one_part(part, monkeypatch):
-    monkeypatch.setattr(few_rows, "BEST", 0)  # as on a CPU without a kernel
+    monkeypatch.setattr(cpu_gemm, "BEST", 0)  # as on a CPU without a kernel
     target, head = rounds.target("llama"), rounds.head("eagle", "llama")
     system = same_drafts(target, "eagle", head, "int4", (part,), **TREE)
     told = "output matrix int4, 0.0 MB of copies" if part == "output" else "layers int4, "
@@ -147,7 +147,7 @@ def test_refresh_rounds_new_weights():
 @pytest.fixture
 def with_kernels(monkeypatch):
     """The choices of a GPU; products then compute their plain meaning."""
-    monkeypatch.setattr(small_m, "lack_of_device", lambda device: None)
+    monkeypatch.setattr(skinny_gemm, "lack_of_device", lambda device: None)
 
 
 def algorithm_of(head, **options):

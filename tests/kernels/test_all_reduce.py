@@ -16,7 +16,7 @@ from places import GPU, INTERPRETER
 from ranks import run_ranks
 
 from spec_compile.kernels import all_reduce, all_reduce_kernel
-from spec_compile.kernels.linear import small_m
+from spec_compile.kernels.linear import skinny_gemm
 from spec_compile.kernels.linear.plans import squared_columns
 from spec_compile.kernels.linear.product import Product
 from spec_compile.kernels.linear.product_ops import plain_stream, product_to_stream, stream_after
@@ -129,10 +129,10 @@ def test_one_gpu_has_the_same_bits():
     """A sum with nothing to add gives what the product's own kernel gives."""
     x, weight = torch.randn(3, 64), torch.randn(48, 64)
     behind = torch.randn(3, 48), torch.randn(48), 1.0
-    tile, outs = small_m.ProductTile(16, 32, 16, 4, 1), torch.empty(2, 3, 48)
+    tile, outs = skinny_gemm.ProductTile(16, 32, 16, 4, 1), torch.empty(2, 3, 48)
     product, first, second = torch.empty(3, 48), stream_after(*behind), stream_after(*behind)
-    small_m.launch(Product(x, weight), product, 1, tile)
-    small_m.launch(Product(x, weight, after=first), outs[0], 1, tile)
+    skinny_gemm.launch(Product(x, weight), product, 1, tile)
+    skinny_gemm.launch(Product(x, weight, after=first), outs[0], 1, tile)
     all_reduce_kernel.all_reduce_add(None, product, outs[1], second, squared_columns(48))
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(first.scaled, second.scaled) and torch.equal(first.squares, second.squares)
@@ -144,13 +144,13 @@ def test_products_send_for_themselves(parts, shots, monkeypatch):
     """Programs of a product, some of which share columns, send what the product is, with a bias of one rank."""
     monkeypatch.setattr(all_reduce, "HOP_BYTES", SHOTS[shots])
     ranks, exchanges = 3, exchanges_of(3, 512)
-    tile, behind = small_m.ProductTile(32, 64, 16, 4, 1), (torch.randn(3, 80), torch.randn(80), 1.0)
+    tile, behind = skinny_gemm.ProductTile(32, 64, 16, 4, 1), (torch.randn(3, 80), torch.randn(80), 1.0)
     for _ in range(2):
         x, weights, bias = torch.randn(ranks, 3, 512), torch.randn(ranks, 80, 512), [torch.randn(80), None, None]
         products = torch.empty(ranks, 3, 80)
         for exchange, product, *factors in zip(exchanges, products, x, weights, bias):
-            small_m.launch(Product(*factors), product, parts, tile)
-            small_m.launch(Product(*factors, after=exchange), None, parts, tile)
+            skinny_gemm.launch(Product(*factors), product, parts, tile)
+            skinny_gemm.launch(Product(*factors, after=exchange), None, parts, tile)
         want = plain_stream(in_order(products), *behind)
         for exchange in exchanges:
             all_reduce_kernel.launch(exchange, None, torch.empty(3, 80), receive=False)
@@ -198,7 +198,7 @@ def wait_for_each_other(rank, exchanges, seed):
             out, unit = torch.empty(8, 40), torch.eye(40)
             parts = parts.flatten()[: len(parts) * 320].view(-1, 8, 40)
             sent = Product(parts[rank], unit, after=exchanges[rank])
-            small_m.launch(sent, None, 1, small_m.ProductTile(16, 32, 16, 4, 1))
+            skinny_gemm.launch(sent, None, 1, skinny_gemm.ProductTile(16, 32, 16, 4, 1))
             behind = stream_after(torch.zeros(8, 40), unit[0], 0.0)
             all_reduce_kernel.all_reduce_add(exchanges[rank], None, out, behind, squared_columns(40))
         bad += int((out != in_order(parts)).sum())

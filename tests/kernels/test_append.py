@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from spec_compile.kernels import launching
 from spec_compile.kernels.attention import tree_attention as attention
 from spec_compile.kernels.attention.base import AttentionCall
-from spec_compile.kernels.linear import small_m
+from spec_compile.kernels.linear import skinny_gemm
 from spec_compile.kernels.linear.plans import ProductTile, appending, plan, squared_columns
 from spec_compile.kernels.linear.product import Normed, Product, QkvHeads
 from spec_compile.kernels.linear.product_ops import lack_of_append, product, product_to_heads
@@ -61,7 +61,7 @@ class Case:
         ends = self.ends._replace(cos=self.ends.cos[:, rows], sin=self.ends.sin[:, rows])
         return product_to_heads(self.x[:, rows], self.weight, self.bias, *ends, squares=squares, eps=EPS)
 
-    def launch(self, parts, tile, launch=small_m.launch):
+    def launch(self, parts, tile, launch=skinny_gemm.launch):
         """A kernel -> queries [B, N, H, D]."""
         flat = self.x.flatten(0, 1)
         out = flat.new_full((len(flat), self.heads[0] * self.size), torch.nan)
@@ -117,7 +117,7 @@ def test_rotation(place, size, parts, tile):
 @pytest.mark.parametrize("parts", [1, 2])
 def test_rotation_of_many_rows(place, parts):
     case = Case(place, [5, 0, 9], 23, size=128, bias=parts == 2, scaled=parts == 1)
-    case.check(case.launch(parts, ProductTile(128 if GPU else 64, 64, 32, 4, 3), small_m.launch_many_rows))
+    case.check(case.launch(parts, ProductTile(128 if GPU else 64, 64, 32, 4, 3), skinny_gemm.launch_many_rows))
 
 
 @pytest.mark.parametrize("offset", [None, 1.0])
@@ -205,7 +205,7 @@ on_gpu = pytest.mark.skipif(not GPU, reason="no CUDA device")
 def test_same_bits_in_any_number_of_rows(monkeypatch, shape, dtype, early):
     """Queries, keys and values of every row, alone, among few and among many; those of the kernels apart, too."""
     if not early:
-        monkeypatch.setattr(small_m, "launches_early", lambda device: False)
+        monkeypatch.setattr(skinny_gemm, "launches_early", lambda device: False)
     heads, size, inputs, options = SHAPES[shape]
     case = Case(("cuda", dtype), [7], ROWS[-1], heads, size, inputs=inputs, **options)
     queries, wanted = case.op(), [cache.clone() for cache in case.caches]

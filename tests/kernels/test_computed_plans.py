@@ -8,7 +8,7 @@ from cards import CARDS
 
 from spec_compile.kernels import card as module
 from spec_compile.kernels.card import card_of
-from spec_compile.kernels.linear import computed, small_m
+from spec_compile.kernels.linear import computed, skinny_gemm
 from spec_compile.kernels.linear.plans import ProductTile, ceil_div, packed_plan, plan, squared_columns
 
 H200 = CARDS["H200"]
@@ -99,14 +99,14 @@ def facts(monkeypatch):
 
     def tell(**told):
         card_of.cache_clear()
-        small_m._plan.cache_clear()
+        skinny_gemm._plan.cache_clear()
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**told))
         return torch.device("cuda", 0)
 
     yield tell
     card_of.cache_clear()
-    small_m._plan.cache_clear()
+    skinny_gemm._plan.cache_clear()
 
 
 def test_a_card_by_its_driver(facts):
@@ -119,17 +119,19 @@ def test_a_card_by_its_driver(facts):
 
 
 def test_a_card_is_tuned_computed_or_measured(facts, monkeypatch, tmp_path):
-    monkeypatch.setattr(small_m, "tuned_file", lambda device: tmp_path / "plans.json")
-    monkeypatch.setattr(small_m, "_tuned", lambda device: {})
+    monkeypatch.setattr(skinny_gemm, "tuned_file", lambda device: tmp_path / "plans.json")
+    monkeypatch.setattr(skinny_gemm, "_tuned", lambda device: {})
     hopper = FACTS | dict(major=9, minor=0, multi_processor_count=132, shared_memory_per_block_optin=232_448)
     device = facts(**hopper, **CLOCKS)
-    assert small_m._plan(4096, 4096, "", torch.bfloat16, device) == plan(4096, 4096)
-    assert small_m._plan(4096, 4096, "Nibbles 128 0 1", torch.int32, device) == packed_plan(4096, 4096, 4)
-    assert small_m.source_of_plans(device) == "the built-in ones, tuned on an H200"
+    assert skinny_gemm._plan(4096, 4096, "", torch.bfloat16, device) == plan(4096, 4096)
+    assert skinny_gemm._plan(4096, 4096, "Nibbles 128 0 1", torch.int32, device) == packed_plan(4096, 4096, 4)
+    assert skinny_gemm.source_of_plans(device) == "the built-in ones, tuned on an H200"
     device = facts(**FACTS, **CLOCKS)
     for kind, bits in (("", 16), ("Nibbles 128 0 1", 4)):
         wanted = computed.plan(4096, 4096, bits, card_of(device))
-        assert small_m._plan(4096, 4096, kind, torch.bfloat16, device) == wanted
-    assert "computed, not measured, from the facts of this GPU (142 m" in small_m.source_of_plans(device)
+        assert skinny_gemm._plan(4096, 4096, kind, torch.bfloat16, device) == wanted
+    assert "computed, not measured, from the facts of this GPU (142 m" in skinny_gemm.source_of_plans(device)
     (tmp_path / "plans.json").write_text("{}")
-    assert small_m.source_of_plans(device).startswith(f"tuned on this GPU, {tmp_path / 'plans.json'}; for other shapes")
+    assert skinny_gemm.source_of_plans(device).startswith(
+        f"tuned on this GPU, {tmp_path / 'plans.json'}; for other shapes"
+    )

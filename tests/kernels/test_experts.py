@@ -23,7 +23,7 @@ from spec_compile.kernels.linear.product_ops import plain_stream, stream_after
 from spec_compile.quantised import mxfp4
 
 route = pytest.importorskip("spec_compile.kernels.experts.route", exc_type=ImportError)
-sort = pytest.importorskip("spec_compile.kernels.experts.sort", exc_type=ImportError)
+sort = pytest.importorskip("spec_compile.kernels.experts.wide_kernel", exc_type=ImportError)
 
 PLACES = places(torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}

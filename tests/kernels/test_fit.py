@@ -22,7 +22,7 @@ def test_kernels_fit(capability, family):
     assert kernels and faults(kernels, capability) == []
     unfinished = {each["name"] for group in kernels.values() for each in group if each["unfinished"]}
     assert family == "training" or not unfinished  # whose steps do not write what the step before reads
-    families = {each["tensor"] for group in kernels.values() for each in group if each["name"] == "small_m_kernel"}
+    families = {each["tensor"] for group in kernels.values() for each in group if each["name"] == "skinny_gemm_kernel"}
     assert "products" not in family or families == {90: {"wgmma"}, 100: {"tcgen05"}}.get(capability, {"mma"})
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from spec_compile.kernels import launching
 from spec_compile.kernels.card import Card
-from spec_compile.kernels.linear import small_m as kernel
+from spec_compile.kernels.linear import skinny_gemm as kernel
 from spec_compile.kernels.linear.plans import CUT, ProductTile, plan, squared_columns
 from spec_compile.kernels.linear.product import Gate, Normed, Product, ResidualStream
 from spec_compile.kernels.linear.product_ops import product, product_to_stream

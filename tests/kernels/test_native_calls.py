@@ -13,7 +13,6 @@ from cpu_levels import NEEDS_KERNEL
 from spec_compile.kernels.attention import cpu_attention
 from spec_compile.kernels.attention.base import AttentionCall
 from spec_compile.kernels.launching import plain_kernels
-from spec_compile.kernels.linear.chain import Link
 
 pytestmark = [NEEDS_KERNEL, pytest.mark.skipif(cpu_attention.BEST is None, reason="needs the package built")]
 OPS = torch.ops.spec_compile
@@ -23,7 +22,7 @@ BFLOAT16, INT64 = torch.bfloat16, torch.int64
 
 def product(**changed):
     given = dict(x=torch.ones(2, 64), weight=torch.ones(24, 64), bias=None)
-    return OPS.few_rows_product(**{**given, **changed})
+    return OPS.cpu_product(**{**given, **changed})
 
 
 def quantised(kind="PerChannel 0", codes=torch.int8, rows=24, **changed):
@@ -37,25 +36,17 @@ def blocks(kind="CodeBlocks 4 32 0 0 0", words=8, units=2, **changed):
     return quantised(kind, **{"parts": parts, **changed})
 
 
-def around(**changed):
+SQUARE = torch.ones(64, 64, dtype=BFLOAT16)
+
+
+def products(count=1, x=SQUARE[:2], residual=SQUARE[2:4], **changed):
+    """Products that add and are normed, without biases or gates. An argument is the entry of each, or a list of all."""
     given = dict(
-        x=torch.ones(2, 64, dtype=BFLOAT16), residual=torch.ones(2, 64, dtype=BFLOAT16),
-        norm=torch.ones(64, dtype=BFLOAT16), eps=1e-5, offset=None, parts=[torch.ones(24, 64, dtype=BFLOAT16)],
-        bias=None, kind="", is_gated=False,
+        weights=SQUARE, scales=None, biases=None, kinds="", norms=SQUARE[0], eps=1e-5, offsets=0.0, rounds_first=True,
+        gated=False,
     )  # fmt: skip
-    return OPS.add_around_product(**{**given, **changed})
-
-
-LINK = Link("", 1, True, False, False, 1.0)
-
-
-def chain(links=(LINK, LINK), **changed):
-    square = torch.ones(64, 64, dtype=BFLOAT16)
-    given = dict(
-        x=square[:2], residual=square[2:4], norms=[square[0], square[1]], eps=[1e-5, 1e-5], parts=[square, square],
-        biases=[], links=";".join(link.text for link in links),
-    )  # fmt: skip
-    return OPS.chain_products(**{**given, **changed})
+    lists = (each if isinstance(each, list) else [each] * count for each in {**given, **changed}.values())
+    return OPS.cpu_products(x, residual, *lists)
 
 
 def attention(heads=4, kv_heads=2, slots=8, **changed):
@@ -87,7 +78,7 @@ zeros = torch.zeros
 
 
 WRONG = {
-    "few_rows_product": (product, [
+    "cpu_product": (product, [
         ("inputs too many", dict(x=zeros(2, 640)), ValueError, "weight"),
         ("no inputs", dict(x=zeros(2, 0), weight=zeros(24, 0)), ValueError, "x"),
         ("a number", dict(x=torch.tensor(1.0)), ValueError, "x"),
@@ -131,29 +122,23 @@ WRONG = {
         ("few units", dict(units=1), ValueError, "scales"),
         ("other codes", dict(kind="CodeBlocks 8 32 0 0 0"), ValueError, "weight"),
     ]),
-    "add_around_product": (around, [
-        ("no norm", dict(norm=None), TypeError, "norm"),
-        ("no residual", dict(residual=None), TypeError, "residual"),
-        ("short norm", dict(norm=zeros(8, dtype=BFLOAT16)), ValueError, "norm"),
-        ("norm of floats", dict(norm=zeros(64)), ValueError, "norm"),
-        ("norm with steps", dict(norm=zeros(128, dtype=BFLOAT16)[::2]), ValueError, "norm"),
-        ("short residual", dict(residual=zeros(1, 64, dtype=BFLOAT16)), ValueError, "residual"),
-        ("residual of floats", dict(residual=zeros(2, 64)), TypeError, "residual"),
-        ("half of a gate", dict(parts=[zeros(23, 64, dtype=BFLOAT16)], is_gated=True), ValueError, "weight"),
-        ("two weights", dict(parts=[zeros(24, 64, dtype=BFLOAT16)] * 2), ValueError, "parts"),
-        ("inputs too many", dict(parts=[zeros(24, 640, dtype=BFLOAT16)]), ValueError, "weight"),
-        ("meta norm", dict(norm=zeros(64, dtype=BFLOAT16, device="meta")), ValueError, "x"),
-    ]),
-    "chain_products": (chain, [
+    "cpu_products": (products, [
+        ("short norm", dict(norms=zeros(8, dtype=BFLOAT16)), ValueError, "norm"),
+        ("norm of floats", dict(norms=zeros(64)), ValueError, "norm"),
+        ("norm with steps", dict(norms=zeros(128, dtype=BFLOAT16)[::2]), ValueError, "norm"),
         ("short residual", dict(residual=zeros(1, 64, dtype=BFLOAT16)), ValueError, "residual"),
         ("wide residual", dict(residual=zeros(2, 640, dtype=BFLOAT16)), ValueError, "residual"),
-        ("one norm for two", dict(norms=[zeros(64, dtype=BFLOAT16)]), ValueError, "norms"),
-        ("other sizes", dict(parts=[zeros(32, 64, dtype=BFLOAT16), zeros(8, 64, dtype=BFLOAT16)]), ValueError,
-         "weight|norm|parts"),
-        ("no links", dict(links=""), ValueError, "links"),
-        ("a part too few", dict(links=(LINK, LINK._replace(parts=2))), ValueError, "parts"),
-        ("nothing is added", dict(links=(LINK._replace(adds=False),) * 2, norms=[], eps=[]), ValueError, "links"),
+        ("residual of floats", dict(residual=zeros(2, 64)), TypeError, "residual"),
+        ("half of a gate", dict(weights=zeros(23, 64, dtype=BFLOAT16), gated=True), ValueError, "weight"),
+        ("inputs too many", dict(weights=zeros(24, 640, dtype=BFLOAT16)), ValueError, "weight"),
+        ("meta norm", dict(norms=zeros(64, dtype=BFLOAT16, device="meta")), ValueError, "x"),
         ("no rows' inputs", dict(x=zeros(2, 0, dtype=BFLOAT16)), ValueError, "x"),
+        ("integers", dict(x=zeros(2, 64, dtype=INT64)), TypeError, "x"),
+        ("no products", dict(count=0), ValueError, "weights"),
+        ("one norm for two", dict(count=2, norms=[SQUARE[0]]), ValueError, "weights"),
+        ("other sizes", dict(count=2, weights=[zeros(32, 64, dtype=BFLOAT16), zeros(8, 64, dtype=BFLOAT16)]),
+         ValueError, "weight|norm"),
+        ("nothing is added", dict(count=2, norms=None), ValueError, "norms"),
     ]),
     "cpu_attention": (attention, [
         ("beyond the cache", dict(lengths=torch.tensor([6])), ValueError, "lengths"),
@@ -241,19 +226,21 @@ def test_a_wrong_call_is_refused_by_name(outcomes, name):
 @pytest.mark.parametrize("view", [torch.t, lambda weight: weight.view(torch.float16)], ids=["turned", "other numbers"])
 def test_a_known_chain_serves_no_other_tensors_at_its_addresses(view):
     weight = torch.randn(64, 64).to(BFLOAT16) / 8
-    chain(parts=[weight, weight])
+    products(2, weights=[weight, weight])
     with plain_kernels():
-        want = chain(parts=[view(weight), weight])
-    for one, other in zip(chain(parts=[view(weight), weight]), want):
+        want = products(2, weights=[view(weight), weight])
+    for one, other in zip(products(2, weights=[view(weight), weight]), want):
         torch.testing.assert_close(one, other, rtol=0.03, atol=0.03)
 
 
 def test_a_weight_of_another_dtype_is_rounded():
     weight = torch.randn(24, 64)
-    stream, out = around(parts=[weight], norm=torch.ones(64, dtype=BFLOAT16))
-    _, want = around(parts=[weight.to(BFLOAT16)])
+    stream, out = products(weights=weight)
+    _, want = products(weights=weight.to(BFLOAT16))
     assert stream.isfinite().all()
     torch.testing.assert_close(out, want, rtol=0.03, atol=0.03)
+    x, weight = SQUARE[:2], torch.randn(24, 64)
+    torch.testing.assert_close(product(x=x, weight=weight), product(x=x, weight=weight.to(BFLOAT16)))
 
 
 def test_calls_without_tokens_are_empty():
@@ -266,7 +253,7 @@ def test_a_wrong_call_is_refused_while_it_is_traced():
     for run, changed in (
         (product, dict(x=zeros(2, 640))),
         (attention, dict(heads=3)),
-        (around, dict(residual=zeros(1))),
+        (products, dict(residual=zeros(1, dtype=BFLOAT16))),
     ):
         with pytest.raises((TypeError, ValueError)), torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
             run(**changed)
@@ -279,7 +266,7 @@ def test_random_calls_under_sanitizers(tmp_path):
     root, flags = HERE.parents[1], "-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=undefined"
     options = (f"-DCMAKE_CXX_FLAGS={flags}", "-DCMAKE_BUILD_TYPE=Plain", f"-DPython_EXECUTABLE={sys.executable}")
     subprocess.run(["cmake", "-S", root, "-B", tmp_path, *options], check=True)
-    subprocess.run(["cmake", "--build", tmp_path, "-j2", "--target", "_few_rows", "_cpu_attention"], check=True)
+    subprocess.run(["cmake", "--build", tmp_path, "-j2", "--target", "_cpu_gemm", "_cpu_attention"], check=True)
     libraries = [
         subprocess.run(
             ["g++", f"-print-file-name={name}.so"], check=True, capture_output=True, text=True

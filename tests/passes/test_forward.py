@@ -271,7 +271,7 @@ def test_few_rows_on_a_gpu_merge_what_stands_around_products(monkeypatch, interp
     """The graph that a GPU gets, computed by the ops' meaning in plain PyTorch."""
     pytest.importorskip("spec_compile.kernels.norms", exc_type=ImportError)
     monkeypatch.setattr(ForwardGraph, "device", property(lambda graph: torch.device("cuda")))
-    monkeypatch.setattr(linear, "FORMS", (replace(linear.SMALL_M, device="cpu"),))
+    monkeypatch.setattr(linear, "FORMS", (replace(linear.SKINNY_GEMM, device="cpu"),))
     monkeypatch.setattr(kernels, "load", lambda device: None)
     module, x = Layer().bfloat16(), torch.randn(2, 1, 32).bfloat16()
     got = run(module, spec, x)

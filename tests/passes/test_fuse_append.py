@@ -18,9 +18,9 @@ from spec_compile.passes.fuse_attention import fuse_append
 
 
 @pytest.fixture
-def small_m(half_on_gpu, monkeypatch):
-    """`half_on_gpu`, with products of the form "small_m"."""
-    monkeypatch.setattr(linear, "choose", lambda weight, few_rows: linear.SMALL_M)
+def skinny_gemm(half_on_gpu, monkeypatch):
+    """`half_on_gpu`, with products of the form "skinny_gemm"."""
+    monkeypatch.setattr(linear, "choose", lambda weight, few_rows: linear.SKINNY_GEMM)
     return half_on_gpu
 
 
@@ -45,9 +45,9 @@ def appending(graph):
         ("gpt2", 0, 2),
     ],
 )
-def test_products_that_append(small_m, name, joined, layers):
+def test_products_that_append(skinny_gemm, name, joined, layers):
     """Bit for bit the same, also when cut into regions."""
-    graph = small_m(name)
+    graph = skinny_gemm(name)
     apart, ours = rewritten(graph, (fuse_append,)), rewritten(graph)
     assert appending(apart)[:2] == (0, 0) and appending(ours) == (joined, joined, layers)
     assert ours.log[-1].summary.startswith(f"{joined} layers append")
@@ -59,8 +59,8 @@ def test_products_that_append(small_m, name, joined, layers):
             assert torch.equal(got, expected), ours.gm.print_readable(print_output=False)
 
 
-def test_drafts_and_other_attention_do_not_append_in_products(small_m, monkeypatch):
-    graph = small_m("llama")
+def test_drafts_and_other_attention_do_not_append_in_products(skinny_gemm, monkeypatch):
+    graph = skinny_gemm("llama")
     assert appending(rewritten(graph, attention=Use(role="prefill")))[0] > 0
     assert appending(rewritten(graph, attention=Use(role="draft")))[0] == 0
     assert appending(rewritten(graph, attention=Use(name="sdpa")))[0] == 0
@@ -68,7 +68,7 @@ def test_drafts_and_other_attention_do_not_append_in_products(small_m, monkeypat
     assert appending(rewritten(graph))[0] == 0
 
 
-def test_only_products_that_nothing_else_reads_append(small_m):
+def test_only_products_that_nothing_else_reads_append(skinny_gemm):
     def read_twice(graph, settings):
         split = calls(graph.gm, aten.split_with_sizes.default)[0]
         output = next(node for node in graph.gm.graph.nodes if node.op == "output")
@@ -76,11 +76,11 @@ def test_only_products_that_nothing_else_reads_append(small_m):
         return "the first product is a result, too"
 
     steps = [*passes.PIPELINE[:-1], read_twice, fuse_append]
-    assert appending(passes.run(small_m("llama"), Settings(), steps))[0] == 1
+    assert appending(passes.run(skinny_gemm("llama"), Settings(), steps))[0] == 1
 
 
-def test_heads_that_products_cannot_append_are_named(small_m, monkeypatch):
+def test_heads_that_products_cannot_append_are_named(skinny_gemm, monkeypatch):
     monkeypatch.setattr("spec_compile.kernels.linear.product_ops.MAX_HEAD", 8)
-    graph = rewritten(small_m("qwen3"))
+    graph = rewritten(skinny_gemm("qwen3"))
     assert appending(graph)[0] == 0
     assert graph.log[-1].summary.endswith("; apart because of norms of heads of 16")

@@ -29,7 +29,7 @@ from spec_compile.passes.row_invariance import variant_parts
     ],
 )
 def test_fused_residuals(half_on_gpu, monkeypatch, name, taps, joined, apart):
-    monkeypatch.setattr(linear, "choose", lambda weight, few_rows: linear.SMALL_M)
+    monkeypatch.setattr(linear, "choose", lambda weight, few_rows: linear.SKINNY_GEMM)
     graph = half_on_gpu(name)
     apart_from_it = rewritten(graph, (fuse_residuals,), taps=taps)
     result = rewritten(graph, taps=taps)
@@ -49,8 +49,8 @@ def test_fused_residuals(half_on_gpu, monkeypatch, name, taps, joined, apart):
 
 def test_fused_residuals_of_ranks(half_on_gpu, monkeypatch):
     """A product that ranks sum before the addition takes the op that also sums; one that others read does not."""
-    monkeypatch.setattr(linear, "choose", lambda weight, few_rows: linear.SMALL_M)
-    monkeypatch.setattr(linear.small_m, "lack_of_device", lambda device: None)
+    monkeypatch.setattr(linear, "choose", lambda weight, few_rows: linear.SKINNY_GEMM)
+    monkeypatch.setattr(linear.skinny_gemm, "lack_of_device", lambda device: None)
     monkeypatch.setattr(all_reduce, "sum_of_parts", lambda part, group_name: part + part)
     graph = half_on_gpu("llama")
     own, sums = torch.ops.spec_compile, []
@@ -74,7 +74,7 @@ def test_fused_residuals_of_ranks(half_on_gpu, monkeypatch):
 
 def test_regions_end_behind_fused_residuals(half_on_gpu, monkeypatch):
     """The parts of what a product returns stay in its region, because regions hand tensors to each other."""
-    monkeypatch.setattr(linear, "choose", lambda weight, few_rows: linear.SMALL_M)
+    monkeypatch.setattr(linear, "choose", lambda weight, few_rows: linear.SKINNY_GEMM)
     graph = rewritten(half_on_gpu("llama"))
     regions = cut(graph)
     assert len(regions.regions) == len(graph.layers) + 1

@@ -36,9 +36,9 @@ def half_on_gpu(monkeypatch):
     for module in ("attention.tree_attention", "norms", "linear.float32", "row_scan", "experts.route"):
         pytest.importorskip(f"spec_compile.kernels.{module}", exc_type=ImportError)
     monkeypatch.setattr(ModelGraph, "device", property(lambda graph: torch.device("cuda")))
-    for module in (linear.small_m, experts.launch):
+    for module in (linear.skinny_gemm, experts.launch):
         monkeypatch.setattr(module, "lack_of_device", lambda *_: None)
-    monkeypatch.setattr(linear, "FORMS", (dataclasses.replace(linear.SMALL_M, device="cpu"),))
+    monkeypatch.setattr(linear, "FORMS", (dataclasses.replace(linear.SKINNY_GEMM, device="cpu"),))
 
     def rewrite(architecture, **use):
         graph = capture((models.ADMITTED | models.HYBRIDS)[architecture]().to(torch.bfloat16))
@@ -123,9 +123,9 @@ def test_experts_without_a_kernel_are_refused_before_a_graph_is_captured(half_on
     graph, t4 = half_on_gpu("mixtral"), Card("T4", (7, 5), 40, 65_536)
     monkeypatch.undo()
     monkeypatch.setattr(ModelGraph, "device", property(lambda graph: torch.device("cuda")))
-    for module in (experts.launch, linear.small_m):
+    for module in (experts.launch, linear.skinny_gemm):
         monkeypatch.setattr(module, "card_of", lambda device: t4)
-    monkeypatch.setattr(linear.small_m, "lack_of_device", lambda device: "Triton uses no tensor cores")
+    monkeypatch.setattr(linear.skinny_gemm, "lack_of_device", lambda device: "Triton uses no tensor cores")
     require_kernels_of_experts(graph)
     layout = experts.format_of(calls(graph.gm, experts.UP)[0].args[-1])
     monkeypatch.setattr(experts, "format_of", lambda text: dataclasses.replace(layout, block=128))
@@ -166,7 +166,7 @@ def test_other_attention_of_prompts_is_named_by_those_who_ask_for_requests(half_
 
 
 def test_layers_without_the_form_for_few_rows_are_named(half_on_gpu, monkeypatch):
-    monkeypatch.setattr(linear.small_m, "lack_of_device", lambda device: None)
+    monkeypatch.setattr(linear.skinny_gemm, "lack_of_device", lambda device: None)
     monkeypatch.setattr(linear, "FORMS", ())
     said = variant_parts(half_on_gpu("llama"))
     assert "model.layers.0-1.mlp.down_proj: product 96 -> 64 (library product)" in said

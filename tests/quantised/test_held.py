@@ -15,7 +15,7 @@ from spec_compile import passes, quantised, speculate
 from spec_compile.capture.quantised import hold_one_layout, packed_layers
 from spec_compile.capture.trace import capture
 from spec_compile.inventory import held_tensors
-from spec_compile.kernels.linear import few_rows, small_m
+from spec_compile.kernels.linear import cpu_gemm, skinny_gemm
 from spec_compile.quantised.held import PARTS, Restoring
 
 GREEDY = dict(do_sample=False, max_new_tokens=8, eos_token_id=None, pad_token_id=0)
@@ -30,7 +30,7 @@ LARGEST = 2 * checkpoints.H**2
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     """Layers are packed as on a GPU. The ops' plain meanings run here."""
-    monkeypatch.setattr(small_m, "lack_of_device", lambda device: None)
+    monkeypatch.setattr(skinny_gemm, "lack_of_device", lambda device: None)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,7 @@ def test_new_values_reach_the_graphs(name, loaded):
     assert torch.equal(getattr(layer, codes), changed) and is_packed(layer)
 
 
-@pytest.mark.skipif(few_rows.BEST == 0, reason="needs a CPU with AVX2, and the package built")
+@pytest.mark.skipif(cpu_gemm.BEST == 0, reason="needs a CPU with AVX2, and the package built")
 @pytest.mark.parametrize("name", ["ct_w4a16", "ao_int8"])
 def test_a_layer_on_a_cpu_holds_the_order_of_its_kernel(name, loaded, monkeypatch):
     """New values are put into it, too."""

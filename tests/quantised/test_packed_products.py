@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from spec_compile import quantised
 from spec_compile.kernels import launching
-from spec_compile.kernels.linear import small_m
+from spec_compile.kernels.linear import skinny_gemm
 from spec_compile.kernels.linear.plans import ProductTile
 from spec_compile.kernels.linear.product import Gate, Product
 from spec_compile.kernels.linear.product_ops import product, product_to_heads
@@ -27,7 +27,7 @@ TILES = {8: ProductTile(64, 128, 16, 4, 2, bits=8), 4: ProductTile(64, 256, 16, 
 
 def launch(x, layout, parts, count, tile, **around):
     out = x.new_full((len(x), len(parts[0]) // (2 if isinstance(around.get("after"), Gate) else 1)), torch.nan)
-    small_m.launch(Product(x, parts[0], None, parts[1], layout.kind, **around), out, count, tile)
+    skinny_gemm.launch(Product(x, parts[0], None, parts[1], layout.kind, **around), out, count, tile)
     assert launching.all_zero()
     return out
 
@@ -147,7 +147,7 @@ def test_rows_are_rounded_as_the_library_does(dtype):
     x = torch.randn(5, 48)[:, :40]
     x[1], x[2, :4], x[2, 4:] = 0, torch.tensor([255.0, 1.0, 3.0, -5.0]), 0.5
     for kept in {dtype, torch.uint8 if dtype == FP8 else dtype}:
-        codes, units = small_m._rounded_rows(x, kept, early=False, static=None)
+        codes, units = skinny_gemm._rounded_rows(x, kept, early=False, static=None)
         assert torch.equal(codes.float() * units[:, None], rounded_rows(x, dtype))
 
 
@@ -186,7 +186,7 @@ def test_activations_are_rounded_as_pytorch_does():
 @pytest.mark.parametrize("exponent", [pytest.param(each, marks=ON_GPU) for each in (0, 1, 20, 60, 61, 127, 254)])
 def test_codes_are_those_of_quotients(exponent):
     """Of the largest number of a block with every mantissa, and of numbers down to less than 2 ** -12 of it."""
-    from spec_compile.kernels.linear.activations import rounded_blocks
+    from spec_compile.kernels.linear.quantised_kernel import rounded_blocks
 
     largest = torch.arange(128, device="cuda")[:, None, None] + (exponent << 7)
     below = (largest - torch.arange(127 * 13, device="cuda").view(13, 127)).clamp(min=0)

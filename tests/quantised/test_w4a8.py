@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from spec_compile.kernels.linear import small_m
+from spec_compile.kernels.linear import skinny_gemm
 from spec_compile.kernels.linear.plans import ProductTile
 from spec_compile.kernels.linear.product import Product
 from spec_compile.quantised.rows import FP8, W4A8, RoundedNibbles, rounded_rows
@@ -28,7 +28,7 @@ def test_sums_of_codes_are_exact(inputs, group):
     packed, ours = layout.for_few_rows(parts, inputs)
     pytest.importorskip("triton")
     out = torch.full((3, 24), torch.nan)
-    small_m.launch(Product(x, ours[0], None, ours[1], packed.kind), out, 1, ProductTile(64, 256, 16, 4, 2, bits=4))
+    skinny_gemm.launch(Product(x, ours[0], None, ours[1], packed.kind), out, 1, ProductTile(64, 256, 16, 4, 2, bits=4))
     assert torch.equal(out.double(), x.round().clamp(-128, 127).double() @ codes.double().T)
     assert torch.equal(out, layout.product(x, parts, None))
     assert torch.equal(layout.restored(0, packed, ours, inputs), codes)

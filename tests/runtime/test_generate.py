@@ -272,7 +272,7 @@ def test_explain_and_dump(model, fast, tmp_path):
     files = spec_compile.dump(fast, tmp_path / "dump")
     names = [file.name for file in files]
     assert "verify_0_tidy.py" in names and any("prefill" in name for name in names)
-    [last] = [file for file in files if file.name.startswith("verify") and "use_small_m_linears" in file.name]
+    [last] = [file for file in files if file.name.startswith("verify") and "use_linear_forms" in file.name]
     assert "spec_compile.cpu_attention" in last.read_text() and "spec_compile.attention.default" not in last.read_text()
     with pytest.raises(TypeError, match="speculate"):
         spec_compile.dump(model, tmp_path)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from benchmarks.kernels.all_reduce import ALWAYS, DEVICE, DTYPE, SHAPES, added, graph_of, ops, parts_of, say, start
 from spec_compile.kernels import all_reduce, launching
-from spec_compile.kernels.linear import product_ops, small_m
+from spec_compile.kernels.linear import product_ops, skinny_gemm
 from spec_compile.kernels.linear.plans import squared_columns
 from spec_compile.kernels.linear.product import Product
 
@@ -88,7 +88,7 @@ def products(group_name: str, rows: int = 16) -> tuple:
     rank, got = dist.get_rank(), []
     arguments = x[rank], weights[rank], None, residual, norm, 0.0
     graph_of(lambda: got.append(ops.product_to_stream(*arguments, group_name=group_name))).replay()
-    parts = [small_m.run(Product(*each), small_m.plan_of(*each), torch.float32) for each in zip(x, weights)]
+    parts = [skinny_gemm.run(Product(*each), skinny_gemm.plan_of(*each), torch.float32) for each in zip(x, weights)]
     return got[-1], wanted(parts, residual, norm)
 
 
@@ -120,7 +120,7 @@ class Stress:
             residual, norm = self.numbers[0][:4096].to(DTYPE).expand(rows, -1), self.weights[0][:, 0]
             parts, products, rank = [part.to(DTYPE) for part in parts], [], dist.get_rank()
             for x, weight in zip(parts, self.weights):
-                products.append(small_m.run(Product(x, weight), small_m.plan_of(x, weight), torch.float32))
+                products.append(skinny_gemm.run(Product(x, weight), skinny_gemm.plan_of(x, weight), torch.float32))
             arguments = parts[rank], self.weights[rank], None, residual, norm, 0.0
             got = ops.product_to_stream(*arguments, group_name=self.group_name)
             want = wanted(products, residual, norm)

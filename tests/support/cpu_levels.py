@@ -2,21 +2,21 @@
 
 import pytest
 
-from spec_compile.kernels.linear import few_rows
+from spec_compile.kernels.linear import cpu_gemm
 
-NEEDS_KERNEL = pytest.mark.skipif(few_rows.BEST == 0, reason="needs a CPU with AVX2, and the package built")
+NEEDS_KERNEL = pytest.mark.skipif(cpu_gemm.BEST == 0, reason="needs a CPU with AVX2, and the package built")
 
 
-@pytest.fixture(params=range(1, few_rows.BEST + 1), ids=lambda level: few_rows.LEVELS[level])
+@pytest.fixture(params=range(1, cpu_gemm.BEST + 1), ids=lambda level: cpu_gemm.LEVELS[level])
 def level(request, monkeypatch):
     """A level, which is the best one during the test."""
-    monkeypatch.setattr(few_rows, "BEST", request.param)
+    monkeypatch.setattr(cpu_gemm, "BEST", request.param)
     return request.param
 
 
-@pytest.fixture(params=sorted({min(few_rows.WIDE - 1, few_rows.BEST), few_rows.BEST}))
+@pytest.fixture(params=sorted({min(cpu_gemm.WIDE - 1, cpu_gemm.BEST), cpu_gemm.BEST}))
 def narrow_or_best(request, monkeypatch):
     """The same of two levels: the best, and one at which a library multiplies weights as numbers. True: the kernel
     multiplies these, too."""
-    monkeypatch.setattr(few_rows, "BEST", request.param)
-    return request.param >= few_rows.WIDE
+    monkeypatch.setattr(cpu_gemm, "BEST", request.param)
+    return request.param >= cpu_gemm.WIDE

@@ -66,10 +66,10 @@ tree_attention.MANY = 1
 
 
 PRODUCTS = """
-from spec_compile.kernels.linear import plans, small_m
+from spec_compile.kernels.linear import plans, skinny_gemm
 from spec_compile.kernels.linear.product import Product, QkvHeads
 
-small_m.small_m_kernel = Compiled(small_m.small_m_kernel)
+skinny_gemm.skinny_gemm_kernel = Compiled(skinny_gemm.skinny_gemm_kernel)
 for heads, kv_heads, size, inputs, norms in ((16, 8, 128, 1024, True),):
     weight = torch.zeros((heads + 2 * kv_heads) * size, inputs, dtype=HALF)
     how = plans.plan(*weight.shape, processors=CARD.processors, memory=CARD.memory)
@@ -78,7 +78,7 @@ for heads, kv_heads, size, inputs, norms in ((16, 8, 128, 1024, True),):
         cache, norm = torch.zeros(1, kv_heads, 4096, size, dtype=HALF), angle[0] if norms else None
         ends = QkvHeads(angle[None], angle[None], norm, norm, 1e-6, None, cache, cache, torch.tensor([1024]))
         found, tile = [], plans.appending(how.tile(rows), size if norms else 0, CARD.memory)
-        small_m.launch(Product(x, weight, after=ends), out, how.parts, tile)
+        skinny_gemm.launch(Product(x, weight, after=ends), out, how.parts, tile)
         results[f"{rows} rows, {heads} heads of {size}, norms {norms}"] = found
 """
 
@@ -120,12 +120,12 @@ for size in (128, 256):
 """
 
 QUANTISED = """
-from spec_compile.kernels.linear import activations, plans, quantised, small_m
+from spec_compile.kernels.linear import activations, plans, quantised, skinny_gemm
 from spec_compile.kernels.linear.product import Gate, Normed, Product
 
 
-small_m.small_m_kernel = Compiled(small_m.small_m_kernel, PTX=True)
-small_m.round_rows_kernel = Compiled(small_m.round_rows_kernel)
+skinny_gemm.skinny_gemm_kernel = Compiled(skinny_gemm.skinny_gemm_kernel, PTX=True)
+skinny_gemm.round_rows_kernel = Compiled(skinny_gemm.round_rows_kernel)
 activations.round_blocks_kernel = Compiled(activations.round_blocks_kernel)
 KINDS = {
     "Fp8Block 128 128": ("float8_e4m3fn", 1), "PerChannel": ("float8_e4m3fn", 64), "Int8Weight": ("int8", 1),
@@ -140,7 +140,7 @@ for kind, (dtype, rows) in KINDS.items():
     scales = torch.empty(1, dtype=torch.int32 if kind.startswith("Nibbles") else torch.float32)
     found, how = [], plans.packed_plan(outputs, inputs, layout.bits, processors=CARD.processors, memory=CARD.memory)
     product = Product(x, weight, None, scales, kind, Normed(torch.empty(rows, 64), 1e-5), Gate())
-    small_m.launch(product, out, how.parts, how.tile(rows))
+    skinny_gemm.launch(product, out, how.parts, how.tile(rows))
     assert CARD.capability != (9, 0) or how.tile(rows).unroll == (2 if kind == "Fp8Block 128 128" else 1)
     results[f"{kind}, {rows} rows"] = found
     # The weights go to Hopper's tensor cores as they are, or from the registers in which they are decoded.

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-MODULES = "kernels.linear._few_rows", "kernels.attention._cpu_attention"
+MODULES = "kernels.native._cpu_gemm", "kernels.native._cpu_attention"
 if len(sys.argv) > 3:
     for module in MODULES:
         (file,) = Path(sys.argv[3]).glob(f"{module.split('.')[-1]}*.so")
@@ -24,8 +24,7 @@ from torch.nn import functional as F  # noqa: E402
 
 from spec_compile.kernels.attention import cpu_attention  # noqa: E402
 from spec_compile.kernels.launching import plain_kernels  # noqa: E402
-from spec_compile.kernels.linear import chain, few_rows  # noqa: E402
-from spec_compile.kernels.linear.chain import Link  # noqa: E402
+from spec_compile.kernels.linear import cpu_gemm, cpu_products  # noqa: E402
 from spec_compile.tree import ancestry  # noqa: E402
 
 OPS = torch.ops.spec_compile
@@ -111,7 +110,7 @@ def layer(outputs: int, inputs: int, pick: random.Random) -> tuple[str, list[tor
 def linear_call(pick: random.Random) -> tuple:
     dtype, (outputs, inputs) = pick.choice(DTYPES[:2]), (pick.randrange(1, 70), pick.randrange(1, 200))
     bias = torch.randn(outputs).to(dtype) if pick.random() < 0.5 else None
-    return OPS.few_rows_product, [rows_of(inputs, dtype, pick), torch.randn(outputs, inputs).to(dtype), bias]
+    return OPS.cpu_product, [rows_of(inputs, dtype, pick), torch.randn(outputs, inputs).to(dtype), bias]
 
 
 def quantised_call(pick: random.Random) -> tuple:
@@ -121,32 +120,19 @@ def quantised_call(pick: random.Random) -> tuple:
     return OPS.quantised_linear, [rows_of(inputs, dtype, pick), parts, bias, kind]
 
 
-def around_call(pick: random.Random) -> tuple:
-    outputs, inputs = pick.choice(((136, 384), (40, 640)))
-    x = rows_of(inputs, torch.bfloat16, pick)
-    kind, parts = "", [torch.randn(outputs, inputs).bfloat16() * inputs**-0.5]
-    if pick.random() < 0.5:
-        kind, parts = layer(outputs, inputs, pick)
-    bias, norm = (torch.rand(size).bfloat16() for size in (outputs, inputs))
-    tail = norm, 1e-5, pick.choice((None, 1.0)), parts, bias, kind, pick.random() < 0.5
-    if pick.random() < 0.5:
-        return OPS.around_product, [x, *tail]
-    return OPS.add_around_product, [x, torch.randn(x.shape).bfloat16(), *tail]
-
-
-def chain_call(pick: random.Random) -> tuple:
-    links, norms, parts, biases = [], [], [], []
-    for inputs, outputs, adds, is_gated in ((384, 640, 0, 0), (640, 272, 1, 1), (136, 640, 0, 0), (640, 40, 1, 0)):
-        kind, own = "", [torch.randn(outputs, inputs).bfloat16() * inputs**-0.5]
+def products_call(pick: random.Random) -> tuple:
+    """Four products that follow one another, or the second of them alone."""
+    sizes = (384, 640, 0, 0), (640, 272, 1, 1), (136, 640, 0, 0), (640, 40, 1, 0)
+    entries, sizes = [], pick.choice((sizes, sizes, sizes[1:2]))
+    for inputs, outputs, is_normed, is_gated in sizes:
+        kind, parts = "", [torch.randn(outputs, inputs).bfloat16() * inputs**-0.5, None]
         if pick.random() < 0.5 and inputs > 136:
-            kind, own = layer(outputs, inputs, pick)
-        links.append(Link(kind, len(own), bool(adds), bool(adds), bool(is_gated), pick.choice((None, 1.0))))
-        parts += own
-        norms += [torch.rand(inputs).bfloat16()] * adds
-        biases += [torch.randn(outputs).bfloat16()] * adds
-    x = rows_of(384, torch.bfloat16, pick)
-    text, residual = ";".join(link.text for link in links), torch.randn(*x.shape[:-1], 640).bfloat16()
-    return OPS.chain_products, [x, residual, norms, [1e-5, 1e-6], parts, biases, text]
+            kind, parts = layer(outputs, inputs, pick)
+        bias, norm = (torch.rand(size).bfloat16() if is_normed else None for size in (outputs, inputs))
+        entries.append((*parts, bias, kind, norm, 1e-5, 1.0, pick.random() < 0.5, bool(is_gated)))
+    x = rows_of(sizes[0][0], torch.bfloat16, pick)
+    residual = torch.randn(*x.shape[:-1], 640).bfloat16() if len(sizes) > 1 or pick.random() < 0.5 else None
+    return OPS.cpu_products, [x, residual, *map(list, zip(*entries))]
 
 
 def attention_call(pick: random.Random) -> tuple:
@@ -168,7 +154,7 @@ def attention_call(pick: random.Random) -> tuple:
     return OPS.cpu_attention, [q, k, v, *caches, lengths, ancestors, lengths[:, None] + depth, *rest, None, *angles]
 
 
-CALLS = linear_call, quantised_call, around_call, chain_call, attention_call
+CALLS = linear_call, quantised_call, products_call, attention_call
 
 
 def copied(value):
@@ -189,7 +175,7 @@ def plain(op, arguments):
     for place, argument in enumerate(op.default._schema.arguments):
         if argument.name in ("bias", "biases"):  # which the kernel takes in any dtype
             arguments[place] = as_numbers(arguments[place], arguments[0].dtype)
-    if op is OPS.few_rows_product:
+    if op is OPS.cpu_product:
         x, weight, bias = arguments
         return F.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype)
     with plain_kernels():
@@ -215,18 +201,18 @@ def told(value) -> str:
 
 
 def main(seconds: float, seed: int) -> None:
-    pick, right, refused, levels = random.Random(seed), 0, 0, (few_rows.BEST, cpu_attention.BEST)
+    pick, right, refused, levels = random.Random(seed), 0, 0, (cpu_gemm.BEST, cpu_attention.BEST)
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         op, arguments = pick.choice(CALLS)(pick)
-        few_rows.BEST, cpu_attention.BEST = pick.randint(1, levels[0]), pick.randint(0, levels[1])
+        cpu_gemm.BEST, cpu_attention.BEST = pick.randint(1, levels[0]), pick.randint(0, levels[1])
         is_damaged = pick.random() < 0.7
         if is_damaged:
             place = pick.randrange(len(arguments))
             arguments[place] = damaged(arguments[place], pick)
-        call = f"{op} {told(arguments)} at {few_rows.BEST} and {cpu_attention.BEST}"
+        call = f"{op} {told(arguments)} at {cpu_gemm.BEST} and {cpu_attention.BEST}"
         try:
             given = copied(arguments) if pick.random() < 0.5 else arguments
             before = copied(given)
@@ -238,7 +224,7 @@ def main(seconds: float, seed: int) -> None:
         for one, other in zip((got,) if isinstance(got, torch.Tensor) else got, expected(op, before, call)):
             assert not differ(one, other), f"a wrong result: {call}"
         right += 1
-    chain._known.clear()
+    cpu_products._known.clear()
     print(f"{right + refused} calls, {right} right, {refused} refused")
 
 

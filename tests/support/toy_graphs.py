@@ -162,18 +162,16 @@ def prefix_then_chunk(function, graph):
         return [*function(ids[:, 12:], steps[:, 12:], lengths + 12, None, cache, 32), *cache]
 
 
-EPS = {
-    torch.ops.spec_compile.around_product.default: 2, torch.ops.spec_compile.add_around_product.default: 3,
-    torch.ops.spec_compile.chain_products.default: 3,
-}  # fmt: skip
-"""The place of a norm's eps among the arguments of a product that it has joined, or of those of a chain's."""
-
-
 def add_to_eps(gm, more):
     """Add to the eps of all norms but the first."""
-    norms = [node for node in calls(gm) if node.target in EPS or node.target == torch.ops.aten.rsqrt.default]
-    for node in norms[1:]:
-        added, place = (node, EPS[node.target]) if node.target in EPS else (node.args[0], 1)
-        eps = added.args[place]
-        added.update_arg(place, [each and each + more for each in eps] if isinstance(eps, list) else eps + more)
+    norms = []  # the node whose argument `place` is an eps, or the list of all products' eps
+    for node in calls(gm):
+        if node.target == torch.ops.aten.rsqrt.default:
+            norms.append((node.args[0], 1, None))
+        elif node.target == torch.ops.spec_compile.cpu_products.default:
+            norms += [(node, 7, number) for number, norm in enumerate(node.args[6]) if norm is not None]
+    for node, place, number in norms[1:]:
+        eps = node.args[place]
+        changed = eps + more if number is None else [each + more * (n == number) for n, each in enumerate(eps)]
+        node.update_arg(place, changed)
     gm.recompile()

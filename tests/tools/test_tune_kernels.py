@@ -9,7 +9,7 @@ from cards import CARDS
 from places import ON_GPU
 
 from spec_compile.__main__ import main
-from spec_compile.kernels.linear import computed, small_m, tuned
+from spec_compile.kernels.linear import computed, skinny_gemm, tuned
 from spec_compile.kernels.linear.plans import packed_plan, plan, squared_columns
 from spec_compile.tools import tune_kernels
 from spec_compile.tools import tune_kernels as tune
@@ -45,7 +45,7 @@ def test_candidates_fit(outputs, inputs, kind, bits):
 def test_the_fastest_plan_of_one_order_of_summation(outputs, inputs, kind, bits, monkeypatch):
     """Plans whose rows differ are passed over, and one that gains little is not taken."""
     mine, known = product(outputs, inputs, kind), present(outputs, inputs, bits)
-    monkeypatch.setattr(small_m, "plan_of", lambda x, weight, kind: known)
+    monkeypatch.setattr(skinny_gemm, "plan_of", lambda x, weight, kind: known)
     monkeypatch.setattr(tune, "card_of", lambda device: CARD)
     checked = []
     monkeypatch.setattr(tune, "same_bits", lambda product, plan: checked.append(plan) or len(checked) > 1)
@@ -64,7 +64,7 @@ def test_the_fastest_plan_of_one_order_of_summation(outputs, inputs, kind, bits,
 
 def test_a_search_ends_in_time(monkeypatch):
     """After the seconds no tile is timed any more, and the best plan so far is taken."""
-    monkeypatch.setattr(small_m, "plan_of", lambda x, weight, kind: present(4096, 4096, 16))
+    monkeypatch.setattr(skinny_gemm, "plan_of", lambda x, weight, kind: present(4096, 4096, 16))
     monkeypatch.setattr(tune, "card_of", lambda device: CARD)
     monkeypatch.setattr(tune, "same_bits", lambda product, plan: True)
     now = iter(range(100))
@@ -109,14 +109,14 @@ def test_a_damaged_file_is_named(tmp_path, text):
 
 def test_a_kernel_takes_the_tuned_plan(monkeypatch):
     device, faster = torch.device("cuda", 7), packed_plan(64, 512, 8)
-    monkeypatch.setattr(small_m, "card_of", lambda device: CARD)
+    monkeypatch.setattr(skinny_gemm, "card_of", lambda device: CARD)
     monkeypatch.setattr(
-        small_m, "_tuned", lambda device: {tuned.name_of("PerChannel 0", torch.int8, 4096, 4096): faster}
+        skinny_gemm, "_tuned", lambda device: {tuned.name_of("PerChannel 0", torch.int8, 4096, 4096): faster}
     )
-    monkeypatch.setattr(small_m, "_plan", small_m._plan.__wrapped__)
-    assert small_m._plan(4096, 4096, "PerChannel 0", torch.int8, device) == faster
-    assert small_m._plan(4096, 4096, "PerChannel 0", torch.float8_e4m3fn, device) == packed_plan(4096, 4096, 8)
-    assert small_m._plan(4096, 4096, "", torch.bfloat16, device) == plan(4096, 4096)
+    monkeypatch.setattr(skinny_gemm, "_plan", skinny_gemm._plan.__wrapped__)
+    assert skinny_gemm._plan(4096, 4096, "PerChannel 0", torch.int8, device) == faster
+    assert skinny_gemm._plan(4096, 4096, "PerChannel 0", torch.float8_e4m3fn, device) == packed_plan(4096, 4096, 8)
+    assert skinny_gemm._plan(4096, 4096, "", torch.bfloat16, device) == plan(4096, 4096)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_kernel_takes_the_tuned_plan(monkeypatch):
 )
 def test_errors_of_the_command(change, arguments, text, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: change.get("gpu", False))
-    monkeypatch.setattr(small_m, "lack_of_device", lambda device: change.get("lack"))
+    monkeypatch.setattr(skinny_gemm, "lack_of_device", lambda device: change.get("lack"))
     assert main(["tune-kernels", "--model", "./nowhere", *arguments]) == 2
     assert text in capsys.readouterr().err
 

@@ -15,7 +15,7 @@ from ..cpu import HIGHEST
 from ..launching import are_plain
 from .base import TARGETS, AttentionCall, Backend, attention_schema, from_arguments, plain_attention
 
-_cpu_attention = extensions.load_if_built("kernels.attention._cpu_attention", "attention on a CPU is slower")
+_cpu_attention = extensions.load_if_built("kernels.native._cpu_attention", "attention on a CPU is slower")
 LEVELS = ("C++", "AVX2", "AVX-512", "AVX-512 with BF16")
 """The instructions of each level; the kernel takes the last that the CPU has and `kernels.cpu` allows."""
 BEST = None if _cpu_attention is None else min(_cpu_attention.best(), HIGHEST)

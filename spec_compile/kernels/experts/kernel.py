@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from ..linear.quantised_kernel import UNIT_ROWS, float_of_fp8
-from ..linear.small_m_kernel import load_stream, store_stream
+from ..linear.skinny_gemm_kernel import load_stream, store_stream
 from ..primitives import let_next_kernel_begin, prefetch_l2, wait_for_kernel_before
 from .mxfp4_kernel import multiply_mxfp4
 

@@ -10,20 +10,19 @@ from ...quantised.experts import ExpertFormat
 from .. import HALF
 from ..card import card_of, launches_early
 from ..launching import zero_counters
-from ..linear import small_m
+from ..linear import skinny_gemm
 from ..linear.plans import squared_columns
 from ..linear.product import ResidualStream
-from ..linear.small_m import LEAST_HEIGHT, has_descriptors
+from ..linear.skinny_gemm import LEAST_HEIGHT, has_descriptors
 from . import plans
 from .plans import ExpertTile
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    from ..linear.activations import as_read, has_fp8, rounded_blocks
+    from ..linear.quantised_kernel import as_read, has_fp8, rounded_blocks
     from .kernel import FEW, MANY, experts_kernel
-    from .sort import sort_pairs
-    from .wide_kernel import combine_kernel, wide_experts_kernel
+    from .wide_kernel import combine_kernel, sort_pairs, wide_experts_kernel
 except ImportError:  # no GPU
     experts_kernel = None
 
@@ -109,7 +108,7 @@ def lack(parts: Sequence[Tensor], layout: ExpertFormat) -> str | None:
 
 def lack_of_device(device: torch.device, layout: ExpertFormat) -> str | None:
     """The reason why a device has no kernel for weights of this layout; None if it has."""
-    lack = small_m.lack_of_device(device)
+    lack = skinny_gemm.lack_of_device(device)
     if lack is not None and card_of(device).lacks_tensor_cores and experts_kernel is not None:
         return f"its weights are quantised, and {lack}" if layout.block or layout.mxfp4 else None
     return lack

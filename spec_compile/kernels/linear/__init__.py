@@ -14,8 +14,8 @@ from ... import quantised
 from ...graph import ModelGraph, attribute, calls
 from .. import HALF
 from ..ops import arguments_of
-from . import around, chain, few_rows, product_ops, small_m  # noqa: F401
-from .packed import packed_linear, quantised_linear  # noqa: F401
+from . import cpu_gemm, cpu_products, product_ops, skinny_gemm  # noqa: F401
+from .product_ops import packed_linear, quantised_linear  # noqa: F401
 
 aten = torch.ops.aten
 
@@ -40,19 +40,19 @@ class LinearForm:
 PRODUCT = torch.ops.spec_compile.product.default
 TO_STREAM = torch.ops.spec_compile.product_to_stream.default
 TO_HEADS = torch.ops.spec_compile.product_to_heads.default
-SMALL_M = LinearForm(PRODUCT, "cuda", HALF, few_rows=True)
-FEW_ROWS = LinearForm(
-    few_rows.cpu_linear, "cpu", (torch.float32, torch.bfloat16), True, lambda: few_rows.BEST >= few_rows.WIDE
+SKINNY_GEMM = LinearForm(PRODUCT, "cuda", HALF, few_rows=True)
+CPU_GEMM = LinearForm(
+    cpu_gemm.cpu_linear, "cpu", (torch.float32, torch.bfloat16), True, lambda: cpu_gemm.BEST >= cpu_gemm.WIDE
 )
-TRANSPOSED = LinearForm(few_rows.transposed_linear, "cpu", (torch.bfloat16,), True, lambda: few_rows.SUPPORTED)
-FORMS = SMALL_M, TRANSPOSED, FEW_ROWS
+TRANSPOSED = LinearForm(cpu_gemm.transposed_linear, "cpu", (torch.bfloat16,), True, lambda: cpu_gemm.SUPPORTED)
+FORMS = SKINNY_GEMM, TRANSPOSED, CPU_GEMM
 PLAIN = aten.linear.default
 """The op of a captured linear layer. A layer that no form serves keeps it."""
 LINEARS = {PLAIN, PRODUCT, TO_STREAM, TO_HEADS} | {form.op for form in FORMS}
 """Ops of linear layers. A node's arguments are x, weight and bias as of ``F.linear``; all others stand in kwargs."""
 QUANTISED = torch.ops.spec_compile.quantised_linear.default
 """The op of a captured quantised linear layer."""
-PRODUCTS = LINEARS | {aten.addmm.default, QUANTISED, around.AROUND, around.ADD_AROUND, chain.CHAIN}
+PRODUCTS = LINEARS | {aten.addmm.default, QUANTISED, cpu_products.CPU_PRODUCTS}
 
 
 def choose(weight: Tensor, few_rows: bool) -> LinearForm | None:
@@ -64,23 +64,23 @@ def choose(weight: Tensor, few_rows: bool) -> LinearForm | None:
     return None
 
 
-def _has_small_m(device: torch.device, dtype: torch.dtype) -> bool:
-    return dtype in HALF and small_m.lack_of_device(device) is None
+def _has_skinny_gemm(device: torch.device, dtype: torch.dtype) -> bool:
+    return dtype in HALF and skinny_gemm.lack_of_device(device) is None
 
 
 def lack_of_packed(layout: quantised.WeightLayout, parts: list[Tensor], dtype: torch.dtype) -> str | None:
     """Why no kernel multiplies few rows of a dtype by the parts of a layout; None if one does."""
     device = parts[0].device
-    if _has_small_m(device, dtype):
-        return small_m.lack(parts[0], layout.kind, dtype)
-    return few_rows.lack(layout, parts, dtype) if device.type == "cpu" else "its GPU has no kernel for this dtype"
+    if _has_skinny_gemm(device, dtype):
+        return skinny_gemm.lack(parts[0], layout.kind, dtype)
+    return cpu_gemm.lack(layout, parts, dtype) if device.type == "cpu" else "its GPU has no kernel for this dtype"
 
 
 def _readable(parts: list[Tensor], dtype: torch.dtype, repack: Callable[[bool], tuple | None]) -> tuple | None:
     """The layout and the parts of ``repack(on_cpu)``, if a kernel reads them."""
     device = parts[0].device
-    on_cpu = not _has_small_m(device, dtype)
-    if on_cpu and (device.type != "cpu" or few_rows.lack_of_device(dtype) is not None):
+    on_cpu = not _has_skinny_gemm(device, dtype)
+    if on_cpu and (device.type != "cpu" or cpu_gemm.lack_of_device(dtype) is not None):
         return None
     form = repack(on_cpu)
     return None if form is None or lack_of_packed(*form, dtype) is not None else form
@@ -93,7 +93,7 @@ def choose_packed(
     of a dtype in place of a quantised layer; None: it cannot."""
     layout = quantised.layout_of(kind)
     form = _readable(parts, dtype, lambda on_cpu: quantised.repacked(layout, parts, inputs, on_cpu))
-    return form and (PRODUCT if _has_small_m(parts[0].device, dtype) else QUANTISED, form[0].kind, form[1])
+    return form and (PRODUCT if _has_skinny_gemm(parts[0].device, dtype) else QUANTISED, form[0].kind, form[1])
 
 
 def for_few_rows(packed: quantised.Packed, dtype: torch.dtype) -> quantised.Packed | None:

@@ -1,4 +1,4 @@
-"""How the small-m product is cut, for each shape: the tuned constants."""
+"""How the skinny GEMM is cut, for each shape: the tuned constants."""
 
 import functools
 from typing import NamedTuple

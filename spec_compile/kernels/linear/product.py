@@ -16,6 +16,17 @@ class Matrix(NamedTuple):
     stride: int
 
 
+class RmsNorm(NamedTuple):
+    """x is normed before the product, as by `kernels.norms.rms_norm`. Kernels for a CPU do it.
+
+    weight: [I]. offset: added to the weight; None: the quotient is rounded before it is multiplied by the weight.
+    """
+
+    weight: Tensor
+    eps: float
+    offset: float | None
+
+
 class Normed(NamedTuple):
     """x is the first half of an RMSNorm, ``stream * (norm weight + offset)``; the product is divided by the root mean
     square of the stream.
@@ -81,5 +92,5 @@ class Product:
     bias: Tensor | None = None
     scales: Tensor | None = None
     kind: str = ""
-    before: Normed | None = None
+    before: RmsNorm | Normed | None = None
     after: Gate | ResidualStream | QkvHeads | Exchange | None = None

@@ -1,4 +1,4 @@
-"""Products of the kernel "small_m" with quantised weights: how a tile is loaded and what it means, a helper a format.
+"""Skinny GEMMs with quantised weights: how a tile is loaded and what it means, a helper a format.
 
 A tile is decoded in registers, between shared memory and the tensor cores, and rounded as the format's library rounds.
 The order of summation is one chain along the columns, as of 16 bits, or a chain for each stretch of FP8's blocks, or of
@@ -10,10 +10,14 @@ Import this module only where Triton is installed. Shapes of a tile: weights [BL
 
 import functools
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ...quantised.fp8 import FP8
+from .. import card
 from ..primitives import (
     LARGEST_FP8,
     addresses,
@@ -211,8 +215,7 @@ def round_rows_kernel(
     tl.store(unit_ptr + row, unit)
 
 
-# Products of the kernel "small_m" with weights of 4 bits: how words are decoded, between shared memory and the tensor
-# cores.
+# Weights of 4 bits: how words are decoded, between shared memory and the tensor cores.
 #
 # Instructions, not memory, would bound these products, so they are counted. A code and its neighbour, 16 bits apart,
 # are turned and masked together, and become two numbers by one instruction (centred codes) or two. They stay in
@@ -375,13 +378,13 @@ def _numbers_in_table(words, table_ptr, J: tl.constexpr, TABLE: tl.constexpr, PT
         return tl.load(table_ptr + _codes(words, J, 0))
 
 
-# Products of the kernel "small_m" with weights of 4 bits and activations that are rounded to 8 bits by row.
+# Weights of 4 bits, and activations that are rounded to 8 bits by row.
 #
 # The tensor cores multiply codes: with int8 sums of up to 128 columns are exact. Each is scaled and added in float32,
 # in the order of columns.
 #
-# Shapes of a tile: bytes [BLOCK_O, DEPTH], each of two weights,
-# activations [BLOCK_N, DEPTH], sums [BLOCK_O, BLOCK_N].
+# Shapes of a tile: bytes [BLOCK_O, DEPTH], each of two weights, activations [BLOCK_N, DEPTH],
+# sums [BLOCK_O, BLOCK_N].
 
 
 @triton.jit
@@ -424,3 +427,41 @@ def _codes_times_16(pairs, HALF: tl.constexpr, PTX: tl.constexpr):
             "=r,r", [pairs], dtype=tl.int8, is_pure=True, pack=4,
         )  # fmt: skip
     return out
+
+
+# Activations that are rounded to FP8 once for all products that read them.
+
+
+BLOCKS, FEW_ROWS = 8, 16
+"""A program rounds BLOCKS blocks of a row, or with more than FEW_ROWS rows twice as many."""
+
+
+def has_fp8(device: torch.device) -> bool:
+    """True if a GPU's tensor cores take FP8."""
+    return card.card_of(device).capability >= card.FP8
+
+
+def as_read(weight: Tensor) -> Tensor:
+    """Weights as kernels read them: FP8 as bytes if the GPU's tensor cores have no FP8."""
+    return weight.view(torch.uint8) if weight.dtype == FP8 and not has_fp8(weight.device) else weight
+
+
+def rounded_blocks(x: Tensor, size: int, early: bool) -> tuple[Tensor, Tensor]:
+    """`quantised.fp8.rounded_blocks` as codes and scales, by a kernel.
+
+    x: [R, I], of any row stride.
+    size: columns that share a scale.
+    early: as of `skinny_gemm.launch`.
+
+    -> codes [R, I] of float8_e4m3fn, or of x's dtype if the tensor cores have no FP8;
+    scales [I / size, R] float32, with memory for more rows.
+    """
+    rows, inputs = x.shape
+    blocks, of_program = -(-inputs // size), BLOCKS if rows <= FEW_ROWS else 2 * BLOCKS
+    codes = x.new_empty(rows, inputs, dtype=FP8 if has_fp8(x.device) else x.dtype)
+    units = x.new_empty(blocks, -(-rows // UNIT_ROWS.value) * UNIT_ROWS.value, dtype=torch.float32)
+    round_blocks_kernel[(rows, -(-blocks // of_program))](
+        x, codes, units, inputs, x.stride(0), SIZE=size, BLOCKS=of_program, EARLY=early,
+        **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+    return codes, units

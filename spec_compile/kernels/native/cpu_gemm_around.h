@@ -3,8 +3,6 @@
 
 constexpr int kSums = 16;  // partial sums of squares: number k of a row is added to sum k % 16
 
-INLINE float of_bfloat16(uint16_t code) { return float_of_bits(uint32_t(code) << 16); }
-
 // A row of x plus `residual`, which becomes the stream, then its norm, which is written to `normed`. Each step is
 // rounded as PyTorch does without a compiler.
 KERNEL void norm_row(const Product& p, const Around& a, int64_t row, uint16_t* normed) {
@@ -13,23 +11,23 @@ KERNEL void norm_row(const Product& p, const Around& a, int64_t row, uint16_t* n
     if (a.residual) {
         const uint16_t* residual = static_cast<const uint16_t*>(a.residual) + row * size;
         uint16_t* stream = static_cast<uint16_t*>(a.stream) + row * size;
-        for (int64_t k = 0; k < size; k++) stream[k] = bfloat16_of(of_bfloat16(x[k]) + of_bfloat16(residual[k]));
+        for (int64_t k = 0; k < size; k++) stream[k] = bfloat16_of(float_of(x[k]) + float_of(residual[k]));
         x = stream;
     }
     float sums[kSums] = {}, total = 0.f;
     int64_t k = 0;
     for (; k + kSums <= size; k += kSums)
-        for (int i = 0; i < kSums; i++) sums[i] += of_bfloat16(x[k + i]) * of_bfloat16(x[k + i]);
-    for (int i = 0; k + i < size; i++) sums[i] += of_bfloat16(x[k + i]) * of_bfloat16(x[k + i]);
+        for (int i = 0; i < kSums; i++) sums[i] += float_of(x[k + i]) * float_of(x[k + i]);
+    for (int i = 0; k + i < size; i++) sums[i] += float_of(x[k + i]) * float_of(x[k + i]);
     for (int i = 0; i < kSums; i++) total += sums[i];
     const float inverse = 1.f / std::sqrt(total / float(size) + a.eps);
     const uint16_t* weight = static_cast<const uint16_t*>(a.norm);
     if (a.rounds_first)
         for (k = 0; k < size; k++)
-            normed[k] = bfloat16_of(rounded_bfloat16(of_bfloat16(x[k]) * inverse) * of_bfloat16(weight[k]));
+            normed[k] = bfloat16_of(rounded_bfloat16(float_of(x[k]) * inverse) * float_of(weight[k]));
     else
         for (k = 0; k < size; k++)
-            normed[k] = bfloat16_of(of_bfloat16(x[k]) * inverse * (of_bfloat16(weight[k]) + a.offset));
+            normed[k] = bfloat16_of(float_of(x[k]) * inverse * (float_of(weight[k]) + a.offset));
 }
 
 // e to the x, to a few last bits; infinity for x above 88.
@@ -51,7 +49,7 @@ INLINE float power_of_e(float x) {
 // silu(gate) * up of a row [2 * outputs], the gate's half first, rounded after each.
 KERNEL void gate_row(const uint16_t* row, int64_t outputs, uint16_t* out) {
     for (int64_t o = 0; o < outputs; o++) {
-        const float gate = of_bfloat16(row[o]), activated = gate / (1.f + power_of_e(-gate));
-        out[o] = bfloat16_of(rounded_bfloat16(activated) * of_bfloat16(row[outputs + o]));
+        const float gate = float_of(row[o]), activated = gate / (1.f + power_of_e(-gate));
+        out[o] = bfloat16_of(rounded_bfloat16(activated) * float_of(row[outputs + o]));
     }
 }

@@ -1,8 +1,10 @@
-// Attention of rows to blocks of keys for one level of instructions: the files before this one have its vectors.
+// Attention of rows to blocks of keys for one level of instructions, with the vectors of numbers.h.
 //
 // A block's keys are turned once, so that the lanes of a vector are keys, and its values are laid out likewise. Both
 // stay in the caches while all rows are multiplied by them. Each score adds up the numbers of a head in ascending
 // order, and each weighted value the keys in the order of their positions, for any numbers of rows and sizes of tiles.
+
+constexpr int kVectors = kLanes == 16 ? 4 : 2;  // of a tile of 6 rows: three quarters of the registers are sums
 
 struct FloatSums {
     static INLINE Floats add(Floats sum, Floats a, Floats b) { return fma(a, b, sum); }
@@ -13,43 +15,29 @@ template <class N> struct Singles {
     typedef N Number;
     typedef FloatSums Sums;
     static constexpr int kNumbers = 1;  // of a unit
-    static INLINE Floats load_units(const float* at) { return load(at); }
-    static INLINE Floats load_units(const uint16_t* at) { return load_bfloat16(at); }
+    static INLINE Floats load_units(const N* at) { return load(at); }
     static INLINE void join(const Number* first, const Number*, float* out) { put(out, load_units(first)); }
 };
 
-INLINE uint32_t bits_of(float number) {
-    uint32_t bits;
-    std::memcpy(&bits, &number, 4);
-    return bits;
-}
-
-INLINE float float_of_bits(uint32_t bits) {
-    float number;
-    std::memcpy(&number, &bits, 4);
-    return number;
-}
-
-INLINE uint16_t bfloat16_of(float number) {  // to nearest, ties to even
-    const uint32_t bits = bits_of(number);
-    return number != number ? 0x7FC0 : uint16_t((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-}
-
-INLINE float float_of(float number) { return number; }
-INLINE float float_of(uint16_t number) { return float_of_bits(uint32_t(number) << 16); }
-INLINE void put_number(float* at, float number) { *at = number; }
-INLINE void put_number(uint16_t* at, float number) { *at = bfloat16_of(number); }
-
-typedef uint32_t Words __attribute__((vector_size(sizeof(Floats))));
-typedef uint16_t Halves __attribute__((vector_size(sizeof(Floats) / 2)));
-
-// Floats as numbers of a cache, as `bfloat16_of` rounds them.
-INLINE void put_rounded(float* at, Floats numbers) { put(at, numbers); }
-INLINE void put_rounded(uint16_t* at, Floats numbers) {
-    const Words bits = (Words)numbers, rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-    const Halves halves = __builtin_convertvector(numbers == numbers ? rounded : Words{} + 0x7FC0, Halves);
-    std::memcpy(at, &halves, sizeof halves);
-}
+#if LEVEL >= 3
+// Numbers of bfloat16 that are multiplied as pairs; the sums are float32.
+struct Pairs {
+    typedef uint16_t Number;
+    typedef Pairs Sums;
+    static constexpr int kNumbers = 2;  // of a unit
+    static INLINE Floats add(Floats sum, Floats a, Floats b) {
+        return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+    }
+    static INLINE Floats load_units(const Number* at) { return vector_at<Floats>(at); }
+    // The numbers of a key of even number, and of the next one.
+    static INLINE void join(const Number* first, const Number* second, float* out) {
+        put(out, (Floats)(words_of(first) | words_of(second) << 16));
+    }
+    static INLINE void put_weights(float* at, Floats first, Floats second) {
+        put(at, (Floats)_mm512_cvtne2ps_pbh(second, first));
+    }
+};
+#endif
 
 // 2 ** x for x up to 126; 0 below -126.
 INLINE Floats exp2_of(Floats x) {
@@ -110,10 +98,7 @@ KERNEL void multiply(const float* a, int64_t a_stride, const float* panel, int64
 template <class S, int V>
 KERNEL void multiply(int64_t rows, const float* a, int64_t a_stride, const float* panel, int64_t panel_stride,
                      int64_t units, float* out, int64_t out_stride, const float* keep) {
-#define ROWS(M) \
-    case M: return multiply<S, M, V>(a, a_stride, panel, panel_stride, units, out, out_stride, keep);
-    switch (rows) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) }
-#undef ROWS
+    WITH_ROWS(rows, multiply<S, M, V>(a, a_stride, panel, panel_stride, units, out, out_stride, keep))
 }
 
 // The same of any number of rows and columns, which are a multiple of kPad.
@@ -431,17 +416,20 @@ KERNEL void finish(const Work& work, int64_t b, int64_t h, int64_t row, float* s
     }
     uint16_t* const out = static_cast<uint16_t*>(call.out) + at;
     int64_t c = 0;
-    for (; c + kLanes <= call.value_dim; c += kLanes) put_rounded(out + c, load(state + c));
+    for (; c + kLanes <= call.value_dim; c += kLanes) put(out + c, load(state + c));
     for (; c < call.value_dim; c++) out[c] = bfloat16_of(state[c]);
 }
+
+INLINE void put_one(float* at, float number) { *at = number; }
+INLINE void put_one(uint16_t* at, float number) { *at = bfloat16_of(number); }
 
 // The last numbers of each half of `rotate`, from the i-th on, fewer than a vector has.
 template <class N> KERNEL void rotate_end(const N* head, const N* cos, const N* sin, int64_t i, int64_t half, N* out) {
     for (; i < half; i++) {
         const float first = float_of(head[i]), second = float_of(head[i + half]);
         const float turned = -second * float_of(sin[i]), next = first * float_of(sin[i + half]);
-        put_number(out + i, __builtin_fmaf(first, float_of(cos[i]), turned));
-        put_number(out + i + half, __builtin_fmaf(second, float_of(cos[i + half]), next));
+        put_one(out + i, __builtin_fmaf(first, float_of(cos[i]), turned));
+        put_one(out + i + half, __builtin_fmaf(second, float_of(cos[i + half]), next));
     }
 }
 
@@ -454,8 +442,8 @@ template <class N> KERNEL void rotate(const N* head, const N* cos, const N* sin,
         if (i + kLanes > half) return rotate_end(head, cos, sin, i, half, out);
         const Floats first = S::load_units(head + i), second = S::load_units(head + i + half);
         const Floats turned = spread(-1.f) * second * S::load_units(sin + i), next = first * S::load_units(sin + i + half);
-        put_rounded(out + i, fma(first, S::load_units(cos + i), turned));
-        put_rounded(out + i + half, fma(second, S::load_units(cos + i + half), next));
+        put(out + i, fma(first, S::load_units(cos + i), turned));
+        put(out + i + half, fma(second, S::load_units(cos + i + half), next));
     }
 }
 

@@ -38,7 +38,7 @@ struct Product {
     float* row_scales;  // of x that is rounded by rows
     int32_t* row_sums;  // the same codes' sums
     int64_t x_stride;  // from one prepared row to the next
-    float* x_sums;     // [rows, segments] of prepared rows, or null; see few_rows_blocks.h
+    float* x_sums;     // [rows, segments] of prepared rows, or null; see cpu_gemm_blocks.h
     int64_t segments;
 
     // Inputs of a prepared row, in whole vectors. Weights beyond the inputs are zeros, or are multiplied by zeros.
@@ -47,7 +47,7 @@ struct Product {
     bool has_sums() const { return in_blocks() && second != Second::none; }
 };
 
-// The norm before a product of bfloat16 and the gate after it, see few_rows_around.h.
+// The norm before a product of bfloat16 and the gate after it, see cpu_gemm_around.h.
 struct Around {
     const void* norm;      // [inputs]: the weight of an RMSNorm of x; or null
     const void* residual;  // [rows, inputs]: added to x before the norm; or null
@@ -64,7 +64,7 @@ struct Scratch {
     alignas(64) unsigned char sums[kSumBytes];
 };
 
-// The kernels for a level of instructions, each from its few_rows_LEVEL.cpp.
+// The kernels for a level of instructions, each from its cpu_gemm_LEVEL.cpp.
 struct Level {
     void (*run)(const Product&, int64_t begin, int64_t end, Scratch&);  // of some outputs, once x is prepared
     void (*prepare)(const Product&, int64_t row);

@@ -1,11 +1,96 @@
-// Products of few rows for one level of instructions: the files before this one have its vectors
-// and its panels.
+// Products of few rows for one level of instructions.
 //
 // A panel of some outputs and inputs is decoded into the L1 cache, and tiles of it are multiplied by all rows. Each sum
 // of a row runs over the inputs in ascending order, one vector after the other, whatever the number of rows and the
 // sizes of panels and tiles. Numbers of w that need no decoding are multiplied where they lie.
 
-constexpr int kOutputs = 4;          // of a tile
+constexpr int kPanelOutputs = 16;    // of a panel with more rows than a tile has: x is then read less often
+
+// 32 codes: those at `codes`, or if the row has fewer left a copy of these and zeros.
+template <class Code> INLINE const Code* whole_or_copy(const Code* codes, int64_t left, Code* copy) {
+    if (left >= 32) return codes;
+    std::memset(copy, 0, 32 * sizeof(Code));
+    if (left > 0) std::memcpy(copy, codes, left * sizeof(Code));
+    return copy;
+}
+
+// How panels are made of w: `panel(p, output, input, count, ahead, out)`; `count` is a multiple of 32,
+// and `ahead` the bytes to what comes after.
+template <class Element> struct Direct {
+    static constexpr bool kDirect = true;
+    static INLINE void panel(const Product&, int64_t, int64_t, int64_t, int64_t, Element*) {}
+};
+
+// The same where rows do not end with a vector.
+template <class Element> struct Copied {
+    static constexpr bool kDirect = false;
+    static KERNEL void panel(const Product& p, int64_t o, int64_t k, int64_t count, int64_t ahead, Element* out) {
+        const int64_t there = std::max(std::min(count, p.inputs - k), int64_t(0)), size = sizeof(Element);
+        const uint8_t* w = p.w + o * p.row_bytes + k * size;
+        for (int64_t at = 0; at < there * size; at += 64) __builtin_prefetch(w + at + ahead, 0, 2);
+        std::memcpy(out, w, there * size);
+        std::memset(out + there, 0, (count - there) * size);
+    }
+};
+
+struct Bfloat16s {
+    static constexpr bool kDirect = false;
+    static APART void panel(const Product& p, int64_t o, int64_t k, int64_t count, int64_t ahead, float* out) {
+        const uint16_t* w = reinterpret_cast<const uint16_t*>(p.w + o * p.row_bytes) + k;
+        for (int64_t at = 0; at < count; at += 32) {
+            uint16_t rest[32];
+            const uint16_t* codes = whole_or_copy(w + at, p.inputs - k - at, rest);
+            __builtin_prefetch(reinterpret_cast<const uint8_t*>(w + at) + ahead, 0, 2);
+            for (int lane = 0; lane < 32; lane += kLanes) put(out + at + lane, load(codes + lane));
+        }
+    }
+};
+
+constexpr float kFp8Unit = 256.f;  // `floats_of_fp8` over this
+
+// Codes of 8 bits. kFp8: float8_e4m3fn, else int8.
+template <bool kFp8> struct Bytes {
+    static constexpr bool kDirect = false;
+
+    static INLINE Floats floats(const uint8_t* codes, Floats scale) {
+        if constexpr (kFp8) return times(floats_of_fp8(codes), scale);
+        else return floats_of_int8(codes);
+    }
+
+    // Weights that are scaled before the product are rounded to the dtype of x.
+    static INLINE void decode(const uint8_t* codes, Floats scale, bool rounds, float* out) {
+        for (int lane = 0; lane < 32; lane += kLanes) {
+            const Floats numbers = floats(codes + lane, scale);
+            put(out + lane, rounds ? to_bfloat16(numbers) : numbers);
+        }
+    }
+    static INLINE void decode(const uint8_t* codes, Floats, bool, int16_t* out) {
+        for (int at = 0; at < 32; at += 2 * kLanes) {
+            const Packed wide = VECTOR(cvtepi8_epi16)(vector_at<HalfPacked>(codes + at));
+            std::memcpy(out + at, &wide, sizeof wide);
+        }
+    }
+
+    template <class Element>
+    static APART void panel(const Product& p, int64_t o, int64_t k, int64_t count, int64_t ahead, Element* out) {
+        const uint8_t* w = p.w + o * p.row_bytes + k;
+        const int64_t columns = (p.inputs + kBlock - 1) / kBlock;
+        const float* blocks = static_cast<const float*>(p.scales) + o / kBlock * columns;
+        const bool rounds = p.scaled_first && p.dtype == Number::bfloat16;
+        Floats scale = spread(kFp8Unit * (p.scaled_first ? number_at(p.scales, p.scale_type, o) : 1.f));
+        for (int64_t at = 0; at < count; at += 32) {
+            if (p.weights == Weights::fp8_blocks) scale = spread(kFp8Unit * blocks[(k + at) / kBlock]);
+            uint8_t rest[32];
+            const uint8_t* codes = whole_or_copy(w + at, p.inputs - k - at, rest);
+            __builtin_prefetch(w + at + ahead, 0, 2);
+            decode(codes, scale, rounds, out + at);
+        }
+    }
+};
+
+// Products of panels and tiles of rows.
+
+constexpr int kOutputs = 4;  // of a tile
 
 // Some outputs of w and rows of x, and their sums so far.
 template <class S> struct Tile {
@@ -25,7 +110,7 @@ template <class S, int O, int M, bool kAhead> KERNEL void multiply(Tile<S> t) {
 #pragma GCC unroll 8
         for (int j = 0; j < M; j++)
 #pragma GCC unroll 8
-            for (int i = 0; i < O; i++) sums[i][j] = S::zero();
+            for (int i = 0; i < O; i++) sums[i][j] = typename S::Sum{};
     } else {
 #pragma GCC unroll 8
         for (int j = 0; j < M; j++)
@@ -33,10 +118,10 @@ template <class S, int O, int M, bool kAhead> KERNEL void multiply(Tile<S> t) {
             for (int i = 0; i < O; i++) sums[i][j] = kept[j * kPanelOutputs + i];
     }
     for (int64_t k = 0; k < columns; k += S::kStep) {
-        decltype(S::load_weights(w)) weights[O];
+        decltype(S::load(w)) weights[O];
 #pragma GCC unroll 8
         for (int i = 0; i < O; i++) {
-            weights[i] = S::load_weights(w + i * w_stride + k);
+            weights[i] = S::load(w + i * w_stride + k);
             if (kAhead) __builtin_prefetch(w + i * w_stride + k + ahead, 0, 2);  // beyond the end it does nothing
         }
 #pragma GCC unroll 8
@@ -53,16 +138,7 @@ template <class S, int O, int M, bool kAhead> KERNEL void multiply(Tile<S> t) {
 }
 
 template <class S, int O, bool kAhead> KERNEL void multiply(const Tile<S>& t, int64_t rows) {
-    switch (rows) {
-        case 1: return multiply<S, O, 1, kAhead>(t);
-        case 2: return multiply<S, O, 2, kAhead>(t);
-        case 3: return multiply<S, O, 3, kAhead>(t);
-    }
-    if constexpr (kMostRows > 3) switch (rows) {
-        case 4: return multiply<S, O, 4, kAhead>(t);
-        case 5: return multiply<S, O, 5, kAhead>(t);
-        case 6: return multiply<S, O, 6, kAhead>(t);
-    }
+    WITH_ROWS(rows, multiply<S, O, std::min(M, kMostRows), kAhead>(t))
 }
 
 // All rows of a chunk times the outputs of a panel, which stays in the L1 cache.
@@ -90,12 +166,12 @@ KERNEL void finish(const Product& p, const typename S::Sum* sums, int64_t row, i
     const bool codes = p.weights == Weights::int8 || p.weights == Weights::fp8;
     float scales[kPanelOutputs] = {}, biases[kPanelOutputs] = {}, numbers[kPanelOutputs] = {};
     for (int64_t i = 0; i < outputs; i++) {
-        scales[i] = codes && !p.scaled_first ? number(p.scales, p.scale_type, o + i) : 1.f;
-        biases[i] = p.bias ? number(p.bias, p.dtype, o + i) : 0.f;
+        scales[i] = codes && !p.scaled_first ? number_at(p.scales, p.scale_type, o + i) : 1.f;
+        biases[i] = p.bias ? number_at(p.bias, p.dtype, o + i) : 0.f;
     }
     for (int64_t r = row; r < row + rows; r++, sums += kPanelOutputs) {
         const float scale = p.row_scales ? p.row_scales[r] : 1.f;
-        for (int64_t i = 0; i < outputs; i += 4) S::totals_of(sums + i, p.row_sums ? p.row_sums[r] : 0, numbers + i);
+        for (int64_t i = 0; i < outputs; i += 4) totals_of(sums + i, numbers + i);
         for (int64_t i = 0; i < kPanelOutputs; i++) numbers[i] = numbers[i] * scales[i] * scale + biases[i];
         const int64_t at = r * p.outputs + o;
         if (p.dtype == Number::float32) {
@@ -164,7 +240,7 @@ APART void floats_of_row(const Product& p, int64_t row, int64_t k, int64_t count
     if (p.dtype == Number::float32) std::memcpy(out, static_cast<const float*>(p.x) + start, there * sizeof(float));
     else {
         const uint16_t* numbers = static_cast<const uint16_t*>(p.x) + start;
-        for (int64_t i = 0; i < there; i++) out[i] = float_of_bits(uint32_t(numbers[i]) << 16);
+        for (int64_t i = 0; i < there; i++) out[i] = float_of(numbers[i]);
     }
     for (int64_t i = there; i < count; i++) out[i] = 0.f;
 }
@@ -194,7 +270,7 @@ template <class Element> KERNEL void prepare_row(const Product& p, int64_t row, 
             largest = largest_of(both, 2);
         }
         const float unrounded = largest / (p.rounding == Rounding::int8_rows ? 127.5f : 448.f);
-        const float chosen = p.constant ? number(p.scales, p.scale_type, p.outputs) : unrounded;
+        const float chosen = p.constant ? number_at(p.scales, p.scale_type, p.outputs) : unrounded;
         p.row_scales[row] = scale = wide ? chosen : rounded_bfloat16(chosen);
         scale = scale > 0.f ? scale : 1.f;
     }
@@ -220,9 +296,9 @@ template <class Element> KERNEL void prepare_row(const Product& p, int64_t row, 
 
 // True if the sums take pairs of bfloat16, or integers; else they take float.
 INLINE bool takes_bfloat16(const Product& p) {
-    return NATIVE && p.dtype == Number::bfloat16 && p.rounding != Rounding::fp8_blocks;
+    return LEVEL == 4 && p.dtype == Number::bfloat16 && p.rounding != Rounding::fp8_blocks;
 }
-#if NATIVE
+#if LEVEL == 4
 typedef Fours::Element Integer;
 #else
 typedef IntSums::Element Integer;
@@ -250,7 +326,7 @@ template <class Element> KERNEL void prepare_as(const Product& p, int64_t row) {
 KERNEL void prepare(const Product& p, int64_t row) {
     if (takes_integers(p)) prepare_as<Integer>(p, row);
     else if (takes_bfloat16(p)) prepare_as<uint16_t>(p, row);
-#if NATIVE
+#if LEVEL == 4
     else kAvx512.prepare(p, row);
 #else
     else prepare_as<float>(p, row);
@@ -258,7 +334,7 @@ KERNEL void prepare(const Product& p, int64_t row) {
 }
 
 KERNEL void run(const Product& p, int64_t begin, int64_t end, Scratch& scratch) {
-#if NATIVE
+#if LEVEL == 4
     if (p.in_blocks() && takes_bfloat16(p)) {
         if (p.weights == Weights::blocks4) all_pair_blocks<BlockCodes<4>>(p, begin, end, scratch);
         else all_pair_blocks<BlockCodes<8>>(p, begin, end, scratch);

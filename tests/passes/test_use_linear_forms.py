@@ -1,12 +1,12 @@
-"""use_small_m_linears: forms of products of few rows on a CPU."""
+"""use_linear_forms: forms of products of few rows on a CPU."""
 
 import pytest
 import torch
 from cpu_levels import NEEDS_KERNEL
 from toy_graphs import LINEAR, Rewritten, example, toy
 
-from spec_compile.kernels.linear.few_rows import SUPPORTED, cpu_linear, transposed_linear
-from spec_compile.passes.linears import use_small_m_linears
+from spec_compile.kernels.linear.cpu_gemm import SUPPORTED, cpu_linear, transposed_linear
+from spec_compile.passes.linears import use_linear_forms
 
 
 @pytest.mark.sweep(3)
@@ -16,7 +16,7 @@ from spec_compile.passes.linears import use_small_m_linears
 def test_few_rows_of_float32_take_their_form(length, bias, narrow_or_best):
     """Where the kernel is faster than a library."""
     _, graph = toy(dict(bias=bias), dict(bias=bias))
-    result = Rewritten(graph, use_small_m_linears)
+    result = Rewritten(graph, use_linear_forms)
     (before, left), (_, changed) = result.count(LINEAR), result.count(cpu_linear)
     assert (left, changed) == ((0, before) if narrow_or_best else (before, 0)) and before > 0, result
     result.close(*example(2, length))
@@ -27,7 +27,7 @@ def test_few_rows_of_float32_take_their_form(length, bias, narrow_or_best):
 def test_few_rows_of_bfloat16_take_their_form(narrow_or_best):
     _, graph = toy({})
     graph.gm.to(torch.bfloat16)
-    result = Rewritten(graph, use_small_m_linears)
+    result = Rewritten(graph, use_linear_forms)
     (before, left), (_, changed) = result.count(LINEAR), result.count(cpu_linear)
     assert (left, changed) == ((0, before) if narrow_or_best else (before, 0)) and before > 0, result
 
@@ -36,7 +36,7 @@ def test_few_rows_of_bfloat16_take_their_form(narrow_or_best):
 def test_few_rows_of_bfloat16_take_the_form_transposed():
     _, graph = toy({})
     graph.gm.to(torch.bfloat16)
-    result = Rewritten(graph, use_small_m_linears)
+    result = Rewritten(graph, use_linear_forms)
     (before, left), (_, changed) = result.count(LINEAR), result.count(transposed_linear)
     assert (left, changed) == (0, before) and before > 0, result
 
@@ -44,5 +44,5 @@ def test_few_rows_of_bfloat16_take_the_form_transposed():
 def test_few_rows_leave_other_dtypes_alone():
     _, graph = toy({})
     graph.gm.to(torch.float16)
-    result = Rewritten(graph, use_small_m_linears)
+    result = Rewritten(graph, use_linear_forms)
     assert result.count(LINEAR)[0] == result.count(LINEAR)[1] > 0, result

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from spec_compile import quantised
 from spec_compile.kernels import cpu as cpu_level
 from spec_compile.kernels.launching import plain_kernels
-from spec_compile.kernels.linear import few_rows
-from spec_compile.kernels.linear.few_rows import LEVELS, NUMBERS, cpu_linear, form_of, lack, multiply
+from spec_compile.kernels.linear import cpu_gemm
+from spec_compile.kernels.linear.cpu_gemm import LEVELS, NUMBERS, cpu_linear, form_of, lack, multiply
 from spec_compile.quantised.rounded import int4, int8
 
 pytestmark = NEEDS_KERNEL
@@ -136,7 +136,7 @@ def test_the_op_takes_the_kernel(level):
     packed = int8(torch.randn(24, 64))
     parts, x = [*packed.parts.values()], torch.randn(2, 3, 64)
     run = torch.ops.spec_compile.quantised_linear.default
-    with mock.patch.object(few_rows, "multiply", wraps=multiply) as kernel:
+    with mock.patch.object(cpu_gemm, "multiply", wraps=multiply) as kernel:
         got = run(x, parts, None, packed.layout.kind)
         run(torch.randn(300, 64), parts, None, packed.layout.kind)
         assert kernel.call_count == 2
@@ -158,9 +158,9 @@ def test_cpu_linear_is_linear(rows, level):
         for given in ((x, weight), (x, weight, bias), (turned, weight), (x, last)):
             want = F.linear(*(each.double() for each in given)).to(dtype)
             torch.testing.assert_close(cpu_linear(*given), want, rtol=8e-3, atol=1e-4)
-        with mock.patch.object(few_rows, "multiply", wraps=multiply) as kernel:
+        with mock.patch.object(cpu_gemm, "multiply", wraps=multiply) as kernel:
             first = cpu_linear(x, weight)[0]
-        assert kernel.call_count == (level >= few_rows.WIDE and rows <= few_rows.MAX_ROWS)
+        assert kernel.call_count == (level >= cpu_gemm.WIDE and rows <= cpu_gemm.MAX_ROWS)
         assert not kernel.called or torch.equal(cpu_linear(x[:1], weight)[0], first)
 
 
@@ -168,14 +168,14 @@ def test_cpu_linear_is_linear(rows, level):
 def test_transposed_linear_is_linear(rows):
     x, weight, bias = torch.randn(rows, 1, 24), torch.randn(10, 24), torch.randn(10)
     for b in (None, bias):
-        torch.testing.assert_close(few_rows.transposed_linear(x, weight, b), F.linear(x, weight, b))
+        torch.testing.assert_close(cpu_gemm.transposed_linear(x, weight, b), F.linear(x, weight, b))
 
 
 def test_a_cpu_without_the_kernel_keeps_the_plain_meaning(monkeypatch):
     packed, x = int8(torch.randn(24, 64)), torch.randn(3, 64)
     parts = [*packed.parts.values()]
     want = packed.layout.product(x, parts, None)
-    monkeypatch.setattr(few_rows, "BEST", 0)
+    monkeypatch.setattr(cpu_gemm, "BEST", 0)
     assert lack(packed.layout, parts, FLOAT32) == "SPEC_COMPILE_CPU_LEVEL allows no AVX2"
     assert torch.equal(torch.ops.spec_compile.quantised_linear(x, parts, None, packed.layout.kind), want)
     assert torch.equal(cpu_linear(x, torch.eye(64)), x)
@@ -200,8 +200,8 @@ def test_a_lower_level_by_the_environment(monkeypatch):
 @pytest.mark.parametrize("place, name", [(0, "plain"), (1, "avx2")])
 def test_every_kernel_takes_the_level_of_the_environment(place, name):
     code = "from spec_compile.kernels.attention import cpu_attention as attention; "
-    code += "from spec_compile.kernels.linear import few_rows, transposed; "
-    code += "print(few_rows.BEST, attention.BEST, few_rows.SUPPORTED)"
+    code += "from spec_compile.kernels.linear import cpu_gemm; "
+    code += "print(cpu_gemm.BEST, attention.BEST, cpu_gemm.SUPPORTED)"
     run = [sys.executable, "-c", code]
     done = subprocess.run(run, capture_output=True, text=True, check=True, env={**os.environ, cpu_level.VARIABLE: name})
     assert done.stdout.split() == [str(place), str(place), "False"]

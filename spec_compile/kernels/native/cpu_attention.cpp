@@ -13,53 +13,45 @@
 #endif
 #include <nanobind/nanobind.h>
 
-#include "../openmp.h"
+#include "cpu.h"
 #include "cpu_attention.h"
 
 namespace nb = nanobind;
 
 namespace {
 
-#define INLINE KERNEL __attribute__((always_inline)) inline
-// Large functions compile in less time if they are not inlined into one.
-#define APART KERNEL __attribute__((noinline))
-
+#define LEVEL 0
+#include "level.h"
 namespace plain {
-#define KERNEL
-#define NATIVE 0
-#include "cpu_attention_plain.h"
+#include "numbers.h"
 #include "cpu_attention_rows.h"
-#undef KERNEL
-#undef NATIVE
 }  // namespace plain
+#undef LEVEL
 
 #if defined(__x86_64__)
+#define LEVEL 1
+#include "level.h"
 namespace avx2 {
-#define KERNEL __attribute__((target("avx2,fma")))
-#define NATIVE 0
-#include "cpu_attention_avx2.h"
+#include "numbers.h"
 #include "cpu_attention_rows.h"
-#undef KERNEL
-#undef NATIVE
 }  // namespace avx2
+#undef LEVEL
 
+#define LEVEL 2
+#include "level.h"
 namespace avx512 {
-#define KERNEL __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")))
-#define NATIVE 0
-#include "cpu_attention_avx512.h"
+#include "numbers.h"
 #include "cpu_attention_rows.h"
-#undef KERNEL
-#undef NATIVE
 }  // namespace avx512
+#undef LEVEL
 
+#define LEVEL 3
+#include "level.h"
 namespace avx512_bf16 {
-#define KERNEL __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma")))
-#define NATIVE 1
-#include "cpu_attention_avx512.h"
+#include "numbers.h"
 #include "cpu_attention_rows.h"
-#undef KERNEL
-#undef NATIVE
 }  // namespace avx512_bf16
+#undef LEVEL
 #endif
 
 // The kernels of a level for numbers of a type.
@@ -82,19 +74,6 @@ const Kernels kLevels[][2] = {
     {KERNELS(avx512, Singles<float>, false), KERNELS(avx512_bf16, Pairs, true)},
 #endif
 };
-
-// The last level that this CPU has.
-int best() {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    return !has_avx2 ? 0 : !has_avx512 ? 1 : !__builtin_cpu_supports("avx512bf16") ? 2 : 3;
-#else
-    return 0;
-#endif
-}
 
 // Numbers that begin at a line of the cache.
 struct Lines {
@@ -252,7 +231,7 @@ Heads heads_of(uintptr_t at, nb::tuple strides) {
 }  // namespace
 
 NB_MODULE(_cpu_attention, m) {
-    m.def("best", best);
+    m.def("best", [] { return std::min(level_of_cpu(), 3); });
     m.def("attend", [](uintptr_t q, nb::tuple q_strides, uintptr_t k, nb::tuple k_strides, uintptr_t v,
                        nb::tuple v_strides, uintptr_t key_cache, uintptr_t value_cache, uintptr_t cos, uintptr_t sin,
                        uintptr_t lengths, uintptr_t ancestors, uintptr_t positions, uintptr_t sinks, uintptr_t out,

@@ -1,4 +1,4 @@
-// Products of few rows on a CPU, where reading w from memory is most of the work: `Product` in few_rows.h.
+// Products of few rows on a CPU, where reading w from memory is most of the work: `Product` in cpu_gemm.h.
 //
 // BLAS packs blocks of w before it multiplies, which pays for many rows of x only, and reads no codes of few bits.
 #include <algorithm>
@@ -9,8 +9,8 @@
 
 #include <nanobind/nanobind.h>
 
-#include "../openmp.h"
-#include "few_rows.h"
+#include "cpu.h"
+#include "cpu_gemm.h"
 
 namespace nb = nanobind;
 
@@ -18,22 +18,15 @@ namespace {
 
 #if defined(__x86_64__) && defined(__GNUC__)
 constexpr const Level* kLevels[] = {&kAvx2, &kAvx512, &kAvx512Bf16};
-
-// The levels that this CPU has: 0 to 3 of them.
-int levels() {
-    __builtin_cpu_init();
-    const bool has_avx2 =
-        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    const bool has_pairs = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16") &&
-                           __builtin_cpu_supports("avx512vbmi");
-    return !has_avx2 ? 0 : !has_avx512 ? 1 : !has_pairs ? 2 : 3;
-}
 #else
 constexpr const Level* kLevels[] = {nullptr};
-int levels() { return 0; }
 #endif
+
+// The number of `kLevels` that this CPU has: the last one needs all instructions of LEVEL 4.
+int levels() {
+    const int level = level_of_cpu();
+    return level == 4 ? 3 : std::min(level, 2);
+}
 
 thread_local Scratch scratch;
 
@@ -126,18 +119,6 @@ void multiply_around(Product p, const Around& a, int level, unsigned threads) {
         });
 }
 
-// The arguments of a product and of what stands around it, without those of a call.
-struct Call {
-    Product product;
-    Around around;
-    bool stands_alone() const { return !around.norm && !around.is_gated; }
-};
-
-void run(const Call& call, int level, unsigned threads) {
-    if (call.stands_alone()) multiply(call.product, level, threads);
-    else multiply_around(call.product, call.around, level, threads);
-}
-
 template <class Type> Type* pointer(uintptr_t address) { return reinterpret_cast<Type*>(address); }
 
 void require(bool condition, const char* message) {
@@ -199,99 +180,101 @@ void check(const Product& p, int64_t columns, int64_t scale_rows, int64_t scale_
     if (p.outputs) require_memory("scales", p.scales, size_of(p.scale_type));
 }
 
-Call call_of(uintptr_t w, uintptr_t scales, uintptr_t bias, int64_t inputs, int64_t outputs, int64_t columns,
-             int64_t scale_rows, int64_t scale_columns, int64_t bias_count, int dtype, int scale_type, int weights,
-             int rounding, bool scaled_first, bool constant, uintptr_t table, int64_t group, int second, int rounds,
-             uintptr_t norm, int64_t norm_count, float eps, float offset, bool rounds_first, bool is_gated) {
+// The constants of a product, as `constants` of cpu_gemm.py has them.
+Product product_of(uintptr_t w, uintptr_t scales, uintptr_t bias, int64_t inputs, int64_t outputs, int64_t columns,
+                   int64_t scale_rows, int64_t scale_columns, int64_t bias_count, int dtype, int scale_type,
+                   int weights, int rounding, bool scaled_first, bool constant, uintptr_t table, int64_t group,
+                   int second, int rounds) {
     Product p{};
-    const int64_t row_bytes = columns * size_of(Weights(weights));
     p.w = pointer<const uint8_t>(w), p.scales = pointer<const void>(scales), p.bias = pointer<const void>(bias);
-    p.inputs = inputs, p.outputs = outputs, p.row_bytes = row_bytes;
+    p.inputs = inputs, p.outputs = outputs, p.row_bytes = columns * size_of(Weights(weights));
     p.dtype = Number(dtype), p.scale_type = Number(scale_type), p.weights = Weights(weights);
     p.rounding = Rounding(rounding), p.scaled_first = scaled_first, p.constant = constant;
     p.table = pointer<const float>(table), p.group = group, p.second = Second(second), p.rounds = Number(rounds);
     check(p, columns, scale_rows, scale_columns, bias_count);
-    if (norm_count >= 0) {
-        require_size("norm: its size", inputs, norm_count);
-        require_memory("norm", pointer<const void>(norm), 2);
-    }
-    require(!is_gated || outputs % 2 == 0, "weight: expected an even number of outputs, those of a gate first");
-    return {p, {pointer<const void>(norm), nullptr, nullptr, eps, offset, rounds_first, is_gated}};
+    return p;
 }
 
-// Products of bfloat16, each of the result of the one before it. Those with a norm add this to a stream first.
+// Products of bfloat16, each of the result of the one before it. With a residual stream those that have a norm add their
+// input to it first.
 class Chain {
   public:
     explicit Chain(int level) : level(level) {}
 
-    template <class... Arguments> void add(Arguments... arguments) {
-        const Call call = call_of(arguments...);
-        if (!calls.empty()) {
-            const Call& before = calls.back();
-            const int64_t given = before.product.outputs / (before.around.is_gated ? 2 : 1);
-            require_size("parts: the inputs of a product after another", given, call.product.inputs);
+    // norm_count: -1 without a norm. The other arguments are those of `product_of`.
+    template <class... Constants>
+    void add(uintptr_t norm, int64_t norm_count, float eps, float offset, bool rounds_first, bool is_gated,
+             Constants... constants) {
+        const Product p = product_of(constants...);
+        if (norm_count >= 0) {
+            require_size("norm: its size", p.inputs, norm_count);
+            require_memory("norm", pointer<const void>(norm), 2);
+            last_norm = links.size();
         }
-        calls.push_back(call);
-        if (call.around.norm) last_sum = calls.size() - 1;
+        require(!is_gated || p.outputs % 2 == 0, "weight: expected an even number of outputs, those of a gate first");
+        if (!links.empty()) {
+            const Link& before = links.back();
+            const int64_t given = before.product.outputs / (before.around.is_gated ? 2 : 1);
+            require_size("weights: the inputs of a product after another", given, p.inputs);
+        }
+        links.push_back({p, {pointer<const void>(norm), nullptr, nullptr, eps, offset, rounds_first, is_gated}});
     }
 
-    // stream: memory for the last sum.
+    // residual, stream: the residual stream, and memory for what becomes of it; or null.
     void run(uintptr_t x, uintptr_t residual, uintptr_t stream, uintptr_t out, int64_t rows, unsigned threads) const {
         if (!rows) return;
-        require_memory("x", pointer<void>(x), 2), require_memory("residual", pointer<void>(residual), 2);
+        require_memory("x", pointer<void>(x), 2);
+        if (residual) require_memory("residual", pointer<void>(residual), 2);
         static thread_local std::vector<uint16_t> results[2], sums[2];
         const void *now = pointer<const void>(x), *before = pointer<const void>(residual);
-        for (size_t i = 0; i < calls.size(); i++) {
-            Call call = calls[i];
-            call.product.x = now, call.product.rows = rows;
-            results[i % 2].resize(rows * call.product.outputs);
-            call.product.out = i + 1 < calls.size() ? results[i % 2].data() : pointer<void>(out);
-            if (call.around.norm) {
-                sums[i % 2].resize(rows * call.product.inputs);
-                call.around.residual = before;
-                call.around.stream = i < last_sum ? sums[i % 2].data() : pointer<void>(stream);
-                before = call.around.stream;
+        for (size_t i = 0; i < links.size(); i++) {
+            auto [product, around] = links[i];
+            results[i % 2].resize(rows * product.outputs);
+            product.x = now, product.rows = rows;
+            product.out = i + 1 < links.size() ? results[i % 2].data() : pointer<void>(out);
+            if (around.norm && before) {
+                sums[i % 2].resize(rows * product.inputs);
+                around.residual = before;
+                around.stream = i < last_norm ? sums[i % 2].data() : pointer<void>(stream);
+                before = around.stream;
             }
-            ::run(call, level, threads);
-            now = call.product.out;
+            multiply_around(product, around, level, threads);
+            now = product.out;
         }
     }
 
   private:
+    struct Link {
+        Product product;
+        Around around;
+    };
     int level;
-    size_t last_sum = 0;
-    std::vector<Call> calls;
+    size_t last_norm = 0;
+    std::vector<Link> links;
 };
 
 }  // namespace
 
-NB_MODULE(_few_rows, m) {
+NB_MODULE(_cpu_gemm, m) {
     nb::set_leak_warnings(false);  // chains that are kept live until the process ends
     m.def("levels", levels);
     m.def("multiply",
-          [](uintptr_t x, uintptr_t out, uintptr_t residual, uintptr_t stream, int64_t rows, int level,
-             unsigned threads, uintptr_t w, uintptr_t scales, uintptr_t bias, int64_t inputs, int64_t outputs,
-             int64_t columns, int64_t scale_rows, int64_t scale_columns, int64_t bias_count, int dtype, int scale_type,
-             int weights, int rounding, bool scaled_first, bool constant, uintptr_t table, int64_t group, int second,
-             int rounds, uintptr_t norm, int64_t norm_count, float eps, float offset, bool rounds_first,
-             bool is_gated) {
-              Call call = call_of(w, scales, bias, inputs, outputs, columns, scale_rows, scale_columns, bias_count, dtype,
-                                  scale_type, weights, rounding, scaled_first, constant, table, group, second, rounds,
-                                  norm, norm_count, eps, offset, rounds_first, is_gated);
+          [](uintptr_t x, uintptr_t out, int64_t rows, int level, unsigned threads, uintptr_t w, uintptr_t scales,
+             uintptr_t bias, int64_t inputs, int64_t outputs, int64_t columns, int64_t scale_rows,
+             int64_t scale_columns, int64_t bias_count, int dtype, int scale_type, int weights, int rounding,
+             bool scaled_first, bool constant, uintptr_t table, int64_t group, int second, int rounds) {
+              Product p = product_of(w, scales, bias, inputs, outputs, columns, scale_rows, scale_columns, bias_count,
+                                     dtype, scale_type, weights, rounding, scaled_first, constant, table, group, second,
+                                     rounds);
               if (!rows) return;
-              require_memory("x", pointer<void>(x), size_of(call.product.dtype));
-              if (residual) require_memory("residual", pointer<void>(residual), 2);
-              call.product.x = pointer<const void>(x), call.product.out = pointer<void>(out);
-              call.product.rows = rows;
-              call.around.residual = pointer<const void>(residual), call.around.stream = pointer<void>(stream);
-              run(call, level, threads);
+              require_memory("x", pointer<void>(x), size_of(p.dtype));
+              p.x = pointer<const void>(x), p.out = pointer<void>(out), p.rows = rows;
+              multiply(p, level, threads);
           },
           nb::call_guard<nb::gil_scoped_release>());
     nb::class_<Chain>(m, "Chain")
         .def(nb::init<int>())
-        .def("add",
-             &Chain::add<uintptr_t, uintptr_t, uintptr_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int,
-                         int, int, int, bool, bool, uintptr_t, int64_t, int, int, uintptr_t, int64_t, float, float,
-                         bool, bool>)
+        .def("add", &Chain::add<uintptr_t, uintptr_t, uintptr_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+                                int, int, int, int, bool, bool, uintptr_t, int64_t, int, int>)
         .def("run", &Chain::run, nb::call_guard<nb::gil_scoped_release>());
 }

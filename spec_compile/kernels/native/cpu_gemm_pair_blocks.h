@@ -1,9 +1,9 @@
-// few_rows_blocks.h by instructions for pairs of bfloat16.
+// cpu_gemm_blocks.h by instructions for pairs of bfloat16.
 //
 // Codes are decoded in registers, again for each tile of rows. With many rows a segment of 8 bits is decoded once, into
 // the first-level cache; 4 bits are decoded as fast as that is read.
 
-constexpr int kRegisterRows = 6;  // of a tile: 24 of the 32 registers are sums
+constexpr int kPairRows = 6;  // of a tile: 24 of the 32 registers are sums
 constexpr int64_t kManyRows = 24;
 
 // What decoding takes besides the codes.
@@ -125,14 +125,7 @@ template <class W, int V, int M> KERNEL void multiply_block(const BlockTile& t, 
 }
 
 template <class W, int V> KERNEL void multiply_block(const BlockTile& t, const Decoder& d, int64_t rows) {
-    switch (rows) {
-        case 1: return multiply_block<W, V, 1>(t, d);
-        case 2: return multiply_block<W, V, 2>(t, d);
-        case 3: return multiply_block<W, V, 3>(t, d);
-        case 4: return multiply_block<W, V, 4>(t, d);
-        case 5: return multiply_block<W, V, 5>(t, d);
-        case 6: return multiply_block<W, V, 6>(t, d);
-    }
+    WITH_ROWS(rows, multiply_block<W, V, M>(t, d))
 }
 
 // The numbers of a segment of 8 bits: V vectors for each pair of inputs.
@@ -171,20 +164,13 @@ template <int V, int M> APART void multiply_decoded(const BlockTile& t, const __
 }
 
 template <int V> KERNEL void multiply_decoded(const BlockTile& t, const __m512i* numbers, int64_t pairs, int64_t rows) {
-    switch (rows) {
-        case 1: return multiply_decoded<V, 1>(t, numbers, pairs);
-        case 2: return multiply_decoded<V, 2>(t, numbers, pairs);
-        case 3: return multiply_decoded<V, 3>(t, numbers, pairs);
-        case 4: return multiply_decoded<V, 4>(t, numbers, pairs);
-        case 5: return multiply_decoded<V, 5>(t, numbers, pairs);
-        case 6: return multiply_decoded<V, 6>(t, numbers, pairs);
-    }
+    WITH_ROWS(rows, multiply_decoded<V, M>(t, numbers, pairs))
 }
 
 // panel: memory for the numbers of a segment.
 template <class W, int V>
 KERNEL void multiply_segment(BlockTile t, const Decoder& d, int64_t rows, __m512i* panel) {
-    const int64_t tiles = (rows + kRegisterRows - 1) / kRegisterRows, size = (rows + tiles - 1) / tiles;
+    const int64_t tiles = (rows + kPairRows - 1) / kPairRows, size = (rows + tiles - 1) / tiles;
     const bool is_decoded = W::kSteps == 2 && rows >= kManyRows;
     if (is_decoded) decode_segment<V>(t, d, panel);
     for (int64_t m = 0; m < rows; m += size) {

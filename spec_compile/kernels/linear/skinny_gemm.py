@@ -1,4 +1,4 @@
-"""Form "small_m": products of rows of 16 bits on a GPU, which read the weights once if rows are few.
+"""Form "skinny_gemm": products of rows of 16 bits on a GPU, which read the weights once if rows are few.
 
 Its kernels begin while the kernel before them still runs (see `launching`), and read weights before they wait
 for it. So **no kernel of a layer may write weights**.
@@ -26,9 +26,8 @@ try:
     import triton
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    from .activations import as_read, has_fp8, rounded_blocks
-    from .quantised_kernel import look_up, round_rows_kernel
-    from .small_m_kernel import small_m_kernel, wide_kernel
+    from .quantised_kernel import as_read, has_fp8, look_up, round_rows_kernel, rounded_blocks
+    from .skinny_gemm_kernel import skinny_gemm_kernel, wide_kernel
 except ImportError:  # no GPU
     triton = None
 
@@ -149,7 +148,7 @@ def launch(product: Product, out: Tensor | None, parts: int, tile: ProductTile, 
         after if isinstance(after, each) else None for each in (ResidualStream, QkvHeads, Exchange)
     )
     nodes, (_, kv_heads, capacity, size) = (heads.cos.shape[1], heads.key_cache.shape) if heads else (1, (0, 0, 0, 0))
-    small_m_kernel[(grid[1], grid[0] * parts)](
+    skinny_gemm_kernel[(grid[1], grid[0] * parts)](
         Matrix(x, units, x.stride(0)), Matrix(weight, scales, weight.stride(0)), product.bias, out, shared, before,
         stream, heads, (exchange.peers, exchange.state, exchange.words) if exchange else None,
         exchange.rank if exchange else 0, rows, outputs, inputs, stream.residual.stride(0) if stream else 0, nodes,
@@ -182,7 +181,7 @@ def _rounded_rows(x: Tensor, dtype: torch.dtype, early: bool, static: Tensor | N
 # Products of many rows, such as prompts have, with the same bits (see `wide_kernel`).
 
 LEAST_ROWS = 384
-"""Rows from which on it is faster than `small_m_kernel`."""
+"""Rows from which on it is faster than `skinny_gemm_kernel`."""
 TILE, SMALL_TILE = ProductTile(128, 64, 256, 8, 4), ProductTile(128, 64, 128, 8, 4)
 """The tile, and that of fewer rows and of products whose columns are cut, which holds two sums. They reach 0.81 to 0.96
 of cuBLAS's speed with 2,048 rows of Llama-3.1-8B's layers on an H200."""
@@ -190,8 +189,8 @@ MANY_ROWS = 512
 """Rows from which on the larger tile is faster."""
 GATED_TILE, LEAST_GATED_ROWS, BUSY = ProductTile(256, 64, 128, 8, 4), 65, 0.8
 """The tile of a gated product of LEAST_GATED_ROWS to MANY_ROWS rows whose columns are not cut, if its programs keep a
-share of BUSY of the multiprocessors busy. That of Llama-3.1-8B took 0.88 of `small_m_kernel`'s time with 128 and with
-256 rows on an H200. Tiles of few outputs, and cut columns, took 0.9 to 1.3."""
+share of BUSY of the multiprocessors busy. That of Llama-3.1-8B took 0.88 of the time of `skinny_gemm_kernel` with 128
+and with 256 rows on an H200. Tiles of few outputs, and cut columns, took 0.9 to 1.3."""
 LEAST_HEIGHT = 64
 """Rows of the weights in a tile from which on groups of warps multiply (wgmma)."""
 
@@ -202,7 +201,7 @@ def has_descriptors(device: torch.device) -> bool:
 
 
 def serves_many_rows(product: Product, parts: int, tile: ProductTile) -> bool:
-    """True if `wide_kernel` computes a product in place of `small_m_kernel`, which would take these parts and tile."""
+    """True if `wide_kernel` computes a product for which `skinny_gemm_kernel` would take these parts and this tile."""
     x, after = product.x, product.after
     if not has_descriptors(x.device) or tile.block_o < LEAST_HEIGHT:
         return False
@@ -225,7 +224,7 @@ def _fills_gated_tiles(product: Product, parts: int) -> bool:
 
 
 def launch_many_rows(product: Product, out: torch.Tensor, parts: int, tile: ProductTile | None = None) -> None:
-    """Run the kernel with the arguments of `small_m.launch`. tile: None: by the parts and rows."""
+    """Run the kernel with the arguments of `skinny_gemm.launch`. tile: None: by the parts and rows."""
     x, weight, before, after = product.x, product.weight, product.before, product.after
     rows, inputs, outputs = *x.shape, len(weight)
     if tile is None:

@@ -1,4 +1,4 @@
-"""Products of few rows on a CPU, with weights as numbers or as codes (the kernel is C++, in few_rows.cpp).
+"""Products of few rows on a CPU, with weights as numbers or as codes (the kernel is C++, in cpu_gemm.cpp).
 
 It reads the weights once for all rows of a round, and adds up each row in one order for any number of rows.
 """
@@ -17,26 +17,26 @@ from ..launching import are_plain
 if TYPE_CHECKING:
     from ...quantised.codes import WeightLayout
 
-_few_rows = extensions.load_if_built("kernels.linear._few_rows", "products on a CPU are slower")
+_cpu_gemm = extensions.load_if_built("kernels.native._cpu_gemm", "products on a CPU are slower")
 LEVELS = ("", "AVX2", "AVX-512", "AVX-512 with VNNI, BF16 and VBMI")
 """The instructions of each level; the kernel takes the last that the CPU has and `kernels.cpu` allows."""
-BEST = 0 if _few_rows is None else min(_few_rows.levels(), HIGHEST)
+BEST = 0 if _cpu_gemm is None else min(_cpu_gemm.levels(), HIGHEST)
 """The level that it takes; 0: there is no kernel."""
 WIDE = 2
 """The first level that is faster than BLAS with weights as numbers."""
 MAX_ROWS = 64
 """The most rows with weights as numbers: BLAS uses the caches better with more."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""`Number` of few_rows.h."""
+"""`Number` of cpu_gemm.h."""
 WEIGHTS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
-"""`Weights` of few_rows.h, by the dtype; then blocks of FP8, and `CodeBlocks` by their bits."""
+"""`Weights` of cpu_gemm.h, by the dtype; then blocks of FP8, and `CodeBlocks` by their bits."""
 FP8_BLOCKS, BLOCKS = 4, {4: 5, 8: 6}
 ROUNDINGS = {torch.int8: 1, torch.float8_e4m3fn: 2}
-"""`Rounding` of few_rows.h, by the dtype of codes."""
+"""`Rounding` of cpu_gemm.h, by the dtype of codes."""
 
 
 class ProductForm(NamedTuple):
-    """How few_rows.cpp takes a product; see `Product` in few_rows.h."""
+    """How cpu_gemm.cpp takes a product; see `Product` in cpu_gemm.h."""
 
     weights: int
     rounding: int = 0
@@ -61,17 +61,17 @@ def cpu_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``: x [..., I], weight [O, I], bias [O] -> [..., O], by the kernel where it is the faster."""
     if not serves(weight, x.numel() // x.shape[-1]):
         return F.linear(x, weight, bias)
-    return torch.ops.spec_compile.few_rows_product(x, weight, bias)
+    return torch.ops.spec_compile.cpu_product(x, weight, bias)
 
 
-def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def cpu_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`cpu_linear` of any number of rows by the kernel: x and weight float32 or bfloat16, weight contiguous."""
     if x is None or weight is None:  # the dispatcher takes it for a tensor
         raise TypeError("x, weight: expected tensors, got None")
     form = NUMBERS.get(weight.dtype)
     if form is None:
         raise TypeError(f"weight: expected float32 or bfloat16, got {weight.dtype}")
-    if not BEST:
+    if not BEST or (x.dtype == torch.bfloat16 != weight.dtype):  # the kernel multiplies no wider weights
         return F.linear(x, weight.to(x.dtype), bias)
     return multiply(form, x, weight, None, bias)
 
@@ -79,9 +79,9 @@ def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 def lack_of_device(dtype: torch.dtype) -> str | None:
     """Why the kernel cannot multiply activations of a dtype on this CPU; None if it can."""
     if BEST == 0:
-        if _few_rows is None:
+        if _cpu_gemm is None:
             return "the package was not built"
-        return f"{VARIABLE} allows no AVX2" if _few_rows.levels() else "the CPU has no AVX2"
+        return f"{VARIABLE} allows no AVX2" if _cpu_gemm.levels() else "the CPU has no AVX2"
     return None if dtype in NUMBERS else f"its kernel takes no {dtype}"
 
 
@@ -144,59 +144,27 @@ def form_of(layout: "WeightLayout", dtype: torch.dtype) -> ProductForm | None:
     return ProductForm(WEIGHTS[dtype], ROUNDINGS.get(rounds, 0), scaled_first, not layout.norms_after)
 
 
-class Around(NamedTuple):
-    """The norm before a product of bfloat16 and the gate after it; see `Around` in few_rows.h, and around.py.
-
-    norm: [I] or None. stream: memory for x plus the residual, or None.
-    """
-
-    norm: Tensor | None = None
-    eps: float = 0.0
-    offset: float | None = None
-    residual: Tensor | None = None
-    stream: Tensor | None = None
-    is_gated: bool = False
-
-    @property
-    def constants(self) -> tuple:
-        """The arguments that are the same in all calls."""
-        count, norm = -1, self.norm
-        if norm is not None:
-            if norm.dtype is not torch.bfloat16 or norm.dim() != 1 or not norm.is_contiguous():
-                raise ValueError(f"norm: expected contiguous bfloat16 [I], got {_told(norm)}")
-            count = norm.numel()
-        return address(norm), count, self.eps, self.offset or 0.0, self.offset is None, self.is_gated
-
-
-NOTHING = Around()
-
-
 def multiply(
-    form: ProductForm, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None,
-    level: int | None = None, around: Around = NOTHING,
+    form: ProductForm, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, level: int | None = None
 ) -> Tensor:  # fmt: skip
-    """The kernel, at a level of instructions (None: the best): x [..., I] -> [..., O], or a gate's [..., O / 2], of x's
-    dtype. See `constants` for what is raised."""
+    """The kernel, at a level of instructions (None: the best): x [..., I] -> [..., O] of x's dtype. See `constants` for
+    what is raised."""
     shape, x = x.shape, x.contiguous()
     if not shape or not shape[-1]:
         raise ValueError(f"x: expected rows of at least one input, got the shape {list(shape)}")
     if bias is not None:
         bias = bias.to(x.dtype).contiguous()
-    inputs = shape[-1]
-    product, place = constants(form, x.dtype, inputs, weight, scales, bias), around.constants
-    outputs = product[4]
-    rows, out = x.numel() // inputs, x.new_empty(*shape[:-1], outputs // 2 if around.is_gated else outputs)
-    _few_rows.multiply(
-        x.data_ptr(), out.data_ptr(), address(around.residual), address(around.stream), rows,
-        BEST if level is None else level, torch.get_num_threads(), *product, *place,
-    )  # fmt: skip
+    inputs, level = shape[-1], BEST if level is None else level
+    product = constants(form, x.dtype, inputs, weight, scales, bias)
+    rows, out = x.numel() // inputs, x.new_empty(*shape[:-1], product[4])
+    _cpu_gemm.multiply(x.data_ptr(), out.data_ptr(), rows, level, torch.get_num_threads(), *product)
     return out
 
 
 def constants(
     form: ProductForm, dtype: torch.dtype, inputs: int, weight: Tensor, scales: Tensor | None, bias: Tensor | None
 ) -> tuple:  # fmt: skip
-    """The arguments of a product that are the same in all calls; see `call_of` in few_rows.cpp, which compares sizes.
+    """The arguments of a product that are the same in all calls; `product_of` in cpu_gemm.cpp compares their sizes.
 
     dtype: of activations and `bias`; TypeError if it, or the scales', is none that the kernel takes. ValueError if a
     tensor is not laid out as the kernel takes it.
@@ -205,31 +173,32 @@ def constants(
         raise TypeError(f"x: expected float32 or bfloat16, got {dtype}")
     sizes = weight.shape
     if len(sizes) != 2 or not weight.is_contiguous() or not weight.is_cpu:
-        raise ValueError(f"weight: expected contiguous [O, I] on a CPU, got {_told(weight)}")
+        raise ValueError(f"weight: expected contiguous [O, I] on a CPU, got {told(weight)}")
     scale_type, scale_sizes, bias_count = 0, (0, 0), -1
     if scales is not None:
         scale_type, scale_sizes = DTYPES.get(scales.dtype), scales.shape
         if scale_type is None:
             raise TypeError(f"scales: expected float32, bfloat16 or float16, got {scales.dtype}")
         if len(scale_sizes) != 2 or not scales.is_contiguous() or not scales.is_cpu:
-            raise ValueError(f"scales: expected contiguous rows on a CPU, got {_told(scales)}")
+            raise ValueError(f"scales: expected contiguous rows on a CPU, got {told(scales)}")
     if bias is not None:
         bias_count = bias.numel()
         if bias.dim() != 1 or not bias.is_cpu:
-            raise ValueError(f"bias: expected [O] on a CPU, got {_told(bias)}")
+            raise ValueError(f"bias: expected [O] on a CPU, got {told(bias)}")
     return (
         weight.data_ptr(), address(scales), address(bias), inputs, *sizes, *scale_sizes, bias_count,
         DTYPES[dtype], scale_type, *form[:4], address(form.table), *form[5:],
     )  # fmt: skip
 
 
-def _told(x: Tensor) -> str:
+def told(x: Tensor) -> str:
+    """A tensor's layout, for messages."""
     return f"{x.dtype} {list(x.shape)} with the strides {list(x.stride())} on {x.device}"
 
 
-def made_chain():
-    """A chain of the kernel without links; see `chain`."""
-    return _few_rows.Chain(BEST)
+def new_chain():
+    """An empty chain of products of the kernel; see `cpu_products`."""
+    return _cpu_gemm.Chain(BEST)
 
 
 def address(x: Tensor | None) -> int:
@@ -238,19 +207,19 @@ def address(x: Tensor | None) -> int:
 
 # `torch.library.custom_op` would add 15 microseconds to each of the hundred products of a round.
 _LIBRARY = torch.library.Library("spec_compile", "FRAGMENT")
-_LIBRARY.define("few_rows_product(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-_LIBRARY.impl("few_rows_product", few_rows_product, "CPU")
+_LIBRARY.define("cpu_product(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_LIBRARY.impl("cpu_product", cpu_product, "CPU")
 
 
-@torch.library.register_fake("spec_compile::few_rows_product")
+@torch.library.register_fake("spec_compile::cpu_product")
 def _(x, weight, bias):
     check_devices(x, weight, bias)
     if x.dtype not in NUMBERS or weight.dtype not in NUMBERS:
         raise TypeError(f"x, weight: expected float32 or bfloat16, got {x.dtype} and {weight.dtype}")
     if not x.dim() or weight.dim() != 2 or weight.shape[1] != x.shape[-1] or not weight.is_contiguous():
-        raise ValueError(f"weight: expected contiguous [O, I] for x [..., I], got {_told(weight)} for {_told(x)}")
+        raise ValueError(f"weight: expected contiguous [O, I] for x [..., I], got {told(weight)} for {told(x)}")
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias: expected [{weight.shape[0]}], got {_told(bias)}")
+        raise ValueError(f"bias: expected [{weight.shape[0]}], got {told(bias)}")
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 

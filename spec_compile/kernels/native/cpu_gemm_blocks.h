@@ -37,7 +37,7 @@ INLINE void floats_of(const uint8_t* from, Number type, int64_t count, float* ou
         for (int64_t j = 0; i + j < count; j++) out[i + j] = _cvtsh_ss(rest[j]);
     } else if (type == Number::bfloat16) {
         const uint16_t* halves = reinterpret_cast<const uint16_t*>(from);
-        for (int64_t i = 0; i < count; i++) out[i] = float_of_bits(uint32_t(halves[i]) << 16);
+        for (int64_t i = 0; i < count; i++) out[i] = float_of(halves[i]);
     } else std::memcpy(out, from, count * sizeof(float));
 }
 
@@ -63,7 +63,7 @@ template <class Element> KERNEL void sum_segments(const Product& p, const Elemen
     for (int64_t k = 0; k < stored_inputs(p); k += segment) {
         float sum = 0.f;
         for (int64_t i = k; i < std::min(k + segment, p.inputs); i++) {
-            if constexpr (sizeof(Element) == 2) sum += float_of_bits(uint32_t(uint16_t(x[i])) << 16);
+            if constexpr (sizeof(Element) == 2) sum += float_of(uint16_t(x[i]));
             else sum += float(x[i]);
         }
         *sums++ = sum;
@@ -76,11 +76,11 @@ KERNEL void finish_block(const Product& p, const BlockPart& part, const float* k
     for (int64_t i = 0; i < part.count; i += 16) {
         const int64_t count = std::min(int64_t(16), part.count - i);
         float biases[16] = {}, numbers[16];
-        for (int64_t j = 0; j < count && p.bias; j++) biases[j] = number(p.bias, p.dtype, o + i + j);
+        for (int64_t j = 0; j < count && p.bias; j++) biases[j] = number_at(p.bias, p.dtype, o + i + j);
         for (int64_t r = 0; r < rows; r++) {
             const float* sums = kept + r * kBlockOutputs + i;
             const int64_t at = (row + r) * p.outputs + o + i;
-#if NATIVE
+#if LEVEL == 4
             if (p.dtype == Number::bfloat16) {
                 const __m512 all = _mm512_add_ps(_mm512_loadu_ps(sums), _mm512_loadu_ps(biases));
                 _mm256_mask_storeu_epi16(static_cast<uint16_t*>(p.out) + at, __mmask16((1u << count) - 1),
@@ -104,6 +104,7 @@ KERNEL void finish_block(const Product& p, const BlockPart& part, const float* k
 
 constexpr int kTile = 2 * kLanes;
 constexpr int kTileRows = 6;
+constexpr int kRegisterRows = 4;  // rows with which codes are decoded in registers
 constexpr int kFewTile = kLanes == 16 ? 64 : 16;  // of few rows: with 4, 16 or 8 of the registers are sums
 
 // The numbers of code e of words of the outputs `at` .. of a part; rounded: times their scales, as the layout rounds
@@ -112,10 +113,10 @@ template <int kBits, bool kRounded>
 INLINE Floats number_of_code(const Product& p, const Table& table, const Units& units, int64_t at, Ints words, int e) {
     Floats numbers;
     if constexpr (kBits == 8) numbers = floats_of_bytes(words, e);
-    else numbers = numbers_of(table, shifted_right(words, e / 2 * 4 + e % 2 * 16));
+    else numbers = numbers_of(table, (Ints)((Words)words >> (e / 2 * 4 + e % 2 * 16)));
     if constexpr (kRounded) {
-        if (p.second == Second::point) numbers = minus(numbers, floats_at(units.seconds + at));
-        numbers = times(numbers, floats_at(units.scales + at));
+        if (p.second == Second::point) numbers = numbers - load(units.seconds + at);
+        numbers = times(numbers, load(units.scales + at));
         numbers = p.rounds == Number::float16 ? to_float16(numbers) : to_bfloat16(numbers);
     }
     return numbers;
@@ -148,11 +149,11 @@ KERNEL void multiply_floats(const float* panel, const float* x, int64_t stride, 
 #pragma GCC unroll 6
     for (int m = 0; m < M; m++) sums[m][0] = sums[m][1] = spread(0.f);
     for (int64_t k = 0; k < count; k++, panel += kTile) {
-        const Floats a = floats_at(panel), b = floats_at(panel + kLanes);
+        const Floats a = load(panel), b = load(panel + kLanes);
 #pragma GCC unroll 6
         for (int m = 0; m < M; m++) {
             const Floats value = spread(x[m * stride + k]);
-            sums[m][0] = fused(a, value, sums[m][0]), sums[m][1] = fused(b, value, sums[m][1]);
+            sums[m][0] = fma(a, value, sums[m][0]), sums[m][1] = fma(b, value, sums[m][1]);
         }
     }
 #pragma GCC unroll 6
@@ -161,14 +162,7 @@ KERNEL void multiply_floats(const float* panel, const float* x, int64_t stride, 
 
 KERNEL void multiply_floats(const float* panel, const float* x, int64_t stride, int64_t count, int64_t rows,
                             float* out) {
-    switch (rows) {
-        case 1: return multiply_floats<1>(panel, x, stride, count, out);
-        case 2: return multiply_floats<2>(panel, x, stride, count, out);
-        case 3: return multiply_floats<3>(panel, x, stride, count, out);
-        case 4: return multiply_floats<4>(panel, x, stride, count, out);
-        case 5: return multiply_floats<5>(panel, x, stride, count, out);
-        case 6: return multiply_floats<6>(panel, x, stride, count, out);
-    }
+    WITH_ROWS(rows, multiply_floats<M>(panel, x, stride, count, out))
 }
 
 // What the sum of x is multiplied by, in place of what the layout has.
@@ -182,10 +176,10 @@ INLINE void as_added(const Product& p, Units& units, int64_t count) {
 INLINE void add_segment(const float* sums, const float* scales, const float* seconds, float of_x, int64_t count,
                         float* kept) {
     for (int64_t i = 0; i < count; i += kLanes) {
-        Floats all = floats_at(kept + i);
-        if (scales) all = fused(floats_at(sums + i), floats_at(scales + i), all);
-        else all = plus(floats_at(sums + i), all);
-        if (seconds) all = fused(floats_at(seconds + i), spread(of_x), all);
+        Floats all = load(kept + i);
+        if (scales) all = fma(load(sums + i), load(scales + i), all);
+        else all = load(sums + i) + all;
+        if (seconds) all = fma(load(seconds + i), spread(of_x), all);
         put(kept + i, all);
     }
 }
@@ -231,7 +225,7 @@ INLINE void multiply_codes(const Product& p, const BlockPart& part, const Units&
                 const int64_t at = first + i * kLanes;
                 const Floats numbers = number_of_code<kBits, kRounded>(p, table, units, at, codes[i], e);
 #pragma GCC unroll 4
-                for (int m = 0; m < M; m++) sums[m][i] = fused(numbers, spread(x[m * stride + e]), sums[m][i]);
+                for (int m = 0; m < M; m++) sums[m][i] = fma(numbers, spread(x[m * stride + e]), sums[m][i]);
             }
         }
     }
@@ -299,13 +293,8 @@ KERNEL void float_blocks_of(const Product& p, int64_t row, int64_t begin, int64_
     for (int64_t o = begin; o < end;) {
         const BlockPart part = part_of(p, o, end);
         std::memset(kept, 0, rows * kBlockOutputs * sizeof(float));
-        switch (rows) {
-            case 1: few_rows_of<kBits, kRounded, 1>(p, part, row, kept); break;
-            case 2: few_rows_of<kBits, kRounded, 2>(p, part, row, kept); break;
-            case 3: few_rows_of<kBits, kRounded, 3>(p, part, row, kept); break;
-            case 4: few_rows_of<kBits, kRounded, 4>(p, part, row, kept); break;
-            default: many_rows_of<kBits, kRounded>(p, part, row, rows, panel, kept);
-        }
+        if (rows > kRegisterRows) many_rows_of<kBits, kRounded>(p, part, row, rows, panel, kept);
+        else WITH_ROWS(rows, few_rows_of<kBits, kRounded, std::min(M, kRegisterRows)>(p, part, row, kept))
         finish_block(p, part, kept, row, rows);
         o = part.begin + part.first + part.count;
     }

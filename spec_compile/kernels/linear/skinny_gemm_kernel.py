@@ -1,4 +1,4 @@
-"""The kernel of the form "small_m": a product that takes about as long as reading the weights from memory.
+"""The kernel of the form "skinny_gemm": a product that takes about as long as reading the weights from memory.
 
     out[n, o] = sum over k of x[n, k] * weight[o, k]
 
@@ -120,7 +120,7 @@ def _send(value, peers, slot, column, n, rows, height, rank, RANKS: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["rows", "late", "prefetch", "nodes", "rank"])
-def small_m_kernel(
+def skinny_gemm_kernel(
     x, weight, bias_ptr, out_ptr, shared, before, stream, heads, sent, rank, rows, outputs, inputs, stride_r, nodes,
     capacity, late, prefetch, RANKS: tl.constexpr, SHOTS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, CUT: tl.constexpr, PARTS: tl.constexpr, TERMS: tl.constexpr,
@@ -198,7 +198,7 @@ def small_m_kernel(
             store(acc, out_ptr, column, n, rows, height)
 
 
-# The steps after a product, with its sums in registers: those of `small_m_kernel` and `wide_kernel`.
+# The steps after a product, with its sums in registers: those of `skinny_gemm_kernel` and `wide_kernel`.
 #
 # Shapes: HEIGHT columns of out, BLOCK_N rows of x.
 
@@ -272,7 +272,7 @@ def store(value, out_ptr, column, n, rows, height):
     tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-# The end of the product "small_m" whose outputs are queries, keys and values: norms, rotation, append to the cache.
+# The end of the product "skinny_gemm" whose outputs are queries, keys and values: norms, rotation, append to the cache.
 #
 # The rotation of x, y, outputs d and d + D / 2 of a head, is x * cos - y * sin, y * cos + x * sin. A tile has PAIRS
 # such pairs of N rows; x and y are [PAIRS, N]. Pair p is d = p % (D / 2) of head p // (D / 2): with D = 64, pair 70 is
@@ -358,15 +358,14 @@ def store_heads(
     tl.store(heads.value_cache + at + half, as_stored(y, heads.value_cache), mask=mask)
 
 
-# The product "small_m" of many rows, such as those of a prompt: as fast as the tensor cores multiply.
+# The product "skinny_gemm" of many rows, such as those of a prompt: as fast as the tensor cores multiply.
 #
 # A program reads its tiles with descriptors (TMA on Hopper) and adds up all parts of the columns by itself, one after
 # the other. So each row goes through the same instructions, and each part is added in the same order, as in
-# `small_m_kernel`, and **a row's result has the same bits as among few rows**. A product whose outputs come in pairs, a
-# gate's or those of the halves of a head, is two products of the same rows x.
+# `skinny_gemm_kernel`, and **a row's result has the same bits as among few rows**. A product whose outputs come in
+# pairs, a gate's or those of the halves of a head, is two products of the same rows x.
 #
-# Shapes of a tile: weights [HEIGHT, BLOCK_K], activations [BLOCK_N,
-# BLOCK_K], sums [HEIGHT, BLOCK_N].
+# Shapes of a tile: weights [HEIGHT, BLOCK_K], activations [BLOCK_N, BLOCK_K], sums [HEIGHT, BLOCK_N].
 
 
 @triton.jit
@@ -376,7 +375,7 @@ def _multiply_many(
     PAIRED: tl.constexpr,
 ):  # fmt: skip
     """The products [HEIGHT, BLOCK_N] of the rows of x from `row` on with the weights' rows from `o` on and, PAIRED,
-    with those from o + distance on (else 0). Columns are cut as in `small_m_kernel._share_of_program`."""
+    with those from o + distance on (else 0). Columns are cut as in `skinny_gemm_kernel._share_of_program`."""
     cuts = tl.cdiv(inputs, CUT)
     first, second = tl.zeros([HEIGHT, BLOCK_N], tl.float32), 0.0
     if PAIRED:

@@ -1,0 +1,189 @@
+"""The op of products on a CPU in bfloat16 that follow one another, with what stands around each of them.
+
+Between products a decoder layer computes little, but each piece of compiled code costs some microseconds of Python, as
+much as a product of a small model. So additions, norms and gates join the products, and the four products between two
+calls of attention are one call. `passes.cpu_products` puts the op into the graph.
+"""
+
+import operator
+from dataclasses import replace
+from itertools import repeat
+
+import torch
+from torch import Tensor
+
+from ..launching import are_plain
+from . import cpu_gemm
+from .cpu_gemm import ProductForm
+from .product import Gate, Product, RmsNorm
+from .product_ops import plain_product
+
+KNOWN = 4096
+"""Most chains of the kernel that are kept for later calls."""
+DTYPE = operator.attrgetter("dtype")
+
+
+def cpu_products(
+    x: Tensor, residual: Tensor | None, weights: list[Tensor], scales: list[Tensor | None], biases: list[Tensor | None],
+    kinds: list[str], norms: list[Tensor | None], eps: list[float], offsets: list[float], rounds_first: list[bool],
+    gated: list[bool],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Products of which each multiplies the result of the one before it.
+
+    x: [..., I]; the input of the first product.
+    residual: [..., H]; the residual stream, of x's dtype. A product that has a norm then adds its input to the stream
+    first, and norms the sum. None: it norms its input.
+
+    All other arguments have an entry for each product:
+    weights, scales, biases, kinds: [O, I], [O, ...], [O] and a text, as in `Product`; scales None and the kind "" if
+    the layer is not quantised.
+    norms, eps, offsets, rounds_first: the weight [I] of an RMSNorm, or None; the others as in `RmsNorm`.
+    gated: the result is ``silu(gate) * up`` [..., O / 2] of the halves of the outputs.
+
+    -> the stream after the last addition (empty without a residual), and the last product [..., O]. Each step is
+    rounded as PyTorch does without a compiler. A row has the same bits with any number of rows.
+
+    Example: of the products o, gate and up, down, and the next layer's q, k and v, the second and the fourth have a
+    norm. x is what attention gives. The results are the next layer's stream and its queries, keys and values.
+    """
+    lists = weights, scales, biases, kinds, norms, eps, offsets, rounds_first, gated
+    known = _known_chain(x, lists)
+    if known is None and len(weights) > 1:
+        stream = x.new_empty(0) if residual is None else residual
+        for each in zip(*lists):
+            adds = residual is not None and each[4] is not None
+            after, x = cpu_products(x, stream if adds else None, *([entry] for entry in each))
+            stream = after if adds else stream
+        return stream, x
+    if known is None:
+        (layer,) = _layers(x, lists)
+        stream = x.new_empty(0) if residual is None else _sum(x, residual)
+        return stream, plain_product(replace(layer, x=x if residual is None else stream)).contiguous()
+    chain, outputs, width = known
+    stream, residual_at = x.new_empty(0), 0
+    if residual is not None:
+        if width is None:
+            raise ValueError("norms: expected one, whose product adds to the residual")
+        _check_residual(residual, torch.bfloat16, (*x.shape[:-1], width))
+        residual = residual.contiguous()
+        stream, residual_at = residual.new_empty(residual.shape), residual.data_ptr()
+    x, rows = x.contiguous(), x.numel() // x.shape[-1]
+    out = x.new_empty(*x.shape[:-1], outputs)
+    chain.run(x.data_ptr(), residual_at, stream.data_ptr(), out.data_ptr(), rows, torch.get_num_threads())
+    return stream, out
+
+
+def serves(dtype: torch.dtype, parts: list[Tensor], kind: str) -> bool:
+    """True if the kernel multiplies few rows of a dtype by a layer with these parts."""
+    x = parts[0].new_empty(1, parts[0].shape[1], dtype=dtype)
+    return dtype == torch.bfloat16 and _form_of(x, parts, kind) is not None
+
+
+def _form_of(x: Tensor, parts: list[Tensor], kind: str) -> ProductForm | None:
+    """How the kernel takes a product of bfloat16; None: it does not."""
+    if kind:
+        return cpu_gemm.form_here(kind, x, parts)
+    serves = not are_plain() and parts[0].dtype is x.dtype and cpu_gemm.serves(parts[0], x.numel() // x.shape[-1])
+    return cpu_gemm.NUMBERS[x.dtype] if serves else None
+
+
+def _sum(x: Tensor, residual: Tensor) -> Tensor:
+    _check_residual(residual, x.dtype, x.shape)
+    return x + residual
+
+
+def _check_residual(residual: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if residual.dtype is not dtype:
+        raise TypeError(f"residual: expected {dtype}, got {residual.dtype}")
+    if residual.shape != shape:
+        raise ValueError(f"residual: expected the shape {list(shape)}, got {list(residual.shape)}")
+
+
+def _layers(x: Tensor, lists: tuple[list, ...]) -> list[Product]:
+    """The products of the op's lists. Each has x in the place of its input."""
+    if not lists[0] or len({*map(len, lists)}) > 1:
+        raise ValueError(f"weights, scales, ...: expected an entry for each product, got {[*map(len, lists)]}")
+    layers = []
+    for weight, scales, bias, kind, norm, eps, offset, rounds_first, is_gated in zip(*lists):
+        if bool(kind) == (scales is None):
+            raise ValueError(f"scales: expected some for a quantised layer only, got {scales} for the kind {kind!r}")
+        before = None if norm is None else RmsNorm(norm, eps, None if rounds_first else offset)
+        layers.append(Product(x, weight, bias, scales, kind, before, Gate() if is_gated else None))
+    return layers
+
+
+_known: dict[tuple, tuple | None] = {}
+"""By numbers, levels, and the addresses, dtypes, sizes and strides of tensors: results of `_new_chain`."""
+
+
+def _known_chain(x: Tensor, lists: tuple[list, ...]) -> tuple | None:
+    """The chain of the kernel, the outputs of its last product, and the width of its norms (None without one); or None
+    if the kernel does not serve."""
+    if not x.dim() or not x.shape[-1]:
+        raise ValueError(f"x: expected rows of at least one input, got the shape {list(x.shape)}")
+    weights, scales, biases, kinds, norms, *numbers = lists
+    if x.dtype != torch.bfloat16:
+        cpu_gemm.check_activations(x)
+        return None
+    rows, inputs = x.numel() // x.shape[-1], x.shape[-1]
+    if are_plain() or (rows > cpu_gemm.MAX_ROWS and not all(kinds)):
+        return None  # a library multiplies so many rows by weights of bfloat16
+    slots = *weights, *scales, *biases, *norms
+    tensors = [each for each in slots if each is not None]
+    key = (
+        inputs, cpu_gemm.BEST, *kinds, *map(tuple, numbers), *map(operator.is_, slots, repeat(None)),
+        *map(Tensor.data_ptr, tensors), *map(Tensor.numel, tensors), *map(Tensor.stride, tensors),
+        *map(DTYPE, tensors),
+    )  # fmt: skip
+    if key not in _known:
+        if len(_known) == KNOWN:
+            _known.clear()
+        _known[key] = _new_chain(x.new_empty(1, inputs), _layers(x, lists))
+    return _known[key]
+
+
+def _new_chain(x: Tensor, layers: list[Product]) -> tuple | None:
+    """The value of `_known_chain` for rows like x [1, I]."""
+    chain, width = cpu_gemm.new_chain(), None
+    for layer in layers:
+        weight, bias, norm = layer.weight, layer.bias, layer.before
+        form = _form_of(x, [weight] if layer.scales is None else [weight, layer.scales], layer.kind)
+        if form is None or (bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous())):
+            return None
+        around = 0, -1, 0.0, 0.0, False
+        if norm is not None:
+            if norm.weight.dtype is not x.dtype or norm.weight.dim() != 1 or not norm.weight.is_contiguous():
+                raise ValueError(f"norm: expected contiguous bfloat16 [I], got {cpu_gemm.told(norm.weight)}")
+            if width not in (None, x.shape[1]):
+                raise ValueError(f"norms: expected all to be of one stream, got {width} and {x.shape[1]} inputs")
+            width, offset = x.shape[1], norm.offset
+            around = norm.weight.data_ptr(), norm.weight.numel(), norm.eps, offset or 0.0, offset is None
+        is_gated = layer.after is not None
+        chain.add(*around, is_gated, *cpu_gemm.constants(form, x.dtype, x.shape[1], weight, layer.scales, bias))
+        x = x.new_empty(1, weight.shape[0] // (2 if is_gated else 1))
+    return chain, x.shape[1], width
+
+
+# `torch.library.custom_op` would add 15 microseconds to each of the calls of a round.
+_LIBRARY = torch.library.Library("spec_compile", "FRAGMENT")
+_LIBRARY.define(
+    "cpu_products(Tensor x, Tensor? residual, Tensor[] weights, Tensor?[] scales, Tensor?[] biases, str[] kinds, "
+    "Tensor?[] norms, float[] eps, float[] offsets, bool[] rounds_first, bool[] gated) -> (Tensor, Tensor)"
+)
+_LIBRARY.impl("cpu_products", cpu_products, "CPU")
+CPU_PRODUCTS = torch.ops.spec_compile.cpu_products.default
+
+
+@torch.library.register_fake("spec_compile::cpu_products")
+def _(x, residual, weights, scales, biases, kinds, norms, eps, offsets, rounds_first, gated):
+    from ...quantised import layout_of
+
+    cpu_gemm.check_devices(x, residual, *weights, *scales, *biases, *norms)
+    stream = x.new_empty(0) if residual is None else residual.new_empty(residual.shape)
+    for layer in _layers(x, (weights, scales, biases, kinds, norms, eps, offsets, rounds_first, gated)):
+        if layer.before is not None and residual is not None:
+            _check_residual(residual, x.dtype, x.shape)
+        parts = [layer.weight, layer.scales]
+        outputs = layout_of(layer.kind).outputs(parts, x.shape[-1]) if layer.kind else layer.weight.shape[0]
+        x = x.new_empty(*x.shape[:-1], outputs // (2 if layer.after else 1))
+    return stream, x

@@ -1,0 +1,40 @@
+// What kernels on a CPU find there: its instructions, and the OpenMP runtime.
+#pragma once
+
+#include <dlfcn.h>
+
+// The last LEVEL of level.h that this CPU has.
+inline int level_of_cpu() {
+#if defined(__x86_64__) && defined(__GNUC__)
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c")) return 0;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
+        return 1;
+    if (!__builtin_cpu_supports("avx512bf16")) return 2;
+    return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi") ? 4 : 3;
+#else
+    return 0;
+#endif
+}
+
+// The OpenMP runtime that torch has loaded. With threads of another one, both would spin on the same cores.
+struct OpenMP {
+    void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
+    void (*barrier)();
+    int (*thread)();
+    int (*threads)();
+
+    OpenMP() {
+        *reinterpret_cast<void**>(&parallel) = dlsym(RTLD_DEFAULT, "GOMP_parallel");
+        *reinterpret_cast<void**>(&barrier) = dlsym(RTLD_DEFAULT, "GOMP_barrier");
+        *reinterpret_cast<void**>(&thread) = dlsym(RTLD_DEFAULT, "omp_get_thread_num");
+        *reinterpret_cast<void**>(&threads) = dlsym(RTLD_DEFAULT, "omp_get_num_threads");
+    }
+    bool present() const { return parallel && barrier && thread && threads; }
+};
+
+inline const OpenMP& openmp() {
+    static const OpenMP runtime;
+    return runtime;
+}
