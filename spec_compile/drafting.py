@@ -189,15 +189,15 @@ class Algorithm:
     """The share of the target's tokens that are in the draft's vocabulary, too; None if both have one tokenizer."""
 
     @property
+    def ahead(self) -> int:
+        """Tokens after a slot's own that its keys and values may depend on: 1 for a head, 0 if there are none."""
+        return int(self.graph is not None)
+
+    @property
     def remembers(self) -> bool:
         """True if its drafters hold keys and values of the text. Then a prompt that the target has cached must still be
         processed again if the drafters' are of another text."""
-        return self.graph is not None
-
-    @property
-    def ahead(self) -> int:
-        """Tokens after a slot's own that its keys and values may depend on: 1 for a head, 0 if there are none."""
-        return int(self.remembers)
+        return self.ahead > 0
 
     @property
     def token_bytes(self) -> int:

@@ -1,6 +1,6 @@
 """`load_contrib` and `load_plugins`: abilities that add themselves to the tables of this package when imported.
 
-An ability registers an algorithm (`drafters.register`), a format of drafts (`drafters.checkpoints.load.FORMATS`), a
+An ability registers an algorithm (`drafters.ALGORITHMS`), a format of drafts (`drafters.checkpoints.load.FORMATS`), a
 module of transformers (`capture.modules.MODULES`), a pass (`passes.register`), and so on.
 """
 

@@ -141,9 +141,9 @@ GUARDS = [
         # drafters
         ("another-tokenizer", "ids = tokens", "contrib/test_two_tokenizers.py -k accepts_everything"),
         ("drafted-twice", FIRST, "drafters/test_union.py -k test_merged_trees"),
-        ("seam-of-rounds", LESS, "drafters/test_mtp_modules.py -k token_k"),
+        ("seam-of-rounds", LESS, "contrib/test_mtp_modules.py -k token_k"),
         ("yarn", NEVER, "drafters/test_draft_block.py -k 'formulas and eagle3_mla'"),
-        ("drafting-backend", NEVER, "drafters/test_assistant.py -k other_models"),
+        ("drafting-backend", NEVER, "contrib/test_assistant.py -k other_models"),
         ("draft-weights", SKIP, "drafters/test_draft_weights.py -k refresh"),
         # batching, and the texts of other people
         ("adapter-kv", ALWAYS, "batching/test_lora_requests.py -k 'belong and cpu-1'"),

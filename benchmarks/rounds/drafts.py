@@ -19,9 +19,8 @@ from benchmarks.common import elapsed, floors
 from benchmarks.rounds.shapes import SHAPES
 from benchmarks.timers import alone
 from spec_compile.contrib.parallel import ParallelEagle3Head
-from spec_compile.drafters.checkpoints.dflash import spread_layers
 from spec_compile.drafters.checkpoints.files import Target
-from spec_compile.drafters.modules.dflash import DFlashDraft
+from spec_compile.drafters.modules.dflash import DFlashDraft, spread_layers
 from spec_compile.drafters.modules.eagle import Eagle3Head, EagleHead
 from spec_compile.drafters.modules.layers import LayerKnobs
 from spec_compile.drafters.modules.mtp import MtpHead, block_config

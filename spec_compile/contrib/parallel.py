@@ -18,16 +18,15 @@ from ..capture.admit import Inventory
 from ..drafters import ALGORITHMS, ALIASES, Entry
 from ..drafters.checkpoints.config import SPECULATORS
 from ..drafters.checkpoints.draft_files import DraftFiles
-from ..drafters.checkpoints.eagle import EAGLE3_OVERRIDES, read_eagle3
 from ..drafters.checkpoints.files import Target
 from ..drafters.checkpoints.load import DraftFormat, load_head, register_format
 from ..drafters.draft_model import DraftModel, ModelDrafter, SameTokens, capture_draft, map_one, open_draft
 from ..drafters.heads import HeadAlgorithm, HeadDrafter
-from ..drafters.modules.eagle import Eagle3Head
+from ..drafters.modules.eagle import EAGLE3_OVERRIDES, Eagle3Head, read_eagle3
 from ..drafters.options import DraftOptions
 from ..drafters.self_check import best_reading
+from ..drafters.trees.grow import Schedule
 from ..drafters.trees.propose import BlockProposer
-from ..drafters.trees.schedule import Schedule
 from ..drafting import Drafter, DraftPlan
 from ..errors import check_int
 from ..graph import ModelGraph

@@ -9,8 +9,7 @@ from ..config import Options, describe
 from ..drafting import Algorithm
 from ..errors import did_you_mean
 from ..registry import load_plugins
-from . import assistant, dflash, draft_model, heads, mtp_modules, ngram, union
-from .checkpoints.dflash import drafts_blocks
+from . import dflash, draft_model, heads, ngram, union
 from .options import DraftOptions, UnionOptions
 
 
@@ -20,22 +19,23 @@ class Entry(NamedTuple):
     options: the class of its options.
     build: makes it for a model.
     needs: describes the module that ``draft=`` must name; empty if it can be left out.
+    other: names the algorithm that drafts with a given ``draft=`` in its place, or None.
     """
 
     options: type[Options]
     build: Callable[[Inventory, Options], Algorithm]
     needs: str = ""
+    other: Callable[[Any], str | None] = lambda draft: None
 
 
 ALGORITHMS = {
     "ngram": Entry(ngram.NgramOptions, ngram.build),
-    "eagle": Entry(heads.HeadOptions, partial(mtp_modules.build, "eagle"), "an EAGLE head"),
-    "eagle3": Entry(heads.HeadOptions, partial(mtp_modules.build, "eagle3"), "an EAGLE-3 head"),
-    "mtp": Entry(heads.NaiveOptions, partial(mtp_modules.build, "mtp")),
-    "naive_eagle": Entry(heads.NaiveOptions, partial(mtp_modules.build, None)),
+    "eagle": Entry(heads.HeadOptions, partial(heads.build, "eagle"), "an EAGLE head"),
+    "eagle3": Entry(heads.HeadOptions, partial(heads.build, "eagle3"), "an EAGLE-3 head"),
+    "mtp": Entry(heads.NaiveOptions, partial(heads.build, "mtp")),
+    "naive_eagle": Entry(heads.NaiveOptions, partial(heads.build, None)),
     "draft_model": Entry(DraftOptions, draft_model.build, "a smaller model"),
     "dflash": Entry(dflash.DFlashOptions, dflash.build, "a DFlash draft"),
-    "assistant": Entry(DraftOptions, assistant.build, "an assistant of a Gemma 4 or Muse Glimmer model"),
 }
 ALIASES = {
     "lookahead": "ngram", "nextn": "mtp", "standalone": "draft_model",
@@ -43,7 +43,7 @@ ALIASES = {
 
 
 def describe_options() -> str:
-    """The options of `speculate` with types, defaults and meanings: the common ones, then those of each algorithm."""
+    """The options of `speculate` with types, defaults and meanings: first the common ones, then by algorithm."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, entry in ALGORITHMS.items():
         groups.setdefault(tuple(describe(entry.options, Options)), []).append(name)
@@ -83,5 +83,5 @@ def parse_algorithm(algo: str, draft: Any = None) -> str:
     known = sorted({*ALGORITHMS, *ALIASES})
     if name not in known:
         raise ValueError(f"algo: expected one of {', '.join(known)}, got {algo!r}." + did_you_mean(name, known))
-    blocks = name == "assistant" and draft is not None and drafts_blocks(draft)
-    return "dflash" if blocks else ALIASES.get(name, name)
+    name = ALIASES.get(name, name)
+    return ALGORITHMS[name].other(draft) or name

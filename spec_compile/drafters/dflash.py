@@ -26,11 +26,9 @@ from ..kernels.top_logits import MAX_K
 from ..runtime.state import State
 from ..tree import MAX_NODES, Accepted
 from .checkpoints.load import load_head
-from .draft_weights import DraftWeights
 from .modules.dflash import ContextProjection, DFlashDraft
-from .options import ModuleOptions
-from .shared_draft import choose_ranks
-from .window import WindowOptions
+from .options import ModuleOptions, WindowOptions
+from .shared_draft import DraftWeights, choose_ranks
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,8 @@ from ..drafting import Algorithm, Drafter, DraftPlan
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph
 from ..runtime.state import State
-from .draft_weights import DraftWeights
 from .options import DraftOptions
-from .shared_draft import choose_ranks
+from .shared_draft import DraftWeights, choose_ranks
 from .trees.propose import propose_grown
 
 
@@ -68,6 +67,7 @@ class DraftModel(Algorithm):
         """graph: of `draft`. mapping: of its tokens and the target's."""
         self.draft_module = draft
         self.schedule, self.mapping, self.vocabulary_share = options.schedule, mapping, mapping.share
+        # Rewrite the graph twice, for drafting and for prompts, on the ranks that share it.
         ranks, self.sharing = choose_ranks(options.draft_ranks, options.ranks, graph)
         self.weights = DraftWeights(options.draft_weights, draft)
         drafting, prefilling = (
@@ -132,12 +132,14 @@ class ModelDrafter(Drafter):
         self.filling(ids, positions, state.lengths, None, self.cache.tensors, max_kv_len)
 
     def propose(self, state: State, max_kv_len: int, nodes: int | None = None) -> None:
+        # Feed the root, and before it the tokens whose keys and values the cache may lack.
         begin = (state.lengths - self.refill).clamp(min=0)
         places = begin[:, None] + torch.arange(self.refill + 1, device=begin.device)
         ids = self.mapping.read(state.tokens.gather(1, places))
         rows = (state.lengths - begin)[:, None].expand(-1, self.wanted)  # the root's, as often as `_step` wants rows
         chain = (torch.ones_like(places) << torch.arange(1, self.refill + 2, device=begin.device)) - 1  # 0b1, 0b11, ...
         logits = self._run(ids, places, begin, chain, max_kv_len, rows)[:, 0]
+        # Grow the tree below it.
         step = partial(self._step, state.lengths.clone(), max_kv_len)
         to_target = self.mapping.draft_to_target
         propose_grown(state, self.schedule, self.draws, logits, logits[:, :1], step, to_target, nodes)

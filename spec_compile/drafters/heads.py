@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .. import passes
 from ..cache import Cache
+from ..capture.admit import Inventory
 from ..capture.trace import capture_head
 from ..compile.start import draft_graph
 from ..drafting import Algorithm, Drafter, DraftPlan
@@ -20,14 +21,13 @@ from ..graph import ModelGraph
 from ..kernels.ops import gather_rows
 from ..runtime.state import State
 from ..tree import Accepted
-from .draft_weights import DraftWeights
+from .checkpoints.load import load_head
 from .modules.eagle import Head
-from .options import DraftOptions
-from .shared_draft import DraftHead, choose_ranks, keep_row
-from .trees.grow import StaticTree, Step
+from .options import DraftOptions, Window, WindowOptions, write_back
+from .self_check import best_reading
+from .shared_draft import DraftHead, DraftWeights, choose_ranks, keep_row
+from .trees.grow import Schedule, StaticTree, Step
 from .trees.propose import propose_grown
-from .trees.schedule import Schedule
-from .window import Window, WindowOptions, write_back
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class HeadOptions(DraftOptions, WindowOptions):
     """Options of the draft heads.
 
     token_map: a file or list of the token ids that the head may propose (FR-Spec).
-    tree_choices: a static tree in place of num_steps and topk: paths of child ranks, or "eagle1" for that of EAGLE-1.
+    tree_choices: a static tree in place of num_steps and topk: paths of child ranks, or "eagle1" for EAGLE-1's.
     rope_theta: base of the head's RoPE, if its config is known to be wrong.
     """
 
@@ -64,6 +64,8 @@ class HeadAlgorithm(Algorithm):
 
     window: Window | None = None
     """The part of a text that its attention sees, except in forwards over the prompt (None: everything)."""
+    checked = 2
+    """Drafts of the head that its self-check looks at."""
 
     def __init__(self, head: Head, options: HeadOptions):
         self.schedule, self.weights = options.schedule, DraftWeights(options.draft_weights, head, head.head_weight)
@@ -116,16 +118,19 @@ class HeadDrafter(Drafter):
         self.normed.zero_()
 
     def prefill(self, state: State, ids: Tensor, positions: Tensor, features: list[Tensor], max_kv_len: int) -> None:
+        # Pair each state with the token after it.
         size = ids.shape[1]
         ahead = (state.lengths[:, None] + 1 + torch.arange(size, device=ids.device)).clamp(max=state.capacity - 1)
         following = state.tokens.gather(1, ahead)
         states = self.head.project(features)
         out = self.block(following, positions, states, state.lengths, None, self.cache.tensors, max_kv_len)
+        # Remember the output from which the first drafts go on.
         last = state.prompt_lengths - 2 - state.lengths  # the slot that predicts the token after the prompt
         self._keep(out, last, (last >= 0) & (last < size))
         self._follow(state, state.lengths, (last + 1).clamp(0, size), out[0], max_kv_len)
 
     def observe(self, state: State, features: list[Tensor], accepted: Accepted, begin: Tensor, max_kv_len: int) -> None:
+        # Pair the states of the accepted path with the tokens after them.
         path, tokens = accepted.first(self.longest)
         positions = begin[:, None] + torch.arange(path.shape[1], device=begin.device)
         states, rows = self.head.project([gather_rows(feature, path) for feature in features]), path.shape[1]
@@ -133,6 +138,7 @@ class HeadDrafter(Drafter):
         out = self.block(tokens.clamp(min=0), positions, states, slots, None, cache, length)
         if self.window is not None:
             write_back(self.cache.tensors, begin, cache, slots, rows)
+        # Remember the output at the last committed slot.
         gained = state.lengths - begin
         self._keep(out, gained - 1, gained > 0)
         self._follow(state, begin, gained, out[0], max_kv_len)
@@ -169,3 +175,18 @@ class HeadDrafter(Drafter):
         positions = lengths[:, None] + depth - 1
         hidden, normed = self.block(tokens, positions, hidden, slots + offset, ancestors, cache, max_kv_len)
         return hidden, self.logits(normed[:, -wanted:])
+
+
+KINDS: list[type[HeadAlgorithm]] = []
+"""Algorithms for heads with more than `Head` has; the first whose ``fits(head, options)`` is true is taken. `contrib`
+adds some."""
+
+
+def build(algorithm: str | None, target: Inventory, options: HeadOptions) -> HeadAlgorithm:
+    """The algorithm with the head that `options` names. algorithm: which the head must be for (None: any)."""
+    head = load_head(options.draft, target.model, algorithm, options.token_map, rope_theta=options.rope_theta)
+    kind = next((kind for kind in KINDS if kind.fits(head, options)), HeadAlgorithm)
+    heads = kind(best_reading(target, head, options, kind.checked), options)
+    options.check_window(heads.graph, target)
+    heads.window = options.window
+    return heads

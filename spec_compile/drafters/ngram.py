@@ -99,6 +99,7 @@ class NgramDrafter(Drafter):
         if share_text is True and not references:
             self.streams[row] = self.trie.open()
             return
+        # The row's references, and its own text unless others may draft from it, go into a layer over the texts.
         base = self._texts_of(share_text)
         trie = base if isinstance(share_text, str) and not (share_text and references) else base.overlay()
         for reference in references:
@@ -119,6 +120,7 @@ class NgramDrafter(Drafter):
         self.streams[row] = -1
 
     def leave(self, state: State, row: int, length: int, share_text: bool | str) -> None:
+        # End the row's text, which goes to the texts of all or of its owner.
         stream = int(self.streams[row])
         text = self.private.pop(stream, PrivateText(self.trie, stream, self.trie))
         text.trie.close(text.stream)
@@ -185,7 +187,7 @@ class Ngram(Algorithm):
 
     @property
     def stored(self) -> int:
-        """Tokens of the corpus; 0 for tries, because only that of the first rank is asked."""
+        """Tokens of the corpus; 0 for tries, because only the first rank's trie is asked."""
         return len(self.store) if isinstance(self.store, NgramCorpus) else 0
 
     def drafter(self, batch: int, slots: int) -> Drafter:
@@ -256,10 +258,7 @@ class MatchingDrafter(Drafter):
 
     def start(self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True) -> None:
         self.references = [self.corpus.append(reference) for reference in references]
-        self.state, self.share_text = (
-            weakref.ref(state),
-            share_text,
-        )  # not registered as a submodule
+        self.state, self.share_text = weakref.ref(state), share_text  # a state would be registered as a submodule
 
     def propose(self, state: State, max_kv_len: int) -> None:
         if self.num_draft_tokens == 1:

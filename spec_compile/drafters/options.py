@@ -4,11 +4,17 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from ..capture.admit import Inventory
 from ..config import Options, parse_options
-from . import draft_weights
+from ..errors import check_int
+from ..graph import ModelGraph
+from ..kernels import ops
 from .ngram import NgramOptions
-from .trees.grow import StaticTree
-from .trees.schedule import Schedule
+from .shared_draft import parse_formats
+from .trees.grow import Schedule, StaticTree
 
 COMMON = [field.name for field in fields(Options)]
 
@@ -68,7 +74,7 @@ class UnionOptions(Options):
         return nodes if nodes is None or self.joined is None else min(nodes, most)
 
     def longest(self, drafted: int) -> int:
-        """Most nodes of a path that a round accepts. drafted: those of the draft's longest path, without n-grams."""
+        """Most nodes of a path that a round accepts. drafted: nodes of the draft's longest path, without n-grams."""
         joined = self.joined
         if joined is None:
             return drafted
@@ -81,8 +87,8 @@ class ModuleOptions(UnionOptions):
 
     draft: a path, a name on the hub, or a module.
     topk: children of a node (1: a chain).
-    num_draft_tokens: see `Options` (default: that of `Schedule`; num_steps + 1 for a chain).
-    score_temperature: of the draft's probabilities by which the nodes of a tree are ranked.
+    num_draft_tokens: see `Options` (default: see `Schedule`; num_steps + 1 for a chain).
+    score_temperature: divides the draft's logits in the probabilities by which the nodes of a tree are ranked.
     draft_sample_method: "greedy", or "probabilistic": if tokens are sampled, the drafts, a chain, are drawn too, at the
     same temperature, and tested against the probabilities that they were drawn from.
     draft_tensor_parallel_size: with tensor_parallel, how many ranks share the draft: 1 (it is whole on each), as many
@@ -102,7 +108,7 @@ class ModuleOptions(UnionOptions):
     def __post_init__(self):
         super().__post_init__()
         method = self.draft_sample_method
-        if draft_weights.parse(self.draft_weights) and self.draft_tensor_parallel_size not in (None, 1):
+        if parse_formats(self.draft_weights) and self.draft_tensor_parallel_size not in (None, 1):
             raise ValueError(
                 "draft_weights: weights in fewer bits are whole on each rank; leave draft_tensor_parallel_size out"
             )
@@ -140,3 +146,111 @@ class DraftOptions(ModuleOptions):
         """How the draft's trees grow; ValueError if the options contradict each other."""
         nodes = self.draft_nodes(Schedule(self.num_steps, self.topk).nodes)
         return Schedule(self.num_steps, self.topk, nodes, self.score_temperature)
+
+
+# Attention of a draft over the first and the last slots of its context, and nothing between them.
+#
+# After long texts a draft that was trained on short ones drafts worse, and its attention takes longer. Neither happens
+# if it sees a few slots of the beginning ("sinks"), which get much of the attention, and a window at the end. Positions
+# stay as they are in the text, unlike in StreamingLLM (Xiao et al., arXiv:2309.17453, section 3.2).
+
+SINKS = 4
+"""First slots that are seen by default."""
+LARGEST = 1 << 31
+"""Bound of both options."""
+
+
+@dataclass(frozen=True)
+class WindowOptions(Options):
+    """Options of the drafts that can attend to a part of their context.
+
+    draft_window_size: tokens of the text's end that the draft's attention sees, if the text is longer (default: all).
+    draft_sink_size: tokens of the text's beginning that it sees besides (default: 4).
+    """
+
+    draft_window_size: int | None = None
+    draft_sink_size: int | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        size, sinks = self.draft_window_size, self.draft_sink_size
+        if size is None:
+            if sinks is not None:
+                raise ValueError("draft_sink_size: it is of the window in draft_window_size; give that, too")
+            return
+        check_int("draft_window_size", size, 1, LARGEST, "tokens of the text's end")
+        if sinks is not None:
+            check_int("draft_sink_size", sinks, 0, LARGEST, "tokens of the text's beginning")
+        self._check_room(self.max_cache_len, "max_cache_len")
+
+    @property
+    def window(self) -> "Window | None":
+        """The part of a text that the draft's attention sees, or None for everything."""
+        if self.draft_window_size is None:
+            return None
+        return Window(self.draft_window_size, SINKS if self.draft_sink_size is None else self.draft_sink_size)
+
+    def check_window(self, graph: ModelGraph, target: Inventory) -> None:
+        """ValueError if the draft's graph has windows already, or if no text of `target` is as long as the window."""
+        if self.window is None:
+            return
+        positions = getattr(target.config, "max_position_embeddings", None)
+        self._check_room(positions, f"the tokens that {target.name} holds")
+        windows = sorted({layer.window for layer in graph.layers if layer.window is not None})
+        if windows:
+            raise ValueError(
+                f"draft_window_size: this draft's checkpoint has layers with windows of their own, of "
+                f"{', '.join(map(str, windows))} tokens; leave the option out"
+            )
+
+    def _check_room(self, tokens: int | None, name: str) -> None:
+        if self.window is not None and tokens is not None and self.window.slots > tokens:
+            raise ValueError(
+                f"draft_window_size: a window of {self.window.size} and {self.window.sinks} sinks are more than "
+                f"{name}, {tokens}, so that no text would be longer; lower it, or leave it out"
+            )
+
+
+@dataclass(frozen=True)
+class Window:
+    """The first `sinks` slots of a cache and the last `size` committed ones."""
+
+    size: int
+    sinks: int
+
+    @property
+    def slots(self) -> int:
+        """Most committed slots that are seen."""
+        return self.sinks + self.size
+
+    def describe(self) -> str:
+        """A line for reports."""
+        return f"attention sees the first {self.sinks} tokens of a text and its last {self.size}"
+
+    def view(self, tensors: list[Tensor], lengths: Tensor, rows: int) -> tuple[list[Tensor], Tensor]:
+        """A copy of the slots that are seen, as a smaller cache: (its tensors, its committed slots [B]).
+
+        tensors: keys and values of a cache, each [B, Hkv, S, D].
+        lengths [B] int64: its committed slots.
+        rows: slots of the copy after the committed ones, for a block to be written.
+
+        sinks = 1, size = 2 and lengths = 5 copy the slots [0, 3, 4] and have 3 committed slots.
+        """
+        slot = torch.arange(self.slots + rows, device=lengths.device)
+        first = (lengths - self.size).clamp(min=self.sinks)  # of the window
+        source = torch.where(slot < self.sinks, slot, slot - self.sinks + first[:, None])
+        return [_gather(each, source) for each in tensors], lengths.clamp(max=self.slots)
+
+
+def write_back(tensors: list[Tensor], begin: Tensor, view: list[Tensor], lengths: Tensor, rows: int) -> None:
+    """Put the block of `rows` slots that lies at slots lengths [B] of a view into the cache, at slots begin [B]."""
+    source = lengths[:, None] + torch.arange(rows, device=lengths.device)
+    for each, copy in zip(tensors, view):
+        ops.append(each, _gather(copy, source), begin)
+
+
+def _gather(tensor: Tensor, slots: Tensor) -> Tensor:
+    """[B, Hkv, S, D], slots [B, R] -> [B, Hkv, R, D]; a slot beyond the last is the last."""
+    batch, heads, size, width = tensor.shape
+    slots = slots.clamp(max=size - 1)[:, None, :, None]
+    return tensor.gather(2, slots.expand(batch, heads, slots.shape[2], width))

@@ -42,7 +42,7 @@ def best_reading(target: Inventory, head: Head, options: Options, drafts: int = 
 def calibrate(model: PreTrainedModel, readings: list[Head], ids: Tensor, drafts: int = 2) -> Head:
     """The reading with the most drafts accepted after each token of ids [B, T]; the first of equals.
 
-    drafts: see `acceptance`. The report tells its acceptance, and that of the other readings.
+    drafts: see `acceptance`. The report tells its acceptance, and how the other readings did.
     """
     acceptances = [acceptance(model, head, ids, drafts) for head in readings]
     best = max(range(len(readings)), key=lambda i: sum(acceptances[i]))
@@ -70,7 +70,7 @@ def acceptance(model: PreTrainedModel, head: Head, ids: Tensor, drafts: int = 2)
     if drafts == 1:
         return (first,)
     # The second draft follows the text, too, but its state is the head's own output. So each slot in which it is looked
-    # at needs a sequence of its own, with the state of that slot replaced.
+    # at needs a separate sequence, with the state of that slot replaced.
     after = torch.arange(1, size - 1, STRIDE, device=device)
     copies = state.repeat_interleave(len(after), dim=0)
     rows, after = torch.arange(len(copies), device=device), after.repeat(batch)

@@ -37,10 +37,6 @@ class Union(Algorithm):
         return self.ngram.stored
 
     @property
-    def remembers(self) -> bool:
-        return self.head.remembers
-
-    @property
     def ahead(self) -> int:
         return self.head.ahead
 
@@ -139,10 +135,12 @@ class UnionDrafter(Drafter):
 
     def learn(self, state: State, begin: Tensor) -> None:
         """Count the outcomes of the drafts below the roots in the slots `begin` [B], now that the text goes on."""
+        # Read the text at the depth of each draft.
         drafts = self.drafts
         gained = torch.where(self.begins == begin, state.lengths - begin, 0)
         slots = (begin[:, None] + drafts.depth).clamp(max=state.capacity - 1)
         columns = drafts.tokens, drafts.ancestors, drafts.depth, state.tokens.gather(1, slots)
+        # Drafts count if their parent was accepted; parents are numbered within each source.
         sizes = [self.head_nodes, self.nodes]
         sides = zip(drafts.above.split(sizes, dim=1), *(column.split(sizes, dim=1) for column in columns))
         on_path, below_path = [], []
@@ -163,13 +161,15 @@ class UnionDrafter(Drafter):
         self, lengths: Tensor, tokens: Tensor, parents: Tensor, count: Tensor, scores: Tensor, ngram_tokens: Tensor,
         ngram_parents: Tensor, ngram_count: Tensor, match: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """The trees, which are remembered: tokens, parents [B, N], count [B] and hint [B] (see `State.propose`)."""
+        """The trees, which are remembered: tokens, parents [B, N], count, confidence [B] (see `State.propose`)."""
         head, trie = SourceTrees(tokens, parents, count), SourceTrees(ngram_tokens, ngram_parents, ngram_count)
-        tokens, parents, count, hint, drafts = merge_drafts(head, scores, trie, match, self.counts.clone(), self.nodes)
+        tokens, parents, count, confidence, drafts = merge_drafts(
+            head, scores, trie, match, self.counts.clone(), self.nodes
+        )
         for buffer, values in zip(self.drafts, drafts):
             buffer.copy_(values)
         self.begins.copy_(lengths)
-        return tokens, parents, count, hint
+        return tokens, parents, count, confidence
 
     def share(self, other: Drafter) -> None:
         super().share(other)

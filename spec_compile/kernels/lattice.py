@@ -1,4 +1,4 @@
-"""The kernel of `drafters.trees.block.lattice_tree`: the best tree over a table of log-probabilities, in one launch.
+"""The kernel of `drafters.trees.propose.lattice_tree`: the best tree over a table of log-probabilities, in one launch.
 
 Import this module only where Triton is installed. A program has a row, and takes nodes from the best down: every node
 offers the best of its children that are not in the tree yet, and the best offer of all nodes becomes the next node.

@@ -33,7 +33,7 @@ class CommandRing:
 
     rank: number of this process; 0 writes.
     size: number of processes.
-    path: of the file that is shared; None makes one.
+    path: the file that is shared; None makes one.
     check_peers: raises if a process has died; it is called while nothing arrives.
     seconds: after which a process gives up waiting.
 

@@ -23,8 +23,8 @@ def to_json(value: Any) -> bytes:
 def from_json(data: bytes, kind: Any, name: str) -> Any:
     """The value that `to_json` was given.
 
-    kind: its type, with those of its items; a dataclass by its fields.
-    name: of the message, for errors.
+    kind: its type, with the types of its items; a dataclass by its fields.
+    name: names the message in errors.
 
     ValueError that names the part which is of another type, missing or unknown, or the message if it is no JSON.
     """

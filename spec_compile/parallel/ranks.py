@@ -58,6 +58,7 @@ class Alone:
 
     rank, size, leads, name = 0, 1, True, ""
     notes: Sequence[str] = ()
+    slices: Slices
 
     def lead(self, decide: Callable[[], Sequence[int]], check: int = 0, is_patient: bool = False) -> list[int]:
         """See `Ranks.lead`."""
@@ -84,9 +85,6 @@ class Alone:
     def meet(self) -> None:
         """Wait until all ranks are here."""
 
-    def refresh(self) -> None:
-        """Copy the rank's parts of parameters anew, because these have changed."""
-
     def check_peers(self) -> None:
         """See `Ranks.check_peers`."""
 
@@ -99,7 +97,7 @@ class Ranks(Alone):
 
     All ranks make one together. ValueError if two share a GPU.
 
-    group: of torch.distributed; its collectives carry sums.
+    group: a group of torch.distributed, whose collectives carry sums.
     talk: a group of the same ranks on CPUs.
     gpu: the name of this process's GPU, "" on a CPU.
     seconds: that the first rank may take for a decision.
@@ -187,7 +185,7 @@ class Ranks(Alone):
         """Make sure that all ranks were asked for the same. All of them call this.
 
         what: the call, for messages.
-        parts: the facts to agree on, by name; each is bytes, or a value with a `repr` of its own.
+        parts: the facts to agree on, by name; each is bytes, or a value whose `repr` tells it from others.
         error: the reason why this rank cannot go on, or None. With one, nothing is raised here.
 
         ValueError on every other rank, with the part and the ranks, if one has an error or another value.
@@ -200,6 +198,7 @@ class Ranks(Alone):
         heard = self._exchange(RankTask(reason, digests, self._ring.position), RankTask)
         if error is not None:
             return
+        # Compare what all have said.
         for rank, each in enumerate(heard):
             if each.error is not None:
                 raise ValueError(f"{what}: rank {rank} refused it: {each.error}")
@@ -217,10 +216,6 @@ class Ranks(Alone):
     def meet(self) -> None:
         """Wait until all ranks are here."""
         self._exchange(None, types.NoneType)
-
-    def refresh(self) -> None:
-        """Copy the rank's parts of parameters anew, because these have changed."""
-        self.slices.refresh()
 
     def check_peers(self) -> None:
         """RuntimeError, naming the rank that caused it, if a rank's process is gone."""
@@ -251,6 +246,7 @@ class Ranks(Alone):
 
         Each rank that waits for another in vain gives up and says so. One that does not say so is the other.
         """
+        # Say that this rank waits in vain, and wait for the others to say so, or to die.
         self._ring.give_up()  # guard: giving-up
         deadline = time.monotonic() + GRACE
         while True:

@@ -46,6 +46,7 @@ def find_ranks(option: Any, model: Any) -> Alone:
     """
     if isinstance(option, Alone):
         return option
+    # Read the option; a model that transformers has spread over ranks names its mesh.
     parameters = [*held_parameters(model)] if isinstance(model, nn.Module) else []
     spread = next((each for each in parameters if isinstance(each, DTensor)), None)
     option = spread.device_mesh if option is None and spread is not None else option
@@ -64,6 +65,7 @@ def find_ranks(option: Any, model: Any) -> Alone:
             f"tensor_parallel: expected None, 'auto', a number of processes, a process group or a device mesh, got "
             f"{option!r}"
         )
+    # Find the group, or make it of all processes.
     group = option if isinstance(option, dist.ProcessGroup) else _world(device)
     size = 1 if group is None else group.size()
     if count is not None and count != size:
@@ -75,6 +77,7 @@ def find_ranks(option: Any, model: Any) -> Alone:
             "tensor_parallel: the model is on a GPU and its processes talk by gloo, whose sums no CUDA graph can hold; "
             'expected init_process_group("nccl"), or leave it to speculate()'
         )
+    # Meet, and open a group for talk on CPUs.
     _meetings[group.group_name] += 1
     arrive(default_store(), f"{group.group_name} {_meetings[group.group_name]}", group.rank(), size)
     members = dist.get_process_group_ranks(group)
@@ -121,7 +124,7 @@ def gpu_of(device: torch.device) -> str:
     """The id of a GPU, which no other GPU of the host has; "" for a CPU."""
     if device.type != "cuda":
         return ""
-    torch.cuda.set_device(device)  # the collectives' streams and memory are those of the current device
+    torch.cuda.set_device(device)  # collectives take streams and memory of the current device
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -133,7 +136,7 @@ def _world(device: torch.device) -> dist.ProcessGroup | None:
             return None
         if int(os.environ.get("LOCAL_WORLD_SIZE", size)) < size:
             raise ValueError(ONE_HOST)
-        os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")  # else captured collectives take streams of their own
+        os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")  # else captured collectives take further streams
         os.environ.setdefault("NCCL_SOCKET_IFNAME", INTERFACE)
         store = _store(rank, size)
         arrive(store, "start", rank, size)

@@ -335,7 +335,7 @@ class Engine:
             for scheduler in self.batches:
                 scheduler.prefixes.forget()
             if self.options.ranks.size > 1:
-                self.options.ranks.refresh()
+                self.options.ranks.slices.refresh()
                 update()  # copies that were made of the rank's parts
 
     def release(self) -> None:

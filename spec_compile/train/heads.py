@@ -7,10 +7,9 @@ from transformers import LlamaConfig
 
 from ..contrib.parallel import ParallelEagle3Head
 from ..drafters.checkpoints.files import Target
-from ..drafters.checkpoints.mtp import FAMILIES, MtpBlock
 from ..drafters.modules.eagle import Eagle3Head, EagleHead
 from ..drafters.modules.layers import LayerKnobs
-from ..drafters.modules.mtp import MtpHead, block_config
+from ..drafters.modules.mtp import FAMILIES, MtpBlock, MtpHead, block_config
 from ..errors import UnsupportedModelError
 from .attention import Causal
 from .blocks import BlockAttention, Blocks, BlockTrainer

@@ -8,7 +8,7 @@ from batch_requests import MODEL, PROMPTS, TEXT, collect, managed, tokenizer, wr
 from transformers import AutoModelForCausalLM
 
 from spec_compile import speculate
-from spec_compile.drafters.mtp_modules import MtpModules
+from spec_compile.contrib.mtp_modules import MtpModules
 
 LONG = (tokenizer()(TEXT).input_ids * 2)[:450]
 OTHER = LONG[::-1][:100]

@@ -19,7 +19,7 @@ from spec_compile.capture import rounded
 from spec_compile.capture.admit import Inventory, admit
 from spec_compile.capture.quantised import QuantisedLinear, packed_layer, packed_layers
 from spec_compile.drafters.checkpoints.load import load_head
-from spec_compile.drafters.draft_weights import DraftWeights
+from spec_compile.drafters.shared_draft import DraftWeights
 from spec_compile.graph import attribute
 from spec_compile.kernels.linear import cpu_gemm
 

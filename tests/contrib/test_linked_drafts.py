@@ -21,7 +21,7 @@ from spec_compile.contrib.linked.draft import LinkedDraft
 from spec_compile.contrib.linked.transitions import Markov
 from spec_compile.drafters.checkpoints.load import load_head
 from spec_compile.drafters.modules.layers import LayerKnobs
-from spec_compile.drafters.trees.block import grow_lattice
+from spec_compile.drafters.trees.propose import grow_lattice
 
 MEANINGS = {
     "dflash2": Meaning(windows=(9, 9), multiplier=0.7, softcap=20.0),

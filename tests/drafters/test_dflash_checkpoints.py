@@ -11,9 +11,9 @@ import torch
 from dflash_drafts import MASK, H, loader
 
 from spec_compile import speculate
-from spec_compile.drafters.checkpoints.dflash import spread_layers
 from spec_compile.drafters.checkpoints.load import load_head
 from spec_compile.drafters.dflash import DFlash, DFlashOptions
+from spec_compile.drafters.modules.dflash import spread_layers
 
 
 @pytest.fixture(scope="module")
@@ -84,24 +84,6 @@ def test_a_tensor_too_many(write):
             read(write("dflash", lambda tensors, stray=stray: tensors.update({stray: torch.zeros(4)})))
 
 
-def test_damaged_values_and_files(write):
-    for value in (float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=r"fc.weight .* holds NaN or infinity"):
-            read(write("dflash", lambda tensors, value=value: tensors["fc.weight"].view(-1)[5:6].fill_(value)))
-    with pytest.raises(ValueError, match=r"norm.weight in .* is torch.float8_e4m3fn; quantised"):
-        change = lambda tensors: tensors.update({"norm.weight": tensors["norm.weight"].to(torch.float8_e4m3fn)})  # noqa: E731
-        read(write("dflash", change))
-    for name, file in (("dflash", "model.safetensors"), ("dflash_bin", "pytorch_model.bin")):
-        written = write(name)
-        content = (written.folder / file).read_bytes()
-        (written.folder / file).write_bytes(content[: len(content) // 2])
-        with pytest.raises(ValueError, match=f"{file} cannot be read"):
-            read(written)
-    (written.folder / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"has no config.json"):
-        read(written)
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -114,11 +96,12 @@ def test_damaged_values_and_files(write):
     ],
 )
 def test_variants_are_refused_by_name(write, flags, message):
-    inner = {"target_layer_ids": [1, 3, 6], "mask_token_id": MASK, **flags}
-    for name, changes in (("dflash", dict(dflash_config=inner)), ("dflash", flags), ("dflash_speculators", flags)):
-        written = write(name, **changes)
-        with pytest.raises(ValueError, match=f"its config has {message}, a variant of DFlash that is not built here"):
-            read(written)
+    inner = dict(dflash_config={"target_layer_ids": [1, 3, 6], "mask_token_id": MASK, **flags})
+    for name, section, changes in (
+        ("dflash", "dflash_config.", inner), ("dflash", "", flags), ("dflash_speculators", "", flags),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"its config has {section}{message}, which is not built here"):
+            read(write(name, **changes))
 
 
 @pytest.mark.parametrize(
@@ -208,16 +191,10 @@ def test_layers_that_are_not_named(target_layers, layers, ids):
 
 
 def test_a_draft_for_another_target(write):
-    wide = models.build("LlamaConfig", "LlamaForCausalLM", dict(models.GQA, hidden_size=128, num_hidden_layers=8))
-    written = write("dflash")
-    with pytest.raises(ValueError, match="hidden_size 64, LlamaForCausalLM has 128; take the head of this model"):
-        read(written, wide)
     with pytest.raises(ValueError, match="made for a model of 8 layers, LlamaForCausalLM has 2"):
-        read(written, models.ADMITTED["llama"]())
+        read(write("dflash"), models.ADMITTED["llama"]())
     with pytest.raises(ValueError, match=r"fc.weight reads 190 numbers, which is no multiple"):
         read(write("dflash", lambda tensors: tensors.update({"fc.weight": tensors["fc.weight"][:, :-2]})))
-    with pytest.raises(ValueError, match="PhiForCausalLM has an output layer with a bias"):
-        read(written, models.ADMITTED["phi"]())
 
 
 def test_what_is_no_dflash_draft(write, tmp_path):
@@ -241,10 +218,6 @@ def test_output_matrices(write):
     draft = read(written)
     assert torch.equal(draft.head_weight, written.tensors["lm_head.weight"]) and draft.draft_to_target is None
     assert "its own, 96 of 96 tokens" in draft.report[4]
-    with pytest.raises(ValueError, match="40 rows, its config says draft_vocab_size 48"):
-        read(write("dflash_speculators_kept", draft_vocab_size=48))
-    with pytest.raises(ValueError, match=r"d2t .* token of its own below 96"):
-        read(write("dflash_speculators_kept", lambda tensors: tensors["d2t"].add_(60)))
     with pytest.raises(ValueError, match="has no d2t"):
         read(write("dflash_speculators_kept", lambda tensors: [tensors.pop(name) for name in ("d2t", "t2d")]))
 
@@ -286,12 +259,6 @@ def test_drafts_made_elsewhere(load):
         small = drafts.llama()
         small.resize_token_embeddings(80)
         load_head(draft, small, "dflash")
-
-
-@pytest.mark.parametrize("value", [0, -1e4, float("nan"), float("inf")])
-def test_bases_of_rope_are_positive_and_finite(write, value):
-    with pytest.raises(ValueError, match=f"rope_theta must be a positive, finite number, not {value}"):
-        read(write("dflash"), rope_theta=value)
 
 
 def test_another_rope_theta(write):

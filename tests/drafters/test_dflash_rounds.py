@@ -12,56 +12,46 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_compile import speculate
-from spec_compile.compat import CACHE
-from spec_compile.drafters.trees.block import BlockTree
+from spec_compile.drafters.trees.propose import BlockTree
 
 
 @pytest.mark.sweep("tree")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_drafts_are_those_of_a_draft_without_a_cache(schedule):
     system, options, draft = fast("llama", schedule), SCHEDULES[schedule], trained("llama")
-    engine, stats = system.speculation.engine, system.speculation.stats
-    run, checked, is_joined = engine.run, 0, schedule == "union"
+    engine, stats, is_joined = system.speculation.engine, system.speculation.stats, schedule == "union"
     nodes, size = engine.runtime.algorithm.plan.nodes, options.get("block_size", 5)
+    given = {}
 
-    def watched(call):
-        nonlocal checked
-        session, given = engine.session(len(call.prompts)), []
-        state, drafter = session.state, session.drafter.head if is_joined else session.drafter
-        hook = drafter.block.register_forward_hook(lambda module, arguments, out: given.append(out[0]))
-        for gained in run(call):
-            for row, length in enumerate(state.lengths.tolist()):
-                if not state.finished[row]:
-                    text = state.tokens[row, : length + 1].tolist()
-                    logits = logits_after(draft, rounds.target("llama"), text, size)
-                    assert difference([given[-1][row]], [logits]) < 1e-4
-                    logits = logits[1:]
-                    trees = state.tree_tokens, state.tree_parents
-                    if is_joined:  # what the draft has proposed
-                        trees = session.drafter.drafts_tokens, session.drafter.drafts_above
-                    tree = tuple(column[row, :nodes].tolist() for column in trees)
-                    if "topk" in options:
-                        right = [path for _, path in best_paths(logits, options["topk"], nodes - 1)]
-                        assert tree[0][0] == text[-1] and sorted(paths_of(*tree)) == sorted(right)
-                    else:
-                        assert tree[0] == [text[-1], *logits.argmax(-1)[: nodes - 1].tolist()]
-                        assert tree[1] == list(range(-1, nodes - 1))
-                    checked += 1
-            yield gained
-        hook.remove()
+    def look(session, row, text):
+        logits = logits_after(draft, rounds.target("llama"), text, size)
+        assert difference([given[len(session.state.lengths)][row]], [logits]) < 1e-4
+        tokens, parents = rounds.tree_of(session, row, nodes, is_joined)
+        if "topk" in options:
+            right = [path for _, path in best_paths(logits[1:], options["topk"], nodes - 1)]
+            assert tokens[0] == text[-1] and sorted(paths_of(tokens, parents)) == sorted(right)
+        else:
+            assert tokens == [text[-1], *logits[1:].argmax(-1)[: nodes - 1].tolist()]
+            assert parents == list(range(-1, nodes - 1))
 
-    engine.run = watched
+    stats.reset()
+    ids, checked, hooks = texts("llama")[:3, :10], 0, []
+    for batch in (1, 3):
+        drafter = engine.session(batch).drafter
+        block = (drafter.head if is_joined else drafter).block
+        hooks.append(block.register_forward_hook(lambda module, arguments, out: given.update({len(out[0]): out[0]})))
+    mask = (torch.arange(10) >= torch.tensor([[0], [4], [8]])).long()
     try:
-        stats.reset()
-        ids = texts("llama")[:3, :10]
-        rounds.generated(system, ids[:1])
-        rounds.generated(system, ids, attention_mask=(torch.arange(10) >= torch.tensor([[0], [4], [8]])).long())
-        accept_length = stats.accept_length
-        rounds.generated(system, rounds.prompts(1, 117), 14)  # across the step by which the part looked at grows
+        checked += (
+            rounds.followed(system, ids[:1], look)[1] + rounds.followed(system, ids, look, attention_mask=mask)[1]
+        )
+        assert stats.accept_length > 1.1
+        # Texts grow across the step by which the part looked at grows.
+        checked += rounds.followed(system, rounds.prompts(1, 117), look, 14)[1]
     finally:
-        del engine.run
+        for hook in hooks:
+            hook.remove()
     assert checked > 30
-    assert accept_length > 1.1
 
 
 @pytest.mark.sweep("llama-chain llama-tree mixtral-tree")
@@ -84,11 +74,7 @@ def test_tokens_are_plain_decodings(name, schedule):
 
 @pytest.mark.slow
 def test_compiled_rounds_draft_the_same():
-    runs = []
-    for compile in (False, True):
-        system = fast("llama", "tree", compile)
-        runs.append((rounds.generated(system, texts("llama")[:3, :8]).tolist(), system.speculation.stats.trace))
-    assert runs[0] == runs[1]
+    rounds.same_when_compiled(lambda compile: fast("llama", "tree", compile), texts("llama")[:3, :8])
 
 
 def test_a_prompt_of_one_token():
@@ -100,27 +86,7 @@ def test_a_prompt_of_one_token():
 
 
 def test_a_conversation_goes_on_from_its_cache():
-    """With what the draft has seen itself, after another conversation, and from a cache made elsewhere."""
-    system, ids = fast("llama", "chain"), texts("llama")[:1, :8]
-
-    def turn(ids, model=system, **more):
-        system.speculation.stats.reset()
-        more |= dict(attention_mask=torch.ones_like(ids), return_dict_in_generate=True, use_cache=True)
-        answer = rounds.generated(model, ids, **more)
-        return answer, system.speculation.stats.trace
-
-    first = turn(ids)[0].sequences
-    second = torch.cat([first, rounds.prompts(1, 9)], dim=1)
-    want, trace = turn(second)
-    for between in (None, rounds.prompts(1, 31)):
-        cache = copy.deepcopy(turn(ids)[0][CACHE])
-        if between is not None:
-            turn(between)
-        got, again = turn(second, **{CACHE: cache})
-        assert torch.equal(got.sequences, want.sequences) and again == trace
-    foreign = turn(ids, rounds.target("llama"))[0][CACHE]
-    got, again = turn(second, **{CACHE: foreign})
-    assert torch.equal(got.sequences, want.sequences) and again == trace
+    rounds.goes_on_from_a_cache(fast("llama", "chain"), rounds.target("llama"), texts("llama")[:1, :8])
 
 
 def test_drawn_drafts_are_accepted_as_often_as_the_distributions_overlap():

@@ -1,6 +1,5 @@
 """Every block against its formulas: slow float64 arithmetic on the published tensors, written place by place."""
 
-import dataclasses
 import functools
 import math
 
@@ -37,7 +36,6 @@ from draft_formulas import (
 from hypothesis import strategies as st
 from torch import nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from spec_compile.capture.trace import capture_head
 from spec_compile.drafters.checkpoints.load import load_head
@@ -172,14 +170,16 @@ def example(head, length=9):
     return ids, positions, [torch.randn(2, length, H) for _ in head.taps]
 
 
+@pytest.mark.parametrize("name", drafts.FLAVOURS)
 @torch.no_grad()
-def difference(name, written, head, swap=False) -> float:
-    """How far a head is from the formulas, at most, over its projection and both its outputs."""
+def test_a_head_computes_its_formulas(load, name):
+    """Its projection and both its outputs."""
+    written, head = load(name)
     tensors = {key: value.numpy().astype(np.float64) for key, value in written.tensors.items()}
     embedding = written.target.get_input_embeddings().weight.numpy().astype(np.float64)
     ids, positions, features = example(head)
-    state = head.project(features[::-1] if swap else features)
-    got, worst = head(ids, positions, state), 0.0
+    state = head.project(features)
+    got = head(ids, positions, state)
     for row in range(2):
         numbers = [feature[row].numpy().astype(np.float64) for feature in features]
         right = numbers[0]
@@ -187,129 +187,7 @@ def difference(name, written, head, swap=False) -> float:
             right = project(tensors, numbers, **PROJECTIONS.get(name, {}))
         outputs = FORMULAS[name](tensors, embedding, ids[row].numpy(), positions[row].numpy(), right)
         for ours, expected in zip((state, *got), (right, *outputs)):
-            worst = max(worst, np.abs(ours[row].numpy() - expected).max())
-    return worst
-
-
-@pytest.mark.parametrize("name", drafts.FLAVOURS)
-def test_a_head_computes_its_formulas(load, name):
-    written, head = load(name)
-    assert difference(name, written, head) < 3e-5
-
-
-def turned(head, theta):
-    config = head.rotary_emb.config
-    config.rope_parameters = {**config.rope_parameters, "rope_theta": theta}
-    head.rotary_emb = type(head.rotary_emb)(config)
-
-
-def attribute(path, value):
-    def change(head):
-        *owners, last = path.split(".")
-        for name in owners:
-            head = getattr(head, name)
-        setattr(head, last, value(getattr(head, last)))
-
-    return change
-
-
-def swapped(path, one, other):
-    def change(head):
-        owner = head.get_submodule(path)
-        first, second = getattr(owner, one), getattr(owner, other)
-        setattr(owner, one, second)
-        setattr(owner, other, first)
-
-    return change
-
-
-def drop(value):
-    return None
-
-
-def plain(norm):
-    return nn.Identity()
-
-
-def flip(value):
-    return not value
-
-
-def stray_norm(module):
-    return LlamaRMSNorm(H)
-
-
-def not_gemma(norm):
-    other = LlamaRMSNorm(H)
-    other.weight = norm.weight
-    return other
-
-
-WRONG = [
-    ("eagle", "no bias of fc", attribute("fc.bias", drop)),
-    ("eagle", "[state; embedding]", attribute("embedding_first", flip)),
-    ("eagle", "an input norm", attribute("blocks.0.input_layernorm", stray_norm)),
-    ("eagle", "a final norm", attribute("output_norm", stray_norm)),
-    ("eagle", "a normed state", attribute("state_norm", stray_norm)),
-    ("eagle_no_bias", "RoPE base", lambda head: turned(head, 10000.0)),
-    ("eagle_mistral", "recycle_normed", attribute("recycle_normed", flip)),
-    ("eagle_mistral", "no final norm", attribute("output_norm", plain)),
-    ("eagle_mistral", "no input norm", attribute("blocks.0.input_layernorm", plain)),
-    ("eagle_qwen2", "no bias of queries", attribute("blocks.0.self_attn.q_proj.bias", drop)),
-    ("eagle_qwen2", "no bias of values", attribute("blocks.0.self_attn.v_proj.bias", drop)),
-    ("eagle_speculators", "no norm of embeddings", attribute("embedding_norm", plain)),
-    ("eagle_speculators", "no input norm", attribute("blocks.0.input_layernorm", plain)),
-    ("eagle_speculators", "no norm of the output", attribute("output_norm", plain)),
-    ("eagle3", "norm_before_residual", attribute("blocks.0.norm_before_residual", flip)),
-    ("eagle3", "recycle_normed", attribute("recycle_normed", flip)),
-    ("eagle3", "norms swapped", swapped("blocks.0", "hidden_norm", "input_layernorm")),
-    ("eagle3", "no final norm", attribute("norm", plain)),
-    ("eagle3_sglang", "RoPE base", lambda head: turned(head, 10000.0)),
-    ("eagle3_vllm_layers", "one layer only", attribute("blocks", lambda blocks: blocks[:1])),
-    ("eagle3_borrowed", "no scaling of RoPE", attribute("rotary_emb.inv_freq", lambda freqs: freqs * 2)),
-    ("eagle31", "no norms of states", attribute("fc_norm", drop)),
-    ("eagle31", "recycle_normed", attribute("recycle_normed", flip)),
-    ("eagle3_gpt_oss", "no norm before fc", attribute("input_norm", plain)),
-    ("eagle3_llama3_rope", "no window", attribute("blocks.0.self_attn.window", drop)),
-    ("eagle3_speculators", "norm_before_residual", attribute("blocks.0.norm_before_residual", flip)),
-    ("eagle3_speculators_31", "the target's embedding", attribute("embedding", lambda e: nn.Parameter(e + 0.1))),
-    ("eagle3_deepspec", "no norm of queries", attribute("blocks.0.self_attn.q_norm", plain)),
-    ("eagle3_deepspec", "no norm of keys", attribute("blocks.0.self_attn.k_norm", plain)),
-    ("eagle3_mla", "RoPE base", lambda head: turned(head, 10000.0)),
-    ("eagle3_mla", "scores not scaled", attribute(
-        "blocks.0.self_attn.sizes", lambda sizes: dataclasses.replace(sizes, scale=24**-0.5))),
-    ("eagle3_mla", "RoPE of halves", attribute(
-        "blocks.0.self_attn.sizes", lambda sizes: dataclasses.replace(sizes, pairs=False))),
-    ("eagle3_mla", "another epsilon", attribute("blocks.0.self_attn.kv_a_layernorm.variance_epsilon", lambda e: 0.1)),
-    ("eagle3_mla", "norm_before_residual", attribute("blocks.0.norm_before_residual", flip)),
-    ("eagle31_mla", "recycle_normed", attribute("recycle_normed", flip)),
-    ("mtp_deepseek", "[state; embedding]", attribute("embedding_first", flip)),
-    ("mtp_deepseek", "an embedding at position 0", attribute("zero_first", flip)),
-    ("mtp_deepseek", "recycle_normed", attribute("recycle_normed", flip)),
-    ("mtp_deepseek", "norms swapped", swapped("", "embedding_norm", "state_norm")),
-    ("mtp_deepseek", "no bias of experts", attribute("block.mlp.gate.e_score_correction_bias", torch.zeros_like)),
-    ("mtp_deepseek", "gate and up swapped", attribute(
-        "block.mlp.experts.gate_up_proj", lambda p: nn.Parameter(torch.cat(p.chunk(2, 1)[::-1], 1)))),
-    ("mtp_deepseek", "experts turned round", attribute(
-        "block.mlp.experts.down_proj", lambda p: nn.Parameter(p.flip(0)))),
-    ("mtp_glm", "RoPE base", lambda head: turned(head, 1e6)),
-    ("mtp_mimo", "[embedding; state]", attribute("embedding_first", flip)),
-    ("mtp_speculators", "[state; embedding]", attribute("embedding_first", flip)),
-    ("mtp_qwen", "norms as stored", attribute("state_norm", not_gemma)),
-    ("mtp_qwen", "no embedding at position 0", attribute("zero_first", flip)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "what", "change"), WRONG, ids=[f"{name}: {what}" for name, what, _ in WRONG])
-def test_a_knob_that_is_wrong_shows(load, name, what, change):
-    written, head = load(name)
-    change(head)
-    assert difference(name, written, head) > 1e-3
-
-
-def test_states_in_another_order_show(load):
-    written, head = load("eagle3")
-    assert difference("eagle3", written, head, swap=True) > 1e-3
+            assert np.abs(ours[row].numpy() - expected).max() < 3e-5
 
 
 @hypothesis.given(

@@ -21,7 +21,6 @@ from spec_compile.capture.admit import admit
 from spec_compile.config import Options
 from spec_compile.drafters import self_check
 from spec_compile.drafters.checkpoints import files
-from spec_compile.drafters.checkpoints.draft_files import as_config, by_halves
 from spec_compile.drafters.checkpoints.load import load_head, read_token_map
 from spec_compile.drafters.modules.eagle import Head
 from spec_compile.drafters.self_check import acceptance, calibrate
@@ -182,21 +181,6 @@ def test_experts_stored_together(write):
     together = load(write("mtp_qwen", join))
     for one, other in zip(apart.state_dict().values(), together.state_dict().values()):
         assert torch.equal(one, other)
-
-
-def test_mistrals_format(write):
-    """Weights in FP8 and what is not built are refused by name; RoPE turns other rows than in transformers."""
-    quantised = {"eagle_linear.qscale_weight": torch.ones(1)}
-    with pytest.raises(ValueError, match=r"eagle_linear.qscale_weight; quantised weights are read only as"):
-        load(write("eagle_mistral", operator.methodcaller("update", quantised)))
-    for key, value in (("llama_4_scaling", {"beta": 0.1}), ("moe", {"num_experts": 4})):
-        with pytest.raises(ValueError, match=f"its config has {key} .*not known here"):
-            load(write("eagle_mistral", **{key: value}))
-    with pytest.raises(ValueError, match=r"params.json has yarn.gamma"):
-        load(write("eagle_mistral", yarn={"factor": 2.0, "gamma": 1}))
-    assert as_config({"sliding_window": 8, "n_layers": 2})["use_sliding_window"]
-    rows = torch.arange(8.0)[:, None]
-    assert by_halves(rows, 4).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
 # Taps

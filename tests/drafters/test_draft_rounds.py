@@ -1,15 +1,28 @@
 """Draft models and heads in whole rounds: the answer is plain decoding's, and what is drafted is what a draft without
 any cache would have drafted after the same text."""
 
-import copy
 import itertools
 import math
-from collections import Counter
 
 import models
 import pytest
 import torch
-from draft_rounds import SCHEDULES, TARGETS, draft_of, drafted, fast, generated, head, plain, prompts, target
+from draft_rounds import (
+    SCHEDULES,
+    TARGETS,
+    draft_of,
+    drafted,
+    fast,
+    followed,
+    generated,
+    goes_on_from_a_cache,
+    head,
+    plain,
+    prompts,
+    same_when_compiled,
+    target,
+    tree_of,
+)
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from spec_compile import speculate
@@ -133,40 +146,20 @@ def test_a_draft_without_finite_numbers_changes_no_answer(algorithm, schedule, v
 @torch.no_grad()
 def checked_trees(system, algorithm, schedule):
     """Generate, and compare the trees that each round proposes with those of a draft without a cache; their number."""
-    engine = system.speculation.engine
-    run, checked, is_joined = engine.run, 0, "union" in schedule
-    grower = engine.runtime.algorithm.head if is_joined else engine.runtime.algorithm
+    grower, is_joined = system.speculation.engine.runtime.algorithm, "union" in schedule
+    grower = grower.head if is_joined else grower
     draft = draft_of(algorithm, "llama") if algorithm == "draft_model" else grower.head
-    model, plan = target("llama"), grower.schedule
 
-    def watched(call):
-        nonlocal checked
-        session = engine.session(len(call.prompts))
-        state, nodes_before = session.state, Counter(system.speculation.stats.nodes)
-        for gained in run(call):
-            nodes_now = Counter(system.speculation.stats.nodes)
-            has_trees, nodes_before = (nodes_now - nodes_before).keys() != {1}, nodes_now
-            for row, length in enumerate(state.lengths.tolist() if has_trees else []):
-                if not state.finished[row]:
-                    text = state.tokens[row, : length + 1].tolist()
-                    tokens, parents = drafted(algorithm, draft, model, plan, text)
-                    nodes, trees = int(state.tree_count[row]), (state.tree_tokens, state.tree_parents)
-                    if is_joined:  # what the draft has proposed, with the root for the root's parent
-                        trees, parents = (session.drafter.drafts_tokens, session.drafter.drafts_above), parents.clamp(0)
-                        nodes = tokens.shape[1]
-                    assert trees[0][row, :nodes].tolist() == tokens[0, :nodes].tolist()
-                    assert trees[1][row, :nodes].tolist() == parents[0, :nodes].tolist()
-                    checked += 1
-            yield gained
+    def look(session, row, text):
+        tokens, parents = (
+            each[0].tolist() for each in drafted(algorithm, draft, target("llama"), grower.schedule, text)
+        )
+        parents = [max(parent, 0) for parent in parents] if is_joined else parents
+        nodes = len(tokens) if is_joined else int(session.state.tree_count[row])
+        assert tree_of(session, row, nodes, is_joined) == (tokens[:nodes], parents[:nodes])
 
-    engine.run = watched
-    try:
-        generated(system, prompts(1))
-        mask = torch.arange(23) >= torch.tensor([[0], [5], [21]])
-        generated(system, prompts(3), attention_mask=mask.long())
-    finally:
-        del engine.run
-    return checked
+    mask = (torch.arange(23) >= torch.tensor([[0], [5], [21]])).long()
+    return followed(system, prompts(1), look)[1] + followed(system, prompts(3), look, attention_mask=mask)[1]
 
 
 PAIRS = [*itertools.product(("eagle", "eagle3", "mtp", "draft_model"), ("chain", "tree")), ("naive_eagle", "one")]
@@ -196,20 +189,12 @@ def test_tokens_are_plain_decodings(algorithm, schedule, name):
 @pytest.mark.parametrize(
     ("algorithm", "schedule"),
     [
-        ("eagle", "tree"), pytest.param("eagle3", "chain", marks=pytest.mark.slow),
-        pytest.param("eagle3", "union", marks=pytest.mark.slow),
-        pytest.param("eagle3_mla", "tree", marks=pytest.mark.slow),
-        pytest.param("draft_model", "chain union", marks=pytest.mark.slow),
-        pytest.param("draft_model", "one", marks=pytest.mark.slow),
+        ("eagle", "tree"), ("eagle3", "chain"), ("eagle3", "union"), ("eagle3_mla", "tree"),
+        ("draft_model", "chain union"), ("draft_model", "one"),
     ],
 )  # fmt: skip
 def test_compiled_rounds_draft_the_same(algorithm, schedule):
-    runs = []
-    for compile in (False, True):
-        system = fast(algorithm, "llama", schedule, compile)
-        system.speculation.stats.reset()
-        runs.append((generated(system, prompts(3)).tolist(), system.speculation.stats.trace))
-    assert runs[0] == runs[1]
+    same_when_compiled(lambda compile: fast(algorithm, "llama", schedule, compile), prompts(3))
 
 
 @pytest.mark.sweep("mixtral")
@@ -241,27 +226,7 @@ def test_a_prompt_of_one_token():
 
 @pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "draft_model"])
 def test_a_conversation_goes_on_from_its_cache(algorithm):
-    """With what the draft has seen itself, after another conversation, and from a cache made elsewhere: the same
-    answer, and the same drafts as without any cache."""
-    system, ids = fast(algorithm, "llama", "chain"), prompts(1)
-    stats = system.speculation.stats
-
-    def turn(ids, model=system, **more):
-        stats.reset()
-        return generated(model, ids, return_dict_in_generate=True, use_cache=True, **more), stats.trace
-
-    first, _ = turn(ids)
-    second = torch.cat([first.sequences, prompts(1, 9)], dim=1)
-    want, rounds = turn(second)
-    for between in (None, prompts(1, 31)):
-        cache = copy.deepcopy(turn(ids)[0][CACHE])
-        if between is not None:
-            turn(between)
-        got, trace = turn(second, **{CACHE: cache})
-        assert torch.equal(got.sequences, want.sequences) and trace == rounds
-    foreign = turn(ids, target("llama"))[0][CACHE]
-    got, trace = turn(second, **{CACHE: foreign})
-    assert torch.equal(got.sequences, want.sequences) and trace == rounds
+    goes_on_from_a_cache(fast(algorithm, "llama", "chain"), target("llama"), prompts(1))
 
 
 PROMISES = {
@@ -397,7 +362,7 @@ def test_only_ngrams_take_a_reference():
         generated(fast("eagle", "llama", "chain"), prompts(1), reference=[1, 2, 3])
 
 
-@pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "draft_model"])
+@pytest.mark.parametrize("algorithm", ["eagle3", "draft_model"])
 def test_embeddings_in_place_of_a_prompt(algorithm):
     embeds = target("llama").get_input_embeddings()(prompts(2))
     got, want = (generated(m, None, inputs_embeds=embeds) for m in (fast(algorithm, "llama", "chain"), target("llama")))

@@ -14,9 +14,9 @@ from torch import nn
 from spec_compile import speculate
 from spec_compile.compile.key import artefact_key
 from spec_compile.drafters.checkpoints.load import load_head
-from spec_compile.drafters.draft_weights import DraftWeights, parse
 from spec_compile.drafters.heads import HeadAlgorithm, HeadOptions
 from spec_compile.drafters.options import DraftOptions
+from spec_compile.drafters.shared_draft import DraftWeights, parse_formats
 from spec_compile.graph import calls
 from spec_compile.kernels.linear import PRODUCT, QUANTISED, cpu_gemm, skinny_gemm
 from spec_compile.quantised.rounded import FORMATS
@@ -204,5 +204,5 @@ def test_ranks_that_share_a_draft_are_refused():
     with pytest.raises(ValueError, match=r"draft_weights: .* leave draft_tensor_parallel_size out"):
         DraftOptions(draft_weights="fp8", draft_tensor_parallel_size=2)
     assert DraftOptions(draft_weights="fp8").draft_ranks == 1 and DraftOptions().draft_ranks is None
-    assert parse("fp8") == {"layers": "fp8", "output": "fp8"} and parse(None) == {}
+    assert parse_formats("fp8") == {"layers": "fp8", "output": "fp8"} and parse_formats(None) == {}
     assert "draft_weights" in {field.name for field in dataclasses.fields(DraftOptions)}

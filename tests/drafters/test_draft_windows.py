@@ -44,32 +44,18 @@ def sees_ends(committed, begin):
 @torch.no_grad()
 def test_heads_draft_from_the_ends_of_a_text(algorithm, schedule):
     """What is drafted is what the head drafts without any cache, where a mask hides the middle; tokens are plain's."""
-    fast = system(algorithm, schedule, **ENDS)
-    engine, model, checked = fast.speculation.engine, rounds.target("llama"), 0
-    run, heads = engine.run, engine.runtime.algorithm
+    fast, model, begin = system(algorithm, schedule, **ENDS), rounds.target("llama"), {}
+    heads = fast.speculation.engine.runtime.algorithm
 
-    def watched(call):
-        nonlocal checked
-        state = engine.session(len(call.prompts)).state
-        begin = [len(prompt) - 1 for prompt in call.prompts]
-        for gained in run(call):
-            for row, length in enumerate(state.lengths.tolist()):
-                if not state.finished[row]:
-                    text = state.tokens[row, : length + 1].tolist()
-                    with mock.patch.object(ops, "attention", sees_ends(length, begin[row])):
-                        tokens, parents = rounds.drafted(algorithm, heads.head, model, heads.schedule, text)
-                    nodes = tokens.shape[1]
-                    assert state.tree_tokens[row, :nodes].tolist() == tokens[0].tolist()
-                    assert state.tree_parents[row, :nodes].tolist() == parents[0].tolist()
-                    checked += 1
-                begin[row] = length
-            yield gained
+    def look(session, row, text):
+        length = len(text) - 1
+        with mock.patch.object(ops, "attention", sees_ends(length, begin.get(row, rounds.prompts(3).shape[1] - 1))):
+            tokens, parents = rounds.drafted(algorithm, heads.head, model, heads.schedule, text)
+        assert rounds.tree_of(session, row, tokens.shape[1]) == (tokens[0].tolist(), parents[0].tolist())
+        begin[row] = length
 
-    engine.run = watched
-    try:
-        assert torch.equal(rounds.generated(fast, rounds.prompts(3)), rounds.plain("llama", 3))
-    finally:
-        del engine.run
+    answer, checked = rounds.followed(fast, rounds.prompts(3), look)
+    assert torch.equal(answer, rounds.plain("llama", 3))
     assert checked > 20
     assert "sees the first 2 tokens of a text and its last 6" in fast.speculation.explain()
 
@@ -86,13 +72,10 @@ def test_a_window_as_long_as_the_text_changes_no_draft():
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["eagle3", "dflash"])
 def test_compiled_rounds_draft_the_same(algorithm):
-    model, traces = AutoModelForCausalLM.from_pretrained(CODER, dtype="float32"), []
+    model = AutoModelForCausalLM.from_pretrained(CODER, dtype="float32")
+    options = dict(draft=f"{CODER}/heads/{algorithm}", adaptive=False, check=False, **ENDS)
     ids = torch.randint(3, 4000, (2, 40))
-    for compile in (False, True):
-        options = dict(draft=f"{CODER}/heads/{algorithm}", adaptive=False, compile=compile, check=False, **ENDS)
-        fast = speculate(model, algorithm, **options)
-        traces.append((rounds.generated(fast, ids).tolist(), fast.speculation.stats.trace))
-    assert traces[0] == traces[1]
+    rounds.same_when_compiled(lambda compile: speculate(model, algorithm, compile=compile, **options), ids)
 
 
 @pytest.mark.parametrize(

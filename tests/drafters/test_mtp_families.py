@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 import torch
 from draft_checkpoints import V, save
-from draft_rounds import drafted, generated, prompts
+from draft_rounds import drafted, followed, generated, prompts, tree_of
 from mtp_checkpoints import MTP, write_mtp
 from mtp_formulas import FORMULAS
 from mtp_rounds import checked, last_states
 
 from spec_compile import speculate
 from spec_compile.drafters.checkpoints.load import load_head
-from spec_compile.drafters.checkpoints.mtp import FAMILIES, find_blocks
+from spec_compile.drafters.modules.mtp import FAMILIES, find_blocks
 from spec_compile.passes.outputs import FINAL
 
 H = mtp_checkpoints.H
@@ -74,25 +74,14 @@ def test_an_indexer_drafts_over_its_cache(write, name):
     """Each tree is that of the module without a cache, after texts of more tokens than are chosen."""
     written = write(name)
     system = speculating(written, num_steps=3, topk=2)
-    engine, algorithm, checked = system.speculation.engine, system.speculation.engine.runtime.algorithm, 0
-    run = engine.run
+    algorithm = system.speculation.engine.runtime.algorithm
 
-    def watched(call):
-        nonlocal checked
-        state = engine.session(len(call.prompts)).state
-        for gained in run(call):
-            for row, length in enumerate(state.lengths.tolist()):
-                if not state.finished[row]:
-                    text = state.tokens[row, : length + 1].tolist()
-                    tokens, parents = drafted("mtp", algorithm.head, written.target, algorithm.schedule, text)
-                    assert state.tree_tokens[row, : tokens.shape[1]].tolist() == tokens[0].tolist()
-                    assert state.tree_parents[row, : tokens.shape[1]].tolist() == parents[0].tolist()
-                    checked += 1
-            yield gained
+    def look(session, row, text):
+        tokens, parents = drafted("mtp", algorithm.head, written.target, algorithm.schedule, text)
+        assert tree_of(session, row, tokens.shape[1]) == (tokens[0].tolist(), parents[0].tolist())
 
-    engine.run = watched
-    assert torch.equal(generated(system, prompts(2), 8), generated(written.target, prompts(2), 8))
-    assert checked > 8
+    answer, count = followed(system, prompts(2), look, 8)
+    assert torch.equal(answer, generated(written.target, prompts(2), 8)) and count > 8
 
 
 REFERENCES = {

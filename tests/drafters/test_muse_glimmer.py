@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from spec_compile import speculate
-from spec_compile.drafters.checkpoints.dflash import drafts_blocks, is_loaded_dflash
+from spec_compile.drafters import parse_algorithm
 from spec_compile.drafters.checkpoints.load import load_head
 
 pytestmark = pytest.mark.skipif(not muse.HAS_MUSE, reason="this transformers has no Muse Glimmer")
@@ -76,12 +76,11 @@ def test_a_call_may_name_the_draft():
 @pytest.mark.slow
 def test_compiled_rounds_draft_the_same():
     target, draft = muse.pair()
-    traces = []
-    for compile in (False, True):
-        fast = models.speculate_captured(target, "dflash", draft=draft, **OPTIONS | dict(compile=compile))
-        assert torch.equal(rounds.generated(fast, prompts(3), NEW), plain(3))
-        traces.append(fast.speculation.stats.trace)
-    assert traces[0] == traces[1]
+
+    def made(compile):
+        return models.speculate_captured(target, "dflash", draft=draft, **OPTIONS | dict(compile=compile))
+
+    assert torch.equal(rounds.same_when_compiled(made, prompts(3), NEW), plain(3))
 
 
 # --- checkpoints
@@ -94,8 +93,10 @@ def test_a_module_is_read_as_its_folder_and_shares_its_tensors(folder):
     assert all(torch.equal(value, wrapped.state_dict()[name]) for name, value in read.state_dict().items())
     assert wrapped.fc.weight.data_ptr() == draft.encoder.fc.weight.data_ptr() and draft.encoder.fc.weight.requires_grad
     assert wrapped.taps == read.taps == (1, 3) and wrapped.block_size == muse.BLOCK
-    assert drafts_blocks(folder) and drafts_blocks(draft) and is_loaded_dflash(draft)
-    assert not drafts_blocks(target) and not drafts_blocks("examples/tiny_coder/heads/eagle3")
+    for each in (folder, draft):
+        assert parse_algorithm("assistant", each) == "dflash"
+    for each in (target, "examples/tiny_coder/heads/eagle3", None):
+        assert parse_algorithm("assistant", each) == "assistant"
 
 
 def change_config(folder, edit):

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from spec_compile import compat
 from spec_compile.drafters.trees import grow as drawing
-from spec_compile.drafters.trees.grow import EAGLE1_CHOICES, StaticTree, draw_chain, grow
-from spec_compile.drafters.trees.schedule import Schedule
+from spec_compile.drafters.trees.grow import EAGLE1_CHOICES, Schedule, StaticTree, draw_chain, grow
 from spec_compile.kernels.top_logits import top_logits
 from spec_compile.runtime.verify.sample import accept_chain, chain_numbers, counter
 
@@ -213,14 +212,6 @@ def test_forwards_of_the_draft():
     assert check(Schedule(4, 3, 5), table).calls == [(3, 0, 3), (6, 0, 3), (9, 0, 3)]
     assert check(Schedule(1, 4), table).calls == []
     assert check(static(EAGLE1_CHOICES), table).calls == [(4, 0, 4), (8, 0, 4), (9, 0, 1), (10, 0, 1)]
-
-
-def test_the_first_nodes_are_the_smaller_tree():
-    table = torch.randn(2, 97, 30)
-    trees = [
-        grow(Schedule(5, 4, nodes), torch.zeros(2).long(), *Draft(table).begin(), Draft(table)) for nodes in (9, 40)
-    ]
-    assert all(torch.equal(small, large[:, :9]) for small, large in zip(*trees))
 
 
 @settings(max_examples=100)

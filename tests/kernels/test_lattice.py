@@ -4,7 +4,7 @@ import pytest
 import torch
 from places import INTERPRETER, ON_GPU
 
-from spec_compile.drafters.trees.block import BlockTree, grow_table, lattice_tree
+from spec_compile.drafters.trees.propose import BlockTree, grow_table, lattice_tree
 from spec_compile.kernels.lattice import launch
 
 LONG = (3, 2, 15), (2, 16, 40), (15, 16, 64)

@@ -2,9 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from unittest import mock
 
 import models
@@ -13,7 +10,7 @@ import quantised_checkpoints as checkpoints
 import torch
 from packed_layers import TINY, packed
 from quantised_models import build_fp8_mixture, load
-from ranks import run_ranks
+from ranks import run_ranks, torchrun
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
@@ -34,14 +31,6 @@ def answer(model, **options):
     return torch.cat([alone.flatten(), batch.flatten()]), whole and whole[1]
 
 
-def on_ranks(function, size, folder):
-    results = run_ranks(size, function, rendezvous=folder / "rendezvous")
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    return results
-
-
 def gives_one_processs_tokens(shared, size, folder, **options):
     """Assert that ranks give the tokens of one process for each of some models. Returns the layers that are whole."""
     expected = {name: answer(model)[0] for name, model in shared.items()}
@@ -49,7 +38,7 @@ def gives_one_processs_tokens(shared, size, folder, **options):
     def on_a_rank(rank):
         return {name: answer(model, tensor_parallel="auto", **options) for name, model in shared.items()}
 
-    for results in on_ranks(on_a_rank, size, folder):
+    for results in run_ranks(size, on_a_rank, rendezvous=folder / "rendezvous"):
         for name, (tokens, _) in results.items():
             assert torch.equal(tokens, expected[name]), name
     return {name: whole for name, (_, whole) in results.items()}
@@ -131,7 +120,7 @@ def test_models_that_transformers_has_sharded(name, tmp_path):
         local = next(iter(packed_layers(model)["model.layers.0.mlp.down_proj"].parts.values()))._local_tensor
         return fast.generate(ids, **GREEDY), local.data_ptr() in held
 
-    for tokens, takes_memory_once in on_ranks(on_a_rank, 2, tmp_path):
+    for tokens, takes_memory_once in run_ranks(2, on_a_rank, rendezvous=tmp_path / "rendezvous"):
         assert torch.equal(tokens, expected)
         assert takes_memory_once
 
@@ -146,7 +135,7 @@ def test_a_quantised_draft_model_that_ranks_share(tmp_path):
         fast = speculate(target, "draft_model", **options, tensor_parallel="auto", draft_tensor_parallel_size=2)
         return fast.generate(prompt, **GREEDY), fast.speculation.explain()
 
-    for tokens, explained in on_ranks(on_a_rank, 2, tmp_path):
+    for tokens, explained in run_ranks(2, on_a_rank, rendezvous=tmp_path / "rendezvous"):
         assert torch.equal(tokens, expected)
         assert "the draft is shared by 2 ranks" in explained
 
@@ -164,10 +153,5 @@ def test_every_family_gives_one_processs_tokens(name, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_two_gpus():
-    script = Path(__file__).parents[1] / "support/two_gpus_quantised.py"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    result = subprocess.run(launch, capture_output=True, text=True, timeout=1200)
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
-    assert result.stdout.count("tokens are one process's") == 12
+    assert torchrun(2, "tests/support/two_gpus_quantised.py").count("tokens are one process's") == 12

@@ -2,9 +2,6 @@
 
 import functools
 import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -16,7 +13,7 @@ import torch
 import transformers
 from captures import capture
 from mtp_rounds import with_further
-from ranks import run_ranks
+from ranks import run_ranks, torchrun
 from transformers import LogitsProcessor, StoppingCriteria
 
 from spec_compile import UnsupportedModelError, passes, speculate
@@ -37,15 +34,7 @@ GREEDY = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_
 @pytest.fixture
 def on_ranks(tmp_path):
     """A function that runs another one in several processes: ``function(rank)`` -> its results, by rank."""
-
-    def run(function, size=2):
-        results = run_ranks(size, function, rendezvous=tmp_path / "rendezvous")
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
-        return results
-
-    return run
+    return lambda function, size=2: run_ranks(size, function, rendezvous=tmp_path / "rendezvous")
 
 
 def shared(model, algo="ngram", **options):
@@ -472,8 +461,7 @@ def test_models_that_transformers_has_sharded(on_ranks, tmp_path, name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [2, 4])
 def test_gpus_answer_as_one(size):
-    output = output_of(size, str(Path(__file__).parents[1] / "support/several_gpus.py"))
-    assert output.count("torch.bfloat16") == 5
+    assert torchrun(size, "tests/support/several_gpus.py").count("torch.bfloat16") == 5
 
 
 @pytest.mark.gpu
@@ -481,20 +469,9 @@ def test_gpus_answer_as_one(size):
 @pytest.mark.parametrize("size", [2, 4])
 def test_sums_of_gpus(size, shots):
     """Bits, also of captured sums while ranks stall, and the name of a rank that does not come."""
-    output = output_of(
+    output = torchrun(
         size, "-m", "tests.support.all_reduce_on_gpus", "--sums", "2000", "--limit", "300", "--shots", str(shots)
     )
     assert output.count("all bits as they should be") == 2 and "DIFFERENT" not in output
     assert output.count("slots empty: True, counters zero: True") == 2
     assert f"late: rank {size - 1} (is {size - 1})" in output and "NO ERROR" not in output
-
-
-def output_of(size, *arguments):
-    """What a script that torchrun starts on `size` GPUs prints."""
-    if torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} CUDA devices")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), *arguments]
-    where = Path(__file__).parents[2]
-    result = subprocess.run(launch, capture_output=True, text=True, timeout=1200, cwd=where)
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
-    return result.stdout

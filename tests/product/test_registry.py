@@ -19,7 +19,7 @@ import torch, spec_compile
 from spec_compile.drafters import ALGORITHMS, ALIASES
 from transformers import AutoModelForCausalLM
 assert not [name for name in sys.modules if name.startswith("spec_compile.contrib")]
-assert {"p_eagle", "pard", "dspark", "jetspec"}.isdisjoint({*ALGORITHMS, *ALIASES})
+assert {"assistant", "p_eagle", "pard", "dspark", "jetspec"}.isdisjoint({*ALGORITHMS, *ALIASES})
 model = AutoModelForCausalLM.from_pretrained("examples/tiny_coder", dtype="float32")
 fast = spec_compile.speculate(model, compile=False)
 ids = torch.arange(8)[None]

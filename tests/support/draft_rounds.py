@@ -1,5 +1,6 @@
 """Targets with drafts of every algorithm, and what a draft drafts without a cache."""
 
+import copy
 import functools
 from functools import partial
 from unittest import mock
@@ -8,6 +9,7 @@ import models
 import torch
 from transformers import LlamaConfig
 
+from spec_compile.compat import CACHE
 from spec_compile.drafters.modules.eagle import Eagle3Head, EagleHead
 from spec_compile.drafters.modules.layers import ONE_LAYER, LatentSizes, LayerKnobs
 from spec_compile.drafters.modules.mtp import MtpHead, block_config
@@ -116,26 +118,71 @@ def generated(system, ids, new=NEW, **options):
     return system.generate(ids, max_new_tokens=new, **options)
 
 
-def watched(system, ids, look, **options):
-    """Generate; `look` gets the text of each unfinished row and the tokens and parents proposed after it."""
-    engine = system.speculation.engine
+def followed(system, ids, look, new=NEW, **options):
+    """Generate; after each round that has proposed trees, `look` gets the session, each unfinished row and its text.
+    Returns the answer and the number of looks."""
+    engine, count = system.speculation.engine, 0
     run = engine.run
 
     def rounds_seen(call):
-        state = engine.session(len(call.prompts)).state
+        nonlocal count
+        session = engine.session(len(call.prompts))
         for gained in run(call):
-            for row, length in enumerate(state.lengths.tolist()):
-                nodes = int(state.tree_count[row])
-                if nodes > 1 and not state.finished[row]:
-                    text = state.tokens[row, : length + 1].tolist()
-                    look(text, *(each[row, :nodes].tolist() for each in (state.tree_tokens, state.tree_parents)))
+            for row, length in enumerate(session.state.lengths.tolist()):
+                if session.state.tree_count[row] > 1 and not session.state.finished[row]:
+                    look(session, row, session.state.tokens[row, : length + 1].tolist())
+                    count += 1
             yield gained
 
     engine.run = rounds_seen
     try:
-        return generated(system, ids, **options)
+        return generated(system, ids, new, **options), count
     finally:
         del engine.run
+
+
+def tree_of(session, row, nodes=None, is_joined=False):
+    """Tokens and parents of the first nodes of a row's tree (None: all). is_joined: of the tree that the draft has
+    proposed to a union, in which the root is its own parent."""
+    state, drafter = session.state, session.drafter
+    pair = (drafter.drafts_tokens, drafter.drafts_above) if is_joined else (state.tree_tokens, state.tree_parents)
+    return tuple(each[row, : int(state.tree_count[row]) if nodes is None else nodes].tolist() for each in pair)
+
+
+def watched(system, ids, look, **options):
+    """Generate; `look` gets the text of each unfinished row and the tokens and parents proposed after it."""
+    return followed(system, ids, lambda session, row, text: look(text, *tree_of(session, row)), **options)[0]
+
+
+def same_when_compiled(make, ids, new=NEW):
+    """Assert that ``make(compile)`` answers and drafts the same if it compiles rounds; the answer."""
+    runs = []
+    for compile in (False, True):
+        system = make(compile)
+        system.speculation.stats.reset()
+        runs.append((generated(system, ids, new).tolist(), system.speculation.stats.trace))
+    assert runs[0] == runs[1]
+    return torch.tensor(runs[0][0])
+
+
+def goes_on_from_a_cache(system, model, ids):
+    """Assert that a conversation has the same answer and the same drafts as without any cache: from the cache of what
+    the draft has seen itself, after another conversation, and from a cache made elsewhere, by `model`."""
+    stats = system.speculation.stats
+
+    def turn(ids, system=system, **more):
+        stats.reset()
+        more |= dict(attention_mask=torch.ones_like(ids), return_dict_in_generate=True, use_cache=True)
+        return generated(system, ids, **more), stats.trace
+
+    second = torch.cat([turn(ids)[0].sequences, prompts(1, 9)], dim=1)
+    want, trace = turn(second)
+    for between in (None, prompts(1, 31), model):
+        cache = turn(ids, model)[0][CACHE] if between is model else copy.deepcopy(turn(ids)[0][CACHE])
+        if isinstance(between, torch.Tensor):
+            turn(between)
+        got, again = turn(second, **{CACHE: cache})
+        assert torch.equal(got.sequences, want.sequences) and again == trace
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from draft_rounds import generated
+from draft_rounds import followed, tree_of
 
 from spec_compile.drafters.trees.grow import grow
 from spec_compile.passes.outputs import FINAL
@@ -68,30 +68,13 @@ def drafted(first, model, schedule, text):
 
 def checked(system, first, model, ids, new=12, **options):
     """Generate, and compare the trees that each round proposes; the answer, and the number of trees."""
-    engine, count = system.speculation.engine, 0
-    run, algorithm = engine.run, engine.runtime.algorithm
-    joined = hasattr(algorithm, "head") and hasattr(algorithm, "ngram")
-    schedule = algorithm.head.schedule if joined else algorithm.schedule
+    algorithm = system.speculation.engine.runtime.algorithm
+    is_joined = hasattr(algorithm, "ngram")
+    schedule = algorithm.head.schedule if is_joined else algorithm.schedule
 
-    def watched(call):
-        nonlocal count
-        session = engine.session(len(call.prompts))
-        for gained in run(call):
-            state = session.state
-            for row, length in enumerate(state.lengths.tolist()):
-                if not state.finished[row]:
-                    tokens, parents = drafted(first, model, schedule, state.tokens[row, : length + 1].tolist())
-                    trees = state.tree_tokens, state.tree_parents
-                    if joined:  # what the head has proposed, with the root for the root's parent
-                        trees = session.drafter.drafts_tokens, session.drafter.drafts_above
-                        parents = [max(parent, 0) for parent in parents]
-                    assert trees[0][row, : len(tokens)].tolist() == tokens
-                    assert trees[1][row, : len(tokens)].tolist() == parents
-                    count += 1
-            yield gained
+    def look(session, row, text):
+        tokens, parents = drafted(first, model, schedule, text)
+        parents = [max(parent, 0) for parent in parents] if is_joined else parents
+        assert tree_of(session, row, len(tokens), is_joined) == (tokens, parents)
 
-    engine.run = watched
-    try:
-        return generated(system, ids, new, **options), count
-    finally:
-        engine.run = run
+    return followed(system, ids, look, new, **options)

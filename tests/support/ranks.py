@@ -2,10 +2,14 @@
 
 import datetime
 import multiprocessing
+import subprocess
+import sys
 import time
 import traceback
 from multiprocessing import connection
+from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -16,8 +20,10 @@ LIMIT = 60
 def run_ranks(size, function, *arguments, rendezvous, without=None):
     """What ``function(rank, *arguments)`` returns in each of `size` forked processes, by rank.
 
-    rendezvous: a path at which there is no file yet. An exception in a process is given in the place of its result; a
-    process that dies gives None. without: a rank that is not waited for, whose result is None.
+    An exception in a process is raised here; a process that dies gives None.
+
+    rendezvous: a path at which there is no file yet.
+    without: a rank that is not waited for, whose result is None.
     """
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe() for _ in range(size)]
@@ -44,7 +50,21 @@ def run_ranks(size, function, *arguments, rendezvous, without=None):
         for process in processes:
             process.kill()
             process.join()
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
     return results
+
+
+def torchrun(size, *arguments):
+    """What a script that torchrun starts on `size` GPUs prints."""
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} CUDA devices")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), *arguments]
+    where = Path(__file__).parents[2]
+    result = subprocess.run(launch, capture_output=True, text=True, timeout=1200, cwd=where)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
+    return result.stdout
 
 
 def _rank(rank, size, rendezvous, pipe, function, arguments):

@@ -5,7 +5,8 @@ output, and `checkpoint` reads the files. JetSpec is a DFlash draft whose layers
 """
 
 from ...drafters import ALIASES
-from ...drafters.checkpoints import dflash, draft_files
+from ...drafters.checkpoints import draft_files
+from ...drafters.modules import dflash
 from .checkpoint import NAMES, LinkedConfig
 
 ALIASES |= dict.fromkeys(("jetspec", *NAMES), "dflash")

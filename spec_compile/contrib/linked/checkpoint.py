@@ -3,10 +3,9 @@
 from typing import Any
 
 from ...drafters.checkpoints.config import SPECULATORS
-from ...drafters.checkpoints.dflash import DFlashConfig
 from ...drafters.checkpoints.draft_files import DraftFiles
 from ...drafters.checkpoints.files import Target
-from ...drafters.modules.dflash import DFlashDraft
+from ...drafters.modules.dflash import DFLASH, DFlashConfig, DFlashDraft
 from ...drafters.modules.layers import LayerKnobs
 from ...kernels.top_logits import MAX_K
 from .draft import ConvolvedKnobs, LinkedDraft
@@ -22,7 +21,7 @@ from .transitions import (
 )
 
 NAMES = {"dflash2": "DFlash2", "dspark": "DSpark", "domino": "Domino"}
-"""As `drafters.checkpoints.dflash.NAMES`."""
+"""As `drafters.modules.dflash.NAMES`."""
 KEYS = {
     "dspark_bonus_anchor", "causal_head", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k",
     "markov_rank", "markov_head_type", "emb_dim", "gru_hidden_dim", "enable_confidence_head",
@@ -38,14 +37,15 @@ MARKOV = {"vanilla": Markov, "gated": GatedMarkov, "rnn": RecurrentMarkov}
 class LinkedConfig(DFlashConfig):
     """The ``config.json`` of a draft of JetSpec, DSpark, Domino or DFlash 2."""
 
-    variants = {"projector_type": ("dspark", "domino")}
+    only = DFlashConfig.only | {"projector_type": ("dflash", "dspark", "domino")}
 
     def __init__(self, raw: dict):
-        super().__init__(raw)
+        super().__init__(raw, {*DFLASH, *KEYS})
         is_dspark = any("DSpark" in name for name in self.architectures)
         self.deepspec = is_dspark and not self.speculators
         self.drafts_first = is_dspark and not self.get("dspark_bonus_anchor")
-        self.keys = {*KEYS, "pure_draft_prefix_len"} if self.get("projector_type") == "domino" else KEYS
+        if self.get("projector_type") == "domino":
+            self.keys.add("pure_draft_prefix_len")
 
     @classmethod
     def fits(cls, files: DraftFiles) -> bool:

@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...drafters.trees.block import grow_lattice, lattice_tree
-from ...drafters.trees.grow import chain_parents, chain_scores
-from ...drafters.trees.propose import propose_full, propose_grown
-from ...drafters.trees.schedule import Schedule
+from ...drafters.trees.grow import Schedule, chain_parents, chain_scores
+from ...drafters.trees.propose import grow_lattice, lattice_tree, propose_full, propose_grown
 from ...kernels.top_logits import best_tokens
 from ...runtime.state import State
 
@@ -122,7 +120,7 @@ class LinkedBlock:
     def scores(self, place: int, previous: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
         """Logits, up to a constant, of the candidates of a place after each of W nodes: [B, W, K or Vd] float32.
 
-        previous [B, W] int64, carried [B, W, C]: see `drafters.trees.block.Follow`.
+        previous [B, W] int64, carried [B, W, C]: see `drafters.trees.propose.Follow`.
         """
         unlinked = self.logits[:, place] if self.ids is None else self.logprobs[:, place]
         hidden = self.normed[:, place, None].expand(-1, previous.shape[1], -1)
@@ -136,7 +134,7 @@ class LinkedBlock:
         return unlinked + (query @ keys.mT).float() / self.temperature, carried
 
     def follow(self, place: int, previous: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
-        """See `drafters.trees.block.Follow`."""
+        """See `drafters.trees.propose.Follow`."""
         scores, carried = self.scores(place, previous, carried)
         logprobs = self._normed(scores, self.logprobs[:, place])
         return self._weighted(logprobs, self.normed[:, place, None], previous), carried

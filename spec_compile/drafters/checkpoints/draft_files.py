@@ -1,10 +1,7 @@
-"""`DraftFiles`: the config of a published draft, its tensors by our names, and the draft module filled with them.
-
-Heads of Mistral are published in its own format, ``params.json`` and ``consolidated.safetensors``. Sources: vLLM's
-``transformers_utils/configs/mistral.py``, ``models/mistral_eagle.py`` and ``LlamaForCausalLM.maybe_remap_mistral``.
-"""
+"""`DraftFiles`: the config of a published draft, its tensors by our names, and the draft module filled with them."""
 
 import re
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -13,70 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...quantised.formats import Quantisation, quantisation_of
-from .files import Checkpoint, Fetch, Target, TensorSources, fetcher, indexed_names, read_json
-
-MISTRAL_KEYS = {
-    "dim": "hidden_size",
-    "hidden_dim": "intermediate_size",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads",
-    "norm_eps": "rms_norm_eps",
-    "activation": "hidden_act",
-    "tied_embeddings": "tie_word_embeddings",
-}
-"""Mistral's keys -> those of transformers; others have the same name."""
-YARN = {
-    "factor": "factor",
-    "original_max_position_embeddings": "original_max_position_embeddings",
-    "beta": "beta_fast",
-    "alpha": "beta_slow",
-}
-MISTRAL_RENAMES = [
-    (r"^eagle_linear\.", "fc."),
-    (r"^norm\.", "pre_lm_head_layernorm."),
-    (r"^tok_embeddings\.", "embed_tokens."),
-    (r"^output\.", "lm_head."),
-    (r"\.attention\.w([qkvo])\.", r".self_attn.\1_proj."),
-    (r"\.attention_norm\.", ".input_layernorm."),
-    (r"\.ffn_norm\.", ".post_attention_layernorm."),
-    (r"\.feed_forward\.w1\.", ".mlp.gate_proj."),
-    (r"\.feed_forward\.w2\.", ".mlp.down_proj."),
-    (r"\.feed_forward\.w3\.", ".mlp.up_proj."),
-]
-"""Names of tensors -> those of published EAGLE heads."""
-
-
-def as_config(params: dict) -> dict:
-    """The keys of ``params.json`` as transformers names them; ValueError if YaRN has a key that is not known."""
-    config = {
-        MISTRAL_KEYS.get(name, name): value for name, value in params.items() if name not in ("yarn", "model_type")
-    }
-    window, yarn = config.get("sliding_window"), dict(params.get("yarn") or {})
-    if isinstance(window, list):  # one for each layer, repeated
-        windows = window * (config.get("num_hidden_layers", 1) // len(window))
-        config["layer_types"] = ["full_attention" if one is None else "sliding_attention" for one in windows]
-        config["sliding_window"] = next(filter(None, window), None)
-    elif window is not None:
-        config["use_sliding_window"] = True
-    if yarn:
-        scaling = {theirs: yarn.pop(name) for name, theirs in YARN.items() if name in yarn}
-        unscaled = {"attention_factor": 1.0} if yarn.pop("apply_scale", True) is False else {}
-        if yarn:
-            raise ValueError(f"draft: its params.json has yarn.{next(iter(yarn))}, which is not known here")
-        config["rope_scaling"] = {"rope_type": "yarn", **scaling, **unscaled}
-    config.setdefault("head_dim", config.get("hidden_size", 0) // config.get("num_attention_heads", 1))
-    return {**config, "architectures": ["EagleMistralForCausalLM"], "model_type": "mistral"}
-
-
-def by_halves(weight: Tensor, head_dim: int) -> Tensor:
-    """The rows of queries or keys [heads * head_dim, inputs] in the order of transformers.
-
-    RoPE turns rows 2i and 2i + 1 of a head here, and rows i and i + head_dim / 2 there: the rows [a, b, c, d] of a
-    head come out as [a, c, b, d].
-    """
-    return weight.view(-1, head_dim // 2, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
-
+from .files import Checkpoint, Fetch, Target, TensorSources, fetcher, find_weights, read_json
 
 RENAMES = [
     (r"^(?:model\.){1,2}", ""),
@@ -110,7 +44,16 @@ class DraftFiles:
 
     draft: a folder, or a repository of the hub.
     fetch: finds its files (default: `fetcher(draft)`).
+
+    For another layout of files `contrib` adds a subclass to `LAYOUTS`, whose ``fits(fetch)`` is true of it.
     """
+
+    origin = ""
+    """Names the layout in reports."""
+    renames: Sequence[tuple[str, str]] = ()
+    """Applied before `RENAMES`."""
+    flags: dict[str, bool] = {}
+    """Flags of `EagleHead` that heads of this layout have."""
 
     def __init__(self, draft: str | Path, fetch: Fetch | None = None):
         self.draft, self.fetch = draft, fetch or fetcher(draft)
@@ -118,10 +61,10 @@ class DraftFiles:
     @cached_property
     def tensor_names(self) -> list[str]:
         """Published names of all tensors; only the index is read if the checkpoint has one."""
-        names = indexed_names(self.fetch)
-        if names is None:
+        path, names = find_weights(self.draft, self.fetch)
+        if path is not None:
             return list(self.checkpoint.shapes)
-        return names if self.quantisation is None else [*names, *self.quantisation.matrices(names)]
+        return [*names] if self.quantisation is None else [*names, *self.quantisation.matrices(names)]
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
@@ -138,26 +81,19 @@ class DraftFiles:
 
     @cached_property
     def config(self) -> dict:
-        """The object in ``config.json``, or that in Mistral's ``params.json``; ValueError if there is none."""
-        if self.is_mistral:
-            return as_config(read_json(self.fetch("params.json")))
+        """The object in ``config.json``; ValueError if there is none."""
         path = self.fetch("config.json")
         if path is None:
             raise ValueError(f"draft: {self.draft} has no config.json")
         return read_json(path)
 
     @cached_property
-    def is_mistral(self) -> bool:
-        """True if they are in Mistral's own format."""
-        return self.fetch("config.json") is None and self.fetch("params.json") is not None
-
-    @cached_property
     def names(self) -> dict[str, str]:
         """Our name of each tensor -> its published one."""
-        found, renames = {}, [*MISTRAL_RENAMES, *RENAMES] if self.is_mistral else RENAMES
+        found = {}
         for published in self.checkpoint.shapes:
             ours = published
-            for pattern, replacement in renames:
+            for pattern, replacement in (*self.renames, *RENAMES):
                 ours = re.sub(pattern, replacement, ours)
             found[ours] = published
         return found
@@ -208,6 +144,7 @@ class DraftFiles:
         give the ids [0, 2, 4].
         """
         checkpoint, names, size = self.checkpoint, self.names, target.vocab_size
+        # Row by row from d2t, then from t2d; both must say the same.
         ids = torch.arange(rows)
         if "d2t" in names:
             ids = ids + checkpoint.take(names["d2t"], (rows,)).long()
@@ -239,11 +176,22 @@ class DraftFiles:
 
         def sources_of(name: str, shape: tuple[int, ...]) -> TensorSources:
             sources = [self.names.get(name) or published_name(name, self.names)]
-            if self.is_mistral and name.endswith(("q_proj.weight", "k_proj.weight")):
-                return TensorSources(sources, shape, lambda tensors: by_halves(tensors[0], self.config["head_dim"]))
-            return TensorSources(sources, shape)
+            return TensorSources(sources, shape, lambda tensors: self.as_ours(name, tensors[0]))
 
         self.checkpoint.fill(draft, sources_of, target.embedding)
+
+    def as_ours(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor in our layout. name: ours."""
+        return tensor
+
+
+LAYOUTS: list[type[DraftFiles]] = []
+
+
+def open_files(draft: str | Path) -> DraftFiles:
+    """The files of a draft, in the layout that fits them."""
+    fetch = fetcher(draft)
+    return next((layout for layout in LAYOUTS if layout.fits(fetch)), DraftFiles)(draft, fetch)
 
 
 class LoadedDraft(DraftFiles):

@@ -119,16 +119,24 @@ class Checkpoint:
         self.source, self._loaded = source, {}
         self._files: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        # Find the tensors: given, in one file, or in several files.
         if isinstance(found, dict):
-            self._loaded[Path(source)], places = found, [(Path(source), None)]
+            self._loaded[Path(source)] = found
+            path, shards = Path(source), {}
         else:
-            places = _weight_files(source, found, wanted)
-        for path, names in places:
-            self._list(path, names, wanted)
+            path, listed = find_weights(source, found)
+            shards = {name: shard for name, shard in listed.items() if wanted(name)}
+            lost = [shard for shard in dict.fromkeys(shards.values()) if found(shard) is None]
+            if lost:
+                raise ValueError(f"draft: {source} has no {_some(lost)}, which its index names")
+        if path is not None:
+            self._list(path, None, wanted)
+        for shard in dict.fromkeys(shards.values()):
+            self._list(found(shard), [name for name in shards if shards[name] == shard], wanted)
+        # Quantised matrices stand in the place of the tensors that store them.
         self._matrices: dict[str, StoredMatrix] = {}
         self._config = {} if quantisation is None else quantisation.config
         if quantisation is not None:
-            # Matrices stand in the place of the tensors that store them.
             self._matrices = quantisation.matrices(self.shapes)
             shapes = {name: matrix.shape(self.shapes, self._stored) for name, matrix in self._matrices.items()}
             for part in (part for matrix in self._matrices.values() for part in matrix.names.values()):
@@ -216,6 +224,7 @@ class Checkpoint:
                 parameter.requires_grad_(False)
 
     def _check(self, wanted: dict[str, tuple[int, ...] | None]) -> None:
+        # Names, then shapes.
         missing = [name for name in wanted if name not in self.shapes]
         if missing:
             raise ValueError(
@@ -258,31 +267,13 @@ class Checkpoint:
         return _from_safetensors(path, lambda file: file.get_tensor(name))
 
 
-def indexed_names(fetch: Fetch) -> list[str] | None:
-    """The names of all tensors of a checkpoint of several files, from its index; None if it is one file."""
+def find_weights(source: str | Path, fetch: Fetch) -> tuple[Path | None, dict[str, str]]:
+    """The file with all tensors; or None, and the name of the file with each tensor. ValueError if there is neither."""
     for name in FILES:
-        index = fetch(f"{name}.index.json") if fetch(name) is None else None
-        if index is not None:
-            return list(read_json(index).get("weight_map", {}))
-    return None
-
-
-def _weight_files(source, fetch: Fetch, wanted: Callable[[str], bool]) -> list[tuple[Path, list[str] | None]]:
-    """The files with wanted tensors, each with the names it holds (None: all in it)."""
-    for name in FILES:
-        path = fetch(name)
-        if path is not None:
-            return [(path, None)]
-        index = fetch(f"{name}.index.json")
-        if index is not None:
-            shards: dict[str, list[str]] = {}
-            for tensor, shard in read_json(index).get("weight_map", {}).items():
-                if wanted(tensor):
-                    shards.setdefault(shard, []).append(tensor)
-            lost = [shard for shard in shards if fetch(shard) is None]
-            if lost:
-                raise ValueError(f"draft: {source} has no {_some(lost)}, which its index names")
-            return [(fetch(shard), names) for shard, names in shards.items()]
+        if (path := fetch(name)) is not None:
+            return path, {}
+        if (index := fetch(f"{name}.index.json")) is not None:
+            return None, read_json(index).get("weight_map", {})
     offline = "; the hub is not asked (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else ""
     raise ValueError(f"draft: {source} has none of {', '.join(FILES)}, and no index of several{offline}")
 

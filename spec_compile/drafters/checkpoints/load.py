@@ -12,12 +12,11 @@ from ...capture.copies import shallow
 from ...errors import did_you_mean
 from ...quantised.formats import Published
 from ...quantised.pack_cpu import some_rows
-from ..modules.assistant import Assistant
+from ..modules import dflash, eagle, mtp
 from ..modules.dflash import DFlashDraft
 from ..modules.eagle import Head
-from . import assistant, dflash, eagle, mtp
 from .config import SPECULATORS, check_rope_theta
-from .draft_files import DraftFiles, LoadedDraft
+from .draft_files import DraftFiles, LoadedDraft, open_files
 from .files import Target, fetcher, load_pickled
 
 
@@ -27,11 +26,13 @@ class DraftFormat(NamedTuple):
     detect: True if these files hold such a head.
     read: makes it, for a target and with overrides, or raises ValueError.
     overrides: arguments of `load_head` that replace something that the files say.
+    wrap: makes it of a module that is loaded already (None: such a module is the head).
     """
 
     detect: Callable[[DraftFiles], bool]
-    read: Callable[[DraftFiles, Target, dict], Head | DFlashDraft | Assistant]
-    overrides: tuple[str, ...]
+    read: Callable[[DraftFiles, Target, dict], nn.Module]
+    overrides: tuple[str, ...] = ()
+    wrap: Callable[[nn.Module, Target], nn.Module] | None = None
 
 
 FORMATS = {
@@ -39,14 +40,14 @@ FORMATS = {
     "dflash": DraftFormat(dflash.is_dflash, dflash.read_dflash, dflash.OVERRIDES),
     "eagle3": DraftFormat(eagle.is_eagle3, eagle.read_eagle3, eagle.EAGLE3_OVERRIDES),
     "eagle": DraftFormat(eagle.is_eagle, eagle.read_eagle, eagle.EAGLE_OVERRIDES),
-    "assistant": DraftFormat(assistant.is_assistant, assistant.read_assistant, ()),
 }
 """The format of each algorithm's heads, in the order in which they are tried."""
 
 
-def register_format(name: str, draft_format: DraftFormat, before: str) -> None:
-    """Add a format that is tried before the format `before`, whose `detect` may be true of its files, too."""
-    later = {each: FORMATS.pop(each) for each in [*FORMATS][[*FORMATS].index(before) :]}
+def register_format(name: str, draft_format: DraftFormat, before: str | None = None) -> None:
+    """Add a format. before: the format whose `detect` may be true of its files, too, so that it is tried first."""
+    place = len(FORMATS) if before is None else [*FORMATS].index(before)
+    later = {each: FORMATS.pop(each) for each in [*FORMATS][place:]}
     FORMATS.update({name: draft_format, **later})
 
 
@@ -56,7 +57,7 @@ def load_head(
     algorithm: str | None = None,
     token_map: str | Path | Sequence[int] | Tensor | None = None,
     **overrides,
-) -> Head | DFlashDraft | Assistant:
+) -> Any:
     """The draft head that `draft` holds, on the device and in the dtype of `model`, its target.
 
     draft: a folder, a repository of the hub, a head, or None: the block of multi-token prediction in the target's own
@@ -69,11 +70,13 @@ def load_head(
     ValueError or TypeError if the head is for another algorithm or target, or if a tensor is missing, unknown or of
     another shape, all before weights are read; and then if one holds NaN or infinity.
     """
+    # Check the arguments.
     target = Target.of(model)
     overrides = {name: value for name, value in overrides.items() if value is not None}
     if "rope_theta" in overrides:
         overrides["rope_theta"] = check_rope_theta("rope_theta", overrides["rope_theta"])
     ids = None if token_map is None else read_token_map(token_map, target.vocab_size)
+    # Take the module, or find the format of the files and read them.
     if isinstance(draft, nn.Module):
         head = _check_loaded(draft, target, algorithm, overrides)
     else:
@@ -89,6 +92,7 @@ def load_head(
                     f"unknown override {name!r}.{did_you_mean(name, known)} {detected} heads have {', '.join(known)}"
                 )
         head = FORMATS[detected].read(files, target, overrides)
+    # Restrict it to the listed tokens.
     if ids is not None:
         if head.draft_to_target is not None:
             raise ValueError(
@@ -112,12 +116,11 @@ def _with_codes(head: Any, target: Target) -> Any:
     return other
 
 
-def _check_loaded(
-    head: nn.Module, target: Target, algorithm: str | None, overrides: dict
-) -> Head | DFlashDraft | Assistant:
+def _check_loaded(head: nn.Module, target: Target, algorithm: str | None, overrides: dict) -> nn.Module:
     """A head made elsewhere, if it fits the target."""
-    if algorithm == "assistant":
-        return assistant.wrap_assistant(head, target)
+    wrap = FORMATS[algorithm].wrap if algorithm in FORMATS else None
+    if wrap is not None:
+        return wrap(head, target)
     if algorithm == "dflash" and dflash.is_loaded_dflash(head):
         _check_placed(next(head.parameters()), target)
         return dflash.read_dflash(LoadedDraft(head), target, overrides)
@@ -148,7 +151,7 @@ def _open(draft: str | Path) -> DraftFiles:
         raise _no_draft(draft)
     if str(draft).endswith((".pt", ".pth")):
         raise ValueError(f"draft: {draft} is a file; if it lists token ids (FR-Spec), pass it as token_map")
-    return DraftFiles(draft)
+    return open_files(draft)
 
 
 def _no_draft(draft: object) -> TypeError:

@@ -70,12 +70,15 @@ class LatentAttention(nn.Module):
         self.o_proj = nn.Linear(self.heads * sizes.v_head_dim, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        # Queries, each of a part without RoPE and a part with it.
         sizes = self.sizes
         whole = self.q_proj(x) if sizes.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q, q_turned = self._by_head(whole).split(self.query_parts, dim=-1)
+        # Keys and values of all heads from one row, and the turned part that all heads share.
         latent, k_turned = self.kv_a_proj_with_mqa(x).split([sizes.kv_lora_rank, sizes.qk_rope_head_dim], dim=-1)
         expanded = self._by_head(self.kv_b_proj(self.kv_a_layernorm(latent)))
         k, v = expanded.split([sizes.qk_nope_head_dim, sizes.v_head_dim], dim=-1)
+        # RoPE, and the whole keys of each head.
         rotate = apply_rotary_pos_emb_interleave if sizes.pairs else apply_rotary_pos_emb
         q_turned, k_turned = rotate(q_turned, k_turned[:, None], *rope)
         q = torch.cat([q, q_turned], dim=-1)

@@ -1,13 +1,14 @@
-"""How a draft grows trees: `grow` takes its likeliest tokens, `draw_chain` draws them at random.
+"""How a draft grows trees of the sizes in a `Schedule`: `grow` takes its likeliest tokens, `draw_chain` draws them.
 
-They know nothing of the draft but its `Step`, one forward. All tensors have static shapes, so that they can be compiled
-and captured. Slots and depths are those of a draft whose slot t predicts the token after next (EAGLE, MTP): a node of
-depth d is fed in slot d - 1 after the draft's committed ones. The root, whose children the logits at the last committed
-slot predict, is not fed at all.
+Both know nothing of the draft but its `Step`, one forward a level. All tensors have static shapes, so that they can be
+compiled and captured. Slots and depths fit a draft whose slot t predicts the token after next (EAGLE, MTP): a
+node of depth d is fed in slot d - 1 after the draft's committed ones. The root, whose children the logits at the last
+committed slot predict, is not fed at all.
 """
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -20,7 +21,69 @@ from ...kernels.ops import gather_rows
 from ...kernels.top_logits import MAX_K, best_tokens
 from ...runtime.verify.sample import draw, uniform
 from ...tree import MAX_NODES
-from .schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A chain (topk 1), or the dynamic tree of EAGLE-2 (Li et al. 2024, arXiv:2406.16858, section 4).
+
+    num_steps: levels of the tree, grown by num_steps - 1 forwards of the draft.
+    topk: candidates among a node's children, and nodes of a level that get children.
+    num_draft_tokens: nodes verified, the root included (default: the root and all candidates, 64 at most).
+    score_temperature: divides the logits in the softmax by which branches are compared.
+
+    TypeError or ValueError, naming the argument, if one is out of range or they contradict each other.
+    """
+
+    num_steps: int = 5
+    topk: int = 4
+    num_draft_tokens: int | None = None
+    score_temperature: float = 1.0
+
+    def __post_init__(self):
+        check_int("num_steps", self.num_steps, 1, MAX_NODES - 1, "levels of the tree")
+        check_int("topk", self.topk, 1, MAX_K, "children of a node")
+        check_int("num_draft_tokens", self.nodes, 2, MAX_NODES, "nodes verified, the root included")
+        if not isinstance(self.score_temperature, int | float) or isinstance(self.score_temperature, bool):
+            raise TypeError(f"score_temperature must be a number, not {type(self.score_temperature).__name__}")
+        if not 0 < self.score_temperature < math.inf:
+            raise ValueError(f"score_temperature must be positive and finite, not {self.score_temperature}")
+        if (self.num_steps - 1) * self.topk > MAX_NODES:
+            raise ValueError(
+                f"(num_steps - 1) * topk must be at most {MAX_NODES}, the nodes of one forward of the draft, not "
+                f"{(self.num_steps - 1) * self.topk}: lower num_steps or topk"
+            )
+        if self.nodes > 1 + self.candidates:
+            rule = "num_steps + 1 in a chain (topk 1)" if self.topk == 1 else "1 + topk + (num_steps - 1) * topk ** 2"
+            raise ValueError(
+                f"num_draft_tokens must be at most {1 + self.candidates} = {rule}, not {self.nodes}: "
+                "lower it, or raise num_steps or topk"
+            )
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of a tree, the root included."""
+        return min(MAX_NODES, 1 + self.candidates) if self.num_draft_tokens is None else self.num_draft_tokens
+
+    def first(self, nodes: int | None) -> "Schedule":
+        """The schedule of the first `nodes` nodes of the same trees (None: all of them).
+
+        They are at most nodes - 1 levels deep, because each of them comes after its parents: of 5 levels with 16 nodes,
+        the first 4 take 3 levels.
+        """
+        if nodes is None:
+            return self
+        return replace(self, num_steps=min(self.num_steps, nodes - 1), num_draft_tokens=nodes)
+
+    @property
+    def fed(self) -> int:
+        """Slots of the nodes that are fed to the draft: by its last forward, or by all forwards of a chain."""
+        return (self.num_steps - 1) * self.topk
+
+    @property
+    def candidates(self) -> int:
+        """Nodes below the root among which the best are verified."""
+        return self.topk + (self.num_steps - 1) * self.topk**2
 
 
 class Step(Protocol):
@@ -32,8 +95,8 @@ class Step(Protocol):
         """tokens [B, R] int64: ids of the target.
         hidden [B, R, C]: the draft's output at each node's parent.
         ancestors [B, R] int64: bit j of row i is set if i sees row j of the block, itself included.
-        depth [R] int64: 1 for a child of the root; a node's position is that of the first free slot + depth - 1.
-        offset: the block begins so many slots after the committed ones and sees all slots before it.
+        depth [R] int64: 1 for a child of the root; a node's position is the first free slot + depth - 1.
+        offset: slots between the committed ones and the block, which sees them all.
         wanted: rows whose logits are used.
 
         Returns the draft's output [B, R, C], and the logits [B, wanted, Vd] of the last `wanted` rows.
@@ -237,7 +300,7 @@ def _grow_tree(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Candidates are numbered level by level, the root being 0; the best of all are kept.
 
-    Each level's `topk` best candidates are fed to the draft, in rows after those of the levels before. With topk = 2,
+    Each level's `topk` best candidates are fed to the draft, in rows after the levels before. With topk = 2,
     rows [0, 1 | 2, 3] have the depths [1, 1 | 2, 2]; if rows 2 and 3 are children of row 1, their ancestors are
     [0b0110, 0b1010].
     """
@@ -252,12 +315,14 @@ def _grow_tree(
     ancestors = seen = root.new_empty(batch, 0)
     first = 1  # candidate of the level
     for level in range(1, schedule.num_steps + 1):
+        # The frontier's children become candidates.
         below, ids = children(frontier_scores, logits, topk, schedule.score_temperature, draft_to_target)
         tokens.append(ids)
         scores.append(below)
         above.append(frontier.repeat_interleave(topk, dim=1))
         if level == schedule.num_steps:
             break
+        # The best of them are the next frontier, and are fed to the draft after all frontiers before.
         best = highest(below, topk)
         frontier, frontier_scores = first + best, below.gather(1, best)
         first += below.shape[1]
@@ -297,7 +362,7 @@ def draw_chain(
     temperature [B]: of the draft's softmax; at 0 the likeliest token has all the probability.
     seed, sequence, place [B]: of `uniform`; place counts the tokens of a row between its prompt and the root's child.
     vocab_size: the target's.
-    The other arguments are those of `grow`.
+    For the other arguments see `grow`.
 
     Node i's child was drawn from row i of probs; the last row is zeros. Verified tokens are distributed as the target's
     only if the length to which the chain is cut before verification does not depend on the tokens cut off. No number is

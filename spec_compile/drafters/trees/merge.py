@@ -1,9 +1,9 @@
 """`merge`: the drafts of a head and of n-grams as one tree of the drafts that are likeliest to be accepted.
 
 Each source estimates how likely its drafts are, and their outcomes correct that. A draft belongs to one cell of a
-table. The cells of a head's drafts are told apart by depth and by the head's own probability, those of n-grams by the
-length of the match, by rank and by depth, and those of drafts that both propose by the length of the match and the
-head's probability. A cell counts the drafts that were accepted and how many its sources had expected, and their ratio
+table. A head's drafts have cells by their depth and the head's own probability, drafts of n-grams by the length of the
+match, their rank and their depth, and drafts that both propose by the length of the match and the head's probability. A
+cell counts the drafts that were accepted and how many its sources had expected, and their ratio
 corrects the next draft of the cell. Drafts count if their parent was accepted, verified or not: the text shows if they
 would have been accepted.
 
@@ -32,9 +32,9 @@ FIRST_OF_BOTH = FIRST_OF_TRIE + (len(MATCHES) + 1) * RANKS * (len(STAGES) + 1)
 CELLS = FIRST_OF_BOTH + (len(MATCHES) + 1) * BINS
 
 LEAST, MOST = 1e-4, 0.99
-"""Bounds of a probability. With the upper one a path's score stays below that of its beginning, however sums round."""
+"""Bounds of a probability. With the upper one a path scores less than its beginning, however sums round."""
 WEIGHT = 4.0
-"""A source's own estimate counts as much as so many accepted drafts."""
+"""A source's own estimate counts as much as this many accepted drafts."""
 KEPT = 0.99
 """A cell's counts are multiplied by this when a round adds to them."""
 
@@ -89,7 +89,7 @@ def corrected(counts: Tensor, priors: Tensor, cells: Tensor) -> Tensor:
     """The probabilities that drafts are accepted, if their parents are.
 
     counts [2, CELLS] float32: drafts accepted and expected.
-    priors, cells: of the drafts.
+    priors, cells: see `Drafts`.
     """
     ratio = (counts[0] + WEIGHT) / (counts[1] + WEIGHT)
     return (priors * ratio[cells]).clamp(LEAST, MOST)
@@ -149,16 +149,16 @@ class Drafts(NamedTuple):
 def merge(
     head: SourceTrees, scores: Tensor, trie: SourceTrees, match: Tensor, counts: Tensor, nodes: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Drafts]:
-    """The best trees of at most `nodes` nodes: tokens, parents [B, nodes], count and hint [B] int64, and the drafts.
+    """The best trees of at most `nodes` nodes: tokens, parents [B, nodes], count, confidence [B] int64, and drafts.
 
     head, trie: trees with the same roots.
     scores [B, H] float32: sums of the head's log-probabilities from the root down.
     match [B] int64: length of the match that n-grams continue.
     counts: see `corrected`.
 
-    A draft is worth the product of the corrected probabilities on its path. If those of siblings sum to more than 1,
-    each is divided by the sum. A draft of both sources is one node with the prior 1 - (1 - p)(1 - q). The trees go from
-    the best node down; slots after the last one hold token 0 and parent 0. The hint is `expected_drafts` of them.
+    A draft is worth the product of the corrected probabilities on its path. If siblings' probabilities sum to more than
+    1, each is divided by the sum. A draft of both sources is one node with the prior 1 - (1 - p)(1 - q). The trees go
+    from the best node down; slots after the last hold token 0 and parent 0. The confidence is their `expected_drafts`.
     """
     size = head.tokens.shape[1]
     is_head_draft, head_ancestors, head_depth = _read(head)
@@ -168,7 +168,7 @@ def merge(
     keys = _path_keys(head.tokens, head_ancestors, head_depth), _path_keys(trie.tokens, trie_ancestors, trie_depth)
     pairs = (keys[1][:, :, None] == keys[0][:, None, :]) & (trie_depth[:, :, None] == head_depth[:, None, :])
     pairs = pairs & _with_root(is_trie_draft)[:, :, None] & _with_root(is_head_draft)[:, None, :]  # [B, T, H]
-    twin, has_twin = _last(pairs), pairs.any(dim=2)  # of n-grams' nodes
+    partner, has_partner = _last(pairs), pairs.any(dim=2)  # of n-grams' nodes
     number, is_doubled = _last(pairs.mT), pairs.any(dim=1)  # of the head's
 
     # The probabilities that the sources expect, and the cells that correct them.
@@ -183,9 +183,9 @@ def merge(
     # One numbering of all nodes: the head's from 0, n-grams' from `size`; a node of both sources is the head's. With
     # size = 4, a child of n-grams' node 2 has the parent 6, or 1 if that node is also the head's node 1.
     trie_above = trie.parents.clamp(min=0)
-    moved = torch.where(has_twin.gather(1, trie_above), twin.gather(1, trie_above), size + trie_above)
+    moved = torch.where(has_partner.gather(1, trie_above), partner.gather(1, trie_above), size + trie_above)
     parents = torch.cat([above, moved], dim=1)
-    is_draft = torch.cat([is_head_draft, is_trie_draft & ~has_twin], dim=1)  # guard: drafted-twice
+    is_draft = torch.cat([is_head_draft, is_trie_draft & ~has_partner], dim=1)  # guard: drafted-twice
 
     # The probability of each draft after its parent, and of its path.
     likely = torch.where(is_draft, corrected(counts, priors, cells), 0.0)
@@ -193,7 +193,7 @@ def merge(
     likely = likely / torch.where(siblings, likely[:, None, :], 0.0).sum(dim=2).clamp(min=1.0)
     logs = torch.where(is_draft, likely.log(), 0.0)  # 0 of roots
     head_logs, trie_logs = logs.split([size, logs.shape[1] - size], dim=1)
-    trie_logs = torch.where(has_twin, head_logs.gather(1, twin), trie_logs)
+    trie_logs = torch.where(has_partner, head_logs.gather(1, partner), trie_logs)
     worth = torch.cat([_path_sums(head_logs, head_ancestors), _path_sums(trie_logs, trie_ancestors)], dim=1)
     is_root = torch.arange(worth.shape[1], device=worth.device) == 0
     worth = torch.where(is_draft | is_root, worth, -math.inf)
@@ -209,10 +209,10 @@ def merge(
 
 def _cut(tokens: Tensor, parents: Tensor, worth: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Trees [B, N] without the slots at their ends that hold no draft, whose worth is -inf: tokens and parents, 0 in
-    these slots, count and hint [B]."""
+    these slots, count and confidence [B]."""
     is_real = worth > -math.inf
-    count, hint = is_real.sum(dim=1), expected_drafts(worth)
-    return torch.where(is_real, tokens, 0), torch.where(is_real, parents, 0), count, hint
+    count, confidence = is_real.sum(dim=1), expected_drafts(worth)
+    return torch.where(is_real, tokens, 0), torch.where(is_real, parents, 0), count, confidence
 
 
 def merge_drafts(
@@ -221,8 +221,8 @@ def merge_drafts(
     """`merge`, in the form that suits the device."""
     if scores.is_cuda:
         return merge(head, scores, trie, match, counts, nodes)
-    tokens, parents, count, hint, *drafts = _merge_eagerly(*head, scores, *trie, match, counts, nodes)
-    return tokens, parents, count, hint, Drafts(*drafts)
+    tokens, parents, count, confidence, *drafts = _merge_eagerly(*head, scores, *trie, match, counts, nodes)
+    return tokens, parents, count, confidence, Drafts(*drafts)
 
 
 @torch.library.custom_op("spec_compile::merge_drafts", mutates_args=())

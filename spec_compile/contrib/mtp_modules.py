@@ -5,7 +5,7 @@ x_{t + k + 1}; it predicts x_{t + k + 2}. After n committed slots the root is x_
 that are only drafted yet, and its cache has k committed slots less than the target's: with n = 5, slots 0 to 4 of
 module 0, and slots 0 to 3 of module 1, whose slot 4 is paired with each draft of depth 1.
 
-A node of depth d lies at slot n - k + d - 1 of module k. So a level of a tree runs its module over all nodes above it.
+A node of depth d lies at slot n - k + d - 1 of module k. So a level of a tree runs its module over all nodes above.
 """
 
 import torch
@@ -13,15 +13,13 @@ from torch import Tensor, nn
 
 from .. import passes
 from ..cache import Cache
-from ..capture.admit import Inventory
+from ..drafters.heads import KINDS, HeadAlgorithm, HeadDrafter, HeadOptions
+from ..drafters.modules.eagle import Head
+from ..drafters.modules.mtp import MtpHead
+from ..drafters.shared_draft import DraftHead, keep_row
+from ..drafters.trees.grow import Step
 from ..kernels.ops import gather_rows
 from ..runtime.state import State
-from .checkpoints.load import load_head
-from .heads import HeadAlgorithm, HeadDrafter, HeadOptions
-from .modules.mtp import MtpHead
-from .self_check import best_reading
-from .shared_draft import DraftHead, keep_row
-from .trees.grow import Step
 
 
 class MtpModules(HeadAlgorithm):
@@ -29,6 +27,13 @@ class MtpModules(HeadAlgorithm):
 
     ValueError if the trees have more levels than there are modules.
     """
+
+    checked = 1  # no module reads its own output
+
+    @classmethod
+    def fits(cls, head: Head, options: HeadOptions) -> bool:
+        """True if a head has further modules that trees with these options use."""
+        return bool(getattr(head, "further", ())) and options.schedule.num_steps > 1
 
     def __init__(self, head: MtpHead, options: HeadOptions):
         super().__init__(head, options)
@@ -148,7 +153,7 @@ class ModuleSteps:
     def __call__(
         self, tokens: Tensor, hidden: Tensor, ancestors: Tensor, depth: Tensor, offset: int, wanted: int
     ) -> tuple[Tensor, Tensor]:
-        """See `trees.grow.Step`. The states are those of this module, not `hidden`."""
+        """See `trees.grow.Step`. The states come from this module, not from `hidden`."""
         self.number += 1
         drafter, number, given = self.drafter, self.number, tokens.shape[1]
         if offset:  # a chain, whose nodes were fed to the module before, not to this one
@@ -175,14 +180,4 @@ def parents_of(ancestors: Tensor) -> Tensor:
     return torch.where(row < row[:, None], sees * (row + 1), 0).amax(dim=2)
 
 
-def build(algorithm: str | None, target: Inventory, options: HeadOptions) -> HeadAlgorithm:
-    """The algorithm with the head that `options` names. algorithm: which the head must be for (None: any)."""
-    head = load_head(options.draft, target.model, algorithm, options.token_map, rope_theta=options.rope_theta)
-    has_modules = bool(getattr(head, "further", ())) and options.schedule.num_steps > 1
-    head = best_reading(target, head, options, drafts=1 if has_modules else 2)
-    if has_modules:
-        return MtpModules(head, options)
-    heads = HeadAlgorithm(head, options)
-    options.check_window(heads.graph, target)
-    heads.window = options.window
-    return heads
+KINDS.append(MtpModules)

@@ -9,7 +9,7 @@ from mtp_rounds import checked, with_further
 
 from spec_compile import speculate
 from spec_compile.compat import CACHE
-from spec_compile.drafters.mtp_modules import parents_of
+from spec_compile.contrib.mtp_modules import parents_of
 from spec_compile.tree import ancestry
 
 
