@@ -1,6 +1,5 @@
 """spec_compile: Hugging Face causal language models, generating faster with the same answer."""
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from .api import Speculation, speculate
@@ -8,12 +7,13 @@ from .capture.experts import load_mxfp4
 from .capture.rounded import load_gguf
 from .errors import UnsupportedModelError
 from .ngram.trie import NgramTrie
-from .report.explain import dump
+from .registry import side
 from .runtime.verify.thinking import ThinkingBudget
 from .stats import Stats
 
 if TYPE_CHECKING:
     from .tools.audit import audit
+    from .tools.explain import dump
     from .train import train_draft, train_while_serving
 
 __all__ = [
@@ -21,11 +21,13 @@ __all__ = [
     "load_mxfp4", "speculate", "train_draft", "train_while_serving",
 ]  # fmt: skip
 __version__ = "0.1.0"
-_SIDES = {"audit": ".tools.audit", "train_draft": ".train", "train_while_serving": ".train"}
+_SIDES = {
+    "audit": "tools.audit", "dump": "tools.explain", "train_draft": "train", "train_while_serving": "train"
+}  # fmt: skip
 """Public names that a start does not import, and their modules."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _SIDES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_SIDES[name], __name__), name)
+    return getattr(side(_SIDES[name]), name)

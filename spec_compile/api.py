@@ -4,8 +4,10 @@ import dataclasses
 import gc
 import inspect
 import logging
+import reprlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,12 +41,12 @@ from .inventory import configs_of
 from .kernels.cpu import fit_threads
 from .ngram import NgramStore
 from .parallel.start import find_ranks
-from .registry import load_contrib
-from .report.explain import Accounts
+from .registry import load_contrib, side
 from .runtime.compiled_steps import build_compiled, share_parts
 from .runtime.engine import Engine
 from .runtime.session import StepKind
 from .runtime.state import MOST_LATE
+from .stats import Stats
 
 log = logging.getLogger("spec_compile")
 
@@ -111,7 +113,7 @@ load_contrib()  # before its algorithms are described
 speculate.__doc__ = f"{inspect.cleandoc(speculate.__doc__ or '')}\n\n{describe_options()}\n"
 
 
-class Speculation(Accounts):
+class Speculation:
     """The object at ``model.speculation``: statistics, reports and control of one speculative model."""
 
     def __init__(
@@ -186,6 +188,57 @@ class Speculation(Accounts):
         """All that this start has found out."""
         graphs = {purpose: getattr(self.engine.runtime, purpose) for purpose in PURPOSES}
         return Start(graphs, self._reads, self.engine.served_batches)
+
+    def __repr__(self) -> str:
+        """The algorithm, options that are not at their default (such as the draft), the device and the dtype."""
+        parts = [f"algo={self.engine.name!r}"]
+        for field in dataclasses.fields(self.options):
+            value = getattr(self.options, field.name)
+            if value is not field.default and (type(value) is not type(field.default) or value != field.default):
+                parts.append(f"{field.name}={_short(value)}")
+        parts += [f"device={str(self.engine.runtime.device)!r}", f"dtype={self.engine.described.dtype}"]
+        return f"Speculation({', '.join(parts)})"
+
+    @property
+    def stats(self) -> Stats:
+        """Counters since the start or ``stats.reset()``."""
+        return self.engine.runtime.stats
+
+    @property
+    def online(self) -> Any:
+        """The training of the draft while it serves, which `train_while_serving` began; None if there is none."""
+        return self.engine.online
+
+    def explain(self) -> str:
+        """A readable account of the changes by each pass, and of a round."""
+        return side("tools.explain").explain(self)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """A context in which generate() records every tree that it verifies, for `report`. The last call is kept."""
+        before, self.engine.records = self.engine.records, True
+        try:
+            yield
+        finally:
+            self.engine.records = before
+
+    def report(self, path: str | Path, tokenizer: Any = None) -> Path:
+        """Write an HTML page about the last generate() that was recorded, and return its path.
+
+        It shows text by rounds, accept lengths, times, and every tree with its accepted nodes. It needs no network.
+        With n-grams the trees show parts of other calls' texts, unless these ran with ``share_text=False``.
+
+        path: of the file.
+        tokenizer: the model's, to show text in place of token ids.
+
+        Raises RuntimeError if nothing was recorded, and TypeError if `tokenizer` cannot decode.
+        """
+        if self.engine.recording is None:
+            raise RuntimeError(
+                "no generate() was recorded; run it inside `with model.speculation.recording():`, then call report()"
+            )
+        about = type(self.original).__name__, self.engine.name
+        return side("tools.page").write(self.engine.recording, path, tokenizer, *about)
 
     def save(self, folder: str | Path) -> None:
         """Copy what this start has found out to a folder, from which ``speculate(..., artefact=folder)`` starts.
@@ -289,3 +342,10 @@ class Speculation(Accounts):
         gc.collect()  # rounds and their buffers refer to each other
         if self.engine.runtime.on_gpu:
             torch.cuda.empty_cache()
+
+
+def _short(value: Any) -> str:
+    """A value in one line: texts and numbers in full, lists shortened, and the class of any other object."""
+    if isinstance(value, str | Path | bool | int | float):
+        return repr(str(value) if isinstance(value, Path) else value)
+    return reprlib.repr(value) if isinstance(value, list | tuple | dict) else f"<{type(value).__name__}>"

@@ -1,7 +1,8 @@
-"""`load_contrib` and `load_plugins`: abilities that add themselves to the tables of this package when imported.
+"""`load_contrib`, `load_plugins` and `side`: modules that the core imports by name, and never by a statement.
 
-An ability registers an algorithm (`drafters.ALGORITHMS`), a format of drafts (`drafters.checkpoints.load.FORMATS`), a
-module of transformers (`capture.modules.MODULES`), a pass (`passes.register`), and so on.
+An ability of contrib, or of another package, adds itself to tables when it is imported: an algorithm
+(`drafters.register`), a format of drafts (`drafters.checkpoints.load.FORMATS`), a module of transformers
+(`capture.modules.MODULES`), a pass (`passes.register`), and so on.
 """
 
 import functools
@@ -9,6 +10,7 @@ import importlib
 import pkgutil
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import ModuleType
 
 GROUP = "spec_compile.contrib"
 """The entry points of other packages: each names a module to import."""
@@ -18,6 +20,11 @@ def load_contrib() -> None:
     """Import the files and folders of `contrib`, if it is there. No import statement of this package names them."""
     for ability in pkgutil.iter_modules([str(Path(__file__).parent / "contrib")]):
         importlib.import_module(f"{__package__}.contrib.{ability.name}")
+
+
+def side(module: str) -> ModuleType:
+    """The module of serve, train or tools, such as "tools.explain", which is imported when a user first asks for it."""
+    return importlib.import_module(f"{__package__}.{module}")
 
 
 @functools.cache

@@ -195,10 +195,10 @@ GUARDS = [
         # training
         ("worse-weights", NEVER, "train/test_online.py -k test_worse_weights"),
         ("supervised-tokens", "supervised[:] = True", "train/test_data.py -k test_answers_are_transformers_own"),
-        ("ctrl-c", LAST, "train/test_watched.py -k 'test_ctrl_c_ends'"),
+        ("ctrl-c", LAST, "train/test_loop.py -k 'test_ctrl_c_ends'"),
         ("private-heads", NEVER, "train/test_hub.py -k private"),
         # reports and extensions
-        ("other-answers", ALWAYS, "tools/test_audit_requests.py -k another"),
+        ("other-answers", ALWAYS, "tools/test_audit_answers.py -k another"),
         ("other-cpp", NEVER, "product/test_extensions.py -k 'installed_is_taken'"),
     )
 ]

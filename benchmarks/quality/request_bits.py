@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import draw
-from spec_compile.tools.audit_requests import InManyWays, Manner
+from spec_compile.tools.audit_answers import InManyWays, Manner
 
 KEYS = ("model", "dtype", "options", "system", "exact", "mode", "manner")
 """The fields that tell the rows of the results apart."""

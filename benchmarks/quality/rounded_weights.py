@@ -18,7 +18,7 @@ from benchmarks.common import DEMO_MODEL, PROMPTS, RESULTS, pin, prompts_of, sav
 from spec_compile.capture.admit import admit
 from spec_compile.capture.rounded import rounded_weights
 from spec_compile.quantised.rounded import FORMATS
-from spec_compile.tools.audit_report import Rounding, compare_rounding
+from spec_compile.tools.audit_answers import Rounding, compare_rounding
 
 LONGEST = 1024
 """Tokens of a text or prompt, the last ones."""

@@ -43,7 +43,7 @@ MASKS = ("mask_token_id", *PARD_MASKS)
 P_EAGLE_KEYS = {
     *MASKS, "num_depths", "para_depths", "down_sample_ratio", "down_sample_ratio_min", "parallel_drafting",
 }  # fmt: skip
-"""Keys of P-EAGLE's configs besides those of EAGLE-3: the mask, and options of its training."""
+"""Keys of P-EAGLE's configs besides EAGLE-3's: the mask, and options of its training."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,18 @@ class ParallelOptions(DraftOptions):
         return BlockProposer(self.num_steps, self.topk, self.nodes, self.draws, self.score_temperature).to(device)
 
 
+def checked_mask(found: list, names: tuple[str, ...], rows: int, of: str, remedy: str = "") -> int:
+    """The first id of a mask among `found`. ValueError if there is none that has an embedding.
+
+    names: keys of the config that may hold it. rows, of: number of embeddings, and what they are. remedy: for the error
+    """
+    mask = next((value for value in found if value is not None), None)
+    if not isinstance(mask, int) or isinstance(mask, bool) or not 0 <= mask < rows:
+        known = " or ".join(names)
+        raise ValueError(f"draft: its config must have a {known} below {rows}, {of}, it has {mask!r}{remedy}")
+    return mask
+
+
 # P-EAGLE
 
 
@@ -118,15 +130,11 @@ def is_p_eagle(files: DraftFiles) -> bool:
 
 
 def read_p_eagle(files: DraftFiles, target: Target, overrides: dict) -> ParallelEagle3Head:
-    """A P-EAGLE head: EAGLE-3 with a state for masks. Arguments and errors are those of `read_eagle3`."""
+    """A P-EAGLE head: EAGLE-3 with a state for masks. It has the arguments and errors of `read_eagle3`."""
     config, rows = files.config, target.embedding.shape[0]
     inner = config.get("dflash_config") or {}
     named = [inner.get("mask_token_id"), *(config.get(name) for name in MASKS)]
-    mask = next((value for value in named if value is not None), None)
-    if not isinstance(mask, int) or isinstance(mask, bool) or not 0 <= mask < rows:
-        raise ValueError(
-            f"draft: its config must have a {' or '.join(MASKS)} below {rows}, the model's embeddings, it has {mask!r}"
-        )
+    mask = checked_mask(named, MASKS, rows, "the model's embeddings")
     head = read_eagle3(files, target, overrides, ParallelEagle3Head, P_EAGLE_KEYS)
     head.mask_token_id = mask
     head.report.insert(1, f"drafts in parallel, masked by token {mask}")
@@ -224,31 +232,27 @@ class PardDrafter(ModelDrafter):
 
         refill = 2, num_steps = 3 and a root r at slot 5 give the rows [t3, t4, r, mask, mask]; the last 3 draft.
         """
+        # The rows' slots: accepted tokens that are fed again, the root, and masks after it.
         begin = (lengths - self.refill).clamp(min=0)
         slots = begin[:, None] + torch.arange(self.refill + self.wanted, device=begin.device)
         ids = self.mapping.read(tokens.gather(1, slots.clamp(max=tokens.shape[1] - 1)))
         ids = torch.where(slots <= lengths[:, None], ids, self.mask)
+        # Each row sees itself and all rows before it.
         chain = (torch.ones_like(slots) << torch.arange(1, slots.shape[1] + 1, device=begin.device)) - 1
         rows = (lengths - begin)[:, None] + torch.arange(self.wanted, device=begin.device)
         return self._run(ids, slots, begin, chain, max_kv_len, rows)
 
 
-def read_mask(draft: PreTrainedModel) -> int:
-    """The id of the mask; ValueError if the config of `draft` has none, or one that it has no embedding for."""
-    config, rows = draft.config, draft.get_input_embeddings().weight.shape[0]
-    mask = next((getattr(config, name) for name in PARD_MASKS if getattr(config, name, None) is not None), None)
-    if not isinstance(mask, int) or isinstance(mask, bool) or not 0 <= mask < rows:
-        raise ValueError(
-            f"draft: its config must have a {' or '.join(PARD_MASKS)} below {rows}, its embeddings, it has {mask!r}; a "
-            "draft model without masks goes with algo='draft_model'"
-        )
-    return mask
-
-
 def build_pard(target: Inventory, options: ParallelOptions) -> Pard:
     """The algorithm for `options.draft`: a model, a path or a name on the hub."""
     draft = open_draft(target, options)
-    mask = read_mask(draft)
+    named, rows = (
+        [getattr(draft.config, name, None) for name in PARD_MASKS],
+        draft.get_input_embeddings().weight.shape[0],
+    )
+    mask = checked_mask(
+        named, PARD_MASKS, rows, "its embeddings", "; a draft model without masks goes with algo='draft_model'"
+    )
     graph = capture_draft(target, draft, options)
     return Pard(draft, graph, options, map_one(target, graph), mask)
 

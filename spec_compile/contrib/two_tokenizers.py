@@ -1,4 +1,4 @@
-"""Draft models with a tokenizer of their own: their tokens as those of the target.
+"""Draft models with another tokenizer than the target: their tokens as tokens of the target.
 
 Token-Level Intersection (TLI; Timor et al., "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms
 for Heterogeneous Vocabularies", arXiv:2502.05202): the draft drafts only tokens that are in both vocabularies. So the
@@ -82,24 +82,28 @@ def common_tokens(
     if they have other names, and so do its beginnings. The first of equal tokens in one vocabulary is taken. ValueError
     if fewer than `least` tokens are in both.
     """
+    # The tokens with the same content: the draft's id -> the target's.
     ours, ids = _contents_below(tokenizer, size)
     theirs, draft_ids = _contents_below(assistant_tokenizer, draft_size)
-    pairs = {draft_ids[key]: i for key, i in ids.items() if key in draft_ids}  # the draft's id -> the target's
+    pairs = {draft_ids[key]: i for key, i in ids.items() if key in draft_ids}
     if len(pairs) < least:
         raise ValueError(
             f"draft: {len(pairs) / len(ours):.0%} of the model's vocabulary, {len(pairs)} of {len(ours)} tokens, are "
             f"also the draft's; expected {least} or more: pass a draft whose tokenizer has more of the same tokens"
         )
+    # Ends and beginnings of a text, whatever their names.
     roles = dict[int, int]()
     for role in ROLES:
         i, draft = getattr(tokenizer, role), getattr(assistant_tokenizer, role)
         if i in ours and i not in roles and ours[i] not in draft_ids and draft in theirs:
             roles[i] = draft
             pairs.setdefault(draft, i)
+    # The token that the draft reads for each of the target's.
     fallback = next((i for i in (assistant_tokenizer.unk_token_id, assistant_tokenizer.eos_token_id) if i in theirs), 0)
     read = torch.full((size,), fallback)
     for i, key in ours.items():
         read[i] = roles[i] if i in roles else next((draft_ids[end] for end in _ends(key) if end in draft_ids), fallback)
+    # The drafted tokens, in the order of the draft's ids.
     columns = torch.tensor(sorted(pairs))
     to_target = torch.tensor([pairs[i] for i in columns.tolist()])
     return CommonTokens(to_target, columns, read, (len(ours), len(theirs)))
@@ -128,7 +132,9 @@ def contents(tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, Content]
     added = tokenizer.added_tokens_decoder
     vocab = {token: i for token, i in tokenizer.get_vocab().items() if i not in added}
     is_sentencepiece = any(SPACE in token for token in vocab)
-    over_bytes = {} if is_sentencepiece or not any(BYTE_SPACE in token for token in vocab) else _bytes_of_characters()
+    over_bytes = dict[str, bytes]()
+    if not is_sentencepiece and any(BYTE_SPACE in token for token in vocab):
+        over_bytes = {character: bytes([byte]) for byte, character in bytes_to_unicode().items()}
     single = list[tuple[int, bytes]]()
     for token, i in sorted(vocab.items(), key=lambda item: item[1]):
         if is_sentencepiece and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
@@ -142,18 +148,14 @@ def contents(tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, Content]
     yield from single
 
 
-def _bytes_of_characters() -> dict[str, bytes]:
-    return {character: bytes([byte]) for byte, character in bytes_to_unicode().items()}
-
-
 @dataclass(frozen=True)
 class DraftModelOptions(DraftOptions):
     """Options of algo="draft_model".
 
-    use_heterogeneous_vocab: the draft has a tokenizer of its own, so that it drafts the tokens that are in both
-        vocabularies. It goes without saying if a tokenizer is given.
-    tokenizer: the model's, an object, a folder or a name on the hub (default: that of the model's checkpoint).
-    assistant_tokenizer: the draft's (default: that of its checkpoint).
+    use_heterogeneous_vocab: the draft has another tokenizer than the model, so that it drafts the tokens that are in
+        both vocabularies. It goes without saying if a tokenizer is given.
+    tokenizer: the model's, an object, a folder or a name on the hub (default: the one of the model's checkpoint).
+    assistant_tokenizer: the draft's (default: the one of its checkpoint).
     """
 
     use_heterogeneous_vocab: bool = False
@@ -163,7 +165,7 @@ class DraftModelOptions(DraftOptions):
 
 def load_tokenizer(option: str, given: Any, model: PreTrainedModel) -> PreTrainedTokenizerBase:
     """The tokenizer of `model`: the one that an option gives, as an object, a folder or a name on the hub, or, if it
-    gives none, that of the checkpoint. ValueError or TypeError, naming the option, if there is none."""
+    gives none, the checkpoint's. ValueError or TypeError, naming the option, if there is none."""
     if isinstance(given, PreTrainedTokenizerBase):
         return given
     if not isinstance(given, (str, PathLike, type(None))):
@@ -179,7 +181,7 @@ def load_tokenizer(option: str, given: Any, model: PreTrainedModel) -> PreTraine
 
 
 def build(target: Inventory, options: DraftModelOptions) -> DraftModel:
-    """`draft_model.build`, also for a draft with a tokenizer of its own. ValueError or TypeError if a tokenizer is
+    """`draft_model.build`, also for a draft with another tokenizer. ValueError or TypeError if a tokenizer is
     missing, or if the two have too few tokens in common."""
     if not options.use_heterogeneous_vocab and options.tokenizer is None and options.assistant_tokenizer is None:
         return draft_model.build(target, options)

@@ -7,7 +7,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,40 +15,31 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..api import speculate
-from ..cache import PAGE, Cache
 from ..capture.yardstick import NEAR_TIE
-from ..graph import ModelGraph
 from ..passes.row_invariance import variant_parts
-from .audit_logits import Reference, first_difference, gap_noise, plain_steps
-from .audit_report import (
-    EXPECTED,
-    MIN_DRAWS,
-    Bits,
+from .audit_answers import InManyWays, Manner, Rounding, check_unrounded, compare_rounding, greedy_answer, parting
+from .audit_logits import (
     Distance,
-    Greedy,
     Logits,
-    Report,
-    Sampled,
-    check_unrounded,
-    compare_rounding,
-    greedy_answer,
+    Reference,
+    first_difference,
+    gap_noise,
+    graph_logits,
+    plain_steps,
+    speculative_logits,
 )
-from .audit_requests import InManyWays, Manner, parting
 
 LOOKUP_TOKENS = 10
 """Tokens that transformers' prompt lookup drafts at a time, its usual setting."""
 FEW_PROMPTS, BATCHES = 8, [4]
-"""Prompts that are asked for in many ways, at most, and the rows of the batches in which they are."""
-
-
-@dataclass
-class Decoded:
-    """A prompt `ids` [1, T], transformers' greedy answer, that of rounds, and their comparison."""
-
-    ids: Tensor
-    row: Greedy
-    plain: list[int]
-    speculative: list[int]
+"""Most prompts that are asked for in many ways, and the rows of the batches in which they are."""
+SIGNIFICANCE = 1e-3
+"""Sampling fails the audit if the target would give frequencies at least as far off with a smaller probability."""
+EXPECTED = 5.0
+"""Tokens expected more rarely than this are counted together, as the chi-square test needs."""
+MIN_DRAWS = int(20 * EXPECTED)
+"""Contexts drawn less often are not tested, because too few of their tokens would be counted one by one."""
+LOSSLESS, NOT_LOSSLESS, NOT_TESTED = "lossless", "NOT LOSSLESS", "NOT TESTED"
 
 
 @torch.no_grad()
@@ -64,7 +55,7 @@ def audit(
     requests: bool = False,
     unrounded: PreTrainedModel | None = None,
     **generate_options: Any,
-) -> Report:
+) -> "Report":
     """Decode prompts plainly and speculatively, and compare the two.
 
     model: a result of `speculate`, or a transformers model, which is audited with the n-gram algorithm.
@@ -72,8 +63,8 @@ def audit(
     max_new_tokens: tokens of each greedy answer. The answers are compared token by token.
     samples: draws of `sample_tokens` tokens for each prompt; 0 for none. In every context that was drawn often enough,
         the next tokens' frequencies are compared with the target's probabilities after the same logits processors.
-    logits: compare the logits of the speculative answers with those of a float32 copy of the model. They may be as far
-        from it as the target's are. So may those of the rewritten graph without the compiler, because the compiler's
+    logits: compare the logits of the speculative answers with a float32 copy of the model. They may be as far from it
+        as the target's are. So may the logits of the rewritten graph without the compiler, because the compiler's
         fusions round less and would hide small errors. Answers and logits are also compared bit for bit with plain
         steps of the same engine, and transformers' prompt lookup with its greedy answers.
     requests: ask for the first answers in many ways: in batches, again, continued, after a common prefix, among
@@ -86,6 +77,7 @@ def audit(
 
     Raises TypeError or ValueError if a prompt is no text or ids, or samples are too few, before anything is decoded.
     """
+    # Check all arguments, before anything is decoded.
     check_samples(samples, sample_tokens)
     fast: Any = model if hasattr(model, "speculation") else speculate(model)
     if fast.speculation.engine.loras is not None:
@@ -98,18 +90,26 @@ def audit(
         check_unrounded(unrounded, plain, rows)
     pads = [plain.generation_config.pad_token_id, *_ends(plain, {}), 0]
     options = {"pad_token_id": next(token for token in pads if token is not None), **generate_options}
-    limit = {"max_new_tokens": max_new_tokens}
-    decoded = [_greedy(plain, fast, ids, {**limit, **options}) for ids in rows]
-    report = Report([each.row for each in decoded])
-    _weigh(report, plain, fast, decoded, {**limit, **options} if logits else None)
-    for ids in rows if samples else []:
-        report.sampled.append(_sampled(plain, fast, ids, samples, sample_tokens, options))
+    greedy = {"max_new_tokens": max_new_tokens, **options}
+
+    # Greedy answers and their logits, draws, requests, and the model before its weights were rounded.
+    report = Report([_greedy(plain, fast, ids, greedy) for ids in rows])
+    _weigh(report, plain, fast, greedy if logits else None)
+    if samples:
+        report.sampled = [_sampled(plain, fast, ids, samples, sample_tokens, options) for ids in rows]
     if requests:
-        report.requests = _in_many_ways(fast, rows[:FEW_PROMPTS], {**limit, **options}, bool(samples))
+        report.requests = _in_many_ways(fast, rows[:FEW_PROMPTS], greedy, [None, 0] if samples else [None])
     if unrounded is not None:
-        report.rounding = compare_rounding(unrounded, plain, rows, rows, {**limit, **options})
+        report.rounding = compare_rounding(unrounded, plain, rows, rows, greedy)
     report.accept_length = fast.speculation.stats.accept_length
     return report
+
+
+def _in_many_ways(fast: Any, rows: list[Tensor], options: dict, seeds: list[int | None]) -> list[Manner]:
+    """The answers after each of `rows` [1, T] in many ways, for each seed of `InManyWays`."""
+    options = {name: value for name, value in options.items() if name != "do_sample"}
+    prompts = [ids[0].tolist() for ids in rows]
+    return [manner for seed in seeds for manner in InManyWays(fast, prompts, options, seed).run(BATCHES)]
 
 
 def check_samples(samples: int, sample_tokens: int = 1) -> None:
@@ -138,53 +138,226 @@ def _ids(number: int, prompt: Any, tokenizer: Any, model: PreTrainedModel) -> Te
     return ids.reshape(1, -1).to(device=model.device, dtype=torch.int64)
 
 
-def _greedy(plain: Any, fast: Any, ids: Tensor, options: dict) -> Decoded:
+def _ends(model: Any, options: dict) -> list[int]:
+    """The tokens that end a sequence."""
+    eos = options.get("eos_token_id", model.generation_config.eos_token_id)
+    return [] if eos is None else eos if isinstance(eos, list) else [eos]
+
+
+# The report: rows of results with their verdicts.
+
+
+@dataclass
+class Greedy:
+    """One prompt, decoded greedily by both.
+
+    compared: tokens compared; 0 if no round was run.
+    position: where the first difference is, counted in generated tokens; None if all agree.
+    plain, speculative: the tokens at that position; None if the answer had ended.
+    logits: the target's logits of the two tokens in float32.
+    noise: standard deviation of their difference over the target's orders of computation (see `audit_logits`), at that
+        position or over all that were compared, whichever is larger.
+    ids, answers: the prompt [1, T], and the answers of transformers and of rounds.
+    """
+
+    compared: int
+    position: int | None = None
+    plain: int | None = None
+    speculative: int | None = None
+    logits: tuple[float, float] = (math.nan, math.nan)
+    noise: float = 0.0
+    ids: Tensor | None = field(default=None, repr=False)
+    answers: tuple[list[int], list[int]] = field(default=([], []), repr=False)
+
+    @property
+    def verdict(self) -> str:
+        """ "same", "near-tie" (the two logits are as close as the target's noise), "DIFFERENT" or "NOT TESTED"."""
+        if self.position is None:
+            return "same" if self.compared else NOT_TESTED
+        return "near-tie" if abs(self.logits[0] - self.logits[1]) <= NEAR_TIE * self.noise else "DIFFERENT"
+
+    def __str__(self) -> str:
+        difference = tie = ""
+        if self.position is not None:
+            difference = f"token {self.position}: {self.plain} | {self.speculative}"
+            tie = f"{self.logits[0]:.4f} | {self.logits[1]:.4f} (±{self.noise:.4f})"
+        return f"{self.compared:7}  {difference:<30} {tie:<24} {self.verdict}"
+
+
+@dataclass
+class Bits:
+    """Speculative rounds compared with plain steps of the same engine, which draft nothing.
+
+    answers: number of prompts that were decoded by both.
+    same: number of answers whose tokens and logits are equal in every bit.
+    largest: the largest difference of two logits.
+    part: the first part of the graph that differs; "" if it is not known.
+    promised: True if the graph promises the same bits (see `passes.row_invariance`).
+    """
+
+    answers: int = 0
+    same: int = 0
+    largest: float = 0.0
+    part: str = ""
+    promised: bool = False
+
+    @property
+    def verdict(self) -> str:
+        """ "same", "other bits", or "DIFFERENT" if the same bits were promised."""
+        if self.same == self.answers:
+            return "same"
+        return "DIFFERENT" if self.promised else "other bits"
+
+    def __str__(self) -> str:
+        text = f"{self.same} of {self.answers} answers with the same bits"
+        if self.same < self.answers:
+            text += f", logits up to {self.largest:.3g} apart" + (f", first in {self.part}" if self.part else "")
+        return f"{text}, {'promised' if self.promised else 'not promised'}, {self.verdict}"
+
+
+@dataclass
+class Sampled:
+    """The chi-square test of draws after one prompt: next tokens' frequencies against the target's probabilities.
+
+    draws: number of sequences.
+    contexts: number of prefixes that were drawn often enough to be tested.
+    chi_square, freedom: the statistic and its degrees of freedom, summed over the contexts.
+    untested: number of prefixes that were drawn too seldom.
+    """
+
+    draws: int
+    contexts: int
+    chi_square: float
+    freedom: int
+    untested: int = 0
+
+    @property
+    def p_value(self) -> float:
+        """The probability that exact draws give frequencies at least as far off; nan if no context was tested."""
+        if not self.contexts:
+            return math.nan
+        if not self.freedom:  # the target has a single possible token in every context
+            return 0.0 if self.chi_square else 1.0
+        half = torch.tensor([self.freedom / 2, self.chi_square / 2], dtype=torch.float64)
+        return float(torch.special.gammaincc(half[0], half[1]))
+
+    def __str__(self) -> str:
+        counts = f"{self.draws:7} {self.contexts:9} {self.untested:9}"
+        return f"{counts} {self.chi_square:11.1f} {self.freedom:8} {self.p_value:8.4f}"
+
+
+@dataclass
+class Report:
+    """The result of `audit`; ``print(report)`` shows its tables.
+
+    greedy, sampled: a row for each prompt.
+    accept_length: the speculative model's since its start.
+    logits: the answers' logits; None if logits were not compared, as with the next three.
+    graph: logits of the rewritten graph without the compiler.
+    bits: rounds compared with plain steps.
+    distance: how far logits are from float32.
+    lookup: number of answers by transformers' prompt lookup that equal its greedy ones; None if it was not run.
+    requests: the ways in which the same requests were answered again, see `InManyWays`.
+    rounding: how the model differs from itself before its weights were rounded; None if that was not compared.
+    """
+
+    greedy: list[Greedy] = field(default_factory=list)
+    sampled: list[Sampled] = field(default_factory=list)
+    accept_length: float = 0.0
+    logits: Logits | None = None
+    graph: Logits | None = None
+    bits: Bits | None = None
+    distance: Distance | None = None
+    lookup: int | None = None
+    requests: list[Manner] = field(default_factory=list)
+    rounding: Rounding | None = None
+
+    @property
+    def verdict(self) -> str:
+        """ "lossless", "NOT LOSSLESS", or "NOT TESTED" if nothing differs but a prompt left nothing to compare."""
+        # A report of many tests may have a small p by chance, so the level is divided among them (Bonferroni).
+        unlikely = any(row.p_value < SIGNIFICANCE / len(self.sampled) for row in self.sampled)
+        compared = [row.verdict for row in self.greedy]
+        others = [row.verdict for row in (self.logits, self.graph, self.bits, *self.requests) if row]
+        if unlikely or "DIFFERENT" in [*compared, *others]:
+            return NOT_LOSSLESS
+        if not compared or NOT_TESTED in compared or not all(row.contexts for row in self.sampled):
+            return NOT_TESTED
+        return LOSSLESS
+
+    @property
+    def lossless(self) -> bool:
+        """True if every prompt was tested, nothing but near-ties differs, and logits and draws are the target's."""
+        return self.verdict == LOSSLESS
+
+    def __str__(self) -> str:
+        lines, counts = [], ""
+        if self.greedy:
+            lines.append(f"{'prompt':>6} {'tokens':>7}  {'first difference':<30} {'logits of the two':<24} verdict")
+            lines += [f"{number:6} {row}" for number, row in enumerate(self.greedy)]
+            same = sum(row.verdict == "same" for row in self.greedy)
+            counts = f"{same} of {len(self.greedy)} answers identical; "
+        for name, each in (
+            ("logits, ", self.logits),
+            ("logits without the compiler, ", self.graph),
+            ("distance from float32, mean and largest: ", self.distance),
+            ("beside our own plain steps: ", self.bits),
+        ):
+            lines += [] if each is None else [f"{name}{each}"]
+        if self.lookup is not None:
+            lines.append(f"transformers' prompt lookup: {self.lookup} of {self.bits.answers} as its greedy answers")
+        if self.requests:
+            lines += ["requests, next to each by itself:", *(f"  {manner}" for manner in self.requests)]
+        if self.sampled:
+            columns = f"{'prompt':>6} {'draws':>7} {'contexts':>9} {'too rare':>9} {'chi-square':>11}"
+            lines.append(f"{columns} {'freedom':>8} {'p':>8}")
+            lines += [f"{number:6} {row}" for number, row in enumerate(self.sampled)]
+        lines += [] if self.rounding is None else [str(self.rounding)]
+        return "\n".join([*lines, f"{self.verdict}: {counts}accept length {self.accept_length:.2f}"])
+
+
+# Greedy answers, and the logits of these.
+
+
+def _greedy(plain: Any, fast: Any, ids: Tensor, options: dict) -> Greedy:
     """The greedy answers after `ids` [1, T], compared."""
     answer, stats = greedy_answer(plain, ids, options), fast.speculation.stats
     before = stats.steps
-    speculative = greedy_answer(fast, ids, options)
+    answers = answer, greedy_answer(fast, ids, options)
     # If no step was counted, transformers' own loop has run, and nothing of ours was compared.
-    compared = min(len(answer), len(speculative)) if stats.steps > before else 0
-    row, position = Greedy(compared), parting(answer, speculative)
-    if position is not None:  # one answer may go on where the other has ended
-        row.position = position
-        row.plain, row.speculative = (
-            each[position] if position < len(each) else None for each in (answer, speculative)
-        )
-    return Decoded(ids, row, answer, speculative)
+    compared = min(map(len, answers)) if stats.steps > before else 0
+    row = Greedy(compared, parting(*answers), ids=ids, answers=answers)
+    if row.position is not None:  # one answer may go on where the other has ended
+        row.plain, row.speculative = (dict(enumerate(each)).get(row.position) for each in answers)
+    return row
 
 
-def _weigh(report: Report, plain: Any, fast: Any, decoded: list[Decoded], options: dict | None) -> None:
+def _weigh(report: Report, plain: Any, fast: Any, options: dict | None) -> None:
     """Add to `report` the distances of logits from the float32 copy, and the noise where tokens differ.
 
     options: for ``generate()``; None adds only the noise where tokens differ.
     """
-    tested = [each for each in decoded if each.row.compared]
-    differing = [
-        (each, (each.row.plain, each.row.speculative)) for each in decoded
-        if each.row.plain is not None and each.row.speculative is not None
-    ]  # fmt: skip
-    if not differing and (options is None or not tested):
+    tested = [] if options is None else [row for row in report.greedy if row.compared]
+    differing = [row for row in report.greedy if row.plain is not None and row.speculative is not None]
+    if not differing and not tested:
         return
-    reference, gaps = Reference(plain), []
-    if options is not None and tested:
-        gaps = _weigh_answers(report, reference, fast, tested, options)
+    reference, nearby = Reference(plain), []
+    gaps = _weigh_answers(report, reference, fast, tested, options) if tested else []
     # At each first difference: the two tokens' logits in float32, and the noise of their difference.
-    nearby = []
-    for each, tokens in differing:
-        same = each.plain[: each.row.position]
-        prefix = torch.cat([each.ids, each.ids.new_tensor([same])], dim=1)
-        scatter = reference.scatter(prefix, len(same) + 1, tokens)
-        each.row.logits = float(scatter.exact[-1, tokens[0]]), float(scatter.exact[-1, tokens[1]])
-        each.row.noise = gap_noise(scatter.gaps[:, -1:], scatter.floor)
+    for row in differing:
+        same = row.answers[0][: row.position]
+        prefix = torch.cat([row.ids, row.ids.new_tensor([same])], dim=1)
+        scatter = reference.scatter(prefix, len(same) + 1, (row.plain, row.speculative))
+        row.logits = float(scatter.exact[-1, row.plain]), float(scatter.exact[-1, row.speculative])
+        row.noise = gap_noise(scatter.gaps[:, -1:], scatter.floor)
         nearby.append(scatter.gaps)
     # One position tells little about noise, so the noise over all compared positions counts if it is larger.
-    for each, _ in differing:
-        each.row.noise = max(each.row.noise, gap_noise(torch.cat(gaps or nearby, dim=1)))
+    for row in differing:
+        row.noise = max(row.noise, gap_noise(torch.cat(gaps or nearby, dim=1)))
 
 
 def _weigh_answers(
-    report: Report, reference: Reference, fast: Any, tested: list[Decoded], options: dict
+    report: Report, reference: Reference, fast: Any, tested: list[Greedy], options: dict
 ) -> list[Tensor]:
     """Add to `report` the comparisons of all answers' logits and bits, and of transformers' lookup.
 
@@ -192,37 +365,41 @@ def _weigh_answers(
     """
     verify = fast.speculation.engine.runtime.verify
     gaps, excesses, errors, bits = [], [], [], Bits(promised=not variant_parts(verify))
-    for each in tested:
-        # The logits of a speculative answer, and those of the rewritten graph over the same text.
-        sequence, logits = _speculative_logits(fast, each.ids, options)
+    for row in tested:
+        # The logits of a speculative answer, and the rewritten graph's over the same text.
+        sequence, logits = speculative_logits(fast, row.ids, options)
         text = sequence[:, :-1]
         scatter = reference.scatter(text, len(logits))
         gaps.append(scatter.gaps)
-        excesses.append((scatter.excess(logits), scatter.excess(_graph_logits(verify, text, len(logits)))))
+        excesses.append((scatter.excess(logits), scatter.excess(graph_logits(verify, text, len(logits)))))
         errors.append((scatter.errors(logits), scatter.errors(scatter.steps)))
-        _compare_bits(bits, fast, each, sequence, logits, options)
+        _compare_bits(bits, fast, row, sequence, logits, options)
     report.logits, report.graph = (Logits.of(torch.cat(excess)) for excess in zip(*excesses))
     report.bits, report.distance = bits, Distance.of(*(torch.cat(error) for error in zip(*errors)))
-    report.lookup = _same_by_lookup(reference.model, tested, options)
+    # Transformers' own prompt lookup, which refuses some models, such as those with a cache that cannot be cropped.
+    options = {**options, "prompt_lookup_num_tokens": LOOKUP_TOKENS}
+    try:
+        report.lookup = sum(greedy_answer(reference.model, row.ids, options) == row.answers[0] for row in tested)
+    except (ValueError, NotImplementedError):
+        report.lookup = None
     return gaps
 
 
-def _compare_bits(bits: Bits, fast: Any, decoded: Decoded, sequence: Tensor, logits: Tensor, options: dict) -> None:
+def _compare_bits(bits: Bits, fast: Any, row: Greedy, sequence: Tensor, logits: Tensor, options: dict) -> None:
     """Add to `bits` the comparison of a speculative answer with plain steps of the same engine.
 
-    decoded: its ``speculative`` is the answer of rounds that accept on the device.
     sequence: [1, T]; the prompt and the answer of rounds that also return logits.
     logits: [positions, V]; of that answer.
     """
-    engine, begin = fast.speculation.engine, decoded.ids.shape[1]
+    engine, begin = fast.speculation.engine, row.ids.shape[1]
     with plain_steps(engine):
-        steps, steps_logits = _speculative_logits(fast, decoded.ids, options)
+        steps, steps_logits = speculative_logits(fast, row.ids, options)
     bits.answers += 1
     answers = [answer.tolist() for answer in (steps[0, begin:], sequence[0, begin:])]
-    if answers[0] == answers[1] == decoded.speculative and torch.equal(logits, steps_logits):
+    if answers[0] == answers[1] == row.answers[1] and torch.equal(logits, steps_logits):
         bits.same += 1
         return
-    # Logits are comparable up to those of the first token that differs, because the text before it is the same.
+    # Logits are comparable up to the first token that differs, and at it, because the text before it is the same.
     position = parting(*answers)
     alike = len(logits) if position is None else position
     pair = [each[: alike + 1][: min(len(logits), len(steps_logits))] for each in (logits, steps_logits)]
@@ -233,40 +410,7 @@ def _compare_bits(bits: Bits, fast: Any, decoded: Decoded, sequence: Tensor, log
         bits.part = bits.part or first_difference(engine, sequence[:, : begin + first])
 
 
-def _in_many_ways(fast: Any, rows: list[Tensor], options: dict, drawn: bool) -> list[Manner]:
-    """The answers after each of `rows` [1, T] in many ways: greedy ones, and drawn ones if `drawn`."""
-    options = {name: value for name, value in options.items() if name != "do_sample"}
-    prompts = [ids[0].tolist() for ids in rows]
-    seeds = [None, 0] if drawn else [None]
-    return [manner for seed in seeds for manner in InManyWays(fast, prompts, options, seed).run(BATCHES)]
-
-
-def _same_by_lookup(plain: Any, decoded: list[Decoded], options: dict) -> int | None:
-    """The number of answers by transformers' prompt lookup that equal its greedy ones; None if it refuses the model."""
-    options = {**options, "prompt_lookup_num_tokens": LOOKUP_TOKENS}
-    same = 0
-    for each in decoded:
-        try:
-            answer = greedy_answer(plain, each.ids, options)
-        except (ValueError, NotImplementedError):  # such as a sliding cache, which cannot be cropped
-            return None
-        same += answer == each.plain
-    return same
-
-
-def _speculative_logits(fast: Any, ids: Tensor, options: dict) -> tuple[Tensor, Tensor]:
-    """A prompt with its speculative answer, [1, T], and the answer's logits [positions, V]."""
-    options = {**options, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    output = fast.generate(ids, **options)
-    return output.sequences, torch.cat(output.logits)
-
-
-def _graph_logits(verify: ModelGraph, text: Tensor, count: int) -> Tensor:
-    """Logits [count, V] of the rewritten graph, not compiled, at the last `count` positions of `text` [1, T]."""
-    length = text.shape[1]
-    cache = Cache(verify, 1, -(-length // PAGE) * PAGE).argument  # a multiple of pages, as a session's
-    positions = torch.arange(length, device=text.device)[None]
-    return verify.gm(text, positions, text.new_zeros(1), None, cache, length)[0][0, -count:]
+# Draws.
 
 
 def _sampled(plain: Any, fast: Any, ids: Tensor, samples: int, tokens: int, options: dict) -> Sampled:
@@ -274,6 +418,7 @@ def _sampled(plain: Any, fast: Any, ids: Tensor, samples: int, tokens: int, opti
     options = {**options, "do_sample": True}
     chi_square, freedom, contexts, untested = 0.0, 0, 0, 0
     reference = functools.cache(lambda: Reference(plain))  # a copy in float32, which few prompts need
+    # A test of the draws after each context that was drawn often enough.
     for context, counts in _followers(plain, fast, ids, samples, tokens, options).items():
         total = counts.total()
         if total < MIN_DRAWS:
@@ -304,7 +449,7 @@ def _sampled(plain: Any, fast: Any, ids: Tensor, samples: int, tokens: int, opti
 def _nearly_kept(reference: Reference, prefix: Tensor, scores: Tensor, token: int) -> bool:
     """True if only rounding decided that `token` was cut off: it and the last token that was kept are a near-tie.
 
-    scores: [V]; those of the target after `prefix` [1, T], with -inf for tokens that its settings (top_k=50) cut off.
+    scores: [V]; the target's after `prefix` [1, T], with -inf for tokens that its settings (top_k=50) cut off.
     """
     kept = int(scores.masked_fill(scores.isneginf(), math.inf).argmin())
     scatter = reference.scatter(prefix, prefix.shape[1], (kept, token))
@@ -328,9 +473,3 @@ def _followers(
                     break
         drawn += count
     return followers
-
-
-def _ends(model: Any, options: dict) -> list[int]:
-    """The tokens that end a sequence."""
-    eos = options.get("eos_token_id", model.generation_config.eos_token_id)
-    return [] if eos is None else eos if isinstance(eos, list) else [eos]

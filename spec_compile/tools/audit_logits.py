@@ -10,9 +10,11 @@ orders are. One that computes another function is farther at every position.
 import copy
 import dataclasses
 import inspect
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +23,7 @@ from transformers import PreTrainedModel
 
 from .. import passes
 from ..cache import PAGE, Cache
-from ..capture.yardstick import FLOOR, rms
+from ..capture.yardstick import DEVIATIONS, FLOOR, LEAST_SPREAD, MORE_NOISE, rms
 from ..compat import CACHE
 from ..graph import ModelGraph
 from ..inventory import held, held_parameters, held_tensors
@@ -61,6 +63,54 @@ class Scatter:
         return torch.stack([error.mean(dim=-1), error.amax(dim=-1)], dim=1)
 
 
+@dataclass
+class Logits:
+    """How far the speculative logits of all prompts are from a float32 copy of the target, next to the target's logits.
+
+    positions: number of positions that were compared.
+    excess: mean of log(distance of the speculative logits from the copy / distance of the target's own from it).
+    error: standard error of that mean.
+    """
+
+    positions: int
+    excess: float
+    error: float
+
+    @classmethod
+    def of(cls, excess: Tensor) -> "Logits":
+        """From the excess at each position, [positions]: see `Scatter.excess`."""
+        count = len(excess)
+        spread = max(float(excess.std()), LEAST_SPREAD) if count > 1 else math.inf
+        return cls(count, float(excess.mean()), spread / math.sqrt(count))
+
+    @property
+    def verdict(self) -> str:
+        """ "same" if they are no farther from the float32 copy than the target's own, or else "DIFFERENT"."""
+        return "same" if self.excess - DEVIATIONS * self.error <= math.log1p(MORE_NOISE) else "DIFFERENT"
+
+    def __str__(self) -> str:
+        ratio = math.exp(self.excess)
+        distance = f"{ratio:.3f} (±{ratio * self.error:.3f}) times as far from float32 as the target's own"
+        return f"{self.positions} positions: {distance}, {self.verdict}"
+
+
+@dataclass
+class Distance:
+    """The mean and the largest distance of logits from a float32 copy of the model, for ours and transformers' own."""
+
+    ours: tuple[float, float]
+    theirs: tuple[float, float]
+
+    @classmethod
+    def of(cls, ours: Tensor, theirs: Tensor) -> "Distance":
+        """From the mean and the largest distance at each position, [positions, 2]: see `Scatter.errors`."""
+        return cls(*((float(each[:, 0].mean()), float(each[:, 1].max())) for each in (ours, theirs)))
+
+    def __str__(self) -> str:
+        ours, theirs = (f"{mean:.3g} and {largest:.3g}" for mean, largest in (self.ours, self.theirs))
+        return f"ours {ours}, transformers' {theirs}"
+
+
 class Reference:
     """A model and its float32 reference: a copy if the model has 16 bits, otherwise the model itself.
 
@@ -76,9 +126,9 @@ class Reference:
     def scatter(self, text: Tensor, count: int, pair: tuple[int, int] | None = None) -> Scatter:
         """Measure the last `count` positions of `text` [1, T].
 
-        ``gaps`` are those of the two largest logits. pair: the tokens to compare at the last position instead.
+        ``gaps`` are taken between the two largest logits. pair: the tokens to compare at the last position instead.
         """
-        exact = _logits(self.exact, text.to(self.exact.device), count)[0].to(text.device)
+        exact = _last(_forward(self.exact, text.to(self.exact.device), count), count).to(text.device)
         two = exact.topk(2, dim=-1).indices
         if pair is not None:
             two[-1] = two.new_tensor(pair)
@@ -97,25 +147,25 @@ def gap_noise(gaps: Tensor, floor: float = 0.0) -> float:
     return max(float(rms(gaps).quantile(0.5)), floor)
 
 
-def _logits(model: PreTrainedModel, ids: Tensor, count: int, **arguments) -> Tensor:
-    """Logits of the last `count` positions, float32 [B, count, V]."""
-    return _forward(model, ids, count, **arguments).logits[:, -count:].float()
-
-
 def _forward(model: PreTrainedModel, ids: Tensor, count: int, **arguments):
-    """The model's output. If the model can leave out other logits, it has only those of the last `count` positions."""
+    """The model's output. If the model can leave out other logits, it has only the last `count` positions."""
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         arguments["logits_to_keep"] = count
     return model(ids, **arguments)
 
 
+def _last(output, count: int) -> Tensor:
+    """The logits of the first row's last `count` positions, float32 [count, V]."""
+    return output.logits[0, -count:].float()
+
+
 def _orders(model: PreTrainedModel, text: Tensor, count: int) -> Iterator[Tensor]:
     """Logits [count, V] of the last positions of `text` [1, T], by each legitimate order of computation.
 
-    The last order is that of `generate`: the text up to the first of these positions, then one step a token.
+    The last order is the one of `generate`: the text up to the first of these positions, then one step a token.
     """
     length = text.shape[1]
-    yield _logits(model, text, count)[0]
+    yield _last(_forward(model, text, count), count)
     third = -(-length // 3)
     yield _in_pieces(model, text, count, [*range(third, length, third), length])
     yield _padded(model, text, count)
@@ -128,7 +178,7 @@ def _in_pieces(model: PreTrainedModel, text: Tensor, count: int, ends) -> Tensor
     for end in ends:
         output = _forward(model, text[:, begin:end], min(end - begin, count), use_cache=True, **{CACHE: cache})
         cache, begin = getattr(output, CACHE), end
-        logits.append(output.logits[0, -count:].float())
+        logits.append(_last(output, count))
     return torch.cat(logits)[-count:]
 
 
@@ -140,7 +190,7 @@ def _padded(model: PreTrainedModel, text: Tensor, count: int) -> Tensor:
     arguments = {"attention_mask": mask}
     if "position_ids" in inspect.signature(model.forward).parameters:
         arguments["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    return _logits(model, torch.cat([longer, longer.roll(1, dims=1)]), count, **arguments)[0]
+    return _last(_forward(model, torch.cat([longer, longer.roll(1, dims=1)]), count, **arguments), count)
 
 
 def _float32_copy(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
@@ -174,6 +224,21 @@ def _roomy_device(model: PreTrainedModel) -> torch.device:
     return model.device
 
 
+def speculative_logits(fast: Any, ids: Tensor, options: dict) -> tuple[Tensor, Tensor]:
+    """A prompt with its speculative answer, [1, T], and the answer's logits [positions, V]."""
+    options = {**options, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    output = fast.generate(ids, **options)
+    return output.sequences, torch.cat(output.logits)
+
+
+def graph_logits(verify: ModelGraph, text: Tensor, count: int) -> Tensor:
+    """Logits [count, V] of the rewritten graph, not compiled, at the last `count` positions of `text` [1, T]."""
+    length = text.shape[1]
+    cache = Cache(verify, 1, -(-length // PAGE) * PAGE).argument  # a multiple of pages, as a session's
+    positions = torch.arange(length, device=text.device)[None]
+    return verify.gm(text, positions, text.new_zeros(1), None, cache, length)[0][0, -count:]
+
+
 # The bits of speculative rounds and of plain steps of the same engine, which draft nothing.
 
 PATHS = (MAX_NODES // 2, 8, 2)
@@ -193,7 +258,7 @@ def plain_steps(engine: Engine) -> Iterator[None]:
 
 @torch.no_grad()
 def first_difference(engine: Engine, text: Tensor) -> str:
-    """The first part of the rewritten graph, not compiled, whose bits in a tree are not those of plain steps.
+    """The first part of the rewritten graph, not compiled, whose bits in a tree differ from plain steps.
 
     The trees have the last tokens of `text` [1, T] on a path, and a rival of each. Returns "" if every bit is the same,
     or if the layers of the model cannot be told apart.
@@ -203,12 +268,8 @@ def first_difference(engine: Engine, text: Tensor) -> str:
         graph = passes.run(engine.captured, dataclasses.replace(engine.settings["verify"], taps=taps))
     except KeyError:  # a tap that `tap_hidden_states` does not find
         return ""
-    names = [
-        "the embeddings",
-        *(f"layer {n}" for n in range(engine.captured.decoder_layers)),
-        "the final norm",
-        "the head",
-    ]
+    layers = [f"layer {n}" for n in range(engine.captured.decoder_layers)]
+    names = ["the embeddings", *layers, "the final norm", "the head"]
     longest = text.shape[1] - 1
     for path in (n for n in PATHS if n <= longest):
         for name, in_tree, alone in zip(names, *_both(graph, text, text.shape[1] - path), strict=True):
@@ -221,6 +282,7 @@ def _both(graph: ModelGraph, text: Tensor, begin: int) -> tuple[list[Tensor], li
     """Taps and logits [1, T - begin, *] of `text` [1, T] from `begin` on, as a path of a tree and by plain steps."""
     length = text.shape[1]
     slots = -(-(length + MAX_NODES) // PAGE) * PAGE
+    # The text up to `begin` is in the cache for both.
     buffers = Cache(graph, 1, slots)
     states, cache = buffers.states, buffers.argument
     steps = torch.arange(length, device=text.device)[None]
@@ -228,6 +290,7 @@ def _both(graph: ModelGraph, text: Tensor, begin: int) -> tuple[list[Tensor], li
     for counted in states.tensors[:1]:
         counted.fill_(begin)
     graph.gm(text[:, :begin], steps[:, :begin], steps.new_zeros(1), None, cache, slots)
+    # The rest in one tree, and again as plain steps, each of which is committed.
     in_tree = _tree(graph, text[:, begin:], steps[:, begin : begin + 1], cache, slots)
     root = torch.ones_like(text[:, :1])  # sees itself
     alone = []

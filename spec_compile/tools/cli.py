@@ -22,8 +22,7 @@ from ..cli import (
     tell,
 )
 from . import tune, tune_kernels
-from .audit import audit, check_samples
-from .audit_report import LOSSLESS, NOT_LOSSLESS, NOT_TESTED
+from .audit import LOSSLESS, NOT_LOSSLESS, NOT_TESTED, audit, check_samples
 
 application = typer.Typer()
 

@@ -33,13 +33,13 @@ ENGINE = frozenset(field.name for field in dataclasses.fields(Options)) - {*DRAF
 class Setting:
     """The results of one way of drafting on the prompts, with all of generate() counted.
 
-    options: of `speculate`; none for plain steps.
+    options: what `speculate` was given; none for plain steps.
     chosen: tokens a second if each round chooses by cost (`adaptive=True`).
     fixed: tokens a second if every round drafts.
-    drafting_share, mean_nodes: of the rounds that choose by cost; see `Stats`.
+    drafting_share, mean_nodes: as in `Stats`, for the rounds that choose by cost.
     accept_length: tokens a round with the drafts of every round verified.
     needed: accept length at which its rounds would be as fast as plain steps.
-    differing: answers that differ from those of plain steps, which only near-ties in 16 bits explain.
+    differing: answers that differ from the answers of plain steps, which only near-ties in 16 bits explain.
     """
 
     options: dict[str, int]
@@ -137,8 +137,8 @@ def search(
 ) -> Iterator[Setting]:  # fmt: skip
     """Answer all prompts [1, T] greedily with plain steps and with each setting; yields the plain steps first.
 
-    options: of every `speculate`, such as the draft. Plain steps take over those of the `ENGINE`. `check` is off unless
-        it is given.
+    options: for every `speculate`, such as the draft. Plain steps take over the options in `ENGINE`. `check` is off
+        unless it is given.
     Raises as `speculate` does, for a setting that does not suit the draft.
     """
     options = {"check": False} | options
@@ -147,6 +147,7 @@ def search(
     answers, rate = _answer(plain, prompts, new_tokens)
     yield Setting({}, rate, rate)
     for setting in settings:
+        # Once with the choice by cost, and once with drafts in every round.
         rates, stats, differing = [], [], 0
         for adaptive in (True, False):
             fast = speculate(model, algo, adaptive=adaptive, **options, **setting)
@@ -161,7 +162,7 @@ def search(
 
 
 def table(found: list[Setting]) -> Table:
-    """A table of what `search` has found, the fastest first; rates are over those of plain steps."""
+    """A table of what `search` has found, the fastest first; rates are over the rate of plain steps."""
     rows, plain = Table(), found[0].chosen
     for name in (
         "setting", "tokens/s", "adaptive", "fixed", "rounds that draft", "nodes a round", "accept length", "that pays",
@@ -186,6 +187,7 @@ def verdict(found: list[Setting]) -> str:
     best = max(drafts, key=lambda each: each.chosen)
     fixed = max(drafts, key=lambda each: each.fixed)
     only = f"on texts like these only, {fixed.name} with adaptive=False gives {fixed.fixed / plain.chosen:.2f}"
+    # Take the best setting that chooses by cost, if it pays; a fixed one that is faster is named, too.
     if best.chosen >= plain.chosen:
         told = f"take {best.name}: {best.chosen / plain.chosen:.2f} times plain steps"
         told += f"; {only}" if fixed.fixed * FAST > best.chosen else ""
@@ -202,6 +204,7 @@ def _answer(fast: Any, prompts: list[Tensor], new_tokens: int) -> tuple[list[Ten
     """The answers to all prompts, and tokens a second. The first answer is given twice, to have everything compiled."""
     generate = partial(fast.generate, do_sample=False, max_new_tokens=new_tokens, pad_token_id=0)
     fast.speculation.warmup()
+    # Compile everything, and forget what the first answer has counted and stored.
     generate(prompts[0], attention_mask=torch.ones_like(prompts[0]))
     fast.speculation.stats.reset()
     if (store := fast.speculation.engine.runtime.algorithm.store) is not None:

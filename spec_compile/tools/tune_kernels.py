@@ -27,12 +27,12 @@ from ..kernels.linear.product import Product
 from ..quantised import layout_of
 
 WIDTHS = 16, 64, 128
-"""Rows of a tile; those of a round are most often as few as the first two."""
+"""Rows of a tile; a round most often has as few as the first two."""
 ROWS = 1, 2, 5, 16, 17, 33, 64, 65, 100, 128, 300, 512, 2048
 """Numbers of rows whose bits are compared; the last has all."""
 SLACK, MOST_TILES = 1.3, 4
-"""Plans that should take more than so many times the fastest one's time, by the model, are not tried, and of the other
-ones as many tiles of each number of rows."""
+"""Plans that should take more than `SLACK` times the fastest one's time, by the model, are not tried. The
+others give at most `MOST_TILES` tiles of each number of rows."""
 GAIN = 0.98
 """A new plan takes at most this share of the present one's time."""
 
@@ -85,10 +85,11 @@ def check(device: torch.device, seconds: float) -> None:
 def run(model: PreTrainedModel, seconds: float) -> None:
     """Tune the products of a model on its GPU, print a line for each, and keep the plans that are faster.
 
-    seconds: of the search; each product has its share of what is left.
+    seconds: time for the search; each product has its share of what is left.
     """
     in_served_dtype(admit(model), converts=True)
     hold_one_layout(model)
+    # The model's products, captured before anything is fused into them.
     before_fusion = passes.PIPELINE[: passes.PIPELINE.index(passes.use_linear_forms) + 1]
     products = products_of(passes.run(capture(model), passes.Settings(), before_fusion))
     if not products:
@@ -96,6 +97,7 @@ def run(model: PreTrainedModel, seconds: float) -> None:
             f"--model: {model.config.name_or_path} has no product that these kernels multiply; expected weights of 16 "
             "bits (--dtype bfloat16), or of a format with a kernel"
         )
+    # Each product has its share of the time that is left.
     path = skinny_gemm.tuned_file(products[0].weights[0][0].device)
     end = clock() + seconds
     for number, product in enumerate(products):
@@ -138,6 +140,7 @@ def tune(product: ProductShape, seconds: float = math.inf, time: Callable | None
     x = product.weights[0][0].new_empty(1, product.inputs, dtype=product.dtype)
     present = skinny_gemm.plan_of(x, product.weights[0][0], product.kind)
     before = sum(time(product, rows, present.parts, present.tile(rows)) for rows in (1, 16, 64))
+    # Times of tiles, by what must be one for all rows of a plan: the parts, and the instructions.
     times = defaultdict(lambda: defaultdict(list))
     for width, parts, tile in candidates(product, card_of(x.device)):
         if clock() > end:
@@ -145,6 +148,7 @@ def tune(product: ProductShape, seconds: float = math.inf, time: Callable | None
         rows = {16: (1, 16), 64: (64,)}.get(width, (width,))
         taken = sum(time(product, each, parts, tile) for each in rows)
         times[parts, tile.block_o >= 64][width].append((taken, tile))
+    # The fastest plan that gains enough, and whose rows have the same bits with any number of rows.
     refused = 0
     for after, plan in ranked(times):
         if after > GAIN * before:
@@ -196,6 +200,7 @@ def time_of(product: ProductShape, rows: int, parts: int, tile: ProductTile) -> 
     """Microseconds of one product, with weights that are in no cache."""
     from triton.runtime.errors import OutOfResources
 
+    # Enough weights that none is in a cache when its turn comes again.
     x = torch.ones(rows, product.inputs, device=product.weights[0][0].device, dtype=product.dtype)
     size = product.weights[0][0].nbytes
     weights = list(itertools.islice(product.weights, 1 + (400 << 20) // size))
@@ -224,6 +229,7 @@ def graph_time(run: Callable[[], None], repeats: int = 5) -> float:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             run()
+        # The first replay is not counted.
         graph.replay()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
         events[0].record()

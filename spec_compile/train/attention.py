@@ -3,7 +3,7 @@
 Heads call the op ``spec_compile::attention``, which has no derivative. `Causal` and `Rollout` are context managers of
 the calling thread that answer the call instead, so that the module that is trained is the one that will draft.
 
-`block_attention` is for blocks of slots, each of which sees its block and the context before the block's anchor.
+`BlockAttention` is for blocks of slots, each of which sees its block and the context before the block's anchor.
 
 Shapes: B rows, H query heads, Hkv key-value heads, T slots, D head size.
 """
@@ -37,16 +37,9 @@ class Causal(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        layer: int,
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, window: int | None,
+        softcap: float | None, layer: int,
+    ) -> Tensor:  # fmt: skip
         """The result of a call of ``spec_compile::attention``, [B, T, H, D].
 
         q: [B, H, T, D]
@@ -106,7 +99,7 @@ class Rollout(Causal):
 
     @torch.no_grad()
     def _remember(self, layer: int, keys: list[Tensor], values: list[Tensor]) -> Tensor | None:
-        """The keys and values of steps 1 to i, [2, i, B, T, H, D], after adding those of step i.
+        """The keys and values of steps 1 to i, [2, i, B, T, H, D], after adding step i's.
 
         Each is written once, so the views that earlier steps use do not change.
         """
@@ -122,14 +115,9 @@ class Rollout(Causal):
 
 
 def joint_attention(
-    q: Tensor,
-    keys: list[Tensor],
-    values: list[Tensor],
-    sinks: Tensor | None = None,
-    scale: float = 1.0,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+    q: Tensor, keys: list[Tensor], values: list[Tensor], sinks: Tensor | None = None, scale: float = 1.0,
+    window: int | None = None, softcap: float | None = None,
+) -> Tensor:  # fmt: skip
     """Step i of `Rollout` by the plain formula, [B, H, T, D].
 
     q: [B, H, T, D]
@@ -173,7 +161,7 @@ class _Joint(torch.autograd.Function):
     """`joint_attention` without a matrix of scores.
 
     A fused kernel computes the causal part, `join` adds the few keys that a slot has drafted. The fused backward
-    recovers probabilities from an output and its log-sum-exp. It is passed those of the joint softmax and so yields the
+    recovers probabilities from an output and its log-sum-exp. It is passed the joint softmax's and so yields the
     gradients of its part (as in ring attention: Liu et al., arXiv:2310.01889).
     """
 
@@ -248,9 +236,9 @@ def _joins(q: Tensor) -> tuple[Callable, Callable]:
     """`join` and `join_backward`, as kernels on a GPU."""
     if q.device.type == "cpu":
         return join, join_backward
-    from . import rollout_kernel
+    from . import attention_kernels
 
-    return rollout_kernel.join, rollout_kernel.join_backward
+    return attention_kernels.join, attention_kernels.join_backward
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple:
@@ -277,14 +265,14 @@ def _causal_backward(grad, q, k, v, out, total, scale, extra) -> tuple[Tensor, T
 
 
 def _dtype(like: Tensor) -> torch.dtype:
-    """The dtype in which a matrix product of `like` is computed here: autocast's, or that of `like`."""
+    """The dtype in which a matrix product of `like` is computed here: autocast's, or `like`'s own."""
     device = like.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else like.dtype
 
 
 # Attention of blocks in training, with a derivative: a slot sees its block, and the context before the block's anchor.
 #
-# Shapes: as in `block_attention_kernel`.
+# Shapes: as in `attention_kernels`.
 
 ROWS = 256
 """Slots of blocks that attend together on a CPU, each to the context and to all of these slots, most of them masked."""
@@ -303,31 +291,44 @@ class BlockLayout(NamedTuple):
     causal: bool
 
 
-def block_attention(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, layout: BlockLayout, scale: float
-) -> Tensor:
-    """The attention of all slots, [B, H, S, D].
+class BlockAttention(Causal):
+    """Attention of blocks: a slot sees its block, and the context before the block's anchor."""
 
-    q: [B, H, S, D]
-    k, v: [B, Hkv, S, D]; of the slots
-    keys, values: [B, Hkv, L, D]; of the context, which the blocks of a row share
-    """
-    if q.device.type == "cpu" or q.dtype == torch.float64:
-        return plain_block_attention(q, k, v, keys, values, layout, scale)
-    return _BlockAttention.apply(q, k, v, keys, values, layout, scale)
+    def __init__(self, anchors: Tensor, size: int):
+        """anchors: see `BlockLayout`, on the draft's device. size: slots of a block."""
+        super().__init__()
+        self.anchors, self.size = anchors, size
+
+    def attend_blocks(
+        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool
+    ) -> Tensor:
+        """The attention of all slots, [B, n * T, H, D]. q, k and v have two dimensions [n, T] in the place of S.
+
+        causal: True if a slot does not see later slots of its block. Others as in `plain_block_attention`.
+        """
+        q, k, v = (heads.flatten(2, 3) for heads in (q, k, v))
+        layout = BlockLayout(self.anchors, self.size, causal)
+        is_plain = q.device.type == "cpu" or q.dtype == torch.float64
+        attend = plain_block_attention if is_plain else _BlockAttention.apply
+        return attend(q, k, v, keys, values, layout, scale).transpose(1, 2)
 
 
 def plain_block_attention(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, layout: BlockLayout, scale: float
 ) -> Tensor:
-    """`block_attention` by masks, for some blocks at a time."""
+    """The attention of all slots by masks, for some blocks at a time; [B, H, S, D].
+
+    q: [B, H, S, D]
+    k, v: [B, Hkv, S, D]; of the slots
+    keys, values: [B, Hkv, L, D]; of the context, which the blocks of a row share
+    """
     groups, parts, size = q.shape[1] // k.shape[1], [], layout.size
     step = max(1, ROWS // size)
     for begin in range(0, layout.anchors.shape[1], step):
         anchors = layout.anchors[:, begin : begin + step]
         seen = min(keys.shape[2], -(-int(anchors.max()) // WIDTH) * WIDTH)
         slots = slice(begin * size, (begin + step) * size)
-        # The keys and values of these slots follow those of the context.
+        # The keys and values of these slots follow the context's.
         own_q, own_k, own_v = (heads[:, :, slots] for heads in (q, k, v))
         joined = (torch.cat(pair, dim=2) for pair in ((keys[:, :, :seen], own_k), (values[:, :, :seen], own_v)))
         mask = _mask(layout._replace(anchors=anchors), seen, q.dtype).repeat(1, 1, groups, 1)
@@ -351,22 +352,22 @@ class _BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, keys, values, layout, scale):
-        from .block_attention_kernel import forward
+        from .attention_kernels import forward_blocks
 
         if torch.is_autocast_enabled(q.device.type):
             dtype = torch.get_autocast_dtype(q.device.type)
             q, k, v, keys, values = (heads.to(dtype) for heads in (q, k, v, keys, values))
         ctx.layout, ctx.scale = layout, scale
-        out, total = forward(q, k, v, keys, values, layout.anchors, layout.size, scale, layout.causal)
+        out, total = forward_blocks(q, k, v, keys, values, layout.anchors, layout.size, scale, layout.causal)
         ctx.save_for_backward(q, k, v, keys, values, out, total)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        from .block_attention_kernel import backward
+        from .attention_kernels import backward_blocks
 
         *given, out, total = ctx.saved_tensors
         anchors, size, causal = ctx.layout
-        grads = backward(grad.to(out.dtype), *given, anchors, out, total, size, ctx.scale, causal)
+        grads = backward_blocks(grad.to(out.dtype), *given, anchors, out, total, size, ctx.scale, causal)
         return *grads, None, None

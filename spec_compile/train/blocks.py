@@ -6,14 +6,23 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from .attention import BlockLayout, Causal, block_attention
+from ..contrib.linked.checkpoint import MARKOV
+from ..contrib.linked.draft import LinkedDraft
+from ..contrib.linked.transitions import Confidence, Domino
+from ..drafters.checkpoints.files import Target
+from ..drafters.modules.dflash import DFlashDraft
+from ..drafters.modules.layers import LayerKnobs
+from ..passes.outputs import FINAL
+from .attention import BlockAttention
 from .data import Batch, move
 from .features import Features
-from .loss import DPACE, FIXED, Distilled, PositionWeights, distil_all
-from .trainer import Trainer
+from .loss import DPACE, FIXED, Distilled, Mix, PositionWeights, distil_all
+from .options import LAYER_OPTIONS, TrainingOptions
+from .trainer import Trainer, as_master, check_taps, draft_config, published_config, seeded
 
 TRAINED_BLOCKS, MEASURED_BLOCKS = 512, 128
 """Blocks of a sequence at most, in training and when acceptance is measured."""
@@ -180,24 +189,282 @@ class BlockTrainer(Trainer):
         return Blocks(anchors, counted, teachers)
 
 
-class BlockAttention(Causal):
-    """Attention of blocks: a slot sees its block, and the context before the block's anchor."""
+# Trainers of drafts of blocks: DFlash (arXiv:2602.06036, section 4), JetSpec, DSpark and Domino.
 
-    def __init__(self, anchors: Tensor, size: int):
-        """anchors: see `Blocks`, on the draft's device. size: slots of a block."""
-        super().__init__()
-        self.anchors, self.size = anchors, size
 
-    def attend_blocks(
-        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool
-    ) -> Tensor:
-        """The attention of all slots, [B, n * T, H, D].
+STATES = 5
+"""States of the target that a draft reads by default."""
 
-        q: [B, H, n, T, D]
-        k, v: [B, Hkv, n, T, D]
-        keys, values: [B, Hkv, L, D]; of the context, which the blocks of a sequence share
-        causal: True if a slot does not see later slots of its block
+
+class DFlashTrainer(BlockTrainer):
+    """Five layers over five of the target's states, unless options name other numbers.
+
+    The mask token, which fills a block's slots after the first, is the token that is supervised least often.
+    """
+
+    name = "dflash"
+    supports = LAYER_OPTIONS | {"taps", "block_size", "per_position_loss_weight"}
+    learning_rate = (2.4, 2e-3)
+    default_block_size = 16
+    architecture = "DFlashDraftModel"
+    draft_class = DFlashDraft
+
+    def __init__(self, target: Target, options: TrainingOptions, counts: Tensor):
+        self.target = target
+        self.config = draft_config(target, options, layers=5)
+        self.block_size = options.block_size or self.default_block_size
+        self.position_weight = options.per_position_loss_weight or self.position_weight
+        taps = default_taps(target.num_layers) if options.taps is None else options.taps
+        check_taps(taps, target.num_layers)
+        self.mask = rarest_token(counts)
+        knobs = LayerKnobs(num_layers=self.config.num_hidden_layers, qk_norm=True)
+        embedding, output = target.embedding.detach(), target.head_weight.detach()
+        with seeded(options.seed):
+            draft = self.draft_class(
+                self.config, embedding, output, taps, self.block_size, self.mask, knobs,
+                sample_from_anchor=self.first == 0, causal=(self.causal,) * knobs.num_layers,
+            )  # fmt: skip
+            self.link(draft, options)
+        self.adopt(target, as_master(draft, embedding), self.block_size - self.first)
+
+    def adopt(self, target: Target, module: DFlashDraft, steps: int) -> None:
+        super().adopt(target, module, steps)
+        self.block_size, self.mask, self.taps = module.block_size, module.mask_token_id, (*module.taps, FINAL)
+
+    def link(self, draft: DFlashDraft, options: TrainingOptions) -> None:
+        """Give a new draft its further parts, with weights to begin with; DFlash has none."""
+
+    def tokens(self, batch: Batch, drawn: Blocks) -> tuple[Tensor, Tensor]:
+        """See `BlockTrainer`. A block is a row, [B * n, T]: its anchor's token and masks."""
+        first = batch.ids.gather(1, drawn.anchors)[:, :, None]
+        ids = F.pad(first, (0, self.block_size - 1), value=self.mask).flatten(0, 1)
+        return ids, (drawn.anchors[:, :, None] + torch.arange(self.block_size)).flatten(0, 1)
+
+    def states(self, ids: Tensor, positions: Tensor, anchors: Tensor, states: list[Tensor]) -> Tensor:
+        draft = self.module
+        x = F.embedding(ids, draft.embedding)
+        rope = draft.rotary_emb(x, positions)
+        with DFlashAttention(draft, draft.project(states), anchors):
+            for block in draft.blocks:
+                x = block(x, rope)
+        return draft.norm(x).unflatten(0, anchors.shape)
+
+    def publish(self) -> tuple[dict, dict[str, Tensor]]:
+        """The tensors by z-lab's names. The embedding and the output matrix are the target's and not among them."""
+        tensors = {name.replace("blocks.", "layers."): value for name, value in self.module.state_dict().items()}
+        config = published_config(
+            self.config, self.target, self.architecture,
+            model_type="qwen3",
+            num_target_layers=self.target.num_layers,
+            block_size=self.block_size,
+            layer_types=["full_attention"] * self.config.num_hidden_layers,
+            dflash_config={"target_layer_ids": [tap - 1 for tap in self.module.taps], "mask_token_id": self.mask},
+        )  # fmt: skip
+        return config, tensors
+
+
+class DFlashAttention(BlockAttention):
+    """Attention of DFlash's blocks, whose context is made of the target's states.
+
+    A slot sees its whole block, or in causal layers of the draft only itself and earlier slots. A layer passes queries,
+    keys and values with a row for each block, [B * n, ...].
+    """
+
+    def __init__(self, draft: DFlashDraft, context: Tensor, anchors: Tensor):
+        """context: [B, L, h], of which each layer makes keys and values. anchors: see `Blocks`."""
+        super().__init__(anchors, draft.block_size)
+        self.draft, self.context, self.shape = draft, context, anchors.shape
+        positions = torch.arange(context.shape[1], device=context.device)[None]
+        self.rope = draft.rotary_emb(context, positions)
+
+    def attend(self, q, k, v, sinks, scale, window, softcap, layer):
+        """As in `Causal`."""
+        module = self.draft.blocks[layer].self_attn
+        # Keys and values of the context are made once a sequence, [B, Hkv, L, D], and shared by its n blocks.
+        projections = module.k_proj, module.v_proj
+        keys, values = (project(self.context).unflatten(2, (-1, module.head_dim)) for project in projections)
+        keys = module.k_norm(keys).transpose(1, 2)
+        keys, values = apply_rotary_pos_emb(keys, keys, *self.rope)[1], values.transpose(1, 2)
+        q, k, v = (heads.unflatten(0, self.shape).transpose(1, 2) for heads in (q, k, v))
+        out = self.attend_blocks(q, k, v, keys, values, scale, self.draft.causal[layer])
+        return out.unflatten(1, (self.shape[1], -1)).flatten(0, 1)
+
+
+def rarest_token(counts: Tensor) -> int:
+    """The token that is supervised least often, the last of several. counts: [V]."""
+    return len(counts) - 1 - int(counts.flip(0).argmin())
+
+
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """`STATES` taps, evenly from layer 2 to the last but two; in a small model from the first to the last layer."""
+    if num_layers >= STATES + 3:
+        return tuple(2 + round(i * (num_layers - 4) / (STATES - 1)) for i in range(STATES))
+    count = min(STATES, num_layers)
+    return tuple(1 + round(i * (num_layers - 1) / max(1, count - 1)) for i in range(count))
+
+
+class JetSpecTrainer(DFlashTrainer):
+    """JetSpec (arXiv:2606.18394): a DFlash draft in which a slot sees, of its block, only itself and earlier slots.
+
+    All slots have the same weight in the loss, because an early slot does not see the later ones and cannot help them.
+    """
+
+    name = "jetspec"
+    causal = True
+
+    def slot_weights(self) -> Tensor:
+        return torch.ones(self.block_size)
+
+    def publish(self) -> tuple[dict, dict[str, Tensor]]:
+        config, tensors = super().publish()
+        config["dflash_config"]["causal_head"] = True
+        return config, tensors
+
+
+# DSpark and Domino drafts: DFlash whose drafts depend on those before them in the block.
+#
+# The true tokens of the text stand in place of these drafts.
+
+SPREAD = 0.02
+"""Standard deviation of new weights of a transition, as ``initializer_range`` of published configs."""
+RANK = 256
+"""Numbers of the low-rank table of a transition by default."""
+DISTANCE = Mix(cross_entropy=0.1, l1=0.9)
+"""DSpark's distance of distributions (arXiv:2607.05147; DeepSpec: ce_loss_alpha, l1_loss_alpha)."""
+GAMMA = 4.0
+"""Decay of the weights of DSpark's slots (DeepSpec: loss_decay_gamma)."""
+GRU_SIZE, UNLINKED = 1024, 1
+"""Domino's state (SpecForge: gru_hidden_dim), and the first places without a bias (pure_draft_prefix_len)."""
+BASE_UNTIL = 0.5
+"""The share of a training in which Domino's loss without the transition fades (lambda_base_decay_ratio)."""
+
+
+class LinkedTrainer(DFlashTrainer):
+    """Blocks whose first slot drafts, too, and a transition: logits are U h + keys . query(h, tokens before)."""
+
+    first = 0
+    draft_class = LinkedDraft
+
+    def outputs(self, batch: Batch, features: Features, drawn: Blocks) -> list[Tensor]:
+        states, before = self.draft(batch, features, drawn), self.tokens_before(batch, drawn)
+        return [states, self.queries(states, before)]
+
+    @property
+    def matrices(self) -> list[Tensor]:
+        return [self.module.head_weight, self.module.transition.keys]
+
+    def tokens_before(self, batch: Batch, drawn: Blocks) -> Tensor:
+        """The text's token before each slot's draft, [B, n, T] int64, on the draft's device."""
+        # Slot k drafts after the token at anchor + k.
+        length = batch.ids.shape[1]
+        places = (drawn.anchors[:, :, None] + torch.arange(self.block_size)).clamp(max=length - 1).flatten(1)
+        return move(batch.ids.gather(1, places), self.device).view(*drawn.anchors.shape, self.block_size)
+
+    def queries(self, states: Tensor, before: Tensor) -> Tensor:
+        """The queries of the transition, [B, n, T, r]; zeros at places that it skips.
+
+        states: [B, n, T, h]
+        before: [B, n, T] int64; the token before each slot's draft
         """
-        q, k, v = (heads.flatten(2, 3) for heads in (q, k, v))
-        layout = BlockLayout(self.anchors, self.size, causal)
-        return block_attention(q, k, v, keys, values, layout, scale).transpose(1, 2)
+        transition, queries = self.module.transition, []
+        embedding = self.module.embedding
+        carried = states.new_zeros(*states.shape[:2], transition.state_size)
+        if transition.is_first_order:
+            return transition.query(states, before, carried, embedding)[0]
+        for slot in range(self.block_size):
+            query, carried = transition.query(states[:, :, slot], before[:, :, slot], carried, embedding)
+            queries.append(torch.zeros_like(query) if slot < transition.skipped else query)
+        return torch.stack(queries, dim=2)
+
+
+class DSparkTrainer(LinkedTrainer):
+    """DSpark (arXiv:2607.05147): a Markov head, and a prediction of each draft's acceptance.
+
+    The loss is 0.1 * cross entropy + 0.9 * L1 distance + the binary cross entropy of the prediction c with the chance
+    1 - L1 / 2 that a draft is accepted (deepseek-ai/DeepSpec, deepspec/modeling/dspark/loss.py, which takes the cross
+    entropy with the text's tokens).
+    """
+
+    name = "dspark"
+    supports = DFlashTrainer.supports | {"markov_rank", "markov_head_type"}
+    default_block_size = 7
+    position_weight = FIXED
+    architecture = "DSparkDraftModel"
+
+    def link(self, draft: LinkedDraft, options: TrainingOptions) -> None:
+        self.kind, self.rank, target = options.markov_head_type or "vanilla", options.markov_rank or RANK, self.target
+        transition = MARKOV[self.kind](target.hidden_size, target.vocab_size, target.vocab_size, self.rank)
+        confidence = Confidence(target.hidden_size, self.rank)
+        for part in (transition, confidence):
+            spread(part)
+        draft.transition, draft.confidence = transition, confidence
+
+    def outputs(self, batch: Batch, features: Features, drawn: Blocks) -> list[Tensor]:
+        states, before = self.draft(batch, features, drawn), self.tokens_before(batch, drawn)
+        predicted = self.module.confidence.logits(states, self.module.transition.embed(before))
+        return [states, self.queries(states, before), predicted]
+
+    def objective(self, rows: list[Tensor], distil: Callable[..., Distilled]) -> Tensor:
+        made = distil(list(zip(rows, self.matrices)), mix=DISTANCE)
+        overlaps, weights = (values.float() for values in (made.overlaps, made.weights))
+        predicted = F.binary_cross_entropy_with_logits(rows[-1].float(), overlaps, weights, reduction="sum")
+        return made.loss + predicted
+
+    def slot_weights(self) -> Tensor:
+        return torch.exp(-torch.arange(self.block_size) / GAMMA)
+
+    def publish(self) -> tuple[dict, dict[str, Tensor]]:
+        """SpecForge's form: DFlash's files with a ``projector_type``, without copies of the target's matrices."""
+        config, tensors = super().publish()
+        config["dflash_config"] |= {
+            "projector_type": "dspark", "sample_from_anchor": True, "markov_rank": self.rank,
+            "markov_head_type": self.kind, "enable_confidence_head": True, "confidence_head_with_markov": True,
+        }  # fmt: skip
+        return config, renamed(tensors, {"transition.": "markov_head.", "confidence.": "confidence_head."})
+
+
+class DominoTrainer(LinkedTrainer):
+    """Domino (arXiv:2605.29707): a GRU reads the tokens before a draft.
+
+    The loss is (1 - l) * distance + l * distance without the transition, with l from 1 to 0 over the first half of the
+    training (sgl-project/SpecForge, specforge/core/domino.py).
+    """
+
+    name = "domino"
+    supports = DFlashTrainer.supports | {"emb_dim", "gru_hidden_dim"}
+
+    def link(self, draft: LinkedDraft, options: TrainingOptions) -> None:
+        self.rank, size, target = options.emb_dim or RANK, options.gru_hidden_dim or GRU_SIZE, self.target
+        transition = Domino(target.hidden_size, target.vocab_size, self.rank, size, UNLINKED)
+        spread(transition.embed_proj)
+        for parameter in transition.prefix_gru.parameters():
+            torch.nn.init.uniform_(parameter, -(size**-0.5), size**-0.5)  # as in `torch.nn.GRU`
+        draft.transition = transition
+
+    def objective(self, rows: list[Tensor], distil: Callable[..., Distilled]) -> Tensor:
+        products = list(zip(rows, self.matrices))
+        base = max(0.0, 1 - self.share / BASE_UNTIL)
+        linked = (1 - base) * distil(products).loss
+        return linked + base * distil(products[:1]).loss if base else linked
+
+    def publish(self) -> tuple[dict, dict[str, Tensor]]:
+        config, tensors = super().publish()
+        config["dflash_config"] |= {
+            "projector_type": "domino", "shift_label": True, "pure_draft_prefix_len": UNLINKED, "emb_dim": self.rank,
+            "gru_hidden_dim": self.module.transition.state_size,
+        }  # fmt: skip
+        return config, renamed(tensors, {"transition.": ""})
+
+
+def spread(module: nn.Module) -> None:
+    """New weights for a part of a transition."""
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=SPREAD) if parameter.dim() > 1 else torch.nn.init.zeros_(parameter)
+
+
+def renamed(tensors: dict[str, Tensor], prefixes: dict[str, str]) -> dict[str, Tensor]:
+    """The tensors with other prefixes of their names."""
+    for ours, theirs in prefixes.items():
+        tensors = {theirs + name.removeprefix(ours) if name.startswith(ours) else name: value
+                   for name, value in tensors.items()}  # fmt: skip
+    return tensors

@@ -64,7 +64,7 @@ def together(sets: dict[str, list]) -> list:
 
 
 def longest_sequence(options: TrainingOptions, target: Target) -> int:
-    """Tokens of a sequence at most. ValueError if the target cannot hold so many as the option asks for."""
+    """Tokens of a sequence at most. ValueError if the option asks for more than the target holds."""
     longest = getattr(target.config, "max_position_embeddings", None) or LONGEST
     # Wide batches are padded to a multiple of WIDTH, and the padding must have positions, too.
     longest -= longest % texts.WIDTH if longest > texts.WIDTH else 0
@@ -79,44 +79,41 @@ def longest_sequence(options: TrainingOptions, target: Target) -> int:
 
 def cut_all(documents: list[Document], held_out: Sets, length: int, shortest: int) -> tuple[list[Document], Sets]:
     """Documents and sets cut into pieces. ValueError if one of them has documents but no piece to learn from."""
-    _check_length(length, shortest)
-    return (
-        _cut("data", documents, length, shortest),
-        {name: _cut(_argument(name), part, length, shortest) for name, part in held_out.items()},
-    )
-
-
-def _cut(name: str, documents: list[Document], length: int, shortest: int) -> list[Document]:
-    pieces = texts.cut(documents, length, shortest)
-    if documents and not pieces:
-        longest = max(len(document.ids) for document in documents)
-        raise ValueError(
-            f"{name}: no sequence with a supervised token has the {shortest} tokens that a draft of this depth "
-            f"needs; the longest has {longest}. Give more text" + ("" if name == "data" else ", or validation=0")
-        )
-    return pieces
-
-
-def _argument(name: str) -> str:
-    """The argument that names a set, for errors."""
-    return "validation" if name == UNNAMED else f"validation[{name!r}]"
-
-
-def _check_length(length: int, shortest: int) -> None:
-    if length < shortest:
-        raise ValueError(f"sequence_length: a draft of this depth needs at least {shortest} tokens, got {length}")
+    pieces = []
+    for name, part in _arguments(documents, held_out, length, shortest):
+        pieces.append(texts.cut(part, length, shortest))
+        if part and not pieces[-1]:
+            longest = max(len(document.ids) for document in part)
+            raise ValueError(
+                f"{name}: no sequence with a supervised token has the {shortest} tokens that a draft of this depth "
+                f"needs; the longest has {longest}. Give more text" + ("" if name == "data" else ", or validation=0")
+            )
+    return pieces[0], dict(zip(held_out, pieces[1:]))
 
 
 def check_prompts(documents: list[Document], held_out: Sets, length: int, shortest: int) -> None:
     """ValueError if the data or a held-out set has no prompt that leaves room for an answer."""
-    _check_length(length, shortest)
-    for name, part in (("data", documents), *((_argument(name), part) for name, part in held_out.items())):
+    for name, part in _arguments(documents, held_out, length, shortest):
         if part and not any(prompts(document, length) for document in part):
             least = min(len(document.ids) for document in part)
             raise ValueError(
                 f"{name}: no prompt leaves room for an answer in the {length} tokens of a sequence; the shortest has "
                 f"{least}. Give shorter ones, or raise sequence_length"
             )
+
+
+def _arguments(
+    documents: list[Document], held_out: Sets, length: int, shortest: int
+) -> list[tuple[str, list[Document]]]:
+    """The documents and each set, after the argument that names them. ValueError if `length` is below `shortest`."""
+    if length < shortest:
+        raise ValueError(f"sequence_length: a draft of this depth needs at least {shortest} tokens, got {length}")
+    return [("data", documents), *((_argument(name), part) for name, part in held_out.items())]
+
+
+def _argument(name: str) -> str:
+    """The argument that names a set, for errors."""
+    return "validation" if name == UNNAMED else f"validation[{name!r}]"
 
 
 def continued(
@@ -132,15 +129,11 @@ def continued(
     if stored.get("identity") != identity:
         options = on_policy if isinstance(on_policy, dict) else {}
         parts = [documents, *held_out.values()]
-        asked = [document for part in parts for document in part]
-        answers = iter(continue_documents(model, asked, length, identity["seed"], options, line))
+        answers = iter(continue_documents(model, [*itertools.chain(*parts)], length, identity["seed"], options, line))
+        # The answers come in the order of the prompts, of which a document may have several.
         counts = [sum(len(prompts(document, length)) for document in part) for part in parts]
-        stored = {
-            "identity": identity,
-            "texts": [
-                [(answer.ids, answer.supervised) for answer in itertools.islice(answers, count)] for count in counts
-            ],
-        }
+        pairs = [[(each.ids, each.supervised) for each in itertools.islice(answers, count)] for count in counts]
+        stored = {"identity": identity, "texts": pairs}
         replace(path, lambda partial: torch.save(stored, partial))
     documents, *sets = ([Document(*pair) for pair in part] for part in stored["texts"])
     return documents, dict(zip(held_out, sets))
@@ -152,8 +145,8 @@ ROWS = {"cpu": 32, "cuda": 128}
 """Prompts in a batch at most. A small model's step takes a GPU as long as the launches of its kernels, whatever the
 number of rows; with more rows than this most of the time goes into reading their keys and values."""
 NODES = {"cpu": 1, "cuda": 8}
-"""Nodes that a round verifies at most, if tokens are not drawn. With so many rows a CPU is bound by arithmetic, so that
-drafts cost more than they save; on a GPU each round takes the number that pays."""
+"""Most nodes of a round, if tokens are not drawn. With this many rows a CPU is bound by arithmetic, so that drafts cost
+more than they save; on a GPU each round takes the number that pays."""
 TOKENS = 1 << 17
 """Tokens of all prompts of a batch at most, because one prefill processes them all."""
 CACHE, SHARE = 1 << 32, 0.25
@@ -171,7 +164,7 @@ def continue_documents(
 
     model: in eval mode; it does not change
     length: tokens of a prompt and its answer at most
-    seed: of draws; the global random state does not change
+    seed: seeds the draws; the global random state does not change
     options: for ``model.generate()``
     tell: called with a line before the first answer and after the last
 

@@ -143,7 +143,7 @@ def collate(pieces: list[Document]) -> Batch:
 
 
 def sample(pieces: list[Document], batch_size: int, tokens: int) -> list[Batch]:
-    """Batches of random pieces, the same in every call, with at least `tokens` tokens if there are so many."""
+    """Batches of random pieces, the same in every call, with at least `tokens` tokens if there are that many."""
     picked, total = [], 0
     for n in torch.randperm(len(pieces), generator=torch.Generator().manual_seed(0)).tolist():
         if total < tokens:
@@ -185,8 +185,8 @@ def read(
         tokenizer's chat template).
         With a prompt or messages only the model's part is supervised. Texts get the tokenizer's end of sequence.
     tokenizer: the target's; not needed for token ids
-    vocab_size: of the target; an id that is not below it is an error
-    name: of the argument, for errors
+    vocab_size: the target's; an id that is not below it is an error
+    name: the argument's name, for errors
     on_policy: True if the target will write the answers. Then a "prompt" needs no "completion", messages may end with
         the user's, and nothing of such an ending is supervised.
 

@@ -26,7 +26,7 @@ LEAST = tl.constexpr(-1e30)
 def launch(
     logits: Tensor, teacher: Tensor, shared: Tensor, row_weights: Tensor, cross_entropy: float = 1.0, l1: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`train.loss.distil` with the same arguments, those of `Mix` last; the gradient is written over `logits`."""
+    """`train.loss.distil` with the same arguments, the fields of `Mix` last; the gradient is written over `logits`."""
     logits, teacher = (values if values.stride(1) == 1 else values.contiguous() for values in (logits, teacher))
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     overlaps = torch.empty_like(losses) if l1 else losses[:0]

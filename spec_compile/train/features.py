@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -143,12 +143,9 @@ class RolloutRows:
 
     def __init__(self, parameters: Iterable[Tensor], name: str, captures: bool = True):
         """parameters: all that get gradients; the function's inputs get none. name, captures: see `ByShape`."""
-        self.parameters, self._name, self._captures = list(parameters), name, captures
+        self.parameters = list(parameters)
+        self._graphs: ByShape[Graphs] = ByShape(name, self.parameters[0].device, captures)
         self._shared: Shared | None = None
-
-    @cached_property
-    def _graphs(self) -> "ByShape[Graphs]":
-        return ByShape(self._name, self.parameters[0].device, self._captures)
 
     def __call__(self, function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], rows: Tensor) -> Tensor:
         """Rows [R, H] of the outputs of ``function(*inputs)``, a list of [..., H].
@@ -269,7 +266,7 @@ class Graphs:
         return self._out.flatten(0, -2).index_select(0, rows)
 
     def backward(self, rows: Tensor, grad: Tensor) -> list[Tensor | None]:
-        """The gradient of each parameter, from that of the rows [R, H] of the last forward."""
+        """The gradient of each parameter, from the gradient of the last forward's rows [R, H]."""
         self._pull.zero_()
         self._pull.flatten(0, -2).index_copy_(0, rows, grad)
         self._replay_backward()

@@ -11,10 +11,9 @@ from ..drafters.modules.eagle import Eagle3Head, EagleHead
 from ..drafters.modules.layers import LayerKnobs
 from ..drafters.modules.mtp import FAMILIES, MtpBlock, MtpHead, block_config
 from ..errors import UnsupportedModelError
-from .attention import Causal
-from .blocks import BlockAttention, Blocks, BlockTrainer
+from .attention import BlockAttention, Causal
+from .blocks import Blocks, BlockTrainer, rarest_token
 from .data import Batch, move
-from .dflash import rarest_token
 from .features import Features
 from .loss import FIXED, PositionWeights, distil_all
 from .options import LAYER_OPTIONS, TrainingOptions
@@ -35,7 +34,7 @@ class EagleTrainer(HeadTrainer):
     """A head of `num_layers` layers that predicts a token's state from the token and the state before it."""
 
     name = "eagle"
-    takes = LAYER_OPTIONS
+    supports = LAYER_OPTIONS
 
     def __init__(self, target: Target, options: TrainingOptions, counts: Tensor):
         self.config = draft_config(target, options)
@@ -43,7 +42,7 @@ class EagleTrainer(HeadTrainer):
         knobs = LayerKnobs(num_layers=self.config.num_hidden_layers)
         with seeded(options.seed):
             head = EagleHead(self.config, embedding, output, knobs, fc_bias=False)
-        super().__init__(target, as_master(head, embedding), DEPTH)
+        self.adopt(target, as_master(head, embedding), DEPTH)
 
     def loss(self, batch: Batch, features: Features, generator: torch.Generator) -> Tensor:
         """SmoothL1(g_t, f_{t+1}) + TOKEN_WEIGHT * cross entropy of head(g_t) with softmax(head(f_{t+1})).
@@ -75,20 +74,20 @@ class EagleTrainer(HeadTrainer):
 # From each slot the head continues for several tokens, each time from its previous output, as it will when it drafts.
 
 DECAY = 0.8
-"""Ratio of a step's weight in the loss to that of the step before."""
+"""Ratio of a step's weight in the loss to the weight of the step before."""
 
 
 class Eagle3Trainer(HeadTrainer):
     """A head of `num_layers` layers over three of the target's states, with an output matrix to train."""
 
     name = "eagle3"
-    takes = LAYER_OPTIONS | {"draft_vocab_size", "taps", "ttt_steps", "per_position_loss_weight"}
+    supports = LAYER_OPTIONS | {"draft_vocab_size", "taps", "ttt_steps", "per_position_loss_weight"}
     position_weight = FIXED
 
     def __init__(self, target: Target, options: TrainingOptions, counts: Tensor):
         self.config = draft_config(target, options)
         head = new_head(target, options, counts, self.config)
-        super().__init__(target, head, options.ttt_steps or 7)
+        self.adopt(target, head, options.ttt_steps or 7)
         self.position_weight = options.per_position_loss_weight or self.position_weight
 
     def loss(self, batch: Batch, features: Features, generator: torch.Generator) -> Tensor:
@@ -122,7 +121,7 @@ def new_head(
 ) -> Eagle3Head:  # fmt: skip
     """A head to train, whose output matrix begins as the target's rows of the kept tokens.
 
-    counts: see `Trainer`. config: of its layers.
+    counts: see `Trainer`. config: describes its layers.
     """
     ends = target.config.eos_token_id
     ends = [] if ends is None else list(ends) if isinstance(ends, (list, tuple)) else [ends]
@@ -147,7 +146,7 @@ def can_draft(kept: Tensor, features: Features, teachers: Tensor) -> Tensor:
 def published_head(head: Eagle3Head, config: LlamaConfig, target: Target, **more) -> tuple[dict, dict[str, Tensor]]:
     """The config, and the tensors by the names of SpecForge and SGLang: ``midlayer``, or ``layers.N`` if several.
 
-    config: of the head's layers. more: entries of the published config.
+    config: describes the head's layers. more: entries of the published config.
     """
     first = "midlayer" if head.layers == 1 else "layers.0"
     tensors = {}
@@ -199,16 +198,16 @@ class PEagleTrainer(BlockTrainer):
     """Four layers over three of the target's states. A block's slot d drafts the token d + 1 after the anchor."""
 
     name = "p_eagle"
-    takes = LAYER_OPTIONS | {"draft_vocab_size", "taps", "num_depths", "per_position_loss_weight"}
+    supports = LAYER_OPTIONS | {"draft_vocab_size", "taps", "num_depths", "per_position_loss_weight"}
     first = 0
     module: ParallelEagle3Head
 
     def __init__(self, target: Target, options: TrainingOptions, counts: Tensor):
-        self.target = target
         self.config = draft_config(target, options, layers=4)
-        self.module = new_head(target, options, counts, self.config, ParallelEagle3Head).eval()
-        self.module.mask_token_id = rarest_token(counts)
-        self.block_size = self.steps = options.num_depths or 8
+        head = new_head(target, options, counts, self.config, ParallelEagle3Head)
+        head.mask_token_id = rarest_token(counts)
+        self.block_size = options.num_depths or 8
+        self.adopt(target, head, self.block_size)
         self.position_weight = options.per_position_loss_weight or self.position_weight
         self.taps, self.kept = self.module.taps, self.module.draft_to_target
         self.learns_from_choices = len(self.kept) < target.vocab_size
@@ -273,7 +272,7 @@ class ParallelAttention(BlockAttention):
 # when it drafts, as in EAGLE-3; in FastMTP it sees the other slots of step k instead.
 
 BETA = 0.6
-"""Ratio of a step's weight in the loss to that of the step before."""
+"""Ratio of a step's weight in the loss to the weight of the step before."""
 PUBLISHED = MtpBlock(next(family for family in FAMILIES if family.name == "Qwen"), "mtp.")
 """The family in whose names a block is published."""
 
@@ -282,7 +281,7 @@ class MtpTrainer(HeadTrainer):
     """A head whose block is a decoder layer of the target's class, and starts as a copy of its last layer."""
 
     name = "mtp"
-    takes = frozenset({"ttt_steps"})
+    supports = frozenset({"ttt_steps"})
 
     def __init__(self, target: Target, options: TrainingOptions, counts: Tensor):
         try:
@@ -292,7 +291,7 @@ class MtpTrainer(HeadTrainer):
                 f"model: no block of multi-token prediction can be made of the layers of {type(target.model).__name__} "
                 f"({' '.join(str(error).split())[:200]}); use algo='eagle3'"
             ) from error
-        super().__init__(target, head, options.ttt_steps or 3)
+        self.adopt(target, head, options.ttt_steps or 3)
 
     def _build(self, target: Target, seed: int) -> MtpHead:
         """The head. It runs on two tokens once, so that a layer that cannot serve is refused before the training."""
@@ -324,7 +323,7 @@ class MtpTrainer(HeadTrainer):
         return distil_all([(normed, self.module.head_weight)], teachers, logits, weights).loss
 
     def publish(self) -> tuple[dict, dict[str, Tensor]]:
-        """The tensors by Qwen's names, ``mtp.*``, and the target's config. Each expert has tensors of its own."""
+        """The tensors by Qwen's names, ``mtp.*``, and the target's config. Each expert has its own tensors."""
         tensors = {}
         for name, value in self.module.state_dict().items():
             tensors.update(_apart(PUBLISHED.theirs(name), value))

@@ -1,7 +1,6 @@
 """Distillation from the target's distribution, block by block of logits, and the weights of a draft's positions."""
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -70,23 +69,11 @@ class PositionWeights:
         chains, positions: [R] int64, on the CPU; of each row. Chains ascend.
         """
         self.name, self.fixed = name, fixed
-        self.chains, self.positions = chains.unique_consecutive(return_inverse=True)[1], positions
-
-    @cached_property
-    def places(self) -> tuple[Tensor, Tensor]:
-        """`chains` and `positions` on the device."""
-        return self.chains.to(self.fixed.device), self.positions.to(self.fixed.device)
-
-    @cached_property
-    def longest(self) -> int:
-        """Positions of a chain at most."""
-        return int(self.positions.max()) + 1
-
-    @cached_property
-    def extra(self) -> Tensor:
-        """The weight of a chain's additional term, a scalar."""
-        count = int(self.chains[-1]) + 1 if len(self.chains) else 1
-        return EXTRA * self.fixed.sum() / count
+        self.chains = chains.unique_consecutive(return_inverse=True)[1]
+        self.places = move(self.chains, fixed.device), move(positions, fixed.device)
+        # The longest chain, and the weight of a chain's additional term, a scalar.
+        self.longest = int(positions.max()) + 1 if len(positions) else 0
+        self.extra = EXTRA * fixed.sum() / (int(self.chains[-1]) + 1 if len(chains) else 1)
 
     def blocks(self, size: int) -> list[slice]:
         """Slices of about `size` rows, each with whole chains; at least one slice.
@@ -149,15 +136,12 @@ CROSS_ENTROPY = Mix()
 
 
 def distil_all(
-    products: Products,
-    teachers: Tensor,
-    teacher_logits: Callable[[Tensor], Tensor],
-    row_weights: Tensor | PositionWeights,
-    mix: Mix = CROSS_ENTROPY,
-) -> Distilled:
+    products: Products, teachers: Tensor, teacher_logits: Callable[[Tensor], Tensor],
+    row_weights: Tensor | PositionWeights, mix: Mix = CROSS_ENTROPY,
+) -> Distilled:  # fmt: skip
     """The weighted sum over rows of the distance of the draft's distribution from the teacher's.
 
-    products: of the draft. States get gradients, computed in autocast's dtype; so do matrices that need one, summed in
+    products: the draft's. States get gradients, computed in autocast's dtype; so do matrices that need one, summed in
         their own dtype
     teachers: [R] int64, on the CPU; the position of each row's teacher. Rows of a block share a teacher's logits
     teacher_logits: a function from positions [n], on the device, to logits [n, V]
@@ -233,7 +217,7 @@ def _logits(states: list[Tensor], matrices: list[Tensor]) -> Tensor:
 def confidence(logits: Tensor, teacher: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
     """The draft's probability of the target's likeliest token, [R] float32, and if it is the draft's, too, [R] bool.
 
-    The arguments are those of `distil`.
+    The arguments are the first of `distil`.
     """
     choices = teacher.argmax(-1)[shared]
     if logits.device.type == "cuda" and logits.dtype != torch.float64:
@@ -269,7 +253,7 @@ def distil(
     if not mix.l1:
         pull = difference.mul_(row_weights[:, None] * mix.cross_entropy)
         return losses * row_weights, pull.to(logits.dtype), losses[:0]
-    # That of the L1 distance is share * (sign - mean of the signs), by the derivative of the softmax.
+    # The gradient of the L1 distance is share * (sign - mean of the signs), by the derivative of the softmax.
     distance, signs = difference.abs().sum(-1), difference.sign()
     pull = mix.cross_entropy * difference + mix.l1 * shares * (signs - (shares * signs).sum(-1, keepdim=True))
     losses = (losses + mix.l1 * distance) * row_weights

@@ -30,13 +30,13 @@ from ..drafters.modules.mtp import MtpHead
 from ..drafting import Algorithm
 from ..errors import UnsupportedModelError
 from ..runtime.generate import SpeculativeMixin
+from .blocks import DFlashTrainer
 from .data import Batch, Document, collate, cut, sample
-from .dflash import DFlashTrainer
 from .features import TargetFeatures
 from .heads import Eagle3Trainer, EagleTrainer, MtpTrainer
+from .loop import Updates
 from .options import OnlineOptions, TrainingOptions
 from .trainer import Trainer, as_master
-from .updates import Updates
 
 log = logging.getLogger("spec_compile")
 
@@ -49,7 +49,7 @@ HELD_OUT_TOKENS = 1 << 13
 LEAST_RATE = 1 / 64
 """The share of the first learning rate below which it does not fall."""
 BYTES = 16
-"""For each trained number: the twin's, its gradient and two of the optimizer, in float32."""
+"""For each trained number: the trained copy's, its gradient and two of the optimizer, in float32."""
 
 
 def train_while_serving(model: PreTrainedModel, **options) -> "OnlineTraining":
@@ -58,7 +58,7 @@ def train_while_serving(model: PreTrainedModel, **options) -> "OnlineTraining":
     The text of each finished answer, prompt included, is kept as token ids in the host's memory, never on disk, until
     newer texts take its place; texts of calls and requests with ``share_text=False`` are not. Answers keep their bits.
 
-    options: of `OnlineOptions`
+    options: the fields of `OnlineOptions`
 
     Returns what is at ``model.speculation.online`` from then on. Raises TypeError or ValueError, naming the option, for
     wrong options; UnsupportedModelError for a draft, or with options of `speculate`, that cannot learn or if there is
@@ -81,12 +81,12 @@ def train_while_serving(model: PreTrainedModel, **options) -> "OnlineTraining":
 
 
 class OnlineTraining:
-    """Trains the twin of a draft in service, one step at a time between the calls of its engine.
+    """Trains a copy of the draft in service, one step at a time between the calls of its engine.
 
     steps, swaps, dropped: steps made, and how often their weights went into service or were dropped
     acceptance: the share of first drafts on held-out texts that equal the target's choices, of the weights that were in
         service and of the trained ones, when they were last compared; None before
-    seconds: of training
+    seconds: time of training
     fault: the error that ended the training; "" if it goes on
     """
 
@@ -96,7 +96,7 @@ class OnlineTraining:
         check_memory(draft, engine.original)
         with torch.inference_mode(False), torch.enable_grad(), engine.turns:
             kind = TRAINED[type(draft)]
-            self._trainer = kind.of_module(target, make_twin(draft, target), steps)
+            self._trainer = kind.of_module(target, trained_copy(draft, target), steps)
             self._served = kind.of_module(target, draft, steps)
             # Graphs of all shapes would take memory without bound, and other threads may use the GPU meanwhile.
             self._trainer.captures = self._served.captures = False
@@ -200,7 +200,7 @@ class OnlineTraining:
 
 
 def check_memory(draft: nn.Module, model: PreTrainedModel) -> None:
-    """UnsupportedModelError if the twin of a draft and its optimizer do not fit into the free memory."""
+    """UnsupportedModelError if the trained copy of a draft and its optimizer do not fit into the free memory."""
     shared = {parameter.data_ptr() for parameter in model.parameters()}
     numbers = sum(each.numel() for each in draft.parameters() if each.data_ptr() not in shared)
     is_on_gpu = model.device.type == "cuda"
@@ -214,7 +214,7 @@ def check_memory(draft: nn.Module, model: PreTrainedModel) -> None:
 # `Ring`: the last texts that were answered, in bounded memory of the host.
 
 HELD_OUT_EVERY = 10
-"""One of so many texts is not trained on."""
+"""Texts 10, 20, ... are held out, and the others are trained on."""
 LENGTH = 512
 """Tokens of a piece at most."""
 
@@ -264,7 +264,7 @@ class Ring:
         return collate([pieces[n] for n in picked]) if picked else None
 
 
-# The float32 twin of a draft in service, and the trainer of each kind of draft that can learn while it serves.
+# The float32 copy of a draft in service, and the trainer of each kind of draft that can learn while it serves.
 
 TRAINED: dict[type[nn.Module], type[Trainer]] = {
     EagleHead: EagleTrainer, Eagle3Head: Eagle3Trainer, MtpHead: MtpTrainer, DFlashDraft: DFlashTrainer,
@@ -308,10 +308,10 @@ def _is_plain(draft: DFlashDraft) -> bool:
     return not (is_scaled or is_of_kin) and all(part is None for part in parts)
 
 
-def make_twin(draft: nn.Module, target: Target) -> nn.Module:
+def trained_copy(draft: nn.Module, target: Target) -> nn.Module:
     """A copy of a draft whose parameters are in float32 and get gradients.
 
-    It shares the target's tensors and the draft's embedding, which are not trained and no parameters of the twin; nor
+    It shares the target's tensors and the draft's embedding, which are not trained and no parameters of the copy; nor
     is an output matrix of rows of the target's.
     """
     shared = {id(tensor): tensor for tensor in (*target.model.parameters(), *target.model.buffers())}
@@ -319,14 +319,14 @@ def make_twin(draft: nn.Module, target: Target) -> nn.Module:
     frozen = [draft.embedding, *([draft.head_weight] if getattr(draft, "all_rows", ()) else [])]
     shared |= {id(tensor): tensor for tensor in frozen}
     addresses |= {tensor.data_ptr() for tensor in frozen}
-    twin = copy.deepcopy(draft, memo=dict(shared))
-    for module in twin.modules():
+    copied = copy.deepcopy(draft, memo=dict(shared))
+    for module in copied.modules():
         for name, parameter in [*module._parameters.items()]:
             if parameter is not None and parameter.data_ptr() in addresses:
-                del module._parameters[name]  # or moving the twin to float32 would cast the target
+                del module._parameters[name]  # or moving the copy to float32 would cast the target
                 setattr(module, name, parameter.detach())
-    twin = as_master(twin, draft.embedding.detach())
-    return twin.requires_grad_(True).eval()
+    copied = as_master(copied, draft.embedding.detach())
+    return copied.requires_grad_(True).eval()
 
 
 @torch.no_grad()

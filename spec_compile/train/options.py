@@ -81,8 +81,8 @@ class TrainingOptions(Checked):
     optimizer: "adamw", or "muon" for the matrices of layers and AdamW for all else (default: muon)
     warmup: share of the training in which it rises
     clip: largest norm of a gradient
-    seed: of the weights, the order of the data and all else that is random
-    num_layers, intermediate_size, num_attention_heads, num_key_value_heads, head_dim: of the draft's layers, except in
+    seed: seeds the weights, the order of the data and all else that is random
+    num_layers, intermediate_size, num_attention_heads, num_key_value_heads, head_dim: sizes of the draft, except in
         mtp (default: one layer, for p_eagle four, for drafts of blocks five, with the target's sizes)
     draft_vocab_size: tokens that an EAGLE-3 or P-EAGLE head can draft, the most frequent of the data (default: all of
         up to 40,000, or else 32,000)
@@ -91,8 +91,8 @@ class TrainingOptions(Checked):
     ttt_steps: draft tokens that are unrolled in training (default: 7 for eagle3, 3 for mtp)
     num_depths: tokens that a P-EAGLE head drafts in one forward (default: 8)
     block_size: slots of a block, the first of which is the last token of the text (default: 16, for dspark 7)
-    markov_rank, markov_head_type: of DSpark's table (default: 256; "vanilla", or "gated" or "rnn")
-    emb_dim, gru_hidden_dim: of Domino's readout and of its state (default: 256, 1024)
+    markov_rank, markov_head_type: size and kind of DSpark's table (default: 256; "vanilla", or "gated" or "rnn")
+    emb_dim, gru_hidden_dim: sizes of Domino's readout and of its state (default: 256, 1024)
     per_position_loss_weight: weights of a block's positions, or of eagle3's steps, in the loss: "fixed-exp-decay",
         "dpace", "first-error" or "chain" (default: "dpace", for eagle3 and dspark "fixed-exp-decay")
     checkpoint_minutes: between two checkpoints

@@ -41,9 +41,9 @@ class TrainingState:
     """The progress of a training, from which it can go on.
 
     identity: by name, the values that must be the same to go on
-    seconds: of training
+    seconds: time of training
     tokens: trained on
-    losses: of each step
+    losses: one a step
     evaluations: (step, share of first drafts accepted on held-out text)
     weights: the head's trained parameters in their training dtype
     optimizer: the state_dict of each optimizer
@@ -66,7 +66,9 @@ def open_folder(output: str | Path, identity: dict, resume: bool) -> TrainingSta
     """
     folder = Path(output).expanduser()
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"output: {folder} is a file; expected a folder to be made, or that of an earlier training")
+        raise ValueError(
+            f"output: {folder} is a file; expected a folder to be made, or the folder of an earlier training"
+        )
     path = folder / STATE
     if not path.is_file():
         # A training that stops before its first checkpoint leaves the answers, and perhaps a partial file.

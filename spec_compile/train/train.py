@@ -20,9 +20,9 @@ from ..drafters.checkpoints.files import Target
 from ..errors import did_you_mean
 from ..runtime.generate import SpeculativeMixin
 from . import data as texts
+from .blocks import DFlashTrainer, DominoTrainer, DSparkTrainer, JetSpecTrainer
 from .corpus import Sets, check_prompts, continued, cut_all, longest_sequence, read_all, say_nothing, together
 from .data import Batch, Batches, Document
-from .dflash import DFlashTrainer, DominoTrainer, DSparkTrainer, JetSpecTrainer
 from .features import TargetFeatures
 from .heads import Eagle3Trainer, EagleTrainer, MtpTrainer, PEagleTrainer
 from .loop import Loop, Printer, Progress
@@ -39,12 +39,12 @@ TRAINERS: dict[str, type[Trainer]] = {
 }  # fmt: skip
 """The algorithms whose drafts can be trained. A new one is one file in this folder and one entry."""
 ALIASES = {"nextn": "mtp"}
-SOME_TAKE = frozenset().union(*(trainer.takes for trainer in TRAINERS.values()))
+SOME_SUPPORT = frozenset().union(*(trainer.supports for trainer in TRAINERS.values()))
 """Options that only some algorithms have."""
 FREE = ("steps", "minutes", "checkpoint_minutes")
 """Options that may have changed when a training goes on."""
 IN_CARD = (*FREE, "batch_size", "seed", "learning_rate", "sequence_length")
-"""Options that have a line of their own in the card, or none."""
+"""Options that are no part of the card's line of settings: they have another line, or none."""
 HELD_OUT_TOKENS, GLANCE_TOKENS = 1 << 16, 1 << 13
 """Held-out tokens on which acceptance is measured: in the end, and during the training."""
 
@@ -57,11 +57,11 @@ class TrainingResult:
     acceptance: the share of first drafts on held-out text that equal the target's choice, or None without such text
     acceptance_by_depth: the share of drafts that equal it down to depth 1, 2, ...
     acceptance_by_set: the same for each held-out set that has a name
-    losses: of each step
+    losses: one a step
     evaluations: (step, acceptance) during the training, measured on a part of the held-out text
     steps: updates of the weights
     tokens: trained on, counted again in each epoch
-    seconds: of training, including the time before an interruption
+    seconds: time of training, including the time before an interruption
     """
 
     path: Path
@@ -109,8 +109,8 @@ def train_draft(
     progress: called with a `Progress` about every ten seconds, at first more often (default: it is shown on stderr)
     push: a repository of the model hub, USER/NAME, to which the trained head is sent. It is made before the training
     private: True to make that repository private (default: as the account says)
-    license: of the head, for its card (default: the card has none)
-    options: of `TrainingOptions`, which are listed below
+    license: the head's license, for its card (default: the card has none)
+    options: the fields of `TrainingOptions`, which are listed below
 
     Raises TypeError, ValueError or UnsupportedModelError, naming the argument, before any work starts, and
     PermissionError or ConnectionError if the user may not write to `push` or the hub cannot be asked. Keeps a
@@ -174,7 +174,7 @@ def _prepare(
 
 
 def _held_out_batches(reserve: Sets, batch_size: int) -> tuple[list[Batch], dict[str, list[Batch]]]:
-    """Held-out batches to look at during the training, and those of each set to measure in the end."""
+    """Held-out batches to look at during the training, and each set's batches to measure in the end."""
     each = HELD_OUT_TOKENS // max(1, len(reserve))
     measured = {name: texts.sample(part, batch_size, each) for name, part in reserve.items()}
     return texts.sample(together(reserve), batch_size, GLANCE_TOKENS), measured
@@ -259,7 +259,7 @@ def _trainer_and_options(algo: str, options: dict) -> tuple[type[Trainer], Train
     if name not in TRAINERS:
         raise ValueError(f"algo: expected one of {', '.join(TRAINERS)}, got {algo!r}.{did_you_mean(name, TRAINERS)}")
     trainer_class, parsed = TRAINERS[name], parse_options(TrainingOptions, options)
-    for option in sorted(SOME_TAKE - trainer_class.takes):
+    for option in sorted(SOME_SUPPORT - trainer_class.supports):
         if getattr(parsed, option) is not None:
             raise ValueError(f"{option}: algo={name!r} has no such option")
     return trainer_class, parsed

@@ -32,7 +32,7 @@ class Trainer(ABC):
 
     name = ""
     """The algorithm's name, as in ``algo=``."""
-    takes: frozenset[str] = frozenset()
+    supports: frozenset[str] = frozenset()
     """Options of drafts that this algorithm has."""
     learning_rate: tuple[float, float] = (0.4, 2e-3)
     """(a, b): the default is a / hidden size, but not above b."""
@@ -54,6 +54,17 @@ class Trainer(ABC):
     """Tokens of a draft on which it is trained or measured."""
     target: Target
 
+    def adopt(self, target: Target, module: nn.Module, steps: int) -> None:
+        """Set the attributes of a trainer of `module`, which drafts or is measured on `steps` tokens."""
+        self.target, self.module, self.steps = target, module.eval(), steps
+
+    @classmethod
+    def of_module(cls, target: Target, module: nn.Module, steps: int) -> "Trainer":
+        """The trainer of a draft that is there already, which it cannot `publish`."""
+        trainer = cls.__new__(cls)
+        trainer.adopt(target, module, steps)
+        return trainer
+
     @property
     def device(self) -> torch.device:
         return self.target.embedding.device
@@ -72,7 +83,7 @@ class Trainer(ABC):
         """The loss of a batch, a scalar with a gradient.
 
         batch: on the CPU
-        features: of its ids, on the draft's device
+        features: the target's results for its ids, on the draft's device
         generator: the source of this step's random numbers
         """
 
@@ -106,17 +117,10 @@ class HeadTrainer(Trainer):
 
     module: Head
 
-    def __init__(self, target: Target, module: Head, steps: int):
-        self.target, self.module, self.steps = target, module.eval(), steps
+    def adopt(self, target: Target, module: Head, steps: int) -> None:
+        super().adopt(target, module, steps)
         self.taps, self.kept = module.taps, module.draft_to_target
         self.learns_from_choices = self.kept is not None and len(self.kept) < target.vocab_size
-
-    @classmethod
-    def of_module(cls, target: Target, module: Head, steps: int) -> "HeadTrainer":
-        """The trainer of a head that is there already, which it cannot `publish`. The arguments are the attributes."""
-        trainer = cls.__new__(cls)
-        HeadTrainer.__init__(trainer, target, module, steps)
-        return trainer
 
     def unroll(self, ids: Tensor, state: Tensor, attention: Causal, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The head's outputs as it drafts from every slot at once, with the text's tokens in place of drafts.
@@ -136,7 +140,7 @@ class HeadTrainer(Trainer):
             yield state, normed
 
     def rolled_out(self, batch: Batch, features: Features, slots: Tensor) -> Tensor:
-        """The normed outputs [R, H] of `slots` [R] (see `Batch.rollout`) among those of all steps."""
+        """The normed outputs [R, H] of `slots` [R] (see `Batch.rollout`) among the slots of all steps."""
         return self._rows(self._normed, [move(batch.ids, self.device), *features.states], move(slots, self.device))
 
     def _normed(self, ids: Tensor, *states: Tensor) -> list[Tensor]:

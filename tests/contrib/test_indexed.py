@@ -139,7 +139,7 @@ def told_nothing(module):
 @pytest.mark.slow
 def test_a_wrong_rotation_is_refused(glm, monkeypatch):
     path = "transformers.models.glm_moe_dsa.modeling_glm_moe_dsa.GlmMoeDsaAttention"
-    monkeypatch.setitem(modules.MODULES, path, indexed.halves)
+    monkeypatch.setitem(modules.MODULES, path, indexed.mark)
     monkeypatch.setattr(indexed, "source_of", lambda module: modeling_llama)
     with pytest.raises(UnsupportedModelError, match="GlmMoeDsaForCausalLM: the captured graph differs"):
         check_capture(glm[0], capture(glm[0]))

@@ -11,7 +11,7 @@ from spec_compile.cache import Cache
 from spec_compile.capture.checks import linear_logits, tree_logits
 from spec_compile.contrib.indexed import choice
 from spec_compile.contrib.indexed.capture import describe
-from spec_compile.contrib.indexed.use_indexes import use_indexes
+from spec_compile.contrib.indexed.choice import use_indexes
 from spec_compile.graph import calls
 from spec_compile.kernels import ops
 from spec_compile.passes import Settings

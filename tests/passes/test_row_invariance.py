@@ -17,7 +17,7 @@ from spec_compile.kernels.attention import Use
 from spec_compile.kernels.card import Card
 from spec_compile.passes import Settings
 from spec_compile.passes.row_invariance import require_kernels_of_experts, require_same_bits, variant_parts
-from spec_compile.report import explain
+from spec_compile.tools import explain
 
 aten = torch.ops.aten
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 LEVELS = (
     "errors extensions folders inventory registry", "compat", "graph tree", "cache outcome forks parallel",
     "quantised", "kernels", "ngram", "config", "passes", "capture", "compile", "drafting stats", "runtime",
-    "drafters", "report", "batching", "contrib", "api cli", "backend custom_generate", "train tools", "serve",
+    "drafters", "batching", "contrib", "api cli", "backend custom_generate", "train tools", "serve",
 )  # fmt: skip
 """The modules and folders of the package, from the bottom to the top. One level's do not import each other."""
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names.split()}
@@ -100,9 +100,7 @@ TESTS = ROOT / "tests"
 FOLDERS = {path.name for path in TESTS.iterdir() if path.is_dir()} - {"support"}
 ELSEWHERE = {
     "batching.model": "batching",  # methods of what speculate() returns, and of its `speculation`
-    "outcome": "runtime",
-    "report.explain": "report",  # repr() and explain() of what speculate() returns
-    "forks": "product",
+    "outcome": "runtime", "forks": "product", "tools.explain": "runtime",
     "quantised.experts": "kernels", "quantised.mxfp4": "kernels",
     "serve.cli": "serve",  # a command of `python -m spec_compile`
 }  # fmt: skip

@@ -85,7 +85,7 @@ for heads, kv_heads, size, inputs, norms in ((16, 8, 128, 1024, True),):
 OTHER_PRODUCTS = PRODUCTS.replace("(16, 8, 128, 1024, True)", "(32, 8, 64, 2048, False), (9, 3, 64, 576, True)")
 
 TRAINING = """
-from spec_compile.kernels import distil_kernel
+from spec_compile.train import attention_kernels, distil_kernel
 
 for name in ("_distil", "_confidence"):
     setattr(distil_kernel, name, Compiled(getattr(distil_kernel, name)))
@@ -95,27 +95,21 @@ for mix in ((1.0, 0.0), (0.1, 0.9)):
 distil_kernel.confidence(logits, shared)
 results["a loss"] = found
 
-from spec_compile.kernels import rollout_kernel
-
-for name in ("_join", "_join_backward"):
-    setattr(rollout_kernel, name, Compiled(getattr(rollout_kernel, name)))
+for name in ("_join", "_join_backward", "_attend_blocks", "_backward_queries", "_backward_slots", "_backward_context"):
+    setattr(attention_kernels, name, Compiled(getattr(attention_kernels, name)))
 for size in (64, 80, 128, 256):
     found, q = [], torch.zeros(1, 5, 4, size, dtype=HALF).transpose(1, 2)
     (keys, values), total = torch.zeros(2, 6, 1, 5, 4, size, dtype=HALF), torch.zeros(1, 4, 5)
-    rollout_kernel.join(q, keys, values, q, total, 0.1)
-    rollout_kernel.join_backward(q, q, keys, values, q, total, q, 0.1)
+    attention_kernels.join(q, keys, values, q, total, 0.1)
+    attention_kernels.join_backward(q, q, keys, values, q, total, q, 0.1)
     results[f"a rollout with heads of {size}"] = found
 
-from spec_compile.kernels import block_attention_kernel
-
-for name in ("_forward", "_backward_queries", "_backward_slots", "_backward_context"):
-    setattr(block_attention_kernel, name, Compiled(getattr(block_attention_kernel, name)))
 for size in (128, 256):
     found, heads = [], torch.zeros(2, 5, 48, size, dtype=HALF)
     inputs = heads.new_zeros(2, 10, 48, size), heads, heads, heads[:, :, :40], heads[:, :, :40]
     anchors, total = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 10, 48)
-    block_attention_kernel.forward(*inputs, anchors, 16, 0.1, True)
-    block_attention_kernel.backward(inputs[0], *inputs, anchors, inputs[0], total, 16, 0.1, True)
+    attention_kernels.forward_blocks(*inputs, anchors, 16, 0.1, True)
+    attention_kernels.backward_blocks(inputs[0], *inputs, anchors, inputs[0], total, 16, 0.1, True)
     results[f"blocks with heads of {size}"] = found
 """
 

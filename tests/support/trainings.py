@@ -64,7 +64,7 @@ def made(algo, **options):
     documents[1] = documents[1].piece(0, 9)
     documents[2].supervised[:6] = False
     counts = texts.count_tokens(documents, models.VOCAB)
-    if "taps" in TRAINERS[algo].takes:
+    if "taps" in TRAINERS[algo].supports:
         options["taps"] = (0, 1)  # transformers gives the state after the last layer behind the final norm
     trainer = TRAINERS[algo](Target.of(model), TrainingOptions(**options), counts)
     batch = texts.collate(documents)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from torch.nn import functional as F
+from trainings import NEEDS_GPU
 
 from spec_compile.train.attention import BlockLayout, plain_block_attention
 
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SIZES = [(1, 1, 1, 4, 3, 5, 16), (2, 4, 2, 7, 21, 70, 24), (1, 6, 2, 16, 9, 130, 64), (1, 3, 1, 3, 33, 64, 80)]
 """Rows, query heads, key-value heads, slots of a block, blocks, length of the context, size of a head."""
 
@@ -28,11 +28,11 @@ def parts(sizes, causal, dtype, device):
 
 def compare(sizes, causal, dtype, device, tolerance):
     """The kernels against masks in float64."""
-    kernel = pytest.importorskip("spec_compile.train.block_attention_kernel")
+    kernel = pytest.importorskip("spec_compile.train.attention_kernels")
     inputs, layout, grad = parts(sizes, causal, dtype, device)
     anchors, size, _ = layout
-    out, total = kernel.forward(*inputs, anchors, size, 0.3, causal)
-    mine = kernel.backward(grad, *inputs, anchors, out, total, size, 0.3, causal)
+    out, total = kernel.forward_blocks(*inputs, anchors, size, 0.3, causal)
+    mine = kernel.backward_blocks(grad, *inputs, anchors, out, total, size, 0.3, causal)
     exact = [part.double().requires_grad_() for part in inputs]
     plain = plain_block_attention(*exact, layout, 0.3)
     theirs = torch.autograd.grad(plain, exact, grad.double())

@@ -7,16 +7,12 @@ import dflash_drafts as dflash_formulas
 import pytest
 import torch
 from torch.nn import functional as F
-from trainings import (
-    SMALL,
-    captured_once,  # noqa: F401
-    made,
-)
+from trainings import SMALL, made
 
 from spec_compile.kernels import ops
 from spec_compile.train import attention as block_attention
 from spec_compile.train import blocks
-from spec_compile.train.dflash import GAMMA, UNLINKED
+from spec_compile.train.blocks import GAMMA, UNLINKED
 from spec_compile.train.heads import KEPT, LEAST
 from spec_compile.train.loss import DPACE, FIXED
 from spec_compile.train.trainer import trained_parameters

@@ -8,17 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trainings import (
-    CODER,
-    NEEDS_GPU,
-    TALK,
-    TURNS,
-    captured_once,  # noqa: F401
-    chatter,
-    sequences,
-    target,
-    tokenizer,
-)
+from trainings import CODER, NEEDS_GPU, TALK, TURNS, chatter, sequences, target, tokenizer
 from transformers import AutoModelForCausalLM
 
 from spec_compile import speculate, train_draft

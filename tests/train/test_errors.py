@@ -8,17 +8,7 @@ import models
 import pytest
 import torch
 import transformers
-from trainings import (
-    CODER,
-    TALK,
-    TURNS,
-    captured_once,  # noqa: F401
-    chatter,
-    sequences,
-    target,
-    tokenizer,
-    train,
-)
+from trainings import CODER, TALK, TURNS, chatter, sequences, target, tokenizer, train
 
 from spec_compile.__main__ import main
 from spec_compile.errors import UnsupportedModelError
@@ -45,22 +35,14 @@ from spec_compile.train.data import read
         (dict(data="nowhere.jsonl"), ValueError, "data: expected a .txt or .jsonl file.*does not exist"),
         (dict(data="def f(): pass"), ValueError, "data: expected a .txt or .jsonl file, or a list of texts"),
         (dict(data=[[5] * 8] * 4), ValueError, "data: no sequence.*has the 9 tokens.*longest has 8"),
-        (
-            dict(data=[[5] * 20] * 2 + [[5] * 4] * 9, validation=0.1),
-            ValueError,
-            "validation: no sequence.*or validation=0",
-        ),
+        (dict(data=[[5] * 20] * 2 + [[5] * 4] * 9, validation=0.1), ValueError, "no sequence.*or validation=0"),
         (dict(validation=[[5] * 4]), ValueError, "validation: no sequence.*the longest has 4"),
         (dict(on_policy="yes"), TypeError, "on_policy: expected True, False or options for generate"),
         (dict(validation=1.0), ValueError, "validation: expected a share"),
         (dict(validation=[9.5]), TypeError, r"validation\[0\]: expected a text"),
         (dict(sequence_length=8), ValueError, "sequence_length: a draft of this depth needs at least 9 tokens, got 8"),
         (dict(sequence_length=600), ValueError, "sequence_length: LlamaForCausalLM holds 512 tokens, got 600"),
-        (
-            dict(per_position_loss_weight="pace"),
-            ValueError,
-            "per_position_loss_weight: expected one of fixed-exp-decay",
-        ),
+        (dict(per_position_loss_weight="pace"), ValueError, "loss_weight: expected one of fixed-exp-decay"),
         (dict(algo="dspark", markov_head_type="lstm"), ValueError, "markov_head_type: expected one of vanilla, gated"),
         (dict(algo="mtp", per_position_loss_weight="dpace"), ValueError, "per_position_loss_weight: algo='mtp' has no"),
         (dict(algo="domino", markov_rank=8), ValueError, "markov_rank: algo='domino' has no such option"),
@@ -167,7 +149,7 @@ def test_the_command_line(tmp_path, capsys):
     )  # fmt: skip
     assert status == 0
     said = capsys.readouterr()
-    assert "2 steps" in said.out
+    assert "2 steps" in said.out and said.err.splitlines()[0] == f"loading {CODER}"
     assert "Loading" not in said.err and len(said.err.splitlines()) == 5  # no bar where there is no terminal
     assert transformers.utils.logging.is_progress_bar_enabled()
     assert (tmp_path / "head" / "model.safetensors").is_file()

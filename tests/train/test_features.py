@@ -5,12 +5,7 @@ from unittest import mock
 import models
 import pytest
 import torch
-from trainings import (
-    NEEDS_GPU,
-    captured_once,  # noqa: F401
-    sequences,
-    target,
-)
+from trainings import NEEDS_GPU, sequences, target
 
 from spec_compile.passes.outputs import FINAL
 from spec_compile.train import data as texts

@@ -9,7 +9,7 @@ import pytest
 import torch
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import filter_repo_objects
-from trainings import CODER, captured_once, target, train  # noqa: F401, a fixture
+from trainings import target, train
 from transformers import dynamic_module_utils
 
 from spec_compile.__main__ import main
@@ -17,7 +17,6 @@ from spec_compile.capture.changes import KEPT
 from spec_compile.train import save as hub
 
 NAME = "user/head"
-STEPS = ["--steps", "1", "--options", '{"batch_size": 1, "sequence_length": 64}']
 
 
 class Hub:
@@ -67,15 +66,8 @@ def fake(tmp_path, monkeypatch):
     return made
 
 
-@pytest.fixture
-def command(tmp_path, two_layers):
-    (tmp_path / "text.txt").write_text("def add(a, b):\n    return a + b\n" * 40)
-    words = ["train", "--model", CODER, "--data", str(tmp_path / "text.txt"), "--output", str(tmp_path / "head")]
-    return [*words, "--validation", "0", *STEPS, "--push", NAME]
-
-
 def test_the_command_sends_the_head_and_its_card(command, fake, tmp_path, capsys):
-    assert main([*command, "--private", "--license", "apache-2.0"]) == 0
+    assert main([*command, "--steps", "1", "--push", NAME, "--private", "--license", "apache-2.0"]) == 0
     assert fake.asked == ["create_repo", "auth_check", "upload_folder"] and fake.is_private
     sent = sorted(str(path.relative_to(fake.folder)) for path in fake.folder.rglob("*") if path.is_file())
     assert sent == [
@@ -95,7 +87,10 @@ def test_a_card_names_a_base_model_of_the_hub_and_no_license_by_itself(tmp_path,
     card = (tmp_path / "head/README.md").read_text()
     assert "\nbase_model: org/base-1.5\n" in card and "license" not in card
     assert f"| accept length of a chain as deep | {1 + sum(result.acceptance_by_depth):.2f} |" in card
-    assert "| settings | warmup 0.04, clip 0.5 |" in card
+    accepted = " ".join(f"{share:.3f}" for share in result.acceptance_by_depth)
+    for part in ("eagle3 draft for org/base-1.5", "| steps | 1 |", "| seed | 0 |", "| tokens seen | 120 |", accepted):
+        assert part in card
+    assert f"{result.acceptance:.1%}" in card and "| settings | warmup 0.04, clip 0.5 |" in card
 
 
 @pytest.mark.parametrize(

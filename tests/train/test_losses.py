@@ -1,5 +1,6 @@
 """Losses of draft heads, and the attention of their training, against slow meanings."""
 
+import itertools
 from unittest import mock
 
 import models
@@ -7,18 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from position_weights import slow_weights
 from torch.nn import functional as F
-from trainings import (
-    HEADS,
-    NEEDS_GPU,
-    captured_once,  # noqa: F401
-    made,
-)
+from trainings import HEADS, NEEDS_GPU, made
 
 from spec_compile.kernels import ops
 from spec_compile.passes.outputs import FINAL
 from spec_compile.train import loss
 from spec_compile.train.attention import Causal, Rollout, joint_attention
+from spec_compile.train.loss import FIXED, NAMES, PositionWeights
 from spec_compile.train.trainer import trained_parameters
 
 # Attention
@@ -331,3 +329,49 @@ def test_rollout_on_a_gpu(rows):
     want = torch.autograd.grad(sum((a * w).sum() for a, w in zip(theirs, weights)), [t for s in wide for t in s])
     for a, b in zip([*mine, *got], [*theirs, *want]):
         assert (a.float() - b).norm() < 0.02 * b.norm() + 1e-3
+
+
+OPEN = [name for name in NAMES if name != FIXED]
+ROWS = st.lists(st.lists(st.tuples(*[st.floats(0.05, 1.0)] * 2, st.booleans(), st.booleans()), max_size=5), max_size=6)
+"""Chains of rows: (fixed weight, probability, right, counted). A row that is not counted is left out."""
+
+
+@settings(max_examples=25)
+@given(ROWS, st.sampled_from(OPEN), st.integers(1, 7))
+def test_weights_of_positions(chains, name, size):
+    """Blocks of whole chains have the weights of one block, whatever their size."""
+    chains = [{p: row[:3] for p, row in enumerate(chain) if row[3]} for chain in chains]
+    rows = [(n, p, *row) for n, chain in enumerate(chains) for p, row in chain.items()]
+    numbers, places, fixed, q, right = (torch.tensor(part) for part in zip(*rows)) if rows else [torch.zeros(0)] * 5
+    weigh = PositionWeights(name, fixed.float(), numbers.long(), places.long())
+    blocks = weigh.blocks(size)
+    assert [n for block in blocks for n in range(len(rows))[block]] == list(range(len(rows)))
+    assert all({n for n, *_ in rows[a]}.isdisjoint({n for n, *_ in rows[b]}) for a, b in itertools.pairwise(blocks))
+    got = torch.cat([weigh(block, q[block].float(), right[block].bool()) for block in blocks])
+    extra = sum(fixed.tolist()) / max(1, sum(map(bool, chains)))
+    wanted = [weight for chain in chains for weight in slow_weights(name, chain, extra).values()]
+    assert got.tolist() == pytest.approx(wanted, rel=1e-4)
+
+
+def test_a_row_without_weight_is_no_link():
+    weigh = PositionWeights("dpace", torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0, 0, 0]), torch.arange(3))
+    got = weigh(slice(0, 3), torch.tensor([0.5, 0.1, 0.5]), torch.tensor([True] * 3))
+    assert got.tolist() == pytest.approx([0.75 + 0.75**2, 0.0, 0.75**2])
+
+
+def test_the_chain_term_is_the_expected_accepted_length():
+    """Its gradient is that of the mean over positions m of the probability that m drafts are right."""
+    g = torch.Generator().manual_seed(0)
+    states = torch.randn(6, 4, generator=g, dtype=torch.float64, requires_grad=True)
+    matrix, choices = torch.randn(9, 4, generator=g, dtype=torch.float64), torch.randint(9, (6,), generator=g)
+    teacher = torch.zeros(6, 9, dtype=torch.float64).scatter(1, choices[:, None], 1e3)
+    fixed, numbers = torch.rand(6, generator=g, dtype=torch.float64), torch.tensor([0, 0, 0, 0, 1, 1])
+    weigh = PositionWeights("chain", fixed, numbers, torch.tensor([0, 1, 2, 3, 0, 1]))
+    made = loss.distil_all([(states, matrix)], torch.arange(6), teacher.__getitem__, weigh)
+    q = (states @ matrix.T).softmax(-1).gather(1, choices[:, None])[:, 0]
+    lengths = [q[rows].cumprod(0).mean() for rows in (slice(0, 4), slice(4, 6))]
+    slow = fixed @ -q.log() - loss.EXTRA * fixed.sum() / 2 * sum(lengths)
+    scale = made.weights[5] / (fixed[5] + loss.EXTRA * fixed.sum() / 2 / 2 * q[4:].prod())
+    wanted = torch.autograd.grad(slow * scale.detach(), states)[0]
+    assert torch.allclose(torch.autograd.grad(made.loss, states)[0], wanted)
+    assert made.weights.sum() == pytest.approx(1)

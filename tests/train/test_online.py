@@ -22,8 +22,8 @@ from spec_compile.drafters.modules.mtp import MtpHead, block_config
 from spec_compile.drafting import DraftPlan
 from spec_compile.passes.outputs import FINAL
 from spec_compile.train import online as module
-from spec_compile.train.online import Ring, copy_weights, draft_of, make_twin
-from spec_compile.train.updates import Updates
+from spec_compile.train.loop import Updates
+from spec_compile.train.online import Ring, copy_weights, draft_of, trained_copy
 
 OWN = dict(eos_token_id=None, pad_token_id=0)
 KINDS = ("eagle3", "eagle", "mtp", "dflash")
@@ -222,19 +222,19 @@ def test_the_thread_trains(monkeypatch):
     assert online.steps and not online.fault
 
 
-def test_a_twin_leaves_the_target_alone():
+def test_the_trained_copy_leaves_the_target_alone():
     model = copy.deepcopy(drafts.target("llama")).bfloat16()
     head = Eagle3Head(
         LlamaConfig(**CONFIG), model.get_input_embeddings().weight, (1, 0), 64,
         head_weight=model.get_output_embeddings().weight,
     ).bfloat16()  # fmt: skip
-    twin = make_twin(head, Target.of(model))
-    assert {each.dtype for each in twin.parameters()} == {torch.float32}
+    copied = trained_copy(head, Target.of(model))
+    assert {each.dtype for each in copied.parameters()} == {torch.float32}
     assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
-    assert {"embedding", "head_weight"}.isdisjoint(dict(twin.named_parameters()))
+    assert {"embedding", "head_weight"}.isdisjoint(dict(copied.named_parameters()))
     with torch.no_grad():
-        twin.fc.weight.fill_(0.3)
-    copy_weights(dict(twin.named_parameters()), head)
+        copied.fc.weight.fill_(0.3)
+    copy_weights(dict(copied.named_parameters()), head)
     assert torch.equal(head.fc.weight, torch.full_like(head.fc.weight, 0.3)) and head.fc.weight.dtype == torch.bfloat16
 
 

@@ -6,6 +6,7 @@ from unittest import mock
 import models
 import pytest
 import torch
+from trainings import NEEDS_GPU
 
 from spec_compile.drafters.checkpoints.files import Target
 from spec_compile.train import TRAINERS
@@ -15,8 +16,6 @@ from spec_compile.train.attention import join, join_backward
 from spec_compile.train.features import TargetFeatures
 from spec_compile.train.options import TrainingOptions
 from spec_compile.train.trainer import HeadTrainer, trained_parameters
-
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def parts(batch, heads, slots, size, steps, dtype, device):
@@ -36,13 +35,13 @@ def parts(batch, heads, slots, size, steps, dtype, device):
 
 def compare_joins(sizes, dtype, device, tolerance):
     """The kernels against PyTorch's operations in float64."""
-    rollout_kernel = pytest.importorskip("spec_compile.train.rollout_kernel")
+    kernel = pytest.importorskip("spec_compile.train.attention_kernels")
     inputs, grad, dq = parts(*sizes, dtype, device)
     exact = [part.double() for part in inputs]
-    out, joint = rollout_kernel.join(*inputs, 0.3)
+    out, joint = kernel.join(*inputs, 0.3)
     wanted_out, wanted_joint = join(*exact, 0.3)
     assert out.dtype == dtype and joint.dtype == torch.float32 and out.shape == grad.shape
-    mine = [out, joint, *rollout_kernel.join_backward(grad, *inputs[:3], out, joint, dq, 0.3)]
+    mine = [out, joint, *kernel.join_backward(grad, *inputs[:3], out, joint, dq, 0.3)]
     theirs = join_backward(grad.double(), *exact[:3], out.double(), joint.double(), dq.double(), 0.3)
     for got, wanted in zip(mine, [wanted_out, wanted_joint, *theirs]):
         assert got.shape == wanted.shape and torch.allclose(got.double(), wanted, rtol=tolerance, atol=tolerance)

@@ -1,7 +1,10 @@
 """DeepSeek sparse attention (DSA): an indexer chooses the few tokens that each token attends to.
 
-`choice` defines the choice, `capture` shows it in a captured graph, and `attention` has the kernels.
+`choice` has the choice and the pass that puts it into a graph, `capture` shows it in a captured graph, and `attention`
+has the kernels.
 """
+
+from functools import partial
 
 from torch import Tensor
 
@@ -10,21 +13,21 @@ from ...kernels.attention.base import LAUNCHES, AttentionCall
 from ...kernels.launching import on_gpu
 from ...passes import register, row_invariance
 from . import capture, choice
-from .use_indexes import use_indexes
 
+INTERLEAVED = partial(capture.mark, rotation="apply_rotary_pos_emb_interleave")
 modules.MODULES |= {
     f"transformers.models.{name}": change
     for name, change in {
-        "axk2.modeling_axk2.AXK2Attention": capture.halves,
-        "deepseek_v32.modeling_deepseek_v32.DeepseekV32Attention": capture.halves,
-        "dots3_note.modeling_dots3_note.Dots3NoteTextAttention": capture.pairs,
-        "glm_moe_dsa.modeling_glm_moe_dsa.GlmMoeDsaAttention": capture.pairs,
-        "hy_v4.modeling_hy_v4.HYV4Attention": capture.last_halves,
+        "axk2.modeling_axk2.AXK2Attention": capture.mark,
+        "deepseek_v32.modeling_deepseek_v32.DeepseekV32Attention": capture.mark,
+        "dots3_note.modeling_dots3_note.Dots3NoteTextAttention": INTERLEAVED,
+        "glm_moe_dsa.modeling_glm_moe_dsa.GlmMoeDsaAttention": INTERLEAVED,
+        "hy_v4.modeling_hy_v4.HYV4Attention": partial(capture.mark, is_first=False),
     }.items()
 }
 trace.FACTS["indexes"] = capture.describe
 checks.TIES.append(capture.earlier_of_equal)
-register(use_indexes, after="use_tree_attention")
+register(choice.use_indexes, after="use_tree_attention")
 row_invariance.FUNCTIONS.add(choice.visible_to)
 
 

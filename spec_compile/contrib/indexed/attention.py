@@ -12,16 +12,16 @@ import math
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from ...kernels import ops
 from ...kernels.attention.base import AttentionCall
-from ...kernels.attention.partial_softmax import key_columns
+from ...kernels.attention.partial_softmax import fold_row, key_columns, product
 from ...kernels.card import precision
 from ...kernels.ops import only_chosen
 from ...tree import MAX_NODES
 from . import choice
-from .attention_kernels import chosen_kernel, merge_chosen_kernel, scores_kernel
 
 SHARE, BLOCK = 256, 32
 """Chosen slots of a program, and slots that it reads at a time. Other values give other bits."""
@@ -62,6 +62,7 @@ def launch(call: AttentionCall, q: Tensor) -> Tensor:
     batch, heads, nodes, key_dim = q.shape
     if nodes > MAX_NODES:
         return _attend_under_mask(call, q)
+    # A partial softmax for each part of the list of chosen slots.
     kv_heads, capacity, value_dim = *call.key_cache.shape[1:3], call.value_cache.shape[3]
     chosen = call.chosen.contiguous()
     topk, columns = chosen.shape[2], triton.next_power_of_2(value_dim)
@@ -73,6 +74,7 @@ def launch(call: AttentionCall, q: Tensor) -> Tensor:
         call.scale * math.log2(math.e), HEADS=heads, KV_HEADS=kv_heads, DK=key_dim,
         BLOCK_DK=triton.next_power_of_2(key_dim), DV=value_dim, BLOCK_DV=columns, SHARE=SHARE, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
+    # The parts of a row, merged in their order.
     out = call.empty_output()
     merge_chosen_kernel[(rows,)](
         acc, sums, call.sinks, out, parts, HEADS=heads, DV=value_dim, BLOCK_DV=columns, num_warps=1
@@ -87,3 +89,101 @@ def _attend_under_mask(call: AttentionCall, q: Tensor) -> Tensor:
     keys, values = ops.as_read(call.key_cache, call.value_cache, call.scales, slots, q.dtype)
     mask = only_chosen(mask, call.chosen)
     return ops.masked_attention(q, keys, values, mask, call.sinks, call.scale, None).contiguous()
+
+
+# The kernels. No program's work depends on other nodes or rows, so a node has the same bits in any tree. Chosen slots
+# come in the order of their positions, whether their tokens are committed or ancestors in the tree.
+
+
+@triton.jit(do_not_specialize=["slots", "capacity"])
+def scores_kernel(
+    q_ptr, keys_ptr, weights_ptr,  # [B, N, H, D], [B, 1, capacity, D], float32 [B, N, H]
+    visible_ptr, scores_ptr,  # bool [B, N, slots], float32 [B, N, slots], written
+    slots, capacity,
+    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """score = sum_h weight_h * relu(q_h . key) of BLOCK_S slots for one node. Grid (slots / BLOCK_S, N, B)."""
+    node, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    row = batch * tl.num_programs(1) + node
+    slot = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
+    head, dim = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+    seen = tl.load(visible_ptr + row * slots + slot, mask=slot < slots, other=0) != 0
+    scores = tl.full([BLOCK_S], float("-inf"), tl.float32)
+    if tl.max(seen.to(tl.int32), 0) > 0:
+        of_query = head[:, None] * DIM + dim[None, :]
+        inside = (head < HEADS)[:, None] & (dim < DIM)[None, :]
+        query = tl.load(q_ptr + row * HEADS * DIM + of_query, mask=inside, other=0.0)
+        of_key = (batch * capacity + slot)[:, None] * DIM + dim[None, :]
+        keys = tl.load(keys_ptr + of_key, mask=seen[:, None] & (dim < DIM)[None, :], other=0.0)
+        weights = tl.load(weights_ptr + row * HEADS + head, mask=head < HEADS, other=0.0)
+        products = product(query, tl.trans(keys), PRECISION)
+        scores = tl.where(seen, tl.sum(tl.maximum(products, 0.0) * weights[:, None], 0), float("-inf"))
+    tl.store(scores_ptr + row * slots + slot, scores, mask=slot < slots)
+
+
+@triton.jit(do_not_specialize=["nodes", "capacity", "topk"])
+def chosen_kernel(
+    q_ptr, key_cache_ptr, value_cache_ptr,  # [B, H, N, Dk] by its strides, [B, Hkv, capacity, Dk and Dv]
+    scales_ptr, chosen_ptr,  # float32 [B, Hkv, capacity, 2] or None, int32 [B, N, topk]
+    acc_ptr, sums_ptr,  # float32 [B * N * H, parts, Dv] and [B * N * H, parts, 2], written
+    stride_qb, stride_qh, stride_qn, nodes, capacity, topk, outer,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The partial softmax of one query over SHARE of its chosen slots. Grid (parts, N * H, B)."""
+    part, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    node, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
+    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
+    q_ptr += batch * stride_qb + head * stride_qh + node * stride_qn
+    query = tl.load(q_ptr + dk, mask=dk < DK, other=0.0).to(tl.float32)
+    first = (batch * KV_HEADS + head // (HEADS // KV_HEADS)) * capacity
+    chosen_ptr += (batch * nodes + node) * topk
+
+    # A running softmax over blocks of the list. Entries of -1 come last, and blocks with nothing else are passed over.
+    acc, peak, total = tl.zeros([BLOCK_DV], tl.float32), float("-inf"), 0.0
+    for start in range(part * SHARE, (part + 1) * SHARE, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        slot = tl.load(chosen_ptr + entry, mask=entry < topk, other=-1)
+        seen = slot >= 0
+        if tl.max(slot, 0) >= 0:
+            at = first + slot
+            of_key, of_value = at[:, None] * DK + dk[None, :], at[:, None] * DV + dv[None, :]
+            keys = tl.load(key_cache_ptr + of_key, mask=seen[:, None] & (dk < DK)[None, :], other=0.0).to(tl.float32)
+            values = tl.load(value_cache_ptr + of_value, mask=seen[:, None] & (dv < DV)[None, :], other=0.0)
+            values = values.to(tl.float32)
+            if scales_ptr is not None:
+                keys *= tl.load(scales_ptr + at * 2, mask=seen, other=0.0)[:, None]
+                values *= tl.load(scales_ptr + at * 2 + 1, mask=seen, other=0.0)[:, None]
+            scores = tl.where(seen, tl.sum(keys * query[None, :], 1) * outer, float("-inf"))
+            next_peak = tl.ceil(tl.max(scores, 0))
+            weights = tl.exp2(scores - next_peak)
+            next_acc, next_total = tl.sum(weights[:, None] * values, 0), tl.sum(weights, 0)
+            acc, peak, total = fold_row(acc, peak, total, next_acc, next_peak, next_total)
+
+    # The part's sum, peak and total, which `merge_chosen_kernel` reads.
+    row = (batch * nodes + node) * HEADS + head
+    at = row * tl.num_programs(0) + part
+    tl.store(acc_ptr + at * DV + dv, acc, mask=dv < DV)
+    tl.store(sums_ptr + at * 2, peak)
+    tl.store(sums_ptr + at * 2 + 1, total)
+
+
+@triton.jit(do_not_specialize=["parts"])
+def merge_chosen_kernel(
+    acc_ptr, sums_ptr, sinks_ptr, out_ptr,  # as `chosen_kernel` has written them, [H] or None, [B * N * H, Dv], written
+    parts, HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """The sum of all parts of a row, from the first to the last, over its total. Grid (B * N * H,)."""
+    row, dv = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_DV)
+    acc, peak, total = tl.zeros([BLOCK_DV], tl.float32), float("-inf"), 0.0
+    for part in range(parts):
+        at = row * parts + part
+        next_acc = tl.load(acc_ptr + at * DV + dv, mask=dv < DV, other=0.0)
+        next_peak, next_total = tl.load(sums_ptr + at * 2), tl.load(sums_ptr + at * 2 + 1)
+        acc, peak, total = fold_row(acc, peak, total, next_acc, next_peak, next_total)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + row % HEADS).to(tl.float32) * 1.4426950408889634
+        acc, peak, total = fold_row(acc, peak, total, acc * 0.0, tl.ceil(sink), 0.0)
+        total += tl.exp2(sink - peak)
+    tl.store(out_ptr + row * DV + dv, acc / total, mask=dv < DV)

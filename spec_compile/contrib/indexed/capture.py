@@ -49,26 +49,11 @@ def earlier_of_equal(graph: ModelGraph) -> Iterator[_EarlierOfEqual]:
         yield choices
 
 
-def halves(module: nn.Module, attend: Attend) -> None:
-    """The first part of an index head is rotated by halves."""
-    _mark(module, "apply_rotary_pos_emb")
-
-
-def pairs(module: nn.Module, attend: Attend) -> None:
-    """The first part of an index head is rotated by pairs."""
-    _mark(module, "apply_rotary_pos_emb_interleave")
-
-
-def last_halves(module: nn.Module, attend: Attend) -> None:
-    """The last part of an index head is rotated by halves."""
-    _mark(module, "apply_rotary_pos_emb", is_first=False)
-
-
-def _mark(module: nn.Module, rotation: str, is_first: bool = True) -> None:
+def mark(module: nn.Module, attend: Attend, rotation: str = "apply_rotary_pos_emb", is_first: bool = True) -> None:
     """Call the attention without a mask, and its indexer, if it has one, by the marker.
 
-    rotation: name of the function that rotates, in the module's file.
-    is_first: True if the rotated part of a head comes first.
+    rotation: the name of the function, in the module's file, that rotates a part of each index head.
+    is_first: True if the rotated part comes first.
     """
     indexer = module.indexer
     if indexer is None:  # an earlier layer has chosen its tokens, or it attends to all

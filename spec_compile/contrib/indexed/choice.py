@@ -10,12 +10,15 @@ Shapes: B rows, N tree nodes or chunk tokens, H index heads, D their size, S cac
 """
 
 import math
+import operator
 
 import torch
 from torch import Tensor
 
+from ...graph import ModelGraph, calls
 from ...kernels import ops
 from ...kernels.ops import visible_slots
+from ...passes.apply import comes_after, replace_node
 
 
 @torch.library.custom_op("spec_compile::choose", mutates_args=())
@@ -64,7 +67,7 @@ def visible_to(
     positions: Tensor, lengths: Tensor, ancestors: Tensor | None, index_keys: Tensor, max_kv_len: int
 ) -> Tensor:
     """The slots that each node sees, bool [B, N, S']: S' is max_kv_len on a CPU, and all slots on a GPU, where no shape
-    may depend on a value. The arguments are those of `ops.tree_mask`."""
+    may depend on a value. It takes the arguments of `ops.tree_mask`."""
     slots = index_keys.shape[2] if index_keys.is_cuda else max_kv_len
     return visible_slots(positions, lengths, ancestors, slots)[0]
 
@@ -86,10 +89,40 @@ def largest(scores: Tensor, topk: int) -> Tensor:
     """
     batch, nodes, slots = scores.shape
     most = min(topk, slots)
+    # All above the least of the largest are chosen, and as many of its equals, the earlier first, as there is room.
     least = scores.topk(most, sorted=False).values.amin(dim=2, keepdim=True)
     above, equal = scores > least, (scores == least) & (scores > -math.inf)
     chosen = above | equal & (equal.cumsum(dim=2) <= most - above.sum(dim=2, keepdim=True))
+    # Each chosen slot goes to its place in the list; what is not chosen goes to a column that is cut off.
     place = torch.where(chosen, chosen.cumsum(dim=2) - 1, topk)
     slot = torch.arange(slots, dtype=torch.int32, device=scores.device)
     out = torch.full((batch, nodes, topk + 1), -1, dtype=torch.int32, device=scores.device)
     return out.scatter(2, place, slot.expand_as(place))[..., :topk].contiguous()
+
+
+@comes_after("use_tree_attention")
+def use_indexes(graph: ModelGraph, settings) -> str:
+    """Replace each ``spec_compile::choose`` by `append_and_choose`.
+
+    It is the pass by which every indexer chooses among the tokens that a node of the tree sees, over a static cache of
+    its keys. The keys of indexers follow the keys of attention in the input ``cache``. All indexers see the same slots.
+    """
+    gm = graph.gm
+    if not graph.indexes:
+        return "no indexers"
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    inputs, positions = {node.target: node for node in placeholders}, placeholders[1]
+    begin = graph.layer_tensors * len(graph.layers)
+    visible = None
+    for number, node in enumerate(calls(gm, MARKER)):
+        q, k, weights, topk = node.args
+        with gm.graph.inserting_before(node):
+            keys = gm.graph.call_function(operator.getitem, (inputs["cache"], begin + number))
+            if visible is None:
+                rows = positions, inputs["lengths"], inputs["ancestors"]
+                visible = gm.graph.call_function(visible_to, (*rows, keys, inputs["max_kv_len"]))
+            new = gm.graph.call_function(CHOOSE, (q, k, weights, keys, inputs["lengths"], visible, topk))
+        replace_node(node, new)
+    tokens = ", ".join(sorted({str(spec.topk) for spec in graph.indexes}))
+    indexed = sum(layer.indexed for layer in graph.layers)
+    return f"{len(graph.indexes)} indexers choose {tokens} tokens for {indexed} layers"

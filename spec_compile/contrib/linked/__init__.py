@@ -1,7 +1,7 @@
 """The kin of DFlash: DSpark, Domino and DFlash 2, whose drafts depend on those before them in a block, and JetSpec.
 
-`transitions` says how drafts depend on each other, `draft` is the module, `proposer` makes chains and trees of its
-output, and `checkpoint` reads the files. JetSpec is a DFlash draft whose layers are all causal.
+`transitions` says how drafts depend on each other, `draft` has the module and makes chains and trees of its output, and
+`checkpoint` reads the files. JetSpec is a DFlash draft whose layers are all causal.
 """
 
 from ...drafters import ALIASES

@@ -102,7 +102,7 @@ class LinkedConfig(DFlashConfig):
     def transition(self, hidden_size: int, vocab_size: int, rows: int) -> Transition | None:
         """The transition between drafts, without weights; None if the config asks for none.
 
-        hidden_size: of the draft.
+        hidden_size: the draft's.
         vocab_size: tokens of the target.
         rows: tokens that the draft can draft.
 
@@ -137,8 +137,8 @@ class LinkedConfig(DFlashConfig):
     def confidence(self, hidden_size: int, transition: Transition | None) -> Confidence | None:
         """The prediction of acceptance, without weights; None if the config does not enable it.
 
-        hidden_size: of the draft.
-        transition: of the draft; a prediction reads the table of a Markov head unless the config says that it does not.
+        hidden_size: the draft's.
+        transition: the draft's; a prediction reads the table of a Markov head unless the config says that it does not.
 
         Raises ValueError if the config has it read a table that `transition` does not have.
         """

@@ -1,5 +1,6 @@
-"""`LinkedDraft`: a DFlash draft with a transition, a prediction of acceptance, or both; and the layers of DFlash 2."""
+"""`LinkedDraft`, a DFlash draft with a transition, a prediction of acceptance, or both, and how it proposes."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,8 +12,10 @@ from transformers import LlamaConfig
 
 from ...drafters.modules.dflash import DFlashDraft
 from ...drafters.modules.layers import Layer, LayerKnobs
+from ...drafters.trees.grow import Schedule, chain_parents, chain_scores
+from ...drafters.trees.propose import grow_lattice, lattice_tree, propose_full, propose_grown
+from ...kernels.top_logits import best_tokens
 from ...runtime.state import State
-from .proposer import LinkedBlockProposer
 from .transitions import Confidence, Transition, table_rank
 
 
@@ -123,3 +126,172 @@ class ConvolvedLayer(Layer):
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.attention_conv.around(self.input_layernorm(x), partial(self.self_attn, rope=rope))
         return x + self.mlp_conv.around(self.post_attention_layernorm(x), self.mlp)
+
+
+# Chains and trees over a block whose drafts depend on each other (see `transitions`).
+
+TINY = 1e-6
+"""Lower bound of the probability of all tokens that are no candidates."""
+
+
+class LinkedBlockProposer:
+    """Proposes chains of the likeliest token after the one before, and the best trees over candidates.
+
+    The candidates of a place are its likeliest tokens by the logits of the block, without the transition: as many as
+    the draft's transition chooses among, or else `topk`; in a chain all tokens are. It takes the arguments of
+    `BlockProposer`.
+    """
+
+    def __init__(self, draft: LinkedDraft, places: int, topk: int, nodes: int, draws: bool, temperature: float):
+        self.draft, self.transition, self.nodes, self.temperature = draft, draft.transition, nodes, temperature
+        self.drawn = Schedule(nodes - 1, 1, nodes) if draws else None
+        self.is_tree = topk > 1
+        self.candidates = self.transition.candidates or (topk if self.is_tree else None)
+        available = 1 + places if not self.is_tree else sum(self.candidates**depth for depth in range(places + 1))
+        if nodes > available:
+            raise ValueError(
+                f"num_draft_tokens must be at most {available}, the nodes of a tree of {self.candidates} tokens at "
+                f"each of {places} places and the root, not {nodes}: lower it, or raise topk or block_size"
+            )
+
+    def propose(self, state: State, logits: Tensor, normed: Tensor) -> None:
+        """Propose trees below the last committed tokens.
+
+        logits [B, first + P, Vd], normed [B, first + P, h]: the draft's output at a block, whose `first` rows draft
+        nothing.
+        """
+        root = state.tree_tokens[:, 0].clone()
+        if self.drawn is not None:
+            return self._draw(state, root, LinkedBlock(self, logits, normed, 1.0))
+        propose_full(state, *self.likeliest(root, logits, normed))
+
+    def likeliest(self, root: Tensor, logits: Tensor, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The chain of the likeliest tokens, or the best trees over the candidates: tokens, parents, scores [B, N]."""
+        if self.is_tree:
+            block = LinkedBlock(self, logits, normed, self.temperature)
+            candidates = block.to_target(block.ids)
+            if self.transition.is_first_order:
+                return lattice_tree(root, candidates, block.table(root, candidates), self.nodes)
+            return grow_lattice(root, candidates, block.follow, block.start[:, 0], self.nodes)
+        tokens, logprobs = self.chain(root, logits, normed, self.nodes - 1)
+        return tokens, chain_parents(root, self.nodes), chain_scores(logprobs)
+
+    def chain(self, root: Tensor, logits: Tensor, normed: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """The likeliest token after the one before, place by place, below the root.
+
+        Returns the target's ids [B, 1 + length] from the root on, and for each draft [B, length] the logarithm of the
+        chance that it is accepted: as the draft predicts it, or else its probability among the candidates.
+        """
+        block, tokens, logprobs = LinkedBlock(self, logits, normed, 1.0), [root[:, None]], []
+        carried = block.start
+        for place in range(length):
+            # The likeliest candidate after the last token, as the target's id.
+            scores, carried = block.scores(place, tokens[-1], carried)
+            logprob, best = best_tokens(scores[:, 0], 1, 1.0)
+            logprobs.append(logprob)
+            tokens.append(best if block.ids is None else block.ids[:, place].gather(1, best))
+            tokens[-1] = block.to_target(tokens[-1])
+        path = torch.cat(tokens, dim=1)
+        predicted = self.draft.log_confidence(block.normed[:, :length], path[:, :-1])
+        return path, torch.cat(logprobs, dim=1) if predicted is None else predicted
+
+    def _draw(self, state: State, root: Tensor, block: "LinkedBlock") -> None:
+        """Propose a chain whose tokens are drawn one after the other."""
+
+        def logits_after(place: int, previous: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+            scores, carried = block.scores(place, previous, carried)
+            if block.ids is not None:
+                everywhere = scores.new_full((len(scores), 1, block.vocabulary), -math.inf)
+                scores = everywhere.scatter(2, block.ids[:, place, None], scores)
+            return carried, scores
+
+        def step(tokens, carried, ancestors, depth, offset, wanted):
+            return logits_after(offset + 1, tokens, carried)
+
+        carried, logits = logits_after(0, root[:, None], block.start)
+        propose_grown(state, self.drawn, True, logits[:, 0], carried[:, 0], step, self.draft.draft_to_target)
+
+
+class LinkedBlock:
+    """The draft's output at one block, and the scores of candidates after each token in it.
+
+    ids [B, P, K]: the candidates of each place, as rows of the output matrix (None: all tokens are).
+    logprobs [B, P, K]: theirs by the logits of the block, without the transition, at `temperature`.
+    start [B, 1, C]: the state of the root.
+    """
+
+    def __init__(self, proposer: LinkedBlockProposer, logits: Tensor, normed: Tensor, temperature: float):
+        self.draft, self.transition, self.temperature = proposer.draft, proposer.transition, temperature
+        first, self.vocabulary = self.draft.first, logits.shape[2]
+        self.logits, self.normed, self.ids = logits[:, first:], normed[:, first:], None
+        if proposer.candidates is not None:
+            scores, ids = best_tokens(logits.flatten(0, 1), proposer.candidates, temperature)
+            self.logprobs, self.ids = (x.view(*logits.shape[:2], -1)[:, first:] for x in (scores, ids))
+        self.start = normed.new_zeros(len(normed), 1, self.transition.state_size)
+
+    def to_target(self, ids: Tensor) -> Tensor:
+        """The target's ids of rows of the output matrix."""
+        return ids if self.draft.draft_to_target is None else self.draft.draft_to_target[ids]
+
+    def scores(self, place: int, previous: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits, up to a constant, of the candidates of a place after each of W nodes: [B, W, K or Vd] float32.
+
+        previous [B, W] int64, carried [B, W, C]: see `drafters.trees.propose.Follow`.
+        """
+        unlinked = self.logits[:, place] if self.ids is None else self.logprobs[:, place]
+        hidden = self.normed[:, place, None].expand(-1, previous.shape[1], -1)
+        query, carried = self.transition.query(hidden, previous, carried, self.draft.embedding)
+        unlinked = unlinked[:, None].float().expand(-1, previous.shape[1], -1)
+        if place < self.transition.skipped:
+            return unlinked, carried
+        if self.ids is None:
+            return unlinked + F.linear(query, self.transition.keys).float(), carried
+        keys = F.embedding(self.ids[:, place], self.transition.keys)  # [B, K, r]
+        return unlinked + (query @ keys.mT).float() / self.temperature, carried
+
+    def follow(self, place: int, previous: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+        """See `drafters.trees.propose.Follow`."""
+        scores, carried = self.scores(place, previous, carried)
+        logprobs = self._normed(scores, self.logprobs[:, place])
+        return self._weighted(logprobs, self.normed[:, place, None], previous), carried
+
+    def table(self, root: Tensor, candidates: Tensor) -> Tensor:
+        """Log-probabilities [B, P, K, K] of all places, as `lattice_tree` takes them, of a transition of first order.
+
+        candidates [B, P, K]: the target's ids.
+        """
+        # Each place's candidates follow the candidates of the place before; the first place's follow the root.
+        first = root[:, None, None].expand(-1, 1, candidates.shape[2])
+        previous = torch.cat([first, candidates[:, :-1]], dim=1)
+        hidden = self.normed[:, :, None].expand(-1, -1, previous.shape[2], -1)
+        carried = self.start[:, :, None].expand(*previous.shape, -1)
+        query, _ = self.transition.query(hidden, previous, carried, self.draft.embedding)
+        # The bias of every pair of neighbours, on top of the logits of the block.
+        bias = (query @ F.embedding(self.ids, self.transition.keys).mT).float() / self.temperature
+        logprobs = self._normed(self.logprobs[:, :, None] + bias, self.logprobs)
+        return self._weighted(logprobs, self.normed[:, :, None], previous)
+
+    def _weighted(self, logprobs: Tensor, hidden: Tensor, previous: Tensor) -> Tensor:
+        """log(c * q), where the draft predicts the chance c that its draft after a token is accepted: the candidates
+        after that token share c by their probabilities q.
+
+        logprobs [..., W, K]: log(q) of candidates after each of W tokens.
+        hidden [..., 1, h]: normed states of the places.
+        previous [..., W] int64: the target's ids of the tokens.
+
+        c = 0.8 and q = [0.5, 0.25] give chances of [0.4, 0.2]. If q is the target's distribution, c is 1.
+        """
+        predicted = self.draft.log_confidence(hidden, previous)
+        return logprobs if predicted is None else logprobs + predicted[..., None]
+
+    def _normed(self, scores: Tensor, unlinked: Tensor) -> Tensor:
+        """Logits [..., W, K] of candidates as log-probabilities. unlinked [..., K]: theirs without the transition.
+
+        A transition over all tokens also shifts those that are no candidates. Their total probability is taken without
+        the transition, because the sum over all tokens would cost a product with the output matrix for each node.
+        """
+        total = scores.logsumexp(dim=-1, keepdim=True)
+        if self.transition.candidates is None:
+            others = (1 - unlinked.exp().sum(dim=-1)).clamp(min=TINY).log()
+            total = torch.logaddexp(total, others[..., None, None])
+        return scores - total

@@ -174,7 +174,7 @@ class Domino(Transition):
 class Confidence(nn.Module):
     """The row of weights that predicts acceptance. Parameters have their published names.
 
-    hidden_size: of the draft.
+    hidden_size: the draft's.
     rank: numbers that it reads of the token before; 0 for none.
     """
 
@@ -189,14 +189,14 @@ class Confidence(nn.Module):
         return f"the draft predicts from {reads} how likely each draft is to be accepted"
 
     def forward(self, hidden: Tensor, before: Tensor | None = None) -> Tensor:
-        """log(c) [...] float32, at most 0. The arguments are those of `logits`."""
+        """log(c) [...] float32, at most 0. It takes the arguments of `logits`."""
         return F.logsigmoid(self.logits(hidden, before))
 
     def logits(self, hidden: Tensor, before: Tensor | None = None) -> Tensor:
         """log(c / (1 - c)) [...] float32.
 
         hidden [..., h]: normed states.
-        before [..., rank]: rows of W1; None if rank is 0. Its leading dimensions and those of `hidden` are broadcast,
+        before [..., rank]: rows of W1; None if rank is 0. Its leading dimensions and `hidden`'s are broadcast,
             so that the candidates of a place share its state: hidden [B, P, 1, h] and before [B, P, K, rank] give
             [B, P, K].
         """

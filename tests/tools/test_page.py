@@ -17,7 +17,7 @@ from sweeps import thinned
 
 from spec_compile import speculate
 from spec_compile.outcome import Outcome, RecordedRound, Recording
-from spec_compile.report import html as report
+from spec_compile.tools import page as report
 
 NEW = 30
 PAGE_IN_NODE = Path(__file__).parents[1] / "support" / "page_in_node.js"

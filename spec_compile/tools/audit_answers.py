@@ -1,8 +1,6 @@
-"""One request in many ways: in batches, again, continued, after a known prefix, among requests that are cancelled.
+"""Answers that `audit` compares: to one request in many ways, and of a model before its weights were rounded."""
 
-Every answer is compared, token for token, with the one that ``generate()`` gives to the request by itself.
-"""
-
+import math
 import random
 import time
 from collections.abc import Iterator
@@ -10,11 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, cycle, islice, zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+from ..capture.quantised import output_matrix
 from ..passes.row_invariance import variant_parts
 
 PREFIX = 600
@@ -31,14 +32,14 @@ def parting(ours: list, theirs: list) -> int | None:
     return next((n for n, (a, b) in enumerate(zip_longest(ours, theirs)) if a != b), None)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A request.
+def greedy_answer(model: Any, ids: Tensor, options: dict) -> list[int]:
+    """The answer to a prompt [1, T]. options: for ``generate()``."""
+    moved = {name: value.to(model.device) if isinstance(value, Tensor) else value for name, value in options.items()}
+    return model.generate(ids.to(model.device), **{**moved, "do_sample": False})[0, ids.shape[1] :].tolist()
 
-    prompt: token ids
-    new_tokens: of its answer, at most
-    seed: of its draws; None: greedy
-    """
+
+class Asked(NamedTuple):
+    """A request. prompt: token ids. new_tokens: most tokens of the answer. seed: of its draws; None for greedy."""
 
     prompt: list[int]
     new_tokens: int
@@ -47,10 +48,10 @@ class Asked:
 
 @dataclass
 class Manner:
-    """The answers that requests had in one way, compared with those of each by itself.
+    """The answers that requests had in one way, compared with the answer to each by itself.
 
-    name: of the way. drawn: False if they were greedy. promised: True if equal answers are promised.
-    of, equal: numbers of answers, and of those whose tokens, or log-probabilities, are all equal.
+    name: the way. drawn: False if the answers were greedy. promised: True if equal answers are promised.
+    of, equal: number of answers, and of answers whose tokens, or log-probabilities, are all equal.
     reused: prompt tokens whose keys and values another request had left.
     first_differences: the first position of each answer that differs, ascending.
     """
@@ -93,8 +94,13 @@ def promises(fast: Any) -> bool:
 class InManyWays:
     """Asks a speculative model for the same answers in many ways.
 
-    fast: the model. prompts: token ids. options: for ``generate()`` and requests, `max_new_tokens` among them. seed: of
-    the first draw, the next request has the next; None: greedy.
+    The ways are: in batches, again, continued, after a common prefix, and among requests that are cancelled. Every
+    answer is compared, token for token, with the one that ``generate()`` gives to the request by itself.
+
+    fast: the model.
+    prompts: token ids.
+    options: for ``generate()`` and requests, `max_new_tokens` among them.
+    seed: the first request's, and each further one has the next; None: greedy.
     """
 
     def __init__(self, fast: Any, prompts: list[list[int]], options: dict[str, Any], seed: int | None = None):
@@ -115,26 +121,26 @@ class InManyWays:
         expected, prefixed = ([self._generate(asked) for asked in each] for each in (self._asked, self._prefixed))
         pairs = [*zip(self._asked, expected)]
         again = self._manner(AGAIN)
-        for asked, answer in self._shuffled(pairs):
+        for asked, answer in self._random.sample(pairs, len(pairs)):
             again.compare(self._generate(asked), answer)
         yield again
         for rows in dict.fromkeys(batches):
             with self._managed(rows) as manager:
-                for name, some, cancelled in (
-                    ("together", pairs, 0),
-                    ("the same prompts again", pairs, 0),
-                    ("with half of their answers", [*_continued(pairs)], 0),
-                    ("after a common prefix", [*zip(self._prefixed, prefixed)], 0),
-                    ("among cancelled requests", pairs, len(pairs)),
-                ):
+                for name, some in (
+                    ("together", pairs),
+                    ("the same prompts again", pairs),
                     # Draws count from the beginning of an answer, so one that is drawn is not continued.
-                    if not (again.drawn and "half" in name):
-                        yield self._compare(f"{name}, {rows} rows", self._shuffled(some), manager, cancelled)
+                    ("with half of their answers", [] if again.drawn else [*_continued(pairs)]),
+                    ("after a common prefix", [*zip(self._prefixed, prefixed)]),
+                    ("among cancelled requests", pairs),
+                ):
+                    if some:
+                        yield self._compare(f"{name}, {rows} rows", some, manager, len(pairs) * ("cancelled" in name))
         if not self.fast.speculation.engine.runtime.verify.clamps_prompts:
             yield self._compare_scores()
 
     def _compare_scores(self) -> Manner:
-        """Log-probabilities that answers had, next to those of `Speculation.score`."""
+        """Log-probabilities that answers had, next to what `Speculation.score` gives."""
         manner, prompts = self._manner("log-probabilities by score()"), [asked.prompt for asked in self._asked]
         options = self._options | {"max_new_tokens": self._asked[0].new_tokens}
         outputs = [*self.fast.generate_batch(prompts, warmup=False, logprobs=0, **options).values()]
@@ -144,17 +150,14 @@ class InManyWays:
         return manner
 
     def _compare(self, name: str, pairs: list[tuple[Asked, list[int]]], manager: Any, cancelled: int) -> Manner:
-        """Ask a manager. pairs: requests, and the answers that are expected. cancelled: see `_answer`."""
-        manner = self._manner(name)
+        """Ask a manager, in random order. pairs: requests and expected answers. cancelled: see `_answer`."""
+        manner, pairs = self._manner(name), self._random.sample(pairs, len(pairs))
         for output, (_, expected) in zip(self._answer(manager, [each for each, _ in pairs], cancelled), pairs):
             if output.error is not None:
                 raise RuntimeError(f"{name}: {output.error}")
             manner.compare(output.generated_tokens, expected)
             manner.reused += output.speculation.reused_prompt_tokens
         return manner
-
-    def _shuffled(self, pairs: list) -> list:
-        return self._random.sample(pairs, len(pairs))
 
     def _generate(self, asked: Asked) -> list[int]:
         """The answer of ``generate()`` to one request."""
@@ -167,7 +170,7 @@ class InManyWays:
 
     @contextmanager
     def _managed(self, rows: int) -> Iterator[Any]:
-        """A running manager of so many rows."""
+        """A running manager with this number of rows."""
         config = ContinuousBatchingConfig(max_requests_per_batch=rows)
         manager = self.fast.init_continuous_batching(continuous_batching_config=config)
         manager.start()
@@ -214,3 +217,62 @@ def _continued(pairs: list[tuple[Asked, list[int]]]) -> Iterator[tuple[Asked, li
         half = len(tokens) // 2
         if half:
             yield Asked(asked.prompt + tokens[:half], asked.new_tokens - half, asked.seed), tokens[half:]
+
+
+# A model whose weights were rounded, next to the same model before that.
+
+
+@dataclass
+class Rounding:
+    """A rounded model next to the unrounded one.
+
+    predicted: tokens of the texts that both predicted, all but the first of each.
+    perplexity: over these tokens, of the unrounded model and of the rounded one.
+    agreeing: how many of these tokens both models predict with the same most probable token.
+    same: for each prompt, the tokens of the greedy answers up to the first that differs; None if all are equal.
+    """
+
+    predicted: int
+    perplexity: tuple[float, float]
+    agreeing: int
+    same: list[int | None]
+
+    def __str__(self) -> str:
+        before, after = self.perplexity
+        equal = sum(length is None for length in self.same)
+        return (
+            f"rounding of weights: perplexity {before:.3f} before, {after:.3f} after ({after / before - 1:+.2%}) over "
+            f"{self.predicted} tokens, the same most probable token for {self.agreeing / self.predicted:.1%}; "
+            f"{equal} of {len(self.same)} answers equal"
+        )
+
+
+def check_unrounded(unrounded: Any, rounded: Any, texts: list[Tensor]) -> None:
+    """ValueError if the two models cannot be compared, or not over `texts` [1, T]."""
+    sizes = [output_matrix(model).shape[0] for model in (unrounded, rounded)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"unrounded: expected the model before its weights were rounded, with {sizes[1]} tokens, got {sizes[0]}"
+        )
+    if all(ids.shape[1] < 2 for ids in texts):
+        raise ValueError("prompts: with unrounded, expected at least one of two tokens or more, for perplexity")
+
+
+@torch.no_grad()
+def compare_rounding(
+    unrounded: Any, rounded: Any, texts: list[Tensor], prompts: list[Tensor], options: dict
+) -> Rounding:
+    """The figures over texts [1, T], and answers to prompts [1, T] by transformers. options: for ``generate()``."""
+    models, losses, predicted, agreeing = (unrounded, rounded), [0.0, 0.0], 0, 0
+    for ids in texts:
+        logits = [model(ids.to(model.device)).logits[0, :-1].double().cpu() for model in models]
+        for number, each in enumerate(logits):
+            losses[number] += float(F.cross_entropy(each, ids[0, 1:].cpu(), reduction="sum"))
+        predicted += ids.shape[1] - 1
+        agreeing += int((logits[0].argmax(dim=-1) == logits[1].argmax(dim=-1)).sum())
+    before, after = (math.exp(loss / predicted) for loss in losses)
+    same = []
+    for ids in prompts:
+        options = {**options, "attention_mask": torch.ones_like(ids)}
+        same.append(parting(*(greedy_answer(model, ids, options) for model in models)))
+    return Rounding(predicted, (before, after), agreeing, same)

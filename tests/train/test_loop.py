@@ -1,33 +1,24 @@
-"""What a person sees who waits for a training: words from the start, a curve, and a way to stop."""
+"""The training loop: its words, its curve and a way to stop it; the updates of Muon."""
 
 import csv
 import io
 import signal
 import threading
+from functools import partial
 from unittest import mock
 
-import models
 import pytest
 import torch
+import trainings
+from torch import nn
+from trainings import CODER
 
-from spec_compile import train_draft
 from spec_compile.__main__ import main
 from spec_compile.train import loop
-from spec_compile.train import loop as progress
-from spec_compile.train.loop import Interrupts, Printer
+from spec_compile.train.loop import Interrupts, Muon, Printer, matrices_of, orthogonalised
 from spec_compile.train.save import CURVE, STATE
 
-CODER = "examples/tiny_coder"
-
-
-def sequences(count=8, length=24):
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(3, 90, (length,), generator=generator).tolist() for _ in range(count)]
-
-
-def train(folder, **options):
-    defaults = dict(data=sequences(), validation=sequences(4), steps=4, batch_size=2, progress=lambda progress: None)
-    return train_draft(models.ADMITTED["llama"](), "eagle3", output=folder, **{**defaults, **options})
+train = partial(trainings.train, batch_size=2)
 
 
 def press_after(step):
@@ -52,13 +43,6 @@ def ctrl_c():
 def often(monkeypatch):
     """Progress is reported after each step."""
     monkeypatch.setattr(loop, "REPORT_SECONDS", 0.0)
-
-
-@pytest.fixture
-def command(tmp_path, two_layers):
-    (tmp_path / "text.txt").write_text("def add(a, b):\n    return a + b\n" * 40)
-    words = ["train", "--model", CODER, "--data", str(tmp_path / "text.txt"), "--output", str(tmp_path / "head")]
-    return [*words, "--validation", "0", "--options", '{"batch_size": 1, "sequence_length": 64}']
 
 
 def test_ctrl_c_ends_in_one_line(command, often, tmp_path, capsys):
@@ -90,15 +74,6 @@ def test_ctrl_c_in_another_command(capsys):
     with mock.patch("spec_compile.tools.cli.load_model", side_effect=KeyboardInterrupt):
         assert main(["audit", "--model", CODER, "--prompt", "def"]) == 130
     assert capsys.readouterr().err == "python -m spec_compile audit: stopped\n"
-
-
-def test_a_training_that_was_stopped_is_the_same_in_the_end(tmp_path, often):
-    whole = train(tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt, match=r"stopped after step 3, which .*parts keeps"):
-        train(tmp_path / "parts", progress=press_after(3))
-    parts = train(tmp_path / "parts")
-    assert parts.losses == whole.losses and parts.evaluations == whole.evaluations
-    assert (tmp_path / "parts" / CURVE).read_text() == (tmp_path / "whole" / CURVE).read_text()
 
 
 def test_the_second_ctrl_c_ends_at_once():
@@ -156,23 +131,47 @@ def test_enough_steps_are_not_too_few(tmp_path, monkeypatch):
     train(tmp_path / "other", steps=2)
 
 
-def test_the_first_step_is_reported(tmp_path):
-    seen = []
-    train(tmp_path / "head", steps=6, progress=seen.append)
-    assert seen[0].step == 1 and seen[-1].step == 6
-
-
-def test_words_from_the_start(command, capsys):
-    assert main([*command, "--steps", "2"]) == 0
-    told = capsys.readouterr().err.splitlines()
-    assert told[0] == f"loading {CODER}"
-    assert any(line.startswith("reading the text") for line in told) and any("training on" in line for line in told)
-
-
 def test_a_bar_is_there_before_the_first_report(monkeypatch):
     terminal = io.StringIO()
     terminal.isatty = lambda: True
-    monkeypatch.setattr(progress.sys, "stderr", terminal)
+    monkeypatch.setattr(loop.sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     with Printer():
         assert "the first step" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_updates_are_those_of_pytorch(dtype):
+    """Matrices of one shape are updated together; one without a gradient stays as it is."""
+    shapes = [(12, 5), (5, 12), (12, 5), (8, 8), (1, 6), (12, 5)]
+    g = torch.Generator().manual_seed(0)
+    mine = [torch.randn(shape, generator=g, dtype=dtype).requires_grad_() for shape in shapes]
+    theirs = [matrix.detach().clone().requires_grad_() for matrix in mine]
+    one = Muon(mine)
+    other = torch.optim.Muon(theirs, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    for step in range(4):
+        for group in (*one.param_groups, *other.param_groups):
+            group["lr"] = 0.01 * (step + 1)
+        for a, b in zip(mine[:-1], theirs[:-1]):
+            a.grad = torch.randn(a.shape, generator=g, dtype=dtype)
+            b.grad = a.grad.clone()
+        one.step()
+        other.step()
+    assert torch.equal(mine[-1], theirs[-1])
+    for a, b in zip(mine, theirs):
+        assert torch.allclose(a, b, atol=4e-3), (a - b).abs().max()
+
+
+def test_singular_values_are_about_one():
+    matrices = torch.randn(3, 40, 24, generator=torch.Generator().manual_seed(1))
+    for x in (matrices, matrices.mT, torch.zeros(1, 4, 4) + torch.eye(4) * 1e-3):
+        values = torch.linalg.svdvals(orthogonalised(x).float())
+        assert values.min() > 0.5 and values.max() < 1.4
+
+
+def test_only_linear_layers_are_matrices():
+    module = nn.ModuleDict(
+        {"layer": nn.Linear(4, 6), "one": nn.Linear(4, 1), "table": nn.Embedding(9, 4), "frozen": nn.Linear(4, 4)}
+    )
+    module["frozen"].weight.requires_grad_(False)
+    assert [id(matrix) for matrix in matrices_of(module)] == [id(module["layer"].weight)]

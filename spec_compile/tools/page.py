@@ -48,6 +48,7 @@ def _pieces(decode, prompt: list[int], output: list[int]) -> list[str]:
 
     A token that ends inside a character adds nothing, and the token that completes the character adds it.
     """
+    # `shown` counts the ids whose text is out already, and `start` begins the context of the next ones.
     ids, pieces = prompt + output, []
     start, shown = max(len(prompt) - UTF8_BYTES, 0), len(prompt)
     for end in range(len(prompt) + 1, len(ids) + 1):

@@ -1,14 +1,4 @@
-"""Attention of blocks of slots to a context and to themselves: one kernel for the forward, three for the backward.
-
-    score[s, c] = scale * q_s . key_c          c: a position of the context before the anchor of s's block, or a slot of
-                                                  the block (if causal, not after s)
-    out_s = sum over c of e^(score[s, c] - total_s) * value_c          total_s = log(sum over c of e^score[s, c])
-
-`train.attention.plain_block_attention` is the plain form. Import this module only where Triton is installed.
-
-Shapes: B rows, H query heads, Hkv key-value heads, n blocks of T slots, S = n * T, L positions of the context, D size
-of a head. Anchors ascend in each row, so neighbouring blocks read about the same stretch of the context.
-"""
+"""Kernels of attention in training; `train.attention` has their plain forms. Import it only with Triton installed."""
 
 import torch
 import triton
@@ -17,6 +7,15 @@ from torch import Tensor
 
 from ..kernels.card import card_of
 
+# Attention of blocks of slots to a context and to themselves: one kernel for the forward, three for the backward.
+#
+#     score[s, c] = scale * q_s . key_c          c: a position of the context before the anchor of s's block, or a slot
+#                                                   of the block (if causal, not after s)
+#     out_s = sum over c of e^(score[s, c] - total_s) * value_c          total_s = log(sum over c of e^score[s, c])
+#
+# Shapes: B rows, H query heads, Hkv key-value heads, n blocks of T slots, S = n * T, L positions of the context, D size
+# of a head. Anchors ascend in each row, so neighbouring blocks read about the same stretch of the context.
+
 TILE, WIDE_TILE, WARPS = 64, 32, 4
 """The most slots, and keys, that a program has in registers at a time, with heads of up to 128 and wider ones; its
 warps. Not tuned."""
@@ -24,33 +23,26 @@ TILES = 9
 """A program has as many tiles of keys, values, queries or gradients in shared memory at most."""
 
 
-def forward(
+def forward_blocks(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, anchors: Tensor, size: int, scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out [B, H, S, D], total [B, H, S] float32).
-
-    q: [B, H, S, D]
-    k, v: [B, Hkv, S, D]; of the slots
-    keys, values: [B, Hkv, L, D]; of the context
-    anchors: [B, n] int64; ascending in each row
-    size: T
-    """
+    """(out [B, H, S, D], total [B, H, S] float32) for the arguments of `train.attention.plain_block_attention`."""
     q, k, v, keys, values = (heads.contiguous() for heads in (q, k, v, keys, values))
     batch, heads, slots, _ = q.shape
     out, total = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     constants = _constants(q, k.shape[1], causal)
-    _forward[(triton.cdiv(slots, constants["QUERIES"]), batch * heads)](
+    _attend_blocks[(triton.cdiv(slots, constants["QUERIES"]), batch * heads)](
         q, k, v, keys, values, anchors, out, total, scale, slots, keys.shape[2], anchors.shape[1], size, **constants
     )
     return out, total
 
 
-def backward(
+def backward_blocks(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, anchors: Tensor, out: Tensor,
     total: Tensor, size: int, scale: float, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of q, k, v, keys and values. grad: of out. Others as in `forward`."""
+    """The gradients of q, k, v, keys and values. grad: of out. Others as in `forward_blocks`."""
     grad, q, k, v, keys, values = (heads.contiguous() for heads in (grad, q, k, v, keys, values))
     batch, heads, slots, _ = q.shape
     length, blocks, kv_heads = keys.shape[2], anchors.shape[1], k.shape[1]
@@ -167,7 +159,7 @@ def _gather(q, key, value, seen, scale, mixed, largest, z):
 
 
 @triton.jit(do_not_specialize=["slots", "length", "blocks"])
-def _forward(
+def _attend_blocks(
     q_ptr, k_ptr, v_ptr,  # [B, H, S, SIZE], [B, Hkv, S, SIZE] (k and v)
     keys_ptr, values_ptr, anchors_ptr,  # [B, Hkv, L, SIZE] (keys and values), [B, n] int64
     out_ptr, total_ptr,  # [B, H, S, SIZE], [B, H, S] float32, written
@@ -214,7 +206,7 @@ def _derive(grad, q, key, value, seen, scale, total, mean):
 
 @triton.jit(do_not_specialize=["slots", "length", "blocks"])
 def _backward_queries(
-    grad_ptr, q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, anchors_ptr,  # the gradient of out; others as in `_forward`
+    grad_ptr, q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, anchors_ptr,  # grad: of out; others as in `_attend_blocks`
     total_ptr, mean_ptr, dq_ptr,  # [B, H, S] float32 (total and mean), [B, H, S, SIZE], written
     scale, slots, length, blocks, size,
     HEADS: tl.constexpr, SHARED: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr,
@@ -304,3 +296,147 @@ def _backward_context(
             dk += tl.dot(tl.trans(dscore.to(q.dtype)), q, input_precision="ieee")
     _store(_of_head(dkeys_ptr, kv_head, length, SIZE), dk, place, length, SIZE, WIDTH)
     _store(_of_head(dvalues_ptr, kv_head, length, SIZE), dv, place, length, SIZE, WIDTH)
+
+
+# Keys that each slot has drafted itself, joined to causal attention: a kernel for the forward, one for the backward.
+#
+#     score_i = scale * q . key_i                        joint = log(e^total + sum_i e^score_i)
+#     out = e^(total - joint) * causal + sum_i e^(score_i - joint) * value_i
+#
+# The plain forms pass over the drafted keys and values several times, in products as large as these.
+#
+# Shapes: B rows, H heads, T slots, D head size, i drafted steps. A kernel has B * T * H rows: one slot of a head each.
+
+ELEMENTS = 2048
+"""Elements of queries that a program reads at a time; not tuned."""
+
+
+def join(q: Tensor, keys: Tensor, values: Tensor, causal: Tensor, total: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """`train.attention.join` for 16 or 32 bits; total is float32. The output is [B, T, H, D] in memory."""
+    batch, heads, slots, size = q.shape
+    q, causal, total = _rows(q), _rows(causal), total.contiguous()
+    out, joint = torch.empty_like(q), torch.empty_like(total)
+    rows = batch * slots * heads
+    block, width = _block(size)
+    if rows:
+        _join[(triton.cdiv(rows, block),)](
+            q, keys, values, causal, total, out, joint, scale, rows, heads, slots, len(keys),
+            SIZE=size, WIDTH=width, ROWS=block, num_warps=WARPS,
+        )  # fmt: skip
+    return out.transpose(1, 2), joint
+
+
+def join_backward(
+    grad: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, joint: Tensor, dq: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`train.attention.join_backward` for 16 or 32 bits; joint is float32."""
+    batch, heads, slots, size = q.shape
+    grad, q, out, dq, joint = _rows(grad), _rows(q), _rows(out), _rows(dq), joint.contiguous()
+    joint_dq, dkeys, dvalues = torch.empty_like(q), torch.empty_like(keys), torch.empty_like(values)
+    rows = batch * slots * heads
+    block, width = _block(size)
+    if rows:
+        _join_backward[(triton.cdiv(rows, block),)](
+            grad, q, keys, values, out, joint, dq, joint_dq, dkeys, dvalues, scale, rows, heads, slots, len(keys),
+            SIZE=size, WIDTH=width, ROWS=block, num_warps=WARPS,
+        )  # fmt: skip
+    return joint_dq.transpose(1, 2), dkeys, dvalues
+
+
+def _rows(heads: Tensor) -> Tensor:
+    """[B, H, T, D] -> [B, T, H, D], contiguous. The results of projections and flash kernels need no copy."""
+    return heads.transpose(1, 2).contiguous()
+
+
+def _block(size: int) -> tuple[int, int]:
+    """The rows of a program, and the power of two that holds a head of `size`."""
+    width = triton.next_power_of_2(size)
+    return max(1, ELEMENTS // width), width
+
+
+@triton.jit
+def _rows_of_program(rows, SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """The program's rows [ROWS], True for those that exist [ROWS], the lanes of a row [WIDTH], and the mask of both."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    lanes = tl.arange(0, WIDTH)
+    inside = row < rows
+    return row, inside, lanes, inside[:, None] & (lanes < SIZE)[None, :]
+
+
+@triton.jit
+def _cell_of_sum(row, heads, slots):
+    """The index in [B, H, T], the order of log-sum-exps, of a row of [B, T, H]."""
+    head, slot = row % heads, row // heads
+    return (slot // slots * heads + head) * slots + slot % slots
+
+
+@triton.jit(do_not_specialize=["rows", "heads", "slots", "steps"])
+def _join(
+    q_ptr, keys_ptr, values_ptr,  # [rows, SIZE], [steps, rows, SIZE] (keys and values)
+    causal_ptr, total_ptr,  # [rows, SIZE], [B, H, T] float32: causal attention and its log-sum-exp
+    out_ptr, joint_ptr,  # [rows, SIZE], [B, H, T] float32, written
+    scale, rows, heads, slots, steps, SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows a program. Grid (rows / ROWS)."""
+    row, inside, lanes, mask = _rows_of_program(rows, SIZE, WIDTH, ROWS)
+    cell = row[:, None] * SIZE + lanes[None, :]
+
+    # Begin with the causal part: its log-sum-exp is taken for its maximum, so its sum of exponentials is 1.
+    q = tl.load(q_ptr + cell, mask=mask, other=0.0).to(tl.float32) * scale
+    mixed = tl.load(causal_ptr + cell, mask=mask, other=0.0).to(tl.float32)
+    sum_cell = _cell_of_sum(row, heads, slots)
+    largest = tl.load(total_ptr + sum_cell, mask=inside, other=0.0)
+    z = tl.full([ROWS], 1.0, tl.float32)
+
+    # Each drafted step adds one key to a running softmax.
+    drafted = row
+    for _step in range(steps):
+        cell_of_step = drafted[:, None] * SIZE + lanes[None, :]
+        key = tl.load(keys_ptr + cell_of_step, mask=mask, other=0.0).to(tl.float32)
+        value = tl.load(values_ptr + cell_of_step, mask=mask, other=0.0).to(tl.float32)
+        score = tl.sum(q * key, axis=1)
+        larger = tl.maximum(largest, score)
+        shrink, share = tl.exp(largest - larger), tl.exp(score - larger)
+        mixed = mixed * shrink[:, None] + value * share[:, None]
+        z = z * shrink + share
+        largest = larger
+        drafted += rows
+
+    # Divide by the joint sum.
+    tl.store(out_ptr + cell, (mixed / z[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(joint_ptr + sum_cell, largest + tl.log(z), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "heads", "slots", "steps"])
+def _join_backward(
+    grad_ptr, q_ptr, keys_ptr, values_ptr, out_ptr, joint_ptr,  # the gradient of out; others as in `_join`
+    dq_ptr,  # [rows, SIZE]: the causal part's gradient of q
+    joint_dq_ptr, dkeys_ptr, dvalues_ptr,  # [rows, SIZE], [steps, rows, SIZE] (keys and values), written
+    scale, rows, heads, slots, steps, SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows a program: joint_dq = dq + the drafted keys' gradient of q. Grid (rows / ROWS)."""
+    row, inside, lanes, mask = _rows_of_program(rows, SIZE, WIDTH, ROWS)
+    cell = row[:, None] * SIZE + lanes[None, :]
+
+    # The mean of grad . value over all keys, causal ones too, weighted by their shares, is grad . out.
+    grad = tl.load(grad_ptr + cell, mask=mask, other=0.0).to(tl.float32)
+    out = tl.load(out_ptr + cell, mask=mask, other=0.0).to(tl.float32)
+    mean = tl.sum(grad * out, axis=1)
+    q = tl.load(q_ptr + cell, mask=mask, other=0.0).to(tl.float32)
+    joint_dq = tl.load(dq_ptr + cell, mask=mask, other=0.0).to(tl.float32)
+    joint = tl.load(joint_ptr + _cell_of_sum(row, heads, slots), mask=inside, other=0.0)
+
+    # The softmax's derivative is share * (grad . value - mean). Each drafted key has only one query.
+    drafted = row
+    for _step in range(steps):
+        cell_of_step = drafted[:, None] * SIZE + lanes[None, :]
+        key = tl.load(keys_ptr + cell_of_step, mask=mask, other=0.0).to(tl.float32)
+        value = tl.load(values_ptr + cell_of_step, mask=mask, other=0.0).to(tl.float32)
+        share = tl.exp(tl.sum(q * key, axis=1) * scale - joint)
+        dscore = share * (tl.sum(grad * value, axis=1) - mean) * scale
+        joint_dq += dscore[:, None] * key
+        tl.store(dkeys_ptr + cell_of_step, (dscore[:, None] * q).to(dkeys_ptr.dtype.element_ty), mask=mask)
+        tl.store(dvalues_ptr + cell_of_step, (share[:, None] * grad).to(dvalues_ptr.dtype.element_ty), mask=mask)
+        drafted += rows
+
+    tl.store(joint_dq_ptr + cell, joint_dq.to(joint_dq_ptr.dtype.element_ty), mask=mask)
