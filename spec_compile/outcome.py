@@ -47,11 +47,10 @@ def pack(
 
 def unpack(row: list[int]) -> Outcome:
     """One row that `pack` made."""
-    gained, finished, next_count, next_confidence, depth = row[:HEADER]
+    gained, finished, count, confidence, depth = row[:HEADER]
     paths, drafted, parents = range(HEADER, len(row), (len(row) - HEADER) // PER_NODE)[1:]
     tokens, path = row[HEADER : HEADER + gained], row[paths : paths + gained]
-    nodes = row[drafted:parents], row[parents:]
-    return Outcome(tokens, bool(finished), next_count, next_confidence, depth, path, *nodes)
+    return Outcome(tokens, bool(finished), count, confidence, depth, path, row[drafted:parents], row[parents:])
 
 
 # The trees and times of one generate(), as `report` shows them.

@@ -73,15 +73,8 @@ class Engine:
         # The adapters that rows may choose; None: no row chooses one.
         self.loras = Loras(original, options.max_loras, options.max_lora_rank) if options.max_loras else None
 
-        # The graphs. `settings` are those with which `passes.run` made each of them.
-        low_rank = {} if self.loras is None else self.loras.parts
-        self.settings = {
-            purpose: passes.Settings(
-                options.merge_linears, plan.taps, options.attention(purpose), options.ranks, options.expert_parallel,
-                low_rank, options.exact,
-            )
-            for purpose in ("verify", "prefill")
-        }  # fmt: skip
+        # The graphs.
+        self.settings = self._settings(plan.taps)
         graphs = graphs or {purpose: passes.run(graph, settings) for purpose, settings in self.settings.items()}
         self._captured = graph
         self.described = graph or graphs["verify"]  # describes the layers of the model, as captured or rewritten
@@ -123,6 +116,17 @@ class Engine:
         self._calls, self._is_forked = 0, False
         self.runtime.cold_start = self._cold_start()
         forks.register(self)
+
+    def _settings(self, taps: tuple[int, ...]) -> dict[str, passes.Settings]:
+        """The settings with which `passes.run` makes each graph of the runtime."""
+        options, low_rank = self.options, {} if self.loras is None else self.loras.parts
+        return {
+            purpose: passes.Settings(
+                options.merge_linears, taps, options.attention(purpose), options.ranks, options.expert_parallel,
+                low_rank, options.exact,
+            )
+            for purpose in ("verify", "prefill")
+        }  # fmt: skip
 
     def _cold_start(self) -> ColdStart | None:
         """The engine's `ColdStart`; None if steps are compiled when they are made, or never."""
@@ -303,7 +307,7 @@ class Engine:
             for _, outer in self.running[-1:]:
                 outer.restart()
 
-        # What others learn.
+        # Others learn from the answers.
         shares = call.request.share_text
         learns = self.online is not None and shares and not call.has_unknown_tokens  # guard: share-text
         for sequence in call.sequences if learns else ():

@@ -1,4 +1,4 @@
-"""What comes before the decoding loop of a generate(): checks of its options, the draft that it names, and
+"""Everything before the decoding loop of a generate(): checks of its options, the draft that it names, and
 transformers' preparation, which is kept for later calls."""
 
 import logging

@@ -80,7 +80,7 @@ class Session:
         self.answers: list[tuple[list[int], list[int]]] = []
         self.late, self.is_growing = 0, False
 
-        # What chooses the sizes of steps.
+        # Policies choose the sizes of steps.
         self.prefill_sizes = PREFILL_SIZES[runtime.device.type]
         self.prefill_seconds: dict[int, float] = {}
         hindsight, rows = None if runtime.on_gpu else Hindsight(self.state), (batch, KNEES[runtime.device.type])

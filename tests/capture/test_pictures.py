@@ -64,7 +64,7 @@ def test_heads_see_what_the_model_itself_has_processed(name):
     """A prompt without pictures can be processed either way, and a head's cache is then the same."""
     arguments, caches = inputs(name, (0, 0)) | dict(max_new_tokens=1, do_sample=False), []
     for is_own in (False, True):
-        with mock.patch("spec_compile.runtime.request._has_pictures", lambda kwargs, is_own=is_own: is_own):
+        with mock.patch("spec_compile.runtime.prompt._has_pictures", lambda kwargs, is_own=is_own: is_own):
             heads(name).generate(**arguments)
         session = heads(name).speculation.engine.session(2)
         lengths = arguments["attention_mask"].sum(dim=1) - 1

@@ -30,7 +30,7 @@ LINES = {
     "passes": 3156,
     "quantised": 2723,
     "report": 686,
-    "runtime": 5981,
+    "runtime": 5985,
     "serve": 6891,
     "tools": 1664,
     "train": 4925,
