@@ -243,7 +243,7 @@ def artefact_key(modules: Sequence[nn.Module | None], options: Options, name: st
     parts = [part for each in filter(None, modules) for part in each.modules()]
     if any(map(value_hooks, [GLOBAL_HOOKS, *((part._forward_hooks, part._forward_pre_hooks) for part in parts)])):
         return None
-    digest, device = Digest(), device_of(modules[0])
+    digest, device = Digest(), next(held_parameters(modules[0])).device
     counted = [field.name for field in dataclasses.fields(options) if field.name not in NOT_COUNTED]
     digest.add(name, type(options).__name__, {each: getattr(options, each) for each in counted})
     digest.add(options.ranks.rank, options.ranks.size)
@@ -254,11 +254,6 @@ def artefact_key(modules: Sequence[nn.Module | None], options: Options, name: st
             _add_module(digest, each, places)
     digest.add(package_digest(), versions(), _machine(device), _plans(device), _settings())
     return digest.hex()
-
-
-def device_of(module: nn.Module) -> torch.device:
-    """The device of the first parameter."""
-    return next(held_parameters(module)).device
 
 
 def about(name: str, device: torch.device) -> dict[str, Any]:

@@ -28,13 +28,13 @@ from ..config import Options
 from ..errors import UnsupportedModelError
 from ..folders import cache_folder, user_secret
 from ..graph import ModelGraph
-from ..inventory import configs_of, held, held_tensors
+from ..inventory import configs_of, held, held_parameters, held_tensors
 from ..kernels.launching import plain_kernels
 from ..passes.linears import is_kept_apart, keep_apart
 from ..passes.tidy import tidy
 from ..tree import ancestry
 from .cache import ABOUT, COMPILED, ArtefactCache
-from .key import about, artefact_key, device_of
+from .key import about, artefact_key
 from .serialise import bound, data_of
 
 ITEM, DRAFT = "start", "draft"
@@ -156,8 +156,7 @@ class StartArtefact:
         with timed(self.seconds, "load"):
             self.lack = next(self._lacks(), "")
             try:
-                modules = self.model, self.draft
-                self.key = None if self.lack else artefact_key(modules, self.options, self.name)
+                self.key = None if self.lack else artefact_key((self.model, self.draft), self.options, self.name)
             except Exception as error:
                 self.lack = f"cannot be described ({error!r})"
         if self.key is None:
@@ -246,9 +245,8 @@ class StartArtefact:
 
     def _put(self, store: ArtefactCache, name: str, data: bytes) -> bool:
         """Write an item, and the facts that a list of artefacts shows. False if they cannot be written."""
-        return store.write(self.key, name, data) and store.write(
-            self.key, ABOUT, json.dumps(about(type(self.model).__name__, device_of(self.model))).encode()
-        )
+        facts = about(type(self.model).__name__, next(held_parameters(self.model)).device)
+        return store.write(self.key, name, data) and store.write(self.key, ABOUT, json.dumps(facts).encode())
 
     def _checked(self, store: ArtefactCache, data: bytes) -> Start | None:
         """The findings if they compute what the model does. Otherwise the entry is taken out of the store."""

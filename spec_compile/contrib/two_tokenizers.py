@@ -19,7 +19,6 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from ..capture.admit import Inventory
 from ..capture.quantised import output_matrix
 from ..drafters import ALGORITHMS, draft_model
-from ..drafters.draft_model import DraftModel, SameTokens
 from ..drafters.options import DraftOptions
 
 SPACE, BYTE_SPACE = "▁", "Ġ"
@@ -31,7 +30,7 @@ Content = bytes | str
 """The bytes of a token, or the name of a special one."""
 
 
-class CommonTokens(SameTokens):
+class CommonTokens(draft_model.SameTokens):
     """The mapping of two tokenizers: the tokens that are in both vocabularies.
 
     draft_to_target: [Vc] int64; see `SameTokens`.
@@ -180,7 +179,7 @@ def load_tokenizer(option: str, given: Any, model: PreTrainedModel) -> PreTraine
         raise ValueError(f"{option}: {source} has no tokenizer of {name} ({error}); pass {option}=") from error
 
 
-def build(target: Inventory, options: DraftModelOptions) -> DraftModel:
+def build(target: Inventory, options: DraftModelOptions) -> draft_model.DraftModel:
     """`draft_model.build`, also for a draft with another tokenizer. ValueError or TypeError if a tokenizer is
     missing, or if the two have too few tokens in common."""
     if not options.use_heterogeneous_vocab and options.tokenizer is None and options.assistant_tokenizer is None:
@@ -188,9 +187,8 @@ def build(target: Inventory, options: DraftModelOptions) -> DraftModel:
     draft = draft_model.open_draft(target, options)
     ours = load_tokenizer("tokenizer", options.tokenizer, target.model)
     theirs = load_tokenizer("assistant_tokenizer", options.assistant_tokenizer, draft)
-    sizes = target.vocab_size, output_matrix(draft).shape[0]
-    tokens = common_tokens(ours, theirs, *sizes, options.topk).to(target.device)
-    return DraftModel(draft, draft_model.capture_draft(target, draft, options), options, tokens)
+    pairs = common_tokens(ours, theirs, target.vocab_size, output_matrix(draft).shape[0], options.topk).to(draft.device)
+    return draft_model.DraftModel(draft, draft_model.capture_draft(target, draft, options), options, pairs)
 
 
 ALGORITHMS["draft_model"] = ALGORITHMS["draft_model"]._replace(options=DraftModelOptions, build=build)
