@@ -1,4 +1,4 @@
-"""Serving: transformers' HTTP server around continuous batching, and replicas of it on Ray."""
+"""Serving: an HTTP server around continuous batching, and replicas of it on Ray."""
 
 import importlib
 
@@ -10,8 +10,8 @@ FLAGS = (
     "attn_implementation", "quantization", "reasoning", "chat_template_kwargs", "device", "dtype", "trust_remote_code",
     "host", "port", "enable_cors", "log_level", "default_seed",
 )  # fmt: skip
-"""The flags of transformers' server that do something here. Others are for its own cache, or for several models."""
-PACKAGES = ("fastapi", "openai", "prometheus_client", "uvicorn")
+"""The flags that say how the model is loaded and where the server listens, as `transformers serve` calls them."""
+PACKAGES = ("fastapi", "prometheus_client", "uvicorn")
 """The packages of the extra ``serve`` that are imported."""
 
 

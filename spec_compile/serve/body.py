@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from .call import CURRENT, HttpCall
+from .call import CURRENT, REQUEST_ID, HttpCall
 from .errors import Refusal
 
 DEEPEST = 64
@@ -21,8 +21,6 @@ MOST_IN_FLIGHT = 256 << 20
 """Bytes of all bodies together until their prompts are made, unless four of the largest have more."""
 TOO_LARGE = "the body has more than {} bytes, which this server does not read; send less"
 NO_ROOM = "the server reads too many bytes of bodies; try again later"
-REQUEST_ID = re.compile(r"[!-~]{0,256}")  # guard: request-ids
-"""The header X-Request-Id, which every chunk of an answer repeats."""
 
 
 class Bodies:

@@ -2,27 +2,28 @@
 
 import asyncio
 import inspect
+import re
 import threading
 import uuid
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from contextvars import Context, ContextVar, copy_context
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 from weakref import WeakValueDictionary
 
-from fastapi.responses import StreamingResponse
-
 from ..capture.loras import BASE
-from .errors import ERROR, Refusal, failed, failure, refuse
-from .stops import StopCut
+from .answers import StopCut
+from .errors import failed, failure, refuse
 
 CURRENT: ContextVar["HttpCall"] = ContextVar("CURRENT")
 """The call that the running task serves. Tasks that are started for it share the object."""
 
+REQUEST_ID = re.compile(r"[!-~]{0,256}")  # guard: request-ids
+"""The header X-Request-Id, which every chunk of an answer repeats."""
 OWNER = "spec_compile.owner"
 """The entry of an ASGI scope with `HttpCall.owner`."""
 
@@ -37,17 +38,16 @@ class HttpCall:
     name: that no other call has; its choices share it
     adapter: the LoRA adapter that it asks for
     fields: of its body, checked
+    http_id: its name for the client, who may choose it
     prompt_field: name of the field with the prompt
     limit_field: name of the field with the number of tokens that the client wants, or None
     prediction: token ids of the answer that the client expects, or None
     tool_calls: the calls that the answer shall have, a `ToolCalls`, or None
     sign: breaks control tokens in the texts of its chat, see `ChatText`; empty if there are none
     pictures: that its prompt shows, by name, until it is made
-    prompts: of a completion, each with token ids and the text that `echo` tells, if it is wanted
     choices: the calls of the choices, this one included if there is no other; empty before they are made
     index: of its choice
-    prompt: token ids of its prompt if it is a completion, or None
-    usage: of its choice, once that is complete, or None
+    inputs: go to the model; `input_ids` has the token ids of its prompt
     echo: the text of the prompt, if the answer begins with it, or None
     drops_answer: True if only the prompt is wanted, so that the one token of the answer is dropped
     logprobs: the log-probabilities that the answer shall have, a `ChatLogprobs`, or None
@@ -57,13 +57,13 @@ class HttpCall:
     request_id: the manager's name of the request that was added for it, or None
     output: the last output that the manager delivered, or None
     is_gone: True once nobody waits for the answer
-    failure: the error by which its stream has ended, or None
     """
 
     loop: asyncio.AbstractEventLoop
     owner: str = ""
     address: str = ""
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
+    http_id: str = ""
     adapter: str = BASE
     fields: dict = field(default_factory=dict)
     prompt_field: str = "prompt"
@@ -72,11 +72,9 @@ class HttpCall:
     tool_calls: Any = None
     sign: str = ""
     pictures: dict[str, Any] = field(default_factory=dict)
-    prompts: list[tuple[list[int], str | None]] = field(default_factory=list)
     choices: "list[HttpCall]" = field(default_factory=list)
     index: int = 0
-    prompt: list[int] | None = None
-    usage: dict | None = None
+    inputs: dict[str, Any] = field(default_factory=dict)
     echo: str | None = None
     drops_answer: bool = False
     logprobs: Any = None
@@ -86,7 +84,6 @@ class HttpCall:
     request_id: str | None = None
     output: Any = None
     is_gone: bool = False
-    failure: Refusal | None = None
 
     @property
     def client(self) -> str:
@@ -116,14 +113,9 @@ class HttpCall:
         return "stop" if self.cut.found is not None else self.output.finish_reason
 
     @property
-    def error(self) -> Refusal | None:
-        """The error by which its stream, or the stream of one of its choices, has ended."""
-        return next((each.failure for each in self.choices or [self] if each.failure is not None), None)
-
-    @property
-    def wants_usage(self) -> bool:
-        """True if its stream shall end with a chunk that has the usage."""
-        return self.fields.get("stream_options", {}).get("include_usage", False)
+    def prompt_length(self) -> int:
+        """Tokens of its prompt."""
+        return len(self.inputs["input_ids"])
 
 
 def digest(*parts: str) -> str:
@@ -132,10 +124,8 @@ def digest(*parts: str) -> str:
 
 
 class CallMiddleware:
-    """ASGI middleware: sets `CURRENT`; when the client leaves it stops the answer and cancels the manager's request.
-
-    Starlette notices only in streams that a client has left, and transformers' handlers cancel only within a stream.
-    """
+    """ASGI middleware: sets `CURRENT` and the request's id; when the client leaves it stops the answer and cancels the
+    manager's requests. Starlette notices only in streams that a client has left."""
 
     def __init__(self, app: Callable, cancel: Callable[[str], None]):
         """cancel: called with each request_id of a call that ends before its requests."""
@@ -147,8 +137,11 @@ class CallMiddleware:
             return
         address = (scope.get("client") or ("",))[0]
         call = HttpCall(asyncio.get_running_loop(), scope.get(OWNER, ""), address=address)
+        given = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), "")
+        call.http_id = given if given and REQUEST_ID.fullmatch(given) else str(uuid.uuid4())
+        scope.setdefault("state", {})["request_id"] = call.http_id
         CURRENT.set(call)
-        client = _Client(receive, send)
+        client = _Client(receive, send, call.http_id)
         answering = asyncio.ensure_future(self.app(scope, client.receive, client.send))
         leaving = asyncio.ensure_future(client.leaves())
         try:
@@ -167,14 +160,15 @@ class CallMiddleware:
             return
         if client.is_answering:
             raise RuntimeError(failed(error)) from None  # the server closes the connection
-        await failure(error)(scope, receive, send)
+        await failure(scope["path"], error)(scope, receive, send)
 
 
 class _Client:
     """The ASGI channels of one request, with the moment at which the client leaves."""
 
-    def __init__(self, receive: Callable, send: Callable):
-        self._receive, self._send = receive, send
+    def __init__(self, receive: Callable, send: Callable, request_id: str):
+        """request_id: told in a header of the answer"""
+        self._receive, self._send, self._id = receive, send, request_id.encode()
         self._has_body, self._is_gone = asyncio.Event(), asyncio.Event()
         self.is_answering, self._is_answered = False, False
 
@@ -191,11 +185,14 @@ class _Client:
         return message
 
     async def send(self, message: dict) -> None:
-        """Send a part of the answer."""
         self.is_answering = True
+        if message["type"] == "http.response.start":
+            message = message | {"headers": [*message.get("headers", ()), (b"x-request-id", self._id)]}
         await self._send(message)
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self._is_answered = True
+        else:
+            await asyncio.sleep(0)  # uvicorn does not wait for a client that has left, and `leaves` must run
 
     async def leaves(self) -> None:
         """Return when the client has left before its answer was complete."""
@@ -313,21 +310,6 @@ def _client() -> str:
     return "" if call is None else call.client
 
 
-async def together(coroutines: Sequence[tuple[Context, Coroutine]]) -> list:
-    """The results of coroutines that only await `Waiting`, each in its context. All begin before any is awaited."""
-    results = []
-    try:
-        steps = [context.run(_step, coroutine, None) for context, coroutine in coroutines]
-        for (context, coroutine), (is_over, value) in zip(coroutines, steps):
-            while not is_over:
-                is_over, value = context.run(_step, coroutine, await Waiting(value))
-            results.append(value)
-        return results
-    finally:
-        for _, coroutine in coroutines:
-            coroutine.close()  # does nothing to those that have ended
-
-
 def _step(coroutine: Coroutine, value: Any) -> tuple[bool, Any]:
     """Run a coroutine to its next `Waiting`: (True, its result) if it has ended, else (False, the future)."""
     try:
@@ -339,15 +321,16 @@ def _step(coroutine: Coroutine, value: Any) -> tuple[bool, Any]:
 # The choices of one HTTP request: `n` answers to each of its prompts, each with an `HttpCall` of its own.
 
 
-def split_choices(call: HttpCall, most: int) -> list[HttpCall]:
+def split_choices(call: HttpCall, prompts: Sequence[tuple[dict, str | None]], most: int) -> list[HttpCall]:
     """The calls of the choices, n for each prompt in turn; the request's own call if there is one choice.
 
+    prompts: the inputs of each, and the text that `echo` tells, or None
     most: choices that one request may have
 
     With two prompts, n = 3 and seed = 7, choice 4 is the second one of the second prompt and has seed 8. Refusal if
     there are too many choices.
     """
-    n, prompts = call.fields.get("n", 1), call.prompts or [(None, None)]
+    n = call.fields.get("n", 1)
     count = n * len(prompts)
     if count > most:
         field = "prompt" if len(prompts) > 1 else "n"
@@ -355,7 +338,8 @@ def split_choices(call: HttpCall, most: int) -> list[HttpCall]:
     calls = [replace(call) for _ in range(count)] if count > 1 else [call]
     for index, each in enumerate(calls):
         prompt, number = divmod(index, n)
-        each.index, (each.prompt, each.echo) = index, prompts[prompt]
+        inputs, each.echo = prompts[prompt]
+        each.index, each.inputs = index, dict(inputs)
         if number and "seed" in call.fields:
             each.fields = call.fields | {"seed": call.fields["seed"] + number}
         each.choices = calls
@@ -363,65 +347,3 @@ def split_choices(call: HttpCall, most: int) -> list[HttpCall]:
     for each in calls:  # the client may have left before it could be told to them
         each.is_gone |= call.is_gone
     return calls
-
-
-def context_of(call: HttpCall) -> Context:
-    """A context in which the call is the current one."""
-    context = copy_context()
-    context.run(CURRENT.set, call)
-    return context
-
-
-def add_usages(usages: Sequence[dict], n: int) -> dict:
-    """The usage of all choices: of the prompt of each n choices once, and of all answers."""
-    prompt = sum(usage["prompt_tokens"] for usage in usages[::n])
-    answer = sum(usage["completion_tokens"] for usage in usages)
-    total = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
-    details = [usage["completion_tokens_details"] for usage in usages if "completion_tokens_details" in usage]
-    if details:
-        total["completion_tokens_details"] = {name: sum(each[name] for each in details) for name in details[0]}
-    return total
-
-
-def merge_choices(bodies: Sequence[dict], n: int) -> dict:
-    """The answer to a request. bodies: the answers of its choices, in order"""
-    choices = [choice | {"index": index} for index, body in enumerate(bodies) for choice in body["choices"]]
-    return bodies[0] | {"choices": choices, "usage": add_usages([body["usage"] for body in bodies], n)}
-
-
-def interleave(responses: Sequence[StreamingResponse], contexts: Sequence[Context]) -> StreamingResponse:
-    """The events of several streams in the order in which they are made. An error in one of them ends all."""
-    events: asyncio.Queue = asyncio.Queue(maxsize=1)  # so that a slow client holds up all streams
-    turns = asyncio.Lock()  # unlike the queue it serves in order
-
-    async def put(event: Any) -> None:
-        async with turns:
-            await events.put(event)
-
-    async def read(response: StreamingResponse) -> None:
-        try:
-            async for event in response.body_iterator:
-                await put(event)
-            await put(None)
-        except Exception as error:
-            await put(error)
-
-    async def together() -> AsyncIterator[str]:
-        tasks = [asyncio.create_task(read(each), context=context) for each, context in zip(responses, contexts)]
-        try:
-            left = len(tasks)
-            while left:
-                event = await events.get()
-                if isinstance(event, Exception):
-                    raise event
-                left -= event is None
-                if event is not None:
-                    yield event
-                    if ERROR in event:
-                        return
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    return StreamingResponse(together(), media_type=responses[0].media_type)

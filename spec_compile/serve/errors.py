@@ -8,15 +8,11 @@ import uuid
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as AnyHTTPException
-from transformers.cli.serving.utils import CBWorkerDeadError
 
 log = logging.getLogger("spec_compile")
 
-ERROR = 'data: {"error": "'
-"""The beginning of an error in a stream of transformers. Within JSON these quotes would be escaped."""
 MESSAGES_PATH = "/v1/messages"
 """The path below which errors have Anthropic's form."""
 ERROR_TYPES = {
@@ -124,26 +120,28 @@ def error_message(status: int, reason: str, request_id: str) -> dict:
     return {"type": "error", "error": {"type": error_type, "message": tidy(reason)}, "request_id": request_id}
 
 
-def error_at(path: str, refusal: Refusal) -> JSONResponse:
-    """A refusal before any handler, in the form of the endpoint at a path."""
+def error_at(path: str, refusal: Refusal, request_id: str = "") -> JSONResponse:
+    """A refusal in the form of the endpoint at a path. A body that OpenAI's API refuses with 422 gets 400 at
+    Anthropic's."""
     status, reason, headers = refusal.status_code, refusal.detail, refusal.headers
     if path.startswith(MESSAGES_PATH):
-        return JSONResponse(error_message(status, reason, ""), status, headers)
+        status, told = 400 if status == 422 else status, {"request-id": request_id} if request_id else {}
+        return JSONResponse(error_message(status, reason, request_id), status, told | dict(headers or {}))
     return error_response(status, reason, refusal.param, refusal.code, headers)
 
 
-def failure(error: BaseException) -> JSONResponse:
+def failure(path: str, error: BaseException) -> JSONResponse:
     """The answer to a request whose handler raised an error that no client should cause."""
-    return error_response(500, failed(error))
+    return error_at(path, Refusal(500, failed(error)))
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Give all errors of the application OpenAI's form."""
+    """Give all errors of the application the form of the endpoint."""
 
     @app.exception_handler(AnyHTTPException)
     async def refused(request: Request, error: AnyHTTPException) -> JSONResponse:
         if isinstance(error, Refusal):
-            return error_response(error.status_code, error.detail, error.param, error.code, error.headers)
+            return error_at(request.url.path, error, request.state.request_id)
         reason, code, route = str(error.detail), None, f"{request.method[:20]} {shown(request.scope['path'])}"
         if error.status_code == 404:
             reason, code = f"there is no {route} on this server", "unknown_url"
@@ -152,15 +150,6 @@ def add_handlers(app: FastAPI) -> None:
             reason, code = f"{route} is not allowed; use {allowed}", "method_not_allowed"
         return error_response(error.status_code, reason, None, code, error.headers)
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        return error_response(422, f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
-
-    @app.exception_handler(CBWorkerDeadError)
-    async def dead(request: Request, error: CBWorkerDeadError) -> JSONResponse:
-        return error_response(503, DEAD)
-
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, error: Exception) -> JSONResponse:
-        return failure(error)
+        return failure(request.url.path, error)

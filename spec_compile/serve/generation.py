@@ -1,4 +1,4 @@
-"""`Requests`, between transformers' request handlers and our manager: it adds requests and gives out answers."""
+"""`Requests`, between the handlers of HTTP requests and the manager: it adds requests and gives out answers."""
 
 import asyncio
 import queue
@@ -10,32 +10,25 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
-from transformers.cli.serving.utils import (
-    CBGenerateManager,
-    CBStreamer,
-    GenerationState,
-    _StreamError,
-    response_events_to_chunks,
-)
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from ..batching.output import Output
 from ..batching.request_options import TokenBytes
 from ..capture.admit import reads_pictures
 from ..runtime.prompt import TOKEN_TYPES
+from .answers import ReadAnswer, StopCut, free_parser, items_of, read_answer, response_template
 from .body import Bodies
-from .call import CURRENT, HttpCall, Waiting, Workers
+from .call import HttpCall, Workers
 from .door import Policy
 from .errors import DEAD, Refusal, failed, quoted, refuse, shown
 from .followers import Followers
 from .grammars import GrammarCache, read_form
 from .logprobs import check_told, read_top
 from .metrics import PrometheusMetrics
-from .settings import BUDGET, NO_NGRAMS, CountPenalties, ThinkingReader, end_of, read_prediction, reference_of, tokenize
-from .stops import StopCut
-from .tool_calls import FreeParser
+from .settings import BUDGET, NO_NGRAMS, CountPenalties, ThinkingReader, end_of, reference_of, tokenize
 
 FULL = "the queue is full; try again later"
 MOST_UNREAD = 4096
@@ -50,58 +43,87 @@ MOST_CONTAINERS = 50_000
 """Lists and objects that a body may have, in addition to two for each token of a row."""
 
 
-class Streamer(CBStreamer):
-    """transformers' streamer, which makes one piece of text of all tokens of a round, not one of each token. The first
-    piece is the prompt if the call echoes it. Text that may be the beginning of a stop string waits."""
+class Streamer:
+    """Turns the tokens of a choice into what a client sees: texts, `Thought`s, `ToolCall`s, a Refusal; None at the end.
 
-    def __init__(self, manager: Any, name: str, tokenizer: Any, call: HttpCall, pieces: asyncio.Queue, parser: Any):
-        super().__init__(manager, name, tokenizer._tokenizer, call.loop, pieces, parser)
-        self._call, self._full_tokenizer, self._is_partial, self._is_begun = call, tokenizer, False, False
-        self._length = 0  # characters of all tokens so far
+    All tokens of a round become one piece of text. The first piece is the prompt if the call echoes it. Text that may
+    be the beginning of a stop string waits.
 
-    def put(self, output: Any) -> None:
+    pieces: takes pairs of the choice and the item
+    parser: reads the answer; None if all of it is text
+    """
+
+    def __init__(self, call: HttpCall, tokenizer: Any, pieces: asyncio.Queue, parser: Any):
+        self._call, self._tokenizer, self._pieces, self._parser = call, tokenizer, pieces, parser
+        self._decoder = DecodeStream([], skip_special_tokens=parser is None)
+        self._is_partial, self._is_begun = False, False
+        self._told, self._length = 0, 0  # tokens, and characters of all of them
+
+    def put(self, item: Any) -> None:
+        """Give an item out."""
+        self._pieces.put_nowait((self._call, item))
+
+    def take(self, output: Output) -> None:
         """Take the new tokens of an output."""
         scores = self._call.logprobs
-        if self._call.echo is not None and not self._is_begun and output.error is None:
-            self._is_begun = True
-            self._queue.put_nowait(self._call.echo)
-            if scores is not None:
-                scores.add_prompt(output)
+        if not self._is_begun and output.error is None:
+            self._begin(output)
         if scores is not None:
-            scores.add(output.scores[self._prev_len :])
-        tokens = output.generated_tokens[self._prev_len :]
-        self._prev_len = self.total_tokens = len(output.generated_tokens)
-        pieces = [self._decode_stream.step(self._tokenizer, token) for token in tokens]
+            scores.add(output.scores[self._told :])
+        text = self._call.cut.feed(self._text(output)) + (self._call.cut.rest() if output.is_finished() else "")
+        if text:
+            for item in [text] if self._parser is None else items_of(self._parser.feed(text)):
+                self.put(item)
+                if scores is not None:
+                    scores.end_chunk()
+
+    def _begin(self, output: Output) -> None:
+        """The echoed prompt, and what the prompt has begun already."""
+        self._is_begun = True
+        if self._call.echo is not None:
+            self.put(self._call.echo)
+            if self._call.logprobs is not None:
+                self._call.logprobs.add_prompt(output)
+        for item in [] if self._parser is None else items_of(self._parser.initial_events):
+            self.put(item)
+
+    def _text(self, output: Output) -> str:
+        """The text of the new tokens."""
+        tokens = output.generated_tokens[self._told :]
+        self._told = len(output.generated_tokens)
+        pieces = [self._decoder.step(self._tokenizer._tokenizer, token) for token in tokens]
         if pieces:
             self._is_partial = pieces[-1] is None  # the token does not end a character, or is not text
         text = "".join(filter(None, pieces))
         if output.is_finished() and self._is_partial:
-            answer = self._full_tokenizer.decode(output.generated_tokens, skip_special_tokens=self._parser is None)
+            answer = self._tokenizer.decode(output.generated_tokens, skip_special_tokens=self._parser is None)
             text += answer[self._length + len(text) :]
         self._length += len(text)
-        text = self._call.cut.feed(text) + (self._call.cut.rest() if output.is_finished() else "")
-        if text:
-            items = [text] if self._parser is None else response_events_to_chunks(self._parser.feed(text))
-            for item in items:
-                self._queue.put_nowait(item)
-                if scores is not None:
-                    scores.end_chunk()
+        return text
+
+    def end(self) -> None:
+        """Give out the end. A call that is cut off is left out."""
+        if self._parser is not None:
+            with suppress(ValueError, RuntimeError):
+                for item in items_of(self._parser.finalize()[1]):
+                    self.put(item)
+        self.put(None)
 
 
-class Requests(CBGenerateManager):
-    """Puts requests of handlers into the manager, each with its own settings, and takes out their answers."""
+class Requests:
+    """Puts requests of handlers into the manager, each with its own settings, and gives out their answers."""
 
     def __init__(self, model: Any, processor: Any, config: ContinuousBatchingConfig):
         """processor: the model's processor or tokenizer."""
-        super().__init__(config)
+        self.model, self.processor = model, processor
         self.manager = model.init_continuous_batching(continuous_batching_config=config)
-        self.num_spec_tokens: int = model.speculation.engine.runtime.sizes[-1] - 1
-        graph = model.speculation.engine.runtime.verify
-        self.vocab_size: int = graph.vocab_size
-        self.embedded: int = graph.embedded
-        self._clamps_prompts: bool = graph.clamps_prompts
+        runtime = model.speculation.engine.runtime
+        self.num_spec_tokens: int = runtime.sizes[-1] - 1
+        self.vocab_size: int = runtime.verify.vocab_size
+        self.embedded: int = runtime.verify.embedded
+        self._clamps_prompts: bool = runtime.verify.clamps_prompts
         self.chooses_adapters = model.speculation.engine.loras is not None
-        self.has_ngrams = model.speculation.engine.runtime.algorithm.store is not None
+        self.has_ngrams = runtime.algorithm.store is not None
         self.metrics = PrometheusMetrics(self.manager.metrics)
         self.row_tokens: int = self.manager.metrics()["slot_tokens"]
         self.most_unread, self.max_queue = MOST_UNREAD, config.max_queue_size
@@ -118,9 +140,6 @@ class Requests(CBGenerateManager):
         self.followers: Followers | None = None
         self.manager.warmup()
         self.manager.start()
-
-    def init_cb(self, model: Any, gen_config: GenerationConfig) -> None:
-        """Does nothing: the manager runs from the start, and each request has its own settings."""
 
     @cached_property
     def bytes_of(self) -> Callable[[int], bytes]:
@@ -156,66 +175,62 @@ class Requests(CBGenerateManager):
             self.manager.metrics.reject("queue_full")
             raise Refusal(429, FULL, code="queue_full", retries=True)
 
-    def generate_streaming(
-        self, model: Any, processor: Any, inputs: dict, gen_config: GenerationConfig, request_id: str,
-        response_parser: Any = None,
-    ) -> tuple[asyncio.Queue, CBStreamer]:  # fmt: skip
-        """See transformers. Refusal if the request cannot be taken."""
-        call, name, pieces = CURRENT.get(), uuid.uuid4().hex, asyncio.Queue()
-        tokenizer = getattr(processor, "tokenizer", processor)
-        if response_parser is not None:
-            response_parser = FreeParser.of(response_parser)
-        if call.tool_calls is not None:
-            prompt = self.tokenizer.decode(flat_ids(inputs["input_ids"])[-ENDING:])
-            response_parser = call.tool_calls.parser(prompt) or response_parser
-        streamer = Streamer(self.manager, name, tokenizer, call, pieces, response_parser)
+    def stream(self, call: HttpCall, config: GenerationConfig, pieces: asyncio.Queue, parser: Any = None) -> None:
+        """Add the request of a choice, whose items go into `pieces`; see `Streamer`. Refusal if it cannot be taken."""
+        streamer = Streamer(call, self.tokenizer, pieces, parser)
 
-        def fail(refusal: Refusal) -> None:
-            call.failure = refusal
-            pieces.put_nowait(_StreamError(refusal.detail))
-
-        def take(output: Any) -> None:
+        def take(output: Output) -> None:
             try:
-                streamer.put(output)
+                streamer.take(output)
                 if output.finish_reason in ("error", "cancelled"):
-                    fail(end_of(output, call.fields, self._death()))
+                    streamer.put(end_of(output, call.fields, self._death()))
                 elif output.is_finished():
                     streamer.end()
                 elif pieces.qsize() > self.most_unread:
-                    self.manager.cancel_request(name)
+                    self.manager.cancel_request(call.request_id)
             except Exception as error:  # raised by the parser; it ends this request and not the event loop
-                fail(Refusal(500, failed(error)))
-                self.manager.cancel_request(name)
+                streamer.put(Refusal(500, failed(error)))
+                self.manager.cancel_request(call.request_id)
 
-        self._add(call, name, inputs, gen_config, take, streaming=True)
-        return pieces, streamer
+        self._add(call, config, take, streaming=True)
 
-    async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: dict, gen_config: GenerationConfig, request_id: str
-    ) -> tuple[str, int, list[int]]:
-        """See transformers. Refusal if the request cannot be taken or fails. `Workers` must drive it."""
-        call, name = CURRENT.get(), uuid.uuid4().hex
+    def ask(self, call: HttpCall, config: GenerationConfig) -> asyncio.Future:
+        """Add the request of a choice. The future is done with its answer. Refusal if the request cannot be taken."""
         future = call.loop.create_future()
 
-        def take(output: Any) -> None:
+        def take(output: Output) -> None:
             if not future.done():  # it is done once the client has left
                 future.set_result(output)
 
-        self._add(call, name, inputs, gen_config, take, streaming=False)
-        output = await Waiting(future)
+        self._add(call, config, take, streaming=False)
+        return future
+
+    def read(self, call: HttpCall, output: Output, parser: Any = None) -> ReadAnswer:
+        """The parts of a complete choice. Refusal if it has failed. parser: see `Streamer`"""
         if output.error is not None:
             raise end_of(output, call.fields, self._death())
-        text = processor.decode(output.generated_tokens, skip_special_tokens=True)
-        return call.cut.whole(text), len(inputs["input_ids"]), output.generated_tokens
+        text = self.tokenizer.decode(output.generated_tokens, skip_special_tokens=parser is None)
+        text = call.cut.whole(text)
+        return ReadAnswer(text) if parser is None else read_answer(parser, text)
 
-    def _add(
-        self, call: HttpCall, name: str, inputs: dict, config: GenerationConfig, take: Callable, streaming: bool
-    ) -> None:
+    def parser(self, call: HttpCall, tools: list[dict] | None) -> Any:
+        """The parser of a chat's answer, or None if the form of the model's answers is not known.
+
+        tools: the request has these, in the form of chats
+        """
+        prompt = self.tokenizer.decode(flat_ids(call.inputs["input_ids"]))
+        template = response_template(self.processor, self.model)
+        held = call.tool_calls and call.tool_calls.parser(prompt)
+        return held or (None if template is None else free_parser(template, prompt, tools))
+
+    def _add(self, call: HttpCall, config: GenerationConfig, take: Callable, streaming: bool) -> None:
         """Add a request to the manager, whose outputs go to `take` on the event loop. Refusal if it cannot be taken.
 
-        inputs: made by the tokenizer or the processor. Its `input_ids` become one list, which handlers count.
+        The call keeps only the ids of its inputs.
         """
-        ids = inputs["input_ids"] = flat_ids(inputs["input_ids"])
+        inputs, name = call.inputs, uuid.uuid4().hex
+        ids = flat_ids(inputs["input_ids"])
+        call.inputs = {"input_ids": ids}
         handlers = self.manager.output_router.result_handlers
 
         def observe(output: Any) -> None:
@@ -294,9 +309,10 @@ class Requests(CBGenerateManager):
             field = "min_tokens" if "min_tokens" in call.fields else "generation_config"
             raise refuse(field, f"at least {least} new tokens are more than {config.max_new_tokens}")
 
-    def read_prediction(self, value: Any) -> list[int]:
-        """The token ids of the field `prediction`. Refusal if it cannot be served."""
-        text = read_prediction(value)
+    def read_prediction(self, prediction: dict) -> list[int]:
+        """The token ids of the field `prediction`, which is checked. Refusal if it cannot be served."""
+        content = prediction["content"]
+        text = content if isinstance(content, str) else "".join(part["text"] for part in content)
         if not self.has_ngrams:
             raise refuse("prediction", NO_NGRAMS)
         return tokenize(text, self.tokenizer, self.most_characters, self.embedded)
@@ -377,23 +393,3 @@ def _as_tensor(values: Any) -> Tensor:
     if isinstance(values, list | tuple) and values and not isinstance(values[0], int | float):
         return torch.stack([_as_tensor(value) for value in values])
     return torch.as_tensor(values)
-
-
-class SpeculativeState(GenerationState):
-    """transformers' state of generation, with one manager of ours for the one model."""
-
-    requests: Requests
-
-    def open(self, model: Any, processor: Any, slots: int | None, max_queue: int) -> None:
-        """Make the manager, compile its rounds, and start it."""
-        config = self._cb_config or ContinuousBatchingConfig()
-        config.max_requests_per_batch, config.max_queue_size = slots, max_queue
-        self.requests = Requests(model, processor, config)
-
-    def use_continuous_batching(self, model: Any, modality: Any) -> bool:
-        """True for every model."""
-        return True
-
-    def get_manager(self, model_id: str, use_cb: bool = False) -> Requests:
-        """The manager of the one model."""
-        return self.requests

@@ -15,7 +15,7 @@ from ..runtime.verify.constraint import FIRST_SECONDS, SECONDS_A_STEP, STEP_SECO
 from .body import DEEPEST, is_too_deep
 from .call import MOST_IDLE
 from .errors import Refusal, refuse
-from .fields import ANY, FLAG, OBJECT, TEXT, Field, check_object, present
+from .fields import present
 from .grammar_judge import Judge, compile_grammar
 
 SECONDS = 2.0
@@ -29,10 +29,6 @@ PATIENCE = 30.0
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 """vLLM's older fields, and the kinds of `structured_outputs` that they are."""
 FORM_FIELDS = ("response_format", "structured_outputs", *GUIDED)
-TYPE = Field(lambda value: value in ("text", "json_object", "json_schema"), "text, json_object or json_schema")
-FORMAT = {"type": TYPE, "json_schema": OBJECT}
-NAMED = {"name": TEXT, "description": TEXT, "schema": OBJECT, "strict": FLAG}
-KINDS = {"json": ANY, "regex": TEXT, "choice": ANY, "grammar": TEXT, "json_object": FLAG}
 ANY_OBJECT = '{"type": "object"}'
 
 
@@ -62,28 +58,15 @@ def check_size(field: str, text: str) -> None:
 
 
 def _form(name: str, value: Any) -> tuple[str, str, str] | None:
-    if name == "response_format":
-        return _of_format(check_object(value, FORMAT, ("type",), name))
     if name in GUIDED:
         return _of_kind(name, GUIDED[name], value)
-    given = check_object(value, KINDS, (), name)
-    if len(given) > 1:
-        raise refuse(name, f"{' and '.join(given)} are there; give one of them")
-    for kind, each in given.items():
-        return _of_kind(f"{name}.{kind}", kind, each)
-    return None
-
-
-def _of_format(value: dict) -> tuple[str, str, str] | None:
-    if value["type"] == "json_schema":
-        if "json_schema" not in value:
-            raise refuse("response_format.json_schema", f"expected {OBJECT.expected}; there is none")
-        path = "response_format.json_schema"
-        named = check_object(value["json_schema"], NAMED, ("name", "schema"), path)
-        return _of_kind(f"{path}.schema", "json", named["schema"])
-    if "json_schema" in value:
-        raise refuse("response_format.json_schema", "only the type json_schema has it; leave it out")
-    return ("response_format", "json", ANY_OBJECT) if value["type"] == "json_object" else None
+    if name == "response_format":
+        if value["type"] == "json_schema":
+            return _of_kind("response_format.json_schema.schema", "json", value["json_schema"]["schema"])
+        return (name, "json", ANY_OBJECT) if value["type"] == "json_object" else None
+    if len(value) > 1:
+        raise refuse(name, f"{' and '.join(value)} are there; give one of them")
+    return next((_of_kind(f"{name}.{kind}", kind, each) for kind, each in value.items()), None)
 
 
 def _of_kind(path: str, kind: str, value: Any) -> tuple[str, str, str] | None:

@@ -107,7 +107,6 @@ class CompletionLogprobs(ChatLogprobs):
         self._echo, self._places = echo, _Places(tokenizer, len(echo or ""))
 
     def whole(self, output: Output) -> dict:
-        """See `ChatLogprobs.whole`."""
         answer = self.write(output.scores)
         if self._echo is None:
             return answer
@@ -124,7 +123,6 @@ class CompletionLogprobs(ChatLogprobs):
         self._chunks.append(self.write_prompt(output))
 
     def write(self, scores: list[TokenScore]) -> dict:
-        """See `ChatLogprobs.write`."""
         return self._columns(scores, self._places)
 
     def _columns(self, scores: list[TokenScore], places: "_Places") -> dict:

@@ -20,12 +20,12 @@ from ..capture.loras import BASE, Loras
 from ..errors import UnsupportedModelError
 from .body import decode_body, read_body
 from .errors import Refusal, refuse
-from .fields import FLAG, TEXT, Field, check_object, integer, is_number
+from .fields import FLAG, TEXT, Kind, check_fields, integer, is_number, record
 
 log = logging.getLogger("spec_compile")
 
-LOAD = {"lora_name": TEXT, "lora_path": TEXT, "load_inplace": FLAG}
-UNLOAD = {"lora_name": TEXT}
+LoadFields = record("lora_name", "lora_path", lora_name=TEXT, lora_path=TEXT, load_inplace=FLAG)
+UnloadFields = record("lora_name", lora_name=TEXT)
 MOST_BYTES, MOST_CONTAINERS = 1 << 16, 16
 """Bounds of the body of a request to load or unload an adapter."""
 LONGEST_NAME, LONGEST_PATH, MOST_LOADED = 128, 1024, 64
@@ -56,15 +56,15 @@ def _patterns_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 NAMES = f"a list of at most {MOST_NAMES} names of modules, no regular expression"
-RANK, ALPHA = integer(1, 1 << 16), Field(lambda value: is_number(value) and abs(value) <= 1e6, "a number up to 1e6")
+RANK, ALPHA = integer(1, 1 << 16), Kind(lambda value: is_number(value) and abs(value) <= 1e6, "a number up to 1e6")
 CONFIG = {
     "r": RANK, "lora_alpha": ALPHA, "use_rslora": FLAG, "fan_in_fan_out": FLAG,
-    "target_modules": Field(lambda value: value == "all-linear" or _are_plain(value), f"all-linear, or {NAMES}"),
-    "exclude_modules": Field(_are_plain, NAMES),
-    "layers_to_transform": Field(_are_layers, "a list of numbers of layers"),
-    "layers_pattern": Field(lambda value: _is_plain(value) or _are_plain(value), NAMES),
-    "rank_pattern": Field(_patterns_of(RANK.accepts), "an object of names of modules, no regular expressions"),
-    "alpha_pattern": Field(_patterns_of(ALPHA.accepts), "an object of names of modules, no regular expressions"),
+    "target_modules": Kind(lambda value: value == "all-linear" or _are_plain(value), f"all-linear, or {NAMES}"),
+    "exclude_modules": Kind(_are_plain, NAMES),
+    "layers_to_transform": Kind(_are_layers, "a list of numbers of layers"),
+    "layers_pattern": Kind(lambda value: _is_plain(value) or _are_plain(value), NAMES),
+    "rank_pattern": Kind(_patterns_of(RANK.accepts), "an object of names of modules, no regular expressions"),
+    "alpha_pattern": Kind(_patterns_of(ALPHA.accepts), "an object of names of modules, no regular expressions"),
 }  # fmt: skip
 """The entries of an adapter_config.json that are read."""
 WITHOUT_EFFECT = {
@@ -189,7 +189,7 @@ class ServedAdapters:
 
     def load(self, model: Any, body: dict) -> str:
         """Load an adapter while requests run, between two rounds; returns a sentence. Refusal if it cannot be."""
-        fields = check_object(body, LOAD, ("lora_name", "lora_path"))
+        fields = check_fields(LoadFields, body)
         name, path, engine = fields["lora_name"], fields["lora_path"], model.speculation.engine
         if not _is_name(name):
             reason = f"expected at most {LONGEST_NAME} letters, digits, '_', '-' and '/', and not {BASE!r}"
@@ -230,7 +230,7 @@ class ServedAdapters:
 
     def unload(self, model: Any, body: dict) -> str:
         """Unload an adapter while requests run, between two rounds; returns a sentence. Refusal if there is none."""
-        name, engine = check_object(body, UNLOAD, ("lora_name",))["lora_name"], model.speculation.engine
+        name, engine = check_fields(UnloadFields, body)["lora_name"], model.speculation.engine
         with self._loading, engine.turns:
             if name not in self._paths:
                 raise Refusal(404, f"lora_name: there is no adapter {name[:200]!r} here", "lora_name", "not_found")

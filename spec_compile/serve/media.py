@@ -72,13 +72,6 @@ def address_of(part: dict) -> str:
     return address["url"] if isinstance(address, dict) else address
 
 
-def with_pictures(content: str | list[dict], pictures: dict[str, Any]) -> str | list[dict]:
-    """A message's content in transformers' form, with pictures in place of their names, which `Media.load` gives."""
-    if isinstance(content, str):
-        return content
-    return [{"type": "image", "image": pictures[part["url"]]} if part["type"] != "text" else part for part in content]
-
-
 def is_public(address: str) -> bool:
     """True for an IP address of the internet, to which a stranger may make this server connect."""
     ip: Any = ipaddress.ip_address(address)

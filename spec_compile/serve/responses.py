@@ -1,127 +1,171 @@
-"""Streams of /v1/responses, mended so that OpenAI's clients read them: each item once, at an index of its own."""
+"""POST /v1/responses: answers as items, whole or in a stream of OpenAI's events."""
 
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+import time
 from typing import Any
 
+from .answers import ReadAnswer, Thought, ToolCall
+from .call import HttpCall
+from .endpoint import Stream, Templated, usage_of
+from .errors import Refusal
+from .models import ResponseFields
+from .prompts import messages_of
 
-class ResponseEvents:
-    """Turns transformers' events of one answer into OpenAI's.
 
-    transformers sends a message a second time after calls of tools, at the index of the last call, and a call without
-    its `response.function_call_arguments.delta`.
+def _reasoning(number: str, text: str) -> dict:
+    content = [{"type": "reasoning_text", "text": text}]
+    return {"id": number, "type": "reasoning", "summary": [], "content": content, "status": "completed"}
 
-    is_cut: returns True if the answer ended at its limit of tokens; asked at the end
-    told: fields of the request that the answer repeats
-    """
 
-    def __init__(self, is_cut: Callable[[], bool], told: dict):
-        self._is_cut, self._told, self._sequence = is_cut, told, 0
-        self._items: list[dict] = []  # as they are when they end
-        self._index, self._id, self._text = -1, "", ""
-        self._waiting: list[dict] = []  # events that begin a message without text
+def _text_part(text: str) -> dict:
+    return {"type": "output_text", "text": text, "annotations": []}
 
-    def mend(self, event: dict) -> Iterator[dict]:
-        """The events in place of one event."""
-        if "response" in event:
-            event = event | {"response": event["response"] | self._told}
-        for each in self._mended(event):
-            yield each | {"sequence_number": self._sequence}
-            self._sequence += 1
 
-    def _mended(self, event: dict) -> Iterator[dict]:
-        kind, item = event["type"], event.get("item", {})
-        if kind == "response.output_item.added":
-            self._waiting, self._text = [event], ""
-            if item["type"] != "message":
-                yield from self._begin()
-        elif kind == "response.content_part.added":
-            self._waiting.append(event)
-        elif kind in ("response.completed", "response.failed"):
-            if not self._items and self._waiting:  # an answer without any text is an empty message
-                yield from self._begin()
-                yield from self._end_message()
-            yield close_response(event, self._items, self._is_cut())
-        elif "output_index" not in event:
-            yield event
-        elif kind.startswith("response.output_text.") or kind == "response.content_part.done" or (
-            item.get("type") == "message"
-        ):  # fmt: skip
-            if kind == "response.output_text.delta":
-                yield from self._begin()
-                self._text += event["delta"]
-                yield self._placed(event)
-            elif kind == "response.output_item.done" and not self._waiting:
-                yield from self._end_message()
+def _message(number: str, text: str) -> dict:
+    content = [_text_part(text)]
+    return {"id": number, "type": "message", "status": "completed", "role": "assistant", "content": content}
+
+
+def _function_call(number: str, call: ToolCall) -> dict:
+    names = {"name": call.name, "arguments": call.arguments}
+    return {"id": number, "call_id": number, "type": "function_call", "status": "completed"} | names
+
+
+def _response(call: HttpCall, model: str, status: str, output: list[dict], **more: Any) -> dict:
+    """An object of the type response, which repeats fields of the request."""
+    return {
+        "id": f"resp_{call.http_id}", "object": "response", "created_at": time.time(), "model": model,
+        "status": status, "output": output, "tools": [],
+        "parallel_tool_calls": call.fields.get("parallel_tool_calls", True),
+        "tool_choice": call.fields.get("tool_choice", "auto"),
+    } | more  # fmt: skip
+
+
+def _ended(call: HttpCall, model: str, output: list[dict]) -> dict:
+    """A complete answer, which is incomplete if its limit has cut it off."""
+    usage = usage_of([call])
+    counts = {
+        "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
+        "total_tokens": usage["total_tokens"], "output_tokens_details": {"reasoning_tokens": 0},
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+    }  # fmt: skip
+    if call.finish_reason != "length":
+        return _response(call, model, "completed", output, usage=counts)
+    details = {"reason": "max_output_tokens"}
+    return _response(call, model, "incomplete", output, usage=counts, incomplete_details=details)
+
+
+class ResponseStream(Stream):
+    """The events of an answer: each item once, at an index of its own."""
+
+    def __init__(self, endpoint: Any, call: HttpCall):
+        super().__init__(endpoint, call)
+        self._sequence, self._open, self._text = 0, "", ""  # the type of the open item, and its text
+        self._output: list[dict] = []  # complete items
+
+    def _event(self, kind: str, **fields: Any) -> str:
+        self._sequence += 1
+        return f"data: {json.dumps({'type': kind} | fields | {'sequence_number': self._sequence - 1})}\n\n"
+
+    @property
+    def _id(self) -> str:
+        """The id of the open item. The first one of a type has no number."""
+        used = sum(item["type"] == self._open for item in self._output)
+        if self._open == "function_call":
+            return f"{self.call.http_id}_tool_call_{used}"
+        name = {"message": "msg", "reasoning": "rs"}[self._open]
+        return f"{name}_{self.call.http_id}" + (f"_{used}" if used else "")
+
+    def _place(self, **more: Any) -> dict:
+        """The fields that say where in the answer an event belongs."""
+        return {"item_id": self._id, "output_index": len(self._output)} | more
+
+    def begin(self) -> str:
+        """The answer is queued and begins."""
+        return "".join(
+            self._event(f"response.{kind}", response=_response(self.call, self.model, status, []))
+            for kind, status in (("created", "queued"), ("in_progress", "in_progress"))
+        )
+
+    def write(self, choice: HttpCall, item: str | Thought | ToolCall) -> str:
+        """The events of an item. A text goes on with the open message, a thought with the open reasoning."""
+        if isinstance(item, ToolCall):
+            return self._close() + self._tool_call(item)
+        kind, name = ("reasoning", "reasoning_text") if isinstance(item, Thought) else ("message", "output_text")
+        begun = "" if self._open == kind else self._close() + self._begin(kind)
+        self._text += item
+        more = {"logprobs": []} if kind == "message" else {}
+        return begun + self._event(f"response.{name}.delta", delta=item, **self._place(content_index=0), **more)
+
+    def _begin(self, kind: str) -> str:
+        """The events that begin a message or reasoning."""
+        self._open, self._text = kind, ""
+        item: dict[str, Any] = {"id": self._id, "type": kind, "status": "in_progress", "content": []}
+        item |= {"role": "assistant"} if kind == "message" else {"summary": []}
+        begun = self._event("response.output_item.added", item=item, output_index=len(self._output))
+        if kind == "message":
+            place = self._place(content_index=0)
+            begun += self._event("response.content_part.added", part=_text_part(""), **place)
+        return begun
+
+    def _close(self) -> str:
+        """The events that end the open item, if there is one."""
+        if not self._open:
+            return ""
+        place, text, ended = self._place(content_index=0), self._text, ""
+        if self._open == "message":
+            item = _message(self._id, text)
+            ended += self._event("response.output_text.done", text=text, logprobs=[], **place)
+            ended += self._event("response.content_part.done", part=_text_part(text), **place)
         else:
-            if kind == "response.function_call_arguments.done":
-                yield self._placed(
-                    {"type": kind.replace(".done", ".delta"), "delta": event["arguments"], "item_id": ""}
-                )
-            if kind == "response.output_item.done":
-                self._items.append(item)
-            yield self._placed(event)
+            item = _reasoning(self._id, text)
+            ended += self._event("response.reasoning_text.done", text=text, **place)
+        return ended + self._done(item)
 
-    def _begin(self) -> Iterator[dict]:
-        """The waiting events that begin an item."""
-        for event in self._waiting:
-            if "item" in event:
-                self._index += 1
-                used = sum(each["type"] == "message" for each in self._items)
-                item = event["item"]
-                self._id = f"{item['id']}_{used}" if used and item["type"] == "message" else item["id"]
-                if item["type"] == "function_call":
-                    event = event | {"item": item | {"arguments": "", "status": "in_progress"}}
-            yield self._placed(event)
-        self._waiting = []
+    def _done(self, item: dict) -> str:
+        """The event that ends an item."""
+        done = self._event("response.output_item.done", item=item, output_index=len(self._output))
+        self._output.append(item)
+        self._open = ""
+        return done
 
-    def _end_message(self) -> Iterator[dict]:
-        """The events that end the open message."""
-        part = {"type": "output_text", "text": self._text, "annotations": []}
-        place = {"content_index": 0, "item_id": ""}
-        yield self._placed({"type": "response.output_text.done", "text": self._text, "logprobs": []} | place)
-        yield self._placed({"type": "response.content_part.done", "part": part} | place)
-        item = {"id": self._id, "type": "message", "status": "completed", "role": "assistant", "content": [part]}
-        self._items.append(item)
-        yield self._placed({"type": "response.output_item.done", "item": item})
+    def _tool_call(self, call: ToolCall) -> str:
+        """The events of a call, which is complete."""
+        self._open = "function_call"
+        item, place, name = _function_call(self._id, call), self._place(), "response.function_call_arguments"
+        started = item | {"arguments": "", "status": "in_progress"}
+        begun = self._event("response.output_item.added", item=started, output_index=len(self._output))
+        begun += self._event(f"{name}.delta", delta=call.arguments, **place)
+        return begun + self._event(f"{name}.done", arguments=call.arguments, name=call.name, **place) + self._done(item)
 
-    def _placed(self, event: dict) -> dict:
-        """The event with the index and the id of the open item."""
-        event = event | {"output_index": self._index}
-        if "item_id" in event:
-            event["item_id"] = self._id
-        if "item" in event:
-            event["item"] = event["item"] | {"id": self._id}
-        return event
+    def end(self, choice: HttpCall, is_last: bool) -> str:
+        """The last events. An answer without any text is an empty message."""
+        before = "" if self._open or self._output else self._begin("message")
+        before += self._close()
+        response = _ended(choice, self.model, self._output)
+        return before + self._event(f"response.{response['status']}", response=response)
+
+    def error(self, refusal: Refusal) -> str:
+        """An error, and the end of an answer that has failed."""
+        error = {"code": "server_error", "message": refusal.detail}
+        failed = _response(self.call, self.model, "failed", [], error=error)
+        return self._event("error", message=refusal.detail) + self._event("response.failed", response=failed)
 
 
-async def mend_stream(chunks: AsyncIterator[str], is_cut: Callable[[], bool], told: dict) -> AsyncIterator[str]:
-    """The events of a stream; see `ResponseEvents`."""
-    events = ResponseEvents(is_cut, told)
-    async for several in chunks:
-        parts: list[Any] = [json.loads(each.removeprefix("data: ")) for each in several.split("\n\n") if each]
-        made = [event for part in parts for event in events.mend(part)]
-        if made:
-            yield "".join(f"data: {json.dumps(event)}\n\n" for event in made)
+class Responses(Templated):
+    """POST /v1/responses."""
 
+    fields, prompt_field, stream = ResponseFields, "input", ResponseStream
 
-def close_answer(response: dict, output: list[dict], is_cut: bool) -> dict:
-    """A complete answer: without an empty message next to calls, and incomplete if its limit has cut it off."""
-    calls = any(item["type"] == "function_call" for item in output)
-    kept = [
-        {name: value for name, value in item.items() if name != "annotations"}  # a message has them in its content
-        for item in output
-        if not (calls and item["type"] == "message" and not any(part.get("text") for part in item["content"]))
-    ]
-    response = response | {"output": kept}
-    if is_cut:
-        response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-    return response
+    def _messages(self, fields: dict) -> list[dict]:
+        return messages_of(fields["input"], fields.get("instructions"))
 
-
-def close_response(event: dict, output: list[dict], is_cut: bool) -> dict:
-    """The last event of a stream. output: the items."""
-    if event["type"] == "response.failed":
-        return event
-    kind = "response.incomplete" if is_cut else "response.completed"
-    return event | {"type": kind, "response": close_answer(event["response"], output, is_cut)}
+    def _whole(self, call: HttpCall, answers: list[ReadAnswer]) -> dict:
+        ((answer, choice),) = zip(answers, call.choices)
+        name, output = call.http_id, []
+        if answer.reasoning is not None:
+            output.append(_reasoning(f"rs_{name}", answer.reasoning))
+        if answer.content or not answer.calls:
+            output.append(_message(f"msg_{name}", answer.content))
+        output += [_function_call(f"{name}_tool_call_{number}", each) for number, each in enumerate(answer.calls)]
+        return _ended(choice, self._model(call), output) | self.speculation([choice])

@@ -177,7 +177,6 @@ class GuardedProtocol(H11Protocol):
     guard: Connections
 
     def connection_made(self, transport: Any) -> None:
-        """See asyncio."""
         super().connection_made(transport)
         self.address = self.client[0] if self.client else ""
         self._since, self._drained, self._crumbs, self._has_served = time.monotonic(), 0, 0, False
@@ -190,12 +189,10 @@ class GuardedProtocol(H11Protocol):
         self._place()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio."""
         self.guard.leave(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio."""
         if self.transport.is_closing():
             return
         self._crumbs += len(CRUMB.findall(data))
@@ -212,7 +209,6 @@ class GuardedProtocol(H11Protocol):
         self._place()
 
     def on_response_complete(self) -> None:
-        """See uvicorn."""
         self._since, self._drained, self._crumbs, self._has_served = time.monotonic(), 0, 0, True
         super().on_response_complete()
         self._place()

@@ -1,129 +1,130 @@
-"""transformers' server, some of whose parts are replaced by ours."""
+"""`build`: loads a model, wraps it, and makes the application that serves it."""
 
-import importlib
 import json
+import logging
 import os
 import re
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
-from transformers.cli.serve import Serve
-from transformers.cli.serving.model_manager import ModelManager
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, BitsAndBytesConfig, ContinuousBatchingConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 from ..api import speculate
 from ..errors import check_int, did_you_mean
 from . import FLAGS, MAX_QUEUE
-from .anthropic import add_messages
-from .call import CallMiddleware
+from .anthropic import MessagesEndpoint, TokenCounts
+from .call import CallMiddleware, HttpCall
 from .door import KeyMiddleware, Keys, Policy
-from .errors import Refusal, add_handlers
-from .fields import TEXT, check_fields
+from .endpoint import Endpoint, Service
+from .errors import MESSAGES_PATH, Refusal, add_handlers
+from .fields import TEXT, record
 from .followers import Followers
-from .generation import Requests, SpeculativeState
-from .handlers import HANDLERS, Chat
+from .generation import Requests
+from .handlers import Chat, Completion, Detokenize, Tokenize
 from .loras import ServedAdapters, add_lora_routes, read_modules
-from .tokens import Detokenize, Tokenize
+from .responses import Responses
 
-MODULES = {
-    "ChatCompletionHandler": "chat_completion",
-    "CompletionHandler": "completion",
-    "ResponseHandler": "response",
-    "ModelManager": "model_manager",
-    "GenerationState": "utils",
-}
-"""The modules from which transformers' server imports the classes that ours replace."""
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}")
 MODEL_NAMES = "a letter or digit, and at most 127 letters, digits and ._/:@+- after it"
-REPLACED_ROUTES = {
-    "/health", "/load_model", "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/responses",
-}  # fmt: skip
 METRICS = "/metrics"
-REMOVED_ROUTES = {"/reset", "/v1/audio/transcriptions", "/v1/systemone"}
-"""The first would drop the model; the others need models that do other things."""
+QUANTIZATIONS = {
+    "bnb-4bit": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "bnb-8bit": {"load_in_8bit": True},
+}
+"""Arguments of BitsAndBytesConfig for each value of the flag `quantization`."""
+REASONING = {"auto": {}, "on": {"enable_thinking": True}, "off": {"enable_thinking": False}}
+"""Variables of chat templates for each value of the flag `reasoning`."""
 
 
-class Models(ModelManager):
-    """transformers' manager of models, for the one model that is served, wrapped by `speculate`.
+def load(
+    name: str, device: str = "auto", dtype: str | None = "auto", attn_implementation: str | None = None,
+    quantization: str | None = None, trust_remote_code: bool = False,
+) -> tuple[Any, Any]:  # fmt: skip
+    """A model and its processor or tokenizer.
 
-    served_name: what clients call it. adapters: its LoRA adapters.
+    name: a directory, or a name on the model hub; NAME@REVISION, and NAME:FILE.gguf for a file of GGUF
+    device: "auto" is one GPU if there is one; with several ranks each takes its own
     """
+    if dtype not in ("auto", None) and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"dtype: expected auto or a dtype of torch such as bfloat16, got {dtype!r}")
+    if quantization is not None and quantization not in QUANTIZATIONS:
+        raise ValueError(f"quantization: expected {' or '.join(QUANTIZATIONS)}, got {quantization!r}")
+    if device == "auto":  # transformers would spread a model over all GPUs
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    shared: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    before, _, file = name.rpartition(":")
+    if before and file.endswith(".gguf"):
+        name, shared["gguf_file"] = before, file
+    if not os.path.exists(name):
+        name, _, revision = name.partition("@")
+        shared["revision"] = revision or "main"
+    processor = (AutoTokenizer if "gguf_file" in shared else AutoProcessor).from_pretrained(name, **shared)
+    config = AutoConfig.from_pretrained(name, **shared)
+    if config.model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
+        kind = transformers.AutoModelForMultimodalLM
+    else:  # a class of the model's own code is not there
+        kind = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
+    if quantization is not None:
+        shared["quantization_config"] = BitsAndBytesConfig(**QUANTIZATIONS[quantization])
+    placed = {
+        "attn_implementation": attn_implementation,
+        "dtype": dtype,
+        "device_map": int(device) if device.isdigit() else device,
+    }
+    return kind.from_pretrained(name, **shared, **placed), processor
 
-    def __init__(
-        self, algo: str, options: dict, served_name: str, adapters: ServedAdapters, device: str = "auto",
-        **settings: Any,
-    ):  # fmt: skip
-        self.served_name, self.adapters = served_name, adapters
-        self._speculate = partial(speculate, algo=algo, **options)
-        self._since = int(time.time())
-        if device == "auto":  # transformers would spread a model over all GPUs
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        if device == "cuda":
-            device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-        super().__init__(device=device, **settings)
 
-    def _load_model(self, *args: Any, **kwargs: Any) -> Any:
-        model = super()._load_model(*args, **kwargs)
-        self.adapters.load_into(model)
-        return self._speculate(model.eval())
-
-    @property
-    def the_one(self) -> Any:
-        """The model and its processor."""
-        return next(iter(self.loaded_models.values()))
-
-    def get_gen_models(self, cache_dir: str | None = None) -> list[dict]:
-        """The one model and its adapters, in OpenAI's form with vLLM's `root` and `parent`."""
-        common = {"object": "model", "created": self._since, "owned_by": "spec_compile"}
-        return [{"id": self.served_name} | common, *(card | common for card in self.adapters.cards())]
-
-
-class LoadModel(Chat):
+class LoadModel(Endpoint):
     """POST /load_model, which `transformers chat` asks before it begins.
 
     Answers with the last event of a load: the one model is ready, or another cannot be loaded.
     """
 
-    required, generates = "model", False
+    fields, prompt_field, generates = record("model", model=TEXT), "model", False
 
-    def _read(self, body: dict) -> dict:
-        return check_fields(body, {"model": TEXT}, "model")
+    def _check(self, call: HttpCall) -> None:
+        """Another model is told in the event."""
 
-    def _check(self, body: dict) -> dict:
-        return body
-
-    async def handle_request(self, body: dict, request_id: str) -> Any:
-        """A stream of one event, in the form of transformers."""
-        event = {"status": "ready", "model": body["model"], "cached": True}
+    async def _respond(self, call: HttpCall) -> Response:
+        event = {"status": "ready", "model": call.fields["model"], "cached": True}
         try:
-            self._check_model(body)
+            super()._check(call)
         except Refusal as refusal:
-            event = {"status": "error", "model": body["model"], "message": refusal.detail}
+            event = {"status": "error", "model": call.fields["model"], "message": refusal.detail}
         return Response(f"data: {json.dumps(event)}\n\n", media_type="text/event-stream")
 
 
-class _Unstarted(Serve):
-    """transformers' server, which does not run yet when it is made."""
-
-    def start_server(self) -> None:
-        """Does nothing; the caller runs the app."""
+ENDPOINTS: dict[str, type[Endpoint]] = {
+    "/v1/chat/completions": Chat, "/v1/completions": Completion, "/v1/responses": Responses,
+    MESSAGES_PATH: MessagesEndpoint, f"{MESSAGES_PATH}/count_tokens": TokenCounts, "/tokenize": Tokenize,
+    "/detokenize": Detokenize, "/load_model": LoadModel,
+}  # fmt: skip
+"""By the path of POST."""
 
 
 class Server:
-    """A server that is ready: its ASGI app, uvicorn's config, its `Requests`, its `Models`, and its `Keys`."""
+    """A server that is ready: its ASGI app, uvicorn's config, its `Requests`, and its `Keys`."""
 
-    def __init__(self, built: Serve, requests: Requests, models: Models):
-        self.config, self.models, self.keys = built.server.config, models, Keys(())
-        self.app, self.requests = self.config.app, requests
+    def __init__(self, app: FastAPI, service: Service, host: str, port: int):
+        self.app, self.service, self.requests, self.keys = app, service, service.requests, Keys(())
+        self.config = uvicorn.Config(app, host=host, port=port, log_level="info")
+
+    @property
+    def model(self) -> Any:
+        """The speculative model."""
+        return self.requests.model
 
 
 def build(
@@ -139,7 +140,7 @@ def build(
     follows: bool = False,
     **flags: Any,
 ) -> Server:
-    """Load a model, wrap it, compile its rounds, and put transformers' server around it, which does not listen yet.
+    """Load a model, wrap it, compile its rounds, and put a server around it, which does not listen yet.
 
     model: a directory, or a name on the model hub
     options: of `speculate`
@@ -149,7 +150,7 @@ def build(
     lora_modules: LoRA adapters that requests may choose, each NAME=PATH; later ones may change the layers that one of
         these changes. `max_loras` of `speculate` is their number unless `options` says it
     follows: True in a process that was started for a further GPU
-    flags: fields of `Policy`, and arguments of transformers' `Serve` that are in `FLAGS`, such as port=8000
+    flags: fields of `Policy`, and those in `FLAGS`, such as port=8000
 
     Raises what `speculate` raises, ValueError if the model cannot be loaded, and TypeError for an unknown flag.
     """
@@ -172,15 +173,15 @@ def build(
         raise ValueError("lora_modules: adapters are chosen for each row in one process; leave out tensor_parallel")
     if tensor_parallel == 1 or follows:
         adapters = ServedAdapters(name, loras, policy.lora_root)
-        server = _build(model, algo, options, sizes, flags, adapters)
+        server = _build(str(model), algo, options, sizes, flags, adapters)
         _settle(server, policy)
         if policy.allow_runtime_lora_updating:
-            add_lora_routes(server.app, server.models.adapters, server.models.the_one.model)
+            add_lora_routes(server.app, adapters, server.model)
         return server
     arguments = {"model": str(model), "algo": algo, "tensor_parallel": tensor_parallel}
     arguments["options"] = options = options | {"tensor_parallel": tensor_parallel}
     with Followers(tensor_parallel, arguments | sizes | flags) as followers:
-        server = _build(model, algo, options, sizes, flags, ServedAdapters(name, {}))
+        server = _build(str(model), algo, options, sizes, flags, ServedAdapters(name, {}))
     server.requests.followers = followers
     _settle(server, policy)
     return server
@@ -190,7 +191,7 @@ def _settle(server: Server, policy: Policy) -> None:
     """Let clients do what the policy says."""
     server.keys, server.requests.policy = policy.keys, policy
     server.app.add_middleware(KeyMiddleware, keys=server.keys)
-    if policy.enable_cors:  # transformers would also let pages send the user's cookies, which nothing here reads
+    if policy.enable_cors:  # without credentials: pages need not send cookies, which nothing here reads
         told = ["X-Request-Id", "Retry-After"]
         server.app.add_middleware(
             CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"], expose_headers=told
@@ -198,69 +199,41 @@ def _settle(server: Server, policy: Policy) -> None:
 
 
 def _build(
-    model: str | Path, algo: str, options: dict, sizes: dict, flags: dict, adapters: ServedAdapters
+    name: str, algo: str, options: dict, sizes: dict, flags: dict, adapters: ServedAdapters
 ) -> Server:  # fmt: skip
     """A rank's server; see `build`."""
-    parts: dict[str, Callable] = HANDLERS | {
-        "ModelManager": partial(Models, algo, options, adapters.base, adapters),
-        "GenerationState": SpeculativeState,
-    }
-    flags = flags | {"continuous_batching": True, "compile": False}  # `speculate` compiles the rounds
-    with _replaced(parts):
-        built = _Unstarted(str(model), non_blocking=True, **flags)
-    state, models = built._generation_state, built._model_manager
-    state.open(models.the_one.model, models.the_one.processor, **sizes)
-    app, template_kwargs = built.server.config.app, built._chat_handler.chat_template_kwargs
-
-    def make(cls: type) -> Any:
-        return cls(models, state, template_kwargs)
-
-    handlers = {
-        "/v1/chat/completions": built._chat_handler,
-        "/v1/completions": built._completion_handler,
-        "/v1/responses": built._response_handler,
-        "/tokenize": make(Tokenize),
-        "/detokenize": make(Detokenize),
-        "/load_model": make(LoadModel),
-    }
-    _add_routes(app, state.requests, models, handlers)
-    add_messages(app, make)
-    return Server(built, state.requests, models)
+    flags = {"reasoning": "auto", "host": "localhost", "port": 8000, "log_level": "warning"} | flags
+    variables = json.loads(flags.get("chat_template_kwargs") or "{}")
+    if not isinstance(variables, dict) or flags["reasoning"] not in REASONING:
+        raise ValueError("chat_template_kwargs: expected a JSON object; reasoning: expected auto, on or off")
+    if flags.get("default_seed") is not None:
+        torch.manual_seed(flags["default_seed"])
+    logging.getLogger("transformers").setLevel(flags["log_level"].upper())
+    parts = ("device", "dtype", "attn_implementation", "quantization", "trust_remote_code")
+    model, processor = load(name, **{part: flags[part] for part in parts if part in flags})
+    adapters.load_into(model)
+    config = ContinuousBatchingConfig()
+    config.max_requests_per_batch, config.max_queue_size = sizes["slots"], sizes["max_queue"]
+    requests = Requests(speculate(model.eval(), algo=algo, **options), processor, config)
+    service = Service(requests, adapters, variables | REASONING[flags["reasoning"]])
+    return Server(_app(service), service, flags["host"], flags["port"])
 
 
-@contextmanager
-def _replaced(parts: dict[str, Callable]) -> Iterator[None]:
-    """A context in which transformers' server is built of `parts`, which have the names of the classes they replace."""
-    modules = {name: importlib.import_module(f"transformers.cli.serving.{MODULES[name]}") for name in parts}
-    originals = {name: getattr(module, name) for name, module in modules.items()}
-    try:
-        for name, module in modules.items():
-            setattr(module, name, parts[name])
-        yield
-    finally:
-        for name, module in modules.items():
-            setattr(module, name, originals[name])
-
-
-def _add_routes(app: FastAPI, requests: Requests, models: Models, handlers: dict[str, Any]) -> None:
-    """Replace transformers' routes; add /metrics, errors in OpenAI's form, and the end of calls whose clients leave.
-
-    handlers: by the path of POST
-    """
-    gone = REPLACED_ROUTES | REMOVED_ROUTES
-    app.router.routes[:] = [route for route in app.router.routes if route.path not in gone]
-    for path, handler in handlers.items():
-        app.post(path)(handler.answer)
+def _app(service: Service) -> FastAPI:
+    """The application: all endpoints, errors in the form of each, and the end of calls whose clients leave."""
+    app, requests = FastAPI(), service.requests
+    for path, endpoint in ENDPOINTS.items():
+        app.post(path)(endpoint(service).answer)
 
     @app.api_route("/v1/models", methods=["GET", "OPTIONS"])
     async def list_models() -> JSONResponse:
-        return JSONResponse({"object": "list", "data": models.get_gen_models()})
+        return JSONResponse({"object": "list", "data": service.cards()})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> JSONResponse:
-        for each in models.get_gen_models():
-            if each["id"] == name:
-                return JSONResponse(each)
+        for card in service.cards():
+            if card["id"] == name:
+                return JSONResponse(card)
         raise Refusal(404, f"model: there is no model {name[:200]!r} here", "model", "model_not_found")
 
     @app.get("/health")
@@ -273,6 +246,7 @@ def _add_routes(app: FastAPI, requests: Requests, models: Models, handlers: dict
     app.get(METRICS)(metrics_of(requests))
     add_handlers(app)
     app.add_middleware(CallMiddleware, cancel=requests.manager.cancel_request)
+    return app
 
 
 def metrics_of(requests: Requests) -> Callable:

@@ -14,26 +14,11 @@ from ..errors import did_you_mean
 from ..runtime.verify.sample import NO_PROBABILITIES
 from ..runtime.verify.thinking import ThinkingBudget, find_marks
 from .errors import Refusal, failed, quoted, refuse
-from .fields import (
-    COUNT,
-    FLAG,
-    FRACTION,
-    ID,
-    LIMITS,
-    POSITIVE,
-    SHARE,
-    SIZE,
-    TEXT,
-    Field,
-    check_object,
-    integer,
-    is_number,
-    number,
-    object_of,
-    only,
-    present,
-)
-from .fields import PENALTIES as OPENAI
+
+from .fields import (  # isort: skip
+    COUNT, FLAG, FRACTION, ID, POSITIVE, SHARE, SIZE, STOPS, Kind, integer, is_number, number, only, present,
+)  # fmt: skip
+from .models import LIMITS
 
 DEFAULT_LIMIT = 1024
 """New tokens at most of a request without a limit, as in transformers' server."""
@@ -63,31 +48,39 @@ def _is_decay(value: Any) -> bool:
 
 BIAS = number(-1e30, 1e30)
 WORDS = f"at most {MOST_WORDS} lists of token ids, of which at most {MOST_PHRASES} have more than one"
-IDS = Field(_is_ids, f"a list of at most {MOST_WORDS} token ids")
-ENDS = Field(
+IDS = Kind(_is_ids, f"a list of at most {MOST_WORDS} token ids")
+ENDS = Kind(
     lambda value: integer(-1, (1 << 31) - 1).accepts(value) or _is_ids(value),
     f"a token id, a list of at most {MOST_WORDS}, or -1, which ends nothing",
 )
-WATERMARK = object_of(
-    greenlist_ratio=SHARE, bias=number(-100, 100), hashing_key=SIZE, context_width=integer(1, 64),
-    seeding_scheme=only("lefthash"),
-)  # fmt: skip
+WATERMARK = {
+    "greenlist_ratio": SHARE, "bias": number(-100, 100), "hashing_key": SIZE, "context_width": integer(1, 64),
+    "seeding_scheme": only("lefthash"),
+}  # fmt: skip
+
+
+def _is_watermark(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        each is None or (name in WATERMARK and WATERMARK[name].accepts(each)) for name, each in value.items()
+    )
+
+
 SERVED = {
     "max_length": COUNT, "max_new_tokens": COUNT, "min_length": SIZE, "min_new_tokens": SIZE,
-    "max_time": Field(lambda value: is_number(value) and 0 < value <= 1e9, "seconds, a number above 0"),
-    "stop_strings": OPENAI["stop"],
+    "max_time": Kind(lambda value: is_number(value) and 0 < value <= 1e9, "seconds, a number above 0"),
+    "stop_strings": STOPS,
     "do_sample": FLAG, "temperature": POSITIVE,
     "top_k": SIZE, "top_p": FRACTION, "top_h": FRACTION, "typical_p": FRACTION, "min_p": SHARE,
     "epsilon_cutoff": SHARE, "eta_cutoff": SHARE,
     "repetition_penalty": POSITIVE, "encoder_repetition_penalty": POSITIVE,
     "no_repeat_ngram_size": SIZE, "encoder_no_repeat_ngram_size": SIZE, "guidance_scale": number(-1e5, 1e5),
     "renormalize_logits": FLAG, "remove_invalid_values": FLAG,
-    "exponential_decay_length_penalty": Field(_is_decay, "a list of an int and a factor above 0"),
-    "bad_words_ids": Field(_is_words, WORDS),
-    "sequence_bias": Field(_is_sequence_bias, f"a list of pairs of token ids and {BIAS.expected}, {WORDS}"),
+    "exponential_decay_length_penalty": Kind(_is_decay, "a list of an int and a factor above 0"),
+    "bad_words_ids": Kind(_is_words, WORDS),
+    "sequence_bias": Kind(_is_sequence_bias, f"a list of pairs of token ids and {BIAS.expected}, {WORDS}"),
     "suppress_tokens": IDS, "begin_suppress_tokens": IDS, "forced_bos_token_id": ID, "forced_eos_token_id": ENDS,
     "pad_token_id": ID, "bos_token_id": ID, "eos_token_id": ENDS,
-    "watermarking_config": Field(WATERMARK, "an object of the settings of transformers' WatermarkingConfig"),
+    "watermarking_config": Kind(_is_watermark, "an object of the settings of transformers' WatermarkingConfig"),
 }  # fmt: skip
 """The settings that `generation_config` may have."""
 NEUTRAL = {
@@ -321,9 +314,6 @@ class ThinkingReader:
 
 # OpenAI's field `prediction`: a text that the client expects, which becomes a reference of its request.
 
-PARTS = Field(lambda value: isinstance(value, (str, list)) and len(value) > 0, "a text or a list of parts, not empty")
-PREDICTION = {"type": only("content"), "content": PARTS}
-PART = {"type": only("text"), "text": TEXT}
 NO_NGRAMS = (
     "the server drafts without n-grams, which copy from a prediction; start it with ngram=True, as in "
     """--options '{"ngram": true}', or leave the field out"""
@@ -335,15 +325,6 @@ prediction: the prompt [.., 7, 8] and the prediction [1, 2] give [.., 7, 8, 1, 2
 RUN = 3
 """Tokens in a row that an answer and a later place of a prediction must have in common, for the answer to go on there:
 fewer are common by chance."""
-
-
-def read_prediction(value: Any) -> str:
-    """The text of the field. Refusal if it has another form than OpenAI's."""
-    content = check_object(value, PREDICTION, PREDICTION, "prediction")["content"]
-    if isinstance(content, str):
-        return content
-    parts = [check_object(part, PART, PART, f"prediction.content[{index}]") for index, part in enumerate(content)]
-    return "".join(part["text"] for part in parts)
 
 
 def tokenize(text: str, tokenizer: Any, most_characters: int, vocab_size: int) -> list[int]:

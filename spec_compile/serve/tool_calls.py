@@ -1,17 +1,14 @@
 """The fields `tool_choice`, `parallel_tool_calls` and `strict`: which calls an answer shall have, as a grammar."""
 
-import inspect
 import json
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers.cli.serving.utils import ReasoningText, ToolCall, get_response_template, response_events_to_chunks
-from transformers.utils.chat_parsing import ResponseParser, parse_response
+from transformers.utils.chat_parsing import parse_response
 
-from .call import HttpCall
+from .answers import REASONING, TAKES_TOOLS, response_template
 from .errors import refuse, shown
 from .grammar_judge import MOST_SPACES
 from .grammars import check_size, read_schema
@@ -27,8 +24,6 @@ STYLES = {
     "qwen_xml": r"<parameter=key>\s*value\s*</parameter>",
 }
 """Forms of arguments by xgrammar's names for them, and patterns of `SAMPLE` in each."""
-REASONING = "reasoning_content", "thinking"
-"""Names that response templates give to the model's reasoning."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +67,7 @@ def find_call_form(processor: Any, model: Any) -> CallForm | None:
 
     The chat template writes a message with two calls. The patterns of the response template find their bounds.
     """
-    template = get_response_template(processor, model)
+    template = response_template(processor, model)
     calls = (template or {}).get("fields", {}).get("tool_calls", {})
     text = _sample_text(processor)
     if template is None or text is None or not calls.get("repeats") or not all(name in text for name in NAMES):
@@ -209,52 +204,10 @@ class CallParser:
         return parse_response(text, self.form.template, prefix="", **typed)["tool_calls"][0]
 
 
-class FreeParser(ResponseParser):
-    """transformers' parser, for answers that are not held to calls.
-
-    A complete call that cannot be read, such as one whose JSON is broken, becomes content with the text that begins and
-    ends it. transformers would fail. A call that is cut off is left out.
-    """
-
-    _begin, _inside = 0, 0  # where the open region begins, and where the text within it does
-
-    @classmethod
-    def of(cls, parser: ResponseParser) -> "FreeParser":
-        """The same parser, which has read the prompt, as one of this class."""
-        parser.__class__ = cls
-        return parser
-
-    def _open_explicit(self, events: list[dict], field: Any, match: Any) -> None:
-        self._begin, self._inside = match.start(), match.end()
-        super()._open_explicit(events, field, match)
-
-    def _close_current(self, events: list[dict]) -> None:
-        if self._current != "tool_calls":
-            super()._close_current(events)
-            return
-        is_cut = self._inside + len(self._body) == self._pos  # nothing has closed it
-        closing: list[dict] = []
-        try:
-            super()._close_current(closing)
-        except (ValueError, TypeError, LookupError, RecursionError):
-            self._reset_to_implicit()
-        if closing and _is_call(closing[0]["value"]):
-            events += closing
-        elif not is_cut:
-            text = self._buffer[self._begin : self._pos]
-            events.append({"type": "region_chunk", "field": "content", "text": text})
-
-
-def _is_call(value: Any) -> bool:
-    function = value.get("function") if isinstance(value, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str) and "arguments" in function
-
-
 NAME = r"[\w.-]{1,64}"
 """Names of functions as OpenAI takes them, and with dots."""
 DECODER = json.JSONDecoder(parse_int=float)
 """It finds the end of JSON. Python limits the digits of an int."""
-TAKES_TOOLS = "tools" in inspect.signature(parse_response).parameters
 
 
 # The calls that an answer shall have.
@@ -387,34 +340,3 @@ def _schema_of(function: dict, index: int, tool: dict, required: bool) -> tuple[
         raise refuse(path, f"expected a schema of the type object, got {shown(schema['type'])}")
     check_size(path, read_schema(path, schema))
     return function["name"], path, schema
-
-
-class AnswerReader:
-    """Takes the place of the model's processor when transformers' handlers read an answer.
-
-    It reads them as a stream is read, see `FreeParser`; of text around calls transformers would keep the last part.
-
-    template: transformers' response template of the model
-    call: the request
-    """
-
-    def __init__(self, processor: Any, template: dict, call: HttpCall):
-        self.processor, self.response_template, self._call = processor, template, call
-
-    def decode(self, *args: Any, **kwargs: Any) -> str:
-        """See transformers."""
-        return self.processor.decode(*args, **kwargs)
-
-    def parse_response(self, ids: list[int], template: dict, prefix: str, **tools: Any) -> dict:
-        """The message of an answer with these token ids. prefix: the prompt; tools: of the request"""
-        calls = self._call.tool_calls
-        parser = (calls and calls.parser(prefix)) or FreeParser(template, prefix=prefix, **tools)
-        events = [*parser.initial_events, *parser.feed(self._call.cut.whole(self.decode(ids)))]
-        with suppress(ValueError):
-            events += parser.finalize()[1]
-        items = response_events_to_chunks(events)
-        thoughts = [item for item in items if isinstance(item, ReasoningText)]
-        calls = [{"function": vars(item)} for item in items if isinstance(item, ToolCall)]
-        content = [item for item in items if type(item) is str]
-        names = dict.fromkeys(REASONING, "".join(thoughts).strip() or None)
-        return {"content": "".join(content).strip(), "tool_calls": calls, **names}

@@ -105,7 +105,7 @@ def test_several_sequences_of_one_picture():
 def test_the_server_passes_on_what_a_processor_returns():
     """Lists of ids and arrays, as a processor gives them without return_tensors."""
     pytest.importorskip("fastapi", reason="needs the extra serve: fastapi")
-    from spec_compile.serve.call import CURRENT, HttpCall
+    from spec_compile.serve.call import HttpCall
     from spec_compile.serve.generation import Requests
 
     arguments = inputs("Gemma3", (2,))
@@ -114,17 +114,16 @@ def test_the_server_passes_on_what_a_processor_returns():
     requests = Requests(fast("Gemma3"), processor, config(max_requests_per_batch=2, max_queue_size=4))
 
     async def ask():
-        CURRENT.set(HttpCall(asyncio.get_running_loop(), limit_field="max_tokens"))
-        settings = GenerationConfig(pad_token_id=0, max_new_tokens=NEW)
-        answer = requests.generate_non_streaming(None, processor, listed, settings, "")
-        return await requests.workers.drive(answer)
+        call = HttpCall(asyncio.get_running_loop(), limit_field="max_tokens", inputs=listed)
+        output = await requests.ask(call, GenerationConfig(pad_token_id=0, max_new_tokens=NEW))
+        return requests.read(call, output).content, call.prompt_length, output.generated_tokens
 
     try:
         text, count, tokens = asyncio.run(ask())
     finally:
         requests.manager.destroy()
     assert tokens == expected("Gemma3", arguments) and text == f"{tokens}"
-    assert count == len(listed["input_ids"]) == arguments["input_ids"].shape[1]
+    assert count == arguments["input_ids"].shape[1]
 
 
 @pytest.mark.gpu

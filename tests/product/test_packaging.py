@@ -21,7 +21,9 @@ from spec_compile.ngram import match_gpu
 
 ROOT = Path(spec_compile.__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-DISTRIBUTIONS = {"cuda": "cuda-bindings", "flashinfer": "flashinfer-python", "PIL": "pillow"}
+DISTRIBUTIONS = {
+    "cuda": "cuda-bindings", "flashinfer": "flashinfer-python", "PIL": "pillow", "pydantic_core": "pydantic",
+}  # fmt: skip
 """Of packages that are called otherwise than what they are installed by."""
 
 

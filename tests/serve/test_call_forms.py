@@ -3,17 +3,12 @@
 import json
 
 import pytest
-
-for package in ("fastapi", "uvicorn", "openai"):
-    pytest.importorskip(package, reason=f"needs the extra serve: {package}")
-
 from server_fixtures import DEMO, TEMPLATE
 from tool_templates import TEMPLATES, chat_template, response_template
 from transformers import AutoConfig, AutoTokenizer
-from transformers.cli.serving.utils import ToolCall, response_events_to_chunks
-from transformers.utils.chat_parsing import ResponseParser
 
-from spec_compile.serve.tool_calls import TAKES_TOOLS, CallParser, FreeParser, find_call_form
+from spec_compile.serve.answers import TAKES_TOOLS, FreeParser, ToolCall, items_of
+from spec_compile.serve.tool_calls import CallParser, find_call_form
 
 QWEN = ('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n", "json")
 THOUGHT = ("reasoning_content", "<think>", "</think>")
@@ -156,15 +151,15 @@ def test_a_complete_call_that_cannot_be_read_is_content(inside, size):
     """In pieces of any size, with text, thoughts and good calls around it; transformers' parser raises."""
     good, bad = call("f", {"a": 1}), f"<tool_call>\n{inside}\n</tool_call>"
     text, size = f"<think>{bad}</think>hi {bad} and{good}{good} bye{bad}", max(size, len(inside) // 9)
-    parser = FreeParser.of(ResponseParser(TEMPLATES["qwen3"][1], prefix=PROMPT))
+    parser = FreeParser(TEMPLATES["qwen3"][1], prefix=PROMPT)
     pieces = [text[start : start + size] for start in range(0, len(text), size)]
-    items = [item for piece in pieces for item in response_events_to_chunks(parser.feed(piece))]
-    items += response_events_to_chunks(parser.finalize()[1])
+    items = [item for piece in pieces for item in items_of(parser.feed(piece))]
+    items += items_of(parser.finalize()[1])
     assert [(each.name, each.arguments) for each in items if isinstance(each, ToolCall)] == [("f", '{"a": 1}')] * 2
     assert "".join(each for each in items if type(each) is str) == f"hi {bad} and bye{bad}"
 
 
 def test_a_call_that_is_cut_off_is_no_content():
-    parser = FreeParser.of(ResponseParser(TEMPLATES["qwen3"][1], prefix=PROMPT))
-    items = response_events_to_chunks([*parser.feed('hi<tool_call>\n{"name": "f"'), *parser.finalize()[1]])
+    parser = FreeParser(TEMPLATES["qwen3"][1], prefix=PROMPT)
+    items = items_of([*parser.feed('hi<tool_call>\n{"name": "f"'), *parser.finalize()[1]])
     assert items == ["hi"]

@@ -3,11 +3,9 @@
 import asyncio
 import json
 
+import httpx
 import pytest
 
-for package in ("fastapi", "uvicorn", "prometheus_client", "openai"):
-    pytest.importorskip(package, reason=f"needs the extra serve: {package}")
-httpx = pytest.importorskip("httpx", reason="needs httpx, which fastapi's tests need, too")
 pytest.importorskip("xgrammar", reason="needs the extra grammars: xgrammar")
 
 from generated_calls import fits, request, values

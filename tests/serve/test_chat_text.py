@@ -9,7 +9,7 @@ from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from spec_compile.serve.call import CURRENT, HttpCall
-from spec_compile.serve.messages import ChatText
+from spec_compile.serve.prompts import ChatText
 
 CHATML = (
     "{% if tools %}<|im_start|>system\n<tools>{{ tools | tojson }}</tools><|im_end|>\n{% endif %}"

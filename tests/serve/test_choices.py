@@ -5,35 +5,21 @@ import json
 import socket
 from collections import defaultdict
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
-
-for package in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
-    pytest.importorskip(package, reason=f"needs the extra serve: {package}")
-pytest.importorskip("openai", reason="needs the extra serve: openai")
-
-from fastapi.responses import StreamingResponse
-from server_fixtures import events, running, save_model, wait_until
+from server_fixtures import events, wait_until
 from transformers import AutoTokenizer
 
-from spec_compile.serve.call import CURRENT, HttpCall, add_usages, context_of, interleave, split_choices
-from spec_compile.serve.errors import ERROR, Refusal
+from spec_compile.serve.call import HttpCall, split_choices
+from spec_compile.serve.endpoint import usage_of
+from spec_compile.serve.errors import Refusal
 
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PROMPTS = ["def mean(values):\n", "a", "# é\nimport"]
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 DRAWN = {"temperature": 1.2, "seed": 5, "max_tokens": 12}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def client(folder):
-    with running(folder, slots=3, max_queue=16, served_model_name="tiny") as client:
-        yield client
+SERVER = dict(slots=3, max_queue=16, served_model_name="tiny")
 
 
 @pytest.fixture(scope="module")
@@ -194,58 +180,17 @@ def make_call(**fields):
 
 def test_seeds_and_prompts_of_choices():
     call = make_call(n=3, seed=7)
-    call.prompts = [([1], "a"), ([2, 3], "b")]
-    calls = split_choices(call, 6)
-    assert [each.prompt for each in calls] == [[1]] * 3 + [[2, 3]] * 3
+    prompts = [({"input_ids": [1]}, "a"), ({"input_ids": [2, 3]}, "b")]
+    calls = split_choices(call, prompts, 6)
+    assert [each.inputs["input_ids"] for each in calls] == [[1]] * 3 + [[2, 3]] * 3
     assert [each.fields["seed"] for each in calls] == [7, 8, 9] * 2 and call.choices == calls
     with pytest.raises(Refusal, match="6 choices are more than the 5"):
-        split_choices(call, 5)
+        split_choices(call, prompts, 5)
     one = make_call()
-    assert split_choices(one, 1) == [one] and one.prompt is None
+    assert split_choices(one, prompts[:1], 1) == [one] and one.inputs == {"input_ids": [1]}
     gone = make_call(n=2)
     gone.is_gone = True
-    assert all(each.is_gone for each in split_choices(gone, 2))
-    assert context_of(one).run(CURRENT.get) is one
-    usages = [{"prompt_tokens": size, "completion_tokens": 1} for size in (4, 4, 6, 6)]
-    assert add_usages(usages, 2) == {"prompt_tokens": 10, "completion_tokens": 4, "total_tokens": 14}
-
-
-def test_events_come_in_the_order_in_which_they_are_made():
-    """The last one has the mark of the end."""
-    made = []
-
-    async def stream(name):
-        for number in range(20):
-            made.append(f"{name}{number} ")
-            yield made[-1]
-            for _ in range(name % 3):
-                await asyncio.sleep(0)
-
-    async def read():
-        contexts = [context_of(make_call()) for _ in range(5)]
-        streams = [StreamingResponse(stream(name)) for name in range(5)]
-        return [event async for event in interleave(streams, contexts).body_iterator]
-
-    assert asyncio.run(read()) == made
-
-
-def test_an_error_in_one_stream_ends_all():
-    closed = []
-
-    async def stream(name, *parts):
-        try:
-            for part in parts:
-                yield part
-            if name == "endless":
-                await asyncio.Event().wait()
-        finally:
-            closed.append(name)
-
-    async def read(*streams):
-        contexts = [context_of(make_call()) for _ in streams]
-        return [event async for event in interleave([*map(StreamingResponse, streams)], contexts).body_iterator]
-
-    assert sorted(asyncio.run(read(stream("a", "1", "2"), stream("b", "3")))) == ["1", "2", "3"]
-    told = asyncio.run(read(stream("endless", "1"), stream("c", f'{ERROR}no"}}\n\n')))
-    assert told[-1].startswith(ERROR) and {*closed} == {"a", "b", "c", "endless"}
-    assert json.loads(told[-1].removeprefix("data: "))["error"] == "no"
+    assert all(each.is_gone for each in split_choices(gone, prompts[:1], 2))
+    for each, size in zip(calls, (1, 2, 1, 2, 1, 2)):
+        each.output = SimpleNamespace(generated_tokens=[0] * size)
+    assert usage_of(calls, 3) == {"prompt_tokens": 3, "completion_tokens": 9, "total_tokens": 12}

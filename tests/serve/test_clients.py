@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from server_fixtures import EAGER, PROMPT, save_model
+from server_fixtures import EAGER, PROMPT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spec_compile import speculate
@@ -18,11 +18,6 @@ import specdec_bench
 from specdec_bench import SpecCompileModel
 
 TEXTS = ["def mean(values):\n", "import json\n\nx =", "class Stack:\n    def"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

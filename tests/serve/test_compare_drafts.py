@@ -5,10 +5,6 @@ import runpy
 import sys
 
 import pytest
-
-for package in ("fastapi", "uvicorn", "prometheus_client", "openai", "httpx"):
-    pytest.importorskip(package, reason=f"needs the extra serve: {package}")
-
 from generated_calls import request
 from server_fixtures import DEMO, PROMPT, running, save_model
 

@@ -6,11 +6,8 @@ import socket
 import threading
 import time
 
-import pytest
-
-for package in ("fastapi", "uvicorn", "prometheus_client", "openai", "httpx"):
-    pytest.importorskip(package, reason=f"needs the extra serve: {package}")
 import httpx
+import pytest
 from server_fixtures import PROMPT, running, save_tool_model, wait_until
 
 from spec_compile.serve import body

@@ -5,11 +5,8 @@ import json
 import logging
 import socket
 
-import pytest
-
-for package in ("fastapi", "uvicorn", "prometheus_client", "openai", "httpx"):
-    pytest.importorskip(package, reason=f"needs the extra serve: {package}")
 import httpx
+import pytest
 from fastapi import FastAPI
 from server_fixtures import PROMPT, running, save_tool_model
 
@@ -26,17 +23,8 @@ ROUTES = [
     ("POST", "/v1/load_lora_adapter"), ("GET", "/nothing"), ("DELETE", "/v1/completions"), ("POST", "/health"),
     ("GET", "//health"), ("GET", "/health/"), ("GET", "/HEALTH"),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_tool_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def client(folder):
-    with running(folder, slots=2, served_model_name="tiny", keys=Keys(KEYS), enable_cors=True) as client:
-        yield client
+SAVE = save_tool_model
+SERVER = dict(slots=2, served_model_name="tiny", keys=Keys(KEYS), enable_cors=True)
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import pbkdf2_hmac
 
 import pytest
-
-for package in ("fastapi", "uvicorn", "prometheus_client", "openai", "httpx"):
-    pytest.importorskip(package, reason=f"needs the extra serve: {package}")
-
 from server_fixtures import DEMO, TEMPLATE, running
 from sweeps import thinned
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -19,7 +15,9 @@ from spec_compile.errors import RequestError
 from spec_compile.runtime.verify import constraint
 from spec_compile.serve import grammars
 from spec_compile.serve.errors import Refusal
+from spec_compile.serve.fields import check_fields
 from spec_compile.serve.grammars import GrammarCache, read_form
+from spec_compile.serve.models import ChatFields
 
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 NAME = {"type": "string", "maxLength": 8}
@@ -133,7 +131,7 @@ REFUSED = [
     {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
     {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
     {"response_format": {"type": "json_object", "json_schema": {"name": "a", "schema": {}}}},
-    {"structured_outputs": {"json": {}, "regex": "a"}}, {"structured_outputs": {"whitespace_pattern": "a"}},
+    {"structured_outputs": {"json": {}, "regex": "a"}}, {"structured_outputs": {"structural_tag": "a"}},
     {"structured_outputs": {"json": 5}}, {"guided_json": "{"}, {"guided_json": "[]"}, {"guided_json": "[" * 20_000},
     {"guided_json": '{"a": ' * 200 + "1" + "}" * 200}, {"guided_json": {"enum": ["a" * 100] * 400}},
     {"guided_regex": ""}, {"guided_regex": "a" * 40_000}, {"guided_regex": "(" * 600 + ")" * 600},
@@ -145,7 +143,7 @@ REFUSED = [
 @pytest.mark.parametrize("fields", REFUSED, ids=lambda fields: json.dumps(fields)[:50])
 def test_a_bad_or_large_form_is_refused_by_its_field(fields):
     with pytest.raises(Refusal) as caught:
-        read_form(fields)
+        read_form(check_fields(ChatFields, {"messages": [{"role": "user", "content": "a"}]} | fields))
     (name,) = fields
     assert caught.value.status_code == 400 and caught.value.param == name and name in caught.value.detail
 

@@ -5,7 +5,7 @@ import json
 import sys
 
 import pytest
-from server_fixtures import EAGER, expected, load_alone, running, save_model, scripted
+from server_fixtures import EAGER, expected, scripted
 
 chat = pytest.importorskip("transformers.cli.chat")
 PROMPTS = {
@@ -15,22 +15,7 @@ PROMPTS = {
     "final_answer": {"pre_messages": "", "post_messages": ""},
 }
 """Of an agent, short enough for a row of the demo model."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def alone(folder):
-    return load_alone(folder)
-
-
-@pytest.fixture(scope="module")
-def client(folder):
-    with running(folder, options=EAGER) as client:
-        yield client
+SERVER = dict(options=EAGER)
 
 
 def talk(client, folder, monkeypatch, lines, *flags):

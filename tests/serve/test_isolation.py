@@ -6,13 +6,6 @@ import threading
 import time
 
 import pytest
-
-pytest.importorskip("fastapi", reason="needs the extra serve: fastapi")
-pytest.importorskip("uvicorn", reason="needs the extra serve: uvicorn")
-pytest.importorskip("openai", reason="needs the extra serve: openai")
-pytest.importorskip("prometheus_client", reason="needs the extra serve: prometheus_client")
-pytest.importorskip("httpx", reason="needs httpx, which fastapi's tests need, too")
-
 from server_fixtures import EAGER, running, save_model, wait_until
 
 from spec_compile.serve.call import CURRENT, WORKERS, HttpCall, Waiting, Workers
@@ -26,12 +19,7 @@ ROUTES = {
     "/v1/responses": {"input": "f", "max_output_tokens": 2},
     "/v1/messages": {"messages": [{"role": "user", "content": "f"}], "max_tokens": 2},
 }
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory):
-    with running(save_model(tmp_path_factory.mktemp("model")), options=EAGER | {"adaptive": False}) as client:
-        yield client
+SERVER = dict(options=EAGER | {"adaptive": False})
 
 
 @pytest.fixture(autouse=True)

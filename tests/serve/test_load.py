@@ -8,13 +8,9 @@ import threading
 import time
 from itertools import pairwise
 
+import httpx
 import pytest
-
-for package in ("fastapi", "uvicorn", "openai", "prometheus_client"):
-    pytest.importorskip(package, reason=f"needs the extra serve: {package}")
-httpx = pytest.importorskip("httpx", reason="needs httpx, which fastapi's tests need, too")
-
-from server_fixtures import PROMPT, expected, load_alone, running, save_model, wait_until
+from server_fixtures import PROMPT, expected, running, wait_until
 
 from spec_compile.serve import generation
 from spec_compile.serve.handlers import Completion
@@ -30,22 +26,7 @@ with httpx.Client(timeout=60) as client:
         print("sent", flush=True)
 """
 """A client in a process of its own, which sends one body again and again."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def client(folder):
-    with running(folder, slots=4, max_queue=8) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def alone(folder):
-    return load_alone(folder)
+SERVER = dict(slots=4, max_queue=8)
 
 
 def expensive():

@@ -7,12 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-
-for package in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
-    pytest.importorskip(package, reason=f"needs the extra serve: {package}")
-pytest.importorskip("openai", reason="needs the extra serve: openai")
-
-from server_fixtures import load_alone, running, save_tool_model, scripted
+from server_fixtures import load_alone, save_tool_model, scripted
 
 from spec_compile.batching.output import MOST_TOP, TokenScore
 from spec_compile.batching.request_options import TokenBytes
@@ -20,17 +15,8 @@ from spec_compile.serve.logprobs import LEAST, ChatLogprobs, CompletionLogprobs,
 
 PROMPT, CLOSE = "# é 😀\ndef mean(values):\n    re", 1e-4
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "a mean"}], "max_tokens": 12, "logprobs": True}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_tool_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def client(folder):
-    with running(folder, slots=4, served_model_name="tiny") as client:
-        yield client
+SAVE = save_tool_model
+SERVER = dict(slots=4, served_model_name="tiny")
 
 
 @pytest.fixture(scope="module")

@@ -127,7 +127,6 @@ def test_adapters_come_and_go(client, ai, paths):
         ({"lora_name": "x", "lora_path": "large"}, "lora_path", "has rank 9, and slots have room for 4"),
         ({"lora_name": "x", "lora_path": "wide"}, "lora_path", "changes model.layers.0.self_attn.o_proj"),
         ({"lora_name": "x", "lora_path": "dora"}, "lora_path", "use_dora"),
-        ({"lora_name": "x", "lora_path": "first", "lora": 1}, "lora", "not served"),
     ],
 )
 def test_what_cannot_be_loaded(client, ai, paths, body, field, reason):

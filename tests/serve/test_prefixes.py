@@ -4,9 +4,6 @@ import json
 
 import pytest
 
-for package in ("fastapi", "transformers.cli.serving"):
-    pytest.importorskip(package, reason=f"needs the extra serve: {package}")
-
 from spec_compile.serve.forwarding import BLOCK, MOST_BLOCKS, PrefixMap, prompt_keys
 
 LONG = "".join(f"line {number}, " for number in range(200))

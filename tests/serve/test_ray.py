@@ -14,8 +14,7 @@ import pytest
 
 for package in ("ray.serve", "ray.data", "fastapi", "openai", "prometheus_client"):
     pytest.importorskip(package, reason=f"needs the extras ray and serve: {package}")
-httpx = pytest.importorskip("httpx", reason="needs httpx, which fastapi's tests need, too")
-
+import httpx
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve

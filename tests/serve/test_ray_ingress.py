@@ -7,15 +7,14 @@ import pytest
 
 for package in ("ray.serve", "fastapi", "prometheus_client"):
     pytest.importorskip(package, reason=f"needs the extras ray and serve: {package}")
-httpx = pytest.importorskip("httpx", reason="needs httpx, which fastapi's tests need, too")
-
+import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError
 
-from spec_compile.serve import ray_ingress
+from spec_compile.serve import ray as serve_ray
 from spec_compile.serve.forwarding import AnswerHead
-from spec_compile.serve.ray_ingress import ATTEMPTS, Ingress, merge
+from spec_compile.serve.ray import ATTEMPTS, Ingress, merge
 
 JSON = AnswerHead(200, [(b"content-type", b"application/json"), (b"x-request-id", b"inner")])
 EVENTS = AnswerHead(200, [(b"content-type", b"text/event-stream; charset=utf-8")])
@@ -63,7 +62,7 @@ class Replicas:
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch):
-    monkeypatch.setattr(ray_ingress, "RETRY_SECONDS", 0)
+    monkeypatch.setattr(serve_ray, "RETRY_SECONDS", 0)
 
 
 def ask(replicas, path="/v1/completions", method="POST", **options):

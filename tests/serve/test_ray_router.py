@@ -11,7 +11,7 @@ for package in ("ray.serve", "fastapi", "prometheus_client"):
 from ray.serve.request_router import PendingRequest
 
 from spec_compile.serve.forwarding import HttpRequest
-from spec_compile.serve.ray_ingress import PrefixRouter
+from spec_compile.serve.ray import PrefixRouter
 
 REPLICAS = [SimpleNamespace(replica_id=name) for name in "abc"]
 

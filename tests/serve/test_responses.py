@@ -3,25 +3,14 @@
 import json
 
 import pytest
-
-for package in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
-    pytest.importorskip(package, reason=f"needs the extra serve: {package}")
-pytest.importorskip("openai", reason="needs the extra serve: openai")
-
-from server_fixtures import running, save_tool_model, scripted
-
-from spec_compile.serve.responses import ResponseEvents
+from server_fixtures import save_tool_model, scripted
 
 CALL = '<tool_call>{"name": "look", "arguments": {"place": "Rome"}}</tool_call>'
 TOOLS = [{"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}]
 BODY = {"model": "tiny", "input": "hi", "tools": TOOLS, "max_output_tokens": 200}
 ITEMS = {"reasoning": "reasoning_text", "message": "output_text", "function_call": "function_call_arguments"}
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory):
-    with running(save_tool_model(tmp_path_factory.mktemp("model")), slots=2, served_model_name="tiny") as client:
-        yield client
+SAVE = save_tool_model
+SERVER = dict(slots=2, served_model_name="tiny")
 
 
 @pytest.mark.parametrize(
@@ -138,15 +127,9 @@ def test_an_answer_at_its_limit_is_incomplete(client, sdk):
     assert whole.incomplete_details.reason == last.response.incomplete_details.reason == "max_output_tokens"
 
 
-def test_a_text_after_a_call_is_a_message_of_its_own():
-    made = ResponseEvents(lambda: False, {})
-    item = {"id": "msg_1", "type": "message", "content": []}
-    found = []
-    for text in ("a", "b"):
-        for kind, more in (("output_item.added", {"item": item}), ("content_part.added", {"item_id": "msg_1"}),
-                           ("output_text.delta", {"delta": text, "item_id": "msg_1"}),
-                           ("output_text.done", {"text": "ab"}), ("output_item.done", {"item": item})):  # fmt: skip
-            found += made.mend({"type": f"response.{kind}", "output_index": 0} | more)
-    done = [event for event in found if event["type"] == "response.output_item.done"]
-    assert [(each["output_index"], each["item"]["id"]) for each in done] == [(0, "msg_1"), (1, "msg_1_1")]
-    assert [each["item"]["content"][0]["text"] for each in done] == ["a", "b"]
+def test_a_text_after_a_call_is_a_message_of_its_own(client, sdk):
+    with scripted(client, f"a{CALL}b"):
+        events = [*sdk.responses.create(**BODY, stream=True)]
+    done = [event for event in events if event.type == "response.output_item.done"]
+    assert [event.output_index for event in done] == [0, 1, 2] and len({event.item.id for event in done}) == 3
+    assert [done[index].item.content[0].text for index in (0, 2)] == ["a", "b"]

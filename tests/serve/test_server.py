@@ -9,44 +9,23 @@ import sys
 import time
 from contextlib import contextmanager
 
+import httpx
 import psutil
 import pytest
-
-pytest.importorskip("fastapi", reason="needs the extra serve: fastapi")
-pytest.importorskip("uvicorn", reason="needs the extra serve: uvicorn")
-pytest.importorskip("openai", reason="needs the extra serve: openai")
-pytest.importorskip("prometheus_client", reason="needs the extra serve: prometheus_client")
-httpx = pytest.importorskip("httpx", reason="needs httpx, which fastapi's tests need, too")
-
-from server_fixtures import PROMPT, events, expected, load_alone, running, save_model, wait_until
+from server_fixtures import PROMPT, events, expected, running, wait_until
 from transformers import GenerationConfig
 
 from spec_compile.batching.rows import Rows
 from spec_compile.serve import followers
 from spec_compile.serve import runner as drain
-from spec_compile.serve.call import CURRENT, HttpCall
+from spec_compile.serve.call import HttpCall
 from spec_compile.serve.errors import DEAD
 from spec_compile.serve.server import build
 
 SHORT = {"prompt": PROMPT, "max_tokens": 24}
 LONG = {"prompt": PROMPT, "max_tokens": 1500, "temperature": 2.0, "seed": 1}
 """An answer that takes a while, because nothing drafted is accepted."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def client(folder):
-    with running(folder, slots=2, max_queue=5) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def alone(folder):
-    return load_alone(folder)
+SERVER = dict(slots=2, max_queue=5)
 
 
 def complete(client, **body):
@@ -164,7 +143,6 @@ def test_the_models_are_the_one_that_is_served(client, folder):
     [
         (422, "body", b"{bad"),
         (422, "body", b"[1]"),
-        (422, "speed", {"prompt": "a", "speed": 9}),
         (400, "prompt", {}),
         (400, "prompt", {"prompt": 5}),
         (400, "prompt", {"prompt": ["a", 5]}),
@@ -259,20 +237,19 @@ def test_a_slow_client_loses_its_own_request_alone(client, alone, monkeypatch):
     monkeypatch.setattr(requests, "most_unread", 20)
 
     async def ask():
-        CURRENT.set(slow := HttpCall(asyncio.get_running_loop(), limit_field="max_tokens"))
+        slow = HttpCall(asyncio.get_running_loop(), limit_field="max_tokens", inputs=alone[1](PROMPT))
         config = GenerationConfig(do_sample=True, temperature=2.0, max_new_tokens=1500, eos_token_id=-1)
-        ids = alone[1](PROMPT)["input_ids"]
-        pieces, _ = requests.generate_streaming(None, alone[1], {"input_ids": ids}, config, "slow")
+        requests.stream(slow, config, pieces := asyncio.Queue())
         async with httpx.AsyncClient(base_url=client.base_url, timeout=60) as other:
             answer = await other.post("/v1/completions", json=SHORT)
         while slow.is_open:
             await asyncio.sleep(0.01)
-        waiting = [pieces.get_nowait() for _ in range(pieces.qsize())]
+        waiting = [pieces.get_nowait()[1] for _ in range(pieces.qsize())]
         return slow.output, waiting, answer.json()["choices"][0]["text"]
 
     output, waiting, text = asyncio.run(ask())
     assert output.finish_reason == "cancelled" and len(output.generated_tokens) < 1500
-    assert "slowly" in waiting[-1].msg and None not in waiting
+    assert "slowly" in waiting[-1].detail and None not in waiting
     assert text == expected(alone, PROMPT, max_new_tokens=24, do_sample=False)
 
 

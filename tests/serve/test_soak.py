@@ -11,13 +11,9 @@ import threading
 import time
 from collections import Counter
 
+import httpx
 import psutil
 import pytest
-
-for package in ("fastapi", "uvicorn", "openai", "prometheus_client"):
-    pytest.importorskip(package, reason=f"needs the extra serve: {package}")
-httpx = pytest.importorskip("httpx", reason="needs httpx, which fastapi's tests need, too")
-
 from server_fixtures import expected, load_alone, running, save_model, wait_until
 
 SECONDS = float(os.environ.get("SPEC_COMPILE_SOAK", "10"))

@@ -3,11 +3,7 @@
 import json
 
 import pytest
-
-for package in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
-    pytest.importorskip(package, reason=f"needs the extra serve: {package}")
-
-from server_fixtures import events, running, save_tool_model, scripted
+from server_fixtures import events, save_tool_model, scripted
 
 CHATS, COMPLETIONS, RESPONSES, MESSAGES = (
     f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages")
@@ -17,12 +13,8 @@ REASONS = {
     MESSAGES: {"stop": "stop_sequence", "end": "end_turn", "length": "max_tokens"},
     RESPONSES: {"stop": "completed", "end": "completed", "length": "incomplete"},
 }
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory):
-    with running(save_tool_model(tmp_path_factory.mktemp("model")), slots=4, served_model_name="tiny") as client:
-        yield client
+SAVE = save_tool_model
+SERVER = dict(slots=4, served_model_name="tiny")
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,6 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-
-for package in ("fastapi", "uvicorn", "prometheus_client", "openai", "httpx"):
-    pytest.importorskip(package, reason=f"needs the extra serve: {package}")
-
 from server_fixtures import events, running, save_model
 from transformers import AutoTokenizer
 
@@ -27,6 +23,7 @@ ANSWER = {
 }
 SAMPLINGS = [{"temperature": 0}, {"temperature": 1.2, "seed": 4}]
 BODIES = {CHATS: {"messages": [{"role": "user", "content": "a mean"}]}, COMPLETIONS: {"prompt": "# a mean\n<think>"}}
+SERVER = dict(slots=4)
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +38,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tokenizer(folder):
     return AutoTokenizer.from_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def client(folder):
-    with running(folder, slots=4) as client:
-        yield client
 
 
 def ask(client, path, **fields):

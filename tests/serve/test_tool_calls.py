@@ -2,12 +2,8 @@
 
 import json
 
+import openai
 import pytest
-
-for package in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
-    pytest.importorskip(package, reason=f"needs the extra serve: {package}")
-openai = pytest.importorskip("openai", reason="needs the extra serve: openai")
-
 from server_fixtures import DEMO, TEMPLATE, events, running, save_model
 from tool_templates import TEMPLATES, chat_template, response_template, save_tool_model, tool
 from transformers import AutoConfig, AutoTokenizer
@@ -35,6 +31,7 @@ FLAT = [{"type": "function"} | {name: each for name, each in tool["function"].it
 """The tools in the form of /v1/responses."""
 ONE = {"parallel_tool_calls": False}
 SAMPLINGS = [{"temperature": 0}, {"temperature": 0.9, "top_p": 0.9, "seed": 9}]
+SAVE = save_tool_model
 
 
 def named(name):
@@ -55,11 +52,6 @@ def few_spaces():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tool_calls, "MOST_SPACES", 1)
         yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_tool_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

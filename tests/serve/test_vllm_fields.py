@@ -4,33 +4,14 @@ import itertools
 import json
 
 import pytest
-
-for package in ("fastapi", "uvicorn", "prometheus_client", "openai", "httpx"):
-    pytest.importorskip(package, reason=f"needs the extra serve: {package}")
-
-from server_fixtures import PROMPT, expected, load_alone, running, save_model
+from server_fixtures import PROMPT, expected
 
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PROMPTS = {COMPLETIONS: {"prompt": PROMPT}, CHATS: {"messages": [{"role": "user", "content": PROMPT.rstrip()}]}}
 TEXTS = {COMPLETIONS: PROMPT, CHATS: f"# {PROMPT}"}
 PATHS = pytest.mark.parametrize("path", PROMPTS)
 GREEDY, SAMPLED = {"temperature": 0}, {"temperature": 1.4, "seed": 5}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def client(folder):
-    with running(folder, slots=4) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def alone(folder):
-    return load_alone(folder)
+SERVER = dict(slots=4)
 
 
 def choice(client, path, tokens=24, **fields):
@@ -100,8 +81,7 @@ def test_stop_token_ids_end_an_answer_as_the_models_own(client, alone, ends):
 def test_no_end_is_an_end_if_the_client_ignores_them(client, alone, ends, monkeypatch):
     """The ids of `stop_token_ids` still are."""
     first, later = ends
-    models = next(route for route in client.runner.config.app.routes if route.path == COMPLETIONS)
-    model = models.endpoint.__self__.model_manager.the_one.model
+    model = client.runner.requests.model
     monkeypatch.setattr(model.generation_config, "eos_token_id", first)
     short = choice(client, COMPLETIONS, **GREEDY)
     assert short == (wanted(alone, COMPLETIONS, GREEDY, eos_token_id=first), "stop")

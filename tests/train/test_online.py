@@ -294,7 +294,7 @@ def test_drafts_that_cannot_learn_are_refused(monkeypatch):
 def test_the_server_learns_if_it_is_told_to(monkeypatch):
     pytest.importorskip("uvicorn")
     fast = system()
-    server = SimpleNamespace(models=SimpleNamespace(the_one=SimpleNamespace(model=fast)))
+    server = SimpleNamespace(model=fast)
     runner = SimpleNamespace(run=lambda: None, has_failed=False)
     monkeypatch.setattr("spec_compile.serve.server.build", lambda *given, **flags: server)
     monkeypatch.setattr("spec_compile.serve.runner.Runner", lambda server, grace, **door: runner)

@@ -1,4 +1,4 @@
-"""Checks of messages, items of /v1/responses and tools, before transformers makes a prompt of them."""
+"""Checked messages as the chat template reads them, and `ChatText`: control tokens that clients write become text."""
 
 import inspect
 import json
@@ -11,165 +11,12 @@ from typing import Any
 import jinja2
 from tokenizers import AddedToken, Tokenizer
 from transformers import BatchEncoding
-from transformers.cli.serving.utils import Modality
 from transformers.utils.chat_template_utils import _compile_jinja_template, _get_template_variables
 
 from .call import CURRENT
-from .errors import refuse, shown
-from .fields import ANY, FLAG, LIST, OBJECT, TEXT, Field, check_object, only
-from .media import PARTS as PICTURES
-
-TEXTS = ("text", "input_text", "output_text")
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-
-
-def _is_json(value: Any, kind: type = object) -> bool:
-    """True for a value of this kind, or JSON of one."""
-    try:
-        return isinstance(json.loads(value) if isinstance(value, str) else value, kind)
-    except (ValueError, RecursionError):
-        return False
-
-
-ROLE = Field(lambda value: isinstance(value, str) and value in ROLES, f"one of {', '.join(ROLES)}")
-CONTENT = Field(lambda value: isinstance(value, (str, list)), "a text or a list of parts")
-ARGUMENTS = Field(lambda value: _is_json(value, dict), "a text that is a JSON object")
-GAINED = Field(lambda value: isinstance(value, (str, dict)), "a text")
-"""Arguments of a call of /v1/responses. The model has written them, and not always as an object."""
-ADDRESS = Field(lambda value: isinstance(value, (str, dict)), "an address, or an object with it")
-MESSAGE = {
-    "role": ROLE,
-    "content": CONTENT,
-    "name": TEXT,
-    "tool_calls": LIST,
-    "tool_call_id": TEXT,
-    "reasoning_content": TEXT,
-    "annotations": only([]),
-}
-CALL = {"id": ANY, "type": ANY, "index": ANY, "function": OBJECT}
-CALLED = {"name": TEXT, "arguments": ARGUMENTS}
-TEXT_PART = {"type": TEXT, "text": TEXT} | dict.fromkeys(
-    ("annotations", "logprobs", "cache_control", "prompt_cache_breakpoint"), ANY
-)
-ITEM = {"type": ANY, "id": ANY, "status": ANY}
-ITEMS = {
-    "message": ITEM | {"phase": ANY, "role": ROLE, "content": CONTENT, "annotations": only([])},
-    "function_call": ITEM | {"call_id": TEXT, "name": TEXT, "arguments": GAINED},
-    "function_call_output": ITEM | {"call_id": TEXT, "output": CONTENT},
-    "reasoning": ITEM | {"content": CONTENT, "summary": only([]), "encrypted_content": only()},
-}
-"""The fields of each type of item in `input`."""
-REQUIRED = {
-    "message": ("role", "content"),
-    "function_call": ("call_id", "name", "arguments"),
-    "function_call_output": ("call_id", "output"),
-    "reasoning": (),
-}
-"""The fields that an item of each type must have."""
-TOOL = {"type": ANY, "function": OBJECT}
-FUNCTION = {"type": ANY, "name": TEXT, "description": TEXT, "parameters": OBJECT, "strict": FLAG}
-
-
-def check_messages(messages: list, modality: Modality, path: str = "messages") -> list[dict]:
-    """The messages of a chat without fields that are null. Refusal that names the place of a field that is not served.
-
-    modality: of the model's inputs
-    path: the client's name of the list
-    """
-    return [_check_message(each, modality, f"{path}[{index}]") for index, each in enumerate(messages)]
-
-
-def _check_message(message: Any, modality: Modality, path: str) -> dict:
-    fields = check_object(message, MESSAGE, ("role",), path)
-    fields.pop("annotations", None)
-    for index, call in enumerate(fields.get("tool_calls", [])):
-        call_path = f"{path}.tool_calls[{index}]"
-        called = check_object(call, CALL, ("function",), call_path)["function"]
-        check_object(called, CALLED, CALLED, f"{call_path}.function")
-    if fields.get("tool_calls") == []:
-        del fields["tool_calls"]  # transformers would leave out the content
-    if "content" not in fields and "tool_calls" not in fields:
-        raise refuse(f"{path}.content", f"expected {CONTENT.expected}; there is none")
-    check_parts(fields.get("content", ""), modality, f"{path}.content")
-    return fields
-
-
-def check_parts(content: str | list, modality: Modality, path: str) -> None:
-    """Refuse parts of a content that the model does not read."""
-    for index, part in enumerate(content if isinstance(content, list) else ()):
-        part_path = f"{path}[{index}]"
-        OBJECT.check(part_path, part)
-        part_type = part.get("type")
-        TEXT.check(f"{part_path}.type", part_type)
-        if part_type in TEXTS:
-            check_object(part, TEXT_PART, ("text",), part_path)
-        elif part_type in PICTURES and modality in (Modality.VLM, Modality.MULTIMODAL):
-            _check_picture(part, part_path)
-        else:
-            reads = "only text" if modality is Modality.LLM else "text and pictures here, no videos and no sound"
-            raise refuse(f"{part_path}.type", f"the model reads {reads}, got {shown(part_type)}")
-
-
-def _check_picture(part: dict, path: str) -> None:
-    """Refuse a picture with other fields than its address."""
-    fields = check_object(
-        part, {"type": TEXT, "image_url": ADDRESS, "detail": only("auto")}, ("type", "image_url"), path
-    )
-    if isinstance(fields["image_url"], dict):
-        check_object(fields["image_url"], {"url": TEXT, "detail": only("auto")}, ("url",), f"{path}.image_url")
-
-
-def check_input(items: str | list, modality: Modality, has_instructions: bool) -> str | list[dict]:
-    """The field `input` of /v1/responses without nulls. Refusal as in `check_messages`.
-
-    transformers reads reasoning before a message of the assistant, so an empty one is put between reasoning and a call.
-    """
-    if isinstance(items, str):
-        return items
-    for index, item in enumerate(items):
-        OBJECT.check(f"input[{index}]", item)
-    if "role" not in items[0] and items[0].get("type") not in ITEMS:  # parts of one message
-        check_parts(items, modality, "input")
-        return items
-    checked = [_check_item(item, modality, f"input[{index}]") for index, item in enumerate(items)]
-    if "role" not in checked[0]:
-        raise refuse("input[0]", f"expected a message first, got an item of type {shown(checked[0].get('type'))}")
-    if has_instructions and checked[0]["role"] == "system":
-        raise refuse("instructions", "the input begins with a message of the system; give one of them")
-    read: list[dict] = []
-    for item, follower in zip(checked, [*checked[1:], {}]):
-        read.append(item)
-        if item.get("type") == "reasoning" and follower.get("role") != "assistant":
-            read.append({"role": "assistant", "content": ""})
-    return read
-
-
-def _check_item(item: dict, modality: Modality, path: str) -> dict:
-    item_type = item.get("type") or "message"
-    if not isinstance(item_type, str) or item_type not in ITEMS:
-        raise refuse(f"{path}.type", f"expected one of {', '.join(ITEMS)}, got {shown(item_type)}")
-    fields = check_object(item, ITEMS[item_type], REQUIRED[item_type], path)
-    if item_type == "reasoning":
-        for index, part in enumerate(fields.get("content", [])):
-            check_object(part, {"type": ANY, "text": TEXT}, ("text",), f"{path}.content[{index}]")
-    else:
-        name = "output" if item_type == "function_call_output" else "content"
-        check_parts(fields.get(name, ""), modality, f"{path}.{name}")
-    if item_type == "function_call" and not _is_json(fields["arguments"]):
-        fields["arguments"] = json.dumps(fields["arguments"])  # transformers reads JSON; templates get the text again
-    return fields
-
-
-def check_tools(tools: list) -> None:
-    """Refuse tools that are not functions. Chats and /v1/responses have a form each."""
-    for index, tool in enumerate(tools):
-        path, function = f"tools[{index}]", tool
-        OBJECT.check(path, tool)
-        only("function").check(f"{path}.type", tool.get("type"))
-        if "function" in tool:
-            function = check_object(tool, TOOL, ("function",), path)["function"]
-            path += ".function"
-        check_object(function, FUNCTION, ("name",), path)
+from .errors import refuse
+from .media import address_of
+from .models import TEXTS
 
 
 def count_characters(value: Any) -> int:
@@ -182,9 +29,92 @@ def count_characters(value: Any) -> int:
     return total
 
 
-# `ChatText`: control tokens that clients write into a chat become text, and only the chat template writes such tokens.
-#
-# An ordinary request, in which no text has one, is rendered and encoded as transformers does it.
+def messages_of(items: str | list[dict], instructions: str | None) -> list[dict]:
+    """The messages of a chat for the checked items of /v1/responses.
+
+    Reasoning belongs to the message of the assistant after it, or else to an empty one. Calls belong to the message of
+    the assistant before them.
+    """
+    messages = [{"role": "system", "content": instructions}] if instructions else []
+    if isinstance(items, str):
+        return [*messages, {"role": "user", "content": items}]
+    thought: dict[str, str] = {}
+    for item in [*items, {"type": "end"}]:
+        kind = item.get("type", "message")
+        if thought and not (kind == "message" and item["role"] == "assistant"):
+            messages.append({"role": "assistant", "content": ""} | thought)
+            thought = {}
+        if kind == "reasoning":
+            content = item.get("content", "")
+            texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+            thought = {"reasoning_content": "".join(texts)}
+        elif kind == "message":
+            messages.append({"role": item["role"], "content": item["content"]} | thought)
+            thought = {}
+        elif kind == "function_call":
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant"})
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            messages[-1].setdefault("tool_calls", []).append({"id": item["call_id"], "function": function})
+        elif kind == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
+    return messages
+
+
+def nested(tools: list[dict]) -> list[dict]:
+    """Tools in the form of chats, which templates read."""
+    return [
+        tool
+        if "function" in tool
+        else {"type": "function", "function": {name: each for name, each in tool.items() if name != "type"}}
+        for tool in tools
+    ]
+
+
+def for_template(messages: list[dict], joins_texts: bool, knows_developers: bool, pictures: dict) -> list[dict]:
+    """Messages of a chat as variables of a chat template.
+
+    joins_texts: True if the content of a message is one text, False if it is a list of parts
+    knows_developers: False if a developer is the system to the template
+    pictures: by their names, which stand for their addresses in `messages`
+    """
+    made = []
+    for message in messages:
+        role, content = message["role"], message.get("content") or []
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else [*map(_part(pictures), content)]
+        variables = {
+            "role": "system" if role == "developer" and not knows_developers else role,
+            "content": " ".join(part["text"] for part in parts) if joins_texts else parts,
+        }
+        if "tool_calls" in message:
+            variables["tool_calls"] = [*map(_read_call, message["tool_calls"])]
+        kept = ("tool_call_id", "name", "reasoning_content")
+        made.append(variables | {name: message[name] for name in kept if name in message})
+    return made
+
+
+def _part(pictures: dict) -> Any:
+    def read(part: dict) -> dict:
+        if part["type"] in TEXTS:
+            return {"type": "text", "text": part["text"]}
+        return {"type": "image", "image": pictures[address_of(part)]}
+
+    return read
+
+
+def _read_call(call: dict) -> dict:
+    """A call whose arguments are an object, which templates go through. Text that is no JSON stays."""
+    function = call["function"]
+    arguments = function["arguments"]
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        pass
+    return call | {"function": function | {"arguments": arguments}}
+
+
+# `ChatText`: only the chat template writes control tokens. An ordinary request, in which no text has one, is rendered
+# and encoded as transformers does it.
 
 RENDERED = {"messages", "tools", "add_generation_prompt", "load_audio_from_video"}
 """Variables of a chat template that are fields of a request, or that transformers sets."""

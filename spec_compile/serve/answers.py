@@ -1,0 +1,192 @@
+"""The text, the reasoning and the calls of an answer, read from its pieces by the model's response template."""
+
+import inspect
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers.utils.chat_parsing import ResponseParser, parse_response
+
+REASONING = "reasoning_content", "thinking", "reasoning"
+"""Names that response templates give to the model's reasoning."""
+TAKES_TOOLS = "tools" in inspect.signature(parse_response).parameters
+
+
+def _template(anchor: str | list[str], thought: tuple[str, str], calls: dict, content: dict) -> dict:
+    fields = {
+        "reasoning_content": {"open": thought[0], "close": thought[1], "content": "text"},
+        "tool_calls": {"repeats": True} | calls,
+        "content": {"content": "text"} | content,
+    }
+    return {"defaults": {"role": "assistant"}, "start_anchor": anchor, "fields": fields}
+
+
+NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+# White space before a mark must not open an empty region of content, which would take the place of the real one.
+QWEN3 = _template(
+    "<|im_start|>assistant\n",
+    ("<think>", "</think>"),
+    {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "content": "json",
+     "transform": {"type": "function", "function": "{content}"}},
+    {"close_pattern": r"\s*(?:<\|im_end\|>|<\|endoftext\|>|<\|eot_id\|>)"},
+)  # fmt: skip
+QWEN3_5 = _template(
+    "<|im_start|>assistant\n",
+    ("<think>", "</think>"),
+    {"open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>", "close_pattern": r"</function>\s*</tool_call>",
+     "content": "xml-inline", "transform": NAMED,
+     "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"}},
+    {"close_pattern": r"\s*(?:<\|im_end\|>|<\|endoftext\|>)"},
+)  # fmt: skip
+GEMMA4 = _template(
+    ["<|turn>model\n", "<tool_response|>"],
+    ("<|channel>thought\n", "<channel|>"),
+    {"open_pattern": r"<\|tool_call>call:(?P<name>\w+)", "close": "<tool_call|>", "content": "json", "transform": NAMED,
+     "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]}},
+    {"close": ["<turn|>", "<|tool_response>", "<eos>"]},
+)  # fmt: skip
+FAMILIES = {
+    ("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe"):
+        QWEN3,
+    ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"): QWEN3_5,
+    ("gemma4",): GEMMA4,
+}  # fmt: skip
+"""Response templates by types of models, for tokenizers that have none, as in transformers' server."""
+
+
+def response_template(processor: Any, model: Any) -> dict | None:
+    """The form of a model's answers in transformers' response templates, or None if it is not known."""
+    own = getattr(getattr(processor, "tokenizer", processor), "response_template", None)
+    kind = model.config.model_type
+    return next((each for kinds, each in FAMILIES.items() if kind in kinds), None) if own is None else own
+
+
+class Thought(str):
+    """A piece of the model's reasoning."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A complete call. arguments: as JSON."""
+
+    name: str
+    arguments: str
+
+
+def items_of(events: list[dict]) -> list[str | Thought | ToolCall]:
+    """The pieces of text and of reasoning, and the complete calls, that a parser's events tell a client."""
+    items: list[str | Thought | ToolCall] = []
+    for event in events:
+        text, name = event.get("text"), event.get("field")
+        if event["type"] == "region_chunk" and not event.get("dirty") and text:
+            items += [Thought(text)] if name in REASONING else [text] if name == "content" else []
+        elif event["type"] == "region_close" and name == "tool_calls":
+            function = event["value"]["function"]
+            arguments = function["arguments"]
+            arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            items.append(ToolCall(function["name"], arguments))
+    return items
+
+
+@dataclass
+class ReadAnswer:
+    """A whole answer."""
+
+    content: str
+    reasoning: str | None = None
+    calls: list[ToolCall] = field(default_factory=list)
+
+
+def read_answer(parser: Any, text: str) -> ReadAnswer:
+    """The parts of a whole text. It is read as a stream is, so that text around calls stays."""
+    events = [*parser.initial_events, *parser.feed(text)]
+    with suppress(ValueError, RuntimeError):  # it was cut off within a call
+        events += parser.finalize()[1]
+    items = items_of(events)
+    thoughts = "".join(item for item in items if isinstance(item, Thought)).strip()
+    content = "".join(item for item in items if type(item) is str).strip()
+    return ReadAnswer(content, thoughts or None, [item for item in items if isinstance(item, ToolCall)])
+
+
+def free_parser(template: dict, prompt: str, tools: list[dict] | None) -> "FreeParser":
+    """The parser of answers that are not held to calls. tools: of the request, in the form of chats."""
+    return FreeParser(template, prefix=prompt, **({"tools": tools} if TAKES_TOOLS else {}))
+
+
+class FreeParser(ResponseParser):
+    """transformers' parser, for answers that are not held to calls.
+
+    A complete call that cannot be read, such as one whose JSON is broken, becomes content with the text that begins and
+    ends it. transformers would fail. A call that is cut off is left out.
+    """
+
+    _begin, _inside = 0, 0  # where the open region begins, and where the text within it does
+
+    def _open_explicit(self, events: list[dict], field: Any, match: Any) -> None:
+        self._begin, self._inside = match.start(), match.end()
+        super()._open_explicit(events, field, match)
+
+    def _close_current(self, events: list[dict]) -> None:
+        if self._current != "tool_calls":
+            super()._close_current(events)
+            return
+        is_cut = self._inside + len(self._body) == self._pos  # nothing has closed it
+        closing: list[dict] = []
+        try:
+            super()._close_current(closing)
+        except (ValueError, TypeError, LookupError, RecursionError):
+            self._reset_to_implicit()
+        if closing and _is_call(closing[0]["value"]):
+            events += closing
+        elif not is_cut:
+            text = self._buffer[self._begin : self._pos]
+            events.append({"type": "region_chunk", "field": "content", "text": text})
+
+
+def _is_call(value: Any) -> bool:
+    function = value.get("function") if isinstance(value, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str) and "arguments" in function
+
+
+class StopCut:
+    """Ends a text that comes in pieces at the first stop string, as if it came character by character.
+
+    stops: the stop strings
+    keeps_stop: True if the text ends after the stop string, False if before
+    found: the one that was found, or None
+
+    With the stop "END", the pieces "aE", "N", "Db" give "a", "", "": the "E" waits until it is known to be no stop.
+    If two stops end at one place, the one that begins first counts.
+    """
+
+    def __init__(self, stops: Sequence[str], keeps_stop: bool = False):
+        self.stops, self.keeps_stop = stops, keeps_stop
+        self.found: str | None = None
+        self._held = ""
+
+    def feed(self, piece: str) -> str:
+        """The text that is known to belong to the answer."""
+        if self.found is not None:
+            return ""
+        text = self._held + piece
+        places = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self.stops if stop in text]
+        if places:
+            end, length, self.found = min(places)
+            self._held = ""
+            return text[: end if self.keeps_stop else end + length]
+        sizes = (size for stop in self.stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
+        held = max(sizes, default=0)  # guard: held-text
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def rest(self) -> str:
+        """The text that waited, once nothing follows it."""
+        held, self._held = self._held, ""
+        return held
+
+    def whole(self, text: str) -> str:
+        """A whole text up to its end."""
+        self.found = None
+        return self.feed(text) + self.rest()
