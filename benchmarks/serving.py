@@ -126,7 +126,7 @@ class Times:
             ("compact", self._decoder, ["compact"]),
             ("leave", self._decoder, ["leave"]),
             ("check", scheduler, ["_check_model"]),
-            ("deliver", manager._worker, ["deliver"]),
+            ("deliver", manager, ["_deliver"]),
             ("add_request", manager, ["add_request"]),
         ):
             for method in methods:

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from . import kernels, passes
-from .batching.model import BatchingMixin, score, shadow
+from .batching.model import BatchingMixin, score, speculative
 from .capture import copies, loras
 from .capture.admit import admit, in_served_dtype
 from .capture.changes import Watch, config_reads
@@ -101,7 +101,7 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
         with ranks.together("speculate()", {}):
             with opened_artefacts() as drafts:
                 algorithm = build(name, inventory, parsed)
-            fast = shadow(model)
+            fast = speculative(model)
             speculation = Speculation(model, plain, fast, name, parsed, algorithm, drafts)
         with ranks.call():
             speculation._check_rewritten()

@@ -48,9 +48,10 @@ class DecodeRows(Rows):
         counts = sequence.weights == self.texts.weights and not sequence.has_pictures  # guard: texts-with-pictures
         if self.runtime.has_fixed_chunks:  # only keys and values from chunks serve others, and no states after them
             counts = counts and not (sequence.scores_prompt or self.runtime.verify.recurrences)
-        self.texts.put(sequence.row, sequence.prompt if counts else None, sequence.scope, sequence.request.client)
-        if self.runtime.has_fixed_chunks:
-            self.texts.close(sequence.row)
+        self.texts.put(
+            sequence.row, sequence.prompt if counts else None, sequence.scope, sequence.request.client,
+            goes_on=not self.runtime.has_fixed_chunks,
+        )  # fmt: skip
         self._hindsight("forget", sequence.row)
 
     def leave(self, sequence: BatchSequence) -> None:

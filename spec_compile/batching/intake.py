@@ -71,38 +71,36 @@ class Intake:
         """Stand for the ids of every prompt in the keys of `_remembered`."""
 
     def sequences(
-        self, input_ids: Any, config: GenerationConfig, request_id: str | None = None,
-        max_new_tokens: int | None = None, streaming: bool = False, record_timestamps: bool = False,
-        eos_token_id: int | list[int] | None = None, tokenizer: Any = None, seed: int | None = None,
-        options: dict[str, Any] | None = None,
-    ) -> list[BatchSequence]:  # fmt: skip
+        self, input_ids: Any, config: GenerationConfig, request_id: str | None = None, /, **options: Any
+    ) -> list[BatchSequence]:
         """The sequences for one prompt, `num_return_sequences` of them; the last one has the name `request_id`.
 
-        config: the request's config. See `Manager.add_request` for the other arguments, and for what is raised.
+        config: the request's config. options: see `Manager.add_request`, also for what is raised.
         """
         # Read the options that only requests have.
-        prompt, options = self._read_prompt(input_ids), dict(options or {})
+        prompt = self._read_prompt(input_ids)
         check_config("generation_config", config)
-        defaults = self._model.generation_config
+        defaults, algorithm = self._model.generation_config, self._engine.runtime.algorithm
+        tokenizer, seed = options.pop("tokenizer", None), options.pop("seed", None)
         mask = options.pop("attention_mask", None)
         if mask is not None and not torch.as_tensor(mask).all():
             raise ValueError("attention_mask: a request has one prompt without padding; leave it out")
-        if max_new_tokens is not None:
-            options["max_new_tokens"] = max_new_tokens
-        if eos_token_id is not None:
+        if options.get("max_new_tokens", 0) is None:
+            del options["max_new_tokens"]
+        if (eos_token_id := options.pop("eos_token_id", None)) is not None:
             ends = [token for token in _as_ends(eos_token_id) if token >= 0]
             if ends:
                 options["eos_token_id"] = ends
             else:
                 config, defaults = _without_end(config), _without_end(defaults)
-        algorithm = self._engine.runtime.algorithm
         wishes = {
             "most_nodes": read_limit(options.pop("speculation", None), algorithm.plan.nodes),
             "references": self._read_references(algorithm, options.pop("reference", None)),
             "adapter": self._read_adapter(options.pop("adapter_name", None)),
             "share_text": self._read_sharing(options.pop("share_text", None)),
             **{name: _read_text(name, options.pop(name, None)) for name in ("cache_salt", "client")},
-            "streaming": streaming, "record_timestamps": record_timestamps, "returns_logprobs": self._returns_logprobs,
+            **{name: options.pop(name, False) for name in ("streaming", "record_timestamps")},
+            "returns_logprobs": self._returns_logprobs,
         }  # fmt: skip
         scored = [options.pop(name, None) for name in ("logprobs", "prompt_logprobs", "logprobs_temperature")]
         number = options.pop("num_return_sequences", None)
@@ -278,16 +276,16 @@ class Intake:
         self, prompt: list[int], config: GenerationConfig, defaults: GenerationConfig, tokenizer, arguments: dict
     ) -> Request:
         """The request as transformers prepares it, from an earlier one that was alike if there is one."""
-        shadow: Any = shallow(self._model, self._class)
-        shadow.generation_config = defaults
+        copied: Any = shallow(self._model, self._class)
+        copied.generation_config = defaults
         key, device = None, self._ids.device
         if not arguments:
-            key = make_key(shadow, device, self._ids, None, {"generation_config": config})
+            key = make_key(copied, device, self._ids, None, {"generation_config": config})
         with self._lock:
             found = self._remembered.find(key)
         if found is not None:
             return found[0].after(len(prompt))
-        call = self._ask_transformers(shadow, torch.tensor([prompt]), config, tokenizer, arguments)
+        call = self._ask_transformers(copied, torch.tensor([prompt]), config, tokenizer, arguments)
         read = Prompt.of(call.input_ids, call.config, call.model_kwargs, placeholders(self._engine.original.config))
         reason = next((name for name in ONLY_GENERATE if getattr(call.config, name, None)), None)
         reason = reason or unserved(self._engine, read, call.config, call.model_kwargs)
@@ -296,7 +294,7 @@ class Intake:
         check_processors(call.processors, 1, self._engine.runtime.verify.vocab_size)
         request = Request.of(call.input_ids, call.config, call.processors, call.criteria, device)
         with self._lock, self._remembered.awaiting(key):
-            self._remembered.keep(shadow, read, request)
+            self._remembered.keep(copied, read, request)
 
         # Drop tables that nobody reads, and let time limits begin later.
         for processor in call.processors:
@@ -315,8 +313,8 @@ class Intake:
         return replace(request, process=partial(self._process, read, call))
 
     def _ask_transformers(
-        self, shadow, ids: Tensor, config: GenerationConfig, tokenizer, arguments: dict
-    ) -> "_PreparedCall":  # fmt: skip
+        self, copied, ids: Tensor, config: GenerationConfig, tokenizer, arguments: dict
+    ) -> "_PreparedCall":
         """The arguments of transformers' decoding loop for a prompt `ids` [1, W]; ValueError, naming the option, if it
         fails on one."""
         device, given = self._ids.device, {} if tokenizer is None else {"tokenizer": tokenizer}
@@ -326,7 +324,7 @@ class Intake:
         def generate(config: GenerationConfig) -> _PreparedCall:
             with torch.inference_mode(False), torch.no_grad():
                 mask = torch.ones_like(ids)
-                return shadow.generate(ids, attention_mask=mask, generation_config=config, **given, **arguments)
+                return copied.generate(ids, attention_mask=mask, generation_config=config, **given, **arguments)
 
         try:
             return generate(copy.deepcopy(config))

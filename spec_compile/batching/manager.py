@@ -1,9 +1,12 @@
 """`Manager`: transformers' continuous batching over our rounds."""
 
+import logging
 import os
+import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,11 +19,18 @@ from transformers.generation.continuous_batching.continuous_api import (
     OutputRouter,
 )
 
-from .intake import Intake
+from ..errors import RequestError
+from .intake import Intake, child_name
+from .metrics import Metrics
 from .output import Output
 from .request_options import check_config
 from .scheduler import take_scheduler
-from .worker import Worker
+from .sequence import BatchSequence
+
+log = logging.getLogger("spec_compile")
+
+IDLE = 0.1
+"""Seconds after which an idle thread looks whether it is to stop."""
 
 
 class Manager(ContinuousBatchingManager):
@@ -57,8 +67,16 @@ class Manager(ContinuousBatchingManager):
         self.warmed_up = False
         self._generation_thread: threading.Thread | None = None
 
-        self._worker = Worker(engine, self.scheduler, self.background_thread_status, self.output_router)
-        self.metrics, self.observers = self._worker.metrics, self._worker.observers
+        self.metrics = Metrics(self.scheduler, engine)
+        self.observers: list[Callable[[Output], None]] = []
+        self._sequences: dict[str, BatchSequence] = {}
+        """The sequences that wait or run, by name."""
+        self._last_round = time.perf_counter()
+        """When a round last ended, or nothing was to be done."""
+        self._wake_up = threading.Event()
+        """Set when something is to be done."""
+        self._is_open, self._lock = True, threading.Lock()
+        """True if requests are taken. Changed under the lock, so that none comes after all others were ended."""
 
     @property
     def generation_config(self) -> GenerationConfig:
@@ -90,8 +108,10 @@ class Manager(ContinuousBatchingManager):
         self._refuse_elsewhere("start()")
         if self.is_running():
             return
-        self._worker.open()
-        self._generation_thread = threading.Thread(target=self._worker.run, name="spec_compile batches", daemon=True)
+        self.background_thread_status.clear()
+        with self._lock:
+            self._is_open = True
+        self._generation_thread = threading.Thread(target=self._run, name="spec_compile batches", daemon=True)
         self._generation_thread.start()
 
     def stop(
@@ -115,7 +135,7 @@ class Manager(ContinuousBatchingManager):
             self._refuse_waiting("stop()", "or pass block=False")
         status = BackgroundThreadStatus.HARD_STOP if hard_stop else BackgroundThreadStatus.FLUSH_AND_STOP
         self.background_thread_status.request_stop(status, 0)
-        self._worker.wake_up.set()
+        self._wake_up.set()
         if block:
             self.join(time.perf_counter(), timeout)
 
@@ -124,7 +144,7 @@ class Manager(ContinuousBatchingManager):
         self.stop(hard_stop=True)
         has_died = self.background_thread_status.fatal_error is not None
         if self.scheduler is not None and self.is_of_this_process and not has_died:
-            self._worker.clear()
+            self._clear()
             self._engine.idle_batch = self.scheduler
         self.scheduler = None
 
@@ -143,14 +163,14 @@ class Manager(ContinuousBatchingManager):
     def stalled_seconds(self) -> float:
         """Seconds since a round last ended; 0.0 if no request is under way."""
         is_busy = self.scheduler is not None and self.scheduler.is_busy
-        return time.perf_counter() - self._worker.last_round if is_busy else 0.0
+        return time.perf_counter() - self._last_round if is_busy else 0.0
 
     # --- requests
 
     @property
     def active_requests(self) -> int:
         """Requests that wait or run. Unlike the gauges of `metrics` it counts those that change rows just now."""
-        return len(self._worker.sequences)
+        return len(self._sequences)
 
     @property
     def queue_room(self) -> int | None:
@@ -204,26 +224,51 @@ class Manager(ContinuousBatchingManager):
         """Hand in a request for each prompt, all or none; returns their ids. See `add_request`."""
         self._refuse_elsewhere("add_request()")
         self._require_open()
-        named = {name: options.pop(name, None) for name in ("eos_token_id", "tokenizer", "seed")}
+        config = self.generation_config if generation_config is None else generation_config
+        options |= dict(max_new_tokens=max_new_tokens, streaming=streaming, record_timestamps=record_timestamps)
+        names = request_ids or [None] * len(inputs)
         try:
-            sequences = [
-                self._intake.sequences(
-                    ids, self.generation_config if generation_config is None else generation_config, name,
-                    max_new_tokens, streaming, record_timestamps, **named, options=options,
-                )
-                for ids, name in zip(inputs, request_ids or [None] * len(inputs))
-            ]  # fmt: skip
-            bound = self.continuous_batching_config.max_queue_size
-            self._worker.hand_in([sequence for each in sequences for sequence in each], bound, self._require_open)
+            sequences = [self._intake.sequences(ids, config, name, **options) for ids, name in zip(inputs, names)]
+            self._hand_in([sequence for each in sequences for sequence in each])
         except (TypeError, ValueError):
             self.metrics.reject("invalid")
             raise
         return [each[-1].request_id for each in sequences]
 
+    def _hand_in(self, sequences: list[BatchSequence]) -> None:
+        """Take requests of one client, all or none. If several clients wait, each has an equal share of the queue.
+
+        Raises queue.Full if more would wait; TypeError or ValueError for a name that cannot be, or is in use.
+        """
+        bound = self.continuous_batching_config.max_queue_size
+        names = [sequence.request_id for sequence in sequences]
+        with self._lock:
+            self._require_open()
+            waiting = self.scheduler.waiting
+            clients = Counter(sequence.request.client for sequence in [*waiting, *sequences])
+            share, added = bound // len(clients), len(sequences)  # guard: shares-of-the-queue
+            if bound and clients[sequences[0].request.client] > share:
+                self.metrics.reject("queue_full")
+                whose = f" of each of {len(clients)} clients" if len(clients) > 1 else ""
+                own = clients[sequences[0].request.client] - added
+                raise queue.Full(f"max_queue_size: {share} requests{whose} may wait, {own} do, and {added} were added")
+            for name in names:
+                if not isinstance(name, str):
+                    raise TypeError(f"request_id: expected a text, got {type(name).__name__}")
+                if name in self._sequences or names.count(name) > 1:
+                    raise ValueError(f"request_id: {name!r} is under way already")
+            self._sequences |= dict(zip(names, sequences))
+            waiting.extend(sequences)
+        self._wake_up.set()
+
     def cancel_request(self, request_id: str) -> None:
         """End a request with all its sequences; its row is free within two rounds, and it delivers one last output."""
         self._refuse_elsewhere("cancel_request()")
-        self._worker.cancel(request_id)
+        with self._lock:
+            for name, sequence in self._sequences.items():
+                if name == request_id or name.startswith(child_name(request_id, "")):
+                    sequence.is_cancelled = True
+        self._wake_up.set()
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> Output | None:
         """The next output that no handler takes, or None after `timeout` seconds, or if none can come any more.
@@ -239,7 +284,7 @@ class Manager(ContinuousBatchingManager):
         denial = self.background_thread_status.can_accept_new_requests()
         if denial is None and self.scheduler is None:
             denial = "the manager was destroyed; call init_continuous_batching() again"
-        if denial is None and not self._worker.is_open:
+        if denial is None and not self._is_open:
             denial = "the manager has stopped; call start() again"
         if denial is not None:
             self.metrics.reject("stopping")
@@ -265,3 +310,100 @@ class Manager(ContinuousBatchingManager):
                 f"{method}: inside pause(), or in a processor, criterion, streamer or observer, it would wait for "
                 f"rounds that wait for this thread; call it afterwards, {otherwise}"
             )
+
+    # --- the thread
+
+    def _run(self) -> None:
+        """Run rounds until somebody says that it is enough; on other ranks than the first, until that one says so."""
+        ranks, device = self._engine.options.ranks, self._engine.runtime.device
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            with self._engine.agreement.serving(), ranks.call():
+                self._run_rounds() if ranks.leads else self._follow_rounds()
+                self._clear()
+        except BaseException as error:  # of the device, or a bug: nobody can go on
+            log.exception("the thread of continuous batching died")
+            self.background_thread_status.record_fatal_error(error)
+            self._engine.batches.discard(self.scheduler)
+            self._fail_all(error)
+        finally:
+            self.background_thread_status.mark_as_stopped()
+
+    def _run_rounds(self) -> None:
+        status, ranks, turns = self.background_thread_status, self._engine.options.ranks, self._engine.turns
+        while status.local_status != BackgroundThreadStatus.HARD_STOP:
+            if self.scheduler.is_busy:
+                with turns.rounds():
+                    while self.scheduler.is_busy and status.local_status != BackgroundThreadStatus.HARD_STOP:
+                        with turns.of_a_round():
+                            ranks.lead(lambda: [True])
+                            news = self.scheduler.step()
+                        self._last_round = time.perf_counter()
+                        self._deliver(news)
+            elif status.local_status == BackgroundThreadStatus.FLUSH_AND_STOP and self._close(if_idle=True):
+                break
+            else:
+                self._wake_up.wait(IDLE)
+                self._wake_up.clear()
+                self._last_round = time.perf_counter()
+        ranks.lead(lambda: [False])
+
+    def _follow_rounds(self) -> None:
+        ranks = self._engine.options.ranks
+        while any(ranks.lead(list, is_patient=True)):  # another round
+            with self._engine.turns.of_a_round():
+                self.scheduler.step()
+
+    def _close(self, if_idle: bool = False) -> bool:
+        """Take no more requests, with `if_idle` only if none waits; returns whether none is taken."""
+        with self._lock:
+            self._is_open &= if_idle and bool(self.scheduler.waiting)
+            return not self._is_open
+
+    def _clear(self) -> None:
+        self._close()
+        error = RequestError("the manager was stopped", 500)
+        with self._engine.turns.of_a_round():
+            self.scheduler.clear(error)
+        self._fail_all(error)
+
+    def _fail_all(self, error: BaseException) -> None:
+        self._close()
+        with self._lock:
+            sequences = [*self._sequences.values()]
+        for sequence in sequences:
+            sequence.fail(error)
+            self.scheduler.adapters.release(sequence)
+        self._deliver(sequences)
+
+    def _deliver(self, news: list[BatchSequence]) -> None:
+        """Hand out what there is of these requests. An error here is the reader's, not the request's."""
+        outputs = [sequence.output() for sequence in news if sequence.is_over or sequence.request.streaming]
+        for sequence in news:
+            if sequence.is_over:
+                with self._lock:
+                    self._sequences.pop(sequence.request_id, None)
+                self.metrics.finish(sequence)
+                self._learn(sequence)
+        for output in outputs:
+            try:
+                self.output_router.deliver(output)
+            except RuntimeError:  # the event loop of its reader is closed
+                log.warning("request %s: nobody reads its output any more", output.request_id)
+            for observer in self.observers if output.is_finished() else ():
+                try:
+                    observer(output)
+                except Exception:
+                    log.exception("request %s: an observer failed", output.request_id)
+
+    def _learn(self, sequence: BatchSequence) -> None:
+        """Let a draft learn from an answer, unless its text is forgotten or ids do not say all of its prompt."""
+        learner = self._engine.online
+        if (
+            learner is not None
+            and sequence.finish_reason in ("stop", "length")
+            and sequence.request.share_text is not False
+            and not sequence.has_pictures
+        ):
+            learner.keep(sequence.prompt, sequence.tokens)

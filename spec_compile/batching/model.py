@@ -59,10 +59,48 @@ class BatchingMixin(SpeculativeMixin):
         Raises what `Manager.add_request` raises if every prompt is refused, and RuntimeError if the model has
         changed since speculate(), or if the thread dies.
         """
-        return generate_batch(
-            self, inputs, generation_config, continuous_batching_config, record_timestamps, progress_bar,
-            persistent_manager, warmup, options,
+        turns, ranks = self.speculation.engine.turns, self.speculation.options.ranks
+        if turns.is_mine:
+            raise RuntimeError(
+                "generate_batch(): inside pause(), or in a processor, criterion or streamer of a generate(), it would "
+                "wait for rounds that wait for this thread; call it afterwards, or call generate()"
+            )
+        defaults = self.generation_config if generation_config is None else generation_config
+        number = read_sequences(
+            options.get("num_return_sequences"), defaults.num_return_sequences,
+            self.generation_config.num_return_sequences,
         )  # fmt: skip
+        if ranks.size > 1:
+            ranks.agree("generate_batch()", {"the prompts": [*map(list, inputs)], "the options": sorted(options)})
+        names = _read_adapter_names(options.pop("adapter_names", None), len(inputs))
+        if not inputs:
+            return {}
+        self.speculation.engine.refuse_changes()
+        hints = WorkloadHints(
+            max_prompt_length=max((len(ids) for ids in inputs if hasattr(ids, "__len__")), default=0),
+            max_generated_length=options.get("max_new_tokens") or defaults.max_new_tokens or 0,
+            num_requests=len(inputs) * number,
+        )
+        outputs, failure = {}, None
+        try:
+            with self.continuous_batching_context_manager(
+                generation_config=generation_config, continuous_batching_config=continuous_batching_config,
+                warmup=warmup, persistent_manager=persistent_manager, workload_hints=hints,
+            ) as manager:  # fmt: skip
+                if ranks.leads:
+                    try:
+                        outputs = _answer(manager, inputs, names, number, record_timestamps, progress_bar, options)
+                    except BaseException:
+                        manager.stop(hard_stop=True)  # what is under way is for nobody
+                        raise
+                else:
+                    manager.join(0.0)
+        except BaseException as error:
+            failure = error
+        with ranks.call():  # all ranks return the same, or raise
+            if failure is not None:
+                raise failure
+            return share(ranks, outputs, dict[str, Output])
 
     def destroy_cached_continuous_batching_manager(self) -> None:
         """Give back the memory of a manager that was kept, and of the rows that an earlier one has left."""
@@ -70,67 +108,23 @@ class BatchingMixin(SpeculativeMixin):
         self.speculation.engine.idle_batch = None
 
 
-def shadow(model: PreTrainedModel) -> PreTrainedModel:
+def speculative(model: PreTrainedModel) -> PreTrainedModel:
     """An object of a subclass with our generate(), which shares all modules and parameters of the model."""
     cls = type(model)
     names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-    shadow: Any = copies.shallow(model, type(cls.__name__, (BatchingMixin, cls), names))
-    follow(shadow, FollowedConfig(model))
+    fast: Any = copies.shallow(model, type(cls.__name__, (BatchingMixin, cls), names))
+    follow(fast, FollowedConfig(model))
     for name in ("generate", KEPT):  # a generate() set on the object is run by `SpeculativeMixin.generate`
-        shadow.__dict__.pop(name, None)
-    return shadow
+        fast.__dict__.pop(name, None)
+    return fast
 
 
-def generate_batch(
-    model: Any, inputs: list, generation_config: GenerationConfig | None, config: ContinuousBatchingConfig | None,
-    record_timestamps: bool, progress_bar: bool, persistent_manager: bool, warmup: bool, options: dict[str, Any],
-) -> dict[str, Output]:  # fmt: skip
-    """See `BatchingMixin.generate_batch`."""
-    turns, ranks = model.speculation.engine.turns, model.speculation.options.ranks
-    if turns.is_mine:
-        raise RuntimeError(
-            "generate_batch(): inside pause(), or in a processor, criterion or streamer of a generate(), it would wait "
-            "for rounds that wait for this thread; call it afterwards, or call generate()"
-        )
-    defaults = model.generation_config if generation_config is None else generation_config
-    number = read_sequences(
-        options.get("num_return_sequences"), defaults.num_return_sequences, model.generation_config.num_return_sequences
-    )
-    if ranks.size > 1:
-        ranks.agree("generate_batch()", {"the prompts": [*map(list, inputs)], "the options": sorted(options)})
-    names = options.pop("adapter_names", None)
+def _read_adapter_names(names: Any, prompts: int) -> Sequence[str | None] | None:
     if names is not None and not isinstance(names, (list, tuple)):
         raise TypeError(f"adapter_names: expected a list of names, one a prompt, got {type(names).__name__}")
-    if names is not None and len(names) != len(inputs):
-        raise ValueError(f"adapter_names: expected one name for each of {len(inputs)} prompts, got {len(names)}")
-    if not inputs:
-        return {}
-    model.speculation.engine.refuse_changes()
-    hints = WorkloadHints(
-        max_prompt_length=max((len(ids) for ids in inputs if hasattr(ids, "__len__")), default=0),
-        max_generated_length=options.get("max_new_tokens") or defaults.max_new_tokens or 0,
-        num_requests=len(inputs) * number,
-    )
-    outputs, failure = {}, None
-    try:
-        with model.continuous_batching_context_manager(
-            generation_config=generation_config, continuous_batching_config=config, warmup=warmup,
-            persistent_manager=persistent_manager, workload_hints=hints,
-        ) as manager:  # fmt: skip
-            if ranks.leads:
-                try:
-                    outputs = _answer(manager, inputs, names, number, record_timestamps, progress_bar, options)
-                except BaseException:
-                    manager.stop(hard_stop=True)  # what is under way is for nobody
-                    raise
-            else:
-                manager.join(0.0)
-    except BaseException as error:
-        failure = error
-    with ranks.call():  # all ranks return the same, or raise
-        if failure is not None:
-            raise failure
-        return share(ranks, outputs, dict[str, Output])
+    if names is not None and len(names) != prompts:
+        raise ValueError(f"adapter_names: expected one name for each of {prompts} prompts, got {len(names)}")
+    return names
 
 
 def _answer(

@@ -258,15 +258,11 @@ class RowBlocks:
             return
         blocks = packed[:, : self.units].split([*map(prod, self._shapes)], dim=1)
         blocks = [block.unflatten(1, shape) for block, shape in zip(blocks, self._shapes)]
-        views = self.views(row, first, len(packed))
+        # With 64 slots, two blocks from block 3 on are the slots 192 to 319.
+        count, begin = len(packed), first * self._slots
+        rows = (tensor[row, :, begin : begin + count * self._slots] for tensor in self._tensors)
+        views = [slots.unflatten(1, (count, self._slots)).transpose(0, 1) for slots in rows]  # [count, Hkv, slots, D]
         torch._foreach_copy_(*((views, blocks) if to_row else (blocks, views)))
-
-    def views(self, row: int, first: int, count: int) -> list[Tensor]:
-        """Views [count, Hkv, slots, units] of `count` blocks of a row, from block `first` on, in each tensor. With 64
-        slots, two blocks from block 3 on are the slots 192 to 319."""
-        begin, end = first * self._slots, (first + count) * self._slots
-        rows = (tensor[row, :, begin:end] for tensor in self._tensors)
-        return [slots.unflatten(1, (count, self._slots)).transpose(0, 1) for slots in rows]
 
     @cached_property
     def _kernel(self):

@@ -72,15 +72,17 @@ class RowTexts:
         self.weights = 0
         """Counts how often the weights have changed."""
 
-    def put(self, row: int, tokens: list[int] | None, scope: bytes = b"", client: str = "") -> None:
-        """The row has this text from now on; None: one that no prompt begins with."""
+    def put(
+        self, row: int, tokens: list[int] | None, scope: bytes = b"", client: str = "", goes_on: bool = True
+    ) -> None:
+        """The row has this text from now on; None: one that no prompt begins with.
+
+        goes_on: False if keys and values after it are of no use to others.
+        """
         self.scopes[row], self._clients[row] = scope, client
         self.lengths[row], self.has_ended[row], self._counts[row] = 0, False, tokens is not None
         self.extend(row, tokens or [])
-
-    def close(self, row: int) -> None:
-        """The row's text does not go on, because the keys and values after it are of no use to others."""
-        self._counts[row] = False
+        self._counts[row] &= goes_on
 
     def extend(self, row: int, tokens: list[int]) -> None:
         """The row's text goes on with these tokens."""
@@ -225,8 +227,7 @@ class PrefixStore:
         slots, states = self._parts_of(rows)
         blocks = [block for block in found if not block.is_end]
         with self._aside():
-            for part, packed in self._memory.pieces([block.places[0] for block in blocks], self._most):
-                slots.copy(row, part.start, self._fetch(packed), to_row=True)
+            self._move([block.places[0] for block in blocks], slots, row, 0, to_row=True)
             for end in found[len(blocks) :]:
                 staged = self._read(end.places)
                 slots.copy(row, len(blocks), staged[:1], to_row=True)
@@ -264,13 +265,8 @@ class PrefixStore:
                 self._write([*targets])
             # Blocks that follow each other in the text are copied together: 0, 1, 2 and 5 in two runs.
             for _, run in groupby(enumerate(copies.written), lambda each: each[1][0] - each[0]):
-                written = [each for _, each in run]
-                first, places = written[0][0], [place for _, place in written]
-                for part, packed in self._memory.pieces(places, self._most):
-                    staged = packed if self._is_near(packed) else self._staged[: len(packed)]
-                    slots.copy(row, first + part.start, staged)
-                    if staged is not packed:
-                        packed.copy_(staged, non_blocking=True)
+                numbers, places = zip(*(each for _, each in run))
+                self._move([*places], slots, row, numbers[0])
             if copies.end:
                 slots.copy(row, blocks, self._staged[:1])
                 states.copy(row, 0, self._staged[1 : self.end_places].view(1, -1))
@@ -296,15 +292,16 @@ class PrefixStore:
             self._parts[rows] = slots, RowBlocks(states, 1, self._unit)
         return self._parts[rows]
 
-    def _is_near(self, packed: Tensor) -> bool:
-        """True if blocks are on the device of the rows."""
-        return packed.device.type == self._device.type
-
-    def _fetch(self, packed: Tensor) -> Tensor:
-        """Blocks [n, units], on the device."""
-        if self._is_near(packed):
-            return packed
-        return self._staged[: len(packed)].copy_(packed, non_blocking=True)
+    def _move(self, places: list[int], slots: RowBlocks, row: int, first: int, to_row: bool = False) -> None:
+        """Copy a row's blocks, from block `first` on, to these places, or from there to the row."""
+        for part, packed in self._memory.pieces(places, self._most):
+            is_far = packed.device.type != self._device.type
+            staged = self._staged[: len(packed)] if is_far else packed
+            if is_far and to_row:
+                staged.copy_(packed, non_blocking=True)
+            slots.copy(row, first + part.start, staged, to_row)
+            if is_far and not to_row:
+                packed.copy_(staged, non_blocking=True)
 
     def _read(self, places: Sequence[int]) -> Tensor:
         """Copies [n, units] on the device of the blocks at these places."""

@@ -368,7 +368,7 @@ def effects(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:
 @functools.lru_cache(maxsize=1 << 10)
 def _reads(cls: type) -> list[tuple[frozenset[str], bool]]:
     """For each method that a class has or inherits: the names of noise that it reads, and True if it asks for the mode
-    and that may change values. The cache is bounded: each `shadow` has a class."""
+    and that may change values. The cache is bounded: each model that `speculate` makes has a class."""
     reads = []
     for each in cls.__mro__:
         harmless = OF_GRADIENTS | OF_CACHES if each.__module__.startswith("transformers.") else OF_GRADIENTS

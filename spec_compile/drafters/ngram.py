@@ -17,9 +17,8 @@ from ..kernels import ops
 from ..kernels.together import ahead
 from ..ngram import NgramStore
 from ..ngram.corpus import END, NgramCorpus
-from ..ngram.match import join_documents
+from ..ngram.match import check_memory, compile_kernels, join_documents
 from ..ngram.match import propose as match
-from ..ngram.match_gpu import check_memory, compile_kernels
 from ..ngram.match_options import MatchOptions
 from ..ngram.trie import NgramTrie
 from ..parallel.ranks import ALONE, Alone

@@ -1,33 +1,32 @@
 """The n-gram store of a GPU: texts in device memory, which `match.propose` reads in place."""
 
-import os
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import check_int
-from . import OwnedTexts
 from . import file as ngram_file
-from .ids import check_documents
+from .store import NgramStore
 
 END = -1
 """Between documents: no match and no continuation crosses it."""
 
 
-class NgramCorpus:
+class NgramCorpus(NgramStore):
     """Prompts, outputs, references and corpora as one text on a device; `NgramTrie`'s counterpart there.
 
     capacity: most tokens held; when it is full the oldest half leaves.
-    vocab_size: token ids must be below this; None: below 2**31.
+    text: [capacity] int32, documents that end with -1. Graphs read it, so it is never replaced.
+    length: [1] int64; tokens of `text` that are in use.
 
     Raises ValueError or TypeError that names an argument that is out of range or no integer.
     """
 
+    _kind = "corpus"
+
     def __init__(self, capacity: int, vocab_size: int | None, device: torch.device):
         check_int("capacity", capacity, 2, 2**31 - 1, "a number of tokens")
-        self.capacity, self._limit = capacity, 2**31 if vocab_size is None else vocab_size
-        self.owned = OwnedTexts(capacity)
+        super().__init__(capacity, vocab_size)
         try:
             self.text = torch.zeros(capacity, dtype=torch.int32, device=device)
         except RuntimeError as error:
@@ -35,15 +34,8 @@ class NgramCorpus:
                 f"capacity: {capacity} tokens take {4 * capacity / 2**30:.1f} GiB, which {device} has not free; "
                 "ask for fewer"
             ) from error
-        """[capacity] int32, documents that end with -1; graphs read it, so it is never replaced."""
         self.length = torch.zeros(1, dtype=torch.int64, device=device)
-        """[1]: tokens of `text` that are in use."""
         self._held = self._left = 0  # tokens in `text`; tokens that have left from its front, ever
-
-    def add(self, ids) -> None:
-        """Hold a document, a 1-D sequence of token ids, or several: a list of such."""
-        for document in self.documents(ids):
-            self.append(document)
 
     def append(self, tokens: Tensor) -> range:
         """Hold one text: token ids [n], known to be in range, on any device. Returns the argument of `remove`."""
@@ -69,45 +61,6 @@ class NgramCorpus:
         self._held -= end - begin
         self.length.fill_(self._held)
 
-    def documents(self, ids, name: str = "ids") -> list[Tensor]:
-        """Check what `add` would hold, without holding it: the documents in `ids`, which messages call `name`."""
-        return check_documents(ids, name, self._limit)
-
-    def reset(self) -> None:
-        """Forget everything, the texts of all owners included."""
-        self.owned.clear()
-        self._hold(self.text[:0])
-
-    def save(self, path: str | os.PathLike) -> None:
-        """Write what is held to a file, all or nothing; `NgramTrie.load` reads it, too."""
-        text = self.text[: self._held].cpu().numpy()
-        ngram_file.write(path, ngram_file.from_text(text, END, self.capacity, self._limit))
-
-    def load(self, path: str | os.PathLike) -> None:
-        """Hold the texts of a file, which a corpus or an `NgramTrie` has saved, and nothing else.
-
-        Raises ValueError, naming the file and the reason, and leaves the corpus as it was, if the file is truncated,
-        damaged or none of these, or holds more than this corpus' capacity or ids outside its vocabulary.
-        """
-        try:
-            texts = ngram_file.read(path).texts()
-            check_documents([torch.from_numpy(text.copy()) for text in texts], "it", self._limit)
-            size = sum(len(text) + 1 for text in texts)
-            if size > self.capacity:
-                raise ValueError(
-                    f"its texts take {size} tokens, this corpus holds {self.capacity}: pass capacity={size} or more"
-                )
-        except ValueError as error:
-            raise ngram_file.refusal(path, "corpus", error) from None
-        ended = [part for text in texts for part in (text, np.array([END], np.int32))]
-        self._hold(torch.from_numpy(np.concatenate(ended)) if ended else self.text[:0])
-
-    def _hold(self, text: Tensor) -> None:
-        self.text[: len(text)] = text
-        self._left += self._held
-        self._held = len(text)
-        self.length.fill_(self._held)
-
     def stats(self) -> dict[str, int]:
         """`tokens` held, `bytes` taken."""
         return {"tokens": self._held, "bytes": self.text.numel() * 4}
@@ -115,5 +68,27 @@ class NgramCorpus:
     def __len__(self) -> int:
         return self._held
 
-    def __bool__(self) -> bool:
-        return True  # an empty corpus is still a corpus
+    def _add(self, document: Tensor) -> None:
+        self.append(document)
+
+    def _reset(self) -> None:
+        self._hold(self.text[:0])
+
+    def _contents(self) -> ngram_file.Contents:
+        return ngram_file.from_text(self.text[: self._held].cpu().numpy(), END, self.capacity, self._limit)
+
+    def _restore(self, saved: ngram_file.Contents) -> None:
+        texts = self._saved_texts(saved)
+        size = sum(len(text) + 1 for text in texts)
+        if size > self.capacity:
+            raise ValueError(
+                f"its texts take {size} tokens, this corpus holds {self.capacity}: pass capacity={size} or more"
+            )
+        ended = [part for text in texts for part in (text.numpy(), np.array([END]))]
+        self._hold(torch.from_numpy(np.concatenate(ended)) if ended else self.text[:0])
+
+    def _hold(self, text: Tensor) -> None:
+        self.text[: len(text)] = text
+        self._left += self._held
+        self._held = len(text)
+        self.length.fill_(self._held)

@@ -77,7 +77,18 @@ def write(path: str | os.PathLike, contents: Contents) -> None:
     """Replace the file at `path` by a new one once that is on the disk."""
     counts = (contents.nodes, contents.num_tokens, len(contents.order) // 4)
     parts = (HEADER.pack(*contents.settings, *counts), contents.tokens, contents.links, contents.order)
-    _replace(Path(path), (PREFIX.pack(MAGIC, VERSION, _checksum(parts)), *parts))
+    target = Path(path)
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(PREFIX.pack(MAGIC, VERSION, _checksum(parts)))
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def read(path: str | os.PathLike) -> Contents:
@@ -101,27 +112,8 @@ def read(path: str | os.PathLike) -> Contents:
     return Contents(tuple(settings), nodes, bytes(data[start:links]), bytes(data[links:order]), bytes(data[order:]))
 
 
-def refusal(path: str | os.PathLike, store: str, reason) -> ValueError:
-    """The error of `store`, "trie" or "corpus", that cannot load a file."""
-    return ValueError(f"{os.fspath(path)}: cannot load this n-gram {store}: {reason}")
-
-
 def _checksum(parts: Iterable) -> int:
     checksum = 0
     for part in parts:
         checksum = zlib.crc32(part, checksum)
     return checksum
-
-
-def _replace(path: Path, parts: Iterable[bytes]) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            for part in parts:
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -47,7 +47,9 @@ public:
     int64_t* data() const { return static_cast<int64_t*>(view_.buf); }
     void expect(int64_t rows, int64_t columns = 1) const {
         if (size(0) != rows || (view_.ndim == 2 && size(1) != columns))
-            fail(nb::exception_type::value_error, "has another shape");
+            fail(nb::exception_type::value_error,
+                 ("must have shape [" + std::to_string(rows) +
+                  (view_.ndim == 2 ? ", " + std::to_string(columns) : "") + "]").c_str());
     }
 
 private:

@@ -10,17 +10,18 @@ import pytest
 import torch
 from batch_requests import (
     ALGORITHMS,
-    MODEL,
     PROMPTS,
     TEXT,
     AtLength,
     answers_are_those_of_generate,
     collect,
     config,
+    demo,
     generated,
+    running,
     tokenizer,
 )
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, MaxLengthCriteria
+from transformers import GenerationConfig, LogitsProcessor, MaxLengthCriteria
 
 from spec_compile import speculate
 from spec_compile.batching.prefill import PREFILL_ROWS
@@ -29,13 +30,8 @@ from spec_compile.runtime.draft_budget import WholeTreeBudget
 
 
 @functools.cache
-def model():
-    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-
-
-@functools.cache
 def fast():
-    return speculate(model(), algo="ngram", compile=False)
+    return speculate(demo(), algo="ngram", compile=False)
 
 
 @pytest.mark.sweep(["eagle3 tree"])
@@ -43,8 +39,8 @@ def fast():
 def test_every_algorithm(name):
     options = ALGORITHMS[name] | dict(adaptive=False)  # every round drafts, or else measured costs would decide
     if options["draft"] == "itself":
-        options["draft"] = model()
-    one = speculate(model(), algo=name.split()[0], compile=False, check=False, **options)
+        options["draft"] = demo()
+    one = speculate(demo(), algo=name.split()[0], compile=False, check=False, **options)
     outputs = answers_are_those_of_generate(one, 8, seed=len(name), slots=3)
     steps = [output.speculation for output in outputs.values()]
     length = 1 + sum(each.accepted for each in steps) / sum(each.steps for each in steps)
@@ -58,7 +54,7 @@ def test_a_draft_that_was_silent_knows_all_of_each_text(monkeypatch):
     """The draft is the target itself. So all of its drafts are accepted if it has seen all tokens of plain rounds, also
     those of an earlier answer that a prompt repeats."""
     monkeypatch.setattr("spec_compile.runtime.pipeline.MOST_LATE", 6)
-    one = speculate(model(), algo="draft_model", draft=model(), num_steps=3, compile=False, check=False)
+    one = speculate(demo(), algo="draft_model", draft=demo(), num_steps=3, compile=False, check=False)
     pattern = itertools.cycle([4, 4, *[1] * 9, 4, 1, 1, 4, 4, 4])
     monkeypatch.setattr(WholeTreeBudget, "choose", lambda policy, *known: next(pattern))
     manager = one.init_continuous_batching(GenerationConfig(pad_token_id=0), config(max_requests_per_batch=3))
@@ -87,10 +83,10 @@ def test_a_draft_that_was_silent_knows_all_of_each_text(monkeypatch):
 
 def test_a_silent_draft_knows_a_row_that_still_runs(monkeypatch):
     """All drafts of a request are accepted that goes on from the row of another one, which drafts nothing."""
-    one = speculate(model(), algo="draft_model", draft=model(), num_steps=3, compile=False, check=False)
+    one = speculate(demo(), algo="draft_model", draft=demo(), num_steps=3, compile=False, check=False)
     monkeypatch.setattr(WholeTreeBudget, "choose", lambda policy, *known: 4)
     prompt = PROMPTS[0] * 3
-    text = prompt + generated(model(), prompt, max_new_tokens=40, eos_token_id=None)
+    text = prompt + generated(demo(), prompt, max_new_tokens=40, eos_token_id=None)
     options = dict(eos_token_id=-1, do_sample=False)
 
     def ask_in_between(ids, scores, **_):
@@ -129,16 +125,13 @@ def test_an_end_at_the_limit_is_a_stop(sampled):
         {"stopping_criteria": [AtLength(len(prompt) + 7), MaxLengthCriteria(len(prompt) + 6)], "max_new_tokens": 40},
     ]  # fmt: skip
     assert all(token not in answer[:-1] for token in answer[-1:])
-    manager = running()
-    try:
+    with running(fast()) as manager:
         for wanted, cases in (("stop", met), ("length", unmet)):
             for case in cases:
                 name = manager.add_request(prompt, **options | case)
                 outputs = collect(manager, case.get("num_return_sequences", 1))
                 assert {output.finish_reason for output in outputs.values()} == {wanted}, case
                 assert (sampled and "num_return_sequences" in case) or outputs[name].generated_tokens == answer
-    finally:
-        manager.stop(block=True)
     if not sampled:
         (output,) = fast().generate_batch([prompt], eos_token_id=answer[-1], warmup=False, **options).values()
         assert output.finish_reason == "stop" and output.generated_tokens == answer
@@ -148,28 +141,18 @@ def test_a_stop_string_may_begin_in_the_prompt_unless_the_request_says_no():
     prompt = PROMPTS[0]
     answer = generated(fast(), prompt, max_new_tokens=8)
     stop = tokenizer().decode(prompt[-1:] + answer[:1])
-    manager = running()
-    try:
+    with running(fast()) as manager:
         for option, tokens in (({}, 1), ({"stops_in_prompt": True}, 1), ({"stops_in_prompt": False}, 8)):
             options = {"stop_strings": stop, "tokenizer": tokenizer(), "max_new_tokens": 8} | option
             name = manager.add_request(prompt, **options)
             assert collect(manager, 1)[name].generated_tokens == answer[:tokens]
         with pytest.raises(TypeError, match="stops_in_prompt: expected a bool"):
             manager.add_request(prompt, stops_in_prompt="no")
-    finally:
-        manager.stop(block=True)
 
 
 @pytest.mark.slow
 def test_a_thousand_mixed_requests():
     answers_are_those_of_generate(fast(), 1000, seed=1, slots=16)
-
-
-def running(**options):
-    """A manager of `fast`, started."""
-    manager = fast().init_continuous_batching(GenerationConfig(pad_token_id=0), config(**options))
-    manager.start()
-    return manager
 
 
 def test_generate_batch_is_transformers_with_our_rounds():
@@ -186,32 +169,23 @@ def test_several_sequences_are_the_rows_of_one_call():
     options = dict(do_sample=True, max_new_tokens=10, num_return_sequences=3)
     torch.manual_seed(5)
     expected = fast().generate(torch.tensor([PROMPTS[0]]), **options)[:, len(PROMPTS[0]) :].tolist()
-    manager = running()
-    try:
+    with running(fast()) as manager:
         name = manager.add_request(PROMPTS[0], seed=5, **options)
         outputs = collect(manager, 3)
-    finally:
-        manager.destroy()
     assert [outputs[f"{name}__child#{i}"].generated_tokens for i in range(2)] == expected[:2]
     assert outputs[name].generated_tokens == expected[2]
 
 
 def test_a_request_fills_its_row_if_nothing_says_otherwise():
-    manager = running(max_requests_per_batch=1)
-    try:
+    with running(fast(), max_requests_per_batch=1) as manager:
         (sequence,) = manager._intake.sequences(PROMPTS[0], manager.generation_config, "a", eos_token_id=-1)
         assert sequence.longest == manager.scheduler.capacity
-    finally:
-        manager.destroy()
 
 
 def test_streams_grow_round_by_round():
-    manager = running()
-    try:
+    with running(fast()) as manager:
         name = manager.add_request(PROMPTS[0], max_new_tokens=30, streaming=True, record_timestamps=True)
         outputs = list(manager.request_id_iter(name))
-    finally:
-        manager.destroy()
     last = outputs[-1]
     assert last.generated_tokens == generated(fast(), PROMPTS[0], max_new_tokens=30)
     assert len(outputs) == last.speculation.steps == len(last.speculation.per_step_tokens)
@@ -236,19 +210,15 @@ def test_handlers_are_called_in_their_event_loop():
             manager.add_request(prompt, f"h{number}", max_new_tokens=8, streaming=number == 0)
         return [output.generated_tokens for output in await asyncio.gather(*done)], results
 
-    manager = running()
-    try:
+    with running(fast()) as manager:
         tokens, results = asyncio.run(answers())
-    finally:
-        manager.destroy()
     assert tokens == [generated(fast(), prompt, max_new_tokens=8) for prompt in PROMPTS]
     assert [output.request_id for output in results].count("h1") == 1
     assert not manager.output_router.result_handlers
 
 
 def test_cancelled_requests_leave_and_the_others_go_on():
-    manager = running(max_requests_per_batch=1)
-    try:
+    with running(fast(), max_requests_per_batch=1) as manager:
         manager.add_request(PROMPTS[0], "runs", max_new_tokens=1000, streaming=True, eos_token_id=-1)
         manager.add_request(PROMPTS[1], "waits", max_new_tokens=5)
         manager.add_request(PROMPTS[2], "stays", max_new_tokens=5)
@@ -256,8 +226,6 @@ def test_cancelled_requests_leave_and_the_others_go_on():
         for name in ("runs", "waits", "nobody"):
             manager.cancel_request(name)
         outputs = collect(manager, 3)
-    finally:
-        manager.destroy()
     assert [outputs[name].finish_reason for name in ("runs", "waits", "stays")] == ["cancelled", "cancelled", "length"]
     tokens = outputs["runs"].generated_tokens
     assert tokens == generated(fast(), PROMPTS[0], max_new_tokens=1000, eos_token_id=-1, pad_token_id=0)[: len(tokens)]
@@ -331,15 +299,12 @@ class Breaks(LogitsProcessor):
 
 
 def test_an_error_of_one_request_is_its_own():
-    manager = running()
-    try:
+    with running(fast()) as manager:
         manager.add_request(PROMPTS[0], "good", max_new_tokens=20)
         manager.add_request(PROMPTS[1], "breaks", max_new_tokens=20, logits_processor=[Breaks(3)])
         manager.add_request(PROMPTS[2], "begins badly", max_new_tokens=20, logits_processor=[Breaks(0)])
         outputs = collect(manager, 3)
         assert manager.is_running()
-    finally:
-        manager.destroy()
     assert outputs["good"].generated_tokens == generated(fast(), PROMPTS[0], max_new_tokens=20)
     assert outputs["breaks"].error == "the processor broke" and outputs["breaks"].finish_reason == "error"
     expected = generated(fast(), PROMPTS[1], max_new_tokens=20)
@@ -349,7 +314,7 @@ def test_an_error_of_one_request_is_its_own():
 
 
 def test_what_kills_the_thread_fails_all_once_and_says_so(monkeypatch):
-    manager = running()
+    manager = running(fast())
     monkeypatch.setattr(manager.scheduler.decoder, "launch", lambda: 1 / 0)
     names = [manager.add_request(prompt, max_new_tokens=4) for prompt in PROMPTS]
     manager._generation_thread.join()
@@ -363,7 +328,7 @@ def test_what_kills_the_thread_fails_all_once_and_says_so(monkeypatch):
 
 
 def test_stopping_at_once_fails_what_is_under_way():
-    manager = running()
+    manager = running(fast())
     manager.add_request(PROMPTS[0], "a", max_new_tokens=1000, streaming=True, eos_token_id=-1)
     next(iter(manager))
     manager.stop(hard_stop=True)
@@ -385,8 +350,7 @@ def test_a_manager_that_is_kept_serves_again():
 
 def test_prompts_that_begin_alike_are_processed_once():
     beginning = tokenizer()(TEXT).input_ids[:100]
-    manager = running()
-    try:
+    with running(fast()) as manager:
         for number, end in enumerate(([5], [6, 7, 8], [9])):
             manager.add_request(beginning + end, f"r{number}", max_new_tokens=6)
             output = collect(manager, 1)[f"r{number}"]
@@ -396,16 +360,13 @@ def test_prompts_that_begin_alike_are_processed_once():
         fast().speculation.refresh()
         manager.add_request(beginning, "after", max_new_tokens=6)
         assert collect(manager, 1)["after"].speculation.reused_prompt_tokens == 0
-    finally:
-        manager.destroy()
 
 
 def test_generate_goes_between_the_rounds():
-    manager = running()
-    try:
+    with running(fast()) as manager:
         manager.add_request(PROMPTS[0], "long", max_new_tokens=300, eos_token_id=-1, streaming=True)
         next(iter(manager))
-        assert generated(fast(), PROMPTS[1], max_new_tokens=6) == generated(model(), PROMPTS[1], max_new_tokens=6)
+        assert generated(fast(), PROMPTS[1], max_new_tokens=6) == generated(demo(), PROMPTS[1], max_new_tokens=6)
         with pytest.raises(RuntimeError, match="is running"):
             fast().speculation.refresh()
         with manager.pause():
@@ -413,13 +374,11 @@ def test_generate_goes_between_the_rounds():
             time.sleep(0.1)
             assert manager.metrics()["rounds_total"] == rounds
         tokens = collect(manager, 1)["long"].generated_tokens
-    finally:
-        manager.destroy()
-    assert tokens == generated(model(), PROMPTS[0], max_new_tokens=300, eos_token_id=-1, pad_token_id=0)
+    assert tokens == generated(demo(), PROMPTS[0], max_new_tokens=300, eos_token_id=-1, pad_token_id=0)
 
 
 def test_a_model_that_has_changed_is_refused():
-    manager = running()
+    manager = running(fast())
     try:
         fast().speculation.original.model.layers[0].self_attn.scaling *= 2
         manager.add_request(PROMPTS[0], "a", max_new_tokens=4)
@@ -452,43 +411,35 @@ def test_metrics_add_up():
 
 
 def test_private_texts_are_not_drafted_for_others():
-    one = speculate(model(), compile=False, check=False, share_text=False)
-    manager = one.init_continuous_batching(GenerationConfig(pad_token_id=0))
-    manager.start()
-    try:
+    one = speculate(demo(), compile=False, check=False, share_text=False)
+    with running(one) as manager:
         for number in range(2):
             manager.add_request(PROMPTS[0], f"r{number}", max_new_tokens=30)
             output = collect(manager, 1)[f"r{number}"]
             assert output.generated_tokens == generated(one, PROMPTS[0], max_new_tokens=30)
-    finally:
-        manager.destroy()
     assert len(one.speculation.ngram) == 0 and not one.speculation.engine.runtime.algorithm.private
 
 
 def ask_with_references(one, references):
     """The last outputs of requests for the same 40 tokens at once, of which some have a reference."""
-    manager = one.init_continuous_batching(GenerationConfig(pad_token_id=0))
-    manager.start()
-    try:
+    with running(one) as manager:
         for reference in references:
             manager.add_request(PROMPTS[0], max_new_tokens=40, eos_token_id=-1, reference=reference)
         outputs = [*collect(manager, len(references)).values()]
-    finally:
-        manager.destroy()
     return sorted(outputs, key=lambda output: output.request_id)
 
 
 @pytest.mark.parametrize("share_text", [True, False])
 def test_a_reference_is_of_one_request_only(share_text):
-    one = speculate(model(), compile=False, check=False, share_text=share_text, adaptive=False)
-    wanted = generated(speculate(model(), compile=False, check=False), PROMPTS[0], max_new_tokens=40, eos_token_id=[])
+    one = speculate(demo(), compile=False, check=False, share_text=share_text, adaptive=False)
+    wanted = generated(speculate(demo(), compile=False, check=False), PROMPTS[0], max_new_tokens=40, eos_token_id=[])
     expected = [PROMPTS[0] + wanted, [7, 8, 9]]
     told, untold = ask_with_references(one, [expected, None])
     assert told.generated_tokens == untold.generated_tokens == wanted
     shorter = told.speculation.steps * (1 if share_text else 2)  # an answer that is shared is drafted from afterwards
     assert told.speculation.steps <= 5 and untold.speculation.steps > shorter
     assert not one.speculation.engine.runtime.algorithm.private
-    other = speculate(model(), compile=False, check=False, share_text=share_text, adaptive=False)
+    other = speculate(demo(), compile=False, check=False, share_text=share_text, adaptive=False)
     ask_with_references(other, [None, None])
     left, usual = ({n: s.speculation.ngram.stats()[n] for n in ("tokens", "streams")} for s in (one, other))
     assert left == usual == {"tokens": 2 * len(PROMPTS[0] + wanted) if share_text else 0, "streams": 0}
@@ -497,7 +448,7 @@ def test_a_reference_is_of_one_request_only(share_text):
 def test_references_join_other_drafts():
     options = ALGORITHMS["eagle3 union"] | dict(adaptive=False, share_text=False)
     options["ngram"] = {"share_text": options.pop("share_text")}
-    one = speculate(model(), "eagle3", compile=False, check=False, **options)
+    one = speculate(demo(), "eagle3", compile=False, check=False, **options)
     wanted = generated(one, PROMPTS[0], max_new_tokens=40, eos_token_id=[])
     told, untold = ask_with_references(one, [PROMPTS[0] + wanted, None])
     assert told.generated_tokens == untold.generated_tokens == wanted
@@ -508,7 +459,7 @@ def test_references_join_other_drafts():
 def test_references_that_are_refused():
     manager = fast().init_continuous_batching(GenerationConfig(pad_token_id=0))
     manager.start()
-    head = speculate(model(), "eagle3", compile=False, check=False, **ALGORITHMS["eagle3"])
+    head = speculate(demo(), "eagle3", compile=False, check=False, **ALGORITHMS["eagle3"])
     others = head.init_continuous_batching(GenerationConfig(pad_token_id=0))
     others.start()
     try:
@@ -548,7 +499,7 @@ def test_prompts_are_processed_together(monkeypatch, no_texts):
     places = []
     with torch.no_grad():
         while scheduler.is_busy:
-            manager._worker.deliver(scheduler.step())
+            manager._deliver(scheduler.step())
             places.append({each.request_id: each.row for each in scheduler.prefill.active})
     outputs = {output.request_id: output for output in manager.output_router.output_queue.queue}
     for name, prompt in requests.items():
@@ -570,7 +521,7 @@ def test_rows_in_use_are_kept_at_the_front(no_texts):
     rows = []
     with torch.no_grad():
         while scheduler.is_busy:
-            manager._worker.deliver(scheduler.step())
+            manager._deliver(scheduler.step())
             rows.append([each.row for each in scheduler.decoder.active])
     assert [0, 1] in rows and rows[-2] == [0]
     outputs = {o.request_id: o for o in manager.output_router.output_queue.queue}

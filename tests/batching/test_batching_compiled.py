@@ -47,7 +47,7 @@ def test_rows_of_any_number_share_what_is_compiled(monkeypatch):
         manager.add_request(prompt, name, max_new_tokens=rng.randint(10, 20), eos_token_id=-1)
     with torch.no_grad():
         while scheduler.is_busy:
-            manager._worker.deliver(scheduler.step())
+            manager._deliver(scheduler.step())
     for output in manager.output_router.output_queue.queue:
         ids = torch.tensor([prompts[output.request_id]])
         options = dict(attention_mask=torch.ones_like(ids), eos_token_id=None, pad_token_id=0, do_sample=False)

@@ -4,7 +4,7 @@ import hybrids
 import models
 import pytest
 import torch
-from batch_requests import AtLength, collect, config
+from batch_requests import AtLength, collect, config, running
 from transformers import DynamicCache, GenerationConfig
 
 import spec_compile
@@ -26,24 +26,15 @@ def generated(model, prompt, new, **options):
     return hybrids.answer(model, ids, torch.ones_like(ids), new, **options)[0, len(prompt) :].tolist()
 
 
-def manager_of(fast, slots):
-    manager = fast.init_continuous_batching(GenerationConfig(pad_token_id=0), config(max_requests_per_batch=slots))
-    manager.start()
-    return manager
-
-
 def answers_are_those_of_generate(model, fast, slots=3):
     """More requests than slots, so that rows are entered again and copied to others; one of them is cancelled."""
-    manager = manager_of(fast, slots)
-    try:
+    with running(fast, max_requests_per_batch=slots) as manager:
         manager.add_request(prompts()[3], "cancelled", max_new_tokens=300, eos_token_id=-1, streaming=True)
         next(iter(manager))
         for number, (prompt, (_, new)) in enumerate(zip(prompts(), LENGTHS)):
             manager.add_request(prompt, f"r{number}", max_new_tokens=new, eos_token_id=-1)
         manager.cancel_request("cancelled")
         outputs = collect(manager, len(LENGTHS) + 1)
-    finally:
-        manager.destroy()
     for number, (prompt, (_, new)) in enumerate(zip(prompts(), LENGTHS)):
         output = outputs[f"r{number}"]
         assert output.error is None and output.generated_tokens == generated(model, prompt, new)
@@ -73,9 +64,8 @@ def test_a_prompt_that_goes_on_with_a_whole_answer_starts_behind_it(name):
     """Of a text that shares less, its prompt counts, if it has a whole block; and that only, if a prompt's states are
     not an answer's."""
     model, fast = hybrids.system(name)
-    manager = manager_of(fast, 2)
     prompt, reused = prompts()[5], []
-    try:
+    with running(fast, max_requests_per_batch=2) as manager:
         for turn in range(4):
             manager.add_request(prompt, f"r{turn}", max_new_tokens=20, eos_token_id=-1)
             output = collect(manager, 1)[f"r{turn}"]
@@ -83,8 +73,6 @@ def test_a_prompt_that_goes_on_with_a_whole_answer_starts_behind_it(name):
             reused.append(output.speculation.reused_prompt_tokens)
             prompt = prompt + output.generated_tokens + [7, 8, 9][: turn * 3]
             prompt = prompt if turn < 2 else prompt[:-5]
-    finally:
-        manager.destroy()
     assert reused == ([0, 0, 0, 82] if name == "nemotron_h" else [0, 59, 79, 82])
 
 
@@ -92,9 +80,9 @@ def test_an_answer_that_was_cut_is_not_gone_on_with(monkeypatch):
     """Its row has tokens behind the end that a criterion has set."""
     monkeypatch.setattr(RoundPipeline, "_choose_nodes", lambda self, policy, sequences: self.runtime.sizes[-1])
     model, fast = hybrids.system("lfm2")
-    manager, prompt = manager_of(fast, 2), prompts()[5]
+    prompt = prompts()[5]
     whole = generated(model, prompt, 20)
-    try:
+    with running(fast, max_requests_per_batch=2) as manager:
         manager.add_request(prompt, "learns", max_new_tokens=20, eos_token_id=-1)  # so that drafts are right
         collect(manager, 1)
         first = [AtLength(len(prompt) + 6)]
@@ -105,8 +93,6 @@ def test_an_answer_that_was_cut_is_not_gone_on_with(monkeypatch):
         manager.add_request(prompt, "next", max_new_tokens=9, eos_token_id=-1)
         output = collect(manager, 1)["next"]
         assert output.generated_tokens == generated(model, prompt, 9) and not output.speculation.reused_prompt_tokens
-    finally:
-        manager.destroy()
 
 
 def test_the_memory_of_slots_counts_states():
@@ -134,13 +120,11 @@ def test_on_a_gpu(name, mode):
             hybrids.turns(system, (5, 33, 20), DynamicCache(config=model.config)) for system in (fast, model)
         ]
         assert torch.equal(got, wanted)
-    manager, prompt = manager_of(fast, 2), prompts()[5]
-    try:
+    prompt = prompts()[5]
+    with running(fast, max_requests_per_batch=2) as manager:
         for turn in range(2):
             manager.add_request(prompt, f"r{turn}", max_new_tokens=20, eos_token_id=-1)
             output = collect(manager, 1)[f"r{turn}"]
             assert output.generated_tokens == generated(model, prompt, 20)
             assert output.speculation.reused_prompt_tokens == 59 * turn
             prompt = prompt + output.generated_tokens + [7, 8]
-    finally:
-        manager.destroy()

@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from batch_requests import collect, config
+from batch_requests import collect, config, running
 from picture_models import NAMES, PICTURE, fast, heads, inputs, model
 from transformers import GenerationConfig
 
@@ -21,20 +21,11 @@ def expected(name, arguments, **options):
     return model(name).generate(**arguments, **options)[0, arguments["input_ids"].shape[1] :].tolist()
 
 
-def manager_of(fast):
-    manager = fast.init_continuous_batching(GenerationConfig(pad_token_id=0), config(max_requests_per_batch=2))
-    manager.start()
-    return manager
-
-
 def answers(fast, requests):
-    manager = manager_of(fast)
-    try:
+    with running(fast, max_requests_per_batch=2) as manager:
         for number, arguments in enumerate(requests):
             manager.add_request(**arguments, request_id=f"r{number}", max_new_tokens=NEW)
         outputs = collect(manager, len(requests))
-    finally:
-        manager.destroy()
     assert [outputs[f"r{number}"].error for number in range(len(requests))] == [None] * len(requests)
     return [outputs[f"r{number}"].generated_tokens for number in range(len(requests))]
 
@@ -55,8 +46,8 @@ def test_a_head_is_given_what_the_model_made_of_pictures(name):
 
 
 def test_what_is_refused_and_what_fails_alone():
-    manager, arguments = manager_of(fast("Gemma3")), inputs("Gemma3")
-    try:
+    arguments = inputs("Gemma3")
+    with running(fast("Gemma3"), max_requests_per_batch=2) as manager:
         with pytest.raises(ValueError, match="ends in a picture"):
             manager.add_request(**inputs("Gemma3", ending=0))
         with pytest.raises(ValueError, match="attention_mask: a request has one prompt without padding"):
@@ -67,8 +58,6 @@ def test_what_is_refused_and_what_fails_alone():
         manager.add_request(**arguments | {"input_ids": wrong}, request_id="wrong", max_new_tokens=NEW)
         manager.add_request(**arguments, request_id="right", max_new_tokens=NEW)
         outputs = collect(manager, 2)
-    finally:
-        manager.destroy()
     assert outputs["wrong"].finish_reason == "error" and "mage" in outputs["wrong"].error
     assert outputs["right"].generated_tokens == expected("Gemma3", arguments)
 
@@ -78,13 +67,10 @@ def test_ids_without_their_pictures_are_another_prompt():
     arguments = inputs("Gemma3", (2,))
     ids = {name: arguments[name] for name in ("input_ids", "attention_mask")}
     wanted = fast("Gemma3").generate(**ids, max_new_tokens=NEW, do_sample=False)[0, ids["input_ids"].shape[1] :]
-    manager = manager_of(fast("Gemma3"))
-    try:
+    with running(fast("Gemma3"), max_requests_per_batch=2) as manager:
         for name, request in (("pictures", arguments), ("ids", ids)):
             manager.add_request(**request, request_id=name, max_new_tokens=NEW)
             output = collect(manager, 1)[name]
-    finally:
-        manager.destroy()
     assert output.generated_tokens == wanted.tolist() != expected("Gemma3", arguments)
 
 
@@ -93,12 +79,9 @@ def test_several_sequences_of_one_picture():
     torch.manual_seed(5)
     options = dict(do_sample=True, max_new_tokens=6, num_return_sequences=2)
     rows = fast("Gemma3").generate(**arguments, **options)[:, arguments["input_ids"].shape[1] :].tolist()
-    manager = manager_of(fast("Gemma3"))
-    try:
+    with running(fast("Gemma3"), max_requests_per_batch=2) as manager:
         name = manager.add_request(**arguments, seed=5, **options)
         outputs = collect(manager, 2)
-    finally:
-        manager.destroy()
     assert [outputs[f"{name}__child#0"].generated_tokens, outputs[name].generated_tokens] == rows
 
 

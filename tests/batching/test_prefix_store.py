@@ -8,7 +8,7 @@ import models
 import numpy as np
 import pytest
 import torch
-from batch_requests import ALGORITHMS, MODEL, PROMPTS, TEXT, collect, generated, managed, tokenizer
+from batch_requests import ALGORITHMS, MODEL, PROMPTS, TEXT, collect, demo, generated, managed, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from picture_models import fast as picture_fast
@@ -30,15 +30,10 @@ OFF = dict(prefix_cache_host_bytes=0)
 
 
 @functools.cache
-def model():
-    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-
-
-@functools.cache
 def system(algo="ngram", **options):
     """The model with this draft, on which a round's number of nodes does not depend on measured times."""
-    draft = dict(draft=model()) if algo == "draft_model" else {}
-    return speculate(model(), algo, compile=False, check=False, adaptive=False, **{**options, **draft})
+    draft = dict(draft=demo()) if algo == "draft_model" else {}
+    return speculate(demo(), algo, compile=False, check=False, adaptive=False, **{**options, **draft})
 
 
 def answer(manager, prompt, new=8, **options):
@@ -61,7 +56,7 @@ def turns(fast, **options):
 def test_a_second_turn_starts_from_what_a_row_has_lost():
     _, second = turns(system())
     assert second.speculation.reused_prompt_tokens == (450 + 19) // BLOCK * BLOCK == 448
-    assert second.generated_tokens == generated(model(), second.prompt_ids, max_new_tokens=20, eos_token_id=None)
+    assert second.generated_tokens == generated(demo(), second.prompt_ids, max_new_tokens=20, eos_token_id=None)
     _, anew = turns(system(**OFF))
     assert anew.speculation.reused_prompt_tokens == 0 and anew.generated_tokens == second.generated_tokens
 
@@ -102,7 +97,7 @@ def test_a_block_of_a_draft_has_the_token_after_it(algo, reused):
         prompt = [*LONG[:BLOCK], LONG[BLOCK] + 1, *LONG[BLOCK + 1 : 90]]
         output = answer(manager, prompt)
         assert output.speculation.reused_prompt_tokens == reused
-        assert output.generated_tokens == generated(model(), prompt, max_new_tokens=8, eos_token_id=None)
+        assert output.generated_tokens == generated(demo(), prompt, max_new_tokens=8, eos_token_id=None)
 
 
 def test_requests_at_once_share_a_prefix():
@@ -117,7 +112,7 @@ def test_requests_at_once_share_a_prefix():
         metrics = manager.metrics()
     for number, end in enumerate(ends):
         output = outputs[f"r{number}"]
-        assert output.generated_tokens == generated(model(), LONG[:300] + end, max_new_tokens=8, eos_token_id=None)
+        assert output.generated_tokens == generated(demo(), LONG[:300] + end, max_new_tokens=8, eos_token_id=None)
         assert output.speculation.reused_prompt_tokens >= 256
     assert metrics["prefix_cache_hits_by_place_total"]["host"] >= 256
     assert metrics["prefix_cache_hits_total"] == metrics["reused_prompt_tokens_total"]
@@ -139,14 +134,14 @@ def test_a_cancelled_request_leaves_its_text():
         answer(manager, OTHER)
         output = answer(manager, LONG)
         assert output.speculation.reused_prompt_tokens == 448
-        assert output.generated_tokens == generated(model(), LONG, max_new_tokens=8, eos_token_id=None)
+        assert output.generated_tokens == generated(demo(), LONG, max_new_tokens=8, eos_token_id=None)
 
 
 # --- texts that do not count
 
 
 def test_nothing_of_other_weights_is_kept():
-    fast, weight = system(), model().model.layers[0].self_attn.v_proj.weight
+    fast, weight = system(), demo().model.layers[0].self_attn.v_proj.weight
     before = weight.detach().clone()
     with managed(fast) as manager:
         answer(manager, LONG)
@@ -162,7 +157,7 @@ def test_nothing_of_other_weights_is_kept():
                 weight.data.mul_(-1.0)  # torch does not count it
             output = answer(manager, LONG)
             assert output.speculation.reused_prompt_tokens == 0
-            assert output.generated_tokens == generated(model(), LONG, max_new_tokens=8, eos_token_id=None)
+            assert output.generated_tokens == generated(demo(), LONG, max_new_tokens=8, eos_token_id=None)
             manager.add_request(LONG, "long", max_new_tokens=200, eos_token_id=-1, streaming=True)
             next(iter(manager))
         finally:
@@ -171,7 +166,7 @@ def test_nothing_of_other_weights_is_kept():
         collect(manager, 1)  # it has keys and values of both weights
         answer(manager, OTHER)
         output = answer(manager, LONG)
-        assert output.generated_tokens == generated(model(), LONG, max_new_tokens=8, eos_token_id=None)
+        assert output.generated_tokens == generated(demo(), LONG, max_new_tokens=8, eos_token_id=None)
 
 
 def test_pictures_never_cross():
@@ -206,7 +201,7 @@ def test_each_turn_of_a_chat_reuses_all_but_the_last_token(name, sizes, monkeypa
         for _ in range(3):
             output = answer(manager, prompt, 16, speculation=limit)
             assert output.speculation.reused_prompt_tokens == known
-            assert output.generated_tokens == generated(model(), prompt, max_new_tokens=16, eos_token_id=None)
+            assert output.generated_tokens == generated(demo(), prompt, max_new_tokens=16, eos_token_id=None)
             prompt = [*prompt, *output.generated_tokens, *OTHER[:8]]
             known = len(prompt) - 9
 

@@ -8,12 +8,12 @@ import random
 import threading
 import time
 import tracemalloc
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import hypothesis.strategies as st
 import pytest
 import torch
-from batch_requests import MODEL, PROMPTS, TEXT, collect, config, generated, tokenizer
+from batch_requests import MODEL, PROMPTS, TEXT, answer, collect, config, generated, running, tokenizer
 from hypothesis import given, settings
 from transformers import (
     AutoModelForCausalLM,
@@ -44,23 +44,6 @@ def model():
 @pytest.fixture(scope="module")
 def fast(model):
     return speculate(model, compile=False, check=False)
-
-
-@contextmanager
-def running(fast, **options):
-    """A manager, started; at the end it is destroyed, and no thread is left."""
-    manager = fast.init_continuous_batching(GenerationConfig(pad_token_id=0), config(**options))
-    manager.start()
-    try:
-        yield manager
-    finally:
-        manager.destroy()
-        assert not manager.is_running()
-
-
-def answer(manager, prompt, **options):
-    name = manager.add_request(prompt, **options)
-    return collect(manager, 1)[name]
 
 
 # Weights that change
@@ -657,7 +640,7 @@ def test_large_numbers_take_no_memory(fast, name):
     manager = fast.init_continuous_batching(GenerationConfig(pad_token_id=0))
     tracemalloc.start()
     with suppress(ValueError, TypeError):
-        manager._intake.sequences(PROMPTS[0], manager.generation_config, options={name: LARGE[name]})
+        manager._intake.sequences(PROMPTS[0], manager.generation_config, **{name: LARGE[name]})
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 4 << 20
@@ -679,7 +662,7 @@ def test_sizes_of_ngrams_are_bounded_by_the_text(fast, name):
 def test_a_watermark_waits_without_its_table(fast):
     options = {"watermarking_config": WatermarkingConfig(bias=4.0), "max_new_tokens": 8, "do_sample": False}
     with running(fast) as manager:
-        (sequence,) = manager._intake.sequences(PROMPTS[0], manager.generation_config, options=options)
+        (sequence,) = manager._intake.sequences(PROMPTS[0], manager.generation_config, **options)
         assert [each.fixed_table for each in sequence.request.processors if hasattr(each, "fixed_table")] == [None]
         assert answer(manager, PROMPTS[0], **options).generated_tokens == generated(fast, PROMPTS[0], **options)
         options["watermarking_config"] = WatermarkingConfig(seeding_scheme="selfhash")
@@ -721,7 +704,7 @@ def test_preparing_a_request_keeps_no_other_waiting(fast):
                 {"do_sample": True, "temperature": 1.0 + number / 1000},
             ][number % 5]
             try:
-                manager._intake.sequences(PROMPTS[0], manager.generation_config, tokenizer=tokenizer(), options=options)
+                manager._intake.sequences(PROMPTS[0], manager.generation_config, tokenizer=tokenizer(), **options)
             except (TypeError, ValueError):
                 pass
             if end.wait(0.02):

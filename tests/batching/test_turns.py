@@ -7,9 +7,9 @@ import hybrids
 import models
 import pytest
 import torch
-from batch_requests import ALGORITHMS, MODEL, PROMPTS, TEXT, collect, config, generated, managed, tokenizer
+from batch_requests import ALGORITHMS, PROMPTS, TEXT, collect, config, demo, generated, managed, tokenizer
 from server_fixtures import Script
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 from spec_compile import speculate
 from spec_compile.batching.prefix_cache import RowTexts
@@ -19,14 +19,9 @@ CLIENTS = ("heavy", "light")
 
 
 @functools.cache
-def model():
-    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-
-
-@functools.cache
 def fast(name="ngram"):
     options = ALGORITHMS.get(name, {}) | dict(adaptive=False, max_cache_len=512)
-    return speculate(model(), name.split()[0], compile=False, check=False, **options)
+    return speculate(demo(), name.split()[0], compile=False, check=False, **options)
 
 
 def stopped(one, **options):
@@ -37,7 +32,7 @@ def stopped(one, **options):
     def run():
         with torch.no_grad():
             while manager.scheduler.is_busy:
-                manager._worker.deliver(manager.scheduler.step())
+                manager._deliver(manager.scheduler.step())
         return {output.request_id: output for output in manager.output_router.output_queue.queue}
 
     return manager, run
@@ -50,7 +45,7 @@ def test_a_free_row_goes_to_another_client(slots):
     for number in range(6):
         manager.add_request(PROMPTS[number % 3], f"heavy{number}", max_new_tokens=40, eos_token_id=-1, client="heavy")
     with torch.no_grad():
-        manager._worker.deliver(manager.scheduler.step())
+        manager._deliver(manager.scheduler.step())
     manager.add_request(PROMPTS[1], "light", max_new_tokens=8, eos_token_id=-1, client="light")
     manager.add_request(PROMPTS[2], "third", max_new_tokens=8, eos_token_id=-1, client="third")
     outputs = run()
@@ -76,7 +71,7 @@ def test_a_long_prompt_of_another_client_is_set_aside(name, monkeypatch):
     monkeypatch.setattr(prompts, "step", lambda *given: chunks.append(prompts.active[0].request_id) or step(*given))
     with torch.no_grad():
         for _ in range(3):
-            manager._worker.deliver(manager.scheduler.step())
+            manager._deliver(manager.scheduler.step())
     manager.add_request(LONG[40:160], "light", max_new_tokens=4, eos_token_id=-1, client="light")
     assert manager.metrics()["requests_prefilling"] == 1
     outputs = run()
@@ -85,12 +80,12 @@ def test_a_long_prompt_of_another_client_is_set_aside(name, monkeypatch):
     assert chunks[light:].index("r0") > 0, "the first prompt goes on where it was"
     for number in range(4):
         output, prompt = outputs[f"r{number}"], LONG[number : 250 + number]
-        logits = model()(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+        logits = demo()(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
         wanted = logits.gather(1, torch.tensor(prompt)[1:, None])[:, 0]
         told = torch.tensor([each.logprob for each in output.prompt_scores])
         torch.testing.assert_close(told, wanted.detach(), atol=1e-4, rtol=0)
-        assert output.generated_tokens == generated(model(), prompt, max_new_tokens=4, eos_token_id=None)
-    assert outputs["light"].generated_tokens == generated(model(), LONG[40:160], max_new_tokens=4, eos_token_id=None)
+        assert output.generated_tokens == generated(demo(), prompt, max_new_tokens=4, eos_token_id=None)
+    assert outputs["light"].generated_tokens == generated(demo(), LONG[40:160], max_new_tokens=4, eos_token_id=None)
     assert not prompts.aside
     manager.destroy()
 
@@ -190,7 +185,7 @@ def test_texts_belong_to_their_owners(name):
 
 
 def test_owners_texts_are_bounded(monkeypatch):
-    monkeypatch.setattr("spec_compile.ngram.MOST_OWNERS", 2)
+    monkeypatch.setattr("spec_compile.ngram.store.MOST_OWNERS", 2)
     store = fast().speculation.ngram
     store.reset()
     with managed(fast(), slots=2) as manager:
@@ -201,7 +196,7 @@ def test_owners_texts_are_bounded(monkeypatch):
         ask(manager, PROMPTS[0], share_text="c")
         assert [*store.owned] == ["c"]
     store.owned.capacity = store.capacity
-    forgets = speculate(model(), compile=False, check=False, share_text=False)
+    forgets = speculate(demo(), compile=False, check=False, share_text=False)
     with managed(forgets) as manager:
         ask(manager, PROMPTS[0], share_text="a")
         assert not forgets.speculation.ngram.owned and len(forgets.speculation.ngram) == 0

@@ -2,6 +2,7 @@
 
 import functools
 
+import ngram_plain  # noqa: F401 - kernels for a CPU
 import pytest
 import torch
 from batch_requests import MODEL, PROMPTS, collect, generated

@@ -47,7 +47,7 @@ def test_a_repr_tells_the_draft():
 
 
 def test_a_shadow_has_a_repr_before_it_speculates(model):
-    assert "speculation=None" in repr(api.shadow(model))
+    assert "speculation=None" in repr(api.speculative(model))
 
 
 def test_help_lists_every_option():

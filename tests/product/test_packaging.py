@@ -17,7 +17,7 @@ from packaging.tags import Tag, cpython_tags
 from packaging.utils import canonicalize_name
 
 import spec_compile
-from spec_compile.ngram import match_gpu
+from spec_compile.ngram import match
 
 ROOT = Path(spec_compile.__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -96,7 +96,7 @@ def test_the_kernels_source_lies_in_the_package():
     """The n-gram kernels are compiled on first use, from a file that the wheel has."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]
     assert settings["wheel"]["packages"] == ["spec_compile"] and "exclude" not in settings["wheel"]
-    assert Path(match_gpu.__file__).with_name("match.cu").is_file()
+    assert Path(match.__file__).with_name("match.cu").is_file()
 
 
 def test_the_wheels_tag_is_that_of_its_extension():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, GenerationConfig, StoppingCriteria
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, StoppingCriteria
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from spec_compile.runtime.request import seed_of
@@ -59,6 +59,12 @@ def read(path):
 
 
 @functools.cache
+def demo():
+    """The demo model, in float32."""
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+
+
+@functools.cache
 def tokenizer():
     return AutoTokenizer.from_pretrained(MODEL)
 
@@ -87,15 +93,31 @@ def collect(manager, count):
     return outputs
 
 
+def answer(manager, *prompt, **options):
+    """The last output of a request."""
+    name = manager.add_request(*prompt, **options)
+    return collect(manager, 1)[name]
+
+
 @contextmanager
-def managed(fast, slots=1):
-    """A running manager with so few rows that a request may take that of the one before it."""
-    manager = fast.init_continuous_batching(GenerationConfig(pad_token_id=0), config(max_requests_per_batch=slots))
+def running(fast, **options):
+    """A manager, started; at the end it is destroyed, and no thread is left."""
+    manager = fast.init_continuous_batching(GenerationConfig(pad_token_id=0), config(**options))
     manager.start()
     try:
         yield manager
     finally:
         manager.destroy()
+        assert not manager.is_running()
+
+
+@contextmanager
+def managed(fast, slots=1):
+    """A running manager with so few rows that a request may take that of the one before it."""
+    try:
+        with running(fast, max_requests_per_batch=slots) as manager:
+            yield manager
+    finally:
         fast.destroy_cached_continuous_batching_manager()
 
 
@@ -143,9 +165,9 @@ def is_near_tie(fast, manager, prompt, options, tokens, expected):
     options = {name: value for name, value in options.items() if name not in ("seed", "tokenizer", "stop_strings")}
     begin = next(place for place, pair in enumerate(zip(tokens, expected)) if pair[0] != pair[1])
     ids = torch.tensor([prompt + tokens[:begin]], device=fast.device)
-    prepared = manager.prepare(prompt, GenerationConfig(pad_token_id=0), fast.generation_config, None, options)
+    (sequence,) = manager._intake.sequences(prompt, GenerationConfig(pad_token_id=0), **options)
     logits = fast.speculation.original(ids).logits[:, -1].detach().double()
-    scores = prepared.ask.processors(ids, logits)[0]
+    scores = sequence.request.processors(ids, logits)[0]
     if not options.get("do_sample"):
         best = scores.topk(2).values
         return bool(best[0] - best[1] < 1e-4)
@@ -164,9 +186,7 @@ def answers_are_those_of_generate(fast, count, seed, slots):
     rng = random.Random(seed)
     requests = [mixed_request(rng) for _ in range(count)]
     cancelled = {f"r{number}" for number in rng.sample(range(count), count // 20)}
-    manager = fast.init_continuous_batching(GenerationConfig(pad_token_id=0), config(max_requests_per_batch=slots))
-    manager.start()
-    try:
+    with running(fast, max_requests_per_batch=slots) as manager:
         for number, (prompt, options) in enumerate(requests):
             manager.add_request(prompt, f"r{number}", **options)
             if rng.random() < 0.3:
@@ -174,8 +194,6 @@ def answers_are_those_of_generate(fast, count, seed, slots):
         for name in cancelled:
             manager.cancel_request(name)
         outputs = collect(manager, count)
-    finally:
-        manager.destroy()
     fast.speculation.stats.reset()
     ties = 0
     for number, (prompt, options) in enumerate(requests):

@@ -1,4 +1,4 @@
-"""`match.propose` in plain Python: the twin of the kernels, for their tests and for CPUs."""
+"""`match.propose` in plain Python: the reference of the kernels. Importing it makes `propose` run on CPUs, too."""
 
 import heapq
 from dataclasses import dataclass
@@ -6,14 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .match_options import MatchOptions, empty_outputs
+from spec_compile.ngram.match import empty_outputs, match_op
+from spec_compile.ngram.match_options import MatchOptions
 
 
 def propose_plainly(
     tokens: Tensor, committed: Tensor, corpus: Tensor, corpus_length: Tensor, references: Tensor,
     reference_lengths: Tensor, num_nodes: int, options: MatchOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`propose` in plain Python, for any device but slow: the reference of the kernels."""
+    """`propose` for tensors on any device."""
     out = empty_outputs(tokens, num_nodes)
     end = torch.tensor([-1])
     for row in range(tokens.shape[0]):
@@ -25,6 +26,12 @@ def propose_plainly(
         for tensor, value in zip(out, (tree + padding, parents + padding, len(tree), longest)):
             tensor[row] = torch.tensor(value)
     return out
+
+
+@match_op.register_kernel("cpu")
+def _(*arguments):
+    *inputs, numbers = arguments
+    return propose_plainly(*inputs, MatchOptions.of(numbers))
 
 
 @dataclass

@@ -1,0 +1,82 @@
+"""`Metrics`: counters of the requests of a manager that are over, and gauges of those under way."""
+
+from collections import Counter
+from typing import Any
+
+from .prefix_cache import whole
+from .scheduler import Scheduler
+from .sequence import BatchSequence
+
+REASONS = ("stop", "length", "cancelled", "error")
+PLACES = ("row", "device", "host")
+"""Where keys and values of a prompt's beginning may be."""
+REJECTIONS = ("queue_full", "invalid", "stopping")
+COUNTERS = (
+    "drafts_total", "draft_tokens_total", "accepted_tokens_total", "prompt_tokens_total", "reused_prompt_tokens_total",
+    "generation_tokens_total",
+)  # fmt: skip
+
+
+class Metrics:
+    """Numbers about a manager: counters of finished requests, and gauges of the scheduler. Calling it gives a dict."""
+
+    def __init__(self, scheduler: Scheduler, engine: Any):
+        self._engine = engine
+        self._scheduler, self._rounds_before = scheduler, scheduler.decoder.rounds_by_nodes.copy()
+        self._prefixes_before = self._count_prefixes()
+        self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        self._finished, self._rejected = dict.fromkeys(REASONS, 0), dict.fromkeys(REJECTIONS, 0)
+        self._positions: list[int] = []
+
+    def reject(self, reason: str) -> None:
+        """Count a request that was not taken, by one of `REJECTIONS`."""
+        self._rejected[reason] += 1
+
+    def finish(self, sequence: BatchSequence) -> None:
+        speculation = sequence.speculation
+        self._finished[sequence.finish_reason] += 1
+        self._counters.update(
+            drafts_total=sum(drafted > 0 for drafted in speculation.per_step_drafted),
+            draft_tokens_total=speculation.drafted, accepted_tokens_total=speculation.accepted,
+            prompt_tokens_total=len(sequence.prompt), generation_tokens_total=len(sequence.tokens),
+            reused_prompt_tokens_total=whole(speculation.reused_prompt_tokens),
+        )  # fmt: skip
+        self._positions += [0] * (len(speculation.accepted_per_position) - len(self._positions))
+        for depth, accepted in enumerate(speculation.accepted_per_position):
+            self._positions[depth] += accepted
+
+    def _count_prefixes(self) -> Counter[str]:
+        """Tokens that were looked for, tokens that were copied from each place, and blocks that were dropped."""
+        store = self._scheduler.prefixes.store
+        return Counter(store.hits) + Counter(asked=store.asked, evicted=store.evicted)
+
+    def __call__(self) -> dict:
+        """Gauges: requests, slots and tokens of the cache now. Counters, which end with ``_total``: since the start, of
+        requests that are over; the counters of ``prefix_cache`` count requests that have begun, too."""
+        scheduler, decoder, prefill = self._scheduler, self._scheduler.decoder, self._scheduler.prefill
+        rounds = decoder.rounds_by_nodes - self._rounds_before
+        prefixes = self._count_prefixes() - self._prefixes_before
+        tokens, used = scheduler.slots * scheduler.capacity, decoder.texts.used
+        return {
+            "requests_running": len(decoder.active),
+            "requests_prefilling": len(prefill.begun),
+            "requests_waiting": len(scheduler.waiting),
+            "slots": scheduler.slots,
+            "slot_tokens": scheduler.capacity,
+            "cache_bytes": decoder.bytes + prefill.bytes,
+            "cache_tokens": tokens,
+            "cache_tokens_used": used,
+            "cache_usage": used / tokens,
+            "prefix_cache_bytes": {tier: scheduler.prefixes.store.bytes(tier) for tier in PLACES[1:]},
+            "prefix_cache_queries_total": prefixes["asked"],
+            "prefix_cache_hits_total": sum(prefixes[place] for place in PLACES),
+            "prefix_cache_hits_by_place_total": {place: prefixes[place] for place in PLACES},
+            "prefix_cache_evicted_blocks_total": prefixes["evicted"],
+            "rounds_total": rounds.total(),
+            "rounds_by_nodes_total": dict(rounds),
+            **self._counters,
+            "accepted_tokens_per_position_total": list(self._positions),
+            "requests_finished_total": dict(self._finished),
+            "requests_rejected_total": dict(self._rejected),
+            "online_training": {} if self._engine.online is None else self._engine.online.figures(),
+        }  # fmt: skip
