@@ -9,7 +9,7 @@ from torch import fx
 from ..graph import ModelGraph, attribute, calls
 from ..kernels import linear
 from ..kernels.linear import cpu_products
-from ..kernels.linear.cpu_products import CPU_PRODUCTS
+from ..kernels.linear.cpu_products import CPU_PRODUCTS, NORM
 from ..kernels.ops import arguments_of
 from .apply import comes_after, drop_unread
 from .fuse_norms import Norm, adds_rows, match_norm
@@ -63,7 +63,7 @@ def arguments_of_product(graph: ModelGraph, node: fx.Node) -> tuple | None:
     parts = [attribute(graph.gm, part.target) for part in (weight, scales) if part is not None]
     if not cpu_products.serves(graph.dtype, parts, kind):
         return None
-    return node.args[0], None, [weight], [scales], [bias], [kind], [None], [0.0], [0.0], [False], [False]
+    return node.args[0], None, *cpu_products.entries(weight, scales, bias, kind)
 
 
 def _put(graph: ModelGraph, before: fx.Node, arguments: tuple, meta: dict) -> tuple[fx.Node, fx.Node]:
@@ -91,7 +91,8 @@ def _join_gate(graph: ModelGraph, product: fx.Node) -> bool:
         gate = activated.args[0]
         if any(len(node.users) > 1 for node in (gate, up, source)):
             continue
-        stream, out = _put(graph, product, (*arguments[:-1], [True]), source.meta)
+        *before, numbers = arguments
+        stream, out = _put(graph, product, (*before, [*numbers[:-1], 1.0]), source.meta)
         out.meta = {**source.meta, "val": product.meta["val"]}
         product.replace_all_uses_with(out)
         for node in (stream, product, activated, gate, up, gate.args[0], source):  # so that the norm has one reader
@@ -103,18 +104,19 @@ def _join_gate(graph: ModelGraph, product: fx.Node) -> bool:
 def _join_norm(graph: ModelGraph, norm: Norm, reader: fx.Node) -> bool | None:
     """Join a norm to the product that reads it. Returns True if the addition before it joined, too; None if nothing
     did."""
-    is_joined = reader.target == CPU_PRODUCTS and reader.args[6] == [None]
+    is_joined = reader.target == CPU_PRODUCTS and reader.args[2][NORM] is None
     arguments = reader.args if is_joined else arguments_of_product(graph, reader)
     if arguments is None or arguments[0] is not norm.out:
         return None
-    *layer, _, _, _, _, gated = arguments[2:]
+    (weight, scales, bias, _), (kind,), (*_, gated) = arguments[2:]
     x, residual = norm.x, None
     adds = adds_rows(graph, norm.x)
     if adds:
         x, residual = norm.x.args
-    numbers = [norm.weight], [norm.eps], [norm.offset or 0.0], [norm.offset is None]
     at = norm.x if adds else reader  # other readers of the sum may come before the product
-    stream, out = _put(graph, at, (x, residual, *layer, *numbers, gated), reader.meta)
+    numbers = norm.eps, norm.offset or 0.0, norm.offset is None, gated
+    lists = cpu_products.entries(weight, scales, bias, kind, norm.weight, *numbers)
+    stream, out = _put(graph, at, (x, residual, *lists), reader.meta)
     product = next(iter(reader.users)) if is_joined else reader
     out.meta = dict(product.meta)
     product.replace_all_uses_with(out)
@@ -153,7 +155,7 @@ class Chain:
 def _chain_from(graph: ModelGraph, node: fx.Node) -> Chain | None:
     """The longest chain that begins with a node; None if that has fewer than two products, or none that adds."""
     chain = _link(graph, node)
-    if chain is None or chain.arguments[6] != [None]:  # a product that adds may only follow another one
+    if chain is None or chain.arguments[2][NORM] is not None:  # a product that adds may only follow another one
         return None
     while len(chain.out.users) == 1 and (link := _link(graph, next(iter(chain.out.users)))) is not None:
         following = _joined(chain, link)
@@ -182,7 +184,7 @@ def _joined(chain: Chain, link: Chain) -> Chain | None:
             return None
         if len(chain.readers()) > 1:  # guard: stream-read-by-others
             return None
-    elif lists[4] != [None] or any(reader < node for reader in chain.readers()):
+    elif lists[0][NORM] is not None or any(reader < node for reader in chain.readers()):
         return None  # the op stands where its last product does
     if x is not chain.out:
         return None

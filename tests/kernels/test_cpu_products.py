@@ -1,6 +1,7 @@
 """Products on a CPU in one call, with what stands around them, against plain PyTorch, at every level."""
 
 import itertools
+from itertools import chain
 from unittest import mock
 
 import pytest
@@ -22,12 +23,12 @@ SIZES = (64, 128, False, False), (128, 384, True, True), (192, 128, False, False
 
 
 def entry(weight, scales=None, bias=None, kind="", norm=None, eps=1e-5, offset=None, gated=False):
-    """The arguments of the op that a product has an entry in."""
-    return weight, scales, bias, kind, norm, eps, offset or 0.0, offset is None, gated
+    """The lists of one product."""
+    return cpu_products.entries(weight, scales, bias, kind, norm, eps, offset or 0.0, offset is None, gated)
 
 
-def run(x, residual, *entries):
-    return CPU_PRODUCTS(x, residual, *map(list, zip(*entries)))
+def run(x, residual, *products):
+    return CPU_PRODUCTS(x, residual, *([*chain.from_iterable(each)] for each in zip(*products)))
 
 
 def of_codes(numbers):
@@ -52,7 +53,7 @@ def chain_of(make=None, biased=False, sizes=SIZES):
 
 def one_by_one(x, stream, entries):
     for each in entries:
-        adds = each[4] is not None
+        adds = each[0][cpu_products.NORM] is not None
         after, x = run(x, stream if adds else None, each)
         stream = after if adds else stream
     return stream, x
@@ -100,7 +101,8 @@ def test_a_row_has_the_same_bits_with_any_number_of_rows(make, level):
         plain = run(x, residual, each)
     assert torch.equal(plain[0], stream)
     assert (plain[1].float() - out.float()).norm() < 0.01 * out.float().norm()
-    _, wide = run(stream.float(), None, (*each[:2], each[2].float(), each[3], each[4].float(), *each[5:]))
+    weight, scales, bias, norm = each[0]
+    _, wide = run(stream.float(), None, ([weight, scales, bias.float(), norm.float()], *each[1:]))
     assert wide.dtype == torch.float32 and (wide - out.float()).norm() < 0.01 * wide.norm()
 
 
@@ -156,8 +158,8 @@ def test_a_chain_is_made_once(monkeypatch, level):
 
 def test_shapes_without_values():
     entries = [
-        tuple(each.to("meta") if isinstance(each, torch.Tensor) else each for each in some)
-        for some in chain_of(int4, biased=True)
+        ([None if each is None else each.to("meta") for each in tensors], *others)
+        for tensors, *others in chain_of(int4, biased=True)
     ]
     x, residual = (torch.empty(1, 3, size, dtype=BFLOAT16, device="meta") for size in (64, 128))
     stream, out = run(x, residual, *entries)

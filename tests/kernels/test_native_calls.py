@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from cpu_levels import NEEDS_KERNEL
 from spec_compile.kernels.attention import cpu_attention
 from spec_compile.kernels.attention.base import AttentionCall
 from spec_compile.kernels.launching import plain_kernels
+from spec_compile.kernels.linear.cpu_products import entries
 
 pytestmark = [NEEDS_KERNEL, pytest.mark.skipif(cpu_attention.BEST is None, reason="needs the package built")]
 OPS = torch.ops.spec_compile
@@ -46,7 +48,8 @@ def products(count=1, x=SQUARE[:2], residual=SQUARE[2:4], **changed):
         gated=False,
     )  # fmt: skip
     lists = (each if isinstance(each, list) else [each] * count for each in {**given, **changed}.values())
-    return OPS.cpu_products(x, residual, *lists)
+    made = [entries(*each) for each in zip(*lists)]
+    return OPS.cpu_products(x, residual, *([*chain.from_iterable(each[n] for each in made)] for n in range(3)))
 
 
 def attention(heads=4, kv_heads=2, slots=8, **changed):
@@ -134,8 +137,8 @@ WRONG = {
         ("meta norm", dict(norms=zeros(64, dtype=BFLOAT16, device="meta")), ValueError, "x"),
         ("no rows' inputs", dict(x=zeros(2, 0, dtype=BFLOAT16)), ValueError, "x"),
         ("integers", dict(x=zeros(2, 64, dtype=INT64)), TypeError, "x"),
-        ("no products", dict(count=0), ValueError, "weights"),
-        ("one norm for two", dict(count=2, norms=[SQUARE[0]]), ValueError, "weights"),
+        ("no products", dict(count=0), ValueError, "tensors"),
+        ("no weight", dict(weights=None), ValueError, "tensors"),
         ("other sizes", dict(count=2, weights=[zeros(32, 64, dtype=BFLOAT16), zeros(8, 64, dtype=BFLOAT16)]),
          ValueError, "weight|norm"),
         ("nothing is added", dict(count=2, norms=None), ValueError, "norms"),

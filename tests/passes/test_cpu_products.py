@@ -20,7 +20,7 @@ pytestmark = NEEDS_KERNEL
 
 def chains_of(graph):
     """The numbers of products of all chains."""
-    return [len(node.args[2]) for node in calls(graph.gm, CPU_PRODUCTS) if len(node.args[2]) > 1]
+    return [len(node.args[3]) for node in calls(graph.gm, CPU_PRODUCTS) if len(node.args[3]) > 1]
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,9 @@ def test_quantised_layers(narrow_or_best):
     fast = speculate(model, weights="int8", compile=False)
     runtime = fast.speculation.engine.runtime
     for graph, chains in ((runtime.verify, [4, 4]), (runtime.prefill, [4])):  # of the last layer keys and values
-        assert chains_of(graph) == chains and all(all(node.args[5]) for node in calls(graph.gm, CPU_PRODUCTS))
+        assert chains_of(graph) == chains and all(all(node.args[3]) for node in calls(graph.gm, CPU_PRODUCTS))
         rest = [node for node in calls(graph.gm) if node.target in PRODUCTS and node.target != CPU_PRODUCTS]
-        rest += [node for node in calls(graph.gm, CPU_PRODUCTS) if len(node.args[2]) == 1]
+        rest += [node for node in calls(graph.gm, CPU_PRODUCTS) if len(node.args[3]) == 1]
         assert len(rest) == 1  # q, k and v of the first layer
 
 

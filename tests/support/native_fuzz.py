@@ -8,6 +8,7 @@ import importlib.util
 import random
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 
 MODULES = "kernels.native._cpu_gemm", "kernels.native._cpu_attention"
@@ -129,10 +130,10 @@ def products_call(pick: random.Random) -> tuple:
         if pick.random() < 0.5 and inputs > 136:
             kind, parts = layer(outputs, inputs, pick)
         bias, norm = (torch.rand(size).bfloat16() if is_normed else None for size in (outputs, inputs))
-        entries.append((*parts, bias, kind, norm, 1e-5, 1.0, pick.random() < 0.5, bool(is_gated)))
+        entries.append(cpu_products.entries(*parts, bias, kind, norm, 1e-5, 1.0, pick.random() < 0.5, bool(is_gated)))
     x = rows_of(sizes[0][0], torch.bfloat16, pick)
     residual = torch.randn(*x.shape[:-1], 640).bfloat16() if len(sizes) > 1 or pick.random() < 0.5 else None
-    return OPS.cpu_products, [x, residual, *map(list, zip(*entries))]
+    return OPS.cpu_products, [x, residual, *([*chain.from_iterable(each)] for each in zip(*entries))]
 
 
 def attention_call(pick: random.Random) -> tuple:

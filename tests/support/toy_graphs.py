@@ -169,7 +169,7 @@ def add_to_eps(gm, more):
         if node.target == torch.ops.aten.rsqrt.default:
             norms.append((node.args[0], 1, None))
         elif node.target == torch.ops.spec_compile.cpu_products.default:
-            norms += [(node, 7, number) for number, norm in enumerate(node.args[6]) if norm is not None]
+            norms += [(node, 4, 4 * number) for number, norm in enumerate(node.args[2][3::4]) if norm is not None]
     for node, place, number in norms[1:]:
         eps = node.args[place]
         changed = eps + more if number is None else [each + more * (n == number) for n, each in enumerate(eps)]

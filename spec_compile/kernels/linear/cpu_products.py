@@ -21,24 +21,25 @@ from .product_ops import plain_product
 KNOWN = 4096
 """Most chains of the kernel that are kept for later calls."""
 DTYPE = operator.attrgetter("dtype")
+NORM = 3
+"""Place of the norm's weight among the four tensors of a product."""
 
 
 def cpu_products(
-    x: Tensor, residual: Tensor | None, weights: list[Tensor], scales: list[Tensor | None], biases: list[Tensor | None],
-    kinds: list[str], norms: list[Tensor | None], eps: list[float], offsets: list[float], rounds_first: list[bool],
-    gated: list[bool],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor, residual: Tensor | None, tensors: list[Tensor | None], kinds: list[str], numbers: list[float]
+) -> tuple[Tensor, Tensor]:
     """Products of which each multiplies the result of the one before it.
 
     x: [..., I]; the input of the first product.
     residual: [..., H]; the residual stream, of x's dtype. A product that has a norm then adds its input to the stream
     first, and norms the sum. None: it norms its input.
 
-    All other arguments have an entry for each product:
-    weights, scales, biases, kinds: [O, I], [O, ...], [O] and a text, as in `Product`; scales None and the kind "" if
-    the layer is not quantised.
-    norms, eps, offsets, rounds_first: the weight [I] of an RMSNorm, or None; the others as in `RmsNorm`.
-    gated: the result is ``silu(gate) * up`` [..., O / 2] of the halves of the outputs.
+    tensors: four for each product: its weight [O, I], scales [O, ...], bias [O], and the weight [I] of its RMSNorm. All
+    but the first may be None.
+    kinds: a text for each, as in `Product`; "" if the layer is not quantised.
+    numbers: four for each: eps, offset and rounds_first of its `RmsNorm`, and 1 if it is gated: its result is
+    ``silu(gate) * up`` [..., O / 2] of the halves of the outputs. `entries` makes the three lists of one product; those
+    of several are joined. Each list more would take a microsecond of a call.
 
     -> the stream after the last addition (empty without a residual), and the last product [..., O]. Each step is
     rounded as PyTorch does without a compiler. A row has the same bits with any number of rows.
@@ -46,17 +47,18 @@ def cpu_products(
     Example: of the products o, gate and up, down, and the next layer's q, k and v, the second and the fourth have a
     norm. x is what attention gives. The results are the next layer's stream and its queries, keys and values.
     """
-    lists = weights, scales, biases, kinds, norms, eps, offsets, rounds_first, gated
-    known = _known_chain(x, lists)
-    if known is None and len(weights) > 1:
+    known = _known_chain(x, tensors, kinds, numbers)
+    if known is None and len(kinds) > 1:
+        _layers(x, tensors, kinds, numbers)  # checks the lists
         stream = x.new_empty(0) if residual is None else residual
-        for each in zip(*lists):
-            adds = residual is not None and each[4] is not None
-            after, x = cpu_products(x, stream if adds else None, *([entry] for entry in each))
+        for place, kind in enumerate(kinds):
+            four = slice(4 * place, 4 * place + 4)
+            adds = residual is not None and tensors[four][NORM] is not None
+            after, x = cpu_products(x, stream if adds else None, tensors[four], [kind], numbers[four])
             stream = after if adds else stream
         return stream, x
     if known is None:
-        (layer,) = _layers(x, lists)
+        (layer,) = _layers(x, tensors, kinds, numbers)
         stream = x.new_empty(0) if residual is None else _sum(x, residual)
         return stream, plain_product(replace(layer, x=x if residual is None else stream)).contiguous()
     chain, outputs, width = known
@@ -99,12 +101,24 @@ def _check_residual(residual: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
         raise ValueError(f"residual: expected the shape {list(shape)}, got {list(residual.shape)}")
 
 
-def _layers(x: Tensor, lists: tuple[list, ...]) -> list[Product]:
+def entries(
+    weight, scales, bias, kind: str, norm=None, eps: float = 0.0, offset: float = 0.0, rounds_first=False, gated=False
+) -> tuple[list, list, list]:
+    """The lists `tensors`, `kinds` and `numbers` of one product. Tensors may be nodes of a graph."""
+    return [weight, scales, bias, norm], [kind], [eps, offset, float(rounds_first), float(gated)]
+
+
+def _layers(x: Tensor, tensors: list[Tensor | None], kinds: list[str], numbers: list[float]) -> list[Product]:
     """The products of the op's lists. Each has x in the place of its input."""
-    if not lists[0] or len({*map(len, lists)}) > 1:
-        raise ValueError(f"weights, scales, ...: expected an entry for each product, got {[*map(len, lists)]}")
+    if not kinds or not len(tensors) == len(numbers) == 4 * len(kinds) or any(each is None for each in tensors[::4]):
+        raise ValueError(
+            f"tensors, kinds, numbers: expected 4, 1 and 4 for each product, the first of the tensors a weight, got "
+            f"{len(tensors)}, {len(kinds)} and {len(numbers)}"
+        )
     layers = []
-    for weight, scales, bias, kind, norm, eps, offset, rounds_first, is_gated in zip(*lists):
+    for place, kind in enumerate(kinds):
+        weight, scales, bias, norm = tensors[4 * place : 4 * place + 4]
+        eps, offset, rounds_first, is_gated = numbers[4 * place : 4 * place + 4]
         if bool(kind) == (scales is None):
             raise ValueError(f"scales: expected some for a quantised layer only, got {scales} for the kind {kind!r}")
         before = None if norm is None else RmsNorm(norm, eps, None if rounds_first else offset)
@@ -116,29 +130,26 @@ _known: dict[tuple, tuple | None] = {}
 """By numbers, levels, and the addresses, dtypes, sizes and strides of tensors: results of `_new_chain`."""
 
 
-def _known_chain(x: Tensor, lists: tuple[list, ...]) -> tuple | None:
+def _known_chain(x: Tensor, tensors: list[Tensor | None], kinds: list[str], numbers: list[float]) -> tuple | None:
     """The chain of the kernel, the outputs of its last product, and the width of its norms (None without one); or None
     if the kernel does not serve."""
     if not x.dim() or not x.shape[-1]:
         raise ValueError(f"x: expected rows of at least one input, got the shape {list(x.shape)}")
-    weights, scales, biases, kinds, norms, *numbers = lists
     if x.dtype != torch.bfloat16:
         cpu_gemm.check_activations(x)
         return None
     rows, inputs = x.numel() // x.shape[-1], x.shape[-1]
     if are_plain() or (rows > cpu_gemm.MAX_ROWS and not all(kinds)):
         return None  # a library multiplies so many rows by weights of bfloat16
-    slots = *weights, *scales, *biases, *norms
-    tensors = [each for each in slots if each is not None]
+    given = [each for each in tensors if each is not None]
     key = (
-        inputs, cpu_gemm.BEST, *kinds, *map(tuple, numbers), *map(operator.is_, slots, repeat(None)),
-        *map(Tensor.data_ptr, tensors), *map(Tensor.numel, tensors), *map(Tensor.stride, tensors),
-        *map(DTYPE, tensors),
+        inputs, cpu_gemm.BEST, *kinds, *numbers, *map(operator.is_, tensors, repeat(None)),
+        *map(Tensor.data_ptr, given), *map(Tensor.numel, given), *map(Tensor.stride, given), *map(DTYPE, given),
     )  # fmt: skip
     if key not in _known:
         if len(_known) == KNOWN:
             _known.clear()
-        _known[key] = _new_chain(x.new_empty(1, inputs), _layers(x, lists))
+        _known[key] = _new_chain(x.new_empty(1, inputs), _layers(x, tensors, kinds, numbers))
     return _known[key]
 
 
@@ -167,20 +178,19 @@ def _new_chain(x: Tensor, layers: list[Product]) -> tuple | None:
 # `torch.library.custom_op` would add 15 microseconds to each of the calls of a round.
 _LIBRARY = torch.library.Library("spec_compile", "FRAGMENT")
 _LIBRARY.define(
-    "cpu_products(Tensor x, Tensor? residual, Tensor[] weights, Tensor?[] scales, Tensor?[] biases, str[] kinds, "
-    "Tensor?[] norms, float[] eps, float[] offsets, bool[] rounds_first, bool[] gated) -> (Tensor, Tensor)"
+    "cpu_products(Tensor x, Tensor? residual, Tensor?[] tensors, str[] kinds, float[] numbers) -> (Tensor, Tensor)"
 )
 _LIBRARY.impl("cpu_products", cpu_products, "CPU")
 CPU_PRODUCTS = torch.ops.spec_compile.cpu_products.default
 
 
 @torch.library.register_fake("spec_compile::cpu_products")
-def _(x, residual, weights, scales, biases, kinds, norms, eps, offsets, rounds_first, gated):
+def _(x, residual, tensors, kinds, numbers):
     from ...quantised import layout_of
 
-    cpu_gemm.check_devices(x, residual, *weights, *scales, *biases, *norms)
+    cpu_gemm.check_devices(x, residual, *tensors)
     stream = x.new_empty(0) if residual is None else residual.new_empty(residual.shape)
-    for layer in _layers(x, (weights, scales, biases, kinds, norms, eps, offsets, rounds_first, gated)):
+    for layer in _layers(x, tensors, kinds, numbers):
         if layer.before is not None and residual is not None:
             _check_residual(residual, x.dtype, x.shape)
         parts = [layer.weight, layer.scales]
