@@ -191,7 +191,7 @@ class Manager(ContinuousBatchingManager):
         max_new_tokens, eos_token_id: None: as the config says; without a limit the row is filled. A negative id ends
         nothing. streaming: whether every round's tokens are delivered, not only the whole answer. record_timestamps:
         whether `Output.timestamps` has the time of every token. generation_config: replaces the manager's for this
-        request. tokenizer: for `stop_strings`. seed: the answer is that of ``generate()`` after
+        request. tokenizer: for `stop_strings`. seed: the answer equals what ``generate()`` gives after
         ``torch.manual_seed(seed)``; None: one is drawn. options: fields of a GenerationConfig, `logits_processor` and
         `stopping_criteria`, `speculation` as in ``generate()``, `reference` (texts that only this request drafts from,
         until it ends; as in ``generate()`` else), `adapter_name` (of its LoRA adapter, of a model with `max_loras`;
@@ -243,6 +243,7 @@ class Manager(ContinuousBatchingManager):
         bound = self.continuous_batching_config.max_queue_size
         names = [sequence.request_id for sequence in sequences]
         with self._lock:
+            # Is there room in the queue, for this client among the others?
             self._require_open()
             waiting = self.scheduler.waiting
             clients = Counter(sequence.request.client for sequence in [*waiting, *sequences])
@@ -252,6 +253,8 @@ class Manager(ContinuousBatchingManager):
                 whose = f" of each of {len(clients)} clients" if len(clients) > 1 else ""
                 own = clients[sequences[0].request.client] - added
                 raise queue.Full(f"max_queue_size: {share} requests{whose} may wait, {own} do, and {added} were added")
+
+            # Names tell requests apart in outputs and when they are cancelled.
             for name in names:
                 if not isinstance(name, str):
                     raise TypeError(f"request_id: expected a text, got {type(name).__name__}")

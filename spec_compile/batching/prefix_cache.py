@@ -164,6 +164,7 @@ class PrefixStore:
     def __init__(self, rows: Rows, budget: PrefixBudget, ahead: int = 0):
         """rows: have the texts that are kept. ahead: tokens after a slot's own that it may depend on."""
         self._device, self._ahead = rows.runtime.device, ahead
+        # Blocks of all layers lie packed, in the widest integers that all their parts divide into.
         sizes = [tensor.shape[3] * tensor.itemsize for tensor in rows.cache_tensors()]
         sizes += [state[0].nbytes for state in rows.state_tensors()]
         self._unit = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[gcd(8, *sizes)]
@@ -174,6 +175,8 @@ class PrefixStore:
         self.block_bytes = units * self._unit.itemsize
         self.end_places = 1 + -(-states.units // units) if states.units else 0
         """Places of the end of a text; 0 without recurrences."""
+
+        # Which blocks are kept, and their memory, with a buffer on the device for copies from and to the host.
         self._tree = PrefixTree(budget.device // self.block_bytes, budget.host // self.block_bytes)
         self._keeps = any(self._tree.room.values())
         self._fewest = FEWEST[self._device.type]
@@ -259,6 +262,7 @@ class PrefixStore:
         """Make the copies for a row's text of `blocks` whole blocks."""
         slots, states = self._parts_of(rows)
         with self._aside():
+            # Older blocks move to host memory, before others take their places on the device.
             for begin in range(0, len(copies.demoted), self._most):
                 sources, targets = zip(*copies.demoted[begin : begin + self._most])
                 self._read([*sources])
@@ -372,6 +376,8 @@ class PrefixIndex:
             tokens = prompt[: len(prompt) - 1 + self._ahead]
             row, known = texts.longest_prefix(tokens, scope, self._ahead, sequence.request.client)
             blocks, seen = self.store.match(prompt, scope)
+
+        # Nothing counts if the weights have changed since.
         is_sure = self.distrusts_weights and (known > 0 or bool(blocks))
         if self._weights.have_changed(is_sure):
             self.forget()

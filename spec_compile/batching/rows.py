@@ -40,6 +40,7 @@ class Rows:
         for row in range(number):
             self.all.drafter.vacate(row)
         self._share_gains(self.all)
+        # Where one compiled step serves any number of rows, a width costs a capture only, so there are more of them.
         is_cheap = rows_vary(runtime) or not runtime.options.compile
         growth = 2 if is_cheap and (are_dense or not runtime.options.compile) else 4
         self.widths = [*takewhile(lambda width: width < number, (growth**power for power in count())), number]

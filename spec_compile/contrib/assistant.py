@@ -41,9 +41,8 @@ from ..drafting import Algorithm, Drafter, DraftPlan
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph, calls
 from ..inventory import set_in_configs
-from ..kernels.attention.backends import attend_to_committed
+from ..kernels.attention.backends import attend_to_committed, load_triton
 from ..kernels.ops import arguments_of
-from ..kernels.top_logits import triton
 from ..parallel.ranks import ALONE
 from ..passes.apply import replace_node
 from ..passes.outputs import FINAL
@@ -291,7 +290,7 @@ def read_target(graph: ModelGraph, settings: passes.Settings, scaled: bool) -> s
         cache = gm.graph.placeholder("cache")
         lengths = gm.graph.placeholder("lengths")
     if graph.device.type == "cuda":
-        triton.load(settings.attention)
+        load_triton(settings.attention)
     tensors = 3 if scaled else 2
     for number, node in enumerate(calls(gm, torch.ops.spec_compile.attention.default)):
         marker = arguments_of(node)

@@ -1,4 +1,4 @@
-// Draft trees from n-gram matches. match.py defines them, match_gpu.py launches the two kernels:
+// Draft trees from n-gram matches. match.py defines them and launches the two kernels:
 //
 //   ngram_scan   rows * blocks: each block reads a stretch of one row's text, its reference and the corpus, newest
 //                first, and leaves its `limit` best matches, best first.
@@ -19,7 +19,7 @@ constexpr unsigned kAll = 0xffffffffu;
 constexpr int kItems = SCAN_ITEMS;  // positions a thread reads at a time
 constexpr int kTile = SCAN_THREADS * kItems;
 constexpr int kMaxWindow = 255;
-constexpr int kSorted = 256;  // up to so many keys are sorted by comparing all with all
+constexpr int kSorted = 256;  // at most this many keys are sorted by comparing all with all
 constexpr int kUnknown = -2;
 
 extern __shared__ __align__(16) unsigned char shared_memory[];

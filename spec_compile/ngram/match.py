@@ -165,6 +165,7 @@ def launches(
         raise ValueError(
             "rows of tokens, committed, corpus, corpus_length, references and reference_lengths must be contiguous"
         )
+    # The scan has enough blocks to fill the GPU, each with enough positions to pay for its start.
     positions = columns + corpus.numel() + references.shape[1]
     blocks = max(multiprocessors * shape.scan_blocks, positions >> 23)
     blocks = max(1, min(blocks, -(-positions // shape.min_span), shape.build_threads))
@@ -179,6 +180,7 @@ def launches(
     branch_length, *windows, min_breadth, max_breadth, by_frequency = options.numbers
     limit = options.match_limit
 
+    # Both kernels read the same texts; `types[1]` of `_launch` is the stride among them.
     scan = _launch(
         "ngram_scan", batch * blocks, shape.scan_threads, shape.macros()["SCAN_BYTES"],
         *texts, batch, blocks, shape.min_span, *windows, limit, best, at_least,

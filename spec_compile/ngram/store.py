@@ -85,7 +85,7 @@ class NgramStore(ABC):
     def load(self, path: str | os.PathLike) -> None:
         """Hold the texts of a file that either store has saved, and nothing else; open streams of a trie end.
 
-        Afterwards drafts are those of the saved trie, under this trie's own windows, breadths and match type. The texts
+        Afterwards a trie drafts what the saved one drafted, under its own windows, breadths and match type. The texts
         of a corpus are added to a trie in their order; if they exceed the capacity the oldest leave.
 
         Raises ValueError, naming the file and the reason, and leaves the store as it was, if the file is truncated,

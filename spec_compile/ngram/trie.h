@@ -3,7 +3,7 @@
 //
 // Texts are streams of tokens. Each token starts one *occurrence*: the path of the next `branch_length`
 // tokens, its own included. Occurrences are held in order of arrival and leave oldest first, so the trie is
-// always that of a window of the newest occurrences. Three ideas keep it small and quick:
+// always made of a window of the newest occurrences. Three ideas keep it small and quick:
 //
 //  1. One log. All streams append to one log of tokens, each linked to the next token of its stream. The
 //     held occurrences are exactly the log's entries [head, tail), so evicting an occurrence frees its text.
@@ -97,7 +97,7 @@ public:
     int64_t occurrences() const { return log_.size(); }
     int64_t evicted() const { return int64_t(log_.head()); }
     int64_t streams() const { return int64_t(streams_.size()); }
-    // Stream numbers go on from those of a trie that this one replaces: an old number never names a new stream.
+    // Stream numbers go on where a trie that this one replaces has stopped: an old number never names a new stream.
     int64_t last_stream() const { return last_stream_; }
     void continue_numbering(int64_t last_stream) { last_stream_ = std::max(last_stream_, last_stream); }
     size_t bytes() const {
@@ -160,7 +160,7 @@ public:
 private:
     static constexpr int32_t kRoot = 0;
 
-    // An occurrence that may still grow. `at` is its node, or ~leaf while it is inside a leaf of its own.
+    // An occurrence that may still grow. `at` is its node, or ~leaf while it is inside a leaf that nothing else has reached.
     struct Start { uint64_t pos; int32_t token, at; };
 
     struct Stream {  // its last tokens, newest first: newest()[k] started k tokens ago
@@ -291,7 +291,7 @@ private:
     // ---- growing and evicting -----------------------------------------------------------------------------
 
     // If a start's leaf has been split since, walks down to where the start is now. `newest` points at the
-    // last of the start's `depth` tokens. False: it is still inside a leaf of its own.
+    // last of the start's `depth` tokens. False: it is still the only one inside its leaf.
     bool settle(Start& start, const Start* newest, int depth) {
         if (start.at >= 0) return true;
         int32_t id = ~start.at;

@@ -1,7 +1,7 @@
 """Quantised weights: each format is a file, and tells what its tensors mean.
 
-A file has one `Format`, which reads layers of its library and files of checkpoints, and the classes of `WeightLayout`
-that say what its tensors mean, unless another file has them.
+It has one `Format`, which reads layers of its library and files of checkpoints, and classes of `WeightLayout`, unless
+another file's classes say what its tensors mean.
 """
 
 import functools

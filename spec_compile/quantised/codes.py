@@ -66,7 +66,7 @@ class WeightLayout:
     I inputs, O outputs.
     merges: True if layers of one input can be merged, because every part has a dimension of outputs.
     dims: that dimension of each part.
-    bits: size of a weight, if the kernel for few rows reads the layout.
+    bits: bits of a weight, if the kernel for few rows reads the layout.
     of_cpu: True if only the kernel of a CPU reads it, so that it has no `packing`.
     """
 
@@ -164,7 +164,7 @@ class WeightLayout:
         return self
 
     def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
-        """Number of outputs O, for a layer with this number of inputs."""
+        """O of a layer with this number of inputs."""
         return parts[0].shape[0]
 
     def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:

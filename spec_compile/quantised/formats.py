@@ -1,8 +1,8 @@
 """`Format`: how the layers of loaded models and the matrices in files of checkpoints are read.
 
-The names and layouts follow transformers' own integrations, compressed-tensors' ``compressors``, of torchao's
-``prototype/safetensors``, of bitsandbytes' ``QuantState.as_dict``, and of TensorRT Model Optimizer as vLLM's
-``modelopt.py`` reads it.
+Names and layouts follow transformers' integrations, compressed-tensors' ``compressors``, torchao's
+``prototype/safetensors``, bitsandbytes' ``QuantState.as_dict``, and TensorRT Model Optimizer as vLLM's ``modelopt.py``
+reads it.
 """
 
 from collections.abc import Callable, Iterable
@@ -58,7 +58,7 @@ FORMATS: list[Format] = []
 """All formats, in the order in which they are tried; `quantised` fills the list, and a package of yours may add its
 own."""
 MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
-"""Algorithms of TensorRT Model Optimizer that write the tensors of its schemes."""
+"""Algorithms of TensorRT Model Optimizer whose files are read."""
 CACHE_SCALES = (".k_scale", ".v_scale")
 """Ends of names of scales for a cache in FP8, which drafts do not have."""
 

@@ -50,8 +50,8 @@ class Fp4(WeightLayout):
 
 @dataclass(frozen=True)
 class Fp4Both(Fp4):
-    """`Fp4` whose activations are rounded to e2m1, too, as `rounded_groups` does. Its parts are `Fp4`'s and the
-    divisor of the activations' scales [1] float32. No kernel reads it."""
+    """`Fp4` whose activations are rounded to e2m1, too, as `rounded_groups` does. Its parts are the parts of `Fp4`
+    and the divisor of the activations' scales [1] float32. No kernel reads it."""
 
     def product(self, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         x = rounded_groups(x, self.group, parts[3])

@@ -43,7 +43,7 @@ class OneLayout:
         self.empty: dict[str, Tensor] = {}
 
     def replace(self, module: nn.Module, source: Packed, parts: list[Tensor]) -> None:
-        """Let go of the library's tensors in `source`. parts: what is kept in their place."""
+        """Let go of the library's tensors, which `source` has. parts: what is kept in their place."""
         empty = {name: source.parts[name].new_empty(0) for name in self._indices}
         if self._owner:
             shapes = {name: source.parts[name].to("meta") for name in self._indices}

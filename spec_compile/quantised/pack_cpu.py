@@ -135,7 +135,7 @@ class CodeBlocks(CodeGroups):
 
 
 def table_of(numbers: int) -> Tensor:
-    """The 16 float32 whose bits make up an integer, the first number the lowest; `CENTRED` for 0."""
+    """The 16 float32 that have the bits of an integer, the first the lowest; 0 stands for `CENTRED`."""
     if not numbers:
         return CENTRED
     bits = [numbers >> 32 * place & 0xFFFFFFFF for place in range(16)]
@@ -143,7 +143,7 @@ def table_of(numbers: int) -> Tensor:
 
 
 def is_read(group: int, groups: int) -> bool:
-    """True if the kernel reads groups of this size."""
+    """True if the kernel reads groups of `group` inputs."""
     return groups == 1 or (group % 8 == 0 and (group <= SEGMENT or group % SEGMENT == 0))
 
 

@@ -24,9 +24,9 @@ TURN = {torch.bfloat16: 3, torch.float16: 6}
 
 class Words(WeightLayout):
     """words: [O, W * 32] int32, W = I / 256 rounded up; half-words [O, W * 64], the lower half first. D = `depth` of
-    them hold the codes of 4 * D columns: nibble j of half-word h has column j * D + h. Then each word is rotated to the
-    left by `turn` bits. With D = 64, half-word 0 is (from the lowest bits) columns 0, 64, 128, 192, half-word 1
-    columns 1, 65, 129, 193; both are word 0.
+    them hold the codes of 4 * D columns: nibble j of half-word h is the code of column j * D + h. Then each word is
+    turned to the left by `turn` bits. With D = 64, half-word 0 is (from the lowest bits) columns 0, 64, 128, 192,
+    half-word 1 columns 1, 65, 129, 193; both are word 0.
     units: [G, O]; a row for each `span` of columns.
 
     So the codes of neighbouring columns are 16 bits apart in every word, and the kernel turns and masks both at once.
@@ -65,7 +65,7 @@ class Words(WeightLayout):
         return 2 * self.group if self.group < WIDTH else self.group
 
     def pairs(self, scales: Tensor) -> Tensor:
-        """scales [G, O] -> [P, O, 2]: two groups side by side, or one group twice if it has 256 columns or more."""
+        """scales [G, O] -> [P, O, 2], two groups side by side; a group of 256 columns or more stands twice."""
         if self.group >= WIDTH:
             return torch.stack([scales, scales], dim=2)
         return F.pad(scales, (0, 0, 0, len(scales) % 2)).unflatten(0, (-1, 2)).transpose(1, 2).contiguous()
@@ -194,7 +194,7 @@ def numbers_of(table: Tensor) -> int:
 
 
 def _turned(words: Tensor, bits: int) -> Tensor:
-    """int32 words rotated to the left by `bits`, or to the right if it is negative."""
+    """int32 words, turned to the left by `bits`; to the right if that is negative."""
     bits %= 32
     return words << bits | words >> 32 - bits & (1 << bits) - 1 if bits else words
 

@@ -35,7 +35,7 @@ def rounded_rows(x: Tensor, dtype: torch.dtype, scales: Tensor | None = None) ->
 def rounded_over_ranks(x: Tensor, dtype: torch.dtype, group_name: str) -> Tensor:
     """`rounded_rows` of rows [..., I] of which each rank has other columns, with the scales of the whole rows.
 
-    group_name: name of a process group of torch.distributed, see `all_reduce`.
+    group_name: names a process group of torch.distributed, see `all_reduce`.
     """
     if not rounds_activations.get():
         return x.clone()
@@ -61,8 +61,7 @@ class RoundsRows(WeightLayout):
 # Integers of 4 bits in groups, and activations that are rounded to 8 bits by row: W4A8 and W4AFP8.
 #
 # Reference: ``quant_scheme.py`` of compressed-tensors, `W4A8` and `W4AFP8`. The kernel multiplies codes, as QServe
-# (arXiv
-# 2405.04532) does; it scales the sum of each group.
+# (arXiv 2405.04532) does; it scales the sum of each group.
 
 
 @dataclass(frozen=True)
@@ -117,8 +116,8 @@ class W4A8(RoundsRows):
 @dataclass(frozen=True)
 class RoundedNibbles(Words, RoundsRows):
     """The same in the order of the kernel. words: [O, W * 32] int32, W = I / 256 rounded up; their bytes [O, W * 128],
-    of which D = `depth` in a row have 2 * D columns: byte j has column j in its lower half, and column D + j
-    in its upper half, both in two's complement. With D = 64, column 70 of -2 and column 6 of 3 are byte 6, 0xE3.
+    of which D = `depth` in a row have 2 * D columns: byte j has column j in its lower half, and column
+    D + j in its upper half, both in two's complement. With D = 64, column 70 of -2 and column 6 of 3 are byte 6, 0xE3.
     units: [W * 256 / group, O] scales of the model's dtype.
 
     So a shift or a mask of each byte makes an int8 that is 16 times the weight's code.

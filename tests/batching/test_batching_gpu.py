@@ -6,7 +6,7 @@ import threading
 import batch_requests as batching
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
 from spec_compile import speculate
 from spec_compile.runtime.round import PREFILL_SIZES
@@ -39,18 +39,13 @@ def test_every_algorithm(name):
 
 def test_a_warm_manager_builds_nothing_and_waits_for_nothing():
     fast = speculate(model(), max_cache_len=512, compile=False)
-    manager = fast.init_continuous_batching(GenerationConfig(pad_token_id=0), batching.config(max_requests_per_batch=8))
-    manager.warmup()
-    sessions = manager.scheduler.decoder._sessions.values()
-    steps = {key for session in sessions for key in session.made}
-    seconds = fast.speculation.stats.seconds["compile"]
-    manager.start()
-    try:
+    with batching.running(fast, warmup=True, max_requests_per_batch=8) as manager:
+        sessions = manager.scheduler.decoder._sessions.values()
+        steps = {key for session in sessions for key in session.made}
+        seconds = fast.speculation.stats.seconds["compile"]
         for number in range(30):
             manager.add_request(batching.PROMPTS[number % 3], max_new_tokens=5 + number)
         outputs = batching.collect(manager, 30)
-    finally:
-        manager.destroy()
     assert {key for session in sessions for key in session.made} == steps
     assert fast.speculation.stats.seconds["compile"] == seconds
     assert all(output.error is None for output in outputs.values())
@@ -71,19 +66,12 @@ def test_compiled_and_captured_batches(monkeypatch, name, dtype):
     prompts = [tokens[7 * number : 7 * number + 17] for number in range(24)]
     settings = [{}, {"do_sample": True, "temperature": 0.8}, {"do_sample": True, "top_p": 0.9, "top_k": 40}]
     try:
-        manager = fast.init_continuous_batching(
-            GenerationConfig(pad_token_id=0), batching.config(max_requests_per_batch=8)
-        )
-        manager.warmup()
-        manager.start()
-        try:
+        with batching.running(fast, warmup=True, max_requests_per_batch=8) as manager:
             names = [
                 manager.add_request(prompt, max_new_tokens=20 + number, seed=number, **settings[number % 3])
                 for number, prompt in enumerate(prompts)
             ]
             outputs = batching.collect(manager, len(names))
-        finally:
-            manager.destroy()
         differing = []
         for number, (prompt, request) in enumerate(zip(prompts, names)):
             expected = batching.generated(
@@ -99,8 +87,6 @@ def test_compiled_and_captured_batches(monkeypatch, name, dtype):
 def test_requests_are_prepared_while_rounds_are_captured():
     """Each new mixture of settings captures a round, while other threads prepare requests on the GPU."""
     fast = speculate(model(), max_cache_len=512, compile=False)
-    manager = fast.init_continuous_batching(GenerationConfig(pad_token_id=0), batching.config(max_requests_per_batch=8))
-    manager.start()
     settings = [
         {"temperature": 0.7}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.2},
         {"bad_words_ids": [[5], [6, 7]]}, {"suppress_tokens": [*range(50, 90)]}, {"no_repeat_ngram_size": 3},
@@ -112,12 +98,10 @@ def test_requests_are_prepared_while_rounds_are_captured():
             manager.add_request(batching.PROMPTS[number % 3], max_new_tokens=12, do_sample=True, seed=number, **options)
 
     threads = [threading.Thread(target=add, args=(number,)) for number in range(4)]
-    try:
+    with batching.running(fast, max_requests_per_batch=8) as manager:
         for thread in threads:
             thread.start()
         outputs = batching.collect(manager, 48)
         for thread in threads:
             thread.join()
-    finally:
-        manager.destroy()
     assert all(output.error is None and len(output.generated_tokens) for output in outputs.values())

@@ -6,7 +6,7 @@ import hybrids
 import models
 import pytest
 import torch
-from batch_requests import ALGORITHMS, MODEL, PROMPTS, TEXT, tokenizer
+from batch_requests import ALGORITHMS, MODEL, PROMPTS, TEXT, running, tokenizer
 from ranks import run_ranks
 from transformers import (
     AutoModelForCausalLM,
@@ -166,15 +166,11 @@ def test_rollouts_that_stop_or_stream_have_a_log_probability_for_each_token():
 
 def test_a_known_beginning_is_computed_again():
     """Keys and values of the first request would serve the second one, but have no logits."""
-    manager = fast().init_continuous_batching(continuous_batching_config=ContinuousBatchingConfig())
-    manager.start()
-    try:
-        outputs = []
+    outputs = []
+    with running(fast()) as manager:
         for options in ({"prompt_logprobs": 2}, {"prompt_logprobs": 2}, {}):
             manager.add_request(LONG, max_new_tokens=3, logprobs=3, **options)
             outputs.append(manager.get_result(timeout=50))
-    finally:
-        manager.stop()
     are_right(plain(), outputs[:2])
     assert [bool(output.speculation.reused_prompt_tokens) for output in outputs] == [False, False, True]
     assert outputs[2].logprobs == pytest.approx(outputs[0].logprobs, abs=CLOSE) and outputs[2].prompt_scores == []

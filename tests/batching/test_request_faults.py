@@ -49,6 +49,13 @@ def fast(model):
 # Weights that change
 
 
+@pytest.fixture
+def same_weights_after(model):
+    before = copy.deepcopy(model.state_dict())
+    yield
+    model.load_state_dict(before)
+
+
 def a_step(model):
     """Training: torch counts the writes of an optimizer."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -67,70 +74,61 @@ def a_write_of_data(model):
 CHANGES = [a_step, a_write_of_data]
 
 
+@pytest.mark.usefixtures("same_weights_after")
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("when", ["running", "paused", "the next manager"])
 def test_weights_that_change_between_requests(model, fast, change, when):
     """What an earlier request has left of a prompt that begins alike is of the old weights."""
-    before = copy.deepcopy(model.state_dict())
-    try:
-        with running(fast) as manager:
-            assert answer(manager, LONG, max_new_tokens=8).generated_tokens == generated(fast, LONG, max_new_tokens=8)
-            if when == "running":
-                change(model)
-            elif when == "paused":
-                with manager.pause():
-                    change(model)
-            output = answer(manager, LONG, max_new_tokens=8) if when != "the next manager" else None
-        if when == "the next manager":
+    with running(fast) as manager:
+        assert answer(manager, LONG, max_new_tokens=8).generated_tokens == generated(fast, LONG, max_new_tokens=8)
+        if when == "running":
             change(model)
-            with running(fast) as manager:
-                output = answer(manager, LONG, max_new_tokens=8)
-        assert output.speculation.reused_prompt_tokens == 0
-        assert output.generated_tokens == generated(model, LONG, max_new_tokens=8)
+        elif when == "paused":
+            with manager.pause():
+                change(model)
+        output = answer(manager, LONG, max_new_tokens=8) if when != "the next manager" else None
+    if when == "the next manager":
+        change(model)
         with running(fast) as manager:
-            assert answer(manager, LONG, max_new_tokens=8).speculation.reused_prompt_tokens > 0
-    finally:
-        model.load_state_dict(before)
+            output = answer(manager, LONG, max_new_tokens=8)
+    assert output.speculation.reused_prompt_tokens == 0
+    assert output.generated_tokens == generated(model, LONG, max_new_tokens=8)
+    with running(fast) as manager:
+        assert answer(manager, LONG, max_new_tokens=8).speculation.reused_prompt_tokens > 0
 
 
+@pytest.mark.usefixtures("same_weights_after")
 def test_a_request_in_the_midst_of_which_weights_change_leaves_nothing(model, fast):
     """Its row has keys and values of both weights."""
-    before = copy.deepcopy(model.state_dict())
-    try:
-        with running(fast) as manager:
-            manager.add_request(LONG, "long", max_new_tokens=300, eos_token_id=-1, streaming=True)
-            next(iter(manager))
-            with manager.pause():
-                a_step(model)
-            manager.add_request(PROMPTS[0], "other", max_new_tokens=3)
-            outputs = collect(manager, 2)
-            text = LONG + outputs["long"].generated_tokens
-            output = answer(manager, text[:200], max_new_tokens=8)
-            assert output.speculation.reused_prompt_tokens == 0
-            assert output.generated_tokens == generated(model, text[:200], max_new_tokens=8)
-    finally:
-        model.load_state_dict(before)
+    with running(fast) as manager:
+        manager.add_request(LONG, "long", max_new_tokens=300, eos_token_id=-1, streaming=True)
+        next(iter(manager))
+        with manager.pause():
+            a_step(model)
+        manager.add_request(PROMPTS[0], "other", max_new_tokens=3)
+        outputs = collect(manager, 2)
+        text = LONG + outputs["long"].generated_tokens
+        output = answer(manager, text[:200], max_new_tokens=8)
+        assert output.speculation.reused_prompt_tokens == 0
+        assert output.generated_tokens == generated(model, text[:200], max_new_tokens=8)
 
 
+@pytest.mark.usefixtures("same_weights_after")
 def test_a_pause_is_distrusted(model, fast):
     """Weights are written to, uncounted, while a request is under way."""
-    before = copy.deepcopy(model.state_dict())
-    try:
-        with running(fast) as manager:
-            manager.add_request(PROMPTS[0], "long", max_new_tokens=900, eos_token_id=-1, streaming=True)
-            next(iter(manager))
-            answer(manager, LONG, max_new_tokens=2)  # in another row than "long"
-            manager.add_request(LONG, "before", max_new_tokens=4)
-            outputs = collect(manager, 1)
-            with manager.pause():
-                a_write_of_data(model)
-            manager.add_request(LONG, "other", max_new_tokens=4)
-            outputs |= collect(manager, 2)
-        assert outputs["before"].speculation.reused_prompt_tokens > 0
-        assert outputs["other"].speculation.reused_prompt_tokens == 0
-        assert outputs["other"].generated_tokens == generated(model, LONG, max_new_tokens=4)
-    finally:
-        model.load_state_dict(before)
+    with running(fast) as manager:
+        manager.add_request(PROMPTS[0], "long", max_new_tokens=900, eos_token_id=-1, streaming=True)
+        next(iter(manager))
+        answer(manager, LONG, max_new_tokens=2)  # in another row than "long"
+        manager.add_request(LONG, "before", max_new_tokens=4)
+        outputs = collect(manager, 1)
+        with manager.pause():
+            a_write_of_data(model)
+        manager.add_request(LONG, "other", max_new_tokens=4)
+        outputs |= collect(manager, 2)
+    assert outputs["before"].speculation.reused_prompt_tokens > 0
+    assert outputs["other"].speculation.reused_prompt_tokens == 0
+    assert outputs["other"].generated_tokens == generated(model, LONG, max_new_tokens=4)
 
 
 def test_values_of_weights_are_known_to_the_last_byte():
@@ -591,6 +589,16 @@ def test_stop_strings_of_requests_are_those_of_generate(fast, monkeypatch):
 
 
 BAD = {
+    "no tokens": ({"input_ids": []}, "at least one token"),
+    "a token outside": ({"input_ids": [5, 4096]}, "token id 4096 is outside the vocabulary of 4096"),
+    "a negative token": ({"input_ids": [-1]}, "token id -1"),
+    "no token ids": ({"input_ids": ["a"]}, "got str"),
+    "too long": ({"max_new_tokens": 5000}, "a row of the batch holds"),
+    "an unknown option": ({"temprature": 1}, "Did you mean 'temperature'"),
+    "beams": ({"num_beams": 3}, "beam search: only generate"),
+    "a negative temperature": ({"do_sample": True, "temperature": -1.0}, "temperature"),
+    "stop strings without a tokenizer": ({"stop_strings": ["a"]}, "tokenizer"),
+    "a name twice": ({"request_id": "first"}, "'first' is under way"),
     "a seed that torch does not take": ({"seed": 1 << 64, "do_sample": True}, "seed"),
     "a seed of text": ({"seed": "7", "do_sample": True}, "seed"),
     "too many tokens": ({"max_new_tokens": 2**63 - 1}, "max_new_tokens"),
@@ -619,9 +627,10 @@ BAD = {
 def test_bad_options_are_refused_by_name_at_once(fast, name):
     options, message = BAD[name]
     manager = fast.init_continuous_batching(GenerationConfig(pad_token_id=0))
+    manager.add_request([5, 6], "first", max_new_tokens=3)
     with pytest.raises((TypeError, ValueError), match=message):
-        manager.add_request(PROMPTS[0], **options)
-    assert manager.active_requests == 0
+        manager.add_request(**{"input_ids": PROMPTS[0]} | options)
+    assert len(manager.scheduler.waiting) == manager.active_requests == 1
     manager.destroy()
     assert MOST_NUMBERS < 100_000
 

@@ -9,7 +9,7 @@ from collections import Counter
 import psutil
 import pytest
 import torch
-from batch_requests import MODEL, collect, config, generated, is_near_tie, mixed_request
+from batch_requests import MODEL, collect, compare, config, mixed_request
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from spec_compile import speculate
@@ -66,18 +66,9 @@ def soak(fast, rng, count, slots):
     finally:
         manager.destroy()
     assert manager.metrics()["requests_rejected_total"]["invalid"] == refused
-    ends, ties = Counter(output.finish_reason for output in outputs.values()), 0
-    for name, (prompt, options) in requests.items():
-        output = outputs[name]
-        assert output.error is None and (output.finish_reason != "cancelled" or name in cancelled)
-        expected = generated(fast, prompt, pad_token_id=0, **options)
-        if output.finish_reason == "cancelled":
-            expected = expected[: len(output.generated_tokens)]
-        if output.generated_tokens != expected:
-            ties += 1
-            assert is_near_tie(fast, manager, prompt, options, output.generated_tokens, expected), (name, options)
-    assert ties <= -(-count // 100)
-    return ends
+    compare(fast, manager, requests, outputs, share=100)
+    assert {name for name in outputs if outputs[name].finish_reason == "cancelled"} <= cancelled
+    return Counter(output.finish_reason for output in outputs.values())
 
 
 def step(model, rng):

@@ -27,6 +27,8 @@ LONG = (tokenizer()(TEXT).input_ids * 2)[:450]
 OTHER = LONG[::-1][:100]
 ROOM = 1 << 27
 OFF = dict(prefix_cache_host_bytes=0)
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])]
 
 
 @functools.cache
@@ -411,11 +413,13 @@ TEXTS = st.lists(
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["llama", "fp8", "draft", "latent"])
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(*ROOMS, TEXTS)
-def test_bits_come_back(name, device, host, most, texts):
-    bits_come_back(lanes(name), device, host, most, texts)
+def test_bits_come_back(device, name, on_device, in_host, most, texts):
+    """On a GPU a row is written again while it is copied, and places while they are read."""
+    bits_come_back(lanes(name, device), on_device, in_host, most, texts)
 
 
 def states_come_back(place, sees_next, texts):
@@ -472,34 +476,16 @@ def test_as_many_tokens_after_a_block_count_as_its_slots_depend_on(ahead):
     assert len(store.match(tokens[:needed].tolist())[0]) == 2
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["lfm2", "mamba2"])
-@settings(max_examples=10)
+@settings(max_examples=10, deadline=None)
 @given(st.sampled_from([0, 1]), TEXTS)
-def test_states_come_back(name, sees_next, texts):
-    states_come_back(lanes(name), sees_next, texts)
+def test_states_come_back(device, name, sees_next, texts):
+    states_come_back(lanes(name, device), sees_next, texts)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("name", ["lfm2", "mamba2"])
-@settings(max_examples=25, deadline=None)
-@given(st.sampled_from([0, 1]), TEXTS)
-def test_states_come_back_on_a_gpu(name, sees_next, texts):
-    states_come_back(lanes(name, "cuda"), sees_next, texts)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("name", ["llama", "fp8", "draft", "latent"])
-@settings(max_examples=50, deadline=None)
-@given(*ROOMS, TEXTS)
-def test_bits_come_back_on_a_gpu(name, device, host, most, texts):
-    """A row is written again while it is copied, and places while they are read."""
-    bits_come_back(lanes(name, "cuda"), device, host, most, texts)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@NEEDS_CUDA
 def test_the_host_of_a_gpu_never_waits():
     place = lanes("llama", "cuda")
     store = PrefixStore(place, PrefixBudget(0, 1 << 27))
@@ -517,7 +503,7 @@ def test_the_host_of_a_gpu_never_waits():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@NEEDS_CUDA
 @pytest.mark.parametrize("device_blocks", [0, 3])
 def test_on_a_gpu(device_blocks):
     """Host memory is pinned, and copies run on a stream of their own next to the rounds."""
