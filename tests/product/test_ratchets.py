@@ -18,37 +18,36 @@ PACKAGE = Path(__file__).parents[2] / "spec_compile"
 SOURCES = {".py", ".cpp", ".h", ".cu", ".html"}
 SIDES = {"serve", "train", "tools", "contrib"}
 LINES = {
-    "": 2619,
-    "batching": 3426,
+    "": 2677,
+    "batching": 3381,
     "capture": 4640,
-    "compile": 3206,
-    "contrib": 1628,
-    "drafters": 6199,
-    "kernels": 13679,
-    "ngram": 3008,
-    "parallel": 829,
-    "passes": 3156,
-    "quantised": 2723,
-    "report": 686,
+    "compile": 3203,
+    "contrib": 2282,
+    "drafters": 5477,
+    "kernels": 13325,
+    "ngram": 2748,
+    "parallel": 828,
+    "passes": 3145,
+    "quantised": 2722,
     "runtime": 5985,
-    "serve": 6891,
-    "tools": 1664,
-    "train": 4925,
+    "serve": 7150,
+    "tools": 2222,
+    "train": 4838,
 }
 """The most lines of a folder, with the folders in it; "" has the files at the top."""
-CORE_FILES = 282
+CORE_FILES = 229
 CIRCLES = 0
 """Groups of modules that import each other in a circle."""
-CALLED_ONCE = 392
+CALLED_ONCE = 366
 """Private functions and methods that are named in one place."""
 PHRASES = {
-    r"^\s*\w+(, \w+)*: of\b": 156,
-    r"\b[Tt](hose|hat) of\b": 185,
-    r"\bso many\b": 36,
-    r"\bof (its|their) own\b": 48,
+    r"^\s*\w+(, \w+)*: of\b": 51,
+    r"\b[Tt](hose|hat) of\b": 70,
+    r"\bso many\b": 18,
+    r"\bof (its|their) own\b": 21,
 }
 """The most places of a phrase that makes a sentence hard to read, in comments and docstrings."""
-COMMENTS = 0.46
+COMMENTS = 5.9
 """The least lines of comments for 100 lines of code. It may only rise."""
 
 
