@@ -107,7 +107,7 @@ def train(options: argparse.Namespace) -> None:
         sets.setdefault(row.pop("set"), []).append(row)
     data, facts = sets.pop(None), stamp(model.device)
     for algo in options.algos:
-        has_losses = "per_position_loss_weight" in TRAINERS[algo].takes
+        has_losses = "per_position_loss_weight" in TRAINERS[algo].supports
         for loss in options.losses if has_losses else [None]:
             row = {"model": Path(options.model).name, "algorithm": algo, "loss": loss or FIXED}
             row |= measure(model, algo, loss, data, sets, options)

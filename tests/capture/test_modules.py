@@ -144,5 +144,5 @@ def test_chunks_that_attention_is_not_told_of(monkeypatch):
 def test_backends_say_what_they_lack(name, feature):
     layer = LayerSpec(4, 2, 64, 64, scale=0.125, window=None, softcap=None, sinks=False, **feature)
     for role in ROLES:
-        lack = BACKENDS[name].lack(layer, torch.bfloat16, Use(role=role), torch.device("cpu"))
+        lack = BACKENDS[name].why_not(layer, torch.bfloat16, Use(role=role), torch.device("cpu"))
         assert lack and ("ALiBi" in lack or "chunks of positions" in lack)

@@ -2,6 +2,7 @@
 
 import functools
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -411,7 +412,7 @@ def test_results_that_part_are_noticed(on_ranks, tmp_path):
         if rank == 1:
             learn = RoundPipeline.learn
             RoundPipeline.learn = lambda self, flight, outcomes: learn(
-                self, flight, [(row, outcome._replace(tokens=[0] * flight.nodes)) for row, outcome in outcomes]
+                self, flight, [(row, replace(outcome, tokens=[0] * flight.nodes)) for row, outcome in outcomes]
             )
         error = raised(lambda: fast.generate(prompt, **GREEDY))
         if rank == 1:
