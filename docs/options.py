@@ -1,4 +1,4 @@
-"""The page of options (docs/options.md), made only from the dataclasses: name, type, default and meaning of each.
+"""The page of options (docs/options.md), made only from the dataclasses: name, default and meaning of each.
 
     python docs/options.py [--write]
 
@@ -12,17 +12,16 @@ import itertools
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import get_type_hints
 
 from spec_compile.backend import BackendOptions
-from spec_compile.config import Options, added, kind, meanings
+from spec_compile.config import Options, added, meanings
 from spec_compile.drafters import ALGORITHMS, ALIASES
 from spec_compile.train.options import OnlineOptions, TrainingOptions
 
 PAGE = Path(__file__).parent / "options.md"
 HEAD = """# Options
 
-This page is made from the dataclasses by `python docs/options.py --write`.
+This page is made from the dataclasses by `python docs/options.py --write`. An option without "=" is None by default.
 
 `speculate(model, algo, **options)` takes the options of every algorithm and those of the one that is named. A name that
 does not exist is a TypeError that suggests the nearest; a value out of range is an error that names the option. Both
@@ -30,24 +29,28 @@ are raised before any work starts.
 """
 
 
-COLUMNS = ["| option | type | default | |", "|---|---|---|---|"]
+Row = tuple[str, str]
+"""An option with its default, and its meaning."""
 
 
-def rows(cls: type, without: type | None = None) -> dict[str, str]:
+def rows(cls: type, without: type | None = None) -> dict[str, Row]:
     """Name -> row of each option that `without` does not have with the same default. KeyError if one has no meaning."""
-    said, hints, made = meanings(cls), get_type_hints(cls), {}
+    said, made = meanings(cls), {}
     for field in added(cls, without):
-        default = "" if field.default is None else f"`{field.default!r}`"
-        meaning = said[field.name].replace("|", "\\|").rstrip(".")
-        made[field.name] = f"| `{field.name}` | {kind(hints[field.name])} | {default} | {meaning} |"
+        default = "" if field.default is None else f"={field.default!r}"
+        made[field.name] = f"`{field.name}{default}`", said[field.name].replace("|", "\\|").rstrip(".")
     return made
 
 
-def table(some: Iterable[str]) -> str:
-    return "\n".join([*COLUMNS, *some])
+def table(some: Iterable[Row]) -> str:
+    """One row for neighbours that share a meaning."""
+    lines = ["| option | |", "|---|---|"]
+    for meaning, group in itertools.groupby(some, key=lambda row: row[1]):
+        lines.append(f"| {', '.join(option for option, _ in group)} | {meaning} |")
+    return "\n".join(lines)
 
 
-def shared(entries: dict[str, type[Options]]) -> dict[str, str]:
+def shared(entries: dict[str, type[Options]]) -> dict[str, Row]:
     """The rows of the options that every algorithm with a draft has, in the words of the first of them."""
     drafts = [rows(cls, Options) for cls in entries.values() if hasattr(cls, "draft")]
     return {name: row for name, row in drafts[0].items() if all(name in other for other in drafts)}

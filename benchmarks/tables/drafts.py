@@ -15,7 +15,6 @@ HEADS = {
     "eagle": "EAGLE", "eagle3": "EAGLE-3", "mtp": "MTP", "dflash": "DFlash", "jetspec": "JetSpec", "dspark": "DSpark",
     "domino": "Domino", "p_eagle": "P-EAGLE",
 }  # fmt: skip
-OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
 
 
 def measured_sets(results: Results, file: str) -> list[str]:
@@ -25,28 +24,24 @@ def measured_sets(results: Results, file: str) -> list[str]:
 
 
 def published(results: Results, file: str) -> str:
-    """The columns that others publish: for each set a row of plain steps and one of the drafts accepted most often."""
+    """The columns that others publish, for the drafts accepted most often: a row for each set."""
     rows = []
     for name in measured_sets(results, file):
         for system, row in results.get(file, "workloads", name, "systems").items():
-            if "first_token_s" not in row or system not in ("plain steps", "EAGLE-3 and n-gram, tree of 16"):
+            if "first_token_s" not in row or system != "EAGLE-3 and n-gram, tree of 16":
                 continue
             results.seen(row)
             depths = " ".join(f"{share:.2f}" for share in row["acceptance_by_depth"][:5])
             times = (f"{row['first_token_s'] * 1e3:.1f} ms", f"{row['further_token_s'] * 1e3:.2f} ms")
             gain = f"{row['over_plain']:.2f}×" if "over_plain" in row else NONE
-            rate = f"{1 / row['further_token_s']:,.0f}"
-            rows.append((name.replace("_", " "), system, f"{row['accept_length']:.2f}", depths, rate, *times, gain))
-    columns = ("category", "drafts", "accept length", "acceptance by position", "tokens/s a user", "first token (TTFT)",
-               "a further token (TPOT)", "vs plain steps")  # fmt: skip
+            rows.append((name.replace("_", " "), f"{row['accept_length']:.2f}", depths, *times, gain))
+    columns = ("category", "accept length", "acceptance by position", "first token (TTFT)", "a further token (TPOT)",
+               "vs plain steps")  # fmt: skip
     return table(columns, rows)
 
 
 def peers(results: Results) -> str:
-    """A row for each engine and way of drafting, a column for each set: accept length and tokens a second.
-
-    The last column counts the answers of all sets that equal those of the same engine without drafts.
-    """
+    """A row for each engine and way of drafting, a column for each set: accept length and tokens a second."""
     every = results.all("peers", "rows")
     names = list(dict.fromkeys(name for row in every for name in row.get("sets", {})))
     rows = []
@@ -55,12 +50,9 @@ def peers(results: Results) -> str:
             f"{figures['accept_length'] or 0:.2f}, {figures['tokens_per_second']:,.0f}" if figures else NONE
             for figures in (row["sets"].get(name) for name in names)
         ]  # fmt: skip
-        compared = [figures for figures in row.get("sets", {}).values() if "same" in figures]
-        same, of = (sum(figures[key] for figures in compared) for key in ("same", "of"))
-        cells.append(f"{same}/{of}" if compared else "")
-        rows.append((row["model"], row["drafts"], f"{row['engine']} {row.get('version', '')}".strip(), *cells))
+        rows.append((row["drafts"], f"{row['engine']} {row.get('version', '')}".strip(), *cells))
     sets = (name.replace("_", " ") for name in names)
-    return table(("model", "drafts", "engine", *sets, "answers equal to its plain steps"), rows)
+    return table(("drafts", "engine", *sets), rows)
 
 
 LLAMA_CPP = {None: "BF16", "int8": "Q8_0", "int4": "Q4_0"}
@@ -87,30 +79,31 @@ def peers_cpu(results: Results) -> str:
             cells.append(cell)
         kinds = LLAMA_CPP if row["engine"] == "llama_cpp" else {None: row["dtype"]}
         weights = kinds.get(row["weights"], row["weights"])
-        rows.append((row["model"], weights, row["drafts"], f"{row['engine']} {row['version']}", *cells))
-    return table(("model", "weights", "drafts", "engine", *(WORKLOADS.get(name, name) for name in names)), rows)
+        rows.append((weights, row["drafts"], f"{row['engine']} {row['version']}", *cells))
+    return table(("weights", "drafts", "engine", *(WORKLOADS.get(name, name) for name in names)), rows)
 
 
 def rounded_weights(results: Results) -> str:
-    """A row for each model and format of `weights`: perplexity before and after, and answers."""
+    """A row for each format of `weights`: perplexity before and after, and answers."""
     rows = []
     for row in map(results.seen, results.all("rounded_weights", "rows")):
         perplexity = f"{row['before']:.3f}", f"{row['after']:.3f} ({row['after'] / row['before'] - 1:+.2%})"
         agreeing = f"{row['agreeing'] / row['predicted']:.1%} of {row['predicted']:,}"
-        rows.append((row["model"], row["dtype"], row["weights"], *perplexity, agreeing, f"{row['same']}/{row['of']}"))
-    titles = "perplexity before", "after", "tokens with the same most probable one", "greedy answers equal"
-    return table(("model", "dtype", "weights", *titles), rows)
+        rows.append((row["weights"], *perplexity, agreeing, f"{row['same']}/{row['of']}"))
+    titles = "perplexity before", "after", "same most probable token", "greedy answers equal"
+    return table(("weights", *titles), rows)
 
 
 def draft_weights(results: Results) -> str:
-    """A row for each head and format: times and their ratios to 16 bits."""
-    lines = []
-    for row in map(results.seen, results.all("draft_weights", "rows")):
-        figures = f"{row['draft_ms']:.2f} ms", f"{row['draft_over_16_bits']:.2f}"
-        figures += f"{row['round_ms']:.2f} ms", f"{row['round_over_16_bits']:.2f}"
-        lines.append((SHAPES[row["shape"]], HEADS[row["algo"]], row["draft_weights"], *figures))
-    titles = "a draft", "over 16 bits", "a round", "over 16 bits"
-    return table(("target", "head", "`draft_weights`", *titles), lines)
+    """A row for each head, a column for each format of both parts: a draft, and a round with it."""
+    cells: dict[str, dict[str, str]] = {}
+    for row in results.all("draft_weights", "rows"):
+        if isinstance(row["draft_weights"], str) and not row["draft_weights"].startswith("{"):
+            results.seen(row)
+            times = f"{row['draft_ms']:.2f} ms, {row['round_ms']:.2f} ms"
+            cells.setdefault(f"{SHAPES[row['shape']]}, {HEADS[row['algo']]}", {})[row["draft_weights"]] = times
+    ways = list(dict.fromkeys(way for by in cells.values() for way in by))
+    return table(("a draft, a round", *ways), ((head, *map(by.get, ways)) for head, by in cells.items()))
 
 
 def training(results: Results) -> str:
@@ -118,26 +111,26 @@ def training(results: Results) -> str:
     rows = []
     for row in map(results.seen, results.all("training", "rows")):
         figures = f"{row['tokens_per_second']:,}", f"{row['peak_gigabytes']:.1f} GB" if "peak_gigabytes" in row else ""
-        rows.append((row["model"], HEADS[row["algorithm"]], *figures))
-    return table(("target", "head", "tokens/s", "peak memory"), rows)
+        rows.append((HEADS[row["algorithm"]], *figures))
+    return table(("head", "tokens/s", "peak memory"), rows)
 
 
 def trained(results: Results) -> str:
-    """A row for each head and way of training it, a column for each set of held-out prompts: accept length."""
-    every, rows = results.all("trained", "rows"), []
+    """A row for each head and loss, trained by Muon, a column for each set of held-out prompts: accept length."""
+    every = [row for row in results.all("trained", "rows") if row["options"]["optimizer"] == "muon"]
+    rows = []
     names = list(every[0]["accept_length"]) if every else []
     for row in map(results.seen, every):
         lengths = (f"{row['accept_length'][name]:.2f}" for name in names)
-        ways = OPTIMIZERS[row["options"]["optimizer"]], row["loss"], f"{row['steps']:,}"
-        rows.append((HEADS[row["algorithm"]], *ways, *lengths))
-    return table(("head", "optimizer", "weights of positions", "steps", *names), rows)
+        rows.append((HEADS[row["algorithm"]], row["loss"], *lengths))
+    return table(("head", "weights of positions", *names), rows)
 
 
 def never_slower(results: Results) -> str:
-    """The ten cells of each device that gain least by adaptive drafting."""
+    """The five cells of each device that gain least by adaptive drafting."""
     every, cells = results.all("never_slower", "rows"), []
     for device, name in {"cpu": "CPU", "cuda": "H200"}.items():
-        worst = sorted((row for row in every if row["device"] == device), key=lambda row: row["adaptive"])[:10]
+        worst = sorted((row for row in every if row["device"] == device), key=lambda row: row["adaptive"])[:5]
         for row in map(results.seen, worst):
             figures = (f"{row[key]:.2f}" for key in ("adaptive", "fixed", "accept_length"))
             tokens = "drawn" if row["sampled"] else "greedy"

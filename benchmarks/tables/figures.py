@@ -88,6 +88,6 @@ def number(row: dict, key: str, form: str = "{:.2f}") -> str:
     return form.format(row[key]) if row.get(key) is not None else NONE
 
 
-def floors(row: dict) -> str:
-    """The times of a row divided by the floor of a copy, and of a read."""
-    return f"{row['over_copy']:.2f}×, {row['over_read']:.2f}×" if "over_copy" in row else ""
+def over_floor(row: dict) -> str:
+    """The time of a row over the floor of a copy."""
+    return f"{row['over_copy']:.2f}×" if "over_copy" in row else ""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.common import LOOKUP, RESULTS, ROOT
-from benchmarks.rounds.token_times import EAGER, PLAIN, SPECULATIVE, STATIC
+from benchmarks.rounds.token_times import EAGER, PLAIN, STATIC
 from benchmarks.tables.drafts import (
     WORKLOADS,
     draft_weights,
@@ -18,7 +18,7 @@ from benchmarks.tables.drafts import (
     trained,
     training,
 )
-from benchmarks.tables.figures import NONE, SHAPES, Results, floors, number, table
+from benchmarks.tables.figures import NONE, SHAPES, Results, number, over_floor, table
 from benchmarks.tables.requests import kept_prefixes, rollouts, second_turns
 
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
@@ -150,19 +150,8 @@ def cpu_workloads(results: Results) -> str:
     return table(("workload", *names, "accept length", "vs greedy", "vs lookup"), rows)
 
 
-def cpu_batches(results: Results) -> str:
-    rows = []
-    for size, row in results.get("cpu", "batches").items():
-        results.seen(row)
-        rows.append((size, *(f"{row[name]:.0f}" for name in ("HF greedy", "ours, n-gram"))))
-    row = results.get("cpu", "sampling")
-    if row:
-        rows.append(("1, sampled", f"{row['HF sampling']:.0f}", f"{row['ours, n-gram']:.0f}"))
-    return table(("rows", "transformers", "ours, n-gram"), rows)
-
-
 def acceptance(results: Results, file: str) -> str:
-    """A row for each system, two columns for each workload."""
+    """A row for each system, a column for each workload: accept length and tokens a second."""
     workloads = measured_sets(results, file)
     systems = {name: results.get(file, "workloads", name, "systems") for name in workloads}
     rows = []
@@ -170,12 +159,10 @@ def acceptance(results: Results, file: str) -> str:
         cells = []
         for workload in workloads:
             row = results.seen(systems[workload].get(name, {}))
-            cells += [f"{row['accept_length']:.2f}" if "accept_length" in row else ""]
-            cells += [number(row, "tokens_per_second", "{:,.0f}")]
-            cells += [f"{row['identical']}/{row['prompts']}" if row else ""]
+            length = f"{row['accept_length']:.2f}, " if "accept_length" in row else ""
+            cells.append(length + number(row, "tokens_per_second", "{:,.0f}"))
         rows.append((name, *cells))
-    columns = [column for name in workloads for column in (name.replace("_", " "), "tokens/s", "same")]
-    return table(("", *columns), rows)
+    return table(("", *(name.replace("_", " ") for name in workloads)), rows)
 
 
 def shape_rows(results: Results, part: str) -> Iterator[tuple[str, dict]]:
@@ -186,14 +173,17 @@ def shape_rows(results: Results, part: str) -> Iterator[tuple[str, dict]]:
 
 
 def gpu_steps(results: Results) -> str:
-    rows = []
-    for title, row in shape_rows(results, "steps"):
-        runs = f"{min(row['runs']):.2f} to {max(row['runs']):.2f} in {len(row['runs'])}"
-        note = ", ".join(f"{key} {value}" for key, value in row.get("lookup", {}).items())
-        if row["system"] == SPECULATIVE:
-            note = f"accept length {row['accept_length']:.2f}, which random weights make meaningless"
-        rows.append((title, row["system"], f"{row['ms']:.2f}", runs, floors(row), note))
-    return table(("shape", "generate()", "ms a token", "runs", "times the floor (copy, read)", ""), rows)
+    """A row for each shape, a column for each way that drafts nothing."""
+    ways, rows = (EAGER, STATIC, PLAIN), []
+    for title in dict.fromkeys(title for title, _ in shape_rows(results, "steps")):
+        some = {row["system"]: row for other, row in shape_rows(results, "steps") if other == title}
+        cells = (f"{some[way]['ms']:.2f}" if way in some else NONE for way in ways)
+        rows.append((title, *cells, over_floor(some.get(PLAIN, {}))))
+    return table(("shape", *ways, "ours over the floor"), rows)
+
+
+SHOWN = {(1, 1024), (1, 32768), (1, 131072), (4, 1024), (8, 8192)}
+"""Batches and contexts of the table of rounds."""
 
 
 def gpu_rounds(results: Results) -> str:
@@ -201,22 +191,21 @@ def gpu_rounds(results: Results) -> str:
     sizes, rows = (1, 4, 16, 64), []
     for shape, title in SHAPES.items():
         every = results.all("gpu", "shapes", shape, "rounds")
-        for batch, context in sorted({(row["batch"], row["context"]) for row in every}):
+        for batch, context in sorted({(row["batch"], row["context"]) for row in every} & SHOWN):
             key = dict(batch=batch, context=context)
             some = [results.row("gpu", "shapes", shape, "rounds", **key, nodes=nodes) for nodes in sizes]
             any_row = next(row for row in every if (row["batch"], row["context"]) == (batch, context))
-            cells = (f"{row['ms']:.2f} ({floors(row)})" if row else "" for row in some)
-            bounds = f"{any_row['floor_copy_ms']:.2f}, {any_row['floor_read_ms']:.2f}"
-            rows.append((f"{title}, {batch}, {context:,}", bounds, *cells))
-    return table(("shape, batch, context", "floor (copy, read)", *(f"N={size}" for size in sizes)), rows)
+            cells = (f"{row['ms']:.2f} ({over_floor(row)})" if row else "" for row in some)
+            rows.append((f"{title}, {batch}, {context:,}", f"{any_row['floor_copy_ms']:.2f}", *cells))
+    return table(("shape, batch, context", "floor", *(f"N={size}" for size in sizes)), rows)
 
 
 def gpu_drafts(results: Results) -> str:
     rows = []
     for title, row in shape_rows(results, "drafts"):
-        cells = (f"{row['ms']:.2f} ({floors(row)})", f"{row['separate_ms']:.2f}")
-        rows.append((f"{title}, {row['name']}", str(row["nodes"]), f"{row['floor_copy_ms']:.2f}", *cells))
-    return table(("target, draft", "nodes", "floor (copy)", "a round", "two graphs, acceptance on the host"), rows)
+        cells = (f"{row['ms']:.2f} ({over_floor(row)})", f"{row['separate_ms']:.2f}")
+        rows.append((f"{title}, {row['name']}", str(row["nodes"]), *cells))
+    return table(("target, draft", "nodes", "a round", "two graphs, acceptance on the host"), rows)
 
 
 def gpu_prompts(results: Results) -> str:
@@ -235,63 +224,42 @@ def attention(results: Results) -> str:
     return table(("context", *names), rows)
 
 
-def attention_prompts(results: Results) -> str:
-    every = results.all("attention", "models", "llama-3.1-8b", "prompts")
-    ways = list(dict.fromkeys(row["way"] for row in every))
-    rows = []
-    for tokens in sorted({row["tokens"] for row in every}):
-        some = [results.row("attention", "models", "llama-3.1-8b", "prompts", tokens=tokens, way=way) for way in ways]
-        rows.append((f"{tokens:,}", *(f"{row['tokens_per_second'] / 1e6:.2f}" if row else NONE for row in some)))
-    return table(("tokens", *ways), rows)
-
-
 def routed_experts(results: Results) -> str:
-    names, rows = ("floor", "ours", "looked through", "sorted", "grouped_mm"), []
-    for row in results.all("experts", "rows"):
-        if row["tokens"] not in (4, 64, 2048):
-            continue
-        results.seen(row)
-        rows.append((row["model"], f"{row['tokens']:,}", *(number(row, name, "{:.1f}") for name in names)))
-    return table(("model", "tokens", *names), rows)
+    """A row for each model, a column for each number of tokens: the floor, ours and PyTorch's."""
+    sizes, names, cells = (4, 64, 2048), ("floor", "ours", "grouped_mm"), {}
+    for row in map(results.seen, results.all("experts", "rows")):
+        times = (f"{row[name]:.0f}" for name in names if row.get(name) is not None)
+        cells.setdefault(row["model"], {})[row["tokens"]] = ", ".join(times)
+    rows = ((model, *(by.get(size, "") for size in sizes)) for model, by in cells.items())
+    return table(("model", *(f"{size:,} tokens" for size in sizes)), rows)
 
 
 def bits(results: Results) -> str:
-    rows = []
+    """A row for each way of drafting, a column for greedy answers and one for sampled ones."""
+    modes, counts = ("greedy", "sampled"), {}
     for row in results.all("bits", "rows"):
         if row["set"] == "all":
             results.seen(row)
-            rows.append((row["model"], row["system"], row["mode"], f"{row['equal']} of {row['of']}"))
-    return table(("model", "drafts", "tokens are", "same answers as plain steps"), rows)
-
-
-def quantised(results: Results) -> str:
-    """A row for each format of the weights of a model."""
-    rows = []
-    for name, row in results.get("quantised").items():
-        rates = (f"{row['tokens_per_s'][system]:,.1f}" for system in ("plain steps", "n-gram"))
-        size = f"{results.seen(row)['layer_bytes'] / 1e6:.0f} MB"
-        rows.append((name, row["verdict"], *rates, f"{row['accept_length']:.2f}", size))
-    titles = "plain steps, tokens/s", "n-gram, tokens/s", "accept length", "weights of the layers"
-    return table(("layers", "answers", *titles), rows)
+            counts.setdefault(row["system"], {})[row["mode"]] = f"{row['equal']} of {row['of']}"
+    rows = ((system, *(by.get(mode, "") for mode in modes)) for system, by in counts.items())
+    return table(("drafts", *modes), rows)
 
 
 def serving(results: Results) -> str:
-    """A row for each way of drafting and number in flight, next to a static batch of as many rows."""
+    """A row for each way of drafting and number in flight, over a static batch of as many rows."""
     rows, static = [], ", static batch"
     for row in results.all("serving", "rows"):
         if row["system"].endswith(static):
             continue
         same = dict(model=row["model"], in_flight=row["in_flight"], system=row["system"] + static)
         batch = results.row("serving", "rows", **same)
-        compared_with = ("", "")
-        if batch:
-            compared_with = f"{batch['tokens_per_s']:,.0f}", f"{row['tokens_per_s'] / batch['tokens_per_s']:.2f}"
+        ratio = f"{row['tokens_per_s'] / batch['tokens_per_s']:.2f}" if batch else ""
         waits = (f"{row[key] * 1e3:.0f} ms" for key in ("first_token_s", "first_token_p99_s"))
-        cells = str(row["in_flight"]), f"{results.seen(row)['tokens_per_s']:,.0f}", *compared_with, *waits
-        rows.append((row["model"], row["system"], *cells))
-    rows.sort(key=lambda row: (*row[:2], int(row[2])))
-    titles = "tokens/s", "static batch", "ratio", "first token after", "99th percentile"
-    return table(("model", "drafts", "in flight", *titles), rows)
+        cells = str(row["in_flight"]), f"{results.seen(row)['tokens_per_s']:,.0f}", ratio, *waits
+        rows.append((row["system"], *cells))
+    rows.sort(key=lambda row: (row[0], int(row[1])))
+    titles = "tokens/s", "over a static batch", "first token after", "99th percentile"
+    return table(("drafts", "in flight", *titles), rows)
 
 
 def serving_rounds(results: Results) -> str:
@@ -300,9 +268,9 @@ def serving_rounds(results: Results) -> str:
     for row in map(results.seen, results.all("serving", "rounds")):
         times = (f"{row[key]:.2f} ms" for key in ("ms", "bytes_ms", "arithmetic_ms"))
         rates = ", ".join(f"{rate:,.0f} at {length}" for length, rate in row["simulated_tokens_per_s"].items())
-        rows.append((f"{SHAPES[row['shape']]}, {row['rows']}", str(row["nodes"]), *times, rates))
+        rows.append((str(row["nodes"]), *times, rates))
     titles = "floor of bytes", "floor of arithmetic", "tokens/s at simulated accept lengths"
-    return table(("shape, sequences", "nodes of each", "a round", *titles), rows)
+    return table(("nodes of each", "a round", *titles), rows)
 
 
 def backend(results: Results) -> str:
@@ -319,22 +287,25 @@ def backend(results: Results) -> str:
 
 
 def tensor_parallel(results: Results) -> str:
-    """A row for each shape, number of requests, system and number of nodes: the rounds of one GPU and of several, and
-    how many floors the latter are. The file also has sums by NCCL and experts that are not shared by width."""
+    """A row for each shape and number of GPUs, a column for each number of requests, system and number of nodes: the
+    round, and how many floors it is. Heads are shown with one request. The file also has sums by NCCL and experts that
+    are not shared by width."""
     found = [row for row in results.all("tensor_parallel", "rows") if "ms" in row and "NCCL" not in row["system"]]
-    found = [results.seen(row) for row in found if not row.get("expert_parallel")]
-    cells: dict[tuple, dict[int, str]] = {}
+    found = [row for row in found if not row.get("expert_parallel")]
+    found = [results.seen(row) for row in found if row["requests"] == 1 or row["system"] == "n-gram"]
+    columns, cells = {}, {}
     for row in found:
         for nodes, ms in row["ms"].items():
-            rounds = cells.setdefault((row["shape"], row["requests"], row["system"], nodes), {})
-            rounds[row["gpus"]] = f"{ms:.2f} ms, {row['over_floor'][nodes]:.2f}"
-    sizes = sorted({row["gpus"] for row in found})
-    rows = [
-        (SHAPES[shape], str(requests), system, nodes, _on_one_gpu(results, shape, requests, system, nodes),
-         *(rounds.get(size, NONE) for size in sizes))
-        for (shape, requests, system, nodes), rounds in cells.items()
-    ]  # fmt: skip
-    return table(("shape", "requests", "drafts", "N", "1 GPU", *(f"{size} GPUs, floors" for size in sizes)), rows)
+            key = row["requests"], row["system"], nodes
+            columns[key] = f"{row['system'].split(',')[0]}, {row['requests']} × {nodes}"
+            cells.setdefault((row["shape"], row["gpus"]), {})[key] = f"{ms:.2f} ({row['over_floor'][nodes]:.2f}×)"
+    for shape in {shape for shape, _ in cells}:
+        alone = {key: _on_one_gpu(results, shape, *key) for key in columns}
+        if any(alone.values()):
+            cells[shape, 1] = alone
+    order = sorted(cells, key=lambda key: (list(SHAPES).index(key[0]), key[1]))
+    rows = ((f"{SHAPES[key[0]]}, {key[1]}", *(cells[key].get(column, "") for column in columns)) for key in order)
+    return table(("shape, GPUs", *columns.values()), rows)
 
 
 def _on_one_gpu(results: Results, shape: str, requests: int, system: str, nodes: str) -> str:
@@ -343,14 +314,13 @@ def _on_one_gpu(results: Results, shape: str, requests: int, system: str, nodes:
     same = {"nodes": int(nodes), **({"batch": requests, "context": 1024} if is_plain else {"name": system})}
     for one in results.all("gpu", "shapes", shape, "rounds" if is_plain else "drafts"):
         if same.items() <= one.items() and (is_plain or requests == 1):
-            return f"{one['ms']:.2f} ms"
-    return NONE
+            return f"{one['ms']:.2f}"
+    return ""
 
 
 TABLES: dict[str, Callable[[Results], str]] = {
     "summary": summary,
     "cpu_workloads": cpu_workloads,
-    "cpu_batches": cpu_batches,
     "gpu_steps": gpu_steps,
     "gpu_rounds": gpu_rounds,
     "gpu_drafts": gpu_drafts,
@@ -359,10 +329,8 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "trained": trained,
     "gpu_prompts": gpu_prompts,
     "attention": attention,
-    "attention_prompts": attention_prompts,
     "routed_experts": routed_experts,
     "bits": bits,
-    "quantised": quantised,
     "serving": serving,
     "serving_rounds": serving_rounds,
     "second_turns": second_turns,
