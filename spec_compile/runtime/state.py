@@ -1,6 +1,5 @@
 """State: every buffer that outlives a round, at fixed addresses, for B sequences."""
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -77,6 +76,7 @@ class State(nn.Module):
             self.position_offsets = None
         self.kv = Cache(graph, batch, capacity)
         self.on_gpu = device.type == "cuda"
+        self._views: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
         self.root()
 
     @property
@@ -119,28 +119,33 @@ class State(nn.Module):
         numbers: values for the [B] buffers of these names, see `Sequence.numbers`.
         """
         numbers |= {"prompt_lengths": len(prompt), "late": 0}
-        buffers = {name: getattr(self, name)[row : row + 1] for name in numbers}
+        buffers = {name: self._view(name, row) for name in numbers}
         integers = [name for name, buffer in buffers.items() if buffer.dtype == torch.int64]
-        fractions = [name for name in numbers if name not in integers]
         # All travel in one copy, because each copy to a GPU takes as long as a small kernel. Newly pinned memory has no
         # copy under way, so that nothing waits.
         wide = [*prompt, *eos, *(numbers[name] for name in integers)]
-        sent = torch.empty(len(wide) + len(fractions), dtype=torch.int64, pin_memory=self.on_gpu)
-        array = sent.numpy()
-        array[: len(wide)] = wide
-        array[len(wide) :].view(np.float64)[:] = [numbers[name] for name in fractions]
+        sent = torch.empty(len(wide), dtype=torch.int64, pin_memory=self.on_gpu)
+        sent.numpy()[:] = wide
         sent = sent.to(self.tokens.device, non_blocking=True)
         # They are put into place by few launches.
-        ids, ends, values, rest = sent.split([len(prompt), len(eos), len(integers), len(fractions)])
+        ids, ends, *values = sent.split([len(prompt), len(eos), *[1] * len(integers)])
         texts = self.tokens[row, : len(prompt)]
-        torch._foreach_copy_([texts, *(buffers[name] for name in integers)], [ids, *values.split(1)])
-        if fractions:
-            torch._foreach_copy_([buffers[name] for name in fractions], [*rest.view(torch.float64).float().split(1)])
+        torch._foreach_copy_([texts, *(buffers[name] for name in integers)], [ids, *values])
+        for name in numbers.keys() - integers:
+            buffers[name].fill_(numbers[name])
         self.is_eos[row].zero_().index_fill_(0, ends, True)
         self.kv.states.enter(row, len(prompt))
         for chosen in self.kv.adapters:
             chosen[row].fill_(adapter)
         self.finished[row].fill_(True)
+
+    def _view(self, name: str, row: int) -> Tensor:
+        """One row of a buffer [B]. Views are kept, because a call that has few rounds would feel the time of eight."""
+        buffer = getattr(self, name)
+        known = self._views.get((name, row))
+        if known is None or known[0] is not buffer:
+            known = self._views[name, row] = buffer, buffer[row : row + 1]
+        return known[1]
 
     def fill(self, past: Past, lengths: list[int]) -> None:
         """Take over states, keys and values of the prompts that have entered; the first `lengths` [B] tokens count."""
