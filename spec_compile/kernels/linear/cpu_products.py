@@ -48,8 +48,10 @@ def cpu_products(
     norm. x is what attention gives. The results are the next layer's stream and its queries, keys and values.
     """
     known = _known_chain(x, tensors, kinds, numbers)
-    if known is None and len(kinds) > 1:
-        _layers(x, tensors, kinds, numbers)  # checks the lists
+    layers = [] if known else _layers(x, tensors, kinds, numbers)  # checks them, too
+    if layers and residual is not None and all(layer.before is None for layer in layers):
+        raise ValueError("norms: expected one, whose product adds to the residual")
+    if len(layers) > 1:
         stream = x.new_empty(0) if residual is None else residual
         for place, kind in enumerate(kinds):
             four = slice(4 * place, 4 * place + 4)
@@ -57,8 +59,8 @@ def cpu_products(
             after, x = cpu_products(x, stream if adds else None, tensors[four], [kind], numbers[four])
             stream = after if adds else stream
         return stream, x
-    if known is None:
-        (layer,) = _layers(x, tensors, kinds, numbers)
+    if layers:
+        (layer,) = layers
         stream = x.new_empty(0) if residual is None else _sum(x, residual)
         return stream, plain_product(replace(layer, x=x if residual is None else stream)).contiguous()
     chain, outputs, width = known
@@ -115,15 +117,33 @@ def _layers(x: Tensor, tensors: list[Tensor | None], kinds: list[str], numbers: 
             f"tensors, kinds, numbers: expected 4, 1 and 4 for each product, the first of the tensors a weight, got "
             f"{len(tensors)}, {len(kinds)} and {len(numbers)}"
         )
-    layers = []
+    layers, inputs = [], x.shape[-1]
     for place, kind in enumerate(kinds):
         weight, scales, bias, norm = tensors[4 * place : 4 * place + 4]
         eps, offset, rounds_first, is_gated = numbers[4 * place : 4 * place + 4]
         if bool(kind) == (scales is None):
             raise ValueError(f"scales: expected some for a quantised layer only, got {scales} for the kind {kind!r}")
+        if norm is not None:
+            is_other = x.dtype is torch.bfloat16 and norm.dtype is not x.dtype
+            if is_other or norm.shape != (inputs,) or not norm.is_contiguous():
+                raise ValueError(f"norm: expected contiguous bfloat16 [{inputs}], got {cpu_gemm.told(norm)}")
         before = None if norm is None else RmsNorm(norm, eps, None if rounds_first else offset)
         layers.append(Product(x, weight, bias, scales, kind, before, Gate() if is_gated else None))
+        inputs = _outputs(layers[-1], inputs)
     return layers
+
+
+def _outputs(layer: Product, inputs: int) -> int:
+    """Numbers of a row of a product's result. ValueError if its weight does not fit its inputs or its gate."""
+    from ...quantised import layout_of
+
+    weight = layer.weight
+    if not layer.kind and (weight.dim() != 2 or weight.shape[1] != inputs):
+        raise ValueError(f"weight: expected [O, {inputs}], got {cpu_gemm.told(weight)}")
+    outputs = layout_of(layer.kind).outputs([weight, layer.scales], inputs) if layer.kind else weight.shape[0]
+    if layer.after is not None and outputs % 2:
+        raise ValueError(f"weight: expected an even number of outputs for a gate, got {cpu_gemm.told(weight)}")
+    return outputs // 2 if layer.after is not None else outputs
 
 
 _known: dict[tuple, tuple | None] = {}
@@ -186,14 +206,10 @@ CPU_PRODUCTS = torch.ops.spec_compile.cpu_products.default
 
 @torch.library.register_fake("spec_compile::cpu_products")
 def _(x, residual, tensors, kinds, numbers):
-    from ...quantised import layout_of
-
     cpu_gemm.check_devices(x, residual, *tensors)
     stream = x.new_empty(0) if residual is None else residual.new_empty(residual.shape)
     for layer in _layers(x, tensors, kinds, numbers):
         if layer.before is not None and residual is not None:
             _check_residual(residual, x.dtype, x.shape)
-        parts = [layer.weight, layer.scales]
-        outputs = layout_of(layer.kind).outputs(parts, x.shape[-1]) if layer.kind else layer.weight.shape[0]
-        x = x.new_empty(*x.shape[:-1], outputs // (2 if layer.after else 1))
+        x = x.new_empty(*x.shape[:-1], _outputs(layer, x.shape[-1]))
     return stream, x
