@@ -166,7 +166,7 @@ class Greedy:
     speculative: int | None = None
     logits: tuple[float, float] = (math.nan, math.nan)
     noise: float = 0.0
-    ids: Tensor | None = field(default=None, repr=False)
+    ids: Tensor = field(default_factory=lambda: torch.empty(1, 0, dtype=torch.int64), repr=False)
     answers: tuple[list[int], list[int]] = field(default=([], []), repr=False)
 
     @property
@@ -304,7 +304,7 @@ class Report:
             ("beside our own plain steps: ", self.bits),
         ):
             lines += [] if each is None else [f"{name}{each}"]
-        if self.lookup is not None:
+        if self.lookup is not None and self.bits is not None:
             lines.append(f"transformers' prompt lookup: {self.lookup} of {self.bits.answers} as its greedy answers")
         if self.requests:
             lines += ["requests, next to each by itself:", *(f"  {manner}" for manner in self.requests)]
@@ -338,21 +338,25 @@ def _weigh(report: Report, plain: Any, fast: Any, options: dict | None) -> None:
     options: for ``generate()``; None adds only the noise where tokens differ.
     """
     tested = [] if options is None else [row for row in report.greedy if row.compared]
-    differing = [row for row in report.greedy if row.plain is not None and row.speculative is not None]
+    differing = [
+        (row, (row.plain, row.speculative))
+        for row in report.greedy
+        if row.plain is not None and row.speculative is not None
+    ]
     if not differing and not tested:
         return
     reference, nearby = Reference(plain), []
-    gaps = _weigh_answers(report, reference, fast, tested, options) if tested else []
+    gaps = [] if options is None or not tested else _weigh_answers(report, reference, fast, tested, options)
     # At each first difference: the two tokens' logits in float32, and the noise of their difference.
-    for row in differing:
+    for row, tokens in differing:
         same = row.answers[0][: row.position]
         prefix = torch.cat([row.ids, row.ids.new_tensor([same])], dim=1)
-        scatter = reference.scatter(prefix, len(same) + 1, (row.plain, row.speculative))
-        row.logits = float(scatter.exact[-1, row.plain]), float(scatter.exact[-1, row.speculative])
+        scatter = reference.scatter(prefix, len(same) + 1, tokens)
+        row.logits = float(scatter.exact[-1, tokens[0]]), float(scatter.exact[-1, tokens[1]])
         row.noise = gap_noise(scatter.gaps[:, -1:], scatter.floor)
         nearby.append(scatter.gaps)
     # One position tells little about noise, so the noise over all compared positions counts if it is larger.
-    for row in differing:
+    for row, _ in differing:
         row.noise = max(row.noise, gap_noise(torch.cat(gaps or nearby, dim=1)))
 
 

@@ -24,21 +24,21 @@ LINES = {
     "compile": 3203,
     "contrib": 2282,
     "drafters": 5477,
-    "kernels": 13325,
+    "kernels": 13341,
     "ngram": 2748,
     "parallel": 828,
     "passes": 3145,
     "quantised": 2722,
-    "runtime": 5985,
+    "runtime": 5990,
     "serve": 7150,
-    "tools": 2222,
+    "tools": 2226,
     "train": 4838,
 }
 """The most lines of a folder, with the folders in it; "" has the files at the top."""
 CORE_FILES = 229
 CIRCLES = 0
 """Groups of modules that import each other in a circle."""
-CALLED_ONCE = 366
+CALLED_ONCE = 367
 """Private functions and methods that are named in one place."""
 PHRASES = {
     r"^\s*\w+(, \w+)*: of\b": 51,
