@@ -39,7 +39,8 @@ class Rows:
         self.all.state.finished.fill_(True)
         for row in range(number):
             self.all.drafter.vacate(row)
-        self._share_gains(self.all)
+        # All rounds share what they learn of gains. Sessions of other widths do so when they are made.
+        self.all.policies[StepKind.LOOK].share(self.all.policies[StepKind.ROUND])
         # Where one compiled step serves any number of rows, a width costs a capture only, so there are more of them.
         is_cheap = rows_vary(runtime) or not runtime.options.compile
         growth = 2 if is_cheap and (are_dense or not runtime.options.compile) else 4
@@ -102,18 +103,12 @@ class Rows:
         width = self.width(rows)
         if width not in self._sessions:
             self._sessions[width] = Session(self.runtime, width, self.all.capacity, self.all)
-            self._share_gains(self._sessions[width])
         self._sessions[width].renew()
         return self._sessions[width]
 
     def prefill_seconds(self, width: int) -> dict[int, float]:
         """See `Session`; empty for a width that has not been used."""
         return self._sessions[width].prefill_seconds if width in self._sessions else {}
-
-    def _share_gains(self, session: Session) -> None:
-        """Let all sessions share what they learn of gains."""
-        for policy in session.policies.values():
-            policy.share(self.all.policies[StepKind.ROUND])
 
     def copy_row(self, row: int, to: int, slots: int, target: "Rows | None" = None) -> None:
         """Copy a row with its pending tree, its states and the first `slots` slots of its caches to row `to` of

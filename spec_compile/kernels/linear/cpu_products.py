@@ -49,7 +49,8 @@ def cpu_products(
     """
     known = _known_chain(x, tensors, kinds, numbers)
     layers = [] if known else _layers(x, tensors, kinds, numbers)  # checks them, too
-    if layers and residual is not None and all(layer.before is None for layer in layers):
+    has_norm = known[2] is not None if known else any(layer.before is not None for layer in layers)
+    if residual is not None and not has_norm:
         raise ValueError("norms: expected one, whose product adds to the residual")
     if len(layers) > 1:
         stream = x.new_empty(0) if residual is None else residual
@@ -66,8 +67,6 @@ def cpu_products(
     chain, outputs, width = known
     stream, residual_at = x.new_empty(0), 0
     if residual is not None:
-        if width is None:
-            raise ValueError("norms: expected one, whose product adds to the residual")
         _check_residual(residual, torch.bfloat16, (*x.shape[:-1], width))
         residual = residual.contiguous()
         stream, residual_at = residual.new_empty(residual.shape), residual.data_ptr()
@@ -183,15 +182,13 @@ def _new_chain(x: Tensor, layers: list[Product]) -> tuple | None:
             return None
         around = 0, -1, 0.0, 0.0, False
         if norm is not None:
-            if norm.weight.dtype is not x.dtype or norm.weight.dim() != 1 or not norm.weight.is_contiguous():
-                raise ValueError(f"norm: expected contiguous bfloat16 [I], got {cpu_gemm.told(norm.weight)}")
             if width not in (None, x.shape[1]):
                 raise ValueError(f"norms: expected all to be of one stream, got {width} and {x.shape[1]} inputs")
             width, offset = x.shape[1], norm.offset
             around = norm.weight.data_ptr(), norm.weight.numel(), norm.eps, offset or 0.0, offset is None
-        is_gated = layer.after is not None
-        chain.add(*around, is_gated, *cpu_gemm.constants(form, x.dtype, x.shape[1], weight, layer.scales, bias))
-        x = x.new_empty(1, weight.shape[0] // (2 if is_gated else 1))
+        numbers = cpu_gemm.constants(form, x.dtype, x.shape[1], weight, layer.scales, bias)
+        chain.add(*around, layer.after is not None, *numbers)
+        x = x.new_empty(1, _outputs(layer, x.shape[1]))
     return chain, x.shape[1], width
 
 
