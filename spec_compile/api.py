@@ -228,7 +228,7 @@ class Speculation:
         It shows text by rounds, accept lengths, times, and every tree with its accepted nodes. It needs no network.
         With n-grams the trees show parts of other calls' texts, unless these ran with ``share_text=False``.
 
-        path: of the file.
+        path: the file.
         tokenizer: the model's, to show text in place of token ids.
 
         Raises RuntimeError if nothing was recorded, and TypeError if `tokenizer` cannot decode.

@@ -129,7 +129,7 @@ class StartArtefact:
     """The place of a start's findings between processes.
 
     model, draft: the target, and the draft's module.
-    name: of the algorithm.
+    name: the algorithm's.
     seconds: the times of stages are added here.
     drafts: artefacts that were opened while the draft was built; `save` copies them, too.
     """
@@ -290,7 +290,7 @@ def quick_check(model: PreTrainedModel, prefill: ModelGraph, verify: ModelGraph)
     """Compare graphs from an artefact with the model's own forward, by their logits: a text of 24 tokens runs through
     both graphs, its end as a tree, and the tree's two paths through the forward.
 
-    The limits are those of the checks after capture. Operators have their plain meaning: an artefact has graphs and no
+    The limits are the same as after capture. Operators have their plain meaning: an artefact has graphs and no
     kernels, so none is compiled for this. UnsupportedModelError if the logits differ by more.
     """
     name, part = type(model).__name__, "an artefact"

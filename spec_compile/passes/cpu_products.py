@@ -137,8 +137,8 @@ def _join_norm(graph: ModelGraph, norm: Norm, reader: fx.Node) -> bool | None:
 class Chain:
     """Products of which each reads only the result of the one before it.
 
-    nodes: of the products.
-    arguments: of the op that replaces them.
+    nodes: the products.
+    arguments: what the op that replaces them gets.
     stream, out: the nodes of its results; the stream is None before the first addition, or if nothing reads it.
     """
 

@@ -176,7 +176,7 @@ def is_quiet_between(first: fx.Node, last: fx.Node) -> bool:
 def bind(graph: ForwardGraph, inputs: list, compile_graph: Callable) -> "BoundForward":
     """Compile a rewritten forward with its weights as inputs, the last ones.
 
-    inputs: of the forward.
+    inputs: what the forward gets.
     compile_graph: ``compile_graph(gm, examples, kept) -> callable``; kept: places of the examples besides weights that
         stay where they are between calls, which `torch._dynamo.mark_static_address` has marked, such as caches.
     """

@@ -57,9 +57,9 @@ class MisfitError(Exception):
 class ShardPlan:
     """The changes in a graph so that every rank computes its parts.
 
-    placements: of nodes that are not the same on all ranks.
-    shares: of the weights of products.
-    cuts: of other parameters that a node reads, by (node, parameter).
+    placements: where nodes lie that are not the same on all ranks.
+    shares: how the weights of products are cut.
+    cuts: how other parameters that a node reads are cut, by (node, parameter).
     sizes: smaller sizes in a node's list of sizes, by the index in it (or `ALL`).
     reduced: partial sums, and the users that need them added up.
     """

@@ -39,7 +39,7 @@ class WeightProduct(NamedTuple):
     """A node that multiplies by parameters.
 
     parts: the parameters that are its weights; one, unless they are quantised.
-    layout: of the parts.
+    layout: the parts'.
     sizes: its outputs and inputs.
     blocks: equal stretches of the outputs, such as gate and up, from each of which a column of the result is made.
     """

@@ -34,10 +34,10 @@ class HttpCall:
 
     loop: the event loop that serves it
     owner: who sent it, as a digest of its API key; empty if the server has no keys
-    address: of its client on the network
+    address: where its client is on the network
     name: that no other call has; its choices share it
     adapter: the LoRA adapter that it asks for
-    fields: of its body, checked
+    fields: its body's, checked
     http_id: its name for the client, who may choose it
     prompt_field: name of the field with the prompt
     limit_field: name of the field with the number of tokens that the client wants, or None
@@ -46,7 +46,7 @@ class HttpCall:
     sign: breaks control tokens in the texts of its chat, see `ChatText`; empty if there are none
     pictures: that its prompt shows, by name, until it is made
     choices: the calls of the choices, this one included if there is no other; empty before they are made
-    index: of its choice
+    index: its choice's
     inputs: go to the model; `input_ids` has the token ids of its prompt
     echo: the text of the prompt, if the answer begins with it, or None
     drops_answer: True if only the prompt is wanted, so that the one token of the answer is dropped

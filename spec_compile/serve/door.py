@@ -31,7 +31,7 @@ class Keys:
     def __init__(self, keys: Iterable[str], name: str = "api_key"):
         """ValueError, which tells the place and not the key, for one that is empty or not of visible ASCII.
 
-        name: of the option, for errors
+        name: the option's, for errors
         """
         self._digests: list[bytes] = []
         for number, key in enumerate(keys, 1):

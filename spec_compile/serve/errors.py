@@ -36,7 +36,7 @@ LOCAL_PATH = re.compile(r"(?<![\w.:/])(~|\.{1,2})?(/[\w.@+-]+){2,}/?")
 class Refusal(HTTPException):
     """A request that is not answered.
 
-    status: of HTTP
+    status: HTTP's number
     reason: for the client
     param: the field that is at fault
     code: OpenAI's code for the reason

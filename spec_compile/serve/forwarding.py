@@ -20,7 +20,7 @@ class HttpRequest:
     path: without the prefix at which the server is mounted
     query: the part after the question mark
     headers: names in lower case, and values
-    keys: of the beginnings of its prompt, see `prompt_keys`
+    keys: beginnings of its prompt, see `prompt_keys`
     tried: replicas that it was sent to
     """
 

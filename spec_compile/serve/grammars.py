@@ -35,7 +35,7 @@ ANY_OBJECT = '{"type": "object"}'
 def read_form(fields: dict) -> tuple[str, str, str] | None:
     """The field with the form that an answer shall have, the kind of its specification, and its text; None: free text.
 
-    fields: of the request, without nulls
+    fields: the request's, without nulls
 
     The kinds are json (a schema), regex and grammar (EBNF). Refusal that names the field for a bad or large
     specification, and for more than one. For example ``{"guided_choice": ["a", "b"]}`` gives ``("guided_choice",
@@ -215,7 +215,7 @@ def judge() -> Judge:
 def has_finite_value(schema: dict) -> bool:
     """False if every value of a schema contains another value of it, without end.
 
-    schema: of at most `DEEPEST` lists and objects in each other
+    schema: nested at most `DEEPEST` deep
 
     For example ``{"$ref": "#"}`` has none, and neither has an object that requires a property of its own schema. A list
     of itself has one, the empty list. Each round finds the references that end if those found before end.

@@ -20,7 +20,7 @@ LEAST = -9999.0
 def read_top(fields: dict) -> int | None:
     """The number of likeliest tokens that a request wants next to each token; None: it wants no log-probabilities.
 
-    fields: of the request, checked. `logprobs` is a bool in chats, with `top_logprobs`, and an int in completions.
+    fields: the request's, checked. `logprobs` is a bool in chats, with `top_logprobs`, and an int in completions.
 
     Refusal for `top_logprobs` without `logprobs`.
     """
@@ -35,7 +35,7 @@ def read_top(fields: dict) -> int | None:
 def check_told(call: HttpCall, top: int, tokens: int, row_tokens: int) -> None:
     """Refusal if the choices of a request may have more log-probabilities than one answer holds.
 
-    call: of one of the choices
+    call: one choice's
     top: likeliest tokens that it tells next to each of `tokens` tokens
     row_tokens: tokens of a row, one of which may tell the most in any case
     """

@@ -213,7 +213,7 @@ class Media:
     def hold(self, name: str, values: Iterable[Any], names: Iterable[str]) -> None:
         """Count the bytes of a request's tensors. Refusal if all requests together have too many.
 
-        name: of the request. names: of all requests that are not complete, this one included
+        name: the request's. names: of all requests that are not complete, this one included
         """
         size = sum(value.nbytes for value in values if isinstance(value, Tensor))
         if not size:

@@ -269,7 +269,7 @@ def app(
     """An application for ``ray.serve.run``: replicas of the server, and an ingress that sends them requests.
 
     model: a directory that every machine has, or a name on the model hub
-    options: of `speculate`
+    options: arguments of `speculate`
     device: "cuda" gives each replica a GPU, "cpu" gives it none
     slots: requests that a replica answers at once
     max_queue: requests that wait in a replica, and as many again before all replicas; others get 429 with Retry-After

@@ -75,7 +75,7 @@ class Limits:
     """Bounds of a server's connections.
 
     connections: that may be open; None: `MOST_CONNECTIONS`, or as many as there are descriptors
-    from_one_address: of them, from one address; None: three quarters
+    from_one_address: how many may come from one address; None: three quarters
     seconds: in which the headers of a request must come, and the rest of a body that nobody reads
     """
 
@@ -171,7 +171,7 @@ class Connections:
 class GuardedProtocol(H11Protocol):
     """uvicorn's protocol, within the bounds of `Connections`.
 
-    guard: of the server, set in the class that each server makes of this one
+    guard: the server's, set in the class that each server makes of this one
     """
 
     guard: Connections

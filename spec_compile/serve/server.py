@@ -143,7 +143,7 @@ def build(
     """Load a model, wrap it, compile its rounds, and put a server around it, which does not listen yet.
 
     model: a directory, or a name on the model hub
-    options: of `speculate`
+    options: arguments of `speculate`
     slots, max_queue: requests that are answered at once, and requests that may wait for a slot
     tensor_parallel: GPUs that share the model; a process is started for each but the first
     served_model_name: the clients' name of the model (default: `model`)

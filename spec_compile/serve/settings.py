@@ -138,7 +138,7 @@ def read_config(text: str) -> dict:
 def end_of(output: Output, fields: dict, death: str | None) -> Refusal:
     """The error for the client of a request that has ended by one, or was cancelled.
 
-    fields: of the request, checked
+    fields: the request's, checked
     death: the reason for clients if the worker has died, or None
     """
     if death is not None:
@@ -181,7 +181,7 @@ def _of_fields(fields: dict) -> dict[str, tuple[str, Any]]:
 def _ends(fields: dict, values: dict, defaults: GenerationConfig, vocab: int) -> list[int] | int:
     """The setting `eos_token_id` of a request with `stop_token_ids` or `ignore_eos`.
 
-    values: of `generation_config`. The other arguments are those of `make_config`.
+    values: what `generation_config` has. The other arguments are as in `make_config`.
 
     With the model's end 2, `stop_token_ids: [7]` gives [2, 7], and [7] if `ignore_eos` is true as well.
     -1 ends nothing.
@@ -201,8 +201,8 @@ def _ends(fields: dict, values: dict, defaults: GenerationConfig, vocab: int) ->
 def make_config(fields: dict, defaults: GenerationConfig, vocab: int) -> tuple[GenerationConfig, str | None]:
     """The settings of a request, and the name of the field with the number of tokens that it wants, or None.
 
-    fields: of the request, checked
-    defaults: of the model
+    fields: the request's, checked
+    defaults: the model's
     vocab: number of the model's tokens
 
     Refusal that names the field for settings that are not served, or that contradict each other.
@@ -301,7 +301,7 @@ class ThinkingReader:
     def processor(self, fields: dict, form: Any) -> Any:
         """The processor of a request; `form` if it has no budget. Refusal if the model does not think.
 
-        fields: of the request, checked
+        fields: the request's, checked
         form: xgrammar's processor for the form of the answer, which begins after the thinking, or None
         """
         if BUDGET not in fields:
@@ -349,7 +349,7 @@ def usage_details(prediction: list[int], answer: list[int], speculation: Request
     """The field `completion_tokens_details` of a usage.
 
     prediction, answer: token ids
-    speculation: of the answer
+    speculation: the answer's figures
     """
     are_drafts: list[bool] = []
     for accepted, gained in zip(speculation.per_step_accepted, speculation.per_step_tokens):

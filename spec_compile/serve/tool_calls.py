@@ -30,7 +30,7 @@ STYLES = {
 class CallForm:
     r"""The text of a model's calls: begin, a name, middle, arguments and end, with `between` from one call to the next.
 
-    style: of the arguments, see `STYLES`
+    style: how arguments are written, see `STYLES`
     reasoning: the field of the model's reasoning with the texts that open and close it, or None
     template: transformers' response template, which reads such calls
 
@@ -131,9 +131,9 @@ def _is_read(text: str, template: dict) -> bool:
 class CallParser:
     """Reads an answer that is held to calls, piece by piece, with the method and the events of transformers' parsers.
 
-    form: of the calls
+    form: how the calls are written
     prompt: its end
-    tools: of the request, in the form of chats; they say which arguments of `qwen_xml` are numbers
+    tools: the request's, in the form of chats; they say which arguments of `qwen_xml` are numbers
 
     transformers' parsers end a call at the first text that closes one, and an argument may contain that text. Here a
     call in JSON ends where its JSON ends. A call that is cut off is not read.
@@ -223,7 +223,7 @@ NO_FORM = "transformers reads no calls of this model in JSON or in parameters of
 class ToolCalls:
     """The calls that an answer shall have.
 
-    field: of the request, that asks for a grammar
+    field: the request's field that asks for a grammar
     form: the text of the model's calls
     schemas: for each tool that may be called: its name, the field with its schema, and the schema
     required: True if the answer is calls and nothing else but reasoning; False if it is text that may have calls
@@ -282,7 +282,7 @@ def _in_turn(*parts: dict) -> dict:
 def read_tool_calls(fields: dict, processor: Any, model: Any) -> ToolCalls | None:
     """The calls that an answer shall have, or None if no grammar is needed.
 
-    fields: of the request, checked
+    fields: the request's, checked
     processor: the model's processor or tokenizer
 
     Refusal that names `tool_choice` for a tool that is not there, and the field of a schema that cannot be served.

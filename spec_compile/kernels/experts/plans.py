@@ -17,7 +17,7 @@ class ExpertTile(NamedTuple):
     block_o is at least 64, from where on a group of warps shares an instruction of the tensor cores.
 
     block_o, block_k, block_n: sizes of the tile.
-    warps, stages: of Triton's pipeline.
+    warps, stages: sizes of Triton's pipeline.
     registers: the most registers of a thread; None: as the compiler chooses.
     prefetch: tiles of weights that the second product fetches to the L2 cache before it waits for the first.
     parts: stretches into which the columns of MXFP4 are cut; their sums are added in ascending order.

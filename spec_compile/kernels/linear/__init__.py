@@ -25,7 +25,7 @@ class LinearForm:
     """A way to compute a linear layer.
 
     op: ``op(x, weight, bias)`` as `F.linear`.
-    device, dtypes: of the weights that it serves.
+    device, dtypes: which weights it serves.
     few_rows: True if it serves only products of few rows, those of a round.
     serves: False if this CPU has not the instructions that make it worth while.
     """

@@ -98,7 +98,7 @@ def lack(layout: "WeightLayout", parts: list[Tensor], dtype: torch.dtype) -> str
 
 def quantised_product(kind: str, x: Tensor, parts: list[Tensor], bias: Tensor | None) -> Tensor | None:
     """A quantised layer on a CPU, x [..., I] -> [..., O], of any number of rows; None if the kernel does not serve.
-    kind: of its layout."""
+    kind: its layout's."""
     form = form_here(kind, x, parts)
     return None if form is None else multiply(form, x, parts[0], parts[1], bias)
 
@@ -166,8 +166,8 @@ def constants(
 ) -> tuple:  # fmt: skip
     """The arguments of a product that are the same in all calls; `product_of` in cpu_gemm.cpp compares their sizes.
 
-    dtype: of activations and `bias`; TypeError if it, or the scales', is none that the kernel takes. ValueError if a
-    tensor is not laid out as the kernel takes it.
+    dtype: the activations' and the bias's; TypeError if it, or the scales', is none that the kernel takes. ValueError
+    if a tensor is not laid out as the kernel takes it.
     """
     if dtype not in NUMBERS:
         raise TypeError(f"x: expected float32 or bfloat16, got {dtype}")

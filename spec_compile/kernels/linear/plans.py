@@ -16,11 +16,11 @@ class ProductTile(NamedTuple):
     block_o: rows of the weights.
     block_k: columns of the weights.
     block_n: rows of activations.
-    warps, stages: of Triton's pipeline.
+    warps, stages: sizes of Triton's pipeline.
     late: tiles that are left when the next kernel may begin.
     prefetch: a program's first tiles that are fetched to the L2 cache before the wait.
-    bits: of a weight.
-    blocks: of block_n rows each, that it serves if a larger tile follows.
+    bits: size of a weight.
+    blocks: how many blocks of block_n rows it serves if a larger tile follows.
     unroll: stretches of block_k columns that a step multiplies; only FP8 with scales for blocks has more than one.
     """
 

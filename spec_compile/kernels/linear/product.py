@@ -32,7 +32,7 @@ class Normed(NamedTuple):
     square of the stream.
 
     squares: [R, T] float32; sums of the stream's squares, T for each row.
-    eps: of the norm.
+    eps: the norm's.
     """
 
     squares: Tensor
@@ -82,7 +82,7 @@ class Product:
     x: [..., I]; activations of 16 bits.
     weight: [O, I]; of x's dtype, or codes.
     bias: [O].
-    scales, kind: of codes; their `WeightLayout` has this kind and a `packing`, and its parts are weight and scales.
+    scales, kind: what codes mean: their `WeightLayout` has this kind and a `packing`; its parts are weight and scales.
     before: what x is besides activations.
     after: what becomes of the result; an `Exchange` sends it to all ranks of a group.
     """

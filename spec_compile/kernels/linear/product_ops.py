@@ -58,7 +58,7 @@ _LIBRARY.impl("quantised_linear", _quantised_linear, "CompositeExplicitAutograd"
 quantised_linear = torch.ops.spec_compile.quantised_linear
 """A quantised linear layer: x [..., I], the parts of a layout, bias [O] or None -> [..., O] of x's dtype.
 
-kind: of the layout. It is the same text for all layers that are laid out alike, so that they are compiled once.
+kind: the layout's. It is the same text for all layers that are laid out alike, so that they are compiled once.
 """
 
 
@@ -83,7 +83,7 @@ def product(
 ) -> Tensor:  # fmt: skip
     """``F.linear``: x [..., I], weight [O, I], bias [O] -> [..., O], summed in float32, rounded once to x's dtype.
 
-    scales, kind: of a quantised weight, see `Product`.
+    scales, kind: what a quantised weight has, see `Product`.
     squares, eps: x is `scaled` of `product_to_stream`, these are its squares and the eps of its norm. The result is
     ``F.linear(x / rms, weight, bias)``, with rms the root of the mean of the squares plus eps.
     gated: the result is ``silu(gate) * up`` [..., O / 2] of the halves of the outputs.
@@ -133,8 +133,8 @@ def product_to_stream(
 
     x [..., I], weight [O, I], bias [O] or None, residual [..., O], norm_weight [O], all of one dtype; scales, kind: of
     a quantised weight, see `Product`.
-    group_name: of ranks, each of which has its columns of x and of the weight, and its bias. The products of all ranks
-    are summed, in float32 if there is a kernel. All else, and the results, are the same on all ranks, to the bit.
+    group_name: names ranks, each of which has its columns of x and of the weight, and its bias. Their products are
+    summed, in float32 if there is a kernel. All else, and the results, are the same on all ranks, to the bit.
 
     -> stream [..., O], ``F.linear(x, weight, bias) + residual``, rounded twice as these are;
     scaled [..., O], ``stream * (norm_weight + offset)``;
