@@ -1,6 +1,5 @@
 """The n-gram trie: golden trees, eviction, arguments, and several threads."""
 
-import random
 import threading
 
 import numpy as np
@@ -10,105 +9,46 @@ from tries import check_tree, grown, make, outputs, plain
 
 from spec_compile.ngram.trie import NgramTrie
 
-TWO_TEXTS = [list(range(1, 11)), [1, 2, 3, 44, 55, 66, 77, 88, 99, 100]]
-
-
-# ---- golden cases -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("match_type", ["BFS", "PROB"])
-def test_two_continuations(match_type):
-    trie = make(match_type=match_type)
-    trie.add(TWO_TEXTS)
-    tokens, parents, count, match = plain(trie.propose(grown(trie, [1, 2, 3]), 8))
-    assert (count, match) == (8, 3)
-    # BFS: level by level, the later text first. PROB: both continuations are worth 1/2 and keep it down each
-    # unary path; of equal candidates the one offered first goes first.
-    assert tokens == [3, 44, 4, 55, 5, 66, 6, 77]
-    assert parents == [-1, 0, 0, 1, 2, 3, 4, 5]
-
-
-def test_breadth_narrows_with_depth():
-    trie = make(D=4, window=(1, 3), breadth=(1, 4))
-    trie.add([[1, t, t + 100] for t in (10, 11, 12, 13, 14)] + [[1, 14, 115]])
+PROB, NARROW = dict(match_type="PROB"), dict(D=4, window=(1, 3), breadth=(1, 4))
+TWO = [list(range(1, 11)), [1, 2, 3, 44, 55, 66, 77, 88, 99, 100]]
+BY_LEVEL = [3, 44, 4, 55, 5, 66, 6, 77], [-1, 0, 0, 1, 2, 3, 4, 5]
+FIVE = [[5, 6, 1], [5, 6, 1], [5, 6, 2], [5, 6, 3], [5, 6, 2]]
+LONGER = [[8, 9, 1, 11], [8, 9, 1, 12], [8, 9, 2, 13], [8, 9, 2, 14], *[[9, 5]] * 4]
+GOLDEN = {  # how a trie is made, its texts, those of a stream, num_draft_tokens -> match, tokens and parents
+    # Level by level, the later text first.
+    "two continuations": ({}, TWO, [1, 2, 3], 8, 3, *BY_LEVEL),
+    # Both continuations are worth 1/2 and keep it; of equal candidates the one offered first goes first.
+    "two continuations, PROB": (PROB, TWO, [1, 2, 3], 8, 3, *BY_LEVEL),
     # Breadths by depth 0..3 are 4, 3, 2, 1: three followers of 1 and two of (1, 14).
-    tokens, parents, count, match = plain(trie.propose(grown(trie, [9, 1]), 16))
-    assert (tokens[:count], match) == ([1, 14, 13, 12, 115, 114, 113, 112], 1)
-    assert parents[:count] == [-1, 0, 0, 0, 1, 1, 2, 3]
-
-
-def test_recency_and_frequency():
-    texts = [[5, 6, 1], [5, 6, 1], [5, 6, 2], [5, 6, 3], [5, 6, 2]]
-    for match_type, followers in (("BFS", [2, 3, 1]), ("PROB", [2, 1, 3])):  # counts: 1 -> 2, 2 -> 2, 3 -> 1
-        trie = make(match_type=match_type)
-        trie.add(texts)
-        draft = trie.propose(grown(trie, [5, 6]), 4)
-        assert draft.tokens.tolist() == [6, *followers] and draft.parents.tolist() == [-1, 0, 0, 0]
-
-
-def test_prob_prefers_the_longer_match_of_equals():
-    trie = make(match_type="PROB")
-    trie.add([[8, 9, 1, 11], [8, 9, 1, 12], [8, 9, 2, 13], [8, 9, 2, 14]] + [[9, 5]] * 4)
+    "breadth narrows": (NARROW, [*([1, t, t + 100] for t in range(10, 15)), [1, 14, 115]], [9, 1], 16, 1,
+                        [1, 14, 13, 12, 115, 114, 113, 112], [-1, 0, 0, 0, 1, 1, 2, 3]),
+    "the most recent first": ({}, FIVE, [5, 6], 4, 2, [6, 2, 3, 1], [-1, 0, 0, 0]),
+    "the most frequent first": (PROB, FIVE, [5, 6], 4, 2, [6, 2, 1, 3], [-1, 0, 0, 0]),
     # After (8, 9): 2 and 1 at 1/2, what follows them at 1/4. After (9), from 1/2: 5 at 1/4 too, so it comes last.
-    tokens, parents, count, _ = plain(trie.propose(grown(trie, [8, 9]), 8))
-    assert (tokens, parents, count) == ([9, 2, 1, 14, 13, 12, 11, 5], [-1, 0, 0, 1, 1, 2, 2, 0], 8)
+    "the longer match of equals": (PROB, LONGER, [8, 9], 8, 2, [9, 2, 1, 14, 13, 12, 11, 5], [-1, 0, 0, 1, 1, 2, 2, 0]),
+    "an unknown token": ({}, [[1, 2, 3]], [77], 4, 0, [77], [-1]),
+    "an end": ({}, [[1, 2, 3]], [1, 3], 4, 0, [3], [-1]),
+    "less than the window": (dict(window=(2, 3)), TWO, [9, 5], 4, 0, [5], [-1]),
+    "more than the window": (dict(window=(2, 3)), TWO, [1, 2, 3, 4], 4, 3, [4, 5, 6, 7], [-1, 0, 1, 2]),
+    "no drafts": (dict(window=(2, 3)), TWO, [3, 4], 1, 2, [4], [-1]),
+    "a text continues itself": ({}, [], [1, 2, 3, 4, 1, 2], 4, 2, [2, 3, 4, 1], [-1, 0, 1, 2]),
+    "one token": (dict(D=5), [], [6] * 50, 8, 4, [6] * 5, [-1, 0, 1, 2, 3]),
+}  # fmt: skip
 
 
-def test_nothing_matches():
-    trie = make()
-    trie.add([1, 2, 3])
-    assert plain(trie.propose(grown(trie, [77]), 4)) == ([77, 0, 0, 0], [-1, 0, 0, 0], 1, 0)
-    assert plain(trie.propose(grown(trie, [1, 3]), 4)) == ([3, 0, 0, 0], [-1, 0, 0, 0], 1, 0)
-    with pytest.raises(ValueError, match="no token yet"):
-        trie.propose(trie.open(), 4)
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_trees(name):
+    how, texts, ids, n, match, tokens, parents = GOLDEN[name]
+    trie, pad = make(**how), [0] * (n - len(tokens))
+    trie.add(texts)
+    assert plain(trie.propose(grown(trie, ids), n)) == (tokens + pad, parents + pad, len(tokens), match)
 
 
-def test_match_window_and_budget():
-    trie = make(window=(2, 3))
-    trie.add([1, 2, 3, 4, 5, 6])
-    assert trie.propose(grown(trie, [9, 4]), 4).match == 0  # only one token matches
-    assert trie.propose(grown(trie, [3, 4]), 4).match == 2
-    assert trie.propose(grown(trie, [1, 2, 3, 4]), 4).match == 3
-    assert plain(trie.propose(grown(trie, [3, 4]), 1)) == ([4], [-1], 1, 2)
-    assert trie.propose(grown(trie, [3, 4]), 64).count == 3
-
-
-def test_a_text_continues_itself():
-    trie = make()
-    stream = grown(trie, [1, 2, 3, 4, 1, 2])
-    tokens, parents, count, match = plain(trie.propose(stream, 4))
-    assert (tokens, parents, count, match) == ([2, 3, 4, 1], [-1, 0, 1, 2], 4, 2)
-    stream = grown(trie := make(D=5), [6] * 50)
-    assert len(trie) == 5
-    assert plain(trie.propose(stream, 8)) == ([6, 6, 6, 6, 6, 0, 0, 0], [-1, 0, 1, 2, 3, 0, 0, 0], 5, 4)
-
-
-# ---- eviction -----------------------------------------------------------------------------------------------
-
-
-def test_capacity_is_a_hard_bound_and_the_oldest_leave():
-    trie = make(D=4, capacity=40)
-    stream, rng = trie.open(), random.Random(0)
-    for step in range(400):
-        trie.extend(stream, [rng.randrange(30)])
-        held = trie.stats()
-        assert held["nodes"] <= 40 and held["tokens"] + held["evicted"] == step + 1
-    assert trie.stats()["evicted"] > 300
+def test_the_oldest_leave_where_capacity_ends():
     trie = make(D=3, window=(1, 2), capacity=9)
     trie.add([[1, 2, 3], [4, 5, 6]])  # 6 nodes; then 1 + 2 more fit, and for the 6 the oldest (1, 2, 3) leaves
     assert trie.stats() | {"bytes": 0} == dict(nodes=9, tokens=5, occurrences=5, streams=0, bytes=0, evicted=1)
     assert trie.propose(grown(trie, [1]), 2).match == 0
-
-
-def test_an_open_stream_whose_text_was_evicted():
-    trie = make(D=4, capacity=20)
-    stream = grown(trie, [1, 2, 3])
-    trie.add([[100 + i] for i in range(20)])
-    assert trie.propose(stream, 4).match == 0
-    trie.add([1, 2, 3, 4])  # the same words by another text: the stream matches them, though its own are gone
-    assert plain(trie.propose(stream, 2)) == ([3, 4], [-1, 0], 2, 3)
-    trie.extend(stream, [9])  # (1, 2, 3, 9) must not come back: its start was evicted
-    assert trie.propose(grown(trie, [2, 3]), 4).tokens.tolist() == [3, 4, 0, 0]
 
 
 def test_text_is_freed():
@@ -120,16 +60,13 @@ def test_text_is_freed():
     assert trie.stats()["bytes"] <= before * 1.5
 
 
-# ---- arguments ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "name, bad",
     [
         ("branch_length", [1, 257, 0, -1]),
         ("min_match_window_size", [0, 18, 13]),
         ("max_match_window_size", [0, 18]),
-        ("min_bfs_breadth", [0, 11]),
+        ("min_bfs_breadth", [0, 11, 1 << 21]),
         ("max_bfs_breadth", [0]),
         ("capacity", [0, 35, 2**31]),
         ("vocab_size", [0, 2**31 + 1]),
@@ -203,6 +140,8 @@ def test_streams_that_are_not_open():
     for call in (trie.close, trie.length, lambda s: trie.extend(s, [1]), lambda s: trie.propose(s, 4)):
         with pytest.raises(ValueError, match="is not open"):
             call(stream)
+    with pytest.raises(ValueError, match="no token yet"):
+        trie.propose(trie.open(), 4)
     survivor = grown(trie, [1])
     trie.reset()
     with pytest.raises(ValueError, match="is not open"):
@@ -218,9 +157,6 @@ def test_repr():
     trie.add([1, 2, 3])
     assert repr(trie).startswith("NgramTrie(6 of 10,000,000 nodes, 3 tokens, 0 open streams, ")
     assert "vocab_size=9" in repr(trie)
-
-
-# ---- threads ------------------------------------------------------------------------------------------------
 
 
 def test_threads():

@@ -3,7 +3,6 @@
 import os
 import struct
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,36 +11,21 @@ from tries import grown, make, plain
 
 from spec_compile.ngram.corpus import NgramCorpus
 
-# ---- files --------------------------------------------------------------------------------------------------
 
-
-def test_save_and_load(tmp_path):
-    for match_type in ("BFS", "PROB"):
-        trie = make(match_type=match_type, capacity=30_000)
-        rng = np.random.default_rng(2)
-        texts = [rng.zipf(1.5, 3000).clip(0, 500) for _ in range(4)]
-        trie.add(texts)
-        assert trie.stats()["evicted"] > 100
-        for text in texts:
-            grown(trie, text[:50])
-        trie.save(tmp_path / "trie")
-        assert [p.name for p in tmp_path.iterdir()] == ["trie"]
-        again = make(match_type=match_type, capacity=30_000)
-        again.add([1, 2, 3])
-        stale = again.open()
-        again.load(str(tmp_path / "trie"))
-        with pytest.raises(ValueError, match="not open"):
-            again.extend(stale, [1])
-        assert again.open() > stale
-        ours, theirs = trie.stats(), again.stats()
-        assert (ours["nodes"], ours["tokens"]) == (theirs["nodes"], theirs["tokens"])
-        trees = 0
-        for i in range(0, 3000, 40):  # and they stay alike while both go on growing and evicting
-            a, b = (plain(t.propose(grown(t, texts[i % 4][i : i + 20]), 32)) for t in (trie, again))
-            assert a == b
-            trees += a[2] > 1
-        assert trees > 30
-        assert len(trie) == len(again)
+def test_a_loaded_trie_takes_the_place_of_what_was_there(tmp_path):
+    """`test_against_the_model` saves and loads tries of all kinds, which grow and evict afterwards."""
+    trie, again = make(), make()
+    trie.add([5, 6, 7])
+    trie.save(tmp_path / "trie")
+    assert [p.name for p in tmp_path.iterdir()] == ["trie"]
+    again.add([1, 2, 3])
+    stale = grown(again, [1])
+    again.load(str(tmp_path / "trie"))
+    with pytest.raises(ValueError, match="not open"):
+        again.extend(stale, [1])
+    assert again.open() > stale and len(again) == len(trie)
+    drafts = [plain(again.propose(grown(again, [token]), 4)) for token in (1, 5)]
+    assert drafts == [([1, 0, 0, 0], [-1, 0, 0, 0], 1, 0), ([5, 6, 7, 0], [-1, 0, 1, 0], 3, 1)]
 
 
 def test_touches_of_what_was_evicted_are_saved(tmp_path):
@@ -58,9 +42,6 @@ def test_touches_of_what_was_evicted_are_saved(tmp_path):
     again.load(tmp_path / "trie")
     for one in (trie, again):
         assert one.propose(grown(one, [5]), 3).tokens.tolist() == [5, 1, 2]
-
-
-# ---- corpora, the stores of a GPU, and their files ------------------------------------------------------------
 
 
 def corpus_of(*texts, capacity=1000, vocab_size=100):
@@ -169,12 +150,9 @@ def test_a_corpus_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
     assert held(corpus) == [1, 2, -1]
 
 
-def test_texts_leave_a_corpus_again():
-    corpus = corpus_of([1, 2], capacity=20)
-    places = corpus.append(torch.tensor([3, 4, 5]))
-    corpus.add([6])
-    corpus.remove(places)
-    assert held(corpus) == [1, 2, -1, 6, -1]
+def test_old_texts_leave_a_corpus():
+    """Those that half of the corpus has left with, too."""
+    corpus = corpus_of([1, 2], [6], capacity=20)
     places = corpus.append(torch.tensor([7] * 4))
     corpus.add([8] * 6)  # the oldest half leaves
     corpus.add([9] * 3)
