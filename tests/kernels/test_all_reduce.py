@@ -177,13 +177,6 @@ def test_numbers_that_are_no_numbers(shots, dtype):
         assert not signs[~out.isnan()].any()
 
 
-def test_names_of_ranks_change_nothing():
-    """Ranks of the same parts have the same bits whichever of them sums."""
-    parts = list(torch.randn(3, 2, 200).exp())
-    a, b, c = summed(exchanges_of(3, 512), parts)
-    assert torch.equal(a, b) and torch.equal(b, c)
-
-
 def wait_for_each_other(rank, exchanges, seed):
     """Sums of many sizes, by several launches where the memory is small, while this rank sleeps now and then."""
     pause, numbers, bad = random.Random(rank), torch.Generator().manual_seed(seed), 0
@@ -223,31 +216,11 @@ def test_shots_by_ranks_and_bytes():
         assert [exchanges[ranks].shots(count) for count in (1, first - 2, first + 1)] == [1, 1, 2]
 
 
-def test_owners_take_turns():
-    """Each number has one owner, whose neighbours it has in stretches of 128."""
-    parts, exchanges = list(torch.ones(4, 1, 1100)), exchanges_of(4, 1104)
-    with manner(2):
-        for exchange, part in zip(exchanges, parts):
-            all_reduce_kernel.launch(exchange, part, part.clone(), reduce=False, receive=False)
-    for rank, exchange in enumerate(exchanges):
-        for sender in range(4):
-            owned = (torch.arange(1104) // 128 % 4 == rank) & (torch.arange(1104) < 1100) & (sender != rank)
-            assert torch.equal(exchange.slots[0, sender] != -1, owned)
-
-
 def test_large_sums_are_a_librarys():
     exchange = exchanges_of(2, 64)[0]
-    assert all_reduce_kernel.takes(exchange, torch.empty(512)) and not all_reduce_kernel.takes(
-        exchange, torch.empty(513)
-    )
-    assert not all_reduce_kernel.takes(exchange, torch.empty(0))
-    assert not all_reduce_kernel.takes(exchange, torch.empty(8, dtype=torch.float64))
-
-
-def test_blocks_fill_the_gpu():
-    assert [all_reduce_kernel.block_for(rows, 4096, 132) for rows in (1, 4, 5, 16, 64, 1000)] == [
-        128, 128, 256, 512, 2048, 4096,
-    ]  # fmt: skip
+    sizes = (512, torch.float32), (513, torch.float32), (0, torch.float32), (8, torch.float64)
+    taken = [all_reduce_kernel.takes(exchange, torch.empty(size, dtype=dtype)) for size, dtype in sizes]
+    assert taken == [True, False, False, False]
 
 
 def test_product_of_a_rank(monkeypatch):

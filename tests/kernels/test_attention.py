@@ -5,7 +5,7 @@ Without a GPU the kernels run in Triton's interpreter, in float32; ``pytest -m g
 
 import pytest
 import torch
-from attention_cases import FP8, PLACES, SMALL, TOLERANCE, Case, bits, chain, paths, random_tree, star
+from attention_cases import FP8, SMALL, TOLERANCE, Case, bits, chain, paths, random_tree, star
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import GPU, ON_GPU
@@ -250,7 +250,6 @@ def test_rotated_is_transformers(dtype):
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("place", PLACES)
 @settings(max_examples=30 if GPU else 4)
 @given(data=st.data())
 def test_anything(place, data):

@@ -1,4 +1,4 @@
-"""Attention to the committed slots of a cache: against a softmax, and on a GPU against the form of a CPU.
+"""Attention to the committed slots of a cache, against a softmax.
 
 Without a GPU the kernels run in Triton's interpreter, in float32.
 """
@@ -6,7 +6,7 @@ Without a GPU the kernels run in Triton's interpreter, in float32.
 import pytest
 import torch
 from attention_cases import FP8, SMALL
-from places import places
+from places import INTERPRETER
 
 from spec_compile.kernels import ops
 from spec_compile.kernels.attention.backends import attend_to_committed
@@ -14,71 +14,44 @@ from spec_compile.kernels.attention.base import AttentionCall
 from spec_compile.kernels.attention.tree_attention import launch
 
 LENGTHS, SLOTS = [0, 1, 37, 129], 256
+CLOSE = {torch.float32: dict(atol=1e-5, rtol=1e-5), torch.bfloat16: dict(atol=2e-2, rtol=1e-5)}
+OPTIONS = [(1, (4, 2), None, None), (3, (6, 2), None, 9), (5, (3, 3), 2.0, None), (2, (4, 1), 3.0, 128)]
 
 
-def case(place, rows, heads, size):
-    generator = torch.Generator().manual_seed(0)
-    shapes = (len(LENGTHS), heads[0], rows, size), *[(len(LENGTHS), heads[1], SLOTS, size)] * 2
-    q, keys, values = (torch.randn(shape, generator=generator) for shape in shapes)
-    return [each.to(*place) for each in (q, keys, values)], torch.tensor(LENGTHS, device=place[0])
-
-
-def stored(kept, keys, values):
-    """Keys, values and scales as a cache of this kind holds them."""
-    scales = None
-    if kept == "fp8_per_token_head":
-        (keys, key_scales), (values, value_scales) = ops.over_scale(keys), ops.over_scale(values)
-        scales = torch.cat([key_scales, value_scales], dim=3)
-    return (keys, values, None) if kept == "auto" else (keys.to(FP8), values.to(FP8), scales)
+def stored(kept, x):
+    """Keys or values as a cache of this kind holds them, their scales, and the numbers that are read from it."""
+    if kept == "auto":
+        return x, None, x.float()
+    codes, scales = ops.over_scale(x) if kept == "fp8_per_token_head" else (x, None)
+    return codes.to(FP8), scales, codes.to(FP8).float() * (1 if scales is None else scales)
 
 
 def softmax(q, keys, values, length, scale, softcap, window):
     """One row of a batch: q [H, R, D], keys and values [Hkv, S, D] -> [R, H, D]."""
-    first = 0 if window is None else max(length - window, 0)
-    keys, values = (
-        each[:, first : max(length, 1)].repeat_interleave(len(q) // len(keys), dim=0) for each in (keys, values)
-    )
+    seen = slice(0 if window is None else max(length - window, 0), max(length, 1))
+    keys, values = (each[:, seen].repeat_interleave(len(q) // len(each), dim=0) for each in (keys, values))
     scores = q @ keys.transpose(1, 2) * scale
     scores = scores if softcap is None else (scores / softcap).tanh() * softcap
     return (scores.softmax(dim=2) @ values).transpose(0, 1)
 
 
-OPTIONS = [(1, (4, 2), None, None), (3, (6, 2), None, 9), (5, (3, 3), 2.0, None), (2, (4, 1), 3.0, 128)]
-
-
+@pytest.mark.parametrize("by_kernel", [True, pytest.param(False, marks=INTERPRETER)], ids=["kernel", "plain"])
+@pytest.mark.parametrize("kept", ["auto", "fp8", "fp8_per_token_head"])
 @pytest.mark.parametrize("rows, heads, softcap, window", OPTIONS)
-def test_queries_see_the_last_committed_slots(rows, heads, softcap, window):
-    (q, keys, values), lengths = case(("cpu", torch.float32), rows, heads, 24)
-    kept = keys.clone(), values.clone()
-    out = attend_to_committed(q, keys, values, None, lengths, 140, 0.3, softcap, window)
-    for row, length in enumerate(LENGTHS):
-        wanted = softmax(q[row], keys[row], values[row], length, 0.3, softcap, window)
-        assert torch.allclose(out[row], wanted, atol=1e-5)
-    assert torch.equal(kept[0], keys) and torch.equal(kept[1], values)
-
-
-@pytest.mark.parametrize("place", places(torch.float32, torch.bfloat16))
-@pytest.mark.parametrize(
-    "kept, options", [("auto", OPTIONS[1]), ("fp8", OPTIONS[1]), ("fp8_per_token_head", OPTIONS[2])]
-)
-def test_the_kernels_see_the_same(place, kept, options):
-    """The rows are the nodes of a level of a tree."""
-    rows, heads, softcap, window = options
-    (q, keys, values), lengths = case(place, rows, heads, 24)
-    cache = stored(kept, keys, values)
-    if place[0] == "cuda":
-        out = attend_to_committed(q, *cache, lengths, 140, 0.3, softcap, window)
+def test_queries_see_the_last_committed_slots(place, rows, heads, softcap, window, kept, by_kernel):
+    """The rows are the nodes of a level of a tree. What is kept is read, not what was put in."""
+    q = torch.randn(len(LENGTHS), heads[0], rows, 24).to(*place)
+    stores = [stored(kept, torch.randn(len(LENGTHS), heads[1], SLOTS, 24).to(*place)) for _ in "kv"]
+    (keys, key_scales, exact_keys), (values, value_scales, exact_values) = stores
+    scales = None if key_scales is None else torch.cat([key_scales, value_scales], dim=3)
+    lengths = torch.tensor(LENGTHS, device=place[0])
+    if place[0] == "cuda" or not by_kernel:
+        out = attend_to_committed(q, keys, values, scales, lengths, 140, 0.3, softcap, window)
     else:  # the op runs its plain form on a CPU
-        last = (lengths - 1).clamp(min=0)
-        heads_of_one = q.reshape(len(q), -1, 1, q.shape[3])
-        call = AttentionCall(
-            heads_of_one, None, None, *cache[:2], last, None, last[:, None], None, 0.3, softcap, window, scales=cache[2]
-        )
+        last, heads_of_one = (lengths - 1).clamp(min=0), q.reshape(len(q), -1, 1, q.shape[3])
+        rest = last, None, last[:, None], None, 0.3, softcap, window
+        call = AttentionCall(heads_of_one, None, None, keys, values, *rest, scales=scales)
         out = launch(call, SMALL).view(*q.shape).transpose(1, 2)
-    plain = [None if each is None else each.cpu() for each in cache]
-    wanted = attend_to_committed(q.float().cpu(), *plain, lengths.cpu(), 140, 0.3, softcap, window)
-    assert torch.allclose(out.float().cpu(), wanted, atol=1e-5 if place[1] == torch.float32 else 2e-2)
-    if kept != "auto":  # what is kept is read, not what was put in
-        exact = attend_to_committed(q.float().cpu(), keys.float().cpu(), values.float().cpu(), None, lengths.cpu(), 140,
-                                    0.3, softcap, window)  # fmt: skip
-        assert not torch.allclose(wanted, exact, atol=5e-3)
+    for row, length in enumerate(LENGTHS):
+        wanted = softmax(q[row].float(), exact_keys[row], exact_values[row], length, 0.3, softcap, window)
+        torch.testing.assert_close(out[row].float(), wanted, **CLOSE[place[1]])

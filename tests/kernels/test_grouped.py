@@ -39,7 +39,6 @@ def compare(place, q, k, v, mask, scale=None):
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (6, 6), (9, 3)])
 @pytest.mark.parametrize("shape", [None, (1, 1, 1), (3, 1, 1), (1, 1, 4), (3, 1, 4)])
 def test_masks(place, heads, kv_heads, shape):
@@ -48,7 +47,6 @@ def test_masks(place, heads, kv_heads, shape):
     compare(place, q, k, v, mask, 0.3)
 
 
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("filled", [1, 64, 65, 300])
 def test_a_cache_that_is_mostly_empty(place, filled):
     """Slots that nobody sees may hold anything, NaN too, if whole blocks of them are unseen."""
@@ -62,7 +60,6 @@ def test_a_cache_that_is_mostly_empty(place, filled):
     assert (got.float() - want).abs().max() <= TOLERANCE[place[1]]
 
 
-@pytest.mark.parametrize("place", PLACES)
 def test_masks_of_heads_and_of_numbers(place):
     q, k, v = tensors(place, 2, 6, 2, 3, 40)
     compare(place, q, k, v, torch.rand(2, 6, 3, 40, device=place[0]) > 0.4)
@@ -70,7 +67,6 @@ def test_masks_of_heads_and_of_numbers(place):
     compare(place, q, k, v, torch.randn(2, 6, 1, 40, device=place[0]).to(place[1]))
 
 
-@pytest.mark.parametrize("place", PLACES)
 def test_strides(place):
     """Queries and caches may be views: heads after tokens, a part of a longer cache."""
     q, k, v = tensors(place, 2, 8, 2, 5, 100)
@@ -79,7 +75,6 @@ def test_strides(place):
     compare(place, q[..., ::2].expand(2, 8, 5, 32), k[..., :32], v, None)
 
 
-@pytest.mark.parametrize("place", PLACES)
 def test_a_query_that_sees_nothing_gets_zeros(place):
     q, k, v = tensors(place, 1, 4, 2, 2, 70)
     mask = torch.ones(1, 1, 2, 70, dtype=torch.bool, device=place[0])

@@ -54,7 +54,6 @@ def test_an_entry_is_replaced_whole():
 
 
 @pytest.mark.sweep(2)  # on a CPU all adapters are wide
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16], ids=["wide", "narrow"])
 @pytest.mark.parametrize(("rank", "inputs", "outputs"), [(1, 13, 7), (5, 300, 70), (16, 520, 256), (64, 96, 300)])
 def test_the_kernel(place, adapters, rank, inputs, outputs):

@@ -3,8 +3,8 @@
 import models
 import pytest
 import torch
-from attention_cases import FP8, PLACES, SMALL, TOLERANCE, Case, bits, random_tree
-from places import GPU, ON_GPU
+from attention_cases import FP8, SMALL, TOLERANCE, Case, bits, random_tree
+from places import ON_GPU
 from transformers import DynamicCache
 
 import spec_compile
@@ -17,12 +17,6 @@ from spec_compile.kernels.attention import tree_attention as attention
 NAME = "fp8_per_token_head"
 WRITTEN = ("key_cache", "value_cache", "scales")
 WANTED = dict(do_sample=False, max_new_tokens=40, eos_token_id=None, pad_token_id=0)
-
-
-@pytest.fixture(params=PLACES)
-def place(request):
-    """Device and dtype."""
-    return request.param
 
 
 def scaled_call(place, lengths, nodes, **options):
@@ -132,7 +126,6 @@ def test_the_target_and_some_backends_have_scales():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not GPU, reason="no CUDA device")
 @pytest.mark.parametrize("kept, dtype", [("fp8", torch.float32), (NAME, torch.float32), (NAME, torch.bfloat16)])
 def test_answers_on_a_gpu(kept, dtype):
     """Whatever was drafted, and however the prompt was cut, every token sees the same rounded keys and values."""
