@@ -62,7 +62,7 @@ GUARDS = [
         ("window", BOUND, "runtime/test_tree.py -k tree_mask"),
         ("mask", SKIP, "kernels/test_grouped.py -k masks"),
         ("nothing-is-seen", "out = acc / total", "kernels/test_grouped.py -k sees_nothing"),
-        ("parts-are-read-once", SKIP, "kernels/test_all_reduce.py -k order_of_the_ranks"),
+        ("parts-are-read-once", SKIP, "kernels/test_all_reduce.py -k no_numbers"),
         ("experts-of-a-rank", FIRST, "kernels/test_experts.py -k each_rank"),
         ("tokens-that-count", BOUND, "kernels/test_recurrence.py -k same_bits"),
         ("state-of-the-root", BOUND, "kernels/test_recurrence.py -k gated"),

@@ -54,25 +54,17 @@ def in_order(parts):
     return total
 
 
-def summed(exchanges, parts, block=None, dtype=None):
-    """What each rank has of the parts [R, C], in a dtype (None: theirs)."""
+def summed(exchanges, parts, behind=(), block=None, dtype=None):
+    """The sum that each rank has of the parts [R, C], in a dtype (None: theirs); with a residual, the weight of a norm
+    and its offset behind it, the stream, scaled and squares."""
     outs = [torch.empty_like(part, dtype=dtype) for part in parts]
+    ends = [(stream_after(*behind), squared_columns(parts[0].shape[1])) if behind else () for _ in parts]
     for step in STEPS:
-        for exchange, part, out in zip(exchanges, parts, outs):
-            all_reduce_kernel.launch(exchange, part, out, block=block, **step)
+        for exchange, part, out, end in zip(exchanges, parts, outs, ends):
+            all_reduce_kernel.launch(exchange, part, out, *end, block=block, **step)
     for exchange in exchanges:
         assert (exchange.slots == -1).all() and exchange.state[1] == 0 == exchange.late[0]
-    return outs
-
-
-def added(exchanges, parts, behind, block=None):
-    """The stream, scaled and squares that each rank has of the parts and (residual, weight, offset)."""
-    streams = [stream_after(*behind) for _ in parts]
-    outs, squared = [torch.empty_like(part) for part in parts], squared_columns(parts[0].shape[1])
-    for step in STEPS:
-        for exchange, part, out, each in zip(exchanges, parts, outs, streams):
-            all_reduce_kernel.launch(exchange, part, out, each, squared, block=block, **step)
-    return [(out, each.scaled, each.squares) for out, each in zip(outs, streams)]
+    return [(out, end[0].scaled, end[0].squares) if end else out for out, end in zip(outs, ends)]
 
 
 @settings(max_examples=12)
@@ -88,7 +80,7 @@ def test_sums_in_the_order_of_the_ranks(ranks, rows, size, turns, block, seed):
     for turn, shots in enumerate(turns):
         parts = list(torch.randn(ranks, rows, size).exp())
         with manner(shots):
-            outs = summed(exchanges, parts, block)
+            outs = summed(exchanges, parts, block=block)
         for out in outs:
             assert torch.equal(out, in_order(parts))
         assert all(exchange.state[0] == turn + 1 for exchange in exchanges)
@@ -104,7 +96,7 @@ def test_stream_and_norm_after_the_sum(ranks, rows, size, block, offset, shots, 
     torch.manual_seed(seed)
     parts, residual, weight = list(torch.randn(ranks, rows, size)), torch.randn(rows, size), torch.randn(size)
     with manner(shots):
-        results = added(exchanges_of(ranks, 1 << 15), parts, (residual, weight, offset), block)
+        results = summed(exchanges_of(ranks, 1 << 15), parts, (residual, weight, offset), block)
     want = plain_stream(in_order(parts), residual, weight, offset)
     for got in results:
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
@@ -116,12 +108,12 @@ def test_stream_and_norm_after_the_sum(ranks, rows, size, block, offset, shots, 
 def test_a_row_has_the_same_bits_in_all_launches(size, blocks):
     parts, residual, weight = list(torch.randn(2, 7, size)), torch.randn(7, size), torch.randn(size)
     exchanges = exchanges_of(2, 1 << 14)
-    every = added(exchanges, parts, (residual, weight, 0.0))[0]
+    every = summed(exchanges, parts, (residual, weight, 0.0))[0]
     for shots, rows in ((2, slice(0, 7)), (1, slice(0, 1)), (2, slice(3, 5)), (1, slice(6, 7))):
         some = [part[rows] for part in parts]
         for block in blocks:
             with manner(shots):
-                got = added(exchanges, some, (residual[rows], weight, 0.0), block)[1]
+                got = summed(exchanges, some, (residual[rows], weight, 0.0), block)[1]
             assert all(torch.equal(a, b[rows]) for a, b in zip(got, every))
 
 

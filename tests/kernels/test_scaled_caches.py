@@ -20,22 +20,17 @@ WANTED = dict(do_sample=False, max_new_tokens=40, eos_token_id=None, pad_token_i
 
 
 def scaled_call(place, lengths, nodes, **options):
-    """A call with scales, NaN where nobody may look, and the same call with finite numbers there, on a CPU."""
+    """A call with scales, NaN where nobody may look, and the same call with finite numbers there, in float32 on
+    a CPU."""
     case = Case(place, lengths, nodes, random_tree(nodes), (4, 2), (32, 16), kept=FP8, **options)
     case.v[:, :, :, 0] *= 1000  # rounded to FP8 without a scale, it would be cut off
     clean = torch.rand(*case.caches[0].shape[:3], 2) + 0.5
     scales = clean.masked_fill(case.caches[0].float().isnan().any(dim=3, keepdim=True), torch.nan)
     call = case.inputs()
-    plain = call._replace(**{name: x.cpu() for name, x in call._asdict().items() if isinstance(x, torch.Tensor)})
-    key_cache, value_cache = case.clean
-    plain = plain._replace(key_cache=key_cache, value_cache=value_cache, scales=clean)
-    return call._replace(scales=scales.to(place[0])), plain
-
-
-def as_float(call):
-    """A call on a CPU in float32."""
-    wide = {name: getattr(call, name).float() for name in ("q", "k", "v")}
-    return call._replace(**wide, sinks=None if call.sinks is None else call.sinks.float())
+    plain = {name: x.cpu() for name, x in call._asdict().items() if isinstance(x, torch.Tensor)}
+    plain |= {name: plain[name].float() for name in ("q", "k", "v", "sinks") if name in plain}
+    plain |= dict(key_cache=case.clean[0], value_cache=case.clean[1], scales=clean)
+    return call._replace(scales=scales.to(place[0])), call._replace(**plain)
 
 
 FORMS = (1, {}), (7, dict(window=20, softcap=2.0, sinks=True)), (17, dict(causal=True)), (70, dict(causal=True))
@@ -45,7 +40,7 @@ FORMS = (1, {}), (7, dict(window=20, softcap=2.0, sinks=True)), (17, dict(causal
 @pytest.mark.parametrize("nodes, options", FORMS)
 def test_kernels(place, nodes, options):
     call, plain = scaled_call(place, [70, 0, 33] if nodes <= 16 else [40], nodes, **options)
-    expected = attention.tree_attention(*as_float(plain))
+    expected = attention.tree_attention(*plain)
     small = SMALL._replace(block_m=16, block_n=16)
     got = attention.launch(call, small).float().cpu()
     unit = torch.ones(16)

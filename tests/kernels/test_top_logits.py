@@ -122,8 +122,6 @@ def test_refused(change, error, words):
         torch.ops.spec_compile.top_logits(*arguments.values())
 
 
-# --- on a GPU, at the sizes of models
-
 MODELS = [(1, 128256, 1), (4, 128256, 4), (10, 32000, 10), (64, 50257, 16), (3, 262144, 16)]
 
 
@@ -158,14 +156,14 @@ def test_captured():
     logits = torch.randn(4, 128256, device="cuda", dtype=torch.bfloat16)
     other = torch.randn(9, 5000, device="cuda")
 
+    def answers(op, first, second):
+        return [op(first, 4, 1.0), op(second, 16, 2.0), op(first.t().contiguous().t(), 1, 1.0)]
+
     def run():
-        pairs = [torch.ops.spec_compile.top_logits(logits, 4, 1.0), torch.ops.spec_compile.top_logits(other, 16, 2.0)]
-        return [*pairs, torch.ops.spec_compile.top_logits(logits.t().contiguous().t(), 1, 1.0)]
+        return answers(torch.ops.spec_compile.top_logits, logits, other)
 
     def expected():
-        first, second = logits.cpu(), other.cpu()
-        return [top_logits.top_logits(first, 4, 1.0), top_logits.top_logits(second, 16, 2.0),
-                top_logits.top_logits(first, 1, 1.0)]  # fmt: skip
+        return answers(top_logits.top_logits, logits.cpu(), other.cpu())
 
     for found, right in zip(torch.compile(run, fullgraph=True)(), expected()):
         same(found, right)
