@@ -31,7 +31,7 @@ PIPELINE = [
 ]  # fmt: skip
 """The passes, in order."""
 FEW_ROWS = 64
-"""Rows up to which products take the time of reading weights, so that those of `speculate` serve."""
+"""Rows up to which products take the time of reading weights, so that the kernels of `speculate` serve."""
 MODES = (None, "default", "reduce-overhead")
 GENERATE = (
     'torch.compile(model, backend="spec").generate() runs transformers\' loop on the model that was not compiled. '

@@ -21,6 +21,9 @@ class States(nn.Module):
     tree are committed; the verification of a tree only reads it.
     """
 
+    valid: Tensor
+    prompt_lengths: Tensor
+
     def __init__(self, graph: ModelGraph, batch: int):
         super().__init__()
         self.kinds = [spec.kind for spec in graph.recurrences]
@@ -82,7 +85,7 @@ class States(nn.Module):
         return [self[number][0][row] for number in range(len(self.kinds))]
 
     def share(self, other: "States") -> None:
-        """Take the first rows of `other` in place of rows of its own."""
+        """Take the first rows of `other`, and give up its rows."""
         for name, tensor in list(self.named_buffers()):
             larger = getattr(other, name)
             setattr(self, name, larger if tensor.shape == larger.shape else larger[: len(tensor)])
@@ -141,7 +144,7 @@ class Cache(nn.Module):
         return self.tensors[0].shape[2]
 
     def share(self, other: "Cache") -> None:
-        """Take the first rows of `other` in place of rows of its own."""
+        """Take the first rows of `other`, and give up its rows."""
         for (name, tensor), larger in zip(list(self.named_buffers(recurse=False)), other.tensors):
             setattr(self, name, larger[: len(tensor)])
         self.states.share(other.states)

@@ -53,7 +53,7 @@ _default_cache_dir = cache_dir_utils.default_cache_dir
 EXPERTS_INTERFACES = moe.ALL_EXPERTS_FUNCTIONS, finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS
 """Tables of the functions that compute routed experts, by the value of `_experts_implementation` in a configuration."""
 default_gate = moe._default_apply_gate
-"""The gate of experts without one of their own."""
+"""The gate of experts that have none."""
 
 default_store = dist.distributed_c10d._get_default_store
 """Returns the store through which the processes of torch.distributed have found each other."""

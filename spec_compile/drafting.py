@@ -133,7 +133,7 @@ class Drafter(nn.Module):
         return self.small_buffers()
 
     def share(self, other: "Drafter") -> None:
-        """Use the first rows of `other`, a drafter of the same algorithm for more rows, in place of rows of its own.
+        """Use the first rows of `other`, a drafter of the same algorithm for more rows, and give up its rows.
         From then on `enter` and `leave` of `other` are about this one's rows, too."""
         for name, buffer in list(self.named_buffers(recurse=False)):
             setattr(self, name, getattr(other, name)[: len(buffer)])
@@ -174,7 +174,7 @@ class Algorithm:
     plan: DraftPlan
 
     graph: ModelGraph | None = None
-    """The graph of a draft that runs in rounds, as a rule with a cache of its own."""
+    """The graph of a draft that runs in rounds, as a rule with its own cache."""
 
     draft_module: nn.Module | None = None
     """The user's draft module, whose weights ``speculation.refresh()`` takes over."""

@@ -3,9 +3,10 @@
 import math
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 LAYER = re.compile(r"\.(?:layers|h|blocks|decoder_layers)\.(\d+)(?:\.|$)")
 """The number of a decoder layer in the path of a module."""
@@ -43,7 +44,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class IndexSpec:
-    """An indexer, which chooses `topk` tokens by index keys of `size`, cached in `dtype` (None: that of the model)."""
+    """An indexer, which chooses `topk` tokens by index keys of `size`, cached in `dtype` (None: the model's)."""
 
     size: int
     topk: int
@@ -112,7 +113,7 @@ class ModelGraph:
     recurrences: tuple[RecurrenceSpec, ...] = ()
     indexes: tuple[IndexSpec, ...] = ()
     clamps_prompts: bool = False
-    """True if the model clamps the time steps of prompts, and not those of tokens that it generates."""
+    """True if the model clamps the time steps of prompts, and not of tokens that it generates."""
     shifts_positions: bool = False
     """True if positions may differ from slots: multi-axis RoPE gives a picture fewer positions than it has tokens."""
     decoder_layers: int = 0
@@ -167,7 +168,7 @@ class ModelGraph:
 
 
 def calls(gm: fx.GraphModule, target=None) -> list[fx.Node]:
-    """The call nodes of a graph, or those of one target."""
+    """The call nodes of a graph, or only the calls of one target."""
     nodes = (node for node in gm.graph.nodes if node.op.startswith("call_"))
     return [node for node in nodes if target is None or node.target == target]
 
@@ -193,9 +194,9 @@ def layer_of(node: fx.Node) -> int | None:
     return None
 
 
-def attribute(gm: fx.GraphModule, name: str) -> torch.Tensor:
-    """The parameter or buffer that a ``get_attr`` node names."""
+def attribute(gm: nn.Module, name: fx.node.Target) -> Any:
+    """The parameter or buffer, or the graph, with this name: the target of a ``get_attr`` node."""
     value = gm
-    for part in name.split("."):
+    for part in str(name).split("."):
         value = getattr(value, part)
     return value

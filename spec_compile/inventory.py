@@ -29,7 +29,7 @@ def held(module: nn.Module, prefix: str = "") -> Iterator[Held]:
 
 
 def held_items(holder: Any) -> Iterable[tuple[str, Tensor | None]]:
-    """Names and tensors of a module's parameters or buffers. compressed-tensors puts mappings of its own there."""
+    """Names and tensors of a module's parameters or buffers. compressed-tensors puts its own mappings there."""
     return dict.items(holder) if isinstance(holder, dict) else holder.items()
 
 

@@ -40,7 +40,7 @@ def pack(
     gained: Tensor, finished: Tensor, next_count: Tensor, next_confidence: Tensor, depth: Tensor,
     tokens: Tensor, path: Tensor, tree_tokens: Tensor, tree_parents: Tensor,
 ) -> Tensor:  # fmt: skip
-    """All values in one int64 tensor [B, 5 + 4 N]: first those of rows [B], then those of nodes [B, N]."""
+    """All values in one int64 tensor [B, 5 + 4 N]: first the values of rows [B], then the values of nodes [B, N]."""
     header = torch.stack([gained, finished.to(torch.int64), next_count, next_confidence, depth], dim=1)
     return torch.cat([header, tokens, path, tree_tokens, tree_parents], dim=1)
 
@@ -82,8 +82,8 @@ class Recording:
     rounds: list[RecordedRound] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def add(self, nodes: int, seconds: float, counts: dict[int, int], outcomes: dict[int, Outcome]) -> None:
-        """Add a round over `nodes` nodes. counts: real nodes of each unfinished row."""
+    def add(self, nodes: int, seconds: float, counts: dict[int, int | None], outcomes: dict[int, Outcome]) -> None:
+        """Add a round over `nodes` nodes. counts: real nodes of each unfinished row; None: all."""
         rows: list[Outcome | None] = [None] * len(self.prompts)
         for row, count in counts.items():
             outcome = outcomes[row]

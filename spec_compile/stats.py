@@ -65,7 +65,7 @@ class Stats:
         self.nodes[nodes] = self.nodes.get(nodes, 0) + 1
 
     def move(self, source: str, target: str, seconds: float) -> None:
-        """Move `seconds` from the time of `source` to that of `target`."""
+        """Move `seconds` from the time of `source` to the time of `target`."""
         self.seconds[source] -= seconds
         self.seconds[target] += seconds
 

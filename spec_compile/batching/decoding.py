@@ -26,7 +26,7 @@ class DecodeRows(Rows):
         super().__init__(runtime, number, capacity)
         self.texts = RowTexts(number, capacity, has_states=bool(runtime.verify.recurrences))
         self.rounds_by_nodes: Counter[int] = Counter()
-        self.pipeline = RoundPipeline(runtime)
+        self.pipeline = RoundPipeline[BatchSequence](runtime)
         self._settings = RowSettings()
         """All that any row so far was drawn with; rounds are captured for that, rather than anew for every mixture."""
 
@@ -102,9 +102,9 @@ class DecodeRows(Rows):
         max_kv_len: int,
     ) -> Callable[[], list[list[int]]]:  # fmt: skip
         """Begin a round; see `RoundPipeline.launch`."""
-        acceptor = DrawRows(self._settings) if kind is StepKind.LOOK else None
-        acceptor = partial(self._accept_rows, session, sequences) if on_host else acceptor
-        return session.launch(acceptor, nodes, max_kv_len)
+        if on_host:
+            return session.launch(partial(self._accept_rows, session, sequences), nodes, max_kv_len)
+        return session.launch(DrawRows(self._settings) if kind is StepKind.LOOK else None, nodes, max_kv_len)
 
     def collect(self) -> list[BatchSequence]:
         """Wait for the round that was launched first; returns the sequences that gained tokens in it."""
@@ -176,9 +176,9 @@ class DecodeRows(Rows):
                 continue
             row = sequence.row
             probs = None if tree.probs is None else tree.probs[row : row + 1]
-            own = Tree(*(part[row : row + 1] for part in (tree.tokens, tree.parents, tree.real)), probs)
+            tokens, parents, real = (part[row : row + 1] for part in (tree.tokens, tree.parents, tree.real))
             try:
-                result = sequence.acceptor(own, logits[row : row + 1])
+                result = sequence.acceptor(Tree(tokens, parents, real, probs), logits[row : row + 1])
                 check_tokens(result.tokens, logits.shape[-1])  # guard: chosen-tokens
             except Exception as error:  # its own logits processor or criterion failed; the others go on
                 sequence.failure = error

@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
@@ -21,6 +21,7 @@ from ..capture.admit import placeholders
 from ..capture.copies import shallow
 from ..compat import CACHE
 from ..drafting import Algorithm
+from ..runtime.generate import SpeculativeMixin
 from ..runtime.preparation import Remembered, make_key, read_limit
 from ..runtime.prompt import PICTURES, TOKEN_TYPES, Past, Prompt, own_prefill, unserved
 from ..runtime.request import CRITERIA_IN_ROUND, Request, seed_of
@@ -59,7 +60,7 @@ class Intake:
     returns_logprobs: see `Request`.
     """
 
-    def __init__(self, model: nn.Module, room: int, seed: int | None = None, returns_logprobs: bool = False):
+    def __init__(self, model: SpeculativeMixin, room: int, seed: int | None = None, returns_logprobs: bool = False):
         self._model, self._engine, self._room = model, model.speculation.engine, room
         self._returns_logprobs = returns_logprobs
         self._lock, self._numbers = threading.Lock(), count()
@@ -212,7 +213,7 @@ class Intake:
     # --- transformers' preparation
 
     def _request(
-        self, prompt: list[int], config: GenerationConfig, defaults: GenerationConfig, tokenizer, options: dict
+        self, prompt: list[int], config: GenerationConfig, defaults: GenerationConfig, tokenizer: Any, options: dict
     ) -> Request:
         """The request, ready for a row; TypeError or ValueError if it cannot be served.
 
@@ -265,15 +266,14 @@ class Intake:
             )
         if not stops:
             return request
-        criteria = request.criteria
-        if criteria is None:
-            ends = [EosTokenCriteria(request.eos)] if request.eos else []
-            criteria = [MaxLengthCriteria(request.longest), *ends]
+        criteria: list = request.criteria or [
+            MaxLengthCriteria(request.longest), *([EosTokenCriteria(request.eos)] if request.eos else [])
+        ]  # fmt: skip
         stop = StopStrings(tokenizer, stops, 0 if options.get(STOPS_IN_PROMPT, True) else len(prompt))
         return replace(request, criteria=StoppingCriteriaList([*criteria, stop]))
 
     def _prepare(
-        self, prompt: list[int], config: GenerationConfig, defaults: GenerationConfig, tokenizer, arguments: dict
+        self, prompt: list[int], config: GenerationConfig, defaults: GenerationConfig, tokenizer: Any, arguments: dict
     ) -> Request:
         """The request as transformers prepares it, from an earlier one that was alike if there is one."""
         copied: Any = shallow(self._model, self._class)
@@ -313,7 +313,7 @@ class Intake:
         return replace(request, process=partial(self._process, read, call))
 
     def _ask_transformers(
-        self, copied, ids: Tensor, config: GenerationConfig, tokenizer, arguments: dict
+        self, copied: Any, ids: Tensor, config: GenerationConfig, tokenizer: Any, arguments: dict
     ) -> "_PreparedCall":
         """The arguments of transformers' decoding loop for a prompt `ids` [1, W]; ValueError, naming the option, if it
         fails on one."""
@@ -340,7 +340,7 @@ class Intake:
         kwargs = copy.copy(call.model_kwargs)
         kwargs[CACHE] = copy.deepcopy(kwargs[CACHE])  # empty; another sequence may need it, too
         _, past = own_prefill(self._model, prompt, call.input_ids, call.config, kwargs, taps)
-        return past, prompt.position_offsets[0]
+        return past, (prompt.position_offsets or [0])[0]
 
 
 @dataclass
@@ -349,7 +349,7 @@ class _PreparedCall:
 
     input_ids: Tensor
     processors: LogitsProcessorList
-    criteria: list
+    criteria: StoppingCriteriaList
     config: GenerationConfig
     model_kwargs: dict
 
@@ -358,12 +358,14 @@ class _StopsBeforeTheLoop:
     """Put in front of a model's own class, makes ``generate()`` return what it has prepared."""
 
     def _sample(
-        self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, streamer=None,
-        **model_kwargs,
-    ):  # fmt: skip
+        self, input_ids: Tensor, logits_processor: LogitsProcessorList, stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig, synced_gpus: bool = False, streamer: Any = None, **model_kwargs: Any,
+    ) -> _PreparedCall:  # fmt: skip
         return _PreparedCall(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
 
-    def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+    def _validate_generation_mode(
+        self, generation_mode: GenerationMode, generation_config: GenerationConfig, generation_mode_kwargs: dict
+    ) -> None:
         if generation_mode not in SERVED_MODES:
             raise ValueError(
                 f"{generation_mode.value.replace('_', ' ')}: only generate() does this; a request is greedy or sampled"
@@ -379,8 +381,9 @@ def _remembers(request: Request) -> bool:
     )
 
 
-def child_name(request_id: str, number: int) -> str:
-    """The name of sequence `number` of a request, but for the last one, which has the request's own."""
+def child_name(request_id: str, number: int | str) -> str:
+    """The name of sequence `number` of a request, but for the last one, which has the request's own; number "": how
+    they all begin."""
     return f"{request_id}__child#{number}"
 
 

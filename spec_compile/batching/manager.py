@@ -18,8 +18,10 @@ from transformers.generation.continuous_batching.continuous_api import (
     ContinuousBatchingManager,
     OutputRouter,
 )
+from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from ..errors import RequestError
+from ..runtime.generate import SpeculativeMixin
 from .intake import Intake, child_name
 from .metrics import Metrics
 from .output import Output
@@ -44,9 +46,11 @@ class Manager(ContinuousBatchingManager):
     `Metrics`. observers: functions that are called with every last `Output`, in that thread.
     """
 
+    model: SpeculativeMixin
+
     def __init__(
-        self, model, generation_config: GenerationConfig | None, continuous_batching_config: ContinuousBatchingConfig,
-        workload_hints=None,
+        self, model: SpeculativeMixin, generation_config: GenerationConfig | None,
+        continuous_batching_config: ContinuousBatchingConfig, workload_hints: WorkloadHints | None = None,
     ):  # fmt: skip
         if generation_config is not None:
             check_config("generation_config", generation_config)
@@ -65,7 +69,7 @@ class Manager(ContinuousBatchingManager):
         # transformers' inherited methods read these:
         self.output_router, self.background_thread_status = OutputRouter(), BackgroundThreadStatus()
         self.warmed_up = False
-        self._generation_thread: threading.Thread | None = None
+        self._generation_thread: threading.Thread | None = None  # type: ignore[assignment]
 
         self.metrics = Metrics(self.scheduler, engine)
         self.observers: list[Callable[[Output], None]] = []
@@ -79,12 +83,12 @@ class Manager(ContinuousBatchingManager):
         """True if requests are taken. Changed under the lock, so that none comes after all others were ended."""
 
     @property
-    def generation_config(self) -> GenerationConfig:
+    def generation_config(self) -> GenerationConfig:  # type: ignore[override]
         """For requests that bring none."""
         return self.model.generation_config if self._config is None else self._config
 
     @property
-    def num_return_sequences(self) -> int:
+    def num_return_sequences(self) -> int:  # type: ignore[override]
         """Sequences of a request that does not say how many."""
         return self.generation_config.num_return_sequences or 1
 
@@ -95,7 +99,7 @@ class Manager(ContinuousBatchingManager):
 
     # --- the life of the thread
 
-    def switch_to_cb_friendly_attn(self, *args, **kwargs) -> None:
+    def switch_to_cb_friendly_attn(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: our attention serves."""
 
     def warmup(self) -> None:
@@ -146,7 +150,7 @@ class Manager(ContinuousBatchingManager):
         if self.scheduler is not None and self.is_of_this_process and not has_died:
             self._clear()
             self._engine.idle_batch = self.scheduler
-        self.scheduler = None
+        self.scheduler = None  # type: ignore[assignment]  # no method serves any more
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -179,7 +183,7 @@ class Manager(ContinuousBatchingManager):
         return max(0, bound - len(self.scheduler.waiting)) if bound and self.scheduler is not None else None
 
     def add_request(
-        self, input_ids, request_id: str | None = None, max_new_tokens: int | None = None, streaming: bool = False,
+        self, input_ids: Any, request_id: str | None = None, max_new_tokens: int | None = None, streaming: bool = False,
         record_timestamps: bool = False, eos_token_id: int | list[int] | None = None, *,
         generation_config: GenerationConfig | None = None, tokenizer: Any = None, seed: int | None = None,
         **options: Any,
@@ -280,7 +284,8 @@ class Manager(ContinuousBatchingManager):
         """
         if timeout is None and self.output_router.output_queue.empty() and self.is_running():
             self._refuse_waiting("get_result()", "or pass a timeout")
-        return super().get_result(request_id, timeout)
+        output = super().get_result(request_id, timeout)
+        return output if isinstance(output, Output) else None
 
     def _require_open(self) -> None:
         """RuntimeError if no request is taken any more."""
@@ -327,7 +332,7 @@ class Manager(ContinuousBatchingManager):
                 self._clear()
         except BaseException as error:  # of the device, or a bug: nobody can go on
             log.exception("the thread of continuous batching died")
-            self.background_thread_status.record_fatal_error(error)
+            self.background_thread_status.record_fatal_error(error)  # type: ignore[arg-type]
             self._engine.batches.discard(self.scheduler)
             self._fail_all(error)
         finally:

@@ -1,8 +1,9 @@
 """`Metrics`: counters of the requests of a manager that are over, and gauges of those under way."""
 
 from collections import Counter
-from typing import Any
+from typing import Any, get_args
 
+from .prefix_blocks import Tier
 from .prefix_cache import whole
 from .scheduler import Scheduler
 from .sequence import BatchSequence
@@ -34,7 +35,7 @@ class Metrics:
 
     def finish(self, sequence: BatchSequence) -> None:
         speculation = sequence.speculation
-        self._finished[sequence.finish_reason] += 1
+        self._finished[str(sequence.finish_reason)] += 1
         self._counters.update(
             drafts_total=sum(drafted > 0 for drafted in speculation.per_step_drafted),
             draft_tokens_total=speculation.drafted, accepted_tokens_total=speculation.accepted,
@@ -67,7 +68,7 @@ class Metrics:
             "cache_tokens": tokens,
             "cache_tokens_used": used,
             "cache_usage": used / tokens,
-            "prefix_cache_bytes": {tier: scheduler.prefixes.store.bytes(tier) for tier in PLACES[1:]},
+            "prefix_cache_bytes": {tier: scheduler.prefixes.store.bytes(tier) for tier in get_args(Tier)},
             "prefix_cache_queries_total": prefixes["asked"],
             "prefix_cache_hits_total": sum(prefixes[place] for place in PLACES),
             "prefix_cache_hits_by_place_total": {place: prefixes[place] for place in PLACES},

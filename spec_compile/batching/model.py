@@ -28,7 +28,7 @@ class BatchingMixin(SpeculativeMixin):
 
     def init_continuous_batching(
         self, generation_config: GenerationConfig | None = None,
-        continuous_batching_config: ContinuousBatchingConfig | None = None, workload_hints=None,
+        continuous_batching_config: ContinuousBatchingConfig | None = None, workload_hints: WorkloadHints | None = None,
     ) -> Manager:  # fmt: skip
         """A `Manager`, not started, with transformers' arguments; the one that was kept, if there is one.
 
@@ -146,8 +146,8 @@ def _answer(
             while waiting and (manager.queue_room is None or manager.queue_room >= number):
                 place, ids = waiting.popleft()
                 try:
-                    chosen = {} if adapters is None else {"adapter_name": adapters[place]}
-                    name = manager.add_request(ids, record_timestamps=record_timestamps, **chosen, **options)
+                    own = options if adapters is None else options | {"adapter_name": adapters[place]}
+                    name = manager.add_request(ids, record_timestamps=record_timestamps, **own)
                     names[place] = [*(child_name(name, child) for child in range(number - 1)), name]
                     open_names.update(names[place])
                 except (TypeError, ValueError) as error:

@@ -112,12 +112,12 @@ def look_ahead(sequences: "list[BatchSequence]", logits: Tensor, accepted: Accep
     With the path [0, 2, 5] and the tokens [7, 8, 9] the logits after nodes 0, 2 and 5 give the scores of 7, 8 and 9.
     """
     for sequence in sequences:
-        if sequence.scores is not None and sequence.scores.top is not None and sequence.failure is None:
+        scores = sequence.scores
+        if scores is not None and scores.top is not None and sequence.failure is None:
             row = sequence.row
             count = int(accepted.count[row])
             path = accepted.path[row, :count].to(logits.device)
             tokens = accepted.tokens[row, :count].clamp(min=0)  # -1: nothing could be drawn, and the request fails
-            scores = sequence.scores
             scores.ahead = score_tokens(logits[row, path], tokens.tolist(), scores.top, scores.temperature)
 
 

@@ -8,6 +8,7 @@ from functools import cached_property, partial
 
 import torch
 
+from ..runtime.request import OwnPrefill
 from ..runtime.round import STEP_COST, chunks
 from ..runtime.runtime import Runtime
 from ..runtime.session import Session, StepKind
@@ -100,9 +101,9 @@ class PrefillRows(Rows):
         rows.state.enter(row, sequence.prompt, eos, sequence.loaded.index, **numbers, **sequence.numbers())
         self.runtime.guard(rows.all.drafter.enter, row, request.share_text, request.references)
 
-    def process(self, sequence: BatchSequence, target: Rows, to: int) -> None:
+    def process(self, sequence: BatchSequence, own: OwnPrefill, target: Rows, to: int) -> None:
         """Have the model's own forward process a prompt with pictures, and copy it to row `to` of `target`."""
-        past, offset = sequence.request.process(self.runtime.algorithm.plan.taps)
+        past, offset = own(self.runtime.algorithm.plan.taps)
         rows, done = self._with_pictures, len(sequence.prompt) - 1
         state, session = rows.state, rows.all
         self._begin(sequence, rows, 0, **({} if state.position_offsets is None else {"position_offsets": offset}))
@@ -181,18 +182,20 @@ class PrefillRows(Rows):
         if self.runtime.has_fixed_chunks:
             (tokens,) = missing
             return next(chunks(tokens, prefill_sizes, fixed))  # guard: fixed-chunks
-        is_measured = round_seconds is not None and all(self.prefill_seconds(width) for width in self.widths)
+        is_measured = all(self.prefill_seconds(width) for width in self.widths)
+        round_cost = round_seconds if round_seconds is not None and is_measured else fixed
 
         def cost(prompts: int, size: int) -> float:
             width = self.width(prompts)
-            if not is_measured:  # a chunk and a round read the weights once, and a chunk computes its tokens besides
+            if (
+                round_seconds is None or not is_measured
+            ):  # a chunk and a round read the weights once, and a chunk computes its tokens besides
                 return fixed + width * size
             measured = self.prefill_seconds(width)
             largest = max(measured)  # of the steps that are captured; a larger one computes more of the same
             return measured.get(size) or measured[largest] * size / largest
 
         sizes = [size for size in prefill_sizes if size.bit_count() == 1]  # few, for all may be timed
-        round_cost = round_seconds if is_measured else fixed
         decide = partial(choose_size, missing, waiting, decoding, sizes, cost, round_cost)
         return self.runtime.options.ranks.lead(lambda: [decide()])[0]
 
@@ -223,7 +226,8 @@ class PrefillRows(Rows):
 
     def leave(self, sequence: BatchSequence) -> None:
         """Give up a prompt."""
-        rows, row = self, sequence.row
+        rows: Rows = self
+        row = sequence.row
         if sequence in self.aside:
             rows, (row, _, _) = self._aside, self.aside.pop(sequence)
         else:

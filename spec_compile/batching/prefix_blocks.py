@@ -2,18 +2,21 @@
 
 from bisect import bisect
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, repeat
 from math import prod
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..cache import zero_pages
+
+if TYPE_CHECKING:
+    from ..kernels.copies import BlockCopies
 
 SLAB = 1 << 28
 """Bytes of host memory that are taken at once, or more if a block has more."""
@@ -197,7 +200,7 @@ class BlockMemory:
         places = on_device + in_host
         at_once = on_device if self._is_pinned else 0
         blocks = zero_pages((at_once, units), unit, device) if at_once else torch.empty(0, units, dtype=unit)
-        self._slabs = [lambda: blocks]
+        self._slabs: list[Callable[[], Tensor]] = [lambda: blocks]
         """Functions that give each slab [n, units]."""
         self._bounds = [0, *range(at_once, places, max(1, SLAB // (units * unit.itemsize))), places]
         """Slab i has the places from bounds[i] to bounds[i + 1] - 1."""
@@ -226,11 +229,11 @@ class BlockMemory:
         """Have the first slabs made: `slabs` of them, or all that there are."""
         for begin, end in [*pairwise(self._bounds)][len(self._slabs) : slabs]:
             shape = end - begin, self._units
+            make: Callable[[], Tensor]
             if self._is_pinned:
                 make = self._thread.submit(torch.empty, shape, dtype=self._unit, pin_memory=True).result
             else:
-                blocks = zero_pages(shape, self._unit, torch.device("cpu"))
-                make = lambda blocks=blocks: blocks  # noqa: E731
+                make = repeat(zero_pages(shape, self._unit, torch.device("cpu"))).__next__
             self._slabs.append(make)
 
 
@@ -265,7 +268,7 @@ class RowBlocks:
         torch._foreach_copy_(*((views, blocks) if to_row else (blocks, views)))
 
     @cached_property
-    def _kernel(self):
+    def _kernel(self) -> "BlockCopies":
         from ..kernels.copies import BlockCopies  # needs Triton
 
         return BlockCopies(self._tensors, self._slots)

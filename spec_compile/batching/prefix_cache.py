@@ -24,6 +24,11 @@ from .sequence import BatchSequence
 if TYPE_CHECKING:
     from .decoding import DecodeRows
 
+Scope = bytes
+"""See `BatchSequence.scope`."""
+Key = bytes
+"""The tokens of a block, in a first block after the scope."""
+
 log = logging.getLogger("spec_compile")
 
 LEAST = 16
@@ -183,7 +188,8 @@ class PrefixStore:
         self._most = max(1, STAGED // self.block_bytes, self.end_places)
         self._stream = torch.cuda.Stream(self._device) if rows.runtime.on_gpu else None
         with self._aside():
-            self._memory = BlockMemory(*self._tree.room.values(), units, self._unit, self._device)
+            room = self._tree.room
+            self._memory = BlockMemory(room["device"], room["host"], units, self._unit, self._device)
             staged = self._most if self._keeps else 0
             self._staged = torch.empty(staged, units, dtype=self._unit, device=self._device)
         self.hits: Counter[str] = Counter()
@@ -205,7 +211,7 @@ class PrefixStore:
         """The weights have changed: no keys and values count any more."""
         self._tree.clear()
 
-    def match(self, prompt: list[int], scope: bytes = b"") -> tuple[list[Block], int]:
+    def match(self, prompt: list[int], scope: Scope = b"") -> tuple[list[Block], int]:
         """The longest chain of blocks from which a prompt can go on, and the number of tokens in all blocks that it
         begins with: with recurrences, these may be more. The prompt's last token does not count, because it is the root
         of the first tree. scope: see `BatchSequence`."""
@@ -240,7 +246,7 @@ class PrefixStore:
         for block in found:
             self.hits[self._tree.tier(block)] += whole(self.length([block]))
 
-    def keep(self, rows: Rows, row: int, tokens: np.ndarray, slots: int, scope: bytes = b"") -> None:
+    def keep(self, rows: Rows, row: int, tokens: np.ndarray, slots: int, scope: Scope = b"") -> None:
         """Keep the text of a row, and its states, if it has any.
 
         tokens: [n] int32.
@@ -318,12 +324,12 @@ class PrefixStore:
         for part, packed in self._memory.pieces(places, self._most):
             packed.copy_(self._staged[part], non_blocking=True)
 
-    def _keys(self, tokens: np.ndarray, slots: int, scope: bytes = b"") -> Iterator[bytes]:
+    def _keys(self, tokens: np.ndarray, slots: int, scope: Scope = b"") -> Iterator[Key]:
         """The keys of the whole blocks among the first `slots` slots of a text [n] int32."""
         for begin in range(0, min(slots, len(tokens) - self._ahead) - BLOCK + 1, BLOCK):
             yield (b"" if begin else scope) + self._key(tokens, begin, begin + BLOCK)  # guard: adapter-kv
 
-    def _key(self, tokens: np.ndarray, begin: int, end: int) -> bytes:
+    def _key(self, tokens: np.ndarray, begin: int, end: int) -> Key:
         """The key of the slots from `begin` to `end` - 1 of a text [n] int32."""
         return tokens[begin + (self._ahead if begin else 0) : end + self._ahead].tobytes()
 

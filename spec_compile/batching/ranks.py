@@ -5,7 +5,9 @@ Only the first rank has requests. Before each round it says which of them enter 
 says which requests have ended.
 """
 
+import operator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ class FollowerRequest:
     """A sequence that enters, as far as the other ranks need it.
 
     eos, share_text, references: see `Request`. numbers, settings, scores_prompt: see `BatchSequence`.
-    has_acceptor: True if the first rank reads the target's logits on the host.
+    is_on_host: True if the first rank reads the target's logits on the host.
     row, known: the row of which the first `known` slots are copied, because its text begins alike.
     """
 
@@ -34,7 +36,7 @@ class FollowerRequest:
     eos: list[int]
     numbers: dict[str, int | float]
     settings: RowSettings | None
-    has_acceptor: bool
+    is_on_host: bool
     share_text: bool | str
     references: list[list[int]]
     row: int
@@ -64,13 +66,16 @@ class FollowerSequence(BatchSequence):
         super().__init__(
             request, told.prompt, shortest=request.shortest, longest=request.longest, most_nodes=request.most_nodes,
             request_id=told.request_id, sequence_index=int(numbers["numbers"]), settings=told.settings,
-            acceptor=told.has_acceptor or None,
         )  # fmt: skip
-        self._scores_prompt = told.scores_prompt
+        self._scores_prompt, self._is_on_host = told.scores_prompt, told.is_on_host
 
     @property
     def scores_prompt(self) -> bool:
         return self._scores_prompt
+
+    @property
+    def is_on_host(self) -> bool:
+        return self._is_on_host
 
     def gain(self, tokens: list[int]) -> None:
         """Take tokens of a round, of which the first rank may keep fewer."""
@@ -91,7 +96,7 @@ def share(ranks: Alone, value: Any, kind: Any) -> Any:
         return value
     numbers = pack(value) if ranks.leads else []
     (count,) = ranks.lead(lambda: [len(numbers)])
-    received = []
+    received = list[int]()
     for begin in range(0, count, MOST_NUMBERS):
-        received += ranks.lead(lambda begin=begin: numbers[begin : begin + MOST_NUMBERS])
+        received += ranks.lead(partial(operator.getitem, numbers, slice(begin, begin + MOST_NUMBERS)))
     return unpack(received, kind, "what rank 0 shares")

@@ -17,6 +17,7 @@ from ..drafting import caches
 from ..runtime.compiled_steps import rows_vary
 from ..runtime.runtime import Runtime
 from ..runtime.session import Session, StepKind
+from ..runtime.state import State
 from .sequence import BatchSequence
 
 CopySlots = Callable[["Rows", int], None]
@@ -86,7 +87,7 @@ class Rows:
         raise NotImplementedError
 
     @property
-    def state(self):
+    def state(self) -> State:
         return self.all.state
 
     @property
@@ -183,5 +184,5 @@ class Rows:
 def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
     """Copy each tensor to one of its shape, all of a dtype in one launch."""
     for dtype in {source.dtype for source in sources}:
-        pairs = [pair for pair in zip(targets, sources) if pair[0].dtype == dtype]
-        torch._foreach_copy_(*map(list, zip(*pairs)))
+        alike = [number for number, source in enumerate(sources) if source.dtype == dtype]
+        torch._foreach_copy_([targets[number] for number in alike], [sources[number] for number in alike])

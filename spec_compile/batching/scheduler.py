@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 import torch
+from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from ..capture.loras import BASE, NO_ADAPTER, Loras
 from ..capture.weights import WeightValues
 from ..parallel.messages import pack, unpack
 from ..runtime.compiled_steps import build_compiled
+from ..runtime.engine import Engine
 from ..runtime.runtime import PrefixBudget, Runtime
 from ..runtime.session import StepKind
 from ..runtime.state import MOST_LATE
@@ -50,10 +52,10 @@ class LoraSlots:
         """The first request that can be let in; None if there is none."""
         if self._loras is None:
             return waiting[0] if waiting else None
-        has_room: dict[str | None, bool] = {BASE: True}
-        self._passed = passed = []
+        has_room = {BASE: True}
+        passed = self._passed = list[BatchSequence]()
         for sequence in waiting:
-            adapter = sequence.request.adapter
+            adapter = sequence.request.adapter or BASE
             if adapter not in has_room:
                 has_room[adapter] = self._loras.has_room(adapter)
             is_due = any(other.passed >= self._most for other in passed)
@@ -65,9 +67,10 @@ class LoraSlots:
     def take(self, sequence: BatchSequence) -> None:
         """Give a request that `next` has found its adapter; see `Loras.take` for what is raised."""
         if self._loras is not None:
+            adapter = sequence.request.adapter or BASE
             for other in self._passed:
-                other.passed += sequence.request.adapter != BASE
-            sequence.loaded = self._loras.take(sequence.request.adapter)
+                other.passed += adapter != BASE
+            sequence.loaded = self._loras.take(adapter)
 
     def release(self, sequence: BatchSequence) -> None:
         if self._loras is not None:
@@ -230,8 +233,8 @@ class Scheduler:
                 self._unchecked.append(sequence)
                 row, known, copy, branch = self.prefixes.find(sequence)
                 sequence.weights = self.decoder.texts.weights
-                if sequence.has_pictures:
-                    self.prefill.process(sequence, self.decoder, self.decoder.free_row())
+                if (own := sequence.request.process) is not None:
+                    self.prefill.process(sequence, own, self.decoder, self.decoder.free_row())
                     self.decoder.enter(sequence)
                 else:
                     self.prefill.enter(sequence, known, copy, branch)
@@ -259,10 +262,10 @@ class Scheduler:
         return min(sequences, key=lambda sequence: self._turns[sequence.request.client], default=None)
 
 
-def take_scheduler(engine, requested: int | None, hints=None) -> Scheduler:
+def take_scheduler(engine: Engine, requested: int | None, hints: WorkloadHints | None = None) -> Scheduler:
     """The scheduler that an earlier manager has left, if it has enough slots, or a new one.
 
-    engine: the model's engine. requested, hints: see `choose_slots`.
+    requested, hints: see `choose_slots`.
     """
     ranks = engine.runtime.options.ranks
     slots, capacity, prefill_rows = ranks.lead(lambda: choose_slots(engine.runtime, requested, hints))
@@ -276,10 +279,10 @@ def take_scheduler(engine, requested: int | None, hints=None) -> Scheduler:
     return scheduler
 
 
-def choose_slots(runtime: Runtime, requested: int | None, hints=None) -> tuple[int, int, int]:
+def choose_slots(runtime: Runtime, requested: int | None, hints: WorkloadHints | None = None) -> tuple[int, int, int]:
     """Slots, tokens of each, and prompts that are processed at once.
 
-    requested: slots that the user asks for; None leaves it to the memory. hints: transformers' WorkloadHints.
+    requested: slots that the user asks for; None leaves it to the memory.
     Raises ValueError if `requested` is below 1.
     """
     if requested is not None and requested < 1:

@@ -74,8 +74,9 @@ class BatchSequence(Sequence):
             route = route if self.settings else Route.ON_HOST
         if route is Route.ON_HOST:
             seed = request.seed if request.config.do_sample else None
-            self.acceptor = make_acceptor(route, self._answer, request.processors, seed)
-            self.acceptor.first_row = self.sequence_index
+            acceptor = make_acceptor(route, self._answer, request.processors, seed)
+            if isinstance(acceptor, HostAcceptor):
+                acceptor.first_row, self.acceptor = self.sequence_index, acceptor
 
     @property
     def scope(self) -> bytes:
@@ -139,7 +140,7 @@ class BatchSequence(Sequence):
         answer, prompt = ([*self.scores.answer], [*self.scores.prompt]) if self.scores is not None else ([], [])
         logprobs = [each.logprob for each in answer]
         if self.request.returns_logprobs and self.tokens:
-            logprobs = self._answer.logprobs[0][: len(self.tokens)]
+            logprobs = (self._answer.logprobs or [[]])[0][: len(self.tokens)]
         timestamps = list(self.timestamps) if self.request.record_timestamps else None
         return Output(
             self.request_id, self.prompt, list(self.tokens), logprobs, self.error, self.status, self.created_time,

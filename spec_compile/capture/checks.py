@@ -211,7 +211,7 @@ def tree_logits(
 
 
 def linear_logits(run: Callable[[Tensor], Tensor], ids: Tensor, prefix: int, ancestors: list[int]) -> Tensor:
-    """Logits [N, V] at the end of each node's path. Each path to a leaf is run as a text of its own.
+    """Logits [N, V] at the end of each node's path. Each path to a leaf is run as a separate text.
 
     run: a function of texts [B, T] that gives their logits [B, T, V].
     ancestors: the bits of each node; 0b1011 says that the path of node 3 is nodes 0, 1, 3, so the text that ends with

@@ -6,7 +6,7 @@ peft need not be installed.
 import copy
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from transformers import GenerationConfig
@@ -16,6 +16,8 @@ from ..inventory import held_tensors
 from ..quantised.held import Restoring
 from .experts import library_tensors
 from .replaced import strip
+
+M = TypeVar("M", bound=nn.Module)
 
 NO_LORAS = (
     "adapter_names: the active adapters were captured by speculate(); pass max_loras to speculate() for a batch of "
@@ -103,7 +105,7 @@ class FollowedConfig:
 
 
 class FollowsGenerationConfig:
-    """A base before a model's own class. Its ``generation_config`` is that of its `FollowedConfig`."""
+    """A base before a model's own class. Its ``generation_config`` comes from its `FollowedConfig`."""
 
     @property
     def generation_config(self) -> GenerationConfig:
@@ -135,7 +137,7 @@ def _is_container(value: Any) -> bool:
 
 
 def _frozen(value: Any) -> Any:
-    """A copy that == compares, also if there are objects inside that have no equality of their own."""
+    """A copy that == compares, also if there are objects inside that define no equality."""
     if isinstance(value, (list, tuple)):
         return type(value), [*map(_frozen, value)]
     if isinstance(value, dict):
@@ -207,7 +209,7 @@ def rebuild(make: Callable, original: nn.Module, own: tuple) -> nn.Module:
     return made
 
 
-def shared_copy(model: nn.Module, shared_objects: dict[int, Any] | None = None) -> nn.Module:
+def shared_copy(model: M, shared_objects: dict[int, Any] | None = None) -> M:
     """A copy of all modules and configurations that shares the tensors, without ``torch.compile``. It can be traced, or
     be given hooks, while other threads run `model`.
 

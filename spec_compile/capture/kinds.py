@@ -83,7 +83,7 @@ for _name in ARITHMETIC:
 
 
 def is_known(model: nn.Module) -> bool:
-    """True if all code of a model is that of PyTorch and transformers, of which tests compare both ways of capture."""
+    """True if all code of a model is PyTorch's and transformers', of which tests compare both ways of capture."""
     return all(type(part).__module__.startswith(("torch.nn.", "transformers.")) for part in model.modules())
 
 
@@ -132,7 +132,7 @@ def copy_of(model: PreTrainedModel, repeats: Repeats) -> PreTrainedModel:
 
 
 def _check_model(model: PreTrainedModel) -> None:
-    """Refuse models whose tensors or calls are not those of their modules."""
+    """Refuse models whose tensors or calls do not belong to their modules."""
     special = {
         "is shared out among ranks": is_sharded(model),
         "reads pictures": reads_pictures(model) or model.config.get_text_config(decoder=True) is not model.config,

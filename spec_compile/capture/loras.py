@@ -13,7 +13,7 @@ from torch import nn
 from ..errors import UnsupportedModelError
 from ..inventory import configs_of
 from ..kernels.linear.low_rank import LowRank
-from .copies import shared_copy
+from .copies import M, shared_copy
 
 BASE = "__base__"
 """peft's name for no adapter."""
@@ -299,7 +299,7 @@ def of_adapters(model: nn.Module) -> set[nn.Module]:
     return found
 
 
-def without_adapters(model: nn.Module) -> nn.Module:
+def without_adapters(model: M) -> M:
     """A `shared_copy` of a model that has the wrapped layers in place of peft's; configurations are shared, too."""
     layers = {id(layer): layer.base_layer for layer in _lora_layers(model).values()}
     plain = shared_copy(model, layers | {id(config): config for config in configs_of(model)})

@@ -32,7 +32,7 @@ LIBRARIES = {
     "aqlm", "auto_gptq", "auto_round", "awq", "bitsandbytes", "compressed_tensors", "eetq", "fp_quant", "gptqmodel",
     "hqq", "optimum", "quark", "spqr_quant", "torchao", "vptq",
 }  # fmt: skip
-"""Packages whose modules and tensors hold quantised weights; so do those of ``transformers.integrations``."""
+"""Packages whose modules and tensors hold quantised weights; so do the modules of ``transformers.integrations``."""
 ADVICE = {
     "Linear8bitLt": "load it with load_in_4bit=True, because a row's answer depends on outliers of other rows here",
     "GgufLinear": "load its original checkpoint, or an FP8 one",
@@ -45,7 +45,7 @@ ROWS = 1 << 12
 
 
 def admit_quantisation(model: PreTrainedModel) -> tuple[set[str], set[str]]:
-    """The paths of packed linear layers, and those of packed experts.
+    """The paths of packed linear layers, and the paths of packed experts.
 
     UnsupportedModelError, with the format and the layer, if a module has quantised weights that are not read.
     """
@@ -96,7 +96,7 @@ def are_shared_by_library(model: nn.Module) -> bool:
 
 
 def hold_one_layout(model: PreTrainedModel) -> None:
-    """Make layers that a kernel reads in a layout of its own hold their weights only in that, layer by layer.
+    """Make layers that a kernel reads in its own layout hold their weights only in that, layer by layer.
 
     It comes before a model's graphs are read or captured, because they read these weights. Layers that transformers has
     shared out among ranks stay.

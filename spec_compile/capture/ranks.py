@@ -100,7 +100,7 @@ def fake_copy(model: PreTrainedModel) -> Fake:
 
 
 def bind(gm: fx.GraphModule, model: PreTrainedModel) -> None:
-    """Replace the tensors of a copy by those of the sharded model, in the graph `gm` that was traced from the copy.
+    """Replace the tensors of a copy by the sharded model's, in the graph `gm` that was traced from the copy.
 
     UnsupportedModelError if the graph reads a tensor that is no parameter or buffer of the model.
     """

@@ -220,7 +220,7 @@ def _more_facts(gm: fx.GraphModule) -> dict[str, Any]:
 
 
 def _depends_on(node: fx.Node, placeholder: str) -> bool:
-    """True if the values of a tensor are computed from those of an input."""
+    """True if the values of a tensor are computed from an input's values."""
     seen, todo = set(), [node]
     while todo:
         node = todo.pop()

@@ -121,7 +121,7 @@ class SharedWeights:
         return layouts
 
     def _share(self) -> None:
-        """Make the tensors of the modules and those of the graphs views of the graphs' memory."""
+        """Make the tensors of the modules and of the graphs views of the graphs' memory."""
         ordinary: dict[int, Tensor] = {}
         for slot in self.slots:
             current = slot.current

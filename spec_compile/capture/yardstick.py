@@ -29,7 +29,7 @@ log = logging.getLogger("spec_compile")
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
 """Largest accepted difference of any logit between runs in this dtype, relative to the logits' spread."""
 NOISE = 3.0  # guard: noise
-"""Largest accepted distance of 16-bit logits to the float32 result, as a multiple of that of a plain forward; both at
+"""Largest accepted distance of 16-bit logits to the float32 result, as a multiple of a plain forward's; both at
 the position where they are largest."""
 LEAST_NOISE = 1e-5
 """Share of the logits' spread that is always accepted as such a distance, because a model may have some weights of 16
@@ -37,8 +37,8 @@ bits and compute in float32."""
 
 # Limits of the audit.
 NEAR_TIE = 3.0
-"""Two logits are a near-tie if they differ by at most so many standard deviations of the noise. If nothing but rounding
-separates the models, one first difference in a thousand is larger."""
+"""Two logits are a near-tie if they differ by at most this many standard deviations of the noise. If nothing but
+rounding separates the models, one first difference in a thousand is larger."""
 MORE_NOISE = 0.03
 """Share by which the speculative logits may be farther from the float32 copy than the target's are."""
 DEVIATIONS = 3.0

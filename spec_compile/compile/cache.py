@@ -91,10 +91,10 @@ class ArtefactCache:
         ValueError if the key or the name is not one.
         """
         path = self._path(key, name)
-        data = None if path is None else self._load(path)
-        if data is not None:
-            with suppress(OSError):  # the folder may be read-only
-                os.utime(path.parent)
+        if path is None or (data := self._load(path)) is None:
+            return None
+        with suppress(OSError):  # the folder may be read-only
+            os.utime(path.parent)
         return data
 
     def write(self, key: str, name: str, data: bytes) -> bool:

@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -15,7 +15,7 @@ from .. import forks
 from ..compat import COMPILE_LOCK, check_compiler
 from ..config import Options
 from . import workers
-from .part import Part, Parts, get_ready_to_load, recording
+from .part import Part, Parts, Shape, get_ready_to_load, recording
 from .replay import patient
 
 LOOK_SECONDS = 0.05
@@ -52,10 +52,10 @@ class ColdStart:
         """may_change: tells, in a turn between calls, if parts may change now."""
         self.turns, self.fault, self.only_asks = turns, "", False
         self.device_type, self._device, self._may_change = device.type, device, may_change
-        self._asked: set[Hashable] = set()
-        self._examples: dict[Hashable, Callable[[], object]] = {}
+        self._asked: set[tuple[Shape, str]] = set()
+        self._examples: dict[tuple[Shape, str], Callable[[], object]] = {}
         """By step: run the step's parts."""
-        self._step: Hashable = None
+        self._step: tuple[Shape, str] | None = None
         """The step that parts are traced of."""
         self._calls: list[tuple[Part, tuple]] = []
         """The parts of this step that are not traced yet, and the arguments of their first calls."""
@@ -77,7 +77,7 @@ class ColdStart:
         """True if something is not adopted yet."""
         return bool(self.untraced or self.parts.waiting or self.parts.ready)
 
-    def ask(self, step: Hashable, example: Callable[[], object]) -> None:
+    def ask(self, step: tuple[Shape, str], example: Callable[[], object]) -> None:
         """Let the parts of a step be compiled, once. example: runs each of them."""
         if step not in self._asked and not self.fault:
             self._asked.add(step)
@@ -128,7 +128,7 @@ class ColdStart:
                 if uncompiled != len(self.parts.waiting):
                     uncompiled = len(self.parts.waiting)
                     say(f"compiled {parts - uncompiled} of {parts} parts")
-                if not self.parts.workers.help():
+                if self.parts.workers is None or not self.parts.workers.help():
                     time.sleep(LOOK_SECONDS)
                 self.parts.load()
             self._adopt()
@@ -226,6 +226,7 @@ class Background:
     """
 
     fork_order = 3
+    _thread: threading.Thread | None
 
     def __init__(self) -> None:
         self._engines: list[weakref.ref[Any]] = []
@@ -261,7 +262,7 @@ class Background:
 
     def _renew(self) -> None:
         self._lock, self._at_work, self._ends = threading.Lock(), threading.Lock(), False
-        self._thread: threading.Thread | None = None
+        self._thread = None
 
     def _run(self) -> None:
         while not self._ends:

@@ -42,7 +42,7 @@ FOLLOWED = tuple(f"transformers.{name}" for name in ("activations", "masking_uti
 NOTES = "_cached_value"
 """Attributes of classes in which transformers keeps results while a model is used end so."""
 SMALL = 1 << 12
-"""A tensor of so many elements at most counts by its values, too. Parameters and buffers never do."""
+"""A tensor of at most this many elements counts by its values, too. Parameters and buffers never do."""
 DEEPEST = 3
 """Objects inside objects count by their attributes down to this depth, below it by their classes."""
 
@@ -243,7 +243,7 @@ def artefact_key(modules: Sequence[nn.Module | None], options: Options, name: st
     parts = [part for each in filter(None, modules) for part in each.modules()]
     if any(map(value_hooks, [GLOBAL_HOOKS, *((part._forward_hooks, part._forward_pre_hooks) for part in parts)])):
         return None
-    digest, device = Digest(), next(held_parameters(modules[0])).device
+    digest, device = Digest(), next(held_parameters(parts[0])).device
     counted = [field.name for field in dataclasses.fields(options) if field.name not in NOT_COUNTED]
     digest.add(name, type(options).__name__, {each: getattr(options, each) for each in counted})
     digest.add(options.ranks.rank, options.ranks.size)
@@ -320,7 +320,7 @@ def _of_config(config: Any) -> Iterator[Any]:
         ("_attn_implementation", [AttentionInterface._global_mapping]),
         ("_experts_implementation", EXPERTS_INTERFACES),
     ):
-        chosen = getattr(config, attribute, None)
+        chosen: Any = getattr(config, attribute, None)
         yield chosen
         yield [table.get(chosen) for table in tables]
 

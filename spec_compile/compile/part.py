@@ -74,7 +74,7 @@ def compile_part(job: str) -> bytes:
             output = gm.graph.output_node()
             if not output.args[0]:
                 output.args = ((gm.graph.find_nodes(op="placeholder")[number],),)
-            for node in output.args[0]:
+            for node in output.all_input_nodes:
                 node.meta["example_value"] = inputs[number]
         try:
             with torch.no_grad(), functorch_config.patch(SAVEABLE):
@@ -130,7 +130,7 @@ class Part:
         first, held = () if owner is None else (owner,), list[dict[str, Any]]()
         is_bound = False
 
-        def part(*arguments):
+        def part(*arguments: Any) -> Any:
             nonlocal held, is_bound
             arguments = (*first, *arguments)
             if self.sources is None:
@@ -244,7 +244,8 @@ _recording = _Recording()
 @contextmanager
 def recording() -> Iterator[dict[Part, tuple]]:
     """A context in which this thread's first calls run eagerly. Gives their arguments, by part."""
-    _recording.calls = calls = {}
+    calls: dict[Part, tuple] = {}
+    _recording.calls = calls
     try:
         yield calls
     finally:
@@ -377,8 +378,8 @@ class Parts:
         self.waiting.clear()
 
     def __del__(self) -> None:
-        for key, parts in self.waiting.items():
-            for _ in parts:
+        if self.workers is not None:
+            for key in [key for key, parts in self.waiting.items() for _ in parts]:
                 self.workers.forget(key)
 
 

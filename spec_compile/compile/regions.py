@@ -4,6 +4,7 @@ import operator
 import re
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
@@ -16,7 +17,7 @@ from .serialise import name_of
 
 LEAST_BYTES = {"cpu": 50_000_000, "cuda": 0}
 """Least weight bytes of a compiled region. On a CPU its call costs 0.1 to 0.2 milliseconds, a few per cent of the time
-to read so many bytes. On a GPU one captured graph replays all regions."""
+to read these bytes. On a GPU one captured graph replays all regions."""
 
 
 @dataclass
@@ -51,7 +52,7 @@ class Regions(nn.Module):
         numbers = {node: number for number, node in enumerate(inputs)}
         self._template: list[Tensor | None] = []
         """The values after the inputs; None except for parameters, which are known before a call."""
-        self._elements: list[tuple[int, int, int]] = []
+        self._elements: list[tuple[int, int, fx.node.Argument]] = []
         """(number, number of the input, index) of values that are elements of an input such as ``cache``."""
         for node in dict.fromkeys(node for region in regions for node in region.inputs):
             if node in numbers or not _is_given(node):
@@ -64,14 +65,15 @@ class Regions(nn.Module):
             numbers[node] = len(numbers)
             self._template.append(None)
         self._results = [numbers[node] for node in results]
-        read_later, self._plan = {*self._results}, []
+        read_later = {*self._results}
+        self._plan: list[tuple[str, list[int], list[int], list[int]]] = []
         for region in reversed(regions):
             reads = [numbers[node] for node in region.inputs]
             last_reads = [number for number in dict.fromkeys(reads) if number not in read_later]
             read_later.update(last_reads)
             self._plan.insert(0, (region.alike, reads, [numbers[node] for node in region.outputs], last_reads))
 
-    def forward(self, *arguments):
+    def forward(self, *arguments: Any) -> tuple:
         values = [*arguments, *self._template]
         for number, source, index in self._elements:
             values[number] = arguments[source][index]
@@ -107,11 +109,11 @@ def cut(graph: ModelGraph, least_bytes: int = 0) -> Regions:
             while end < len(nodes) and nodes[end].target is operator.getitem and nodes[end].args[0] is node:
                 end += 1
             ends[layer.group()] = end
-    regions, begin = [], 0
+    regions, begin = list[Region](), 0
     for end in sorted(ends.values()):
-        region = nodes[begin:end]
-        if _weight_bytes(graph.gm, region) >= least_bytes:
-            regions.append(_region(graph.gm, region))
+        stretch = nodes[begin:end]
+        if _weight_bytes(graph.gm, stretch) >= least_bytes:
+            regions.append(_region(graph.gm, stretch))
             begin = end
     if begin < len(nodes):
         regions.append(_region(graph.gm, nodes[begin:]))
@@ -131,7 +133,7 @@ def _is_given(node: fx.Node) -> bool:
     """True for values from outside the graph: inputs, parameters, and caches of layers."""
     if node.op in ("placeholder", "get_attr"):
         return True
-    return node.target is operator.getitem and node.args[0].op == "placeholder"
+    return node.target is operator.getitem and node.all_input_nodes[0].op == "placeholder"
 
 
 def _sizes_for(nodes: list[fx.Node]) -> list[fx.Node]:

@@ -5,15 +5,18 @@ import itertools
 import logging
 import operator
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..compat import tensors_in
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE as Pool
 
 T = TypeVar("T")
 log = logging.getLogger("spec_compile")
@@ -41,7 +44,7 @@ class Captured:
     The next call overwrites the result. Raises CaptureError as `record` does.
     """
 
-    def __init__(self, function: Callable, arguments: tuple, pool):
+    def __init__(self, function: Callable, arguments: tuple, pool: "Pool | None"):
         self._inputs = tensors_in(arguments)
         stream = torch.cuda.Stream()
         with aside(stream):
@@ -49,7 +52,7 @@ class Captured:
                 function(*arguments)
         self._replay, self.output = record(partial(function, *arguments), pool, stream)
 
-    def __call__(self, *arguments):
+    def __call__(self, *arguments: Any) -> Any:
         for held, given in zip(self._inputs, tensors_in(arguments)):
             if held is not given:
                 held.copy_(given, non_blocking=True)
@@ -57,7 +60,7 @@ class Captured:
         return self.output
 
 
-def record(function: Callable[[], T], pool, stream: torch.cuda.Stream) -> tuple[Callable[[], None], T]:
+def record(function: Callable[[], T], pool: "Pool | None", stream: torch.cuda.Stream) -> tuple[Callable[[], None], T]:
     """Capture `function` as one CUDA graph. Returns (replay, output); each replay overwrites the output.
 
     function: has run before, inside `aside` on this stream.
@@ -86,7 +89,8 @@ def record(function: Callable[[], T], pool, stream: torch.cuda.Stream) -> tuple[
         except Exception as error:
             # torch does not do it if a capture fails, and aborts when it frees memory later.
             with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+                if pool is not None:
+                    torch._C._cuda_endAllocateToPool(stream.device_index, pool)
             torch.cuda.synchronize()
             raise CaptureError(str(error.__context__ or error)) from error
     return graph.replay, output
@@ -136,7 +140,7 @@ class OutcomeRing:
         """`function`, which also writes its outcome to the ring."""
         from ..kernels.copies import publish  # needs Triton
 
-        def published(*arguments) -> Tensor:
+        def published(*arguments: Any) -> Tensor:
             outcome = function(*arguments)
             publish(outcome, self._slots, self.turn)
             return outcome
@@ -182,7 +186,7 @@ class Replays:
         self._weights: tuple[Tensor, ...] = ()
         self._runs_itself = False
 
-    def __call__(self, *arguments):
+    def __call__(self, *arguments: Any) -> Any:
         if self._runs_itself:
             return self.function(*arguments)
         weights = arguments[self.first_weight :]
@@ -206,7 +210,7 @@ class Replays:
             self._graphs.clear()
         return result
 
-    def _kind(self, place: int, x: Tensor | int):
+    def _kind(self, place: int, x: Tensor | int) -> Hashable:
         if isinstance(x, int):
             return x
         return (x.data_ptr(), x.shape) if place in self.kept else x.shape  # guard: replayed-cache
@@ -221,7 +225,7 @@ class _ReplayedCall:
         """True if a result was memory of an argument."""
         self._stream = torch.cuda.Stream()
 
-    def __call__(self, arguments: tuple):
+    def __call__(self, arguments: tuple) -> Any:
         self.calls += 1
         if self.calls <= WARM_UPS:
             with aside(self._stream):

@@ -196,7 +196,7 @@ def _data(value: Any, values: dict[fx.Node, dict[str, Any]]) -> Any:
     raise TypeError(f"argument: expected a number, text, dtype, device or result of a node, got {value!r}")
 
 
-def _value(data: Any, values: list[fx.Node], make: Callable[[str, Any], fx.Node]) -> Any:
+def _value(data: Any, values: list[fx.Node], make: Callable[[str, Any], fx.Node | None]) -> Any:
     """An argument of JSON data. make: the node of a graph or a tensor that is an argument."""
     if isinstance(data, list):
         return [_value(part, values, make) for part in data]
@@ -300,6 +300,7 @@ def is_permitted(target: torch._ops.OpOverload) -> bool:
 
 def _written(name: str, target: Any, arguments: list, named: dict[str, Any]) -> Iterator[Any]:
     """The arguments that an operator writes to."""
+    given: dict[Any, Any]
     if isinstance(target, torch._ops.OpOverload):
         given = dict(zip((each.name for each in target._schema.arguments), arguments)) | named
         writes = [each.name for each in target._schema.arguments if each.alias_info and each.alias_info.is_write]
@@ -337,7 +338,7 @@ def _inner_graphs(data: Any) -> Iterator[list[Row]]:
 
 # Graphs of models, bound to their tensors.
 
-FIELDS = {each.name: each.type for each in fields(ModelGraph) if each.name != "gm"}
+FIELDS: dict[str, Any] = {each.name: each.type for each in fields(ModelGraph) if each.name != "gm"}
 """The types of the fields of a graph that are data."""
 VARIES = 7
 """Stands for a size that varies with values, so that the trace had no example of it."""
@@ -348,7 +349,7 @@ class NoRecipe(Exception):
 
 
 def data_of(graph: ModelGraph, tensors: Iterable[Held]) -> dict[str, Any]:
-    """A rewritten graph as JSON data; tensors: those of its model. NoRecipe, TypeError or ValueError if it cannot be
+    """A rewritten graph as JSON data; tensors: its model's. NoRecipe, TypeError or ValueError if it cannot be
     bound again."""
     read = {node.target: attribute(graph.gm, node.target) for node in graph.gm.graph.find_nodes(op="get_attr")}
     sources = Sources(tensors)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from .. import passes
 from ..capture.checks import linear_logits, on_some_text, random_ids, tree_logits
@@ -113,7 +113,7 @@ _opened: ContextVar["list[StartArtefact] | None"] = ContextVar("opened", default
 
 @contextmanager
 def opened_artefacts() -> Iterator[list["StartArtefact"]]:
-    """A context that lists the artefacts that are opened inside it: a draft's graph has a key of its own, for example.
+    """A context that lists the artefacts that are opened inside it: a draft's graph has another key, for example.
 
     So a start knows all that it rests on when it is saved.
     """
@@ -135,7 +135,7 @@ class StartArtefact:
     """
 
     def __init__(
-        self, model: PreTrainedModel, draft: nn.Module | None, options: Options, name: str, seconds: dict[str, float],
+        self, model: nn.Module, draft: nn.Module | None, options: Options, name: str, seconds: dict[str, float],
         drafts: Iterable["StartArtefact"] = (),
     ):  # fmt: skip
         if (found := _opened.get()) is not None:
@@ -146,7 +146,7 @@ class StartArtefact:
         self.cache = ArtefactCache(options.cache)
         self.stores = [store for store in (*carried, self.cache) if store.folder is not None]
         self.key: str | None = None
-        self.lack = "was started with cache=False"
+        self.why_not = "was started with cache=False"
         """The reason why there is no artefact, a sentence without its subject; "" if there may be one."""
         if self.stores:
             self._identify()
@@ -154,16 +154,16 @@ class StartArtefact:
     def _identify(self) -> None:
         """Find the key, or the reason why there is none."""
         with timed(self.seconds, "load"):
-            self.lack = next(self._lacks(), "")
+            self.why_not = next(self._reasons(), "")
             try:
-                self.key = None if self.lack else artefact_key((self.model, self.draft), self.options, self.name)
+                self.key = None if self.why_not else artefact_key((self.model, self.draft), self.options, self.name)
             except Exception as error:
-                self.lack = f"cannot be described ({error!r})"
+                self.why_not = f"cannot be described ({error!r})"
         if self.key is None:
-            self.lack = self.lack or "has hooks that may change values"
-            log.debug("%s starts without an artefact: it %s", type(self.model).__name__, self.lack)
+            self.why_not = self.why_not or "has hooks that may change values"
+            log.debug("%s starts without an artefact: it %s", type(self.model).__name__, self.why_not)
 
-    def _lacks(self) -> Iterator[str]:
+    def _reasons(self) -> Iterator[str]:
         """The reasons why a model cannot have an artefact."""
         model, options = self.model, self.options
         tensors = [*held_tensors(model)]
@@ -184,12 +184,16 @@ class StartArtefact:
         """The findings of an earlier start, bound to the model and checked with its weights; None if there are none."""
         for store in self.stores:
             data = None if self.key is None else store.read(self.key, ITEM)
-            if data is not None and (start := self._checked(store, data)) is not None:
+            if (
+                self.key is not None
+                and data is not None
+                and (start := self._checked(self.key, store, data)) is not None
+            ):
                 return start
         if self.options.artefact is not None:
             log.warning(
                 "artefact: nothing in %s fits this start of %s (%s), which is a full one",
-                self.options.artefact, type(self.model).__name__, self.lack or "another model, machine or option",
+                self.options.artefact, type(self.model).__name__, self.why_not or "another model, machine or option",
             )  # fmt: skip
         return None
 
@@ -199,10 +203,10 @@ class StartArtefact:
             return
         try:
             with timed(self.seconds, "save"):
-                self._write(self.cache, start)
+                self._write(self.key, self.cache, start)
         except Exception as error:
-            self.lack = f"cannot be stored ({error})"
-            log.debug("%s leaves no artefact: it %s", type(self.model).__name__, self.lack)
+            self.why_not = f"cannot be stored ({error})"
+            log.debug("%s leaves no artefact: it %s", type(self.model).__name__, self.why_not)
 
     def parts(self) -> StoredParts | None:
         """The store of this start's compiled parts; None if there is no artefact."""
@@ -217,7 +221,7 @@ class StartArtefact:
     def keep(self, name: str, data: bytes) -> None:
         """Store data under a name, in addition to a start and as far as possible."""
         if self.key is not None:
-            self._put(self.cache, name, data)
+            self._put(self.key, self.cache, name, data)
 
     def save(self, start: Start, folder: Path | str) -> None:
         """Copy findings, and all else that the stores have of this start and of its draft, to a folder.
@@ -225,30 +229,32 @@ class StartArtefact:
         ValueError if there is no artefact of this model. OSError if the folder cannot be written.
         """
         if self.key is None:
-            raise ValueError(f"save: there is no artefact of this {type(self.model).__name__}, because it {self.lack}")
+            raise ValueError(
+                f"save: there is no artefact of this {type(self.model).__name__}, because it {self.why_not}"
+            )
         try:
             for key, store in itertools.product((self.key, *self.further), self.stores):
                 store.export(key, folder)
-            is_written = self._write(ArtefactCache(folder, float("inf")), start)
+            is_written = self._write(self.key, ArtefactCache(folder, float("inf")), start)
         except Exception as error:
             raise ValueError(f"save: this {type(self.model).__name__} cannot be stored ({error})") from error
         if not is_written:
             raise OSError(f"save: {folder} cannot be written; the log has the reason")
 
-    def _write(self, store: ArtefactCache, start: Start) -> bool:
+    def _write(self, key: str, store: ArtefactCache, start: Start) -> bool:
         content = {
             "graphs": {purpose: data_of(start.graphs[purpose], held(self.model)) for purpose in PURPOSES},
             "reads": [sorted(names) for _, names in start.reads],
             "served_batches": start.served_batches,
         }
-        return self._put(store, ITEM, json.dumps(content, separators=(",", ":")).encode())
+        return self._put(key, store, ITEM, json.dumps(content, separators=(",", ":")).encode())
 
-    def _put(self, store: ArtefactCache, name: str, data: bytes) -> bool:
+    def _put(self, key: str, store: ArtefactCache, name: str, data: bytes) -> bool:
         """Write an item, and the facts that a list of artefacts shows. False if they cannot be written."""
         facts = about(type(self.model).__name__, next(held_parameters(self.model)).device)
-        return store.write(self.key, name, data) and store.write(self.key, ABOUT, json.dumps(facts).encode())
+        return store.write(key, name, data) and store.write(key, ABOUT, json.dumps(facts).encode())
 
-    def _checked(self, store: ArtefactCache, data: bytes) -> Start | None:
+    def _checked(self, key: str, store: ArtefactCache, data: bytes) -> Start | None:
         """The findings if they compute what the model does. Otherwise the entry is taken out of the store."""
         try:
             with timed(self.seconds, "load"):
@@ -262,7 +268,7 @@ class StartArtefact:
                 "the artefact of %s in %s is not used, because it does not fit (%s: %s); the start is a full one",
                 type(self.model).__name__, store.folder, type(error).__name__, reason,
             )  # fmt: skip
-            store.drop(self.key)
+            store.drop(key)
             return None
 
     def _bound(self, content: dict[str, Any]) -> Start:
@@ -277,7 +283,7 @@ class StartArtefact:
 
 @contextmanager
 def timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
-    """A context whose time is added to that of a stage."""
+    """A context whose time is added to a stage's time."""
     begin = time.perf_counter()
     try:
         yield
@@ -286,7 +292,7 @@ def timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
 
 
 @torch.no_grad()
-def quick_check(model: PreTrainedModel, prefill: ModelGraph, verify: ModelGraph) -> None:
+def quick_check(model: nn.Module, prefill: ModelGraph, verify: ModelGraph) -> None:
     """Compare graphs from an artefact with the model's own forward, by their logits: a text of 24 tokens runs through
     both graphs, its end as a tree, and the tree's two paths through the forward.
 

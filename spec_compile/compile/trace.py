@@ -56,11 +56,11 @@ def trace(function: Callable, arguments: tuple, varies: Callable[[int], bool], d
     that varies became a number, as `len(tensor)` makes of it.
     """
     specs, sources, numbers = inputs_of(arguments, varies)
-    mode, values = fakes(specs)
+    mode, values = fakes(specs, shapes := ShapeEnv())
     copies, written = Substitution({key: values[n] for key, n in numbers.items()})(arguments, ()), list[Any]()
     integers = {value.node.expr for value, spec in zip(values, specs) if len(spec) == 1}
 
-    def run(*_) -> list[Any]:
+    def run(*_: Any) -> list[Any]:
         results = list[Any]()
         written.append(_result(function(*copies), results))
         return results
@@ -71,9 +71,7 @@ def trace(function: Callable, arguments: tuple, varies: Callable[[int], bool], d
     finally:
         forget_shapes(modes=[mode])
     _inline_constants(gm, device)
-    fixed = [
-        value for symbol, value in mode.shape_env.replacements.items() if value.is_number and symbol not in integers
-    ]
+    fixed = [value for symbol, value in shapes.replacements.items() if value.is_number and symbol not in integers]
     if fixed:
         raise TypeError(f"a part fixes sizes that vary, of which the example has {fixed}; use shape[0], not len()")
 
@@ -129,10 +127,10 @@ def spec_of(value: Tensor | int, varies: Callable[[int], bool]) -> Spec:
     return [list(value.shape), list(value.stride()), dims, dtype, str(value.device)]
 
 
-def fakes(specs: list[Spec]) -> tuple[FakeTensorMode, list[Any]]:
-    """Inputs of these specs without memory. Sizes that vary are symbols: one symbol for all that are equal in the
-    example."""
-    shapes = ShapeEnv()
+def fakes(specs: list[Spec], shapes: ShapeEnv | None = None) -> tuple[FakeTensorMode, list[Any]]:
+    """Inputs of these specs without memory. Sizes that vary are symbols of `shapes`: one symbol for all that are equal
+    in the example."""
+    shapes = shapes or ShapeEnv()
     mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
 
     def fake(number: int, spec: Spec) -> Any:
@@ -193,7 +191,8 @@ def _inline_constants(gm: fx.GraphModule, device: torch.device) -> None:
         value = getattr(gm, node.target)
         if isinstance(value, fx.GraphModule):
             continue
-        value = getattr(value, "constant", None) if getattr(value, "constant", None) is not None else value
+        constant = getattr(value, "constant", None)
+        value = value if constant is None else constant
         if value.ndim or value.device.type != "cpu":
             raise TypeError(f"a part reads a tensor {tuple(value.shape)} that none of its modules has as an attribute")
         with gm.graph.inserting_before(node):

@@ -38,7 +38,7 @@ class CommonTokens(draft_model.SameTokens):
     target_to_draft: [V] int64; the id that the draft reads for each of the target's.
     sizes: tokens of the target and of the draft, without padding.
 
-    The draft reads a token without a counterpart as one of its own tokens, the longest end of its bytes: " define" as
+    The draft reads a token without a counterpart as one of its tokens, the longest end of its bytes: " define" as
     "ine" if "define" and "fine" are no tokens. So slot t of the draft's cache holds token t of the text, as ever.
     """
 

@@ -31,7 +31,7 @@ def fit_threads() -> None:
 def cores(root: Path = ROOT) -> int:
     """Physical cores, at least 1: as many as the process's affinity has, and no more than `quota`, rounded up.
 
-    Example: of four cores the first has processors 0 and 4. A process that may run on 0, 1, 4 and 5 has 2 cores.
+    Example: among four cores the first has processors 0 and 4. A process that may run on 0, 1, 4 and 5 has 2 cores.
     """
     # Processors with the same list of siblings share a core.
     topology = root / "sys/devices/system/cpu"

@@ -57,7 +57,7 @@ PIPELINE = [
     select_logits, fuse_routers, use_linear_forms, fuse_swiglu, fuse_rotary, fuse_qk_norms, fuse_gated_norms,
     fuse_l2_norms, fuse_norms, fuse_cpu_products, order_sums, fuse_residuals, fuse_append,
 ]  # fmt: skip
-"""The passes of `speculate`; `backend.PIPELINE` has those of ``torch.compile(backend="spec")``."""
+"""The passes of `speculate`; `backend.PIPELINE` has the passes of ``torch.compile(backend="spec")``."""
 check_order(PIPELINE)
 
 

@@ -25,8 +25,8 @@ class NotLowered(Exception):
 
 
 class ForwardSettings(NamedTuple):
-    """Options of the passes: those of `backend.BackendOptions`, and the `passes.Settings.purpose` of the graph, which
-    is "verify" for few rows and else "forward"."""
+    """Options of the passes: `backend.BackendOptions`, and the `passes.Settings.purpose` of the graph, which is
+    "verify" for few rows and else "forward"."""
 
     merge_linears: bool = True
     gqa: bool = True
@@ -215,8 +215,8 @@ def _parts(joined: Tensor, held: dict[str, nn.Parameter]) -> list[str]:
 class BoundForward:
     """A compiled forward that is called with a module's inputs and parameters.
 
-    The first call with new parameters makes those of a joined weight views of one tensor, with equal values, so that
-    in-place updates are seen. A parameter that was replaced since has another address, and all are joined anew.
+    The first call with new parameters makes the parts of a joined weight views of one tensor, with equal values, so
+    that in-place updates are seen. A parameter that was replaced since has another address, and all are joined anew.
 
     others: places of the inputs that are no parameters. groups: for each weight the places of its parameters.
     """

@@ -45,7 +45,7 @@ def taking(argument: str, graph: ModelGraph) -> list[fx.Node]:
 
 def _rotation(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
     """x [B, H, T, D], cos and sin [B, T, D] of ``x * cos[:, None] + cat([-x2, x1], -1) * sin[:, None]``, if it is that
-    and all are of one dtype; or those of `_rotation_of_halves`."""
+    and all are of one dtype; or the results of `_rotation_of_halves`."""
     if node.target == aten.cat.default:
         return _rotation_of_halves(node)
     if node.target != aten.add.Tensor or not all(calls_op(part, aten.mul.Tensor) for part in node.args):
@@ -95,7 +95,7 @@ def _rotation_of_halves(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | Non
 
 
 def _repeated(graph: fx.Graph, angle: fx.Node, x: fx.Node, whole: dict[fx.Node, fx.Node]) -> fx.Node:
-    """cos or sin of the whole heads x, [B, T, D]. whole: by those of half a head, which all layers share."""
+    """cos or sin of the whole heads x, [B, T, D]. whole: by the values of half a head, which all layers share."""
     value = angle.meta["val"]
     if value.shape[2] == x.meta["val"].shape[3]:
         return angle
@@ -160,21 +160,21 @@ def fuse_append(graph: ModelGraph, settings) -> str:
 
     Only in graphs that verify or prefill.
     """
-    joined, lacks = 0, {}
+    joined, reasons = 0, {}
     fits = settings.purpose != "draft" and graph.device.type == "cuda"
     for node in taking("cos", graph) if fits else []:
         product = _product_of(node)
         if product is not None:
             q, v = (node.kwargs[name].meta["val"] for name in ("q", "v"))
-            lack = lack_of_append(q.shape[3], v.shape[3], node.kwargs.get("q_norm") is not None)
+            reason = lack_of_append(q.shape[3], v.shape[3], node.kwargs.get("q_norm") is not None)
             if node.kwargs.get("scales") is not None:
-                lack = "scales of keys and values"
-            if lack is None:
+                reason = "scales of keys and values"
+            if reason is None:
                 _join(graph.gm.graph, node, product)
                 joined += 1
             else:
-                lacks[lack] = None
-    apart = f"; apart because of {', '.join(lacks)}" if lacks else ""
+                reasons[reason] = None
+    apart = f"; apart because of {', '.join(reasons)}" if reasons else ""
     return f"{joined} layers append to the cache where the product of queries, keys and values ends{apart}"
 
 

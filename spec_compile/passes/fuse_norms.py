@@ -150,7 +150,7 @@ def fuse_residuals(graph: ModelGraph, settings) -> str:
     experts `experts_down_to_stream`, and give the next `product` the sums of squares, so that the norm needs no kernel.
 
     Only in bfloat16, because the first half of a norm may leave the range of float16. Other readers of the normed
-    stream, such as a draft that taps a hidden state, get a norm of their own. If the ranks of tensor parallelism sum
+    stream, such as a draft that taps a hidden state, get a separate norm. If the ranks of tensor parallelism sum
     their products before the addition, `product_to_stream` does it.
     """
     joined, fits = 0, graph.dtype == torch.bfloat16 and graph.device.type == "cuda"

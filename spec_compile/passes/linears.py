@@ -104,7 +104,7 @@ def _operands(gm: fx.GraphModule, group: list[fx.Node]) -> list[tuple[int, list[
 
 
 def _fits(gm: fx.GraphModule, group: list[fx.Node]) -> bool:
-    """True if the outputs of layers can follow each other, so that no block with a scale of its own is cut."""
+    """True if the outputs of layers can follow each other, so that no block with one scale is cut."""
     if group[0].target is PLAIN:
         return True
     layout = _layout(group[0])

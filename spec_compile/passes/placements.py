@@ -34,7 +34,7 @@ class Placement:
     """Where a value lies that is not the same on all ranks.
 
     dim: the dimension that is cut, in `parts` of `blocks` stretches, see `Cut`; None: every rank has a partial sum.
-    of_experts: instead, a rank has the first products of its own experts.
+    of_experts: instead, a rank has its experts' first products.
     weights: the nodes that multiply by the weights whose cut has this placement as a consequence.
     """
 
@@ -87,7 +87,7 @@ def derive(graph: fx.Graph, columns: dict[fx.Node, Cut], size: int) -> ShardPlan
 
 
 def _place(plan: ShardPlan, node: fx.Node, columns: dict[fx.Node, Cut], size: int) -> None:
-    """Derive the placement of a node from those of its inputs."""
+    """Derive the placement of a node from its inputs' placements."""
     product = product_of(node)
     if product is not None:
         placement = _multiplied(plan, product, columns.get(node), size)
@@ -220,7 +220,7 @@ def _cut(plan: ShardPlan, node: fx.Node, inputs: dict[fx.Node, Placement], size:
 
 
 def _attended(plan: ShardPlan, node: fx.Node, inputs: dict[fx.Node, Placement], size: int) -> Placement:
-    """Attention of a rank's heads. Sinks and slopes are those of its query heads; one key-value head is everyone's."""
+    """Attention of a rank's heads. Sinks and slopes belong to its query heads; one key-value head is everyone's."""
     call = arguments_of(node)
     q, k, v = (call[name] for name in ("q", "k", "v"))
     wanted = {q: size} | dict.fromkeys((k, v), min(shape_of(k)[1], size))

@@ -130,22 +130,22 @@ def check(graph: ModelGraph, shares: Iterable[Share], fewer: list[int], size: in
     size: ranks.
     """
     shares = list(shares)
-    lacks = [(share, reason) for share in shares if (reason := lack(graph, share)) is not None]
-    if not lacks:
+    refused = [(share, reason) for share in shares if (reason := why_not(graph, share)) is not None]
+    if not refused:
         return
-    share, reason = lacks[0]
+    share, reason = refused[0]
     fitting = [
         str(ranks) for ranks in fewer
-        if ranks > 1 and not any(lack(graph, share._replace(parts=min(share.parts, ranks))) for share in shares)
+        if ranks > 1 and not any(why_not(graph, share._replace(parts=min(share.parts, ranks))) for share in shares)
     ]  # fmt: skip
     advice = f"start {' or '.join(fitting)} ranks" if fitting else "run it in one process"
-    more = f" (and {len(lacks) - 1} more layers)" if len(lacks) > 1 else ""
+    more = f" (and {len(refused) - 1} more layers)" if len(refused) > 1 else ""
     raise UnsupportedModelError(
         f"tensor_parallel: {owner(share.product.node)}{more} {reason}; {advice}, or load a checkpoint in 16 bits"
     )
 
 
-def lack(graph: ModelGraph, share: Share) -> str | None:
+def why_not(graph: ModelGraph, share: Share) -> str | None:
     """The reason why a product cannot be shared so, the end of a sentence about its layer; None: it can."""
     product, parts = share.product, _tensors(graph, share.product)
     if share.by_experts:
@@ -179,7 +179,7 @@ def share_of(graph: ModelGraph, share: Share, slices: Slices) -> tuple[Layout, l
 
     def make() -> tuple:
         fresh = _rearranged(product, parts, share.by_inputs)
-        assert isinstance(fresh, Rearranged)  # `lack` has said so
+        assert isinstance(fresh, Rearranged)  # `why_not` has said so
         return fresh.pack(_taken(share, fresh.places, fresh.unpack(), slices.take), inputs)
 
     return slices.made((product.layout, *share[1:], *map(id, parts)), parts, make)

@@ -25,7 +25,7 @@ from .fuse_norms import CASTS
 
 aten, ours = torch.ops.aten, torch.ops.spec_compile
 LONGEST = 1024
-"""Entries of a row whose sum is replaced. Longer rows are those of norms, where two more kernels would be felt."""
+"""Entries of a row whose sum is replaced. Longer rows come from norms, where two more kernels would be felt."""
 
 
 @comes_after("fuse_routers", "use_linear_forms", "fuse_gated_norms", "fuse_l2_norms", "fuse_norms")
@@ -131,7 +131,7 @@ def variant_parts(graph: ModelGraph) -> list[str]:
 def require_same_bits(exact: str, graphs: dict[str, ModelGraph]) -> None:
     """UnsupportedModelError, naming the option and the parts, unless the graphs promise the bits that it asks for.
 
-    exact: "bits": the graph that verifies; "request": that of prompts, too. graphs: by purpose.
+    exact: "bits": the graph that verifies; "request": the graph of prompts, too. graphs: by purpose.
     """
     purposes = ("verify", "prefill") if exact == "request" else ("verify",)
     parts = dict.fromkeys(part for purpose in purposes for part in variant_parts(graphs[purpose]))
@@ -148,10 +148,10 @@ def require_kernels_of_experts(graph: ModelGraph) -> None:
         return
     for node in (node for op in experts.PRODUCTS for node in calls(graph.gm, op)):
         layout = experts.format_of(node.args[-1])
-        if (lack := experts.lack_of_device(graph.device, layout)) is not None:
+        if (reason := experts.lack_of_device(graph.device, layout)) is not None:
             raise UnsupportedModelError(
-                f"model: no kernel multiplies the experts {owner(node)}, because {lack}, and a CUDA graph cannot hold "
-                "their plain meaning; pass cuda_graphs=False, or use a GPU of compute capability 8.0 or later"
+                f"model: no kernel multiplies the experts {owner(node)}, because {reason}, and a CUDA graph cannot "
+                "hold their plain meaning; pass cuda_graphs=False, or use a GPU of compute capability 8.0 or later"
             )
 
 
@@ -169,13 +169,13 @@ def _reason(graph: ModelGraph, node: fx.Node) -> str | None:
     if node.target in LINEARS and (source := weight_of(node)) is not None:
         weight = attribute(graph.gm, source.target)
         kind = node.kwargs.get("kind", "")
-        lack = skinny_gemm.lack(weight, kind, graph.dtype if kind else None)
-        lack = lack or ("library product" if node.target is PLAIN else None)
-        return lack and f"product {weight.shape[1]} -> {weight.shape[0]} ({lack})"
+        reason = skinny_gemm.lack(weight, kind, graph.dtype if kind else None)
+        reason = reason or ("library product" if node.target is PLAIN else None)
+        return reason and f"product {weight.shape[1]} -> {weight.shape[0]} ({reason})"
     if node.target in experts.PRODUCTS:
         weights = [attribute(graph.gm, part.target) for part in experts.parts_of(node)]
-        lack = experts.lack(weights, experts.format_of(node.args[-1]))
-        return lack and f"experts ({lack})"
+        reason = experts.why_not(weights, experts.format_of(node.args[-1]))
+        return reason and f"experts ({reason})"
     space, name = _name(node)
     if f"{space}::{name}" in KERNELS or torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return None

@@ -21,7 +21,7 @@ from ..kernels.ops import arguments_of
 from ..parallel.slices import Cut, whole
 from .apply import comes_after, is_pointwise, name_of, shape_of
 from .placements import ALL, ATTENTION, BY_EXPERTS, MisfitError, ShardPlan, derive
-from .products import Share, WeightProduct, check, lack, product_of, rounds_rows, set_weights, share_of
+from .products import Share, WeightProduct, check, product_of, rounds_rows, set_weights, share_of, why_not
 
 aten = torch.ops.aten
 ops = torch.ops.spec_compile
@@ -98,7 +98,7 @@ def by_experts(graph: ModelGraph, option: bool | None, size: int) -> set[fx.Node
         ups = [product for product in sources if product.node.target is experts.UP]
         counts.add(count := shape_of(down.parts[0])[0])
         both = [Share(down, True, size), *(Share(up, False, size, up.blocks) for up in ups)]
-        fits = not any(lack(graph, share) for share in both)
+        fits = not any(why_not(graph, share) for share in both)
         if option or (option is None and not fits and count % size == 0):
             found |= {up.node for up in ups}
     if option and (not counts or any(count % size for count in counts)):
@@ -133,7 +133,7 @@ def _sources(node: fx.Node, passes_through) -> list[WeightProduct] | None:
 
 
 def _blocks(node: fx.Node) -> int:
-    """Into how many equal blocks what follows a product takes its outputs apart, as those of gate and up."""
+    """Into how many equal blocks what follows a product takes its outputs apart, as of gate and up."""
     users = [user for user in node.users if name_of(user) in ("chunk", "split", "split_with_sizes")]
     return len(users[0].meta["val"]) if len(users) == 1 == len(node.users) else 1
 
@@ -171,7 +171,7 @@ def _fitting_plan(graph: ModelGraph, columns: dict[fx.Node, Cut], size: int) -> 
 
 
 def _cut_weights(graph: ModelGraph, plan: ShardPlan, ranks) -> None:
-    """Put this rank's parts in the place of weights, and the parts' sizes in that of sizes."""
+    """Put this rank's parts in the place of weights, and the parts' sizes in the place of sizes."""
     # Weights of products, then other parameters.
     for share in plan.shares.values():
         layout, tensors = share_of(graph, share, ranks.slices)

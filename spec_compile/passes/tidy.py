@@ -24,8 +24,8 @@ def tidy(graph: ModelGraph, settings) -> str:
     """Erase run-time assertions, aliases, slices of everything, casts to the dtype a tensor already has, and dropout.
 
     A view becomes a reshape, and a view as complex numbers is one of a contiguous tensor: attention and linear layers
-    of later passes may return other strides than those of the trace, on which a view depends. A number that the trace
-    holds on another device is made on that of the graph, because a CUDA graph cannot copy it. An op that writes to its
+    of later passes may return other strides than the trace had, on which a view depends. A number that the trace
+    holds on another device is made on the graph's, because a CUDA graph cannot copy it. An op that writes to its
     input, as the ``/=`` of routers, becomes one that does not, so that it can be dropped if nobody reads the result.
     """
     erased = 0
@@ -98,7 +98,7 @@ def _is_idle_cast(node: fx.Node) -> bool:
 
 
 def _is_idle_slice(node: fx.Node) -> bool:
-    """True if a slice has as many entries as its input, so all of them, as that of transformers' ``logits_to_keep``."""
+    """True if a slice has as many entries as its input, so all of them, as with transformers' ``logits_to_keep``."""
     if node.target != aten.slice.Tensor:
         return False
     before, after = node.args[0].meta.get("val"), node.meta.get("val")

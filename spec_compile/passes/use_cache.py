@@ -62,7 +62,7 @@ def use_tree_attention(graph: ModelGraph, settings) -> str:
 
 
 def _positions_of_slots(gm: fx.GraphModule, positions: fx.Node, lengths: fx.Node) -> fx.Node:
-    """The positions [B, N] that attention goes by, which are slots, where those of RoPE have an offset in each row.
+    """The positions [B, N] that attention goes by, which are slots, where RoPE's positions have an offset in each row.
 
     The first token of a block, the root or the first of a chunk, lies in slot ``lengths[b]``.
     """

@@ -114,7 +114,7 @@ class WeightLayout:
         are rounded follow it."""
         return True
 
-    def serves(self, dtype: torch.dtype) -> bool:
+    def supports(self, dtype: torch.dtype) -> bool:
         """True if that kernel takes activations of a dtype of 16 bits."""
         return True
 

@@ -103,7 +103,7 @@ class Nibbles(Words):
     def turn(self) -> int:
         return TURN[DTYPES[self.dtype]] if self.centred else 0
 
-    def serves(self, dtype: torch.dtype) -> bool:
+    def supports(self, dtype: torch.dtype) -> bool:
         return dtype == DTYPES[self.dtype]
 
     @property

@@ -1,8 +1,12 @@
 """The answer of one ``generate()``: columns of tokens in the order of plain decoding."""
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
 
+NOTHING: Mapping[int, Tensor] = {}
 FIRST_COLUMNS = 1024  # new tokens of a row that an answer has room for at first
 
 
@@ -26,9 +30,9 @@ class Answer:
     """
 
     def __init__(
-        self, input_ids: Tensor, longest: int, eos: list[int], pad: int | None, criteria=None, streamer=None,
-        keep_scores: bool = False, keep_logits: bool = False, device: torch.device | None = None,
-        keep_logprobs: bool = False,
+        self, input_ids: Tensor, longest: int, eos: list[int], pad: int | None,
+        criteria: Callable[..., Tensor] | None = None, streamer: BaseStreamer | None = None, keep_scores: bool = False,
+        keep_logits: bool = False, device: torch.device | None = None, keep_logprobs: bool = False,
     ):  # fmt: skip
         self.batch, self.prompt_width = input_ids.shape
         self.longest, self.eos, self.pad = longest, frozenset(eos), pad
@@ -41,13 +45,13 @@ class Answer:
         self.rows: list[list[int]] = [[] for _ in range(self.batch)]
         self.ended = [False] * self.batch
         self.columns = 0
-        self.scores = () if keep_scores else None
-        self.logits = () if keep_logits else None
+        self.scores: tuple[Tensor, ...] | None = () if keep_scores else None
+        self.logits: tuple[Tensor, ...] | None = () if keep_logits else None
         # The log-probabilities of the tokens in `rows`: logarithms of float32 probabilities, as in transformers'
         # batches.
         self.logprobs: list[list[float]] | None = [[] for _ in range(self.batch)] if keep_logprobs else None
-        # Logits and scores [V] of the tokens of each row; None once their column is complete.
-        self._outputs: list[list[tuple[Tensor, Tensor] | None]] = [[] for _ in range(self.batch)]
+        # Logits and scores [V] of the tokens of each row, by column, until the column is complete.
+        self._outputs: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in range(self.batch)]
         self._dtype, self._device = torch.int64, device or input_ids.device
 
     @property
@@ -73,12 +77,14 @@ class Answer:
         tokens = self.rows[row]
         return self.prompt_width + len(tokens) >= self.longest or (bool(tokens) and tokens[-1] in self.eos)
 
-    def take(self, gained: list[list[int]], logits: list[Tensor] = (), scores: list[Tensor] = ()) -> None:
+    def take(
+        self, gained: list[list[int]], logits: Mapping[int, Tensor] = NOTHING, scores: Mapping[int, Tensor] = NOTHING
+    ) -> None:  # fmt: skip
         """Add the tokens that each row has gained.
 
         gained: the tokens of each row [B lists].
-        logits, scores: [V] float of each row, if `keeps_scores`, the second if `needs_scores`; then a row gains at most
-            one token at a time.
+        logits, scores: [V] float of each row that gains a token, if `keeps_scores`, the second if `needs_scores`; then
+            a row gains at most one token at a time.
         """
         for row, tokens in enumerate(gained):
             if tokens:
@@ -87,7 +93,7 @@ class Answer:
                 self._numbers[row, begin : begin + len(tokens)] = tokens
                 self.rows[row].extend(tokens)
                 if self.keeps_scores:
-                    self._outputs[row].append((logits[row], scores[row]))
+                    self._outputs[row][len(self.rows[row]) - 1] = logits[row], scores[row]
                 if self.logprobs is not None:
                     self.logprobs[row].append(float(scores[row].float().softmax(dim=-1)[tokens[0]].log()))
         while not self.done and all(
@@ -136,11 +142,10 @@ class Answer:
 
     def _add_scores(self, column: int) -> None:
         """Add a column of logits and scores, of zeros for rows that have ended before it."""
-        zeros = torch.zeros_like(next(outputs[column][0] for outputs in self._outputs if len(outputs) > column))
+        zeros = torch.zeros_like(next(outputs[column][0] for outputs in self._outputs if column in outputs))
         pairs = [outputs[column] if self.needs(row) else (zeros, zeros) for row, outputs in enumerate(self._outputs)]
         logits, scores = (torch.stack(tensors).to(self._device) for tensors in zip(*pairs))
         self.logits = None if self.logits is None else (*self.logits, logits)
         self.scores = None if self.scores is None else (*self.scores, scores)
         for outputs in self._outputs:
-            if len(outputs) > column:
-                outputs[column] = None
+            outputs.pop(column, None)

@@ -110,19 +110,18 @@ class CompiledSteps:
             self._prefill = prefill = Prefill(self.runtime.prefill, self.drafter, self.state, self.runtime.guard)
             if self.runtime.options.compile:
                 compiler = self._compiler(None, "prefill")
-                prefill.prepare = compiler(prefill.prepare, "prepare")
+                has_conclude = self.drafter.fuses and not self.runtime.on_gpu
+                _compile_methods(prefill, ("prepare", "conclude") if has_conclude else ("prepare",), compiler)
                 prefill.model = compile_regions(self.runtime.prefill, compiler, "model")
-                if self.drafter.fuses and not self.runtime.on_gpu:
-                    prefill.conclude = compiler(prefill.conclude, "conclude")
                 if self._example_shape is not None:
                     prefill.forward(compiler.nodes, compiler.slots)
         return self._prefill
 
     def _compile_round(self, round_: Round, compiler: PartCompiler) -> None:
-        round_.prepare = compiler(round_.prepare, "prepare")
+        _compile_methods(round_, ("prepare",), compiler)
         round_.verify = compile_regions(self.runtime.verify, compiler, "verify")
-        for name in ("conclude", "finish") if self.drafter.fuses else ("accept", "settle", "outcome"):
-            setattr(round_, name, compiler(getattr(round_, name), _name(name, round_.next_nodes)))
+        ends = ("conclude", "finish") if self.drafter.fuses else ("accept", "settle", "outcome")
+        _compile_methods(round_, ends, compiler, round_.next_nodes)
         self.drafter.compile(self._compiler(self.runtime.algorithm.plan.nodes, "draft"))
         if self._example_shape is not None:
             round_.forward(compiler.slots, compiler.nodes)
@@ -148,19 +147,27 @@ class CompiledSteps:
         parts, shape = self.runtime.parts, self.shape
         if (shape, tag) not in parts.compilers:
             sizes = example_sizes(self.runtime, shape)
-            exact = nodes == 1 or (nodes is not None and not self.runtime.on_gpu)
+            exact = nodes if nodes == 1 or not self.runtime.on_gpu else None  # a number that does not vary
             static = {*sizes.static, sizes.rows}
-            example = nodes if exact else example_size(static, MAX_NODES)
+            example = example_size(static, MAX_NODES) if exact is None else exact
             slots = example_size({*static, *(example * size for size in static)})
-            varying = (slots, *(() if exact else (example,)), *sizes.varying)
+            varying = (slots, *((example,) if exact is None else ()), *sizes.varying)
             name = f"{f'b{shape.rows}' if shape.rows else 'any'}_{tag}"
-            new = PartCompiler(self.runtime.device, name, varying, example, slots, exact, parts)
+            new = PartCompiler(self.runtime.device, name, varying, example, slots, exact is not None, parts)
             parts.compilers.setdefault((shape, tag), new)
         return parts.compilers[shape, tag]
 
     def _tag(self, nodes: int) -> str:
         """The name of the parts that serve a round over `nodes` nodes."""
         return f"n{nodes}" if nodes == 1 or not self.runtime.on_gpu else "any"
+
+
+def _compile_methods(
+    step: nn.Module, names: tuple[str, ...], compiler: PartCompiler, next_nodes: int | None = None
+) -> None:
+    """Replace methods of a step by compiled parts."""
+    for name in names:
+        setattr(step, name, compiler(getattr(step, name), _name(name, next_nodes)))
 
 
 def _name(name: str, next_nodes: int | None) -> str:

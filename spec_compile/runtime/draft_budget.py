@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 from .draft_record import ALL, SHARE, DraftRecord, Group, Hindsight, TreeOutcome, by_group
 
@@ -113,6 +114,13 @@ class DraftBudget:
         if trees:  # of rows that take drafts
             self._learn_gains(nodes, trees)
 
+    def _learn_gains(self, nodes: int, trees: Sequence[TreeOutcome]) -> None:
+        raise NotImplementedError
+
+    def share(self, other: Any) -> None:
+        """Share what is known of gains with `other`, a budget of the same class; costs stay separate."""
+        raise NotImplementedError
+
     def describe(self) -> str:
         """A line for readers; "" if there is nothing to tell."""
         return ""
@@ -125,7 +133,7 @@ class VaryingTreeBudget(DraftBudget):
         gains are known only of verified nodes.
     """
 
-    def __init__(self, *arguments, hindsight: Hindsight | None = None, **options):
+    def __init__(self, *arguments: Any, hindsight: Hindsight | None = None, **options: Any):
         super().__init__(*arguments, **options)
         self.hindsight = hindsight
         self.gains: dict[Group, list[float]] = {}  # the expected gain of each size

@@ -42,7 +42,8 @@ class Group(NamedTuple):
 ALL = Group()
 
 
-class TreeOutcome(NamedTuple):
+@dataclass
+class TreeOutcome:
     """A verified tree: its real nodes, its group as known when the round began, and the accepted nodes below the root,
     which ascend."""
 

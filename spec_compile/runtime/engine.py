@@ -4,7 +4,7 @@ import dataclasses
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -75,7 +75,9 @@ class Engine:
 
         # The graphs.
         self.settings = self._settings(plan.taps)
-        graphs = graphs or {purpose: passes.run(graph, settings) for purpose, settings in self.settings.items()}
+        graphs = graphs or {
+            purpose: passes.run(graph, settings) for purpose, settings in self.settings.items() if graph is not None
+        }
         self._captured = graph
         self.described = graph or graphs["verify"]  # describes the layers of the model, as captured or rewritten
         if options.cuda_graphs:
@@ -84,8 +86,7 @@ class Engine:
             require_same_bits(options.exact, graphs)
         sizes = (*(n for n in SIZES[device.type] if n < plan.nodes and plan.sizes != "fixed"), plan.nodes)
         limit = max_positions(original.config, self.described.position_limit, options)
-        self.runtime = Runtime(**graphs, algorithm=algorithm, options=options, device=device, sizes=sizes,
-                               max_positions=limit)  # fmt: skip
+        self.runtime = Runtime(graphs["verify"], graphs["prefill"], algorithm, options, device, sizes, limit)
         forget_shapes(*(each.gm for each in (graph, *graphs.values()) if each is not None))
         if options.max_cache_len is not None:
             self.runtime.check_memory(1, options.max_cache_len)
@@ -268,7 +269,7 @@ class Engine:
         return self.sessions[key]
 
     @torch.no_grad()
-    def run(self, call: Call) -> Iterator[list[list[int]]]:
+    def run(self, call: Call) -> Generator[list[list[int]], None, None]:
         """Generate; yields for each round the tokens that each row gained, none once it has finished. The caller may
         run another call between two rounds. In the end the answers are learned from, if anybody does that."""
         # The time of a call that this one interrupts stands still.
@@ -353,7 +354,7 @@ class Engine:
             self.idle_batch = None
             for _, model in self.called_drafts.values():
                 if model is not None:
-                    model.speculation.engine.release()
+                    vars(model)["speculation"].engine.release()
 
     @contextmanager
     def reporting(self, progress: Callable[[str], None] | None) -> Iterator[None]:

@@ -4,11 +4,14 @@ from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import wraps
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
 
 from ..capture import copies, replaced
 from ..capture.admit import placeholders
@@ -24,26 +27,37 @@ from .request import Request, seed_of
 from .verify import Route, make_acceptor
 from .verify.thinking import check_processors
 
+if TYPE_CHECKING:
+    from ..api import Speculation
+
+    class Base(Any):  # the model's own class, which comes after the mixin
+        speculation: Speculation
+else:
+    Base = object
+
 
 def _in_turn(loop: Callable) -> Callable:
     """A decoding loop that has the model's turn, also if a loop of the user calls it, which has none."""
 
     @wraps(loop)
-    def run(self, *args, **kwargs):
+    def run(self: "SpeculativeMixin", *args: Any, **kwargs: Any) -> Any:
         with self._engine.turns:
             return loop(self, *args, **kwargs)
 
     return run
 
 
-class SpeculativeMixin(FollowsGenerationConfig):
+class SpeculativeMixin(FollowsGenerationConfig, Base):
     """Mixed into a model's class, replaces only the decoding loops of ``generate()``."""
 
     @property
     def _engine(self) -> Engine:
         return vars(self)["speculation"].engine
 
-    def generate(self, *args, reference=None, share_text=None, speculation=None, adapter_names=None, **kwargs):
+    def generate(
+        self, *args: Any, reference: Any = None, share_text: bool | None = None, speculation: Any = None,
+        adapter_names: Any = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
         """transformers' ``generate()`` with the same arguments and the same answer, in fewer steps.
 
         reference: token ids (a list or 1-D tensor, or a list of such) of texts from which the output may copy, such as
@@ -76,15 +90,15 @@ class SpeculativeMixin(FollowsGenerationConfig):
             if common is not None:
                 ids, mask, streamer, options = common
                 key = make_key(self, self._engine.runtime.device, ids, mask, options)
-                request, padding = self._engine.remembered.find(key) or (None, None)
-                prompt = None if request is None else read_prompt(ids, mask, padding)
-                if prompt is not None:
-                    return self._generate_as_before(request, prompt, ids.device, streamer)
+                found = self._engine.remembered.find(key)
+                if found is not None and (prompt := read_prompt(ids, mask, found[1])) is not None:
+                    return self._generate_as_before(found[0], prompt, ids.device, streamer)
             check_options(self.generation_config, kwargs)
             self._engine.refuse_changes()
             if kwargs.get("cache_implementation") == "paged":  # calls generate_batch(), and drops some options
                 self._engine.step_aside("cache_implementation='paged'")
-                return type(self._engine.original).generate(self._engine.original, *args, **kwargs)
+                own: Any = type(self._engine.original)
+                return own.generate(self._engine.original, *args, **kwargs)
             self._engine.looped = False
             # A loop of the user's own may call what waits for rounds.
             key, lent = (None, self._engine.turns.lent()) if has_own_loop else (key, nullcontext())
@@ -100,15 +114,16 @@ class SpeculativeMixin(FollowsGenerationConfig):
         lines = [super().extra_repr(), f"speculation={vars(self).get('speculation')!r}"]
         return "\n".join(filter(None, lines))
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
         """Copies and pickles are of the original, which becomes speculative again."""
         return copies.rebuild, (self._engine.rebuild, self._engine.original, followed(self).own())
 
     @_in_turn
     def _sample(
-        self, input_ids, logits_processor, stopping_criteria, generation_config,
-        synced_gpus=False, streamer=None, **model_kwargs,
-    ):  # fmt: skip
+        self, input_ids: Tensor, logits_processor: LogitsProcessorList, stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig, synced_gpus: bool = False, streamer: BaseStreamer | None = None,
+        **model_kwargs: Any,
+    ) -> Any:  # fmt: skip
         """transformers' loop for greedy decoding and sampling: its arguments, and what it returns."""
         engine, config = self._engine, generation_config
         engine.looped = True
@@ -134,7 +149,7 @@ class SpeculativeMixin(FollowsGenerationConfig):
 
         # Run rounds until every row has ended.
         engine.agreement.reach(asked(prompt, config, logits_processor, stopping_criteria))
-        if past is None and cache is not None and cache.get_seq_length() > 0:
+        if past is None and cache is not None and cache.get_seq_length() > 0 and engine.cache_layout is not None:
             past = read_cache(cache, prompt.padding, engine.cache_layout)
         adapters = engine.row_adapters(len(prompt.tokens), config.num_return_sequences or 1)
         engine.remembered.keep(self, prompt, request)
@@ -147,11 +162,12 @@ class SpeculativeMixin(FollowsGenerationConfig):
             self._extend_cache(cache, call, prompt, answer)
         if not config.return_dict_in_generate:
             return answer.sequences()
-        return GenerateDecoderOnlyOutput(
-            sequences=answer.sequences(), scores=answer.scores, logits=answer.logits, **{CACHE: cache}
-        )
+        told: dict[str, Any] = {"scores": answer.scores, "logits": answer.logits, CACHE: cache}
+        return GenerateDecoderOnlyOutput(**told | {"sequences": answer.sequences()})
 
-    def _generate_as_before(self, request: Request, prompt: Prompt, device: torch.device, streamer) -> Tensor:
+    def _generate_as_before(
+        self, request: Request, prompt: Prompt, device: torch.device, streamer: BaseStreamer | None
+    ) -> Tensor:
         """`generate` without transformers' preparation. request: remembered from an earlier call; see `Remembered`."""
         engine = self._engine
         on_gpu = engine.runtime.on_gpu
@@ -166,7 +182,8 @@ class SpeculativeMixin(FollowsGenerationConfig):
         return answer.sequences()
 
     def _run(
-        self, request: Request, prompt: Prompt, adapters: list[Loaded] | None, streamer, device: torch.device, **more
+        self, request: Request, prompt: Prompt, adapters: list[Loaded] | None, streamer: BaseStreamer | None,
+        device: torch.device, **more: Any,
     ) -> tuple[Call, Answer]:  # fmt: skip
         """Run rounds until every row has ended. device: gets the answer. more: arguments of `Call`."""
         engine, ranks = self._engine, self._engine.options.ranks
@@ -206,22 +223,23 @@ class SpeculativeMixin(FollowsGenerationConfig):
                 **({"logits_to_keep": 1} if self._supports_logits_to_keep() else {}),
             )  # fmt: skip
 
-    def _beam_search(self, *args, **kwargs):
+    def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
         self._engine.looped = True
         self._engine.step_aside("num_beams")
         return super()._beam_search(*args, **kwargs)
 
     @_in_turn
-    def _assisted_decoding(self, *args, assistant_model=None, **kwargs):
+    def _assisted_decoding(self, *args: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
         """`_sample` with the draft that the call names; transformers' own loop for a draft that is not served."""
         engine = self._engine
         called = CalledDraft.of(kwargs["generation_config"], assistant_model, kwargs)
-        model = self if called.is_that_of(engine) else model_for(called, engine)
+        model: Any = self if called.is_that_of(engine) else model_for(called, engine)
         engine.looped = True
         if model is None:
             engine.step_aside(called.argument)
             # Early exit changes the config for a while, and the original may be changed.
-            return engine.original._assisted_decoding(*args, assistant_model=assistant_model, **kwargs)
+            original: Any = engine.original
+            return original._assisted_decoding(*args, assistant_model=assistant_model, **kwargs)
         for name in ("inputs_tensor", "assistant_tokenizer", "tokenizer"):
             kwargs.pop(name, None)
         if model is self:

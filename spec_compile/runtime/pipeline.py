@@ -5,6 +5,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,12 +19,13 @@ from .prompt import Past, Prompt
 from .request import Request, Sequence
 from .round import STEP_COST, chunks
 from .runtime import Runtime
-from .session import Session, StepKind
+from .session import Kind, Session, StepKind
 from .state import MOST_LATE
 from .verify.host import HostAcceptor
 from .verify.sample import NO_PROBABILITIES, DrawInRound
 
 log = logging.getLogger("spec_compile")
+S = TypeVar("S", bound=Sequence)
 
 AHEAD = 2  # rounds in flight on a GPU
 
@@ -45,7 +47,7 @@ def check_gained(outcome: Outcome, embedded: int) -> None:
 
 
 @dataclass
-class InFlightRound:
+class InFlightRound(Generic[S]):
     """A round that was launched over `nodes` nodes of each row.
 
     drafted: how many of them every tree has, the root included; None if each outcome tells.
@@ -60,13 +62,13 @@ class InFlightRound:
     kind: StepKind
     nodes: int
     drafted: int | None
-    sequences: list[tuple[int, Sequence]]
+    sequences: list[tuple[int, S]]
     groups: dict[int, Group]
     read: Callable[[], list[list[int]]]
     seconds: float
 
 
-class RoundPipeline:
+class RoundPipeline(Generic[S]):
     """Launches rounds, and gives their outcomes to the policies of tree sizes and the statistics.
 
     trace: collects the tokens that each row gains in each round, for `Stats.trace`; None keeps none.
@@ -80,7 +82,7 @@ class RoundPipeline:
         # Nodes of the rows' trees when the round launched last has ended, if they have one size; 1 without trees.
         self.pending = plan.nodes
         self.late = 0  # most tokens that the drafter is late by when that round has ended
-        self._rounds: deque[InFlightRound] = deque()
+        self._rounds: deque[InFlightRound[S]] = deque()
         self._collected: float | None = None  # the time of the last `collect`, if another round was under way then
         self._digest = 0  # a hash of all outcomes so far, which is equal on all ranks
 
@@ -92,13 +94,13 @@ class RoundPipeline:
         """Nodes of all rounds under way."""
         return sum(in_flight.nodes for in_flight in self._rounds)
 
-    def may_launch(self, sequences: list[Sequence], on_host: bool) -> bool:
+    def may_launch(self, sequences: list[S], on_host: bool) -> bool:
         """True if one more round may begin. on_host: the host chooses its tokens, so that rounds do not overlap."""
         ahead = AHEAD if self.runtime.on_gpu and not on_host else 1
         return len(self._rounds) < min(ahead, max(sequence.room for sequence in sequences))
 
     def launch(
-        self, session: Session, kind: StepKind, sequences: list[Sequence], longest: int,
+        self, session: Session, kind: StepKind, sequences: list[S], longest: int,
         begin: Callable[[int, int], Callable[[], list[list[int]]]], nodes: int | None = None,
     ) -> None:  # fmt: skip
         """Begin a round.
@@ -108,7 +110,7 @@ class RoundPipeline:
         nodes: None leaves the number to the policy.
         """
         # Its size, which the first rank chooses.
-        choose = (lambda: [nodes]) if nodes else lambda: [self._choose_nodes(session.policies[kind], sequences)]
+        choose = lambda: [nodes or self._choose_nodes(session.policies[kind], sequences)]  # noqa: E731
         (nodes,) = self.runtime.options.ranks.lead(choose, check=self._digest)
         max_kv_len = session.max_kv_len(longest + nodes)  # guard: slots-of-attention
         now = self._now()
@@ -138,7 +140,7 @@ class RoundPipeline:
             session.catch_up(size, session.max_kv_len(longest + size))
             self.late = 0
 
-    def collect(self) -> tuple[InFlightRound, list[tuple[Sequence, Outcome]]]:
+    def collect(self) -> tuple[InFlightRound[S], list[tuple[S, Outcome]]]:
         """Wait for the oldest round. Returns it with the outcomes of the sequences that go on."""
         in_flight, now = self._rounds.popleft(), self._now()
         if self._collected is not None:
@@ -151,7 +153,7 @@ class RoundPipeline:
             (sequence, unpack(rows[row])) for row, sequence in in_flight.sequences if not sequence.is_over
         ]
 
-    def learn(self, in_flight: InFlightRound, outcomes: list[tuple[Sequence, Outcome]]) -> None:
+    def learn(self, in_flight: InFlightRound[S], outcomes: list[tuple[S, Outcome]]) -> None:
         """Give a round's outcomes to its policy and the statistics."""
         # Until now `count` and `confidence` belong to the verified trees.
         policy = in_flight.session.policies[in_flight.kind]
@@ -177,7 +179,7 @@ class RoundPipeline:
         stats.trace = [] if self.trace is None else self.trace  # another call may have put its own there
         stats.count_round(in_flight.nodes, gained, len(outcomes))
 
-    def group(self, sequence: Sequence) -> Group:
+    def group(self, sequence: S) -> Group:
         """The group of a row's newest tree that the host knows.
 
         A part of a tree expects fewer drafts than all of it, so that parts count as other confidences: a tree of 16
@@ -189,7 +191,7 @@ class RoundPipeline:
         confidence = sequence.confidence + (MAX_NODES if is_part else 0)
         return Group(sequence.loaded.number, confidence if sequence.count > 1 else NO_TREE)
 
-    def _choose_nodes(self, policy: DraftBudget, sequences: list[Sequence]) -> int:
+    def _choose_nodes(self, policy: DraftBudget, sequences: list[S]) -> int:
         """Nodes of the next round: by the trees themselves, unless only the GPU knows them."""
         most = min(max(sequence.most_nodes for sequence in sequences), policy.sizes[-1])
         if most == 1 or self.runtime.guard.error is not None:
@@ -197,7 +199,7 @@ class RoundPipeline:
         known = [sequence for sequence in sequences if sequence.count is not None]
         groups, counts = [self.group(sequence) for sequence in known or sequences], None
         if len(known) == len(sequences):
-            counts = [min(sequence.count, sequence.most_nodes) for sequence in known]
+            counts = [min(each.count, each.most_nodes) for each in sequences if each.count is not None]
         nodes = policy.choose(groups, counts, [in_flight.nodes for in_flight in self._rounds])
         return min(nodes, next(size for size in policy.sizes if size >= most))
 
@@ -252,7 +254,7 @@ class Call:
     def start(self, runtime: Runtime, session: Session) -> None:
         """Process the prompts, and propose the first trees."""
         self.runtime, self.session, state, drafter = runtime, session, session.state, session.drafter
-        self._pipeline = RoundPipeline(runtime, trace=[])
+        self._pipeline = RoundPipeline[Sequence](runtime, trace=[])
         request, sequences, prompts = self.request, self.sequences, self.prompts
         if max(map(len, prompts)) >= session.capacity:
             self._grow(0)
@@ -266,7 +268,7 @@ class Call:
 
         # The rows of this call.
         eos = [token for token in request.eos if 0 <= token < runtime.verify.vocab_size]
-        offsets = [{}] * state.batch
+        offsets: list[dict[str, int]] = [{}] * state.batch
         if state.position_offsets is not None:
             offsets = [{"position_offsets": offset} for offset in self._position_offsets or [0] * state.batch]
         for sequence, offset in zip(sequences, offsets):
@@ -314,7 +316,7 @@ class Call:
             pipeline.launch(session, self._kind, active, longest, self._begin, nodes)
             session.late = pipeline.late
 
-    def _begin(self, nodes: int, max_kv_len: int):
+    def _begin(self, nodes: int, max_kv_len: int) -> Callable[[], list[list[int]]]:
         """The `begin` of `RoundPipeline.launch`."""
         logits, self._first_logits = self._first_logits, None
         return self.session.launch(self.acceptor, nodes, max_kv_len, logits)
@@ -372,7 +374,9 @@ class Call:
             sizes = policy.sizes if policy.adaptive else policy.sizes[-1:]
             sizes = sizes if self.runtime.on_gpu else tuple({*sizes[:1], sizes[-1]})  # a CPU compiles others later
             sizes = sizes if self.sequences[0].most_nodes > 1 else (1,)
-        kinds = (StepKind.LOOK, StepKind.FINISH) if self.is_on_host else (self.acceptor or StepKind.ROUND,)
+        kinds: tuple[Kind, ...] = (StepKind.LOOK, StepKind.FINISH)
+        if not isinstance(self.acceptor, HostAcceptor):
+            kinds = (self.acceptor or StepKind.ROUND,)
         proposal = session.proposal_steps() if self._first_logits is None else []
         prompts = session.prompt_steps(prompt_sizes) if prompt_sizes else []
         session.make([*((kind, nodes) for nodes in sizes for kind in kinds), *proposal, *prompts])
@@ -418,7 +422,6 @@ class Call:
 
     def _chunks(self, tokens: int) -> list[int]:
         """Sizes of the prefill steps for `tokens` tokens of each prompt; see `round.chunks`."""
-        config, sizes = self.request.config, self.session.prefill_sizes
-        limit = None if config is None else config.prefill_chunk_size
-        sizes = [size for size in sizes if size <= (limit or size)] or sizes[-1:]
+        limit, all_sizes = self.request.config.prefill_chunk_size, self.session.prefill_sizes
+        sizes = tuple(size for size in all_sizes if size <= (limit or size)) or all_sizes[-1:]
         return [*chunks(tokens, sizes, STEP_COST[self.runtime.device.type])]

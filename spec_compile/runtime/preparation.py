@@ -48,14 +48,16 @@ def check_options(default: GenerationConfig | None, options: dict[str, Any]) -> 
         for name in NUMBERS:
             if (value := values.get(name)) is None:
                 continue
-            if not isinstance(value, (Number, Tensor)):
+            is_number = isinstance(value, (Number, Tensor))
+            if not is_number:
                 raise TypeError(f"{name}: expected a number, got {type(value).__name__} ({value!r})")
             most = LONGEST if name in LENGTHS else MOST_ROWS if name == "num_return_sequences" else None
             if most is not None and not value <= most:  # NaN is refused, too  # guard: longest-text
                 raise ValueError(f"{name}: expected at most {most}, got {value}")
         for name in TOKENS:
             for token in _tokens(values.get(name)):
-                if not isinstance(token, Number):
+                is_number = isinstance(token, Number)
+                if not is_number:
                     raise TypeError(f"{name}: expected token ids, got {type(token).__name__} ({token!r})")
                 if abs(token) > torch.iinfo(torch.int64).max:
                     raise ValueError(f"{name}: expected token ids of 64 bits, got {token}")
@@ -167,7 +169,7 @@ def model_for(called: CalledDraft, engine: "Engine") -> PreTrainedModel | None:
         options = {name: value for name, value in options.items() if name not in OF_ONE_DRAFT}
         try:
             model = engine.speculate(engine.original, called.algo, **options, **called.options)
-            model.speculation.engine.runtime.stats = engine.runtime.stats
+            vars(model)["speculation"].engine.runtime.stats = engine.runtime.stats
         except (TypeError, ValueError) as error:
             log.info("%s: the draft is not served: %s", called.argument, error)
             model = None
@@ -243,9 +245,9 @@ class Remembered:
     def find(self, key: Key | None) -> tuple[Request, int | None] | None:
         """The request of this key, if it is kept, and the token from which transformers infers a missing mask, if it
         does."""
-        found = self._kept.get(key)
-        if found is not None:
-            self._kept.move_to_end(key)
+        if key is None or (found := self._kept.get(key)) is None:
+            return None
+        self._kept.move_to_end(key)
         return found
 
     @contextmanager
@@ -257,7 +259,7 @@ class Remembered:
         finally:
             self.awaited = before
 
-    def keep(self, model, prompt: Prompt, request: Request) -> None:
+    def keep(self, model: object, prompt: Prompt, request: Request) -> None:
         """Keep the request of the `awaited` key, if later calls may use it."""
         key, self.awaited = self.awaited, None
         config, processors = request.config, request.processors
@@ -286,7 +288,7 @@ class Remembered:
             self._kept.popitem(last=False)
 
 
-def make_key(model, device: torch.device, ids: Tensor, mask: Tensor | None, options: dict) -> Key | None:
+def make_key(model: Any, device: torch.device, ids: Tensor, mask: Tensor | None, options: dict) -> Key | None:
     """All values that transformers reads to prepare a call of `model`; None if it must prepare the call itself.
 
     device: the model's device. options: the other arguments of the call.
@@ -333,7 +335,7 @@ def _has_options_alone(config: GenerationConfig) -> bool:
     )
 
 
-def asked(prompt: Prompt, generation_config, processors: list, criteria: list) -> dict[str, Any]:
+def asked(prompt: Prompt, generation_config: GenerationConfig, processors: list, criteria: list) -> dict[str, Any]:
     """The parts of one call, by name, that ranks have to agree on."""
     options = {name: value for name, value in vars(generation_config).items() if not name.startswith("_")}
     return {

@@ -1,11 +1,12 @@
 """`Prompt`: the rows to be continued. `Past`: what a cache, or the model's own forward, already has of them."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, cache_utils
+from transformers import GenerationConfig, PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     Cache,
     DynamicIndexedLayer,
@@ -24,6 +25,10 @@ from ..compat import CACHE, STATES
 from ..graph import ModelGraph
 from ..kernels.ops import as_read
 from ..passes.outputs import FINAL
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .state import State
 
 # Arguments of the model's forward that our loop reads.
 SERVED_ARGUMENTS = {
@@ -71,7 +76,8 @@ class Prompt:
 
     @classmethod
     def of(
-        cls, input_ids: Tensor, generation_config, model_kwargs: dict, placeholders: frozenset[int] = frozenset()
+        cls, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict,
+        placeholders: frozenset[int] = frozenset(),
     ) -> "Prompt":  # fmt: skip
         """The prompts of a call of ``_sample``.
 
@@ -87,7 +93,8 @@ class Prompt:
         mask = None if mask is None else mask.cpu()
         batch, id_width = ids.shape
         width = _width(id_width, generation_config, model_kwargs) if embeds is None else embeds.shape[1]
-        padding, offsets = [0] * batch, [0] * batch
+        padding = [0] * batch
+        offsets: list[int] | None = [0] * batch
         if mask is not None:
             seen = mask.to(torch.int64)
             is_left_padded = False
@@ -127,7 +134,7 @@ def _check_ids(input_ids: Tensor, embeds: Tensor | None) -> None:
         raise ValueError(f"input_ids: expected [batch, at least one token], got shape {tuple(input_ids.shape)}")
 
 
-def _width(id_width: int, generation_config, model_kwargs: dict) -> int:
+def _width(id_width: int, generation_config: GenerationConfig, model_kwargs: dict) -> int:
     """Positions of every row: the width of the mask, or without one of the ids or the cache.
 
     The ids are either all tokens, or those after the cache; else ValueError.
@@ -217,7 +224,7 @@ def cache_among(model_kwargs: dict) -> Cache | None:
     return None if has_only_states else cache
 
 
-def is_plain(cache) -> bool:
+def is_plain(cache: Any) -> bool:
     """True if `cache` is transformers' own and holds keys and values unchanged."""
     return (
         isinstance(cache, Cache)
@@ -243,33 +250,34 @@ def layout_of(model: PreTrainedModel, graph: ModelGraph) -> Layout | None:
     cache = getattr(model(input_ids=ids, use_cache=True), CACHE, None)
     if not isinstance(cache, Cache) or not is_plain(cache):
         return None
-    attention = [number for number, layer in enumerate(cache.layers) if getattr(layer, "keys", None) is not None]
+    cached: list[Any] = cache.layers  # keys and values or states, by the class of a layer
+    attention = [number for number, layer in enumerate(cached) if getattr(layer, "keys", None) is not None]
     if not attention or len(attention) != len(graph.layers):
         return None
     for number, spec in zip(attention, graph.layers):
-        keys, values = cache.layers[number].keys, cache.layers[number].values
+        keys, values = cached[number].keys, cached[number].values
         sizes = (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3])
         if sizes != ((spec.kv_heads, spec.key_dim), (spec.kv_heads, spec.value_dim)):
             return None
     states = [
         (number, part)
-        for number, layer in enumerate(cache.layers)
+        for number, layer in enumerate(cached)
         if type(layer) in RECURRENT
         for part in (CONVOLUTIONS, RECURRENCES)
         if getattr(layer, part)[0] is not None
     ]
     if len(states) != len(graph.recurrences):
         return None
-    for (number, part), spec in zip(states, graph.recurrences):
-        if (part == CONVOLUTIONS) != (spec.kind == "convolution"):
+    for (number, part), recurrence in zip(states, graph.recurrences):
+        if (part == CONVOLUTIONS) != (recurrence.kind == "convolution"):
             return None
-        if tuple(_as_ours(cache.layers[number], spec.kind).shape[1:]) != spec.state:
+        if tuple(_as_ours(cached[number], recurrence.kind).shape[1:]) != recurrence.state:
             return None
     kinds = [spec.kind for spec in graph.recurrences]
     return Layout(tuple(attention), tuple((number, kind) for (number, _), kind in zip(states, kinds)))
 
 
-def _as_ours(layer, kind: str) -> Tensor:
+def _as_ours(layer: Any, kind: str) -> Tensor:
     """The state of a recurrence of this kind in a layer of transformers' cache, [B, ...] as `cache.States` has it.
 
     There the inputs of a convolution are the last dimension, and Mamba-2's state has its two sizes swapped.
@@ -286,7 +294,7 @@ def read_cache(cache: Cache, padding: list[int], layout: Layout) -> Past:
     Raises ValueError if the cache is for another batch size.
     """
     length = int(cache.get_seq_length())
-    attention = [cache.layers[number] for number in layout.attention]
+    attention: list[Any] = [cache.layers[number] for number in layout.attention]
     batch = attention[0].keys.shape[0]
     if batch != len(padding):
         raise ValueError(f"{CACHE}: expected a cache of batch size {len(padding)}, got {batch}")
@@ -298,14 +306,14 @@ def read_cache(cache: Cache, padding: list[int], layout: Layout) -> Past:
     return Past(layers, states, length, padding)
 
 
-def are_states_behind(state, padding: list[int], length: int) -> bool:
+def are_states_behind(state: "State", padding: list[int], length: int) -> bool:
     """True if all rows' states have seen `length` positions, or there are none."""
     if not state.kv.states.kinds:
         return True
     return [tokens + pad for tokens, pad in zip(state.lengths.tolist(), padding)] == [length] * len(padding)
 
 
-def extend_cache(cache: Cache, state, padding: list[int], length: int, layout: Layout) -> None:
+def extend_cache(cache: Cache, state: "State", padding: list[int], length: int, layout: Layout) -> None:
     """Add to `cache` the positions before `length` that it lacks, from the slots of `state`, and the states.
 
     Row b lies ``padding[b]`` positions further right in the cache, whose padding is zero: with padding [0, 2] the slots
@@ -315,14 +323,15 @@ def extend_cache(cache: Cache, state, padding: list[int], length: int, layout: L
     if length <= begin:
         return
     for layer, number in enumerate(layout.attention):
-        added = []
+        added = list[Tensor]()
         for slots in as_read(*state.kv.layer(layer), length, state.dtype):
             block = slots.new_zeros(slots.shape[0], slots.shape[1], length - begin, slots.shape[3])
             for row, pad in enumerate(padding):
                 first = max(begin, pad)
                 block[row, :, first - begin :] = slots[row, :, first - pad : length - pad]
             added.append(block)
-        cache.update(*added, number)
+        keys, values = added
+        cache.update(keys, values, number)
     for recurrence, (number, kind) in enumerate(layout.states):
         after, _ = state.kv.states[recurrence]
         if kind == "convolution":
@@ -332,8 +341,9 @@ def extend_cache(cache: Cache, state, padding: list[int], length: int, layout: L
 
 
 def own_prefill(
-    model, prompt: "Prompt", input_ids: Tensor, generation_config, model_kwargs: dict, taps: tuple[int, ...]
-) -> tuple[Cache, Past]:
+    model: Any, prompt: "Prompt", input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict,
+    taps: tuple[int, ...],
+) -> tuple[Cache, Past]:  # fmt: skip
     """Process prompts by the forward of `model`, which speculates, with the arguments of ``_sample``.
 
     The last tokens are left to the first round, unless one stands for a picture, or there are embeddings or a cache.
@@ -350,8 +360,9 @@ def own_prefill(
     if FINAL in taps and "logits_to_keep" in kwargs:
         kwargs["logits_to_keep"] = 0  # the tap of the last layer needs every token
     is_tapped = has_all_tokens and bool(taps)
-    runner = shared_copy(engine.original) if is_tapped else model
-    with tapped(runner, taps) if is_tapped else nullcontext([]) as features:
+    runner: Any = shared_copy(engine.original) if is_tapped else model
+    tap: AbstractContextManager[list[Tensor]] = tapped(runner, taps) if is_tapped else nullcontext([])
+    with tap as features:
         output = runner._prefill(input_ids, generation_config, kwargs)
     cache = getattr(output, CACHE)
     past = read_cache(cache, prompt.padding, engine.cache_layout)
@@ -360,8 +371,8 @@ def own_prefill(
     return cache, past
 
 
-def unserved(engine, prompt: Prompt, generation_config, model_kwargs: dict) -> str | None:
-    """The first wish that only transformers' own loop fulfils, or None. engine: an `Engine`."""
+def unserved(engine: "Engine", prompt: Prompt, generation_config: GenerationConfig, model_kwargs: dict) -> str | None:
+    """The first wish that only transformers' own loop fulfils, or None."""
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         return "torch.autocast"
     if generation_config.return_dict_in_generate:
@@ -403,11 +414,11 @@ def unserved(engine, prompt: Prompt, generation_config, model_kwargs: dict) -> s
     if states is not None and states is not cache and is_asked_for:
         return f"{STATES} (of a model without attention)"
     types = [model_kwargs[name] for name in sorted(TOKEN_TYPES & model_kwargs.keys()) if is_reader]
-    cached = cache.get_seq_length() if is_filled else 0
+    cached = cache.get_seq_length() if cache is not None and is_filled else 0
     if not prompt.has_pictures and any(each is not None and each[..., cached:].any() for each in types):
         return "token_type_ids (of pictures that are not there)"
     served = SERVED_ARGUMENTS | (PICTURES | TOKEN_TYPES if is_reader else set())
-    no_pictures = {"mm_encoder_outputs": {}}  # tells a model that reads pictures that there are none
+    no_pictures: dict[str, Any] = {"mm_encoder_outputs": {}}  # tells a model that reads pictures that there are none
     others = ((name, value) for name, value in model_kwargs.items() if name not in served)
     others = ((name, value) for name, value in others if value is not None)
     return next((name for name, value in others if name not in no_pictures or value != no_pictures[name]), None)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 
 from ..capture.loras import NO_ADAPTER, Loaded
 from ..errors import check_int
@@ -22,6 +23,9 @@ from .verify import Route, choose_route
 from .verify.processors import MINIMA, is_known
 
 CRITERIA_IN_ROUND = {"MaxLengthCriteria", "EosTokenCriteria"}  # stopping criteria that a round checks by itself
+
+
+OwnPrefill = Callable[[tuple[int, ...]], tuple[Past, int]]  # see `Request.process`
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,8 @@ class Request:
     longest: int
     shortest: int = 0
     eos: list[int] = field(default_factory=list)
-    config: GenerationConfig | None = None
-    processors: LogitsProcessorList | None = None
+    config: GenerationConfig = field(default_factory=GenerationConfig)
+    processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
     route: Route = Route.GREEDY_IN_ROUND
     pad: int | None = None
     criteria: StoppingCriteriaList | None = None
@@ -69,7 +73,7 @@ class Request:
     returns_logprobs: bool = False
     cache_salt: str = ""
     client: str = ""
-    process: Callable[[tuple[int, ...]], tuple[Past, int]] | None = None
+    process: OwnPrefill | None = None
 
     @classmethod
     def of(
@@ -77,8 +81,11 @@ class Request:
         criteria: StoppingCriteriaList, device: torch.device,
     ) -> "Request":  # fmt: skip
         """Read the arguments of transformers' loop; ValueError if rows may end before others and no padding is set."""
-        eos = next((c.eos_token_id.tolist() for c in criteria if type(c).__name__ == "EosTokenCriteria"), [])
-        has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        ends = [each for each in criteria if hasattr(each, "eos_token_id")]
+        eos: list[int] = next(
+            (each.eos_token_id.tolist() for each in ends if type(each).__name__ == "EosTokenCriteria"), []
+        )
+        has_eos = bool(ends)
         pad = config._pad_token_tensor if has_eos else None
         if pad is None and has_eos:
             raise ValueError("If `eos_token_id` is defined, make sure that `pad_token_id` is defined.")
@@ -105,15 +112,13 @@ class Request:
         return replace(self, shortest=shortest, longest=width + self.longest, **changes)
 
     def answer(
-        self, ids: Tensor, streamer=None, device: torch.device | None = None, ranks: Alone = ALONE,
-        keep_logprobs: bool = False,
+        self, ids: Tensor, streamer: BaseStreamer | None = None, device: torch.device | None = None,
+        ranks: Alone = ALONE, keep_logprobs: bool = False,
     ) -> Answer:  # fmt: skip
         """An empty answer to prompts `ids` [B, W] int64. device: gets the results. keep_logprobs: see `Answer`."""
-        criteria = self.criteria
-        if criteria is not None and ranks.size > 1:  # only the first rank calls them, for all
-            criteria = lambda ids, scores: torch.tensor(  # noqa: E731
-                ranks.lead(lambda: self.criteria(ids, scores).tolist())
-            )
+        criteria: Callable[..., Tensor] | None = self.criteria
+        if (called := self.criteria) is not None and ranks.size > 1:  # only the first rank calls them, for all
+            criteria = lambda ids, scores: torch.tensor(ranks.lead(lambda: called(ids, scores).tolist()))  # noqa: E731
         returns = bool(self.config.return_dict_in_generate)
         return Answer(
             ids, self.longest, self.eos, self.pad, criteria, streamer, returns and bool(self.config.output_scores),
@@ -188,5 +193,5 @@ def from_now(criterion: Callable) -> Callable:
     """The criterion; a copy that begins now if it has a time limit that has not begun."""
     if getattr(criterion, "initial_timestamp", ...) is None:
         criterion = copy.copy(criterion)
-        criterion.initial_timestamp = time.time()
+        vars(criterion)["initial_timestamp"] = time.time()
     return criterion

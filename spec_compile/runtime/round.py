@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from ..drafting import Drafter
 from ..graph import ModelGraph
 from ..outcome import pack
 from ..tree import MAX_NODES, Accepted, Tree, ancestry
@@ -53,8 +54,10 @@ class Round(nn.Module):
     compiled by itself (see `compiled_steps`).
     """
 
+    verify: nn.Module
+
     def __init__(
-        self, graph: ModelGraph, drafter: nn.Module, state: State, guard: DraftGuard, nodes: int | None,
+        self, graph: ModelGraph, drafter: Drafter, state: State, guard: DraftGuard, nodes: int | None,
         next_nodes: int | None,
     ):  # fmt: skip
         """nodes: None if each call gives the number. next_nodes: of the trees that it proposes, None for whole ones; 1
@@ -97,9 +100,13 @@ class Round(nn.Module):
         self, logits: Tensor, tree: tuple[Tensor, ...], ancestors: Tensor, depth: Tensor, features: list[Tensor],
         max_kv_len: int,
     ) -> Tensor:  # fmt: skip
-        return self._finish(tree, depth, *self.accept(logits, tree, ancestors, depth), features, max_kv_len)
+        path, tokens, count = self.accept(logits, tree, ancestors, depth)
+        return self._finish(tree, depth, path, tokens, count, features, max_kv_len)
 
-    def _finish(self, tree, depth, path, tokens, count, features, max_kv_len) -> Tensor:
+    def _finish(
+        self, tree: tuple[Tensor, ...], depth: Tensor, path: Tensor, tokens: Tensor, count: Tensor,
+        features: list[Tensor], max_kv_len: int,
+    ) -> Tensor:  # fmt: skip
         gained = self.settle(path, tokens, count, features, max_kv_len)
         if self.proposes:
             few = () if self.next_nodes is None else (self.next_nodes,)
@@ -136,7 +143,9 @@ class Round(nn.Module):
 class Prefill(nn.Module):
     """Processes a chunk of the prompts, except the last token, which is the root of the first tree."""
 
-    def __init__(self, graph: ModelGraph, drafter: nn.Module, state: State, guard: DraftGuard):
+    model: nn.Module
+
+    def __init__(self, graph: ModelGraph, drafter: Drafter, state: State, guard: DraftGuard):
         super().__init__()
         self.model, self.drafter, self.state, self.guard = graph.gm, drafter, state, guard
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,9 @@ from .round import PREFILL_SIZES
 from .runtime import Runtime
 from .state import LATE_SIZES, State
 from .verify.sample import DrawInRound
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE as Pool
 
 SAMPLERS = 32  # number of rounds that draw to keep, the newest ones
 TRIALS = 5  # runs of a step; the shortest is its cost
@@ -65,6 +69,8 @@ class Session:
     made: the steps so far, oldest first.
     """
 
+    pool: "Pool | None"
+
     def __init__(self, runtime: Runtime, batch: int, capacity: int | None = None, larger: "Session | None" = None):
         """capacity: None gives `Runtime.capacity`. larger: a session whose first rows this one shares."""
         # The buffers.
@@ -85,14 +91,14 @@ class Session:
         self.prefill_seconds: dict[int, float] = {}
         hindsight, rows = None if runtime.on_gpu else Hindsight(self.state), (batch, KNEES[runtime.device.type])
 
-        def policy(kind: StepKind) -> DraftBudget:
+        def budget(kind: StepKind) -> DraftBudget:
             if plan.is_whole:
                 sizes = [*self._few_nodes(), plan.nodes] if plan.nodes > 1 else []
                 record = runtime.records[kind.value]
                 return WholeTreeBudget(sizes, runtime.options.adaptive, *rows, record, plan.next_nodes)
             return VaryingTreeBudget(runtime.sizes, plan.sizes == "adaptive", *rows, hindsight=hindsight)
 
-        self.policies = {kind: policy(kind) for kind in (StepKind.ROUND, StepKind.LOOK)}
+        self.policies = {kind: budget(kind) for kind in (StepKind.ROUND, StepKind.LOOK)}
         if larger is not None:
             for policy in self.policies.values():
                 policy.share(larger.policies[StepKind.ROUND])
@@ -193,7 +199,7 @@ class Session:
     def get(self, kind: Kind, nodes: int = 0) -> Callable:
         """A step as a function, made on first use. On a GPU it is a captured graph, except a PREFILL of any size.
 
-        nodes: those of a round; the one size of a PREFILL, or 0 for any size; the size of a CATCH_UP.
+        nodes: the nodes of a round; the one size of a PREFILL, or 0 for any size; the size of a CATCH_UP.
         """
         if self._only_asks:
             return self._function(kind, nodes)
@@ -285,7 +291,7 @@ class Session:
         return self.runtime.cold_start is not None and self.runtime.cold_start.only_asks
 
     def _is_captured(self, kind: Kind, nodes: int) -> bool:
-        sizes = {StepKind.PREFILL: nodes, StepKind.CATCH_UP: self._prefill_key(nodes)}
+        sizes: dict[Kind, int] = {StepKind.PREFILL: nodes, StepKind.CATCH_UP: self._prefill_key(nodes)}
         return self.captures and sizes.get(kind, 1) > 0
 
     def _compile_kernels(self, steps: list[tuple[Kind, int]]) -> None:
@@ -302,8 +308,9 @@ class Session:
     def _make(self, kind: Kind, nodes: int) -> Callable:
         """Make, try, capture and measure a step, without a trace."""
         runtime, captures = self.runtime, self._is_captured(kind, nodes)
-        draws = isinstance(kind, DrawInRound)
-        if not (captures or draws) and (runtime.cold_start is not None or not runtime.options.compile):
+        if not (captures or isinstance(kind, DrawInRound)) and (
+            runtime.cold_start is not None or not runtime.options.compile
+        ):
             return self._function(kind, nodes)
         name = f"{kind.value}_b{self.batch}" + (f"_n{nodes}" if nodes else "")
         runtime.say(f"compiling {name}")
@@ -313,11 +320,11 @@ class Session:
             step(*arguments)
             if captures:
                 step = self._capture(step, arguments)
-            if kind in self.policies:
-                self._measure(kind, {nodes: step})
-            elif draws:
+            if isinstance(kind, DrawInRound):
                 seconds = min(self._seconds(step, arguments) for _ in range(TRIALS))
                 self.policies[StepKind.LOOK].costs.measured[nodes] = seconds
+            elif kind in self.policies:
+                self._measure(kind, {nodes: step})
             elif kind in SWITCH and captures:
                 self._switch[kind] = min(self._seconds(step, arguments) for _ in range(TRIALS))
                 for policy in self.policies.values():

@@ -21,11 +21,6 @@ class State(nn.Module):
     Cache slots below ``lengths[b]`` are committed, later ones never seen. The prompt [5, 8, 3] has length 2 and root 3.
     """
 
-    tree_probs: Tensor | None
-    position_offsets: Tensor | None
-
-    late_features: Tensor | None
-
     def __init__(
         self, graph: ModelGraph, batch: int, capacity: int, device: torch.device, plan: DraftPlan | None = None
     ):  # fmt: skip
@@ -39,41 +34,35 @@ class State(nn.Module):
         # `pipeline.check_gained`. None: all of them.
         self.readable = graph.embedded if graph.vocab_size > graph.embedded else None
 
-        def buffer(name, *shape, dtype=torch.int64):
-            self.register_buffer(name, torch.zeros(*shape, dtype=dtype, device=device), persistent=False)
+        def buffer(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return nn.Buffer(torch.zeros(*shape, dtype=dtype, device=device), persistent=False)
 
-        buffer("tokens", batch, capacity)
-        buffer("lengths", batch)
-        buffer("prompt_lengths", batch)
-        buffer("min_lengths", batch)  # no end-of-sequence token before a row holds this many tokens
-        buffer("max_lengths", batch)
-        buffer("finished", batch, dtype=torch.bool)
-        buffer("seed", batch)  # of the random numbers of each row, see `verify.sample.uniform`
-        buffer("numbers", batch)  # of each row among those that share its seed
-        buffer("is_eos", batch, graph.vocab_size, dtype=torch.bool)
-        buffer("tree_tokens", batch, MAX_NODES)
-        buffer("tree_parents", batch, MAX_NODES)
-        buffer("tree_count", batch)
-        buffer("most_nodes", batch)  # of its trees count, see `tree`
+        self.tokens = buffer(batch, capacity)
+        self.lengths = buffer(batch)
+        self.prompt_lengths = buffer(batch)
+        self.min_lengths = buffer(batch)  # no end-of-sequence token before a row holds this many tokens
+        self.max_lengths = buffer(batch)
+        self.finished = buffer(batch, dtype=torch.bool)
+        self.seed = buffer(batch)  # of the random numbers of each row, see `verify.sample.uniform`
+        self.numbers = buffer(batch)  # of each row among those that share its seed
+        self.is_eos = buffer(batch, graph.vocab_size, dtype=torch.bool)
+        self.tree_tokens = buffer(batch, MAX_NODES)
+        self.tree_parents = buffer(batch, MAX_NODES)
+        self.tree_count = buffer(batch)
+        self.most_nodes = buffer(batch)  # of its trees count, see `tree`
         self.most_nodes.fill_(MAX_NODES)
-        buffer("tree_confidence", batch)
-        buffer("temperature", batch, dtype=torch.float32)  # at which drafts are drawn
-        buffer("top_k", batch)  # these three: see `verify.sample.RowSettings`
-        buffer("excluded_p", batch, dtype=torch.float32)
-        buffer("min_p", batch, dtype=torch.float32)
-        if plan is not None and plan.draws:
-            buffer("tree_probs", batch, plan.nodes, graph.vocab_size, dtype=torch.float32)
-        else:
-            self.tree_probs = None
-        buffer("late", batch)  # the newest tokens with keys and values that the drafter has not observed yet
-        if plan is not None and plan.is_whole and plan.taps:
-            buffer("late_features", batch, MOST_LATE, len(plan.taps), graph.hidden_size, dtype=graph.dtype)
-        else:
-            self.late_features = None
-        if graph.shifts_positions:
-            buffer("position_offsets", batch)  # positions of a row minus its slots
-        else:
-            self.position_offsets = None
+        self.tree_confidence = buffer(batch)
+        self.temperature = buffer(batch, dtype=torch.float32)  # at which drafts are drawn
+        self.top_k = buffer(batch)  # these three: see `verify.sample.RowSettings`
+        self.excluded_p = buffer(batch, dtype=torch.float32)
+        self.min_p = buffer(batch, dtype=torch.float32)
+        size = None if plan is None or not plan.draws else (batch, plan.nodes, graph.vocab_size)
+        self.tree_probs = None if size is None else buffer(*size, dtype=torch.float32)
+        self.late = buffer(batch)  # the newest tokens with keys and values that the drafter has not observed yet
+        taps = len(plan.taps) if plan is not None and plan.is_whole else 0
+        self.late_features = buffer(batch, MOST_LATE, taps, graph.hidden_size, dtype=graph.dtype) if taps else None
+        # Positions of a row minus its slots.
+        self.position_offsets = buffer(batch) if graph.shifts_positions else None
         self.kv = Cache(graph, batch, capacity)
         self.on_gpu = device.type == "cuda"
         self._views: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
@@ -218,7 +207,7 @@ class State(nn.Module):
         self.tree_parents[:, : tokens.shape[1]] = parents
         self.tree_count.copy_(count)
         self.tree_confidence.copy_(confidence)
-        if probs is not None:
+        if probs is not None and self.tree_probs is not None:
             self.tree_probs[:, : probs.shape[1]] = probs
 
     def positions(self, offsets: Tensor) -> Tensor:

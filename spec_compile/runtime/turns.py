@@ -4,7 +4,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,7 +44,7 @@ class FairLock:
         if self._depth == 1:
             self._begin = time.perf_counter()
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._changed:
             if self._depth == 1:
                 self._quiet_since = time.perf_counter()
@@ -137,7 +137,7 @@ class FairLock:
     def is_mine(self) -> bool:
         return self._owner == threading.get_ident()
 
-    def _take(self, queue: deque, may_go) -> None:
+    def _take(self, queue: deque, may_go: Callable[[], bool]) -> None:
         """Wait until nobody has it, this thread is the first of its `queue`, and `may_go()` is True."""
         with self._changed:
             if not self.is_mine:

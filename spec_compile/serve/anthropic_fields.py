@@ -246,7 +246,7 @@ def _joined(blocks: str | list[dict]) -> str:
 
 
 def _messages(messages: list[dict]) -> list[dict]:
-    """Messages of a chat; those of one role in a row become one, as in Anthropic's API."""
+    """Messages of a chat; several of one role in a row become one, as in Anthropic's API."""
     merged: list[tuple[str, list[dict]]] = []
     for message in messages:
         role, content = message["role"], message["content"]

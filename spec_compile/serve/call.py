@@ -318,7 +318,7 @@ def _step(coroutine: Coroutine, value: Any) -> tuple[bool, Any]:
         return True, end.value
 
 
-# The choices of one HTTP request: `n` answers to each of its prompts, each with an `HttpCall` of its own.
+# The choices of one HTTP request: `n` answers to each of its prompts, each with its `HttpCall`.
 
 
 def split_choices(call: HttpCall, prompts: Sequence[tuple[dict, str | None]], most: int) -> list[HttpCall]:

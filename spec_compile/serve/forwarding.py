@@ -159,7 +159,7 @@ class PrefixMap:
         """Replicas in groups: the one that has read most of the prompt, then all others, in random order.
 
         loads: for each replica the number of its requests
-        most_ahead: a replica with so many requests more than another one does not come first
+        most_ahead: a replica with this many requests more than another one does not come first
 
         With loads {a: 5, b: 0} and a prompt that only `a` has read, the groups are [[a], [b]], and [[b, a]] or [[a, b]]
         if `most_ahead` is 4.

@@ -217,7 +217,7 @@ def has_finite_value(schema: dict) -> bool:
 
     schema: nested at most `DEEPEST` deep
 
-    For example ``{"$ref": "#"}`` has none, and neither has an object that requires a property of its own schema. A list
+    For example ``{"$ref": "#"}`` has none, and neither has an object that requires a property with this schema. A list
     of itself has one, the empty list. Each round finds the references that end if those found before end.
     """
     targets = {each: _resolve(schema, each) for each in _references(schema)}

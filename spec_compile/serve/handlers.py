@@ -27,8 +27,8 @@ class ChunkStream(Stream):
     head: dict[str, str]
 
     def chunk(self, choice: HttpCall, part: dict, has_tokens: bool = True) -> dict:
-        """A chunk with a part of a choice. has_tokens: True if its log-probabilities are those of tokens since the last
-        chunk."""
+        """A chunk with a part of a choice. has_tokens: True if it has the log-probabilities of the tokens since the
+        last chunk."""
         logprobs = choice.logprobs.take() if choice.logprobs is not None and has_tokens else None
         part = {"index": choice.index} | part | ({} if logprobs is None else {"logprobs": logprobs})
         return {

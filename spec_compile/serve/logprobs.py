@@ -49,8 +49,8 @@ def check_told(call: HttpCall, top: int, tokens: int, row_tokens: int) -> None:
 class ChatLogprobs:
     """The log-probabilities of one choice of /v1/chat/completions.
 
-    A chunk of a stream has those of all tokens since the chunk before it, so tokens that add no text wait for the next
-    chunk: of the tokens "a", half of "é", the rest of "é" the first chunk has one, and the second one has two.
+    A chunk of a stream tells of all tokens since the chunk before it, so tokens that add no text wait for the next
+    chunk: with the tokens "a", half of "é", the rest of "é" the first chunk has one, and the second one has two.
     """
 
     def __init__(self, tokenizer: Any, bytes_of: Callable[[int], bytes]):
@@ -79,7 +79,7 @@ class ChatLogprobs:
         return self._chunks.popleft()
 
     def write(self, scores: list[TokenScore]) -> dict:
-        """The field of these tokens of the answer, which follow those of the last call."""
+        """The field of these tokens of the answer, which follow the last call's."""
         content = [
             self._entry(score.token, score.logprob) | {"top_logprobs": [self._entry(*each) for each in score.top]}
             for score in scores

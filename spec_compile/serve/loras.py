@@ -109,7 +109,7 @@ def find_folder(root: Path, path: str) -> Path:
 
 
 def _file(root: Path, folder: Path, name: str, most: int = LONGEST_CONFIG) -> Path | None:
-    """A regular file in a folder, links resolved; None if none of at most so many bytes is there and below `root`."""
+    """A regular file in a folder, links resolved; None if none of at most `most` bytes is there and below `root`."""
     file = (folder / name).resolve()
     return file if file.is_relative_to(root) and file.is_file() and file.stat().st_size <= most else None
 

@@ -56,7 +56,7 @@ def _ended(call: HttpCall, model: str, output: list[dict]) -> dict:
 
 
 class ResponseStream(Stream):
-    """The events of an answer: each item once, at an index of its own."""
+    """The events of an answer: each item once, at its own index."""
 
     def __init__(self, endpoint: Any, call: HttpCall):
         super().__init__(endpoint, call)

@@ -89,7 +89,7 @@ class Limits:
         if files != resource.RLIM_INFINITY and files != most:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         room = 1 << 20 if most == resource.RLIM_INFINITY else most - len(os.listdir("/proc/self/fd")) - SPARE_FILES
-        backlog = max(16, min(1024, room // 4))  # so many are accepted at once, before the first of them is seen
+        backlog = max(16, min(1024, room // 4))  # this many are accepted at once, before the first of them is seen
         room -= backlog + BESIDE
         wanted = MOST_CONNECTIONS if self.connections is None else self.connections
         if room < 1 or (self.connections is not None and wanted > room):

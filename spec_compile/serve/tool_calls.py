@@ -316,7 +316,7 @@ def read_tool_calls(fields: dict, processor: Any, model: Any) -> ToolCalls | Non
 def _read_choice(choice: str | dict) -> tuple[str, list[str] | None]:
     """The mode of a choice of tools: none, auto or required; and the names of the tools that it allows, or None: all.
 
-    choice: the field, checked, in the form of chats or in that of /v1/responses
+    choice: the field, checked, in the form of chats or of /v1/responses
     """
     if isinstance(choice, str):
         return choice, None

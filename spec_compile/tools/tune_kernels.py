@@ -76,9 +76,9 @@ def check(device: torch.device, seconds: float) -> None:
     if device.type != "cuda" or not torch.cuda.is_available():
         got = device if device.type != "cuda" else "a machine on which torch sees no GPU"
         raise ValueError(f"--device: kernels are tuned on the GPU that runs them; expected cuda, got {got}")
-    lack = skinny_gemm.lack_of_device(device)
-    if lack is not None:
-        raise ValueError(f"--device: there is no kernel to tune on {device}, because {lack}")
+    reason = skinny_gemm.lack_of_device(device)
+    if reason is not None:
+        raise ValueError(f"--device: there is no kernel to tune on {device}, because {reason}")
 
 
 @torch.no_grad()

@@ -206,7 +206,7 @@ def _derive(grad, q, key, value, seen, scale, total, mean):
 
 @triton.jit(do_not_specialize=["slots", "length", "blocks"])
 def _backward_queries(
-    grad_ptr, q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, anchors_ptr,  # grad: of out; others as in `_attend_blocks`
+    grad_ptr, q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, anchors_ptr,  # out's gradient; others as in `_attend_blocks`
     total_ptr, mean_ptr, dq_ptr,  # [B, H, S] float32 (total and mean), [B, H, S, SIZE], written
     scale, slots, length, blocks, size,
     HEADS: tl.constexpr, SHARED: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr,

@@ -209,8 +209,6 @@ class PEagleTrainer(BlockTrainer):
         self.block_size = options.num_depths or 8
         self.adopt(target, head, self.block_size)
         self.position_weight = options.per_position_loss_weight or self.position_weight
-        self.taps, self.kept = self.module.taps, self.module.draft_to_target
-        self.learns_from_choices = len(self.kept) < target.vocab_size
 
     def tokens(self, batch: Batch, drawn: Blocks) -> tuple[Tensor, Tensor]:
         """See `BlockTrainer`. A row of the head's layers has L - 1 slots of the text and then n * (T - 1) masks."""

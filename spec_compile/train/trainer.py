@@ -40,9 +40,9 @@ class Trainer(ABC):
     """The default of the option of this name."""
     taps: tuple[int, ...]
     """The target's states that the draft reads, as in `Head.taps`."""
-    kept: Tensor | None = None
+    kept: Tensor | None
     """[K] int64: the tokens from whose logits of the target it learns (None: from all)."""
-    learns_from_choices = False
+    learns_from_choices: bool
     """True if its loss needs the target's choices."""
     share = 0.0
     """The share of the training that is done, from 0 to 1, which the loop sets before each step."""
@@ -57,6 +57,8 @@ class Trainer(ABC):
     def adopt(self, target: Target, module: nn.Module, steps: int) -> None:
         """Set the attributes of a trainer of `module`, which drafts or is measured on `steps` tokens."""
         self.target, self.module, self.steps = target, module.eval(), steps
+        self.taps, self.kept = module.taps, module.draft_to_target
+        self.learns_from_choices = self.kept is not None and len(self.kept) < target.vocab_size
 
     @classmethod
     def of_module(cls, target: Target, module: nn.Module, steps: int) -> "Trainer":
@@ -116,11 +118,6 @@ class HeadTrainer(Trainer):
     """Trainer of a `Head`, which drafts one token after the other, each from its previous output."""
 
     module: Head
-
-    def adopt(self, target: Target, module: Head, steps: int) -> None:
-        super().adopt(target, module, steps)
-        self.taps, self.kept = module.taps, module.draft_to_target
-        self.learns_from_choices = self.kept is not None and len(self.kept) < target.vocab_size
 
     def unroll(self, ids: Tensor, state: Tensor, attention: Causal, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The head's outputs as it drafts from every slot at once, with the text's tokens in place of drafts.

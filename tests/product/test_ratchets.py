@@ -18,10 +18,10 @@ PACKAGE = Path(__file__).parents[2] / "spec_compile"
 SOURCES = {".py", ".cpp", ".h", ".cu", ".html"}
 SIDES = {"serve", "train", "tools", "contrib"}
 LINES = {
-    "": 2677,
-    "batching": 3376,
-    "capture": 4640,
-    "compile": 3203,
+    "": 2681,
+    "batching": 3408,
+    "capture": 4642,
+    "compile": 3217,
     "contrib": 2282,
     "drafters": 5477,
     "kernels": 13338,
@@ -29,10 +29,10 @@ LINES = {
     "parallel": 828,
     "passes": 3145,
     "quantised": 2722,
-    "runtime": 5990,
+    "runtime": 6075,
     "serve": 7150,
     "tools": 2226,
-    "train": 4838,
+    "train": 4833,
 }
 """The most lines of a folder, with the folders in it; "" has the files at the top."""
 CORE_FILES = 229
@@ -41,10 +41,10 @@ CIRCLES = 0
 CALLED_ONCE = 367
 """Private functions and methods that are named in one place."""
 PHRASES = {
-    r"^\s*\w+(, \w+)*: of\b": 4,
-    r"\b[Tt](hose|hat) of\b": 68,
-    r"\bso many\b": 18,
-    r"\bof (its|their) own\b": 21,
+    r"^\s*\w+(, \w+)*: of\b": 0,
+    r"\b[Tt](hose|hat) of\b": 0,
+    r"\bso many\b": 0,
+    r"\bof (its|their) own\b": 2,
 }
 """The most places of a phrase that makes a sentence hard to read, in comments and docstrings."""
 COMMENTS = 5.9

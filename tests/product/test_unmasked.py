@@ -132,7 +132,7 @@ def test_kernels_give_the_same_answer(monkeypatch, served):
     _, model, fast = served
     ids, mask = batch((4,), seed=3)
     expected = plain(model, ids, mask, new=6)
-    monkeypatch.setattr(recurrences.launch, "serves", lambda kind, state: True)
+    monkeypatch.setattr(recurrences.launch, "supports", lambda kind, state: True)
     assert torch.equal(answer(fast, ids, mask, 6, reference=[torch.cat([*expected, *expected])]), expected)
 
 

@@ -1,6 +1,5 @@
 """What `train_draft` refuses before it works, and its command line."""
 
-import json
 import math
 from unittest import mock
 
@@ -138,16 +137,9 @@ def test_conversations_that_cannot_be_read(tmp_path):
         read(tmp_path / "a.jsonl", tokenizer())
 
 
-def test_the_command_line(tmp_path, capsys):
+def test_the_command_line(command, tmp_path, capsys):
     transformers.utils.logging.enable_progress_bar()  # scripts that other tests run turn it off
-    rows = [json.dumps({"text": f"def f{n}(x):\n    return x + {n} - {n}\n"}) for n in range(6)]
-    (tmp_path / "data.jsonl").write_text("\n".join(rows))
-    options = json.dumps({"sequence_length": 16, "batch_size": 2, "ttt_steps": 2, "intermediate_size": 32})
-    status = main(
-        ["train", "--model", CODER, "--data", str(tmp_path / "data.jsonl"), "--output", str(tmp_path / "head"),
-         "--steps", "2", "--dtype", "float32", "--validation", "0.2", "--options", options]
-    )  # fmt: skip
-    assert status == 0
+    assert main([*command, "--steps", "2", "--dtype", "float32", "--validation", "0.2"]) == 0
     said = capsys.readouterr()
     assert "2 steps" in said.out and said.err.splitlines()[0] == f"loading {CODER}"
     assert "Loading" not in said.err and len(said.err.splitlines()) == 5  # no bar where there is no terminal

@@ -109,8 +109,11 @@ def compare_trainings(one, other, tolerance):
             assert (my_gradients[name] - wanted).norm() <= tolerance * wanted.norm() + 1e-7, name
 
 
+CAPTURED = ("eagle3", "mtp", "dflash", "p_eagle")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("algo", ["eagle3", "mtp", "dflash", "p_eagle"])
+@pytest.mark.parametrize("algo", CAPTURED)
 def test_a_captured_rollout_is_the_rollout(monkeypatch, algo, dtype):
     """Everything but CUDA's own part: a function stands for a graph, and runs anew on what the graphs share."""
     replays = []
@@ -148,7 +151,7 @@ def test_a_rollout_that_cannot_be_captured(monkeypatch):
 @pytest.mark.gpu
 @NEEDS_GPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("algo", ["eagle3", "mtp", "dflash", "p_eagle"])
+@pytest.mark.parametrize("algo", CAPTURED)
 def test_a_captured_rollout_on_a_gpu(recwarn, algo, dtype):
     """Losses and gradients of every step, with and without capture: shapes alternate, and weights change."""
     captured, plain = (train(algo, "cuda", dtype, captures) for captures in (True, False))

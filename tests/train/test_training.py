@@ -4,7 +4,6 @@ one that was not, and other programs can read what is written."""
 import functools
 import itertools
 import json
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -43,20 +42,23 @@ OWN = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
 """Greedy decoding that does not end by itself."""
 
 
+def config_of(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+def tensors_of(folder):
+    return load_file(folder / "model.safetensors")
+
+
 @functools.cache
 def overfitted(algo):
     """A head trained on three answers of the target, each of 20 tokens after 10, and evaluated on the same."""
     folder = Path(tempfile.mkdtemp(), algo)
-    options = {
-        "eagle3": {"steps": 80, "ttt_steps": 3},
-        "eagle": {"steps": 280},
-        "mtp": {"steps": 80},
-        "dflash": {"steps": 80},
-    }[algo]
-    few = dict(data=sequences(3), validation=sequences(3))
+    options = {"eagle": {"steps": 280}, "eagle3": {"steps": 80, "ttt_steps": 3}}.get(algo, {"steps": 80})
     return train(
-        folder, algo, sequence_length=30, learning_rate=5e-3, optimizer="adamw", on_policy=OWN, **few, **options
-    )
+        folder, algo, data=sequences(3), validation=sequences(3), sequence_length=30, learning_rate=5e-3,
+        optimizer="adamw", on_policy=OWN, **options,
+    )  # fmt: skip
 
 
 @pytest.mark.sweep("eagle3")
@@ -98,11 +100,11 @@ def test_a_head_loads_as_it_was_trained(algo):
 def test_a_dflash_draft_loads_as_it_was_trained():
     result = overfitted("dflash")
     draft = load_head(result.path, target(), "dflash")
-    saved = torch.load(result.path / save.STATE, weights_only=True)["weights"]
-    assert saved.keys() == dict(draft.named_parameters()).keys() - {"embedding", "head_weight"}
-    assert all(torch.equal(saved[name], dict(draft.named_parameters())[name]) for name in saved)
+    saved, loaded = torch.load(result.path / save.STATE, weights_only=True)["weights"], dict(draft.named_parameters())
+    assert saved.keys() == loaded.keys() - {"embedding", "head_weight"}
+    assert all(torch.equal(value, loaded[name]) for name, value in saved.items())
     assert (draft.block_size, draft.taps, draft.sample_from_anchor) == (4, (1, 2), False)
-    config = json.loads((result.path / "config.json").read_text())
+    config = config_of(result.path)
     assert config["architectures"] == ["DFlashDraftModel"] and config["block_size"] == 4
     texts_seen = torch.load(result.path / save.TEXTS, weights_only=True)["texts"][0]
     said = torch.cat([ids[supervised] for ids, supervised in texts_seen])
@@ -127,20 +129,17 @@ def drafted_tokens(trainer, text):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("algo", "steps"),
+    ("algo", "steps", "options"),
     [
-        ("eagle3", 40), ("eagle", 80), ("mtp", 40), ("dflash", 40), ("jetspec", 40), ("dspark", 30), ("domino", 30),
-        ("p_eagle", 30),
+        ("eagle3", 40, {"ttt_steps": 3}), ("eagle", 80, {}), ("mtp", 40, {"ttt_steps": 3}), ("dflash", 40, {}),
+        ("jetspec", 40, {}), ("dspark", 30, {"block_size": 3}), ("domino", 30, {"block_size": 3}),
+        ("p_eagle", 30, {"num_depths": 3}),
     ],
 )  # fmt: skip
 @torch.no_grad()
-def test_rounds_accept_what_training_unrolls(tmp_path, algo, steps):
+def test_rounds_accept_what_training_unrolls(tmp_path, algo, steps, options):
     """A half-trained head in whole rounds, against what its training unrolls from the slots they start at."""
-    prompts = torch.tensor(sequences(4))[:, :10]
-    options = SMALL.get(algo, {} if algo == "eagle" else {"ttt_steps": 3})
-    options = options | {"dspark": {"block_size": 3}, "domino": {"block_size": 3}, "p_eagle": {"num_depths": 3}}.get(
-        algo, {}
-    )
+    prompts, options = torch.tensor(sequences(4))[:, :10], SMALL.get(algo, {}) | options
     schedule = {} if algo in SMALL and algo != "p_eagle" else {"num_steps": 3}
     with torch.enable_grad():
         result = train(
@@ -157,7 +156,7 @@ def test_rounds_accept_what_training_unrolls(tmp_path, algo, steps):
     trainer = TRAINERS[algo](Target.of(target()), TrainingOptions(**options), torch.ones(models.VOCAB).long())
     trainer.module.load_state_dict(torch.load(result.path / save.STATE, weights_only=True)["weights"])
     if algo in SMALL:
-        config = json.loads((result.path / "config.json").read_text())
+        config = config_of(result.path)
         flags = config.get("dflash_config", {})
         trainer.mask = trainer.module.mask_token_id = flags.get("mask_token_id", config.get("ptd_token_id"))
         assert flags.get("causal_head", False) == (algo == "jetspec")
@@ -194,7 +193,7 @@ def test_an_interrupted_training_goes_on_bit_for_bit(tmp_path, algo):
     assert parts.losses == whole.losses and parts.evaluations == whole.evaluations
     assert parts.acceptance_by_depth == whole.acceptance_by_depth
     assert (parts.steps, parts.tokens) == (whole.steps, whole.tokens) == (12, whole.tokens)
-    mine, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("parts", "whole"))
+    mine, theirs = tensors_of(tmp_path / "parts"), tensors_of(tmp_path / "whole")
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
     assert len({(tmp_path / name / save.CURVE).read_text() for name in ("parts", "whole")}) == 1
     again = train(tmp_path / "parts", algo, **options)
@@ -241,21 +240,6 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
     ]  # fmt: skip
     assert load_head(folder, target(), "eagle3").hidden_size == 64
     assert train(folder, **options).losses == whole.losses
-
-
-def test_a_file_is_replaced_at_once(tmp_path):
-    """Until the new one is complete and renamed, the old one is there."""
-    path, seen = tmp_path / "file", []
-    path.write_text("old")
-    rename = os.replace
-
-    def watched(source, destination):
-        seen.append((Path(source).read_text(), path.read_text()))
-        rename(source, destination)
-
-    with mock.patch("os.replace", watched):
-        save.replace(path, lambda partial: partial.write_text("new"))
-    assert seen == [("new", "old")] and path.read_text() == "new"
 
 
 def test_a_process_killed_while_it_writes(tmp_path):
@@ -310,8 +294,11 @@ def test_a_model_in_bfloat16(tmp_path):
     model = models.ADMITTED["llama"]().bfloat16()
     result = train(tmp_path / "head", model=model, steps=30, learning_rate=5e-3, ttt_steps=2)
     assert result.losses[-1] < 0.5 * result.losses[0]
-    stored = load_file(tmp_path / "head" / "model.safetensors")
-    assert {value.dtype for value in stored.values()} == {torch.bfloat16, torch.int64, torch.bool}
+    assert {value.dtype for value in tensors_of(tmp_path / "head").values()} == {
+        torch.bfloat16,
+        torch.int64,
+        torch.bool,
+    }
     weights = torch.load(tmp_path / "head" / save.STATE, weights_only=True)["weights"]
     assert {value.dtype for value in weights.values()} == {torch.float32}
     assert load_head(tmp_path / "head", model, "eagle3").head_weight.dtype == torch.bfloat16
@@ -350,7 +337,7 @@ LAYER = {f"{part}.weight" for part in [*LAYER, "mlp.down_proj", "post_attention_
 
 def test_published_eagle3(tmp_path):
     train(tmp_path / "head", draft_vocab_size=30, taps=[0, 2], num_key_value_heads=1, intermediate_size=40)
-    tensors = load_file(tmp_path / "head" / "model.safetensors")
+    tensors = tensors_of(tmp_path / "head")
     middle = {f"midlayer.{name}" for name in {*LAYER, "hidden_norm.weight", "input_layernorm.weight"}}
     assert set(tensors) == {*middle, "fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
     kept = torch.arange(30) + tensors["d2t"]
@@ -360,7 +347,7 @@ def test_published_eagle3(tmp_path):
     assert 2 in kept and counts[left].max() <= sorted(counts[kept].tolist())[1]  # the end of sequence is kept anyway
     assert tensors["lm_head.weight"].shape == (30, 64) and tensors["midlayer.mlp.up_proj.weight"].shape == (40, 64)
     assert tensors["fc.weight"].shape == (64, 128) and tensors["midlayer.self_attn.k_proj.weight"].shape == (16, 128)
-    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    config = config_of(tmp_path / "head")
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["draft_vocab_size"] == 30
     assert config["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [0, 2], "use_aux_hidden_state": True}
     assert config["tie_word_embeddings"] is False and config["torch_dtype"] == "float32"
@@ -391,7 +378,7 @@ WRITTEN = {
         {"model_type": "qwen3", "num_target_layers": 2},
     ),
     "mtp": (
-        dict(model="qwen3_moe"),
+        {},  # of Qwen3's mixture of experts
         {f"mtp.{name}.weight" for name in OUTER}
         | {f"mtp.layers.0.{part}.weight" for part in [*MOE, "input_layernorm", "post_attention_layernorm"]},
         {"num_nextn_predict_layers": 1},
@@ -403,11 +390,10 @@ WRITTEN = {
 @pytest.mark.parametrize("algo", WRITTEN)
 def test_published_names(tmp_path, algo):
     options, tensors, entries = WRITTEN[algo]
-    options = dict(options)
-    model = target(options.pop("model", "llama"))
+    model = target("qwen3_moe" if algo == "mtp" else "llama")
     train(tmp_path / "head", algo, model=model, **options)
-    assert set(load_file(tmp_path / "head" / "model.safetensors")) == tensors
-    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert set(tensors_of(tmp_path / "head")) == tensors
+    config = config_of(tmp_path / "head")
     assert entries.items() <= config.items()
     if algo == "dflash":
         assert config["dflash_config"]["target_layer_ids"] == [-1, 0]
@@ -437,12 +423,12 @@ def test_published_linked_drafts(tmp_path, algo):
     result = train(tmp_path / "head", algo, steps=20, learning_rate=5e-3, validation=sequences(6), taps=[0, 1])
     assert result.losses[-1] < 0.8 * result.losses[0] and result.acceptance > 0.2
     tensors, config = NEW[algo]
-    names = set(load_file(tmp_path / "head" / "model.safetensors"))
+    names = set(tensors_of(tmp_path / "head"))
     assert {name for name in names if not name.startswith("layers.")} - tensors == {
         "fc.weight", "hidden_norm.weight", "norm.weight",
     }  # fmt: skip
     assert tensors < names
-    flags = json.loads((tmp_path / "head" / "config.json").read_text())["dflash_config"]
+    flags = config_of(tmp_path / "head")["dflash_config"]
     assert flags == config | {"target_layer_ids": [-1, 0], "mask_token_id": flags["mask_token_id"]}
     draft = load_head(tmp_path / "head", target(), "dflash")
     assert draft.transition.flavour == {"dspark": "DSpark", "domino": "Domino"}[algo] and draft.sample_from_anchor
@@ -462,10 +448,9 @@ def test_published_p_eagle(tmp_path):
     options = dict(steps=20, learning_rate=5e-3, draft_vocab_size=60)
     result = train(tmp_path / "head", "p_eagle", **options)
     assert result.losses[-1] < 0.8 * result.losses[0] and result.acceptance > 0.2
-    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    config, tensors = config_of(tmp_path / "head"), tensors_of(tmp_path / "head")
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["num_depths"] == 4
     assert config["parallel_drafting"] is True and config["draft_vocab_size"] == 60
-    tensors = load_file(tmp_path / "head" / "model.safetensors")
     assert tensors["mask_hidden"].shape == (1, 1, 3 * 64) and tensors["lm_head.weight"].shape == (60, 64)
     head = load_head(tmp_path / "head", target(), "p_eagle")
     assert head.mask_token_id == config["ptd_token_id"] and head.layers == 2 and len(head.draft_to_target) == 60

@@ -79,7 +79,7 @@ class DraftConfig:
     """A draft's ``config.json``: flat, or with the layers' keys in an inner object (speculators, vLLM).
 
     keys: which a family of drafts has, besides the keys of their layers.
-    latent: its tensors are those of multi-head latent attention. Its keys do not tell: heads with grouped
+    latent: its tensors are the ones of multi-head latent attention. Its keys do not tell: heads with grouped
         queries may carry the keys of a target with MLA.
     """
 

@@ -167,7 +167,7 @@ class BlockTree(nn.Module):
         # Score all candidates; the column of zeros is for paths that have ended.
         scores = torch.cat([scores, torch.zeros_like(scores[:, :, :1])], dim=2)
         totals = scores[:, 0].index_select(1, self.ranks[0])
-        for place in range(1, len(self.ranks)):  # in this order no sum is above that of its parent
+        for place in range(1, len(self.ranks)):  # in this order no sum is above its parent's
             totals = totals + scores[:, place].index_select(1, self.ranks[place])
         # Keep the best, and find their parents among them.
         kept = totals.sort(dim=1, descending=True, stable=True).indices[:, : self.nodes - 1]

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from ...quantised.experts import ExpertFormat, format_here, format_of
 from ..linear.product_ops import plain_stream, stream_after
 from . import launch
-from .launch import lack, lack_of_device  # noqa: F401
+from .launch import lack_of_device, why_not  # noqa: F401
 
 
 @torch.library.custom_op("spec_compile::experts_up", mutates_args=())
@@ -79,7 +79,7 @@ def _(x, ids, weights, parts, format, residual, norm_weight, offset):
 UP, DOWN = torch.ops.spec_compile.experts_up.default, torch.ops.spec_compile.experts_down.default
 TO_STREAM = torch.ops.spec_compile.experts_down_to_stream.default
 PRODUCTS = UP, DOWN, TO_STREAM
-"""The ops of both products. A node's first arguments are those of `UP` or `DOWN`; all others stand in kwargs."""
+"""The ops of both products. A node's first arguments are `UP`'s or `DOWN`'s; all others stand in kwargs."""
 
 
 def parts_of(node: fx.Node) -> list[fx.Node]:

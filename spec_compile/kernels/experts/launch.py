@@ -30,7 +30,7 @@ GATES = "none", "silu", "clamped"
 """Gates by the kernel's numbers of them."""
 
 
-# Launches of the products of routed experts of many tokens, such as those of prompts (see `wide_kernel`).
+# Launches of the products of routed experts of many tokens, such as a prompt's (see `wide_kernel`).
 
 
 class ExpertsEnd(NamedTuple):
@@ -94,7 +94,7 @@ def launch_many_tokens(
         )  # fmt: skip
 
 
-def lack(parts: Sequence[Tensor], layout: ExpertFormat) -> str | None:
+def why_not(parts: Sequence[Tensor], layout: ExpertFormat) -> str | None:
     """The reason why the kernels cannot multiply by these weights, in 16 bits or quantised; None if it can."""
     weight = parts[0]
     reason = lack_of_device(weight.device, layout)
@@ -108,10 +108,10 @@ def lack(parts: Sequence[Tensor], layout: ExpertFormat) -> str | None:
 
 def lack_of_device(device: torch.device, layout: ExpertFormat) -> str | None:
     """The reason why a device has no kernel for weights of this layout; None if it has."""
-    lack = skinny_gemm.lack_of_device(device)
-    if lack is not None and card_of(device).lacks_tensor_cores and experts_kernel is not None:
-        return f"its weights are quantised, and {lack}" if layout.block or layout.mxfp4 else None
-    return lack
+    reason = skinny_gemm.lack_of_device(device)
+    if reason is not None and card_of(device).lacks_tensor_cores and experts_kernel is not None:
+        return f"its weights are quantised, and {reason}" if layout.block or layout.mxfp4 else None
+    return reason
 
 
 def _lack_of_layout(parts: Sequence[Tensor], layout: ExpertFormat) -> str | None:
@@ -137,7 +137,7 @@ def serves(x: Tensor, parts: Sequence[Tensor], layout: ExpertFormat) -> bool:
 def up(
     x: Tensor, ids: Tensor, parts: Sequence[Tensor], layout: ExpertFormat, tile: plans.ExpertTile | None = None
 ) -> Tensor:
-    """`experts_up` by the kernels. tile: None: that of `plans.tile`."""
+    """`experts_up` by the kernels. tile: None takes what `plans.tile` says."""
     out = x.new_empty(*ids.shape, layout.columns(parts))
     _launch(x, ids, parts, layout, out, None, tile)
     return out

@@ -6,7 +6,7 @@ from ...quantised.mxfp4 import GROUP, WIDTH
 
 LEAST_PAIRS, LEAST_MXFP4_PAIRS = 256, 64
 """Pairs of a token and an expert from which on they are sorted, because each program of `experts_kernel` looks through
-all of them for those of its expert. In MXFP4 instructions bound the time: 64 pairs of gpt-oss-20b take 164 us sorted,
+all of them for its expert's. In MXFP4 instructions bound the time: 64 pairs of gpt-oss-20b take 164 us sorted,
 171 looked through on an H200."""
 
 
@@ -21,7 +21,7 @@ class ExpertTile(NamedTuple):
     registers: the most registers of a thread; None: as the compiler chooses.
     prefetch: tiles of weights that the second product fetches to the L2 cache before it waits for the first.
     parts: stretches into which the columns of MXFP4 are cut; their sums are added in ascending order.
-    shared: each part has a program of its own.
+    shared: each part has its own program.
     sorted: the pairs are sorted by expert first (`wide_kernel`).
     """
 

@@ -1,4 +1,4 @@
-"""The kernels of routed experts of many tokens, such as those of a prompt: pairs are sorted by expert first.
+"""The kernels of routed experts of many tokens, such as a prompt's: pairs are sorted by expert first.
 
 A program multiplies a tile of `sort.sort_pairs` with a stretch of its expert's outputs. Sums run along the columns of
 the weights in the same chains as in `experts_kernel`, parts are added in the same order by the same functions, and so
@@ -24,7 +24,7 @@ def _multiply(
     BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """The sums [HEIGHT, BLOCK_N] of the weights' rows from `row` on for the rows x_row [BLOCK_N] of x, in one chain,
-    and, PAIRED, those of the weights' rows from row + distance on (else 0). EVEN: no tile reaches beyond the inputs."""
+    and, PAIRED, the sums of the rows from row + distance on (else 0). EVEN: no tile reaches beyond the inputs."""
     k = tl.arange(0, BLOCK_K)
     x_at = x_ptr + x_row.to(tl.int64)[:, None] * stride_x + k[None, :]
     first, second = tl.zeros([HEIGHT, BLOCK_N], tl.float32), 0.0
@@ -53,8 +53,8 @@ def wide_experts_kernel(
     BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PARTS: tl.constexpr,
     TILED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of outputs, tiles of pairs): programs that read the same rows begin together, and so do those of one
-    expert. TOP: pairs that read the same row of x. SCALED: inputs of an FP8 scale, or 0."""
+    """Grid (tiles of outputs, tiles of pairs): programs that read the same rows begin together, and programs of one
+    expert, too. TOP: pairs that read the same row of x. SCALED: inputs of an FP8 scale, or 0."""
     if EARLY:
         wait_for_kernel_before()
         let_next_kernel_begin(0, 0)
@@ -158,7 +158,7 @@ def sort_kernel(
         let_next_kernel_begin(0, 0)
     expert, pair = tl.program_id(0), tl.arange(0, CHUNK)
 
-    # Count the pairs of experts below this one, and those of this one.
+    # Count the pairs of experts below this one, and its own pairs.
     below, own = tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32)
     for begin in range(0, pairs, CHUNK):
         of_pair = tl.load(ids_ptr + begin + pair, mask=begin + pair < pairs, other=0x7FFFFFFF) - FIRST

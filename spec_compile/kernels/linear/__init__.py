@@ -26,15 +26,15 @@ class LinearForm:
 
     op: ``op(x, weight, bias)`` as `F.linear`.
     device, dtypes: which weights it serves.
-    few_rows: True if it serves only products of few rows, those of a round.
-    serves: False if this CPU has not the instructions that make it worth while.
+    few_rows: True if it serves only products of few rows, as in a round.
+    supports: False if this CPU has not the instructions that make it worth while.
     """
 
     op: Callable
     device: str
     dtypes: tuple[torch.dtype, ...]
     few_rows: bool
-    serves: Callable[[], bool] = lambda: True
+    supports: Callable[[], bool] = lambda: True
 
 
 PRODUCT = torch.ops.spec_compile.product.default
@@ -59,7 +59,7 @@ def choose(weight: Tensor, few_rows: bool) -> LinearForm | None:
     """The form that serves a weight [O, I], in products of few rows or of any number; None: `PLAIN` does."""
     for form in FORMS:
         fits = weight.device.type == form.device and weight.dtype in form.dtypes and (few_rows or not form.few_rows)
-        if fits and form.serves():
+        if fits and form.supports():
             return form
     return None
 
@@ -68,7 +68,7 @@ def _has_skinny_gemm(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype in HALF and skinny_gemm.lack_of_device(device) is None
 
 
-def lack_of_packed(layout: quantised.WeightLayout, parts: list[Tensor], dtype: torch.dtype) -> str | None:
+def why_not_packed(layout: quantised.WeightLayout, parts: list[Tensor], dtype: torch.dtype) -> str | None:
     """Why no kernel multiplies few rows of a dtype by the parts of a layout; None if one does."""
     device = parts[0].device
     if _has_skinny_gemm(device, dtype):
@@ -83,7 +83,7 @@ def _readable(parts: list[Tensor], dtype: torch.dtype, repack: Callable[[bool], 
     if on_cpu and (device.type != "cpu" or cpu_gemm.lack_of_device(dtype) is not None):
         return None
     form = repack(on_cpu)
-    return None if form is None or lack_of_packed(*form, dtype) is not None else form
+    return None if form is None or why_not_packed(*form, dtype) is not None else form
 
 
 def choose_packed(
@@ -115,7 +115,7 @@ def hold_packed(module: nn.Module, packed: quantised.Packed, dtype: torch.dtype)
     activations of a dtype and its layout differs from the layer's. Returns why no kernel does; None if one does."""
     form = for_few_rows(packed, dtype)
     if form is None:
-        return lack_of_packed(packed.layout, [*packed.parts.values()], dtype)
+        return why_not_packed(packed.layout, [*packed.parts.values()], dtype)
     if form.layout != packed.layout:
         quantised.hold_in_one_layout(module, packed, (form.layout, [*form.parts.values()]))
     return None

@@ -21,7 +21,7 @@ of 64 outputs by 256 inputs. One program has all columns: 64 programs, memory 7.
 10.3 us, together 1.3 + 10.7 + 0.3 = 12.4 us. Two programs share them: 128 programs, memory 7.5, port 5.2 us, together
 1.3 + 7.6 + 0.3 + 0.9 + 2 * 0.25 + 0.1 = 10.7 us, so two share. Measured: 11.4 us.
 
-The constants are those of an H200. The model gives the time of all products of a round of Llama-3.1-8B, Llama-3.2-1B,
+The constants are an H200's. The model gives the time of all products of a round of Llama-3.1-8B, Llama-3.2-1B,
 Qwen3-0.6B and SmolLM2-135M with 1, 16 and 64 rows within 7 % of what was measured there. `python -m
 benchmarks.kernels.plans` compares the plans that it chooses with the tuned ones.
 """
@@ -62,7 +62,7 @@ MANY_ROWS = 512
 ROWS = {1: 1.0, 16: 1.0, 64: 1.0, 128: 0.2, MANY_ROWS: 0.06}
 """Numbers of rows for which a plan is chosen, and their weights: a round has few, most often."""
 TIMED = {16: (1, 16), 64: (64,), 128: (128,), 256: (MANY_ROWS,)}
-"""Numbers of rows by which tiles of so many rows are compared."""
+"""By the rows of a tile: the numbers of rows by which such tiles are compared."""
 TILES: dict[int, dict[int, list[tuple[int, ...]]]] = {
     # By the bits of a weight and the rows of a tile: (block_o, block_k, warps, stages), and `unroll` if it is not 1.
     16: {
@@ -100,7 +100,7 @@ class Choice(NamedTuple):
 
 @functools.cache
 def plan(outputs: int, inputs: int, bits: int, card: Card) -> ProductPlan:
-    """The plan of a product with weights [outputs, inputs] of so many bits (16: not quantised) that should be the
+    """The plan of a product with weights [outputs, inputs] of `bits` bits (16: not quantised) that should be the
     fastest on a card. ValueError if no tile fits into the card's shared memory."""
     found = choices(outputs, inputs, bits, card)
     if not found:
@@ -132,7 +132,7 @@ def parts_of(inputs: int, bits: int) -> Iterator[int]:
 def tiles_of(
     outputs: int, inputs: int, bits: int, card: Card, width: int, grouped: bool | None = None
 ) -> list[ProductTile]:
-    """The tiles of so many rows that fit into a card. grouped: True for those that groups of warps multiply, False for
+    """The tiles of `width` rows that fit into a card. grouped: True for those that groups of warps multiply, False for
     the others, None for all."""
     reading = outputs * inputs * bits / 8 / (BANDWIDTH * card.bandwidth) * 1e6
     manner = {"late": AT_ONCE if reading <= 7.6 else 1, "prefetch": 4 if bits == 16 and reading < 3.8 else 1}
@@ -147,7 +147,7 @@ def tiles_of(
 
 
 def _choice(outputs: int, inputs: int, parts: int, tiles: dict[int, list[ProductTile]], card: Card) -> Choice:
-    """The plan of so many parts with the fastest of the tiles, by their rows."""
+    """The plan of `parts` parts with the fastest of the tiles, by their rows."""
 
     def time(tile: ProductTile, *rows: int) -> float:
         return sum(microseconds(outputs, inputs, each, parts, tile, card) for each in rows)
@@ -200,7 +200,7 @@ def _in_groups(tile: ProductTile, card: Card) -> bool:
 def _round(
     programs: int, blocks: int, columns: int, x_bytes: int, cached: bool, tile: ProductTile, card: Card
 ) -> float:
-    """Microseconds of programs that run at once, of which so many `blocks` read the same weights. cached: True if the
+    """Microseconds of programs that run at once, of which `blocks` read the same weights. cached: True if the
     L2 cache holds the activations."""
     busiest, clock = ceil_div(programs, card.processors), card.clock * 1e-6
     bandwidth = BANDWIDTH * card.bandwidth * 1e-6 / (1 + PIECE * 8 / (tile.block_k * tile.bits))

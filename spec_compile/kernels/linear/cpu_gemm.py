@@ -52,14 +52,14 @@ NUMBERS = {torch.float32: ProductForm(0), torch.bfloat16: ProductForm(1)}
 """The forms of weights that are no codes."""
 
 
-def serves(weight: Tensor, rows: int) -> bool:
-    """True if the kernel multiplies so many rows by a weight [O, I] of numbers faster than BLAS."""
+def supports(weight: Tensor, rows: int) -> bool:
+    """True if the kernel multiplies `rows` rows by a weight [O, I] of numbers faster than BLAS."""
     return rows <= MAX_ROWS and weight.dtype in NUMBERS and BEST >= WIDE and weight.is_contiguous()
 
 
 def cpu_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``: x [..., I], weight [O, I], bias [O] -> [..., O], by the kernel where it is the faster."""
-    if not serves(weight, x.numel() // x.shape[-1]):
+    if not supports(weight, x.numel() // x.shape[-1]):
         return F.linear(x, weight, bias)
     return torch.ops.spec_compile.cpu_product(x, weight, bias)
 

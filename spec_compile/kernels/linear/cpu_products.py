@@ -44,7 +44,7 @@ def cpu_products(
     -> the stream after the last addition (empty without a residual), and the last product [..., O]. Each step is
     rounded as PyTorch does without a compiler. A row has the same bits with any number of rows.
 
-    Example: of the products o, gate and up, down, and the next layer's q, k and v, the second and the fourth have a
+    Example: among the products o, gate and up, down, and the next layer's q, k and v, the second and the fourth have a
     norm. x is what attention gives. The results are the next layer's stream and its queries, keys and values.
     """
     known = _known_chain(x, tensors, kinds, numbers)
@@ -86,8 +86,8 @@ def _form_of(x: Tensor, parts: list[Tensor], kind: str) -> ProductForm | None:
     """How the kernel takes a product of bfloat16; None: it does not."""
     if kind:
         return cpu_gemm.form_here(kind, x, parts)
-    serves = not are_plain() and parts[0].dtype is x.dtype and cpu_gemm.serves(parts[0], x.numel() // x.shape[-1])
-    return cpu_gemm.NUMBERS[x.dtype] if serves else None
+    fits = not are_plain() and parts[0].dtype is x.dtype and cpu_gemm.supports(parts[0], x.numel() // x.shape[-1])
+    return cpu_gemm.NUMBERS[x.dtype] if fits else None
 
 
 def _sum(x: Tensor, residual: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def _known_chain(x: Tensor, tensors: list[Tensor | None], kinds: list[str], numb
         return None
     rows, inputs = x.numel() // x.shape[-1], x.shape[-1]
     if are_plain() or (rows > cpu_gemm.MAX_ROWS and not all(kinds)):
-        return None  # a library multiplies so many rows by weights of bfloat16
+        return None  # a library multiplies this many rows by weights of bfloat16
     given = [each for each in tensors if each is not None]
     key = (
         inputs, cpu_gemm.BEST, *kinds, *numbers, *map(operator.is_, tensors, repeat(None)),

@@ -36,7 +36,7 @@ class ProductTile(NamedTuple):
     unroll: int = 1
 
     def fitting(self, memory: int) -> "ProductTile":
-        """The tile with as many stages, and if need be fewer columns, as fit into so many bytes of shared memory."""
+        """The tile with as many stages, and if need be fewer columns, as fit into `memory` bytes of shared memory."""
         tile, room = self, memory - RESERVE
         while self.bits == 16 and tile.block_k > 32 and 2 * tile._stage_bytes > room:
             tile = tile._replace(block_k=tile.block_k // 2)
@@ -46,13 +46,13 @@ class ProductTile(NamedTuple):
     def registers(self) -> int | None:
         """The most registers that a thread may take if weights and activations have 8 bits; None: the compiler decides.
 
-        128 suffice for two tiles of 32 sums, those of a step and those of all. The compiler would take more for the
+        128 suffice for two tiles of 32 sums, one of a step and one of all. The compiler would take more for the
         steps around a product, and a multiprocessor would hold fewer programs, which hide each other's waiting.
         """
         return 128 if self.block_o * self.block_n == 32 * 32 * self.warps else None
 
     def fits(self, memory: int) -> bool:
-        """True if it fits into so many bytes of shared memory."""
+        """True if it fits into `memory` bytes of shared memory."""
         return self.bytes <= memory - RESERVE
 
     @property
@@ -72,8 +72,8 @@ class ProductTile(NamedTuple):
 
 class ProductPlan(NamedTuple):
     """How the products of one shape of weights are computed. No number of rows changes what decides the bits: parts,
-    and the instructions of the tensor cores, which are those of groups of warps (Hopper's wgmma) if `block_o` is 64 or
-    more, else those of single warps.
+    and the instructions of the tensor cores, which belong to groups of warps (Hopper's wgmma) if `block_o` is 64 or
+    more, else to single warps.
 
     parts: programs that share the columns.
     tiles: in ascending order of the rows that they serve, blocks * block_n; the last one also serves more.
@@ -106,7 +106,7 @@ FEW_OUTPUTS = ProductTile(16, 256, 16, 4, 4), ProductTile(16, 256, 64, 4, 3, blo
 Qwen3-0.6B with 128 rows take 0.5 to 0.8 of the time that a tile of 128 or 256 rows takes.
 
 Tuned by ``python -m benchmarks.kernels.matmul`` on an H200 with the layers of Llama-3.1-8B, Llama-3.2-1B,
-Qwen3-0.6B and SmolLM2-135M, and for more than 64 rows by `--wide` with those of Llama-3.1-8B."""
+Qwen3-0.6B and SmolLM2-135M, and for more than 64 rows by `--wide` with Llama-3.1-8B's."""
 PACKED: dict[int, tuple[dict[int, ProductTile], ...]] = {
     8: (
         {3: ProductTile(64, 128, 16, 4, 3, unroll=2), 4: ProductTile(64, 128, 16, 4, 5)},
@@ -121,7 +121,7 @@ PACKED: dict[int, tuple[dict[int, ProductTile], ...]] = {
 }
 """Tiles of quantised weights, by their bits, and the most programs of a multiprocessor with which each is taken; the
 last one is also taken with more. For up to 64 rows they were tuned on an H200 with the layers of Llama-3.1-8B, and of 8
-bits also with those of which two or four GPUs share Llama-3.1-70B. Example: 14336 outputs of 8 bits make 224 programs,
+bits also with Llama-3.1-70B's as two or four GPUs share them. Example: 14336 outputs of 8 bits make 224 programs,
 at most two for each of 132 multiprocessors, so the first tile is taken of 16 rows, and of 64; 28672 make 448, at most
 four, so the second ones are."""
 UNSHARED = ProductTile(128, 256, 16, 4, 4), ProductTile(256, 256, 64, 8, 3), ProductTile(128, 256, 128, 8, 2)
@@ -152,8 +152,8 @@ def appending(tile: ProductTile, head: int, memory: int) -> ProductTile:
 
 @functools.cache
 def plan(outputs: int, inputs: int, processors: int = 132, memory: int = 232_448) -> ProductPlan:
-    """The plan of a product with weights [outputs, inputs] on a GPU with so many multiprocessors, and so many bytes of
-    shared memory for a program.
+    """The plan of a product with weights [outputs, inputs] on a GPU with `processors` multiprocessors, and `memory`
+    bytes of shared memory for a program.
 
     Programs share columns only as far as each multiprocessor gets at most one, and each program at least 512 of them.
     """
@@ -173,7 +173,7 @@ def plan(outputs: int, inputs: int, processors: int = 132, memory: int = 232_448
 
 @functools.cache
 def packed_plan(outputs: int, inputs: int, bits: int, processors: int = 132, memory: int = 232_448) -> ProductPlan:
-    """`plan` of a product with quantised weights of so many bits.
+    """`plan` of a product with quantised weights of `bits` bits.
 
     At most four programs share the columns, 512 or more each, as far as each multiprocessor gets at most three. Tiles
     of 4 bits are halved where each would get less than one, or the memory is small.

@@ -62,7 +62,7 @@ class ResidualStream(NamedTuple):
 
 class QkvHeads(NamedTuple):
     """The product is queries, keys and values, in the order of its outputs. Queries and keys are normed and rotated;
-    keys and values are appended to the caches. The fields are those of `attention.base.AttentionCall`."""
+    keys and values are appended to the caches. The fields are named as in `attention.base.AttentionCall`."""
 
     cos: Tensor
     sin: Tensor

@@ -266,7 +266,7 @@ def multiply_nibbles(
                     words, unit + tl.zeros([BLOCK_O, DEPTH], tl.int32), step % 4, step * DEPTH % SPAN >= GROUP, FORMAT,
                     PTX,
                 )  # fmt: skip
-            # A sum of its own for 256 columns: the tensor cores then work while the next numbers are decoded.
+            # A separate sum for 256 columns: the tensor cores then work while the next numbers are decoded.
             if step == 0:
                 part = tl.dot(a.to(b.dtype), b.T, input_precision="ieee")
             else:
@@ -278,7 +278,7 @@ def multiply_nibbles(
 @triton.jit
 def half_words(words, TURN: tl.constexpr):
     """Half-words [O, D] from the word [O, D] of each, int32, turned by TURN bits to the right, or for those in the
-    upper half of theirs by 16 more. The bits above theirs are those of the other half."""
+    upper half of theirs by 16 more. The bits above theirs belong to the other half."""
     wide = words.to(tl.uint32, bitcast=True).to(tl.uint64)
     at = (TURN + 16 * (tl.arange(0, words.shape[1]) % 2)) % 32
     return ((wide | (wide << 32)) >> at.to(tl.uint64)[None, :]).to(tl.int32)
@@ -337,7 +337,7 @@ def _plain_numbers(words, unit, J: tl.constexpr, SECOND: tl.constexpr, FORMAT: t
     BF16: tl.constexpr = FORMAT == "nibbles_bf16_centred" or FORMAT == "nibbles_bf16"
     CENTRED: tl.constexpr = FORMAT == "nibbles_bf16_centred" or FORMAT == "nibbles_fp16_centred"
     code = _codes(words, J, (3 if BF16 else 6) if CENTRED else 0)
-    lower, upper = unit << 16, unit & -0x10000  # the halves' bits, where those of float32 begin with bfloat16's
+    lower, upper = unit << 16, unit & -0x10000  # the halves' bits, where float32's begin with bfloat16's
     if not BF16:
         lower = unit.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
         upper = (unit >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
@@ -356,7 +356,7 @@ def _plain_numbers(words, unit, J: tl.constexpr, SECOND: tl.constexpr, FORMAT: t
 
 @functools.cache
 def look_up(table: int) -> str:
-    """PTX by which each thread of a warp has a number of a table, that of its place among 16, in the register t. table:
+    """PTX by which each thread of a warp has, in the register t, the number of a table at its place among 16. table:
     the bits of 16 numbers, float32, the first the lowest."""
     numbers = [f"0x{table >> 32 * place & 0xFFFFFFFF:08X}" for place in range(16)]
     selections = "".join(f"setp.eq.u32 p, l, {place}; selp.b32 t, {numbers[place]}, t, p;" for place in range(1, 16))

@@ -52,7 +52,7 @@ def lack(weight: Tensor, kind: str = "", dtype: torch.dtype | None = None) -> st
     reason = lack_of_device(weight.device)
     if reason is not None:
         return reason
-    if kind and (dtype not in HALF or not layout_of(kind).serves(dtype)):
+    if kind and (dtype not in HALF or not layout_of(kind).supports(dtype)):
         return f"its kernel takes no {dtype}"
     if not kind and weight.dtype not in HALF:
         return f"it is of {weight.dtype}"
@@ -183,14 +183,14 @@ def _rounded_rows(x: Tensor, dtype: torch.dtype, early: bool, static: Tensor | N
 LEAST_ROWS = 384
 """Rows from which on it is faster than `skinny_gemm_kernel`."""
 TILE, SMALL_TILE = ProductTile(128, 64, 256, 8, 4), ProductTile(128, 64, 128, 8, 4)
-"""The tile, and that of fewer rows and of products whose columns are cut, which holds two sums. They reach 0.81 to 0.96
-of cuBLAS's speed with 2,048 rows of Llama-3.1-8B's layers on an H200."""
+"""The tile, and another for fewer rows and for products whose columns are cut, which holds two sums. They reach 0.81 to
+0.96 of cuBLAS's speed with 2,048 rows of Llama-3.1-8B's layers on an H200."""
 MANY_ROWS = 512
 """Rows from which on the larger tile is faster."""
 GATED_TILE, LEAST_GATED_ROWS, BUSY = ProductTile(256, 64, 128, 8, 4), 65, 0.8
 """The tile of a gated product of LEAST_GATED_ROWS to MANY_ROWS rows whose columns are not cut, if its programs keep a
-share of BUSY of the multiprocessors busy. That of Llama-3.1-8B took 0.88 of the time of `skinny_gemm_kernel` with 128
-and with 256 rows on an H200. Tiles of few outputs, and cut columns, took 0.9 to 1.3."""
+share of BUSY of the multiprocessors busy. Llama-3.1-8B's product took 0.88 of the time of `skinny_gemm_kernel` with
+128 and with 256 rows on an H200. Tiles of few outputs, and cut columns, took 0.9 to 1.3."""
 LEAST_HEIGHT = 64
 """Rows of the weights in a tile from which on groups of warps multiply (wgmma)."""
 

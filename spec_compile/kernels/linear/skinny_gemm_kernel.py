@@ -198,7 +198,7 @@ def skinny_gemm_kernel(
             store(acc, out_ptr, column, n, rows, height)
 
 
-# The steps after a product, with its sums in registers: those of `skinny_gemm_kernel` and `wide_kernel`.
+# The steps after a product, with its sums in registers, in `skinny_gemm_kernel` and `wide_kernel`.
 #
 # Shapes: HEIGHT columns of out, BLOCK_N rows of x.
 
@@ -228,7 +228,7 @@ def load_bias(bias_ptr, o):
 
 @triton.jit
 def load_squares(squares_ptr, n, rows, TERMS: tl.constexpr):
-    """Sums of the squares of the stream [rows, TERMS] -> those of a tile's rows [BLOCK_N, TERMS], rounded up."""
+    """Sums of the squares of the stream [rows, TERMS] -> of a tile's rows [BLOCK_N, TERMS], rounded up."""
     term = tl.arange(0, triton.next_power_of_2(TERMS))
     mask = (n < rows)[:, None] & (term < TERMS)[None, :]
     return tl.load(squares_ptr + n[:, None] * TERMS + term[None, :], mask=mask, other=0.0)
@@ -345,7 +345,7 @@ def store_heads(
     tl.store(out_ptr + at, x, mask=mask)
     tl.store(out_ptr + at + half, y, mask=mask)
 
-    # Keys, and values, whose heads follow those of keys.
+    # Keys, and values, whose heads follow the keys' heads.
     batch = (n // nodes).to(tl.int64)
     is_key, kv_head = is_turned & (head >= HEADS), (head - HEADS) % KV_HEADS
     at = (batch * KV_HEADS * capacity + slot)[None, :] * D + (kv_head.to(tl.int64) * capacity * D + d)[:, None]
@@ -358,12 +358,12 @@ def store_heads(
     tl.store(heads.value_cache + at + half, as_stored(y, heads.value_cache), mask=mask)
 
 
-# The product "skinny_gemm" of many rows, such as those of a prompt: as fast as the tensor cores multiply.
+# The product "skinny_gemm" of many rows, such as a prompt's: as fast as the tensor cores multiply.
 #
 # A program reads its tiles with descriptors (TMA on Hopper) and adds up all parts of the columns by itself, one after
 # the other. So each row goes through the same instructions, and each part is added in the same order, as in
 # `skinny_gemm_kernel`, and **a row's result has the same bits as among few rows**. A product whose outputs come in
-# pairs, a gate's or those of the halves of a head, is two products of the same rows x.
+# pairs, a gate's or the halves of a head, is two products of the same rows x.
 #
 # Shapes of a tile: weights [HEIGHT, BLOCK_K], activations [BLOCK_N, BLOCK_K], sums [HEIGHT, BLOCK_N].
 

@@ -3,6 +3,7 @@
 from enum import Enum
 
 import torch
+from transformers import GenerationConfig, LogitsProcessorList
 
 from ...parallel.ranks import ALONE, Alone
 from ..answer import Answer
@@ -40,10 +41,12 @@ class Route(Enum):
     ON_HOST = "on the host"
 
 
-def choose_route(generation_config, processors: list, device: torch.device, keeps_scores: bool) -> Route:
+def choose_route(
+    generation_config: GenerationConfig, processors: list, device: torch.device, keeps_scores: bool
+) -> Route:
     """The route that serves one ``generate()`` whose first logits are not known yet.
 
-    generation_config: transformers' GenerationConfig; only `do_sample` is read.
+    generation_config: only `do_sample` is read.
     device: the model's.
     keeps_scores: True if scores or logits of every token are returned.
     """
@@ -57,7 +60,7 @@ def choose_route(generation_config, processors: list, device: torch.device, keep
 
 
 def make_acceptor(
-    route: Route, answer: Answer, processors: list, seed: int | None, ranks: Alone = ALONE
+    route: Route, answer: Answer, processors: LogitsProcessorList, seed: int | None, ranks: Alone = ALONE
 ) -> HostAcceptor | DrawInRound | None:
     """The acceptor of a route; None for GREEDY_IN_ROUND, which is a part of every round.
 

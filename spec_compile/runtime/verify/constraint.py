@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -34,7 +34,7 @@ class Constraint(Protocol):
         """Write the mask of the next token to ``bits[index]``; see `Constraints.bitmask`."""
 
 
-def is_grammar(processor) -> bool:
+def is_grammar(processor: Any) -> bool:
     """True if a logits processor is xgrammar's, by name, because xgrammar need not be installed."""
     cls = type(processor)
     return (cls.__module__, cls.__name__) == ("xgrammar.contrib.hf", "LogitsProcessor")
@@ -64,14 +64,14 @@ def check_grammars(processors: list, batch: int, vocab_size: int) -> None:
                 raise ValueError(f"{name}: grammar {number} allows no first token; look at the grammar")
 
 
-def make_matcher(grammar, field: str | None = None) -> Constraint:
+def make_matcher(grammar: Any, field: str | None = None) -> Constraint:
     """xgrammar's matcher of a compiled grammar. field: of the client that sent it, whose steps have a deadline."""
     from xgrammar import GrammarMatcher  # which is installed, because the grammar is one of its objects
 
     return GrammarMatcher(grammar) if field is None else TimedConstraint(partial(GrammarMatcher, grammar), field)
 
 
-def matchers_of(processor, batch: int) -> list[Constraint]:
+def matchers_of(processor: Any, batch: int) -> list[Constraint]:
     """A matcher for each row of a batch [B], made of the grammars of xgrammar's processor, which is used up."""
     compiled = processor.compiled_grammars
     processor.prefilled = True
@@ -97,7 +97,7 @@ class Constraints(LogitsProcessor):
         bit 6 of number 2. After a row's grammar has ended, the mask before its last token stays, as with xgrammar.
     """
 
-    def __init__(self, matchers: list[Constraint], vocab_size: int, gained: list[list[int]]):
+    def __init__(self, matchers: Sequence[Constraint], vocab_size: int, gained: list[list[int]]):
         batch = len(gained)
         self.gained, self.followed = gained, [0] * batch  # tokens of each row that its matcher has accepted
         self.ahead = [0] * batch  # the last ones of them, which are drafts
@@ -186,9 +186,10 @@ class _Thread(threading.Thread):
         super().__init__(name="spec_compile grammar", daemon=True)
         self._steps, self._results = SimpleQueue[Callable[[], Any] | None](), SimpleQueue[tuple[Any, Any]]()
         self.start()
-        self._clock = time.pthread_getcpuclockid(self.ident)
+        self._clock = time.pthread_getcpuclockid(self.ident or 0)
 
     def run(self) -> None:
+        outcome: tuple[Any, BaseException | None]
         for step in iter(self._steps.get, None):
             try:
                 outcome = step(), None

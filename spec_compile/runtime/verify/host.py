@@ -1,10 +1,13 @@
 """Accepting tokens on the host, down each tree, as plain decoding chooses them."""
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import LogitsProcessorList
 
 from ...compat import argmax
 from ...errors import RequestError
@@ -51,7 +54,7 @@ class HostAcceptor:
     - Other trees, too, are tested by `accept_drawn`, because block verification is for chains only.
     """
 
-    def __init__(self, answer: Answer, processors: list, seed: int | None, ranks: Alone = ALONE):
+    def __init__(self, answer: Answer, processors: LogitsProcessorList, seed: int | None, ranks: Alone = ALONE):
         self.answer, self.seed, self.ranks = answer, seed, ranks
         self.first_row = 0  # the number of the answer's first row among those that share the seed
         self.processors = processors
@@ -66,7 +69,7 @@ class HostAcceptor:
         tree = tree.cpu()
         if tree.probs is not None and self.seed is not None and not self.lockstep:
             if (tree.parents == torch.arange(-1, tree.parents.shape[1] - 1)).all():
-                return self._accept_chains(tree, logits)
+                return self._accept_chains(tree, tree.probs, self.seed, logits)
         return self._walk(tree, logits)
 
     def _walk(self, tree: Tree, logits: Tensor) -> Accepted:
@@ -104,7 +107,7 @@ class HostAcceptor:
                 break
         return Accepted(path, tokens, count.clamp(min=1))
 
-    def _accept_chains(self, tree: Tree, logits: Tensor) -> Accepted:
+    def _accept_chains(self, tree: Tree, probs: Tensor, seed: int, logits: Tensor) -> Accepted:
         """`__call__` for chains that are tested as blocks."""
         answer, (batch, nodes), device = self.answer, tree.tokens.shape, logits.device
         path, tokens = torch.arange(nodes).repeat(batch, 1), torch.zeros(batch, nodes, dtype=torch.int64)
@@ -113,16 +116,16 @@ class HostAcceptor:
         if going:
             rows = torch.tensor(going)
             gained = torch.tensor([len(answer.rows[row]) for row in going])
-            numbers = chain_numbers(torch.full_like(rows, self.seed), rows + self.first_row, gained, nodes)
+            numbers = chain_numbers(torch.full_like(rows, seed), rows + self.first_row, gained, nodes)
             with row_invariant(device, self.processors):
                 target, scores = self._process_chains(tree, logits, going)
-                chains = (part[rows].to(device) for part in (tree.probs, tree.tokens, tree.real))
-                accepted = accept_chain(target, *chains, numbers.to(device))
-            chosen = torch.cat([accepted.count[:, None], accepted.tokens], dim=1).cpu()
+                draft, drafted, real = (part[rows].to(device) for part in (probs, tree.tokens, tree.real))
+                accepted = accept_chain(target, draft, drafted, real, numbers.to(device))
+            told = torch.cat([accepted.count[:, None], accepted.tokens], dim=1).cpu()
             if self.ranks.size > 1:
-                chosen = torch.tensor(self.ranks.lead(chosen.flatten().tolist)).view(chosen.shape)
-            tokens[rows] = chosen[:, 1:]
-            left = dict(zip(going, chosen[:, 0].tolist()))  # tokens of each row that its answer has not got yet
+                told = torch.tensor(self.ranks.lead(told.flatten().tolist)).view(told.shape)
+            tokens[rows] = told[:, 1:]
+            left = dict(zip(going, told[:, 0].tolist()))  # tokens of each row that its answer has not got yet
         while going:
             level = int(count.max())
             chosen = dict(zip(going, tokens[going, level].tolist()))
@@ -190,10 +193,10 @@ class HostAcceptor:
                 alike = torch.tensor([index for index, other in enumerate(lengths) if other == length])
                 out[alike] = self._process(ids, rows[alike], [length], scores[alike])
             return out
-        processors = self.processors
+        process: Callable[..., Tensor] = self.processors
         if len(rows) < self.answer.batch:
-            ids, processors = ids[rows], type(processors)([_for_rows(processor, rows) for processor in processors])
-        return processors(ids[:, : lengths[0]].contiguous().to(scores.device), scores)
+            ids, process = ids[rows], type(self.processors)([_for_rows(each, rows) for each in self.processors])
+        return process(ids[:, : lengths[0]].contiguous().to(scores.device), scores)
 
     def _goes_on(self, row: int) -> bool:
         return self.answer.needs(row) and not self.answer.full(row)
@@ -223,12 +226,11 @@ class HostAcceptor:
 
     def _hand_over(self, chosen: dict[int, int], raw: dict[int, Tensor], scores: dict[int, Tensor]) -> None:
         """Give the answer one token of each row in `chosen`, with its logits and processed scores [V]."""
-        rows = range(self.answer.batch)
-        gained = [[chosen[row]] if row in chosen else [] for row in rows]
-        self.answer.take(gained, [raw.get(row) for row in rows], [scores.get(row) for row in rows])
+        gained = [[chosen[row]] if row in chosen else [] for row in range(self.answer.batch)]
+        self.answer.take(gained, raw, scores)
 
 
-def _for_rows(processor, rows: Tensor):
+def _for_rows(processor: Any, rows: Tensor) -> Any:
     """The processor; if it has values for every row, a copy with the values of `rows`."""
     values = {name: getattr(processor, name, None) for name in OF_ROWS}
     values = {name: value[rows] for name, value in values.items() if isinstance(value, Tensor) and value.dim() > 0}
@@ -251,7 +253,9 @@ class Walk:
     """
 
     def __init__(self, tokens: list[int], parents: list[int], real: list[int], guesses: list[int]):
-        self.guesses, self.path, self.gained, self.is_over = guesses, [], [], False
+        self.guesses, self.is_over = guesses, False
+        self.path: list[int] = []
+        self.gained: list[int] = []
         self.children = {edge[:2]: node for node, edge in enumerate(zip(parents, tokens, real)) if node > 0 and edge[2]}
 
     def enter(self) -> bool:
@@ -274,7 +278,7 @@ class ConstrainedAcceptor(HostAcceptor):
     To draw on a CPU, or to test drafts that were drawn themselves, it is a `HostAcceptor`.
     """
 
-    def __init__(self, answer: Answer, processors: list, seed: int | None):
+    def __init__(self, answer: Answer, processors: LogitsProcessorList, seed: int | None):
         super().__init__(answer, processors, seed)
         self.only = self.constraints[0]
 

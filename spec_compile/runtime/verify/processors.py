@@ -1,6 +1,8 @@
 """transformers' logits processors: the known ones, and sums in them that do not depend on other rows."""
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +29,7 @@ ROWWISE = OF_SCORES | MINIMA | {
 }  # fmt: skip
 
 
-def is_known(processor, names: set[str]) -> bool:
+def is_known(processor: Any, names: set[str]) -> bool:
     """True if `processor` is one of transformers' own of these names."""
     cls = type(processor)
     return cls.__name__ in names and cls.__module__.startswith("transformers.generation.")
@@ -58,7 +60,7 @@ BY_RANK = {"MinPLogitsWarper", "TopHLogitsWarper"}
 aten, ops = torch.ops.aten, torch.ops.spec_compile
 
 
-def row_invariant(device: torch.device, processors: list):
+def row_invariant(device: torch.device, processors: list) -> AbstractContextManager:
     """A context in which sums over the last dimension are row-invariant on a GPU; on a CPU it changes nothing.
 
     device: where the scores are. processors: run inside. It never makes the host wait, and a CUDA graph may capture it.
@@ -76,9 +78,9 @@ class RowInvariant(TorchDispatchMode):
 
     def __init__(self, ranks: bool):
         super().__init__()
-        self.replaced = REPLACED | ({aten.topk.default: _topk} if ranks else {})
+        self.replaced: dict[Any, Callable[..., Any]] = REPLACED | ({aten.topk.default: _topk} if ranks else {})
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func in self.replaced:
             result = self.replaced[func](*args, **kwargs)
@@ -99,18 +101,21 @@ def _by_rows(x: Tensor, dim: int | list[int] | None, dtype: torch.dtype | None =
     return is_last and x.numel() > 0 and x.is_floating_point() and (dtype is None or dtype.is_floating_point)
 
 
-def _sum(x: Tensor, dim=None, keepdim: bool = False, *, dtype=None):
+Dims = int | list[int] | None
+
+
+def _sum(x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     if not _by_rows(x, dim, dtype):
         return NotImplemented
     sums = ops.row_sum(x, dtype)
     return sums.unsqueeze(-1) if keepdim else sums
 
 
-def _nansum(x: Tensor, dim=None, keepdim: bool = False, *, dtype=None):
+def _nansum(x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     return _sum(x.nan_to_num(0.0, float("inf"), float("-inf")), dim, keepdim, dtype=dtype)
 
 
-def _logsumexp(x: Tensor, dim, keepdim: bool = False):
+def _logsumexp(x: Tensor, dim: Dims, keepdim: bool = False) -> Any:
     if not _by_rows(x, dim):
         return NotImplemented
     peak = x.amax(dim=-1, keepdim=True)
@@ -119,24 +124,24 @@ def _logsumexp(x: Tensor, dim, keepdim: bool = False):
     return result if keepdim else result.squeeze(-1)
 
 
-def _cumsum(x: Tensor, dim: int, *, dtype=None):
+def _cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
     return ops.row_cumsum(x, dtype) if _by_rows(x, dim, dtype) else NotImplemented
 
 
-def _softmax(x: Tensor, dim: int, half_to_float: bool):
+def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Any:
     return ops.row_softmax(x, torch.float32 if half_to_float else None) if _by_rows(x, dim) else NotImplemented
 
 
-def _log_softmax(x: Tensor, dim: int, half_to_float: bool):
+def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Any:
     return ops.row_softmax(x, torch.float32 if half_to_float else None, True) if _by_rows(x, dim) else NotImplemented
 
 
-def _sort(x: Tensor, dim: int = -1, descending: bool = False, *, stable: bool | None = None):
+def _sort(x: Tensor, dim: int = -1, descending: bool = False, *, stable: bool | None = None) -> Any:
     """Always stable, because torch's sort of short rows permutes equal values."""
     return aten.sort.stable(x, stable=True, dim=dim, descending=descending)
 
 
-def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True):
+def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     """By a stable sort. k = 1 is left to torch, because MinPLogitsWarper keeps all of the largest."""
     if k == 1 or not _by_rows(x, dim):
         return NotImplemented
@@ -145,7 +150,7 @@ def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool =
 
 
 # Replacements of torch's operations; they return NotImplemented for arguments left to torch.
-REPLACED = {
+REPLACED: dict[Any, Callable[..., Any]] = {
     aten.sum.default: _sum, aten.sum.dim_IntList: _sum, aten.nansum.default: _nansum, aten.cumsum.default: _cumsum,
     aten._softmax.default: _softmax, aten._log_softmax.default: _log_softmax, aten.logsumexp.default: _logsumexp,
     aten.sort.default: _sort, aten.sort.stable: _sort,

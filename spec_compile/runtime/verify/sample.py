@@ -2,6 +2,7 @@
 round."""
 
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -270,6 +271,7 @@ class DrawInRound:
     """
 
     value = "drawn round"  # the name of such a step, as `StepKind` has names
+    key: tuple
 
     def __init__(self, processors: list):
         self.processors = [processor for processor in processors if not is_known(processor, MINIMA)]
@@ -332,7 +334,7 @@ class RowSettings:
             return None
         if len({*names}) < len(names) or any(getattr(each, "min_tokens_to_keep", 1) > 1 for each in drawing):
             return None
-        settings = {}
+        settings: dict[str, Any] = {}
         for each in drawing:
             if getattr(each, "filter_value", -torch.inf) != -torch.inf:
                 return None
@@ -386,6 +388,6 @@ class DrawRows(DrawInRound):
         return torch.where(of_rows(drawn), warm, likeliest)
 
 
-def _settings(processor) -> list[tuple[str, str]]:
+def _settings(processor: Any) -> list[tuple[str, str]]:
     plain = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in vars(processor).items()}
     return sorted((name, repr(value)) for name, value in plain.items())

@@ -1,11 +1,13 @@
 """Thinking budgets: after a number of tokens of thinking, the next tokens of an answer are the end of thinking."""
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from ...errors import check_int
 from .constraint import Constraint, Constraints, check_grammars, forbid, is_grammar, matchers_of, words_of
@@ -78,7 +80,8 @@ class ThinkingMarks:
         return self._texts[token]
 
 
-class ThinkingPlace(NamedTuple):
+@dataclass(frozen=True)
+class ThinkingPlace:
     """A place in a text.
 
     thinks: True between the two marks
@@ -139,12 +142,13 @@ class ThinkingConstraint:
         self._before: list[tuple[ThinkingPlace, int, bool, bool]] = []
 
     @property
-    def _in_grammar(self) -> bool:
-        return self.grammar is not None and not self.place.thinks and not self._opened
+    def _active_grammar(self) -> Constraint | None:
+        return None if self.place.thinks or self._opened else self.grammar
 
     def is_terminated(self) -> bool:
         """True once the grammar has ended; without one it never does."""
-        return self._in_grammar and self.grammar.is_terminated()
+        grammar = self._active_grammar
+        return grammar is not None and grammar.is_terminated()
 
     def accept_token(self, token: int) -> bool:
         forced, start = self.place.forced(self.marks, self.budget), self.marks.start_ids
@@ -168,7 +172,7 @@ class ThinkingConstraint:
     def rollback(self, count: int = 1) -> None:
         for _ in range(count):
             self.place, self._opened, self._is_first, in_grammar = self._before.pop()
-            if in_grammar:
+            if in_grammar and self.grammar is not None:
                 self.grammar.rollback(1)
 
     def fill_next_token_bitmask(self, bits: Tensor, index: int = 0) -> None:
@@ -178,8 +182,8 @@ class ThinkingConstraint:
         if only is not None:
             bits[index] = 0
             permit(bits, index, only)
-        elif self._in_grammar:
-            self.grammar.fill_next_token_bitmask(bits, index)
+        elif (grammar := self._active_grammar) is not None:
+            grammar.fill_next_token_bitmask(bits, index)
             if self._is_first:
                 permit(bits, index, self.marks.start_ids[0])
         else:
@@ -216,14 +220,14 @@ class ThinkingBudget(LogitsProcessor):
         if start is None or end is None:
             start, end = find_marks(tokenizer)
         self.marks, self.budget, self.then = ThinkingMarks(tokenizer, start, end), budget, then
-        self.vocab_size: int | None = None  # tokens of the model's logits, set by `check_processors`
+        self.vocab_size = 0  # tokens of the model's logits, set by `check_processors`
         self._seen: list[list[int]] = []
         self._matchers: list[ThinkingConstraint] = []
         self._bits = torch.empty(0)
 
     def matchers(self, prompts: list[list[int]]) -> list[ThinkingConstraint]:
         """A matcher for each row. `then` is used up."""
-        grammars: list[Constraint | None] = [None] * len(prompts)
+        grammars: Sequence[Constraint | None] = [None] * len(prompts)
         if self.then is not None:
             grammars = matchers_of(self.then, len(prompts))
         return [ThinkingConstraint(self.marks, self.budget, ids, each) for ids, each in zip(prompts, grammars)]
@@ -258,7 +262,7 @@ def check_processors(processors: list, batch: int, vocab_size: int) -> None:
         budget.vocab_size = vocab_size
 
 
-def follow_rows(answer: Any, processors: list) -> list:
+def follow_rows(answer: Any, processors: LogitsProcessorList) -> LogitsProcessorList:
     """The processors, where `Constraints` stand for grammars of xgrammar and thinking budgets, unless another processor
     needs rows in lockstep.
 
