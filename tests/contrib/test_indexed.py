@@ -45,26 +45,21 @@ def both(pair, ids, mask=None, new=40, **options):
     return [model.generate(ids, **options) for model in pair]
 
 
-def test_one_row_and_rows_padded_on_the_left(pair):
-    for ids, mask in ((ROWS[0], None), (IDS, MASK)):
-        want, got = both(pair, ids, mask)
-        assert torch.equal(got, want)
+CALLS = {
+    "one row": (ROWS[0], None, {}),
+    "rows padded on the left": (IDS, MASK, {}),
+    "a text that becomes longer than the choice": (ROWS[0][:, :3], None, dict(new=16)),
+    "a prompt in chunks": (ROWS[0], None, dict(new=12, prefill_chunk_size=5)),
+    "the only token that may be drawn": (IDS, MASK, dict(new=12, do_sample=True, top_k=1)),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_tokens_are_those_of_transformers(pair, call):
+    ids, mask, options = CALLS[call]
+    want, got = both(pair, ids, mask, **options)
+    assert torch.equal(got, want)
     assert max(pair[1].speculation.stats.nodes) > 1, "nothing was drafted"
-
-
-def test_a_text_that_becomes_longer_than_the_choice(pair):
-    want, got = both(pair, ROWS[0][:, :3], new=16)
-    assert torch.equal(got, want)
-
-
-def test_a_prompt_in_chunks(pair):
-    want, got = both(pair, ROWS[0], new=12, prefill_chunk_size=5)
-    assert torch.equal(got, want)
-
-
-def test_the_only_token_that_may_be_drawn(pair):
-    want, got = both(pair, IDS, MASK, new=12, do_sample=True, top_k=1)
-    assert torch.equal(got, want)
 
 
 @pytest.mark.sweep("glm_moe_dsa")

@@ -73,12 +73,6 @@ def test_more_levels_than_modules_are_refused(modules):
         speculate(target("llama"), "mtp", num_steps=2, draft_window_size=8, **options)
 
 
-def test_one_step_runs_the_first_module_only(modules):
-    system = models.speculate_captured(target("llama"), "mtp", draft=modules, compile=False, check=False)
-    assert len(system.speculation.engine.runtime.algorithm.graph.layers) == 1
-    assert not hasattr(system.speculation.engine.runtime.algorithm, "further")
-
-
 def test_parents_follow_from_ancestors():
     parents = torch.tensor([[-1, -1, 0, 1, 1, 3]])
     rows = torch.cat([torch.full((1, 1), -1), parents + 1], dim=1)  # below a root, whose bit is dropped

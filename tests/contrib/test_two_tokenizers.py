@@ -7,7 +7,6 @@ import models
 import pytest
 import torch
 import two_tokenizers as two
-from distributions import FITS, p_value
 
 from spec_compile import speculate
 from spec_compile.contrib.two_tokenizers import common_tokens, contents
@@ -85,52 +84,22 @@ def test_tokens_are_plain_decodings(schedule):
 @torch.no_grad()
 @pytest.mark.sweep("tree")
 @pytest.mark.parametrize("schedule", ["chain", "tree"])
-def test_drafts_are_the_likeliest_common_tokens(monkeypatch, schedule):
+def test_drafts_are_the_likeliest_common_tokens(schedule):
     """A token that the draft lacks is read as its last letter, which the draft has as ids 0 to 9."""
-    system, checked = two.fast(SCHEDULES[schedule], two.LACKING), 0
-    engine, ids = system.speculation.engine, two.draft_ids()
-    run, plan, lacking = engine.run, engine.runtime.algorithm.schedule, list(two.LACKING)
-    read = ids.index_copy(0, torch.tensor(lacking), torch.tensor([ord(two.word(i)[-1]) - 97 for i in lacking]))
+    system, ids = two.fast(SCHEDULES[schedule], two.LACKING), two.draft_ids()
+    plan, lacking = system.speculation.engine.runtime.algorithm.schedule, torch.tensor(two.LACKING)
+    read = ids.index_copy(0, lacking, torch.tensor([ord(two.word(i)[-1]) - 97 for i in two.LACKING]))
 
     def in_ids_of_target(text):
         logits = two.draft()(read[text]).logits[..., ids]
-        return SimpleNamespace(logits=logits.index_fill(-1, torch.tensor(lacking), -torch.inf))
+        return SimpleNamespace(logits=logits.index_fill(-1, lacking, -torch.inf))
 
-    def watched(request):
-        nonlocal checked
-        state = engine.session(1).state
-        for gained in run(request):
-            if not state.finished[0]:
-                text = state.tokens[0, : int(state.lengths) + 1].tolist()
-                tokens, parents = rounds.drafted("draft_model", in_ids_of_target, None, plan, text)
-                nodes = tokens.shape[1]
-                assert state.tree_tokens[:, :nodes].equal(tokens) and state.tree_parents[:, :nodes].equal(parents)
-                checked += 1
-            yield gained
+    def look(session, row, text):
+        tokens, parents = rounds.drafted("draft_model", in_ids_of_target, None, plan, text)
+        assert rounds.tree_of(session, row, tokens.shape[1]) == (tokens[0].tolist(), parents[0].tolist())
 
-    monkeypatch.setattr(engine, "run", watched)
-    answer = rounds.generated(system, rounds.prompts(1))
+    answer, checked = rounds.followed(system, rounds.prompts(1), look)
     assert checked > 8 and {*answer[0].tolist()} & {*two.LACKING}
-
-
-@torch.no_grad()
-def test_drawn_drafts_leave_the_distribution():
-    """Tokens after the first are the target's. Drafts of a sharper draft are accepted as often as the target's
-    distribution overlaps with the draft's over the common tokens (Leviathan et al. 2023, section 3.2)."""
-    rows, ids, heat = 2000, rounds.prompts(1, 12), 1.5
-    system = two.fast(dict(num_steps=1, draft_sample_method="probabilistic"), two.LACKING, sharpness=1.5)
-    drawn = rounds.generated(system, ids, 2, do_sample=True, temperature=heat, top_k=0, num_return_sequences=rows)
-    first = (rounds.target("llama")(ids).logits[0, -1] / heat).double().softmax(-1)
-    texts = torch.cat([ids.expand(models.VOCAB, -1), torch.arange(models.VOCAB)[:, None]], dim=1)
-    second = (rounds.target("llama")(texts).logits[:, -1] / heat).double().softmax(-1)
-    counts = drawn[:, -1].bincount(minlength=models.VOCAB)
-    assert p_value(counts[None], rows * (first @ second)[None]) > FITS
-    mapping = system.speculation.engine.runtime.algorithm.mapping
-    logits = two.draft(1.5)(mapping.read(ids)).logits[0, -1, mapping.columns]
-    q = torch.zeros_like(first).index_copy(0, mapping.draft_to_target, (logits / heat).double().softmax(-1))
-    chance = float(torch.minimum(first, q).sum())
-    accepted = sum(gained == 2 for gained in system.speculation.stats.trace[0])
-    assert 0.1 < chance < 0.9 and abs(accepted - rows * chance) < 4 * (rows * chance * (1 - chance)) ** 0.5
 
 
 def test_requests_of_a_batch():
@@ -145,11 +114,9 @@ def test_requests_of_a_batch():
 
 @pytest.mark.slow
 def test_compiled_rounds_draft_the_same():
-    runs = []
-    for compile in (False, True):
-        system = two.fast(SCHEDULES["one"], two.LACKING, compile=compile)
-        runs.append((rounds.generated(system, rounds.prompts(1)).tolist(), system.speculation.stats.trace))
-    assert runs[0] == runs[1]
+    rounds.same_when_compiled(
+        lambda compile: two.fast(SCHEDULES["one"], two.LACKING, compile=compile), rounds.prompts(1)
+    )
 
 
 @pytest.mark.gpu

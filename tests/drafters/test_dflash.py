@@ -1,6 +1,7 @@
 """DFlash: blocks are their formulas, every setting of a block matters, and blocks see the right context."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import draft_checkpoints as drafts
 import numpy as np
@@ -8,7 +9,9 @@ import pytest
 import torch
 from dflash_drafts import BLOCK, CONTEXTS, MASK, Meaning, block_logits, difference, example, loader, our_logits
 
+from spec_compile import speculate
 from spec_compile.drafters.checkpoints.load import load_head
+from spec_compile.drafters.dflash import DFlash, DFlashOptions
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +76,10 @@ def test_shorter_blocks(load, name, size):
 
 
 def test_windows_shorter_than_a_block(tmp_path):
-    """See less of it if they are causal, and are refused if not."""
+    """They see less of it if they are causal. test_refused_checkpoints.py has the others."""
     written = drafts.write("dflash_sliding", tmp_path / "dflash_sliding", sliding_window=3)
     logits, _ = our_logits(load_head(written.folder, written.target, "dflash"))
     assert difference(logits, right_logits(written, windows=(3, None))) < 1e-5
-    written = drafts.write("dflash_bidirectional", tmp_path / "dflash_bidirectional", sliding_window=5)
-    with pytest.raises(ValueError, match="its window of 5 is shorter than its blocks of 6"):
-        load_head(written.folder, written.target, "dflash")
 
 
 @pytest.mark.parametrize(("name", "sinks", "size"), [("dflash", 2, 5), ("jetspec", 0, 4), ("dflash", 4, 1)])
@@ -92,3 +92,50 @@ def test_blocks_see_the_ends_of_the_context(load, name, sinks, size):
     for enough in (dict(draft_window_size=13, draft_sink_size=0), dict(draft_window_size=9)):
         logits, _ = our_logits(draft, **enough)
         assert torch.allclose(logits, whole, atol=1e-5)
+
+
+# --- options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(block_size=0), "block_size must be from 1 to 64"),
+        (dict(block_size="6"), "block_size: expected int"),
+        (dict(topk=17), "topk must be from 1 to 16"),
+        (dict(num_draft_tokens=1), "num_draft_tokens must be from 2 to 64"),
+        (dict(score_temperature=0.0), "score_temperature must be positive"),
+        (dict(draft_sample_method="random"), "draft_sample_method: expected 'greedy' or 'probabilistic'"),
+        (dict(draft_sample_method="probabilistic", topk=2), "topk: drafts that are drawn"),
+        (dict(block_size=7), "block_size: this draft was trained with blocks of 6, not 7; lower it"),
+        (dict(block_size=1), "the first slot of this draft's blocks drafts nothing; it must be at least 2"),
+        (dict(num_draft_tokens=7), "num_draft_tokens must be at most 6, the drafts of a block of 6 and"),
+        (dict(topk=2, block_size=3, num_draft_tokens=8), "num_draft_tokens must be at most 7"),
+    ],
+)
+def test_options_that_are_refused(load, options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        DFlash(load("dflash")[1], DFlashOptions(**options))
+
+
+def test_sizes_of_blocks_and_trees(load):
+    draft = load("dflash")[1]
+    assert DFlashOptions().fit(draft) == (6, 6) and DFlashOptions(block_size=4).fit(draft) == (4, 4)
+    assert DFlashOptions(topk=4, num_draft_tokens=30).fit(draft) == (6, 30)
+    assert DFlashOptions(block_size=1).fit(load("dflash_deepspec")[1]) == (1, 2)
+    assert DFlashOptions().fit(SimpleNamespace(block_size=128, first=0)) == (64, 64)
+
+
+def test_what_was_loaded_is_told(load):
+    written, *_ = load("dflash_sliding")
+    fast = speculate(written.target, "DFlash", draft=written.folder, compile=False, max_cache_len=100)
+    told = "\n".join(fast.speculation.engine.runtime.algorithm.explain())
+    for part in (
+        "DFlash draft from", "reads states 2, 4, 7 (target_layer_ids [1, 3, 6], outputs of layers: one more)",
+        "blocks of 6, masked by token 93; slot j drafts the token of its own place", "rope_theta=20000",
+        "sliding windows 7, None, 1 of them causal", "embedding: the target's; output matrix: the target's",
+    ):  # fmt: skip
+        assert part in told
+    runtime = fast.speculation.engine.runtime
+    assert runtime.algorithm.plan.nodes == 6 and runtime.sizes == (6,)
+    assert "1 layers see the block causally, 1 all of it" in runtime.algorithm.graph.log[-1].summary

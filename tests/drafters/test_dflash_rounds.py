@@ -1,17 +1,13 @@
 """DFlash in whole rounds: drafts are those of a draft without a cache, and tokens are plain decoding's."""
 
-import copy
-import functools
-
 import draft_rounds as rounds
 import numpy as np
 import pytest
 import torch
-from dflash_drafts import MODES, SCHEDULES, best_paths, difference, fast, logits_after, paths_of, texts, trained
+from dflash_drafts import SCHEDULES, best_paths, difference, fast, logits_after, paths_of, texts, trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_compile import speculate
 from spec_compile.drafters.trees.propose import BlockTree
 
 
@@ -72,39 +68,6 @@ def test_tokens_are_plain_decodings(name, schedule):
     assert torch.equal(rounds.generated(system, rounds.prompts(4)), rounds.plain(name, 4))  # texts it was not taught
 
 
-@pytest.mark.slow
-def test_compiled_rounds_draft_the_same():
-    rounds.same_when_compiled(lambda compile: fast("llama", "tree", compile), texts("llama")[:3, :8])
-
-
-def test_a_prompt_of_one_token():
-    for schedule in ("chain", "tree"):
-        ids = torch.tensor([[5]])
-        assert torch.equal(
-            rounds.generated(fast("llama", schedule), ids, 12), rounds.generated(rounds.target("llama"), ids, 12)
-        )
-
-
-def test_a_conversation_goes_on_from_its_cache():
-    rounds.goes_on_from_a_cache(fast("llama", "chain"), rounds.target("llama"), texts("llama")[:1, :8])
-
-
-def test_drawn_drafts_are_accepted_as_often_as_the_distributions_overlap():
-    """Leviathan et al. 2023, section 3.2: the chance is the sum of the lesser probabilities."""
-    model, draft, rows = rounds.target("llama"), trained("llama"), 1000
-    options = dict(block_size=2, draft_sample_method="probabilistic", compile=False, max_cache_len=40)
-    system = speculate(model, "dflash", draft=draft, **options)
-    ids = texts("llama")[:1, :12]
-    with torch.no_grad():
-        p = (model(ids).logits[0, -1] / 1.5).double().softmax(-1)
-    q = torch.from_numpy(logits_after(draft, model, ids[0].tolist(), 2)[1] / 1.5).softmax(-1)
-    chance = torch.minimum(p, q).sum().item()
-    rounds.generated(system, ids, 2, do_sample=True, temperature=1.5, top_k=0, num_return_sequences=rows)
-    accepted = sum(gained == 2 for gained in system.speculation.stats.trace[0])
-    assert 0.1 < chance < 0.9
-    assert abs(accepted - rows * chance) < 4 * (rows * chance * (1 - chance)) ** 0.5
-
-
 # --- trees
 
 
@@ -154,27 +117,3 @@ def test_large_trees():
     tokens, parents, totals = BlockTree(15, 16, 64)(torch.tensor([3]), scores, torch.arange(240).view(1, 15, 16))
     assert len(set(paths_of(tokens[0].tolist(), parents[0].tolist()))) == 63 and bool(totals.isfinite().all())
     assert BlockTree(63, 2, 64).ranks.shape[0] == 63
-
-
-@functools.cache
-def gpu_target():
-    return copy.deepcopy(rounds.target("llama")).to("cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_drafts_and_tokens_are_the_cpus(schedule, mode):
-    target, draft = gpu_target(), copy.deepcopy(trained("llama")).to("cuda")
-    draft.embedding, draft.head_weight = target.get_input_embeddings().weight, target.get_output_embeddings().weight
-    system = speculate(
-        target, "dflash", draft=draft, adaptive=False, max_cache_len=200, **SCHEDULES[schedule], **MODES[mode]
-    )
-    for batch in (1, 3):
-        ids, traces = texts("llama")[:batch, :8], []
-        for one in (system, fast("llama", schedule)):
-            answer = rounds.generated(one, ids.to(one.device)).cpu()
-            assert torch.equal(answer, rounds.generated(rounds.target("llama"), ids))
-            traces.append(one.speculation.stats.trace)
-        assert traces[0] == traces[1] or schedule == "union"  # the stores of a GPU and of a CPU learn at other times

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from draft_formulas import (
-    KV,
     D,
     H,
     attend,
@@ -37,7 +36,6 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import LlamaConfig
 
-from spec_compile.capture.trace import capture_head
 from spec_compile.drafters.checkpoints.load import load_head
 from spec_compile.drafters.modules.eagle import Eagle3Head
 from spec_compile.drafters.modules.layers import LatentAttention, LatentSizes, LayerKnobs, rotary
@@ -244,42 +242,6 @@ def test_latent_attention_of_any_size(ranks, nope, turned, values, inputs, lengt
         rotate_pairs if pairs else rotate,
     )  # fmt: skip
     np.testing.assert_allclose(got[0].numpy(), expected, rtol=1e-4, atol=1e-5)
-
-
-# What our compiler asks of a head
-
-CAPTURED = [
-    "eagle_qwen2", "eagle_speculators", "eagle3_sglang_layers", "eagle3_plain_state", "eagle31", "eagle3_wide",
-    "eagle3_deepspec", "eagle3_speculators_09", "eagle3_mla_layers", "mtp_deepseek", "mtp_glm", "mtp_mimo",
-    "mtp_qwen35",
-]  # fmt: skip
-
-
-@pytest.mark.sweep("eagle_qwen2 eagle3_sglang_layers mtp_deepseek mtp_qwen35")
-@pytest.mark.parametrize("name", CAPTURED)
-@torch.no_grad()
-def test_a_head_is_captured_for_any_batch_and_length(load, name):
-    _, head = load(name)
-    graph = capture_head(head, head.hidden_size)
-    assert len(graph.layers) == head.layers
-    assert [layer.kv_heads for layer in graph.layers] == [
-        4 if "deepseek" in name or "mla" in name else KV
-    ] * head.layers
-    for batch, length in ((1, 5), (3, 4)):
-        ids, state = torch.randint(0, drafts.V, (batch, length)), torch.randn(batch, length, head.hidden_size)
-        positions = torch.arange(length).expand(batch, -1)
-        for ours, eager in zip(graph.gm(ids, positions, state), head(ids, positions, state)):
-            torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
-
-
-@torch.no_grad()
-def test_slots_see_only_what_came_before(load):
-    _, head = load("eagle3")
-    ids, positions, features = example(head)
-    before = head(ids, positions, head.project(features))[0]
-    ids[:, 6:], features[0][:, 6:] = 5, 1.0
-    after = head(ids, positions, head.project(features))[0]
-    assert torch.equal(before[:, :6], after[:, :6]) and not torch.equal(before[:, 6:], after[:, 6:])
 
 
 def test_rope_reaches_beyond_max_position_embeddings(load):

@@ -1,22 +1,22 @@
 """The option `draft_weights`: copies of a draft's matrices in fewer bits."""
 
 import copy
-import dataclasses
+import itertools
 
-import assistants
-import draft_checkpoints as drafts
+import changed_drafts as changed
 import draft_rounds as rounds
 import pytest
 import quantised_drafts as quantised
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from spec_compile import speculate
 from spec_compile.compile.key import artefact_key
 from spec_compile.drafters.checkpoints.load import load_head
 from spec_compile.drafters.heads import HeadAlgorithm, HeadOptions
 from spec_compile.drafters.options import DraftOptions
-from spec_compile.drafters.shared_draft import DraftWeights, parse_formats
+from spec_compile.drafters.shared_draft import DraftWeights
 from spec_compile.graph import calls
 from spec_compile.kernels.linear import PRODUCT, QUANTISED, cpu_gemm, skinny_gemm
 from spec_compile.quantised.rounded import FORMATS
@@ -33,12 +33,13 @@ def rounded(weight, name):
 
 
 def twin_of(draft, name, parts=("layers", "output")):
-    """A draft whose own matrices are rounded numbers."""
-    twin = copy.deepcopy(draft, {id(draft.embedding): draft.embedding})
+    """A draft whose own matrices are rounded numbers. A whole model's output matrix is one of its layers."""
+    is_model = isinstance(draft, PreTrainedModel)
+    twin = copy.deepcopy(draft, {} if is_model else {id(draft.embedding): draft.embedding})
     for path, part in twin.named_modules():
-        if isinstance(part, nn.Linear) and "layers" in parts and path.startswith(("fc", "block")):
+        if isinstance(part, nn.Linear) and "layers" in parts and (is_model or path.startswith(("fc", "block"))):
             part.weight = rounded(part.weight, name)
-    if "output" in parts:
+    if "output" in parts and not is_model:
         twin.head_weight = rounded(draft.head_weight, name)
     return twin
 
@@ -61,21 +62,27 @@ def trees(system, target, ids=IDS):
 def same_drafts(target, algorithm, draft, name, parts=("layers", "output"), **options):
     """Assert that copies draft as rounded weights do, and that they change the target no more than the draft."""
     option = name if len(parts) == 2 else dict.fromkeys(parts, name)
+    ids = IDS[:, :1] if isinstance(draft, PreTrainedModel) else IDS  # a model reads prompts with its own weights
     before = {key: value.clone() for key, value in (target.state_dict() | draft.state_dict()).items()}
     system = speculate(target, algorithm, draft=draft, draft_weights=option, **OPTIONS | options)
-    found = trees(system, target)
-    meant = trees(speculate(target, algorithm, draft=twin_of(draft, name, parts), **OPTIONS | options), target)
-    assert found == meant and len(found) > 3
+    found = trees(system, target, ids)
+    twin = speculate(target, algorithm, draft=twin_of(draft, name, parts), **OPTIONS | options)
+    assert found == trees(twin, target, ids) and len(found) > 3
     after = target.state_dict() | draft.state_dict()
     assert all(torch.equal(value, after[key]) for key, value in before.items())
     return system
 
 
-@pytest.mark.sweep("eagle3-fp8 eagle-int4 mtp-int8")
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "mtp"])
-def test_heads_draft_as_heads_of_rounded_weights(algorithm, name):
-    same_drafts(rounds.target("llama"), algorithm, rounds.head(algorithm, "llama"), name, **TREE)
+CASES = [*itertools.product(("eagle", "eagle3", "mtp", "draft_model"), FORMATS)]
+CASES += [("dflash", "int4"), ("dflash", "fp8"), ("domino", "int8"), ("p_eagle", "fp8"), ("31B", "int8")]
+
+
+@pytest.mark.sweep("eagle3-fp8 eagle-int4 mtp-int8 draft_model-int8 dflash-int4 p_eagle-fp8")
+@pytest.mark.parametrize(("name", "weights"), CASES)
+def test_drafts_are_those_of_rounded_weights(name, weights, tmp_path):
+    options = TREE if name in ("eagle", "eagle3", "mtp") else dict(num_steps=3)
+    system = same_drafts(*changed.named(tmp_path, name), weights, **{} if name in ("dflash", "domino") else options)
+    assert f"output matrix {weights}" in system.speculation.explain()
 
 
 @pytest.mark.parametrize("part", ["layers", "output"])
@@ -87,46 +94,6 @@ def test_one_part(part, monkeypatch):
     told, other = (told, "layers int4") if part == "output" else (told, "output matrix int4")
     text = system.speculation.explain()
     assert told in text and other not in text and "no kernel reads these copies here" in text
-
-
-@pytest.mark.sweep("dflash-int4")
-@pytest.mark.parametrize("flavour, name", [("dflash", "int4"), ("dflash", "fp8"), ("domino", "int8")])
-def test_blocks_draft_as_those_of_rounded_weights(flavour, name, tmp_path):
-    written = drafts.write(flavour, tmp_path)
-    draft = load_head(tmp_path, written.target, "dflash")
-    same_drafts(written.target, "dflash", draft, name)
-
-
-def test_p_eagle_drafts_as_one_of_rounded_weights(tmp_path):
-    written = drafts.write("p_eagle", tmp_path)
-    same_drafts(written.target, "p_eagle", load_head(tmp_path, written.target, "p_eagle"), "fp8", num_steps=3)
-
-
-@pytest.mark.sweep("draft_model-int8")
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("algorithm", ["draft_model"])
-def test_a_draft_model_drafts_as_one_of_rounded_weights(algorithm, name):
-    same_drafts_of_models(algorithm, rounds.target("llama"), rounds.draft_model("llama"), name)
-
-
-def same_drafts_of_models(algorithm, target, draft, name):
-    """`same_drafts` of a draft that is a model of transformers."""
-    twin = copy.deepcopy(draft)
-    for part in twin.modules():
-        if isinstance(part, nn.Linear):
-            part.weight = rounded(part.weight, name)
-    systems = [
-        speculate(target, algorithm, draft=each, num_steps=3, **OPTIONS, **given)
-        for each, given in ((draft, dict(draft_weights=name)), (twin, {}))
-    ]
-    ids = IDS[:, :1]  # a draft model reads prompts with its own weights
-    assert trees(systems[0], target, ids) == trees(systems[1], target, ids)
-    assert f"output matrix {name}" in systems[0].speculation.explain()
-
-
-@pytest.mark.slow
-def test_an_assistant_drafts_as_one_of_rounded_weights():
-    same_drafts_of_models("assistant", assistants.target("31B"), assistants.assistant("31B"), "int8")
 
 
 @torch.no_grad()
@@ -187,22 +154,19 @@ def test_artefacts_depend_on_it():
 
 
 @pytest.mark.parametrize(
-    ("value", "error", "text"),
+    ("options", "text"),
     [
-        ("fp4", ValueError, r"draft_weights: expected one of fp8, int8, int4, or a dict .*got 'fp4'. Did you mean"),
-        ({"lm_head": "fp8"}, ValueError, "draft_weights: .*layers and output, got 'lm_head'"),
-        ({"layers": None}, ValueError, "draft_weights: .* got None"),
-        (8, TypeError, "draft_weights: expected one of .*, got int"),
+        (dict(draft_weights="fp4"), r"draft_weights: expected one of fp8, int8, int4, or a dict .*got 'fp4'. Did you"),
+        (dict(draft_weights={"lm_head": "fp8"}), "draft_weights: .*layers and output, got 'lm_head'"),
+        (dict(draft_weights={"layers": None}), "draft_weights: .* got None"),
+        (dict(draft_weights=8), "draft_weights: expected one of .*, got int"),
+        (dict(draft_weights="fp8", draft_tensor_parallel_size=2), "leave draft_tensor_parallel_size out"),
     ],
 )
-def test_values_that_are_refused(value, error, text):
-    with pytest.raises(error, match=text):
-        DraftOptions(draft_weights=value)
+def test_values_that_are_refused(options, text):
+    with pytest.raises((ValueError, TypeError), match=text):
+        DraftOptions(**options)
 
 
-def test_ranks_that_share_a_draft_are_refused():
-    with pytest.raises(ValueError, match=r"draft_weights: .* leave draft_tensor_parallel_size out"):
-        DraftOptions(draft_weights="fp8", draft_tensor_parallel_size=2)
+def test_ranks_do_not_share_a_rounded_draft():
     assert DraftOptions(draft_weights="fp8").draft_ranks == 1 and DraftOptions().draft_ranks is None
-    assert parse_formats("fp8") == {"layers": "fp8", "output": "fp8"} and parse_formats(None) == {}
-    assert "draft_weights" in {field.name for field in dataclasses.fields(DraftOptions)}

@@ -94,15 +94,13 @@ def test_windows_that_cannot_be(options, error, message):
         system("eagle3", "chain", **options)
 
 
-def test_windows_of_the_checkpoint_stay():
+def test_drafts_that_take_no_window():
+    """Those that have one already, and draft models."""
     head = rounds.head("eagle", "llama")
     with (
         mock.patch.object(head.blocks[0].self_attn, "window", 7),
         pytest.raises(ValueError, match="of their own, of 7"),
     ):
         system("eagle", "one", draft=head, **ENDS)
-
-
-def test_algorithms_without_windows():
     with pytest.raises(TypeError, match="unknown option 'draft_window_size'"):
         speculate(rounds.target("llama"), "draft_model", draft=rounds.target("llama"), **ENDS)

@@ -6,7 +6,7 @@ import ngram_plain  # noqa: F401 - kernels for a CPU
 import pytest
 import torch
 from batch_requests import MODEL, PROMPTS, collect, generated
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from spec_compile import speculate
 from spec_compile.drafters.ngram import MatchingDrafter
@@ -111,30 +111,3 @@ def test_requests_with_references(share_text):
     assert told.generated_tokens == untold.generated_tokens == wanted
     assert told.speculation.steps <= 5 and untold.speculation.steps > told.speculation.steps
     assert len(algorithm.store) == (2 * len(PROMPTS[0] + wanted) + 2 if share_text else 0)
-
-
-@pytest.mark.slow
-def test_compiled_rounds_of_any_number_of_rows():
-    """Compiled once for all numbers of rows, and again after generate() has grown its cache."""
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
-    plain = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=2048)).eval()
-    fast = speculate(plain, num_draft_tokens=4, adaptive=False, max_cache_len=64, check=False, compile=True)
-    fast.speculation.engine.runtime.algorithm.store = NgramCorpus(10_000, 512, torch.device("cpu"))
-    options = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
-    for length in (20, 400):
-        prompt = [number % 50 for number in range(length)]
-        tokens = generated(fast, prompt, max_new_tokens=20, reference=[1, 2, 3], **options)
-        assert tokens == generated(plain, prompt, max_new_tokens=20, **options)
-    manager = fast.init_continuous_batching(GenerationConfig(pad_token_id=0))
-    manager.start()
-    try:
-        for number in range(5):
-            reference = [[1, 2], [6, 7, number, 8, 9]] if number % 2 else None
-            manager.add_request([6, 7, number], f"r{number}", max_new_tokens=20, eos_token_id=-1, reference=reference)
-        outputs = collect(manager, 5)
-    finally:
-        manager.destroy()
-    for number in range(5):
-        expected = generated(plain, [6, 7, number], max_new_tokens=20, **options)
-        assert outputs[f"r{number}"].generated_tokens == expected

@@ -73,16 +73,6 @@ def test_a_call_may_name_the_draft():
     assert model.speculation.engine.name == "dflash" and model.speculation.engine.options.draft is draft
 
 
-@pytest.mark.slow
-def test_compiled_rounds_draft_the_same():
-    target, draft = muse.pair()
-
-    def made(compile):
-        return models.speculate_captured(target, "dflash", draft=draft, **OPTIONS | dict(compile=compile))
-
-    assert torch.equal(rounds.same_when_compiled(made, prompts(3), NEW), plain(3))
-
-
 # --- checkpoints
 
 

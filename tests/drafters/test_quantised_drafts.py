@@ -2,48 +2,35 @@
 
 import json
 
-import draft_checkpoints as drafts
+import changed_drafts as changed
 import pytest
 import quantised_drafts as quantised
 import torch
 
 from spec_compile import speculate
 from spec_compile.drafters.checkpoints.load import load_head
-from spec_compile.quantised.formats import methods
+
+OTHERS = "eagle", "p_eagle", "mtp_deepseek", "mtp_qwen", "dflash", "domino"
 
 
-def loaded(name, flavour, folder):
-    """A quantised head, its twin, and the target."""
-    twin = quantised.write(name, flavour, folder)
-    return *(load_head(folder / which, twin.target, twin_algorithm(flavour)) for which in ("quantised", "twin")), twin
-
-
-def twin_algorithm(flavour):
-    return (drafts.FLAVOURS | drafts.PARALLEL | drafts.DFLASH | drafts.LINKED)[flavour].algorithm
-
-
-@pytest.mark.sweep("fp8_blocks ct_int4_zeros ct_nvfp4 gptq_v2 awq nf4_nested torchao_groups modelopt_nvfp4")
-@pytest.mark.parametrize("name", quantised.FORMATS)
-def test_a_quantised_head_has_the_weights_of_its_twin(name, tmp_path):
-    head, twin, written = loaded(name, "eagle3", tmp_path)
+@pytest.mark.sweep(
+    "eagle3-fp8_blocks eagle3-ct_int4_zeros eagle3-ct_nvfp4 eagle3-gptq_v2 eagle3-awq eagle3-nf4_nested "
+    "eagle3-torchao_groups eagle3-modelopt_nvfp4 p_eagle-ct_fp8 mtp_deepseek-ct_fp8"
+)
+@pytest.mark.parametrize(
+    ("flavour", "name"), [*(("eagle3", name) for name in quantised.FORMATS), *((each, "ct_fp8") for each in OTHERS)]
+)
+def test_a_quantised_head_has_the_weights_of_its_twin(flavour, name, tmp_path):
+    written, algorithm = quantised.write(name, flavour, tmp_path), changed.EVERY[flavour].algorithm
+    head, twin = (load_head(tmp_path / which, written.target, algorithm) for which in ("quantised", "twin"))
     weights, meant = head.state_dict(), twin.state_dict()
     assert weights.keys() == meant.keys()
     for key, value in meant.items():
         assert torch.equal(weights[key], value), key
-    changed = head.blocks[0].mlp.up_proj.weight - written.tensors["midlayer.mlp.up_proj.weight"]
-    assert 0 < changed.abs().max() < 0.2  # the writer has rounded something, and not more than its format must
-    assert len(head.published.matrices) == 9  # q, k, v, o, gate, up, down, fc and the output matrix
-
-
-EVERY = ("eagle", "p_eagle", "mtp_deepseek", "mtp_qwen", "dflash", "domino")
-
-
-@pytest.mark.sweep("p_eagle mtp_deepseek")
-@pytest.mark.parametrize("flavour", EVERY)
-def test_heads_of_every_algorithm(flavour, tmp_path):
-    head, twin, _ = loaded("ct_fp8", flavour, tmp_path)
-    for key, value in twin.state_dict().items():
-        assert torch.equal(head.state_dict()[key], value), key
+    if flavour == "eagle3":
+        changes = head.blocks[0].mlp.up_proj.weight - written.tensors["midlayer.mlp.up_proj.weight"]
+        assert 0 < changes.abs().max() < 0.2  # the writer has rounded something, and not more than its format must
+        assert len(head.published.matrices) == 9  # q, k, v, o, gate, up, down, fc and the output matrix
 
 
 @pytest.mark.sweep("gptq")
@@ -63,34 +50,22 @@ def test_drafts_are_those_of_the_twin_and_answers_the_target_s(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        ({"quant_method": "hqq"}, "'hqq'"),
-        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "W4A8_AWQ"),
-        ({"quant_method": "modelopt", "quantization": {"quant_algo": "INT4_AWQ"}}, "INT4_AWQ"),
-    ],
-)
-def test_methods_that_are_not_read(config, named, tmp_path):
-    written = drafts.write("eagle3", tmp_path, quantization_config=config)
-    with pytest.raises(ValueError, match=f"draft: .*{named}.* is not read; read are "):
-        load_head(tmp_path, written.target, "eagle3")
-    assert config["quant_method"] not in methods() or "modelopt" in methods()
-
-
-@pytest.mark.parametrize(
     ("name", "changes", "text"),
     [
+        (None, {"quant_method": "hqq"}, "'hqq'.* is not read; read are "),
+        (None, {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "W4A8_AWQ.* is not read; read are "),
+        (None, {"quant_method": "modelopt", "quantization": {"quant_algo": "INT4_AWQ"}}, "INT4_AWQ.* is not read"),
         ("gptq", {"bits": 8}, "qweight has bits 8, where 4 are read"),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
         ("awq", {"version": "gemv"}, "version 'gemv'"),
         ("fp8_blocks", {"weight_block_size": [32, 32]}, "has scales"),
     ],
 )
-def test_layouts_that_are_not_read(name, changes, text, tmp_path):
-    written = quantised.write(name, "eagle3", tmp_path)
-    path = tmp_path / "quantised/config.json"
-    config = json.loads(path.read_text())
-    config["quantization_config"] |= changes
-    path.write_text(json.dumps(config))
+def test_what_is_not_read(name, changes, text, tmp_path):
+    written = quantised.write(name or "ct_fp8", "eagle3", tmp_path)
+    folder = tmp_path / ("quantised" if name else "twin")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = config.get("quantization_config", {}) | changes
+    (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=f"draft: .*{text}"):
-        load_head(tmp_path / "quantised", written.target, "eagle3")
+        load_head(folder, written.target, "eagle3")

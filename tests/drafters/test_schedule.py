@@ -1,11 +1,12 @@
 """Schedules against a slow growth in Python, over a draft whose output depends on each node's whole path; drawn chains
-by distribution, and what is accepted of them against the target's own distribution."""
+by distribution. runtime/test_sampling.py has the distribution of what is accepted of them."""
 
 import math
 
 import numpy
 import pytest
 import torch
+from distributions import FITS, p_value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,8 +18,6 @@ from spec_compile.runtime.verify.sample import accept_chain, chain_numbers, coun
 
 INF = math.inf
 GPU = torch.cuda.is_available()
-FITS, FAILS = 1e-3, 1e-6
-"""p-values above the one are expected of what is right, below the other of what is wrong."""
 
 
 # --- a draft that is a table
@@ -160,10 +159,9 @@ def test_trees_of_any_shape(data):
     check(schedule, *data.draw(tables(least=schedule.topk)))
 
 
-@pytest.mark.parametrize("values", VALUES)
-@pytest.mark.parametrize("shape", [(5, 4, 8), (7, 10, 60), (2, 5, 30), (1, 16, 9), (63, 1, 64), (4, 3, 30), (3, 1, 2)])
-def test_trees(shape, values):
-    check(Schedule(*shape), VALUES[values]((2, 97, 40)))
+@pytest.mark.parametrize("shape", [(7, 10, 60), (1, 16, 9), (63, 1, 64)])
+def test_the_largest_trees(shape):
+    check(Schedule(*shape), VALUES["any"]((2, 97, 40)))
 
 
 @st.composite
@@ -189,10 +187,9 @@ def test_static_trees_of_any_shape(choices, table):
     check(static(choices), *table)
 
 
-@pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("choices", [[[0]], [[1]], [[0] * n for n in range(1, 64)], EAGLE1_CHOICES], ids=len)
-def test_static_trees(choices, values):
-    check(static(choices), VALUES[values]((2, 97, 20)))
+def test_static_trees(choices):
+    check(static(choices), VALUES["any"]((2, 97, 20)))
 
 
 def test_the_tree_of_eagle_1():
@@ -231,29 +228,12 @@ def test_the_first_nodes_take_fewer_forwards(data):
     assert whole.first(None) is whole
 
 
-def test_the_scores_temperature_changes_the_shape():
-    """Cold scores follow the likeliest path down, hot ones branch."""
-    table = torch.randn(1, 97, 30)
-    deepest = []
-    for temperature in (0.2, 1.0, 10.0):
-        draft = Draft(table)
-        schedule = Schedule(7, 4, 12, temperature)
-        _, parents, _ = grow(schedule, torch.zeros(1).long(), *draft.begin(), draft)
-        depth = [0]
-        for parent in parents[0, 1:].tolist():
-            depth.append(depth[parent] + 1)
-        deepest.append(max(depth))
-    assert deepest[0] > deepest[2] and deepest[0] >= deepest[1] >= deepest[2]
-
-
 # --- options
 
 
 def test_defaults():
-    assert Schedule(5, 1).nodes == 6
-    assert Schedule(1, 3).nodes == 4
-    assert Schedule(2, 2).nodes == 7
-    assert Schedule(5, 4).nodes == 64
+    nodes = {(5, 1): 6, (1, 3): 4, (2, 2): 7, (5, 4): 64}
+    assert {shape: Schedule(*shape).nodes for shape in nodes} == nodes
 
 
 @pytest.mark.parametrize(
@@ -270,16 +250,13 @@ def test_defaults():
         (dict(num_steps=8, topk=10), r"\(num_steps - 1\) \* topk must be at most 64.*70: lower"),
         (dict(score_temperature=0), "score_temperature must be positive"),
         (dict(score_temperature=math.nan), "score_temperature must be positive"),
+        (dict(num_steps=2.0), "num_steps"),
+        (dict(topk=True), "topk"),
+        (dict(score_temperature="1"), "score_temperature"),
     ],
 )
 def test_refused_values(options, words):
-    with pytest.raises(ValueError, match=words):
-        Schedule(**options)
-
-
-@pytest.mark.parametrize("options", [dict(num_steps=2.0), dict(topk=True), dict(score_temperature="1")])
-def test_refused_types(options):
-    with pytest.raises(TypeError, match=next(iter(options))):
+    with pytest.raises((ValueError, TypeError), match=words):
         Schedule(**options)
 
 
@@ -315,17 +292,6 @@ def test_refused_logits():
 # --- drawn chains
 
 
-def p_value(counts, expected):
-    """Chi-square of counts [n] against expectations [n]; cells below 5 are pooled, impossible ones must be empty."""
-    if (counts[expected == 0] > 0).any():
-        return 0.0
-    few = expected < 5
-    counts, expected = (torch.cat([x[~few], x[few].sum()[None]]).double() for x in (counts, expected))
-    statistic = ((counts - expected) ** 2 / expected)[expected > 0].sum()
-    degrees = int((expected > 0).sum()) - 1
-    return float(torch.special.gammaincc(torch.tensor(degrees / 2), statistic / 2)) if degrees else 1.0
-
-
 VOCAB, DRAFTED = 5, torch.tensor([4, 0, 2, 1])
 """The target's tokens, and those of them that the draft knows."""
 
@@ -358,7 +324,8 @@ def test_chains_are_drawn_from_the_draft(temperature):
             there = (tokens[:, 1:level] == torch.tensor(path)).all(dim=1)
             q = torch.zeros(VOCAB).scatter(0, DRAFTED, (logits_after(table[0], path) / temperature).softmax(0))
             torch.testing.assert_close(probs[there, level - 1], q.expand(int(there.sum()), -1))
-            assert p_value(tokens[there, level].bincount(minlength=VOCAB), int(there.sum()) * q) > FITS
+            counts = tokens[there, level].bincount(minlength=VOCAB)
+            assert p_value(counts[None], int(there.sum()) * q[None]) > FITS
             seen += 1
     assert seen > 10
 
@@ -376,88 +343,6 @@ def test_temperature_0_is_the_argmax():
     assert probs.isfinite().all() and (probs[1, :-1].amax(dim=1) < 1).any()
 
 
-def test_a_chain_without_draft_to_target():
-    table = torch.randn(1, 97, VOCAB)
-    tokens, _, probs = drawn(table, 1.0, Schedule(4, 1, 3), 100, vocab_size=VOCAB)
-    assert tokens.shape == (100, 3)
-    torch.testing.assert_close(probs[0, 1], logits_after(table[0], tokens[0, 1:2].tolist()).softmax(0))
-
-
-def numbers(seed, place, nodes):
-    """Those of rows 0, 1, 2 ... of a call, whose chains begin at place [B]."""
-    return chain_numbers(torch.full_like(place, seed), torch.arange(len(place)), place, nodes)
-
-
-PLACES = 3
-
-
-def chained(rows, nodes, temperature=1.0):
-    """The first PLACES tokens [R, PLACES] after the root, from rounds of drawn chains over tables of the last token
-    and the one before; and the shares of rounds in which so many tokens were gained."""
-    draft_table, target_table = (
-        torch.randn(97, size, generator=torch.Generator().manual_seed(size)) for size in (4, VOCAB)
-    )
-    target_table[:, :4] += draft_table.gather(1, torch.argsort(DRAFTED)[:4].clamp(max=3).expand(97, -1))
-
-    class Text:
-        """A draft that looks at the last two tokens, which its hidden state is."""
-
-        def __call__(self, tokens, hidden, ancestors, depth, offset, wanted):
-            state = torch.stack([tokens, hidden[:, :, 0].long()], dim=2)
-            return state.float(), draft_table[state[:, :, 0] * VOCAB + state[:, :, 1]]
-
-    text = torch.zeros(rows, PLACES + nodes + 1, dtype=torch.int64)  # the root first
-    gained = torch.zeros(rows, dtype=torch.int64)
-    sizes = torch.zeros(nodes + 1)
-    while (gained < PLACES).any():
-        last = text.gather(1, gained[:, None])
-        before = torch.where(gained > 0, text.gather(1, (gained - 1).clamp(min=0)[:, None])[:, 0], 0)[:, None]
-        hidden = torch.cat([last, before], dim=1)
-        logits = draft_table[last[:, 0] * VOCAB + before[:, 0]]
-        options = torch.full((rows,), temperature), 9, torch.arange(rows), gained, VOCAB, DRAFTED
-        tokens, _, probs = draw_chain(Schedule(nodes - 1, 1), last[:, 0], logits, hidden.float(), Text(), *options)
-        pairs = tokens * VOCAB + torch.cat([before, tokens[:, :-1]], dim=1)
-        target = target_table[pairs].double().softmax(dim=2)
-        real = torch.arange(nodes) < 1 + (gained[:, None] + torch.arange(rows)[:, None]) % nodes
-        accepted = accept_chain(target, probs, tokens, real, numbers(9, gained, nodes))
-        going = gained < PLACES
-        count = torch.where(going, accepted.count, 0)
-        sizes += count.bincount(minlength=nodes + 1)
-        slots = (gained[:, None] + 1 + torch.arange(nodes)).clamp(max=text.shape[1] - 1)
-        new = torch.arange(nodes) < count[:, None]
-        text.scatter_(1, slots, torch.where(new, accepted.tokens, text.gather(1, slots)))
-        gained += count
-    return text[:, 1 : PLACES + 1], target_table, sizes[1:] / sizes[1:].sum()
-
-
-def joint(table):
-    """The chance [VOCAB ** PLACES] of each text."""
-    chance, texts = torch.ones(1, dtype=torch.float64), torch.zeros(1, 2, dtype=torch.int64)  # root and before
-    for _ in range(PLACES):
-        after = table[texts[:, -1] * VOCAB + texts[:, -2]].double().softmax(dim=1)
-        chance = (chance[:, None] * after).flatten()
-        texts = torch.cat([texts.repeat_interleave(VOCAB, 0), torch.arange(VOCAB).repeat(len(texts))[:, None]], dim=1)
-    return chance
-
-
-def fit(samples, chances):
-    """The least p-value of the first 1, 2, and 3 tokens."""
-    values = []
-    for places in range(1, PLACES + 1):
-        cells = (samples[:, :places] * VOCAB ** torch.arange(places).flip(0)).sum(dim=1)
-        expected = len(samples) * chances.view(VOCAB**places, -1).sum(dim=1)
-        values.append(p_value(cells.bincount(minlength=VOCAB**places), expected))
-    return min(values)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.3, 0.0])
-@pytest.mark.parametrize("nodes", [2, 4])
-def test_drawn_chains_leave_the_target(nodes, temperature):
-    samples, target, sizes = chained(60_000, nodes, temperature)
-    assert fit(samples, joint(target)) > FITS
-    assert (sizes > 0.01).all()
-
-
 def test_no_number_is_taken_twice(monkeypatch):
     """By drawn chains that begin at any place of two rows, and by what tests them."""
     taken, uniform = [], drawing.uniform
@@ -470,12 +355,6 @@ def test_no_number_is_taken_twice(monkeypatch):
     every = torch.cat([tests.flatten(), *taken])
     assert len(every) == 60 * (8 + 7) and len(every.unique()) == len(every)
     assert torch.equal(tests[:, 0], uniform(9, rows, place))  # the number of a round without drafts
-
-
-def test_numbers_shared_with_verification_would_show(monkeypatch):
-    monkeypatch.setattr(drawing, "DRAFT_STREAM", 0)
-    samples, target, _ = chained(60_000, 4)
-    assert fit(samples, joint(target)) < FAILS
 
 
 # --- compiled
@@ -513,16 +392,6 @@ def same(found, expected):
             torch.testing.assert_close(one.cpu(), other.cpu(), rtol=1e-4, atol=1e-5)
         else:
             assert torch.equal(one.cpu(), other.cpu())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("run", [grown, verified])
-def test_compiled(run):
-    compiled = torch.compile(run, fullgraph=True, options=compat.CPU_OPTIONS)
-    table, *rest = inputs(30)
-    for values in (VALUES["any"], VALUES["ties"], VALUES["few"]):
-        table.copy_(values(table.shape))
-        same(compiled(table, *rest), run(table, *rest))
 
 
 @pytest.mark.gpu

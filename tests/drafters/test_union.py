@@ -1,4 +1,7 @@
-"""N-grams and a head's drafts in one tree: the merge and what is learnt against slow references, and options."""
+"""N-grams and a head's drafts in one tree: the merge against a slow reference, what is learnt, and options.
+
+test_draft_rounds.py has what a round learns.
+"""
 
 import math
 from collections import Counter
@@ -15,9 +18,7 @@ from spec_compile.contrib.parallel import ParallelOptions
 from spec_compile.drafters.dflash import DFlashOptions
 from spec_compile.drafters.heads import HeadOptions
 from spec_compile.drafters.options import DraftOptions
-from spec_compile.drafters.trees import merge as calibrate
-from spec_compile.drafters.trees.merge import CELLS, KEPT, LEAST, MOST, WEIGHT, SourceTrees, followed, learnt, merge
-from spec_compile.tree import ancestry
+from spec_compile.drafters.trees.merge import CELLS, LEAST, MOST, WEIGHT, SourceTrees, followed, learnt, merge
 
 # --- the merge
 
@@ -153,52 +154,6 @@ def test_merged_trees_are_the_best_drafts_of_both(rows, nodes, seed):
         for path, (cell, prior) in kept.items():
             assert prior == pytest.approx(right[path][1], rel=1e-4)
             assert cell == right[path][2]
-
-
-def test_buckets_are_far_apart():
-    """No two parts of the table share a cell, and every cell is used."""
-    depth, logprobs = torch.arange(1, 10)[:, None], torch.linspace(-9, -0.001, 200).expand(9, -1)
-    _, head, bins = calibrate.head_cells(logprobs, depth.expand(-1, 200))
-    match, used = torch.arange(1, 15), set()
-    both = {*calibrate.cells_of_both(match, bins[:1].expand(14, -1)).flatten().tolist()}
-    for rank in range(5):
-        for is_main in (rank == 0, False):
-            columns = torch.full((14, 8), rank), torch.full((14, 8), is_main), torch.arange(1, 9).expand(14, -1)
-            used |= {*calibrate.trie_cells(match, *columns)[1].flatten().tolist()}
-    parts = {*head.flatten().tolist()}, used, both
-    assert sum(map(len, parts)) == len(set.union(*parts)) == CELLS
-
-
-# --- what is learnt
-
-
-@settings(max_examples=40, deadline=None)
-@given(trees(12), st.lists(st.integers(0, 3), min_size=1, max_size=8), st.integers(0, 8))
-def test_nodes_that_a_text_follows(tree, text, gained):
-    source = tensors(tree, 12)
-    ancestors, depth = ancestry(source.parents)
-    text = [*text, *[0] * 12]
-    ahead = torch.tensor([text]).gather(1, (depth - 1).clamp(min=0))
-    got = followed(source.tokens, ancestors, depth, ahead, torch.tensor([gained]))[0, : len(tree)].tolist()
-    assert got == [list(path) == text[:gained][: len(path)] for path in paths_of(tree)]
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.integers(-1, 5), st.floats(0.01, 0.99), st.booleans(), st.booleans()), min_size=4, max_size=4
-    ),
-    st.integers(0, 5),
-)
-def test_counts_after_a_round(drafts, seed):
-    before = torch.rand(2, CELLS, generator=torch.Generator().manual_seed(seed))
-    cells, priors, tested, accepted = (torch.tensor(column).view(2, 2) for column in zip(*drafts))
-    tested = tested & (cells >= 0)
-    got, right = learnt(before, priors.float(), cells, tested, accepted), before.double().numpy().copy()
-    for cell in {cell for cell, _, is_tested, _ in drafts if is_tested and cell >= 0}:
-        seen = [(hit, prior) for c, prior, is_tested, hit in drafts if c == cell and is_tested]
-        right[:, cell] = KEPT * right[:, cell] + [sum(hit for hit, _ in seen), sum(prior for _, prior in seen)]
-    np.testing.assert_allclose(got.numpy(), right, rtol=1e-5)
 
 
 def test_a_source_that_is_right_gets_the_budget():

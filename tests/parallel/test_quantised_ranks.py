@@ -1,9 +1,10 @@
-"""Quantised models that ranks share: their tokens are one process's, in every format."""
+"""Models that ranks share, in every format and of every family: their tokens are one process's."""
 
 import os
 import re
 from unittest import mock
 
+import draft_rounds as rounds
 import models
 import pytest
 import quantised_checkpoints as checkpoints
@@ -13,6 +14,7 @@ from quantised_models import build_fp8_mixture, load
 from ranks import run_ranks, torchrun
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+from transformers.utils import logging
 
 from spec_compile import load_mxfp4, speculate
 from spec_compile.capture.quantised import packed_layers
@@ -69,75 +71,69 @@ def test_more_ranks_give_one_processs_tokens(size, tmp_path):
     assert set(gives_one_processs_tokens(shared, size, tmp_path).values()) == {"nothing"}
 
 
-@pytest.mark.parametrize("by_number", [False, True])
-def test_experts_in_mxfp4_give_one_processs_tokens(by_number, tmp_path):
-    model = load_mxfp4(checkpoints.write_mxfp4(tmp_path), dtype=torch.float32).eval()
-    whole = gives_one_processs_tokens({"mxfp4": model}, 2, tmp_path, expert_parallel=by_number)
-    assert whole == {"mxfp4": "router (2)"}
+def mixture(name, folder):
+    """A mixture of experts of transformers, or one whose experts are in MXFP4 or FP8."""
+    if name == "mxfp4":
+        return load_mxfp4(checkpoints.write_mxfp4(folder), dtype=torch.float32).eval()
+    if name == "fp8":
+        return build_fp8_mixture(moe_intermediate_size=256, head_dim=128)
+    return {**models.ADMITTED, **models.HYBRIDS}[name]()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("by_number", [False, True])
-def test_experts_in_fp8_give_one_processs_tokens(by_number, tmp_path):
-    model = build_fp8_mixture(moe_intermediate_size=256, head_dim=128)
-    whole = gives_one_processs_tokens({"fp8": model}, 2, tmp_path, expert_parallel=by_number)
-    assert whole == {"fp8": "gate (2)"}
+MIXTURES = "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen2_moe", "nemotron_h"
+WHOLE = {"mxfp4": "router (2)", "fp8": "gate (2)"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen2_moe", "nemotron_h"])
-def test_experts_by_number_give_one_processs_tokens(name, tmp_path):
-    model = {**models.ADMITTED, **models.HYBRIDS}[name]()
-    whole = gives_one_processs_tokens({name: model}, 2, tmp_path, expert_parallel=True)
-    assert "experts" not in whole[name]
-
-
-@pytest.mark.slow
-def test_a_width_that_does_not_divide_is_shared_by_number(tmp_path):
-    """Four ranks: a width of 64 in MXFP4 would leave 16 inputs of a group of 32."""
-    model = load_mxfp4(checkpoints.write_mxfp4(tmp_path), dtype=torch.float32).eval()
-    assert gives_one_processs_tokens({"mxfp4": model}, 4, tmp_path) == {"mxfp4": "router (2)"}
+@pytest.mark.sweep("mxfp4-2-False mxfp4-2-True")
+@pytest.mark.parametrize(
+    ("name", "size", "by_number"),
+    [
+        *((name, 2, by_number) for name in WHOLE for by_number in (False, True)),
+        ("mxfp4", 4, False),  # by number all the same: a width of 64 would leave 16 inputs of a group of 32
+        *((name, 2, True) for name in MIXTURES),
+    ],
+)
+def test_experts_give_one_processs_tokens(name, size, by_number, tmp_path):
+    whole = gives_one_processs_tokens({name: mixture(name, tmp_path)}, size, tmp_path, expert_parallel=by_number)[name]
+    assert whole == WHOLE.get(name, whole) and "experts" not in whole
 
 
 SHARDED = "fp8_block", "ct_w4a16", "ct_fp8_static", "ct_nvfp4_both"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(FineGrainedFP8HfQuantizer, "update_parallel_plan"), reason="it does not shard FP8")
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "qwen3_5", *SHARDED])
 def test_models_that_transformers_has_sharded(name, tmp_path):
+    """Their parts are taken as they are, and once in memory."""
     if name.startswith("ct"):
         pytest.importorskip("compressed_tensors")
-    options, ids = dict(PLAIN, check=True), torch.arange(3, 20)[None]
-    expected = speculate(load(name, tmp_path, torch.float64, size=512), "ngram", **options).generate(ids, **GREEDY)
+    if name in SHARDED:
+        if not hasattr(FineGrainedFP8HfQuantizer, "update_parallel_plan"):
+            pytest.skip("this transformers does not shard FP8")
+        model = load(name, tmp_path, torch.float64, size=512)
+    else:
+        model = models.HYBRIDS[name]() if name in models.HYBRIDS else rounds.target(name)
+        model.save_pretrained(tmp_path)
+    algorithm, draft = ("eagle3", dict(draft=rounds.draft_of("eagle3", name))) if name == "llama" else ("ngram", {})
+    options, ids = PLAIN | dict(check=True) | draft, torch.arange(3, 20)[None]
+    expected = speculate(model, algorithm, **options).generate(ids, **GREEDY)
 
     def on_a_rank(rank):
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+        logging.disable_progress_bar()
         with mock.patch.object(FineGrainedFP8HfQuantizer, "validate_environment", lambda *args, **kwargs: None):
-            model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, tp_plan="auto").eval()
-        fast = speculate(model, "ngram", **options)
+            loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=model.dtype, tp_plan="auto").eval()
+        fast = speculate(loaded, algorithm, **options)
         held = {part.data_ptr() for part in fast.speculation.engine.runtime.verify.gm.buffers()}
-        local = next(iter(packed_layers(model)["model.layers.0.mlp.down_proj"].parts.values()))._local_tensor
-        return fast.generate(ids, **GREEDY), local.data_ptr() in held
+        layer = "model.layers.0.mlp.down_proj"
+        packed = packed_layers(loaded).get(layer)
+        weight = next(iter(packed.parts.values())) if packed else loaded.get_submodule(layer).weight
+        is_plain = name in ("deepseek_v3", "qwen3_5")  # whose matrices are joined
+        return fast.generate(ids, **GREEDY), is_plain or weight._local_tensor.data_ptr() in held
 
     for tokens, takes_memory_once in run_ranks(2, on_a_rank, rendezvous=tmp_path / "rendezvous"):
         assert torch.equal(tokens, expected)
         assert takes_memory_once
-
-
-@pytest.mark.slow
-def test_a_quantised_draft_model_that_ranks_share(tmp_path):
-    target, draft = models.ADMITTED["llama"](), packed(models.ADMITTED["llama"](), "ct")
-    options = PLAIN | dict(draft=draft, num_steps=2)
-    expected = target.generate(prompt := models.prompts()[0][0], **GREEDY)
-
-    def on_a_rank(rank):
-        fast = speculate(target, "draft_model", **options, tensor_parallel="auto", draft_tensor_parallel_size=2)
-        return fast.generate(prompt, **GREEDY), fast.speculation.explain()
-
-    for tokens, explained in run_ranks(2, on_a_rank, rendezvous=tmp_path / "rendezvous"):
-        assert torch.equal(tokens, expected)
-        assert "the draft is shared by 2 ranks" in explained
 
 
 FAMILIES = "qwen3", "phi3", "glm4", "gpt_neox", "olmo3", "cohere2", "deepseek_v3", "mixtral", "qwen2_moe", "gpt_oss"

@@ -1,6 +1,5 @@
 """Tensor parallelism on two processes that talk by gloo: tokens are one process's, and what goes wrong is named."""
 
-import functools
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,9 +10,9 @@ import draft_rounds as rounds
 import models
 import pytest
 import torch
-import transformers
 from captures import capture
 from mtp_rounds import with_further
+from packed_layers import packed
 from ranks import run_ranks, torchrun
 from transformers import LogitsProcessor, StoppingCriteria
 
@@ -25,8 +24,6 @@ from spec_compile.parallel.start import find_ranks
 from spec_compile.runtime.pipeline import RoundPipeline
 
 pytestmark = pytest.mark.xdist_group("tensor_parallel")
-FIVE = ("llama", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
-HYBRIDS = ("lfm2", "falcon_h1", "jamba", "nemotron_h")
 PLAIN = dict(compile=False, max_cache_len=200, check=False, adaptive=False)
 NEW = 20
 GREEDY = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -67,11 +64,20 @@ DRAFTS = {
     "fr_spec": ("eagle", rounds.SCHEDULES["hot"]),
     "drawn": ("eagle", dict(num_steps=2, draft_sample_method="probabilistic")),
     "draft_model": ("draft_model", dict(num_steps=2)),
+    "packed draft": ("draft_model", dict(num_steps=2)),
     "dflash": ("dflash", {}),
 }
 
 
-SIZES = {"ngram": (), "eagle": (1,), "naive_eagle": (2,), "mtp": (2,), "fr_spec": (2,), "drawn": (1,)}
+SIZES = {
+    "ngram": (),
+    "eagle": (1,),
+    "naive_eagle": (2,),
+    "mtp": (2,),
+    "fr_spec": (2,),
+    "drawn": (1,),
+    "packed draft": (2,),
+}
 """How many ranks share the draft, where not both are tried."""
 
 
@@ -82,6 +88,7 @@ def test_every_algorithm_gives_one_processs_tokens(on_ranks, case):
     if algo != "ngram":
         draft = dflash.trained("llama") if algo == "dflash" else rounds.draft_of(algo, "llama")
         draft = with_further(draft, own_output=True) if case == "mtp_modules" else draft
+        draft = packed(models.ADMITTED["llama"](), "ct") if case == "packed draft" else draft
         options = {**options, "draft": draft}
     alone = answers(shared(model, algo, **options, tensor_parallel=None))
 
@@ -101,41 +108,40 @@ def test_every_algorithm_gives_one_processs_tokens(on_ranks, case):
                 assert f"the draft is {place}" in explained
 
 
-@pytest.mark.sweep("llama")
-@pytest.mark.parametrize("name", FIVE)
-def test_every_architecture_gives_one_processs_tokens(on_ranks, name):
-    model = models.ADMITTED[name]()
-    alone = answers(shared(model, tensor_parallel=None))
+LLAMA = "LlamaConfig", "LlamaForCausalLM"
+UNEVEN = {
+    "tied_uneven": (*LLAMA, dict(models.GQA, vocab_size=97, tie_word_embeddings=True)),
+    "one_kv_head": (*LLAMA, dict(models.GQA, num_key_value_heads=1, attention_bias=True)),
+}
+"""Models with a vocabulary or with heads that do not divide."""
+SUMS = dict(
+    llama=4, qwen3=4, mixtral=4, qwen3_moe=4, deepseek_v3=6, gpt_neox=2, phi3=2, gpt_oss=8, glm_moe_dsa=6, qwen3_5=3,
+    tied_uneven=4, one_kv_head=4,
+)  # fmt: skip
+"""Sums of a forward: two a layer; one where attention and MLP are parallel, or where one of them stays whole."""
+FOUR = "llama", "qwen3_moe", "one_kv_head"
+"""What four ranks share as well."""
+
+
+@pytest.mark.sweep("llama-2")
+@pytest.mark.parametrize(("name", "size"), [(name, 2) for name in SUMS] + [(name, 4) for name in FOUR])
+def test_every_architecture_gives_one_processs_tokens(on_ranks, name, size):
+    zoo = {**models.ADMITTED, **models.HYBRIDS, **models.INDEXED}
+    model = models.build(*UNEVEN[name]) if name in UNEVEN else zoo[name]()
+    alone, whole = answers(shared(model, tensor_parallel=None)), models.captured(model)
 
     def on_a_rank(rank):
         fast = shared(model, check=True)
-        return answers(fast), fast.speculation.explain(), fast.speculation.engine.runtime.token_bytes
+        runtime = fast.speculation.engine.runtime
+        sums = len(calls(runtime.verify.gm, torch.ops.spec_compile.all_reduce.default))
+        return answers(fast), fast.speculation.explain(), sums, runtime.token_bytes, runtime.verify.row_bytes
 
-    for rank, (got, explained, token_bytes) in enumerate(on_ranks(on_a_rank)):
-        assert same(got, alone)
-        assert f"rank {rank} of 2 has 2 of 4 query" in explained
-        assert token_bytes == speculated_bytes(model) // 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_5", *(pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS)])
-def test_recurrences_stay_whole_beside_what_is_shared(on_ranks, name):
-    model = models.HYBRIDS[name]()
-    alone = answers(shared(model, tensor_parallel=None))
-
-    def on_a_rank(rank):
-        fast = shared(model)
-        rows = fast.speculation.engine.runtime.verify.row_bytes
-        return answers(fast), fast.speculation.explain(), rows
-
-    for rank, (got, explained, row_bytes) in enumerate(on_ranks(on_a_rank)):
-        assert same(got, alone)
-        assert f"rank {rank} of 2 has 2 of 4 query" in explained and "whole on each rank: in_proj" in explained
-        assert row_bytes == models.captured(model).row_bytes
-
-
-def speculated_bytes(model):
-    return models.captured(model).token_bytes
+    for rank, (got, explained, sums, token_bytes, row_bytes) in enumerate(on_ranks(on_a_rank, size)):
+        assert same(got, alone) and sums == SUMS[name]
+        assert name == "phi3" or f"rank {rank} of {size} has {4 // size} of 4 query" in explained
+        assert ("whole on each rank: in_proj" in explained) == (name == "qwen3_5")
+        assert row_bytes == whole.row_bytes, "recurrences stay whole"
+        assert name != "llama" or token_bytes == whole.token_bytes // 2
 
 
 @pytest.mark.slow
@@ -160,57 +166,6 @@ def test_new_weights_are_taken_over(on_ranks):
 
 
 # --- the pass
-
-SUMS = dict(llama=4, qwen3_moe=4, deepseek_v3=6, gpt_neox=2, phi3=2, gpt_oss=8, glm_moe_dsa=6)
-"""Sums of a forward: two a layer; one where attention and MLP are parallel, or where one of them stays whole."""
-
-
-def variants():
-    """Tiny models by name, those of `SUMS` and others with a vocabulary or heads that do not divide."""
-    yield from ((name, {**models.ADMITTED, **models.INDEXED}[name]()) for name in SUMS)
-    llama = ("LlamaConfig", "LlamaForCausalLM")
-    yield "tied_uneven", models.build(*llama, dict(models.GQA, vocab_size=97, tie_word_embeddings=True))
-    yield "one_kv_head", models.build(*llama, dict(models.GQA, num_key_value_heads=1, attention_bias=True))
-
-
-@functools.cache
-def graphs():
-    return {name: capture(model) for name, model in variants()}
-
-
-FEW = ("llama", "qwen3_moe", "tied_uneven", "one_kv_head")
-"""What four ranks share: heads, experts, and what does not divide."""
-
-
-@torch.no_grad()
-def compared(graph, ranks):
-    """How far a rank's logits are from the whole graph's, relative to their spread, and the sums of a forward."""
-    ids = torch.randint(3, models.VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(9).expand(2, 9)
-    part = passes.run(graph, passes.Settings(ranks=ranks), passes.PIPELINE[:3])
-    expected, got = graph.gm(ids, positions)[0], part.gm(ids, positions)[0]
-    sums = len(calls(part.gm, torch.ops.spec_compile.all_reduce.default))
-    return float((got - expected).abs().max() / expected.std()), sums, part.layers[0], got
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-def test_parts_add_up_to_the_whole(on_ranks, size):
-    all_graphs = {name: graph for name, graph in graphs().items() if size == 2 or name in FEW}
-
-    def on_a_rank(rank):
-        ranks = find_ranks("auto", torch.device("cpu"))
-        return {name: compared(graph, ranks) for name, graph in all_graphs.items()}
-
-    results = on_ranks(on_a_rank, size)
-    for each in results:
-        for name, (error, sums, layer, logits) in each.items():
-            assert error < 1e-5, name
-            assert sums == SUMS.get(name, 4), name
-            assert torch.equal(logits, results[0][name][3]), name
-            if name != "phi3":
-                assert layer.heads == 4 // size, name
-                assert layer.kv_heads == max(1, all_graphs[name].layers[0].kv_heads // size), name
 
 
 def alone_of(size):
@@ -306,10 +261,10 @@ def test_rank_0_decides(on_ranks):
     assert streamed[-1] == "end" and not others_streamed
 
 
-def raised(function):
+def raised(function, *arguments, **options):
     """The type and the text of the exception that a function raises."""
     try:
-        function()
+        function(*arguments, **options)
     except Exception as error:
         return type(error).__name__, str(error)
     return None, ""
@@ -321,65 +276,57 @@ def test_disagreement_is_named_on_all_ranks(on_ranks):
     def on_a_rank(rank):
         fast = shared(model)
         return [
-            raised(lambda: fast.generate((prompt, other)[rank], **GREEDY)),
-            raised(lambda: fast.generate(prompt, **GREEDY | dict(max_new_tokens=NEW + rank))),
-            raised(lambda: fast.generate(prompt + 1000 * rank, **GREEDY)),
-            raised(lambda: fast.generate(prompt, reference=[1, 2, 3 + rank], **GREEDY)),
-            raised(lambda: fast.generate(prompt, num_beams=1 + rank, **GREEDY)),
-            raised(lambda: fast.generate(prompt, **GREEDY)),
+            raised(fast.generate, given, **GREEDY | options)
+            for given, options in (
+                ((prompt, other)[rank], {}),
+                (prompt, dict(max_new_tokens=NEW + rank)),
+                (prompt, dict(reference=[1, 2, 3 + rank])),
+                (prompt + 1000 * rank, {}),
+                (prompt, dict(num_beams=1 + rank)),
+                (prompt, {}),
+            )
         ]
 
     first, second = on_ranks(on_a_rank)
-    for errors in zip(first[:2], second[:2]):
-        for kind, text in errors:
-            assert kind == "ValueError" and "rank 1 differs from rank 0" in text
-    assert "the prompts" in first[0][1] and "the generation config" in first[1][1]
-    assert "rank 1 refused it: ValueError: input_ids" in first[2][1]
-    assert (
-        second[2] == ("ValueError", "input_ids: token id 1003 is outside the vocabulary of 96 tokens") or second[2][0]
-    )
-    assert "the references" in first[3][1]
+    for number, part in enumerate(("the prompts", "the generation config", "the references")):
+        for kind, text in (first[number], second[number]):
+            assert kind == "ValueError" and "rank 1 differs from rank 0" in text and part in text
+    assert "rank 1 refused it: ValueError: input_ids" in first[3][1]
+    assert second[3][0] == "ValueError" and "is outside the vocabulary of 96 tokens" in second[3][1]
     assert first[4][0] == second[4][0] == "ValueError"
     assert first[5] == second[5] == (None, "")
 
 
 def test_models_and_options_that_differ_are_named_on_all_ranks(on_ranks):
-    llama, others = rounds.target("llama"), (rounds.target("llama"), models.ADMITTED["llama"]())
+    llama, other = rounds.target("llama"), models.ADMITTED["llama"]()
+
+    def on_a_gpu():
+        with mock.patch.object(start, "held_parameters", return_value=[SimpleNamespace(device=torch.device("cuda"))]):
+            find_ranks("auto", llama)
 
     def on_a_rank(rank):
         spread = (llama, models.ADMITTED["llama"]())[rank]
         spread.hf_device_map = {"model": 0, "lm_head": rank}
-        errors = [raised(lambda: shared(spread))]
+        errors = [raised(shared, spread)]
         del spread.hf_device_map
-        return [
-            *errors,
-            raised(lambda: shared(others[rank])),
-            raised(lambda: shared(llama, num_draft_tokens=8 + rank)),
-            raised(lambda: shared(llama, capacity="much" if rank else 100)),
-            raised(lambda: shared(llama, tensor_parallel=3)),
-            raised(lambda: shared(llama, tensor_parallel="all")),
-            raised(lambda: shared(llama, tensor_parallel=2)),
-            raised(lambda: on_a_gpu(llama)),
-        ]
+        errors.append(raised(shared, (llama, other)[rank]))
+        for options in (
+            dict(num_draft_tokens=8 + rank), dict(capacity="much" if rank else 100), dict(tensor_parallel=3),
+            dict(tensor_parallel="all"), dict(tensor_parallel=2),
+        ):  # fmt: skip
+            errors.append(raised(shared, llama, **options))
+        return [*errors, raised(on_a_gpu)]
 
-    def on_a_gpu(model):
-        with mock.patch.object(start, "held_parameters", return_value=[SimpleNamespace(device=torch.device("cuda"))]):
-            find_ranks("auto", model)
-
+    told = [
+        "device_map over 0, 1", "the ranks disagree on the weights", "num_draft_tokens", "capacity: expected int",
+        "3 processes were asked for and there are 2; start the script by torchrun", "tensor_parallel", "",
+        'expected init_process_group("nccl")',
+    ]  # fmt: skip
     for rank, errors in enumerate(on_ranks(on_a_rank)):
-        spread, weights, nodes, capacity, count, word, fine, gpu = errors
-        assert "device_map over 0, 1" in spread[1]
-        assert "the ranks disagree on the weights" in weights[1]
-        assert "num_draft_tokens" in nodes[1]
-        assert (
-            ("capacity: expected int" in capacity[1])
-            if rank
-            else ("rank 1 refused it: TypeError: capacity" in capacity[1])
-        )
-        assert "3 processes were asked for and there are 2; start the script by torchrun" in count[1]
-        assert word[0] == "TypeError" and "tensor_parallel" in word[1]
-        assert fine == (None, "")
-        assert gpu[0] == "ValueError" and 'expected init_process_group("nccl")' in gpu[1]
+        for number, ((kind, text), part) in enumerate(zip(errors, told, strict=True)):
+            if (rank, number) == (0, 3):
+                part = "rank 1 refused it: TypeError: capacity"
+            assert part in text and (kind is None) == (part == ""), text
 
 
 def test_an_error_on_rank_0_ends_the_call_on_all(on_ranks):
@@ -389,8 +336,8 @@ def test_an_error_on_rank_0_ends_the_call_on_all(on_ranks):
         fast = shared(model)
         inner = SimpleNamespace(put=lambda tokens: fast.generate(prompt, **GREEDY), end=lambda: None)
         return [
-            raised(lambda: fast.generate(prompt, streamer=Streamer(fails_at=5), **GREEDY)),
-            raised(lambda: fast.generate(prompt, streamer=inner, **GREEDY)),
+            raised(fast.generate, prompt, streamer=Streamer(fails_at=5), **GREEDY),
+            raised(fast.generate, prompt, streamer=inner, **GREEDY),
             fast.generate(prompt, **GREEDY),
             fast.speculation.options.ranks._ring.silent(),
         ]
@@ -414,7 +361,7 @@ def test_results_that_part_are_noticed(on_ranks, tmp_path):
             RoundPipeline.learn = lambda self, flight, outcomes: learn(
                 self, flight, [(row, replace(outcome, tokens=[0] * flight.nodes)) for row, outcome in outcomes]
             )
-        error = raised(lambda: fast.generate(prompt, **GREEDY))
+        error = raised(fast.generate, prompt, **GREEDY)
         if rank == 1:
             (tmp_path / "error").write_text(repr(error))
             os._exit(1)  # as a script does that an exception ends
@@ -423,40 +370,6 @@ def test_results_that_part_are_noticed(on_ranks, tmp_path):
     (kind, text), _ = on_ranks(on_a_rank)
     assert "rank 1 has computed something else than rank 0" in (tmp_path / "error").read_text()
     assert kind == "RuntimeError" and "rank 1 (process" in text
-
-
-# --- models that transformers has spread over the ranks
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("deepseek_v3", "qwen3_5"))]
-)
-def test_models_that_transformers_has_sharded(on_ranks, tmp_path, name):
-    model = models.HYBRIDS[name]() if name in models.HYBRIDS else rounds.target(name)
-    model.save_pretrained(tmp_path / name)
-    systems = {name: ("ngram", {})}
-    if name == "llama":
-        systems["eagle3"] = "eagle3", {"draft": rounds.draft_of("eagle3", name)}
-    alone = {
-        case: answers(shared(model, algo, tensor_parallel=None, **options)) for case, (algo, options) in systems.items()
-    }
-
-    def on_a_rank(rank):
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-        transformers.utils.logging.disable_progress_bar()
-        results, loaded = {}, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, tp_plan="auto")
-        for case, (algo, options) in systems.items():
-            fast = speculate(loaded, algo, **PLAIN | options | {"check": case == "llama"})
-            held = [part.data_ptr() for part in fast.speculation.engine.runtime.verify.gm.buffers()]
-            local = loaded.model.layers[0].mlp.down_proj.weight if name == "llama" else None
-            results[case] = answers(fast), local is None or local._local_tensor.data_ptr() in held
-        return results
-
-    for results in on_ranks(on_a_rank):
-        for case, (got, takes_memory_once) in results.items():
-            assert same(got, alone[case]), case
-            assert takes_memory_once, case
 
 
 @pytest.mark.gpu
