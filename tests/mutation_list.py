@@ -160,14 +160,14 @@ GUARDS = [
         ("forks", NEVER, "batching/test_request_faults.py -k forked"),
         ("share-text", FIRST, "train/test_online.py -k test_texts_that_are_for_nobody"),
         # serving
-        ("ids-of-tokens", FIRST, "serve/test_tokens.py -k refused"),
+        ("ids-of-tokens", FIRST, "serve/test_refusals.py -k detokenize"),
         ("held-text", ZERO, "serve/test_anthropic.py -k pieces"),
-        ("tools", NEVER, "serve/test_fields.py -k would_change"),
+        ("tools", NEVER, "serve/test_anthropic.py -k without_tools"),
         ("requests-end-first", SKIP, "serve/test_load.py -k stopped_hard"),
         ("event-loop", "return await answering", "serve/test_load.py -k event_loop"),
         ("early-leaver", NEVER, "serve/test_load.py -k leaves_while"),
         ("limit-comes-first", NEVER, "serve/test_load.py -k before_anything_of_its_size"),
-        ("names-twice", NEVER, "serve/test_fields.py -k no_json"),
+        ("names-twice", NEVER, "serve/test_refusals.py -k no_json"),
         ("request-ids", 'REQUEST_ID = re.compile(r".*")', "serve/test_bounds.py -k odd_headers"),
         # artefacts
         ("quick-look", SKIP, "compile/test_start.py -k test_a_wrong_artefact"),

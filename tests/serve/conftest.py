@@ -7,6 +7,7 @@ import importlib.util
 
 import pytest
 from server_fixtures import load_alone, running, save_model
+from transformers import AutoTokenizer
 
 NEEDED = ("fastapi", "openai", "prometheus_client", "pydantic", "uvicorn")
 if any(importlib.util.find_spec(name) is None for name in NEEDED):
@@ -30,6 +31,12 @@ def client(request, folder):
 def alone(folder):
     """The model without a server, and its tokenizer."""
     return load_alone(folder)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    """The tokenizer of the model."""
+    return AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")

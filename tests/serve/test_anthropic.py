@@ -4,14 +4,16 @@ import itertools
 import json
 
 import pytest
-from server_fixtures import running, save_model, save_tool_model, scripted
+
+from server_fixtures import (  # isort: skip
+    CHATS, COUNT, MESSAGES, RESPONSES, ask, body, least, refusal, running, save_model, save_tool_model, scripted, user,
+)  # fmt: skip
 
 from spec_compile.serve.answers import StopCut
 from spec_compile.serve.anthropic_fields import renamed, to_chat
 from spec_compile.serve.errors import Refusal, refuse
 
-CHATS, MESSAGES, COUNTS = "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"
-BODY = {"messages": [{"role": "user", "content": "a mean"}], "max_tokens": 24}
+BODY = body(MESSAGES, "a mean", 24)
 TOOLS = [{"name": "look", "description": "looks", "input_schema": {"type": "object", "properties": {}}}]
 SPOKEN = (
     '<think>so it is</think>It is END done.<tool_call>{"name": "look", "arguments": {"place": "Rome"}}</tool_call>'
@@ -28,8 +30,16 @@ def sdk(client):
         yield sdk
 
 
-def ask(client, path=MESSAGES, **fields):
-    response = client.post(path, json=BODY | fields)
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A client of a server whose model takes no tools."""
+    with running(save_model(tmp_path_factory.mktemp("plain")), slots=1) as client:
+        yield client
+
+
+def tell(client, **fields):
+    """The body of an answer."""
+    response = client.post(MESSAGES, json=BODY | fields)
     assert response.status_code == 200, response.text
     return response.json()
 
@@ -59,24 +69,19 @@ def test_answers_are_those_of_chats(client, fields, others):
     same = {name: value for name, value in fields.items() if name not in ours}
     if fields.get("system"):
         same["messages"] = [{"role": "system", "content": fields["system"]}, *BODY["messages"]]
-    wanted = ask(client, CHATS, **same, **others)
-    text, usage = wanted["choices"][0]["message"]["content"], wanted["usage"]
-    got = ask(client, **fields)
-    stop = others.get("stop", [None])[0]
-    assert [block["type"] for block in got["content"]] == ["text"]
-    assert got["content"][0]["text"] == text and (stop is None or stop not in text)
-    assert got["usage"] == {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
+    wanted, got = ask(client, CHATS, "a mean", 24, **same, **others), tell(client, **fields)
+    stop, told = others.get("stop", [None])[0], {"input_tokens": wanted.usage["prompt_tokens"]}
+    assert got["content"] == [{"type": "text", "text": wanted.text}] and (stop is None or stop not in wanted.text)
+    assert got["usage"] == told | {"output_tokens": wanted.count}
     assert (got["stop_reason"], got["stop_sequence"]) == (("stop_sequence", stop) if stop else ("max_tokens", None))
     assert (got["type"], got["role"], got["model"]) == ("message", "assistant", "tiny") and got["id"].startswith("msg_")
-    assert got["metrics"]["speculative_decoding"]["num_spec_tokens"] == 7
     counted = {name: fields[name] for name in fields if name == "system"}
-    response = client.post(COUNTS, json={"messages": BODY["messages"], "model": "tiny"} | counted)
-    assert response.json() == {"input_tokens": usage["prompt_tokens"]}
+    assert client.post(COUNT, json=least(COUNT) | {"messages": BODY["messages"]} | counted).json() == told
 
 
 def test_an_answer_with_thinking_text_and_calls(client):
     with scripted(client, SPOKEN):
-        got = ask(client, tools=TOOLS, max_tokens=200)
+        got = tell(client, tools=TOOLS, max_tokens=200)
     thinking, text, first, second = got["content"]
     assert thinking == {"type": "thinking", "thinking": "so it is", "signature": ""}
     assert text == {"type": "text", "text": "It is END done."}
@@ -87,7 +92,7 @@ def test_an_answer_with_thinking_text_and_calls(client):
 
 def test_events_come_in_order(client):
     with scripted(client, SPOKEN):
-        whole, found = ask(client, tools=TOOLS, max_tokens=200), stream(client, tools=TOOLS)
+        whole, found = tell(client, tools=TOOLS, max_tokens=200), stream(client, tools=TOOLS)
     names = [name for name, _ in found]
     assert names[:2] == ["message_start", "ping"] and names[-2:] == ["message_delta", "message_stop"]
     start = found[0][1]["message"]
@@ -136,11 +141,9 @@ def test_a_cut_does_not_depend_on_the_pieces():
 
 def test_thinking_budgets(client):
     thinking = {"type": "enabled", "budget_tokens": 3}
-    response = client.post(MESSAGES, json=BODY | {"thinking": thinking, "max_tokens": 3})
-    assert response.status_code == 400 and "thinking.budget_tokens" in response.json()["error"]["message"]
     chat = to_chat(BODY | {"thinking": thinking}, "{{ enable_thinking }}", False)
     assert chat["thinking_token_budget"] == 3 and chat["chat_template_kwargs"] == {"enable_thinking": True}
-    free, got = (ask(client, system="<think>", temperature=0, **each) for each in ({}, {"thinking": thinking}))
+    free, got = (tell(client, system="<think>", temperature=0, **each) for each in ({}, {"thinking": thinking}))
     assert "</think>" not in free["content"][0]["text"]  # it begins in the prompt, and its budget is spent there
     assert got["content"][0]["text"].startswith("</think>") and got["stop_reason"] == "max_tokens"
     off = to_chat(BODY | {"thinking": {"type": "disabled"}}, "{% if not thinking %}", False)
@@ -185,102 +188,46 @@ def test_messages_become_those_of_a_chat():
 )
 def test_pictures_go_to_models_that_read_them(source, url):
     content = [{"type": "text", "text": "a"}, {"type": "image", "source": source}]
-    body = BODY | {"messages": [{"role": "user", "content": content}]}
-    parts = to_chat(body, "", True)["messages"][0]["content"]
+    asked = BODY | {"messages": user(content)}
+    parts = to_chat(asked, "", True)["messages"][0]["content"]
     assert parts == [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": url}}]
     with pytest.raises(Refusal, match=r"messages\[0\].content\[1\].type: the model reads only text"):
-        to_chat(body, "", False)
-
-
-def user(*blocks):
-    return {"messages": [{"role": "user", "content": [*blocks]}]}
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"max_tokens": None}, "max_tokens: expected"), ({"max_tokens": 0}, "max_tokens: expected"),
-        ({"messages": []}, "messages: expected"),
-        ({"messages": [{"role": "system", "content": "a"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"), ({"messages": ["a"]}, "messages[0]: expected"),
-        ({"messages": [*BODY["messages"], {"role": "assistant", "content": "a"}]}, "messages[1]: the last one is"),
-        (user({"type": "document", "source": {}}), "messages[0].content[0].type: expected text or"),
-        (user({"type": "tool_use", "id": "1", "name": "a", "input": {}}), "messages[0].content[0].type"),
-        (user({"type": "text"}), "messages[0].content[0].text: expected"),
-        (user("a"), "messages[0].content[0]: expected"),
-        (user({"type": "image", "source": {}}), "messages[0].content[0].type: the model reads only text"),
-        ({"temperature": "hot"}, "temperature: expected"), ({"top_k": -2}, "top_k: expected"),
-        ({"stop_sequences": "a"}, "stop_sequences: expected"), ({"stop_sequences": [""]}, "stop_sequences: expected"),
-        ({"system": 3}, "system: expected"), ({"system": [{"type": "image"}]}, "system[0].type: expected text"),
-        ({"tools": [{"name": "a"}]}, "tools[0].input_schema"), ({"tools": [{"type": "bash_1"}]}, "tools[0].type"),
-        ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
-        ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
-        ({"tool_choice": {"type": "auto", "name": "a"}}, "tool_choice.name"),
-        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
-        ({"thinking": {"type": "disabled", "budget_tokens": 3}}, "thinking.budget_tokens"),
-        ({"output_config": {"effort": "low"}}, "output_config.effort"), ({"model": "other"}, "no model 'other'"),
-        ({"container": "a"}, "container: expected"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_refusals(client, fields, words):
-    response = client.post(MESSAGES, json=BODY | fields)
-    error = response.json()
-    status, kind = (404, "not_found_error") if "model" in fields else (400, "invalid_request_error")
-    assert response.status_code == status and error["type"] == "error" and error["error"]["type"] == kind, error
-    assert words in error["error"]["message"], error
-    assert error["request_id"] == response.headers["request-id"]
+        to_chat(asked, "", False)
 
 
 def test_errors_have_the_clients_names():
     for name, theirs in (("stop", "stop_sequences"), ("parallel_tool_calls", "tool_choice.disable_parallel_tool_use")):
         assert renamed(refuse(name, "no")) == (f"{theirs}: no", theirs)
     assert renamed(refuse("messages[0].role", "no")) == ("messages[0].role: no", "messages")
-    body = BODY | {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
-    assert to_chat(body, "", False)["parallel_tool_calls"] is False
+    asked = BODY | {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+    assert to_chat(asked, "", False)["parallel_tool_calls"] is False
 
 
-def test_other_errors_have_the_form(client, monkeypatch):
-    requests = client.runner.requests
-    for body, status, kind in (
-        (b"{", 400, "invalid_request_error"),
-        (b" " * (requests.most_bytes + 1), 413, "request_too_large"),
-    ):
-        response = client.post(MESSAGES, content=body, headers={"content-type": "application/json"})
-        assert response.status_code == status and response.json()["error"]["type"] == kind
-    monkeypatch.setattr(requests.workers, "busy", requests.max_queue)
+@pytest.mark.parametrize(
+    ("place", "name", "value", "status", "kind"),
+    [("workers", "busy", 1 << 20, 429, "rate_limit_error"), ("", "is_draining", True, 503, "overloaded_error"),
+     ("", "_check_room", None, 500, "api_error")],
+)  # fmt: skip
+def test_other_errors_have_the_form(client, monkeypatch, place, name, value, status, kind):
+    monkeypatch.setattr(getattr(client.runner.requests, place) if place else client.runner.requests, name, value)
     response = client.post(MESSAGES, json=BODY)
-    assert response.status_code == 429 and response.json()["error"]["type"] == "rate_limit_error"
-    assert response.headers["retry-after"]
-    monkeypatch.undo()
-    monkeypatch.setattr(requests, "is_draining", True)
-    response = client.post(MESSAGES, json=BODY)
-    assert response.status_code == 503 and response.json()["error"]["type"] == "overloaded_error"
-    monkeypatch.undo()
-    monkeypatch.setattr(requests, "_check_room", lambda *args: 1 / 0)
-    response = client.post(MESSAGES, json=BODY)
-    assert response.status_code == 500 and response.json()["error"]["type"] == "api_error"
+    assert response.status_code == status and response.json()["error"]["type"] == kind
+    assert status != 429 or response.headers["retry-after"]
+    assert status == 500 or response.json()["request_id"] == response.headers["request-id"]
 
 
-def test_an_error_ends_a_stream(client, monkeypatch):
-    requests = client.runner.requests
-    fails = lambda ids, scores: 1 / 0  # noqa: E731
-    monkeypatch.setattr(requests, "_options", lambda *args: {"logits_processor": [fails]})
-    name, data = stream(client)[-1]
-    assert name == "error" and data["error"]["type"] == "api_error" and "log has the reason" in data["error"]["message"]
-
-
-def test_a_model_without_tools(tmp_path):
-    with running(save_model(tmp_path), slots=1) as client:
-        response = client.post(MESSAGES, json=BODY | {"tools": TOOLS})
-        assert response.status_code == 400 and "takes no tools" in response.json()["error"]["message"]
-        assert ask(client, tools=TOOLS, tool_choice={"type": "none"})["content"]
+@pytest.mark.parametrize("path", [CHATS, RESPONSES, MESSAGES])
+def test_a_model_without_tools(plain, path):
+    flat = {"name": "look", "parameters": TOOLS[0]["input_schema"]}
+    tools = {CHATS: [{"type": "function", "function": flat}], RESPONSES: [{"type": "function"} | flat]}.get(path, TOOLS)
+    assert "takes no tools" in refusal(plain.post(path, json=body(path, tools=tools)), "tools")
+    assert ask(plain, path, tools=tools, tool_choice={"type": "none"} if path == MESSAGES else "none")
 
 
 def test_an_answer_in_a_form(client):
     pytest.importorskip("xgrammar")
     form = {"type": "json_schema", "schema": {"enum": ["red", "green"]}}
-    got = ask(client, temperature=0, output_config={"format": form})
+    got = tell(client, temperature=0, output_config={"format": form})
     assert json.loads(got["content"][0]["text"]) in ("red", "green") and got["stop_reason"] == "end_turn"
     response = client.post(MESSAGES, json=BODY | {"output_config": {"format": form | {"schema": {"type": "a"}}}})
     assert response.json()["error"]["message"].startswith("output_config.format")
@@ -288,9 +235,9 @@ def test_an_answer_in_a_form(client):
 
 def test_anthropics_client(client, sdk):
     with scripted(client, SPOKEN):
-        body = BODY | {"max_tokens": 200, "model": "tiny", "tools": TOOLS}
-        got = sdk.messages.create(**body)
-        with sdk.messages.stream(**body) as streamed:
+        asked = BODY | {"max_tokens": 200, "model": "tiny", "tools": TOOLS}
+        got = sdk.messages.create(**asked)
+        with sdk.messages.stream(**asked) as streamed:
             text = "".join(streamed.text_stream)
             final = streamed.get_final_message()
     assert [block.type for block in got.content] == ["thinking", "text", "tool_use", "tool_use"]
@@ -300,7 +247,7 @@ def test_anthropics_client(client, sdk):
     results = [{"type": "tool_result", "tool_use_id": block.id, "content": "sunny"} for block in got.content[2:]]
     messages = [*BODY["messages"], {"role": "assistant", "content": got.content}, {"role": "user", "content": results}]
     counted = sdk.messages.count_tokens(model="tiny", messages=messages, tools=TOOLS).input_tokens
-    follow = sdk.messages.create(**body | {"messages": messages, "max_tokens": 8})
+    follow = sdk.messages.create(**asked | {"messages": messages, "max_tokens": 8})
     assert follow.usage.input_tokens == counted > got.usage.input_tokens and follow.stop_reason == "max_tokens"
 
 

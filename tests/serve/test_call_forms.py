@@ -4,33 +4,22 @@ import json
 
 import pytest
 from server_fixtures import DEMO, TEMPLATE
-from tool_templates import TEMPLATES, chat_template, response_template
-from transformers import AutoConfig, AutoTokenizer
+from tool_templates import PROMPT, TEMPLATES, Model, call, chat_template, response_template
+from transformers import AutoTokenizer
 
-from spec_compile.serve.answers import TAKES_TOOLS, FreeParser, ToolCall, items_of
+from spec_compile.serve.answers import TAKES_TOOLS, FreeParser, items_of
 from spec_compile.serve.tool_calls import CallParser, find_call_form
 
 QWEN = ('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n", "json")
 THOUGHT = ("reasoning_content", "<think>", "</think>")
-PROMPT = "<|im_start|>assistant\n"
 HARD = {"a": "}</tool_call>\n<tool_call>", "b": '"\\}', "c": [{}, 10**30, 1.5]}
 """Arguments that a parser may take for the end of a call."""
-
-
-class Model:
-    """Has the config that transformers looks at."""
-
-    config = AutoConfig.from_pretrained(DEMO)
 
 
 def form_of(chat, response):
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     tokenizer.chat_template, tokenizer.response_template = chat, response
     return find_call_form(tokenizer, Model)
-
-
-def call(name, arguments):
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
 
 
 @pytest.mark.parametrize(
@@ -130,33 +119,6 @@ def test_parameters_of_xml_have_the_types_of_the_schema():
     text = f"<tool_call>\n<function=f>\n{parameters}\n</function>\n</tool_call>"
     ((name, arguments),) = read(CallParser(form, PROMPT, tools), [text])[1]
     assert (name, arguments) == ("f", {"n": 7, "s": "7"})
-
-
-BROKEN = [
-    '{"name": "f", "arguments": {',
-    "5",
-    "[1]",
-    "{}",
-    '{"name": "f"}',
-    '{"name": 5, "arguments": {}}',
-    "",
-    "[" * 5000,
-]
-"""Texts within the marks of a call that are none."""
-
-
-@pytest.mark.parametrize("inside", BROKEN, ids=range(len(BROKEN)))
-@pytest.mark.parametrize("size", [1, 3, 1000])
-def test_a_complete_call_that_cannot_be_read_is_content(inside, size):
-    """In pieces of any size, with text, thoughts and good calls around it; transformers' parser raises."""
-    good, bad = call("f", {"a": 1}), f"<tool_call>\n{inside}\n</tool_call>"
-    text, size = f"<think>{bad}</think>hi {bad} and{good}{good} bye{bad}", max(size, len(inside) // 9)
-    parser = FreeParser(TEMPLATES["qwen3"][1], prefix=PROMPT)
-    pieces = [text[start : start + size] for start in range(0, len(text), size)]
-    items = [item for piece in pieces for item in items_of(parser.feed(piece))]
-    items += items_of(parser.finalize()[1])
-    assert [(each.name, each.arguments) for each in items if isinstance(each, ToolCall)] == [("f", '{"a": 1}')] * 2
-    assert "".join(each for each in items if type(each) is str) == f"hi {bad} and bye{bad}"
 
 
 def test_a_call_that_is_cut_off_is_no_content():

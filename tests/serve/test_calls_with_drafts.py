@@ -1,20 +1,17 @@
 """Tool calls and JSON are the same with drafts and without, byte for byte, and fit their schemas."""
 
-import asyncio
 import json
 
-import httpx
 import pytest
 
 pytest.importorskip("xgrammar", reason="needs the extra grammars: xgrammar")
 
 from generated_calls import fits, request, values
-from server_fixtures import DEMO, running
+from server_fixtures import CHATS, DEMO, running, together
 from tool_templates import save_tool_model
 
 from spec_compile.serve import grammar_judge, tool_calls
 
-CHATS = "/v1/chat/completions"
 SLOTS = 16
 ALWAYS = {"compile": False, "check": False, "adaptive": False}
 DRAFTS = {
@@ -37,18 +34,7 @@ def client(request, tmp_path_factory):
 
 def answers(client, bodies):
     """The answers to these chats, many of them at once."""
-
-    async def ask_all():
-        async with httpx.AsyncClient(base_url=client.base_url, timeout=120) as many:
-            free = asyncio.Semaphore(SLOTS)
-
-            async def ask(body):
-                async with free:
-                    return await many.post(CHATS, json=body)
-
-            return await asyncio.gather(*map(ask, bodies))
-
-    responses = asyncio.run(ask_all())
+    responses = together(client, CHATS, bodies, SLOTS)
     assert [response.text for response in responses if response.status_code != 200] == []
     return [response.json() for response in responses]
 

@@ -1,30 +1,17 @@
 """`n`, and lists of prompts: each choice is the answer that it would be in a request of its own."""
 
-import asyncio
 import json
 import socket
 from collections import defaultdict
 from contextlib import ExitStack
-from types import SimpleNamespace
 
 import pytest
-from server_fixtures import events, wait_until
-from transformers import AutoTokenizer
+from server_fixtures import CHATS, COMPLETIONS, ask, body, events, wait_until
 
-from spec_compile.serve.call import HttpCall, split_choices
-from spec_compile.serve.endpoint import usage_of
-from spec_compile.serve.errors import Refusal
-
-CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PROMPTS = ["def mean(values):\n", "a", "# é\nimport"]
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 DRAWN = {"temperature": 1.2, "seed": 5, "max_tokens": 12}
 SERVER = dict(slots=3, max_queue=16, served_model_name="tiny")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder):
-    return AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -90,29 +77,24 @@ def test_one_list_of_ids_is_one_prompt(client, singles, tokenizer):
 
 
 def test_chats(sdk):
-    fields = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]} | DRAWN
+    fields = body(CHATS, model="tiny") | DRAWN
     wanted = [sdk.chat.completions.create(**fields | {"seed": 5 + i}).choices[0].message.content for i in range(4)]
     answer = sdk.chat.completions.create(**fields, n=4)
     assert [choice.message.content for choice in answer.choices] == wanted and len({*wanted}) > 1
-    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    one = sdk.chat.completions.create(**fields)
-    assert answer.usage.prompt_tokens == one.usage.prompt_tokens and answer.usage.completion_tokens == 48
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3] and answer.usage.completion_tokens == 48
     chunks = [chunk.model_dump() for chunk in sdk.chat.completions.create(**fields, n=4, **STREAM)]
-    texts, reasons, _ = streamed(chunks)
-    assert [texts[index] for index in range(4)] == wanted and set(reasons.values()) == {"length"}
-    roles = [chunk["choices"][0]["index"] for chunk in chunks[:-1] if chunk["choices"][0]["delta"]["role"]]
-    assert sorted(roles) == [0, 1, 2, 3]
+    assert [text for _, text in sorted(streamed(chunks)[0].items())] == wanted
     assert chunks[-1]["usage"] == answer.usage.model_dump()
 
 
 def test_a_prediction_counts_in_each_choice(client):
-    fields = {"prompt": PROMPTS[0], "temperature": 0, "max_tokens": 8}
-    text = client.post(COMPLETIONS, json=fields).json()["choices"][0]["text"]
-    fields |= {"prediction": {"type": "content", "content": text + " else"}}
-    one, two = (client.post(COMPLETIONS, json=fields | {"n": n}).json()["usage"] for n in (1, 2))
-    rejected = "rejected_prediction_tokens"
-    assert one["completion_tokens_details"][rejected] > 0
-    assert two["completion_tokens_details"][rejected] == 2 * one["completion_tokens_details"][rejected]
+    text = ask(client, COMPLETIONS, PROMPTS[0], 8, temperature=0).text
+    fields = body(COMPLETIONS, PROMPTS[0], 8, temperature=0, prediction={"type": "content", "content": text + " else"})
+    details = [
+        client.post(COMPLETIONS, json=fields | {"n": n}).json()["usage"]["completion_tokens_details"] for n in (1, 2)
+    ]
+    one, two = (each["rejected_prediction_tokens"] for each in details)
+    assert two == 2 * one > 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -130,10 +112,10 @@ def test_a_client_that_leaves_cancels_all_choices(client, stream):
                 with requests.manager.pause():  # no round runs while the client leaves
                     stack.close()
         else:
-            body, address = json.dumps(fields), (client.base_url.host, client.base_url.port)
+            sent, address = json.dumps(fields), (client.base_url.host, client.base_url.port)
             head = "Host: localhost\r\nContent-Type: application/json\r\nContent-Length"
             with requests.manager.pause(), socket.create_connection(address) as connection:
-                connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\n{head}: {len(body)}\r\n\r\n{body}".encode())
+                connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\n{head}: {len(sent)}\r\n\r\n{sent}".encode())
                 wait_until(lambda: requests.active() == 8)
         wait_until(lambda: ended.count("cancelled") == 8)  # an earlier request may be told to the observer, too
     finally:
@@ -149,48 +131,3 @@ def test_choices_that_find_no_room_cancel_the_others(client):
         response = client.post(COMPLETIONS, json={"prompt": "a", "n": 16, "max_tokens": 2})
     assert response.status_code == 429 and response.json()["error"]["code"] == "queue_full"
     wait_until(lambda: requests.active() == 0)
-
-
-@pytest.mark.parametrize(
-    ("field", "fields"),
-    [
-        ("prompt", {"prompt": []}), ("prompt", {"prompt": ["a", 5]}), ("prompt", {"prompt": [[5], []]}),
-        ("prompt", {"prompt": [5, -1]}), ("prompt", {"prompt": [True]}), ("prompt", {"prompt": [[5], "a"]}),
-        ("prompt", {"prompt": [5, 1 << 30]}), ("prompt", {"prompt": ["a"] * 17}), ("prompt", {"prompt": ["a", ""]}),
-        ("prompt", {"prompt": ["a"] * 1025}), ("prompt", {"prompt": ["a", "b " * 60000]}),
-        ("n", {"prompt": "a", "n": 17}), ("n", {"prompt": "a", "n": 129}), ("n", {"prompt": "a", "n": 1.0}),
-        ("best_of", {"prompt": "a", "n": 2, "best_of": 3}), ("best_of", {"prompt": "a", "best_of": 2}),
-    ],
-)  # fmt: skip
-def test_what_is_refused(client, field, fields):
-    response = client.post(COMPLETIONS, json=fields | {"max_tokens": 2})
-    assert response.status_code == 400 and response.json()["error"]["param"] == field, response.text
-    wait_until(lambda: client.runner.requests.active() == 0)
-
-
-def test_other_endpoints_have_one_choice(client):
-    for path, fields in (("/v1/responses", {"input": "a"}), ("/v1/messages", {"max_tokens": 1})):
-        fields = {"messages": [{"role": "user", "content": "a"}]} | fields if path == "/v1/messages" else fields
-        assert client.post(path, json=fields | {"n": 2}).status_code in (400, 422)
-
-
-def make_call(**fields):
-    return HttpCall(asyncio.new_event_loop(), fields=fields)
-
-
-def test_seeds_and_prompts_of_choices():
-    call = make_call(n=3, seed=7)
-    prompts = [({"input_ids": [1]}, "a"), ({"input_ids": [2, 3]}, "b")]
-    calls = split_choices(call, prompts, 6)
-    assert [each.inputs["input_ids"] for each in calls] == [[1]] * 3 + [[2, 3]] * 3
-    assert [each.fields["seed"] for each in calls] == [7, 8, 9] * 2 and call.choices == calls
-    with pytest.raises(Refusal, match="6 choices are more than the 5"):
-        split_choices(call, prompts, 5)
-    one = make_call()
-    assert split_choices(one, prompts[:1], 1) == [one] and one.inputs == {"input_ids": [1]}
-    gone = make_call(n=2)
-    gone.is_gone = True
-    assert all(each.is_gone for each in split_choices(gone, prompts[:1], 2))
-    for each, size in zip(calls, (1, 2, 1, 2, 1, 2)):
-        each.output = SimpleNamespace(generated_tokens=[0] * size)
-    assert usage_of(calls, 3) == {"prompt_tokens": 3, "completion_tokens": 9, "total_tokens": 12}

@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -50,22 +51,6 @@ def test_lm_eval_gives_the_same_scores(plain, fast, folder, batch_size):
     assert fast.speculation.stats.rounds > rounds
 
 
-def test_what_lm_eval_asks_of_a_model_is_answered_alike(plain, fast, folder):
-    """Without the harness: its padded batch, its criterion, which answers once for a whole batch, and its forward."""
-    from transformers import StoppingCriteria
-
-    class Until(StoppingCriteria):
-        def __call__(self, input_ids, scores, **kwargs):
-            return all("1" in text for text in tokenizer.batch_decode(input_ids[:, width:]))
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    batch = tokenizer(TEXTS, return_tensors="pt", padding="longest")
-    width = batch["input_ids"].shape[1]
-    options = {"stopping_criteria": [Until()], "max_length": width + 16, "do_sample": False, "use_cache": True}
-    assert torch.equal(fast.generate(**batch, **options), plain.generate(**batch, **options))
-    assert torch.equal(fast(batch["input_ids"]).logits, plain(batch["input_ids"]).logits)
-
-
 def engine(folder, **settings):
     options = {"device": "cpu", "dtype": "float32", "compile": False, "check": False}
     theirs = {"draft_model_dir": None, "speculative_num_steps": 3, "parallel_drafting": False, "block_size": None}
@@ -106,31 +91,30 @@ def test_specdec_bench_strips_the_end(folder):
     assert drawn == again != whole
 
 
-def test_specdec_bench_words(monkeypatch):
+WORDS = [
+    ("EAGLE3", dict(topk=4), "eagle3", dict(topk=4, num_steps=3, draft="head")),
+    ("EAGLE3", dict(parallel_drafting=True), "p_eagle", dict(num_steps=3, draft="head")),
+    ("DFLASH", dict(block_size=8), "dflash", dict(block_size=8, draft="head")),
+    ("DSPARK", {}, "dspark", dict(block_size=None, draft="head")),
+    ("PARD", dict(speculative_num_steps=7), "pard", dict(num_steps=7, draft="head")),
+    ("NGRAM", dict(draft_model_dir=None), "ngram", dict(num_draft_tokens=4)),
+    (None, {}, "ngram", dict(num_draft_tokens=1)),
+]
+
+
+@pytest.mark.parametrize(("theirs", "settings", "algo", "options"), WORDS)
+def test_specdec_bench_words(monkeypatch, theirs, settings, algo, options):
     """What is asked of the library for what run.py is told."""
-    asked = []
-
-    def stop(model, algo, **options):
-        asked.append((algo, options))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(specdec_bench, "speculate", stop)
+    ours = Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr(specdec_bench, "speculate", ours)
     monkeypatch.setattr(specdec_bench.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: torch.nn.Identity())
-    for algo, settings in (
-        ("EAGLE3", dict(topk=4)), ("DFLASH", dict(block_size=8)), ("DSPARK", {}), ("NGRAM", dict(draft_model_dir=None)),
-        ("EAGLE3", dict(parallel_drafting=True)), ("PARD", dict(speculative_num_steps=7)), (None, {}),
-    ):  # fmt: skip
-        with pytest.raises(KeyboardInterrupt):
-            engine("nowhere", **{"speculative_algorithm": algo, "draft_model_dir": "head"} | settings)
-    asked = [
-        (algo, {name: options[name] for name in options if name not in ("compile", "check")}) for algo, options in asked
-    ]
-    assert asked == [
-        ("eagle3", dict(topk=4, num_steps=3, draft="head")), ("dflash", dict(block_size=8, draft="head")),
-        ("dspark", dict(block_size=None, draft="head")), ("ngram", dict(num_draft_tokens=4)),
-        ("p_eagle", dict(num_steps=3, draft="head")),
-        ("pard", dict(num_steps=7, draft="head")), ("ngram", dict(num_draft_tokens=1)),
-    ]  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        engine("nowhere", **{"speculative_algorithm": theirs, "draft_model_dir": "head"} | settings)
+    assert ours.call_args.args[1] == algo
+    assert ours.call_args.kwargs == {"compile": False, "check": False} | options
+
+
+def test_specdec_bench_sampling():
     assert specdec_bench.sampling({"temperature": 1.0})["top_k"] == 0  # not transformers' default of 50
     assert specdec_bench.sampling({"temperature": 0, "top_p": 0.9}) == {"do_sample": False, "repetition_penalty": 1.0}
     for name, kwargs in (("beam_width", {"beam_width": 2}), ("max_tokens", {"max_tokens": 3})):

@@ -8,7 +8,7 @@ import time
 
 import httpx
 import pytest
-from server_fixtures import PROMPT, running, save_tool_model, wait_until
+from server_fixtures import PROMPT, wait_until
 
 from spec_compile.serve import body
 from spec_compile.serve import runner as connections
@@ -21,14 +21,17 @@ HEAD = (
 SHORT = {"prompt": PROMPT, "max_tokens": 2}
 
 
-@pytest.fixture(scope="module")
-def client(tmp_path_factory):
-    folder = save_tool_model(tmp_path_factory.mktemp("model"))
-    limits = Limits(connections=40, from_one_address=30, seconds=SECONDS)
-    with running(folder, slots=2, max_queue=4, runner={"limits": limits}) as client:
-        yield client
-        wait_until(lambda: not client.runner.requests.bodies._sizes)
-        assert not client.runner.requests.bodies._timers
+LIMITS = Limits(connections=40, from_one_address=30, seconds=SECONDS)
+SERVER = dict(slots=2, max_queue=4, runner={"limits": LIMITS})
+ASKED = json.dumps(SHORT).encode()
+ASKS = HEAD % len(ASKED) + ASKED
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_body_is_left(client):
+    yield
+    wait_until(lambda: not client.runner.requests.bodies._sizes)
+    assert not client.runner.requests.bodies._timers
 
 
 @pytest.fixture
@@ -92,16 +95,15 @@ def test_connections_that_are_not_used_end(client, connect):
     assert json.loads(told.partition(b"\r\n\r\n")[2] or b'{"error": 0}').keys() == {"error"}
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/v1/load_lora_adapter"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
 def test_a_body_must_come_in_time(client, connect, path):
     """Also if a byte comes at times; the error has the endpoint's form."""
     raw = connect((HEAD % 10_000).replace(b"/v1/completions", path.encode()))
     threading.Thread(target=drip, args=(raw,), daemon=True).start()
     told = answer(raw)
-    if path != "/v1/load_lora_adapter":  # which this server does not have
-        assert told.startswith(b"HTTP/1.1 408 ") and b"connection: close" in told.lower()
-        error = json.loads(told.partition(b"\r\n\r\n")[2])["error"]
-        assert "too slowly" in error["message"] and error["type"] == "invalid_request_error"
+    assert told.startswith(b"HTTP/1.1 408 ") and b"connection: close" in told.lower()
+    error = json.loads(told.partition(b"\r\n\r\n")[2])["error"]
+    assert "too slowly" in error["message"] and error["type"] == "invalid_request_error"
 
 
 def drip(raw):
@@ -121,7 +123,7 @@ def test_a_body_of_crumbs_is_refused(client, connect):
     told = answer(connect(chunked + b"1\r\n \r\n" * 40_000))
     assert not told or told.startswith(b"HTTP/1.1 400 "), told
     is_answered(client)
-    content = json.dumps(SHORT).encode().ljust(50_000)
+    content = ASKED.ljust(50_000)
     parts = [content[place : place + 100] for place in range(0, 50_000, 100)]
     told = connect(chunked + b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n")
     assert told.recv(100).startswith(b"HTTP/1.1 200 ")
@@ -130,7 +132,7 @@ def test_a_body_of_crumbs_is_refused(client, connect):
 def test_a_large_body_has_more_time(client, connect, monkeypatch):
     """As long as it comes fast enough."""
     monkeypatch.setattr(body, "LEAST_RATE", 50_000)
-    content = json.dumps(SHORT).encode().ljust(200_000)
+    content = ASKED.ljust(200_000)
     raw = connect(HEAD % len(content))
     for place in range(0, len(content), 20_000):
         raw.sendall(content[place : place + 20_000])
@@ -155,7 +157,7 @@ def test_a_full_queue_is_told_before_the_body_comes(client, connect):
     """Other routes, which need no row, go on."""
     manager = client.runner.requests.manager
     with manager.pause():
-        others = [connect((HEAD % len(content)) + content) for content in [json.dumps(SHORT).encode()] * 6]
+        others = [connect(ASKS) for _ in range(6)]
         wait_until(lambda: manager.queue_room == 0)
         assert connect(HEAD % 1_000_000).recv(4096).startswith(b"HTTP/1.1 429 ")
         assert client.post("/tokenize", json={"prompt": "a"}).status_code == 200
@@ -231,8 +233,7 @@ def test_who_makes_room():
 
 def test_only_health_is_answered_beside_the_bound(client, connect, monkeypatch):
     with client.runner.requests.manager.pause():
-        content = json.dumps(SHORT).encode()
-        busy = connect((HEAD % len(content)) + content)
+        busy = connect(ASKS)
         wait_until(lambda: client.runner.requests.active() == 1)
         monkeypatch.setattr(client.runner.connections.limits, "connections", 1)
         asks = b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n"

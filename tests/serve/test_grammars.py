@@ -7,19 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import pbkdf2_hmac
 
 import pytest
-from server_fixtures import DEMO, TEMPLATE, running
+from server_fixtures import CHATS, COMPLETIONS, DEMO, ask, body, refusal, save_whole
 from sweeps import thinned
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from spec_compile.errors import RequestError
 from spec_compile.runtime.verify import constraint
 from spec_compile.serve import grammars
 from spec_compile.serve.errors import Refusal
-from spec_compile.serve.fields import check_fields
-from spec_compile.serve.grammars import GrammarCache, read_form
-from spec_compile.serve.models import ChatFields
+from spec_compile.serve.grammars import GrammarCache
 
-CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 NAME = {"type": "string", "maxLength": 8}
 NUMBERS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 4}
 SCHEMAS = [
@@ -46,31 +43,22 @@ CHECKS = [
 SAMPLINGS = [{"temperature": 0}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.7, "top_k": 20, "seed": 8}]
 
 
+SAVE = save_whole
+SERVER = dict(slots=4)
+
+
 @pytest.fixture(scope="module")
-def client(tmp_path_factory):
+def client(client):
     pytest.importorskip("xgrammar")
-    folder = tmp_path_factory.mktemp("model")
-    AutoModelForCausalLM.from_pretrained(DEMO, dtype="float32").save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    with running(folder, slots=4) as client:
-        yield client
+    return client
 
 
-def answers(client, path=CHATS, **fields):
-    """The text with drafts, which is that without drafts and that of a stream."""
+def answers(client, path=CHATS, limit=700, **fields):
+    """The text with drafts, which is that without drafts."""
     prompt = 'default = {"name": "mean", "values": [1, 2, 3]}\nresult = '
-    body = {"messages": [{"role": "user", "content": prompt}]} if path == CHATS else {"prompt": prompt}
-    texts = []
-    for extra in ({}, {"speculation": False}):
-        response = client.post(path, json=body | {"max_tokens": 700} | fields | extra)
-        assert response.status_code == 200, response.text
-        (choice,) = response.json()["choices"]
-        assert choice["finish_reason"] == "stop", choice
-        texts.append(choice["message"]["content"] if path == CHATS else choice["text"])
-    assert texts[0] == texts[1]
-    return texts[0]
+    found = [ask(client, path, prompt, limit, **fields, **extra) for extra in ({}, {"speculation": False})]
+    assert found[0].text == found[1].text and [each.reason for each in found] == ["stop"] * 2, found
+    return found[0].text
 
 
 @pytest.mark.parametrize("number, sampling", thinned(3, range(len(SCHEMAS)), SAMPLINGS))
@@ -115,56 +103,23 @@ def test_answers_match_a_regex_a_choice_or_a_grammar(client, sampling):
 
 
 def test_an_object_of_any_names(client):
-    text = answers(client, temperature=1.0, seed=1, response_format={"type": "json_object"}, max_tokens=1200)
+    text = answers(client, temperature=1.0, seed=1, response_format={"type": "json_object"}, limit=1200)
     assert isinstance(json.loads(text), dict)
 
 
 def test_a_form_of_free_text_changes_nothing(client):
-    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 8}
-    plain = client.post(CHATS, json=body).json()["choices"]
+    plain = ask(client, CHATS, limit=8)
     for fields in ({"response_format": {"type": "text"}}, {"structured_outputs": {}}):
-        assert client.post(CHATS, json=body | fields).json()["choices"] == plain
-
-
-REFUSED = [
-    {"response_format": {"type": "json_schema"}}, {"response_format": {}}, {"response_format": {"type": ["text"]}},
-    {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
-    {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
-    {"response_format": {"type": "json_object", "json_schema": {"name": "a", "schema": {}}}},
-    {"structured_outputs": {"json": {}, "regex": "a"}}, {"structured_outputs": {"structural_tag": "a"}},
-    {"structured_outputs": {"json": 5}}, {"guided_json": "{"}, {"guided_json": "[]"}, {"guided_json": "[" * 20_000},
-    {"guided_json": '{"a": ' * 200 + "1" + "}" * 200}, {"guided_json": {"enum": ["a" * 100] * 400}},
-    {"guided_regex": ""}, {"guided_regex": "a" * 40_000}, {"guided_regex": "(" * 600 + ")" * 600},
-    {"guided_choice": []}, {"guided_choice": [1]}, {"guided_choice": [""]}, {"guided_choice": ["a"] * 1025},
-    {"guided_grammar": ""},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("fields", REFUSED, ids=lambda fields: json.dumps(fields)[:50])
-def test_a_bad_or_large_form_is_refused_by_its_field(fields):
-    with pytest.raises(Refusal) as caught:
-        read_form(check_fields(ChatFields, {"messages": [{"role": "user", "content": "a"}]} | fields))
-    (name,) = fields
-    assert caught.value.status_code == 400 and caught.value.param == name and name in caught.value.detail
+        assert ask(client, CHATS, limit=8, **fields).text == plain.text
 
 
 def test_forms_that_cannot_be_compiled_are_refused_by_their_field(client):
-    body = {"messages": [{"role": "user", "content": "a"}]}
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "strange"}}}
     for name, value in (
         ("response_format", schema), ("guided_json", {"$ref": "#/nowhere"}), ("guided_json", {"$ref": "#"}),
         ("guided_regex", "(a"), ("guided_grammar", "root ::= nothing"), ("structured_outputs", {"regex": "(a"}),
     ):  # fmt: skip
-        error = client.post(CHATS, json=body | {name: value})
-        assert error.status_code == 400 and error.json()["error"]["param"] == name, error.text
-        assert "cannot be compiled" in error.json()["error"]["message"]
-    for fields, name in (
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
-        ({"guided_regex": "a+", "min_tokens": 3}, "min_tokens"),
-        ({"guided_regex": "a+", "generation_config": '{"min_length": 3}'}, "generation_config"),
-    ):  # fmt: skip
-        error = client.post(CHATS, json=body | fields)
-        assert error.status_code == 400 and error.json()["error"]["param"] == name, error.text
+        assert "cannot be compiled" in refusal(client.post(CHATS, json=body(CHATS) | {name: value}), name)
 
 
 @pytest.fixture
@@ -206,18 +161,18 @@ def test_a_grammar_that_takes_long_is_refused_and_others_go_on(cache, monkeypatc
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_grammar_that_becomes_slow_ends_its_own_request(client, monkeypatch, streams):
     """The child process may have missed it."""
-    plain = {"prompt": "a mean of", "max_tokens": 40, "temperature": 0}
-    answer = client.post(COMPLETIONS, json=plain).json()["choices"][0]["text"]
+    plain = ("a mean of", 40)
+    answer = ask(client, COMPLETIONS, *plain, temperature=0).text
     monkeypatch.setattr(grammars.Judge, "ask", lambda *args: None)
     monkeypatch.setattr(constraint, "STEP_SECONDS", 0.05)
-    slow = {"prompt": "x", "max_tokens": 300, "temperature": 0, "ignore_eos": True, "stream": streams}
+    slow = body(COMPLETIONS, "x", 300, temperature=0, ignore_eos=True, stream=streams, guided_regex="(.*)*" * 200)
     with ThreadPoolExecutor() as pool:
-        response = pool.submit(client.post, COMPLETIONS, json=slow | {"guided_regex": "(.*)*" * 200})
-        assert client.post(COMPLETIONS, json=plain).json()["choices"][0]["text"] == answer
+        response = pool.submit(client.post, COMPLETIONS, json=slow)
+        assert ask(client, COMPLETIONS, *plain, temperature=0).text == answer
         response = response.result()
     assert response.status_code == (200 if streams else 400), response.text
     assert "guided_regex: its grammar takes too long to follow" in response.text
-    assert client.post(COMPLETIONS, json=plain).json()["choices"][0]["text"] == answer
+    assert ask(client, COMPLETIONS, *plain, temperature=0).text == answer
 
 
 class Burns:
@@ -255,8 +210,3 @@ def test_without_xgrammar_the_reason_says_what_to_install(cache, monkeypatch):
         cache.processor("structured_outputs.json", "json", "{}")
     assert caught.value.status_code == 501 and caught.value.param == "structured_outputs"
     assert "pip install" in caught.value.detail
-
-
-def test_a_choice_is_a_grammar_of_quoted_texts():
-    assert read_form({"guided_choice": ["a", 'b"']}) == ("guided_choice", "grammar", 'root ::= "a" | "b\\""')
-    assert read_form({"response_format": {"type": "json_object"}})[1] == "json" and read_form({}) is None

@@ -6,19 +6,13 @@ import threading
 import time
 
 import pytest
-from server_fixtures import EAGER, running, save_model, wait_until
+from server_fixtures import CHATS, COMPLETIONS, DIALECTS, EAGER, MESSAGES, ask, running, save_model, wait_until
 
 from spec_compile.serve.call import CURRENT, WORKERS, HttpCall, Waiting, Workers
 
 SECRET = "73914628"
 TEXT = f"the number of the account is {SECRET} and nobody knows it\n" * 2
 HITS = re.compile(r"^spec_compile:(?:prefix_cache_hits|prompt_tokens_cached)_total (\S+)$", re.M)
-ROUTES = {
-    "/v1/completions": {"prompt": "def f():\n", "max_tokens": 2},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "f"}], "max_tokens": 2},
-    "/v1/responses": {"input": "f", "max_output_tokens": 2},
-    "/v1/messages": {"messages": [{"role": "user", "content": "f"}], "max_tokens": 2},
-}
 SERVER = dict(options=EAGER | {"adaptive": False})
 
 
@@ -31,19 +25,12 @@ def no_texts(client):
     requests.policy.share_texts = requests.policy.isolate_prefixes = False
 
 
-def post(client, path="/v1/completions", **fields):
-    response = client.post(path, json=ROUTES[path] | fields)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
 def guess(client, **fields):
     """The figures of an answer that is forced to one token after a known beginning."""
     tokenizer = client.runner.requests.tokenizer
     known, rest = TEXT[: TEXT.index(SECRET)], tokenizer(TEXT)["input_ids"]
     token = rest[len(tokenizer(known)["input_ids"])]
-    answer = post(client, prompt=known, max_tokens=4, logit_bias={str(token): 100}, **fields)
-    figures = answer["metrics"]["speculative_decoding"]
+    figures = ask(client, COMPLETIONS, known, 4, logit_bias={str(token): 100}, **fields).figures
     return figures["per_step_accepted"], figures["per_step_drafted"]
 
 
@@ -52,11 +39,10 @@ def test_figures_show_no_text_of_others(client, of_attacker):
     new = guess(client, **of_attacker)
     client.runner.requests.manager.model.speculation.ngram.reset()
     for of_victim in ({}, {"user": "alice"}, {"cache_salt": "a"}, {"user": "alice", "cache_salt": "a"}):
-        post(client, prompt=TEXT, **of_victim)
-        post(client, prompt="f", prediction={"type": "content", "content": TEXT}, **of_victim)
-    named = {"metadata": {"user_id": "alice"}}
-    post(client, "/v1/messages", messages=[{"role": "user", "content": TEXT}], **named)
-    post(client, "/v1/chat/completions", messages=[{"role": "user", "content": TEXT}], safety_identifier="mallory")
+        ask(client, COMPLETIONS, TEXT, **of_victim)
+        ask(client, COMPLETIONS, prediction={"type": "content", "content": TEXT}, **of_victim)
+    ask(client, MESSAGES, TEXT, metadata={"user_id": "alice"})
+    ask(client, CHATS, TEXT, safety_identifier="mallory")
     assert guess(client, **of_attacker) == new
     assert guess(client, user="alice") != new, "the same user's texts are drafted from"
 
@@ -64,7 +50,7 @@ def test_figures_show_no_text_of_others(client, of_attacker):
 def test_texts_of_all_if_the_server_says_so(client):
     new = guess(client)
     client.runner.requests.policy.share_texts = True
-    post(client, prompt=TEXT)
+    ask(client, COMPLETIONS, TEXT)
     assert guess(client, user="mallory") != new
 
 
@@ -75,7 +61,7 @@ def hits(client):
 def gained(client, prompt, **fields):
     """What both counters count of one request."""
     before = hits(client)
-    post(client, prompt=prompt, max_tokens=1, **fields)
+    ask(client, COMPLETIONS, prompt, 1, **fields)
     wait_until(lambda: not client.runner.requests.active())
     first, second = (after - earlier for after, earlier in zip(hits(client), before))
     assert first == second and first % 16 == 0
@@ -85,9 +71,9 @@ def gained(client, prompt, **fields):
 def test_counters_do_not_read_a_number(client):
     """A number of a request that runs, digit by digit: the attacker takes the digit that is counted most."""
     start = "# " + "a b c d " * 12 + "the account has the number "
-    body = {"prompt": f"{start}{SECRET}\n", "max_tokens": 900, "ignore_eos": True, "temperature": 2.0, "seed": 1}
+    fields = {"limit": 900, "ignore_eos": True, "temperature": 2.0, "seed": 1}
     client.runner.requests.manager.scheduler.prefixes.forget()
-    victim = threading.Thread(target=lambda: post(client, **body))
+    victim = threading.Thread(target=lambda: ask(client, COMPLETIONS, f"{start}{SECRET}\n", **fields))
     victim.start()
     wait_until(lambda: client.runner.requests.manager.metrics()["requests_running"] == 1)
     read = ""
@@ -123,12 +109,9 @@ def test_whose_a_call_is():
     assert belonging(isolates=True)["cache_salt"] != salts[0], "a call without a name shares with its own choices only"
 
 
-@pytest.mark.parametrize("path", ROUTES)
-def test_salts(client, path):
-    post(client, path, cache_salt="s" * 256)
-    for bad in ("", "s" * 257, 5, ["s"]):
-        response = client.post(path, json=ROUTES[path] | {"cache_salt": bad})
-        assert response.status_code == 400 and "cache_salt: expected a text of 1 to 256 characters" in response.text
+@pytest.mark.parametrize("path", DIALECTS)
+def test_a_salt_may_be_long(client, path):
+    assert ask(client, path, cache_salt="s" * 256)
 
 
 def test_the_options_of_a_server(tmp_path):

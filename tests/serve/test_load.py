@@ -6,13 +6,13 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import httpx
 import pytest
-from server_fixtures import PROMPT, expected, running, wait_until
+from server_fixtures import CHATS, COMPLETIONS, PROMPT, ask, body, expected, refusal, running, user, wait_until
 
-from spec_compile.serve import generation
 from spec_compile.serve.handlers import Completion
 
 SHORT = {"prompt": PROMPT, "max_tokens": 24}
@@ -42,7 +42,7 @@ def expensive():
         "many words": {"prompt": "a", "max_tokens": 2, "generation_config": json.dumps({
             "bad_words_ids": [[token] for token in range(900)] + [[token, token] for token in range(64)],
         })},
-        "many messages": {"messages": [{"role": "user", "content": "a"}] * 2000, "max_tokens": 2},
+        "many messages": {"messages": user("a") * 2000, "max_tokens": 2},
         "garbage": {"prompt": [[]] * 40_000},
     }  # fmt: skip
 
@@ -52,7 +52,7 @@ def gaps(client, seed):
     requests, times = client.runner.requests, []
     observe, requests.metrics.observe = requests.metrics.observe, lambda output: times.append(output.timestamps)
     try:
-        response = client.post("/v1/completions", json=LONG | {"seed": seed, "max_tokens": 100})
+        response = client.post(COMPLETIONS, json=LONG | {"seed": seed, "max_tokens": 100})
         assert response.status_code == 200
     finally:
         requests.metrics.observe = observe
@@ -64,10 +64,10 @@ def gaps(client, seed):
 def test_an_expensive_body_delays_no_others_tokens(client, tmp_path):
     """The longest wait for a token is a few times that without such a client; it was seconds for stop strings."""
     quiet = max(gaps(client, seed)[-2] for seed in range(2))
-    for number, (name, body) in enumerate(expensive().items()):
+    for number, (name, fields) in enumerate(expensive().items()):
         file = tmp_path / "body"
-        file.write_text(json.dumps(body))
-        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        file.write_text(json.dumps(fields))
+        path = CHATS if "messages" in fields else COMPLETIONS
         url = str(client.base_url).rstrip("/") + path
         sender = subprocess.Popen([sys.executable, "-c", SENDER, url, file], stdout=subprocess.PIPE, text=True)
         try:
@@ -85,7 +85,7 @@ def test_no_body_is_prepared_on_the_event_loop(client, monkeypatch):
     monkeypatch.setattr(
         Completion, "_check", lambda *given: threads.append(threading.current_thread()) or check(*given)
     )
-    assert client.post("/v1/completions", json=SHORT).status_code == 200
+    assert client.post(COMPLETIONS, json=SHORT).status_code == 200
     assert threads[0].name.startswith("spec_compile requests")
 
 
@@ -106,7 +106,7 @@ def test_a_client_that_leaves_while_its_request_is_prepared_leaves_nothing(clien
 
     monkeypatch.setattr(manager, "add_request", slow)
     with pytest.raises(httpx.ReadTimeout):
-        client.post("/v1/completions", json=LONG, timeout=0.5)
+        client.post(COMPLETIONS, json=LONG, timeout=0.5)
     assert reached.wait(10)
     time.sleep(0.2)  # until the server has noticed
     left.set()
@@ -114,26 +114,26 @@ def test_a_client_that_leaves_while_its_request_is_prepared_leaves_nothing(clien
     monkeypatch.undo()
     assert manager.metrics()["requests_finished_total"]["cancelled"] == before + 1
     assert manager.output_router.output_queue.empty()
-    text = client.post("/v1/completions", json=SHORT).json()["choices"][0]["text"]
-    assert text == expected(alone, PROMPT, max_new_tokens=24, do_sample=False)
+    assert ask(client, COMPLETIONS, PROMPT, 24).text == expected(alone, PROMPT, max_new_tokens=24, do_sample=False)
 
 
 def test_as_many_bodies_are_prepared_as_may_wait(client, monkeypatch):
-    """Others get 429 at once."""
-    go = threading.Event()
-    check = Completion._check
+    """Others get 429 at once, and /health is answered."""
+    go, check, responses = threading.Event(), Completion._check, []
     monkeypatch.setattr(Completion, "_check", lambda *given: go.wait(30) and check(*given))
 
-    async def ask():
-        async with httpx.AsyncClient(base_url=client.base_url, timeout=60) as many:
-            waiting = [asyncio.ensure_future(many.post("/v1/completions", json=SHORT)) for _ in range(20)]
-            while sum(task.done() for task in waiting) < 12:
-                await asyncio.sleep(0.01)
-            go.set()
-            return await asyncio.gather(*waiting)
+    def ask():
+        responses.append(client.post(COMPLETIONS, json=SHORT))
 
-    statuses = [response.status_code for response in asyncio.run(ask())]
-    assert statuses.count(429) == 12 and statuses.count(200) == 8
+    with ThreadPoolExecutor(20) as pool:
+        for _ in range(20):
+            pool.submit(ask)
+        wait_until(lambda: len(responses) == 12)
+        assert client.get("/health").status_code == 200
+        go.set()
+    assert [response.status_code for response in responses] == [429] * 12 + [200] * 8
+    assert all(int(response.headers["Retry-After"]) >= 1 for response in responses[:12])
+    assert 'request_rejected_total{reason="queue_full"} 12' in client.get("/metrics").text
 
 
 def test_every_request_ends_when_the_server_is_stopped_hard(folder, monkeypatch):
@@ -155,7 +155,7 @@ def test_every_request_ends_when_the_server_is_stopped_hard(folder, monkeypatch)
             async with httpx.AsyncClient(base_url=client.base_url, timeout=30) as many:
                 bodies = [LONG | {"stream": number % 2 == 1, "seed": number} for number in range(24)]
                 bodies += [LONG | {"prompt": "a"}, LONG | {"prompt": "a", "stream": True}]
-                waiting = [asyncio.ensure_future(many.post("/v1/completions", json=body)) for body in bodies]
+                waiting = [asyncio.ensure_future(many.post(COMPLETIONS, json=each)) for each in bodies]
                 await asyncio.to_thread(wait_until, lambda: manager.active_requests == 24 and len(lost) == 2)
                 client.runner.should_exit = True
                 return await asyncio.gather(*waiting)
@@ -174,14 +174,5 @@ def test_a_limit_is_checked_before_anything_of_its_size_is_made(client, monkeypa
     called = []
     monkeypatch.setattr(client.runner.requests.manager, "add_request", lambda *given, **options: called.append(given))
     for limit in (3000, 10**8, 10**13):
-        response = client.post("/v1/completions", json={"prompt": "a", "max_tokens": limit})
-        assert response.status_code == 400 and response.json()["error"]["param"] == "max_tokens"
+        refusal(client.post(COMPLETIONS, json=body(COMPLETIONS, limit=limit)), "max_tokens")
     assert not called
-
-
-def test_a_large_body_is_not_kept(client, monkeypatch):
-    """It is read to its end, so that its client sees the reason, unless it is far too large."""
-    too_large = b'{"prompt": "' + b"a" * (client.runner.requests.most_bytes + 1)
-    response = client.post("/v1/completions", content=too_large, headers={"Content-Type": "application/json"})
-    assert response.status_code == 413 and "bytes" in response.json()["error"]["message"]
-    assert generation.MOST_BYTES < client.runner.requests.most_bytes < 2 * generation.MOST_BYTES

@@ -7,14 +7,14 @@ from itertools import pairwise
 
 import pytest
 import torch
-from server_fixtures import load_alone, save_tool_model, scripted
+from server_fixtures import COMPLETIONS, ask, body, load_alone, refusal, save_tool_model, scripted, user
 
-from spec_compile.batching.output import MOST_TOP, TokenScore
+from spec_compile.batching.output import TokenScore
 from spec_compile.batching.request_options import TokenBytes
 from spec_compile.serve.logprobs import LEAST, ChatLogprobs, CompletionLogprobs, read_top
 
 PROMPT, CLOSE = "# é 😀\ndef mean(values):\n    re", 1e-4
-CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "a mean"}], "max_tokens": 12, "logprobs": True}
+CHAT = {"model": "tiny", "messages": user("a mean"), "max_tokens": 12, "logprobs": True}
 SAVE = save_tool_model
 SERVER = dict(slots=4, served_model_name="tiny")
 
@@ -135,32 +135,11 @@ def test_tokens_of_calls_and_thoughts_are_told_too(sdk, client):
     assert len(told) == whole.usage.completion_tokens
 
 
-def test_what_is_refused(client):
-    chat, text = "/v1/chat/completions", "/v1/completions"
-    cases = [
-        (chat, "logprobs", {"logprobs": 1}), (chat, "top_logprobs", {"top_logprobs": 2}),
-        (chat, "top_logprobs", {"logprobs": False, "top_logprobs": 2}),
-        (chat, "top_logprobs", {"logprobs": True, "top_logprobs": MOST_TOP + 1}),
-        (chat, "top_logprobs", {"logprobs": True, "top_logprobs": True}),
-        (text, "logprobs", {"logprobs": True}), (text, "logprobs", {"logprobs": MOST_TOP + 1}),
-        (text, "logprobs", {"logprobs": -1}), (text, "echo", {"echo": 1}), (text, "max_tokens", {"max_tokens": 0}),
-        (text, "max_tokens", {"max_tokens": -1, "echo": True}), (chat, "max_tokens", {"max_tokens": 0}),
-        (chat, "logprobs", {"logprobs": True, "top_logprobs": MOST_TOP, "n": 64, "max_tokens": 500}),
-        (text, "logprobs", {"prompt": ["a" * 500] * 64, "echo": True, "logprobs": MOST_TOP, "max_tokens": 500}),
-    ]  # fmt: skip
-    for path, field, fields in cases:
-        prompt = {"messages": CHAT["messages"]} if path == chat else {"prompt": "a"}
-        response = client.post(path, json=prompt | fields)
-        assert response.status_code == 400 and response.json()["error"]["param"] == field, (fields, response.text)
-
-
 def test_a_model_whose_prompts_are_processed_otherwise(client, monkeypatch):
     """It refuses log-probabilities of the prompt, and nothing else."""
     monkeypatch.setattr(client.runner.requests, "_clamps_prompts", True)
-    response = client.post("/v1/completions", json={"prompt": "a", "echo": True, "logprobs": 1})
-    assert response.status_code == 400 and response.json()["error"]["param"] == "echo"
-    for fields in ({"echo": True}, {"logprobs": 1}):
-        assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1} | fields).status_code == 200
+    refusal(client.post(COMPLETIONS, json=body(COMPLETIONS, echo=True, logprobs=1)), "echo")
+    assert ask(client, COMPLETIONS, echo=True) and ask(client, COMPLETIONS, logprobs=1)
 
 
 def test_impossible_tokens_and_tokens_of_one_text(alone):

@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-for package in ("fastapi", "uvicorn", "prometheus_client", "openai", "httpx", "peft"):
-    pytest.importorskip(package, reason=f"needs the extra serve, or peft: {package}")
+pytest.importorskip("peft", reason="adapters need peft")
 
-import openai
 import peft
 from lora_models import fill, lora
-from server_fixtures import PROMPT, running, save_model
+from server_fixtures import CHATS, COMPLETIONS, PROMPT, ask, body, refusal, running, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spec_compile.serve.loras import read_modules
@@ -53,11 +51,6 @@ def client(paths):
         yield client
 
 
-@pytest.fixture(scope="module")
-def ai(client):
-    return openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="unused", max_retries=0)
-
-
 def expected(paths, adapter):
     """The answer of peft."""
     model = AutoModelForCausalLM.from_pretrained(paths["model"], dtype="float32").eval()
@@ -70,72 +63,75 @@ def expected(paths, adapter):
     return tokenizer.decode(ids[inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def answer(ai, model):
-    made = ai.completions.create(model=model, prompt=PROMPT, max_tokens=NEW, temperature=0)
-    assert made.model == model
-    return made.choices[0].text
+def answer(client, model):
+    made = ask(client, COMPLETIONS, PROMPT, NEW, model=model, temperature=0)
+    assert made.parts[0]["model"] == model
+    return made.text
 
 
-def test_models_by_name(ai, paths):
-    cards = {card.id: card for card in ai.models.list().data}
+def load(client, status, **fields):
+    """The response to a request to load an adapter."""
+    response = client.post("/v1/load_lora_adapter", json=fields)
+    assert response.status_code == status, response.text
+    return response
+
+
+def test_models_by_name(client, sdk, paths):
+    cards = {card.id: card for card in sdk.models.list().data}
     assert {*cards} == {"tiny", "tiny:first", "tiny:second"}
-    card = ai.models.retrieve("tiny:first")
+    card = sdk.models.retrieve("tiny:first")
     assert (card.parent, card.root) == ("tiny", paths["first"]) and not hasattr(cards["tiny"], "parent")
-    answers = {name: answer(ai, name) for name in ("tiny", "tiny:first", "tiny:second", "second")}
+    answers = {name: answer(client, name) for name in ("tiny", "tiny:first", "tiny:second", "second")}
     assert answers["tiny"] == expected(paths, None)
     assert answers["tiny:first"] == expected(paths, "first") != answers["tiny"]
     assert answers["tiny:second"] == answers["second"] == expected(paths, "second") != answers["tiny:first"]
-    chat = dict(messages=[{"role": "user", "content": "a mean of values"}], max_tokens=NEW, temperature=0)
-    chats = [ai.chat.completions.create(model=name, **chat) for name in ("tiny", "tiny:first")]
-    assert chats[0].choices[0].message.content != chats[1].choices[0].message.content
+    chats = [ask(client, CHATS, "a mean of values", NEW, model=name).text for name in ("tiny", "tiny:first")]
+    assert chats[0] != chats[1]
 
 
-def test_an_unknown_adapter(ai):
-    for name in ("tiny:none", "none", "tiny:", "__base__", "tiny:__base__"):
-        with pytest.raises(openai.NotFoundError, match=f"no model '{name}' here, only 'tiny', 'tiny:first'"):
-            answer(ai, name)
+@pytest.mark.parametrize("name", ["tiny:none", "none", "tiny:", "__base__", "tiny:__base__"])
+def test_an_unknown_adapter(client, name):
+    reason = refusal(client.post(COMPLETIONS, json=body(COMPLETIONS, model=name)), "model", 404)
+    assert f"no model '{name}' here, only 'tiny', 'tiny:first'" in reason
 
 
-def test_adapters_come_and_go(client, ai, paths):
-    def post(kind, **body):
-        return client.post(f"/v1/{kind}_lora_adapter", json=body)
+def test_adapters_come_and_go(client, sdk, paths):
+    def unload(name, status):
+        response = client.post("/v1/unload_lora_adapter", json={"lora_name": name})
+        assert response.status_code == status
+        return response.text
 
-    stream = ai.completions.create(model="tiny:second", prompt=PROMPT, max_tokens=200, temperature=0, stream=True)
+    stream = sdk.completions.create(model="tiny:second", prompt=PROMPT, max_tokens=200, temperature=0, stream=True)
     begun = next(iter(stream)).choices[0].text
-    response = post("load", lora_name="third", lora_path=paths["third"])
-    assert response.status_code == 200 and response.text == "Success: LoRA adapter 'third' added successfully."
-    assert answer(ai, "tiny:third") == expected(paths, "third")
-    assert post("load", lora_name="third", lora_path=paths["first"]).status_code == 400
-    assert post("load", lora_name="third", lora_path=paths["first"], load_inplace=True).status_code == 200
-    assert answer(ai, "third") == expected(paths, "first")
-    assert post("unload", lora_name="third").text == "Success: LoRA adapter 'third' removed successfully."
-    assert post("unload", lora_name="third").status_code == 404
-    with pytest.raises(openai.NotFoundError):
-        answer(ai, "tiny:third")
-    assert post("unload", lora_name="second").status_code == 200  # its stream goes on
+    response = load(client, 200, lora_name="third", lora_path=paths["third"])
+    assert response.text == "Success: LoRA adapter 'third' added successfully."
+    assert answer(client, "tiny:third") == expected(paths, "third")
+    load(client, 400, lora_name="third", lora_path=paths["first"])
+    load(client, 200, lora_name="third", lora_path=paths["first"], load_inplace=True)
+    assert answer(client, "third") == expected(paths, "first")
+    assert unload("third", 200) == "Success: LoRA adapter 'third' removed successfully."
+    assert unload("third", 404)
+    refusal(client.post(COMPLETIONS, json=body(COMPLETIONS, model="tiny:third")), "model", 404)
+    unload("second", 200)  # its stream goes on
     text = begun + "".join(chunk.choices[0].text for chunk in stream)
     assert text.startswith(expected(paths, "second"))
-    assert post("load", lora_name="second", lora_path=paths["second"]).status_code == 200
+    load(client, 200, lora_name="second", lora_path=paths["second"])
 
 
 @pytest.mark.parametrize(
-    ("body", "field", "reason"),
+    ("name", "path", "field", "reason"),
     [
-        ({"lora_name": "x"}, "lora_path", "expected a text"),
-        ({"lora_name": "a.b", "lora_path": "first"}, "lora_name", "at most 128 letters"),
-        ({"lora_name": "x", "lora_path": "model"}, "lora_path", "there is no adapter"),
-        ({"lora_name": "x", "lora_path": "large"}, "lora_path", "has rank 9, and slots have room for 4"),
-        ({"lora_name": "x", "lora_path": "wide"}, "lora_path", "changes model.layers.0.self_attn.o_proj"),
-        ({"lora_name": "x", "lora_path": "dora"}, "lora_path", "use_dora"),
+        ("x", None, "lora_path", "expected a text"),
+        ("a.b", "first", "lora_name", "at most 128 letters"),
+        ("x", "model", "lora_path", "there is no adapter"),
+        ("x", "large", "lora_path", "has rank 9, and slots have room for 4"),
+        ("x", "wide", "lora_path", "changes model.layers.0.self_attn.o_proj"),
+        ("x", "dora", "lora_path", "use_dora"),
     ],
 )
-def test_what_cannot_be_loaded(client, ai, paths, body, field, reason):
-    if "lora_path" in body:
-        body = body | {"lora_path": paths.get(body["lora_path"], body["lora_path"])}
-    response = client.post("/v1/load_lora_adapter", json=body)
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, field) and reason in error["message"], response.text
-    assert answer(ai, "tiny:first")  # the others are served as before
+def test_what_cannot_be_loaded(client, paths, name, path, field, reason):
+    assert reason in refusal(load(client, 400, lora_name=name, lora_path=paths.get(path)), field)
+    assert answer(client, "tiny:first")  # the others are served as before
 
 
 def copy_of(paths, name, weights=None, **changes):
@@ -180,22 +176,19 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_adapter_leaves_nothing(client, ai, paths, name):
+def test_a_damaged_adapter_leaves_nothing(client, sdk, paths, name):
     path = copy_of(paths, "damaged", **DAMAGED[name])
-    response = client.post("/v1/load_lora_adapter", json={"lora_name": "bad", "lora_path": path})
-    error = response.json()["error"]
-    assert response.status_code == 400 and error["param"] == "lora_path" and "Error" not in error["message"], error
-    assert answer(ai, "tiny:first") and "tiny:bad" not in {card.id for card in ai.models.list().data}
+    assert "Error" not in refusal(load(client, 400, lora_name="bad", lora_path=path), "lora_path")
+    assert answer(client, "tiny:first") and "tiny:bad" not in {card.id for card in sdk.models.list().data}
 
 
-def test_code_and_names_of_other_models_in_a_configuration_are_not_read(client, ai, paths):
-    mapping = {"base_model_class": "system", "parent_library": "os"}
+def test_code_and_names_of_other_models_in_a_configuration_are_not_read(client, paths):
+    mapping, name = {"base_model_class": "system", "parent_library": "os"}, "a" * 128
     changes = dict(auto_mapping=mapping, base_model_name_or_path="/etc/passwd", revision="x", task_type=None)
     copy_of(paths, "mapped", **changes)
-    body = {"lora_name": "a" * 128, "lora_path": "mapped"}
-    assert client.post("/v1/load_lora_adapter", json=body).status_code == 200
-    assert answer(ai, "tiny:" + "a" * 128) == expected(paths, "first")
-    assert client.post("/v1/unload_lora_adapter", json={"lora_name": "a" * 128}).status_code == 200
+    load(client, 200, lora_name=name, lora_path="mapped")
+    assert answer(client, f"tiny:{name}") == expected(paths, "first")
+    assert client.post("/v1/unload_lora_adapter", json={"lora_name": name}).status_code == 200
 
 
 def test_paths_elsewhere_say_nothing(client, paths, tmp_path):
@@ -213,16 +206,13 @@ def test_paths_elsewhere_say_nothing(client, paths, tmp_path):
     elsewhere = (str(tmp_path / "outside"), "/etc/passwd", "/nowhere", "../outside", "link", "links", "loop", "pipe")
     texts = set()
     for path in (*elsewhere, "", ".", "a\0b", "\u202e", "a" * 5000, "hub/name", "http://127.0.0.1/"):
-        response = client.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": path})
-        assert response.status_code == 400, path
-        texts.add(response.text)
+        texts.add(load(client, 400, lora_name="x", lora_path=path).text)
     assert len(texts) == 1
 
 
 @pytest.mark.parametrize("name", ["", "a" * 129, "a\0b", "\u202eab", "a b", "a\n", "ä", "../a", "__base__"])
 def test_names_are_short_and_plain(client, paths, name):
-    response = client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": paths["third"]})
-    assert response.status_code == 400 and response.json()["error"]["param"] == "lora_name"
+    refusal(load(client, 400, lora_name=name, lora_path=paths["third"]), "lora_name")
     with pytest.raises(ValueError, match="lora_modules: expected NAME=PATH"):
         read_modules([f"{name}=path"])
 

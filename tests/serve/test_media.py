@@ -13,7 +13,7 @@ import picture_models
 import pytest
 import torch
 from fastapi import HTTPException
-from server_fixtures import running, wait_until
+from server_fixtures import CHATS, COUNT, MESSAGES, RESPONSES, ask, body, refusal, running, user, wait_until
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from spec_compile.serve import media
@@ -73,25 +73,6 @@ def test_addresses_that_are_read(tmp_path):
             refused(Media().check, PATH, address)
 
 
-def test_every_place_of_a_picture_is_found():
-    url = {"type": "image_url", "image_url": {"url": "a"}}
-    messages = [
-        {"role": "user", "content": [{"type": "text", "text": "b"}, url]},
-        {"role": "tool", "content": [{"type": "input_image", "image_url": "c"}]},
-        {"role": "user", "content": "image_url"},
-    ]  # fmt: skip
-
-    def found(value, path):
-        return [(place, address_of(part)) for place, part in find_pictures(value, path)]
-
-    assert found(messages, "messages") == [
-        ("messages[0].content[1].image_url", "a"), ("messages[1].content[0].image_url", "c"),
-    ]  # fmt: skip
-    items = [{"type": "function_call_output", "output": [url]}]
-    assert found(items, "input") == [("input[0].output[0].image_url", "a")]
-    assert found([url], "input") == [("input[0].image_url", "a")]
-
-
 @pytest.mark.parametrize("address", [
     "127.0.0.1", "127.255.0.9", "0.0.0.0", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1",
     "224.0.0.1", "240.0.0.1", "255.255.255.255", "192.0.2.1", "198.18.0.1", "::1", "::", "fe80::1", "fe80::1%eth0",
@@ -100,9 +81,6 @@ def test_every_place_of_a_picture_is_found():
 ])  # fmt: skip
 def test_ip_addresses_to_which_nothing_connects(address):
     assert not is_public(address)
-
-
-def test_ip_addresses_of_the_internet():
     assert is_public("93.184.216.34") and is_public("2606:2800:220:1::1")
 
 
@@ -319,33 +297,29 @@ def picture(width, height, kind="PNG", mode="RGB"):
 
 def bodies(address):
     """A request of each route and form with a picture at this address."""
-    url, text = {"type": "image_url", "image_url": {"url": address}}, {"type": "text", "text": "a"}
-    plain = {"type": "input_image", "image_url": address}
-    limit = {"max_tokens": 2}
-    yield "/v1/chat/completions", {"messages": [{"role": "user", "content": [url, text]}]} | limit
-    yield "/v1/chat/completions", {"messages": [{"role": "user", "content": [plain]}]} | limit
-    yield (
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": [url]}]} | limit,
-    )
-    yield "/tokenize", {"messages": [{"role": "user", "content": [url]}]}
-    yield "/v1/responses", {"input": [plain], "max_output_tokens": 2}
-    yield "/v1/responses", {"input": [{"role": "user", "content": [plain]}], "max_output_tokens": 2}
+    url, plain = {"type": "image_url", "image_url": {"url": address}}, {"type": "input_image", "image_url": address}
+    yield CHATS, body(CHATS, [url, {"type": "text", "text": "a"}])
+    yield CHATS, body(CHATS, [plain])
+    yield CHATS, body(CHATS, messages=[*user("a"), {"role": "tool", "content": [url]}])
+    yield "/tokenize", {"messages": user([url])}
+    for items in (
+        [plain],
+        user([plain]),
+        [*user("a"), {"type": "function_call_output", "call_id": "1", "output": [plain]}],
+    ):
+        yield RESPONSES, body(RESPONSES, items)
     source = {"type": "url", "url": address}
     if address.startswith("data:image/png;base64,"):
         source = {"type": "base64", "media_type": "image/png", "data": address.partition(",")[2]}
-    body = {"messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}
-    yield "/v1/messages", body | limit
-    yield "/v1/messages/count_tokens", body
+    yield MESSAGES, body(MESSAGES, [{"type": "image", "source": source}])
+    yield COUNT, {"messages": user([{"type": "image", "source": source}])}
 
 
 def test_pictures_as_data_are_read(served):
-    for route, body in bodies(picture(20, 30)):
-        response = served.post(route, json=body)
+    others = [next(bodies(picture(20, 30, kind))) for kind in ("JPEG", "WEBP", "GIF", "BMP")]
+    for route, fields in (*bodies(picture(20, 30)), *others):
+        response = served.post(route, json=fields)
         assert response.status_code == 200, response.text
-    for kind in ("JPEG", "WEBP", "GIF", "BMP"):
-        _, body = next(bodies(picture(20, 30, kind)))
-        assert served.post("/v1/chat/completions", json=body).status_code == 200
 
 
 def test_pictures_have_transformers_answers(served):
@@ -354,24 +328,23 @@ def test_pictures_have_transformers_answers(served):
     model = AutoModelForImageTextToText.from_pretrained(served.folder, dtype="float32")
     address, other = picture(20, 30), picture(31, 17, "JPEG")
     for text in ("he", "he <image> <|im_end|>"):
-        content = [{"type": "image", "url": address}, {"type": "text", "text": "a"}, {"type": "image", "url": other}]
-        content.append({"type": "text", "text": text.replace("<image>", "@").replace("<|im_end|>", "@")})
+        said = text.replace("<image>", "@").replace("<|im_end|>", "@")
+        pictures = [{"type": "image", "url": address}, {"type": "text", "text": "a"}, {"type": "image", "url": other}]
         inputs = processor.apply_chat_template(
-            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=True, return_dict=True,
-            return_tensors="pt",
+            user([*pictures, {"type": "text", "text": said}]), add_generation_prompt=True, tokenize=True,
+            return_dict=True, return_tensors="pt",
         )  # fmt: skip
         output = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
         parts = [
-            {"type": "image_url", "image_url": {"url": part["url"]}} if "url" in part else part for part in content
+            {"type": "image_url", "image_url": {"url": part["url"]}} if "url" in part else part for part in pictures
         ]
-        parts[-1] = {"type": "text", "text": text}
-        body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 8, "temperature": 0}
-        answer = served.post("/v1/chat/completions", json=body).json()
-        tokens = served.post("/tokenize", json={"messages": body["messages"]}).json()["tokens"]
+        parts.append({"type": "text", "text": text})
+        tokens = served.post("/tokenize", json={"messages": user(parts)}).json()["tokens"]
         assert tokens.count(processor.image_token_id) == 32
+        answer = ask(served, CHATS, parts, 8, temperature=0)
         if text == "he":
             assert tokens == inputs["input_ids"][0].tolist()
-            assert answer["choices"][0]["message"]["content"] == processor.decode(output, skip_special_tokens=True)
+            assert answer.text == processor.decode(output, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize(
@@ -379,8 +352,8 @@ def test_pictures_have_transformers_answers(served):
 )
 def test_no_route_reads_other_addresses(served, address):
     told = set()
-    for route, body in bodies(address):
-        response = served.post(route, json=body)
+    for route, fields in bodies(address):
+        response = served.post(route, json=fields)
         assert response.status_code == 400 and "this server reads no other address" in response.text
         told.add(response.text.replace(address, ""))
     assert "passwd" not in str(told) and "xist" not in str(told)
@@ -393,11 +366,8 @@ def test_videos_and_sound_are_refused(served):
         {"type": "image", "path": "/etc/passwd"}, {"type": "video", "video": "/a"},
         {"type": "audio", "audio": "/a"}, {"type": "file", "file": {"file_id": "a"}},
         {"type": "image_url", "image_url": {"url": "data:,", "detail": "high"}}, {"type": "image_url", "path": "/a"},
-        {"type": "text", "text": "a", "image": "/etc/passwd"},
     ):  # fmt: skip
-        body = {"messages": [{"role": "user", "content": [part]}]}
-        response = served.post("/v1/chat/completions", json=body)
-        assert response.status_code == 400 and "messages[0].content[0]" in response.text, part
+        assert "messages[0].content[0]" in refusal(served.post(CHATS, json=body(CHATS, [part])), "messages")
 
 
 def test_large_pictures_are_refused_before_they_are_decoded(served, monkeypatch):
@@ -407,47 +377,40 @@ def test_large_pictures_are_refused_before_they_are_decoded(served, monkeypatch)
     large = picture(8000, 8000, mode="1"), picture(20000, 10000, mode="1"), picture(1, 300), picture(5000, 1)
     monkeypatch.setattr(Image.Image, "convert", None)
     for address in large:
-        for route, body in bodies(address):
-            assert served.post(route, json=body).status_code in (400, 413)
+        for route, fields in bodies(address):
+            assert served.post(route, json=fields).status_code in (400, 413)
     monkeypatch.undo()
-    parts = [{"type": "image_url", "image_url": {"url": small}}] * 3
-    response = served.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": parts}]})
-    assert response.status_code == 413 and "content[2].image_url" in response.text
-    parts = [{"type": "image_url", "image_url": {"url": picture(1, 1)}}] * 17
-    response = served.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": parts}]})
-    assert response.status_code == 400 and "16 pictures" in response.text
+    for address, number, status, says in (
+        (small, 3, 413, "content[2].image_url"), (picture(1, 1), 17, 400, "16 pictures"),
+    ):  # fmt: skip
+        parts = [{"type": "image_url", "image_url": {"url": address}}] * number
+        assert says in refusal(served.post(CHATS, json=body(CHATS, parts)), "messages", status)
 
 
-def test_data_of_pictures_does_not_stay(served):
+def test_data_of_pictures_does_not_stay(served, monkeypatch):
     """Neither the data nor the picture is kept while the answer is made."""
-    (_, body), *_ = bodies(picture(20, 30))
-    parts = [*find_pictures(body["messages"], "messages")]
+    _, fields = next(bodies(picture(20, 30)))
+    parts = [*find_pictures(fields["messages"], "messages")]
     loaded = asyncio.run(Media().load(parts))
     assert [address_of(part) for _, part in parts] == [*loaded] == ["picture 0"]
     kept, add = [], served.runner.requests._add
-    served.runner.requests._add = lambda call, *args, **options: (kept.append(call), add(call, *args, **options))
-    try:
-        _, body = next(bodies(picture(20, 30)))
-        assert served.post("/v1/chat/completions", json=body).status_code == 200
-    finally:
-        del served.runner.requests._add
+    add_and_keep = lambda call, *args, **options: (kept.append(call), add(call, *args, **options))  # noqa: E731
+    monkeypatch.setattr(served.runner.requests, "_add", add_and_keep)
+    _, fields = next(bodies(picture(20, 30)))
+    assert served.post(CHATS, json=fields).status_code == 200
     assert kept[0].pictures == {} and "base64" not in str(kept[0].fields)
 
 
-def test_broken_pictures_are_refused(served):
+@pytest.mark.parametrize(
+    "data",
+    [lambda good: b"", lambda good: b"a", lambda good: good[:60], lambda good: good[:30] + b"a" + good[30:],
+     lambda good: b"%!PS-Adobe-3.0 EPSF-3.0\n", lambda good: b"<svg/>", lambda good: b"BM" + bytes(60)],
+    ids=range(7),
+)  # fmt: skip
+def test_broken_pictures_are_refused(served, data):
     good = base64.b64decode(picture(20, 30).partition(",")[2])
-    for data in (
-        b"",
-        b"a",
-        good[:60],
-        b"%!PS-Adobe-3.0 EPSF-3.0\n",
-        b"<svg/>",
-        b"BM" + bytes(60),
-        good[:30] + b"a" + good[30:],
-    ):
-        _, body = next(bodies(data_address(data)))
-        response = served.post("/v1/chat/completions", json=body)
-        assert response.status_code == 400 and "content[0].image_url" in response.text
+    _, fields = next(bodies(data_address(data(good))))
+    assert "content[0].image_url" in refusal(served.post(CHATS, json=fields), "messages")
 
 
 def test_silent_hosts_stop_nobody(served, site, monkeypatch):
@@ -455,19 +418,19 @@ def test_silent_hosts_stop_nobody(served, site, monkeypatch):
     import httpx
 
     reader = Media([site.at])
-    monkeypatch.setattr(served.runner.requests, "media", reader)
-    _, body = next(bodies(f"http://{site.at}/silent"))
+    monkeypatch.setattr(served.runner.requests.policy, "media", reader)
+    _, fields = next(bodies(f"http://{site.at}/silent"))
 
     def ask():
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{served.base_url}/v1/chat/completions", json=body, timeout=1.0)
+            httpx.post(f"{served.base_url}{CHATS}", json=fields, timeout=1.0)
 
     clients = [threading.Thread(target=ask) for _ in range(4)]
     for client in clients:
         client.start()
     wait_until(lambda: len(site.asked) == 4)
     _, other = next(bodies(picture(4, 4)))
-    assert served.post("/v1/chat/completions", json=other).status_code == 200 and reader._fetching == 4
+    assert served.post(CHATS, json=other).status_code == 200 and reader._fetching == 4
     for client in clients:
         client.join()
     wait_until(lambda: reader._fetching == 0)

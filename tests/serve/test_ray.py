@@ -1,6 +1,5 @@
-"""Replicas on a local Ray: all routes, prefixes, replicas that are killed, overload, and a batch of Ray Data."""
+"""Replicas on a local Ray: all routes, prefixes, a replica that is killed, and a batch of Ray Data."""
 
-import asyncio
 import json
 import os
 import runpy
@@ -8,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -18,7 +18,7 @@ import httpx
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
-from server_fixtures import DEMO, EAGER, PROMPT, save_model, wait_until
+from server_fixtures import COMPLETIONS, DEMO, DIALECTS, EAGER, PROMPT, ask, body, refusal, wait_until
 
 from spec_compile.serve.ray import Answers, app
 
@@ -26,11 +26,6 @@ EXAMPLES = DEMO.parent
 pytestmark = pytest.mark.slow
 SHORT = {"prompt": PROMPT, "max_tokens": 24}
 LONG = {"prompt": PROMPT, "max_tokens": 1900, "temperature": 2.0, "seed": 1}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +48,6 @@ def client(folder):
         ray.shutdown()
 
 
-def complete(client, **body):
-    return client.post("/v1/completions", json=SHORT | body)
-
-
 def replicas():
     """The processes of replicas, as psutil has them."""
     processes = psutil.process_iter(["cmdline"])
@@ -65,20 +56,10 @@ def replicas():
 
 
 def test_replicas_answer(client):
-    answers = [complete(client).json() for _ in range(6)]
-    assert len({answer["choices"][0]["text"] for answer in answers}) == 1
-    assert all("speculative_decoding" in answer["metrics"] for answer in answers)
-    assert client.get("/health").json() == {"status": "ok"}
-
-
-def test_a_stream_comes_in_pieces(client):
-    whole = complete(client).json()["choices"][0]["text"]
-    with client.stream(
-        "POST", "/v1/completions", json={"prompt": PROMPT, "max_tokens": 24, "stream": True}
-    ) as response:
-        *lines, end = [line.removeprefix("data: ") for line in response.iter_lines() if line]
-    chunks = [json.loads(line) for line in lines]
-    assert end == "[DONE]" and len(chunks) > 2 and "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole
+    """A stream comes in pieces."""
+    answers = [ask(client, COMPLETIONS, PROMPT, 24, stream=number == 5) for number in range(6)]
+    assert len({answer.text for answer in answers}) == 1 and all(answer.figures for answer in answers)
+    assert len(answers[5].parts) > 2 and client.get("/health").json() == {"status": "ok"}
 
 
 def by_replica(client, name):
@@ -91,16 +72,13 @@ def by_replica(client, name):
 def test_every_route_is_passed_on(client):
     name = client.get("/v1/models").json()["data"][0]["id"]
     assert client.get(f"/v1/models/{name}").json()["id"] == name
-    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
-    assert client.post("/v1/chat/completions", json=chat).json()["choices"]
-    assert client.post("/v1/responses", json={"input": "a", "max_output_tokens": 2}).json()["output"]
-    assert client.post("/v1/messages", json=chat).json()["content"]
+    assert all(ask(client, path).text for path in DIALECTS)
     tokens = client.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
     assert client.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": PROMPT}
     assert len(by_replica(client, "num_requests_running")) == 2
-    error = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 0}).json()["error"]
-    assert error["param"] == "max_tokens" and client.get("/nothing").json()["error"]["code"] == "unknown_url"
-    response = client.post("/v1/completions", json=SHORT, headers={"X-Request-Id": "mine"})
+    refusal(client.post(COMPLETIONS, json=body(COMPLETIONS, limit=0)), "max_tokens")
+    assert client.get("/nothing").json()["error"]["code"] == "unknown_url"
+    response = client.post(COMPLETIONS, json=SHORT, headers={"X-Request-Id": "mine"})
     assert response.headers["x-request-id"] == "mine" == response.json()["id"]
 
 
@@ -110,7 +88,7 @@ def test_requests_go_to_the_replica_that_holds_their_prefix(client):
     for prefix in ("one = 1\n" * 60, "two = 2\n" * 60):
         begun = by_replica(client, "prompt_tokens")
         for turn in range(4):
-            assert complete(client, prompt=prefix + f"x = {turn}\n", max_tokens=4).status_code == 200
+            ask(client, COMPLETIONS, prefix + f"x = {turn}\n", 4)
         grown = [after - begun[name] for name, after in by_replica(client, "prompt_tokens").items()]
         assert sorted(grown)[0] == 0 and sorted(grown)[1] > 1000
     assert by_replica(client, "prompt_tokens") != before
@@ -118,28 +96,16 @@ def test_requests_go_to_the_replica_that_holds_their_prefix(client):
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_client_that_leaves_leaves_nothing(client, streamed):
-    body = LONG | {"stream": streamed, "seed": 2}
+    asked = LONG | {"stream": streamed, "seed": 2}
     before = sum(by_replica(client, "generation_tokens").values())
     if streamed:
-        with client.stream("POST", "/v1/completions", json=body) as response:
+        with client.stream("POST", COMPLETIONS, json=asked) as response:
             assert next(lines := response.iter_lines()) and lines
     else:
         with pytest.raises(httpx.ReadTimeout):
-            client.post("/v1/completions", json=body, timeout=0.5)
+            client.post(COMPLETIONS, json=asked, timeout=0.5)
     wait_until(lambda: not sum(by_replica(client, "num_requests_running").values()))
     assert sum(by_replica(client, "generation_tokens").values()) < before + 1900
-
-
-def test_overload_is_429(client):
-    async def ask():
-        async with httpx.AsyncClient(base_url=client.base_url, timeout=120) as many:
-            body = LONG | {"max_tokens": 100}
-            return await asyncio.gather(*(many.post("/v1/completions", json=body) for _ in range(30)))
-
-    responses = asyncio.run(ask())
-    assert {response.status_code for response in responses} == {200, 429}
-    refused = [response for response in responses if response.status_code == 429]
-    assert all("Retry-After" in response.headers and response.json()["error"]["code"] for response in refused)
 
 
 def kill_the_busiest():
@@ -159,41 +125,25 @@ def wait_for_replicas(client):
     wait_until(are_two, 300)
 
 
-def test_a_replica_that_is_killed_ends_its_streams_by_an_error(client):
-    """The client does not see a short answer; the next requests are served, and the replica returns."""
-    with client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
-        lines = response.iter_lines()
-        received = [next(lines)]
-        kill_the_busiest()
-        received += [line for line in lines if line]
-    assert "died" in json.loads(received[-1].removeprefix("data: "))["error"]["message"]
-    assert not any("usage" in line or "[DONE]" in line for line in received[:-1])
-    assert [complete(client).status_code for _ in range(4)] == [200] * 4
-    wait_for_replicas(client)
-
-
 def test_a_replica_that_is_killed_loses_no_request_that_has_sent_no_token(client):
     """Whole answers, running and waiting: each client gets the answer of the other replica."""
     bodies = [LONG | {"max_tokens": 600, "seed": seed} for seed in range(4)]
-    wanted = [complete(client, **bodies[seed]).json()["choices"] for seed in range(2)]
+    wanted = [client.post(COMPLETIONS, json=bodies[seed]).json()["choices"] for seed in range(2)]
 
-    async def ask():
-        async with httpx.AsyncClient(base_url=client.base_url, timeout=120) as many:
-            asking = []
-            for body in bodies:  # two may wait at once for a replica to take them
-                asking.append(asyncio.ensure_future(many.post("/v1/completions", json=body)))
-                await asyncio.sleep(0.1)
-            await asyncio.to_thread(kill_the_busiest)
-            return await asyncio.gather(*asking)
-
-    responses = asyncio.run(ask())
+    with ThreadPoolExecutor() as pool:
+        asking = []
+        for asked in bodies:  # two may wait at once for a replica to take them
+            asking.append(pool.submit(client.post, COMPLETIONS, json=asked))
+            time.sleep(0.1)
+        kill_the_busiest()
+        responses = [each.result() for each in asking]
     assert [response.status_code for response in responses] == [200] * 4
     assert [response.json()["choices"] for response in responses[:2]] == wanted
     wait_for_replicas(client)
 
 
 def test_a_replica_may_be_of_several_ranks(client, folder):
-    one = complete(client).json()["choices"][0]["text"]
+    one = ask(client, COMPLETIONS, PROMPT, 24).text
     settings = {"options": EAGER, "device": "cpu", "slots": 2, "flags": {"dtype": "float32"}, "tensor_parallel": 2}
     actor = {"ray_actor_options": {"num_cpus": 0.5}}
     serve.run(app(folder, **settings, **actor), name="ranks", route_prefix="/ranks")
@@ -235,5 +185,5 @@ def test_a_batch_of_ray_data_is_answered(client, folder):
     errors = [row["prompt"] for row in answered if row["error"]]
     assert len(answered) == 9 and errors == ["<unknown>"]
     assert all(row["answer"] and row["accept_length"] >= 1 for row in answered if not row["error"])
-    wanted = complete(client, prompt="x = 5\n", max_tokens=8).json()["choices"][0]["text"]
+    wanted = ask(client, COMPLETIONS, "x = 5\n", 8).text
     assert next(row["answer"] for row in answered if row["prompt"] == "x = 5\n") == wanted

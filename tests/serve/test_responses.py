@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from server_fixtures import save_tool_model, scripted
+from server_fixtures import CHATS, RESPONSES, ask, save_tool_model, scripted
 
 CALL = '<tool_call>{"name": "look", "arguments": {"place": "Rome"}}</tool_call>'
 TOOLS = [{"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}]
@@ -92,22 +92,23 @@ def test_an_answer_is_an_input(client, sdk, monkeypatch, stream, text):
     assert not any(hasattr(item, "annotations") for item in output)
 
 
-@pytest.mark.parametrize("inside", ['{"name": "look", "arguments": {', "5"])
-def test_a_complete_call_that_cannot_be_read_is_text(client, sdk, inside):
-    """Also between a text and a good call, on both endpoints, whole and in a stream."""
-    bad = f"<tool_call>{inside}</tool_call>"
-    chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 200}
-    chat["tools"] = [{"type": "function", "function": {name: TOOLS[0][name] for name in ("name", "parameters")}}]
-    with scripted(client, f"It is {bad}{CALL}"):
-        whole = sdk.responses.create(**BODY)
-        last = [*sdk.responses.create(**BODY, stream=True)][-1].response
-        (choice,) = sdk.chat.completions.create(**chat).choices
-        deltas = [chunk.choices[0].delta for chunk in sdk.chat.completions.create(**chat, stream=True)]
-    for output in (whole.output, last.output):
-        assert [item.type for item in output] == ["message", "function_call"]
-        assert output[0].content[0].text == f"It is {bad}"
-    assert choice.message.content == f"It is {bad}" == "".join(delta.content or "" for delta in deltas)
-    assert len(choice.message.tool_calls) == 1 == sum(len(delta.tool_calls or []) for delta in deltas)
+BROKEN = (
+    '{"name": "look", "arguments": {', "5", "[1]", "{}", '{"name": "f"}', '{"name": 5, "arguments": {}}', "", "[" * 500,
+)  # fmt: skip
+"""Texts within the marks of a call that are none."""
+
+
+@pytest.mark.parametrize("inside", BROKEN, ids=range(len(BROKEN)))
+@pytest.mark.parametrize("path", [CHATS, RESPONSES])
+def test_a_complete_call_that_cannot_be_read_is_text(client, path, inside):
+    """Also after thoughts and between a text and a good call, whole and in a stream."""
+    bad, flat = f"<tool_call>{inside}</tool_call>", {name: TOOLS[0][name] for name in ("name", "parameters")}
+    tools = TOOLS if path == RESPONSES else [{"type": "function", "function": flat}]
+    with scripted(client, f"<think>{bad}</think>It is {bad}{CALL}"):
+        for stream in (False, True):
+            answer = ask(client, path, "hi", 1200, tools=tools, stream=stream)
+            assert (answer.thoughts, answer.text) == (bad, f"It is {bad}")
+            assert answer.calls == [("look", '{"place": "Rome"}')]
 
 
 @pytest.mark.parametrize("choice", [None, "none", "auto"])

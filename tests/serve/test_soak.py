@@ -4,7 +4,6 @@ It runs for 10 seconds, or for as many as SPEC_COMPILE_SOAK says: ``SPEC_COMPILE
 """
 
 import asyncio
-import json
 import os
 import random
 import threading
@@ -14,7 +13,10 @@ from collections import Counter
 import httpx
 import psutil
 import pytest
-from server_fixtures import expected, load_alone, running, save_model, wait_until
+
+from server_fixtures import (  # isort: skip
+    CHATS, COMPLETIONS, RESPONSES, body, expected, load_alone, read, running, save_model, wait_until,
+)  # fmt: skip
 
 SECONDS = float(os.environ.get("SPEC_COMPILE_SOAK", "10"))
 CLIENTS = 64
@@ -22,8 +24,8 @@ KINDS = 48
 """Different requests, each of which is sent many times."""
 PROMPTS = ("def mean(values):\n", "x = [1, 1, 1, 1, 1,", "class Stack:\n    def", "import json\n\nx =", "a", "é = 1\n")
 MALFORMED = (
-    {"max_tokens": 10**13}, {"temperature": "hot"}, {"stop": ["x"] * 64}, {"logit_bias": {"a": 1}}, {"n": 2},
-    {"seed": 1 << 70}, {"generation_config": '{"top_k": "a"}'}, {"speed": 9}, {"model": "other"}, {"stream": "yes"},
+    {"max_tokens": 10**13, "max_output_tokens": 10**13}, {"temperature": "hot"}, {"cache_salt": ""},
+    {"seed": 1 << 70}, {"generation_config": '{"top_k": "a"}'}, {"model": "other"}, {"stream": "yes"},
 )  # fmt: skip
 
 
@@ -35,89 +37,45 @@ def make(draws, alone):
         seed = draws.randrange(1 << 40)
         fields = {"temperature": draws.choice((0.7, 1.3)), "seed": seed, "top_p": draws.choice((0.8, 1.0))}
         options |= {"do_sample": True, "temperature": fields["temperature"], "top_p": fields["top_p"]}
-    path = draws.choice(("/v1/completions", "/v1/chat/completions", "/v1/responses"))
-    if path != "/v1/responses" and draws.random() < 0.4:
+    path = draws.choice((COMPLETIONS, CHATS, RESPONSES))
+    if path != RESPONSES and draws.random() < 0.4:
         fields["stop"] = [draws.choice(("\n", "1", "def", ")"))]
         options |= {"stop_strings": fields["stop"], "tokenizer": alone[1]}
-    if path != "/v1/responses" and draws.random() < 0.3:
+    if path != RESPONSES and draws.random() < 0.3:
         fields["logit_bias"] = {"7": 3, "11": -100}
         options["sequence_bias"] = {(7,): 3.0, (11,): -100.0}
-    text = prompt if path == "/v1/completions" else f"# {prompt}\n"
-    wanted = expected(alone, text, seed, **options)
+    wanted = expected(alone, prompt if path == COMPLETIONS else f"# {prompt}\n", seed, **options)
     for stop in fields.get("stop", []):
         wanted = wanted.partition(stop)[0]
-    if path == "/v1/completions":
-        return path, fields | {"prompt": prompt, "max_tokens": limit}, wanted
-    if path == "/v1/responses":
-        return path, fields | {"input": prompt, "max_output_tokens": limit}, wanted
-    return path, fields | {"messages": [{"role": "user", "content": prompt}], "max_tokens": limit}, wanted
-
-
-def text_of(path, body):
-    """The text of a whole answer."""
-    if path == "/v1/responses":
-        return body["output"][0]["content"][0]["text"]
-    choice = body["choices"][0]
-    return choice["text"] if path == "/v1/completions" else choice["message"]["content"]
-
-
-def piece_of(path, event):
-    """The text of an event of a stream."""
-    assert "error" not in event or event["error"] is None, event
-    if path == "/v1/responses":
-        return event["delta"] if event["type"] == "response.output_text.delta" else ""
-    choice = event["choices"][0]
-    return choice["text"] if path == "/v1/completions" else choice["delta"].get("content", "")
-
-
-async def stream(client, path, body, leaves):
-    """The text of a stream, or None if it was left."""
-    async with client.stream("POST", path, json=body | {"stream": True}) as response:
-        if response.status_code != 200:
-            await response.aread()
-            return response.status_code
-        text, last, is_done = "", None, False
-        async for line in response.aiter_lines():
-            if line == "data: [DONE]":
-                is_done = True
-            elif line.startswith("data: "):
-                last = json.loads(line.removeprefix("data: "))
-                text += piece_of(path, last)
-                if leaves:
-                    return None
-        assert is_done or last["type"] in ("response.completed", "response.incomplete"), last
-        return text
+    return path, body(path, prompt, limit, **fields), wanted
 
 
 async def live(client, cases, draws, end, counts):
     """One client, until the end."""
     while time.monotonic() < end:
-        path, body, wanted = draws.choice(cases)
-        dice = draws.random()
+        path, fields, wanted = draws.choice(cases)
+        dice, stream = draws.random(), {"stream": True} if draws.random() < 0.5 else {}
         if dice < 0.1:
-            response = await client.post(path, json=body | draws.choice(MALFORMED))
+            response = await client.post(path, json=fields | draws.choice(MALFORMED))
             assert response.status_code in (400, 404, 422) and response.json()["error"]["message"], response.text
             counts["malformed"] += 1
             continue
-        leaves = dice < 0.2
-        if draws.random() < 0.5:
-            answer = await stream(client, path, body, leaves)
-        elif leaves:
-            asking = asyncio.ensure_future(client.post(path, json=body))
+        asking = asyncio.ensure_future(client.post(path, json=fields | stream))
+        if dice < 0.2:
             await asyncio.sleep(draws.random() * 0.2)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
             answer = None
         else:
-            response = await client.post(path, json=body)
-            answer = text_of(path, response.json()) if response.status_code == 200 else response.status_code
+            response = await asking
+            answer = read(response).text if response.status_code == 200 else response.status_code
         if answer is None:
             counts["left"] += 1
         elif answer == 429:
             counts["429"] += 1
             await asyncio.sleep(0.05)
         else:
-            assert answer == wanted, (path, body, answer, wanted)
+            assert answer == wanted, (path, fields, answer, wanted)
             counts["answered"] += 1
 
 

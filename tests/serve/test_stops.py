@@ -3,12 +3,11 @@
 import json
 
 import pytest
-from server_fixtures import events, save_tool_model, scripted
 
-CHATS, COMPLETIONS, RESPONSES, MESSAGES = (
-    f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages")
-)
-ROUTES = CHATS, COMPLETIONS, RESPONSES, MESSAGES
+from server_fixtures import (  # isort: skip
+    CHATS, COMPLETIONS, DIALECTS, MESSAGES, RESPONSES, ask, body, events, save_tool_model, scripted,
+)  # fmt: skip
+
 REASONS = {
     MESSAGES: {"stop": "stop_sequence", "end": "end_turn", "length": "max_tokens"},
     RESPONSES: {"stop": "completed", "end": "completed", "length": "incomplete"},
@@ -17,45 +16,14 @@ SAVE = save_tool_model
 SERVER = dict(slots=4, served_model_name="tiny")
 
 
-@pytest.fixture(scope="module")
-def tokenizer(client):
-    return client.runner.requests.tokenizer
-
-
-def ask(client, path, stops=None, limit=60, stream=False, **fields):
+def end(client, path, stops=None, limit=60, **fields):
     """The text of an answer, the reason of its end, and its number of tokens."""
-    body = {"temperature": 0, "max_output_tokens" if path == RESPONSES else "max_tokens": limit, "stream": stream}
-    body |= {COMPLETIONS: {"prompt": "a"}, RESPONSES: {"input": "a"}}.get(
-        path, {"messages": [{"role": "user", "content": "a"}]}
-    )
     if stops is not None:
-        body |= {
+        fields |= {
             MESSAGES: {"stop_sequences": stops}, RESPONSES: {"generation_config": json.dumps({"stop_strings": stops})},
         }.get(path, {"stop": stops})  # fmt: skip
-    if stream and path in (CHATS, COMPLETIONS):
-        body["stream_options"] = {"include_usage": True}
-    response = client.post(path, json=body | fields)
-    assert response.status_code == 200, response.text
-    parts = events(response) if stream else [response.json()]
-    if path == MESSAGES:
-        if not stream:
-            return "".join(each.get("text", "") for each in parts[0]["content"]), parts[0]["stop_reason"], (
-                parts[0]["usage"]["output_tokens"]
-            )  # fmt: skip
-        texts = [part["delta"].get("text", "") for part in parts if part["type"] == "content_block_delta"]
-        last = parts[-2]
-        return "".join(texts), last["delta"]["stop_reason"], last["usage"]["output_tokens"]
-    if path == RESPONSES:
-        whole = parts[-1]["response"] if stream else parts[0]
-        text = whole["output"][-1]["content"][0]["text"]
-        deltas = [part["delta"] for part in parts if part.get("type") == "response.output_text.delta"]
-        assert not stream or "".join(deltas) == text
-        return text, whole["status"], whole["usage"]["output_tokens"]
-    choices = [choice for part in parts for choice in part["choices"]]
-    texts = [
-        each["text"] if "text" in each else each["delta" if stream else "message"].get("content") for each in choices
-    ]
-    return "".join(text or "" for text in texts), choices[-1]["finish_reason"], parts[-1]["usage"]["completion_tokens"]
+    answer = ask(client, path, limit=limit, temperature=0, **fields)
+    return answer.text, answer.reason, answer.count
 
 
 def cut(text, stops, keeps=False):
@@ -82,59 +50,60 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("name", TEXTS)
-@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("path", DIALECTS)
 def test_the_text_ends_before_the_stop_string(client, path, name):
     text, stops = TEXTS[name]
     with scripted(client, text):
         for keeps in (False, True) if path != RESPONSES else (False,):
             fields = {"include_stop_str_in_output": True} if keeps else {}
             wanted = cut(text, stops, keeps)
-            told, reason, count = ask(client, path, stops, **fields)
-            streamed = ask(client, path, stops, stream=True, **fields)
+            told, reason, count = end(client, path, stops, **fields)
+            streamed = end(client, path, stops, stream=True, **fields)
             assert streamed == ((wanted if path != COMPLETIONS else told), reason, count)
             assert told == (wanted if path == COMPLETIONS else wanted.strip())  # a template's content is stripped
             ends = "end" if not any(stop in text for stop in stops) else "stop"
             assert reason == REASONS.get(path, {"stop": "stop", "end": "stop"})[ends]
 
 
-@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("path", DIALECTS)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_at_the_limit_is_a_stop(client, tokenizer, path, stream):
-    """A stop string, an end of the model's, and one of the request's that are the last permitted token."""
+    """A stop string, and an end of the model's, that are the last permitted token."""
     text = "it is so END"
     reasons = REASONS.get(path, {"stop": "stop", "end": "stop", "length": "length"})
     size = len(tokenizer(text, add_special_tokens=False)["input_ids"])
     with scripted(client, text):
-        assert ask(client, path, ["END"], size, stream)[1:] == (reasons["stop"], size)
-        assert ask(client, path, ["END"], size - 1, stream)[1:] == (reasons["length"], size - 1)
-        assert ask(client, path, None, size + 1, stream)[1:] == (reasons["end"], size + 1)
-        assert ask(client, path, None, size, stream)[1:] == (reasons["length"], size)
-    plain = ask(client, COMPLETIONS, limit=4, logprobs=0, prompt="def mean(values):\n")
-    if path in (CHATS, COMPLETIONS):
-        own = {"prompt": "a"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "a"}]}
-        body = own | {"temperature": 0, "max_tokens": 4, "logprobs": 0 if path == COMPLETIONS else True}
-        (choice,) = client.post(path, json=body).json()["choices"]
-        told = choice["logprobs"]
-        tokens = told["tokens"] if path == COMPLETIONS else [each["token"] for each in told["content"]]
-        last = tokenizer(tokens[-1], add_special_tokens=False)["input_ids"]
-        assert len(last) == 1 and tokens[-1] not in tokens[:-1] and plain
-        assert ask(client, path, None, 4, stream)[1:] == ("length", 4)
-        assert ask(client, path, None, 4, stream, stop_token_ids=last)[1:] == ("stop", 4)
+        assert end(client, path, ["END"], size, stream=stream)[1:] == (reasons["stop"], size)
+        assert end(client, path, ["END"], size - 1, stream=stream)[1:] == (reasons["length"], size - 1)
+        assert end(client, path, None, size + 1, stream=stream)[1:] == (reasons["end"], size + 1)
+        assert end(client, path, None, size, stream=stream)[1:] == (reasons["length"], size)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "logprobs"), [(COMPLETIONS, 0), (CHATS, True)])
+def test_an_end_of_the_requests_at_the_limit_is_a_stop(client, tokenizer, path, logprobs, stream):
+    (choice,) = client.post(path, json=body(path, limit=4, temperature=0, logprobs=logprobs)).json()["choices"]
+    told = choice["logprobs"]
+    tokens = told["tokens"] if path == COMPLETIONS else [each["token"] for each in told["content"]]
+    last = tokenizer(tokens[-1], add_special_tokens=False)["input_ids"]
+    assert len(last) == 1 and tokens[-1] not in tokens[:-1]
+    assert end(client, path, None, 4, stream=stream)[1:] == ("length", 4)
+    assert end(client, path, None, 4, stream=stream, stop_token_ids=last)[1:] == ("stop", 4)
 
 
 def test_a_stop_string_is_looked_for_in_the_answer_alone(client):
     """OpenAI and vLLM do not read the prompt; an echo is no part of the answer, either."""
     with scripted(client, "\nmore\n\nend"):
         for stream in (False, True):
-            told = ask(client, COMPLETIONS, ["\n\n"], stream=stream, prompt="a\n\nb\n", echo=True)
+            told = end(client, COMPLETIONS, ["\n\n"], stream=stream, prompt="a\n\nb\n", echo=True)
             assert told[:2] == ("a\n\nb\n\nmore", "stop")
-            assert ask(client, COMPLETIONS, ["\n\n"], stream=stream, suffix="!")[:2] == ("\nmore!", "stop")
+            assert end(client, COMPLETIONS, ["\n\n"], stream=stream, suffix="!")[:2] == ("\nmore!", "stop")
 
 
 def test_the_stream_holds_back_only_what_may_be_a_stop_string(client):
     with scripted(client, "it is EN, so END of it"):
-        body = {"prompt": "a", "stop": ["END"], "max_tokens": 60, "stream": True, "speculation": False}
-        chunks = [chunk["choices"][0]["text"] for chunk in events(client.post(COMPLETIONS, json=body))]
+        fields = body(COMPLETIONS, limit=60, stop=["END"], stream=True, speculation=False)
+        chunks = [chunk["choices"][0]["text"] for chunk in events(client.post(COMPLETIONS, json=fields))]
     assert "".join(chunks) == "it is EN, so " and len([*filter(None, chunks)]) > 3
     assert not any("".join(chunks[:number]).endswith("E") for number in range(len(chunks)))
 
@@ -142,13 +111,10 @@ def test_the_stream_holds_back_only_what_may_be_a_stop_string(client):
 @pytest.mark.parametrize("path", [CHATS, COMPLETIONS])
 def test_log_probabilities_are_those_of_all_tokens(client, path):
     """As in OpenAI's and vLLM's answers, also of the tokens that the stop string ends, whose text is not told."""
-    prompt = {"prompt": "a", "logprobs": 1} if path == COMPLETIONS else {
-        "messages": [{"role": "user", "content": "a"}], "logprobs": True
-    }  # fmt: skip
-    body = prompt | {"stop": ["1:\n"], "max_tokens": 60}
+    fields = body(path, limit=60, stop=["1:\n"], logprobs=1 if path == COMPLETIONS else True)
     with scripted(client, "x é 1:\n      return"):
-        whole = client.post(path, json=body).json()
-        chunks = events(client.post(path, json=body | {"stream": True}))
+        whole = client.post(path, json=fields).json()
+        chunks = events(client.post(path, json=fields | {"stream": True}))
     (choice,) = whole["choices"]
     streamed = [chunk["choices"][0]["logprobs"] for chunk in chunks if chunk["choices"][0].get("logprobs")]
     if path == CHATS:
@@ -168,14 +134,14 @@ def test_log_probabilities_are_those_of_all_tokens(client, path):
 
 
 def test_each_choice_has_its_own_end(client):
-    body = {"prompt": ["a", "b"], "n": 2, "temperature": 1.5, "seed": 1, "max_tokens": 40, "stop": ["e", "\n"]}
-    free = client.post(COMPLETIONS, json=body | {"stop": None}).json()["choices"]
+    fields = body(COMPLETIONS, ["a", "b"], 40, n=2, temperature=1.5, seed=1, stop=["e", "\n"])
+    free = client.post(COMPLETIONS, json=fields | {"stop": None}).json()["choices"]
     for stream in (False, True):
-        response = client.post(COMPLETIONS, json=body | {"stream": stream})
+        response = client.post(COMPLETIONS, json=fields | {"stream": stream})
         choices = [each for part in (events(response) if stream else [response.json()]) for each in part["choices"]]
         for index, choice in enumerate(free):
             own = [each for each in choices if each["index"] == index]
-            assert "".join(each["text"] for each in own) == cut(choice["text"], body["stop"])
+            assert "".join(each["text"] for each in own) == cut(choice["text"], fields["stop"])
             assert own[-1]["finish_reason"] == ("stop" if {*"e\n"} & {*choice["text"]} else "length")
 
 
@@ -187,12 +153,9 @@ def test_a_stop_string_ends_thoughts_and_calls_too(client, stream):
     for text, thoughts, content in (
         ("<think>so END it is</think>yes", "so ", ""), (f"<think>so</think>it is {call}", "so", "it is "),
     ):  # fmt: skip
-        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 90, "stop": "END", "tools": tools}
         with scripted(client, text):
-            response = client.post(CHATS, json=body | {"stream": stream})
-        choices = [each for part in (events(response) if stream else [response.json()]) for each in part["choices"]]
-        messages = [choice["delta" if stream else "message"] for choice in choices]
-        assert choices[-1]["finish_reason"] == "stop" and not any(each.get("tool_calls") for each in messages)
-        for name, wanted in (("reasoning_content", thoughts), ("content", content)):
-            told = "".join(each.get(name) or "" for each in messages)
-            assert told == (wanted if stream else wanted.strip())
+            answer = ask(client, CHATS, limit=90, stop="END", tools=tools, stream=stream)
+        assert answer.reason == "stop" and not answer.calls
+        assert (answer.thoughts, answer.text) == (
+            (thoughts, content) if stream else (thoughts.strip(), content.strip())
+        )

@@ -2,18 +2,16 @@
 
 import json
 
-import openai
 import pytest
-from server_fixtures import DEMO, TEMPLATE, events, running, save_model
-from tool_templates import TEMPLATES, chat_template, response_template, save_tool_model, tool
-from transformers import AutoConfig, AutoTokenizer
+from server_fixtures import CHATS, DEMO, RESPONSES, TEMPLATE, body, events, read, refusal, running, save_model
+from tool_templates import PROMPT, TEMPLATES, Model, call, chat_template, response_template, save_tool_model, tool
+from transformers import AutoTokenizer
 
 from spec_compile.serve import grammar_judge, grammars, tool_calls
 from spec_compile.serve.errors import Refusal
 from spec_compile.serve.grammars import has_finite_value
 from spec_compile.serve.tool_calls import read_tool_calls
 
-CHATS, RESPONSES = "/v1/chat/completions", "/v1/responses"
 PLACE = {"type": "object", "properties": {"place": {"type": "string", "maxLength": 6}}, "required": ["place"]}
 TIME = {
     "type": "object",
@@ -43,7 +41,7 @@ def allowed_tools(mode, *names):
 
 
 def chat(content="the weather in Oslo", **fields):
-    return {"messages": [{"role": "user", "content": content}], "max_tokens": 500, "tools": TOOLS} | fields
+    return body(CHATS, content, 500, tools=TOOLS) | fields
 
 
 @pytest.fixture(scope="module")
@@ -61,33 +59,14 @@ def client(folder, few_spaces):
         yield client
 
 
-def called(calls):
-    """The names and arguments of calls, which fit the schema of their tool."""
-    pairs = [(each["name"], each["arguments"]) for each in calls]
-    assert all(FITS[name](json.loads(arguments)) for name, arguments in pairs), pairs
-    return pairs
-
-
-def answer(client, **fields):
-    """The calls of a chat, which are those without drafts, and those of a stream, and the reason for its end."""
-    found = []
-    for extra in ({}, {"speculation": False}, {"stream": True}):
-        response = client.post(CHATS, json=chat(**fields) | extra)
-        assert response.status_code == 200, response.text
-        if "stream" in extra:
-            choices = [chunk["choices"][0] for chunk in events(response)]
-            calls = [call for choice in choices for call in choice["delta"].get("tool_calls", [])]
-            assert [call["index"] for call in calls] == [*range(len(calls))]
-            assert not any(choice["delta"].get("content") for choice in choices)
-            reason = choices[-1]["finish_reason"]
-        else:
-            (choice,) = response.json()["choices"]
-            calls, reason = choice["message"].get("tool_calls", []), choice["finish_reason"]
-            assert not choice["message"]["content"]
-        assert all(call["type"] == "function" for call in calls)
-        found.append((called([call["function"] for call in calls]), reason))
-    assert found[0] == found[1] == found[2]
-    return found[0]
+def answer(client, path=CHATS, **fields):
+    """The calls, with drafts, without and of a stream, and the reason for the end. There is no text."""
+    asked = chat(**fields) if path == CHATS else fields
+    found = [read(client.post(path, json=asked | extra)) for extra in ({}, {"speculation": False}, {"stream": True})]
+    assert not any(each.text for each in found)
+    assert found[0].calls == found[1].calls == found[2].calls and len({each.reason for each in found}) == 1
+    assert all(FITS[name](json.loads(arguments)) for name, arguments in found[0].calls), found[0].calls
+    return found[0].calls, found[0].reason
 
 
 # What is answered
@@ -116,46 +95,43 @@ def test_a_call_that_is_cut_off_is_left_out(client):
 
 
 def test_responses_take_their_own_form_of_tools(client):
-    body = {"input": "the weather", "tools": FLAT, "max_output_tokens": 300, **ONE}
     one = {"type": "function", "name": "set-time"}
     for choice in ("required", {"type": "allowed_tools", "mode": "required", "tools": [one]}, one):
-        answers = []
-        for extra in ({}, {"speculation": False}):
-            response = client.post(RESPONSES, json=body | {"tool_choice": choice} | extra)
-            assert response.status_code == 200, response.text
-            assert response.json()["tool_choice"] == choice
-            answers.append(called(item for item in response.json()["output"] if item["type"] == "function_call"))
-        with client.stream("POST", RESPONSES, json=body | {"tool_choice": choice, "stream": True}) as response:
-            done = [each["item"] for each in events(response) if each["type"] == "response.output_item.done"]
-        answers.append(called(item for item in done if item["type"] == "function_call"))
-        assert len(answers[0]) == 1 and answers[0] == answers[1] == answers[2]
-    assert answers[0][0][0] == "set-time"
+        fields = body(RESPONSES, "the weather", 300, tools=FLAT, tool_choice=choice, **ONE)
+        ((name, _),), _ = answer(client, RESPONSES, **fields)
+        assert client.post(RESPONSES, json=fields).json()["tool_choice"] == choice
+    assert name == "set-time"
 
 
-def test_openais_client_reads_the_calls(client):
-    with openai.OpenAI(base_url=f"{client.base_url}/v1/", api_key="unused", max_retries=0) as sdk:
-        fields = chat(**ONE) | {"model": "tiny", "tool_choice": named("set-time")}
-        (choice,) = sdk.chat.completions.create(**fields).choices
-        (call,) = choice.message.tool_calls
-        assert choice.finish_reason == "tool_calls" and call.function.name == "set-time"
-        assert FITS["set-time"](json.loads(call.function.arguments))
-        with sdk.chat.completions.stream(**fields) as stream:
-            (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
-        assert streamed.function.arguments == call.function.arguments
-        message = {"role": "assistant", "tool_calls": [call.model_dump()]}
-        reply = {"role": "tool", "tool_call_id": call.id, "content": "done"}
-        fields["messages"] = [*fields["messages"], message, reply]
-        assert (
-            sdk.chat.completions.create(**fields | {"tool_choice": "auto", "max_tokens": 4}).choices[0].message.content
-        )
+def test_calls_of_a_stream_are_numbered(client):
+    bias = {client.runner.requests.tokenizer.eos_token_id: -100}
+    chunks = events(client.post(CHATS, json=chat(tool_choice="required", max_tokens=120, logit_bias=bias, stream=True)))
+    calls = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])]
+    assert [call["index"] for call in calls] == [*range(len(calls))] and len(calls) > 1
+    assert all(call["type"] == "function" for call in calls)
+
+
+def test_openais_client_reads_the_calls(sdk):
+    fields = chat(**ONE) | {"model": "tiny", "tool_choice": named("set-time")}
+    (choice,) = sdk.chat.completions.create(**fields).choices
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls" and call.function.name == "set-time"
+    assert FITS["set-time"](json.loads(call.function.arguments))
+    with sdk.chat.completions.stream(**fields) as stream:
+        (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert streamed.function.arguments == call.function.arguments
+    message = {"role": "assistant", "tool_calls": [call.model_dump()]}
+    reply = {"role": "tool", "tool_call_id": call.id, "content": "done"}
+    fields["messages"] = [*fields["messages"], message, reply]
+    (choice,) = sdk.chat.completions.create(**fields | {"tool_choice": "auto", "max_tokens": 4}).choices
+    assert choice.message.content
 
 
 def test_none_and_auto_are_free_text(client):
     plain = chat(max_tokens=12)
     for fields in ({"tool_choice": "auto"}, {"tool_choice": "none"}, {"parallel_tool_calls": True}):
-        response = client.post(CHATS, json=plain | fields)
-        (choice,) = response.json()["choices"]
-        assert choice["finish_reason"] == "length" and "tool_calls" not in choice["message"]
+        found = read(client.post(CHATS, json=plain | fields))
+        assert found.reason == "length" and not found.calls
     untold = plain | {"tools": [], "tool_choice": "none", "parallel_tool_calls": False}
     told = plain | {"tool_choice": "none"}
     assert client.post(CHATS, json=untold).json()["choices"] == client.post(CHATS, json=told).json()["choices"]
@@ -182,41 +158,25 @@ def chatty(tmp_path_factory, few_spaces):
 @pytest.mark.parametrize("fields", [{}, ONE], ids=json.dumps)
 def test_strict_tools_fit_once_a_call_has_begun(chatty, fields, streamed):
     tools = [tool(each["function"]["name"], each["function"]["parameters"], strict=True) for each in TOOLS]
-    body = chat("mean of [1, 2, 3] is", tools=tools, max_tokens=120, stream=streamed, logit_bias=chatty.bias, **fields)
-    texts = []
-    for extra in ({}, {"speculation": False}):
-        response = chatty.post(CHATS, json=body | extra)
-        assert response.status_code == 200, response.text
-        if streamed:
-            deltas = [chunk["choices"][0]["delta"] for chunk in events(response)]
-            text = "".join(delta.get("content", "") for delta in deltas)
-            calls = [call["function"] for delta in deltas for call in delta.get("tool_calls", [])]
-        else:
-            message = response.json()["choices"][0]["message"]
-            text, calls = message["content"], [call["function"] for call in message["tool_calls"]]
-        assert "," not in text
-        texts.append((text.strip(), called(calls)))
-    assert texts[0] == texts[1] and (len(texts[0][1]) == 1 if fields else len(texts[0][1]) > 1)
+    fields = fields | {"tools": tools, "max_tokens": 120, "stream": streamed, "logit_bias": chatty.bias}
+    asked = chat("mean of [1, 2, 3] is", **fields)
+    found = [read(chatty.post(CHATS, json=asked | extra)) for extra in ({}, {"speculation": False})]
+    assert found[0].text.strip() == found[1].text.strip() and "," not in found[0].text
+    assert found[0].calls == found[1].calls
+    assert all(FITS[name](json.loads(arguments)) for name, arguments in found[0].calls)
+    assert len(found[0].calls) == 1 if "parallel_tool_calls" in fields else len(found[0].calls) > 1
 
 
 def test_a_free_call_that_is_cut_off_is_left_out(chatty):
     """Without strict the comma is followed by anything; transformers' parser would fail at the end."""
-    body = chat("mean of [1, 2, 3] is", max_tokens=60, logit_bias=chatty.bias)
-    (choice,) = chatty.post(CHATS, json=body).json()["choices"]
-    assert choice["finish_reason"] == "length" and "tool_calls" not in choice["message"]
-    assert "," not in choice["message"]["content"]
+    asked = chat("mean of [1, 2, 3] is", max_tokens=60, logit_bias=chatty.bias)
+    found = read(chatty.post(CHATS, json=asked))
+    assert found.reason == "length" and not found.calls and "," not in found.text
 
 
 # The grammars
 
-PROMPT = "<|im_start|>assistant\n"
 SET = {"hours": 7, "zone": "CET"}
-
-
-class Model:
-    """Has the config that transformers looks at."""
-
-    config = AutoConfig.from_pretrained(DEMO)
 
 
 def plan(template="qwen2.5", tools=TOOLS, **fields):
@@ -224,10 +184,6 @@ def plan(template="qwen2.5", tools=TOOLS, **fields):
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     tokenizer.chat_template, tokenizer.response_template = TEMPLATES.get(template, (TEMPLATE, None))
     return read_tool_calls({"tools": tools} | fields, tokenizer, Model)
-
-
-def call(name, arguments):
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
 
 
 ONE_CALL, OTHER = call("set-time", SET), call("find_place", {"place": "Oslo"})
@@ -325,47 +281,18 @@ def test_choices_that_cannot_be_kept_are_refused():
         assert plan(tools=[tool("f", bad)], **ONE) is not None  # its arguments are any object
 
 
-def test_other_forms_of_a_choice_are_refused(client):
-    flat = {"type": "function", "name": "stop"}
-    for choice in ("any", {}, {"type": "function"}, {"type": "allowed_tools"}, named(5), flat | named("stop"), [], 1,
-                   allowed_tools("auto"), allowed_tools("none", "stop"), allowed_tools("auto", 5),
-                   allowed_tools("auto", "stop") | {"mode": "auto"}, {"type": "allowed_tools", "mode": "auto"},
-                   {"type": "allowed_tools", "allowed_tools": "stop"}):  # fmt: skip
-        error = client.post(CHATS, json=chat(tool_choice=choice))
-        assert error.status_code == 400 and error.json()["error"]["param"] == "tool_choice", error.text
+def test_schemas_that_cannot_be_compiled_are_refused_by_their_place(client):
+    bad = {"type": "object", "properties": {"a": {"type": "strange"}}, "required": ["a"]}
+    pattern = {"type": "object", "properties": {"a": {"pattern": "(a", "type": "string"}}}
+    for schema in (bad, {"$ref": "#/nowhere"}, pattern):
+        for choice in ("required", "auto"):
+            tools = [TOOLS[0], tool("f", schema, strict=choice == "auto")]
+            message = refusal(client.post(CHATS, json=chat(tools=tools, tool_choice=choice)), "tools")
+            assert message.startswith("tools[1].function.parameters: it cannot be compiled"), message
     for fields, name in (
         ({"response_format": {"type": "json_object"}}, "tool_choice"), ({"min_tokens": 3}, "min_tokens"),
     ):  # fmt: skip
-        error = client.post(CHATS, json=chat(tool_choice="required") | fields)
-        assert error.status_code == 400 and error.json()["error"]["param"] == name, error.text
-
-
-def test_schemas_that_cannot_be_compiled_are_refused_by_their_place(client):
-    bad = {"type": "object", "properties": {"a": {"type": "strange"}}, "required": ["a"]}
-    for schema in (
-        bad,
-        {"$ref": "#/nowhere"},
-        {"type": "object", "properties": {"a": {"pattern": "(a", "type": "string"}}},
-    ):
-        for tools, choice in (
-            ([TOOLS[0], tool("f", schema)], "required"),
-            ([TOOLS[0], tool("f", schema, strict=True)], "auto"),
-        ):
-            error = client.post(CHATS, json=chat(tools=tools, tool_choice=choice)).json()["error"]
-            assert error["message"].startswith("tools[1].function.parameters: it cannot be compiled"), error
-            assert error["param"] == "tools"
-
-
-def test_schemas_that_explode_are_refused_in_time(client, monkeypatch):
-    """Many lists of texts with bounded lengths take xgrammar more than a second."""
-    monkeypatch.setattr(grammars, "SECONDS", 0.3)
-    lists = [{"type": "array", "items": {"type": "string", "minLength": n, "maxLength": n + 2000}} for n in range(14)]
-    schema = {"type": "object", "properties": {"a": {"type": "array", "prefixItems": lists}}, "required": ["a"]}
-    response = client.post(CHATS, json=chat(tools=[TOOLS[0], tool("f", schema)], tool_choice="required"))
-    assert response.status_code == 400 and "it takes more than 0.3 seconds" in response.json()["error"]["message"], (
-        response.text
-    )
-    assert response.json()["error"]["param"] in ("tools", "tool_choice")
+        refusal(client.post(CHATS, json=chat(tool_choice="required") | fields), name)
 
 
 def test_a_schema_that_is_compiled_for_long_is_named(monkeypatch):

@@ -1,9 +1,10 @@
 """Chat templates and response templates with tool calls, in the forms of Qwen 2.5, Qwen 3 and Qwen 3.5."""
 
+import json
 from pathlib import Path
 
-from server_fixtures import save_model
-from transformers import AutoTokenizer
+from server_fixtures import DEMO, save_model
+from transformers import AutoConfig, AutoTokenizer
 
 CALL = '<tool_call>\n{"name": "{{ c.name }}", "arguments": {{ c.arguments | tojson }}}\n</tool_call>'
 XML_CALL = (
@@ -63,3 +64,18 @@ def save_tool_model(folder: Path, name: str = "qwen2.5") -> Path:
 def tool(name: str, parameters: dict | None, **fields) -> dict:
     """A tool in the form of chats."""
     return {"type": "function", "function": {"name": name, "parameters": parameters} | fields}
+
+
+PROMPT = "<|im_start|>assistant\n"
+"""How an answer begins under these templates."""
+
+
+def call(name: str, arguments: dict) -> str:
+    """The text of a call."""
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+class Model:
+    """Has the config that transformers looks at."""
+
+    config = AutoConfig.from_pretrained(DEMO)

@@ -1,20 +1,21 @@
-"""The ingress of replicas, over replicas that are played: one dies before, or after, the first part of its answer."""
+"""The ingress and the router of replicas that are played: one dies before, or after, the first part of its answer."""
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 
-for package in ("ray.serve", "fastapi", "prometheus_client"):
-    pytest.importorskip(package, reason=f"needs the extras ray and serve: {package}")
+pytest.importorskip("ray.serve", reason="needs the extra ray")
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError
+from ray.serve.request_router import PendingRequest
 
 from spec_compile.serve import ray as serve_ray
-from spec_compile.serve.forwarding import AnswerHead
-from spec_compile.serve.ray import ATTEMPTS, Ingress, merge
+from spec_compile.serve.forwarding import AnswerHead, HttpRequest
+from spec_compile.serve.ray import ATTEMPTS, Ingress, PrefixRouter, merge
 
 JSON = AnswerHead(200, [(b"content-type", b"application/json"), (b"x-request-id", b"inner")])
 EVENTS = AnswerHead(200, [(b"content-type", b"text/event-stream; charset=utf-8")])
@@ -65,12 +66,12 @@ def no_pause(monkeypatch):
     monkeypatch.setattr(serve_ray, "RETRY_SECONDS", 0)
 
 
-def ask(replicas, path="/v1/completions", method="POST", **options):
+def ask(replicas, path="/v1/completions", method="POST", seconds=60, **options):
     app = Ingress(replicas).__serve_build_asgi_app__()
 
     async def send():
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as client:
-            return await client.request(method, path, **options)
+            return await asyncio.wait_for(client.request(method, path, **options), seconds)
 
     return asyncio.run(send())
 
@@ -127,24 +128,8 @@ def test_errors_of_the_ingress_have_the_form_of_the_endpoint():
 @pytest.mark.parametrize("parts", [[...], [EVENTS, ...], [EVENTS, b"data: 1\n\n", ...]])
 def test_a_client_that_leaves_cancels_its_call(parts):
     replicas = Replicas(parts)
-    app = Ingress(replicas).__serve_build_asgi_app__()
-    scope = {"type": "http", "method": "POST", "path": "/a", "query_string": b"", "headers": []}
-
-    async def leave():
-        messages = iter([{"type": "http.request", "body": b"", "more_body": False}])
-
-        async def receive():
-            return next(messages, None) or await asyncio.sleep(60)
-
-        async def send(message):
-            pass
-
-        answering = asyncio.ensure_future(app(scope, receive, send))
-        await asyncio.sleep(0.1)
-        answering.cancel()
-        await asyncio.gather(answering, return_exceptions=True)
-
-    asyncio.run(leave())
+    with pytest.raises(TimeoutError):
+        ask(replicas, seconds=0.1)
     assert replicas.given[0].is_cancelled
 
 
@@ -169,3 +154,52 @@ def test_metrics_of_replicas_are_told_apart():
     counts = {sample.labels["replica"]: sample.value for sample in families["a"].samples}
     assert counts == {"one": 5, "two": 6} and families["a"].samples[0].labels["x"] == "y"
     assert families["c"].type == "histogram" and merged.count("c_bucket{") == 4 and merged.count("# TYPE c ") == 1
+
+
+# The router
+
+NAMED = [SimpleNamespace(replica_id=name) for name in "abc"]
+
+
+@pytest.fixture
+def router():
+    """A router without the parts that talk to replicas."""
+    made = PrefixRouter.__new__(PrefixRouter)
+    made.initialize_state(most_ahead=2)
+    return made
+
+
+def pending(name, keys, tried=()):
+    async def make():
+        metadata = SimpleNamespace(internal_request_id=name)
+        return PendingRequest([HttpRequest("POST", "/", keys=keys, tried=[*tried])], {}, metadata)
+
+    return asyncio.run(make())
+
+
+def choose(router, request):
+    groups = asyncio.run(router.choose_replicas(NAMED, request))
+    return [sorted(each.replica_id for each in group) for group in groups]
+
+
+def test_a_request_goes_to_the_replica_that_holds_its_prefix(router):
+    assert choose(router, pending("1", [1, 2])) == [["a", "b", "c"]]
+    router.on_request_routed(pending("1", [1, 2]), "b", None)
+    assert choose(router, pending("2", [1, 2, 3])) == [["b"], ["a", "c"]]
+    router.on_request_routed(pending("2", [1, 2, 3]), "b", None)
+    assert choose(router, pending("3", [1, 2, 3])) == [["a", "b", "c"]]  # b has two requests more than the others
+    router.on_request_completed("b", "1")
+    router.on_request_completed("b", "1")
+    assert choose(router, pending("3", [1, 2, 3])) == [["b"], ["a", "c"]]
+
+
+def test_a_request_that_is_sent_again_goes_elsewhere_if_it_can(router):
+    request = pending("1", [1])
+    router.on_request_routed(request, "b", None)
+    assert choose(router, request) == [["a", "c"], ["b"]]
+    assert choose(router, pending("2", [1], tried="abc")) == [["a", "b", "c"]]
+    assert request.routing_context.should_backoff  # Ray would try again without a pause
+
+
+def test_a_call_without_a_request_goes_to_any_replica(router):
+    assert choose(router, None) == [["a", "b", "c"]]
