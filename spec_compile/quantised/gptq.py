@@ -43,7 +43,7 @@ class Gptq(WeightLayout):
     def unpack(self, parts: Sequence[Tensor], inputs: int) -> Codes | None:
         codes, zeros, scales, groups = parts
         first, last = int(groups[0]), int(groups[-1])
-        group, rest = divmod(inputs, last - first + 1)
+        group, rest = divmod(inputs, max(last - first + 1, 1))
         in_order = torch.arange(inputs, device=groups.device) // max(group, 1) + first
         if rest or not torch.equal(groups.long(), in_order):
             return None  # an order of activations

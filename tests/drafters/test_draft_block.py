@@ -2,34 +2,28 @@
 
 import functools
 import math
+import re
 
 import draft_checkpoints as drafts
 import hypothesis
+import mtp_formulas
 import numpy as np
 import pytest
 import torch
 from draft_formulas import (
     D,
     H,
-    attend,
     attention,
     eagle,
     eagle3,
+    finish,
     frequencies,
-    gated_attention,
-    half_rope_attention,
     latent_attention,
     linear,
-    mlp,
-    mtp,
-    nextn,
-    pre_norm,
     project,
     rms,
     rotate,
     rotate_pairs,
-    silu,
-    softmax_experts,
     yarn,
 )
 from hypothesis import strategies as st
@@ -63,16 +57,13 @@ def latent(theta=10000.0, scaled=False, turn=rotate_pairs):
 def mistral(t, embedding, ids, positions, state):
     """EAGLE with input norms and a last norm, whose output goes round; RoPE of pairs, scaled by YaRN."""
     freqs, _, _ = yarn(1e6, D, 64.0, 64, 4.0, 1.0, 0, 0, "yarn")
+    names = {own: name for name, own in drafts.MISTRALS_NAMES.items()}
+    t = {re.sub("|".join(names), lambda match: names[match[0]], name): value for name, value in t.items()}
     y = linear(t, "eagle_linear", np.concatenate([embedding[ids], state], 1))
     for number, window in enumerate((None, 3)):
-        name = f"layers.{number}"
-        x = rms(y, t[f"{name}.attention_norm.weight"])
-        q, k, v = (linear(t, f"{name}.attention.w{part}", x).reshape(len(x), -1, D) for part in "qkv")
-        q, k = (np.stack([[rotate_pairs(h, p, freqs) for h in row] for row, p in zip(z, positions)]) for z in (q, k))
-        y = y + linear(t, f"{name}.attention.wo", attend(q, k, v, D**-0.5, window))
-        x = rms(y, t[f"{name}.ffn_norm.weight"])
-        gate, up = (linear(t, f"{name}.feed_forward.w{part}", x) for part in (1, 3))
-        y = y + linear(t, f"{name}.feed_forward.w2", silu(gate) * up)
+        attend = functools.partial(attention, freqs=freqs, window=window, turn=rotate_pairs)
+        x = rms(y, t[f"layers.{number}.input_layernorm.weight"])
+        y = finish(t, f"layers.{number}", y, x, positions, freqs, attend=attend)
     out = rms(y, t["norm.weight"])
     return out, out
 
@@ -82,7 +73,6 @@ def of_two_layers(t, name, x, positions):
     return attention(t, name, x, positions, frequencies(1e7, D // 2), 3 if name.startswith("layers.0") else None)
 
 
-MIMO, SPECULATORS = "model.mtp_layers.0", "mtp_layers.0"
 FORMULAS = {
     "eagle": eagle(),
     "eagle_no_bias": eagle(theta=500000.0),
@@ -118,27 +108,7 @@ FORMULAS = {
     "eagle3_mla_layers": eagle3(
         "layers.0", attend=latent(50000.0, scaled=True), further=("layers.1", "input_layernorm")
     ),
-    "mtp_deepseek": nextn(3, latent_attention, 2.5),
-    "mtp_deepseek_nextn": nextn(0, latent_attention, 2.5),
-    "mtp_glm": nextn(2, half_rope_attention, 1.0, 1e-5),
-    "mtp_mimo": mtp(
-        [f"{MIMO}.{name}" for name in ("input_proj", "token_layernorm.weight", "hidden_layernorm.weight",
-                                       "final_layernorm.weight")],
-        pre_norm(MIMO, lambda t, name, x, at: attention(t, name, x, at, frequencies(10000.0)), mlp),
-        embedding_first=False,
-    ),
-    "mtp_speculators": mtp(
-        [f"{SPECULATORS}.{name}" for name in ("input_proj", "token_layernorm.weight", "hidden_layernorm.weight",
-                                              "final_layernorm.weight")],
-        pre_norm(SPECULATORS, lambda t, name, x, at: attention(t, name, x, at, frequencies(10000.0)), mlp),
-        zero_first=False,
-    ),
-    "mtp_qwen": mtp(
-        ["mtp.fc", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.norm.weight"],
-        pre_norm("mtp.layers.0", gated_attention, softmax_experts), zero_first=False, gemma=True,
-    ),
 }  # fmt: skip
-FORMULAS["mtp_qwen35"] = FORMULAS["mtp_qwen"]
 PROJECTIONS = {
     "eagle31": {"fc_norm": True},
     "eagle31_mla": {"fc_norm": True},
@@ -183,7 +153,8 @@ def test_a_head_computes_its_formulas(load, name):
         right = numbers[0]
         if name.startswith("eagle3"):
             right = project(tensors, numbers, **PROJECTIONS.get(name, {}))
-        outputs = FORMULAS[name](tensors, embedding, ids[row].numpy(), positions[row].numpy(), right)
+        given = tensors, embedding, ids[row].numpy(), positions[row].numpy(), right
+        outputs = FORMULAS[name](*given) if name in FORMULAS else [mtp_formulas.FORMULAS[name](*given, 0)] * 2
         for ours, expected in zip((state, *got), (right, *outputs)):
             assert np.abs(ours[row].numpy() - expected).max() < 3e-5
 

@@ -6,7 +6,7 @@ import itertools
 import changed_drafts as changed
 import draft_rounds as rounds
 import pytest
-import quantised_drafts as quantised
+import quantised_checkpoints as quantised
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -137,7 +137,7 @@ def test_products_take_the_kernel_for_few_rows(with_kernels):
 
 
 def test_published_matrices_are_read_as_they_are_stored(with_kernels, tmp_path):
-    target = quantised.write("nf4", "eagle3", tmp_path).target.to(torch.bfloat16)
+    target = quantised.write_draft("nf4", "eagle3", tmp_path).target.to(torch.bfloat16)
     head = load_head(tmp_path / "quantised", target, "eagle3")
     algorithm = HeadAlgorithm(head, HeadOptions(draft=head, cache=False))
     assert algorithm.logits.copy.kind.startswith("TableNibbles 256 ")  # one group of 64 inputs

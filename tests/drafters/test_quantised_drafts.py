@@ -4,7 +4,7 @@ import json
 
 import changed_drafts as changed
 import pytest
-import quantised_drafts as quantised
+import quantised_checkpoints as quantised
 import torch
 
 from spec_compile import speculate
@@ -18,10 +18,10 @@ OTHERS = "eagle", "p_eagle", "mtp_deepseek", "mtp_qwen", "dflash", "domino"
     "eagle3-torchao_groups eagle3-modelopt_nvfp4 p_eagle-ct_fp8 mtp_deepseek-ct_fp8"
 )
 @pytest.mark.parametrize(
-    ("flavour", "name"), [*(("eagle3", name) for name in quantised.FORMATS), *((each, "ct_fp8") for each in OTHERS)]
+    ("flavour", "name"), [*(("eagle3", name) for name in quantised.OF_DRAFTS), *((each, "ct_fp8") for each in OTHERS)]
 )
 def test_a_quantised_head_has_the_weights_of_its_twin(flavour, name, tmp_path):
-    written, algorithm = quantised.write(name, flavour, tmp_path), changed.EVERY[flavour].algorithm
+    written, algorithm = quantised.write_draft(name, flavour, tmp_path), changed.EVERY[flavour].algorithm
     head, twin = (load_head(tmp_path / which, written.target, algorithm) for which in ("quantised", "twin"))
     weights, meant = head.state_dict(), twin.state_dict()
     assert weights.keys() == meant.keys()
@@ -36,7 +36,7 @@ def test_a_quantised_head_has_the_weights_of_its_twin(flavour, name, tmp_path):
 @pytest.mark.sweep("gptq")
 @pytest.mark.parametrize("name", ["gptq", "nf4", "fp8_blocks"])
 def test_drafts_are_those_of_the_twin_and_answers_the_target_s(name, tmp_path):
-    target = quantised.write(name, "eagle3", tmp_path).target
+    target = quantised.write_draft(name, "eagle3", tmp_path).target
     ids = torch.randint(3, 90, (1, 12), generator=torch.Generator().manual_seed(5))
     greedy = dict(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
     traces = []
@@ -62,7 +62,7 @@ def test_drafts_are_those_of_the_twin_and_answers_the_target_s(name, tmp_path):
     ],
 )
 def test_what_is_not_read(name, changes, text, tmp_path):
-    written = quantised.write(name or "ct_fp8", "eagle3", tmp_path)
+    written = quantised.write_draft(name or "ct_fp8", "eagle3", tmp_path)
     folder = tmp_path / ("quantised" if name else "twin")
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = config.get("quantization_config", {}) | changes

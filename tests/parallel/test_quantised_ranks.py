@@ -150,4 +150,4 @@ def test_every_family_gives_one_processs_tokens(name, tmp_path):
 
 @pytest.mark.gpu
 def test_two_gpus():
-    assert torchrun(2, "tests/support/two_gpus_quantised.py").count("tokens are one process's") == 12
+    assert torchrun(2, "tests/support/several_gpus.py", "quantised").count("tokens are one process's") == 12

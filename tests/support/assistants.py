@@ -19,8 +19,7 @@ SIZES = {"E2B": SHARING, "E4B": SHARING | dict(num_kv_shared_layers=3), "31B": D
 """By the models that are built so: keys that layers share and embeddings of each layer, keys as values, experts."""
 if hasattr(transformers, "Gemma4UnifiedAssistantConfig"):
     SIZES["12B"] = UNIFIED
-CLUSTERED = {"E2B", "E4B"}
-"""The models whose assistants choose among clusters of tokens."""
+CLUSTERED = {"E2B", "E4B"}  # the models whose assistants choose among clusters of tokens
 
 
 def _of(name, kind):

@@ -16,45 +16,7 @@ from spec_compile.runtime.request import seed_of
 from spec_compile.runtime.verify.sample import uniform
 
 MODEL = Path(__file__).parents[2] / "examples" / "tiny_coder"
-TEXT = '''"""Readings of a sensor: their mean and spread, and those that are far from the others."""
-
-import math
-
-
-class Readings:
-    """Values in the order in which they came; at most `limit` of them are kept."""
-
-    def __init__(self, limit=100):
-        self.limit = limit
-        self.values = []
-
-    def add(self, value):
-        self.values.append(value)
-        if len(self.values) > self.limit:
-            self.values.pop(0)
-
-    def mean(self):
-        return sum(self.values) / len(self.values)
-
-    def variance(self):
-        mean = self.mean()
-        return sum((value - mean) ** 2 for value in self.values) / len(self.values)
-
-    def outliers(self, factor=3.0):
-        """The values that are further from the mean than `factor` standard deviations."""
-        mean, bound = self.mean(), factor * math.sqrt(self.variance())
-        return [value for value in self.values if abs(value - mean) > bound]
-
-
-def read(path):
-    """Readings of a file that has a number in each line; empty lines are left out."""
-    readings = Readings()
-    with open(path) as file:
-        for line in file:
-            if line.strip():
-                readings.add(float(line))
-    return readings
-'''
+TEXT = (MODEL / "data.py").read_text().split("\n\n\n", 1)[1][:1200]
 """A text that prompts are cut from, of more than 300 tokens."""
 
 

@@ -156,6 +156,10 @@ def main(script: str, capability: int) -> None:
 
             return run
 
+    def compiled(module, *names, **options):
+        for name in names:
+            setattr(module, name, Compiled(getattr(module, name), **options))
+
     driver.set_active(Driver())
     facts = {"card_of": lambda device: here, "launches_early": lambda device: here.capability >= card.HOPPER}
     originals = {name: getattr(card, name) for name in facts}
@@ -164,7 +168,7 @@ def main(script: str, capability: int) -> None:
             if getattr(module, name, None) is original:
                 setattr(module, name, facts[name])
     half = torch.float16 if here.lacks_tensor_cores else torch.bfloat16
-    space = {"torch": torch, "re": re, "Compiled": Compiled, "CARD": here, "HALF": half, "found": [], "results": {}}
+    space = {"torch": torch, "re": re, "compiled": compiled, "CARD": here, "HALF": half, "found": [], "results": {}}
     import kernel_families
 
     exec(compile(kernel_families.SCRIPTS[script], script, "exec"), space)

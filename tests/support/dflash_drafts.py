@@ -78,27 +78,31 @@ def block_states(t, embedding, features, root, size, meaning, mask=MASK, theta=2
         x[np.array(ids) == mask] = t["mask_embedding"]
     x = x * meaning.scale
     for i, (past_k, past_v) in enumerate(context(t, features, freqs, first)):
-        name, positions, window = f"layers.{i}.self_attn", range(p, p + size), meaning.windows[i]
+        name, positions = f"layers.{i}.self_attn", range(p, p + size)
         normed = formulas.rms(x, t[f"layers.{i}.input_layernorm.weight"])
         normed, behind = convolved(t, f"layers.{i}.attention_conv", normed)
         q = formulas.linear(t, f"{name}.q_proj", normed).reshape(size, -1, 2 * len(freqs))
         q = formulas.rms(q, t[f"{name}.q_norm.weight"])
         own_k, own_v = heads_of(t, name, normed, positions, freqs)
         k, v = np.concatenate([past_k, own_k]), np.concatenate([past_v, own_v])
-        attended = np.zeros(q.shape)
-        for j, h in itertools.product(range(size), range(q.shape[1])):
-            seen = [s for s in range(p + size) if s < p or s <= p + j or not meaning.causal[i]]
-            seen = [s for s in seen if window is None or abs(p + j - s) < window]
-            if meaning.ends is not None:  # first and last tokens of the context
-                seen = [s for s in seen if s < meaning.ends[0] or s >= p - meaning.ends[1]]
-            turned, group = formulas.rotate(q[j, h], p + j, freqs), h // (q.shape[1] // k.shape[1])
-            weights = np.exp([turned @ k[s, group] * (2 * len(freqs)) ** -0.5 for s in seen])
-            attended[j, h] = weights @ v[seen, group] / weights.sum()
-        x = x + behind(formulas.linear(t, f"{name}.o_proj", attended.reshape(size, -1)))
+        q = np.array([[formulas.rotate(head, p + j, freqs) for head in row] for j, row in enumerate(q)])
+        seen = [[slot for slot in range(p + size) if sees(meaning, i, place, slot, p)] for place in positions]
+        attended = formulas.attend(q, k, v, q.shape[2] ** -0.5, chosen=seen)
+        x = x + behind(formulas.linear(t, f"{name}.o_proj", attended))
         normed = formulas.rms(x, t[f"layers.{i}.post_attention_layernorm.weight"])
         normed, behind = convolved(t, f"layers.{i}.mlp_conv", normed)
         x = x + behind(formulas.mlp(t, f"layers.{i}.mlp", normed))
     return formulas.rms(x, t["norm.weight"])
+
+
+def sees(meaning, layer, place, slot, p):
+    """Whether a place of a block behind p tokens sees a slot in a layer."""
+    window, ends = meaning.windows[layer], meaning.ends  # ends: first and last tokens of the context
+    return (
+        (slot <= place or not meaning.causal[layer])
+        and (window is None or abs(place - slot) < window)
+        and (ends is None or slot < ends[0] or slot >= p - ends[1])
+    )
 
 
 def convolved(t, name, x):
@@ -183,27 +187,20 @@ def trained(name):
     """A draft that was taught to go on with those texts."""
     model, text, steps = rounds.target(name), texts(name), 220 if name == "llama" else 80
     torch.manual_seed(1)
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=96,
-        rms_norm_eps=1e-5,
-    )  # fmt: skip
+    config = LlamaConfig(**models.GQA16, rms_norm_eps=1e-5)
     shared = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     draft = DFlashDraft(config, *shared, MEANING.taps, 5, MASK, LAYERS, causal=MEANING.causal)
     with torch.no_grad():
         features, _ = tapped_states(model, draft.taps, text)
-    own = [p for p in draft.parameters() if p is not shared[0] and p is not shared[1]]
-    optimizer = torch.optim.Adam(own, lr=5e-3)
-    with torch.enable_grad():
-        for _ in range(steps):
-            p = int(torch.randint(1, text.shape[1] - 5, ()))
-            ids = torch.cat([text[:, p : p + 1], torch.full_like(text[:, :4], MASK)], dim=1)
-            with mock.patch.object(ops, "attention", behind(draft, [f[:, :p] for f in features])):
-                (logits,) = draft(ids, torch.arange(p, p + 5).expand(len(ids), -1))
-            loss = F.cross_entropy(logits[:, 1:].flatten(0, 1), text[:, p + 1 : p + 5].flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    return draft.requires_grad_(False).eval()
+
+    def loss():
+        p = int(torch.randint(1, text.shape[1] - 5, ()))
+        ids = torch.cat([text[:, p : p + 1], torch.full_like(text[:, :4], MASK)], dim=1)
+        with mock.patch.object(ops, "attention", behind(draft, [f[:, :p] for f in features])):
+            (logits,) = draft(ids, torch.arange(p, p + 5).expand(len(ids), -1))
+        return F.cross_entropy(logits[:, 1:].flatten(0, 1), text[:, p + 1 : p + 5].flatten())
+
+    return rounds.taught(draft, shared, steps, loss)
 
 
 def behind(draft, features):

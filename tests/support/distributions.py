@@ -2,10 +2,8 @@
 
 import torch
 
-FITS = 1e-3
-"""p-values above it are expected of what is right."""
-PLACES = 3
-"""Tokens after the prompt whose joint distribution is compared."""
+FITS = 1e-3  # p-values above it are expected of what is right
+PLACES = 3  # tokens after the prompt whose joint distribution is compared
 
 
 def p_value(counts, expected):

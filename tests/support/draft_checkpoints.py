@@ -1,13 +1,14 @@
 """Writers of tiny draft checkpoints, one for each published format: exactly its tensors and its config.
 
-`FLAVOURS` and `DFLASH` map a name to a `Flavour`. ``write(name, folder)`` makes its target, writes the checkpoint and
-returns a `Written`; two calls give equal weights.
+`FLAVOURS`, `PARALLEL`, `DFLASH` and `LINKED` map a name to a `Flavour`. ``write(name, folder)`` makes its target,
+writes the checkpoint and returns a `Written`; two calls give equal weights.
 """
 
 import functools
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import models
@@ -19,11 +20,11 @@ V, H, I, HEADS, KV, D = models.VOCAB, 64, 96, 4, 2, 16
 VD = 40
 P_MASK = 91
 LAYERS = 8
-LLAMA = {
-    "model_type": "llama", "hidden_size": H, "intermediate_size": I, "num_attention_heads": HEADS,
-    "num_key_value_heads": KV, "num_hidden_layers": 1, "hidden_act": "silu", "rms_norm_eps": 1e-5, "vocab_size": V,
-    "max_position_embeddings": 2048, "tie_word_embeddings": False, "torch_dtype": "float16",
+LATENT = {
+    "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
 }  # fmt: skip
+TARGETS_LATENT = dict(LATENT, q_lora_rank=32, kv_lora_rank=24)
+"""The sizes of targets with latent attention, and of their modules of multi-token prediction."""
 
 
 class Weights(dict):
@@ -41,18 +42,37 @@ class Weights(dict):
         if bias:
             self[f"{name}.bias"] = self.normal(out) * 0.3
 
-    def norm(self, *names: str, size: int = H, around: float = 1.0) -> None:
+    def norm(self, *names: str, size: int = H) -> None:
         for name in names:
-            self[f"{name}.weight"] = around + self.normal(size) * 0.3
+            self[f"{name}.weight"] = 1 + self.normal(size) * 0.3
 
-    def layer(self, prefix: str, inputs: int = H, norms=("input_layernorm",), size: int = H, bias=(), qk_norm=False):
-        """A decoder layer. inputs: width of what attention reads. bias: names of its projections that have one."""
-        rows = {"q": HEADS * D, "k": KV * D, "v": KV * D}
-        for part, out in rows.items():
-            self.linear(f"{prefix}.self_attn.{part}_proj", out, inputs, bias=part in bias)
-        self.linear(f"{prefix}.self_attn.o_proj", size, HEADS * D, bias="o" in bias)
+    def attention(self, name: str, inputs: int = H, size: int = H, heads=(HEADS, HEADS, KV), bias="", qk_norm=False):
+        """Grouped queries. heads: how many the outputs, the query matrix and the keys have. bias: matrices with one."""
+        for part, count in zip("qkv", (*heads[1:], heads[2])):
+            self.linear(f"{name}.{part}_proj", count * D, inputs, bias=part in bias)
+        self.linear(f"{name}.o_proj", size, heads[0] * D, bias="o" in bias)
         if qk_norm:
-            self.norm(f"{prefix}.self_attn.q_norm", f"{prefix}.self_attn.k_norm", size=D)
+            self.norm(f"{name}.q_norm", f"{name}.k_norm", size=D)
+
+    def latent(self, name: str, sizes: dict, inputs: int = H) -> None:
+        """DeepSeek's multi-head latent attention, whose queries have full rank if `sizes` has none for them."""
+        rank, kept, turned = (sizes[key] for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"))
+        queries, query_rank = HEADS * (kept + turned), sizes["q_lora_rank"]
+        if query_rank:
+            self.linear(f"{name}.q_a_proj", query_rank, inputs)
+            self.norm(f"{name}.q_a_layernorm", size=query_rank)
+        self.linear(f"{name}.q_b_proj" if query_rank else f"{name}.q_proj", queries, query_rank or inputs)
+        self.linear(f"{name}.kv_a_proj_with_mqa", rank + turned, inputs)
+        self.norm(f"{name}.kv_a_layernorm", size=rank)
+        self.linear(f"{name}.kv_b_proj", HEADS * (kept + sizes["v_head_dim"]), rank)
+        self.linear(f"{name}.o_proj", H, HEADS * sizes["v_head_dim"])
+
+    def layer(self, prefix: str, inputs: int = H, norms=("input_layernorm",), size: int = H, latent=None, **attention):
+        """A decoder layer. inputs: width of what attention reads. latent: sizes of latent attention, if it has that."""
+        if latent:
+            self.latent(f"{prefix}.self_attn", latent, inputs)
+        else:
+            self.attention(f"{prefix}.self_attn", inputs, size, **attention)
         self.mlp(f"{prefix}.mlp", I, size)
         self.norm(*(f"{prefix}.{norm}" for norm in (*norms, "post_attention_layernorm")), size=size)
 
@@ -61,12 +81,33 @@ class Weights(dict):
         self.linear(f"{prefix}.up_proj", inner, size)
         self.linear(f"{prefix}.down_proj", size, inner)
 
-    def experts(self, prefix: str, count: int, inner: int, shared: str) -> None:
-        """A mixture as published: each expert's matrices by themselves, a router and a shared expert."""
+    def experts(self, prefix: str, count: int, inner: int = 32, shared: str = "shared_experts", bias: str = "") -> None:
+        """A mixture as published: each expert's matrices by themselves, a router, shared experts if they have a name,
+        and the bias of the router if it has one."""
         self.linear(f"{prefix}.gate", count, H)
-        for expert in range(count):
-            self.mlp(f"{prefix}.experts.{expert}", inner)
-        self.mlp(f"{prefix}.{shared}", inner)
+        for name in (*(f"experts.{expert}" for expert in range(count)), *([shared] if shared else ())):
+            self.mlp(f"{prefix}.{name}", inner)
+        if bias:
+            self[f"{prefix}.{bias}"] = self.normal(count) * 0.2
+
+    def copy(self, model: nn.Module, embedding: str = "", output: str = "") -> None:
+        """Copies of a model's embedding and output matrix, by these names."""
+        if embedding:
+            self[f"{embedding}.weight"] = model.get_input_embeddings().weight.detach().clone()
+        if output:
+            self[f"{output}.weight"] = model.get_output_embeddings().weight.detach().clone()
+
+    def vocabulary(self, rows: int = VD) -> None:
+        """An output matrix of `rows`, with d2t (offsets) and t2d (a mask)."""
+        ids = draft_to_target(rows)
+        self.linear("lm_head", rows, H)
+        self["d2t"] = ids - torch.arange(rows)
+        self["t2d"] = torch.zeros(V, dtype=torch.bool).index_fill(0, ids, True)
+
+
+def draft_to_target(count: int = VD) -> Tensor:
+    """The tokens that a head keeps, ascending."""
+    return torch.randperm(V, generator=torch.Generator().manual_seed(7))[:count].sort().values
 
 
 @dataclass
@@ -81,13 +122,13 @@ class Written:
 
 @dataclass(frozen=True)
 class Flavour:
-    """A format: the algorithm it is for, its target, and what makes its config and tensors."""
+    """A format: the algorithm it is for, what makes its tensors, its config, or what makes it of the target."""
 
     algorithm: str
+    make: Callable[[Weights, nn.Module], None]
+    config: dict | Callable[[nn.Module], dict]
+    files: str
     target: Callable[[], nn.Module]
-    make: Callable[[Weights, nn.Module], dict]
-    files: str = "safetensors"
-    options: dict = field(default_factory=dict)
 
 
 def save(folder: Path, config: dict | None, tensors: dict[str, Tensor], files: str = "safetensors") -> None:
@@ -113,449 +154,365 @@ def save(folder: Path, config: dict | None, tensors: dict[str, Tensor], files: s
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def write(name: str, folder: Path, **changes) -> Written:
-    """Write a flavour's checkpoint. changes: of its config, after all else."""
+def write(name: str, folder: Path, change: Callable[[Weights], None] | None = None, files="", **config) -> Written:
+    """Write a flavour's checkpoint. change: changes its tensors. files: see `save`. config: further keys."""
     flavour = (FLAVOURS | PARALLEL | DFLASH | LINKED)[name]
     target, tensors = flavour.target(), Weights()
-    config = {**flavour.make(tensors, target, **flavour.options), **changes}
-    save(folder, config, tensors, flavour.files)
+    flavour.make(tensors, target)
+    config = {**(flavour.config(target) if callable(flavour.config) else flavour.config), **config}
+    if change:
+        change(tensors)
+    for path in folder.glob("*.*") if change or files else ():  # of another checkpoint
+        path.unlink()
+    save(folder, config, tensors, files or flavour.files)
     if flavour.algorithm == "mtp":
         target.config._name_or_path = str(folder)
     return Written(folder, target, config, tensors)
+
+
+def loader(folder: Path, read: Callable[[Written], tuple]) -> Callable[[str], tuple]:
+    """A function: name of a flavour -> what was written below `folder`, and what `read` makes of it, once a name."""
+
+    @functools.cache
+    def load(name):
+        written = write(name, folder / name)
+        return written, *read(written)
+
+    return load
 
 
 def llama(**kwargs) -> nn.Module:
     return models.build("LlamaConfig", "LlamaForCausalLM", dict(models.GQA, num_hidden_layers=LAYERS, **kwargs))
 
 
-# EAGLE-1 and EAGLE-2
+def flavours(algorithm: str, make: Callable) -> Callable[..., Flavour]:
+    """What makes flavours of an algorithm, from a config and options of `make`."""
+
+    def flavour(config, files="safetensors", target=llama, **options):
+        return Flavour(algorithm, partial(make, **options), config, files, target)
+
+    return flavour
 
 
-def eagle(w: Weights, target, bias: bool | None = None, qkv_bias=False, embed=False) -> dict:
-    """SafeAILab: no flag means a bias; heads of Qwen2 say qkv_bias."""
-    w.linear("fc", H, 2 * H, bias=bias is not False)
-    w.layer("layers.0", norms=(), bias="qkv" if qkv_bias else "")
-    config = {**LLAMA, "architectures": ["LlamaForCausalLM"]}
-    if embed:
-        w["embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
-    if bias is not None:
-        config |= {"bias": bias, "rope_theta": 500000.0}
-    return {**config, "qkv_bias": True} if qkv_bias else config
+LLAMA = {
+    "model_type": "llama", "hidden_size": H, "intermediate_size": I, "num_attention_heads": HEADS,
+    "num_key_value_heads": KV, "num_hidden_layers": 1, "hidden_act": "silu", "rms_norm_eps": 1e-5, "vocab_size": V,
+    "max_position_embeddings": 2048, "tie_word_embeddings": False, "torch_dtype": "float16",
+}  # fmt: skip
+HEAD = {**LLAMA, "architectures": ["LlamaForCausalLM"]}
 
 
-def eagle_layers(w: Weights, target) -> dict:
-    """Two layers, of which the second has an input norm."""
-    config = eagle(w, target, bias=False)
-    w.layer("layers.1")
-    return {**config, "num_hidden_layers": 2}
-
-
-def eagle_vllm(w: Weights, target) -> dict:
-    """vLLM's wrapper: a nested config and the target's output matrix."""
-    w.linear("fc", H, 2 * H, bias=True)
-    w.layer("model.layers.0", norms=())
-    w["model.embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
-    w["lm_head.weight"] = target.get_output_embeddings().weight.detach().clone()
-    return {"model_type": "eagle", "architectures": ["EAGLEModel"], "model": dict(LLAMA), "eagle_fc_bias": True}
-
-
-def eagle_speculators(w: Weights, target) -> dict:
-    """speculators' form of HASS: norms everywhere."""
-    w.linear("fusion_fc", H, 2 * H)
-    w.layer("transformer")
-    w.norm("embedding_layernorm", "pre_lm_head_layernorm")
+def speculators(kind: str, layer: dict, **config) -> dict:
+    """The config of a draft of speculators, with that of its layers inside."""
     return {
-        "architectures": ["EagleSpeculator"], "speculators_model_type": "eagle", "layernorms": True,
-        "fusion_bias": False, "transformer_layer_config": dict(LLAMA),
-        "speculators_config": {"algorithm": "eagle", "verifier": {"name_or_path": "tiny"}},
+        "architectures": [f"{kind}Speculator"], "speculators_model_type": kind.lower(), "target_hidden_size": None,
+        "transformer_layer_config": layer,
+        "speculators_config": {
+            "algorithm": kind.lower(), "verifier": {"name_or_path": "tiny", "architectures": ["LlamaForCausalLM"]},
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+        },
+        **config,
     }  # fmt: skip
 
 
-def eagle_mistral(w: Weights, target) -> dict:
+# EAGLE-1 and EAGLE-2
+
+
+def eagle(w: Weights, target, prefix="layers.0", fc="fc", norms=(), outer=(), further=(), bias=True, qkv="", copies=()):
+    """norms: names in the first layer. outer: norms outside the layers. further: layers with an input norm."""
+    w.linear(fc, H, 2 * H, bias=bias)
+    w.layer(prefix, norms=norms, bias=qkv)
+    for layer in further:
+        w.layer(layer)
+    w.norm(*outer)
+    w.copy(target, *copies)
+
+
+MISTRALS_NAMES = {
+    "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3", "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+
+
+def eagle_mistral(w: Weights, target) -> None:
     """Mistral-Medium-3.5's, in Mistral's own format: two layers with all norms, YaRN, neither embedding nor output."""
     w.linear("eagle_linear", H, 2 * H)
     w.norm("norm")
     for number in range(2):
-        layer = f"layers.{number}"
-        for part, rows in (("q", HEADS * D), ("k", KV * D), ("v", KV * D)):
-            w.linear(f"{layer}.attention.w{part}", rows, H)
-        w.linear(f"{layer}.attention.wo", H, HEADS * D)
-        for part in (1, 3):
-            w.linear(f"{layer}.feed_forward.w{part}", I, H)
-        w.linear(f"{layer}.feed_forward.w2", H, I)
-        w.norm(f"{layer}.attention_norm", f"{layer}.ffn_norm")
-    yarn = {"factor": 64.0, "original_max_position_embeddings": 64, "beta": 4.0, "alpha": 1.0, "apply_scale": False}
-    return {
-        "dim": H, "n_layers": 2, "head_dim": D, "hidden_dim": I, "n_heads": HEADS, "n_kv_heads": KV, "norm_eps": 1e-5,
-        "rope_theta": 1000000.0, "vocab_size": V, "max_position_embeddings": 262144, "tied_embeddings": False,
-        "yarn": yarn, "sliding_window": [None, 3], "q_lora_rank": None, "kv_lora_rank": None, "moe": None,
-        "llama_4_scaling": None, "model_type": "transformer",
-    }  # fmt: skip
+        w.layer(f"layers.{number}")
+        for name, own in MISTRALS_NAMES.items():
+            w[f"layers.{number}.{own}.weight"] = w.pop(f"layers.{number}.{name}.weight")
 
 
-# EAGLE-3
+MISTRAL = {
+    "dim": H, "n_layers": 2, "head_dim": D, "hidden_dim": I, "n_heads": HEADS, "n_kv_heads": KV, "norm_eps": 1e-5,
+    "rope_theta": 1000000.0, "vocab_size": V, "max_position_embeddings": 262144, "tied_embeddings": False,
+    "yarn": {"factor": 64.0, "original_max_position_embeddings": 64, "beta": 4.0, "alpha": 1.0, "apply_scale": False},
+    "sliding_window": [None, 3], "q_lora_rank": None, "kv_lora_rank": None, "moe": None, "llama_4_scaling": None,
+    "model_type": "transformer",
+}  # fmt: skip
+of_eagle = flavours("eagle", eagle)
+EAGLE = {
+    "eagle": of_eagle(HEAD, "bin"),  # SafeAILab: no flag means a bias; heads of Qwen2 say qkv_bias
+    "eagle_no_bias": of_eagle({**HEAD, "bias": False, "rope_theta": 500000.0}, bias=False, copies=["embed_tokens"]),
+    "eagle_qwen2": of_eagle(
+        {**HEAD, "bias": True, "rope_theta": 500000.0, "qkv_bias": True}, "bin", models.ADMITTED["qwen2"], qkv="qkv"
+    ),
+    "eagle_layers": of_eagle(
+        {**HEAD, "bias": False, "rope_theta": 500000.0, "num_hidden_layers": 2}, bias=False, further=["layers.1"]
+    ),
+    "eagle_vllm": of_eagle(  # a wrapper with a nested config
+        {"model_type": "eagle", "architectures": ["EAGLEModel"], "model": LLAMA, "eagle_fc_bias": True},
+        prefix="model.layers.0", copies=["model.embed_tokens", "lm_head"],
+    ),
+    "eagle_speculators": of_eagle(  # their form of HASS: norms everywhere
+        speculators("Eagle", LLAMA, layernorms=True, fusion_bias=False), prefix="transformer", fc="fusion_fc",
+        norms=["input_layernorm"], outer=["embedding_layernorm", "pre_lm_head_layernorm"], bias=False,
+    ),
+    "eagle_mistral": flavours("eagle", eagle_mistral)(MISTRAL, "mistral"),
+}  # fmt: skip
 
 
-def draft_to_target(count: int = VD) -> Tensor:
-    """The tokens that a head keeps, ascending."""
-    return torch.randperm(V, generator=torch.Generator().manual_seed(7))[:count].sort().values
+# EAGLE-3 and P-EAGLE
 
 
-def vocabulary(w: Weights, rows: int = VD) -> None:
-    """An output matrix of `rows`, with d2t (offsets) and t2d (a mask)."""
-    ids = draft_to_target(rows)
-    w.linear("lm_head", rows, H)
-    w["d2t"] = ids - torch.arange(rows)
-    w["t2d"] = torch.zeros(V, dtype=torch.bool).index_fill(0, ids, True)
+def eagle3(
+    w: Weights, target, prefix="midlayer", taps=3, rows=VD, copies=(), noise=0.0, further=(), norms=(), joined=(),
+    size=H, masks=False, **layer,
+):  # fmt: skip
+    """Layers of which the first reads the normed embedding and the normed state.
 
-
-def midlayer(w: Weights, prefix: str = "midlayer", taps: int = 3, **kwargs) -> None:
-    w.linear("fc", H, taps * H)
-    w.layer(prefix, inputs=2 * H, norms=("hidden_norm", "input_layernorm"), **kwargs)
-    w.norm("norm")
-
-
-def eagle3(w: Weights, target) -> dict:
-    """SafeAILab (yuhuili): no RoPE base, no taps in the config."""
-    midlayer(w)
-    vocabulary(w)
-    return {**LLAMA, "architectures": ["LlamaForCausalLM"], "draft_vocab_size": VD}
-
-
-def eagle3_sglang(w: Weights, target, ids=(1, 2, 4), **changes) -> dict:
-    """SGLang and SpecForge: taps in eagle_config, a RoPE base copied from the target, an embedding of their own."""
-    midlayer(w)
-    vocabulary(w)
-    w["embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
-    return {
-        **LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": VD, "rope_theta": 1000000.0,
-        "head_dim": D, "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(ids), "use_aux_hidden_state": True},
-        **changes,
-    }  # fmt: skip
-
-
-def eagle3_sglang_layers(w: Weights, target) -> dict:
-    """SGLang: further layers apart, with their input norm called hidden_norm."""
-    midlayer(w, "model.midlayer")
-    w.layer("model.additional_layers.0", norms=("hidden_norm",))
-    vocabulary(w)
-    config = {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": VD, "num_hidden_layers": 2}
-    return config
-
-
-def eagle3_vllm_layers(w: Weights, target) -> dict:
-    """vLLM: layers counted through."""
-    midlayer(w, "layers.0")
-    w.layer("layers.1")
-    vocabulary(w)
-    return {**LLAMA, "architectures": ["Eagle3LlamaForCausalLM"], "draft_vocab_size": VD, "num_hidden_layers": 2}
-
-
-def eagle3_full(w: Weights, target, zeros=False) -> dict:
-    """The whole vocabulary (yuhuili's Vicuna-13B): no d2t and t2d, or zeros."""
-    midlayer(w)
-    w.linear("lm_head", V, H)
-    if zeros:
-        w["d2t"], w["t2d"] = torch.zeros(V, dtype=torch.int64), torch.zeros(V, dtype=torch.bool)
-    return {**LLAMA, "architectures": ["LlamaForCausalLM"], "draft_vocab_size": V}
-
-
-def eagle3_borrowed(w: Weights, target) -> dict:
-    """nvidia: no output matrix, draft_vocab_size null, ids of boundaries between layers."""
-    midlayer(w)
-    eagle_config = {"eagle_aux_hidden_state_layer_ids": [2, 3, 5], "use_aux_hidden_state": True}
-    return {
-        **LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": None, "eagle_config": eagle_config,
-        "rope_theta": 150000, "rope_scaling": {"rope_type": "linear", "factor": 2.0},
-    }  # fmt: skip
-
-
-def eagle3_plain_state(w: Weights, target) -> dict:
-    """nvidia, short context: the final state instead of fc."""
-    midlayer(w)
-    del w["fc.weight"]
-    vocabulary(w)
-    eagle_config = {"eagle_aux_hidden_state_layer_ids": [], "use_aux_hidden_state": False}
-    return {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": VD, "eagle_config": eagle_config}
-
-
-def eagle31(w: Weights, target) -> dict:
-    """EAGLE-3.1: a norm for each state, and the normed output goes round."""
-    config = eagle3_sglang(w, target, fc_norm=True, norm_output=True)
-    w.norm(*(f"fc_norm.{i}" for i in range(3)))
-    return config
-
-
-def eagle3_gpt_oss(w: Weights, target) -> dict:
-    """nvidia's gpt-oss: one norm over all states, said in eagle_config."""
-    config = eagle3_sglang(w, target)
-    w.norm("input_norm", size=3 * H)
-    config["eagle_config"] |= {"norm_before_fc": True, "return_hidden_post_norm": True}
-    return config
-
-
-def eagle3_wide(w: Weights, target) -> dict:
-    """A draft of another hidden size than its target's, with an embedding of its own."""
-    size = 48
-    w.linear("fc", size, 3 * H)
-    w.layer("midlayer", 2 * size, ("hidden_norm", "input_layernorm"), size)
+    taps: states that fc joins; 0: there is no fc.
+    rows: how many the output matrix has; None: there is none.
+    noise: what is added to the embedding, in its standard deviations.
+    further: name and input norm of other layers.
+    joined: norms of all joined states.
+    size: the hidden size; another one than the target's needs another embedding.
+    """
+    if taps:
+        w.linear("fc", size, taps * H)
+    w.layer(prefix, 2 * size, ("hidden_norm", "input_layernorm"), size, **layer)
     w.norm("norm", size=size)
-    w["embed_tokens.weight"] = w.normal(V, size)
-    w["lm_head.weight"] = w.normal(V, size)
-    return {
-        **LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": V, "hidden_size": size,
-        "target_hidden_size": H, "head_dim": D,
-    }  # fmt: skip
+    if rows == VD:
+        w.vocabulary()
+    elif rows:
+        w.linear("lm_head", rows, size)
+    w.copy(target, *copies)
+    if noise:
+        w["embed_tokens.weight"] += noise * w["embed_tokens.weight"].std() * w.normal(V, H)
+    if size != H:
+        w["embed_tokens.weight"] = w.normal(V, size)
+    w.norm(*norms)
+    w.norm(*joined, size=3 * H)
+    for name, norm in further:
+        w.layer(name, norms=[norm], **layer)
+    if masks:
+        w["mask_hidden"] = w.normal(1, 1, 3 * H)
 
 
-def eagle3_llama3_rope(w: Weights, target) -> dict:
-    """Llama-3.1's scaled RoPE, and a sliding window."""
-    config = eagle3_sglang(w, target)
-    scaling = {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }  # fmt: skip
-    return {**config, "rope_theta": 500000.0, "rope_scaling": scaling, "sliding_window": 3, "use_sliding_window": True}
+def eagle3_zeros(w: Weights, target) -> None:
+    """The whole vocabulary, and zeros that say so."""
+    eagle3(w, target, rows=V)
+    w["d2t"], w["t2d"] = torch.zeros(V, dtype=torch.int64), torch.zeros(V, dtype=torch.bool)
 
 
-def eagle3_speculators(w: Weights, target, **flags) -> dict:
-    """speculators (RedHatAI): nested, the normed state as residual unless it says otherwise."""
-    midlayer(w, "layers.0")
-    vocabulary(w)
-    embedding = target.get_input_embeddings().weight.detach()
-    w["embed_tokens.weight"] = embedding + w.normal(V, H) * 0.1 * embedding.std()
-    return {
-        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": VD,
-        "target_hidden_size": None, "eagle_aux_hidden_state_layer_ids": [1, 3, 4], "norm_before_fc": False,
-        "transformer_layer_config": {**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
-        "speculators_config": {
-            "algorithm": "eagle3", "verifier": {"name_or_path": "tiny", "architectures": ["LlamaForCausalLM"]},
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-        },
-        **flags,
-    }  # fmt: skip
+def tapped(*ids: int, **more) -> dict:
+    return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [*ids], "use_aux_hidden_state": bool(ids), **more}}
 
 
-QWEN35_ROPE = {
-    "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5, "mrope_section": [1, 2, 1],
-    "mrope_interleaved": True,
+PARTLY = {**HEAD, "draft_vocab_size": VD}
+SGLANG = {**PARTLY, "architectures": ["LlamaForCausalLMEagle3"]}
+LISTED = {**SGLANG, "rope_theta": 1000000.0, "head_dim": D, **tapped(1, 2, 4)}
+"""SGLang and SpecForge: taps in eagle_config, a RoPE base copied from the target, with an embedding."""
+ROPE5 = {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
+NESTED = {
+    "draft_vocab_size": VD, "eagle_aux_hidden_state_layer_ids": [1, 3, 4], "norm_before_fc": False,
 }  # fmt: skip
-
-
-def eagle3_speculators_09(w: Weights, target) -> dict:
-    """speculators 0.9 for Qwen3.5: two layers of Qwen3, the first with a window, four states with norms of their own,
-    RoPE of several axes on half of each head, said for each type of layer."""
-    w.linear("fc", H, 4 * H)
-    w.norm(*(f"fc_norm.{i}" for i in range(4)), "norm")
-    w.layer("layers.0", 2 * H, ("hidden_norm", "input_layernorm"), qk_norm=True)
-    w.layer("layers.1", qk_norm=True)
-    vocabulary(w)
-    w["embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
-    layer = {
-        **LLAMA, "model_type": "qwen3", "num_hidden_layers": 2, "head_dim": D, "attention_bias": False,
-        "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3, "use_sliding_window": True,
-        "max_window_layers": 0,
-        "rope_parameters": {
-            "sliding_attention": QWEN35_ROPE, "full_attention": {"rope_type": "default", "rope_theta": 1e4},
-        },
-    }  # fmt: skip
-    return {
-        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "speculators_version": "0.9.0",
-        "draft_vocab_size": VD, "target_hidden_size": None, "eagle_aux_hidden_state_layer_ids": [1, 3, 4, 8],
-        "norm_before_residual": False, "norm_before_fc": False, "fc_norm": True, "norm_output": True,
-        "embed_requires_grad": False, "transformer_layer_config": layer, "dtype": "bfloat16",
-        "speculators_config": {
-            "algorithm": "eagle3", "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": "tiny", "architectures": ["Qwen3_5ForConditionalGeneration"]},
-            "proposal_methods": [
-                {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-            ],
-        },
-    }  # fmt: skip
-
-
-def p_eagle(w: Weights, target) -> dict:
-    """amazon: vanilla layers behind the first, a state for masks, and their token as vLLM reads it."""
-    config = eagle3_sglang(w, target, ptd_token_id=P_MASK, num_hidden_layers=2, num_depths=8)
-    w.layer("layers.1")
-    w["mask_hidden"] = w.normal(1, 1, 3 * H)
-    return config
-
-
-def p_eagle_speculators(w: Weights, target) -> dict:
-    """speculators: said in the config."""
-    config = eagle3_speculators(w, target, mask_token_id=P_MASK, embed_requires_grad=True)
-    w["mask_hidden"] = w.normal(1, 1, 3 * H)
-    return {**config, "speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"]}
-
-
-LATENT = {
-    "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+of_speculators = partial(speculators, "Eagle3", {**LLAMA, **ROPE5}, **NESTED)
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
 }  # fmt: skip
+QWEN35 = {
+    **LLAMA, "model_type": "qwen3", "num_hidden_layers": 2, "head_dim": D, "attention_bias": False,
+    "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3, "use_sliding_window": True,
+    "max_window_layers": 0,
+    "rope_parameters": {
+        "sliding_attention": {
+            "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5, "mrope_section": [1, 2, 1],
+            "mrope_interleaved": True,
+        },
+        "full_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}  # fmt: skip
+"""Two layers of Qwen3, the first with a window, RoPE of several axes on half of each head, said for each type."""
 YARN = {
     "type": "yarn", "factor": 64.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0,
     "mscale": 0.7, "mscale_all_dim": 0.4,
 }  # fmt: skip
-
-
-def latent_layer(w: Weights, prefix: str, inputs: int, norms: tuple[str, ...], low_rank_queries: bool = True) -> None:
-    """A layer with multi-head latent attention and a dense MLP."""
-    name, turned, values = f"{prefix}.self_attn", LATENT["qk_rope_head_dim"], LATENT["v_head_dim"]
-    rank, nope = LATENT["kv_lora_rank"], LATENT["qk_nope_head_dim"]
-    if low_rank_queries:
-        w.linear(f"{name}.q_a_proj", LATENT["q_lora_rank"], inputs)
-        w.norm(f"{name}.q_a_layernorm", size=LATENT["q_lora_rank"])
-        w.linear(f"{name}.q_b_proj", HEADS * (nope + turned), LATENT["q_lora_rank"])
-    else:
-        w.linear(f"{name}.q_proj", HEADS * (nope + turned), inputs)
-    w.linear(f"{name}.kv_a_proj_with_mqa", rank + turned, inputs)
-    w.norm(f"{name}.kv_a_layernorm", size=rank)
-    w.linear(f"{name}.kv_b_proj", HEADS * (nope + values), rank)
-    w.linear(f"{name}.o_proj", H, HEADS * values)
-    w.mlp(f"{prefix}.mlp")
-    w.norm(*(f"{prefix}.{norm}" for norm in (*norms, "post_attention_layernorm")))
-
-
-def eagle3_mla(w: Weights, target) -> dict:
-    """lightseekorg's Kimi-K2.5, read by vLLM and SGLang: the whole vocabulary, YaRN, keys of the target's mixture."""
-    w.linear("fc", H, 3 * H)
-    latent_layer(w, "layers.0", 2 * H, ("hidden_norm", "input_layernorm"))
-    w.norm("norm")
-    w.linear("lm_head", V, H)
-    w["embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
-    return {
-        **LLAMA, **LATENT, "architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "kimi_k2",
-        "num_key_value_heads": HEADS, "draft_vocab_size": V, "rope_theta": 50000.0, "rope_scaling": YARN,
-        "n_routed_experts": 384, "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 32,
-        "moe_layer_freq": 1, "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "norm_topk_prob": True,
-        "routed_scaling_factor": 2.827, "scoring_func": "sigmoid", "seq_aux": True, "aux_loss_alpha": 0.001,
-        "ep_size": 1, "num_experts_per_tok": 8, "num_nextn_predict_layers": 0, "attention_bias": False,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5], "use_aux_hidden_state": True},
-    }  # fmt: skip
-
-
-def eagle31_mla(w: Weights, target) -> dict:
-    """lightseekorg's Kimi-K2.6: the same with the norms of EAGLE-3.1."""
-    config = eagle3_mla(w, target)
-    w.norm(*(f"fc_norm.{i}" for i in range(3)))
-    return {**config, "fc_norm": True, "norm_output": True}
-
-
-def eagle3_mla_specforge(w: Weights, target) -> dict:
-    """SpecForge's DeepseekV3ForCausalLMEagle3: a part of the vocabulary, queries of full rank, no scaling of RoPE."""
-    w.linear("fc", H, 3 * H)
-    latent_layer(w, "midlayer", 2 * H, ("hidden_norm", "input_layernorm"), low_rank_queries=False)
-    w.norm("norm")
-    vocabulary(w)
-    return {
-        **LLAMA, **LATENT, "q_lora_rank": None, "architectures": ["DeepseekV3ForCausalLMEagle3"],
-        "model_type": "deepseek_v3", "draft_vocab_size": VD, "rope_theta": 10000.0, "rope_scaling": None,
-        "qk_head_dim": 24, "head_dim": 8, "rope_interleave": True,
-    }  # fmt: skip
-
-
-def eagle3_mla_layers(w: Weights, target) -> dict:
-    """nvidia's Model-Optimizer and vLLM: a second layer, which reads H numbers and has no norm of the state."""
-    config = eagle3_mla(w, target)
-    latent_layer(w, "layers.1", H, ("input_layernorm",))
-    return {**config, "num_hidden_layers": 2}
-
-
-def eagle3_deepspec(w: Weights, target) -> dict:
-    """DeepSpec: a Qwen3 layer, five states, copies of the target's embedding and output matrix."""
-    midlayer(w, "layers.0", taps=5, qk_norm=True)
-    w["embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
-    w["lm_head.weight"] = target.get_output_embeddings().weight.detach().clone()
-    return {
-        **LLAMA, "model_type": "qwen3", "architectures": ["Qwen3Eagle3Model"], "head_dim": D, "rope_theta": 1000000,
-        "target_layer_ids": [0, 2, 3, 5, 7], "num_target_layers": LAYERS, "layer_types": ["full_attention"],
-    }  # fmt: skip
+KIMI = {
+    **LLAMA, **LATENT, "architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "kimi_k2",
+    "num_key_value_heads": HEADS, "draft_vocab_size": V, "rope_theta": 50000.0, "rope_scaling": YARN,
+    "n_routed_experts": 384, "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 32,
+    "moe_layer_freq": 1, "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "norm_topk_prob": True,
+    "routed_scaling_factor": 2.827, "scoring_func": "sigmoid", "seq_aux": True, "aux_loss_alpha": 0.001, "ep_size": 1,
+    "num_experts_per_tok": 8, "num_nextn_predict_layers": 0, "attention_bias": False, **tapped(2, 4, 5),
+}  # fmt: skip
+"""lightseekorg's Kimi-K2.5: YaRN, keys of the target's mixture."""
+SPECFORGE_MLA = {
+    **LLAMA, **LATENT, "q_lora_rank": None, "architectures": ["DeepseekV3ForCausalLMEagle3"],
+    "model_type": "deepseek_v3", "draft_vocab_size": VD, "rope_theta": 10000.0, "rope_scaling": None,
+    "qk_head_dim": 24, "head_dim": 8, "rope_interleave": True,
+}  # fmt: skip
+EMBEDDING, MATRICES = ["embed_tokens"], ["embed_tokens", "lm_head"]
+SECOND = [("layers.1", "input_layernorm")]
+FC_NORMS = [f"fc_norm.{number}" for number in range(4)]
+of_eagle3, of_p_eagle = flavours("eagle3", eagle3), flavours("p_eagle", eagle3)
+of_mla = partial(of_eagle3, prefix="layers.0", rows=V, copies=EMBEDDING, latent=LATENT)
+EAGLE3 = {
+    "eagle3": of_eagle3(PARTLY, "bin"),  # SafeAILab (yuhuili): no RoPE base, no taps in the config
+    "eagle3_sglang": of_eagle3(LISTED, "sharded", copies=EMBEDDING),
+    "eagle3_sglang_layers": of_eagle3(
+        {**SGLANG, "num_hidden_layers": 2}, prefix="model.midlayer",
+        further=[("model.additional_layers.0", "hidden_norm")],
+    ),
+    "eagle3_vllm_layers": of_eagle3(
+        {**PARTLY, "architectures": ["Eagle3LlamaForCausalLM"], "num_hidden_layers": 2}, prefix="layers.0",
+        further=SECOND,
+    ),
+    "eagle3_full": of_eagle3({**HEAD, "draft_vocab_size": V}, "bin", rows=V),  # yuhuili's Vicuna-13B
+    "eagle3_full_zeros": flavours("eagle3", eagle3_zeros)({**HEAD, "draft_vocab_size": V}),
+    "eagle3_borrowed": of_eagle3(  # nvidia: ids of boundaries between layers
+        {**SGLANG, "draft_vocab_size": None, **tapped(2, 3, 5), "rope_theta": 150000,
+         "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        rows=None,
+    ),
+    "eagle3_plain_state": of_eagle3({**SGLANG, **tapped()}, taps=0),  # nvidia, short context
+    "eagle31": of_eagle3(
+        {**LISTED, "fc_norm": True, "norm_output": True}, copies=EMBEDDING, norms=FC_NORMS[:3]
+    ),
+    "eagle3_gpt_oss": of_eagle3(  # nvidia
+        {**LISTED, **tapped(1, 2, 4, norm_before_fc=True, return_hidden_post_norm=True)}, copies=EMBEDDING,
+        joined=["input_norm"],
+    ),
+    "eagle3_wide": of_eagle3(
+        {**SGLANG, "draft_vocab_size": V, "hidden_size": 48, "target_hidden_size": H, "head_dim": D}, rows=V, size=48
+    ),
+    "eagle3_llama3_rope": of_eagle3(
+        {**LISTED, "rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE, "sliding_window": 3,
+         "use_sliding_window": True},
+        copies=EMBEDDING,
+    ),
+    "eagle3_speculators": of_eagle3(of_speculators(), prefix="layers.0", copies=EMBEDDING, noise=0.1),
+    "eagle3_speculators_31": of_eagle3(
+        of_speculators(norm_before_residual=False, norm_output=True, embed_requires_grad=True), prefix="layers.0",
+        copies=EMBEDDING, noise=0.1,
+    ),
+    "eagle3_speculators_09": of_eagle3(  # for Qwen3.5
+        speculators(
+            "Eagle3", QWEN35, **NESTED | {"eagle_aux_hidden_state_layer_ids": [1, 3, 4, 8]}, dtype="bfloat16",
+            speculators_version="0.9.0", norm_before_residual=False, fc_norm=True, norm_output=True,
+            embed_requires_grad=False,
+        ),
+        prefix="layers.0", taps=4, copies=EMBEDDING, norms=FC_NORMS, further=SECOND, qk_norm=True,
+    ),
+    "eagle3_deepspec": of_eagle3(
+        {**LLAMA, "model_type": "qwen3", "architectures": ["Qwen3Eagle3Model"], "head_dim": D, "rope_theta": 1000000,
+         "target_layer_ids": [0, 2, 3, 5, 7], "num_target_layers": LAYERS, "layer_types": ["full_attention"]},
+        prefix="layers.0", taps=5, rows=None, copies=MATRICES, qk_norm=True,
+    ),
+    "eagle3_mla": of_mla(KIMI),
+    "eagle31_mla": of_mla({**KIMI, "fc_norm": True, "norm_output": True}, norms=FC_NORMS[:3]),  # Kimi-K2.6
+    "eagle3_mla_specforge": of_eagle3(SPECFORGE_MLA, latent={**LATENT, "q_lora_rank": None}),
+    "eagle3_mla_layers": of_mla({**KIMI, "num_hidden_layers": 2}, further=SECOND),  # nvidia's Model-Optimizer
+}  # fmt: skip
+PARALLEL = {
+    "p_eagle": of_p_eagle(  # amazon: the token of masks as vLLM reads it
+        {**LISTED, "ptd_token_id": P_MASK, "num_hidden_layers": 2, "num_depths": 8}, copies=EMBEDDING, further=SECOND,
+        masks=True,
+    ),
+    "p_eagle_speculators": of_p_eagle(
+        {**of_speculators(mask_token_id=P_MASK, embed_requires_grad=True), "speculators_model_type": "peagle",
+         "architectures": ["PEagleSpeculator"]},
+        prefix="layers.0", copies=EMBEDDING, noise=0.1, masks=True,
+    ),
+}  # fmt: skip
 
 
 # Multi-token prediction
 
 
-def own(w: Weights, target) -> dict:
+def own(w: Weights, target) -> None:
     """The tensors that the target's own checkpoint has besides."""
-    w["model.embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
-    w["lm_head.weight"] = target.get_output_embeddings().weight.detach().clone()
+    w.copy(target, "model.embed_tokens", "lm_head")
     w.norm("model.norm")
     w.layer("model.layers.0")
-    return target.config.to_dict()
 
 
-def nextn(w: Weights, target, at: int) -> str:
-    """What DeepSeek-V3 and GLM-4.5 share: names around layer `at`, and copies of embedding and output matrix."""
-    prefix = f"model.layers.{at}"
-    w.norm(f"{prefix}.enorm", f"{prefix}.hnorm", f"{prefix}.shared_head.norm")
+def nextn(w: Weights, prefix: str, last: str = "shared_head.norm") -> None:
+    """The norms of embedding and state, eh_proj, and the last norm."""
+    w.norm(f"{prefix}.enorm", f"{prefix}.hnorm", f"{prefix}.{last}")
     w.linear(f"{prefix}.eh_proj", H, 2 * H)
+
+
+def module(w: Weights, target, at: int) -> str:
+    """What DeepSeek-V3 and GLM-4.5 share: layer `at`, with copies of embedding and output matrix, but its attention."""
+    prefix = f"model.layers.{at}"
+    nextn(w, prefix)
     w.norm(f"{prefix}.input_layernorm", f"{prefix}.post_attention_layernorm")
-    w[f"{prefix}.embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
-    w[f"{prefix}.shared_head.head.weight"] = target.get_output_embeddings().weight.detach().clone()
+    w.copy(target, f"{prefix}.embed_tokens", f"{prefix}.shared_head.head")
+    w.experts(f"{prefix}.mlp", target.config.n_routed_experts, bias="gate.e_score_correction_bias")
     return prefix
 
 
-def mtp_deepseek(w: Weights, target, export=False) -> dict:
-    """DeepSeek-V3; export: as lmsys' NextN, alone and called layer 0."""
-    config = target.config.to_dict() if export else own(w, target)
-    prefix = nextn(w, target, 0 if export else target.config.num_hidden_layers)
-    c, attention = target.config, f"{prefix}.self_attn"
-    w.linear(f"{attention}.q_a_proj", c.q_lora_rank, H)
-    w.norm(f"{attention}.q_a_layernorm", size=c.q_lora_rank)
-    w.linear(f"{attention}.q_b_proj", HEADS * (c.qk_nope_head_dim + c.qk_rope_head_dim), c.q_lora_rank)
-    w.linear(f"{attention}.kv_a_proj_with_mqa", c.kv_lora_rank + c.qk_rope_head_dim, H)
-    w.norm(f"{attention}.kv_a_layernorm", size=c.kv_lora_rank)
-    w.linear(f"{attention}.kv_b_proj", HEADS * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank)
-    w.linear(f"{attention}.o_proj", H, HEADS * c.v_head_dim)
-    w.experts(f"{prefix}.mlp", c.n_routed_experts, c.moe_intermediate_size, "shared_experts")
-    w[f"{prefix}.mlp.gate.e_score_correction_bias"] = w.normal(c.n_routed_experts) * 0.2
-    return {**config, "num_nextn_predict_layers": 1}
+def deepseek(w: Weights, target, at: int) -> None:
+    w.latent(f"{module(w, target, at)}.self_attn", TARGETS_LATENT)
 
 
-def mtp_glm(w: Weights, target) -> dict:
+def mtp_deepseek(w: Weights, target, export=False) -> None:
+    """export: as lmsys' NextN, alone and called layer 0."""
+    if not export:
+        own(w, target)
+    deepseek(w, target, 0 if export else target.config.num_hidden_layers)
+
+
+def mtp_glm(w: Weights, target) -> None:
     """GLM-4.5: biases and norms of queries and keys, RoPE of half of each head."""
-    config = own(w, target)
-    prefix = nextn(w, target, target.config.num_hidden_layers)
-    for part, rows in (("q", HEADS * D), ("k", KV * D), ("v", KV * D)):
-        w.linear(f"{prefix}.self_attn.{part}_proj", rows, H, bias=True)
-    w.linear(f"{prefix}.self_attn.o_proj", H, HEADS * D)
-    w.norm(f"{prefix}.self_attn.q_norm", f"{prefix}.self_attn.k_norm", size=D)
-    w.experts(f"{prefix}.mlp", target.config.n_routed_experts, target.config.moe_intermediate_size, "shared_experts")
-    w[f"{prefix}.mlp.gate.e_score_correction_bias"] = w.normal(target.config.n_routed_experts) * 0.2
-    return {**config, "num_nextn_predict_layers": 1}
+    own(w, target)
+    w.attention(f"{module(w, target, target.config.num_hidden_layers)}.self_attn", bias="qkv", qk_norm=True)
 
 
-def mtp_mimo(w: Weights, target) -> dict:
-    """MiMo-7B: a Qwen2 layer, numbered from 0, [state; embedding]."""
-    config = own(w, target)
-    prefix = "model.mtp_layers.0"
+def mtp_mimo(w: Weights, target, prefix="model.mtp_layers.0", alone=False, **layer) -> None:
+    """A Qwen2 layer, numbered from 0, [state; embedding]."""
+    if not alone:
+        own(w, target)
     w.norm(*(f"{prefix}.{part}_layernorm" for part in ("token", "hidden", "final")))
     w.linear(f"{prefix}.input_proj", H, 2 * H)
-    w.layer(prefix, bias="qkv")
-    return {**config, "num_nextn_predict_layers": 1, "architectures": ["MiMoForCausalLM"]}
+    w.layer(prefix, **layer)
 
 
-def mtp_qwen(w: Weights, target) -> dict:
+def mtp_qwen(w: Weights, target) -> None:
     """Qwen3-Next: gated attention, norms stored less 1, no embedding."""
-    config = own(w, target)
+    own(w, target)
+    layer = "mtp.layers.0"
     w.linear("mtp.fc", H, 2 * H)
-    layer, around = "mtp.layers.0", 0.0
-    w.norm("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm", around=around)
-    w.norm(f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm", around=around)
-    w.norm(f"{layer}.self_attn.q_norm", f"{layer}.self_attn.k_norm", size=D, around=around)
-    for part, rows in (("q", 2 * HEADS * D), ("k", KV * D), ("v", KV * D)):
-        w.linear(f"{layer}.self_attn.{part}_proj", rows, H)
-    w.linear(f"{layer}.self_attn.o_proj", H, HEADS * D)
-    w.experts(f"{layer}.mlp", target.config.num_experts, target.config.moe_intermediate_size, "shared_expert")
+    w.norm("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
+    w.norm(f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm")
+    w.attention(f"{layer}.self_attn", heads=(HEADS, 2 * HEADS, KV), qk_norm=True)
+    for name in [name for name in w if name.startswith("mtp.") and "norm" in name]:
+        w[name] -= 1
+    w.experts(f"{layer}.mlp", target.config.num_experts, shared="shared_expert")
     w.linear(f"{layer}.mlp.shared_expert_gate", 1, H)
-    return config
 
 
-def mtp_speculators(w: Weights, target) -> dict:
+def targets(**changes) -> Callable[[nn.Module], dict]:
+    """The target's config, with changes."""
+    return lambda target: {**target.config.to_dict(), **changes}
+
+
+def mtp_speculators(target) -> dict:
     """speculators 0.9: Qwen's modules by the names of MiMo; ``convert/mtp/converter.py`` has the table."""
-    w.layer("mtp_layers.0", qk_norm=True)
-    w.linear("mtp_layers.0.input_proj", H, 2 * H)
-    w.norm(*(f"mtp_layers.0.{part}_layernorm" for part in ("token", "hidden", "final")))
     return {
         "architectures": ["MTPDraftModel"], "speculators_model_type": "mtp", "speculators_version": "0.9.0",
         "num_nextn_predict_layers": 1, "transformer_layer_config": target.config.to_diff_dict(),
@@ -571,58 +528,24 @@ def glm() -> nn.Module:
     return models.build("Glm4MoeConfig", "Glm4MoeForCausalLM", config)
 
 
-def qwen35() -> nn.Module:
-    linear = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16)
-    config = dict(
-        models.GQA16, **models.MOE, **linear, shared_expert_intermediate_size=32, layer_types=[models.LIN, models.FULL]
-    )
-    return models.build("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", config)
-
-
+ONE = targets(num_nextn_predict_layers=1)
+of_deepseek, of_mimo, of_qwen = (flavours("mtp", make) for make in (mtp_deepseek, mtp_mimo, mtp_qwen))
 FLAVOURS = {
-    "eagle": Flavour("eagle", llama, eagle, "bin"),
-    "eagle_no_bias": Flavour("eagle", llama, eagle, options={"bias": False, "embed": True}),
-    "eagle_qwen2": Flavour("eagle", models.ADMITTED["qwen2"], eagle, "bin", {"bias": True, "qkv_bias": True}),
-    "eagle_layers": Flavour("eagle", llama, eagle_layers),
-    "eagle_vllm": Flavour("eagle", llama, eagle_vllm),
-    "eagle_speculators": Flavour("eagle", llama, eagle_speculators),
-    "eagle_mistral": Flavour("eagle", llama, eagle_mistral, "mistral"),
-    "eagle3": Flavour("eagle3", llama, eagle3, "bin"),
-    "eagle3_sglang": Flavour("eagle3", llama, eagle3_sglang, "sharded"),
-    "eagle3_sglang_layers": Flavour("eagle3", llama, eagle3_sglang_layers),
-    "eagle3_vllm_layers": Flavour("eagle3", llama, eagle3_vllm_layers),
-    "eagle3_full": Flavour("eagle3", llama, eagle3_full, "bin"),
-    "eagle3_full_zeros": Flavour("eagle3", llama, eagle3_full, options={"zeros": True}),
-    "eagle3_borrowed": Flavour("eagle3", llama, eagle3_borrowed),
-    "eagle3_plain_state": Flavour("eagle3", llama, eagle3_plain_state),
-    "eagle31": Flavour("eagle3", llama, eagle31),
-    "eagle3_gpt_oss": Flavour("eagle3", llama, eagle3_gpt_oss),
-    "eagle3_wide": Flavour("eagle3", llama, eagle3_wide),
-    "eagle3_llama3_rope": Flavour("eagle3", llama, eagle3_llama3_rope),
-    "eagle3_speculators": Flavour("eagle3", llama, eagle3_speculators),
-    "eagle3_speculators_31": Flavour(
-        "eagle3", llama, eagle3_speculators,
-        options={"norm_before_residual": False, "norm_output": True, "embed_requires_grad": True},
+    **EAGLE,
+    **EAGLE3,
+    "mtp_deepseek": of_deepseek(ONE, "sharded", models.ADMITTED["deepseek_v3"]),
+    "mtp_deepseek_nextn": of_deepseek(ONE, target=models.ADMITTED["deepseek_v3"], export=True),
+    "mtp_glm": flavours("mtp", mtp_glm)(ONE, target=glm),
+    "mtp_mimo": of_mimo(
+        targets(num_nextn_predict_layers=1, architectures=["MiMoForCausalLM"]), "bin", models.ADMITTED["qwen2"],
+        bias="qkv",
     ),
-    "eagle3_speculators_09": Flavour("eagle3", llama, eagle3_speculators_09),
-    "eagle3_deepspec": Flavour("eagle3", llama, eagle3_deepspec),
-    "eagle3_mla": Flavour("eagle3", llama, eagle3_mla),
-    "eagle31_mla": Flavour("eagle3", llama, eagle31_mla),
-    "eagle3_mla_specforge": Flavour("eagle3", llama, eagle3_mla_specforge),
-    "eagle3_mla_layers": Flavour("eagle3", llama, eagle3_mla_layers),
-    "mtp_deepseek": Flavour("mtp", models.ADMITTED["deepseek_v3"], mtp_deepseek, "sharded"),
-    "mtp_deepseek_nextn": Flavour("mtp", models.ADMITTED["deepseek_v3"], mtp_deepseek, options={"export": True}),
-    "mtp_glm": Flavour("mtp", glm, mtp_glm),
-    "mtp_mimo": Flavour("mtp", models.ADMITTED["qwen2"], mtp_mimo, "bin"),
-    "mtp_speculators": Flavour("mtp", models.ADMITTED["qwen3"], mtp_speculators),
-    "mtp_qwen": Flavour("mtp", models.HYBRIDS["qwen3_next"], mtp_qwen, "sharded"),
-    "mtp_qwen35": Flavour("mtp", qwen35, mtp_qwen),
+    "mtp_speculators": of_mimo(
+        mtp_speculators, target=models.ADMITTED["qwen3"], prefix="mtp_layers.0", alone=True, qk_norm=True
+    ),
+    "mtp_qwen": of_qwen(targets(), "sharded", models.HYBRIDS["qwen3_next"]),
+    "mtp_qwen35": of_qwen(targets(), target=models.HYBRIDS["qwen3_5_moe"]),
 }  # fmt: skip
-
-PARALLEL = {
-    "p_eagle": Flavour("p_eagle", llama, p_eagle),
-    "p_eagle_speculators": Flavour("p_eagle", llama, p_eagle_speculators),
-}
 
 
 # DFlash
@@ -630,129 +553,104 @@ PARALLEL = {
 MASK = 93
 BLOCK = 6
 QWEN3 = {**LLAMA, "model_type": "qwen3", "num_hidden_layers": 2, "head_dim": D, "rope_theta": 20000.0}
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def blocks(w: Weights, taps: int = 3, layers: int = 2, bias: str = "") -> None:
-    """What every DFlash draft has."""
+def blocks(w: Weights, target, taps=3, bias="", rows=None, copies=(), parts=()) -> None:
+    """What every DFlash draft has. parts: functions that write what others have besides."""
     w.linear("fc", H, taps * H)
     w.norm("hidden_norm", "norm")
-    for number in range(layers):
+    for number in range(2):
         w.layer(f"layers.{number}", qk_norm=True, bias=bias)
+    if rows:
+        w.vocabulary(rows)
+    w.copy(target, *copies)
+    for part in parts:
+        part(w)
 
 
-def dflash(w: Weights, target, flags=None, **changes) -> dict:
-    """z-lab's first drafts: block_size beside dflash_config."""
-    bias = "qkvo" if changes.get("attention_bias") else ""
-    blocks(w, bias=bias)
-    return {
+def zlab(flags=(), without=(), **changes) -> dict:
+    """z-lab's first drafts: block_size beside dflash_config. without: keys that are left out."""
+    config = {
         **QWEN3, "architectures": ["DFlashDraftModel"], "num_target_layers": LAYERS, "block_size": BLOCK,
-        "layer_types": ["full_attention"] * 2, "sliding_window": None, "use_sliding_window": False,
-        "dflash_config": {"target_layer_ids": [1, 3, 6], "mask_token_id": MASK, **(flags or {})}, **changes,
+        "layer_types": [FULL] * 2, "sliding_window": None, "use_sliding_window": False,
+        "dflash_config": {"target_layer_ids": [1, 3, 6], "mask_token_id": MASK, **dict(flags)}, **changes,
     }  # fmt: skip
+    for key in without:
+        del (config if key in config else config["dflash_config"])[key]
+    return config
 
 
-def dflash_sliding(w: Weights, target, **flags) -> dict:
+def sliding(**flags) -> dict:
     """z-lab's later drafts: block_size in dflash_config, layers with sliding windows."""
-    types = ["sliding_attention", "full_attention"]
-    config = dflash(w, target, {"block_size": BLOCK, **flags}, layer_types=types, sliding_window=7)
-    del config["block_size"]
-    return config
+    flags = {"block_size": BLOCK, **flags}
+    return zlab(flags, without=["block_size"], layer_types=[SLIDING, FULL], sliding_window=7)
 
 
-def dflash_without_taps(w: Weights, target) -> dict:
-    """A config that leaves the states to the rule: layers 1 and 5, here."""
-    config = dflash(w, target)
-    w.linear("fc", H, 2 * H)
-    del config["dflash_config"]["target_layer_ids"]
-    return config
-
-
-def dflash_mimo(w: Weights, target) -> dict:
-    """MiMo: windows without layer_types, and an embedding of its own for the mask, here beside the other tensors."""
-    config = dflash(w, target, {"use_swa": True, "swa_window_size": 9})
-    w["mask_embedding"] = w.normal(H)
-    del config["layer_types"]
-    return config
-
-
-def dflash_deepspec(w: Weights, target, **changes) -> dict:
+def deepspec(**changes) -> dict:
     """DeepSpec: flat, with copies of the target's embedding and output matrix; the first slot drafts, too."""
-    blocks(w)
-    w["embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
-    w["lm_head.weight"] = target.get_output_embeddings().weight.detach().clone()
     return {
         **QWEN3, "architectures": ["Qwen3DSparkModel"], "num_target_layers": LAYERS, "block_size": BLOCK,
-        "mask_token_id": MASK, "target_layer_ids": [-1, 3, 6], "layer_types": ["full_attention"] * 2,
-        "num_anchors": 512, "markov_rank": 0, "enable_confidence_head": False, **changes,
+        "mask_token_id": MASK, "target_layer_ids": [-1, 3, 6], "layer_types": [FULL] * 2, "num_anchors": 512,
+        "markov_rank": 0, "enable_confidence_head": False, **changes,
     }  # fmt: skip
 
 
-def dflash_confident(w: Weights, target) -> dict:
-    """DeepSpec without a Markov head: acceptance is predicted from the place alone."""
-    w.linear("confidence_head.proj", 1, H, bias=True)
-    return dflash_deepspec(w, target, enable_confidence_head=True, confidence_head_with_markov=False)
+def nested(kind="DFlash", types=(FULL, FULL), **changes) -> dict:
+    """speculators (RedHatAI): layers named by their inputs."""
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}
+    config = dict(
+        block_size=BLOCK, draft_vocab_size=V, aux_hidden_state_layer_ids=[2, 4, 7], mask_token_id=MASK,
+        sample_from_anchor=False,
+    )  # fmt: skip
+    return speculators(kind, {**QWEN3, **rope, "layer_types": [*types], "sliding_window": 7}, **config | changes)
 
 
-def dflash_speculators(w: Weights, target, kept=False, types=("full_attention",) * 2, **changes) -> dict:
-    """speculators (RedHatAI): nested, layers named by their inputs; kept: it drafts some tokens only."""
-    blocks(w)
-    if kept:
-        vocabulary(w)
-    return {
-        "architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash", "block_size": BLOCK,
-        "draft_vocab_size": VD if kept else V, "aux_hidden_state_layer_ids": [2, 4, 7], "mask_token_id": MASK,
-        "sample_from_anchor": False, "target_hidden_size": None,
-        "transformer_layer_config": {
-            **QWEN3, "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
-            "layer_types": list(types), "sliding_window": 7,
-        },
-        "speculators_config": {"algorithm": "dflash", "verifier": {"name_or_path": "tiny"}},
-        **changes,
-    }  # fmt: skip
+def confidence(inputs: int) -> Callable[[Weights], None]:
+    """A prediction of acceptance."""
+    return lambda w: w.linear("confidence_head.proj", 1, inputs, bias=True)
 
 
+def mask_embedding(w: Weights) -> None:
+    w["mask_embedding"] = w.normal(H)
+
+
+of_dflash = flavours("dflash", blocks)
 DFLASH = {
-    "dflash": Flavour("dflash", llama, dflash),
-    "dflash_bin": Flavour("dflash", llama, dflash, "bin"),
-    "dflash_bias": Flavour("dflash", llama, dflash, "sharded", {"attention_bias": True}),
-    "dflash_sliding": Flavour("dflash", llama, dflash_sliding),
-    "dflash_bidirectional": Flavour("dflash", llama, dflash_sliding, options={"causal": False}),
-    "dflash_causal": Flavour("dflash", llama, dflash, options={"flags": {"causal": True}}),
-    "jetspec": Flavour(
-        "dflash", llama, dflash,
-        options={"flags": {"block_size": BLOCK, "causal_head": True, "target_hidden_size": H}},
+    "dflash": of_dflash(zlab()),
+    "dflash_bin": of_dflash(zlab(), "bin"),
+    "dflash_bias": of_dflash(zlab(attention_bias=True), "sharded", bias="qkvo"),
+    "dflash_sliding": of_dflash(sliding()),
+    "dflash_bidirectional": of_dflash(sliding(causal=False)),
+    "dflash_causal": of_dflash(zlab({"causal": True})),
+    "jetspec": of_dflash(zlab({"block_size": BLOCK, "causal_head": True, "target_hidden_size": H})),
+    "dflash_anchor": of_dflash(zlab({"sample_from_anchor": True})),
+    "dflash_scaled": of_dflash(
+        zlab({"input_embedding_scale": 1.7, "output_multiplier": 0.6, "final_logit_softcapping": 2.0})
     ),
-    "dflash_anchor": Flavour("dflash", llama, dflash, options={"flags": {"sample_from_anchor": True}}),
-    "dflash_scaled": Flavour(
-        "dflash", llama, dflash,
-        options={"flags": {"input_embedding_scale": 1.7, "output_multiplier": 0.6, "final_logit_softcapping": 2.0}},
+    "dflash_without_taps": of_dflash(zlab(without=["target_layer_ids"]), taps=2),  # the rule: layers 1 and 5, here
+    "dflash_mimo": of_dflash(  # windows without layer_types, and another embedding for the mask
+        zlab({"use_swa": True, "swa_window_size": 9}, without=["layer_types"]), parts=[mask_embedding]
     ),
-    "dflash_without_taps": Flavour("dflash", llama, dflash_without_taps),
-    "dflash_mimo": Flavour("dflash", llama, dflash_mimo),
-    "dflash_deepspec": Flavour("dflash", llama, dflash_deepspec),
-    "dflash_confident": Flavour("dflash", llama, dflash_confident),
-    "dflash_speculators": Flavour("dflash", llama, dflash_speculators),
-    "dflash_speculators_shifted": Flavour(
-        "dflash", llama, dflash_speculators, options={"shift_label": True, "sample_from_anchor": None}
+    "dflash_deepspec": of_dflash(deepspec(), copies=MATRICES),
+    "dflash_confident": of_dflash(  # without a Markov head: acceptance is predicted from the place alone
+        deepspec(enable_confidence_head=True, confidence_head_with_markov=False), copies=MATRICES,
+        parts=[confidence(H)],
     ),
-    "dflash_speculators_kept": Flavour(
-        "dflash", llama, dflash_speculators,
-        options={"kept": True, "types": ("full_attention", "sliding_attention")},
-    ),
-    "dflash_speculators_non_causal": Flavour(
-        "dflash", llama, dflash_speculators,
-        options={"types": ("sliding_attention",) * 2, "sliding_window_non_causal": True},
-    ),
+    "dflash_speculators": of_dflash(nested()),
+    "dflash_speculators_shifted": of_dflash(nested(shift_label=True, sample_from_anchor=None)),
+    "dflash_speculators_kept": of_dflash(nested(types=(FULL, SLIDING), draft_vocab_size=VD), rows=VD),
+    "dflash_speculators_non_causal": of_dflash(nested(types=(SLIDING, SLIDING), sliding_window_non_causal=True)),
 }  # fmt: skip
 
 
 # DFlash 2, DSpark and Domino, whose drafts depend on each other
 
-RANK, CANDIDATES = 8, 4
+RANK, CANDIDATES, GRU = 8, 4, 12
 
 
 def selector(w: Weights) -> None:
-    """DFlash 2's convolutions around both parts of each layer, and its selector."""
+    """DFlash 2's convolutions around both parts of each layer, and its selector of the likeliest tokens."""
     for number in range(2):
         for part in ("attention_conv", "mlp_conv"):
             w[f"layers.{number}.{part}.base_kernel"] = w.normal(2, 2, H) * 0.3 + torch.tensor([1.0, 0.0])[:, None]
@@ -762,108 +660,69 @@ def selector(w: Weights) -> None:
         w[f"candidate_selector.{codebook}_codebook"] = w.normal(V, RANK)
 
 
-def dflash2(w: Weights, target) -> dict:
-    """z-lab: convolutions around both parts of each layer, a selector over the likeliest tokens of each place."""
-    blocks(w)
-    selector(w)
-    flags = {
-        "block_size": BLOCK, "conv_group_size": 16, "conv_kernel_size": 2, "selector_rank": RANK,
-        "selector_top_k": CANDIDATES, "final_logit_softcapping": 20.0, "output_multiplier": 0.7,
-        "mask_token_id": MASK, "target_layer_ids": [1, 3, 6],
-    }  # fmt: skip
-    return {
-        **QWEN3, "architectures": ["DFlash2DraftModel"], "num_target_layers": LAYERS, "is_causal": False,
-        "layer_types": ["sliding_attention"] * 2, "sliding_window": 9, "use_sliding_window": True,
-        "dflash_config": flags,
-    }  # fmt: skip
-
-
-def dflash2_speculators(w: Weights, target) -> dict:
-    """speculators 0.9: nested; all layers slide, and see their block both ways."""
-    config = dflash_speculators(
-        w, target, types=("sliding_attention",) * 2, architectures=["DFlash2DraftModel"],
-        speculators_model_type="dflash2", sliding_window_non_causal=True, conv_kernel_size=2, conv_group_size=16,
-        selector_rank=RANK, selector_top_k=CANDIDATES,
-    )  # fmt: skip
-    selector(w)
-    return config
-
-
-def markov(w: Weights, head: str, rows: int = V) -> None:
+def markov(head: str, rows: int = V) -> Callable[[Weights], None]:
     """The tables of DSpark's head, and what its kind has besides."""
-    w["markov_head.markov_w1.weight"], w["markov_head.markov_w2.weight"] = w.normal(V, RANK), w.normal(rows, RANK)
-    if head == "gated":
-        w.linear("markov_head.gate_proj", RANK, H + RANK, bias=True)
-    if head == "rnn":
-        w.linear("markov_head.joint_proj", 3 * RANK, 2 * RANK + H, bias=True)
+
+    def part(w):
+        w["markov_head.markov_w1.weight"], w["markov_head.markov_w2.weight"] = w.normal(V, RANK), w.normal(rows, RANK)
+        if head == "gated":
+            w.linear("markov_head.gate_proj", RANK, H + RANK, bias=True)
+        if head == "rnn":
+            w.linear("markov_head.joint_proj", 3 * RANK, 2 * RANK + H, bias=True)
+
+    return part
 
 
-def dspark(w: Weights, target, head="vanilla") -> dict:
-    """DeepSpec: flat, with copies of the target's embedding and output matrix, and a prediction of acceptance."""
-    config = dflash_deepspec(w, target, markov_rank=RANK, markov_head_type=head, enable_confidence_head=True)
-    markov(w, head)
-    w.linear("confidence_head.proj", 1, H + RANK, bias=True)
-    return {**config, "confidence_head_with_markov": True}
-
-
-def dspark_projector(w: Weights, target) -> dict:
-    """SpecForge: said in dflash_config; it drafts some tokens only."""
-    flags = {
-        "projector_type": "dspark", "markov_rank": RANK, "markov_head_type": "gated", "sample_from_anchor": True,
-        "enable_confidence_head": True, "confidence_head_with_markov": True,
-    }  # fmt: skip
-    config = dflash(w, target, flags, draft_vocab_size=VD)
-    markov(w, "gated", VD)
-    vocabulary(w)
-    w.linear("confidence_head.proj", 1, H + RANK, bias=True)
-    return config
-
-
-def dspark_speculators(w: Weights, target) -> dict:
-    """speculators: layers named by their inputs; the prediction of acceptance does not read the token before."""
-    config = dflash_speculators(
-        w, target, architectures=["DSparkSpeculator"], speculators_model_type="dspark", sample_from_anchor=True,
-        markov_rank=RANK, markov_head_type="vanilla", enable_confidence_head=True, confidence_head_with_markov=False,
-    )  # fmt: skip
-    markov(w, "vanilla")
-    w.linear("confidence_head.proj", 1, H, bias=True)
-    return config
-
-
-def domino(w: Weights, target, **flags) -> dict:
-    """SpecForge: a GRU over the tokens before, and a readout of its state and the place's."""
-    size = 12
-    flags = {"projector_type": "domino", "emb_dim": RANK, "gru_hidden_dim": size, "shift_label": False, **flags}
-    config = dflash(w, target, flags)
-    w.linear("prefix_gru", 3 * size, H)
-    w["prefix_gru.weight_ih_l0"] = w.pop("prefix_gru.weight")
-    w["prefix_gru.weight_hh_l0"] = w.normal(3 * size, size) * size**-0.5
-    w.linear("embed_proj.0", RANK, H + size)
+def gru(w: Weights) -> None:
+    """SpecForge's Domino: a GRU over the tokens before, and a readout of its state and the place's."""
+    w["prefix_gru.weight_ih_l0"] = w.normal(3 * GRU, H) * H**-0.5
+    w["prefix_gru.weight_hh_l0"] = w.normal(3 * GRU, GRU) * GRU**-0.5
+    w.linear("embed_proj.0", RANK, H + GRU)
     w["embed_proj.2.weight"] = w.normal(V, RANK) * 2
-    return config
 
 
+def dspark(head: str) -> Flavour:
+    """DeepSpec's, with a prediction of acceptance."""
+    flags = dict(markov_rank=RANK, markov_head_type=head, enable_confidence_head=True, confidence_head_with_markov=True)
+    return of_dflash(deepspec(**flags), copies=MATRICES, parts=[markov(head), confidence(H + RANK)])
+
+
+CONVOLVED = {"conv_group_size": 16, "conv_kernel_size": 2, "selector_rank": RANK, "selector_top_k": CANDIDATES}
+MARKOV = {"markov_rank": RANK, "enable_confidence_head": True}
+DOMINO = {"projector_type": "domino", "emb_dim": RANK, "gru_hidden_dim": GRU, "shift_label": False}
 LINKED = {
-    "dflash2": Flavour("dflash", llama, dflash2),
-    "dflash2_speculators": Flavour("dflash", llama, dflash2_speculators),
-    "dspark": Flavour("dflash", llama, dspark),
-    "dspark_gated": Flavour("dflash", llama, dspark, options={"head": "gated"}),
-    "dspark_rnn": Flavour("dflash", llama, dspark, options={"head": "rnn"}),
-    "dspark_projector": Flavour("dflash", llama, dspark_projector),
-    "dspark_speculators": Flavour("dflash", llama, dspark_speculators),
-    "domino": Flavour("dflash", llama, domino),
-    "domino_shifted": Flavour(
-        "dflash", llama, domino, options={"shift_label": True, "pure_draft_prefix_len": 2}
+    "dflash2": of_dflash(
+        zlab(
+            {**CONVOLVED, "block_size": BLOCK, "final_logit_softcapping": 20.0, "output_multiplier": 0.7},
+            without=["block_size"], architectures=["DFlash2DraftModel"], is_causal=False, layer_types=[SLIDING] * 2,
+            sliding_window=9, use_sliding_window=True,
+        ),
+        parts=[selector],
     ),
+    "dflash2_speculators": of_dflash(  # all layers slide, and see their block both ways
+        nested(
+            "DFlash2", (SLIDING, SLIDING), architectures=["DFlash2DraftModel"], sliding_window_non_causal=True,
+            **CONVOLVED,
+        ),
+        parts=[selector],
+    ),
+    "dspark": dspark("vanilla"),
+    "dspark_gated": dspark("gated"),
+    "dspark_rnn": dspark("rnn"),
+    "dspark_projector": of_dflash(  # SpecForge: said in dflash_config; it drafts some tokens only
+        zlab(
+            {**MARKOV, "projector_type": "dspark", "markov_head_type": "gated", "sample_from_anchor": True,
+             "confidence_head_with_markov": True},
+            draft_vocab_size=VD,
+        ),
+        rows=VD, parts=[markov("gated", VD), confidence(H + RANK)],
+    ),
+    "dspark_speculators": of_dflash(  # the prediction of acceptance does not read the token before
+        nested(
+            "DSpark", sample_from_anchor=True, **MARKOV, markov_head_type="vanilla", confidence_head_with_markov=False
+        ),
+        parts=[markov("vanilla"), confidence(H)],
+    ),
+    "domino": of_dflash(zlab(DOMINO), parts=[gru]),
+    "domino_shifted": of_dflash(zlab({**DOMINO, "shift_label": True, "pure_draft_prefix_len": 2}), parts=[gru]),
 }  # fmt: skip
-
-
-def loader(folder: Path, read: Callable[[Written], tuple]) -> Callable[[str], tuple]:
-    """A function: name of a flavour -> what was written below `folder`, and what `read` makes of it, once a name."""
-
-    @functools.cache
-    def load(name):
-        written = write(name, folder / name)
-        return written, *read(written)
-
-    return load

@@ -42,10 +42,10 @@ def rotate_pairs(x, position, freqs):
     return np.array(first + second)
 
 
-def attend(q, k, v, scale, window=None, chosen=None):
+def attend(q, k, v, scale, window=None, chosen=None, sinks=None):
     """q [T, heads, d], k, v [T, kv, d]: causal softmax attention, one place and one head after another.
 
-    chosen: for each place those that it sees; None for all.
+    chosen: for each place those that it sees; None for all. sinks [heads]: a score of each head that takes weight away.
     """
     group, out = q.shape[1] // k.shape[1], np.zeros((len(q), q.shape[1], v.shape[2]))
     for t in range(len(q)):
@@ -53,7 +53,7 @@ def attend(q, k, v, scale, window=None, chosen=None):
         for h in range(q.shape[1]):
             scores = np.array([q[t, h] @ k[s, h // group] * scale for s in seen])
             weights = np.exp(scores - scores.max())
-            weights /= weights.sum()
+            weights /= weights.sum() + (0 if sinks is None else np.exp(sinks[h] - scores.max()))
             out[t, h] = sum(w * v[s, h // group] for w, s in zip(weights, seen))
     return out.reshape(len(q), -1)
 
@@ -67,13 +67,25 @@ def mlp(t, name, x):
     return linear(t, f"{name}.down_proj", silu(linear(t, f"{name}.gate_proj", x)) * linear(t, f"{name}.up_proj", x))
 
 
-def attention(t, name, x, positions, freqs, window=None, size=D):
-    """Grouped-query attention with RoPE, biases and norms of queries and keys as far as there are any."""
+def attention(
+    t, name, x, positions, freqs, window=None, size=D, turn=rotate, eps=1e-5, gates=None, sinks=None, scale=1.0
+):
+    """Grouped-query attention with RoPE, biases and norms of queries and keys as far as there are any.
+
+    gates [T, heads, *]: what outputs are multiplied by, before its sigmoid. sinks: see `attend`. scale: multiplies v.
+    """
     q, k, v = (linear(t, f"{name}.{part}_proj", x).reshape(len(x), -1, size) for part in "qkv")
     if f"{name}.q_norm.weight" in t:
-        q, k = rms(q, t[f"{name}.q_norm.weight"]), rms(k, t[f"{name}.k_norm.weight"])
-    q, k = (np.stack([[rotate(h, p, freqs) for h in row] for row, p in zip(z, positions)]) for z in (q, k))
-    return linear(t, f"{name}.o_proj", attend(q, k, v, size**-0.5, window))
+        q, k = rms(q, t[f"{name}.q_norm.weight"], eps), rms(k, t[f"{name}.k_norm.weight"], eps)
+    q, k = (np.stack([[turn(h, p, freqs) for h in row] for row, p in zip(z, positions)]) for z in (q, k))
+    return linear(t, f"{name}.o_proj", gated(attend(q, k, v * scale, size**-0.5, window, sinks=sinks), gates))
+
+
+def gated(heads, gates):
+    """The outputs of heads [T, heads * d] times sigmoids of gates [T, heads, *], if there are any."""
+    if gates is None:
+        return heads
+    return (heads.reshape(*gates.shape[:2], -1) * sigmoid(gates)).reshape(len(heads), -1)
 
 
 def finish(t, prefix, residual, x, positions, freqs, window=None, attend=None):
@@ -136,31 +148,6 @@ def eagle3(
     return forward
 
 
-def mtp(names, layer, embedding_first=True, zero_first=True, gemma=False, eps=1e-6):
-    """u = fc [norm(e); norm(s)] or the other order; y = layer(u); norm(y) goes round. names: fc, both norms, last."""
-
-    def forward(t, embedding, ids, positions, state):
-        fc, for_embedding, for_state, last = names
-        t = dict(t)
-        if gemma:  # norms are stored less 1
-            t.update({name: value + 1 for name, value in t.items() if "norm" in name})
-        e = embedding[ids] * (positions != 0)[:, None] if zero_first else embedding[ids]
-        parts = [rms(e, t[for_embedding], eps), rms(state, t[for_state], eps)]
-        u = linear(t, fc, np.concatenate(parts if embedding_first else parts[::-1], 1))
-        out = rms(layer(t, u, positions), t[last], eps)
-        return out, out
-
-    return forward
-
-
-def pre_norm(prefix, attend, feed, eps=1e-6):
-    def layer(t, u, positions):
-        y = u + attend(t, f"{prefix}.self_attn", rms(u, t[f"{prefix}.input_layernorm.weight"], eps), positions)
-        return y + feed(t, f"{prefix}.mlp", rms(y, t[f"{prefix}.post_attention_layernorm.weight"], eps))
-
-    return layer
-
-
 def yarn(theta, size, factor, original_max_position_embeddings, beta_fast, beta_slow, mscale, mscale_all_dim, type):
     """YaRN after SpecForge's ``LlamaYarnRotaryEmbedding``: frequencies, factor of turned numbers, factor of scores."""
 
@@ -183,11 +170,11 @@ def yarn(theta, size, factor, original_max_position_embeddings, beta_fast, beta_
 
 def latent_attention(
     t, name, x, positions, rank=24, nope=16, rope=8, values=12, eps=1e-6, scaled=None, turn=rotate_pairs,
-    chosen=None,
+    chosen=None, gates=None, last="o_proj",
 ):  # fmt: skip
     """DeepSeek's MLA: low-rank queries, one compressed row for keys and values, RoPE on a part of its own.
 
-    scaled: see the return values of `yarn`.
+    scaled: see the return values of `yarn`. last: the name of the last product.
     """
     freqs, grown, scale = scaled or (frequencies(10000.0, rope), 1.0, 1.0)
     if f"{name}.q_proj.weight" in t:
@@ -205,49 +192,4 @@ def latent_attention(
             queries[i, h] = np.concatenate([q[i, h, :nope], grown * turn(q[i, h, nope:], position, freqs)])
             keys[i, h] = np.concatenate([up[i, h, :nope], turned])
     out = attend(queries, keys, up[:, :, nope:], (nope + rope) ** -0.5 * scale, None, chosen)
-    return linear(t, f"{name}.o_proj", out)
-
-
-def half_rope_attention(t, name, x, positions):
-    """GLM-4.5: norms of queries and keys, RoPE on half of each head."""
-    return attention(t, name, x, positions, frequencies(10000.0, D // 2))
-
-
-def gated_attention(t, name, x, positions):
-    """Qwen3-Next: each head's projection holds its query, then its gate; RoPE on a quarter of each head."""
-    both = linear(t, f"{name}.q_proj", x).reshape(len(x), HEADS, 2 * D)
-    q, gate = rms(both[:, :, :D], t[f"{name}.q_norm.weight"], 1e-6), both[:, :, D:].reshape(len(x), -1)
-    k = rms(linear(t, f"{name}.k_proj", x).reshape(len(x), KV, D), t[f"{name}.k_norm.weight"], 1e-6)
-    v, freqs = linear(t, f"{name}.v_proj", x).reshape(len(x), KV, D), frequencies(10000.0, D // 4)
-    q, k = (np.stack([[rotate(h, p, freqs) for h in row] for row, p in zip(z, positions)]) for z in (q, k))
-    return linear(t, f"{name}.o_proj", attend(q, k, v, D**-0.5) * sigmoid(gate))
-
-
-def grouped_experts(t, name, x, experts=8, groups=2, chosen=2, scale=1.0):
-    """DeepSeek-V3 and GLM: sigmoid scores; with a bias they choose the best group by its two best, then 2 experts."""
-    out = mlp(t, f"{name}.shared_experts", x)
-    for i, row in enumerate(x):
-        scores = sigmoid(linear(t, f"{name}.gate", row))
-        biased = (scores + t[f"{name}.gate.e_score_correction_bias"]).reshape(groups, -1)
-        group = np.sort(biased, 1)[:, -2:].sum(1).argmax()
-        best = group * (experts // groups) + np.argsort(-biased[group])[:chosen]
-        for expert in best:
-            out[i] += scale * scores[expert] / scores[best].sum() * mlp(t, f"{name}.experts.{expert}", row)
-    return out
-
-
-def softmax_experts(t, name, x, chosen=2):
-    """Qwen3-Next: softmax scores, the chosen ones made to sum to 1; the shared expert has a gate."""
-    out = sigmoid(linear(t, f"{name}.shared_expert_gate", x)) * mlp(t, f"{name}.shared_expert", x)
-    for i, row in enumerate(x):
-        scores = np.exp(linear(t, f"{name}.gate", row))
-        best = np.argsort(-scores)[:chosen]
-        for expert in best:
-            out[i] += scores[expert] / scores[best].sum() * mlp(t, f"{name}.experts.{expert}", row)
-    return out
-
-
-def nextn(at, attend, scale, eps=1e-6):
-    prefix = f"model.layers.{at}"
-    names = [f"{prefix}.{name}" for name in ("eh_proj", "enorm.weight", "hnorm.weight", "shared_head.norm.weight")]
-    return mtp(names, pre_norm(prefix, attend, lambda *args: grouped_experts(*args, scale=scale), eps), eps=eps)
+    return linear(t, f"{name}.{last}", gated(out, gates))

@@ -60,10 +60,7 @@ def head(kind, name):
     """
     model, layer = target(name), LATENT if kind == "eagle3_mla" else ONE_LAYER
     torch.manual_seed(1)
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, vocab_size=96,
-        head_dim=8 if kind == "eagle3_mla" else 16,
-    )  # fmt: skip
+    config = LlamaConfig(**dict(models.GQA, head_dim=8 if kind == "eagle3_mla" else 16))
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     if kind == "mtp":
         made = MtpHead(model.get_decoder(), block_config(model.config, sparse=False), embedding, output)
@@ -73,21 +70,30 @@ def head(kind, name):
     else:
         make = EagleHead if kind == "eagle" else partial(Eagle3Head, taps=TAPS, feature_size=64)
         made = make(config, embedding, head_weight=output, layer=layer)
-    own = [p for p in made.parameters() if p is not embedding and p is not output]
+
+    def loss():
+        ids = torch.randint(3, models.VOCAB, (16, 24))
+        with torch.no_grad():
+            out = model(ids, output_hidden_states=True)
+        states = [out.hidden_states[-1 if tap == FINAL else tap][:, :-1] for tap in made.taps]
+        _, normed = made(ids[:, 1:], torch.arange(23).expand(16, -1), made.project(states))
+        wanted = out.logits[:, 1:].argmax(-1)
+        return torch.nn.functional.cross_entropy((normed @ output.T).flatten(0, 1), wanted.flatten())
+
+    with mock.patch.object(ops, "attention", differentiable):
+        return taught(made, (embedding, output), STEPS, loss)
+
+
+def taught(draft, shared, steps, loss):
+    """A draft whose parameters, but those that it shares, have learned for a moment."""
+    own = [p for p in draft.parameters() if not any(p is each for each in shared)]
     optimizer = torch.optim.Adam(own, lr=5e-3)
-    with torch.enable_grad(), mock.patch.object(ops, "attention", differentiable):
-        for _ in range(STEPS):
-            ids = torch.randint(3, models.VOCAB, (16, 24))
-            with torch.no_grad():
-                out = model(ids, output_hidden_states=True)
-            states = [out.hidden_states[-1 if tap == FINAL else tap][:, :-1] for tap in made.taps]
-            _, normed = made(ids[:, 1:], torch.arange(23).expand(16, -1), made.project(states))
-            wanted = out.logits[:, 1:].argmax(-1)
-            loss = torch.nn.functional.cross_entropy((normed @ output.T).flatten(0, 1), wanted.flatten())
+    with torch.enable_grad():
+        for _ in range(steps):
             optimizer.zero_grad()
-            loss.backward()
+            loss().backward()
             optimizer.step()
-    return made.requires_grad_(False).eval()
+    return draft.requires_grad_(False).eval()
 
 
 @functools.cache
@@ -211,19 +217,22 @@ def drafted(algorithm, draft, model, schedule, text):
                     state = torch.cat([state, recycled[:, -1:]], dim=1)
             return recycled[0, -1], normed[0, -1] @ draft.head_weight.T
 
-    fed, is_chain = [], getattr(schedule, "topk", 0) == 1
+    return grown(schedule, ids, output, getattr(draft, "draft_to_target", None))
+
+
+def grown(schedule, ids, output, draft_to_target=None):
+    """Tokens and parents [1, N] of the tree after ids [1, T]. output: the tokens on the way from the root to a node ->
+    its state [h], and the logits of what follows."""
+    fed, is_chain, output = [], getattr(schedule, "topk", 0) == 1, functools.cache(output)
 
     def step(tokens, hidden, ancestors, depth, offset, wanted):
         del fed[offset if is_chain else 0 :]
         fed.extend(tokens[0].tolist())
-        rows = []
-        for row in range(tokens.shape[1]):
-            if is_chain:
-                path = fed
-            else:
-                path = [token for j, token in enumerate(fed) if int(ancestors[0, row]) >> j & 1]
-            rows.append(output(path))
-        return torch.stack([h for h, _ in rows])[None], torch.stack([logits for _, logits in rows[-wanted:]])[None]
+        seen = (
+            [range(len(fed))] if is_chain else [[j for j in range(len(fed)) if int(a) >> j & 1] for a in ancestors[0]]
+        )
+        states, logits = zip(*(output(tuple(fed[j] for j in path)) for path in seen))
+        return torch.stack(states)[None], torch.stack(logits[-wanted:])[None]
 
-    hidden, logits = output([])
-    return grow(schedule, ids[:, -1], logits[None], hidden[None], step, getattr(draft, "draft_to_target", None))[:2]
+    hidden, logits = output(())
+    return grow(schedule, ids[:, -1], logits[None], hidden[None], step, draft_to_target)[:2]

@@ -10,9 +10,7 @@ import torch
 from models import ADMITTED, VOCAB, prompts
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
-from transformers import (
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedTokenizerFast
 
 from spec_compile import speculate
 from spec_compile.compat import CACHE

@@ -11,8 +11,7 @@ from spec_compile.runtime.verify import Route, make_acceptor
 from spec_compile.tree import Tree
 
 VOCAB, EOS, NEW, NODES = 40, 2, 24, 8
-TABLE = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(3))
-"""Logits of the token after each token."""
+TABLE = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(3))  # logits of the token after each token
 TABLE[:, EOS] += 1
 GRAMMARS = [fake.grammar(VOCAB, seed=seed, final={3, 7}) for seed in range(3)]
 

@@ -11,14 +11,11 @@ from spec_compile.compat import CACHE
 from spec_compile.drafters.modules.eagle import Eagle3Head
 from spec_compile.passes.outputs import FINAL
 
-TURN = 10
-"""New tokens of each of the calls of `turns`."""
+TURN = 10  # new tokens of each of the calls of `turns`
 NEW = 48
 NOISY = {"zamba": 1e-4}  # as far as its own generate() is from a plain forward
-DELAYS = ("zaya",)
-"""Whose states here are past inputs of other sizes than transformers' cache holds."""
-PURE = ("mamba", "mamba2")
-"""Without attention, their caches hold only states."""
+DELAYS = ("zaya",)  # whose states here are past inputs of other sizes than transformers' cache holds
+PURE = ("mamba", "mamba2")  # without attention, their caches hold only states
 
 
 @functools.cache
@@ -59,11 +56,8 @@ def states_of(cache):
 
 def heads_of(model):
     """A random EAGLE-3 head with a tap behind a recurrence, one behind attention, and one of the embeddings."""
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=96
-    )
-    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    head = Eagle3Head(config, embedding, head_weight=output, taps=(1, 0, FINAL), feature_size=64)
+    shared = model.get_input_embeddings().weight, (1, 0, FINAL), models.BASE["hidden_size"]
+    head = Eagle3Head(LlamaConfig(**models.GQA16), *shared, head_weight=model.get_output_embeddings().weight)
     return head.requires_grad_(False).eval()
 
 

@@ -4,8 +4,7 @@ import dataclasses
 
 from triton.runtime import interpreter
 
-PATCHED = set()
-"""Device functions whose module's `triton.language` was once replaced by the interpreter's."""
+PATCHED = set()  # device functions whose module's `triton.language` was once replaced by the interpreter's
 
 
 def call_device_function(function, *args, **kwargs):

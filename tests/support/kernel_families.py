@@ -1,7 +1,8 @@
 """Scripts that launch the kernels of each family at the sizes of real models; `compiled` runs them in its process.
 
-There `found` collects the kernels of a case, `results` has them by the case's name, CARD has the GPU's facts, and HALF
-is the dtype of 16 bits in which the GPU computes.
+There ``compiled(module, *names)`` lets kernels be compiled where they would be launched, `found` collects them in a
+case, `results` has them by the case's name, CARD has the GPU's facts, and HALF is the dtype of 16 bits in which the GPU
+computes.
 """
 
 ATTENTION = """
@@ -10,8 +11,7 @@ from spec_compile.kernels.attention.base import AttentionCall
 from spec_compile.kernels.attention.tail_tiles import nodes_per_tile, tail_tiles
 from spec_compile.kernels.card import FP8
 
-for name in ("append_kernel", "prompt_kernel", "tree_kernel", "merge_spans_kernel"):
-    setattr(tree_attention, name, Compiled(getattr(tree_attention, name)))
+compiled(tree_attention, "append_kernel", "prompt_kernel", "tree_kernel", "merge_spans_kernel")
 SIZES = (32, 8, 64, 64), (32, 8, 128, 128), (8, 1, 256, 256), (4, 4, 24, 16), (4, 2, 8, 8)
 for heads, kv_heads, size, values in SIZES:
     for nodes, causal in ((1, False), (16, False), (64, False), (2048, True)):
@@ -41,8 +41,7 @@ INDEXED = """
 from spec_compile.contrib.indexed import attention as indexed_attention
 from spec_compile.kernels.attention.base import AttentionCall
 
-for name in ("scores_kernel", "chosen_kernel", "merge_chosen_kernel"):
-    setattr(indexed_attention, name, Compiled(getattr(indexed_attention, name)))
+compiled(indexed_attention, "scores_kernel", "chosen_kernel", "merge_chosen_kernel")
 for heads, size, values, index_heads, is_half in ((128, 192, 128, 64, True), (4, 24, 16, 5, False)):
     found, dtype = [], HALF if is_half else torch.float32
     for nodes in (1, 16):
@@ -69,7 +68,7 @@ PRODUCTS = """
 from spec_compile.kernels.linear import plans, skinny_gemm
 from spec_compile.kernels.linear.product import Product, QkvHeads
 
-skinny_gemm.skinny_gemm_kernel = Compiled(skinny_gemm.skinny_gemm_kernel)
+compiled(skinny_gemm, "skinny_gemm_kernel")
 for heads, kv_heads, size, inputs, norms in ((16, 8, 128, 1024, True),):
     weight = torch.zeros((heads + 2 * kv_heads) * size, inputs, dtype=HALF)
     how = plans.plan(*weight.shape, processors=CARD.processors, memory=CARD.memory)
@@ -87,16 +86,15 @@ OTHER_PRODUCTS = PRODUCTS.replace("(16, 8, 128, 1024, True)", "(32, 8, 64, 2048,
 TRAINING = """
 from spec_compile.train import attention_kernels, distil_kernel
 
-for name in ("_distil", "_confidence"):
-    setattr(distil_kernel, name, Compiled(getattr(distil_kernel, name)))
+compiled(distil_kernel, "_distil", "_confidence")
 found, logits, shared = [], torch.zeros(4, 151936, dtype=HALF), torch.zeros(4, dtype=torch.int64)
 for mix in ((1.0, 0.0), (0.1, 0.9)):
     distil_kernel.launch(logits, logits[:2], shared, torch.zeros(4), *mix)
 distil_kernel.confidence(logits, shared)
 results["a loss"] = found
 
-for name in ("_join", "_join_backward", "_attend_blocks", "_backward_queries", "_backward_slots", "_backward_context"):
-    setattr(attention_kernels, name, Compiled(getattr(attention_kernels, name)))
+compiled(attention_kernels, "_join", "_join_backward", "_attend_blocks")
+compiled(attention_kernels, "_backward_queries", "_backward_slots", "_backward_context")
 for size in (64, 80, 128, 256):
     found, q = [], torch.zeros(1, 5, 4, size, dtype=HALF).transpose(1, 2)
     (keys, values), total = torch.zeros(2, 6, 1, 5, 4, size, dtype=HALF), torch.zeros(1, 4, 5)
@@ -114,13 +112,14 @@ for size in (128, 256):
 """
 
 QUANTISED = """
-from spec_compile.kernels.linear import activations, plans, quantised, skinny_gemm
+from spec_compile import quantised
+from spec_compile.kernels.linear import plans, quantised_kernel, skinny_gemm
 from spec_compile.kernels.linear.product import Gate, Normed, Product
 
 
-skinny_gemm.skinny_gemm_kernel = Compiled(skinny_gemm.skinny_gemm_kernel, PTX=True)
-skinny_gemm.round_rows_kernel = Compiled(skinny_gemm.round_rows_kernel)
-activations.round_blocks_kernel = Compiled(activations.round_blocks_kernel)
+compiled(skinny_gemm, "skinny_gemm_kernel", PTX=True)
+compiled(skinny_gemm, "round_rows_kernel")
+compiled(quantised_kernel, "round_blocks_kernel")
 KINDS = {
     "Fp8Block 128 128": ("float8_e4m3fn", 1), "PerChannel": ("float8_e4m3fn", 64), "Int8Weight": ("int8", 1),
     "Nibbles 64 1 0": ("int32", 64), "Nibbles 128 0 1": ("int32", 16), f"TableNibbles 64 {1 << 500}": ("int32", 16),
@@ -149,15 +148,16 @@ for kind, (dtype, rows) in KINDS.items():
 """
 
 EXPERTS = """
-from spec_compile.kernels.experts import ExpertFormat, launch, sort
-from spec_compile.kernels.linear import activations
+from spec_compile.kernels.experts import launch, plans, wide_kernel
+from spec_compile.kernels.linear import quantised_kernel
 from spec_compile.kernels.linear.product_ops import stream_after
+from spec_compile.quantised.experts import ExpertFormat
 
 
-launch.experts_kernel = Compiled(launch.experts_kernel, PTX=True)
-launch.wide_experts_kernel = Compiled(launch.wide_experts_kernel, PTX=True)
-for module, name in ((activations, "round_blocks_kernel"), (sort, "sort_kernel"), (launch, "combine_kernel")):
-    setattr(module, name, Compiled(getattr(module, name)))
+compiled(launch, "experts_kernel", "wide_experts_kernel", PTX=True)
+compiled(launch, "combine_kernel")
+compiled(quantised_kernel, "round_blocks_kernel")
+compiled(wide_kernel, "sort_kernel")
 SHAPES = {
     "Qwen3-30B-A3B": (128, 8, 2048, 768, {}),
     "the same in FP8": (128, 8, 2048, 768, dict(block=128)),
@@ -190,7 +190,8 @@ for name, (count, top, size, inner, layout) in SHAPES.items():
         for stream in (None, stream_after(x, x[0], 0.0)):
             launch.down(inside, ids, torch.zeros(tokens, top), parts(size, inner), second, stream=stream)
         products = [each for each in found if each.metadata.name.endswith("experts_kernel")]
-        form = "experts_kernel" if tokens < 2048 else "wide_experts_kernel"
+        least = plans.LEAST_MXFP4_PAIRS if second.mxfp4 else plans.LEAST_PAIRS
+        form = "wide_experts_kernel" if tokens * top >= least else "experts_kernel"
         assert {each.metadata.name for each in products} == {form}
         by_tile = tokens == 2048 and second == ExpertFormat()
         for kernel in products if CARD.capability == (9, 0) else ():
@@ -207,7 +208,7 @@ from spec_compile.kernels import all_reduce_kernel as launch
 from spec_compile.kernels.all_reduce import make_exchange
 
 
-launch.all_reduce_kernel = Compiled(launch.all_reduce_kernel, ON_GPU=True)
+compiled(launch, "all_reduce_kernel", ON_GPU=True)
 launch._processors = lambda device: CARD.processors
 for ranks in (2, 4):
     slots = torch.empty(2, ranks + 1, 1 << 20, dtype=torch.int32)
@@ -227,13 +228,12 @@ for ranks in (2, 4):
 RECURRENCES = """
 from spec_compile.kernels.recurrence import initial_state, launch, stash_shapes, walk
 
-found, walk.walk_kernel = [], Compiled(walk.walk_kernel)
+found = []
+compiled(walk, "walk_kernel")
 walk.launch(torch.ones(1, 64, dtype=torch.int64))
 results["a walk"] = found
-KERNELS = "linear_attention", "linear_commit", "convolution", "convolution_commit", "selective", "selective_commit"
-KERNELS += "channelwise", "channelwise_commit"
-for name in KERNELS:
-    setattr(launch, f"{name}_kernel", Compiled(getattr(launch, f"{name}_kernel")))
+for name in ("linear", "convolution", "selective", "channelwise"):
+    compiled(launch, "linear_attention_kernel" if name == "linear" else f"{name}_kernel", f"{name}_commit_kernel")
 
 
 def linear(key_heads, heads, dk, dv, *channels):
@@ -271,10 +271,9 @@ NORMS = """
 from spec_compile.kernels import norms, row_scan
 from spec_compile.kernels.linear import float32
 
-MODULES = norms, norms, norms, norms, row_scan, float32
-NAMES = "gated_rms_norm_kernel", "l2_norms_kernel", "_add_rms_norm", "_rms_norm_of_heads", "_sum_parts", "linear_kernel"
-for module, name in zip(MODULES, NAMES):
-    setattr(module, name, Compiled(getattr(module, name)))
+compiled(norms, "gated_rms_norm_kernel", "l2_norms_kernel", "_add_rms_norm", "_rms_norm_of_heads")
+compiled(row_scan, "_sum_parts")
+compiled(float32, "linear_kernel")
 for heads, size, inputs, experts in ((32, 128, 2048, 512),):
     for rows in (1, 16):
         found = []
@@ -296,39 +295,29 @@ for heads, size, inputs, experts in ((32, 128, 2048, 512),):
 """
 
 DRAFTS = """
-from spec_compile.kernels import lattice
+from spec_compile.kernels import copies, lattice, top_logits
+from spec_compile.kernels.linear import low_rank_kernel
 
-found, lattice.lattice_kernel = [], Compiled(lattice.lattice_kernel)
+compiled(lattice, "lattice_kernel")
+compiled(copies, "_copy_row", "_copy_blocks", "_compact")
+compiled(copies, "_publish", RELEASE=True)
+compiled(top_logits, "_top_logits")
+compiled(low_rank_kernel, "low_rank_kernel")
+found = results["a lattice"] = []
 lattice.launch(torch.zeros(2).long(), torch.zeros(2, 15, 16).long(), torch.zeros(2, 15, 16, 16), 64)
-results["a lattice"] = found
-
-from spec_compile.kernels import copies
-
-found, copies._copy_row = [], Compiled(copies._copy_row)
+found = results["a copy of a row"] = []
 copies.RowCopies(*([torch.zeros(2, 3, 128, 64).to(HALF)] for _ in range(2)))(0, 1, 70)
-results["a copy of a row"] = found
-
-from spec_compile.kernels import copies
-
-found, copies._copy_blocks = [], Compiled(copies._copy_blocks)
+found = results["copies of blocks"] = []
 packed = copies.BlockCopies([torch.zeros(2, 3, 128, 64).short() for _ in range(2)], 64)
 for to_row in (False, True):
     packed(torch.zeros(2, 24576).short(), 0, 0, to_row)
-results["copies of blocks"] = found
-
-from spec_compile.kernels import copies, top_logits
-from spec_compile.kernels.linear import low_rank_kernel
-
-MODULES = copies, copies, top_logits, low_rank_kernel
-for module, name in zip(MODULES, ("_compact", "_publish", "_top_logits", "low_rank_kernel")):
-    setattr(module, name, Compiled(getattr(module, name), **({"RELEASE": True} if name == "_publish" else {})))
-found, numbers = [], torch.zeros(2, 8, dtype=torch.int64)
+found = results["ends of a round"] = []
+numbers = torch.zeros(2, 8, dtype=torch.int64)
 copies.launch([torch.zeros(2, 3, 128, 64).to(HALF) for _ in range(2)], numbers[:, 0], numbers, numbers[:, 0])
 copies.publish(numbers, torch.zeros(3, 17, dtype=torch.int64), numbers[0, :1])
 top_logits.launch(torch.zeros(16, 151936, dtype=HALF), 10, 1.0)
 x, down = torch.zeros(2, 16, 64, dtype=HALF), torch.zeros(3, 8, 64, dtype=HALF)
 low_rank_kernel.launch(x, x, down, down.mT.contiguous(), torch.zeros(3), numbers[:, 0])
-results["ends of a round"] = found
 """
 
 

@@ -4,8 +4,7 @@ import peft
 import torch
 from models import ADMITTED
 
-NAMES = ["red", "__base__", "blue", "red"]
-"""The adapter of each row of a batch."""
+NAMES = ["red", "__base__", "blue", "red"]  # the adapter of each row of a batch
 
 
 def lora(rank, modules, **options):

@@ -1,18 +1,18 @@
 """What modules of multi-token prediction compute, as slow float64 arithmetic on the published tensors.
 
 ``FORMULAS[name](tensors, embedding, ids, positions, state, number)`` gives norm(y) [T, H] of module `number` of a
-family in `mtp_checkpoints.MTP`. They follow the definitions that the table of families names.
+family in `mtp_checkpoints.MTP` or a flavour in `draft_checkpoints.FLAVOURS`. They follow the definitions that the table
+of families names.
 """
+
+import functools
 
 import numpy as np
 from draft_formulas import (
     HEADS,
-    KV,
     D,
-    attend,
     attention,
     frequencies,
-    half_rope_attention,
     latent_attention,
     linear,
     mlp,
@@ -26,14 +26,15 @@ from mtp_checkpoints import EXPERTS, WINDOW
 FREQS = frequencies(10000.0)
 
 
-def module(fc, for_embedding, for_state, last, layer, eps=1e-5, zero_first=False, own=None):
+def module(fc, for_embedding, for_state, last, layer, eps=1e-5, zero_first=False, own=None, state_first=False):
     """norm(layer(fc [norm(e); norm(s)])). The names are formats of the module's number; last: None for no norm."""
 
     def forward(t, embedding, ids, positions, state, number):
         e = (t[own] if own else embedding)[ids]
         e = e * (positions != 0)[:, None] if zero_first else e
         names = [f"{name}.weight".format(number) for name in (for_embedding, for_state)]
-        u = linear(t, fc.format(number), np.concatenate([rms(e, t[names[0]], eps), rms(state, t[names[1]], eps)], 1))
+        both = [rms(e, t[names[0]], eps), rms(state, t[names[1]], eps)]
+        u = linear(t, fc.format(number), np.concatenate(both[::-1] if state_first else both, 1))
         y = layer(t, u, positions, number)
         return rms(y, t[f"{last}.weight".format(number)], eps) if last else y
 
@@ -70,6 +71,19 @@ def rope_attention(window=None):
     return lambda t, name, x, positions: attention(t, name, x, positions, FREQS, window)
 
 
+def half_rope_attention(t, name, x, positions):
+    """GLM-4.5: norms of queries and keys, RoPE on half of each head."""
+    return attention(t, name, x, positions, frequencies(10000.0, D // 2))
+
+
+def gated_attention(t, name, x, positions):
+    """Qwen3-Next: each head's projection holds its query, then its gate; RoPE on a quarter of each head."""
+    q, gates = np.split(t[f"{name}.q_proj.weight"].reshape(HEADS, 2 * D, -1), 2, axis=1)
+    gates = (x @ gates.reshape(HEADS * D, -1).T).reshape(len(x), HEADS, D)
+    t = {**t, f"{name}.q_proj.weight": q.reshape(HEADS * D, -1)}
+    return attention(t, name, x, positions, frequencies(10000.0, D // 4), eps=1e-6, gates=gates)
+
+
 def plain_attention(t, name, x, positions):
     """Without RoPE; norms of queries and keys if there are any."""
     return attention(t, name, x, positions, 0 * FREQS)
@@ -77,25 +91,13 @@ def plain_attention(t, name, x, positions):
 
 def pairs_attention(t, name, x, positions):
     """ERNIE: neighbouring numbers of a head turn together."""
-    q, k, v = (linear(t, f"{name}.{part}_proj", x).reshape(len(x), -1, D) for part in "qkv")
-    q, k = (np.stack([[rotate_pairs(h, p, FREQS) for h in row] for row, p in zip(z, positions)]) for z in (q, k))
-    return linear(t, f"{name}.o_proj", attend(q, k, v, D**-0.5))
+    return attention(t, name, x, positions, FREQS, turn=rotate_pairs)
 
 
 def sink_attention(t, name, x, positions):
     """MiMo-V2: RoPE on half of each head, values times 0.707, a window, and a learned score that takes weight away."""
-    q, k, v = (linear(t, f"{name}.{part}_proj", x).reshape(len(x), -1, D) for part in "qkv")
-    freqs = frequencies(10000.0, D // 2)
-    q, k = (np.stack([[rotate(h, p, freqs) for h in row] for row, p in zip(z, positions)]) for z in (q, k))
-    out = np.zeros((len(x), HEADS, D))
-    for at in range(len(x)):
-        seen = range(max(0, at - WINDOW + 1), at + 1)
-        for h in range(HEADS):
-            group = h // (HEADS // (2 * KV))
-            weights = np.exp([q[at, h] @ k[s, group] * D**-0.5 for s in seen])
-            total = weights.sum() + np.exp(t[f"{name}.attention_sink_bias"][h])
-            out[at, h] = sum(w * 0.707 * v[s, group] for w, s in zip(weights, seen)) / total
-    return linear(t, f"{name}.o_proj", out.reshape(len(x), -1))
+    sinks = t[f"{name}.attention_sink_bias"]
+    return attention(t, name, x, positions, frequencies(10000.0, D // 2), WINDOW, sinks=sinks, scale=0.707)
 
 
 def scaled_latent_attention(t, name, x, positions):
@@ -130,9 +132,8 @@ def indexed_attention(turn, topk=8):
 def ling_attention(t, name, x, positions):
     """Ling: a gate for each head, before the last product, which is called dense."""
     name = name.replace("self_attn", "attention")
-    heads = latent_attention({**t, f"{name}.o_proj.weight": np.eye(HEADS * 12)}, name, x, positions)
-    gates = sigmoid(linear(t, f"{name}.g_proj", x))
-    return linear(t, f"{name}.dense", (heads.reshape(len(x), HEADS, -1) * gates[:, :, None]).reshape(len(x), -1))
+    gates = linear(t, f"{name}.g_proj", x)[:, :, None]
+    return latent_attention(t, name, x, positions, gates=gates, last="dense")
 
 
 def experts(gate="gate", bias="", shared="shared_experts", scale=1.0, groups=1, count=EXPERTS, expert=mlp):
@@ -140,6 +141,8 @@ def experts(gate="gate", bias="", shared="shared_experts", scale=1.0, groups=1, 
 
     def feed(t, name, x):
         out = expert(t, f"{name}.{shared}", x) if shared else np.zeros_like(x)
+        if f"{name}.{shared}_gate.weight" in t:
+            out *= sigmoid(linear(t, f"{name}.{shared}_gate", x))
         for i, row in enumerate(x):
             scores = linear(t, f"{name}.{gate}", row)
             scores = sigmoid(scores) if bias else np.exp(scores)
@@ -194,12 +197,8 @@ def merged_mlp(t, name, x):
 
 def step_attention(t, name, x, positions):
     """Step: a gate for each head. The second of three modules has no window, and RoPE on half of each head."""
-    whole = ".4." in name
-    heads = len(t[f"{name}.g_proj.weight"])
-    freqs, window = (frequencies(1e4, D // 2), None) if whole else (FREQS, WINDOW)
-    out = attention({**t, f"{name}.o_proj.weight": np.eye(heads * D)}, name, x, positions, freqs, window)
-    gates = sigmoid(linear(t, f"{name}.g_proj", x))
-    return linear(t, f"{name}.o_proj", (out.reshape(len(x), heads, D) * gates[:, :, None]).reshape(len(x), -1))
+    freqs, window = (frequencies(1e4, D // 2), None) if ".4." in name else (FREQS, WINDOW)
+    return attention(t, name, x, positions, freqs, window, gates=linear(t, f"{name}.g_proj", x)[:, :, None])
 
 
 def less_one(forward):
@@ -216,18 +215,31 @@ def exaone_attention(t, name, x, positions):
     return (rope_attention(WINDOW) if ".0." in name else plain_attention)(t, name, x, positions)
 
 
-def pre_fc(attend, feed):
-    names = "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"
-    return module(*names, layer("mtp.layers.{}", attend, feed))
+def pre_fc(layer, **kwargs):
+    return module("mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm", layer, **kwargs)
+
+
+def mimo(prefix, **kwargs):
+    names = (f"{prefix}.{name}" for name in ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm"))
+    return module(*names, layer(prefix, rope_attention(), mlp, 1e-6), 1e-6, **kwargs)
 
 
 GROUPED = dict(bias="gate.e_score_correction_bias", groups=2, count=8)
 MIXED = dict(bias="gate.e_score_correction_bias", groups=2, count=4)
+DEEPSEEK = functools.partial(
+    after, attend=latent_attention, feed=experts(**GROUPED, scale=2.5), last="shared_head.norm", eps=1e-6,
+    zero_first=True,
+)  # fmt: skip
+QWEN = "mtp.layers.{}"
 MIMO, LONGCAT, GLM_V = "model.mtp.layers.{}", "model.mtp.layers.0", "model.language_model.layers.2"
 FORMULAS = {
-    "deepseek_v3": after(
-        3, latent_attention, experts(**GROUPED, scale=2.5), "shared_head.norm", 1e-6, zero_first=True
-    ),
+    "deepseek_v3": DEEPSEEK(3),
+    "mtp_deepseek": DEEPSEEK(3),
+    "mtp_deepseek_nextn": DEEPSEEK(0),
+    "mtp_glm": after(2, half_rope_attention, experts(**GROUPED), "shared_head.norm", zero_first=True),
+    "mtp_mimo": mimo("model.mtp_layers.0", zero_first=True, state_first=True),
+    "mtp_speculators": mimo("mtp_layers.0"),
+    "mtp_qwen": less_one(pre_fc(layer(QWEN, gated_attention, experts(shared="shared_expert"), 1e-6), eps=1e-6)),
     "glm4_moe_lite": after(
         2, latent_attention, experts(**GROUPED, scale=1.8), "shared_head.norm", zero_first=True
     ),
@@ -247,8 +259,8 @@ FORMULAS = {
         "model.mtp_linear_proj.{}", "model.mtp_emb_norm.{}", "model.mtp_hidden_norm.{}", None,
         layer("model.mtp_block.{}", pairs_attention, mlp), zero_first=True,
     ),
-    "exaone_moe": pre_fc(exaone_attention, mlp),
-    "mellum": pre_fc(rope_attention(WINDOW), experts(shared="")),
+    "exaone_moe": pre_fc(layer(QWEN, exaone_attention, mlp)),
+    "mellum": pre_fc(layer(QWEN, rope_attention(WINDOW), experts(shared=""))),
     "mimo_v2": nextn(MIMO, layer(MIMO, sink_attention, mlp, second="pre_mlp_layernorm"), "final_layernorm"),
     "glm_ocr": nextn(
         GLM_V, sandwich(GLM_V, pairs_attention, merged_mlp), "shared_head.norm", zero_first=True
@@ -258,10 +270,7 @@ FORMULAS = {
         "shared_head.norm", zero_first=True,
     ),
     "step3p7": less_one(after(3, step_attention, mlp, "transformer.shared_head.norm")),
-    "exaone4_5": module(
-        "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm",
-        sandwich("mtp.layers.0", rope_attention(WINDOW), mlp, before=False),
-    ),
+    "exaone4_5": pre_fc(sandwich(QWEN, rope_attention(WINDOW), mlp, before=False)),
     "nemotron_h": module(
         "mtp.layers.0.eh_proj", "mtp.layers.0.enorm", "mtp.layers.0.hnorm", "mtp.layers.1.final_layernorm", half_layers,
     ),
@@ -271,3 +280,4 @@ FORMULAS = {
         own="model.mtp.embed_tokens.weight",
     ),
 }  # fmt: skip
+FORMULAS["mtp_qwen35"] = FORMULAS["mtp_qwen"]

@@ -3,9 +3,8 @@
 import copy
 
 import torch
-from draft_rounds import followed, tree_of
+from draft_rounds import followed, grown, tree_of
 
-from spec_compile.drafters.trees.grow import grow
 from spec_compile.passes.outputs import FINAL
 
 
@@ -45,24 +44,13 @@ def drafted(first, model, schedule, text):
     states = last_states(model, ids, first.taps)[:, :-1]
     slots = torch.arange(states.shape[1])[None]
 
-    def logits_after(path):
+    def output(path):
         tokens, state = torch.cat([ids[:, 1:], torch.tensor([path], dtype=torch.int64)], dim=1), states
         for number, module in enumerate(every[: len(path) + 1]):
             state, normed = module(tokens[:, number : number + slots.shape[1]], slots, state)
-        return normed[:, -1] @ module.head_weight.T
+        return state[0, -1, :1], normed[0, -1] @ module.head_weight.T
 
-    chain = []
-
-    def step(tokens, hidden, ancestors, depth, offset, wanted):
-        if schedule.topk == 1:
-            chain.append(int(tokens))
-            rows = [logits_after(chain)]
-        else:
-            seen = [[int(tokens[0, j]) for j in range(tokens.shape[1]) if int(row) >> j & 1] for row in ancestors[0]]
-            rows = [logits_after(path) for path in seen[-wanted:]]
-        return hidden.new_zeros(1, tokens.shape[1], 1), torch.stack(rows, dim=1)
-
-    tokens, parents, _ = grow(schedule, ids[:, -1], logits_after([]), states[:, -1, :1], step)
+    tokens, parents = grown(schedule, ids, output)
     return tokens[0].tolist(), parents[0].tolist()
 
 

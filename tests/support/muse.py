@@ -7,8 +7,7 @@ import torch
 import transformers
 
 HAS_MUSE = hasattr(transformers, "MuseGlimmerAssistantModel")
-V, MASK, WINDOW, BLOCK = 12, 11, 8, 5
-"""Few tokens, so that random drafts are accepted now and then."""
+V, MASK, WINDOW, BLOCK = 12, 11, 8, 5  # few tokens, so that random drafts are accepted now and then
 SIZES = dict(
     hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
     sliding_window=WINDOW, max_position_embeddings=512, initializer_range=0.3, eos_token_id=None, bos_token_id=None,

@@ -37,8 +37,7 @@ DTYPES = (
 INTEGERS = -(1 << 63), -(1 << 31), -65, -1, 0, 1, 3, 63, 64, 65, 511, 1 << 31, 1 << 32, (1 << 63) - 1
 NUMBERS = -1.0, 0.0, 0.01, 1.0, 1e300, float("nan"), float("inf")
 KINDS = "", "PerChannel 0", "CodeBlocks 4 0 0 0 0", "CodeBlocks 8 7 2 2 0", "CodeBlocks 4 32 1 1 0", "Fp8Block 128 128"
-REFUSALS = TypeError, ValueError, RuntimeError
-"""The last is PyTorch's, where the kernel does not serve."""
+REFUSALS = TypeError, ValueError, RuntimeError  # the last is PyTorch's, where the kernel does not serve
 
 
 def reshaped(x: torch.Tensor, pick: random.Random) -> torch.Tensor:

@@ -60,18 +60,13 @@ def awq(outputs, inputs, group=64):
     return Awq(group), [words(inputs, outputs // 8), words(inputs // group, outputs // 8), scales]
 
 
-def static(dtype):
+def in_bytes(layout, dtype, static=False):
+    """A scale for each output; static: one for all, and one of activations."""
+
     def draw(outputs, inputs):
         codes = (torch.randn(outputs, inputs) * 40).clamp(-128, 127).to(dtype)
-        return PerTensor(1), [codes, torch.rand(1) / 40 / inputs**0.5, torch.tensor([0.007])]
-
-    return draw
-
-
-def channels(layout, dtype):
-    def draw(outputs, inputs):
-        codes = (torch.randn(outputs, inputs) * 40).clamp(-128, 127).to(dtype)
-        return layout, [codes, torch.rand(outputs, 1) / 40 / inputs**0.5]
+        scales = torch.rand((1,) if static else (outputs, 1)) / 40 / inputs**0.5
+        return layout, [codes, scales, *([torch.tensor([0.007])] if static else [])]
 
     return draw
 
@@ -94,20 +89,15 @@ def bitsandbytes(nested, block=64):
     return draw
 
 
-def fp4(group, divides):
+def fp4(group, divides, both=False):
+    """both: activations are rounded, too."""
+
     def draw(outputs, inputs):
         codes = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
         scales = torch.randint(118, 122, (outputs, inputs // group), dtype=torch.uint8)
         scales = (torch.rand(scales.shape) * 400).to(FP8) if group != 32 else scales
-        return Fp4(group, divides), [codes, scales, torch.tensor([5000.0 if divides else 2e-4 if group != 32 else 1.0])]
-
-    return draw
-
-
-def fp4_both(group):
-    def draw(outputs, inputs):
-        parts = fp4(group, 1)(outputs, inputs)[1]
-        return Fp4Both(group, 1), [*parts, torch.tensor([500.0])]
+        parts = [codes, scales, torch.tensor([5000.0 if divides else 2e-4 if group != 32 else 1.0])]
+        return (Fp4Both if both else Fp4)(group, divides), [*parts, torch.tensor([500.0])] if both else parts
 
     return draw
 
@@ -126,25 +116,22 @@ def groups(width, second):
 
 
 DRAWN = {
-    "fp8": fp8_block, "ct fp8": channels(PerChannel(), FP8), "ct int8": channels(PerChannel(), torch.int8),
-    "static fp8": static(FP8), "static int8": static(torch.int8),
-    "ao int8": channels(Int8Weight(), torch.int8), "ao fp8": channels(Float8Weight(), FP8),
+    "fp8": fp8_block, "ct fp8": in_bytes(PerChannel(), FP8), "ct int8": in_bytes(PerChannel(), torch.int8),
+    "static fp8": in_bytes(PerTensor(1), FP8, True), "static int8": in_bytes(PerTensor(1), torch.int8, True),
+    "ao int8": in_bytes(Int8Weight(), torch.int8), "ao fp8": in_bytes(Float8Weight(), FP8),
     "ct128": compressed(128), "ct32": compressed(32), "ct": compressed(None),
     "ct64 fp16": compressed(64, torch.float16), "ao int4": int_groups, "gptq": gptq, "awq": awq,
     "table": bitsandbytes(False), "nested": bitsandbytes(True), "nvfp4": fp4(16, 1), "modelopt fp4": fp4(16, 0),
     "mxfp4": fp4(32, 0), "w4a8": w4a8(128, 0, 1), "w4a8 32": w4a8(32, 0, 0), "w4a8 rows": w4a8(None, 0, 0),
-    "w4a8 fp8": w4a8(128, 1, 1), "come rounded": channels(PerChannel(rounded=1), FP8),
+    "w4a8 fp8": w4a8(128, 1, 1), "come rounded": in_bytes(PerChannel(rounded=1), FP8),
 }  # fmt: skip
-OF_CPU = {
-    "q8_0": groups(8, NONE), "q4_1": groups(4, MINIMUM),
-}  # fmt: skip
-"""Layouts that only the kernel of a CPU reads."""
+OF_CPU = {"q8_0": groups(8, NONE), "q4_1": groups(4, MINIMUM)}  # layouts that only the kernel of a CPU reads
 TINY = {
     "fp8": partial(fp8_block, block=8), "ct fp8": DRAWN["ct fp8"], "ct int8": DRAWN["ct int8"],
     "static fp8": DRAWN["static fp8"], "ao int8": DRAWN["ao int8"], "ao fp8": DRAWN["ao fp8"], "ct": compressed(8),
     "ct rows": compressed(None), "ao int4": partial(int_groups, group=8), "gptq": partial(gptq, group=8),
     "gptq by activation": partial(gptq, group=8, by_activation=True), "awq": partial(awq, group=8),
-    "table": bitsandbytes(False, 8), "nested": bitsandbytes(True, 8), "nvfp4": fp4(8, 1), "nvfp4 both": fp4_both(8),
+    "table": bitsandbytes(False, 8), "nested": bitsandbytes(True, 8), "nvfp4": fp4(8, 1), "nvfp4 both": fp4(8, 1, True),
     "w4a8": w4a8(8, 0, 1), "w4a8 bytes": w4a8(8, 0, 0), "w4a8 fp8": w4a8(8, 1, 1),
 }  # fmt: skip
 """The same with groups of 8, for layers of tiny models."""

@@ -4,17 +4,13 @@ import functools
 
 import torch
 import transformers
+from hybrids import heads_of
 from models import FULL, GQA16, MOE, SPECIAL, WIN, _randomise, speculate_captured
-from transformers import LlamaConfig
-
-from spec_compile.drafters.modules.eagle import Eagle3Head
-from spec_compile.passes.outputs import FINAL
 
 # fmt: off
 PICTURE, START, END, VIDEO = 90, 91, 93, 92
 """Token ids: of the places of a picture, of the marks around them, and of the places of a video."""
-SIDE = 16
-"""Pixels of the side of a picture that has a fixed size."""
+SIDE = 16  # pixels of the side of a picture that has a fixed size
 TOWER = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=SIDE,
              patch_size=4)
 GRID_TOWER = dict(hidden_size=32, intermediate_size=48, depth=2, num_heads=2, out_hidden_size=64, patch_size=4)
@@ -122,14 +118,9 @@ def fast(name):
 @functools.cache
 def heads(name):
     """EAGLE-3 with a random head: its drafts are poor, its cache shows what it was given."""
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=96
-    )
-    target = model(name)
     torch.manual_seed(0)
-    embedding, output = target.get_input_embeddings().weight, target.get_output_embeddings().weight
-    head = Eagle3Head(config, embedding, head_weight=output, taps=(1, 0, FINAL), feature_size=64).eval()
-    return speculate_captured(target, "eagle3", draft=head, num_steps=2, compile=False, check=False)
+    head = heads_of(model(name))
+    return speculate_captured(model(name), "eagle3", draft=head, num_steps=2, compile=False, check=False)
 
 
 def save_served(folder):

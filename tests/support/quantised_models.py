@@ -114,7 +114,7 @@ def build_fp8_mixture(**sizes):
 
 
 class LibraryLinear(nn.Module):
-    """A layer as gptqmodel holds it. Its forward unpacks the weights."""
+    """A layer as gptqmodel holds it. Its forward unpacks the weights, once."""
 
     def __init__(self, tensors, inputs, outputs, is_awq):
         super().__init__()
@@ -125,7 +125,7 @@ class LibraryLinear(nn.Module):
     def qzero_format(self):
         return 1
 
-    def forward(self, x):
+    def unpacked(self):
         words, zeros, scales = self.qweight, self.qzeros, self.scales  # once: each access may make them again
         i, weight = torch.arange(self.in_features), torch.empty(self.out_features, self.in_features)
         group = i * len(scales) // self.in_features if self.is_awq else self.g_idx.long()
@@ -134,15 +134,11 @@ class LibraryLinear(nn.Module):
             zero = (zeros[group] >> 4 * nibble & 15) + (not self.is_awq)
             code = words >> 4 * nibble if self.is_awq else words[i // 8, o::8] >> (i % 8 * 4)[:, None]
             weight[o::8] = (((code & 15) - zero) * scales[group, o::8]).T
-        return F.linear(x, weight.to(x.dtype))
-
-
-class KeepsWeight(LibraryLinear):
-    """The same, unpacked once."""
+        return weight
 
     def forward(self, x):
         if "_weight" not in vars(self):
-            self.__dict__["_weight"] = LibraryLinear.forward(self, torch.eye(self.in_features)).T
+            self.__dict__["_weight"] = self.unpacked()
         return F.linear(x, self._weight.to(x.dtype))
 
 
@@ -151,11 +147,8 @@ def packed_by_hand(name, folder, dtype):
     config = LlamaConfig.from_pretrained(folder)
     method = config.quantization_config["quant_method"]
     del config.quantization_config
-    path = f"{'torch' if method == 'gptq' else 'torch_awq'}"
-    cls = type(
-        "TorchLinear" if method == "gptq" else "AwqTorchLinear", (KeepsWeight,),
-        {"__module__": f"gptqmodel.nn_modules.qlinear.{path}"},
-    )  # fmt: skip
+    cls, module = ("TorchLinear", "torch") if method == "gptq" else ("AwqTorchLinear", "torch_awq")
+    cls = type(cls, (LibraryLinear,), {"__module__": f"gptqmodel.nn_modules.qlinear.{module}"})
     model, tensors = LlamaForCausalLM(config).eval(), load_file(folder / "model.safetensors")
     for prefix, layer in list(model.model.named_modules()):
         if isinstance(layer, nn.Linear):
@@ -172,36 +165,27 @@ def packed_by_hand(name, folder, dtype):
     return model
 
 
-def bitsandbytes_config(dtype, **options):
+def bitsandbytes(dtype, kind="nf4", nested=False):
+    options = dict(bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=nested)
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=dtype, **options)
 
 
-def torchao_config(dtype, name):
+def torchao(dtype, name, *arguments):
     quantization = pytest.importorskip("torchao.quantization")
-    return TorchAoConfig(getattr(quantization, name)(version=2))
-
-
-def torchao_int4(dtype):
-    quantization = pytest.importorskip("torchao.quantization")
-    config = quantization.IntxWeightOnlyConfig(torch.int4, quantization.PerGroup(64), version=2)
-    return TorchAoConfig(config)
+    arguments = [getattr(quantization, each)(64) if each == "PerGroup" else each for each in arguments]
+    return TorchAoConfig(getattr(quantization, name)(*arguments, version=2))
 
 
 ON_LOADING = {
-    "nf4": functools.partial(bitsandbytes_config, bnb_4bit_quant_type="nf4"),
-    "nf4_nested": functools.partial(bitsandbytes_config, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
-    "fp4": functools.partial(bitsandbytes_config, bnb_4bit_quant_type="fp4"),
-    "ao_int8": functools.partial(torchao_config, name="Int8WeightOnlyConfig"),
-    "ao_float8": functools.partial(torchao_config, name="Float8WeightOnlyConfig"),
-    "ao_int4": torchao_int4,
+    "nf4": bitsandbytes,
+    "nf4_nested": functools.partial(bitsandbytes, nested=True),
+    "fp4": functools.partial(bitsandbytes, kind="fp4"),
+    "ao_int8": lambda dtype: torchao(dtype, "Int8WeightOnlyConfig"),
+    "ao_float8": lambda dtype: torchao(dtype, "Float8WeightOnlyConfig"),
+    "ao_int4": lambda dtype: torchao(dtype, "IntxWeightOnlyConfig", torch.int4, "PerGroup"),
 }
 """Formats that transformers makes of a plain checkpoint."""
-LIBRARY = {
-    "ct_fp8": "compressed_tensors", "ct_fp8_static": "compressed_tensors", "ct_w4a16": "compressed_tensors",
-    "ct_w4a8": "compressed_tensors", "ct_nvfp4_both": "compressed_tensors",
-    "ct_w4a8_bytes": "compressed_tensors", "ct_w4afp8": "compressed_tensors", "nf4": "bitsandbytes",
-    "nf4_nested": "bitsandbytes", "fp4": "bitsandbytes", "ao_int8": "torchao", "ao_float8": "torchao",
-    "ao_int4": "torchao",
-}  # fmt: skip
+LIBRARY = {name: "compressed_tensors" for name in checkpoints.FORMATS if name.startswith("ct_") and name != "ct_nvfp4"}
+LIBRARY |= {name: "torchao" if name.startswith("ao") else "bitsandbytes" for name in ON_LOADING}
 """What transformers needs to load a format."""
 PACKED_BY_HAND = ["gptq", "gptq_by_activation", "awq"]

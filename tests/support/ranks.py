@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-LIMIT = 60
-"""Seconds after which processes that have not answered are killed."""
+LIMIT = 60  # seconds after which processes that have not answered are killed
 
 
 def run_ranks(size, function, *arguments, rendezvous, without=None):

@@ -11,10 +11,8 @@ import sys
 
 import numpy as np
 
-SIZES = 6, 1, 4, 1, 5, 60
-"""Branch length, windows, breadths and capacity of the tries."""
-NOT_OPEN = -1, 0, 77, 2**62, -(2**63), 2**63, "0", None, 1.5
-"""What is no open stream."""
+SIZES = 6, 1, 4, 1, 5, 60  # branch length, windows, breadths and capacity of the tries
+NOT_OPEN = -1, 0, 77, 2**62, -(2**63), 2**63, "0", None, 1.5  # what is no open stream
 
 
 def ids(*values):

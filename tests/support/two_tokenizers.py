@@ -11,12 +11,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-SIZE = 130
-"""Tokens of a draft; the target has `models.VOCAB`."""
-FIRST = 3
-"""The first token of the target that is no special one."""
-LACKING = tuple(range(FIRST, models.VOCAB, 5))
-"""Tokens that a draft may lack."""
+SIZE = 130  # tokens of a draft; the target has `models.VOCAB`
+FIRST = 3  # the first token of the target that is no special one
+LACKING = tuple(range(FIRST, models.VOCAB, 5))  # tokens that a draft may lack
 
 
 def word(i):
