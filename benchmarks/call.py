@@ -9,7 +9,6 @@ operations and the waits for the GPU are counted until the first round is launch
 ("watch") comes before that on a CPU, and on a GPU while it computes.
 """
 
-import argparse
 import statistics
 import sys
 import time
@@ -26,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import spec_compile
-from benchmarks.common import DEMO_MODEL, RESULTS, elapsed, pin, stamp, synchronize, write_json
+from benchmarks.common import DEMO_MODEL, command_line, elapsed, pin, stamp, synchronize, write_json
 from benchmarks.rounds.shapes import SHAPES, build, text_tokens
 from spec_compile.capture.changes import Watch
 from spec_compile.runtime import generate
@@ -39,7 +38,7 @@ PARTS = {
     "watch": (Watch, "changes"),
     "preparation": (generate, "make_key"),
     "prompt": (generate, "read_prompt"),
-    "reset": (State, "reset"),
+    "reset": (State, "enter"),
     "prefill": (Session, "prefill"),
     "first trees": (Session, "propose"),
     "first round": (Call, "launch"),
@@ -70,10 +69,10 @@ def timed_parts(spent: dict[str, float]) -> Iterator[None]:
     """A context that adds the seconds of each part to `spent`."""
 
     def timed(name: str, function: Callable) -> Callable:
-        def run(*args):
+        def run(*args, **kwargs):
             begin = time.perf_counter()
             try:
-                return function(*args)
+                return function(*args, **kwargs)
             finally:
                 spent[name] = spent.get(name, 0.0) + time.perf_counter() - begin
 
@@ -162,14 +161,12 @@ def measure(model, fast, width: int, options) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, results="call.json", threads=1)
     parser.add_argument("--model", default=DEMO, choices=[DEMO, *SHAPES])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--widths", type=int, nargs="+", default=[16, 512, 2048])
     parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--threads", type=int, default=1, help="threads of a CPU")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="do not compile the rounds of a CPU")
-    parser.add_argument("--json", type=Path, default=RESULTS / "call.json")
     options = parser.parse_args()
     if options.device == "cpu":
         pin(options.threads)

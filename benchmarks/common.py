@@ -3,6 +3,7 @@
 It imports nothing of this package, so that tests can also import it by its path.
 """
 
+import argparse
 import json
 import os
 import platform
@@ -42,6 +43,24 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
     os.environ.setdefault("PYTHONPYCACHEPREFIX", str(ROOT / "build" / "pycache"))
 GREEDY, PLAIN = "HF greedy", "plain steps"
 """Systems that others are compared with: transformers' greedy decoding, and ours without drafts."""
+
+
+def command_line(text: str, results: str | None = None, threads: int | None = None) -> argparse.ArgumentParser:
+    """The options of a script.
+
+    text: its docstring, which is the help.
+    results: the name of the file in `RESULTS` that --json names by default; "": by default rows are not written.
+    threads: the default of --threads.
+
+    An option whose argument is None does not exist.
+    """
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if results is not None:
+        path = RESULTS / results if results else None
+        parser.add_argument("--json", type=Path, default=path, help="the file of the rows")
+    if threads is not None:
+        parser.add_argument("--threads", type=int, default=threads, help="threads of a CPU")
+    return parser
 
 
 def pin(threads: int) -> None:
@@ -290,6 +309,12 @@ def draw(columns: Iterable[str], rows: Iterable[Iterable[str]], title: str = "")
 def show(columns: Iterable[str], rows: Iterable[Iterable[str]], title: str = "", width: int = 200) -> None:
     """Print `draw` of them."""
     Console(width=width).print(draw(columns, rows, title))
+
+
+def show_rows(rows: list[dict], columns: list[str], title: str = "") -> None:
+    """Print some fields of rows; a number with a fraction has two digits of it."""
+    cells = ([row.get(column, "") for column in columns] for row in rows)
+    show(columns, ([f"{one:.2f}" if isinstance(one, float) else str(one) for one in row] for row in cells), title)
 
 
 def floors(count: float, speeds: dict[str, float], ms: float) -> dict[str, float]:

@@ -25,24 +25,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import spec_compile
-from benchmarks.common import (
-    DEMO_MODEL,
-    LOOKUP,
-    LOOKUPS,
-    PROMPTS,
-    RESULTS,
-    answer_in_turn,
-    best_lookup,
-    elapsed,
-    pin,
-    prompts_of,
-    read_bandwidth,
-    read_prompts,
-    show,
-    split_prompts,
-    stamp,
-    write_json,
-)
+from benchmarks import common
 
 WORKLOADS = ("code_editing", "bug_fixing", "code_completion", "maths", "chat", "random")
 TUNING = 2
@@ -66,7 +49,7 @@ def batches(model, fast, tokenizer, texts: list[str], sizes: list[int], fixed: d
                 outputs = []
                 for name, system in (("HF greedy", model), ("ours, n-gram", fast)):
                     fast.speculation.ngram.reset()
-                    output, spent = elapsed(partial(system.generate, **group, **fixed), model.device)
+                    output, spent = common.elapsed(partial(system.generate, **group, **fixed), model.device)
                     outputs.append(output)
                     seconds[name][repeat] += spent
                 if repeat == 0:
@@ -81,20 +64,20 @@ def batches(model, fast, tokenizer, texts: list[str], sizes: list[int], fixed: d
 
 def workload_rows(
     model, ours: dict, prompts: tuple[list, list], fixed: dict, repeats: int,
-    lookups: list[dict] = LOOKUPS,
+    lookups: list[dict] = common.LOOKUPS,
 ) -> tuple[dict, int]:  # fmt: skip
     """Figures of one workload, and the number of prompts whose answers of ours all equal HF greedy.
 
     ours: name -> wrapped model
     prompts: to measure, and to choose one of `lookups`, the settings of prompt lookup
     """
-    lookup, tried = best_lookup(model, prompts[1], fixed, lookups)
+    lookup, tried = common.best_lookup(model, prompts[1], fixed, lookups)
     systems = {
         "HF greedy": partial(model.generate, **fixed),
-        LOOKUP: partial(model.generate, **fixed, **lookup),
+        common.LOOKUP: partial(model.generate, **fixed, **lookup),
         **{name: partial(wrapped.generate, **fixed) for name, wrapped in ours.items()},
     }
-    answers, rates = answer_in_turn(systems, ours, prompts[0], repeats)
+    answers, rates = common.answer_in_turn(systems, ours, prompts[0], repeats)
     identical = 0
     for greedy, *others in zip(answers["HF greedy"], *(answers[name] for name in ours)):
         identical += all(torch.equal(greedy, other) for other in others)
@@ -118,7 +101,7 @@ def sampled(model, fast, prompts: list[torch.Tensor], fixed: dict, settings: dic
                 fast.speculation.ngram.reset()
                 torch.manual_seed(number)
                 options = {**fixed, "do_sample": True, **settings}
-                out, spent = elapsed(partial(system.generate, ids, **options), model.device)
+                out, spent = common.elapsed(partial(system.generate, ids, **options), model.device)
                 seconds[name][repeat] += spent
                 count += out.shape[1] - ids.shape[1]
             tokens[name] = count
@@ -126,27 +109,25 @@ def sampled(model, fast, prompts: list[torch.Tensor], fixed: dict, settings: dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(DEMO_MODEL))
+    parser = common.command_line(__doc__, results="cpu.json", threads=2)
+    parser.add_argument("--model", default=str(common.DEMO_MODEL))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--as-chat", action="store_true", help="prompts in the form of the tokenizer's chat template")
     parser.add_argument(
         "--lookup-tokens", type=int, nargs="+", default=[10, 16, 24], help="of prompt lookup; all are tried"
     )
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=10, help="first prompts of each workload")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), help="names of JSON-lines files in --folder")
-    parser.add_argument("--folder", type=Path, default=PROMPTS)
+    parser.add_argument("--folder", type=Path, default=common.PROMPTS)
     parser.add_argument("--num-draft-tokens", type=int, default=16)
     parser.add_argument(
         "--batches", type=int, nargs="*", default=[1, 2, 4, 8], help="rows of batches of code_completion"
     )
     parser.add_argument("--sampling", action=argparse.BooleanOptionalAction, default=True, help="also sampled answers")
-    parser.add_argument("--json", type=Path, default=RESULTS / "cpu.json")
     options = parser.parse_args()
-    pin(options.threads)
+    common.pin(options.threads)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype)).eval()
 
@@ -159,16 +140,16 @@ def main() -> None:
 
     fixed = dict(do_sample=False, max_new_tokens=options.new_tokens, pad_token_id=tokenizer.pad_token_id)
     ours = {"ours, no drafts": plain, "ours, n-gram": fast}
-    bandwidth = read_bandwidth()
+    bandwidth = common.read_bandwidth()
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     longest = model.config.max_position_embeddings - options.new_tokens
     lookups = [
         dict(prompt_lookup_num_tokens=tokens, max_matching_ngram_size=size)
         for tokens in options.lookup_tokens for size in (2, 3)
     ]  # fmt: skip
-    results, identical, answers, facts = {}, 0, 0, stamp()
+    results, identical, answers, facts = {}, 0, 0, common.stamp()
     for workload in options.workloads:
-        prompts = split_prompts(
+        prompts = common.split_prompts(
             workload, options.folder, options.prompts, TUNING, tokenizer, longest, options.as_chat
         )  # fmt: skip
         row, same = workload_rows(model, ours, prompts, fixed, options.repeats, lookups)
@@ -178,20 +159,20 @@ def main() -> None:
             console.print(f"[red]{workload}: {len(prompts[0]) - same} answers differ from HF greedy")
         console.print(f"{workload}: " + ", ".join(f"{name} {rate:.0f}/s" for name, rate in rates.items()))
 
-    texts = read_prompts(PROMPTS / "code_completion.jsonl", 16) if options.batches else []
+    texts = common.read_prompts(common.PROMPTS / "code_completion.jsonl", 16) if options.batches else []
     batch_rates = batches(model, fast, tokenizer, texts, options.batches, fixed, options.repeats)
     settings = dict(temperature=0.7, top_p=0.9, top_k=50)
-    few = prompts_of(options.workloads[0], options.folder, options.prompts, tokenizer, longest, options.as_chat)
+    few = common.prompts_of(options.workloads[0], options.folder, options.prompts, tokenizer, longest, options.as_chat)
     sampling_rates = sampled(model, fast, few, fixed, settings, options.repeats) if options.sampling else {}
 
     title = f"tokens/s, {options.new_tokens} new tokens, batch 1, {options.dtype}, {options.threads} threads"
     cells = []
     for workload, result in results.items():
         rates = result["tokens_per_second"]
-        ratios = (f"{rates['ours, n-gram'] / rates[name]:.2f}×" for name in ("HF greedy", LOOKUP))
+        ratios = (f"{rates['ours, n-gram'] / rates[name]:.2f}×" for name in ("HF greedy", common.LOOKUP))
         speeds = (f"{rate:.0f}" for rate in rates.values())
         cells.append((workload, *speeds, f"{result['accept_length']:.2f}", *ratios))
-    show(("workload", *rates, "accept length", "vs HF greedy", "vs HF lookup"), cells, title)
+    common.show(("workload", *rates, "accept length", "vs HF greedy", "vs HF lookup"), cells, title)
     for size, rates in batch_rates.items():
         print(f"batch of {size}: " + ", ".join(f"{name} {rates[name]:.0f}/s" for name in ("HF greedy", "ours, n-gram")))
     print(f"{options.workloads[0]}, {settings}: " + ", ".join(f"{n} {r:.0f}/s" for n, r in sampling_rates.items()))
@@ -205,7 +186,7 @@ def main() -> None:
         "batches": {size: {**rates, "stamp": facts} for size, rates in batch_rates.items()},
         "sampling": {**settings, **sampling_rates, "stamp": facts},
     }
-    write_json(options.json, report)
+    common.write_json(options.json, report)
     if options.dtype == "float32" and identical != answers:
         sys.exit(1)
 

@@ -21,12 +21,9 @@ Measure each shape in a separate process, or memory of the previous one may coun
 "loop" is the time of a round in generate() beyond that of its graph: over plain steps, which draft nothing, so that
 repetitive text changes nothing, and with --demo over rounds with drafts on real text. Both have the number of rounds.
 
-Rows of earlier runs that this one does not measure stay in the file, with their own stamps. Several runs may share a
-GPU, each with its own file, if the environment variable BENCHMARK_TURNS names one file for all: they build and compile
-in parallel, and take turns to time.
+Rows of earlier runs that this one does not measure stay in the file, with their own stamps.
 """
 
-import argparse
 import gc
 import itertools
 import json
@@ -42,7 +39,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import spec_compile
-from benchmarks.common import DEMO_MODEL, PROMPTS, RESULTS, floors, merge_rows, prompts_of, stamp, write_json
+from benchmarks import common
 from benchmarks.rounds import drafts
 from benchmarks.rounds.captured import rounds
 from benchmarks.rounds.families import families
@@ -58,7 +55,7 @@ from benchmarks.rounds.shapes import (
     weight_bytes,
 )
 from benchmarks.rounds.token_times import LENGTHS, PLAIN, steps
-from benchmarks.timers import alone, bandwidth, call_ms
+from benchmarks.timers import bandwidth, call_ms
 from spec_compile.runtime.round import STEP_COST, chunks
 
 SIMULATED = 3.0
@@ -129,7 +126,7 @@ def round_rows(fast, batches: list[int], contexts: list[int], sizes: list[int], 
         for nodes, ms in rounds(fast, context, batch, sizes, counts=counts).items():
             count = statistics.mean(counts[nodes]) if nodes in counts else None
             read = read_bytes(fast, context, batch, nodes, count)
-            row = dict(batch=batch, context=context, nodes=nodes, ms=ms, **floors(read, speeds, ms))
+            row = dict(batch=batch, context=context, nodes=nodes, ms=ms, **common.floors(read, speeds, ms))
             rows.append(row)
             of_experts = ""
             if count is not None:
@@ -152,7 +149,7 @@ def step_rows(model, fast, plain, options, speeds: dict) -> list[dict]:
     read = read_bytes(fast, context)
     for row in rows:
         if row["system"] == PLAIN:
-            row |= floors(read, speeds, row["ms"])
+            row |= common.floors(read, speeds, row["ms"])
         more = f", accept length {row['accept_length']:.2f} (random weights)" if "accept_length" in row else ""
         print(f"  a token of {row['system']}: {row['ms']:.3f} ms{more}", flush=True)
     return rows
@@ -184,15 +181,13 @@ def measure(name: str, options) -> dict:
         return {"ready_warm": {"seconds": ready}}
     print(f"\n{name}: {weight_bytes(model) / 1e9:.2f} GB of weights read a round, ready after {ready:.1f} s")
     result = {"ready": {"seconds": ready, "weight_bytes": weight_bytes(model)}, "wrapping": wrapping(fast, weights)}
-    with alone():
-        speeds = bandwidth()
+    speeds = bandwidth()
     print(", ".join(f"{name} {speed / 1e12:.2f} TB/s" for name, speed in speeds.items()))
     result["bandwidth"] = speeds
     result["rounds"] = round_rows(fast, options.batches, options.contexts, options.sizes, speeds)
     for nodes in sorted({1, 16, max(options.sizes)} & set(options.sizes)) if options.families else []:
         rounds(fast, 1024, 1, [nodes], 3)
-        with alone():
-            spent, kernels = families(fast, nodes)
+        spent, kernels = families(fast, nodes)
         result.setdefault("families", []).append({"nodes": nodes, "kernels": kernels, "microseconds": spent})
         print(f"  N={nodes}: {kernels} kernels; " + ", ".join(f"{f} {us:.0f} us" for f, us in spent.items()))
     if options.baselines:
@@ -213,11 +208,11 @@ def measure(name: str, options) -> dict:
 
 def demo_loop() -> dict:
     """The loop of rounds with n-gram drafts on the demo model; its text, an answer to a question, hardly repeats."""
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.bfloat16).cuda().eval()
+    tokenizer = AutoTokenizer.from_pretrained(common.DEMO_MODEL)
+    model = AutoModelForCausalLM.from_pretrained(common.DEMO_MODEL, dtype=torch.bfloat16).cuda().eval()
     fast = spec_compile.speculate(model)
     fast.speculation.warmup()
-    return loop(fast, prompts_of("chat", PROMPTS, 1, tokenizer, 1024)[0].cuda(), LENGTHS[1])
+    return loop(fast, common.prompts_of("chat", common.PROMPTS, 1, tokenizer, 1024)[0].cuda(), LENGTHS[1])
 
 
 KEYS = {
@@ -236,14 +231,14 @@ def merged(before: dict, result: dict, stamped: dict) -> dict:
     for part, rows in result.items():
         if part in KEYS:
             rows = [{**row, "stamp": stamped} for row in rows]
-            after[part] = merge_rows(before.get(part, []), rows, KEYS[part])
+            after[part] = common.merge_rows(before.get(part, []), rows, KEYS[part])
         else:
             after[part] = {**rows, "stamp": stamped}
     return after
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.command_line(__doc__, results="gpu.json")
     parser.add_argument("--shapes", nargs="*", default=list(DENSE), choices=list(SHAPES))
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 32768])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
@@ -257,20 +252,19 @@ def main() -> None:
     )
     parser.add_argument("--warm", action="store_true", help="only the seconds until ready, for a second process")
     parser.add_argument("--demo", action="store_true", help="also the loop of the demo model's rounds")
-    parser.add_argument("--json", type=Path, default=RESULTS / "gpu.json")
     options = parser.parse_args()
     if (options.baselines or options.prompts) and {*options.shapes} & {*QUANTISED}:
         parser.error("--baselines, --prompts: transformers cannot run quantised shapes without their libraries")
-    stamped = stamp(torch.device("cuda"))
+    stamped = common.stamp(torch.device("cuda"))
     print(torch.cuda.get_device_name())
     report = json.loads(options.json.read_text()) if options.json.exists() else {}
     shapes = report.setdefault("shapes", {})
     for name in options.shapes:
         shapes[name] = merged(shapes.get(name, {}), measure(name, options), stamped)
-        write_json(options.json, report)
+        common.write_json(options.json, report)
     if options.demo:
         report["demo_loop"] = {**demo_loop(), "stamp": stamped}
-    write_json(options.json, report)
+    common.write_json(options.json, report)
 
 
 if __name__ == "__main__":

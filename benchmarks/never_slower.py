@@ -22,18 +22,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 import spec_compile
-from benchmarks.common import (
-    DEMO_MODEL,
-    PROMPTS,
-    RESULTS,
-    answer_in_turn,
-    device_for,
-    load_model,
-    prompts_of,
-    save_rows,
-    show,
-    stamp,
-)
+from benchmarks import common
 from benchmarks.rounds.drafts import make
 from benchmarks.rounds.shapes import build
 from spec_compile.drafters.checkpoints.load import load_head
@@ -52,7 +41,7 @@ DRAFTS = {
     "PARD": ("pard", "pard", dict(num_steps=7)),
 }
 """Name -> algorithm, form of the draft (its folder among the demo model's heads), options."""
-HEADS = DEMO_MODEL / "heads"
+HEADS = common.DEMO_MODEL / "heads"
 SHUFFLED = ", shuffled"
 WORKLOADS = ("code_editing", "code_completion", "maths", "chat", "rag", "random")
 LONGEST = {"rag": 1400}
@@ -113,10 +102,10 @@ def measure(model: PreTrainedModel, name: str, prompts: dict[str, list], options
             fast.speculation.warmup(batch, do_sample=options.sample)
         for workload, texts in prompts.items():
             calls = {kind: partial(fast.generate, **fixed) for kind, fast in systems.items()}
-            _, rates = answer_in_turn(calls, systems, [ids.repeat(batch, 1) for ids in texts], options.repeats)
+            _, rates = common.answer_in_turn(calls, systems, [ids.repeat(batch, 1) for ids in texts], options.repeats)
             row = {
                 "device": model.device.type,
-                "model": options.shape or Path(options.model or DEMO_MODEL).name,
+                "model": options.shape or Path(options.model or common.DEMO_MODEL).name,
                 "draft": name,
                 "workload": workload,
                 "batch": batch,
@@ -135,7 +124,8 @@ def prompts_for(workloads: list[str], count: int, path: str | Path, device: str)
     as_chat = tokenizer.chat_template is not None
     return {
         name: [
-            ids.to(device) for ids in prompts_of(name, PROMPTS, count, tokenizer, LONGEST.get(name, 300), as_chat)
+            ids.to(device)
+            for ids in common.prompts_of(name, common.PROMPTS, count, tokenizer, LONGEST.get(name, 300), as_chat)
         ]
         for name in workloads
     }  # fmt: skip
@@ -164,11 +154,11 @@ def load(options, device: str) -> PreTrainedModel:
     """The model that the options name."""
     if options.shape:
         return build(options.shape, device, options.layers)
-    return load_model(options.model or DEMO_MODEL, device)
+    return common.load_model(options.model or common.DEMO_MODEL, device)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.command_line(__doc__, results="never_slower.json", threads=2)
     add_model(parser)
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS))
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
@@ -176,22 +166,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=3, help="first prompts of each workload")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--no-compile", action="store_true", help="rounds without Inductor")
-    parser.add_argument("--json", type=Path, default=RESULTS / "never_slower.json")
     options = parser.parse_args(arguments)
     check(parser, options)
-    device = device_for(options.threads)
+    device = common.device_for(options.threads)
     model = load(options, device)
-    prompts = prompts_for(options.workloads, options.prompts, options.model or DEMO_MODEL, device)
+    prompts = prompts_for(options.workloads, options.prompts, options.model or common.DEMO_MODEL, device)
     rows = [row for name in options.drafts for row in measure(model, name, prompts, options)]
     rows.sort(key=lambda row: row["adaptive"])
-    cells = [
-        [str(value) if isinstance(value, (str, int)) else f"{value:.2f}" for value in row.values()] for row in rows
-    ]
-    show(rows[0], cells, f"over plain steps; {sum(row['adaptive'] < BOUND for row in rows)} cells below {BOUND}")
+    title = f"over plain steps; {sum(row['adaptive'] < BOUND for row in rows)} cells below {BOUND}"
+    common.show_rows(rows, [*rows[0]], title)
     rows = [row | {"sampled": options.sample} for row in rows]
-    save_rows(options.json, rows, ("device", "model", "draft", "workload", "batch", "sampled"), stamp(model.device))
+    common.save_rows(
+        options.json, rows, ("device", "model", "draft", "workload", "batch", "sampled"), common.stamp(model.device)
+    )
 
 
 if __name__ == "__main__":

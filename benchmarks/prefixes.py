@@ -16,7 +16,6 @@ The numbers of --tokens that a model does not allow are left out. "token_bytes" 
 token's keys and values, and of the states at the end of a text.
 """
 
-import argparse
 import statistics
 import sys
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import spec_compile
-from benchmarks.common import DEMO_MODEL, RESULTS, device_for, load_model, save_rows, show, stamp
+from benchmarks.common import DEMO_MODEL, command_line, device_for, load_model, save_rows, show, stamp
 from benchmarks.rounds.shapes import SHAPES, build, state_bytes, text_tokens
 from benchmarks.serving import forget, in_flight
 
@@ -160,7 +159,7 @@ def report(turned: list[dict], served: list[dict]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, results="prefixes.json", threads=2)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--model", type=Path, default=DEMO_MODEL)
     source.add_argument("--shape", choices=SHAPES, help="random weights of this shape")
@@ -171,9 +170,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--in-flight", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--requests", type=int, default=192)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=2, help="threads of a CPU")
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--json", type=Path, default=RESULTS / "prefixes.json")
     options = parser.parse_args(arguments)
     device = device_for(options.threads)
     model = build(options.shape, device, options.layers) if options.shape else load_model(options.model, device)

@@ -36,18 +36,7 @@ import torch
 from transformers import AutoTokenizer
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from benchmarks.common import (
-    DEMO_MODEL,
-    PROMPTS,
-    RESULTS,
-    elapsed,
-    load_model,
-    pin,
-    prompts_of,
-    save_rows,
-    show,
-    stamp,
-)
+from benchmarks.common import DEMO_MODEL, PROMPTS, RESULTS, elapsed, load_model, pin, prompts_of, save_rows, show, stamp
 from spec_compile import speculate
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -10,7 +10,6 @@ continuous batching, "HF generate" its loop over batches of --rows padded rows. 
 tokens. "over" divides the seconds of a baseline by those of the system.
 """
 
-import argparse
 import sys
 from functools import partial
 from pathlib import Path
@@ -22,18 +21,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import spec_compile
-from benchmarks.common import (
-    DEMO_MODEL,
-    PROMPTS,
-    RESULTS,
-    device_for,
-    elapsed,
-    load_model,
-    prompts_of,
-    save_rows,
-    show,
-    stamp,
-)
+from benchmarks import common
 
 WORKLOADS = ("maths", "code_completion", "docstrings", "bug_fixing")
 """The sources of the prompts, in equal shares."""
@@ -94,7 +82,7 @@ def measure(model: PreTrainedModel, prompts: list[list[int]], options) -> list[d
     model.generation_config.eos_token_id = None
 
     def run(system: str, epoch: int, answer) -> None:
-        row, seconds = elapsed(partial(answer, prompts, config), model.device)
+        row, seconds = common.elapsed(partial(answer, prompts, config), model.device)
         row |= {"system": system, "epoch": epoch, "seconds": seconds, "tokens_per_s": row["tokens"] / seconds}
         rows.append(row)
         print(f"{system}, epoch {epoch}: {seconds:.2f} s, {row['tokens_per_s']:.0f} tokens/s", flush=True)
@@ -127,8 +115,8 @@ def with_ratios(rows: list[dict]) -> list[dict]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=DEMO_MODEL)
+    parser = common.command_line(__doc__, results="rollouts.json", threads=2)
+    parser.add_argument("--model", type=Path, default=common.DEMO_MODEL)
     parser.add_argument("--draft", type=Path, help="a head for this model")
     parser.add_argument("--algo", default="eagle3", help="of the head")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="the GPU if there is one")
@@ -140,26 +128,23 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, help="that decode at once with ours; left out, as many as it chooses")
     parser.add_argument("--rows", type=int, default=64, help="of a batch of HF generate")
     parser.add_argument("--without", nargs="*", choices=BASELINES, default=[], help="baselines that do not run")
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--no-compile", action="store_true", help="rounds without Inductor")
-    parser.add_argument("--json", type=Path, default=RESULTS / "rollouts.json")
     options = parser.parse_args(arguments)
-    device = options.device or device_for(options.threads)
+    device = options.device or common.device_for(options.threads)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     share = -(-options.prompts // len(WORKLOADS))
-    sources = [prompts_of(name, PROMPTS, share, tokenizer, options.context) for name in WORKLOADS]
+    sources = [common.prompts_of(name, common.PROMPTS, share, tokenizer, options.context) for name in WORKLOADS]
     prompts = [ids[0].tolist() for group in zip(*sources) for ids in group][: options.prompts]
-    model = load_model(options.model, device)
+    model = common.load_model(options.model, device)
     torch.manual_seed(0)
-    facts = stamp(model.device)
+    facts = common.stamp(model.device)
     size = {name: getattr(options, name) for name in ("prompts", "answers", "new_tokens")}
     shared = {"device": device, "model": options.model.name, **size}
     rows = [shared | row for row in with_ratios(measure(model, prompts, options))]
     columns = ["system", "epoch", "seconds", "tokens_per_s", "accept length", *(f"over {name}" for name in BASELINES)]
-    cells = [[row.get(column, "") for column in columns] for row in rows]
-    cells = [[f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in row] for row in cells]
-    show(columns, cells, f"{len(prompts)} prompts, {options.answers} answers each, {options.new_tokens} tokens")
-    save_rows(options.json, rows, ("device", "model", *size, "system", "epoch"), facts)
+    title = f"{len(prompts)} prompts, {options.answers} answers each, {options.new_tokens} tokens"
+    common.show_rows(rows, columns, title)
+    common.save_rows(options.json, rows, ("device", "model", *size, "system", "epoch"), facts)
 
 
 if __name__ == "__main__":

@@ -38,18 +38,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import spec_compile
-from benchmarks.common import (
-    DEMO_MODEL,
-    PROMPTS,
-    RESULTS,
-    device_for,
-    elapsed,
-    hindsight,
-    prompts_of,
-    read_bandwidth,
-    save_rows,
-    stamp,
-)
+from benchmarks import common
 from benchmarks.rounds.captured import rounds
 from benchmarks.rounds.shapes import DENSE, build, token_bytes, weight_bytes
 from benchmarks.timers import bandwidth, product_speed
@@ -106,7 +95,7 @@ def static(fast, tokenizer, prompts: list[list[int]], count: int, new_tokens: in
             batch = tokenizer.pad(some, return_tensors="pt", padding_side="left")
             fast.generate(**batch.to(fast.device), **asked)
 
-    return {"tokens_per_s": new_tokens * len(prompts) / elapsed(answer, fast.device)[1]}
+    return {"tokens_per_s": new_tokens * len(prompts) / common.elapsed(answer, fast.device)[1]}
 
 
 class Times:
@@ -199,7 +188,7 @@ def measure(name: str, fast, tokenizer, prompts: list[list[int]], options) -> li
 def read_requests(options, tokenizer) -> list[list[int]]:
     """Token ids of `options.requests` prompts from the workloads in turn, in a fixed random order."""
     sets = [
-        prompts_of(name, options.prompts, options.requests, tokenizer, LONGEST, options.chat)
+        common.prompts_of(name, options.prompts, options.requests, tokenizer, LONGEST, options.chat)
         for name in options.workloads
     ]
     in_turn = [ids[0].tolist() for some in zip_longest(*sets) for ids in some if ids is not None]
@@ -215,7 +204,7 @@ def round_rows(name: str, options, model) -> list[dict]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
     model = model if name == "model" else build(name, device.type)
-    speed = bandwidth()["copy"] if on_gpu else read_bandwidth()
+    speed = bandwidth()["copy"] if on_gpu else common.read_bandwidth()
     arithmetic = product_speed(device, model.dtype, 8192 if on_gpu else 1024)
     fast = spec_compile.speculate(
         model, num_draft_tokens=max(options.nodes), max_cache_len=CONTEXT + 1024, compile=not options.eager, check=False
@@ -278,7 +267,7 @@ def over_best(rows: list[dict], adaptive: list[str]) -> list[str]:
             for other in rows
             if other["in_flight"] == row["in_flight"] and other["system"].split(",")[0] in ("plain", row["system"])
         }
-        told = hindsight(others | {"adaptive": others.pop(row["system"])})
+        told = common.hindsight(others | {"adaptive": others.pop(row["system"])})
         row |= told
         lines.append(
             f"{row['system']}, {row['in_flight']} in flight: {told['over best']:.3f} of the best in hindsight, "
@@ -299,10 +288,10 @@ def row_text(row: dict) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(DEMO_MODEL))
+    parser = common.command_line(__doc__, results="serving.json", threads=2)
+    parser.add_argument("--model", default=str(common.DEMO_MODEL))
     parser.add_argument("--workloads", nargs="+", default=WORKLOADS)
-    parser.add_argument("--prompts", type=Path, default=PROMPTS, help="folder of the workloads' files")
+    parser.add_argument("--prompts", type=Path, default=common.PROMPTS, help="folder of the workloads' files")
     parser.add_argument("--chat", action="store_true", help="prompts in the form of the chat template")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--requests", type=int, default=96)
@@ -313,16 +302,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--draft", default=None, help="draft of the algorithms that need one")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--max-cache-len", type=int, default=1024)
-    parser.add_argument("--threads", type=int, default=2, help="threads of a CPU")
     parser.add_argument("--eager", action="store_true", help="do not compile")
     parser.add_argument("--static", action=argparse.BooleanOptionalAction, default=True, help="also static batches")
     parser.add_argument("--times", action="store_true", help="also the parts of a round's time")
     parser.add_argument("--shape", choices=["model", *DENSE], help="time rounds of this shape, too")
     parser.add_argument("--rows", type=int, default=16, help="sequences of these rounds")
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4, 8, 16], help="nodes of each sequence")
-    parser.add_argument("--json", type=Path, default=RESULTS / "serving.json")
     options = parser.parse_args(arguments)
-    device = device_for(options.threads)
+    device = common.device_for(options.threads)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).to(device).eval()
     prompts = read_requests(options, tokenizer)
@@ -337,13 +324,13 @@ def main(arguments: list[str] | None = None) -> None:
     print(*ratios(rows), sep="\n")
     if options.fixed:
         print(*over_best(rows, [name for name in options.systems if name != "plain"]), sep="\n")
-    stamped = stamp(model.device)
+    stamped = common.stamp(model.device)
     facts = {"model": Path(options.model).name, "requests": len(prompts), "new_tokens": options.new_tokens}
     rows = [{**row, **facts} for row in rows]
-    save_rows(options.json, rows, ("model", "system", "in_flight"), stamped)
+    common.save_rows(options.json, rows, ("model", "system", "in_flight"), stamped)
     if options.shape:
         timed = round_rows(options.shape, options, model)
-        save_rows(options.json, timed, ("shape", "rows", "nodes"), stamped, "rounds")
+        common.save_rows(options.json, timed, ("shape", "rows", "nodes"), stamped, "rounds")
 
 
 if __name__ == "__main__":

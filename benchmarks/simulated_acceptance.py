@@ -13,7 +13,6 @@ runs in each round, so that drafts cost what they do with a real head; with --fr
 hindsight. "same answers" says that all systems gave the recorded answer, in the first row. All figures are simulated.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,18 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import spec_compile
-from benchmarks.common import (
-    DEMO_MODEL,
-    RESULTS,
-    answer_in_turn,
-    device_for,
-    elapsed,
-    hindsight,
-    load_model,
-    save_rows,
-    show,
-    stamp,
-)
+from benchmarks import common
 from benchmarks.rounds.drafts import make
 from benchmarks.rounds.shapes import SHAPES, build, text_tokens
 from spec_compile.drafters import ALGORITHMS, Entry
@@ -213,7 +201,7 @@ def measure(model: PreTrainedModel, form: str, options) -> Iterator[dict]:
     """A row for each batch size and acceptance of one form."""
     most, length = max(options.batch), PROMPT + options.new_tokens
     text, right = (torch.zeros(most, length, dtype=torch.int64, device=model.device) for _ in range(2))
-    prompts = text_tokens(most * PROMPT, model.config.vocab_size, options.model or DEMO_MODEL)
+    prompts = text_tokens(most * PROMPT, model.config.vocab_size, options.model or common.DEMO_MODEL)
     text[:, :PROMPT] = prompts.view(most, PROMPT)
     systems = systems_of(model, form, text, right, options)
     fixed = dict(max_new_tokens=options.new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -222,14 +210,14 @@ def measure(model: PreTrainedModel, form: str, options) -> Iterator[dict]:
         whole = torch.ones_like(prompt)  # transformers would take the id of padding in a text for padding
         calls = {name: partial(fast.generate, attention_mask=whole, **fixed) for name, fast in systems.items()}
         for name, fast in systems.items():
-            _, seconds = elapsed(partial(fast.speculation.warmup, batch), model.device)
+            _, seconds = common.elapsed(partial(fast.speculation.warmup, batch), model.device)
             calls[name](prompt, max_new_tokens=8)
             print(f"simulated, {form}, batch {batch}: {name} is ready after {seconds:.0f} s", flush=True)
         text[:batch] = calls["plain"](prompt)
         for acceptance in options.acceptance:
             right.copy_(draw_right(acceptance, most, length))
             forget(systems["adaptive"])
-            answers, rates = answer_in_turn(calls, systems, [prompt], options.repeats)
+            answers, rates = common.answer_in_turn(calls, systems, [prompt], options.repeats)
             rates = {name: rate * batch for name, rate in rates.items()}
             row = {
                 "device": model.device.type,
@@ -239,7 +227,7 @@ def measure(model: PreTrainedModel, form: str, options) -> Iterator[dict]:
                 "batch": batch,
                 "simulated acceptance": acceptance,
                 **rates,
-                **hindsight(rates),
+                **common.hindsight(rates),
                 "same answers": all(answer[0].equal(text[0, PROMPT:]) for answer in answers.values()),
             }
             row["accept lengths"] = {name: fast.speculation.stats.accept_length for name, fast in systems.items()}
@@ -255,17 +243,8 @@ def tell(row: dict) -> None:
     )  # fmt: skip
 
 
-def table(rows: list[dict]) -> None:
-    """Print the rows of one form as a table."""
-    columns = [name for name in rows[0] if name != "accept lengths"]
-    cells = [
-        [f"{row[name]:.2f}" if isinstance(row[name], float) else str(row[name]) for name in columns] for row in rows
-    ]
-    show(columns, cells, "tokens a second at simulated acceptance")
-
-
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.command_line(__doc__, results="simulated_acceptance.json", threads=2)
     parser.add_argument("--shape", default="qwen3-30b-a3b", choices=list(SHAPES), metavar="NAME", help="random weights")
     parser.add_argument("--layers", type=int, help="layers of the shape, in place of its own")
     parser.add_argument("--model", help="a folder of a model, in place of a shape")
@@ -275,22 +254,21 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--free", action="store_true", help="drafts without a head, which cost nothing")
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--no-compile", action="store_true", help="rounds without Inductor")
-    parser.add_argument("--json", type=Path, default=RESULTS / "simulated_acceptance.json")
     options = parser.parse_args(arguments)
-    device = device_for(options.threads)
+    device = common.device_for(options.threads)
     layers = f", {options.layers} layers" if options.layers else ""
     options.name = Path(options.model).name if options.model else options.shape + layers
-    model = load_model(options.model, device) if options.model else build(options.shape, device, options.layers)
-    keys, facts = ("device", "model", "drafting", "form", "batch", "simulated acceptance"), stamp(model.device)
+    model = common.load_model(options.model, device) if options.model else build(options.shape, device, options.layers)
+    keys, facts = ("device", "model", "drafting", "form", "batch", "simulated acceptance"), common.stamp(model.device)
     for form in options.forms:
         rows = []
         for row in measure(model, form, options):
             tell(row)
-            save_rows(options.json, [row], keys, facts)
+            common.save_rows(options.json, [row], keys, facts)
             rows.append(row)
-        table(rows)
+        columns = [name for name in rows[0] if name != "accept lengths"]
+        common.show_rows(rows, columns, "tokens a second at simulated acceptance")
 
 
 if __name__ == "__main__":

@@ -1,65 +1,15 @@
 """Times of calls on a GPU, and the speed of its memory and its arithmetic."""
 
-import fcntl
-import os
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-LEADS = os.environ.get("LOCAL_RANK", "0") == "0"
-"""Processes that share a model take turns as one; the first waits for all."""
-PATIENCE = float(os.environ.get("BENCHMARK_PATIENCE", "inf"))
-"""Seconds after which a process that waits for its turn goes on without."""
-_turns = open(os.environ["BENCHMARK_TURNS"], "w") if LEADS and "BENCHMARK_TURNS" in os.environ else None
-if _turns:
-    fcntl.flock(_turns, fcntl.LOCK_SH)
-
-
-@contextmanager
-def alone(meet: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """A context that no other process shares: others that build, compile or time a model on this GPU wait.
-
-    The environment variable BENCHMARK_TURNS names the file by which processes take turns; without it nothing waits.
-    meet: returns when all processes that share the model have called it.
-    """
-    if _turns:
-        _synchronize()
-        _wait_for_turn()
-    meet()
-    try:
-        yield
-        if _turns:
-            _synchronize()
-    finally:
-        if _turns:
-            fcntl.flock(_turns, fcntl.LOCK_UN)
-            time.sleep(1)  # others that wait for their turn come before this process builds again
-            fcntl.flock(_turns, fcntl.LOCK_SH)
-        meet()
-
-
-def _synchronize() -> None:
-    """Wait for the GPU, if there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def _wait_for_turn() -> None:
-    """Wait until no other process works, for at most `PATIENCE` seconds."""
-    if PATIENCE == float("inf"):
-        return fcntl.flock(_turns, fcntl.LOCK_EX)
-    fcntl.flock(_turns, fcntl.LOCK_UN)
-    end = time.monotonic() + PATIENCE
-    while time.monotonic() < end:
-        try:
-            return fcntl.flock(_turns, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.2)
-    return None
+from benchmarks.common import ROOT
 
 
 def bandwidth(size: int = 1 << 32, device: str = "cuda") -> dict[str, float]:
@@ -86,6 +36,18 @@ def link_speed(group_name: str, size: int = 1 << 26) -> float:
     next_rank = handle.get_buffer((handle.rank + 1) % handle.world_size, (size,), torch.uint8)
     data = torch.empty_like(mine)
     return size / median_ms(lambda: next_rank.copy_(data), 10) * 1e3
+
+
+def launch_ranks(module: str, count: int, more: list[str], seconds: float | None = None) -> bool:
+    """Run a module in `count` processes, with the arguments of this one and `more`. True if all succeed in time."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    process = subprocess.Popen([*launcher, "-m", module, *sys.argv[1:], *more], cwd=ROOT)
+    try:
+        return process.wait(seconds) == 0
+    except subprocess.TimeoutExpired:
+        process.terminate()  # the launcher ends its processes, too
+        process.wait()
+        return False
 
 
 def sum_bytes(count: int, ranks: int, itemsize: int = 2) -> float:

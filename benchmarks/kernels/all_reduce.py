@@ -1,44 +1,34 @@
 """The time of the all-reduce of tensor parallelism on the GPUs of one host, next to NCCL's and torch's.
 
-    python -m benchmarks.kernels.all_reduce [--gpus 2 4 8] [--only time layers] [--limit 200] [--json FILE]
+    python -m benchmarks.kernels.all_reduce [--gpus 2 4 8] [--limit 200] [--json FILE]
 
-time: microseconds of one sum in a graph of many, by each number of shots (see `Exchange.shots`); "plain" sums numbers
-of 16 bits, "added" float32 parts with the residual stream and the norm's first half. The floor is that of the fewest
-bytes, 16 bits a number, at the speed of a copy to another GPU. Then the bounds between which `HOP_BYTES` makes the
-faster choice, and "added" for each block size.
-layers: milliseconds of the products of all layers of a model of 8B parameters: without sums ("none"), with ours, and
-with NCCL's; and the microseconds that one of our sums adds, if products send and if the summing kernel sends.
+A figure is the microseconds of one sum in a graph of many, by each number of shots (see `Exchange.shots`); "plain" sums
+numbers of 16 bits, "added" float32 parts with the residual stream and the norm's first half. The floor is that of the
+fewest bytes, 16 bits a number, at the speed of a copy to another GPU. Then come the bounds between which `HOP_BYTES`
+makes the faster choice, and "added" for each block size.
 
 The processes for each number of GPUs, of which the host has enough, end after --limit seconds.
 tests/support/all_reduce_on_gpus.py compares the bits.
 """
 
-import argparse
 import faulthandler
-import functools
 import os
-import subprocess
-import sys
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from benchmarks.common import ROOT, save_rows, stamp
-from benchmarks.timers import captured, link_speed, replay_us, sum_bytes
+from benchmarks.common import command_line, save_rows, stamp
+from benchmarks.timers import captured, launch_ranks, link_speed, replay_us, sum_bytes
 from spec_compile.kernels import all_reduce, all_reduce_kernel, launching
 from spec_compile.kernels.linear import product_ops
 from spec_compile.kernels.linear.plans import squared_columns
 
 ops = torch.ops.spec_compile
 DEVICE, DTYPE = "cuda", torch.bfloat16
-PHASES = "time", "layers"
 SHAPES = [(rows, size) for size in (4096, 8192) for rows in (1, 4, 16, 64, 128, 256, 512)]
 BLOCKS = {1: (128, 256, 512), 16: (512, 1024), 64: (1024, 2048, 4096)}
-LAYER = (3072, 4096), (4096, 2048), (14336, 4096), (4096, 7168)
-"""Shapes of a layer's weights of Llama-3.1-8B on each of two ranks: q, k and v; o; gate and up; down."""
 ALWAYS, USUAL = {1: float("inf"), 2: -1.0}, all_reduce.HOP_BYTES
 """Values of `HOP_BYTES` with which all sums take so many shots, and its own."""
 
@@ -132,36 +122,6 @@ def measure_shape(group_name: str, rows: int, size: int) -> dict:
     return {**times, "blocks": blocks}
 
 
-def layers(group_name: str, counts, number: int = 32) -> None:
-    say("layers: ms of the products of", number, "layers; N | none, products send, a kernel sends | us a sum adds")
-    make = functools.partial(torch.empty, dtype=DTYPE, device=DEVICE)
-    weights = [[make(shape).normal_(0, 0.01) for shape in LAYER] for _ in range(number)]
-    norm = torch.ones(4096, dtype=DTYPE, device=DEVICE)
-    exchange, reducer = all_reduce.EXCHANGES[group_name], all_reduce.REDUCERS[group_name]
-    for rows in counts:
-        x = torch.randn(rows, 4096, dtype=DTYPE, device=DEVICE)
-
-        def run(group_name="", x=x):
-            scaled, squares = x, torch.ones(len(x), 4096 // squared_columns(4096), device=DEVICE)
-            for qkv, o, gate_up, down in weights:
-                inside = ops.product(scaled, qkv, squares=squares, eps=1e-5)[:, :2048]
-                x, scaled, squares = ops.product_to_stream(inside, o, None, x, norm, 0.0, group_name=group_name)
-                inside = ops.product(scaled, gate_up, squares=squares, eps=1e-5, gated=True)
-                x, scaled, squares = ops.product_to_stream(inside, down, None, x, norm, 0.0, group_name=group_name)
-
-        none = graph_time(run, 1000)
-        sent = graph_time(lambda: run(group_name), 1000)
-        product_ops.product_sends, usual = lambda *_: False, product_ops.product_sends
-        apart = graph_time(lambda: run(group_name), 1000)
-        product_ops.product_sends = usual
-        each = [round((time - none) * 1e3 / (2 * number), 2) for time in (sent, apart)]
-        say(f"{rows:3} | {none:6.3f} {sent:6.3f} {apart:6.3f} | {each}")
-        all_reduce.release(group_name)
-        library = graph_time(lambda: run(group_name), 1000)
-        all_reduce.EXCHANGES[group_name], all_reduce.REDUCERS[group_name] = exchange, reducer
-        say(f"{rows:3} | NCCL {library:6.3f}")
-
-
 def start(limit: float) -> tuple[str, str | None]:
     """Begin the process group of a script that ends after `limit` seconds.
 
@@ -184,25 +144,19 @@ def start(limit: float) -> tuple[str, str | None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, results="")
     parser.add_argument("--gpus", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--only", nargs="+", choices=PHASES, default=PHASES)
     parser.add_argument("--limit", type=float, default=200)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64], help="of the phase layers")
-    parser.add_argument("--json", type=Path, help="write the rows of the phase time")
     options = parser.parse_args()
     if "RANK" not in os.environ:  # a process for each GPU runs this script
         for count in [count for count in options.gpus if count <= torch.cuda.device_count()]:
-            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-            subprocess.run([sys.executable, *launch, "-m", "benchmarks.kernels.all_reduce", *sys.argv[1:]], cwd=ROOT)
+            launch_ranks("benchmarks.kernels.all_reduce", count, [])
         return
     name, reason = start(options.limit)
-    if "time" in options.only and reason is None:
+    if reason is None:
         rows = measure(name)
         if options.json and dist.get_rank() == 0:
             save_rows(options.json, rows, ("gpus", "rows", "size"), stamp(torch.device("cuda")))
-    if "layers" in options.only and reason is None:
-        layers(name, options.rows)
     os._exit(0)  # destroying the group would wait for the captured graphs
 
 

@@ -1,27 +1,22 @@
 """Routed experts on a GPU: both products of a layer of published models, ours compared with PyTorch's grouped_mm.
 
-    python -m benchmarks.kernels.experts [--models Qwen3-30B-A3B Mixtral ...] [--tokens 1 64 2048] [--tiles]
-                                         [--json FILE]
+    python -m benchmarks.kernels.experts [--models Qwen3-30B-A3B Mixtral ...] [--tokens 1 64 2048] [--json FILE]
 
 A figure is the microseconds of both products, the gate and the sum by the router's weights, in a CUDA graph of several
 draws of tokens and experts. "floor" is the time in which the GPU reads the weights of the chosen experts, or multiplies
 if that takes longer. "ours" is the form that `plans.tile` chooses; "looked through" and "sorted" are the two forms with
 its tile, the first one up to 512 tokens. "bits" says if every token has the same bits as among the most tokens.
 grouped_mm has weights of 16 bits only.
-
---tiles: also time each product with each of `TILES` and print the three fastest; a tile that does not fit is left out.
 """
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.common import save_rows, show, stamp
+from benchmarks.common import command_line, save_rows, show, stamp
 from benchmarks.timers import bandwidth, captured, product_speed, replay_us
 from spec_compile.kernels.experts import ExpertFormat, launch, plans
 from spec_compile.quantised import mxfp4
@@ -37,16 +32,6 @@ MODELS = {
     "DeepSeek-V2-Lite": (6, 64, 2048, 1408, SILU),
 }
 """Experts of a token, experts, inputs, columns between the products, and the format of the first product."""
-TILES = [
-    plans.ExpertTile(*sizes, sorted=True)
-    for sizes in (
-        (64, 128, 16, 4, 4), (64, 128, 32, 4, 4), (64, 128, 64, 4, 3), (128, 64, 32, 4, 4), (128, 128, 16, 4, 3),
-        (128, 128, 32, 4, 3), (128, 128, 64, 8, 3), (128, 128, 128, 8, 3), (128, 64, 64, 4, 3), (128, 64, 64, 4, 4),
-        (128, 64, 64, 8, 4), (128, 64, 128, 4, 3), (128, 64, 128, 8, 3), (128, 64, 128, 8, 4), (128, 64, 256, 8, 3),
-        (256, 64, 64, 8, 3), (256, 64, 64, 8, 4), (256, 64, 128, 8, 3), (256, 64, 128, 8, 4),
-    )
-]  # fmt: skip
-"""Tiles to try; those of MXFP4 need block_k = 256, and take the other sizes."""
 DRAWS, MOST_LOOKED_THROUGH = 4, 512
 KEYS = ("model", "tokens")
 """The fields that tell the rows of the results apart."""
@@ -76,15 +61,15 @@ class Layer:
     up: list[Tensor]
     down: list[Tensor]
 
-    def ours(self, x: Tensor, ids: Tensor, routing: Tensor, tile: plans.ExpertTile | None = None, **form) -> Tensor:
+    def ours(self, x: Tensor, ids: Tensor, routing: Tensor, **form) -> Tensor:
         """form: fields of `ExpertTile` in place of those of `plans.tile`."""
 
         def chosen(parts: list[Tensor], layout: ExpertFormat) -> plans.ExpertTile:
             shape = len(x), ids.shape[1], len(parts[0]), layout.sizes(parts), layout.scale_size, 2
             return plans.tile(*shape)._replace(**form)
 
-        inner = launch.up(x, ids, self.up, self.first, tile or chosen(self.up, self.first))
-        return launch.down(inner, ids, routing, self.down, self.second, tile or chosen(self.down, self.second))
+        inner = launch.up(x, ids, self.up, self.first, chosen(self.up, self.first))
+        return launch.down(inner, ids, routing, self.down, self.second, chosen(self.down, self.second))
 
     def library(self, x: Tensor, ids: Tensor, routing: Tensor) -> Tensor:
         """The same by grouped_mm over rows sorted by their experts."""
@@ -132,30 +117,7 @@ def floor(mixture: Layer, draws: list[tuple], speeds: tuple[float, float]) -> fl
     )
 
 
-def fastest_tiles(mixture: Layer, draws: list[tuple]) -> dict[str, list[tuple[float, str]]]:
-    """The three fastest tiles of each product, with their microseconds."""
-    inner = [launch.up(x, ids, mixture.up, mixture.first) for x, ids, _ in draws]
-    seconds = [(between, *each[1:]) for between, each in zip(inner, draws)]
-    found: dict[str, list[tuple[float, str]]] = {"up": [], "down": []}
-    for tile in TILES:
-        if mixture.first.scale_size:  # a tile has the inputs of a scale or of the words that are read at once
-            tile = tile._replace(block_k=256 if mixture.first.mxfp4 else 128)
-
-        def up(x, ids, routing, tile=tile):
-            return launch.up(x, ids, mixture.up, mixture.first, tile)
-
-        def down(x, ids, routing, tile=tile):
-            return launch.down(x, ids, routing, mixture.down, mixture.second, tile)
-
-        for name, run, inputs in (("up", up, draws), ("down", down, seconds)):
-            try:
-                found[name].append((round(time_of(run, inputs), 1), str(tuple(tile[:5]))))
-            except Exception as error:  # more memory or registers than the GPU has
-                print(f"{name} {tuple(tile[:5])}: {type(error).__name__}", flush=True)
-    return {name: sorted(times)[:3] for name, times in found.items()}
-
-
-def measure(name: str, counts: list[int], speeds: tuple[float, float], tiles: bool) -> list[dict]:
+def measure(name: str, counts: list[int], speeds: tuple[float, float]) -> list[dict]:
     """The figures of one model, a row for each number of tokens."""
     top, experts, size, inner, first = MODELS[name]
     mixture, rows = layer(experts, size, inner, first), []
@@ -171,23 +133,19 @@ def measure(name: str, counts: list[int], speeds: tuple[float, float], tiles: bo
         if not first.scale_size:
             row["grouped_mm"] = time_of(mixture.library, draws)
         row["same_bits"] = torch.equal(mixture.ours(*(each[:tokens] for each in most)), everything[:tokens])
-        if tiles:
-            row["tiles"] = fastest_tiles(mixture, draws)
         print(row, flush=True)
         rows.append(row)
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, results="")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 16, 64, 256, 512, 2048, 4096])
-    parser.add_argument("--tiles", action="store_true", help="time each of the tiles, too")
-    parser.add_argument("--json", type=Path, help="write the rows here")
     options = parser.parse_args()
     speeds, rows = (bandwidth()["read"], product_speed()), []
     for name in options.models:
-        rows += measure(name, options.tokens, speeds, options.tiles)
+        rows += measure(name, options.tokens, speeds)
     figures = ("floor", "ours", "looked through", "sorted", "grouped_mm")
     cells = [
         (row["model"], str(row["tokens"]), *(f"{row[name]:.1f}" if name in row else "" for name in figures),

@@ -7,12 +7,11 @@
     python -m benchmarks.peers.compare --model FOLDER --device cpu --weights none int8 int4
         --engines ours llama_cpp transformers --drafts plain n-gram --prompts 5 --new-tokens 96
 
-Every engine and setting runs in a separate process, on a GPU one after another (worker.py), on a CPU all of them, which
-answer each prompt in turn (in_turn.py). All get the same token ids (with
-the chat template, if the tokenizer has one), answer greedily, one prompt at a time, and stop at the same tokens. Prefix
-caches are off, and n-grams forget between answers if the engine can. Two prompts of each set are not measured: the
-first warms up, and both choose among the settings (`SYSTEMS` lists them); the table has the best setting of each engine
-for each set, the file all of them.
+Every engine and setting runs in a separate process, on a GPU one after another, on a CPU all of them, which answer each
+prompt in turn (worker.py). All get the same token ids (with the chat template, if the tokenizer has one), answer
+greedily, one prompt at a time, and stop at the same tokens. Prefix caches are off, and n-grams forget between answers
+if the engine can. Two prompts of each set are not measured: the first warms up, and both choose among the settings
+(`SYSTEMS` lists them); the table has the best setting of each engine for each set, the file all of them.
 
 Heads are folders eagle3, dflash, jetspec and mtp of --heads, in their published formats, as `python -m spec_compile
 train` writes them; missing ones are left out. --trained-on names the files that the heads were trained on: a prompt
@@ -24,33 +23,15 @@ has the reason. Rows that a run leaves out stay in the file.
 """
 
 import argparse
-import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from benchmarks.common import (
-    DEMO_MODEL,
-    LOOKUPS,
-    PROMPTS,
-    RESULTS,
-    ROOT,
-    refuse_trained,
-    save_rows,
-    show,
-    split_prompts,
-    stamp,
-)
-from benchmarks.peers import in_turn
+from benchmarks import common
+from benchmarks.peers import worker
 
 TREE = dict(num_steps=5, topk=4, num_draft_tokens=16)
 VLLM_NGRAM = [dict(num_speculative_tokens=tokens, prompt_lookup_max=size, prompt_lookup_min=1)
@@ -87,7 +68,7 @@ SYSTEMS = {
     }),
     "n-gram": (None, {
         "ours": [ours("ngram", False, num_draft_tokens=nodes) for nodes in (16, 64)],
-        "transformers": LOOKUPS,
+        "transformers": common.LOOKUPS,
         "vllm": [vllm(method="ngram", **setting) for setting in VLLM_NGRAM],
         "sglang": [dict(speculative_algorithm="NGRAM", speculative_num_draft_tokens=16)],
         "llama_cpp": [llama_cpp(tokens, size) for tokens, size in ((10, 2), (10, 3), (4, 2))],
@@ -127,27 +108,6 @@ def filled(setting, head: str):
     if isinstance(setting, dict):
         return {name: filled(value, head) for name, value in setting.items()}
     return head if setting == "HEAD" else setting
-
-
-def start(task: dict, timeout: float) -> dict:
-    """The result of a task, from a new process."""
-    with tempfile.TemporaryDirectory() as folder:
-        paths = [Path(folder) / name for name in ("task.json", "result.json")]
-        paths[0].write_text(json.dumps(task))
-        env = os.environ | {"PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])}
-        command = [sys.executable, "-m", "benchmarks.peers.worker", *map(str, paths)]
-        process = subprocess.Popen(command, env=env, stdout=sys.stderr, start_new_session=True)
-        try:
-            status = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            return {"refused": f"no result after {timeout:.0f} seconds"}
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # engines start further processes, which hold GPU memory
-            process.wait()
-        if not paths[1].exists():
-            return {"refused": f"its process ended with status {status}"}
-        return json.loads(paths[1].read_text())
 
 
 def best(results: list[dict], settings: list[dict], sets: list[str]) -> dict:
@@ -199,14 +159,14 @@ def cell(figures: dict) -> str:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(DEMO_MODEL))
+    parser = common.command_line(__doc__, threads=2)
+    parser.add_argument("--model", default=str(common.DEMO_MODEL))
     parser.add_argument("--heads", type=Path, help="folder of the heads (default: heads of the model)")
     parser.add_argument("--engines", nargs="+", default=["ours", "transformers", "vllm"],
                         choices=["ours", "transformers", "vllm", "sglang", "llama_cpp"])  # fmt: skip
     parser.add_argument("--drafts", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
     parser.add_argument("--workloads", nargs="+", default=["chat", "code_completion", "maths", "code_editing"])
-    parser.add_argument("--folder", type=Path, default=PROMPTS)
+    parser.add_argument("--folder", type=Path, default=common.PROMPTS)
     parser.add_argument("--trained-on", type=Path, nargs="+", default=[])
     parser.add_argument("--prompts", type=int, default=10, help="prompts of each workload that are measured")
     parser.add_argument("--longest", type=int, default=1024, help="tokens of a prompt, the last ones")
@@ -217,12 +177,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--weights", nargs="+", default=["none"], choices=["none", "int8", "int4"],
                         help="to what engines that can do so round the weights")  # fmt: skip
-    parser.add_argument("--timeout", type=float, default=600, help="seconds that a process may take")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds that an engine may take to load or answer")
     parser.add_argument("--eager", action="store_true", help="do not compile ours")
-    parser.add_argument("--threads", type=int, default=2, help="threads of a CPU")
     parser.add_argument("--json", type=Path, help="the results' file (default: peers.json, of a CPU peers_cpu.json)")
     options = parser.parse_args(arguments)
-    options.json = options.json or RESULTS / ("peers_cpu.json" if options.device == "cpu" else "peers.json")
+    options.json = options.json or common.RESULTS / ("peers_cpu.json" if options.device == "cpu" else "peers.json")
     options.heads = options.heads or Path(options.model) / "heads"
     return options
 
@@ -235,8 +194,8 @@ def make_task(options: argparse.Namespace) -> dict:
         options.longest, AutoConfig.from_pretrained(options.model).max_position_embeddings - options.new_tokens
     )
     for name in options.workloads:
-        refuse_trained(options.folder / f"{name}.jsonl", options.prompts, options.trained_on)
-        some = split_prompts(name, options.folder, options.prompts, TUNING, tokenizer, longest, chat)
+        common.refuse_trained(options.folder / f"{name}.jsonl", options.prompts, options.trained_on)
+        some = common.split_prompts(name, options.folder, options.prompts, TUNING, tokenizer, longest, chat)
         measured, tuning = ([ids[0].tolist() for ids in prompts] for prompts in some)
         sets[name] = {"measured": measured, "tuning": tuning}
     eos = GenerationConfig.from_pretrained(options.model).eos_token_id
@@ -267,9 +226,9 @@ def measured(task: dict, found: dict[tuple[str, str], list], options: argparse.N
     tasks = {key: [task | {"engine": key[1], "setting": one} for one in settings] for key, settings in found.items()}
     if options.device != "cpu":
         for key, some in tasks.items():
-            yield *key, [start(one, options.timeout) for one in some]
+            yield *key, [result for one in some for result in worker.measure([one], options.timeout)]
         return
-    results = iter(in_turn.measure([one for some in tasks.values() for one in some], options.timeout))
+    results = iter(worker.measure([one for some in tasks.values() for one in some], options.timeout))
     for key, some in tasks.items():
         yield *key, [next(results) for _ in some]
 
@@ -277,20 +236,20 @@ def measured(task: dict, found: dict[tuple[str, str], list], options: argparse.N
 def main(arguments: list[str] | None = None) -> None:
     begin, options = time.perf_counter(), parse(arguments)
     task, lines = make_task(options), []
-    facts = stamp(torch.device(options.device)) | {"prompts": options.prompts, "new_tokens": options.new_tokens}
+    facts = common.stamp(torch.device(options.device)) | {"prompts": options.prompts, "new_tokens": options.new_tokens}
     for weights in (None if name == "none" else name for name in options.weights):
         found, plain = systems(options, weights), {}
-        common = {"model": Path(options.model).name, "dtype": options.dtype, "weights": weights}
+        shared = {"model": Path(options.model).name, "dtype": options.dtype, "weights": weights}
         for drafts, engine, results in measured(task | {"weights": weights}, found, options):
-            row = common | {"engine": engine, "drafts": drafts}
+            row = shared | {"engine": engine, "drafts": drafts}
             row |= best(results, found[drafts, engine], options.workloads)
             compare_answers(row, plain, task["eos"])
-            save_rows(options.json, [row], KEYS, facts)  # at once, so that a stopped run keeps its rows
+            common.save_rows(options.json, [row], KEYS, facts)  # at once, so that a stopped run keeps its rows
             said, name = cells(row, options.workloads), " ".join(filter(None, (drafts, weights)))
             print(f"{time.perf_counter() - begin:5.0f} s: {name}, {engine}: {'; '.join(said)}", flush=True)
             lines.append((name, f"{engine} {row.get('version', '')}", *said))
     title = "accept length, tokens/s (answers equal to plain)"
-    show(("drafts", "engine", *options.workloads), lines, title)
+    common.show(("drafts", "engine", *options.workloads), lines, title)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ class Transformers:
     version = transformers.__version__
 
     def __init__(self, task: dict):
-        if task["device"] == "cpu":
-            torch.set_num_threads(task["threads"])
         model = transformers.AutoModelForCausalLM.from_pretrained(task["model"], dtype=getattr(torch, task["dtype"]))
         self.model, self.forwards = model.to(task["device"]).eval(), 0
         self.model.register_forward_hook(self._count)

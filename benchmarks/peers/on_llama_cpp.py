@@ -11,7 +11,6 @@ from pathlib import Path
 import llama_cpp
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-from benchmarks.common import pin
 from benchmarks.peers import gguf_file
 
 FILE_TYPES = {"int8": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "int4": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0}
@@ -33,7 +32,6 @@ class LlamaCpp:
     version = llama_cpp.__version__
 
     def __init__(self, task: dict):
-        pin(task["threads"])
         setting = dict(task["setting"])
         lookup = setting.pop("lookup", None)
         with tempfile.TemporaryDirectory() as folder:

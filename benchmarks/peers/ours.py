@@ -12,8 +12,6 @@ class Ours:
     version = spec_compile.__version__
 
     def __init__(self, task: dict):
-        if task["device"] == "cpu":
-            torch.set_num_threads(task["threads"])
         model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=getattr(torch, task["dtype"]))
         model = model.to(task["device"]).eval()
         options = {

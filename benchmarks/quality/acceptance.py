@@ -44,24 +44,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 import spec_compile
-from benchmarks.common import (
-    DEMO_MODEL,
-    GREEDY,
-    LOOKUP,
-    PLAIN,
-    PROMPTS,
-    RESULTS,
-    answer_in_turn,
-    best_lookup,
-    draw,
-    lacking,
-    pin,
-    refuse_trained,
-    split_prompts,
-    stamp,
-    timed,
-    write_json,
-)
+from benchmarks import common
 
 WORKLOADS = ("code_completion", "code_editing", "docstrings")
 TREE = dict(topk=4, num_draft_tokens=16)
@@ -90,7 +73,7 @@ console = Console(stderr=True)
 
 def hf_systems(model: PreTrainedModel, draft: PreTrainedModel | None, fixed: dict) -> dict[str, Callable]:
     """Transformers' own ways. The static cache, whose forward transformers compiles, is tried on a GPU only."""
-    ways = {GREEDY: {}}
+    ways = {common.GREEDY: {}}
     if draft is not None and not model._is_stateful:
         ways["HF assistant"] = dict(assistant_model=draft)
     if model.device.type == "cuda":
@@ -119,22 +102,22 @@ def measure(
     """Figures of each system, and of prompt lookup, over one workload. prompts: to measure, and for tuning."""
     prompts, tuning = prompts
     if not model._is_stateful:
-        lookup, tried = best_lookup(model, tuning, fixed)
-        systems = systems | {LOOKUP: partial(model.generate, **fixed, **lookup)}
-    answers, rates = answer_in_turn(systems, ours, prompts, repeats)
+        lookup, tried = common.best_lookup(model, tuning, fixed)
+        systems = systems | {common.LOOKUP: partial(model.generate, **fixed, **lookup)}
+    answers, rates = common.answer_in_turn(systems, ours, prompts, repeats)
     counted = {name: deepcopy(fast.speculation.stats) for name, fast in ours.items()}
     first = first_tokens(systems, prompts, repeats)
     best = max(rate for name, rate in rates.items() if name not in ours)
     results = {}
     for name, rate in rates.items():
-        same = [torch.equal(*pair) for pair in zip(answers[name], answers[GREEDY])]
+        same = [torch.equal(*pair) for pair in zip(answers[name], answers[common.GREEDY])]
         tokens = sum(map(len, answers[name]))
         further = (tokens / rate - first[name] * len(prompts)) / max(tokens - len(prompts), 1)
-        row = {"tokens_per_second": rate, "over_greedy": rate / rates[GREEDY], "identical": sum(same)}
+        row = {"tokens_per_second": rate, "over_greedy": rate / rates[common.GREEDY], "identical": sum(same)}
         row |= {"first_token_s": first[name], "further_token_s": further}
-        if PLAIN in rates:
-            row["over_plain"] = rate / rates[PLAIN]
-        if name == LOOKUP:
+        if common.PLAIN in rates:
+            row["over_plain"] = rate / rates[common.PLAIN]
+        if name == common.LOOKUP:
             row |= {"lookup": lookup, "tried": tried}
         if name in ours:
             stats = counted[name]
@@ -145,7 +128,7 @@ def measure(
             if differing:
                 row["audit"] = verdicts(name, ours[name], differing, fixed)
         results[name] = row
-    facts = {"tokens": sum(map(len, answers[GREEDY])), "prompts": len(prompts), "repeats": repeats}
+    facts = {"tokens": sum(map(len, answers[common.GREEDY])), "prompts": len(prompts), "repeats": repeats}
     return {"systems": {name: {**facts, **row} for name, row in results.items()}}
 
 
@@ -154,7 +137,7 @@ def first_tokens(systems: dict[str, Callable], prompts: list[Tensor], repeats: i
     seconds = {name: [] for name in systems}
     for _ in range(repeats):
         for name, generate in systems.items():
-            spent = [timed(partial(generate, max_new_tokens=1), ids)[1] for ids in prompts]
+            spent = [common.timed(partial(generate, max_new_tokens=1), ids)[1] for ids in prompts]
             seconds[name].append(statistics.mean(spent))
     return {name: statistics.median(spent) for name, spent in seconds.items()}
 
@@ -162,7 +145,7 @@ def first_tokens(systems: dict[str, Callable], prompts: list[Tensor], repeats: i
 def verdicts(name: str, fast: PreTrainedModel, prompts: list[Tensor], fixed: dict) -> dict[str, int]:
     """The verdicts of `audit` on answers that differed, and how often each occurs."""
     report = spec_compile.audit(fast, prompts, logits=False, **fixed)
-    console.print(f"{name}: answers that differ from {GREEDY}\n{report}", highlight=False, markup=False)
+    console.print(f"{name}: answers that differ from {common.GREEDY}\n{report}", highlight=False, markup=False)
     return dict(Counter(row.verdict for row in report.greedy))
 
 
@@ -174,13 +157,13 @@ def failures(workloads: dict, exact: bool) -> list[str]:
             audited = row.get("audit", {})
             count = sum(audited.values()) if exact else audited.get("DIFFERENT", 0)
             if count:
-                lines.append(f"{workload}, {name}: {count} of {row['prompts']} answers differ from {GREEDY}")
+                lines.append(f"{workload}, {name}: {count} of {row['prompts']} answers differ from {common.GREEDY}")
     return lines
 
 
 def table(workload: str, result: dict) -> Table:
     """A row for each system."""
-    rows, tokens = [], result["systems"][GREEDY]["tokens"]
+    rows, tokens = [], result["systems"][common.GREEDY]["tokens"]
     columns = ("system", "accept length", "by depth", "tokens/s", "vs greedy", "vs plain", "vs best HF",
                "first token", "a token", "same")  # fmt: skip
     for name, row in result["systems"].items():
@@ -193,7 +176,7 @@ def table(workload: str, result: dict) -> Table:
         times = (f"{row[key] * 1e3:.2f} ms" for key in ("first_token_s", "further_token_s"))
         same = f"{row['identical']} of {row['prompts']}"
         rows.append((name, *drafts, *rates, best, *times, same))
-    return draw(columns, rows, f"{workload}, {tokens} tokens")
+    return common.draw(columns, rows, f"{workload}, {tokens} tokens")
 
 
 def save(path: Path, workloads: dict, facts: dict) -> None:
@@ -202,19 +185,19 @@ def save(path: Path, workloads: dict, facts: dict) -> None:
     for workload, result in workloads.items():
         rows = report["workloads"].setdefault(workload, {"systems": {}})["systems"]
         rows |= {name: {**row, "stamp": facts} for name, row in result["systems"].items()}
-    write_json(path, report)
+    common.write_json(path, report)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.command_line(__doc__, threads=2)
     algos = sorted({algo for algo, _, _ in OURS.values()})
-    parser.add_argument("--model", default=str(DEMO_MODEL))
+    parser.add_argument("--model", default=str(common.DEMO_MODEL))
     parser.add_argument("--heads", type=Path, help="folder with eagle3, dflash and mtp (default: heads of the model)")
     parser.add_argument("--draft-model", help="a smaller model of the same tokenizer (default: none, left out)")
     parser.add_argument("--algos", nargs="+", default=algos, choices=algos)
     parser.add_argument("--systems", nargs="+", choices=OURS, help="our systems (default: all that can run)")
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), help="names of files in --folder")
-    parser.add_argument("--folder", type=Path, default=PROMPTS)
+    parser.add_argument("--folder", type=Path, default=common.PROMPTS)
     parser.add_argument("--prompts", type=int, default=8, help="first prompts of each workload")
     parser.add_argument("--as-chat", action="store_true", help="prompts in the form of the chat template")
     parser.add_argument("--trained-on", type=Path, nargs="+", default=[], help="files that the heads were trained on")
@@ -222,17 +205,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--threads", type=int, default=2, help="threads of a CPU")
     parser.add_argument("--eager", action="store_true", help="do not compile ours")
     parser.add_argument("--json", type=Path, help="default: results/acceptance_cpu.json or acceptance_gpu.json")
     options = parser.parse_args()
     options.device = torch.device(options.device)
     options.heads = options.heads or Path(options.model) / "heads"
     hardware = "gpu" if options.device.type == "cuda" else "cpu"
-    options.json = options.json or RESULTS / f"acceptance_{hardware}.json"
+    options.json = options.json or common.RESULTS / f"acceptance_{hardware}.json"
     asked, names = options.systems is not None, options.systems or OURS
     options.systems = [name for name in names if OURS[name][0] in options.algos]
-    absent = {name: reason for name in options.systems if (reason := lacking(OURS[name], options.heads))}
+    absent = {name: reason for name in options.systems if (reason := common.lacking(OURS[name], options.heads))}
     if asked and absent:
         parser.error("; ".join(f"{name}: {reason}" for name, reason in absent.items()) + "; name other --systems")
     for name, reason in absent.items():
@@ -244,7 +226,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     start, options = time.perf_counter(), parse()
     if options.device.type == "cpu":
-        pin(options.threads)
+        common.pin(options.threads)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     load = partial(AutoModelForCausalLM.from_pretrained, dtype=getattr(torch, options.dtype))
@@ -256,8 +238,8 @@ def main() -> None:
     room = model.config.max_position_embeddings - options.new_tokens
     prompts = {}
     for workload in options.workloads:
-        refuse_trained(options.folder / f"{workload}.jsonl", options.prompts, options.trained_on)
-        both = split_prompts(workload, options.folder, options.prompts, TUNING, tokenizer, room, options.as_chat)
+        common.refuse_trained(options.folder / f"{workload}.jsonl", options.prompts, options.trained_on)
+        both = common.split_prompts(workload, options.folder, options.prompts, TUNING, tokenizer, room, options.as_chat)
         prompts[workload] = tuple([ids.to(options.device) for ids in some] for some in both)
 
     fixed = dict(do_sample=False, max_new_tokens=options.new_tokens, pad_token_id=tokenizer.pad_token_id)
@@ -276,7 +258,7 @@ def main() -> None:
     for workload, both in prompts.items():
         workloads[workload] = measure(systems, ours, model, both, options.repeats, fixed)
         console.print(f"[dim]{time.perf_counter() - start:.0f} s: {workload} measured")
-    facts = stamp(options.device)
+    facts = common.stamp(options.device)
     seconds, where = time.perf_counter() - start, facts.get("gpu", f"{facts['cpu']}, {facts['threads']} threads")
     print(f"{options.new_tokens} new tokens, batch 1, {options.dtype}, {where}")
     for workload, result in workloads.items():
@@ -285,7 +267,7 @@ def main() -> None:
     audited = sum((Counter(row.get("audit")) for row in rows), start=Counter())
     if audited:
         counts = ", ".join(f"{count} {verdict}" for verdict, count in audited.items())
-        print(f"answers of ours that differ from {GREEDY}, audited: {counts}")
+        print(f"answers of ours that differ from {common.GREEDY}, audited: {counts}")
     print(f"ready (capture, compile, first calls) after {ready:.0f} s, all measured after {seconds:.0f} s")
     facts |= {"dtype": options.dtype, "new_tokens": options.new_tokens, "draft_model": options.draft_model}
     save(options.json, workloads, facts)

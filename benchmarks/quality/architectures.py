@@ -18,9 +18,8 @@ import sys
 import threading
 from collections import Counter
 from dataclasses import asdict
-from pathlib import Path
 
-from benchmarks.common import RESULTS, ROOT, machine
+from benchmarks.common import ROOT, command_line, machine
 
 TESTS = ROOT / "tests" / "support"
 BAD = ("broken", "different", "hangs")
@@ -189,9 +188,8 @@ def _short(names: list[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, results="architectures.json")
     parser.add_argument("names", nargs="*", help="classes (default: all)")
-    parser.add_argument("--json", type=Path, default=RESULTS / "architectures.json")
     parser.add_argument("--markdown", action="store_true", help="print the table of an earlier run's --json")
     parser.add_argument("--timeout", type=float, default=180, help="seconds for each class")
     parser.add_argument("--jobs", type=int, default=1, help="classes at a time")

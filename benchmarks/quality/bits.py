@@ -10,7 +10,7 @@ answers, and with --sampled also drawn ones, with a seed for each prompt, are co
 compares transformers' prompt lookup with its greedy decoding in the same way, over N of the prompts.
 
 With --requests every answer is compared with the one that the same algorithm gives to its prompt by itself: in batches,
-again, continued, after a common prefix, among cancelled requests (`request_bits.py`).
+again, continued, after a common prefix, among cancelled requests.
 
 A file of prompts has JSON lines with `prompt`, `turns` or `messages`; the tokenizer's chat template is used if it has
 one. The prompts are taken from the files in turn. Heads are folders eagle3, dflash, jetspec and mtp in --heads; without
@@ -41,10 +41,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 import spec_compile
-from benchmarks.common import DEMO_MODEL, GREEDY, LOOKUP, PLAIN, PROMPTS, RESULTS, draw, lacking, pin, save_rows, stamp
-from benchmarks.quality import request_bits
+from benchmarks import common
 from spec_compile.config import EXACT
 from spec_compile.passes.row_invariance import variant_parts
+from spec_compile.tools.audit_answers import InManyWays
 
 ALGORITHMS = {
     "ngram": ("ngram", None, dict(num_draft_tokens=16)),
@@ -60,10 +60,12 @@ ALGORITHMS = {
     "draft": ("draft_model", "model", dict(num_steps=5)),
 }
 """Name -> algorithm, the draft (a folder of --heads, or "model": that of --draft-model), options."""
-SYSTEMS = {PLAIN: ("ngram", None, dict(num_draft_tokens=1)), **ALGORITHMS}
+SYSTEMS = {common.PLAIN: ("ngram", None, dict(num_draft_tokens=1)), **ALGORITHMS}
 MODES = {"greedy": dict(do_sample=False), "sampled": dict(do_sample=True, temperature=0.8, top_k=50, top_p=0.95)}
 KEYS = ("model", "dtype", "options", "system", "mode", "set")
 """The fields that tell the rows of the results apart."""
+REQUEST_KEYS = ("model", "dtype", "options", "system", "exact", "mode", "manner")
+"""The same of --requests."""
 console = Console(stderr=True)
 
 
@@ -122,12 +124,12 @@ def answer(name: str, options: argparse.Namespace, prompts: list[list[int]], mod
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     if options.device.type == "cpu":
-        pin(options.threads)
+        common.pin(options.threads)
     model, more, result = load(options, options.model), {}, {"answers": {}, "seconds": {}}
     if name in SYSTEMS:
         model = wrap(model, name, options)
         result["variant_parts"] = variant_parts(model.speculation.engine.runtime.verify)
-    elif name == LOOKUP:
+    elif name == common.LOOKUP:
         more = dict(prompt_lookup_num_tokens=10)
     fixed = dict(max_new_tokens=options.max_new_tokens, pad_token_id=model.generation_config.pad_token_id or 0, **more)
     for mode in modes:
@@ -155,8 +157,8 @@ def answer_all(options: argparse.Namespace, prompts: list[list[int]], pool, keep
 
     pool: processes, or None. keep: called with the answers of all systems so far.
     """
-    modes, theirs = [*MODES][: 1 + options.sampled], [GREEDY, LOOKUP] if options.transformers else []
-    tasks = {name: (name, options, prompts, modes) for name in (PLAIN, *options.algorithms)}
+    modes, theirs = [*MODES][: 1 + options.sampled], [common.GREEDY, common.LOOKUP] if options.transformers else []
+    tasks = {name: (name, options, prompts, modes) for name in (common.PLAIN, *options.algorithms)}
     tasks |= {name: (name, options, prompts[: options.transformers], ["greedy"]) for name in theirs}
     results, failures = {}, []
     jobs = {name: partial(answer, *task) if pool is None else pool.submit(answer, *task).result
@@ -187,8 +189,8 @@ def compare(results: dict[str, dict], sets: list[str]) -> list[dict]:
     """
     rows = []
     for name, result in results.items():
-        against = results.get({LOOKUP: GREEDY}.get(name, PLAIN))
-        if name in (PLAIN, GREEDY) or against is None:
+        against = results.get({common.LOOKUP: common.GREEDY}.get(name, common.PLAIN))
+        if name in (common.PLAIN, common.GREEDY) or against is None:
             continue
         for mode, answers in result["answers"].items():
             first = [_first_difference(*pair) for pair in zip(answers, against["answers"][mode])]
@@ -216,13 +218,13 @@ def table(rows: list[dict]) -> Table:
         length = mine["all"]["accept_length"]
         rate = f"{mine['all']['tokens_per_second']:.0f}"
         lines.append((name, mode, *counts, "" if length is None else f"{length:.2f}", rate))
-    return draw(("system", "mode", *sets, "accept length", "tokens/s"), lines)
+    return common.draw(("system", "mode", *sets, "accept length", "tokens/s"), lines)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(DEMO_MODEL))
-    parser.add_argument("--prompts", type=Path, nargs="+", default=sorted(PROMPTS.glob("*.jsonl")))
+    parser = common.command_line(__doc__, results="bits.json", threads=2)
+    parser.add_argument("--model", default=str(common.DEMO_MODEL))
+    parser.add_argument("--prompts", type=Path, nargs="+", default=sorted(common.PROMPTS.glob("*.jsonl")))
     parser.add_argument("--count", type=int, default=300, help="prompts of all files together")
     parser.add_argument("--longest", type=int, default=1024, help="tokens of a prompt, the last ones")
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -245,11 +247,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--requests", action="store_true", help="compare requests with those by themselves")
     parser.add_argument("--batches", type=int, nargs="+", default=[4, 64], help="rows of the batches of --requests")
-    parser.add_argument("--threads", type=int, default=2, help="threads of a CPU")
-    parser.add_argument("--json", type=Path, default=RESULTS / "bits.json")
     options = parser.parse_args(arguments)
     options.heads = options.heads or Path(options.model) / "heads"
-    absent = {name: reason for name, system in ALGORITHMS.items() if (reason := lacking(system, options.heads))}
+    absent = {name: reason for name, system in ALGORITHMS.items() if (reason := common.lacking(system, options.heads))}
     if options.algorithms is None:
         options.algorithms = [name for name in ALGORITHMS if name not in absent]
     elif told := [f"{name}: {absent[name]}" for name in options.algorithms if name in absent]:
@@ -282,29 +282,44 @@ def ask(options: argparse.Namespace, prompts: list[list[int]], begin: float) -> 
                 rows += [{**asked(options), **row} for row in job()]
             except Exception as error:  # the answers of the other systems are still useful
                 failures.append(f"{name}: {type(error).__name__}: {error}")
-    facts = stamp(options.device) | {"max_new_tokens": options.max_new_tokens}
-    save_rows(options.json, rows, request_bits.KEYS, facts, "requests")
+    facts = common.stamp(options.device) | {"max_new_tokens": options.max_new_tokens}
+    common.save_rows(options.json, rows, REQUEST_KEYS, facts, "requests")
     print(f"answers equal to those of each request by itself, {len(prompts)} prompts, {options.max_new_tokens} new "
           f"tokens, {options.dtype}, exact={options.exact!r}, {time.perf_counter() - begin:.0f} s")  # fmt: skip
-    Console(width=240).print(request_bits.table(rows))
+    Console(width=240).print(table_of_requests(rows))
     failures += [f"{row['system']}: {row['manner']}: an answer differs, although equal ones are promised"
                  for row in rows if row["promised"] and row["equal"] < row["of"]]  # fmt: skip
     return "\n".join(failures) or None
 
 
 def ask_one(name: str, options: argparse.Namespace, prompts: list[list[int]]) -> list[dict]:
-    """The rows of one system, see `request_bits.ask`."""
+    """The rows of one system, one for each mode and way of asking."""
     if options.device.type == "cpu":
-        pin(options.threads)
+        common.pin(options.threads)
     logging.disable_progress_bar()
-    model = wrap(load(options, options.model), name, options)
-    modes = {mode: MODES[mode] for mode in [*MODES][: 1 + options.sampled]}
+    model, rows = wrap(load(options, options.model), name, options), []
     fixed = dict(max_new_tokens=options.max_new_tokens, pad_token_id=model.generation_config.pad_token_id or 0)
-    return [
-        {"system": name, "exact": options.exact, **row}
-        for mode, more in modes.items()
-        for row in request_bits.ask(model, prompts, options.batches, mode, fixed | more, options.seed)
-    ]
+    for mode in [*MODES][: 1 + options.sampled]:
+        more = {name: value for name, value in MODES[mode].items() if name != "do_sample"}
+        ways = InManyWays(model, prompts, fixed | more, options.seed if mode == "sampled" else None)
+        for manner in ways.run(options.batches):
+            console.print(f"[dim]{mode}, {manner.name}: {manner.equal} of {manner.of}", highlight=False)
+            rows.append({
+                "system": name, "exact": options.exact, "mode": mode, "manner": manner.name,
+                "promised": manner.promised, "equal": manner.equal, "of": manner.of, "reused": manner.reused,
+                "first_differences": manner.first_differences,
+            })  # fmt: skip
+    return rows
+
+
+def table_of_requests(rows: list[dict]) -> Table:
+    """A line for each system, mode and way: "300 of 300", and the prompt tokens that other requests had left."""
+    lines = [
+        (row["system"], row["mode"], row["manner"], f"{row['equal']} of {row['of']}", str(row["reused"]),
+         "yes" if row["promised"] else "no")
+        for row in rows
+    ]  # fmt: skip
+    return common.draw(("system", "mode", "asked", "equal answers", "reused tokens", "promised"), lines)
 
 
 def asked(options: argparse.Namespace) -> dict:
@@ -316,9 +331,9 @@ def asked(options: argparse.Namespace) -> dict:
 def write_rows(options: argparse.Namespace, sets: list[str], results: dict[str, dict]) -> list[dict]:
     """Replace the rows of the same systems in the file by those of `compare`, and return these."""
     rows = compare(results, sets)
-    facts = stamp(options.device) | {"max_new_tokens": options.max_new_tokens}
+    facts = common.stamp(options.device) | {"max_new_tokens": options.max_new_tokens}
     rows = [{**asked(options), **row} for row in rows]
-    save_rows(options.json, rows, KEYS, facts)
+    common.save_rows(options.json, rows, KEYS, facts)
     return rows
 
 
@@ -327,7 +342,7 @@ def report(options: argparse.Namespace, rows: list[dict], results: dict[str, dic
     print(f"answers equal to those of plain steps, {options.count} prompts, {options.max_new_tokens} new tokens, "
           f"{options.dtype}, {time.perf_counter() - begin:.0f} s")  # fmt: skip
     Console(width=240).print(table(rows))
-    parts = results.get(PLAIN, {}).get("variant_parts", ["plain steps failed"])
+    parts = results.get(common.PLAIN, {}).get("variant_parts", ["plain steps failed"])
     print("same bits are " + ("promised" if not parts else f"not promised, because of {'; '.join(parts)}"))
     ours = [row for row in rows if row["set"] == "all" and row["system"] in ALGORITHMS]
     if not parts and any(row["equal"] < row["of"] for row in ours):

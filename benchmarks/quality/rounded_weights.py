@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.common import DEMO_MODEL, PROMPTS, RESULTS, pin, prompts_of, save_rows, show, stamp
+from benchmarks.common import DEMO_MODEL, PROMPTS, command_line, pin, prompts_of, save_rows, show, stamp
 from spec_compile.capture.admit import admit
 from spec_compile.capture.rounded import rounded_weights
 from spec_compile.quantised.rounded import FORMATS
@@ -26,7 +26,7 @@ KEYS = ("model", "dtype", "weights")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, results="rounded_weights.json", threads=2)
     parser.add_argument("--model", default=str(DEMO_MODEL))
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--weights", nargs="+", default=["int8", "int4", "fp8"], choices=list(FORMATS))
@@ -35,8 +35,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workloads", nargs="+", default=["chat", "maths"], help="sets whose prompts are answered")
     parser.add_argument("--prompts", type=int, default=6, help="first prompts of each set")
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path, default=RESULTS / "rounded_weights.json")
     return parser.parse_args(arguments)
 
 

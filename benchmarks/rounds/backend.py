@@ -8,16 +8,15 @@ the times of two lengths; the median of all runs, and each of them. "floor" is t
 Weights of shapes are random. In float32 both must give the same tokens as the model without a compiler, or this fails.
 """
 
-import argparse
+import statistics
 from functools import partial
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, CompileConfig
 
-from benchmarks.common import DEMO_MODEL, RESULTS, median_difference, pin, read_bandwidth, save_rows, stamp, timed
+from benchmarks import common
 from benchmarks.rounds.shapes import DENSE, build, text_tokens, weight_bytes
-from benchmarks.rounds.token_times import LENGTHS
+from benchmarks.rounds.token_times import LENGTHS, step_times
 from benchmarks.timers import bandwidth
 
 EAGER, INDUCTOR, SPEC = "no compiler", "inductor", "spec"
@@ -40,37 +39,36 @@ def measure(model, ids: torch.Tensor, turns: int, repeats: int) -> list[dict]:
     for _ in range(turns):
         for name, generate in ways.items():
             torch._dynamo.reset()  # else each call would first try the code of the other ways
-            for count in reversed(LENGTHS):  # the longer one makes the cache that all share
-                generate(ids, max_new_tokens=count)
-            for _ in range(repeats):
-                short, long = (timed(partial(generate, max_new_tokens=count), ids) for count in LENGTHS)
-                times[name].append([(len(answer), seconds) for answer, seconds in (short, long)])
-            answers[name] = long[0]
+            times[name] += step_times({name: generate}, ids, repeats=repeats)[name]["runs"]
+            answers[name] = generate(ids, max_new_tokens=LENGTHS[1])
     same = {name: torch.equal(answer, answers[EAGER]) for name, answer in answers.items()}
     if model.dtype == torch.float32 and not all(same.values()):
         raise AssertionError(f"answers differ in float32: {same}")
-    rows = [{"way": name, "same_tokens": same[name], **median_difference(pairs)} for name, pairs in times.items()]
-    read = bandwidth()["read"] if ids.is_cuda else read_bandwidth()  # last, as it changes how memory is allocated
+    rows = [
+        {"way": name, "same_tokens": same[name], "ms": statistics.median(runs), "runs": runs}
+        for name, runs in times.items()
+    ]
+    read = bandwidth()["read"] if ids.is_cuda else common.read_bandwidth()  # last: it changes how memory is allocated
     floor = weight_bytes(model) / read * 1e3
     return [row | {"floor_ms": floor, "over_inductor": rows[1]["ms"] / row["ms"]} for row in rows]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.command_line(__doc__, results="backend.json", threads=1)
     parser.add_argument("--shapes", nargs="+", default=["llama-8b", "llama-1b"], choices=["demo", *DENSE])
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--prompt", type=int, default=256, help="tokens of the prompt")
     parser.add_argument("--turns", type=int, default=2, help="how often each way is compiled and timed")
     parser.add_argument("--repeats", type=int, default=5, help="in each turn")
-    parser.add_argument("--threads", type=int, default=1, help="threads of a CPU")
-    parser.add_argument("--json", type=Path, default=RESULTS / "backend.json")
     options = parser.parse_args()
     if options.device == "cpu":
-        pin(options.threads)
+        common.pin(options.threads)
     rows = []
     for shape in options.shapes:
-        model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL) if shape == "demo" else build(shape, options.device)
+        model = (
+            AutoModelForCausalLM.from_pretrained(common.DEMO_MODEL) if shape == "demo" else build(shape, options.device)
+        )
         model = model.to(options.device, getattr(torch, options.dtype)).eval()
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()  # weights of a mapped file are read more slowly
@@ -82,9 +80,9 @@ def main() -> None:
                 f"{row['over_inductor']:.2f} times inductor, same tokens: {row['same_tokens']}",
                 flush=True,
             )
-        facts = stamp(model.device)
+        facts = common.stamp(model.device)
         del model
-    save_rows(options.json, rows, ("shape", "dtype", "device", "way"), facts)
+    common.save_rows(options.json, rows, ("shape", "dtype", "device", "way"), facts)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,46 @@
-"""Times of captured rounds on a GPU."""
+"""Times of captured rounds on a GPU, and the experts that a round of a mixture reads."""
 
 from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor, fx
 
-from benchmarks.rounds.experts import chosen_experts, unlike_tokens
 from benchmarks.rounds.shapes import TEXT_TREE, text_tokens
-from benchmarks.timers import alone, median_ms
+from benchmarks.timers import median_ms
 from spec_compile.graph import calls
 from spec_compile.kernels import experts
 from spec_compile.runtime.compiled_steps import build_compiled
 from spec_compile.runtime.session import StepKind
+from spec_compile.tree import ancestry
+
+
+class ExpertCounter(fx.Interpreter):
+    """Runs a graph and counts the experts that its tokens choose; `counts` has a number for each mixture."""
+
+    def __init__(self, gm: fx.GraphModule):
+        super().__init__(gm)
+        self.counts: list[int] = []
+
+    def call_function(self, target, args, kwargs):
+        if target in (experts.DOWN, experts.TO_STREAM):
+            self.counts.append(len(args[1].unique()))
+        return super().call_function(target, args, kwargs)
+
+
+def chosen_experts(runtime, state, nodes: int) -> list[int]:
+    """The number of experts that the first `nodes` nodes of the pending trees choose, for each mixture."""
+    tree, counter = state.tree(nodes), ExpertCounter(runtime.verify.gm)
+    ancestors, depth = ancestry(tree.parents)
+    counter.run(tree.tokens, state.positions(depth), state.lengths, ancestors, state.cache, 128)
+    return counter.counts
+
+
+def unlike_tokens(state) -> Tensor:
+    """Different tokens for all nodes [B, 64]; equal ones would choose the same experts."""
+    batch, nodes = state.tree_tokens.shape
+    tokens = torch.arange(1, batch * nodes + 1, device=state.tokens.device).view(batch, nodes)
+    return tokens * (state.is_eos.shape[1] // (batch * nodes + 1))
 
 
 def filling(fast, state) -> Callable[[int], None]:
@@ -48,8 +77,8 @@ def rounds(
     with engine.turns, torch.no_grad():
         build_compiled(engine.runtime, lambda: session.make([(StepKind.ROUND, nodes) for nodes in sizes]))
     _rounds(fast, context, batch, sizes, 1, counts)  # captures
-    with alone(fast.speculation.options.ranks.meet):
-        return _rounds(fast, context, batch, sizes, repeats)
+    fast.speculation.options.ranks.meet()
+    return _rounds(fast, context, batch, sizes, repeats)
 
 
 def _rounds(

@@ -16,17 +16,16 @@ import json
 import time
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 import spec_compile
-from benchmarks.common import RESULTS, floors, save_rows, stamp
+from benchmarks.common import command_line, floors, save_rows, stamp
 from benchmarks.rounds.captured import rounds
 from benchmarks.rounds.drafts import make
 from benchmarks.rounds.shapes import build, read_bytes
-from benchmarks.timers import alone, bandwidth, median_ms
+from benchmarks.timers import bandwidth, median_ms
 from spec_compile.drafters.modules.dflash import DFlashDraft
 from spec_compile.drafters.modules.eagle import Eagle3Head
 from spec_compile.runtime.session import StepKind
@@ -67,7 +66,7 @@ def measured(model: PreTrainedModel, draft: torch.nn.Module, algo: str, value, c
     ms = rounds(fast, context, 1, [nodes])[nodes]
     session = fast.speculation.engine.session(1)
     propose = session.get(StepKind.PROPOSE)
-    with torch.no_grad(), alone():
+    with torch.no_grad():
         session.state.lengths.fill_(context - 1)
         draft_ms = median_ms(partial(propose, 128), 30)
     size = draft_bytes(algorithm, steps)
@@ -101,13 +100,12 @@ def rows(args: argparse.Namespace) -> Iterator[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, results="draft_weights.json")
     parser.add_argument("--shape", default="llama-8b")
     parser.add_argument("--drafts", nargs="+", choices=OPTIONS, default=[*OPTIONS])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--seconds", type=float, default=210)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--json", type=Path, default=RESULTS / "draft_weights.json")
     args = parser.parse_args()
     facts = stamp(torch.device(args.device))
     for row in rows(args):

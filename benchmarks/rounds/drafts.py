@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 import spec_compile
 from benchmarks.common import elapsed, floors
 from benchmarks.rounds.shapes import SHAPES
-from benchmarks.timers import alone
 from spec_compile.contrib.parallel import ParallelEagle3Head
 from spec_compile.drafters.checkpoints.files import Target
 from spec_compile.drafters.modules.dflash import DFlashDraft, spread_layers
@@ -171,8 +170,7 @@ def measure(
         drafted = draft_bytes(draft, options.get("num_steps", 1))
         row = dict(name=name, nodes=nodes, ms=ms, ready_seconds=ready, **floors(target_bytes + drafted, speeds, ms))
         separate_ms(fast, nodes, 1)  # compiles and captures
-        with alone():
-            row["separate_ms"] = separate_ms(fast, nodes)
+        row["separate_ms"] = separate_ms(fast, nodes)
         rows.append(row)
         times[name] = ms
         if (same := name.removesuffix(JOINED)) != name and same in times:

@@ -1,7 +1,6 @@
 """Linear layers rounded to nearest and packed in the layouts of several libraries, none of which is needed."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from spec_compile.quantised import Packed
 from spec_compile.quantised.bnb import Table4
 from spec_compile.quantised.fp8 import FP8, Fp8Block
 from spec_compile.quantised.gptq import Gptq
-from spec_compile.quantised.rounded import int4, int4_words, int8
+from spec_compile.quantised.rounded import int4_words
 
 GROUP = 64
 NF4 = (
@@ -45,10 +44,8 @@ def gptq(weight: Tensor, group: int = 128) -> Packed:
     return Packed(Gptq(1), parts, None, weight.shape[1])
 
 
-def nf4(weight: Tensor) -> Packed | None:
+def nf4(weight: Tensor) -> Packed:
     """bitsandbytes NF4 in blocks of 64."""
-    if weight.shape[1] % GROUP:
-        return None
     table = torch.tensor(NF4, device=weight.device)
     blocks = weight.float().view(-1, GROUP)
     scales = blocks.abs().amax(dim=1)
@@ -58,20 +55,9 @@ def nf4(weight: Tensor) -> Packed | None:
     return Packed(Table4(GROUP, 0), parts, None, weight.shape[1])
 
 
-FORMATS = {"fp8": fp8, "int8": int8, "int4": partial(int4, group=GROUP), "nf4": nf4}
-
-
-def pack_layers(model: PreTrainedModel, pack: Callable[[Tensor], Packed | None]) -> list[str]:
-    """Replace the linear layers of `model` by packed ones, in place, except the output head.
-
-    pack: a function such as those of `FORMATS`. Returns the paths of layers whose sizes the format does not take.
-    """
-    head, left = model.get_output_embeddings(), []
+def pack_layers(model: PreTrainedModel, pack: Callable[[Tensor], Packed]) -> None:
+    """Replace the linear layers of `model` by packed ones, in place, except the output head."""
+    head = model.get_output_embeddings()
     for path in [path for path, part in model.named_modules() if type(part) is nn.Linear and part is not head]:
         layer = model.get_submodule(path)
-        packed = pack(layer.weight.detach())
-        if packed is None:
-            left.append(path)
-        else:
-            model.set_submodule(path, QuantisedLinear(packed._replace(bias=layer.bias)))
-    return left
+        model.set_submodule(path, QuantisedLinear(pack(layer.weight.detach())._replace(bias=layer.bias)))

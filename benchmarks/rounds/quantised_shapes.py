@@ -3,24 +3,30 @@
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import FineGrainedFP8Config, PreTrainedModel
 from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
-from benchmarks.rounds.quantised_layers import fp8, gptq, int4, nf4, pack_layers
+from benchmarks.rounds.quantised_layers import fp8, gptq, nf4, pack_layers
 from spec_compile.capture.experts import PRODUCTS, Mxfp4Experts
 from spec_compile.quantised.fp8 import FP8
 from spec_compile.quantised.mxfp4 import GROUP
+from spec_compile.quantised.rounded import int4
 
 FP8_SCALES, MXFP4_SCALES = (0.01, 0.03), (119, 122)
 """Ranges of random scales [from, below) that give weights of about 0.02, as transformers initialises them."""
 
 
-def fp8_mixture(model: PreTrainedModel) -> None:
-    """Replace linear layers and experts by transformers' own for fine-grained FP8, with random weights."""
-    device = model.device
+def fp8_layers(model: PreTrainedModel) -> None:
+    """Replace linear layers and experts by transformers' own for fine-grained FP8, still without memory."""
     model.config.quantization_config = FineGrainedFP8Config()
     replace_with_fp8_linear(model, ["lm_head"], model.config.quantization_config)
+
+
+def fp8_mixture(model: PreTrainedModel) -> None:
+    """Replace linear layers and experts by those of `fp8_layers`, with random weights."""
+    device = model.device
+    fp8_layers(model)
     for part in model.modules():
         for name, weight in part._parameters.items():
             if weight is not None and weight.is_meta:
@@ -29,21 +35,22 @@ def fp8_mixture(model: PreTrainedModel) -> None:
                 part._parameters[name] = nn.Parameter(value, requires_grad=False)
 
 
-def mxfp4_experts(model: PreTrainedModel) -> None:
-    """Replace the experts of a gpt-oss by random ones in MXFP4, as `load_mxfp4` holds them, layer by layer."""
+def mxfp4_experts(model: PreTrainedModel, device: torch.device | None = None) -> None:
+    """Replace the experts of a gpt-oss by random ones in MXFP4, as `load_mxfp4` holds them, layer by layer.
+
+    device: where they are, and the same in each process, if the model has no memory yet.
+    """
+    random = dict(dtype=torch.uint8, device=device or model.device)
+    random["generator"] = torch.Generator(random["device"]).manual_seed(2)
     for layer in model.model.layers:
-        experts = layer.mlp.experts
-        weights = {name: _random_mxfp4(getattr(experts, name)) for name in PRODUCTS}
-        biases = {name: getattr(experts, f"{name}_bias") for name in PRODUCTS}
-        layer.mlp.experts = Mxfp4Experts(weights, biases, experts.alpha, experts.limit)
-
-
-def _random_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Random blocks and scales, laid out as in checkpoints, for a weight of shape [E, I, O]."""
-    experts, inputs, outputs = weight.shape
-    shape = experts, outputs, inputs // GROUP
-    blocks = torch.randint(0, 256, (*shape, GROUP // 2), dtype=torch.uint8, device=weight.device)
-    return blocks, torch.randint(*MXFP4_SCALES, shape, dtype=torch.uint8, device=weight.device)
+        old, weights, biases = layer.mlp.experts, {}, {}
+        for name in PRODUCTS:
+            experts, inputs, outputs = getattr(old, name).shape
+            shape = experts, outputs, inputs // GROUP
+            blocks = torch.randint(0, 256, (*shape, GROUP // 2), **random)
+            weights[name] = blocks, torch.randint(*MXFP4_SCALES, shape, **random)
+            biases[name] = torch.zeros(experts, outputs, dtype=torch.bfloat16, device=random["device"])
+        layer.mlp.experts = Mxfp4Experts(weights, biases, old.alpha, old.limit)
 
 
 QUANTISED = {

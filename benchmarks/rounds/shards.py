@@ -8,15 +8,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, PreTrainedModel
-from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.rounds.quantised_shapes import FP8_SCALES, MXFP4_SCALES
+from benchmarks.rounds.quantised_shapes import FP8_SCALES, fp8_layers, mxfp4_experts
 from benchmarks.rounds.shapes import DENSE, EXPERTS, IDENTITY
-from spec_compile.capture.experts import PRODUCTS, Mxfp4Experts
 from spec_compile.parallel.slices import Cut
 from spec_compile.quantised.fp8 import FP8
-from spec_compile.quantised.mxfp4 import GROUP
 
 COLUMNS = "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"
 ROWS = "o_proj", "down_proj"
@@ -28,56 +25,29 @@ TINY_EXPERTS = {"qwen3_moe": dict(num_experts=8, num_experts_per_tok=2, moe_inte
 """Sizes in place of a shape's own, for a try without GPUs."""
 
 
-def fp8(model: PreTrainedModel, size: int, device: torch.device) -> None:
-    """Let linear layers and experts be transformers' own for fine-grained FP8, still without memory."""
-    model.config.quantization_config = FineGrainedFP8Config()
-    replace_with_fp8_linear(model, ["lm_head"], model.config.quantization_config)
-
-
-def mxfp4(model: PreTrainedModel, size: int, device: torch.device) -> None:
-    """Replace the experts of a gpt-oss by random ones in MXFP4, whole and the same on each rank."""
-    numbers = torch.Generator(device).manual_seed(2)
-    for layer in model.model.layers:
-        experts, weights, biases = layer.mlp.experts, {}, {}
-        for name in PRODUCTS:
-            count, inputs, outputs = getattr(experts, name).shape
-            shape = count, outputs, inputs // GROUP
-            random = dict(dtype=torch.uint8, device=device, generator=numbers)
-            blocks = torch.randint(0, 256, (*shape, GROUP // 2), **random)
-            weights[name] = blocks, torch.randint(*MXFP4_SCALES, shape, **random)
-            biases[name] = torch.zeros(count, outputs, dtype=torch.bfloat16, device=device)
-        layer.mlp.experts = Mxfp4Experts(weights, biases, experts.alpha, experts.limit)
-
-
 class Shape(NamedTuple):
     """A model of `CASES`.
 
     sizes: of its configuration.
-    quantise: changes the model on the meta device, given the number of ranks and the device; None: bfloat16.
-    gigabytes: of all weights.
+    quantise: changes the model on the meta device, given the device of the weights; None: bfloat16.
     whole: True if each rank must have the whole model, of which `speculate` copies its parts.
     """
 
     model_type: str
     sizes: dict
-    quantise: Callable | None
-    gigabytes: float
+    quantise: Callable | None = None
     whole: bool = False
-
-    def gigabytes_of(self, size: int) -> float:
-        """Gigabytes of weights on each of `size` GPUs."""
-        return self.gigabytes * (self.whole + 1 / size)
 
 
 LLAMA_70B = DENSE["llama-8b"][1] | dict(
     hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64
 )
 CASES = {
-    "llama-70b": Shape("llama", LLAMA_70B, None, 141),
-    "llama-70b-fp8": Shape("llama", LLAMA_70B, fp8, 73),
-    "llama-8b": Shape(*DENSE["llama-8b"], None, 16),
-    "qwen3-30b-a3b": Shape(*EXPERTS["qwen3-30b-a3b"], None, 61),
-    "gpt-oss-120b-mxfp4": Shape("gpt_oss", dict(num_hidden_layers=36, num_local_experts=128), mxfp4, 65, True),
+    "llama-70b": Shape("llama", LLAMA_70B),
+    "llama-70b-fp8": Shape("llama", LLAMA_70B, lambda model, device: fp8_layers(model)),
+    "llama-8b": Shape(*DENSE["llama-8b"]),
+    "qwen3-30b-a3b": Shape(*EXPERTS["qwen3-30b-a3b"]),
+    "gpt-oss-120b-mxfp4": Shape("gpt_oss", dict(num_hidden_layers=36, num_local_experts=128), mxfp4_experts, True),
 }
 """Names of shapes, in the order in which they are measured."""
 
@@ -97,7 +67,7 @@ def spread(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     if shape.quantise is not None:
-        shape.quantise(model, mesh.size(), device)
+        shape.quantise(model, device)
     own = torch.Generator(device).manual_seed(1 + mesh.get_rank())
     shared = torch.Generator(device).manual_seed(0)
     for path, parameter in [*model.named_parameters()]:

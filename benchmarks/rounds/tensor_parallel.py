@@ -1,197 +1,163 @@
-"""Rounds of models at published sizes, with random weights, shared by the GPUs of one host.
+"""Rounds of a model with random weights that the GPUs of one host share.
 
     python -m benchmarks.rounds.tensor_parallel [--cases llama-70b llama-8b] [--gpus 4 2] [--minutes 8] [--json FILE]
 
-Each case is measured by a group of processes (see `of_ranks`), which make their parts of the weights on their GPUs.
-Groups that fit into the memory of the GPUs build and compile at the same time, and take turns to time (see
-`timers.alone`); groups on other GPUs do not wait for each other. Each row is written when it comes. Processes that end
-early are started again for what is left after the measurement that ended them. The numbers of GPUs share the minutes
-equally; what takes longer is stopped.
+A process for each GPU makes its part of the weights there. The time of a round is divided by its floor: the bytes that
+the rank with the most must read, at the speed of a copy, and the bytes that its sums must send, at the speed of a copy
+to another GPU. Each row is written when it is measured or refused. Any other error ends the processes of a case, and
+the next case begins. The numbers of GPUs share the minutes equally; what takes longer is stopped.
 
 --tiny, or a host without GPUs: a few small layers, which are not compiled.
 """
 
 import argparse
-import json
+import gc
 import os
-import signal
-import socket
-import sys
-import tempfile
 import time
-from pathlib import Path
+from datetime import timedelta
+from typing import NamedTuple
 
-import psutil
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import PreTrainedModel
 
-from benchmarks.common import RESULTS, ROOT, merge_rows, stamp, write_json
-from benchmarks.rounds.of_ranks import CONTEXT, REQUESTS, SYSTEMS, TOLD, Selection
-from benchmarks.rounds.shards import CASES
+import spec_compile
+from benchmarks.common import command_line, save_rows, stamp
+from benchmarks.rounds.captured import rounds
+from benchmarks.rounds.drafts import TREE, draft_bytes, make
+from benchmarks.rounds.shapes import context_bytes
+from benchmarks.rounds.shards import CASES, spread
+from benchmarks.timers import bandwidth, launch_ranks, link_speed, sum_bytes
+from spec_compile import UnsupportedModelError
+from spec_compile.graph import ModelGraph, attribute, calls
+from spec_compile.kernels import experts
 
+ops, aten = torch.ops.spec_compile, torch.ops.aten
+CONTEXT, CAPACITY = 1024, 2048
+"""Tokens in the cache of each request, and slots."""
+REQUESTS = 1, 16
+REFUSALS = ValueError, UnsupportedModelError, NotImplementedError
+"""Errors that all ranks raise alike, and after which the next system can be tried."""
+LIMIT = timedelta(minutes=10)
 KEYS = "shape", "gpus", "system", "context", "requests", "expert_parallel"
-"""Rows with the same values of these are one row."""
-OTHERS = 10
-"""Gigabytes that a process takes besides weights: caches, a draft, kernels, buffers of sums."""
-PATIENCE = 150
-"""Seconds that a group waits for its turn before it goes on without."""
-PAUSE = 0.5
-"""Seconds between looks at the processes; twice as long after one of them has failed, because others may end, too."""
-COMMAND = sys.executable, "-m", "benchmarks.rounds.of_ranks"
+"""The fields that tell the rows of the results apart."""
+HEAD = "EAGLE-3, tree of 16 in 5 steps"
+SYSTEMS = {"n-gram": {1: [1, 16], 16: [1, 4]}, HEAD: {1: [16], 16: [16]}}
+"""System -> nodes of its rounds, by the number of requests; one node is a plain step. `HEAD` has random weights."""
 
 
-class Group:
-    """The processes that measure a case.
+def rank_bytes(graph: ModelGraph, chosen: list[int], count: int) -> float:
+    """Bytes of weights that a round reads on this rank. An embedding counts only if a product reads it, too.
 
-    case, size: name of the shape, and number of GPUs.
-    selection: what they measure.
-    folder: for their rows and their log.
-
-    Attributes: gigabytes (that it takes of each GPU), gpus (their numbers, once it has started), rows (that came).
+    chosen: experts that the round chooses in each mixture. count: experts of a mixture on all ranks. Example: 5 of 8
+    are chosen. If a rank has a part of each, and these take 24 MB, it reads 15 MB. If it has 4 whole ones of 24 MB,
+    the mean of the ranks is 15 MB, too.
     """
-
-    def __init__(self, case: str, size: int, selection: Selection, folder: Path):
-        self.case, self.size, self.selection = case, size, selection
-        self.gigabytes = CASES[case].gigabytes_of(size) + OTHERS
-        self.file, self.log = (folder / f"{case}-{size}.{suffix}" for suffix in ("jsonl", "txt"))
-        self.gpus: list[int] = []
-        self.rows: list[dict] = []
-        self.processes: list[psutil.Popen] = []
-
-    def start(self, gpus: list[int], turns: Path) -> None:
-        """Start the processes for what is not measured yet.
-
-        turns: the file by which groups on these GPUs take turns.
-        """
-        self.gpus, self.began = gpus, time.monotonic()
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(max(gpus) + 1)))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        environment = os.environ | dict(
-            CUDA_VISIBLE_DEVICES=",".join(visible.split(",")[gpu] for gpu in gpus), MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port), WORLD_SIZE=str(self.size), OMP_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="3",
-            PYTHONUNBUFFERED="1", BENCHMARK_TURNS=str(turns), BENCHMARK_PATIENCE=str(PATIENCE),
-        )  # fmt: skip
-        command = [*COMMAND, "--case", self.case, "--rows", str(self.file)]
-        command += self.selection.arguments(skip=len(self.rows))
-        with open(self.log, "a") as log:
-            where = dict(cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
-            self.processes = [
-                psutil.Popen(command, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, **where)
-                for rank in range(self.size)
-            ]
-
-    def read(self) -> list[dict]:
-        """The rows that came since the last call."""
-        complete = self.file.read_text().split("\n")[:-1] if self.file.exists() else []
-        rows = [json.loads(line) for line in complete[len(self.rows) :]]
-        self.rows += rows
-        return rows
-
-    def has_ended(self) -> bool:
-        """True if all processes have ended. If one has failed, the others are stopped."""
-        codes = [process.poll() for process in self.processes]
-        if any(codes) and None in codes:
-            time.sleep(2 * PAUSE)
-            self.stop()
-        return None not in codes or bool(any(codes))
-
-    def stop(self) -> None:
-        """Kill the processes, and those that they have started."""
-        hung = [process for process in self.processes if process.poll() is None]
-        for process in hung:
-            process.send_signal(signal.SIGUSR1)  # the log gets its stack
-        if hung:
-            time.sleep(PAUSE)
-        for process in hung:
-            try:
-                for each in [*process.children(recursive=True), process]:
-                    each.kill()
-            except psutil.NoSuchProcess:
-                pass
-            process.wait()
-
-    def fail(self, reason: str) -> None:
-        """Add a row for the measurement that was under way, if the processes have not told its error themselves."""
-        pairs = self.selection.pairs()
-        if len(self.rows) == len(pairs) or any(process.poll() == TOLD for process in self.processes):
-            return
-        system, requests = pairs[len(self.rows)]
-        errors = [line for line in self.log.read_text(errors="replace").splitlines() if "Error" in line]
-        row = {"shape": self.case, "gpus": self.size, "context": CONTEXT, "system": system, "requests": requests}
-        row |= {"error": "; ".join([reason, *errors[-1:]])[:600], "stamp": stamp()}
-        row |= {"expert_parallel": True} if self.selection.expert_parallel else {}
-        with open(self.file, "a") as file:
-            file.write(json.dumps(row) + "\n")
+    read: dict[int, float] = {}
+    mixtures = 0
+    for node in calls(graph.gm):
+        share = 1.0
+        if node.target in experts.PRODUCTS:
+            share = chosen[mixtures] / count
+            mixtures += node.target != experts.UP
+        for source in node.all_input_nodes:
+            if source.op == "get_attr" and node.target != aten.embedding.default:
+                tensor = attribute(graph.gm, source.target)
+                read[tensor.data_ptr()] = tensor.nbytes * share
+    return sum(read.values())
 
 
-class Runner:
-    """Groups of one size after another, until a deadline.
+def sums_of(graph: ModelGraph) -> int:
+    """Sums over ranks in a forward."""
+    return len(calls(graph.gm, ops.all_reduce.default)) + sum(
+        bool(node.kwargs.get("group_name")) for node in calls(graph.gm, ops.product_to_stream.default)
+    )
 
-    memory: gigabytes of each GPU.
-    """
 
-    def __init__(self, options: argparse.Namespace, memory: list[float], folder: Path):
-        self.options, self.memory, self.folder, self.begin = options, memory, folder, time.monotonic()
-        self.running: list[Group] = []
+class Speeds(NamedTuple):
+    """Bytes a second: of a copy in a GPU's memory (read plus written), and to another GPU; None: not measured."""
 
-    def place(self, group: Group) -> list[int] | None:
-        """The GPUs with the fewest groups among those with room for this one; None: it has to wait.
+    copy: float
+    link: float | None
 
-        Groups of 2 on 4 GPUs are placed on 0 and 1, or on 2 and 3.
-        """
-        blocks = [range(first, first + group.size) for first in range(0, len(self.memory) - group.size + 1, group.size)]
-        on = {block: [other for other in self.running if other.gpus == [*block]] for block in blocks}
-        free = [
-            block for block, others in on.items()
-            if len(others) < self.options.at_once
-            and sum(other.gigabytes for other in others) + group.gigabytes <= self.memory[block[0]]
-        ]  # fmt: skip
-        return [*min(free, key=lambda block: len(on[block]))] if free else None
 
-    def run(self, size: int, until: float) -> None:
-        """Measure all cases on `size` GPUs each, until so many seconds have passed."""
-        options = self.options
-        selection = Selection(options.systems, options.requests, options.tiny, options.expert_parallel)
-        waiting = [Group(case, size, selection, self.folder) for case in options.cases]
-        while waiting or self.running:
-            for group in [*waiting]:
-                if not self.running and self.place(group) is None:
-                    waiting.remove(group)
-                    self.say(group, f"does not fit: it takes {group.gigabytes:.0f} GB a GPU")
-                elif (gpus := self.place(group)) is not None:
-                    waiting.remove(group)
-                    self.running.append(group)
-                    group.start(gpus, self.folder / f"turns-{gpus[0]}")
-            time.sleep(PAUSE)
-            is_late = time.monotonic() - self.begin > until
-            for group in [*self.running]:
-                self.save(group)
-                if is_late or group.has_ended():
-                    group.stop()
-                    self.running.remove(group)
-                    self.save(group)
-                    group.fail(f"stopped after {until:.0f} s" if is_late else "its processes ended")
-                    self.save(group)
-                    left = len(group.selection.pairs()) - len(group.rows)
-                    self.say(group, f"ended, {left} measurements left")
-                    waiting += [group] if left and not is_late else []
-            if is_late:
-                for group in waiting:
-                    self.say(group, "not begun, or not ended: no time")
-                return
+class Measurement:
+    """A model of a case on this rank, and the speeds of its machine. options: of the command line, with one case."""
 
-    def save(self, group: Group) -> None:
-        """Write a group's new rows."""
-        if rows := group.read():
-            path = self.options.json
-            report = json.loads(path.read_text()) if path.exists() else {}
-            write_json(path, report | {"rows": merge_rows(report.get("rows", []), rows, KEYS)})
-        for row in rows:
-            self.say(group, f"{row['system']}, {row['requests']} requests: {told(row)}")
+    def __init__(self, options: argparse.Namespace):
+        self.options, (case,) = options, options.cases
+        on_gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+        if on_gpu:
+            torch.cuda.set_device(self.device)
+        os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")  # else captured collectives take streams of their own
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=LIMIT)
+        self.talk = dist.new_group(backend="gloo", timeout=LIMIT)
+        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
+        self.model = spread(case, mesh, self.device, options.tiny, options.expert_parallel)
+        copy = bandwidth(1 << 30 if on_gpu else 1 << 24, self.device.type)["copy"]
+        self.speeds = Speeds(copy, link_speed(dist.group.WORLD.group_name) if on_gpu else None)
+        self.row = {"shape": case, "gpus": mesh.size(), "context": CONTEXT}
+        self.row |= {"expert_parallel": True} if options.expert_parallel else {}
+        self.row |= {"copy_speed": self.speeds.copy, "link_speed": self.speeds.link}
+        self.facts = stamp(self.device)
 
-    def say(self, group: Group, text: str) -> None:
-        print(f"{time.monotonic() - self.begin:4.0f} s: {group.case} on {group.size}: {text}", flush=True)
+    def run(self) -> None:
+        """Write a row for each system and number of requests that the options ask for."""
+        for system in self.options.systems:
+            fast = None
+            gc.collect()
+            for requests in (count for count in SYSTEMS[system] if count in self.options.requests):
+                row = self.row | {"system": system, "requests": requests}
+                begin = time.perf_counter()
+                try:
+                    fast = fast or self.speculate(system)
+                    row |= self.measure(fast, system, requests) | {"ready_seconds": time.perf_counter() - begin}
+                except REFUSALS as error:
+                    row["error"] = f"{type(error).__name__}: {error}"[:600]
+                if dist.get_rank() == 0:
+                    save_rows(self.options.json, [row], KEYS, self.facts)
+                    print(f"{row['shape']} on {row['gpus']}: {system}, {requests} requests: {told(row)}", flush=True)
+
+    def speculate(self, system: str) -> PreTrainedModel:
+        """The model with a system's drafts."""
+        options = dict(check=False, max_cache_len=CAPACITY, tensor_parallel="auto", compile=not self.options.tiny)
+        options |= {"expert_parallel": True} if self.options.expert_parallel else {}
+        if system != HEAD:
+            return spec_compile.speculate(self.model, "ngram", num_draft_tokens=16, **options)
+        torch.manual_seed(0)  # the same draft on every rank
+        self.head = make("eagle3", self.model)
+        return spec_compile.speculate(self.model, "eagle3", draft=self.head, **TREE, **options)
+
+    def measure(self, fast: PreTrainedModel, system: str, requests: int) -> dict:
+        """Times, bytes and floors of a round at each size."""
+        counts: dict[int, list[int]] = {}
+        times = rounds(fast, CONTEXT, requests, SYSTEMS[system][requests], counts=counts)
+        runtime, size = fast.speculation.engine.runtime, dist.get_world_size()
+        graph, drafted, sharing = runtime.verify, 0, ""
+        if system == HEAD:
+            sharing = runtime.algorithm.sharing
+            drafted = draft_bytes(self.head, TREE["num_steps"]) / (size if "shared by" in sharing else 1)
+        mixtures = [part for path, part in self.model.named_modules() if path.endswith(".experts")]
+        count = len(next(mixtures[0].parameters())) if mixtures else 1
+        row: dict = {"ms": times, "notes": fast.speculation.options.ranks.notes, "sharing": sharing}
+        row |= {"gigabytes": {}, "floor_ms": {}, "over_floor": {}, "sums": sums_of(graph)}
+        for nodes, ms in times.items():
+            read = rank_bytes(graph, counts.get(nodes, []), count) + drafted + context_bytes(graph, CONTEXT) * requests
+            most = self.most(read)
+            sent = sums_of(graph) * sum_bytes(requests * nodes * graph.hidden_size, size)
+            floor = 1e3 * (most / self.speeds.copy + (sent / self.speeds.link if self.speeds.link else 0.0))
+            row["gigabytes"][nodes], row["floor_ms"][nodes], row["over_floor"][nodes] = most / 1e9, floor, ms / floor
+        return row
+
+    def most(self, value: float) -> float:
+        """The largest value of all ranks."""
+        values = [0.0] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=self.talk)
+        return max(values)
 
 
 def told(row: dict) -> str:
@@ -203,32 +169,25 @@ def told(row: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, results="tensor_parallel.json")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES])
     parser.add_argument("--gpus", type=int, nargs="+", default=[4, 2], help="GPUs that share a model")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
     parser.add_argument("--requests", type=int, nargs="+", choices=REQUESTS, default=REQUESTS)
     parser.add_argument("--minutes", type=float, default=8)
-    parser.add_argument("--at-once", type=int, default=5, help="groups that share GPUs")
     parser.add_argument("--tiny", action="store_true", help="small models that are not compiled")
     parser.add_argument("--expert-parallel", action="store_true", help="share out experts by their number")
-    parser.add_argument("--json", type=Path, default=RESULTS / "tensor_parallel.json")
-    parser.add_argument("--logs", type=Path, help="folder for the logs of the groups; by default a temporary one")
     options = parser.parse_args()
-    on_gpus, count = torch.cuda.is_available(), torch.cuda.device_count()
-    options.tiny = options.tiny or not on_gpus
-    memory = [torch.cuda.get_device_properties(gpu).total_memory / 1e9 for gpu in range(count)]
-    memory = memory if on_gpus else [float("inf")] * max(options.gpus)
-    folder = options.logs or Path(tempfile.mkdtemp(prefix="tensor_parallel_"))
-    folder.mkdir(parents=True, exist_ok=True)
-    runner = Runner(options, memory, folder)
-    print(f"logs in {folder}", flush=True)
-    try:
-        for number, size in enumerate(options.gpus):
-            runner.run(size, 60 * options.minutes * (number + 1) / len(options.gpus))
-    finally:
-        for group in runner.running:
-            group.stop()
+    options.tiny = options.tiny or not torch.cuda.is_available()
+    if "RANK" in os.environ:
+        Measurement(options).run()
+        os._exit(0)  # destroying the group would wait for the captured graphs
+    begin = time.monotonic()
+    for number, size in enumerate(options.gpus, start=1):
+        for case in options.cases:
+            left = begin + 60 * options.minutes * number / len(options.gpus) - time.monotonic()
+            if left <= 0 or not launch_ranks("benchmarks.rounds.tensor_parallel", size, ["--cases", case], left):
+                print(f"{case} on {size}: not all was measured", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,14 @@ Without --write, names the files whose tables differ from the results, and exits
 between ``<!-- figures: NAME -->`` and ``<!-- end of figures -->``; under it are the stamps of its rows.
 """
 
-import argparse
 import sys
 
+from benchmarks.common import command_line
 from benchmarks.tables.render import FILES, render
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--write", action="store_true", help="rewrite the files")
     options = parser.parse_args()
     rendered = {path: render(path.read_text()) for path in FILES}

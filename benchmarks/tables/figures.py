@@ -1,7 +1,7 @@
 """Results read from their files, and cells of tables."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from benchmarks.common import RESULTS
@@ -84,10 +84,48 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
+def listed(results: Results, rows: Iterable[dict], columns: dict[str, str | Callable[[dict], str]]) -> str:
+    """A line for each row, whose stamp is noted. columns: title -> a format of the row's fields, or a function."""
+    cells = (
+        [form.format_map(row) if isinstance(form, str) else form(row) for form in columns.values()]
+        for row in map(results.seen, rows)
+    )
+    return table(columns, cells)
+
+
+def crossed(corner: str, cells: dict[str, dict], titles: dict, missing: str = "") -> str:
+    """A line for each key of `cells`, and a column for each key of `titles`, whose values are the titles."""
+    rows = ((line, *(by.get(key, missing) for key in titles)) for line, by in cells.items())
+    return table((corner, *titles.values()), rows)
+
+
+def named(names: Iterable[str]) -> dict[str, str]:
+    """Title of each column by its name."""
+    return {name: name.replace("_", " ") for name in names}
+
+
 def number(row: dict, key: str, form: str = "{:.2f}") -> str:
     return form.format(row[key]) if row.get(key) is not None else NONE
+
+
+def ms(key: str, digits: int = 1) -> Callable[[dict], str]:
+    """A field in seconds as milliseconds."""
+    return lambda row: f"{1e3 * row[key]:.{digits}f} ms"
 
 
 def over_floor(row: dict) -> str:
     """The time of a row over the floor of a copy."""
     return f"{row['over_copy']:.2f}×" if "over_copy" in row else ""
+
+
+def with_floor(row: dict) -> str:
+    """The milliseconds of a row, and how many floors they are."""
+    return f"{row['ms']:.2f} ({over_floor(row)})"
+
+
+def hardware(row: dict) -> str:
+    """The hardware that measured a row."""
+    stamp = row["stamp"]
+    if stamp.get("gpu"):
+        return stamp["gpu"].removeprefix("NVIDIA ")
+    return "1 CPU core" if stamp["threads"] == 1 else f"{stamp['threads']} CPU cores"

@@ -20,6 +20,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from benchmarks.common import command_line
+from benchmarks.quality.bits import read_texts
 from spec_compile.train.corpus import continue_documents
 from spec_compile.train.data import Document
 
@@ -83,18 +85,17 @@ class Chats:
 def all_chats(writer: Chats, options: argparse.Namespace) -> Iterator[list[dict]]:
     """All chats, one after another."""
     if options.prompts:
-        lines = options.prompts.read_text().splitlines()
-        yield from writer.answers([json.loads(line)["messages"][-1]["content"] for line in lines], options.answers - 1)
+        yield from writer.answers([chat[-1]["content"] for chat in read_texts(options.prompts)], options.answers - 1)
     for first in range(0, options.count, TOGETHER):
         yield from writer.answers(writer.user_turns(min(TOGETHER, options.count - first), seed=first))
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--model", required=True, help="a folder, or a name on the hub; its tokenizer has a template")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--count", type=int, default=10000, help="user's turns that the model writes")
-    parser.add_argument("--prompts", type=Path, help="chats without answers, one a line")
+    parser.add_argument("--prompts", type=Path, help="prompts or chats without answers, one a line")
     parser.add_argument("--answers", type=int, default=3, help="answers of each of these prompts")
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

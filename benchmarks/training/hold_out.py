@@ -10,14 +10,14 @@ answers, unless they contain a measured prompt or are contained in one. Train wi
     python -m spec_compile train --model MODEL --algo eagle3 --data FOLDER/train.jsonl --on-policy --minutes 30
                                  --output HEADS/eagle3
 
-or pass the file to chats.py, which adds prompts that the model writes.
+or pass the file to chats.py, which adds prompts that the model writes. It also answers the measured prompts, for
+heads.py (--prompts FOLDER/measured/SET.jsonl --count 0 --answers 1).
 """
 
-import argparse
 import json
 from pathlib import Path
 
-from benchmarks.common import words
+from benchmarks.common import command_line, words
 from benchmarks.quality.bits import read_texts
 
 
@@ -30,7 +30,7 @@ def split(sets: dict[str, list[str]], count: int) -> tuple[dict[str, list[str]],
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("sets", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--measured", type=int, default=12, help="prompts of each set")

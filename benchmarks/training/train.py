@@ -6,7 +6,7 @@ The target has the shape of a small one (30 layers of 576, 135 million parameter
 names another. Sequences of up to --length tokens, of very different lengths, are joined from random pieces of
 benchmarks/prompts. To compare two trees of the package, run this script with either in PYTHONPATH: data, seeds and
 their order are the same, so that losses can be compared step by step. "tokens_per_second" leaves the first --warm-up
-steps out. --profile prints the operations that take the time.
+steps out.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import spec_compile
-from benchmarks.common import DEMO_MODEL, PROMPTS, RESULTS, read_prompts, save_rows, stamp, synchronize
+from benchmarks.common import DEMO_MODEL, PROMPTS, command_line, read_prompts, save_rows, stamp, synchronize
 from benchmarks.rounds.shapes import build
 from spec_compile.train.loop import Loop
 
@@ -45,11 +45,19 @@ def make_texts(count: int, length: int, vocab_size: int) -> list[list[int]]:
     return texts
 
 
-class Clock:
-    """Counts tokens and seconds of the steps after the first `warm_up`, and profiles the last of these if `profile`."""
+def load(path: str, device: str) -> PreTrainedModel:
+    """The model to train for, in bfloat16 on a GPU."""
+    if torch.device(device).index is not None:
+        torch.cuda.set_device(device)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
 
-    def __init__(self, device: torch.device, warm_up: int, steps: int, profile: bool):
-        self.device, self.warm_up, self.steps, self.profile = device, warm_up, steps, profile
+
+class Clock:
+    """Counts tokens and seconds of the steps after the first `warm_up`."""
+
+    def __init__(self, device: torch.device, warm_up: int, steps: int):
+        self.device, self.warm_up, self.steps = device, warm_up, steps
         self.tokens = self.seconds = 0.0
         self._step = Loop._step
 
@@ -59,14 +67,7 @@ class Clock:
         if number == self.warm_up:
             synchronize(self.device)
             self._begin = time.perf_counter(), loop.state.tokens
-        if self.profile and number == self.warm_up - 1:
-            with torch.profiler.profile() as profiler:
-                self._step(loop, share)
-                synchronize(self.device)
-            by = "self_cuda_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
-            print(profiler.key_averages().table(sort_by=by, row_limit=30, max_name_column_width=60))
-        else:
-            self._step(loop, share)
+        self._step(loop, share)
         if number == self.steps - 1:
             synchronize(self.device)
             self.seconds = time.perf_counter() - self._begin[0]
@@ -75,7 +76,7 @@ class Clock:
 
 def train(model: PreTrainedModel, algo: str, texts: list[list[int]], args: argparse.Namespace) -> dict:
     """Train one head. Returns tokens a second, and the losses."""
-    clock = Clock(model.device, args.warm_up, args.steps, args.profile)
+    clock = Clock(model.device, args.warm_up, args.steps)
     options = SHAPES[algo] | args.options
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(Loop, "_step", lambda *given: clock.step(*given)):
         result = spec_compile.train_draft(
@@ -93,7 +94,7 @@ def train(model: PreTrainedModel, algo: str, texts: list[list[int]], args: argpa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, results="training.json")
     parser.add_argument("--algorithms", nargs="+", default=["eagle3", "dflash"], choices=list(SHAPES))
     parser.add_argument("--model", help="a folder or a name on the hub")
     parser.add_argument("--layers", type=int, default=30, help="layers of the target with random weights")
@@ -104,15 +105,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--options", type=json.loads, default={}, help="options of train_draft, as JSON")
-    parser.add_argument("--profile", action="store_true", help="print the operations of a step")
-    parser.add_argument("--json", type=Path, default=RESULTS / "training.json")
     args = parser.parse_args()
     device = torch.device(args.device)
-    if args.model is None:
-        model = build("smollm2-135m", str(device), args.layers)
-    else:
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).eval()
+    model = load(args.model, args.device) if args.model else build("smollm2-135m", args.device, args.layers)
     texts = make_texts(args.texts, args.length, model.get_output_embeddings().weight.shape[0])
     facts = stamp(device)
     for algo in args.algorithms:

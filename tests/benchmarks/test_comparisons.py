@@ -1,4 +1,4 @@
-"""Benchmarks that compare adaptive drafting with fixed settings, each in a tiny run."""
+"""Benchmarks that compare drafting, serving and rollouts with other ways, each in a tiny run."""
 
 import argparse
 import json
@@ -8,14 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from models import ADMITTED
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks import common, never_slower, rollouts, serving, simulated_acceptance
+from benchmarks import common, never_slower, prefixes, rollouts, serving, simulated_acceptance
 from benchmarks.rounds import shapes
+from spec_compile import speculate
 
 SIZES = dict(hidden_size=64, intermediate_size=96, head_dim=16, vocab_size=512, num_hidden_layers=6,
-             num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
+             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512)  # fmt: skip
 
 
 @pytest.fixture
@@ -74,7 +76,7 @@ def test_hindsight():
 
 @pytest.mark.parametrize("without", [[rollouts.BASELINES[0]], pytest.param([], marks=pytest.mark.slow)], ids=len)
 def test_rollouts_of_the_demo_model(without, tmp_path, monkeypatch):
-    monkeypatch.setattr(rollouts, "device_for", lambda threads: "cpu")
+    monkeypatch.setattr(common, "device_for", lambda threads: "cpu")
     path = tmp_path / "rows.json"
     size = ["--prompts", "2", "--answers", "2", "--new-tokens", "3", "--context", "20", "--epochs", "2"]
     rollouts.main([*size, "--rows", "2", "--no-compile", "--json", str(path), "--without", *without])
@@ -116,3 +118,38 @@ def test_drafts_that_are_possible(capsys):
         with pytest.raises(SystemExit):
             named(*wrong)
     assert "PARD: not possible with this model" in capsys.readouterr().err
+
+
+def test_rates_are_divided_by_static_batches_and_plain_steps():
+    rates = {("plain", 4): 10.0, ("plain, static batch", 4): 8.0, ("ngram", 4): 15.0, ("ngram", 1): 3.0}
+    rows = [{"system": name, "in_flight": count, "tokens_per_s": rate} for (name, count), rate in rates.items()]
+    assert serving.ratios(rows) == ["plain, 4 in flight: 1.25x the static batch", "ngram, 4 in flight: 1.50x plain"]
+
+
+def test_times_of_a_managers_parts_add_up():
+    model = ADMITTED["llama"]()
+    fast = speculate(model, num_draft_tokens=4, max_cache_len=128, check=False, compile=False)
+    manager = fast.init_continuous_batching()
+    times = serving.Times(manager)
+    manager.start()
+    try:
+        serving.in_flight(manager, [[5, 6, 7, 8]] * 3, 2, 4)
+        parts = "admit prompts launch collect wait deliver add_request check"
+        assert times.seconds.keys() >= {*parts.split()}
+        assert "microseconds" in times.text(manager.metrics()["rounds_total"]) and not times.seconds
+    finally:
+        manager.destroy()
+
+
+def test_kept_prefixes(tiny_shapes, tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    command = "--shape llama-1b --layers 2 --no-compile --tokens 300 600 --repeats 1 --in-flight 2 --requests 4"
+    prefixes.main([*command.split(), "--new-tokens", "8", "--prompt-tokens", "80", "--json", str(path)])
+    saved = json.loads(path.read_text())
+    (turn,) = saved["turns"]  # 600 tokens are more than the model allows
+    assert turn["tokens"] == 300 and turn["reused"] == 256 and turn["token_bytes"] == 2 * 2 * 2 * 16 * 2
+    assert turn["second over cold"] == pytest.approx(turn["second_s"] / turn["cold_s"])
+    off, on = saved["serving"]
+    assert (off["prefixes"], on["prefixes"], off["over off"]) == ("off", "on", 1.0)
+    assert on["over off"] == pytest.approx(on["tokens_per_s"] / off["tokens_per_s"])
+    assert "serving" in capsys.readouterr().out

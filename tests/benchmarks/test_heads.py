@@ -1,63 +1,87 @@
-"""The benchmark of trained drafts: recorded answers, and a row of JSON for each algorithm and loss."""
+"""The benchmark of trained drafts, and the prompts and chats that they are trained on."""
 
 import json
+import sys
+from pathlib import Path
 
-import models
 import pytest
+import torch
 from trainings import captured_once, sequences, silent, target  # noqa: F401, a fixture
+from transformers import AutoTokenizer
 
-from benchmarks.training import heads
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks import common
+from benchmarks.training import chats, heads, hold_out
 from spec_compile import train_draft
 
 
-class Letters:
-    """A tokenizer without a chat template, whose tokens are letters."""
-
-    chat_template = None
-
-    def __call__(self, text, add_special_tokens):
-        assert not add_special_tokens
-        return type("Encoded", (), {"input_ids": [3 + ord(letter) % (models.VOCAB - 3) for letter in text]})
-
-
-@pytest.fixture
-def files(tmp_path, monkeypatch):
-    """Two files of prompts, of which one holds a prompt of the other."""
-    monkeypatch.setattr(heads, "load", lambda options: (target(), Letters()))
-    prompts = {"a": ["first one", "second", "third"], "b": ["fourth", "the first one", "fifth", "sixth"]}
-    for name, texts in prompts.items():
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
-    return tmp_path
-
-
-def test_answers_are_recorded(files, monkeypatch):
-    monkeypatch.setattr("spec_compile.train.corpus.accelerate", lambda model, *_: model)  # no rounds are made
-    where = ["--answers", str(files / "answers.jsonl"), "--new-tokens", "12"]
-    sets = [f"one={files / 'a.jsonl'}", str(files / "b.jsonl")]
-    heads.main(["record", *sets, *where, "--measured", "1", "--seconds", "0"])
-    rows = [json.loads(line) for line in (files / "answers.jsonl").read_text().splitlines()]
-    assert [row["set"] for row in rows[:2]] == ["one", "b"]
-    assert rows[0]["prompt"] == Letters()("first one", False).input_ids and len(rows[0]["completion"]) <= 12
-    learned = [row["prompt"] for row in rows if row["set"] is None]
-    assert len(learned) == 2 * 4 and Letters()("the first one", False).input_ids not in learned  # drawn once more
-
-
-def test_a_row_of_each_loss(files, monkeypatch):
+def test_a_row_of_each_loss(tmp_path, monkeypatch):
     def quick(model, algo, *, minutes, **options):
         assert minutes == 0.5 and options["batch_size"] == 4
         return train_draft(model, algo, steps=2, progress=silent, **options)
 
+    monkeypatch.setattr(heads, "load", lambda path, device: target())
     monkeypatch.setattr(heads.spec_compile, "train_draft", quick)
-    rows = [{"set": None, "prompt": ids[:8], "completion": ids[8:]} for ids in sequences(4)]
-    rows += [{**rows[0], "set": name} for name in ("one", "b")]
-    (files / "answers.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    rows = "\n".join(json.dumps({"prompt": ids[:8], "completion": ids[8:]}) for ids in sequences(4))
+    data, one, two = (tmp_path / f"{name}.jsonl" for name in ("data", "one", "two"))
+    for path in (data, one, two):
+        path.write_text(rows)
     small = json.dumps({"batch_size": 4, "sequence_length": 32, "ttt_steps": 2})
     more = ["--algos", "eagle3", "mtp", "--losses", "fixed-exp-decay", "dpace", "--minutes", "0.5", "--rounds", "0"]
-    where = ["--answers", str(files / "answers.jsonl"), "--output", str(files / "heads"), "--json", str(files / "rows")]
-    heads.main(["train", *where, *more, "--options", small])
-    made = [json.loads(line) for line in (files / "rows").read_text().splitlines()]
+    where = ["--data", str(data), "--sets", str(one), str(two), "--output", str(tmp_path / "heads")]
+    heads.main([*where, *more, "--options", small, "--json", str(tmp_path / "rows")])
+    made = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     assert [(row["algorithm"], row["loss"]) for row in made] == [
         ("eagle3", "fixed-exp-decay"), ("eagle3", "dpace"), ("mtp", "fixed-exp-decay"),
     ]  # fmt: skip
-    assert all(list(row["accept_length"]) == ["one", "b"] and row["steps"] == 2 for row in made)
+    assert all(list(row["accept_length"]) == ["one", "two"] and row["steps"] == 2 for row in made)
     assert made[0]["first_loss"] != made[1]["first_loss"] and "commit" in made[0]["stamp"]
+
+
+def test_prompts_that_heads_were_trained_on_are_refused(tmp_path):
+    (tmp_path / "set.jsonl").write_text('{"prompt": "What  is\\nthis?"}\n{"prompt": "And that?"}\n')
+    for name, text, is_refused in (
+        ("a.txt", "Someone asks: What is this? An answer.", True),
+        ("b.jsonl", '{"messages": [{"role": "user", "content": "What is this?"}]}', True),
+        ("c.jsonl", '{"prompt": "What was this?"}', False),
+    ):
+        (tmp_path / name).write_text(text)
+        if is_refused:
+            with pytest.raises(ValueError, match=rf"--trained-on: 1 of 2 prompts of set.jsonl are in {name}"):
+                common.refuse_trained(tmp_path / "set.jsonl", 2, [tmp_path / name])
+        else:
+            common.refuse_trained(tmp_path / "set.jsonl", 2, [tmp_path / name])
+
+
+def test_prompts_to_train_on_are_not_in_the_measured_ones():
+    sets = {"a": ["Say  one.", "Say two."], "b": ["Say three.", "Please:\nsay one. Say one.", "one.", "Say two."]}
+    measured, others = hold_out.split(sets, 1)
+    assert measured == {"a": ["Say  one."], "b": ["Say three."]} and others == ["Say two."]
+
+
+def test_a_model_writes_both_sides_of_a_chat(monkeypatch):
+    """Turns that do not end, are too short or come again are left out; greedy answers come before those drawn."""
+    tokenizer = AutoTokenizer.from_pretrained(common.DEMO_MODEL)
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    asked, end = [], tokenizer.eos_token
+
+    def written(model, documents, length, seed, options, tell):
+        texts = [f" say {word} to me" for word in ("one", "two", "one")] if options.get("top_k") == 0 else ["yes"] * 9
+        asked.append(([tokenizer.decode(document.ids) for document in documents], options["do_sample"], seed))
+        answers = [tokenizer(text + end).input_ids for text in texts[: len(documents) - 1]] + [[7]]  # that has no end
+        return [chats.Document(torch.tensor(ids), torch.ones(len(ids), dtype=torch.bool)) for ids in answers]
+
+    monkeypatch.setattr(chats, "continue_documents", written)
+    writer = chats.Chats(None, tokenizer, 16)
+    turns = writer.user_turns(4)
+    first, second = chats.OPENINGS[:2]
+    assert turns == ["say one to me", f"{first} say two to me"]
+    assert asked[0] == (["[user]", f"[user]{first}", "[user]", f"[user]{second}"], True, 0)
+    talk = list(writer.answers([*turns, "x " * 3000], drawn=1))  # the last is too long to be answered
+    prompts = [f"[user]{turn}{end}[assistant]" for turn in turns]
+    assert asked[1:] == [(prompts, False, 0), (prompts, True, 1)]
+    assert [chat[0]["content"] for chat in talk] == turns * 2 and talk[0][1] == {"role": "assistant", "content": "yes"}

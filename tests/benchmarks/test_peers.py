@@ -1,52 +1,169 @@
-"""Benchmarks that compare: other engines with ours, and many requests; and the prompts of heads."""
+"""Engines next to ours: each answers the same prompts in a process, in turn; llama.cpp and vLLM are among them."""
 
 import json
 import sys
+import threading
 import types
+from contextlib import contextmanager
 from pathlib import Path
 
-import models
 import pytest
 import torch
-from transformers import AutoTokenizer
+from models import ADMITTED
+from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks import common, serving
-from benchmarks.peers import compare, in_turn, worker
-from benchmarks.training import chats, hold_out
-from spec_compile import speculate
+from benchmarks.peers import compare, worker
+
+SETS = {"a": {"tuning": [[1]], "measured": [[2], [3]]}}
 
 
-class Counting:
-    """An engine that answers with three tokens in two forwards, and notes what it is asked."""
+class Noting:
+    """An engine that notes in a list who was asked what."""
 
     version = "1"
 
-    def __init__(self):
-        self.asked = []
+    def __init__(self, task):
+        if task["setting"]:
+            raise ValueError("no such setting\nmore")
+        self.name, self.asked = task["engine"], task["asked"]
 
     def forget(self):
-        self.asked.append("forget")
+        pass
 
     def answer(self, ids):
-        self.asked.append(tuple(ids))
+        self.asked.append((self.name, *ids))
         return [7, 8, 9]
 
     def rounds(self, answer):
         return 2, len(answer)
 
 
-def test_a_worker_warms_up_and_counts():
-    engine = Counting()
-    sets = {"a": {"tuning": [[1], [2]], "measured": [[3], [4]]}, "b": {"tuning": [[5]], "measured": [[6]]}}
-    results = worker.measure(engine, sets, 2)
-    assert engine.asked[:2] == [(1,), (5,)]  # before anything is timed
-    assert engine.asked[2:] == [
-        word for ids in ([1], [2], [3], [4], [3], [4], [5], [6], [6]) for word in ("forget", tuple(ids))
-    ]
-    assert results["a"]["accept_length"] == 1.5 and results["a"]["tokens"] == 6
-    assert results["b"]["answers"] == [[7, 8, 9]] and results["b"]["tokens_per_second"] > 0
+@pytest.fixture
+def here(monkeypatch):
+    """Engines run in threads of this process."""
+
+    @contextmanager
+    def started(tasks):
+        pairs = [worker.multiprocessing.Pipe() for _ in tasks]
+        threads = [threading.Thread(target=worker.work, args=(task, there)) for task, (_, there) in zip(tasks, pairs)]
+        for thread in threads:
+            thread.start()
+        yield [here for here, _ in pairs]
+        for (here, _), thread in zip(pairs, threads):
+            here.send(None)
+            thread.join()
+
+    monkeypatch.setattr(worker, "started", started)
+    monkeypatch.setattr(worker, "pin", lambda threads: None)
+    monkeypatch.setattr(worker, "PAUSE", 0)
+
+
+def test_every_prompt_is_asked_of_all_engines_before_the_next(monkeypatch, here):
+    asked = []
+    monkeypatch.setitem(sys.modules, "benchmarks.peers.noting", types.SimpleNamespace(load=Noting))
+    for name in "xyz":
+        monkeypatch.setitem(worker.ENGINES, name, "noting")
+    task = {"sets": SETS, "threads": 1, "repeats": 2, "asked": asked, "setting": None, "device": "cpu"}
+    tasks = [task | {"engine": "x"}, task | {"engine": "y", "setting": 1}, task | {"engine": "z"}]
+    first, refused, last = worker.measure(tasks, 10)
+    assert refused == {"refused": "ValueError: no such setting"}
+    assert sorted(asked[:2]) == [("x", 1), ("z", 1)]  # before anything is timed
+    assert asked[2:] == [("x", 1), ("z", 1), *[("x", 2), ("z", 2)] * 2, *[("x", 3), ("z", 3)] * 2]
+    for result in (first, last):
+        figures = result["sets"]["a"]
+        assert figures["accept_length"] == 1.5 and figures["tokens"] == 6 and figures["answers"] == [[7, 8, 9]] * 2
+        assert figures["tuning_tokens_per_second"] > 0
+
+
+def test_a_prompt_counts_by_its_fastest_repeat_on_a_cpu():
+    answers = worker.Answers([[3.0, 1.0, 5.0], [2.0, 4.0, 7.0]], [[1, 2, 3], [1, 2, 3]])
+    assert answers.tokens_per_second(by_fastest=True) == 6 / 3
+    assert answers.tokens_per_second(by_fastest=False) == 6 / 5
+
+
+def test_a_process_that_ends_is_a_result():
+    here, there = worker.multiprocessing.Pipe()
+    assert worker.received(here, 0) == {"refused": "no result after 0 seconds"}
+    there.close()
+    assert worker.received(here, 1) == {"refused": "its process ended"}
+
+
+def test_only_engines_that_round_weights_get_them():
+    options = compare.parse(["--device", "cpu", "--engines", "ours", "llama_cpp", "transformers", "--drafts", "plain"])
+    assert options.json.name == "peers_cpu.json"
+    assert [engine for _, engine in compare.systems(options, None)] == ["ours", "llama_cpp", "transformers"]
+    assert [engine for _, engine in compare.systems(options, "int8")] == ["ours", "llama_cpp"]
+
+
+def fake_llama_cpp(made):
+    """A module with what on_llama_cpp.py uses of llama-cpp-python; each forward after the prompt's gives two tokens."""
+
+    class Llama:
+        def __init__(self, path, **arguments):
+            made.append(arguments | {"size": Path(path).stat().st_size})
+            self.n_tokens = 0
+
+        def eval(self, tokens):
+            self.n_tokens += len(tokens)
+
+        def reset(self):
+            self.n_tokens = 0
+
+        def generate(self, ids, temp, repeat_penalty):
+            assert temp == 0.0 and repeat_penalty == 1.0
+            self.eval(ids)
+            yield 5
+            for token in range(6, 100, 2):
+                self.eval([token, token])
+                yield from (token, token + 1)
+
+    def quantize(source, path, options):
+        Path(path.decode()).write_bytes(b"small")
+        return 0
+
+    return types.SimpleNamespace(
+        __version__="0", Llama=Llama, LLAMA_FTYPE_MOSTLY_Q8_0=7, LLAMA_FTYPE_MOSTLY_Q4_0=2,
+        llama_model_quantize=quantize, llama_model_quantize_default_params=types.SimpleNamespace,
+    )  # fmt: skip
+
+
+def test_llama_cpp_as_an_engine(monkeypatch, tmp_path):
+    pytest.importorskip("gguf")
+    made = []
+    lookup = types.SimpleNamespace(LlamaPromptLookupDecoding=lambda **arguments: arguments)
+    monkeypatch.setitem(sys.modules, "llama_cpp", fake_llama_cpp(made))
+    monkeypatch.setitem(sys.modules, "llama_cpp.llama_speculative", lookup)
+    monkeypatch.delitem(sys.modules, "benchmarks.peers.on_llama_cpp", raising=False)
+    from benchmarks.peers import on_llama_cpp
+
+    ADMITTED["llama"]().save_pretrained(tmp_path)
+    task = {"model": str(tmp_path), "dtype": "float32", "weights": "int4", "threads": 1, "max_len": 8, "new_tokens": 6}
+    engine = on_llama_cpp.load(task | {"eos": [9], "setting": compare.llama_cpp(10, 2)})
+    assert made[0]["draft_model"] == {"num_pred_tokens": 10, "max_ngram_size": 2} and made[0]["size"] == 5
+    answer = engine.answer([1, 2, 3])
+    assert answer == [5, 6, 7, 8, 9] and engine.rounds(answer) == (2, 4)
+    plain = on_llama_cpp.load(task | {"weights": None, "eos": [], "setting": {}})
+    assert plain.answer([1]) == [5, 6, 7, 8, 9, 10] and made[1]["draft_model"] is None and made[1]["size"] > 5
+    with pytest.raises(ValueError, match=r"weights: expected one of int8, int4 for llama\.cpp, got fp8"):
+        on_llama_cpp.load(task | {"weights": "fp8", "eos": [], "setting": {}})
+    sys.modules.pop("benchmarks.peers.on_llama_cpp")
+
+
+def test_a_model_written_as_gguf_is_the_same_model(tmp_path):
+    pytest.importorskip("gguf")
+    from benchmarks.peers import gguf_file
+
+    model = ADMITTED["llama"]()
+    model.save_pretrained(tmp_path / "model")
+    gguf_file.write(tmp_path / "model", tmp_path / "model.gguf", "float32")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    tensors = again.state_dict()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in model.state_dict().items())
+    ADMITTED["gpt2"]().save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="model: expected a Llama without scaled positions, got GPT2Config"):
+        gguf_file.write(tmp_path / "other", tmp_path / "other.gguf", "float32")
 
 
 def test_settings_are_chosen_by_prompts_that_are_not_measured():
@@ -80,7 +197,7 @@ def fake_vllm(answers):
     return types.SimpleNamespace(__version__="0", LLM=LLM, SamplingParams=lambda **fields: fields)
 
 
-def test_engines_side_by_side(tmp_path, monkeypatch, capsys):
+def test_engines_side_by_side(tmp_path, monkeypatch, capsys, here):
     """The whole run on the demo model, in one process, with something that looks like vLLM."""
     path = tmp_path / "peers.json"
     command = ["--engines", "ours", "vllm", "sglang", "--drafts", "plain", "EAGLE-3", "MTP", "JetSpec", "--workloads",
@@ -93,8 +210,6 @@ def test_engines_side_by_side(tmp_path, monkeypatch, capsys):
     assert all(len(ids) == 24 for ids in prompts) and task["eos"] == [0]
     monkeypatch.setitem(sys.modules, "vllm", fake_vllm({tuple(ids): [5, 6, 7, 8] for ids in prompts}))
     monkeypatch.setitem(sys.modules, "sglang", None)
-    monkeypatch.setattr(in_turn, "measure", lambda tasks, timeout: [worker.work(task) for task in tasks])
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     compare.main(command)
     rows = {(row["drafts"], row["engine"]): row for row in json.loads(path.read_text())["rows"]}
     figures = {key: row["sets"]["chat"] for key, row in rows.items() if "sets" in row}
@@ -117,88 +232,3 @@ def test_engines_in_processes_of_their_own(tmp_path):
     rows = {(row["drafts"], row["engine"]): row["sets"]["chat"] for row in json.loads(path.read_text())["rows"]}
     assert rows["plain", "ours"]["accept_length"] == 1.0  # of EAGLE-3 it depends on the time that rounds take
     assert rows["EAGLE-3", "ours"]["same"] == 2 == rows["plain", "transformers"]["of"]
-
-
-@pytest.mark.slow
-def test_an_engine_by_itself_in_a_process(monkeypatch):
-    command = ["--workloads", "chat", "--prompts", "1", "--new-tokens", "4", "--device", "cpu", "--dtype", "float32"]
-    task = compare.make_task(compare.parse(command)) | {"weights": None, "engine": "transformers", "setting": {}}
-    assert compare.start(task, 300)["sets"]["chat"]["tokens"] == 4
-    assert compare.start(task, 0.1) == {"refused": "no result after 0 seconds"}
-
-
-def test_prompts_that_heads_were_trained_on_are_refused(tmp_path):
-    (tmp_path / "set.jsonl").write_text('{"prompt": "What  is\\nthis?"}\n{"prompt": "And that?"}\n')
-    for name, text, is_refused in (
-        ("a.txt", "Someone asks: What is this? An answer.", True),
-        ("b.jsonl", '{"messages": [{"role": "user", "content": "What is this?"}]}', True),
-        ("c.jsonl", '{"prompt": "What was this?"}', False),
-    ):
-        (tmp_path / name).write_text(text)
-        if is_refused:
-            with pytest.raises(ValueError, match=rf"--trained-on: 1 of 2 prompts of set.jsonl are in {name}"):
-                common.refuse_trained(tmp_path / "set.jsonl", 2, [tmp_path / name])
-        else:
-            common.refuse_trained(tmp_path / "set.jsonl", 2, [tmp_path / name])
-
-
-def test_prompts_to_train_on_are_not_in_the_measured_ones():
-    sets = {"a": ["Say  one.", "Say two."], "b": ["Say three.", "Please:\nsay one. Say one.", "one.", "Say two."]}
-    measured, others = hold_out.split(sets, 1)
-    assert measured == {"a": ["Say  one."], "b": ["Say three."]} and others == ["Say two."]
-
-
-def test_a_model_writes_both_sides_of_a_chat(monkeypatch):
-    """Turns that do not end, are too short or come again are left out; greedy answers come before those drawn."""
-    tokenizer = AutoTokenizer.from_pretrained(common.DEMO_MODEL)
-    tokenizer.chat_template = (
-        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ eos_token }}{% endfor %}"
-        "{% if add_generation_prompt %}[assistant]{% endif %}"
-    )
-    asked, end = [], tokenizer.eos_token
-
-    def written(model, documents, length, seed, options, tell):
-        texts = [f" say {word} to me" for word in ("one", "two", "one")] if options.get("top_k") == 0 else ["yes"] * 9
-        asked.append(([tokenizer.decode(document.ids) for document in documents], options["do_sample"], seed))
-        answers = [tokenizer(text + end).input_ids for text in texts[: len(documents) - 1]] + [[7]]  # that has no end
-        return [chats.Document(torch.tensor(ids), torch.ones(len(ids), dtype=torch.bool)) for ids in answers]
-
-    monkeypatch.setattr(chats, "continue_documents", written)
-    writer = chats.Chats(None, tokenizer, 16)
-    turns = writer.user_turns(4)
-    first, second = chats.OPENINGS[:2]
-    assert turns == ["say one to me", f"{first} say two to me"]
-    assert asked[0] == (["[user]", f"[user]{first}", "[user]", f"[user]{second}"], True, 0)
-    talk = list(writer.answers([*turns, "x " * 3000], drawn=1))  # the last is too long to be answered
-    prompts = [f"[user]{turn}{end}[assistant]" for turn in turns]
-    assert asked[1:] == [(prompts, False, 0), (prompts, True, 1)]
-    assert [chat[0]["content"] for chat in talk] == turns * 2 and talk[0][1] == {"role": "assistant", "content": "yes"}
-
-
-def test_rates_are_divided_by_static_batches_and_plain_steps():
-    rates = {("plain", 4): 10.0, ("plain, static batch", 4): 8.0, ("ngram", 4): 15.0, ("ngram", 1): 3.0}
-    rows = [{"system": name, "in_flight": count, "tokens_per_s": rate} for (name, count), rate in rates.items()]
-    assert serving.ratios(rows) == ["plain, 4 in flight: 1.25x the static batch", "ngram, 4 in flight: 1.50x plain"]
-
-
-def test_times_of_a_managers_parts_add_up():
-    model = models.ADMITTED["llama"]()
-    fast = speculate(model, num_draft_tokens=4, max_cache_len=128, check=False, compile=False)
-    manager = fast.init_continuous_batching()
-    times = serving.Times(manager)
-    manager.start()
-    try:
-        serving.in_flight(manager, [[5, 6, 7, 8]] * 3, 2, 4)
-        assert times.seconds.keys() >= {
-            "admit",
-            "prompts",
-            "launch",
-            "collect",
-            "wait",
-            "deliver",
-            "add_request",
-            "check",
-        }
-        assert "microseconds" in times.text(manager.metrics()["rounds_total"]) and not times.seconds
-    finally:
-        manager.destroy()

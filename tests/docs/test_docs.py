@@ -126,7 +126,7 @@ def check_command(words: list[str]) -> None:
         assert set(flags(words)) <= set(known_flags(words[3])), words
     elif words[0] == "python" and (words[1] != "-m" or words[2].startswith("benchmarks.")):
         file = words[1] if words[1] != "-m" else words[2].replace(".", "/") + ".py"
-        text = (ROOT / file).read_text()
+        text = (ROOT / file).read_text() + (ROOT / "benchmarks" / "common.py").read_text()
         assert [flag for flag in flags(words) if f'"{flag}"' not in text] == [], words
     else:
         assert words[0] in ELSEWHERE or words[2] in ("build", "pytest"), words

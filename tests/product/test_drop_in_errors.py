@@ -24,12 +24,7 @@ from drop_in import (
     two_of_three,
 )
 from models import VOCAB
-from transformers import (
-    Cache,
-    DynamicCache,
-    GenerationConfig,
-    TextStreamer,
-)
+from transformers import Cache, DynamicCache, GenerationConfig, TextStreamer
 from transformers.cache_utils import DynamicLayer
 
 from spec_compile.compat import CACHE

@@ -23,11 +23,7 @@ from drop_in import (
     sequences,
     tokenizer,
 )
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    StaticCache,
-)
+from transformers import DynamicCache, GenerationConfig, StaticCache
 
 from spec_compile.compat import CACHE
 

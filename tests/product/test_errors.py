@@ -267,26 +267,17 @@ def test_tracebacks_are_shown_when_asked_for(files):
         main(["--traceback", "audit", "--model", f"{files}/none", "--prompt", "x"])
 
 
-# Training
+# Training; tests/train has more
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (dict(algo="medusa"), ValueError, "algo"),
-        (dict(data=3), TypeError, "data"),
-        (dict(data=[]), ValueError, "data: it holds no text"),
-        (dict(data=[{"foo": 1}]), (TypeError, ValueError), r"data\[0\]"),
-        (dict(steps=0), ValueError, "steps must be from 1"),
         (dict(minutes=float("nan"), steps=None), ValueError, "minutes must be positive and finite"),
         (dict(batch_size="8"), TypeError, "batch_size must be an int"),
-        (dict(learning_rate=0.0), ValueError, "learning_rate must be positive"),
         (dict(taps=5), TypeError, "taps"),
         (dict(taps=["a"]), (TypeError, ValueError), "taps"),
-        (dict(taps=[99]), ValueError, "taps"),
-        (dict(validation=-1), ValueError, "validation"),
         (dict(validation="x.csv"), ValueError, "validation"),
-        (dict(on_policy=3), TypeError, "on_policy"),
         (dict(progress=3), TypeError, "progress"),
         (dict(output=3), TypeError, "output"),
         (dict(resume="x"), TypeError, "resume"),

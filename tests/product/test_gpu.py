@@ -100,15 +100,21 @@ def drafts_target(name):
     return copy.deepcopy(drafts.target(name)).to("cuda")
 
 
-@functools.cache
-def with_draft(algorithm, schedule, mode, name="llama", **more):
-    target = drafts_target(name)
+def draft_for(target, algorithm, name="llama", **options):
+    """Options with a draft on the GPU that shares the target's matrices; none for n-grams."""
+    if algorithm == "ngram":
+        return {}
     draft = copy.deepcopy(drafts.draft_of(algorithm, name)).to("cuda")
     if algorithm != "draft_model":
         draft.embedding, draft.head_weight = target.model.embed_tokens.weight, target.lm_head.weight
-    options = drafts.SCHEDULES[schedule] | MODES[mode] | more
-    algorithm = algorithm.removesuffix("_mla")
-    return speculate(target, algorithm, draft=draft, adaptive=False, max_cache_len=200, **options)
+    return dict(draft=draft, **options)
+
+
+@functools.cache
+def with_draft(algorithm, schedule, mode, name="llama", **more):
+    target = drafts_target(name)
+    options = drafts.SCHEDULES[schedule] | MODES[mode] | draft_for(target, algorithm, name) | more
+    return speculate(target, algorithm.removesuffix("_mla"), adaptive=False, max_cache_len=200, **options)
 
 
 @pytest.mark.parametrize("mode", ["graphs", "eager"])
@@ -431,13 +437,7 @@ def test_refusals_name_what_to_do():
 @pytest.mark.parametrize("algorithm", ["ngram", "eagle3", "draft_model"])
 def test_refresh_under_captured_graphs(algorithm):
     target = copy.deepcopy(drafts.target("llama")).to("cuda")
-    draft = {}
-    if algorithm != "ngram":
-        head = draft["draft"] = copy.deepcopy(drafts.draft_of(algorithm, "llama")).to("cuda")
-        if algorithm == "eagle3":
-            head.embedding, head.head_weight = target.model.embed_tokens.weight, target.lm_head.weight
-    more = dict(num_steps=2) if draft else {}
-    system = speculate(target, algorithm, max_cache_len=200, **draft, **more)
+    system = speculate(target, algorithm, max_cache_len=200, **draft_for(target, algorithm, num_steps=2))
     on_cpu, ids = copy.deepcopy(drafts.target("llama")), drafts.prompts(2)
     assert torch.equal(generated(system, ids), drafts.generated(on_cpu, ids, NEW))
     captured = [step for session in system.speculation.engine.sessions.values() for step in session.made.values()]
@@ -503,13 +503,7 @@ def test_calls_inside_a_call(algorithm, mode):
 @pytest.mark.parametrize("algorithm", ["ngram", "eagle3", "draft_model"])
 def test_a_cache_grows_when_a_call_needs_more(algorithm, caplog):
     target = drafts_target("llama")
-    if algorithm == "ngram":
-        system = speculate(target, max_cache_len=40)
-    else:
-        draft = copy.deepcopy(drafts.draft_of(algorithm, "llama")).to("cuda")
-        if algorithm == "eagle3":
-            draft.embedding, draft.head_weight = target.model.embed_tokens.weight, target.lm_head.weight
-        system = speculate(target, algorithm, draft=draft, max_cache_len=40, num_steps=3)
+    system = speculate(target, algorithm, max_cache_len=40, **draft_for(target, algorithm, num_steps=3))
     ids = drafts.prompts(2)
     for new in (8, 100):
         want = drafts.generated(drafts.target("llama"), ids, new)

@@ -24,6 +24,18 @@ OFTEN = ("lfm2", "qwen3_5", "falcon_h1", "nemotron_h", "jamba")
 NAMES = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in models.HYBRIDS]
 
 
+UNMASKED = [pytest.param(name, marks=pytest.mark.slow) for name in models.UNMASKED]
+
+
+def made(name):
+    return (models.HYBRIDS | models.UNMASKED)[name]()
+
+
+def rows(name, *lengths):
+    """`lengths` as one batch, or one by one if transformers itself reads the padding of a batch."""
+    return [(length,) for length in lengths] if name in models.UNMASKED else [lengths]
+
+
 def as_cached(state):
     """The states of a session in the form of transformers' cache, where Mamba-2's have their two sizes swapped."""
     ours = [(kind, state.kv.states[number][0]) for number, kind in enumerate(state.kv.states.kinds)]
@@ -87,18 +99,17 @@ def test_rows_that_end_and_what_comes_back(name):
 
 
 @pytest.mark.sweep("lfm2")
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "jamba"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "jamba", *UNMASKED])
 def test_kernels_give_the_same_answer(monkeypatch, name):
     """In Triton's interpreter; `test_on_a_gpu` runs them on a GPU."""
     if pytest.importorskip("places").GPU:
         pytest.skip("the kernels run on the CUDA device")
-    model, fast = system(name)
-    ids, mask = batch((3, 5), seed=3)
+    model, fast = made(name), spec_compile.speculate(made(name), compile=False)
+    ids, mask = batch(rows(name, 3, 5)[-1], seed=3)
     plain = answer(model, ids, mask, 6)
     monkeypatch.setattr(recurrences.launch, "supports", lambda kind, state: True)
-    assert torch.equal(
-        answer(fast, ids, mask, 6, reference=[torch.cat([row, row]) for row in texts(plain, mask)]), plain
-    )
+    references = [torch.cat([row, row]) for row in texts(plain, mask)]
+    assert torch.equal(answer(fast, ids, mask, 6, reference=references), plain)
 
 
 def test_an_audit_leads_states_over_plain_steps():
@@ -215,25 +226,28 @@ def test_bits_are_not_promised_without_kernels(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "falcon_h1", "jamba"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "falcon_h1", "jamba", "recurrent_gemma", "rwkv"])
 def test_compiled(name):
-    model = models.HYBRIDS[name]()
-    ids, mask = batch((5, 70, 131))
-    plain = answer(model, ids, mask, 24)
-    fast = spec_compile.speculate(model)
+    ids, mask = batch(rows(name, 5, 131, 70)[-1])
+    plain = answer(made(name), ids, mask, 24)
+    fast = spec_compile.speculate(made(name))
     assert torch.equal(answer(fast, ids, mask, 24, reference=texts(plain, mask)), plain)
     assert fast.speculation.stats.rounds < 12
+
+
+GPU_NAMES = ["lfm2", "qwen3_5", "kimi_linear", "falcon_h1", "nemotron_h", "jamba", "mamba2", *models.UNMASKED]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("compile", [True, False])
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "kimi_linear", "falcon_h1", "nemotron_h", "jamba", "mamba2"])
+@pytest.mark.parametrize("name", GPU_NAMES)
 def test_on_a_gpu(name, compile):
     """Captured rounds, uncompiled ones too, in float32: the answer, and the states of a model with a cache."""
-    model = models.HYBRIDS[name]().cuda()
+    model = made(name).cuda()
     fast = spec_compile.speculate(model, compile=compile, max_cache_len=512)
-    for lengths, seed in (((5, 70, 131), 0), ((1, 2, 65), 1)):
+    several = [((1, 2, 65), 1)] if name in models.HYBRIDS else []
+    for lengths, seed in [*((lengths, 0) for lengths in rows(name, 5, 70, 131)), *several]:
         ids, mask = (tensor.cuda() for tensor in batch(lengths, seed))
         plain = answer(model, ids, mask)
         references = [row.cpu() for row in texts(plain, mask)]

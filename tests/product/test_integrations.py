@@ -34,6 +34,10 @@ def systems(plain):
     return plain, speculate(plain, **EAGER)
 
 
+def writer(model, tokenizer, **settings):
+    return pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu", **settings)
+
+
 def same(systems, ask):
     """The answer that `ask` gets from both models; the speculative one runs rounds."""
     before = systems[1].speculation.stats.rounds
@@ -56,16 +60,14 @@ def same(systems, ask):
 )
 def test_pipelines(systems, tokenizer, inputs, settings):
     def ask(model):
-        return pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")(inputs, **GREEDY | settings)
+        return writer(model, tokenizer)(inputs, **GREEDY | settings)
 
     same(systems, ask)
 
 
 def test_pipelines_over_iterators_and_with_settings_of_their_own(systems, tokenizer):
     def ask(model):
-        write = pipeline(
-            "text-generation", model=model, tokenizer=tokenizer, device="cpu", **GREEDY, no_repeat_ngram_size=2
-        )
+        write = writer(model, tokenizer, **GREEDY, no_repeat_ngram_size=2)
         return list(write(text for text in TEXTS)), write.model.generation_config.to_dict()
 
     same(systems, ask)
@@ -74,9 +76,7 @@ def test_pipelines_over_iterators_and_with_settings_of_their_own(systems, tokeni
 def test_pipelines_stream(systems, tokenizer):
     def ask(model):
         streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-        answer = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")(
-            CHATS[0], **GREEDY, streamer=streamer
-        )
+        answer = writer(model, tokenizer)(CHATS[0], **GREEDY, streamer=streamer)
         pieces = list(streamer)
         assert "".join(pieces) == answer[0]["generated_text"][-1]["content"] and len(pieces) > 2
         return pieces
@@ -85,7 +85,7 @@ def test_pipelines_stream(systems, tokenizer):
 
 
 def test_a_copied_pipeline_speculates(systems, tokenizer):
-    write = pipeline("text-generation", model=systems[1], tokenizer=tokenizer, device="cpu")
+    write = writer(systems[1], tokenizer)
     other = copy.deepcopy(write)
     assert other(TEXTS[0], **GREEDY) == write(TEXTS[0], **GREEDY)
     assert other.model is not write.model and other.model.speculation.stats.rounds
@@ -115,8 +115,7 @@ def test_langchain(systems, tokenizer):
     langchain = pytest.importorskip("langchain_huggingface")
 
     def ask(model):
-        write = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu", **GREEDY)
-        llm = langchain.HuggingFacePipeline(pipeline=write, batch_size=2)
+        llm = langchain.HuggingFacePipeline(pipeline=writer(model, tokenizer, **GREEDY), batch_size=2)
         assert llm.model_id == model.name_or_path
         chat = langchain.ChatHuggingFace(llm=llm, tokenizer=tokenizer)
         return llm.invoke(TEXTS[0]), llm.batch(TEXTS), list(llm.stream(TEXTS[0])), chat.invoke("a mean").content

@@ -20,7 +20,10 @@ import spec_compile
 from spec_compile.ngram import match
 
 ROOT = Path(spec_compile.__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, TOOLS = PYPROJECT["project"], PYPROJECT["tool"]
+WHEEL = TOOLS["scikit-build"]["wheel"]
+WORKFLOWS = {file.stem: file.read_text() for file in (ROOT / ".github/workflows").iterdir()}
 DISTRIBUTIONS = {
     "cuda": "cuda-bindings", "flashinfer": "flashinfer-python", "PIL": "pillow", "pydantic_core": "pydantic",
 }  # fmt: skip
@@ -86,23 +89,18 @@ def test_versions_of_torch(version):
 
 def test_there_is_one_version_number():
     """scikit-build-core takes it from the package by this pattern."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]
     assert "version" not in PROJECT and PROJECT["dynamic"] == ["version"]
-    source = (ROOT / settings["metadata"]["version"]["input"]).read_text()
+    source = (ROOT / TOOLS["scikit-build"]["metadata"]["version"]["input"]).read_text()
     assert re.findall(r'^__version__ = "(.+)"$', source, re.MULTILINE) == [spec_compile.__version__]
 
 
-def test_the_kernels_source_lies_in_the_package():
-    """The n-gram kernels are compiled on first use, from a file that the wheel has."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]
-    assert settings["wheel"]["packages"] == ["spec_compile"] and "exclude" not in settings["wheel"]
-    assert Path(match.__file__).with_name("match.cu").is_file()
-
-
-def test_the_wheels_tag_is_that_of_its_extension():
-    """From Python 3.12 on the trie is compiled for the stable ABI of 3.12, before for the one Python that builds it."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]
-    assert settings["wheel"]["py-api"] == "cp312" and "STABLE_ABI" in (ROOT / "CMakeLists.txt").read_text()
+def test_what_a_wheel_has():
+    """The source of the n-gram kernels, which are compiled on first use, and the marker of annotations. From Python
+    3.12 on the trie is compiled for the stable ABI of 3.12, before for the one Python that builds it."""
+    assert WHEEL["packages"] == ["spec_compile"] and "exclude" not in WHEEL
+    assert Path(match.__file__).with_name("match.cu").is_file() and (ROOT / "spec_compile" / "py.typed").is_file()
+    assert WHEEL["py-api"] == "cp312" and "STABLE_ABI" in (ROOT / "CMakeLists.txt").read_text()
+    assert [file for file in TOOLS["mypy"]["files"] if not (ROOT / file).is_file()] == []
 
 
 def test_a_tree_without_its_extension_says_how_to_build_it(monkeypatch):
@@ -136,22 +134,22 @@ def unbuilt(settings: dict, pythons: list[str], machine: str) -> list[str]:
 
 
 def test_wheels_are_built_for_the_versions_that_are_declared():
-    settings, pythons = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"], declared_pythons()
+    settings, pythons = TOOLS["cibuildwheel"], declared_pythons()
     admitted = [f"3.{minor}" for minor in range(40) if f"3.{minor}.1" in SpecifierSet(PROJECT["requires-python"])]
     assert pythons == admitted[: len(pythons)]
     for machine in ("x86_64", "aarch64"):
-        assert unbuilt(settings["cibuildwheel"], pythons, machine) == []
-        assert f"manylinux-{machine}-image" in settings["cibuildwheel"]["linux"]
-    fewer = settings["cibuildwheel"] | {"build": "cp311-* cp312-* cp313-*"}
+        assert unbuilt(settings, pythons, machine) == []
+        assert f"manylinux-{machine}-image" in settings["linux"]
+    fewer = settings | {"build": "cp311-* cp312-* cp313-*"}
     assert unbuilt(fewer, pythons, "x86_64") == pythons[3:]
-    assert unbuilt(settings["cibuildwheel"] | {"skip": "cp313-*"}, pythons, "x86_64") == ["3.13"]
-    script = settings["cibuildwheel"]["test-command"].split()[1].format(project=ROOT)
+    assert unbuilt(settings | {"skip": "cp313-*"}, pythons, "x86_64") == ["3.13"]
+    script = settings["test-command"].split()[1].format(project=ROOT)
     assert Path(script).is_file()
 
 
 def test_each_declared_python_takes_a_wheel():
     """3.11 its own, and every later one that of the stable ABI."""
-    oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]["wheel"]["py-api"]
+    oldest = WHEEL["py-api"]
     for version in declared_pythons():
         number, own = (3, int(version[2:])), f"cp{version.replace('.', '')}"
         is_stable = number >= (3, int(oldest[3:]))
@@ -161,12 +159,11 @@ def test_each_declared_python_takes_a_wheel():
 
 def test_the_workflows_build_all_wheels_and_test_the_oldest_and_newest_python():
     """On machines of both kinds. No step narrows what pyproject.toml says."""
-    folder = ROOT / ".github/workflows"
-    wheels, tests = (yaml.safe_load((folder / f"{name}.yml").read_text()) for name in ("wheels", "test"))
+    wheels, tests = (yaml.safe_load(WORKFLOWS[name]) for name in ("wheels", "test"))
     job = wheels["jobs"]["wheels"]
     commands = [step["run"] for step in job["steps"] if "cibuildwheel" in step.get("run", "")]
     assert commands[-1] == "python -m cibuildwheel --output-dir dist"  # without --only
-    assert "CIBW_" not in (ROOT / ".github/workflows/wheels.yml").read_text()
+    assert "CIBW_" not in WORKFLOWS["wheels"]
     arm = ["arm" in machine for machine in job["strategy"]["matrix"]["machine"]]
     assert sorted(arm) == [False, True] and job["runs-on"] == "${{ matrix.machine }}"
     pythons = declared_pythons()
@@ -175,8 +172,7 @@ def test_the_workflows_build_all_wheels_and_test_the_oldest_and_newest_python():
 
 def test_workflows_run_pinned_actions_with_few_permissions():
     """A tag can be moved to other code, a commit cannot. Only a job that runs no code of ours may sign."""
-    for file in (ROOT / ".github/workflows").iterdir():
-        text = file.read_text()
+    for text in WORKFLOWS.values():
         uses = re.findall(r"^.*\buses:.*$", text, re.MULTILINE)
         assert uses and all(re.search(r"uses: [\w-]+/[\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+$", line) for line in uses)
         content = yaml.safe_load(text)
@@ -206,10 +202,3 @@ def test_a_wheel_runs_on_every_processor_of_its_kind():
     core = "".join(file.read_text() for file in (ROOT / "spec_compile/kernels/native").glob("*.h"))
     features = {name for names in re.findall(r'target\("(.+?)"\)', core) for name in names.split(",")}
     assert features and features == set(re.findall(r'__builtin_cpu_supports\("(.+?)"\)', core))
-
-
-def test_annotations_reach_the_user():
-    """mypy reads those of a package with py.typed; the public modules are checked by `make lint`."""
-    assert (ROOT / "spec_compile" / "py.typed").is_file()
-    checked = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["files"]
-    assert [file for file in checked if not (ROOT / file).is_file()] == []

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 import warnings
+from contextlib import contextmanager
 
 import dflash_drafts
 import draft_rounds as rounds
@@ -28,8 +29,7 @@ NEW, INNER = 20, 12
 OUTER_IDS, INNER_IDS = rounds.prompts(1), rounds.prompts(2)[:1, 5:]
 algorithms = pytest.mark.parametrize("algorithm", ALGORITHMS)
 compiled = pytest.mark.parametrize(
-    "compile",
-    [pytest.param(False, id="eager"), pytest.param(True, id="compiled", marks=pytest.mark.slow)],
+    "compile", [pytest.param(False, id="eager"), pytest.param(True, id="compiled", marks=pytest.mark.slow)]
 )
 
 
@@ -49,6 +49,33 @@ def answer(one, ids, new=NEW, **options):
 @functools.cache
 def expected(which, new=NEW):
     return answer(rounds.target("llama"), dict(outer=OUTER_IDS, inner=INNER_IDS)[which], new)
+
+
+def together(*works):
+    """Call functions in threads, and wait until all have ended."""
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@contextmanager
+def repeated(*works):
+    """Threads call the functions again and again as long as the context lasts."""
+    stop = threading.Event()
+
+    def repeat(work):
+        while not stop.is_set():
+            work()
+
+    running = threading.Thread(target=together, args=[functools.partial(repeat, work) for work in works])
+    running.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        running.join()
 
 
 class Nests:
@@ -148,11 +175,7 @@ def test_calls_of_several_threads(algorithm):
             if answer(fast, ids) != expected(which):
                 wrong.append(which)
 
-    threads = [threading.Thread(target=work, args=(w, ids)) for w, ids in (("outer", OUTER_IDS), ("inner", INNER_IDS))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(lambda: work("outer", OUTER_IDS), lambda: work("inner", INNER_IDS))
     assert not wrong
 
 
@@ -255,53 +278,37 @@ def test_a_child_does_not_write_into_its_parents_cache():
 
 
 def test_a_fork_while_other_threads_are_in_the_trie():
-    trie, stop = NgramTrie(capacity=4000), threading.Event()
-    text = torch.randint(0, 5, (2000,)).tolist()
+    trie, text = NgramTrie(capacity=4000), torch.randint(0, 5, (2000,)).tolist()
 
     def work():
-        while not stop.is_set():
-            stream = trie.open()
-            trie.extend(stream, text)
-            trie.propose(stream, 16)
-            trie.close(stream)
-
-    def child():
         stream = trie.open()
         trie.extend(stream, text)
-        assert trie.propose(stream, 16).count > 1
+        proposed = trie.propose(stream, 16)
+        trie.close(stream)
+        return proposed
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    try:
+    def child():
+        assert work().count > 1
+
+    with repeated(work, work, work):
         for _ in range(10):
             in_a_fork(child)
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
 
 
 def test_speculate_on_a_model_that_another_thread_runs():
-    model, stop, failures = models.ADMITTED["llama"](), threading.Event(), []
+    model, failures = models.ADMITTED["llama"](), []
     want = answer(model, OUTER_IDS)
 
     def work():
-        while not stop.is_set():
-            try:
-                if answer(model, OUTER_IDS) != want:
-                    failures.append("another answer")
-            except Exception as error:
-                failures.append(repr(error))
+        try:
+            if answer(model, OUTER_IDS) != want:
+                failures.append("another answer")
+        except Exception as error:
+            failures.append(repr(error))
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
+    with repeated(work):
         for merged in (False, True):
             assert answer(speculate(model, compile=False, merge_linears=merged), OUTER_IDS) == want
-    finally:
-        stop.set()
-        thread.join()
     assert not failures
 
 
@@ -313,11 +320,7 @@ def test_models_are_made_speculative_in_several_threads():
         model = models.ADMITTED[name]()
         answers[name] = answer(speculate(model, compile=False), OUTER_IDS), answer(model, OUTER_IDS)
 
-    threads = [threading.Thread(target=work, args=(name,)) for name in ("llama", "qwen3", "gpt2")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*(functools.partial(work, name) for name in ("llama", "qwen3", "gpt2")))
     assert len(answers) == 3 and all(got == want for got, want in answers.values())
 
 

@@ -1,4 +1,5 @@
 """Lightning attention (MiniMax), RG-LRU (RecurrentGemma) and WKV (RWKV 4): transformers' own answer, row by row.
+`test_hybrids` runs them compiled, by kernels and on a GPU.
 
 Padding changes what transformers answers itself: MiniMax's cached steps read a mask from its first place if the first
 layer is linear, RecurrentGemma and RWKV take no mask. RWKV's cached steps also mix the rows of a batch.
@@ -17,7 +18,6 @@ import spec_compile
 from spec_compile.capture.checks import ANY, SINGLE, UNPADDED
 from spec_compile.capture.recurrences import DECAYS
 from spec_compile.compat import CACHE
-from spec_compile.kernels import recurrence as recurrences
 
 BATCHES = {"minimax": UNPADDED, "recurrent_gemma": UNPADDED, "rwkv": SINGLE}
 
@@ -125,18 +125,6 @@ def test_caches_are_those_of_transformers(served):
 
 
 @pytest.mark.slow
-def test_kernels_give_the_same_answer(monkeypatch, served):
-    """In Triton's interpreter."""
-    if pytest.importorskip("places").GPU:
-        pytest.skip("the kernels run on the CUDA device")
-    _, model, fast = served
-    ids, mask = batch((4,), seed=3)
-    expected = plain(model, ids, mask, new=6)
-    monkeypatch.setattr(recurrences.launch, "supports", lambda kind, state: True)
-    assert torch.equal(answer(fast, ids, mask, 6, reference=[torch.cat([*expected, *expected])]), expected)
-
-
-@pytest.mark.slow
 def test_padding_that_minimax_masks():
     """If the first layer attends, transformers' steps find the mask of their token."""
     cls, model, sizes = models._UNMASKED["minimax"]
@@ -174,32 +162,6 @@ def test_weights_that_rwkv_halves_in_place():
     model.eval()
     with pytest.raises(RuntimeError, match="layers_are_rescaled was True at speculate"):
         answer(fast, ids, mask, 8)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["recurrent_gemma", "rwkv"])
-def test_compiled(name):
-    model = models.UNMASKED[name]()
-    ids, mask = batch((70,))
-    expected = answer(model, ids, mask, 24)
-    fast = spec_compile.speculate(model)
-    assert torch.equal(answer(fast, ids, mask, 24, reference=texts(expected, mask)), expected)
-    assert fast.speculation.stats.rounds < 12
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("compile", [True, False])
-@pytest.mark.parametrize("name", BATCHES)
-def test_on_a_gpu(name, compile):
-    """Captured rounds, uncompiled ones too, in float32."""
-    model = models.UNMASKED[name]().cuda()
-    fast = spec_compile.speculate(model, compile=compile, max_cache_len=512)
-    for length in (5, 70, 131):
-        ids, mask = (tensor.cuda() for tensor in batch((length,)))
-        expected = answer(model, ids, mask)
-        assert torch.equal(answer(fast, ids, mask, reference=[*expected.cpu()]), expected)
-    assert fast.speculation.stats.accept_length > 3
 
 
 @pytest.mark.gpu

@@ -92,15 +92,48 @@ def test_the_float32_copy_of_a_bfloat16_model(name):
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 
 
+PLACES = torch.randn(300, generator=torch.Generator().manual_seed(0)) * 0.1
+
+
 def test_logits_beyond_the_noise_are_found():
-    places = torch.randn(300, generator=torch.Generator().manual_seed(0)) * 0.1
-    assert Logits.of(places).verdict == "same"
-    assert Logits.of(places + 0.02).verdict == "same"
-    assert Logits.of(places + 0.11).verdict == "DIFFERENT"
+    assert Logits.of(PLACES).verdict == Logits.of(PLACES + 0.02).verdict == "same"
+    assert Logits.of(PLACES + 0.11).verdict == "DIFFERENT"
     assert Logits.of(torch.tensor([0.2])).verdict == "same"  # one place says nothing
-    report = Report(greedy=[Greedy(8)], logits=Logits.of(places + 0.11))
-    assert report.verdict == "NOT LOSSLESS" and "DIFFERENT" in str(report)
-    assert Report(greedy=[Greedy(8)], graph=Logits.of(places + 0.11)).verdict == "NOT LOSSLESS"
+
+
+def drawn(*chi_squares):
+    """Frequencies of several prompts, each with one degree of freedom."""
+    return [Sampled(400, 1, chi_square, 1) for chi_square in chi_squares]
+
+
+@pytest.mark.parametrize(
+    ("parts", "verdict", "told"),
+    [
+        (dict(greedy=[]), "NOT TESTED", "NOT TESTED"),
+        (dict(greedy=[Greedy(8), Greedy(0)]), "NOT TESTED", "NOT TESTED"),
+        (dict(sampled=[Sampled(400, 0, 0.0, 0, untested=400)]), "NOT TESTED", "NOT TESTED"),
+        (dict(greedy=[Greedy(0), Greedy(2, 1, 5, None)]), "NOT LOSSLESS", "DIFFERENT"),
+        (dict(logits=Logits.of(PLACES + 0.11)), "NOT LOSSLESS", "DIFFERENT"),
+        (dict(graph=Logits.of(PLACES + 0.11)), "NOT LOSSLESS", "DIFFERENT"),
+        # other bits and other answers count where equal ones were promised
+        (dict(bits=Bits(3, 2, 0.25, "layer 7", True)), "NOT LOSSLESS",
+         "2 of 3 answers with the same bits, logits up to 0.25 apart, first in layer 7"),
+        (dict(bits=Bits(3, 2, 0.25, "layer 7")), "lossless", "2 of 3 answers with the same bits"),
+        (dict(bits=Bits(3, 3, promised=True)), "lossless", "3 of 3"),
+        (dict(requests=[Manner("together, 4 rows", True, True, of=3, equal=2)]), "NOT LOSSLESS",
+         "drawn, together, 4 rows: 2 of 3 equal, promised, DIFFERENT"),
+        (dict(requests=[Manner("together, 4 rows", True, False, of=3, equal=2)]), "lossless", "other answers"),
+        # for all prompts together, unlikely frequencies are one in a thousand: these have 2e-3, 5e-4 and 1e-4
+        (dict(sampled=drawn(9.6)), "lossless", ""),
+        (dict(sampled=drawn(12.2)), "NOT LOSSLESS", ""),
+        (dict(sampled=drawn(12.2, 1.0, 1.0)), "lossless", ""),
+        (dict(sampled=drawn(15.2, 1.0, 1.0)), "NOT LOSSLESS", ""),
+    ],
+)  # fmt: skip
+def test_verdicts(parts, verdict, told):
+    report = Report(**dict(greedy=[Greedy(8)]) | parts)
+    assert report.verdict == verdict and report.lossless == (verdict == "lossless") and told in str(report)
+    assert verdict != "NOT TESTED" or "lossless" not in str(report)
 
 
 def test_plain_steps_verify_roots_alone():
@@ -135,14 +168,6 @@ def test_bits_and_distances_are_reported():
     assert "distance from float32, mean and largest: ours " in text
     assert "transformers' prompt lookup: 2 of 2 as its greedy answers" in text
     assert spec_compile.audit(fast(), PROMPTS, max_new_tokens=4, logits=False).bits is None
-
-
-def test_other_bits_count_where_the_same_were_promised():
-    for promised, verdict in ((True, "NOT LOSSLESS"), (False, "lossless")):
-        report = Report(greedy=[Greedy(8)], bits=Bits(3, 2, 0.25, "layer 7", promised))
-        assert report.verdict == verdict
-        assert "2 of 3 answers with the same bits, logits up to 0.25 apart, first in layer 7" in str(report)
-    assert Report(greedy=[Greedy(8)], bits=Bits(3, 3, promised=True)).lossless
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -231,14 +256,6 @@ def test_contexts_that_were_drawn_too_rarely_are_counted():
     assert f"{row.untested:9}" in str(report).splitlines()[-2] and "too rare" in str(report)
 
 
-def test_nothing_tested_is_not_lossless():
-    assert Report().verdict == "NOT TESTED" and not Report().lossless
-    assert Report(greedy=[Greedy(8), Greedy(0)]).verdict == "NOT TESTED"
-    report = Report(greedy=[Greedy(8)], sampled=[Sampled(400, 0, 0.0, 0, untested=400)])
-    assert report.verdict == "NOT TESTED" and "NOT TESTED" in str(report) and "lossless" not in str(report)
-    assert Report(greedy=[Greedy(0), Greedy(2, 1, 5, None)]).verdict == "NOT LOSSLESS"
-
-
 @pytest.mark.filterwarnings("ignore:num_beams")
 def test_transformers_own_loop_is_no_evidence():
     report = spec_compile.audit(fast(), PROMPTS[:1], max_new_tokens=4, num_beams=2)
@@ -289,24 +306,9 @@ def test_requests_in_many_ways():
     assert spec_compile.audit(fast(), PROMPTS[:1], max_new_tokens=4, logits=False).requests == []
 
 
-def test_other_answers_count_where_equal_ones_were_promised():
-    for promised, verdict, told in ((True, "NOT LOSSLESS", ", DIFFERENT"), (False, "lossless", "other answers")):
-        report = Report(greedy=[Greedy(8)], requests=[Manner("together, 4 rows", True, promised, of=3, equal=2)])
-        assert report.verdict == verdict
-        assert "drawn, together, 4 rows: 2 of 3 equal, " in str(report) and told in str(report)
-
-
 def test_p_values_are_those_of_the_chi_square_distribution():
     assert Sampled(100, 1, 3.841, 1).p_value == pytest.approx(0.05, abs=1e-4)
     assert Sampled(100, 1, 18.307, 10).p_value == pytest.approx(0.05, abs=1e-4)
-
-
-@pytest.mark.parametrize("chi_square, rows, verdict", [(9.6, 1, "lossless"), (12.2, 1, "NOT LOSSLESS"),
-                                                       (12.2, 3, "lossless"), (15.2, 3, "NOT LOSSLESS")])  # fmt: skip
-def test_unlikely_frequencies_are_one_in_a_thousand(chi_square, rows, verdict):
-    """For all prompts together: chi-squares of one degree of freedom, of probability 2e-3, 5e-4 and 1e-4."""
-    sampled = [Sampled(400, 1, chi_square, 1), *[Sampled(400, 1, 1.0, 1)] * (rows - 1)]
-    assert Report(greedy=[Greedy(8)], sampled=sampled).verdict == verdict
 
 
 @pytest.mark.parametrize(

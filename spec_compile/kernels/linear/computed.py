@@ -22,8 +22,7 @@ of 64 outputs by 256 inputs. One program has all columns: 64 programs, memory 7.
 1.3 + 7.6 + 0.3 + 0.9 + 2 * 0.25 + 0.1 = 10.7 us, so two share. Measured: 11.4 us.
 
 The constants are an H200's. The model gives the time of all products of a round of Llama-3.1-8B, Llama-3.2-1B,
-Qwen3-0.6B and SmolLM2-135M with 1, 16 and 64 rows within 7 % of what was measured there. `python -m
-benchmarks.kernels.plans` compares the plans that it chooses with the tuned ones.
+Qwen3-0.6B and SmolLM2-135M with 1, 16 and 64 rows within 7 % of what was measured there.
 """
 
 import functools

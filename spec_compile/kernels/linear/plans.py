@@ -105,8 +105,8 @@ FEW_OUTPUTS = ProductTile(16, 256, 16, 4, 4), ProductTile(16, 256, 64, 4, 3, blo
 """Few programs multiply a small product, so that two blocks of 64 rows are as fast as one: products of SmolLM2-135M and
 Qwen3-0.6B with 128 rows take 0.5 to 0.8 of the time that a tile of 128 or 256 rows takes.
 
-Tuned by ``python -m benchmarks.kernels.matmul`` on an H200 with the layers of Llama-3.1-8B, Llama-3.2-1B,
-Qwen3-0.6B and SmolLM2-135M, and for more than 64 rows by `--wide` with Llama-3.1-8B's."""
+Tuned on an H200 with the layers of Llama-3.1-8B, Llama-3.2-1B, Qwen3-0.6B and SmolLM2-135M, and for more than 64 rows
+with Llama-3.1-8B's."""
 PACKED: dict[int, tuple[dict[int, ProductTile], ...]] = {
     8: (
         {3: ProductTile(64, 128, 16, 4, 3, unroll=2), 4: ProductTile(64, 128, 16, 4, 5)},
