@@ -135,7 +135,7 @@ GUARDS = [
             "runtime/test_compiled_steps.py -k test_parts_alike",
         ),
         ("shapes-are-forgotten", SKIP, "compile/test_regions.py -k test_a_compilation_leaves"),
-        ("owed", ZERO, "batching/test_request_faults.py -k share_the_time"),
+        ("owed", ZERO, "runtime/test_turns.py -k share_the_time"),
         ("other-wrappers", NEVER, "compile/test_cold_start.py -k another_wrapper"),
         ("drafts-earn", ALWAYS, "runtime/test_whole_tree_budget.py -k test_drafts_that_are_never"),
         # drafters

@@ -42,7 +42,7 @@ def answers(rank, folder, ranks, algo="ngram", dtype="float32", **options):
     names = []
     for number, settings in enumerate(SETTINGS * 2):
         ids = tokenizer(f"x = {number}\n{PROMPT}")["input_ids"]
-        names.append(manager.add_request(ids, tokenizer=tokenizer, **settings))
+        names.append(manager.add_request(ids, tokenizer=tokenizer, logprobs=0, prompt_logprobs=0, **settings))
     cancelled = manager.add_request(ids, max_new_tokens=500, do_sample=True, temperature=3.0)
     outputs = {}
     while len(outputs) < len(names):
@@ -50,14 +50,23 @@ def answers(rank, folder, ranks, algo="ngram", dtype="float32", **options):
         outputs[output.request_id] = output
     manager.cancel_request(cancelled)
     manager.stop()
-    return [(outputs[name].generated_tokens, outputs[name].finish_reason, outputs[name].error) for name in names]
+    outputs = [outputs[name] for name in names]
+    scores = [[each.logprob for each in output.prompt_scores + output.scores] for output in outputs]
+    return [(output.generated_tokens, output.finish_reason, output.error) for output in outputs], scores
+
+
+def are_those_of_one(first, second, *arguments, **options):
+    """Compare what both ranks gave with the answers of one process, and with its log-probabilities."""
+    assert second == "None", second
+    torch.set_num_threads(1)
+    outputs, scores = answers(0, *arguments, **options)
+    assert first[0] == outputs
+    for ours, theirs in zip(first[1], scores, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
 
 
 def test_two_ranks_answer_as_one(folder, tmp_path):
-    first, second = run_ranks(2, answers, folder, 2, rendezvous=tmp_path / "meet")
-    assert second == "None", second
-    torch.set_num_threads(1)
-    assert first == answers(0, folder, 1)
+    are_those_of_one(*run_ranks(2, answers, folder, 2, rendezvous=tmp_path / "meet"), folder, 1)
 
 
 @pytest.mark.slow
@@ -74,10 +83,15 @@ def test_two_ranks_with_a_head_answer_as_one(algo, shape, tmp_path):
     draft = write_modules(tmp_path) if "num_steps" in shape and algo == "mtp" else DEMO / "heads" / algo
     # In float64, because what a head draws for a sampled answer depends on the order of its own sums.
     options = {"draft": str(draft), "num_draft_tokens": 8, "dtype": "float64", **shape}
-    first, second = run_ranks(2, partial(answers, algo=algo, **options), DEMO, 2, rendezvous=tmp_path / "meet")
-    assert second == "None", second
-    torch.set_num_threads(1)
-    assert first == answers(0, DEMO, 1, algo, **options)
+    results = run_ranks(2, partial(answers, algo=algo, **options), DEMO, 2, rendezvous=tmp_path / "meet")
+    are_those_of_one(*results, DEMO, 1, algo, **options)
+
+
+def error_of(attempt):
+    """The text of what an attempt raises."""
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        attempt()
+    return str(caught.value)
 
 
 def uses(rank, folder):
@@ -88,39 +102,25 @@ def uses(rank, folder):
     prompts = [tokenizer(f"x = {number}\n{PROMPT}")["input_ids"] for number in range(5)]
     manager = fast.init_continuous_batching(GenerationConfig(do_sample=False))
     manager.start()
-    results = []
-    for attempt in (lambda: fast.generate(torch.tensor(prompts[:1]), max_new_tokens=4),):
-        try:
-            results.append(attempt())
-        except RuntimeError as error:
-            results.append(str(error))
+    errors = [error_of(lambda: fast.generate(torch.tensor(prompts[:1]), max_new_tokens=4))]
     if rank:
-        try:
-            manager.add_request(prompts[0])
-        except RuntimeError as error:
-            results.append(str(error))
+        errors.append(error_of(lambda: manager.add_request(prompts[0])))
         manager.join(0.0)
     else:
-        results.append(manager.add_request(prompts[0], max_new_tokens=3))
-        results.append(manager.get_result(timeout=50).generated_tokens)
+        assert manager.add_request(prompts[0], max_new_tokens=3) == "req_0"
+        assert len(manager.get_result(timeout=50).generated_tokens) == 3
         manager.stop()
     manager.destroy()
     outputs = fast.generate_batch([*prompts, []], max_new_tokens=6, warmup=False)
-    results.append([(output.generated_tokens, output.error) for output in outputs.values()])
-    try:
-        fast.generate_batch([[]], warmup=False)
-    except (RuntimeError, ValueError) as error:
-        results.append(str(error))
-    results.append(fast.generate(torch.tensor(prompts[:1]), max_new_tokens=6)[0, len(prompts[0]) :].tolist())
-    return results
+    batch = [(output.generated_tokens, output.error) for output in outputs.values()]
+    errors.append(error_of(lambda: fast.generate_batch([[]], warmup=False)))
+    return errors, batch, fast.generate(torch.tensor(prompts[:1]), max_new_tokens=6)[0, len(prompts[0]) :].tolist()
 
 
 def test_ranks_are_told_the_same(folder, tmp_path):
-    first, second = run_ranks(2, uses, folder, rendezvous=tmp_path / "meet")
-    for results in (first, second):
-        assert "while a manager of requests does" in results[0], results
-    assert first[1:3] == ["req_0", first[2]] and len(first[2]) == 3
-    assert "only rank 0 takes requests" in second[1]
-    assert first[3] == second[2] and [bool(error) for _, error in first[3]] == [False] * 5 + [True]
-    assert "at least one token" in first[4] and "at least one token" in second[3]
-    assert first[5] == second[4] == first[3][0][0]
+    (errors, *answers), (others, *same) = run_ranks(2, uses, folder, rendezvous=tmp_path / "meet")
+    for told in (errors, others):
+        assert "while a manager of requests does" in told[0] and "at least one token" in told[-1]
+    assert "only rank 0 takes requests" in others[1]
+    (batch, answer) = answers
+    assert answers == same and [bool(error) for _, error in batch] == [False] * 5 + [True] and answer == batch[0][0]

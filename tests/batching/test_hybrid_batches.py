@@ -4,7 +4,7 @@ import hybrids
 import models
 import pytest
 import torch
-from batch_requests import AtLength, collect, config, running
+from batch_requests import AtLength, answer, collect, config, running
 from transformers import DynamicCache, GenerationConfig
 
 import spec_compile
@@ -67,8 +67,7 @@ def test_a_prompt_that_goes_on_with_a_whole_answer_starts_behind_it(name):
     prompt, reused = prompts()[5], []
     with running(fast, max_requests_per_batch=2) as manager:
         for turn in range(4):
-            manager.add_request(prompt, f"r{turn}", max_new_tokens=20, eos_token_id=-1)
-            output = collect(manager, 1)[f"r{turn}"]
+            output = answer(manager, prompt, max_new_tokens=20, eos_token_id=-1)
             assert output.generated_tokens == generated(model, prompt, 20)
             reused.append(output.speculation.reused_prompt_tokens)
             prompt = prompt + output.generated_tokens + [7, 8, 9][: turn * 3]
@@ -83,15 +82,12 @@ def test_an_answer_that_was_cut_is_not_gone_on_with(monkeypatch):
     prompt = prompts()[5]
     whole = generated(model, prompt, 20)
     with running(fast, max_requests_per_batch=2) as manager:
-        manager.add_request(prompt, "learns", max_new_tokens=20, eos_token_id=-1)  # so that drafts are right
-        collect(manager, 1)
-        first = [AtLength(len(prompt) + 6)]
-        manager.add_request(prompt, "cut", max_new_tokens=20, eos_token_id=-1, stopping_criteria=first)
-        cut = collect(manager, 1)["cut"]
+        options = dict(max_new_tokens=20, eos_token_id=-1)
+        answer(manager, prompt, **options)  # so that drafts are right
+        cut = answer(manager, prompt, stopping_criteria=[AtLength(len(prompt) + 6)], **options)
         assert cut.generated_tokens == whole[:6] and sum(cut.speculation.per_step_tokens) > 6
         prompt = prompt + whole[:6] + [7, 8]
-        manager.add_request(prompt, "next", max_new_tokens=9, eos_token_id=-1)
-        output = collect(manager, 1)["next"]
+        output = answer(manager, prompt, max_new_tokens=9, eos_token_id=-1)
         assert output.generated_tokens == generated(model, prompt, 9) and not output.speculation.reused_prompt_tokens
 
 
@@ -123,8 +119,7 @@ def test_on_a_gpu(name, mode):
     prompt = prompts()[5]
     with running(fast, max_requests_per_batch=2) as manager:
         for turn in range(2):
-            manager.add_request(prompt, f"r{turn}", max_new_tokens=20, eos_token_id=-1)
-            output = collect(manager, 1)[f"r{turn}"]
+            output = answer(manager, prompt, max_new_tokens=20, eos_token_id=-1)
             assert output.generated_tokens == generated(model, prompt, 20)
             assert output.speculation.reused_prompt_tokens == 59 * turn
             prompt = prompt + output.generated_tokens + [7, 8]

@@ -1,4 +1,5 @@
-"""Log-probabilities of requests are those of transformers' own logits, whatever is drafted."""
+"""Log-probabilities of requests are those of transformers' own logits, whatever is drafted, and so are scores of
+texts."""
 
 import functools
 
@@ -7,7 +8,6 @@ import models
 import pytest
 import torch
 from batch_requests import ALGORITHMS, MODEL, PROMPTS, TEXT, running, tokenizer
-from ranks import run_ranks
 from transformers import (
     AutoModelForCausalLM,
     ContinuousBatchingConfig,
@@ -20,7 +20,8 @@ from transformers import (
 import spec_compile
 from spec_compile.batching.output import MOST_TOP, Scores, score_tokens
 
-CLOSE, CUDA = 1e-4, torch.cuda.is_available()
+CLOSE = 1e-4  # Float32 on a CPU: libraries sum in another order for another number of rows.
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 OPTIONS = {"compile": False, "check": False, "num_draft_tokens": 7}
 LONG = tokenizer()(TEXT).input_ids
 NEW = 20
@@ -176,38 +177,10 @@ def test_a_known_beginning_is_computed_again():
     assert outputs[2].logprobs == pytest.approx(outputs[0].logprobs, abs=CLOSE) and outputs[2].prompt_scores == []
 
 
-def test_an_answer_that_ends_early_has_no_more_scores():
-    options = {"max_new_tokens": 40, "tokenizer": tokenizer()}
-    whole = answered(fast(), **options)
-    stop = tokenizer().decode(whole[0].generated_tokens[6:9])
-    ended = answered(fast(), stop_strings=[stop], **options)
-    are_right(plain(), ended)
-    assert len(ended[0].scores) == len(ended[0].generated_tokens) < len(whole[0].scores)
-
-
 def test_sequences_of_one_request_have_their_own():
     outputs = answered(fast(), do_sample=True, seed=1, num_return_sequences=2)
     are_right(plain(), outputs)
     assert outputs[0].generated_tokens != outputs[1].generated_tokens
-
-
-def on_ranks(rank, ranks):
-    torch.set_num_threads(1)
-    outputs = answered(fast(tensor_parallel=ranks if ranks > 1 else None), [*PROMPTS, LONG[:60]])
-    return [(output.generated_tokens, output.logprobs, output.prompt_scores) for output in outputs]
-
-
-def test_two_ranks_tell_the_same(tmp_path):
-    first, second = run_ranks(2, on_ranks, 2, rendezvous=tmp_path / "meet")
-    assert first == second
-    for (tokens, logprobs, prompt), other in zip(first, on_ranks(0, 1)):
-        assert tokens == other[0] and logprobs == pytest.approx(other[1], abs=CLOSE)
-        assert [each.logprob for each in prompt] == pytest.approx([each.logprob for each in other[2]], abs=CLOSE)
-
-
-@pytest.mark.slow
-def test_compiled():
-    are_right(plain(), answered(fast(compile=True), [*PROMPTS, LONG]))
 
 
 @pytest.mark.parametrize("value", [-1, MOST_TOP + 1, True])
@@ -217,9 +190,7 @@ def test_other_values_are_refused(name, value):
         answered(fast(), **{name: value})
 
 
-@pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no GPU")])]
-)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 def test_a_token_has_the_same_score_among_any_others(device):
     logits = (3 * torch.randn(33, 49152)).bfloat16().to(device)
     tokens = torch.randint(49152, (33,)).tolist()
@@ -244,3 +215,78 @@ def test_scores_of_tokens():
     scores.ahead = score_tokens(logits, [0, 1], 0)
     scores.take(1)
     assert [each.token for each in scores.answer] == [0] and Scores.read(None, None) is None
+
+
+# --- the scores of texts
+
+
+scorer = functools.partial(fast, max_cache_len=512, adaptive=False)
+
+
+def rollouts(model, **options):
+    """Drawn answers with the log-probabilities of their tokens."""
+    options = dict(max_new_tokens=24, do_sample=True, logprobs=0, num_return_sequences=2, seed=5) | options
+    return [*model.generate_batch([*PROMPTS, LONG], warmup=False, **options).values()]
+
+
+def texts_of(outputs):
+    return [output.prompt_ids + output.generated_tokens for output in outputs]
+
+
+def wanted(text, temperature=1.0):
+    """By transformers' own logits."""
+    ids = torch.tensor([text])
+    scores = (plain()(ids).logits[0, :-1].detach() / temperature).log_softmax(-1)
+    return scores.gather(1, ids[0, 1:, None])[:, 0]
+
+
+def test_scores_are_those_of_rollouts():
+    outputs = rollouts(scorer(), temperature=0.7, logprobs_temperature=0.7)
+    scores = scorer().speculation.score(texts_of(outputs), 0.7)
+    for output, text, row in zip(outputs, texts_of(outputs), scores, strict=True):
+        assert row.dtype == torch.float32 and row.shape == (len(text) - 1,)
+        answer = row[len(output.prompt_ids) - 1 :]
+        torch.testing.assert_close(answer, torch.tensor(output.logprobs), atol=CLOSE, rtol=0)
+        torch.testing.assert_close(row, wanted(text, 0.7), atol=CLOSE, rtol=0)
+    assert sum(output.speculation.accepted for output in outputs) > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"algo": name.split()[0], **ALGORITHMS.get(name, {})}, marks=GPU, id=name)
+        for name in ("ngram", "eagle3 tree")
+    ],
+)
+def test_bits_are_those_of_rollouts(options):
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16).to("cuda").eval()
+    exact = spec_compile.speculate(model, exact="request", compile=False, max_cache_len=512, **options)
+    outputs = rollouts(exact)
+    for output, scores in zip(outputs, exact.speculation.score(texts_of(outputs)), strict=True):
+        assert scores[len(output.prompt_ids) - 1 :].tolist() == output.logprobs
+    together = exact.speculation.score(texts_of(outputs))
+    assert all(torch.equal(exact.speculation.score(text)[0], row) for text, row in zip(texts_of(outputs), together))
+
+
+def test_forms_of_texts():
+    score = scorer().speculation.score
+    (whole,) = score(LONG[:40])
+    torch.testing.assert_close(whole, wanted(LONG[:40]), atol=CLOSE, rtol=0)
+    for ids in ([LONG[:40]], torch.tensor(LONG[:40]), torch.tensor([LONG[:40]]), [torch.tensor(LONG[:40])]):
+        assert torch.equal(score(ids)[0], whole)
+    assert score([]) == [] and score([LONG[0]])[0].shape == (0,)
+    assert scorer().speculation.engine.idle_batch is not None  # the rows of one call serve the next
+
+
+def test_refusals():
+    score = scorer().speculation.score
+    with pytest.raises(ValueError, match=r"ids\[1\]: input_ids: expected at least one token"):
+        score([LONG[:9], []])
+    with pytest.raises(ValueError, match="leaves no room"):
+        score([LONG * 9])
+    for wrong, error in ((0.0, ValueError), (float("nan"), ValueError), (float("inf"), ValueError), ("1", TypeError)):
+        with pytest.raises(error, match="logprobs_temperature must be"):
+            score(LONG[:9], temperature=wrong)
+    speculation = spec_compile.speculate(plain(), compile=False, check=False).speculation
+    with pytest.raises(RuntimeError, match="keep the result of speculate"):
+        speculation.score(LONG[:9])

@@ -1,7 +1,6 @@
 """Requests with a LoRA adapter each: answers as in peft, and keys and values that no other adapter reuses."""
 
 import functools
-from collections import deque
 
 import pytest
 import torch
@@ -13,10 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from spec_compile import speculate
 from spec_compile.batching.prefix_cache import BLOCK
-from spec_compile.batching.scheduler import LoraSlots
-from spec_compile.batching.sequence import BatchSequence
-from spec_compile.capture.loras import Loras
-from spec_compile.runtime.request import Request
 
 NEW = 24
 PROMPTS = [ids(1, width, seed=width)[0].tolist() for width in (12, 30, 7, 40)]
@@ -117,43 +112,6 @@ def test_keys_and_values_belong_to_one_adapter(device, slots):
         assert reused("red") >= 4 * BLOCK and reused("__base__") >= 4 * BLOCK
 
 
-def test_a_request_waits_for_a_slot_and_others_go_on():
-    model = two_adapters()
-    fast = speculate(model, compile=False, max_loras=1)
-    with managed(fast, 4) as manager:
-        with manager.pause():
-            asked = [(PROMPTS[number % 4], NAMES[number % 4], ask(manager, PROMPTS[number % 4], NAMES[number % 4]))
-                     for number in range(8)]  # fmt: skip
-        outputs = collect(manager, 8)
-    for prompt, name, request in asked:
-        assert outputs[request].generated_tokens == of_peft(model, prompt, name)
-    order = sorted(asked, key=lambda each: outputs[each[2]].lifespan[0])
-    assert [name for _, name, _ in order[:4]] == ["red", "__base__", "red", "red"]  # "blue" was passed
-
-
-def test_the_order_in_which_requests_are_let_in():
-    loras = Loras(two_adapters().get_base_model(), 1, None)
-    slots = LoraSlots(loras, 2)
-    red, blue = "red", "blue"
-    names = [red, blue, *[red] * 3]
-    waiting = deque(
-        BatchSequence(Request(9, adapter=name), [5], request_id=str(number)) for number, name in enumerate(names)
-    )
-    order = []
-    for is_stuck in (False, False, False, True, False, True):
-        sequence = slots.next(waiting)
-        assert (sequence is None) == is_stuck
-        if is_stuck:
-            for each in order:
-                slots.release(each)
-        else:
-            waiting.remove(sequence)
-            slots.take(sequence)
-            order.append(sequence)
-    assert [sequence.request_id for sequence in order] == ["0", "2", "3", "1"]
-    assert slots.next(waiting).request_id == "4" and slots.next(deque()) is None
-
-
 def test_a_request_is_passed_a_bounded_number_of_times():
     fast = speculate(two_adapters(), compile=False, max_loras=1)
     with managed(fast, slots=2) as manager:
@@ -205,21 +163,29 @@ def test_requests_end_with_their_adapters():
     assert fast.generate(**call(ids()), adapter_names=["blue"] * 4).shape == (4, 36)  # the stopped one has left
 
 
+WAYS = {
+    "generate": lambda fast, names: fast.generate(**call(ids()), adapter_names=names),
+    "generate_batch": lambda fast, names: fast.generate_batch(PROMPTS, adapter_names=names),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "names, error, message",
     [
-        (["green"] * 4, ValueError, "adapter_name: there is no adapter 'green'; known are blue, red, __base__"),
-        ([1] * 4, TypeError, "adapter_name: expected names of adapters"),
-        (["red"], ValueError, "adapter_names: expected one name for each of 4 prompts, got 1"),
-        ("reds", TypeError, "adapter_names: expected a list of names"),
+        (["green"] * 4, ValueError, "no adapter 'green'; known are blue, red, __base__"),
+        ([1] * 4, TypeError, "expected names of adapters"),
+        (["red"] * 3, ValueError, "one name for each of 4 prompts, got 3"),
+        ("reds", TypeError, "expected a list of names"),
     ],
 )
-def test_wrong_names(names, error, message):
-    with pytest.raises(error, match=message):
-        models()[1].generate_batch(PROMPTS, adapter_names=names)
+def test_wrong_names(names, error, message, way):
+    with pytest.raises(error, match=f"^adapter_name.*{message}"):
+        WAYS[way](models()[1], names)
 
 
-def test_without_max_loras_names_are_refused():
+@pytest.mark.parametrize("way", WAYS)
+def test_without_max_loras_names_are_refused(way):
     fast = speculate(two_adapters().get_base_model(), compile=False)
-    with pytest.raises(ValueError, match=r"adapter_name: .*pass max_loras"):
-        fast.generate_batch(PROMPTS, adapter_names=NAMES)
+    with pytest.raises((NotImplementedError, ValueError), match=r"adapter_name.*pass max_loras"):
+        WAYS[way](fast, NAMES)

@@ -1,19 +1,16 @@
 """Prompts with pictures in continuous batching and in the server: what their own generate() gives."""
 
-import asyncio
 import copy
-import types
 
 import pytest
 import torch
-from batch_requests import collect, config, running
+from batch_requests import collect, running
 from picture_models import NAMES, PICTURE, fast, heads, inputs, model
-from transformers import GenerationConfig
 
 import spec_compile
 
 NEW = 16
-OFTEN = ["Gemma3", "Qwen3VL"]
+OFTEN, WITH_HEADS = ["Gemma3", "Qwen3VL"], ["Gemma3", "Qwen2_5_VL"]
 
 
 def expected(name, arguments, **options):
@@ -30,19 +27,15 @@ def answers(fast, requests):
     return [outputs[f"r{number}"].generated_tokens for number in range(len(requests))]
 
 
-@pytest.mark.sweep("Qwen3VL")
+@pytest.mark.sweep("Gemma3 Qwen3VL")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in OFTEN else pytest.mark.slow) for n in NAMES])
 def test_rows_with_pictures_beside_rows_without(name):
     """The last has the ids of the one before and other pictures, so that nothing of that may serve it."""
     requests = [inputs(name, (count,), seed) for seed, count in enumerate((1, 0, 2))]
     requests.append(requests[2] | {"pixel_values": requests[2]["pixel_values"].flip(-1) + 1})
-    assert answers(fast(name), requests) == [expected(name, arguments) for arguments in requests]
-
-
-@pytest.mark.parametrize("name", ["Gemma3", pytest.param("Qwen2_5_VL", marks=pytest.mark.slow)])
-def test_a_head_is_given_what_the_model_made_of_pictures(name):
-    requests = [inputs(name, (count,), seed) for seed, count in enumerate((1, 0, 2))]
-    assert answers(heads(name), requests) == [expected(name, arguments) for arguments in requests]
+    systems = [fast(name), heads(name)] if name in WITH_HEADS else [fast(name)]
+    for system in systems:  # a head is given what the model made of pictures
+        assert answers(system, requests) == [expected(name, arguments) for arguments in requests]
 
 
 def test_what_is_refused_and_what_fails_alone():
@@ -83,30 +76,6 @@ def test_several_sequences_of_one_picture():
         name = manager.add_request(**arguments, seed=5, **options)
         outputs = collect(manager, 2)
     assert [outputs[f"{name}__child#0"].generated_tokens, outputs[name].generated_tokens] == rows
-
-
-def test_the_server_passes_on_what_a_processor_returns():
-    """Lists of ids and arrays, as a processor gives them without return_tensors."""
-    pytest.importorskip("fastapi", reason="needs the extra serve: fastapi")
-    from spec_compile.serve.call import HttpCall
-    from spec_compile.serve.generation import Requests
-
-    arguments = inputs("Gemma3", (2,))
-    listed = {name: list(x.numpy()) if x.dim() == 4 else x.tolist() for name, x in arguments.items()}
-    processor = types.SimpleNamespace(decode=lambda tokens, **options: f"{tokens}", get_vocab=lambda: {"a": 0})
-    requests = Requests(fast("Gemma3"), processor, config(max_requests_per_batch=2, max_queue_size=4))
-
-    async def ask():
-        call = HttpCall(asyncio.get_running_loop(), limit_field="max_tokens", inputs=listed)
-        output = await requests.ask(call, GenerationConfig(pad_token_id=0, max_new_tokens=NEW))
-        return requests.read(call, output).content, call.prompt_length, output.generated_tokens
-
-    try:
-        text, count, tokens = asyncio.run(ask())
-    finally:
-        requests.manager.destroy()
-    assert tokens == expected("Gemma3", arguments) and text == f"{tokens}"
-    assert count == arguments["input_ids"].shape[1]
 
 
 @pytest.mark.gpu

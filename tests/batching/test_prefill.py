@@ -1,5 +1,6 @@
 """The chunks of prompts beside the rounds of others, and with exact="request", which any load leaves as they are."""
 
+import batch_requests
 import models
 import pytest
 import torch
@@ -60,8 +61,7 @@ def text(length, seed=0):
 
 
 def answer(manager, prompt, **options):
-    name = manager.add_request(prompt, max_new_tokens=NEW, eos_token_id=-1, logprobs=0, **options)
-    return collect(manager, 1)[name]
+    return batch_requests.answer(manager, prompt, max_new_tokens=NEW, eos_token_id=-1, logprobs=0, **options)
 
 
 def facts(output):

@@ -91,15 +91,6 @@ def test_ends_take_several_places(device, host, size, texts):
         assert len(found) < len(text) or (tree.end(found, end + b"z") or Block()).key == max(ends, key=len, default=b"")
 
 
-def test_the_example_of_the_docstring():
-    tree = PrefixTree(2, 1)
-    tree.keep([b"a", b"b", b"c"])
-    tree.keep([b"a", b"d"])
-    assert [tree.tier(block) for block in tree.match([b"a", b"d"])] == ["device", "device"]
-    assert [tree.tier(block) for block in tree.match([b"a", b"b", b"c"])] == ["device", "host"]
-    assert tree.evicted == 1
-
-
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -123,12 +114,3 @@ def test_pieces_are_the_blocks(device, on_device, in_host, slab, most, data):
         ((part, block),) = memory.pieces([place], most)
         assert part == slice(0, 1) and torch.equal(block[0].cpu(), value)
         assert block.is_cuda == (device == "cuda" and place < on_device)
-
-
-def test_pieces_of_places():
-    memory = BlockMemory(0, 12, 1, torch.int64, torch.device("cpu"))
-    assert [(part, len(blocks)) for part, blocks in memory.pieces([3, 4, 9], 2)] == [(slice(0, 2), 2), (slice(2, 3), 1)]
-
-
-def test_no_block_takes_no_memory():
-    assert [*BlockMemory(0, 0, 4, torch.int8, torch.device("cpu")).pieces([], 1)] == []

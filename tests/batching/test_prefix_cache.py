@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import batch_requests
 import hybrids
 import models
 import numpy as np
@@ -11,9 +12,6 @@ import torch
 from batch_requests import ALGORITHMS, MODEL, PROMPTS, TEXT, collect, demo, generated, managed, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from picture_models import fast as picture_fast
-from picture_models import inputs
-from picture_models import model as picture_model
 from transformers import AutoModelForCausalLM
 
 from spec_compile import speculate
@@ -27,21 +25,28 @@ LONG = (tokenizer()(TEXT).input_ids * 2)[:450]
 OTHER = LONG[::-1][:100]
 ROOM = 1 << 27
 OFF = dict(prefix_cache_host_bytes=0)
+NO_END = dict(eos_token_id=None, pad_token_id=0)
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])]
 
 
 @functools.cache
-def system(algo="ngram", **options):
+def system(name="ngram", **options):
     """The model with this draft, on which a round's number of nodes does not depend on measured times."""
-    draft = dict(draft=demo()) if algo == "draft_model" else {}
-    return speculate(demo(), algo, compile=False, check=False, adaptive=False, **{**options, **draft})
+    options = dict(compile=False, check=False, adaptive=False) | ALGORITHMS.get(name, {}) | options
+    options |= dict(draft=demo()) if name == "draft_model" else {}
+    return speculate(demo(), name.split()[0], **options)
 
 
 def answer(manager, prompt, new=8, **options):
-    options = dict(eos_token_id=-1) | options
-    name = manager.add_request(prompt, max_new_tokens=new, **options)
-    return collect(manager, 1)[name]
+    return batch_requests.answer(manager, prompt, max_new_tokens=new, **dict(eos_token_id=-1) | options)
+
+
+def reused(manager, prompt, new=8, model=None, **options):
+    """The known tokens of a prompt, whose answer is that of `model`, or of the demo model."""
+    output = answer(manager, prompt, new, **options)
+    assert output.generated_tokens == generated(model or demo(), prompt, max_new_tokens=new, **NO_END)
+    return output.speculation.reused_prompt_tokens
 
 
 def turns(fast, **options):
@@ -55,19 +60,13 @@ def turns(fast, **options):
 # --- answers
 
 
-def test_a_second_turn_starts_from_what_a_row_has_lost():
-    _, second = turns(system())
+@pytest.mark.parametrize("options", [{}, dict(do_sample=True, temperature=0.9, seed=3)], ids=["greedy", "sampled"])
+def test_a_second_turn_starts_from_what_a_row_has_lost(options):
+    _, second = turns(system(), **options)
     assert second.speculation.reused_prompt_tokens == (450 + 19) // BLOCK * BLOCK == 448
-    assert second.generated_tokens == generated(demo(), second.prompt_ids, max_new_tokens=20, eos_token_id=None)
-    _, anew = turns(system(**OFF))
+    assert second.generated_tokens == generated(system(), second.prompt_ids, max_new_tokens=20, **NO_END | options)
+    _, anew = turns(system(**OFF), **options)
     assert anew.speculation.reused_prompt_tokens == 0 and anew.generated_tokens == second.generated_tokens
-
-
-def test_samples_are_the_same_with_and_without_it():
-    options = dict(do_sample=True, temperature=0.9, seed=3)
-    assert [o.generated_tokens for o in turns(system(), **options)] == [
-        o.generated_tokens for o in turns(system(**OFF), **options)
-    ]
 
 
 @pytest.mark.parametrize(
@@ -81,25 +80,21 @@ def test_samples_are_the_same_with_and_without_it():
 def test_drafts_know_what_a_row_has_lost(name):
     """Their own keys and values come back, too: so many drafts are accepted in each step as after a prompt that is
     processed anew."""
-    options, algo = dict(ALGORITHMS[name]), name.split()[0]
-    options.pop("draft") if algo == "draft_model" else None
-    (_, second), (_, anew) = turns(system(algo, **options)), turns(system(algo, **options, **OFF))
+    (_, second), (_, anew) = turns(system(name)), turns(system(name, **OFF))
     assert second.speculation.reused_prompt_tokens == 448 and anew.speculation.reused_prompt_tokens == 0
     assert second.generated_tokens == anew.generated_tokens
     assert second.speculation.per_step_accepted == anew.speculation.per_step_accepted
     assert sum(second.speculation.per_step_accepted) > 0
 
 
-@pytest.mark.parametrize("algo, reused", [("ngram", BLOCK), ("draft_model", 0)])
-def test_a_block_of_a_draft_has_the_token_after_it(algo, reused):
+@pytest.mark.parametrize("name, known", [("ngram", BLOCK), ("draft_model", 0)])
+def test_a_block_of_a_draft_has_the_token_after_it(name, known):
     """The slot of a head depends on the next token, so a text that goes on otherwise cannot have it."""
-    with managed(system(algo, num_draft_tokens=4)) as manager:
+    with managed(system(name)) as manager:
         answer(manager, LONG[:90])
         answer(manager, OTHER)
         prompt = [*LONG[:BLOCK], LONG[BLOCK] + 1, *LONG[BLOCK + 1 : 90]]
-        output = answer(manager, prompt)
-        assert output.speculation.reused_prompt_tokens == reused
-        assert output.generated_tokens == generated(demo(), prompt, max_new_tokens=8, eos_token_id=None)
+        assert reused(manager, prompt) == known
 
 
 def test_requests_at_once_share_a_prefix():
@@ -114,7 +109,7 @@ def test_requests_at_once_share_a_prefix():
         metrics = manager.metrics()
     for number, end in enumerate(ends):
         output = outputs[f"r{number}"]
-        assert output.generated_tokens == generated(demo(), LONG[:300] + end, max_new_tokens=8, eos_token_id=None)
+        assert output.generated_tokens == generated(demo(), LONG[:300] + end, max_new_tokens=8, **NO_END)
         assert output.speculation.reused_prompt_tokens >= 256
     assert metrics["prefix_cache_hits_by_place_total"]["host"] >= 256
     assert metrics["prefix_cache_hits_total"] == metrics["reused_prompt_tokens_total"]
@@ -134,9 +129,7 @@ def test_a_cancelled_request_leaves_its_text():
         manager.cancel_request(name)
         assert collect(manager, 1)[name].finish_reason == "cancelled"
         answer(manager, OTHER)
-        output = answer(manager, LONG)
-        assert output.speculation.reused_prompt_tokens == 448
-        assert output.generated_tokens == generated(demo(), LONG, max_new_tokens=8, eos_token_id=None)
+        assert reused(manager, LONG) == 448
 
 
 # --- texts that do not count
@@ -157,9 +150,7 @@ def test_nothing_of_other_weights_is_kept():
         try:
             with manager.pause():
                 weight.data.mul_(-1.0)  # torch does not count it
-            output = answer(manager, LONG)
-            assert output.speculation.reused_prompt_tokens == 0
-            assert output.generated_tokens == generated(demo(), LONG, max_new_tokens=8, eos_token_id=None)
+            assert reused(manager, LONG) == 0
             manager.add_request(LONG, "long", max_new_tokens=200, eos_token_id=-1, streaming=True)
             next(iter(manager))
         finally:
@@ -167,43 +158,25 @@ def test_nothing_of_other_weights_is_kept():
                 weight.copy_(before)
         collect(manager, 1)  # it has keys and values of both weights
         answer(manager, OTHER)
-        output = answer(manager, LONG)
-        assert output.generated_tokens == generated(demo(), LONG, max_new_tokens=8, eos_token_id=None)
-
-
-def test_pictures_never_cross():
-    """The ids of two prompts with different pictures are the same."""
-    name = "Gemma3"
-    first = inputs(name, (1,), 0, ending=90)
-    second = first | {"pixel_values": first["pixel_values"].flip(-1) + 1}
-    with managed(picture_fast(name)) as manager:
-        for arguments in (first, second):
-            request = manager.add_request(**arguments, max_new_tokens=100)
-            output = collect(manager, 1)[request]
-            wanted = picture_model(name).generate(**arguments, max_new_tokens=100, do_sample=False)
-            assert output.generated_tokens == wanted[0, arguments["input_ids"].shape[1] :].tolist()
-            assert output.speculation.reused_prompt_tokens == 0
-        assert manager.scheduler.prefixes.store.bytes("host") == 0
+        reused(manager, LONG)
 
 
 @pytest.mark.parametrize("sizes", [[1], [1, 5, 1, 1], None], ids=["silent", "mixed", "drafting"])
 @pytest.mark.parametrize("name", ["eagle3", "mtp", "dflash", "draft_model", "eagle3 union", "eagle3 drawn"])
 def test_each_turn_of_a_chat_reuses_all_but_the_last_token(name, sizes, monkeypatch):
     """Also if rounds draft nothing: the draft processes their tokens before another request goes on from them."""
-    options, algo = dict(ALGORITHMS[name]), name.split()[0]
-    options.pop("draft") if algo == "draft_model" else None
-    fast, limit = system(algo, **options), None
+    limit = None
     if sizes == [1]:
         limit = False
     elif sizes:
         pattern = itertools.cycle(sizes)
         monkeypatch.setattr(WholeTreeBudget, "choose", lambda policy, *known: min(next(pattern), policy.sizes[-1]))
     prompt, known = LONG[:93], 0
-    with managed(fast) as manager:
+    with managed(system(name)) as manager:
         for _ in range(3):
             output = answer(manager, prompt, 16, speculation=limit)
             assert output.speculation.reused_prompt_tokens == known
-            assert output.generated_tokens == generated(demo(), prompt, max_new_tokens=16, eos_token_id=None)
+            assert output.generated_tokens == generated(demo(), prompt, max_new_tokens=16, **NO_END)
             prompt = [*prompt, *output.generated_tokens, *OTHER[:8]]
             known = len(prompt) - 9
 
@@ -211,9 +184,7 @@ def test_each_turn_of_a_chat_reuses_all_but_the_last_token(name, sizes, monkeypa
 @pytest.mark.parametrize("name, left", [("eagle3 tree", 2), ("mtp", 2), ("dflash", 2), ("draft_model", 1)])
 def test_the_first_drafts_of_a_known_prompt_are_those_of_a_new_one(name, left):
     """A draft that continues the target's state at the token before the root needs that token processed again."""
-    options, algo = dict(ALGORITHMS[name]), name.split()[0]
-    options.pop("draft") if algo == "draft_model" else None
-    with managed(system(algo, **options)) as manager:
+    with managed(system(name)) as manager:
         outputs = [answer(manager, LONG[:90], 16) for _ in range(2)]
     assert [output.speculation.reused_prompt_tokens for output in outputs] == [0, 90 - left]
     new, known = (output.speculation.per_step_accepted for output in outputs)
@@ -263,7 +234,7 @@ def test_states_outlive_a_row(name, has_head):
         fast.speculation.refresh()
         second, slots = hybrid_turns(fast, first, answers)
         assert second.speculation.reused_prompt_tokens == tokens
-        assert second.generated_tokens == generated(made, second.prompt_ids, max_new_tokens=20, eos_token_id=None)
+        assert second.generated_tokens == generated(made, second.prompt_ids, max_new_tokens=20, **NO_END)
     anew, wanted = hybrid_turns(hybrid(name, has_head, **OFF)[1], first, False)
     assert anew.speculation.reused_prompt_tokens == 0
     for got, want in zip(slots, wanted, strict=True):
@@ -278,13 +249,9 @@ def test_states_are_kept_where_prompts_branch(name, has_head):
     made, fast = hybrid(name, has_head)
     fast.speculation.refresh()
     common = torch.randint(3, models.VOCAB, (330,), generator=torch.Generator().manual_seed(5)).tolist()
-    reused = []
     with managed(fast) as manager:
-        for end in range(5, 9):
-            output = answer(manager, [*common, *[end] * 90])
-            assert output.generated_tokens == generated(made, output.prompt_ids, max_new_tokens=8, eos_token_id=None)
-            reused.append(output.speculation.reused_prompt_tokens)
-    assert reused == [0, 0, 320, 320]
+        known = [reused(manager, [*common, *[end] * 90], model=made) for end in range(5, 9)]
+    assert known == [0, 0, 320, 320]
 
 
 @pytest.mark.parametrize("has_store", [True, False])
@@ -299,7 +266,7 @@ def test_a_silent_draft_knows_a_text_with_states(has_store):
             answer(manager, [*range(80, 3, -1)])
         second = answer(manager, [*first, *one.generated_tokens, 7, 8, 9], 20)
     assert second.speculation.reused_prompt_tokens == 169
-    assert second.generated_tokens == generated(made, second.prompt_ids, max_new_tokens=20, eos_token_id=None)
+    assert second.generated_tokens == generated(made, second.prompt_ids, max_new_tokens=20, **NO_END)
 
 
 def test_no_room_for_the_end_of_a_text():
@@ -309,8 +276,7 @@ def test_no_room_for_the_end_of_a_text():
         store = manager.scheduler.prefixes.store
         assert 0 < store.end_places <= store._tree.room["host"] < len(prompt) // BLOCK + store.end_places
         for _ in range(2):
-            output = answer(manager, prompt)
-            assert output.generated_tokens == generated(made, prompt, max_new_tokens=8, eos_token_id=None)
+            reused(manager, prompt, model=made)
         assert store.bytes("host") == 0
 
 
@@ -383,8 +349,20 @@ def states_of(place, row):
     return [state[row].clone().view(torch.uint8) for state in place.state_tensors()]
 
 
-def bits_come_back(place, device, host, most, texts):
-    """Texts of blocks that have one token each, with some tokens after them; all bits depend on the text before."""
+ROOMS = st.integers(0, 4), st.integers(0, 5), st.sampled_from([1, 2, 1 << 27])
+TEXTS = st.lists(
+    st.tuples(st.lists(st.sampled_from([1, 2]), min_size=1, max_size=5), st.integers(0, 63)), max_size=8
+)  # fmt: skip
+"""Texts of blocks that have one token each, with some tokens after them; all bits depend on the text before."""
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("name", ["llama", "fp8", "draft", "latent"])
+@settings(max_examples=25, deadline=None)
+@given(*ROOMS, TEXTS)
+def test_bits_come_back(where, name, device, host, most, texts):
+    """On a GPU a row is written again while it is copied, and places while they are read."""
+    place = lanes(name, where)
     store = PrefixStore(place, PrefixBudget(0, 0))
     budget = PrefixBudget(device * store.block_bytes, host * store.block_bytes)
     store = PrefixStore(place, budget)
@@ -407,24 +385,13 @@ def bits_come_back(place, device, host, most, texts):
         assert store.bytes("device") <= budget.device and store.bytes("host") <= budget.host
 
 
-ROOMS = st.integers(0, 4), st.integers(0, 5), st.sampled_from([1, 2, 1 << 27])
-TEXTS = st.lists(
-    st.tuples(st.lists(st.sampled_from([1, 2]), min_size=1, max_size=5), st.integers(0, 63)), max_size=8
-)  # fmt: skip
-
-
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["llama", "fp8", "draft", "latent"])
-@settings(max_examples=25, deadline=None)
-@given(*ROOMS, TEXTS)
-def test_bits_come_back(device, name, on_device, in_host, most, texts):
-    """On a GPU a row is written again while it is copied, and places while they are read."""
-    bits_come_back(lanes(name, device), on_device, in_host, most, texts)
-
-
-def states_come_back(place, sees_next, texts):
-    """Texts of blocks that have one token each, with some tokens after them: each goes on from the longest earlier one
-    that it begins with."""
+@pytest.mark.parametrize("name", ["lfm2", "mamba2"])
+@settings(max_examples=10, deadline=None)
+@given(st.sampled_from([0, 1]), TEXTS)
+def test_states_come_back(device, name, sees_next, texts):
+    """Each text goes on from the longest earlier one that it begins with."""
+    place = lanes(name, device)
     store, row = PrefixStore(place, PrefixBudget(0, 1 << 26), sees_next), 0
     store._fewest = 1
     expected: dict = {}
@@ -476,14 +443,6 @@ def test_as_many_tokens_after_a_block_count_as_its_slots_depend_on(ahead):
     assert len(store.match(tokens[:needed].tolist())[0]) == 2
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["lfm2", "mamba2"])
-@settings(max_examples=10, deadline=None)
-@given(st.sampled_from([0, 1]), TEXTS)
-def test_states_come_back(device, name, sees_next, texts):
-    states_come_back(lanes(name, device), sees_next, texts)
-
-
 @pytest.mark.gpu
 @NEEDS_CUDA
 def test_the_host_of_a_gpu_never_waits():
@@ -516,7 +475,7 @@ def test_on_a_gpu(device_blocks):
                 manager.add_request(prompt, f"{number} {index}", max_new_tokens=8, eos_token_id=-1)
             outputs = collect(manager, len(prompts))
             for index, prompt in enumerate(prompts):
-                wanted = generated(one, prompt, max_new_tokens=8, eos_token_id=None)
+                wanted = generated(one, prompt, max_new_tokens=8, **NO_END)
                 assert outputs[f"{number} {index}"].generated_tokens == wanted
         hits = manager.metrics()["prefix_cache_hits_by_place_total"]
     assert hits["host"] + hits["device"] > 0

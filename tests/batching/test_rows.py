@@ -34,18 +34,6 @@ def rows(count):
     return PlainRows(fast.speculation.engine.runtime, count, 128)
 
 
-def test_a_row_that_is_read_is_taken_last():
-    place, ends = rows(3), [End(), End()]
-    for row, end in enumerate(ends):
-        place.reads[row] = end
-    assert place.free_row() == 2
-    place.sequences[2] = SimpleNamespace(row=2)
-    assert place.free_row() == 0
-    ends[1].is_over = True
-    assert place.free_row() == 1
-    assert [end.waits for end in ends] == [0, 0]
-
-
 def test_rounds_wait_before_a_row_that_is_read_is_written():
     place, end = rows(2), End()
     place.reads[1] = end

@@ -1,4 +1,5 @@
-"""Requests of several clients: whose turn it is, who drafts from whose text, and who takes whose keys and values."""
+"""Requests in the rows of a batch, also of several clients: whose turn it is, who drafts from whose text, and who takes
+whose keys and values."""
 
 import functools
 import queue
@@ -12,10 +13,13 @@ from server_fixtures import Script
 from transformers import GenerationConfig
 
 from spec_compile import speculate
+from spec_compile.batching.prefill import PREFILL_ROWS
 from spec_compile.batching.prefix_cache import RowTexts
+from spec_compile.compile.part import counts
+from spec_compile.runtime.session import StepKind
 
 LONG = tokenizer()(TEXT).input_ids
-CLIENTS = ("heavy", "light")
+NO_END = dict(eos_token_id=None, pad_token_id=0)
 
 
 @functools.cache
@@ -25,14 +29,16 @@ def fast(name="ngram"):
 
 
 def stopped(one, **options):
-    """A manager whose rounds the test runs, and a function that does so and tells who ends, in order."""
+    """A manager whose rounds the test runs, and a function that does so and tells who ends, in order; it calls `watch`
+    after each round."""
     one.speculation.engine.idle_batch = None
     manager = one.init_continuous_batching(GenerationConfig(pad_token_id=0), config(**options))
 
-    def run():
+    def run(watch=lambda: None):
         with torch.no_grad():
             while manager.scheduler.is_busy:
                 manager._deliver(manager.scheduler.step())
+                watch()
         return {output.request_id: output for output in manager.output_router.output_queue.queue}
 
     return manager, run
@@ -54,6 +60,61 @@ def test_a_free_row_goes_to_another_client(slots):
     heavy = [name for name in begun if name.startswith("heavy")]
     assert heavy == sorted(heavy), "first come, first served within a client"
     assert not manager.scheduler._turns.keys() - {"heavy", "light", "third"}
+    manager.destroy()
+
+
+def test_prompts_are_processed_together(monkeypatch):
+    """Of requests that come together several are processed at once, whatever their lengths, and rows are left free."""
+    monkeypatch.setitem(PREFILL_ROWS, "cpu", 4)
+    fast().speculation.ngram.reset()  # a text of an earlier test would be drafted from, and end requests in few rounds
+    manager, run = stopped(fast(), max_requests_per_batch=6)
+    requests = {f"r{n}": LONG[7 * n : 7 * n + length] for n, length in enumerate((5, 200, 40, 1, 70))}
+    for name, prompt in requests.items():
+        manager.add_request(prompt, name, max_new_tokens=4, eos_token_id=-1)
+    places, prompts = [], manager.scheduler.prefill
+    assert len(prompts.sequences) == 4
+    outputs = run(lambda: places.append({each.request_id: each.row for each in prompts.active}))
+    for name, prompt in requests.items():
+        assert outputs[name].generated_tokens == generated(demo(), prompt, max_new_tokens=4, **NO_END)
+    assert any(len(each) > 1 for each in places)
+    moved = [each["r1"] for each in places if "r1" in each]
+    assert moved[0] == 1 and moved[-1] == 0
+    manager.scheduler = None  # nobody else is to have that many rows of prefill
+
+
+def test_rows_in_use_are_kept_at_the_front():
+    fast().speculation.ngram.reset()
+    manager, run = stopped(fast(), max_requests_per_batch=4)
+    requests = {f"r{length}": (PROMPTS[0] + [length], length) for length in (4, 40, 10, 60)}
+    for name, (prompt, length) in requests.items():
+        manager.add_request(prompt, name, max_new_tokens=length, eos_token_id=-1)
+    rows = []
+    outputs = run(lambda: rows.append([each.row for each in manager.scheduler.decoder.active]))
+    assert [0, 1] in rows and rows[-2] == [0]
+    for name, (prompt, length) in requests.items():
+        assert outputs[name].generated_tokens == generated(demo(), prompt, max_new_tokens=length, **NO_END)
+    manager.destroy()
+
+
+@pytest.mark.slow
+def test_rows_of_any_number_share_what_is_compiled(monkeypatch):
+    monkeypatch.setitem(PREFILL_ROWS, "cpu", 8)
+    model = models.ADMITTED["llama"]()
+    one = speculate(model, num_draft_tokens=4, adaptive=False, max_cache_len=256, check=False)
+    manager, run = stopped(one, max_requests_per_batch=8)
+    for rows in (manager.scheduler.decoder, manager.scheduler.prefill):
+        graphs = {}
+        for width in rows.widths:
+            before, session = counts["traced"], rows.session(width)
+            session.make(session.prompt_steps() if rows is manager.scheduler.prefill else [(StepKind.ROUND, 4)])
+            graphs[width] = counts["traced"] - before
+        assert [width for width, count in graphs.items() if count] == rows.widths[:2], graphs
+    for number, length in enumerate((3, 40, 90) * 4):
+        prompt = torch.randint(5, 20, (length,)).tolist()
+        manager.add_request(prompt, max_new_tokens=10 + number, eos_token_id=-1)
+    for output in run().values():
+        expected = generated(model, output.prompt_ids, max_new_tokens=len(output.generated_tokens), **NO_END)
+        assert output.generated_tokens == expected
     manager.destroy()
 
 
@@ -84,8 +145,8 @@ def test_a_long_prompt_of_another_client_is_set_aside(name, monkeypatch):
         wanted = logits.gather(1, torch.tensor(prompt)[1:, None])[:, 0]
         told = torch.tensor([each.logprob for each in output.prompt_scores])
         torch.testing.assert_close(told, wanted.detach(), atol=1e-4, rtol=0)
-        assert output.generated_tokens == generated(demo(), prompt, max_new_tokens=4, eos_token_id=None)
-    assert outputs["light"].generated_tokens == generated(demo(), LONG[40:160], max_new_tokens=4, eos_token_id=None)
+        assert output.generated_tokens == generated(demo(), prompt, max_new_tokens=4, **NO_END)
+    assert outputs["light"].generated_tokens == generated(demo(), LONG[40:160], max_new_tokens=4, **NO_END)
     assert not prompts.aside
     manager.destroy()
 

@@ -32,20 +32,6 @@ def test_rows_as_in_peft(models, names):
     alike(*(each.generate(**call(ids()), **SCORES, adapter_names=names) for each in (fast, model)))
 
 
-def test_a_prepared_call_takes_its_own_names(models):
-    model, fast = models
-    for names in (NAMES, NAMES[::-1], NAMES):  # the second call reuses transformers' preparation of the first
-        expected = model.generate(**call(ids()), adapter_names=names)
-        assert torch.equal(fast.generate(**call(ids()), adapter_names=names), expected)
-
-
-def test_answers_do_not_depend_on_drafts(models):
-    fast = models[1]
-    drafted = fast.generate(**call(ids()), adapter_names=NAMES)
-    plain = fast.generate(**call(ids()), adapter_names=NAMES, speculation=False)
-    assert torch.equal(drafted, plain)
-
-
 def test_padded_prompts_and_sequences(models):
     model, fast = models
     prompts = ids(2)
@@ -80,20 +66,6 @@ def test_without_names_the_active_adapter_counts():
     with pytest.raises(ValueError, match="active at once"):
         fast.generate(**call(ids()))
     assert fast.generate(**call(ids()), adapter_names=["red"] * 4).shape == (4, 36)
-
-
-@pytest.mark.parametrize(
-    "names, error, message",
-    [
-        (["green"] * 4, ValueError, "no adapter 'green'; known are blue, red, __base__"),
-        (["red"] * 3, ValueError, "one name for each of 4 prompts, got 3"),
-        ("red", TypeError, "expected a list of names"),
-        ([1] * 4, TypeError, "expected names of adapters"),
-    ],
-)
-def test_wrong_names(models, names, error, message):
-    with pytest.raises(error, match=message):
-        models[1].generate(**call(ids()), adapter_names=names)
 
 
 def test_more_adapters_than_slots():
@@ -132,9 +104,3 @@ def test_copies_have_adapters(models):
 def test_an_audit_is_refused(models):
     with pytest.raises(ValueError, match="max_loras: an audit"):
         audit(models[1], [[5, 6, 7]])
-
-
-def test_without_max_loras_names_are_refused():
-    fast = speculate(two_adapters().get_base_model(), compile=False)
-    with pytest.raises(NotImplementedError, match=r"adapter_names.*pass max_loras"):
-        fast.generate(**call(ids()), adapter_names=NAMES)

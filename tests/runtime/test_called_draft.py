@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import draft_rounds as rounds
 import models
@@ -66,26 +67,18 @@ def test_drawn_tokens_are_those_of_the_seed(demo, fast):
 
 @pytest.mark.slow
 def test_a_model_is_built_once_for_a_draft_and_number_of_steps(demo, fast):
-    _, twin, inputs = demo
-    made, speculate = [], fast.speculation.engine.speculate
-
-    def counting(*arguments, **options):
-        made.append(options)
-        return speculate(*arguments, **options)
-
-    fast.speculation.engine.called_drafts.clear()
-    fast.speculation.engine.speculate = counting
-    try:
+    (_, twin, inputs), engine = demo, fast.speculation.engine
+    engine.called_drafts.clear()
+    with mock.patch.object(engine, "speculate", wraps=engine.speculate) as made:
         for steps in (None, None, 2):
-            twin.generation_config.num_assistant_tokens = steps
-            length, _ = length_of(fast, inputs, **GREEDY, assistant_model=twin)
+            with mock.patch.object(twin.generation_config, "num_assistant_tokens", steps):
+                length, _ = length_of(fast, inputs, **GREEDY, assistant_model=twin)
             assert length == (3 if steps else 4)
-        assert [options.get("num_steps") for options in made] == [None, 2] and made[0]["adaptive"] is False
+        options = [call.kwargs for call in made.call_args_list]
+        assert [each.get("num_steps") for each in options] == [None, 2] and options[0]["adaptive"] is False
         fast.speculation.refresh()
         fast.generate(**inputs, **GREEDY, assistant_model=twin)
-        assert len(made) == 3
-    finally:
-        fast.speculation.engine.speculate, twin.generation_config.num_assistant_tokens = speculate, None
+        assert made.call_count == 3
 
 
 def test_an_assistant_may_have_a_tokenizer_of_its_own():

@@ -51,10 +51,6 @@ def test_steps_on_a_gpu(tokens, expected):
     assert list(chunks(tokens, PREFILL_SIZES["cuda"], STEP_COST["cuda"])) == expected
 
 
-def test_a_limit_on_the_steps():
-    assert list(chunks(100, (32,), 128)) == [32, 32, 32, 32]
-
-
 def test_a_call_makes_the_steps_that_it_runs():
     """An answer of 41 tokens is continued, 40 of them in its cache: of 201 tokens 160 go through steps."""
     model = models.ADMITTED["llama"]()

@@ -3,8 +3,7 @@
 import draft_rounds as rounds
 import pytest
 import torch
-from batch_requests import collect, config
-from transformers import GenerationConfig
+from batch_requests import collect, running
 
 from spec_compile.runtime.preparation import read_limit
 
@@ -29,15 +28,11 @@ def test_each_request_has_its_own_limit():
     """The draft is the target itself, so that each round gains as many drafts as it verifies."""
     system = rounds.fast("draft_model", "llama", "chain")
     most = system.speculation.engine.runtime.algorithm.plan.nodes
-    manager = system.init_continuous_batching(GenerationConfig(pad_token_id=0), config(max_requests_per_batch=4))
     limits = {"all": None, "two": {"num_draft_tokens": 2}, "none": False, "most": {"num_draft_tokens": most}}
-    manager.start()
-    try:
+    with running(system, max_requests_per_batch=4) as manager:
         for request_id, limit in limits.items():
             manager.add_request([3, 4, 5, 6], request_id, max_new_tokens=24, eos_token_id=-1, speculation=limit)
         outputs = collect(manager, len(limits))
-    finally:
-        manager.destroy()
     assert len({tuple(output.generated_tokens) for output in outputs.values()}) == 1
     drafted = {name: max(output.speculation.per_step_drafted) for name, output in outputs.items()}
     assert drafted == {"all": most - 1, "two": 1, "none": 0, "most": most - 1}

@@ -127,67 +127,64 @@ def texts(batch):
     return state, Hindsight(state)
 
 
-def draft(state, rows):
-    """rows: (tokens, parents, confidence) of each row's tree, root left out."""
+def looks(batch, *rounds):
+    """What hindsight tells before each round, and after the last one.
+
+    rounds: for each row its tree, which is tokens, parents and confidence without the root, and the tokens that it
+    gains.
+    """
+    state, hindsight = texts(batch)
+    told = []
+    for trees, gained in rounds:
+        state.root()
+        for row, (tokens, parents, confidence) in enumerate(trees):
+            nodes = slice(1, 1 + len(tokens))
+            state.tree_tokens[row, nodes] = torch.tensor(tokens, dtype=torch.int64)
+            state.tree_parents[row, nodes] = torch.tensor(parents, dtype=torch.int64)
+            state.tree_count[row], state.tree_confidence[row] = 1 + len(tokens), confidence
+        told.append(hindsight.look())
+        write(state, gained)
     state.root()
-    for row, (tokens, parents, confidence) in enumerate(rows):
-        state.tree_tokens[row, 1 : 1 + len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
-        state.tree_parents[row, 1 : 1 + len(tokens)] = torch.tensor(parents, dtype=torch.int64)
-        state.tree_count[row], state.tree_confidence[row] = 1 + len(tokens), confidence
+    return state, hindsight, [*told, hindsight.look()]
 
 
-def write(state, row, tokens):
-    end = int(state.lengths[row])
-    state.tokens[row, end + 1 : end + 1 + len(tokens)] = torch.tensor(tokens)
-    state.lengths[row] += len(tokens)
+def write(state, gained):
+    for row, tokens in enumerate(gained):
+        end = int(state.lengths[row])
+        state.tokens[row, end + 1 : end + 1 + len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+        state.lengths[row] += len(tokens)
 
 
-def test_a_tree_is_told_of_when_the_text_leaves_it():
-    state, hindsight = texts(1)
-    draft(state, [([4, 5, 6, 7], [0, 0, 2, 3], 9)])  # root -> 4; root -> 5 -> 6 -> 7
-    assert hindsight.look() == []
-    draft(state, [([], [], 0)])
-    write(state, 0, [5])
-    assert hindsight.look() == []
-    write(state, 0, [6])
-    assert hindsight.look() == []
-    write(state, 0, [8])
-    assert hindsight.look() == [(9, [2, 3])]
-    assert hindsight.look() == []
+NOTHING = [], [], 0
 
 
-def test_the_end_of_a_branch_ends_it_at_once():
-    state, hindsight = texts(1)
-    draft(state, [([4, 5], [0, 0], 1)])
-    hindsight.look()
-    draft(state, [([7], [0], 2)])
-    write(state, 0, [5])
-    assert hindsight.look() == [(1, [2])]
-    write(state, 0, [8, 9, 10])  # several tokens in one round
-    assert hindsight.look() == [(2, [])]
-
-
-def test_several_trees_are_followed_at_once():
-    state, hindsight = texts(1)
-    draft(state, [([4, 5, 6], [0, 1, 2], 1)])
-    hindsight.look()
-    draft(state, [([5, 7], [0, 1], 2)])
-    write(state, 0, [4])
-    hindsight.look()
-    draft(state, [([], [], 0)])
-    write(state, 0, [5, 6])
-    assert hindsight.look() == [(1, [1, 2, 3]), (2, [1])]
+@pytest.mark.parametrize(
+    "rounds, told",
+    [
+        # root -> 4; root -> 5 -> 6 -> 7, which the text leaves behind 6
+        (
+            [([([4, 5, 6, 7], [0, 0, 2, 3], 9)], [[5]]), ([NOTHING], [[6]]), ([NOTHING], [[8]]), ([NOTHING], [[]])],
+            [[], [], [], [(9, [2, 3])], []],
+        ),
+        # The end of a branch ends a tree at once, and a round may gain several tokens.
+        ([([([4, 5], [0, 0], 1)], [[5]]), ([([7], [0], 2)], [[8, 9, 10]])], [[], [(1, [2])], [(2, [])]]),
+        # Several trees are followed at once.
+        (
+            [([([4, 5, 6], [0, 1, 2], 1)], [[4]]), ([([5, 7], [0, 1], 2)], [[5, 6]])],
+            [[], [], [(1, [1, 2, 3]), (2, [1])]],
+        ),
+    ],
+    ids=["left", "at its end", "several"],
+)
+def test_a_tree_is_told_of_when_the_text_leaves_it(rounds, told):
+    assert looks(1, *rounds)[2] == told
 
 
 def test_rows_are_apart_and_a_new_text_forgets_the_trees():
-    state, hindsight = texts(2)
-    draft(state, [([4], [0], 1), ([4, 5], [0, 1], 2)])
-    hindsight.look()
-    draft(state, [([], [], 0)] * 2)
-    write(state, 0, [9])
-    write(state, 1, [4])
-    assert hindsight.look() == [(1, [])]
+    trees = [([4], [0], 1), ([4, 5], [0, 1], 2)]
+    state, hindsight, told = looks(2, (trees, [[9], [4]]))
+    assert told == [[], [(1, [])]]
     begin_rows(state, [[1]] * 2, [100] * 2)
-    assert hindsight.look() == []
-    write(state, 1, [5, 5, 5, 5, 5])
-    assert hindsight.look() == []
+    for gained in ([], [[], [5, 5, 5, 5, 5]]):
+        write(state, gained)
+        assert hindsight.look() == []

@@ -1,12 +1,11 @@
 """The drop-in: what a user sees of `speculate`, and that its generate() answers as transformers' does."""
 
-import threading
 from unittest import mock
 
 import pytest
 import torch
 from models import ADMITTED, captured, prompts
-from transformers import GenerationConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import spec_compile
 from spec_compile import UnsupportedModelError, speculate
@@ -72,29 +71,6 @@ def test_the_original_is_untouched():
     assert torch.equal(model.generate(ids, do_sample=False, max_new_tokens=NEW), answer)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        dict(max_new_tokens=NEW, eos_token_id=None),
-        dict(max_length=60, eos_token_id=None),
-        dict(max_new_tokens=1),
-        dict(max_new_tokens=NEW),
-        dict(max_new_tokens=NEW, eos_token_id=list(range(10, 40))),
-        dict(max_new_tokens=NEW, eos_token_id=list(range(10, 40)), min_new_tokens=9),
-        dict(max_new_tokens=NEW, eos_token_id=list(range(10, 40)), min_length=30),
-        dict(generation_config=GenerationConfig(max_new_tokens=12, do_sample=False, pad_token_id=0)),
-        dict(max_new_tokens=NEW, use_cache=False),
-        dict(max_new_tokens=NEW, eos_token_id=[5, 7, 60, 61], pad_token_id=3),
-    ],
-    ids=lambda arguments: ",".join(arguments),
-)
-@pytest.mark.parametrize("kind", ["single", "padded batch"])
-def test_answers_as_transformers(model, fast, batch, arguments, kind):
-    inputs = batch if kind == "padded batch" else dict(input_ids=row())
-    expected, got = both(model, fast, **inputs, **arguments)
-    assert got.dtype == expected.dtype and torch.equal(got, expected)
-
-
 def test_every_row_ends_on_its_own(model, fast, batch):
     plain = model.generate(**batch, do_sample=False, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0)
     width = batch["input_ids"].shape[1]
@@ -129,12 +105,8 @@ def test_models_that_cannot_be():
         speculate(torch.nn.Linear(2, 2))
     with pytest.raises(UnsupportedModelError, match="causal"):
         speculate(ADMITTED["llama"]().model)
-    with pytest.raises(UnsupportedModelError, match="meta"):
-        speculate(ADMITTED["llama"]().to("meta"))
     with pytest.raises(UnsupportedModelError, match="float8"):
         speculate(ADMITTED["llama"]().to(torch.float8_e4m3fn))
-    with pytest.raises(ValueError, match=r"dropout is 0\.1.*eval"):
-        speculate(ADMITTED["opt"]().train())
 
 
 @pytest.mark.parametrize("check", ["check_capture", "check_tree", "check_generation"])
@@ -236,35 +208,6 @@ def test_stats_tell_how_rounds_were_chosen():
     assert "rounds × nodes verified: 30×1, 2×4, 8×16 (25% drafted, 4.2 nodes a round)" in str(stats)
 
 
-def test_calls_from_threads_wait_for_each_other(model, fast):
-    inputs = [row(number) for number in range(3)] * 2
-    expected = [model.generate(ids, do_sample=False, max_new_tokens=NEW, pad_token_id=0) for ids in inputs]
-    got = [None] * len(inputs)
-
-    def work(number):
-        got[number] = fast.generate(inputs[number], do_sample=False, max_new_tokens=NEW, pad_token_id=0)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(inputs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(a, b) for a, b in zip(got, expected))
-
-
-def test_weights_changed_in_place_are_seen_and_moved_ones_are_refused():
-    model = ADMITTED["llama"]()
-    fast = speculate(model, compile=False)
-    with torch.no_grad():
-        model.model.layers[0].self_attn.k_proj.weight.mul_(-0.5)
-        model.model.layers[1].mlp.up_proj.weight.add_(0.1)
-    expected, got = both(model, fast, row(), max_new_tokens=NEW)
-    assert torch.equal(got, expected)
-    model.model.layers[0].self_attn.k_proj.weight.data = torch.zeros(32, 64)
-    with pytest.raises(RuntimeError, match="speculate"):
-        fast.generate(row(), do_sample=False, max_new_tokens=5)
-
-
 def test_explain_and_dump(model, fast, tmp_path):
     text = fast.speculation.explain()
     for word in ("LlamaForCausalLM", "tidy", "merge_linears", "tree_attention", "2 layers"):
@@ -310,18 +253,9 @@ def test_a_growth_that_fails_leaves_the_next_call_unharmed(model):
     assert torch.equal(got, expected)
 
 
-@pytest.mark.slow
-def test_a_compiled_cache_grows(model):
-    fast = speculate(model, num_draft_tokens=4, adaptive=False, max_cache_len=30)
-    expected, got = both(model, fast, row(), max_new_tokens=60, eos_token_id=None)
-    assert torch.equal(got, expected) and fast.speculation.engine.session(1).capacity == row().shape[1] + 60
-
-
 def test_what_the_memory_cannot_hold_is_refused(model, fast):
     with pytest.raises(ValueError, match=r"max_new_tokens: .* GB are missing"):
         fast.generate(row(), max_new_tokens=2 * 10**9)
-    with pytest.raises(ValueError, match=r"max_cache_len: .* GB are missing"):
-        speculate(model, compile=False, max_cache_len=10**12)
     learned = speculate(ADMITTED["gpt2"](), compile=False)
     with pytest.raises(ValueError, match=r"max_new_tokens: .* learned positions for 512"):
         learned.generate(row(), max_new_tokens=600)

@@ -13,16 +13,12 @@ from spec_compile import speculate
 
 IDS = prompts()[0][0]
 OPTIONS = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
+MOST = "expected at most 2147483647, got"
 REFUSED = [
     (dict(max_new_tokens="5"), TypeError, r"max_new_tokens: expected a number, got str \('5'\)"),
-    (
-        dict(max_new_tokens=2**63 - 1),
-        ValueError,
-        "max_new_tokens: expected at most 2147483647, got 9223372036854775807",
-    ),
-    (dict(max_new_tokens=1e12), ValueError, "max_new_tokens: expected at most"),
-    (dict(max_new_tokens=math.inf), ValueError, "max_new_tokens: expected at most 2147483647, got inf"),
-    (dict(max_new_tokens=math.nan), ValueError, "max_new_tokens: expected at most 2147483647, got nan"),
+    (dict(max_new_tokens=2**63 - 1), ValueError, f"max_new_tokens: {MOST} 9223372036854775807"),
+    (dict(max_new_tokens=math.inf), ValueError, f"max_new_tokens: {MOST} inf"),
+    (dict(max_new_tokens=math.nan), ValueError, f"max_new_tokens: {MOST} nan"),
     (dict(max_length="50"), TypeError, "max_length: expected a number"),
     (dict(max_length=int(1e30)), ValueError, "max_length: expected at most"),
     (dict(min_new_tokens="3"), TypeError, "min_new_tokens: expected a number"),
@@ -39,11 +35,7 @@ REFUSED = [
     (dict(prefill_chunk_size="x"), TypeError, "prefill_chunk_size: expected an int"),
     (dict(prefill_chunk_size=1.5), TypeError, "prefill_chunk_size: expected an int, got float"),
     (dict(prefill_chunk_size=0), RuntimeError, "prefill_chunk_size: expected at least 1"),
-    (
-        dict(generation_config=dict(max_new_tokens=3)),
-        TypeError,
-        "generation_config: expected a GenerationConfig, got d",
-    ),
+    (dict(generation_config={"top_k": 3}), TypeError, "generation_config: expected a GenerationConfig, got d"),
     (dict(generation_config="x"), TypeError, "generation_config: expected a GenerationConfig, got str"),
     (dict(generation_config=GenerationConfig(max_new_tokens=2**62)), ValueError, "max_new_tokens: expected at most"),
     (dict(seed=3), ValueError, "'seed'"),

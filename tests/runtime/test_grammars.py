@@ -1,5 +1,7 @@
 """Grammars: tokens are those of plain constrained decoding, whatever is drafted, and what does not fit is refused."""
 
+import functools
+
 import fake_xgrammar as fake
 import models
 import pytest
@@ -18,9 +20,7 @@ from grammar_cases import (
     drawn_chains,
     guesses_of,
     plain,
-    random_trees,
 )
-from transformers import LogitsProcessorList
 from transformers.generation import (
     InfNanRemoveLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -28,9 +28,11 @@ from transformers.generation import (
     TemperatureLogitsWarper,
 )
 
-from spec_compile.runtime.answer import Answer
-from spec_compile.runtime.verify import Route, make_acceptor
+from spec_compile import speculate
 from spec_compile.runtime.verify.host import ConstrainedAcceptor, HostAcceptor
+
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, ON_GPU])]
 
 
 @pytest.fixture(autouse=True)
@@ -38,12 +40,13 @@ def installed(monkeypatch):
     fake.install(monkeypatch)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ends", [True, False], ids=["ends", "beyond the grammar's end"])
 @pytest.mark.parametrize("processors", [[], [RepetitionPenaltyLogitsProcessor(1.5)]], ids=["alone", "penalty"])
-def test_greedy_tokens_are_those_of_the_plain_loop(processors, ends):
+def test_greedy_tokens_are_those_of_the_plain_loop(processors, ends, device):
     texts = plain(GRAMMARS, processors, ends)
     assert (texts == EOS).any()
-    result, most, accept = accepted([fake.Processor(GRAMMARS), *processors], 3, texts, ends=ends)
+    result, most, accept = accepted([fake.Processor(GRAMMARS), *processors], 3, texts, ends=ends, device=device)
     assert torch.equal(result, texts) and most > 2
     assert type(accept) is (HostAcceptor if processors else ConstrainedAcceptor)
 
@@ -66,35 +69,19 @@ def test_masks_are_filled_where_a_likeliest_token_is_illegal_and_nowhere_else(mo
 
 @pytest.mark.parametrize("ends", [True, False], ids=["ends", "beyond the grammar's end"])
 @pytest.mark.parametrize("name", WARPERS)
-def test_drawn_tokens_depend_neither_on_drafts_nor_on_the_way_of_a_gpu(name, ends, monkeypatch):
+@pytest.mark.parametrize("device", DEVICES)
+def test_drawn_tokens_depend_neither_on_drafts_nor_on_the_way_of_a_gpu(device, name, ends, monkeypatch):
+    """The way of a GPU is `__call__` on a GPU, and `accept` elsewhere."""
     processors = lambda: [fake.Processor(GRAMMARS), *WARPERS[name]]  # noqa: E731
-    first, _, accept = accepted(processors(), 3, torch.ones(3, NEW + 1, dtype=torch.int64), 11, ends=ends)
+    texts = torch.ones(3, NEW + 1, dtype=torch.int64)
+    first, _, accept = accepted(processors(), 3, texts, 11, ends=ends, device=device)
     assert (first == EOS).any() and type(accept) is (HostAcceptor if name == "penalty" else ConstrainedAcceptor)
-    for number, way in enumerate(
-        (ConstrainedAcceptor.__call__, ConstrainedAcceptor.accept, ConstrainedAcceptor.accept)
-    ):
+    call, accept = ConstrainedAcceptor.__call__, ConstrainedAcceptor.accept
+    for number, way in enumerate((call, accept, accept) if device == "cpu" else (HostAcceptor.__call__, call)):
         monkeypatch.setattr(ConstrainedAcceptor, "__call__", way)
         g = torch.Generator().manual_seed(number)
-        result, most, accept = accepted(processors(), 3, first, 11, g, ends)
+        result, most, _ = accepted(processors(), 3, first, 11, g, ends, device=device)
         assert torch.equal(result, first) and most > 2
-
-
-def test_tokens_that_the_mask_does_not_change_are_drawn_twice_a_round(monkeypatch):
-    everything = fake.CompiledGrammar([dict.fromkeys(range(VOCAB), 0)], set(), fake.TokenizerInfo(VOCAB))
-    warper, texts = TemperatureLogitsWarper(0.8), torch.ones(1, NEW + 1, dtype=torch.int64)
-    texts = accepted([fake.Processor(everything), warper], 1, texts, 5, ends=False)[0]
-    draws, draw = [], ConstrainedAcceptor._choose_all
-    monkeypatch.setattr(ConstrainedAcceptor, "_choose_all", lambda *args: draws.append(0) or draw(*args))
-    monkeypatch.setattr(ConstrainedAcceptor, "__call__", ConstrainedAcceptor.accept)
-    answer = Answer(torch.ones(1, 1, dtype=torch.int64), NEW + 1, [], None)
-    processors = LogitsProcessorList([fake.Processor(everything), warper])
-    accept = make_acceptor(Route.ON_HOST, answer, processors, seed=5)
-    g, rounds = torch.Generator().manual_seed(0), 0
-    while not answer.done:
-        tree, rounds = random_trees(answer, texts, g), rounds + 1
-        accept(tree, TABLE[tree.tokens])
-        assert len(draws) == 2 * rounds
-    assert torch.equal(answer.sequences(), texts) and rounds < NEW
 
 
 def constrained(grammar):
@@ -166,49 +153,46 @@ def test_a_grammar_that_leaves_no_token_raises_where_plain_decoding_does():
         accepted([fake.Processor(grammar)], 1, torch.ones(1, NEW + 1, dtype=torch.int64))
 
 
-@pytest.fixture(scope="module")
-def tiny():
-    model = models.ADMITTED["llama"]()
-    return model, models.speculate_captured(model, compile=False, adaptive=False)
+@functools.cache
+def tiny(device="cpu"):
+    model = models.ADMITTED["llama"]().to(device)
+    return model, speculate(model, compile=False, adaptive=False, max_cache_len=256)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CALLS)
-def test_generate(name, tiny):
-    model, fast = tiny
+def test_generate(name, device):
+    model, fast = tiny(device)
     expected = call(model, **CALLS[name])
     fast.speculation.ngram.add(expected[0].tolist())
     assert torch.equal(call(fast, **CALLS[name]), expected)
 
 
-def test_what_does_not_fit_is_refused_before_work_starts(tiny):
-    model, fast = tiny
-    size, name = model.config.vocab_size, "logits_processor: xgrammar's LogitsProcessor"
-    ids = models.prompts()[0][0]
-    fits = fake.Processor(fake.grammar(size))
-    for processor, message in (
-        (
-            fake.Processor(fake.grammar(size - 8)),
-            f"{name}: its vocabulary has {size - 8} tokens and the model's .* {size};",
-        ),
-        (fake.Processor([fake.grammar(size)] * 2), f"{name}: expected one grammar, or one for each of 1 rows, got 2"),
-        (
-            fake.Processor(fake.CompiledGrammar([{}], set(), fake.TokenizerInfo(size))),
-            f"{name}: grammar 0 allows no first token",
-        ),
-        (fits, None),
-        (fits, f"{name}: it has served a call"),
-    ):
-        rounds = fast.speculation.stats.rounds
-        if message is None:
-            fast.generate(ids, max_new_tokens=2, logits_processor=[processor])
-            continue
-        with pytest.raises(ValueError, match=message):
-            fast.generate(ids, max_new_tokens=2, logits_processor=[processor])
-        assert fast.speculation.stats.rounds == rounds
+SIZE = models.VOCAB
 
 
-def test_a_request_among_others_has_a_grammar_of_its_own(tiny):
-    model, fast = tiny
+@pytest.mark.parametrize(
+    "grammars, message",
+    [
+        (fake.grammar(SIZE - 8), f"its vocabulary has {SIZE - 8} tokens and the model's .* {SIZE};"),
+        ([fake.grammar(SIZE)] * 2, "expected one grammar, or one for each of 1 rows, got 2"),
+        (fake.CompiledGrammar([{}], set(), fake.TokenizerInfo(SIZE)), "grammar 0 allows no first token"),
+        (fake.grammar(SIZE), "it has served a call"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_work_starts(grammars, message):
+    fast, processor = tiny()[1], fake.Processor(grammars)
+    call = dict(inputs=models.prompts()[0][0], max_new_tokens=2, logits_processor=[processor])
+    if "served" in message:
+        fast.generate(**call)
+    rounds = fast.speculation.stats.rounds
+    with pytest.raises(ValueError, match=f"logits_processor: xgrammar's LogitsProcessor: {message}"):
+        fast.generate(**call)
+    assert fast.speculation.stats.rounds == rounds
+
+
+def test_a_request_among_others_has_a_grammar_of_its_own():
+    model, fast = tiny()
     size, prompt = model.config.vocab_size, models.prompts()[0][0]
     processors = lambda: [fake.Processor(fake.grammar(size, legal=20, states=4))]  # noqa: E731
     options = dict(max_new_tokens=12, do_sample=False, eos_token_id=None)

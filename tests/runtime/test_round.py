@@ -414,13 +414,3 @@ def test_prompts_of_all_lengths_share_one_prefill(llama):
             answers.append(generated(engine, prompts, None, 6))
         assert answers[0] == answers[1], lengths
     assert counts["traced"] == graphs, "something was compiled again"
-
-
-def test_prefill_before_any_prompt_stays_at_the_first_slot(llama):
-    """What warms up runs it more than once; before the first slot there is memory of others."""
-    session = make_engine(llama[0], lambda rows: Oracle(4, rows), 4).session(2)
-    step = session.get(StepKind.PREFILL)
-    with torch.no_grad():
-        for _ in range(3):
-            step(32, 128)
-    assert session.state.lengths.tolist() == [0, 0]

@@ -5,7 +5,8 @@ from pathlib import Path
 import fake_xgrammar as fake
 import pytest
 import torch
-from grammar_cases import EOS, NEW, TABLE, VOCAB, accepted, drawn_chains, guesses_of
+from batch_requests import collect, running
+from grammar_cases import EOS, NEW, TABLE, VOCAB, accepted
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper
 
@@ -92,31 +93,20 @@ def test_rows_of_a_batch(fast, plain, tokenizer, sampling, own):
 
 
 def test_requests_with_and_without_budgets(fast, tokenizer):
-    ids = tokenizer(THINKING)["input_ids"]
+    ids, spent, end = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (THINKING, "\n", "</think>"))
     options = dict(max_new_tokens=24, eos_token_id=-1, do_sample=True, temperature=1.3, seed=3)
-    budgets = [None, 2, 5, 9]
-    with fast.continuous_batching_context_manager(warmup=False) as manager:
-        names = [
-            manager.add_request(
-                ids, **options, **({} if each is None else {"logits_processor": [tags(tokenizer, each)]})
-            )
-            for each in budgets
-        ]
+    with running(fast) as manager:
+        names = {None: manager.add_request(ids, **options)}
+        for budget in (2, 5, 9):
+            names[budget] = manager.add_request(ids, **options, logits_processor=[tags(tokenizer, budget)])
         pair = manager.add_request(ids, **options, num_return_sequences=2, logits_processor=[tags(tokenizer, 4)])
-        wanted = {*names, pair}
-        outputs = {}
-        while wanted - outputs.keys():
-            output = manager.get_result(timeout=30)
-            outputs[output.request_id] = output.generated_tokens
-    end = tokenizer("</think>", add_special_tokens=False)["input_ids"]
-    free = outputs[names[0]]
-    for name, budget in zip([*names[1:], pair], [2, 5, 9, 4]):
-        count = budget - len(tokenizer("\n", add_special_tokens=False)["input_ids"])
+        outputs = {name: output.generated_tokens for name, output in collect(manager, 6).items()}
+    for name, budget in [*((names[budget], budget) for budget in (2, 5, 9)), (pair, 4)]:
+        count = budget - len(spent)
         assert outputs[name][count : count + len(end)] == end
-        assert name == pair or outputs[name][:count] == free[:count]
-    torch.manual_seed(3)
+        assert name == pair or outputs[name][:count] == outputs[names[None]][:count]
     own = answer(fast, tokenizer, [THINKING], [tags(tokenizer, 5)], 3, do_sample=True, temperature=1.3)
-    assert own[0].tolist() == outputs[names[2]]
+    assert own[0].tolist() == outputs[names[5]]
 
 
 class Letters:
@@ -196,21 +186,6 @@ def test_any_drafts_give_the_same_tokens(budget, seed, way, monkeypatch):
         assert torch.equal(first, texts)
     counts = [count for row in first.tolist() for count in stretches(row)]
     assert max(counts) == budget + 3  # with the three tokens of the end
-
-
-@pytest.mark.parametrize("budget", [0, 2])
-def test_drafts_that_are_drawn_and_rejected_leave_no_trace(budget):
-    """Chains of four nodes from another distribution than the target's, of which most are rejected."""
-    table = TABLE.clone()
-    table[:, LEFT] += 3
-    made = ThinkingBudget(Letters(), budget, start="<", end="ab>")
-    check_processors([made], 1, VOCAB)
-    _, _, accept = drawn_chains([made], 20, NEW, guesses_of(table), table=table)
-    answer = accept.answer
-    assert max(count for row in answer.rows for count in stretches(row)) == budget + 3
-    prompts = [[1, *row[: accept.only.followed[number]]] for number, row in enumerate(answer.rows)]
-    fresh = made.matchers(prompts)
-    assert [each.place for each in fresh] == [each.place for each in accept.only.matchers]
 
 
 @pytest.mark.parametrize("lockstep", [False, True])

@@ -117,18 +117,6 @@ def test_tree_mask(rows, lengths, window, group, spare):
         torch.testing.assert_close(got[:, head], want, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("window", [None, 1, 5])
-@pytest.mark.parametrize("nodes", [1, 7, 100])  # a chunk of a prompt may be longer than any tree
-def test_causal_mask(nodes, window):
-    lengths = [0, 4, 11]
-    rows = [chain(nodes)] * 3
-    positions = torch.tensor(lengths)[:, None] + torch.arange(nodes)
-    mask = tree_mask(positions, torch.tensor(lengths), None, 120, window, 1, torch.float64)
-    assert mask.dtype == torch.float64
-    want = mask_by_loop(positions.tolist(), lengths, rows, 120, window)
-    torch.testing.assert_close((mask == 0)[:, 0], want, rtol=0, atol=0)
-
-
 # --- acceptance
 
 
@@ -197,14 +185,6 @@ def test_accept_greedy_on_a_chain_of_64(right):
     tokens = [(5 * i) % VOCAB for i in range(64)]
     choice = [tokens[i + 1] if i < right else (tokens[(i + 1) % 64] + 1) % VOCAB for i in range(64)]
     assert check_accept([tokens], [chain(64)], [64], [choice]) == right + 1
-
-
-@pytest.mark.parametrize("right", [None, 1, 40, 63])
-def test_accept_greedy_on_a_star_of_63(right):
-    """Of 63 children of the root one is right, or none."""
-    tokens = list(range(64))
-    choice = [90 if right is None else right] + [95] * 63
-    assert check_accept([tokens], [star(64)], [64], [choice]) == (1 if right is None else 2)
 
 
 def test_slots_that_are_not_in_use_add_no_leaf():

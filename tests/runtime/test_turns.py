@@ -3,7 +3,7 @@
 import itertools
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -55,26 +55,32 @@ def test_calls_keep_their_share_after_a_long_piece(monkeypatch):
     assert min(b - a for a, b in itertools.pairwise(moments)) > 0.1 * (1 + module.SHARE)
 
 
-def test_work_waits_for_a_call_and_for_a_pause_after_it(monkeypatch):
-    monkeypatch.setattr(module, "EVERY", 60.0)
-    turns, inside, go_on = FairLock(), threading.Event(), threading.Event()
-    ended = []
+@contextmanager
+def a_call(turns):
+    """Another thread has the turn of a call until the event is set that this gives."""
+    inside, go_on = threading.Event(), threading.Event()
 
     def call():
         with turns:
             inside.set()
             go_on.wait(30)
-            ended.append(time.perf_counter())
 
     with thread(call):
         inside.wait(30)
-        with turns.between(0.2) as is_mine:
-            assert not is_mine and not turns.is_mine
-        with turns.between(0) as is_mine:
-            assert not is_mine
+        yield go_on
+
+
+def test_work_waits_for_a_call_and_for_a_pause_after_it(monkeypatch):
+    monkeypatch.setattr(module, "EVERY", 60.0)
+    turns = FairLock()
+    with a_call(turns) as go_on:
+        for patience in (0.2, 0):
+            with turns.between(patience) as is_mine:
+                assert not is_mine and not turns.is_mine
+        ended = time.perf_counter()
         go_on.set()
         with turns.between(30) as is_mine:
-            assert is_mine and time.perf_counter() > ended[0] + module.PAUSE
+            assert is_mine and time.perf_counter() > ended + module.PAUSE
             with turns:
                 pass
             assert turns.is_mine
@@ -91,22 +97,11 @@ def test_work_inside_a_call_of_the_same_thread_gets_no_turn():
 
 def test_calls_go_on_after_work_lost_its_patience(monkeypatch):
     monkeypatch.setattr(module, "EVERY", 0.0)
-    turns, inside, go_on = FairLock(), threading.Event(), threading.Event()
-
-    def call():
-        with turns:
-            inside.set()
-            go_on.wait(30)
-
-    def next_call():
-        with turns:
-            pass
-
-    with thread(call):
-        inside.wait(30)
+    turns = FairLock()
+    with a_call(turns) as go_on:
         with turns.between(0.2) as is_mine:
             assert not is_mine
-        with thread(next_call):
+        with thread(lambda: turns.__enter__() or turns.__exit__()):
             go_on.set()
 
 
@@ -116,3 +111,21 @@ def test_an_error_in_work_gives_the_turn_back():
         raise ZeroDivisionError
     with turns:
         assert turns.is_mine
+
+
+def test_calls_and_rounds_share_the_time():
+    """Three threads that call in turn, and rounds: both go on, and each has about half."""
+    turns, until = FairLock(), time.monotonic() + 1.5
+    spent = {"calls": 0.0, "rounds": 0.0}
+
+    def run(kind, turn, seconds):
+        while time.monotonic() < until:
+            with turn():
+                time.sleep(seconds)
+                spent[kind] += seconds
+
+    with ExitStack() as calls, turns.rounds():
+        for _ in range(3):
+            calls.enter_context(thread(lambda: run("calls", lambda: turns, 0.01)))
+        run("rounds", turns.of_a_round, 0.002)
+    assert min(spent.values()) > 0.25 * sum(spent.values())

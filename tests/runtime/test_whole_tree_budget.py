@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from spec_compile.runtime.draft_budget import VaryingTreeBudget, WholeTreeBudget
+from spec_compile.runtime.draft_budget import WholeTreeBudget
 from spec_compile.runtime.draft_record import ALL, ALLOWED, NEVER, RARE, Group, TreeOutcome
 
 NODES = 16
@@ -130,14 +130,6 @@ def test_rounds_under_way_may_lose_as_well(ratio):
     assert lost <= ALLOWED + RARE * 200
 
 
-def test_both_sizes_run_before_one_is_preferred():
-    policy, chosen = WholeTreeBudget([NODES]), []
-    for _ in range(3):
-        chosen.append(policy.choose())
-        policy.learn(chosen[-1], [TreeOutcome(chosen[-1], ALL, [1, 2] if chosen[-1] > 1 else [])], 1.0)
-    assert chosen == [NODES, 1, NODES]
-
-
 def test_records_are_shared_and_costs_are_not():
     small, large = WholeTreeBudget([NODES]), WholeTreeBudget([NODES])
     small.share(large)
@@ -220,12 +212,3 @@ def test_drafts_that_fail_with_an_adapter_are_made_without_it():
     assert policy.record.gain(NODES, both) == pytest.approx(sum(policy.record.gain(NODES, [each]) for each in both) / 2)
     assert policy.choose(both[:1]) == policy.best(both) == NODES and policy.best(both + both[1:] * 6) == 1
     assert policy.record.gain(NODES, [Group(5)]) == policy.record.gain(NODES)  # one that nobody knows yet
-
-
-def test_gains_of_trees_of_any_size_are_those_of_an_adapter():
-    policy = VaryingTreeBudget((1, 4, NODES))
-    trees = [TreeOutcome(NODES, Group(0, 1), [1, 2, 3, 4, 5]), TreeOutcome(NODES, Group(1, 1), [])]
-    for _ in range(60):
-        policy.learn(NODES, trees, 1.0)
-    assert policy.choose([Group(0, 1)]) == NODES and policy.choose([Group(1, 1)]) == 1
-    assert policy.choose([Group(2, 1)]) == NODES

@@ -66,18 +66,6 @@ def test_greedy_tokens_are_those_of_transformers(rows, options, demo, fast):
     assert fast.speculation.stats.tokens - tokens > fast.speculation.stats.steps - steps  # drafts were accepted
 
 
-def test_sampled_tokens_have_transformers_distribution(demo, fast):
-    model, inputs, grammars = demo
-    options = dict(do_sample=True, top_k=6, temperature=1.5, max_new_tokens=3, num_return_sequences=160)
-    drawn = [generated(net, inputs, grammars[0], 1, **options) for net in (model, fast)]
-    for length in (1, 3):
-        texts, cells = torch.cat([rows[:, :length] for rows in drawn]).unique(dim=0, return_inverse=True)
-        counts = torch.stack([part.bincount(minlength=len(texts)) for part in cells.chunk(2)]).double()
-        counts = torch.stack([counts[:, counts.sum(dim=0) < 20].sum(dim=1), *counts[:, counts.sum(dim=0) >= 20].T])
-        statistic = ((counts[:, 0] - counts[:, 1]) ** 2 / counts.sum(dim=1).clamp(min=1)).sum()
-        assert torch.special.gammaincc(torch.tensor(len(counts) / 2).double(), statistic / 2) > 1e-3
-
-
 def test_the_example(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["json_schema.py", "--eager"])
     runpy.run_path(str(EXAMPLES / "json_schema.py"), run_name="__main__")
