@@ -8,7 +8,7 @@ import models
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaForCausalLM, MistralForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
 
 import spec_compile
@@ -86,9 +86,7 @@ def test_offloaded_weights_are_loaded_again(how, tmp_path):
     model = models.ADMITTED["llama"]()
     model.save_pretrained(tmp_path / "model")
     OFFLOADS[how](model, tmp_path / "weights")
-    with pytest.raises(
-        UnsupportedModelError, match=r"is offloaded by accelerate.*without device_map, or with device_m"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"is offloaded by accelerate.*without device_map, or with dev"):
         spec_compile.speculate(model, compile=False)
     for given in ({}, {"device_map": "cpu"}):
         again = type(model).from_pretrained(tmp_path / "model", **given)
@@ -98,21 +96,13 @@ def test_offloaded_weights_are_loaded_again(how, tmp_path):
 def test_a_model_without_values():
     with torch.device("meta"):
         model = LlamaForCausalLM(models.ADMITTED["llama"]().config).eval()
-    with pytest.raises(
-        UnsupportedModelError, match=r"without values \(on the meta device\); load it by from_pretrained"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"without values \(on the meta device\); load it by from_pre"):
         spec_compile.speculate(model, compile=False)
 
 
-@pytest.mark.parametrize("name", models.REFUSED)
-def test_refused(name):
-    model = models.REFUSED[name]()
-    implementation = model.config._attn_implementation
-    with pytest.raises(UnsupportedModelError) as error:
-        spec_compile.speculate(model, compile=False)
-    assert str(error.value).startswith(f"model: {type(model).__name__} "), error.value
-    assert {"t5": "encoder-decoder"}[name] in str(error.value)
-    assert model.config._attn_implementation == implementation
+def test_an_encoder_and_decoder_is_refused():
+    with pytest.raises(UnsupportedModelError, match=r"^model: T5ForConditionalGeneration .*encoder-decoder"):
+        spec_compile.speculate(models.REFUSED["t5"](), compile=False)
 
 
 # --- what looks like a Llama and is none: each would be generated from wrongly if it were let through
@@ -127,48 +117,6 @@ class PastMean(LlamaAttention):
         return out + 0.3 * hidden_states.cumsum(1) / steps, weights
 
 
-class TokenShift(LlamaMLP):
-    """Half of the channels come from the token before."""
-
-    def forward(self, x):
-        half = x.shape[2] // 2
-        first = torch.arange(x.shape[1])[:, None] == 0
-        shifted = x[..., :half].roll(1, 1).masked_fill(first, 0.0)
-        return super().forward(torch.cat([shifted, x[..., half:]], 2))
-
-
-class ByIndex(LlamaMLP):
-    """Scales by the place in the input, not by the position."""
-
-    def forward(self, x):
-        return super().forward(x) * (1 + 0.05 * torch.arange(x.shape[1]))[:, None]
-
-
-class ByLength(LlamaMLP):
-    """Scales by the length of the input."""
-
-    def forward(self, x):
-        return super().forward(x) * (1 + x.shape[1] / 50)
-
-
-class AcrossRows(LlamaMLP):
-    """What the rows of the batch have in common is taken off."""
-
-    def forward(self, x):
-        return super().forward(x - 0.5 * x.mean(0, keepdim=True))
-
-
-class OddLayersSkip(LlamaDecoderLayer):
-    def __init__(self, config, layer_idx):
-        super().__init__(config, layer_idx)
-        self.odd = layer_idx % 2
-
-    def forward(self, hidden_states, **kwargs):
-        if self.odd:
-            return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-        return super().forward(hidden_states, **kwargs)
-
-
 class AsksForMore(LlamaAttention):
     """Passes a bias to the attention function under a name of its own."""
 
@@ -179,44 +127,38 @@ class AsksForMore(LlamaAttention):
 class NonCausal(LlamaAttention):
     """Every token sees every other, in the model's own forward."""
 
-    def __init__(self, config, layer_idx):
-        super().__init__(config, layer_idx)
-        self.is_causal = False
-
     def forward(self, hidden_states, attention_mask=None, **kwargs):
+        self.is_causal = False
         return super().forward(hidden_states, attention_mask=None, **kwargs)
 
 
-def variant(part, base=LlamaForCausalLM, name="llama", **config):
-    """A tiny model of `base` with `part` in the place of its kind, and a class name of its own."""
-    row = models._ADMITTED[name]
-    cls = type(f"{part.__name__}ForCausalLM", (base,), {})
+class OddLayersSkip(LlamaDecoderLayer):
+    """Odd layers have no attention."""
 
-    def install(net):
-        for number, layer in enumerate(net.model.layers):
-            if issubclass(part, LlamaDecoderLayer):
-                net.model.layers[number] = part(net.config, number)
-            elif issubclass(part, LlamaAttention):
-                layer.self_attn = part(net.config, number)
-            else:
-                layer.mlp = part(net.config)
+    def forward(self, hidden_states, **kwargs):
+        if self.self_attn.layer_idx % 2:
+            return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        return super().forward(hidden_states, **kwargs)
 
-    torch.manual_seed(0)
-    kwargs = {**row[2], **config}
-    net = cls(base.config_class(**kwargs, **models.SPECIAL)).float().eval()
-    install(net)
-    net = net.eval()
-    models._randomise(net, torch.Generator().manual_seed(0))
-    return net
+
+def mlp(name, forward):
+    """A class of MLPs whose forward is that of a function of Llama's forward and x [B, T, H]."""
+    return type(name, (LlamaMLP,), {"forward": lambda self, x: forward(lambda y: LlamaMLP.forward(self, y), x)})
+
+
+def shifted(x):
+    """Half of the channels come from the token before."""
+    half, first = x.shape[2] // 2, torch.arange(x.shape[1])[:, None] == 0
+    return torch.cat([x[..., :half].roll(1, 1).masked_fill(first, 0.0), x[..., half:]], 2)
 
 
 TREE, CAPTURE = "the tree attention of the rewritten graph differs", "the captured graph differs"
 VARIANTS = [
     (PastMean, TREE),
-    (TokenShift, TREE),
-    (ByIndex, TREE),
-    (ByLength, TREE),
-    (AcrossRows, TREE),
+    (mlp("TokenShift", lambda own, x: own(shifted(x))), TREE),
+    (mlp("ByIndex", lambda own, x: own(x) * (1 + 0.05 * torch.arange(x.shape[1]))[:, None]), TREE),
+    (mlp("ByLength", lambda own, x: own(x) * (1 + x.shape[1] / 50)), TREE),
+    (mlp("AcrossRows", lambda own, x: own(x - 0.5 * x.mean(0, keepdim=True))), TREE),
     (OddLayersSkip, "called attention through transformers' interface 1 times in 2 layers"),
     (AsksForMore, "passes secret_bias to"),
     (NonCausal, CAPTURE),
@@ -226,52 +168,35 @@ VARIANTS = [
 @pytest.mark.sweep("PastMean AcrossRows")
 @pytest.mark.parametrize("part, reason", VARIANTS, ids=[part.__name__ for part, _ in VARIANTS])
 def test_a_llama_that_is_none(part, reason):
-    model = variant(part)
+    model = models.ADMITTED["llama"]()
+    for module in model.modules():
+        if type(module) is part.__base__:
+            module.__class__ = part
     with pytest.raises(UnsupportedModelError) as error:
         spec_compile.speculate(model, compile=False)
-    assert str(error.value).startswith(f"model: {type(model).__name__}"), error.value
-    assert reason in str(error.value)
+    assert str(error.value).startswith("model: LlamaForCausalLM") and reason in str(error.value), error.value
     own = generate(model, models.prompts()[0][0])  # it still works on its own
     assert own.shape[1] == 24 + NEW
-
-
-def test_the_builder_of_variants_makes_llamas():
-    model = variant(LlamaMLP)
-    check_tokens(model, spec_compile.speculate(model, compile=False))
 
 
 @pytest.mark.sweep("8 300")
 @pytest.mark.parametrize("window", [8, 64, 300, 4096])
 def test_a_window_that_attention_is_not_told_of(window):
     """The mask is a sliding window, but the attention function is not given its size (Llama's attention in Mistral)."""
-    model = variant(LlamaAttention, MistralForCausalLM, "mistral", sliding_window=window, attention_bias=False)
+    model = models.build("MistralConfig", "MistralForCausalLM", dict(models.GQA, sliding_window=window))
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = LlamaAttention
     with pytest.raises(UnsupportedModelError, match=f"{CAPTURE}|sliding window of 4096"):
         spec_compile.speculate(model, compile=False)
 
 
-CHANGES = {
-    "another eps": lambda model: setattr(model.model.norm, "variance_epsilon", 0.5),
-    "another activation": lambda model: setattr(model.model.layers[1].mlp, "act_fn", nn.ReLU()),
-    "another scale": lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.11),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_a_user_changed_in_the_modules_is_kept(change):
+def test_what_a_user_changed_in_the_modules_is_kept():
+    """Another eps, another activation, and another scale."""
     model = models.ADMITTED["llama"]()
-    CHANGES[change](model)
+    model.model.norm.variance_epsilon = 0.5
+    model.model.layers[1].mlp.act_fn = nn.ReLU()
+    model.model.layers[0].self_attn.scaling = 0.11
     check_tokens(model, spec_compile.speculate(model, compile=False))
-
-
-def test_a_hook_of_the_user_is_kept_or_the_model_refused():
-    """A hook that changes what a layer returns is part of the answer."""
-    model = models.ADMITTED["llama"]()
-    model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * 0.5)
-    try:
-        fast = spec_compile.speculate(model, compile=False)
-    except UnsupportedModelError:
-        return
-    check_tokens(model, fast)
 
 
 # A GPU without bfloat16 serves float16 in its place; an older one is refused by name.
@@ -352,12 +277,7 @@ def test_older_gpus_are_refused_by_name(on_card):
         _admit_device(model, torch.device("cuda"))
     on_card(T4)
     _admit_device(model, torch.device("cuda"))
-
-
-def test_drafts_are_not_trained_there(on_card):
-    model = in_bfloat16()
-    on_card(A100)
-    admit_training(model)
-    on_card(T4)
     with pytest.raises(UnsupportedModelError, match=r"is on T4 .*drafts are trained by kernels that need 8.0 or later"):
         admit_training(model)
+    on_card(A100)
+    admit_training(model)

@@ -104,25 +104,22 @@ def test_one_position_mask_bit_or_eps_is_seen(dtype, monkeypatch):
     _, graph, verify = graphs("llama", dtype)
     run = checks.tree_logits
 
-    def tree_with(change):
-        monkeypatch.setattr(checks, "tree_logits", lambda *arguments: run(*change(*arguments)))
-        refused(check_tree, "llama", graph, verify)
-        monkeypatch.setattr(checks, "tree_logits", run)
-
-    def position(*arguments):
+    def later(*arguments):
         *rest, depth, path = arguments
         depth = depth.clone()
         depth[0, 9] += 1
         return *rest, depth, path
 
-    def mask_bit(*arguments):
+    def unseen(*arguments):
         *rest, ancestors, depth, path = arguments
         ancestors = ancestors.clone()
         ancestors[0, 14] ^= 1 << 8
         return *rest, ancestors, depth, path
 
-    tree_with(position)
-    tree_with(mask_bit)
+    for change in (later, unseen):
+        with monkeypatch.context() as patch:
+            patch.setattr(checks, "tree_logits", lambda *arguments, change=change: run(*change(*arguments)))
+            refused(check_tree, "llama", graph, verify)
     check_tree("llama", graph, verify)
     faulty = verify.copy()
     add_to_eps(faulty.gm, 0.01)
@@ -222,30 +219,25 @@ def test_in_float32_widens_flex_attention():
 
 
 @pytest.mark.parametrize("bias", [None, torch.randn(30).bfloat16()])
-def test_in_float32_a_large_weight_is_widened_by_parts(bias, monkeypatch):
+@pytest.mark.parametrize(
+    "product, norm, part",
+    [
+        (torch.nn.functional.linear, {}, (16, 7)),
+        (PRODUCT, {}, (7, 16)),  # an output head
+        (PRODUCT, dict(squares=torch.full((6, 1), 16.0), eps=0.0), (7, 16)),
+    ],
+    ids=["linear", "head", "head with a norm"],
+)
+def test_in_float32_a_large_weight_is_widened_by_parts(product, norm, part, bias, monkeypatch):
     monkeypatch.setattr(yardstick, "COLUMNS", 7)
     widened, shapes = yardstick._widened, []
     monkeypatch.setattr(yardstick, "_widened", lambda x: shapes.append(getattr(x, "shape", None)) or widened(x))
     weight, x = torch.randn(30, 16, dtype=torch.bfloat16), torch.randn(2, 3, 16, dtype=torch.bfloat16)
     with in_float32():
-        out = torch.nn.functional.linear(x, weight, bias)
-    assert shapes.count((16, 7)) == 4 and (16, 30) not in shapes
+        out = product(x, weight, bias, **norm)
+    assert shapes.count(part) == 4 and not {(16, 30), (30, 16)} & {*shapes}
     expected = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("bias", [None, torch.randn(30).bfloat16()])
-def test_in_float32_a_large_output_head_is_widened_by_parts(bias, monkeypatch):
-    monkeypatch.setattr(yardstick, "COLUMNS", 7)
-    weight, x = torch.randn(30, 16, dtype=torch.bfloat16), torch.randn(2, 3, 16, dtype=torch.bfloat16)
-    squares, expected = torch.full((6, 1), 16.0), torch.nn.functional.linear(x.float(), weight.float())
-    widened, shapes = yardstick._widened, []
-    monkeypatch.setattr(yardstick, "_widened", lambda x: shapes.append(getattr(x, "shape", None)) or widened(x))
-    for norm in ({}, dict(squares=squares, eps=0.0)):
-        with in_float32():
-            out = PRODUCT(x, weight, bias, **norm)
-        torch.testing.assert_close(out, expected + (0 if bias is None else bias.float()), atol=1e-5, rtol=1e-5)
-    assert shapes.count((7, 16)) == 8 and (30, 16) not in shapes
 
 
 def test_in_float32_widens_and_writes_to_no_half():

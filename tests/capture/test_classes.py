@@ -13,10 +13,8 @@ import torch
 from transformers import DynamicCache, GPT2LMHeadModel, LlamaForCausalLM, Phi3ForCausalLM
 
 import spec_compile
-from spec_compile import UnsupportedModelError, passes
-from spec_compile.capture import checks, replaced
-from spec_compile.capture.trace import capture
-from spec_compile.kernels.attention import Use
+from spec_compile import UnsupportedModelError
+from spec_compile.capture import replaced
 from spec_compile.runtime import prompt as past
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -60,6 +58,9 @@ HARD = {
     "RobertaForCausalLM": ("served", "equal", ""),  # positions follow the padding token unless they are given
     "MllamaForCausalLM": ("served", "equal", ""),  # skips its cross-attention
     "WhisperForCausalLM": ("served", "aside", ""),  # positions ignore the padding
+    # modules that are changed for the capture
+    **dict.fromkeys(["OpenAIGPTLMHeadModel", "FalconForCausalLM", "DiffLlamaForCausalLM"], ("served", "equal", "")),
+    **dict.fromkeys(["DbrxForCausalLM", "AriaTextForCausalLM"], ("served", "equal", "")),
     "MoshiForCausalLM": ("refused", "", "the model's own generate()"),  # its cache forgets what its mask shows
 }
 
@@ -96,24 +97,6 @@ def test_several_output_heads_are_refused_by_name():
     model.get_output_embeddings = lambda: torch.nn.ModuleList([model.lm_head])
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM has several output heads"):
         spec_compile.speculate(model, compile=False)
-
-
-def test_the_sweep_sees_what_hangs_and_goes_on():
-    worker = architectures.Worker()
-    outcome = worker.examine("LlamaForCausalLM", timeout=0.05)
-    assert outcome["verdict"] == "hangs" and worker.process is None
-
-
-def test_the_table_has_every_class_once():
-    outcomes = [
-        dict(name="LlamaForCausalLM", verdict="served", reason="", padded="equal"),
-        dict(name="WhisperForCausalLM", verdict="served", reason="", padded="aside"),
-        dict(name="MambaForCausalLM", verdict="refused", reason="model: x keeps a recurrent state", padded=""),
-        dict(name="OddForCausalLM", verdict="broken", reason="RuntimeError", padded=""),
-    ]
-    table = architectures.table(outcomes, "5.0")
-    assert [table.count(name) for name in ("Llama", "Whisper", "Mamba", "Odd")] == [1] * 4
-    assert "(1 classes) | Llama |" in table and "**recurrent state**: Mamba" in table and "| broken | Odd |" in table
 
 
 def test_the_docs_show_the_table_of_the_last_sweep():
@@ -158,12 +141,6 @@ class OwnSample(LlamaForCausalLM):
         return torch.cat([input_ids, torch.full_like(input_ids[:, :12], 7)], 1)
 
 
-class Decorated(LlamaForCausalLM):
-    @functools.wraps(LlamaForCausalLM.prepare_inputs_for_generation)
-    def prepare_inputs_for_generation(self, input_ids, **kwargs):
-        return OwnInputs.prepare_inputs_for_generation(self, input_ids, **kwargs)
-
-
 class OwnLoop(LlamaForCausalLM):
     def generate(self, ids, **kwargs):
         for _ in range(12):
@@ -190,12 +167,11 @@ def test_a_method_of_the_models_own_is_run_with_one_warning(cls):
     assert fast.speculation.stats.tokens == 0
 
 
-def test_a_method_that_copies_the_name_of_transformers_is_seen():
-    Decorated.prepare_inputs_for_generation.__module__ = LlamaForCausalLM.__module__
-    assert replaced.overridden(llama_of(Decorated)) == "prepare_inputs_for_generation (overridden by Decorated)"
-
-
-def test_a_method_set_on_the_object_or_patched_into_transformers_class(monkeypatch):
+def test_methods_that_were_replaced_are_seen(monkeypatch):
+    """By a wrapper with the name of transformers', on the object, and in transformers' class."""
+    wrapped = functools.wraps(LlamaForCausalLM.prepare_inputs_for_generation)(OwnInputs.prepare_inputs_for_generation)
+    decorated = type("Decorated", (LlamaForCausalLM,), {"prepare_inputs_for_generation": wrapped})
+    assert replaced.overridden(llama_of(decorated)) == "prepare_inputs_for_generation (overridden by Decorated)"
     model = models.ADMITTED["llama"]()
     model.prepare_inputs_for_generation = functools.partial(OwnInputs.prepare_inputs_for_generation, model)
     assert replaced.overridden(model) == "prepare_inputs_for_generation (set on the LlamaForCausalLM object)"
@@ -214,14 +190,10 @@ def test_generate_set_on_the_object_is_run():
     assert len(messages) == 1 and messages[0].startswith("generate (set on the LlamaForCausalLM object)")
 
 
-class Heir(LlamaForCausalLM):
-    """A class of the user's without methods of its own that matter."""
-
-    def prepare_for_fun(self):
-        pass
+HEIR = type("Heir", (LlamaForCausalLM,), {"prepare_for_fun": lambda self: None})
 
 
-@pytest.mark.parametrize("row, cls", [("llama", Heir), ("phi3", Phi3ForCausalLM)])
+@pytest.mark.parametrize("row, cls", [("llama", HEIR), ("phi3", Phi3ForCausalLM)])
 def test_heirs_and_what_transformers_overrides_are_served(row, cls):
     model = llama_of(cls, row)
     fast = spec_compile.speculate(model, compile=False)
@@ -282,17 +254,6 @@ def test_a_model_that_generates_something_else_is_refused(cls, reason):
         spec_compile.speculate(llama_of(cls), compile=False)
     assert str(error.value).startswith(f"model: {cls.__name__}") and reason in str(error.value)
     spec_compile.speculate(llama_of(cls), compile=False, check=False)
-
-
-@pytest.mark.sweep("llama-dtype0")
-@pytest.mark.parametrize(
-    "name, dtype", [("llama", torch.float16), ("gpt2", torch.bfloat16), ("mixtral", torch.bfloat16)]
-)
-def test_sound_models_pass_in_16_bits(name, dtype):
-    model = models.ADMITTED[name]().to(dtype)
-    graph = capture(model)
-    prefill, verify = (passes.run(graph, passes.Settings(attention=Use(role=role))) for role in ("prefill", "verify"))
-    assert checks.check_generation(model, graph, prefill, verify) == checks.ANY
 
 
 def test_the_check_leaves_the_models_settings_alone():

@@ -5,8 +5,6 @@ import torch
 from models import ADMITTED, HYBRIDS, prompts
 
 from spec_compile import UnsupportedModelError, speculate, train_draft
-from spec_compile.capture.copies import shared_copy
-from spec_compile.capture.replaced import is_compiled, underlying
 
 IDS = prompts()[0][0]
 OPTIONS = dict(do_sample=False, max_new_tokens=12, eos_token_id=None, pad_token_id=0)
@@ -25,10 +23,6 @@ class Backend:
 
 def forward(model, **compiler):
     model.forward = torch.compile(model.forward, **compiler)
-
-
-def dynamic(model, **compiler):
-    model.forward = torch.compile(model.forward, dynamic=True, fullgraph=False, **compiler)
 
 
 def twice(model, **compiler):
@@ -73,19 +67,7 @@ def generate(model, **compiler):
     model.generate = torch.compile(model.generate, **compiler)
 
 
-RECIPES = [
-    forward,
-    dynamic,
-    twice,
-    never,
-    in_place,
-    forwards_of_layers,
-    layers_in_place,
-    layers,
-    decoder,
-    whole,
-    generate,
-]
+RECIPES = [forward, twice, never, in_place, forwards_of_layers, layers_in_place, layers, decoder, whole, generate]
 
 
 @pytest.fixture(scope="module")
@@ -178,16 +160,6 @@ def test_training_a_head(tmp_path):
     train_draft(whole(model, backend=backend), "eagle3", progress=print, **arguments)
     assert backend.graphs == 0
     assert train_draft(ADMITTED["llama"](), "eagle3", progress=print, **arguments).steps == 1  # the same training
-
-
-def test_a_twin_runs_its_own_modules():
-    model = ADMITTED["llama"]()
-    forward(model, backend="eager")
-    layers(model, backend="eager")
-    copied = shared_copy(model)
-    assert is_compiled(model) and not is_compiled(copied)
-    assert copied.forward.__self__ is copied and list(copied.state_dict()) == list(ADMITTED["llama"]().state_dict())
-    assert copied.model.layers[0].mlp is not underlying(underlying(model.model.layers[0]).mlp)
 
 
 def test_a_function_that_calls_the_model_is_named():

@@ -1,6 +1,5 @@
 """Layers of one kind are traced once: the graph is that of a trace of all layers, or each layer is traced."""
 
-import copy
 import re
 import types
 
@@ -98,14 +97,6 @@ def test_equal_to_a_trace_of_all_layers(name):
     assert [names for _, names in expected_reads] <= [names for _, names in reads]
 
 
-def test_generates_the_same_tokens():
-    model = deep("smollm3")
-    fast = spec_compile.speculate(model, compile=False, check=False)
-    ids = models.prompts((60,))[0][0]
-    request = dict(attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12, eos_token_id=None)
-    assert torch.equal(fast.generate(ids, **request), model.generate(ids, **request))
-
-
 @pytest.mark.parametrize(
     "pattern, kept",
     [
@@ -119,8 +110,6 @@ def test_generates_the_same_tokens():
         ("abcdefgh", None),
         ("aaaa", None),
         ("abababab", [0, 1, 2, 3, 6, 7]),
-        ("ab", None),
-        ("a", None),
         ("", None),
     ],
 )
@@ -183,6 +172,11 @@ def tensor_in_each_layer(net):
         each.mlp.factor = torch.tensor(1 + 0.1 * number)
 
 
+def numbered(name, first):
+    """A change: an attribute of the MLPs counts the layers."""
+    return lambda net: [setattr(each.mlp, name, number) for number, each in enumerate(net.model.layers, first)]
+
+
 def put(path, name, make):
     """A change: the part of a net at a path has another attribute, made of the net."""
     return lambda net: setattr(net.get_submodule(path), name, make(net))
@@ -212,19 +206,23 @@ CHANGES = {
     "activation": (put(MLP, "act_fn", lambda net: nn.ReLU()), FEW),
     "class": (put(MLP, "__class__", lambda net: Halved), FEW),
     "tensor in each layer": (tensor_in_each_layer, "no parameter or buffer"),
-    "last layer": (put("model.layers.7.mlp", "act_fn", lambda net: nn.ReLU()), None),
+    "last layer": (lambda net: setattr(layer(net, -1).mlp, "act_fn", nn.ReLU()), None),
     "adapter": (put("", "peft_config", lambda net: {}), "has adapters"),
     "a list on the model": (put("model", "factors", lambda net: [0.1] * len(net.model.layers)), "as many values"),
+    "an object that layers share": (put("model.layers.0.mlp", "memory", lambda net: object()), r"keeps a object \(.*y"),
+    "numbers of layers": (numbered("layer_number", 0), None),
+    "numbers from one": (numbered("layer_number", 1), FEW),
+    "numbers by another name": (numbered("factor", 0), FEW),
 }  # fmt: skip
 """Changes of a net, and the reason why each of its layers is captured then."""
 
 
-@pytest.mark.parametrize("name", [name for name, (_, reason) in CHANGES.items() if reason])
+@pytest.mark.parametrize("name", CHANGES)
 def test_a_reason_for_each_layer(name):
     model, (change, reason) = deep("llama", 7), CHANGES[name]
     assert why_whole(model) is None
     change(model)
-    assert re.search(reason, why_whole(model))
+    assert re.search(reason, why_whole(model)) if reason else why_whole(model) is None
 
 
 CAPTURED = [
@@ -241,17 +239,6 @@ def test_a_changed_layer_is_captured_right(name, depth):
     model = deep("llama", depth)
     CHANGES[name][0](model)
     check_graph(model, capture(model))
-
-
-@pytest.mark.slow
-def test_a_changed_layer_before_the_pattern_is_in_the_copy():
-    model = deep("llama", 20)
-    CHANGES["attribute"][0](model)
-    repeats = kinds.repeats_of(model)
-    assert repeats.kept == [0, 1, 2, 5, 6, 19]
-    graph = capture(model)
-    assert graph.traced_layers == 6
-    assert [spec.scale for spec in graph.layers] == [0.25] * 5 + [0.11] + [0.25] * 14
 
 
 class ByNumber(nn.Module):
@@ -317,25 +304,6 @@ def test_unlike_layers_that_look_alike_are_captured_whole(check, caplog):
     assert fast.speculation.engine.runtime.verify.traced_layers == 0
 
 
-def test_a_layer_that_reads_an_earlier_one():
-    """The state after layer 0 is added after each of the others, and that after layer 2 in the end."""
-
-    class Remembers(nn.Module):
-        def __init__(self, inner, memory, number):
-            super().__init__()
-            self.inner, self.layer_idx = inner, number
-            object.__setattr__(self, "memory", memory)
-
-        def forward(self, x):
-            return self.inner(x)
-
-    model = deep("llama")
-    memory = object()
-    for number, layer in enumerate(model.model.layers):
-        layer.mlp = Remembers(layer.mlp, memory, number)
-    assert "keeps a object (model.layers.0.mlp.memory)" in why_whole(model)
-
-
 def test_periods_that_differ_are_not_repeated():
     """Two nodes of the second period are exchanged by others."""
     model = deep("llama")
@@ -367,13 +335,13 @@ def test_layers_that_read_other_layers_are_not_repeated(old, new, reason):
 @pytest.mark.parametrize("step", ["copy_of", "Expansion", "_describe"])
 def test_nothing_is_left_on_the_model(step, monkeypatch, caplog):
     """Errors on the way, and a capture without errors."""
-    model = deep("gemma2")
-    before = copy.deepcopy({path: vars(part) for path, part in model.named_modules()}), model.config.to_dict()
-    modules, weights = (
-        dict(model.named_modules()),
-        {name: id(x) for name, x in model.state_dict(keep_vars=True).items()},
-    )
-    real, fails = getattr(trace, step), [True]
+
+    def state():
+        parts = {path: (part, {**vars(part)}.keys(), vars(part).get("layer_idx")) for path, part in net.named_modules()}
+        return parts, {name: id(x) for name, x in net.state_dict(keep_vars=True).items()}, net.config.to_dict()
+
+    net = deep("gemma2")
+    before, real, fails = state(), getattr(trace, step), [True]
 
     def failing(*arguments):
         if fails.pop() if fails else False:
@@ -382,16 +350,10 @@ def test_nothing_is_left_on_the_model(step, monkeypatch, caplog):
 
     monkeypatch.setattr(trace, step, failing)
     with caplog.at_level("INFO", "spec_compile"):
-        graph = capture(model)
+        graph = capture(net)
     assert graph.traced_layers == 0 and "injected" in caplog.text
-    assert capture(model).traced_layers == 6
-    assert modules == dict(model.named_modules())
-    assert weights == {name: id(x) for name, x in model.state_dict(keep_vars=True).items()}
-    assert model.config.to_dict() == before[1] and len(model.config.layer_types) == 8
-    for path, part in model.named_modules():
-        assert vars(part).keys() == before[0][path].keys()
-        assert type(vars(part).get("layer_idx", 0)) is int
-        assert vars(part).get("layer_idx") == before[0][path].get("layer_idx")
+    assert capture(net).traced_layers == 6
+    assert state() == before and all(type(vars(part).get("layer_idx", 0)) is int for part in net.modules())
 
 
 def test_a_model_that_fails_is_refused_as_before():
@@ -405,30 +367,6 @@ def test_a_model_that_fails_is_refused_as_before():
         layer.mlp = Data()
     with pytest.raises(UnsupportedModelError, match="could not be captured as one graph"):
         capture(model)
-
-
-def test_other_attributes_differ_by_number_only_if_they_are_numbers():
-    """An attribute that counts layers otherwise makes kinds of their own."""
-    model = deep("llama")
-    for number, layer in enumerate(model.model.layers):
-        layer.mlp.factor = number
-    assert "too few repeat" in why_whole(model)
-    for number, layer in enumerate(model.model.layers):
-        layer.mlp.factor, layer.mlp.layer_number = 1, number + 1
-    assert "too few repeat" in why_whole(model)
-    for number, layer in enumerate(model.model.layers):
-        layer.mlp.layer_number = number
-    assert why_whole(model) is None
-
-
-def test_refreshed_and_trained_weights_are_read():
-    """The graph reads the parameters themselves."""
-    model = deep("llama")
-    graph = capture(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.1)
-    check_graph(model, graph)
 
 
 def test_a_torch_without_the_option_of_stacks_traces_too(monkeypatch):

@@ -24,8 +24,6 @@ CLASSES = {
         window_size=8, max_position_embeddings=512)),
     "xglm": ("XGLMConfig", "XGLMForCausalLM", dict(
         vocab_size=models.VOCAB, d_model=64, ffn_dim=96, num_layers=2, attention_heads=4, max_position_embeddings=512)),
-    "openai_gpt": ("OpenAIGPTConfig", "OpenAIGPTLMHeadModel", GPT2),
-    "falcon": ("FalconConfig", "FalconForCausalLM", FALCON),
     "falcon_groups": ("FalconConfig", "FalconForCausalLM", dict(
         FALCON, num_kv_heads=2, new_decoder_architecture=True)),
     "falcon_alibi": ("FalconConfig", "FalconForCausalLM", dict(
@@ -35,17 +33,12 @@ CLASSES = {
         vocab_size=models.VOCAB, hidden_size=96, n_layer=2, n_head=6)),
     "mpt": ("MptConfig", "MptForCausalLM", dict(
         vocab_size=models.VOCAB, d_model=64, n_heads=4, n_layers=2, max_seq_len=512, use_cache=True)),
-    "diffllama": ("DiffLlamaConfig", "DiffLlamaForCausalLM", GQA),
     "llama4": ("Llama4TextConfig", "Llama4ForCausalLM", dict(
         models.GQA16, intermediate_size_mlp=96, num_local_experts=4, num_experts_per_tok=1,
         interleave_moe_layer_step=2, attention_chunk_size=16, no_rope_layers=[1, 0], floor_scale=512)),
     # transformers 5.17 runs Doge on sdpa without a causal mask: the same model on both
     "doge": ("DogeConfig", "DogeForCausalLM", dict(GQA, keep_window_size=512, attn_implementation="eager")),
     "phimoe": ("PhimoeConfig", "PhimoeForCausalLM", dict(GQA, sliding_window=8, num_local_experts=4)),
-    "dbrx": ("DbrxConfig", "DbrxForCausalLM", dict(
-        vocab_size=models.VOCAB, d_model=64, n_heads=4, n_layers=2, max_seq_len=512,
-        attn_config=dict(rope_theta=1e4, kv_n_heads=2, clip_qkv=8.0),
-        ffn_config=dict(ffn_hidden_size=96, hidden_size=64, moe_num_experts=4, moe_top_k=2))),
     "longcat_flash": ("LongcatFlashConfig", "LongcatFlashForCausalLM", dict(
         vocab_size=models.VOCAB, hidden_size=64, num_layers=1, num_hidden_layers=2, num_attention_heads=4,
         ffn_hidden_size=96, q_lora_rank=32, kv_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8, head_dim=8,
@@ -54,8 +47,6 @@ CLASSES = {
     "zaya": ("ZayaConfig", "ZayaForCausalLM", dict(
         ZAYA, layer_types=["hybrid", "hybrid_sliding"], sliding_window=8, cca_time0=3)),
     "zaya_no_taps": ("ZayaConfig", "ZayaForCausalLM", dict(ZAYA, cca_time0=1, cca_time1=1)),
-    "aria": ("AriaTextConfig", "AriaTextForCausalLM", dict(
-        GQA, moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1)),
 }  # fmt: skip
 """Name -> the arguments of `models.build`."""
 OFTEN = {"gptj", "gpt_neo", "falcon_alibi", "bloom", "llama4", "doge", "phimoe", "longcat_flash", "zaya"}

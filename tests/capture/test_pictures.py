@@ -3,6 +3,7 @@
 import copy
 import itertools
 import warnings
+from types import SimpleNamespace
 from unittest import mock
 
 import models
@@ -11,8 +12,6 @@ import torch
 import transformers
 from models import speculate_captured
 from picture_models import NAMES, PICTURE, START, VIDEO, fast, heads, inputs, model
-from transformers import StoppingCriteria
-from transformers.generation.streamers import BaseStreamer
 
 import spec_compile
 from spec_compile.compat import CACHE
@@ -76,38 +75,21 @@ def test_heads_see_what_the_model_itself_has_processed(name):
         torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_heads_answer_prompts_with_pictures(name):
-    arguments = inputs(name, (2, 1)) | dict(max_new_tokens=NEW, do_sample=False)
-    assert torch.equal(model(name).generate(**arguments), heads(name).generate(**arguments))
-
-
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("name", ["Llava", "Qwen3VL"])
-def test_a_draft_model_answers_prompts_with_pictures(name):
+def with_llama(name):
+    """A model with a draft model, which sees no pictures."""
     draft = models.ADMITTED["llama"]()
-    fast = speculate_captured(model(name), "draft_model", draft=draft, num_steps=2, compile=False, check=False)
+    return speculate_captured(model(name), "draft_model", draft=draft, num_steps=2, compile=False, check=False)
+
+
+@pytest.mark.parametrize(
+    "name, system",
+    [*((name, heads) for name in NAMES), ("Llava", with_llama), ("Qwen3VL", with_llama)],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+@pytest.mark.sweep("Gemma3-heads LlavaNext-heads Qwen2_5_VL-heads Qwen3VLMoe-heads Llava-with_llama")
+def test_drafts_for_prompts_with_pictures(name, system):
     arguments = inputs(name, (2, 1)) | dict(max_new_tokens=NEW, do_sample=False)
-    assert torch.equal(model(name).generate(**arguments), fast.generate(**arguments))
-
-
-class Text(BaseStreamer):
-    def __init__(self):
-        self.parts = []
-
-    def put(self, value):
-        self.parts.append(value.tolist())
-
-    def end(self):
-        self.parts.append("end")
-
-
-class StopsAfterSix(StoppingCriteria):
-    def __init__(self, width):
-        self.width = width
-
-    def __call__(self, ids, scores, **kwargs):
-        return torch.full((len(ids),), ids.shape[1] >= self.width + 6)
+    assert torch.equal(model(name).generate(**arguments), system(name).generate(**arguments))
 
 
 CALLS = {
@@ -130,39 +112,27 @@ def test_options_of_generate(name, call):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_streamers_and_criteria(name):
-    arguments, texts = inputs(name) | dict(max_new_tokens=12, do_sample=False), []
-    for each in (model(name), fast(name)):
-        texts.append(Text())
-        answer = each.generate(
-            **arguments, streamer=texts[-1], stopping_criteria=[StopsAfterSix(arguments["input_ids"].shape[1])]
-        )
-        assert answer.shape[1] == arguments["input_ids"].shape[1] + 6
-    assert texts[0].parts == texts[1].parts
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_outputs_and_a_second_turn(name):
+def test_streamers_criteria_outputs_and_a_second_turn(name):
     """Scores and the cache that is returned, behind which a second call goes on without pictures."""
     arguments, results = inputs(name, (1, 2)), []
+    mask, width = arguments["attention_mask"], arguments["attention_mask"].shape[1]
+    asked = dict(max_new_tokens=12, do_sample=False)
     for each in (model(name), fast(name)):
+        streamed = []
         first = each.generate(
-            **arguments, max_new_tokens=12, do_sample=False, return_dict_in_generate=True, output_logits=True
-        )
+            **arguments, **asked, return_dict_in_generate=True, output_logits=True,
+            stopping_criteria=[lambda ids, scores, **_: torch.full((len(ids),), ids.shape[1] >= width + 6)],
+        )  # fmt: skip
         added = torch.cat([first.sequences, torch.arange(3, 13).view(2, 5)], dim=1)
-        mask = torch.nn.functional.pad(
-            arguments["attention_mask"], (0, added.shape[1] - arguments["attention_mask"].shape[1]), value=1
-        )
-        second = each.generate(
-            input_ids=added,
-            attention_mask=mask,
-            **{CACHE: first[CACHE]},
-            max_new_tokens=12,
-            do_sample=False,
-        )
-        results.append((torch.stack(first.logits), first.sequences, second))
-    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-3, atol=1e-3)
-    assert torch.equal(results[0][1], results[1][1]) and torch.equal(results[0][2], results[1][2])
+        seen = torch.nn.functional.pad(mask, (0, added.shape[1] - width), value=1)
+        second = each.generate(input_ids=added, attention_mask=seen, **{CACHE: first[CACHE]}, **asked)
+        streamer = SimpleNamespace(put=lambda value: streamed.append(value.tolist()), end=lambda: None)  # noqa: B023
+        each.generate(**inputs(name), **asked, streamer=streamer)
+        results.append((torch.stack(first.logits), first.sequences, second, streamed))
+    ours, own = results
+    torch.testing.assert_close(ours[0], own[0], rtol=1e-3, atol=1e-3)
+    assert torch.equal(ours[1], own[1]) and ours[1].shape[1] == width + 6
+    assert torch.equal(ours[2], own[2]) and ours[3] == own[3]
 
 
 @pytest.mark.parametrize("name", ["Gemma3", "Llava"])

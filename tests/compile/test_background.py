@@ -53,6 +53,7 @@ ENDS = {
 CASES = [(end, moment) for end in ENDS for moment in MOMENTS]
 CASES = [case for case in CASES if case[0] != "_exit" or case[1] == "compiling"]  # only children can clear up after it
 LONG = 120
+NO_END = dict(eos_token_id=None, pad_token_id=0)
 
 
 def gone(pid):
@@ -80,32 +81,21 @@ def test_python_ends_at_once_and_leaves_nothing_behind(end, moment):
         time.sleep(0.05)
 
 
-@pytest.mark.slow
-def test_children_compile_what_calls_run(monkeypatch):
-    monkeypatch.setenv("SPEC_COMPILE_CHILDREN", "1")
+@pytest.mark.parametrize(
+    "device, dtype",
+    [
+        pytest.param("cpu", torch.float32, marks=pytest.mark.slow),
+        pytest.param("cuda", torch.float32, marks=pytest.mark.gpu),
+        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+)
+def test_children_compile_what_calls_run(device, dtype, monkeypatch):
+    """Answers before, while and after children compile. On a GPU steps are captured anew."""
+    monkeypatch.setenv("SPEC_COMPILE_CHILDREN", "1" if device == "cpu" else "4")
     workers.workers.cache_clear()
-    model = models.ADMITTED["llama"]()
+    model, is_exact = models.ADMITTED["llama"]().to(device, dtype), dtype == torch.float32
     fast = speculate(model, num_draft_tokens=4, max_cache_len=128, check=False)
-    check(model, fast, torch.randint(3, models.VOCAB, (1, 20)))
-    workers.workers().close()
-    workers.workers.cache_clear()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_children_compile_for_a_gpu_and_steps_are_captured_anew(dtype, monkeypatch):
-    monkeypatch.setenv("SPEC_COMPILE_CHILDREN", "4")
-    workers.workers.cache_clear()
-    model = models.ADMITTED["llama"]().cuda().to(dtype)
-    fast = speculate(model, num_draft_tokens=4, max_cache_len=128, check=False)
-    check(model, fast, torch.randint(3, models.VOCAB, (1, 20)).cuda(), is_exact=dtype == torch.float32)
-    workers.workers().close()
-    workers.workers.cache_clear()
-
-
-def check(model, fast, ids, is_exact=True):
-    """Answers before, while and after a killed child and its successors compile."""
-    options = dict(max_new_tokens=12, eos_token_id=None, pad_token_id=0)
+    ids, options = torch.randint(3, models.VOCAB, (1, 20)).to(device), dict(max_new_tokens=12, **NO_END)
     runtime = fast.speculation.engine.runtime
     want = model.generate(ids, do_sample=False, **options)
 
@@ -133,6 +123,8 @@ def check(model, fast, ids, is_exact=True):
     fast.speculation.warmup()
     assert source.adopted >= before and not source.failures
     assert torch.equal(ask(), drawn) or not is_exact
+    workers.workers().close()
+    workers.workers.cache_clear()
 
 
 @pytest.mark.slow
@@ -141,7 +133,7 @@ def test_the_thread_ends_when_nothing_is_left_and_begins_again(doing):  # noqa: 
 
     def ask(rows):
         ids = torch.randint(3, models.VOCAB, (rows, 9))
-        fast.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
+        fast.generate(ids, max_new_tokens=4, do_sample=False, **NO_END)
         begin = time.monotonic()
         while background.background._thread is not None:
             assert time.monotonic() < begin + LONG

@@ -1,26 +1,30 @@
 """Model graphs as data: bound again, they are the graphs that passes made, over the model's own tensors."""
 
+import functools
 import json
 
 import models
 import pytest
 import torch
 from torch import nn
+from toy_graphs import add_to_eps
 
-from spec_compile import passes
+from spec_compile import UnsupportedModelError, passes
 from spec_compile.compile.regions import cut, describe
 from spec_compile.compile.serialise import NoRecipe, bound, data_of
+from spec_compile.compile.start import quick_check
 from spec_compile.graph import ModelGraph, attribute
 from spec_compile.inventory import held
 from spec_compile.kernels.attention import Use
 from spec_compile.passes.row_invariance import variant_parts
 
 NAMES = ["llama", "gemma2", "phi", "gpt2", "mixtral", "deepseek_v3", "gpt_oss", "qwen3_next", "mamba2", "falcon_h1"]
+DTYPES = [torch.float32, torch.bfloat16]
 ZOO = {**models.ADMITTED, **models.HYBRIDS}
 
 
-def rewritten(model, role):
-    return passes.run(models.captured(model), passes.Settings(taps=(1,), attention=Use(role=role)))
+def rewritten(model, role, taps=(1,)):
+    return passes.run(models.captured(model), passes.Settings(taps=taps, attention=Use(role=role)))
 
 
 @pytest.mark.sweep(3)
@@ -34,18 +38,57 @@ def test_graphs_are_the_same_after_a_journey_as_text(name, role):
     assert data_of(again, held(model)) == data
     for field in vars(graph).keys() - {"gm", "log"}:
         assert getattr(again, field) == getattr(graph, field), field
-    assert [report[:4] for report in map(tuple_of, again.log)] == [report[:4] for report in map(tuple_of, graph.log)]
-    assert variant_parts(again) == variant_parts(graph)
+    reports = [
+        [(each.name, each.summary, each.nodes_before, each.nodes_after) for each in g.log] for g in (again, graph)
+    ]
+    assert reports[0] == reports[1] and variant_parts(again) == variant_parts(graph)
     assert describe(again) == describe(graph)  # so engines of both share compiled code
-    assert [len(each.regions) for each in map(cut, (again, graph))] == [len(cut(graph).regions)] * 2
+    assert len(cut(again).regions) == len(cut(graph).regions)
     own = {each.tensor.untyped_storage().data_ptr() for each in held(model)}
     for node in again.gm.graph.nodes:
         if node.op == "get_attr":
             assert attribute(again.gm, node.target).untyped_storage().data_ptr() in own
 
 
-def tuple_of(report):
-    return report.name, report.summary, report.nodes_before, report.nodes_after
+# the quick check of such graphs
+
+
+@functools.cache
+def checked(name, dtype):
+    """A model, and its graphs of both roles."""
+    model = ZOO[name]().to(dtype)
+    return model, rewritten(model, "prefill", ()), rewritten(model, "verify", ())
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "qwen3_moe", "qwen3_next", "mamba2", "lfm2"])
+def test_right_graphs_pass_the_quick_check(name, dtype):
+    quick_check(*checked(name, dtype))
+
+
+def other_eps(graph):
+    add_to_eps(graph.gm, 0.1)
+
+
+def other_mask(graph):
+    text = graph.gm.forward
+    graph.gm.forward = lambda ids, positions, lengths, ancestors, *rest: text(ids, positions, lengths, None, *rest)
+
+
+@pytest.mark.parametrize(
+    "place, change, dtype",
+    [(1, other_eps, DTYPES[0]), *((2, other_eps, dtype) for dtype in DTYPES), (2, other_mask, DTYPES[0])],
+)
+def test_wrong_graphs_do_not(place, change, dtype):
+    parts = [*checked("llama", dtype)]
+    parts[place] = parts[place].copy()
+    change(parts[place])
+    with pytest.raises(UnsupportedModelError, match="an artefact differs"):
+        quick_check(*parts)
+
+
+# weights
 
 
 def test_weights_are_joined_in_another_model():

@@ -64,11 +64,13 @@ def test_the_folder_is_that_of_the_argument_the_environment_or_the_user(tmp_path
     assert ArtefactCache("~/z").folder == tmp_path / "z"
 
 
-def test_files_of_others_in_the_folder_stay(store):
+def test_artefacts_are_dropped_and_files_of_others_in_the_folder_stay(store):
     (store.folder / "plans").mkdir(parents=True)
     (store.folder / "plans/gpu.json").write_text("{}")
-    store.write(KEY, "part", DATA)
-    store.write(OTHER, "part", DATA)
+    for key in (KEY, OTHER, THIRD):
+        store.write(key, "part", DATA)
+    assert store.drop(KEY) is True and store.drop(KEY) is False
+    assert store.read(KEY, "part") is None and store.read(OTHER, "part") == DATA
     assert store.clear() == 2 and store.clear() == 0
     assert names(store.folder) == ["plans"] and names(store.folder / "plans") == ["gpu.json"]
 
@@ -120,14 +122,6 @@ def test_artefacts_are_listed_with_what_describes_them(store):
     assert ArtefactCache(store.folder / "none").entries() == []
 
 
-def test_an_artefact_is_dropped_whole(store):
-    for key in (KEY, OTHER):
-        store.write(key, "part", DATA)
-    assert store.drop(KEY) is True and store.drop(KEY) is False
-    assert store.read(KEY, "part") is None and store.read(OTHER, "part") == DATA
-    assert names(store.folder) == [OTHER]
-
-
 def test_those_not_used_for_longest_go_beyond_the_limit(tmp_path):
     size = len(DATA) + HEADER.size
     store = ArtefactCache(tmp_path, limit_bytes=3.5 * size)
@@ -152,12 +146,9 @@ def damage(path, change):
 
 FAULTS = {
     "emptied": lambda content: b"",
-    "truncated in the header": lambda content: content[:20],
     "truncated": lambda content: content[:-1],
     "longer": lambda content: content + b"x",
     "flipped": lambda content: content[:-1] + bytes([content[-1] ^ 1]),
-    "flipped in the header": lambda content: bytes([content[0] ^ 1]) + content[1:],
-    "zeros": lambda content: bytes(len(content)),
 }
 
 
@@ -213,13 +204,6 @@ def test_a_file_of_another_key_or_item_is_not_read(store, to, caplog):
     assert "another model or item" in lines(caplog)[0]
 
 
-def test_a_folder_in_the_place_of_a_file_is_put_aside(store, caplog):
-    (store.folder / KEY / "part").mkdir(parents=True)
-    assert store.read(KEY, "part") is None
-    assert store.write(KEY, "part", DATA) and store.read(KEY, "part") == DATA
-    assert len(lines(caplog)) == 1
-
-
 def test_files_of_another_user_are_not_read(store, monkeypatch, caplog):
     store.write(KEY, "part", DATA)
     uid = os.getuid() or 1000
@@ -229,6 +213,8 @@ def test_files_of_another_user_are_not_read(store, monkeypatch, caplog):
         caplog.clear()
         assert store.read(KEY, "part") is None
         assert len(lines(caplog)) == 1 and "another user" in lines(caplog)[0]
+        if path.is_dir():
+            assert store.write(KEY, "more", DATA) is False
         path.chmod(mode) if path.exists() else store.write(KEY, "part", DATA)
     assert store.read(KEY, "part") == DATA
     monkeypatch.setattr(stores.os, "getuid", lambda: uid)
@@ -237,14 +223,6 @@ def test_files_of_another_user_are_not_read(store, monkeypatch, caplog):
         os.chown(store.folder / KEY / "part", uid + 1, -1)
     else:
         monkeypatch.setattr(stores.os, "getuid", lambda: uid + 1)
-    assert store.read(KEY, "part") is None
-
-
-def test_nothing_is_written_to_a_folder_of_another_user(store, caplog):
-    store.folder.mkdir(mode=0o700)
-    store.folder.chmod(0o777)
-    assert store.write(KEY, "part", DATA) is False and store.write(KEY, "more", DATA) is False
-    assert len(lines(caplog)) == 1 and "another user" in lines(caplog)[0]
     assert store.read(KEY, "part") is None
 
 
@@ -304,9 +282,13 @@ def test_a_read_only_folder_is_read(store, caplog):
         path.chmod(0o700)
 
 
-def test_a_file_in_the_place_of_the_folder(tmp_path, caplog):
-    (tmp_path / "cache").write_text("")
-    store = ArtefactCache(tmp_path / "cache")
+def test_files_and_folders_in_the_place_of_one_another(store, tmp_path, caplog):
+    (store.folder / KEY / "part").mkdir(parents=True)
+    assert store.read(KEY, "part") is None
+    assert store.write(KEY, "part", DATA) and store.read(KEY, "part") == DATA
+    assert len(lines(caplog)) == 1
+    (tmp_path / "file").write_text("")
+    store = ArtefactCache(tmp_path / "file")
     assert store.read(KEY, "part") is None and store.write(KEY, "part", DATA) is False
     assert store.entries() == [] and store.clear() == 0 and store.drop(KEY) is False
 

@@ -36,7 +36,7 @@ def test_artefacts_are_listed_the_one_used_last_first(folder, capsys):
     assert rows[1][1:4] == ["[red]M[/]", "3", "0.0"] and rows[2][1:4] == ["unknown", "unknown", "2.0"]
 
 
-def test_an_empty_folder_and_one_that_is_not_there(folder, tmp_path, capsys):
+def test_folders_without_artefacts(folder, tmp_path, capsys):
     assert main(["cache"]) == 0 and capsys.readouterr().out == f"{folder}: no artefacts\n"
     assert main(["cache", "--clear"]) == 0 and capsys.readouterr().out == f"{folder}: 0 artefacts deleted\n"
     assert main(["cache", "--folder", str(tmp_path / "none")]) == 2

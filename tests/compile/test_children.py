@@ -3,11 +3,8 @@
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
-import psutil
 import pytest
 import torch
 
@@ -21,15 +18,6 @@ JOB = job_of(
     [[[5, 8], [8, 1], [0], "float32", "cpu"]], {}, 1,
 )  # fmt: skip
 LONG = 60
-PARENT = f"""
-import os, signal, sys, time
-from spec_compile.compile.workers import CompileWorkers
-children = CompileWorkers(2)
-for key in "ab":
-    children.submit(key, {JOB!r})
-print(children.folder, *(process.pid for process in children.processes), flush=True)
-exec(sys.stdin.readline())
-"""
 
 
 @pytest.fixture
@@ -45,10 +33,6 @@ def results(children, count):
         found |= {key: data for key, data, _ in children.collect(list(children._wanted))}
         time.sleep(0.05)
     return found
-
-
-def gone(pid):
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def wait_until(condition):
@@ -109,9 +93,14 @@ def test_a_folder_that_is_gone_is_an_error(children):
 def test_the_number_of_workers(value, count, monkeypatch):
     monkeypatch.setenv("SPEC_COMPILE_CHILDREN", value)
     assert module.number_of_workers() == count or (count is None and 1 <= module.number_of_workers() <= 8)
+
+
+def test_wrong_numbers_of_workers_are_refused(monkeypatch):
     monkeypatch.setenv("SPEC_COMPILE_CHILDREN", "-1")
     with pytest.raises(ValueError, match="SPEC_COMPILE_CHILDREN: expected"):
         module.number_of_workers()
+    with pytest.raises(ValueError, match="count: expected 1 or more"):
+        CompileWorkers(0)
 
 
 @pytest.mark.slow
@@ -131,51 +120,6 @@ def test_children_that_end_at_once_are_not_started_for_ever(children, monkeypatc
         children.submit(key, JOB)
     assert results(children, 3) == dict.fromkeys("abc")
     assert not children.processes
-
-
-def test_a_number_of_workers_that_is_none_is_refused():
-    with pytest.raises(ValueError, match="count: expected 1 or more"):
-        CompileWorkers(0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("end", "code"),
-    [
-        ("signal.signal(2, signal.default_int_handler); os.killpg(0, 2); time.sleep(60)", None),
-        ("sys.exit(0)", 0), ("os.kill(os.getpid(), 9)", -9), ("children.close(); sys.exit(0)", 0),
-        ("del children; sys.exit(0)", 0), ("raise ValueError", 1), ("os._exit(3)", 3),
-    ],
-)  # fmt: skip
-def test_no_child_outlives_its_parent(end, code):
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        text=True, start_new_session=True,
-    )  # fmt: skip
-    folder, *pids = parent.stdout.readline().split()
-    assert len(pids) == 2
-    parent.stdin.write(end + "\n")
-    parent.stdin.flush()
-    status = parent.wait(LONG)
-    assert status == code if code is not None else status != 0
-    wait_until(lambda: all(gone(int(pid)) for pid in pids) and not os.path.exists(folder))
-
-
-@pytest.mark.slow
-def test_a_forked_process_has_children_of_its_own(children):
-    children.submit(digest_of(JOB), JOB)
-    own = [process.pid for process in children.processes]
-    child = os.fork()
-    if not child:
-        try:
-            found = results(children, 1)
-            others = [process.pid for process in children.processes]
-            children.close()
-            os._exit(0 if found[digest_of(JOB)] and not {*own} & {*others} else 1)
-        finally:
-            os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert results(children, 1)[digest_of(JOB)], "the parent's child goes on"
 
 
 def test_the_end_of_a_forked_process_is_not_that_of_its_parents_children(children):

@@ -4,7 +4,6 @@ import gc
 import os
 import time
 import weakref
-from contextlib import nullcontext
 
 import draft_rounds as rounds
 import models
@@ -111,34 +110,17 @@ def counting(source, fast):
     return calls
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
-def test_no_part_changes_inside_an_answer(doing, dtype):  # noqa: F811
-    fast = speculate(models.ADMITTED["llama"]().to(dtype), **OPTIONS)
-    source, seen = fast.speculation.engine.runtime.parts, []
-    ask(fast)
-    traced(fast)
-
-    def finish():
-        doing.finish()
-        time.sleep(0.5)
-        seen.append(source.adopted)
-
-    ask(fast, new=20, streamer=During(finish))
-    assert seen == [0]
-    wait_until(lambda: not tiers_of(fast).waits)
-    assert source.adopted
-
-
-@pytest.mark.parametrize("is_warmup", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_an_answer_of_another_wrapper_with_the_same_code_sees_no_change_either(doing, is_warmup):  # noqa: F811
+@pytest.mark.parametrize("is_other, is_warmup", [(False, False), (True, True)], ids=["itself", "another_wrapper"])
+def test_no_part_changes_inside_an_answer(doing, is_other, is_warmup):  # noqa: F811
+    """Nor while another wrapper of the model, which has the same code, warms up."""
     model = models.ADMITTED["llama"]()
-    first, second = speculate(model, **OPTIONS), speculate(model, **OPTIONS)
+    first = speculate(model, **OPTIONS)
+    second = speculate(model, **OPTIONS) if is_other else first
     source, seen = first.speculation.engine.runtime.parts, []
     assert second.speculation.engine.runtime.parts is source
-    ask(second)
-    ask(first)
-    traced(first)
-    traced(second)
+    for fast in (second, first):
+        ask(fast)
+        traced(fast)
 
     def finish():
         doing.finish()
@@ -147,7 +129,7 @@ def test_an_answer_of_another_wrapper_with_the_same_code_sees_no_change_either(d
 
     ask(second, new=20, streamer=During(finish))
     assert seen == [0]
-    wait_until(lambda: source.adopted)
+    wait_until(lambda: source.adopted and not tiers_of(second).waits)
     assert torch.equal(ask(first), ask(model)) and torch.equal(ask(second), ask(model))
 
 
@@ -259,26 +241,21 @@ def test_one_part_that_fails_leaves_the_others(doing, monkeypatch):  # noqa: F81
 def test_without_a_compiler_or_a_folder_rounds_stay_eager(fault, monkeypatch, caplog, tmp_path):
     monkeypatch.setenv("SPEC_COMPILE_CHILDREN", "1")
     workers.workers.cache_clear()
-    has_none = config_of_inductor.patch({"cpp.cxx": (str(tmp_path / "no-such-compiler"),)})
     if fault == "folder":
-        has_none = nullcontext()
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
-    with has_none:
-        check_eager(caplog, fault)
+    compiler = {"cpp.cxx": (str(tmp_path / "no-such-compiler"),)} if fault == "compiler" else {}
+    with config_of_inductor.patch(compiler):
+        model = models.ADMITTED["llama"]()
+        fast = speculate(model, **OPTIONS)
+        assert torch.equal(ask(fast), ask(model))
+        (warning,) = warnings_of(caplog)
+        assert "stay uncompiled" in warning and "compiled in the background: nothing" in fast.speculation.explain()
+        fast.speculation.warmup()
+        assert torch.equal(ask(fast), ask(model)) and not tiers_of(fast).waits
+        if fault == "compiler":
+            with pytest.raises(ValueError, match="compile: "):
+                speculate(model, **OPTIONS, compile=True)
     workers.workers.cache_clear()
-
-
-def check_eager(caplog, fault):
-    model = models.ADMITTED["llama"]()
-    fast = speculate(model, **OPTIONS)
-    assert torch.equal(ask(fast), ask(model))
-    (warning,) = warnings_of(caplog)
-    assert "stay uncompiled" in warning and "compiled in the background: nothing" in fast.speculation.explain()
-    fast.speculation.warmup()
-    assert torch.equal(ask(fast), ask(model)) and not tiers_of(fast).waits
-    if fault == "compiler":
-        with pytest.raises(ValueError, match="compile: "):
-            speculate(model, **OPTIONS, compile=True)
 
 
 def test_a_model_that_is_deleted_meanwhile_is_freed_and_its_jobs_are_forgotten(doing):  # noqa: F811
@@ -333,19 +310,6 @@ def test_the_thread_waits_for_its_turn_while_a_call_runs(doing):  # noqa: F811
     wait_until(lambda: not tiers.waits)
 
 
-@pytest.mark.slow
-def test_calls_without_a_pause_are_compiled_meanwhile(doing, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("spec_compile.runtime.turns.EVERY", 0.05)
-    model = models.ADMITTED["llama"]()
-    fast, want = speculate(model, **OPTIONS), ask(model)
-    begin = time.monotonic()
-    ask(fast)
-    while tiers_of(fast).waits and time.monotonic() < begin + LONG:
-        doing.finish()
-        assert torch.equal(ask(fast), want)
-    assert not tiers_of(fast).waits
-
-
 def test_zero_children_compile_at_once_and_false_never(monkeypatch):
     for variable, compile, traces in (("0", "background", True), ("1", False, False)):
         monkeypatch.setenv("SPEC_COMPILE_CHILDREN", variable)
@@ -354,8 +318,3 @@ def test_zero_children_compile_at_once_and_false_never(monkeypatch):
         fast = speculate(models.ADMITTED["llama"](), **OPTIONS, compile=compile)
         ask(fast)
         assert tiers_of(fast) is None and (counts["traced"] > before) == traces
-
-
-def test_other_values_of_compile_are_refused():
-    with pytest.raises(ValueError, match="compile: expected True, False or 'background', got 'later'"):
-        speculate(models.ADMITTED["llama"](), compile="later")

@@ -30,7 +30,10 @@ SOURCES = [
     ("held", (0,), ("", "_buffers", "seen")),
     ("held", (0,), (".plain", "", "table")),
 ]
-RESULT = {"tuple": [{"result": 1}, {"list": [{"result": 0}, None, {"tuple": []}]}, True, 2, 0.5]}
+FORM = {
+    "sources": SOURCES,
+    "result": {"tuple": [{"result": 1}, {"list": [{"result": 0}, None, {"tuple": []}]}, True, 2, 0.5]},
+}
 
 
 def described(data):
@@ -40,8 +43,8 @@ def described(data):
 
 
 def test_a_part_reads_the_same_after_json():
-    owner, data = Owner(), {"sources": SOURCES, "result": RESULT}
-    for each in map(described, (data, json.loads(json.dumps(data)))):
+    owner = Owner()
+    for each in map(described, (FORM, json.loads(json.dumps(FORM)))):
         assert each.sources == SOURCES
         arguments = (owner, [None, None, "a"], "b")
         owner.seen = torch.zeros(4)
@@ -53,26 +56,22 @@ def test_a_part_reads_the_same_after_json():
         assert each.write(["x", "y"]) == ("y", ["x", None, ()], True, 2, 0.5)
 
 
-def change(**values):
-    return {"sources": SOURCES, "result": RESULT} | values
-
-
 @pytest.mark.parametrize(
     "data",
     [
-        change(sources=None),
-        change(sources=[["argument"]]),
-        change(sources=[["argument", ["__class__"]]]),
-        change(sources=[["argument", [0], ["", "", "x"]]]),
-        change(sources=[["held", [0]]]),
-        change(sources=[["held", [0], ["", "", 7]]]),
-        change(sources=[["held", [0], ["", "x"]]]),
-        change(sources=[["other", [0]]]),
-        change(result={"result": "0] or exit("}),
-        change(result="exit()"),
-        change(result={"tuple": [{"unknown": 0}]}),
+        dict(sources=None),
+        dict(sources=[["argument"]]),
+        dict(sources=[["argument", ["__class__"]]]),
+        dict(sources=[["argument", [0], ["", "", "x"]]]),
+        dict(sources=[["held", [0]]]),
+        dict(sources=[["held", [0], ["", "", 7]]]),
+        dict(sources=[["held", [0], ["", "x"]]]),
+        dict(sources=[["other", [0]]]),
+        dict(result={"result": "0] or exit("}),
+        dict(result="exit()"),
+        dict(result={"tuple": [{"unknown": 0}]}),
     ],
 )
 def test_other_data_is_refused(data):
     with pytest.raises(ValueError):
-        described(json.loads(json.dumps(data)))
+        described(json.loads(json.dumps(FORM | data)))

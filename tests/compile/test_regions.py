@@ -9,7 +9,6 @@ import pytest
 import torch
 from captures import capture
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from spec_compile import passes
 from spec_compile.compile.part import PartCompiler, Shape
@@ -42,19 +41,14 @@ def test_the_same_computation(name, captured):
     assert len(regions.regions) == len(graph.layers) + 1
 
 
-def test_layers_alike_have_one_body():
-    sizes = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
-    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=6, **sizes)).eval()
-    regions = cut(passes.run(capture(model), passes.Settings()))
+def test_layers_alike_have_one_body_and_small_ones_share_a_region():
+    model = models.build("LlamaConfig", "LlamaForCausalLM", dict(models.GQA, num_hidden_layers=6))
+    verify = passes.run(capture(model), passes.Settings())
+    regions = cut(verify)
     assert len(regions.regions) == 7 and len(regions.bodies) == 3  # the first layer, the others, and the head
     assert len({id(region.body) for region in regions.regions}) == 3
-
-
-def test_small_layers_share_a_region():
-    sizes = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
-    verify = passes.run(capture(LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, **sizes)).eval()), passes.Settings())
-    layer = 4 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48)  # bytes
-    assert len(cut(verify, 2 * layer).regions) == 3  # two layers each, and the head
+    layer = 4 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 96)  # bytes
+    assert len(cut(verify, 2 * layer).regions) == 4  # two layers each, and the head
     assert len(cut(verify, 1 << 40).regions) == 1
 
 
@@ -76,18 +70,7 @@ def test_dimensions_of_an_example_size_vary_and_others_do_not():
         assert torch.equal(got, x * 2) and torch.allclose(total, y.sum())
 
 
-def test_compiled_code_is_freed_with_its_compiler():
-    compiler = PartCompiler(torch.device("cpu"), "test", (37,), 37, 1, exact=False)
-    compiler(lambda x: x * 2 + 1, "freed")(torch.ones(37))
-    (part,) = compiler._made.values()
-    gone = weakref.ref(part.loaded)
-    assert gone() is not None
-    del compiler, part
-    gc.collect()
-    assert gone() is None
-
-
-def test_a_compilation_leaves_no_shapes_behind():
+def test_a_compilation_leaves_no_shapes_behind_and_its_code_goes_with_the_compiler():
     before = {id(each) for each in gc.get_objects() if type(each) is ShapeEnv}
     compiler = PartCompiler(torch.device("cpu"), "test", (37,), 37, 1, exact=False)
     compiler(lambda x: (x.T @ x).relu(), "product")(torch.ones(37, 37))
@@ -95,6 +78,12 @@ def test_a_compilation_leaves_no_shapes_behind():
     assert all(not each.tracked_fakes and not each.fake_tensor_cache for each in made)
     cached = [each for each in vars(ShapeEnv).values() if hasattr(each, "cache_info")]
     assert all(each.cache_info().currsize == 0 for each in cached)
+    (part,) = compiler._made.values()
+    gone = weakref.ref(part.loaded)
+    assert gone() is not None
+    del compiler, part
+    gc.collect()
+    assert gone() is None
 
 
 def test_rounds_that_propose_parts_of_trees_are_apart_on_a_gpu():

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from spec_compile.compile import replay as capture
 from spec_compile.compile import replay as replays
 
 
@@ -54,14 +53,8 @@ def test_a_forward_that_cannot_be_recorded_runs_itself(stand_in):
 
     stand_in(record)
     replayed = replays.Replays(lambda x, weight: [x * weight], [], 1)
-    assert [float(replayed(torch.tensor(float(step)), torch.tensor(2.0))[0]) for step in range(6)] == [
-        0,
-        2,
-        4,
-        6,
-        8,
-        10,
-    ]
+    results = [float(replayed(torch.tensor(float(step)), torch.tensor(2.0))[0]) for step in range(6)]
+    assert results == [0, 2, 4, 6, 8, 10]
 
 
 def test_a_graph_keeps_no_cache(stand_in):
@@ -82,15 +75,15 @@ def test_a_graph_keeps_no_cache(stand_in):
 def test_a_capture_that_fails_ends_its_allocations():
     """Otherwise torch aborts when a pool of memory ends."""
     x, stream = torch.ones(8, device="cuda"), torch.cuda.Stream()
-    with capture.aside(stream):
+    with replays.aside(stream):
         (x + 1).sum().item()
-    with pytest.raises(capture.CaptureError):
-        capture.record(lambda: (x + 1).sum().item(), torch.cuda.graph_pool_handle(), stream)
+    with pytest.raises(replays.CaptureError):
+        replays.record(lambda: (x + 1).sum().item(), torch.cuda.graph_pool_handle(), stream)
     torch.cuda.empty_cache()
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):
         held = torch.ones(8, device="cuda")
     del held, pool
-    replay, output = capture.record(lambda: torch.ones(8, device="cuda") * 2, torch.cuda.graph_pool_handle(), stream)
+    replay, output = replays.record(lambda: torch.ones(8, device="cuda") * 2, torch.cuda.graph_pool_handle(), stream)
     replay()
     assert output.sum().item() == 16

@@ -144,6 +144,22 @@ def test_integers_below_two_are_constants():
     assert rows[0] != rows[1] and rows[2] == rows[3]
 
 
+def test_inputs_of_a_trace_are_as_the_example_but_for_what_varies():
+    """They have no memory; a symbol stands for all dimensions of one size."""
+    base = torch.zeros(5, 9, 8, dtype=torch.float16)
+    examples = [base, base[:, ::3], base.transpose(1, 2), base[0, 0], torch.tensor(3), torch.zeros(5, 1, 35), 35, 3]
+    _, made = tracing.fakes([tracing.spec_of(example, lambda size: size % 5 == 0) for example in examples])
+    for fake, example in zip(made[:-2], examples):
+        assert fake.dtype == example.dtype and fake.device == example.device
+        assert [*map(int, fake.shape)] == [*example.shape] and [*map(int, fake.stride())] == [*example.stride()]
+        varies = [isinstance(size, torch.SymInt) for size in fake.shape]
+        assert varies == [size % 5 == 0 and size > 1 for size in example.shape]
+    rows, wide = {str(fake.shape[0]) for fake in (made[0], made[1], made[5])}, {str(made[5].shape[2]), str(made[6])}
+    assert len(rows) == len(wide) == 1 and rows != wide
+    assert int(made[7]) == 3 and isinstance(made[7], torch.SymInt)
+    assert str(made[0].stride()[0]) == "72" and str(made[5].stride()[0]) == str(made[5].shape[2])
+
+
 def test_what_has_no_graph_is_refused():
     hidden = torch.randn(5)
     with pytest.raises(TypeError, match="none of its modules has"):

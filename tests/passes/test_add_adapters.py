@@ -25,31 +25,30 @@ def low_rank(model, paths):
 @pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("role", ["verify", "prefill"])
 def test_rows_with_and_without_an_adapter(merge, role):
-    model = ADMITTED["llama"]()
+    """By the keys of each layer, which its input decides."""
+    model, ids = ADMITTED["llama"](), torch.randint(5, 60, (3, 9))
     parts = low_rank(model, PATHS)
-    graph = passes.run(capture(model), passes.Settings(merge, (), Use(role=role), low_rank=parts))
-    assert graph.has_adapters and len(calls(graph.gm, add_low_rank)) == len(PATHS)
-    ids = torch.randint(5, 60, (3, 9))
-    positions, cache = torch.arange(9).expand_as(ids), Cache(graph, 3, 128)
-    cache.adapters[0].copy_(torch.tensor([1, 0, 1]))
-    graph.gm(ids, positions, torch.zeros(3, dtype=torch.int64), None, cache.argument, 9)
-    got = [cache.layer(number)[0][:, :, :9] for number in range(2)]  # keys, which a layer's input decides
 
-    plain = passes.run(capture(ADMITTED["llama"]()), passes.Settings(merge, (), Use(role=role)))
-    without = Cache(plain, 3, 128)
-    assert not without.adapters
-    plain.gm(ids, positions, torch.zeros(3, dtype=torch.int64), None, without.argument, 9)
+    def keys(model, merge, adapters=(), **settings):
+        graph = passes.run(capture(model), passes.Settings(merge, (), Use(role=role), **settings))
+        cache = Cache(graph, 3, 128)
+        assert graph.has_adapters == bool(cache.adapters) == bool(adapters)
+        assert len(calls(graph.gm, add_low_rank)) == (len(PATHS) if adapters else 0)
+        if adapters:
+            cache.adapters[0].copy_(torch.tensor(adapters))
+        positions = torch.arange(9).expand_as(ids)
+        graph.gm(ids, positions, torch.zeros(3, dtype=torch.int64), None, cache.argument, 9)
+        return torch.stack([cache.layer(number)[0][:, :, :9] for number in range(2)])
+
+    got = keys(model, merge, [1, 0, 1], low_rank=parts)
+    without = keys(ADMITTED["llama"](), merge)
     with torch.no_grad():
         for path, part in parts.items():  # an adapter is an addition to the weight
             model.get_submodule(path).weight += part.scale[1] * part.up[1] @ part.down[1]
-    changed = passes.run(capture(model), passes.Settings(False, (), Use(role=role)))
-    within = Cache(changed, 3, 128)
-    changed.gm(ids, positions, torch.zeros(3, dtype=torch.int64), None, within.argument, 9)
-    for number in range(2):
-        for row, other in ((0, within), (1, without), (2, within)):
-            expected = other.layer(number)[0][row, :, :9]
-            torch.testing.assert_close(got[number][row], expected, atol=1e-4, rtol=1e-4)
-    assert (within.layer(1)[0] - without.layer(1)[0]).abs().max() > 1e-2
+    within = keys(model, False)
+    expected = torch.stack([within[:, 0], without[:, 1], within[:, 2]], 1)
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    assert (within[1] - without[1]).abs().max() > 1e-2
 
 
 def test_a_layer_that_is_not_found_is_refused():

@@ -17,7 +17,7 @@ from spec_compile.compat import TORCH
 from spec_compile.graph import calls
 from spec_compile.kernels import linear
 from spec_compile.kernels.attention.grouped import plain
-from spec_compile.passes.forward import ForwardGraph, join, use_grouped_attention
+from spec_compile.passes.forward import ForwardGraph, use_grouped_attention
 from spec_compile.passes.linears import merge_linears
 from spec_compile.passes.tidy import tidy
 
@@ -29,38 +29,45 @@ pytestmark = pytest.mark.usefixtures("new_compilations")
 # lowering
 
 
-class Writes(Linears):
+class Writing(Linears):
+    """Linear layers with another forward."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
     def forward(self, x):
-        q = self.q(x)
-        x.add_(1)  # the second layer reads another x
-        return q * 2, self.k(x) + self.v(x).sum()
+        return self.function(self, x)
 
 
-class WritesToView(Linears):
-    def forward(self, x):
-        y = x[:1]
-        q = self.q(y)
-        x.mul_(2)
-        return q, self.k(y)
+def to_the_input(net, x):
+    q = net.q(x)
+    x.add_(1)  # the second layer reads another x
+    return q * 2, net.k(x) + net.v(x).sum()
 
 
-class WritesToItsOwn(Linears):
-    def forward(self, x):
-        y = x * 2
-        q = self.q(y)
-        y.relu_()
-        return q, self.k(y)
+def to_a_view(net, x):
+    q = net.q(y := x[:1])
+    x.mul_(2)
+    return q, net.k(y)
+
+
+def to_its_own(net, x):
+    q = net.q(y := x * 2)
+    y.relu_()
+    return q, net.k(y)
 
 
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
-        (Writes(), "linear.* reads an input that the forward writes to"),
-        (WritesToView(), "linear.* reads an input that the forward writes to"),
-        (WritesToItsOwn(), "relu_ writes to a value that the forward made"),
+        (Writing(to_the_input), "linear.* reads an input that the forward writes to"),
+        (Writing(to_a_view), "linear.* reads an input that the forward writes to"),
+        (Writing(to_its_own), "relu_ writes to a value that the forward made"),
         (With(lambda x: x + torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8])), "it holds a constant"),
         (lambda x: x + 1, "it has no parameters"),
     ],
+    ids=["an input", "a view", "its own", "a constant", "no parameters"],
 )
 def test_forwards_that_are_not_lowered_go_to_inductor(module, reason, interpreted):
     x = torch.randn(2, 8)
@@ -118,46 +125,33 @@ def test_a_cache_and_a_counter_may_be_written():
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_layers_of_one_input_are_merged(bias):
-    torch.manual_seed(0)
-    module, recorder, x = Linears(bias), Recorder(merge_linears), torch.randn(2, 3, 8)
-    want = module(x)
-    torch.testing.assert_close(run(module, recorder, x), want)
-    assert recorder.counts(LINEAR) == (5, 4) and recorder.counts(aten.split_with_sizes.default) == (0, 1)
-    assert module.q.weight.untyped_storage().data_ptr() == module.v.weight.untyped_storage().data_ptr()
+    """Two modules of one compiled graph keep their weights."""
+    recorder, x = Recorder(merge_linears), torch.randn(2, 3, 8)
+    steps = [(module, module(x), torch.compile(module, backend=recorder)) for module in (Linears(bias), Linears(bias))]
+    for module, want, step in [*steps, *steps]:
+        with torch.no_grad():
+            torch.testing.assert_close(step(x), want)
+        assert module.q.weight.untyped_storage().data_ptr() == module.v.weight.untyped_storage().data_ptr()
+    before, after = recorder.counts(LINEAR)
+    assert before * 4 == after * 5 and recorder.counts(aten.split_with_sizes.default) == (0, after // 4)
 
 
 def test_joined_weights_never_go_stale():
-    torch.manual_seed(0)
     module, x = Linears(True), torch.randn(2, 8)
     step = torch.compile(module, backend=Recorder(merge_linears))
 
-    def check():
+    changes = (
+        lambda: None,
+        lambda: module.q.weight.mul_(3),
+        lambda: module.v.load_state_dict({"weight": torch.randn(4, 8), "bias": torch.randn(4)}),
+        lambda: module.v.load_state_dict({"weight": torch.randn(4, 8), "bias": torch.randn(4)}, assign=True),
+        lambda: setattr(module.q, "weight", nn.Parameter(torch.randn(8, 8))),
+        lambda: setattr(module.q.bias, "data", torch.randn(8)),
+    )
+    for change in changes:
         with torch.no_grad():
+            change()
             torch.testing.assert_close(step(x), module(x))
-
-    check()
-    with torch.no_grad():
-        module.q.weight.mul_(3)
-    check()
-    module.v.load_state_dict({"weight": torch.randn(4, 8), "bias": torch.randn(4)})
-    check()
-    module.v.load_state_dict({"weight": torch.randn(4, 8), "bias": torch.randn(4)}, assign=True)
-    check()
-    module.q.weight = nn.Parameter(torch.randn(8, 8))
-    check()
-    module.q.bias.data = torch.randn(8)
-    check()
-
-
-def test_two_modules_of_one_compiled_graph_keep_their_weights():
-    torch.manual_seed(0)
-    one, two, recorder, x = Linears(), Linears(), Recorder(merge_linears), torch.randn(2, 8)
-    want = one(x), two(x)
-    steps = [torch.compile(module, backend=recorder) for module in (one, two)]
-    for _ in range(2):
-        for step, expected in zip(steps, want):
-            with torch.no_grad():
-                torch.testing.assert_close(step(x), expected)
 
 
 def test_parameters_joined_in_inference_mode_can_still_be_trained():
@@ -167,12 +161,6 @@ def test_parameters_joined_in_inference_mode_can_still_be_trained():
     assert recorder.counts(LINEAR) == (5, 4)
     module(x)[0].sum().backward()
     assert module.q.weight.grad is not None and not module.q.weight.is_inference()
-
-
-def test_join_of_neighbours_copies_nothing():
-    whole = torch.randn(6, 2)
-    parameters = [nn.Parameter(part) for part in whole.split([2, 4])]
-    assert join(parameters).data_ptr() == whole.data_ptr()
 
 
 def test_plain_tensors_are_not_merged():
@@ -187,7 +175,6 @@ def attend(q, k, v, mask):
 
 
 def qkv(batch=2, heads=6, kv_heads=2, tokens=1, slots=9, size=8, value_size=8):
-    torch.manual_seed(0)
     shapes = (heads, tokens, size), (kv_heads, slots, size), (kv_heads, slots, value_size)
     return [torch.randn(batch, *shape) for shape in shapes]
 

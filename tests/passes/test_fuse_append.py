@@ -2,11 +2,7 @@
 
 import pytest
 import torch
-from toy_graphs import (
-    aten,
-    prefix_then_chunk,
-    rewritten,
-)
+from toy_graphs import aten, prefix_then_chunk, rewritten
 
 from spec_compile import passes
 from spec_compile.compile.regions import cut

@@ -2,10 +2,7 @@
 
 import pytest
 import torch
-from toy_graphs import (
-    prefix_then_chunk,
-    rewritten,
-)
+from toy_graphs import prefix_then_chunk, rewritten
 
 from spec_compile.compile.regions import cut
 from spec_compile.graph import calls
@@ -29,6 +26,7 @@ from spec_compile.passes.row_invariance import variant_parts
     ],
 )
 def test_fused_residuals(half_on_gpu, monkeypatch, name, taps, joined, apart):
+    """Regions end behind them: the parts of what a product returns stay in its region."""
     monkeypatch.setattr(linear, "choose", lambda weight, few_rows: linear.SKINNY_GEMM)
     graph = half_on_gpu(name)
     apart_from_it = rewritten(graph, (fuse_residuals,), taps=taps)
@@ -41,10 +39,13 @@ def test_fused_residuals(half_on_gpu, monkeypatch, name, taps, joined, apart):
     assert norms == apart + len(calls(apart_from_it.gm, own.rms_norm.default))
     gates = [node for node in calls(result.gm, linear.PRODUCT) if node.kwargs.get("gated")]
     assert all("squares" in node.kwargs for node in gates) or not ends[0]
-    for want, got in zip(prefix_then_chunk(apart_from_it.gm, graph), prefix_then_chunk(result.gm, graph), strict=True):
+    regions = cut(result)
+    assert len(regions.regions) == len(graph.layers) + 1
+    runs = [prefix_then_chunk(function, graph) for function in (apart_from_it.gm, result.gm, regions)]
+    for want, got, same in zip(*runs, strict=True):
         errors = (got.float() - want.float()).norm(dim=-1).flatten().sort().values
         errors = errors[:-1] if name == "mixtral" else errors  # a token may go to other experts
-        assert errors.norm() < 0.02 * want.float().norm()
+        assert errors.norm() < 0.02 * want.float().norm() and torch.equal(got, same)
 
 
 def test_fused_residuals_of_ranks(half_on_gpu, monkeypatch):
@@ -70,13 +71,3 @@ def test_fused_residuals_of_ranks(half_on_gpu, monkeypatch):
     for node in graph.gm.graph.find_nodes(op="output", target="output"):
         node.args = ((*node.args[0], sums[0].args[0]),)
     assert len(calls(rewritten(graph).gm, own.all_reduce.default)) == 1
-
-
-def test_regions_end_behind_fused_residuals(half_on_gpu, monkeypatch):
-    """The parts of what a product returns stay in its region, because regions hand tensors to each other."""
-    monkeypatch.setattr(linear, "choose", lambda weight, few_rows: linear.SKINNY_GEMM)
-    graph = rewritten(half_on_gpu("llama"))
-    regions = cut(graph)
-    assert len(regions.regions) == len(graph.layers) + 1
-    for want, got in zip(prefix_then_chunk(graph.gm, graph), prefix_then_chunk(regions, graph), strict=True):
-        assert torch.equal(want, got)

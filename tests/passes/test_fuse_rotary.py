@@ -9,18 +9,7 @@ import pytest
 import torch
 from captures import capture
 from torch import nn
-from toy_graphs import (
-    HIDDEN,
-    SIZE,
-    VOCAB,
-    Block,
-    Rewritten,
-    aten,
-    example,
-    prefix_then_chunk,
-    rewritten,
-    trace,
-)
+from toy_graphs import HIDDEN, SIZE, VOCAB, Block, Rewritten, aten, example, prefix_then_chunk, rewritten, trace
 
 from spec_compile import kernels, passes
 from spec_compile.compile.regions import cut
@@ -147,15 +136,10 @@ class Turning(nn.Module):
         return self.head(self.block.o(ops.attention(q, k, v, None, 0.5, None, None, 0).flatten(2)))
 
 
-def turning(**how):
-    model = Turning(**how).to(torch.bfloat16).eval()
-    return dataclasses.replace(trace(model, *example(2, 7), dynamic=True), dtype=torch.bfloat16)
-
-
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("turn, fits", TURNS.values(), ids=TURNS)
 def test_rotary_takes_rotations_by_halves_only(half_on_gpu, turn, fits):
-    graph = turning(turn=turn)
+    graph = half_graph(Turning(turn))
     plain, ours = rewritten(graph, [fuse_rotary]), rewritten(graph)
     (node,) = calls(ours.gm, torch.ops.spec_compile.tree_attention.default)
     assert ("cos" in node.kwargs) == fits
@@ -165,7 +149,7 @@ def test_rotary_takes_rotations_by_halves_only(half_on_gpu, turn, fits):
 
 @pytest.mark.parametrize("other", [dict(keys=lambda x, cos, sin: x), dict(shift=1.0)])
 def test_rotary_wants_queries_and_keys_turned_alike(half_on_gpu, other):
-    graph = turning(turn=TURNS["llama"][0], **other)
+    graph = half_graph(Turning(TURNS["llama"][0], **other))
     (node,) = calls(rewritten(graph).gm, torch.ops.spec_compile.tree_attention.default)
     assert "cos" not in node.kwargs
 
@@ -192,6 +176,21 @@ def scaled(x, dim=-1, power=2):
     return wide * torch.rsqrt(wide.pow(power).mean(dim, keepdim=True) + 1e-3)
 
 
+def half_graph(model):
+    """The graph of a model, which becomes one of bfloat16."""
+    model = model.to(torch.bfloat16).eval()
+    return dataclasses.replace(trace(model, *example(2, 7), dynamic=True), dtype=torch.bfloat16)
+
+
+def fused(norm):
+    """What the pass makes of a `Normed`, and its norms without and with an addition."""
+    result = Rewritten(passes.run(half_graph(norm), Settings(), [tidy]), fuse_norms)
+    own = torch.ops.spec_compile
+    with torch.no_grad():
+        result.same(*example(3, 5))
+    return result, *(calls(result.gm, op.default) for op in (own.rms_norm, own.add_rms_norm))
+
+
 class Normed(nn.Module):
     """A norm, and a second after an addition, whose sum is also read later."""
 
@@ -209,32 +208,29 @@ class Normed(nn.Module):
 @pytest.mark.parametrize("norm", [*NORMS, *OTHERS])
 def test_fused_norms_takes_norms_only(half_on_gpu, norm):
     how, offset = NORMS.get(norm) or (OTHERS[norm], None)
-    graph = trace(Normed(how).to(torch.bfloat16), *example(2, 7), dynamic=True)
-    tidied = passes.run(dataclasses.replace(graph, dtype=torch.bfloat16), Settings(), [tidy])
-    result = Rewritten(tidied, fuse_norms)
-    own = torch.ops.spec_compile
-    fused = [node for op in (own.rms_norm, own.add_rms_norm) for node in calls(result.gm, op.default)]
-    assert len(fused) == (2 if norm in NORMS else 0), str(result)
-    assert all(node.args[-2:] == (1e-3, offset) for node in fused), str(result)
-    with torch.no_grad():
-        result.same(*example(3, 5))
+    result, norms, sums = fused(Normed(how))
+    assert len(norms) == len(sums) == (norm in NORMS), str(result)
+    assert all(node.args[-2:] == (1e-3, offset) for node in norms + sums), str(result)
 
 
-@pytest.mark.parametrize("kind", ["one weight", "a sum of other sizes", "a difference"])
-def test_fused_norms_around_additions(half_on_gpu, kind):
-    model = Normed(NORMS["rounded first"][0])
-    if kind == "one weight":
-        model.second = model.first
-    else:
-        sums = {"a sum of other sizes": lambda x: x + x[:1], "a difference": lambda x: torch.add(x, x, alpha=-0.5)}
-        model.norm = lambda x, w: NORMS["rounded first"][0](sums[kind](x), w)
-    graph = trace(model.to(torch.bfloat16), *example(2, 7), dynamic=True)
-    tidied = passes.run(dataclasses.replace(graph, dtype=torch.bfloat16), Settings(), [tidy])
-    result, own = Rewritten(tidied, fuse_norms), torch.ops.spec_compile
-    norms, sums = (len(calls(result.gm, op.default)) for op in (own.rms_norm, own.add_rms_norm))
-    assert (norms, sums) == ((1, 1) if kind == "one weight" else (2, 0)), str(result)
-    with torch.no_grad():
-        result.same(*example(3, 5))
+ROUNDED_FIRST = NORMS["rounded first"][0]
+AROUND = {
+    "a sum of other sizes": lambda x, w: ROUNDED_FIRST(x + x[:1], w),
+    "a difference": lambda x, w: ROUNDED_FIRST(torch.add(x, x, alpha=-0.5), w),
+}
+
+
+@pytest.mark.parametrize("norm", AROUND)
+def test_norms_of_other_sums_are_fused_without_them(half_on_gpu, norm):
+    result, norms, sums = fused(Normed(AROUND[norm]))
+    assert (len(norms), len(sums)) == (2, 0), str(result)
+
+
+def test_norms_may_share_a_weight(half_on_gpu):
+    model = Normed(ROUNDED_FIRST)
+    model.second = model.first
+    result, norms, sums = fused(model)
+    assert len(norms) == len(sums) == 1, str(result)
 
 
 @pytest.mark.gpu

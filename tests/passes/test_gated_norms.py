@@ -16,7 +16,7 @@ from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGate
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm, Qwen3NextRMSNormGated
 
 from spec_compile import passes
-from spec_compile.graph import ModelGraph, calls
+from spec_compile.graph import calls
 from spec_compile.kernels import norms, row_scan
 from spec_compile.kernels.linear import float32
 from spec_compile.passes import Settings
@@ -137,12 +137,6 @@ def test_short_sums(place):
     torch.testing.assert_close(row_scan.launch_sum(x), x.sum(-1))
 
 
-@pytest.fixture
-def half_on_gpu(monkeypatch):
-    """Passes take any graph for one on a GPU."""
-    monkeypatch.setattr(ModelGraph, "device", property(lambda graph: torch.device("cuda")))
-
-
 class Gated(nn.Module):
     """A norm with a gate, between embeddings and logits."""
 
@@ -158,31 +152,45 @@ class Gated(nn.Module):
         return self.norm(x.reshape(-1, HIDDEN), gate.reshape(-1, HIDDEN)).reshape(x.shape)
 
 
+def fused(norm, wide=False):
+    """What the pass makes of the graph of a norm."""
+    model = Gated(None, wide).to(torch.bfloat16)
+    model.norm = norm
+    graph = dataclasses.replace(trace(model, *example(2, 7), dynamic=True), dtype=torch.bfloat16)
+    return Rewritten(passes.run(graph, Settings(), [tidy]), fuse_gated_norms)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_gated_norms_are_fused(half_on_gpu, form):
-    make, (size, activation, gate_first, round_first), wide = FORMS[form]
+    make, options, wide = FORMS[form]
     norm = make()
     norm.weight.data.normal_()
-    graph = trace(Gated(norm, wide).to(torch.bfloat16), *example(2, 7), dynamic=True)
-    tidied = passes.run(dataclasses.replace(graph, dtype=torch.bfloat16), Settings(), [tidy])
-    result = Rewritten(tidied, fuse_gated_norms)
+    result = fused(norm.to(torch.bfloat16), wide)
     assert result.count(aten.mean.dim) == (1, 0) and result.count(ops.gated_rms_norm.default) == (0, 1), str(result)
     (node,) = calls(result.gm, ops.gated_rms_norm.default)
-    assert node.args[3:] == (norm.variance_epsilon, size, activation, gate_first, round_first)
+    assert node.args[3:] == (norm.variance_epsilon, *options)
     with torch.no_grad():
         result.same(*example(3, 5))
 
 
-@pytest.mark.parametrize("change", ["no gate", "another activation", "a float32 weight"])
-def test_other_norms_stay(half_on_gpu, change):
-    module = Gated(Qwen3NextRMSNormGated(HIDDEN), False).to(torch.bfloat16)
-    if change == "no gate":
-        module.norm = Qwen3NextRMSNorm(HIDDEN).to(torch.bfloat16)
-        module.norm.forward = lambda x, gate: Qwen3NextRMSNorm.forward(module.norm, x)
-    elif change == "another activation":
-        module.norm.activation = "gelu"
-    else:
-        module.norm.float()
-    graph = trace(module, *example(2, 7), dynamic=True)
-    tidied = passes.run(dataclasses.replace(graph, dtype=torch.bfloat16), Settings(), [tidy])
-    assert Rewritten(tidied, fuse_gated_norms).count(ops.gated_rms_norm.default) == (0, 0)
+class Ungated(Qwen3NextRMSNorm):
+    def forward(self, x, gate):
+        return super().forward(x)
+
+
+def with_gelu():
+    norm = Qwen3NextRMSNormGated(HIDDEN)
+    norm.activation = "gelu"
+    return norm
+
+
+OTHERS = {
+    "no gate": lambda: Ungated(HIDDEN).to(torch.bfloat16),
+    "another activation": lambda: with_gelu().to(torch.bfloat16),
+    "a float32 weight": lambda: Qwen3NextRMSNormGated(HIDDEN),
+}
+
+
+@pytest.mark.parametrize("norm", OTHERS)
+def test_other_norms_stay(half_on_gpu, norm):
+    assert fused(OTHERS[norm]()).count(ops.gated_rms_norm.default) == (0, 0)

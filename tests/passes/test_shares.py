@@ -69,13 +69,7 @@ def test_shares_are_the_whole_layer(name, repacked):
 @pytest.mark.parametrize(
     ("name", "shape", "by_inputs", "size", "text"),
     [
-        (
-            "fp8",
-            (256, 384),
-            True,
-            2,
-            "384 inputs in groups of 128, which 2 ranks cannot share out; run",
-        ),
+        ("fp8", (256, 384), True, 2, "384 inputs in groups of 128, which 2 ranks cannot share out; run"),
         ("fp8", (384, 256), False, 2, "384 outputs in groups of 128"),
         ("fp8", (512, 512), True, 8, "in groups of 128, which 8 ranks cannot share out; start 2 or 4 ranks"),
         ("ct128", (256, 384), True, 2, "in groups of 128"),

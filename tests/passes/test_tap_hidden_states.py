@@ -21,13 +21,6 @@ def test_taps_of_a_toy(wanted):
         assert torch.allclose(state, want[number], atol=1e-5), f"hidden state {number}\n{result}"
 
 
-def test_no_taps_wanted():
-    _, graph = toy({})
-    result = Rewritten(graph, tap_hidden_states)
-    assert result.log.summary == "none wanted"
-    result.same(*example(1, 4))
-
-
 @pytest.mark.parametrize("wanted", [(3,), (-2,), (0, 7)])
 def test_taps_out_of_range_are_refused(wanted):
     _, graph = toy({}, {})

@@ -2,14 +2,11 @@
 
 import pytest
 import torch
-from torch import fx
-from toy_graphs import HEADS, HIDDEN, KV, MARKER, SIZE, VOCAB, Rewritten, example, new_cache, toy
+from toy_graphs import HEADS, KV, MARKER, SIZE, VOCAB, Rewritten, example, new_cache, toy
 
-from spec_compile.graph import ModelGraph
 from spec_compile.kernels import ops
 from spec_compile.kernels.attention import Use
 from spec_compile.kernels.attention.backends import sdpa
-from spec_compile.kernels.attention.base import AttentionCall, plain_attention
 from spec_compile.passes.use_cache import use_tree_attention
 from spec_compile.tree import ancestry
 
@@ -80,21 +77,6 @@ def test_tree_attention_equals_a_forward_over_every_path(kind, spare):
             assert torch.equal(now[row, :, length + nodes :], then[row, :, length + nodes :]), "written too far"
 
 
-def test_keys_and_values_are_written_in_place_at_their_slots():
-    q, k, v = torch.randn(2, HEADS, 3, SIZE), torch.randn(2, KV, 3, SIZE), torch.randn(2, KV, 3, SIZE)
-    keys, values = torch.full((2, KV, 10, SIZE), 7.0), torch.full((2, KV, 10, SIZE), 7.0)
-    lengths = torch.tensor([0, 6])
-    positions = lengths[:, None] + torch.arange(3)
-    out = plain_attention(AttentionCall(q, k, v, keys, values, lengths, None, positions, None, 0.5, None, None), 9)
-    assert out.shape == (2, 3, HEADS, SIZE)
-    for cache, new in ((keys, k), (values, v)):
-        for row, length in enumerate(lengths.tolist()):
-            assert torch.equal(cache[row, :, length : length + 3], new[row])
-            rest = torch.ones(10, dtype=torch.bool)
-            rest[length : length + 3] = False
-            assert (cache[row][:, rest] == 7).all()
-
-
 @pytest.mark.parametrize("window, softcap, sinks", [(None, None, False), (3, None, False), (None, 2.0, True)])
 def test_the_marker_is_plain_attention(window, softcap, sinks):
     """`ops.attention` against a loop over heads and positions."""
@@ -111,13 +93,3 @@ def test_the_marker_is_plain_attention(window, softcap, sinks):
             total = weights.sum(1, keepdim=True) + (sink[head].exp() if sinks else 0)
             want = ((weights / total)[:, None] @ v[:, head // (HEADS // KV), seen])[:, 0]
             torch.testing.assert_close(out[:, i, head], want, rtol=1e-4, atol=1e-5)
-
-
-def test_a_graph_that_is_not_a_model_has_no_markers_to_replace():
-    graph = fx.Graph()
-    ids, positions = graph.placeholder("ids"), graph.placeholder("positions")
-    graph.output((graph.call_function(torch.add, (ids, positions)),))
-    graph = ModelGraph(fx.GraphModule({}, graph), (), VOCAB, HIDDEN, torch.float32, None, "")
-    result = Rewritten(graph, use_tree_attention)
-    assert result.count(torch.add) == (1, 1), str(result)
-    assert result.log.summary.startswith("0 layers")
