@@ -42,7 +42,7 @@ def all_reduce(x: Tensor, group_name: str) -> Tensor:
     all ranks have the same bits. group_name: of a process group of torch.distributed.
     """
     exchange = EXCHANGES.get(group_name)
-    if exchange is not None and all_reduce_kernel.takes(exchange, x):
+    if exchange is not None and all_reduce_kernel.supports(exchange, x):
         return all_reduce_kernel.all_reduce(exchange, x)
     return sum_of_parts(x, group_name)
 

@@ -234,7 +234,7 @@ def all_reduce_kernel(
             gdc_wait()  # a kernel that is done means that all before it are
 
 
-def takes(exchange: "Exchange", part: Tensor) -> bool:
+def supports(exchange: "Exchange", part: Tensor) -> bool:
     """True if the kernel sums parts of this size and dtype."""
     return 0 < part.numel() <= MAX_LAUNCHES * exchange.words and part.dtype.itemsize <= 4
 

@@ -19,7 +19,7 @@ def comes_after(*names: str) -> Callable[[Callable], Callable]:
     return declare
 
 
-def takes_kernels(graph, settings) -> bool:
+def supports_kernels(graph, settings) -> bool:
     """True if kernels of ours compute a graph, which is of 16 bits and on a GPU, and add up each row in one order."""
     return settings.purpose != "forward" and graph.dtype in HALF and graph.device.type == "cuda"
 

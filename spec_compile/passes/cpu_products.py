@@ -61,7 +61,7 @@ def arguments_of_product(graph: ModelGraph, node: fx.Node) -> tuple | None:
     else:
         return None
     parts = [attribute(graph.gm, part.target) for part in (weight, scales) if part is not None]
-    if not cpu_products.serves(graph.dtype, parts, kind):
+    if not cpu_products.supports(graph.dtype, parts, kind):
         return None
     return node.args[0], None, *cpu_products.entries(weight, scales, bias, kind)
 

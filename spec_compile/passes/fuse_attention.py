@@ -12,7 +12,7 @@ from torch import fx
 from ..graph import ModelGraph, calls
 from ..kernels import HALF, attention, linear
 from ..kernels.attention.base import ROTATION
-from ..kernels.linear.product_ops import lack_of_append
+from ..kernels.linear.product_ops import why_not_append
 from .apply import VIEWS, calls_op, comes_after, swaps_heads
 from .fuse_norms import Norm, match_norm
 
@@ -166,7 +166,7 @@ def fuse_append(graph: ModelGraph, settings) -> str:
         product = _product_of(node)
         if product is not None:
             q, v = (node.kwargs[name].meta["val"] for name in ("q", "v"))
-            reason = lack_of_append(q.shape[3], v.shape[3], node.kwargs.get("q_norm") is not None)
+            reason = why_not_append(q.shape[3], v.shape[3], node.kwargs.get("q_norm") is not None)
             if node.kwargs.get("scales") is not None:
                 reason = "scales of keys and values"
             if reason is None:

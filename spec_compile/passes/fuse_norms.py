@@ -12,7 +12,7 @@ from torch import fx
 from ..graph import ModelGraph, attribute, calls
 from ..kernels import experts, linear
 from ..kernels.ops import arguments_of
-from .apply import VIEWS, calls_op, comes_after, takes_kernels
+from .apply import VIEWS, calls_op, comes_after, supports_kernels
 
 aten = torch.ops.aten
 CASTS = {aten.to.dtype, aten.type_as.default}
@@ -35,7 +35,7 @@ def fuse_norms(graph: ModelGraph, settings) -> str:
     Only in a graph of 16 bits.
     """
     fused = sums = 0
-    if takes_kernels(graph, settings):
+    if supports_kernels(graph, settings):
         for node in calls(graph.gm, aten.rsqrt.default):
             norm = match_norm(graph, node)
             if norm is not None and norm.x.meta["val"].dim() >= 3:

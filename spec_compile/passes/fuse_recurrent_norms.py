@@ -12,7 +12,7 @@ from torch import fx
 
 from ..graph import ModelGraph, attribute, calls
 from ..kernels.recurrence import advance_or_look
-from .apply import comes_after, takes_kernels
+from .apply import comes_after, supports_kernels
 from .fuse_norms import CASTS, only_user, root_mean_square
 
 aten = torch.ops.aten
@@ -39,7 +39,7 @@ def fuse_gated_norms(graph: ModelGraph, settings) -> str:
     Only in a graph of 16 bits.
     """
     fused = 0
-    if takes_kernels(graph, settings):
+    if supports_kernels(graph, settings):
         for root in calls(graph.gm, aten.rsqrt.default):
             norm = match_gated_norm(graph, root)
             if norm is not None:
@@ -126,7 +126,7 @@ def fuse_l2_norms(graph: ModelGraph, settings) -> str:
     Only in a graph of 16 bits.
     """
     fused = 0
-    if takes_kernels(graph, settings):
+    if supports_kernels(graph, settings):
         for node in calls(graph.gm, advance_or_look):
             if node.kwargs["kind"] == "delta":
                 fused += _fuse(graph.gm.graph, *node.kwargs["inputs"][:2])

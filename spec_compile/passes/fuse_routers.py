@@ -8,7 +8,7 @@ from torch import fx
 
 from ..graph import ModelGraph, calls
 from ..kernels import experts
-from .apply import comes_after, takes_kernels
+from .apply import comes_after, supports_kernels
 
 aten = torch.ops.aten
 
@@ -29,7 +29,7 @@ def fuse_routers(graph: ModelGraph, settings) -> str:
     Only in a graph of 16 bits, and of float32 softmaxes. Other routers stay as they are.
     """
     fused = 0
-    if takes_kernels(graph, settings):
+    if supports_kernels(graph, settings):
         for node in calls(graph.gm, experts.DOWN):
             router = match_router(node.args[2], node.args[1])
             if router is not None:

@@ -20,7 +20,7 @@ from ..kernels.attention.base import TARGETS
 from ..kernels.attention.tail_tiles import tail_tiles
 from ..kernels.linear import LINEARS, PLAIN, QUANTISED, skinny_gemm, weight_of
 from ..kernels.recurrence import advance_or_look, clamp_in_prompt, launch, walk_of
-from .apply import comes_after, replace_node, takes_kernels
+from .apply import comes_after, replace_node, supports_kernels
 from .fuse_norms import CASTS
 
 aten, ours = torch.ops.aten, torch.ops.spec_compile
@@ -34,7 +34,7 @@ def order_sums(graph: ModelGraph, settings) -> str:
 
     Only in a graph of 16 bits.
     """
-    if not takes_kernels(graph, settings):
+    if not supports_kernels(graph, settings):
         return "0 sums and 0 products in float32 ordered"
     sums = [node for node in calls(graph.gm, aten.sum.dim_IntList) if _is_short(node)]
     products = [node for node in calls(graph.gm, aten.linear.default) if _is_float32(node)]
@@ -148,7 +148,7 @@ def require_kernels_of_experts(graph: ModelGraph) -> None:
         return
     for node in (node for op in experts.PRODUCTS for node in calls(graph.gm, op)):
         layout = experts.format_of(node.args[-1])
-        if (reason := experts.lack_of_device(graph.device, layout)) is not None:
+        if (reason := experts.why_not_on(graph.device, layout)) is not None:
             raise UnsupportedModelError(
                 f"model: no kernel multiplies the experts {owner(node)}, because {reason}, and a CUDA graph cannot "
                 "hold their plain meaning; pass cuda_graphs=False, or use a GPU of compute capability 8.0 or later"
@@ -169,7 +169,7 @@ def _reason(graph: ModelGraph, node: fx.Node) -> str | None:
     if node.target in LINEARS and (source := weight_of(node)) is not None:
         weight = attribute(graph.gm, source.target)
         kind = node.kwargs.get("kind", "")
-        reason = skinny_gemm.lack(weight, kind, graph.dtype if kind else None)
+        reason = skinny_gemm.why_not(weight, kind, graph.dtype if kind else None)
         reason = reason or ("library product" if node.target is PLAIN else None)
         return reason and f"product {weight.shape[1]} -> {weight.shape[0]} ({reason})"
     if node.target in experts.PRODUCTS:

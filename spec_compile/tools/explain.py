@@ -35,7 +35,7 @@ def explain(speculation) -> str:
     ]
     # The promises of bits, and the kernels of this device.
     lines += [*_bits(variant_parts(graph), variant_parts(runtime.prefill)), *_card(graph.device)]
-    if skinny_gemm.lack_of_device(graph.device) is None:
+    if skinny_gemm.why_not_on(graph.device) is None:
         lines.append(f"plans of matrix products: {skinny_gemm.source_of_plans(graph.device)}")
     if runtime.cold_start is not None:
         lines.append(runtime.cold_start.describe())

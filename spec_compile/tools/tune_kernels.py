@@ -76,7 +76,7 @@ def check(device: torch.device, seconds: float) -> None:
     if device.type != "cuda" or not torch.cuda.is_available():
         got = device if device.type != "cuda" else "a machine on which torch sees no GPU"
         raise ValueError(f"--device: kernels are tuned on the GPU that runs them; expected cuda, got {got}")
-    reason = skinny_gemm.lack_of_device(device)
+    reason = skinny_gemm.why_not_on(device)
     if reason is not None:
         raise ValueError(f"--device: there is no kernel to tune on {device}, because {reason}")
 
@@ -124,7 +124,7 @@ def products_of(graph: ModelGraph) -> list[ProductShape]:
             continue
         weight, kind = attribute(graph.gm, source.target), node.kwargs.get("kind", "")
         scales = attribute(graph.gm, node.kwargs["scales"].target) if kind else None
-        if skinny_gemm.lack(weight, kind, graph.dtype) is None:
+        if skinny_gemm.why_not(weight, kind, graph.dtype) is None:
             inputs = node.args[0].meta["val"].shape[-1]
             groups[len(weight), inputs, kind].append((weight, scales))
     return [ProductShape(*key, graph.dtype, weights) for key, weights in groups.items()]

@@ -244,7 +244,7 @@ def as_on_gpu(monkeypatch):
     for module in ("attention.tree_attention", "norms"):
         pytest.importorskip(f"spec_compile.kernels.{module}", exc_type=ImportError)
     monkeypatch.setattr(ModelGraph, "device", property(lambda graph: torch.device("cuda")))
-    monkeypatch.setattr(linear.skinny_gemm, "lack_of_device", lambda device: None)
+    monkeypatch.setattr(linear.skinny_gemm, "why_not_on", lambda device: None)
     monkeypatch.setattr(linear, "FORMS", (dataclasses.replace(linear.SKINNY_GEMM, device="cpu"),))
 
 

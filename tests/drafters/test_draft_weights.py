@@ -114,7 +114,7 @@ def test_refresh_rounds_new_weights():
 @pytest.fixture
 def with_kernels(monkeypatch):
     """The choices of a GPU; products then compute their plain meaning."""
-    monkeypatch.setattr(skinny_gemm, "lack_of_device", lambda device: None)
+    monkeypatch.setattr(skinny_gemm, "why_not_on", lambda device: None)
 
 
 def algorithm_of(head, **options):

@@ -211,7 +211,7 @@ def test_shots_by_ranks_and_bytes():
 def test_large_sums_are_a_librarys():
     exchange = exchanges_of(2, 64)[0]
     sizes = (512, torch.float32), (513, torch.float32), (0, torch.float32), (8, torch.float64)
-    taken = [all_reduce_kernel.takes(exchange, torch.empty(size, dtype=dtype)) for size, dtype in sizes]
+    taken = [all_reduce_kernel.supports(exchange, torch.empty(size, dtype=dtype)) for size, dtype in sizes]
     assert taken == [True, False, False, False]
 
 

@@ -13,7 +13,7 @@ from spec_compile.kernels import launching
 from spec_compile.kernels.linear import skinny_gemm
 from spec_compile.kernels.linear.plans import ProductTile, squared_columns
 from spec_compile.kernels.linear.product import Normed, Product, QkvHeads
-from spec_compile.kernels.linear.product_ops import lack_of_append, product_to_heads
+from spec_compile.kernels.linear.product_ops import product_to_heads, why_not_append
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 EPS = 1e-6
@@ -143,9 +143,9 @@ def test_op_on_a_cpu(options):
 
 
 def test_what_the_kernel_cannot_append_is_named():
-    assert lack_of_append(64, 64, True) is lack_of_append(256, 256, False) is None
-    assert lack_of_append(192, 128, False) == "keys of 192 and values of 128"
-    assert lack_of_append(128, 128, True) == "norms of heads of 128" and lack_of_append(48, 48, True)
+    assert why_not_append(64, 64, True) is why_not_append(256, 256, False) is None
+    assert why_not_append(192, 128, False) == "keys of 192 and values of 128"
+    assert why_not_append(128, 128, True) == "norms of heads of 128" and why_not_append(48, 48, True)
 
 
 SHAPES = {

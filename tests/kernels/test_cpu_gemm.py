@@ -15,7 +15,7 @@ from spec_compile import quantised
 from spec_compile.kernels import cpu as cpu_level
 from spec_compile.kernels.launching import plain_kernels
 from spec_compile.kernels.linear import cpu_gemm
-from spec_compile.kernels.linear.cpu_gemm import LEVELS, NUMBERS, cpu_linear, form_of, lack, multiply
+from spec_compile.kernels.linear.cpu_gemm import LEVELS, NUMBERS, cpu_linear, form_of, multiply, why_not
 from spec_compile.quantised.rounded import int4, int8
 
 pytestmark = NEEDS_KERNEL
@@ -52,7 +52,7 @@ def test_layouts(name, outputs, inputs, level):
     torch.manual_seed(1)
     layout, parts = prepared(name, outputs, inputs, on_cpu=True)[1]
     for dtype in (FLOAT32, BFLOAT16):
-        assert lack(layout, parts, dtype) is None
+        assert why_not(layout, parts, dtype) is None
         x, bias = torch.randn(65, inputs).to(dtype), torch.randn(outputs).to(dtype)
         got = same_for_all_rows(form_of(layout, parts[0].dtype), x, *parts, bias, level)
         want = layout.product(x, parts, bias)
@@ -176,7 +176,7 @@ def test_a_cpu_without_the_kernel_keeps_the_plain_meaning(monkeypatch):
     parts = [*packed.parts.values()]
     want = packed.layout.product(x, parts, None)
     monkeypatch.setattr(cpu_gemm, "BEST", 0)
-    assert lack(packed.layout, parts, FLOAT32) == "SPEC_COMPILE_CPU_LEVEL allows no AVX2"
+    assert why_not(packed.layout, parts, FLOAT32) == "SPEC_COMPILE_CPU_LEVEL allows no AVX2"
     assert torch.equal(torch.ops.spec_compile.quantised_linear(x, parts, None, packed.layout.kind), want)
     assert torch.equal(cpu_linear(x, torch.eye(64)), x)
 
@@ -211,7 +211,7 @@ def test_groups_without_a_kernel_are_named():
     packed = int4(torch.randn(32, 96), 48)
     parts = [*packed.parts.values()]
     assert quantised.for_kernel(packed.layout, parts, 96, True) is None
-    assert lack(packed.layout, parts, FLOAT32) == "no kernel reads its layout, of groups of 48 inputs"
+    assert why_not(packed.layout, parts, FLOAT32) == "no kernel reads its layout, of groups of 48 inputs"
 
 
 @pytest.mark.parametrize("name", ["ct128", "ct", "ct64 fp16", "ao int4", "gptq", "table", "nvfp4", "ao int8", *OF_CPU])

@@ -106,7 +106,7 @@ def test_a_row_has_the_same_bits_with_any_number_of_rows(make, level):
 
 
 def test_weights_that_the_kernel_does_not_take(level):
-    weight, serves = drawn(8, 16), cpu_products.serves
+    weight, serves = drawn(8, 16), cpu_products.supports
     assert not serves(torch.float32, [weight], "") and not serves(BFLOAT16, [weight.t()], "")
     assert serves(BFLOAT16, [*int8(weight).parts.values()], "Int8Weight")
     assert serves(BFLOAT16, [weight], "") == (level >= cpu_gemm.WIDE)

@@ -175,7 +175,7 @@ def test_plans_fit(outputs, inputs, processors, memory):
 
 def test_no_plan_for_what_the_kernel_cannot_read():
     on_cpu = torch.zeros(64, 48, dtype=torch.bfloat16)
-    assert kernel.lack(on_cpu) == "it is on cpu, not on a GPU" and kernel.plan_of(on_cpu, on_cpu) is None
+    assert kernel.why_not(on_cpu) == "it is on cpu, not on a GPU" and kernel.plan_of(on_cpu, on_cpu) is None
 
 
 LAYERS = [(6144, 4096), (4096, 14336), (1024, 2048), (3072, 1000), (4094, 1024), (1024, 4100), (576, 1536), (64, 576)]
@@ -230,7 +230,7 @@ def test_tiles_of_a_gate_are_taken_where_they_fill_the_gpu(outputs, rows, parts,
     monkeypatch.setattr(kernel, "card_of", lambda device: Card("a GPU", (9, 0), processors, 232_448))
     x, weight = torch.empty(rows, 4096, dtype=torch.bfloat16), torch.empty(outputs, 1, dtype=torch.bfloat16)
     tile = plan(28672, 4096).tile(rows)
-    assert kernel.serves_many_rows(Product(x, weight, None, after=Gate()), parts, tile) == (
+    assert kernel.supports_many_rows(Product(x, weight, None, after=Gate()), parts, tile) == (
         expected or rows >= kernel.LEAST_ROWS
     )
-    assert not kernel.serves_many_rows(Product(x[:300], weight, None), parts, tile)
+    assert not kernel.supports_many_rows(Product(x[:300], weight, None), parts, tile)

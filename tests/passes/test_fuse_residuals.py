@@ -51,7 +51,7 @@ def test_fused_residuals(half_on_gpu, monkeypatch, name, taps, joined, apart):
 def test_fused_residuals_of_ranks(half_on_gpu, monkeypatch):
     """A product that ranks sum before the addition takes the op that also sums; one that others read does not."""
     monkeypatch.setattr(linear, "choose", lambda weight, few_rows: linear.SKINNY_GEMM)
-    monkeypatch.setattr(linear.skinny_gemm, "lack_of_device", lambda device: None)
+    monkeypatch.setattr(linear.skinny_gemm, "why_not_on", lambda device: None)
     monkeypatch.setattr(all_reduce, "sum_of_parts", lambda part, group_name: part + part)
     graph = half_on_gpu("llama")
     own, sums = torch.ops.spec_compile, []

@@ -34,7 +34,7 @@ REDUCED = {
 def half_on_gpu(half_on_gpu, monkeypatch):
     """A function: name of a tiny model -> its verify graph in bfloat16, which passes take for one on a GPU."""
     for module in (linear.skinny_gemm, experts.launch):
-        monkeypatch.setattr(module, "lack_of_device", lambda *_: None)
+        monkeypatch.setattr(module, "why_not_on", lambda *_: None)
     monkeypatch.setattr(linear, "FORMS", (dataclasses.replace(linear.SKINNY_GEMM, device="cpu"),))
 
     def rewrite(architecture, **use):
@@ -96,7 +96,7 @@ def test_what_no_kernel_of_ours_computes_is_named(half_on_gpu, name, parts):
 
 
 def test_experts_and_layers_without_a_kernel_are_named(half_on_gpu, monkeypatch):
-    monkeypatch.setattr(experts.launch, "lack_of_device", lambda *_: "there is none")
+    monkeypatch.setattr(experts.launch, "why_not_on", lambda *_: "there is none")
     assert variant_parts(half_on_gpu("mixtral")) == ["model.layers.0-1.mlp.experts: experts (there is none)"]
     monkeypatch.setattr(linear, "FORMS", ())
     said = variant_parts(half_on_gpu("llama"))
@@ -111,7 +111,7 @@ def test_experts_without_a_kernel_are_refused_before_a_graph_is_captured(half_on
     monkeypatch.setattr(ModelGraph, "device", property(lambda graph: torch.device("cuda")))
     for module in (experts.launch, linear.skinny_gemm):
         monkeypatch.setattr(module, "card_of", lambda device: t4)
-    monkeypatch.setattr(linear.skinny_gemm, "lack_of_device", lambda device: "Triton uses no tensor cores")
+    monkeypatch.setattr(linear.skinny_gemm, "why_not_on", lambda device: "Triton uses no tensor cores")
     require_kernels_of_experts(graph)
     layout = experts.format_of(calls(graph.gm, experts.UP)[0].args[-1])
     monkeypatch.setattr(experts, "format_of", lambda text: dataclasses.replace(layout, block=128))

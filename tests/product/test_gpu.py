@@ -253,7 +253,7 @@ def test_warmup_before_any_prompt_leaves_the_first_slot_alone():
 
 
 def test_what_cannot_be_captured_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(launch, "serves", lambda *arguments: False)  # without the kernel, experts wait for the GPU
+    monkeypatch.setattr(launch, "supports", lambda *arguments: False)  # without the kernel, experts wait for the GPU
     with pytest.raises(RuntimeError, match="cuda_graphs=False"):
         generated(speculate(model("mixtral"), max_cache_len=300, compile=False), random_ids(20))
     assert torch.equal(generated(fast(), random_ids(20)), plain("llama", 20, 1))

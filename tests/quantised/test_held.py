@@ -30,7 +30,7 @@ LARGEST = 2 * checkpoints.H**2
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     """Layers are packed as on a GPU. The ops' plain meanings run here."""
-    monkeypatch.setattr(skinny_gemm, "lack_of_device", lambda device: None)
+    monkeypatch.setattr(skinny_gemm, "why_not_on", lambda device: None)
 
 
 @pytest.fixture(scope="module")

@@ -131,7 +131,7 @@ def test_a_kernel_takes_the_tuned_plan(monkeypatch):
 )
 def test_errors_of_the_command(change, arguments, text, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: change.get("gpu", False))
-    monkeypatch.setattr(skinny_gemm, "lack_of_device", lambda device: change.get("lack"))
+    monkeypatch.setattr(skinny_gemm, "why_not_on", lambda device: change.get("lack"))
     assert main(["tune-kernels", "--model", "./nowhere", *arguments]) == 2
     assert text in capsys.readouterr().err
 

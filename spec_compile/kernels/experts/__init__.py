@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from ...quantised.experts import ExpertFormat, format_here, format_of
 from ..linear.product_ops import plain_stream, stream_after
 from . import launch
-from .launch import lack_of_device, why_not  # noqa: F401
+from .launch import why_not, why_not_on  # noqa: F401
 
 
 @torch.library.custom_op("spec_compile::experts_up", mutates_args=())
@@ -23,7 +23,7 @@ def experts_up(x: Tensor, ids: Tensor, parts: list[Tensor], format: str) -> Tens
     parts, format: the weights and the text of their `ExpertFormat`. The host waits for nothing on a GPU.
     """
     layout, top = format_here(format), ids.shape[1]
-    if launch.serves(x, parts, layout):
+    if launch.supports(x, parts, layout):
         return launch.up(x, ids, parts, layout)
     rows = x[:, None].expand(-1, top, -1).reshape(-1, x.shape[1])
     return layout.gated(_product(rows, ids.reshape(-1), parts, layout)).unflatten(0, ids.shape)
@@ -41,7 +41,7 @@ def experts_down(x: Tensor, ids: Tensor, weights: Tensor, parts: list[Tensor], f
     x [T, k, I], ids [T, k] int64, weights [T, k] -> [T, H] of x's dtype. parts, format: see `experts_up`.
     """
     layout = format_here(format)
-    if launch.serves(x, parts, layout):
+    if launch.supports(x, parts, layout):
         return launch.down(x, ids, weights, parts, layout)
     pairs = _product(x.flatten(0, 1), ids.reshape(-1), parts, layout).unflatten(0, ids.shape)
     return (pairs * weights[:, :, None]).sum(dim=1).to(x.dtype)
@@ -62,7 +62,7 @@ def experts_down_to_stream(
     residual [..., H]; norm_weight, offset and the results: see `linear.product_ops.product_to_stream`.
     """
     layout = format_here(format)
-    if not launch.serves(x, parts, layout):
+    if not launch.supports(x, parts, layout):
         out = experts_down(x, ids, weights, parts, format)
         return plain_stream(out.view_as(residual), residual, norm_weight, offset)
     after = stream_after(residual, norm_weight, offset)

@@ -97,24 +97,24 @@ def launch_many_tokens(
 def why_not(parts: Sequence[Tensor], layout: ExpertFormat) -> str | None:
     """The reason why the kernels cannot multiply by these weights, in 16 bits or quantised; None if it can."""
     weight = parts[0]
-    reason = lack_of_device(weight.device, layout)
+    reason = why_not_on(weight.device, layout)
     if reason is not None:
         return reason
     expected = (torch.int32,) if layout.mxfp4 else (torch.float8_e4m3fn,) if layout.block else HALF
     if weight.dtype not in expected:
         return f"the weights are of {weight.dtype}"
-    return _lack_of_layout(parts, layout)
+    return _why_not_layout(parts, layout)
 
 
-def lack_of_device(device: torch.device, layout: ExpertFormat) -> str | None:
+def why_not_on(device: torch.device, layout: ExpertFormat) -> str | None:
     """The reason why a device has no kernel for weights of this layout; None if it has."""
-    reason = skinny_gemm.lack_of_device(device)
+    reason = skinny_gemm.why_not_on(device)
     if reason is not None and card_of(device).lacks_tensor_cores and experts_kernel is not None:
         return f"its weights are quantised, and {reason}" if layout.block or layout.mxfp4 else None
     return reason
 
 
-def _lack_of_layout(parts: Sequence[Tensor], layout: ExpertFormat) -> str | None:
+def _why_not_layout(parts: Sequence[Tensor], layout: ExpertFormat) -> str | None:
     if not all(part.is_contiguous() for part in parts) or parts[0].data_ptr() % 16:
         return "the weights do not lie one behind the other"
     if layout.sizes(parts)[1] % 16:
@@ -126,12 +126,12 @@ def _lack_of_layout(parts: Sequence[Tensor], layout: ExpertFormat) -> str | None
     return None
 
 
-def serves(x: Tensor, parts: Sequence[Tensor], layout: ExpertFormat) -> bool:
+def supports(x: Tensor, parts: Sequence[Tensor], layout: ExpertFormat) -> bool:
     """True if the kernels compute a product of x [T, ...]."""
-    if not x.is_cuda or not len(x) or lack_of_device(x.device, layout) is not None or not layout.rounds:
+    if not x.is_cuda or not len(x) or why_not_on(x.device, layout) is not None or not layout.rounds:
         return False
     fits = layout.mxfp4 or (x.dtype in HALF if layout.block else x.dtype == parts[0].dtype)
-    return bool(fits) and x.dtype != torch.float64 and _lack_of_layout(parts, layout) is None
+    return bool(fits) and x.dtype != torch.float64 and _why_not_layout(parts, layout) is None
 
 
 def up(

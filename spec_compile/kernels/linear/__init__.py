@@ -65,22 +65,22 @@ def choose(weight: Tensor, few_rows: bool) -> LinearForm | None:
 
 
 def _has_skinny_gemm(device: torch.device, dtype: torch.dtype) -> bool:
-    return dtype in HALF and skinny_gemm.lack_of_device(device) is None
+    return dtype in HALF and skinny_gemm.why_not_on(device) is None
 
 
 def why_not_packed(layout: quantised.WeightLayout, parts: list[Tensor], dtype: torch.dtype) -> str | None:
     """Why no kernel multiplies few rows of a dtype by the parts of a layout; None if one does."""
     device = parts[0].device
     if _has_skinny_gemm(device, dtype):
-        return skinny_gemm.lack(parts[0], layout.kind, dtype)
-    return cpu_gemm.lack(layout, parts, dtype) if device.type == "cpu" else "its GPU has no kernel for this dtype"
+        return skinny_gemm.why_not(parts[0], layout.kind, dtype)
+    return cpu_gemm.why_not(layout, parts, dtype) if device.type == "cpu" else "its GPU has no kernel for this dtype"
 
 
 def _readable(parts: list[Tensor], dtype: torch.dtype, repack: Callable[[bool], tuple | None]) -> tuple | None:
     """The layout and the parts of ``repack(on_cpu)``, if a kernel reads them."""
     device = parts[0].device
     on_cpu = not _has_skinny_gemm(device, dtype)
-    if on_cpu and (device.type != "cpu" or cpu_gemm.lack_of_device(dtype) is not None):
+    if on_cpu and (device.type != "cpu" or cpu_gemm.why_not_on(dtype) is not None):
         return None
     form = repack(on_cpu)
     return None if form is None or why_not_packed(*form, dtype) is not None else form

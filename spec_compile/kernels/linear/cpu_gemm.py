@@ -76,7 +76,7 @@ def cpu_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return multiply(form, x, weight, None, bias)
 
 
-def lack_of_device(dtype: torch.dtype) -> str | None:
+def why_not_on(dtype: torch.dtype) -> str | None:
     """Why the kernel cannot multiply activations of a dtype on this CPU; None if it can."""
     if BEST == 0:
         if _cpu_gemm is None:
@@ -85,9 +85,9 @@ def lack_of_device(dtype: torch.dtype) -> str | None:
     return None if dtype in NUMBERS else f"its kernel takes no {dtype}"
 
 
-def lack(layout: "WeightLayout", parts: list[Tensor], dtype: torch.dtype) -> str | None:
+def why_not(layout: "WeightLayout", parts: list[Tensor], dtype: torch.dtype) -> str | None:
     """Why the kernel cannot multiply activations of a dtype by the parts of a layout; None if it can."""
-    reason = lack_of_device(dtype)
+    reason = why_not_on(dtype)
     if reason is not None:
         return reason
     if form_of(layout, parts[0].dtype) is None:
@@ -123,7 +123,7 @@ def _form_of_kind(kind: str, weights: torch.dtype, dtype: torch.dtype, best: int
     """
     from ...quantised import layout_of
 
-    return None if lack_of_device(dtype) is not None else form_of(layout_of(kind), weights)
+    return None if why_not_on(dtype) is not None else form_of(layout_of(kind), weights)
 
 
 @functools.cache

@@ -76,7 +76,7 @@ def cpu_products(
     return stream, out
 
 
-def serves(dtype: torch.dtype, parts: list[Tensor], kind: str) -> bool:
+def supports(dtype: torch.dtype, parts: list[Tensor], kind: str) -> bool:
     """True if the kernel multiplies few rows of a dtype by a layer with these parts."""
     x = parts[0].new_empty(1, parts[0].shape[1], dtype=dtype)
     return dtype == torch.bfloat16 and _form_of(x, parts, kind) is not None

@@ -252,7 +252,7 @@ def _plain_heads(out: Tensor, heads: QkvHeads) -> Tensor:
     return q.transpose(1, 2).contiguous()
 
 
-def lack_of_append(size: int, value_size: int, normed: bool) -> str | None:
+def why_not_append(size: int, value_size: int, normed: bool) -> str | None:
     """Why `product_to_heads` cannot append heads of `size`, keys and values, the keys normed or not; None if it can."""
     if size != value_size or size % 2:
         return f"keys of {size} and values of {value_size}"

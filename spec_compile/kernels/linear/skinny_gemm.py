@@ -35,7 +35,7 @@ TUNED = HOPPER
 """The compute capability for which the rules of `plans` were tuned."""
 
 
-def lack_of_device(device: torch.device) -> str | None:
+def why_not_on(device: torch.device) -> str | None:
     """Why the kernel cannot run on a device; None if it can."""
     if triton is None:
         return "Triton is not installed"
@@ -47,9 +47,9 @@ def lack_of_device(device: torch.device) -> str | None:
     return None
 
 
-def lack(weight: Tensor, kind: str = "", dtype: torch.dtype | None = None) -> str | None:
+def why_not(weight: Tensor, kind: str = "", dtype: torch.dtype | None = None) -> str | None:
     """Why the kernel cannot multiply x of a dtype (None: the weight's) by `weight` [O, I]; None if it can."""
-    reason = lack_of_device(weight.device)
+    reason = why_not_on(weight.device)
     if reason is not None:
         return reason
     if kind and (dtype not in HALF or not layout_of(kind).supports(dtype)):
@@ -68,7 +68,7 @@ def plan_of(x: Tensor, weight: Tensor, kind: str = "") -> ProductPlan | None:
     if (
         not x.is_cuda
         or are_plain()
-        or lack(weight, kind, x.dtype) is not None
+        or why_not(weight, kind, x.dtype) is not None
         or (not kind and x.dtype != weight.dtype)
         or not x.numel()
     ):
@@ -123,7 +123,7 @@ def launch(product: Product, out: Tensor | None, parts: int, tile: ProductTile, 
     out: contiguous; [R, O], gated [R, O / 2], of heads the queries [R, H * D], R = B * N; None if the product is sent.
     early: True to use programmatic dependent launch (None: if the GPU can).
     """
-    if serves_many_rows(product, parts, tile):
+    if supports_many_rows(product, parts, tile):
         return launch_many_rows(product, out, parts)
     x, weight, after, scales = product.x, product.weight, product.after, product.scales
     rows, inputs, outputs = *x.shape, len(weight)
@@ -200,7 +200,7 @@ def has_descriptors(device: torch.device) -> bool:
     return card_of(device).capability >= HOPPER
 
 
-def serves_many_rows(product: Product, parts: int, tile: ProductTile) -> bool:
+def supports_many_rows(product: Product, parts: int, tile: ProductTile) -> bool:
     """True if `wide_kernel` computes a product for which `skinny_gemm_kernel` would take these parts and this tile."""
     x, after = product.x, product.after
     if not has_descriptors(x.device) or tile.block_o < LEAST_HEIGHT:
