@@ -240,6 +240,10 @@ class Speculation:
         about = type(self.original).__name__, self.engine.name
         return side("tools.page").write(self.engine.recording, path, tokenizer, *about)
 
+    def audit(self, prompts: Sequence, tokenizer: Any = None, **options: Any) -> Any:
+        """Decode prompts plainly and speculatively, and compare the two: `spec_compile.audit` of this model."""
+        return side("tools.audit").audit(self._fast(), prompts, tokenizer, **options)
+
     def save(self, folder: str | Path) -> None:
         """Copy what this start has found out to a folder, from which ``speculate(..., artefact=folder)`` starts.
 

@@ -226,13 +226,12 @@ class Engine:
             )
         return [adapter for adapter in adapters for _ in range(sequences)]
 
-    def step_aside(self, argument: str) -> None:
-        """Warn, once for each `argument`, that transformers' own loop runs because of it."""
+    def step_aside(self, argument: str, more: str = "") -> None:
+        """Warn, once for each `argument`, that transformers' own loop runs because of it. more: ends the warning"""
         if argument not in self._announced:
             self._announced.add(argument)
-            warnings.warn(
-                f"{argument}: only transformers' own generate() does this; it runs, without speculation", stacklevel=4
-            )
+            told = f"{argument}: only transformers' own generate() does this; it runs, without speculation{more}"
+            warnings.warn(told, stacklevel=4)
 
     def admit_request(self, prompt: Prompt, room: int) -> None:
         """Raise ValueError if the model or the memory cannot take `prompt` and `room` more tokens a row."""

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 else:
     Base = object
 
+INEXACT = "; its assisted decoding may answer otherwise than plain decoding, where layers are recurrent or have windows"
+"""transformers#49036, #46629 and #48280; the end of a warning before that loop runs."""
+
 
 def _in_turn(loop: Callable) -> Callable:
     """A decoding loop that has the model's turn, also if a loop of the user calls it, which has none."""
@@ -236,7 +239,7 @@ class SpeculativeMixin(FollowsGenerationConfig, Base):
         model: Any = self if called.is_that_of(engine) else model_for(called, engine)
         engine.looped = True
         if model is None:
-            engine.step_aside(called.argument)
+            engine.step_aside(called.argument, INEXACT)
             # Early exit changes the config for a while, and the original may be changed.
             original: Any = engine.original
             return original._assisted_decoding(*args, assistant_model=assistant_model, **kwargs)

@@ -99,9 +99,12 @@ class ReadAnswer:
     calls: list[ToolCall] = field(default_factory=list)
 
 
-def read_answer(parser: Any, text: str) -> ReadAnswer:
-    """The parts of a whole text. It is read as a stream is, so that text around calls stays."""
-    events = [*parser.initial_events, *parser.feed(text)]
+def read_answer(parser: Any, text: str, continues: bool = False) -> ReadAnswer:
+    """The parts of a whole text. It is read as a stream is, so that text around calls stays.
+
+    continues: True if the prompt ends in a message of the assistant, whose text is no part of the answer
+    """
+    events = [*([] if continues else parser.initial_events), *parser.feed(text)]
     with suppress(ValueError, RuntimeError):  # it was cut off within a call
         events += parser.finalize()[1]
     items = items_of(events)

@@ -8,7 +8,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from .answers import ReadAnswer, Thought, ToolCall
-from .anthropic_fields import renamed, to_chat
+from .anthropic_fields import RENAMED, to_chat
 from .call import HttpCall
 from .endpoint import Stream, usage_of
 from .errors import Refusal, error_message
@@ -23,13 +23,23 @@ REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 """Anthropic's reasons for the end of an answer, by OpenAI's."""
 
 
-def _message(
-    call: HttpCall, model: str, content: list, reason: str | None, stop: str | None, prompt: int, answer: int
-) -> dict:
-    """An object of Anthropic's type message. prompt, answer: numbers of tokens."""
+def _usage(prompt: int, answer: int = 0, cached: int = 0) -> dict:
+    """The tokens of a message; `input_tokens` leaves out what was in the cache. prompt: all of the prompt"""
+    read = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": cached}
+    return {"input_tokens": prompt - cached, "output_tokens": answer} | read
+
+
+def _used(choice: HttpCall) -> dict:
+    """The usage of a complete answer."""
+    usage = usage_of([choice])
+    return _usage(usage["prompt_tokens"], usage["completion_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
+
+
+def _message(call: HttpCall, model: str, content: list, reason: str | None, stop: str | None, usage: dict) -> dict:
+    """An object of Anthropic's type message."""
     return {
         "id": f"msg_{call.http_id}", "type": "message", "role": "assistant", "model": model, "content": content,
-        "stop_reason": reason, "stop_sequence": stop, "usage": {"input_tokens": prompt, "output_tokens": answer},
+        "stop_reason": reason, "stop_sequence": stop, "usage": usage,
     }  # fmt: skip
 
 
@@ -75,7 +85,7 @@ class MessageStream(Stream):
 
     def begin(self) -> str:
         (choice,) = self.call.choices
-        begun = _message(self.call, self.model, [], None, None, choice.prompt_length, 0)
+        begun = _message(self.call, self.model, [], None, None, _usage(choice.prompt_length))
         return _event("message_start", message=begun) + _event("ping")
 
     def write(self, choice: HttpCall, item: str | Thought | ToolCall) -> str:
@@ -112,10 +122,8 @@ class MessageStream(Stream):
     def end(self, choice: HttpCall, is_last: bool) -> str:
         """The last events, with the reason of the end and the usage."""
         reason, stop = _reason(finish_reason(choice, self._calls > 0), choice)
-        usage = usage_of([choice])
-        used = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
         delta = {"stop_reason": reason, "stop_sequence": stop}
-        last = _event("message_delta", delta=delta, usage=used, **self.endpoint.speculation([choice]))
+        last = _event("message_delta", delta=delta, usage=_used(choice), **self.endpoint.speculation([choice]))
         return self._close() + last + _event("message_stop")
 
     def error(self, refusal: Refusal) -> str:
@@ -125,22 +133,19 @@ class MessageStream(Stream):
 class MessagesEndpoint(Chat):
     """POST /v1/messages."""
 
-    stream, counts_only = MessageStream, False
+    stream, counts_only, names = MessageStream, False, RENAMED
 
     async def answer(self, request: Request) -> Response:
-        """The answer to a request. Refusals have the client's names of fields."""
-        try:
-            response = await super().answer(request)
-        except Refusal as refusal:
-            refusal.detail, refusal.param = renamed(refusal)
-            raise
+        """The answer to a request, with its id in Anthropic's header, too."""
+        response = await super().answer(request)
         response.headers["request-id"] = request.state.request_id
         return response
 
     def _read(self, call: HttpCall, body: dict) -> dict:
         template = str(getattr(self.requests.processor, "chat_template", None) or "")
-        pictures = self.requests.reads_pictures
-        chat = to_chat(body, template, pictures, self.counts_only)
+        pictures, thinks = self.requests.reads_pictures, self.requests.thinking.is_able
+        chat = to_chat(body, template, pictures, thinks, self.counts_only)
+        call.clamps_limit = True  # clients send the most that some model can write, such as 32000
         chat["user"] = (body.get("metadata") or {}).get("user_id")
         return check_fields(ChatFields, chat, pictures=pictures)
 
@@ -152,9 +157,7 @@ class MessagesEndpoint(Chat):
     def _whole(self, call: HttpCall, answers: list[ReadAnswer]) -> dict:
         ((answer, choice),) = zip(answers, call.choices)
         reason, stop = _reason(finish_reason(choice, bool(answer.calls)), choice)
-        usage = usage_of([choice])
-        sizes = usage["prompt_tokens"], usage["completion_tokens"]
-        message = _message(call, self._model(call), _blocks(call, answer), reason, stop, *sizes)
+        message = _message(call, self._model(call), _blocks(call, answer), reason, stop, _used(choice))
         return message | self.speculation([choice])
 
 

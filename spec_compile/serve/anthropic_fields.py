@@ -6,13 +6,14 @@ from typing import Annotated, Any
 
 from pydantic import FailFast, Field, ValidationInfo, WrapValidator
 
-from .errors import Refusal, refuse, shown
+from .errors import refuse, shown
 
 from .fields import (  # isort: skip
-    ANY, COUNT, FLAG, OBJECT, SIZE, STOPS, TEXT, Fields, Kind, check_fields, one_of, only, present, record, some,
-    text_or, wrong,
+    ANY, COUNT, EFFORT, FLAG, OBJECT, SIZE, STOPS, TEXT, Fields, Kind, check_fields, one_of, only, present, record,
+    some, text_or, wrong,
 )  # fmt: skip
 from .models import VllmSampling
+from .tools import HOSTED
 
 ERROR_PREFIX = "Error: "
 """Stands before a result of a tool that is an error, because chat templates have no field for that."""
@@ -25,11 +26,18 @@ SWITCH = re.compile(r"\b(?:if|not|and|or)\s+thinking\b|\bthinking\s+(?:is|==)\s"
 """A chat template that reads a variable `thinking`."""
 NEEDED = {
     "text": ("text",), "image": ("source",), "tool_use": ("id", "name", "input"), "tool_result": ("tool_use_id",),
-    "thinking": ("thinking",),
+    "thinking": ("thinking",), "document": ("source",), "search_result": ("content",),
+    "tool_reference": ("tool_name",),
 }  # fmt: skip
 """The types of blocks, and the fields that each must have."""
-SPOKEN = {"user": ("text", "image", "tool_result"), "assistant": ("text", "tool_use", "thinking")}
+TOLD = "text", "image", "document", "search_result", "tool_reference"
+"""The types of blocks that the result of a tool may have."""
+SPOKEN = {"user": ("tool_result", *TOLD), "assistant": ("text", "tool_use", "thinking"), "system": ("text",)}
 """The types of blocks that each role may have."""
+HOSTED_BLOCKS = re.compile(
+    r"server_tool_use|mcp_tool_use|\w+_tool_result|redacted_thinking|container_upload|compaction"
+)
+"""Types of blocks about tools that Anthropic's own servers run, and of blocks that only they can read."""
 
 
 class Cached(Fields):
@@ -39,23 +47,24 @@ class Cached(Fields):
 
 
 class Source(Fields):
-    """A picture, by its address or as data."""
+    """A picture, by its address or as data; or the text of a document."""
 
     needed = ("type",)
-    type: one_of("url", "base64") = None
+    type: one_of("url", "base64", "text") = None
     url: TEXT = None
     media_type: TEXT = None
     data: TEXT = None
 
     @classmethod
     def _check_all(cls, values: dict, context: dict) -> None:
-        for name in ("url",) if values["type"] == "url" else ("media_type", "data"):
+        for name in ("url",) if values["type"] == "url" else ("data",):
             cls.need(values, name)
 
 
 def _if_read(value: Any, handler: Any, info: ValidationInfo) -> Any:
-    """A source for a model that reads pictures; others refuse the block as a whole."""
-    return handler(value) if info.context["pictures"] else value
+    """A source that may be one. Those of other blocks are refused, or are texts, as a whole."""
+    is_source = isinstance(value, dict) and (value.get("type") == "text" or info.context["pictures"])
+    return handler(value) if is_source else value
 
 
 class TextBlock(Cached):
@@ -64,7 +73,7 @@ class TextBlock(Cached):
     needed = ("type",)
     type: Kind(lambda value: value == "text", "text here") = None
     text: TEXT = None
-    citations: only([]) = None
+    citations: ANY = None
 
     @classmethod
     def _check_all(cls, values: dict, context: dict) -> None:
@@ -74,34 +83,58 @@ class TextBlock(Cached):
 Texts = Annotated[list[TextBlock], FailFast(), text_or("a text or a list of blocks")]
 
 
-class MessageBlock(Cached):
-    """A block of a message."""
+class ToldBlock(Cached):
+    """A block of the result of a tool."""
 
-    needed = ("type",)
+    needed, hosted = ("type",), ("blocks", HOSTED_BLOCKS)
     type: TEXT = None
     text: TEXT = None
-    citations: only([]) = None
+    citations: ANY = None
+    title: TEXT = None
+    context: TEXT = None
+    tool_name: TEXT = None
     source: Annotated[Source, WrapValidator(_if_read)] = None
+    content: Texts = None
+
+    @classmethod
+    def _check_all(cls, values: dict, context: dict) -> None:
+        kind = values["type"]
+        if kind == "image" and not context["pictures"]:
+            raise wrong("type", "the model reads only text, got an image")
+        for name in NEEDED.get(kind, ()):
+            cls.need(values, name)
+        if kind == "document" and not (isinstance(values["source"], dict) and values["source"]["type"] == "text"):
+            raise wrong("source", 'the model reads documents as {"type": "text", "data": ...}')
+
+
+class MessageBlock(ToldBlock):
+    """A block of a message."""
+
     id: TEXT = None
     name: TEXT = None
     input: OBJECT = None
     caller: ANY = None
     tool_use_id: TEXT = None
-    content: Texts = None
+    content: Annotated[list[ToldBlock], FailFast(), text_or("a text or a list of blocks")] = None
     is_error: FLAG = None
     thinking: TEXT = None
     signature: TEXT = None
 
     @classmethod
     def _check_all(cls, values: dict, context: dict) -> None:
-        if values["type"] == "image" and not context["pictures"]:
-            raise wrong("type", "the model reads only text, got an image")
-        for name in NEEDED.get(values["type"], ()):
-            cls.need(values, name)
+        super()._check_all(values, context)
+        _check_types("content", values.get("content", ()), TOLD)
+
+
+def _check_types(field: str, blocks: str | list[dict], types: tuple[str, ...]) -> None:
+    """Refuse blocks that may not be here."""
+    for index, block in enumerate(() if isinstance(blocks, str) else blocks):
+        if block["type"] not in types and not HOSTED_BLOCKS.fullmatch(block["type"]):
+            raise wrong(f"{field}[{index}].type", f"expected {' or '.join(types)} here, got {shown(block['type'])}")
 
 
 class AnthropicMessage(Fields):
-    """A message of the user or of the assistant."""
+    """A message."""
 
     needed = ("role", "content")
     role: one_of(*SPOKEN) = None
@@ -109,23 +142,22 @@ class AnthropicMessage(Fields):
 
     @classmethod
     def _check_all(cls, values: dict, context: dict) -> None:
-        types = SPOKEN[values["role"]]
-        for index, block in enumerate(() if isinstance(values["content"], str) else values["content"]):
-            if block["type"] not in types:
-                reason = f"expected {' or '.join(types)} here, got {shown(block['type'])}"
-                raise wrong(f"content[{index}].type", reason)
+        _check_types("content", values["content"], SPOKEN[values["role"]])
 
 
 class AnthropicTool(Cached):
-    """A tool. Tools that Anthropic's own servers run have other types."""
+    """A tool. Tools that Anthropic's own servers run, or that its models know, have other types."""
 
-    needed = ("name", "input_schema")
+    needed, hosted = ("name", "input_schema"), ("tools", HOSTED)
     type: only("custom") = None
     name: TEXT = None
     description: TEXT = None
     input_schema: OBJECT = None
-    strict: only(False) = None
-    defer_loading: only(False) = None
+    strict: FLAG = None
+    defer_loading: FLAG = None
+    eager_input_streaming: FLAG = None
+    allowed_callers: ANY = None
+    input_examples: ANY = None
 
     @classmethod
     def need(cls, values: dict, name: str) -> None:
@@ -154,7 +186,7 @@ class Thinking(Fields):
     needed = ("type",)
     type: one_of("enabled", "disabled", "adaptive") = None
     budget_tokens: COUNT = None
-    display: only("summarized") = None
+    display: one_of("summarized", "omitted") = None
 
     @classmethod
     def _check_all(cls, values: dict, context: dict) -> None:
@@ -180,7 +212,7 @@ class PromptFields(Cached):
     tools: list[AnthropicTool] = None
     tool_choice: ToolChoice = None
     thinking: Thinking = None
-    output_config: record(effort=only(), format=OutputFormat) = None
+    output_config: record(effort=EFFORT, format=OutputFormat, task_budget=ANY) = None
     chat_template_kwargs: OBJECT = None
 
 
@@ -199,18 +231,19 @@ class MessageFields(VllmSampling, PromptFields):
     container: only() = None
     inference_geo: only() = None
     mcp_servers: only() = None
-    context_management: only() = None
+    context_management: OBJECT = None
 
 
 SAME = {*VllmSampling.model_fields, "max_tokens", "chat_template_kwargs"}
 """Fields that chats have, too."""
 
 
-def to_chat(body: dict, template: str, pictures: bool, counts_only: bool = False) -> dict:
+def to_chat(body: dict, template: str, pictures: bool, thinks: bool, counts_only: bool = False) -> dict:
     """The body of /v1/chat/completions for a body of /v1/messages. Refusal that names the client's field.
 
     template: the model's chat template
     pictures: True if the model reads pictures
+    thinks: True if the model thinks; then a budget bounds it
     counts_only: True for a body of /v1/messages/count_tokens
     """
     fields = check_fields(PromptFields if counts_only else MessageFields, body, pictures=pictures)
@@ -220,6 +253,10 @@ def to_chat(body: dict, template: str, pictures: bool, counts_only: bool = False
     chat["messages"] = chat.get("messages", []) + _messages(fields["messages"])
     if fields.get("stop_sequences"):
         chat["stop"] = fields["stop_sequences"]
+    if chat["messages"][-1]["role"] == "assistant":
+        chat["continue_final_message"] = True
+    if "effort" in fields.get("output_config", {}):
+        chat["reasoning_effort"] = fields["output_config"]["effort"]
     if fields.get("tools"):
         chat["tools"] = [*map(_tool, fields["tools"])]
     if "tool_choice" in fields:
@@ -228,16 +265,8 @@ def to_chat(body: dict, template: str, pictures: bool, counts_only: bool = False
         named = {"name": "answer", "schema": fields["output_config"]["format"]["schema"]}
         chat["response_format"] = {"type": "json_schema", "json_schema": named}
     if "thinking" in fields:
-        _think(fields["thinking"], chat, template, counts_only)
+        _think(fields["thinking"], chat, template, thinks and not counts_only)
     return chat
-
-
-def renamed(refusal: Refusal) -> tuple[str, str | None]:
-    """The reason and the field of a refusal with the client's names."""
-    reason, param = str(refusal.detail), refusal.param
-    if param in RENAMED and reason.startswith(param):
-        reason, param = RENAMED[param] + reason[len(param) :], RENAMED[param]
-    return reason, param
 
 
 def _joined(blocks: str | list[dict]) -> str:
@@ -246,17 +275,16 @@ def _joined(blocks: str | list[dict]) -> str:
 
 
 def _messages(messages: list[dict]) -> list[dict]:
-    """Messages of a chat; several of one role in a row become one, as in Anthropic's API."""
+    """Messages of a chat; several of one role in a row become one, as in Anthropic's API. A system message among them is
+    the user's, because templates take one at the beginning only."""
     merged: list[tuple[str, list[dict]]] = []
     for message in messages:
-        role, content = message["role"], message["content"]
+        role, content = "user" if message["role"] == "system" else message["role"], message["content"]
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if merged and merged[-1][0] == role:
             merged[-1][1].extend(blocks)
         else:
             merged.append((role, [*blocks]))
-    if merged[-1][0] == "assistant":
-        raise refuse(f"messages[{len(messages) - 1}]", "the last one is the assistant's; the server begins each answer")
     chat: list[dict] = []
     for role, blocks in merged:
         chat += _of_user(blocks) if role == "user" else [_of_assistant(blocks)]
@@ -268,18 +296,30 @@ def _of_user(blocks: list[dict]) -> list[dict]:
     chat, parts = [], []
     for block in blocks:
         if block["type"] == "tool_result":
-            prefix = ERROR_PREFIX if block.get("is_error") else ""
-            content = prefix + _joined(block.get("content", ""))
+            content = block.get("content", "")
+            told = [{"type": "text", "text": content}] if isinstance(content, str) else [*map(_part, content)]
+            texts = [part for part in told if part["type"] == "text"]
+            parts += [part for part in told if part["type"] != "text"]  # templates show no pictures of tools
+            content = (ERROR_PREFIX if block.get("is_error") else "") + _joined(texts)
             chat.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": content})
-        elif block["type"] == "text":
-            parts.append({"type": "text", "text": block["text"]})
-        else:
-            source = block["source"]
-            url = source["url"] if source["type"] == "url" else f"data:{source['media_type']};base64,{source['data']}"
-            parts.append({"type": "image_url", "image_url": {"url": url}})
+        elif block["type"] in TOLD:
+            parts.append(_part(block))
     if any(part["type"] != "text" for part in parts):
         return [*chat, {"role": "user", "content": parts}]
     return [*chat, {"role": "user", "content": _joined(parts)}] if parts or not chat else chat
+
+
+def _part(block: dict) -> dict:
+    """A block as a part of a chat's message: a picture, or the text of a document, of a finding or of a tool's name."""
+    kind, source = block["type"], block.get("source", {})
+    if kind == "image":
+        url = f"data:{source.get('media_type', 'image/png')};base64,{source.get('data')}"
+        return {"type": "image_url", "image_url": {"url": source["url"] if source["type"] == "url" else url}}
+    if kind == "tool_reference":
+        return {"type": "text", "text": f"The tool {block['tool_name']} is there."}
+    text = block["text"] if kind == "text" else source["data"] if kind == "document" else _joined(block["content"])
+    titles = [block[name] for name in present(("title", "context"), block)]
+    return {"type": "text", "text": "\n".join([*titles, text])}
 
 
 def _of_assistant(blocks: list[dict]) -> dict:
@@ -298,8 +338,11 @@ def _of_assistant(blocks: list[dict]) -> dict:
 
 
 def _tool(tool: dict) -> dict:
+    if HOSTED.fullmatch(tool.get("type", "custom")):
+        return tool
     function = {"name": tool["name"], "parameters": tool["input_schema"]}
-    return {"type": "function", "function": function | {name: tool[name] for name in present(("description",), tool)}}
+    more = {name: tool[name] for name in present(("description", "strict"), tool)}
+    return {"type": "function", "function": function | more}
 
 
 def _choice(choice: dict) -> dict:
@@ -310,10 +353,10 @@ def _choice(choice: dict) -> dict:
     )
 
 
-def _think(thinking: dict, chat: dict, template: str, counts_only: bool) -> None:
-    """Add to a chat how it shall think."""
+def _think(thinking: dict, chat: dict, template: str, is_bound: bool) -> None:
+    """Add to a chat how it shall think. is_bound: True if a budget bounds it; else it has no effect"""
     is_on, budget = thinking["type"] != "disabled", thinking.get("budget_tokens")
-    if budget is not None and not counts_only:
+    if budget is not None and is_bound:
         if budget >= chat["max_tokens"]:
             raise refuse("thinking.budget_tokens", f"expected less than max_tokens, {chat['max_tokens']}, got {budget}")
         chat["thinking_token_budget"] = budget

@@ -43,6 +43,9 @@ class HttpCall:
     limit_field: name of the field with the number of tokens that the client wants, or None
     prediction: token ids of the answer that the client expects, or None
     tool_calls: the calls that the answer shall have, a `ToolCalls`, or None
+    custom_tools: names of its tools that take free text
+    clamps_limit: True if the client's limit is a bound, and not a wish
+    told_tokens: tokens of the answer that chunks have told, see `new_tokens`
     sign: breaks control tokens in the texts of its chat, see `ChatText`; empty if there are none
     pictures: that its prompt shows, by name, until it is made
     choices: the calls of the choices, this one included if there is no other; empty before they are made
@@ -70,6 +73,9 @@ class HttpCall:
     limit_field: str | None = None
     prediction: list[int] | None = None
     tool_calls: Any = None
+    custom_tools: set[str] = field(default_factory=set)
+    clamps_limit: bool = False
+    told_tokens: int = 0
     sign: str = ""
     pictures: dict[str, Any] = field(default_factory=dict)
     choices: "list[HttpCall]" = field(default_factory=list)
@@ -111,6 +117,22 @@ class HttpCall:
     def finish_reason(self) -> str:
         """Why its answer, which is complete, has ended."""
         return "stop" if self.cut.found is not None else self.output.finish_reason
+
+    @property
+    def keeps_special_tokens(self) -> bool:
+        """True if the client wants to see special tokens."""
+        return self.fields.get("skip_special_tokens") is False
+
+    @property
+    def continues(self) -> bool:
+        """True if the answer goes on with the last message of its prompt."""
+        return self.fields.get("continue_final_message", False)
+
+    def new_tokens(self) -> list[int]:
+        """The tokens of the answer since the last call."""
+        tokens = self.output.generated_tokens[self.told_tokens :]
+        self.told_tokens += len(tokens)
+        return tokens
 
     @property
     def prompt_length(self) -> int:

@@ -31,6 +31,13 @@ OPTIONS: dict[str, tuple] = {
     "max_lora_rank": (Count, None, "By default that of the adapters.", 1),
     "train_while_serving": (bool, False, "Let the draft learn from answers; texts stay in memory."),
     "online_training": (dict, "{}", _json("Such as '{\"share\": 0.05}'; trains, too.")),
+    "shadow": (
+        float,
+        0.0,
+        "Share of requests that plain steps answer again; metrics count differences.",
+        0,
+        1,
+    ),
     "grace": (float, GRACE, "Seconds that requests have to end after SIGTERM.", 0),
     # How the model is loaded, and where the server listens.
     "device": (str, "auto", "Such as cpu or cuda:0; auto is one GPU if there is one."),
@@ -43,6 +50,9 @@ OPTIONS: dict[str, tuple] = {
     "host": (str, "localhost", "The address at which the server listens."),
     "port": (int, 8000, "The port.", 0, 65535),
     "enable_cors": (bool, False, "Let web pages of other origins read answers."),
+    "allowed_origins": (Texts, None, "Only of this origin, such as https://example.org; may be repeated."),
+    "allowed_methods": (Texts, None, "A method that such pages may use; by default all; may be repeated."),
+    "allowed_headers": (Texts, None, "A header that such pages may send; by default all; may be repeated."),
     "log_level": (str, "warning", "Of transformers, such as info."),
     "default_seed": (Count, None, "The seed of torch at the start."),
     # Who may call the server, and what clients may do.
@@ -64,9 +74,9 @@ OPTIONS: dict[str, tuple] = {
 }
 """For each flag its type, its default, what its help says, and the least and the largest value, if there are some."""
 BUILT = (
-    "slots", "max_queue", "tensor_parallel", "served_model_name", "lora_modules", "allowed_media_domains",
-    "allowed_local_media_path", "limit_mm_per_prompt", "share_texts", "isolate_prefixes",
-    "allow_runtime_lora_updating", "lora_root",
+    "slots", "max_queue", "tensor_parallel", "served_model_name", "lora_modules", "shadow", "allowed_origins",
+    "allowed_methods", "allowed_headers", "allowed_media_domains", "allowed_local_media_path", "limit_mm_per_prompt",
+    "share_texts", "isolate_prefixes", "allow_runtime_lora_updating", "lora_root",
 )  # fmt: skip
 """Flags that are arguments of `server.build`, in addition to `FLAGS`."""
 

@@ -120,10 +120,11 @@ class HostMiddleware:
     server on loopback. Their requests have that name in Host.
     """
 
-    def __init__(self, app: Callable, hosts: Iterable[str]):
-        """hosts: names without ports; loopback's names are always allowed."""
+    def __init__(self, app: Callable, hosts: Iterable[str], origins: Iterable[str] = ()):
+        """hosts: names without ports; loopback's names are always allowed. origins: pages of these may call, too"""
         self.app = app
         self._hosts = {"localhost", "127.0.0.1", "::1"} | {_name_of(f"//{host}") or host.lower() for host in hosts}
+        self._origins = self._hosts | {_name_of(origin) for origin in origins}
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         refusal = self._refusal(scope["headers"]) if scope["type"] in ("http", "websocket") else None
@@ -137,8 +138,8 @@ class HostMiddleware:
         if len(hosts) != 1 or hosts[0] not in self._hosts:
             return Refusal(400, "Host: this server is not called so; start it with --allowed-hosts to allow more names")
         origins = [_name_of(value.decode("latin-1")) for name, value in headers if name == b"origin"]
-        if not self._hosts.issuperset(origins):
-            return Refusal(403, "Origin: pages of other hosts may not call this server; see --allowed-hosts")
+        if not self._origins.issuperset(origins):
+            return Refusal(403, "Origin: pages of other hosts may not call this server; see --allowed-origins")
         return None
 
 
@@ -173,6 +174,8 @@ class Policy:
     allow_runtime_lora_updating: True if clients may load and unload adapters
     lora_root: the folder that has the adapters that clients may load, which they need
     enable_cors: True if web pages of other origins may read answers
+    allowed_origins, allowed_methods, allowed_headers: bounds of that by origin (which turn it on), by method and by
+        header; None: all
 
     Raises ValueError as `Media` does, and if one of the two options of adapters is there without the other.
     """
@@ -186,6 +189,9 @@ class Policy:
     allow_runtime_lora_updating: bool = False
     lora_root: str | Path | None = None
     enable_cors: bool = False
+    allowed_origins: list[str] | None = None
+    allowed_methods: list[str] | None = None
+    allowed_headers: list[str] | None = None
 
     def __post_init__(self):
         self.media = Media(self.allowed_media_domains or [], self.allowed_local_media_path, self.limit_mm_per_prompt)

@@ -10,7 +10,8 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import UTC, datetime
+from typing import Any, ClassVar
 
 from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -23,14 +24,16 @@ from .body import decode_body
 from .call import CURRENT, HttpCall, Waiting, split_choices
 from .errors import Refusal, error_object, noted, quoted, refuse
 from .fields import Fields, check_fields, present
-from .generation import Requests
+from .generation import Requests, flat_ids
 from .logprobs import ChatLogprobs
 from .loras import ServedAdapters
 from .media import address_of, find_pictures
 from .metrics import speculation_fields
-from .prompts import ChatText, count_characters, for_template, nested
-from .settings import make_config, usage_details
+from .models import LIMITS
+from .prompts import ChatText, count_characters, for_template
+from .settings import forbid, make_config, usage_details
 from .tool_calls import read_tool_calls
+from .tools import custom_names, nested
 
 BESIDE_PROMPT = ("chat_template_kwargs", "tools", "instructions")
 """Fields that chat templates read in addition to the messages."""
@@ -51,9 +54,15 @@ class Service:
     since: int = field(default_factory=lambda: int(time.time()))
 
     def cards(self) -> list[dict]:
-        """The model and its adapters, in OpenAI's form with vLLM's `root` and `parent`."""
-        common = {"object": "model", "created": self.since, "owned_by": "spec_compile"}
-        return [{"id": self.adapters.base} | common, *(card | common for card in self.adapters.cards())]
+        """The model and its adapters, in OpenAI's and Anthropic's form, with vLLM's `root`, `parent` and
+        `max_model_len`."""
+        common = {
+            "object": "model", "created": self.since, "owned_by": "spec_compile", "type": "model",
+            "created_at": datetime.fromtimestamp(self.since, UTC).isoformat(),
+            "max_model_len": self.requests.row_tokens, "context_length": self.requests.row_tokens,
+        }  # fmt: skip
+        cards = [{"id": self.adapters.base}, *self.adapters.cards()]
+        return [card | {"display_name": card["id"]} | common for card in cards]
 
     def joins_texts(self) -> bool:
         """True if the content of a message is one text to the chat template, False if it is a list of parts."""
@@ -72,11 +81,13 @@ class Endpoint:
     fields: model of its body
     prompt_field: name of the field with the prompt
     generates: True if its requests wait for a row
+    names: the client's names of fields that are called otherwise here
     """
 
     fields: type[Fields]
     prompt_field: str
     generates = True
+    names: ClassVar[dict[str, str]] = {}
 
     def __init__(self, service: Service):
         self.service, self.requests = service, service.requests
@@ -85,11 +96,15 @@ class Endpoint:
         """The answer to a request. Refusal if it cannot be served, before its body is read if there is no room."""
         requests = self.requests
         requests.admit(self.generates)
-        async with requests.bodies.reading(request, requests.most_bytes) as data:
-            requests.admit(self.generates)
-            answering = self._answer(data)
-            del data  # it may be large, and the answer may take long
-            return await requests.workers.drive(answering)  # guard: event-loop
+        try:
+            async with requests.bodies.reading(request, requests.most_bytes) as data:
+                requests.admit(self.generates)
+                answering = self._answer(data)
+                del data  # it may be large, and the answer may take long
+                return await requests.workers.drive(answering)  # guard: event-loop
+        except Refusal as refusal:
+            refusal.rename(self.names)
+            raise
 
     async def _answer(self, data: bytes) -> Response:
         call = CURRENT.get()
@@ -158,12 +173,22 @@ class Generating(Endpoint):
             is_told = isinstance(error, TemplateError)  # in the words of the template
             reason = quoted(error) if is_told else f"the log has the reason under error {noted(error)}"
             raise refuse(self._culprit(call), f"it cannot be made a prompt of: {reason}") from error
+        if "truncate_prompt_tokens" in call.fields:
+            prompts = [(self._cut(call, inputs), echo) for inputs, echo in prompts]
         call.is_prepared, call.pictures = True, {}
         self.requests.bodies.drop(call)
         return await self._generate(call, prompts)
 
     async def _prepare(self, call: HttpCall) -> None:
         """Get what the prompt needs."""
+
+    def _cut(self, call: HttpCall, inputs: dict) -> dict:
+        """The last tokens of a prompt, as `truncate_prompt_tokens` asks. -1: as many as leave room for the answer."""
+        if inputs.keys() - {"input_ids", "attention_mask", "token_type_ids"}:
+            raise refuse("truncate_prompt_tokens", "a prompt with pictures cannot be cut; leave it out")
+        most, wanted = call.fields["truncate_prompt_tokens"], max(call.fields.get(name, 1) for name in LIMITS)
+        most = max(1, self.requests.row_tokens - wanted) if most == -1 else most
+        return {"input_ids": flat_ids(inputs["input_ids"])[-most:]}
 
     def _prompts(self, call: HttpCall) -> Iterator[tuple[dict, str | None]]:
         """The model's inputs for each prompt, and the text with which its answers begin, or None."""
@@ -177,6 +202,7 @@ class Generating(Endpoint):
         """The answer of the model."""
         requests = self.requests
         config, call.limit_field = make_config(call.fields, requests.model.generation_config, requests.vocab_size)
+        forbid(config, call.fields.get("bad_words", []), requests.tokenizer)
         calls = split_choices(call, prompts, requests.max_queue)
         for each in calls:
             each.logprobs = self._logprobs(each)
@@ -220,7 +246,8 @@ class Templated(Generating):
         template = getattr(processor, "chat_template", None)
         if template is None:
             raise refuse(self.prompt_field, "the model has no chat template; use /v1/completions")
-        if not fields.get("tools") or fields.get("tool_choice") == "none":
+        call.custom_tools = custom_names(fields.get("tools", []))
+        if fields.get("tool_choice") == "none" or not nested(fields.get("tools", [])):
             fields.pop("tools", None)
         elif "tools" not in str(template):  # guard: tools
             raise refuse("tools", "the model's chat template takes no tools; leave them out")
@@ -252,8 +279,13 @@ class Templated(Generating):
             texts = ChatText.of(processor)
             messages = [texts.broken_message(each, call.sign) for each in messages]
             tools, variables = texts.broken(tools, call.sign), texts.broken(variables, call.sign)
+        if "reasoning_effort" in fields and "reasoning_effort" in ChatText.of(processor).variables:
+            variables = {"reasoning_effort": fields["reasoning_effort"]} | variables
         variables = self.service.variables | variables
-        return processor.apply_chat_template(messages, add_generation_prompt=True, tools=tools, **options, **variables)
+        continues = fields.get("continue_final_message", False)
+        begins = fields.get("add_generation_prompt", not continues)
+        variables |= {"add_generation_prompt": begins, "continue_final_message": continues}
+        return processor.apply_chat_template(messages, tools=tools, **options, **variables)
 
     def _culprit(self, call: HttpCall) -> str:
         """The field without which the chat template, which has failed, makes a prompt; else the prompt's."""
@@ -339,8 +371,10 @@ def usage_of(calls: list[HttpCall], n: int = 1) -> dict:
     """The usage of complete choices: of the prompt of each n choices once, and of all answers."""
     prompt = sum(call.prompt_length for call in calls[::n])
     answer = sum(len(call.output.generated_tokens) for call in calls)
+    cached = sum(call.output.speculation.reused_prompt_tokens for call in calls[::n])
     usage: dict[str, Any] = {
-        "prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer
+        "prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer,
+        "prompt_tokens_details": {"cached_tokens": cached},
     }  # fmt: skip
     details: Counter[str] = Counter()
     for call in calls if calls[0].prediction is not None else ():

@@ -49,6 +49,12 @@ class Refusal(HTTPException):
         super().__init__(status, tidy(reason), {"Retry-After": str(RETRY_SECONDS)} if retries else None)
         self.param, self.code = param, code
 
+    def rename(self, names: dict[str, str]) -> None:
+        """Call the field by the client's name. names: by the server's, such as {"stop": "stop_sequences"}"""
+        if self.param in names and self.detail.startswith(self.param):
+            named = names[self.param]
+            self.detail, self.param = named + self.detail[len(self.param) :], named
+
 
 def refuse(field: str, reason: str) -> Refusal:
     """The refusal of a field's value. field: the field, or a path into it such as "messages[0].role"."""

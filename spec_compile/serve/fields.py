@@ -7,6 +7,7 @@ only have a value that changes nothing. Names that nobody knows here are ignored
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, ClassVar
@@ -27,14 +28,18 @@ MOST_ENDS = 1024
 """Entries of `stop_token_ids`."""
 MOST_CHOICES, MOST_PROMPTS = 128, 1024
 """Answers to one prompt, and prompts of one request."""
+MOST_WORDS = 64
+"""Entries of `bad_words`, each of which costs time in every step."""
+LOGPROBS = "message.output_text.logprobs"
+"""What `include` cannot ask for. Its other values are about tools of OpenAI's servers, and have no effect."""
 LONGEST_SALT = 256
 """Characters of `cache_salt`."""
 COLDEST, HOTTEST = 1e-5, 1e5
 """Temperatures above 0 by which logits can be divided in float32."""
 MOST_NOTED = 256
-"""Unknown names that the log tells. Clients choose them, so there is a bound."""
+"""Things without effect that the log tells. Clients choose them, so there is a bound."""
 NOTED: set[str] = set()
-"""The unknown names that the log has told."""
+"""What the log has told."""
 
 
 class Kind:
@@ -76,16 +81,23 @@ class Fields(BaseModel):
 
     needed: names that it must have
     empty: by name, values that count as not given
+    hosted: what such objects are, and the types of those that only OpenAI's or Anthropic's own servers can serve: of
+        these only the type is given, and the log tells it once
     """
 
     needed: ClassVar[tuple[str, ...]] = ()
     empty: ClassVar[dict[str, tuple]] = {}
+    hosted: ClassVar[tuple[str, re.Pattern] | None] = None
 
     @model_validator(mode="wrap")
     @classmethod
     def _plain(cls, value: Any, handler: Any, info: ValidationInfo) -> Any:
         if not isinstance(value, dict):
             raise expected("an object")
+        kind = value.get("type")
+        if cls.hosted is not None and isinstance(kind, str) and cls.hosted[1].fullmatch(kind):
+            note_ignored(f"{cls.hosted[0]} of the type {kind}", "which have no effect, because no client runs them")
+            return {"type": kind}
         names, given = attributes(cls), {}
         for name, each in value.items():
             if name not in names:
@@ -126,11 +138,16 @@ def attributes(fields: type[Fields]) -> dict[str, str]:
 
 
 def note_unknown(name: str, known: Iterable[str]) -> None:
-    """Tell the log of a name that is ignored, once."""
+    """Tell the log of the name of a field that is ignored, once."""
     name = name[:80]
-    if name not in NOTED and len(NOTED) < MOST_NOTED:
-        NOTED.add(name)
-        log.warning("requests have a field %s, which is ignored.%s", ascii(name), did_you_mean(name, known))
+    note_ignored(f"a field {name!a}", f"which is ignored.{did_you_mean(name, known)}")
+
+
+def note_ignored(what: str, reason: str) -> None:
+    """Tell the log of something in requests that has no effect, once."""
+    if what not in NOTED and len(NOTED) < MOST_NOTED:
+        NOTED.add(what)
+        log.warning("requests have %s, %s", what, reason)
 
 
 def check_fields(fields: type[Fields], body: Any, **context: Any) -> dict:
@@ -219,12 +236,13 @@ def _are_allowed(allowed: dict) -> bool:
 
 
 def _names_tool(value: Any) -> bool:
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or value.get("type") not in ("function", "custom"):
         return False
-    named = value.get("function", value)
-    names = {"type", "function"} if named is not value else {"type", "name"}
+    kind = value["type"]
+    named = value.get(kind, value)
     has_name = isinstance(named, dict) and isinstance(named.get("name"), str)
-    return has_name and value.keys() == names and value["type"] == "function" and named.keys() <= {"type", "name"}
+    names = {"type", kind} if named is not value else {"type", "name"}
+    return has_name and value.keys() == names and named.keys() <= {"type", "name"}
 
 
 def _are_ids(value: Any) -> bool:
@@ -276,6 +294,22 @@ BIASES = Kind(_is_biases, f"an object of at most {MOST_BIASES} token ids, each w
 ENDS = Kind(
     lambda value: isinstance(value, list) and len(value) <= MOST_ENDS and all(map(ID.accepts, value)),
     f"a list of at most {MOST_ENDS} token ids",
+)
+IDS = Kind(_are_ids, "a list of token ids, not empty")
+LENGTH = Kind(lambda value: value == -1 or COUNT.accepts(value), "an int of 1 or more, or -1 for all that fit")
+WORDS = Kind(
+    lambda value: (
+        isinstance(value, list)
+        and len(value) <= MOST_WORDS
+        and all(isinstance(word, str) and 0 < len(word.strip()) <= LONGEST_STOP for word in value)
+    ),
+    f"a list of at most {MOST_WORDS} texts of 1 to {LONGEST_STOP} characters",
+)
+EFFORT = one_of("none", "minimal", "low", "medium", "high", "xhigh", "max")
+VERBOSITY, SUMMARY = one_of("low", "medium", "high"), one_of("auto", "concise", "detailed")
+INCLUDED = Kind(
+    lambda value: isinstance(value, list) and all(isinstance(each, str) and each != LOGPROBS for each in value),
+    f"a list of texts without {LOGPROBS}, which is not served",
 )
 SCHEMA = Kind(lambda value: isinstance(value, (str, dict)), "a JSON schema, an object or its text")
 CHOICE = Kind(

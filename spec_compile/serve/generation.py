@@ -1,12 +1,14 @@
 """`Requests`, between the handlers of HTTP requests and the manager: it adds requests and gives out answers."""
 
 import asyncio
+import copy
 import queue
+import random
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -26,9 +28,11 @@ from .door import Policy
 from .errors import DEAD, Refusal, failed, quoted, refuse, shown
 from .followers import Followers
 from .grammars import GrammarCache, read_form
+from .infill_tokens import InfillTokens
 from .logprobs import check_told, read_top
 from .metrics import PrometheusMetrics
-from .settings import BUDGET, NO_NGRAMS, CountPenalties, ThinkingReader, end_of, reference_of, tokenize
+from .settings import BUDGET, NO_NGRAMS, AllowedTokens, CountPenalties, ThinkingReader, end_of, reference_of, tokenize
+from .shadow import Answered, Shadow
 
 FULL = "the queue is full; try again later"
 MOST_UNREAD = 4096
@@ -55,7 +59,8 @@ class Streamer:
 
     def __init__(self, call: HttpCall, tokenizer: Any, pieces: asyncio.Queue, parser: Any):
         self._call, self._tokenizer, self._pieces, self._parser = call, tokenizer, pieces, parser
-        self._decoder = DecodeStream([], skip_special_tokens=parser is None)
+        self._skips = parser is None and not call.keeps_special_tokens
+        self._decoder = DecodeStream([], skip_special_tokens=self._skips)
         self._is_partial, self._is_begun = False, False
         self._told, self._length = 0, 0  # tokens, and characters of all of them
 
@@ -84,7 +89,7 @@ class Streamer:
             self.put(self._call.echo)
             if self._call.logprobs is not None:
                 self._call.logprobs.add_prompt(output)
-        for item in [] if self._parser is None else items_of(self._parser.initial_events):
+        for item in [] if self._parser is None or self._call.continues else items_of(self._parser.initial_events):
             self.put(item)
 
     def _text(self, output: Output) -> str:
@@ -96,7 +101,7 @@ class Streamer:
             self._is_partial = pieces[-1] is None  # the token does not end a character, or is not text
         text = "".join(filter(None, pieces))
         if output.is_finished() and self._is_partial:
-            answer = self._tokenizer.decode(output.generated_tokens, skip_special_tokens=self._parser is None)
+            answer = self._tokenizer.decode(output.generated_tokens, skip_special_tokens=self._skips)
             text += answer[self._length + len(text) :]
         self._length += len(text)
         return text
@@ -113,8 +118,8 @@ class Streamer:
 class Requests:
     """Puts requests of handlers into the manager, each with its own settings, and gives out their answers."""
 
-    def __init__(self, model: Any, processor: Any, config: ContinuousBatchingConfig):
-        """processor: the model's processor or tokenizer."""
+    def __init__(self, model: Any, processor: Any, config: ContinuousBatchingConfig, shadow: float = 0.0):
+        """processor: the model's processor or tokenizer. shadow: share of requests that `Shadow` answers again"""
         self.model, self.processor = model, processor
         self.manager = model.init_continuous_batching(continuous_batching_config=config)
         runtime = model.speculation.engine.runtime
@@ -124,7 +129,8 @@ class Requests:
         self._clamps_prompts: bool = runtime.verify.clamps_prompts
         self.chooses_adapters = model.speculation.engine.loras is not None
         self.has_ngrams = runtime.algorithm.store is not None
-        self.metrics = PrometheusMetrics(self.manager.metrics)
+        self.shadow = Shadow(self.manager, shadow)
+        self.metrics = PrometheusMetrics(self.manager.metrics, self.shadow)
         self.row_tokens: int = self.manager.metrics()["slot_tokens"]
         self.most_unread, self.max_queue = MOST_UNREAD, config.max_queue_size
         self.reads_pictures, self.policy = reads_pictures(model.speculation.original), Policy()
@@ -136,6 +142,7 @@ class Requests:
         ends = model.generation_config.eos_token_id
         self.grammars = GrammarCache(self.tokenizer, self.vocab_size, ends, self.workers.waits)
         self.thinking = ThinkingReader(self.tokenizer, self.vocab_size)
+        self.infill = InfillTokens.of(self.tokenizer)
         self.is_draining = False
         self.followers: Followers | None = None
         self.manager.warmup()
@@ -209,15 +216,19 @@ class Requests:
         """The parts of a complete choice. Refusal if it has failed. parser: see `Streamer`"""
         if output.error is not None:
             raise end_of(output, call.fields, self._death())
-        text = self.tokenizer.decode(output.generated_tokens, skip_special_tokens=parser is None)
+        skips = parser is None and not call.keeps_special_tokens
+        text = self.tokenizer.decode(output.generated_tokens, skip_special_tokens=skips)
         text = call.cut.whole(text)
-        return ReadAnswer(text) if parser is None else read_answer(parser, text)
+        return ReadAnswer(text) if parser is None else read_answer(parser, text, call.continues)
 
     def parser(self, call: HttpCall, tools: list[dict] | None) -> Any:
-        """The parser of a chat's answer, or None if the form of the model's answers is not known.
+        """The parser of a chat's answer; None if the form of the model's answers is not known, or if the client wants
+        the special tokens and has no tools: then the answer is one text.
 
         tools: the request has these, in the form of chats
         """
+        if call.keeps_special_tokens and not tools:
+            return None
         prompt = self.tokenizer.decode(flat_ids(call.inputs["input_ids"]))
         template = response_template(self.processor, self.model)
         held = call.tool_calls and call.tool_calls.parser(prompt)
@@ -238,13 +249,20 @@ class Requests:
             if output.is_finished():
                 handlers.pop(name, None)
                 self.metrics.observe(output)
+                if asked is not None and output.error is None and output.finish_reason in ("stop", "length"):
+                    self.shadow.take(replace(asked, tokens=[*output.generated_tokens]))
             if call.drops_answer:
                 call.output = output = replace(output, generated_tokens=[], scores=[], finish_reason="length")
             take(output)
 
         self._check_room(call, ids, config)
-        options = self._options(call, ids, config) | self._pictures(inputs)
-        options |= {"adapter_name": call.adapter} if self.chooses_adapters else {}
+        common = self._pictures(inputs) | {"tokenizer": self.tokenizer, "stops_in_prompt": False}
+        common |= {"adapter_name": call.adapter} if self.chooses_adapters else {}
+        options, seed, asked = self._options(call, ids, config) | common, call.fields.get("seed"), None
+        if self.shadow.wants() and config.max_time is None:
+            seed = random.getrandbits(63) if seed is None else seed
+            again = partial(self._options, call, ids, config)
+            asked = Answered(call, ids, [], seed, copy.deepcopy(config), lambda: again() | common)
         options |= call.belonging(self.policy.share_texts, self.policy.isolate_prefixes)
         call.cut = self._cut(call, config)
         call.request_id, is_added = name, False
@@ -254,9 +272,8 @@ class Requests:
                 raise Refusal(400, "the client has left")
             self.policy.media.hold(name, options.values(), handlers)
             self.manager.add_request(
-                ids, name, streaming=streaming, record_timestamps=True, generation_config=config,
-                tokenizer=self.tokenizer, seed=call.fields.get("seed"), speculation=call.fields.get("speculation"),
-                stops_in_prompt=False, **options,
+                ids, name, streaming=streaming, record_timestamps=True, generation_config=config, seed=seed,
+                speculation=call.fields.get("speculation"), **options,
             )  # fmt: skip
             is_added = True
         except queue.Full as error:
@@ -291,7 +308,7 @@ class Requests:
         if room < 1:
             reason = f"{len(ids)} tokens leave no room for a new one (max_new_tokens) in a row of {self.row_tokens}"
             raise refuse(call.prompt_field, f"{reason}; send a shorter one")
-        if call.limit_field is None:
+        if config.max_new_tokens is not None and (call.limit_field is None or call.clamps_limit):
             config.max_new_tokens = min(config.max_new_tokens, room)
         elif config.max_new_tokens is None:
             config.max_new_tokens, config.max_length = config.max_length - len(ids), None
@@ -332,6 +349,8 @@ class Requests:
         penalties = [call.fields.get(name, 0) for name in ("frequency_penalty", "presence_penalty")]
         if any(penalties):
             processors.append(CountPenalties(len(ids), *penalties))
+        if "allowed_token_ids" in call.fields:
+            processors.append(AllowedTokens(call.fields["allowed_token_ids"]))
         form, grammar = self._form(call, ids), None
         if form is not None:
             if config.min_new_tokens or config.min_length:  # they forbid the end, which may be all that the form allows
@@ -369,6 +388,7 @@ class Requests:
     def stop(self) -> None:
         """End the manager. Every request that it has not answered ends in an error."""
         self.is_draining = True
+        self.shadow.close()
         if self.manager.is_running():
             self.manager.stop(block=True, timeout=10, hard_stop=True)
         self.end_all(self._death() or "the server was stopped")

@@ -13,9 +13,11 @@ from .endpoint import Endpoint, Generating, Stream, Templated, event, usage_of
 from .errors import refuse
 from .fields import FLAG, ID, LIST, OBJECT, TEXT, check_fields, only, record
 from .generation import flat_ids
+from .infill_tokens import NO_MARKS
 from .logprobs import ChatLogprobs, CompletionLogprobs, read_top
 from .models import ChatFields, CompletionFields, Messages, Tools
 from .prompts import count_characters
+from .tools import input_of
 
 DONE = "data: [DONE]\n\n"
 """The end of a stream of chunks."""
@@ -31,9 +33,11 @@ class ChunkStream(Stream):
         last chunk."""
         logprobs = choice.logprobs.take() if choice.logprobs is not None and has_tokens else None
         part = {"index": choice.index} | part | ({} if logprobs is None else {"logprobs": logprobs})
-        return {
-            "id": self.call.http_id, "created": int(time.time()), "model": self.model, "choices": [part]
-        } | self.head  # fmt: skip
+        told = {"id": self.call.http_id, "created": int(time.time()), "model": self.model}
+        if self.call.fields.get("return_token_ids") and has_tokens:
+            told |= {"prompt_token_ids": choice.inputs["input_ids"]} if choice.told_tokens == 0 else {}
+            part["token_ids"] = choice.new_tokens()
+        return told | {"choices": [part]} | self.head
 
     def last(self, choice: HttpCall, part: dict, is_last: bool) -> str:
         """The last events of a choice. After all choices come the usage, if the client wants it, and the end."""
@@ -76,8 +80,10 @@ class ChatStream(ChunkStream):
 
 def called(call: HttpCall, item: ToolCall, number: int) -> dict:
     """A call of a tool in OpenAI's form. number: of those before it"""
-    function = {"name": item.name, "arguments": item.arguments}
-    return {"id": f"{call.http_id}_tool_call_{number}", "type": "function", "function": function}
+    name = f"{call.http_id}_tool_call_{number}"
+    if item.name in call.custom_tools:
+        return {"id": name, "type": "custom", "custom": {"name": item.name, "input": input_of(item)}}
+    return {"id": name, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
 
 
 def finish_reason(choice: HttpCall, has_calls: bool) -> str:
@@ -95,6 +101,8 @@ class Choosing(Generating):
         choices = []
         for choice, answer in zip(call.choices, answers):
             part = {"index": choice.index} | self._part(choice, answer)
+            if call.fields.get("return_token_ids"):
+                part |= {"token_ids": choice.new_tokens(), "prompt_token_ids": choice.inputs["input_ids"]}
             choices.append(
                 part | ({} if choice.logprobs is None else {"logprobs": choice.logprobs.whole(choice.output)})
             )
@@ -134,10 +142,8 @@ class CompletionStream(ChunkStream):
         return event(self.chunk(choice, {"text": item}))
 
     def end(self, choice: HttpCall, is_last: bool) -> str:
-        """The suffix, and a chunk with the reason of the end."""
-        suffix = self.call.fields.get("suffix")
-        before = "" if suffix is None else self.write(choice, suffix)
-        return before + self.last(choice, {"text": "", "finish_reason": choice.finish_reason}, is_last)
+        """A chunk with the reason of the end."""
+        return self.last(choice, {"text": "", "finish_reason": choice.finish_reason}, is_last)
 
 
 class Completion(Choosing):
@@ -149,11 +155,17 @@ class Completion(Choosing):
         fields = super()._read(call, body)
         if fields.get("max_tokens") == 0:
             fields["max_tokens"], call.drops_answer = 1, True
+        if fields.get("suffix"):
+            if self.requests.infill is None:
+                raise refuse("suffix", NO_MARKS)
+            if not isinstance(fields["prompt"], str):
+                raise refuse("suffix", "it needs a prompt that is one text")
+            fields["stop_token_ids"] = [*fields.get("stop_token_ids", []), *self.requests.infill.ends]
         return fields
 
     def _check(self, call: HttpCall) -> None:
         super()._check(call)
-        self._check_size(max(map(count_characters, self._given(call))))
+        self._check_size(max(map(count_characters, self._given(call))) + len(call.fields.get("suffix", "")))
 
     def _given(self, call: HttpCall) -> list[str | list[int]]:
         """The prompts: texts and lists of token ids."""
@@ -164,6 +176,8 @@ class Completion(Choosing):
         tokenizer, echo = self.requests.tokenizer, None
         for prompt in self._given(call):
             ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+            if call.fields.get("suffix"):
+                ids = self.requests.infill.prompt(tokenizer, prompt, call.fields["suffix"])
             if call.fields.get("echo"):
                 echo = prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=True)
             yield {"input_ids": ids}, echo
@@ -175,8 +189,7 @@ class Completion(Choosing):
         return CompletionLogprobs(requests.tokenizer, requests.bytes_of, call.echo)
 
     def _part(self, choice: HttpCall, answer: ReadAnswer) -> dict:
-        text = (choice.echo or "") + answer.content + choice.fields.get("suffix", "")
-        return {"text": text, "finish_reason": choice.finish_reason}
+        return {"text": (choice.echo or "") + answer.content, "finish_reason": choice.finish_reason}
 
 
 # The tokens of a prompt, and the text of tokens.

@@ -41,6 +41,11 @@ LABELLED = {
     ),
     "request_rejected": ("requests_rejected_total", "reason", "Requests that were refused, by the reason."),
 }
+SHADOWED = {
+    "spec_decode_checked": "Tokens of answers that were made again by plain steps.",
+    "spec_decode_mismatches": "Places where such an answer differs from the one that was served.",
+}
+"""The counters of `Shadow`."""
 
 ONLINE = {
     "steps_total": "Steps of training.",
@@ -57,9 +62,9 @@ ONLINE = {
 class PrometheusMetrics:
     """Counters of the manager, and times of requests."""
 
-    def __init__(self, read: Callable[[], dict]):
-        """read: the manager's `metrics`."""
-        self._read = read
+    def __init__(self, read: Callable[[], dict], shadow: Any):
+        """read: the manager's `metrics`. shadow: the server's `Shadow`"""
+        self._read, self._shadow = read, shadow
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self._first = self._histogram("time_to_first_token_seconds", "From a request to its first token.", LONG)
@@ -77,6 +82,9 @@ class PrometheusMetrics:
             yield GaugeMetricFamily(PREFIX + name, text, value=values[entry])
         for name, (entry, text) in COUNTERS.items():
             yield CounterMetricFamily(PREFIX + name, text, value=values[entry])
+        for name, text in SHADOWED.items():
+            value = getattr(self._shadow, name.removeprefix("spec_decode_"))
+            yield CounterMetricFamily(PREFIX + name, text, value=value)
         for name, (entry, label, text) in LABELLED.items():
             yield _labelled(name, text, label, values[entry].items())
         text = "Bytes of earlier texts' keys and values."

@@ -8,11 +8,12 @@ from ..batching.output import MOST_TOP
 from .errors import shown
 
 from .fields import (  # isort: skip
-    ANY, BIASES, CHOICE, COUNT, ENDS, FLAG, FRACTION, LIST, MOST_CHOICES, OBJECT, POSITIVE, PROMPTS, SALT, SCHEMA,
-    SHARE, SIZE, SPECULATION, STOPS, TEMPERATURE, TEXT, Fields, Kind, integer, is_json_object, number, one_of, only,
-    present, record, some, text_or, wrong,
+    ANY, BIASES, CHOICE, COUNT, EFFORT, ENDS, FLAG, FRACTION, IDS, INCLUDED, LENGTH, LIST, MOST_CHOICES, OBJECT,
+    POSITIVE, PROMPTS, SALT, SCHEMA, SHARE, SIZE, SPECULATION, STOPS, SUMMARY, TEMPERATURE, TEXT, VERBOSITY, WORDS,
+    Fields, Kind, integer, is_json_object, number, one_of, only, present, record, some, text_or, wrong,
 )  # fmt: skip
 from .media import PARTS as PICTURES
+from .tools import HOSTED, HOSTED_ITEMS
 
 # Messages, items and tools.
 
@@ -21,6 +22,7 @@ ROLE = one_of("system", "developer", "user", "assistant", "tool", "function")
 NEEDED = {
     "message": ("role", "content"), "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"), "reasoning": (),
+    "custom_tool_call": ("call_id", "name", "input"), "custom_tool_call_output": ("call_id", "output"),
 }  # fmt: skip
 """The types of items in `input`, and the fields that each must have."""
 
@@ -35,6 +37,7 @@ class MessagePart(Fields):
     needed = ("type",)
     type: TEXT = None
     text: TEXT = None
+    annotations: ANY = None
     image_url: Annotated[record("url", url=TEXT, detail=only("auto")), WrapValidator(_address)] = None
     detail: only("auto") = None
 
@@ -50,11 +53,24 @@ class MessagePart(Fields):
             raise wrong("type", f"the model reads {reads}, got {shown(values['type'])}")
 
 
-ARGUMENTS = Kind(is_json_object, "a text that is a JSON object")
-Call = record(
-    "function", id=ANY, type=ANY, index=ANY, function=record("name", "arguments", name=TEXT, arguments=ARGUMENTS)
-)
-"""A call that the assistant has made."""
+ARGUMENTS = Kind(lambda value: value == "" or is_json_object(value), "a text that is a JSON object")
+
+
+class Call(Fields):
+    """A call that the assistant has made: of a function, or of a custom tool."""
+
+    id: ANY = None
+    type: ANY = None
+    index: ANY = None
+    function: record("name", "arguments", name=TEXT, arguments=ARGUMENTS) = None
+    custom: record("name", "input", name=TEXT, input=TEXT) = None
+
+    @classmethod
+    def _check_all(cls, values: dict, context: dict) -> None:
+        if "custom" not in values:
+            cls.need(values, "function")
+
+
 Content = Annotated[list[MessagePart], FailFast(), text_or("a text or a list of parts")]
 
 
@@ -83,6 +99,8 @@ Messages = Annotated[list[Message], FailFast(), some("a list of at least one mes
 class Item(Fields):
     """An item of `input`: a message, a call, its result, or reasoning."""
 
+    hosted = "items", HOSTED_ITEMS
+
     type: one_of(*NEEDED) = None
     id: ANY = None
     status: ANY = None
@@ -92,10 +110,12 @@ class Item(Fields):
     annotations: only([]) = None
     call_id: TEXT = None
     name: TEXT = None
+    namespace: TEXT = None
     arguments: Kind(lambda value: isinstance(value, (str, dict)), "a text") = None
+    input: TEXT = None
     output: Content = None
-    summary: only([]) = None
-    encrypted_content: only() = None
+    summary: LIST = None
+    encrypted_content: TEXT = None
 
     @classmethod
     def _check_all(cls, values: dict, context: dict) -> None:
@@ -126,21 +146,45 @@ class Function(Fields):
     strict: FLAG = None
 
 
-class Tool(Fields):
-    """A tool: its function is an object within it in chats, and its fields are there in /v1/responses."""
+class CustomTool(Fields):
+    """A tool that takes free text, which may have to follow a grammar."""
 
-    needed = ("type",)
-    type: only("function") = None
-    function: Function = None
+    needed = ("name",)
     name: TEXT = None
     description: TEXT = None
-    parameters: OBJECT = None
-    strict: FLAG = None
+    format: record(
+        "type", type=one_of("text", "grammar"), syntax=one_of("lark", "regex"), definition=TEXT,
+        grammar=record("syntax", "definition", syntax=one_of("lark", "regex"), definition=TEXT),
+    ) = None  # fmt: skip
+
+
+class SingleTool(Function, CustomTool):
+    """A tool: its function is an object within it in chats, and its fields are there in /v1/responses."""
+
+    needed, hosted = ("type",), ("tools", HOSTED)
+    type: Kind(
+        lambda value: value in ("function", "custom", "namespace"),
+        "function, custom, namespace, or a hosted tool, which the prompt leaves out",
+    ) = None
+    function: Function = None
+    custom: CustomTool = None
 
     @classmethod
     def _check_all(cls, values: dict, context: dict) -> None:
-        if "function" not in values:
+        if values["type"] not in values:
             cls.need(values, "name")
+
+
+class Tool(SingleTool):
+    """A tool, or a namespace of tools."""
+
+    tools: Annotated[list[SingleTool], FailFast()] = None
+
+    @classmethod
+    def _check_all(cls, values: dict, context: dict) -> None:
+        super()._check_all(values, context)
+        if values["type"] == "namespace":
+            cls.need(values, "tools")
 
 
 Tools = Annotated[list[Tool], FailFast()]
@@ -179,6 +223,17 @@ class ResponseFormat(Fields):
             cls.need(values, "json_schema")
         elif "json_schema" in values:
             raise wrong("json_schema", "only the type json_schema has it; leave it out")
+
+
+class TextFormat(ResponseFormat, NamedSchema):
+    """The same in `text.format` of /v1/responses, where the schema's fields lie beside the type."""
+
+    needed = ("type",)
+
+    @classmethod
+    def _check_all(cls, values: dict, context: dict) -> None:
+        for name in NamedSchema.needed if values["type"] == "json_schema" else ():
+            cls.need(values, name)
 
 
 class StructuredOutputs(Fields):
@@ -221,8 +276,19 @@ class VllmSampling(Sampling):
     min_p: SHARE = None
     top_k: integer(-1, (1 << 31) - 1) = None
     stop_token_ids: ENDS = None
-    bad_words: only([]) = None
+    bad_words: WORDS = None
+    allowed_token_ids: IDS = None
     include_stop_str_in_output: FLAG = None
+    skip_special_tokens: FLAG = None
+    spaces_between_special_tokens: FLAG = None
+    truncate_prompt_tokens: LENGTH = None
+    return_token_ids: FLAG = None
+    use_beam_search: only(False) = None
+    length_penalty: only(1.0, 1) = None
+    early_stopping: only(False) = None
+    logits_processors: only([]) = None
+    prompt_logprobs: only() = None
+    priority: only(0) = None
     ignore_eos: FLAG = None
     min_tokens: SIZE = None
     structured_outputs: StructuredOutputs = None
@@ -239,6 +305,11 @@ class Template(Fields):
     tool_choice: CHOICE = None
     parallel_tool_calls: FLAG = None
     chat_template_kwargs: OBJECT = None
+    chat_template: only() = None
+    documents: only([]) = None
+    add_generation_prompt: FLAG = None
+    continue_final_message: FLAG = None
+    reasoning_effort: EFFORT = None
     user: TEXT = None
     metadata: OBJECT = None
     store: FLAG = None
@@ -249,7 +320,7 @@ class Template(Fields):
     prompt_cache_options: OBJECT = None
 
 
-StreamOptions = record(include_usage=FLAG, include_obfuscation=only(False), continuous_usage_stats=only(False))
+StreamOptions = record(include_usage=FLAG, include_obfuscation=FLAG, continuous_usage_stats=only(False))
 PredictedPart = record("type", "text", type=only("text"), text=TEXT)
 Predicted = Annotated[list[PredictedPart], text_or("a text or a list of parts, not empty", is_empty_served=False)]
 
@@ -302,11 +373,19 @@ class ChatFields(ChoiceFields, Template):
     modalities: only(["text"]) = None
     functions: only([]) = None
     function_call: only("none", "auto") = None
-    verbosity: only("medium") = None
+    verbosity: VERBOSITY = None
     audio: only() = None
     moderation: only() = None
-    reasoning_effort: only() = None
     web_search_options: only() = None
+
+    @classmethod
+    def _check_all(cls, values: dict, context: dict) -> None:
+        super()._check_all(values, context)
+        continues = values.get("continue_final_message", False)
+        if continues and values.get("add_generation_prompt"):
+            raise wrong("continue_final_message", "add_generation_prompt is true, too; give one of them")
+        if continues and values["messages"][-1]["role"] != "assistant":
+            raise wrong("continue_final_message", "the last message is not the assistant's")
 
 
 class ResponseFields(Sampling, Template):
@@ -317,28 +396,28 @@ class ResponseFields(Sampling, Template):
     instructions: TEXT = None
     max_output_tokens: COUNT = None
     background: only(False) = None
-    include: only([]) = None
-    reasoning: record(effort=only(), summary=only(), generate_summary=only()) = None
-    text: record(format=record(type=only("text")), verbosity=only("medium")) = None
+    include: INCLUDED = None
+    reasoning: record(effort=EFFORT, summary=SUMMARY, generate_summary=SUMMARY, context=ANY) = None
+    text: record(format=TextFormat, verbosity=VERBOSITY) = None
     n: only(1) = None
     top_logprobs: only(0) = None
-    truncation: only("disabled") = None
-    stream_options: record(include_obfuscation=only(False)) = None
+    truncation: one_of("auto", "disabled") = None
+    stream_options: record(include_obfuscation=FLAG) = None
     access_programs: only() = None
     background_options: only() = None
+    client_metadata: OBJECT = None
     context_management: only() = None
     conversation: only() = None
     image: only() = None
-    max_tool_calls: only() = None
+    max_tool_calls: COUNT = None
     moderation: only() = None
-    previous_response_id: only() = None
+    previous_response_id: TEXT = None
     prompt: only() = None
 
     @classmethod
     def _check_all(cls, values: dict, context: dict) -> None:
         super()._check_all(values, context)
         first = values["input"][0]
-        if not isinstance(first, str) and "role" not in first:
-            raise wrong("input[0]", f"expected a message first, got an item of type {shown(first.get('type'))}")
-        if "instructions" in values and not isinstance(first, str) and first["role"] == "system":
-            raise wrong("instructions", "the input begins with a message of the system; give one of them")
+        if isinstance(first, str) or "role" in first or "previous_response_id" in values:
+            return
+        raise wrong("input[0]", f"expected a message first, got an item of type {shown(first.get('type'))}")

@@ -1,9 +1,11 @@
 """Checked messages as the chat template reads them, and `ChatText`: control tokens that clients write become text."""
 
+import base64
 import inspect
 import json
 import re
 import secrets
+import zlib
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
@@ -17,6 +19,12 @@ from .call import CURRENT
 from .errors import refuse
 from .media import address_of
 from .models import TEXTS
+
+SYSTEM = ("system", "developer")
+SEAL = "spec_compile:"
+"""The beginning of reasoning that this server has sealed."""
+LONGEST_REASONING = 1 << 22
+"""Bytes that a sealed text may have."""
 
 
 def count_characters(value: Any) -> int:
@@ -32,8 +40,10 @@ def count_characters(value: Any) -> int:
 def messages_of(items: str | list[dict], instructions: str | None) -> list[dict]:
     """The messages of a chat for the checked items of /v1/responses.
 
-    Reasoning belongs to the message of the assistant after it, or else to an empty one. Calls belong to the message of
-    the assistant before them.
+    Reasoning belongs to the message or to the calls of the assistant after it, or else to an empty message. Calls
+    belong to the message of the assistant before them. Instructions, and the messages of the system and of developers
+    that the items begin with, are one message, because templates take one. So [reasoning, call, output] after "hi" are
+    a user, an assistant with reasoning and a call, and a tool.
     """
     messages = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(items, str):
@@ -45,30 +55,56 @@ def messages_of(items: str | list[dict], instructions: str | None) -> list[dict]
             messages.append({"role": "assistant", "content": ""} | thought)
             thought = {}
         if kind == "reasoning":
-            content = item.get("content", "")
-            texts = [content] if isinstance(content, str) else [part["text"] for part in content]
-            thought = {"reasoning_content": "".join(texts)}
+            thought = {"reasoning_content": reasoning_of(item)}
+        elif kind == "message" and item["role"] in SYSTEM and messages and messages[-1]["role"] in SYSTEM:
+            messages[-1]["content"] = "\n\n".join(text_of(each["content"]) for each in (messages[-1], item))
         elif kind == "message":
             messages.append({"role": item["role"], "content": item["content"]} | thought)
             thought = {}
-        elif kind == "function_call":
+        elif kind in ("function_call", "custom_tool_call"):
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant"})
-            function = {"name": item["name"], "arguments": item["arguments"]}
+            arguments = item["arguments"] if kind == "function_call" else {"input": item["input"]}
+            space = f"{item['namespace']}." if "namespace" in item else ""
+            function = {"name": space + item["name"], "arguments": arguments}
             messages[-1].setdefault("tool_calls", []).append({"id": item["call_id"], "function": function})
-        elif kind == "function_call_output":
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
     return messages
 
 
-def nested(tools: list[dict]) -> list[dict]:
-    """Tools in the form of chats, which templates read."""
-    return [
-        tool
-        if "function" in tool
-        else {"type": "function", "function": {name: each for name, each in tool.items() if name != "type"}}
-        for tool in tools
-    ]
+def text_of(content: str | list[dict]) -> str:
+    """The text of a message's content. Refusal for a picture among the texts of the system."""
+    if isinstance(content, str):
+        return content
+    if any("text" not in part for part in content):
+        raise refuse("input", "messages of the system have only text here")
+    return "".join(part["text"] for part in content)
+
+
+def reasoning_of(item: dict) -> str:
+    """The text of an item of reasoning. Clients that were given it sealed may send back nothing else."""
+    return text_of(item.get("content") or "") or unsealed(item.get("encrypted_content", ""))
+
+
+def sealed(text: str) -> str:
+    """A text in the form of `encrypted_content`, which clients keep and do not read."""
+    return SEAL + base64.b64encode(zlib.compress(text.encode())).decode()
+
+
+def unsealed(content: str) -> str:
+    """The text of `sealed`. What another server has sealed is "", because nobody here can read it."""
+    if not content.startswith(SEAL):
+        return ""
+    try:
+        opened = zlib.decompressobj()
+        data = base64.b64decode(content.removeprefix(SEAL), validate=True)
+        text = opened.decompress(data, LONGEST_REASONING).decode()
+    except (ValueError, zlib.error) as error:
+        raise refuse("input", "encrypted_content: expected what this server has sent, got something else") from error
+    if not opened.eof:
+        raise refuse("input", f"encrypted_content: expected at most {LONGEST_REASONING} bytes of text, all of them")
+    return text
 
 
 def for_template(messages: list[dict], joins_texts: bool, knows_developers: bool, pictures: dict) -> list[dict]:
@@ -104,8 +140,11 @@ def _part(pictures: dict) -> Any:
 
 def _read_call(call: dict) -> dict:
     """A call whose arguments are an object, which templates go through. Text that is no JSON stays."""
+    if "custom" in call:
+        custom = call["custom"]
+        return {"id": call.get("id"), "function": {"name": custom["name"], "arguments": {"input": custom["input"]}}}
     function = call["function"]
-    arguments = function["arguments"]
+    arguments = function["arguments"] or {}
     try:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):

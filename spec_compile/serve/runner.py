@@ -281,7 +281,7 @@ class Runner(uvicorn.Server):
         if metrics is not None:
             server.app.router.routes[:] = [each for each in server.app.router.routes if each.path != METRICS]
         if hosts or (is_loopback(config.host) and not server.keys):
-            server.app.add_middleware(HostMiddleware, hosts=hosts)
+            server.app.add_middleware(HostMiddleware, hosts=hosts, origins=server.requests.policy.allowed_origins or ())
         if not (is_loopback(config.host) or server.keys):
             log.warning(OPEN_TO_ALL.format(config.host))
         self.has_failed = False
@@ -334,6 +334,7 @@ class Runner(uvicorn.Server):
             super().handle_exit(sig, frame)
         else:
             self.requests.is_draining = True
+            self.requests.shadow.close()
             threading.Thread(target=self._drain, args=(sig, frame), daemon=True).start()
 
     def _drain(self, sig: int, frame: object) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,11 @@ from .call import CallMiddleware, HttpCall
 from .door import KeyMiddleware, Keys, Policy
 from .endpoint import Endpoint, Service
 from .errors import MESSAGES_PATH, Refusal, add_handlers
-from .fields import TEXT, record
+from .fields import SHARE, TEXT, record
 from .followers import Followers
 from .generation import Requests
 from .handlers import Chat, Completion, Detokenize, Tokenize
+from .infill import Infill
 from .loras import ServedAdapters, add_lora_routes, read_modules
 from .responses import Responses
 
@@ -109,9 +111,17 @@ class LoadModel(Endpoint):
 ENDPOINTS: dict[str, type[Endpoint]] = {
     "/v1/chat/completions": Chat, "/v1/completions": Completion, "/v1/responses": Responses,
     MESSAGES_PATH: MessagesEndpoint, f"{MESSAGES_PATH}/count_tokens": TokenCounts, "/tokenize": Tokenize,
-    "/detokenize": Detokenize, "/load_model": LoadModel,
+    "/detokenize": Detokenize, "/load_model": LoadModel, "/infill": Infill,
 }  # fmt: skip
 """By the path of POST."""
+UNSERVED = dict.fromkeys(
+    ("/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/moderations"), "a model that generates text; use a server of "
+    "models for it, such as text-embeddings-inference"
+) | dict.fromkeys(
+    ("/v1/audio/speech", "/v1/audio/transcriptions", "/v1/images/generations", "/v1/batches", "/v1/files"),
+    "a model that generates text; use /v1/chat/completions",
+)  # fmt: skip
+"""Paths that clients of OpenAI's know, and what is here instead."""
 
 
 class Server:
@@ -137,6 +147,7 @@ def build(
     tensor_parallel: int = 1,
     served_model_name: str | None = None,
     lora_modules: list[str] | None = None,
+    shadow: float = 0.0,
     follows: bool = False,
     **flags: Any,
 ) -> Server:
@@ -149,12 +160,15 @@ def build(
     served_model_name: the clients' name of the model (default: `model`)
     lora_modules: LoRA adapters that requests may choose, each NAME=PATH; later ones may change the layers that one of
         these changes. `max_loras` of `speculate` is their number unless `options` says it
+    shadow: share of requests, 0 to 1, that are answered again by plain steps in idle time, see `Shadow`
     follows: True in a process that was started for a further GPU
     flags: fields of `Policy`, and those in `FLAGS`, such as port=8000
 
     Raises what `speculate` raises, ValueError if the model cannot be loaded, and TypeError for an unknown flag.
     """
     check_int("tensor_parallel", tensor_parallel, 1, 8)
+    if not SHARE.accepts(shadow):
+        raise ValueError(f"shadow: expected {SHARE.expected}, got {shadow!r}")
     policy = Policy(**{each.name: flags.pop(each.name) for each in fields(Policy) if each.name in flags})
     for name in flags:
         if name not in FLAGS:
@@ -173,7 +187,7 @@ def build(
         raise ValueError("lora_modules: adapters are chosen for each row in one process; leave out tensor_parallel")
     if tensor_parallel == 1 or follows:
         adapters = ServedAdapters(name, loras, policy.lora_root)
-        server = _build(str(model), algo, options, sizes, flags, adapters)
+        server = _build(str(model), algo, options, sizes, flags, adapters, shadow)
         _settle(server, policy)
         if policy.allow_runtime_lora_updating:
             add_lora_routes(server.app, adapters, server.model)
@@ -181,7 +195,7 @@ def build(
     arguments = {"model": str(model), "algo": algo, "tensor_parallel": tensor_parallel}
     arguments["options"] = options = options | {"tensor_parallel": tensor_parallel}
     with Followers(tensor_parallel, arguments | sizes | flags) as followers:
-        server = _build(str(model), algo, options, sizes, flags, ServedAdapters(name, {}))
+        server = _build(str(model), algo, options, sizes, flags, ServedAdapters(name, {}), shadow)
     server.requests.followers = followers
     _settle(server, policy)
     return server
@@ -191,15 +205,17 @@ def _settle(server: Server, policy: Policy) -> None:
     """Let clients do what the policy says."""
     server.keys, server.requests.policy = policy.keys, policy
     server.app.add_middleware(KeyMiddleware, keys=server.keys)
-    if policy.enable_cors:  # without credentials: pages need not send cookies, which nothing here reads
-        told = ["X-Request-Id", "Retry-After"]
+    if policy.enable_cors or policy.allowed_origins:
+        # Without credentials: pages need not send cookies, which nothing here reads.
+        told, origins = ["X-Request-Id", "Retry-After"], policy.allowed_origins or ["*"]
         server.app.add_middleware(
-            CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"], expose_headers=told
-        )
+            CORSMiddleware, allow_origins=origins, allow_methods=policy.allowed_methods or ["*"],
+            allow_headers=policy.allowed_headers or ["*"], expose_headers=told,
+        )  # fmt: skip
 
 
 def _build(
-    name: str, algo: str, options: dict, sizes: dict, flags: dict, adapters: ServedAdapters
+    name: str, algo: str, options: dict, sizes: dict, flags: dict, adapters: ServedAdapters, shadow: float = 0.0
 ) -> Server:  # fmt: skip
     """A rank's server; see `build`."""
     flags = {"reasoning": "auto", "host": "localhost", "port": 8000, "log_level": "warning"} | flags
@@ -214,7 +230,7 @@ def _build(
     adapters.load_into(model)
     config = ContinuousBatchingConfig()
     config.max_requests_per_batch, config.max_queue_size = sizes["slots"], sizes["max_queue"]
-    requests = Requests(speculate(model.eval(), algo=algo, **options), processor, config)
+    requests = Requests(speculate(model.eval(), algo=algo, **options), processor, config, shadow)
     service = Service(requests, adapters, variables | REASONING[flags["reasoning"]])
     return Server(_app(service), service, flags["host"], flags["port"])
 
@@ -224,10 +240,14 @@ def _app(service: Service) -> FastAPI:
     app, requests = FastAPI(), service.requests
     for path, endpoint in ENDPOINTS.items():
         app.post(path)(endpoint(service).answer)
+    for path, what in UNSERVED.items():
+        app.post(path)(partial(_refuse_path, path, what))
 
     @app.api_route("/v1/models", methods=["GET", "OPTIONS"])
     async def list_models() -> JSONResponse:
-        return JSONResponse({"object": "list", "data": service.cards()})
+        cards = service.cards()
+        pages = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"], "has_more": False}  # Anthropic's
+        return JSONResponse({"object": "list", "data": cards} | pages)
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> JSONResponse:
@@ -235,6 +255,10 @@ def _app(service: Service) -> FastAPI:
             if card["id"] == name:
                 return JSONResponse(card)
         raise Refusal(404, f"model: there is no model {name[:200]!r} here", "model", "model_not_found")
+
+    @app.api_route("/", methods=["GET", "HEAD"])  # clients ask whether somebody is there
+    async def root() -> JSONResponse:
+        return JSONResponse({"object": "server", "owned_by": "spec_compile"})
 
     @app.get("/health")
     async def health() -> JSONResponse:
@@ -247,6 +271,10 @@ def _app(service: Service) -> FastAPI:
     add_handlers(app)
     app.add_middleware(CallMiddleware, cancel=requests.manager.cancel_request)
     return app
+
+
+async def _refuse_path(path: str, what: str) -> None:
+    raise Refusal(404, f"{path} is not served: this is {what}", code="unknown_url")
 
 
 def metrics_of(requests: Requests) -> Callable:

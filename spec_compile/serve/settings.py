@@ -106,8 +106,9 @@ SHAPING = (
 )  # fmt: skip
 """Settings that change scores."""
 SHAPING_FIELDS = (
-    "logit_bias", "frequency_penalty", "presence_penalty", "min_tokens", "thinking_token_budget", "response_format",
-    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "tool_choice",
+    "logit_bias", "bad_words", "allowed_token_ids", "frequency_penalty", "presence_penalty", "min_tokens",
+    "thinking_token_budget", "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+    "guided_grammar", "tool_choice",
 )  # fmt: skip
 """Fields of a request that do so, too."""
 NO_TOKEN = "with these settings no token is left that could be drawn; weaken them"
@@ -220,6 +221,7 @@ def make_config(fields: dict, defaults: GenerationConfig, vocab: int) -> tuple[G
         raise refuse(limits[0], f"{limits[1]} is a limit, too; give one of them")
     for setting in present(OF_IDS, values):
         _check_ids(names[setting], setting, values[setting], vocab)
+    _check_ids("allowed_token_ids", "", fields.get("allowed_token_ids", [0]), vocab)
     if fields.get("stop_token_ids") or fields.get("ignore_eos"):
         values["eos_token_id"] = _ends(fields, values, defaults, vocab)
     if "sequence_bias" in values:
@@ -228,6 +230,19 @@ def make_config(fields: dict, defaults: GenerationConfig, vocab: int) -> tuple[G
         if len(values["sequence_bias"]) < len(pairs):
             raise refuse(names["sequence_bias"], "the same ids are there twice")
     return _completed(values, defaults, NAME in fields), limits[0] if limits else None
+
+
+def forbid(config: GenerationConfig, words: list[str], tokenizer: Any) -> None:
+    """Add vLLM's `bad_words` to a request's settings: each word as it begins a text, and as it goes on after a space.
+
+    The words ["mad"] become the ids of "mad" and of " mad".
+    """
+    ids: list[list[int]] = []
+    for word in words:
+        first, spaced = (tokenizer(each, add_special_tokens=False)["input_ids"] for each in (word, f" {word.lstrip()}"))
+        ids += [each for each in (first, spaced) if each and each not in ids]
+    if ids:
+        config.bad_words_ids = [*(config.bad_words_ids or []), *ids]
 
 
 def _completed(values: dict, defaults: GenerationConfig, has_config: bool) -> GenerationConfig:
@@ -256,6 +271,19 @@ def _check_ids(field: str, setting: str, value: Any, vocab: int) -> None:
     largest = max(max(word) if isinstance(word, list) else word for word in words)
     if largest >= vocab:
         raise refuse(field, f"token id {largest} is outside the vocabulary of {vocab} tokens")
+
+
+class AllowedTokens(LogitsProcessor):
+    """vLLM's `allowed_token_ids`: all other tokens have no probability. ids: below the number of the model's tokens"""
+
+    def __init__(self, ids: list[int]):
+        self.ids = ids
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """The scores [B, V] of the token after each row of `input_ids` [B, L]."""
+        allowed = torch.full_like(scores, -torch.inf)
+        allowed[:, self.ids] = scores[:, self.ids]
+        return allowed
 
 
 class CountPenalties(LogitsProcessor):
@@ -297,6 +325,11 @@ class ThinkingReader:
                 self._reason = f"the model does not have the tokens of {' and '.join(self._marks)}"
         except ValueError as error:
             self._reason = str(error)
+
+    @property
+    def is_able(self) -> bool:
+        """True if the model thinks."""
+        return not self._reason
 
     def processor(self, fields: dict, form: Any) -> Any:
         """The processor of a request; `form` if it has no budget. Refusal if the model does not think.

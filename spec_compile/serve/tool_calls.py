@@ -12,6 +12,7 @@ from .answers import REASONING, TAKES_TOOLS, response_template
 from .errors import refuse, shown
 from .grammar_judge import MOST_SPACES
 from .grammars import check_size, read_schema
+from .tools import functions_of
 
 # The text of a model's tool calls, found in its chat template, and the calls that an answer of such a text has.
 
@@ -289,11 +290,11 @@ def read_tool_calls(fields: dict, processor: Any, model: Any) -> ToolCalls | Non
     """
     (mode, names), tools = _read_choice(fields.get("tool_choice", "auto")), fields.get("tools", [])
     required, is_chosen = mode == "required", mode == "required" or names is not None
-    if not tools:
+    functions = [(function, index) for index, tool in enumerate(tools) for function in functions_of(tool)]
+    if not functions:
         if is_chosen:
             raise refuse("tool_choice", "there are no tools; send some in `tools`")
         return None
-    functions = [(tool.get("function", tool), index) for index, tool in enumerate(tools)]
     if names is not None:
         for name in names:
             if all(function["name"] != name for function, _ in functions):
@@ -320,15 +321,15 @@ def _read_choice(choice: str | dict) -> tuple[str, list[str] | None]:
     """
     if isinstance(choice, str):
         return choice, None
-    if choice["type"] == "function":
-        return "required", [choice.get("function", choice)["name"]]
+    if choice["type"] in ("function", "custom"):
+        return "required", [choice.get(choice["type"], choice)["name"]]
     allowed = choice.get("allowed_tools", choice)
-    return allowed["mode"], [tool.get("function", tool)["name"] for tool in allowed["tools"]]
+    return allowed["mode"], [tool.get(tool["type"], tool)["name"] for tool in allowed["tools"]]
 
 
 def _schema_of(function: dict, index: int, tool: dict, required: bool) -> tuple[str, str, dict]:
     """The name of a tool, the field with its schema, and the schema that its arguments are held to."""
-    path = f"tools[{index}].function" if "function" in tool else f"tools[{index}]"
+    path = f"tools[{index}].{tool['type']}" if tool["type"] in tool else f"tools[{index}]"
     if not re.fullmatch(NAME, function["name"]):
         raise refuse(f"{path}.name", "expected 1 to 64 letters, digits, underscores, dashes and dots")
     path += ".parameters"
