@@ -62,7 +62,7 @@ class Source(Fields):
 
 
 def _if_read(value: Any, handler: Any, info: ValidationInfo) -> Any:
-    """A source that may be one. Those of other blocks are refused, or are texts, as a whole."""
+    """A source in a block that may have one. Other blocks are refused as a whole."""
     is_source = isinstance(value, dict) and (value.get("type") == "text" or info.context["pictures"])
     return handler(value) if is_source else value
 
@@ -103,7 +103,7 @@ class ToldBlock(Cached):
             raise wrong("type", "the model reads only text, got an image")
         for name in NEEDED.get(kind, ()):
             cls.need(values, name)
-        if kind == "document" and not (isinstance(values["source"], dict) and values["source"]["type"] == "text"):
+        if kind == "document" and not (isinstance(values["source"], dict) and values["source"].get("type") == "text"):
             raise wrong("source", 'the model reads documents as {"type": "text", "data": ...}')
 
 
@@ -275,8 +275,8 @@ def _joined(blocks: str | list[dict]) -> str:
 
 
 def _messages(messages: list[dict]) -> list[dict]:
-    """Messages of a chat; several of one role in a row become one, as in Anthropic's API. A system message among them is
-    the user's, because templates take one at the beginning only."""
+    """Messages of a chat; several of one role in a row become one, as in Anthropic's API. A message of the system among
+    them is the user's, because templates take one at the beginning only."""
     merged: list[tuple[str, list[dict]]] = []
     for message in messages:
         role, content = "user" if message["role"] == "system" else message["role"], message["content"]

@@ -28,7 +28,7 @@ OPTIONS: dict[str, tuple] = {
     "served_model_name": (Text, None, "What clients call the model; by default as it is called here."),
     "lora_modules": (Texts, None, "A LoRA adapter that requests may choose: NAME=PATH; may be repeated."),
     "max_loras": (Count, None, "Adapters of rows in use; by default all.", 1),
-    "max_lora_rank": (Count, None, "By default that of the adapters.", 1),
+    "max_lora_rank": (Count, None, "By default the largest of the adapters.", 1),
     "train_while_serving": (bool, False, "Let the draft learn from answers; texts stay in memory."),
     "online_training": (dict, "{}", _json("Such as '{\"share\": 0.05}'; trains, too.")),
     "shadow": (

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from .call import OWNER
 from .errors import Refusal, error_at
+from .fields import SHARE
 from .media import Media
 
 VARIABLE = "SPEC_COMPILE_API_KEY"
@@ -172,6 +173,7 @@ class Policy:
     share_texts: True if n-grams are drafted from the texts of all clients, whatever their keys
     isolate_prefixes: True if prompts of different keys share no keys and values
     allow_runtime_lora_updating: True if clients may load and unload adapters
+    shadow: share of requests, 0 to 1, that plain steps answer again in idle time, see `Shadow`
     lora_root: the folder that has the adapters that clients may load, which they need
     enable_cors: True if web pages of other origins may read answers
     allowed_origins, allowed_methods, allowed_headers: bounds of that by origin (which turn it on), by method and by
@@ -188,12 +190,15 @@ class Policy:
     isolate_prefixes: bool = False
     allow_runtime_lora_updating: bool = False
     lora_root: str | Path | None = None
+    shadow: float = 0.0
     enable_cors: bool = False
     allowed_origins: list[str] | None = None
     allowed_methods: list[str] | None = None
     allowed_headers: list[str] | None = None
 
     def __post_init__(self):
+        if not SHARE.accepts(self.shadow):
+            raise ValueError(f"shadow: expected {SHARE.expected}, got {self.shadow!r}")
         self.media = Media(self.allowed_media_domains or [], self.allowed_local_media_path, self.limit_mm_per_prompt)
         root = self.lora_root
         if (root is None) == self.allow_runtime_lora_updating or not Path(root or ".").is_dir():

@@ -31,7 +31,7 @@ MOST_CHOICES, MOST_PROMPTS = 128, 1024
 MOST_WORDS = 64
 """Entries of `bad_words`, each of which costs time in every step."""
 LOGPROBS = "message.output_text.logprobs"
-"""What `include` cannot ask for. Its other values are about tools of OpenAI's servers, and have no effect."""
+"""This value of `include` is not served. Its other values are about tools of OpenAI's servers, and have no effect."""
 LONGEST_SALT = 256
 """Characters of `cache_salt`."""
 COLDEST, HOTTEST = 1e-5, 1e5
@@ -39,7 +39,7 @@ COLDEST, HOTTEST = 1e-5, 1e5
 MOST_NOTED = 256
 """Things without effect that the log tells. Clients choose them, so there is a bound."""
 NOTED: set[str] = set()
-"""What the log has told."""
+"""Things that the log has told."""
 
 
 class Kind:
@@ -140,7 +140,9 @@ def attributes(fields: type[Fields]) -> dict[str, str]:
 def note_unknown(name: str, known: Iterable[str]) -> None:
     """Tell the log of the name of a field that is ignored, once."""
     name = name[:80]
-    note_ignored(f"a field {name!a}", f"which is ignored.{did_you_mean(name, known)}")
+    what = f"a field {name!a}"
+    if len(NOTED) < MOST_NOTED and what not in NOTED:  # the search for a name like it takes time
+        note_ignored(what, f"which is ignored.{did_you_mean(name, known)}")
 
 
 def note_ignored(what: str, reason: str) -> None:

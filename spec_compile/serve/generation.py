@@ -118,8 +118,8 @@ class Streamer:
 class Requests:
     """Puts requests of handlers into the manager, each with its own settings, and gives out their answers."""
 
-    def __init__(self, model: Any, processor: Any, config: ContinuousBatchingConfig, shadow: float = 0.0):
-        """processor: the model's processor or tokenizer. shadow: share of requests that `Shadow` answers again"""
+    def __init__(self, model: Any, processor: Any, config: ContinuousBatchingConfig):
+        """processor: the model's processor or tokenizer."""
         self.model, self.processor = model, processor
         self.manager = model.init_continuous_batching(continuous_batching_config=config)
         runtime = model.speculation.engine.runtime
@@ -129,7 +129,7 @@ class Requests:
         self._clamps_prompts: bool = runtime.verify.clamps_prompts
         self.chooses_adapters = model.speculation.engine.loras is not None
         self.has_ngrams = runtime.algorithm.store is not None
-        self.shadow = Shadow(self.manager, shadow)
+        self.shadow = Shadow(self.manager)
         self.metrics = PrometheusMetrics(self.manager.metrics, self.shadow)
         self.row_tokens: int = self.manager.metrics()["slot_tokens"]
         self.most_unread, self.max_queue = MOST_UNREAD, config.max_queue_size

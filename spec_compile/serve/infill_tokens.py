@@ -55,6 +55,7 @@ class InfillTokens:
             mark = plain_ids(tokenizer, "\n\n--- snippet ---\n\n") if self.file is None else [self.file]
             name = "" if self.file is None else f"{file.get('filename', 'tmp')}\n"
             ids += [*mark, *plain_ids(tokenizer, name + file["text"])]
+        # The two texts, in the order in which the model has learned them.
         before, after = [self.prefix, *plain_ids(tokenizer, prefix)], [self.suffix, *plain_ids(tokenizer, suffix)]
         return [*ids, *after, *before] if self.middle is None else [*ids, *before, *after, self.middle]
 

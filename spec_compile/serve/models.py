@@ -56,7 +56,7 @@ class MessagePart(Fields):
 ARGUMENTS = Kind(lambda value: value == "" or is_json_object(value), "a text that is a JSON object")
 
 
-class Call(Fields):
+class CalledTool(Fields):
     """A call that the assistant has made: of a function, or of a custom tool."""
 
     id: ANY = None
@@ -81,7 +81,7 @@ class Message(Fields):
     role: ROLE = None
     content: Content = None
     name: TEXT = None
-    tool_calls: list[Call] = None
+    tool_calls: list[CalledTool] = None
     tool_call_id: TEXT = None
     reasoning_content: TEXT = None
     annotations: only([]) = None
@@ -226,7 +226,7 @@ class ResponseFormat(Fields):
 
 
 class TextFormat(ResponseFormat, NamedSchema):
-    """The same in `text.format` of /v1/responses, where the schema's fields lie beside the type."""
+    """The same in `text.format` of /v1/responses, where the schema's fields are next to the type."""
 
     needed = ("type",)
 

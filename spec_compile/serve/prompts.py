@@ -93,7 +93,7 @@ def sealed(text: str) -> str:
 
 
 def unsealed(content: str) -> str:
-    """The text of `sealed`. What another server has sealed is "", because nobody here can read it."""
+    """The text of `sealed`; "" if another server has sealed it, because nobody here can read it."""
     if not content.startswith(SEAL):
         return ""
     try:

@@ -216,11 +216,12 @@ class Responses(Templated):
         self.kept = KeptResponses()
 
     def _read(self, call: HttpCall, body: dict) -> dict:
-        """The fields with those of chats that say the same, after the items of an earlier answer."""
+        """The fields, also by the names that chats have, after the items of an earlier answer."""
         fields = super()._read(call, body)
         if "previous_response_id" in fields:
             earlier = self.kept.items(call.owner, fields["previous_response_id"])
             fields["input"] = [*earlier, *as_items(fields["input"])]
+        # What chats have, too, has their names from here on.
         if "effort" in fields.get("reasoning", {}):
             fields["reasoning_effort"] = fields["reasoning"]["effort"]
         form = fields.get("text", {}).get("format", {})

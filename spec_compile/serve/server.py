@@ -28,7 +28,7 @@ from .call import CallMiddleware, HttpCall
 from .door import KeyMiddleware, Keys, Policy
 from .endpoint import Endpoint, Service
 from .errors import MESSAGES_PATH, Refusal, add_handlers
-from .fields import SHARE, TEXT, record
+from .fields import TEXT, record
 from .followers import Followers
 from .generation import Requests
 from .handlers import Chat, Completion, Detokenize, Tokenize
@@ -147,7 +147,6 @@ def build(
     tensor_parallel: int = 1,
     served_model_name: str | None = None,
     lora_modules: list[str] | None = None,
-    shadow: float = 0.0,
     follows: bool = False,
     **flags: Any,
 ) -> Server:
@@ -160,15 +159,12 @@ def build(
     served_model_name: the clients' name of the model (default: `model`)
     lora_modules: LoRA adapters that requests may choose, each NAME=PATH; later ones may change the layers that one of
         these changes. `max_loras` of `speculate` is their number unless `options` says it
-    shadow: share of requests, 0 to 1, that are answered again by plain steps in idle time, see `Shadow`
     follows: True in a process that was started for a further GPU
     flags: fields of `Policy`, and those in `FLAGS`, such as port=8000
 
     Raises what `speculate` raises, ValueError if the model cannot be loaded, and TypeError for an unknown flag.
     """
     check_int("tensor_parallel", tensor_parallel, 1, 8)
-    if not SHARE.accepts(shadow):
-        raise ValueError(f"shadow: expected {SHARE.expected}, got {shadow!r}")
     policy = Policy(**{each.name: flags.pop(each.name) for each in fields(Policy) if each.name in flags})
     for name in flags:
         if name not in FLAGS:
@@ -187,7 +183,7 @@ def build(
         raise ValueError("lora_modules: adapters are chosen for each row in one process; leave out tensor_parallel")
     if tensor_parallel == 1 or follows:
         adapters = ServedAdapters(name, loras, policy.lora_root)
-        server = _build(str(model), algo, options, sizes, flags, adapters, shadow)
+        server = _build(str(model), algo, options, sizes, flags, adapters)
         _settle(server, policy)
         if policy.allow_runtime_lora_updating:
             add_lora_routes(server.app, adapters, server.model)
@@ -195,7 +191,7 @@ def build(
     arguments = {"model": str(model), "algo": algo, "tensor_parallel": tensor_parallel}
     arguments["options"] = options = options | {"tensor_parallel": tensor_parallel}
     with Followers(tensor_parallel, arguments | sizes | flags) as followers:
-        server = _build(str(model), algo, options, sizes, flags, ServedAdapters(name, {}), shadow)
+        server = _build(str(model), algo, options, sizes, flags, ServedAdapters(name, {}))
     server.requests.followers = followers
     _settle(server, policy)
     return server
@@ -204,6 +200,7 @@ def build(
 def _settle(server: Server, policy: Policy) -> None:
     """Let clients do what the policy says."""
     server.keys, server.requests.policy = policy.keys, policy
+    server.requests.shadow.start(policy.shadow)
     server.app.add_middleware(KeyMiddleware, keys=server.keys)
     if policy.enable_cors or policy.allowed_origins:
         # Without credentials: pages need not send cookies, which nothing here reads.
@@ -215,7 +212,7 @@ def _settle(server: Server, policy: Policy) -> None:
 
 
 def _build(
-    name: str, algo: str, options: dict, sizes: dict, flags: dict, adapters: ServedAdapters, shadow: float = 0.0
+    name: str, algo: str, options: dict, sizes: dict, flags: dict, adapters: ServedAdapters
 ) -> Server:  # fmt: skip
     """A rank's server; see `build`."""
     flags = {"reasoning": "auto", "host": "localhost", "port": 8000, "log_level": "warning"} | flags
@@ -230,7 +227,7 @@ def _build(
     adapters.load_into(model)
     config = ContinuousBatchingConfig()
     config.max_requests_per_batch, config.max_queue_size = sizes["slots"], sizes["max_queue"]
-    requests = Requests(speculate(model.eval(), algo=algo, **options), processor, config, shadow)
+    requests = Requests(speculate(model.eval(), algo=algo, **options), processor, config)
     service = Service(requests, adapters, variables | REASONING[flags["reasoning"]])
     return Server(_app(service), service, flags["host"], flags["port"])
 

@@ -44,19 +44,21 @@ class Answered:
 
 
 class Shadow:
-    """Compares answers with those of plain steps.
-
-    share: of the requests, 0 to 1
+    """Compares answers with what plain steps give.
 
     checked, mismatches: tokens of plain answers, and places where a served answer has another token or none. With the
     answers [1, 2, 3] and [1, 5], 3 tokens are checked and 2 differ.
     """
 
-    def __init__(self, manager: Any, share: float):
-        self._manager, self._share = manager, share
+    def __init__(self, manager: Any):
+        self._manager, self._share = manager, 0.0
         self.checked = self.mismatches = 0
         self._waiting: deque[Answered] = deque(maxlen=MOST_WAITING)
         self._wakes, self._ends, self._has_told = threading.Event(), threading.Event(), False
+
+    def start(self, share: float) -> None:
+        """Answer a share of the next requests again, from 0 to 1."""
+        self._share = share
         if share:
             threading.Thread(target=self._run, name="spec_compile shadow", daemon=True).start()
 
@@ -90,6 +92,7 @@ class Shadow:
         plain = self._again(answered, False)
         if plain is None:
             return
+        # Count the places that differ, and those that only one of the answers has.
         pairs = [*zip(answered.tokens, plain.generated_tokens)]
         longer = abs(len(answered.tokens) - len(plain.generated_tokens))
         different = [place for place, (ours, theirs) in enumerate(pairs) if ours != theirs]
@@ -101,6 +104,7 @@ class Shadow:
 
     def _tell(self, answered: Answered, plain: Output, place: int) -> None:
         """Log the first token that differs, with its logits by plain steps and by rounds."""
+        # The answer is made twice more, because no logits of the first one are kept.
         ours, theirs = ([*tokens, None][place] for tokens in (answered.tokens, plain.generated_tokens))
         told = []
         for speculation in (False, None):
@@ -122,13 +126,15 @@ class Shadow:
                 handlers.pop(name, None)
                 done.set_result(output)
 
+        # Its own salt and owner keep it from others' keys, values and texts, and others from its own.
         handlers[name] = (take, call.loop)
-        alone = {"client": "shadow", "cache_salt": name, "share_text": name, "speculation": speculation}
-        options = answered.options() | alone | more
+        apart = {"client": "shadow", "cache_salt": name, "share_text": name, "speculation": speculation}
+        options = answered.options() | apart | more
         options.pop("reference", None)
         self._manager.add_request(
             answered.ids, name, generation_config=copy.deepcopy(answered.config), seed=answered.seed, **options
         )
+        # It ends as soon as others wait, and comes again later.
         for _ in range(int(LONGEST / POLL)):
             with suppress(TimeoutError):
                 output = done.result(POLL)

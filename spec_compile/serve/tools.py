@@ -11,7 +11,7 @@ HOSTED = re.compile(
     r"|local_shell|shell|bash|apply_patch|text_editor|memory|advisor|tool_search(_tool_\w+)?|x_search"
     r"|advanced_tool_use)(_preview)?([_-]\d[\d_-]*)?"
 )
-"""Types of tools that a service of OpenAI or Anthropic runs, or that their models alone know how to call. A client that
+"""Types of tools that a service of OpenAI or Anthropic runs, or that only their models know how to call. A client that
 talks to any server sends them, so they are left out of the prompt."""
 HOSTED_ITEMS = re.compile(
     r"(web_search|file_search|code_interpreter|image_generation|computer|mcp|local_shell|shell|apply_patch|tool_search)"

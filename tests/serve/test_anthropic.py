@@ -10,7 +10,7 @@ from server_fixtures import (  # isort: skip
 )  # fmt: skip
 
 from spec_compile.serve.answers import StopCut
-from spec_compile.serve.anthropic_fields import renamed, to_chat
+from spec_compile.serve.anthropic_fields import RENAMED, to_chat
 from spec_compile.serve.errors import Refusal, refuse
 
 BODY = body(MESSAGES, "a mean", 24)
@@ -35,6 +35,11 @@ def plain(tmp_path_factory):
     """A client of a server whose model takes no tools."""
     with running(save_model(tmp_path_factory.mktemp("plain")), slots=1) as client:
         yield client
+
+
+def counts(usage: dict) -> tuple[int, int]:
+    """The tokens of a prompt, of which some may have been in the cache, and of its answer."""
+    return usage["input_tokens"] + usage["cache_read_input_tokens"], usage["output_tokens"]
 
 
 def tell(client, **fields):
@@ -70,13 +75,15 @@ def test_answers_are_those_of_chats(client, fields, others):
     if fields.get("system"):
         same["messages"] = [{"role": "system", "content": fields["system"]}, *BODY["messages"]]
     wanted, got = ask(client, CHATS, "a mean", 24, **same, **others), tell(client, **fields)
-    stop, told = others.get("stop", [None])[0], {"input_tokens": wanted.usage["prompt_tokens"]}
+    stop, told = others.get("stop", [None])[0], (wanted.usage["prompt_tokens"], wanted.count)
     assert got["content"] == [{"type": "text", "text": wanted.text}] and (stop is None or stop not in wanted.text)
-    assert got["usage"] == told | {"output_tokens": wanted.count}
+    assert counts(got["usage"]) == told
     assert (got["stop_reason"], got["stop_sequence"]) == (("stop_sequence", stop) if stop else ("max_tokens", None))
     assert (got["type"], got["role"], got["model"]) == ("message", "assistant", "tiny") and got["id"].startswith("msg_")
     counted = {name: fields[name] for name in fields if name == "system"}
-    assert client.post(COUNT, json=least(COUNT) | {"messages": BODY["messages"]} | counted).json() == told
+    assert client.post(COUNT, json=least(COUNT) | {"messages": BODY["messages"]} | counted).json() == {
+        "input_tokens": told[0]
+    }
 
 
 def test_an_answer_with_thinking_text_and_calls(client):
@@ -96,7 +103,7 @@ def test_events_come_in_order(client):
     names = [name for name, _ in found]
     assert names[:2] == ["message_start", "ping"] and names[-2:] == ["message_delta", "message_stop"]
     start = found[0][1]["message"]
-    assert start["content"] == [] and start["usage"] == whole["usage"] | {"output_tokens": 0}
+    assert start["content"] == [] and counts(start["usage"]) == (counts(whole["usage"])[0], 0)
     blocks = []
     for name, data in found[2:-2]:
         if name == "content_block_start":
@@ -112,7 +119,8 @@ def test_events_come_in_order(client):
             blocks[-1][key] = json.loads("".join(pieces)) if key == "input" else "".join(pieces)
     assert [block | {"id": 0} for block in blocks] == [block | {"id": 0} for block in whole["content"]]
     last = found[-2][1]
-    assert last["delta"] == {"stop_reason": "tool_use", "stop_sequence": None} and last["usage"] == whole["usage"]
+    assert last["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert counts(last["usage"]) == counts(whole["usage"])
     assert "speculative_decoding" in last["metrics"]
 
 
@@ -141,12 +149,12 @@ def test_a_cut_does_not_depend_on_the_pieces():
 
 def test_thinking_budgets(client):
     thinking = {"type": "enabled", "budget_tokens": 3}
-    chat = to_chat(BODY | {"thinking": thinking}, "{{ enable_thinking }}", False)
+    chat = to_chat(BODY | {"thinking": thinking}, "{{ enable_thinking }}", False, True)
     assert chat["thinking_token_budget"] == 3 and chat["chat_template_kwargs"] == {"enable_thinking": True}
     free, got = (tell(client, system="<think>", temperature=0, **each) for each in ({}, {"thinking": thinking}))
     assert "</think>" not in free["content"][0]["text"]  # it begins in the prompt, and its budget is spent there
     assert got["content"][0]["text"].startswith("</think>") and got["stop_reason"] == "max_tokens"
-    off = to_chat(BODY | {"thinking": {"type": "disabled"}}, "{% if not thinking %}", False)
+    off = to_chat(BODY | {"thinking": {"type": "disabled"}}, "{% if not thinking %}", False, True)
     assert off["chat_template_kwargs"] == {"thinking": False} and "thinking_token_budget" not in off
 
 
@@ -163,7 +171,7 @@ def test_messages_become_those_of_a_chat():
     ]  # fmt: skip
     system = [{"type": "text", "text": "s"}, {"type": "text", "text": "t"}]
     more = {"tools": TOOLS, "tool_choice": {"type": "any"}, "stop_sequences": ["x"], "metadata": {"user_id": "u"}}
-    chat = to_chat({"messages": blocks, "system": system, "max_tokens": 5} | more, "", False)
+    chat = to_chat({"messages": blocks, "system": system, "max_tokens": 5} | more, "", False, True)
     function = {"name": "look", "arguments": '{"x": 1}'}
     assert chat == {
         "max_tokens": 5, "stop": ["x"], "tool_choice": "required",
@@ -189,18 +197,22 @@ def test_messages_become_those_of_a_chat():
 def test_pictures_go_to_models_that_read_them(source, url):
     content = [{"type": "text", "text": "a"}, {"type": "image", "source": source}]
     asked = BODY | {"messages": user(content)}
-    parts = to_chat(asked, "", True)["messages"][0]["content"]
+    parts = to_chat(asked, "", True, True)["messages"][0]["content"]
     assert parts == [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": url}}]
     with pytest.raises(Refusal, match=r"messages\[0\].content\[1\].type: the model reads only text"):
-        to_chat(asked, "", False)
+        to_chat(asked, "", False, True)
 
 
 def test_errors_have_the_clients_names():
     for name, theirs in (("stop", "stop_sequences"), ("parallel_tool_calls", "tool_choice.disable_parallel_tool_use")):
-        assert renamed(refuse(name, "no")) == (f"{theirs}: no", theirs)
-    assert renamed(refuse("messages[0].role", "no")) == ("messages[0].role: no", "messages")
+        refusal = refuse(name, "no")
+        refusal.rename(RENAMED)
+        assert (refusal.detail, refusal.param) == (f"{theirs}: no", theirs)
+    refusal = refuse("messages[0].role", "no")
+    refusal.rename(RENAMED)
+    assert (refusal.detail, refusal.param) == ("messages[0].role: no", "messages")
     asked = BODY | {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
-    assert to_chat(asked, "", False)["parallel_tool_calls"] is False
+    assert to_chat(asked, "", False, False)["parallel_tool_calls"] is False
 
 
 @pytest.mark.parametrize(
@@ -243,12 +255,12 @@ def test_anthropics_client(client, sdk):
     assert [block.type for block in got.content] == ["thinking", "text", "tool_use", "tool_use"]
     assert text == got.content[1].text and got.stop_reason == final.stop_reason == "tool_use"
     assert got.content[2].input == final.content[2].input == {"place": "Rome"}
-    assert (got.usage.input_tokens, got.usage.output_tokens) == (final.usage.input_tokens, final.usage.output_tokens)
+    assert counts(vars(got.usage)) == counts(vars(final.usage))
     results = [{"type": "tool_result", "tool_use_id": block.id, "content": "sunny"} for block in got.content[2:]]
     messages = [*BODY["messages"], {"role": "assistant", "content": got.content}, {"role": "user", "content": results}]
     counted = sdk.messages.count_tokens(model="tiny", messages=messages, tools=TOOLS).input_tokens
     follow = sdk.messages.create(**asked | {"messages": messages, "max_tokens": 8})
-    assert follow.usage.input_tokens == counted > got.usage.input_tokens and follow.stop_reason == "max_tokens"
+    assert counts(vars(follow.usage))[0] == counted > counts(vars(got.usage))[0] and follow.stop_reason == "max_tokens"
 
 
 def test_anthropics_client_shows_errors(sdk):

@@ -211,7 +211,8 @@ def test_every_route_encodes_texts(client):
         (MESSAGES, "he", {"system": ATTACK}, system),
     ):  # fmt: skip
         usage = ask(client, path, text, **fields).usage
-        assert usage["prompt_tokens" if path == CHATS else "input_tokens"] == len(ids)
+        cached = usage.get("cache_read_input_tokens", 0)  # Anthropic's counts leave it out
+        assert usage["prompt_tokens" if path == CHATS else "input_tokens"] + cached == len(ids)
         if path == MESSAGES:
             assert client.post(COUNT, json={"messages": chat(text)} | fields).json() == {"input_tokens": len(ids)}
     noted = tokens(messages=chat("he"), chat_template_kwargs={"note": ATTACK}, tools=[TOOL])

@@ -56,7 +56,8 @@ def test_each_choice_is_the_answer_of_a_request_of_its_own(client, singles, toke
     usages = [one["usage"] for one in wanted]
     prompt = sum(usage["prompt_tokens"] for usage in usages[::2])
     tokens = sum(usage["completion_tokens"] for usage in usages)
-    assert answer["usage"] == {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+    counts = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+    assert answer["usage"] == counts | {"prompt_tokens_details": answer["usage"]["prompt_tokens_details"]}
     figures = answer["metrics"]["speculative_decoding"]
     assert figures["num_spec_steps"] == len(figures["per_step_drafted"]) >= 6
     with client.stream("POST", COMPLETIONS, json=fields | STREAM) as response:

@@ -262,6 +262,9 @@ def refused(field, **fields):
     return caught.value.detail
 
 
+TYPED = {"type": "function", "name": "f", "parameters": {"type": "array"}}
+
+
 def test_choices_that_cannot_be_kept_are_refused():
     assert "no tools" in refused("tool_choice", tools=[], tool_choice="required")
     assert "no tool" in refused("tool_choice", tool_choice=named("nothing"))
@@ -272,9 +275,7 @@ def test_choices_that_cannot_be_kept_are_refused():
     names = ("two words", "", "a" * 65, '"', "é\n")
     for name in names:
         refused("tools[0].function.name", tools=[tool(name, PLACE)], tool_choice="required")
-    refused(
-        "tools[1].parameters", tools=[FLAT[0], {"name": "f", "parameters": {"type": "array"}}], tool_choice="required"
-    )
+    refused("tools[1].parameters", tools=[FLAT[0], TYPED], tool_choice="required")
     for bad in ({"a": [{}] * 600}, {"$ref": "#"}, {"enum": ["a" * 40_000]}):
         refused("tools[0].function.parameters", tools=[tool("f", bad)], tool_choice="required")
         refused("tools[0].function.parameters", tools=[tool("f", bad, strict=True)])

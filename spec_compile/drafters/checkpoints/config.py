@@ -118,7 +118,7 @@ class DraftConfig:
             flat = {key: value for key, value in rope.items() if key not in MULTIMODAL}
             flat = {key: "default" if value == "mrope" else value for key, value in flat.items()}
             if flat != rope:
-                notes = ["multimodal RoPE: the positions are those of a text, equal on all axes"]
+                notes = ["multimodal RoPE: the positions are as in a text, equal on all axes"]
             self.layer[name] = flat
         return notes
 
