@@ -112,6 +112,8 @@ def main() -> None:
     with serving(options.model, KINDS["drafts"], options.threads) as drafts:
         with serving(options.model, KINDS["plain"], options.threads) as plain:
             clients = {"drafts": drafts, "plain": plain}
+            for client in clients.values():  # code of large prompts is compiled before anything is timed
+                ask(client, messages, 1, "warm up")
             for repeat in range(options.repeats):
                 cold = ask(drafts, messages, 1, f"cold {repeat}")["first"]
                 rows.append(figures(replay(clients, messages, options.new_tokens, f"turns {repeat}"), cold))

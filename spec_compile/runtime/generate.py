@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 else:
     Base = object
 
-INEXACT = "; its assisted decoding may answer otherwise than plain decoding, where layers are recurrent or have windows"
-"""transformers#49036, #46629 and #48280; the end of a warning before that loop runs."""
+INEXACT = "; in some releases its assisted decoding gives other tokens once a window is crossed"
+"""transformers#46629 and #48280; the end of the warning before that loop runs."""
 
 
 def _in_turn(loop: Callable) -> Callable:

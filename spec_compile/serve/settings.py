@@ -246,7 +246,7 @@ def forbid(config: GenerationConfig, words: list[str], tokenizer: Any) -> None:
 
 
 def _completed(values: dict, defaults: GenerationConfig, has_config: bool) -> GenerationConfig:
-    """A config of these values. The model's own config has the others if the request has no `generation_config`."""
+    """A config of these values. The model's own settings fill in the others, in the manager if not here."""
     try:
         if has_config:
             config = GenerationConfig(**values)

@@ -18,19 +18,19 @@ PACKAGE = Path(__file__).parents[2] / "spec_compile"
 SOURCES = {".py", ".cpp", ".h", ".cu", ".html"}
 SIDES = {"serve", "train", "tools", "contrib"}
 LINES = {
-    "": 2681,
+    "": 2685,
     "batching": 3408,
     "capture": 4642,
     "compile": 3217,
     "contrib": 2282,
     "drafters": 5477,
-    "kernels": 13338,
+    "kernels": 13337,
     "ngram": 2748,
     "parallel": 828,
     "passes": 3145,
     "quantised": 2722,
-    "runtime": 6075,
-    "serve": 7150,
+    "runtime": 6077,
+    "serve": 7992,
     "tools": 2226,
     "train": 4833,
 }
@@ -38,7 +38,7 @@ LINES = {
 CORE_FILES = 229
 CIRCLES = 0
 """Groups of modules that import each other in a circle."""
-CALLED_ONCE = 367
+CALLED_ONCE = 366
 """Private functions and methods that are named in one place."""
 PHRASES = {
     r"^\s*\w+(, \w+)*: of\b": 0,
