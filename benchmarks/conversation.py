@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import torch
 
 from benchmarks.common import DEMO_MODEL, PROMPTS, command_line, save_rows, show_rows, stamp
 
@@ -117,10 +118,11 @@ def main() -> None:
             for repeat in range(options.repeats):
                 cold = ask(drafts, messages, 1, f"cold {repeat}")["first"]
                 rows.append(figures(replay(clients, messages, options.new_tokens, f"turns {repeat}"), cold))
-    row = {"model": options.model.name, "turns": len(messages) // 2}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    row = {"model": options.model.name, "device": device.type, "turns": len(messages) // 2}
     row |= {name: round(statistics.median(each[name] for each in rows), 4) for name in rows[0]}
     show_rows([row], [*row])
-    save_rows(options.json, [row], ("model", "turns"), stamp())
+    save_rows(options.json, [row], ("model", "device", "turns"), stamp(device))
 
 
 if __name__ == "__main__":

@@ -169,6 +169,9 @@ GUARDS = [
         ("limit-comes-first", NEVER, "serve/test_load.py -k before_anything_of_its_size"),
         ("names-twice", NEVER, "serve/test_refusals.py -k no_json"),
         ("request-ids", 'REQUEST_ID = re.compile(r".*")', "serve/test_bounds.py -k odd_headers"),
+        ("hosted-tools", NEVER, "serve/test_agents.py -k tools_of_services"),
+        ("answers-of-others", "text = next(iter(self._kept.values()), None)", "serve/test_agents.py -k kept_answers"),
+        ("shadow-counts", SKIP, "serve/test_shadow.py -k wrong_token"),
         # artefacts
         ("quick-look", SKIP, "compile/test_start.py -k test_a_wrong_artefact"),
         ("weight-values", FIRST, "compile/test_bind.py -k test_small_constants"),

@@ -212,6 +212,16 @@ def never_slower(results: Results) -> str:
 
 
 @shown
+def conversation(results: Results) -> str:
+    columns = {
+        "device": "{device}", "tokens/s": "{tokens/s:,.0f}", "plain steps": "{plain tokens/s:,.0f}",
+        "over plain": "{over plain:.2f}", "first token of a cold prompt": ms("cold s", 0),
+        "of a later turn": ms("later s", 0),
+    }  # fmt: skip
+    return listed(results, results.all("conversation", "rows"), columns)
+
+
+@shown
 def second_turns(results: Results) -> str:
     """A row for each model and length of a text: the first tokens of its first and second turn."""
     columns = {

@@ -95,7 +95,7 @@ class Fields(BaseModel):
         if not isinstance(value, dict):
             raise expected("an object")
         kind = value.get("type")
-        if cls.hosted is not None and isinstance(kind, str) and cls.hosted[1].fullmatch(kind):
+        if cls.hosted is not None and isinstance(kind, str) and cls.hosted[1].fullmatch(kind):  # guard: hosted-tools
             note_ignored(f"{cls.hosted[0]} of the type {kind}", "which have no effect, because no client runs them")
             return {"type": kind}
         names, given = attributes(cls), {}

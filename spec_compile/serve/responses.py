@@ -43,7 +43,7 @@ class KeptResponses:
     def items(self, owner: str, name: str) -> list[dict]:
         """The items of an answer and of what came before it. Refusal if it is not kept."""
         with self._lock:
-            text = self._kept.get((owner, name))
+            text = self._kept.get((owner, name))  # guard: answers-of-others
         if text is None:
             reason = f"there is no answer {name[:80]!r}, or it is not kept any longer; send its items"
             raise Refusal(400, f"previous_response_id: {reason}", "previous_response_id", NOT_FOUND)

@@ -97,7 +97,7 @@ class Shadow:
         longer = abs(len(answered.tokens) - len(plain.generated_tokens))
         different = [place for place, (ours, theirs) in enumerate(pairs) if ours != theirs]
         self.checked += len(plain.generated_tokens)
-        self.mismatches += len(different) + longer
+        self.mismatches += len(different) + longer  # guard: shadow-counts
         if (different or longer) and not self._has_told:
             self._has_told = True
             self._tell(answered, plain, different[0] if different else len(pairs))
