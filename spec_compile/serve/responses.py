@@ -221,7 +221,7 @@ class Responses(Templated):
         if "previous_response_id" in fields:
             earlier = self.kept.items(call.owner, fields["previous_response_id"])
             fields["input"] = [*earlier, *as_items(fields["input"])]
-        # What chats have, too, has their names from here on.
+        # Fields that chats have, too, are called as there from here on.
         if "effort" in fields.get("reasoning", {}):
             fields["reasoning_effort"] = fields["reasoning"]["effort"]
         form = fields.get("text", {}).get("format", {})
