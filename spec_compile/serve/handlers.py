@@ -198,7 +198,8 @@ class Completion(Choosing):
 TextToTokens = record("prompt", prompt=TEXT, model=TEXT, return_token_strs=FLAG, add_special_tokens=FLAG)
 ChatToTokens = record(
     "messages", messages=Messages, prompt=only(), model=TEXT, tools=Tools, chat_template_kwargs=OBJECT,
-    return_token_strs=FLAG, add_generation_prompt=only(True), add_special_tokens=only(False),
+    return_token_strs=FLAG, add_generation_prompt=FLAG,
+    continue_final_message=FLAG, add_special_tokens=only(False),
 )  # fmt: skip
 """The fields of /tokenize. A chat is a prompt as /v1/chat/completions makes it."""
 

@@ -5,7 +5,6 @@ import inspect
 import json
 import re
 import secrets
-import zlib
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
@@ -23,8 +22,6 @@ from .models import TEXTS
 SYSTEM = ("system", "developer")
 SEAL = "spec_compile:"
 """The beginning of reasoning that this server has sealed."""
-LONGEST_REASONING = 1 << 22
-"""Bytes that a sealed text may have."""
 
 
 def count_characters(value: Any) -> int:
@@ -88,8 +85,9 @@ def reasoning_of(item: dict) -> str:
 
 
 def sealed(text: str) -> str:
-    """A text in the form of `encrypted_content`, which clients keep and do not read."""
-    return SEAL + base64.b64encode(zlib.compress(text.encode())).decode()
+    """A text in the form of `encrypted_content`, which clients keep and do not read. It is not compressed, so that
+    the size of a body bounds what comes out of it."""
+    return SEAL + base64.b64encode(text.encode()).decode()
 
 
 def unsealed(content: str) -> str:
@@ -97,14 +95,9 @@ def unsealed(content: str) -> str:
     if not content.startswith(SEAL):
         return ""
     try:
-        opened = zlib.decompressobj()
-        data = base64.b64decode(content.removeprefix(SEAL), validate=True)
-        text = opened.decompress(data, LONGEST_REASONING).decode()
-    except (ValueError, zlib.error) as error:
+        return base64.b64decode(content.removeprefix(SEAL), validate=True).decode()
+    except ValueError as error:
         raise refuse("input", "encrypted_content: expected what this server has sent, got something else") from error
-    if not opened.eof:
-        raise refuse("input", f"encrypted_content: expected at most {LONGEST_REASONING} bytes of text, all of them")
-    return text
 
 
 def for_template(messages: list[dict], joins_texts: bool, knows_developers: bool, pictures: dict) -> list[dict]:

@@ -50,8 +50,10 @@ def nested(tools: list[dict]) -> list[dict]:
 
 
 def custom_names(tools: list[dict]) -> set[str]:
-    """The names of the custom tools."""
-    return {tool.get("custom", tool)["name"] for tool in tools if tool["type"] == "custom"}
+    """The names of the custom tools, as `functions_of` has them."""
+    return {
+        function["name"] for tool in tools for function in functions_of(tool) if function.get("parameters") is INPUT
+    }
 
 
 def in_namespace(name: str, tools: list[dict]) -> dict[str, str]:

@@ -71,8 +71,10 @@ def test_custom_tools_take_free_text(client, stream):
         "name": "patch",
         "format": {"type": "grammar", "syntax": "lark", "definition": "start: X"},
     }
-    space = {"type": "namespace", "name": "web", "tools": [{"type": "function", "name": "go", "parameters": {}}]}
+    inner = [{"type": "function", "name": "go", "parameters": {}}, {"type": "custom", "name": "say"}]
+    space = {"type": "namespace", "name": "web", "tools": inner}
     calls = CALL % "patch" + '<tool_call>{"name": "web.go", "arguments": {"a": 1}}</tool_call>'
+    calls += '<tool_call>{"name": "web.say", "arguments": {"input": "hi"}}</tool_call>'
     body = {"input": "hello", "tools": [tool, space], "stream": stream, "max_output_tokens": 200}
     with scripted(client, calls):
         response = client.post(RESPONSES, json=body)
@@ -80,9 +82,11 @@ def test_custom_tools_take_free_text(client, stream):
     output = told[-1]["response"]["output"] if stream else response.json()["output"]
     items = [item for item in output if item["type"] in ("custom_tool_call", "function_call")]
     assert [(each["type"], each["name"], each.get("namespace")) for each in items] == [
-        ("custom_tool_call", "patch", None), ("function_call", "go", "web")
+        ("custom_tool_call", "patch", None), ("function_call", "go", "web"), ("custom_tool_call", "say", "web")
     ]  # fmt: skip
-    assert items[0]["input"] == "*** Begin" and json.loads(items[1]["arguments"]) == {"a": 1}
+    assert (
+        items[0]["input"] == "*** Begin" and items[2]["input"] == "hi" and json.loads(items[1]["arguments"]) == {"a": 1}
+    )
     if stream:
         kinds = [each["type"] for each in told]
         assert "response.custom_tool_call_input.delta" in kinds and "response.custom_tool_call_input.done" in kinds

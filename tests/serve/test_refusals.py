@@ -156,7 +156,7 @@ REFUSED = {
     "/tokenize": {
         "prompt": [None, 3, "a" * 500_000],
         "messages": [[]],
-        "add_generation_prompt": [False],
+        "add_generation_prompt": ["no"],
         "tools": [[{"type": "custom"}]],
     },
     "/detokenize": {"tokens": [None, [-1], [1 << 30], ["a"]]},
