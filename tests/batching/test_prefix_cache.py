@@ -20,6 +20,7 @@ from spec_compile.batching.rows import Rows
 from spec_compile.runtime.draft_budget import WholeTreeBudget
 from spec_compile.runtime.engine import PrefixBudget
 from spec_compile.serve.metrics import PrometheusMetrics
+from spec_compile.serve.shadow import Shadow
 
 LONG = (tokenizer()(TEXT).input_ids * 2)[:450]
 OTHER = LONG[::-1][:100]
@@ -309,7 +310,7 @@ def test_metrics():
     assert metrics["prefix_cache_hits_total"] == 4 * BLOCK == metrics["reused_prompt_tokens_total"]
     assert metrics["prefix_cache_hits_by_place_total"] == {"row": 0, "device": BLOCK, "host": 3 * BLOCK}
     assert metrics["prefix_cache_evicted_blocks_total"] == 2
-    samples = PrometheusMetrics(lambda: metrics).registry.get_sample_value
+    samples = PrometheusMetrics(lambda: metrics, Shadow(None)).registry.get_sample_value
     assert samples("spec_compile:prefix_cache_bytes", {"place": "host"}) == 3 * block
     assert samples("spec_compile:prefix_cache_hits_total") == 4 * BLOCK
     assert samples("spec_compile:prefix_cache_queries_total") == 997
