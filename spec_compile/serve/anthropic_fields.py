@@ -57,7 +57,7 @@ class Source(Fields):
 
     @classmethod
     def _check_all(cls, values: dict, context: dict) -> None:
-        for name in ("url",) if values["type"] == "url" else ("data",):
+        for name in {"url": ("url",), "text": ("data",), "base64": ("media_type", "data")}[values["type"]]:
             cls.need(values, name)
 
 
@@ -103,8 +103,11 @@ class ToldBlock(Cached):
             raise wrong("type", "the model reads only text, got an image")
         for name in NEEDED.get(kind, ()):
             cls.need(values, name)
-        if kind == "document" and not (isinstance(values["source"], dict) and values["source"].get("type") == "text"):
+        is_text = isinstance(values.get("source"), dict) and values["source"].get("type") == "text"
+        if kind == "document" and not is_text:
             raise wrong("source", 'the model reads documents as {"type": "text", "data": ...}')
+        if kind == "image" and is_text:
+            raise wrong("source.type", "expected url or base64, got a text")
 
 
 class MessageBlock(ToldBlock):
@@ -313,7 +316,7 @@ def _part(block: dict) -> dict:
     """A block as a part of a chat's message: a picture, or the text of a document, of a finding or of a tool's name."""
     kind, source = block["type"], block.get("source", {})
     if kind == "image":
-        url = f"data:{source.get('media_type', 'image/png')};base64,{source.get('data')}"
+        url = f"data:{source.get('media_type')};base64,{source.get('data')}"
         return {"type": "image_url", "image_url": {"url": source["url"] if source["type"] == "url" else url}}
     if kind == "tool_reference":
         return {"type": "text", "text": f"The tool {block['tool_name']} is there."}

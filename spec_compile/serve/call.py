@@ -43,7 +43,6 @@ class HttpCall:
     limit_field: name of the field with the number of tokens that the client wants, or None
     prediction: token ids of the answer that the client expects, or None
     tool_calls: the calls that the answer shall have, a `ToolCalls`, or None
-    custom_tools: names of its tools that take free text
     clamps_limit: True if the client's limit is a bound, and not a wish
     told_tokens: tokens of the answer that chunks have told, see `new_tokens`
     sign: breaks control tokens in the texts of its chat, see `ChatText`; empty if there are none
@@ -73,7 +72,6 @@ class HttpCall:
     limit_field: str | None = None
     prediction: list[int] | None = None
     tool_calls: Any = None
-    custom_tools: set[str] = field(default_factory=set)
     clamps_limit: bool = False
     told_tokens: int = 0
     sign: str = ""
@@ -118,10 +116,9 @@ class HttpCall:
         """Why its answer, which is complete, has ended."""
         return "stop" if self.cut.found is not None else self.output.finish_reason
 
-    @property
-    def keeps_special_tokens(self) -> bool:
-        """True if the client wants to see special tokens."""
-        return self.fields.get("skip_special_tokens") is False
+    def skips_special_tokens(self, parser: Any) -> bool:
+        """True if the text of its answer has no special tokens. parser: reads them, or None"""
+        return parser is None and self.fields.get("skip_special_tokens", True)
 
     @property
     def continues(self) -> bool:

@@ -33,7 +33,7 @@ from .models import LIMITS
 from .prompts import ChatText, count_characters, for_template
 from .settings import forbid, make_config, usage_details
 from .tool_calls import read_tool_calls
-from .tools import custom_names, nested
+from .tools import nested
 
 BESIDE_PROMPT = ("chat_template_kwargs", "tools", "instructions")
 """Fields that chat templates read in addition to the messages."""
@@ -246,7 +246,6 @@ class Templated(Generating):
         template = getattr(processor, "chat_template", None)
         if template is None:
             raise refuse(self.prompt_field, "the model has no chat template; use /v1/completions")
-        call.custom_tools = custom_names(fields.get("tools", []))
         if fields.get("tool_choice") == "none" or not nested(fields.get("tools", [])):
             fields.pop("tools", None)
         elif "tools" not in str(template):  # guard: tools

@@ -59,7 +59,7 @@ class Streamer:
 
     def __init__(self, call: HttpCall, tokenizer: Any, pieces: asyncio.Queue, parser: Any):
         self._call, self._tokenizer, self._pieces, self._parser = call, tokenizer, pieces, parser
-        self._skips = parser is None and not call.keeps_special_tokens
+        self._skips = call.skips_special_tokens(parser)
         self._decoder = DecodeStream([], skip_special_tokens=self._skips)
         self._is_partial, self._is_begun = False, False
         self._told, self._length = 0, 0  # tokens, and characters of all of them
@@ -216,8 +216,7 @@ class Requests:
         """The parts of a complete choice. Refusal if it has failed. parser: see `Streamer`"""
         if output.error is not None:
             raise end_of(output, call.fields, self._death())
-        skips = parser is None and not call.keeps_special_tokens
-        text = self.tokenizer.decode(output.generated_tokens, skip_special_tokens=skips)
+        text = self.tokenizer.decode(output.generated_tokens, skip_special_tokens=call.skips_special_tokens(parser))
         text = call.cut.whole(text)
         return ReadAnswer(text) if parser is None else read_answer(parser, text, call.continues)
 
@@ -227,7 +226,7 @@ class Requests:
 
         tools: the request has these, in the form of chats
         """
-        if call.keeps_special_tokens and not tools:
+        if not call.fields.get("skip_special_tokens", True) and not tools:
             return None
         prompt = self.tokenizer.decode(flat_ids(call.inputs["input_ids"]))
         template = response_template(self.processor, self.model)

@@ -17,7 +17,7 @@ from .infill_tokens import NO_MARKS
 from .logprobs import ChatLogprobs, CompletionLogprobs, read_top
 from .models import ChatFields, CompletionFields, Messages, Tools
 from .prompts import count_characters
-from .tools import input_of
+from .tools import input_of, is_custom
 
 DONE = "data: [DONE]\n\n"
 """The end of a stream of chunks."""
@@ -81,7 +81,7 @@ class ChatStream(ChunkStream):
 def called(call: HttpCall, item: ToolCall, number: int) -> dict:
     """A call of a tool in OpenAI's form. number: of those before it"""
     name = f"{call.http_id}_tool_call_{number}"
-    if item.name in call.custom_tools:
+    if is_custom(item.name, call.fields.get("tools", [])):
         return {"id": name, "type": "custom", "custom": {"name": item.name, "input": input_of(item)}}
     return {"id": name, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
 

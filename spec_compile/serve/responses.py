@@ -12,7 +12,7 @@ from .endpoint import Service, Stream, Templated, usage_of
 from .errors import Refusal
 from .models import ResponseFields
 from .prompts import messages_of, sealed
-from .tools import in_namespace, input_of
+from .tools import in_namespace, input_of, is_custom
 
 SEALED = "reasoning.encrypted_content"
 """The value of `include` that asks for reasoning in a form that a client keeps and sends back."""
@@ -73,8 +73,9 @@ def _message(number: str, text: str) -> dict:
 def _tool_call(call: HttpCall, number: str, item: ToolCall) -> dict:
     """The item of a call: of a function, or of a custom tool, whose argument is a text."""
     named = {"id": number, "call_id": number, "status": "completed"}
-    named |= in_namespace(item.name, call.fields.get("tools", []))
-    if item.name in call.custom_tools:
+    tools = call.fields.get("tools", [])
+    named |= in_namespace(item.name, tools)
+    if is_custom(item.name, tools):
         return named | {"type": "custom_tool_call", "input": input_of(item)}
     return named | {"type": "function_call", "arguments": item.arguments}
 

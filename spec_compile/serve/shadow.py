@@ -91,7 +91,7 @@ class Shadow:
     def _compare(self, answered: Answered) -> None:
         plain = self._again(answered, False)
         if plain is None:
-            return
+            return self.take(answered)
         # Count the places that differ, and those that only one of the answers has.
         pairs = [*zip(answered.tokens, plain.generated_tokens)]
         longer = abs(len(answered.tokens) - len(plain.generated_tokens))
@@ -117,7 +117,8 @@ class Shadow:
         )  # fmt: skip
 
     def _again(self, answered: Answered, speculation: bool | None, **more: Any) -> Output | None:
-        """Another answer to a request, which shares nothing with others; None if others came, so that it ended."""
+        """Another answer to a request, which shares nothing with others; None if others came, so that it ended.
+        RuntimeError if it fails or takes too long."""
         name, done, call = f"shadow-{uuid.uuid4().hex}", Future[Output](), answered.call
         handlers = self._manager.output_router.result_handlers
 
@@ -131,17 +132,22 @@ class Shadow:
         apart = {"client": "shadow", "cache_salt": name, "share_text": name, "speculation": speculation}
         options = answered.options() | apart | more
         options.pop("reference", None)
-        self._manager.add_request(
-            answered.ids, name, generation_config=copy.deepcopy(answered.config), seed=answered.seed, **options
-        )
-        # It ends as soon as others wait, and comes again later.
+        try:
+            self._manager.add_request(
+                answered.ids, name, generation_config=copy.deepcopy(answered.config), seed=answered.seed, **options
+            )
+        except Exception:
+            handlers.pop(name, None)
+            raise
+        # It ends as soon as others wait. After it is cancelled its handler takes the last output.
         for _ in range(int(LONGEST / POLL)):
             with suppress(TimeoutError):
                 output = done.result(POLL)
-                return output if output.error is None and output.finish_reason != "cancelled" else None
+                if output.finish_reason not in ("stop", "length"):
+                    raise RuntimeError(f"the second answer ended by {output.finish_reason}: {output.error}")
+                return output
             if self._manager.active_requests > 1 or self._ends.is_set():
-                break
-        self._manager.cancel_request(name)  # its handler takes the last output
-        if not self._ends.is_set():
-            self.take(answered)
-        return None
+                self._manager.cancel_request(name)
+                return None
+        self._manager.cancel_request(name)
+        raise RuntimeError(f"the second answer took more than {LONGEST:.0f} s")

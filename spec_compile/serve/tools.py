@@ -49,11 +49,10 @@ def nested(tools: list[dict]) -> list[dict]:
     return [{"type": "function", "function": each} for tool in tools for each in functions_of(tool)]
 
 
-def custom_names(tools: list[dict]) -> set[str]:
-    """The names of the custom tools, as `functions_of` has them."""
-    return {
-        function["name"] for tool in tools for function in functions_of(tool) if function.get("parameters") is INPUT
-    }
+def is_custom(name: str, tools: list[dict]) -> bool:
+    """True if a function is a custom tool, by its name in `functions_of`."""
+    functions = (function for tool in tools for function in functions_of(tool))
+    return any(function["name"] == name and function.get("parameters") is INPUT for function in functions)
 
 
 def in_namespace(name: str, tools: list[dict]) -> dict[str, str]:

@@ -199,6 +199,9 @@ def test_pictures_go_to_models_that_read_them(source, url):
     asked = BODY | {"messages": user(content)}
     parts = to_chat(asked, "", True, True)["messages"][0]["content"]
     assert parts == [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": url}}]
+    for wrong in ({"type": "base64", "data": "QQ=="}, {"type": "text", "data": "a"}):
+        with pytest.raises(Refusal, match=r"messages\[0\].content\[1\].source"):
+            to_chat(BODY | {"messages": user([content[0], {"type": "image", "source": wrong}])}, "", True, True)
     with pytest.raises(Refusal, match=r"messages\[0\].content\[1\].type: the model reads only text"):
         to_chat(asked, "", False, True)
 

@@ -53,6 +53,16 @@ def test_a_wrong_token_is_counted_and_told(client, caplog):
         shadow.mismatches = 0
 
 
+def test_a_second_answer_that_takes_long_is_given_up(client, caplog, monkeypatch):
+    shadow, handlers = client.runner.requests.shadow, client.runner.requests.manager.output_router.result_handlers
+    monkeypatch.setattr("spec_compile.serve.shadow.LONGEST", 0.0)
+    before = counted(client)
+    assert client.post("/v1/completions", json=BODY | {"temperature": 0}).status_code == 200
+    wait_until(lambda: "took more than 0 s" in caplog.text)
+    wait_until(lambda: client.runner.requests.active() == 0 and not handlers)
+    assert counted(client) == before and not shadow._waiting
+
+
 @pytest.mark.parametrize("share", [-0.1, 1.5, "all"])
 def test_shares_are_checked(share, tmp_path):
     from spec_compile.serve.server import build
