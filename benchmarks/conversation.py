@@ -1,6 +1,6 @@
 """A conversation of an agent over HTTP, with drafts and without: tokens a second, and the time to the first token.
 
-    python -m benchmarks.conversation [--model FOLDER] [--new-tokens 512] [--repeats 3] [--threads 2] [--json FILE]
+    python -m benchmarks.conversation --model FOLDER [--new-tokens 512] [--repeats 3] [--threads 2] [--json FILE]
 
 prompts/agent_turns.json has ten requests of mini-swe-agent, which changes a file of itsdangerous and writes it whole
 each time; request k is its first 2 + 2k messages. Two servers take turns, one drafts n-grams and one takes plain steps.
@@ -25,7 +25,7 @@ from pathlib import Path
 import httpx
 import torch
 
-from benchmarks.common import DEMO_MODEL, PROMPTS, command_line, save_rows, show_rows, stamp
+from benchmarks.common import PROMPTS, command_line, save_rows, show_rows, stamp
 
 TURNS = PROMPTS / "agent_turns.json"
 KINDS = {"drafts": {}, "plain": {"num_draft_tokens": 1}}
@@ -63,6 +63,7 @@ def ask(client: httpx.Client, messages: list[dict], new_tokens: int, salt: str) 
     body["stream_options"] = {"include_usage": True}
     begin, first, text, usage = time.perf_counter(), None, [], {}
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        response.raise_for_status()
         for line in response.iter_lines():
             if not line.startswith("data: {"):
                 continue
@@ -105,7 +106,7 @@ def figures(answers: dict[str, list[dict]], cold: float) -> dict[str, float]:
 
 def main() -> None:
     parser = command_line(__doc__, "conversation.json", threads=2)
-    parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="a folder with a chat template")
+    parser.add_argument("--model", type=Path, required=True, help="a folder with a chat template")
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
