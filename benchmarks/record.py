@@ -36,6 +36,7 @@ import torch
 from transformers import AutoTokenizer
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+import spec_compile
 from benchmarks.common import DEMO_MODEL, PROMPTS, RESULTS, elapsed, load_model, pin, prompts_of, save_rows, show, stamp
 from spec_compile import speculate
 
@@ -172,6 +173,13 @@ class Measured:
 PARTS = ("import", "start", "call", "rounds", "never_slower", "serving", "bits")
 
 
+LAUNCH = """
+import runpy, sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__]
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a script without the finders of editable installs, which would find this tree before that of PYTHONPATH."""
 IMPORT = """
 import json, resource, time
 import torch, transformers
@@ -184,6 +192,9 @@ print(json.dumps({"seconds": seconds, "peak MB": resource.getrusage(resource.RUS
 
 def measure_here(part: str, options: argparse.Namespace) -> None:
     """Measure one part of the tree that PYTHONPATH names, and print it as JSON."""
+    tree = Path(os.environ["PYTHONPATH"])
+    if not Path(spec_compile.__file__).is_relative_to(tree):
+        raise RuntimeError(f"expected spec_compile of {tree}, got {spec_compile.__file__}")
     told = getattr(Measured(options), part)()
     if options.device == "cuda":
         told["peak MB"] = torch.cuda.max_memory_allocated() / 1e6
@@ -196,9 +207,13 @@ def in_process(part: str, tree: Path, options: argparse.Namespace, caches: str) 
     """What a new process measures of a part of a tree."""
     environment = {**os.environ, "PYTHONPATH": str(tree), "SPEC_COMPILE_CACHE": f"{caches}/starts"}
     environment |= {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "TRITON_CACHE_DIR": f"{caches}/triton"}
-    arguments = ["--device", options.device, "--model", options.model, "--threads", str(options.threads)]
-    # -P keeps this tree's packages away from a measurement of the other one.
-    command = [sys.executable, "-P", *(["-c", IMPORT] if part == "import" else [__file__, *arguments, "--one", part])]
+    script = Path(caches, "import.py") if part == "import" else Path(__file__)
+    if part == "import":
+        script.write_text(IMPORT)
+    arguments = ["--device", options.device, "--model", options.model, "--threads", str(options.threads), "--one", part]
+    # -P and LAUNCH keep this tree's packages away from a measurement of the other one.
+    launch = [str(script)] if tree == ROOT else ["-c", LAUNCH, str(script)]
+    command = [sys.executable, "-P", *launch, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=caches)
     if done.returncode:
         raise RuntimeError(f"{part} of {tree}: {done.stderr[-3000:]}")
