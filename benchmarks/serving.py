@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving [--model NAME] [--in-flight 1 4 16 64] [--requests 96] [--new-tokens 128]
         [--systems plain ngram] [--fixed 2 4 8 16] [--draft PATH] [--no-static] [--times]
-        [--shape llama-8b --rows 16] [--apart] [--json FILE]
+        [--shape llama-8b [--rows 16] | --shape llama-8b --prompt-tokens 512] [--apart] [--json FILE]
 
 --in-flight requests are under way at any time, until all are answered. Answers are greedy and have all their tokens;
 end-of-sequence tokens do not end them. For comparison generate() answers the same prompts in static batches of as many
@@ -15,6 +15,10 @@ without.
 gpu.py), next to two floors: the time to move their bytes, and the time of their arithmetic, both at measured speeds.
 The acceptance of random weights means nothing: tokens a second are given at simulated accept lengths, and at 1.0, which
 is plain steps. "model" is the shape of --model, with its weights.
+
+--shape with --prompt-tokens answers requests of a shape with random weights in place of those of --model: prompts of so
+many random tokens, three times as many as are in flight, with a cache that has room for just these. Hardly a draft is
+accepted on such text, so that "ngram" shows what drafts cost where they do not pay.
 
 --apart also answers with n-grams of each request's own text only, as the server does for clients without a name.
 
@@ -150,10 +154,10 @@ def forget(fast) -> None:
 
 
 def measure(name: str, fast, tokenizer, prompts: list[list[int]], options) -> list[dict]:
-    """The rows of one system."""
+    """The rows of one system. tokenizer: None with --prompt-tokens."""
     rows = []
     slots = ContinuousBatchingConfig(max_requests_per_batch=max(options.in_flight))
-    config = GenerationConfig(do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    config = GenerationConfig(do_sample=False, pad_token_id=0 if tokenizer is None else tokenizer.pad_token_id)
     manager = fast.init_continuous_batching(config, slots)
     begin = time.perf_counter()
     manager.warmup()
@@ -162,20 +166,21 @@ def measure(name: str, fast, tokenizer, prompts: list[list[int]], options) -> li
     manager.start()
     try:
         for count in options.in_flight:
-            in_flight(manager, prompts[:count], count, min(16, options.new_tokens))
+            asked = prompts if tokenizer is not None else prompts[: 3 * count]
+            in_flight(manager, asked[:count], count, min(16, options.new_tokens))
             forget(fast)
             rounds = manager.metrics()["rounds_total"]
             if times:
                 times.seconds.clear()
             share_text = "" if name.endswith(APART) else None
-            result = in_flight(manager, prompts, count, options.new_tokens, share_text)
+            result = in_flight(manager, asked, count, options.new_tokens, share_text)
             rows.append({"system": name, "in_flight": count, **result})
             print(row_text(rows[-1]), flush=True)
             if times:
                 print(times.text(manager.metrics()["rounds_total"] - rounds), flush=True)
     finally:
         manager.destroy()
-    for count in options.in_flight if options.static else ():
+    for count in options.in_flight if options.static and tokenizer is not None else ():
         last = prompts[-(count + len(prompts) % count) :]  # batches of all sizes
         static(fast, tokenizer, last, count, min(16, options.new_tokens))
         forget(fast)
@@ -197,6 +202,12 @@ def read_requests(options, tokenizer) -> list[list[int]]:
     prompts = in_turn[: options.requests]
     random.Random(0).shuffle(prompts)
     return prompts
+
+
+def random_requests(options, vocab_size: int) -> list[list[int]]:
+    """Prompts of --prompt-tokens random tokens, three times as many as the most in flight."""
+    draw, size = random.Random(0), options.prompt_tokens
+    return [[draw.randrange(vocab_size) for _ in range(size)] for _ in range(3 * max(options.in_flight))]
 
 
 def round_rows(name: str, options, model) -> list[dict]:
@@ -307,12 +318,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--times", action="store_true", help="also the parts of a round's time")
     parser.add_argument("--shape", choices=["model", *DENSE], help="time rounds of this shape, too")
     parser.add_argument("--rows", type=int, default=16, help="sequences of these rounds")
+    parser.add_argument("--prompt-tokens", type=int, help="answer random prompts of this length with the shape instead")
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4, 8, 16], help="nodes of each sequence")
     options = parser.parse_args(arguments)
     device = common.device_for(options.threads)
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).to(device).eval()
-    prompts = read_requests(options, tokenizer)
+    if options.prompt_tokens:
+        if options.shape in (None, "model"):
+            parser.error("--prompt-tokens needs the --shape of a model with random weights")
+        tokenizer, model = None, build(options.shape, device.type)
+        prompts, options.model = random_requests(options, model.config.vocab_size), options.shape
+        options.max_cache_len = options.prompt_tokens + options.new_tokens + 64
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).to(device).eval()
+        prompts = read_requests(options, tokenizer)
     print(f"{len(prompts)} requests of {options.new_tokens} tokens, no prompt twice")
     shared = dict(compile=not options.eager, max_cache_len=options.max_cache_len)
     rows = []
@@ -328,7 +347,7 @@ def main(arguments: list[str] | None = None) -> None:
     facts = {"model": Path(options.model).name, "requests": len(prompts), "new_tokens": options.new_tokens}
     rows = [{**row, **facts} for row in rows]
     common.save_rows(options.json, rows, ("model", "system", "in_flight"), stamped)
-    if options.shape:
+    if options.shape and not options.prompt_tokens:
         timed = round_rows(options.shape, options, model)
         common.save_rows(options.json, timed, ("shape", "rows", "nodes"), stamped, "rounds")
 

@@ -17,7 +17,7 @@ GROUP = "spec_compile.contrib"
 
 
 def load_contrib() -> None:
-    """Import the files and folders of `contrib`, if it is there. No import statement of this package names them."""
+    """Import the files and folders of `contrib`, if it is there. No import statement of the core names them."""
     for ability in pkgutil.iter_modules([str(Path(__file__).parent / "contrib")]):
         importlib.import_module(f"{__package__}.contrib.{ability.name}")
 

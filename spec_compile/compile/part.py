@@ -97,8 +97,7 @@ def load_part(data: bytes) -> Callable[..., list[Tensor]]:
 
 @functools.cache
 def get_ready_to_load(device_type: str) -> None:
-    """Do what the first `load_part` of a process does besides, which takes seconds: imports, and for parts of a CPU a
-    test of its instructions, in processes that import torch."""
+    """Import Inductor, and on a CPU test its instructions, ahead of the first `load_part`: both take seconds."""
     from torch._inductor import async_compile, cpu_vec_isa, select_algorithm  # noqa: F401
 
     use_own_caches()

@@ -37,7 +37,7 @@ def check_order(pipeline: Iterable[Callable]) -> None:
 def apply(graph, settings, pipeline: Iterable[Callable], keep_code: bool = False, on_report: Callable | None = None):
     """Run every pass ``fn(graph, settings) -> summary`` on ``graph.gm``, in place, and fill ``graph.log`` anew.
 
-    graph: a `ModelGraph` or a `passes.forward.graph.ForwardGraph`.
+    graph: a `ModelGraph` or a `ForwardGraph`.
     keep_code: True if reports hold the readable graph.
     on_report: called with each report.
     """

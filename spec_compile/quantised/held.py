@@ -205,7 +205,8 @@ def repacked(
 ) -> tuple[WeightLayout, list[Tensor]] | None:
     """`for_kernel`, once for all graphs.
 
-    Where the new parts are a copy, the first has it in `made_of`, which also keeps the layer's addresses in use.
+    A copy's record hangs on its first part, as `made_of`. It lives as long as the copy and holds the original tensors,
+    so that their addresses, which are the key, are not used again.
     """
     is_read = is_of_cpu(layout) if on_cpu else layout.packing is not None
     if is_read and all(part.is_contiguous() for part in parts):

@@ -203,8 +203,8 @@ def chunks(tokens: int, sizes: tuple[int, ...], fixed: int) -> Iterator[int]:
     """Sizes of the steps for `tokens` tokens. The last step may be larger than the rest if it is cheaper than several:
     with sizes (512, 128, 32) and fixed 32, 600 tokens give 512, 128, and 140 tokens give 128, 32.
 
-    A prompt that goes on after some of its steps has the rest of them: 1,200 tokens give 512, 512, 128, 32, 32 and from
-    the first `common_end` on, after 512 of them, 512, 128, 32, 32.
+    A prompt that resumes at a multiple of sizes[0] takes the same remaining steps: 1,200 tokens give 512, 512, 128, 32,
+    32, and from token 512 on 512, 128, 32, 32.
     """
     while tokens > sizes[0]:
         yield sizes[0]

@@ -1,6 +1,6 @@
 """The kernels of routed experts of many tokens, such as a prompt's: pairs are sorted by expert first.
 
-A program multiplies a tile of `sort.sort_pairs` with a stretch of its expert's outputs. Sums run along the columns of
+A program multiplies a tile of `sort_pairs` with a stretch of its expert's outputs. Sums run along the columns of
 the weights in the same chains as in `experts_kernel`, parts are added in the same order by the same functions, and so
 **a pair's result has the same bits as among few tokens**. With a descriptor of the weights (TMA on Hopper), a gate and
 what it gates are two products of the same rows.

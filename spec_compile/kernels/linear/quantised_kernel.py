@@ -69,8 +69,7 @@ def _multiply_fp8_blocks(
     BLOCK_O: tl.constexpr, EVEN: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """FP8 with a scale for each SQUARE rows and columns of the weights [O / SQUARE, I / SQUARE], and x as
-    `round_blocks_kernel` has rounded it. weight_ptr: float8_e4m3fn, or where the tensor cores have no such type its
-    bytes."""
+    `round_blocks_kernel` has rounded it. weight.data: float8_e4m3fn, or its bytes where the tensor cores have no FP8."""
     k = tl.arange(0, SQUARE)
     w_at, x_at = addresses(weight.data, o, weight.stride, k), addresses(x.data, n, x.stride, k)
     scale_at = weight.scales + o // SQUARE * tl.cdiv(inputs, SQUARE)
@@ -152,8 +151,8 @@ def _multiply_channels(
     BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """8 bits with a scale for each output: int8, or FP8 as in `_multiply_fp8_blocks`. unit_ptr: of x that `round_rows`
-    has rounded to the same type, the scale of each row; else None, and only weights are quantised."""
+    """8 bits with a scale for each output: int8, or FP8 as in `_multiply_fp8_blocks`. x.scales: a scale for each
+    row of x that `round_rows` has rounded to the same type; None: only the weights are quantised."""
     k = tl.arange(0, BLOCK_K)
     INTEGERS: tl.constexpr = weight.data.dtype.element_ty == tl.int8
     BYTES: tl.constexpr = weight.data.dtype.element_ty == tl.uint8
