@@ -69,7 +69,7 @@ def _multiply_fp8_blocks(
     BLOCK_O: tl.constexpr, EVEN: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """FP8 with a scale for each SQUARE rows and columns of the weights [O / SQUARE, I / SQUARE], and x as
-    `round_blocks_kernel` has rounded it. weight.data: float8_e4m3fn, or its bytes where the tensor cores have no FP8."""
+    `round_blocks_kernel` has rounded it. weight.data: float8_e4m3fn, or its bytes where tensor cores lack FP8."""
     k = tl.arange(0, SQUARE)
     w_at, x_at = addresses(weight.data, o, weight.stride, k), addresses(x.data, n, x.stride, k)
     scale_at = weight.scales + o // SQUARE * tl.cdiv(inputs, SQUARE)
