@@ -78,7 +78,7 @@ def _multiply_scaled(
 ):  # fmt: skip
     """`_multiply` of weights in FP8 with a scale for each SIZE x SIZE block; one chain a block, scaled, then added up.
 
-    x_ptr, unit_ptr: x_rows rows and their scales, from `quantised_kernel.rounded_blocks`. DECODES: the tensor cores have
+    x_ptr, unit_ptr: x_rows rows and their scales, from `quantised_kernel.rounded_blocks`. DECODES: tensor cores have
     no FP8, and weight_ptr points to bytes.
     """
     k = tl.arange(0, SIZE)
