@@ -325,7 +325,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.prompt_tokens:
         if options.shape in (None, "model"):
             parser.error("--prompt-tokens needs the --shape of a model with random weights")
-        tokenizer, model = None, build(options.shape, device.type)
+        tokenizer, model = None, build(options.shape, device)
         prompts, options.model = random_requests(options, model.config.vocab_size), options.shape
         options.max_cache_len = options.prompt_tokens + options.new_tokens + 64
     else:
