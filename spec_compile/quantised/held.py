@@ -205,8 +205,7 @@ def repacked(
 ) -> tuple[WeightLayout, list[Tensor]] | None:
     """`for_kernel`, once for all graphs.
 
-    A copy's record hangs on its first part, as `made_of`. It lives as long as the copy and holds the original tensors,
-    so that their addresses, which are the key, are not used again.
+    The first part of a copy has the record, `made_of`. It lives as long and holds the tensors whose addresses are keys.
     """
     is_read = is_of_cpu(layout) if on_cpu else layout.packing is not None
     if is_read and all(part.is_contiguous() for part in parts):

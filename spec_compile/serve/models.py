@@ -193,7 +193,7 @@ Tools = Annotated[list[Tool], FailFast()]
 
 EMPTY: dict[str, tuple] = {
     "stop": ("", []), "logit_bias": ({},), "stream_options": ({},), "instructions": ("",),
-    "context_management": ([], {}), "mcp_servers": ([],),
+    "context_management": ([], {}), "mcp_servers": ([],), "reasoning_effort": ("",),
 }  # fmt: skip
 """Values of fields that count as not given, as in the public APIs. Other empty values have no effect in any case."""
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
