@@ -93,23 +93,6 @@ def smollm2_acceptance(results: Results) -> str:
 
 
 @shown
-def smollm2_published(results: Results) -> str:
-    """The columns that others publish, for the drafts accepted most often: a row for each set."""
-    rows = []
-    for name in measured_sets(results):
-        systems = results.get("acceptance_smollm2", "workloads", name, "systems")
-        row = systems.get("EAGLE-3 and n-gram, tree of 16", {})
-        rows += [{**row, "category": name.replace("_", " ")}] if "first_token_s" in row else []
-    columns = {
-        "category": "{category}", "accept length": "{accept_length:.2f}",
-        "acceptance by position": lambda row: " ".join(f"{share:.2f}" for share in row["acceptance_by_depth"][:5]),
-        "first token (TTFT)": ms("first_token_s"), "a further token (TPOT)": ms("further_token_s", 2),
-        "vs plain steps": lambda row: f"{row['over_plain']:.2f}×" if "over_plain" in row else NONE,
-    }  # fmt: skip
-    return listed(results, rows, columns)
-
-
-@shown
 def peers(results: Results) -> str:
     """A row for each engine and way of drafting, a column for each set: accept length and tokens a second."""
     every = results.all("peers", "rows")
