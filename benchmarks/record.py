@@ -38,7 +38,6 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import spec_compile
 from benchmarks.common import DEMO_MODEL, PROMPTS, RESULTS, elapsed, load_model, pin, prompts_of, save_rows, show, stamp
-from spec_compile import speculate
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = "demo"
@@ -73,7 +72,7 @@ class Measured:
         return [ids.to(self.device) for ids in prompts]
 
     def _fast(self, algo: str = "ngram", **options):
-        return speculate(self.model, algo, compile=True, **options)
+        return spec_compile.speculate(self.model, algo, compile=True, **options)
 
     def _seconds(self, fast, ids, repeats: int = 1, **settings) -> list[float]:
         """Seconds of calls for the same answer, after one that does not count."""
@@ -90,7 +89,7 @@ class Measured:
         """Seconds until the first token, with the caches that the environment names."""
         ids = self._prompts("code_editing", 1)[0]
         begin = time.perf_counter()
-        fast = speculate(self.model, "ngram")
+        fast = spec_compile.speculate(self.model, "ngram")
         seconds = time.perf_counter() - begin
         elapsed(lambda: fast.generate(ids, max_new_tokens=1, do_sample=False, pad_token_id=0), self.device)
         return {"speculate s": seconds, "first token s": time.perf_counter() - begin}
@@ -173,13 +172,9 @@ class Measured:
 PARTS = ("import", "start", "call", "rounds", "never_slower", "serving", "bits")
 
 
-LAUNCH = """
-import runpy, sys
-sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__]
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-"""Runs a script without the finders of editable installs, which would find this tree before that of PYTHONPATH."""
+FOREIGN = "import sys\nsys.meta_path[:] = [each for each in sys.meta_path if 'editable' not in type(each).__module__]\n"
+"""Takes away the finders of editable installs, which would find this tree before that of PYTHONPATH."""
+MEASURE = f"import runpy\nrunpy.run_path({__file__!r}, run_name='__main__')"
 IMPORT = """
 import json, resource, time
 import torch, transformers
@@ -207,13 +202,10 @@ def in_process(part: str, tree: Path, options: argparse.Namespace, caches: str) 
     """What a new process measures of a part of a tree."""
     environment = {**os.environ, "PYTHONPATH": str(tree), "SPEC_COMPILE_CACHE": f"{caches}/starts"}
     environment |= {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "TRITON_CACHE_DIR": f"{caches}/triton"}
-    script = Path(caches, "import.py") if part == "import" else Path(__file__)
-    if part == "import":
-        script.write_text(IMPORT)
     arguments = ["--device", options.device, "--model", options.model, "--threads", str(options.threads), "--one", part]
-    # -P and LAUNCH keep this tree's packages away from a measurement of the other one.
-    launch = [str(script)] if tree == ROOT else ["-c", LAUNCH, str(script)]
-    command = [sys.executable, "-P", *launch, *arguments]
+    # -P and FOREIGN keep this tree's packages away from a measurement of the other one.
+    code = ("" if tree == ROOT else FOREIGN) + (IMPORT if part == "import" else MEASURE)
+    command = [sys.executable, "-P", "-c", code, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=caches)
     if done.returncode:
         raise RuntimeError(f"{part} of {tree}: {done.stderr[-3000:]}")

@@ -16,9 +16,9 @@ gpu.py), next to two floors: the time to move their bytes, and the time of their
 The acceptance of random weights means nothing: tokens a second are given at simulated accept lengths, and at 1.0, which
 is plain steps. "model" is the shape of --model, with its weights.
 
---shape with --prompt-tokens answers requests of a shape with random weights in place of those of --model: prompts of so
-many random tokens, three times as many as are in flight, with a cache that has room for just these. Hardly a draft is
-accepted on such text, so that "ngram" shows what drafts cost where they do not pay.
+--shape with --prompt-tokens answers requests of a shape with random weights in place of those of --model: prompts of
+that many random tokens, three requests for each one in flight, with a cache that has room for just these. Hardly a
+draft is accepted on such text, so that "ngram" shows what drafts cost where they do not pay.
 
 --apart also answers with n-grams of each request's own text only, as the server does for clients without a name.
 
@@ -174,13 +174,13 @@ def measure(name: str, fast, tokenizer, prompts: list[list[int]], options) -> li
                 times.seconds.clear()
             share_text = "" if name.endswith(APART) else None
             result = in_flight(manager, asked, count, options.new_tokens, share_text)
-            rows.append({"system": name, "in_flight": count, **result})
+            rows.append({"system": name, "in_flight": count, "requests": len(asked), **result})
             print(row_text(rows[-1]), flush=True)
             if times:
                 print(times.text(manager.metrics()["rounds_total"] - rounds), flush=True)
     finally:
         manager.destroy()
-    for count in options.in_flight if options.static and tokenizer is not None else ():
+    for count in options.in_flight if options.static else ():
         last = prompts[-(count + len(prompts) % count) :]  # batches of all sizes
         static(fast, tokenizer, last, count, min(16, options.new_tokens))
         forget(fast)
@@ -327,7 +327,7 @@ def main(arguments: list[str] | None = None) -> None:
             parser.error("--prompt-tokens needs the --shape of a model with random weights")
         tokenizer, model = None, build(options.shape, device)
         prompts, options.model = random_requests(options, model.config.vocab_size), options.shape
-        options.max_cache_len = options.prompt_tokens + options.new_tokens + 64
+        options.max_cache_len, options.static = options.prompt_tokens + options.new_tokens + 64, False
     else:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).to(device).eval()
@@ -345,7 +345,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(*over_best(rows, [name for name in options.systems if name != "plain"]), sep="\n")
     stamped = common.stamp(model.device)
     facts = {"model": Path(options.model).name, "requests": len(prompts), "new_tokens": options.new_tokens}
-    rows = [{**row, **facts} for row in rows]
+    rows = [facts | row for row in rows]
     common.save_rows(options.json, rows, ("model", "system", "in_flight"), stamped)
     if options.shape and not options.prompt_tokens:
         timed = round_rows(options.shape, options, model)
