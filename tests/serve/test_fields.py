@@ -111,7 +111,7 @@ EMPTY = [
     {"generation_config": json.dumps({"stop_strings": ""})}, {"user": ""}, {"include": []}, {"instructions": ""},
     {"generation_config": '{"stop_strings": [], "bad_words_ids": [], "sequence_bias": [], "suppress_tokens": []}'},
     {"logit_bias": {}, "generation_config": json.dumps({"sequence_bias": []})}, {"text": {}}, {"reasoning": {}},
-    {"context_management": []}, {"prompt_cache_options": {}},
+    {"context_management": []}, {"prompt_cache_options": {}}, {"reasoning_effort": ""},
 ]  # fmt: skip
 
 
