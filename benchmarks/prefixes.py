@@ -10,7 +10,7 @@ cold" should be 0.1 at most. Each repeat has a text of its own; the times are me
 
 Serving: --in-flight requests with different random prompts of --prompt-tokens are under way at any time, with kept
 prefixes and without. Both take turns, and "over off" divides the median rates; it should be 0.98 at least. On a GPU
-texts of fewer than 256 tokens are not kept, so 64 prompt tokens measure the decision and 320 the copies.
+texts of fewer than 256 tokens are not copied to the host, so 64 prompt tokens measure the decision and 320 the copies.
 
 The numbers of --tokens that a model does not allow are left out. "token_bytes" and "state_bytes" are the memory of a
 token's keys and values, and of the states at the end of a text.

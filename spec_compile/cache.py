@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from .graph import ModelGraph
 
-PAGE = 128
-"""Slots of a cache come in multiples of this many."""
+PAGE = 64
+"""Slots of a page. Attention sums in chunks of 16, 32 or 64 keys, each of which lies in one page."""
+ROUNDED = 128
+"""The slots of a row come in multiples of this many."""
 
 
 class States(nn.Module):
@@ -103,7 +105,15 @@ class States(nn.Module):
 
 
 class Cache(nn.Module):
-    """Keys and values of B sequences of up to `slots` tokens, in every attention layer of a graph, and their states."""
+    """Keys and values of B sequences of up to `slots` tokens, in every attention layer of a graph, and their states.
+
+    The keys and values of a layer are P pages [P, Hkv, S, D] of S slots. Slot s of row b is slot s % S of the page
+    ``table[b, s // S]``. First each row is one page. After `use_pages` pages have `PAGE` slots and rows several of
+    them: with table = [[3, 7], [3, 5]] slot 65 of row 1 is slot 1 of page 5, and the rows share their first 64 slots.
+    Page 0 is scratch, which several rows write to: of their slots there nobody sees any.
+
+    table: [B, n] int32; several caches with the same pages may share one.
+    """
 
     def __init__(self, graph: ModelGraph, batch: int, slots: int):
         super().__init__()
@@ -117,6 +127,7 @@ class Cache(nn.Module):
         for number, spec in enumerate(graph.indexes):
             empty = zero_pages((batch, 1, slots, spec.size), spec.dtype or graph.dtype, graph.device)
             self.register_buffer(f"index_{number}", empty, persistent=False)
+        self.table = torch.arange(batch, dtype=torch.int32, device=graph.device)[:, None]
         self.states = States(graph, batch)
         self.adapters = [torch.zeros(batch, dtype=torch.int64, device=graph.device)] if graph.has_adapters else []
         """The adapter of each row [B], an entry of every `kernels.linear.low_rank.LowRank`; [] if rows choose none."""
@@ -124,12 +135,12 @@ class Cache(nn.Module):
     @property
     def argument(self) -> list[Tensor]:
         """The argument ``cache`` of a rewritten graph."""
-        return [*self.tensors, *self.states.tensors, *self.adapters]
+        return [*self.tensors, *self.states.tensors, *self.adapters, self.table]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """For each layer its keys and values [B, Hkv, slots, D], and its scales [B, Hkv, slots, 2] if it has any; then
-        the keys [B, 1, slots, D] of each indexer."""
+        """For each layer its keys and values [P, Hkv, S, D], and its scales [P, Hkv, S, 2] if it has any; then the keys
+        [P, 1, S, D] of each indexer."""
         return list(self.buffers(recurse=False))
 
     def layer(self, number: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -141,17 +152,38 @@ class Cache(nn.Module):
     @property
     def slots(self) -> int:
         """Tokens for which each row has room."""
-        return self.tensors[0].shape[2]
+        return self.tensors[0].shape[2] * self.table.shape[1]
+
+    @property
+    def is_paged(self) -> bool:
+        """True if a row may have several pages."""
+        return self.table.shape[1] > 1
+
+    def use_pages(self, pool: "Cache | int", table: Tensor) -> None:
+        """Replace `tensors` by the pool of another cache, or by a new pool.
+
+        pool: the other cache, or the number of pages.
+        table: [B, n] int32, n > 1; the pages of each row.
+        """
+        if isinstance(pool, int):
+            shapes = [(pool, tensor.shape[1], PAGE, tensor.shape[3]) for tensor in self.tensors]
+            pages = [zero_pages(shape, tensor.dtype, tensor.device) for shape, tensor in zip(shapes, self.tensors)]
+        else:
+            pages = pool.tensors
+        for (name, _), tensor in zip(list(self.named_buffers(recurse=False)), pages):
+            setattr(self, name, tensor)
+        self.table = table
 
     def share(self, other: "Cache") -> None:
         """Take the first rows of `other`, and give up its rows."""
         for (name, tensor), larger in zip(list(self.named_buffers(recurse=False)), other.tensors):
-            setattr(self, name, larger[: len(tensor)])
+            setattr(self, name, larger if other.is_paged else larger[: len(tensor)])
+        self.table = other.table[: len(self.table)]
         self.states.share(other.states)
         self.adapters = [larger[: len(own)] for own, larger in zip(self.adapters, other.adapters)]
 
     def resize(self, slots: int) -> list[Tensor]:
-        """Replace `tensors` by empty ones of `slots` slots, and return the old ones."""
+        """Replace `tensors`, of which each row has one page, by empty ones of `slots` slots; return the old ones."""
         before = self.tensors
         for name, tensor in list(self.named_buffers(recurse=False)):
             batch, heads, _, size = tensor.shape

@@ -1,12 +1,14 @@
 """The contract between the runtime and those who propose trees: an `Algorithm` for a model makes a `Drafter` for a
 batch size, and its `DraftPlan` says what rounds must be built for."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+import torch
 from torch import Tensor, nn
 
-from .cache import Cache
+from .cache import PAGE, Cache
 from .graph import ModelGraph
 from .tree import Accepted
 
@@ -163,9 +165,27 @@ class Drafter(nn.Module):
         the text shall leave with the row."""
 
 
-def caches(drafter: nn.Module) -> list[Cache]:
-    """The drafter's own caches."""
-    return [module for module in drafter.modules() if isinstance(module, Cache)]
+def caches(owner: nn.Module) -> list[Cache]:
+    """The caches of a drafter or of a state."""
+    return [module for module in owner.modules() if isinstance(module, Cache)]
+
+
+def share_table(state: "State", drafter: Drafter) -> None:
+    """Let the rows of the drafter have the same pages as the rows of the state."""
+    for cache in caches(drafter):
+        cache.table = state.kv.table
+
+
+def use_pages(state: "State", drafter: Drafter, slots: int, pool: Iterable[Cache | int]) -> None:
+    """Let each row have up to `slots` slots in pages, all of which are scratch until `State.set_pages`.
+
+    pool: for each cache of the state and of the drafter one that has the pages, or the number of pages to be made.
+    """
+    table = torch.zeros(state.batch, slots // PAGE, dtype=torch.int32, device=state.tokens.device)
+    for cache, pages in zip([*caches(state), *caches(drafter)], pool):
+        cache.use_pages(pages, table)
+    state.resize(slots)
+    drafter.resize(slots)
 
 
 class Algorithm:

@@ -149,6 +149,8 @@ GUARDS = [
         ("adapter-kv", ALWAYS, "batching/test_lora_requests.py -k 'belong and cpu-1'"),
         ("adapters-are-freed", SKIP, "batching/test_lora_requests.py -k end_with"),
         ("rows-being-copied", SKIP, "batching/test_rows.py -k written"),
+        ("pages-of-idle-rows", SKIP, "batching/test_rows.py -k told_their_pages"),
+        ("pages-of-rounds", FIRST, "batching/test_preemption.py -k without_pages"),
         ("prefixes-of-weights", SKIP, "batching/test_prefix_cache.py -k other_weights"),
         ("longest-prompt", BOUND, "batching/test_request_faults.py -k fills_a_row"),
         ("fixed-chunks", SKIP, "batching/test_prefill.py -k load"),

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from ..outcome import Outcome
-from ..runtime.pipeline import InFlightRound, RoundPipeline, check_gained
+from ..runtime.pipeline import AHEAD, InFlightRound, RoundPipeline, check_gained
 from ..runtime.runtime import Runtime
 from ..runtime.session import Session, StepKind
 from ..runtime.verify.sample import DrawRows, RowSettings, accept_greedy
-from ..tree import MAX_NODES, Accepted, Tree, ancestry
+from ..tree import Accepted, Tree, ancestry
 from .output import look_ahead
-from .prefix_cache import LEAST, RowTexts
+from .pages import pages_of
+from .prefill import PrefillRows
 from .rows import Rows
 from .sequence import BatchSequence
 
@@ -22,9 +23,9 @@ from .sequence import BatchSequence
 class DecodeRows(Rows):
     """Runs rounds over the sequences in its rows. On a GPU a round is launched while the one before it runs."""
 
-    def __init__(self, runtime: Runtime, number: int, capacity: int):
-        super().__init__(runtime, number, capacity)
-        self.texts = RowTexts(number, capacity, has_states=bool(runtime.verify.recurrences))
+    def __init__(self, runtime: Runtime, number: int, capacity: int, pages: int):
+        """pages: their number in the pool that all rows of the batch share."""
+        super().__init__(runtime, number, capacity, pages)
         self.rounds_by_nodes: Counter[int] = Counter()
         self.pipeline = RoundPipeline[BatchSequence](runtime)
         self._settings = RowSettings()
@@ -35,67 +36,85 @@ class DecodeRows(Rows):
         return len(self.pipeline) > 0 or any(self.sequences)
 
     @property
+    def is_on_host(self) -> bool:
+        """True if the host chooses the tokens of a row."""
+        return any(sequence.is_on_host for sequence in self.active)
+
+    @property
     def round_seconds(self) -> float | None:
         """Seconds that the shortest round takes over the rows in use; None if nobody has measured it."""
         session = self.session(max((sequence.row for sequence in self.active), default=0) + 1)
         return min(session.policies[StepKind.ROUND].costs.measured.values(), default=None)
 
     def enter(self, sequence: BatchSequence) -> None:
-        """A prompt that is done has been copied to row `sequence.row`."""
+        """A prompt that is done has been moved to row `sequence.row`."""
         self.sequences[sequence.row] = sequence
         self._settings = self._settings.merge(sequence.settings)
         self.state.finished[sequence.row].fill_(False)
-        counts = sequence.weights == self.texts.weights and not sequence.has_pictures  # guard: texts-with-pictures
-        if self.runtime.has_fixed_chunks:  # only keys and values from chunks serve others, and no states after them
-            counts = counts and not (sequence.scores_prompt or self.runtime.verify.recurrences)
-        self.texts.put(
-            sequence.row, sequence.prompt if counts else None, sequence.scope, sequence.request.client,
-            goes_on=not self.runtime.has_fixed_chunks,
-        )  # fmt: skip
         self._hindsight("forget", sequence.row)
 
-    def leave(self, sequence: BatchSequence) -> None:
-        """A sequence is over. Its text stays for others that begin alike, until the row is used again."""
-        state, row = self.state, sequence.row
-        self.sequences[row] = None
-        state.finished[row].fill_(True)
-        # With clamped prompts the states of an answer differ from the states of a prompt.
-        if sequence.is_whole and not self.runtime.verify.clamps_prompts:
-            self.texts.has_ended[row] = True
-        self.runtime.guard(self.all.drafter.leave, state, row, sequence.length, sequence.request.share_text)
-        if self.texts.lengths[row] > LEAST:
+    def leave(self, sequence: BatchSequence, is_over: bool = True) -> None:
+        """A sequence gives up its row.
+
+        is_over: False if it will go on in another row, so that its text is not drafted from until then.
+        """
+        row, self.sequences[sequence.row] = sequence.row, None
+        length, shares = (sequence.length, sequence.request.share_text) if is_over else (0, False)
+        try:
+            self.runtime.guard(self.all.drafter.leave, self.state, row, length, shares)
             self.catch_up(sequence)
+        finally:
+            self.vacate(row)
         self.runtime.records.keep()
 
-    def catch_up(self, *left: BatchSequence) -> None:
-        """Let the drafter process all tokens that it is late by, so that others can go on from what it has of a row.
-
-        left: requests that have left their rows just now.
-        """
-        sequences = [*self.active, *left]
+    def catch_up(self, sequence: BatchSequence) -> None:
+        """Let the drafter process all tokens that it is late by, so that others can go on from what it has of a
+        sequence, which has left its row just now."""
         if self.pipeline.late and self.runtime.algorithm.remembers:
-            session = self.session(max(sequence.row for sequence in sequences) + 1)
-            self.pipeline.catch_up(session, max(sequence.length for sequence in sequences))
+            sequences = [*self.active, sequence]
+            session = self.session(max(each.row for each in sequences) + 1)
+            self.pipeline.catch_up(session, max(each.length for each in sequences))
 
-    def used_slots(self, sequence: BatchSequence) -> int:
-        rounds = 1 + len(self.pipeline)
-        return sequence.length + 1 + rounds * MAX_NODES + self.runtime.algorithm.plan.lookahead_slots
+    def known(self, sequence: BatchSequence) -> int:
+        """The first slots of a row that the target and the draft have written, and will not write again."""
+        return sequence.length - self.pipeline.late
+
+    def lacking(self, rounds: int | None = None) -> list[tuple[BatchSequence, int]]:
+        """The sequences that lack pages, and how many, for all that their rows may write until `rounds` more rounds are
+        over; None: as many as may be in flight.
+
+        The host knows a length of 100, a round over 16 nodes is in flight, and another one will be launched: its row
+        may have 116 tokens by then, and writes 16 nodes after them, to the slots up to 131, on 3 pages of 64.
+        """
+        if rounds is None:
+            rounds = max((AHEAD if self.runtime.on_gpu else 1) - len(self.pipeline), 0)
+        after = self.pipeline.nodes + rounds * self.runtime.sizes[-1] + self.runtime.algorithm.plan.lookahead_slots
+        rows = ((sequence, pages_of(sequence.length + 1 + after) - len(sequence.pages)) for sequence in self.active)
+        return [(sequence, count) for sequence, count in rows if count > 0]
 
     def moved(self, row: int, to: int) -> None:
-        self.texts.move(row, to)
         self._hindsight("move", row, to)
 
-    def launch(self) -> None:
-        """Begin as many rounds as may be in flight."""
+    def launch(self, prompts: PrefillRows | None = None) -> None:
+        """Begin as many rounds as may be in flight, and as rows have pages for.
+
+        prompts: pieces of them ride along, unless the host chooses the tokens of a row.
+        """
         sequences = self.active
         if not sequences:
             return
-        on_host = any(sequence.is_on_host for sequence in sequences)
+        on_host = self.is_on_host
         kind = StepKind.LOOK if on_host or any(sequence.settings for sequence in sequences) else StepKind.ROUND
-        longest, session = max(sequence.length for sequence in sequences), self.session(sequences[-1].row + 1)
-        begin = partial(self._begin, session, kind, sequences, on_host)
-        while self.pipeline.may_launch(sequences, on_host):
-            self.pipeline.launch(session, kind, sequences, longest, begin)
+        longest, rows = max(sequence.length for sequence in sequences), sequences[-1].row + 1
+        while self.pipeline.may_launch(sequences, on_host) and not self.lacking(1):  # guard: pages-of-rounds
+            session = self.session(rows)
+            begin: Callable = partial(self._begin, session, kind, sequences, on_host)
+            nodes = None
+            if prompts is not None and prompts.rides and not on_host:
+                session = self.session(max(rows, 2))  # parts for one row take no further rows
+                nodes = None if self.runtime.algorithm.plan.sizes == "fixed" else 1
+                begin = partial(self._begin_mixed, session, kind, prompts)
+            self.pipeline.launch(session, kind, sequences, longest, begin, nodes)
 
     def _begin(
         self, session: Session, kind: StepKind, sequences: list[BatchSequence], on_host: bool, nodes: int,
@@ -105,6 +124,17 @@ class DecodeRows(Rows):
         if on_host:
             return session.launch(partial(self._accept_rows, session, sequences), nodes, max_kv_len)
         return session.launch(DrawRows(self._settings) if kind is StepKind.LOOK else None, nodes, max_kv_len)
+
+    def _begin_mixed(
+        self, session: Session, kind: StepKind, prompts: PrefillRows, nodes: int, max_kv_len: int
+    ) -> Callable[[], list[list[int]]]:  # fmt: skip
+        """Begin a round with a piece of the prompts; see `RoundPipeline.launch`."""
+        piece = prompts.piece(session.batch, nodes)
+        acceptor = DrawRows(self._settings) if kind is StepKind.LOOK else None
+        slots = max(max_kv_len, session.max_kv_len(prompts.longest(piece)))
+        read = session.launch(acceptor, nodes, slots, piece=piece)
+        prompts.rode(piece)
+        return read
 
     def collect(self) -> list[BatchSequence]:
         """Wait for the round that was launched first; returns the sequences that gained tokens in it."""
@@ -131,7 +161,6 @@ class DecodeRows(Rows):
         """Give a sequence what a round has gained for its row."""
         drafted = min(in_flight.drafted or sequence.count or in_flight.nodes, in_flight.nodes, sequence.most_nodes) - 1
         sequence.speculation.count(drafted, max(len(outcome.path) - 1, 0), len(outcome.gained))
-        before = len(sequence.tokens)
         try:
             if sequence.failure is not None:
                 raise sequence.failure
@@ -140,7 +169,6 @@ class DecodeRows(Rows):
             sequence.is_whole = outcome.finished and sum(sequence.speculation.per_step_tokens) == len(sequence.tokens)
         except Exception as error:  # its own criterion failed; the others go on
             sequence.fail(error)
-        self.texts.extend(sequence.row, sequence.tokens[before:])
 
     def _accept_rows(self, session: Session, sequences: list[BatchSequence], tree: Tree, logits: Tensor) -> Accepted:
         """Accept the likeliest tokens, or in rows with an acceptor or settings the tokens that these choose."""

@@ -61,7 +61,7 @@ class Manager(ContinuousBatchingManager):
         self._engine = engine = model.speculation.engine
         with engine.turns, torch.inference_mode(False), torch.no_grad():
             engine.adopt()
-            self.scheduler = take_scheduler(engine, config.max_requests_per_batch, workload_hints)
+            self.scheduler = take_scheduler(engine, config, workload_hints)
         self.scheduler.check = engine.refuse_changes
         self._intake = Intake(model, self.scheduler.capacity, config.seed, config.return_logprobs)
         self._process = os.getpid()

@@ -3,13 +3,14 @@
 from collections import Counter
 from typing import Any, get_args
 
+from ..cache import PAGE
 from .prefix_blocks import Tier
 from .prefix_cache import whole
 from .scheduler import Scheduler
 from .sequence import BatchSequence
 
 REASONS = ("stop", "length", "cancelled", "error")
-PLACES = ("row", "device", "host")
+PLACES = ("device", "host")
 """Where keys and values of a prompt's beginning may be."""
 REJECTIONS = ("queue_full", "invalid", "stopping")
 COUNTERS = (
@@ -24,7 +25,7 @@ class Metrics:
     def __init__(self, scheduler: Scheduler, engine: Any):
         self._engine = engine
         self._scheduler, self._rounds_before = scheduler, scheduler.decoder.rounds_by_nodes.copy()
-        self._prefixes_before = self._count_prefixes()
+        self._prefixes_before, self._preemptions_before = self._count_prefixes(), scheduler.preemptions
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._finished, self._rejected = dict.fromkeys(REASONS, 0), dict.fromkeys(REJECTIONS, 0)
         self._positions: list[int] = []
@@ -48,27 +49,29 @@ class Metrics:
 
     def _count_prefixes(self) -> Counter[str]:
         """Tokens that were looked for, tokens that were copied from each place, and blocks that were dropped."""
-        store = self._scheduler.prefixes.store
-        return Counter(store.hits) + Counter(asked=store.asked, evicted=store.evicted)
+        prefixes = self._scheduler.prefixes
+        return Counter(prefixes.hits) + Counter(asked=prefixes.asked, evicted=prefixes.evicted)
 
     def __call__(self) -> dict:
-        """Gauges: requests, slots and tokens of the cache now. Counters, which end with ``_total``: since the start, of
-        requests that are over; the counters of ``prefix_cache`` count requests that have begun, too."""
+        """Gauges: requests, slots, and tokens of the pages that rows use now, besides kept prefixes, which can be given
+        up for them. Counters, which end with ``_total``: since the start, of requests that are over; the counters of
+        ``prefix_cache`` count requests that have begun, too."""
         scheduler, decoder, prefill = self._scheduler, self._scheduler.decoder, self._scheduler.prefill
         rounds = decoder.rounds_by_nodes - self._rounds_before
         prefixes = self._count_prefixes() - self._prefixes_before
-        tokens, used = scheduler.slots * scheduler.capacity, decoder.texts.used
+        pages, used = scheduler.pages.usable, len({page for each in scheduler.begun for page in each.pages})
         return {
             "requests_running": len(decoder.active),
             "requests_prefilling": len(prefill.begun),
             "requests_waiting": len(scheduler.waiting),
             "slots": scheduler.slots,
             "slot_tokens": scheduler.capacity,
-            "cache_bytes": decoder.bytes + prefill.bytes,
-            "cache_tokens": tokens,
-            "cache_tokens_used": used,
-            "cache_usage": used / tokens,
-            "prefix_cache_bytes": {tier: scheduler.prefixes.store.bytes(tier) for tier in get_args(Tier)},
+            "cache_bytes": decoder.pool_bytes + decoder.state_bytes + prefill.state_bytes,
+            "cache_tokens": pages * PAGE,
+            "cache_tokens_used": used * PAGE,
+            "cache_usage": used / pages,
+            "preemptions_total": scheduler.preemptions - self._preemptions_before,
+            "prefix_cache_bytes": {tier: scheduler.prefixes.bytes(tier) for tier in get_args(Tier)},
             "prefix_cache_queries_total": prefixes["asked"],
             "prefix_cache_hits_total": sum(prefixes[place] for place in PLACES),
             "prefix_cache_hits_by_place_total": {place: prefixes[place] for place in PLACES},

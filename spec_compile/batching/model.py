@@ -32,8 +32,9 @@ class BatchingMixin(SpeculativeMixin):
     ) -> Manager:  # fmt: skip
         """A `Manager`, not started, with transformers' arguments; the one that was kept, if there is one.
 
-        `max_requests_per_batch` (slots), `max_queue_size`, `seed` and `return_logprobs` of `continuous_batching_config`
-        count; pages and graphs are not what our cache has.
+        `max_requests_per_batch` (slots), `num_blocks` and `page_size` (tokens of all requests together),
+        `max_memory_percent` (share of a GPU's free memory), `max_queue_size`, `seed` and `return_logprobs` of
+        `continuous_batching_config` count; graphs are not what our rounds have.
         """
         kept = vars(self).get("_cached_continuous_batching_manager")
         if isinstance(kept, Manager) and kept.is_of_this_process:

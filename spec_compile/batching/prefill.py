@@ -1,6 +1,7 @@
 """Prompts are processed in chunks between the rounds of other requests, in rows of a cache that only they use.
 
-A prompt never touches the rows that decode. When it is done, its row is copied to one of them.
+A prompt never touches the rows that decode. When it is done, its row moves to one of them. A request whose row was
+taken for others comes back as a prompt of its text so far.
 """
 
 from collections.abc import Callable
@@ -11,8 +12,9 @@ import torch
 from ..runtime.request import OwnPrefill
 from ..runtime.round import STEP_COST, chunks
 from ..runtime.runtime import Runtime
-from ..runtime.session import Session, StepKind
-from .rows import CopySlots, Rows
+from ..runtime.session import Piece, Session, StepKind
+from ..tree import MAX_NODES
+from .rows import Rows
 from .sequence import BatchSequence
 
 PREFILL_ROWS = {"cpu": 1, "cuda": 16}
@@ -25,23 +27,34 @@ ABOUT = 1.5
 """A chunk that takes at most this many times as long as a round counts as one that takes as long."""
 STEPS = 4
 """Prompts that need more chunks of the largest size are not planned to their ends."""
+STEPS_OF_TOKENS = (128, 256, 512)
+"""Tokens of a step that holds a round and a piece of prompts: what products compute at once. 576 rows take as long as
+768, and 512 about 0.6 of that."""
+PIECE_ROWS = 4
+"""Prompts of a piece at most. A step is captured for pieces of one prompt and of this many."""
+Restore = Callable[[Rows, int], None]
+"""Copies the states after a known beginning to a row."""
 
 
 class PrefillRows(Rows):
     """The sequences whose prompts are under way."""
 
-    def __init__(self, runtime: Runtime, number: int, capacity: int):
-        super().__init__(runtime, number, capacity, are_dense=True)
+    def __init__(self, runtime: Runtime, number: int, capacity: int, pool: Rows, piece: int = 0):
+        """pool: the rows that decode, whose pages prompts are written to. piece: most tokens of a step in which prompts
+        ride along with a round; 0: prompts and rounds take turns."""
+        super().__init__(runtime, number, capacity, pool, are_dense=True)
+        self.step_sizes = sorted({*(size for size in STEPS_OF_TOKENS if size < piece), piece} - {0})
+        """Tokens of a step with a piece of prompts, and of its round."""
         self._done = [0] * number
         """Per row: tokens whose keys and values are known."""
         self._stops = [0] * number
-        """Per row: stop prefill here. len(prompt) - 1, or the branch point if it comes first."""
+        """Per row: stop prefill here. The length of the sequence, or the branch point if it comes first."""
         self.aside: dict[BatchSequence, tuple[int, int, int]] = {}
         """Prompts that were begun and wait for the only row: the row of each in `_aside`, its `_done` and `_stops`."""
         self._turn = 0
         """Tokens that were processed since the prompt in the only row has it."""
-        self.at_branch: Callable[[BatchSequence, Rows, int, int], None] = lambda *_: None
-        """Called with a sequence, these rows, its row and its tokens so far when its branch point is reached."""
+        self.at_branch: Callable[[BatchSequence, int, Rows], None] = lambda *_: None
+        """Called with a sequence, its processed tokens and these rows when its branch point is reached."""
 
     @property
     def begun(self) -> list[BatchSequence]:
@@ -50,16 +63,19 @@ class PrefillRows(Rows):
 
     @cached_property
     def _aside(self) -> Rows:
-        return Rows(self.runtime, ASIDE, self.state.capacity)
+        return Rows(self.runtime, ASIDE, self.all.capacity, self)
 
     @cached_property
     def _with_pictures(self) -> Rows:
         """A row for prompts with pictures, one at a time."""
-        return Rows(self.runtime, 1, self.state.capacity)
+        return Rows(self.runtime, 1, self.all.capacity, self)
 
     def make_room(self, sequence: BatchSequence) -> bool:
         """True if there is a row for this prompt now. If there is only one, a prompt of another client that has had
-        its turn is set aside for it."""
+        its turn is set aside for it. Where prompts ride along, no more begin than fill a piece, so that the first one
+        is done first."""
+        if self.step_sizes and (len(self.active) == PIECE_ROWS or sum(self._missing()) >= self.step_sizes[-1]):
+            return False
         if self.has_room:
             return True
         before = self.sequences[0]
@@ -68,7 +84,7 @@ class PrefillRows(Rows):
             return False
         assert before is not None
         to = min({*range(ASIDE)} - {row for row, _, _ in self.aside.values()})
-        self.copy_row(0, to, min(self.used_slots(before), self.state.capacity), self._aside)
+        self.move_row(0, to, self._aside)
         self.aside[before], self.sequences[0] = (to, self._done[0], self._stops[0]), None
         return True
 
@@ -76,75 +92,138 @@ class PrefillRows(Rows):
         """A prompt that was set aside goes on."""
         row, self._done[0], self._stops[0] = self.aside.pop(sequence)
         self.sequences[0], sequence.row, self._turn = sequence, 0, 0
-        self._aside.copy_row(row, 0, min(self.used_slots(sequence), self.state.capacity), self)
+        self._aside.move_row(row, 0, self)
 
-    def enter(self, sequence: BatchSequence, known: int, copy: CopySlots, branch: int = 0) -> None:
-        """Begin with a prompt.
+    def enter(
+        self, sequence: BatchSequence, known: int = 0, branch: int = 0, restore: Restore | None = None
+    ) -> None:  # fmt: skip
+        """Begin with a prompt, or with the text so far of a sequence that comes back; `sequence.pages` are its pages.
 
-        copy: copies the keys and values of its first `known` tokens, if there are any. branch: tokens after which
-        `at_branch` is called, more than `known`; 0 for none.
+        known: its first tokens whose keys and values are in these pages. restore: copies the states after them, if
+        there are any. branch: tokens after which `at_branch` is called, more than `known`; 0 for none.
         """
-        sequence.row = to = self.free_row()
-        self.sequences[to], self._done[to], self._stops[to] = sequence, known, branch or len(sequence.prompt) - 1
-        self._turn = 0
-        self.reuse(to)
-        self._begin(sequence, self, to, lengths=known)
-        if known:
-            copy(self, to)
+        sequence.row = row = self.free_row()
+        self.sequences[row] = sequence
+        self.reuse(row)
+        self._begin(sequence, self, row, lengths=known)
+        if restore is not None:
+            restore(self, row)
+        self._done[row], self._stops[row], self._turn = known, branch or sequence.length, 0
         if branch:
-            self.state.prompt_lengths[to].fill_(branch + 1)
-        sequence.speculation.reused_prompt_tokens = known
+            self.state.prompt_lengths[row].fill_(branch + 1)
+        if not sequence.tokens:
+            sequence.speculation.reused_prompt_tokens = known
 
     def _begin(self, sequence: BatchSequence, rows: Rows, row: int, **numbers: int) -> None:
-        request, vocab = sequence.request, self.runtime.verify.vocab_size
+        request, vocab, state = sequence.request, self.runtime.verify.vocab_size, rows.state
         eos = [token for token in request.eos if 0 <= token < vocab]
-        rows.state.enter(row, sequence.prompt, eos, sequence.loaded.index, **numbers, **sequence.numbers())
+        state.enter(row, sequence.text, eos, sequence.loaded.index, **numbers, **sequence.numbers())
+        if sequence.tokens and state.kv.states.kinds:  # some clamp what belongs to a prompt
+            state.kv.states.prompt_lengths[row].fill_(len(sequence.prompt))
+        rows.place({sequence: 0})
         self.runtime.guard(rows.all.drafter.enter, row, request.share_text, request.references)
 
-    def process(self, sequence: BatchSequence, own: OwnPrefill, target: Rows, to: int) -> None:
-        """Have the model's own forward process a prompt with pictures, and copy it to row `to` of `target`."""
+    def process(self, sequence: BatchSequence, own: OwnPrefill) -> bool:
+        """Have the model's own forward process a prompt with pictures. Returns True if the sequence is ready to be
+        moved by `move_pictures`; else it goes on here with its answer so far."""
         past, offset = own(self.runtime.algorithm.plan.taps)
         rows, done = self._with_pictures, len(sequence.prompt) - 1
-        state, session = rows.state, rows.all
+        state, session, sequence.row = rows.state, rows.all, 0
+        rows.vacate(0)
         self._begin(sequence, rows, 0, **({} if state.position_offsets is None else {"position_offsets": offset}))
+        state.prompt_lengths.fill_(done + 1)
         if past.features is not None and self.runtime.algorithm.remembers:
             sizes = [*chunks(done, session.prefill_sizes, STEP_COST[self.runtime.device.type])]
             session.prefill_draft(past.features, past.padding, [done], sizes)
         state.fill(past, [done])
-        sequence.row = 0
-        self._propose(session, [sequence])
-        self._copy(sequence, rows, target, to)
+        if not sequence.tokens:
+            self._propose(session, [sequence])
+            return True
+        sequence.row = row = self.free_row()
+        rows.move_row(0, row, self)
+        self.sequences[row], self._done[row], self._stops[row] = sequence, done, sequence.length
+        self.state.prompt_lengths[row].fill_(sequence.length + 1)
+        return False
 
     def step(self, waiting: int, decoding: int, round_seconds: float | None) -> list[BatchSequence]:
         """Process a chunk of every prompt, and propose the first trees of those that are done, which are returned.
 
         waiting, decoding: see `choose_size`. round_seconds: what rounds cost now; None if nobody has measured it.
         """
-        # A chunk of every prompt.
         self.compact()
-        session = self.session(max(sequence.row for sequence in self.active) + 1)
-        missing = [self._stops[sequence.row] - self._done[sequence.row] for sequence in self.active]
-        if any(missing):
-            if any(sequence.scores_prompt for sequence in self.active):
+        missing = [tokens for tokens in self._missing() if tokens]
+        if missing:
+            session = self._active_session
+            if any(sequence.needs_scores for sequence in self.active):
                 size = self._score(session)
             else:
-                size = self._chunk_size([tokens for tokens in missing if tokens], waiting, decoding, round_seconds)
+                size = self._chunk_size(missing, waiting, decoding, round_seconds)
                 session.prefill(size, self._max_kv_len(session, size))
-            self._turn += size
-            for sequence in self.active:
-                row, last = sequence.row, len(sequence.prompt) - 1
-                self._done[row] = min(self._done[row] + size, self._stops[row])
-                if self._done[row] == self._stops[row] < last:  # its branch point; it goes on to its end
-                    self.at_branch(sequence, self, row, self._done[row])
-                    self.reuse(row)  # its states change in the next chunk
-                    self.state.prompt_lengths[row].fill_(len(sequence.prompt))
-                    self._stops[row] = last
+            self._advance(size)
+        return self.ready()
 
-        # The first trees of those that are done.
-        ready = [sequence for sequence in self.active if self._done[sequence.row] == len(sequence.prompt) - 1]
+    def ready(self) -> list[BatchSequence]:
+        """The prompts that are done, with their first trees."""
+        ready = [sequence for sequence in self.active if self._done[sequence.row] == sequence.length]
         if ready:
-            self._propose(session, ready)
+            for sequence in ready:
+                if sequence.tokens:  # random numbers go by the place in the answer
+                    self.state.prompt_lengths[sequence.row].fill_(len(sequence.prompt))
+            self._propose(self._active_session, ready)
         return ready
+
+    @property
+    def rides(self) -> bool:
+        """True if a piece of the prompts may ride along with the next round."""
+        return bool(self.step_sizes) and any(self._missing()) and not any(each.needs_scores for each in self.active)
+
+    def piece(self, rows: int, nodes: int) -> Piece:
+        """The next tokens of all prompts, as a piece for a round over `nodes` nodes of so many rows.
+
+        In steps of 128, 256 or 512 tokens, a prompt that misses 150 has 192 beside 64 rows of a node, and two that miss
+        100 and 20 have four rows of 112.
+        """
+        is_one = len(self.active) == 1 and self.active[0].row == 0
+        session = self.session(1 if is_one else min(PIECE_ROWS, len(self.sequences)))
+        pieces = self.pieces(session, rows, nodes)
+        return next((piece for piece in pieces if piece.size >= max(self._missing())), pieces[-1])
+
+    def pieces(self, session: Session, rows: int, nodes: int) -> list[Piece]:
+        """The pieces that a session may have beside a round over `nodes` nodes of so many rows, smallest first."""
+        least = rows * nodes + MAX_NODES
+        steps = [size for size in self.step_sizes if size >= least] or [
+            -(-least // STEPS_OF_TOKENS[1]) * STEPS_OF_TOKENS[1]
+        ]
+        sizes = [(tokens - rows * nodes) // session.batch // nodes * nodes for tokens in steps]
+        return [Piece(session, size) for size in sizes if size] or [Piece(session, nodes)]
+
+    def rode(self, piece: Piece) -> None:
+        """A round was launched with this piece."""
+        self._advance(piece.size)
+
+    def longest(self, piece: Piece) -> int:
+        """Slots that are visible to the tokens of a piece."""
+        return max(self._done[sequence.row] for sequence in self.active) + piece.size
+
+    @property
+    def _active_session(self) -> Session:
+        return self.session(max(sequence.row for sequence in self.active) + 1)
+
+    def _missing(self) -> list[int]:
+        """The tokens that each prompt in a row still needs, up to its branch point if it has one."""
+        return [self._stops[sequence.row] - self._done[sequence.row] for sequence in self.active]
+
+    def _advance(self, size: int) -> None:
+        """The next `size` tokens of every prompt have been processed."""
+        self._turn += size
+        for sequence in self.active:
+            row, last = sequence.row, sequence.length
+            self._done[row] = min(self._done[row] + size, self._stops[row])
+            if self._done[row] == self._stops[row] < last:  # its branch point; it goes on to its end
+                self.at_branch(sequence, self._done[row], self)
+                self.reuse(row)  # its states change in the next chunk
+                self.state.prompt_lengths[row].fill_(last + 1)
+                self._stops[row] = last
 
     def _max_kv_len(self, session: Session, size: int) -> int:
         """Visible slots of a step over the next `size` tokens of every prompt."""
@@ -166,9 +245,11 @@ class PrefillRows(Rows):
         logits, *features = session.get(StepKind.LOOK, size)(begin)
         for sequence in self.active:
             done = self._done[sequence.row]
-            known = sequence.prompt[done + 1 : done + 1 + size]
-            if sequence.scores is not None and sequence.scores_prompt and known:
-                sequence.scores.read_prompt(logits[sequence.row, : len(known)], known)
+            if sequence.scores is not None and sequence.needs_scores:
+                told = max(len(sequence.scores.prompt) - done, 0)  # before its row was taken
+                known = sequence.prompt[done + 1 + told : done + 1 + size]
+                if known:
+                    sequence.scores.read_prompt(logits[sequence.row, told : told + len(known)], known)
 
         # States and the draft go on by the chunk.
         state.kv.states.commit(number, (state.prompt_lengths - 1 - state.lengths).clamp(0, size))
@@ -199,14 +280,15 @@ class PrefillRows(Rows):
         decide = partial(choose_size, missing, waiting, decoding, sizes, cost, round_cost)
         return self.runtime.options.ranks.lead(lambda: [decide()])[0]
 
-    def used_slots(self, sequence: BatchSequence) -> int:
-        return self._done[sequence.row] + self.runtime.algorithm.plan.lookahead_slots
+    def known(self, sequence: BatchSequence) -> int:
+        """The first slots of a row that are written; 0 for a prompt that waits aside."""
+        return 0 if sequence in self.aside else self._done[sequence.row]
 
     def moved(self, row: int, to: int) -> None:
         self._done[to], self._stops[to] = self._done[row], self._stops[row]
 
     def _propose(self, session: Session, ready: list[BatchSequence]) -> None:
-        longest = max(len(sequence.prompt) for sequence in (*self.active, *ready))
+        longest = max(sequence.length + 1 for sequence in (*self.active, *ready))
         session.propose(session.max_kv_len(longest))
         if not self.runtime.on_gpu:
             state = session.state
@@ -215,13 +297,14 @@ class PrefillRows(Rows):
                 sequence.count, sequence.confidence = int(state.tree_count[row]), int(state.tree_confidence[row])
 
     def move(self, sequence: BatchSequence, target: Rows, to: int) -> None:
-        """Copy a prompt that is done to row `to` of `target`."""
+        """Move a prompt that is done to row `to` of `target`."""
         self.sequences[sequence.row] = None
-        self._copy(sequence, self, target, to)
+        self.move_row(sequence.row, to, target)
+        sequence.row = to
 
-    def _copy(self, sequence: BatchSequence, rows: Rows, target: Rows, to: int) -> None:
-        slots = len(sequence.prompt) + self.runtime.sizes[-1] + self.runtime.algorithm.plan.lookahead_slots
-        rows.copy_row(sequence.row, to, min(slots, rows.state.capacity), target)
+    def move_pictures(self, sequence: BatchSequence, target: Rows, to: int) -> None:
+        """`move` after `process`."""
+        self._with_pictures.move_row(0, to, target)
         sequence.row = to
 
     def leave(self, sequence: BatchSequence) -> None:
@@ -232,7 +315,10 @@ class PrefillRows(Rows):
             rows, (row, _, _) = self._aside, self.aside.pop(sequence)
         else:
             self.sequences[row] = None
-        rows.all.drafter.leave(rows.state, row, 0, False)
+        try:
+            rows.all.drafter.leave(rows.state, row, 0, False)
+        finally:
+            rows.vacate(row)
 
 
 def choose_size(

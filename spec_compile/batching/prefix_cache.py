@@ -1,24 +1,24 @@
-"""Keys and values of earlier texts for new prompts: those in rows of the batch, and copies that outlive the rows."""
+"""Keys and values of earlier texts for new prompts: pages of the pool that stay for them, and copies on the host."""
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
-from math import gcd
+from itertools import islice
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from ..cache import PAGE
 from ..capture.weights import WeightValues
 from ..runtime.round import PREFILL_SIZES, common_end
 from ..runtime.runtime import PrefixBudget, Runtime
-from .prefix_blocks import Block, BlockMemory, Copies, PrefixTree, RowBlocks, Tier
-from .rows import CopySlots, Rows
+from .pages import Pages, pages_of
+from .prefix_blocks import Node, PrefixTree, Tier
+from .prefix_copies import PageCopies
+from .rows import Rows
 from .sequence import BatchSequence
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Scope = bytes
 """See `BatchSequence.scope`."""
 Key = bytes
-"""The tokens of a block, in a first block after the scope."""
+"""See `PrefixTree`."""
 
 log = logging.getLogger("spec_compile")
 
@@ -35,17 +35,11 @@ LEAST = 16
 """A beginning of fewer tokens is computed again rather than copied. Other clients' texts begin like a prompt in
 multiples of 16 tokens only, and figures are such multiples: whoever guesses a text, and watches what is copied, has to
 guess 16 tokens at once."""
-BLOCK = 64
-"""Tokens of a block."""
 TOKENS = np.dtype(np.int32)
 """The dtype of tokens in keys."""
-PLACE_BYTES = 1 << 16
-"""Bytes of a place for a model without attention, whose blocks of tokens have no contents."""
 FEWEST = {"cpu": 1, "cuda": 4}
-"""Shortest text worth keeping, and shortest prefix worth copying, in blocks. A GPU processes up to 256 tokens of a
-prompt in about the time of one, in which it reads the weights."""
-STAGED = 1 << 25
-"""Bytes that are on their way between rows and the host of a GPU at most; more if the end of a text has more."""
+"""Shortest text worth copying to the host and back, and shortest one whose states are worth keeping, in pages. A GPU
+processes up to 256 tokens of a prompt in about the time of one, in which it reads the weights."""
 LEAST_BRANCH = 256
 """Tokens that states at a branch save later prompts at least. One chunk more, which this prompt pays, costs less."""
 
@@ -55,357 +49,355 @@ def whole(tokens: Any) -> Any:
     return tokens // LEAST * LEAST  # guard: figures-in-blocks
 
 
-class RowTexts:
-    """A text of up to `capacity` tokens for each of `rows` rows.
+@dataclass
+class Known:
+    """The beginning of a text that need not be processed.
 
-    lengths: tokens of each row's text, the last of which has no keys and values yet.
-    scopes: see `BatchSequence.scope`.
-    has_ended: True for rows whose text is complete, and whose states have seen all of it but the last token.
+    tokens: its first tokens whose keys and values are known.
+    pages: whole pages of them, with one user more each, the caller.
+    partial: a page, likewise, whose first tokens % PAGE slots are the last ones, to be copied; None if there are none.
+    states: copies the states after these tokens to a row of some rows; None without recurrences.
+    branch: tokens after which states are to be kept, because earlier texts share that much; 0 for none.
+    hits: the tokens by the place that they were in, "device" or "host", each time in multiples of `LEAST`.
     """
 
-    def __init__(self, rows: int, capacity: int, has_states: bool = False):
-        """has_states: True if rows have states of recurrences, which exist only after the end of a text."""
-        self._tokens = np.zeros((rows, capacity), dtype=np.int32)
-        self.lengths = np.zeros(rows, dtype=np.int64)
-        self._has_states = has_states
-        self.scopes = [b""] * rows
-        self._clients = [""] * rows
-        """The owner of each row's text."""
-        self.has_ended = np.zeros(rows, dtype=bool)
-        self._counts = np.zeros(rows, dtype=bool)
-        """True for rows whose keys and values belong to the text."""
-        self.weights = 0
-        """Counts how often the weights have changed."""
-
-    def put(
-        self, row: int, tokens: list[int] | None, scope: bytes = b"", client: str = "", goes_on: bool = True
-    ) -> None:
-        """The row has this text from now on; None: one that no prompt begins with.
-
-        goes_on: False if keys and values after it are of no use to others.
-        """
-        self.scopes[row], self._clients[row] = scope, client
-        self.lengths[row], self.has_ended[row], self._counts[row] = 0, False, tokens is not None
-        self.extend(row, tokens or [])
-        self._counts[row] &= goes_on
-
-    def extend(self, row: int, tokens: list[int]) -> None:
-        """The row's text goes on with these tokens."""
-        if not self._counts[row]:
-            return
-        begin = self.lengths[row]
-        self._tokens[row, begin : begin + len(tokens)] = tokens
-        self.lengths[row] += len(tokens)
-
-    def tokens(self, row: int) -> np.ndarray:
-        """A row's text [n] int32; empty if its keys and values do not belong to it."""
-        return self._tokens[row, : self.lengths[row]]
-
-    def move(self, row: int, to: int) -> None:
-        """A row's text is in another row now, and no longer in this one."""
-        length = self.lengths[row]
-        self._tokens[to, :length], self.lengths[to] = self._tokens[row, :length], length
-        self._counts[to], self.scopes[to] = self._counts[row], self.scopes[row]
-        self._clients[to] = self._clients[row]
-        self.lengths[row] = 0
-        self.has_ended[to] = False
-
-    def forget(self) -> None:
-        """The weights have changed: no keys and values count any more, until another text is put into a row."""
-        self.lengths[:], self._counts[:] = 0, False
-        self.weights += 1
-
-    def longest_prefix(
-        self, prompt: list[int], scope: bytes = b"", ahead: int = 0, client: str = ""
-    ) -> tuple[int, int]:  # fmt: skip
-        """The row of this scope whose text begins with most of the prompt, and with how many of its tokens: 0 if they
-        are few.
-
-        ahead: tokens after a slot's own that it may depend on, which must be the same, too, but may be the last ones of
-            text and prompt.
-
-        The last token of a text does not count, because it has no keys and values yet. With states a text counts only
-        if the prompt begins with all of the rest.
-        """
-        width = min(len(prompt), int(self.lengths.max()))
-        if width < LEAST:
-            return 0, 0
-        differs = self._tokens[:, :width] != np.asarray(prompt[:width], dtype=np.int32)
-        alike = np.where(differs.any(axis=1), differs.argmax(axis=1), width)
-        alike = np.minimum(np.minimum(alike, self.lengths) - ahead, self.lengths - 1)
-        alike = np.where([own == scope for own in self.scopes], alike, 0)
-        if not self._has_states:
-            alike = np.where([own == client for own in self._clients], alike, whole(alike))
-        else:
-            alike = np.where(self.has_ended & (alike == self.lengths - 1), alike, 0)
-        row = int(alike.argmax())
-        return (row, int(alike[row])) if alike[row] >= LEAST else (0, 0)
-
-    @property
-    def used(self) -> int:
-        return int(self.lengths.sum())
-
-
-class PrefixStore:
-    """Copies of slots of rows, in blocks of BLOCK tokens, under the tokens that they belong to.
-
-    A text is kept when its request leaves its row. A prompt finds the longest chain of blocks that it begins with. Both
-    copy bits, the target's and the draft's. Only whole blocks are kept: of a text of 200 tokens, whose last one has no
-    keys and values, the first 192.
-
-    Recurrences: a model can go on only from where its states are kept. So each text has an end, with the slots after
-    its last whole block and the states: for 200 tokens the slots 192 to 198 and the states after 199 tokens. A prompt
-    finds the longest of these texts that it begins with.
-
-    Drafts: a slot may depend on tokens after it (`ahead`: one for a head, one a module for multi-token prediction), so
-    a key has that many more. With a head, the first block's key has the tokens 0 to 64, the second one's 65 to 128.
-
-    Scopes: the key of a first block begins with the scope (see `BatchSequence`), so texts of two scopes share no block.
-
-    GPU: all copies run on a separate stream, which orders writes and reads of a place, and the host waits for none.
-    Rounds wait for copies to a row. They wait for those out of a row only before they write to it.
-    """
-
-    def __init__(self, rows: Rows, budget: PrefixBudget, ahead: int = 0):
-        """rows: have the texts that are kept. ahead: tokens after a slot's own that it may depend on."""
-        self._device, self._ahead = rows.runtime.device, ahead
-        # Blocks of all layers lie packed, in the widest integers that all their parts divide into.
-        sizes = [tensor.shape[3] * tensor.itemsize for tensor in rows.cache_tensors()]
-        sizes += [state[0].nbytes for state in rows.state_tensors()]
-        self._unit = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[gcd(8, *sizes)]
-        """Integers as which slots and states are copied: the largest of which all have a whole number."""
-        self._parts: WeakKeyDictionary[Rows, tuple[RowBlocks, RowBlocks]] = WeakKeyDictionary()
-        slots, states = self._parts_of(rows)
-        units = slots.units or PLACE_BYTES // self._unit.itemsize
-        self.block_bytes = units * self._unit.itemsize
-        self.end_places = 1 + -(-states.units // units) if states.units else 0
-        """Places of the end of a text; 0 without recurrences."""
-
-        # Which blocks are kept, and their memory, with a buffer on the device for copies from and to the host.
-        self._tree = PrefixTree(budget.device // self.block_bytes, budget.host // self.block_bytes)
-        self._keeps = any(self._tree.room.values())
-        self._fewest = FEWEST[self._device.type]
-        self._most = max(1, STAGED // self.block_bytes, self.end_places)
-        self._stream = torch.cuda.Stream(self._device) if rows.runtime.on_gpu else None
-        with self._aside():
-            room = self._tree.room
-            self._memory = BlockMemory(room["device"], room["host"], units, self._unit, self._device)
-            staged = self._most if self._keeps else 0
-            self._staged = torch.empty(staged, units, dtype=self._unit, device=self._device)
-        self.hits: Counter[str] = Counter()
-        """Tokens of prompts that were copied, each time in multiples of `LEAST`, by the place that they came from:
-        "row", "device" or "host"."""
-        self.asked = 0
-        """Tokens of prompts for which keys and values of earlier texts were looked for."""
-
-    @property
-    def evicted(self) -> int:
-        """Places of blocks that were dropped because there was no room."""
-        return self._tree.evicted
-
-    def bytes(self, tier: Tier) -> int:
-        """Bytes of the blocks of a tier."""
-        return self._tree.used[tier] * self.block_bytes
-
-    def forget(self) -> None:
-        """The weights have changed: no keys and values count any more."""
-        self._tree.clear()
-
-    def match(self, prompt: list[int], scope: Scope = b"") -> tuple[list[Block], int]:
-        """The longest chain of blocks from which a prompt can go on, and the number of tokens in all blocks that it
-        begins with: with recurrences, these may be more. The prompt's last token does not count, because it is the root
-        of the first tree. scope: see `BatchSequence`."""
-        self.asked += len(prompt) - 1
-        if not self._keeps:
-            return [], 0
-        slots = len(prompt) - 1
-        tokens = np.asarray(prompt[: slots + self._ahead], dtype=TOKENS)
-        found = self._tree.match(self._keys(tokens, slots, scope))
-        seen = len(found) * BLOCK
-        if self.end_places:  # the most blocks after which a text goes on with an end, and that end
-            longest = range(len(found), 0, -1)
-            ends = ((n, self._tree.end(found[:n], self._key(tokens, n * BLOCK, (n + 1) * BLOCK))) for n in longest)
-            found = next(([*found[:n], end] for n, end in ends if end), [])
-        return found if self.length(found) >= self._fewest * BLOCK else [], seen
-
-    def length(self, found: list[Block]) -> int:
-        return sum(len(block.key) // TOKENS.itemsize if block.is_end else BLOCK for block in found)
-
-    def copy(self, found: list[Block], rows: Rows, row: int) -> None:
-        """Copy a chain of blocks to the first slots of a row, and the states after them."""
-        slots, states = self._parts_of(rows)
-        blocks = [block for block in found if not block.is_end]
-        with self._aside():
-            self._move([block.places[0] for block in blocks], slots, row, 0, to_row=True)
-            for end in found[len(blocks) :]:
-                staged = self._read(end.places)
-                slots.copy(row, len(blocks), staged[:1], to_row=True)
-                states.copy(row, 0, staged[1:].view(1, -1), to_row=True)
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        for block in found:
-            self.hits[self._tree.tier(block)] += whole(self.length([block]))
-
-    def keep(self, rows: Rows, row: int, tokens: np.ndarray, slots: int, scope: Scope = b"") -> None:
-        """Keep the text of a row, and its states, if it has any.
-
-        tokens: [n] int32.
-        slots: how many of them have keys and values; the states come after the same number.
-        scope: see `BatchSequence`.
-        """
-        if not self._keeps or slots < self._fewest * BLOCK:
-            return
-        end = self._key(tokens, slots // BLOCK * BLOCK, slots) if self.end_places else None
-        try:
-            copies = self._tree.keep([*self._keys(tokens, slots, scope)], end, self.end_places)
-            if any(copies):
-                self._make(copies, rows, row, slots // BLOCK)
-        except Exception:  # of the machine's memory: some blocks lack their contents, and requests go on
-            self.forget()
-            log.exception("a text could not be kept for later prompts")
-
-    def _make(self, copies: Copies, rows: Rows, row: int, blocks: int) -> None:
-        """Make the copies for a row's text of `blocks` whole blocks."""
-        slots, states = self._parts_of(rows)
-        with self._aside():
-            # Older blocks move to host memory, before others take their places on the device.
-            for begin in range(0, len(copies.demoted), self._most):
-                sources, targets = zip(*copies.demoted[begin : begin + self._most])
-                self._read([*sources])
-                self._write([*targets])
-            # Blocks that follow each other in the text are copied together: 0, 1, 2 and 5 in two runs.
-            for _, run in groupby(enumerate(copies.written), lambda each: each[1][0] - each[0]):
-                numbers, places = zip(*(each for _, each in run))
-                self._move([*places], slots, row, numbers[0])
-            if copies.end:
-                slots.copy(row, blocks, self._staged[:1])
-                states.copy(row, 0, self._staged[1 : self.end_places].view(1, -1))
-                self._write(copies.end)
-            if self._stream is not None:
-                rows.reads[row] = self._stream.record_event()
-
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """On a GPU a context of the copies' stream, after all that is launched for rounds."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def _parts_of(self, rows: Rows) -> tuple[RowBlocks, RowBlocks]:
-        """The slots of the caches in blocks, and the states in one block each row."""
-        if rows not in self._parts:
-            states = [state.view(len(state), 1, 1, -1) for state in rows.state_tensors()]
-            slots = RowBlocks(rows.cache_tensors(), BLOCK, self._unit)
-            self._parts[rows] = slots, RowBlocks(states, 1, self._unit)
-        return self._parts[rows]
-
-    def _move(self, places: list[int], slots: RowBlocks, row: int, first: int, to_row: bool = False) -> None:
-        """Copy a row's blocks, from block `first` on, to these places, or from there to the row."""
-        for part, packed in self._memory.pieces(places, self._most):
-            is_far = packed.device.type != self._device.type
-            staged = self._staged[: len(packed)] if is_far else packed
-            if is_far and to_row:
-                staged.copy_(packed, non_blocking=True)
-            slots.copy(row, first + part.start, staged, to_row)
-            if is_far and not to_row:
-                packed.copy_(staged, non_blocking=True)
-
-    def _read(self, places: Sequence[int]) -> Tensor:
-        """Copies [n, units] on the device of the blocks at these places."""
-        for part, packed in self._memory.pieces(places, self._most):
-            self._staged[part].copy_(packed, non_blocking=True)
-        return self._staged[: len(places)]
-
-    def _write(self, places: Sequence[int]) -> None:
-        """Copy the first staged blocks to these places."""
-        for part, packed in self._memory.pieces(places, self._most):
-            packed.copy_(self._staged[part], non_blocking=True)
-
-    def _keys(self, tokens: np.ndarray, slots: int, scope: Scope = b"") -> Iterator[Key]:
-        """The keys of the whole blocks among the first `slots` slots of a text [n] int32."""
-        for begin in range(0, min(slots, len(tokens) - self._ahead) - BLOCK + 1, BLOCK):
-            yield (b"" if begin else scope) + self._key(tokens, begin, begin + BLOCK)  # guard: adapter-kv
-
-    def _key(self, tokens: np.ndarray, begin: int, end: int) -> Key:
-        """The key of the slots from `begin` to `end` - 1 of a text [n] int32."""
-        return tokens[begin + (self._ahead if begin else 0) : end + self._ahead].tobytes()
+    tokens: int = 0
+    pages: list[int] = field(default_factory=list)
+    partial: int | None = None
+    states: Callable[[Rows, int], None] | None = None
+    branch: int = 0
+    hits: Counter[str] = field(default_factory=Counter)
 
 
 class PrefixIndex:
-    """Finds what earlier requests have computed of a prompt, as long as the weights have not changed."""
+    """Finds what earlier requests have computed of a text, as long as the weights have not changed.
 
-    def __init__(self, runtime: Runtime, decoder: "DecodeRows", weights: WeightValues):
-        """decoder: has the rows. weights: tell whether keys and values of earlier requests still hold."""
-        self._runtime, self._decoder, self._weights = runtime, decoder, weights
+    Whole pages of texts stay in a `PrefixTree`, and so does the last page, of which the slots so far count. A page that
+    a row has in use costs nothing. The others take at most `prefix_cache_bytes`; older ones are copied to host memory,
+    and copied back to a page when a prompt begins with them.
+
+    Recurrences: a model can go on only from where its states are kept. So each text has an end, with its last page and
+    the states: a text of 200 tokens the slots 192 to 198 and the states after 199 tokens. A prompt finds the longest of
+    these texts that it begins with.
+
+    Drafts: a slot may depend on tokens after it (`ahead`: one for a head, one a module for multi-token prediction), so
+    a key has that many more. With a head, the first page's key has the tokens 0 to 64, the second one's 65 to 128.
+    """
+
+    def __init__(self, runtime: Runtime, rows: "DecodeRows", weights: WeightValues, pages: Pages):
+        """rows: have the pool that the pages are of. weights: tell whether earlier keys and values still hold."""
+        self._runtime, self._weights, self._pages = runtime, weights, pages
         self.distrusts_weights = False
         """True if somebody may have changed weights in a way that torch does not count, because no round ran."""
+        self._changes = 0
+        """Counts how often the weights have changed."""
         ahead, self._has_states = runtime.algorithm.ahead, bool(runtime.verify.recurrences)
         self._ahead = min(ahead, 1) if self._has_states else ahead  # states come after all tokens but the last
-        self.store = PrefixStore(decoder, PrefixBudget.of(runtime), self._ahead)
+        self._fewest = FEWEST[runtime.device.type] * PAGE
+        budget = PrefixBudget.of(runtime)
+        self._copies = PageCopies(rows, budget.host)
+        self.page_bytes = self._copies.page_bytes
+        self._room = None if budget.device is None else budget.device // self.page_bytes
+        """Pages that may be kept besides those that rows use."""
+        self._tree = PrefixTree(pages, self._copies.places, 1 + self._copies.state_places)
+        self.hits: Counter[str] = Counter()
+        """Tokens that were known, by the place that they were in; see `Known`."""
+        self.asked = 0
+        """Tokens of texts for which earlier keys and values were looked for."""
+
+    @property
+    def evicted(self) -> int:
+        """Places of pages that were dropped because there was no room."""
+        return self._tree.evicted
+
+    def bytes(self, tier: Tier) -> int:
+        """Bytes of pages and states that only prefixes use."""
+        if tier == "host":
+            return self._tree.used * self.page_bytes
+        return sum(map(self._spare_size, self._tree.near())) * self.page_bytes
+
+    def forget(self) -> None:
+        """The weights have changed: keys and values of earlier requests are of no use."""
+        self._tree.clear()  # guard: prefixes-of-weights
+        self._changes += 1
+
+    # --- finding
+
+    def find(self, sequence: BatchSequence) -> Known:
+        """The longest beginning of a text that need not be processed. Its last token is the root of the first tree."""
+        text, nodes, tokens, seen = sequence.text, list[Node](), 0, 0
+        if not (sequence.has_pictures or sequence.needs_scores):  # or it needs all of its tokens processed
+            nodes, tokens, seen = self._match(text, sequence.scope, sequence.request.client)
+
+        # Nothing counts if the weights have changed since.
+        is_sure = self.distrusts_weights and tokens > 0
+        if self._weights.have_changed(is_sure):
+            self.forget()
+            nodes, tokens, seen = [], 0, 0
+        self.distrusts_weights &= not is_sure
+        sequence.weights = self._changes
+
+        known = self._bring(nodes, tokens)
+        if self._has_states and known.tokens + LEAST_BRANCH <= seen < len(text) - 1 and self._keeps_states:
+            known.branch = seen
+        self.trim()
+        return known
+
+    def begun(self, sequence: BatchSequence, known: Known) -> None:
+        """A sequence that was let in goes on from what is known of its text."""
+        self.asked += sequence.length
+        self.hits += known.hits
+
+    @property
+    def _keeps_states(self) -> bool:
+        return not self._runtime.has_fixed_chunks and self._runtime.options.ranks.size == 1
+
+    def _match(self, text: list[int], scope: Scope, client: str) -> tuple[list[Node], int, int]:
+        """The kept nodes with which a text can go on, their tokens, and the tokens in all pages that it begins with:
+        with recurrences, these may be more."""
+        slots = len(text) - 1
+        tokens = np.asarray(text[: slots + self._ahead], dtype=TOKENS)
+        chain = self._tree.match(scope, self._keys(tokens, slots))
+        seen = len(chain) * PAGE
+        if self._has_states:
+            for count in range(len(chain), -1, -1):
+                rest = self._key(tokens, count * PAGE, min((count + 1) * PAGE, slots))
+                ends = (node for node in self._tree.after(scope, chain[:count]).values() if node.is_end)
+                end = max((e for e in ends if rest.startswith(e.key)), key=lambda e: e.tokens, default=None)
+                if end is not None:
+                    known = count * PAGE + end.tokens
+                    return ([*chain[:count], end], known, seen) if known >= self._fewest else ([], 0, seen)
+            return [], 0, seen
+
+        # Some tokens of one more page.
+        begin = len(chain) * PAGE
+        rest = self._key(tokens, begin, begin + PAGE)
+        alike = {node: self._alike(node, rest, begin, client) for node in self._tree.after(scope, chain).values()}
+        node = max(alike, key=alike.__getitem__, default=None)
+        if node is not None and alike[node]:
+            chain, begin = [*chain, node], begin + alike[node]
+        known = self._cut(min(begin, max(len(text) - self._runtime.algorithm.plan.fresh_tokens, 0)))
+        return (chain[: pages_of(known)], known, seen) if known >= LEAST else ([], 0, seen)
+
+    def _alike(self, node: Node, rest: Key, begin: int, client: str) -> int:
+        """The first slots of a node from slot `begin` of its text on that serve a text that goes on with the key
+        `rest`."""
+        if node.key[: TOKENS.itemsize] != rest[: TOKENS.itemsize]:
+            return 0
+        own, other = np.frombuffer(node.key, dtype=TOKENS), np.frombuffer(rest, dtype=TOKENS)
+        width = min(len(own), len(other))
+        differs = own[:width] != other[:width]
+        alike = int(differs.argmax()) if differs.any() else width
+        alike = max(alike - (0 if begin else self._ahead), 0)
+        return alike if node.client == client else whole(alike)
+
+    def _bring(self, nodes: list[Node], tokens: int) -> Known:
+        """Share the pages of these nodes, the first `tokens` tokens of a text, with the caller. Nodes that are on the
+        host only get pages; if too few are free, less is known."""
+        near = {node: node.page for node in nodes if node.page}
+        far = {node: None for node in nodes if not node.page and node.tokens}
+        self._pages.share(near.values())
+        self._tree.renew(nodes)
+        states = self._find_states(nodes[-1]) if nodes and self._has_states else None
+        if far and tokens >= self._fewest:
+            self.evict(len(far))
+        room = self._pages.free if tokens >= self._fewest else 0
+        fetched = {node: node.places[0] for node in islice(far, room) if node.places}
+
+        # The nodes before the first one that is nowhere, or none if states need all of them.
+        there = next((n for n, node in enumerate(nodes) if node in far and node not in fetched), len(nodes))
+        if there < len(nodes):
+            tokens = 0 if self._has_states else min(tokens, there * PAGE)
+            there = 0 if not tokens else there
+        self._pages.release(near[node] for node in nodes[there:] if node in near)
+        fetched = {node: fetched[node] for node in nodes[:there] if node in fetched}
+        try:
+            near |= dict(zip(fetched, self._fetch(fetched)))
+        except Exception:  # of the machine's memory: nothing is known
+            self._pages.release(near[node] for node in nodes[:there] if node in near)
+            self.forget()
+            log.exception("a text could not be brought back from host memory")
+            return Known()
+
+        known = Known(tokens)
+        pages = [near[node] for node in nodes[:there] if node.tokens]
+        if len(pages) > tokens // PAGE:
+            known.partial = pages.pop()
+        known.pages = pages
+        for number, node in enumerate(nodes[:there]):
+            known.hits["host" if node in fetched else "device"] += whole(min(tokens - number * PAGE, PAGE))
+        if tokens and states is not None:
+            known.states = partial(self._copies.restore, states)
+        return known
+
+    def _find_states(self, end: Node) -> Tensor:
+        """The states of an end of a text, on the device."""
+        if end.states is not None:
+            return end.states
+        with self._copies.aside():
+            return self._copies.load_states(end.places[1:])
+
+    def _fetch(self, places: dict[Node, int]) -> list[int]:
+        """Copy nodes from host memory to pages of the pool, which the caller uses, too."""
+        if not places:
+            return []
+        pages = self._pages.take(len(places))
+        try:
+            with self._copies.aside():
+                self._copies.pages(pages, [*places.values()], to_pages=True)
+            self._copies.wait()
+        except Exception:
+            self._pages.release(pages)
+            raise
+        for node, page in zip(places, pages):
+            self._tree.hold(node, page, node.states)
+        self._tree.renew([*places])
+        return pages
+
+    # --- keeping
+
+    def keep(self, sequence: BatchSequence, tokens: list[int], slots: int, rows: Rows) -> None:
+        """Keep the pages of a sequence, and its states, if there are any.
+
+        slots: how many of its `tokens` have keys and values. rows: have its row, and its states after `slots` tokens,
+        if it is there or has left as a whole.
+        """
+        runtime = self._runtime
+        if sequence.weights != self._changes or sequence.has_pictures:  # guard: texts-with-pictures
+            return
+        if runtime.has_fixed_chunks:  # only keys and values from chunks serve others, and no states after them
+            slots = 0 if sequence.scores_prompt else self._cut(min(slots, len(sequence.prompt) - 1))
+        if self._has_states:
+            # With clamped prompts the states of an answer differ from the states of a prompt.
+            is_whole = sequence.is_whole and not runtime.verify.clamps_prompts
+            is_there = sequence in rows.sequences or is_whole
+            if not (self._keeps_states and is_there) or slots < self._fewest:
+                return
+        try:
+            self._keep(sequence, np.asarray(tokens, dtype=TOKENS), slots, rows)
+        except Exception:  # of the machine's memory: requests go on
+            self.forget()
+            log.exception("a text could not be kept for later prompts")
+
+    def _keep(self, sequence: BatchSequence, tokens: np.ndarray, slots: int, rows: Rows) -> None:
+        scope, client, chain = sequence.scope, sequence.request.client, list[Node]()
+        for number, key in enumerate(self._keys(tokens, slots)):
+            if not self._has_states:
+                self._drop_beginnings(scope, chain, key)
+            node = self._tree.add(scope, chain, key, PAGE, client)
+            if not node.page:
+                self._tree.hold(node, sequence.pages[number])
+        begin = len(chain) * PAGE
+        end = min(slots, len(tokens) - self._ahead)
+        if self._has_states:
+            node = self._tree.add(scope, chain, self._key(tokens, begin, end), end - begin, client)
+            if not (node.is_near or node.places):
+                page = sequence.pages[begin // PAGE] if node.tokens else 0
+                self._tree.hold(node, page, self._copies.states_of(rows, sequence.row))
+        elif begin < end < begin + PAGE:
+            key = self._key(tokens, begin, end)
+            others = self._tree.after(scope, chain).values()
+            if not any(other.key.startswith(key) and other.key != key for other in others):
+                self._drop_beginnings(scope, chain, key)
+                node = self._tree.add(scope, chain, key, end - begin, client)
+                if not node.page:
+                    self._tree.hold(node, sequence.pages[begin // PAGE])
+        self._tree.renew(chain)
+        self.trim()
+
+    def _drop_beginnings(self, scope: Scope, chain: list[Node], key: Key) -> None:
+        """Drop the ends of texts after a chain with which a page begins."""
+        others = [*self._tree.after(scope, chain).values()]
+        for other in others:
+            if other.is_end and len(other.key) < len(key) and key.startswith(other.key):
+                self._tree.drop(other)
+
+    # --- giving up
+
+    def evict(self, count: int) -> None:
+        """Give up kept pages that no row uses, the oldest first, until `count` pages are free or none is left."""
+        while (missing := count - self._pages.free) > 0:
+            spare = [*islice(filter(self._tree.is_spare, self._tree.near()), missing)]
+            if not spare:
+                return
+            self._give_up(spare)
+
+    def trim(self) -> None:
+        """Give up the oldest pages and states beyond what `prefix_cache_bytes` allows."""
+        if self._room is None:
+            return
+        near = self._tree.near()
+        if len(near) * self._sizes_most <= self._room:
+            return
+        sizes = {node: size for node in near if (size := self._spare_size(node))}
+        beyond, given = sum(sizes.values()) - self._room, list[Node]()
+        for node, size in sizes.items():
+            if beyond <= 0:
+                break
+            given.append(node)
+            beyond -= size
+        self._give_up(given)
+
+    @property
+    def _sizes_most(self) -> int:
+        return 1 + self._copies.state_places
+
+    def _spare_size(self, node: Node) -> int:
+        """Places on the device that a node takes besides those of rows."""
+        return self._tree.is_spare(node) + (self._copies.state_places if node.states is not None else 0)
+
+    def _give_up(self, nodes: list[Node]) -> None:
+        """Have what no row uses of these nodes on the host only, as far as there is room, and drop the others."""
+        new = []
+        for node in nodes:
+            if node.is_near and not self._pays(node):
+                self._tree.evicted += self._tree.drop(node)
+            elif node.is_near and self._tree.enter_host(node):  # else it was dropped with one before it
+                new.append(node)
+        try:
+            self._save([node for node in new if node.places])
+        except Exception:  # of the machine's memory: some places lack their contents, and requests go on
+            self.forget()
+            log.exception("texts could not be copied to host memory")
+        for node in nodes:
+            if not node.places and node.is_near:
+                self._tree.evicted += self._tree.drop(node)
+            elif self._tree.is_spare(node) or not node.page:
+                self._tree.let_go(node)
+            else:
+                node.states = None
+
+    def _pays(self, node: Node) -> bool:
+        """True if a text with this page is long enough to be copied back from the host."""
+        tokens, above = node.tokens, node.parent
+        while above is not None and above.parent is not None and tokens < self._fewest:
+            tokens, above = tokens + above.tokens, above.parent
+        return bool(node.children) or tokens >= self._fewest
+
+    def _save(self, nodes: list[Node]) -> None:
+        """Copy nodes to their places in host memory."""
+        if not nodes:
+            return
+        pages = [node for node in nodes if node.page]
+        with self._copies.aside():
+            self._copies.pages([node.page for node in pages], [node.places[0] for node in pages], to_pages=False)
+            for node in nodes:
+                if node.states is not None:
+                    self._copies.save_states(node.states, node.places[1:])
+        self._copies.wait()
+
+    # --- keys
 
     def _cut(self, tokens: int) -> int:
         """How many of the first `tokens` tokens of a text serve others: with fixed chunks, whole chunks."""
         runtime = self._runtime
         return common_end(tokens, PREFILL_SIZES[runtime.device.type]) if runtime.has_fixed_chunks else tokens
 
-    def forget(self) -> None:
-        """The weights have changed: keys and values of earlier requests are of no use."""
-        self._decoder.texts.forget()
-        self.store.forget()  # guard: prefixes-of-weights
+    def _keys(self, tokens: np.ndarray, slots: int) -> Iterator[Key]:
+        """The keys of the whole pages among the first `slots` slots of a text [n] int32."""
+        for begin in range(0, min(slots, len(tokens) - self._ahead) - PAGE + 1, PAGE):
+            yield self._key(tokens, begin, begin + PAGE)
 
-    def keep(self, row: int) -> None:
-        """Keep the text that a request has left in a row, for prompts that come when the row has another one."""
-        texts = self._decoder.texts
-        if not self._has_states or texts.has_ended[row]:  # or the states are of more tokens
-            slots = self._cut(int(texts.lengths[row]) - 1)
-            self.store.keep(self._decoder, row, texts.tokens(row), slots, texts.scopes[row])
-
-    def keep_prompt(self, sequence: BatchSequence, rows: Rows, row: int, slots: int) -> None:
-        """Keep the first `slots` tokens of a prompt in a row of `rows`, if the row has states, because these are about
-        to go on with the answer, or with the rest of the prompt."""
-        if self._has_states and not self._runtime.has_fixed_chunks and sequence.weights == self._decoder.texts.weights:
-            self.store.keep(rows, row, np.asarray(sequence.prompt, dtype=TOKENS), slots, sequence.scope)
-
-    def find(self, sequence: BatchSequence) -> tuple[int, int, CopySlots, int]:
-        """The longest beginning of a prompt that need not be processed.
-
-        Returns the row that has its keys and values, or 0; its tokens; what copies it; and the branch point, after
-        which states are to be kept because earlier texts share that much, or 0.
-        """
-        prompt, scope, texts = sequence.prompt, sequence.scope, self._decoder.texts
-        row, known, blocks, seen = 0, 0, list[Block](), 0
-        if not (sequence.has_pictures or sequence.scores_prompt):  # or it needs all of its tokens processed
-            # The last token is the root of the first tree, but a drafter's slot may depend on it.
-            tokens = prompt[: len(prompt) - 1 + self._ahead]
-            row, known = texts.longest_prefix(tokens, scope, self._ahead, sequence.request.client)
-            blocks, seen = self.store.match(prompt, scope)
-
-        # Nothing counts if the weights have changed since.
-        is_sure = self.distrusts_weights and (known > 0 or bool(blocks))
-        if self._weights.have_changed(is_sure):
-            self.forget()
-            row, known, blocks, seen = 0, 0, [], 0
-        self.distrusts_weights &= not is_sure
-
-        # Recurrences have states after all tokens but the last, from which nothing steps back.
-        most = max(len(prompt) - (1 if self._has_states else self._runtime.algorithm.plan.fresh_tokens), 0)
-        known = self._cut(min(known, most))
-        copy = self.copy_row(row, known)
-        if (kept := self._cut(min(self.store.length(blocks), most))) > known:
-            row, known, copy = 0, kept, partial(self.store.copy, blocks)
-        has_branch = self._has_states and known + LEAST_BRANCH <= seen < len(prompt) - 1
-        return row, known, copy, seen if has_branch else 0
-
-    def copy_row(self, row: int, known: int) -> CopySlots:
-        """A function that copies the first slots of a row that decodes, or has decoded, to a row of other rows."""
-
-        def copy(rows: Rows, to: int) -> None:
-            if self._decoder.sequences[row] is not None:
-                self._decoder.catch_up()
-            self._decoder.copy_slots(row, to, known, rows)
-            self.store.hits["row"] += whole(known)
-
-        return copy
+    def _key(self, tokens: np.ndarray, begin: int, end: int) -> Key:
+        """The key of the slots from `begin` to `end` - 1 of a text [n] int32."""
+        return tokens[begin + (self._ahead if begin else 0) : end + self._ahead].tobytes()

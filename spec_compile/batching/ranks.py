@@ -6,7 +6,7 @@ says which requests have ended.
 """
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,30 +26,34 @@ MOST_NUMBERS = 1 << 16
 class FollowerRequest:
     """A sequence that enters, as far as the other ranks need it.
 
-    eos, share_text, references: see `Request`. numbers, settings, scores_prompt: see `BatchSequence`.
+    eos, share_text, references: see `Request`. numbers, settings, needs_scores, pages: see `BatchSequence`.
+    tokens: its answer so far, if its row was taken before.
     is_on_host: True if the first rank reads the target's logits on the host.
-    row, known: the row of which the first `known` slots are copied, because its text begins alike.
+    known: its first tokens whose keys and values are in its pages.
+    partial: the page whose copy is the page with the last of these, or None.
     """
 
     request_id: str
     prompt: list[int]
+    tokens: list[int]
     eos: list[int]
     numbers: dict[str, int | float]
     settings: RowSettings | None
     is_on_host: bool
     share_text: bool | str
     references: list[list[int]]
-    row: int
+    needs_scores: bool
+    pages: list[int]
     known: int
-    scores_prompt: bool
+    partial: int | None
 
     @classmethod
-    def of(cls, sequence: BatchSequence, row: int, known: int) -> "FollowerRequest":
+    def of(cls, sequence: BatchSequence, known: int, partial: int | None) -> "FollowerRequest":
         request = sequence.request
         return cls(
-            sequence.request_id, sequence.prompt, request.eos, sequence.numbers(), sequence.settings,
-            sequence.is_on_host, request.share_text, [each.tolist() for each in request.references], row, known,
-            sequence.scores_prompt,
+            sequence.request_id, sequence.prompt, sequence.tokens, request.eos, sequence.numbers(), sequence.settings,
+            sequence.is_on_host, request.share_text, [each.tolist() for each in request.references],
+            sequence.needs_scores, sequence.pages, known, partial,
         )  # fmt: skip
 
 
@@ -66,12 +70,13 @@ class FollowerSequence(BatchSequence):
         super().__init__(
             request, told.prompt, shortest=request.shortest, longest=request.longest, most_nodes=request.most_nodes,
             request_id=told.request_id, sequence_index=int(numbers["numbers"]), settings=told.settings,
+            tokens=[*told.tokens], pages=[*told.pages],
         )  # fmt: skip
-        self._scores_prompt, self._is_on_host = told.scores_prompt, told.is_on_host
+        self._needs_scores, self._is_on_host = told.needs_scores, told.is_on_host
 
     @property
-    def scores_prompt(self) -> bool:
-        return self._scores_prompt
+    def needs_scores(self) -> bool:
+        return self._needs_scores
 
     @property
     def is_on_host(self) -> bool:
@@ -84,10 +89,18 @@ class FollowerSequence(BatchSequence):
 
 @dataclass
 class RoundChange:
-    """The first rank's changes before a round. left: requests that are cancelled. entered: those that begin."""
+    """The first rank's changes before a round, in this order.
 
-    left: list[str]
-    entered: list[FollowerRequest]
+    preempted: requests whose rows are taken until they enter again.
+    grown: the new pages at the ends of rows that decode, by request.
+    left: requests that are cancelled, or have failed.
+    entered: requests that begin or come back.
+    """
+
+    preempted: list[str] = field(default_factory=list)
+    grown: dict[str, list[int]] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+    entered: list[FollowerRequest] = field(default_factory=list)
 
 
 def share(ranks: Alone, value: Any, kind: Any) -> Any:

@@ -1,37 +1,35 @@
-"""Between two rounds requests leave, wait, have their prompts processed, and enter. How many there is memory for."""
+"""Between two rounds requests leave, wait, have their prompts processed, and enter, as far as there are pages."""
 
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from itertools import count
 
-import torch
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
+from ..cache import PAGE
 from ..capture.loras import BASE, NO_ADAPTER, Loras
 from ..capture.weights import WeightValues
 from ..parallel.messages import pack, unpack
 from ..runtime.compiled_steps import build_compiled
 from ..runtime.engine import Engine
-from ..runtime.runtime import PrefixBudget, Runtime
-from ..runtime.session import StepKind
+from ..runtime.runtime import Runtime
+from ..runtime.session import Session, StepKind
 from ..runtime.state import MOST_LATE
 from .decoding import DecodeRows
-from .prefill import PREFILL_ROWS, PrefillRows
-from .prefix_cache import PrefixIndex
+from .pages import OutOfPages, Pages
+from .prefill import PIECE_ROWS, PrefillRows, Restore
+from .prefix_cache import Known, PrefixIndex
 from .ranks import FollowerRequest, FollowerSequence, RoundChange
+from .rows import Rows
 from .sequence import BatchSequence
+from .sizes import Sizes, choose_sizes, row_pages, wanted_pages, wanted_slots
 
 log = logging.getLogger("spec_compile")
 
-MOST = {"cpu": 16, "cuda": 64}
-"""Slots unless the user says how many: beyond, rounds cost arithmetic."""
-SHARE = 0.8
-"""Share of a GPU's free memory that slots and rows of prefill may take."""
-PREFILL_SHARE = 0.05
-"""Share of that for rows of prefill beyond `FEWEST_PREFILL_ROWS`. If a row takes more, the model is so large that few
-prompts keep the GPU busy."""
-FEWEST_PREFILL_ROWS = 4
+KEPT = 256
+"""Tokens that an answer has gained whenever its text so far is kept for others. A text is read anew for that."""
 
 
 class LoraSlots:
@@ -79,30 +77,38 @@ class LoraSlots:
 
 
 class Scheduler:
-    """A request waits until a row is free for it; then its prompt is processed in chunks, at most one between two
-    rounds, and its row joins the next round. Clients take turns: a free row goes to the one with the fewest rows, and
-    then to the one that has had no turn for the longest time. Within a client it is first come, first served. An error
-    while a request enters, decodes or leaves ends that request only."""
+    """A request waits until a row and pages for its prompt are free; then its prompt is processed in chunks, at most
+    one between two rounds, and its row joins the next round. Clients take turns: a free row goes to the one with the
+    fewest rows, and then to the one that has had no turn for the longest time. Within a client it is first come, first
+    served. An error while a request enters, decodes or leaves ends that request only.
 
-    def __init__(
-        self, runtime: Runtime, slots: int, capacity: int, prefill_rows: int, weights: WeightValues,
-        adapters: LoraSlots,
-    ):  # fmt: skip
-        """slots, capacity: requests that decode at once, and tokens that each may have.
-        prefill_rows: prompts that are processed at once.
-        weights: tell whether keys and values of earlier requests still hold."""
+    A row takes pages as its text grows. If none is free, kept prefixes are given up, then the row that was let in last:
+    its request waits in front of all others, and comes back with its text so far as a prompt. So the request that was
+    let in first always goes on.
+    """
+
+    def __init__(self, runtime: Runtime, sizes: Sizes, weights: WeightValues, adapters: LoraSlots):
+        """weights: tell whether keys and values of earlier requests still hold."""
         self.adapters = adapters
-        self.slots, self.capacity = slots, capacity
+        self.slots, self.capacity = sizes.slots, sizes.capacity
         self.waiting: deque[BatchSequence] = deque()
         """Any thread may append to it."""
-        self.prefill = PrefillRows(runtime, prefill_rows, capacity)
-        self.decoder = DecodeRows(runtime, slots, capacity)
-        self.prefixes = PrefixIndex(runtime, self.decoder, weights)
-        self.prefill.at_branch = self.prefixes.keep_prompt
-        self.ranks = runtime.options.ranks
+        self.pages = Pages(sizes.pages)
+        self.decoder = DecodeRows(runtime, sizes.slots, sizes.capacity, sizes.pages)
+        self.prefill = PrefillRows(runtime, sizes.prefill_rows, sizes.capacity, self.decoder, sizes.piece)
+        self.prefixes = prefixes = PrefixIndex(runtime, self.decoder, weights, self.pages)
+        # No circle of references, in which the pool would outlive this object.
+        self.prefill.at_branch = lambda sequence, done, rows: prefixes.keep(sequence, sequence.text, done, rows)
+        self.ranks, self._runtime = runtime.options.ranks, runtime
+        self.wanted_slots = sizes.slots
+        self.wanted_memory: tuple[int | None, float | None, int | None] = None, None, None
+        """Slots that were asked for, of which memory may have allowed fewer; and pages and the share of memory."""
+        self.preemptions = 0
         self._turns: dict[str, int] = {}
         """By client the number of its last event: it came, had a turn, or left a row."""
         self._numbers = count(1)
+        self._short: BatchSequence | None = None
+        """The request that waits for pages, until some are given back."""
         self.check: Callable[[], None] = lambda: None
         """Raises if the model has changed."""
         self._unchecked: list[BatchSequence] = []
@@ -113,52 +119,68 @@ class Scheduler:
         return bool(self.waiting) or bool(self.prefill.begun) or self.decoder.is_busy
 
     @property
+    def begun(self) -> list[BatchSequence]:
+        """The requests that have a row."""
+        return [*self.prefill.begun, *self.decoder.active]
+
+    @property
     def sequences(self) -> list[BatchSequence]:
-        return [*self.waiting, *self.prefill.begun, *self.decoder.active]
+        return [*self.waiting, *self.begun]
 
     def step(self) -> list[BatchSequence]:
         """Run a round, and what comes before it; returns the requests that gained tokens or are over."""
         # Requests leave and enter.
         news: list[BatchSequence] = []
         if self.ranks.size == 1:
-            if self.waiting and self.prefill.runtime.on_gpu:  # rounds to compute while the host lets requests in
-                self.decoder.launch()
             self._change(news)
         else:
             change = unpack(self.ranks.lead(lambda: pack(self._change(news))), RoundChange, "the requests of rank 0")
-            if not self.ranks.leads:  # repeat the change
-                self.drop([each for each in self.sequences if each.request_id in change.left])
-                for told in change.entered:
-                    copy = self.prefixes.copy_row(told.row, told.known)
-                    self.prefill.enter(FollowerSequence(told), told.known, copy)
+            if not self.ranks.leads:
+                self._follow(change)
 
-        # Prompts get a chunk each, and those that are done join the rows that decode.
+        # Prompts ride along with a round, or get a chunk each; those that are done join the rows that decode.
         if self.prefill.active:
             decoding = len(self.decoder.active)
-            waiting = min(len(self.waiting), self.slots - decoding - len(self.prefill.begun))
-            for sequence in self.prefill.step(waiting, decoding, self.decoder.round_seconds):
-                try:
-                    self.prefixes.keep_prompt(sequence, self.prefill, sequence.row, len(sequence.prompt) - 1)
-                    self.prefill.move(sequence, self.decoder, self.decoder.free_row())
-                    self.decoder.enter(sequence)
-                except Exception as error:
-                    news += self.drop([sequence], error)
+            if decoding and self.prefill.rides and not self.decoder.is_on_host:
+                self.prefill.compact()
+                self.decoder.launch(self.prefill)
+                ready = self.prefill.ready()
+            else:
+                waiting = min(len(self.waiting), self.slots - decoding - len(self.prefill.begun))
+                ready = self.prefill.step(waiting, decoding, self.decoder.round_seconds)
+            self._join(ready, news)
         else:
             self.decoder.compact()
 
         # A round.
-        self.decoder.launch()
+        self.decoder.launch(self.prefill)
         self._check_model()
         if len(self.decoder.pipeline):
             news += self.decoder.collect()
         for sequence in news:
             if sequence.is_over:
                 self._free(sequence)
+
+        # Long answers are kept while their rows go on; states are kept only at ends.
+        for sequence in [] if self._runtime.verify.recurrences else self.decoder.active:
+            known = self.decoder.known(sequence)
+            if known >= sequence.kept + KEPT:
+                self._keep(sequence, known, self.decoder)
         return news
+
+    def _join(self, ready: list[BatchSequence], news: list[BatchSequence]) -> None:
+        """Prompts that are done join the rows that decode. Requests that fail go to `news`."""
+        for sequence in ready:
+            try:
+                self._keep(sequence, sequence.length, self.prefill)
+                self.prefill.move(sequence, self.decoder, self.decoder.free_row())
+                self.decoder.enter(sequence)
+            except Exception as error:
+                news += self.drop([sequence], error)
 
     def warmup(self) -> None:
         """Compile and capture what rounds and prompts of all widths need."""
-        build_compiled(self.prefill.runtime, self._build)
+        build_compiled(self._runtime, self._build)
 
     def _build(self) -> None:
         for width in self.prefill.widths:
@@ -168,6 +190,16 @@ class Scheduler:
             session = self.decoder.session(width)
             rounds = [(StepKind.ROUND, nodes) for nodes in session.policies[StepKind.ROUND].sizes]
             session.make([*rounds, *(session.proposal_steps(MOST_LATE) if self.decoder.pipeline.tree_size else [])])
+            if width > 1 and self.prefill.step_sizes:
+                self._build_mixed(session)
+
+    def _build_mixed(self, session: Session) -> None:
+        """Make rounds of a session with pieces of prompts."""
+        sizes = session.policies[StepKind.ROUND].sizes
+        for nodes in sizes if self._runtime.algorithm.plan.sizes == "fixed" else (1,):
+            for lanes in (1, min(PIECE_ROWS, len(self.prefill.sequences))):
+                for piece in self.prefill.pieces(self.prefill.session(lanes), session.batch, nodes):
+                    session.mixed(StepKind.ROUND, nodes, piece)
 
     def clear(self, error: BaseException) -> None:
         self.drop(self.sequences, error)
@@ -185,17 +217,38 @@ class Scheduler:
 
     def _free(self, sequence: BatchSequence) -> None:
         """Take the row of a request that is over, if it has one, and its adapter."""
-        self.adapters.release(sequence)  # guard: adapters-are-freed
         self._turns[sequence.request.client] = next(self._numbers)
-        row = sequence.row
+        self._take_row(sequence)  # its text is kept as one of its adapter
+        self.adapters.release(sequence)  # guard: adapters-are-freed
+
+    def _take_row(self, sequence: BatchSequence, is_over: bool = True) -> None:
+        """Take the row of a request, if it has one, and its pages.
+
+        Rounds in flight may still write to these pages. Whoever gets them writes later, because all launches are in one
+        stream; and rounds that are launched later have no page of this row in their table. Kept prefixes are not
+        written, because they end before the length that the host knows, and rounds write after it.
+        """
         try:
             if sequence in self.prefill.begun:
+                rows, known = self.prefill, self.prefill.known(sequence)
                 self.prefill.leave(sequence)
+                self._keep(sequence, known, rows)
             elif sequence in self.decoder.sequences:
-                self.decoder.leave(sequence)
-                self.prefixes.keep(row)
+                self.decoder.leave(sequence, is_over)
+                self._keep(sequence, sequence.length, self.decoder)
         except Exception:  # of the drafter: the row is free, and the answer is what it is
             log.exception("request %s: its row was left with an error", sequence.request_id)
+        finally:
+            if self.ranks.leads:
+                self.pages.release(sequence.pages)
+                self.prefixes.trim()
+            sequence.pages, sequence.kept, self._short = [], 0, None
+
+    def _keep(self, sequence: BatchSequence, slots: int, rows: Rows) -> None:
+        """Keep the first `slots` tokens of a sequence in a row of `rows` for later prompts."""
+        if self.ranks.leads:
+            self.prefixes.keep(sequence, sequence.text, slots, rows)
+            sequence.kept = slots
 
     def _check_model(self) -> None:
         """Let requests that have entered fail in their first round if the model has changed. A GPU computes in the
@@ -209,46 +262,159 @@ class Scheduler:
             self._unchecked.clear()
 
     def _change(self, news: list[BatchSequence]) -> RoundChange:
-        """Let cancelled requests leave, and others enter as far as there are rows. Requests that are over go to `news`.
-
-        Returns who has left and who has entered, for the other ranks.
-        """
+        """Give pages to rows that grow, let cancelled requests leave, and others enter as far as there are rows and
+        pages. Requests that are over go to `news`. Returns what the other ranks have to repeat."""
+        # Rows that are there come before those that enter.
+        change = RoundChange()
+        self._grow(change, news)
+        if self.waiting and self._runtime.on_gpu and self.ranks.size == 1:
+            self.decoder.launch(self.prefill)  # rounds to compute while the host lets requests in
         cancelled = [sequence for sequence in self.sequences if sequence.is_cancelled]
         news += self.drop(cancelled)
-        return RoundChange([sequence.request_id for sequence in cancelled], self._admit(news))
+        change.left += [sequence.request_id for sequence in cancelled]
+        self._admit(change, news)
+        return change
 
-    def _admit(self, news: list[BatchSequence]) -> list[FollowerRequest]:
-        """Begin with the prompts of waiting requests, as far as there are rows. Requests that fail go to `news`."""
-        entered: list[FollowerRequest] = []
-        self.prefixes.distrusts_weights |= not (self.prefill.begun or self.decoder.active)
+    def _follow(self, change: RoundChange) -> None:
+        """Repeat the change of the first rank."""
+        by_name = {sequence.request_id: sequence for sequence in self.sequences}
+        for name in change.preempted:
+            self._take_row(by_name[name], is_over=False)
+        begins = {}
+        for name, pages in change.grown.items():
+            begins[by_name[name]] = len(by_name[name].pages)
+            by_name[name].pages += pages
+        self.decoder.place(begins)
+        self.drop([sequence for sequence in self.sequences if sequence.request_id in change.left])
+        for told in change.entered:
+            sequence = FollowerSequence(told)
+            self._copy_partial(sequence, told.known, told.partial)
+            self.prefill.enter(sequence, told.known)
+
+    # --- pages
+
+    def _grow(self, change: RoundChange, news: list[BatchSequence]) -> None:
+        """Give the rows that decode the pages that they may write until the next step, in the order in which they were
+        let in. If too few are free, rows wait for the rounds in flight, and then others give up theirs."""
+        begins: dict[BatchSequence, int] = {}
+        for sequence, missing in sorted(self.decoder.lacking(), key=lambda each: each[0].turn):
+            if sequence in self.waiting:  # its row was taken
+                continue
+            if not self._make_free(missing, sequence, change, news):
+                break
+            begins[sequence] = len(sequence.pages)
+            pages = self.pages.take(missing)
+            change.grown[sequence.request_id] = pages
+            sequence.pages += pages
+        self.decoder.place(begins)
+
+    def _make_free(
+        self, count: int, sequence: BatchSequence, change: RoundChange, news: list[BatchSequence]
+    ) -> bool:  # fmt: skip
+        """True if `count` pages are free for a row that decodes. Kept prefixes are given up for it, then rows that were
+        let in later. While rounds are in flight, no row is taken, because their tokens would be lost."""
+        while self.pages.free < count:
+            # Kept prefixes first.
+            self.prefixes.evict(count)
+            if self.pages.free >= count:
+                break
+            if len(self.decoder.pipeline):
+                return False
+            # The row that was let in last; one without others can never grow.
+            last = max(self.begun, key=lambda each: each.turn)
+            if last is sequence and len(self.begun) == 1:
+                news += self.drop([sequence], self._too_long(sequence, len(sequence.pages) + count))
+                change.left.append(sequence.request_id)
+                return False
+            self._preempt(last)
+            change.preempted.append(last.request_id)
+            if last is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: BatchSequence) -> None:
+        """Take the row of a request, which waits in front of all others until it comes back."""
+        self._take_row(sequence, is_over=False)
+        sequence.row, sequence.count, sequence.confidence = -1, None, None
+        self.waiting.appendleft(sequence)
+        self.preemptions += 1
+
+    def _find_pages(self, sequence: BatchSequence) -> Known | None:
+        """Give a request the pages of its text, of which the first ones may be kept prefixes, and of the next rounds;
+        None if too few are free. Its adapter decides which prefixes serve it."""
+        if sequence.loaded is NO_ADAPTER:
+            self.adapters.take(sequence)
+        # The known beginning has pages already, and the rest gets new ones.
+        known = self.prefixes.find(sequence)
+        needed = row_pages(self._runtime, sequence.length + 1)
+        missing = needed - len(known.pages)
+        if self.pages.free < missing:
+            self.prefixes.evict(missing)
+        if self.pages.free < missing:
+            self.pages.release(known.pages if known.partial is None else [*known.pages, known.partial])
+            if not self.begun:
+                raise self._too_long(sequence, needed)
+            return None
+        sequence.pages = [*known.pages, *self.pages.take(missing)]
+        self._copy_partial(sequence, known.tokens, known.partial)
+        if known.partial is not None:  # what is launched later may write to it
+            self.pages.release([known.partial])
+        self.prefixes.begun(sequence, known)
+        return known
+
+    def _copy_partial(self, sequence: BatchSequence, known: int, partial: int | None) -> None:
+        """Copy the page of a kept prefix of which a prompt has some tokens to a page of the prompt."""
+        if partial is not None:
+            self.decoder.copy_page(partial, sequence.pages[known // PAGE])
+
+    def _too_long(self, sequence: BatchSequence, pages: int) -> OutOfPages:
+        return OutOfPages(
+            f"a text of {sequence.length + 1} tokens takes {pages} pages of {PAGE} tokens with its next rounds, and "
+            f"there are {self.pages.usable}; ask for more by num_blocks or max_memory_percent"
+        )
+
+    # --- whose turn it is
+
+    def _admit(self, change: RoundChange, news: list[BatchSequence]) -> None:
+        """Begin with the prompts of waiting requests, as far as there are rows and pages. Requests that fail go to
+        `news`."""
+        self.prefixes.distrusts_weights |= not self.begun
         while (sequence := self._next()) is not None and self.prefill.make_room(sequence):
-            self._turns[sequence.request.client] = next(self._numbers)
             if sequence in self.prefill.aside:
+                self._turns[sequence.request.client] = next(self._numbers)
                 self.prefill.resume(sequence)
                 continue
-            self.waiting.remove(sequence)
             try:
-                self.adapters.take(sequence)
-                sequence.admit()
+                known = self._find_pages(sequence)
+                if known is None:
+                    self._short = sequence
+                    continue
+                self.waiting.remove(sequence)
+                self._turns[sequence.request.client] = next(self._numbers)
+                if not sequence.turn:
+                    sequence.admit(next(self._numbers))
                 self._unchecked.append(sequence)
-                row, known, copy, branch = self.prefixes.find(sequence)
-                sequence.weights = self.decoder.texts.weights
-                if (own := sequence.request.process) is not None:
-                    self.prefill.process(sequence, own, self.decoder, self.decoder.free_row())
-                    self.decoder.enter(sequence)
-                else:
-                    self.prefill.enter(sequence, known, copy, branch)
-                    entered.append(FollowerRequest.of(sequence, row, known))
+                self._begin(sequence, known)
+                if not sequence.has_pictures:
+                    change.entered.append(FollowerRequest.of(sequence, known.tokens, known.partial))
             except Exception as error:  # its own processor, criterion or picture failed
                 news += self.drop([sequence], error)
-        return entered
+
+    def _begin(self, sequence: BatchSequence, known: Known) -> None:
+        """Begin with a prompt; the model's own forward processes one with pictures at once."""
+        if (own := sequence.request.process) is None:
+            restore: Restore | None = known.states
+            self.prefill.enter(sequence, known.tokens, known.branch, restore)
+        elif self.prefill.process(sequence, own):
+            self.prefill.move_pictures(sequence, self.decoder, self.decoder.free_row())
+            self.decoder.enter(sequence)
 
     def _next(self) -> BatchSequence | None:
         """The request whose prompt begins or goes on next, once a row is free for it; None if there is none."""
         if not (self.waiting or self.prefill.aside):
             return None
         # The client with the fewest rows is first, then the one whose last event is the longest ago.
-        begun, waiting = [*self.prefill.begun, *self.decoder.active], [*self.waiting]
+        begun, waiting = self.begun, [*self.waiting]
         clients = dict.fromkeys(sequence.request.client for sequence in (*begun, *waiting))
         self._turns = {client: self._turns.get(client) or next(self._numbers) for client in clients}
         rows = Counter(sequence.request.client for sequence in begun)
@@ -257,50 +423,29 @@ class Scheduler:
             rows[sequence.request.client] += 1
             return rows[sequence.request.client], self._turns[sequence.request.client]
 
-        first = self.adapters.next(sorted(waiting, key=order)) if len(begun) < self.slots else None  # guard: row-turns
-        sequences = [*self.prefill.aside, *([] if first is None else [first])]
+        first = None
+        if len(begun) < self.slots:
+            first = next((sequence for sequence in waiting if sequence.turn), None)  # its row was taken
+            first = first or self.adapters.next(sorted(waiting, key=order))  # guard: row-turns
+        sequences = [*self.prefill.aside, *([] if first in (None, self._short) else [first])]
         return min(sequences, key=lambda sequence: self._turns[sequence.request.client], default=None)
 
 
-def take_scheduler(engine: Engine, requested: int | None, hints: WorkloadHints | None = None) -> Scheduler:
-    """The scheduler that an earlier manager has left, if it has enough slots, or a new one.
-
-    requested, hints: see `choose_slots`.
-    """
-    ranks = engine.runtime.options.ranks
-    slots, capacity, prefill_rows = ranks.lead(lambda: choose_slots(engine.runtime, requested, hints))
+def take_scheduler(engine: Engine, config: ContinuousBatchingConfig, hints: WorkloadHints | None = None) -> Scheduler:
+    """The scheduler that an earlier manager has left, if it has enough slots and as many pages as are asked for, or a
+    new one."""
+    ranks, runtime = engine.runtime.options.ranks, engine.runtime
+    slots, memory = (
+        wanted_slots(runtime, config, hints),
+        (wanted_pages(config), config.max_memory_percent, config.max_batch_tokens),
+    )
     idle, engine.idle_batch = engine.idle_batch, None
-    if idle is not None and (idle.slots == slots or (requested is None and idle.slots > slots)):
-        return idle
+    if idle is not None and idle.wanted_memory == memory:
+        if slots in (idle.slots, idle.wanted_slots) or (config.max_requests_per_batch is None and idle.slots > slots):
+            return idle
     del idle  # its memory first
-    weights, adapters = WeightValues(engine.weights.slots), LoraSlots(engine.loras, slots)
-    scheduler = Scheduler(engine.runtime, slots, capacity, prefill_rows, weights, adapters)
+    sizes = Sizes(*ranks.lead(lambda: [*choose_sizes(runtime, config, hints)]))
+    scheduler = Scheduler(runtime, sizes, WeightValues(engine.weights.slots), LoraSlots(engine.loras, sizes.slots))
+    scheduler.wanted_slots, scheduler.wanted_memory = slots, memory
     engine.batches.add(scheduler)
     return scheduler
-
-
-def choose_slots(runtime: Runtime, requested: int | None, hints: WorkloadHints | None = None) -> tuple[int, int, int]:
-    """Slots, tokens of each, and prompts that are processed at once.
-
-    requested: slots that the user asks for; None leaves it to the memory.
-    Raises ValueError if `requested` is below 1.
-    """
-    if requested is not None and requested < 1:
-        raise ValueError(f"max_requests_per_batch: expected at least 1, got {requested}")
-    slots = requested or MOST[runtime.device.type]
-    if requested is None and hints is not None and hints.num_requests:
-        slots = min(slots, 1 << (hints.num_requests - 1).bit_length())
-    capacity, prefill_rows = runtime.capacity(slots), PREFILL_ROWS[runtime.device.type]
-    if runtime.on_gpu:
-        prefixes = PrefixBudget.of(runtime).device
-        free = SHARE * torch.cuda.mem_get_info(runtime.device)[0] - prefixes
-        row_bytes = runtime.token_bytes * (capacity + 2048) + runtime.verify.row_bytes
-        if prefixes and free < row_bytes:
-            raise ValueError(
-                f"prefix_cache_bytes: {prefixes / 1e9:.2f} GB leave no memory for a row of {row_bytes / 1e9:.2f} GB; "
-                "ask for less, or use prefix_cache_host_bytes"
-            )
-        prefill_rows = min(prefill_rows, max(FEWEST_PREFILL_ROWS, int(PREFILL_SHARE * free / row_bytes)))
-        if requested is None:
-            slots = max(1, min(slots, int(free / row_bytes) - prefill_rows))
-    return slots, capacity, min(prefill_rows, slots)

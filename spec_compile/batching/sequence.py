@@ -26,7 +26,10 @@ class BatchSequence(Sequence):
     scores: the log-probabilities that it asks for.
     passed: later sequences with an adapter that were let in while it waited for a slot for its own.
     is_whole: True if its row has ended by itself, with the tokens of the answer and no others.
-    weights: the number that `RowTexts.weights` had when its prompt was begun.
+    weights: counts the changes of weights before its prompt was begun, see `PrefixIndex`.
+    turn: orders sequences by when they were let in for the first time; 0 before.
+    pages: the pages of its row, in order.
+    kept: the first slots of its row that are kept for later prompts already.
     settings: how tokens are drawn in the round; None if the likeliest is taken or the host chooses.
     failure: the error of its acceptor in a round that is still under way.
     acceptor: accepts its tokens on the host; None if the round does.
@@ -49,6 +52,9 @@ class BatchSequence(Sequence):
     is_cancelled: bool = False
     is_whole: bool = False
     weights: int = -1
+    turn: int = 0
+    pages: list[int] = field(default_factory=list)
+    kept: int = 0
     settings: RowSettings | None = None
     failure: Exception | None = None
     acceptor: HostAcceptor | None = None
@@ -60,9 +66,9 @@ class BatchSequence(Sequence):
             request, prompt, shortest=request.shortest, longest=request.longest, most_nodes=request.most_nodes, **fields
         )
 
-    def admit(self) -> None:
-        """Make what is needed once it has a row. Time limits begin now, unless they began before."""
-        request, self._criteria = self.request, None
+    def admit(self, turn: int) -> None:
+        """Make what is needed once it has a row for the first time. Time limits begin now, unless they began before."""
+        request, self._criteria, self.turn = self.request, None, turn
         route = Route.ON_HOST if request.returns_logprobs else request.route
         self._set_status(RequestStatus.PREFILLING)
         if request.criteria is not None:
@@ -79,6 +85,11 @@ class BatchSequence(Sequence):
                 acceptor.first_row, self.acceptor = self.sequence_index, acceptor
 
     @property
+    def text(self) -> list[int]:
+        """Its prompt and what it has gained, all of which is processed when it is let in."""
+        return self.prompt + self.tokens
+
+    @property
     def scope(self) -> bytes:
         """Texts of the same scope share keys and values: they have one version of an adapter, and one salt."""
         salt = self.request.cache_salt.encode("utf-8", "surrogatepass")
@@ -92,6 +103,11 @@ class BatchSequence(Sequence):
     @property
     def scores_prompt(self) -> bool:
         return self.scores is not None and self.scores.prompt_top is not None
+
+    @property
+    def needs_scores(self) -> bool:
+        """True if some log-probabilities of its prompt have not been told yet."""
+        return self.scores is not None and self.scores_prompt and len(self.scores.prompt) < len(self.prompt) - 1
 
     @property
     def is_on_host(self) -> bool:

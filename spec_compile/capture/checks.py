@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
 
-from ..cache import PAGE, Cache
+from ..cache import ROUNDED, Cache
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph, calls
 from ..kernels.recurrence.kinds import BLOCK
@@ -187,7 +187,7 @@ def tree_logits(
     prefill, verify = graphs
     slots, begin = ids.shape[1] + len(path), prefix - 2 if path else 0
     # Prefill in two chunks, over which a state is carried.
-    cache = Cache(kept, 1, -(-slots // PAGE) * PAGE)  # a multiple of pages, as a session's
+    cache = Cache(kept, 1, -(-slots // ROUNDED) * ROUNDED)  # as a session's
     cache.states.reset(torch.tensor([slots], device=ids.device))
     start = torch.zeros(1, dtype=torch.int64, device=ids.device)
     for first, last in ((0, begin), (begin, prefix)):

@@ -255,11 +255,13 @@ class Shape(NamedTuple):
     """The sizes that compiled code serves. Shape(1, 0) serves single rows and any number of cache slots.
 
     rows: 0 serves any number above one.
-    slots: tokens that the cache holds; 0 serves any number.
+    slots: tokens that a row of the cache holds; 0 serves any number.
+    paged: a row has several pages, of a pool of any number.
     """
 
     rows: int
     slots: int
+    paged: bool = False
 
 
 class Parts:

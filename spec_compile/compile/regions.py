@@ -61,6 +61,8 @@ class Regions(nn.Module):
             self._template.append(attribute(gm, node.target) if node.op == "get_attr" else None)
             if node.op != "get_attr":
                 self._elements.append((numbers[node], numbers[node.args[0]], node.args[1]))
+        self._computed = range(len(numbers), len(numbers) + sum(len(region.outputs) for region in regions))
+        """The numbers of the regions' results."""
         for node in (node for region in regions for node in region.outputs):
             numbers[node] = len(numbers)
             self._template.append(None)
@@ -73,12 +75,17 @@ class Regions(nn.Module):
             read_later.update(last_reads)
             self._plan.insert(0, (region.alike, reads, [numbers[node] for node in region.outputs], last_reads))
 
-    def forward(self, *arguments: Any) -> tuple:
+    def forward(self, *arguments: Any, rows: int | None = None) -> tuple:
+        """The graph's results. rows: the first rows of the batch for which the first result, the logits, is wanted; the
+        last region computes it for these only, unless another result comes from there."""
         values = [*arguments, *self._template]
         for number, source, index in self._elements:
             values[number] = arguments[source][index]
-        for alike, reads, writes, last_reads in self._plan:
-            out = self.bodies[alike](*[values[number] for number in reads])
+        for place, (alike, reads, writes, last_reads) in enumerate(self._plan, 1):
+            inputs = [values[number] for number in reads]
+            if rows is not None and place == len(self._plan) and not {*self._results[1:]} & {*writes}:
+                inputs = [x[:rows] if n in self._computed else x for n, x in zip(reads, inputs)]
+            out = self.bodies[alike](*inputs)
             for number in last_reads:
                 values[number] = None
             for number, value in zip(writes, out):

@@ -279,7 +279,7 @@ def read_target(graph: ModelGraph, settings: passes.Settings, scaled: bool) -> s
     """A pass in the place of `use_tree_attention`: every marker becomes attention to the target's committed slots.
 
     The graph gains the inputs ``lengths[B]``, ``cache``, a list of keys, values and, if `scaled`, scales for each of
-    its own layers, and ``max_kv_len``.
+    its own layers and then the table of pages, and ``max_kv_len``.
 
     transformers' mask of sliding layers shows the last committed token and as many before it as the window counts.
     """
@@ -295,11 +295,12 @@ def read_target(graph: ModelGraph, settings: passes.Settings, scaled: bool) -> s
     for number, node in enumerate(calls(gm, torch.ops.spec_compile.attention.default)):
         marker = arguments_of(node)
         with gm.graph.inserting_before(node):
+            table = gm.graph.call_function(operator.getitem, (cache, -1))
             places = range(number * tensors, (number + 1) * tensors)
             parts = [gm.graph.call_function(operator.getitem, (cache, place)) for place in places]
             keys, values, scales = (*parts, None)[:3]
             window = None if marker["window"] is None else marker["window"] + 1
-            seen = lengths, max_kv_len, marker["scale"], marker["softcap"], window
+            seen = lengths, max_kv_len, marker["scale"], marker["softcap"], window, table
             new = gm.graph.call_function(attend_to_committed, (marker["q"], keys, values, scales, *seen))
         replace_node(node, new)
     gm.graph.eliminate_dead_code()
@@ -351,9 +352,8 @@ class AssistantDrafter(Drafter):
         keep_row(self.hidden, features[0], last, gained > 0)
 
     def propose(self, state: State, max_kv_len: int, nodes: int | None = None) -> None:
-        cache = [
-            tensor for layer, *_ in self.assistant.sources for tensor in state.kv.layer(layer) if tensor is not None
-        ]
+        read = [state.kv.layer(layer) for layer, *_ in self.assistant.sources]
+        cache = [*(tensor for parts in read for tensor in parts if tensor is not None), state.kv.table]
         step = partial(self._step, state.lengths.clone(), cache, max_kv_len)
         root, hidden = state.tree_tokens[:, :1].clone(), self.hidden.clone()
         hidden, logits = step(root, hidden[:, None], None, None, 0, 1)

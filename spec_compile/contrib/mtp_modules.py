@@ -132,7 +132,7 @@ class MtpModulesDrafter(HeadDrafter):
         max_kv_len: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Module `number` over a block after `slots` [B] committed ones; places [B, R] are its positions."""
-        cache = self.further_caches[number - 1].tensors
+        cache = self.further_caches[number - 1].argument
         return self.blocks[number - 1](ids, places, states, slots, ancestors, cache, max_kv_len)
 
     def _steps(self, lengths: Tensor, max_kv_len: int) -> Step:

@@ -182,7 +182,7 @@ class ParallelHeadDrafter(HeadDrafter):
             positions = lengths[:, None] + torch.arange(masks, device=lengths.device)
             ids = torch.full_like(positions, self.head.mask_token_id)
             states = self.mask.expand(ids.shape[0], masks, -1).contiguous()
-            _, normed = self.block(ids, positions, states, lengths, None, self.cache.tensors, max_kv_len)
+            _, normed = self.block(ids, positions, states, lengths, None, self.cache.argument, max_kv_len)
             logits = torch.cat([logits, self.logits(normed)], dim=1)
         self.proposer.propose(state, logits, 0, self.head.draft_to_target)
 

@@ -152,16 +152,16 @@ class DFlashDrafter(Drafter):
         """Put the context of tokens with these states [B, T, h] into the cache, at slots `begin` [B] onwards."""
         positions = begin[:, None] + torch.arange(features[0].shape[1], device=begin.device)
         for cache, values in zip(self.cache.tensors, self.context(features, positions)):
-            ops.append(cache, values, begin)
+            ops.append(cache, values, begin, self.cache.table)
 
     def output(self, root: Tensor, lengths: Tensor, max_kv_len: int) -> tuple[Tensor, ...]:
         """The draft's output for a block after the committed slots. root, lengths [B]."""
         masks = root.new_full((len(root), self.block_size - 1), self.draft.mask_token_id)
         ids = torch.cat([root[:, None], masks], dim=1)
         positions = lengths[:, None] + torch.arange(self.block_size, device=root.device)
-        everything, cache = torch.full_like(ids, -1), self.cache.tensors  # everything of the block is seen
+        everything, cache = torch.full_like(ids, -1), self.cache.argument  # everything of the block is seen
         if self.window is not None:
-            cache, lengths = self.window.view(cache, lengths, self.block_size)
+            cache, lengths = self.window.view(self.cache, lengths, self.block_size)
             max_kv_len = self.window.slots + self.block_size
         return self.block(ids, positions, lengths, everything, cache, max_kv_len)
 

@@ -113,7 +113,7 @@ class ModelDrafter(Drafter):
         self.compiled_slots, self.compiler = self.cache.slots, compiler
         self.models.clear()
         if not compiler.exact:  # one compilation serves all numbers of rows above one
-            batch = len(self.cache.tensors[0])
+            batch = len(self.cache.table)
             ids = torch.zeros(batch, compiler.nodes, dtype=torch.int64, device=self.graph.device)
             last = ids[:, 0] + self.cache.slots - compiler.nodes  # slots that are never committed
             self._run(ids, ids, last, ids + 1, compiler.slots, ids.new_zeros(batch, self.wanted))
@@ -129,7 +129,7 @@ class ModelDrafter(Drafter):
 
     def prefill(self, state: State, ids: Tensor, positions: Tensor, features: list[Tensor], max_kv_len: int) -> None:
         ids, positions = self.mapping.read(ids), self._inside(positions)
-        self.filling(ids, positions, state.lengths, None, self.cache.tensors, max_kv_len)
+        self.filling(ids, positions, state.lengths, None, self.cache.argument, max_kv_len)
 
     def propose(self, state: State, max_kv_len: int, nodes: int | None = None) -> None:
         # Feed the root, and before it the tokens whose keys and values the cache may lack.
@@ -156,7 +156,7 @@ class ModelDrafter(Drafter):
         `lengths`."""
         model = self._model(ids.shape[1])
         ids, positions, ancestors, rows = (x.contiguous() for x in (ids, self._inside(positions), ancestors, rows))
-        return self.mapping.logits(model(ids, positions, lengths, ancestors, self.cache.tensors, max_kv_len, rows)[0])
+        return self.mapping.logits(model(ids, positions, lengths, ancestors, self.cache.argument, max_kv_len, rows)[0])
 
     def _inside(self, positions: Tensor) -> Tensor:
         """Positions clamped to a learned table. Only slots that are never committed lie outside."""

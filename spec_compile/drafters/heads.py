@@ -123,7 +123,7 @@ class HeadDrafter(Drafter):
         ahead = (state.lengths[:, None] + 1 + torch.arange(size, device=ids.device)).clamp(max=state.capacity - 1)
         following = state.tokens.gather(1, ahead)
         states = self.head.project(features)
-        out = self.block(following, positions, states, state.lengths, None, self.cache.tensors, max_kv_len)
+        out = self.block(following, positions, states, state.lengths, None, self.cache.argument, max_kv_len)
         # Remember the output from which the first drafts go on.
         last = state.prompt_lengths - 2 - state.lengths  # the slot that predicts the token after the prompt
         self._keep(out, last, (last >= 0) & (last < size))
@@ -137,7 +137,7 @@ class HeadDrafter(Drafter):
         cache, slots, length = self._seen(begin, rows, max_kv_len)
         out = self.block(tokens.clamp(min=0), positions, states, slots, None, cache, length)
         if self.window is not None:
-            write_back(self.cache.tensors, begin, cache, slots, rows)
+            write_back(self.cache, begin, cache, slots, rows)
         # Remember the output at the last committed slot.
         gained = state.lengths - begin
         self._keep(out, gained - 1, gained > 0)
@@ -150,8 +150,8 @@ class HeadDrafter(Drafter):
         """The arguments of a block of up to `rows` rows after `lengths` [B] committed slots: the cache or a view of it,
         the slots [B] that are committed in it, and the slots to look at."""
         if self.window is None:
-            return self.cache.tensors, lengths, max_kv_len
-        return *self.window.view(self.cache.tensors, lengths, rows), self.window.slots + rows
+            return self.cache.argument, lengths, max_kv_len
+        return *self.window.view(self.cache, lengths, rows), self.window.slots + rows
 
     def _keep(self, out: tuple[Tensor, Tensor], row: Tensor, present: Tensor) -> None:
         """Remember the block's output at row [B] of the sequences with present [B]."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cache import Cache
 from ..capture.admit import Inventory
 from ..config import Options, parse_options
 from ..errors import check_int
@@ -227,30 +228,25 @@ class Window:
         """A line for reports."""
         return f"attention sees the first {self.sinks} tokens of a text and its last {self.size}"
 
-    def view(self, tensors: list[Tensor], lengths: Tensor, rows: int) -> tuple[list[Tensor], Tensor]:
-        """A copy of the slots that are seen, as a smaller cache: (its tensors, its committed slots [B]).
+    def view(self, cache: Cache, lengths: Tensor, rows: int) -> tuple[list[Tensor], Tensor]:
+        """A copy of the slots that are seen, as a smaller cache with one page a row: (its `Cache.argument`, its
+        committed slots [B]).
 
-        tensors: keys and values of a cache, each [B, Hkv, S, D].
-        lengths [B] int64: its committed slots.
+        lengths [B] int64: the committed slots of `cache`.
         rows: slots of the copy after the committed ones, for a block to be written.
 
         sinks = 1, size = 2 and lengths = 5 copy the slots [0, 3, 4] and have 3 committed slots.
         """
         slot = torch.arange(self.slots + rows, device=lengths.device)
         first = (lengths - self.size).clamp(min=self.sinks)  # of the window
-        source = torch.where(slot < self.sinks, slot, slot - self.sinks + first[:, None])
-        return [_gather(each, source) for each in tensors], lengths.clamp(max=self.slots)
+        source = torch.where(slot < self.sinks, slot, slot - self.sinks + first[:, None]).clamp(max=cache.slots - 1)
+        copies = [each[ops.places(each, source, cache.table)] for each in cache.tensors]
+        table = torch.arange(lengths.shape[0], dtype=torch.int32, device=lengths.device)[:, None]
+        return [*copies, table], lengths.clamp(max=self.slots)
 
 
-def write_back(tensors: list[Tensor], begin: Tensor, view: list[Tensor], lengths: Tensor, rows: int) -> None:
+def write_back(cache: Cache, begin: Tensor, view: list[Tensor], lengths: Tensor, rows: int) -> None:
     """Put the block of `rows` slots that lies at slots lengths [B] of a view into the cache, at slots begin [B]."""
     source = lengths[:, None] + torch.arange(rows, device=lengths.device)
-    for each, copy in zip(tensors, view):
-        ops.append(each, _gather(copy, source), begin)
-
-
-def _gather(tensor: Tensor, slots: Tensor) -> Tensor:
-    """[B, Hkv, S, D], slots [B, R] -> [B, Hkv, R, D]; a slot beyond the last is the last."""
-    batch, heads, size, width = tensor.shape
-    slots = slots.clamp(max=size - 1)[:, None, :, None]
-    return tensor.gather(2, slots.expand(batch, heads, slots.shape[2], width))
+    for each, copy in zip(cache.tensors, view):
+        ops.append(each, copy[ops.places(copy, source)], begin, cache.table)

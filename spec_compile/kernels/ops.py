@@ -1,7 +1,7 @@
 """The plain-PyTorch meaning of every op, which also runs (under Inductor) on a CPU.
 
-Shapes: B rows, N tree nodes or chunk tokens, H query heads, Hkv key-value heads, G = H / Hkv, S cache slots, D head
-size.
+Shapes: B rows, N tree nodes or chunk tokens, H query heads, Hkv key-value heads, G = H / Hkv, S slots of a page of the
+cache, which is all of a row unless a table says otherwise, D head size.
 """
 
 import math
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
+
+from .launching import op_with_kernel
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
@@ -104,23 +106,25 @@ def tree_mask(
 
 
 def append_block(
-    key_cache: Tensor, value_cache: Tensor, scales: Tensor | None, k: Tensor, v: Tensor, lengths: Tensor
-) -> None:
+    key_cache: Tensor, value_cache: Tensor, scales: Tensor | None, k: Tensor, v: Tensor, lengths: Tensor,
+    table: Tensor | None = None,
+) -> None:  # fmt: skip
     """`append` k and v [B, Hkv, N, D*] to the caches, `over_scale` if these have scales."""
     if scales is not None:
         (k, key_scale), (v, value_scale) = over_scale(k), over_scale(v)
-        append(scales, torch.cat([key_scale, value_scale], dim=3), lengths)
-    append(key_cache, k, lengths)
-    append(value_cache, v, lengths)
+        append(scales, torch.cat([key_scale, value_scale], dim=3), lengths, table)
+    append(key_cache, k, lengths, table)
+    append(value_cache, v, lengths, table)
 
 
 def as_read(
-    key_cache: Tensor, value_cache: Tensor, scales: Tensor | None, slots: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Keys and values in the first slots of the caches [B, Hkv, slots, D*], times their scales, in a dtype."""
-    keys, values = key_cache[:, :, :slots], value_cache[:, :, :slots]
+    key_cache: Tensor, value_cache: Tensor, scales: Tensor | None, slots: int, dtype: torch.dtype,
+    table: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Keys and values in the first slots of the rows [B, Hkv, slots, D*], times their scales, in a dtype."""
+    keys, values = first_slots(key_cache, slots, table), first_slots(value_cache, slots, table)
     if scales is not None:
-        key_scale, value_scale = scales[:, :, :slots].split(1, dim=3)
+        key_scale, value_scale = first_slots(scales, slots, table).split(1, dim=3)
         keys, values = keys.float() * key_scale, values.float() * value_scale
     return keys.to(dtype), values.to(dtype)
 
@@ -136,13 +140,52 @@ def over_scale(x: Tensor) -> tuple[Tensor, Tensor]:
     return wide / scale, scale
 
 
-def append(cache: Tensor, new: Tensor, lengths: Tensor) -> None:
-    """Write new [B, Hkv, N, D], as `stored`, into cache [B, Hkv, S, D] at the slots lengths[b] .. lengths[b] + N."""
-    batch, heads, nodes, _ = new.shape
-    slots = lengths[:, None] + torch.arange(nodes, device=new.device)
-    row = torch.arange(batch, device=new.device)[:, None, None]
-    head = torch.arange(heads, device=new.device)[None, :, None]
-    cache.index_put_((row, head, slots[:, None, :]), stored(new, cache.dtype))
+def append(cache: Tensor, new: Tensor, lengths: Tensor, table: Tensor | None = None) -> None:
+    """Write new [B, Hkv, N, D], as `stored`, into cache [P, Hkv, S, D] at the slots lengths[b] .. lengths[b] + N."""
+    slots = lengths[:, None] + torch.arange(new.shape[2], device=new.device)
+    cache.index_put_(places(cache, slots, table), stored(new, cache.dtype))
+
+
+def places(cache: Tensor, slots: Tensor, table: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The indices of the slots [B, R] of each row in cache [P, Hkv, S, D]: pages [B, 1, R or 1], heads and slots.
+
+    table: [B, n] int32, as in `AttentionCall`. With S = 64 and table = [[3, 7]], slot 65 is slot 1 of page 7.
+    """
+    head = torch.arange(cache.shape[1], device=slots.device)[None, :, None]
+    if table is None or table.shape[1] == 1:
+        return torch.arange(slots.shape[0], device=slots.device)[:, None, None], head, slots[:, None, :]
+    size = cache.shape[2]
+    return table.long().gather(1, slots // size)[:, None, :], head, (slots % size)[:, None, :]
+
+
+def first_slots(cache: Tensor, slots: int, table: Tensor | None = None) -> Tensor:
+    """The first slots of each row in cache [P, Hkv, S, D], [B, Hkv, slots, D]."""
+    if table is None or table.shape[1] == 1:
+        return cache[:, :, :slots]
+    return cache[places(cache, torch.arange(slots, device=cache.device).expand(table.shape[0], -1), table)]
+
+
+@op_with_kernel("copy_pages", lambda pools, sources, targets: None, writes=("pools",))
+def copy_pages(pools: list[Tensor], sources: Tensor, targets: Tensor) -> None:
+    """Copy pages [n] of every pool [P, Hkv, S, D] to other pages [n] of it. No page may be both."""
+    for pool in pools:
+        pool[targets] = pool[sources]
+
+
+@op_with_kernel("pack_pages", lambda pools, packed, pages, to_pages: None, writes=("pools", "packed"))
+def pack_pages(pools: list[Tensor], packed: Tensor, pages: Tensor, to_pages: bool) -> None:
+    """Copy pages [n] of every pool to packed memory, or from there to the pages.
+
+    pools: [P, Hkv, S, D] each, of one dtype; Hkv and D may differ.
+    packed: [n, units or more]; a page of every pool, one pool after the other. Pools of 2 heads with 64 slots of 16
+        numbers and of 1 head with 64 slots of 2 have 2,048 + 128 units.
+    """
+    sizes = [pool[0].numel() for pool in pools]
+    for pool, part in zip(pools, packed[:, : sum(sizes)].split(sizes, dim=1)):
+        if to_pages:
+            pool[pages] = part.view(-1, *pool.shape[1:])
+        else:
+            part.copy_(pool[pages].flatten(1))
 
 
 def as_rows(x: Tensor) -> Tensor:

@@ -122,6 +122,31 @@ def as_stored(x, cache_ptr):
     return x.to(dtype)
 
 
+# Slots in pages: slot s of a row is slot s % PAGE of page table[s // PAGE] of a pool [P, KV_HEADS, PAGE, D]. A place is
+# the number of a slot of head 0 in the pool [P * KV_HEADS * PAGE, D].
+
+
+@triton.jit
+def page_of(table_ptr, slot, end, PAGE: tl.constexpr):
+    """The page of a slot of the row with this table, or of the last slot below `end` if that comes first."""
+    return tl.load(table_ptr + tl.maximum(tl.minimum(slot, end - 1), 0) // PAGE)
+
+
+@triton.jit
+def page_ahead(page, slot, KV_HEADS, PAGE):
+    """The place of a slot of a row, which lies in `page`, less the slot; the same for all slots of the page.
+
+    KV_HEADS = 2, PAGE = 64: slot 96 in page 5 has the place 5 * 128 + 32 = 672, which is 576 ahead.
+    """
+    return page.to(tl.int64) * (KV_HEADS * PAGE) - slot // PAGE * PAGE
+
+
+@triton.jit
+def place_of(table_ptr, slot, stored, KV_HEADS, PAGE):
+    """The places of slots of the row with this table. stored: False for slots that the row lacks."""
+    return slot + page_ahead(tl.load(table_ptr + slot // PAGE, mask=stored, other=0), slot, KV_HEADS, PAGE)
+
+
 @triton.jit
 def as_read(x, scales_ptr, slot, mask, NUMBER: tl.constexpr, dtype: tl.constexpr):
     """`ops.as_read` of x [C, D] from the slots `slot` [C] of a KV head.

@@ -208,7 +208,8 @@ def _part(x: fx.Node) -> fx.Node | None:
 
 def _join(graph: fx.Graph, node: fx.Node, product: fx.Node) -> None:
     call = node.kwargs
-    end = {name: call.get(name) for name in ("cos", "sin", "q_norm", "k_norm", "key_cache", "value_cache", "lengths")}
+    names = "cos", "sin", "q_norm", "k_norm", "key_cache", "value_cache", "lengths", "table"
+    end = {name: call.get(name) for name in names}
     end |= {"head_eps": call.get("eps", 0.0), "head_offset": call.get("offset")}
     with graph.inserting_before(node):
         operands = *product.args[:2], linear.bias_of(product)

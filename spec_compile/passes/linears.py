@@ -273,9 +273,9 @@ ROOT = "model."
 def add_adapters(graph: ModelGraph, settings) -> str:
     """Put an `add_low_rank` after each linear layer of ``settings.low_rank``, or after its part of a merged product.
 
-    The rows' adapters [B] int64 are the last entry of the input ``cache``. The added op stands between the product and
-    the ops that other passes would fuse with it, so these layers' norms, gates and rotations are not fused with
-    products.
+    The rows' adapters [B] int64 are the last entry but one of the input ``cache``. The added op stands between the
+    product and the ops that other passes would fuse with it, so these layers' norms, gates and rotations are not fused
+    with products.
     """
     if not settings.low_rank:
         return "off"
@@ -283,7 +283,7 @@ def add_adapters(graph: ModelGraph, settings) -> str:
     cache = next(node for node in gm.graph.nodes if node.op == "placeholder" and node.target == "cache")
     *_, last_input = (node for node in gm.graph.nodes if node.op == "placeholder")
     with gm.graph.inserting_after(last_input):
-        rows = gm.graph.call_function(operator.getitem, (cache, -1))
+        rows = gm.graph.call_function(operator.getitem, (cache, -2))
     found: dict[str, list[fx.Node]] = {path: [] for path in settings.low_rank}
     for node in calls(gm):
         path = owner(node).removeprefix(ROOT)

@@ -20,8 +20,8 @@ from .apply import comes_after, replace_node
 def use_tree_attention(graph: ModelGraph, settings) -> str:
     """Replace each ``spec_compile::attention`` by a call of the backend that `kernels.attention.choose` chooses.
 
-    The graph gains the inputs ``lengths[B]``, ``ancestors[B, N]`` (or None), ``cache`` (`cache.Cache.argument`) and
-    ``max_kv_len``, the slots that may hold anything visible.
+    The graph gains the inputs ``lengths[B]``, ``ancestors[B, N]`` (or None), ``cache`` (`cache.Cache.argument`, whose
+    last entry is the table of pages) and ``max_kv_len``, the slots that may hold anything visible.
     """
     gm = graph.gm
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -40,8 +40,11 @@ def use_tree_attention(graph: ModelGraph, settings) -> str:
     positions = inputs[1]
     if graph.shifts_positions and settings.purpose != "draft":
         positions = _positions_of_slots(gm, positions, lengths)
-    block = {"lengths": lengths, "ancestors": ancestors, "positions": positions}
-    for number, node in enumerate(calls(gm, torch.ops.spec_compile.attention.default)):
+    markers = calls(gm, torch.ops.spec_compile.attention.default)
+    with gm.graph.inserting_before(markers[0]):
+        table = gm.graph.call_function(operator.getitem, (cache, -1))
+    block = {"lengths": lengths, "ancestors": ancestors, "positions": positions, "table": table}
+    for number, node in enumerate(markers):
         marker = arguments_of(node)
         layer = {name: marker[name] for name in ("sinks", "scale", "softcap", "window")}
         layer |= {name: marker[name] for name in ("chunk", "slopes", "chosen") if marker[name] is not None}

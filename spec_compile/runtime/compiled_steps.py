@@ -12,19 +12,20 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import repeat
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
 
-from ..cache import PAGE
+from ..cache import PAGE, ROUNDED
 from ..compat import COMPILE_LOCK
 from ..compile.part import PartCompiler, Parts, Shape
 from ..compile.regions import compile_regions, describe
 from ..compile.replay import OutcomeRing
 from ..compile.start import timed
-from ..drafting import Drafter
+from ..drafting import Drafter, share_table, use_pages
 from ..inventory import held_items
 from ..kernels.together import compile_together
 from ..tree import MAX_NODES
@@ -34,7 +35,7 @@ from .state import State
 
 # Numbers of nodes and of visible slots to compile with.
 PRIMES = (37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127, 131, 137, 139, 149)
-# Numbers of rows and of pages of the cache to compile with, which take memory.
+# Numbers of rows, of a row's slots and of pages to compile with, which take memory. `PRIMES` follow if these do not do.
 SMALL_PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31)
 STATIC_BACKENDS = {"flex"}  # attention backends whose code is made for one number of rows and of slots
 MOST = 4096  # larger attributes of a drafter are no sizes of its proposals
@@ -65,7 +66,7 @@ class CompiledSteps:
     @property
     def shape(self) -> Shape:
         """The sizes that the parts here serve."""
-        return self._example_shape or shape_of(self.runtime, self.state.batch, self.state.capacity)
+        return self._example_shape or shape_of(self.runtime, self.state)
 
     def grow(self) -> None:
         """Before the buffers get more slots: forget steps that serve only one number of them."""
@@ -148,7 +149,7 @@ class CompiledSteps:
         if (shape, tag) not in parts.compilers:
             sizes = example_sizes(self.runtime, shape)
             exact = nodes if nodes == 1 or not self.runtime.on_gpu else None  # a number that does not vary
-            static = {*sizes.static, sizes.rows}
+            static = {*sizes.static, sizes.rows, *sizes.varying}
             example = example_size(static, MAX_NODES) if exact is None else exact
             slots = example_size({*static, *(example * size for size in static)})
             varying = (slots, *((example,) if exact is None else ()), *sizes.varying)
@@ -179,8 +180,12 @@ def _run_example(runtime: Runtime, shape: Shape, build: Callable[[CompiledSteps]
     """Let the example of this shape, whose parts may be compiled, make something and run it. It leaves no trace."""
     if shape not in runtime.examples:
         sizes, plan = example_sizes(runtime, shape), runtime.algorithm.plan
-        state = State(runtime.verify, sizes.rows, sizes.slots, runtime.device, plan)
-        drafter = runtime.algorithm.drafter(sizes.rows, sizes.slots)
+        slots = ROUNDED if shape.paged else sizes.slots
+        state = State(runtime.verify, sizes.rows, slots, runtime.device, plan)
+        drafter = runtime.algorithm.drafter(sizes.rows, slots)
+        share_table(state, drafter)
+        if shape.paged:
+            use_pages(state, drafter, sizes.slots, repeat(sizes.pages))
         runtime.examples[shape] = CompiledSteps(runtime, state, drafter, shape)
     example = runtime.examples[shape]
     runtime.parts.open(shape)
@@ -230,12 +235,15 @@ def build_compiled(runtime: Runtime, build: Callable[[], None]) -> None:
 class ExampleSizes(NamedTuple):
     """Sizes of the buffers of an example.
 
+    slots: the slots of a row.
+    pages: the pages of the pool; 0 if each row has one page.
     static: see `static_sizes`.
-    varying: primes that divide the rows and slots that vary, and no static size.
+    varying: primes that divide the rows, slots and pages that vary, and no static size.
     """
 
     rows: int
     slots: int
+    pages: int
     static: frozenset[int]
     varying: tuple[int, ...]
 
@@ -250,26 +258,34 @@ def example_size(static: Iterable[int], at_most: int | None = None, primes: tupl
     raise RuntimeError(f"no size to compile with: {sorted(static)} have every prime as a factor; pass compile=False")
 
 
-def shape_of(runtime: Runtime, rows: int, slots: int) -> Shape:
-    """The shape of the parts that serve a session of `rows` rows and `slots` slots."""
-    return Shape(0 if rows > 1 and rows_vary(runtime) else rows, 0 if slots_vary(runtime) else slots)
+def shape_of(runtime: Runtime, state: State) -> Shape:
+    """The shape of the parts that serve a session with this state."""
+    rows, slots = state.batch, state.capacity
+    any_rows = rows > 1 and rows_vary(runtime)
+    return Shape(0 if any_rows else rows, 0 if slots_vary(runtime) else slots, state.kv.is_paged)
 
 
 def example_sizes(runtime: Runtime, shape: Shape) -> ExampleSizes:
     """The sizes of the example that compiles parts of this shape.
 
-    Shape(0, 0), PAGE = 128 and static sizes of which 5 and 7 divide none give 5 rows and 7 * 128 slots; [5, 7] vary.
+    Shape(0, 0), ROUNDED = 128 and static sizes of which 5 and 7 divide none give 5 rows and 7 * 128 slots; [5, 7] vary.
+    With pages and 11, which divides no static size, either, they are 5 rows of 7 of the 11 pages.
     """
-    static, varying = static_sizes(runtime), []
-    rows, slots = shape
+    static, varying = static_sizes(runtime), list[int]()
+    rows, slots, paged = shape
+    pages = 0
+
+    def vary() -> int:
+        varying.append(example_size({*static, rows, slots, *varying}, primes=(*SMALL_PRIMES, *PRIMES)))
+        return varying[-1]
+
     if not rows:
-        rows = example_size(static, primes=SMALL_PRIMES)
-        varying.append(rows)
+        rows = vary()
     if not slots:
-        pages = example_size({*static, rows}, primes=SMALL_PRIMES)
-        varying.append(pages)
-        slots = pages * PAGE
-    return ExampleSizes(rows, slots, static, tuple(varying))
+        slots = vary() * (PAGE if paged else ROUNDED)
+    if paged:
+        pages = vary()
+    return ExampleSizes(rows, slots, pages, static, tuple(varying))
 
 
 def rows_vary(runtime: Runtime) -> bool:
@@ -289,8 +305,8 @@ def static_sizes(runtime: Runtime) -> frozenset[int]:
     """Every tensor size between two parts, except the numbers of rows and slots."""
     parts, plan, graphs = runtime.parts, runtime.algorithm.plan, runtime.graphs
     if parts.static is None:
-        state = State(runtime.verify, 1, PAGE, runtime.device, plan)
-        drafter = runtime.algorithm.drafter(1, PAGE)
+        state = State(runtime.verify, 1, ROUNDED, runtime.device, plan)
+        drafter = runtime.algorithm.drafter(1, ROUNDED)
         modules = [*(graph.gm for graph in graphs), state, drafter]
         tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         sizes = {size for tensor in tensors for size in tensor.shape}
@@ -336,7 +352,7 @@ def share_parts(model: nn.Module, algorithm: str, runtime: Runtime) -> Parts:
 
 def _classes(runtime: Runtime) -> tuple[type, ...]:
     """Classes whose methods are compiled. A notebook's cell that runs again defines new ones."""
-    draft, drafter = runtime.algorithm.draft_module, runtime.algorithm.drafter(1, PAGE)
+    draft, drafter = runtime.algorithm.draft_module, runtime.algorithm.drafter(1, ROUNDED)
     modules = [*drafter.modules(), *(() if draft is None else draft.modules())]
     return (type(runtime.algorithm), *(type(part) for part in modules if not isinstance(part, fx.GraphModule)))
 

@@ -324,7 +324,7 @@ def extend_cache(cache: Cache, state: "State", padding: list[int], length: int, 
         return
     for layer, number in enumerate(layout.attention):
         added = list[Tensor]()
-        for slots in as_read(*state.kv.layer(layer), length, state.dtype):
+        for slots in as_read(*state.kv.layer(layer), length, state.dtype, state.kv.table):
             block = slots.new_zeros(slots.shape[0], slots.shape[1], length - begin, slots.shape[3])
             for row, pad in enumerate(padding):
                 first = max(begin, pad)

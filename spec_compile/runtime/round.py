@@ -2,14 +2,17 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from ..compile.regions import Regions
 from ..drafting import Drafter
 from ..graph import ModelGraph
+from ..kernels.attention.base import riding
 from ..outcome import pack
 from ..tree import MAX_NODES, Accepted, Tree, ancestry
 from .state import State
@@ -191,6 +194,63 @@ class Prefill(nn.Module):
         if state.kv.states.kinds:  # slots after a prompt are never seen, but a state would change
             state.kv.states.valid.copy_((state.prompt_lengths - 1 - state.lengths).clamp(0, size))
         return ids, state.positions(offsets)
+
+
+class MixedRound:
+    """A round of rows that decode and a piece of prompts, in one pass over the weights.
+
+    The tokens of a piece are further rows of the round, each with as many tokens as the trees have nodes. With trees of
+    2 nodes, the piece [a b c d] of a prompt of which 10 tokens are committed is the rows [a b] and [c d], with 10 and
+    12 committed slots in the same pages. All rows append their keys before any row attends, so [c d] sees [a b].
+    """
+
+    def __init__(self, round_: Round, prefill: Prefill):
+        """round_, prefill: over states whose caches have the same pool of pages."""
+        self.round, self.prefill = round_, prefill
+
+    def forward(self, max_kv_len: int, nodes: int, size: int) -> Tensor:
+        """`Round.forward`, and `Prefill.forward` of `size` tokens of every prompt, a multiple of the nodes."""
+        tree, ancestors, depth, positions = self.round.prepare(nodes)
+        logits, *features = self._verify(tree[0], ancestors, positions, max_kv_len, nodes, size)
+        return self.round.conclude(logits, tree, ancestors, depth, features, max_kv_len)
+
+    def look(self, max_kv_len: int, nodes: int, size: int) -> list[Tensor]:
+        """`Round.look`, and `Prefill.forward` of `size` tokens of every prompt."""
+        tree, ancestors, _, positions = self.round.prepare(nodes)
+        return self._verify(tree[0], ancestors, positions, max_kv_len, nodes, size)
+
+    def _verify(
+        self, tokens: Tensor, ancestors: Tensor, positions: Tensor, max_kv_len: int, nodes: int, size: int
+    ) -> list[Tensor]:  # fmt: skip
+        """The target's logits [B, N, V] and features of the trees. The prompts go on by `size` tokens."""
+        # The rows of the piece: of each prompt size / nodes rows of a chain of nodes.
+        rows, prompts = self.round.state, self.prefill.state
+        ids, places = self.prefill.prepare(size)
+        count, number = size // nodes, torch.arange(nodes, device=ids.device)
+        begins = prompts.lengths[:, None] + nodes * torch.arange(count, device=ids.device)
+        chains = ((2 << number) - 1).expand(ids.shape[0], count, nodes)
+
+        def joined(own: Tensor, other: Tensor) -> Tensor:
+            return torch.cat([own, other.reshape(-1, *own.shape[1:])])
+
+        def repeated(own: Tensor, other: Tensor) -> Tensor:
+            return torch.cat([own, other.repeat_interleave(count, 0)])
+
+        # One pass over the weights; the head is only for the trees, where it stands apart.
+        verify: Callable = self.round.verify
+        if isinstance(verify, Regions) and not rows.kv.adapters:
+            verify = partial(verify, rows=len(tokens))
+        pages = [*map(repeated, rows.kv.adapters, prompts.kv.adapters), repeated(rows.kv.table, prompts.kv.table)]
+        with riding(ids.shape[0], count):
+            logits, *features = verify(
+                joined(tokens, ids), joined(positions, places), joined(rows.lengths, begins),
+                joined(ancestors, chains), [*rows.kv.tensors, *pages], max_kv_len,
+            )  # fmt: skip
+
+        # The prompts have their part of the features, and the trees theirs.
+        own = [feature[len(tokens) :].reshape(*ids.shape, -1) for feature in features]
+        self.prefill.conclude(size, ids, places, own, max_kv_len)
+        return [each[: len(tokens)] for each in (logits, *features)]
 
 
 # Tokens of each row that a step may take, largest first. On a CPU one compiled step takes any number of tokens, and

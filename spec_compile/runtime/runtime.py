@@ -81,6 +81,13 @@ class Runtime:
         whose libraries may sum a token's products in another order in a chunk of another size."""
         return self.options.exact == "request" and not self.on_gpu
 
+    @property
+    def mixes(self) -> bool:
+        """True if pieces of prompts may ride along with rounds: on a GPU, by kernels that attend alike in rounds and
+        chunks, without states, which go on row by row."""
+        kernels = {graph.backend for graph in (self.verify, self.prefill)} == {"triton"}
+        return self.on_gpu and kernels and not (self.verify.recurrences or self.verify.indexes)
+
     @cached_property
     def has_experts(self) -> bool:
         """True if layers choose among experts, so that tokens read different weights."""
@@ -149,11 +156,11 @@ PREFIX_SHARE, MOST_PREFIXES = 0.1, 4_000_000_000  # default for host memory: thi
 class PrefixBudget:
     """Memory for prefixes of earlier requests.
 
-    device, host: bytes.
+    device, host: bytes; device: None is all that the pool of pages has.
     denial: why nothing is kept although there would be memory, or None.
     """
 
-    device: int
+    device: int | None
     host: int
     denial: str | None = None
 
@@ -162,9 +169,9 @@ class PrefixBudget:
         """The budget that the options give. ValueError if they ask for more than the machine has."""
         options, memory = runtime.options, psutil.virtual_memory().total
         device, host = options.prefix_cache_bytes, options.prefix_cache_host_bytes
-        in_host = (0 if runtime.on_gpu else device) + (host or 0)
+        in_host = (0 if runtime.on_gpu else device or 0) + (host or 0)
         if in_host > memory:
-            name = "prefix_cache_bytes" if device > memory else "prefix_cache_host_bytes"
+            name = "prefix_cache_bytes" if (device or 0) > memory else "prefix_cache_host_bytes"
             raise ValueError(f"{name}: {in_host / 1e9:.2f} GB, the machine has {memory / 1e9:.2f} GB; ask for less")
         if options.ranks.size > 1:
             return cls(0, 0, "the ranks of tensor parallelism would have to keep the same")
@@ -174,7 +181,8 @@ class PrefixBudget:
         """A line for ``speculation.explain()``."""
         if self.denial is not None:
             return f"prefixes of earlier requests: reused as long as their rows live, because {self.denial}"
-        if not self.device + self.host:
+        if self.device == self.host == 0:
             return "prefixes of earlier requests: reused as long as their rows live"
-        on_device, in_host = (f"{number / 1e9:.2f} GB" for number in (self.device, self.host))
+        in_host = f"{self.host / 1e9:.2f} GB"
+        on_device = "all free pages" if self.device is None else f"{self.device / 1e9:.2f} GB"
         return f"prefixes of earlier requests: {on_device} on the device, {in_host} in host memory"

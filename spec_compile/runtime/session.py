@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..cache import PAGE
+from ..cache import PAGE, ROUNDED, Cache
 from ..compile.replay import Captured, CaptureError, OutcomeRing
-from ..drafting import caches
+from ..drafting import caches, share_table, use_pages
 from ..kernels.attention import BACKENDS
 from ..kernels.together import compile_together
 from ..outcome import WIDEST
@@ -20,7 +20,7 @@ from ..tree import MAX_NODES, Accepted, Tree, ancestry
 from .compiled_steps import CompiledSteps, untouched
 from .draft_budget import KNEES, DraftBudget, VaryingTreeBudget, WholeTreeBudget
 from .draft_record import Hindsight
-from .round import PREFILL_SIZES
+from .round import PREFILL_SIZES, MixedRound
 from .runtime import Runtime
 from .state import LATE_SIZES, State
 from .verify.sample import DrawInRound
@@ -58,6 +58,13 @@ SWITCH = (StepKind.PROPOSE, StepKind.CATCH_UP)  # the steps between a plain roun
 Kind = StepKind | DrawInRound  # a `DrawInRound` is the kind of a round that draws
 
 
+class Piece(NamedTuple):
+    """The next `size` tokens of every prompt of a session whose rows have pages of the same pool."""
+
+    prompts: "Session"
+    size: int
+
+
 class Session:
     """Everything for `batch` sequences of up to `capacity` tokens: buffers, drafter, and the steps over them. A step is
     a function, which is made, tried, measured and on a GPU captured on first use.
@@ -69,20 +76,29 @@ class Session:
     made: the steps so far, oldest first.
     """
 
-    pool: "Pool | None"
+    graph_pool: "Pool | None"
 
-    def __init__(self, runtime: Runtime, batch: int, capacity: int | None = None, larger: "Session | None" = None):
-        """capacity: None gives `Runtime.capacity`. larger: a session whose first rows this one shares."""
+    def __init__(
+        self, runtime: Runtime, batch: int, capacity: int | None = None, larger: "Session | None" = None,
+        pool: "Session | int | None" = None,
+    ):  # fmt: skip
+        """capacity: None gives `Runtime.capacity`. larger: a session whose first rows this one shares. pool: a session
+        whose pages the rows may have, or the number of pages of a new pool, scratch included; None: each row has a
+        page that holds all of it, or what `larger` has."""
         # The buffers.
         self.runtime, self.batch, plan = runtime, batch, runtime.algorithm.plan
         self.capacity = capacity or runtime.capacity(batch)
-        slots = PAGE if larger else self._slots(self.capacity)
-        runtime.check_memory(batch, slots)
+        slots = ROUNDED if larger or pool else self._slots(self.capacity)
+        runtime.check_memory(batch, -(-pool * PAGE // batch) if isinstance(pool, int) else slots)
         self.drafter = runtime.algorithm.drafter(batch, slots)
         self.state = State(runtime.verify, batch, slots, runtime.device, plan)
         if larger is not None:
             self.state.share(larger.state)
             self.drafter.share(larger.drafter)
+        share_table(self.state, self.drafter)
+        if pool is not None:
+            pages = [pool] * len(self.caches) if isinstance(pool, int) else pool.caches
+            use_pages(self.state, self.drafter, self._slots(self.capacity), pages)
         self.answers: list[tuple[list[int], list[int]]] = []
         self.late, self.is_growing = 0, False
 
@@ -108,11 +124,17 @@ class Session:
         self.ring = OutcomeRing(batch * WIDEST, runtime.device, check_peers) if runtime.on_gpu else None
         self.captures = runtime.on_gpu and runtime.options.cuda_graphs
         # Only one session has rounds under way at a time, so that a smaller and a larger one share memory.
-        self.pool = larger.pool if larger else torch.cuda.graph_pool_handle() if runtime.on_gpu else None
+        self.graph_pool = larger.graph_pool if larger else torch.cuda.graph_pool_handle() if runtime.on_gpu else None
         self.made: dict[tuple[Kind, int], Callable] = {}
+        self._mixed: dict[tuple[Kind, int, int, int], Callable] = {}
         self._switch: dict[StepKind, float] = {}
         self._compiled = CompiledSteps(runtime, self.state, self.drafter)
         self._adoptions = runtime.parts.adoptions
+
+    @property
+    def caches(self) -> list[Cache]:
+        """The target's and the draft's, which have the same table."""
+        return [*caches(self.state), *caches(self.drafter)]
 
     @property
     def texts(self) -> list[list[int]]:
@@ -120,14 +142,14 @@ class Session:
         return [prompt + answer for prompt, answer in self.answers]
 
     def _slots(self, tokens: int) -> int:
-        """Slots for `tokens` tokens and for all that a step writes after them, in whole pages."""
-        return -(-(tokens + MAX_NODES + PREFILL_SIZES[self.runtime.device.type][0]) // PAGE) * PAGE
+        """Slots for `tokens` tokens and for all that a step writes after them, a multiple of `ROUNDED`."""
+        return -(-(tokens + MAX_NODES + PREFILL_SIZES[self.runtime.device.type][0]) // ROUNDED) * ROUNDED
 
     def max_kv_len(self, slots: int) -> int:
-        """Visible slots of a step that needs the first `slots`, and the drafter's lookahead: whole pages, so that 100
-        slots and 5 for the drafter give 128."""
+        """Visible slots of a step that needs the first `slots`, and the drafter's lookahead: a multiple of
+        `ROUNDED`, so that 100 slots and 5 for the drafter give 128."""
         needed = slots + self.runtime.algorithm.plan.lookahead_slots
-        return min(-(-needed // PAGE) * PAGE, self.state.capacity)
+        return min(-(-needed // ROUNDED) * ROUNDED, self.state.capacity)
 
     @contextmanager
     def growing(self, tokens: int, used: int) -> Iterator[None]:
@@ -141,14 +163,13 @@ class Session:
         if self.runtime.on_gpu:
             self.made.clear()
         self._compiled.grow()
-        rows_of_keys = [self.state.kv, *caches(self.drafter)]
-        before = [cache.resize(slots) for cache in rows_of_keys]
+        before = [cache.resize(slots) for cache in self.caches]
         self.state.resize(slots)
         self.drafter.resize(slots)
         if not used:
             self.answers = []
         yield
-        for cache, tensors in zip(rows_of_keys, before):
+        for cache, tensors in zip(self.caches, before):
             for new, old in zip(cache.tensors, tensors):
                 new[:, :, :used] = old[:, :, :used]
         self.is_growing = False
@@ -192,6 +213,7 @@ class Session:
             if self.runtime.on_gpu:
                 torch.cuda.synchronize(self.runtime.device)
                 self.made.clear()
+                self._mixed.clear()
                 self.prefill_seconds.clear()
                 for policy in self.policies.values():
                     policy.costs.measured.clear()
@@ -261,16 +283,19 @@ class Session:
 
     def launch(
         self, acceptor: Callable[[Tree, Tensor], Accepted] | DrawInRound | None, nodes: int, max_kv_len: int,
-        logits: Tensor | None = None,
+        logits: Tensor | None = None, piece: "Piece | None" = None,
     ) -> Callable[[], list[list[int]]]:  # fmt: skip
         """Begin a round without waiting for a GPU. The result waits, and returns the outcome.
 
         acceptor: None takes the likeliest tokens. A function of the trees and of the target's logits [B, N, V] after
             every node accepts tokens on the host, between two halves of the round, and does wait.
         logits: [B, V] of the root, if known; the first half is then skipped.
+        piece: a piece of prompts that rides along with a round whose tokens the host does not choose.
         """
         if acceptor is None or isinstance(acceptor, DrawInRound):
-            outcome = self.get(acceptor or StepKind.ROUND, nodes)(max_kv_len)
+            kind = acceptor or StepKind.ROUND
+            step = self.get(kind, nodes) if piece is None else self.mixed(kind, nodes, piece)
+            outcome = step(max_kv_len)
             return outcome.tolist if self.ring is None else self.ring.expect(outcome.shape)
         look, finish = self.get(StepKind.LOOK, nodes), self.get(StepKind.FINISH, nodes)  # building them runs them
         if logits is None:
@@ -284,6 +309,27 @@ class Session:
         parts = [part.to(logits.device) for part in (accepted.path, accepted.tokens, accepted.count)]
         with states:
             return finish(*parts, features, max_kv_len).tolist
+
+    def mixed(self, kind: Kind, nodes: int, piece: "Piece") -> Callable[[int], Tensor]:
+        """A round, greedy or one that draws, with a piece of prompts; made and captured on first use."""
+        key = kind, nodes, piece.prompts.batch, piece.size
+        if key not in self._mixed:
+            begin, prompts = time.perf_counter(), piece.prompts
+            mixed = MixedRound(self._compiled.round(nodes), prompts._compiled.prefill())
+            if self._only_asks:
+                return self._function(kind, nodes)
+            step: Callable[..., Tensor] = partial(mixed.forward, nodes=nodes, size=piece.size)
+            if isinstance(kind, DrawInRound):
+                step = self._drawing(kind, nodes, partial(mixed.look, nodes=nodes, size=piece.size))
+            step = self._published(step)
+            if self.captures:
+                self.runtime.say(f"compiling {kind.value}_b{self.batch}_n{nodes}_p{prompts.batch}x{piece.size}")
+                with torch.no_grad(), self._untouched(), untouched(prompts.state, prompts.drafter):
+                    step(ROUNDED)
+                    step = self._capture(step, (ROUNDED,))
+            self._mixed[key] = step
+            self.runtime.stats.seconds["compile"] += time.perf_counter() - begin
+        return self._mixed[key]
 
     @property
     def _only_asks(self) -> bool:
@@ -338,9 +384,9 @@ class Session:
 
     def _capture(self, step: Callable, arguments: tuple) -> Captured:
         try:
-            return Captured(step, arguments, self.pool)
+            return Captured(step, arguments, self.graph_pool)
         except CaptureError as error:
-            self.pool = torch.cuda.graph_pool_handle()
+            self.graph_pool = torch.cuda.graph_pool_handle()
             raise RuntimeError(
                 "a step cannot be captured in a CUDA graph, for something in the model waits for the GPU or is not "
                 f"allowed there; pass cuda_graphs=False to speculate(). It was: {error}"
@@ -364,9 +410,10 @@ class Session:
             case StepKind.ROUND:
                 return self._published(partial(self._compiled.round(nodes).forward, nodes=nodes))
 
-    def _drawing(self, sampler: DrawInRound, nodes: int) -> Callable[[int], Tensor]:
-        """A round whose tokens are drawn between its halves."""
-        look, finish, state = self._function(StepKind.LOOK, nodes), self._function(StepKind.FINISH, nodes), self.state
+    def _drawing(self, sampler: DrawInRound, nodes: int, look: Callable | None = None) -> Callable[[int], Tensor]:
+        """A round whose tokens are drawn between its halves. look: the first half, if it is not `Round.look`."""
+        look = look or self._function(StepKind.LOOK, nodes)
+        finish, state = self._function(StepKind.FINISH, nodes), self.state
 
         def drawing(max_kv_len: int) -> Tensor:
             tree = state.tree(nodes)
@@ -381,8 +428,8 @@ class Session:
 
     def _arguments(self, kind: Kind, nodes: int) -> tuple:
         if kind is StepKind.FINISH:
-            return self._compiled.accepted(self._compiled.round(nodes), nodes, PAGE)
-        return (nodes or self.prefill_sizes[-1], PAGE) if kind is StepKind.PREFILL else (PAGE,)
+            return self._compiled.accepted(self._compiled.round(nodes), nodes, ROUNDED)
+        return (nodes or self.prefill_sizes[-1], ROUNDED) if kind is StepKind.PREFILL else (ROUNDED,)
 
     def _measure(self, kind: StepKind, new: dict[int, Callable]) -> None:
         """Tell the policy the cost of rounds of every size, the `new` ones included. They run in turn, TRIALS times, so

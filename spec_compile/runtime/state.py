@@ -1,12 +1,13 @@
 """State: every buffer that outlives a round, at fixed addresses, for B sequences."""
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..cache import Cache
 from ..drafting import DraftPlan
 from ..graph import ModelGraph
-from ..kernels.ops import append_block
+from ..kernels.ops import append_block, places
 from ..tree import MAX_NODES, Accepted, Tree, without
 from .prompt import Past
 
@@ -78,8 +79,8 @@ class State(nn.Module):
         return self.kv.argument
 
     def small_buffers(self) -> list[Tensor]:
-        """Every buffer except the cache."""
-        return [*self.buffers(recurse=False), *self.kv.states.counts, *self.kv.adapters]
+        """Every buffer except keys, values and states."""
+        return [*self.buffers(recurse=False), *self.kv.states.counts, *self.kv.adapters, self.kv.table]
 
     def share(self, other: "State") -> None:
         """Replace the rows by the first ones of `other`, in every buffer."""
@@ -128,6 +129,14 @@ class State(nn.Module):
             chosen[row].fill_(adapter)
         self.finished[row].fill_(True)
 
+    def set_pages(self, entries: list[tuple[int, int, int]]) -> None:
+        """Change entries (row, column, page) of `Cache.table`: with (2, 1, 7) the slots 64 to 127 of row 2 lie in page
+        7. A GPU gets them in one copy, and the host does not wait."""
+        sent = torch.empty(3, len(entries), dtype=torch.int64, pin_memory=self.on_gpu)
+        sent.numpy()[:] = np.transpose(entries)
+        rows, columns, pages = sent.to(self.tokens.device, non_blocking=True)
+        self.kv.table[rows, columns] = pages.int()
+
     def _view(self, name: str, row: int) -> Tensor:
         """One row of a buffer [B]. Views are kept, because a call that has few rounds would feel the time of eight."""
         buffer = getattr(self, name)
@@ -146,9 +155,10 @@ class State(nn.Module):
                 skipped = max(pad - first, 0)
                 begin = torch.tensor([max(first - pad, 0)], device=key_cache.device)
                 rows = slice(row, row + 1)
+                pages = slice(None) if self.kv.is_paged else rows
                 append_block(
-                    key_cache[rows], value_cache[rows], None if scales is None else scales[rows],
-                    keys[rows, :, skipped:], values[rows, :, skipped:], begin,
+                    key_cache[pages], value_cache[pages], None if scales is None else scales[pages],
+                    keys[rows, :, skipped:], values[rows, :, skipped:], begin, self.kv.table[rows],
                 )  # fmt: skip
         self.lengths.copy_(torch.tensor(lengths))
 
@@ -240,13 +250,12 @@ class State(nn.Module):
 
         slots = self.lengths[:, None] + number
         if nodes > 1 and self.tokens.device.type == "cuda":
-            torch.ops.spec_compile.compact(self.kv.tensors, self.lengths, accepted.path, accepted.count)
+            torch.ops.spec_compile.compact(self.kv.tensors, self.lengths, accepted.path, accepted.count, self.kv.table)
         elif nodes > 1:
-            row = torch.arange(slots.shape[0], device=slots.device)[:, None, None]
-            source, target = (self.lengths[:, None] + accepted.path)[:, None, :], slots[:, None, :]
             for cache in self.kv.tensors:
-                head = torch.arange(cache.shape[1], device=slots.device)[None, :, None]
-                cache.index_put_((row, head, target), cache[row, head, source])  # guard: accepted-keys-move
+                source = places(cache, self.lengths[:, None] + accepted.path, self.kv.table)
+                target = places(cache, slots, self.kv.table)
+                cache.index_put_(target, cache[source])  # guard: accepted-keys-move
         self.kv.states.commit(accepted.path, gained)  # guard: states-are-led-on
         tokens = tokens if self.readable is None else tokens.clamp(max=self.readable - 1)
         self.tokens.scatter_(1, slots + 1, tokens)

@@ -29,6 +29,7 @@ COUNTERS = {
         "prefix_cache_evicted_blocks_total",
         "Blocks of earlier texts that were dropped.",
     ),
+    "num_preemptions": ("preemptions_total", "Requests whose rows were taken for others, and that came back."),
     "generation_tokens": ("generation_tokens_total", "Tokens of answers."),
 }
 LABELLED = {

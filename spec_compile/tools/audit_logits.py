@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from .. import passes
-from ..cache import PAGE, Cache
+from ..cache import ROUNDED, Cache
 from ..capture.yardstick import DEVIATIONS, FLOOR, LEAST_SPREAD, MORE_NOISE, rms
 from ..compat import CACHE
 from ..graph import ModelGraph
@@ -234,7 +234,7 @@ def speculative_logits(fast: Any, ids: Tensor, options: dict) -> tuple[Tensor, T
 def graph_logits(verify: ModelGraph, text: Tensor, count: int) -> Tensor:
     """Logits [count, V] of the rewritten graph, not compiled, at the last `count` positions of `text` [1, T]."""
     length = text.shape[1]
-    cache = Cache(verify, 1, -(-length // PAGE) * PAGE).argument  # a multiple of pages, as a session's
+    cache = Cache(verify, 1, -(-length // ROUNDED) * ROUNDED).argument  # as a session's
     positions = torch.arange(length, device=text.device)[None]
     return verify.gm(text, positions, text.new_zeros(1), None, cache, length)[0][0, -count:]
 
@@ -281,7 +281,7 @@ def first_difference(engine: Engine, text: Tensor) -> str:
 def _both(graph: ModelGraph, text: Tensor, begin: int) -> tuple[list[Tensor], list[Tensor]]:
     """Taps and logits [1, T - begin, *] of `text` [1, T] from `begin` on, as a path of a tree and by plain steps."""
     length = text.shape[1]
-    slots = -(-(length + MAX_NODES) // PAGE) * PAGE
+    slots = -(-(length + MAX_NODES) // ROUNDED) * ROUNDED
     # The text up to `begin` is in the cache for both.
     buffers = Cache(graph, 1, slots)
     states, cache = buffers.states, buffers.argument

@@ -23,7 +23,7 @@ from batch_requests import (
 from transformers import GenerationConfig, LogitsProcessor, MaxLengthCriteria
 
 from spec_compile import speculate
-from spec_compile.batching.prefix_cache import RowTexts
+from spec_compile.batching import scheduler
 from spec_compile.runtime.draft_budget import WholeTreeBudget
 
 
@@ -58,21 +58,22 @@ def test_a_silent_draft_knows_a_row_that_still_runs(monkeypatch):
     """All drafts of a request are accepted that goes on from the row of another one, which drafts nothing."""
     one = speculate(demo(), algo="draft_model", draft=demo(), num_steps=3, compile=False, check=False)
     monkeypatch.setattr(WholeTreeBudget, "choose", lambda policy, *known: 4)
+    monkeypatch.setattr(scheduler, "KEPT", 64)
     prompt = PROMPTS[0] * 3
-    text = prompt + generated(demo(), prompt, max_new_tokens=40, eos_token_id=None)
+    text = prompt + generated(demo(), prompt, max_new_tokens=200, eos_token_id=None)
     options = dict(eos_token_id=-1, do_sample=False)
 
     def ask_in_between(ids, scores, **_):
-        if ids.shape[1] == len(prompt) + 20:
-            manager.add_request(text[: len(prompt) + 18], "second", max_new_tokens=12, **options)
+        if ids.shape[1] == len(prompt) + 180:
+            manager.add_request(text[: len(prompt) + 178], "second", max_new_tokens=12, **options)
         return torch.zeros(len(ids), dtype=torch.bool)
 
     with one.continuous_batching_context_manager(GenerationConfig(pad_token_id=0), warmup=False) as manager:
-        first = dict(max_new_tokens=40, speculation=False, stopping_criteria=[ask_in_between])
+        first = dict(max_new_tokens=200, speculation=False, stopping_criteria=[ask_in_between])
         manager.add_request(prompt, "first", **first, **options)
         second = collect(manager, 2)["second"]
-    assert second.generated_tokens == text[len(prompt) + 18 :][:12]
-    assert second.speculation.reused_prompt_tokens == len(prompt) + 17
+    assert second.generated_tokens == text[len(prompt) + 178 :][:12]
+    assert second.speculation.reused_prompt_tokens >= 128 > len(prompt)
     assert second.speculation.per_step_accepted == [3, 3, 3]
 
 
@@ -235,7 +236,7 @@ def test_an_error_of_one_request_is_its_own():
 
 
 def test_what_kills_the_thread_fails_all_once_and_says_so(manager, monkeypatch):
-    monkeypatch.setattr(manager.scheduler.decoder, "launch", lambda: 1 / 0)
+    monkeypatch.setattr(manager.scheduler.decoder, "launch", lambda *_: 1 / 0)
     names = [manager.add_request(prompt, max_new_tokens=4) for prompt in PROMPTS]
     manager._generation_thread.join()
     outputs = [manager.output_router.output_queue.get_nowait() for _ in names]
@@ -289,7 +290,7 @@ def test_metrics_add_up():
     metrics, steps = manager.metrics(), [output.speculation for output in outputs.values()]
     assert [output.request_id for output in seen] == [*outputs]
     assert metrics["slots"] == 2 and metrics["requests_running"] == metrics["requests_waiting"] == 0
-    assert metrics["cache_tokens"] == 2 * metrics["slot_tokens"] and 0 < metrics["cache_usage"] < 1
+    assert metrics["cache_tokens"] >= 2 * metrics["slot_tokens"] and metrics["cache_usage"] == 0
     assert metrics["generation_tokens_total"] == 75 and metrics["requests_finished_total"]["length"] == 3
     assert metrics["draft_tokens_total"] == sum(sum(each.per_step_drafted) for each in steps)
     assert metrics["accepted_tokens_total"] == sum(sum(each.per_step_accepted) for each in steps)
@@ -348,24 +349,3 @@ def test_references_that_are_refused():
     with running(head) as manager:
         with pytest.raises(ValueError, match="reference: only n-grams copy from a reference; pass ngram=True"):
             manager.add_request(PROMPTS[0], max_new_tokens=2, reference=[1])
-
-
-def test_texts():
-    texts = RowTexts(3, 40)
-    texts.put(0, [1] * 30)
-    texts.put(1, [1] * 20 + [2] * 10)
-    texts.put(2, [3] * 15)
-    assert texts.longest_prefix([1] * 20 + [2] * 5) == (1, 25)
-    assert texts.longest_prefix([1] * 40) == (0, 29)
-    assert texts.longest_prefix([1] * 40, ahead=1) == (0, 29) == texts.longest_prefix([1] * 30, ahead=1)
-    assert texts.longest_prefix([1] * 29 + [5] * 9, ahead=1) == (0, 28)
-    assert texts.longest_prefix([1] * 40, ahead=3) == (0, 27)
-    assert texts.longest_prefix([3] * 15) == texts.longest_prefix([1] * 15) == (0, 0)
-    texts.extend(2, [3] * 15)
-    texts.move(2, 0)
-    assert texts.longest_prefix([3] * 40) == (0, 29) and texts.used == 60
-    texts.forget()
-    texts.extend(0, [1] * 30)  # by a request over which the weights have changed
-    assert texts.longest_prefix([1] * 30) == (0, 0) and texts.used == 0
-    texts.put(0, [1] * 30)
-    assert texts.longest_prefix([1] * 30) == (0, 29)

@@ -27,13 +27,15 @@ def folder(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("model"))
 
 
-def answers(rank, folder, ranks, algo="ngram", dtype="float32", **options):
-    """Of all requests, on the first rank; the others follow until it stops."""
+def answers(rank, folder, ranks, algo="ngram", dtype="float32", blocks=None, longest=500, **options):
+    """Of all requests, on the first rank; the others follow until it stops. blocks: pages of the pool, in which rows
+    are taken for others."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     fast = speculate(model, algo, tensor_parallel=ranks if ranks > 1 else None, **OPTIONS | options)
     manager = fast.init_continuous_batching(
-        GenerationConfig(do_sample=False), ContinuousBatchingConfig(max_requests_per_batch=3)
+        GenerationConfig(do_sample=False),
+        ContinuousBatchingConfig(max_requests_per_batch=3, num_blocks=blocks, page_size=64),
     )
     manager.start()
     if rank > 0:
@@ -41,14 +43,15 @@ def answers(rank, folder, ranks, algo="ngram", dtype="float32", **options):
         return str(manager.background_thread_status.fatal_error)
     names = []
     for number, settings in enumerate(SETTINGS * 2):
-        ids = tokenizer(f"x = {number}\n{PROMPT}")["input_ids"]
+        ids = tokenizer(f"x = {number}\n{PROMPT}")["input_ids"] * (1 if blocks is None else 4)
         names.append(manager.add_request(ids, tokenizer=tokenizer, logprobs=0, prompt_logprobs=0, **settings))
-    cancelled = manager.add_request(ids, max_new_tokens=500, do_sample=True, temperature=3.0)
+    cancelled = manager.add_request(ids, max_new_tokens=longest, do_sample=True, temperature=3.0)
     outputs = {}
     while len(outputs) < len(names):
         output = manager.get_result(timeout=50)
         outputs[output.request_id] = output
     manager.cancel_request(cancelled)
+    assert blocks is None or manager.metrics()["preemptions_total"] > 0
     manager.stop()
     outputs = [outputs[name] for name in names]
     scores = [[each.logprob for each in output.prompt_scores + output.scores] for output in outputs]
@@ -65,8 +68,12 @@ def are_those_of_one(first, second, *arguments, **options):
         assert ours == pytest.approx(theirs, abs=1e-4)
 
 
-def test_two_ranks_answer_as_one(folder, tmp_path):
-    are_those_of_one(*run_ranks(2, answers, folder, 2, rendezvous=tmp_path / "meet"), folder, 1)
+@pytest.mark.parametrize(
+    "settings", [{}, {"blocks": 4, "longest": 90, "max_cache_len": 200}], ids=["pages", "few pages"]
+)
+def test_two_ranks_answer_as_one(folder, tmp_path, settings):
+    results = run_ranks(2, partial(answers, **settings), folder, 2, rendezvous=tmp_path / "meet")
+    are_those_of_one(*results, folder, 1, **settings)
 
 
 @pytest.mark.slow

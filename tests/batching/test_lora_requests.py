@@ -6,12 +6,12 @@ import pytest
 import torch
 
 pytest.importorskip("peft")
-from batch_requests import ALGORITHMS, MODEL, collect, generated, managed
+from batch_requests import ALGORITHMS, MODEL, collect, generated, managed, stopped
 from lora_models import NAMES, call, fill, ids, lora, two_adapters
 from transformers import AutoModelForCausalLM
 
 from spec_compile import speculate
-from spec_compile.batching.prefix_cache import BLOCK
+from spec_compile.cache import PAGE
 
 NEW = 24
 PROMPTS = [ids(1, width, seed=width)[0].tolist() for width in (12, 30, 7, 40)]
@@ -77,6 +77,27 @@ def test_sampled_requests_are_those_of_generate():
         assert outputs[name].generated_tokens == generated(fast, prompt, adapter_names=[adapter], **settings)
 
 
+def test_requests_whose_rows_are_taken_keep_their_adapters():
+    """They come back before those that wait for a slot of theirs."""
+    model, fast = models()
+    manager, run = stopped(fast, max_requests_per_batch=3)
+    rounds = iter(range(1000))
+    for number, (prompt, name) in enumerate(zip(PROMPTS, NAMES)):
+        manager.add_request(prompt, f"r{number}", adapter_name=name, max_new_tokens=NEW, eos_token_id=-1)
+
+    def take_a_row():
+        begun = manager.scheduler.begun
+        if next(rounds) % 4 == 3 and len(begun) > 1:
+            manager.scheduler._preempt(max(begun, key=lambda each: each.turn))
+
+    outputs = run(take_a_row)
+    assert manager.scheduler.preemptions > 1
+    for number, (prompt, name) in enumerate(zip(PROMPTS, NAMES)):
+        assert outputs[f"r{number}"].generated_tokens == of_peft(model, prompt, name)
+    assert not any(slot.users for slot in fast.speculation.engine.loras._slots if slot is not None)
+    manager.destroy()
+
+
 def test_without_a_name_a_request_has_the_active_adapter():
     model, fast = models()
     with managed(fast, 4) as manager:
@@ -91,7 +112,7 @@ def test_keys_and_values_belong_to_one_adapter(device, slots):
     """With one slot the earlier texts are kept prefixes, with four they lie in rows."""
     model = two_adapters().to(device)
     fast = speculate(model, compile=False, max_loras=2, max_cache_len=512, prefix_cache_host_bytes=1 << 24)
-    prompt = ids(1, 4 * BLOCK + 9)[0].tolist()
+    prompt = ids(1, 4 * PAGE + 9)[0].tolist()
     with managed(fast, slots) as manager:
 
         def reused(name):
@@ -102,14 +123,14 @@ def test_keys_and_values_belong_to_one_adapter(device, slots):
         assert [reused(name) for name in ("red", "blue", "__base__")] == [0, 0, 0]
         for _ in range(slots):  # other texts in every row
             answer(manager, PROMPTS[0], "__base__")
-        assert all(reused(name) >= 4 * BLOCK for name in ("blue", "red", "__base__"))
+        assert all(reused(name) >= 4 * PAGE for name in ("blue", "red", "__base__"))
         with manager.pause():
             fill(model, "red", 9)
             for path, parameter in model.named_parameters():
                 if "lora_B.blue" in path:
                     parameter.data.mul_(0.5)  # which torch does not count
         assert [reused(name) for name in ("red", "blue")] == [0, 0]
-        assert reused("red") >= 4 * BLOCK and reused("__base__") >= 4 * BLOCK
+        assert reused("red") >= 4 * PAGE and reused("__base__") >= 4 * PAGE
 
 
 def test_a_request_is_passed_a_bounded_number_of_times():

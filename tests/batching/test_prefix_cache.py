@@ -6,7 +6,6 @@ import itertools
 import batch_requests
 import hybrids
 import models
-import numpy as np
 import pytest
 import torch
 from batch_requests import ALGORITHMS, MODEL, PROMPTS, TEXT, collect, demo, generated, managed, tokenizer
@@ -15,10 +14,10 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from spec_compile import speculate
-from spec_compile.batching.prefix_cache import BLOCK, FEWEST, PrefixStore
+from spec_compile.batching.prefix_copies import PageCopies
 from spec_compile.batching.rows import Rows
+from spec_compile.cache import PAGE
 from spec_compile.runtime.draft_budget import WholeTreeBudget
-from spec_compile.runtime.engine import PrefixBudget
 from spec_compile.serve.metrics import PrometheusMetrics
 from spec_compile.serve.shadow import Shadow
 
@@ -64,7 +63,7 @@ def turns(fast, **options):
 @pytest.mark.parametrize("options", [{}, dict(do_sample=True, temperature=0.9, seed=3)], ids=["greedy", "sampled"])
 def test_a_second_turn_starts_from_what_a_row_has_lost(options):
     _, second = turns(system(), **options)
-    assert second.speculation.reused_prompt_tokens == (450 + 19) // BLOCK * BLOCK == 448
+    assert second.speculation.reused_prompt_tokens == 450 + 19
     assert second.generated_tokens == generated(system(), second.prompt_ids, max_new_tokens=20, **NO_END | options)
     _, anew = turns(system(**OFF), **options)
     assert anew.speculation.reused_prompt_tokens == 0 and anew.generated_tokens == second.generated_tokens
@@ -82,19 +81,19 @@ def test_drafts_know_what_a_row_has_lost(name):
     """Their own keys and values come back, too: so many drafts are accepted in each step as after a prompt that is
     processed anew."""
     (_, second), (_, anew) = turns(system(name)), turns(system(name, **OFF))
-    assert second.speculation.reused_prompt_tokens == 448 and anew.speculation.reused_prompt_tokens == 0
+    assert second.speculation.reused_prompt_tokens == 469 and anew.speculation.reused_prompt_tokens == 0
     assert second.generated_tokens == anew.generated_tokens
     assert second.speculation.per_step_accepted == anew.speculation.per_step_accepted
     assert sum(second.speculation.per_step_accepted) > 0
 
 
-@pytest.mark.parametrize("name, known", [("ngram", BLOCK), ("draft_model", 0)])
-def test_a_block_of_a_draft_has_the_token_after_it(name, known):
+@pytest.mark.parametrize("name, known", [("ngram", PAGE), ("draft_model", 0)])
+def test_a_page_of_a_draft_has_the_token_after_it(name, known):
     """The slot of a head depends on the next token, so a text that goes on otherwise cannot have it."""
     with managed(system(name)) as manager:
         answer(manager, LONG[:90])
         answer(manager, OTHER)
-        prompt = [*LONG[:BLOCK], LONG[BLOCK] + 1, *LONG[BLOCK + 1 : 90]]
+        prompt = [*LONG[:PAGE], LONG[PAGE] + 1, *LONG[PAGE + 1 : 90]]
         assert reused(manager, prompt) == known
 
 
@@ -116,11 +115,16 @@ def test_requests_at_once_share_a_prefix():
     assert metrics["prefix_cache_hits_total"] == metrics["reused_prompt_tokens_total"]
 
 
-def test_a_row_is_preferred_if_it_has_as_much():
-    with managed(system(), slots=2) as manager:
-        answer(manager, LONG)
-        assert answer(manager, LONG[:300]).speculation.reused_prompt_tokens == 299
-        assert manager.metrics()["prefix_cache_hits_by_place_total"] == {"row": 288, "device": 0, "host": 0}
+def test_a_row_that_goes_on_shares_its_pages():
+    with managed(system(**OFF), slots=2) as manager:
+        manager.add_request(LONG, "first", max_new_tokens=200, eos_token_id=-1, streaming=True)
+        next(iter(manager))
+        manager.add_request(LONG[:300], "second", max_new_tokens=8, eos_token_id=-1)
+        outputs = collect(manager, 2)
+        assert manager.metrics()["prefix_cache_hits_by_place_total"] == {"device": 288, "host": 0}
+    assert outputs["second"].speculation.reused_prompt_tokens == 299
+    for name, prompt, new in (("first", LONG, 200), ("second", LONG[:300], 8)):
+        assert outputs[name].generated_tokens == generated(demo(), prompt, max_new_tokens=new, **NO_END)
 
 
 def test_a_cancelled_request_leaves_its_text():
@@ -130,7 +134,7 @@ def test_a_cancelled_request_leaves_its_text():
         manager.cancel_request(name)
         assert collect(manager, 1)[name].finish_reason == "cancelled"
         answer(manager, OTHER)
-        assert reused(manager, LONG) == 448
+        assert reused(manager, LONG) == 449
 
 
 # --- texts that do not count
@@ -142,10 +146,10 @@ def test_nothing_of_other_weights_is_kept():
     with managed(fast) as manager:
         answer(manager, LONG)
         answer(manager, OTHER)
-        store = manager.scheduler.prefixes.store
-        assert store.bytes("host") > 0
+        prefixes = manager.scheduler.prefixes
+        assert prefixes.bytes("host") > 0
         fast.speculation.refresh()
-        assert store.bytes("host") == 0 and store.evicted == 0
+        assert prefixes.bytes("host") == 0 and prefixes.evicted == 0
         answer(manager, LONG)
         answer(manager, OTHER)
         try:
@@ -219,8 +223,17 @@ def hybrid_turns(fast, first, answers):
         one = answer(manager, first, 20)
         answer(manager, other)
         second = first + (one.generated_tokens if answers else [5]) + [7, 8, 9]
-        output, lanes = answer(manager, second, 20), manager.scheduler.decoder
-        return output, [tensor[0, :, : len(second) + 19].clone() for tensor in lanes.cache_tensors()]
+        prefixes, pools = manager.scheduler.prefixes, manager.scheduler.decoder.cache_tensors()
+        keep, slots = prefixes.keep, []
+
+        def keep_and_read(sequence, tokens, known, rows):
+            keep(sequence, tokens, known, rows)
+            if known == len(second) + 19:
+                slots[:] = [pool[sequence.pages].transpose(0, 1).flatten(1, 2)[:, :known].clone() for pool in pools]
+
+        prefixes.keep = keep_and_read
+        output = answer(manager, second, 20)
+        return output, slots
 
 
 @pytest.mark.sweep("lfm2-True")
@@ -238,6 +251,7 @@ def test_states_outlive_a_row(name, has_head):
         assert second.generated_tokens == generated(made, second.prompt_ids, max_new_tokens=20, **NO_END)
     anew, wanted = hybrid_turns(hybrid(name, has_head, **OFF)[1], first, False)
     assert anew.speculation.reused_prompt_tokens == 0
+    assert len(slots) == len(wanted) and (slots or name == "mamba2")
     for got, want in zip(slots, wanted, strict=True):
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
@@ -255,67 +269,51 @@ def test_states_are_kept_where_prompts_branch(name, has_head):
     assert known == [0, 0, 320, 320]
 
 
-@pytest.mark.parametrize("has_store", [True, False])
-def test_a_silent_draft_knows_a_text_with_states(has_store):
+def test_a_silent_draft_knows_a_text_with_states():
     """Rounds without drafts leave nothing that the next turn has to process again."""
-    made, fast = hybrid("lfm2", True, **({} if has_store else OFF))
+    made, fast = hybrid("lfm2", True)
     fast.speculation.refresh()
     first = torch.randint(3, models.VOCAB, (150,), generator=torch.Generator().manual_seed(3)).tolist()
     with managed(fast) as manager:
         one = answer(manager, first, 20, speculation=False)
-        if has_store:
-            answer(manager, [*range(80, 3, -1)])
+        answer(manager, [*range(80, 3, -1)])
         second = answer(manager, [*first, *one.generated_tokens, 7, 8, 9], 20)
     assert second.speculation.reused_prompt_tokens == 169
     assert second.generated_tokens == generated(made, second.prompt_ids, max_new_tokens=20, **NO_END)
 
 
 def test_no_room_for_the_end_of_a_text():
-    made, fast = hybrids.system("lfm2", check=False, prefix_cache_host_bytes=1 << 16)
+    made, fast = hybrids.system("lfm2", check=False, prefix_cache_host_bytes=1 << 14)
     with managed(fast) as manager:
-        prompt = [*range(3, 90)] * 3
-        store = manager.scheduler.prefixes.store
-        assert 0 < store.end_places <= store._tree.room["host"] < len(prompt) // BLOCK + store.end_places
-        for _ in range(2):
-            reused(manager, prompt, model=made)
-        assert store.bytes("host") == 0
-
-
-def test_an_error_while_a_text_is_kept_leaves_no_half_of_it(monkeypatch):
-    with managed(system()) as manager:
-        store = manager.scheduler.prefixes.store
-        answer(manager, OTHER)
-        monkeypatch.setattr(store._memory, "pieces", lambda *_: 1 / 0)
-        assert answer(manager, LONG).error is None
-        monkeypatch.undo()
-        assert store.bytes("host") == 0
-        answer(manager, OTHER)
-        assert answer(manager, LONG).speculation.reused_prompt_tokens == 0
+        prompt, prefixes = [*range(3, 90)] * 3, manager.scheduler.prefixes
+        assert prefixes._copies.places <= prefixes._copies.state_places
+        assert [reused(manager, prompt, model=made) for _ in range(2)] == [0, 0]
 
 
 # --- figures
 
 
 def test_metrics():
-    fast = system(prefix_cache_bytes=2 * BLOCK * 8192, prefix_cache_host_bytes=3 * BLOCK * 8192)
+    fast = system(prefix_cache_bytes=2 * PAGE * 8192, prefix_cache_host_bytes=3 * PAGE * 8192)
     with managed(fast) as manager:
-        block = manager.scheduler.prefixes.store.block_bytes
-        assert block == BLOCK * fast.speculation.engine.runtime.token_bytes == BLOCK * 8192
+        page = manager.scheduler.prefixes.page_bytes
+        assert page == PAGE * fast.speculation.engine.runtime.token_bytes == PAGE * 8192
         answer(manager, LONG)
-        assert manager.metrics()["prefix_cache_bytes"] == {"device": 2 * block, "host": 3 * block}
+        assert manager.metrics()["prefix_cache_bytes"] == {"device": 2 * page, "host": 3 * page}
         answer(manager, OTHER)
         answer(manager, LONG)
         metrics = manager.metrics()
     assert metrics["prefix_cache_queries_total"] == 449 + 99 + 449
-    assert metrics["prefix_cache_hits_total"] == 4 * BLOCK == metrics["reused_prompt_tokens_total"]
-    assert metrics["prefix_cache_hits_by_place_total"] == {"row": 0, "device": BLOCK, "host": 3 * BLOCK}
-    assert metrics["prefix_cache_evicted_blocks_total"] == 2
+    assert metrics["prefix_cache_hits_total"] == 3 * PAGE == metrics["reused_prompt_tokens_total"]
+    assert metrics["prefix_cache_hits_by_place_total"] == {"device": 0, "host": 3 * PAGE}
+    evicted = metrics["prefix_cache_evicted_blocks_total"]
+    assert evicted > 3
     samples = PrometheusMetrics(lambda: metrics, Shadow(None)).registry.get_sample_value
-    assert samples("spec_compile:prefix_cache_bytes", {"place": "host"}) == 3 * block
-    assert samples("spec_compile:prefix_cache_hits_total") == 4 * BLOCK
+    assert samples("spec_compile:prefix_cache_bytes", {"place": "host"}) == 3 * page
+    assert samples("spec_compile:prefix_cache_hits_total") == 3 * PAGE
     assert samples("spec_compile:prefix_cache_queries_total") == 997
-    assert samples("spec_compile:prefix_cache_hits_by_place_total", {"place": "device"}) == BLOCK
-    assert samples("spec_compile:prefix_cache_evicted_blocks_total") == 2
+    assert samples("spec_compile:prefix_cache_hits_by_place_total", {"place": "host"}) == 3 * PAGE
+    assert samples("spec_compile:prefix_cache_evicted_blocks_total") == evicted
 
 
 # --- bits
@@ -324,151 +322,94 @@ TARGETS = {"latent": "deepseek_v3"}
 
 
 @functools.cache
-def lanes(name, device="cpu"):
-    """Rows of a model and a head, of which every slot has bits of its own."""
+def rows_of(name, device="cpu"):
+    """Rows of a model and a head in a pool of 12 pages."""
     draft = {"llama": {}, "fp8": dict(kv_cache_dtype="fp8_per_token_head")}.get(name, {})
     algo = dict(algo="draft_model", draft=models.ADMITTED["qwen2"]().to(device)) if name == "draft" else {}
     made = models.HYBRIDS[name]() if name in models.HYBRIDS else models.ADMITTED[TARGETS.get(name, "llama")]()
     made = made.to(device)
     fast = speculate(made, compile=False, check=False, **draft, **algo)
-    return Rows(fast.speculation.engine.runtime, 3, 400)
+    return Rows(fast.speculation.engine.runtime, 3, 400, 12)
 
 
-def fill(place, row, seed):
-    place.reuse(row)
+def fill(tensors, seed):
+    """Give tensors bits of their own."""
     generator = torch.Generator().manual_seed(seed)
-    for tensor in (*place.cache_tensors(), *place.state_tensors()):
-        view = tensor[row].view(torch.uint8)
+    for tensor in tensors:
+        view = tensor.view(torch.uint8)
         view.copy_(torch.randint(256, view.shape, generator=generator))
 
 
-def slots(place, row, count):
-    return [tensor[row, :, :count].contiguous().view(torch.uint8) for tensor in place.cache_tensors()]
-
-
-def states_of(place, row):
-    return [state[row].clone().view(torch.uint8) for state in place.state_tensors()]
-
-
-ROOMS = st.integers(0, 4), st.integers(0, 5), st.sampled_from([1, 2, 1 << 27])
-TEXTS = st.lists(
-    st.tuples(st.lists(st.sampled_from([1, 2]), min_size=1, max_size=5), st.integers(0, 63)), max_size=8
-)  # fmt: skip
-"""Texts of blocks that have one token each, with some tokens after them; all bits depend on the text before."""
+def bits(tensors, where):
+    return [tensor[where].clone().view(torch.uint8).cpu() for tensor in tensors]
 
 
 @pytest.mark.parametrize("where", DEVICES)
-@pytest.mark.parametrize("name", ["llama", "fp8", "draft", "latent"])
-@settings(max_examples=25, deadline=None)
-@given(*ROOMS, TEXTS)
-def test_bits_come_back(where, name, device, host, most, texts):
-    """On a GPU a row is written again while it is copied, and places while they are read."""
-    place = lanes(name, where)
-    store = PrefixStore(place, PrefixBudget(0, 0))
-    budget = PrefixBudget(device * store.block_bytes, host * store.block_bytes)
-    store = PrefixStore(place, budget)
-    store._most, store._fewest = min(most, store._most), 1
-    expected: dict = {}
-    for number, (blocks, rest) in enumerate(texts):
-        tokens = [token for token in blocks for _ in range(BLOCK)] + [9] * (rest + 1)
-        fill(place, 0, number)
-        chain, seen = store.match(tokens)
-        assert seen == len(chain) * BLOCK
-        place.reuse(0)
-        store.copy(chain, place, 0)
-        for count in range(1, len(chain) + 1):
-            wanted = [tensor[:, : count * BLOCK] for tensor in expected[tuple(blocks[:count])]]
-            got = [tensor[:, : count * BLOCK] for tensor in slots(place, 0, len(chain) * BLOCK)]
-            assert all(map(torch.equal, got, wanted))
-        for count in range(1, len(blocks) + 1):
-            expected[tuple(blocks[:count])] = slots(place, 0, count * BLOCK)
-        store.keep(place, 0, np.asarray(tokens, dtype=np.int32), len(tokens) - 1)
-        assert store.bytes("device") <= budget.device and store.bytes("host") <= budget.host
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["lfm2", "mamba2"])
+@pytest.mark.parametrize("name", ["llama", "fp8", "draft", "latent", "lfm2", "mamba2"])
 @settings(max_examples=10, deadline=None)
-@given(st.sampled_from([0, 1]), TEXTS)
-def test_states_come_back(device, name, sees_next, texts):
-    """Each text goes on from the longest earlier one that it begins with."""
-    place = lanes(name, device)
-    store, row = PrefixStore(place, PrefixBudget(0, 1 << 26), sees_next), 0
-    store._fewest = 1
-    expected: dict = {}
-    for number, (blocks, rest) in enumerate(texts):
-        tokens = [token for token in blocks for _ in range(BLOCK)] + [9] * rest + [8]
-        known = [*range(BLOCK, len(tokens))]
-        longest = max((n for n in known if tuple(tokens[: n + sees_next]) in expected), default=0)
-        chain, _ = store.match(tokens)
-        assert store.length(chain) == longest
-        if chain:
-            place.reuse(1)
-            store.copy(chain, place, 1)
-            keys, states = expected[tuple(tokens[: longest + sees_next])]
-            assert all(map(torch.equal, slots(place, 1, longest), keys))
-            assert all(map(torch.equal, states_of(place, 1), states))
-        fill(place, row, number)
-        store.copy(store._tree.match(store._keys(np.asarray(tokens, dtype=np.int32), len(tokens) - 1)), place, row)
-        bits = slots(place, row, len(tokens) - 1), states_of(place, row)
-        expected.setdefault(tuple(tokens[: len(tokens) - 1 + sees_next]), bits)
-        store.keep(place, row, np.asarray(tokens, dtype=np.int32), len(tokens) - 1)
-
-
-def test_short_texts_are_not_kept(monkeypatch):
-    """Of fewer blocks than pay on a GPU."""
-    monkeypatch.setitem(FEWEST, "cpu", 4)
-    place, tokens = lanes("llama"), np.arange(300, dtype=np.int32)
-    store = PrefixStore(place, PrefixBudget(0, 1 << 27))
-    store.keep(place, 0, tokens, 4 * BLOCK - 1)
-    assert store.bytes("host") == 0
-    store.keep(place, 0, tokens, 4 * BLOCK)
-    assert store.bytes("host") == 4 * store.block_bytes
-    assert len(store.match([*range(257)])[0]) == 4 and store.match([*range(256)])[0] == []
-
-
-@pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_as_many_tokens_after_a_block_count_as_its_slots_depend_on(ahead):
-    place, tokens = lanes("llama"), np.arange(2 * BLOCK + 10, dtype=np.int32)
-    store = PrefixStore(place, PrefixBudget(0, 1 << 27), ahead)
-    store._fewest = 1
-    store.keep(place, 0, tokens, len(tokens) - 1)
-    for end in (BLOCK, 2 * BLOCK):
-        for other in range(5):
-            prompt = tokens.copy()
-            prompt[end + other] = 1  # the first token that differs
-            expected = end if other >= ahead else end - BLOCK
-            assert store.length(store.match(prompt.tolist())[0]) == expected
-    needed = 2 * BLOCK + max(ahead, 1)  # the last token of a prompt has no slot, and slots may depend on it
-    assert len(store.match(tokens[: needed - 1].tolist())[0]) == 1
-    assert len(store.match(tokens[:needed].tolist())[0]) == 2
+@given(st.sampled_from([1, 2, 1 << 27]), st.data())
+def test_bits_come_back(where, name, most, data):
+    """On a GPU pages are written again while they are copied."""
+    rows = rows_of(name, where)
+    pools, states = rows.cache_tensors(), rows.state_tensors()
+    copies = PageCopies(rows, 0)
+    copies = PageCopies(rows, 12 * copies.page_bytes)
+    copies._most = min(most, copies._most)
+    pages, places, targets = (data.draw(st.permutations(range(12)))[:5] for _ in range(3))
+    fill([*pools, *states], 1)
+    wanted, wanted_states = bits(pools, pages), bits(states, 2)
+    held = copies.states_of(rows, 2) if states else None
+    rows.reuse(2)
+    with copies.aside():
+        copies.pages(pages, places, to_pages=False)
+    copies.wait()
+    fill([*pools, *states], 2)
+    with copies.aside():
+        copies.pages(targets, places, to_pages=True)
+    copies.wait()
+    assert all(map(torch.equal, bits(pools, targets), wanted))
+    if held is not None and copies.state_places <= copies.places:
+        free = [*range(copies.places)][: copies.state_places]
+        with copies.aside():
+            copies.save_states(held, free)
+            held = copies.load_states(free)
+    if held is not None:
+        copies.restore(held, rows, 0)
+        assert all(map(torch.equal, bits(states, 0), wanted_states))
 
 
 @pytest.mark.gpu
 @NEEDS_CUDA
-def test_the_host_of_a_gpu_never_waits():
-    place = lanes("llama", "cuda")
-    store = PrefixStore(place, PrefixBudget(0, 1 << 27))
-    tokens = np.arange(300, dtype=np.int32)
-    store.keep(place, 0, tokens, 299)  # makes the tables of addresses
-    store.copy(store.match([*range(300)])[0], place, 1)
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+def test_the_host_of_a_gpu_never_waits(name):
+    rows = rows_of(name, "cuda")
+    copies = PageCopies(rows, 1 << 27)
+
+    def copy():
+        with copies.aside():
+            copies.pages([1, 5, 2], [4, 5, 0], to_pages=False)
+            copies.pages([7, 8, 9], [4, 5, 0], to_pages=True)
+        copies.wait()
+        if rows.state_tensors():
+            copies.restore(copies.states_of(rows, 1), rows, 2)
+            rows.reuse(1)
+
+    copy()  # takes memory
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        store.keep(place, 0, tokens[::-1].copy(), 299)
-        store.copy(store.match([*range(299, -1, -1)])[0], place, 1)
-        place.reuse(0)
+        copy()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
 @NEEDS_CUDA
-@pytest.mark.parametrize("device_blocks", [0, 3])
-def test_on_a_gpu(device_blocks):
+@pytest.mark.parametrize("device_pages", [0, 3])
+def test_on_a_gpu(device_pages):
     """Host memory is pinned, and copies run on a stream of their own next to the rounds."""
     one = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).cuda()
-    fast = speculate(one, prefix_cache_bytes=device_blocks * BLOCK * 8192, prefix_cache_host_bytes=ROOM)
+    fast = speculate(one, prefix_cache_bytes=device_pages * PAGE * 8192, prefix_cache_host_bytes=ROOM)
     with managed(fast, slots=2) as manager:
         for number in range(4):
             prompts = [LONG[number : number + 300], OTHER + PROMPTS[number % len(PROMPTS)], LONG[: 100 + 64 * number]]

@@ -29,7 +29,7 @@ from spec_compile import speculate
 from spec_compile.batching.request_options import LONGEST_NGRAM, MOST_NUMBERS, StopStrings
 from spec_compile.runtime.answer import Answer
 
-LONG = tokenizer()(TEXT).input_ids[:60]
+LONG = tokenizer()(TEXT).input_ids[:100]
 SECONDS = 60
 
 

@@ -8,13 +8,11 @@ import hybrids
 import models
 import pytest
 import torch
-from batch_requests import ALGORITHMS, PROMPTS, TEXT, collect, config, demo, generated, managed, tokenizer
+from batch_requests import ALGORITHMS, PROMPTS, TEXT, collect, demo, generated, managed, stopped, tokenizer
 from server_fixtures import Script
-from transformers import GenerationConfig
 
 from spec_compile import speculate
 from spec_compile.batching.prefill import PREFILL_ROWS
-from spec_compile.batching.prefix_cache import RowTexts
 from spec_compile.compile.part import counts
 from spec_compile.runtime.session import StepKind
 
@@ -26,22 +24,6 @@ NO_END = dict(eos_token_id=None, pad_token_id=0)
 def fast(name="ngram"):
     options = ALGORITHMS.get(name, {}) | dict(adaptive=False, max_cache_len=512)
     return speculate(demo(), name.split()[0], compile=False, check=False, **options)
-
-
-def stopped(one, **options):
-    """A manager whose rounds the test runs, and a function that does so and tells who ends, in order; it calls `watch`
-    after each round."""
-    one.speculation.engine.idle_batch = None
-    manager = one.init_continuous_batching(GenerationConfig(pad_token_id=0), config(**options))
-
-    def run(watch=lambda: None):
-        with torch.no_grad():
-            while manager.scheduler.is_busy:
-                manager._deliver(manager.scheduler.step())
-                watch()
-        return {output.request_id: output for output in manager.output_router.output_queue.queue}
-
-    return manager, run
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -278,13 +260,10 @@ def test_prompts_share_keys_and_values_within_a_salt(slots):
 
 def test_a_guess_counts_in_multiples_of_sixteen_tokens():
     """Neither what is copied for another client nor a counter tells how far a guess is right."""
-    texts = RowTexts(2, 40)
-    texts.put(0, [1] * 30, client="victim")
-    texts.put(1, [1] * 18, client="attacker")
-    lengths = {client: texts.longest_prefix([1] * 24 + [2], client=client)[1] for client in ("victim", "attacker", "")}
-    assert lengths == {"victim": 24, "attacker": 17, "": 16}
-    with managed(fast(), slots=2) as manager:
+    one = speculate(demo(), compile=False, check=False, max_cache_len=512, prefix_cache_bytes=1 << 26)
+    with managed(one, slots=2) as manager:
         ask(manager, LONG[:200])
         assert ask(manager, [*LONG[:37], *range(300, 340)]).reused_prompt_tokens == 37
         metrics = manager.metrics()
         assert metrics["prefix_cache_hits_total"] == 32 == metrics["reused_prompt_tokens_total"]
+        assert ask(manager, [*LONG[:53], *range(400, 440)], client="other").reused_prompt_tokens == 48

@@ -37,7 +37,7 @@ def test_later_modules_know_what_a_row_has_lost(fast):
         second = answer(manager, LONG + first.generated_tokens + OTHER[:9])
     with managed(fast) as manager:
         anew = answer(manager, second.prompt_ids)
-    assert second.speculation.reused_prompt_tokens == 448 and anew.speculation.reused_prompt_tokens == 0
+    assert second.speculation.reused_prompt_tokens >= 448 and anew.speculation.reused_prompt_tokens == 0
     assert second.generated_tokens == anew.generated_tokens
     assert second.speculation.per_step_accepted == anew.speculation.per_step_accepted
 

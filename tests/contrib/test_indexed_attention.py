@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from page_tables import pool_of, tables
 from places import ON_GPU, places
 
 from spec_compile.contrib.indexed import attention as indexed_attention
@@ -126,6 +127,38 @@ def test_attention_to_chosen_slots(place, topk, options):
     torch.testing.assert_close(got.cpu(), wanted, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("place", places(torch.float32, torch.bfloat16))
+def test_choices_in_pages(place):
+    """The bits of index keys in one piece, by the kernel and in plain PyTorch."""
+    q, k, weights, keys, lengths, visible = block()
+    table, pages = tables(LENGTHS, NODES, SLOTS // 64)
+    pool = pool_of(keys, table, pages)
+    for number, page in enumerate(table[2].tolist()):
+        assert torch.equal(pool[page], keys[2, :, number * 64 : (number + 1) * 64])
+    wanted = choice.append_and_choose(q, k, weights, keys, lengths, visible, 6)
+    chosen = choice.append_and_choose(q, k, weights, pool.nan_to_num(), lengths, visible, 6, table)
+    assert torch.equal(chosen, wanted)
+    inputs = [x.to(*place) for x in (q, k)] + [weights.to(place[0])]
+    rest = lengths.to(place[0]), visible.to(place[0]), 6
+    caches = keys.to(*place), pool.to(*place)
+    wanted = indexed_attention.launch_choice(*inputs, caches[0], *rest)
+    assert torch.equal(indexed_attention.launch_choice(*inputs, caches[1], *rest, table.to(place[0])), wanted)
+    assert torch.equal(caches[1].cpu().nan_to_num(), pool_of(caches[0].cpu(), table, pages).nan_to_num())
+    assert choice.visible_to(lengths[:, None], lengths, None, pool, 100, table).shape[2] == 100
+
+
+@pytest.mark.parametrize("place", places(torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("scaled", [False, True])
+def test_chosen_slots_in_pages(place, scaled):
+    call = attention(place, 40, scaled=scaled)
+    call = call._replace(k=None, v=None) if scaled and place[0] == "cpu" else call  # the interpreter rounds otherwise
+    table, pages = tables(LENGTHS, NODES, SLOTS // 64)
+    names = [name for name in ("key_cache", "value_cache", "scales") if getattr(call, name) is not None]
+    pools = {name: pool_of(getattr(call, name).cpu(), table, pages).to(place[0]) for name in names}
+    paged = call._replace(table=table.to(place[0]), **pools)
+    assert torch.equal(tree_attention.launch(paged), tree_attention.launch(copied(call)))
+
+
 def test_a_prompt_attends_under_a_mask():
     lengths, nodes = torch.tensor([5]), 70
     generator = torch.Generator().manual_seed(3)
@@ -138,7 +171,11 @@ def test_a_prompt_attends_under_a_mask():
         q, k, v, *caches, lengths, None, positions, None, 0.3, None, None, chosen=choice.largest(scores, 9)
     )
     wanted = torch.ops.spec_compile.tree_attention(**copied(call)._asdict())
-    torch.testing.assert_close(tree_attention.launch(call), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(tree_attention.launch(copied(call)), wanted, rtol=1e-4, atol=1e-4)
+    table, pages = tables([5], nodes, SLOTS // 64)
+    pools = [pool_of(cache, table, pages).nan_to_num() for cache in caches]
+    paged = call._replace(key_cache=pools[0], value_cache=pools[1], table=table)
+    torch.testing.assert_close(tree_attention.launch(paged), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_other_features_are_refused():

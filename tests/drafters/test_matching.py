@@ -41,7 +41,7 @@ def test_references_of_a_row():
     drafter.enter(1, True, [torch.tensor([1, 2, 5]), torch.tensor([2, 6])])
     drafter.propose(state, 4)
     drafter.resize(16)
-    for buffer in drafter.row_buffers():  # as `Rows.copy_row` moves them
+    for buffer in drafter.row_buffers():  # as `Rows.move_row` moves them
         buffer[0] = buffer[1]
     drafter.enter(1, True, [])
     drafter.propose(state, 4)

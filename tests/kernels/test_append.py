@@ -14,6 +14,7 @@ from spec_compile.kernels.linear import skinny_gemm
 from spec_compile.kernels.linear.plans import ProductTile, squared_columns
 from spec_compile.kernels.linear.product import Normed, Product, QkvHeads
 from spec_compile.kernels.linear.product_ops import product_to_heads, why_not_append
+from spec_compile.kernels.ops import first_slots
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 EPS = 1e-6
@@ -123,6 +124,38 @@ def test_queries_keys_and_values(place, lengths, nodes, parts, tile, options):
 def test_rotation_of_many_rows(place, parts):
     case = Case(place, [5, 0, 9], 23, size=128, bias=parts == 2, scaled=parts == 1)
     case.check(case.launch(parts, ProductTile(128 if GPU else 64, 64, 32, 4, 3), skinny_gemm.launch_many_rows))
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("how", ["op", "few rows", "many rows"])
+def test_pages(place, how, norms):
+    """With a table the caches are a pool: each slot has the bits that it has without one, and the rest is untouched."""
+    lengths = [5, 62, 125, 190]  # the kernel leaves out what does not fit
+    if how == "op":
+        place, lengths = ("cpu", torch.bfloat16), [5, 62, 125, 185]
+    case = Case(place, lengths, 7, bias=True, norms=norms, capacity=3 * 64)
+    plain = case.caches
+    table = 1 + torch.randperm(15)[:12].view(4, 3).int()
+    table[2, 0] = table[1, 0]
+    table = table.to(case.x.device)
+    case.caches = [cache.new_full((16, *cache.shape[1:2], 64, cache.shape[3]), torch.nan) for cache in plain]
+    paged = case.ends._replace(key_cache=case.caches[0], value_cache=case.caches[1], table=table)
+    results = []
+    for ends in (case.ends, paged):
+        case.ends = ends
+        if how == "op":
+            results.append(case.op())
+        elif how == "few rows":
+            results.append(case.launch(2, WIDE))
+        else:
+            results.append(case.launch(1, ProductTile(64, 64, 32, 4, 3), skinny_gemm.launch_many_rows))
+    assert torch.equal(*results)
+    for cache, pool in zip(plain, case.caches):
+        rows = first_slots(pool, 3 * 64, table).clone()
+        rows[2, :, :64] = torch.nan  # another row writes there, too
+        assert torch.equal(bits(rows), bits(cache))
+        unused = sorted({*range(16)} - {*table.flatten().tolist()})
+        assert pool[unused].isnan().all()
 
 
 def test_caches_of_8_bits(place):

@@ -1,12 +1,12 @@
-"""The launches that copy: accepted paths, blocks and rows of all caches, and outcomes on their way to the host."""
+"""The launches that copy: accepted paths, pages of all caches, and outcomes on their way to the host."""
 
 import pytest
 import torch
 from attention_cases import FP8, bits, paths
 from places import places
 
-from spec_compile.kernels import copies
-from spec_compile.kernels.copies import BlockCopies, RowCopies, publish
+from spec_compile.kernels import copies, ops
+from spec_compile.kernels.copies import publish
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 7, 16, 33, 64])
@@ -40,39 +40,37 @@ def test_the_operator_of_paths():
     torch.library.opcheck(copies.compact, (caches, torch.tensor([1, 2, 3]), path, count))
 
 
-@pytest.mark.parametrize("place", places(torch.bfloat16))
-def test_a_row_is_copied_in_one_launch(place):
-    device, dtype = place
-    shapes = [(2, 16, dtype), (2, 16, dtype), (2, 2, torch.float32), (3, 5, torch.int8)]
-    sources, targets = (
-        [torch.randint(-9, 9, (rows, heads, slots, size), device=device).to(dtype) for heads, size, dtype in shapes]
-        for rows, slots in ((3, 128), (5, 256))
-    )
-    expected = [target.clone() for target in targets]
-    RowCopies(sources, targets)(2, 4, 70)
-    for source, target, each in zip(sources, targets, expected):
-        each[4, :, :70] = source[2, :, :70]
-        assert torch.equal(target, each)
-
-
-@pytest.mark.parametrize("slots, shapes", [(8, [(2, 32, 160), (2, 32, 3), (3, 40, 1)]), (1, [(1, 1, 1500), (1, 1, 7)])])
+@pytest.mark.parametrize("shapes", [[(2, 64, 16), (2, 64, 3), (3, 64, 1)], [(1, 1, 1500), (1, 1, 7)]])
 @pytest.mark.parametrize("place", places(torch.int16))
-def test_blocks_leave_a_row_and_come_back(place, slots, shapes):
+def test_pages_are_copied_and_packed(place, shapes):
+    """By the kernel as in plain PyTorch, which `test_pages` checks."""
     device, dtype = place
-    rows = [torch.randint(-99, 99, (3, *shape), dtype=dtype, device=device) for shape in shapes]
-    copy, units = BlockCopies(rows, slots), sum(heads * slots * size for heads, _, size in shapes)
-    count, first = (2, 1) if slots > 1 else (1, 0)
-    packed = torch.zeros(count, units + 5, dtype=dtype, device=device)  # a block may have more memory than it needs
-    copy(packed, 2, first, to_row=False)
-    begin, end = first * slots, (first + count) * slots
-    blocks = [row[2, :, begin:end].unflatten(1, (count, slots)).transpose(0, 1).flatten(1) for row in rows]
-    assert torch.equal(packed, torch.cat([*blocks, torch.zeros_like(packed[:, :5])], dim=1))
+    pools = [torch.randint(-99, 99, (7, *shape), dtype=dtype, device=device) for shape in shapes]
+    twins = [pool.cpu() for pool in pools] if device == "cuda" else [pool.clone() for pool in pools]
+    numbers = torch.tensor([[3, 5], [6, 1], [4, 0]])
+    here = numbers.to(device)
+    copies.launch_copy(pools, here[0], here[1])
+    ops.copy_pages(twins, numbers[0], numbers[1])
+    assert all(torch.equal(pool.cpu(), twin) for pool, twin in zip(pools, twins))
 
-    expected = [row.clone() for row in rows]
-    copy(packed + 1, 1, first, to_row=True)
-    for row, each in zip(rows, expected):
-        each[1, :, begin:end] = each[2, :, begin:end] + 1
-        assert torch.equal(row, each)
+    units = sum(pool[0].numel() for pool in pools)
+    expected = torch.zeros(2, units + 5, dtype=dtype)  # it may have more memory than it needs
+    packed = expected.to(device, copy=True)
+    copies.launch_pack(pools, packed, here[1], to_pages=False)
+    ops.pack_pages(twins, expected, numbers[1], to_pages=False)
+    assert torch.equal(packed.cpu(), expected)
+    copies.launch_pack(pools, packed + 1, here[2], to_pages=True)
+    ops.pack_pages(twins, expected + 1, numbers[2], to_pages=True)
+    assert all(torch.equal(pool.cpu(), twin) for pool, twin in zip(pools, twins))
+
+
+@pytest.mark.parametrize("place", places(torch.bfloat16))
+def test_pages_of_any_dtypes_are_copied(place):
+    pools = [torch.randn(5, 2, 64, 16).to(dtype).to(place[0]) for dtype in (place[1], place[1], torch.float32)]
+    pools += [(torch.randn(5, 1, 64, 3) * 9).to(FP8).to(place[0])]
+    want = [pool[torch.tensor([0, 1, 2, 4, 4], device=place[0])] for pool in pools]
+    copies.launch_copy(pools, *(torch.tensor([page], dtype=torch.int32, device=place[0]) for page in (4, 3)))
+    assert all(torch.equal(bits(pool), bits(each)) for pool, each in zip(pools, want))
 
 
 @pytest.mark.parametrize("place", places(torch.float32))

@@ -8,7 +8,9 @@ import torch
 from attention_cases import Case, bits, chain, random_tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
+from spec_compile.cache import PAGE
 from spec_compile.graph import LayerSpec
 from spec_compile.kernels.attention import Use, cpu_attention
 from spec_compile.kernels.attention.backends import sdpa
@@ -46,6 +48,89 @@ def test_it_means_the_plain_attention(level, data):
     )  # fmt: skip
     call = case.inputs()
     case.compare(attend(call, level), call[3:5])
+
+
+def in_pages(call, unused=5, fill=torch.nan):
+    """The same call with its caches in pages in any order, among pages full of `fill` that no row has."""
+    batch, _, slots, _ = call.key_cache.shape
+    columns = max(2, -(-slots // PAGE))
+    table = torch.randperm(batch * columns + unused)[: batch * columns].view(batch, columns)
+    pools = {}
+    for name in ("key_cache", "value_cache"):
+        rows = F.pad(getattr(call, name), (0, 0, 0, columns * PAGE - slots), value=fill)
+        pools[name] = rows.new_full((batch * columns + unused, rows.shape[1], PAGE, rows.shape[3]), fill)
+        pools[name][table] = rows.unflatten(2, (columns, PAGE)).transpose(1, 2)
+    return call._replace(**pools, table=table.int())
+
+
+def as_rows(pool, table, slots):
+    """The first slots [B, Hkv, slots, D] of the rows of a table."""
+    return pool[table.long()].transpose(1, 2).flatten(2, 3)[:, :, :slots]
+
+
+@EVERY_LEVEL
+@settings(max_examples=25)
+@given(data=st.data())
+def test_pages_change_no_bit(level, data):
+    draw = functools.partial(lambda *options: data.draw(st.sampled_from(options)))
+    causal, group, kv_heads, threads = draw(False, True), draw(1, 3, 9), draw(1, 3), draw(1, 2)
+    nodes = draw(1, 5, 64, 130, 200) if causal else draw(1, 2, 7, 64)
+    case = Case(
+        ("cpu", draw(*DTYPES)), data.draw(st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=3)), nodes,
+        None if causal else random_tree(nodes), (kv_heads * group, kv_heads), draw((16, 16), (24, 40), (7, 5)),
+        causal=causal, window=draw(None, 5, 100), sinks=draw(False, True),
+    )  # fmt: skip
+    whole = case.inputs()
+    parts = in_pages(whole)
+    before = parts.key_cache.clone(), parts.value_cache.clone()
+    torch.set_num_threads(threads)
+    try:
+        out, want = attend(parts, level), attend(whole, level)
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(bits(out), bits(want))
+    for pool, rows, old in zip(parts[3:5], whole[3:5], before):
+        assert torch.equal(bits(as_rows(pool, parts.table, rows.shape[2])), bits(rows))
+        written = bits(pool).ne(bits(old)).flatten(1).any(1).nonzero().flatten()
+        assert set(written.tolist()) <= set(parts.table.flatten().tolist())
+
+
+@EVERY_LEVEL
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_share_pages(level, dtype):
+    """Two rows whose first 128 tokens lie in the same pages, and an idle one between them whose pages are scratch."""
+    pools = [torch.randn(7, 2, PAGE, 24).to(dtype) for _ in range(2)]
+    table = torch.tensor([[4, 2, 6, 0], [0, 0, 0, 0], [4, 2, 1, 5]], dtype=torch.int32)
+    lengths, nodes = torch.tensor([130, 90, 189]), 5
+    q, k, v = (torch.randn(3, heads, nodes, 24).to(dtype) for heads in (6, 2, 2))
+    ancestors, depth = ancestry(torch.tensor([random_tree(nodes)] * 3))
+    call = AttentionCall(q, k, v, *pools, lengths, ancestors, lengths[:, None] + depth, None, 0.3, None, None)
+    caches = [as_rows(pool, table, 256).contiguous() for pool in pools]
+    want = attend(call._replace(key_cache=caches[0], value_cache=caches[1]), level)
+    before = [pool[[2, 3, 4]] for pool in pools]
+    out = attend(call._replace(table=table), level)
+    assert torch.equal(bits(out[::2]), bits(want[::2]))
+    for pool, rows, old in zip(pools, caches, before):
+        assert torch.equal(bits(as_rows(pool, table, 192)[::2]), bits(rows[::2, :, :192]))
+        assert torch.equal(bits(pool[[2, 3, 4]]), bits(old))
+
+
+@EVERY_LEVEL
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_of_a_prompt_as_rows(level, dtype):
+    """Rows with the same pages: each has one token more than the one before it, which it sees."""
+    length, count = 61, 9
+    q, k, v = (torch.randn(1, heads, count, 16).to(dtype) for heads in (4, 2, 2))
+    caches = [torch.randn(1, 2, 192, 16).to(dtype) for _ in range(2)]
+    chunk = step(caches, length, q, k, v)
+    parts = in_pages(chunk.args[0])
+    want = chunk(level)
+    lengths = length + torch.arange(count)
+    rows = parts._replace(
+        **{name: getattr(parts, name)[0].transpose(0, 1)[:, :, None] for name in ("q", "k", "v")}, lengths=lengths,
+        positions=lengths[:, None], table=parts.table.expand(count, -1),
+    )  # fmt: skip
+    assert torch.equal(bits(attend(rows, level)[:, 0]), bits(want[0]))
 
 
 def step(caches, length, q, k, v, parents=None, window=None):
@@ -126,8 +211,9 @@ def test_plain_kernels_run_the_plain_meaning(monkeypatch):
     want = OP(*arguments(case))
     monkeypatch.setattr(cpu_attention, "attend", None)
     with plain_kernels():
-        got = OP(*arguments(case))
+        got, parts = OP(*arguments(case)), OP(**in_pages(case.inputs(), fill=0.0)._asdict())
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(parts, want, rtol=1e-5, atol=1e-5)
     assert torch.equal(got, sdpa(*arguments(case)))
 
 

@@ -58,6 +58,13 @@ def attention(heads=4, kv_heads=2, slots=8, **changed):
     return OPS.cpu_attention(**{**given._asdict(), **changed})
 
 
+def paged(table=((3, 1, 0),), slots=64, pages=4, dtype=torch.int32, **changed):
+    """A call whose row has slots 0 to 63 in page 3, and the next ones in page 1."""
+    caches = {name: zeros(pages, 2, slots, 16) for name in ("key_cache", "value_cache")}
+    return attention(**{**caches, "lengths": torch.tensor([70]), "positions": torch.tensor([[70, 71, 72]]),
+                        "table": torch.tensor(table, dtype=dtype), **changed})  # fmt: skip
+
+
 def over_caches(field):
     """A call whose caches have memory that it reads."""
     memory = torch.zeros(2048)
@@ -66,6 +73,9 @@ def over_caches(field):
         "k": memory[16:112].view(1, 2, 3, 16), "lengths": memory[:2].view(INT64), "value_cache": caches["key_cache"],
         "positions": memory[510:516].view(INT64)[None],
     }  # fmt: skip
+    if field == "table":
+        pools = dict(key_cache=memory.new_zeros(2, 2, 64, 16), value_cache=memory.new_zeros(2, 2, 64, 16))
+        return attention(**pools, table=pools["value_cache"].view(torch.int32).flatten()[:2][None])
     return attention(**{**caches, field: inside[field]})
 
 
@@ -128,6 +138,8 @@ WRONG = {
         ("meta norm", dict(norms=zeros(64, dtype=BFLOAT16, device="meta")), ValueError, "x"),
         ("no rows' inputs", dict(x=zeros(2, 0, dtype=BFLOAT16)), ValueError, "x"),
         ("integers", dict(x=zeros(2, 64, dtype=INT64)), TypeError, "x"),
+        ("codes of no dimension", dict(kinds="PerChannel 0", weights=zeros((), dtype=torch.int8), scales=zeros(1)),
+         ValueError, "weight"),
         ("no products", dict(count=0), ValueError, "tensors"),
         ("no weight", dict(weights=None), ValueError, "tensors"),
         ("other sizes", dict(count=2, weights=[zeros(32, 64, dtype=BFLOAT16), zeros(8, 64, dtype=BFLOAT16)]),
@@ -171,7 +183,22 @@ WRONG = {
         ("odd address", dict(key_cache=odd(1, 2, 8, 16)), ValueError, "key_cache"),
     ]),
     "cpu_attention over its caches": (over_caches, [
-        (field, dict(field=field), ValueError, field) for field in ("k", "lengths", "value_cache", "positions")
+        (field, dict(field=field), ValueError, field) for field in ("k", "lengths", "value_cache", "positions", "table")
+    ]),
+    "cpu_attention in pages": (paged, [
+        ("a page beyond the pool", dict(table=[[3, 4, 0]]), ValueError, r"table\[0\]\[1\]"),
+        ("a page below the pool", dict(table=[[-1, 1, 0]]), ValueError, r"table\[0\]\[0\]"),
+        ("beyond the row", dict(table=[[3, 1]], lengths=torch.tensor([126])), ValueError, "lengths"),
+        ("int64", dict(dtype=INT64), TypeError, "table"),
+        ("one row of numbers", dict(table=[3, 1]), ValueError, "table"),
+        ("two rows", dict(table=[[3, 1], [3, 1]]), ValueError, "table"),
+        ("no pages in a row", dict(table=[[]]), ValueError, "table"),
+        ("no pages", dict(pages=0), ValueError, "cache|table"),
+        ("small pages", dict(slots=32), ValueError, "table"),
+        ("large pages", dict(slots=128), ValueError, "table"),
+        ("a pool for one page", dict(table=[[0]]), ValueError, "key_cache"),
+        ("other pages of values", dict(value_cache=zeros(3, 2, 64, 16)), ValueError, "value_cache"),
+        ("a table elsewhere", dict(table=[[3, 1, 0]], q=zeros(1, 4, 3, 16, device="meta")), ValueError, "q"),
     ]),
 }  # fmt: skip
 CASES = {f"{op}: {what}": (run, *rest) for op, (run, cases) in WRONG.items() for what, *rest in cases}

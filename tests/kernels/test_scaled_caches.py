@@ -132,7 +132,7 @@ def test_answers_on_a_gpu(kept, dtype):
         answers.append(fast.generate(ids, **WANTED))
     assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
     if kept == "fp8":
-        assert all(held.dtype == FP8 for held in fast.speculation.engine.session(2).state.cache)
+        assert all(held.dtype == FP8 for held in fast.speculation.engine.session(2).state.kv.tensors)
         past = fast.generate(ids, return_dict_in_generate=True, **WANTED)[CACHE]
         assert past.layers[0].keys.dtype == torch.float32 and past.layers[0].keys.isfinite().all()
 

@@ -9,7 +9,19 @@ import pytest
 import torch
 from captures import capture
 from torch import nn
-from toy_graphs import HIDDEN, SIZE, VOCAB, Block, Rewritten, aten, example, prefix_then_chunk, rewritten, trace
+from toy_graphs import (
+    HIDDEN,
+    SIZE,
+    VOCAB,
+    Block,
+    Rewritten,
+    aten,
+    example,
+    prefix_then_chunk,
+    rewritten,
+    trace,
+    with_table,
+)
 
 from spec_compile import kernels, passes
 from spec_compile.compile.regions import cut
@@ -255,7 +267,7 @@ def test_rotary_and_fused_norms_on_a_gpu(name, nodes):
         cache = [part.to(each.dtype, copy=True) for part in held]
         with torch.no_grad():
             gm = rewritten(each, without).gm
-            outs.append([*gm(ids, lengths[:, None] + depth, lengths, ancestors, cache, 128), *cache])
+            outs.append([*gm(ids, lengths[:, None] + depth, lengths, ancestors, with_table(cache), 128), *cache])
     for want, plain, got in zip(*outs, strict=True):
         errors = [(out.float() - want).norm().item() / want.norm().item() for out in (plain, got)]
         assert errors[1] < 1.5 * errors[0] + 1e-3

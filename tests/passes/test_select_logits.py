@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from toy_graphs import LINEAR, PREFILL, VOCAB, Rewritten, Toy, aten, example, new_cache, toy, trace
+from toy_graphs import LINEAR, PREFILL, VOCAB, Rewritten, Toy, aten, example, new_cache, toy, trace, with_table
 
 from spec_compile import passes
 from spec_compile.graph import calls
@@ -44,7 +44,7 @@ def test_no_logits_still_writes_every_layer_of_the_cache():
     graph = passes.run(graph, Settings(attention=PREFILL))
     ids, positions = example(1, 5)
     cache = new_cache(2, 1, 8)
-    graph.gm(ids, positions, torch.zeros(1, dtype=torch.int64), None, cache, 5)
+    graph.gm(ids, positions, torch.zeros(1, dtype=torch.int64), None, with_table(cache), 5)
     assert all(slots[:, :, :5].abs().amin() > 0 for slots in cache)
     assert len(attention_calls(graph)) == 2
 

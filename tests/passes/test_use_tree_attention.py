@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from toy_graphs import HEADS, KV, MARKER, SIZE, VOCAB, Rewritten, example, new_cache, toy
+from toy_graphs import HEADS, KV, MARKER, SIZE, VOCAB, Rewritten, example, new_cache, toy, with_table
 
 from spec_compile.kernels import ops
 from spec_compile.kernels.attention import Use
@@ -40,7 +40,7 @@ def test_prefill_in_chunks_and_a_chain_equal_the_captured_forward(kind):
     got = []
     for begin, end in ((0, 5), (5, 6), (6, 14)):
         lengths = torch.full((2,), begin)
-        got.append(result.gm(ids[:, begin:end], positions[:, begin:end], lengths, None, cache, end)[0])
+        got.append(result.gm(ids[:, begin:end], positions[:, begin:end], lengths, None, with_table(cache), end)[0])
     want = graph.gm(ids, positions)[0]
     torch.testing.assert_close(torch.cat(got, 1), want, rtol=1e-4, atol=1e-4, msg=lambda m: f"{m}\n{result}")
 
@@ -58,13 +58,15 @@ def test_tree_attention_equals_a_forward_over_every_path(kind, spare):
     cache = new_cache(len(KINDS[kind]), 2, 24)
     for row, length in enumerate(lengths):
         own = [slots[row : row + 1] for slots in cache]
-        result.gm(texts[row : row + 1, :length], torch.arange(length)[None], torch.tensor([0]), None, own, length)
+        result.gm(
+            texts[row : row + 1, :length], torch.arange(length)[None], torch.tensor([0]), None, with_table(own), length
+        )
         for slots in own:
             slots[:, :, length:] = 1e4
     before = [slots.clone() for slots in cache]
     ancestors, depth = ancestry(torch.tensor(parents))
     start = torch.tensor(lengths)
-    got = result.gm(trees, start[:, None] + depth, start, ancestors, cache, max_kv_len)[0]
+    got = result.gm(trees, start[:, None] + depth, start, ancestors, with_table(cache), max_kv_len)[0]
     for row, length in enumerate(lengths):
         for node in range(nodes):
             path = [j for j in range(nodes) if int(ancestors[row, node]) >> j & 1]

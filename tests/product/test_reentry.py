@@ -271,7 +271,7 @@ def test_a_child_does_not_write_into_its_parents_cache():
 
     def overwrite(fast):
         session, _ = fast.speculation.engine.running[-1]
-        for tensor in session.state.cache:
+        for tensor in session.state.kv.tensors:
             tensor.fill_(7.0)
 
     assert answer(fast, OUTER_IDS, streamer=Forks(fast)) == expected("outer")

@@ -205,7 +205,7 @@ def test_bits_of_heads(name):
     def heads(begin, end):
         caches = x.new_zeros(2, 1, 3, 256, 64).unbind()
         rows, first = slice(begin, end), torch.tensor([begin], device="cuda")
-        parts = x[:, rows], weight, None, cos[:, rows], sin[:, rows], None, None, 0.0, None, *caches, first
+        parts = x[:, rows], weight, None, cos[:, rows], sin[:, rows], None, None, 0.0, None, *caches, first, None
         return [product_to_heads(*parts, scales, packed.kind), *(cache[:, :, rows].transpose(1, 2) for cache in caches)]
 
     together = heads(0, 229)

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from spec_compile import speculate
-from spec_compile.compile.part import PartCompiler, counts
+from spec_compile.compile.part import PartCompiler, Shape, counts
 from spec_compile.runtime import compiled_steps as code
 from spec_compile.runtime.compiled_steps import example_sizes, static_sizes
 
@@ -98,7 +98,7 @@ def test_sizes_of_trees_do_not_vary(steps):
         rounds.target("llama"), "eagle3", draft=draft, num_steps=steps, ngram=True, num_draft_tokens=16, check=False
     ).speculation.engine.runtime
     assert steps + 1 in static_sizes(runtime)
-    for form in ((0, 0), (1, 0)):
+    for form in (Shape(0, 0), Shape(1, 0), Shape(0, 0, paged=True)):
         assert all((steps + 1) % prime for prime in example_sizes(runtime, form).varying)
 
 

@@ -120,7 +120,7 @@ VOCAB = 50
 
 
 def texts(batch):
-    graph = ModelGraph(torch.fx.GraphModule({}, torch.fx.Graph()), (), VOCAB, 8, torch.float32, None, "")
+    graph = ModelGraph(torch.fx.symbolic_trace(torch.nn.Linear(1, 1)), (), VOCAB, 8, torch.float32, None, "")
     state = State(graph, batch, 128, torch.device("cpu"))
     begin_rows(state, [[1, 2, 3]] * batch, [100] * batch)
     state.lengths.fill_(2)

@@ -20,8 +20,8 @@ from rows import begin_rows
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import spec_compile
-from spec_compile.batching.rows import Rows
-from spec_compile.cache import PAGE, Cache
+from spec_compile.batching.pages import pages_of
+from spec_compile.cache import PAGE, ROUNDED, Cache
 from spec_compile.runtime.session import Session, StepKind
 from spec_compile.tree import ancestry
 
@@ -92,7 +92,7 @@ class Trees:
     def __init__(self, graph, lengths, nodes):
         self.graph, self.lengths = graph, torch.tensor(lengths, device=graph.device)
         longest = max(lengths)
-        self.slots = -(-(longest + nodes) // PAGE) * PAGE
+        self.slots = -(-(longest + nodes) // ROUNDED) * ROUNDED
         self.cache = Cache(graph, len(lengths), self.slots).argument
         tokens = torch.randint(graph.vocab_size, (len(lengths), longest + nodes)).to(graph.device)
         self.tree = tokens[:, longest:]
@@ -231,8 +231,9 @@ def by_rounds(runtime, prompts):
 def facts(session):
     """For each row the logits after its prompt, and its keys and values."""
     state, logits = session.state, look(session)
-    ends = state.lengths.tolist()
-    return [[logits[row], *(part[row, :, :end] for part in state.kv.tensors)] for row, end in enumerate(ends)]
+    texts = zip(state.lengths.tolist(), state.kv.table.long())
+    slots = [[part[pages].transpose(0, 1).flatten(1, 2)[:, :end] for part in state.kv.tensors] for end, pages in texts]
+    return [[logits[row], *parts] for row, parts in enumerate(slots)]
 
 
 def assert_same(ours, theirs):
@@ -277,12 +278,20 @@ def test_known_beginnings_of_prompts(width, tiny, options):
     expected = facts(processed(runtime, [longest]))[0]
     for known in (1, LENGTHS[0] // 2, LENGTHS[0]):
         text = longest[:known] + other[known:]
-        lanes, to = Rows(runtime, 1, CAPACITY), Rows(runtime, 1, CAPACITY)
+        count = pages_of(CAPACITY)
+        lanes = Session(runtime, 1, CAPACITY, pool=1 + 2 * count)
+        to = Session(runtime, 1, CAPACITY, pool=lanes)
+        own, other_own = [*range(1, count + 1)], [*range(count + 1, 2 * count + 1)]
+        shared = own[: known // PAGE]  # and the page that the known tokens end in is copied
+        for session, pages in ((lanes, own), (to, shared + other_own[len(shared) :])):
+            session.state.set_pages([(0, number, page) for number, page in enumerate(pages)])
         lanes.state.enter(0, text, [], max_lengths=CAPACITY, lengths=0)
-        go_on(lanes.all, len(text) - 1, CHUNKS[1])
+        go_on(lanes, len(text) - 1, CHUNKS[1])
+        for cache in lanes.caches:
+            for tensor in cache.tensors:
+                tensor[other_own[len(shared)]] = tensor[own[len(shared)]]
         to.state.enter(0, longest, [], max_lengths=CAPACITY, lengths=known)
-        lanes.copy_slots(0, 0, known, to)
-        assert_same(facts(go_on(to.all, len(longest) - 1 - known, CHUNKS[2], known))[0], expected)
+        assert_same(facts(go_on(to, len(longest) - 1 - known, CHUNKS[2], known))[0], expected)
 
 
 @pytest.mark.sweep("8B")

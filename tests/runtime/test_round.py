@@ -8,6 +8,7 @@ import pytest
 import torch
 from rows import begin_rows
 from sweeps import thinned
+from toy_graphs import with_table
 
 from spec_compile.compile.part import counts
 from spec_compile.config import Options
@@ -138,7 +139,7 @@ def fresh_cache(engine, text):
         for size in (layer.key_dim, layer.value_dim)
     ]
     steps = torch.arange(len(text))[None]
-    engine.runtime.prefill.gm(ids, steps, torch.zeros(1, dtype=torch.int64), None, cache, len(text))
+    engine.runtime.prefill.gm(ids, steps, torch.zeros(1, dtype=torch.int64), None, with_table(cache), len(text))
     return [slots[0] for slots in cache]
 
 
@@ -212,7 +213,7 @@ def test_rounds_over_random_trees(name, nodes, batch, captured):
             assert bool(done) == (length + 1 == len(text)) == bool(run.state.finished[row])
             assert [count, hint] == [int(run.state.tree_count[row]), 1]
             assert depth == max(len(_climb(parents, node)) - 1 for node in range(real))
-            for slots, own in zip(run.state.cache, fresh[row]):
+            for slots, own in zip(run.state.kv.tensors, fresh[row]):
                 torch.testing.assert_close(slots[row, :, :length], own[:, :length], rtol=1e-4, atol=1e-4)
     assert longest >= min(nodes, 6)  # trees were accepted deep into them
 
@@ -254,7 +255,7 @@ def test_finished_rows_are_left_alone(how, captured):
 
 def committed(run, row):
     length = int(run.state.lengths[row])
-    return [run.state.tokens[row, : length + 1], *(slots[row, :, :length] for slots in run.state.cache)]
+    return [run.state.tokens[row, : length + 1], *(slots[row, :, :length] for slots in run.state.kv.tensors)]
 
 
 def call_of(prompts, shortest, longest, eos=(), check=None):

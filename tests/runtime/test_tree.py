@@ -188,7 +188,7 @@ def test_accept_greedy_on_a_chain_of_64(right):
 
 
 def test_slots_that_are_not_in_use_add_no_leaf():
-    graph = ModelGraph(torch.fx.GraphModule({}, torch.fx.Graph()), (), VOCAB, 8, torch.float32, None, "")
+    graph = ModelGraph(torch.fx.symbolic_trace(torch.nn.Linear(1, 1)), (), VOCAB, 8, torch.float32, None, "")
     state = State(graph, 3, 32, torch.device("cpu"))
     parents = torch.tensor([[-1, 0, 0, 1, 0, 0, 0]] * 3)
     state.propose(torch.zeros_like(parents), parents, torch.tensor([1, 4, 7]), torch.zeros(3))

@@ -200,8 +200,8 @@ def test_rounds_that_do_not_end_are_unhealthy(client, monkeypatch):
 
 
 def test_a_request_that_changes_rows_is_active(client, monkeypatch):
-    active, copy = [], Rows.copy_row
-    monkeypatch.setattr(Rows, "copy_row", lambda *row: active.append(client.runner.requests.active()) or copy(*row))
+    active, move = [], Rows.move_row
+    monkeypatch.setattr(Rows, "move_row", lambda *row: active.append(client.runner.requests.active()) or move(*row))
     complete(client)
     assert active and set(active) == {1}
 

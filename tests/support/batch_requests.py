@@ -85,6 +85,23 @@ def managed(fast, slots=1):
         fast.destroy_cached_continuous_batching_manager()
 
 
+def stopped(fast, **options):
+    """A manager whose rounds the test runs, and a function that does so and tells who ends, in order; it calls `watch`
+    after each round."""
+    fast.speculation.engine.idle_batch = None
+    manager = fast.init_continuous_batching(GenerationConfig(pad_token_id=0), config(**options))
+
+    def run(watch=lambda: None):
+        with torch.no_grad():
+            while manager.scheduler.is_busy:
+                manager._deliver(manager.scheduler.step())
+                watch()
+        outputs = [output for output in manager.output_router.output_queue.queue if output.is_finished()]
+        return {output.request_id: output for output in outputs}
+
+    return manager, run
+
+
 class AtLength(StoppingCriteria):
     def __init__(self, length):
         self.length = length
@@ -160,12 +177,12 @@ def compare(fast, manager, requests, outputs, share=200):
     assert ties <= -(-len(requests) // share)
 
 
-def answers_are_those_of_generate(fast, count, seed, slots):
-    """`count` mixed requests, some of which are cancelled; returns the outputs."""
+def answers_are_those_of_generate(fast, count, seed, slots, **settings):
+    """`count` mixed requests, some of which are cancelled; returns the outputs. settings: of the manager's config"""
     rng = random.Random(seed)
     requests = {f"r{number}": mixed_request(rng) for number in range(count)}
     cancelled = rng.sample([*requests], count // 20)
-    with running(fast, max_requests_per_batch=slots) as manager:
+    with running(fast, max_requests_per_batch=slots, **settings) as manager:
         for name, (prompt, options) in requests.items():
             manager.add_request(prompt, name, **options)
             if rng.random() < 0.3:

@@ -29,10 +29,17 @@ for heads, kv_heads, size, values in SIZES:
             call = AttentionCall(*inputs, None, 0.1, None, window, None, *turning, 1e-6)
             tiles = None if causal else tail_tiles(places, nodes_per_tile(heads // kv_heads))
             tree_attention.launch(call._replace(tiles=tiles, slopes=slopes))
+            table = torch.zeros(1, 4096 // 64, dtype=torch.int32)
+            pools = [cache.view(-1, kv_heads, 64, cache.shape[3]) for cache in caches]
+            paged = call._replace(key_cache=pools[0], value_cache=pools[1], table=table)
+            tree_attention.launch(paged._replace(tiles=tiles, slopes=slopes))
             if turned and CARD.capability >= FP8:
                 keys, scales = [cache.to(torch.float8_e4m3fn) for cache in caches], torch.zeros(1, kv_heads, 4096, 2)
                 call = call._replace(key_cache=keys[0], value_cache=keys[1], scales=scales)
                 tree_attention.launch(call._replace(tiles=tiles))
+                keys, scales = [pool.to(torch.float8_e4m3fn) for pool in pools], torch.zeros(64, kv_heads, 64, 2)
+                paged = paged._replace(key_cache=keys[0], value_cache=keys[1], scales=scales)
+                tree_attention.launch(paged._replace(tiles=tiles))
             named = f"turned {turned}, window {window}, slopes {slopes is not None}"
             results[f"{nodes} nodes, heads of {size}, {named}"] = found
 """
@@ -299,21 +306,22 @@ from spec_compile.kernels import copies, lattice, top_logits
 from spec_compile.kernels.linear import low_rank_kernel
 
 compiled(lattice, "lattice_kernel")
-compiled(copies, "_copy_row", "_copy_blocks", "_compact")
+compiled(copies, "_copy_pages", "_compact")
 compiled(copies, "_publish", RELEASE=True)
 compiled(top_logits, "_top_logits")
 compiled(low_rank_kernel, "low_rank_kernel")
 found = results["a lattice"] = []
 lattice.launch(torch.zeros(2).long(), torch.zeros(2, 15, 16).long(), torch.zeros(2, 15, 16, 16), 64)
-found = results["a copy of a row"] = []
-copies.RowCopies(*([torch.zeros(2, 3, 128, 64).to(HALF)] for _ in range(2)))(0, 1, 70)
-found = results["copies of blocks"] = []
-packed = copies.BlockCopies([torch.zeros(2, 3, 128, 64).short() for _ in range(2)], 64)
-for to_row in (False, True):
-    packed(torch.zeros(2, 24576).short(), 0, 0, to_row)
-found = results["ends of a round"] = []
+found = results["copies of pages"] = []
 numbers = torch.zeros(2, 8, dtype=torch.int64)
-copies.launch([torch.zeros(2, 3, 128, 64).to(HALF) for _ in range(2)], numbers[:, 0], numbers, numbers[:, 0])
+pools = [torch.zeros(2, 3, 64, 64).short() for _ in range(2)]
+copies.launch_copy(pools, numbers[:, 0], numbers[:, 1])
+for to_pages in (False, True):
+    copies.launch_pack(pools, torch.zeros(2, 24576).short(), numbers[:, 0], to_pages)
+found = results["ends of a round"] = []
+ends = [torch.zeros(2, 3, 128, 64).to(HALF) for _ in range(2)], numbers[:, 0], numbers, numbers[:, 0]
+copies.launch(*ends)
+copies.launch(*ends, numbers.int())
 copies.publish(numbers, torch.zeros(3, 17, dtype=torch.int64), numbers[0, :1])
 top_logits.launch(torch.zeros(16, 151936, dtype=HALF), 10, 1.0)
 x, down = torch.zeros(2, 16, 64, dtype=HALF), torch.zeros(3, 8, 64, dtype=HALF)

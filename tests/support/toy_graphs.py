@@ -130,6 +130,11 @@ def new_cache(layers, batch, slots):
     return [torch.zeros(batch, KV, slots, SIZE) for _ in range(2 * layers)]
 
 
+def with_table(cache):
+    """The input ``cache`` of a graph, of which each row has one page."""
+    return [*cache, torch.arange(len(cache[0]), dtype=torch.int32, device=cache[0].device)[:, None]]
+
+
 @functools.cache
 def captured_in_half(name):
     return capture(models.ADMITTED[name]().to(torch.bfloat16))
@@ -158,8 +163,9 @@ def prefix_then_chunk(function, graph):
         for size in (layer.key_dim, layer.value_dim)
     ]
     with torch.no_grad():
-        function(ids[:, :12], steps[:, :12], lengths, None, cache, 32)
-        return [*function(ids[:, 12:], steps[:, 12:], lengths + 12, None, cache, 32), *cache]
+        held = with_table(cache)
+        function(ids[:, :12], steps[:, :12], lengths, None, held, 32)
+        return [*function(ids[:, 12:], steps[:, 12:], lengths + 12, None, held, 32), *cache]
 
 
 def add_to_eps(gm, more):

@@ -20,6 +20,7 @@ from ...kernels.attention.base import AttentionCall
 from ...kernels.attention.partial_softmax import fold_row, key_columns, product
 from ...kernels.card import precision
 from ...kernels.ops import only_chosen
+from ...kernels.primitives import place_of
 from ...tree import MAX_NODES
 from . import choice
 
@@ -30,25 +31,33 @@ BLOCK_SLOTS = 64
 
 
 def launch_choice(
-    q: Tensor, k: Tensor, weights: Tensor, index_keys: Tensor, lengths: Tensor, visible: Tensor, topk: int
-) -> Tensor:
+    q: Tensor, k: Tensor, weights: Tensor, index_keys: Tensor, lengths: Tensor, visible: Tensor, topk: int,
+    table: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`choice.append_and_choose` by the kernel."""
-    ops.append(index_keys, k[:, None], lengths)
-    return choice.largest(scores(q, index_keys, weights, visible), topk)
+    ops.append(index_keys, k[:, None], lengths, table)
+    return choice.largest(scores(q, index_keys, weights, visible, table), topk)
 
 
-def scores(q: Tensor, index_keys: Tensor, weights: Tensor, visible: Tensor) -> Tensor:
-    """`choice.index_scores` of the cached keys [B, 1, S, D] by the kernel; float32 [B, N, S']."""
+def scores(q: Tensor, index_keys: Tensor, weights: Tensor, visible: Tensor, table: Tensor | None = None) -> Tensor:
+    """`choice.index_scores` of the cached keys [P, 1, S, D] by the kernel; float32 [B, N, S']."""
     batch, nodes, heads, size = q.shape
-    slots = visible.shape[2]
+    slots, (table, page) = visible.shape[2], _pages(index_keys, table)
     out = torch.empty(batch, nodes, slots, dtype=torch.float32, device=q.device)
     scores_kernel[(triton.cdiv(slots, BLOCK_SLOTS), nodes, batch)](
-        q.contiguous(), index_keys, weights.contiguous(), visible.contiguous(), out, slots, index_keys.shape[2],
-        HEADS=heads, BLOCK_H=max(triton.next_power_of_2(heads), 16), DIM=size, BLOCK_D=key_columns(size),
-        BLOCK_S=BLOCK_SLOTS,
-        PRECISION=precision(q.dtype, q.device), num_warps=4,
+        q.contiguous(), index_keys, table, weights.contiguous(), visible.contiguous(), out, slots,
+        page * table.shape[1] if page else index_keys.shape[2], HEADS=heads,
+        BLOCK_H=max(triton.next_power_of_2(heads), 16), DIM=size, BLOCK_D=key_columns(size), BLOCK_S=BLOCK_SLOTS,
+        PAGE=page, PRECISION=precision(q.dtype, q.device), num_warps=4,
     )  # fmt: skip
     return out
+
+
+def _pages(cache: Tensor, table: Tensor | None) -> tuple[Tensor | None, int]:
+    """The table and the slots of a page; None and 0 if row b is page b."""
+    if table is None or table.shape[1] == 1:
+        return None, 0
+    return table.contiguous(), cache.shape[2]
 
 
 def launch(call: AttentionCall, q: Tensor) -> Tensor:
@@ -63,15 +72,15 @@ def launch(call: AttentionCall, q: Tensor) -> Tensor:
     if nodes > MAX_NODES:
         return _attend_under_mask(call, q)
     # A partial softmax for each part of the list of chosen slots.
-    kv_heads, capacity, value_dim = *call.key_cache.shape[1:3], call.value_cache.shape[3]
-    chosen = call.chosen.contiguous()
+    kv_heads, value_dim = call.key_cache.shape[1], call.value_cache.shape[3]
+    chosen, (table, page) = call.chosen.contiguous(), _pages(call.key_cache, call.table)
     topk, columns = chosen.shape[2], triton.next_power_of_2(value_dim)
     parts, rows = triton.cdiv(topk, SHARE), batch * nodes * heads
     acc = q.new_empty(rows, parts, value_dim, dtype=torch.float32)
     sums = q.new_empty(rows, parts, 2, dtype=torch.float32)
     chosen_kernel[(parts, nodes * heads, batch)](
-        q, call.key_cache, call.value_cache, call.scales, chosen, acc, sums, *q.stride()[:3], nodes, capacity, topk,
-        call.scale * math.log2(math.e), HEADS=heads, KV_HEADS=kv_heads, DK=key_dim,
+        q, call.key_cache, call.value_cache, call.scales, table, chosen, acc, sums, *q.stride()[:3], nodes, call.slots,
+        topk, call.scale * math.log2(math.e), HEADS=heads, KV_HEADS=kv_heads, PAGE=page, DK=key_dim,
         BLOCK_DK=triton.next_power_of_2(key_dim), DV=value_dim, BLOCK_DV=columns, SHARE=SHARE, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     # The parts of a row, merged in their order.
@@ -84,9 +93,9 @@ def launch(call: AttentionCall, q: Tensor) -> Tensor:
 
 def _attend_under_mask(call: AttentionCall, q: Tensor) -> Tensor:
     """The same by `ops.masked_attention` over all slots."""
-    slots, group = call.key_cache.shape[2], q.shape[1] // call.key_cache.shape[1]
+    slots, group = call.slots, q.shape[1] // call.key_cache.shape[1]
     mask = ops.tree_mask(call.positions, call.lengths, call.ancestors, slots, None, group, q.dtype)
-    keys, values = ops.as_read(call.key_cache, call.value_cache, call.scales, slots, q.dtype)
+    keys, values = ops.as_read(call.key_cache, call.value_cache, call.scales, slots, q.dtype, call.table)
     mask = only_chosen(mask, call.chosen)
     return ops.masked_attention(q, keys, values, mask, call.sinks, call.scale, None).contiguous()
 
@@ -97,11 +106,12 @@ def _attend_under_mask(call: AttentionCall, q: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["slots", "capacity"])
 def scores_kernel(
-    q_ptr, keys_ptr, weights_ptr,  # [B, N, H, D], [B, 1, capacity, D], float32 [B, N, H]
+    q_ptr, keys_ptr,  # [B, N, H, D], [P, 1, S, D]
+    table_ptr, weights_ptr,  # [B, capacity / PAGE] or None (page b is row b), float32 [B, N, H]
     visible_ptr, scores_ptr,  # bool [B, N, slots], float32 [B, N, slots], written
     slots, capacity,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PAGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """score = sum_h weight_h * relu(q_h . key) of BLOCK_S slots for one node. Grid (slots / BLOCK_S, N, B)."""
     node, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -114,7 +124,10 @@ def scores_kernel(
         of_query = head[:, None] * DIM + dim[None, :]
         inside = (head < HEADS)[:, None] & (dim < DIM)[None, :]
         query = tl.load(q_ptr + row * HEADS * DIM + of_query, mask=inside, other=0.0)
-        of_key = (batch * capacity + slot)[:, None] * DIM + dim[None, :]
+        at = batch * capacity + slot
+        if table_ptr is not None:
+            at = place_of(table_ptr + batch * (capacity // PAGE), slot, slot < slots, 1, PAGE)
+        of_key = at[:, None] * DIM + dim[None, :]
         keys = tl.load(keys_ptr + of_key, mask=seen[:, None] & (dim < DIM)[None, :], other=0.0)
         weights = tl.load(weights_ptr + row * HEADS + head, mask=head < HEADS, other=0.0)
         products = product(query, tl.trans(keys), PRECISION)
@@ -124,12 +137,13 @@ def scores_kernel(
 
 @triton.jit(do_not_specialize=["nodes", "capacity", "topk"])
 def chosen_kernel(
-    q_ptr, key_cache_ptr, value_cache_ptr,  # [B, H, N, Dk] by its strides, [B, Hkv, capacity, Dk and Dv]
-    scales_ptr, chosen_ptr,  # float32 [B, Hkv, capacity, 2] or None, int32 [B, N, topk]
+    q_ptr, key_cache_ptr, value_cache_ptr,  # [B, H, N, Dk] by its strides, [P, Hkv, S, Dk and Dv]
+    scales_ptr, table_ptr,  # float32 [P, Hkv, S, 2] or None, [B, capacity / PAGE] or None (page b is row b)
+    chosen_ptr,  # int32 [B, N, topk]
     acc_ptr, sums_ptr,  # float32 [B * N * H, parts, Dv] and [B * N * H, parts, 2], written
     stride_qb, stride_qh, stride_qn, nodes, capacity, topk, outer,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The partial softmax of one query over SHARE of its chosen slots. Grid (parts, N * H, B)."""
     part, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
@@ -137,7 +151,8 @@ def chosen_kernel(
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
     q_ptr += batch * stride_qb + head * stride_qh + node * stride_qn
     query = tl.load(q_ptr + dk, mask=dk < DK, other=0.0).to(tl.float32)
-    first = (batch * KV_HEADS + head // (HEADS // KV_HEADS)) * capacity
+    kv_head = head // (HEADS // KV_HEADS)
+    first = (batch * KV_HEADS + kv_head) * capacity
     chosen_ptr += (batch * nodes + node) * topk
 
     # A running softmax over blocks of the list. Entries of -1 come last, and blocks with nothing else are passed over.
@@ -148,6 +163,8 @@ def chosen_kernel(
         seen = slot >= 0
         if tl.max(slot, 0) >= 0:
             at = first + slot
+            if table_ptr is not None:
+                at = place_of(table_ptr + batch * (capacity // PAGE), slot, seen, KV_HEADS, PAGE) + kv_head * PAGE
             of_key, of_value = at[:, None] * DK + dk[None, :], at[:, None] * DV + dv[None, :]
             keys = tl.load(key_cache_ptr + of_key, mask=seen[:, None] & (dk < DK)[None, :], other=0.0).to(tl.float32)
             values = tl.load(value_cache_ptr + of_value, mask=seen[:, None] & (dv < DV)[None, :], other=0.0)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...graph import ModelGraph, calls
 from ...kernels import ops
+from ...kernels.attention.base import attention_calls
 from ...kernels.ops import visible_slots
 from ...passes.apply import comes_after, replace_node
 
@@ -33,20 +34,23 @@ def choose(q: Tensor, k: Tensor, weights: Tensor, topk: int) -> Tensor:
 
 @torch.library.custom_op("spec_compile::append_and_choose", mutates_args=("index_keys",), device_types="cpu")
 def append_and_choose(
-    q: Tensor, k: Tensor, weights: Tensor, index_keys: Tensor, lengths: Tensor, visible: Tensor, topk: int
-) -> Tensor:
+    q: Tensor, k: Tensor, weights: Tensor, index_keys: Tensor, lengths: Tensor, visible: Tensor, topk: int,
+    table: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Append a block of N index keys to their cache, and choose for each query among the slots that it sees.
 
     q: [B, N, H, D]; index queries.
     k: [B, N, D]; index keys.
     weights: [B, N, H] float32; of the heads.
-    index_keys: [B, 1, S, D], contiguous; written at the slots lengths[b] .. lengths[b] + N.
+    index_keys: [P, 1, S, D], contiguous; written at the slots lengths[b] .. lengths[b] + N.
     lengths: [B] int64; committed slots.
-    visible: [B, N, S'] bool, S' <= S; `visible_to`. Slots from S' on are not read.
+    visible: [B, N, S'] bool; `visible_to`. Slots from S' on are not read.
+    table: [B, n] int32; the pages of each row, as in `attention.base.AttentionCall`.
     -> [B, N, topk] int32, see `largest`.
     """
-    ops.append(index_keys, k[:, None], lengths)
-    return largest(index_scores(q, index_keys[:, 0, : visible.shape[2]], weights, visible), topk)
+    ops.append(index_keys, k[:, None], lengths, table)
+    keys = ops.first_slots(index_keys, visible.shape[2], table)[:, 0]
+    return largest(index_scores(q, keys, weights, visible), topk)
 
 
 @choose.register_fake
@@ -55,7 +59,7 @@ def _(q, k, weights, topk):
 
 
 @append_and_choose.register_fake
-def _(q, k, weights, index_keys, lengths, visible, topk):
+def _(q, k, weights, index_keys, lengths, visible, topk, table=None):
     return q.new_empty(*q.shape[:2], topk, dtype=torch.int32)
 
 
@@ -64,11 +68,13 @@ CHOOSE = torch.ops.spec_compile.append_and_choose.default
 
 
 def visible_to(
-    positions: Tensor, lengths: Tensor, ancestors: Tensor | None, index_keys: Tensor, max_kv_len: int
-) -> Tensor:
+    positions: Tensor, lengths: Tensor, ancestors: Tensor | None, index_keys: Tensor, max_kv_len: int,
+    table: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The slots that each node sees, bool [B, N, S']: S' is max_kv_len on a CPU, and all slots on a GPU, where no shape
     may depend on a value. It takes the arguments of `ops.tree_mask`."""
-    slots = index_keys.shape[2] if index_keys.is_cuda else max_kv_len
+    of_row = index_keys.shape[2] * (1 if table is None else table.shape[1])
+    slots = of_row if index_keys.is_cuda else max_kv_len
     return visible_slots(positions, lengths, ancestors, slots)[0]
 
 
@@ -113,15 +119,15 @@ def use_indexes(graph: ModelGraph, settings) -> str:
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     inputs, positions = {node.target: node for node in placeholders}, placeholders[1]
     begin = graph.layer_tensors * len(graph.layers)
-    visible = None
+    visible, table = None, attention_calls(graph)[0].kwargs.get("table")
     for number, node in enumerate(calls(gm, MARKER)):
         q, k, weights, topk = node.args
         with gm.graph.inserting_before(node):
             keys = gm.graph.call_function(operator.getitem, (inputs["cache"], begin + number))
             if visible is None:
                 rows = positions, inputs["lengths"], inputs["ancestors"]
-                visible = gm.graph.call_function(visible_to, (*rows, keys, inputs["max_kv_len"]))
-            new = gm.graph.call_function(CHOOSE, (q, k, weights, keys, inputs["lengths"], visible, topk))
+                visible = gm.graph.call_function(visible_to, (*rows, keys, inputs["max_kv_len"], table))
+            new = gm.graph.call_function(CHOOSE, (q, k, weights, keys, inputs["lengths"], visible, topk, table))
         replace_node(node, new)
     tokens = ", ".join(sorted({str(spec.topk) for spec in graph.indexes}))
     indexed = sum(layer.indexed for layer in graph.layers)

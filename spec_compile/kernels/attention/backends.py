@@ -75,12 +75,12 @@ TRITON = Backend(
 
 def attend_to_committed(
     q: Tensor, key_cache: Tensor, value_cache: Tensor, scales: Tensor | None, lengths: Tensor, max_kv_len: int,
-    scale: float, softcap: float | None, window: int | None,
+    scale: float, softcap: float | None, window: int | None, table: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of queries that have no slots to the committed slots of a cache, which is only read. -> [B, R, H, Dv].
 
     q: [B, H, R, Dk]; R queries a row, rotated, which see the same slots and not each other.
-    key_cache, value_cache, scales: as in `AttentionCall`; none is written.
+    key_cache, value_cache, scales, table: as in `AttentionCall`; none is written.
     lengths: [B] int64; committed slots. A row without any sees slot 0, whatever that holds.
     max_kv_len: slots that may be committed; on a GPU all are looked at.
     window: how many of the last committed slots are seen; None for all.
@@ -92,7 +92,7 @@ def attend_to_committed(
     last = (lengths - 1).clamp(min=0)
     call = AttentionCall(
         q.reshape(batch, heads * rows, 1, size), None, None, key_cache, value_cache, last, None, last[:, None], None,
-        scale, softcap, window, scales,
+        scale, softcap, window, scales, table=table,
     )  # fmt: skip
     out = torch.ops.spec_compile.tree_attention(*call) if q.is_cuda else plain_attention(call, max_kv_len)
     return out.reshape(batch, heads, rows, -1).transpose(1, 2)
@@ -104,7 +104,7 @@ def attend_to_committed(
 @attention_function
 def sdpa(call: AttentionCall, mask: Tensor | None = None) -> Tensor:
     """`plain_attention` to all slots. Shapes depend on no value, so a CUDA graph can hold it."""
-    return plain_attention(call, call.key_cache.shape[2], mask)
+    return plain_attention(call, call.slots, mask)
 
 
 def share_masks(graph: ModelGraph) -> str:
@@ -151,14 +151,14 @@ OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
 def flex(call: AttentionCall) -> Tensor:
     """The call. -> [B, N, H, Dv]. Values in unseen slots of a computed block must be finite."""
     q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window, *_ = call
-    ops.append(key_cache, k, lengths)
-    ops.append(value_cache, v, lengths)
+    ops.append_block(key_cache, value_cache, None, k, v, lengths, call.table)
+    keys, values = (ops.first_slots(cache, call.slots, call.table) for cache in (key_cache, value_cache))
 
     def capped(score, batch, head, node, slot):
         return torch.tanh(score / softcap) * softcap
 
-    blocks = block_mask(key_cache.shape[2], lengths, ancestors, positions, window)
-    inputs = q, key_cache, value_cache, None if softcap is None else capped, blocks, scale
+    blocks = block_mask(call.slots, lengths, ancestors, positions, window)
+    inputs = q, keys, values, None if softcap is None else capped, blocks, scale
     aux = None if sinks is None else AuxRequest(lse=True)
     if not torch.compiler.is_dynamo_compiling() and get_proxy_mode() is not None:
         out, sums = _traced(*inputs, aux)

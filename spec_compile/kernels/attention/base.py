@@ -6,7 +6,9 @@ puts into a graph, and the features of attention that this op has.
 
 import functools
 import inspect
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,9 +36,9 @@ class AttentionCall(NamedTuple):
     k: [B, Hkv, N, Dk], any strides; keys. None (with v): the block is in the cache already and q is rotated; only a
         backend that takes all of `ROTATION` takes this.
     v: [B, Hkv, N, Dv], any strides; values.
-    key_cache: [B, Hkv, S, Dk], contiguous; written at the slots lengths[b] .. lengths[b] + N. It has q's dtype, or
+    key_cache: [P, Hkv, S, Dk], contiguous; written at the slots lengths[b] .. lengths[b] + N. It has q's dtype, or
         float8_e4m3fn, to which keys and values are rounded before any query sees them (`ops.stored`).
-    value_cache: [B, Hkv, S, Dv]; likewise.
+    value_cache: [P, Hkv, S, Dv]; likewise.
     lengths: [B] int64; committed slots of each row, all of which a node sees that has no window.
     ancestors: [B, N] int64, N <= 64; bit j of node i: i sees node j, and all nodes that j sees. Parents first, the node
         itself included; or all bits of all nodes. None: a causal chunk of any N.
@@ -45,7 +47,7 @@ class AttentionCall(NamedTuple):
     scale: positive factor of the scores.
     softcap: c in c * tanh(score / c).
     window: how many positions a token sees, its own included.
-    scales: [B, Hkv, S, 2] float32; factors of a slot's keys and of its values when they are read; written with the
+    scales: [P, Hkv, S, 2] float32; factors of a slot's keys and of its values when they are read; written with the
         slots (`ops.over_scale`).
     cos, sin: [B, N, Dk] of q's dtype; q and k are first rotated by them (`ops.rotated`).
     q_norm, k_norm: [Dk]; weights of the `rms_norm` of every query and key head before the rotation; they need cos.
@@ -54,6 +56,8 @@ class AttentionCall(NamedTuple):
     chunk: a token sees only tokens with the same position // chunk (Llama 4).
     slopes: [H]; `ops.alibi` by these is added to the scores.
     chosen: [B, N, K] int32; the slots that a node sees, ascending and then -1, of those that it would see without them.
+    table: [B, n] int32; slot s of row b is slot s % S of page table[b, s // S] of the caches. With n = 1, or None, row
+        b is page b.
     """
 
     q: Tensor
@@ -79,6 +83,17 @@ class AttentionCall(NamedTuple):
     chunk: int | None = None
     slopes: Tensor | None = None
     chosen: Tensor | None = None
+    table: Tensor | None = None
+
+    @property
+    def is_paged(self) -> bool:
+        """True if rows have several pages."""
+        return self.table is not None and self.table.shape[1] > 1
+
+    @property
+    def slots(self) -> int:
+        """The slots of a row."""
+        return self.key_cache.shape[2] * (1 if self.table is None else self.table.shape[1])
 
     def empty_output(self) -> Tensor:
         """Memory for the result [B, N, H, Dv], of q's dtype."""
@@ -107,9 +122,29 @@ def plain_attention(call: AttentionCall, max_kv_len: int, mask: Tensor | None = 
         mask = ops.tree_mask(*seen, call.chunk, call.slopes)
     mask = mask if call.chosen is None else ops.only_chosen(mask, call.chosen)
     if k is not None:
-        ops.append_block(key_cache, value_cache, call.scales, k, v, lengths)
-    keys, values = ops.as_read(key_cache, value_cache, call.scales, mask.shape[3], q.dtype)
+        ops.append_block(key_cache, value_cache, call.scales, k, v, lengths, call.table)
+    keys, values = ops.as_read(key_cache, value_cache, call.scales, mask.shape[3], q.dtype, call.table)
     return ops.masked_attention(q, keys, values, mask, sinks, scale, softcap)
+
+
+_riding = threading.local()
+
+
+@contextmanager
+def riding(prompts: int, rows: int) -> Iterator[None]:
+    """Inside, the last prompts * rows rows of every call are pieces of prompts, each of which has `rows` rows that
+    follow each other, so that kernels may take them as causal chunks. With 4 rows of trees and 2 pieces of 3 rows, rows
+    4 to 6 are a piece and rows 7 to 9 another."""
+    _riding.pieces = prompts, rows
+    try:
+        yield
+    finally:
+        _riding.pieces = 0, 0
+
+
+def pieces() -> tuple[int, int]:
+    """The prompts and rows of `riding`; (0, 0) outside of it."""
+    return getattr(_riding, "pieces", (0, 0))
 
 
 LAUNCHES: dict[str, Callable[[AttentionCall, Tensor], Tensor]] = {}

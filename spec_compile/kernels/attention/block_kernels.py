@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..primitives import as_stored, over_scale, scaled, sum_in_pairs
+from ..primitives import as_stored, over_scale, place_of, scaled, sum_in_pairs
 from .partial_softmax import attend_in_order, attend_to_chunk, fold, fold_row, no_softmax, score, span_log2
 
 
@@ -55,13 +55,14 @@ def load_rotated(
 def append_kernel(
     q_ptr, k_ptr, v_ptr,  # [B, H, N, Dk], [B, Hkv, N, Dk], [B, Hkv, N, Dv], by their strides
     rotated_ptr,  # [B, H, N, Dk], written
-    key_cache_ptr, value_cache_ptr, scales_ptr,  # [B, Hkv, S, Dk], [B, Hkv, S, Dv], [B, Hkv, S, 2] or None, written
-    lengths_ptr,  # [B]
+    key_cache_ptr, value_cache_ptr, scales_ptr,  # [P, Hkv, S, Dk], [P, Hkv, S, Dv], [P, Hkv, S, 2] or None, written
+    table_ptr, lengths_ptr,  # [B, capacity / PAGE] or None (page b is row b), [B]
     cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,  # [B, N, Dk] or None, [Dk] or None
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     nodes, capacity, eps, offset,
-    BLOCK: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, ALIGNED: tl.constexpr, ROUND_FIRST: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DK: tl.constexpr,
+    BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, ALIGNED: tl.constexpr,
+    ROUND_FIRST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """BLOCK tokens of a head a program: keys and values go into the caches, queries to `rotated`.
 
@@ -76,6 +77,10 @@ def append_kernel(
     inside = (token < nodes)[:, None]
     mask = inside & (dk < DK)[None, :]
     angle = (batch * nodes + token)[:, None] * DK
+    if table_ptr is not None:
+        table_ptr += batch * (capacity // PAGE)
+        own = tl.load(lengths_ptr + batch).to(tl.int32) + token
+        place = place_of(table_ptr, own, (token < nodes) & (own < capacity), KV_HEADS, PAGE) + head * PAGE
     if EARLY:
         gdc_wait()
 
@@ -94,6 +99,8 @@ def append_kernel(
         # Store both, over their scales if the caches have some. Slots beyond the last one are not kept.
         slot = (tl.load(lengths_ptr + batch).to(tl.int32) + token)[:, None]
         at = (batch * KV_HEADS + head) * capacity + slot
+        if table_ptr is not None:
+            at = place[:, None]
         if scales_ptr is not None:
             keys, key_unit = over_scale(keys)
             values, value_unit = over_scale(values)
@@ -127,14 +134,15 @@ def append_kernel(
 @triton.jit(do_not_specialize=["nodes"])
 def prompt_kernel(
     q_ptr,  # [B, H, N, Dk] by its strides
-    key_cache_ptr, value_cache_ptr, scales_ptr,  # [B, Hkv, S, Dk], [B, Hkv, S, Dv], [B, Hkv, S, 2] or None
+    key_cache_ptr, value_cache_ptr, scales_ptr,  # [P, Hkv, S, Dk], [P, Hkv, S, Dv], [P, Hkv, S, 2] or None
+    table_ptr,  # [B, capacity / PAGE] or None (page b is row b)
     lengths_ptr, positions_ptr, sinks_ptr, slopes_ptr,  # [B], [B, N] by its stride, [H] or None, [H] or None
     out_ptr,  # [B, N, H, Dv], written
     stride_qb, stride_qh, stride_qn, stride_p, nodes, capacity,
     inner, outer,  # factors of the scores inside and outside tanh
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
-    CHUNK: tl.constexpr, FIRST: tl.constexpr, MOST: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, FIRST: tl.constexpr, MOST: tl.constexpr, PAGE: tl.constexpr, DK: tl.constexpr,
+    BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows attends to all that it sees. Grid (tiles, B * Hkv, blocks of Dv); MOST is 0 with a window."""
     # This program's rows [M]: nodes and heads. Tiles that see most begin first.
@@ -144,12 +152,15 @@ def prompt_kernel(
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     node, head = row // GROUP, kv_head * GROUP + row % GROUP
     real, first_node = row < nodes * GROUP, tile * BLOCK_M // GROUP
-    length = tl.load(lengths_ptr + batch).to(tl.int32)
-    key_cache_ptr += pair * capacity * DK
-    value_cache_ptr += pair * capacity * DV
+    length, first = tl.load(lengths_ptr + batch).to(tl.int32), pair * capacity
+    if table_ptr is not None:
+        table_ptr += batch * (capacity // PAGE)
+        first = kv_head * PAGE
+    key_cache_ptr += first * DK
+    value_cache_ptr += first * DV
     positions_ptr += batch * stride_p
     if scales_ptr is not None:
-        scales_ptr += pair * capacity * 2
+        scales_ptr += first * 2
 
     # The slots that the tile sees, begin .. end; all rows see those below `common`. The sizes of the rows' spans.
     last_node = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, nodes - 1)
@@ -176,15 +187,15 @@ def prompt_kernel(
     done, span = no_softmax(BLOCK_M, BLOCK_DV), no_softmax(BLOCK_M, BLOCK_DV)
     if WINDOW is None and slopes_ptr is None:
         done, span = attend_in_order(
-            query, key_cache_ptr, value_cache_ptr, scales_ptr, positions_ptr, done, span, begin, common, log2, least,
-            node, position, slope, length, column, inner, outer,
-            SOFTCAP, WINDOW, False, CHUNK, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
+            query, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, positions_ptr, done, span, begin, common,
+            log2, least, node, position, slope, length, column, inner, outer,
+            SOFTCAP, WINDOW, False, CHUNK, KV_HEADS, PAGE, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
         )  # fmt: skip
         begin = common
     done, span = attend_in_order(
-        query, key_cache_ptr, value_cache_ptr, scales_ptr, positions_ptr, done, span, begin, end, log2, least,
-        node, position, slope, length, column, inner, outer,
-        SOFTCAP, WINDOW, True, CHUNK, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
+        query, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, positions_ptr, done, span, begin, end, log2,
+        least, node, position, slope, length, column, inner, outer,
+        SOFTCAP, WINDOW, True, CHUNK, KV_HEADS, PAGE, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
     )  # fmt: skip
     acc, peak, total = fold(done[0], done[1], done[2], span[0], span[1], span[2])
 

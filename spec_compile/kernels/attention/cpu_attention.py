@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ... import extensions
+from ...cache import PAGE
 from ...tree import MAX_NODES
 from ..cpu import HIGHEST
 from ..launching import are_plain
@@ -30,14 +31,13 @@ def cpu_attention(call: AttentionCall) -> Tensor:
     """The call. -> [B, N, H, Dv]."""
     if not are_plain():
         return attend(call)
-    check(call)
-    return plain_attention(call, call.key_cache.shape[2])
+    return plain_attention(call, call.key_cache.shape[2] * check(call))
 
 
 def attend(call: AttentionCall, level: int | None = None) -> Tensor:
     """The call by the kernel, at a level of instructions (None: the best). See `check` for what is raised; the kernel
-    checks lengths, positions and addresses."""
-    check(call)
+    checks lengths, positions, pages and addresses."""
+    columns = check(call)
     (q, q_strides), (k, k_strides), (v, v_strides) = map(_in_rows, call[:3])
     lengths, positions = call.lengths.contiguous(), call.positions.contiguous()
     ancestors = None if call.ancestors is None else call.ancestors.contiguous()
@@ -49,14 +49,16 @@ def attend(call: AttentionCall, level: int | None = None) -> Tensor:
     batch, heads, nodes, key_dim = q.shape
     if not batch or not nodes:
         return out
-    _, kv_heads, slots, value_dim = call.value_cache.shape
+    pages, kv_heads, slots, value_dim = call.value_cache.shape
+    table = call.table.contiguous() if columns > 1 else None
     _cpu_attention.attend(
         q.data_ptr(), q_strides, k.data_ptr(), k_strides, v.data_ptr(), v_strides, call.key_cache.data_ptr(),
         call.value_cache.data_ptr(), 0 if cos is None else cos.data_ptr(), 0 if sin is None else sin.data_ptr(),
         lengths.data_ptr(), 0 if ancestors is None else ancestors.data_ptr(), positions.data_ptr(),
-        0 if sinks is None else sinks.data_ptr(), out.data_ptr(),
-        (batch, heads, kv_heads, nodes, slots, key_dim, value_dim), inner, outer * LOG2E, call.softcap is not None,
-        q.dtype == torch.bfloat16, call.window or 0, BEST if level is None else level, torch.get_num_threads(),
+        0 if sinks is None else sinks.data_ptr(), out.data_ptr(), 0 if table is None else table.data_ptr(),
+        (batch, heads, kv_heads, nodes, pages, slots, columns, key_dim, value_dim), inner, outer * LOG2E,
+        call.softcap is not None, q.dtype == torch.bfloat16, call.window or 0, BEST if level is None else level,
+        torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -70,8 +72,10 @@ def _in_rows(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return x, x.stride()
 
 
-def check(call: AttentionCall) -> None:
+def check(call: AttentionCall) -> int:
     """TypeError and ValueError for tensors of other dtypes and shapes than `AttentionCall` states; it reads none.
+
+    -> the pages of a row: 1, or more with a table that has as many columns.
 
     Every layer of a round comes here, so it makes nothing but comparisons.
     """
@@ -88,6 +92,8 @@ def check(call: AttentionCall) -> None:
         raise ValueError("q, key_cache, value_cache: expected tensors of 4 dimensions")
     batch, heads, nodes, key_dim = sizes
     kv_heads, slots, value_dim = caches[1], caches[2], value_sizes[3]
+    columns = 1 if call.table is None or call.table.shape == (batch, 1) else _columns(call.table, batch, slots)
+    pages, row_slots = (batch if columns == 1 else caches[0]), slots * columns
     if not (heads and kv_heads and key_dim and value_dim) or heads % kv_heads:
         raise ValueError(
             f"q: expected a multiple of the cache's heads, and at least one number a head, got {heads} query heads for "
@@ -97,18 +103,18 @@ def check(call: AttentionCall) -> None:
     if k.shape != keys or v.shape != (*keys[:3], value_dim) or not k.dtype is v.dtype is dtype:
         _expect("k", k, keys, dtype)
         _expect("v", v, (*keys[:3], value_dim), dtype)
-    if caches != (batch, kv_heads, slots, key_dim) or not key_cache.dtype is value_cache.dtype is dtype:
-        _expect("key_cache", key_cache, (batch, kv_heads, slots, key_dim), dtype)
-        _expect("value_cache", value_cache, (batch, kv_heads, slots, value_dim), dtype)
-    if value_sizes != (batch, kv_heads, slots, value_dim):
-        _expect("value_cache", value_cache, (batch, kv_heads, slots, value_dim), dtype)
+    if caches != (pages, kv_heads, slots, key_dim) or not key_cache.dtype is value_cache.dtype is dtype:
+        _expect("key_cache", key_cache, (pages, kv_heads, slots, key_dim), dtype)
+        _expect("value_cache", value_cache, (pages, kv_heads, slots, value_dim), dtype)
+    if value_sizes != (pages, kv_heads, slots, value_dim):
+        _expect("value_cache", value_cache, (pages, kv_heads, slots, value_dim), dtype)
     if positions.shape != block or lengths.shape != block[:1] or not lengths.dtype is positions.dtype is torch.int64:
         _expect("lengths", lengths, block[:1], torch.int64)
         _expect("positions", positions, block, torch.int64)
     if not key_cache.is_contiguous() or not value_cache.is_contiguous():
         raise ValueError("key_cache, value_cache: expected contiguous tensors")
-    if slots < nodes or slots >= 1 << 31:
-        raise ValueError(f"key_cache: expected {nodes} to 2 ** 31 - 1 slots, got {slots}")
+    if row_slots < nodes or row_slots >= 1 << 31:
+        raise ValueError(f"key_cache: expected {nodes} to 2 ** 31 - 1 slots of a row, got {row_slots}")
     if ancestors is not None:
         _expect("ancestors", ancestors, block, torch.int64)
         if nodes > MAX_NODES:
@@ -121,6 +127,16 @@ def check(call: AttentionCall) -> None:
         raise ValueError(f"scale, softcap: expected numbers above 0, at most {LARGEST}, got {scale}, {softcap}")
     if window is not None and window < 1:
         raise ValueError(f"window: expected an int of 1 or more, got {window}")
+    return columns
+
+
+def _columns(table: Tensor, batch: int, slots: int) -> int:
+    """The columns of a table that has several, for pages of `slots` slots."""
+    columns = table.shape[1] if table.dim() == 2 else 1
+    _expect("table", table, (batch, columns), torch.int32)
+    if not columns or slots != PAGE:
+        raise ValueError(f"table: expected pages of {PAGE} slots, got {columns} of {slots} in a row")
+    return columns
 
 
 def _check_angles(call: AttentionCall, shape: tuple[int, ...]) -> None:

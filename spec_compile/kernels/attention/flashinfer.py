@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...tree import MAX_NODES
 from .. import HALF
-from ..ops import append
+from ..ops import append_block, first_slots
 from .base import AttentionCall, Backend, Use, attention_op
 
 MIN_VERSION = "0.6.1"
@@ -26,12 +26,12 @@ MIN_VERSION = "0.6.1"
 def _with_lengths_on_host(call: AttentionCall) -> Tensor:
     """The call, which reads the lengths on the host. -> [B, N, H, Dv]."""
     q, k, v, key_cache, value_cache, lengths, ancestors, _, sinks, scale, softcap, window, *_ = call
-    append(key_cache, k, lengths)
-    append(value_cache, v, lengths)
+    append_block(key_cache, value_cache, None, k, v, lengths, call.table)
 
     # One row of the batch after the other. A tree attends to the committed slots and to itself.
-    rows = []
-    for row, length in enumerate(lengths.tolist()):
+    rows, counts = [], lengths.tolist()
+    key_cache, value_cache = (first_slots(x, max(counts) + q.shape[2], call.table) for x in (key_cache, value_cache))
+    for row, length in enumerate(counts):
         queries, end = q[row].transpose(0, 1).contiguous(), length + q.shape[2]
         if ancestors is None:
             out, lse = part(queries, key_cache[row, :, :end], value_cache[row, :, :end], scale, softcap, window, True)
@@ -52,9 +52,9 @@ def tree_attention(call: AttentionCall) -> Tensor:
     """The call, which reads the lengths on the host only for chunks of more than 64 tokens. -> [B, N, H, D]."""
     if call.q.shape[2] > MAX_NODES:
         return _with_lengths_on_host(call)
-    append(call.key_cache, call.k, call.lengths)
-    append(call.value_cache, call.v, call.lengths)
-    return xqa_attention(call.q, call.key_cache, call.value_cache, call.lengths, call.ancestors, call.sinks, call.scale)
+    append_block(call.key_cache, call.value_cache, None, call.k, call.v, call.lengths, call.table)
+    caches = call.key_cache, call.value_cache, call.table if call.is_paged else None
+    return xqa_attention(call.q, *caches, call.lengths, call.ancestors, call.sinks, call.scale)
 
 
 def part(
@@ -147,25 +147,31 @@ SEMAPHORES, SCRATCH = 8 << 20, 128 << 20
 
 
 def xqa_attention(
-    q: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: Tensor, ancestors: Tensor | None,
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, table: Tensor | None, lengths: Tensor, ancestors: Tensor | None,
     sinks: Tensor | None, scale: float,
 ) -> Tensor:  # fmt: skip
     """Attention of a block that is already in the caches, from slot lengths[b] on. -> [B, N, H, D]
 
-    q [B, H, N, D], caches [B, Hkv, S, D], lengths [B], ancestors [B, N] (None: a chain), N <= 64. The first call for a
-    shape and an N compiles a kernel. Raises ValueError if no page size divides S.
+    q [B, H, N, D], caches [P, Hkv, S, D] of which rows have the pages table [B, n] (None: row b is page b), lengths
+    [B], ancestors [B, N] (None: a chain), N <= 64. The first call for a shape and an N compiles a kernel. Raises
+    ValueError if no page size divides S.
     """
     from flashinfer.xqa import xqa
 
     (batch, heads, nodes, dim), (kv_heads, slots) = q.shape, key_cache.shape[1:3]
     size = page_size(slots)
+    if table is None:
+        table = _table(batch, kv_heads, slots, size, q.device)
+        key_cache, value_cache = paged(key_cache, size), paged(value_cache, size)
+    elif size != slots:
+        raise ValueError(f"attention_backend: 'flashinfer' needs pages of one of {PAGES} slots, got {slots}")
     semaphores, scratch = _workspace(q.device)
     q = q.transpose(1, 2)[:, None].contiguous()
     out = torch.empty_like(q)
     tree = {} if nodes == 1 else {"q_seq_len": nodes, "mask": packed(ancestors, batch, nodes, q.device)}
     xqa(
-        q if nodes > 1 else q[:, :, 0], paged(key_cache, size), paged(value_cache, size),
-        _table(batch, kv_heads, slots, size, q.device), (lengths + nodes).int().view(torch.uint32)[:, None],
+        q if nodes > 1 else q[:, :, 0], key_cache, value_cache, table,
+        (lengths + nodes).int().view(torch.uint32)[:, None],
         out if nodes > 1 else out[:, :, 0], scratch, semaphores, kv_heads, size,
         sinks=None if sinks is None else sinks.float().view(kv_heads, heads // kv_heads),
         q_scale=scale * math.sqrt(dim),  # the kernels divide by the square root

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..primitives import as_read
+from ..primitives import as_read, page_ahead, page_of
 
 
 def key_columns(size: int) -> int:
@@ -312,16 +312,19 @@ def _end_spans(done, ends, span):
 
 @triton.jit
 def attend_in_order(
-    query, key_cache_ptr, value_cache_ptr, scales_ptr, positions_ptr, done, span, begin, end, log2, least, node,
-    position, slope, length, column, inner, outer,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr, DK: tl.constexpr,
-    BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    query, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, positions_ptr, done, span, begin, end, log2, least,
+    node, position, slope, length, column, inner, outer,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr, KV_HEADS: tl.constexpr,
+    PAGE: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the chunks of the slots begin .. end to the present spans, and these to `done` where they end.
 
     log2 [M]: of the positions in a row's spans; least: the smallest of them. MASKED: False if every row sees every key.
     """
     dk, dv = tl.arange(0, BLOCK_DK), column + tl.arange(0, BLOCK_DV)
+    if table_ptr is not None:
+        page = page_of(table_ptr, begin, end, PAGE)
     for start in range(begin, end, CHUNK):
         # The keys and values of the chunk, and who sees them.
         slot = start + tl.arange(0, CHUNK)
@@ -337,10 +340,15 @@ def attend_in_order(
                 key_position = tl.where(slot < length, slot, new.to(tl.int32))
             if WINDOW is not None:
                 seen = seen & (position[:, None] - key_position[None, :] < WINDOW)
-        keys = tl.load(key_cache_ptr + slot[:, None] * DK + dk[None, :], mask=real_dk, other=0.0)
-        values = tl.load(value_cache_ptr + slot[:, None] * DV + dv[None, :], mask=real_dv, other=0.0)
-        keys = as_read(keys, scales_ptr, slot, stored, 0, query.dtype)
-        values = as_read(values, scales_ptr, slot, stored, 1, query.dtype)
+        keys_ptr, values_ptr, place = key_cache_ptr, value_cache_ptr, slot
+        if table_ptr is not None:  # the next chunk's page is loaded a step before it is needed
+            ahead = page_ahead(page, start, KV_HEADS, PAGE)
+            keys_ptr, values_ptr, place = keys_ptr + ahead * DK, values_ptr + ahead * DV, slot + ahead
+            page = page_of(table_ptr, start + CHUNK, end, PAGE)
+        keys = tl.load(keys_ptr + slot[:, None] * DK + dk[None, :], mask=real_dk, other=0.0)
+        values = tl.load(values_ptr + slot[:, None] * DV + dv[None, :], mask=real_dv, other=0.0)
+        keys = as_read(keys, scales_ptr, place, stored, 0, query.dtype)
+        values = as_read(values, scales_ptr, place, stored, 1, query.dtype)
 
         # Its partial softmax, and the end of spans.
         scores = score(query, keys, PRECISION)

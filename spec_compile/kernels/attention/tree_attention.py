@@ -28,7 +28,7 @@ from ...tree import MAX_NODES
 from ..card import card_of, launches_early, multiplied_bytes, precision
 from ..launching import on_gpu
 from ..norms import rms_norm  # noqa: F401, defines an op that the plain form calls
-from .base import LAUNCHES, AttentionCall, attention_op, from_arguments, plain_attention
+from .base import LAUNCHES, AttentionCall, attention_op, from_arguments, pieces, plain_attention
 from .block_kernels import append_kernel, prompt_kernel
 from .partial_softmax import first_log2, key_columns, merge_spans_kernel, most_spans
 from .tail_tiles import COLUMNS, nodes_per_tile, tail_tiles
@@ -65,6 +65,8 @@ class Tuning(NamedTuple):
 
 ROWS, KEYS = {2: 64, 4: 16, 8: 16}, 16
 """Rows of a program by the bytes of a number, and the fewest keys of a chunk."""
+LARGEST_CHUNK = 64
+"""The most keys of a chunk, each of which lies in one page."""
 
 
 def least_memory(key_dim: int, value_dim: int, itemsize: int) -> int:
@@ -97,7 +99,7 @@ def tree_tuning(rows: int, pairs: int, key_dim: int, value_dim: int, itemsize: i
     # The shared memory that is left after the queries, and how many keys and values fit into it.
     memory = card_of(torch.device("cuda", device)).memory
     key_dim, value_dim = triton.next_power_of_2(key_dim), min(triton.next_power_of_2(value_dim), MOST_COLUMNS)
-    block_m, largest, warps = ROWS[itemsize], 64, 4
+    block_m, largest, warps = ROWS[itemsize], LARGEST_CHUNK, 4
     if itemsize == 4:
         largest, warps = 32, 8
     slot = (key_dim + value_dim) * itemsize
@@ -123,6 +125,9 @@ def _check(call: AttentionCall) -> None:
     if call.q_norm is not None and (call.cos is None or not call.q_norm.shape == call.k_norm.shape == (key_dim,)):
         shapes = f"{list(call.q_norm.shape)} and {list(call.k_norm.shape)}"
         raise ValueError(f"q_norm, k_norm: expected weights [{key_dim}], with cos and sin, got {shapes}")
+    if call.is_paged and call.key_cache.shape[2] % LARGEST_CHUNK:
+        size = call.key_cache.shape[2]
+        raise ValueError(f"table: expected pages of a multiple of {LARGEST_CHUNK} slots, got pages of {size}")
 
 
 def launch(call: AttentionCall, config: Tuning | None = None) -> Tensor:
@@ -133,11 +138,13 @@ def launch(call: AttentionCall, config: Tuning | None = None) -> Tensor:
     size = multiplied_bytes(call.q.dtype, call.q.device)
     rows, facts = heads // kv_heads * nodes, (key_dim, value_dim, size, call.q.device.index)
 
-    # Kernels read rows of q, k, v and positions by their strides, and the others as they lie.
+    # Kernels read rows of q, k, v and positions by their strides, and the others as they lie. Rows of one page need no
+    # table.
     named = {name: getattr(call, name) for name in ("q", "k", "v", "positions")}
     named = {name: x for name, x in named.items() if x is not None and x.stride(-1) != 1}
     call = call._replace(**{name: x.contiguous() for name, x in named.items()})
-    named = {name: getattr(call, name) for name in ("ancestors", "cos", "sin")}
+    call = call._replace(table=call.table if call.is_paged else None)
+    named = {name: getattr(call, name) for name in ("ancestors", "cos", "sin", "table")}
     call = call._replace(**{name: x if x is None else x.contiguous() for name, x in named.items()})
 
     # Launch what the arguments ask for.
@@ -146,15 +153,45 @@ def launch(call: AttentionCall, config: Tuning | None = None) -> Tensor:
             return launch_with(call, _append(call, 32, 4, early=False))
     if nodes > MAX_NODES:
         return _launch_prompt(call, config or prompt_tuning(*facts))
+    prompts, rows_each = pieces()
+    if prompts:
+        return _launch_apart(call, batch - prompts * rows_each, prompts, facts)
     return _launch_tree(call, config or tree_tuning(rows, batch * kv_heads, *facts))
+
+
+def _launch_apart(call: AttentionCall, own: int, prompts: int, facts: tuple) -> Tensor:
+    """The first `own` rows as trees, and the others, pieces of `prompts` prompts, as causal chunks. facts: of
+    `tree_tuning`."""
+    # All blocks are in the cache before any row attends.
+    batch, heads, nodes, key_dim = call.q.shape
+    queries = _append(call, min(triton.next_power_of_2(nodes), 4), 1, early=False)
+    done = call._replace(q=queries, k=None, v=None, cos=None, sin=None, q_norm=None, k_norm=None)
+    out, kv_heads, each = call.empty_output(), call.key_cache.shape[1], (batch - own) // prompts
+    if not 0 < own < batch or own + each * prompts != batch:
+        raise ValueError(f"riding: expected rows of trees and {prompts} pieces of equal rows, got {batch} rows")
+
+    # The trees.
+    of_rows = {name: getattr(done, name) for name in ("q", "lengths", "ancestors", "positions", "tiles", "table")}
+    trees = done._replace(**{name: x if x is None else x[:own] for name, x in of_rows.items()})
+    _launch_tree(trees, tree_tuning(heads // kv_heads * nodes, own * kv_heads, *facts), out[:own])
+
+    # A piece has the pages and the committed slots of its first row, and each * nodes tokens.
+    of_pieces = queries[own:].reshape(prompts, each, heads, nodes, key_dim).transpose(1, 2)
+    chunks = done._replace(
+        q=of_pieces.reshape(prompts, heads, each * nodes, key_dim), ancestors=None, tiles=None,
+        positions=call.positions[own:].reshape(prompts, each * nodes), lengths=call.lengths[own::each].contiguous(),
+        table=None if call.table is None else call.table[own::each].contiguous(),
+    )  # fmt: skip
+    _launch_prompt(chunks, prompt_tuning(*facts), out[own:].view(prompts, each * nodes, heads, -1))
+    return out
 
 
 def _constants(call: AttentionCall, value_columns: int) -> dict:
     """The constants that all kernels have."""
     key_dim, value_dim = call.q.shape[3], call.value_cache.shape[3]
     return {
-        "KV_HEADS": call.key_cache.shape[1], "DK": key_dim, "BLOCK_DK": key_columns(key_dim),
-        "DV": value_dim, "BLOCK_DV": value_columns,
+        "KV_HEADS": call.key_cache.shape[1], "PAGE": call.key_cache.shape[2] if call.is_paged else 0, "DK": key_dim,
+        "BLOCK_DK": key_columns(key_dim), "DV": value_dim, "BLOCK_DV": value_columns,
     }  # fmt: skip
 
 
@@ -179,8 +216,8 @@ def _append(call: AttentionCall, block: int, warps: int, early: bool) -> Tensor:
     rotated = q.new_empty(batch, heads, nodes, key_dim) if rotates else q
     half = key_dim // 2
     append_kernel[(triton.cdiv(nodes, block), batch, k.shape[1] + heads * rotates)](
-        q, k, v, rotated, key_cache, value_cache, call.scales, lengths, call.cos, call.sin, call.q_norm, call.k_norm,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], nodes, key_cache.shape[2], call.eps, call.offset or 0.0,
+        q, k, v, rotated, key_cache, value_cache, call.scales, call.table, lengths, call.cos, call.sin, call.q_norm,
+        call.k_norm, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], nodes, call.slots, call.eps, call.offset or 0.0,
         BLOCK=block, HEADS=heads, ALIGNED=half & -half, ROUND_FIRST=call.offset is None, EARLY=early,
         **_constants(call, triton.next_power_of_2(v.shape[3])), num_warps=warps,
         **({"launch_pdl": True} if early else {}),
@@ -188,17 +225,17 @@ def _append(call: AttentionCall, block: int, warps: int, early: bool) -> Tensor:
     return rotated
 
 
-def _launch_prompt(call: AttentionCall, config: Tuning) -> Tensor:
-    """Append a causal chunk, then attend to the cache only."""
+def _launch_prompt(call: AttentionCall, config: Tuning, out: Tensor | None = None) -> Tensor:
+    """Append a causal chunk, then attend to the cache only. out: where the result goes; None makes it."""
     q, _, _, key_cache, value_cache, lengths, _, positions, *_ = call
     batch, heads, nodes, _ = q.shape
-    kv_heads, capacity, value_dim = *key_cache.shape[1:3], value_cache.shape[3]
+    kv_heads, value_dim = key_cache.shape[1], value_cache.shape[3]
     group, columns = heads // kv_heads, min(triton.next_power_of_2(value_dim), MOST_COLUMNS)
-    out, rotated = call.empty_output(), _append(call, 32, 4, early=False)
+    out, rotated = call.empty_output() if out is None else out, _append(call, 32, 4, early=False)
     grid = triton.cdiv(nodes * group, config.block_m), batch * kv_heads, triton.cdiv(value_dim, columns)
     prompt_kernel[grid](
-        rotated, key_cache, value_cache, call.scales, lengths, positions, call.sinks, call.slopes, out,
-        *rotated.stride()[:3], positions.stride(0), nodes, capacity, *_factors(call),
+        rotated, key_cache, value_cache, call.scales, call.table, lengths, positions, call.sinks, call.slopes, out,
+        *rotated.stride()[:3], positions.stride(0), nodes, call.slots, *_factors(call),
         SOFTCAP=call.softcap is not None, GROUP=group, BLOCK_M=config.block_m, PRECISION=precision(q.dtype, q.device),
         **_order(call, config), **_constants(call, columns), num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
@@ -214,11 +251,12 @@ def _order(call: AttentionCall, config: Tuning) -> dict:
     }  # fmt: skip
 
 
-def _launch_tree(call: AttentionCall, config: Tuning) -> Tensor:
-    """Append the tree to the cache, then attend to the cache. Kernels begin early if they can (`launching`)."""
+def _launch_tree(call: AttentionCall, config: Tuning, out: Tensor | None = None) -> Tensor:
+    """Append the tree to the cache, then attend to the cache. Kernels begin early if they can (`launching`). out: where
+    the result goes; None makes it."""
     q, _, _, key_cache, value_cache, lengths, ancestors, positions, *_ = call
     batch, heads, nodes, _ = q.shape
-    kv_heads, capacity, value_dim = *key_cache.shape[1:3], value_cache.shape[3]
+    kv_heads, value_dim = key_cache.shape[1], value_cache.shape[3]
     block_m, chunk, whole, group = config.block_m, config.block_n, config.whole, heads // kv_heads
 
     # The tail tiles, the spans, and memory for their partial softmaxes (see `partial_softmax`).
@@ -226,11 +264,11 @@ def _launch_tree(call: AttentionCall, config: Tuning) -> Tensor:
     tiles = tail_tiles(ancestors, per_tile) if call.tiles is None else call.tiles
     tails = (triton.cdiv(nodes, per_tile) if tiles is None else nodes) * triton.cdiv(per_tile * group, block_m)
     order = _order(call, config)
-    spans = 2 if whole else most_spans(capacity, order["FIRST"], config.most, call.window)
+    spans = 2 if whole else most_spans(call.slots, order["FIRST"], config.most, call.window)
     tail_parts = triton.cdiv(chunk - 1 + nodes, chunk)
     parts = q.new_empty(batch * kv_heads, tail_parts + spans, nodes * group, value_dim, dtype=torch.float32)
     sums = q.new_empty(batch * kv_heads, tail_parts + spans, 2, nodes * group, dtype=torch.float32)
-    out = call.empty_output()
+    out = call.empty_output() if out is None else out
     early = launches_early(q.device) and tiles is call.tiles  # a table made here may not be read early
     shared = {**order, "GROUP": group, "PARTS": tail_parts, "EARLY": early, "WHOLE": whole}
     shared |= {"launch_pdl": True} if early else {}
@@ -239,8 +277,8 @@ def _launch_tree(call: AttentionCall, config: Tuning) -> Tensor:
     programs = (1 if whole else spans) * triton.cdiv(nodes * group, block_m) + tails
     rotated = _append(call, min(triton.next_power_of_2(nodes), 4), 1, early)
     tree_kernel[(batch * kv_heads, programs, triton.cdiv(value_dim, columns))](
-        rotated, key_cache, value_cache, call.scales, lengths, tiles, positions, call.slopes, parts, sums,
-        *rotated.stride()[:3], positions.stride(0), nodes, capacity, spans, *_factors(call),
+        rotated, key_cache, value_cache, call.scales, call.table, lengths, tiles, positions, call.slopes, parts, sums,
+        *rotated.stride()[:3], positions.stride(0), nodes, call.slots, spans, *_factors(call),
         SOFTCAP=call.softcap is not None, BLOCK_M=block_m, PER_TILE=per_tile, COLUMNS=COLUMNS,
         PRECISION=precision(q.dtype, q.device), **shared, **_constants(call, columns),
         num_warps=config.warps, num_stages=config.stages,

@@ -20,16 +20,21 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..primitives import as_read, prefetch_l2
+from ..primitives import as_read, page_ahead, page_of, place_of, prefetch_l2
 from .partial_softmax import attend_in_order, attend_to_chunk, fold, no_softmax, score, span_log2, turns
 
 
 @triton.jit
-def _prefetch_slots(cache_ptr, begin, end, D: tl.constexpr, BLOCK_D: tl.constexpr, COUNT: tl.constexpr):
+def _prefetch_slots(
+    cache_ptr, table_ptr, begin, end, D: tl.constexpr, BLOCK_D: tl.constexpr, COUNT: tl.constexpr,
+    KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
     """Fetch the first COUNT of the slots begin .. end to the L2 cache, by lines of 128 bytes. cache_ptr: [S, D]."""
     LINE: tl.constexpr = 1024 // cache_ptr.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = BLOCK_D // LINE if BLOCK_D > LINE else 1
     slot = tl.maximum(tl.minimum(begin + tl.arange(0, COUNT), end - 1), 0)
+    if table_ptr is not None:
+        slot = place_of(table_ptr, slot, slot >= 0, KV_HEADS, PAGE)
     column = tl.minimum(tl.arange(0, LINES) * LINE, D - 1)
     prefetch_l2((cache_ptr + slot[:, None] * D + column[None, :]).to(tl.int64))
 
@@ -74,20 +79,29 @@ def _rows_of_tile(tile, positions_ptr, nodes, GROUP: tl.constexpr, BLOCK_M: tl.c
 
 @triton.jit
 def _attend_to_slots(
-    query, key_cache_ptr, value_cache_ptr, scales_ptr, begin, end, position, slope, column, inner, outer,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    query, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, page, begin, end, position, slope, column, inner,
+    outer,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
+    DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The partial softmax of the chunks of committed slots begin .. end. query [M, BLOCK_DK]; position, slope [M]."""
+    """The partial softmax of the chunks of committed slots begin .. end. query [M, BLOCK_DK]; position, slope [M].
+
+    page: the page of slot `begin`, if there is a table.
+    """
     dk, dv = tl.arange(0, BLOCK_DK), column + tl.arange(0, BLOCK_DV)
     acc, peak, total = no_softmax(query.shape[0], BLOCK_DV)
     for start in range(begin, end, CHUNK):
         # The keys and values of a chunk.
         slot = start + tl.arange(0, CHUNK)
-        keys = tl.load(key_cache_ptr + slot[:, None] * DK + dk[None, :], mask=(dk < DK)[None, :], other=0.0)
-        values = tl.load(value_cache_ptr + slot[:, None] * DV + dv[None, :], mask=(dv < DV)[None, :], other=0.0)
-        keys = as_read(keys, scales_ptr, slot, None, 0, query.dtype)
-        values = as_read(values, scales_ptr, slot, None, 1, query.dtype)
+        keys_ptr, values_ptr, place = key_cache_ptr, value_cache_ptr, slot
+        if table_ptr is not None:  # the next chunk's page is loaded a step before it is needed
+            ahead = page_ahead(page, start, KV_HEADS, PAGE)
+            keys_ptr, values_ptr, place = keys_ptr + ahead * DK, values_ptr + ahead * DV, slot + ahead
+            page = page_of(table_ptr, start + CHUNK, end, PAGE)
+        keys = tl.load(keys_ptr + slot[:, None] * DK + dk[None, :], mask=(dk < DK)[None, :], other=0.0)
+        values = tl.load(values_ptr + slot[:, None] * DV + dv[None, :], mask=(dv < DV)[None, :], other=0.0)
+        keys = as_read(keys, scales_ptr, place, None, 0, query.dtype)
+        values = as_read(values, scales_ptr, place, None, 1, query.dtype)
 
         # Its partial softmax, added to the sum so far.
         scores = score(query, keys, PRECISION)
@@ -103,11 +117,11 @@ def _attend_to_slots(
 
 @triton.jit
 def _attend_to_span(
-    q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, positions_ptr, slopes_ptr, parts_ptr, sums_ptr, stride_qh,
-    stride_qn, nodes, length, edge, part, number, tile, column, inner, outer,
+    q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, positions_ptr, slopes_ptr, parts_ptr, sums_ptr,
+    stride_qh, stride_qn, nodes, length, edge, part, number, tile, column, inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
-    FIRST: tl.constexpr, MOST: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    FIRST: tl.constexpr, MOST: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DK: tl.constexpr,
+    BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows attends to a span: `number` counted from the last span back, first all smaller spans and then the
     larger ones. It is stored as a part.
@@ -135,14 +149,17 @@ def _attend_to_span(
 
     # Attend, unless a window hides the span or no span has this number.
     if begin < end:
+        page = None
+        if table_ptr is not None:
+            page = page_of(table_ptr, begin, end, PAGE)
         if EARLY:
-            _prefetch_slots(key_cache_ptr, begin, end, DK, BLOCK_DK, 2 * CHUNK)
-            _prefetch_slots(value_cache_ptr + column, begin, end, DV, BLOCK_DV, 2 * CHUNK)
+            _prefetch_slots(key_cache_ptr, table_ptr, begin, end, DK, BLOCK_DK, 2 * CHUNK, KV_HEADS, PAGE)
+            _prefetch_slots(value_cache_ptr + column, table_ptr, begin, end, DV, BLOCK_DV, 2 * CHUNK, KV_HEADS, PAGE)
             gdc_wait()
         query = _load_queries(q_ptr + head * stride_qh + node * stride_qn, real, DK, BLOCK_DK)
         acc, peak, total = _attend_to_slots(
-            query, key_cache_ptr, value_cache_ptr, scales_ptr, begin, end, position, slope, column, inner, outer,
-            SOFTCAP, WINDOW, CHUNK, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
+            query, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, page, begin, end, position, slope, column,
+            inner, outer, SOFTCAP, WINDOW, CHUNK, KV_HEADS, PAGE, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
         )  # fmt: skip
         of_row = real & (turns(position, turn, length, nodes, MOST) == late)
         _store_part(parts_ptr, sums_ptr, part + number, nodes * GROUP, row, of_row, column, acc, peak, total, DV)
@@ -150,11 +167,11 @@ def _attend_to_span(
 
 @triton.jit
 def _attend_to_all_slots(
-    q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, positions_ptr, slopes_ptr, parts_ptr, sums_ptr, stride_qh,
-    stride_qn, nodes, length, edge, part, tile, column, inner, outer,
+    q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, positions_ptr, slopes_ptr, parts_ptr, sums_ptr,
+    stride_qh, stride_qn, nodes, length, edge, part, tile, column, inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
-    FIRST: tl.constexpr, MOST: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    FIRST: tl.constexpr, MOST: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DK: tl.constexpr,
+    BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows attends to all slots below `edge`. The spans that end there or before are stored as one part, and
     the span that contains `edge` as the next. For the other arguments see `_attend_to_span`."""
@@ -170,16 +187,16 @@ def _attend_to_all_slots(
     if WINDOW is not None:
         begin = tl.maximum(tl.min(position, 0) - WINDOW + 1, 0) // CHUNK * CHUNK
     if EARLY:
-        _prefetch_slots(key_cache_ptr, begin, edge, DK, BLOCK_DK, 2 * CHUNK)
-        _prefetch_slots(value_cache_ptr + column, begin, edge, DV, BLOCK_DV, 2 * CHUNK)
+        _prefetch_slots(key_cache_ptr, table_ptr, begin, edge, DK, BLOCK_DK, 2 * CHUNK, KV_HEADS, PAGE)
+        _prefetch_slots(value_cache_ptr + column, table_ptr, begin, edge, DV, BLOCK_DV, 2 * CHUNK, KV_HEADS, PAGE)
         gdc_wait()
 
     # Attend to the chunks in their order, and store both sums.
     query = _load_queries(q_ptr + head * stride_qh + node * stride_qn, real, DK, BLOCK_DK)
     done, span = attend_in_order(
-        query, key_cache_ptr, value_cache_ptr, scales_ptr, positions_ptr, no_softmax(BLOCK_M, BLOCK_DV),
+        query, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, positions_ptr, no_softmax(BLOCK_M, BLOCK_DV),
         no_softmax(BLOCK_M, BLOCK_DV), begin, edge, log2, least, node, position, slope, length, column, inner, outer,
-        SOFTCAP, WINDOW, WINDOW is not None, CHUNK, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
+        SOFTCAP, WINDOW, WINDOW is not None, CHUNK, KV_HEADS, PAGE, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
     )  # fmt: skip
     rows = nodes * GROUP
     _store_part(parts_ptr, sums_ptr, part, rows, row, real, column, done[0], done[1], done[2], DV)
@@ -187,73 +204,77 @@ def _attend_to_all_slots(
 
 
 @triton.jit
-def _path_nodes(path_ptr, nodes, reach, step):
-    """The node at each step [C] of a path; N where there is none.
+def _path_slots(
+    path_ptr, table_ptr, nodes, reach, length, capacity, start,
+    CHUNK: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """The nodes [C] at the positions start .. start + C of a path, N where there is none; where their keys lie in the
+    cache [C]; and True where there are keys [C].
+
+    A position below `length` is committed and its slot is the position; from there on the slot is length + node. With
+    3 committed slots the path 0, 1, 3 of N = 5 nodes and positions 2 .. 6 give the nodes 5, 0, 1, 3, 5.
 
     path_ptr: the path [N] int32, padded with N, so that this load need not wait for `reach`, the length of the path.
-    None: the path is nodes 0 .. reach. The path 0, 1, 3 of N = 5 nodes and steps -1 .. 3 give 5, 0, 1, 3, 5.
+    None: the path is nodes 0 .. reach.
     """
+    position = start + tl.arange(0, CHUNK)
+    step = position - length
     if path_ptr is None:
         node = tl.where((step >= 0) & (step < reach), step, nodes)
     else:
         node = tl.load(path_ptr + step, mask=(step >= 0) & (step < nodes), other=nodes)
-    return node
+    slot = tl.where(step < 0, position, length + node)
+    stored = ((step < 0) | (node < nodes)) & (slot < capacity)
+    if table_ptr is not None:
+        slot = place_of(table_ptr, slot, stored, KV_HEADS, PAGE)
+    return node, slot, stored
 
 
 @triton.jit
 def _load_path(
-    key_cache_ptr, value_cache_ptr, node, nodes, length, capacity, start, column,
-    CHUNK: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    key_cache_ptr, value_cache_ptr, slot, stored, column,
+    DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """The keys [C, BLOCK_DK], values [C, BLOCK_DV] and slots [C] of the positions start .. start + C.
-
-    A position below `length` is committed and its slot is the position; from there on the slot is length + node [C].
-    """
+    """The keys [C, BLOCK_DK] and values [C, BLOCK_DV] of `_path_slots`."""
     dk, dv = tl.arange(0, BLOCK_DK), column + tl.arange(0, BLOCK_DV)
-    position = start + tl.arange(0, CHUNK)
-    committed = position < length
-    slot = tl.where(committed, position, length + node)
-    stored = (committed | (node < nodes)) & (slot < capacity)
     mask = stored[:, None] & (dk < DK)[None, :]
     keys = tl.load(key_cache_ptr + slot[:, None] * DK + dk[None, :], mask=mask, other=0.0)
     mask = stored[:, None] & (dv < DV)[None, :]
-    values = tl.load(value_cache_ptr + slot[:, None] * DV + dv[None, :], mask=mask, other=0.0)
-    return keys, values, slot
+    return keys, tl.load(value_cache_ptr + slot[:, None] * DV + dv[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def _attend_to_path(
-    query, keys, values, node, slot, scales_ptr, positions_ptr, nodes, length, capacity, start, last, position, slope,
+    query, keys, values, node, slot, stored, scales_ptr, positions_ptr, nodes, length, start, last, position, slope,
     inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The partial softmax of a chunk from `_load_path`. last [M]: the last step of the path that a row sees."""
+    """The partial softmax of a chunk of a path. last [M]: the last step of the path that a row sees."""
     # Who sees which key, by the steps of the path, and in a window by positions.
     key_position = start + tl.arange(0, CHUNK)
     step = key_position - length
-    committed, new = step < 0, node < nodes
     seen = step[None, :] <= last[:, None]
     if WINDOW is not None or slope is not None:
-        new_position = tl.load(positions_ptr + node, mask=new, other=0).to(tl.int32)
-        key_position = tl.where(committed, key_position, new_position)
+        new_position = tl.load(positions_ptr + node, mask=node < nodes, other=0).to(tl.int32)
+        key_position = tl.where(step < 0, key_position, new_position)
     if WINDOW is not None:
         seen = seen & (position[:, None] - key_position[None, :] < WINDOW)
 
     # The partial softmax. Slots that do not exist are read as zeros.
-    stored = ((committed | new) & (slot < capacity))[:, None]
-    keys = as_read(keys, scales_ptr, slot, stored, 0, query.dtype)
-    values = as_read(values, scales_ptr, slot, stored, 1, query.dtype)
+    keys = as_read(keys, scales_ptr, slot, stored[:, None], 0, query.dtype)
+    values = as_read(values, scales_ptr, slot, stored[:, None], 1, query.dtype)
     scores = score(query, keys, PRECISION)
     return attend_to_chunk(scores, values, seen, slope, key_position, position, inner, outer, SOFTCAP, PRECISION)
 
 
 @triton.jit
 def _attend_to_tail(
-    q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, path_ptr, positions_ptr, slopes_ptr, parts_ptr, sums_ptr,
-    stride_qh, stride_qn, nodes, length, capacity, edge, part, tail, column, inner, outer,
+    q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, path_ptr, positions_ptr, slopes_ptr, parts_ptr,
+    sums_ptr, stride_qh, stride_qn, nodes, length, capacity, edge, part, tail, column, inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
-    PARTS: tl.constexpr, PER_TILE: tl.constexpr, COLUMNS: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    PARTS: tl.constexpr, PER_TILE: tl.constexpr, COLUMNS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
+    DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows of a tail tile attend to the chunks from `edge` on; each chunk is stored as a part, from `part` on.
 
@@ -278,11 +299,11 @@ def _attend_to_tail(
     if count * GROUP <= tail % TILE_PARTS * BLOCK_M:
         return
 
-    # The nodes of each chunk of the path.
+    # The nodes of each chunk of the path, and their slots.
     path, loaded = (), ()
     for number in tl.static_range(PARTS):
-        step = edge + number * CHUNK - length + tl.arange(0, CHUNK)
-        path += (_path_nodes(path_ptr, nodes, reach, step),)
+        start = edge + number * CHUNK
+        path += (_path_slots(path_ptr, table_ptr, nodes, reach, length, capacity, start, CHUNK, KV_HEADS, PAGE),)
 
     # Each row's node, and the last step that it sees.
     real, rank = member < count, first + member
@@ -297,25 +318,23 @@ def _attend_to_tail(
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + head, mask=real, other=0.0)
     if EARLY:
-        _prefetch_slots(key_cache_ptr, edge, length, DK, BLOCK_DK, CHUNK)
-        _prefetch_slots(value_cache_ptr + column, edge, length, DV, BLOCK_DV, CHUNK)
+        _prefetch_slots(key_cache_ptr, table_ptr, edge, length, DK, BLOCK_DK, CHUNK, KV_HEADS, PAGE)
+        _prefetch_slots(value_cache_ptr + column, table_ptr, edge, length, DV, BLOCK_DV, CHUNK, KV_HEADS, PAGE)
         gdc_wait()
 
     # Load the keys and values of all chunks, then attend to one after the other.
     for number in tl.static_range(PARTS):
-        chunk = _load_path(
-            key_cache_ptr, value_cache_ptr, path[number], nodes, length, capacity, edge + number * CHUNK, column,
-            CHUNK, DK, BLOCK_DK, DV, BLOCK_DV,
-        )  # fmt: skip
-        loaded += (chunk,)
+        _, slot, stored = path[number]
+        loaded += (_load_path(key_cache_ptr, value_cache_ptr, slot, stored, column, DK, BLOCK_DK, DV, BLOCK_DV),)
     query = _load_queries(q_ptr + head * stride_qh + node * stride_qn, real, DK, BLOCK_DK)
     for number in tl.static_range(PARTS):
         start = edge + number * CHUNK
         if start < length + reach:
-            keys, values, slot = loaded[number]
+            keys, values = loaded[number]
+            of_path, slot, stored = path[number]
             acc, peak, total = _attend_to_path(
-                query, keys, values, path[number], slot, scales_ptr, positions_ptr, nodes, length, capacity, start,
-                last, position, slope, inner, outer, SOFTCAP, WINDOW, CHUNK, PRECISION,
+                query, keys, values, of_path, slot, stored, scales_ptr, positions_ptr, nodes, length, start, last,
+                position, slope, inner, outer, SOFTCAP, WINDOW, CHUNK, PRECISION,
             )  # fmt: skip
             _store_part(
                 parts_ptr, sums_ptr, part + number, nodes * GROUP, node * GROUP + head, real, column, acc, peak, total,
@@ -328,8 +347,8 @@ def _attend_to_tail(
 @triton.jit(do_not_specialize=["nodes", "spans"])
 def tree_kernel(
     q_ptr,  # [B, H, N, Dk] by its strides
-    key_cache_ptr, value_cache_ptr, scales_ptr,  # [B, Hkv, S, Dk], [B, Hkv, S, Dv], [B, Hkv, S, 2] or None
-    lengths_ptr,  # [B]
+    key_cache_ptr, value_cache_ptr, scales_ptr,  # [P, Hkv, S, Dk], [P, Hkv, S, Dv], [P, Hkv, S, 2] or None
+    table_ptr, lengths_ptr,  # [B, capacity / PAGE] or None (page b is row b), [B]
     tiles_ptr,  # [B, N * (COLUMNS + N)], see `tail_tiles`; None: the nodes are a chain
     positions_ptr, slopes_ptr,  # [B, N] by its stride, [H] or None
     parts_ptr, sums_ptr,  # float32 [B * Hkv, PARTS + spans, N * GROUP, Dv] and [B * Hkv, PARTS + spans, 2, N * GROUP]
@@ -337,8 +356,8 @@ def tree_kernel(
     inner, outer,  # factors of the scores inside and outside tanh
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr, FIRST: tl.constexpr, MOST: tl.constexpr, PARTS: tl.constexpr, PER_TILE: tl.constexpr,
-    COLUMNS: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr, WHOLE: tl.constexpr,
+    COLUMNS: tl.constexpr, PAGE: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Partial softmaxes of tail tiles into the first PARTS parts, and of spans into the others, the last span first.
 
@@ -364,13 +383,16 @@ def tree_kernel(
         tails = tl.load(path_ptr - COLUMNS + 3) * TILE_PARTS
 
     # The row of the batch and KV head.
-    edge = length // CHUNK * CHUNK
+    edge, first = length // CHUNK * CHUNK, pair * capacity
+    if table_ptr is not None:
+        table_ptr += batch * (capacity // PAGE)
+        first = kv_head * PAGE
     q_ptr += batch * stride_qb + kv_head * GROUP * stride_qh
-    key_cache_ptr += pair * capacity * DK
-    value_cache_ptr += pair * capacity * DV
+    key_cache_ptr += first * DK
+    value_cache_ptr += first * DV
     positions_ptr += batch * stride_p
     if scales_ptr is not None:
-        scales_ptr += pair * capacity * 2
+        scales_ptr += first * 2
     if slopes_ptr is not None:
         slopes_ptr += kv_head * GROUP
 
@@ -378,21 +400,22 @@ def tree_kernel(
     part = pair * (PARTS + spans)
     if (tail >= 0) & (tail < tails):
         _attend_to_tail(
-            q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, path_ptr, positions_ptr, slopes_ptr, parts_ptr, sums_ptr,
-            stride_qh, stride_qn, nodes, length, capacity, edge, part, tail, column, inner, outer, SOFTCAP, WINDOW,
-            GROUP, BLOCK_M, CHUNK, PARTS, PER_TILE, COLUMNS, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION, EARLY,
+            q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, path_ptr, positions_ptr, slopes_ptr,
+            parts_ptr, sums_ptr, stride_qh, stride_qn, nodes, length, capacity, edge, part, tail, column, inner, outer,
+            SOFTCAP, WINDOW, GROUP, BLOCK_M, CHUNK, PARTS, PER_TILE, COLUMNS, KV_HEADS, PAGE, DK, BLOCK_DK, DV,
+            BLOCK_DV, PRECISION, EARLY,
         )  # fmt: skip
     elif not WHOLE:
         program -= tails
         _attend_to_span(
-            q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, positions_ptr, slopes_ptr, parts_ptr, sums_ptr,
-            stride_qh, stride_qn, nodes, length, edge, part + PARTS, program // row_tiles, program % row_tiles, column,
-            inner, outer, SOFTCAP, WINDOW, GROUP, BLOCK_M, CHUNK, FIRST, MOST, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
-            EARLY,
+            q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, positions_ptr, slopes_ptr, parts_ptr,
+            sums_ptr, stride_qh, stride_qn, nodes, length, edge, part + PARTS, program // row_tiles,
+            program % row_tiles, column, inner, outer, SOFTCAP, WINDOW, GROUP, BLOCK_M, CHUNK, FIRST, MOST, KV_HEADS,
+            PAGE, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION, EARLY,
         )  # fmt: skip
     elif tail < 0:
         _attend_to_all_slots(
-            q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, positions_ptr, slopes_ptr, parts_ptr, sums_ptr,
-            stride_qh, stride_qn, nodes, length, edge, part + PARTS, program, column, inner, outer, SOFTCAP, WINDOW,
-            GROUP, BLOCK_M, CHUNK, FIRST, MOST, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION, EARLY,
+            q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, positions_ptr, slopes_ptr, parts_ptr,
+            sums_ptr, stride_qh, stride_qn, nodes, length, edge, part + PARTS, program, column, inner, outer, SOFTCAP,
+            WINDOW, GROUP, BLOCK_M, CHUNK, FIRST, MOST, KV_HEADS, PAGE, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION, EARLY,
         )  # fmt: skip

@@ -137,7 +137,7 @@ def _outputs(layer: Product, inputs: int) -> int:
     from ...quantised import layout_of
 
     weight = layer.weight
-    if not layer.kind and (weight.dim() != 2 or weight.shape[1] != inputs):
+    if not weight.dim() or (not layer.kind and (weight.dim() != 2 or weight.shape[1] != inputs)):
         raise ValueError(f"weight: expected [O, {inputs}], got {cpu_gemm.told(weight)}")
     outputs = layout_of(layer.kind).outputs([weight, layer.scales], inputs) if layer.kind else weight.shape[0]
     if layer.after is not None and outputs % 2:

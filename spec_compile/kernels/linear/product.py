@@ -73,6 +73,17 @@ class QkvHeads(NamedTuple):
     key_cache: Tensor
     value_cache: Tensor
     lengths: Tensor
+    table: Tensor | None = None
+
+    @property
+    def page(self) -> int:
+        """The slots of a page; 0 if each row has one page."""
+        return 0 if self.table is None or self.table.shape[1] == 1 else self.key_cache.shape[2]
+
+    @property
+    def slots(self) -> int:
+        """The slots of a row."""
+        return self.key_cache.shape[2] * (self.table.shape[1] if self.page else 1)
 
 
 @dataclass(frozen=True)

@@ -207,21 +207,23 @@ def product_sends(exchange: Exchange | None, stream: Tensor) -> bool:
 def product_to_heads(
     x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, q_norm: Tensor | None,
     k_norm: Tensor | None, head_eps: float, head_offset: float | None, key_cache: Tensor, value_cache: Tensor,
-    lengths: Tensor, scales: Tensor | None = None, kind: str = "", squares: Tensor | None = None, eps: float = 0.0,
+    lengths: Tensor, table: Tensor | None = None, scales: Tensor | None = None, kind: str = "",
+    squares: Tensor | None = None, eps: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """A linear layer to queries, keys and values, and what `tree_attention` does to them before it attends.
 
     x [B, N, I], weight [(H + 2 Hkv) D, I], bias [(H + 2 Hkv) D] or None; scales, kind, squares, eps: of `product`;
-    key_cache, value_cache [B, Hkv, S, D], and the others: of `attention.base.AttentionCall`. Nothing is written beyond
-    the last slot S. -> queries [B, N, H, D], normed and rotated.
+    key_cache, value_cache [P, Hkv, S, D], and the others: of `attention.base.AttentionCall`. Nothing is written beyond
+    the last slot of a row. -> queries [B, N, H, D], normed and rotated.
     """
-    heads = QkvHeads(cos, sin, q_norm, k_norm, head_eps, head_offset, key_cache, value_cache, lengths)
+    heads = QkvHeads(cos, sin, q_norm, k_norm, head_eps, head_offset, key_cache, value_cache, lengths, table)
     layer, plan = Product(x, weight, bias, scales, kind, _normed(squares, eps), heads), plan_of(x, weight, kind)
     if plan is None:
         return _plain_heads(plain_product(layer), heads)
     flat, size = as_rows(x), key_cache.shape[3]
     out = x.new_empty(len(flat), len(weight) - 2 * key_cache.shape[1] * size)
     heads = heads._replace(**{name: getattr(heads, name).contiguous() for name in ("cos", "sin", "lengths")})
+    heads = heads._replace(table=table.contiguous() if heads.page else None)
     bias = bias if bias is None else bias.contiguous()
     tile = appending(plan.tile(len(flat)), size if q_norm is not None else 0, card_of(x.device).memory)
     launch(replace(layer, x=flat, bias=bias, after=heads), out, plan.parts, tile)
@@ -230,8 +232,8 @@ def product_to_heads(
 
 @product_to_heads.register_fake
 def _(
-    x, weight, bias, cos, sin, q_norm, k_norm, head_eps, head_offset, key_cache, value_cache, lengths, scales=None,
-    kind="", squares=None, eps=0.0,
+    x, weight, bias, cos, sin, q_norm, k_norm, head_eps, head_offset, key_cache, value_cache, lengths, table=None,
+    scales=None, kind="", squares=None, eps=0.0,
 ):  # fmt: skip
     kv_heads, size = key_cache.shape[1], key_cache.shape[3]
     return x.new_empty(*x.shape[:-1], weight.shape[0] // size - 2 * kv_heads, size)
@@ -247,8 +249,7 @@ def _plain_heads(out: Tensor, heads: QkvHeads) -> Tensor:
 
         q, k = (rms_norm(x, w, heads.eps, heads.offset) for x, w in ((q, heads.q_norm), (k, heads.k_norm)))
     q, k = (ops.rotated(x, heads.cos, heads.sin) for x in (q, k))
-    ops.append(heads.key_cache, k, heads.lengths)
-    ops.append(heads.value_cache, v, heads.lengths)
+    ops.append_block(heads.key_cache, heads.value_cache, None, k, v, heads.lengths, heads.table)
     return q.transpose(1, 2).contiguous()
 
 

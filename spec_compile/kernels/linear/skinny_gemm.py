@@ -147,7 +147,8 @@ def launch(product: Product, out: Tensor | None, parts: int, tile: ProductTile, 
     stream, heads, exchange = (
         after if isinstance(after, each) else None for each in (ResidualStream, QkvHeads, Exchange)
     )
-    nodes, (_, kv_heads, capacity, size) = (heads.cos.shape[1], heads.key_cache.shape) if heads else (1, (0, 0, 0, 0))
+    nodes, (_, kv_heads, _, size) = (heads.cos.shape[1], heads.key_cache.shape) if heads else (1, (0, 0, 0, 0))
+    capacity, page = (heads.slots, heads.page) if heads else (0, 0)
     skinny_gemm_kernel[(grid[1], grid[0] * parts)](
         Matrix(x, units, x.stride(0)), Matrix(weight, scales, weight.stride(0)), product.bias, out, shared, before,
         stream, heads, (exchange.peers, exchange.state, exchange.words) if exchange else None,
@@ -157,7 +158,7 @@ def launch(product: Product, out: Tensor | None, parts: int, tile: ProductTile, 
         BLOCK_N=tile.block_n, BLOCK_O=tile.block_o, BLOCK_K=tile.block_k, CUT=CUT, PARTS=parts,
         TERMS=before.squares.shape[1] if before else 1, SQUARED=squared_columns(outputs),
         GATED=isinstance(after, Gate), EVEN=inputs % tile.block_k == 0, UNROLL=tile.unroll, PDL=early,
-        HEADS=out.shape[1] // size if heads else 0, KV_HEADS=kv_heads, D=size, FORMAT=form, GROUP=group,
+        HEADS=out.shape[1] // size if heads else 0, KV_HEADS=kv_heads, PAGE=page, D=size, FORMAT=form, GROUP=group,
         TABLE=look_up(layout.table) if layout and layout.table is not None else None, PTX=x.is_cuda,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=None if units is None else tile.registers,
         **({"launch_pdl": True} if early else {}),
@@ -232,7 +233,8 @@ def launch_many_rows(product: Product, out: torch.Tensor, parts: int, tile: Prod
         tile = (GATED_TILE if _fills_gated_tiles(product, parts) else tile).fitting(card_of(x.device).memory)
     stream, heads = (after if isinstance(after, each) else None for each in (ResidualStream, QkvHeads))
     height = tile.block_o // 2 if heads or isinstance(after, Gate) else tile.block_o
-    nodes, (_, kv_heads, capacity, size) = (heads.cos.shape[1], heads.key_cache.shape) if heads else (1, (0, 0, 0, 0))
+    nodes, (_, kv_heads, _, size) = (heads.cos.shape[1], heads.key_cache.shape) if heads else (1, (0, 0, 0, 0))
+    capacity, page = (heads.slots, heads.page) if heads else (0, 0)
     wide_kernel[(ceil_div(rows, tile.block_n), ceil_div(outputs, tile.block_o))](
         TensorDescriptor.from_tensor(x, [tile.block_n, tile.block_k]),
         TensorDescriptor.from_tensor(weight, [height, tile.block_k]),
@@ -240,6 +242,6 @@ def launch_many_rows(product: Product, out: torch.Tensor, parts: int, tile: Prod
         nodes, capacity,
         BLOCK_N=tile.block_n, HEIGHT=height, BLOCK_K=tile.block_k, CUT=CUT, PARTS=parts,
         TERMS=before.squares.shape[1] if before else 1, SQUARED=squared_columns(outputs),
-        GATED=isinstance(after, Gate), HEADS=out.shape[1] // size if heads else 0, KV_HEADS=kv_heads, D=size,
+        GATED=isinstance(after, Gate), HEADS=out.shape[1] // size if heads else 0, KV_HEADS=kv_heads, PAGE=page, D=size,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

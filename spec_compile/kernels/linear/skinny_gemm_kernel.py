@@ -125,8 +125,8 @@ def skinny_gemm_kernel(
     capacity, late, prefetch, RANKS: tl.constexpr, SHOTS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, CUT: tl.constexpr, PARTS: tl.constexpr, TERMS: tl.constexpr,
     SQUARED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
-    TABLE: tl.constexpr, PTX: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, FORMAT: tl.constexpr,
+    GROUP: tl.constexpr, TABLE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """out = x @ weight.T, and what stands around it. Grid (tiles of x's rows, tiles of the weights' rows * PARTS):
     programs that read the same weights begin together."""
@@ -155,7 +155,7 @@ def skinny_gemm_kernel(
     if EAGER and stream is not None:
         residual, norm = load_stream(stream, column, n, rows, height, stride_r)
     if EAGER and APPENDS:
-        loaded = load_for_heads(heads, column, n, rows, nodes, HEADS, KV_HEADS, D)
+        loaded = load_for_heads(heads, column, n, rows, nodes, capacity, HEADS, KV_HEADS, PAGE, D)
     if FORMAT is None:
         acc = _multiply(weight, x, o, n, begin, end, rows, inputs, late, BLOCK_N, BLOCK_O, BLOCK_K, EVEN, PDL)
     else:
@@ -174,7 +174,7 @@ def skinny_gemm_kernel(
         if not EAGER and stream is not None:
             residual, norm = load_stream(stream, column, n, rows, height, stride_r)
         if not EAGER and APPENDS:
-            loaded = load_for_heads(heads, column, n, rows, nodes, HEADS, KV_HEADS, D)
+            loaded = load_for_heads(heads, column, n, rows, nodes, capacity, HEADS, KV_HEADS, PAGE, D)
         if PARTS > 1:
             acc = _sum_of_parts(at, counter, BLOCK_N, BLOCK_O, PARTS)
         if before is not None:
@@ -185,8 +185,8 @@ def skinny_gemm_kernel(
             first, second = acc.reshape(HEIGHT, 2, BLOCK_N).permute(0, 2, 1).split()
         if APPENDS:
             store_heads(
-                first, second, loaded, out_ptr, heads, column, n, rows, nodes, capacity, HEADS, KV_HEADS, D, HEIGHT,
-                BLOCK_N,
+                first, second, loaded, out_ptr, heads, column, n, rows, nodes, capacity, HEADS, KV_HEADS, PAGE, D,
+                HEIGHT, BLOCK_N,
             )  # fmt: skip
         elif stream is not None:
             store_stream(acc, residual, norm, out_ptr, stream, column, n, tile, rows, height, BLOCK_N, HEIGHT, SQUARED)
@@ -283,10 +283,11 @@ def store(value, out_ptr, column, n, rows, height):
 
 @triton.jit
 def load_for_heads(
-    heads, pair, n, rows, nodes, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr
+    heads, pair, n, rows, nodes, capacity, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
+    D: tl.constexpr,
 ):  # fmt: skip
     """The inputs of `store_heads` besides the product: cos of x and of y, sin of x and of y [PAIRS, N], weights of
-    their norms [PAIRS, 1], which mean nothing without norms, and the rows' slots in the caches [N]."""
+    their norms [PAIRS, 1], which mean nothing without norms, and the rows' slots and their pages [N]."""
     half: tl.constexpr = D // 2
     head, d = pair // half, pair % half
     mask = (head < HEADS + KV_HEADS)[:, None] & (n < rows)[None, :]
@@ -300,7 +301,11 @@ def load_for_heads(
         d += half
         next_weight = tl.where(is_query, tl.load(heads.q_norm + d)[:, None], tl.load(heads.k_norm + d)[:, None])
     slot = tl.load(heads.lengths + n // nodes, mask=n < rows, other=0) + n % nodes
-    return cos, next_cos, sin, next_sin, weight, next_weight, slot
+    page = slot  # means nothing without a table
+    if heads.table is not None:
+        stored = (n < rows) & (slot < capacity)
+        page = tl.load(heads.table + n // nodes * (capacity // PAGE) + slot // PAGE, mask=stored, other=0)
+    return cos, next_cos, sin, next_sin, weight, next_weight, slot, page
 
 
 @triton.jit
@@ -316,17 +321,18 @@ def _inverse_rms(first, second, eps, D: tl.constexpr, PAIRS: tl.constexpr, N: tl
 @triton.jit
 def store_heads(
     first, second, loaded, out_ptr, heads, pair, n, rows, nodes, capacity, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    D: tl.constexpr, PAIRS: tl.constexpr, N: tl.constexpr,
+    PAGE: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Queries into out [rows, HEADS * D]; keys and values into the caches [B, KV_HEADS, capacity, D], node i of row b
-    of the batch at slot lengths[b] + i. loaded: by `load_for_heads`."""
+    """Queries into out [rows, HEADS * D]; keys and values into the caches, node i of row b of the batch at slot
+    lengths[b] + i, of the row's `capacity`. loaded: by `load_for_heads`. The caches are [B, KV_HEADS, capacity, D], or
+    with a table [P, KV_HEADS, PAGE, D]."""
     half: tl.constexpr = D // 2
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     head, d = pair // half, pair % half
     is_query, is_turned = head < HEADS, head < HEADS + KV_HEADS
 
     # Norm and rotate.
-    cos, next_cos, sin, next_sin, weight, next_weight, slot = loaded
+    cos, next_cos, sin, next_sin, weight, next_weight, slot, page = loaded
     x, y = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
     a, b = x, y
     if heads.q_norm is not None:
@@ -346,10 +352,14 @@ def store_heads(
     tl.store(out_ptr + at + half, y, mask=mask)
 
     # Keys, and values, whose heads follow the keys' heads.
-    batch = (n // nodes).to(tl.int64)
     is_key, kv_head = is_turned & (head >= HEADS), (head - HEADS) % KV_HEADS
-    at = (batch * KV_HEADS * capacity + slot)[None, :] * D + (kv_head.to(tl.int64) * capacity * D + d)[:, None]
     stored = (inside & (slot < capacity))[None, :]
+    if heads.table is None:
+        page = n // nodes
+    else:
+        capacity, slot = PAGE, slot % PAGE
+    at = (page.to(tl.int64) * KV_HEADS * capacity + slot)[None, :] * D
+    at += (kv_head.to(tl.int64) * capacity * D + d)[:, None]
     mask = is_key[:, None] & stored
     tl.store(heads.key_cache + at, as_stored(x, heads.key_cache), mask=mask)
     tl.store(heads.key_cache + at + half, as_stored(y, heads.key_cache), mask=mask)
@@ -400,7 +410,7 @@ def wide_kernel(
     bias_ptr, out_ptr, before, stream, heads, rows, outputs, inputs, stride_r, nodes, capacity,
     BLOCK_N: tl.constexpr, HEIGHT: tl.constexpr, BLOCK_K: tl.constexpr, CUT: tl.constexpr, PARTS: tl.constexpr,
     TERMS: tl.constexpr, SQUARED: tl.constexpr, GATED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
+    PAGE: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """out = x @ weight.T, and what stands around it. Grid (tiles of x's rows, tiles of the weights' rows): programs
     that read the same weights begin together."""
@@ -429,9 +439,9 @@ def wide_kernel(
         if PAIRED:
             second += load_bias(bias_ptr, next_r)[:, None]
     if APPENDS:
-        loaded = load_for_heads(heads, column, n, rows, nodes, HEADS, KV_HEADS, D)
+        loaded = load_for_heads(heads, column, n, rows, nodes, capacity, HEADS, KV_HEADS, PAGE, D)
         store_heads(
-            first, second, loaded, out_ptr, heads, column, n, rows, nodes, capacity, HEADS, KV_HEADS, D, HEIGHT,
+            first, second, loaded, out_ptr, heads, column, n, rows, nodes, capacity, HEADS, KV_HEADS, PAGE, D, HEIGHT,
             BLOCK_N,
         )  # fmt: skip
     elif stream is not None:

@@ -182,7 +182,7 @@ Bytes bytes_of(const char* name, const Heads& x, const Attention& call, int64_t 
 
 // Refuse addresses with which the kernel would write over what it reads.
 void check_memory(const Attention& call) {
-    const int64_t size = call.is_bfloat16 ? 2 : 4, slots = call.batch * call.kv_heads * call.slots;
+    const int64_t size = call.is_bfloat16 ? 2 : 4, slots = call.pages * call.kv_heads * call.slots;
     const int64_t tokens = call.batch * call.nodes;
     const Bytes written[] = {bytes_of("key_cache", call.key_cache, slots * call.key_dim, size),
                              bytes_of("value_cache", call.value_cache, slots * call.value_dim, size)};
@@ -192,7 +192,8 @@ void check_memory(const Attention& call) {
         bytes_of("v", call.v, call, call.kv_heads, size, call.value_dim),
         bytes_of("cos", call.cos, tokens * call.key_dim, size), bytes_of("sin", call.sin, tokens * call.key_dim, size),
         bytes_of("lengths", call.lengths, call.batch, 8), bytes_of("ancestors", call.ancestors, tokens, 8),
-        bytes_of("positions", call.positions, tokens, 8), bytes_of("sinks", call.sinks, call.heads, 4)};
+        bytes_of("positions", call.positions, tokens, 8), bytes_of("sinks", call.sinks, call.heads, 4),
+        bytes_of("table", call.table, call.batch * call.columns, 4)};
     for (const Bytes& cache : written) {
         if (!cache.begin) refuse(std::string(cache.name) + ": it has no memory");
         for (const Bytes& other : read)
@@ -204,12 +205,20 @@ void check_memory(const Attention& call) {
 
 // Refuse numbers with which the kernel would leave the cache, or would sum over other slots than the call sees.
 void check_numbers(const Attention& call) {
+    if (call.table && call.slots != kBlock)
+        refuse("key_cache: expected pages of " + std::to_string(kBlock) + " slots, got " + std::to_string(call.slots));
     const auto at = [](int64_t b) { return "[" + std::to_string(b) + "]"; };
     for (int64_t b = 0; b < call.batch; b++) {
-        const int64_t length = call.lengths[b], most = call.slots - call.nodes;
+        const int64_t length = call.lengths[b], most = call.slots * call.columns - call.nodes;
         if (length < 0 || length > most)
             refuse("lengths" + at(b) + ": expected 0 to " + std::to_string(most) + ", so that " +
                    std::to_string(call.nodes) + " tokens fit into the cache, got " + std::to_string(length));
+        for (int64_t c = 0; call.table && c * kBlock < length + call.nodes; c++) {
+            const int64_t page = call.table[b * call.columns + c];
+            if (page < 0 || page >= call.pages)
+                refuse("table" + at(b) + at(c) + ": expected 0 to " + std::to_string(call.pages - 1) +
+                       ", a page of the cache, got " + std::to_string(page));
+        }
         int64_t least = length;
         for (int64_t n = 0; n < call.nodes && call.window; n++) {
             const int64_t position = call.positions[b * call.nodes + n];
@@ -235,16 +244,17 @@ NB_MODULE(_cpu_attention, m) {
     m.def("attend", [](uintptr_t q, nb::tuple q_strides, uintptr_t k, nb::tuple k_strides, uintptr_t v,
                        nb::tuple v_strides, uintptr_t key_cache, uintptr_t value_cache, uintptr_t cos, uintptr_t sin,
                        uintptr_t lengths, uintptr_t ancestors, uintptr_t positions, uintptr_t sinks, uintptr_t out,
-                       nb::tuple shape, float inner, float outer, bool softcap, bool is_bfloat16, int64_t window,
-                       int level, unsigned threads) {
+                       uintptr_t table, nb::tuple shape, float inner, float outer, bool softcap, bool is_bfloat16,
+                       int64_t window, int level, unsigned threads) {
         const auto size = [&](int i) { return nb::cast<int64_t>(shape[i]); };
         const Attention call{heads_of(q, q_strides), heads_of(k, k_strides), heads_of(v, v_strides),
                              reinterpret_cast<void*>(key_cache), reinterpret_cast<void*>(value_cache),
                              reinterpret_cast<const void*>(cos), reinterpret_cast<const void*>(sin),
                              reinterpret_cast<const int64_t*>(lengths), reinterpret_cast<const int64_t*>(ancestors),
                              reinterpret_cast<const int64_t*>(positions), reinterpret_cast<const float*>(sinks),
-                             reinterpret_cast<void*>(out), size(0), size(1), size(2), size(3), size(4), size(5),
-                             size(6), inner, outer, softcap, is_bfloat16, window};
+                             reinterpret_cast<void*>(out), reinterpret_cast<const int32_t*>(table), size(0), size(1),
+                             size(2), size(3), size(4), size(5), size(6), size(7), size(8), inner, outer, softcap,
+                             is_bfloat16, window};
         check_memory(call);
         check_numbers(call);
         nb::gil_scoped_release without_lock;

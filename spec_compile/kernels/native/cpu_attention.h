@@ -10,12 +10,15 @@ struct Heads {
 
 struct Attention {
     Heads q, k, v;
-    void *key_cache, *value_cache;                   // [batch, kv_heads, slots, key_dim or value_dim]
+    void *key_cache, *value_cache;                   // [pages, kv_heads, slots, key_dim or value_dim]
     const void *cos, *sin;                           // [batch, nodes, key_dim], or null: q and k are rotated already
     const int64_t *lengths, *ancestors, *positions;  // [batch], [batch, nodes] or null, [batch, nodes]
     const float* sinks;                              // [heads], or null
     void* out;                                       // [batch, nodes, heads, value_dim]
-    int64_t batch, heads, kv_heads, nodes, slots, key_dim, value_dim;
+    // [batch, columns], or null. Slot s of sequence b is slot s % kBlock of page table[b, s / kBlock], and a page has
+    // kBlock slots. Without a table there is one page for each sequence, which has all of its slots.
+    const int32_t* table;
+    int64_t batch, heads, kv_heads, nodes, pages, slots, columns, key_dim, value_dim;
     // A score in base 2 is q k * outer, or with softcap outer * tanh(q k * inner / (2 log2 e)).
     float inner, outer;
     bool softcap, is_bfloat16;
@@ -48,6 +51,12 @@ struct Work {
     int64_t key_units() const { return padded(in_pairs ? (call.key_dim + 1) / 2 : call.key_dim); }
     int64_t value_columns() const { return padded(call.value_dim); }
     int64_t width() const { return value_columns() + kPad; }
+    // Slots of the caches before a slot of KV head h of sequence b.
+    int64_t slots_before(int64_t b, int64_t h, int64_t slot) const {
+        if (!call.table) return (b * call.kv_heads + h) * call.slots + slot;
+        const int64_t page = call.table[b * call.columns + slot / kBlock];
+        return (page * call.kv_heads + h) * kBlock + slot % kBlock;
+    }
     // Slots of sequence b that are taken in blocks for all rows: all in a causal chunk, or the whole blocks of
     // committed tokens.
     int64_t shared_end(int64_t b) const {

@@ -154,13 +154,19 @@ template <class S> struct Panels {
     }
 
     KERNEL const Number* slot(const void* cache, int64_t b, int64_t h, int64_t slot, int64_t size) const {
-        return static_cast<const Number*>(cache) + ((b * work.call.kv_heads + h) * work.call.slots + slot) * size;
+        return static_cast<const Number*>(cache) + work.slots_before(b, h, slot) * size;
     }
 
-    // `count` keys from a slot on, up to kBlock; the others are zeros. The next `ahead` slots are fetched, too.
-    APART void load_keys(int64_t b, int64_t h, int64_t first, int64_t count, int64_t ahead) {
-        const int64_t size = work.call.key_dim, next = ahead ? kBlock * size : 0;
-        for (int64_t i = 0; i < kBlock; i++) at[i] = slot(work.call.key_cache, b, h, first + (i < count ? i : 0), size);
+    // Numbers from the block at slot `first` to the next one.
+    KERNEL int64_t distance(const void* cache, int64_t b, int64_t h, int64_t first, int64_t size) const {
+        return slot(cache, b, h, first + kBlock, size) - slot(cache, b, h, first, size);
+    }
+
+    // The first `count` keys of the block at slot `first`; the others are zeros. `ahead` fetches the next block, too.
+    APART void load_keys(int64_t b, int64_t h, int64_t first, int64_t count, bool ahead) {
+        const int64_t size = work.call.key_dim, next = ahead ? distance(work.call.key_cache, b, h, first, size) : 0;
+        const Number* const keys_at = slot(work.call.key_cache, b, h, first, size);
+        for (int64_t i = 0; i < kBlock; i++) at[i] = keys_at + (i < count ? i : 0) * size;
         for (int64_t i = count; i < kBlock; i++) at[i] = zeros;
         fill_up(at, count, size, copies);
         for (int64_t i = 0; i < (count + kLanes - 1) / kLanes * kLanes; i += kLanes)
@@ -180,9 +186,9 @@ template <class S> struct Panels {
             for (int64_t i = (count + kLanes - 1) / kLanes * kLanes; i < kBlock; i++) keys[u * kBlock + i] = 0.f;
     }
 
-    // Values of `count` keys, which `at` has; `ahead` is as above.
-    APART void join_values(int64_t count, int64_t ahead) {
-        const int64_t size = work.call.value_dim, columns = work.value_columns(), next = ahead ? kBlock * size : 0;
+    // Values of `count` keys, which `at` has; those `next` numbers further are fetched, too, but for 0.
+    APART void join_values(int64_t count, int64_t next) {
+        const int64_t size = work.call.value_dim, columns = work.value_columns();
         fill_up(at, count, size, copies);
         if (count < kBlock) at[count] = zeros;
         float* out = values;
@@ -194,9 +200,11 @@ template <class S> struct Panels {
             }
     }
 
-    KERNEL void load_values(int64_t b, int64_t h, int64_t first, int64_t count, int64_t ahead) {
-        for (int64_t i = 0; i < count; i++) at[i] = slot(work.call.value_cache, b, h, first + i, work.call.value_dim);
-        join_values(count, ahead);
+    KERNEL void load_values(int64_t b, int64_t h, int64_t first, int64_t count, bool ahead) {
+        const int64_t size = work.call.value_dim;
+        const Number* const values_at = slot(work.call.value_cache, b, h, first, size);
+        for (int64_t i = 0; i < count; i++) at[i] = values_at + i * size;
+        join_values(count, ahead ? distance(work.call.value_cache, b, h, first, size) : 0);
     }
 };
 
@@ -288,7 +296,7 @@ KERNEL void shared_blocks(const Work& work, int64_t b, int64_t h, int64_t row, i
     const int64_t highest = bounds_of(work, b, (row + rows - 1) / group).last;
     for (int64_t at = begin; at < std::min(end, highest); at += kBlock) {
         const int64_t count = std::min(kBlock, std::min(work.shared_end(b), highest) - at);
-        const int64_t ahead = at + 2 * kBlock <= std::min(end, highest);
+        const bool ahead = at + 2 * kBlock <= std::min(end, highest);
         bool loaded = false;
         for (int64_t r = 0; r < rows; r += kTile) {
             const int64_t here = std::min(kTile, rows - r);
@@ -372,7 +380,7 @@ KERNEL void tail(const Work& work, int64_t b, int64_t h, float* states, float* n
     const float* const queries = reinterpret_cast<const float*>(work.queries_of(b, h));
     float* const scores = memory.take(work.rows() * 2 * kBlock);
     for (int64_t at = begin; at < end; at += kBlock) {
-        panels.load_keys(b, h, at, std::min(kBlock, end - at), 0);
+        panels.load_keys(b, h, at, std::min(kBlock, end - at), false);
         product<S>(work.rows(), queries, units, panels.keys, kBlock, units, scores + at - begin, 2 * kBlock, nullptr);
     }
     cap(work.call, scores, work.rows() * 2 * kBlock);
@@ -458,7 +466,7 @@ template <class S> KERNEL void prepare(const Work& work, int64_t b, int64_t h) {
             const int64_t at = b * heads.batch_stride + head * heads.head_stride + n * heads.node_stride;
             return static_cast<const Number*>(heads.at) + at;
         };
-        const int64_t slot = (b * call.kv_heads + h) * call.slots + call.lengths[b] + n;
+        const int64_t slot = work.slots_before(b, h, call.lengths[b] + n);
         const int64_t key_bytes = call.key_dim * sizeof(Number), value_bytes = call.value_dim * sizeof(Number);
         const auto copy_turned = [&](Number* to, const Number* from) {
             const int64_t at = (b * call.nodes + n) * call.key_dim;
