@@ -10,19 +10,14 @@ from torch import Tensor
 from ..outcome import Outcome
 from ..runtime.pipeline import AHEAD, InFlightRound, RoundPipeline, check_gained
 from ..runtime.runtime import Runtime
-from ..runtime.session import Kind, MixedKind, Piece, Session, StepKind
-from ..runtime.state import MOST_LATE
-from ..runtime.verify.sample import DrawInRound, DrawRows, RowSettings, accept_greedy
+from ..runtime.session import Session, StepKind
+from ..runtime.verify.sample import DrawRows, RowSettings, accept_greedy
 from ..tree import Accepted, Tree, ancestry
 from .output import look_ahead
 from .pages import pages_of
-from .prefill import COMMON_STEP, PrefillRows
+from .prefill import PrefillRows
 from .rows import Rows
 from .sequence import BatchSequence
-
-RIDDEN_ROWS, RIDDEN_NODES, RIDDEN_SHARE = 16, 16, 4
-"""Fewest rows of a round that takes prompts with it, and most nodes of its trees, which take one token in RIDDEN_SHARE
-of a common step."""
 
 
 class DecodeRows(Rows):
@@ -33,7 +28,7 @@ class DecodeRows(Rows):
         super().__init__(runtime, number, capacity, pages)
         self.rounds_by_nodes: Counter[int] = Counter()
         self.pipeline = RoundPipeline[BatchSequence](runtime)
-        self._settings: RowSettings | None = None
+        self._settings = RowSettings()
         """All that any row so far was drawn with; rounds are captured for that, rather than anew for every mixture."""
 
     @property
@@ -42,6 +37,7 @@ class DecodeRows(Rows):
 
     @property
     def is_on_host(self) -> bool:
+        """True if the host chooses the tokens of a row."""
         return any(sequence.is_on_host for sequence in self.active)
 
     @property
@@ -50,13 +46,10 @@ class DecodeRows(Rows):
         session = self.session(max((sequence.row for sequence in self.active), default=0) + 1)
         return min(session.policies[StepKind.ROUND].costs.measured.values(), default=None)
 
-    def merge(self, settings: RowSettings | None) -> None:
-        """Rows are drawn like this, too."""
-        self._settings = self._settings if settings is None else settings.merge(self._settings)
-
     def enter(self, sequence: BatchSequence) -> None:
         """A prompt that is done has been moved to row `sequence.row`."""
-        self.merge(sequence.settings)
+        self.sequences[sequence.row] = sequence
+        self._settings = self._settings.merge(sequence.settings)
         self.state.finished[sequence.row].fill_(False)
         self._hindsight("forget", sequence.row)
 
@@ -65,122 +58,83 @@ class DecodeRows(Rows):
 
         is_over: False if it will go on in another row, so that its text is not drafted from until then.
         """
-        row, sequences = sequence.row, self.active
-        self.sequences[row] = None
+        row, self.sequences[sequence.row] = sequence.row, None
         length, shares = (sequence.length, sequence.request.share_text) if is_over else (0, False)
         try:
             self.runtime.guard(self.all.drafter.leave, self.state, row, length, shares)
-            # The drafter processes all tokens that it is late by, so that others can go on from what it has.
-            if self.pipeline.late and self.runtime.algorithm.remembers:
-                session = self.session(max(each.row for each in sequences) + 1)
-                self.pipeline.catch_up(session, max(each.length for each in sequences))
+            self.catch_up(sequence)
         finally:
             self.vacate(row)
         self.runtime.records.keep()
 
+    def catch_up(self, sequence: BatchSequence) -> None:
+        """Let the drafter process all tokens that it is late by, so that others can go on from what it has of a
+        sequence, which has left its row just now."""
+        if self.pipeline.late and self.runtime.algorithm.remembers:
+            sequences = [*self.active, sequence]
+            session = self.session(max(each.row for each in sequences) + 1)
+            self.pipeline.catch_up(session, max(each.length for each in sequences))
+
     def known(self, sequence: BatchSequence) -> int:
         """The first slots of a row that the target and the draft have written, and will not write again."""
-        return max(sequence.length - self.pipeline.late - max(self.runtime.algorithm.ahead - 1, 0), 0)
+        return sequence.length - self.pipeline.late
 
     def lacking(self, rounds: int | None = None) -> list[tuple[BatchSequence, int]]:
         """The sequences that lack pages, and how many, for all that their rows may write until `rounds` more rounds are
-        over; None: as many as may still be launched.
+        over; None: as many as may be in flight.
 
         The host knows a length of 100, a round over 16 nodes is in flight, and another one will be launched: its row
         may have 116 tokens by then, and writes 16 nodes after them, to the slots up to 131, on 3 pages of 64.
         """
         if rounds is None:
             rounds = max((AHEAD if self.runtime.on_gpu else 1) - len(self.pipeline), 0)
-        lookahead = self.runtime.algorithm.plan.lookahead_slots
-        after = 1 + self.pipeline.nodes + rounds * self.runtime.sizes[-1] + lookahead
-        rows = ((sequence, pages_of(sequence.length + after) - len(sequence.pages)) for sequence in self.active)
+        after = self.pipeline.nodes + rounds * self.runtime.sizes[-1] + self.runtime.algorithm.plan.lookahead_slots
+        rows = ((sequence, pages_of(sequence.length + 1 + after) - len(sequence.pages)) for sequence in self.active)
         return [(sequence, count) for sequence, count in rows if count > 0]
 
-    def shift(self, sequence: BatchSequence, to: int, target: Rows | None = None) -> None:
-        self._hindsight("move", sequence.row, to)
-        super().shift(sequence, to, target)
+    def moved(self, row: int, to: int) -> None:
+        self._hindsight("move", row, to)
 
-    def riding_session(self, rows: int) -> Session:
-        """The session of rounds over the first `rows` rows that take prompts with them. Few rows more are no cost then,
-        and fewer sessions have such steps."""
-        return self.session(max(rows, min(RIDDEN_ROWS, len(self.sequences))))
+    def launch(self, prompts: PrefillRows | None = None) -> None:
+        """Begin as many rounds as may be in flight, and as rows have pages for.
 
-    def riding_nodes(self, session: Session) -> int:
-        """Nodes of the trees of a round that drafts and takes prompts with it; 1: none drafts.
-
-        There is one such size, because a step is captured for each: 8 nodes with 16 rows, and 2 with 64.
+        prompts: pieces of them ride along, unless the host chooses the tokens of a row.
         """
-        if self.runtime.algorithm.plan.draws:  # the tokens depend on which drafts are verified
-            return self.runtime.algorithm.plan.nodes
-        most = min(RIDDEN_NODES, COMMON_STEP // RIDDEN_SHARE // session.batch)
-        return max((size for size in session.policies[StepKind.ROUND].sizes if size <= most), default=1)
-
-    def launch(self, prompts: PrefillRows) -> bool:
-        """Begin a round, if one more may be in flight, and rows have pages for it; returns whether one was begun.
-        Pieces of the prompts ride along if a step for them is captured."""
-        # Its rows need pages for all that it may write.
-        sequences, on_host = self.active, self.is_on_host
-        if not sequences or not self.pipeline.may_launch(sequences, on_host):
-            return False
-        if self.lacking(1):  # guard: pages-of-rounds
-            return False
-
-        # Its tokens, and the prompts that it takes with it.
-        rows, pieces, acceptor = sequences[-1].row + 1, self.pieces(prompts), self._acceptor
-        session = self.riding_session(rows) if pieces else self.session(rows)
-        kind = StepKind.LOOK if on_host or acceptor else StepKind.ROUND
-
-        def begin(nodes: int, max_kv_len: int) -> Callable[[], list[list[int]]]:
-            accept = partial(self._accept_rows, session, sequences) if on_host else acceptor
-            if not pieces:
-                return session.launch(accept, nodes, max_kv_len)
-            piece = pieces[nodes]
-            slots, shares = max(max_kv_len, prompts.max_kv_len(session, piece.size)), prompts.ride(piece)
-            read = session.launch(accept, nodes, slots, piece=piece)
-            prompts.advance(shares)
-            return read
-
-        longest = max(sequence.length for sequence in sequences)
-        self.pipeline.launch(session, kind, sequences, longest, begin, max(pieces, default=None))
-        return True
-
-    def pieces(self, prompts: PrefillRows) -> dict[int, Piece]:
-        """By the nodes that the next round may have, the piece of the prompts that rides along; empty if none does."""
         sequences = self.active
-        if not (sequences and prompts.rides) or self.is_on_host:
-            return {}
-        # While many prompts wait, no row drafts, unless its tokens depend on that.
-        session, kind = self.riding_session(sequences[-1].row + 1), self._acceptor or StepKind.ROUND
-        nodes = {1} if prompts.is_behind and not self.runtime.algorithm.plan.draws else {1, self.riding_nodes(session)}
-        pieces = {size: piece for size in nodes if (piece := prompts.piece(session, kind, size)) is not None}
-        if len(pieces) == len(nodes):
-            return pieces
-        return {1: pieces[1]} if 1 in pieces and not self.runtime.algorithm.plan.draws else {}
+        if not sequences:
+            return
+        on_host = self.is_on_host
+        kind = StepKind.LOOK if on_host or any(sequence.settings for sequence in sequences) else StepKind.ROUND
+        longest, rows = max(sequence.length for sequence in sequences), sequences[-1].row + 1
+        while self.pipeline.may_launch(sequences, on_host) and not self.lacking(1):  # guard: pages-of-rounds
+            session = self.session(rows)
+            begin: Callable = partial(self._begin, session, kind, sequences, on_host)
+            nodes = None
+            if prompts is not None and prompts.rides and not on_host:
+                session = self.session(max(rows, 2))  # parts for one row take no further rows
+                nodes = None if self.runtime.algorithm.plan.sizes == "fixed" else 1
+                begin = partial(self._begin_mixed, session, kind, prompts)
+            self.pipeline.launch(session, kind, sequences, longest, begin, nodes)
 
-    def steps(self, width: int, prompts: PrefillRows) -> list[tuple[Kind, int]]:
-        """The steps of greedy rounds over the first `width` rows, and of drawn ones if rows are drawn, to be made
-        ahead: by themselves and with pieces of prompts."""
-        # Rounds without prompts.
-        session, drawn = self.session(width), self._settings
-        kinds: list[StepKind | DrawInRound] = [StepKind.ROUND, *([] if drawn is None else [DrawRows(drawn)])]
-        sizes = session.policies[StepKind.ROUND].sizes
-        steps: list[tuple[Kind, int]] = [(kind, nodes) for kind in kinds for nodes in sizes]
-        # Rounds that take prompts with them: parts for one row take no further rows.
-        if prompts.step_sizes and width > 1 and self.riding_session(width) is session:
-            steps += [
-                (MixedKind(kind, piece), nodes)
-                for kind in kinds
-                for nodes in sorted({1, self.riding_nodes(session)})
-                for piece in prompts.pieces(width, nodes)
-            ]
-        return [*steps, *(session.proposal_steps(MOST_LATE) if self.pipeline.tree_size else [])]
+    def _begin(
+        self, session: Session, kind: StepKind, sequences: list[BatchSequence], on_host: bool, nodes: int,
+        max_kv_len: int,
+    ) -> Callable[[], list[list[int]]]:  # fmt: skip
+        """Begin a round; see `RoundPipeline.launch`."""
+        if on_host:
+            return session.launch(partial(self._accept_rows, session, sequences), nodes, max_kv_len)
+        return session.launch(DrawRows(self._settings) if kind is StepKind.LOOK else None, nodes, max_kv_len)
 
-    @property
-    def _acceptor(self) -> DrawRows | None:
-        """Draws in the next round; None if all rows take the likeliest tokens."""
-        if self._settings is None or not any(sequence.settings for sequence in self.active):
-            return None
-        return DrawRows(self._settings)
+    def _begin_mixed(
+        self, session: Session, kind: StepKind, prompts: PrefillRows, nodes: int, max_kv_len: int
+    ) -> Callable[[], list[list[int]]]:  # fmt: skip
+        """Begin a round with a piece of the prompts; see `RoundPipeline.launch`."""
+        piece = prompts.piece(session.batch, nodes)
+        acceptor = DrawRows(self._settings) if kind is StepKind.LOOK else None
+        slots = max(max_kv_len, session.max_kv_len(prompts.longest(piece)))
+        read = session.launch(acceptor, nodes, slots, piece=piece)
+        prompts.rode(piece)
+        return read
 
     def collect(self) -> list[BatchSequence]:
         """Wait for the round that was launched first; returns the sequences that gained tokens in it."""
@@ -221,8 +175,8 @@ class DecodeRows(Rows):
         device, state = logits.device, session.state
         # All rows at once, then those whose acceptors choose.
         ancestors, depth = ancestry(tree.parents)
-        if acceptor := self._acceptor:
-            accepted = acceptor(state, tree, ancestors, depth, logits)
+        if any(sequence.settings for sequence in sequences):
+            accepted = DrawRows(self._settings)(state, tree, ancestors, depth, logits)
         else:
             accepted = accept_greedy(tree, ancestors, depth, state.forbid_early_eos(logits, depth))
         ranks = self.runtime.options.ranks
@@ -244,6 +198,7 @@ class DecodeRows(Rows):
 
     def _ask_acceptors(self, sequences: list[BatchSequence], tree: Tree, logits: Tensor, accepted: Accepted) -> None:
         """Replace what was accepted of the rows that have an acceptor."""
+        device, state = logits.device, self.state
         for sequence in sequences:
             if sequence.acceptor is None:
                 continue
@@ -252,19 +207,21 @@ class DecodeRows(Rows):
             tokens, parents, real = (part[row : row + 1] for part in (tree.tokens, tree.parents, tree.real))
             try:
                 result = sequence.acceptor(Tree(tokens, parents, real, probs), logits[row : row + 1])
-                tokens, vocab = result.tokens, logits.shape[-1]
-                if not bool(((tokens >= 0) & (tokens < vocab)).all()):  # guard: chosen-tokens
-                    raise ValueError(
-                        f"logits_processor: its scores choose a token outside the vocabulary of {vocab} tokens"
-                    )
+                check_tokens(result.tokens, logits.shape[-1])  # guard: chosen-tokens
             except Exception as error:  # its own logits processor or criterion failed; the others go on
                 sequence.failure = error
-                self.state.finished[row].fill_(True)
+                state.finished[row].fill_(True)
                 continue
             for part in ("path", "tokens", "count"):
-                getattr(accepted, part)[row : row + 1] = getattr(result, part).to(logits.device)
+                getattr(accepted, part)[row : row + 1] = getattr(result, part).to(device)
 
     def _hindsight(self, what: str, *rows: int) -> None:
         hindsight = self.all.policies[StepKind.ROUND].hindsight
         if hindsight is not None:
             getattr(hindsight, what)(*rows)
+
+
+def check_tokens(tokens: Tensor, vocab_size: int) -> None:
+    """ValueError if a token is outside the vocabulary, which would end the rounds of all rows."""
+    if not bool(((tokens >= 0) & (tokens < vocab_size)).all()):
+        raise ValueError(f"logits_processor: its scores choose a token outside the vocabulary of {vocab_size} tokens")

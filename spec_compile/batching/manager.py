@@ -22,7 +22,6 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from ..errors import RequestError
 from ..runtime.generate import SpeculativeMixin
-from ..runtime.verify.sample import RowSettings
 from .intake import Intake, child_name
 from .metrics import Metrics
 from .output import Output
@@ -104,14 +103,9 @@ class Manager(ContinuousBatchingManager):
         """Nothing: our attention serves."""
 
     def warmup(self) -> None:
-        """Compile and capture what rounds and prompts of all widths need, and drawn rounds if requests sample by
-        default."""
-        config, settings = self.generation_config, None
-        if config.do_sample:
-            excluded = 1 - config.top_p if config.top_p is not None and config.top_p < 1 else -1.0
-            settings = RowSettings(config.top_k or 0, excluded, config.min_p or 0.0)
+        """Compile and capture what rounds and prompts of all widths need."""
         with self._engine.turns, torch.inference_mode(False), torch.no_grad():
-            self.scheduler.warmup(settings)
+            self.scheduler.warmup()
         self.warmed_up = True
 
     def start(self) -> None:
@@ -399,10 +393,7 @@ class Manager(ContinuousBatchingManager):
                 with self._lock:
                     self._sequences.pop(sequence.request_id, None)
                 self.metrics.finish(sequence)
-                # A draft learns from it, unless its text is forgotten or ids do not say all of its prompt.
-                shares = sequence.request.share_text is not False and not sequence.has_pictures
-                if self._engine.online is not None and shares and sequence.finish_reason in ("stop", "length"):
-                    self._engine.online.keep(sequence.prompt, sequence.tokens)
+                self._learn(sequence)
         for output in outputs:
             try:
                 self.output_router.deliver(output)
@@ -413,3 +404,14 @@ class Manager(ContinuousBatchingManager):
                     observer(output)
                 except Exception:
                     log.exception("request %s: an observer failed", output.request_id)
+
+    def _learn(self, sequence: BatchSequence) -> None:
+        """Let a draft learn from an answer, unless its text is forgotten or ids do not say all of its prompt."""
+        learner = self._engine.online
+        if (
+            learner is not None
+            and sequence.finish_reason in ("stop", "length")
+            and sequence.request.share_text is not False
+            and not sequence.has_pictures
+        ):
+            learner.keep(sequence.prompt, sequence.tokens)

@@ -1,39 +1,39 @@
-"""Prompts are processed along with the rounds of other requests or between them, in rows of a cache that only they use.
-When a prompt is done, its row moves to one of those that decode.
+"""Prompts are processed in chunks between the rounds of other requests, in rows of a cache that only they use.
+
+A prompt never touches the rows that decode. When it is done, its row moves to one of them. A request whose row was
+taken for others comes back as a prompt of its text so far.
 """
 
 from collections.abc import Callable
 from functools import cached_property, partial
 
-import numpy as np
 import torch
 
 from ..runtime.request import OwnPrefill
 from ..runtime.round import STEP_COST, chunks
 from ..runtime.runtime import Runtime
-from ..runtime.session import MixedKind, Piece, Session, StepKind
-from ..runtime.verify.sample import DrawInRound
+from ..runtime.session import Piece, Session, StepKind
 from ..tree import MAX_NODES
 from .rows import Rows
 from .sequence import BatchSequence
 
 PREFILL_ROWS = {"cpu": 1, "cuda": 16}
-"""Prompts that are processed together at most: on a CPU their cost adds up, on a GPU they share reads of weights."""
+"""Prompts that are processed together at most: on a CPU their cost adds up, on a GPU the weights are read once for
+all."""
 TURN, ASIDE = 256, 8
 """Where there is one row for prompts: tokens of a prompt after which one of another client goes on, and prompts that
 may wait for that."""
 ABOUT = 1.5
 """A chunk that takes at most this many times as long as a round counts as one that takes as long."""
-STEPS_OF_TOKENS = (256, 512, 1024)
+STEPS = 4
+"""Prompts that need more chunks of the largest size are not planned to their ends."""
+STEPS_OF_TOKENS = (128, 256, 512)
 """Tokens of a step that holds a round and a piece of prompts: what products compute at once. 576 rows take as long as
 768, and 512 about 0.6 of that."""
-COMMON_STEP, BACKLOG = 512, 4
-"""A step has more tokens than `COMMON_STEP`, and no drafts, only while prompts that may begin need `BACKLOG` of the
-largest steps: rows that decode wait 1.8 times as long for 1,024 tokens, and prompts take 0.86 of the time."""
-SLICE = 32
-"""Tokens of a slice at most. Attention takes 128 rows at once: 32 tokens with 4 query heads for each KV head."""
-DRAFTED_ROWS = 4
-"""Prompts that may ride along at once where a draft processes them, too, of each as many tokens as all have."""
+PIECE_ROWS = 4
+"""Prompts of a piece at most. A step is captured for pieces of one prompt and of this many."""
+Restore = Callable[[Rows, int], None]
+"""Copies the states after a known beginning to a row."""
 
 
 class PrefillRows(Rows):
@@ -42,72 +42,77 @@ class PrefillRows(Rows):
     def __init__(self, runtime: Runtime, number: int, capacity: int, pool: Rows, piece: int = 0):
         """pool: the rows that decode, whose pages prompts are written to. piece: most tokens of a step in which prompts
         ride along with a round; 0: prompts and rounds take turns."""
-        has_aside = number == 1 and not runtime.on_gpu and runtime.options.ranks.size == 1
-        super().__init__(runtime, number, capacity, pool, are_dense=True, aside=ASIDE if has_aside else 0)
+        super().__init__(runtime, number, capacity, pool, are_dense=True)
         self.step_sizes = sorted({*(size for size in STEPS_OF_TOKENS if size < piece), piece} - {0})
         """Tokens of a step with a piece of prompts, and of its round."""
+        self._done = [0] * number
+        """Per row: tokens whose keys and values are known."""
+        self._stops = [0] * number
+        """Per row: stop prefill here. The length of the sequence, or the branch point if it comes first."""
+        self.aside: dict[BatchSequence, tuple[int, int, int]] = {}
+        """Prompts that were begun and wait for the only row: the row of each in `_aside`, its `_done` and `_stops`."""
         self._turn = 0
         """Tokens that were processed since the prompt in the only row has it."""
-        self.backlog = 0
-        """Tokens of waiting prompts for which there are free rows."""
         self.at_branch: Callable[[BatchSequence, int, Rows], None] = lambda *_: None
         """Called with a sequence, its processed tokens and these rows when its branch point is reached."""
 
     @property
     def begun(self) -> list[BatchSequence]:
+        """The prompts in the rows and those that wait aside."""
         return [*self.active, *self.aside]
 
-    @property
-    def aside(self) -> list[BatchSequence]:
-        """Prompts that were begun and wait for the only row that chunks run over."""
-        return [sequence for sequence in self.sequences[self.number :] if sequence is not None]
+    @cached_property
+    def _aside(self) -> Rows:
+        return Rows(self.runtime, ASIDE, self.all.capacity, self)
 
     @cached_property
     def _with_pictures(self) -> Rows:
         """A row for prompts with pictures, one at a time."""
         return Rows(self.runtime, 1, self.all.capacity, self)
 
-    @property
-    def is_full(self) -> bool:
-        """True if no prompt may begin now, whoever sent it. Where prompts ride along, no more begin than fill a piece,
-        so that the first one is done first."""
-        is_enough = bool(self.step_sizes) and sum(self._missing()) >= self.step_sizes[-1]
-        return is_enough or (self.number > 1 and not self.free)
-
     def make_room(self, sequence: BatchSequence) -> bool:
         """True if there is a row for this prompt now. If there is only one, a prompt of another client that has had
-        its turn is set aside for it."""
-        if self.free:
-            return True
-        free = [row for row in range(self.number, len(self.sequences)) if self.sequences[row] is None]
-        before = self.sequences[0] if free and self._turn >= TURN else None
-        if before is None or before.request.client == sequence.request.client:
+        its turn is set aside for it. Where prompts ride along, no more begin than fill a piece, so that the first one
+        is done first."""
+        if self.step_sizes and (len(self.active) == PIECE_ROWS or sum(self._missing()) >= self.step_sizes[-1]):
             return False
-        self.shift(before, free[0])
+        if self.has_room:
+            return True
+        before = self.sequences[0]
+        is_due = self._turn >= TURN and before is not None and before.request.client != sequence.request.client
+        if len(self.sequences) > 1 or self.runtime.options.ranks.size > 1 or not is_due or len(self.aside) == ASIDE:
+            return False
+        assert before is not None
+        to = min({*range(ASIDE)} - {row for row, _, _ in self.aside.values()})
+        self.move_row(0, to, self._aside)
+        self.aside[before], self.sequences[0] = (to, self._done[0], self._stops[0]), None
         return True
 
     def resume(self, sequence: BatchSequence) -> None:
         """A prompt that was set aside goes on."""
-        self.shift(sequence, 0)
-        self._turn = 0
+        row, self._done[0], self._stops[0] = self.aside.pop(sequence)
+        self.sequences[0], sequence.row, self._turn = sequence, 0, 0
+        self._aside.move_row(row, 0, self)
 
     def enter(
-        self, sequence: BatchSequence, known: int, branch: int = 0, restore: Callable[[Rows, int], None] | None = None
-    ) -> None:
+        self, sequence: BatchSequence, known: int = 0, branch: int = 0, restore: Restore | None = None
+    ) -> None:  # fmt: skip
         """Begin with a prompt, or with the text so far of a sequence that comes back; `sequence.pages` are its pages.
 
         known: its first tokens whose keys and values are in these pages. restore: copies the states after them, if
-        there are any, to a row. branch: tokens after which `at_branch` is called, more than `known`; 0 for none.
+        there are any. branch: tokens after which `at_branch` is called, more than `known`; 0 for none.
         """
-        sequence.row = row = self.free[0]
+        sequence.row = row = self.free_row()
         self.sequences[row] = sequence
-        sequence.done, sequence.stop, self._turn = known, branch or sequence.length, 0
         self.reuse(row)
         self._begin(sequence, self, row, lengths=known)
         if restore is not None:
             restore(self, row)
+        self._done[row], self._stops[row], self._turn = known, branch or sequence.length, 0
         if branch:
             self.state.prompt_lengths[row].fill_(branch + 1)
+        if not sequence.tokens:
+            sequence.speculation.reused_prompt_tokens = known
 
     def _begin(self, sequence: BatchSequence, rows: Rows, row: int, **numbers: int) -> None:
         request, vocab, state = sequence.request, self.runtime.verify.vocab_size, rows.state
@@ -115,12 +120,12 @@ class PrefillRows(Rows):
         state.enter(row, sequence.text, eos, sequence.loaded.index, **numbers, **sequence.numbers())
         if sequence.tokens and state.kv.states.kinds:  # some clamp what belongs to a prompt
             state.kv.states.prompt_lengths[row].fill_(len(sequence.prompt))
-        rows.place({sequence: sequence.pages})
+        rows.place({sequence: 0})
         self.runtime.guard(rows.all.drafter.enter, row, request.share_text, request.references)
 
-    def process(self, sequence: BatchSequence, own: OwnPrefill) -> None:
-        """Have the model's own forward process a prompt with pictures. It goes on here with its answer so far."""
-        # The prompt, and what the draft remembers of it.
+    def process(self, sequence: BatchSequence, own: OwnPrefill) -> bool:
+        """Have the model's own forward process a prompt with pictures. Returns True if the sequence is ready to be
+        moved by `move_pictures`; else it goes on here with its answer so far."""
         past, offset = own(self.runtime.algorithm.plan.taps)
         rows, done = self._with_pictures, len(sequence.prompt) - 1
         state, session, sequence.row = rows.state, rows.all, 0
@@ -131,12 +136,14 @@ class PrefillRows(Rows):
             sizes = [*chunks(done, session.prefill_sizes, STEP_COST[self.runtime.device.type])]
             session.prefill_draft(past.features, past.padding, [done], sizes)
         state.fill(past, [done])
-
-        # A row among the others.
-        sequence.row = row = self.free[0]
+        if not sequence.tokens:
+            self._propose(session, [sequence])
+            return True
+        sequence.row = row = self.free_row()
         rows.move_row(0, row, self)
-        self.sequences[row], sequence.done, sequence.stop = sequence, done, sequence.length
+        self.sequences[row], self._done[row], self._stops[row] = sequence, done, sequence.length
         self.state.prompt_lengths[row].fill_(sequence.length + 1)
+        return False
 
     def step(self, waiting: int, decoding: int, round_seconds: float | None) -> list[BatchSequence]:
         """Process a chunk of every prompt, and propose the first trees of those that are done, which are returned.
@@ -151,22 +158,18 @@ class PrefillRows(Rows):
                 size = self._score(session)
             else:
                 size = self._chunk_size(missing, waiting, decoding, round_seconds)
-                session.prefill(size, self.max_kv_len(session, size))
-            self.advance({sequence: size for sequence in self.active})
+                session.prefill(size, self._max_kv_len(session, size))
+            self._advance(size)
         return self.ready()
 
     def ready(self) -> list[BatchSequence]:
         """The prompts that are done, with their first trees."""
-        ready = [sequence for sequence in self.active if sequence.done == sequence.length]
-        for sequence in ready:
-            if sequence.tokens:  # random numbers go by the place in the answer
-                self.state.prompt_lengths[sequence.row].fill_(len(sequence.prompt))
+        ready = [sequence for sequence in self.active if self._done[sequence.row] == sequence.length]
         if ready:
-            session = self._active_session
-            session.propose(session.max_kv_len(max(sequence.length + 1 for sequence in self.active)))
-        for sequence in [] if self.runtime.on_gpu else ready:
-            sequence.count = int(self.state.tree_count[sequence.row])
-            sequence.confidence = int(self.state.tree_confidence[sequence.row])
+            for sequence in ready:
+                if sequence.tokens:  # random numbers go by the place in the answer
+                    self.state.prompt_lengths[sequence.row].fill_(len(sequence.prompt))
+            self._propose(self._active_session, ready)
         return ready
 
     @property
@@ -174,54 +177,33 @@ class PrefillRows(Rows):
         """True if a piece of the prompts may ride along with the next round."""
         return bool(self.step_sizes) and any(self._missing()) and not any(each.needs_scores for each in self.active)
 
-    @property
-    def is_behind(self) -> bool:
-        return sum(self._missing()) + self.backlog >= BACKLOG * self.step_sizes[-1]
+    def piece(self, rows: int, nodes: int) -> Piece:
+        """The next tokens of all prompts, as a piece for a round over `nodes` nodes of so many rows.
 
-    def piece(self, session: Session, kind: StepKind | DrawInRound, nodes: int) -> Piece | None:
-        """The piece for a round of a session over `nodes` nodes that computes the most tokens of prompts for its cost;
-        None if no step with one is captured.
-
-        Beside 64 rows, prompts that miss 500 and 60 tokens have a piece of 448 tokens of the first one, in a step of
-        512 tokens. Then they miss 52 and 60, and have a piece of 192 tokens, in a step of 256.
+        In steps of 128, 256 or 512 tokens, a prompt that misses 150 has 192 beside 64 rows of a node, and two that miss
+        100 and 20 have four rows of 112.
         """
-        missing, cost = sum(self._missing()), STEP_COST[self.runtime.device.type] + session.batch * nodes
-        made = [piece for piece in self.pieces(session.batch, nodes) if session.has(MixedKind(kind, piece), nodes)]
-        # Longer steps are for a backlog, unless no shorter one has room for the round, too.
-        longest = (self.step_sizes[-1] if self.is_behind else COMMON_STEP) - session.batch * nodes
-        short = [piece for piece in made if piece.size <= longest]
-        rate = lambda piece: min(missing, piece.size) / (cost + piece.size)  # noqa: E731
-        return max(short or made[:1], key=rate, default=None)
+        is_one = len(self.active) == 1 and self.active[0].row == 0
+        session = self.session(1 if is_one else min(PIECE_ROWS, len(self.sequences)))
+        pieces = self.pieces(session, rows, nodes)
+        return next((piece for piece in pieces if piece.size >= max(self._missing())), pieces[-1])
 
-    def pieces(self, rows: int, nodes: int) -> list[Piece]:
-        """The pieces that may ride along with a round over `nodes` nodes of each of `rows` rows: in steps of all sizes
-        that leave room for them, and with trees in a common step, or the smallest."""
+    def pieces(self, session: Session, rows: int, nodes: int) -> list[Piece]:
+        """The pieces that a session may have beside a round over `nodes` nodes of so many rows, smallest first."""
         least = rows * nodes + MAX_NODES
-        steps = [size for size in self.step_sizes if size >= least]
-        steps = steps or [-(-least // STEPS_OF_TOKENS[0]) * STEPS_OF_TOKENS[0]]
-        if nodes > 1:
-            steps = [max((size for size in steps if size <= COMMON_STEP), default=steps[0])]
-        unit = max(SLICE // nodes, 1) * nodes
-        session = self.session(self.number)
-        return [Piece(session, count, unit) for tokens in steps if (count := (tokens - rows * nodes) // unit)]
+        steps = [size for size in self.step_sizes if size >= least] or [
+            -(-least // STEPS_OF_TOKENS[1]) * STEPS_OF_TOKENS[1]
+        ]
+        sizes = [(tokens - rows * nodes) // session.batch // nodes * nodes for tokens in steps]
+        return [Piece(session, size) for size in sizes if size] or [Piece(session, nodes)]
 
-    def ride(self, piece: Piece) -> dict[BatchSequence, int]:
-        """Fill a piece with slices of the prompts, first of the first ones, and tell the device. Returns the tokens of
-        each prompt.
+    def rode(self, piece: Piece) -> None:
+        """A round was launched with this piece."""
+        self._advance(piece.size)
 
-        A piece of 4 slices of 32 tokens, and prompts in rows 0 and 2 of which 100 tokens and none are known, and that
-        miss 40 and 500: the slices begin at (0, 100), (0, 132), (2, 0) and (2, 32).
-        """
-        shares, slices = dict[BatchSequence, int](), list[tuple[int, int]]()
-        for sequence in sorted(self.active, key=lambda each: each.turn):
-            begins = range(sequence.done, sequence.stop, piece.unit)[: piece.number - len(slices)]
-            slices += [(sequence.row, begin) for begin in begins]
-            shares[sequence] = len(begins) * piece.unit
-        slices += slices[-1:] * (piece.number - len(slices))  # the last one again does no harm
-        sent = torch.empty(2, piece.number, dtype=torch.int64, pin_memory=self.runtime.on_gpu)
-        sent.numpy()[:] = np.transpose(slices)
-        piece.prompts.slices[:, : piece.number].copy_(sent, non_blocking=True)
-        return shares
+    def longest(self, piece: Piece) -> int:
+        """Slots that are visible to the tokens of a piece."""
+        return max(self._done[sequence.row] for sequence in self.active) + piece.size
 
     @property
     def _active_session(self) -> Session:
@@ -229,39 +211,43 @@ class PrefillRows(Rows):
 
     def _missing(self) -> list[int]:
         """The tokens that each prompt in a row still needs, up to its branch point if it has one."""
-        return [sequence.stop - sequence.done for sequence in self.active]
+        return [self._stops[sequence.row] - self._done[sequence.row] for sequence in self.active]
 
-    def advance(self, shares: dict[BatchSequence, int]) -> None:
-        """As many next tokens of each of these prompts have been processed."""
-        self._turn += max(shares.values())
-        for sequence, size in shares.items():
-            sequence.done = min(sequence.done + size, sequence.stop)
-            if sequence.done == sequence.stop < sequence.length:  # its branch point; it goes on to its end
-                self.at_branch(sequence, sequence.done, self)
-                self.reuse(sequence.row)  # its states change in the next chunk
-                self.state.prompt_lengths[sequence.row].fill_(sequence.length + 1)
-                sequence.stop = sequence.length
+    def _advance(self, size: int) -> None:
+        """The next `size` tokens of every prompt have been processed."""
+        self._turn += size
+        for sequence in self.active:
+            row, last = sequence.row, sequence.length
+            self._done[row] = min(self._done[row] + size, self._stops[row])
+            if self._done[row] == self._stops[row] < last:  # its branch point; it goes on to its end
+                self.at_branch(sequence, self._done[row], self)
+                self.reuse(row)  # its states change in the next chunk
+                self.state.prompt_lengths[row].fill_(last + 1)
+                self._stops[row] = last
 
-    def max_kv_len(self, session: Session, size: int) -> int:
+    def _max_kv_len(self, session: Session, size: int) -> int:
         """Visible slots of a step over the next `size` tokens of every prompt."""
-        return session.max_kv_len(max(sequence.done for sequence in self.active) + size)
+        return session.max_kv_len(max(self._done[sequence.row] for sequence in self.active) + size)
 
     def _score(self, session: Session) -> int:
         """Process a chunk of every prompt as rounds verify a chain of drafts, which gives the target's logits after
-        each token; returns its size, the nodes of the largest round. The logits of one chunk exist at a time. The
-        prompt [5, 8, 3] has scores of 8 and 3.
+        each token; returns its size, the nodes of the largest round.
+
+        The logits of one chunk exist at a time. The logits after token i of a prompt tell the log-probability of token
+        i + 1, so the prompt [5, 8, 3] has scores of 8 and 3.
         """
         # A chain of the next tokens of each prompt takes the place of the pending trees.
         state, size = session.state, max(self.runtime.sizes[-1], 2)
-        begin, device = self.max_kv_len(session, size), state.tokens.device
+        begin, device = self._max_kv_len(session, size), state.tokens.device
         number = torch.arange(size, device=device).repeat(session.batch, 1)
         tokens = state.tokens.gather(1, (state.lengths[:, None] + number).clamp(max=state.capacity - 1))
         state.set_trees(tokens, number - 1, torch.full_like(number[:, 0], size), torch.zeros_like(number[:, 0]))
         logits, *features = session.get(StepKind.LOOK, size)(begin)
         for sequence in self.active:
+            done = self._done[sequence.row]
             if sequence.scores is not None and sequence.needs_scores:
-                told = max(len(sequence.scores.prompt) - sequence.done, 0)  # before its row was taken
-                known = sequence.prompt[sequence.done + 1 + told : sequence.done + 1 + size]
+                told = max(len(sequence.scores.prompt) - done, 0)  # before its row was taken
+                known = sequence.prompt[done + 1 + told : done + 1 + size]
                 if known:
                     sequence.scores.read_prompt(logits[sequence.row, told : told + len(known)], known)
 
@@ -271,58 +257,109 @@ class PrefillRows(Rows):
         return size
 
     def _chunk_size(self, missing: list[int], waiting: int, decoding: int, round_seconds: float | None) -> int:
-        """See `choose_size`. The first rank decides, because the others measure other times."""
+        """See `choose_size`. The first rank decides, because the others measure other times. Fixed chunks belong to the
+        one prompt that a CPU processes at a time."""
         prefill_sizes, fixed = self.all.prefill_sizes, STEP_COST[self.runtime.device.type]
-        if self.runtime.has_fixed_chunks:  # for the one prompt that a CPU processes at a time
-            return next(chunks(missing[0], prefill_sizes, fixed))  # guard: fixed-chunks
-        seconds = {width: session.prefill_seconds for width, session in self._sessions.items()}
-        is_measured = round_seconds is not None and all(seconds.get(width) for width in self.widths)
+        if self.runtime.has_fixed_chunks:
+            (tokens,) = missing
+            return next(chunks(tokens, prefill_sizes, fixed))  # guard: fixed-chunks
+        is_measured = all(self.prefill_seconds(width) for width in self.widths)
+        round_cost = round_seconds if round_seconds is not None and is_measured else fixed
 
         def cost(prompts: int, size: int) -> float:
             width = self.width(prompts)
-            if not is_measured:  # a chunk and a round read the weights, and a chunk computes its tokens besides
+            if (
+                round_seconds is None or not is_measured
+            ):  # a chunk and a round read the weights once, and a chunk computes its tokens besides
                 return fixed + width * size
-            largest = max(seconds[width])  # of the steps that are captured; a larger one computes more of the same
-            return seconds[width].get(size) or seconds[width][largest] * size / largest
+            measured = self.prefill_seconds(width)
+            largest = max(measured)  # of the steps that are captured; a larger one computes more of the same
+            return measured.get(size) or measured[largest] * size / largest
 
-        round_cost = round_seconds if is_measured and round_seconds else fixed
         sizes = [size for size in prefill_sizes if size.bit_count() == 1]  # few, for all may be timed
         decide = partial(choose_size, missing, waiting, decoding, sizes, cost, round_cost)
         return self.runtime.options.ranks.lead(lambda: [decide()])[0]
 
     def known(self, sequence: BatchSequence) -> int:
-        """The first slots of a row that the target and the draft have written."""
-        return max(sequence.done - max(self.runtime.algorithm.ahead - 1, 0), 0)
+        """The first slots of a row that are written; 0 for a prompt that waits aside."""
+        return 0 if sequence in self.aside else self._done[sequence.row]
+
+    def moved(self, row: int, to: int) -> None:
+        self._done[to], self._stops[to] = self._done[row], self._stops[row]
+
+    def _propose(self, session: Session, ready: list[BatchSequence]) -> None:
+        longest = max(sequence.length + 1 for sequence in (*self.active, *ready))
+        session.propose(session.max_kv_len(longest))
+        if not self.runtime.on_gpu:
+            state = session.state
+            for sequence in ready:
+                row = sequence.row
+                sequence.count, sequence.confidence = int(state.tree_count[row]), int(state.tree_confidence[row])
+
+    def move(self, sequence: BatchSequence, target: Rows, to: int) -> None:
+        """Move a prompt that is done to row `to` of `target`."""
+        self.sequences[sequence.row] = None
+        self.move_row(sequence.row, to, target)
+        sequence.row = to
+
+    def move_pictures(self, sequence: BatchSequence, target: Rows, to: int) -> None:
+        """`move` after `process`."""
+        self._with_pictures.move_row(0, to, target)
+        sequence.row = to
 
     def leave(self, sequence: BatchSequence) -> None:
         """Give up a prompt."""
-        row, self.sequences[sequence.row] = sequence.row, None
+        rows: Rows = self
+        row = sequence.row
+        if sequence in self.aside:
+            rows, (row, _, _) = self._aside, self.aside.pop(sequence)
+        else:
+            self.sequences[row] = None
         try:
-            self.all.drafter.leave(self.state, row, 0, False)
+            rows.all.drafter.leave(rows.state, row, 0, False)
         finally:
-            self.vacate(row)
+            rows.vacate(row)
 
 
 def choose_size(
     missing: list[int], waiting: int, decoding: int, sizes: list[int], cost: Callable[[int, int], float],
     round_cost: float,
 ) -> int:  # fmt: skip
-    """The size of the next chunk: with it the most tokens are computed in the time until the next chunk.
+    """The size of the next chunk.
 
-    While a chunk is computed, all rows wait. While `decoding` rows decode, it takes about as long as a round, and
-    longer only in proportion if more prompts wait than rows decode: rows that wait have their share of the time, as
-    rows that decode have. With costs of 32 + size, 44 tokens take a chunk of 32 if nobody decodes, and of 64 otherwise.
+    While a chunk is computed, all rows wait. While a round is computed, the rows of the prompts that are not done wait.
+    So that size is taken with which the rows lose the least time until all prompts are done. While `decoding` rows
+    decode, a chunk takes about as long as a round, and longer only in proportion if more prompts wait than rows decode:
+    rows that wait have their share of the time, as rows that decode have.
 
     missing: tokens that each prompt under way still needs, above zero.
-    waiting: free rows for which prompts wait. decoding: rows that decode. sizes: to choose from, descending.
-    cost: gives a chunk's cost by (number of prompts, size). round_cost: a round's cost in the same unit.
+    waiting: free rows for which prompts wait.
+    decoding: rows that decode.
+    sizes: the sizes to choose from, descending.
+    cost: gives a chunk's cost by (number of prompts, size).
+    round_cost: a round's cost in the same unit.
     """
-    prompts, between = len(missing), round_cost if decoding else 0.0
+    prompts = len(missing)
     if decoding:
         longest = ABOUT * max(round_cost * max(1, (prompts + waiting) / decoding), cost(prompts, sizes[-1]))
         sizes = [size for size in sizes if cost(prompts, size) <= longest]
+    if max(missing) > STEPS * sizes[0]:
+        return max(sizes, key=lambda size: sum(min(tokens, size) for tokens in missing) / cost(prompts, size))
 
-    def rate(size: int) -> float:
-        return sum(min(tokens, size) for tokens in missing) / (cost(prompts, size) + between)
+    def lost(missing: list[int], size: int) -> float:
+        """For each row, if all further chunks have this size."""
+        total = 0.0
+        while missing:
+            total += cost(len(missing), size)
+            missing = [tokens - size for tokens in missing if tokens > size]
+            total += round_cost * len(missing) / (prompts + decoding)
+        return total
 
-    return max(reversed(sizes), key=rate)
+    def least(first: int) -> float:
+        """For each row, if the next chunk has the size `first`."""
+        rest = [tokens - first for tokens in missing if tokens > first]
+        later = [size for size in sizes if rest and STEPS * size >= max(rest)]
+        waiting = round_cost * len(rest) / (prompts + decoding)
+        return cost(prompts, first) + waiting + min((lost(rest, size) for size in later), default=0.0)
+
+    return min(reversed(sizes), key=least)

@@ -15,12 +15,16 @@ from ..parallel.messages import pack, unpack
 from ..runtime.compiled_steps import build_compiled
 from ..runtime.engine import Engine
 from ..runtime.runtime import Runtime
-from ..runtime.verify.sample import RowSettings
+from ..runtime.session import Session, StepKind
+from ..runtime.state import MOST_LATE
 from .decoding import DecodeRows
-from .pages import OutOfPages, Pages, Sizes, choose_sizes, row_pages, wanted_slots
-from .prefill import PrefillRows
-from .prefix_cache import PrefixCache
-from .sequence import BatchSequence, FollowerRequest, FollowerSequence, RoundChange
+from .pages import OutOfPages, Pages
+from .prefill import PIECE_ROWS, PrefillRows, Restore
+from .prefix_cache import Known, PrefixIndex
+from .ranks import FollowerRequest, FollowerSequence, RoundChange
+from .rows import Rows
+from .sequence import BatchSequence
+from .sizes import Sizes, choose_sizes, row_pages, wanted_pages, wanted_slots
 
 log = logging.getLogger("spec_compile")
 
@@ -44,12 +48,14 @@ class LoraSlots:
 
     def next(self, waiting: Sequence[BatchSequence]) -> BatchSequence | None:
         """The first request that can be let in; None if there is none."""
+        if self._loras is None:
+            return waiting[0] if waiting else None
         has_room = {BASE: True}
         passed = self._passed = list[BatchSequence]()
         for sequence in waiting:
             adapter = sequence.request.adapter or BASE
             if adapter not in has_room:
-                has_room[adapter] = self._loras is not None and self._loras.has_room(adapter)
+                has_room[adapter] = self._loras.has_room(adapter)
             is_due = any(other.passed >= self._most for other in passed)
             if has_room[adapter] and (adapter == BASE or not is_due):
                 return sequence
@@ -71,13 +77,14 @@ class LoraSlots:
 
 
 class Scheduler:
-    """A request waits until a row and pages for its prompt are free; then its prompt is processed in chunks, and its
-    row joins the next round. Clients take turns: a free row goes to the one with the fewest rows, and then to the one
-    that has had no turn for the longest time. Within a client it is first come, first served. An error while a request
-    enters, decodes or leaves ends that request only.
+    """A request waits until a row and pages for its prompt are free; then its prompt is processed in chunks, at most
+    one between two rounds, and its row joins the next round. Clients take turns: a free row goes to the one with the
+    fewest rows, and then to the one that has had no turn for the longest time. Within a client it is first come, first
+    served. An error while a request enters, decodes or leaves ends that request only.
 
-    A row takes pages as its text grows. If none is free, the row that was let in last is given up: its request waits in
-    front of all others, and comes back with its text so far as a prompt. So the first one always goes on.
+    A row takes pages as its text grows. If none is free, kept prefixes are given up, then the row that was let in last:
+    its request waits in front of all others, and comes back with its text so far as a prompt. So the request that was
+    let in first always goes on.
     """
 
     def __init__(self, runtime: Runtime, sizes: Sizes, weights: WeightValues, adapters: LoraSlots):
@@ -89,11 +96,13 @@ class Scheduler:
         self.pages = Pages(sizes.pages)
         self.decoder = DecodeRows(runtime, sizes.slots, sizes.capacity, sizes.pages)
         self.prefill = PrefillRows(runtime, sizes.prefill_rows, sizes.capacity, self.decoder, sizes.piece)
-        self.prefixes = PrefixCache(runtime, self.decoder, weights, self.pages)
-        self.prefill.at_branch = self.prefixes.keep
+        self.prefixes = prefixes = PrefixIndex(runtime, self.decoder, weights, self.pages)
+        # No circle of references, in which the pool would outlive this object.
+        self.prefill.at_branch = lambda sequence, done, rows: prefixes.keep(sequence, sequence.text, done, rows)
         self.ranks, self._runtime = runtime.options.ranks, runtime
-        self.wanted: tuple = ()
-        """As asked for: slots, of which memory may have allowed fewer, and three numbers of the config."""
+        self.wanted_slots = sizes.slots
+        self.wanted_memory: tuple[int | None, float | None, int | None] = None, None, None
+        """Slots that were asked for, of which memory may have allowed fewer; and pages and the share of memory."""
         self.preemptions = 0
         self._turns: dict[str, int] = {}
         """By client the number of its last event: it came, had a turn, or left a row."""
@@ -104,10 +113,6 @@ class Scheduler:
         """Raises if the model has changed."""
         self._unchecked: list[BatchSequence] = []
         """Requests that have entered since the last `check`."""
-        self._news: list[BatchSequence] = []
-        """Requests that have gained tokens or are over since the last step began."""
-        self._told = RoundChange()
-        """Told the other ranks, which repeat it before the next round."""
 
     @property
     def is_busy(self) -> bool:
@@ -125,29 +130,34 @@ class Scheduler:
     def step(self) -> list[BatchSequence]:
         """Run a round, and what comes before it; returns the requests that gained tokens or are over."""
         # Requests leave and enter.
-        self._news = []
-        self.prefill.compact()
+        news: list[BatchSequence] = []
         if self.ranks.size == 1:
-            self._change()
+            self._change(news)
         else:
-            change = unpack(self.ranks.lead(lambda: pack(self._change())), RoundChange, "the requests of rank 0")
+            change = unpack(self.ranks.lead(lambda: pack(self._change(news))), RoundChange, "the requests of rank 0")
             if not self.ranks.leads:
                 self._follow(change)
 
-        # Prompts that do not ride along with rounds get a chunk each.
-        if not self.prefill.active:
-            self.decoder.compact()
-        elif not self.decoder.pieces(self.prefill):
+        # Prompts ride along with a round, or get a chunk each; those that are done join the rows that decode.
+        if self.prefill.active:
             decoding = len(self.decoder.active)
-            waiting = min(len(self.waiting), self.slots - decoding - len(self.prefill.begun))
-            self._join(self.prefill.step(waiting, decoding, self.decoder.round_seconds))
+            if decoding and self.prefill.rides and not self.decoder.is_on_host:
+                self.prefill.compact()
+                self.decoder.launch(self.prefill)
+                ready = self.prefill.ready()
+            else:
+                waiting = min(len(self.waiting), self.slots - decoding - len(self.prefill.begun))
+                ready = self.prefill.step(waiting, decoding, self.decoder.round_seconds)
+            self._join(ready, news)
+        else:
+            self.decoder.compact()
 
         # A round.
-        self._launch()
+        self.decoder.launch(self.prefill)
         self._check_model()
         if len(self.decoder.pipeline):
-            self._news += self.decoder.collect()
-        for sequence in self._news:
+            news += self.decoder.collect()
+        for sequence in news:
             if sequence.is_over:
                 self._free(sequence)
 
@@ -155,59 +165,55 @@ class Scheduler:
         for sequence in [] if self._runtime.verify.recurrences else self.decoder.active:
             known = self.decoder.known(sequence)
             if known >= sequence.kept + KEPT:
-                self.prefixes.keep(sequence, known, self.decoder)
-        return self._news
+                self._keep(sequence, known, self.decoder)
+        return news
 
-    def _launch(self) -> None:
-        """Begin as many rounds as may be in flight. Prompts that are done by one join the next."""
-        if self.prefill.rides:
-            free = self.slots - len(self.begun)
-            self.prefill.backlog = sum(sequence.length for sequence in [*self.waiting][:free])
-        while self.decoder.launch(self.prefill):
-            self._join(self.prefill.ready())
-
-    def _join(self, ready: list[BatchSequence]) -> None:
-        """Prompts that are done join the rows that decode."""
+    def _join(self, ready: list[BatchSequence], news: list[BatchSequence]) -> None:
+        """Prompts that are done join the rows that decode. Requests that fail go to `news`."""
         for sequence in ready:
             try:
-                if not (sequence.tokens and self._runtime.verify.clamps_prompts):  # what it is has states of an answer
-                    self.prefixes.keep(sequence, sequence.length, self.prefill)
-                self.prefill.shift(sequence, self.decoder.free[0], self.decoder)
+                self._keep(sequence, sequence.length, self.prefill)
+                self.prefill.move(sequence, self.decoder, self.decoder.free_row())
                 self.decoder.enter(sequence)
             except Exception as error:
-                self.drop([sequence], error)
+                news += self.drop([sequence], error)
 
-    def warmup(self, settings: RowSettings | None = None) -> None:
-        """Compile and capture what rounds and prompts of all widths need.
+    def warmup(self) -> None:
+        """Compile and capture what rounds and prompts of all widths need."""
+        build_compiled(self._runtime, self._build)
 
-        settings: how tokens are drawn by default; None if they are not. Rounds that draw by other kinds of settings are
-        captured when a request comes, and take no prompts with them.
-        """
-        self.decoder.merge(settings)
+    def _build(self) -> None:
+        for width in self.prefill.widths:
+            session = self.prefill.session(width)
+            session.make([*session.prompt_steps(), *session.proposal_steps()])
+        for width in self.decoder.widths:
+            session = self.decoder.session(width)
+            rounds = [(StepKind.ROUND, nodes) for nodes in session.policies[StepKind.ROUND].sizes]
+            session.make([*rounds, *(session.proposal_steps(MOST_LATE) if self.decoder.pipeline.tree_size else [])])
+            if width > 1 and self.prefill.step_sizes:
+                self._build_mixed(session)
 
-        def build() -> None:
-            for width in self.prefill.widths:
-                session = self.prefill.session(width)
-                session.make([*session.prompt_steps(), *session.proposal_steps()])
-            for width in self.decoder.widths:
-                self.decoder.session(width).make(self.decoder.steps(width, self.prefill))
-
-        build_compiled(self._runtime, build)
+    def _build_mixed(self, session: Session) -> None:
+        """Make rounds of a session with pieces of prompts."""
+        sizes = session.policies[StepKind.ROUND].sizes
+        for nodes in sizes if self._runtime.algorithm.plan.sizes == "fixed" else (1,):
+            for lanes in (1, min(PIECE_ROWS, len(self.prefill.sequences))):
+                for piece in self.prefill.pieces(self.prefill.session(lanes), session.batch, nodes):
+                    session.mixed(StepKind.ROUND, nodes, piece)
 
     def clear(self, error: BaseException) -> None:
         self.drop(self.sequences, error)
         while len(self.decoder.pipeline):
             self.decoder.collect()
 
-    def drop(self, sequences: list[BatchSequence], error: BaseException | None = None) -> None:
+    def drop(self, sequences: list[BatchSequence], error: BaseException | None = None) -> list[BatchSequence]:
         """End these requests, as cancelled or by an error."""
         for sequence in sequences:
             if sequence in self.waiting:
                 self.waiting.remove(sequence)
             self._free(sequence)
             sequence.finish("cancelled") if error is None else sequence.fail(error)
-            self._told.left.append(sequence.request_id)
-        self._news += sequences
+        return sequences
 
     def _free(self, sequence: BatchSequence) -> None:
         """Take the row of a request that is over, if it has one, and its adapter."""
@@ -218,88 +224,110 @@ class Scheduler:
     def _take_row(self, sequence: BatchSequence, is_over: bool = True) -> None:
         """Take the row of a request, if it has one, and its pages.
 
-        Rounds in flight may still write to these pages, after what is kept of them, which the host knows. Whoever gets
-        them writes later, because all launches are in one stream.
+        Rounds in flight may still write to these pages. Whoever gets them writes later, because all launches are in one
+        stream; and rounds that are launched later have no page of this row in their table. Kept prefixes are not
+        written, because they end before the length that the host knows, and rounds write after it.
         """
         try:
             if sequence in self.prefill.begun:
+                rows, known = self.prefill, self.prefill.known(sequence)
                 self.prefill.leave(sequence)
-                self.prefixes.keep(sequence, self.prefill.known(sequence), self.prefill)
+                self._keep(sequence, known, rows)
             elif sequence in self.decoder.sequences:
                 self.decoder.leave(sequence, is_over)
-                self.prefixes.keep(sequence, sequence.length, self.decoder)
+                self._keep(sequence, sequence.length, self.decoder)
         except Exception:  # of the drafter: the row is free, and the answer is what it is
             log.exception("request %s: its row was left with an error", sequence.request_id)
         finally:
             if self.ranks.leads:
                 self.pages.release(sequence.pages)
+                self.prefixes.trim()
             sequence.pages, sequence.kept, self._short = [], 0, None
 
-    def _check_model(self) -> None:
-        """Let requests that have entered fail in their first round if the model has changed."""
-        try:
-            if self._unchecked:
-                self.check()
-        except Exception as error:
-            for sequence in self._unchecked:
-                sequence.failure = error
-        self._unchecked.clear()
+    def _keep(self, sequence: BatchSequence, slots: int, rows: Rows) -> None:
+        """Keep the first `slots` tokens of a sequence in a row of `rows` for later prompts."""
+        if self.ranks.leads:
+            self.prefixes.keep(sequence, sequence.text, slots, rows)
+            sequence.kept = slots
 
-    def _change(self) -> RoundChange:
+    def _check_model(self) -> None:
+        """Let requests that have entered fail in their first round if the model has changed. A GPU computes in the
+        time that this takes."""
+        if self._unchecked:
+            try:
+                self.check()
+            except Exception as error:
+                for sequence in self._unchecked:
+                    sequence.failure = error
+            self._unchecked.clear()
+
+    def _change(self, news: list[BatchSequence]) -> RoundChange:
         """Give pages to rows that grow, let cancelled requests leave, and others enter as far as there are rows and
-        pages. Returns what the other ranks have to repeat."""
+        pages. Requests that are over go to `news`. Returns what the other ranks have to repeat."""
         # Rows that are there come before those that enter.
-        self._told = RoundChange()
-        self._grow()
+        change = RoundChange()
+        self._grow(change, news)
         if self.waiting and self._runtime.on_gpu and self.ranks.size == 1:
-            self._launch()  # rounds to compute while the host lets requests in
-        self.drop([sequence for sequence in self.sequences if sequence.is_cancelled])
-        self._admit()
-        return self._told
+            self.decoder.launch(self.prefill)  # rounds to compute while the host lets requests in
+        cancelled = [sequence for sequence in self.sequences if sequence.is_cancelled]
+        news += self.drop(cancelled)
+        change.left += [sequence.request_id for sequence in cancelled]
+        self._admit(change, news)
+        return change
 
     def _follow(self, change: RoundChange) -> None:
         """Repeat the change of the first rank."""
         by_name = {sequence.request_id: sequence for sequence in self.sequences}
         for name in change.preempted:
             self._take_row(by_name[name], is_over=False)
+        begins = {}
         for name, pages in change.grown.items():
+            begins[by_name[name]] = len(by_name[name].pages)
             by_name[name].pages += pages
-        self.decoder.place({by_name[name]: pages for name, pages in change.grown.items()})
+        self.decoder.place(begins)
         self.drop([sequence for sequence in self.sequences if sequence.request_id in change.left])
         for told in change.entered:
             sequence = FollowerSequence(told)
-            if told.partial is not None:
-                self.decoder.copy_page(told.partial, sequence.pages[told.known // PAGE])
+            self._copy_partial(sequence, told.known, told.partial)
             self.prefill.enter(sequence, told.known)
 
     # --- pages
 
-    def _grow(self) -> None:
+    def _grow(self, change: RoundChange, news: list[BatchSequence]) -> None:
         """Give the rows that decode the pages that they may write until the next step, in the order in which they were
         let in. If too few are free, rows wait for the rounds in flight, and then others give up theirs."""
-        grown: dict[BatchSequence, list[int]] = {}
+        begins: dict[BatchSequence, int] = {}
         for sequence, missing in sorted(self.decoder.lacking(), key=lambda each: each[0].turn):
             if sequence in self.waiting:  # its row was taken
                 continue
-            if not self._make_free(missing, sequence):
+            if not self._make_free(missing, sequence, change, news):
                 break
-            grown[sequence] = self.pages.take(missing)
-            sequence.pages += grown[sequence]
-        self.decoder.place(grown)
-        self._told.grown = {sequence.request_id: pages for sequence, pages in grown.items()}
+            begins[sequence] = len(sequence.pages)
+            pages = self.pages.take(missing)
+            change.grown[sequence.request_id] = pages
+            sequence.pages += pages
+        self.decoder.place(begins)
 
-    def _make_free(self, count: int, sequence: BatchSequence) -> bool:
-        """True if `count` pages are free for a row that decodes. Rows that were let in later are given up for it. While
-        rounds are in flight, no row is taken, because their tokens would be lost."""
+    def _make_free(
+        self, count: int, sequence: BatchSequence, change: RoundChange, news: list[BatchSequence]
+    ) -> bool:  # fmt: skip
+        """True if `count` pages are free for a row that decodes. Kept prefixes are given up for it, then rows that were
+        let in later. While rounds are in flight, no row is taken, because their tokens would be lost."""
         while self.pages.free < count:
+            # Kept prefixes first.
+            self.prefixes.evict(count)
+            if self.pages.free >= count:
+                break
             if len(self.decoder.pipeline):
                 return False
             # The row that was let in last; one without others can never grow.
             last = max(self.begun, key=lambda each: each.turn)
             if last is sequence and len(self.begun) == 1:
-                self.drop([sequence], self._too_long(sequence, len(sequence.pages) + count))
+                news += self.drop([sequence], self._too_long(sequence, len(sequence.pages) + count))
+                change.left.append(sequence.request_id)
                 return False
             self._preempt(last)
+            change.preempted.append(last.request_id)
             if last is sequence:
                 return False
         return True
@@ -309,8 +337,35 @@ class Scheduler:
         self._take_row(sequence, is_over=False)
         sequence.row, sequence.count, sequence.confidence = -1, None, None
         self.waiting.appendleft(sequence)
-        self._told.preempted.append(sequence.request_id)
         self.preemptions += 1
+
+    def _find_pages(self, sequence: BatchSequence) -> Known | None:
+        """Give a request the pages of its text, of which the first ones may be kept prefixes, and of the next rounds;
+        None if too few are free. Its adapter decides which prefixes serve it."""
+        if sequence.loaded is NO_ADAPTER:
+            self.adapters.take(sequence)
+        # The known beginning has pages already, and the rest gets new ones.
+        known = self.prefixes.find(sequence)
+        needed = row_pages(self._runtime, sequence.length + 1)
+        missing = needed - len(known.pages)
+        if self.pages.free < missing:
+            self.prefixes.evict(missing)
+        if self.pages.free < missing:
+            self.pages.release(known.pages if known.partial is None else [*known.pages, known.partial])
+            if not self.begun:
+                raise self._too_long(sequence, needed)
+            return None
+        sequence.pages = [*known.pages, *self.pages.take(missing)]
+        self._copy_partial(sequence, known.tokens, known.partial)
+        if known.partial is not None:  # what is launched later may write to it
+            self.pages.release([known.partial])
+        self.prefixes.begun(sequence, known)
+        return known
+
+    def _copy_partial(self, sequence: BatchSequence, known: int, partial: int | None) -> None:
+        """Copy the page of a kept prefix of which a prompt has some tokens to a page of the prompt."""
+        if partial is not None:
+            self.decoder.copy_page(partial, sequence.pages[known // PAGE])
 
     def _too_long(self, sequence: BatchSequence, pages: int) -> OutOfPages:
         return OutOfPages(
@@ -320,8 +375,9 @@ class Scheduler:
 
     # --- whose turn it is
 
-    def _admit(self) -> None:
-        """Begin with the prompts of waiting requests, as far as there are rows and pages."""
+    def _admit(self, change: RoundChange, news: list[BatchSequence]) -> None:
+        """Begin with the prompts of waiting requests, as far as there are rows and pages. Requests that fail go to
+        `news`."""
         self.prefixes.distrusts_weights |= not self.begun
         while (sequence := self._next()) is not None and self.prefill.make_room(sequence):
             if sequence in self.prefill.aside:
@@ -329,13 +385,7 @@ class Scheduler:
                 self.prefill.resume(sequence)
                 continue
             try:
-                # Its adapter decides which kept prefixes serve it.
-                if sequence.loaded is NO_ADAPTER:
-                    self.adapters.take(sequence)
-                needed = row_pages(self._runtime, sequence.length + 1)
-                known = self.prefixes.admit(sequence, needed)
-                if known is None and not self.begun:
-                    raise self._too_long(sequence, needed)
+                known = self._find_pages(sequence)
                 if known is None:
                     self._short = sequence
                     continue
@@ -343,19 +393,25 @@ class Scheduler:
                 self._turns[sequence.request.client] = next(self._numbers)
                 if not sequence.turn:
                     sequence.admit(next(self._numbers))
-                    sequence.speculation.reused_prompt_tokens = known.tokens
                 self._unchecked.append(sequence)
-                if (own := sequence.request.process) is not None:
-                    self.prefill.process(sequence, own)
-                    continue
-                self.prefill.enter(sequence, known.tokens, known.branch, known.states)
-                self._told.entered.append(FollowerRequest.of(sequence, known.tokens, known.partial))
+                self._begin(sequence, known)
+                if not sequence.has_pictures:
+                    change.entered.append(FollowerRequest.of(sequence, known.tokens, known.partial))
             except Exception as error:  # its own processor, criterion or picture failed
-                self.drop([sequence], error)
+                news += self.drop([sequence], error)
+
+    def _begin(self, sequence: BatchSequence, known: Known) -> None:
+        """Begin with a prompt; the model's own forward processes one with pictures at once."""
+        if (own := sequence.request.process) is None:
+            restore: Restore | None = known.states
+            self.prefill.enter(sequence, known.tokens, known.branch, restore)
+        elif self.prefill.process(sequence, own):
+            self.prefill.move_pictures(sequence, self.decoder, self.decoder.free_row())
+            self.decoder.enter(sequence)
 
     def _next(self) -> BatchSequence | None:
         """The request whose prompt begins or goes on next, once a row is free for it; None if there is none."""
-        if self.prefill.is_full or not (self.waiting or self.prefill.aside):
+        if not (self.waiting or self.prefill.aside):
             return None
         # The client with the fewest rows is first, then the one whose last event is the longest ago.
         begun, waiting = self.begun, [*self.waiting]
@@ -367,27 +423,29 @@ class Scheduler:
             rows[sequence.request.client] += 1
             return rows[sequence.request.client], self._turns[sequence.request.client]
 
-        sequences = self.prefill.aside
+        first = None
         if len(begun) < self.slots:
             first = next((sequence for sequence in waiting if sequence.turn), None)  # its row was taken
             first = first or self.adapters.next(sorted(waiting, key=order))  # guard: row-turns
-            sequences += [] if first in (None, self._short) else [first]
+        sequences = [*self.prefill.aside, *([] if first in (None, self._short) else [first])]
         return min(sequences, key=lambda sequence: self._turns[sequence.request.client], default=None)
 
 
 def take_scheduler(engine: Engine, config: ContinuousBatchingConfig, hints: WorkloadHints | None = None) -> Scheduler:
     """The scheduler that an earlier manager has left, if it has enough slots and as many pages as are asked for, or a
     new one."""
-    runtime, slots = engine.runtime, wanted_slots(engine.runtime, config, hints)
-    tokens = None if config.num_blocks is None else config.num_blocks * config.page_size
-    memory = tokens, config.max_memory_percent, config.max_batch_tokens
+    ranks, runtime = engine.runtime.options.ranks, engine.runtime
+    slots, memory = (
+        wanted_slots(runtime, config, hints),
+        (wanted_pages(config), config.max_memory_percent, config.max_batch_tokens),
+    )
     idle, engine.idle_batch = engine.idle_batch, None
-    if idle is not None and idle.wanted[1:] == memory:
-        if slots in (idle.slots, idle.wanted[0]) or (config.max_requests_per_batch is None and idle.slots > slots):
+    if idle is not None and idle.wanted_memory == memory:
+        if slots in (idle.slots, idle.wanted_slots) or (config.max_requests_per_batch is None and idle.slots > slots):
             return idle
     del idle  # its memory first
-    sizes = Sizes(*runtime.options.ranks.lead(lambda: [*choose_sizes(runtime, config, hints)]))
+    sizes = Sizes(*ranks.lead(lambda: [*choose_sizes(runtime, config, hints)]))
     scheduler = Scheduler(runtime, sizes, WeightValues(engine.weights.slots), LoraSlots(engine.loras, sizes.slots))
-    scheduler.wanted = slots, *memory
+    scheduler.wanted_slots, scheduler.wanted_memory = slots, memory
     engine.batches.add(scheduler)
     return scheduler

@@ -121,17 +121,12 @@ def as_read(
     key_cache: Tensor, value_cache: Tensor, scales: Tensor | None, slots: int, dtype: torch.dtype,
     table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Keys and values in the first slots of the rows [B, Hkv, slots, D*], times their scales, in a dtype; zeros in the
-    scratch page, where anything may lie and 0 * NaN is NaN."""
+    """Keys and values in the first slots of the rows [B, Hkv, slots, D*], times their scales, in a dtype."""
     keys, values = first_slots(key_cache, slots, table), first_slots(value_cache, slots, table)
     if scales is not None:
         key_scale, value_scale = first_slots(scales, slots, table).split(1, dim=3)
         keys, values = keys.float() * key_scale, values.float() * value_scale
-    keys, values = keys.to(dtype), values.to(dtype)
-    if table is not None and table.shape[1] > 1:
-        pages, _, _ = places(key_cache, torch.arange(slots, device=table.device).expand(table.shape[0], -1), table)
-        keys, values = (x.masked_fill(pages[..., None] == 0, 0.0) for x in (keys, values))
-    return keys, values
+    return keys.to(dtype), values.to(dtype)
 
 
 def over_scale(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,6 +163,13 @@ def first_slots(cache: Tensor, slots: int, table: Tensor | None = None) -> Tenso
     if table is None or table.shape[1] == 1:
         return cache[:, :, :slots]
     return cache[places(cache, torch.arange(slots, device=cache.device).expand(table.shape[0], -1), table)]
+
+
+@op_with_kernel("copy_pages", lambda pools, sources, targets: None, writes=("pools",))
+def copy_pages(pools: list[Tensor], sources: Tensor, targets: Tensor) -> None:
+    """Copy pages [n] of every pool [P, Hkv, S, D] to other pages [n] of it. No page may be both."""
+    for pool in pools:
+        pool[targets] = pool[sources]
 
 
 @op_with_kernel("pack_pages", lambda pools, packed, pages, to_pages: None, writes=("pools", "packed"))

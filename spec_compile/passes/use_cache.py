@@ -26,7 +26,7 @@ def use_tree_attention(graph: ModelGraph, settings) -> str:
     gm = graph.gm
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
     with gm.graph.inserting_after(inputs[-1]):
-        last_input = gm.graph.placeholder("max_kv_len")
+        gm.graph.placeholder("max_kv_len")
         cache = gm.graph.placeholder("cache")
         ancestors = gm.graph.placeholder("ancestors")
         lengths = gm.graph.placeholder("lengths")
@@ -41,7 +41,7 @@ def use_tree_attention(graph: ModelGraph, settings) -> str:
     if graph.shifts_positions and settings.purpose != "draft":
         positions = _positions_of_slots(gm, positions, lengths)
     markers = calls(gm, torch.ops.spec_compile.attention.default)
-    with gm.graph.inserting_after(last_input):  # others may read it before attention does
+    with gm.graph.inserting_before(markers[0]):
         table = gm.graph.call_function(operator.getitem, (cache, -1))
     block = {"lengths": lengths, "ancestors": ancestors, "positions": positions, "table": table}
     for number, node in enumerate(markers):
@@ -58,13 +58,17 @@ def use_tree_attention(graph: ModelGraph, settings) -> str:
         replace_node(node, new)
     shared = attention.prepare(graph)
     windows = sum(layer.window is not None for layer in graph.layers)
-    how = f"{windows} with a sliding window, by {backend.name}{shared}"
-    return f"{len(graph.layers)} layers attend over the static cache ({how})"
+    return (
+        f"{len(graph.layers)} layers attend over the static cache ({windows} with a sliding window, by {backend.name}"
+        f"{shared})"
+    )
 
 
 def _positions_of_slots(gm: fx.GraphModule, positions: fx.Node, lengths: fx.Node) -> fx.Node:
-    """The positions [B, N] that attention goes by where RoPE's positions have an offset in each row: slots, of which
-    the first token of a block, the root or the first of a chunk, has ``lengths[b]``."""
+    """The positions [B, N] that attention goes by, which are slots, where RoPE's positions have an offset in each row.
+
+    The first token of a block, the root or the first of a chunk, lies in slot ``lengths[b]``.
+    """
     *_, last_input = (node for node in gm.graph.nodes if node.op == "placeholder")
     with gm.graph.inserting_before(last_input.next):
         first = gm.graph.call_function(torch.ops.aten.slice.Tensor, (positions, 1, 0, 1))

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,17 +73,16 @@ class Round(nn.Module):
     def proposes(self) -> bool:
         return self.next_nodes != 1
 
-    def forward(self, max_kv_len: int, nodes: int = 0, verify: Callable | None = None) -> Tensor:
-        """Returns int64 [B, 5 + 4 N], which `outcome.unpack` reads. max_kv_len: visible slots, >= lengths.max() + N.
-        verify: in place of the round's."""
+    def forward(self, max_kv_len: int, nodes: int = 0) -> Tensor:
+        """Returns int64 [B, 5 + 4 N], which `outcome.unpack` reads. max_kv_len: visible slots, >= lengths.max() + N."""
         tree, ancestors, depth, positions = self.prepare(nodes)
-        logits, *features = self._verify(tree, ancestors, positions, max_kv_len, verify)
+        logits, *features = self._verify(tree, ancestors, positions, max_kv_len)
         return self.conclude(logits, tree, ancestors, depth, features, max_kv_len)
 
-    def look(self, max_kv_len: int, nodes: int = 0, verify: Callable | None = None) -> list[Tensor]:
+    def look(self, max_kv_len: int, nodes: int = 0) -> list[Tensor]:
         """The first half of a round whose tokens are chosen outside: the target's logits [B, N, V] and features."""
         tree, ancestors, _, positions = self.prepare(nodes)
-        return self._verify(tree, ancestors, positions, max_kv_len, verify)
+        return self._verify(tree, ancestors, positions, max_kv_len)
 
     def finish(self, path: Tensor, tokens: Tensor, count: Tensor, features: list[Tensor], max_kv_len: int) -> Tensor:
         """The second half, with the parts of an `Accepted`; returns as `forward` does."""
@@ -96,11 +96,8 @@ class Round(nn.Module):
         ancestors, depth = ancestry(tree.parents, self.nodes or MAX_NODES)
         return (tree.tokens, tree.parents, tree.real), ancestors, depth, self.state.positions(depth)
 
-    def _verify(
-        self, tree: tuple[Tensor, ...], ancestors: Tensor, positions: Tensor, max_kv_len: int, verify: Callable | None
-    ) -> list[Tensor]:  # fmt: skip
-        verify = verify or self.verify
-        return verify(tree[0], positions, self.state.lengths, ancestors, self.state.cache, max_kv_len)
+    def _verify(self, tree: tuple[Tensor, ...], ancestors: Tensor, positions: Tensor, max_kv_len: int) -> list[Tensor]:
+        return self.verify(tree[0], positions, self.state.lengths, ancestors, self.state.cache, max_kv_len)
 
     def conclude(
         self, logits: Tensor, tree: tuple[Tensor, ...], ancestors: Tensor, depth: Tensor, features: list[Tensor],
@@ -182,16 +179,12 @@ class Prefill(nn.Module):
         state.late.zero_()
 
     def conclude(self, size: int, ids: Tensor, positions: Tensor, features: list[Tensor], max_kv_len: int) -> None:
-        self.draft(ids, positions, features, max_kv_len)
         state = self.state
+        if state.position_offsets is not None:
+            positions = positions - state.position_offsets[:, None]  # a drafter's positions are its slots
+        self.guard(self.drafter.prefill, state, ids, positions, features, max_kv_len)
         ends = torch.maximum(state.prompt_lengths - 1, state.lengths)  # unchanged without a prompt, in warm-up
         state.lengths.copy_(torch.minimum(state.lengths + size, ends))  # guard: end-of-a-prompt
-
-    def draft(self, ids: Tensor, positions: Tensor, features: list[Tensor], max_kv_len: int) -> None:
-        """The drafter processes what the target has processed."""
-        if self.state.position_offsets is not None:
-            positions = positions - self.state.position_offsets[:, None]  # a drafter's positions are its slots
-        self.guard(self.drafter.prefill, self.state, ids, positions, features, max_kv_len)
 
     def prepare(self, size: int) -> tuple[Tensor, Tensor]:
         """The next `size` tokens of every row and their positions."""
@@ -203,65 +196,61 @@ class Prefill(nn.Module):
         return ids, state.positions(offsets)
 
 
-class RidingVerify:
-    """`Round.verify` over the rows of a round and a piece of prompts, in one pass over the weights.
+class MixedRound:
+    """A round of rows that decode and a piece of prompts, in one pass over the weights.
 
-    A piece consists of slices of `unit` tokens, each of one prompt. The tokens of a slice are further rows of the
-    round, each with as many tokens as the trees have nodes. With trees of 2 nodes, the slice [a b c d] of a prompt from
-    slot 10 on is the rows [a b] and [c d], with 10 and 12 committed slots in the same pages. All rows append their keys
-    before any row attends, so [c d] sees [a b], and the next slice of this prompt in the piece sees both.
+    The tokens of a piece are further rows of the round, each with as many tokens as the trees have nodes. With trees of
+    2 nodes, the piece [a b c d] of a prompt of which 10 tokens are committed is the rows [a b] and [c d], with 10 and
+    12 committed slots in the same pages. All rows append their keys before any row attends, so [c d] sees [a b].
     """
 
-    def __init__(self, verify: Callable, prefill: Prefill, slices: Tensor, unit: int, remembers: bool):
-        """slices: [2, n] int64, read whenever the piece is computed: a row of the prompts for each slice, and the slot
-        at which it begins. Slices of a prompt follow each other; equal ones do no harm.
-        prefill: over the same pool of pages. unit: a multiple of the nodes. remembers: see `Algorithm`."""
-        self.verify, self.prefill, self.slices, self.unit = verify, prefill, slices, unit
-        self.remembers = remembers
+    def __init__(self, round_: Round, prefill: Prefill):
+        """round_, prefill: over states whose caches have the same pool of pages."""
+        self.round, self.prefill = round_, prefill
 
-    def __call__(
-        self, tokens: Tensor, positions: Tensor, lengths: Tensor, ancestors: Tensor, cache: list[Tensor],
-        max_kv_len: int,
+    def forward(self, max_kv_len: int, nodes: int, size: int) -> Tensor:
+        """`Round.forward`, and `Prefill.forward` of `size` tokens of every prompt, a multiple of the nodes."""
+        tree, ancestors, depth, positions = self.round.prepare(nodes)
+        logits, *features = self._verify(tree[0], ancestors, positions, max_kv_len, nodes, size)
+        return self.round.conclude(logits, tree, ancestors, depth, features, max_kv_len)
+
+    def look(self, max_kv_len: int, nodes: int, size: int) -> list[Tensor]:
+        """`Round.look`, and `Prefill.forward` of `size` tokens of every prompt."""
+        tree, ancestors, _, positions = self.round.prepare(nodes)
+        return self._verify(tree[0], ancestors, positions, max_kv_len, nodes, size)
+
+    def _verify(
+        self, tokens: Tensor, ancestors: Tensor, positions: Tensor, max_kv_len: int, nodes: int, size: int
     ) -> list[Tensor]:  # fmt: skip
-        """The target's logits [B, N, V] and features of the trees. The prompts go on by the piece."""
-        # The tokens of the slices [n, unit], and the rows of nodes that they are.
-        prompts, (batch, nodes), (row, begin) = self.prefill.state, tokens.shape, self.slices
-        count, number = self.unit // nodes, torch.arange(self.unit, device=row.device)
-        places = begin[:, None] + number
-        ids = prompts.tokens[row[:, None], places.clamp(max=prompts.capacity - 1)]
-        places = prompts.positions(places - prompts.lengths[row][:, None], row)
-        chains = ((2 << number[:nodes]) - 1).expand(len(row), count, nodes)
+        """The target's logits [B, N, V] and features of the trees. The prompts go on by `size` tokens."""
+        # The rows of the piece: of each prompt size / nodes rows of a chain of nodes.
+        rows, prompts = self.round.state, self.prefill.state
+        ids, places = self.prefill.prepare(size)
+        count, number = size // nodes, torch.arange(nodes, device=ids.device)
+        begins = prompts.lengths[:, None] + nodes * torch.arange(count, device=ids.device)
+        chains = ((2 << number) - 1).expand(ids.shape[0], count, nodes)
 
         def joined(own: Tensor, other: Tensor) -> Tensor:
             return torch.cat([own, other.reshape(-1, *own.shape[1:])])
 
-        # One pass over the weights; the head is only for the trees, where it stands apart.
-        pools = len(prompts.kv.tensors)
-        tables = [other[row] for other in prompts.cache[pools:]]
-        of_rows = [joined(own, other.repeat_interleave(count, 0)) for own, other in zip(cache[pools:], tables)]
-        narrow = {"rows": batch} if isinstance(self.verify, Regions) else {}
-        with riding(begin, tables[-1], count):
-            logits, *features = self.verify(
-                joined(tokens, ids), joined(positions, places), joined(lengths, begin[:, None] + number[::nodes]),
-                joined(ancestors, chains), [*cache[:pools], *of_rows], max_kv_len, **narrow,
-            )  # fmt: skip
-        self._go_on([feature[batch:].flatten(0, 1) for feature in features], max_kv_len)
-        return [each[:batch] for each in (logits, *features)]
+        def repeated(own: Tensor, other: Tensor) -> Tensor:
+            return torch.cat([own, other.repeat_interleave(count, 0)])
 
-    def _go_on(self, features: list[Tensor], max_kv_len: int) -> None:
-        """The draft processes the piece, whose features are [n * unit, C], and the prompts' lengths grow."""
-        prompts, (row, begin) = self.prefill.state, self.slices
-        ends = torch.minimum(begin + self.unit, prompts.prompt_lengths[row] - 1)
-        ends = prompts.lengths.scatter_reduce(0, row, ends, "amax")  # guard: ends-of-slices
-        if self.remembers:  # all prompts get as many tokens as the piece has, of which only those before `ends` count
-            size, whole = len(row) * self.unit, prompts.prompt_lengths.clone()
-            prompts.prompt_lengths.copy_(ends + 1)
-            ids, positions = self.prefill.prepare(size)
-            first = (row == torch.arange(len(ids), device=row.device)[:, None]).int().argmax(1)
-            where = (self.unit * first[:, None] + torch.arange(size, device=row.device)).clamp(max=size - 1)
-            self.prefill.draft(ids, positions, [feature[where] for feature in features], max_kv_len)
-            prompts.prompt_lengths.copy_(whole)
-        prompts.lengths.copy_(ends)
+        # One pass over the weights; the head is only for the trees, where it stands apart.
+        verify: Callable = self.round.verify
+        if isinstance(verify, Regions) and not rows.kv.adapters:
+            verify = partial(verify, rows=len(tokens))
+        pages = [*map(repeated, rows.kv.adapters, prompts.kv.adapters), repeated(rows.kv.table, prompts.kv.table)]
+        with riding(ids.shape[0], count):
+            logits, *features = verify(
+                joined(tokens, ids), joined(positions, places), joined(rows.lengths, begins),
+                joined(ancestors, chains), [*rows.kv.tensors, *pages], max_kv_len,
+            )  # fmt: skip
+
+        # The prompts have their part of the features, and the trees theirs.
+        own = [feature[len(tokens) :].reshape(*ids.shape, -1) for feature in features]
+        self.prefill.conclude(size, ids, places, own, max_kv_len)
+        return [each[: len(tokens)] for each in (logits, *features)]
 
 
 # Tokens of each row that a step may take, largest first. On a CPU one compiled step takes any number of tokens, and

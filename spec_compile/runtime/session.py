@@ -2,10 +2,9 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
-from functools import cached_property, partial
-from itertools import repeat
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from ..cache import PAGE, ROUNDED, Cache
 from ..compile.replay import Captured, CaptureError, OutcomeRing
-from ..drafting import caches, use_pages
+from ..drafting import caches, share_table, use_pages
 from ..kernels.attention import BACKENDS
 from ..kernels.together import compile_together
 from ..outcome import WIDEST
@@ -21,7 +20,7 @@ from ..tree import MAX_NODES, Accepted, Tree, ancestry
 from .compiled_steps import CompiledSteps, untouched
 from .draft_budget import KNEES, DraftBudget, VaryingTreeBudget, WholeTreeBudget
 from .draft_record import Hindsight
-from .round import PREFILL_SIZES, RidingVerify
+from .round import PREFILL_SIZES, MixedRound
 from .runtime import Runtime
 from .state import LATE_SIZES, State
 from .verify.sample import DrawInRound
@@ -56,37 +55,14 @@ class StepKind(Enum):
 
 
 SWITCH = (StepKind.PROPOSE, StepKind.CATCH_UP)  # the steps between a plain round and one that drafts
-
-
-MOST_SLICES = 64
-"""Slices of a piece of prompts at most."""
+Kind = StepKind | DrawInRound  # a `DrawInRound` is the kind of a round that draws
 
 
 class Piece(NamedTuple):
-    """Slices of prompts, `number` of `unit` tokens each: `Session.slices` of the prompts' session, whose rows have
-    pages of the same pool."""
+    """The next `size` tokens of every prompt of a session whose rows have pages of the same pool."""
 
     prompts: "Session"
-    number: int
-    unit: int
-
-    @property
-    def size(self) -> int:
-        return self.number * self.unit
-
-
-class MixedKind(NamedTuple):
-    """The kind of a round, greedy or one that draws, that takes a piece of prompts with it."""
-
-    round: StepKind | DrawInRound
-    piece: Piece
-
-    @property
-    def value(self) -> str:
-        return f"{self.round.value}_p{self.piece.number}x{self.piece.unit}"
-
-
-Kind = StepKind | DrawInRound | MixedKind  # a `DrawInRound` is the kind of a round that draws
+    size: int
 
 
 class Session:
@@ -119,8 +95,9 @@ class Session:
         if larger is not None:
             self.state.share(larger.state)
             self.drafter.share(larger.drafter)
+        share_table(self.state, self.drafter)
         if pool is not None:
-            pages = repeat(pool) if isinstance(pool, int) else [cache.tensors for cache in pool.caches]
+            pages = [pool] * len(self.caches) if isinstance(pool, int) else pool.caches
             use_pages(self.state, self.drafter, self._slots(self.capacity), pages)
         self.answers: list[tuple[list[int], list[int]]] = []
         self.late, self.is_growing = 0, False
@@ -149,7 +126,7 @@ class Session:
         # Only one session has rounds under way at a time, so that a smaller and a larger one share memory.
         self.graph_pool = larger.graph_pool if larger else torch.cuda.graph_pool_handle() if runtime.on_gpu else None
         self.made: dict[tuple[Kind, int], Callable] = {}
-        self._forgotten = set[tuple[Kind, int]]()
+        self._mixed: dict[tuple[Kind, int, int, int], Callable] = {}
         self._switch: dict[StepKind, float] = {}
         self._compiled = CompiledSteps(runtime, self.state, self.drafter)
         self._adoptions = runtime.parts.adoptions
@@ -235,8 +212,8 @@ class Session:
             self._adoptions = self.runtime.parts.adoptions
             if self.runtime.on_gpu:
                 torch.cuda.synchronize(self.runtime.device)
-                self._forgotten |= self.made.keys()
                 self.made.clear()
+                self._mixed.clear()
                 self.prefill_seconds.clear()
                 for policy in self.policies.values():
                     policy.costs.measured.clear()
@@ -262,12 +239,8 @@ class Session:
                 self._function(*step)
             else:
                 self.made[step] = self._make(*step)
-        for old in [step for step in self.made if _draws(step[0])][:-SAMPLERS]:
+        for old in [step for step in self.made if isinstance(step[0], DrawInRound)][:-SAMPLERS]:
             del self.made[old]
-
-    def has(self, kind: Kind, nodes: int) -> bool:
-        """True if a step runs without being captured first, or was captured before its parts changed."""
-        return not self.captures or (kind, nodes) in self.made or (kind, nodes) in self._forgotten
 
     def prefill(self, size: int, max_kv_len: int) -> None:
         """Process the next `size` tokens of every row's prompt."""
@@ -321,7 +294,8 @@ class Session:
         """
         if acceptor is None or isinstance(acceptor, DrawInRound):
             kind = acceptor or StepKind.ROUND
-            outcome = self.get(kind if piece is None else MixedKind(kind, piece), nodes)(max_kv_len)
+            step = self.get(kind, nodes) if piece is None else self.mixed(kind, nodes, piece)
+            outcome = step(max_kv_len)
             return outcome.tolist if self.ring is None else self.ring.expect(outcome.shape)
         look, finish = self.get(StepKind.LOOK, nodes), self.get(StepKind.FINISH, nodes)  # building them runs them
         if logits is None:
@@ -335,6 +309,27 @@ class Session:
         parts = [part.to(logits.device) for part in (accepted.path, accepted.tokens, accepted.count)]
         with states:
             return finish(*parts, features, max_kv_len).tolist
+
+    def mixed(self, kind: Kind, nodes: int, piece: "Piece") -> Callable[[int], Tensor]:
+        """A round, greedy or one that draws, with a piece of prompts; made and captured on first use."""
+        key = kind, nodes, piece.prompts.batch, piece.size
+        if key not in self._mixed:
+            begin, prompts = time.perf_counter(), piece.prompts
+            mixed = MixedRound(self._compiled.round(nodes), prompts._compiled.prefill())
+            if self._only_asks:
+                return self._function(kind, nodes)
+            step: Callable[..., Tensor] = partial(mixed.forward, nodes=nodes, size=piece.size)
+            if isinstance(kind, DrawInRound):
+                step = self._drawing(kind, nodes, partial(mixed.look, nodes=nodes, size=piece.size))
+            step = self._published(step)
+            if self.captures:
+                self.runtime.say(f"compiling {kind.value}_b{self.batch}_n{nodes}_p{prompts.batch}x{piece.size}")
+                with torch.no_grad(), self._untouched(), untouched(prompts.state, prompts.drafter):
+                    step(ROUNDED)
+                    step = self._capture(step, (ROUNDED,))
+            self._mixed[key] = step
+            self.runtime.stats.seconds["compile"] += time.perf_counter() - begin
+        return self._mixed[key]
 
     @property
     def _only_asks(self) -> bool:
@@ -352,7 +347,7 @@ class Session:
             return
         begin = time.perf_counter()
         self.runtime.say(f"compiling kernels of {', '.join(kind.value for kind, _ in captured)}")
-        with torch.no_grad(), self.runtime.ranks_apart(), self._untouched(*(kind for kind, _ in captured)):
+        with torch.no_grad(), self.runtime.ranks_apart(), self._untouched():
             compile_together(*(partial(self._function(*step), *self._arguments(*step)) for step in captured))
         self.runtime.stats.seconds["compile"] += time.perf_counter() - begin
 
@@ -366,7 +361,7 @@ class Session:
         name = f"{kind.value}_b{self.batch}" + (f"_n{nodes}" if nodes else "")
         runtime.say(f"compiling {name}")
         begin = time.perf_counter()
-        with torch.no_grad(), runtime.ranks_apart(), self._untouched(kind):
+        with torch.no_grad(), runtime.ranks_apart(), self._untouched():
             step, arguments = self._function(kind, nodes), self._arguments(kind, nodes)
             step(*arguments)
             if captures:
@@ -397,22 +392,10 @@ class Session:
                 f"allowed there; pass cuda_graphs=False to speculate(). It was: {error}"
             ) from error
 
-    @cached_property
-    def slices(self) -> Tensor:
-        """[2, n] int64; the row of each slice of a piece, and the slot at which it begins."""
-        slices = torch.zeros(2, MOST_SLICES, dtype=torch.int64, device=self.runtime.device)
-        slices[1] = self.state.capacity - MAX_NODES  # the first row has no page there while steps are made
-        return slices
-
-    def _function(self, kind: Kind, nodes: int, verify: Callable | None = None) -> Callable:
-        """The step as a function, compiled if that is asked for, and not captured. verify: in place of the round's."""
+    def _function(self, kind: Kind, nodes: int) -> Callable:
+        """The step as a function, compiled if that is asked for, and not captured."""
         if isinstance(kind, DrawInRound):
-            return self._published(self._drawing(kind, nodes, verify))
-        if isinstance(kind, MixedKind):
-            (prompts, number, unit), verify = kind.piece, self._compiled.round(nodes).verify
-            slices, remembers = prompts.slices[:, :number], self.runtime.algorithm.remembers
-            riding = RidingVerify(verify, prompts._compiled.prefill(), slices, unit, remembers)
-            return self._function(kind.round, nodes, riding)
+            return self._published(self._drawing(kind, nodes))
         match kind:
             case StepKind.PREFILL:
                 return self._compiled.prefill()
@@ -423,14 +406,14 @@ class Session:
             case StepKind.CATCH_UP:
                 return partial(self._compiled.prefill().catch_up, size=nodes)
             case StepKind.LOOK:
-                return partial(self._compiled.round(nodes).look, nodes=nodes, verify=verify)
+                return partial(self._compiled.round(nodes).look, nodes=nodes)
             case StepKind.ROUND:
-                return self._published(partial(self._compiled.round(nodes).forward, nodes=nodes, verify=verify))
+                return self._published(partial(self._compiled.round(nodes).forward, nodes=nodes))
 
-    def _drawing(self, sampler: DrawInRound, nodes: int, verify: Callable | None) -> Callable[[int], Tensor]:
-        """A round whose tokens are drawn between its halves."""
-        look, state = self._function(StepKind.LOOK, nodes, verify), self.state
-        finish = self._function(StepKind.FINISH, nodes)
+    def _drawing(self, sampler: DrawInRound, nodes: int, look: Callable | None = None) -> Callable[[int], Tensor]:
+        """A round whose tokens are drawn between its halves. look: the first half, if it is not `Round.look`."""
+        look = look or self._function(StepKind.LOOK, nodes)
+        finish, state = self._function(StepKind.FINISH, nodes), self.state
 
         def drawing(max_kv_len: int) -> Tensor:
             tree = state.tree(nodes)
@@ -471,16 +454,5 @@ class Session:
         del outcome
         return time.perf_counter() - tick
 
-    @contextmanager
-    def _untouched(self, *kinds: Kind) -> Iterator[None]:
-        """A context of steps of these kinds that leave no trace."""
-        prompts = {kind.piece.prompts for kind in kinds if isinstance(kind, MixedKind)}
-        with ExitStack() as stack:
-            stack.enter_context(untouched(self.state, self.drafter, self.ring))
-            for each in prompts:
-                stack.enter_context(untouched(each.state, each.drafter))
-            yield
-
-
-def _draws(kind: Kind) -> bool:
-    return isinstance(kind.round if isinstance(kind, MixedKind) else kind, DrawInRound)
+    def _untouched(self) -> AbstractContextManager[None]:
+        return untouched(self.state, self.drafter, self.ring)

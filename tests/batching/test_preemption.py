@@ -23,7 +23,7 @@ from batch_requests import (
 )
 
 from spec_compile import speculate
-from spec_compile.batching.pages import row_pages
+from spec_compile.batching.sizes import row_pages
 from spec_compile.cache import PAGE
 
 LONG = tokenizer()(TEXT).input_ids
@@ -165,31 +165,18 @@ def test_a_request_is_cancelled_while_its_row_is_taken():
     manager.destroy()
 
 
-def test_a_prompt_that_is_processed_again_reuses_nothing():
-    manager, run = stopped(fast(), max_requests_per_batch=2)
-    manager.add_request(LONG[60:200], "again", max_new_tokens=4, eos_token_id=-1)
-    scheduler = manager.scheduler
-    with torch.no_grad():
-        scheduler._change()
-        scheduler.prefill.step(0, 0, None)
-        (sequence,) = scheduler.begun
-        scheduler._preempt(sequence)
-    assert run()["again"].speculation.reused_prompt_tokens == 0
-    manager.destroy()
-
-
 def test_a_pool_is_given_back_at_once():
     """Without waiting for the garbage collector, because a GPU has no room for two."""
     manager, run = stopped(fast(), max_requests_per_batch=2)
     manager.add_request(PROMPTS[0], max_new_tokens=4)
     run()
-    scheduler, decoder = weakref.ref(manager.scheduler), weakref.ref(manager.scheduler.decoder)
+    scheduler = weakref.ref(manager.scheduler)
     manager.destroy()
     gc.disable()
     try:
         fast().destroy_cached_continuous_batching_manager()
         del manager, run
-        assert scheduler() is None and decoder() is None
+        assert scheduler() is None
     finally:
         gc.enable()
 
@@ -203,10 +190,10 @@ def test_no_round_writes_without_pages():
             scheduler.step()
         (sequence,) = scheduler.decoder.active
         pages, sequence.pages = sequence.pages, sequence.pages[:-1]
-        scheduler.decoder.launch(scheduler.prefill)
+        scheduler.decoder.launch()
         assert not len(scheduler.decoder.pipeline)
         sequence.pages = pages
-        scheduler.decoder.launch(scheduler.prefill)
+        scheduler.decoder.launch()
         assert len(scheduler.decoder.pipeline) == 1
         scheduler.decoder.collect()
     manager.destroy()
@@ -234,7 +221,7 @@ def test_sizes_that_are_refused():
 
 def test_a_text_that_cannot_fit_ends_with_an_error(monkeypatch):
     """The others go on. (Only a pool that is smaller than a row can be too small for one request.)"""
-    monkeypatch.setattr("spec_compile.batching.pages.fitting_capacity", lambda runtime, capacity, pages: capacity)
+    monkeypatch.setattr("spec_compile.batching.sizes.fitting_capacity", lambda runtime, capacity, pages: capacity)
     fast().speculation.engine.idle_batch = None
     with running(fast(), max_requests_per_batch=2, **pages(3)) as manager:
         manager.add_request(PROMPTS[0], "grows", max_new_tokens=230, eos_token_id=-1)
