@@ -4,14 +4,11 @@ from collections import Counter
 from typing import Any, get_args
 
 from ..cache import PAGE
-from .prefix_blocks import Tier
-from .prefix_cache import whole
+from .prefix_cache import Tier, whole
 from .scheduler import Scheduler
 from .sequence import BatchSequence
 
 REASONS = ("stop", "length", "cancelled", "error")
-PLACES = ("device", "host")
-"""Where keys and values of a prompt's beginning may be."""
 REJECTIONS = ("queue_full", "invalid", "stopping")
 COUNTERS = (
     "drafts_total", "draft_tokens_total", "accepted_tokens_total", "prompt_tokens_total", "reused_prompt_tokens_total",
@@ -73,8 +70,8 @@ class Metrics:
             "preemptions_total": scheduler.preemptions - self._preemptions_before,
             "prefix_cache_bytes": {tier: scheduler.prefixes.bytes(tier) for tier in get_args(Tier)},
             "prefix_cache_queries_total": prefixes["asked"],
-            "prefix_cache_hits_total": sum(prefixes[place] for place in PLACES),
-            "prefix_cache_hits_by_place_total": {place: prefixes[place] for place in PLACES},
+            "prefix_cache_hits_total": sum(prefixes[place] for place in get_args(Tier)),
+            "prefix_cache_hits_by_place_total": {place: prefixes[place] for place in get_args(Tier)},
             "prefix_cache_evicted_blocks_total": prefixes["evicted"],
             "rounds_total": rounds.total(),
             "rounds_by_nodes_total": dict(rounds),

@@ -1,22 +1,20 @@
 """Keys and values of earlier texts for new prompts: pages of the pool that stay for them, and copies on the host."""
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from torch import Tensor
 
 from ..cache import PAGE
 from ..capture.weights import WeightValues
 from ..runtime.round import PREFILL_SIZES, common_end
 from ..runtime.runtime import PrefixBudget, Runtime
 from .pages import Pages, pages_of
-from .prefix_blocks import Node, PrefixTree, Tier
 from .prefix_copies import PageCopies
 from .rows import Rows
 from .sequence import BatchSequence
@@ -24,10 +22,9 @@ from .sequence import BatchSequence
 if TYPE_CHECKING:
     from .decoding import DecodeRows
 
-Scope = bytes
-"""See `BatchSequence.scope`."""
+Tier = Literal["device", "host"]
 Key = bytes
-"""See `PrefixTree`."""
+"""Tokens of a page, or a scope; see `PrefixCache`."""
 
 log = logging.getLogger("spec_compile")
 
@@ -37,11 +34,13 @@ multiples of 16 tokens only, and figures are such multiples: whoever guesses a t
 guess 16 tokens at once."""
 TOKENS = np.dtype(np.int32)
 """The dtype of tokens in keys."""
-FEWEST = {"cpu": 1, "cuda": 4}
-"""Shortest text worth copying to the host and back, and shortest one whose states are worth keeping, in pages. A GPU
-processes up to 256 tokens of a prompt in about the time of one, in which it reads the weights."""
+FEWEST = {"cpu": PAGE, "cuda": 4 * PAGE}
+"""Tokens of the shortest text worth fetching from the host, and whose states are worth keeping. A GPU processes up to
+256 tokens of a prompt in about the time of one, in which it reads the weights."""
 LEAST_BRANCH = 256
 """Tokens that states at a branch save later prompts at least. One chunk more, which this prompt pays, costs less."""
+COMPARED = 16
+"""Texts that go on after the same whole pages are compared with a prompt, token by token, up to so late a one."""
 
 
 def whole(tokens: Any) -> Any:
@@ -49,36 +48,70 @@ def whole(tokens: Any) -> Any:
     return tokens // LEAST * LEAST  # guard: figures-in-blocks
 
 
+@dataclass(eq=False, repr=False, slots=True)
+class Block:
+    """A kept page of a text, which comes after another block or begins a text.
+
+    parent: the number of the block before it, or the scope of the text that it begins.
+    number: names it among all blocks that were ever kept.
+    key: its tokens. tokens: how many of its slots count, PAGE or fewer.
+    client: whose text brought it.
+    page: its page of the pool; 0 for none.
+    place: of its page in host memory; None if it is not there. states: the places of its states; empty for none.
+    """
+
+    parent: "Key | int"
+    number: int
+    key: Key
+    tokens: int
+    client: str
+    page: int = 0
+    place: int | None = None
+    states: Sequence[int] = ()
+
+
 @dataclass
 class Known:
     """The beginning of a text that need not be processed.
 
     tokens: its first tokens whose keys and values are known.
-    pages: whole pages of them, with one user more each, the caller.
-    partial: a page, likewise, whose first tokens % PAGE slots are the last ones, to be copied; None if there are none.
+    partial: the page with the last of them, whose copy the text has; None if only whole pages are known.
     states: copies the states after these tokens to a row of some rows; None without recurrences.
     branch: tokens after which states are to be kept, because earlier texts share that much; 0 for none.
-    hits: the tokens by the place that they were in, "device" or "host", each time in multiples of `LEAST`.
     """
 
     tokens: int = 0
-    pages: list[int] = field(default_factory=list)
     partial: int | None = None
     states: Callable[[Rows, int], None] | None = None
     branch: int = 0
-    hits: Counter[str] = field(default_factory=Counter)
 
 
-class PrefixIndex:
+@dataclass
+class Match:
+    """Blocks with which a text begins, and how many tokens of it they give; `seen`: tokens of all pages that it begins
+    with, which may be more, because a model with recurrences goes on from states only."""
+
+    blocks: list[Block] = field(default_factory=list)
+    tokens: int = 0
+    seen: int = 0
+
+
+class PrefixCache:
     """Finds what earlier requests have computed of a text, as long as the weights have not changed.
 
-    Whole pages of texts stay in a `PrefixTree`, and so does the last page, of which the slots so far count. A page that
-    a row has in use costs nothing. The others take at most `prefix_cache_bytes`; older ones are copied to host memory,
-    and copied back to a page when a prompt begins with them.
+    Each page of a text is a block, found by its tokens and the block before it, so texts that begin alike share blocks.
+    With pages of 2 tokens the texts [1 2 3 4 5] and [1 2 8 9] have the blocks [1 2], [3 4] and [5] after it, and [8 9].
+    A key is the tokens themselves, not a hash of them, and a text's first key has its scope, so different texts never
+    meet. The last page of a text is a block, too, of which fewer slots count; a prompt that goes on in it, or leaves a
+    text within a page, has a copy of that page.
 
-    Recurrences: a model can go on only from where its states are kept. So each text has an end, with its last page and
-    the states: a text of 200 tokens the slots 192 to 198 and the states after 199 tokens. A prompt finds the longest of
-    these texts that it begins with.
+    Blocks cost nothing: their pages are free for rows, which take the oldest ones last (see `Pages`). On a GPU, a page
+    that a later text has begun with is copied to host memory then, as far as there is room, and fetched when it is
+    needed again.
+
+    Recurrences: a model can go on only from where its states are kept, in host memory. So each text has an end, with
+    its last page and the states: a text of 200 tokens the slots 192 to 198 and the states after 199 tokens. A prompt
+    finds the longest of these texts that it begins with.
 
     Drafts: a slot may depend on tokens after it (`ahead`: one for a head, one a module for multi-token prediction), so
     a key has that many more. With a head, the first page's key has the tokens 0 to 64, the second one's 65 to 128.
@@ -86,173 +119,182 @@ class PrefixIndex:
 
     def __init__(self, runtime: Runtime, rows: "DecodeRows", weights: WeightValues, pages: Pages):
         """rows: have the pool that the pages are of. weights: tell whether earlier keys and values still hold."""
-        self._runtime, self._weights, self._pages = runtime, weights, pages
+        self._runtime, self._rows, self._weights, self._pages = runtime, rows, weights, pages
         self.distrusts_weights = False
         """True if somebody may have changed weights in a way that torch does not count, because no round ran."""
         self._changes = 0
         """Counts how often the weights have changed."""
         ahead, self._has_states = runtime.algorithm.ahead, bool(runtime.verify.recurrences)
         self._ahead = min(ahead, 1) if self._has_states else ahead  # states come after all tokens but the last
-        self._fewest = FEWEST[runtime.device.type] * PAGE
+        self._fewest = FEWEST[runtime.device.type]
         budget = PrefixBudget.of(runtime)
         self._copies = PageCopies(rows, budget.host)
         self.page_bytes = self._copies.page_bytes
-        self._room = None if budget.device is None else budget.device // self.page_bytes
-        """Pages that may be kept besides those that rows use."""
-        self._tree = PrefixTree(pages, self._copies.places, 1 + self._copies.state_places)
+        self._count = 0
+        """The blocks that were ever kept."""
+        self._blocks: dict[tuple[Key | int, Key], Block] = {}
+        self._after: dict[Key | int, dict[Block, None]] = {}
+        """The blocks after another one, or at the beginnings of a scope's texts, the newest last."""
+        self._blocks_of: dict[int, list[Block]] = {}
+        """By page its blocks: a page that was the last one of a text may be a whole one of another."""
+        self._far: OrderedDict[Block, None] = OrderedDict()
+        """The blocks in host memory, the oldest first."""
+        pages.keeps, pages.lose = budget.device != 0, self._lose
         self.hits: Counter[str] = Counter()
-        """Tokens that were known, by the place that they were in; see `Known`."""
+        """Tokens that were known, of each page in multiples of `LEAST`, by where it was, "device" or "host"."""
         self.asked = 0
         """Tokens of texts for which earlier keys and values were looked for."""
-
-    @property
-    def evicted(self) -> int:
-        """Places of pages that were dropped because there was no room."""
-        return self._tree.evicted
+        self.evicted = 0
+        """Blocks that were dropped because there was no room."""
 
     def bytes(self, tier: Tier) -> int:
         """Bytes of pages and states that only prefixes use."""
-        if tier == "host":
-            return self._tree.used * self.page_bytes
-        return sum(map(self._spare_size, self._tree.near())) * self.page_bytes
+        return (self._pages.spare if tier == "device" else self._copies.memory.used) * self.page_bytes
 
     def forget(self) -> None:
         """The weights have changed: keys and values of earlier requests are of no use."""
-        self._tree.clear()  # guard: prefixes-of-weights
+        for block in [*self._blocks.values()]:  # guard: prefixes-of-weights
+            self._drop(block)
         self._changes += 1
 
     # --- finding
 
-    def find(self, sequence: BatchSequence) -> Known:
-        """The longest beginning of a text that need not be processed. Its last token is the root of the first tree."""
-        text, nodes, tokens, seen = sequence.text, list[Node](), 0, 0
+    def admit(self, sequence: BatchSequence, count: int) -> Known | None:
+        """Give a text its first `count` pages, of which kept ones may be the first; None if too few are free.
+
+        Of a text of 5 pages, 3 are whole pages of an earlier one, and 10 tokens of its fourth page are known: two pages
+        are new, and the first of these begins with a copy.
+        """
+        match, text = Match(), sequence.text
         if not (sequence.has_pictures or sequence.needs_scores):  # or it needs all of its tokens processed
-            nodes, tokens, seen = self._match(text, sequence.scope, sequence.request.client)
+            match = self._match(text, sequence.scope, sequence.request.client)
 
         # Nothing counts if the weights have changed since.
-        is_sure = self.distrusts_weights and tokens > 0
+        is_sure = self.distrusts_weights and match.tokens > 0
         if self._weights.have_changed(is_sure):
             self.forget()
-            nodes, tokens, seen = [], 0, 0
+            match = Match()
         self.distrusts_weights &= not is_sure
         sequence.weights = self._changes
 
-        known = self._bring(nodes, tokens)
-        if self._has_states and known.tokens + LEAST_BRANCH <= seen < len(text) - 1 and self._keeps_states:
-            known.branch = seen
-        self.trim()
+        known = self._take(sequence, match, count)
+        if known is not None:
+            self.asked += len(text)
+            is_longer = known.tokens + LEAST_BRANCH <= match.seen < len(text) - 1
+            known.branch = match.seen if self._has_states and is_longer and self._keeps_states else 0
         return known
-
-    def begun(self, sequence: BatchSequence, known: Known) -> None:
-        """A sequence that was let in goes on from what is known of its text."""
-        self.asked += sequence.length
-        self.hits += known.hits
 
     @property
     def _keeps_states(self) -> bool:
         return not self._runtime.has_fixed_chunks and self._runtime.options.ranks.size == 1
 
-    def _match(self, text: list[int], scope: Scope, client: str) -> tuple[list[Node], int, int]:
-        """The kept nodes with which a text can go on, their tokens, and the tokens in all pages that it begins with:
-        with recurrences, these may be more."""
+    def _match(self, text: list[int], scope: Key, client: str) -> Match:
+        """The blocks with which a text can go on. Its last token is the root of the first tree."""
         slots = len(text) - 1
         tokens = np.asarray(text[: slots + self._ahead], dtype=TOKENS)
-        chain = self._tree.match(scope, self._keys(tokens, slots))
-        seen = len(chain) * PAGE
+        chain = list[Block]()
+        for key in self._keys(tokens, slots):
+            block = self._blocks.get((chain[-1].number if chain else scope, key))
+            if block is None:
+                break
+            chain.append(block)
+        match = Match(chain, len(chain) * PAGE, len(chain) * PAGE)
         if self._has_states:
-            for count in range(len(chain), -1, -1):
-                rest = self._key(tokens, count * PAGE, min((count + 1) * PAGE, slots))
-                ends = (node for node in self._tree.after(scope, chain[:count]).values() if node.is_end)
-                end = max((e for e in ends if rest.startswith(e.key)), key=lambda e: e.tokens, default=None)
-                if end is not None:
-                    known = count * PAGE + end.tokens
-                    return ([*chain[:count], end], known, seen) if known >= self._fewest else ([], 0, seen)
-            return [], 0, seen
+            return self._end_of(match, tokens, slots, scope)
 
         # Some tokens of one more page.
-        begin = len(chain) * PAGE
-        rest = self._key(tokens, begin, begin + PAGE)
-        alike = {node: self._alike(node, rest, begin, client) for node in self._tree.after(scope, chain).values()}
-        node = max(alike, key=alike.__getitem__, default=None)
-        if node is not None and alike[node]:
-            chain, begin = [*chain, node], begin + alike[node]
-        known = self._cut(min(begin, max(len(text) - self._runtime.algorithm.plan.fresh_tokens, 0)))
-        return (chain[: pages_of(known)], known, seen) if known >= LEAST else ([], 0, seen)
+        rest = self._key(tokens, match.seen, match.seen + PAGE)
+        alike = {block: self._alike(block, rest, match.seen, client) for block in self._newest(chain, scope)}
+        block = max(alike, key=alike.__getitem__, default=None)
+        if block is not None and alike[block]:
+            chain.append(block)
+            match.tokens += alike[block]
+        match.tokens = self._cut(min(match.tokens, max(len(text) - self._runtime.algorithm.plan.fresh_tokens, 0)))
+        if match.tokens < LEAST:
+            return Match()
+        del chain[pages_of(match.tokens) :]
+        return match
 
-    def _alike(self, node: Node, rest: Key, begin: int, client: str) -> int:
-        """The first slots of a node from slot `begin` of its text on that serve a text that goes on with the key
+    def _end_of(self, match: Match, tokens: np.ndarray, slots: int, scope: Key) -> Match:
+        """The blocks up to the last end of a text, with its states, with which a text [n] int32 begins."""
+        for count in range(len(match.blocks), -1, -1):
+            chain = match.blocks[:count]
+            rest = self._key(tokens, count * PAGE, min((count + 1) * PAGE, slots))
+            ends = (block for block in self._newest(chain, scope) if block.tokens < PAGE)
+            end = max((each for each in ends if rest.startswith(each.key)), key=lambda e: e.tokens, default=None)
+            if end is not None:
+                return Match([*chain, end], count * PAGE + end.tokens, match.seen)
+        return Match(seen=match.seen)
+
+    def _newest(self, chain: list[Block], scope: Key) -> Iterator[Block]:
+        """The newest blocks after a chain."""
+        after = self._after.get(chain[-1].number if chain else scope, {})
+        return islice(reversed(after), COMPARED)
+
+    def _alike(self, block: Block, rest: Key, begin: int, client: str) -> int:
+        """The first slots of a block from slot `begin` of its text on that serve a text that goes on with the key
         `rest`."""
-        if node.key[: TOKENS.itemsize] != rest[: TOKENS.itemsize]:
-            return 0
-        own, other = np.frombuffer(node.key, dtype=TOKENS), np.frombuffer(rest, dtype=TOKENS)
+        own, other = np.frombuffer(block.key, dtype=TOKENS), np.frombuffer(rest, dtype=TOKENS)
         width = min(len(own), len(other))
         differs = own[:width] != other[:width]
         alike = int(differs.argmax()) if differs.any() else width
         alike = max(alike - (0 if begin else self._ahead), 0)
-        return alike if node.client == client else whole(alike)
+        return alike if block.client == client else whole(alike)
 
-    def _bring(self, nodes: list[Node], tokens: int) -> Known:
-        """Share the pages of these nodes, the first `tokens` tokens of a text, with the caller. Nodes that are on the
-        host only get pages; if too few are free, less is known."""
-        near = {node: node.page for node in nodes if node.page}
-        far = {node: None for node in nodes if not node.page and node.tokens}
-        self._pages.share(near.values())
-        self._tree.renew(nodes)
-        states = self._find_states(nodes[-1]) if nodes and self._has_states else None
-        if far and tokens >= self._fewest:
-            self.evict(len(far))
-        room = self._pages.free if tokens >= self._fewest else 0
-        fetched = {node: node.places[0] for node in islice(far, room) if node.places}
+    def _take(self, sequence: BatchSequence, match: Match, count: int) -> Known | None:
+        """Give a sequence `count` pages, the first ones with what is known of it; None if too few are free."""
+        pages, blocks, tokens = self._pages, match.blocks, match.tokens
+        shared = [block.page for block in blocks[: tokens // PAGE] if block.page]
+        last = [blocks[-1].page] if tokens % PAGE and blocks[-1].page else []
+        missing = count - len(shared)
 
-        # The nodes before the first one that is nowhere, or none if states need all of them.
-        there = next((n for n, node in enumerate(nodes) if node in far and node not in fetched), len(nodes))
-        if there < len(nodes):
-            tokens = 0 if self._has_states else min(tokens, there * PAGE)
-            there = 0 if not tokens else there
-        self._pages.release(near[node] for node in nodes[there:] if node in near)
-        fetched = {node: fetched[node] for node in nodes[:there] if node in fetched}
+        # Known pages have one user more, so that nobody else is given them.
+        pages.share([*shared, *last])
+        if pages.free < missing:
+            pages.release([*shared, *last])
+            if not last:
+                return None
+            # Without room for a copy, whole pages may serve.
+            fewer = Match() if self._has_states else Match(blocks[:-1], tokens // PAGE * PAGE)
+            return self._take(sequence, fewer, count)
+        new = pages.take(missing)
+        known = (block.page or new.pop(0) for block in blocks[: tokens // PAGE])
+        sequence.pages = [*known, *new]
+
+        # Contents come from the host or from another page.
+        hits = Counter[str]()
+        for number, block in enumerate(blocks):
+            hits["device" if block.page else "host"] += whole(min(tokens - number * PAGE, PAGE))
         try:
-            near |= dict(zip(fetched, self._fetch(fetched)))
+            self._fetch(blocks, sequence.pages)
+            if last:
+                self._rows.copy_page(last[0], sequence.pages[tokens // PAGE])
+            states = self._copies.load_states(blocks[-1].states) if blocks and self._has_states else None
+            self._save([block for block in blocks if block.tokens == PAGE and tokens >= self._fewest])
         except Exception:  # of the machine's memory: nothing is known
-            self._pages.release(near[node] for node in nodes[:there] if node in near)
-            self.forget()
             log.exception("a text could not be brought back from host memory")
-            return Known()
+            self.forget()
+            pages.release([*sequence.pages, *last])
+            sequence.pages, sequence.weights = [], self._changes
+            return self._take(sequence, Match(), count)
+        pages.release(last)  # what is launched later may write to it
+        self.hits += hits
+        restore = None if states is None else partial(self._copies.restore, states)
+        return Known(tokens, last[0] if last else None, restore)
 
-        known = Known(tokens)
-        pages = [near[node] for node in nodes[:there] if node.tokens]
-        if len(pages) > tokens // PAGE:
-            known.partial = pages.pop()
-        known.pages = pages
-        for number, node in enumerate(nodes[:there]):
-            known.hits["host" if node in fetched else "device"] += whole(min(tokens - number * PAGE, PAGE))
-        if tokens and states is not None:
-            known.states = partial(self._copies.restore, states)
-        return known
-
-    def _find_states(self, end: Node) -> Tensor:
-        """The states of an end of a text, on the device."""
-        if end.states is not None:
-            return end.states
+    def _fetch(self, blocks: list[Block], pages: list[int]) -> None:
+        """Copy the blocks of a text that only the host has to the text's pages. Whole ones are kept there."""
+        far = {number: block for number, block in enumerate(blocks) if block.tokens and not block.page}
+        if not far:
+            return
         with self._copies.aside():
-            return self._copies.load_states(end.places[1:])
-
-    def _fetch(self, places: dict[Node, int]) -> list[int]:
-        """Copy nodes from host memory to pages of the pool, which the caller uses, too."""
-        if not places:
-            return []
-        pages = self._pages.take(len(places))
-        try:
-            with self._copies.aside():
-                self._copies.pages(pages, [*places.values()], to_pages=True)
-            self._copies.wait()
-        except Exception:
-            self._pages.release(pages)
-            raise
-        for node, page in zip(places, pages):
-            self._tree.hold(node, page, node.states)
-        self._tree.renew([*places])
-        return pages
+            places = [block.place for block in far.values() if block.place is not None]
+            self._copies.pages([pages[number] for number in far], places, to_pages=True)
+        self._copies.wait()
+        for number, block in far.items():
+            self._far.move_to_end(block)
+            if block.tokens == PAGE:
+                self._hold(block, pages[number])
 
     # --- keeping
 
@@ -280,111 +322,115 @@ class PrefixIndex:
             log.exception("a text could not be kept for later prompts")
 
     def _keep(self, sequence: BatchSequence, tokens: np.ndarray, slots: int, rows: Rows) -> None:
-        scope, client, chain = sequence.scope, sequence.request.client, list[Node]()
+        # Whole pages.
+        parent: Key | int = sequence.scope
+        client, begin = sequence.request.client, 0
         for number, key in enumerate(self._keys(tokens, slots)):
-            if not self._has_states:
-                self._drop_beginnings(scope, chain, key)
-            node = self._tree.add(scope, chain, key, PAGE, client)
-            if not node.page:
-                self._tree.hold(node, sequence.pages[number])
-        begin = len(chain) * PAGE
-        end = min(slots, len(tokens) - self._ahead)
-        if self._has_states:
-            node = self._tree.add(scope, chain, self._key(tokens, begin, end), end - begin, client)
-            if not (node.is_near or node.places):
-                page = sequence.pages[begin // PAGE] if node.tokens else 0
-                self._tree.hold(node, page, self._copies.states_of(rows, sequence.row))
-        elif begin < end < begin + PAGE:
-            key = self._key(tokens, begin, end)
-            others = self._tree.after(scope, chain).values()
-            if not any(other.key.startswith(key) and other.key != key for other in others):
-                self._drop_beginnings(scope, chain, key)
-                node = self._tree.add(scope, chain, key, end - begin, client)
-                if not node.page:
-                    self._tree.hold(node, sequence.pages[begin // PAGE])
-        self._tree.renew(chain)
-        self.trim()
+            block = self._block(parent, key, PAGE, client)
+            if not block.page:
+                self._hold(block, sequence.pages[number])
+            parent, begin = block.number, begin + PAGE
 
-    def _drop_beginnings(self, scope: Scope, chain: list[Node], key: Key) -> None:
-        """Drop the ends of texts after a chain with which a page begins."""
-        others = [*self._tree.after(scope, chain).values()]
-        for other in others:
-            if other.is_end and len(other.key) < len(key) and key.startswith(other.key):
-                self._tree.drop(other)
+        # The last page, of which fewer slots count, and the states after it.
+        end = min(slots, len(tokens) - self._ahead)
+        if self._has_states or begin < end < begin + PAGE:
+            block = self._block(parent, self._key(tokens, begin, end), end - begin, client)
+            if not block.page and block.tokens:
+                self._hold(block, sequence.pages[begin // PAGE])
+            if self._has_states and not block.states:
+                self._save_end(block, rows, sequence.row)
+
+    def _block(self, parent: Key | int, key: Key, tokens: int, client: str) -> Block:
+        """The block with this key, a new one if there is none. It becomes the newest one after its parent."""
+        block = self._blocks.get((parent, key))
+        if block is None:
+            self._count += 1
+            block = self._blocks[parent, key] = Block(parent, self._count, key, tokens, client)
+        after = self._after.setdefault(parent, {})
+        after.pop(block, None)
+        after[block] = None
+        return block
+
+    def _hold(self, block: Block, page: int) -> None:
+        """A block is in this page, which is in use. Without states, ends of texts that it goes on from are dropped."""
+        for other in [] if self._has_states else [*self._blocks_of.get(page, [])]:
+            if other.parent == block.parent and block.key.startswith(other.key):
+                self._drop(other)
+        block.page = page
+        self._blocks_of.setdefault(page, []).append(block)
+        self._pages.kept.add(page)
+
+    # --- host memory
+
+    def _save(self, blocks: list[Block]) -> None:
+        """On a GPU, copy whole pages to host memory that are not there yet, as far as there is room."""
+        for block in blocks:
+            if block.place is not None:
+                self._far.move_to_end(block)
+        new = [block for block in blocks if block.place is None and block.page] if self._runtime.on_gpu else []
+        places = self._make_room(len(new))
+        for block, place in zip(new, places):
+            block.place = place
+            self._far[block] = None
+        if places:
+            with self._copies.aside():
+                self._copies.pages([block.page for block in new[: len(places)]], places, to_pages=False)
+
+    def _save_end(self, block: Block, rows: Rows, row: int) -> None:
+        """Copy the states of a row to host memory, as those after a block; without room it is dropped."""
+        count = self._copies.state_places
+        places = self._make_room(count)
+        if len(places) < count:
+            self._copies.memory.give(places)
+            self._drop(block)
+            return
+        block.states = places
+        self._far[block] = None
+        self._copies.save_states(rows, row, places)
+
+    def _make_room(self, count: int) -> list[int]:
+        """Up to `count` places in host memory, for which the oldest blocks leave it."""
+        memory = self._copies.memory
+        while memory.free < min(count, memory.ready):
+            block = next(iter(self._far))
+            self._leave_host(block)
+            if not block.page or (self._has_states and block.tokens < PAGE):
+                self._drop(block)
+                self.evicted += 1
+        return memory.take(min(count, memory.free))
+
+    def _leave_host(self, block: Block) -> None:
+        if block in self._far:
+            del self._far[block]
+            self._copies.memory.give([*([] if block.place is None else [block.place]), *block.states])
+            block.place, block.states = None, ()
 
     # --- giving up
 
-    def evict(self, count: int) -> None:
-        """Give up kept pages that no row uses, the oldest first, until `count` pages are free or none is left."""
-        while (missing := count - self._pages.free) > 0:
-            spare = [*islice(filter(self._tree.is_spare, self._tree.near()), missing)]
-            if not spare:
-                return
-            self._give_up(spare)
+    def _lose(self, pages: Sequence[int]) -> None:
+        """These pages are about to be written. Blocks that are nowhere else are dropped."""
+        self._copies.wait()  # for copies of them
+        for page in pages:
+            for block in self._blocks_of.pop(page):
+                block.page = 0
+                if block.place is None:
+                    self._drop(block)
+                    self.evicted += 1
 
-    def trim(self) -> None:
-        """Give up the oldest pages and states beyond what `prefix_cache_bytes` allows."""
-        if self._room is None:
-            return
-        near = self._tree.near()
-        if len(near) * self._sizes_most <= self._room:
-            return
-        sizes = {node: size for node in near if (size := self._spare_size(node))}
-        beyond, given = sum(sizes.values()) - self._room, list[Node]()
-        for node, size in sizes.items():
-            if beyond <= 0:
-                break
-            given.append(node)
-            beyond -= size
-        self._give_up(given)
-
-    @property
-    def _sizes_most(self) -> int:
-        return 1 + self._copies.state_places
-
-    def _spare_size(self, node: Node) -> int:
-        """Places on the device that a node takes besides those of rows."""
-        return self._tree.is_spare(node) + (self._copies.state_places if node.states is not None else 0)
-
-    def _give_up(self, nodes: list[Node]) -> None:
-        """Have what no row uses of these nodes on the host only, as far as there is room, and drop the others."""
-        new = []
-        for node in nodes:
-            if node.is_near and not self._pays(node):
-                self._tree.evicted += self._tree.drop(node)
-            elif node.is_near and self._tree.enter_host(node):  # else it was dropped with one before it
-                new.append(node)
-        try:
-            self._save([node for node in new if node.places])
-        except Exception:  # of the machine's memory: some places lack their contents, and requests go on
-            self.forget()
-            log.exception("texts could not be copied to host memory")
-        for node in nodes:
-            if not node.places and node.is_near:
-                self._tree.evicted += self._tree.drop(node)
-            elif self._tree.is_spare(node) or not node.page:
-                self._tree.let_go(node)
-            else:
-                node.states = None
-
-    def _pays(self, node: Node) -> bool:
-        """True if a text with this page is long enough to be copied back from the host."""
-        tokens, above = node.tokens, node.parent
-        while above is not None and above.parent is not None and tokens < self._fewest:
-            tokens, above = tokens + above.tokens, above.parent
-        return bool(node.children) or tokens >= self._fewest
-
-    def _save(self, nodes: list[Node]) -> None:
-        """Copy nodes to their places in host memory."""
-        if not nodes:
-            return
-        pages = [node for node in nodes if node.page]
-        with self._copies.aside():
-            self._copies.pages([node.page for node in pages], [node.places[0] for node in pages], to_pages=False)
-            for node in nodes:
-                if node.states is not None:
-                    self._copies.save_states(node.states, node.places[1:])
-        self._copies.wait()
+    def _drop(self, block: Block) -> None:
+        """Drop a block. What comes after it is found no more, and is dropped when its pages are lost."""
+        self._leave_host(block)
+        self._blocks.pop((block.parent, block.key), None)
+        after = self._after.get(block.parent, {})
+        after.pop(block, None)
+        if not after:
+            self._after.pop(block.parent, None)
+        if block.page:
+            self._blocks_of[block.page].remove(block)
+            if not self._blocks_of[block.page]:
+                del self._blocks_of[block.page]
+                self._pages.drop(block.page)
+            block.page = 0
 
     # --- keys
 

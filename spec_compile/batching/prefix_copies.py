@@ -1,10 +1,9 @@
 """Copies of pages and states in host memory, and the way there and back."""
 
 from bisect import bisect
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import pairwise, repeat
 from math import gcd
 from weakref import WeakKeyDictionary
 
@@ -27,8 +26,8 @@ class PageCopies:
     """Copies pages of a pool, and states of rows, to host memory and back.
 
     GPU: all copies run on a separate stream, which orders writes and reads of host memory, and the host waits for none.
-    They come after all that is launched for rounds. Rounds wait for copies to pages, and for the reading of pages,
-    which may have other contents then.
+    They come after all that is launched for rounds. Rounds wait for copies to pages, and before they write to a page
+    whose copy may be under way.
     """
 
     def __init__(self, rows: Rows, host_bytes: int):
@@ -43,21 +42,15 @@ class PageCopies:
         self._sizes = [state[0].nbytes // self._unit.itemsize for state in states]
         units = sum(pool[0].numel() for pool in self._pools) or PLACE_BYTES // self._unit.itemsize
         self.page_bytes = units * self._unit.itemsize
-        self.places = host_bytes // self.page_bytes
-        self._states_shape = -(-sum(self._sizes) // units), units
-        """The states of a row as so many places."""
+        self.state_places = -(-sum(self._sizes) // units)
+        """Places that the states of a row take."""
         self._most = max(1, STAGED // self.page_bytes)
         self._stream = torch.cuda.Stream(self._device) if rows.runtime.on_gpu else None
-        self._memory = HostMemory(self.places, units, self._unit, self._stream is not None)
+        self.memory = HostMemory(host_bytes // self.page_bytes, units, self._unit, self._stream is not None)
         self._views: WeakKeyDictionary[Rows, list[Tensor]] = WeakKeyDictionary()
         with self.aside():
-            staged = self._most if self.places and self._stream is not None else 0
+            staged = self._most if host_bytes and self._stream is not None else 0
             self._staged = torch.empty(staged, units, dtype=self._unit, device=self._device)
-
-    @property
-    def state_places(self) -> int:
-        """Places that the states of a row take."""
-        return self._states_shape[0]
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -76,7 +69,7 @@ class PageCopies:
 
     def pages(self, pages: list[int], places: list[int], to_pages: bool) -> None:
         """Copy pages to these places in host memory, or from there."""
-        for part, packed in self._memory.pieces(places, self._most) if self._pools else ():
+        for part, packed in self.memory.pieces(places, self._most) if self._pools else ():
             staged = packed if self._stream is None else self._staged[: len(packed)]
             if to_pages and staged is not packed:
                 staged.copy_(packed, non_blocking=True)
@@ -84,25 +77,22 @@ class PageCopies:
             if not to_pages and staged is not packed:
                 packed.copy_(staged, non_blocking=True)
 
-    def save_states(self, states: Tensor, places: Sequence[int]) -> None:
-        """Copy states [n, units] to n places in host memory."""
-        for part, packed in self._memory.pieces(places, len(places)):
-            packed.copy_(states[part], non_blocking=True)
-
-    def load_states(self, places: Sequence[int]) -> Tensor:
-        """The states [n, units] at n places in host memory, on the device."""
-        states = torch.empty(self._states_shape, dtype=self._unit, device=self._device)
-        for part, packed in self._memory.pieces(places, len(places)):
-            states[part].copy_(packed, non_blocking=True)
-        return states
-
-    def states_of(self, rows: Rows, row: int) -> Tensor:
-        """A copy [n, units] of the states of a row, which may change once what is launched for it has waited."""
+    def save_states(self, rows: Rows, row: int, places: Sequence[int]) -> None:
+        """Copy the states of a row to places in host memory. The row must not change until `Rows.reads` allows it."""
         with self.aside():
-            states = torch.empty(self._states_shape, dtype=self._unit, device=self._device)
+            states = self._empty_states()
             torch._foreach_copy_(self._parts(states), self._row(rows, row))
             if self._stream is not None:
                 rows.reads[row] = self._stream.record_event()
+            for part, packed in self.memory.pieces(places, len(places)):
+                packed.copy_(states[part], non_blocking=True)
+
+    def load_states(self, places: Sequence[int]) -> Tensor:
+        """The states [n, units] at n places in host memory, on the device."""
+        with self.aside():
+            states = self._empty_states()
+            for part, packed in self.memory.pieces(places, len(places)):
+                states[part].copy_(packed, non_blocking=True)
         return states
 
     def restore(self, states: Tensor, rows: Rows, row: int) -> None:
@@ -110,6 +100,10 @@ class PageCopies:
         with self.aside():
             torch._foreach_copy_(self._row(rows, row), self._parts(states))
         self.wait()
+
+    def _empty_states(self) -> Tensor:
+        units = self.page_bytes // self._unit.itemsize
+        return torch.empty(self.state_places, units, dtype=self._unit, device=self._device)
 
     def _parts(self, states: Tensor) -> list[Tensor]:
         return [*states.view(-1)[: sum(self._sizes)].split(self._sizes)]
@@ -129,18 +123,50 @@ class HostMemory:
     """Blocks of `units` numbers each at `places` places in host memory.
 
     It is taken in slabs, one ahead of the blocks that are used. A process with much memory that nothing has written to
-    could not fork. The slabs of a GPU's host are pinned. Pinning 256 MB takes about 0.1 s, so a thread does it.
+    could not fork. The slabs of a GPU's host are pinned. Pinning 256 MB takes about 0.1 s, so a thread does it, and the
+    places of a slab can be taken once it is there.
     """
 
     def __init__(self, places: int, units: int, unit: torch.dtype, is_pinned: bool):
         self._units, self._unit, self._is_pinned = units, unit, is_pinned
-        self._slabs: list[Callable[[], Tensor]] = []
-        """Functions that give each slab [n, units]."""
         self._bounds = [*range(0, places, max(1, SLAB // (units * unit.itemsize))), places]
         """Slab i has the places from bounds[i] to bounds[i + 1] - 1."""
         self._begins = {*self._bounds}
+        self._slabs: list[Tensor] = []
+        self._free: list[int] = []
         self._thread = ThreadPoolExecutor(1, "spec_compile pinned memory")
-        self._take(1)
+        self._next: Future[Tensor] | None = None
+        self._grow()
+
+    @property
+    def most(self) -> int:
+        """All places."""
+        return self._bounds[-1]
+
+    @property
+    def ready(self) -> int:
+        """The places that there is memory for by now."""
+        return self._bounds[len(self._slabs)]
+
+    @property
+    def free(self) -> int:
+        """The places that can be taken."""
+        if not self._free:
+            self._grow()
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        return self.ready - len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """`count` places, of which as many are free: those that were given back last, or the next ones of a slab."""
+        taken = self._free[len(self._free) - count :][::-1]
+        del self._free[len(self._free) - count :]
+        return taken
+
+    def give(self, places: Sequence[int]) -> None:
+        self._free += places[::-1]
 
     def pieces(self, places: Sequence[int], most: int) -> Iterator[tuple[slice, Tensor]]:
         """As few views [n, units] as possible of the blocks at these places, of at most `most` blocks, each with its
@@ -154,18 +180,21 @@ class HostMemory:
             if is_followed and index + 1 - begin < most:
                 continue
             slab = bisect(self._bounds, place) - 1
-            self._take(slab + 2)
             first = places[begin] - self._bounds[slab]
-            yield slice(begin, index + 1), self._slabs[slab]()[first : first + index + 1 - begin]
+            yield slice(begin, index + 1), self._slabs[slab][first : first + index + 1 - begin]
             begin = index + 1
 
-    def _take(self, slabs: int) -> None:
-        """Have the first slabs made: `slabs` of them, or all that there are."""
-        for begin, end in [*pairwise(self._bounds)][len(self._slabs) : slabs]:
-            shape = end - begin, self._units
-            make: Callable[[], Tensor]
+    def _grow(self) -> None:
+        """Take over the next slab if it is there, and have the one after it made."""
+        if self._next is not None and self._next.done():
+            slab, self._next = self._next.result(), None
+            begin, end = self.ready, self.ready + len(slab)
+            self._slabs.append(slab)
+            self._free[:0] = range(begin, end)[::-1]
+        if self._next is None and self.ready < self.most:
+            shape = self._bounds[len(self._slabs) + 1] - self.ready, self._units
             if self._is_pinned:
-                make = self._thread.submit(torch.empty, shape, dtype=self._unit, pin_memory=True).result
+                self._next = self._thread.submit(torch.empty, shape, dtype=self._unit, pin_memory=True)
             else:
-                make = repeat(zero_pages(shape, self._unit, torch.device("cpu"))).__next__
-            self._slabs.append(make)
+                self._next = Future()
+                self._next.set_result(zero_pages(shape, self._unit, torch.device("cpu")))

@@ -20,7 +20,7 @@ from ..runtime.state import MOST_LATE
 from .decoding import DecodeRows
 from .pages import OutOfPages, Pages
 from .prefill import PIECE_ROWS, PrefillRows, Restore
-from .prefix_cache import Known, PrefixIndex
+from .prefix_cache import Known, PrefixCache
 from .ranks import FollowerRequest, FollowerSequence, RoundChange
 from .rows import Rows
 from .sequence import BatchSequence
@@ -82,9 +82,9 @@ class Scheduler:
     fewest rows, and then to the one that has had no turn for the longest time. Within a client it is first come, first
     served. An error while a request enters, decodes or leaves ends that request only.
 
-    A row takes pages as its text grows. If none is free, kept prefixes are given up, then the row that was let in last:
-    its request waits in front of all others, and comes back with its text so far as a prompt. So the request that was
-    let in first always goes on.
+    A row takes pages as its text grows. If none is free, the row that was let in last is given up: its request waits in
+    front of all others, and comes back with its text so far as a prompt. So the request that was let in first always
+    goes on.
     """
 
     def __init__(self, runtime: Runtime, sizes: Sizes, weights: WeightValues, adapters: LoraSlots):
@@ -96,7 +96,7 @@ class Scheduler:
         self.pages = Pages(sizes.pages)
         self.decoder = DecodeRows(runtime, sizes.slots, sizes.capacity, sizes.pages)
         self.prefill = PrefillRows(runtime, sizes.prefill_rows, sizes.capacity, self.decoder, sizes.piece)
-        self.prefixes = prefixes = PrefixIndex(runtime, self.decoder, weights, self.pages)
+        self.prefixes = prefixes = PrefixCache(runtime, self.decoder, weights, self.pages)
         # No circle of references, in which the pool would outlive this object.
         self.prefill.at_branch = lambda sequence, done, rows: prefixes.keep(sequence, sequence.text, done, rows)
         self.ranks, self._runtime = runtime.options.ranks, runtime
@@ -241,7 +241,6 @@ class Scheduler:
         finally:
             if self.ranks.leads:
                 self.pages.release(sequence.pages)
-                self.prefixes.trim()
             sequence.pages, sequence.kept, self._short = [], 0, None
 
     def _keep(self, sequence: BatchSequence, slots: int, rows: Rows) -> None:
@@ -288,7 +287,8 @@ class Scheduler:
         self.drop([sequence for sequence in self.sequences if sequence.request_id in change.left])
         for told in change.entered:
             sequence = FollowerSequence(told)
-            self._copy_partial(sequence, told.known, told.partial)
+            if told.partial is not None:
+                self.decoder.copy_page(told.partial, sequence.pages[told.known // PAGE])
             self.prefill.enter(sequence, told.known)
 
     # --- pages
@@ -311,13 +311,9 @@ class Scheduler:
     def _make_free(
         self, count: int, sequence: BatchSequence, change: RoundChange, news: list[BatchSequence]
     ) -> bool:  # fmt: skip
-        """True if `count` pages are free for a row that decodes. Kept prefixes are given up for it, then rows that were
-        let in later. While rounds are in flight, no row is taken, because their tokens would be lost."""
+        """True if `count` pages are free for a row that decodes. Rows that were let in later are given up for it. While
+        rounds are in flight, no row is taken, because their tokens would be lost."""
         while self.pages.free < count:
-            # Kept prefixes first.
-            self.prefixes.evict(count)
-            if self.pages.free >= count:
-                break
             if len(self.decoder.pipeline):
                 return False
             # The row that was let in last; one without others can never grow.
@@ -340,32 +336,15 @@ class Scheduler:
         self.preemptions += 1
 
     def _find_pages(self, sequence: BatchSequence) -> Known | None:
-        """Give a request the pages of its text, of which the first ones may be kept prefixes, and of the next rounds;
-        None if too few are free. Its adapter decides which prefixes serve it."""
+        """Give a request the pages of its text and of the next rounds; None if too few are free. Its adapter decides
+        which kept prefixes serve it."""
         if sequence.loaded is NO_ADAPTER:
             self.adapters.take(sequence)
-        # The known beginning has pages already, and the rest gets new ones.
-        known = self.prefixes.find(sequence)
         needed = row_pages(self._runtime, sequence.length + 1)
-        missing = needed - len(known.pages)
-        if self.pages.free < missing:
-            self.prefixes.evict(missing)
-        if self.pages.free < missing:
-            self.pages.release(known.pages if known.partial is None else [*known.pages, known.partial])
-            if not self.begun:
-                raise self._too_long(sequence, needed)
-            return None
-        sequence.pages = [*known.pages, *self.pages.take(missing)]
-        self._copy_partial(sequence, known.tokens, known.partial)
-        if known.partial is not None:  # what is launched later may write to it
-            self.pages.release([known.partial])
-        self.prefixes.begun(sequence, known)
+        known = self.prefixes.admit(sequence, needed)
+        if known is None and not self.begun:
+            raise self._too_long(sequence, needed)
         return known
-
-    def _copy_partial(self, sequence: BatchSequence, known: int, partial: int | None) -> None:
-        """Copy the page of a kept prefix of which a prompt has some tokens to a page of the prompt."""
-        if partial is not None:
-            self.decoder.copy_page(partial, sequence.pages[known // PAGE])
 
     def _too_long(self, sequence: BatchSequence, pages: int) -> OutOfPages:
         return OutOfPages(

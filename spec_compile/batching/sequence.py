@@ -26,7 +26,7 @@ class BatchSequence(Sequence):
     scores: the log-probabilities that it asks for.
     passed: later sequences with an adapter that were let in while it waited for a slot for its own.
     is_whole: True if its row has ended by itself, with the tokens of the answer and no others.
-    weights: counts the changes of weights before its prompt was begun, see `PrefixIndex`.
+    weights: counts the changes of weights before its prompt was begun, see `PrefixCache`.
     turn: orders sequences by when they were let in for the first time; 0 before.
     pages: the pages of its row, in order.
     kept: the first slots of its row that are kept for later prompts already.
@@ -93,7 +93,8 @@ class BatchSequence(Sequence):
     def scope(self) -> bytes:
         """Texts of the same scope share keys and values: they have one version of an adapter, and one salt."""
         salt = self.request.cache_salt.encode("utf-8", "surrogatepass")
-        return self.loaded.version.to_bytes(8) + salt  # guard: salts
+        adapter = self.loaded.version.to_bytes(8)  # guard: adapter-kv
+        return adapter + salt  # guard: salts
 
     @property
     def has_pictures(self) -> bool:

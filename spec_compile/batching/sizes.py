@@ -10,7 +10,7 @@ from ..cache import PAGE, ROUNDED
 from ..runtime.compiled_steps import rows_vary
 from ..runtime.pipeline import AHEAD
 from ..runtime.round import PREFILL_SIZES
-from ..runtime.runtime import Runtime
+from ..runtime.runtime import PrefixBudget, Runtime
 from ..runtime.state import State
 from ..tree import MAX_NODES
 from .pages import pages_of
@@ -66,7 +66,9 @@ def choose_sizes(runtime: Runtime, config: ContinuousBatchingConfig, hints: Work
             slots = max(1, min(slots, int(ROWS_SHARE * free / row) - prefill_rows))
         free -= row * (slots + min(prefill_rows, slots))
     if pages is None:
-        pages = 1 + slots * row_pages(runtime, capacity)
+        pages = slots * row_pages(runtime, capacity)
+        kept = PrefixBudget.of(runtime).device
+        pages += 1 + (pages if kept is None else kept // max(PAGE * runtime.token_bytes, 1))
         if runtime.on_gpu and runtime.token_bytes:
             pages = min(pages, int(free / (PAGE * runtime.token_bytes)))
     capacity = fitting_capacity(runtime, capacity, pages)

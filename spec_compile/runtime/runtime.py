@@ -156,13 +156,13 @@ PREFIX_SHARE, MOST_PREFIXES = 0.1, 4_000_000_000  # default for host memory: thi
 class PrefixBudget:
     """Memory for prefixes of earlier requests.
 
-    device, host: bytes; device: None is all that the pool of pages has.
-    denial: why nothing is kept although there would be memory, or None.
+    device: bytes of pages beyond those that full rows take; None: as many pages again. Without any, pages are kept as
+        long as rows use them.
+    host: bytes of a GPU's host for copies of pages, and of any host for states.
     """
 
     device: int | None
     host: int
-    denial: str | None = None
 
     @classmethod
     def of(cls, runtime: Runtime) -> "PrefixBudget":
@@ -173,16 +173,14 @@ class PrefixBudget:
         if in_host > memory:
             name = "prefix_cache_bytes" if (device or 0) > memory else "prefix_cache_host_bytes"
             raise ValueError(f"{name}: {in_host / 1e9:.2f} GB, the machine has {memory / 1e9:.2f} GB; ask for less")
-        if options.ranks.size > 1:
-            return cls(0, 0, "the ranks of tensor parallelism would have to keep the same")
-        return cls(device, min(MOST_PREFIXES, int(PREFIX_SHARE * memory)) if host is None else host)
+        host = min(MOST_PREFIXES, int(PREFIX_SHARE * memory)) if host is None else host
+        if not runtime.on_gpu:
+            device = (device or 0) + host
+        return cls(device, host if options.ranks.size == 1 else 0)
 
     def describe(self) -> str:
         """A line for ``speculation.explain()``."""
-        if self.denial is not None:
-            return f"prefixes of earlier requests: reused as long as their rows live, because {self.denial}"
-        if self.device == self.host == 0:
+        if self.device == 0:
             return "prefixes of earlier requests: reused as long as their rows live"
-        in_host = f"{self.host / 1e9:.2f} GB"
-        on_device = "all free pages" if self.device is None else f"{self.device / 1e9:.2f} GB"
-        return f"prefixes of earlier requests: {on_device} on the device, {in_host} in host memory"
+        pages = "as many pages" if self.device is None else f"pages of {self.device / 1e9:.2f} GB"
+        return f"prefixes of earlier requests: {pages} besides the rows' own, {self.host / 1e9:.2f} GB in host memory"

@@ -12,12 +12,14 @@ from spec_compile.cache import PAGE
 
 
 class Pool(RuleBasedStateMachine):
-    """Users take, share and release pages as they like."""
+    """Users take, share, keep and release pages as they like."""
 
     def __init__(self):
         super().__init__()
         self.pages = Pages(9)
         self.users: list[list[int]] = []
+        self.kept, self.lost = {}, []
+        self.pages.lose = self.lost.extend
 
     @rule(count=st.integers(0, 9))
     def take(self, count):
@@ -27,7 +29,13 @@ class Pool(RuleBasedStateMachine):
                 self.pages.take(count)
             assert self.pages.free == free
             return
+        unused = [page for page in self.kept if not self.pages._users[page]]
+        spare = self.pages.free - len(unused)
         taken = self.pages.take(count)
+        assert self.lost == unused[: max(count - spare, 0)]  # the oldest, and no more than needed
+        for page in self.lost:
+            del self.kept[page]
+        self.lost.clear()
         assert len(taken) == count and not {*taken} & {page for pages in self.users for page in pages}
         self.users.append(taken)
 
@@ -39,15 +47,39 @@ class Pool(RuleBasedStateMachine):
             self.users.append([*shared])
 
     @rule(data=st.data())
+    def keep(self, data):
+        if self.users:
+            self.pages.kept.update(data.draw(st.sampled_from(self.users)))
+
+    @rule(data=st.data())
+    def revive(self, data):
+        if self.kept:
+            page = data.draw(st.sampled_from([*self.kept]))
+            self.pages.share([page])
+            self.users.append([page])
+
+    @rule(data=st.data())
+    def drop(self, data):
+        if self.pages.kept:
+            page = data.draw(st.sampled_from(sorted(self.pages.kept)))
+            self.pages.drop(page)
+            self.kept.pop(page, None)
+
+    @rule(data=st.data())
     def release(self, data):
         if self.users:
-            self.pages.release(self.users.pop(data.draw(st.integers(0, len(self.users) - 1))))
+            pages = self.users.pop(data.draw(st.integers(0, len(self.users) - 1)))
+            self.pages.release(pages)
+            for page in reversed(pages):  # its last page is given before its first
+                if page in self.pages.kept and not self.pages._users[page]:
+                    self.kept.pop(page, None)
+                    self.kept[page] = None
 
     @invariant()
     def none_is_lost_or_given_twice(self):
         counts = Counter(page for pages in self.users for page in pages)
         assert self.pages.free == self.pages.usable - len(counts) and 0 not in counts
-        assert [self.pages.users(page) for page in range(9)] == [counts[page] for page in range(9)]
+        assert self.pages._users == [counts[page] for page in range(9)]
 
 
 TestPool = Pool.TestCase
