@@ -146,7 +146,7 @@ GUARDS = [
         ("drafting-backend", NEVER, "contrib/test_assistant.py -k other_models"),
         ("draft-weights", SKIP, "drafters/test_draft_weights.py -k refresh"),
         # batching, and the texts of other people
-        ("adapter-kv", "adapter = b\"\"", "batching/test_lora_requests.py -k 'belong and cpu-1'"),
+        ("adapter-kv", 'adapter = b""', "batching/test_lora_requests.py -k 'belong and cpu-1'"),
         ("adapters-are-freed", SKIP, "batching/test_lora_requests.py -k end_with"),
         ("rows-being-copied", SKIP, "batching/test_rows.py -k written"),
         ("pages-of-idle-rows", SKIP, "batching/test_rows.py -k told_their_pages"),

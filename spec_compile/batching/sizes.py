@@ -26,8 +26,8 @@ PREFILL_SHARE = 0.05
 """Share of the pages that as many longest prompts take as are processed at once, beyond `FEWEST_PREFILL_ROWS`. If one
 takes more, the model is so large that few prompts keep the GPU busy."""
 FEWEST_PREFILL_ROWS = 4
-
-
+MOST_KEPT = 1 << 16
+"""Pages for kept prefixes at most."""
 PIECE = 512
 """Most tokens of a step in which prompts ride along with a round, unless the user says otherwise. More would let the
 rows that decode wait longer for their next tokens."""
@@ -49,7 +49,7 @@ def choose_sizes(runtime: Runtime, config: ContinuousBatchingConfig, hints: Work
     """The sizes that the user's config asks for, and else as much as there is memory for.
 
     The config's `max_requests_per_batch`, `num_blocks` times `page_size` and `max_memory_percent` count. The pool has
-    no more pages than all rows can fill.
+    the pages that all rows can fill, and pages for kept prefixes.
     Raises ValueError if a number is out of range, or if the pool does not hold one row of `max_cache_len`.
     """
     slots, pages = wanted_slots(runtime, config, hints), wanted_pages(config)
@@ -66,11 +66,11 @@ def choose_sizes(runtime: Runtime, config: ContinuousBatchingConfig, hints: Work
             slots = max(1, min(slots, int(ROWS_SHARE * free / row) - prefill_rows))
         free -= row * (slots + min(prefill_rows, slots))
     if pages is None:
-        pages = slots * row_pages(runtime, capacity)
-        kept = PrefixBudget.of(runtime).device
-        pages += 1 + (pages if kept is None else kept // max(PAGE * runtime.token_bytes, 1))
-        if runtime.on_gpu and runtime.token_bytes:
-            pages = min(pages, int(free / (PAGE * runtime.token_bytes)))
+        pages, kept = slots * row_pages(runtime, capacity), PrefixBudget.of(runtime).device
+        page_bytes = PAGE * runtime.token_bytes  # 0 without attention
+        pages += 1 + (pages if kept is None else min(kept // max(page_bytes, 1), MOST_KEPT))
+        if runtime.on_gpu and page_bytes:
+            pages = min(pages, int(free / page_bytes))
     capacity = fitting_capacity(runtime, capacity, pages)
     # The longest prompts that are processed together take a small part of the pool.
     if runtime.on_gpu:

@@ -182,5 +182,6 @@ class PrefixBudget:
         """A line for ``speculation.explain()``."""
         if self.device == 0:
             return "prefixes of earlier requests: reused as long as their rows live"
+        host = f"{self.host / 1e9:.2f} GB"
         pages = "as many pages" if self.device is None else f"pages of {self.device / 1e9:.2f} GB"
-        return f"prefixes of earlier requests: {pages} besides the rows' own, {self.host / 1e9:.2f} GB in host memory"
+        return f"prefixes of earlier requests: {pages} besides the rows' own, {host} of the host for copies and states"

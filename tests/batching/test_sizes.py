@@ -9,9 +9,12 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 from spec_compile.batching import sizes
 from spec_compile.batching.sizes import Sizes, choose_sizes
 from spec_compile.cache import PAGE
+from spec_compile.config import Options
 
 TOKEN = 1 << 17
 """Bytes of a token's keys and values."""
+KEPT = 10**8
+"""Bytes of kept prefixes in host memory."""
 
 
 def runtime(device="cuda", max_cache_len=None, token_bytes=TOKEN):
@@ -19,7 +22,8 @@ def runtime(device="cuda", max_cache_len=None, token_bytes=TOKEN):
     return SimpleNamespace(
         device=SimpleNamespace(type=device), on_gpu=device == "cuda", sizes=(1, 16), token_bytes=token_bytes,
         algorithm=SimpleNamespace(plan=SimpleNamespace(lookahead_slots=3)), mixes=False,
-        options=SimpleNamespace(max_cache_len=max_cache_len), capacity=lambda slots: max_cache_len or 8192,
+        options=Options(max_cache_len=max_cache_len, prefix_cache_host_bytes=KEPT),
+        capacity=lambda slots: max_cache_len or 8192,
     )  # fmt: skip
 
 
@@ -41,20 +45,21 @@ def test_a_gpu_has_pages_for_the_share_of_its_memory(memory):
     assert found == Sizes(256, 8192, 4, int((0.8 * 50e9 - 272 * 10e6) / (PAGE * TOKEN)), 0)
     half = chosen(max_memory_percent=0.4)
     assert half.pages == int((0.4 * 50e9 - 272 * 10e6) / (PAGE * TOKEN))
-    assert chosen(token_bytes=TOKEN // 10).prefill_rows == 12
+    assert chosen(token_bytes=TOKEN // 5).prefill_rows == 8
     memory["bytes"] = 4e9
     few = chosen()
     assert few.slots == int(0.25 * 0.8 * 4e9 / 10e6) - 16 and few.prefill_rows == 4
     assert chosen(max_requests_per_batch=200).slots == 200
 
 
-def test_no_more_pages_than_all_rows_fill():
+def test_pages_for_rows_and_for_kept_prefixes():
+    """A GPU has as many again if there is memory, and a CPU what its memory for prefixes holds."""
     needed = -(-(8192 + 2 * 16 + 3) // PAGE)
-    assert chosen(max_requests_per_batch=4) == Sizes(4, 8192, 4, 1 + 4 * needed, 0)
-    assert chosen(hints=WorkloadHints(num_requests=3)) == Sizes(4, 8192, 4, 1 + 4 * needed, 0)
-    assert chosen(token_bytes=0).pages == 1 + 256 * needed  # a model without attention
+    assert chosen(max_requests_per_batch=4) == Sizes(4, 8192, 4, 1 + 8 * needed, 0)
+    assert chosen(hints=WorkloadHints(num_requests=3)) == Sizes(4, 8192, 4, 1 + 8 * needed, 0)
+    assert chosen(token_bytes=0).pages == 1 + 512 * needed  # a model without attention
     on_cpu = -(-(8192 + 16 + 3) // PAGE)
-    assert chosen(device="cpu") == Sizes(16, 8192, 1, 1 + 16 * on_cpu, 0)
+    assert chosen(device="cpu") == Sizes(16, 8192, 1, 1 + 16 * on_cpu + KEPT // (PAGE * TOKEN), 0)
 
 
 def test_the_user_says_how_many_tokens():

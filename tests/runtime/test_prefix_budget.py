@@ -19,15 +19,16 @@ def budget(on_gpu=False, **options):
 
 
 def test_the_default_is_a_share_of_the_host(monkeypatch):
-    assert budget().device == 0 and 0 < budget().host <= min(4e9, MEMORY / 10)
+    assert 0 < budget().device == budget().host <= min(4e9, MEMORY / 10)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=10**9))
-    assert budget() == PrefixBudget(0, 10**8)
+    assert budget() == PrefixBudget(10**8, 10**8)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=10**12))
-    assert budget() == budget(on_gpu=True) == PrefixBudget(0, 4 * 10**9)
+    assert budget() == PrefixBudget(4 * 10**9, 4 * 10**9) and budget(on_gpu=True) == PrefixBudget(None, 4 * 10**9)
 
 
 def test_what_is_asked_for_is_given():
-    assert budget(prefix_cache_bytes=5, prefix_cache_host_bytes=7) == PrefixBudget(5, 7)
+    assert budget(True, prefix_cache_bytes=5, prefix_cache_host_bytes=7) == PrefixBudget(5, 7)
+    assert budget(prefix_cache_bytes=5, prefix_cache_host_bytes=7) == PrefixBudget(12, 7)
     assert budget(prefix_cache_host_bytes=0).host == 0
 
 
@@ -53,6 +54,6 @@ def test_explain_says_what_is_kept():
         return next(line for line in text.splitlines() if line.startswith("prefixes"))
 
     assert explained(prefix_cache_bytes=10**7, prefix_cache_host_bytes=2 * 10**7).endswith(
-        "0.01 GB on the device, 0.02 GB in host memory"
+        "pages of 0.03 GB besides the rows' own, 0.02 GB of the host for copies and states"
     )
     assert explained(prefix_cache_host_bytes=0).endswith("as long as their rows live")
