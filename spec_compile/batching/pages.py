@@ -27,7 +27,7 @@ class Pages:
         self.kept: set[int] = set()
         """Pages whose contents serve later prompts."""
         self.keeps = True
-        """Whether they are kept once no row uses them."""
+        """True if they are kept once no row uses them."""
         self.lose: Callable[[Sequence[int]], None] = lambda pages: None
         """Called with kept pages that are not kept any more."""
 

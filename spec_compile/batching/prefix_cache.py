@@ -162,7 +162,7 @@ class PrefixCache:
     def admit(self, sequence: BatchSequence, count: int) -> Known | None:
         """Give a text its first `count` pages, of which kept ones may be the first; None if too few are free.
 
-        Of a text of 5 pages, 3 are whole pages of an earlier one, and 10 tokens of its fourth page are known: two pages
+        A text has 5 pages: 3 are whole pages of an earlier one, and 10 tokens of the fourth are known. Then two pages
         are new, and the first of these begins with a copy.
         """
         match, text = Match(), sequence.text
@@ -418,7 +418,7 @@ class PrefixCache:
                     self.evicted += 1
 
     def _drop(self, block: Block) -> None:
-        """Drop a block. What comes after it is found no more, and is dropped when its pages are lost."""
+        """Drop a block. The blocks after it are found no more; they are dropped when their pages are lost."""
         self._leave_host(block)
         self._blocks.pop((block.parent, block.key), None)
         after = self._after.get(block.parent, {})
