@@ -135,6 +135,7 @@ class Rows:
     def vacate(self, row: int) -> None:
         """Let nothing that is launched from now on write to the pages of a row: it is idle."""
         self.state.finished[row].fill_(True)
+        self.state.lengths[row].zero_()
         self.state.kv.table[row].zero_()  # guard: pages-of-idle-rows
 
     def move_row(self, row: int, to: int, target: "Rows | None" = None) -> None:

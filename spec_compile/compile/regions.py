@@ -61,8 +61,7 @@ class Regions(nn.Module):
             self._template.append(attribute(gm, node.target) if node.op == "get_attr" else None)
             if node.op != "get_attr":
                 self._elements.append((numbers[node], numbers[node.args[0]], node.args[1]))
-        self._computed = range(len(numbers), len(numbers) + sum(len(region.outputs) for region in regions))
-        """The numbers of the regions' results."""
+        given = range(len(inputs), len(numbers))
         for node in (node for region in regions for node in region.outputs):
             numbers[node] = len(numbers)
             self._template.append(None)
@@ -74,17 +73,25 @@ class Regions(nn.Module):
             last_reads = [number for number in dict.fromkeys(reads) if number not in read_later]
             read_later.update(last_reads)
             self._plan.insert(0, (region.alike, reads, [numbers[node] for node in region.outputs], last_reads))
+        *_, (_, reads, writes, _) = self._plan
+        is_apart = {number for number, *_ in self._elements}.isdisjoint(reads) and {*writes}.isdisjoint(
+            self._results[1:]
+        )
+        self._of_rows = {*reads} - {*given} if is_apart else set[int]()
+        """What the last region reads of each row, if it reads no cache and computes the first result alone."""
 
     def forward(self, *arguments: Any, rows: int | None = None) -> tuple:
         """The graph's results. rows: the first rows of the batch for which the first result, the logits, is wanted; the
-        last region computes it for these only, unless another result comes from there."""
+        last region computes it for these only if it can."""
         values = [*arguments, *self._template]
         for number, source, index in self._elements:
             values[number] = arguments[source][index]
         for place, (alike, reads, writes, last_reads) in enumerate(self._plan, 1):
             inputs = [values[number] for number in reads]
-            if rows is not None and place == len(self._plan) and not {*self._results[1:]} & {*writes}:
-                inputs = [x[:rows] if n in self._computed else x for n, x in zip(reads, inputs)]
+            if rows is not None and place == len(self._plan):
+                # Of 6 rows with 4 tokens the first 2 are x[:2] of x [6, 4, C], and x[:8] of x [24, C].
+                share = {n: max(rows * len(values[n]) // len(arguments[0]), 1) for n in self._of_rows}
+                inputs = [x[: share[n]] if n in share else x for n, x in zip(reads, inputs)]
             out = self.bodies[alike](*inputs)
             for number in last_reads:
                 values[number] = None
@@ -116,6 +123,11 @@ def cut(graph: ModelGraph, least_bytes: int = 0) -> Regions:
             while end < len(nodes) and nodes[end].target is operator.getitem and nodes[end].args[0] is node:
                 end += 1
             ends[layer.group()] = end
+    # Results such as the last hidden states come before the head, which stands apart then.
+    results = next(node for node in graph.gm.graph.nodes if node.op == "output").args[0]
+    last = max((nodes.index(node) + 1 for node in results[1:] if node in nodes), default=0)
+    if ends and last > max(ends.values()):
+        ends["head"] = last
     regions, begin = list[Region](), 0
     for end in sorted(ends.values()):
         stretch = nodes[begin:end]

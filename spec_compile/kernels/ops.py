@@ -121,12 +121,17 @@ def as_read(
     key_cache: Tensor, value_cache: Tensor, scales: Tensor | None, slots: int, dtype: torch.dtype,
     table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Keys and values in the first slots of the rows [B, Hkv, slots, D*], times their scales, in a dtype."""
+    """Keys and values in the first slots of the rows [B, Hkv, slots, D*], times their scales, in a dtype; zeros in the
+    scratch page, where anything may lie and 0 * NaN is NaN."""
     keys, values = first_slots(key_cache, slots, table), first_slots(value_cache, slots, table)
     if scales is not None:
         key_scale, value_scale = first_slots(scales, slots, table).split(1, dim=3)
         keys, values = keys.float() * key_scale, values.float() * value_scale
-    return keys.to(dtype), values.to(dtype)
+    keys, values = keys.to(dtype), values.to(dtype)
+    if table is not None and table.shape[1] > 1:
+        pages, _, _ = places(key_cache, torch.arange(slots, device=table.device).expand(table.shape[0], -1), table)
+        keys, values = (x.masked_fill(pages[..., None] == 0, 0.0) for x in (keys, values))
+    return keys, values
 
 
 def over_scale(x: Tensor) -> tuple[Tensor, Tensor]:

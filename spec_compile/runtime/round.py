@@ -238,10 +238,10 @@ class MixedRound:
 
         # One pass over the weights; the head is only for the trees, where it stands apart.
         verify: Callable = self.round.verify
-        if isinstance(verify, Regions) and not rows.kv.adapters:
+        if isinstance(verify, Regions):
             verify = partial(verify, rows=len(tokens))
         pages = [*map(repeated, rows.kv.adapters, prompts.kv.adapters), repeated(rows.kv.table, prompts.kv.table)]
-        with riding(ids.shape[0], count):
+        with riding(prompts.lengths, prompts.kv.table, count):
             logits, *features = verify(
                 joined(tokens, ids), joined(positions, places), joined(rows.lengths, begins),
                 joined(ancestors, chains), [*rows.kv.tensors, *pages], max_kv_len,

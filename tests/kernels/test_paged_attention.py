@@ -132,6 +132,23 @@ def test_rows_without_pages_write_to_the_scratch_page(place):
     assert torch.equal(bits(paged.key_cache[others]), bits(before[others]))
 
 
+@pytest.mark.parametrize(
+    "run", [lambda call: attention.launch(call, SMALL), lambda call: attention.tree_attention(*call)]
+)
+@pytest.mark.parametrize("lengths", [[10, 0], [10, 60]])
+def test_nan_in_the_scratch_page_does_not_spread(place, run, lengths):
+    """Row 0 has a page for 54 of 70 tokens, and row 1 has none: it writes NaN where 16 tokens of row 0 lie."""
+    call = clean_inputs(case_of(place, lengths, 70, causal=True, heads=(4, 2)))
+    want = run(call._replace(**{name: getattr(call, name).clone() for name in ("key_cache", "value_cache")}))
+    paged, _ = in_pages(call, scratch=0.0)
+    for pool in (paged.key_cache, paged.value_cache):
+        pool.nan_to_num_(0.0)
+        pool[0] = torch.nan
+    paged.table[0, 1:], paged.table[1] = 0, 0
+    paged.k[1], paged.v[1] = torch.nan, torch.nan
+    torch.testing.assert_close(run(paged)[0, :54], want[0, :54], atol=2e-2 if GPU else 1e-5, rtol=1e-3)
+
+
 def test_a_chunk_ends_with_the_row(place):
     """What lies behind the last slot of a row's table is not kept."""
     case = Case(place, [100, 30], 70, causal=True, capacity=192)

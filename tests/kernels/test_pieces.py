@@ -37,7 +37,7 @@ def test_pieces_have_the_bits_of_rows(place, count, nodes, window):
     device, dtype = place
     apart, together, plain = (call_of(count, nodes, device, dtype, window) for _ in range(3))
     expected = tree_attention.launch(apart)
-    with riding(2, count):
+    with riding(together.lengths[3::count].contiguous(), together.table[3::count].contiguous(), count):
         found = tree_attention.launch(together)
     if dtype == torch.bfloat16:
         assert torch.equal(found, expected)
@@ -48,5 +48,6 @@ def test_pieces_have_the_bits_of_rows(place, count, nodes, window):
 
 
 def test_rows_that_do_not_add_up_are_refused():
-    with riding(2, 3), pytest.raises(ValueError, match="expected rows of trees and 2 pieces of equal rows, got 5 rows"):
-        tree_attention.launch(call_of(1, 1, "cpu", torch.float32))
+    call = call_of(1, 1, "cpu", torch.float32)
+    with riding(call.lengths[3:], call.table[3:], 3), pytest.raises(ValueError, match="2 pieces of 3 rows, got 5 rows"):
+        tree_attention.launch(call)

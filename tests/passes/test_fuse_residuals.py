@@ -40,12 +40,16 @@ def test_fused_residuals(half_on_gpu, monkeypatch, name, taps, joined, apart):
     gates = [node for node in calls(result.gm, linear.PRODUCT) if node.kwargs.get("gated")]
     assert all("squares" in node.kwargs for node in gates) or not ends[0]
     regions = cut(result)
-    assert len(regions.regions) == len(graph.layers) + 1
+    assert len(regions.regions) == len(graph.layers) + (2 if -1 in taps else 1)
     runs = [prefix_then_chunk(function, graph) for function in (apart_from_it.gm, result.gm, regions)]
     for want, got, same in zip(*runs, strict=True):
         errors = (got.float() - want.float()).norm(dim=-1).flatten().sort().values
         errors = errors[:-1] if name == "mixtral" else errors  # a token may go to other experts
         assert errors.norm() < 0.02 * want.float().norm() and torch.equal(got, same)
+    first = prefix_then_chunk(lambda *arguments: regions(*arguments, rows=1), graph)
+    for some, every in zip(first, runs[2], strict=True):
+        assert torch.equal(some[:1], every[:1]) and len(some) in (1, 2)
+    assert len(first[0]) == 1
 
 
 def test_fused_residuals_of_ranks(half_on_gpu, monkeypatch):

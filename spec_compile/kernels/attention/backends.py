@@ -152,7 +152,7 @@ def flex(call: AttentionCall) -> Tensor:
     """The call. -> [B, N, H, Dv]. Values in unseen slots of a computed block must be finite."""
     q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window, *_ = call
     ops.append_block(key_cache, value_cache, None, k, v, lengths, call.table)
-    keys, values = (ops.first_slots(cache, call.slots, call.table) for cache in (key_cache, value_cache))
+    keys, values = ops.as_read(key_cache, value_cache, None, call.slots, q.dtype, call.table)
 
     def capped(score, batch, head, node, slot):
         return torch.tanh(score / softcap) * softcap

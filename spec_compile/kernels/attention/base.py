@@ -6,9 +6,9 @@ puts into a graph, and the features of attention that this op has.
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -127,24 +127,23 @@ def plain_attention(call: AttentionCall, max_kv_len: int, mask: Tensor | None = 
     return ops.masked_attention(q, keys, values, mask, sinks, scale, softcap)
 
 
-_riding = threading.local()
+PIECES: ContextVar[tuple[Tensor, Tensor, int] | None] = ContextVar("pieces", default=None)
+"""The arguments of `riding`, inside it."""
 
 
 @contextmanager
-def riding(prompts: int, rows: int) -> Iterator[None]:
-    """Inside, the last prompts * rows rows of every call are pieces of prompts, each of which has `rows` rows that
-    follow each other, so that kernels may take them as causal chunks. With 4 rows of trees and 2 pieces of 3 rows, rows
-    4 to 6 are a piece and rows 7 to 9 another."""
-    _riding.pieces = prompts, rows
+def riding(lengths: Tensor, table: Tensor, rows: int) -> Iterator[None]:
+    """Inside, the last rows of every call are pieces of prompts, each of which has `rows` rows that follow each other,
+    so that kernels may take them as causal chunks. Of 10 rows with 2 prompts and 3 rows each, the first 4 are trees,
+    rows 4 to 6 are a piece and rows 7 to 9 another.
+
+    lengths, table: the prompts' [P] and [P, n], contiguous; the first row of each piece has the same.
+    """
+    before = PIECES.set((lengths, table, rows))
     try:
         yield
     finally:
-        _riding.pieces = 0, 0
-
-
-def pieces() -> tuple[int, int]:
-    """The prompts and rows of `riding`; (0, 0) outside of it."""
-    return getattr(_riding, "pieces", (0, 0))
+        PIECES.reset(before)
 
 
 LAUNCHES: dict[str, Callable[[AttentionCall, Tensor], Tensor]] = {}

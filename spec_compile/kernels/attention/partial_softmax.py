@@ -333,6 +333,8 @@ def attend_in_order(
         if MASKED:
             inside = slot < end
             stored = inside[:, None]
+            if table_ptr is not None:  # 0 * NaN is NaN, and anything may lie in the scratch page
+                stored = (slot < tl.where(page == 0, 0, end))[:, None]
             real_dk, real_dv = real_dk & stored, real_dv & stored
             seen = inside[None, :] & (slot[None, :] - length <= node[:, None])
             if WINDOW is not None or slope is not None:

@@ -28,7 +28,7 @@ from ...tree import MAX_NODES
 from ..card import card_of, launches_early, multiplied_bytes, precision
 from ..launching import on_gpu
 from ..norms import rms_norm  # noqa: F401, defines an op that the plain form calls
-from .base import LAUNCHES, AttentionCall, attention_op, from_arguments, pieces, plain_attention
+from .base import LAUNCHES, PIECES, AttentionCall, attention_op, from_arguments, plain_attention
 from .block_kernels import append_kernel, prompt_kernel
 from .partial_softmax import first_log2, key_columns, merge_spans_kernel, most_spans
 from .tail_tiles import COLUMNS, nodes_per_tile, tail_tiles
@@ -153,36 +153,32 @@ def launch(call: AttentionCall, config: Tuning | None = None) -> Tensor:
             return launch_with(call, _append(call, 32, 4, early=False))
     if nodes > MAX_NODES:
         return _launch_prompt(call, config or prompt_tuning(*facts))
-    prompts, rows_each = pieces()
-    if prompts:
-        return _launch_apart(call, batch - prompts * rows_each, prompts, facts)
+    if pieces := PIECES.get():
+        return _launch_apart(call, *pieces, facts)
     return _launch_tree(call, config or tree_tuning(rows, batch * kv_heads, *facts))
 
 
-def _launch_apart(call: AttentionCall, own: int, prompts: int, facts: tuple) -> Tensor:
-    """The first `own` rows as trees, and the others, pieces of `prompts` prompts, as causal chunks. facts: of
-    `tree_tuning`."""
-    # All blocks are in the cache before any row attends.
+def _launch_apart(call: AttentionCall, lengths: Tensor, table: Tensor, rows: int, facts: tuple) -> Tensor:
+    """The last rows, pieces of prompts (`base.riding`), as causal chunks, and the others as trees. facts: the other
+    arguments of `tree_tuning`."""
     batch, heads, nodes, key_dim = call.q.shape
-    queries = _append(call, min(triton.next_power_of_2(nodes), 4), 1, early=False)
-    done = call._replace(q=queries, k=None, v=None, cos=None, sin=None, q_norm=None, k_norm=None)
-    out, kv_heads, each = call.empty_output(), call.key_cache.shape[1], (batch - own) // prompts
-    if not 0 < own < batch or own + each * prompts != batch:
-        raise ValueError(f"riding: expected rows of trees and {prompts} pieces of equal rows, got {batch} rows")
+    prompts, own = len(lengths), batch - len(lengths) * rows
+    if own <= 0:
+        raise ValueError(f"riding: expected trees and {prompts} pieces of {rows} rows, got {batch} rows")
 
-    # The trees.
+    # All blocks are in the cache before any row attends.
+    queries, out = _append(call, min(triton.next_power_of_2(nodes), 4), 1, early=False), call.empty_output()
+    done = call._replace(q=queries, k=None, v=None, cos=None, sin=None, q_norm=None, k_norm=None)
     of_rows = {name: getattr(done, name) for name in ("q", "lengths", "ancestors", "positions", "tiles", "table")}
     trees = done._replace(**{name: x if x is None else x[:own] for name, x in of_rows.items()})
-    _launch_tree(trees, tree_tuning(heads // kv_heads * nodes, own * kv_heads, *facts), out[:own])
+    tuning = tree_tuning(heads // call.key_cache.shape[1] * nodes, own * call.key_cache.shape[1], *facts)
+    _launch_tree(trees, tuning, out[:own])
 
-    # A piece has the pages and the committed slots of its first row, and each * nodes tokens.
-    of_pieces = queries[own:].reshape(prompts, each, heads, nodes, key_dim).transpose(1, 2)
-    chunks = done._replace(
-        q=of_pieces.reshape(prompts, heads, each * nodes, key_dim), ancestors=None, tiles=None,
-        positions=call.positions[own:].reshape(prompts, each * nodes), lengths=call.lengths[own::each].contiguous(),
-        table=None if call.table is None else call.table[own::each].contiguous(),
-    )  # fmt: skip
-    _launch_prompt(chunks, prompt_tuning(*facts), out[own:].view(prompts, each * nodes, heads, -1))
+    # A piece is a chunk of rows * nodes tokens. A copy is made only if the nodes of a head lie side by side.
+    chunk = queries[own:].unflatten(0, (prompts, rows)).transpose(1, 2).reshape(prompts, heads, rows * nodes, key_dim)
+    positions = call.positions[own:].reshape(prompts, rows * nodes)
+    done = done._replace(q=chunk, lengths=lengths, ancestors=None, positions=positions, tiles=None, table=table)
+    _launch_prompt(done, prompt_tuning(*facts), out[own:].view(prompts, rows * nodes, heads, -1))
     return out
 
 
