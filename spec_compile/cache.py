@@ -159,35 +159,29 @@ class Cache(nn.Module):
         """True if a row may have several pages."""
         return self.table.shape[1] > 1
 
-    def use_pages(self, pool: "Cache | int", table: Tensor) -> None:
-        """Replace `tensors` by the pool of another cache, or by a new pool.
-
-        pool: the other cache, or the number of pages.
-        table: [B, n] int32, n > 1; the pages of each row.
-        """
+    def use_pages(self, pool: list[Tensor] | int, table: Tensor) -> None:
+        """Replace `tensors` by a pool or, with a number, by a new one of this many pages; the table has several a row."""
         if isinstance(pool, int):
-            shapes = [(pool, tensor.shape[1], PAGE, tensor.shape[3]) for tensor in self.tensors]
-            pages = [zero_pages(shape, tensor.dtype, tensor.device) for shape, tensor in zip(shapes, self.tensors)]
+            self.resize(PAGE, pool)
         else:
-            pages = pool.tensors
-        for (name, _), tensor in zip(list(self.named_buffers(recurse=False)), pages):
-            setattr(self, name, tensor)
+            for (name, _), pages in zip(list(self.named_buffers(recurse=False)), pool):
+                setattr(self, name, pages)
         self.table = table
 
     def share(self, other: "Cache") -> None:
         """Take the first rows of `other`, and give up its rows."""
-        for (name, tensor), larger in zip(list(self.named_buffers(recurse=False)), other.tensors):
-            setattr(self, name, larger if other.is_paged else larger[: len(tensor)])
-        self.table = other.table[: len(self.table)]
+        rows = len(self.table)
+        self.use_pages(other.tensors if other.is_paged else [x[:rows] for x in other.tensors], other.table[:rows])
         self.states.share(other.states)
         self.adapters = [larger[: len(own)] for own, larger in zip(self.adapters, other.adapters)]
 
-    def resize(self, slots: int) -> list[Tensor]:
-        """Replace `tensors`, of which each row has one page, by empty ones of `slots` slots; return the old ones."""
+    def resize(self, slots: int, pages: int | None = None) -> list[Tensor]:
+        """Replace `tensors` by empty ones, pages of `slots` slots, and return the old ones. pages: None: one a row."""
         before = self.tensors
         for name, tensor in list(self.named_buffers(recurse=False)):
-            batch, heads, _, size = tensor.shape
-            setattr(self, name, zero_pages((batch, heads, slots, size), tensor.dtype, tensor.device))
+            _, heads, _, size = tensor.shape
+            shape = pages or len(self.table), heads, slots, size
+            setattr(self, name, zero_pages(shape, tensor.dtype, tensor.device))
         return before
 
 

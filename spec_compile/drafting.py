@@ -170,16 +170,10 @@ def caches(owner: nn.Module) -> list[Cache]:
     return [module for module in owner.modules() if isinstance(module, Cache)]
 
 
-def share_table(state: "State", drafter: Drafter) -> None:
-    """Let the rows of the drafter have the same pages as the rows of the state."""
-    for cache in caches(drafter):
-        cache.table = state.kv.table
-
-
-def use_pages(state: "State", drafter: Drafter, slots: int, pool: Iterable[Cache | int]) -> None:
+def use_pages(state: "State", drafter: Drafter, slots: int, pool: Iterable[list[Tensor] | int]) -> None:
     """Let each row have up to `slots` slots in pages, all of which are scratch until `State.set_pages`.
 
-    pool: for each cache of the state and of the drafter one that has the pages, or the number of pages to be made.
+    pool: for each cache of the state and of the drafter the tensors of another's pool, or the number of new pages.
     """
     table = torch.zeros(state.batch, slots // PAGE, dtype=torch.int32, device=state.tokens.device)
     for cache, pages in zip([*caches(state), *caches(drafter)], pool):

@@ -25,7 +25,7 @@ from ..compile.part import PartCompiler, Parts, Shape
 from ..compile.regions import compile_regions, describe
 from ..compile.replay import OutcomeRing
 from ..compile.start import timed
-from ..drafting import Drafter, share_table, use_pages
+from ..drafting import Drafter, use_pages
 from ..inventory import held_items
 from ..kernels.together import compile_together
 from ..tree import MAX_NODES
@@ -183,7 +183,6 @@ def _run_example(runtime: Runtime, shape: Shape, build: Callable[[CompiledSteps]
         slots = ROUNDED if shape.paged else sizes.slots
         state = State(runtime.verify, sizes.rows, slots, runtime.device, plan)
         drafter = runtime.algorithm.drafter(sizes.rows, slots)
-        share_table(state, drafter)
         if shape.paged:
             use_pages(state, drafter, sizes.slots, repeat(sizes.pages))
         runtime.examples[shape] = CompiledSteps(runtime, state, drafter, shape)

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -73,16 +72,17 @@ class Round(nn.Module):
     def proposes(self) -> bool:
         return self.next_nodes != 1
 
-    def forward(self, max_kv_len: int, nodes: int = 0) -> Tensor:
-        """Returns int64 [B, 5 + 4 N], which `outcome.unpack` reads. max_kv_len: visible slots, >= lengths.max() + N."""
+    def forward(self, max_kv_len: int, nodes: int = 0, verify: Callable | None = None) -> Tensor:
+        """Returns int64 [B, 5 + 4 N], which `outcome.unpack` reads. max_kv_len: visible slots, >= lengths.max() + N.
+        verify: in place of the round's."""
         tree, ancestors, depth, positions = self.prepare(nodes)
-        logits, *features = self._verify(tree, ancestors, positions, max_kv_len)
+        logits, *features = self._verify(tree, ancestors, positions, max_kv_len, verify)
         return self.conclude(logits, tree, ancestors, depth, features, max_kv_len)
 
-    def look(self, max_kv_len: int, nodes: int = 0) -> list[Tensor]:
+    def look(self, max_kv_len: int, nodes: int = 0, verify: Callable | None = None) -> list[Tensor]:
         """The first half of a round whose tokens are chosen outside: the target's logits [B, N, V] and features."""
         tree, ancestors, _, positions = self.prepare(nodes)
-        return self._verify(tree, ancestors, positions, max_kv_len)
+        return self._verify(tree, ancestors, positions, max_kv_len, verify)
 
     def finish(self, path: Tensor, tokens: Tensor, count: Tensor, features: list[Tensor], max_kv_len: int) -> Tensor:
         """The second half, with the parts of an `Accepted`; returns as `forward` does."""
@@ -96,8 +96,11 @@ class Round(nn.Module):
         ancestors, depth = ancestry(tree.parents, self.nodes or MAX_NODES)
         return (tree.tokens, tree.parents, tree.real), ancestors, depth, self.state.positions(depth)
 
-    def _verify(self, tree: tuple[Tensor, ...], ancestors: Tensor, positions: Tensor, max_kv_len: int) -> list[Tensor]:
-        return self.verify(tree[0], positions, self.state.lengths, ancestors, self.state.cache, max_kv_len)
+    def _verify(
+        self, tree: tuple[Tensor, ...], ancestors: Tensor, positions: Tensor, max_kv_len: int, verify: Callable | None
+    ) -> list[Tensor]:  # fmt: skip
+        verify = verify or self.verify
+        return verify(tree[0], positions, self.state.lengths, ancestors, self.state.cache, max_kv_len)
 
     def conclude(
         self, logits: Tensor, tree: tuple[Tensor, ...], ancestors: Tensor, depth: Tensor, features: list[Tensor],
@@ -196,61 +199,49 @@ class Prefill(nn.Module):
         return ids, state.positions(offsets)
 
 
-class MixedRound:
-    """A round of rows that decode and a piece of prompts, in one pass over the weights.
+class RidingVerify:
+    """`Round.verify` over the rows of a round and a piece of prompts, in one pass over the weights.
 
     The tokens of a piece are further rows of the round, each with as many tokens as the trees have nodes. With trees of
     2 nodes, the piece [a b c d] of a prompt of which 10 tokens are committed is the rows [a b] and [c d], with 10 and
     12 committed slots in the same pages. All rows append their keys before any row attends, so [c d] sees [a b].
     """
 
-    def __init__(self, round_: Round, prefill: Prefill):
-        """round_, prefill: over states whose caches have the same pool of pages."""
-        self.round, self.prefill = round_, prefill
+    def __init__(self, verify: Callable, prefill: Prefill, size: int):
+        """The piece is `size` tokens of every prompt, a multiple of the nodes. prefill: over the same pool of pages."""
+        self.verify, self.prefill, self.size = verify, prefill, size
 
-    def forward(self, max_kv_len: int, nodes: int, size: int) -> Tensor:
-        """`Round.forward`, and `Prefill.forward` of `size` tokens of every prompt, a multiple of the nodes."""
-        tree, ancestors, depth, positions = self.round.prepare(nodes)
-        logits, *features = self._verify(tree[0], ancestors, positions, max_kv_len, nodes, size)
-        return self.round.conclude(logits, tree, ancestors, depth, features, max_kv_len)
-
-    def look(self, max_kv_len: int, nodes: int, size: int) -> list[Tensor]:
-        """`Round.look`, and `Prefill.forward` of `size` tokens of every prompt."""
-        tree, ancestors, _, positions = self.round.prepare(nodes)
-        return self._verify(tree[0], ancestors, positions, max_kv_len, nodes, size)
-
-    def _verify(
-        self, tokens: Tensor, ancestors: Tensor, positions: Tensor, max_kv_len: int, nodes: int, size: int
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, lengths: Tensor, ancestors: Tensor, cache: list[Tensor],
+        max_kv_len: int,
     ) -> list[Tensor]:  # fmt: skip
-        """The target's logits [B, N, V] and features of the trees. The prompts go on by `size` tokens."""
+        """The target's logits [B, N, V] and features of the trees. The prompts go on by the piece."""
         # The rows of the piece: of each prompt size / nodes rows of a chain of nodes.
-        rows, prompts = self.round.state, self.prefill.state
-        ids, places = self.prefill.prepare(size)
-        count, number = size // nodes, torch.arange(nodes, device=ids.device)
+        prompts, (batch, nodes) = self.prefill.state, tokens.shape
+        ids, places = self.prefill.prepare(self.size)
+        count, number = self.size // nodes, torch.arange(nodes, device=ids.device)
         begins = prompts.lengths[:, None] + nodes * torch.arange(count, device=ids.device)
         chains = ((2 << number) - 1).expand(ids.shape[0], count, nodes)
 
         def joined(own: Tensor, other: Tensor) -> Tensor:
             return torch.cat([own, other.reshape(-1, *own.shape[1:])])
 
-        def repeated(own: Tensor, other: Tensor) -> Tensor:
-            return torch.cat([own, other.repeat_interleave(count, 0)])
-
         # One pass over the weights; the head is only for the trees, where it stands apart.
-        verify: Callable = self.round.verify
-        if isinstance(verify, Regions):
-            verify = partial(verify, rows=len(tokens))
-        pages = [*map(repeated, rows.kv.adapters, prompts.kv.adapters), repeated(rows.kv.table, prompts.kv.table)]
+        pools = len(prompts.kv.tensors)
+        of_rows = [
+            joined(own, other.repeat_interleave(count, 0)) for own, other in zip(cache[pools:], prompts.cache[pools:])
+        ]
+        narrow = {"rows": batch} if isinstance(self.verify, Regions) else {}
         with riding(prompts.lengths, prompts.kv.table, count):
-            logits, *features = verify(
-                joined(tokens, ids), joined(positions, places), joined(rows.lengths, begins),
-                joined(ancestors, chains), [*rows.kv.tensors, *pages], max_kv_len,
+            logits, *features = self.verify(
+                joined(tokens, ids), joined(positions, places), joined(lengths, begins), joined(ancestors, chains),
+                [*cache[:pools], *of_rows], max_kv_len, **narrow,
             )  # fmt: skip
 
         # The prompts have their part of the features, and the trees theirs.
-        own = [feature[len(tokens) :].reshape(*ids.shape, -1) for feature in features]
-        self.prefill.conclude(size, ids, places, own, max_kv_len)
-        return [each[: len(tokens)] for each in (logits, *features)]
+        own = [feature[batch:].reshape(*ids.shape, -1) for feature in features]
+        self.prefill.conclude(self.size, ids, places, own, max_kv_len)
+        return [each[:batch] for each in (logits, *features)]
 
 
 # Tokens of each row that a step may take, largest first. On a CPU one compiled step takes any number of tokens, and

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from functools import partial
+from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from ..cache import PAGE, ROUNDED, Cache
 from ..compile.replay import Captured, CaptureError, OutcomeRing
-from ..drafting import caches, share_table, use_pages
+from ..drafting import caches, use_pages
 from ..kernels.attention import BACKENDS
 from ..kernels.together import compile_together
 from ..outcome import WIDEST
@@ -20,7 +21,7 @@ from ..tree import MAX_NODES, Accepted, Tree, ancestry
 from .compiled_steps import CompiledSteps, untouched
 from .draft_budget import KNEES, DraftBudget, VaryingTreeBudget, WholeTreeBudget
 from .draft_record import Hindsight
-from .round import PREFILL_SIZES, MixedRound
+from .round import PREFILL_SIZES, RidingVerify
 from .runtime import Runtime
 from .state import LATE_SIZES, State
 from .verify.sample import DrawInRound
@@ -95,9 +96,8 @@ class Session:
         if larger is not None:
             self.state.share(larger.state)
             self.drafter.share(larger.drafter)
-        share_table(self.state, self.drafter)
         if pool is not None:
-            pages = [pool] * len(self.caches) if isinstance(pool, int) else pool.caches
+            pages = repeat(pool) if isinstance(pool, int) else [cache.tensors for cache in pool.caches]
             use_pages(self.state, self.drafter, self._slots(self.capacity), pages)
         self.answers: list[tuple[list[int], list[int]]] = []
         self.late, self.is_growing = 0, False
@@ -315,13 +315,10 @@ class Session:
         key = kind, nodes, piece.prompts.batch, piece.size
         if key not in self._mixed:
             begin, prompts = time.perf_counter(), piece.prompts
-            mixed = MixedRound(self._compiled.round(nodes), prompts._compiled.prefill())
+            round_, prefill = self._compiled.round(nodes), prompts._compiled.prefill()
             if self._only_asks:
                 return self._function(kind, nodes)
-            step: Callable[..., Tensor] = partial(mixed.forward, nodes=nodes, size=piece.size)
-            if isinstance(kind, DrawInRound):
-                step = self._drawing(kind, nodes, partial(mixed.look, nodes=nodes, size=piece.size))
-            step = self._published(step)
+            step = self._function(kind, nodes, RidingVerify(round_.verify, prefill, piece.size))
             if self.captures:
                 self.runtime.say(f"compiling {kind.value}_b{self.batch}_n{nodes}_p{prompts.batch}x{piece.size}")
                 with torch.no_grad(), self._untouched(), untouched(prompts.state, prompts.drafter):
@@ -392,10 +389,10 @@ class Session:
                 f"allowed there; pass cuda_graphs=False to speculate(). It was: {error}"
             ) from error
 
-    def _function(self, kind: Kind, nodes: int) -> Callable:
-        """The step as a function, compiled if that is asked for, and not captured."""
+    def _function(self, kind: Kind, nodes: int, verify: Callable | None = None) -> Callable:
+        """The step as a function, compiled if that is asked for, and not captured. verify: in place of the round's."""
         if isinstance(kind, DrawInRound):
-            return self._published(self._drawing(kind, nodes))
+            return self._published(self._drawing(kind, nodes, verify))
         match kind:
             case StepKind.PREFILL:
                 return self._compiled.prefill()
@@ -406,14 +403,14 @@ class Session:
             case StepKind.CATCH_UP:
                 return partial(self._compiled.prefill().catch_up, size=nodes)
             case StepKind.LOOK:
-                return partial(self._compiled.round(nodes).look, nodes=nodes)
+                return partial(self._compiled.round(nodes).look, nodes=nodes, verify=verify)
             case StepKind.ROUND:
-                return self._published(partial(self._compiled.round(nodes).forward, nodes=nodes))
+                return self._published(partial(self._compiled.round(nodes).forward, nodes=nodes, verify=verify))
 
-    def _drawing(self, sampler: DrawInRound, nodes: int, look: Callable | None = None) -> Callable[[int], Tensor]:
-        """A round whose tokens are drawn between its halves. look: the first half, if it is not `Round.look`."""
-        look = look or self._function(StepKind.LOOK, nodes)
-        finish, state = self._function(StepKind.FINISH, nodes), self.state
+    def _drawing(self, sampler: DrawInRound, nodes: int, verify: Callable | None) -> Callable[[int], Tensor]:
+        """A round whose tokens are drawn between its halves."""
+        look, state = self._function(StepKind.LOOK, nodes, verify), self.state
+        finish = self._function(StepKind.FINISH, nodes)
 
         def drawing(max_kv_len: int) -> Tensor:
             tree = state.tree(nodes)
