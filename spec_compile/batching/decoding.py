@@ -10,14 +10,19 @@ from torch import Tensor
 from ..outcome import Outcome
 from ..runtime.pipeline import AHEAD, InFlightRound, RoundPipeline, check_gained
 from ..runtime.runtime import Runtime
-from ..runtime.session import Session, StepKind
-from ..runtime.verify.sample import DrawRows, RowSettings, accept_greedy
+from ..runtime.session import Kind, MixedKind, Piece, Session, StepKind
+from ..runtime.state import MOST_LATE
+from ..runtime.verify.sample import DrawInRound, DrawRows, RowSettings, accept_greedy
 from ..tree import Accepted, Tree, ancestry
 from .output import look_ahead
 from .pages import pages_of
-from .prefill import PrefillRows
+from .prefill import COMMON_STEP, PrefillRows
 from .rows import Rows
 from .sequence import BatchSequence
+
+RIDDEN_ROWS, RIDDEN_NODES, RIDDEN_SHARE = 16, 16, 4
+"""Fewest rows of a round that takes prompts with it, and most nodes of its trees, which take one token in RIDDEN_SHARE
+of a common step."""
 
 
 class DecodeRows(Rows):
@@ -30,6 +35,8 @@ class DecodeRows(Rows):
         self.pipeline = RoundPipeline[BatchSequence](runtime)
         self._settings = RowSettings()
         """All that any row so far was drawn with; rounds are captured for that, rather than anew for every mixture."""
+        self.draws = False
+        """True if requests draw by default."""
 
     @property
     def is_busy(self) -> bool:
@@ -45,6 +52,10 @@ class DecodeRows(Rows):
         """Seconds that the shortest round takes over the rows in use; None if nobody has measured it."""
         session = self.session(max((sequence.row for sequence in self.active), default=0) + 1)
         return min(session.policies[StepKind.ROUND].costs.measured.values(), default=None)
+
+    def expect(self, settings: RowSettings) -> None:
+        """Requests are drawn like this by default."""
+        self.draws, self._settings = True, self._settings.merge(settings)
 
     def enter(self, sequence: BatchSequence) -> None:
         """A prompt that is done has been moved to row `sequence.row`."""
@@ -77,63 +88,104 @@ class DecodeRows(Rows):
 
     def known(self, sequence: BatchSequence) -> int:
         """The first slots of a row that the target and the draft have written, and will not write again."""
-        return sequence.length - self.pipeline.late
+        return max(sequence.length - self.pipeline.late - max(self.runtime.algorithm.ahead - 1, 0), 0)
 
-    def lacking(self, rounds: int | None = None) -> list[tuple[BatchSequence, int]]:
-        """The sequences that lack pages, and how many, for all that their rows may write until `rounds` more rounds are
-        over; None: as many as may be in flight.
+    def lacking(self) -> list[tuple[BatchSequence, int]]:
+        """The sequences that lack pages, and how many, for all that their rows may write until as many rounds are over
+        as may be in flight.
 
         The host knows a length of 100, a round over 16 nodes is in flight, and another one will be launched: its row
         may have 116 tokens by then, and writes 16 nodes after them, to the slots up to 131, on 3 pages of 64.
         """
-        if rounds is None:
-            rounds = max((AHEAD if self.runtime.on_gpu else 1) - len(self.pipeline), 0)
-        after = self.pipeline.nodes + rounds * self.runtime.sizes[-1] + self.runtime.algorithm.plan.lookahead_slots
+        after = self._after(max((AHEAD if self.runtime.on_gpu else 1) - len(self.pipeline), 0))
         rows = ((sequence, pages_of(sequence.length + 1 + after) - len(sequence.pages)) for sequence in self.active)
         return [(sequence, count) for sequence, count in rows if count > 0]
+
+    def _after(self, rounds: int) -> int:
+        """Slots after the known text of a row that it may write until `rounds` more rounds are over."""
+        plan = self.runtime.algorithm.plan
+        return self.pipeline.nodes + rounds * self.runtime.sizes[-1] + plan.lookahead_slots
 
     def moved(self, row: int, to: int) -> None:
         self._hindsight("move", row, to)
 
-    def launch(self, prompts: PrefillRows | None = None) -> None:
-        """Begin as many rounds as may be in flight, and as rows have pages for.
+    def riding_session(self, rows: int) -> Session:
+        """The session of rounds over the first `rows` rows that take prompts with them. Few rows more are no cost then,
+        and fewer sessions have such steps."""
+        return self.session(max(rows, min(RIDDEN_ROWS, len(self.sequences))))
 
-        prompts: pieces of them ride along, unless the host chooses the tokens of a row.
+    def riding_nodes(self, session: Session) -> int:
+        """Nodes of the trees of a round that drafts and takes prompts with it; 1: none drafts.
+
+        There is one such size, because a step is captured for each: 8 nodes beside 16 rows, and 2 beside 64.
         """
-        sequences = self.active
-        if not sequences:
-            return
-        on_host = self.is_on_host
-        kind = StepKind.LOOK if on_host or any(sequence.settings for sequence in sequences) else StepKind.ROUND
-        longest, rows = max(sequence.length for sequence in sequences), sequences[-1].row + 1
-        while self.pipeline.may_launch(sequences, on_host) and not self.lacking(1):  # guard: pages-of-rounds
-            session = self.session(rows)
-            begin: Callable = partial(self._begin, session, kind, sequences, on_host)
-            nodes = None
-            if prompts is not None and prompts.rides and not on_host:
-                session = self.session(max(rows, 2))  # parts for one row take no further rows
-                nodes = None if self.runtime.algorithm.plan.sizes == "fixed" else 1
-                begin = partial(self._begin_mixed, session, kind, prompts)
-            self.pipeline.launch(session, kind, sequences, longest, begin, nodes)
+        if self.runtime.algorithm.plan.draws:  # the tokens depend on which drafts are verified
+            return self.runtime.algorithm.plan.nodes
+        most = min(RIDDEN_NODES, COMMON_STEP // RIDDEN_SHARE // session.batch)
+        return max((size for size in session.policies[StepKind.ROUND].sizes if size <= most), default=1)
 
-    def _begin(
-        self, session: Session, kind: StepKind, sequences: list[BatchSequence], on_host: bool, nodes: int,
-        max_kv_len: int,
-    ) -> Callable[[], list[list[int]]]:  # fmt: skip
-        """Begin a round; see `RoundPipeline.launch`."""
-        if on_host:
-            return session.launch(partial(self._accept_rows, session, sequences), nodes, max_kv_len)
-        return session.launch(DrawRows(self._settings) if kind is StepKind.LOOK else None, nodes, max_kv_len)
+    def launch(self, prompts: PrefillRows) -> bool:
+        """Begin a round, if one more may be in flight, and rows have pages for it; returns whether one was begun.
+        Pieces of the prompts ride along if a step for them is captured."""
+        # What it needs of its rows.
+        sequences, on_host = self.active, self.is_on_host
+        if not sequences or not self.pipeline.may_launch(sequences, on_host):
+            return False
+        longest, after = max(sequence.length for sequence in sequences), self._after(1)
+        if any(pages_of(each.length + 1 + after) > len(each.pages) for each in sequences):  # guard: pages-of-rounds
+            return False
+
+        # The round.
+        session, acceptor, drafting = self.session(sequences[-1].row + 1), self._acceptor, None
+        kind = StepKind.LOOK if on_host or acceptor else StepKind.ROUND
+        if pieces := self.pieces(prompts):
+            session, drafting = self.riding_session(sequences[-1].row + 1), max(pieces)
+            begin: Callable = partial(self._begin_mixed, session, acceptor, prompts, pieces)
+        else:
+            begin = partial(session.launch, partial(self._accept_rows, session, sequences) if on_host else acceptor)
+        self.pipeline.launch(session, kind, sequences, longest, begin, drafting)
+        return True
+
+    def pieces(self, prompts: PrefillRows) -> dict[int, Piece]:
+        """By the nodes that the next round may have, the piece of the prompts that rides along; empty if none does."""
+        sequences = self.active
+        if not (sequences and prompts.rides) or self.is_on_host:
+            return {}
+        session = self.riding_session(sequences[-1].row + 1)
+        nodes = {1} if prompts.is_behind and not self.runtime.algorithm.plan.draws else {1, self.riding_nodes(session)}
+        kind = self._acceptor or StepKind.ROUND
+        pieces = {size: piece for size in nodes if (piece := prompts.piece(session, kind, size)) is not None}
+        return pieces if len(pieces) == len(nodes) else {}
+
+    def steps(self, width: int, prompts: PrefillRows) -> list[tuple[Kind, int]]:
+        """The steps of rounds over the first `width` rows, to be made ahead: of greedy ones and, if requests draw by
+        default, of drawn ones; also those that take pieces of prompts with them."""
+        session = self.session(width)
+        kinds: list[StepKind | DrawInRound] = [StepKind.ROUND, *([DrawRows(self._settings)] if self.draws else [])]
+        sizes = session.policies[StepKind.ROUND].sizes
+        steps: list[tuple[Kind, int]] = [(kind, nodes) for kind in kinds for nodes in sizes]
+        if prompts.step_sizes and width > 1 and self.riding_session(width) is session:
+            steps += [
+                (MixedKind(kind, piece), nodes)
+                for kind in kinds
+                for nodes in sorted({1, self.riding_nodes(session)})
+                for piece in prompts.pieces(width, nodes)
+            ]
+        return [*steps, *(session.proposal_steps(MOST_LATE) if self.pipeline.tree_size else [])]
+
+    @property
+    def _acceptor(self) -> DrawRows | None:
+        """What draws in the next round; None if all rows take the likeliest tokens."""
+        return DrawRows(self._settings) if any(sequence.settings for sequence in self.active) else None
 
     def _begin_mixed(
-        self, session: Session, kind: StepKind, prompts: PrefillRows, nodes: int, max_kv_len: int
+        self, session: Session, acceptor: DrawRows | None, prompts: PrefillRows, pieces: dict[int, Piece], nodes: int,
+        max_kv_len: int,
     ) -> Callable[[], list[list[int]]]:  # fmt: skip
         """Begin a round with a piece of the prompts; see `RoundPipeline.launch`."""
-        piece = prompts.piece(session.batch, nodes)
-        acceptor = DrawRows(self._settings) if kind is StepKind.LOOK else None
-        slots = max(max_kv_len, session.max_kv_len(prompts.longest(piece)))
-        read = session.launch(acceptor, nodes, slots, piece=piece)
-        prompts.rode(piece)
+        slots = max(max_kv_len, session.max_kv_len(prompts.longest(pieces[nodes])))
+        read = session.launch(acceptor, nodes, slots, piece=pieces[nodes])
+        prompts.rode(pieces[nodes])
         return read
 
     def collect(self) -> list[BatchSequence]:

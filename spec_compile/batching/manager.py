@@ -22,6 +22,7 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from ..errors import RequestError
 from ..runtime.generate import SpeculativeMixin
+from ..runtime.verify.sample import RowSettings
 from .intake import Intake, child_name
 from .metrics import Metrics
 from .output import Output
@@ -103,9 +104,14 @@ class Manager(ContinuousBatchingManager):
         """Nothing: our attention serves."""
 
     def warmup(self) -> None:
-        """Compile and capture what rounds and prompts of all widths need."""
+        """Compile and capture what rounds and prompts of all widths need, and drawn rounds if requests sample by
+        default."""
+        config, settings = self.generation_config, None
+        if config.do_sample:
+            excluded = 1 - config.top_p if config.top_p is not None and config.top_p < 1 else -1.0
+            settings = RowSettings(config.top_k or 0, excluded, config.min_p or 0.0)
         with self._engine.turns, torch.inference_mode(False), torch.no_grad():
-            self.scheduler.warmup()
+            self.scheduler.warmup(settings)
         self.warmed_up = True
 
     def start(self) -> None:

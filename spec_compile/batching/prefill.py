@@ -12,7 +12,8 @@ import torch
 from ..runtime.request import OwnPrefill
 from ..runtime.round import STEP_COST, chunks
 from ..runtime.runtime import Runtime
-from ..runtime.session import Piece, Session, StepKind
+from ..runtime.session import MixedKind, Piece, Session, StepKind
+from ..runtime.verify.sample import DrawInRound
 from ..tree import MAX_NODES
 from .rows import Rows
 from .sequence import BatchSequence
@@ -27,10 +28,14 @@ ABOUT = 1.5
 """A chunk that takes at most this many times as long as a round counts as one that takes as long."""
 STEPS = 4
 """Prompts that need more chunks of the largest size are not planned to their ends."""
-STEPS_OF_TOKENS = (128, 256, 512)
+STEPS_OF_TOKENS = (256, 512, 1024)
 """Tokens of a step that holds a round and a piece of prompts: what products compute at once. 576 rows take as long as
 768, and 512 about 0.6 of that."""
-PIECE_ROWS = 4
+COMMON_STEP, BACKLOG = 512, 4
+"""A step has more tokens than `COMMON_STEP`, and no drafts, only while prompts that may begin need `BACKLOG` of the
+largest steps. 1,024 tokens take 1.8 times as long as 512, which rows that decode wait for; prompts take 0.86 of the
+time."""
+PIECE_ROWS = 2
 """Prompts of a piece at most. A step is captured for pieces of one prompt and of this many."""
 Restore = Callable[[Rows, int], None]
 """Copies the states after a known beginning to a row."""
@@ -53,6 +58,8 @@ class PrefillRows(Rows):
         """Prompts that were begun and wait for the only row: the row of each in `_aside`, its `_done` and `_stops`."""
         self._turn = 0
         """Tokens that were processed since the prompt in the only row has it."""
+        self.backlog = 0
+        """Tokens of waiting prompts for which there are free rows."""
         self.at_branch: Callable[[BatchSequence, int, Rows], None] = lambda *_: None
         """Called with a sequence, its processed tokens and these rows when its branch point is reached."""
 
@@ -70,17 +77,21 @@ class PrefillRows(Rows):
         """A row for prompts with pictures, one at a time."""
         return Rows(self.runtime, 1, self.all.capacity, self)
 
+    @property
+    def is_full(self) -> bool:
+        """True if no prompt may begin now, whoever sent it. Where prompts ride along, no more begin than fill a piece,
+        so that the first one is done first."""
+        is_enough = bool(self.step_sizes) and sum(self._missing()) >= self.step_sizes[-1]
+        return is_enough or (not self.has_room and len(self.sequences) > 1)
+
     def make_room(self, sequence: BatchSequence) -> bool:
         """True if there is a row for this prompt now. If there is only one, a prompt of another client that has had
-        its turn is set aside for it. Where prompts ride along, no more begin than fill a piece, so that the first one
-        is done first."""
-        if self.step_sizes and (len(self.active) == PIECE_ROWS or sum(self._missing()) >= self.step_sizes[-1]):
-            return False
+        its turn is set aside for it."""
         if self.has_room:
             return True
         before = self.sequences[0]
         is_due = self._turn >= TURN and before is not None and before.request.client != sequence.request.client
-        if len(self.sequences) > 1 or self.runtime.options.ranks.size > 1 or not is_due or len(self.aside) == ASIDE:
+        if self.runtime.options.ranks.size > 1 or not is_due or len(self.aside) == ASIDE:
             return False
         assert before is not None
         to = min({*range(ASIDE)} - {row for row, _, _ in self.aside.values()})
@@ -111,8 +122,6 @@ class PrefillRows(Rows):
         self._done[row], self._stops[row], self._turn = known, branch or sequence.length, 0
         if branch:
             self.state.prompt_lengths[row].fill_(branch + 1)
-        if not sequence.tokens:
-            sequence.speculation.reused_prompt_tokens = known
 
     def _begin(self, sequence: BatchSequence, rows: Rows, row: int, **numbers: int) -> None:
         request, vocab, state = sequence.request, self.runtime.verify.vocab_size, rows.state
@@ -159,7 +168,7 @@ class PrefillRows(Rows):
             else:
                 size = self._chunk_size(missing, waiting, decoding, round_seconds)
                 session.prefill(size, self._max_kv_len(session, size))
-            self._advance(size)
+            self._advance(size, session.batch)
         return self.ready()
 
     def ready(self) -> list[BatchSequence]:
@@ -177,33 +186,49 @@ class PrefillRows(Rows):
         """True if a piece of the prompts may ride along with the next round."""
         return bool(self.step_sizes) and any(self._missing()) and not any(each.needs_scores for each in self.active)
 
-    def piece(self, rows: int, nodes: int) -> Piece:
-        """The next tokens of all prompts, as a piece for a round over `nodes` nodes of so many rows.
+    @property
+    def is_behind(self) -> bool:
+        """True while more prompts wait than a few steps take."""
+        return sum(self._missing()) + self.backlog >= BACKLOG * self.step_sizes[-1]
 
-        In steps of 128, 256 or 512 tokens, a prompt that misses 150 has 192 beside 64 rows of a node, and two that miss
-        100 and 20 have four rows of 112.
+    def piece(self, session: Session, kind: StepKind | DrawInRound, nodes: int) -> Piece | None:
+        """The piece for a round of a session over `nodes` nodes that computes the most tokens of prompts for its cost;
+        None if no step with one is captured.
+
+        Beside 64 rows, prompts that miss 500 and 60 tokens have a piece of 448 tokens of the first one, in a step of
+        512 tokens. Then they miss 52 and 60, and have a piece of 96 tokens each, in a step of 256.
         """
-        is_one = len(self.active) == 1 and self.active[0].row == 0
-        session = self.session(1 if is_one else min(PIECE_ROWS, len(self.sequences)))
-        pieces = self.pieces(session, rows, nodes)
-        return next((piece for piece in pieces if piece.size >= max(self._missing())), pieces[-1])
+        active, own = [(each.row, self._stops[each.row] - self._done[each.row]) for each in self.active], session.batch
+        longest = self.step_sizes[-1] if self.is_behind else COMMON_STEP
 
-    def pieces(self, session: Session, rows: int, nodes: int) -> list[Piece]:
-        """The pieces that a session may have beside a round over `nodes` nodes of so many rows, smallest first."""
+        def rate(piece: Piece) -> float:
+            """Tokens of prompts for each token that the step costs."""
+            batch, size = piece.prompts.batch, piece.size
+            tokens = sum(min(missing, size) for row, missing in active if row < batch)
+            return tokens / (STEP_COST[self.runtime.device.type] + own * nodes + batch * size)
+
+        made = [piece for piece in self.pieces(own, nodes) if session.has(MixedKind(kind, piece), nodes)]
+        short = [piece for piece in made if own * nodes + piece.prompts.batch * piece.size <= longest]
+        best = max(short or made[:1], key=rate, default=None)
+        return best if best is not None and rate(best) else None
+
+    def pieces(self, rows: int, nodes: int) -> list[Piece]:
+        """The pieces that may ride along with a round over `nodes` nodes of each of `rows` rows: in steps of all sizes
+        that leave room for them, and beside trees in the smallest of these."""
         least = rows * nodes + MAX_NODES
-        steps = [size for size in self.step_sizes if size >= least] or [
-            -(-least // STEPS_OF_TOKENS[1]) * STEPS_OF_TOKENS[1]
-        ]
-        sizes = [(tokens - rows * nodes) // session.batch // nodes * nodes for tokens in steps]
-        return [Piece(session, size) for size in sizes if size] or [Piece(session, nodes)]
+        steps = [size for size in self.step_sizes if size >= least][: None if nodes == 1 else 1]
+        steps = steps or [-(-least // STEPS_OF_TOKENS[0]) * STEPS_OF_TOKENS[0]]
+        sessions = [self.session(prompts) for prompts in sorted({1, min(PIECE_ROWS, len(self.sequences))})]
+        rooms = [(each, (tokens - rows * nodes) // each.batch) for tokens in steps for each in sessions]
+        return [Piece(each, room // nodes * nodes) for each, room in rooms if room >= nodes]
 
     def rode(self, piece: Piece) -> None:
         """A round was launched with this piece."""
-        self._advance(piece.size)
+        self._advance(piece.size, piece.prompts.batch)
 
     def longest(self, piece: Piece) -> int:
         """Slots that are visible to the tokens of a piece."""
-        return max(self._done[sequence.row] for sequence in self.active) + piece.size
+        return max(self._done[each.row] for each in self.active if each.row < piece.prompts.batch) + piece.size
 
     @property
     def _active_session(self) -> Session:
@@ -213,10 +238,12 @@ class PrefillRows(Rows):
         """The tokens that each prompt in a row still needs, up to its branch point if it has one."""
         return [self._stops[sequence.row] - self._done[sequence.row] for sequence in self.active]
 
-    def _advance(self, size: int) -> None:
-        """The next `size` tokens of every prompt have been processed."""
+    def _advance(self, size: int, rows: int) -> None:
+        """The next `size` tokens of every prompt in the first rows have been processed."""
         self._turn += size
         for sequence in self.active:
+            if sequence.row >= rows:
+                break
             row, last = sequence.row, sequence.length
             self._done[row] = min(self._done[row] + size, self._stops[row])
             if self._done[row] == self._stops[row] < last:  # its branch point; it goes on to its end

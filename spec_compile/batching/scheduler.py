@@ -15,11 +15,10 @@ from ..parallel.messages import pack, unpack
 from ..runtime.compiled_steps import build_compiled
 from ..runtime.engine import Engine
 from ..runtime.runtime import Runtime
-from ..runtime.session import Session, StepKind
-from ..runtime.state import MOST_LATE
+from ..runtime.verify.sample import RowSettings
 from .decoding import DecodeRows
 from .pages import OutOfPages, Pages
-from .prefill import PIECE_ROWS, PrefillRows, Restore
+from .prefill import PrefillRows, Restore
 from .prefix_cache import Known, PrefixCache
 from .ranks import FollowerRequest, FollowerSequence, RoundChange
 from .rows import Rows
@@ -131,6 +130,7 @@ class Scheduler:
         """Run a round, and what comes before it; returns the requests that gained tokens or are over."""
         # Requests leave and enter.
         news: list[BatchSequence] = []
+        self.prefill.compact()
         if self.ranks.size == 1:
             self._change(news)
         else:
@@ -138,22 +138,16 @@ class Scheduler:
             if not self.ranks.leads:
                 self._follow(change)
 
-        # Prompts ride along with a round, or get a chunk each; those that are done join the rows that decode.
-        if self.prefill.active:
-            decoding = len(self.decoder.active)
-            if decoding and self.prefill.rides and not self.decoder.is_on_host:
-                self.prefill.compact()
-                self.decoder.launch(self.prefill)
-                ready = self.prefill.ready()
-            else:
-                waiting = min(len(self.waiting), self.slots - decoding - len(self.prefill.begun))
-                ready = self.prefill.step(waiting, decoding, self.decoder.round_seconds)
-            self._join(ready, news)
-        else:
+        # Prompts that do not ride along with rounds get a chunk each.
+        if not self.prefill.active:
             self.decoder.compact()
+        elif not self.decoder.pieces(self.prefill):
+            decoding = len(self.decoder.active)
+            waiting = min(len(self.waiting), self.slots - decoding - len(self.prefill.begun))
+            self._join(self.prefill.step(waiting, decoding, self.decoder.round_seconds), news)
 
         # A round.
-        self.decoder.launch(self.prefill)
+        self._launch(news)
         self._check_model()
         if len(self.decoder.pipeline):
             news += self.decoder.collect()
@@ -168,18 +162,33 @@ class Scheduler:
                 self._keep(sequence, known, self.decoder)
         return news
 
+    def _launch(self, news: list[BatchSequence]) -> None:
+        """Begin as many rounds as may be in flight. Prompts that are done by one join the next."""
+        if self.prefill.rides:
+            free = self.slots - len(self.begun)
+            self.prefill.backlog = sum(sequence.length for sequence in [*self.waiting][:free])
+        while self.decoder.launch(self.prefill):
+            self._join(self.prefill.ready(), news)
+
     def _join(self, ready: list[BatchSequence], news: list[BatchSequence]) -> None:
         """Prompts that are done join the rows that decode. Requests that fail go to `news`."""
         for sequence in ready:
             try:
-                self._keep(sequence, sequence.length, self.prefill)
+                if not (sequence.tokens and self._runtime.verify.clamps_prompts):  # what it is has states of an answer
+                    self._keep(sequence, sequence.length, self.prefill)
                 self.prefill.move(sequence, self.decoder, self.decoder.free_row())
                 self.decoder.enter(sequence)
             except Exception as error:
                 news += self.drop([sequence], error)
 
-    def warmup(self) -> None:
-        """Compile and capture what rounds and prompts of all widths need."""
+    def warmup(self, settings: RowSettings | None = None) -> None:
+        """Compile and capture what rounds and prompts of all widths need.
+
+        settings: how tokens are drawn by default; None if they are not. Rounds that draw by other kinds of settings are
+        captured when a request comes, and prompts take chunks of their own beside them.
+        """
+        if settings is not None:
+            self.decoder.expect(settings)
         build_compiled(self._runtime, self._build)
 
     def _build(self) -> None:
@@ -187,19 +196,7 @@ class Scheduler:
             session = self.prefill.session(width)
             session.make([*session.prompt_steps(), *session.proposal_steps()])
         for width in self.decoder.widths:
-            session = self.decoder.session(width)
-            rounds = [(StepKind.ROUND, nodes) for nodes in session.policies[StepKind.ROUND].sizes]
-            session.make([*rounds, *(session.proposal_steps(MOST_LATE) if self.decoder.pipeline.tree_size else [])])
-            if width > 1 and self.prefill.step_sizes:
-                self._build_mixed(session)
-
-    def _build_mixed(self, session: Session) -> None:
-        """Make rounds of a session with pieces of prompts."""
-        sizes = session.policies[StepKind.ROUND].sizes
-        for nodes in sizes if self._runtime.algorithm.plan.sizes == "fixed" else (1,):
-            for lanes in (1, min(PIECE_ROWS, len(self.prefill.sequences))):
-                for piece in self.prefill.pieces(self.prefill.session(lanes), session.batch, nodes):
-                    session.mixed(StepKind.ROUND, nodes, piece)
+            self.decoder.session(width).make(self.decoder.steps(width, self.prefill))
 
     def clear(self, error: BaseException) -> None:
         self.drop(self.sequences, error)
@@ -267,7 +264,7 @@ class Scheduler:
         change = RoundChange()
         self._grow(change, news)
         if self.waiting and self._runtime.on_gpu and self.ranks.size == 1:
-            self.decoder.launch(self.prefill)  # rounds to compute while the host lets requests in
+            self._launch(news)  # rounds to compute while the host lets requests in
         cancelled = [sequence for sequence in self.sequences if sequence.is_cancelled]
         news += self.drop(cancelled)
         change.left += [sequence.request_id for sequence in cancelled]
@@ -372,6 +369,7 @@ class Scheduler:
                 self._turns[sequence.request.client] = next(self._numbers)
                 if not sequence.turn:
                     sequence.admit(next(self._numbers))
+                    sequence.speculation.reused_prompt_tokens = known.tokens
                 self._unchecked.append(sequence)
                 self._begin(sequence, known)
                 if not sequence.has_pictures:
@@ -390,7 +388,7 @@ class Scheduler:
 
     def _next(self) -> BatchSequence | None:
         """The request whose prompt begins or goes on next, once a row is free for it; None if there is none."""
-        if not (self.waiting or self.prefill.aside):
+        if self.prefill.is_full or not (self.waiting or self.prefill.aside):
             return None
         # The client with the fewest rows is first, then the one whose last event is the longest ago.
         begun, waiting = self.begun, [*self.waiting]

@@ -14,7 +14,7 @@ from ..runtime.runtime import PrefixBudget, Runtime
 from ..runtime.state import State
 from ..tree import MAX_NODES
 from .pages import pages_of
-from .prefill import PREFILL_ROWS
+from .prefill import PIECE_ROWS, PREFILL_ROWS, STEPS_OF_TOKENS
 
 MOST = {"cpu": 16, "cuda": 256}
 """Slots unless the user says how many: beyond, rounds cost arithmetic."""
@@ -28,9 +28,6 @@ takes more, the model is so large that few prompts keep the GPU busy."""
 FEWEST_PREFILL_ROWS = 4
 MOST_KEPT = 1 << 16
 """Pages for kept prefixes at most."""
-PIECE = 512
-"""Most tokens of a step in which prompts ride along with a round, unless the user says otherwise. More would let the
-rows that decode wait longer for their next tokens."""
 
 
 class Sizes(NamedTuple):
@@ -57,7 +54,8 @@ def choose_sizes(runtime: Runtime, config: ContinuousBatchingConfig, hints: Work
     share = SHARE if config.max_memory_percent is None else config.max_memory_percent
     if not 0 < share <= 1:
         raise ValueError(f"max_memory_percent: expected a share above 0 and at most 1, got {share}")
-    prefill_rows = PREFILL_ROWS[runtime.device.type]
+    piece = _piece(runtime, config)
+    prefill_rows = PIECE_ROWS if piece else PREFILL_ROWS[runtime.device.type]
     # Rows have their small buffers first, and pages the rest.
     if runtime.on_gpu:
         free = share * free_bytes(runtime)
@@ -76,7 +74,7 @@ def choose_sizes(runtime: Runtime, config: ContinuousBatchingConfig, hints: Work
     if runtime.on_gpu:
         together = int(PREFILL_SHARE * pages / row_pages(runtime, capacity))
         prefill_rows = min(prefill_rows, max(FEWEST_PREFILL_ROWS, together))
-    return Sizes(slots, capacity, min(prefill_rows, slots), pages, _piece(runtime, config))
+    return Sizes(slots, capacity, min(prefill_rows, slots), pages, piece)
 
 
 def wanted_slots(runtime: Runtime, config: ContinuousBatchingConfig, hints: WorkloadHints | None = None) -> int:
@@ -136,7 +134,7 @@ def _piece(runtime: Runtime, config: ContinuousBatchingConfig) -> int:
     if tokens is not None and tokens < MAX_NODES:
         raise ValueError(f"max_batch_tokens: expected at least {MAX_NODES}, got {tokens}")
     rides = runtime.mixes and runtime.options.ranks.size == 1 and (rows_vary(runtime) or not runtime.options.compile)
-    return min(tokens or PIECE, PREFILL_SIZES[runtime.device.type][0]) if rides else 0
+    return min(tokens or STEPS_OF_TOKENS[-1], PREFILL_SIZES[runtime.device.type][0]) if rides else 0
 
 
 def free_bytes(runtime: Runtime) -> int:

@@ -54,6 +54,7 @@ class InFlightRound(Generic[S]):
     kind: its step's kind, whose policy learns from it.
     sequences: each with the row that it had then.
     groups: the group of each row's tree, as far as the host knew it.
+    teaches: False if it had other nodes than its policy has chosen, which would learn from itself.
     read: waits for the outcomes and returns them by row.
     seconds: its begin, and after `collect` its duration, without the time spent compiling.
     """
@@ -64,6 +65,7 @@ class InFlightRound(Generic[S]):
     drafted: int | None
     sequences: list[tuple[int, S]]
     groups: dict[int, Group]
+    teaches: bool
     read: Callable[[], list[list[int]]]
     seconds: float
 
@@ -101,17 +103,19 @@ class RoundPipeline(Generic[S]):
 
     def launch(
         self, session: Session, kind: StepKind, sequences: list[S], longest: int,
-        begin: Callable[[int, int], Callable[[], list[list[int]]]], nodes: int | None = None,
+        begin: Callable[[int, int], Callable[[], list[list[int]]]], drafting: int | None = None,
     ) -> None:  # fmt: skip
         """Begin a round.
 
         longest: the largest `Sequence.length` of the session.
         begin: launches a round of (nodes, max_kv_len); its result waits for the outcomes.
-        nodes: None leaves the number to the policy.
+        drafting: the nodes of a round that drafts; None leaves them to the policy.
         """
         # Its size, which the first rank chooses.
-        choose = lambda: [nodes or self._choose_nodes(session.policies[kind], sequences)]  # noqa: E731
+        choose = lambda: [self._choose_nodes(session.policies[kind], sequences)]  # noqa: E731
         (nodes,) = self.runtime.options.ranks.lead(choose, check=self._digest)
+        teaches = nodes == 1 or drafting != 1
+        nodes = nodes if nodes == 1 else drafting or nodes
         max_kv_len = session.max_kv_len(longest + nodes)  # guard: slots-of-attention
         now = self._now()
         if nodes > 1 or self.late == MOST_LATE:
@@ -131,7 +135,7 @@ class RoundPipeline(Generic[S]):
         read = begin(nodes, max_kv_len)
         groups = {sequence.row: self.group(sequence) for sequence in sequences}
         rows = [(sequence.row, sequence) for sequence in sequences]
-        self._rounds.append(InFlightRound(session, kind, nodes, drafted, rows, groups, read, now))
+        self._rounds.append(InFlightRound(session, kind, nodes, drafted, rows, groups, teaches, read, now))
 
     def catch_up(self, session: Session, longest: int) -> None:
         """Let the drafter process the tokens that it is late by, if there are any. longest: see `launch`."""
@@ -162,7 +166,8 @@ class RoundPipeline(Generic[S]):
             for sequence, outcome in outcomes
             if sequence.count is not None and sequence.most_nodes >= policy.sizes[-1]  # a row with a limit tells less
         ]
-        policy.learn(in_flight.nodes, trees, None if self.runtime.on_gpu else in_flight.seconds)
+        if in_flight.teaches:
+            policy.learn(in_flight.nodes, trees, None if self.runtime.on_gpu else in_flight.seconds)
 
         # Each row has another tree now; then the statistics.
         stats, gained = self.runtime.stats, [0] * in_flight.session.batch

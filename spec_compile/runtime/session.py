@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import Enum
 from functools import partial
 from itertools import repeat
@@ -56,7 +56,6 @@ class StepKind(Enum):
 
 
 SWITCH = (StepKind.PROPOSE, StepKind.CATCH_UP)  # the steps between a plain round and one that drafts
-Kind = StepKind | DrawInRound  # a `DrawInRound` is the kind of a round that draws
 
 
 class Piece(NamedTuple):
@@ -64,6 +63,20 @@ class Piece(NamedTuple):
 
     prompts: "Session"
     size: int
+
+
+class MixedKind(NamedTuple):
+    """The kind of a round, greedy or one that draws, that takes a piece of prompts with it."""
+
+    round: StepKind | DrawInRound
+    piece: Piece
+
+    @property
+    def value(self) -> str:
+        return f"{self.round.value}_p{self.piece.prompts.batch}x{self.piece.size}"
+
+
+Kind = StepKind | DrawInRound | MixedKind  # a `DrawInRound` is the kind of a round that draws
 
 
 class Session:
@@ -126,7 +139,6 @@ class Session:
         # Only one session has rounds under way at a time, so that a smaller and a larger one share memory.
         self.graph_pool = larger.graph_pool if larger else torch.cuda.graph_pool_handle() if runtime.on_gpu else None
         self.made: dict[tuple[Kind, int], Callable] = {}
-        self._mixed: dict[tuple[Kind, int, int, int], Callable] = {}
         self._switch: dict[StepKind, float] = {}
         self._compiled = CompiledSteps(runtime, self.state, self.drafter)
         self._adoptions = runtime.parts.adoptions
@@ -213,7 +225,6 @@ class Session:
             if self.runtime.on_gpu:
                 torch.cuda.synchronize(self.runtime.device)
                 self.made.clear()
-                self._mixed.clear()
                 self.prefill_seconds.clear()
                 for policy in self.policies.values():
                     policy.costs.measured.clear()
@@ -239,8 +250,12 @@ class Session:
                 self._function(*step)
             else:
                 self.made[step] = self._make(*step)
-        for old in [step for step in self.made if isinstance(step[0], DrawInRound)][:-SAMPLERS]:
+        for old in [step for step in self.made if _draws(step[0])][:-SAMPLERS]:
             del self.made[old]
+
+    def has(self, kind: Kind, nodes: int) -> bool:
+        """True if a step runs without being captured first."""
+        return not self.captures or (kind, nodes) in self.made
 
     def prefill(self, size: int, max_kv_len: int) -> None:
         """Process the next `size` tokens of every row's prompt."""
@@ -294,8 +309,7 @@ class Session:
         """
         if acceptor is None or isinstance(acceptor, DrawInRound):
             kind = acceptor or StepKind.ROUND
-            step = self.get(kind, nodes) if piece is None else self.mixed(kind, nodes, piece)
-            outcome = step(max_kv_len)
+            outcome = self.get(kind if piece is None else MixedKind(kind, piece), nodes)(max_kv_len)
             return outcome.tolist if self.ring is None else self.ring.expect(outcome.shape)
         look, finish = self.get(StepKind.LOOK, nodes), self.get(StepKind.FINISH, nodes)  # building them runs them
         if logits is None:
@@ -309,24 +323,6 @@ class Session:
         parts = [part.to(logits.device) for part in (accepted.path, accepted.tokens, accepted.count)]
         with states:
             return finish(*parts, features, max_kv_len).tolist
-
-    def mixed(self, kind: Kind, nodes: int, piece: "Piece") -> Callable[[int], Tensor]:
-        """A round, greedy or one that draws, with a piece of prompts; made and captured on first use."""
-        key = kind, nodes, piece.prompts.batch, piece.size
-        if key not in self._mixed:
-            begin, prompts = time.perf_counter(), piece.prompts
-            round_, prefill = self._compiled.round(nodes), prompts._compiled.prefill()
-            if self._only_asks:
-                return self._function(kind, nodes)
-            step = self._function(kind, nodes, RidingVerify(round_.verify, prefill, piece.size))
-            if self.captures:
-                self.runtime.say(f"compiling {kind.value}_b{self.batch}_n{nodes}_p{prompts.batch}x{piece.size}")
-                with torch.no_grad(), self._untouched(), untouched(prompts.state, prompts.drafter):
-                    step(ROUNDED)
-                    step = self._capture(step, (ROUNDED,))
-            self._mixed[key] = step
-            self.runtime.stats.seconds["compile"] += time.perf_counter() - begin
-        return self._mixed[key]
 
     @property
     def _only_asks(self) -> bool:
@@ -344,7 +340,7 @@ class Session:
             return
         begin = time.perf_counter()
         self.runtime.say(f"compiling kernels of {', '.join(kind.value for kind, _ in captured)}")
-        with torch.no_grad(), self.runtime.ranks_apart(), self._untouched():
+        with torch.no_grad(), self.runtime.ranks_apart(), self._untouched(*(kind for kind, _ in captured)):
             compile_together(*(partial(self._function(*step), *self._arguments(*step)) for step in captured))
         self.runtime.stats.seconds["compile"] += time.perf_counter() - begin
 
@@ -358,7 +354,7 @@ class Session:
         name = f"{kind.value}_b{self.batch}" + (f"_n{nodes}" if nodes else "")
         runtime.say(f"compiling {name}")
         begin = time.perf_counter()
-        with torch.no_grad(), runtime.ranks_apart(), self._untouched():
+        with torch.no_grad(), runtime.ranks_apart(), self._untouched(kind):
             step, arguments = self._function(kind, nodes), self._arguments(kind, nodes)
             step(*arguments)
             if captures:
@@ -393,6 +389,10 @@ class Session:
         """The step as a function, compiled if that is asked for, and not captured. verify: in place of the round's."""
         if isinstance(kind, DrawInRound):
             return self._published(self._drawing(kind, nodes, verify))
+        if isinstance(kind, MixedKind):
+            prefill = kind.piece.prompts._compiled.prefill()
+            riding = RidingVerify(self._compiled.round(nodes).verify, prefill, kind.piece.size)
+            return self._function(kind.round, nodes, riding)
         match kind:
             case StepKind.PREFILL:
                 return self._compiled.prefill()
@@ -451,5 +451,16 @@ class Session:
         del outcome
         return time.perf_counter() - tick
 
-    def _untouched(self) -> AbstractContextManager[None]:
-        return untouched(self.state, self.drafter, self.ring)
+    @contextmanager
+    def _untouched(self, *kinds: Kind) -> Iterator[None]:
+        """A context of steps of these kinds that leave no trace."""
+        prompts = {kind.piece.prompts for kind in kinds if isinstance(kind, MixedKind)}
+        with ExitStack() as stack:
+            stack.enter_context(untouched(self.state, self.drafter, self.ring))
+            for each in prompts:
+                stack.enter_context(untouched(each.state, each.drafter))
+            yield
+
+
+def _draws(kind: Kind) -> bool:
+    return isinstance(kind.round if isinstance(kind, MixedKind) else kind, DrawInRound)

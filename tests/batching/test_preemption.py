@@ -165,6 +165,19 @@ def test_a_request_is_cancelled_while_its_row_is_taken():
     manager.destroy()
 
 
+def test_a_prompt_that_is_processed_again_reuses_nothing():
+    manager, run = stopped(fast(), max_requests_per_batch=2)
+    manager.add_request(LONG[60:200], "again", max_new_tokens=4, eos_token_id=-1)
+    scheduler = manager.scheduler
+    with torch.no_grad():
+        scheduler._change([])
+        scheduler.prefill.step(0, 0, None)
+        (sequence,) = scheduler.begun
+        scheduler._preempt(sequence)
+    assert run()["again"].speculation.reused_prompt_tokens == 0
+    manager.destroy()
+
+
 def test_a_pool_is_given_back_at_once():
     """Without waiting for the garbage collector, because a GPU has no room for two."""
     manager, run = stopped(fast(), max_requests_per_batch=2)
@@ -190,10 +203,10 @@ def test_no_round_writes_without_pages():
             scheduler.step()
         (sequence,) = scheduler.decoder.active
         pages, sequence.pages = sequence.pages, sequence.pages[:-1]
-        scheduler.decoder.launch()
+        scheduler.decoder.launch(scheduler.prefill)
         assert not len(scheduler.decoder.pipeline)
         sequence.pages = pages
-        scheduler.decoder.launch()
+        scheduler.decoder.launch(scheduler.prefill)
         assert len(scheduler.decoder.pipeline) == 1
         scheduler.decoder.collect()
     manager.destroy()
