@@ -33,10 +33,8 @@ class DecodeRows(Rows):
         super().__init__(runtime, number, capacity, pages)
         self.rounds_by_nodes: Counter[int] = Counter()
         self.pipeline = RoundPipeline[BatchSequence](runtime)
-        self._settings = RowSettings()
+        self._settings: RowSettings | None = None
         """All that any row so far was drawn with; rounds are captured for that, rather than anew for every mixture."""
-        self.draws = False
-        """True if requests draw by default."""
 
     @property
     def is_busy(self) -> bool:
@@ -53,14 +51,14 @@ class DecodeRows(Rows):
         session = self.session(max((sequence.row for sequence in self.active), default=0) + 1)
         return min(session.policies[StepKind.ROUND].costs.measured.values(), default=None)
 
-    def expect(self, settings: RowSettings) -> None:
-        """Requests are drawn like this by default."""
-        self.draws, self._settings = True, self._settings.merge(settings)
+    def merge(self, settings: RowSettings | None) -> None:
+        """Rows are drawn like this, too."""
+        self._settings = self._settings if settings is None else settings.merge(self._settings)
 
     def enter(self, sequence: BatchSequence) -> None:
         """A prompt that is done has been moved to row `sequence.row`."""
         self.sequences[sequence.row] = sequence
-        self._settings = self._settings.merge(sequence.settings)
+        self.merge(sequence.settings)
         self.state.finished[sequence.row].fill_(False)
         self._hindsight("forget", sequence.row)
 
@@ -135,15 +133,21 @@ class DecodeRows(Rows):
         if any(pages_of(each.length + 1 + after) > len(each.pages) for each in sequences):  # guard: pages-of-rounds
             return False
 
-        # The round.
-        session, acceptor, drafting = self.session(sequences[-1].row + 1), self._acceptor, None
+        # Its tokens, and the prompts that it takes with it.
+        rows, pieces, acceptor = sequences[-1].row + 1, self.pieces(prompts), self._acceptor
+        session = self.riding_session(rows) if pieces else self.session(rows)
         kind = StepKind.LOOK if on_host or acceptor else StepKind.ROUND
-        if pieces := self.pieces(prompts):
-            session, drafting = self.riding_session(sequences[-1].row + 1), max(pieces)
-            begin: Callable = partial(self._begin_mixed, session, acceptor, prompts, pieces)
-        else:
-            begin = partial(session.launch, partial(self._accept_rows, session, sequences) if on_host else acceptor)
-        self.pipeline.launch(session, kind, sequences, longest, begin, drafting)
+
+        def begin(nodes: int, max_kv_len: int) -> Callable[[], list[list[int]]]:
+            accept = partial(self._accept_rows, session, sequences) if on_host else acceptor
+            if not pieces:
+                return session.launch(accept, nodes, max_kv_len)
+            slots = max(max_kv_len, prompts.max_kv_len(session, pieces[nodes].size))
+            read = session.launch(accept, nodes, slots, piece=pieces[nodes])
+            prompts.rode(pieces[nodes])
+            return read
+
+        self.pipeline.launch(session, kind, sequences, longest, begin, max(pieces, default=None))
         return True
 
     def pieces(self, prompts: PrefillRows) -> dict[int, Piece]:
@@ -151,6 +155,7 @@ class DecodeRows(Rows):
         sequences = self.active
         if not (sequences and prompts.rides) or self.is_on_host:
             return {}
+        # Where prompts are behind, no row drafts, unless its tokens depend on that.
         session = self.riding_session(sequences[-1].row + 1)
         nodes = {1} if prompts.is_behind and not self.runtime.algorithm.plan.draws else {1, self.riding_nodes(session)}
         kind = self._acceptor or StepKind.ROUND
@@ -158,12 +163,14 @@ class DecodeRows(Rows):
         return pieces if len(pieces) == len(nodes) else {}
 
     def steps(self, width: int, prompts: PrefillRows) -> list[tuple[Kind, int]]:
-        """The steps of rounds over the first `width` rows, to be made ahead: of greedy ones and, if requests draw by
-        default, of drawn ones; also those that take pieces of prompts with them."""
-        session = self.session(width)
-        kinds: list[StepKind | DrawInRound] = [StepKind.ROUND, *([DrawRows(self._settings)] if self.draws else [])]
+        """The steps of greedy rounds over the first `width` rows, and of drawn ones if rows are drawn, to be made
+        ahead: alone and with pieces of prompts."""
+        # Rounds alone.
+        session, drawn = self.session(width), self._settings
+        kinds: list[StepKind | DrawInRound] = [StepKind.ROUND, *([] if drawn is None else [DrawRows(drawn)])]
         sizes = session.policies[StepKind.ROUND].sizes
         steps: list[tuple[Kind, int]] = [(kind, nodes) for kind in kinds for nodes in sizes]
+        # Rounds that take prompts with them: parts for one row take no further rows.
         if prompts.step_sizes and width > 1 and self.riding_session(width) is session:
             steps += [
                 (MixedKind(kind, piece), nodes)
@@ -176,17 +183,9 @@ class DecodeRows(Rows):
     @property
     def _acceptor(self) -> DrawRows | None:
         """What draws in the next round; None if all rows take the likeliest tokens."""
-        return DrawRows(self._settings) if any(sequence.settings for sequence in self.active) else None
-
-    def _begin_mixed(
-        self, session: Session, acceptor: DrawRows | None, prompts: PrefillRows, pieces: dict[int, Piece], nodes: int,
-        max_kv_len: int,
-    ) -> Callable[[], list[list[int]]]:  # fmt: skip
-        """Begin a round with a piece of the prompts; see `RoundPipeline.launch`."""
-        slots = max(max_kv_len, session.max_kv_len(prompts.longest(pieces[nodes])))
-        read = session.launch(acceptor, nodes, slots, piece=pieces[nodes])
-        prompts.rode(pieces[nodes])
-        return read
+        if self._settings is None or not any(sequence.settings for sequence in self.active):
+            return None
+        return DrawRows(self._settings)
 
     def collect(self) -> list[BatchSequence]:
         """Wait for the round that was launched first; returns the sequences that gained tokens in it."""
@@ -227,8 +226,8 @@ class DecodeRows(Rows):
         device, state = logits.device, session.state
         # All rows at once, then those whose acceptors choose.
         ancestors, depth = ancestry(tree.parents)
-        if any(sequence.settings for sequence in sequences):
-            accepted = DrawRows(self._settings)(state, tree, ancestors, depth, logits)
+        if acceptor := self._acceptor:
+            accepted = acceptor(state, tree, ancestors, depth, logits)
         else:
             accepted = accept_greedy(tree, ancestors, depth, state.forbid_early_eos(logits, depth))
         ranks = self.runtime.options.ranks

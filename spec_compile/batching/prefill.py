@@ -26,8 +26,6 @@ TURN, ASIDE = 256, 8
 may wait for that."""
 ABOUT = 1.5
 """A chunk that takes at most this many times as long as a round counts as one that takes as long."""
-STEPS = 4
-"""Prompts that need more chunks of the largest size are not planned to their ends."""
 STEPS_OF_TOKENS = (256, 512, 1024)
 """Tokens of a step that holds a round and a piece of prompts: what products compute at once. 576 rows take as long as
 768, and 512 about 0.6 of that."""
@@ -113,12 +111,14 @@ class PrefillRows(Rows):
         known: its first tokens whose keys and values are in these pages. restore: copies the states after them, if
         there are any. branch: tokens after which `at_branch` is called, more than `known`; 0 for none.
         """
+        # Its row, with what is known already.
         sequence.row = row = self.free_row()
         self.sequences[row] = sequence
         self.reuse(row)
         self._begin(sequence, self, row, lengths=known)
         if restore is not None:
             restore(self, row)
+        # Where its prefill stops for the first time.
         self._done[row], self._stops[row], self._turn = known, branch or sequence.length, 0
         if branch:
             self.state.prompt_lengths[row].fill_(branch + 1)
@@ -132,9 +132,9 @@ class PrefillRows(Rows):
         rows.place({sequence: 0})
         self.runtime.guard(rows.all.drafter.enter, row, request.share_text, request.references)
 
-    def process(self, sequence: BatchSequence, own: OwnPrefill) -> bool:
-        """Have the model's own forward process a prompt with pictures. Returns True if the sequence is ready to be
-        moved by `move_pictures`; else it goes on here with its answer so far."""
+    def process(self, sequence: BatchSequence, own: OwnPrefill) -> None:
+        """Have the model's own forward process a prompt with pictures. It goes on here with its answer so far."""
+        # The prompt, and what the draft remembers of it.
         past, offset = own(self.runtime.algorithm.plan.taps)
         rows, done = self._with_pictures, len(sequence.prompt) - 1
         state, session, sequence.row = rows.state, rows.all, 0
@@ -145,14 +145,12 @@ class PrefillRows(Rows):
             sizes = [*chunks(done, session.prefill_sizes, STEP_COST[self.runtime.device.type])]
             session.prefill_draft(past.features, past.padding, [done], sizes)
         state.fill(past, [done])
-        if not sequence.tokens:
-            self._propose(session, [sequence])
-            return True
+
+        # A row among the others.
         sequence.row = row = self.free_row()
         rows.move_row(0, row, self)
         self.sequences[row], self._done[row], self._stops[row] = sequence, done, sequence.length
         self.state.prompt_lengths[row].fill_(sequence.length + 1)
-        return False
 
     def step(self, waiting: int, decoding: int, round_seconds: float | None) -> list[BatchSequence]:
         """Process a chunk of every prompt, and propose the first trees of those that are done, which are returned.
@@ -167,7 +165,7 @@ class PrefillRows(Rows):
                 size = self._score(session)
             else:
                 size = self._chunk_size(missing, waiting, decoding, round_seconds)
-                session.prefill(size, self._max_kv_len(session, size))
+                session.prefill(size, self.max_kv_len(session, size))
             self._advance(size, session.batch)
         return self.ready()
 
@@ -178,7 +176,12 @@ class PrefillRows(Rows):
             for sequence in ready:
                 if sequence.tokens:  # random numbers go by the place in the answer
                     self.state.prompt_lengths[sequence.row].fill_(len(sequence.prompt))
-            self._propose(self._active_session, ready)
+            session = self._active_session
+            session.propose(session.max_kv_len(max(sequence.length + 1 for sequence in self.active)))
+            if not self.runtime.on_gpu:
+                for sequence in ready:
+                    sequence.count = int(session.state.tree_count[sequence.row])
+                    sequence.confidence = int(session.state.tree_confidence[sequence.row])
         return ready
 
     @property
@@ -207,6 +210,7 @@ class PrefillRows(Rows):
             tokens = sum(min(missing, size) for row, missing in active if row < batch)
             return tokens / (STEP_COST[self.runtime.device.type] + own * nodes + batch * size)
 
+        # Longer steps are for a backlog, unless no shorter one has room beside the round.
         made = [piece for piece in self.pieces(own, nodes) if session.has(MixedKind(kind, piece), nodes)]
         short = [piece for piece in made if own * nodes + piece.prompts.batch * piece.size <= longest]
         best = max(short or made[:1], key=rate, default=None)
@@ -214,10 +218,12 @@ class PrefillRows(Rows):
 
     def pieces(self, rows: int, nodes: int) -> list[Piece]:
         """The pieces that may ride along with a round over `nodes` nodes of each of `rows` rows: in steps of all sizes
-        that leave room for them, and beside trees in the smallest of these."""
+        that leave room for them, and beside trees in a common step, or the smallest."""
         least = rows * nodes + MAX_NODES
-        steps = [size for size in self.step_sizes if size >= least][: None if nodes == 1 else 1]
+        steps = [size for size in self.step_sizes if size >= least]
         steps = steps or [-(-least // STEPS_OF_TOKENS[0]) * STEPS_OF_TOKENS[0]]
+        if nodes > 1:
+            steps = [max((size for size in steps if size <= COMMON_STEP), default=steps[0])]
         sessions = [self.session(prompts) for prompts in sorted({1, min(PIECE_ROWS, len(self.sequences))})]
         rooms = [(each, (tokens - rows * nodes) // each.batch) for tokens in steps for each in sessions]
         return [Piece(each, room // nodes * nodes) for each, room in rooms if room >= nodes]
@@ -225,10 +231,6 @@ class PrefillRows(Rows):
     def rode(self, piece: Piece) -> None:
         """A round was launched with this piece."""
         self._advance(piece.size, piece.prompts.batch)
-
-    def longest(self, piece: Piece) -> int:
-        """Slots that are visible to the tokens of a piece."""
-        return max(self._done[each.row] for each in self.active if each.row < piece.prompts.batch) + piece.size
 
     @property
     def _active_session(self) -> Session:
@@ -252,7 +254,7 @@ class PrefillRows(Rows):
                 self.state.prompt_lengths[row].fill_(last + 1)
                 self._stops[row] = last
 
-    def _max_kv_len(self, session: Session, size: int) -> int:
+    def max_kv_len(self, session: Session, size: int) -> int:
         """Visible slots of a step over the next `size` tokens of every prompt."""
         return session.max_kv_len(max(self._done[sequence.row] for sequence in self.active) + size)
 
@@ -265,7 +267,7 @@ class PrefillRows(Rows):
         """
         # A chain of the next tokens of each prompt takes the place of the pending trees.
         state, size = session.state, max(self.runtime.sizes[-1], 2)
-        begin, device = self._max_kv_len(session, size), state.tokens.device
+        begin, device = self.max_kv_len(session, size), state.tokens.device
         number = torch.arange(size, device=device).repeat(session.batch, 1)
         tokens = state.tokens.gather(1, (state.lengths[:, None] + number).clamp(max=state.capacity - 1))
         state.set_trees(tokens, number - 1, torch.full_like(number[:, 0], size), torch.zeros_like(number[:, 0]))
@@ -314,24 +316,10 @@ class PrefillRows(Rows):
     def moved(self, row: int, to: int) -> None:
         self._done[to], self._stops[to] = self._done[row], self._stops[row]
 
-    def _propose(self, session: Session, ready: list[BatchSequence]) -> None:
-        longest = max(sequence.length + 1 for sequence in (*self.active, *ready))
-        session.propose(session.max_kv_len(longest))
-        if not self.runtime.on_gpu:
-            state = session.state
-            for sequence in ready:
-                row = sequence.row
-                sequence.count, sequence.confidence = int(state.tree_count[row]), int(state.tree_confidence[row])
-
     def move(self, sequence: BatchSequence, target: Rows, to: int) -> None:
         """Move a prompt that is done to row `to` of `target`."""
         self.sequences[sequence.row] = None
         self.move_row(sequence.row, to, target)
-        sequence.row = to
-
-    def move_pictures(self, sequence: BatchSequence, target: Rows, to: int) -> None:
-        """`move` after `process`."""
-        self._with_pictures.move_row(0, to, target)
         sequence.row = to
 
     def leave(self, sequence: BatchSequence) -> None:
@@ -352,12 +340,11 @@ def choose_size(
     missing: list[int], waiting: int, decoding: int, sizes: list[int], cost: Callable[[int, int], float],
     round_cost: float,
 ) -> int:  # fmt: skip
-    """The size of the next chunk.
+    """The size of the next chunk: with it the most tokens are computed in the time until the next chunk.
 
-    While a chunk is computed, all rows wait. While a round is computed, the rows of the prompts that are not done wait.
-    So that size is taken with which the rows lose the least time until all prompts are done. While `decoding` rows
-    decode, a chunk takes about as long as a round, and longer only in proportion if more prompts wait than rows decode:
-    rows that wait have their share of the time, as rows that decode have.
+    While a chunk is computed, all rows wait. While `decoding` rows decode, it takes about as long as a round, and
+    longer only in proportion if more prompts wait than rows decode: rows that wait have their share of the time, as
+    rows that decode have. With costs of 32 + size, 44 tokens take a chunk of 32 if nobody decodes, and of 64 otherwise.
 
     missing: tokens that each prompt under way still needs, above zero.
     waiting: free rows for which prompts wait.
@@ -366,27 +353,12 @@ def choose_size(
     cost: gives a chunk's cost by (number of prompts, size).
     round_cost: a round's cost in the same unit.
     """
-    prompts = len(missing)
+    prompts, between = len(missing), round_cost if decoding else 0.0
     if decoding:
         longest = ABOUT * max(round_cost * max(1, (prompts + waiting) / decoding), cost(prompts, sizes[-1]))
         sizes = [size for size in sizes if cost(prompts, size) <= longest]
-    if max(missing) > STEPS * sizes[0]:
-        return max(sizes, key=lambda size: sum(min(tokens, size) for tokens in missing) / cost(prompts, size))
 
-    def lost(missing: list[int], size: int) -> float:
-        """For each row, if all further chunks have this size."""
-        total = 0.0
-        while missing:
-            total += cost(len(missing), size)
-            missing = [tokens - size for tokens in missing if tokens > size]
-            total += round_cost * len(missing) / (prompts + decoding)
-        return total
+    def rate(size: int) -> float:
+        return sum(min(tokens, size) for tokens in missing) / (cost(prompts, size) + between)
 
-    def least(first: int) -> float:
-        """For each row, if the next chunk has the size `first`."""
-        rest = [tokens - first for tokens in missing if tokens > first]
-        later = [size for size in sizes if rest and STEPS * size >= max(rest)]
-        waiting = round_cost * len(rest) / (prompts + decoding)
-        return cost(prompts, first) + waiting + min((lost(rest, size) for size in later), default=0.0)
-
-    return min(reversed(sizes), key=least)
+    return max(reversed(sizes), key=rate)

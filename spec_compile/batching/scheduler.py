@@ -185,10 +185,9 @@ class Scheduler:
         """Compile and capture what rounds and prompts of all widths need.
 
         settings: how tokens are drawn by default; None if they are not. Rounds that draw by other kinds of settings are
-        captured when a request comes, and prompts take chunks of their own beside them.
+        captured when a request comes, and take no prompts with them.
         """
-        if settings is not None:
-            self.decoder.expect(settings)
+        self.decoder.merge(settings)
         build_compiled(self._runtime, self._build)
 
     def _build(self) -> None:
@@ -371,20 +370,14 @@ class Scheduler:
                     sequence.admit(next(self._numbers))
                     sequence.speculation.reused_prompt_tokens = known.tokens
                 self._unchecked.append(sequence)
-                self._begin(sequence, known)
-                if not sequence.has_pictures:
-                    change.entered.append(FollowerRequest.of(sequence, known.tokens, known.partial))
+                if (own := sequence.request.process) is not None:
+                    self.prefill.process(sequence, own)
+                    continue
+                restore: Restore | None = known.states
+                self.prefill.enter(sequence, known.tokens, known.branch, restore)
+                change.entered.append(FollowerRequest.of(sequence, known.tokens, known.partial))
             except Exception as error:  # its own processor, criterion or picture failed
                 news += self.drop([sequence], error)
-
-    def _begin(self, sequence: BatchSequence, known: Known) -> None:
-        """Begin with a prompt; the model's own forward processes one with pictures at once."""
-        if (own := sequence.request.process) is None:
-            restore: Restore | None = known.states
-            self.prefill.enter(sequence, known.tokens, known.branch, restore)
-        elif self.prefill.process(sequence, own):
-            self.prefill.move_pictures(sequence, self.decoder, self.decoder.free_row())
-            self.decoder.enter(sequence)
 
     def _next(self) -> BatchSequence | None:
         """The request whose prompt begins or goes on next, once a row is free for it; None if there is none."""
