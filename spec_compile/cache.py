@@ -160,7 +160,7 @@ class Cache(nn.Module):
         return self.table.shape[1] > 1
 
     def use_pages(self, pool: list[Tensor] | int, table: Tensor) -> None:
-        """Replace `tensors` by a pool or, with a number, by a new one of this many pages; the table has several a row."""
+        """Replace `tensors` by a pool, or by a new one of this number of pages; the table has several a row."""
         if isinstance(pool, int):
             self.resize(PAGE, pool)
         else:

@@ -142,9 +142,10 @@ class DecodeRows(Rows):
             accept = partial(self._accept_rows, session, sequences) if on_host else acceptor
             if not pieces:
                 return session.launch(accept, nodes, max_kv_len)
-            slots = max(max_kv_len, prompts.max_kv_len(session, pieces[nodes].size))
-            read = session.launch(accept, nodes, slots, piece=pieces[nodes])
-            prompts.rode(pieces[nodes])
+            piece = pieces[nodes]
+            slots, shares = max(max_kv_len, prompts.max_kv_len(session, piece.size)), prompts.ride(piece)
+            read = session.launch(accept, nodes, slots, piece=piece)
+            prompts.advance(shares)
             return read
 
         self.pipeline.launch(session, kind, sequences, longest, begin, max(pieces, default=None))

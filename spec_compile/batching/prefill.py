@@ -7,6 +7,7 @@ taken for others comes back as a prompt of its text so far.
 from collections.abc import Callable
 from functools import cached_property, partial
 
+import numpy as np
 import torch
 
 from ..runtime.request import OwnPrefill
@@ -33,8 +34,11 @@ COMMON_STEP, BACKLOG = 512, 4
 """A step has more tokens than `COMMON_STEP`, and no drafts, only while prompts that may begin need `BACKLOG` of the
 largest steps. 1,024 tokens take 1.8 times as long as 512, which rows that decode wait for; prompts take 0.86 of the
 time."""
-PIECE_ROWS = 2
-"""Prompts of a piece at most. A step is captured for pieces of one prompt and of this many."""
+SLICE = 32
+"""Tokens of a slice of a piece at most, and of which trees have fewer nodes. Attention takes 128 rows at once, which
+are 32 tokens with 4 query heads for each KV head."""
+DRAFTED_ROWS = 4
+"""Prompts that may ride along at once where a draft processes them, too, of each as many tokens as all have."""
 Restore = Callable[[Rows, int], None]
 """Copies the states after a known beginning to a row."""
 
@@ -166,7 +170,7 @@ class PrefillRows(Rows):
             else:
                 size = self._chunk_size(missing, waiting, decoding, round_seconds)
                 session.prefill(size, self.max_kv_len(session, size))
-            self._advance(size, session.batch)
+            self.advance({sequence: size for sequence in self.active})
         return self.ready()
 
     def ready(self) -> list[BatchSequence]:
@@ -199,22 +203,19 @@ class PrefillRows(Rows):
         None if no step with one is captured.
 
         Beside 64 rows, prompts that miss 500 and 60 tokens have a piece of 448 tokens of the first one, in a step of
-        512 tokens. Then they miss 52 and 60, and have a piece of 96 tokens each, in a step of 256.
+        512 tokens. Then they miss 52 and 60, and have a piece of 192 tokens, in a step of 256.
         """
-        active, own = [(each.row, self._stops[each.row] - self._done[each.row]) for each in self.active], session.batch
+        missing, own = sum(self._missing()), session.batch * nodes
         longest = self.step_sizes[-1] if self.is_behind else COMMON_STEP
 
         def rate(piece: Piece) -> float:
             """Tokens of prompts for each token that the step costs."""
-            batch, size = piece.prompts.batch, piece.size
-            tokens = sum(min(missing, size) for row, missing in active if row < batch)
-            return tokens / (STEP_COST[self.runtime.device.type] + own * nodes + batch * size)
+            return min(missing, piece.size) / (STEP_COST[self.runtime.device.type] + own + piece.size)
 
         # Longer steps are for a backlog, unless no shorter one has room beside the round.
-        made = [piece for piece in self.pieces(own, nodes) if session.has(MixedKind(kind, piece), nodes)]
-        short = [piece for piece in made if own * nodes + piece.prompts.batch * piece.size <= longest]
-        best = max(short or made[:1], key=rate, default=None)
-        return best if best is not None and rate(best) else None
+        made = [piece for piece in self.pieces(session.batch, nodes) if session.has(MixedKind(kind, piece), nodes)]
+        short = [piece for piece in made if own + piece.size <= longest]
+        return max(short or made[:1], key=rate, default=None)
 
     def pieces(self, rows: int, nodes: int) -> list[Piece]:
         """The pieces that may ride along with a round over `nodes` nodes of each of `rows` rows: in steps of all sizes
@@ -224,13 +225,27 @@ class PrefillRows(Rows):
         steps = steps or [-(-least // STEPS_OF_TOKENS[0]) * STEPS_OF_TOKENS[0]]
         if nodes > 1:
             steps = [max((size for size in steps if size <= COMMON_STEP), default=steps[0])]
-        sessions = [self.session(prompts) for prompts in sorted({1, min(PIECE_ROWS, len(self.sequences))})]
-        rooms = [(each, (tokens - rows * nodes) // each.batch) for tokens in steps for each in sessions]
-        return [Piece(each, room // nodes * nodes) for each, room in rooms if room >= nodes]
+        unit = max(SLICE // nodes, 1) * nodes
+        return [Piece(self.all, count, unit) for tokens in steps if (count := (tokens - rows * nodes) // unit)]
 
-    def rode(self, piece: Piece) -> None:
-        """A round was launched with this piece."""
-        self._advance(piece.size, piece.prompts.batch)
+    def ride(self, piece: Piece) -> dict[BatchSequence, int]:
+        """Fill a piece with slices of the prompts, those that began first before others, which is told the device.
+        Returns the tokens of each prompt.
+
+        A piece of 4 slices of 32 tokens, and prompts in rows 0 and 2 of which 100 tokens and none are known, and that
+        miss 40 and 500: the slices begin at (0, 100), (0, 132), (2, 0) and (2, 32).
+        """
+        shares, slices = dict[BatchSequence, int](), list[tuple[int, int]]()
+        for sequence in sorted(self.active, key=lambda each: each.turn):
+            done, stop = self._done[sequence.row], self._stops[sequence.row]
+            begins = range(done, stop, piece.unit)[: piece.number - len(slices)]
+            slices += [(sequence.row, begin) for begin in begins]
+            shares[sequence] = len(begins) * piece.unit
+        slices += slices[-1:] * (piece.number - len(slices))  # the last one again does no harm
+        sent = torch.empty(2, piece.number, dtype=torch.int64, pin_memory=self.runtime.on_gpu)
+        sent.numpy()[:] = np.transpose(slices)
+        piece.prompts.slices[:, : piece.number].copy_(sent, non_blocking=True)
+        return shares
 
     @property
     def _active_session(self) -> Session:
@@ -240,12 +255,10 @@ class PrefillRows(Rows):
         """The tokens that each prompt in a row still needs, up to its branch point if it has one."""
         return [self._stops[sequence.row] - self._done[sequence.row] for sequence in self.active]
 
-    def _advance(self, size: int, rows: int) -> None:
-        """The next `size` tokens of every prompt in the first rows have been processed."""
-        self._turn += size
-        for sequence in self.active:
-            if sequence.row >= rows:
-                break
+    def advance(self, shares: dict[BatchSequence, int]) -> None:
+        """As many next tokens of each of these prompts have been processed."""
+        self._turn += max(shares.values())
+        for sequence, size in shares.items():
             row, last = sequence.row, sequence.length
             self._done[row] = min(self._done[row] + size, self._stops[row])
             if self._done[row] == self._stops[row] < last:  # its branch point; it goes on to its end

@@ -14,7 +14,7 @@ from ..runtime.runtime import PrefixBudget, Runtime
 from ..runtime.state import State
 from ..tree import MAX_NODES
 from .pages import pages_of
-from .prefill import PIECE_ROWS, PREFILL_ROWS, STEPS_OF_TOKENS
+from .prefill import DRAFTED_ROWS, PREFILL_ROWS, STEPS_OF_TOKENS
 
 MOST = {"cpu": 16, "cuda": 256}
 """Slots unless the user says how many: beyond, rounds cost arithmetic."""
@@ -55,7 +55,9 @@ def choose_sizes(runtime: Runtime, config: ContinuousBatchingConfig, hints: Work
     if not 0 < share <= 1:
         raise ValueError(f"max_memory_percent: expected a share above 0 and at most 1, got {share}")
     piece = _piece(runtime, config)
-    prefill_rows = PIECE_ROWS if piece else PREFILL_ROWS[runtime.device.type]
+    prefill_rows = PREFILL_ROWS["cuda" if piece else runtime.device.type]
+    if piece and runtime.algorithm.remembers:
+        prefill_rows = DRAFTED_ROWS
     # Rows have their small buffers first, and pages the rest.
     if runtime.on_gpu:
         free = share * free_bytes(runtime)

@@ -182,12 +182,16 @@ class Prefill(nn.Module):
         state.late.zero_()
 
     def conclude(self, size: int, ids: Tensor, positions: Tensor, features: list[Tensor], max_kv_len: int) -> None:
+        self.draft(ids, positions, features, max_kv_len)
         state = self.state
-        if state.position_offsets is not None:
-            positions = positions - state.position_offsets[:, None]  # a drafter's positions are its slots
-        self.guard(self.drafter.prefill, state, ids, positions, features, max_kv_len)
         ends = torch.maximum(state.prompt_lengths - 1, state.lengths)  # unchanged without a prompt, in warm-up
         state.lengths.copy_(torch.minimum(state.lengths + size, ends))  # guard: end-of-a-prompt
+
+    def draft(self, ids: Tensor, positions: Tensor, features: list[Tensor], max_kv_len: int) -> None:
+        """The drafter processes what the target has processed."""
+        if self.state.position_offsets is not None:
+            positions = positions - self.state.position_offsets[:, None]  # a drafter's positions are its slots
+        self.guard(self.drafter.prefill, self.state, ids, positions, features, max_kv_len)
 
     def prepare(self, size: int) -> tuple[Tensor, Tensor]:
         """The next `size` tokens of every row and their positions."""
@@ -202,46 +206,59 @@ class Prefill(nn.Module):
 class RidingVerify:
     """`Round.verify` over the rows of a round and a piece of prompts, in one pass over the weights.
 
-    The tokens of a piece are further rows of the round, each with as many tokens as the trees have nodes. With trees of
-    2 nodes, the piece [a b c d] of a prompt of which 10 tokens are committed is the rows [a b] and [c d], with 10 and
-    12 committed slots in the same pages. All rows append their keys before any row attends, so [c d] sees [a b].
+    A piece consists of slices of `unit` tokens, each of one prompt. The tokens of a slice are further rows of the
+    round, each with as many tokens as the trees have nodes. With trees of 2 nodes, the slice [a b c d] of a prompt from
+    slot 10 on is the rows [a b] and [c d], with 10 and 12 committed slots in the same pages. All rows append their keys
+    before any row attends, so [c d] sees [a b], and the next slice of this prompt in the piece sees both.
     """
 
-    def __init__(self, verify: Callable, prefill: Prefill, size: int):
-        """The piece is `size` tokens of every prompt, a multiple of the nodes. prefill: over the same pool of pages."""
-        self.verify, self.prefill, self.size = verify, prefill, size
+    def __init__(self, verify: Callable, prefill: Prefill, slices: Tensor, unit: int, remembers: bool):
+        """slices: [2, n] int64, read whenever the piece is computed: a row of the prompts for each slice, and the slot
+        at which it begins. Slices of a prompt follow each other; equal ones do no harm.
+        prefill: over the same pool of pages. unit: a multiple of the nodes. remembers: see `Algorithm`."""
+        self.verify, self.prefill, self.slices, self.unit = verify, prefill, slices, unit
+        self.remembers = remembers
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, lengths: Tensor, ancestors: Tensor, cache: list[Tensor],
         max_kv_len: int,
     ) -> list[Tensor]:  # fmt: skip
         """The target's logits [B, N, V] and features of the trees. The prompts go on by the piece."""
-        # The rows of the piece: of each prompt size / nodes rows of a chain of nodes.
-        prompts, (batch, nodes) = self.prefill.state, tokens.shape
-        ids, places = self.prefill.prepare(self.size)
-        count, number = self.size // nodes, torch.arange(nodes, device=ids.device)
-        begins = prompts.lengths[:, None] + nodes * torch.arange(count, device=ids.device)
-        chains = ((2 << number) - 1).expand(ids.shape[0], count, nodes)
+        # The tokens of the slices [n, unit], and the rows of nodes that they are.
+        prompts, (batch, nodes), (row, begin) = self.prefill.state, tokens.shape, self.slices
+        count, number = self.unit // nodes, torch.arange(self.unit, device=row.device)
+        places = begin[:, None] + number
+        ids = prompts.tokens[row[:, None], places.clamp(max=prompts.capacity - 1)]
+        places = prompts.positions(places - prompts.lengths[row][:, None], row)
+        chains = ((2 << number[:nodes]) - 1).expand(len(row), count, nodes)
 
         def joined(own: Tensor, other: Tensor) -> Tensor:
             return torch.cat([own, other.reshape(-1, *own.shape[1:])])
 
         # One pass over the weights; the head is only for the trees, where it stands apart.
         pools = len(prompts.kv.tensors)
-        of_rows = [
-            joined(own, other.repeat_interleave(count, 0)) for own, other in zip(cache[pools:], prompts.cache[pools:])
-        ]
+        tables = [other[row] for other in prompts.cache[pools:]]
+        of_rows = [joined(own, other.repeat_interleave(count, 0)) for own, other in zip(cache[pools:], tables)]
         narrow = {"rows": batch} if isinstance(self.verify, Regions) else {}
-        with riding(prompts.lengths, prompts.kv.table, count):
+        with riding(begin, tables[-1], count):
             logits, *features = self.verify(
-                joined(tokens, ids), joined(positions, places), joined(lengths, begins), joined(ancestors, chains),
-                [*cache[:pools], *of_rows], max_kv_len, **narrow,
+                joined(tokens, ids), joined(positions, places), joined(lengths, begin[:, None] + number[::nodes]),
+                joined(ancestors, chains), [*cache[:pools], *of_rows], max_kv_len, **narrow,
             )  # fmt: skip
-
-        # The prompts have their part of the features, and the trees theirs.
-        own = [feature[batch:].reshape(*ids.shape, -1) for feature in features]
-        self.prefill.conclude(self.size, ids, places, own, max_kv_len)
+        self._go_on([feature[batch:].flatten(0, 1) for feature in features], max_kv_len)
         return [each[:batch] for each in (logits, *features)]
+
+    def _go_on(self, features: list[Tensor], max_kv_len: int) -> None:
+        """The draft processes the piece, whose features are [n * unit, C], and the prompts' lengths grow."""
+        prompts, (row, begin) = self.prefill.state, self.slices
+        if self.remembers:  # all prompts get as many tokens as the piece has, of which nobody sees those after theirs
+            size = len(row) * self.unit
+            ids, positions = self.prefill.prepare(size)
+            first = (row == torch.arange(len(ids), device=row.device)[:, None]).int().argmax(1)
+            where = (self.unit * first[:, None] + torch.arange(size, device=row.device)).clamp(max=size - 1)
+            self.prefill.draft(ids, positions, [feature[where] for feature in features], max_kv_len)
+        ends = torch.minimum(begin + self.unit, prompts.prompt_lengths[row] - 1)
+        prompts.lengths.scatter_reduce_(0, row, ends, "amax")  # guard: ends-of-slices
 
 
 # Tokens of each row that a step may take, largest first. On a CPU one compiled step takes any number of tokens, and

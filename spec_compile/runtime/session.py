@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -58,11 +58,21 @@ class StepKind(Enum):
 SWITCH = (StepKind.PROPOSE, StepKind.CATCH_UP)  # the steps between a plain round and one that drafts
 
 
+MOST_SLICES = 64
+"""Slices of a piece of prompts at most."""
+
+
 class Piece(NamedTuple):
-    """The next `size` tokens of every prompt of a session whose rows have pages of the same pool."""
+    """Slices of prompts, `number` of `unit` tokens each: `Session.slices` of the prompts' session, whose rows have
+    pages of the same pool."""
 
     prompts: "Session"
-    size: int
+    number: int
+    unit: int
+
+    @property
+    def size(self) -> int:
+        return self.number * self.unit
 
 
 class MixedKind(NamedTuple):
@@ -73,7 +83,7 @@ class MixedKind(NamedTuple):
 
     @property
     def value(self) -> str:
-        return f"{self.round.value}_p{self.piece.prompts.batch}x{self.piece.size}"
+        return f"{self.round.value}_p{self.piece.number}x{self.piece.unit}"
 
 
 Kind = StepKind | DrawInRound | MixedKind  # a `DrawInRound` is the kind of a round that draws
@@ -385,13 +395,21 @@ class Session:
                 f"allowed there; pass cuda_graphs=False to speculate(). It was: {error}"
             ) from error
 
+    @cached_property
+    def slices(self) -> Tensor:
+        """[2, n] int64; the row of each slice of a piece, and the slot at which it begins."""
+        slices = torch.zeros(2, MOST_SLICES, dtype=torch.int64, device=self.runtime.device)
+        slices[1] = self.state.capacity - MAX_NODES  # the first row has no page there while steps are made
+        return slices
+
     def _function(self, kind: Kind, nodes: int, verify: Callable | None = None) -> Callable:
         """The step as a function, compiled if that is asked for, and not captured. verify: in place of the round's."""
         if isinstance(kind, DrawInRound):
             return self._published(self._drawing(kind, nodes, verify))
         if isinstance(kind, MixedKind):
-            prefill = kind.piece.prompts._compiled.prefill()
-            riding = RidingVerify(self._compiled.round(nodes).verify, prefill, kind.piece.size)
+            (prompts, number, unit), verify = kind.piece, self._compiled.round(nodes).verify
+            slices, remembers = prompts.slices[:, :number], self.runtime.algorithm.remembers
+            riding = RidingVerify(verify, prompts._compiled.prefill(), slices, unit, remembers)
             return self._function(kind.round, nodes, riding)
         match kind:
             case StepKind.PREFILL:

@@ -220,12 +220,13 @@ class State(nn.Module):
         if probs is not None and self.tree_probs is not None:
             self.tree_probs[:, : probs.shape[1]] = probs
 
-    def positions(self, offsets: Tensor) -> Tensor:
+    def positions(self, offsets: Tensor, rows: Tensor | slice = slice(None)) -> Tensor:
         """Positions of the slots lengths + offsets [B, N], clamped to a learned table, outside of which nothing is
-        committed: lengths [2, 9], offsets [0, 1, 1], position_limit 10 give [[2, 3, 3], [9, 9, 9]]."""
-        positions = self.lengths[:, None] + offsets
+        committed: lengths [2, 9], offsets [0, 1, 1], position_limit 10 give [[2, 3, 3], [9, 9, 9]]. rows: the rows of
+        which these are, [B] int64."""
+        positions = self.lengths[rows, None] + offsets
         if self.position_offsets is not None:
-            positions = positions + self.position_offsets[:, None]  # guard: offsets-of-pictures
+            positions = positions + self.position_offsets[rows, None]  # guard: offsets-of-pictures
         return positions if self.position_limit is None else positions.clamp(max=self.position_limit - 1)
 
     def forbid_early_eos(self, logits: Tensor, depth: Tensor) -> Tensor:

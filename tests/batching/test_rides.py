@@ -1,6 +1,7 @@
 """Prompts that ride along with rounds: answers are those of ``generate()``, whatever rides with what."""
 
 import functools
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +12,16 @@ from spec_compile import speculate
 from spec_compile.batching import decoding, prefill
 from spec_compile.runtime.draft_budget import VaryingTreeBudget
 from spec_compile.runtime.runtime import Runtime
-from spec_compile.runtime.session import Session, StepKind
+from spec_compile.runtime.session import Piece, Session, StepKind
 from spec_compile.runtime.verify import choose_route
 
 LONG = tokenizer()(TEXT).input_ids
+
+
+@dataclass(eq=False)
+class Prompt:
+    row: int
+    turn: int
 
 
 @functools.cache
@@ -30,8 +37,8 @@ def rode(monkeypatch):
     """The pieces that rode along. A CPU takes turns by itself, because its products cost the same apart."""
     pieces = []
     monkeypatch.setattr(Runtime, "mixes", True)
-    of_rows = prefill.PrefillRows.rode
-    monkeypatch.setattr(prefill.PrefillRows, "rode", lambda self, piece: (pieces.append(piece), of_rows(self, piece)))
+    ride = prefill.PrefillRows.ride
+    monkeypatch.setattr(prefill.PrefillRows, "ride", lambda self, piece: pieces.append(ride(self, piece)) or pieces[-1])
     return pieces
 
 
@@ -53,8 +60,7 @@ def test_answers_are_those_of_generate(name, rode, monkeypatch):
             prompt, f"r{number}", max_new_tokens=20, eos_token_id=-1, **more, **(dict(seed=number) if draws else {})
         )
     outputs = run()
-    batches = {piece.prompts.batch for piece in rode}
-    assert len(rode) >= 5 and (batches == {1, 2} or name != "ngram")
+    assert len(rode) >= 5 and any(sum(map(bool, shares.values())) > 1 for shares in rode)
     for number, prompt in enumerate(prompts):
         more = draws | (dict(repetition_penalty=1.2) if number in (5, 6) else {})
         alone = generated(
@@ -72,11 +78,28 @@ def test_a_piece_of_too_few_tokens_is_refused(rode):
 def test_pieces_compute_the_most_for_their_cost(rode):
     manager, _ = stopped(fast("ngram"), max_requests_per_batch=6, max_batch_tokens=512)
     prompts, session = manager.scheduler.prefill, manager.scheduler.decoder.session(6)
-    for missing, rows, size in (((500,), 1, 506), ((500, 60), 1, 506), ((52, 60), 2, 125), ((0, 60), 2, 125)):
+    for missing, size in (((500,), 480), ((500, 60), 480), ((52, 60), 224), ((0, 60), 224)):
         prompts.sequences = [SimpleNamespace(row=row) for row in range(len(missing))]
-        prompts._stops = [*missing]
-        piece = prompts.piece(session, StepKind.ROUND, 1)
-        assert (piece.prompts.batch, piece.size) == (rows, size)
+        prompts._stops[: len(missing)] = missing
+        assert prompts.piece(session, StepKind.ROUND, 1).size == size
+    manager.scheduler = None
+
+
+def test_slices_of_prompts_in_turn(rode):
+    manager, _ = stopped(fast("ngram"), max_requests_per_batch=6, max_batch_tokens=512)
+    prompts = manager.scheduler.prefill
+    first, second = Prompt(row=1, turn=4), Prompt(row=0, turn=9)
+    prompts.sequences[:2], prompts._done[:2], prompts._stops[:2] = [second, first], [0, 100], [500, 140]
+    for number, shares, begins in (
+        (4, {first: 64, second: 64}, [(1, 100), (1, 132), (0, 0), (0, 32)]),
+        (1, {first: 32, second: 0}, [(1, 100)]),
+    ):
+        piece = Piece(prompts.all, number, 32)
+        assert prompts.ride(piece) == shares
+        assert prompts.all.slices[:, :number].T.tolist() == [[*begin] for begin in begins]
+    prompts._stops[:2] = [20, 101]
+    prompts.ride(Piece(prompts.all, 4, 32))
+    assert prompts.all.slices[:, :4].T.tolist() == [[1, 100], [0, 0], [0, 0], [0, 0]]
     manager.scheduler = None
 
 
