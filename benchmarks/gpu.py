@@ -42,7 +42,6 @@ import spec_compile
 from benchmarks import common
 from benchmarks.rounds import drafts
 from benchmarks.rounds.captured import rounds
-from benchmarks.rounds.families import families
 from benchmarks.rounds.quantised_shapes import QUANTISED
 from benchmarks.rounds.shapes import (
     DENSE,
@@ -185,11 +184,6 @@ def measure(name: str, options) -> dict:
     print(", ".join(f"{name} {speed / 1e12:.2f} TB/s" for name, speed in speeds.items()))
     result["bandwidth"] = speeds
     result["rounds"] = round_rows(fast, options.batches, options.contexts, options.sizes, speeds)
-    for nodes in sorted({1, 16, max(options.sizes)} & set(options.sizes)) if options.families else []:
-        rounds(fast, 1024, 1, [nodes], 3)
-        spent, kernels = families(fast, nodes)
-        result.setdefault("families", []).append({"nodes": nodes, "kernels": kernels, "microseconds": spent})
-        print(f"  N={nodes}: {kernels} kernels; " + ", ".join(f"{f} {us:.0f} us" for f, us in spent.items()))
     if options.baselines:
         plain = spec_compile.speculate(model, num_draft_tokens=1, max_cache_len=4096, check=False)
         plain.speculation.warmup()
@@ -218,7 +212,6 @@ def demo_loop() -> dict:
 KEYS = {
     "rounds": ("batch", "context", "nodes"),
     "steps": ("system",),
-    "families": ("nodes",),
     "prompts": ("tokens",),
     "drafts": ("name",),
 }
@@ -246,7 +239,6 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, nargs="+", default=[], help="also the speed of prompts of these lengths")
     parser.add_argument("--baselines", action="store_true", help="also a token of generate(), transformers' and ours")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each length of --baselines, in turn")
-    parser.add_argument("--families", action="store_true", help="also the time of each family of kernels in a round")
     parser.add_argument(
         "--drafts", nargs="*", help="also draft heads and models, or only those named (see rounds/drafts.py)"
     )

@@ -18,19 +18,16 @@ token's keys and values, and of the states at the end of a text.
 
 import statistics
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # so that the path of this file also runs it
 
 import torch
-from transformers import GenerationConfig
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import spec_compile
 from benchmarks.common import DEMO_MODEL, command_line, device_for, load_model, save_rows, show, stamp
 from benchmarks.rounds.shapes import SHAPES, build, state_bytes, text_tokens
-from benchmarks.serving import forget, in_flight
+from benchmarks.serving import finished, forget, in_flight, managed
 
 ADDED = 32
 """Tokens that the second turn adds to the first one and its answer."""
@@ -40,21 +37,6 @@ SHIFT = 97
 """Tokens by which the text of a repeat begins later than that of the one before."""
 ROOM = 4_000_000_000
 """Bytes of host memory for kept prefixes."""
-SECOND_OVER_COLD, OVER_OFF = 0.1, 0.98
-"""The bounds."""
-
-
-@contextmanager
-def managed(fast, slots: int):
-    """A running manager of `fast` with so many slots, warmed up."""
-    config = GenerationConfig(do_sample=False, pad_token_id=0)
-    manager = fast.init_continuous_batching(config, ContinuousBatchingConfig(max_requests_per_batch=slots))
-    manager.warmup()
-    manager.start()
-    try:
-        yield manager
-    finally:
-        manager.destroy()
 
 
 def answer(manager, prompt: list[int]):
@@ -62,10 +44,7 @@ def answer(manager, prompt: list[int]):
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     manager.add_request(prompt, max_new_tokens=ANSWER, eos_token_id=-1)
-    while (output := manager.get_result(timeout=1)) is None:
-        assert manager.is_running(), manager.background_thread_status.fatal_error
-    assert output.error is None, output.error
-    return output
+    return next(finished(manager, 1))
 
 
 def first_token(output) -> float:
@@ -118,8 +97,10 @@ def serving_rows(model, options) -> list[dict]:
     """A row with and one without kept prefixes, for each length of prompts and number in flight."""
     room = max(options.prompt_tokens) + options.new_tokens
     systems = {
-        name: spec_compile.speculate(model, max_cache_len=room, prefix_cache_host_bytes=size, **options.shared)
-        for name, size in (("off", 0), ("on", ROOM))
+        name: spec_compile.speculate(
+            model, max_cache_len=room, prefix_cache_bytes=device, prefix_cache_host_bytes=host, **options.shared
+        )
+        for name, device, host in (("off", 0, 0), ("on", None, ROOM))
     }
     vocab = model.config.get_text_config(decoder=True).vocab_size
     generator, rows = torch.Generator().manual_seed(0), []
@@ -141,7 +122,7 @@ def serving_rows(model, options) -> list[dict]:
 
 
 def report(turned: list[dict], served: list[dict]) -> None:
-    """Print both tables, and the rows that are outside of the bounds."""
+    """Print both tables."""
     titles = ("tokens", "cold_s", "second_s", "added_s", "second over cold", "reused")
     show(titles, [[f"{row[title]:.4g}" for title in titles] for row in turned], "turns")
     titles = ("in_flight", "prompt_tokens", "tokens_per_s", "over off")
@@ -150,12 +131,6 @@ def report(turned: list[dict], served: list[dict]) -> None:
         [[row["prefixes"], *(f"{row[title]:.5g}" for title in titles)] for row in served],
         "serving",
     )
-    for row in turned:
-        if row["second over cold"] > SECOND_OVER_COLD:
-            print(f"{row['tokens']} tokens: the second turn takes {row['second over cold']:.2f} of the first")
-    for row in served:
-        if row["over off"] < OVER_OFF:
-            print(f"{row['in_flight']} in flight, {row['prompt_tokens']} tokens: {row['over off']:.3f} of the rate")
 
 
 def main(arguments: list[str] | None = None) -> None:

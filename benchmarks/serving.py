@@ -1,8 +1,8 @@
-"""Throughput of many requests at once: tokens a second with so many in flight, with drafts and without, in one run.
+"""Throughput of many requests at once: tokens a second by their number in flight, with drafts and without, in one run.
 
     python -m benchmarks.serving [--model NAME] [--in-flight 1 4 16 64] [--requests 96] [--new-tokens 128]
-        [--systems plain ngram] [--fixed 2 4 8 16] [--draft PATH] [--no-static] [--times]
-        [--shape llama-8b [--rows 16] | --shape llama-8b --prompt-tokens 512] [--apart] [--json FILE]
+        [--systems plain ngram] [--draft PATH] [--no-static] [--times] [--json FILE]
+    python -m benchmarks.serving --prompt-tokens 512 [--shape llama-8b] [--arrivals 32] [--pool 60] ...
 
 --in-flight requests are under way at any time, until all are answered. Answers are greedy and have all their tokens;
 end-of-sequence tokens do not end them. For comparison generate() answers the same prompts in static batches of as many
@@ -11,19 +11,16 @@ the seconds until a request's first token, and the 99th percentile of the second
 requests of each number are a warm-up. The last lines divide rates: by that of static batches, and with drafts by that
 without.
 
---shape also times the captured rounds of a shape with random weights over --rows sequences with 1,024 tokens each (see
-gpu.py), next to two floors: the time to move their bytes, and the time of their arithmetic, both at measured speeds.
-The acceptance of random weights means nothing: tokens a second are given at simulated accept lengths, and at 1.0, which
-is plain steps. "model" is the shape of --model, with its weights.
+--prompt-tokens asks with prompts of that many random tokens, or of numbers drawn between two, and --shape answers with
+random weights. There are --requests, or three for each one in flight. With `--requests 500 --in-flight 500` all come at
+once; at most `ROWS` of them have a row. The cache has room for the longest. Hardly a draft is accepted on such text, so
+that "ngram" shows what drafts cost where they do not pay.
 
---shape with --prompt-tokens answers requests of a shape with random weights in place of those of --model: prompts of
-that many random tokens, three requests for each one in flight, with a cache that has room for just these. Hardly a
-draft is accepted on such text, so that "ngram" shows what drafts cost where they do not pay.
+--pool bounds keys and values, in gigabytes. "most at once" counts the requests that had begun and not ended, and "whole
+rows" the rows with room for the longest request that the pool holds.
 
---apart also answers with n-grams of each request's own text only, as the server does for clients without a name.
-
---fixed also drafts in every round, with trees of so many nodes; the last lines then divide the rate of adaptive
-drafting by the best of all others in hindsight.
+--arrivals prompts of --prompt-tokens come at once while --in-flight rows decode. The gaps between two tokens of a row
+are told before they come, and until all of them have their first token.
 """
 
 import argparse
@@ -32,29 +29,27 @@ import statistics
 import sys
 import time
 from collections import Counter
-from itertools import zip_longest
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise, zip_longest
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # so that the path of this file also runs it
 
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import spec_compile
 from benchmarks import common
-from benchmarks.rounds.captured import rounds
-from benchmarks.rounds.shapes import DENSE, build, token_bytes, weight_bytes
-from benchmarks.timers import bandwidth, product_speed
+from benchmarks.rounds.shapes import DENSE, build
+from spec_compile.batching.sizes import MOST
 
 LONGEST = 512
 """Most tokens of a prompt."""
 WORKLOADS = ["chat", "code_editing", "docstrings", "maths", "code_completion", "bug_fixing"]
-STATIC, APART = ", static batch", ", apart"
-CONTEXT = 1024
-"""Tokens of a sequence in the rounds of --shape."""
-SIMULATED = (2.0, 3.0, 4.0)
-"""Accept lengths assumed for these rounds."""
+STATIC = ", static batch"
+ROWS = MOST["cuda"]
+"""Most rows of a manager."""
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -62,31 +57,69 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(int(share * len(values)), len(values) - 1)]
 
 
-def in_flight(manager, prompts: list[list[int]], count: int, new_tokens: int, share_text: str | None = None) -> dict:
-    """Answer all prompts, `count` at a time. Returns rates and waits. share_text: see `Manager.add_request`."""
-    waiting, outputs, begin = list(reversed(prompts)), [], time.perf_counter()
-    asked = dict(max_new_tokens=new_tokens, eos_token_id=-1, share_text=share_text)
-    for _ in range(min(count, len(prompts))):
-        manager.add_request(waiting.pop(), **asked)
-    while len(outputs) < len(prompts):
+def finished(manager, count: int) -> Iterator:
+    """The next `count` outputs of a manager."""
+    while count:
         output = manager.get_result(timeout=1)
         if output is None:
             assert manager.is_running(), manager.background_thread_status.fatal_error
             continue
         assert output.error is None, output.error
+        yield output
+        count -= 1
+
+
+def in_flight(manager, prompts: list[list[int]], count: int, new_tokens: int, salted: bool = False) -> dict:
+    """Answer all prompts, `count` at a time. Returns rates and waits. salted: no prompt starts with keys and values of
+    another one."""
+    waiting, outputs, begin = list(reversed(prompts)), [], time.perf_counter()
+
+    def ask() -> None:
+        salt = str(len(waiting)) if salted else ""
+        manager.add_request(waiting.pop(), max_new_tokens=new_tokens, eos_token_id=-1, cache_salt=salt)
+
+    for _ in range(min(count, len(prompts))):
+        ask()
+    for output in finished(manager, len(prompts)):
         outputs.append(output)
         if waiting:
-            manager.add_request(waiting.pop(), **asked)
+            ask()
     seconds = time.perf_counter() - begin
     steps = sum(output.speculation.steps for output in outputs)
-    first = [output.first_token_time - output.created_time for output in outputs]
+    first, spans = [each.first_token_time - each.created_time for each in outputs], [each.lifespan for each in outputs]
     return {
         "tokens_per_s": sum(len(output.generated_tokens) for output in outputs) / seconds,
         "tokens_per_step": sum(len(output.generated_tokens) for output in outputs) / steps,
         "first_token_s": statistics.median(first),
         "first_token_p99_s": percentile(first, 0.99),
         "wait_p99_s": percentile([output.lifespan[0] - output.created_time for output in outputs], 0.99),
+        "most_at_once": max(sum(begin <= now < end for begin, end in spans) for now, _ in spans),
     }
+
+
+def gaps(manager, rows: list[list[int]], arrivals: list[list[int]], new_tokens: int) -> dict:
+    """Seconds between two tokens of a row, the longest and the 99th percentile: "without" while only `rows` decode, and
+    "with" from the moment when `arrivals` come until the last of these has its first token."""
+    asked = dict(max_new_tokens=new_tokens, eos_token_id=-1, record_timestamps=True)
+    names = {manager.add_request(prompt, **asked) for prompt in rows}
+    # The rows decode a quarter of their answers alone.
+    while sum(len(each.tokens) for each in manager.scheduler.decoder.active) < len(rows) * new_tokens // 4:
+        assert manager.is_running() and manager.active_requests == len(rows), "rows ended: take more --new-tokens"
+        time.sleep(0.001)
+    come = time.perf_counter()
+    manager.add_requests(arrivals, max_new_tokens=1, eos_token_id=-1)
+    outputs = list(finished(manager, len(rows) + len(arrivals)))
+
+    # A round's tokens have one time, so that only those of different rounds are apart.
+    decoded = [output for output in outputs if output.request_id in names]
+    begun = max(output.first_token_time for output in decoded)
+    done = max(output.first_token_time for output in outputs)
+    pairs = [pair for output in decoded for pair in pairwise(sorted({*output.timestamps}))]
+    told = {"arrivals_s": done - come}
+    for name, first, last in (("without", begun, come), ("with", come, done)):
+        found = [late - early for early, late in pairs if first < late and early < last]
+        told |= {f"{name}_longest_s": max(found), f"{name}_p99_s": percentile(found, 0.99)} if found else {}
+    return told
 
 
 def static(fast, tokenizer, prompts: list[list[int]], count: int, new_tokens: int) -> dict:
@@ -153,33 +186,47 @@ def forget(fast) -> None:
         fast.speculation.ngram.reset()
 
 
-def measure(name: str, fast, tokenizer, prompts: list[list[int]], options) -> list[dict]:
-    """The rows of one system. tokenizer: None with --prompt-tokens."""
-    rows = []
-    slots = ContinuousBatchingConfig(max_requests_per_batch=max(options.in_flight))
-    config = GenerationConfig(do_sample=False, pad_token_id=0 if tokenizer is None else tokenizer.pad_token_id)
-    manager = fast.init_continuous_batching(config, slots)
-    begin = time.perf_counter()
+@contextmanager
+def managed(fast, slots: int, pad_token_id: int = 0, **settings) -> Iterator:
+    """A running manager of `fast` with at most that many rows, warmed up. settings: more of its config's."""
+    config = GenerationConfig(do_sample=False, pad_token_id=pad_token_id)
+    manager = fast.init_continuous_batching(config, ContinuousBatchingConfig(max_requests_per_batch=slots, **settings))
     manager.warmup()
-    print(f"{name}: warm after {time.perf_counter() - begin:.1f} s", flush=True)
-    times = Times(manager) if options.times else None
     manager.start()
     try:
+        yield manager
+    finally:
+        manager.destroy()
+
+
+def measure(name: str, fast, tokenizer, prompts: list[list[int]], options) -> list[dict]:
+    """The rows of one system. tokenizer: None with --prompt-tokens."""
+    rows, begin, settings = [], time.perf_counter(), {}
+    if options.pool:
+        settings = dict(num_blocks=int(options.pool * 1e9 / fast.speculation.engine.runtime.token_bytes), page_size=1)
+    slots, pad = min(ROWS, max(options.in_flight)), 0 if tokenizer is None else tokenizer.pad_token_id
+    with managed(fast, slots, pad, **settings) as manager:
+        print(f"{name}: warm after {time.perf_counter() - begin:.1f} s", flush=True)
+        times = Times(manager) if options.times else None
         for count in options.in_flight:
-            asked = prompts if tokenizer is not None else prompts[: 3 * count]
+            asked = prompts if tokenizer is not None or options.requests else prompts[: 3 * count]
             in_flight(manager, asked[:count], count, min(16, options.new_tokens))
             forget(fast)
             rounds = manager.metrics()["rounds_total"]
             if times:
                 times.seconds.clear()
-            share_text = "" if name.endswith(APART) else None
-            result = in_flight(manager, asked, count, options.new_tokens, share_text)
-            rows.append({"system": name, "in_flight": count, "requests": len(asked), **result})
-            print(row_text(rows[-1]), flush=True)
+            row = {"system": name, "in_flight": count}
+            if options.arrivals:
+                arrivals = prompts[-options.arrivals :]
+                row |= {"arrivals": len(arrivals)}
+                row |= gaps(manager, [prompt[:LONGEST] for prompt in prompts[:count]], arrivals, options.new_tokens)
+            else:
+                row |= {"requests": len(asked), **in_flight(manager, asked, count, options.new_tokens)}
+                row["whole_rows"] = manager.metrics()["cache_tokens"] // manager.scheduler.capacity
+            rows.append(row)
+            print(row_text(row), flush=True)
             if times:
                 print(times.text(manager.metrics()["rounds_total"] - rounds), flush=True)
-    finally:
-        manager.destroy()
     for count in options.in_flight if options.static else ():
         last = prompts[-(count + len(prompts) % count) :]  # batches of all sizes
         static(fast, tokenizer, last, count, min(16, options.new_tokens))
@@ -205,57 +252,24 @@ def read_requests(options, tokenizer) -> list[list[int]]:
 
 
 def random_requests(options, vocab_size: int) -> list[list[int]]:
-    """Prompts of --prompt-tokens random tokens, three times as many as the most in flight."""
-    draw, size = random.Random(0), options.prompt_tokens
-    return [[draw.randrange(vocab_size) for _ in range(size)] for _ in range(3 * max(options.in_flight))]
-
-
-def round_rows(name: str, options, model) -> list[dict]:
-    """Rounds of `options.rows` sequences, without the host, and the floors of bytes and arithmetic."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    on_gpu = device.type == "cuda"
-    model = model if name == "model" else build(name, device.type)
-    speed = bandwidth()["copy"] if on_gpu else common.read_bandwidth()
-    arithmetic = product_speed(device, model.dtype, 8192 if on_gpu else 1024)
-    fast = spec_compile.speculate(
-        model, num_draft_tokens=max(options.nodes), max_cache_len=CONTEXT + 1024, compile=not options.eager, check=False
-    )
-    fast.speculation.warmup()
-    weights, rows = weight_bytes(model), []
-    kv = token_bytes(model) * CONTEXT * options.rows
-    for nodes, ms in rounds(fast, CONTEXT, options.rows, options.nodes, 30 if on_gpu else 3).items():
-        operations = 2 * weights / model.dtype.itemsize * options.rows * nodes
-        floors = {"bytes_ms": (weights + kv) / speed * 1e3, "arithmetic_ms": operations / arithmetic * 1e3}
-        lengths = [1.0] if nodes == 1 else [length for length in SIMULATED if length <= nodes]
-        rates = {f"{length:.1f}": options.rows * length / ms * 1e3 for length in lengths}
-        row = {"shape": name, "rows": options.rows, "nodes": nodes, "ms": ms, **floors, "simulated_tokens_per_s": rates}
-        rows.append({**row, "context": CONTEXT, "bytes_per_s": speed, "operations_per_s": arithmetic})
-        at = ", ".join(f"{rate:.0f} tokens/s at {length}" for length, rate in rates.items())
-        print(
-            f"{name}: {options.rows} rows of {nodes} nodes {ms:.3f} ms, bytes {floors['bytes_ms']:.3f} ms, arithmetic "
-            f"{floors['arithmetic_ms']:.3f} ms; {at} (accept lengths simulated)", flush=True,
-        )  # fmt: skip
-    return rows
+    """Prompts of --prompt-tokens random tokens."""
+    draw, sizes = random.Random(0), options.prompt_tokens
+    most = max(options.in_flight)
+    wanted = options.arrivals + most if options.arrivals else options.requests or 3 * most
+    lengths = [draw.randint(*sizes) if len(sizes) > 1 else sizes[0] for _ in range(wanted)]
+    return [[draw.randrange(vocab_size) for _ in range(length)] for length in lengths]
 
 
 def systems_of(options) -> dict[str, dict]:
     """The options of `speculate` for each system, by its name."""
-    draft, systems = {} if options.draft is None else {"draft": options.draft}, {}
-    for name in options.systems:
-        if name == "plain":
-            systems[name] = dict(algo="ngram", num_draft_tokens=1)
-            continue
-        systems[name] = dict(algo=name, **draft)
-        for nodes in options.fixed:
-            systems[f"{name}, {nodes} nodes"] = dict(algo=name, adaptive=False, num_draft_tokens=nodes, **draft)
-    if options.apart:
-        systems |= {name + APART: settings for name, settings in systems.items() if name != "plain"}
-    return systems
+    draft = {} if options.draft is None else {"draft": options.draft}
+    plain = dict(algo="ngram", num_draft_tokens=1)
+    return {name: plain if name == "plain" else dict(algo=name, **draft) for name in options.systems}
 
 
 def ratios(rows: list[dict]) -> list[str]:
     """A line for each system and number in flight: its rate divided by that of static batches, and of plain steps."""
-    rates = {(row["system"], row["in_flight"]): row["tokens_per_s"] for row in rows}
+    rates = {(row["system"], row["in_flight"]): row["tokens_per_s"] for row in rows if "tokens_per_s" in row}
     lines = []
     for (name, count), rate in rates.items():
         if name.endswith(STATIC):
@@ -269,31 +283,18 @@ def ratios(rows: list[dict]) -> list[str]:
     return lines
 
 
-def over_best(rows: list[dict], adaptive: list[str]) -> list[str]:
-    """A line for each adaptive system and number in flight: its rate over the best of plain and fixed settings."""
-    lines = []
-    for row in (row for row in rows if row["system"] in adaptive):
-        others = {
-            other["system"]: other["tokens_per_s"]
-            for other in rows
-            if other["in_flight"] == row["in_flight"] and other["system"].split(",")[0] in ("plain", row["system"])
-        }
-        told = common.hindsight(others | {"adaptive": others.pop(row["system"])})
-        row |= told
-        lines.append(
-            f"{row['system']}, {row['in_flight']} in flight: {told['over best']:.3f} of the best in hindsight, "
-            f"{told['best']}"
-        )
-    return lines
-
-
 def row_text(row: dict) -> str:
     """A line of the table."""
-    line = f"{row['system']:24} {row['in_flight']:4} in flight {row['tokens_per_s']:10.1f} tokens/s"
+    line = f"{row['system']:24} {row['in_flight']:4} in flight"
+    if "arrivals" in row:
+        told = (f"{name.removesuffix('_s')} {row[name] * 1e3:.1f} ms" for name in row if name.endswith("_s"))
+        return f"{line}, {row['arrivals']} arrive: " + ", ".join(told)
+    line += f" {row['tokens_per_s']:10.1f} tokens/s"
     if "wait_p99_s" in row:
         line += (
             f"  {row['tokens_per_step']:5.2f} a step, first token {row['first_token_s'] * 1e3:7.1f} ms "
-            f"(p99 {row['first_token_p99_s'] * 1e3:7.1f}), wait p99 {row['wait_p99_s'] * 1e3:7.1f} ms"
+            f"(p99 {row['first_token_p99_s'] * 1e3:7.1f}), wait p99 {row['wait_p99_s'] * 1e3:7.1f} ms, "
+            f"most at once {row['most_at_once']}, whole rows {row['whole_rows']}"
         )
     return line
 
@@ -305,32 +306,32 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prompts", type=Path, default=common.PROMPTS, help="folder of the workloads' files")
     parser.add_argument("--chat", action="store_true", help="prompts in the form of the chat template")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--requests", type=int, default=96)
+    parser.add_argument("--requests", type=int, help="96, or with --prompt-tokens three for each in flight")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--systems", nargs="+", default=["plain", "ngram"], help="plain steps, and algorithms")
-    parser.add_argument("--fixed", type=int, nargs="*", default=[], help="also draft so many nodes in every round")
-    parser.add_argument("--apart", action="store_true", help="also n-grams of each request's own text only")
     parser.add_argument("--draft", default=None, help="draft of the algorithms that need one")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--max-cache-len", type=int, default=1024)
     parser.add_argument("--eager", action="store_true", help="do not compile")
     parser.add_argument("--static", action=argparse.BooleanOptionalAction, default=True, help="also static batches")
     parser.add_argument("--times", action="store_true", help="also the parts of a round's time")
-    parser.add_argument("--shape", choices=["model", *DENSE], help="time rounds of this shape, too")
-    parser.add_argument("--rows", type=int, default=16, help="sequences of these rounds")
-    parser.add_argument("--prompt-tokens", type=int, help="answer random prompts of this length with the shape instead")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4, 8, 16], help="nodes of each sequence")
+    parser.add_argument("--shape", choices=DENSE, help="random weights in place of --model")
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", help="ask with random prompts of this length instead")
+    parser.add_argument("--arrivals", type=int, default=0, help="random prompts that come while others decode")
+    parser.add_argument("--pool", type=float, help="gigabytes of keys and values")
     options = parser.parse_args(arguments)
     device = common.device_for(options.threads)
-    if options.prompt_tokens:
-        if options.shape in (None, "model"):
-            parser.error("--prompt-tokens needs the --shape of a model with random weights")
-        tokenizer, model = None, build(options.shape, device)
-        prompts, options.model = random_requests(options, model.config.vocab_size), options.shape
-        options.max_cache_len, options.static = options.prompt_tokens + options.new_tokens + 64, False
+    if options.shape:
+        model, options.model = build(options.shape, device), options.shape
     else:
-        tokenizer = AutoTokenizer.from_pretrained(options.model)
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).to(device).eval()
+    options.prompt_tokens = options.prompt_tokens or ([LONGEST] if options.shape or options.arrivals else None)
+    if options.prompt_tokens:
+        tokenizer, prompts = None, random_requests(options, model.config.vocab_size)
+        options.max_cache_len, options.static = max(options.prompt_tokens) + options.new_tokens + 64, False
+    else:
+        options.requests = options.requests or 96
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
         prompts = read_requests(options, tokenizer)
     print(f"{len(prompts)} requests of {options.new_tokens} tokens, no prompt twice")
     shared = dict(compile=not options.eager, max_cache_len=options.max_cache_len)
@@ -341,15 +342,14 @@ def main(arguments: list[str] | None = None) -> None:
         fast.destroy_cached_continuous_batching_manager()
         del fast
     print(*ratios(rows), sep="\n")
-    if options.fixed:
-        print(*over_best(rows, [name for name in options.systems if name != "plain"]), sep="\n")
     stamped = common.stamp(model.device)
     facts = {"model": Path(options.model).name, "requests": len(prompts), "new_tokens": options.new_tokens}
-    rows = [facts | row for row in rows]
-    common.save_rows(options.json, rows, ("model", "system", "in_flight"), stamped)
-    if options.shape and not options.prompt_tokens:
-        timed = round_rows(options.shape, options, model)
-        common.save_rows(options.json, timed, ("shape", "rows", "nodes"), stamped, "rounds")
+    keys, part = ("model", "system", "in_flight"), "rows"
+    if options.prompt_tokens:
+        facts["prompt_tokens"] = " to ".join(map(str, options.prompt_tokens))
+        part = "arrivals" if options.arrivals else "random"
+        keys += ("prompt_tokens", "new_tokens")
+    common.save_rows(options.json, [facts | row for row in rows], keys, stamped, part)
 
 
 if __name__ == "__main__":

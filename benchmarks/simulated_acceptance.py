@@ -1,13 +1,17 @@
 """Simulated acceptance: tokens a second of plain, adaptive and fixed drafting, if a stated share of drafts is right.
 
     python -m benchmarks.simulated_acceptance [--shape qwen3-30b-a3b [--layers N] | --model PATH] [--batch 1 4 16]
-        [--acceptance 0 0.3 0.5 0.7 0.85] [--forms chain tree] [--free] [--new-tokens 256] [--repeats 2] [--json FILE]
+        [--acceptance 0 0.3 0.5 0.7 0.85] [--forms chain tree] [--head eagle3] [--new-tokens 256] [--repeats 2]
+        [--in-flight 1 16 64 256] [--json FILE]
 
 A shape has random weights, so that no draft of its own would be accepted. So the model's greedy answer is recorded with
 plain steps, and the drafter proposes trees of a fixed form in which a node is right with probability
 ``acceptance / 2 ** rank``, where rank is its number among its siblings, if none of these before it is; a chain has rank
-0 only. Each token of each row has a draw of its own, the same for all systems. An EAGLE-3 head of random weights also
-runs in each round, so that drafts cost what they do with a real head; with --free they cost nothing.
+0 only. Each token of each row has a draw of its own, the same for all systems. A --head of random weights also runs in
+each round, so that drafts cost what they do with a real one; with "none" they cost nothing, like n-grams.
+
+--in-flight measures continuous batching in place of static batches, with three requests for each that is under way at
+any time. All have one prompt, and none starts with keys and values of another.
 
 "over best" divides the rate of adaptive drafting by the best of plain steps and the fixed settings of the same form, in
 hindsight. "same answers" says that all systems gave the recorded answer, in the first row. All figures are simulated.
@@ -32,12 +36,14 @@ import spec_compile
 from benchmarks import common
 from benchmarks.rounds.drafts import make
 from benchmarks.rounds.shapes import SHAPES, build, text_tokens
+from benchmarks.serving import ROWS, in_flight, managed
 from spec_compile.drafters import ALGORITHMS, Entry
 from spec_compile.drafters.heads import HeadAlgorithm, HeadDrafter, HeadOptions
 from spec_compile.drafters.trees.propose import propose_full
 from spec_compile.drafters.union import CollectingState
 from spec_compile.drafting import Algorithm, Drafter, DraftPlan
 from spec_compile.runtime.draft_record import DraftRecord
+from spec_compile.runtime.session import StepKind
 
 LIKELY = 0.7
 """The acceptance for which the form of a tree is the best."""
@@ -46,6 +52,7 @@ RANKS = 4
 PROMPT = 128
 """Tokens of a prompt."""
 TREE = dict(num_steps=5, topk=RANKS, num_draft_tokens=16)
+HEADS = {"eagle3": "EAGLE-3 head", "eagle": "EAGLE head", "none": "free"}
 FORMS = {
     "chain": (dict(num_steps=3), {f"chain of {steps}": dict(num_steps=steps) for steps in (1, 2, 3)}),
     "tree": (
@@ -56,6 +63,7 @@ FORMS = {
         },
     ),
 }
+FORMS |= {f"chain of {steps}": (chain := dict(num_steps=steps), {f"chain of {steps}": chain}) for steps in (1, 3)}
 """Name -> options of the adaptive system, and of the fixed ones by their names."""
 
 
@@ -82,16 +90,17 @@ class Form:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Tokens and parents [B, N] of the trees below the roots [B], in slots `lengths` [B].
 
-        text, right [R, L]: the text of row b of the batch is row ``b % R``; see `draw_right`.
+        text [R, L], right [D, L]: the text of row b of the batch is row ``b % R``, and its draws are row ``b % D`` of
+        `draw_right`.
 
         A node that is not right gets another token than its siblings: if the text goes on with 7, the children of ranks
         0, 1 and 2, of which 1 is right, get 8, 7 and 10.
         """
         slots = (lengths[:, None] + self.depth).clamp(max=text.shape[1] - 1)
-        rows = torch.arange(lengths.shape[0], device=lengths.device)[:, None] % text.shape[0]
-        truth = text[rows, slots]
+        rows = torch.arange(lengths.shape[0], device=lengths.device)[:, None]
+        truth = text[rows % text.shape[0], slots]
         wrong = (truth + 1 + self.rank) % vocab_size
-        tokens = torch.where(right[rows, slots] == self.rank, truth, wrong)
+        tokens = torch.where(right[rows % right.shape[0], slots] == self.rank, truth, wrong)
         tokens = torch.where(self.depth == 0, root[:, None], tokens)
         return tokens, self.parents.expand_as(tokens)
 
@@ -110,7 +119,7 @@ def draw_right(acceptance: float, rows: int, length: int) -> Tensor:
 class SimulatedOptions(HeadOptions):
     """Options of simulated drafts.
 
-    text, right: [R, L] int64 on the model's device, see `Form.trees`; their values may change between calls.
+    text, right: int64 on the model's device, see `Form.trees`; their values may change between calls.
     """
 
     text: Any = None
@@ -184,7 +193,8 @@ def systems_of(model: PreTrainedModel, form: str, text: Tensor, right: Tensor, o
     """The wrapped models of a form: plain, adaptive, and the fixed settings."""
     adaptive, fixed = FORMS[form]
     shared = dict(compile=not options.no_compile, check=False, cache=False, max_cache_len=text.shape[1])
-    draft = None if options.free else make("eagle3", model)
+    shared |= dict(prefix_cache_bytes=0, prefix_cache_host_bytes=0)
+    draft = None if options.head == "none" else make(options.head, model)
     wrap = partial(spec_compile.speculate, model, "simulated", draft=draft, text=text, right=right, **shared)
     systems = {"plain": spec_compile.speculate(model, num_draft_tokens=1, **shared), "adaptive": wrap(**adaptive)}
     return systems | {name: wrap(adaptive=False, **settings) for name, settings in fixed.items()}
@@ -192,9 +202,15 @@ def systems_of(model: PreTrainedModel, form: str, text: Tensor, right: Tensor, o
 
 def forget(fast: PreTrainedModel) -> None:
     """Drop what adaptive drafting has learned of the gains of drafts."""
-    for session in fast.speculation.engine.sessions.values():
-        for policy in session.policies.values():
-            vars(policy.record).update(vars(DraftRecord()))
+    for kind in StepKind:
+        vars(fast.speculation.engine.runtime.records[kind.value]).update(vars(DraftRecord()))
+
+
+def facts_of(model: PreTrainedModel, form: str, rates: dict[str, float], options) -> dict:
+    """The part of a row that all have. rates: tokens a second by system."""
+    device, drafting = model.device.type, HEADS[options.head]
+    row = {"device": device, "model": options.name, "drafting": drafting, "form": form, **rates}
+    return row | common.hindsight(rates)
 
 
 def measure(model: PreTrainedModel, form: str, options) -> Iterator[dict]:
@@ -220,26 +236,48 @@ def measure(model: PreTrainedModel, form: str, options) -> Iterator[dict]:
             answers, rates = common.answer_in_turn(calls, systems, [prompt], options.repeats)
             rates = {name: rate * batch for name, rate in rates.items()}
             row = {
-                "device": model.device.type,
-                "model": options.name,
-                "drafting": "free" if options.free else "EAGLE-3 head",
-                "form": form,
                 "batch": batch,
                 "simulated acceptance": acceptance,
-                **rates,
-                **common.hindsight(rates),
                 "same answers": all(answer[0].equal(text[0, PROMPT:]) for answer in answers.values()),
             }
             row["accept lengths"] = {name: fast.speculation.stats.accept_length for name, fast in systems.items()}
-            yield row
+            yield facts_of(model, form, rates, options) | row
+
+
+def measure_load(model: PreTrainedModel, form: str, options) -> Iterator[dict]:
+    """The same for each number of requests in flight. All have one prompt, and so one text."""
+    most, length = max(options.in_flight), PROMPT + options.new_tokens
+    text, right = (torch.zeros(size, length, dtype=torch.int64, device=model.device) for size in (1, min(most, ROWS)))
+    text[0, :PROMPT] = text_tokens(PROMPT, model.config.vocab_size, options.model or common.DEMO_MODEL)
+    prompt, systems, told = text[0, :PROMPT].tolist(), systems_of(model, form, text, right, options), {}
+    fixed = dict(max_new_tokens=options.new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+    whole = torch.ones_like(text[:, :PROMPT])
+    text[:] = systems["plain"].generate(text[:, :PROMPT].clone(), attention_mask=whole, **fixed)
+    for name, fast in systems.items():
+        with managed(fast, len(right)) as manager:
+            for count in options.in_flight:
+                in_flight(manager, [prompt] * count, count, 8, salted=True)
+                for acceptance in options.acceptance:
+                    right.copy_(draw_right(acceptance, *right.shape))
+                    forget(fast)
+                    row = in_flight(manager, [prompt] * 3 * count, count, options.new_tokens, salted=True)
+                    told.setdefault((count, acceptance), {})[name] = row
+        fast.destroy_cached_continuous_batching_manager()
+    for (count, acceptance), by_name in told.items():
+        rates = {name: row["tokens_per_s"] for name, row in by_name.items()}
+        row = {"in flight": count, "simulated acceptance": acceptance}
+        row["accept lengths"] = {name: row["tokens_per_step"] for name, row in by_name.items()}
+        row["first token s"] = {name: row["first_token_s"] for name, row in by_name.items()}
+        yield facts_of(model, form, rates, options) | row
 
 
 def tell(row: dict) -> None:
     """Print a line of a row."""
     rates = ", ".join(f"{name} {row[name]:.1f} ({length:.2f})" for name, length in row["accept lengths"].items())
+    rows = f"batch {row['batch']}" if "batch" in row else f"{row['in flight']} in flight"
     print(
-        f"simulated, {row['form']}, batch {row['batch']}, acceptance {row['simulated acceptance']}: tokens/s (accept "
-        f"length) {rates}; adaptive over best, {row['best']}: {row['over best']:.3f}", flush=True,
+        f"simulated, {row['drafting']}, {row['form']}, {rows}, acceptance {row['simulated acceptance']}: tokens/s "
+        f"(accept length) {rates}; adaptive over best, {row['best']}: {row['over best']:.3f}", flush=True,
     )  # fmt: skip
 
 
@@ -248,10 +286,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shape", default="qwen3-30b-a3b", choices=list(SHAPES), metavar="NAME", help="random weights")
     parser.add_argument("--layers", type=int, help="layers of the shape, in place of its own")
     parser.add_argument("--model", help="a folder of a model, in place of a shape")
-    parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=list(FORMS))
+    parser.add_argument("--forms", nargs="+", default=["chain", "tree"], choices=list(FORMS))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0.0, 0.3, 0.5, 0.7, 0.85])
-    parser.add_argument("--free", action="store_true", help="drafts without a head, which cost nothing")
+    parser.add_argument("--head", default="eagle3", choices=list(HEADS), help="none: drafts cost nothing")
+    parser.add_argument("--in-flight", type=int, nargs="+", help="continuous batching in place of static batches")
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--no-compile", action="store_true", help="rounds without Inductor")
@@ -260,14 +299,15 @@ def main(arguments: list[str] | None = None) -> None:
     layers = f", {options.layers} layers" if options.layers else ""
     options.name = Path(options.model).name if options.model else options.shape + layers
     model = common.load_model(options.model, device) if options.model else build(options.shape, device, options.layers)
-    keys, facts = ("device", "model", "drafting", "form", "batch", "simulated acceptance"), common.stamp(model.device)
+    way, part, size = (measure_load, "load", "in flight") if options.in_flight else (measure, "rows", "batch")
+    keys, facts = ("device", "model", "drafting", "form", size, "simulated acceptance"), common.stamp(model.device)
     for form in options.forms:
         rows = []
-        for row in measure(model, form, options):
+        for row in way(model, form, options):
             tell(row)
-            common.save_rows(options.json, [row], keys, facts)
+            common.save_rows(options.json, [row], keys, facts, part)
             rows.append(row)
-        columns = [name for name in rows[0] if name != "accept lengths"]
+        columns = [name for name in rows[0] if not isinstance(rows[0][name], dict)]
         common.show_rows(rows, columns, "tokens a second at simulated acceptance")
 
 

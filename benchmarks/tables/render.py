@@ -336,16 +336,41 @@ def serving(results: Results) -> str:
 
 
 @shown
-def serving_rounds(results: Results) -> str:
-    """A row for each number of nodes of a round over many sequences, with its floors."""
+def serving_random(results: Results) -> str:
+    """A row for each system and set of random prompts."""
     columns = {
-        "nodes of each": "{nodes}", "a round": "{ms:.2f} ms", "floor of bytes": "{bytes_ms:.2f} ms",
-        "floor of arithmetic": "{arithmetic_ms:.2f} ms",
-        "tokens/s at simulated accept lengths": lambda row: ", ".join(
-            f"{rate:,.0f} at {length}" for length, rate in row["simulated_tokens_per_s"].items()
-        ),
+        "model": "{model}", "system": "{system}", "requests": "{requests:,}", "prompt tokens": "{prompt_tokens}",
+        "new tokens": "{new_tokens}", "in flight": "{in_flight}", "tokens/s": "{tokens_per_s:,.0f}",
+        "first token after": ms("first_token_s", 0), "99th percentile": ms("first_token_p99_s", 0),
+        "most at once": lambda row: str(row.get("most_at_once", "")),
+        "rows of the longest": lambda row: str(row.get("whole_rows", "")),
     }  # fmt: skip
-    return listed(results, results.all("serving", "rounds"), columns)
+    return listed(results, results.all("serving", "random"), columns)
+
+
+@shown
+def serving_arrivals(results: Results) -> str:
+    """A row for each system: gaps between tokens before prompts arrive, and while they are processed."""
+    columns = {
+        "model": "{model}", "system": "{system}", "rows": "{in_flight}", "prompts": "{arrivals} of {prompt_tokens}",
+        "longest gap without": ms("without_longest_s"), "99th percentile": ms("without_p99_s"),
+        "longest gap with": ms("with_longest_s"), "its 99th percentile": ms("with_p99_s"),
+    }  # fmt: skip
+    return listed(results, results.all("serving", "arrivals"), columns)
+
+
+@shown
+def simulated_load(results: Results) -> str:
+    """A row for each draft and number in flight, a column for each simulated acceptance: the rate over plain steps of
+    adaptive drafting and of drafts in every round, and in brackets the tokens of a round of the latter."""
+    cells: dict[str, dict] = {}
+    rows = [row for row in results.all("simulated_acceptance", "load") if row["form"] in row]
+    for row in map(results.seen, sorted(rows, key=lambda row: row["simulated acceptance"])):
+        plain, form = row["plain"], row["form"]
+        told = f"{row['adaptive'] / plain:.2f}, {row[form] / plain:.2f} ({row['accept lengths'][form]:.2f})"
+        line = f"{row['drafting']}, {form}, {row['in flight']} in flight"
+        cells.setdefault(line, {})[row["simulated acceptance"]] = told
+    return crossed("draft", cells, {key: f"{key:.2f}" for by in cells.values() for key in by})
 
 
 @shown

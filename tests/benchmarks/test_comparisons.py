@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import common, never_slower, prefixes, rollouts, serving, simulated_acceptance
 from benchmarks.rounds import shapes
+from benchmarks.tables import render
+from benchmarks.tables.figures import Results
 from spec_compile import speculate
 
 SIZES = dict(hidden_size=64, intermediate_size=96, head_dim=16, vocab_size=512, num_hidden_layers=6,
@@ -51,7 +53,7 @@ def test_simulated_drafts_are_right_as_often_as_stated():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [["--forms", "tree"], ["--forms", "chain", "--free"]])
+@pytest.mark.parametrize("more", [["--forms", "tree"], ["--forms", "chain", "--head", "none"]])
 def test_simulated_acceptance_on_a_tiny_shape(more, tiny_shapes, tmp_path, capsys):
     path = tmp_path / "rows.json"
     command = ["--shape", "llama-8b", "--batch", "2", "--acceptance", "0", "1", "--new-tokens", "30", "--repeats", "1"]
@@ -69,9 +71,6 @@ def test_simulated_acceptance_on_a_tiny_shape(more, tiny_shapes, tmp_path, capsy
 
 def test_hindsight():
     assert common.hindsight({"plain": 5.0, "adaptive": 6.0, "fixed": 8.0}) == {"best": "fixed", "over best": 0.75}
-    rows = [dict(system=name, in_flight=16, tokens_per_s=rate) for name, rate in
-            {"plain": 5.0, "ngram": 6.0, "ngram, 4 nodes": 8.0, "mtp, 4 nodes": 9.0}.items()]  # fmt: skip
-    assert serving.over_best(rows, ["ngram"]) == ["ngram, 16 in flight: 0.750 of the best in hindsight, ngram, 4 nodes"]
 
 
 @pytest.mark.parametrize("without", [[rollouts.BASELINES[0]], pytest.param([], marks=pytest.mark.slow)], ids=len)
@@ -139,6 +138,38 @@ def test_times_of_a_managers_parts_add_up():
         assert "microseconds" in times.text(manager.metrics()["rounds_total"]) and not times.seconds
     finally:
         manager.destroy()
+
+
+@pytest.mark.sweep("arrivals")
+@pytest.mark.parametrize("more", ["--arrivals 3", "--requests 5", "--pool 0.005"], ids=["arrivals", "requests", "pool"])
+def test_random_prompts(more, tmp_path, capsys):
+    path = tmp_path / "serving.json"
+    command = "--systems plain --eager --prompt-tokens 20 90 --new-tokens 24 --in-flight 3"
+    serving.main([*command.split(), *more.split(), "--json", str(path)])
+    ((part, (row,)),) = json.loads(path.read_text()).items()
+    assert row["prompt_tokens"] == "20 to 90" and "3 in flight" in capsys.readouterr().out
+    if part == "arrivals":
+        assert row["arrivals"] == 3 and 0 < row["with_p99_s"] <= row["with_longest_s"] <= row["arrivals_s"]
+        assert 0 < row["without_p99_s"] <= row["without_longest_s"]
+    else:
+        assert row["requests"] == (5 if "--requests" in more else 9) and row["most_at_once"] == 3
+        assert row["whole_rows"] >= 1 and row["tokens_per_step"] == 1
+    assert "20 to 90" in render.TABLES[f"serving_{part}"](Results(tmp_path))
+
+
+@pytest.mark.slow
+def test_simulated_acceptance_under_load(tmp_path, capsys):
+    path = tmp_path / "simulated_acceptance.json"
+    command = "--in-flight 1 3 --acceptance 0 1 --head none --no-compile --new-tokens 30 --forms".split()
+    model = ["--model", str(common.DEMO_MODEL), "--json", str(path)]
+    simulated_acceptance.main([*command, "chain of 3", *model])
+    rows = json.loads(path.read_text())["load"]
+    assert [(row["in flight"], row["simulated acceptance"]) for row in rows] == [(1, 0), (1, 1), (3, 0), (3, 1)]
+    for row in rows:
+        wanted = {"plain": 1, "chain of 3": 1 + 3 * row["simulated acceptance"]}
+        assert {name: row["accept lengths"][name] for name in wanted} == pytest.approx(wanted, abs=0.5)
+    assert "simulated, free, chain of 3, 3 in flight" in capsys.readouterr().out
+    assert "free, chain of 3, 3 in flight" in render.TABLES["simulated_load"](Results(tmp_path))
 
 
 def test_kept_prefixes(tiny_shapes, tmp_path, capsys):

@@ -177,22 +177,27 @@ def compare(fast, manager, requests, outputs, share=200):
     assert ties <= -(-len(requests) // share)
 
 
-def answers_are_those_of_generate(fast, count, seed, slots, **settings):
-    """`count` mixed requests, some of which are cancelled; returns the outputs. settings: of the manager's config"""
-    rng = random.Random(seed)
+def ask(manager, count, rng):
+    """`count` mixed requests, some of which are cancelled: the requests and their outputs, by name."""
     requests = {f"r{number}": mixed_request(rng) for number in range(count)}
     cancelled = rng.sample([*requests], count // 20)
+    for name, (prompt, options) in requests.items():
+        manager.add_request(prompt, name, **options)
+        if rng.random() < 0.3:
+            time.sleep(rng.random() * 0.05)
+    for name in cancelled:
+        manager.cancel_request(name)
+    outputs = collect(manager, count)
+    assert {name for name in outputs if outputs[name].finish_reason == "cancelled"} <= {*cancelled}
+    return requests, outputs
+
+
+def answers_are_those_of_generate(fast, count, seed, slots, **settings):
+    """The outputs of `ask`, which are compared. settings: of the manager's config"""
     with running(fast, max_requests_per_batch=slots, **settings) as manager:
-        for name, (prompt, options) in requests.items():
-            manager.add_request(prompt, name, **options)
-            if rng.random() < 0.3:
-                time.sleep(rng.random() * 0.05)
-        for name in cancelled:
-            manager.cancel_request(name)
-        outputs = collect(manager, count)
+        requests, outputs = ask(manager, count, random.Random(seed))
     fast.speculation.stats.reset()
     compare(fast, manager, requests, outputs)
-    assert {name for name in outputs if outputs[name].finish_reason == "cancelled"} <= {*cancelled}
     return outputs
 
 
