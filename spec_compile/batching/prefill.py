@@ -49,15 +49,14 @@ class PrefillRows(Rows):
     def __init__(self, runtime: Runtime, number: int, capacity: int, pool: Rows, piece: int = 0):
         """pool: the rows that decode, whose pages prompts are written to. piece: most tokens of a step in which prompts
         ride along with a round; 0: prompts and rounds take turns."""
-        super().__init__(runtime, number, capacity, pool, are_dense=True)
+        has_aside = number == 1 and not runtime.on_gpu and runtime.options.ranks.size == 1
+        super().__init__(runtime, number, capacity, pool, are_dense=True, aside=ASIDE if has_aside else 0)
         self.step_sizes = sorted({*(size for size in STEPS_OF_TOKENS if size < piece), piece} - {0})
         """Tokens of a step with a piece of prompts, and of its round."""
-        self._done = [0] * number
+        self._done = [0] * len(self.sequences)
         """Per row: tokens whose keys and values are known."""
-        self._stops = [0] * number
+        self._stops = [0] * len(self.sequences)
         """Per row: stop prefill here. The length of the sequence, or the branch point if it comes first."""
-        self.aside: dict[BatchSequence, tuple[int, int, int]] = {}
-        """Prompts that were begun and wait for the only row: the row of each in `_aside`, its `_done` and `_stops`."""
         self._turn = 0
         """Tokens that were processed since the prompt in the only row has it."""
         self.backlog = 0
@@ -70,9 +69,10 @@ class PrefillRows(Rows):
         """The prompts in the rows and those that wait aside."""
         return [*self.active, *self.aside]
 
-    @cached_property
-    def _aside(self) -> Rows:
-        return Rows(self.runtime, ASIDE, self.all.capacity, self)
+    @property
+    def aside(self) -> list[BatchSequence]:
+        """Prompts that were begun and wait for the only row that chunks run over."""
+        return [sequence for sequence in self.sequences[self.number :] if sequence is not None]
 
     @cached_property
     def _with_pictures(self) -> Rows:
@@ -84,7 +84,7 @@ class PrefillRows(Rows):
         """True if no prompt may begin now, whoever sent it. Where prompts ride along, no more begin than fill a piece,
         so that the first one is done first."""
         is_enough = bool(self.step_sizes) and sum(self._missing()) >= self.step_sizes[-1]
-        return is_enough or (not self.has_room and len(self.sequences) > 1)
+        return is_enough or (not self.has_room and self.number > 1)
 
     def make_room(self, sequence: BatchSequence) -> bool:
         """True if there is a row for this prompt now. If there is only one, a prompt of another client that has had
@@ -93,19 +93,16 @@ class PrefillRows(Rows):
             return True
         before = self.sequences[0]
         is_due = self._turn >= TURN and before is not None and before.request.client != sequence.request.client
-        if self.runtime.options.ranks.size > 1 or not is_due or len(self.aside) == ASIDE:
+        free = [row for row in range(self.number, len(self.sequences)) if self.sequences[row] is None]
+        if before is None or not is_due or not free:
             return False
-        assert before is not None
-        to = min({*range(ASIDE)} - {row for row, _, _ in self.aside.values()})
-        self.move_row(0, to, self._aside)
-        self.aside[before], self.sequences[0] = (to, self._done[0], self._stops[0]), None
+        self.shift(before, free[0])
         return True
 
     def resume(self, sequence: BatchSequence) -> None:
         """A prompt that was set aside goes on."""
-        row, self._done[0], self._stops[0] = self.aside.pop(sequence)
-        self.sequences[0], sequence.row, self._turn = sequence, 0, 0
-        self._aside.move_row(row, 0, self)
+        self.shift(sequence, 0)
+        self._turn = 0
 
     def enter(
         self, sequence: BatchSequence, known: int = 0, branch: int = 0, restore: Restore | None = None
@@ -226,7 +223,8 @@ class PrefillRows(Rows):
         if nodes > 1:
             steps = [max((size for size in steps if size <= COMMON_STEP), default=steps[0])]
         unit = max(SLICE // nodes, 1) * nodes
-        return [Piece(self.all, count, unit) for tokens in steps if (count := (tokens - rows * nodes) // unit)]
+        session = self.session(self.number)
+        return [Piece(session, count, unit) for tokens in steps if (count := (tokens - rows * nodes) // unit)]
 
     def ride(self, piece: Piece) -> dict[BatchSequence, int]:
         """Fill a piece with slices of the prompts, those that began first before others, which is told the device.
@@ -323,8 +321,8 @@ class PrefillRows(Rows):
         return self.runtime.options.ranks.lead(lambda: [decide()])[0]
 
     def known(self, sequence: BatchSequence) -> int:
-        """The first slots of a row that are written; 0 for a prompt that waits aside."""
-        return 0 if sequence in self.aside else self._done[sequence.row]
+        """The first slots of a row that are written."""
+        return self._done[sequence.row]
 
     def moved(self, row: int, to: int) -> None:
         self._done[to], self._stops[to] = self._done[row], self._stops[row]
@@ -337,16 +335,11 @@ class PrefillRows(Rows):
 
     def leave(self, sequence: BatchSequence) -> None:
         """Give up a prompt."""
-        rows: Rows = self
-        row = sequence.row
-        if sequence in self.aside:
-            rows, (row, _, _) = self._aside, self.aside.pop(sequence)
-        else:
-            self.sequences[row] = None
+        row, self.sequences[sequence.row] = sequence.row, None
         try:
-            rows.all.drafter.leave(rows.state, row, 0, False)
+            self.all.drafter.leave(self.state, row, 0, False)
         finally:
-            rows.vacate(row)
+            self.vacate(row)
 
 
 def choose_size(

@@ -30,15 +30,16 @@ class Rows:
     """
 
     def __init__(
-        self, runtime: Runtime, number: int, capacity: int, pool: "Rows | int", are_dense: bool = False
+        self, runtime: Runtime, number: int, capacity: int, pool: "Rows | int", are_dense: bool = False, aside: int = 0
     ):  # fmt: skip
         """pool: the rows whose pages these `number` rows use, too, or the number of pages of a new pool. are_dense:
-        whether each width is twice the one before, also where steps are captured for each."""
-        self.runtime = runtime
-        self.sequences: list[BatchSequence | None] = [None] * number
-        self.all: Session = Session(runtime, number, capacity, pool=pool.all if isinstance(pool, Rows) else pool)
+        whether each width is twice the one before, also where steps are captured for each. aside: further rows, over
+        which nothing runs."""
+        self.runtime, self.number, total = runtime, number, number + aside
+        self.sequences: list[BatchSequence | None] = [None] * total
+        self.all: Session = Session(runtime, total, capacity, pool=pool.all if isinstance(pool, Rows) else pool)
         self.all.state.finished.fill_(True)
-        for row in range(number):
+        for row in range(total):
             self.all.drafter.vacate(row)
         # All rounds share what they learn of gains. Sessions of other widths do so when they are made.
         self.all.policies[StepKind.LOOK].share(self.all.policies[StepKind.ROUND])
@@ -49,34 +50,39 @@ class Rows:
         many = takewhile(lambda width: width < number, (FEW << power for power in count()))
         self.widths = [*few, *many, number]
         """Numbers of rows for which there are rounds: 1, 4, 16, 64, 128, 256, say."""
-        self._sessions = {number: self.all}
+        self._sessions = {total: self.all}
         self._views: dict[int, list[Tensor]] = {}
         self.reads: dict[int, torch.cuda.Event] = {}
         """By row: the end of copies of its states that another stream makes."""
 
     @property
     def active(self) -> list[BatchSequence]:
-        return [sequence for sequence in self.sequences if sequence is not None]
+        return [sequence for sequence in self.sequences[: self.number] if sequence is not None]
 
     @property
     def has_room(self) -> bool:
-        return None in self.sequences
+        return None in self.sequences[: self.number]
 
     def free_row(self) -> int:
         """The first row that nobody uses, if possible one that no other stream reads, either."""
-        free = [row for row, sequence in enumerate(self.sequences) if sequence is None]
+        free = [row for row, sequence in enumerate(self.sequences[: self.number]) if sequence is None]
         return next((row for row in free if not self.is_read(row)), free[0])
 
     def compact(self) -> None:
         """Move the last rows to free ones that no other stream reads, if fewer rows will do then."""
         width = self.width(max(len(self.active), 1))
         for sequence in self.active[::-1]:
-            row, to = sequence.row, self.free_row() if self.has_room else len(self.sequences)
-            if row < width or to >= width or self.is_read(to):
+            to = self.free_row() if self.has_room else self.number
+            if sequence.row < width or to >= width or self.is_read(to):
                 return
-            self.move_row(row, to)
-            self.moved(row, to)
-            self.sequences[row], self.sequences[to], sequence.row = None, sequence, to
+            self.shift(sequence, to)
+
+    def shift(self, sequence: BatchSequence, to: int) -> None:
+        """Move a sequence to another row of these."""
+        row, sequence.row = sequence.row, to
+        self.move_row(row, to)
+        self.moved(row, to)
+        self.sequences[row], self.sequences[to] = None, sequence
 
     def moved(self, row: int, to: int) -> None:
         raise NotImplementedError

@@ -99,7 +99,8 @@ class RoundPipeline(Generic[S]):
     def may_launch(self, sequences: list[S], on_host: bool) -> bool:
         """True if one more round may begin. on_host: the host chooses its tokens, so that rounds do not overlap."""
         ahead = AHEAD if self.runtime.on_gpu and not on_host else 1
-        return len(self._rounds) < min(ahead, max(sequence.room for sequence in sequences))
+        under_way = len(self._rounds)
+        return under_way < ahead and any(sequence.room > under_way for sequence in sequences)
 
     def launch(
         self, session: Session, kind: StepKind, sequences: list[S], longest: int,

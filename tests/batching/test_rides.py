@@ -88,18 +88,19 @@ def test_pieces_compute_the_most_for_their_cost(rode):
 def test_slices_of_prompts_in_turn(rode):
     manager, _ = stopped(fast("ngram"), max_requests_per_batch=6, max_batch_tokens=512)
     prompts = manager.scheduler.prefill
+    session = prompts.session(prompts.number)
     first, second = Prompt(row=1, turn=4), Prompt(row=0, turn=9)
     prompts.sequences[:2], prompts._done[:2], prompts._stops[:2] = [second, first], [0, 100], [500, 140]
     for number, shares, begins in (
         (4, {first: 64, second: 64}, [(1, 100), (1, 132), (0, 0), (0, 32)]),
         (1, {first: 32, second: 0}, [(1, 100)]),
     ):
-        piece = Piece(prompts.all, number, 32)
+        piece = Piece(session, number, 32)
         assert prompts.ride(piece) == shares
-        assert prompts.all.slices[:, :number].T.tolist() == [[*begin] for begin in begins]
+        assert session.slices[:, :number].T.tolist() == [[*begin] for begin in begins]
     prompts._stops[:2] = [20, 101]
-    prompts.ride(Piece(prompts.all, 4, 32))
-    assert prompts.all.slices[:, :4].T.tolist() == [[1, 100], [0, 0], [0, 0], [0, 0]]
+    prompts.ride(Piece(session, 4, 32))
+    assert session.slices[:, :4].T.tolist() == [[1, 100], [0, 0], [0, 0], [0, 0]]
     manager.scheduler = None
 
 
