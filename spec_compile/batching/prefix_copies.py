@@ -185,8 +185,8 @@ class HostMemory:
             begin = index + 1
 
     def _grow(self) -> None:
-        """Take over the next slab if it is there, and have the one after it made."""
-        if self._next is not None and self._next.done():
+        """Take over the next slab if it is there, or wait for the first one, and have the one after it made."""
+        if self._next is not None and (self._next.done() or not self._slabs):
             slab, self._next = self._next.result(), None
             begin, end = self.ready, self.ready + len(slab)
             self._slabs.append(slab)

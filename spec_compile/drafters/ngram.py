@@ -247,13 +247,14 @@ class MatchingDrafter(Drafter):
 
     def enter(self, row: int, share_text: bool | str, references: list[Tensor]) -> None:
         super().enter(row, share_text, references)
-        self.reads_corpus[row] = not isinstance(share_text, str)  # guard: owners-on-a-gpu
+        # The host would wait for a GPU if it assigned these numbers.
+        self.reads_corpus[row].fill_(not isinstance(share_text, str))  # guard: owners-on-a-gpu
         joined = join_documents(references).to(self.row_references.device)
         if isinstance(share_text, str) and (texts := self.corpus.owned.get(share_text)) is not None:
             room = self.row_references.shape[1] - len(joined)
             joined = torch.cat([texts[max(0, len(texts) - room) :], joined])
         self.row_references[row, : len(joined)] = joined
-        self.reference_lengths[row] = len(joined)
+        self.reference_lengths[row].fill_(len(joined))
 
     def start(self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True) -> None:
         self.references = [self.corpus.append(reference) for reference in references]

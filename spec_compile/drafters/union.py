@@ -181,7 +181,7 @@ class UnionDrafter(Drafter):
             source.resize(slots)
 
     def enter(self, row: int, share_text: bool | str, references: list[Tensor]) -> None:
-        self.begins[row] = -1
+        self.begins[row].fill_(-1)
         for source in self.sources:
             source.enter(row, share_text, references)
 
