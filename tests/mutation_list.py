@@ -122,6 +122,7 @@ GUARDS = [
             "state.lengths.add_(size)",
             "product/test_drop_in.py -k 'test_each_row_of_a_batch_is_its_own_run and llama'",
         ),
+        ("ends-of-slices", SKIP, "batching/test_rides.py -k 'generate and tree'"),
         ("ended-rows", SKIP, "runtime/test_generate.py -k 'every_row_ends'"),
         ("longest-text", NEVER, "runtime/test_generate_errors.py -k test_a_wrong_option"),
         ("mixed-rows", NEVER, "product/test_unmasked.py -k test_batches"),
