@@ -112,15 +112,14 @@ class PrefillRows(Rows):
         known: its first tokens whose keys and values are in these pages. restore: copies the states after them, if
         there are any. branch: tokens after which `at_branch` is called, more than `known`; 0 for none.
         """
-        # Its row, with what is known already.
+        # Its row, with what is known already, and where its prefill stops for the first time.
         sequence.row = row = self.free_row()
         self.sequences[row] = sequence
+        self._done[row], self._stops[row], self._turn = known, branch or sequence.length, 0
         self.reuse(row)
         self._begin(sequence, self, row, lengths=known)
         if restore is not None:
             restore(self, row)
-        # Where its prefill stops for the first time.
-        self._done[row], self._stops[row], self._turn = known, branch or sequence.length, 0
         if branch:
             self.state.prompt_lengths[row].fill_(branch + 1)
 
@@ -321,8 +320,8 @@ class PrefillRows(Rows):
         return self.runtime.options.ranks.lead(lambda: [decide()])[0]
 
     def known(self, sequence: BatchSequence) -> int:
-        """The first slots of a row that are written."""
-        return self._done[sequence.row]
+        """The first slots of a row that the target and the draft have written."""
+        return max(self._done[sequence.row] - max(self.runtime.algorithm.ahead - 1, 0), 0)
 
     def moved(self, row: int, to: int) -> None:
         self._done[to], self._stops[to] = self._done[row], self._stops[row]

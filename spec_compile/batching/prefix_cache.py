@@ -266,7 +266,7 @@ class PrefixCache:
         for number, block in enumerate(blocks):
             hits["device" if block.page else "host"] += whole(min(tokens - number * PAGE, PAGE))
         try:
-            self._fetch(blocks, sequence.pages)
+            self._fetch(blocks, sequence.pages, tokens)
             if last:
                 self._rows.copy_page(last[0], sequence.pages[tokens // PAGE])
             states = self._copies.load_states(blocks[-1].states) if blocks and self._has_states else None
@@ -282,8 +282,9 @@ class PrefixCache:
         restore = None if states is None else partial(self._copies.restore, states)
         return Known(tokens, last[0] if last else None, restore)
 
-    def _fetch(self, blocks: list[Block], pages: list[int]) -> None:
-        """Copy the blocks of a text that only the host has to the text's pages. Whole ones are kept there."""
+    def _fetch(self, blocks: list[Block], pages: list[int], tokens: int) -> None:
+        """Copy the blocks of a text that only the host has to the text's pages. Those are kept there of which the first
+        `tokens` tokens fill the page; the text goes on in the other."""
         far = {number: block for number, block in enumerate(blocks) if block.tokens and not block.page}
         if not far:
             return
@@ -293,7 +294,7 @@ class PrefixCache:
         self._copies.wait()
         for number, block in far.items():
             self._far.move_to_end(block)
-            if block.tokens == PAGE:
+            if number < tokens // PAGE:
                 self._hold(block, pages[number])
 
     # --- keeping

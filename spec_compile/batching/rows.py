@@ -139,9 +139,10 @@ class Rows:
         _copy([tensor[page] for tensor in tensors], [tensor[to] for tensor in tensors])
 
     def vacate(self, row: int) -> None:
-        """Let nothing that is launched from now on write to the pages of a row: it is idle."""
+        """Let nothing that is launched from now on write to the pages of a row or lead its states on: it is idle."""
         self.state.finished[row].fill_(True)
         self.state.lengths[row].zero_()
+        self.state.prompt_lengths[row].zero_()  # guard: states-of-idle-rows
         self.state.kv.table[row].zero_()  # guard: pages-of-idle-rows
 
     def move_row(self, row: int, to: int, target: "Rows | None" = None) -> None:

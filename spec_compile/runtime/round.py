@@ -251,14 +251,17 @@ class RidingVerify:
     def _go_on(self, features: list[Tensor], max_kv_len: int) -> None:
         """The draft processes the piece, whose features are [n * unit, C], and the prompts' lengths grow."""
         prompts, (row, begin) = self.prefill.state, self.slices
-        if self.remembers:  # all prompts get as many tokens as the piece has, of which nobody sees those after theirs
-            size = len(row) * self.unit
+        ends = torch.minimum(begin + self.unit, prompts.prompt_lengths[row] - 1)
+        ends = prompts.lengths.scatter_reduce(0, row, ends, "amax")  # guard: ends-of-slices
+        if self.remembers:  # all prompts get as many tokens as the piece has, of which only those before `ends` count
+            size, whole = len(row) * self.unit, prompts.prompt_lengths.clone()
+            prompts.prompt_lengths.copy_(ends + 1)
             ids, positions = self.prefill.prepare(size)
             first = (row == torch.arange(len(ids), device=row.device)[:, None]).int().argmax(1)
             where = (self.unit * first[:, None] + torch.arange(size, device=row.device)).clamp(max=size - 1)
             self.prefill.draft(ids, positions, [feature[where] for feature in features], max_kv_len)
-        ends = torch.minimum(begin + self.unit, prompts.prompt_lengths[row] - 1)
-        prompts.lengths.scatter_reduce_(0, row, ends, "amax")  # guard: ends-of-slices
+            prompts.prompt_lengths.copy_(whole)
+        prompts.lengths.copy_(ends)
 
 
 # Tokens of each row that a step may take, largest first. On a CPU one compiled step takes any number of tokens, and

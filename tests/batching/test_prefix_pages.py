@@ -247,6 +247,18 @@ def test_what_two_texts_begin_with_comes_back_from_the_host():
     check(cache, pages, [sequence])
 
 
+def test_a_text_that_leaves_a_page_from_the_host_does_not_keep_it():
+    cache, pages, rows = make(host=3, saves=True)
+    text, other = [*range(2 * PAGE + 1)], [*range(90), *[7] * 60]
+    serve(cache, pages, rows, text)
+    serve(cache, pages, rows, text)
+    lose(pages, pages.free)
+    assert serve(cache, pages, rows, other) == 90
+    sequence = FakeSequence(text)
+    known = enter(cache, sequence)
+    assert known.tokens == 2 * PAGE and rows.holds(sequence.pages, text, known.tokens, 0)
+
+
 def test_without_memory_a_text_is_kept_as_long_as_its_row():
     cache, pages, rows = make(device=0)
     sequence = FakeSequence([*range(200)])

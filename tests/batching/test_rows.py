@@ -92,6 +92,18 @@ def test_a_row_moves_with_its_pages_and_states(name):
     assert all(torch.equal(state, after[2]) for state, after in zip(states, other.state_tensors()))
 
 
+def test_chunks_of_others_do_not_change_the_states_of_an_idle_row():
+    """Another stream may copy them still."""
+    place = rows(2, name="lfm2")
+    place.state.enter(0, [5, 6, 7], [3], lengths=2)
+    for state in place.state_tensors():
+        state[0].normal_()
+    states = [state[0].clone() for state in place.state_tensors()]
+    place.vacate(0)
+    place.all.prefill(32, 128)
+    assert all(torch.equal(state, after[0]) for state, after in zip(states, place.state_tensors()))
+
+
 def test_a_page_is_copied_in_every_cache():
     place = rows(1)
     for tensor in place.cache_tensors():

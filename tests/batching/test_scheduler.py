@@ -267,3 +267,20 @@ def test_a_guess_counts_in_multiples_of_sixteen_tokens():
         metrics = manager.metrics()
         assert metrics["prefix_cache_hits_total"] == 32 == metrics["reused_prompt_tokens_total"]
         assert ask(manager, [*LONG[:53], *range(400, 440)], client="other").reused_prompt_tokens == 48
+
+
+def test_nothing_is_kept_of_a_request_that_fails_before_its_prompt(monkeypatch):
+    """Its row had another prompt before, of more tokens than it has keys and values of."""
+    manager, run = stopped(fast(), max_requests_per_batch=2)
+    manager.add_request(LONG[:200], "first", max_new_tokens=2, eos_token_id=-1)
+    run()
+    kept, begin = len(manager.scheduler.prefixes._blocks), manager.scheduler.prefill._begin
+
+    def fail(*arguments, **numbers):
+        begin(*arguments, **numbers)
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(manager.scheduler.prefill, "_begin", fail)
+    manager.add_request(LONG[10:210], "second", max_new_tokens=2, eos_token_id=-1)
+    assert run()["second"].error == "no memory" and len(manager.scheduler.prefixes._blocks) == kept
+    manager.destroy()
