@@ -161,7 +161,9 @@ class DecodeRows(Rows):
         nodes = {1} if prompts.is_behind and not self.runtime.algorithm.plan.draws else {1, self.riding_nodes(session)}
         kind = self._acceptor or StepKind.ROUND
         pieces = {size: piece for size in nodes if (piece := prompts.piece(session, kind, size)) is not None}
-        return pieces if len(pieces) == len(nodes) else {}
+        if len(pieces) == len(nodes):
+            return pieces
+        return {1: pieces[1]} if 1 in pieces and not self.runtime.algorithm.plan.draws else {}
 
     def steps(self, width: int, prompts: PrefillRows) -> list[tuple[Kind, int]]:
         """The steps of greedy rounds over the first `width` rows, and of drawn ones if rows are drawn, to be made

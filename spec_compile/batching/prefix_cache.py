@@ -166,7 +166,8 @@ class PrefixCache:
         are new, and the first of these begins with a copy.
         """
         match, text = Match(), sequence.text
-        if not (sequence.has_pictures or sequence.needs_scores):  # or it needs all of its tokens processed
+        is_clamped = self._runtime.verify.clamps_prompts and sequence.tokens  # an answer has other states than a prompt
+        if not (sequence.has_pictures or sequence.needs_scores or is_clamped):  # or it needs all tokens processed
             match = self._match(text, sequence.scope, sequence.request.client)
 
         # Nothing counts if the weights have changed since.

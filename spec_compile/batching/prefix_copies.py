@@ -14,7 +14,7 @@ from ..cache import zero_pages
 from ..kernels import ops
 from .rows import Rows
 
-SLAB = 1 << 28
+SLAB = 1 << 26
 """Bytes of host memory that are taken at once, or more if a page has more."""
 PLACE_BYTES = 1 << 16
 """Bytes of a place for a model without attention, whose pages have no contents."""
@@ -123,7 +123,7 @@ class HostMemory:
     """Blocks of `units` numbers each at `places` places in host memory.
 
     It is taken in slabs, one ahead of the blocks that are used. A process with much memory that nothing has written to
-    could not fork. The slabs of a GPU's host are pinned. Pinning 256 MB takes about 0.1 s, so a thread does it, and the
+    could not fork. The slabs of a GPU's host are pinned. Pinning 64 MB takes about 25 ms, so a thread does it, and the
     places of a slab can be taken once it is there.
     """
 

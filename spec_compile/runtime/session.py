@@ -149,6 +149,7 @@ class Session:
         # Only one session has rounds under way at a time, so that a smaller and a larger one share memory.
         self.graph_pool = larger.graph_pool if larger else torch.cuda.graph_pool_handle() if runtime.on_gpu else None
         self.made: dict[tuple[Kind, int], Callable] = {}
+        self._forgotten = set[tuple[Kind, int]]()
         self._switch: dict[StepKind, float] = {}
         self._compiled = CompiledSteps(runtime, self.state, self.drafter)
         self._adoptions = runtime.parts.adoptions
@@ -234,6 +235,7 @@ class Session:
             self._adoptions = self.runtime.parts.adoptions
             if self.runtime.on_gpu:
                 torch.cuda.synchronize(self.runtime.device)
+                self._forgotten |= self.made.keys()
                 self.made.clear()
                 self.prefill_seconds.clear()
                 for policy in self.policies.values():
@@ -264,8 +266,8 @@ class Session:
             del self.made[old]
 
     def has(self, kind: Kind, nodes: int) -> bool:
-        """True if a step runs without being captured first."""
-        return not self.captures or (kind, nodes) in self.made
+        """True if a step runs without being captured first, or was captured before its parts changed."""
+        return not self.captures or (kind, nodes) in self.made or (kind, nodes) in self._forgotten
 
     def prefill(self, size: int, max_kv_len: int) -> None:
         """Process the next `size` tokens of every row's prompt."""
