@@ -42,7 +42,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 import spec_compile
 from benchmarks import common
 from benchmarks.rounds.shapes import DENSE, build
-from spec_compile.batching.sizes import MOST
+from spec_compile.batching.pages import MOST
 
 LONGEST = 512
 """Most tokens of a prompt."""

@@ -82,10 +82,6 @@ class States(nn.Module):
             for number in range(len(self.kinds)):
                 self[number][0][row].zero_()  # guard: states-of-a-row
 
-    def row(self, row: int) -> list[Tensor]:
-        """The states of one sequence."""
-        return [self[number][0][row] for number in range(len(self.kinds))]
-
     def share(self, other: "States") -> None:
         """Take the first rows of `other`, and give up its rows."""
         for name, tensor in list(self.named_buffers()):

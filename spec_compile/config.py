@@ -56,7 +56,7 @@ class Options:
     kv_cache_dtype: the target's keys and values in the cache: "auto" (the model's dtype); "fp8": on a GPU, rounded to
         float8_e4m3fn, which halves them and changes answers a little; or "fp8_per_token_head": on any device, the same
         with a scale for each token and KV head.
-    prefix_cache_bytes: bytes of pages, beyond those of full rows, in which continuous batching keeps keys and values
+    prefix_cache_bytes: bytes of pages, beyond what full rows take, in which continuous batching keeps keys and values
         of texts for prompts that begin like them (None: on a GPU as many pages again).
     prefix_cache_host_bytes: bytes of the host's memory for copies of a GPU's pages and for states; on a CPU also for
         pages (0: none; default: a tenth of the memory, at most 4 GB).

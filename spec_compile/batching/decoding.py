@@ -42,7 +42,6 @@ class DecodeRows(Rows):
 
     @property
     def is_on_host(self) -> bool:
-        """True if the host chooses the tokens of a row."""
         return any(sequence.is_on_host for sequence in self.active)
 
     @property
@@ -57,7 +56,6 @@ class DecodeRows(Rows):
 
     def enter(self, sequence: BatchSequence) -> None:
         """A prompt that is done has been moved to row `sequence.row`."""
-        self.sequences[sequence.row] = sequence
         self.merge(sequence.settings)
         self.state.finished[sequence.row].fill_(False)
         self._hindsight("forget", sequence.row)
@@ -67,45 +65,40 @@ class DecodeRows(Rows):
 
         is_over: False if it will go on in another row, so that its text is not drafted from until then.
         """
-        row, self.sequences[sequence.row] = sequence.row, None
+        row, sequences = sequence.row, self.active
+        self.sequences[row] = None
         length, shares = (sequence.length, sequence.request.share_text) if is_over else (0, False)
         try:
             self.runtime.guard(self.all.drafter.leave, self.state, row, length, shares)
-            self.catch_up(sequence)
+            # The drafter processes all tokens that it is late by, so that others can go on from what it has.
+            if self.pipeline.late and self.runtime.algorithm.remembers:
+                session = self.session(max(each.row for each in sequences) + 1)
+                self.pipeline.catch_up(session, max(each.length for each in sequences))
         finally:
             self.vacate(row)
         self.runtime.records.keep()
-
-    def catch_up(self, sequence: BatchSequence) -> None:
-        """Let the drafter process all tokens that it is late by, so that others can go on from what it has of a
-        sequence, which has left its row just now."""
-        if self.pipeline.late and self.runtime.algorithm.remembers:
-            sequences = [*self.active, sequence]
-            session = self.session(max(each.row for each in sequences) + 1)
-            self.pipeline.catch_up(session, max(each.length for each in sequences))
 
     def known(self, sequence: BatchSequence) -> int:
         """The first slots of a row that the target and the draft have written, and will not write again."""
         return max(sequence.length - self.pipeline.late - max(self.runtime.algorithm.ahead - 1, 0), 0)
 
-    def lacking(self) -> list[tuple[BatchSequence, int]]:
-        """The sequences that lack pages, and how many, for all that their rows may write until as many rounds are over
-        as may be in flight.
+    def lacking(self, rounds: int | None = None) -> list[tuple[BatchSequence, int]]:
+        """The sequences that lack pages, and how many, for all that their rows may write until `rounds` more rounds are
+        over; None: as many as may still be launched.
 
         The host knows a length of 100, a round over 16 nodes is in flight, and another one will be launched: its row
         may have 116 tokens by then, and writes 16 nodes after them, to the slots up to 131, on 3 pages of 64.
         """
-        after = self._after(max((AHEAD if self.runtime.on_gpu else 1) - len(self.pipeline), 0))
-        rows = ((sequence, pages_of(sequence.length + 1 + after) - len(sequence.pages)) for sequence in self.active)
+        if rounds is None:
+            rounds = max((AHEAD if self.runtime.on_gpu else 1) - len(self.pipeline), 0)
+        lookahead = self.runtime.algorithm.plan.lookahead_slots
+        after = 1 + self.pipeline.nodes + rounds * self.runtime.sizes[-1] + lookahead
+        rows = ((sequence, pages_of(sequence.length + after) - len(sequence.pages)) for sequence in self.active)
         return [(sequence, count) for sequence, count in rows if count > 0]
 
-    def _after(self, rounds: int) -> int:
-        """Slots after the known text of a row that it may write until `rounds` more rounds are over."""
-        plan = self.runtime.algorithm.plan
-        return self.pipeline.nodes + rounds * self.runtime.sizes[-1] + plan.lookahead_slots
-
-    def moved(self, row: int, to: int) -> None:
-        self._hindsight("move", row, to)
+    def shift(self, sequence: BatchSequence, to: int, target: Rows | None = None) -> None:
+        self._hindsight("move", sequence.row, to)
+        super().shift(sequence, to, target)
 
     def riding_session(self, rows: int) -> Session:
         """The session of rounds over the first `rows` rows that take prompts with them. Few rows more are no cost then,
@@ -129,8 +122,7 @@ class DecodeRows(Rows):
         sequences, on_host = self.active, self.is_on_host
         if not sequences or not self.pipeline.may_launch(sequences, on_host):
             return False
-        longest, after = max(sequence.length for sequence in sequences), self._after(1)
-        if any(pages_of(each.length + 1 + after) > len(each.pages) for each in sequences):  # guard: pages-of-rounds
+        if self.lacking(1):  # guard: pages-of-rounds
             return False
 
         # Its tokens, and the prompts that it takes with it.
@@ -148,6 +140,7 @@ class DecodeRows(Rows):
             prompts.advance(shares)
             return read
 
+        longest = max(sequence.length for sequence in sequences)
         self.pipeline.launch(session, kind, sequences, longest, begin, max(pieces, default=None))
         return True
 
@@ -157,9 +150,8 @@ class DecodeRows(Rows):
         if not (sequences and prompts.rides) or self.is_on_host:
             return {}
         # Where prompts are behind, no row drafts, unless its tokens depend on that.
-        session = self.riding_session(sequences[-1].row + 1)
+        session, kind = self.riding_session(sequences[-1].row + 1), self._acceptor or StepKind.ROUND
         nodes = {1} if prompts.is_behind and not self.runtime.algorithm.plan.draws else {1, self.riding_nodes(session)}
-        kind = self._acceptor or StepKind.ROUND
         pieces = {size: piece for size in nodes if (piece := prompts.piece(session, kind, size)) is not None}
         if len(pieces) == len(nodes):
             return pieces
@@ -252,7 +244,6 @@ class DecodeRows(Rows):
 
     def _ask_acceptors(self, sequences: list[BatchSequence], tree: Tree, logits: Tensor, accepted: Accepted) -> None:
         """Replace what was accepted of the rows that have an acceptor."""
-        device, state = logits.device, self.state
         for sequence in sequences:
             if sequence.acceptor is None:
                 continue
@@ -261,21 +252,19 @@ class DecodeRows(Rows):
             tokens, parents, real = (part[row : row + 1] for part in (tree.tokens, tree.parents, tree.real))
             try:
                 result = sequence.acceptor(Tree(tokens, parents, real, probs), logits[row : row + 1])
-                check_tokens(result.tokens, logits.shape[-1])  # guard: chosen-tokens
+                tokens, vocab = result.tokens, logits.shape[-1]
+                if not bool(((tokens >= 0) & (tokens < vocab)).all()):  # guard: chosen-tokens
+                    raise ValueError(
+                        f"logits_processor: its scores choose a token outside the vocabulary of {vocab} tokens"
+                    )
             except Exception as error:  # its own logits processor or criterion failed; the others go on
                 sequence.failure = error
-                state.finished[row].fill_(True)
+                self.state.finished[row].fill_(True)
                 continue
             for part in ("path", "tokens", "count"):
-                getattr(accepted, part)[row : row + 1] = getattr(result, part).to(device)
+                getattr(accepted, part)[row : row + 1] = getattr(result, part).to(logits.device)
 
     def _hindsight(self, what: str, *rows: int) -> None:
         hindsight = self.all.policies[StepKind.ROUND].hindsight
         if hindsight is not None:
             getattr(hindsight, what)(*rows)
-
-
-def check_tokens(tokens: Tensor, vocab_size: int) -> None:
-    """ValueError if a token is outside the vocabulary, which would end the rounds of all rows."""
-    if not bool(((tokens >= 0) & (tokens < vocab_size)).all()):
-        raise ValueError(f"logits_processor: its scores choose a token outside the vocabulary of {vocab_size} tokens")

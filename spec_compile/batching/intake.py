@@ -116,25 +116,19 @@ class Intake:
             with self._lock:
                 seed = next(self._seeds)
         scores = [Scores.read(*scored) for _ in requests]
-        if scored[1] is not None:
-            self._check_prompt_scores(requests[0])
+        if scored[1] is not None and requests[0].process is not None:
+            raise ValueError("prompt_logprobs: they are not told of prompts with pictures; leave it out")
+        if scored[1] is not None and self._engine.runtime.verify.clamps_prompts:
+            raise ValueError("prompt_logprobs: the model processes prompts unlike tokens of an answer; leave it out")
         wishes["seed"] = seed_of(seed) if requests[0].config.do_sample else 0
         if request_id is None:
             with self._lock:
                 request_id = f"req_{next(self._numbers)}"
         names = [*(child_name(request_id, index) for index in range(number - 1)), request_id]
         return [
-            BatchSequence.of(
-                replace(each, **wishes), prompt, request_id=name, sequence_index=index, scores=scores[index]
-            )
+            BatchSequence(replace(each, **wishes), prompt, request_id=name, sequence_index=index, scores=scores[index])
             for index, (name, each) in enumerate(zip(names, requests))
         ]
-
-    def _check_prompt_scores(self, request: Request) -> None:
-        if request.process is not None:
-            raise ValueError("prompt_logprobs: they are not told of prompts with pictures; leave it out")
-        if self._engine.runtime.verify.clamps_prompts:
-            raise ValueError("prompt_logprobs: the model processes prompts unlike tokens of an answer; leave it out")
 
     def _read_prompt(self, input_ids: Any) -> list[int]:
         ids = input_ids.tolist() if isinstance(input_ids, torch.Tensor) else input_ids

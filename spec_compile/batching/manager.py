@@ -399,7 +399,10 @@ class Manager(ContinuousBatchingManager):
                 with self._lock:
                     self._sequences.pop(sequence.request_id, None)
                 self.metrics.finish(sequence)
-                self._learn(sequence)
+                # A draft learns from it, unless its text is forgotten or ids do not say all of its prompt.
+                shares = sequence.request.share_text is not False and not sequence.has_pictures
+                if self._engine.online is not None and shares and sequence.finish_reason in ("stop", "length"):
+                    self._engine.online.keep(sequence.prompt, sequence.tokens)
         for output in outputs:
             try:
                 self.output_router.deliver(output)
@@ -410,14 +413,3 @@ class Manager(ContinuousBatchingManager):
                     observer(output)
                 except Exception:
                     log.exception("request %s: an observer failed", output.request_id)
-
-    def _learn(self, sequence: BatchSequence) -> None:
-        """Let a draft learn from an answer, unless its text is forgotten or ids do not say all of its prompt."""
-        learner = self._engine.online
-        if (
-            learner is not None
-            and sequence.finish_reason in ("stop", "length")
-            and sequence.request.share_text is not False
-            and not sequence.has_pictures
-        ):
-            learner.keep(sequence.prompt, sequence.tokens)

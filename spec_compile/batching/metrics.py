@@ -1,10 +1,10 @@
 """`Metrics`: counters of the requests of a manager that are over, and gauges of those under way."""
 
 from collections import Counter
-from typing import Any, get_args
+from typing import Any
 
 from ..cache import PAGE
-from .prefix_cache import Tier, whole
+from .prefix_cache import TIERS, whole
 from .scheduler import Scheduler
 from .sequence import BatchSequence
 
@@ -22,7 +22,7 @@ class Metrics:
     def __init__(self, scheduler: Scheduler, engine: Any):
         self._engine = engine
         self._scheduler, self._rounds_before = scheduler, scheduler.decoder.rounds_by_nodes.copy()
-        self._prefixes_before, self._preemptions_before = self._count_prefixes(), scheduler.preemptions
+        self._prefixes_before, self._preemptions_before = scheduler.prefixes.counts.copy(), scheduler.preemptions
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._finished, self._rejected = dict.fromkeys(REASONS, 0), dict.fromkeys(REJECTIONS, 0)
         self._positions: list[int] = []
@@ -44,18 +44,16 @@ class Metrics:
         for depth, accepted in enumerate(speculation.accepted_per_position):
             self._positions[depth] += accepted
 
-    def _count_prefixes(self) -> Counter[str]:
-        """Tokens that were looked for, tokens that were copied from each place, and blocks that were dropped."""
-        prefixes = self._scheduler.prefixes
-        return Counter(prefixes.hits) + Counter(asked=prefixes.asked, evicted=prefixes.evicted)
-
     def __call__(self) -> dict:
         """Gauges: requests, slots, and tokens of the pages that rows use now, besides kept prefixes, which can be given
         up for them. Counters, which end with ``_total``: since the start, of requests that are over; the counters of
         ``prefix_cache`` count requests that have begun, too."""
         scheduler, decoder, prefill = self._scheduler, self._scheduler.decoder, self._scheduler.prefill
         rounds = decoder.rounds_by_nodes - self._rounds_before
-        prefixes = self._count_prefixes() - self._prefixes_before
+        prefixes = scheduler.prefixes.counts - self._prefixes_before
+        hits = {tier: prefixes[tier] for tier in TIERS}
+        caches = [cache for rows in (decoder, prefill) for cache in rows.all.caches]
+        stored = [*decoder.cache_tensors(), *(state for cache in caches for state in cache.states.tensors)]
         pages, used = scheduler.pages.usable, len({page for each in scheduler.begun for page in each.pages})
         return {
             "requests_running": len(decoder.active),
@@ -63,15 +61,15 @@ class Metrics:
             "requests_waiting": len(scheduler.waiting),
             "slots": scheduler.slots,
             "slot_tokens": scheduler.capacity,
-            "cache_bytes": decoder.pool_bytes + decoder.state_bytes + prefill.state_bytes,
+            "cache_bytes": sum(tensor.nbytes for tensor in stored),
             "cache_tokens": pages * PAGE,
             "cache_tokens_used": used * PAGE,
             "cache_usage": used / pages,
             "preemptions_total": scheduler.preemptions - self._preemptions_before,
-            "prefix_cache_bytes": {tier: scheduler.prefixes.bytes(tier) for tier in get_args(Tier)},
+            "prefix_cache_bytes": {tier: scheduler.prefixes.bytes(tier) for tier in TIERS},
             "prefix_cache_queries_total": prefixes["asked"],
-            "prefix_cache_hits_total": sum(prefixes[place] for place in get_args(Tier)),
-            "prefix_cache_hits_by_place_total": {place: prefixes[place] for place in get_args(Tier)},
+            "prefix_cache_hits_total": sum(hits.values()),
+            "prefix_cache_hits_by_place_total": hits,
             "prefix_cache_evicted_blocks_total": prefixes["evicted"],
             "rounds_total": rounds.total(),
             "rounds_by_nodes_total": dict(rounds),

@@ -1,7 +1,9 @@
 """The models that `speculate` makes: our ``generate()``, and continuous batching."""
 
+import operator
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +17,16 @@ from transformers.utils.logging import tqdm
 from ..capture import copies
 from ..capture.changes import KEPT
 from ..capture.copies import FollowedConfig, follow
+from ..parallel.messages import pack, unpack
+from ..parallel.ranks import Alone
 from ..runtime.generate import SpeculativeMixin
 from .intake import child_name
 from .manager import Manager
 from .output import Output
-from .ranks import share
 from .request_options import read_sequences
+
+MOST_NUMBERS = 1 << 16
+"""Most numbers of a message to the other ranks."""
 
 
 class BatchingMixin(SpeculativeMixin):
@@ -171,6 +177,18 @@ def _answer(
                     manager.background_thread_status.fatal_error
                 )
     return {name: done[name] for place in sorted(names) for name in names[place]}
+
+
+def share(ranks: Alone, value: Any, kind: Any) -> Any:
+    """The value that the first rank has, on all ranks; the others' does not count. kind: its type, see `from_json`."""
+    if ranks.size == 1:
+        return value
+    numbers = pack(value) if ranks.leads else []
+    (count,) = ranks.lead(lambda: [len(numbers)])
+    received = list[int]()
+    for begin in range(0, count, MOST_NUMBERS):
+        received += ranks.lead(partial(operator.getitem, numbers, slice(begin, begin + MOST_NUMBERS)))
+    return unpack(received, kind, "what rank 0 shares")
 
 
 def score(model: Any, ids: Any, temperature: float, adapter_names: Sequence[str | None] | None) -> list[Tensor]:

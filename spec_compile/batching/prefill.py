@@ -1,7 +1,5 @@
-"""Prompts are processed in chunks between the rounds of other requests, in rows of a cache that only they use.
-
-A prompt never touches the rows that decode. When it is done, its row moves to one of them. A request whose row was
-taken for others comes back as a prompt of its text so far.
+"""Prompts are processed along with the rounds of other requests or between them, in rows of a cache that only they use.
+When a prompt is done, its row moves to one of those that decode.
 """
 
 from collections.abc import Callable
@@ -20,8 +18,7 @@ from .rows import Rows
 from .sequence import BatchSequence
 
 PREFILL_ROWS = {"cpu": 1, "cuda": 16}
-"""Prompts that are processed together at most: on a CPU their cost adds up, on a GPU the weights are read once for
-all."""
+"""Prompts that are processed together at most: on a CPU their cost adds up, on a GPU they share reads of weights."""
 TURN, ASIDE = 256, 8
 """Where there is one row for prompts: tokens of a prompt after which one of another client goes on, and prompts that
 may wait for that."""
@@ -32,15 +29,11 @@ STEPS_OF_TOKENS = (256, 512, 1024)
 768, and 512 about 0.6 of that."""
 COMMON_STEP, BACKLOG = 512, 4
 """A step has more tokens than `COMMON_STEP`, and no drafts, only while prompts that may begin need `BACKLOG` of the
-largest steps. 1,024 tokens take 1.8 times as long as 512, which rows that decode wait for; prompts take 0.86 of the
-time."""
+largest steps: rows that decode wait 1.8 times as long for 1,024 tokens, and prompts take 0.86 of the time."""
 SLICE = 32
-"""Tokens of a slice of a piece at most, and of which trees have fewer nodes. Attention takes 128 rows at once, which
-are 32 tokens with 4 query heads for each KV head."""
+"""Tokens of a slice at most. Attention takes 128 rows at once: 32 tokens with 4 query heads for each KV head."""
 DRAFTED_ROWS = 4
 """Prompts that may ride along at once where a draft processes them, too, of each as many tokens as all have."""
-Restore = Callable[[Rows, int], None]
-"""Copies the states after a known beginning to a row."""
 
 
 class PrefillRows(Rows):
@@ -53,10 +46,6 @@ class PrefillRows(Rows):
         super().__init__(runtime, number, capacity, pool, are_dense=True, aside=ASIDE if has_aside else 0)
         self.step_sizes = sorted({*(size for size in STEPS_OF_TOKENS if size < piece), piece} - {0})
         """Tokens of a step with a piece of prompts, and of its round."""
-        self._done = [0] * len(self.sequences)
-        """Per row: tokens whose keys and values are known."""
-        self._stops = [0] * len(self.sequences)
-        """Per row: stop prefill here. The length of the sequence, or the branch point if it comes first."""
         self._turn = 0
         """Tokens that were processed since the prompt in the only row has it."""
         self.backlog = 0
@@ -66,7 +55,6 @@ class PrefillRows(Rows):
 
     @property
     def begun(self) -> list[BatchSequence]:
-        """The prompts in the rows and those that wait aside."""
         return [*self.active, *self.aside]
 
     @property
@@ -84,17 +72,16 @@ class PrefillRows(Rows):
         """True if no prompt may begin now, whoever sent it. Where prompts ride along, no more begin than fill a piece,
         so that the first one is done first."""
         is_enough = bool(self.step_sizes) and sum(self._missing()) >= self.step_sizes[-1]
-        return is_enough or (not self.has_room and self.number > 1)
+        return is_enough or (self.number > 1 and not self.free)
 
     def make_room(self, sequence: BatchSequence) -> bool:
         """True if there is a row for this prompt now. If there is only one, a prompt of another client that has had
         its turn is set aside for it."""
-        if self.has_room:
+        if self.free:
             return True
-        before = self.sequences[0]
-        is_due = self._turn >= TURN and before is not None and before.request.client != sequence.request.client
         free = [row for row in range(self.number, len(self.sequences)) if self.sequences[row] is None]
-        if before is None or not is_due or not free:
+        before = self.sequences[0] if free and self._turn >= TURN else None
+        if before is None or before.request.client == sequence.request.client:
             return False
         self.shift(before, free[0])
         return True
@@ -105,17 +92,16 @@ class PrefillRows(Rows):
         self._turn = 0
 
     def enter(
-        self, sequence: BatchSequence, known: int = 0, branch: int = 0, restore: Restore | None = None
-    ) -> None:  # fmt: skip
+        self, sequence: BatchSequence, known: int, branch: int = 0, restore: Callable[[Rows, int], None] | None = None
+    ) -> None:
         """Begin with a prompt, or with the text so far of a sequence that comes back; `sequence.pages` are its pages.
 
         known: its first tokens whose keys and values are in these pages. restore: copies the states after them, if
-        there are any. branch: tokens after which `at_branch` is called, more than `known`; 0 for none.
+        there are any, to a row. branch: tokens after which `at_branch` is called, more than `known`; 0 for none.
         """
-        # Its row, with what is known already, and where its prefill stops for the first time.
-        sequence.row = row = self.free_row()
+        sequence.row = row = self.free[0]
         self.sequences[row] = sequence
-        self._done[row], self._stops[row], self._turn = known, branch or sequence.length, 0
+        sequence.done, sequence.stop, self._turn = known, branch or sequence.length, 0
         self.reuse(row)
         self._begin(sequence, self, row, lengths=known)
         if restore is not None:
@@ -129,7 +115,7 @@ class PrefillRows(Rows):
         state.enter(row, sequence.text, eos, sequence.loaded.index, **numbers, **sequence.numbers())
         if sequence.tokens and state.kv.states.kinds:  # some clamp what belongs to a prompt
             state.kv.states.prompt_lengths[row].fill_(len(sequence.prompt))
-        rows.place({sequence: 0})
+        rows.place({sequence: sequence.pages})
         self.runtime.guard(rows.all.drafter.enter, row, request.share_text, request.references)
 
     def process(self, sequence: BatchSequence, own: OwnPrefill) -> None:
@@ -147,9 +133,9 @@ class PrefillRows(Rows):
         state.fill(past, [done])
 
         # A row among the others.
-        sequence.row = row = self.free_row()
+        sequence.row = row = self.free[0]
         rows.move_row(0, row, self)
-        self.sequences[row], self._done[row], self._stops[row] = sequence, done, sequence.length
+        self.sequences[row], sequence.done, sequence.stop = sequence, done, sequence.length
         self.state.prompt_lengths[row].fill_(sequence.length + 1)
 
     def step(self, waiting: int, decoding: int, round_seconds: float | None) -> list[BatchSequence]:
@@ -171,17 +157,16 @@ class PrefillRows(Rows):
 
     def ready(self) -> list[BatchSequence]:
         """The prompts that are done, with their first trees."""
-        ready = [sequence for sequence in self.active if self._done[sequence.row] == sequence.length]
+        ready = [sequence for sequence in self.active if sequence.done == sequence.length]
+        for sequence in ready:
+            if sequence.tokens:  # random numbers go by the place in the answer
+                self.state.prompt_lengths[sequence.row].fill_(len(sequence.prompt))
         if ready:
-            for sequence in ready:
-                if sequence.tokens:  # random numbers go by the place in the answer
-                    self.state.prompt_lengths[sequence.row].fill_(len(sequence.prompt))
             session = self._active_session
             session.propose(session.max_kv_len(max(sequence.length + 1 for sequence in self.active)))
-            if not self.runtime.on_gpu:
-                for sequence in ready:
-                    sequence.count = int(session.state.tree_count[sequence.row])
-                    sequence.confidence = int(session.state.tree_confidence[sequence.row])
+        for sequence in [] if self.runtime.on_gpu else ready:
+            sequence.count = int(self.state.tree_count[sequence.row])
+            sequence.confidence = int(self.state.tree_confidence[sequence.row])
         return ready
 
     @property
@@ -191,7 +176,6 @@ class PrefillRows(Rows):
 
     @property
     def is_behind(self) -> bool:
-        """True while more prompts wait than a few steps take."""
         return sum(self._missing()) + self.backlog >= BACKLOG * self.step_sizes[-1]
 
     def piece(self, session: Session, kind: StepKind | DrawInRound, nodes: int) -> Piece | None:
@@ -201,16 +185,12 @@ class PrefillRows(Rows):
         Beside 64 rows, prompts that miss 500 and 60 tokens have a piece of 448 tokens of the first one, in a step of
         512 tokens. Then they miss 52 and 60, and have a piece of 192 tokens, in a step of 256.
         """
-        missing, own = sum(self._missing()), session.batch * nodes
-        longest = self.step_sizes[-1] if self.is_behind else COMMON_STEP
-
-        def rate(piece: Piece) -> float:
-            """Tokens of prompts for each token that the step costs."""
-            return min(missing, piece.size) / (STEP_COST[self.runtime.device.type] + own + piece.size)
-
-        # Longer steps are for a backlog, unless no shorter one has room beside the round.
+        missing, cost = sum(self._missing()), STEP_COST[self.runtime.device.type] + session.batch * nodes
         made = [piece for piece in self.pieces(session.batch, nodes) if session.has(MixedKind(kind, piece), nodes)]
-        short = [piece for piece in made if own + piece.size <= longest]
+        # Longer steps are for a backlog, unless no shorter one has room beside the round.
+        longest = (self.step_sizes[-1] if self.is_behind else COMMON_STEP) - session.batch * nodes
+        short = [piece for piece in made if piece.size <= longest]
+        rate = lambda piece: min(missing, piece.size) / (cost + piece.size)  # noqa: E731
         return max(short or made[:1], key=rate, default=None)
 
     def pieces(self, rows: int, nodes: int) -> list[Piece]:
@@ -226,16 +206,15 @@ class PrefillRows(Rows):
         return [Piece(session, count, unit) for tokens in steps if (count := (tokens - rows * nodes) // unit)]
 
     def ride(self, piece: Piece) -> dict[BatchSequence, int]:
-        """Fill a piece with slices of the prompts, those that began first before others, which is told the device.
-        Returns the tokens of each prompt.
+        """Fill a piece with slices of the prompts, first of the first ones, and tell the device. Returns the tokens of
+        each prompt.
 
         A piece of 4 slices of 32 tokens, and prompts in rows 0 and 2 of which 100 tokens and none are known, and that
         miss 40 and 500: the slices begin at (0, 100), (0, 132), (2, 0) and (2, 32).
         """
         shares, slices = dict[BatchSequence, int](), list[tuple[int, int]]()
         for sequence in sorted(self.active, key=lambda each: each.turn):
-            done, stop = self._done[sequence.row], self._stops[sequence.row]
-            begins = range(done, stop, piece.unit)[: piece.number - len(slices)]
+            begins = range(sequence.done, sequence.stop, piece.unit)[: piece.number - len(slices)]
             slices += [(sequence.row, begin) for begin in begins]
             shares[sequence] = len(begins) * piece.unit
         slices += slices[-1:] * (piece.number - len(slices))  # the last one again does no harm
@@ -250,30 +229,27 @@ class PrefillRows(Rows):
 
     def _missing(self) -> list[int]:
         """The tokens that each prompt in a row still needs, up to its branch point if it has one."""
-        return [self._stops[sequence.row] - self._done[sequence.row] for sequence in self.active]
+        return [sequence.stop - sequence.done for sequence in self.active]
 
     def advance(self, shares: dict[BatchSequence, int]) -> None:
         """As many next tokens of each of these prompts have been processed."""
         self._turn += max(shares.values())
         for sequence, size in shares.items():
-            row, last = sequence.row, sequence.length
-            self._done[row] = min(self._done[row] + size, self._stops[row])
-            if self._done[row] == self._stops[row] < last:  # its branch point; it goes on to its end
-                self.at_branch(sequence, self._done[row], self)
-                self.reuse(row)  # its states change in the next chunk
-                self.state.prompt_lengths[row].fill_(last + 1)
-                self._stops[row] = last
+            sequence.done = min(sequence.done + size, sequence.stop)
+            if sequence.done == sequence.stop < sequence.length:  # its branch point; it goes on to its end
+                self.at_branch(sequence, sequence.done, self)
+                self.reuse(sequence.row)  # its states change in the next chunk
+                self.state.prompt_lengths[sequence.row].fill_(sequence.length + 1)
+                sequence.stop = sequence.length
 
     def max_kv_len(self, session: Session, size: int) -> int:
         """Visible slots of a step over the next `size` tokens of every prompt."""
-        return session.max_kv_len(max(self._done[sequence.row] for sequence in self.active) + size)
+        return session.max_kv_len(max(sequence.done for sequence in self.active) + size)
 
     def _score(self, session: Session) -> int:
         """Process a chunk of every prompt as rounds verify a chain of drafts, which gives the target's logits after
-        each token; returns its size, the nodes of the largest round.
-
-        The logits of one chunk exist at a time. The logits after token i of a prompt tell the log-probability of token
-        i + 1, so the prompt [5, 8, 3] has scores of 8 and 3.
+        each token; returns its size, the nodes of the largest round. The logits of one chunk exist at a time. The
+        prompt [5, 8, 3] has scores of 8 and 3.
         """
         # A chain of the next tokens of each prompt takes the place of the pending trees.
         state, size = session.state, max(self.runtime.sizes[-1], 2)
@@ -283,10 +259,9 @@ class PrefillRows(Rows):
         state.set_trees(tokens, number - 1, torch.full_like(number[:, 0], size), torch.zeros_like(number[:, 0]))
         logits, *features = session.get(StepKind.LOOK, size)(begin)
         for sequence in self.active:
-            done = self._done[sequence.row]
             if sequence.scores is not None and sequence.needs_scores:
-                told = max(len(sequence.scores.prompt) - done, 0)  # before its row was taken
-                known = sequence.prompt[done + 1 + told : done + 1 + size]
+                told = max(len(sequence.scores.prompt) - sequence.done, 0)  # before its row was taken
+                known = sequence.prompt[sequence.done + 1 + told : sequence.done + 1 + size]
                 if known:
                     sequence.scores.read_prompt(logits[sequence.row, told : told + len(known)], known)
 
@@ -296,41 +271,28 @@ class PrefillRows(Rows):
         return size
 
     def _chunk_size(self, missing: list[int], waiting: int, decoding: int, round_seconds: float | None) -> int:
-        """See `choose_size`. The first rank decides, because the others measure other times. Fixed chunks belong to the
-        one prompt that a CPU processes at a time."""
+        """See `choose_size`. The first rank decides, because the others measure other times."""
         prefill_sizes, fixed = self.all.prefill_sizes, STEP_COST[self.runtime.device.type]
-        if self.runtime.has_fixed_chunks:
-            (tokens,) = missing
-            return next(chunks(tokens, prefill_sizes, fixed))  # guard: fixed-chunks
-        is_measured = all(self.prefill_seconds(width) for width in self.widths)
-        round_cost = round_seconds if round_seconds is not None and is_measured else fixed
+        if self.runtime.has_fixed_chunks:  # for the one prompt that a CPU processes at a time
+            return next(chunks(missing[0], prefill_sizes, fixed))  # guard: fixed-chunks
+        seconds = {width: session.prefill_seconds for width, session in self._sessions.items()}
+        is_measured = round_seconds is not None and all(seconds.get(width) for width in self.widths)
 
         def cost(prompts: int, size: int) -> float:
             width = self.width(prompts)
-            if (
-                round_seconds is None or not is_measured
-            ):  # a chunk and a round read the weights once, and a chunk computes its tokens besides
+            if not is_measured:  # a chunk and a round read the weights, and a chunk computes its tokens besides
                 return fixed + width * size
-            measured = self.prefill_seconds(width)
-            largest = max(measured)  # of the steps that are captured; a larger one computes more of the same
-            return measured.get(size) or measured[largest] * size / largest
+            largest = max(seconds[width])  # of the steps that are captured; a larger one computes more of the same
+            return seconds[width].get(size) or seconds[width][largest] * size / largest
 
+        round_cost = round_seconds if is_measured and round_seconds else fixed
         sizes = [size for size in prefill_sizes if size.bit_count() == 1]  # few, for all may be timed
         decide = partial(choose_size, missing, waiting, decoding, sizes, cost, round_cost)
         return self.runtime.options.ranks.lead(lambda: [decide()])[0]
 
     def known(self, sequence: BatchSequence) -> int:
         """The first slots of a row that the target and the draft have written."""
-        return max(self._done[sequence.row] - max(self.runtime.algorithm.ahead - 1, 0), 0)
-
-    def moved(self, row: int, to: int) -> None:
-        self._done[to], self._stops[to] = self._done[row], self._stops[row]
-
-    def move(self, sequence: BatchSequence, target: Rows, to: int) -> None:
-        """Move a prompt that is done to row `to` of `target`."""
-        self.sequences[sequence.row] = None
-        self.move_row(sequence.row, to, target)
-        sequence.row = to
+        return max(sequence.done - max(self.runtime.algorithm.ahead - 1, 0), 0)
 
     def leave(self, sequence: BatchSequence) -> None:
         """Give up a prompt."""
@@ -352,11 +314,8 @@ def choose_size(
     rows that decode have. With costs of 32 + size, 44 tokens take a chunk of 32 if nobody decodes, and of 64 otherwise.
 
     missing: tokens that each prompt under way still needs, above zero.
-    waiting: free rows for which prompts wait.
-    decoding: rows that decode.
-    sizes: the sizes to choose from, descending.
-    cost: gives a chunk's cost by (number of prompts, size).
-    round_cost: a round's cost in the same unit.
+    waiting: free rows for which prompts wait. decoding: rows that decode. sizes: to choose from, descending.
+    cost: gives a chunk's cost by (number of prompts, size). round_cost: a round's cost in the same unit.
     """
     prompts, between = len(missing), round_cost if decoding else 0.0
     if decoding:

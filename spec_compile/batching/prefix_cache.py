@@ -1,12 +1,13 @@
 """Keys and values of earlier texts for new prompts: pages of the pool that stay for them, and copies on the host."""
 
 import logging
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from .sequence import BatchSequence
 if TYPE_CHECKING:
     from .decoding import DecodeRows
 
-Tier = Literal["device", "host"]
+TIERS = "device", "host"
 Key = bytes
 """Tokens of a page, or a scope; see `PrefixCache`."""
 
@@ -33,14 +34,13 @@ LEAST = 16
 multiples of 16 tokens only, and figures are such multiples: whoever guesses a text, and watches what is copied, has to
 guess 16 tokens at once."""
 TOKENS = np.dtype(np.int32)
-"""The dtype of tokens in keys."""
 FEWEST = {"cpu": PAGE, "cuda": 4 * PAGE}
-"""Tokens of the shortest text worth fetching from the host, and whose states are worth keeping. A GPU processes up to
-256 tokens of a prompt in about the time of one, in which it reads the weights."""
+"""Tokens of the shortest text worth fetching from the host, and whose states are worth keeping. A GPU processes 256
+tokens of a prompt in about the time of one, in which it reads the weights."""
 LEAST_BRANCH = 256
-"""Tokens that states at a branch save later prompts at least. One chunk more, which this prompt pays, costs less."""
+"""Tokens that states at a branch save later prompts at least, for one chunk more of this one."""
 COMPARED = 16
-"""Texts that go on after the same whole pages are compared with a prompt, token by token, up to so late a one."""
+"""The newest texts after the same whole pages that are compared with a prompt, token by token."""
 
 
 def whole(tokens: Any) -> Any:
@@ -52,16 +52,13 @@ def whole(tokens: Any) -> Any:
 class Block:
     """A kept page of a text, which comes after another block or begins a text.
 
-    parent: the number of the block before it, or the scope of the text that it begins.
-    number: names it among all blocks that were ever kept.
+    parent: the block before it, or the scope of the text that it begins. client: whose text brought it.
     key: its tokens. tokens: how many of its slots count, PAGE or fewer.
-    client: whose text brought it.
-    page: its page of the pool; 0 for none.
-    place: of its page in host memory; None if it is not there. states: the places of its states; empty for none.
+    page: its page of the pool; 0 for none. place: where its page lies in host memory, or None.
+    states: where its states lie in host memory, if it has any.
     """
 
-    parent: "Key | int"
-    number: int
+    parent: "Key | Block"
     key: Key
     tokens: int
     client: str
@@ -74,26 +71,19 @@ class Block:
 class Known:
     """The beginning of a text that need not be processed.
 
-    tokens: its first tokens whose keys and values are known.
-    partial: the page with the last of them, whose copy the text has; None if only whole pages are known.
-    states: copies the states after these tokens to a row of some rows; None without recurrences.
+    blocks: have it. tokens: its first tokens whose keys and values are known.
+    seen: tokens of all pages that the text begins with, which may be more: with recurrences it goes on from states.
+    partial: the page with the last of `tokens`, whose copy the text has; None if only whole pages are known.
+    states: copies the states after `tokens` to a row of some rows; None without recurrences.
     branch: tokens after which states are to be kept, because earlier texts share that much; 0 for none.
     """
-
-    tokens: int = 0
-    partial: int | None = None
-    states: Callable[[Rows, int], None] | None = None
-    branch: int = 0
-
-
-@dataclass
-class Match:
-    """Blocks with which a text begins, and how many tokens of it they give; `seen`: tokens of all pages that it begins
-    with, which may be more, because a model with recurrences goes on from states only."""
 
     blocks: list[Block] = field(default_factory=list)
     tokens: int = 0
     seen: int = 0
+    partial: int | None = None
+    states: Callable[[Rows, int], None] | None = None
+    branch: int = 0
 
 
 class PrefixCache:
@@ -101,9 +91,9 @@ class PrefixCache:
 
     Each page of a text is a block, found by its tokens and the block before it, so texts that begin alike share blocks.
     With pages of 2 tokens the texts [1 2 3 4 5] and [1 2 8 9] have the blocks [1 2], [3 4] and [5] after it, and [8 9].
-    A key is the tokens themselves, not a hash of them, and a text's first key has its scope, so different texts never
-    meet. The last page of a text is a block, too, of which fewer slots count; a prompt that goes on in it, or leaves a
-    text within a page, has a copy of that page.
+    A key is the tokens themselves, and a text's first block comes after its scope, so different texts never meet. The
+    last page of a text is a block, too, of which fewer slots count; a prompt that goes on in it, or leaves a text
+    within a page, has a copy of that page.
 
     Blocks cost nothing: their pages are free for rows, which take the oldest ones last (see `Pages`). On a GPU, a page
     that a later text has begun with is copied to host memory then, as far as there is room, and fetched when it is
@@ -126,33 +116,28 @@ class PrefixCache:
         """Counts how often the weights have changed."""
         ahead, self._has_states = runtime.algorithm.ahead, bool(runtime.verify.recurrences)
         self._ahead = min(ahead, 1) if self._has_states else ahead  # states come after all tokens but the last
+        self._keeps_states = self._has_states and not runtime.has_fixed_chunks and runtime.options.ranks.size == 1
         self._fewest = FEWEST[runtime.device.type]
         budget = PrefixBudget.of(runtime)
         self._copies = PageCopies(rows, budget.host)
         self.page_bytes = self._copies.page_bytes
-        self._count = 0
-        """The blocks that were ever kept."""
-        self._blocks: dict[tuple[Key | int, Key], Block] = {}
-        self._after: dict[Key | int, dict[Block, None]] = {}
+        self._blocks: dict[tuple[Key | Block, Key], Block] = {}
+        self._after: dict[Key | Block, dict[Block, None]] = {}
         """The blocks after another one, or at the beginnings of a scope's texts, the newest last."""
-        self._blocks_of: dict[int, list[Block]] = {}
-        """By page its blocks: a page that was the last one of a text may be a whole one of another."""
         self._far: OrderedDict[Block, None] = OrderedDict()
         """The blocks in host memory, the oldest first."""
-        pages.keeps, pages.lose = budget.device != 0, self._lose
-        self.hits: Counter[str] = Counter()
-        """Tokens that were known, of each page in multiples of `LEAST`, by where it was, "device" or "host"."""
-        self.asked = 0
-        """Tokens of texts for which earlier keys and values were looked for."""
-        self.evicted = 0
-        """Blocks that were dropped because there was no room."""
+        # No circle of references, in which the pool would outlive the batch.
+        pages.keeps, pages.lose = budget.device != 0, partial(PrefixCache._lose, weakref.proxy(self))
+        self.counts: Counter[str] = Counter()
+        """Tokens that were known, of each page in multiples of `LEAST`, by where it was, "device" or "host"; "asked":
+        tokens that were looked for; "evicted": blocks that were dropped because there was no room."""
 
-    def bytes(self, tier: Tier) -> int:
+    def bytes(self, tier: str) -> int:
         """Bytes of pages and states that only prefixes use."""
         return (self._pages.spare if tier == "device" else self._copies.memory.used) * self.page_bytes
 
     def forget(self) -> None:
-        """The weights have changed: keys and values of earlier requests are of no use."""
+        """Keys and values of earlier requests are of no use: the weights have changed, say."""
         for block in [*self._blocks.values()]:  # guard: prefixes-of-weights
             self._drop(block)
         self._changes += 1
@@ -165,102 +150,90 @@ class PrefixCache:
         A text has 5 pages: 3 are whole pages of an earlier one, and 10 tokens of the fourth are known. Then two pages
         are new, and the first of these begins with a copy.
         """
-        match, text = Match(), sequence.text
-        is_clamped = self._runtime.verify.clamps_prompts and sequence.tokens  # an answer has other states than a prompt
-        if not (sequence.has_pictures or sequence.needs_scores or is_clamped):  # or it needs all tokens processed
-            match = self._match(text, sequence.scope, sequence.request.client)
+        # All of it is processed if its logits are told, or if states after its answer differ from a prompt's.
+        text, is_clamped = sequence.text, self._runtime.verify.clamps_prompts and bool(sequence.tokens)
+        is_blank = sequence.has_pictures or sequence.needs_scores or is_clamped
+        known = Known() if is_blank else self._find(text, sequence.scope, sequence.request.client)
 
         # Nothing counts if the weights have changed since.
-        is_sure = self.distrusts_weights and match.tokens > 0
+        is_sure = self.distrusts_weights and known.tokens > 0
         if self._weights.have_changed(is_sure):
             self.forget()
-            match = Match()
+            known = Known()
         self.distrusts_weights &= not is_sure
-        sequence.weights = self._changes
+        sequence.weights, seen = self._changes, known.seen
 
-        known = self._take(sequence, match, count)
-        if known is not None:
-            self.asked += len(text)
-            is_longer = known.tokens + LEAST_BRANCH <= match.seen < len(text) - 1
-            known.branch = match.seen if self._has_states and is_longer and self._keeps_states else 0
-        return known
+        taken = self._take(sequence, known, count)
+        if taken is not None:
+            self.counts["asked"] += len(text)
+            if self._keeps_states and taken.tokens + LEAST_BRANCH <= seen < len(text) - 1:
+                taken.branch = seen
+        return taken
 
-    @property
-    def _keeps_states(self) -> bool:
-        return not self._runtime.has_fixed_chunks and self._runtime.options.ranks.size == 1
-
-    def _match(self, text: list[int], scope: Key, client: str) -> Match:
+    def _find(self, text: list[int], scope: Key, client: str) -> Known:
         """The blocks with which a text can go on. Its last token is the root of the first tree."""
         slots = len(text) - 1
         tokens = np.asarray(text[: slots + self._ahead], dtype=TOKENS)
         chain = list[Block]()
         for key in self._keys(tokens, slots):
-            block = self._blocks.get((chain[-1].number if chain else scope, key))
+            block = self._blocks.get((chain[-1] if chain else scope, key))
             if block is None:
                 break
             chain.append(block)
-        match = Match(chain, len(chain) * PAGE, len(chain) * PAGE)
-        if self._has_states:
-            return self._end_of(match, tokens, slots, scope)
+        seen = len(chain) * PAGE
 
-        # Some tokens of one more page.
-        rest = self._key(tokens, match.seen, match.seen + PAGE)
-        alike = {block: self._alike(block, rest, match.seen, client) for block in self._newest(chain, scope)}
-        block = max(alike, key=alike.__getitem__, default=None)
-        if block is not None and alike[block]:
-            chain.append(block)
-            match.tokens += alike[block]
-        match.tokens = self._cut(min(match.tokens, max(len(text) - self._runtime.algorithm.plan.fresh_tokens, 0)))
-        if match.tokens < LEAST:
-            return Match()
-        del chain[pages_of(match.tokens) :]
-        return match
-
-    def _end_of(self, match: Match, tokens: np.ndarray, slots: int, scope: Key) -> Match:
-        """The blocks up to the last end of a text, with its states, with which a text [n] int32 begins."""
-        for count in range(len(match.blocks), -1, -1):
-            chain = match.blocks[:count]
-            rest = self._key(tokens, count * PAGE, min((count + 1) * PAGE, slots))
+        # With states, the last end of a text with which this one begins.
+        while self._has_states:
+            rest = self._key(tokens, len(chain) * PAGE, min((len(chain) + 1) * PAGE, slots))
             ends = (block for block in self._newest(chain, scope) if block.tokens < PAGE)
             end = max((each for each in ends if rest.startswith(each.key)), key=lambda e: e.tokens, default=None)
             if end is not None:
-                return Match([*chain, end], count * PAGE + end.tokens, match.seen)
-        return Match(seen=match.seen)
+                return Known([*chain, end], len(chain) * PAGE + end.tokens, seen)
+            if not chain:
+                return Known(seen=seen)
+            chain.pop()
+
+        # Some tokens of one more page.
+        rest = self._key(tokens, seen, seen + PAGE)
+        alike = {block: self._alike(block, rest, seen, client) for block in self._newest(chain, scope)}
+        block = max(alike, key=alike.__getitem__, default=None)
+        more = 0 if block is None else alike[block]
+        most = max(len(text) - self._runtime.algorithm.plan.fresh_tokens, 0)
+        count = self._cut(min(seen + more, most))
+        blocks = [*chain, *([block] if block else [])][: pages_of(count)]
+        return Known(blocks, count) if count >= LEAST else Known()
 
     def _newest(self, chain: list[Block], scope: Key) -> Iterator[Block]:
         """The newest blocks after a chain."""
-        after = self._after.get(chain[-1].number if chain else scope, {})
+        after = self._after.get(chain[-1] if chain else scope, {})
         return islice(reversed(after), COMPARED)
 
     def _alike(self, block: Block, rest: Key, begin: int, client: str) -> int:
-        """The first slots of a block from slot `begin` of its text on that serve a text that goes on with the key
-        `rest`."""
+        """The first slots of a block from slot `begin` of its text on that serve a text that goes on with `rest`."""
         own, other = np.frombuffer(block.key, dtype=TOKENS), np.frombuffer(rest, dtype=TOKENS)
         width = min(len(own), len(other))
         differs = own[:width] != other[:width]
-        alike = int(differs.argmax()) if differs.any() else width
-        alike = max(alike - (0 if begin else self._ahead), 0)
+        alike = max((int(differs.argmax()) if differs.any() else width) - (0 if begin else self._ahead), 0)
         return alike if block.client == client else whole(alike)
 
-    def _take(self, sequence: BatchSequence, match: Match, count: int) -> Known | None:
+    def _take(self, sequence: BatchSequence, known: Known, count: int) -> Known | None:
         """Give a sequence `count` pages, the first ones with what is known of it; None if too few are free."""
-        pages, blocks, tokens = self._pages, match.blocks, match.tokens
-        shared = [block.page for block in blocks[: tokens // PAGE] if block.page]
+        pages, blocks, tokens = self._pages, known.blocks, known.tokens
+        whole_blocks = blocks[: tokens // PAGE]
+        shared = [block.page for block in whole_blocks if block.page]
         last = [blocks[-1].page] if tokens % PAGE and blocks[-1].page else []
-        missing = count - len(shared)
 
         # Known pages have one user more, so that nobody else is given them.
         pages.share([*shared, *last])
-        if pages.free < missing:
+        if pages.free < count - len(shared):
             pages.release([*shared, *last])
             if not last:
                 return None
             # Without room for a copy, whole pages may serve.
-            fewer = Match() if self._has_states else Match(blocks[:-1], tokens // PAGE * PAGE)
+            fewer = Known() if self._has_states else Known(whole_blocks, len(whole_blocks) * PAGE)
             return self._take(sequence, fewer, count)
-        new = pages.take(missing)
-        known = (block.page or new.pop(0) for block in blocks[: tokens // PAGE])
-        sequence.pages = [*known, *new]
+        new = pages.take(count - len(shared))
+        sequence.pages = [*(block.page or new.pop(0) for block in whole_blocks), *new]
 
         # Contents come from the host or from another page.
         hits = Counter[str]()
@@ -270,18 +243,19 @@ class PrefixCache:
             self._fetch(blocks, sequence.pages, tokens)
             if last:
                 self._rows.copy_page(last[0], sequence.pages[tokens // PAGE])
-            states = self._copies.load_states(blocks[-1].states) if blocks and self._has_states else None
+            if blocks and self._has_states:
+                known.states = partial(self._copies.restore, self._copies.load_states(blocks[-1].states))
             self._save([block for block in blocks if block.tokens == PAGE and tokens >= self._fewest])
         except Exception:  # of the machine's memory: nothing is known
             log.exception("a text could not be brought back from host memory")
             self.forget()
             pages.release([*sequence.pages, *last])
             sequence.pages, sequence.weights = [], self._changes
-            return self._take(sequence, Match(), count)
+            return self._take(sequence, Known(), count)
         pages.release(last)  # what is launched later may write to it
-        self.hits += hits
-        restore = None if states is None else partial(self._copies.restore, states)
-        return Known(tokens, last[0] if last else None, restore)
+        self.counts += hits
+        known.partial = last[0] if last else None
+        return known
 
     def _fetch(self, blocks: list[Block], pages: list[int], tokens: int) -> None:
         """Copy the blocks of a text that only the host has to the text's pages. Those are kept there of which the first
@@ -300,13 +274,13 @@ class PrefixCache:
 
     # --- keeping
 
-    def keep(self, sequence: BatchSequence, tokens: list[int], slots: int, rows: Rows) -> None:
+    def keep(self, sequence: BatchSequence, slots: int, rows: Rows) -> None:
         """Keep the pages of a sequence, and its states, if there are any.
 
-        slots: how many of its `tokens` have keys and values. rows: have its row, and its states after `slots` tokens,
+        slots: how many of its tokens have keys and values. rows: have its row, and its states after `slots` tokens,
         if it is there or has left as a whole.
         """
-        runtime = self._runtime
+        runtime, sequence.kept = self._runtime, slots
         if sequence.weights != self._changes or sequence.has_pictures:  # guard: texts-with-pictures
             return
         if runtime.has_fixed_chunks:  # only keys and values from chunks serve others, and no states after them
@@ -318,36 +292,33 @@ class PrefixCache:
             if not (self._keeps_states and is_there) or slots < self._fewest:
                 return
         try:
-            self._keep(sequence, np.asarray(tokens, dtype=TOKENS), slots, rows)
+            # Whole pages.
+            tokens, client = np.asarray(sequence.text, dtype=TOKENS), sequence.request.client
+            parent: Key | Block = sequence.scope
+            begin = 0
+            for number, key in enumerate(self._keys(tokens, slots)):
+                parent = self._block(parent, key, PAGE, client)
+                begin += PAGE
+                if not parent.page:
+                    self._hold(parent, sequence.pages[number])
+
+            # The last page, of which fewer slots count, and the states after it.
+            end = min(slots, len(tokens) - self._ahead)
+            if self._has_states or begin < end < begin + PAGE:
+                block = self._block(parent, self._key(tokens, begin, end), end - begin, client)
+                if not block.page and block.tokens:
+                    self._hold(block, sequence.pages[begin // PAGE])
+                if self._has_states and not block.states:
+                    self._save_end(block, rows, sequence.row)
         except Exception:  # of the machine's memory: requests go on
             self.forget()
             log.exception("a text could not be kept for later prompts")
 
-    def _keep(self, sequence: BatchSequence, tokens: np.ndarray, slots: int, rows: Rows) -> None:
-        # Whole pages.
-        parent: Key | int = sequence.scope
-        client, begin = sequence.request.client, 0
-        for number, key in enumerate(self._keys(tokens, slots)):
-            block = self._block(parent, key, PAGE, client)
-            if not block.page:
-                self._hold(block, sequence.pages[number])
-            parent, begin = block.number, begin + PAGE
-
-        # The last page, of which fewer slots count, and the states after it.
-        end = min(slots, len(tokens) - self._ahead)
-        if self._has_states or begin < end < begin + PAGE:
-            block = self._block(parent, self._key(tokens, begin, end), end - begin, client)
-            if not block.page and block.tokens:
-                self._hold(block, sequence.pages[begin // PAGE])
-            if self._has_states and not block.states:
-                self._save_end(block, rows, sequence.row)
-
-    def _block(self, parent: Key | int, key: Key, tokens: int, client: str) -> Block:
+    def _block(self, parent: Key | Block, key: Key, tokens: int, client: str) -> Block:
         """The block with this key, a new one if there is none. It becomes the newest one after its parent."""
         block = self._blocks.get((parent, key))
         if block is None:
-            self._count += 1
-            block = self._blocks[parent, key] = Block(parent, self._count, key, tokens, client)
+            block = self._blocks[parent, key] = Block(parent, key, tokens, client)
         after = self._after.setdefault(parent, {})
         after.pop(block, None)
         after[block] = None
@@ -355,12 +326,11 @@ class PrefixCache:
 
     def _hold(self, block: Block, page: int) -> None:
         """A block is in this page, which is in use. Without states, ends of texts that it goes on from are dropped."""
-        for other in [] if self._has_states else [*self._blocks_of.get(page, [])]:
+        for other in [] if self._has_states else [*self._pages.kept.get(page, [])]:
             if other.parent == block.parent and block.key.startswith(other.key):
                 self._drop(other)
         block.page = page
-        self._blocks_of.setdefault(page, []).append(block)
-        self._pages.kept.add(page)
+        self._pages.kept.setdefault(page, []).append(block)
 
     # --- host memory
 
@@ -380,12 +350,10 @@ class PrefixCache:
 
     def _save_end(self, block: Block, rows: Rows, row: int) -> None:
         """Copy the states of a row to host memory, as those after a block; without room it is dropped."""
-        count = self._copies.state_places
-        places = self._make_room(count)
-        if len(places) < count:
+        places = self._make_room(self._copies.state_places)
+        if len(places) < self._copies.state_places:
             self._copies.memory.give(places)
-            self._drop(block)
-            return
+            return self._drop(block)
         block.states = places
         self._far[block] = None
         self._copies.save_states(rows, row, places)
@@ -398,7 +366,7 @@ class PrefixCache:
             self._leave_host(block)
             if not block.page or (self._has_states and block.tokens < PAGE):
                 self._drop(block)
-                self.evicted += 1
+                self.counts["evicted"] += 1
         return memory.take(min(count, memory.free))
 
     def _leave_host(self, block: Block) -> None:
@@ -409,15 +377,14 @@ class PrefixCache:
 
     # --- giving up
 
-    def _lose(self, pages: Sequence[int]) -> None:
-        """These pages are about to be written. Blocks that are nowhere else are dropped."""
+    def _lose(self, blocks: Sequence[Block]) -> None:
+        """The pages of these blocks are about to be written. Blocks that are nowhere else are dropped."""
         self._copies.wait()  # for copies of them
-        for page in pages:
-            for block in self._blocks_of.pop(page):
-                block.page = 0
-                if block.place is None:
-                    self._drop(block)
-                    self.evicted += 1
+        for block in blocks:
+            block.page = 0
+            if block.place is None:
+                self._drop(block)
+                self.counts["evicted"] += 1
 
     def _drop(self, block: Block) -> None:
         """Drop a block. The blocks after it are found no more; they are dropped when their pages are lost."""
@@ -428,10 +395,7 @@ class PrefixCache:
         if not after:
             self._after.pop(block.parent, None)
         if block.page:
-            self._blocks_of[block.page].remove(block)
-            if not self._blocks_of[block.page]:
-                del self._blocks_of[block.page]
-                self._pages.drop(block.page)
+            self._pages.drop(block.page, block)
             block.page = 0
 
     # --- keys

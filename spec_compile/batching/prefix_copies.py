@@ -33,11 +33,10 @@ class PageCopies:
     def __init__(self, rows: Rows, host_bytes: int):
         """rows: have the pool. host_bytes: of host memory, in places of a page each."""
         self._device = rows.runtime.device
-        # The parts of a page lie packed, in the widest integers that all of them divide into.
+        # The parts of a page lie packed, in the widest integers that all slots and states divide into.
         pools, states = rows.cache_tensors(), rows.state_tensors()
         sizes = [pool.shape[3] * pool.itemsize for pool in pools] + [state[0].nbytes for state in states]
         self._unit = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[gcd(8, *sizes)]
-        """Integers as which slots and states are copied: the largest of which all have a whole number."""
         self._pools = [pool.view(self._unit) for pool in pools]
         self._sizes = [state[0].nbytes // self._unit.itemsize for state in states]
         units = sum(pool[0].numel() for pool in self._pools) or PLACE_BYTES // self._unit.itemsize
@@ -71,10 +70,11 @@ class PageCopies:
         """Copy pages to these places in host memory, or from there."""
         for part, packed in self.memory.pieces(places, self._most) if self._pools else ():
             staged = packed if self._stream is None else self._staged[: len(packed)]
-            if to_pages and staged is not packed:
-                staged.copy_(packed, non_blocking=True)
-            ops.pack_pages(self._pools, staged, self._numbers(pages[part]), to_pages)
-            if not to_pages and staged is not packed:
+            if to_pages:
+                staged.copy_(packed, non_blocking=True)  # nothing if they are one
+            numbers = torch.tensor(pages[part], pin_memory=self._stream is not None)
+            ops.pack_pages(self._pools, staged, numbers.to(self._device, non_blocking=True), to_pages)
+            if not to_pages:
                 packed.copy_(staged, non_blocking=True)
 
     def save_states(self, rows: Rows, row: int, places: Sequence[int]) -> None:
@@ -113,22 +113,16 @@ class PageCopies:
             self._views[rows] = [state.view(len(state), -1).view(self._unit) for state in rows.state_tensors()]
         return [state[row] for state in self._views[rows]]
 
-    def _numbers(self, pages: list[int]) -> Tensor:
-        """Numbers of pages [n] int64 on the device."""
-        numbers = torch.tensor(pages, pin_memory=self._stream is not None)
-        return numbers.to(self._device, non_blocking=True)
-
 
 class HostMemory:
     """Blocks of `units` numbers each at `places` places in host memory.
 
-    It is taken in slabs, one ahead of the blocks that are used. A process with much memory that nothing has written to
-    could not fork. The slabs of a GPU's host are pinned. Pinning 64 MB takes about 25 ms, so a thread does it, and the
-    places of a slab can be taken once it is there.
+    It is taken in slabs, one ahead of the blocks that are used: a process with much memory that nothing has written to
+    could not fork. On a GPU's host a thread pins them, 64 MB in about 25 ms.
     """
 
     def __init__(self, places: int, units: int, unit: torch.dtype, is_pinned: bool):
-        self._units, self._unit, self._is_pinned = units, unit, is_pinned
+        self.most, self._units, self._unit, self._is_pinned = places, units, unit, is_pinned
         self._bounds = [*range(0, places, max(1, SLAB // (units * unit.itemsize))), places]
         """Slab i has the places from bounds[i] to bounds[i + 1] - 1."""
         self._begins = {*self._bounds}
@@ -137,11 +131,6 @@ class HostMemory:
         self._thread = ThreadPoolExecutor(1, "spec_compile pinned memory")
         self._next: Future[Tensor] | None = None
         self._grow()
-
-    @property
-    def most(self) -> int:
-        """All places."""
-        return self._bounds[-1]
 
     @property
     def ready(self) -> int:
@@ -161,19 +150,14 @@ class HostMemory:
 
     def take(self, count: int) -> list[int]:
         """`count` places, of which as many are free: those that were given back last, or the next ones of a slab."""
-        taken = self._free[len(self._free) - count :][::-1]
-        del self._free[len(self._free) - count :]
-        return taken
+        return [self._free.pop() for _ in range(count)]
 
     def give(self, places: Sequence[int]) -> None:
         self._free += places[::-1]
 
     def pieces(self, places: Sequence[int], most: int) -> Iterator[tuple[slice, Tensor]]:
         """As few views [n, units] as possible of the blocks at these places, of at most `most` blocks, each with its
-        part of `places`.
-
-        The places [3, 4, 9] give (0:2, blocks 3 and 4) and (2:3, block 9).
-        """
+        part of `places`: [3, 4, 9] give (0:2, blocks 3 and 4) and (2:3, block 9)."""
         begin = 0
         for index, place in enumerate(places):
             is_followed = places[index + 1 : index + 2] == [place + 1] and place + 1 not in self._begins

@@ -1,9 +1,4 @@
-"""Rows of a batch, over the first b of which rounds run, and the moving of a row to another place.
-
-A captured round has fixed addresses. So there is a session for 1, 4, 16, ... rows, each over the first rows of the same
-buffers, and rows that are in use are kept at the front: when few are left, the last of them moves to a free one. Keys
-and values stay in their pages: only a row's small buffers are copied, its row of the page table among them.
-"""
+"""Rows of a batch, over the first b of which rounds run, and the moving of a row to another place."""
 
 from itertools import count, takewhile
 
@@ -23,18 +18,18 @@ FEW = 64
 class Rows:
     """Rows of up to `capacity` tokens each, all of them idle at first, and the sequences that lie in them.
 
-    Rounds run over the first rows, so rows in use are kept at the front. With widths of 1, 4 and 16 rows and sequences
-    in rows 0 and 5, the one in row 5 moves to row 1, and rounds run over 4 rows instead of 16.
-
-    An idle row writes to page 0, which nobody sees.
+    A captured round has fixed addresses, so there is a session for 1, 4, 16, ... rows, each over the first rows of the
+    same buffers, and rows in use are kept at the front: with sequences in rows 0 and 5, the one in row 5 moves to row
+    1, and rounds run over 4 rows instead of 16. Keys and values stay in their pages: only a row's small buffers are
+    copied, its row of the page table among them. An idle row writes to page 0, which nobody sees.
     """
 
     def __init__(
         self, runtime: Runtime, number: int, capacity: int, pool: "Rows | int", are_dense: bool = False, aside: int = 0
     ):  # fmt: skip
-        """pool: the rows whose pages these `number` rows use, too, or the number of pages of a new pool. are_dense:
-        whether each width is twice the one before, also where steps are captured for each. aside: further rows, over
-        which nothing runs."""
+        """pool: the rows whose pages these `number` rows use, too, or the number of new pages. are_dense: whether each
+        width is twice the one before, also where steps are captured for each. aside: further rows, which no step has.
+        """
         self.runtime, self.number, total = runtime, number, number + aside
         self.sequences: list[BatchSequence | None] = [None] * total
         self.all: Session = Session(runtime, total, capacity, pool=pool.all if isinstance(pool, Rows) else pool)
@@ -60,46 +55,29 @@ class Rows:
         return [sequence for sequence in self.sequences[: self.number] if sequence is not None]
 
     @property
-    def has_room(self) -> bool:
-        return None in self.sequences[: self.number]
-
-    def free_row(self) -> int:
-        """The first row that nobody uses, if possible one that no other stream reads, either."""
+    def free(self) -> list[int]:
+        """The rows that nobody uses, first those that no other stream reads, either."""
         free = [row for row, sequence in enumerate(self.sequences[: self.number]) if sequence is None]
-        return next((row for row in free if not self.is_read(row)), free[0])
+        return sorted(free, key=self.is_read)
 
     def compact(self) -> None:
         """Move the last rows to free ones that no other stream reads, if fewer rows will do then."""
         width = self.width(max(len(self.active), 1))
         for sequence in self.active[::-1]:
-            to = self.free_row() if self.has_room else self.number
+            to = next(iter(self.free), self.number)
             if sequence.row < width or to >= width or self.is_read(to):
                 return
             self.shift(sequence, to)
 
-    def shift(self, sequence: BatchSequence, to: int) -> None:
-        """Move a sequence to another row of these."""
-        row, sequence.row = sequence.row, to
-        self.move_row(row, to)
-        self.moved(row, to)
-        self.sequences[row], self.sequences[to] = None, sequence
-
-    def moved(self, row: int, to: int) -> None:
-        raise NotImplementedError
+    def shift(self, sequence: BatchSequence, to: int, target: "Rows | None" = None) -> None:
+        """Move a sequence to another row, of `target` (None: of these rows)."""
+        self.move_row(sequence.row, to, target)
+        self.sequences[sequence.row], sequence.row = None, to
+        (target or self).sequences[to] = sequence
 
     @property
     def state(self) -> State:
         return self.all.state
-
-    @property
-    def pool_bytes(self) -> int:
-        """Bytes of keys and values, with the draft's, in all pages."""
-        return sum(tensor.nbytes for tensor in self.cache_tensors())
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the states of all rows, and of their stashes."""
-        return sum(tensor.nbytes for cache in self.all.caches for tensor in cache.states.tensors)
 
     def width(self, rows: int) -> int:
         """The smallest width for the first `rows` rows."""
@@ -113,22 +91,17 @@ class Rows:
         self._sessions[width].renew()
         return self._sessions[width]
 
-    def prefill_seconds(self, width: int) -> dict[int, float]:
-        """See `Session`; empty for a width that has not been used."""
-        return self._sessions[width].prefill_seconds if width in self._sessions else {}
-
     # --- pages
 
-    def place(self, begins: dict[BatchSequence, int]) -> None:
-        """Tell the rows of these sequences their pages from the numbers `begins` on, all of them in one copy.
+    def place(self, new: dict[BatchSequence, list[int]]) -> None:
+        """Tell the rows of these sequences the last of their pages, all of them in one copy.
 
-        A sequence in row 3 has the pages [5, 2, 9], and its row was told of the first two: {sequence: 2} sets
-        table[3, 2] to 9.
+        A sequence in row 3 has the pages [5, 2, 9]: {sequence: [9]} sets table[3, 2] to 9.
         """
         entries = [
             (sequence.row, number, page)
-            for sequence, begin in begins.items()
-            for number, page in enumerate(sequence.pages[begin:], begin)
+            for sequence, pages in new.items()
+            for number, page in enumerate(pages, len(sequence.pages) - len(pages))
         ]
         if entries:
             self.state.set_pages(entries)
@@ -163,12 +136,11 @@ class Rows:
             end.wait()
 
     def _row_views(self, row: int) -> list[Tensor]:
-        """Flat views of a row of every small buffer and of its states. A copy takes less time than the making of views
-        to be copied, so they are kept; what they are views of stays where it is as long as these rows."""
+        """Flat views of a row of every small buffer and of its states. They are kept, because making them takes longer
+        than a copy."""
         if row not in self._views:
-            buffers = *self.state.small_buffers(), *self.all.drafter.row_buffers()
-            states = [state for cache in self.all.caches for state in cache.states.row(row)]
-            self._views[row] = [*(buffer[row].view(-1) for buffer in buffers), *(state.view(-1) for state in states)]
+            buffers = *self.state.small_buffers(), *self.all.drafter.row_buffers(), *self.state_tensors()
+            self._views[row] = [buffer[row].view(-1) for buffer in buffers]
         return self._views[row]
 
     def cache_tensors(self) -> list[Tensor]:

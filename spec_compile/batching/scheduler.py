@@ -17,13 +17,10 @@ from ..runtime.engine import Engine
 from ..runtime.runtime import Runtime
 from ..runtime.verify.sample import RowSettings
 from .decoding import DecodeRows
-from .pages import OutOfPages, Pages
-from .prefill import PrefillRows, Restore
-from .prefix_cache import Known, PrefixCache
-from .ranks import FollowerRequest, FollowerSequence, RoundChange
-from .rows import Rows
-from .sequence import BatchSequence
-from .sizes import Sizes, choose_sizes, row_pages, wanted_pages, wanted_slots
+from .pages import OutOfPages, Pages, Sizes, choose_sizes, row_pages, wanted_slots
+from .prefill import PrefillRows
+from .prefix_cache import PrefixCache
+from .sequence import BatchSequence, FollowerRequest, FollowerSequence, RoundChange
 
 log = logging.getLogger("spec_compile")
 
@@ -47,14 +44,12 @@ class LoraSlots:
 
     def next(self, waiting: Sequence[BatchSequence]) -> BatchSequence | None:
         """The first request that can be let in; None if there is none."""
-        if self._loras is None:
-            return waiting[0] if waiting else None
         has_room = {BASE: True}
         passed = self._passed = list[BatchSequence]()
         for sequence in waiting:
             adapter = sequence.request.adapter or BASE
             if adapter not in has_room:
-                has_room[adapter] = self._loras.has_room(adapter)
+                has_room[adapter] = self._loras is not None and self._loras.has_room(adapter)
             is_due = any(other.passed >= self._most for other in passed)
             if has_room[adapter] and (adapter == BASE or not is_due):
                 return sequence
@@ -76,14 +71,13 @@ class LoraSlots:
 
 
 class Scheduler:
-    """A request waits until a row and pages for its prompt are free; then its prompt is processed in chunks, at most
-    one between two rounds, and its row joins the next round. Clients take turns: a free row goes to the one with the
-    fewest rows, and then to the one that has had no turn for the longest time. Within a client it is first come, first
-    served. An error while a request enters, decodes or leaves ends that request only.
+    """A request waits until a row and pages for its prompt are free; then its prompt is processed in chunks, and its
+    row joins the next round. Clients take turns: a free row goes to the one with the fewest rows, and then to the one
+    that has had no turn for the longest time. Within a client it is first come, first served. An error while a request
+    enters, decodes or leaves ends that request only.
 
     A row takes pages as its text grows. If none is free, the row that was let in last is given up: its request waits in
-    front of all others, and comes back with its text so far as a prompt. So the request that was let in first always
-    goes on.
+    front of all others, and comes back with its text so far as a prompt. So the first one always goes on.
     """
 
     def __init__(self, runtime: Runtime, sizes: Sizes, weights: WeightValues, adapters: LoraSlots):
@@ -95,13 +89,11 @@ class Scheduler:
         self.pages = Pages(sizes.pages)
         self.decoder = DecodeRows(runtime, sizes.slots, sizes.capacity, sizes.pages)
         self.prefill = PrefillRows(runtime, sizes.prefill_rows, sizes.capacity, self.decoder, sizes.piece)
-        self.prefixes = prefixes = PrefixCache(runtime, self.decoder, weights, self.pages)
-        # No circle of references, in which the pool would outlive this object.
-        self.prefill.at_branch = lambda sequence, done, rows: prefixes.keep(sequence, sequence.text, done, rows)
+        self.prefixes = PrefixCache(runtime, self.decoder, weights, self.pages)
+        self.prefill.at_branch = self.prefixes.keep
         self.ranks, self._runtime = runtime.options.ranks, runtime
-        self.wanted_slots = sizes.slots
-        self.wanted_memory: tuple[int | None, float | None, int | None] = None, None, None
-        """Slots that were asked for, of which memory may have allowed fewer; and pages and the share of memory."""
+        self.wanted: tuple = ()
+        """What was asked for: slots, of which memory may have allowed fewer, and three numbers of the config."""
         self.preemptions = 0
         self._turns: dict[str, int] = {}
         """By client the number of its last event: it came, had a turn, or left a row."""
@@ -112,6 +104,10 @@ class Scheduler:
         """Raises if the model has changed."""
         self._unchecked: list[BatchSequence] = []
         """Requests that have entered since the last `check`."""
+        self._news: list[BatchSequence] = []
+        """Requests that have gained tokens or are over since the last step began."""
+        self._told = RoundChange()
+        """What the other ranks have to repeat before the next round."""
 
     @property
     def is_busy(self) -> bool:
@@ -129,12 +125,12 @@ class Scheduler:
     def step(self) -> list[BatchSequence]:
         """Run a round, and what comes before it; returns the requests that gained tokens or are over."""
         # Requests leave and enter.
-        news: list[BatchSequence] = []
+        self._news = []
         self.prefill.compact()
         if self.ranks.size == 1:
-            self._change(news)
+            self._change()
         else:
-            change = unpack(self.ranks.lead(lambda: pack(self._change(news))), RoundChange, "the requests of rank 0")
+            change = unpack(self.ranks.lead(lambda: pack(self._change())), RoundChange, "the requests of rank 0")
             if not self.ranks.leads:
                 self._follow(change)
 
@@ -144,14 +140,14 @@ class Scheduler:
         elif not self.decoder.pieces(self.prefill):
             decoding = len(self.decoder.active)
             waiting = min(len(self.waiting), self.slots - decoding - len(self.prefill.begun))
-            self._join(self.prefill.step(waiting, decoding, self.decoder.round_seconds), news)
+            self._join(self.prefill.step(waiting, decoding, self.decoder.round_seconds))
 
         # A round.
-        self._launch(news)
+        self._launch()
         self._check_model()
         if len(self.decoder.pipeline):
-            news += self.decoder.collect()
-        for sequence in news:
+            self._news += self.decoder.collect()
+        for sequence in self._news:
             if sequence.is_over:
                 self._free(sequence)
 
@@ -159,27 +155,27 @@ class Scheduler:
         for sequence in [] if self._runtime.verify.recurrences else self.decoder.active:
             known = self.decoder.known(sequence)
             if known >= sequence.kept + KEPT:
-                self._keep(sequence, known, self.decoder)
-        return news
+                self.prefixes.keep(sequence, known, self.decoder)
+        return self._news
 
-    def _launch(self, news: list[BatchSequence]) -> None:
+    def _launch(self) -> None:
         """Begin as many rounds as may be in flight. Prompts that are done by one join the next."""
         if self.prefill.rides:
             free = self.slots - len(self.begun)
             self.prefill.backlog = sum(sequence.length for sequence in [*self.waiting][:free])
         while self.decoder.launch(self.prefill):
-            self._join(self.prefill.ready(), news)
+            self._join(self.prefill.ready())
 
-    def _join(self, ready: list[BatchSequence], news: list[BatchSequence]) -> None:
-        """Prompts that are done join the rows that decode. Requests that fail go to `news`."""
+    def _join(self, ready: list[BatchSequence]) -> None:
+        """Prompts that are done join the rows that decode."""
         for sequence in ready:
             try:
                 if not (sequence.tokens and self._runtime.verify.clamps_prompts):  # what it is has states of an answer
-                    self._keep(sequence, sequence.length, self.prefill)
-                self.prefill.move(sequence, self.decoder, self.decoder.free_row())
+                    self.prefixes.keep(sequence, sequence.length, self.prefill)
+                self.prefill.shift(sequence, self.decoder.free[0], self.decoder)
                 self.decoder.enter(sequence)
             except Exception as error:
-                news += self.drop([sequence], error)
+                self.drop([sequence], error)
 
     def warmup(self, settings: RowSettings | None = None) -> None:
         """Compile and capture what rounds and prompts of all widths need.
@@ -188,28 +184,30 @@ class Scheduler:
         captured when a request comes, and take no prompts with them.
         """
         self.decoder.merge(settings)
-        build_compiled(self._runtime, self._build)
 
-    def _build(self) -> None:
-        for width in self.prefill.widths:
-            session = self.prefill.session(width)
-            session.make([*session.prompt_steps(), *session.proposal_steps()])
-        for width in self.decoder.widths:
-            self.decoder.session(width).make(self.decoder.steps(width, self.prefill))
+        def build() -> None:
+            for width in self.prefill.widths:
+                session = self.prefill.session(width)
+                session.make([*session.prompt_steps(), *session.proposal_steps()])
+            for width in self.decoder.widths:
+                self.decoder.session(width).make(self.decoder.steps(width, self.prefill))
+
+        build_compiled(self._runtime, build)
 
     def clear(self, error: BaseException) -> None:
         self.drop(self.sequences, error)
         while len(self.decoder.pipeline):
             self.decoder.collect()
 
-    def drop(self, sequences: list[BatchSequence], error: BaseException | None = None) -> list[BatchSequence]:
+    def drop(self, sequences: list[BatchSequence], error: BaseException | None = None) -> None:
         """End these requests, as cancelled or by an error."""
         for sequence in sequences:
             if sequence in self.waiting:
                 self.waiting.remove(sequence)
             self._free(sequence)
             sequence.finish("cancelled") if error is None else sequence.fail(error)
-        return sequences
+            self._told.left.append(sequence.request_id)
+        self._news += sequences
 
     def _free(self, sequence: BatchSequence) -> None:
         """Take the row of a request that is over, if it has one, and its adapter."""
@@ -220,18 +218,16 @@ class Scheduler:
     def _take_row(self, sequence: BatchSequence, is_over: bool = True) -> None:
         """Take the row of a request, if it has one, and its pages.
 
-        Rounds in flight may still write to these pages. Whoever gets them writes later, because all launches are in one
-        stream; and rounds that are launched later have no page of this row in their table. Kept prefixes are not
-        written, because they end before the length that the host knows, and rounds write after it.
+        Rounds in flight may still write to these pages, after what is kept of them, which the host knows. Whoever gets
+        them writes later, because all launches are in one stream.
         """
         try:
             if sequence in self.prefill.begun:
-                rows, known = self.prefill, self.prefill.known(sequence)
                 self.prefill.leave(sequence)
-                self._keep(sequence, known, rows)
+                self.prefixes.keep(sequence, self.prefill.known(sequence), self.prefill)
             elif sequence in self.decoder.sequences:
                 self.decoder.leave(sequence, is_over)
-                self._keep(sequence, sequence.length, self.decoder)
+                self.prefixes.keep(sequence, sequence.length, self.decoder)
         except Exception:  # of the drafter: the row is free, and the answer is what it is
             log.exception("request %s: its row was left with an error", sequence.request_id)
         finally:
@@ -239,47 +235,36 @@ class Scheduler:
                 self.pages.release(sequence.pages)
             sequence.pages, sequence.kept, self._short = [], 0, None
 
-    def _keep(self, sequence: BatchSequence, slots: int, rows: Rows) -> None:
-        """Keep the first `slots` tokens of a sequence in a row of `rows` for later prompts."""
-        if self.ranks.leads:
-            self.prefixes.keep(sequence, sequence.text, slots, rows)
-            sequence.kept = slots
-
     def _check_model(self) -> None:
-        """Let requests that have entered fail in their first round if the model has changed. A GPU computes in the
-        time that this takes."""
-        if self._unchecked:
-            try:
+        """Let requests that have entered fail in their first round if the model has changed."""
+        try:
+            if self._unchecked:
                 self.check()
-            except Exception as error:
-                for sequence in self._unchecked:
-                    sequence.failure = error
-            self._unchecked.clear()
+        except Exception as error:
+            for sequence in self._unchecked:
+                sequence.failure = error
+        self._unchecked.clear()
 
-    def _change(self, news: list[BatchSequence]) -> RoundChange:
+    def _change(self) -> RoundChange:
         """Give pages to rows that grow, let cancelled requests leave, and others enter as far as there are rows and
-        pages. Requests that are over go to `news`. Returns what the other ranks have to repeat."""
+        pages. Returns what the other ranks have to repeat."""
         # Rows that are there come before those that enter.
-        change = RoundChange()
-        self._grow(change, news)
+        self._told = RoundChange()
+        self._grow()
         if self.waiting and self._runtime.on_gpu and self.ranks.size == 1:
-            self._launch(news)  # rounds to compute while the host lets requests in
-        cancelled = [sequence for sequence in self.sequences if sequence.is_cancelled]
-        news += self.drop(cancelled)
-        change.left += [sequence.request_id for sequence in cancelled]
-        self._admit(change, news)
-        return change
+            self._launch()  # rounds to compute while the host lets requests in
+        self.drop([sequence for sequence in self.sequences if sequence.is_cancelled])
+        self._admit()
+        return self._told
 
     def _follow(self, change: RoundChange) -> None:
         """Repeat the change of the first rank."""
         by_name = {sequence.request_id: sequence for sequence in self.sequences}
         for name in change.preempted:
             self._take_row(by_name[name], is_over=False)
-        begins = {}
         for name, pages in change.grown.items():
-            begins[by_name[name]] = len(by_name[name].pages)
             by_name[name].pages += pages
-        self.decoder.place(begins)
+        self.decoder.place({by_name[name]: pages for name, pages in change.grown.items()})
         self.drop([sequence for sequence in self.sequences if sequence.request_id in change.left])
         for told in change.entered:
             sequence = FollowerSequence(told)
@@ -289,24 +274,21 @@ class Scheduler:
 
     # --- pages
 
-    def _grow(self, change: RoundChange, news: list[BatchSequence]) -> None:
+    def _grow(self) -> None:
         """Give the rows that decode the pages that they may write until the next step, in the order in which they were
         let in. If too few are free, rows wait for the rounds in flight, and then others give up theirs."""
-        begins: dict[BatchSequence, int] = {}
+        grown: dict[BatchSequence, list[int]] = {}
         for sequence, missing in sorted(self.decoder.lacking(), key=lambda each: each[0].turn):
             if sequence in self.waiting:  # its row was taken
                 continue
-            if not self._make_free(missing, sequence, change, news):
+            if not self._make_free(missing, sequence):
                 break
-            begins[sequence] = len(sequence.pages)
-            pages = self.pages.take(missing)
-            change.grown[sequence.request_id] = pages
-            sequence.pages += pages
-        self.decoder.place(begins)
+            grown[sequence] = self.pages.take(missing)
+            sequence.pages += grown[sequence]
+        self.decoder.place(grown)
+        self._told.grown = {sequence.request_id: pages for sequence, pages in grown.items()}
 
-    def _make_free(
-        self, count: int, sequence: BatchSequence, change: RoundChange, news: list[BatchSequence]
-    ) -> bool:  # fmt: skip
+    def _make_free(self, count: int, sequence: BatchSequence) -> bool:
         """True if `count` pages are free for a row that decodes. Rows that were let in later are given up for it. While
         rounds are in flight, no row is taken, because their tokens would be lost."""
         while self.pages.free < count:
@@ -315,11 +297,9 @@ class Scheduler:
             # The row that was let in last; one without others can never grow.
             last = max(self.begun, key=lambda each: each.turn)
             if last is sequence and len(self.begun) == 1:
-                news += self.drop([sequence], self._too_long(sequence, len(sequence.pages) + count))
-                change.left.append(sequence.request_id)
+                self.drop([sequence], self._too_long(sequence, len(sequence.pages) + count))
                 return False
             self._preempt(last)
-            change.preempted.append(last.request_id)
             if last is sequence:
                 return False
         return True
@@ -329,18 +309,8 @@ class Scheduler:
         self._take_row(sequence, is_over=False)
         sequence.row, sequence.count, sequence.confidence = -1, None, None
         self.waiting.appendleft(sequence)
+        self._told.preempted.append(sequence.request_id)
         self.preemptions += 1
-
-    def _find_pages(self, sequence: BatchSequence) -> Known | None:
-        """Give a request the pages of its text and of the next rounds; None if too few are free. Its adapter decides
-        which kept prefixes serve it."""
-        if sequence.loaded is NO_ADAPTER:
-            self.adapters.take(sequence)
-        needed = row_pages(self._runtime, sequence.length + 1)
-        known = self.prefixes.admit(sequence, needed)
-        if known is None and not self.begun:
-            raise self._too_long(sequence, needed)
-        return known
 
     def _too_long(self, sequence: BatchSequence, pages: int) -> OutOfPages:
         return OutOfPages(
@@ -350,9 +320,8 @@ class Scheduler:
 
     # --- whose turn it is
 
-    def _admit(self, change: RoundChange, news: list[BatchSequence]) -> None:
-        """Begin with the prompts of waiting requests, as far as there are rows and pages. Requests that fail go to
-        `news`."""
+    def _admit(self) -> None:
+        """Begin with the prompts of waiting requests, as far as there are rows and pages."""
         self.prefixes.distrusts_weights |= not self.begun
         while (sequence := self._next()) is not None and self.prefill.make_room(sequence):
             if sequence in self.prefill.aside:
@@ -360,7 +329,13 @@ class Scheduler:
                 self.prefill.resume(sequence)
                 continue
             try:
-                known = self._find_pages(sequence)
+                # Its adapter decides which kept prefixes serve it.
+                if sequence.loaded is NO_ADAPTER:
+                    self.adapters.take(sequence)
+                needed = row_pages(self._runtime, sequence.length + 1)
+                known = self.prefixes.admit(sequence, needed)
+                if known is None and not self.begun:
+                    raise self._too_long(sequence, needed)
                 if known is None:
                     self._short = sequence
                     continue
@@ -373,11 +348,10 @@ class Scheduler:
                 if (own := sequence.request.process) is not None:
                     self.prefill.process(sequence, own)
                     continue
-                restore: Restore | None = known.states
-                self.prefill.enter(sequence, known.tokens, known.branch, restore)
-                change.entered.append(FollowerRequest.of(sequence, known.tokens, known.partial))
+                self.prefill.enter(sequence, known.tokens, known.branch, known.states)
+                self._told.entered.append(FollowerRequest.of(sequence, known.tokens, known.partial))
             except Exception as error:  # its own processor, criterion or picture failed
-                news += self.drop([sequence], error)
+                self.drop([sequence], error)
 
     def _next(self) -> BatchSequence | None:
         """The request whose prompt begins or goes on next, once a row is free for it; None if there is none."""
@@ -393,29 +367,27 @@ class Scheduler:
             rows[sequence.request.client] += 1
             return rows[sequence.request.client], self._turns[sequence.request.client]
 
-        first = None
+        sequences = self.prefill.aside
         if len(begun) < self.slots:
             first = next((sequence for sequence in waiting if sequence.turn), None)  # its row was taken
             first = first or self.adapters.next(sorted(waiting, key=order))  # guard: row-turns
-        sequences = [*self.prefill.aside, *([] if first in (None, self._short) else [first])]
+            sequences += [] if first in (None, self._short) else [first]
         return min(sequences, key=lambda sequence: self._turns[sequence.request.client], default=None)
 
 
 def take_scheduler(engine: Engine, config: ContinuousBatchingConfig, hints: WorkloadHints | None = None) -> Scheduler:
     """The scheduler that an earlier manager has left, if it has enough slots and as many pages as are asked for, or a
     new one."""
-    ranks, runtime = engine.runtime.options.ranks, engine.runtime
-    slots, memory = (
-        wanted_slots(runtime, config, hints),
-        (wanted_pages(config), config.max_memory_percent, config.max_batch_tokens),
-    )
+    runtime, slots = engine.runtime, wanted_slots(engine.runtime, config, hints)
+    tokens = None if config.num_blocks is None else config.num_blocks * config.page_size
+    memory = tokens, config.max_memory_percent, config.max_batch_tokens
     idle, engine.idle_batch = engine.idle_batch, None
-    if idle is not None and idle.wanted_memory == memory:
-        if slots in (idle.slots, idle.wanted_slots) or (config.max_requests_per_batch is None and idle.slots > slots):
+    if idle is not None and idle.wanted[1:] == memory:
+        if slots in (idle.slots, idle.wanted[0]) or (config.max_requests_per_batch is None and idle.slots > slots):
             return idle
     del idle  # its memory first
-    sizes = Sizes(*ranks.lead(lambda: [*choose_sizes(runtime, config, hints)]))
+    sizes = Sizes(*runtime.options.ranks.lead(lambda: [*choose_sizes(runtime, config, hints)]))
     scheduler = Scheduler(runtime, sizes, WeightValues(engine.weights.slots), LoraSlots(engine.loras, sizes.slots))
-    scheduler.wanted_slots, scheduler.wanted_memory = slots, memory
+    scheduler.wanted = slots, *memory
     engine.batches.add(scheduler)
     return scheduler

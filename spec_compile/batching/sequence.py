@@ -1,4 +1,4 @@
-"""`BatchSequence`: a sequence of a request, from its admission to its last output."""
+"""`BatchSequence`: a sequence of a request, from its admission to its last output, and what other ranks are told."""
 
 import time
 from dataclasses import dataclass, field, replace
@@ -29,6 +29,8 @@ class BatchSequence(Sequence):
     weights: counts the changes of weights before its prompt was begun, see `PrefixCache`.
     turn: orders sequences by when they were let in for the first time; 0 before.
     pages: the pages of its row, in order.
+    done, stop: while it is a prompt, the first slots that are written, and after which slot processing stops next: its
+    length, or before it the branch point.
     kept: the first slots of its row that are kept for later prompts already.
     settings: how tokens are drawn in the round; None if the likeliest is taken or the host chooses.
     failure: the error of its acceptor in a round that is still under way.
@@ -54,17 +56,16 @@ class BatchSequence(Sequence):
     weights: int = -1
     turn: int = 0
     pages: list[int] = field(default_factory=list)
+    done: int = 0
+    stop: int = 0
     kept: int = 0
     settings: RowSettings | None = None
     failure: Exception | None = None
     acceptor: HostAcceptor | None = None
 
-    @classmethod
-    def of(cls, request: Request, prompt: list[int], **fields: Any) -> "BatchSequence":
-        """A sequence of this request, without a row."""
-        return cls(
-            request, prompt, shortest=request.shortest, longest=request.longest, most_nodes=request.most_nodes, **fields
-        )
+    def __post_init__(self) -> None:
+        request = self.request
+        self.shortest, self.longest, self.most_nodes = request.shortest, request.longest, request.most_nodes
 
     def admit(self, turn: int) -> None:
         """Make what is needed once it has a row for the first time. Time limits begin now, unless they began before."""
@@ -186,3 +187,85 @@ class _WatchedCriteria(StoppingCriteriaList):
             self.are_met |= type(criterion).__name__ != "MaxLengthCriteria" and bool(torch.as_tensor(met).any())
             ends = ends | met
         return ends
+
+
+@dataclass
+class FollowerRequest:
+    """A sequence that enters, as far as the other ranks need it. Only the first rank has requests: before each round it
+    says which of them enter and leave, and the others run the same rounds on their own parts of the model.
+
+    eos, share_text, references: see `Request`. numbers, settings, needs_scores, pages: see `BatchSequence`.
+    tokens: its answer so far, if its row was taken before.
+    is_on_host: True if the first rank reads the target's logits on the host.
+    known: its first tokens whose keys and values are in its pages.
+    partial: the page whose copy is the page with the last of these, or None.
+    """
+
+    request_id: str
+    prompt: list[int]
+    tokens: list[int]
+    eos: list[int]
+    numbers: dict[str, int | float]
+    settings: RowSettings | None
+    is_on_host: bool
+    share_text: bool | str
+    references: list[list[int]]
+    needs_scores: bool
+    pages: list[int]
+    known: int
+    partial: int | None
+
+    @classmethod
+    def of(cls, sequence: BatchSequence, known: int, partial: int | None) -> "FollowerRequest":
+        request = sequence.request
+        return cls(
+            sequence.request_id, sequence.prompt, sequence.tokens, request.eos, sequence.numbers(), sequence.settings,
+            sequence.is_on_host, request.share_text, [each.tolist() for each in request.references],
+            sequence.needs_scores, sequence.pages, known, partial,
+        )  # fmt: skip
+
+
+class FollowerSequence(BatchSequence):
+    """A sequence of the first rank, on another one: it takes tokens, and ends when the first rank says so."""
+
+    def __init__(self, told: FollowerRequest):
+        request = Request(
+            int(told.numbers["max_lengths"]), eos=told.eos, most_nodes=int(told.numbers["most_nodes"]),
+            references=[torch.tensor(ids, dtype=torch.int64) for ids in told.references], share_text=told.share_text,
+        )  # fmt: skip
+        super().__init__(
+            request, told.prompt, tokens=told.tokens, request_id=told.request_id, pages=told.pages,
+            settings=told.settings,
+        )  # fmt: skip
+        self._told = told
+
+    def numbers(self) -> dict[str, int | float]:
+        return self._told.numbers
+
+    @property
+    def needs_scores(self) -> bool:
+        return self._told.needs_scores
+
+    @property
+    def is_on_host(self) -> bool:
+        return self._told.is_on_host
+
+    def gain(self, tokens: list[int]) -> None:
+        """Take tokens of a round, of which the first rank may keep fewer."""
+        self.tokens.extend(tokens)
+
+
+@dataclass
+class RoundChange:
+    """The first rank's changes before a round, in this order.
+
+    preempted: requests whose rows are taken until they enter again.
+    grown: the new pages at the ends of rows that decode, by request.
+    left: requests that are cancelled, or have failed.
+    entered: requests that begin or come back.
+    """
+
+    preempted: list[str] = field(default_factory=list)
+    grown: dict[str, list[int]] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+    entered: list[FollowerRequest] = field(default_factory=list)

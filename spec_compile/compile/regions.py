@@ -74,9 +74,8 @@ class Regions(nn.Module):
             read_later.update(last_reads)
             self._plan.insert(0, (region.alike, reads, [numbers[node] for node in region.outputs], last_reads))
         *_, (_, reads, writes, _) = self._plan
-        is_apart = {number for number, *_ in self._elements}.isdisjoint(reads) and {*writes}.isdisjoint(
-            self._results[1:]
-        )
+        elements = {number for number, *_ in self._elements}
+        is_apart = elements.isdisjoint(reads) and {*writes}.isdisjoint(self._results[1:])
         self._of_rows = {*reads} - {*given} if is_apart else set[int]()
         """What the last region reads of each row, if it reads no cache and computes the first result alone."""
 

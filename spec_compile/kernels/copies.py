@@ -109,55 +109,39 @@ def _compact(
     tl.store(cache + target[:, None] * size + column[None, :], rows, mask=mask)
 
 
-# Copy whole pages of every pool, all of them in one launch: to other pages, to packed memory, or from there.
-
-
-@on_gpu(ops.copy_pages)
-def launch_copy(pools: list[Tensor], sources: Tensor, targets: Tensor) -> None:
-    """`ops.copy_pages` by the kernel."""
-    _launch_pages(pools, sources, targets, None, math.gcd(8, *(pool[0].nbytes for pool in pools)))
+# Copy whole pages of every pool to packed memory, or from there, all of them in one launch.
 
 
 @on_gpu(ops.pack_pages)
 def launch_pack(pools: list[Tensor], packed: Tensor, pages: Tensor, to_pages: bool) -> None:
     """`ops.pack_pages` by the kernel."""
-    _launch_pages(pools, *((None, pages) if to_pages else (pages, None)), packed, packed.itemsize)
-
-
-def _launch_pages(
-    pools: list[Tensor], sources: Tensor | None, targets: Tensor | None, packed: Tensor | None, unit: int
-) -> None:  # fmt: skip
-    """The kernel, which moves numbers of `unit` bytes."""
-    count = len(sources if targets is None else targets)
-    if not pools or not count:
+    if not pools or not len(pages):
         return
-    sizes = [pool[0].nbytes // unit for pool in pools]
+    sizes = [pool[0].numel() for pool in pools]
     rows = [(pool.data_ptr(), size, sum(sizes[:number])) for number, (pool, size) in enumerate(zip(pools, sizes))]
-    _copy_pages[(count, len(pools), triton.cdiv(max(sizes), UNITS))](
-        address_table("copy_pages", pools[0].device, rows), sources, targets, packed,
-        0 if packed is None else packed.stride(0), DTYPE=getattr(tl, f"int{8 * unit}"), STRIDE=UNITS,
+    _pack_pages[(len(pages), len(pools), triton.cdiv(max(sizes), UNITS))](
+        address_table("pack_pages", pools[0].device, rows), pages, packed, packed.stride(0), TO_PAGES=to_pages,
+        STRIDE=UNITS,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["units"])
-def _copy_pages(
+def _pack_pages(
     table,  # [pools, 3] int64: address, units of a page, first unit in a packed page
-    sources, targets, packed,  # [n], [n], [n, units]; the sources or the targets are None if packed memory has them
-    units, DTYPE: tl.constexpr, STRIDE: tl.constexpr,
+    pages, packed,  # [n] int64, [n, units]
+    units, TO_PAGES: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """One program for a page and STRIDE of its units in a pool. Grid (n, pools, units / STRIDE)."""
     number = tl.program_id(0).to(tl.int64)
     table += tl.program_id(1) * 3
-    pool, size = tl.load(table).to(tl.pointer_type(DTYPE)), tl.load(table + 1)
-    if packed is not None:
-        packed = packed.to(tl.pointer_type(DTYPE)) + number * units + tl.load(table + 2)
-    source, target = packed, packed
-    if sources is not None:
-        source = pool + tl.load(sources + number).to(tl.int64) * size
-    if targets is not None:
-        target = pool + tl.load(targets + number).to(tl.int64) * size
-    unit = tl.program_id(2) * STRIDE + tl.arange(0, STRIDE)
-    tl.store(target + unit, tl.load(source + unit, mask=unit < size), mask=unit < size)
+    size, unit = tl.load(table + 1), tl.program_id(2) * STRIDE + tl.arange(0, STRIDE)
+    # The same units in the pool and in the packed page.
+    in_pool = tl.load(table).to(packed.dtype) + tl.load(pages + number) * size + unit
+    in_packed = packed + number * units + tl.load(table + 2) + unit
+    if TO_PAGES:
+        tl.store(in_pool, tl.load(in_packed, mask=unit < size), mask=unit < size)
+    else:
+        tl.store(in_packed, tl.load(in_pool, mask=unit < size), mask=unit < size)
 
 
 # Hand a round's outcome to the host: the last kernel of a round writes it to pinned memory.

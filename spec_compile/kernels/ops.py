@@ -170,13 +170,6 @@ def first_slots(cache: Tensor, slots: int, table: Tensor | None = None) -> Tenso
     return cache[places(cache, torch.arange(slots, device=cache.device).expand(table.shape[0], -1), table)]
 
 
-@op_with_kernel("copy_pages", lambda pools, sources, targets: None, writes=("pools",))
-def copy_pages(pools: list[Tensor], sources: Tensor, targets: Tensor) -> None:
-    """Copy pages [n] of every pool [P, Hkv, S, D] to other pages [n] of it. No page may be both."""
-    for pool in pools:
-        pool[targets] = pool[sources]
-
-
 @op_with_kernel("pack_pages", lambda pools, packed, pages, to_pages: None, writes=("pools", "packed"))
 def pack_pages(pools: list[Tensor], packed: Tensor, pages: Tensor, to_pages: bool) -> None:
     """Copy pages [n] of every pool to packed memory, or from there to the pages.

@@ -58,17 +58,13 @@ def use_tree_attention(graph: ModelGraph, settings) -> str:
         replace_node(node, new)
     shared = attention.prepare(graph)
     windows = sum(layer.window is not None for layer in graph.layers)
-    return (
-        f"{len(graph.layers)} layers attend over the static cache ({windows} with a sliding window, by {backend.name}"
-        f"{shared})"
-    )
+    how = f"{windows} with a sliding window, by {backend.name}{shared}"
+    return f"{len(graph.layers)} layers attend over the static cache ({how})"
 
 
 def _positions_of_slots(gm: fx.GraphModule, positions: fx.Node, lengths: fx.Node) -> fx.Node:
-    """The positions [B, N] that attention goes by, which are slots, where RoPE's positions have an offset in each row.
-
-    The first token of a block, the root or the first of a chunk, lies in slot ``lengths[b]``.
-    """
+    """The positions [B, N] that attention goes by where RoPE's positions have an offset in each row: slots, of which
+    the first token of a block, the root or the first of a chunk, has ``lengths[b]``."""
     *_, last_input = (node for node in gm.graph.nodes if node.op == "placeholder")
     with gm.graph.inserting_before(last_input.next):
         first = gm.graph.call_function(torch.ops.aten.slice.Tensor, (positions, 1, 0, 1))

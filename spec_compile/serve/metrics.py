@@ -25,10 +25,7 @@ COUNTERS = {
     "prompt_tokens_cached": ("reused_prompt_tokens_total", "Tokens of prompts that were in the cache already."),
     "prefix_cache_queries": ("prefix_cache_queries_total", "Tokens of prompts that were looked for in the cache."),
     "prefix_cache_hits": ("prefix_cache_hits_total", "Tokens of prompts that were found in the cache."),
-    "prefix_cache_evicted_blocks": (
-        "prefix_cache_evicted_blocks_total",
-        "Blocks of earlier texts that were dropped.",
-    ),
+    "prefix_cache_evicted_blocks": ("prefix_cache_evicted_blocks_total", "Blocks of earlier texts that were dropped."),
     "num_preemptions": ("preemptions_total", "Requests whose rows were taken for others, and that came back."),
     "generation_tokens": ("generation_tokens_total", "Tokens of answers."),
 }

@@ -49,7 +49,8 @@ class Pool(RuleBasedStateMachine):
     @rule(data=st.data())
     def keep(self, data):
         if self.users:
-            self.pages.kept.update(data.draw(st.sampled_from(self.users)))
+            for page in data.draw(st.sampled_from(self.users)):
+                self.pages.kept.setdefault(page, [page])
 
     @rule(data=st.data())
     def revive(self, data):
@@ -62,7 +63,7 @@ class Pool(RuleBasedStateMachine):
     def drop(self, data):
         if self.pages.kept:
             page = data.draw(st.sampled_from(sorted(self.pages.kept)))
-            self.pages.drop(page)
+            self.pages.drop(page, page)
             self.kept.pop(page, None)
 
     @rule(data=st.data())

@@ -23,7 +23,7 @@ from batch_requests import (
 )
 
 from spec_compile import speculate
-from spec_compile.batching.sizes import row_pages
+from spec_compile.batching.pages import row_pages
 from spec_compile.cache import PAGE
 
 LONG = tokenizer()(TEXT).input_ids
@@ -170,7 +170,7 @@ def test_a_prompt_that_is_processed_again_reuses_nothing():
     manager.add_request(LONG[60:200], "again", max_new_tokens=4, eos_token_id=-1)
     scheduler = manager.scheduler
     with torch.no_grad():
-        scheduler._change([])
+        scheduler._change()
         scheduler.prefill.step(0, 0, None)
         (sequence,) = scheduler.begun
         scheduler._preempt(sequence)
@@ -183,13 +183,13 @@ def test_a_pool_is_given_back_at_once():
     manager, run = stopped(fast(), max_requests_per_batch=2)
     manager.add_request(PROMPTS[0], max_new_tokens=4)
     run()
-    scheduler = weakref.ref(manager.scheduler)
+    scheduler, decoder = weakref.ref(manager.scheduler), weakref.ref(manager.scheduler.decoder)
     manager.destroy()
     gc.disable()
     try:
         fast().destroy_cached_continuous_batching_manager()
         del manager, run
-        assert scheduler() is None
+        assert scheduler() is None and decoder() is None
     finally:
         gc.enable()
 
@@ -234,7 +234,7 @@ def test_sizes_that_are_refused():
 
 def test_a_text_that_cannot_fit_ends_with_an_error(monkeypatch):
     """The others go on. (Only a pool that is smaller than a row can be too small for one request.)"""
-    monkeypatch.setattr("spec_compile.batching.sizes.fitting_capacity", lambda runtime, capacity, pages: capacity)
+    monkeypatch.setattr("spec_compile.batching.pages.fitting_capacity", lambda runtime, capacity, pages: capacity)
     fast().speculation.engine.idle_batch = None
     with running(fast(), max_requests_per_batch=2, **pages(3)) as manager:
         manager.add_request(PROMPTS[0], "grows", max_new_tokens=230, eos_token_id=-1)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from spec_compile import speculate
+from spec_compile.batching.pages import row_pages
 from spec_compile.batching.prefix_copies import PageCopies
 from spec_compile.batching.rows import Rows
-from spec_compile.batching.sizes import row_pages
 from spec_compile.cache import PAGE
 from spec_compile.runtime.draft_budget import WholeTreeBudget
 from spec_compile.serve.metrics import PrometheusMetrics
@@ -150,7 +150,7 @@ def test_nothing_of_other_weights_is_kept():
         prefixes = manager.scheduler.prefixes
         assert prefixes.bytes("device") > 0
         fast.speculation.refresh()
-        assert prefixes.bytes("device") == 0 and prefixes.evicted == 0
+        assert prefixes.bytes("device") == 0 and prefixes.counts["evicted"] == 0
         answer(manager, LONG)
         answer(manager, OTHER)
         try:
@@ -227,8 +227,8 @@ def hybrid_turns(fast, first, answers):
         prefixes, pools = manager.scheduler.prefixes, manager.scheduler.decoder.cache_tensors()
         keep, slots = prefixes.keep, []
 
-        def keep_and_read(sequence, tokens, known, rows):
-            keep(sequence, tokens, known, rows)
+        def keep_and_read(sequence, known, rows):
+            keep(sequence, known, rows)
             if known == len(second) + 19:
                 slots[:] = [pool[sequence.pages].transpose(0, 1).flatten(1, 2)[:, :known].clone() for pool in pools]
 

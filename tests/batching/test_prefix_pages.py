@@ -110,7 +110,7 @@ def enter(cache, sequence):
 
 
 def leave(cache, pages, rows, sequence):
-    cache.keep(sequence, sequence.text, sequence.length, rows)
+    cache.keep(sequence, sequence.length, rows)
     pages.release(sequence.pages)
 
 
@@ -134,7 +134,7 @@ def check(cache, pages, living):
     users = Counter(page for sequence in living for page in sequence.pages)
     assert pages._users == [users[page] for page in range(pages.count)]
     assert pages.free == pages.usable - len(users)
-    assert {block.page for block in blocks if block.page} == pages.kept == cache._blocks_of.keys()
+    assert {block.page for block in blocks if block.page} == pages.kept.keys()
     assert {*cache._far} == {block for block in blocks if block.place is not None or block.states}
     assert all(block.page or block.place is not None or (block.states and not block.tokens) for block in blocks)
     assert {block for after in cache._after.values() for block in after} == {*blocks}
@@ -188,7 +188,7 @@ def test_what_is_known_are_the_bits_of_the_text(count, host, ahead, has_states, 
         for tokens in (max(known.tokens, sequence.length - 20), sequence.length):  # its prompt and its end, say
             for state, bits in zip(rows.states, rows.states_after(other, tokens)):
                 state[0] = bits
-            cache.keep(sequence, text, tokens, rows)
+            cache.keep(sequence, tokens, rows)
             check(cache, pages, [*living, sequence])
         if stays and not has_states:
             living.append(sequence)
@@ -223,12 +223,12 @@ def test_ends_of_old_texts_are_lost_first():
     serve(cache, pages, rows, first)
     serve(cache, pages, rows, second)
     lose(pages, pages.free - 2)
-    assert cache.evicted == 1
-    assert cache._match(first, b"", "").tokens == 64 and cache._match(second, b"", "").tokens == 128
+    assert cache.counts["evicted"] == 1
+    assert cache._find(first, b"", "").tokens == 64 and cache._find(second, b"", "").tokens == 128
     lose(pages, pages.free - 1)
-    assert cache._match(second, b"", "").tokens == 64
+    assert cache._find(second, b"", "").tokens == 64
     lose(pages, pages.free)
-    assert not cache._blocks and cache.evicted == 3
+    assert not cache._blocks and cache.counts["evicted"] == 3
 
 
 def test_what_two_texts_begin_with_comes_back_from_the_host():
@@ -237,13 +237,13 @@ def test_what_two_texts_begin_with_comes_back_from_the_host():
     serve(cache, pages, rows, text)
     assert cache.bytes("device") == 5 * cache.page_bytes and cache.bytes("host") == 0
     assert serve(cache, pages, rows, text) == 5 * PAGE
-    assert cache.hits == {"device": 5 * PAGE} and cache.asked == 2 * len(text)
+    assert cache.counts == {"device": 5 * PAGE, "asked": 2 * len(text)}
     assert cache.bytes("host") == 3 * cache.page_bytes
     lose(pages, pages.free)
-    assert cache.bytes("device") == 0 and cache.evicted == 2
+    assert cache.bytes("device") == 0 and cache.counts["evicted"] == 2
     sequence = FakeSequence(text)
     assert enter(cache, sequence).tokens == 3 * PAGE and rows.holds(sequence.pages, text, 3 * PAGE, 0)
-    assert cache.hits == {"device": 5 * PAGE, "host": 3 * PAGE}
+    assert (cache.counts["device"], cache.counts["host"]) == (5 * PAGE, 3 * PAGE)
     check(cache, pages, [sequence])
 
 
@@ -263,7 +263,7 @@ def test_without_memory_a_text_is_kept_as_long_as_its_row():
     cache, pages, rows = make(device=0)
     sequence = FakeSequence([*range(200)])
     enter(cache, sequence)
-    cache.keep(sequence, sequence.text, 199, rows)
+    cache.keep(sequence, 199, rows)
     assert serve(cache, pages, rows, sequence.text) == 199
     leave(cache, pages, rows, sequence)
     assert serve(cache, pages, rows, sequence.text) == 0 and not pages.kept and not cache._blocks
@@ -274,7 +274,7 @@ def test_a_row_that_lives_shares_its_pages():
     text = [*range(150)]
     first, second = FakeSequence(text), FakeSequence([*text[:140], 5, 5])
     enter(cache, first)
-    cache.keep(first, text, 149, rows)
+    cache.keep(first, 149, rows)
     known = enter(cache, second)
     assert known.tokens == 140 and first.pages[:2] == second.pages[:2] and known.partial == first.pages[2]
     check(cache, pages, [first, second])
@@ -323,7 +323,7 @@ def test_scopes_and_other_weights_share_nothing():
     old = FakeSequence(text)
     enter(cache, old)
     cache._weights.changed = True
-    assert serve(cache, pages, rows, text[::-1]) == 0 and cache.evicted == 0
+    assert serve(cache, pages, rows, text[::-1]) == 0 and cache.counts["evicted"] == 0
     assert serve(cache, pages, rows, text, scope=b"a") == 0
     leave(cache, pages, rows, old)
     assert serve(cache, pages, rows, text) == 0
@@ -345,7 +345,7 @@ def test_fixed_chunks_serve_as_a_whole():
     text = [*range(size + 100)]
     serve(cache, pages, rows, text, prompt=text[: size + 2])
     known = serve(cache, pages, rows, text)
-    assert known % PAGE == 0 and known <= size and len(cache._match(text, b"", "").blocks) == known // PAGE
+    assert known % PAGE == 0 and known <= size and len(cache._find(text, b"", "").blocks) == known // PAGE
 
 
 def test_short_texts_are_not_copied(monkeypatch):

@@ -165,7 +165,7 @@ def test_a_prompt_that_fills_a_row_is_refused_and_the_others_go_on(fast):
         assert last["good"].generated_tokens == generated(fast, PROMPTS[0], max_new_tokens=20)
 
 
-@pytest.mark.parametrize("part, method", [("prefill", "enter"), ("prefill", "move"), ("decoder", "enter")])
+@pytest.mark.parametrize("part, method", [("prefill", "enter"), ("prefill", "shift"), ("decoder", "enter")])
 def test_an_error_where_a_request_changes_places_is_its_own(fast, monkeypatch, part, method):
     with running(fast, max_requests_per_batch=3) as manager:
         holder = getattr(manager.scheduler, part)

@@ -13,7 +13,7 @@ from batch_requests import ALGORITHMS, MODEL, answers_are_those_of_generate, ask
 from transformers import AutoModelForCausalLM
 
 from spec_compile import speculate
-from spec_compile.batching.sizes import row_pages
+from spec_compile.batching.pages import row_pages
 from spec_compile.cache import PAGE
 
 MEGABYTES = 1 << 20

@@ -22,6 +22,8 @@ LONG = tokenizer()(TEXT).input_ids
 class Prompt:
     row: int
     turn: int
+    done: int
+    stop: int
 
 
 @functools.cache
@@ -79,8 +81,7 @@ def test_pieces_compute_the_most_for_their_cost(rode):
     manager, _ = stopped(fast("ngram"), max_requests_per_batch=6, max_batch_tokens=512)
     prompts, session = manager.scheduler.prefill, manager.scheduler.decoder.session(6)
     for missing, size in (((500,), 480), ((500, 60), 480), ((52, 60), 224), ((0, 60), 224)):
-        prompts.sequences = [SimpleNamespace(row=row) for row in range(len(missing))]
-        prompts._stops[: len(missing)] = missing
+        prompts.sequences = [SimpleNamespace(row=row, done=0, stop=stop) for row, stop in enumerate(missing)]
         assert prompts.piece(session, StepKind.ROUND, 1).size == size
     manager.scheduler = None
 
@@ -89,8 +90,8 @@ def test_slices_of_prompts_in_turn(rode):
     manager, _ = stopped(fast("ngram"), max_requests_per_batch=6, max_batch_tokens=512)
     prompts = manager.scheduler.prefill
     session = prompts.session(prompts.number)
-    first, second = Prompt(row=1, turn=4), Prompt(row=0, turn=9)
-    prompts.sequences[:2], prompts._done[:2], prompts._stops[:2] = [second, first], [0, 100], [500, 140]
+    first, second = Prompt(row=1, turn=4, done=100, stop=140), Prompt(row=0, turn=9, done=0, stop=500)
+    prompts.sequences[:2] = [second, first]
     for number, shares, begins in (
         (4, {first: 64, second: 64}, [(1, 100), (1, 132), (0, 0), (0, 32)]),
         (1, {first: 32, second: 0}, [(1, 100)]),
@@ -98,7 +99,7 @@ def test_slices_of_prompts_in_turn(rode):
         piece = Piece(session, number, 32)
         assert prompts.ride(piece) == shares
         assert session.slices[:, :number].T.tolist() == [[*begin] for begin in begins]
-    prompts._stops[:2] = [20, 101]
+    second.stop, first.stop = 20, 101
     prompts.ride(Piece(session, 4, 32))
     assert session.slices[:, :4].T.tolist() == [[1, 100], [0, 0], [0, 0], [0, 0]]
     manager.scheduler = None

@@ -23,15 +23,10 @@ class End:
         self.waits += 1
 
 
-class PlainRows(Rows):
-    def moved(self, row, to):
-        pass
-
-
 def rows(count, pool=20, name="llama"):
     model = (models.ADMITTED | models.HYBRIDS)[name]()
     fast = speculate(model, compile=False, check=False)
-    return PlainRows(fast.speculation.engine.runtime, count, 128, pool)
+    return Rows(fast.speculation.engine.runtime, count, 128, pool)
 
 
 def test_rounds_wait_before_a_row_that_is_read_is_written():
@@ -63,9 +58,9 @@ class SequenceOf:
 
 def test_rows_are_told_their_pages():
     place, one, other = rows(4), SequenceOf(3, [5, 2]), SequenceOf(0, [7])
-    place.place({one: 0, other: 0})
+    place.place({one: one.pages, other: other.pages})
     one.pages += [9, 1]
-    place.place({one: 2, other: 1})
+    place.place({one: [9, 1], other: []})
     table = place.state.kv.table
     assert table[3, :5].tolist() == [5, 2, 9, 1, 0] and table[0, :2].tolist() == [7, 0]
     assert not table[1:3].any()
@@ -78,10 +73,10 @@ def test_rows_are_told_their_pages():
 def test_a_row_moves_with_its_pages_and_states(name):
     """Between rows of the same pool, of which no page is copied."""
     place = rows(2, name=name)
-    other = PlainRows(place.runtime, 3, 128, place)
+    other = Rows(place.runtime, 3, 128, place)
     assert all(map(torch.Tensor.is_set_to, place.cache_tensors(), other.cache_tensors()))
     place.state.enter(1, [5, 6, 7], [3], lengths=2, max_lengths=20)
-    place.place({SequenceOf(1, [4, 8]): 0})
+    place.place({SequenceOf(1, [4, 8]): [4, 8]})
     for state in place.state_tensors():
         state[1].normal_()
     states = [state[1].clone() for state in place.state_tensors()]
@@ -116,4 +111,4 @@ def test_widths():
     """With many rows each width is twice the one before at most, because their arithmetic counts."""
     place = rows(2)
     place.runtime.options = dataclasses.replace(place.runtime.options, compile=True)
-    assert PlainRows(place.runtime, 200, 128, place).widths[-3:] == [64, 128, 200]
+    assert Rows(place.runtime, 200, 128, place).widths[-3:] == [64, 128, 200]

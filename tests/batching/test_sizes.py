@@ -6,8 +6,8 @@ import pytest
 from batch_requests import config
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
-from spec_compile.batching import sizes
-from spec_compile.batching.sizes import Sizes, choose_sizes
+from spec_compile.batching import pages
+from spec_compile.batching.pages import Sizes, choose_sizes
 from spec_compile.cache import PAGE
 from spec_compile.config import Options
 
@@ -31,8 +31,8 @@ def runtime(device="cuda", max_cache_len=None, token_bytes=TOKEN):
 def memory(monkeypatch):
     """Free are 50 GB, and a row takes 10 MB besides its pages."""
     free = {"bytes": 50e9}
-    monkeypatch.setattr(sizes, "free_bytes", lambda runtime: free["bytes"])
-    monkeypatch.setattr(sizes, "row_bytes", lambda runtime, capacity: 10e6)
+    monkeypatch.setattr(pages, "free_bytes", lambda runtime: free["bytes"])
+    monkeypatch.setattr(pages, "row_bytes", lambda runtime, capacity: 10e6)
     return free
 
 
@@ -71,8 +71,8 @@ def test_rows_are_as_long_as_the_pool_holds(memory):
     memory["bytes"] = 1e9
     found = chosen(max_requests_per_batch=2)
     assert found.capacity < 8192
-    assert sizes.row_pages(runtime(), found.capacity) == found.pages - 1
-    needed = sizes.row_pages(runtime(), 8192)
+    assert pages.row_pages(runtime(), found.capacity) == found.pages - 1
+    needed = pages.row_pages(runtime(), 8192)
     words = f"max_cache_len: a row of 8192 tokens takes {needed} pages .* memory for {found.pages - 1}"
     with pytest.raises(ValueError, match=words):
         chosen(max_requests_per_batch=2, max_cache_len=8192)

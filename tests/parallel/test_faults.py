@@ -22,8 +22,8 @@ from transformers import LogitsProcessor
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from spec_compile import speculate
+from spec_compile.batching.model import share
 from spec_compile.batching.output import Output, TokenScore
-from spec_compile.batching.ranks import share
 from spec_compile.parallel import messages, ranks, start
 from spec_compile.parallel.commands import CommandRing, RingTimeoutError
 

@@ -306,7 +306,7 @@ from spec_compile.kernels import copies, lattice, top_logits
 from spec_compile.kernels.linear import low_rank_kernel
 
 compiled(lattice, "lattice_kernel")
-compiled(copies, "_copy_pages", "_compact")
+compiled(copies, "_pack_pages", "_compact")
 compiled(copies, "_publish", RELEASE=True)
 compiled(top_logits, "_top_logits")
 compiled(low_rank_kernel, "low_rank_kernel")
@@ -315,7 +315,6 @@ lattice.launch(torch.zeros(2).long(), torch.zeros(2, 15, 16).long(), torch.zeros
 found = results["copies of pages"] = []
 numbers = torch.zeros(2, 8, dtype=torch.int64)
 pools = [torch.zeros(2, 3, 64, 64).short() for _ in range(2)]
-copies.launch_copy(pools, numbers[:, 0], numbers[:, 1])
 for to_pages in (False, True):
     copies.launch_pack(pools, torch.zeros(2, 24576).short(), numbers[:, 0], to_pages)
 found = results["ends of a round"] = []
