@@ -201,7 +201,7 @@ def test_a_row_goes_on_in_another_session_of_its_pool():
 def test_prompts_ride_along_with_rounds(nodes, compiled):
     """A round that takes pieces of two prompts with it leaves all as a round and a prefill do."""
     generator, prompts = torch.Generator().manual_seed(2), prompts_of()
-    others = [torch.randint(3, models.VOCAB, (length,), generator=generator).tolist() for length in (50, 21)]
+    others = [torch.randint(3, models.VOCAB, (length,), generator=generator).tolist() for length in (49, 21)]
     found = []
     for rides in (False, True):
         runtime = runtime_of("eagle3", compile=compiled)
@@ -214,9 +214,10 @@ def test_prompts_ride_along_with_rounds(nodes, compiled):
         begin_rows(lanes.state, others, [CAPACITY] * 2)
         lanes.drafter.start(lanes.state, others, [])
         outcomes, slots = [], rows.max_kv_len(128)
-        for _ in range(3):
+        for number in range(3):
             if rides:
-                outcomes.append(rows.launch(None, nodes, slots, piece=Piece(lanes, 16))())
+                lanes.slices[:, :2] = torch.tensor([[0, 1], [16 * number, 16 * number]])
+                outcomes.append(rows.launch(None, nodes, slots, piece=Piece(lanes, 2, 16))())
             else:
                 outcomes.append(rows.launch(None, nodes, slots)())
                 lanes.prefill(16, slots)
