@@ -108,7 +108,7 @@ class DecodeRows(Rows):
     def riding_nodes(self, session: Session) -> int:
         """Nodes of the trees of a round that drafts and takes prompts with it; 1: none drafts.
 
-        There is one such size, because a step is captured for each: 8 nodes beside 16 rows, and 2 beside 64.
+        There is one such size, because a step is captured for each: 8 nodes with 16 rows, and 2 with 64.
         """
         if self.runtime.algorithm.plan.draws:  # the tokens depend on which drafts are verified
             return self.runtime.algorithm.plan.nodes
@@ -118,7 +118,7 @@ class DecodeRows(Rows):
     def launch(self, prompts: PrefillRows) -> bool:
         """Begin a round, if one more may be in flight, and rows have pages for it; returns whether one was begun.
         Pieces of the prompts ride along if a step for them is captured."""
-        # What it needs of its rows.
+        # Its rows need pages for all that it may write.
         sequences, on_host = self.active, self.is_on_host
         if not sequences or not self.pipeline.may_launch(sequences, on_host):
             return False
@@ -149,7 +149,7 @@ class DecodeRows(Rows):
         sequences = self.active
         if not (sequences and prompts.rides) or self.is_on_host:
             return {}
-        # Where prompts are behind, no row drafts, unless its tokens depend on that.
+        # While many prompts wait, no row drafts, unless its tokens depend on that.
         session, kind = self.riding_session(sequences[-1].row + 1), self._acceptor or StepKind.ROUND
         nodes = {1} if prompts.is_behind and not self.runtime.algorithm.plan.draws else {1, self.riding_nodes(session)}
         pieces = {size: piece for size in nodes if (piece := prompts.piece(session, kind, size)) is not None}
@@ -159,8 +159,8 @@ class DecodeRows(Rows):
 
     def steps(self, width: int, prompts: PrefillRows) -> list[tuple[Kind, int]]:
         """The steps of greedy rounds over the first `width` rows, and of drawn ones if rows are drawn, to be made
-        ahead: alone and with pieces of prompts."""
-        # Rounds alone.
+        ahead: by themselves and with pieces of prompts."""
+        # Rounds without prompts.
         session, drawn = self.session(width), self._settings
         kinds: list[StepKind | DrawInRound] = [StepKind.ROUND, *([] if drawn is None else [DrawRows(drawn)])]
         sizes = session.policies[StepKind.ROUND].sizes
@@ -177,7 +177,7 @@ class DecodeRows(Rows):
 
     @property
     def _acceptor(self) -> DrawRows | None:
-        """What draws in the next round; None if all rows take the likeliest tokens."""
+        """Draws in the next round; None if all rows take the likeliest tokens."""
         if self._settings is None or not any(sequence.settings for sequence in self.active):
             return None
         return DrawRows(self._settings)

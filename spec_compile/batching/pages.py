@@ -49,7 +49,7 @@ class Pages:
         """The free pages in the order in which they are given."""
         self._users = [0] * count
         self.kept: dict[int, list[Any]] = {}
-        """What serves later prompts, by page: one that was the last of a text may be a whole one of another."""
+        """By page the blocks that serve later prompts: the last page of a text may be a whole one of another."""
         self.keeps = True
         """True if it stays once no row uses the page."""
         self.lose: Callable[[list[Any]], None] = lambda kept: None
@@ -98,7 +98,7 @@ class Pages:
                 self._free.move_to_end(page, last=page in self.kept)
 
     def drop(self, page: int, what: Any) -> None:
-        """What is kept in a page does not serve any more."""
+        """The contents of a page serve no more."""
         self.kept[page].remove(what)
         if not self.kept[page]:
             del self.kept[page]
@@ -130,7 +130,7 @@ def choose_sizes(runtime: Runtime, config: ContinuousBatchingConfig, hints: Work
     the pages that all rows can fill, and pages for kept prefixes.
     Raises ValueError if a number is out of range, or if the pool does not hold one row of `max_cache_len`.
     """
-    # What the user asks for.
+    # As the user asks.
     slots, blocks, tokens = wanted_slots(runtime, config, hints), config.num_blocks, config.max_batch_tokens
     share = SHARE if config.max_memory_percent is None else config.max_memory_percent
     if not 0 < share <= 1:

@@ -187,7 +187,7 @@ class PrefillRows(Rows):
         """
         missing, cost = sum(self._missing()), STEP_COST[self.runtime.device.type] + session.batch * nodes
         made = [piece for piece in self.pieces(session.batch, nodes) if session.has(MixedKind(kind, piece), nodes)]
-        # Longer steps are for a backlog, unless no shorter one has room beside the round.
+        # Longer steps are for a backlog, unless no shorter one has room for the round, too.
         longest = (self.step_sizes[-1] if self.is_behind else COMMON_STEP) - session.batch * nodes
         short = [piece for piece in made if piece.size <= longest]
         rate = lambda piece: min(missing, piece.size) / (cost + piece.size)  # noqa: E731
@@ -195,7 +195,7 @@ class PrefillRows(Rows):
 
     def pieces(self, rows: int, nodes: int) -> list[Piece]:
         """The pieces that may ride along with a round over `nodes` nodes of each of `rows` rows: in steps of all sizes
-        that leave room for them, and beside trees in a common step, or the smallest."""
+        that leave room for them, and with trees in a common step, or the smallest."""
         least = rows * nodes + MAX_NODES
         steps = [size for size in self.step_sizes if size >= least]
         steps = steps or [-(-least // STEPS_OF_TOKENS[0]) * STEPS_OF_TOKENS[0]]

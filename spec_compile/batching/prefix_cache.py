@@ -258,7 +258,7 @@ class PrefixCache:
         return known
 
     def _fetch(self, blocks: list[Block], pages: list[int], tokens: int) -> None:
-        """Copy the blocks of a text that only the host has to the text's pages. Those are kept there of which the first
+        """Copy the blocks of a text that only the host has to the text's pages. A block is kept there if the first
         `tokens` tokens fill the page; the text goes on in the other."""
         far = {number: block for number, block in enumerate(blocks) if block.tokens and not block.page}
         if not far:

@@ -93,7 +93,7 @@ class Scheduler:
         self.prefill.at_branch = self.prefixes.keep
         self.ranks, self._runtime = runtime.options.ranks, runtime
         self.wanted: tuple = ()
-        """What was asked for: slots, of which memory may have allowed fewer, and three numbers of the config."""
+        """As asked for: slots, of which memory may have allowed fewer, and three numbers of the config."""
         self.preemptions = 0
         self._turns: dict[str, int] = {}
         """By client the number of its last event: it came, had a turn, or left a row."""
@@ -107,7 +107,7 @@ class Scheduler:
         self._news: list[BatchSequence] = []
         """Requests that have gained tokens or are over since the last step began."""
         self._told = RoundChange()
-        """What the other ranks have to repeat before the next round."""
+        """Told the other ranks, which repeat it before the next round."""
 
     @property
     def is_busy(self) -> bool:

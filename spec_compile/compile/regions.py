@@ -77,7 +77,7 @@ class Regions(nn.Module):
         elements = {number for number, *_ in self._elements}
         is_apart = elements.isdisjoint(reads) and {*writes}.isdisjoint(self._results[1:])
         self._of_rows = {*reads} - {*given} if is_apart else set[int]()
-        """What the last region reads of each row, if it reads no cache and computes the first result alone."""
+        """Values of each row that the last region reads, if it reads no cache and computes the first result only."""
 
     def forward(self, *arguments: Any, rows: int | None = None) -> tuple:
         """The graph's results. rows: the first rows of the batch for which the first result, the logits, is wanted; the
@@ -88,7 +88,7 @@ class Regions(nn.Module):
         for place, (alike, reads, writes, last_reads) in enumerate(self._plan, 1):
             inputs = [values[number] for number in reads]
             if rows is not None and place == len(self._plan):
-                # Of 6 rows with 4 tokens the first 2 are x[:2] of x [6, 4, C], and x[:8] of x [24, C].
+                # The first 2 of 6 rows with 4 tokens are x[:2] of x [6, 4, C], and x[:8] of x [24, C].
                 share = {n: max(rows * len(values[n]) // len(arguments[0]), 1) for n in self._of_rows}
                 inputs = [x[: share[n]] if n in share else x for n, x in zip(reads, inputs)]
             out = self.bodies[alike](*inputs)

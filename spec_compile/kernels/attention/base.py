@@ -134,7 +134,7 @@ PIECES: ContextVar[tuple[Tensor, Tensor, int] | None] = ContextVar("pieces", def
 @contextmanager
 def riding(lengths: Tensor, table: Tensor, rows: int) -> Iterator[None]:
     """Inside, the last rows of every call are pieces of prompts, each of which has `rows` rows that follow each other,
-    so that kernels may take them as causal chunks. Of 10 rows with 2 prompts and 3 rows each, the first 4 are trees,
+    so that kernels may take them as causal chunks. With 2 pieces of 3 rows each among 10 rows, the first 4 are trees,
     rows 4 to 6 are a piece and rows 7 to 9 another.
 
     lengths, table: the prompts' [P] and [P, n], contiguous; the first row of each piece has the same.
