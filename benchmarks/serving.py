@@ -146,7 +146,7 @@ class Times:
         scheduler, prefill = manager.scheduler, manager.scheduler.prefill
         for name, owner, methods in (
             ("admit", scheduler, ["_change"]),
-            ("prompts", prefill, ["step", "move"]),
+            ("prompts", prefill, ["step", "shift"]),
             ("launch", self._decoder, ["launch"]),
             ("collect", self._decoder, ["collect"]),
             ("compact", self._decoder, ["compact"]),

@@ -116,10 +116,10 @@ def test_on_a_gpu(name, mode):
             hybrids.turns(system, (5, 33, 20), DynamicCache(config=model.config)) for system in (fast, model)
         ]
         assert torch.equal(got, wanted)
-    prompt = prompts()[5] * 5  # shorter ones are computed again
+    prompt = prompts()[5] * 8  # shorter ones are computed again
     with running(fast, max_requests_per_batch=2) as manager:
         for turn in range(2):
             output = answer(manager, prompt, max_new_tokens=20, eos_token_id=-1)
             assert output.generated_tokens == generated(model, prompt, 20)
-            assert output.speculation.reused_prompt_tokens == 299 * turn
+            assert output.speculation.reused_prompt_tokens == 339 * turn
             prompt = prompt + output.generated_tokens + [7, 8]
