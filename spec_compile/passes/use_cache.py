@@ -26,7 +26,7 @@ def use_tree_attention(graph: ModelGraph, settings) -> str:
     gm = graph.gm
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
     with gm.graph.inserting_after(inputs[-1]):
-        gm.graph.placeholder("max_kv_len")
+        last_input = gm.graph.placeholder("max_kv_len")
         cache = gm.graph.placeholder("cache")
         ancestors = gm.graph.placeholder("ancestors")
         lengths = gm.graph.placeholder("lengths")
@@ -41,7 +41,7 @@ def use_tree_attention(graph: ModelGraph, settings) -> str:
     if graph.shifts_positions and settings.purpose != "draft":
         positions = _positions_of_slots(gm, positions, lengths)
     markers = calls(gm, torch.ops.spec_compile.attention.default)
-    with gm.graph.inserting_before(markers[0]):
+    with gm.graph.inserting_after(last_input):  # others may read it before attention does
         table = gm.graph.call_function(operator.getitem, (cache, -1))
     block = {"lengths": lengths, "ancestors": ancestors, "positions": positions, "table": table}
     for number, node in enumerate(markers):
