@@ -52,7 +52,7 @@ def none_is_lost(scheduler):
         assert not rows.state.kv.table.any()
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [36, pytest.param(1000, marks=pytest.mark.slow)])
 def test_mixed_requests_in_few_pages(count):
     fast().speculation.engine.idle_batch = None
     blocks = row_pages(fast().speculation.engine.runtime, ROOM)

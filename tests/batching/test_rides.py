@@ -54,7 +54,7 @@ def test_answers_are_those_of_generate(name, rode, monkeypatch):
         route = "spec_compile.runtime.request.choose_route"
         monkeypatch.setattr(route, lambda config, given, _, *more: choose_route(config, given, gpu, *more))
     manager, run = stopped(fast(name), max_requests_per_batch=6, max_batch_tokens=64)
-    prompts = [LONG[3 * n : 3 * n + 1 + 37 * n % 190] for n in range(14)]
+    prompts = [LONG[3 * n : 3 * n + 1 + 37 * n % 190] for n in range(10)]
     for number, prompt in enumerate(prompts):
         # The host chooses the tokens of two requests, whose rounds take no prompts with them.
         more = draws | (dict(repetition_penalty=1.2) if number in (5, 6) else {})
@@ -62,7 +62,7 @@ def test_answers_are_those_of_generate(name, rode, monkeypatch):
             prompt, f"r{number}", max_new_tokens=20, eos_token_id=-1, **more, **(dict(seed=number) if draws else {})
         )
     outputs = run()
-    assert len(rode) >= 5 and any(sum(map(bool, shares.values())) > 1 for shares in rode)
+    assert len(rode) >= 4 and any(sum(map(bool, shares.values())) > 1 for shares in rode)
     for number, prompt in enumerate(prompts):
         more = draws | (dict(repetition_penalty=1.2) if number in (5, 6) else {})
         alone = generated(

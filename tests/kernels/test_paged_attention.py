@@ -74,10 +74,10 @@ NAMES = ["window, sinks", "wide window", "softcap, slopes", "odd sizes", "8 bits
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
-@pytest.mark.parametrize("nodes, shape", [(1, chain), (7, star), (70, None)])
+@pytest.mark.parametrize("nodes, shape", [(1, chain), (5, star), (66, None)])
 def test_trees_and_chunks(place, nodes, shape, options):
-    """Chunks of 70 tokens reach over two ends of pages."""
-    lengths = [3, 127] if nodes < 70 else [60]
+    """A chunk of 66 tokens reaches over two ends of pages."""
+    lengths = [3, 127] if nodes < 66 else [63]
     case = case_of(place, lengths, nodes, shape and shape(nodes), causal=shape is None, **options)
     same(lambda call: attention.launch(call, SMALL), case.inputs())
     if nodes == 7:
