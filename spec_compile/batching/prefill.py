@@ -5,7 +5,6 @@ When a prompt is done, its row moves to one of those that decode.
 from collections.abc import Callable
 from functools import cached_property, partial
 
-import numpy as np
 import torch
 
 from ..runtime.request import OwnPrefill
@@ -218,8 +217,7 @@ class PrefillRows(Rows):
             slices += [(sequence.row, begin) for begin in begins]
             shares[sequence] = len(begins) * piece.unit
         slices += slices[-1:] * (piece.number - len(slices))  # the last one again does no harm
-        sent = torch.empty(2, piece.number, dtype=torch.int64, pin_memory=self.runtime.on_gpu)
-        sent.numpy()[:] = np.transpose(slices)
+        sent = torch.tensor([*zip(*slices)], pin_memory=self.runtime.on_gpu)
         piece.prompts.slices[:, : piece.number].copy_(sent, non_blocking=True)
         return shares
 

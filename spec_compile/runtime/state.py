@@ -1,6 +1,5 @@
 """State: every buffer that outlives a round, at fixed addresses, for B sequences."""
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -132,8 +131,7 @@ class State(nn.Module):
     def set_pages(self, entries: list[tuple[int, int, int]]) -> None:
         """Change entries (row, column, page) of `Cache.table`: with (2, 1, 7) the slots 64 to 127 of row 2 lie in page
         7. A GPU gets them in one copy, and the host does not wait."""
-        sent = torch.empty(3, len(entries), dtype=torch.int64, pin_memory=self.on_gpu)
-        sent.numpy()[:] = np.transpose(entries)
+        sent = torch.tensor([*zip(*entries)], pin_memory=self.on_gpu)
         rows, columns, pages = sent.to(self.tokens.device, non_blocking=True)
         self.kv.table[rows, columns] = pages.int()
 
