@@ -48,6 +48,8 @@ LONGEST = 512
 """Most tokens of a prompt."""
 WORKLOADS = ["chat", "code_editing", "docstrings", "maths", "code_completion", "bug_fixing"]
 STATIC = ", static batch"
+BLOCK = 256
+"""Tokens of a block of a manager's config."""
 ROWS = MOST["cuda"]
 """Most rows of a manager."""
 
@@ -203,7 +205,7 @@ def measure(name: str, fast, tokenizer, prompts: list[list[int]], options) -> li
     """The rows of one system. tokenizer: None with --prompt-tokens."""
     rows, begin, settings = [], time.perf_counter(), {}
     if options.pool:
-        settings = dict(num_blocks=int(options.pool * 1e9 / fast.speculation.engine.runtime.token_bytes), page_size=1)
+        settings = dict(num_blocks=int(options.pool * 1e9 / fast.speculation.engine.runtime.token_bytes / BLOCK))
     slots, pad = min(ROWS, max(options.in_flight)), 0 if tokenizer is None else tokenizer.pad_token_id
     with managed(fast, slots, pad, **settings) as manager:
         print(f"{name}: warm after {time.perf_counter() - begin:.1f} s", flush=True)

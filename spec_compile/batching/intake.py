@@ -93,7 +93,8 @@ class Intake:
             if ends:
                 options["eos_token_id"] = ends
             else:
-                config, defaults = _without_end(config), _without_end(defaults)
+                config, defaults = copy.copy(config), copy.copy(defaults)
+                config.eos_token_id = defaults.eos_token_id = None
         wishes = {
             "most_nodes": read_limit(options.pop("speculation", None), algorithm.plan.nodes),
             "references": self._read_references(algorithm, options.pop("reference", None)),
@@ -393,10 +394,3 @@ def _as_ends(value: Any) -> list[int]:
     if not isinstance(ends, (list, tuple)) or not all(type(token) is int for token in ends):
         raise TypeError(f"eos_token_id: expected a token id or a list of them, got {value!r:.80}")
     return [*ends]
-
-
-def _without_end(config: GenerationConfig) -> GenerationConfig:
-    """A copy of `config` without end-of-sequence tokens."""
-    config = copy.copy(config)
-    config.eos_token_id = None
-    return config

@@ -131,12 +131,12 @@ def choose_sizes(runtime: Runtime, config: ContinuousBatchingConfig, hints: Work
     Raises ValueError if a number is out of range, or if the pool does not hold one row of `max_cache_len`.
     """
     # As the user asks.
-    slots, blocks, tokens = wanted_slots(runtime, config, hints), config.num_blocks, config.max_batch_tokens
+    slots, pool, tokens = wanted_slots(runtime, config, hints), wanted_tokens(config), config.max_batch_tokens
     share = SHARE if config.max_memory_percent is None else config.max_memory_percent
     if not 0 < share <= 1:
         raise ValueError(f"max_memory_percent: expected a share above 0 and at most 1, got {share}")
-    if blocks is not None and blocks < 1:
-        raise ValueError(f"num_blocks: expected at least 1, got {blocks}")
+    if pool is not None and pool < 1:
+        raise ValueError(f"num_blocks: expected at least 1, got {config.num_blocks}")
     if tokens is not None and tokens < MAX_NODES:
         raise ValueError(f"max_batch_tokens: expected at least {MAX_NODES}, got {tokens}")
 
@@ -154,8 +154,8 @@ def choose_sizes(runtime: Runtime, config: ContinuousBatchingConfig, hints: Work
         if config.max_requests_per_batch is None:
             slots = max(1, min(slots, int(ROWS_SHARE * free / row) - prefill_rows))
         free -= row * (slots + min(prefill_rows, slots))
-    if blocks is not None:
-        pages = 1 + blocks * config.page_size // PAGE
+    if pool is not None:
+        pages = 1 + pool // PAGE
     else:
         pages, kept = slots * row_pages(runtime, capacity), PrefixBudget.of(runtime).device
         page_bytes = PAGE * runtime.token_bytes  # 0 without attention
@@ -168,6 +168,12 @@ def choose_sizes(runtime: Runtime, config: ContinuousBatchingConfig, hints: Work
         together = int(PREFILL_SHARE * pages / row_pages(runtime, capacity))
         prefill_rows = min(prefill_rows, max(FEWEST_PREFILL_ROWS, together))
     return Sizes(slots, capacity, min(prefill_rows, slots), pages, piece)
+
+
+def wanted_tokens(config: ContinuousBatchingConfig) -> int | None:
+    """Tokens of the pool that the user asks for: 1000 blocks of 256 tokens are 256000."""
+    size = config.page_size if hasattr(config, "page_size") else config.block_size  # so called by transformers 5.17
+    return config.num_blocks and config.num_blocks * size
 
 
 def wanted_slots(runtime: Runtime, config: ContinuousBatchingConfig, hints: WorkloadHints | None = None) -> int:

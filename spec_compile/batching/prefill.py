@@ -26,7 +26,7 @@ ABOUT = 1.5
 STEPS_OF_TOKENS = (256, 512, 1024)
 """Tokens of a step that holds a round and a piece of prompts: what products compute at once. 576 rows take as long as
 768, and 512 about 0.6 of that."""
-COMMON_STEP, BACKLOG = 512, 4
+COMMON_STEP, BACKLOG = 512, 2
 """A step has more tokens than `COMMON_STEP`, and no drafts, only while prompts that may begin need `BACKLOG` of the
 largest steps: rows that decode wait 1.8 times as long for 1,024 tokens, and prompts take 0.86 of the time."""
 SLICE = 32

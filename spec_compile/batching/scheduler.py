@@ -17,7 +17,7 @@ from ..runtime.engine import Engine
 from ..runtime.runtime import Runtime
 from ..runtime.verify.sample import RowSettings
 from .decoding import DecodeRows
-from .pages import OutOfPages, Pages, Sizes, choose_sizes, row_pages, wanted_slots
+from .pages import OutOfPages, Pages, Sizes, choose_sizes, row_pages, wanted_slots, wanted_tokens
 from .prefill import PrefillRows
 from .prefix_cache import PrefixCache
 from .sequence import BatchSequence, FollowerRequest, FollowerSequence, RoundChange
@@ -379,8 +379,7 @@ def take_scheduler(engine: Engine, config: ContinuousBatchingConfig, hints: Work
     """The scheduler that an earlier manager has left, if it has enough slots and as many pages as are asked for, or a
     new one."""
     runtime, slots = engine.runtime, wanted_slots(engine.runtime, config, hints)
-    tokens = None if config.num_blocks is None else config.num_blocks * config.page_size
-    memory = tokens, config.max_memory_percent, config.max_batch_tokens
+    memory = wanted_tokens(config), config.max_memory_percent, config.max_batch_tokens
     idle, engine.idle_batch = engine.idle_batch, None
     if idle is not None and idle.wanted[1:] == memory:
         if slots in (idle.slots, idle.wanted[0]) or (config.max_requests_per_batch is None and idle.slots > slots):

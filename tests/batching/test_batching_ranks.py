@@ -4,10 +4,10 @@ from functools import partial
 
 import pytest
 import torch
-from batch_requests import write_modules
+from batch_requests import config, write_modules
 from ranks import run_ranks
 from server_fixtures import DEMO, PROMPT, save_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from spec_compile import speculate
 
@@ -35,7 +35,7 @@ def answers(rank, folder, ranks, algo="ngram", dtype="float32", blocks=None, lon
     fast = speculate(model, algo, tensor_parallel=ranks if ranks > 1 else None, **OPTIONS | options)
     manager = fast.init_continuous_batching(
         GenerationConfig(do_sample=False),
-        ContinuousBatchingConfig(max_requests_per_batch=3, num_blocks=blocks, page_size=64),
+        config(max_requests_per_batch=3, num_blocks=blocks, page_size=64),
     )
     manager.start()
     if rank > 0:

@@ -32,6 +32,8 @@ def tokenizer():
 
 
 def config(**options):
+    if "page_size" in options and not hasattr(ContinuousBatchingConfig, "page_size"):  # transformers 5.17
+        options["block_size"] = options.pop("page_size")
     return ContinuousBatchingConfig(**options)
 
 
