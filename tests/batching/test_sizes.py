@@ -65,6 +65,7 @@ def test_pages_for_rows_and_for_kept_prefixes():
 def test_the_user_says_how_many_tokens():
     assert chosen(num_blocks=1000, page_size=256).pages == 1 + 1000 * 256 // PAGE
     assert chosen(num_blocks=1000, page_size=100, device="cpu").pages == 1 + 100_000 // PAGE
+    assert pages.wanted_tokens(SimpleNamespace(num_blocks=3, block_size=100)) == 300  # transformers 5.17
 
 
 def test_rows_are_as_long_as_the_pool_holds(memory):
