@@ -2,7 +2,7 @@
 
     python -m benchmarks.simulated_acceptance [--shape qwen3-30b-a3b [--layers N] | --model PATH] [--batch 1 4 16]
         [--acceptance 0 0.3 0.5 0.7 0.85] [--forms chain tree] [--head eagle3] [--new-tokens 256] [--repeats 2]
-        [--in-flight 1 16 64 256] [--json FILE]
+        [--in-flight 1 16 64 256 [--requests 500]] [--prompt-tokens 128] [--json FILE]
 
 A shape has random weights, so that no draft of its own would be accepted. So the model's greedy answer is recorded with
 plain steps, and the drafter proposes trees of a fixed form in which a node is right with probability
@@ -10,8 +10,8 @@ plain steps, and the drafter proposes trees of a fixed form in which a node is r
 0 only. Each token of each row has a draw of its own, the same for all systems. A --head of random weights also runs in
 each round, so that drafts cost what they do with a real one; with "none" they cost nothing, like n-grams.
 
---in-flight measures continuous batching in place of static batches, with three requests for each that is under way at
-any time. All have one prompt, and none starts with keys and values of another.
+--in-flight measures continuous batching in place of static batches, with --requests, or three for each that is under
+way at any time. All have one prompt, and none starts with keys and values of another.
 
 "over best" divides the rate of adaptive drafting by the best of plain steps and the fixed settings of the same form, in
 hindsight. "same answers" says that all systems gave the recorded answer, in the first row. All figures are simulated.
@@ -49,8 +49,6 @@ LIKELY = 0.7
 """The acceptance for which the form of a tree is the best."""
 RANKS = 4
 """Children of a node at most."""
-PROMPT = 128
-"""Tokens of a prompt."""
 TREE = dict(num_steps=5, topk=RANKS, num_draft_tokens=16)
 HEADS = {"eagle3": "EAGLE-3 head", "eagle": "EAGLE head", "none": "free"}
 FORMS = {
@@ -215,14 +213,15 @@ def facts_of(model: PreTrainedModel, form: str, rates: dict[str, float], options
 
 def measure(model: PreTrainedModel, form: str, options) -> Iterator[dict]:
     """A row for each batch size and acceptance of one form."""
-    most, length = max(options.batch), PROMPT + options.new_tokens
+    most, size = max(options.batch), options.prompt_tokens
+    length = size + options.new_tokens
     text, right = (torch.zeros(most, length, dtype=torch.int64, device=model.device) for _ in range(2))
-    prompts = text_tokens(most * PROMPT, model.config.vocab_size, options.model or common.DEMO_MODEL)
-    text[:, :PROMPT] = prompts.view(most, PROMPT)
+    prompts = text_tokens(most * size, model.config.vocab_size, options.model or common.DEMO_MODEL)
+    text[:, :size] = prompts.view(most, size)
     systems = systems_of(model, form, text, right, options)
     fixed = dict(max_new_tokens=options.new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
     for batch in options.batch:
-        prompt = text[:batch, :PROMPT].clone()
+        prompt = text[:batch, :size].clone()
         whole = torch.ones_like(prompt)  # transformers would take the id of padding in a text for padding
         calls = {name: partial(fast.generate, attention_mask=whole, **fixed) for name, fast in systems.items()}
         for name, fast in systems.items():
@@ -238,7 +237,7 @@ def measure(model: PreTrainedModel, form: str, options) -> Iterator[dict]:
             row = {
                 "batch": batch,
                 "simulated acceptance": acceptance,
-                "same answers": all(answer[0].equal(text[0, PROMPT:]) for answer in answers.values()),
+                "same answers": all(answer[0].equal(text[0, size:]) for answer in answers.values()),
             }
             row["accept lengths"] = {name: fast.speculation.stats.accept_length for name, fast in systems.items()}
             yield facts_of(model, form, rates, options) | row
@@ -246,26 +245,29 @@ def measure(model: PreTrainedModel, form: str, options) -> Iterator[dict]:
 
 def measure_load(model: PreTrainedModel, form: str, options) -> Iterator[dict]:
     """The same for each number of requests in flight. All have one prompt, and so one text."""
-    most, length = max(options.in_flight), PROMPT + options.new_tokens
-    text, right = (torch.zeros(size, length, dtype=torch.int64, device=model.device) for size in (1, min(most, ROWS)))
-    text[0, :PROMPT] = text_tokens(PROMPT, model.config.vocab_size, options.model or common.DEMO_MODEL)
-    prompt, systems, told = text[0, :PROMPT].tolist(), systems_of(model, form, text, right, options), {}
+    rows, size = min(max(options.in_flight), ROWS), options.prompt_tokens
+    length = size + options.new_tokens
+    text, right = (torch.zeros(each, length, dtype=torch.int64, device=model.device) for each in (1, rows))
+    text[0, :size] = text_tokens(size, model.config.vocab_size, options.model or common.DEMO_MODEL)
+    prompt, systems, told = text[0, :size].tolist(), systems_of(model, form, text, right, options), {}
     fixed = dict(max_new_tokens=options.new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
-    whole = torch.ones_like(text[:, :PROMPT])
-    text[:] = systems["plain"].generate(text[:, :PROMPT].clone(), attention_mask=whole, **fixed)
+    whole = torch.ones_like(text[:, :size])
+    text[:] = systems["plain"].generate(text[:, :size].clone(), attention_mask=whole, **fixed)
     for name, fast in systems.items():
         with managed(fast, len(right)) as manager:
             for count in options.in_flight:
                 in_flight(manager, [prompt] * count, count, 8, salted=True)
                 for acceptance in options.acceptance:
-                    right.copy_(draw_right(acceptance, *right.shape))
-                    forget(fast)
-                    row = in_flight(manager, [prompt] * 3 * count, count, options.new_tokens, salted=True)
+                    if name != "plain" or acceptance == options.acceptance[0]:  # plain steps draft nothing
+                        right.copy_(draw_right(acceptance, *right.shape))
+                        forget(fast)
+                        asked = [prompt] * (options.requests or 3 * count)
+                        row = in_flight(manager, asked, count, options.new_tokens, salted=True)
                     told.setdefault((count, acceptance), {})[name] = row
         fast.destroy_cached_continuous_batching_manager()
     for (count, acceptance), by_name in told.items():
         rates = {name: row["tokens_per_s"] for name, row in by_name.items()}
-        row = {"in flight": count, "simulated acceptance": acceptance}
+        row = {"in flight": count, "simulated acceptance": acceptance, "tokens": f"{size} + {options.new_tokens}"}
         row["accept lengths"] = {name: row["tokens_per_step"] for name, row in by_name.items()}
         row["first token s"] = {name: row["first_token_s"] for name, row in by_name.items()}
         yield facts_of(model, form, rates, options) | row
@@ -291,6 +293,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0.0, 0.3, 0.5, 0.7, 0.85])
     parser.add_argument("--head", default="eagle3", choices=list(HEADS), help="none: drafts cost nothing")
     parser.add_argument("--in-flight", type=int, nargs="+", help="continuous batching in place of static batches")
+    parser.add_argument("--requests", type=int, help="three for each in flight by default")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--no-compile", action="store_true", help="rounds without Inductor")
@@ -300,7 +304,8 @@ def main(arguments: list[str] | None = None) -> None:
     options.name = Path(options.model).name if options.model else options.shape + layers
     model = common.load_model(options.model, device) if options.model else build(options.shape, device, options.layers)
     way, part, size = (measure_load, "load", "in flight") if options.in_flight else (measure, "rows", "batch")
-    keys, facts = ("device", "model", "drafting", "form", size, "simulated acceptance"), common.stamp(model.device)
+    keys = ("device", "model", "drafting", "form", size, "tokens", "simulated acceptance")
+    facts = common.stamp(model.device)
     for form in options.forms:
         rows = []
         for row in way(model, form, options):

@@ -368,7 +368,7 @@ def simulated_load(results: Results) -> str:
     for row in map(results.seen, sorted(rows, key=lambda row: row["simulated acceptance"])):
         plain, form = row["plain"], row["form"]
         told = f"{row['adaptive'] / plain:.2f}, {row[form] / plain:.2f} ({row['accept lengths'][form]:.2f})"
-        line = f"{row['drafting']}, {form}, {row['in flight']} in flight"
+        line = f"{row['drafting']}, {form}, {row['in flight']} in flight, {row['tokens']} tokens"
         cells.setdefault(line, {})[row["simulated acceptance"]] = told
     return crossed("draft", cells, {key: f"{key:.2f}" for by in cells.values() for key in by})
 
