@@ -11,8 +11,8 @@ the seconds until a request's first token, and the 99th percentile of the second
 requests of each number are a warm-up. The last lines divide rates: by that of static batches, and with drafts by that
 without.
 
---prompt-tokens asks with prompts of that many random tokens, or of numbers drawn between two, and --shape answers with
-random weights. There are --requests, or three for each one in flight. With `--requests 500 --in-flight 500` all come at
+--prompt-tokens asks with prompts of that many random tokens, or of numbers between two, and --shape answers with random
+weights. Such numbers are drawn so that each doubling is as likely: half of those from 100 to 30,000 are below 1,733. There are --requests, or three for each one in flight. With `--requests 500 --in-flight 500` all come at
 once; at most `ROWS` of them have a row. The cache has room for the longest. Hardly a draft is accepted on such text, so
 that "ngram" shows what drafts cost where they do not pay.
 
@@ -258,7 +258,7 @@ def random_requests(options, vocab_size: int) -> list[list[int]]:
     draw, sizes = random.Random(0), options.prompt_tokens
     most = max(options.in_flight)
     wanted = options.arrivals + most if options.arrivals else options.requests or 3 * most
-    lengths = [draw.randint(*sizes) if len(sizes) > 1 else sizes[0] for _ in range(wanted)]
+    lengths = [round(sizes[0] * (sizes[-1] / sizes[0]) ** draw.random()) for _ in range(wanted)]
     return [[draw.randrange(vocab_size) for _ in range(length)] for length in lengths]
 
 

@@ -151,6 +151,7 @@ GUARDS = [
         ("adapters-are-freed", SKIP, "batching/test_lora_requests.py -k end_with"),
         ("rows-being-copied", SKIP, "batching/test_rows.py -k written"),
         ("pages-of-idle-rows", SKIP, "batching/test_rows.py -k told_their_pages"),
+        ("late-rows", SKIP, "batching/test_rides.py -k 'answers and eagle3'"),
         ("states-of-idle-rows", SKIP, "batching/test_rows.py -k idle_row"),
         ("pages-of-rounds", NEVER, "batching/test_preemption.py -k without_pages"),
         ("prefixes-of-weights", SKIP, "batching/test_prefix_cache.py -k other_weights"),

@@ -21,8 +21,8 @@ from .rows import Rows
 from .sequence import BatchSequence
 
 RIDDEN_ROWS, RIDDEN_NODES, RIDDEN_SHARE = 16, 16, 4
-"""Fewest rows of a round that takes prompts with it, and most nodes of its trees, which take one token in RIDDEN_SHARE
-of a common step."""
+"""Fewest rows of a round that takes prompts with it, and most rows whose drafter catches up when one of them leaves;
+most nodes of that round's trees, which take one token in RIDDEN_SHARE of a common step."""
 
 
 class DecodeRows(Rows):
@@ -70,8 +70,10 @@ class DecodeRows(Rows):
         length, shares = (sequence.length, sequence.request.share_text) if is_over else (0, False)
         try:
             self.runtime.guard(self.all.drafter.leave, self.state, row, length, shares)
-            # The drafter processes all tokens that it is late by, so that others can go on from what it has.
-            if self.pipeline.late and self.runtime.algorithm.remembers:
+            # Others go on from what the drafter has, so it catches up. Of many rows one leaves nearly every round, so
+            # that this would cost 32 tokens of the draft for each of them; the newest tokens are not kept then.
+            catches_up = len(sequences) <= RIDDEN_ROWS or bool(self.runtime.verify.recurrences)
+            if catches_up and self.pipeline.late and self.runtime.algorithm.remembers:
                 session = self.session(max(each.row for each in sequences) + 1)
                 self.pipeline.catch_up(session, max(each.length for each in sequences))
         finally:

@@ -152,15 +152,13 @@ class Intake:
     def _read_adapter(self, name: Any) -> str | None:
         """The adapter that a request names, or else the active one; None if rows choose none."""
         loras = self._engine.loras
-        if loras is None:
-            if name is not None:
-                raise ValueError(
-                    "adapter_name: the active adapters were captured by speculate(); leave it out, or pass max_loras "
-                    "to speculate(), so that each request chooses one"
-                )
-            return None
-        if name is None:
-            return loras.active
+        if loras is None and name is not None:
+            raise ValueError(
+                "adapter_name: the active adapters were captured by speculate(); leave it out, or pass max_loras to "
+                "speculate(), so that each request chooses one"
+            )
+        if loras is None or name is None:
+            return None if loras is None else loras.active
         loras.check_name(name, "adapter_name")
         return name
 

@@ -16,7 +16,7 @@ from ..runtime.round import PREFILL_SIZES
 from ..runtime.runtime import PrefixBudget, Runtime
 from ..runtime.state import State
 from ..tree import MAX_NODES
-from .prefill import DRAFTED_ROWS, PREFILL_ROWS, STEPS_OF_TOKENS
+from .prefill import PREFILL_ROWS, STEPS_OF_TOKENS
 
 MOST = {"cpu": 16, "cuda": 256}
 """Slots unless the user says how many: beyond, rounds cost arithmetic."""
@@ -142,10 +142,9 @@ def choose_sizes(runtime: Runtime, config: ContinuousBatchingConfig, hints: Work
 
     # Prompts ride along with rounds, or are processed between them.
     rides = runtime.mixes and runtime.options.ranks.size == 1 and (rows_vary(runtime) or not runtime.options.compile)
+    rides = rides and runtime.algorithm.ahead < 2  # a module after the first goes on from the slice before
     piece = min(tokens or STEPS_OF_TOKENS[-1], PREFILL_SIZES[runtime.device.type][0]) if rides else 0
     prefill_rows = PREFILL_ROWS["cuda" if rides else runtime.device.type]
-    if rides and runtime.algorithm.remembers:
-        prefill_rows = DRAFTED_ROWS
 
     # Rows have their small buffers first, and pages the rest.
     capacity, free = runtime.capacity(slots), 0.0
@@ -172,7 +171,7 @@ def choose_sizes(runtime: Runtime, config: ContinuousBatchingConfig, hints: Work
 
 def wanted_tokens(config: ContinuousBatchingConfig) -> int | None:
     """Tokens of the pool that the user asks for: 1000 blocks of 256 tokens are 256000."""
-    size = config.page_size if hasattr(config, "page_size") else config.block_size  # so called by transformers 5.17
+    size = vars(config).get("page_size") or vars(config)["block_size"]  # transformers 5.17 has this
     return config.num_blocks and config.num_blocks * size
 
 

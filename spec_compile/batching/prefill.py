@@ -31,8 +31,6 @@ COMMON_STEP, BACKLOG = 512, 2
 largest steps: rows that decode wait 1.8 times as long for 1,024 tokens, and prompts take 0.86 of the time."""
 SLICE = 32
 """Tokens of a slice at most. Attention takes 128 rows at once: 32 tokens with 4 query heads for each KV head."""
-DRAFTED_ROWS = 4
-"""Prompts that may ride along at once where a draft processes them, too, of each as many tokens as all have."""
 
 
 class PrefillRows(Rows):
@@ -137,8 +135,8 @@ class PrefillRows(Rows):
         self.sequences[row], sequence.done, sequence.stop = sequence, done, sequence.length
         self.state.prompt_lengths[row].fill_(sequence.length + 1)
 
-    def step(self, waiting: int, decoding: int, round_seconds: float | None) -> list[BatchSequence]:
-        """Process a chunk of every prompt, and propose the first trees of those that are done, which are returned.
+    def step(self, waiting: int, decoding: int, round_seconds: float | None) -> None:
+        """Process a chunk of every prompt.
 
         waiting, decoding: see `choose_size`. round_seconds: what rounds cost now; None if nobody has measured it.
         """
@@ -152,17 +150,18 @@ class PrefillRows(Rows):
                 size = self._chunk_size(missing, waiting, decoding, round_seconds)
                 session.prefill(size, self.max_kv_len(session, size))
             self.advance({sequence: size for sequence in self.active})
-        return self.ready()
 
-    def ready(self) -> list[BatchSequence]:
-        """The prompts that are done, with their first trees."""
+    def ready(self, drafts: bool) -> list[BatchSequence]:
+        """The prompts that are done, with their first trees if the next round may draft."""
         ready = [sequence for sequence in self.active if sequence.done == sequence.length]
         for sequence in ready:
             if sequence.tokens:  # random numbers go by the place in the answer
                 self.state.prompt_lengths[sequence.row].fill_(len(sequence.prompt))
-        if ready:
+        if ready and drafts:
             session = self._active_session
             session.propose(session.max_kv_len(max(sequence.length + 1 for sequence in self.active)))
+        elif ready:
+            self.state.root()
         for sequence in [] if self.runtime.on_gpu else ready:
             sequence.count = int(self.state.tree_count[sequence.row])
             sequence.confidence = int(self.state.tree_confidence[sequence.row])

@@ -115,6 +115,7 @@ class Rows:
         """Let nothing that is launched from now on write to the pages of a row or lead its states on: it is idle."""
         self.state.finished[row].fill_(True)
         self.state.lengths[row].zero_()
+        self.state.late[row].zero_()  # guard: late-rows
         self.state.prompt_lengths[row].zero_()  # guard: states-of-idle-rows
         self.state.kv.table[row].zero_()  # guard: pages-of-idle-rows
 

@@ -140,7 +140,8 @@ class Scheduler:
         elif not self.decoder.pieces(self.prefill):
             decoding = len(self.decoder.active)
             waiting = min(len(self.waiting), self.slots - decoding - len(self.prefill.begun))
-            self._join(self.prefill.step(waiting, decoding, self.decoder.round_seconds))
+            self.prefill.step(waiting, decoding, self.decoder.round_seconds)
+            self._join()
 
         # A round.
         self._launch()
@@ -164,11 +165,11 @@ class Scheduler:
             free = self.slots - len(self.begun)
             self.prefill.backlog = sum(sequence.length for sequence in [*self.waiting][:free])
         while self.decoder.launch(self.prefill):
-            self._join(self.prefill.ready())
+            self._join()
 
-    def _join(self, ready: list[BatchSequence]) -> None:
+    def _join(self) -> None:
         """Prompts that are done join the rows that decode."""
-        for sequence in ready:
+        for sequence in self.prefill.ready(drafts=self.decoder.pipeline.pending > 1):
             try:
                 if not (sequence.tokens and self._runtime.verify.clamps_prompts):  # what it is has states of an answer
                     self.prefixes.keep(sequence, sequence.length, self.prefill)
@@ -227,7 +228,7 @@ class Scheduler:
                 self.prefixes.keep(sequence, self.prefill.known(sequence), self.prefill)
             elif sequence in self.decoder.sequences:
                 self.decoder.leave(sequence, is_over)
-                self.prefixes.keep(sequence, sequence.length, self.decoder)
+                self.prefixes.keep(sequence, self.decoder.known(sequence), self.decoder)
         except Exception:  # of the drafter: the row is free, and the answer is what it is
             log.exception("request %s: its row was left with an error", sequence.request_id)
         finally:

@@ -411,7 +411,7 @@ class Call:
         if algorithm.remembers and not self.has_unknown_tokens:
             # The drafter's cache has the first tokens of the last call's texts. If the prompts begin otherwise, they
             # are processed again.
-            texts = self.session.texts
+            texts = [prompt + answer for prompt, answer in self.session.answers]
             starts = [(text[: n + algorithm.ahead], prompt[: n + algorithm.ahead])
                       for n, text, prompt in zip(begins, texts, self.prompts)]  # fmt: skip
             if len(texts) != len(begins) or any(text != prompt for text, prompt in starts):

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ..compile.regions import Regions
-from ..drafting import Drafter
+from ..drafting import Drafter, caches
 from ..graph import ModelGraph
 from ..kernels.attention.base import riding
 from ..outcome import pack
@@ -182,16 +183,12 @@ class Prefill(nn.Module):
         state.late.zero_()
 
     def conclude(self, size: int, ids: Tensor, positions: Tensor, features: list[Tensor], max_kv_len: int) -> None:
-        self.draft(ids, positions, features, max_kv_len)
         state = self.state
+        if state.position_offsets is not None:
+            positions = positions - state.position_offsets[:, None]  # a drafter's positions are its slots
+        self.guard(self.drafter.prefill, state, ids, positions, features, max_kv_len)
         ends = torch.maximum(state.prompt_lengths - 1, state.lengths)  # unchanged without a prompt, in warm-up
         state.lengths.copy_(torch.minimum(state.lengths + size, ends))  # guard: end-of-a-prompt
-
-    def draft(self, ids: Tensor, positions: Tensor, features: list[Tensor], max_kv_len: int) -> None:
-        """The drafter processes what the target has processed."""
-        if self.state.position_offsets is not None:
-            positions = positions - self.state.position_offsets[:, None]  # a drafter's positions are its slots
-        self.guard(self.drafter.prefill, self.state, ids, positions, features, max_kv_len)
 
     def prepare(self, size: int) -> tuple[Tensor, Tensor]:
         """The next `size` tokens of every row and their positions."""
@@ -212,12 +209,12 @@ class RidingVerify:
     before any row attends, so [c d] sees [a b], and the next slice of this prompt in the piece sees both.
     """
 
-    def __init__(self, verify: Callable, prefill: Prefill, slices: Tensor, unit: int, remembers: bool):
+    def __init__(self, verify: Callable, prefill: Prefill, slices: Tensor, unit: int, drafter: Drafter | None):
         """slices: [2, n] int64, read whenever the piece is computed: a row of the prompts for each slice, and the slot
         at which it begins. Slices of a prompt follow each other; equal ones do no harm.
-        prefill: over the same pool of pages. unit: a multiple of the nodes. remembers: see `Algorithm`."""
-        self.verify, self.prefill, self.slices, self.unit = verify, prefill, slices, unit
-        self.remembers = remembers
+        prefill: over the same pool of pages. unit: a multiple of the nodes. drafter: has a row for each slice, in pages
+        of the prompts' drafter; None if drafts remember nothing."""
+        self.verify, self.prefill, self.slices, self.unit, self.drafter = verify, prefill, slices, unit, drafter
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, lengths: Tensor, ancestors: Tensor, cache: list[Tensor],
@@ -227,9 +224,9 @@ class RidingVerify:
         # The tokens of the slices [n, unit], and the rows of nodes that they are.
         prompts, (batch, nodes), (row, begin) = self.prefill.state, tokens.shape, self.slices
         count, number = self.unit // nodes, torch.arange(self.unit, device=row.device)
-        places = begin[:, None] + number
-        ids = prompts.tokens[row[:, None], places.clamp(max=prompts.capacity - 1)]
-        places = prompts.positions(places - prompts.lengths[row][:, None], row)
+        slots = begin[:, None] + number
+        ids = prompts.tokens[row[:, None], slots.clamp(max=prompts.capacity - 1)]
+        places = prompts.positions(slots - prompts.lengths[row][:, None], row)
         chains = ((2 << number[:nodes]) - 1).expand(len(row), count, nodes)
 
         def joined(own: Tensor, other: Tensor) -> Tensor:
@@ -245,23 +242,28 @@ class RidingVerify:
                 joined(tokens, ids), joined(positions, places), joined(lengths, begin[:, None] + number[::nodes]),
                 joined(ancestors, chains), [*cache[:pools], *of_rows], max_kv_len, **narrow,
             )  # fmt: skip
-        self._go_on([feature[batch:].flatten(0, 1) for feature in features], max_kv_len)
+        if self.drafter is not None:
+            of_slices = [feature[batch:].reshape(len(row), self.unit, -1) for feature in features]
+            self._draft(self.drafter, ids, slots, of_slices, max_kv_len)
+        ends = torch.minimum(begin + self.unit, prompts.prompt_lengths[row] - 1)
+        prompts.lengths.copy_(prompts.lengths.scatter_reduce(0, row, ends, "amax"))  # guard: ends-of-slices
         return [each[:batch] for each in (logits, *features)]
 
-    def _go_on(self, features: list[Tensor], max_kv_len: int) -> None:
-        """The draft processes the piece, whose features are [n * unit, C], and the prompts' lengths grow."""
-        prompts, (row, begin) = self.prefill.state, self.slices
-        ends = torch.minimum(begin + self.unit, prompts.prompt_lengths[row] - 1)
-        ends = prompts.lengths.scatter_reduce(0, row, ends, "amax")  # guard: ends-of-slices
-        if self.remembers:  # all prompts get as many tokens as the piece has, of which only those before `ends` count
-            size, whole = len(row) * self.unit, prompts.prompt_lengths.clone()
-            prompts.prompt_lengths.copy_(ends + 1)
-            ids, positions = self.prefill.prepare(size)
-            first = (row == torch.arange(len(ids), device=row.device)[:, None]).int().argmax(1)
-            where = (self.unit * first[:, None] + torch.arange(size, device=row.device)).clamp(max=size - 1)
-            self.prefill.draft(ids, positions, [feature[where] for feature in features], max_kv_len)
-            prompts.prompt_lengths.copy_(whole)
-        prompts.lengths.copy_(ends)
+    def _draft(self, drafter: Drafter, ids: Tensor, slots: Tensor, features: list[Tensor], max_kv_len: int) -> None:
+        """The draft processes the slices [n, unit], too. features: [n, unit, C] each."""
+        prompts, (row, begin), known = self.prefill.state, self.slices, self.prefill.drafter.row_buffers()
+        for cache in caches(drafter):
+            cache.table.copy_(prompts.kv.table[row])
+        for own, buffer in zip(drafter.row_buffers(), known):
+            own.copy_(buffer[row])
+        numbers = dict(lengths=begin, prompt_lengths=prompts.prompt_lengths[row], capacity=prompts.capacity)
+        state = SimpleNamespace(tokens=prompts.tokens[row], **numbers)  # each slice is a row
+        self.prefill.guard(drafter.prefill, state, ids, slots, features, max_kv_len)
+
+        # A prompt goes on from its last slice: slices of the prompts 0, 2 and 2 have the last ones 0, 2 and 2.
+        last = ((row[:, None] == row) * torch.arange(len(row), device=row.device)).amax(1)
+        for own, buffer in zip(drafter.row_buffers(), known):
+            buffer[row] = own[last]
 
 
 # Tokens of each row that a step may take, largest first. On a CPU one compiled step takes any number of tokens, and

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..cache import PAGE, ROUNDED, Cache
 from ..compile.replay import Captured, CaptureError, OutcomeRing
-from ..drafting import caches, use_pages
+from ..drafting import Drafter, caches, use_pages
 from ..kernels.attention import BACKENDS
 from ..kernels.together import compile_together
 from ..outcome import WIDEST
@@ -35,6 +35,7 @@ FEW = 4  # a round may verify one in FEW nodes of a tree
 MANY_ROWS = KNEES["cuda"] // 2  # rows of a round on a GPU from which fewer nodes save much of it
 # Largest prefill, in tokens of all rows, that is captured; a larger one takes longer than its launches.
 CAPTURED_TOKENS = 2048
+MOST_SLICES = 64  # slices of a piece of prompts at most
 
 
 class StepKind(Enum):
@@ -56,10 +57,6 @@ class StepKind(Enum):
 
 
 SWITCH = (StepKind.PROPOSE, StepKind.CATCH_UP)  # the steps between a plain round and one that drafts
-
-
-MOST_SLICES = 64
-"""Slices of a piece of prompts at most."""
 
 
 class Piece(NamedTuple):
@@ -159,11 +156,6 @@ class Session:
         """The target's and the draft's, which have the same table."""
         return [*caches(self.state), *caches(self.drafter)]
 
-    @property
-    def texts(self) -> list[list[int]]:
-        """Prompt and answer of each row in the last call."""
-        return [prompt + answer for prompt, answer in self.answers]
-
     def _slots(self, tokens: int) -> int:
         """Slots for `tokens` tokens and for all that a step writes after them, a multiple of `ROUNDED`."""
         return -(-(tokens + MAX_NODES + PREFILL_SIZES[self.runtime.device.type][0]) // ROUNDED) * ROUNDED
@@ -262,7 +254,8 @@ class Session:
                 self._function(*step)
             else:
                 self.made[step] = self._make(*step)
-        for old in [step for step in self.made if _draws(step[0])][:-SAMPLERS]:
+        drawn = [step for step in self.made if isinstance(getattr(step[0], "round", step[0]), DrawInRound)]
+        for old in drawn[:-SAMPLERS]:
             del self.made[old]
 
     def has(self, kind: Kind, nodes: int) -> bool:
@@ -404,14 +397,23 @@ class Session:
         slices[1] = self.state.capacity - MAX_NODES  # the first row has no page there while steps are made
         return slices
 
+    def drafter_of_slices(self, number: int) -> Drafter:
+        """A drafter with a row for each of `number` slices, which lie in pages of this session's."""
+        drafter = self.runtime.algorithm.drafter(number, ROUNDED)
+        drafter.resize(self.state.capacity)
+        table = torch.zeros_like(self.state.kv.table[:1]).repeat(number, 1)
+        for own, cache in zip(caches(drafter), caches(self.drafter)):
+            own.use_pages(cache.tensors, table)
+        return drafter
+
     def _function(self, kind: Kind, nodes: int, verify: Callable | None = None) -> Callable:
         """The step as a function, compiled if that is asked for, and not captured. verify: in place of the round's."""
         if isinstance(kind, DrawInRound):
             return self._published(self._drawing(kind, nodes, verify))
         if isinstance(kind, MixedKind):
             (prompts, number, unit), verify = kind.piece, self._compiled.round(nodes).verify
-            slices, remembers = prompts.slices[:, :number], self.runtime.algorithm.remembers
-            riding = RidingVerify(verify, prompts._compiled.prefill(), slices, unit, remembers)
+            drafter = prompts.drafter_of_slices(number) if self.runtime.algorithm.remembers else None
+            riding = RidingVerify(verify, prompts._compiled.prefill(), prompts.slices[:, :number], unit, drafter)
             return self._function(kind.round, nodes, riding)
         match kind:
             case StepKind.PREFILL:
@@ -480,7 +482,3 @@ class Session:
             for each in prompts:
                 stack.enter_context(untouched(each.state, each.drafter))
             yield
-
-
-def _draws(kind: Kind) -> bool:
-    return isinstance(kind.round if isinstance(kind, MixedKind) else kind, DrawInRound)

@@ -10,7 +10,9 @@ from batch_requests import ALGORITHMS, TEXT, demo, generated, stopped, tokenizer
 
 from spec_compile import speculate
 from spec_compile.batching import decoding, prefill
+from spec_compile.drafting import caches
 from spec_compile.runtime.draft_budget import VaryingTreeBudget
+from spec_compile.runtime.round import RidingVerify
 from spec_compile.runtime.runtime import Runtime
 from spec_compile.runtime.session import Piece, Session, StepKind
 from spec_compile.runtime.verify import choose_route
@@ -103,6 +105,40 @@ def test_slices_of_prompts_in_turn(rode):
     prompts.ride(Piece(session, 4, 32))
     assert session.slices[:, :4].T.tolist() == [[1, 100], [0, 0], [0, 0], [0, 0]]
     manager.scheduler = None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["eagle3 tree", "mtp", "dflash", "draft_model"])
+def test_a_draft_processes_slices_as_it_does_chunks(name, rode):
+    """A prompt that ends in its last slice, which comes twice, one that goes on, and one that takes no part."""
+    manager, _ = stopped(fast(name), max_requests_per_batch=3)
+    runtime, session = fast(name).speculation.engine.runtime, manager.scheduler.prefill.session(3)
+    state, drafter, count = session.state, session.drafter, 5
+    state.set_pages([(row, number, 1 + 2 * row + number) for row in range(3) for number in range(2)])
+    for row, length in enumerate((60, 90, 6)):
+        state.enter(row, LONG[row : row + length], [], lengths=5)
+    taps = [torch.randn(3, 64, runtime.verify.hidden_size) for _ in runtime.algorithm.plan.taps]
+    tensors = [tensor for cache in caches(drafter) for tensor in cache.tensors]
+
+    found = []
+    for slices in ([], [(1, 5), (1, 37), (0, 5), (0, 37), (0, 37)]):
+        for buffer in (*tensors, *drafter.row_buffers()):
+            buffer.zero_()
+        if slices:
+            row, begin = session.slices[:, :count].copy_(torch.tensor(slices).T)
+            slots = begin[:, None] + torch.arange(32)
+            features = [torch.stack([tap[row, begin - 5 : begin + 27] for row, begin in slices]) for tap in taps]
+            riding = RidingVerify(lambda: None, session._compiled.prefill(), session.slices[:, :count], 32, None)
+            ids = state.tokens[row[:, None], slots]
+            riding._draft(session.drafter_of_slices(count), ids, slots, features, 128)
+        else:
+            drafter.prefill(state, state.tokens[:, 5:69], torch.arange(5, 69).expand(3, -1), taps, 128)
+        keys = [part for x in tensors for part in (x[1, :, 5:59], x[3, :, 5:], x[4, :, :5])]
+        found.append([part.clone() for part in (*keys, *drafter.row_buffers())])
+    assert any(part.any() for part in found[0])
+    for chunk, slices in zip(*found):
+        torch.testing.assert_close(chunk, slices)
+    manager.destroy()
 
 
 @pytest.mark.parametrize("captured", [True, False])

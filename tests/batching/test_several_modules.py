@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from spec_compile import speculate
 from spec_compile.contrib.mtp_modules import MtpModules
-from spec_compile.runtime.round import RidingVerify
+from spec_compile.runtime.runtime import Runtime
 
 LONG = (tokenizer()(TEXT).input_ids * 2)[:450]
 OTHER = LONG[::-1][:100]
@@ -61,19 +61,9 @@ def test_rows_that_requests_enter_and_leave(fast):
     assert max(max(output.speculation.per_step_accepted) for output in together) > 1
 
 
-def test_a_piece_changes_no_prompt_that_has_no_part_of_it(fast):
-    """What modules carry on to a prompt's next slots is what its own slots gave."""
+def test_prompts_take_turns_with_rounds(fast, monkeypatch):
+    """A module after the first goes on from what it made of the slice before, which rides along in the same piece."""
+    monkeypatch.setattr(Runtime, "mixes", True)
     manager, _ = batch_requests.stopped(fast, max_requests_per_batch=2)
-    runtime, session = fast.speculation.engine.runtime, manager.scheduler.decoder.session(2)
-    for row in range(2):
-        session.state.enter(row, LONG[:200], [], lengths=5)
-    for number in (1, 2):
-        session.drafter.carried(number).fill_(7)
-    slices = torch.tensor([[0, 0], [5, 37]])
-    riding = RidingVerify(session.state, session._compiled.prefill(), slices, 32, remembers=True)
-    riding._go_on([torch.randn(64, runtime.verify.hidden_size) for _ in runtime.algorithm.plan.taps], 256)
-    assert session.state.lengths.tolist() == [69, 5] and session.state.prompt_lengths.tolist() == [200, 200]
-    for number in (1, 2):
-        kept = session.drafter.carried(number) == 7
-        assert kept[1].all() and not kept[0].any()
+    assert manager.scheduler.prefill.step_sizes == []
     manager.destroy()
