@@ -12,9 +12,10 @@ requests of each number are a warm-up. The last lines divide rates: by that of s
 without.
 
 --prompt-tokens asks with prompts of that many random tokens, or of numbers between two, and --shape answers with random
-weights. Such numbers are drawn so that each doubling is as likely: half of those from 100 to 30,000 are below 1,733. There are --requests, or three for each one in flight. With `--requests 500 --in-flight 500` all come at
-once; at most `ROWS` of them have a row. The cache has room for the longest. Hardly a draft is accepted on such text, so
-that "ngram" shows what drafts cost where they do not pay.
+weights. Such numbers are drawn so that each doubling is as likely: half of those from 100 to 30,000 are below 1,733.
+There are --requests, or three for each one in flight. With `--requests 500 --in-flight 500` all come at once; at most
+`ROWS` of them have a row. The cache has room for the longest. Hardly a draft is accepted on such text, so that "ngram"
+shows what drafts cost where they do not pay.
 
 --pool bounds keys and values, in gigabytes. "most at once" counts the requests that had begun and not ended, and "whole
 rows" the rows with room for the longest request that the pool holds.
