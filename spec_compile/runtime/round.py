@@ -67,11 +67,7 @@ class Round(nn.Module):
         leaves them only roots, and the accepted tokens late for the drafter (see `Prefill.catch_up`)."""
         super().__init__()
         self.verify, self.drafter, self.state = graph.gm, drafter, state
-        self.guard, self.nodes, self.next_nodes = guard, nodes, next_nodes
-
-    @property
-    def proposes(self) -> bool:
-        return self.next_nodes != 1
+        self.guard, self.nodes, self.next_nodes, self.proposes = guard, nodes, next_nodes, next_nodes != 1
 
     def forward(self, max_kv_len: int, nodes: int = 0, verify: Callable | None = None) -> Tensor:
         """Returns int64 [B, 5 + 4 N], which `outcome.unpack` reads. max_kv_len: visible slots, >= lengths.max() + N.

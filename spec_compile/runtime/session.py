@@ -397,11 +397,13 @@ class Session:
         slices[1] = self.state.capacity - MAX_NODES  # the first row has no page there while steps are made
         return slices
 
-    def drafter_of_slices(self, number: int) -> Drafter:
-        """A drafter with a row for each of `number` slices, which lie in pages of this session's."""
-        drafter = self.runtime.algorithm.drafter(number, ROUNDED)
+    @cached_property
+    def slice_drafter(self) -> Drafter:
+        """A drafter with a row for each of the `slices`, which lie in pages of this session's. Captured steps read its
+        buffers, and do not keep them."""
+        drafter = self.runtime.algorithm.drafter(MOST_SLICES, ROUNDED)
         drafter.resize(self.state.capacity)
-        table = torch.zeros_like(self.state.kv.table[:1]).repeat(number, 1)
+        table = torch.zeros_like(self.state.kv.table[:1]).repeat(MOST_SLICES, 1)
         for own, cache in zip(caches(drafter), caches(self.drafter)):
             own.use_pages(cache.tensors, table)
         return drafter
@@ -412,7 +414,9 @@ class Session:
             return self._published(self._drawing(kind, nodes, verify))
         if isinstance(kind, MixedKind):
             (prompts, number, unit), verify = kind.piece, self._compiled.round(nodes).verify
-            drafter = prompts.drafter_of_slices(number) if self.runtime.algorithm.remembers else None
+            drafter = self.runtime.algorithm.drafter(number, ROUNDED) if self.runtime.algorithm.remembers else None
+            if drafter is not None:
+                drafter.share(prompts.slice_drafter)
             riding = RidingVerify(verify, prompts._compiled.prefill(), prompts.slices[:, :number], unit, drafter)
             return self._function(kind.round, nodes, riding)
         match kind:

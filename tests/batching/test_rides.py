@@ -10,6 +10,7 @@ from batch_requests import ALGORITHMS, TEXT, demo, generated, stopped, tokenizer
 
 from spec_compile import speculate
 from spec_compile.batching import decoding, prefill
+from spec_compile.cache import ROUNDED
 from spec_compile.drafting import caches
 from spec_compile.runtime.draft_budget import VaryingTreeBudget
 from spec_compile.runtime.round import RidingVerify
@@ -130,7 +131,9 @@ def test_a_draft_processes_slices_as_it_does_chunks(name, rode):
             features = [torch.stack([tap[row, begin - 5 : begin + 27] for row, begin in slices]) for tap in taps]
             riding = RidingVerify(lambda: None, session._compiled.prefill(), session.slices[:, :count], 32, None)
             ids = state.tokens[row[:, None], slots]
-            riding._draft(session.drafter_of_slices(count), ids, slots, features, 128)
+            rows = runtime.algorithm.drafter(count, ROUNDED)
+            rows.share(session.slice_drafter)
+            riding._draft(rows, ids, slots, features, 128)
         else:
             drafter.prefill(state, state.tokens[:, 5:69], torch.arange(5, 69).expand(3, -1), taps, 128)
         keys = [part for x in tensors for part in (x[1, :, 5:59], x[3, :, 5:], x[4, :, :5])]
