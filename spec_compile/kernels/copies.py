@@ -25,9 +25,7 @@ UNITS = 1024
 
 
 @op_with_kernel("compact", lambda caches, lengths, path, count, table=None: None, writes=("caches",))
-def compact(
-    caches: list[Tensor], lengths: Tensor, path: Tensor, count: Tensor, table: Tensor | None = None
-) -> None:  # fmt: skip
+def compact(caches: list[Tensor], lengths: Tensor, path: Tensor, count: Tensor, table: Tensor | None = None) -> None:
     """Move the accepted nodes' slots of every cache, in plain PyTorch, which the op runs on a CPU.
 
     caches: [P, Hkv, S, D] each, contiguous; Hkv, D and dtype may differ, and S without several pages a row.
@@ -47,9 +45,7 @@ def compact(
 
 
 @on_gpu(compact)
-def launch(
-    caches: list[Tensor], lengths: Tensor, path: Tensor, count: Tensor, table: Tensor | None = None
-) -> None:  # fmt: skip
+def launch(caches: list[Tensor], lengths: Tensor, path: Tensor, count: Tensor, table: Tensor | None = None) -> None:
     """`compact` by the kernel."""
     batch, nodes = path.shape
     if nodes == 1 or not caches:

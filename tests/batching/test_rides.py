@@ -1,12 +1,16 @@
 """Prompts that ride along with rounds: answers are those of ``generate()``, whatever rides with what."""
 
 import functools
+import gc
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
 from batch_requests import ALGORITHMS, TEXT, demo, generated, stopped, tokenizer
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from spec_compile import speculate
 from spec_compile.batching import decoding, prefill
@@ -15,7 +19,7 @@ from spec_compile.drafting import caches
 from spec_compile.runtime.draft_budget import VaryingTreeBudget
 from spec_compile.runtime.round import RidingVerify
 from spec_compile.runtime.runtime import Runtime
-from spec_compile.runtime.session import Piece, Session, StepKind
+from spec_compile.runtime.session import MixedKind, Piece, Session, StepKind
 from spec_compile.runtime.verify import choose_route
 
 LONG = tokenizer()(TEXT).input_ids
@@ -141,6 +145,40 @@ def test_a_draft_processes_slices_as_it_does_chunks(name, rode):
     assert any(part.any() for part in found[0])
     for chunk, slices in zip(*found):
         torch.testing.assert_close(chunk, slices)
+    manager.destroy()
+
+
+class Storages(TorchDispatchMode):
+    """The memory that operators read and did not make."""
+
+    def __init__(self):
+        super().__init__()
+        self.read, self.made = dict[int, StorageWeakRef](), set[int]()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        results = op(*args, **(kwargs or {}))
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self.made:
+                self.read[x.untyped_storage()._cdata] = StorageWeakRef(x.untyped_storage())
+        for x in tree_leaves(results):
+            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self.read:
+                self.made.add(x.untyped_storage()._cdata)
+        return results
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["eagle3 tree", "mtp", "dflash", "draft_model"])
+def test_all_that_a_step_reads_outlives_its_function(name, rode):
+    """A captured graph does not keep the function that was captured."""
+    manager, _ = stopped(fast(name), max_requests_per_batch=2)
+    session, prompts = manager.scheduler.decoder.session(2), manager.scheduler.prefill.session(2)
+    kind = MixedKind(StepKind.ROUND, Piece(prompts, 4, 32))
+    step = session._function(kind, 1)
+    with Storages() as storages:
+        step(128)
+    del step
+    gc.collect()
+    assert len(storages.read) > 20 and not any(each.expired() for each in storages.read.values())
     manager.destroy()
 
 

@@ -183,13 +183,14 @@ def _rounded_rows(x: Tensor, dtype: torch.dtype, early: bool, static: Tensor | N
 
 LEAST_ROWS = 384
 """Rows from which on it is faster than `skinny_gemm_kernel`."""
-TILE, SMALL_TILE = ProductTile(128, 64, 256, 8, 4), ProductTile(128, 64, 128, 8, 4)
-"""The tile, and another for fewer rows and for products whose columns are cut, which holds two sums. They reach 0.81 to
-0.96 of cuBLAS's speed with 2,048 rows of Llama-3.1-8B's layers on an H200."""
+TILE, SMALL_TILE = ProductTile(128, 64, 256, 8, 4), ProductTile(128, 64, 128, 4, 5)
+CUT_TILE = ProductTile(128, 64, 128, 8, 4)
+"""The tile, another for fewer rows, and one for products whose columns are cut, which holds two sums. They reach 0.81
+to 0.96 of cuBLAS's speed with 2,048 rows of Llama-3.1-8B's layers on an H200."""
 MANY_ROWS = 512
 """Rows from which on the larger tile may be faster."""
-FIXED_ROWS = 48
-"""The rows whose time a program takes for anything but rows."""
+FIXED_ROWS = 12
+"""The rows whose time a program takes for anything but rows: a turn takes 49 us with 256 rows and 26 us with 128."""
 GATED_TILE, LEAST_GATED_ROWS, BUSY = ProductTile(256, 64, 128, 8, 4), 65, 0.8
 """The tile of a gated product of LEAST_GATED_ROWS to MANY_ROWS rows whose columns are not cut, if its programs keep a
 share of BUSY of the multiprocessors busy. Llama-3.1-8B's product took 0.88 of the time of `skinny_gemm_kernel` with
@@ -230,15 +231,16 @@ def tile_of_many(rows: int, outputs: int, parts: int, processors: int) -> Produc
     """The faster tile for this product on a GPU with `processors` multiprocessors, each of which runs one program at a
     time.
 
-    Row 513 begins a third block of 256 rows, or a fifth of 128: Llama-3.1-8B's output product is 1 turn of the 132
-    multiprocessors of an H200 with 512 rows, which takes 29 us, and 2 turns with 513 to 1,024 rows, which take 55 us.
+    Llama-3.1-8B's gated product has 28,672 outputs. With 512 rows it is 4 turns of an H200's 132 multiprocessors in
+    blocks of 256 rows, which take 201 us, or 7 in blocks of 128, 190 us. With 1,024 rows: 7, 342 us, or 14, 365 us.
     """
 
     def time(tile: ProductTile) -> int:
         programs = ceil_div(rows, tile.block_n) * ceil_div(outputs, tile.block_o)
         return ceil_div(programs, processors) * (tile.block_n + FIXED_ROWS)
 
-    return min((TILE, SMALL_TILE) if parts == 1 and rows >= MANY_ROWS else (SMALL_TILE,), key=time)
+    choices = (TILE, SMALL_TILE) if rows >= MANY_ROWS else (SMALL_TILE,)
+    return CUT_TILE if parts > 1 else min(choices, key=time)
 
 
 def launch_many_rows(product: Product, out: torch.Tensor, parts: int, tile: ProductTile | None = None) -> None:
