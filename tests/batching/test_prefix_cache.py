@@ -11,6 +11,7 @@ import torch
 from batch_requests import ALGORITHMS, MODEL, PROMPTS, TEXT, collect, demo, generated, managed, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sweeps import thinned
 from transformers import AutoModelForCausalLM
 
 from spec_compile import speculate
@@ -167,8 +168,10 @@ def test_nothing_of_other_weights_is_kept():
         reused(manager, LONG)
 
 
-@pytest.mark.parametrize("sizes", [[1], [1, 5, 1, 1], None], ids=["silent", "mixed", "drafting"])
-@pytest.mark.parametrize("name", ["eagle3", "mtp", "dflash", "draft_model", "eagle3 union", "eagle3 drawn"])
+DRAFTING = ["eagle3", "mtp", "dflash", "draft_model", "eagle3 union", "eagle3 drawn"]
+
+
+@pytest.mark.parametrize("name, sizes", thinned(2, DRAFTING, [[1], [1, 5, 1, 1], None]))
 def test_each_turn_of_a_chat_reuses_all_but_the_last_token(name, sizes, monkeypatch):
     """Also if rounds draft nothing: the draft processes their tokens before another request goes on from them."""
     limit = None

@@ -22,11 +22,16 @@ SIZES = dict(hidden_size=64, intermediate_size=96, head_dim=16, vocab_size=512, 
              num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512)  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def not_pinned(monkeypatch):
+    """The process of the tests keeps its cores and its one thread."""
+    monkeypatch.setattr(common, "pin", lambda threads: None)
+
+
 @pytest.fixture
 def tiny_shapes(monkeypatch):
     for name in ("llama-8b", "llama-1b"):
         monkeypatch.setitem(shapes.SHAPES, name, ("llama", SIZES))
-    monkeypatch.setattr(common, "pin", lambda threads: None)
 
 
 def test_a_simulated_tree_is_the_best_of_its_size():

@@ -30,6 +30,7 @@ def call_of(count, nodes, device, dtype, window=None):
     )  # fmt: skip
 
 
+@pytest.mark.sweep("None-1-1-interpreter 20-33-1-interpreter 20-1-3-interpreter None-11-3-interpreter")
 @pytest.mark.parametrize("place", places(torch.bfloat16))
 @pytest.mark.parametrize("count, nodes", [(1, 1), (33, 1), (1, 3), (11, 3)])
 @pytest.mark.parametrize("window", [None, 20])

@@ -39,18 +39,20 @@ def trees(folder: str):
     return [(path, ast.parse(path.read_text())) for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
+@functools.cache
 def imports(folder: str, everywhere: bool):
     """(file, distribution) of each import of what is neither ours nor Python's own; everywhere: in functions, too."""
+    found = []
     for path, tree in trees(folder):
         for node in ast.walk(tree) if everywhere else tree.body:
             if isinstance(node, ast.Import):
                 modules = [alias.name for alias in node.names]
             else:
                 modules = [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
-            for module in (module.split(".")[0] for module in modules):
-                local = any((path.parent / f"{module}{end}").exists() for end in (".py", "/__init__.py"))
-                if not local and module not in sys.stdlib_module_names and module != "spec_compile":
-                    yield str(path.relative_to(ROOT)), canonicalize_name(DISTRIBUTIONS.get(module, module))
+            for module in {module.split(".")[0] for module in modules} - sys.stdlib_module_names - {"spec_compile"}:
+                if not any((path.parent / f"{module}{end}").exists() for end in (".py", "/__init__.py")):
+                    found.append((str(path.relative_to(ROOT)), canonicalize_name(DISTRIBUTIONS.get(module, module))))
+    return found
 
 
 WITH_TRITON = "spec_compile/kernels/", "spec_compile/contrib/indexed/attention"
@@ -108,11 +110,9 @@ def test_a_tree_without_its_extension_says_how_to_build_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "spec_compile.ngram._ngram_trie", None)
     with pytest.raises(ImportError, match=r"compiled n-gram trie.*C\+\+20 compiler"):
         spec_compile.NgramTrie()
-    for path in (ROOT / "spec_compile").rglob("*.py"):
-        body = ast.parse(path.read_text()).body
-        assert not any(
-            "_ngram_trie" in ast.unparse(node) for node in body if isinstance(node, ast.ImportFrom | ast.Try)
-        )
+    for _, tree in trees("spec_compile"):
+        at_import = [node for node in tree.body if isinstance(node, ast.ImportFrom | ast.Try)]
+        assert not any("_ngram_trie" in ast.unparse(node) for node in at_import)
 
 
 def declared_pythons() -> list[str]:

@@ -17,10 +17,12 @@ walk = pkgutil.iter_modules
 pkgutil.iter_modules = lambda path=None, prefix="": [] if "contrib" in str(path) else walk(path, prefix)
 import torch, spec_compile
 from spec_compile.drafters import ALGORITHMS, ALIASES
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 assert not [name for name in sys.modules if name.startswith("spec_compile.contrib")]
 assert {"assistant", "p_eagle", "pard", "dspark", "jetspec"}.isdisjoint({*ALGORITHMS, *ALIASES})
-model = AutoModelForCausalLM.from_pretrained("examples/tiny_coder", dtype="float32")
+torch.manual_seed(0)
+config = AutoConfig.from_pretrained("examples/tiny_coder", num_hidden_layers=2)
+model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 fast = spec_compile.speculate(model, compile=False)
 ids = torch.arange(8)[None]
 assert torch.equal(*(each.generate(ids, do_sample=False, max_new_tokens=8) for each in (model, fast)))

@@ -10,6 +10,7 @@ import os
 import pytest
 import torch
 
+os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start; for why see `torch.set_num_threads` below
 os.environ["SPEC_COMPILE_CACHE"] = "off"  # every start of a test is a full one, unless the test names a folder
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's kernels run in its interpreter; it looks when imported
@@ -76,8 +77,9 @@ def pytest_unconfigure(config):
 
 @pytest.fixture(autouse=True)
 def seed():
-    """Every test begins with the same random state."""
+    """Every test begins with the same random state, and with one thread: a benchmark takes more for itself."""
     torch.manual_seed(0)
+    torch.set_num_threads(1)
 
 
 @functools.cache
