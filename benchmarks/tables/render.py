@@ -337,7 +337,8 @@ def serving(results: Results) -> str:
 
 @shown
 def serving_random(results: Results) -> str:
-    """A row for each system and set of random prompts."""
+    """A row for each system and set of random prompts, systems of one set one after the other."""
+    found = sorted(results.all("serving", "random"), key=lambda row: (row["prompt_tokens"] != "512", row["in_flight"]))
     columns = {
         "model": "{model}", "system": "{system}", "requests": "{requests:,}", "prompt tokens": "{prompt_tokens}",
         "new tokens": "{new_tokens}", "in flight": "{in_flight}", "tokens/s": "{tokens_per_s:,.0f}",
@@ -345,7 +346,7 @@ def serving_random(results: Results) -> str:
         "most at once": lambda row: str(row.get("most_at_once", "")),
         "rows of the longest": lambda row: str(row.get("whole_rows", "")),
     }  # fmt: skip
-    return listed(results, results.all("serving", "random"), columns)
+    return listed(results, found, columns)
 
 
 @shown

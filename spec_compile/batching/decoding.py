@@ -70,8 +70,8 @@ class DecodeRows(Rows):
         length, shares = (sequence.length, sequence.request.share_text) if is_over else (0, False)
         try:
             self.runtime.guard(self.all.drafter.leave, self.state, row, length, shares)
-            # Others go on from what the drafter has, so it catches up. Of many rows one leaves nearly every round, so
-            # that this would cost 32 tokens of the draft for each of them; the newest tokens are not kept then.
+            # Others go on from what the drafter has, so it catches up, by 32 tokens of every row. Among many rows one
+            # leaves in nearly every round; then the newest tokens are not kept.
             catches_up = len(sequences) <= RIDDEN_ROWS or bool(self.runtime.verify.recurrences)
             if catches_up and self.pipeline.late and self.runtime.algorithm.remembers:
                 session = self.session(max(each.row for each in sequences) + 1)

@@ -340,7 +340,7 @@ def test_a_draft_uses_no_keys_of_earlier_weights():
     asked = dict(OPTIONS, return_dict_in_generate=True, use_cache=True)
     first = fast.generate(IDS, **asked)
     fast.speculation.refresh()
-    assert all(session.texts == [] for session in fast.speculation.engine.sessions.values())
+    assert all(session.answers == [] for session in fast.speculation.engine.sessions.values())
     ids = first.sequences
     mask = torch.ones_like(ids)
     again = fast.generate(ids, **asked, attention_mask=mask, **{CACHE: first[CACHE]}).sequences
