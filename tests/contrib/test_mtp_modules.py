@@ -45,7 +45,8 @@ def test_a_call_that_goes_on_from_a_cache(modules):
         if between:
             generated(system, prompts(1).flip(1), 5)
         ids = torch.cat([first.sequences, prompts(1)[:, :2]], dim=1)
-        assert between or first.sequences.tolist() == system.speculation.engine.session(1).texts
+        ((asked, answered),) = system.speculation.engine.session(1).answers
+        assert between or first.sequences.tolist() == [asked + answered]
         answer, count = checked(system, modules, model, ids, 9, **{CACHE: getattr(first, CACHE)})
         slots = later_slots(system, answer.shape[1])
         assert torch.equal(answer, generated(model, ids, 9)) and count > 2
