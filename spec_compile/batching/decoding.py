@@ -37,8 +37,9 @@ class DecodeRows(Rows):
         """All that any row so far was drawn with; rounds are captured for that, rather than anew for every mixture."""
 
     @property
-    def is_busy(self) -> bool:
-        return len(self.pipeline) > 0 or any(self.sequences)
+    def late(self) -> int:
+        """The most tokens of a row that the drafter has to process still."""
+        return self.pipeline.late if self.runtime.algorithm.remembers else 0
 
     @property
     def is_on_host(self) -> bool:
@@ -73,7 +74,7 @@ class DecodeRows(Rows):
             # Others go on from what the drafter has, so it catches up, by 32 tokens of every row. Among many rows one
             # leaves in nearly every round; then the newest tokens are not kept.
             catches_up = len(sequences) <= RIDDEN_ROWS or bool(self.runtime.verify.recurrences)
-            if catches_up and self.pipeline.late and self.runtime.algorithm.remembers:
+            if catches_up and self.late:
                 session = self.session(max(each.row for each in sequences) + 1)
                 self.pipeline.catch_up(session, max(each.length for each in sequences))
         finally:
@@ -82,7 +83,7 @@ class DecodeRows(Rows):
 
     def known(self, sequence: BatchSequence) -> int:
         """The first slots of a row that the target and the draft have written, and will not write again."""
-        return max(sequence.length - self.pipeline.late - max(self.runtime.algorithm.ahead - 1, 0), 0)
+        return max(sequence.length - self.late - max(self.runtime.algorithm.ahead - 1, 0), 0)
 
     def lacking(self, rounds: int | None = None) -> list[tuple[BatchSequence, int]]:
         """The sequences that lack pages, and how many, for all that their rows may write until `rounds` more rounds are

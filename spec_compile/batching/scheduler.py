@@ -111,7 +111,7 @@ class Scheduler:
 
     @property
     def is_busy(self) -> bool:
-        return bool(self.waiting) or bool(self.prefill.begun) or self.decoder.is_busy
+        return bool(self.waiting or self.begun or len(self.decoder.pipeline))
 
     @property
     def begun(self) -> list[BatchSequence]:
@@ -228,7 +228,7 @@ class Scheduler:
                 self.prefixes.keep(sequence, self.prefill.known(sequence), self.prefill)
             elif sequence in self.decoder.sequences:
                 self.decoder.leave(sequence, is_over)
-                self.prefixes.keep(sequence, self.decoder.known(sequence), self.decoder)
+                self.prefixes.keep(sequence, sequence.length - self.decoder.late, self.decoder)
         except Exception:  # of the drafter: the row is free, and the answer is what it is
             log.exception("request %s: its row was left with an error", sequence.request_id)
         finally:

@@ -64,9 +64,10 @@ def test_rows_are_told_their_pages():
     table = place.state.kv.table
     assert table[3, :5].tolist() == [5, 2, 9, 1, 0] and table[0, :2].tolist() == [7, 0]
     assert not table[1:3].any()
-    place.state.lengths[3] = 200
+    place.state.lengths[3], place.state.late[3] = 200, 9
     place.vacate(3)
-    assert not table[3].any() and place.state.finished[3] and not place.state.lengths[3]
+    assert not table[3].any() and place.state.finished[3]
+    assert not place.state.lengths[3] and not place.state.late[3]
 
 
 @pytest.mark.parametrize("name", ["llama", "lfm2"])
