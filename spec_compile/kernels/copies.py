@@ -36,7 +36,7 @@ def compact(caches: list[Tensor], lengths: Tensor, path: Tensor, count: Tensor, 
     """
     row, index = torch.nonzero(torch.arange(path.shape[1], device=path.device) < count[:, None], as_tuple=True)
     target, source = lengths[row] + index, lengths[row] + path[row, index]
-    if table is None or table.shape[1] == 1:
+    if not ops.is_paged(table):
         table = torch.arange(len(path), device=path.device)[:, None]
     for cache in caches:
         size = cache.shape[2]
@@ -57,7 +57,7 @@ def launch(caches: list[Tensor], lengths: Tensor, path: Tensor, count: Tensor, t
     grid = (len(caches), batch * max(cache.shape[1] for cache in caches), triton.cdiv(widest, block_d))
     align = math.gcd(16, *sizes, *(cache.data_ptr() for cache in caches))
     rows = [(cache.data_ptr(), *cache.shape[1:3], size) for cache, size in zip(caches, sizes)]
-    pages = table.contiguous() if table is not None and table.shape[1] > 1 else None
+    pages = table.contiguous() if ops.is_paged(table) else None
     _compact[grid](
         address_table("compact", caches[0].device, rows), lengths, path.contiguous(), count, pages,
         nodes, batch, 1 if pages is None else pages.shape[1], DTYPE=getattr(tl, f"int{8 * unit}"), ALIGN=align,

@@ -6,7 +6,7 @@ cache, which is all of a row unless a table says otherwise, D head size.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx
@@ -128,7 +128,7 @@ def as_read(
         key_scale, value_scale = first_slots(scales, slots, table).split(1, dim=3)
         keys, values = keys.float() * key_scale, values.float() * value_scale
     keys, values = keys.to(dtype), values.to(dtype)
-    if table is not None and table.shape[1] > 1:
+    if is_paged(table):
         pages, _, _ = places(key_cache, torch.arange(slots, device=table.device).expand(table.shape[0], -1), table)
         keys, values = (x.masked_fill(pages[..., None] == 0, 0.0) for x in (keys, values))
     return keys, values
@@ -151,13 +151,18 @@ def append(cache: Tensor, new: Tensor, lengths: Tensor, table: Tensor | None = N
     cache.index_put_(places(cache, slots, table), stored(new, cache.dtype))
 
 
+def is_paged(table: Tensor | None) -> TypeGuard[Tensor]:
+    """True if rows have several pages; without, page b is row b."""
+    return table is not None and table.shape[1] > 1
+
+
 def places(cache: Tensor, slots: Tensor, table: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """The indices of the slots [B, R] of each row in cache [P, Hkv, S, D]: pages [B, 1, R or 1], heads and slots.
 
     table: [B, n] int32, as in `AttentionCall`. With S = 64 and table = [[3, 7]], slot 65 is slot 1 of page 7.
     """
     head = torch.arange(cache.shape[1], device=slots.device)[None, :, None]
-    if table is None or table.shape[1] == 1:
+    if not is_paged(table):
         return torch.arange(slots.shape[0], device=slots.device)[:, None, None], head, slots[:, None, :]
     size = cache.shape[2]
     return table.long().gather(1, slots // size)[:, None, :], head, (slots % size)[:, None, :]
@@ -165,7 +170,7 @@ def places(cache: Tensor, slots: Tensor, table: Tensor | None = None) -> tuple[T
 
 def first_slots(cache: Tensor, slots: int, table: Tensor | None = None) -> Tensor:
     """The first slots of each row in cache [P, Hkv, S, D], [B, Hkv, slots, D]."""
-    if table is None or table.shape[1] == 1:
+    if not is_paged(table):
         return cache[:, :, :slots]
     return cache[places(cache, torch.arange(slots, device=cache.device).expand(table.shape[0], -1), table)]
 

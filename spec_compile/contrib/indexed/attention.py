@@ -55,9 +55,7 @@ def scores(q: Tensor, index_keys: Tensor, weights: Tensor, visible: Tensor, tabl
 
 def _pages(cache: Tensor, table: Tensor | None) -> tuple[Tensor | None, int]:
     """The table and the slots of a page; None and 0 if row b is page b."""
-    if table is None or table.shape[1] == 1:
-        return None, 0
-    return table.contiguous(), cache.shape[2]
+    return (table.contiguous(), cache.shape[2]) if ops.is_paged(table) else (None, 0)
 
 
 def launch(call: AttentionCall, q: Tensor) -> Tensor:

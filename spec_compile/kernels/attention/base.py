@@ -86,11 +86,6 @@ class AttentionCall(NamedTuple):
     table: Tensor | None = None
 
     @property
-    def is_paged(self) -> bool:
-        """True if rows have several pages."""
-        return self.table is not None and self.table.shape[1] > 1
-
-    @property
     def slots(self) -> int:
         """The slots of a row."""
         return self.key_cache.shape[2] * (1 if self.table is None else self.table.shape[1])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...tree import MAX_NODES
 from .. import HALF
-from ..ops import append_block, first_slots
+from ..ops import append_block, first_slots, is_paged
 from .base import AttentionCall, Backend, Use, attention_op
 
 MIN_VERSION = "0.6.1"
@@ -53,7 +53,7 @@ def tree_attention(call: AttentionCall) -> Tensor:
     if call.q.shape[2] > MAX_NODES:
         return _with_lengths_on_host(call)
     append_block(call.key_cache, call.value_cache, None, call.k, call.v, call.lengths, call.table)
-    caches = call.key_cache, call.value_cache, call.table if call.is_paged else None
+    caches = call.key_cache, call.value_cache, call.table if is_paged(call.table) else None
     return xqa_attention(call.q, *caches, call.lengths, call.ancestors, call.sinks, call.scale)
 
 

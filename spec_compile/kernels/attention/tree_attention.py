@@ -28,6 +28,7 @@ from ...tree import MAX_NODES
 from ..card import card_of, launches_early, multiplied_bytes, precision
 from ..launching import on_gpu
 from ..norms import rms_norm  # noqa: F401, defines an op that the plain form calls
+from ..ops import is_paged
 from .base import LAUNCHES, PIECES, AttentionCall, attention_op, from_arguments, plain_attention
 from .block_kernels import append_kernel, prompt_kernel
 from .partial_softmax import first_log2, key_columns, merge_spans_kernel, most_spans
@@ -125,7 +126,7 @@ def _check(call: AttentionCall) -> None:
     if call.q_norm is not None and (call.cos is None or not call.q_norm.shape == call.k_norm.shape == (key_dim,)):
         shapes = f"{list(call.q_norm.shape)} and {list(call.k_norm.shape)}"
         raise ValueError(f"q_norm, k_norm: expected weights [{key_dim}], with cos and sin, got {shapes}")
-    if call.is_paged and call.key_cache.shape[2] % LARGEST_CHUNK:
+    if is_paged(call.table) and call.key_cache.shape[2] % LARGEST_CHUNK:
         size = call.key_cache.shape[2]
         raise ValueError(f"table: expected pages of a multiple of {LARGEST_CHUNK} slots, got pages of {size}")
 
@@ -143,7 +144,7 @@ def launch(call: AttentionCall, config: Tuning | None = None) -> Tensor:
     named = {name: getattr(call, name) for name in ("q", "k", "v", "positions")}
     named = {name: x for name, x in named.items() if x is not None and x.stride(-1) != 1}
     call = call._replace(**{name: x.contiguous() for name, x in named.items()})
-    call = call._replace(table=call.table if call.is_paged else None)
+    call = call._replace(table=call.table if is_paged(call.table) else None)
     named = {name: getattr(call, name) for name in ("ancestors", "cos", "sin", "table")}
     call = call._replace(**{name: x if x is None else x.contiguous() for name, x in named.items()})
 
@@ -186,8 +187,8 @@ def _constants(call: AttentionCall, value_columns: int) -> dict:
     """The constants that all kernels have."""
     key_dim, value_dim = call.q.shape[3], call.value_cache.shape[3]
     return {
-        "KV_HEADS": call.key_cache.shape[1], "PAGE": call.key_cache.shape[2] if call.is_paged else 0, "DK": key_dim,
-        "BLOCK_DK": key_columns(key_dim), "DV": value_dim, "BLOCK_DV": value_columns,
+        "KV_HEADS": call.key_cache.shape[1], "PAGE": 0 if call.table is None else call.key_cache.shape[2],
+        "DK": key_dim, "BLOCK_DK": key_columns(key_dim), "DV": value_dim, "BLOCK_DV": value_columns,
     }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..all_reduce import Exchange
+from ..ops import is_paged
 
 
 class Matrix(NamedTuple):
@@ -78,7 +79,7 @@ class QkvHeads(NamedTuple):
     @property
     def page(self) -> int:
         """The slots of a page; 0 if each row has one page."""
-        return 0 if self.table is None or self.table.shape[1] == 1 else self.key_cache.shape[2]
+        return self.key_cache.shape[2] if is_paged(self.table) else 0
 
     @property
     def slots(self) -> int:
