@@ -1,5 +1,6 @@
 """`Metrics`: counters of the requests of a manager that are over, and gauges of those under way."""
 
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -20,8 +21,8 @@ class Metrics:
     """Numbers about a manager: counters of finished requests, and gauges of the scheduler. Calling it gives a dict."""
 
     def __init__(self, scheduler: Scheduler, engine: Any):
-        self._engine = engine
-        self._scheduler, self._rounds_before = scheduler, scheduler.decoder.rounds_by_nodes.copy()
+        self._engine, self._rounds_before = engine, scheduler.decoder.rounds_by_nodes.copy()
+        self._scheduler = weakref.proxy(scheduler)  # a destroyed manager whose pages were given back does not keep them
         self._prefixes_before, self._preemptions_before = scheduler.prefixes.counts.copy(), scheduler.preemptions
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._finished, self._rejected = dict.fromkeys(REASONS, 0), dict.fromkeys(REJECTIONS, 0)

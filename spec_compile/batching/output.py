@@ -114,8 +114,7 @@ def look_ahead(sequences: "list[BatchSequence]", logits: Tensor, accepted: Accep
     for sequence in sequences:
         scores = sequence.scores
         if scores is not None and scores.top is not None and sequence.failure is None:
-            row = sequence.row
-            count = int(accepted.count[row])
+            row, count = sequence.row, int(accepted.count[sequence.row])
             path = accepted.path[row, :count].to(logits.device)
             tokens = accepted.tokens[row, :count].clamp(min=0)  # -1: nothing could be drawn, and the request fails
             scores.ahead = score_tokens(logits[row, path], tokens.tolist(), scores.top, scores.temperature)

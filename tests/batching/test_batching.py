@@ -4,6 +4,7 @@ import asyncio
 import functools
 import queue
 import time
+import weakref
 
 import pytest
 import torch
@@ -278,6 +279,17 @@ def test_a_model_that_has_changed_is_refused(manager):
     finally:
         attention.scaling /= 2
     assert output.finish_reason == "error" and "scaling" in output.error
+
+
+def test_the_rows_of_a_destroyed_manager_are_given_back():
+    """Also while somebody holds the manager."""
+    fast().speculation.engine.idle_batch = None
+    with running(fast()) as manager:
+        answer(manager, PROMPTS[0], max_new_tokens=4)
+        rows = weakref.ref(manager.scheduler.decoder.all)
+    assert rows() is not None and manager.metrics()["slots"]
+    fast().destroy_cached_continuous_batching_manager()
+    assert rows() is None and not manager.is_running()
 
 
 def test_metrics_add_up():
