@@ -90,10 +90,10 @@ class Drafter(nn.Module):
 
     def prefill(self, state: "State", ids: Tensor, positions: Tensor, features: list[Tensor], max_kv_len: int) -> None:
         """[graph] The target has processed a chunk of the prompts, or earlier plain rounds of a drafter of whole trees
-        (`DraftPlan.is_whole`), which it observes late.
+        (`DraftPlan.is_whole`), which it observes late. Each slice that rides along with a round is a row, and
+        `state` has only tokens, lengths, prompt_lengths and capacity then.
 
-        ids, positions: [B, T] int64; tokens at slots ``state.lengths`` onwards.
-        features: for each tap the hidden states [B, T, C] of these tokens.
+        ids, positions: [B, T] int64; at slots ``state.lengths`` onwards. features: for each tap their states [B, T, C].
         """
 
     def observe(
