@@ -43,14 +43,14 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 import spec_compile
 from benchmarks import common
 from benchmarks.rounds.shapes import DENSE, build
-from spec_compile.batching.pages import MOST
+from spec_compile.batching.pages import MOST, wanted_tokens
 
 LONGEST = 512
 """Most tokens of a prompt."""
 WORKLOADS = ["chat", "code_editing", "docstrings", "maths", "code_completion", "bug_fixing"]
 STATIC = ", static batch"
-BLOCK = 256
-"""Tokens of a block of a manager's config."""
+BLOCK = wanted_tokens(ContinuousBatchingConfig(num_blocks=1))
+"""Tokens of a block of a manager's pool."""
 ROWS = MOST["cuda"]
 """Most rows of a manager."""
 

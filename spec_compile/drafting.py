@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-import torch
 from torch import Tensor, nn
 
 from .cache import PAGE, Cache
@@ -170,16 +169,17 @@ def caches(owner: nn.Module) -> list[Cache]:
     return [module for module in owner.modules() if isinstance(module, Cache)]
 
 
-def use_pages(state: "State", drafter: Drafter, slots: int, pool: Iterable[list[Tensor] | int]) -> None:
+def use_pages(slots: int, pool: Iterable[list[Tensor] | int], *owners: "State | Drafter") -> None:
     """Let each row have up to `slots` slots in pages, all of which are scratch until `State.set_pages`.
 
-    pool: for each cache of the state and of the drafter the tensors of another's pool, or the number of new pages.
+    pool: for each cache of the owners, whose rows are as many, the tensors of another's pool, or the number of pages.
     """
-    table = torch.zeros(state.batch, slots // PAGE, dtype=torch.int32, device=state.tokens.device)
-    for cache, pages in zip([*caches(state), *caches(drafter)], pool):
+    paged = [cache for owner in owners for cache in caches(owner)]
+    table = paged[0].table.new_zeros(len(paged[0].table), slots // PAGE)
+    for cache, pages in zip(paged, pool):
         cache.use_pages(pages, table)
-    state.resize(slots)
-    drafter.resize(slots)
+    for owner in owners:
+        owner.resize(slots)
 
 
 class Algorithm:

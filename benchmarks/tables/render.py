@@ -338,7 +338,8 @@ def serving(results: Results) -> str:
 @shown
 def serving_random(results: Results) -> str:
     """A row for each system and set of random prompts, systems of one set one after the other."""
-    found = sorted(results.all("serving", "random"), key=lambda row: (row["prompt_tokens"] != "512", row["in_flight"]))
+    keys = "model", "prompt_tokens", "in_flight"
+    found = sorted(results.all("serving", "random"), key=lambda row: [row[key] for key in keys])
     columns = {
         "model": "{model}", "system": "{system}", "requests": "{requests:,}", "prompt tokens": "{prompt_tokens}",
         "new tokens": "{new_tokens}", "in flight": "{in_flight}", "tokens/s": "{tokens_per_s:,.0f}",

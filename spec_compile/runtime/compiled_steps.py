@@ -184,7 +184,7 @@ def _run_example(runtime: Runtime, shape: Shape, build: Callable[[CompiledSteps]
         state = State(runtime.verify, sizes.rows, slots, runtime.device, plan)
         drafter = runtime.algorithm.drafter(sizes.rows, slots)
         if shape.paged:
-            use_pages(state, drafter, sizes.slots, repeat(sizes.pages))
+            use_pages(sizes.slots, repeat(sizes.pages), state, drafter)
         runtime.examples[shape] = CompiledSteps(runtime, state, drafter, shape)
     example = runtime.examples[shape]
     runtime.parts.open(shape)

@@ -222,7 +222,7 @@ class RidingVerify:
         count, number = self.unit // nodes, torch.arange(self.unit, device=row.device)
         slots = begin[:, None] + number
         ids = prompts.tokens[row[:, None], slots.clamp(max=prompts.capacity - 1)]
-        places = prompts.positions(slots - prompts.lengths[row][:, None], row)
+        slot_positions = prompts.positions(slots - prompts.lengths[row][:, None], row)
         chains = ((2 << number[:nodes]) - 1).expand(len(row), count, nodes)
 
         def joined(own: Tensor, other: Tensor) -> Tensor:
@@ -235,8 +235,9 @@ class RidingVerify:
         narrow = {"rows": batch} if isinstance(self.verify, Regions) else {}
         with riding(begin, tables[-1], count):
             logits, *features = self.verify(
-                joined(tokens, ids), joined(positions, places), joined(lengths, begin[:, None] + number[::nodes]),
-                joined(ancestors, chains), [*cache[:pools], *of_rows], max_kv_len, **narrow,
+                joined(tokens, ids), joined(positions, slot_positions),
+                joined(lengths, begin[:, None] + number[::nodes]), joined(ancestors, chains),
+                [*cache[:pools], *of_rows], max_kv_len, **narrow,
             )  # fmt: skip
         if self.drafter is not None:
             of_slices = [feature[batch:].reshape(len(row), self.unit, -1) for feature in features]
@@ -247,19 +248,20 @@ class RidingVerify:
 
     def _draft(self, drafter: Drafter, ids: Tensor, slots: Tensor, features: list[Tensor], max_kv_len: int) -> None:
         """The draft processes the slices [n, unit], too. features: [n, unit, C] each."""
-        prompts, (row, begin), known = self.prefill.state, self.slices, self.prefill.drafter.row_buffers()
-        for cache in caches(drafter):
-            cache.table.copy_(prompts.kv.table[row])
-        for own, buffer in zip(drafter.row_buffers(), known):
-            own.copy_(buffer[row])
+        prompts, (row, begin) = self.prefill.state, self.slices
+        # Each slice is a row with the pages and the buffers of its prompt. All caches have one table.
+        caches(drafter)[0].table.copy_(prompts.kv.table[row])
+        buffers = [*zip(drafter.row_buffers(), self.prefill.drafter.row_buffers())]
+        for of_slices, of_prompts in buffers:
+            of_slices.copy_(of_prompts[row])
         numbers = dict(lengths=begin, prompt_lengths=prompts.prompt_lengths[row], capacity=prompts.capacity)
-        state = SimpleNamespace(tokens=prompts.tokens[row], **numbers)  # each slice is a row
+        state = SimpleNamespace(tokens=prompts.tokens[row], **numbers)
         self.prefill.guard(drafter.prefill, state, ids, slots, features, max_kv_len)
 
         # A prompt goes on from its last slice: slices of the prompts 0, 2 and 2 have the last ones 0, 2 and 2.
         last = ((row[:, None] == row) * torch.arange(len(row), device=row.device)).amax(1)
-        for own, buffer in zip(drafter.row_buffers(), known):
-            buffer[row] = own[last]
+        for of_slices, of_prompts in buffers:
+            of_prompts[row] = of_slices[last]
 
 
 # Tokens of each row that a step may take, largest first. On a CPU one compiled step takes any number of tokens, and

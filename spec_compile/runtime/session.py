@@ -118,7 +118,7 @@ class Session:
             self.drafter.share(larger.drafter)
         if pool is not None:
             pages = repeat(pool) if isinstance(pool, int) else [cache.tensors for cache in pool.caches]
-            use_pages(self.state, self.drafter, self._slots(self.capacity), pages)
+            use_pages(self._slots(self.capacity), pages, self.state, self.drafter)
         self.answers: list[tuple[list[int], list[int]]] = []
         self.late, self.is_growing = 0, False
 
@@ -402,10 +402,7 @@ class Session:
         """A drafter with a row for each of the `slices`, which lie in pages of this session's. Captured steps read its
         buffers, and do not keep them."""
         drafter = self.runtime.algorithm.drafter(MOST_SLICES, ROUNDED)
-        drafter.resize(self.state.capacity)
-        table = torch.zeros_like(self.state.kv.table[:1]).repeat(MOST_SLICES, 1)
-        for own, cache in zip(caches(drafter), caches(self.drafter)):
-            own.use_pages(cache.tensors, table)
+        use_pages(self.state.capacity, (cache.tensors for cache in caches(self.drafter)), drafter)
         return drafter
 
     def _function(self, kind: Kind, nodes: int, verify: Callable | None = None) -> Callable:
