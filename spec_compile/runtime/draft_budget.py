@@ -6,7 +6,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from .draft_record import ALL, SHARE, DraftRecord, Group, Hindsight, TreeOutcome, by_group
+from .draft_record import ALL, ALLOWED, SHARE, DraftRecord, Group, Hindsight, TreeOutcome, by_group
 
 LEARN = 0.15  # weight of the newest round in the running means
 COMMON = 0.75  # share of a change in one size's duration that the others probably share (longer texts, other processes)
@@ -63,17 +63,9 @@ class RoundCosts:
         for size in self.measured:
             self.measured[size] *= 1 + (change if size == nodes else COMMON * change)
 
-    def learn_host(self, seconds: float) -> None:
-        """The host took so long between two rounds, while another ran."""
-        self.host = _moved(self.host, seconds)
 
-    def learn_switch(self, seconds: float) -> None:
-        """Catching up and a proposal took so long."""
-        self.switch = _moved(self.switch, seconds)
-
-
-def _moved(known: float, seconds: float) -> float:
-    """A duration after one more measurement, of which the longest may be other work; `seconds` if none is known."""
+def moved(known: float, seconds: float) -> float:
+    """`RoundCosts.host` or `switch` after one more measurement; the longest may be other work. 0 is none."""
     return known + LEARN * (min(seconds, 2 * known) - known) if known else seconds
 
 
@@ -94,13 +86,15 @@ class DraftBudget:
         self.sizes, self.adaptive, self.costs = tuple(sizes), adaptive, RoundCosts(batch, knee)
 
     def choose(
-        self, groups: Sequence[Group] = (), counts: Sequence[int] | None = None, under_way: Sequence[int] = ()
-    ) -> int:
+        self, groups: Sequence[Group] = (), counts: Sequence[int] | None = None, under_way: Sequence[int] = (),
+        pending: int | None = None,
+    ) -> int:  # fmt: skip
         """The number of nodes of the next round.
 
         groups: the `Group` of each row's newest tree that is known.
         counts: real nodes of all rows' trees, the root included; None if only the GPU knows some of them.
         under_way: nodes of the rounds whose outcomes are not known yet.
+        pending: nodes of the trees that these rounds leave; None: that the newest known round has left.
         """
         raise NotImplementedError
 
@@ -111,14 +105,9 @@ class DraftBudget:
         """
         if seconds is not None:
             self.costs.learn(nodes, seconds)
-        if trees:  # of rows that take drafts
-            self._learn_gains(nodes, trees)
-
-    def _learn_gains(self, nodes: int, trees: Sequence[TreeOutcome]) -> None:
-        raise NotImplementedError
 
     def share(self, other: Any) -> None:
-        """Share what is known of gains with `other`, a budget of the same class; costs stay separate."""
+        """Share what is known of gains with `other`, of the same class, from now on both ways; costs stay separate."""
         raise NotImplementedError
 
     def describe(self) -> str:
@@ -140,12 +129,12 @@ class VaryingTreeBudget(DraftBudget):
         self._seen: dict[Group, int] = {}  # trees of each group that hindsight has reported
 
     def share(self, other: "VaryingTreeBudget") -> None:
-        """Share what is known of gains with `other` from now on, in both directions; costs stay separate."""
         self.gains, self._seen, self.hindsight = other.gains, other._seen, other.hindsight
 
     def choose(
-        self, groups: Sequence[Group] = (), counts: Sequence[int] | None = None, under_way: Sequence[int] = ()
-    ) -> int:
+        self, groups: Sequence[Group] = (), counts: Sequence[int] | None = None, under_way: Sequence[int] = (),
+        pending: int | None = None,
+    ) -> int:  # fmt: skip
         sizes, costs_ascend = self.sizes, False
         if counts is None or under_way:
             # The trees are not known yet. The newest known ones tell how the text goes: while it repeats itself, a tree
@@ -170,9 +159,10 @@ class VaryingTreeBudget(DraftBudget):
         rates = [(rows + sum(gain[index] for gain in gains)) / cost for index, cost in enumerate(costs)]
         return sizes[rates.index(max(rates))]
 
-    def _learn_gains(self, nodes: int, trees: Sequence[TreeOutcome]) -> None:
+    def learn(self, nodes: int, trees: Sequence[TreeOutcome], seconds: float | None) -> None:
         """An observed size moves by a weight for each tree. Another returns to its prior once a round, whatever the
         number of rows, because large sizes cost many rows most."""
+        super().learn(nodes, trees, seconds)
         if self.hindsight is not None:
             return
         for group, own in by_group(trees).items():
@@ -217,9 +207,10 @@ class WholeTreeBudget(DraftBudget):
     nodes than the last one has proposed also costs the `RoundCosts.switch`, because whole trees are proposed before it.
 
     The budget grows by what drafts save, and by a share in each plain round. Drafts that are never accepted take
-    ALLOWED plain rounds at first and RARE of the time from then on: with a cost of 2 there are four trials, then every
-    100th round drafts. Drafts that have paid before are tried for SHARE of the time; so are whole trees where fewer
-    nodes are best.
+    ALLOWED plain rounds at first and RARE of the time from then on: with a cost of 2 and one row there are four trials,
+    with four rows one, then every 100th round drafts. Drafts that have paid before are tried for SHARE of the time; so
+    are whole trees where fewer nodes are best. They pay for each switch that plain rounds, which take prompts with
+    them, make necessary.
 
     While drafts pay, a round follows the drafter's confidence in its trees, if it has any: of little confidence it
     verifies fewer nodes, or none if a plain round is worth the switch.
@@ -243,9 +234,10 @@ class WholeTreeBudget(DraftBudget):
         self.record = other.record
 
     def choose(
-        self, groups: Sequence[Group] = (), counts: Sequence[int] | None = None, under_way: Sequence[int] = ()
-    ) -> int:
-        whole, record = self.sizes[-1], self.record
+        self, groups: Sequence[Group] = (), counts: Sequence[int] | None = None, under_way: Sequence[int] = (),
+        pending: int | None = None,
+    ) -> int:  # fmt: skip
+        whole, record, loss = self.sizes[-1], self.record, partial(self._loss, pending=pending)
         if not self.adaptive:
             return whole
         spent = sum(self.cost(nodes) - 1 for nodes in under_way)  # nothing of them may be accepted
@@ -253,7 +245,7 @@ class WholeTreeBudget(DraftBudget):
         # Drafts and plain rounds run once before either is preferred.
         if not record.gains:
             first = 1 if spent else self.sizes[1]
-            return max((nodes for nodes in self.sizes[1:] if self._loss(nodes) <= budget), default=first)
+            return max((nodes for nodes in self.sizes[1:] if loss(nodes) <= budget), default=first)
         if 1 not in self.costs.measured:
             return 1
         # The best size for trees of this confidence, or of any.
@@ -264,9 +256,12 @@ class WholeTreeBudget(DraftBudget):
         if follows_confidence:
             nodes = nodes if self._rate(nodes, groups) >= 1 / (1 + self._switch) else 1
         elif self.best(groups) == 1:
-            return nodes if self._loss(nodes) <= budget else 1
+            return nodes if loss(nodes) <= budget else 1
+        # Drafts that plain rounds interrupt, as prompts that ride along do, have to pay for each switch.
+        if nodes > (pending or self._pending) and loss(nodes) > budget:
+            return 1
         # Whole trees are tried now and then, to learn what their other nodes gain.
-        if nodes < whole and self._loss(whole) - self._loss(nodes) <= record.exploration_budget:
+        if nodes < whole and loss(whole) - loss(nodes) <= record.exploration_budget:
             record.exploration_budget = 0.0
             return whole
         return nodes
@@ -291,10 +286,12 @@ class WholeTreeBudget(DraftBudget):
         told = f"{drafts} nodes take {cost:.2f} plain rounds, {gain:.2f} drafts are accepted: {choice}"
         return f"{told}; rounds over {made} nodes have run"
 
-    def _learn_gains(self, nodes: int, trees: Sequence[TreeOutcome]) -> None:
-        record, whole = self.record, self.sizes[-1]
-        loss = self._loss(nodes)
+    def learn(self, nodes: int, trees: Sequence[TreeOutcome], seconds: float | None) -> None:
+        super().learn(nodes, trees, seconds)
+        record, whole, loss = self.record, self.sizes[-1], self._loss(nodes)
         self._pending = self._next_nodes(nodes)
+        if not trees:  # no row takes drafts
+            return
         adapters = {tree.group.adapter: list[int]() for tree in trees}
         for tree in trees:
             adapters[tree.group.adapter].append(len(tree.path))
@@ -312,16 +309,18 @@ class WholeTreeBudget(DraftBudget):
         most = max(EARNED, self._loss(whole))
         for adapter, gains in adapters.items():
             earned = record.share if nodes == 1 else sum(gains) / len(gains) - loss  # guard: drafts-earn
-            record.budget[adapter] = min(record.budget_of([Group(adapter)]) + earned, most)
+            # A trial of many rows tells as much as many of one.
+            may_lose = most if nodes == 1 or record.has_paid else min(most, ALLOWED / len(gains))
+            record.budget[adapter] = min(record.budget_of([Group(adapter)]) + earned, may_lose)
 
     @property
     def _switch(self) -> float:
         """Plain rounds that the steps between a plain round and one that drafts cost."""
         return self.costs.switch / max(self.costs.expected(1), 1e-9) if self.costs.measured else 0.0
 
-    def _loss(self, nodes: int) -> float:
-        """The loss of the next round over `nodes` nodes if none is accepted, in plain rounds."""
-        return self.cost(nodes) - 1 + (self._switch if nodes > self._pending else 0.0)
+    def _loss(self, nodes: int, pending: int | None = None) -> float:
+        """The loss of the next round over `nodes` nodes if none is accepted, in plain rounds. pending: see `choose`."""
+        return self.cost(nodes) - 1 + (self._switch if nodes > (pending or self._pending) else 0.0)
 
     def _best_drafts(self, groups: Sequence[Group] = ()) -> int:
         """The size with the most tokens a second of those with drafts."""

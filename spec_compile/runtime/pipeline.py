@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import RequestError
 from ..outcome import Outcome, unpack
 from ..tree import MAX_NODES
-from .draft_budget import DraftBudget
+from .draft_budget import DraftBudget, moved
 from .draft_record import ALL, NO_TREE, Group, TreeOutcome
 from .prompt import Past, Prompt
 from .request import Request, Sequence
@@ -128,7 +128,8 @@ class RoundPipeline(Generic[S]):
             session.propose(max_kv_len)
             self.pending = plan.nodes
             if not self.runtime.on_gpu:
-                session.policies[kind].costs.learn_switch(self._now() - now)
+                costs = session.policies[kind].costs
+                costs.switch = moved(costs.switch, self._now() - now)
                 now = self._now()
         drafted = None if self.tree_size is None else min(nodes, self.pending)
         self.pending = plan.next_nodes(nodes)
@@ -149,7 +150,8 @@ class RoundPipeline(Generic[S]):
         """Wait for the oldest round. Returns it with the outcomes of the sequences that go on."""
         in_flight, now = self._rounds.popleft(), self._now()
         if self._collected is not None:
-            in_flight.session.policies[in_flight.kind].costs.learn_host(now - self._collected)
+            costs = in_flight.session.policies[in_flight.kind].costs
+            costs.host = moved(costs.host, now - self._collected)
         rows = in_flight.read()
         now = self._now()
         in_flight.seconds = now - in_flight.seconds
@@ -164,11 +166,11 @@ class RoundPipeline(Generic[S]):
         policy = in_flight.session.policies[in_flight.kind]
         trees = [
             TreeOutcome(in_flight.drafted or sequence.count, in_flight.groups.get(sequence.row, ALL), outcome.path[1:])
-            for sequence, outcome in outcomes
+            for sequence, outcome in (outcomes if in_flight.teaches else ())
             if sequence.count is not None and sequence.most_nodes >= policy.sizes[-1]  # a row with a limit tells less
         ]
-        if in_flight.teaches:
-            policy.learn(in_flight.nodes, trees, None if self.runtime.on_gpu else in_flight.seconds)
+        seconds = None if self.runtime.on_gpu or not in_flight.teaches else in_flight.seconds
+        policy.learn(in_flight.nodes, trees, seconds)
 
         # Each row has another tree now; then the statistics.
         stats, gained = self.runtime.stats, [0] * in_flight.session.batch
@@ -206,7 +208,7 @@ class RoundPipeline(Generic[S]):
         groups, counts = [self.group(sequence) for sequence in known or sequences], None
         if len(known) == len(sequences):
             counts = [min(each.count, each.most_nodes) for each in sequences if each.count is not None]
-        nodes = policy.choose(groups, counts, [in_flight.nodes for in_flight in self._rounds])
+        nodes = policy.choose(groups, counts, [in_flight.nodes for in_flight in self._rounds], self.pending)
         return min(nodes, next(size for size in policy.sizes if size >= most))
 
     def _now(self) -> float:

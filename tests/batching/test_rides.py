@@ -205,10 +205,12 @@ def test_rounds_that_may_not_draft_teach_nothing(rode, monkeypatch):
     learned = []
     monkeypatch.setattr(decoding, "RIDDEN_NODES", 1)
     monkeypatch.setattr(VaryingTreeBudget, "choose", lambda *_: 4)
-    monkeypatch.setattr(VaryingTreeBudget, "learn", lambda self, nodes, *_: learned.append(nodes))
+    monkeypatch.setattr(
+        VaryingTreeBudget, "learn", lambda self, nodes, trees, seconds: learned.append((nodes, not trees))
+    )
     manager, run = stopped(fast("ngram"), max_requests_per_batch=2)
     for number in range(4):
         manager.add_request(LONG[number : 60 + 9 * number], max_new_tokens=9, eos_token_id=-1)
     run()
-    assert rode and manager.scheduler.decoder.rounds_by_nodes[1] and {*learned} == {4}
+    assert rode and manager.scheduler.decoder.rounds_by_nodes[1] and {*learned} == {(4, False), (1, True)}
     manager.destroy()

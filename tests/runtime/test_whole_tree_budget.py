@@ -70,7 +70,7 @@ def test_a_lasting_fall_of_acceptance_is_told_once(caplog, before, after, warnin
 def test_the_steps_before_a_round_that_drafts_count_as_its_cost():
     """A trial costs 1 + 3 plain rounds, where a round that follows another one costs 1."""
     plain, switching = WholeTreeBudget([NODES]), WholeTreeBudget([NODES])
-    switching.costs.learn_switch(3.0)
+    switching.costs.switch = 3.0
     trees = [decode(policy, 2.0, 0.0, 4000)[1] for policy in (plain, switching)]
     assert 3 < trees[0] / trees[1] < 5
     assert decode(switching, 2.0, 0.9, 1000)[1] > 1000 / 7, "drafts that pay are made without a pause"
@@ -113,6 +113,35 @@ def test_few_nodes_do_not_tell_what_whole_trees_gain():
     assert policy._loss(NODES) == pytest.approx(2.0 - 1 + 0.5) and policy._loss(4) == pytest.approx(0.2)
     policy.learn(NODES, [TreeOutcome(4, ALL, [1, 2, 3])], 2.0)
     assert policy.record.gain(NODES) == 5 and policy._loss(NODES) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("rows", "trials"), [(1, 8), (4, 2), (64, 1)])
+def test_a_trial_of_many_rows_tells_as_much_as_many_of_one(rows, trials):
+    policy, drafted = WholeTreeBudget([NODES]), 0
+    policy.costs.measured.update({1: 1.0, NODES: 1.5})
+    for _ in range(200):
+        nodes = policy.choose()
+        drafted += nodes > 1
+        policy.learn(nodes, [TreeOutcome(NODES, ALL, [])] * rows, None)
+    assert 2 <= drafted <= trials + RARE * 200 / 0.5
+
+
+@pytest.mark.parametrize(("every", "least", "most"), [(2, 0, 0.15), (20, 0.75, 1)])
+def test_drafts_that_prompts_interrupt_pay_for_each_switch(every, least, most):
+    """A round that drafts costs 1.25 and gains 0.7 tokens, and one after a plain round costs 1 more. Prompts that come
+    with every second round leave one of them between two plain ones, which loses 0.55."""
+    policy, pending, drafted, time, tokens = WholeTreeBudget([2]), 1, 0, 0.0, 0.0
+    policy.costs.measured.update({1: 1.0, 2: 1.25})
+    policy.costs.switch = 1.0
+    for number in range(400):
+        rides = number % every == 0
+        nodes = 1 if rides else policy.choose(pending=pending)
+        gained = [1] if number % 10 < 7 else []
+        time += policy.cost(nodes) + (nodes > pending) * 1.0
+        tokens += 1 + (len(gained) if nodes > 1 else 0)
+        policy.learn(nodes, [] if rides else [TreeOutcome(2, ALL, gained if nodes > 1 else [])], None)
+        drafted, pending = drafted + (nodes > 1), nodes
+    assert least <= drafted / 400 <= most and tokens / time > (0.96 if every == 2 else 1.2)
 
 
 @pytest.mark.parametrize("ratio", [1.3, 2.5, 4.5])
@@ -193,7 +222,7 @@ def test_a_round_follows_the_confidence_in_its_trees():
     assert chosen[5].count(NODES) > 0.95 * len(chosen[5])
     assert chosen[0].count(1) > 0.8 * len(chosen[0])
     dear = WholeTreeBudget([4, NODES])
-    dear.costs.learn_switch(2.0)
+    dear.costs.switch = 2.0
     chosen = confident(dear, 0.95, 400)
     assert chosen[0].count(1) == 0 and chosen[0].count(4) > 30, "a plain round costs the switch"
 
