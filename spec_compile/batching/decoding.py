@@ -22,7 +22,7 @@ from .sequence import BatchSequence
 
 RIDDEN_ROWS, RIDDEN_NODES, RIDDEN_SHARE = 16, 16, 4
 """Fewest rows of a round that takes prompts with it, and most rows whose drafter catches up when one of them leaves;
-most nodes of that round's trees, which take one token in RIDDEN_SHARE of a common step."""
+most nodes of that round's trees, which take one token in RIDDEN_SHARE of a common step, or two nodes."""
 
 
 class DecodeRows(Rows):
@@ -104,18 +104,18 @@ class DecodeRows(Rows):
         super().shift(sequence, to, target)
 
     def riding_session(self, rows: int) -> Session:
-        """The session of rounds over the first `rows` rows that take prompts with them. Few rows more are no cost then,
-        and fewer sessions have such steps."""
+        """The session of rounds over the first `rows` rows, or few more at no cost, that take prompts with them."""
         return self.session(max(rows, min(RIDDEN_ROWS, len(self.sequences))))
 
     def riding_nodes(self, session: Session) -> int:
         """Nodes of the trees of a round that drafts and takes prompts with it; 1: none drafts.
 
-        There is one such size, because a step is captured for each: 8 nodes with 16 rows, and 2 with 64.
+        There is one such size, because a step is captured for each: 8 nodes with 16 rows, and 2 with 64 to 256.
         """
         if self.runtime.algorithm.plan.draws:  # the tokens depend on which drafts are verified
             return self.runtime.algorithm.plan.nodes
-        most = min(RIDDEN_NODES, COMMON_STEP // RIDDEN_SHARE // session.batch)
+        share = COMMON_STEP // session.batch  # two nodes of many rows cost less beside prompts than by themselves
+        most = min(RIDDEN_NODES, max(share // RIDDEN_SHARE, min(2, share)))
         return max((size for size in session.policies[StepKind.ROUND].sizes if size <= most), default=1)
 
     def launch(self, prompts: PrefillRows) -> bool:

@@ -95,6 +95,14 @@ def test_pieces_compute_the_most_for_their_cost(rode):
     manager.scheduler = None
 
 
+@pytest.mark.parametrize(("rows", "nodes"), [(8, 16), (16, 8), (64, 2), (256, 2), (512, 1)])
+def test_rounds_with_prompts_draft_few_nodes_of_many_rows(rode, rows, nodes):
+    manager, _ = stopped(fast("ngram"), max_requests_per_batch=2, max_batch_tokens=512)
+    decoder, policy = manager.scheduler.decoder, VaryingTreeBudget([1, 2, 4, 8, 16, 32])
+    assert decoder.riding_nodes(SimpleNamespace(batch=rows, policies={StepKind.ROUND: policy})) == nodes
+    manager.scheduler = None
+
+
 def test_slices_of_prompts_in_turn(rode):
     manager, _ = stopped(fast("ngram"), max_requests_per_batch=6, max_batch_tokens=512)
     prompts = manager.scheduler.prefill
