@@ -74,22 +74,27 @@ def cpu_workloads(results: Results) -> str:
     return table(("workload", *names, "accept length", "vs greedy", "vs lookup"), rows)
 
 
-def measured_sets(results: Results) -> list[str]:
-    """The sets of SmolLM2's results, in the order of `WORKLOADS`."""
-    names = list(results.get("acceptance_smollm2", "workloads"))
-    return [name for name in WORKLOADS if name in names] + [name for name in names if name not in WORKLOADS]
+def acceptance(results: Results, file: str) -> str:
+    """A row for each system, a column for each workload of a file: accept length and tokens a second."""
+    every = results.get(file, "workloads")
+    names = [name for name in WORKLOADS if name in every] + [name for name in every if name not in WORKLOADS]
+    cells: dict[str, dict[str, str]] = {}
+    for workload in names:
+        for name, row in every[workload]["systems"].items():
+            length = f"{row['accept_length']:.2f}, " if "accept_length" in row else ""
+            text = length + number(results.seen(row), "tokens_per_second", "{:,.0f}")
+            cells.setdefault(name, {})[workload] = text
+    return crossed("", cells, named(names), NONE)
 
 
 @shown
 def smollm2_acceptance(results: Results) -> str:
-    """A row for each system, a column for each workload: accept length and tokens a second."""
-    cells: dict[str, dict[str, str]] = {}
-    for workload in measured_sets(results):
-        for name, row in results.get("acceptance_smollm2", "workloads", workload, "systems").items():
-            length = f"{row['accept_length']:.2f}, " if "accept_length" in row else ""
-            text = length + number(results.seen(row), "tokens_per_second", "{:,.0f}")
-            cells.setdefault(name, {})[workload] = text
-    return crossed("", cells, named(measured_sets(results)), NONE)
+    return acceptance(results, "acceptance_smollm2")
+
+
+@shown
+def gemma3_acceptance(results: Results) -> str:
+    return acceptance(results, "acceptance_gemma3")
 
 
 @shown

@@ -161,6 +161,10 @@ def test_tables_from_made_up_results(tmp_path):
     assert "| 40 tokens/s (prompt lookup) | 100 tokens/s | 2.5× |" in text
     assert "not measured" in text and "old" not in text and "| Llama-3.1-8B | 20.00 | 9.00 | 4.00 |" in text
     assert render.render(text, tmp_path) == text
+    rows["n-gram, 16 nodes"] = {"tokens_per_second": 60.0, "accept_length": 2.5, "stamp": facts}
+    common.write_json(tmp_path / "acceptance_gemma3.json", {"workloads": {"gsm8k_test": {"systems": rows}}})
+    text = render.render(marks.format("smollm2_acceptance") + marks.format("gemma3_acceptance"), tmp_path)
+    assert text.count("| HF greedy | 10 |") == 2 and text.count("| n-gram, 16 nodes | 2.50, 60 |") == 1
     with pytest.raises(KeyError, match="nothing"):
         render.render(marks.format("nothing"))
 
