@@ -1,7 +1,7 @@
 """The contract between the runtime and those who propose trees: an `Algorithm` for a model makes a `Drafter` for a
 batch size, and its `DraftPlan` says what rounds must be built for."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .cache import PAGE, Cache
 from .graph import ModelGraph
-from .tree import Accepted
+from .tree import Accepted, Tree
 
 if TYPE_CHECKING:
     from .compile.part import PartCompiler
@@ -104,6 +104,9 @@ class Drafter(nn.Module):
         begin: [B] int64; ``state.lengths`` before the commit.
         """
 
+    def see(self, state: "State", tree: Tree, logits: Tensor) -> None:
+        """[graph] The target's logits [B, N, V] after every node of the trees, before any is accepted."""
+
     def propose(self, state: "State", max_kv_len: int, nodes: int | None = None) -> None:
         """[graph] Call ``state.propose`` with the trees to verify next: siblings distinct, parents first.
 
@@ -119,6 +122,10 @@ class Drafter(nn.Module):
 
     def compile(self, compiler: "PartCompiler") -> None:
         """Compile the parts of `propose` by `compiler`. Called for each kind of round, and after caches have grown."""
+
+    def seed(self, state: "State", nodes: int, look: Callable[[], object]) -> None:
+        """Inside a warm-up that `mute` began: learn from trees of any tokens. look: verifies the first `nodes` nodes of
+        the pending trees, of which the drafter then sees the logits."""
 
     def mute(self) -> None:
         """Warm-up begins: until the buffers are put back, rounds must leave no trace outside them."""

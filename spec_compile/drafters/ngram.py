@@ -13,8 +13,10 @@ from torch import Tensor
 from ..capture.admit import Inventory
 from ..config import Options
 from ..drafting import Algorithm, Drafter, DraftPlan
+from ..errors import check_int
 from ..kernels import ops
 from ..kernels.together import ahead
+from ..kernels.top_logits import MAX_K
 from ..ngram import NgramStore
 from ..ngram.corpus import END, NgramCorpus
 from ..ngram.match import check_memory, compile_kernels, join_documents
@@ -37,6 +39,7 @@ class NgramOptions(Options):
     min_bfs_breadth, max_bfs_breadth: children taken of a node, narrow for long matches and wide for short ones.
     match_type: "BFS" (most recent first) or "PROB" (most frequent first).
     capacity: most nodes that are held, on a GPU tokens.
+    recycle: likeliest tokens after each token that are kept and drafted, too (0 to 16).
     share_text: True: later calls may draft from the prompts, answers and references of a call that does not say (see
     `generate`).
     """
@@ -48,12 +51,17 @@ class NgramOptions(Options):
     max_bfs_breadth: int = 10
     match_type: str = "BFS"
     capacity: int = 10_000_000
+    recycle: int = 8
     share_text: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("recycle", self.recycle, 0, MAX_K, "candidates of a token")
 
     @property
     def ngram(self) -> dict:
         """The options that `NgramTrie` takes."""
-        others = {field.name for field in fields(Options)} | {"share_text"}
+        others = {field.name for field in fields(Options)} | {"recycle", "share_text"}
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in others}
 
 

@@ -5,6 +5,7 @@ The head drafts as it does without n-grams, and n-grams are matched as with algo
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,19 +14,16 @@ from torch import Tensor
 from ..compile.part import PartCompiler
 from ..drafting import Algorithm, Drafter, DraftPlan
 from ..runtime.state import State
-from ..tree import Accepted
+from ..tree import Accepted, Tree
 from .ngram import Ngram
-from .options import UnionOptions
 from .trees.merge import CELLS, Drafts, SourceTrees, followed, learnt, merge_drafts
 
 
 class Union(Algorithm):
     """Drafts of any head and of n-grams."""
 
-    def __init__(self, head: Algorithm, ngram: Ngram, options: UnionOptions, device: torch.device):
-        """head, ngram: made with `options`, and with `options.joined`."""
-        self.head, plan = head, head.plan
-        self.plan = DraftPlan(options.budget(plan.nodes), plan.taps, plan.lookahead_slots)
+    def __init__(self, head: Algorithm, ngram: Ngram, plan: DraftPlan, device: torch.device):
+        self.head, self.plan = head, plan
         self.ngram = Ngram(ngram.store, dataclasses.replace(ngram.options, num_draft_tokens=self.plan.nodes))
         self.graph, self.draft_module, self.store = head.graph, head.draft_module, ngram.store
         self.vocabulary_share = head.vocabulary_share
@@ -117,6 +115,9 @@ class UnionDrafter(Drafter):
             self.join = compiler(self.join, "join")
             self.is_compiled = True
 
+    def seed(self, state: State, nodes: int, look: Callable[[], object]) -> None:
+        self.head.seed(state, nodes, look)
+
     def mute(self) -> None:
         for source in self.sources:
             source.mute()
@@ -149,6 +150,9 @@ class UnionDrafter(Drafter):
             below_path.append(on_path[-1].gather(1, above))
         tested = torch.cat(below_path, dim=1) & (drafts.cells >= 0) & (drafts.depth <= gained[:, None])
         self.counts.copy_(learnt(self.counts, drafts.priors, drafts.cells, tested, torch.cat(on_path, dim=1)))
+
+    def see(self, state: State, tree: Tree, logits: Tensor) -> None:
+        self.head.see(state, tree, logits)
 
     def propose(self, state: State, max_kv_len: int) -> None:
         head, ngram = CollectingState(state), CollectingState(state)

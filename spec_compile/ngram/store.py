@@ -3,7 +3,7 @@
 import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from typing import Any
 
 import torch
@@ -51,6 +51,9 @@ class NgramStore(ABC):
     owned: the texts that only requests of one owner draft from. No file has them.
     """
 
+    on_reset: Callable[[], None] = staticmethod(lambda: None)
+    """Called when everything is forgotten."""
+
     _kind: str
     """The store's name in messages."""
 
@@ -77,6 +80,7 @@ class NgramStore(ABC):
         """Forget everything, the texts of all owners included; open streams of a trie end."""
         self.owned.clear()
         self._reset()
+        self.on_reset()
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the texts to a file, all or nothing. Open streams of a trie are saved as far as they have come."""

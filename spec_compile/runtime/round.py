@@ -79,7 +79,9 @@ class Round(nn.Module):
     def look(self, max_kv_len: int, nodes: int = 0, verify: Callable | None = None) -> list[Tensor]:
         """The first half of a round whose tokens are chosen outside: the target's logits [B, N, V] and features."""
         tree, ancestors, _, positions = self.prepare(nodes)
-        return self._verify(tree, ancestors, positions, max_kv_len, verify)
+        logits, *features = self._verify(tree, ancestors, positions, max_kv_len, verify)
+        self.guard(self.drafter.see, self.state, Tree(*tree), logits)
+        return [logits, *features]
 
     def finish(self, path: Tensor, tokens: Tensor, count: Tensor, features: list[Tensor], max_kv_len: int) -> Tensor:
         """The second half, with the parts of an `Accepted`; returns as `forward` does."""
@@ -120,6 +122,7 @@ class Round(nn.Module):
 
     def accept(self, logits: Tensor, tree: tuple[Tensor, ...], ancestors: Tensor, depth: Tensor) -> tuple[Tensor, ...]:
         """The choice of greedy decoding: the parts of an `Accepted`."""
+        self.guard(self.drafter.see, self.state, Tree(*tree), logits)
         accepted = accept_greedy(Tree(*tree), ancestors, depth, self.state.forbid_early_eos(logits, depth))
         return accepted.path, accepted.tokens, accepted.count
 

@@ -95,7 +95,7 @@ def model():
 @pytest.mark.parametrize("share_text", [True, False])
 def test_requests_with_references(share_text):
     """The store of a GPU in the place of the trie, with the plain version of its kernels."""
-    one = speculate(model(), compile=False, check=False, adaptive=False, share_text=share_text)
+    one = speculate(model(), compile=False, check=False, adaptive=False, share_text=share_text, recycle=0)
     wanted = generated(one, PROMPTS[0], max_new_tokens=40, eos_token_id=[])
     algorithm = one.speculation.engine.runtime.algorithm
     algorithm.store = NgramCorpus(10_000, 4096, torch.device("cpu"))
