@@ -6,9 +6,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
-#include "recycle.h"
 #include "trie.h"
 
 namespace nb = nanobind;
@@ -249,51 +247,10 @@ private:
     std::unique_ptr<Trie> trie_;
 };
 
-// Puts the entries of rows of logits [rows, width] into the rows `tokens` of a table [vocab, k]: the last one counts.
-// The arguments are addresses; is_wide: logits are float32, otherwise bfloat16.
-void recycle(uintptr_t table, int64_t vocab, int k, uintptr_t tokens, int64_t rows, uintptr_t logits, int64_t width,
-             bool is_wide, int unit, int low) {
-    std::vector<float> wide(is_wide ? 0 : width);
-    for (int64_t row = 0; row < rows; ++row) {
-        const int64_t token = reinterpret_cast<const int64_t*>(tokens)[row];
-        if (token < 0) continue;
-        if (token >= vocab) throw std::invalid_argument("recycle: a token is outside the table");
-        const float* x = reinterpret_cast<const float*>(logits) + row * width;
-        if (!is_wide) {
-            widen(reinterpret_cast<const uint16_t*>(logits) + row * width, width, wide.data());
-            x = wide.data();
-        }
-        write_entries(x, width, vocab, k, unit, low, reinterpret_cast<int32_t*>(table) + token * k);
-    }
-}
-
-// `merge_row` of each row. The arguments are the addresses of contiguous tensors, and sizes; see merge.py.
-void merge(const std::vector<uintptr_t>& in, const std::vector<uintptr_t>& out, int64_t batch, int head, int trie,
-           int nodes, int64_t cells, const std::vector<int>& sizes, float least, float most, float weight,
-           const std::vector<int64_t>& matches, const std::vector<int64_t>& stages) {
-    if (in.size() != 9 || out.size() != 10 || sizes.size() != 6 || head + trie > 2 * kMaxDraftTokens)
-        throw std::invalid_argument("merge: a wrong number of tensors or nodes");
-    const MergeRules rules{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], least, most, weight, matches, stages};
-    const auto ints = [](uintptr_t at, int64_t row, int64_t columns) { return reinterpret_cast<int64_t*>(at) + row * columns; };
-    const auto floats = [](uintptr_t at, int64_t begin) { return reinterpret_cast<float*>(at) + begin; };
-    for (int64_t b = 0; b < batch; ++b) {
-        const SourceTree ours{ints(in[0], b, head), ints(in[1], b, head), head, int(*ints(in[2], b, 1))};
-        const SourceTree theirs{ints(in[4], b, trie), ints(in[5], b, trie), trie, int(*ints(in[6], b, 1))};
-        const int64_t all = head + trie;
-        merge_row(ours, floats(in[3], b * head), theirs, *ints(in[7], b, 1), floats(in[8], 0), floats(in[8], cells), nodes,
-                  rules,
-                  {ints(out[0], b, nodes), ints(out[1], b, nodes), ints(out[2], b, 1), ints(out[3], b, 1),
-                   ints(out[4], b, all), ints(out[5], b, all), ints(out[6], b, all), ints(out[7], b, all),
-                   ints(out[8], b, all), floats(out[9], b * all)});
-    }
-}
-
 }  // namespace
 
 NB_MODULE(_ngram_trie, m) {
     using Release = nb::call_guard<nb::gil_scoped_release>;
-    m.def("recycle", &recycle, Release());
-    m.def("merge", &merge);
     nb::class_<Core>(m, "Core", "The core of ngram.trie.NgramTrie; arrays are buffers of int64.")
         .def(nb::init<int, int, int, int, int, int64_t, bool, int64_t>(), nb::arg("branch_length"), nb::arg("min_w"),
              nb::arg("max_w"), nb::arg("min_b"), nb::arg("max_b"), nb::arg("capacity"), nb::arg("match_type_is_prob"),

@@ -18,17 +18,7 @@ from spec_compile.contrib.parallel import ParallelOptions
 from spec_compile.drafters.dflash import DFlashOptions
 from spec_compile.drafters.heads import HeadOptions
 from spec_compile.drafters.options import DraftOptions
-from spec_compile.drafters.trees.merge import (
-    CELLS,
-    LEAST,
-    MOST,
-    WEIGHT,
-    SourceTrees,
-    followed,
-    learnt,
-    merge,
-    merge_drafts,
-)
+from spec_compile.drafters.trees.merge import CELLS, LEAST, MOST, WEIGHT, SourceTrees, followed, learnt, merge
 
 # --- the merge
 
@@ -128,10 +118,9 @@ def scores_of(head, logprobs, size):
     return scores + [0.0] * (size - len(scores))
 
 
-@pytest.mark.parametrize("merge", [merge, merge_drafts])
 @settings(max_examples=40, deadline=None)
 @given(st.lists(both_sources(), min_size=2, max_size=2), st.integers(2, 14), st.integers(0, 3))
-def test_merged_trees_are_the_best_drafts_of_both(merge, rows, nodes, seed):
+def test_merged_trees_are_the_best_drafts_of_both(rows, nodes, seed):
     counts = torch.rand(2, CELLS, generator=torch.Generator().manual_seed(seed)) * 20
     head = joined([tensors(row[0], 9) for row in rows])
     trie = joined([tensors(row[2], 10) for row in rows])
@@ -167,22 +156,6 @@ def test_merged_trees_are_the_best_drafts_of_both(merge, rows, nodes, seed):
             assert cell == right[path][2]
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.lists(both_sources(), min_size=1, max_size=3), st.integers(2, 19), st.integers(0, 3))
-def test_the_kernel_merges_as_its_meaning(rows, nodes, seed):
-    counts = torch.rand(2, CELLS, generator=torch.Generator().manual_seed(seed)) * 20
-    head = joined([tensors(row[0], 9) for row in rows])
-    trie = joined([tensors(row[2], 10) for row in rows])
-    scores = torch.tensor([scores_of(*row[:2], 9) for row in rows])
-    match = torch.tensor([row[3] for row in rows])
-    *tree, drafts = merge(head, scores, trie, match, counts, nodes)
-    *found, kept = merge_drafts(head, scores, trie, match, counts, nodes)
-    assert torch.equal(found[2], tree[2])
-    torch.testing.assert_close(kept.priors, drafts.priors)
-    for name in ("tokens", "above", "ancestors", "depth", "cells"):
-        assert torch.equal(getattr(kept, name), getattr(drafts, name)), name
-
-
 def test_a_source_that_is_right_gets_the_budget():
     """Both sources continue the same text differently: what was accepted before decides which of them is verified."""
     chain = [(1, -1), (2, 0), (3, 1), (4, 2)]
@@ -216,7 +189,6 @@ DRAWN = dict(draft_sample_method="probabilistic")
         (DraftOptions, dict(ngram="yes"), TypeError, "ngram: expected True, False or a dict"),
         (DraftOptions, dict(ngram=dict(match_typ="BFS")), TypeError, "ngram: unknown option 'match_typ'. Did you mean"),
         (DraftOptions, dict(ngram=dict(match_type=3)), TypeError, "ngram: match_type: expected str"),
-        (HeadOptions, dict(ngram=dict(recycle=8)), ValueError, "ngram: 'recycle' is an option of algo=\"ngram\" only"),
         (HeadOptions, dict(ngram=dict(num_draft_tokens=8)), ValueError, "ngram: 'num_draft_tokens' is an option of n-"),
         (
             DFlashOptions,
