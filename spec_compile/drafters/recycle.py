@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import extensions
 from ..capture.admit import Inventory
 from ..drafting import Algorithm, Drafter, DraftPlan
 from ..kernels.top_logits import best_tokens
@@ -36,26 +35,8 @@ SEEDS = {"cpu": 2048, "cuda": 8192}
 """Tokens at the beginning of the vocabulary that `warmup()` verifies. BPE gives frequent tokens low numbers."""
 
 
-@torch.library.custom_op("spec_compile::recycle", mutates_args=())
-def recycle(table: Tensor, tokens: Tensor, logits: Tensor) -> Tensor:
-    """`renewed` in place, on a CPU. A compiled round would copy a table that it knows to change, which takes 0.4 ms in
-    place of 0.02. So it is not told, and adds the result, [1] int64 and 0, to what it reads the table with."""
-    is_wide = logits.dtype != torch.bfloat16
-    logits, tokens = (logits.float() if is_wide else logits).contiguous(), tokens.contiguous()
-    extensions.load("ngram._ngram_trie").recycle(
-        table.data_ptr(), *table.shape, tokens.data_ptr(), len(tokens), logits.data_ptr(), logits.shape[1], is_wide,
-        UNIT, LOW,
-    )  # fmt: skip
-    return tokens.new_zeros(1)
-
-
-@recycle.register_fake
-def _(table, tokens, logits):
-    return tokens.new_empty(1)
-
-
-def renewed(table: Tensor, tokens: Tensor, logits: Tensor) -> Tensor:
-    """The table [V, k] int32 after a verification. If several nodes have one token, the last one counts.
+def renew(table: Tensor, tokens: Tensor, logits: Tensor) -> None:
+    """Write what a verification shows into the table [V, k] int32. If several nodes have one token, the last counts.
 
     tokens: [M] int64; -1 for nodes that leave no trace.
     logits: [M, V'] of the target after every node.
@@ -64,10 +45,11 @@ def renewed(table: Tensor, tokens: Tensor, logits: Tensor) -> Tensor:
     new = ids << 8 | (-UNIT * logprobs).clamp(max=LOW).round().to(torch.int64)
     # A model may not read all that it generates.
     new = torch.where((ids < len(table)) & (logprobs > -torch.inf), new, -1).to(table.dtype)
-    # Equal tokens write equal candidates, so that the order of writes does not matter.
+    # A GPU writes the rows of equal tokens in any order, even in parts, which would mix candidates of two nodes and may
+    # give siblings one token. So all nodes of a token write the row of the last of them.
     number, at = torch.arange(len(tokens), device=tokens.device), tokens.clamp(min=0)
     last = torch.where((at[:, None] == at) & (tokens >= 0), number, -1).amax(dim=1)
-    return table.index_put((at,), torch.where(last[:, None] < 0, table[at], new[last]))
+    table.index_put_((at,), torch.where(last[:, None] < 0, table[at], new[last]))
 
 
 def unrolled(table: Tensor, before: Tensor, root: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,7 +124,6 @@ class RecycleDrafter(Drafter):
     """
 
     table: Tensor
-    turn: Tensor
     reads: Tensor
     writes: Tensor
 
@@ -150,8 +131,6 @@ class RecycleDrafter(Drafter):
         super().__init__()
         self.algorithm, self.nodes = algorithm, algorithm.plan.nodes
         self.register_buffer("table", algorithm.table, persistent=False)
-        turn = torch.zeros(1, dtype=torch.int64, device=algorithm.table.device)
-        self.register_buffer("turn", turn, persistent=False)
         for name in ("reads", "writes"):
             flags = torch.zeros(batch, dtype=torch.bool, device=algorithm.table.device)
             self.register_buffer(name, flags, persistent=False)
@@ -194,16 +173,12 @@ class RecycleDrafter(Drafter):
         self.vacate(row)
 
     def see(self, state: State, tree: Tree, logits: Tensor) -> None:
-        tokens, logits = torch.where(tree.real & self.writes[:, None], tree.tokens, -1).flatten(), logits.flatten(0, 1)
-        if logits.is_cuda:
-            self.table.copy_(renewed(self.table, tokens, logits))
-        else:
-            self.turn.copy_(recycle(self.table, tokens, logits))
+        tokens = torch.where(tree.real & self.writes[:, None], tree.tokens, -1)
+        renew(self.table, tokens.flatten(), logits.flatten(0, 1))
 
     def propose(self, state: State, max_kv_len: int, nodes: int | None = None) -> None:
-        before = state.tokens.gather(1, (state.lengths - 1).clamp(min=0)[:, None])[:, 0] + self.turn
-        root = state.tree_tokens[:, 0] + self.turn
-        tokens, parents, scores = unrolled(self.table, before, root, self.nodes)
+        before = state.tokens.gather(1, (state.lengths - 1).clamp(min=0)[:, None])[:, 0]
+        tokens, parents, scores = unrolled(self.table, before, state.tree_tokens[:, 0].clone(), self.nodes)
         scores = torch.where(self.reads[:, None], scores, -torch.inf)
         count = (scores > -torch.inf).sum(dim=1).clamp(min=1)
         state.propose(tokens, parents, count, expected_drafts(scores), None, scores)

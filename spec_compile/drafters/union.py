@@ -16,7 +16,7 @@ from ..drafting import Algorithm, Drafter, DraftPlan
 from ..runtime.state import State
 from ..tree import Accepted, Tree
 from .ngram import Ngram
-from .trees.merge import CELLS, Drafts, SourceTrees, followed, learnt, merge_drafts
+from .trees.merge import CELLS, Drafts, SourceTrees, followed, learnt, merge
 
 
 class Union(Algorithm):
@@ -167,9 +167,7 @@ class UnionDrafter(Drafter):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """The trees, which are remembered: tokens, parents [B, N], count, confidence [B] (see `State.propose`)."""
         head, trie = SourceTrees(tokens, parents, count), SourceTrees(ngram_tokens, ngram_parents, ngram_count)
-        tokens, parents, count, confidence, drafts = merge_drafts(
-            head, scores, trie, match, self.counts.clone(), self.nodes
-        )
+        tokens, parents, count, confidence, drafts = merge(head, scores, trie, match, self.counts.clone(), self.nodes)
         for buffer, values in zip(self.drafts, drafts):
             buffer.copy_(values)
         self.begins.copy_(lengths)

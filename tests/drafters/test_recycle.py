@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from spec_compile.drafters import recycle
 from spec_compile.drafters.ngram import Ngram, NgramOptions
-from spec_compile.drafters.recycle import LEVELS, LOST, LOW, UNIT, WIDTH, renewed, unrolled
+from spec_compile.drafters.recycle import LEVELS, LOST, LOW, UNIT, WIDTH, renew, unrolled
 from spec_compile.drafters.union import Union
 
 INF, NAN = math.inf, math.nan
@@ -47,7 +47,7 @@ numbers = st.one_of(st.integers(-64, 64).map(lambda x: x / 8), st.sampled_from([
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(1, 4), st.integers(1, 150), st.booleans())
 def test_tables_are_renewed(data, k, width, half):
-    """By the kernel and by its meaning. The vocabulary of the logits may be larger than the table."""
+    """The vocabulary of the logits may be larger than the table."""
     k, vocab = min(k, width), min(VOCAB, width)
     nodes = data.draw(st.lists(st.tuples(st.integers(-1, vocab - 1), st.integers(0, 1000)), min_size=1, max_size=6))
     tokens = torch.tensor([token for token, _ in nodes])
@@ -57,19 +57,17 @@ def test_tables_are_renewed(data, k, width, half):
         for _, seed in nodes
     ]).to(torch.bfloat16 if half else torch.float32)  # fmt: skip
     table = torch.full((vocab, k), 77, dtype=torch.int32)
-    plain, kernel = renewed(table, tokens, logits), table.clone()
-    recycle.recycle(kernel, tokens, logits)
+    renew(table, tokens, logits)
     last = {token: row for (token, _), row in zip(nodes, logits.float().tolist()) if token >= 0}
-    for found in (plain, kernel):
-        for token, row in enumerate(found.tolist()):
-            if token not in last:
-                assert row == [77] * k
-                continue
-            for entry, right in zip(row, entries_of(last[token], k, vocab), strict=True):
-                if right is None:
-                    assert entry == -1
-                else:
-                    assert entry >> 8 == right[0] and abs((entry & LOW) - right[1]) <= 1
+    for token, row in enumerate(table.tolist()):
+        if token not in last:
+            assert row == [77] * k
+            continue
+        for entry, right in zip(row, entries_of(last[token], k, vocab), strict=True):
+            if right is None:
+                assert entry == -1
+            else:
+                assert entry >> 8 == right[0] and abs((entry & LOW) - right[1]) <= 1
 
 
 # --- the trees

@@ -7,8 +7,7 @@ cell counts the drafts that were accepted and how many its sources had expected,
 corrects the next draft of the cell. Drafts count if their parent was accepted, verified or not: the text shows if they
 would have been accepted.
 
-All tensors have static shapes, so that `merge` can be compiled and captured. `merge_drafts` is the same on a GPU; on a
-CPU it is one operator in C++ (ngram/recycle.h), which takes 0.03 ms where PyTorch's own take 1.2 in a compiled round.
+All tensors have static shapes, so that `merge` can be compiled and captured.
 """
 
 import math
@@ -17,7 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ... import extensions
 from ...runtime.verify.sample import mix
 from ...tree import MAX_NODES, ancestry
 from .grow import best_nodes, expected_drafts
@@ -115,15 +113,10 @@ def learnt(counts: Tensor, priors: Tensor, cells: Tensor, tested: Tensor, accept
     tested [B, M] bool: the drafts that count.
     accepted [B, M] bool.
     """
-    tested, cells = tested.flatten(), cells.flatten()
-    priors = priors.flatten()
-    values = torch.stack([accepted.flatten().float(), priors, torch.ones_like(priors)])  # [3, B * M]
-    if cells.is_cuda:  # in one order of sums
-        in_cell = tested[:, None] & (cells[:, None] == torch.arange(CELLS, device=cells.device))
-        added = torch.where(in_cell, values[:, :, None], 0.0).sum(dim=1)
-    else:  # 0.7 ms less
-        added = counts.new_zeros(3, CELLS).index_add(1, cells.clamp(min=0), torch.where(tested, values, 0.0))
-    return torch.where(added[2] > 0, KEPT * counts + added[:2], counts)
+    in_cell = tested.flatten()[:, None] & (cells.flatten()[:, None] == torch.arange(CELLS, device=cells.device))
+    values = torch.stack([accepted.flatten().float(), priors.flatten()])  # [2, B * M]
+    added = torch.where(in_cell, values[:, :, None], 0.0).sum(dim=1)
+    return torch.where(in_cell.any(dim=0), KEPT * counts + added, counts)
 
 
 class SourceTrees(NamedTuple):
@@ -219,44 +212,6 @@ def _cut(tokens: Tensor, parents: Tensor, worth: Tensor) -> tuple[Tensor, Tensor
     is_real = worth > -math.inf
     count, confidence = is_real.sum(dim=1), expected_drafts(worth)
     return torch.where(is_real, tokens, 0), torch.where(is_real, parents, 0), count, confidence
-
-
-def merge_drafts(
-    head: SourceTrees, scores: Tensor, trie: SourceTrees, match: Tensor, counts: Tensor, nodes: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Drafts]:
-    """`merge`, in the form that suits the device."""
-    if scores.is_cuda:
-        return merge(head, scores, trie, match, counts, nodes)
-    tokens, parents, count, confidence, *drafts = _merge_on_a_cpu(*head, scores, *trie, match, counts, nodes)
-    return tokens, parents, count, confidence, Drafts(*drafts)
-
-
-@torch.library.custom_op("spec_compile::merge_drafts", mutates_args=())
-def _merge_on_a_cpu(
-    tokens: Tensor, parents: Tensor, count: Tensor, scores: Tensor, trie_tokens: Tensor, trie_parents: Tensor,
-    trie_count: Tensor, match: Tensor, counts: Tensor, nodes: int,
-) -> list[Tensor]:  # fmt: skip
-    given = tokens, parents, count, scores.float(), trie_tokens, trie_parents, trie_count, match, counts
-    given = [tensor.contiguous() for tensor in given]
-    made = _made(tokens, scores, trie_tokens, nodes)
-    sizes = [DEPTHS, BINS, LOWEST, RANKS, FIRST_OF_TRIE, FIRST_OF_BOTH]
-    extensions.load("ngram._ngram_trie").merge(
-        [tensor.data_ptr() for tensor in given], [tensor.data_ptr() for tensor in made], len(tokens),
-        tokens.shape[1], trie_tokens.shape[1], nodes, CELLS, sizes, LEAST, MOST, WEIGHT, MATCHES, STAGES,
-    )  # fmt: skip
-    return made
-
-
-@_merge_on_a_cpu.register_fake
-def _(tokens, parents, count, scores, trie_tokens, trie_parents, trie_count, match, counts, nodes):
-    return _made(tokens, scores, trie_tokens, nodes)
-
-
-def _made(tokens: Tensor, scores: Tensor, trie_tokens: Tensor, nodes: int) -> list[Tensor]:
-    """Memory for the results of `merge`."""
-    batch, both = tokens.shape[0], tokens.shape[1] + trie_tokens.shape[1]
-    shapes = [(batch, nodes)] * 2 + [(batch,)] * 2 + [(batch, both)] * (len(Drafts._fields) - 1)
-    return [*(tokens.new_empty(shape) for shape in shapes), scores.new_empty((batch, both), dtype=torch.float32)]
 
 
 def _read(source: SourceTrees) -> tuple[Tensor, Tensor, Tensor]:
