@@ -287,7 +287,6 @@ class Speculation:
 
         with self.engine.turns, torch.inference_mode(False), torch.no_grad(), self.engine.reporting(progress):
             build_compiled(self.engine.runtime, build)
-            self.engine.session(batch_size).seed()
 
     def score(
         self, ids: Any, temperature: float = 1.0, adapter_names: Sequence[str | None] | None = None

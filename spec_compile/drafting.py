@@ -1,7 +1,7 @@
 """The contract between the runtime and those who propose trees: an `Algorithm` for a model makes a `Drafter` for a
 batch size, and its `DraftPlan` says what rounds must be built for."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -122,10 +122,6 @@ class Drafter(nn.Module):
 
     def compile(self, compiler: "PartCompiler") -> None:
         """Compile the parts of `propose` by `compiler`. Called for each kind of round, and after caches have grown."""
-
-    def seed(self, state: "State", nodes: int, look: Callable[[], object]) -> None:
-        """Inside a warm-up that `mute` began: learn from trees of any tokens. look: verifies the first `nodes` nodes of
-        the pending trees, of which the drafter then sees the logits."""
 
     def mute(self) -> None:
         """Warm-up begins: until the buffers are put back, rounds must leave no trace outside them."""

@@ -194,7 +194,6 @@ class Scheduler:
                 self.decoder.session(width).make(self.decoder.steps(width, self.prefill))
 
         build_compiled(self._runtime, build)
-        self.decoder.session(self.decoder.widths[0]).seed()
 
     def clear(self, error: BaseException) -> None:
         self.drop(self.sequences, error)

@@ -4,12 +4,10 @@ A table keeps the target's likeliest next tokens after each token that was verif
 root down, it gives trees without a draft model. `union` joins these with n-grams, as it joins a head's trees.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..capture.admit import Inventory
 from ..drafting import Algorithm, Drafter, DraftPlan
@@ -31,8 +29,6 @@ LEVELS, WIDTH = 6, 8
 LOST = 0.03
 """The chance that the likeliest token but the root comes after the root; the next one has half of it, and so on. With
 SmolLM2-135M these were 0.032 and 0.013."""
-SEEDS = {"cpu": 2048, "cuda": 8192}
-"""Tokens at the beginning of the vocabulary that `warmup()` verifies. BPE gives frequent tokens low numbers."""
 
 
 def renew(table: Tensor, tokens: Tensor, logits: Tensor) -> None:
@@ -88,26 +84,16 @@ def _logprobs(candidates: Tensor) -> Tensor:
 
 
 class Recycle(Algorithm):
-    """Trees from one table, which all drafters of a model share.
+    """Trees from one table, which all drafters of a model share. Graphs read it, so it is never replaced."""
 
-    first: the token that texts begin with.
-    seeds: candidates of the first tokens of the vocabulary, in no text.
-    """
-
-    def __init__(self, vocab: int, k: int, first: int, plan: DraftPlan, device: torch.device):
+    def __init__(self, vocab: int, k: int, plan: DraftPlan, device: torch.device):
         most = 2 * k + (LEVELS - 1) * min(2 * k - 1, WIDTH) * k
         self.plan = replace(plan, nodes=min(plan.nodes, most))
         self.table = torch.full((vocab, k), -1, dtype=torch.int32, device=device)
-        self.first, self.seeds = first, self.table[: SEEDS[device.type]].clone()
 
     def refresh(self) -> None:
-        self.seeds.fill_(-1)
-        self.forget()
-
-    def forget(self) -> None:
-        """Keep only the seeds."""
+        """Forget all: other weights have other candidates."""
         self.table.fill_(-1)
-        self.table[: len(self.seeds)] = self.seeds
 
     def drafter(self, batch: int, slots: int) -> Drafter:
         return RecycleDrafter(self, batch)
@@ -141,23 +127,6 @@ class RecycleDrafter(Drafter):
     def mute(self) -> None:
         self.writes.fill_(False)
 
-    def seed(self, state: State, nodes: int, look: Callable[[], object]) -> None:
-        """A tree has a seed in each of its nodes below the root, which is the first token of texts."""
-        seeds = self.algorithm.seeds
-        unseen = torch.arange(len(seeds), device=seeds.device)[seeds[:, 0] < 0]
-        if nodes == 1 or not len(unseen):
-            return
-        self.writes.fill_(True)
-        state.lengths.zero_()
-        state.tokens[:, 0] = self.algorithm.first
-        padded = F.pad(unseen, (0, -len(unseen) % (state.batch * (nodes - 1))))
-        for part in padded.view(-1, state.batch, nodes - 1):
-            state.root()
-            state.tree_tokens[:, 1:nodes], state.tree_parents[:, 1:nodes] = part, 0
-            state.tree_count.fill_(nodes)
-            look()
-        seeds.copy_(self.table[: len(seeds)])
-
     def start(self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True) -> None:
         self.reads.fill_(True)
         self.writes.fill_(share_text)
@@ -190,7 +159,6 @@ def build(target: Inventory, options: NgramOptions) -> Algorithm:
     k = min(options.recycle, BUDGET // (4 * target.embedded), target.embedded)
     if options.num_draft_tokens == 1 or k == 0:
         return ngrams
-    first = getattr(target.config, "bos_token_id", None)
-    recycled = Recycle(target.embedded, k, first if isinstance(first, int) else 0, ngrams.plan, target.device)
-    ngrams.store.on_reset = recycled.forget
+    recycled = Recycle(target.embedded, k, ngrams.plan, target.device)
+    ngrams.store.on_reset = recycled.refresh
     return Union(recycled, ngrams, ngrams.plan, target.device)

@@ -5,7 +5,6 @@ The head drafts as it does without n-grams, and n-grams are matched as with algo
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -114,9 +113,6 @@ class UnionDrafter(Drafter):
         if not (self.fuses or self.is_compiled):
             self.join = compiler(self.join, "join")
             self.is_compiled = True
-
-    def seed(self, state: State, nodes: int, look: Callable[[], object]) -> None:
-        self.head.seed(state, nodes, look)
 
     def mute(self) -> None:
         for source in self.sources:

@@ -258,14 +258,6 @@ class Session:
         for old in drawn[:-SAMPLERS]:
             del self.made[old]
 
-    def seed(self) -> None:
-        """Let the drafter have the trees verified that it wants to know before any text, see `Drafter.seed`."""
-        nodes = self.runtime.sizes[-1]
-        look = self.get(StepKind.ROUND, nodes)
-        with torch.no_grad(), self._untouched(StepKind.ROUND):
-            self.runtime.guard(self.drafter.seed, self.state, nodes, partial(look, ROUNDED))
-        self.answers = []
-
     def has(self, kind: Kind, nodes: int) -> bool:
         """True if a step runs without being captured first, or was captured before its parts changed."""
         return not self.captures or (kind, nodes) in self.made or (kind, nodes) in self._forgotten
