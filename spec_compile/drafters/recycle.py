@@ -16,7 +16,7 @@ from ..runtime.state import State
 from ..tree import Tree
 from . import ngram
 from .ngram import NgramOptions
-from .trees.grow import best_nodes, expected_drafts, highest
+from .trees.propose import grow_levels
 from .union import Union
 
 BUDGET = 8 << 20
@@ -24,11 +24,8 @@ BUDGET = 8 << 20
 UNIT, LOW = 16, 255
 """A candidate is ``id << 8 | min(-UNIT * log-probability, LOW)``, or -1 if there is none: token 5 with a
 log-probability of -0.5 is 1288."""
-LEVELS, WIDTH = 6, 8
-"""Levels of a tree, and nodes of a level whose candidates are looked up."""
-LOST = 0.03
-"""The chance that the likeliest token but the root comes after the root; the next one has half of it, and so on. With
-SmolLM2-135M these were 0.032 and 0.013."""
+LEVELS = 6
+"""Levels of a tree below its root."""
 
 
 def renew(table: Tensor, tokens: Tensor, logits: Tensor) -> None:
@@ -48,47 +45,22 @@ def renew(table: Tensor, tokens: Tensor, logits: Tensor) -> None:
     table.index_put_((at,), torch.where(last[:, None] < 0, table[at], new[last]))
 
 
-def unrolled(table: Tensor, before: Tensor, root: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The likeliest trees below the roots [B]: tokens, parents [B, nodes] int64 and scores [B, nodes] float32, sums of
-    log-probabilities, from the best node down; -inf for slots without a node.
+def unrolled(table: Tensor, root: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The likeliest trees below the roots [B], see `grow_levels`. Slots without a node have a score of -inf."""
 
-    before: [B]; the tokens before the roots. Tokens that were likely in a root's place may still come after it, which
-    helps if the root has few candidates (as in LogitSpec, Liu et al. 2025, arXiv:2507.01449).
+    def follow(level: int, previous: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        below = table[previous].to(torch.int64)  # [B, W, k]
+        logprobs = torch.where(below < 0, -torch.inf, -(below & LOW) / UNIT)
+        return (below >> 8).clamp(min=0), logprobs, state
 
-    Candidates are numbered level by level, the root being 0. With k = 2 its own are numbers 1 and 2, and 3 is the one
-    that lost its place. If the best two of these are 1 and 3, their candidates are numbers 4 to 7.
-    """
-    own, lost = table[root].to(torch.int64), table[before, 1:].to(torch.int64)
-    is_new = (lost >= 0) & ((lost >> 8)[:, :, None] != (own >> 8)[:, None, :]).all(dim=2)
-    chances = (LOST / torch.arange(1, lost.shape[1] + 1, device=root.device)).log()
-    zero = torch.zeros_like(root)[:, None]
-    levels = [(root[:, None], zero - 1, zero.float())]
-    scores = torch.cat([_logprobs(own), torch.where(is_new, chances, -torch.inf)], dim=1)
-    candidates, above, first = torch.cat([own, lost], dim=1), zero, 1
-    for level in range(1, LEVELS + 1):
-        above = above.repeat_interleave(candidates.shape[1] // above.shape[1], dim=1)
-        tokens = (candidates >> 8).clamp(min=0)
-        levels.append((tokens, above, scores))
-        if level < LEVELS:
-            best = highest(scores, WIDTH)
-            above, first = first + best, first + tokens.shape[1]
-            below = table[tokens.gather(1, best)].to(torch.int64)  # [B, W, k]
-            scores = (scores.gather(1, best)[:, :, None] + _logprobs(below)).flatten(1)
-            candidates = below.flatten(1)
-    return best_nodes(*(torch.cat(parts, dim=1) for parts in zip(*levels)), nodes)
-
-
-def _logprobs(candidates: Tensor) -> Tensor:
-    """Their log-probabilities; -inf for none."""
-    return torch.where(candidates < 0, -torch.inf, -(candidates & LOW) / UNIT)
+    return grow_levels(root, LEVELS, follow, table.new_empty(len(root), 0), nodes)
 
 
 class Recycle(Algorithm):
     """Trees from one table, which all drafters of a model share. Graphs read it, so it is never replaced."""
 
     def __init__(self, vocab: int, k: int, plan: DraftPlan, device: torch.device):
-        most = 2 * k + (LEVELS - 1) * min(2 * k - 1, WIDTH) * k
-        self.plan = replace(plan, nodes=min(plan.nodes, most))
+        self.plan = replace(plan, nodes=min(plan.nodes, sum(k**level for level in range(LEVELS + 1))))
         self.table = torch.full((vocab, k), -1, dtype=torch.int32, device=device)
 
     def refresh(self) -> None:
@@ -146,11 +118,10 @@ class RecycleDrafter(Drafter):
         renew(self.table, tokens.flatten(), logits.flatten(0, 1))
 
     def propose(self, state: State, max_kv_len: int, nodes: int | None = None) -> None:
-        before = state.tokens.gather(1, (state.lengths - 1).clamp(min=0)[:, None])[:, 0]
-        tokens, parents, scores = unrolled(self.table, before, state.tree_tokens[:, 0].clone(), self.nodes)
+        tokens, parents, scores = unrolled(self.table, state.tree_tokens[:, 0].clone(), self.nodes)
         scores = torch.where(self.reads[:, None], scores, -torch.inf)
         count = (scores > -torch.inf).sum(dim=1).clamp(min=1)
-        state.propose(tokens, parents, count, expected_drafts(scores), None, scores)
+        state.propose(tokens, parents, count, None, None, scores)  # `Union` takes no confidence of its sources
 
 
 def build(target: Inventory, options: NgramOptions) -> Algorithm:

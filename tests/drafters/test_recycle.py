@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from spec_compile.drafters import recycle
 from spec_compile.drafters.ngram import Ngram, NgramOptions
-from spec_compile.drafters.recycle import LEVELS, LOST, LOW, UNIT, WIDTH, renew, unrolled
+from spec_compile.drafters.recycle import LEVELS, LOW, UNIT, renew, unrolled
 from spec_compile.drafters.union import Union
 
 INF, NAN = math.inf, math.nan
@@ -73,21 +73,15 @@ def test_tables_are_renewed(data, k, width, half):
 # --- the trees
 
 
-def slow_tree(table, before, root, nodes):
+def slow_tree(table, root, nodes):
     """[(token, parent, score)] of the best nodes, level by level. table: [[(token, log-probability)]]."""
-    found = [(root, -1, 0.0)]
-    own = table[root]
-    lost = [token for token, _ in table[before][1:]]
-    level = [(token, 0, np.float32(logprob)) for token, logprob in own]
-    chances = (torch.tensor(LOST) / torch.arange(1, len(lost) + 1)).log().tolist()
-    level += [(token, 0, c) for token, c in zip(lost, chances) if token not in [other for other, _ in own]]
+    found = [(root, -1, np.float32(0))]
+    level = range(1)
     for _ in range(LEVELS):
         first = len(found)
-        found += level
-        best = sorted(range(len(level)), key=lambda n: -level[n][2])[:WIDTH]
-        level = [
-            (token, first + n, np.float32(level[n][2] + logprob)) for n in best for token, logprob in table[level[n][0]]
-        ]
+        found += [(token, n, found[n][2] + np.float32(logprob)) for n in level for token, logprob in table[found[n][0]]]
+        # The best of a level go on: all that the tree may hold.
+        level = sorted(range(first, len(found)), key=lambda n: -found[n][2])[:nodes]
     order = sorted(range(len(found)), key=lambda n: -found[n][2])[:nodes]
     return [(found[n][0], order.index(found[n][1]) if n else -1, found[n][2]) for n in order]
 
@@ -102,11 +96,11 @@ def test_trees_are_the_best_of_the_table(data, k, nodes):
         bits = sorted(data.draw(st.lists(st.integers(1, 60), min_size=len(ids), max_size=len(ids))))
         known.append([(i, -b / UNIT) for i, b in zip(ids, bits)])
         table[token, : len(ids)] = torch.tensor([i << 8 | b for i, b in zip(ids, bits)], dtype=torch.int32)
-    nodes = min(nodes, 2 * k + (LEVELS - 1) * min(2 * k - 1, WIDTH) * k)
-    before, root = (data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=2, max_size=2)) for _ in range(2))
-    tokens, parents, scores = unrolled(table, torch.tensor(before), torch.tensor(root), nodes)
+    nodes = min(nodes, sum(k**level for level in range(LEVELS + 1)))
+    roots = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=2, max_size=2))
+    tokens, parents, scores = unrolled(table, torch.tensor(roots), nodes)
     for row in range(2):
-        right = slow_tree(known, before[row], root[row], nodes)
+        right = slow_tree(known, roots[row], nodes)
         count = int((scores[row] > -INF).sum())
         assert count == len(right)
         np.testing.assert_allclose(scores[row, :count].numpy(), [score for *_, score in right], rtol=1e-5)

@@ -123,7 +123,7 @@ class DFlashDraft(nn.Module):
 
     def proposer(self, *how) -> BlockProposer:
         """Proposes trees by the output of `forward`. how: the arguments of `BlockProposer`."""
-        return BlockProposer(*how).to(self.embedding.device)
+        return BlockProposer(*how)
 
     def propose(self, proposer: BlockProposer, state: State, logits: Tensor) -> None:
         """Propose trees below the last committed tokens. logits: the output of `forward`."""
