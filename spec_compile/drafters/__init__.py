@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ..capture.admit import Inventory
 from ..config import Options, describe
-from ..drafting import Algorithm, DraftPlan
+from ..drafting import Algorithm
 from ..errors import did_you_mean
 from ..registry import load_plugins
 from . import dflash, draft_model, heads, ngram, recycle, union
@@ -60,8 +60,7 @@ def build(name: str, target: Inventory, options: Options) -> Algorithm:
         return ALGORITHMS[name].build(target, options)
     ngrams = ngram.build(target, options.joined)  # first, because it takes no time to refuse
     head = ALGORITHMS[name].build(target, options)
-    plan = DraftPlan(options.budget(head.plan.nodes), head.plan.taps, head.plan.lookahead_slots)
-    return union.Union(head, ngrams, plan, target.device)
+    return union.Union(head, ngrams, options.budget(head.plan.nodes), target.device)
 
 
 def check_draft(algo: str, options: Options) -> None:

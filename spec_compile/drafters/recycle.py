@@ -26,6 +26,8 @@ UNIT, LOW = 16, 255
 log-probability of -0.5 is 1288."""
 LEVELS = 6
 """Levels of a tree below its root."""
+WHOLE = "cuda"
+"""The type of device on which rounds verify all of a tree, or only its root."""
 
 
 def renew(table: Tensor, tokens: Tensor, logits: Tensor) -> None:
@@ -87,7 +89,7 @@ class RecycleDrafter(Drafter):
 
     def __init__(self, algorithm: Recycle, batch: int):
         super().__init__()
-        self.algorithm, self.nodes = algorithm, algorithm.plan.nodes
+        self.nodes = algorithm.plan.nodes
         self.register_buffer("table", algorithm.table, persistent=False)
         for name in ("reads", "writes"):
             flags = torch.zeros(batch, dtype=torch.bool, device=algorithm.table.device)
@@ -130,6 +132,8 @@ def build(target: Inventory, options: NgramOptions) -> Algorithm:
     k = min(options.recycle, BUDGET // (4 * target.embedded), target.embedded)
     if options.num_draft_tokens == 1 or k == 0:
         return ngrams
-    recycled = Recycle(target.embedded, k, ngrams.plan, target.device)
+    # A plain step spares a GPU the trees only if rounds verify whole trees or nothing. There, few nodes save no time.
+    plan = DraftPlan(ngrams.plan.nodes) if target.device.type == WHOLE else ngrams.plan
+    recycled = Recycle(target.embedded, k, plan, target.device)
     ngrams.store.on_reset = recycled.refresh
-    return Union(recycled, ngrams, ngrams.plan, target.device)
+    return Union(recycled, ngrams, plan.nodes, target.device)

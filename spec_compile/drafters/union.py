@@ -4,14 +4,15 @@ The head drafts as it does without n-grams, and n-grams are matched as with algo
 `trees.merge` takes the drafts that are likeliest to be accepted, judged by the outcomes of earlier drafts.
 """
 
-import dataclasses
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..compile.part import PartCompiler
-from ..drafting import Algorithm, Drafter, DraftPlan
+from ..drafting import Algorithm, Drafter
 from ..runtime.state import State
 from ..tree import Accepted, Tree
 from .ngram import Ngram
@@ -21,9 +22,10 @@ from .trees.merge import CELLS, Drafts, SourceTrees, followed, learnt, merge
 class Union(Algorithm):
     """Drafts of any head and of n-grams."""
 
-    def __init__(self, head: Algorithm, ngram: Ngram, plan: DraftPlan, device: torch.device):
-        self.head, self.plan = head, plan
-        self.ngram = Ngram(ngram.store, dataclasses.replace(ngram.options, num_draft_tokens=self.plan.nodes))
+    def __init__(self, head: Algorithm, ngram: Ngram, nodes: int, device: torch.device):
+        """nodes: of a joined tree."""
+        self.head, self.plan = head, replace(head.plan, nodes=nodes, levels=1)
+        self.ngram = Ngram(ngram.store, replace(ngram.options, num_draft_tokens=nodes))
         self.graph, self.draft_module, self.store = head.graph, head.draft_module, ngram.store
         self.vocabulary_share = head.vocabulary_share
         self.counts = torch.zeros(2, CELLS, device=device)
@@ -72,6 +74,16 @@ class CollectingState:
         self.trees = trees
 
 
+def _both(name: str) -> Callable[..., None]:
+    """A method of `Drafter` that both sources run."""
+
+    def method(self: "UnionDrafter", *arguments: Any) -> None:
+        for source in self.sources:
+            getattr(source, name)(*arguments)
+
+    return method
+
+
 class UnionDrafter(Drafter):
     """Lets both sources propose and merges their trees; learns the outcomes of all that they proposed."""
 
@@ -114,9 +126,7 @@ class UnionDrafter(Drafter):
             self.join = compiler(self.join, "join")
             self.is_compiled = True
 
-    def mute(self) -> None:
-        for source in self.sources:
-            source.mute()
+    mute, resize, vacate, leave, finish = map(_both, ("mute", "resize", "vacate", "leave", "finish"))
 
     def start(self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True) -> None:
         self.begins.fill_(-1)
@@ -174,23 +184,7 @@ class UnionDrafter(Drafter):
         for source, larger in zip(self.sources, other.sources):
             source.share(larger)
 
-    def resize(self, slots: int) -> None:
-        for source in self.sources:
-            source.resize(slots)
-
     def enter(self, row: int, share_text: bool | str, references: list[Tensor]) -> None:
         self.begins[row].fill_(-1)
         for source in self.sources:
             source.enter(row, share_text, references)
-
-    def vacate(self, row: int) -> None:
-        for source in self.sources:
-            source.vacate(row)
-
-    def leave(self, state: State, row: int, length: int, share_text: bool | str) -> None:
-        for source in self.sources:
-            source.leave(state, row, length, share_text)
-
-    def finish(self, lengths: list[int]) -> None:
-        for source in self.sources:
-            source.finish(lengths)

@@ -80,7 +80,8 @@ class Round(nn.Module):
         """The first half of a round whose tokens are chosen outside: the target's logits [B, N, V] and features."""
         tree, ancestors, _, positions = self.prepare(nodes)
         logits, *features = self._verify(tree, ancestors, positions, max_kv_len, verify)
-        self.guard(self.drafter.see, self.state, Tree(*tree), logits)
+        if self.proposes:
+            self.guard(self.drafter.see, self.state, Tree(*tree), logits)
         return [logits, *features]
 
     def finish(self, path: Tensor, tokens: Tensor, count: Tensor, features: list[Tensor], max_kv_len: int) -> Tensor:
@@ -122,7 +123,8 @@ class Round(nn.Module):
 
     def accept(self, logits: Tensor, tree: tuple[Tensor, ...], ancestors: Tensor, depth: Tensor) -> tuple[Tensor, ...]:
         """The choice of greedy decoding: the parts of an `Accepted`."""
-        self.guard(self.drafter.see, self.state, Tree(*tree), logits)
+        if self.proposes:  # a plain step spares what drafts cost
+            self.guard(self.drafter.see, self.state, Tree(*tree), logits)
         accepted = accept_greedy(Tree(*tree), ancestors, depth, self.state.forbid_early_eos(logits, depth))
         return accepted.path, accepted.tokens, accepted.count
 
