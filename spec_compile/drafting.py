@@ -207,14 +207,9 @@ class Algorithm:
 
     @property
     def ahead(self) -> int:
-        """Tokens after a slot's own that its keys and values may depend on: 1 for a head, 0 if there are none."""
+        """Tokens after a slot's own that its keys and values may depend on: 1 for a head, 0 if its drafters hold none.
+        If they hold some, a prompt that the target has cached must still be processed if theirs are of another text."""
         return int(self.graph is not None)
-
-    @property
-    def remembers(self) -> bool:
-        """True if its drafters hold keys and values of the text. Then a prompt that the target has cached must still be
-        processed again if the drafters' are of another text."""
-        return self.ahead > 0
 
     @property
     def token_bytes(self) -> int:

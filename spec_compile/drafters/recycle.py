@@ -83,20 +83,12 @@ class RecycleDrafter(Drafter):
     reads, writes: [B] bool; rows that draft from the table, and whose logits go into it.
     """
 
-    table: Tensor
-    reads: Tensor
-    writes: Tensor
-
     def __init__(self, algorithm: Recycle, batch: int):
         super().__init__()
-        self.nodes = algorithm.plan.nodes
-        self.register_buffer("table", algorithm.table, persistent=False)
+        self.nodes, self.table = algorithm.plan.nodes, algorithm.table
         for name in ("reads", "writes"):
             flags = torch.zeros(batch, dtype=torch.bool, device=algorithm.table.device)
             self.register_buffer(name, flags, persistent=False)
-
-    def small_buffers(self) -> list[Tensor]:
-        return [self.reads, self.writes]
 
     def mute(self) -> None:
         self.writes.fill_(False)

@@ -288,7 +288,7 @@ class Call:
         # The prompts, and the first trees.
         prompt_sizes = self._chunks(max(len(prompt) - 1 - begin for prompt, begin in zip(prompts, begins)))
         self._build_rounds(prompt_sizes)
-        if self.past is not None and self.past.features is not None and runtime.algorithm.remembers:
+        if self.past is not None and self.past.features is not None and runtime.algorithm.ahead:
             session.prefill_draft(self.past.features, self.past.padding, begins, self._chunks(max(begins)))
         done = max(begins)  # prompts of 9 and 6 tokens, of which the state has 4 and 0: 5 more, and 9 slots are visible
         for size in prompt_sizes:

@@ -72,14 +72,11 @@ class Round(nn.Module):
     def forward(self, max_kv_len: int, nodes: int = 0, verify: Callable | None = None) -> Tensor:
         """Returns int64 [B, 5 + 4 N], which `outcome.unpack` reads. max_kv_len: visible slots, >= lengths.max() + N.
         verify: in place of the round's."""
-        tree, ancestors, depth, positions = self.prepare(nodes)
-        logits, *features = self._verify(tree, ancestors, positions, max_kv_len, verify)
-        return self.conclude(logits, tree, ancestors, depth, features, max_kv_len)
+        return self.conclude(*self._verified(max_kv_len, nodes, verify), max_kv_len)
 
     def look(self, max_kv_len: int, nodes: int = 0, verify: Callable | None = None) -> list[Tensor]:
         """The first half of a round whose tokens are chosen outside: the target's logits [B, N, V] and features."""
-        tree, ancestors, _, positions = self.prepare(nodes)
-        logits, *features = self._verify(tree, ancestors, positions, max_kv_len, verify)
+        logits, tree, _, _, features = self._verified(max_kv_len, nodes, verify)
         if self.proposes:
             self.guard(self.drafter.see, self.state, Tree(*tree), logits)
         return [logits, *features]
@@ -96,11 +93,12 @@ class Round(nn.Module):
         ancestors, depth = ancestry(tree.parents, self.nodes or MAX_NODES)
         return (tree.tokens, tree.parents, tree.real), ancestors, depth, self.state.positions(depth)
 
-    def _verify(
-        self, tree: tuple[Tensor, ...], ancestors: Tensor, positions: Tensor, max_kv_len: int, verify: Callable | None
-    ) -> list[Tensor]:  # fmt: skip
-        verify = verify or self.verify
-        return verify(tree[0], positions, self.state.lengths, ancestors, self.state.cache, max_kv_len)
+    def _verified(self, max_kv_len: int, nodes: int, verify: Callable | None) -> tuple[Any, ...]:
+        """The arguments of `conclude` but the last one."""
+        tree, ancestors, depth, positions = self.prepare(nodes)
+        inputs = tree[0], positions, self.state.lengths, ancestors, self.state.cache, max_kv_len
+        logits, *features = (verify or self.verify)(*inputs)
+        return logits, tree, ancestors, depth, features
 
     def conclude(
         self, logits: Tensor, tree: tuple[Tensor, ...], ancestors: Tensor, depth: Tensor, features: list[Tensor],

@@ -12,7 +12,7 @@ from spec_compile import speculate
 from spec_compile.drafters.ngram import MatchingDrafter
 from spec_compile.ngram import MOST_OWNERS
 from spec_compile.ngram.corpus import NgramCorpus
-from spec_compile.ngram.match_options import MatchOptions
+from spec_compile.ngram.store import MatchOptions
 
 
 def test_private_texts_are_forgotten():

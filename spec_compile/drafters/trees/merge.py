@@ -73,12 +73,6 @@ def trie_cells(match: Tensor, rank: Tensor, is_main: Tensor, depth: Tensor) -> t
     )
 
 
-def cells_of_both(match: Tensor, bins: Tensor) -> Tensor:
-    """The cells [B, H] of a head's drafts that n-grams propose, too. match [B]: see `trie_cells`; bins [B, H]: see
-    `head_cells`."""
-    return FIRST_OF_BOTH + bucket(match, MATCHES)[:, None] * BINS + bins
-
-
 def bucket(values: Tensor, bounds: tuple[int, ...]) -> Tensor:
     """The number of `bounds`, which ascend, below each value: bounds (1, 2, 4) and value 3 give 2. int64."""
     return sum((values > bound).to(torch.int64) for bound in bounds)
@@ -175,9 +169,10 @@ def merge(
     logprobs = (scores - scores.gather(1, above)).nan_to_num(-math.inf)
     head_priors, cells, bins = head_cells(logprobs, head_depth)
     trie_priors, trie_numbers = trie_cells(match, *_ranks(trie, is_trie_draft, trie_ancestors), trie_depth)
+    both_cells = FIRST_OF_BOTH + bucket(match, MATCHES)[:, None] * BINS + bins
     both = 1 - (1 - head_priors) * (1 - trie_priors.gather(1, number))
     priors = torch.cat([torch.where(is_doubled, both, head_priors), trie_priors], dim=1)
-    cells = torch.cat([torch.where(is_doubled, cells_of_both(match, bins), cells), trie_numbers], dim=1)
+    cells = torch.cat([torch.where(is_doubled, both_cells, cells), trie_numbers], dim=1)
 
     # One numbering of all nodes: the head's from 0, n-grams' from `size`; a node of both sources is the head's. With
     # size = 4, a child of n-grams' node 2 has the parent 6, or 1 if that node is also the head's node 1.
@@ -198,20 +193,14 @@ def merge(
     worth = torch.where(is_draft | is_root, worth, -math.inf)
 
     tokens = torch.cat([head.tokens, trie.tokens], dim=1)
-    tree = _cut(*best_nodes(tokens, torch.where(is_root, -1, parents), worth, nodes))
+    best, best_parents, best_worth = best_nodes(tokens, torch.where(is_root, -1, parents), worth, nodes)
+    is_real = best_worth > -math.inf
+    tree = torch.where(is_real, best, 0), torch.where(is_real, best_parents, 0), is_real.sum(dim=1)
     drafts = Drafts(
         tokens, torch.cat([above, trie_above], dim=1), torch.cat([head_ancestors, trie_ancestors], dim=1),
         torch.cat([head_depth, trie_depth], dim=1), torch.where(is_draft, cells, -1), priors,
     )  # fmt: skip
-    return *tree, drafts
-
-
-def _cut(tokens: Tensor, parents: Tensor, worth: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Trees [B, N] without the slots at their ends that hold no draft, whose worth is -inf: tokens and parents, 0 in
-    these slots, count and confidence [B]."""
-    is_real = worth > -math.inf
-    count, confidence = is_real.sum(dim=1), expected_drafts(worth)
-    return torch.where(is_real, tokens, 0), torch.where(is_real, parents, 0), count, confidence
+    return *tree, expected_drafts(best_worth), drafts
 
 
 def _read(source: SourceTrees) -> tuple[Tensor, Tensor, Tensor]:

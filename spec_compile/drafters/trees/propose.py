@@ -150,9 +150,7 @@ before them [B, W, C]) -> tokens [B, 1 or W, K], different after each node, thei
 above 0, and what is carried over the nodes."""
 
 
-def grow_levels(
-    root: Tensor, levels: int, follow: Follow, state: Tensor, nodes: int
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def grow_levels(root: Tensor, levels: int, follow: Follow, state: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
     """The best trees of `nodes` nodes, the root included, over the candidates that `follow` gives after each node.
 
     root [B].
