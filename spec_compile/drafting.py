@@ -51,11 +51,8 @@ class DraftPlan:
 
     def next_nodes(self, nodes: int) -> int:
         """Nodes of the trees that a round over `nodes` nodes proposes: as many again if that takes fewer forwards of
-        the draft, else all.
-
-        The first n nodes of a tree are n - 1 levels deep at most. With 5 levels, a round over 4 nodes proposes trees of
-        4 nodes, of 3 levels, and a round over 6 nodes whole trees.
-        """
+        the draft (n nodes are n - 1 levels deep at most), else all. With 5 levels, a round over 4 nodes proposes trees
+        of 4 nodes, and a round over 6 nodes whole trees."""
         return nodes if self.is_whole and nodes - 1 < self.levels else self.nodes
 
 
@@ -207,9 +204,14 @@ class Algorithm:
 
     @property
     def ahead(self) -> int:
-        """Tokens after a slot's own that its keys and values may depend on: 1 for a head, 0 if its drafters hold none.
-        If they hold some, a prompt that the target has cached must still be processed if theirs are of another text."""
+        """Tokens after a slot's own that its keys and values may depend on: 1 for a head, 0 if there are none."""
         return int(self.graph is not None)
+
+    @property
+    def remembers(self) -> bool:
+        """True if its drafters hold keys and values of the text. Then a prompt that the target has cached must still be
+        processed again if the drafters' are of another text."""
+        return self.ahead > 0
 
     @property
     def token_bytes(self) -> int:

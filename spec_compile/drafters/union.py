@@ -90,6 +90,7 @@ class UnionDrafter(Drafter):
     def __init__(self, algorithm: Union, batch: int, slots: int):
         super().__init__()
         self.head, self.ngram = algorithm.head.drafter(batch, slots), algorithm.ngram.drafter(batch, slots)
+        self.sources = self.head, self.ngram
         self.head_nodes, self.nodes = algorithm.head.plan.nodes, algorithm.plan.nodes
         self.fuses, self.is_compiled = self.head.fuses, False
         drafts, device = self.head_nodes + self.nodes, algorithm.counts.device
@@ -99,11 +100,6 @@ class UnionDrafter(Drafter):
             dtype = torch.float32 if name == "priors" else torch.int64
             buffer = torch.zeros(batch, drafts, dtype=dtype, device=device)
             self.register_buffer(f"drafts_{name}", buffer, persistent=False)
-
-    @property
-    def sources(self) -> tuple[Drafter, Drafter]:
-        """The drafters whose trees are merged."""
-        return self.head, self.ngram
 
     @property
     def drafts(self) -> Drafts:

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 from .draft_record import ALL, SHARE, DraftRecord, Group, Hindsight, TreeOutcome, by_group
 
@@ -63,18 +63,10 @@ class RoundCosts:
         for size in self.measured:
             self.measured[size] *= 1 + (change if size == nodes else COMMON * change)
 
-    def learn_host(self, seconds: float) -> None:
-        """The host took so long between two rounds, while another ran."""
-        self.host = _moved(self.host, seconds)
-
-    def learn_switch(self, seconds: float) -> None:
-        """Catching up and a proposal took so long."""
-        self.switch = _moved(self.switch, seconds)
-
-
-def _moved(known: float, seconds: float) -> float:
-    """A duration after one more measurement, of which the longest may be other work; `seconds` if none is known."""
-    return known + LEARN * (min(seconds, 2 * known) - known) if known else seconds
+    def learn_aside(self, name: Literal["host", "switch"], seconds: float) -> None:
+        """One more measurement of `host` or `switch`; of the longest, much may be other work."""
+        known = getattr(self, name)
+        setattr(self, name, known + LEARN * (min(seconds, 2 * known) - known) if known else seconds)
 
 
 class DraftBudget:

@@ -128,7 +128,7 @@ class RoundPipeline(Generic[S]):
             session.propose(max_kv_len)
             self.pending = plan.nodes
             if not self.runtime.on_gpu:
-                session.policies[kind].costs.learn_switch(self._now() - now)
+                session.policies[kind].costs.learn_aside("switch", self._now() - now)
                 now = self._now()
         drafted = None if self.tree_size is None else min(nodes, self.pending)
         self.pending = plan.next_nodes(nodes)
@@ -149,7 +149,7 @@ class RoundPipeline(Generic[S]):
         """Wait for the oldest round. Returns it with the outcomes of the sequences that go on."""
         in_flight, now = self._rounds.popleft(), self._now()
         if self._collected is not None:
-            in_flight.session.policies[in_flight.kind].costs.learn_host(now - self._collected)
+            in_flight.session.policies[in_flight.kind].costs.learn_aside("host", now - self._collected)
         rows = in_flight.read()
         now = self._now()
         in_flight.seconds = now - in_flight.seconds
@@ -288,7 +288,7 @@ class Call:
         # The prompts, and the first trees.
         prompt_sizes = self._chunks(max(len(prompt) - 1 - begin for prompt, begin in zip(prompts, begins)))
         self._build_rounds(prompt_sizes)
-        if self.past is not None and self.past.features is not None and runtime.algorithm.ahead:
+        if self.past is not None and self.past.features is not None and runtime.algorithm.remembers:
             session.prefill_draft(self.past.features, self.past.padding, begins, self._chunks(max(begins)))
         done = max(begins)  # prompts of 9 and 6 tokens, of which the state has 4 and 0: 5 more, and 9 slots are visible
         for size in prompt_sizes:

@@ -93,7 +93,9 @@ class Round(nn.Module):
         ancestors, depth = ancestry(tree.parents, self.nodes or MAX_NODES)
         return (tree.tokens, tree.parents, tree.real), ancestors, depth, self.state.positions(depth)
 
-    def _verified(self, max_kv_len: int, nodes: int, verify: Callable | None) -> tuple[Any, ...]:
+    def _verified(
+        self, max_kv_len: int, nodes: int, verify: Callable | None
+    ) -> tuple[Tensor, tuple[Tensor, ...], Tensor, Tensor, list[Tensor]]:
         """The arguments of `conclude` but the last one."""
         tree, ancestors, depth, positions = self.prepare(nodes)
         inputs = tree[0], positions, self.state.lengths, ancestors, self.state.cache, max_kv_len

@@ -411,7 +411,7 @@ class Session:
             return self._published(self._drawing(kind, nodes, verify))
         if isinstance(kind, MixedKind):
             (prompts, number, unit), verify = kind.piece, self._compiled.round(nodes).verify
-            drafter = self.runtime.algorithm.drafter(number, ROUNDED) if self.runtime.algorithm.ahead else None
+            drafter = self.runtime.algorithm.drafter(number, ROUNDED) if self.runtime.algorithm.remembers else None
             if drafter is not None:
                 drafter.share(prompts.slice_drafter)
             riding = RidingVerify(verify, prompts._compiled.prefill(), prompts.slices[:, :number], unit, drafter)

@@ -1,7 +1,7 @@
 """Recycled tokens: the table against slow references, who reads and writes it, and answers that do not change."""
 
 import math
-from itertools import pairwise
+from itertools import cycle, pairwise
 from types import SimpleNamespace
 
 import draft_rounds as rounds
@@ -17,6 +17,7 @@ from spec_compile.drafters import recycle
 from spec_compile.drafters.ngram import Ngram, NgramOptions
 from spec_compile.drafters.recycle import LEVELS, LOW, UNIT, renew, unrolled
 from spec_compile.drafters.union import Union
+from spec_compile.runtime.draft_budget import WholeTreeBudget
 
 INF, NAN = math.inf, math.nan
 VOCAB = 11
@@ -205,6 +206,22 @@ def test_answers_do_not_change(rows, nodes):
     for _ in range(2):  # the second time drafts are better
         assert torch.equal(rounds.generated(fast, rounds.prompts(rows)), rounds.plain("llama", rows))
     assert fast.speculation.stats.accept_length > 1
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_plain_steps_leave_the_table_alone(monkeypatch, rows):
+    """As on a GPU, where rounds verify whole trees or nothing; and the text is drafted from again after plain steps."""
+    monkeypatch.setattr(recycle, "WHOLE", "cpu")
+    fast = system(adaptive=True, num_draft_tokens=8)
+    assert fast.speculation.engine.runtime.algorithm.plan.is_whole
+    choices = cycle([8])
+    monkeypatch.setattr(WholeTreeBudget, "choose", lambda *how, **more: next(choices))
+    for pattern, is_plain in (([8], False), ([1], True), ([8, 1, 1, 8, 1], False)):
+        choices, before = cycle(pattern), table_of(fast).clone()
+        for number in range(2):
+            ids = rounds.prompts(2 * rows)[number * rows :][:rows]
+            assert torch.equal(rounds.generated(fast, ids), rounds.plain("llama", 2 * rows)[number * rows :][:rows])
+        assert torch.equal(table_of(fast), before) == is_plain
 
 
 def test_requests_get_the_same_answers():

@@ -70,7 +70,7 @@ def test_a_lasting_fall_of_acceptance_is_told_once(caplog, before, after, warnin
 def test_the_steps_before_a_round_that_drafts_count_as_its_cost():
     """A trial costs 1 + 3 plain rounds, where a round that follows another one costs 1."""
     plain, switching = WholeTreeBudget([NODES]), WholeTreeBudget([NODES])
-    switching.costs.learn_switch(3.0)
+    switching.costs.learn_aside("switch", 3.0)
     trees = [decode(policy, 2.0, 0.0, 4000)[1] for policy in (plain, switching)]
     assert 3 < trees[0] / trees[1] < 5
     assert decode(switching, 2.0, 0.9, 1000)[1] > 1000 / 7, "drafts that pay are made without a pause"
@@ -193,7 +193,7 @@ def test_a_round_follows_the_confidence_in_its_trees():
     assert chosen[5].count(NODES) > 0.95 * len(chosen[5])
     assert chosen[0].count(1) > 0.8 * len(chosen[0])
     dear = WholeTreeBudget([4, NODES])
-    dear.costs.learn_switch(2.0)
+    dear.costs.learn_aside("switch", 2.0)
     chosen = confident(dear, 0.95, 400)
     assert chosen[0].count(1) == 0 and chosen[0].count(4) > 30, "a plain round costs the switch"
 

@@ -38,9 +38,7 @@ from .layers import LayerKnobs, rotary
 class DFlashDraft(nn.Module):
     """A DFlash draft: ``project`` the target's states for the context, then ``forward`` over a block.
 
-    embedding [V, h], head_weight [Vd, h]: may be the target's own parameters; moving or casting the draft would then
-    move or cast the target.
-    draft_to_target [Vd] int64: the target's id of each row of head_weight (None: row i is token i).
+    embedding [V, h], head_weight [Vd, h], draft_to_target [Vd]: see `eagle.Head`.
     mask_embedding [h]: of the mask (None: its row of the embedding).
 
     taps: the target's states that it reads, numbered as in `eagle.Head`.

@@ -78,16 +78,6 @@ def bucket(values: Tensor, bounds: tuple[int, ...]) -> Tensor:
     return sum((values > bound).to(torch.int64) for bound in bounds)
 
 
-def corrected(counts: Tensor, priors: Tensor, cells: Tensor) -> Tensor:
-    """The probabilities that drafts are accepted, if their parents are.
-
-    counts [2, CELLS] float32: drafts accepted and expected.
-    priors, cells: see `Drafts`.
-    """
-    ratio = (counts[0] + WEIGHT) / (counts[1] + WEIGHT)
-    return (priors * ratio[cells]).clamp(LEAST, MOST)
-
-
 def followed(tokens: Tensor, ancestors: Tensor, depth: Tensor, text: Tensor, gained: Tensor) -> Tensor:
     """True for the nodes [B, N] of trees that a text has followed from the root.
 
@@ -147,28 +137,26 @@ def merge(
     head, trie: trees with the same roots.
     scores [B, H] float32: sums of the head's log-probabilities from the root down.
     match [B] int64: length of the match that n-grams continue.
-    counts: see `corrected`.
+    counts [2, CELLS] float32: drafts accepted and expected, whose ratio corrects the sources' probabilities.
 
     A draft is worth the product of the corrected probabilities on its path. If siblings' probabilities sum to more than
     1, each is divided by the sum. A draft of both sources is one node with the prior 1 - (1 - p)(1 - q). The trees go
     from the best node down; slots after the last hold token 0 and parent 0. The confidence is their `expected_drafts`.
     """
     size = head.tokens.shape[1]
-    is_head_draft, head_ancestors, head_depth = _read(head)
-    is_trie_draft, trie_ancestors, trie_depth = _read(trie)
+    of_head, above, head_keys, head_ancestors, head_depth = _read(head)
+    of_trie, trie_above, trie_keys, trie_ancestors, trie_depth = _read(trie)
 
     # The same path has the same key: pair up nodes.
-    keys = _path_keys(head.tokens, head_ancestors, head_depth), _path_keys(trie.tokens, trie_ancestors, trie_depth)
-    pairs = (keys[1][:, :, None] == keys[0][:, None, :]) & (trie_depth[:, :, None] == head_depth[:, None, :])
-    pairs = pairs & _with_root(is_trie_draft)[:, :, None] & _with_root(is_head_draft)[:, None, :]  # [B, T, H]
+    pairs = (trie_keys[:, :, None] == head_keys[:, None, :]) & (trie_depth[:, :, None] == head_depth[:, None, :])
+    pairs = pairs & of_trie[:, :, None] & of_head[:, None, :]  # [B, T, H]
     partner, has_partner = _last(pairs), pairs.any(dim=2)  # of n-grams' nodes
     number, is_doubled = _last(pairs.mT), pairs.any(dim=1)  # of the head's
 
     # The probabilities that the sources expect, and the cells that correct them.
-    above = head.parents.clamp(min=0)
     logprobs = (scores - scores.gather(1, above)).nan_to_num(-math.inf)
     head_priors, cells, bins = head_cells(logprobs, head_depth)
-    trie_priors, trie_numbers = trie_cells(match, *_ranks(trie, is_trie_draft, trie_ancestors), trie_depth)
+    trie_priors, trie_numbers = trie_cells(match, *_ranks(trie, of_trie, trie_ancestors), trie_depth)
     both_cells = FIRST_OF_BOTH + bucket(match, MATCHES)[:, None] * BINS + bins
     both = 1 - (1 - head_priors) * (1 - trie_priors.gather(1, number))
     priors = torch.cat([torch.where(is_doubled, both, head_priors), trie_priors], dim=1)
@@ -176,20 +164,20 @@ def merge(
 
     # One numbering of all nodes: the head's from 0, n-grams' from `size`; a node of both sources is the head's. With
     # size = 4, a child of n-grams' node 2 has the parent 6, or 1 if that node is also the head's node 1.
-    trie_above = trie.parents.clamp(min=0)
     moved = torch.where(has_partner.gather(1, trie_above), partner.gather(1, trie_above), size + trie_above)
     parents = torch.cat([above, moved], dim=1)
-    is_draft = torch.cat([is_head_draft, is_trie_draft & ~has_partner], dim=1)  # guard: drafted-twice
+    is_root = torch.arange(parents.shape[1], device=parents.device) == 0
+    is_draft = torch.cat([of_head, of_trie & ~has_partner], dim=1) & ~is_root  # guard: drafted-twice
 
     # The probability of each draft after its parent, and of its path.
-    likely = torch.where(is_draft, corrected(counts, priors, cells), 0.0)
+    ratio = (counts[0] + WEIGHT) / (counts[1] + WEIGHT)
+    likely = torch.where(is_draft, (priors * ratio[cells]).clamp(LEAST, MOST), 0.0)
     siblings = parents[:, :, None] == parents[:, None, :]
     likely = likely / torch.where(siblings, likely[:, None, :], 0.0).sum(dim=2).clamp(min=1.0)
     logs = torch.where(is_draft, likely.log(), 0.0)  # 0 of roots
     head_logs, trie_logs = logs.split([size, logs.shape[1] - size], dim=1)
     trie_logs = torch.where(has_partner, head_logs.gather(1, partner), trie_logs)
     worth = torch.cat([_path_sums(head_logs, head_ancestors), _path_sums(trie_logs, trie_ancestors)], dim=1)
-    is_root = torch.arange(worth.shape[1], device=worth.device) == 0
     worth = torch.where(is_draft | is_root, worth, -math.inf)
 
     tokens = torch.cat([head.tokens, trie.tokens], dim=1)
@@ -203,15 +191,17 @@ def merge(
     return *tree, expected_drafts(best_worth), drafts
 
 
-def _read(source: SourceTrees) -> tuple[Tensor, Tensor, Tensor]:
-    """For the nodes [B, N] of trees: True if they are drafts; their ancestors; their depths (see `ancestry`)."""
+def _read(source: SourceTrees) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """For the nodes [B, N] of trees: True if they are in use; their parents; keys int64 of their paths from the root;
+    their ancestors; their depths (see `ancestry`).
+
+    Keys are equal for equal paths, and for different ones with odds of 2**-64. A draft whose key is another's by chance
+    is left out, and only that draft is lost.
+    """
     number = torch.arange(source.tokens.shape[1], device=source.tokens.device)
-    return (number < source.count[:, None]) & (number > 0), *ancestry(source.parents)
-
-
-def _with_root(is_draft: Tensor) -> Tensor:
-    """The drafts [B, N] and the root."""
-    return is_draft | (torch.arange(is_draft.shape[1], device=is_draft.device) == 0)
+    ancestors, depth = ancestry(source.parents)
+    keys = _path_sums(mix(source.tokens * MAX_NODES + depth), ancestors)
+    return number < source.count[:, None], source.parents.clamp(min=0), keys, ancestors, depth
 
 
 def _members(ancestors: Tensor) -> Tensor:
@@ -228,21 +218,15 @@ def _path_sums(values: Tensor, ancestors: Tensor) -> Tensor:
     return torch.where(_members(ancestors), values[:, None, :], 0).sum(dim=2)
 
 
-def _path_keys(tokens: Tensor, ancestors: Tensor, depth: Tensor) -> Tensor:
-    """Keys [B, N] int64 of paths from the root: equal for equal paths, and for different ones with odds of 2**-64. A
-    draft whose key is another's by chance is left out, and only that draft is lost."""
-    return _path_sums(mix(tokens * MAX_NODES + depth), ancestors)
-
-
 def _last(pairs: Tensor) -> Tensor:
     """The last column [B, R] that is set in each row of pairs [B, R, C]; 0 where none is."""
     return torch.where(pairs, torch.arange(pairs.shape[2], device=pairs.device), 0).amax(dim=2)
 
 
-def _ranks(trie: SourceTrees, is_draft: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor]:
+def _ranks(trie: SourceTrees, is_used: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor]:
     """A draft's number [B, T] among its siblings, and True if it and all above it are first children."""
-    number = torch.arange(is_draft.shape[1], device=is_draft.device)
-    older = (trie.parents[:, :, None] == trie.parents[:, None, :]) & is_draft[:, None, :]
+    number = torch.arange(is_used.shape[1], device=is_used.device)
+    older = (trie.parents[:, :, None] == trie.parents[:, None, :]) & is_used[:, None, :]
     rank = (older & (number < number[:, None])).sum(dim=2)
     later = _path_sums((rank > 0).to(torch.int64), ancestors)
     return rank, later == 0
