@@ -51,7 +51,7 @@ class MedusaOptions(Options):
 class Medusa(Algorithm):
     def __init__(self, model, options: MedusaOptions):
         self.draft_module, nodes = options.draft, options.num_draft_tokens
-        self.trees = BlockProposer(len(options.draft.blocks), options.topk, nodes, draws=False).to(model.device)
+        self.trees = BlockProposer(len(options.draft.blocks), options.topk, nodes, draws=False)
         self.plan = DraftPlan(nodes, taps=(FINAL,))  # every tree has so many nodes; features[0] are the last states
 
     def drafter(self, batch, slots):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .cache import PAGE, Cache
 from .graph import ModelGraph
-from .tree import Accepted
+from .tree import Accepted, Tree
 
 if TYPE_CHECKING:
     from .compile.part import PartCompiler
@@ -51,11 +51,8 @@ class DraftPlan:
 
     def next_nodes(self, nodes: int) -> int:
         """Nodes of the trees that a round over `nodes` nodes proposes: as many again if that takes fewer forwards of
-        the draft, else all.
-
-        The first n nodes of a tree are n - 1 levels deep at most. With 5 levels, a round over 4 nodes proposes trees of
-        4 nodes, of 3 levels, and a round over 6 nodes whole trees.
-        """
+        the draft (n nodes are n - 1 levels deep at most), else all. With 5 levels, a round over 4 nodes proposes trees
+        of 4 nodes, and a round over 6 nodes whole trees."""
         return nodes if self.is_whole and nodes - 1 < self.levels else self.nodes
 
 
@@ -103,6 +100,9 @@ class Drafter(nn.Module):
         features: for each tap the hidden states [B, N, C] of the verified nodes.
         begin: [B] int64; ``state.lengths`` before the commit.
         """
+
+    def see(self, state: "State", tree: Tree, logits: Tensor) -> None:
+        """[graph] The target's logits [B, N, V] after every node of the trees, before any is accepted."""
 
     def propose(self, state: "State", max_kv_len: int, nodes: int | None = None) -> None:
         """[graph] Call ``state.propose`` with the trees to verify next: siblings distinct, parents first.

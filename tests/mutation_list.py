@@ -195,6 +195,7 @@ GUARDS = [
         ("figures-in-blocks", "return tokens", "batching/test_scheduler.py -k sixteen"),
         ("owners-of-texts", "texts = self.trie", "batching/test_scheduler.py -k belong"),
         ("owners-on-a-gpu", "self.reads_corpus[row].fill_(1)", "drafters/test_matching.py -k owners"),
+        ("owners-of-tokens", "self.reads[row].fill_(True)", "drafters/test_recycle.py -k owners"),
         ("row-turns", "first = self.adapters.next(waiting)", "batching/test_scheduler.py -k free_row"),
         ("shares-of-the-queue", "share, added = bound, len(sequences)", "batching/test_scheduler.py -k share"),
         # several ranks

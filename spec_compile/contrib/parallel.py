@@ -83,9 +83,9 @@ class ParallelOptions(DraftOptions):
         """Nodes of an accepted path at most, the root included."""
         return self.longest(min(self.nodes, self.num_steps + 1))
 
-    def proposer(self, device: torch.device) -> BlockProposer:
+    def proposer(self) -> BlockProposer:
         """Proposes trees of the tokens; ValueError if there are not as many nodes."""
-        return BlockProposer(self.num_steps, self.topk, self.nodes, self.draws, self.score_temperature).to(device)
+        return BlockProposer(self.num_steps, self.topk, self.nodes, self.draws, self.score_temperature)
 
 
 def checked_mask(found: list, names: tuple[str, ...], rows: int, of: str, remedy: str = "") -> int:
@@ -156,7 +156,7 @@ class ParallelHeads(HeadAlgorithm):
 
     def __init__(self, head: ParallelEagle3Head, options: ParallelHeadOptions):
         super().__init__(head, options)
-        self.proposer, self.longest = options.proposer(head.head_weight.device), options.path
+        self.proposer, self.longest = options.proposer(), options.path
         self.plan = DraftPlan(options.nodes, head.taps, self.schedule.fed, options.draws)
         self.mask = head.mask_state()
 
@@ -204,7 +204,7 @@ class Pard(DraftModel):
     ):  # fmt: skip
         """graph: of `draft`. mapping: of its tokens and the target's. mask: the id of the masks."""
         super().__init__(draft, graph, options, mapping)
-        self.mask, self.proposer, self.refill = mask, options.proposer(draft.device), options.path - 1
+        self.mask, self.proposer, self.refill = mask, options.proposer(), options.path - 1
         fed = self.refill + options.num_steps
         self.plan = DraftPlan(options.nodes, lookahead_slots=fed, draws=options.draws)
 

@@ -9,7 +9,7 @@ from ..config import Options, describe
 from ..drafting import Algorithm
 from ..errors import did_you_mean
 from ..registry import load_plugins
-from . import dflash, draft_model, heads, ngram, union
+from . import dflash, draft_model, heads, ngram, recycle, union
 from .options import DraftOptions, UnionOptions
 
 
@@ -29,7 +29,7 @@ class Entry(NamedTuple):
 
 
 ALGORITHMS = {
-    "ngram": Entry(ngram.NgramOptions, ngram.build),
+    "ngram": Entry(ngram.NgramOptions, recycle.build),
     "eagle": Entry(heads.HeadOptions, partial(heads.build, "eagle"), "an EAGLE head"),
     "eagle3": Entry(heads.HeadOptions, partial(heads.build, "eagle3"), "an EAGLE-3 head"),
     "mtp": Entry(heads.NaiveOptions, partial(heads.build, "mtp")),
@@ -59,7 +59,8 @@ def build(name: str, target: Inventory, options: Options) -> Algorithm:
     if not isinstance(options, UnionOptions) or options.joined is None:
         return ALGORITHMS[name].build(target, options)
     ngrams = ngram.build(target, options.joined)  # first, because it takes no time to refuse
-    return union.Union(ALGORITHMS[name].build(target, options), ngrams, options, target.device)
+    head = ALGORITHMS[name].build(target, options)
+    return union.Union(head, ngrams, options.budget(head.plan.nodes), target.device)
 
 
 def check_draft(algo: str, options: Options) -> None:

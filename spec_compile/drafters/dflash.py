@@ -88,11 +88,8 @@ class DFlash(Algorithm):
         how = self.block_size - draft.first, options.topk, nodes, options.draws, options.score_temperature
         self.proposer = draft.proposer(*how)
 
-        def causal_layers(graph: ModelGraph, settings: passes.Settings) -> str:
-            return restrict_to_causal(graph, draft.causal)
-
         # Capture the draft and rewrite its graph, on the ranks that share it.
-        pipeline = self.weights.pipeline([*passes.PIPELINE, causal_layers])
+        pipeline = self.weights.pipeline([*passes.PIPELINE, self.causal_layers])
         captured = draft_graph(draft, options, partial(capture_head, draft))
         ranks, self.sharing = choose_ranks(options.draft_ranks, options.ranks, captured)
         settings = passes.Settings(options.merge_linears, attention=options.attention("draft"), ranks=ranks)
@@ -100,6 +97,15 @@ class DFlash(Algorithm):
         parts = captured.layers[0].kv_heads // self.graph.layers[0].kv_heads
         projecting = self.weights.with_projection(draft, captured)
         self.context = ContextProjection(projecting, self.weights, parts, ranks.rank * parts // ranks.size)
+
+    def causal_layers(self, graph: ModelGraph, settings: passes.Settings) -> str:
+        """A pass after `passes.use_tree_attention`: causal layers see the block so, whatever ``ancestors`` says."""
+        causal = self.draft.causal
+        for node, restricted in zip(attention.attention_calls(graph), causal):
+            if restricted:
+                node.update_kwarg("ancestors", None)
+        attention.prepare(graph)
+        return f"{sum(causal)} layers see the block causally, {len(causal) - sum(causal)} all of it"
 
     def drafter(self, batch: int, slots: int) -> Drafter:
         return DFlashDrafter(self, batch, slots)
@@ -111,16 +117,6 @@ class DFlash(Algorithm):
     def explain(self) -> list[str]:
         window = "" if self.window is None else self.window.describe()
         return [*self.draft.report, *(line for line in (self.sharing, window, *self.weights.explain()) if line)]
-
-
-def restrict_to_causal(graph: ModelGraph, causal: tuple[bool, ...]) -> str:
-    """A pass after `passes.use_tree_attention`: the layers marked in `causal` see the block causally, whatever
-    ``ancestors`` says."""
-    for node, restricted in zip(attention.attention_calls(graph), causal):
-        if restricted:
-            node.update_kwarg("ancestors", None)
-    attention.prepare(graph)
-    return f"{sum(causal)} layers see the block causally, {len(causal) - sum(causal)} all of it"
 
 
 class DFlashDrafter(Drafter):

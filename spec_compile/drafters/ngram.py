@@ -13,13 +13,15 @@ from torch import Tensor
 from ..capture.admit import Inventory
 from ..config import Options
 from ..drafting import Algorithm, Drafter, DraftPlan
+from ..errors import check_int
 from ..kernels import ops
 from ..kernels.together import ahead
+from ..kernels.top_logits import MAX_K
 from ..ngram import NgramStore
 from ..ngram.corpus import END, NgramCorpus
 from ..ngram.match import check_memory, compile_kernels, join_documents
 from ..ngram.match import propose as match
-from ..ngram.match_options import MatchOptions
+from ..ngram.store import MatchOptions
 from ..ngram.trie import NgramTrie
 from ..parallel.ranks import ALONE, Alone
 from ..runtime.state import State
@@ -37,6 +39,7 @@ class NgramOptions(Options):
     min_bfs_breadth, max_bfs_breadth: children taken of a node, narrow for long matches and wide for short ones.
     match_type: "BFS" (most recent first) or "PROB" (most frequent first).
     capacity: most nodes that are held, on a GPU tokens.
+    recycle: likeliest tokens after each token that are kept and drafted, too (0 to 16).
     share_text: True: later calls may draft from the prompts, answers and references of a call that does not say (see
     `generate`).
     """
@@ -48,13 +51,18 @@ class NgramOptions(Options):
     max_bfs_breadth: int = 10
     match_type: str = "BFS"
     capacity: int = 10_000_000
+    recycle: int = 8
     share_text: bool = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("recycle", self.recycle, 0, MAX_K, "candidates of a token")
+
     @property
-    def ngram(self) -> dict:
-        """The options that `NgramTrie` takes."""
-        others = {field.name for field in fields(Options)} | {"share_text"}
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in others}
+    def matching(self) -> MatchOptions:
+        """How texts are matched."""
+        own = vars(self)
+        return MatchOptions(**{field.name: own[field.name] for field in fields(MatchOptions) if field.name in own})
 
 
 class PrivateText(NamedTuple):
@@ -193,24 +201,20 @@ class Ngram(Algorithm):
         nodes = self.options.num_draft_tokens
         if isinstance(self.store, NgramTrie):
             return NgramDrafter(self.store, nodes, batch, self.private, self.options.ranks)
-        return MatchingDrafter(self.store, match_options(self.options), nodes, batch, slots)
+        return MatchingDrafter(self.store, self.options.matching, nodes, batch, slots)
 
     def documents(self, reference) -> list[Tensor]:
         return self.store.documents(reference, "reference")
 
 
-def match_options(options: NgramOptions) -> MatchOptions:
-    return MatchOptions(**{name: value for name, value in options.ngram.items() if name != "capacity"})
-
-
 def build(target: Inventory, options: NgramOptions) -> Ngram:
     """The algorithm for the device of `target`."""
-    trie = NgramTrie(**options.ngram, vocab_size=target.embedded)
+    trie = NgramTrie.of(options.matching, options.capacity, target.embedded)
     if target.device.type != "cuda":
         return Ngram(trie, options)
     if options.num_draft_tokens > 1:
-        check_memory(match_options(options), options.num_draft_tokens, target.device)
-        ahead(partial(compile_kernels, match_options(options), target.device))
+        check_memory(options.matching, options.num_draft_tokens, target.device)
+        ahead(partial(compile_kernels, options.matching, target.device))
     return Ngram(NgramCorpus(options.capacity, target.embedded, target.device), options)
 
 

@@ -38,6 +38,8 @@ class UnionOptions(Options):
         for name in self.ngram if isinstance(self.ngram, dict) else ():
             if name in COMMON:
                 raise ValueError(f"ngram: {name!r} is an option of n-grams and draft together; pass {name}= beside it")
+            if name == "recycle":
+                raise ValueError("ngram: 'recycle' is an option of algo=\"ngram\" only; leave it out")
         if self.joined is not None and self.draws:
             raise ValueError(
                 "draft_sample_method: drafts that are drawn ('probabilistic') are tested against what they were drawn "

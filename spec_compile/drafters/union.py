@@ -4,29 +4,28 @@ The head drafts as it does without n-grams, and n-grams are matched as with algo
 `trees.merge` takes the drafts that are likeliest to be accepted, judged by the outcomes of earlier drafts.
 """
 
-import dataclasses
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..compile.part import PartCompiler
-from ..drafting import Algorithm, Drafter, DraftPlan
+from ..drafting import Algorithm, Drafter
 from ..runtime.state import State
-from ..tree import Accepted
+from ..tree import Accepted, Tree
 from .ngram import Ngram
-from .options import UnionOptions
-from .trees.merge import CELLS, Drafts, SourceTrees, followed, learnt, merge_drafts
+from .trees.merge import CELLS, Drafts, SourceTrees, followed, learnt, merge
 
 
 class Union(Algorithm):
     """Drafts of any head and of n-grams."""
 
-    def __init__(self, head: Algorithm, ngram: Ngram, options: UnionOptions, device: torch.device):
-        """head, ngram: made with `options`, and with `options.joined`."""
-        self.head, plan = head, head.plan
-        self.plan = DraftPlan(options.budget(plan.nodes), plan.taps, plan.lookahead_slots)
-        self.ngram = Ngram(ngram.store, dataclasses.replace(ngram.options, num_draft_tokens=self.plan.nodes))
+    def __init__(self, head: Algorithm, ngram: Ngram, nodes: int, device: torch.device):
+        """nodes: of a joined tree."""
+        self.head, self.plan = head, replace(head.plan, nodes=nodes, levels=1)
+        self.ngram = Ngram(ngram.store, replace(ngram.options, num_draft_tokens=nodes))
         self.graph, self.draft_module, self.store = head.graph, head.draft_module, ngram.store
         self.vocabulary_share = head.vocabulary_share
         self.counts = torch.zeros(2, CELLS, device=device)
@@ -75,12 +74,23 @@ class CollectingState:
         self.trees = trees
 
 
+def _both(name: str) -> Callable[..., None]:
+    """A method of `Drafter` that both sources run."""
+
+    def method(self: "UnionDrafter", *arguments: Any) -> None:
+        for source in self.sources:
+            getattr(source, name)(*arguments)
+
+    return method
+
+
 class UnionDrafter(Drafter):
     """Lets both sources propose and merges their trees; learns the outcomes of all that they proposed."""
 
     def __init__(self, algorithm: Union, batch: int, slots: int):
         super().__init__()
         self.head, self.ngram = algorithm.head.drafter(batch, slots), algorithm.ngram.drafter(batch, slots)
+        self.sources = self.head, self.ngram
         self.head_nodes, self.nodes = algorithm.head.plan.nodes, algorithm.plan.nodes
         self.fuses, self.is_compiled = self.head.fuses, False
         drafts, device = self.head_nodes + self.nodes, algorithm.counts.device
@@ -90,11 +100,6 @@ class UnionDrafter(Drafter):
             dtype = torch.float32 if name == "priors" else torch.int64
             buffer = torch.zeros(batch, drafts, dtype=dtype, device=device)
             self.register_buffer(f"drafts_{name}", buffer, persistent=False)
-
-    @property
-    def sources(self) -> tuple[Drafter, Drafter]:
-        """The drafters whose trees are merged."""
-        return self.head, self.ngram
 
     @property
     def drafts(self) -> Drafts:
@@ -117,9 +122,7 @@ class UnionDrafter(Drafter):
             self.join = compiler(self.join, "join")
             self.is_compiled = True
 
-    def mute(self) -> None:
-        for source in self.sources:
-            source.mute()
+    mute, resize, vacate, leave, finish = map(_both, ("mute", "resize", "vacate", "leave", "finish"))
 
     def start(self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True) -> None:
         self.begins.fill_(-1)
@@ -150,6 +153,9 @@ class UnionDrafter(Drafter):
         tested = torch.cat(below_path, dim=1) & (drafts.cells >= 0) & (drafts.depth <= gained[:, None])
         self.counts.copy_(learnt(self.counts, drafts.priors, drafts.cells, tested, torch.cat(on_path, dim=1)))
 
+    def see(self, state: State, tree: Tree, logits: Tensor) -> None:
+        self.head.see(state, tree, logits)
+
     def propose(self, state: State, max_kv_len: int) -> None:
         head, ngram = CollectingState(state), CollectingState(state)
         self.head.propose(head, max_kv_len)
@@ -163,9 +169,7 @@ class UnionDrafter(Drafter):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """The trees, which are remembered: tokens, parents [B, N], count, confidence [B] (see `State.propose`)."""
         head, trie = SourceTrees(tokens, parents, count), SourceTrees(ngram_tokens, ngram_parents, ngram_count)
-        tokens, parents, count, confidence, drafts = merge_drafts(
-            head, scores, trie, match, self.counts.clone(), self.nodes
-        )
+        tokens, parents, count, confidence, drafts = merge(head, scores, trie, match, self.counts.clone(), self.nodes)
         for buffer, values in zip(self.drafts, drafts):
             buffer.copy_(values)
         self.begins.copy_(lengths)
@@ -176,23 +180,7 @@ class UnionDrafter(Drafter):
         for source, larger in zip(self.sources, other.sources):
             source.share(larger)
 
-    def resize(self, slots: int) -> None:
-        for source in self.sources:
-            source.resize(slots)
-
     def enter(self, row: int, share_text: bool | str, references: list[Tensor]) -> None:
         self.begins[row].fill_(-1)
         for source in self.sources:
             source.enter(row, share_text, references)
-
-    def vacate(self, row: int) -> None:
-        for source in self.sources:
-            source.vacate(row)
-
-    def leave(self, state: State, row: int, length: int, share_text: bool | str) -> None:
-        for source in self.sources:
-            source.leave(state, row, length, share_text)
-
-    def finish(self, lengths: list[int]) -> None:
-        for source in self.sources:
-            source.finish(lengths)

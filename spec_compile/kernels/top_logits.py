@@ -12,6 +12,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..compat import argmax
 from .launching import zero_counters
@@ -26,6 +27,8 @@ MAX_K = 16
 BLOCK = 2048
 """Logits of a part."""
 LARGEST = torch.finfo(torch.float32).max
+STRETCH = 64
+"""Logits that a CPU looks at only if their largest is among the best."""
 MASK = (1 << 31) - 1
 """The bits of an entry that hold MASK - id."""
 
@@ -40,10 +43,10 @@ def top_logits(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tens
     -> logprobs [R, k] float32, at most 0, -inf for logits of -inf; ids [R, k] int64, distinct, the lower one first for
     equal logits. Raises ValueError or TypeError for other arguments.
     """
+    if triton is None or not logits.is_cuda or not logits.numel():
+        return _plain(logits, k, temperature)
     _check(logits, k, temperature)
-    if triton is not None and logits.is_cuda and logits.numel() > 0:
-        return launch(logits, k, temperature)
-    return _plain(logits, k, temperature)
+    return launch(logits, k, temperature)
 
 
 @top_logits.register_fake
@@ -55,17 +58,23 @@ def _(logits, k, temperature):
 
 def best_tokens(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor]:
     """`top_logits`; on a CPU in operations that a compiler can fuse with those around them."""
-    if logits.is_cuda:
-        return top_logits(logits, k, temperature)
-    _check(logits, k, temperature)
-    return _plain(logits, k, temperature)
+    return (top_logits if logits.is_cuda else _plain)(logits, k, temperature)
 
 
 def _plain(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor]:
-    logits = _clean(logits)
-    ids = argmax(logits)[:, None] if k == 1 else MASK - (_entries(logits).topk(k).values & MASK)
-    logprobs = ((logits - logits.amax(dim=1, keepdim=True)) / temperature).log_softmax(dim=1).gather(1, ids)
-    return torch.where(logits.gather(1, ids).isneginf(), -math.inf, logprobs), ids
+    _check(logits, k, temperature)
+    logits = torch.where(logits == logits, logits.float().clamp(max=LARGEST), -math.inf)
+    if k == 1:
+        ids = argmax(logits)[:, None]
+    else:  # they lie in the k stretches whose largest logits come first
+        stretches = F.pad(logits, (0, -logits.shape[1] % STRETCH), value=-math.inf).unflatten(1, (-1, STRETCH))
+        columns = torch.arange(stretches.shape[1] * STRETCH, device=logits.device).view(-1, STRETCH)
+        best = _first(stretches.amax(dim=2), columns[:, 0], min(k, len(columns))) // STRETCH
+        some = stretches.gather(1, best[:, :, None].expand(-1, -1, STRETCH))
+        ids = _first(some.flatten(1), columns[best].flatten(1), k)
+    picked = logits.gather(1, ids)
+    below, total = picked - picked[:, :1], ((logits - picked[:, :1]) / temperature).exp().sum(dim=1, keepdim=True)
+    return torch.where(picked.isneginf(), -math.inf, below / temperature - total.log()), ids
 
 
 def _check(logits: Tensor, k: int, temperature: float) -> None:
@@ -77,16 +86,11 @@ def _check(logits: Tensor, k: int, temperature: float) -> None:
         raise ValueError(f"temperature must be positive and finite, not {temperature}")
 
 
-def _clean(logits: Tensor) -> Tensor:
-    """float32 without NaN, +inf and -0.0."""
-    return torch.where(logits == 0, 0.0, logits.float()).nan_to_num(-math.inf, LARGEST, -math.inf)
-
-
-def _entries(logits: Tensor) -> Tensor:
-    """int64 [R, V] that order as (logit, lower id); the low 31 bits are `MASK` minus the id."""
-    bits = logits.contiguous().view(torch.int32)
+def _first(logits: Tensor, ids: Tensor, k: int) -> Tensor:
+    """The ids [R, k] of the first k entries of logits and ids [R, M]."""
+    bits = torch.where(logits == 0, 0.0, logits).contiguous().view(torch.int32)  # -0.0 is 0.0
     order = (bits ^ ((bits >> 31) & MASK)).to(torch.int64)
-    return (order << 32) | (MASK - torch.arange(logits.shape[1], device=logits.device))
+    return MASK - ((order << 32 | (MASK - ids)).topk(k).values & MASK)
 
 
 def launch(logits: Tensor, k: int, temperature: float, block: int = BLOCK, warps: int = 4) -> tuple[Tensor, Tensor]:
@@ -110,7 +114,7 @@ if triton is not None:
 
     @triton.jit
     def _entry(logit, column):
-        """The entry of a logit, see `_entries`."""
+        """The entry of a logit, see the top of this file."""
         bits = logit.to(tl.int32, bitcast=True)
         return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
 
@@ -140,7 +144,7 @@ if triton is not None:
         best += row * parts * K
         sums += row * parts * 2
 
-        # Load the part, clean it as `_clean` does, and store its sum and its K best entries.
+        # Load the part, clean it as `_plain` does, and store its sum and its K best entries.
         column = part * BLOCK + tl.arange(0, BLOCK)
         inside = column < vocab
         at = logits + row.to(tl.int64) * stride_row + column.to(tl.int64) * stride

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..kernels.card import card_of, launches_early
 from ..tree import MAX_NODES
-from .match_options import MatchOptions
+from .store import MatchOptions
 
 
 def join_documents(documents: Sequence[Tensor | Sequence[int]], device: torch.device | str = "cpu") -> Tensor:

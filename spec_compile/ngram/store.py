@@ -1,21 +1,75 @@
-"""`NgramStore`: what the n-gram stores of a CPU and of a GPU have in common, and checks of the ids that they hold."""
+"""`NgramStore`, `MatchOptions`: common to n-grams on a CPU and on a GPU, like the checks of the ids that they hold."""
 
 import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sized
+from collections.abc import Callable, Sized
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..errors import check_int
 from . import file as ngram_file
 
+MAX_MATCH_LIMIT = 128
+MOST_BREADTH = 1 << 20
 MOST_OWNERS = 256
 """Owners whose texts are kept."""
 _INTEGERS = frozenset(
     getattr(torch, name) for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 )
+
+
+@dataclass(frozen=True)
+class MatchOptions:
+    """How to match and how to grow trees from the matches.
+
+    branch_length: 2 to 256, most tokens of match and continuation together.
+    min_match_window_size, max_match_window_size: 1 <= min <= max < branch_length, lengths of suffix to match.
+    min_bfs_breadth, max_bfs_breadth: 1 <= min <= max, continuations of a node.
+    match_type: "BFS" (the most recent continuations, longest match first) or "PROB" (the most frequent).
+    match_limit: 1 to 128, the matches that a tree is grown from on a GPU. A trie grows it from all.
+    """
+
+    branch_length: int = 18
+    min_match_window_size: int = 1
+    max_match_window_size: int = 12
+    min_bfs_breadth: int = 1
+    max_bfs_breadth: int = 10
+    match_type: str = "BFS"
+    match_limit: int = 64
+
+    def __post_init__(self):
+        def check(name: str, low: int, high: int, meaning: str = "") -> None:
+            check_int(name, getattr(self, name), low, high, meaning)
+
+        longest, above = self.branch_length, "from min_match_window_size, and below branch_length"
+        check("branch_length", 2, 256)
+        check("min_match_window_size", 1, longest - 1, "below branch_length")
+        check("max_match_window_size", self.min_match_window_size, longest - 1, above)
+        check("min_bfs_breadth", 1, MOST_BREADTH)
+        check("max_bfs_breadth", self.min_bfs_breadth, MOST_BREADTH, "from min_bfs_breadth")
+        check("match_limit", 1, MAX_MATCH_LIMIT)
+        if not isinstance(self.match_type, str):
+            raise TypeError(f'match_type must be the string "BFS" or "PROB", not {type(self.match_type).__name__}')
+        if self.match_type not in ("BFS", "PROB"):
+            raise ValueError(f'match_type must be "BFS" (recency) or "PROB" (frequency), not {self.match_type!r}')
+
+    @property
+    def numbers(self) -> tuple[int, int, int, int, int, int]:
+        """Branch length, windows, breadths, and 1 if the most frequent continuations are taken."""
+        return (
+            self.branch_length, self.min_match_window_size, self.max_match_window_size, self.min_bfs_breadth,
+            self.max_bfs_breadth, int(self.match_type == "PROB"),
+        )  # fmt: skip
+
+    @classmethod
+    def of(cls, numbers: list[int]) -> "MatchOptions":
+        """The options with these `numbers`, after which comes the `match_limit`."""
+        *sizes, by_frequency, limit = numbers
+        return cls(*sizes, "PROB" if by_frequency else "BFS", limit)
 
 
 class OwnedTexts(OrderedDict[str, Any]):
@@ -51,6 +105,9 @@ class NgramStore(ABC):
     owned: the texts that only requests of one owner draft from. No file has them.
     """
 
+    on_reset: Callable[[], None] = staticmethod(lambda: None)
+    """Called when everything is forgotten."""
+
     _kind: str
     """The store's name in messages."""
 
@@ -77,6 +134,7 @@ class NgramStore(ABC):
         """Forget everything, the texts of all owners included; open streams of a trie end."""
         self.owned.clear()
         self._reset()
+        self.on_reset()
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the texts to a file, all or nothing. Open streams of a trie are saved as far as they have come."""

@@ -1,7 +1,6 @@
 """The n-gram trie: drafts from all text that has been read and written so far (the core is C++, in trie.h)."""
 
 import copy
-from dataclasses import asdict
 from typing import NamedTuple
 
 import torch
@@ -11,8 +10,7 @@ from .. import extensions, forks
 from ..errors import check_int
 from ..tree import MAX_NODES
 from . import file as ngram_file
-from .match_options import MatchOptions
-from .store import NgramStore, check_ids, is_plain
+from .store import MatchOptions, NgramStore, check_ids, is_plain
 
 STREAMS = -(2**63), 2**63 - 1
 """The numbers that a stream could have."""
@@ -44,11 +42,8 @@ class NgramTrie(NgramStore):
     tokens of a stream against all n-grams held and merges what followed them into one draft tree.
 
     Args:
-        branch_length: longest n-gram held, 2 to 256.
-        min_match_window_size, max_match_window_size: how many of a stream's last tokens are matched,
-            1 <= min <= max < branch_length.
-        min_bfs_breadth, max_bfs_breadth: how many continuations of a node are drafted, 1 <= min <= max.
-            "BFS" takes many after short matches and few after long ones; "PROB" considers max everywhere.
+        branch_length to max_bfs_breadth: see `MatchOptions`. "BFS" takes many continuations after short matches and
+            few after long ones; "PROB" considers max everywhere.
         capacity: most nodes (and most tokens) ever held, from 2 * branch_length to 2**31 - 1. Memory is taken
             as it is used.
         match_type: "BFS" (the most recent continuations, longest match first) or "PROB" (the most frequent,
@@ -79,11 +74,15 @@ class NgramTrie(NgramStore):
         self._core = _core_class()(*sizes, capacity, bool(by_frequency), self._limit)
         forks.register(self)
 
+    @classmethod
+    def of(cls, options: MatchOptions, capacity: int, vocab_size: int | None) -> "NgramTrie":
+        """A trie with these options."""
+        taken = {name: value for name, value in vars(options).items() if name != "match_limit"}
+        return cls(**taken, capacity=capacity, vocab_size=vocab_size)
+
     def empty(self) -> "NgramTrie":
         """A trie of the same parameters that holds nothing."""
-        options = asdict(self.options)
-        del options["match_limit"]
-        return NgramTrie(**options, capacity=self.capacity, vocab_size=self.vocab_size)
+        return NgramTrie.of(self.options, self.capacity, self.vocab_size)
 
     def overlay(self) -> "NgramTrie":
         """An empty trie of the same parameters that also drafts from this one.

@@ -244,8 +244,7 @@ class WholeTreeBudget(DraftBudget):
         budget = record.budget_of(groups) - spent
         # Drafts and plain rounds run once before either is preferred.
         if not record.gains:
-            first = 1 if spent else self.sizes[1]
-            return max((nodes for nodes in self.sizes[1:] if loss(nodes) <= budget), default=first)
+            return max((n for n in self.sizes[1:] if loss(n) <= budget), default=1 if spent else self.sizes[1])
         if 1 not in self.costs.measured:
             return 1
         # The best size for trees of this confidence, or of any.

@@ -72,14 +72,14 @@ class Round(nn.Module):
     def forward(self, max_kv_len: int, nodes: int = 0, verify: Callable | None = None) -> Tensor:
         """Returns int64 [B, 5 + 4 N], which `outcome.unpack` reads. max_kv_len: visible slots, >= lengths.max() + N.
         verify: in place of the round's."""
-        tree, ancestors, depth, positions = self.prepare(nodes)
-        logits, *features = self._verify(tree, ancestors, positions, max_kv_len, verify)
-        return self.conclude(logits, tree, ancestors, depth, features, max_kv_len)
+        return self.conclude(*self._verified(max_kv_len, nodes, verify))
 
     def look(self, max_kv_len: int, nodes: int = 0, verify: Callable | None = None) -> list[Tensor]:
         """The first half of a round whose tokens are chosen outside: the target's logits [B, N, V] and features."""
-        tree, ancestors, _, positions = self.prepare(nodes)
-        return self._verify(tree, ancestors, positions, max_kv_len, verify)
+        logits, tree, _, _, features, _ = self._verified(max_kv_len, nodes, verify)
+        if self.proposes:
+            self.guard(self.drafter.see, self.state, Tree(*tree), logits)
+        return [logits, *features]
 
     def finish(self, path: Tensor, tokens: Tensor, count: Tensor, features: list[Tensor], max_kv_len: int) -> Tensor:
         """The second half, with the parts of an `Accepted`; returns as `forward` does."""
@@ -93,11 +93,12 @@ class Round(nn.Module):
         ancestors, depth = ancestry(tree.parents, self.nodes or MAX_NODES)
         return (tree.tokens, tree.parents, tree.real), ancestors, depth, self.state.positions(depth)
 
-    def _verify(
-        self, tree: tuple[Tensor, ...], ancestors: Tensor, positions: Tensor, max_kv_len: int, verify: Callable | None
-    ) -> list[Tensor]:  # fmt: skip
-        verify = verify or self.verify
-        return verify(tree[0], positions, self.state.lengths, ancestors, self.state.cache, max_kv_len)
+    def _verified(self, max_kv_len: int, nodes: int, verify: Callable | None) -> tuple[Any, ...]:
+        """The arguments of `conclude`."""
+        tree, ancestors, depth, positions = self.prepare(nodes)
+        inputs = tree[0], positions, self.state.lengths, ancestors, self.state.cache, max_kv_len
+        logits, *features = (verify or self.verify)(*inputs)
+        return logits, tree, ancestors, depth, features, max_kv_len
 
     def conclude(
         self, logits: Tensor, tree: tuple[Tensor, ...], ancestors: Tensor, depth: Tensor, features: list[Tensor],
@@ -120,6 +121,8 @@ class Round(nn.Module):
 
     def accept(self, logits: Tensor, tree: tuple[Tensor, ...], ancestors: Tensor, depth: Tensor) -> tuple[Tensor, ...]:
         """The choice of greedy decoding: the parts of an `Accepted`."""
+        if self.proposes:  # a plain step spares what drafts cost
+            self.guard(self.drafter.see, self.state, Tree(*tree), logits)
         accepted = accept_greedy(Tree(*tree), ancestors, depth, self.state.forbid_early_eos(logits, depth))
         return accepted.path, accepted.tokens, accepted.count
 
@@ -133,9 +136,7 @@ class Round(nn.Module):
             self.state.put_off(features, gained)
         return gained
 
-    def outcome(
-        self, gained: Tensor, tree: tuple[Tensor, ...], depth: Tensor, path: Tensor, tokens: Tensor
-    ) -> Tensor:  # fmt: skip
+    def outcome(self, gained: Tensor, tree: tuple[Tensor, ...], depth: Tensor, path: Tensor, tokens: Tensor) -> Tensor:
         state, (drafted, parents, real) = self.state, tree
         deepest = torch.where(real, depth, 0).amax(dim=1)
         return pack(

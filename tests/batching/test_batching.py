@@ -328,7 +328,7 @@ def test_a_reference_is_of_one_request_only(share_text):
     assert told.generated_tokens == untold.generated_tokens == wanted
     shorter = told.speculation.steps * (1 if share_text else 2)  # an answer that is shared is drafted from afterwards
     assert told.speculation.steps <= 5 and untold.speculation.steps > shorter
-    assert not one.speculation.engine.runtime.algorithm.private
+    assert not one.speculation.engine.runtime.algorithm.ngram.private
     other = speculate(demo(), compile=False, check=False, share_text=share_text, adaptive=False)
     ask_with_references(other, [None, None])
     left, usual = ({n: s.speculation.ngram.stats()[n] for n in ("tokens", "streams")} for s in (one, other))

@@ -69,7 +69,7 @@ def are_those_of_one(first, second, *arguments, **options):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"blocks": 4, "longest": 90, "max_cache_len": 200}], ids=["pages", "few pages"]
+    "settings", [{}, {"blocks": 4, "longest": 90, "max_cache_len": 200, "recycle": 0}], ids=["pages", "few pages"]
 )
 def test_two_ranks_answer_as_one(folder, tmp_path, settings):
     results = run_ranks(2, partial(answers, **settings), folder, 2, rendezvous=tmp_path / "meet")

@@ -163,7 +163,7 @@ def test_a_prompt_that_waits_aside_is_cancelled(monkeypatch):
     manager.cancel_request("gone")
     outputs = run()
     assert [output.finish_reason for output in outputs.values()] == ["cancelled", "length"]
-    assert not manager.scheduler.prefill.begun and not fast().speculation.engine.runtime.algorithm.private
+    assert not manager.scheduler.prefill.begun and not fast().speculation.engine.runtime.algorithm.ngram.private
     manager.destroy()
 
 

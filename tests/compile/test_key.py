@@ -192,7 +192,7 @@ def test_every_option_counts(plain):
         "weights": "fp8", "convert_bfloat16": False,
         "min_match_window_size": 2, "max_match_window_size": 9, "min_bfs_breadth": 2, "max_bfs_breadth": 7,
         "match_type": "PROB", "capacity": 10_000, "attention_backend": {"verify": "triton"}, "max_loras": 2,
-        "max_lora_rank": 8,
+        "max_lora_rank": 8, "recycle": 4,
     }  # fmt: skip
     needed = {"max_lora_rank": {"max_loras": 3}}
     uncounted = {"artefact", "cache", "prefix_cache_bytes", "prefix_cache_host_bytes", "tensor_parallel"}

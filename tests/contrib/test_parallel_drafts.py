@@ -180,4 +180,4 @@ def test_pard_is_read_from_a_folder(tmp_path):
 )
 def test_options_that_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        ParallelOptions(**options).proposer(torch.device("cpu"))
+        ParallelOptions(**options).proposer()

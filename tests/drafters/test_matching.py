@@ -12,7 +12,7 @@ from spec_compile import speculate
 from spec_compile.drafters.ngram import MatchingDrafter
 from spec_compile.ngram import MOST_OWNERS
 from spec_compile.ngram.corpus import NgramCorpus
-from spec_compile.ngram.match_options import MatchOptions
+from spec_compile.ngram.store import MatchOptions
 
 
 def test_private_texts_are_forgotten():
@@ -95,7 +95,7 @@ def model():
 @pytest.mark.parametrize("share_text", [True, False])
 def test_requests_with_references(share_text):
     """The store of a GPU in the place of the trie, with the plain version of its kernels."""
-    one = speculate(model(), compile=False, check=False, adaptive=False, share_text=share_text)
+    one = speculate(model(), compile=False, check=False, adaptive=False, share_text=share_text, recycle=0)
     wanted = generated(one, PROMPTS[0], max_new_tokens=40, eos_token_id=[])
     algorithm = one.speculation.engine.runtime.algorithm
     algorithm.store = NgramCorpus(10_000, 4096, torch.device("cpu"))

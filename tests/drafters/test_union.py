@@ -189,6 +189,7 @@ DRAWN = dict(draft_sample_method="probabilistic")
         (DraftOptions, dict(ngram="yes"), TypeError, "ngram: expected True, False or a dict"),
         (DraftOptions, dict(ngram=dict(match_typ="BFS")), TypeError, "ngram: unknown option 'match_typ'. Did you mean"),
         (DraftOptions, dict(ngram=dict(match_type=3)), TypeError, "ngram: match_type: expected str"),
+        (HeadOptions, dict(ngram=dict(recycle=8)), ValueError, "ngram: 'recycle' is an option of algo=\"ngram\" only"),
         (HeadOptions, dict(ngram=dict(num_draft_tokens=8)), ValueError, "ngram: 'num_draft_tokens' is an option of n-"),
         (
             DFlashOptions,

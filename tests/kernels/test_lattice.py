@@ -4,7 +4,7 @@ import pytest
 import torch
 from places import places
 
-from spec_compile.drafters.trees.propose import BlockTree, grow_table, lattice_tree
+from spec_compile.drafters.trees.propose import block_tree, grow_table, lattice_tree
 from spec_compile.kernels.lattice import launch
 
 PLACES = places(torch.float32)
@@ -29,7 +29,7 @@ def test_the_kernel_of_lattices(place, length, count, nodes):
 
 
 def test_independent_places_by_the_kernel(place):
-    """What `BlockTree` gives by its tables: the same trees, and of those with ties the same scores."""
+    """What `block_tree` gives: the same trees, and of those with ties the same scores."""
     length, count, nodes = 4, 5, 17
     logits = 3 * torch.randn(3, length, count, generator=torch.Generator().manual_seed(0))
     scores = logits.log_softmax(dim=2).sort(dim=2, descending=True).values
@@ -38,7 +38,7 @@ def test_independent_places_by_the_kernel(place):
     tokens, root = torch.arange(3 * length * count).view(3, length, count), torch.tensor([7, 98, 0])
     table = scores[:, :, None].expand(-1, -1, count, -1)
     ids, parents, totals = (x.cpu() for x in launch(*(x.to(place[0]) for x in (root, tokens, table)), nodes))
-    want = BlockTree(length, count, nodes)(root, scores, tokens)
+    want = block_tree(root, scores, tokens, nodes)
     assert torch.equal(totals, want[2])
     assert torch.equal(ids[0], want[0][0]) and torch.equal(parents[0], want[1][0])
     for row in range(3):  # every node is a token of the place below its parent's, with the parent's score and its own

@@ -16,7 +16,7 @@ from ngram_plain import propose_plainly
 from spec_compile.kernels.card import Card
 from spec_compile.ngram import match as ngram_match
 from spec_compile.ngram.match import MatchShape, empty_outputs, join_documents, propose
-from spec_compile.ngram.match_options import MatchOptions
+from spec_compile.ngram.store import MatchOptions
 from spec_compile.ngram.trie import NgramTrie
 
 

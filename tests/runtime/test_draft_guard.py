@@ -8,12 +8,14 @@ from batch_requests import collect, running
 from spec_compile.drafters.draft_model import ModelDrafter
 from spec_compile.drafters.heads import HeadDrafter
 from spec_compile.drafters.ngram import NgramDrafter
+from spec_compile.drafters.recycle import RecycleDrafter
 from spec_compile.runtime.round import DraftGuard
 
 DRAFTS = {
     "eagle3": ("tree", HeadDrafter),
     "draft_model": ("chain", ModelDrafter),
     "ngram": ("plain", NgramDrafter),
+    "recycle": ("plain", RecycleDrafter),
 }
 
 
@@ -33,9 +35,9 @@ def failing(monkeypatch, cls, part, after):
 
 def system_of(name):
     schedule, cls = DRAFTS[name]
-    if name == "ngram":
-        system = rounds.models.speculate_captured(rounds.target("llama"), "ngram", compile=False, check=False)
-        return system, cls
+    if schedule == "plain":
+        options = dict(compile=False, check=False, recycle=8 * (name == "recycle"))
+        return rounds.models.speculate_captured(rounds.target("llama"), "ngram", **options), cls
     rounds.fast.cache_clear()  # a draft that has failed stays out
     return rounds.fast(name, "llama", schedule), cls
 

@@ -206,7 +206,7 @@ def generate_fits(drawn, eos_token_id=(), **options):
 
 TREES = {
     8: dict(num_draft_tokens=8, adaptive=False, min_bfs_breadth=3, max_bfs_breadth=3, match_type="PROB"),
-    5: dict(num_draft_tokens=8, adaptive=False, min_bfs_breadth=4, max_match_window_size=1, branch_length=2),
+    5: dict(num_draft_tokens=8, adaptive=False, min_bfs_breadth=4, max_match_window_size=1, branch_length=2, recycle=0),
     1: dict(num_draft_tokens=1),
 }
 """How to get trees of so many real nodes."""

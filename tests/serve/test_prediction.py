@@ -64,7 +64,7 @@ def test_other_requests_do_not_draft_from_it(client):
     assert usage["completion_tokens_details"] and not other_usage.get("completion_tokens_details")
     assert answer(client, CHATS)[2]["num_spec_steps"] == before["num_spec_steps"]
     algorithm = client.runner.requests.manager.scheduler.prefill.runtime.algorithm
-    assert len(algorithm.store) == 0 and not algorithm.private
+    assert len(algorithm.store) == 0 and not algorithm.ngram.private
 
 
 def test_openai_client(client, sdk):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from spec_compile.ngram.match import empty_outputs, match_op
-from spec_compile.ngram.match_options import MatchOptions
+from spec_compile.ngram.store import MatchOptions
 
 
 def propose_plainly(

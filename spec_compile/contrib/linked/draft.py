@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from ...drafters.modules.dflash import DFlashDraft
 from ...drafters.modules.layers import Layer, LayerKnobs
 from ...drafters.trees.grow import Schedule, chain_parents, chain_scores
-from ...drafters.trees.propose import grow_lattice, lattice_tree, propose_full, propose_grown
+from ...drafters.trees.propose import check_room, grow_levels, lattice_tree, propose_full, propose_grown
 from ...kernels.top_logits import best_tokens
 from ...runtime.state import State
 from .transitions import Confidence, Transition, table_rank
@@ -147,12 +147,7 @@ class LinkedBlockProposer:
         self.drawn = Schedule(nodes - 1, 1, nodes) if draws else None
         self.is_tree = topk > 1
         self.candidates = self.transition.candidates or (topk if self.is_tree else None)
-        available = 1 + places if not self.is_tree else sum(self.candidates**depth for depth in range(places + 1))
-        if nodes > available:
-            raise ValueError(
-                f"num_draft_tokens must be at most {available}, the nodes of a tree of {self.candidates} tokens at "
-                f"each of {places} places and the root, not {nodes}: lower it, or raise topk or block_size"
-            )
+        check_room(places, self.candidates if self.is_tree else 1, nodes)
 
     def propose(self, state: State, logits: Tensor, normed: Tensor) -> None:
         """Propose trees below the last committed tokens.
@@ -172,7 +167,7 @@ class LinkedBlockProposer:
             candidates = block.to_target(block.ids)
             if self.transition.is_first_order:
                 return lattice_tree(root, candidates, block.table(root, candidates), self.nodes)
-            return grow_lattice(root, candidates, block.follow, block.start[:, 0], self.nodes)
+            return grow_levels(root, candidates.shape[1], block.follow, block.start[:, 0], self.nodes)
         tokens, logprobs = self.chain(root, logits, normed, self.nodes - 1)
         return tokens, chain_parents(root, self.nodes), chain_scores(logprobs)
 
@@ -249,11 +244,12 @@ class LinkedBlock:
         keys = F.embedding(self.ids[:, place], self.transition.keys)  # [B, K, r]
         return unlinked + (query @ keys.mT).float() / self.temperature, carried
 
-    def follow(self, place: int, previous: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+    def follow(self, place: int, previous: Tensor, carried: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See `drafters.trees.propose.Follow`."""
         scores, carried = self.scores(place, previous, carried)
         logprobs = self._normed(scores, self.logprobs[:, place])
-        return self._weighted(logprobs, self.normed[:, place, None], previous), carried
+        weighted = self._weighted(logprobs, self.normed[:, place, None], previous)
+        return self.to_target(self.ids[:, place, None]), weighted, carried
 
     def table(self, root: Tensor, candidates: Tensor) -> Tensor:
         """Log-probabilities [B, P, K, K] of all places, as `lattice_tree` takes them, of a transition of first order.

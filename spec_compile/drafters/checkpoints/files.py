@@ -48,17 +48,16 @@ def fetcher(source: str | Path, revision: str | None = None, local: bool = False
     def fetch(name: str) -> Path | None:
         try:
             return Path(hf_hub_download(str(source), name, revision=revision, local_files_only=local))
-        except EntryNotFoundError as error:
-            # Without a connection nothing tells that a repository has no such file.
-            if not isinstance(error, LocalEntryNotFoundError) or local or constants.HF_HUB_OFFLINE:
-                return None
-            raise ValueError(f"draft: {name} of {source} could not be downloaded: {_first_line(error)}") from error
         except (HFValidationError, RepositoryNotFoundError) as error:
             raise ValueError(
                 f"draft: {str(source)!r} is neither a folder nor a repository that can be read from the hub: "
                 f"{_first_line(error)}"
             ) from error
         except Exception as error:  # also of the HTTP library, which differs between versions of huggingface_hub
+            # Without a connection nothing tells that a repository has no such file.
+            is_sure = local or constants.HF_HUB_OFFLINE or not isinstance(error, LocalEntryNotFoundError)
+            if isinstance(error, EntryNotFoundError) and is_sure:
+                return None
             raise ValueError(f"draft: {name} of {source} could not be downloaded: {_first_line(error)}") from error
 
     return fetch

@@ -38,9 +38,7 @@ from .layers import LayerKnobs, rotary
 class DFlashDraft(nn.Module):
     """A DFlash draft: ``project`` the target's states for the context, then ``forward`` over a block.
 
-    embedding [V, h], head_weight [Vd, h]: may be the target's own parameters; moving or casting the draft would then
-    move or cast the target.
-    draft_to_target [Vd] int64: the target's id of each row of head_weight (None: row i is token i).
+    embedding [V, h], head_weight [Vd, h], draft_to_target [Vd]: see `eagle.Head`.
     mask_embedding [h]: of the mask (None: its row of the embedding).
 
     taps: the target's states that it reads, numbered as in `eagle.Head`.
@@ -123,7 +121,7 @@ class DFlashDraft(nn.Module):
 
     def proposer(self, *how) -> BlockProposer:
         """Proposes trees by the output of `forward`. how: the arguments of `BlockProposer`."""
-        return BlockProposer(*how).to(self.embedding.device)
+        return BlockProposer(*how)
 
     def propose(self, proposer: BlockProposer, state: State, logits: Tensor) -> None:
         """Propose trees below the last committed tokens. logits: the output of `forward`."""

@@ -232,8 +232,7 @@ def _config(files: DraftFiles, overrides: dict, keys: Collection[str], latent: b
 
 def is_eagle(files: DraftFiles) -> bool:
     """True if the config says EAGLE, or if it is silent and fc joins two states of the head's own size."""
-    said = files.config.get(SPECULATORS)
-    if said is not None:
+    if (said := files.config.get(SPECULATORS)) is not None:
         return said == "eagle"
     fc = files.shape("fc.weight")
     return fc[0] > 0 and fc[-1] == 2 * fc[0]
@@ -274,8 +273,7 @@ def read_eagle(files: DraftFiles, target: Target, overrides: dict) -> EagleHead:
 
 def is_eagle3(files: DraftFiles) -> bool:
     """True if the config says EAGLE-3, or if it is silent and the first layer reads an embedding next to a state."""
-    said = files.config.get(SPECULATORS)
-    if said is not None:
+    if (said := files.config.get(SPECULATORS)) is not None:
         return said == "eagle3"
     reads = max(files.shape(f"blocks.0.self_attn.{name}.weight")[-1] for name in ("q_proj", "kv_a_proj_with_mqa"))
     writes = files.shape("blocks.0.self_attn.o_proj.weight")[0]

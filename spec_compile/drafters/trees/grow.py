@@ -66,11 +66,8 @@ class Schedule:
         return min(MAX_NODES, 1 + self.candidates) if self.num_draft_tokens is None else self.num_draft_tokens
 
     def first(self, nodes: int | None) -> "Schedule":
-        """The schedule of the first `nodes` nodes of the same trees (None: all of them).
-
-        They are at most nodes - 1 levels deep, because each of them comes after its parents: of 5 levels with 16 nodes,
-        the first 4 take 3 levels.
-        """
+        """The schedule of the first `nodes` nodes of the same trees (None: all). Parents come first: of 5 levels with
+        16 nodes, the first 4 take 3 levels."""
         if nodes is None:
             return self
         return replace(self, num_steps=min(self.num_steps, nodes - 1), num_draft_tokens=nodes)

@@ -7,8 +7,7 @@ cell counts the drafts that were accepted and how many its sources had expected,
 corrects the next draft of the cell. Drafts count if their parent was accepted, verified or not: the text shows if they
 would have been accepted.
 
-All tensors have static shapes, so that `merge` can be compiled and captured. `merge_drafts` is the same on a GPU; on a
-CPU it is one operator that runs eagerly, because compiling it takes longer than a round and gains little.
+All tensors have static shapes, so that `merge` can be compiled and captured.
 """
 
 import math
@@ -74,25 +73,9 @@ def trie_cells(match: Tensor, rank: Tensor, is_main: Tensor, depth: Tensor) -> t
     )
 
 
-def cells_of_both(match: Tensor, bins: Tensor) -> Tensor:
-    """The cells [B, H] of a head's drafts that n-grams propose, too. match [B]: see `trie_cells`; bins [B, H]: see
-    `head_cells`."""
-    return FIRST_OF_BOTH + bucket(match, MATCHES)[:, None] * BINS + bins
-
-
 def bucket(values: Tensor, bounds: tuple[int, ...]) -> Tensor:
     """The number of `bounds`, which ascend, below each value: bounds (1, 2, 4) and value 3 give 2. int64."""
     return sum((values > bound).to(torch.int64) for bound in bounds)
-
-
-def corrected(counts: Tensor, priors: Tensor, cells: Tensor) -> Tensor:
-    """The probabilities that drafts are accepted, if their parents are.
-
-    counts [2, CELLS] float32: drafts accepted and expected.
-    priors, cells: see `Drafts`.
-    """
-    ratio = (counts[0] + WEIGHT) / (counts[1] + WEIGHT)
-    return (priors * ratio[cells]).clamp(LEAST, MOST)
 
 
 def followed(tokens: Tensor, ancestors: Tensor, depth: Tensor, text: Tensor, gained: Tensor) -> Tensor:
@@ -154,105 +137,71 @@ def merge(
     head, trie: trees with the same roots.
     scores [B, H] float32: sums of the head's log-probabilities from the root down.
     match [B] int64: length of the match that n-grams continue.
-    counts: see `corrected`.
+    counts [2, CELLS] float32: drafts accepted and expected, whose ratio corrects the sources' probabilities.
 
     A draft is worth the product of the corrected probabilities on its path. If siblings' probabilities sum to more than
     1, each is divided by the sum. A draft of both sources is one node with the prior 1 - (1 - p)(1 - q). The trees go
     from the best node down; slots after the last hold token 0 and parent 0. The confidence is their `expected_drafts`.
     """
     size = head.tokens.shape[1]
-    is_head_draft, head_ancestors, head_depth = _read(head)
-    is_trie_draft, trie_ancestors, trie_depth = _read(trie)
+    of_head, above, head_keys, head_ancestors, head_depth = _read(head)
+    of_trie, trie_above, trie_keys, trie_ancestors, trie_depth = _read(trie)
 
     # The same path has the same key: pair up nodes.
-    keys = _path_keys(head.tokens, head_ancestors, head_depth), _path_keys(trie.tokens, trie_ancestors, trie_depth)
-    pairs = (keys[1][:, :, None] == keys[0][:, None, :]) & (trie_depth[:, :, None] == head_depth[:, None, :])
-    pairs = pairs & _with_root(is_trie_draft)[:, :, None] & _with_root(is_head_draft)[:, None, :]  # [B, T, H]
+    pairs = (trie_keys[:, :, None] == head_keys[:, None, :]) & (trie_depth[:, :, None] == head_depth[:, None, :])
+    pairs = pairs & of_trie[:, :, None] & of_head[:, None, :]  # [B, T, H]
     partner, has_partner = _last(pairs), pairs.any(dim=2)  # of n-grams' nodes
     number, is_doubled = _last(pairs.mT), pairs.any(dim=1)  # of the head's
 
     # The probabilities that the sources expect, and the cells that correct them.
-    above = head.parents.clamp(min=0)
     logprobs = (scores - scores.gather(1, above)).nan_to_num(-math.inf)
     head_priors, cells, bins = head_cells(logprobs, head_depth)
-    trie_priors, trie_numbers = trie_cells(match, *_ranks(trie, is_trie_draft, trie_ancestors), trie_depth)
+    trie_priors, trie_numbers = trie_cells(match, *_ranks(trie, of_trie, trie_ancestors), trie_depth)
+    both_cells = FIRST_OF_BOTH + bucket(match, MATCHES)[:, None] * BINS + bins
     both = 1 - (1 - head_priors) * (1 - trie_priors.gather(1, number))
     priors = torch.cat([torch.where(is_doubled, both, head_priors), trie_priors], dim=1)
-    cells = torch.cat([torch.where(is_doubled, cells_of_both(match, bins), cells), trie_numbers], dim=1)
+    cells = torch.cat([torch.where(is_doubled, both_cells, cells), trie_numbers], dim=1)
 
     # One numbering of all nodes: the head's from 0, n-grams' from `size`; a node of both sources is the head's. With
     # size = 4, a child of n-grams' node 2 has the parent 6, or 1 if that node is also the head's node 1.
-    trie_above = trie.parents.clamp(min=0)
     moved = torch.where(has_partner.gather(1, trie_above), partner.gather(1, trie_above), size + trie_above)
     parents = torch.cat([above, moved], dim=1)
-    is_draft = torch.cat([is_head_draft, is_trie_draft & ~has_partner], dim=1)  # guard: drafted-twice
+    is_root = torch.arange(parents.shape[1], device=parents.device) == 0
+    is_draft = torch.cat([of_head, of_trie & ~has_partner], dim=1) & ~is_root  # guard: drafted-twice
 
     # The probability of each draft after its parent, and of its path.
-    likely = torch.where(is_draft, corrected(counts, priors, cells), 0.0)
+    ratio = (counts[0] + WEIGHT) / (counts[1] + WEIGHT)
+    likely = torch.where(is_draft, (priors * ratio[cells]).clamp(LEAST, MOST), 0.0)
     siblings = parents[:, :, None] == parents[:, None, :]
     likely = likely / torch.where(siblings, likely[:, None, :], 0.0).sum(dim=2).clamp(min=1.0)
     logs = torch.where(is_draft, likely.log(), 0.0)  # 0 of roots
     head_logs, trie_logs = logs.split([size, logs.shape[1] - size], dim=1)
     trie_logs = torch.where(has_partner, head_logs.gather(1, partner), trie_logs)
     worth = torch.cat([_path_sums(head_logs, head_ancestors), _path_sums(trie_logs, trie_ancestors)], dim=1)
-    is_root = torch.arange(worth.shape[1], device=worth.device) == 0
     worth = torch.where(is_draft | is_root, worth, -math.inf)
 
     tokens = torch.cat([head.tokens, trie.tokens], dim=1)
-    tree = _cut(*best_nodes(tokens, torch.where(is_root, -1, parents), worth, nodes))
+    best, best_parents, best_worth = best_nodes(tokens, torch.where(is_root, -1, parents), worth, nodes)
+    is_real = best_worth > -math.inf
+    tree = torch.where(is_real, best, 0), torch.where(is_real, best_parents, 0), is_real.sum(dim=1)
     drafts = Drafts(
         tokens, torch.cat([above, trie_above], dim=1), torch.cat([head_ancestors, trie_ancestors], dim=1),
         torch.cat([head_depth, trie_depth], dim=1), torch.where(is_draft, cells, -1), priors,
     )  # fmt: skip
-    return *tree, drafts
+    return *tree, expected_drafts(best_worth), drafts
 
 
-def _cut(tokens: Tensor, parents: Tensor, worth: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Trees [B, N] without the slots at their ends that hold no draft, whose worth is -inf: tokens and parents, 0 in
-    these slots, count and confidence [B]."""
-    is_real = worth > -math.inf
-    count, confidence = is_real.sum(dim=1), expected_drafts(worth)
-    return torch.where(is_real, tokens, 0), torch.where(is_real, parents, 0), count, confidence
+def _read(source: SourceTrees) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """For the nodes [B, N] of trees: True if they are in use; their parents; keys int64 of their paths from the root;
+    their ancestors; their depths (see `ancestry`).
 
-
-def merge_drafts(
-    head: SourceTrees, scores: Tensor, trie: SourceTrees, match: Tensor, counts: Tensor, nodes: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Drafts]:
-    """`merge`, in the form that suits the device."""
-    if scores.is_cuda:
-        return merge(head, scores, trie, match, counts, nodes)
-    tokens, parents, count, confidence, *drafts = _merge_eagerly(*head, scores, *trie, match, counts, nodes)
-    return tokens, parents, count, confidence, Drafts(*drafts)
-
-
-@torch.library.custom_op("spec_compile::merge_drafts", mutates_args=())
-def _merge_eagerly(
-    tokens: Tensor, parents: Tensor, count: Tensor, scores: Tensor, trie_tokens: Tensor, trie_parents: Tensor,
-    trie_count: Tensor, match: Tensor, counts: Tensor, nodes: int,
-) -> list[Tensor]:  # fmt: skip
-    head, trie = SourceTrees(tokens, parents, count), SourceTrees(trie_tokens, trie_parents, trie_count)
-    *trees, drafts = merge(head, scores, trie, match, counts, nodes)
-    return [*trees, *drafts]
-
-
-@_merge_eagerly.register_fake
-def _(tokens, parents, count, scores, trie_tokens, trie_parents, trie_count, match, counts, nodes):
-    batch = tokens.shape[0]
-    tree, both = tokens.new_empty((batch, nodes)), tokens.new_empty((batch, tokens.shape[1] + trie_tokens.shape[1]))
-    drafts = [torch.empty_like(both) for _ in range(len(Drafts._fields) - 1)]
-    each = [torch.empty_like(count) for _ in range(2)]
-    return [tree, torch.empty_like(tree), *each, *drafts, torch.empty_like(both, dtype=scores.dtype)]
-
-
-def _read(source: SourceTrees) -> tuple[Tensor, Tensor, Tensor]:
-    """For the nodes [B, N] of trees: True if they are drafts; their ancestors; their depths (see `ancestry`)."""
+    Keys are equal for equal paths, and for different ones with odds of 2**-64. A draft whose key is another's by chance
+    is left out, and only that draft is lost.
+    """
     number = torch.arange(source.tokens.shape[1], device=source.tokens.device)
-    return (number < source.count[:, None]) & (number > 0), *ancestry(source.parents)
-
-
-def _with_root(is_draft: Tensor) -> Tensor:
-    """The drafts [B, N] and the root."""
-    return is_draft | (torch.arange(is_draft.shape[1], device=is_draft.device) == 0)
+    ancestors, depth = ancestry(source.parents)
+    keys = _path_sums(mix(source.tokens * MAX_NODES + depth), ancestors)
+    return number < source.count[:, None], source.parents.clamp(min=0), keys, ancestors, depth
 
 
 def _members(ancestors: Tensor) -> Tensor:
@@ -269,21 +218,15 @@ def _path_sums(values: Tensor, ancestors: Tensor) -> Tensor:
     return torch.where(_members(ancestors), values[:, None, :], 0).sum(dim=2)
 
 
-def _path_keys(tokens: Tensor, ancestors: Tensor, depth: Tensor) -> Tensor:
-    """Keys [B, N] int64 of paths from the root: equal for equal paths, and for different ones with odds of 2**-64. A
-    draft whose key is another's by chance is left out, and only that draft is lost."""
-    return _path_sums(mix(tokens * MAX_NODES + depth), ancestors)
-
-
 def _last(pairs: Tensor) -> Tensor:
     """The last column [B, R] that is set in each row of pairs [B, R, C]; 0 where none is."""
     return torch.where(pairs, torch.arange(pairs.shape[2], device=pairs.device), 0).amax(dim=2)
 
 
-def _ranks(trie: SourceTrees, is_draft: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor]:
+def _ranks(trie: SourceTrees, is_used: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor]:
     """A draft's number [B, T] among its siblings, and True if it and all above it are first children."""
-    number = torch.arange(is_draft.shape[1], device=is_draft.device)
-    older = (trie.parents[:, :, None] == trie.parents[:, None, :]) & is_draft[:, None, :]
+    number = torch.arange(is_used.shape[1], device=is_used.device)
+    older = (trie.parents[:, :, None] == trie.parents[:, None, :]) & is_used[:, None, :]
     rank = (older & (number < number[:, None])).sum(dim=2)
     later = _path_sums((rank > 0).to(torch.int64), ancestors)
     return rank, later == 0

@@ -1,14 +1,14 @@
 """The trees that a draft grows become those that the next round verifies.
 
 `propose_grown` grows them level by level. `BlockProposer` makes them of the drafts of a block, which one forward gives:
-any token of a place may follow any token of the place before. A `BlockTree` scores each draft by its place,
-`grow_lattice` and `lattice_tree` also by the draft before it. On a GPU one kernel grows both kinds of trees.
+any token of a place may follow any token of the place before. `block_tree` scores each draft by its place,
+`grow_levels` and `lattice_tree` also by those before it. On a GPU one kernel grows both kinds of trees.
 """
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...kernels.ops import gather_rows
 from ...kernels.top_logits import MAX_K, best_tokens
@@ -69,7 +69,7 @@ def propose_grown(
     propose_full(state, *grow(schedule, root, logits, hidden, step, draft_to_target))
 
 
-class BlockProposer(nn.Module):
+class BlockProposer:
     """Proposes chains or trees over the places of a block, whose logits a draft gives in one forward. The token of a
     place does not depend on the tokens of the others.
 
@@ -78,16 +78,12 @@ class BlockProposer(nn.Module):
     nodes: size of a tree, the root included; ValueError if there are not as many.
     draws: True if a chain's tokens are drawn when the target's are.
     temperature: divides the logits of the probabilities by which a tree's nodes are chosen.
-
-    Move it to the draft's device: its tables are buffers.
     """
 
     def __init__(self, places: int, topk: int, nodes: int, draws: bool, temperature: float = 1.0):
-        super().__init__()
-        self.nodes, self.temperature = nodes, temperature
+        check_room(places, topk, nodes)
+        self.topk, self.nodes, self.temperature = topk, nodes, 1.0 if topk == 1 else temperature
         self.drawn = Schedule(nodes - 1, 1, nodes) if draws else None
-        tree = BlockTree(places, topk, nodes)
-        self.tree = tree if topk > 1 else None
 
     def propose(
         self, state: State, logits: Tensor, first: int = 0, draft_to_target: Tensor | None = None,
@@ -104,14 +100,13 @@ class BlockProposer(nn.Module):
             return self._draw(state, logits[:, first:], draft_to_target)
         # The likeliest tokens of each place.
         root = state.tree_tokens[:, 0].clone()
-        topk, temperature = (1, 1.0) if self.tree is None else (self.tree.topk, self.temperature)
-        scores, tokens = best_tokens(logits.flatten(0, 1), topk, temperature)
+        scores, tokens = best_tokens(logits.flatten(0, 1), self.topk, self.temperature)
         tokens = tokens if draft_to_target is None else draft_to_target[tokens]
-        scores, tokens = (x.view(*logits.shape[:2], topk)[:, first:] for x in (scores, tokens))
+        scores, tokens = (x.view(*logits.shape[:2], self.topk)[:, first:] for x in (scores, tokens))
         # Make a tree of them, or a chain.
-        if self.tree is not None:
+        if self.topk > 1:
             scores = scores if log_confidence is None else scores + log_confidence[:, :, None]
-            return propose_full(state, *self.tree(root, scores, tokens))
+            return propose_full(state, *block_tree(root, scores, tokens, self.nodes))
         scores = scores[:, :, 0] if log_confidence is None else log_confidence
         tokens = torch.cat([root[:, None], tokens[:, : self.nodes - 1, 0]], dim=1)
         propose_full(state, tokens, chain_parents(root, self.nodes), chain_scores(scores[:, : self.nodes - 1]))
@@ -125,131 +120,73 @@ class BlockProposer(nn.Module):
         propose_grown(state, self.drawn, True, logits[:, 0], logits[:, 0, :1], step, draft_to_target)
 
 
-class BlockTree(nn.Module):
-    """The best trees of `nodes` nodes, the root included, over the `topk` likeliest tokens of each of `places` places.
-
-    A node is the ranks of the tokens on its path: (0, 2) is the third likeliest token of place 1 after the likeliest of
-    place 0. Its score, the sum of their log-probabilities, falls with every rank and with its depth. So the paths whose
-    ranks are nowhere higher score at least as much, and so do their beginnings: (0, 2) is preceded by (0,), (0, 0) and
-    (0, 1). A node with `nodes` or more such paths is never among the best. The few nodes that remain are known in
-    advance, parents first. Move the module to the draft's device: its tables are buffers.
-    """
-
-    def __init__(self, places: int, topk: int, nodes: int):
-        """ValueError if there are not as many nodes."""
-        super().__init__()
-        self.nodes, self.topk = nodes, topk
-        paths = _candidates(places, topk, nodes - 1)
-        if len(paths) < nodes - 1:
-            raise ValueError(
-                f"num_draft_tokens must be at most {len(paths) + 1}, the nodes of a tree of {topk} tokens at each of "
-                f"{places} places and the root, not {nodes}: lower it, or raise topk or block_size"
-            )
-        number = {path: place for place, path in enumerate(paths)}
-        deepest = len(paths[-1])
-        ranks = [[*path, *[topk] * (deepest - len(path))] for path in paths]  # topk: no more of the path
-        self._table("ranks", list(zip(*ranks)))
-        self._table("above", [number.get(path[:-1], -1) for path in paths])
-        self._table("last", [(len(path) - 1) * topk + path[-1] for path in paths])
-
-    def _table(self, name: str, values: list) -> None:
-        self.register_buffer(name, torch.tensor(values, dtype=torch.int64), persistent=False)
-
-    def forward(self, root: Tensor, scores: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """root [B]; scores (none above 0) and tokens [B, places, topk], likeliest first -> tokens, parents [B, nodes]
-        int64 and scores [B, nodes] float32, from the best node down.
-
-        If nodes have equal scores, any of them may be in the tree, or come first.
-        """
-        if scores.is_cuda:  # one launch; a sort of all candidates takes many
-            after_any = scores[:, :, None].expand(-1, -1, self.topk, -1)
-            return lattice_tree(root, tokens, after_any, self.nodes)
-        # Score all candidates; the column of zeros is for paths that have ended.
-        scores = torch.cat([scores, torch.zeros_like(scores[:, :, :1])], dim=2)
-        totals = scores[:, 0].index_select(1, self.ranks[0])
-        for place in range(1, len(self.ranks)):  # in this order no sum is above its parent's
-            totals = totals + scores[:, place].index_select(1, self.ranks[place])
-        # Keep the best, and find their parents among them.
-        kept = totals.sort(dim=1, descending=True, stable=True).indices[:, : self.nodes - 1]
-        parents = self.above[kept][:, :, None] == kept[:, None, :]
-        parents = torch.where(parents, torch.arange(1, self.nodes, device=kept.device), 0).sum(dim=2)
-        root, first = root[:, None], torch.zeros_like(root)[:, None]
-        return (
-            torch.cat([root, tokens.flatten(1).gather(1, self.last[kept])], dim=1),
-            torch.cat([first - 1, parents], dim=1),
-            torch.cat([first.to(totals.dtype), totals.gather(1, kept)], dim=1),
+def check_room(places: int, topk: int, nodes: int) -> None:
+    """ValueError if a tree of `topk` tokens at each place, or a chain, has not as many `nodes`, the root included."""
+    available = sum(topk**depth for depth in range(places + 1))
+    if nodes > available:
+        raise ValueError(
+            f"num_draft_tokens must be at most {available}, the nodes of a tree of {topk} tokens at each of {places} "
+            f"places and the root, not {nodes}: lower it, or raise topk or block_size"
         )
 
 
-def _candidates(places: int, topk: int, count: int) -> list[tuple[int, ...]]:
-    """The paths that may be among the `count` best, the short ones first.
+def block_tree(root: Tensor, scores: Tensor, tokens: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`grow_levels` for the places of a block that do not depend on each other.
 
-    At depth d there are ``(r_1 + 1) * ... * (r_d + 1)`` paths whose ranks are nowhere above (r_1, ..., r_d):
-    below (0, 2) there are 1 at depth 1 and 3 at depth 2, itself included, so it needs a `count` of 4.
+    scores, tokens [B, P, K]: the log-probabilities of the candidates, and these.
     """
-    candidates, level = [], [((), 1, 0)]
-    for _ in range(places):
-        level = [
-            ((*path, rank), alike * (rank + 1), before + alike * (rank + 1))
-            for path, alike, before in level
-            for rank in range(topk)
-            if before + alike * (rank + 1) <= count
-        ]
-        candidates += [path for path, _, _ in level]
-    return candidates
+    if scores.is_cuda:  # one launch; a sort of each place takes many
+        return lattice_tree(root, tokens, scores[:, :, None].expand(-1, -1, scores.shape[2], -1), nodes)
+
+    def follow(place: int, previous: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return tokens[:, place, None], scores[:, place, None], state
+
+    return grow_levels(root, tokens.shape[1], follow, scores.new_empty(len(root), 0), nodes)
 
 
-class Follow(Protocol):
-    """The candidates at one place of a block after each of W nodes at the place before."""
-
-    def __call__(self, place: int, previous: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """previous [B, W] int64: the nodes' tokens.
-        state [B, W, C]: carried over the tokens before them.
-
-        Returns log-probabilities [B, W, K] of the place's candidates, none above 0, and the state [B, W, C] after the
-        nodes.
-        """
+Follow = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""The candidates of a level: (level, from 0; tokens [B, W] int64 of the level before; what was carried over the tokens
+before them [B, W, C]) -> tokens [B, 1 or W, K], different after each node, their log-probabilities [B, 1 or W, K], none
+above 0, and what is carried over the nodes."""
 
 
-def grow_lattice(
-    root: Tensor, tokens: Tensor, follow: Follow, state: Tensor, nodes: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The best trees of `nodes` nodes, the root included, over K candidates at each of P places.
+def grow_levels(root: Tensor, levels: int, follow: Follow, state: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The best trees of `nodes` nodes, the root included, over the candidates that `follow` gives after each node.
 
     root [B].
-    tokens [B, P, K] int64: the candidates, different at each place.
     state [B, C]: of the root.
 
-    A node's score is the sum of log-probabilities on its path. Only the best nodes - 1 - p paths go on at place p: a
+    A node's score is the sum of log-probabilities on its path. Only the best nodes - 1 - p paths go on at level p: a
     node there needs its p ancestors in the tree, so that many better neighbours leave no room for it, nor for anything
     below it.
 
     Returns tokens, parents [B, nodes] int64 and scores [B, nodes] float32, from the best node down.
     """
-    _, places, count = tokens.shape
-    level, state = root[:, None], state[:, None]  # the nodes at the place before
+    level, state = root[:, None], state[:, None]  # the nodes of the level before
     scores = torch.zeros_like(level, dtype=torch.float32)
-    levels = [(level, torch.full_like(level, -1), scores)]
+    grown = [(level, torch.full_like(level, -1), scores)]
     first = 0  # number of the level's first node
-    for place in range(min(places, nodes - 1)):
-        logprobs, state = follow(place, level, state)
-        totals = (scores[:, :, None] + logprobs).flatten(1)
-        kept = highest(totals, min(totals.shape[1], nodes - 1 - place))
-        parents, above = kept // count, first + kept // count
+    for number in range(min(levels, nodes - 1)):
+        tokens, logprobs, state = follow(number, level, state)
+        totals = scores[:, :, None] + logprobs
+        kept = highest(totals.flatten(1), min(totals[0].numel(), nodes - 1 - number))
+        parents = kept // totals.shape[2]
+        above = first + parents
         first += level.shape[1]
-        level, scores = tokens[:, place].gather(1, kept % count), totals.gather(1, kept)
+        level, scores = (x.expand_as(totals).flatten(1).gather(1, kept) for x in (tokens, totals))
         state = gather_rows(state, parents)
-        levels.append((level, above, scores))
-    return best_nodes(*(torch.cat(parts, dim=1) for parts in zip(*levels)), nodes)
+        grown.append((level, above, scores))
+    return best_nodes(*(torch.cat(parts, dim=1) for parts in zip(*grown)), nodes)
 
 
 @torch.library.custom_op("spec_compile::lattice_tree", mutates_args=())
 def lattice_tree(root: Tensor, tokens: Tensor, logprobs: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`grow_lattice` for candidates that depend only on the token before.
+    """`grow_levels` for a block of P places whose candidates' probabilities depend only on the token before.
 
+    tokens [B, P, K] int64: the candidates, different at each place.
     logprobs [B, P, K, K] float32: entry [p, a, b] is for candidate b after candidate a of the place before; the
     first place has those after the root in row 0.
-    For the other arguments and the results see `grow_lattice`. ValueError for more than 16 candidates, or fewer
+    For the other arguments and the results see `grow_levels`. ValueError for more than 16 candidates, or fewer
     nodes than asked for.
     """
     places, count = tokens.shape[1:]
@@ -273,10 +210,11 @@ def _(root, tokens, logprobs, nodes):
 def grow_table(root: Tensor, tokens: Tensor, logprobs: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
     """`lattice_tree` in plain PyTorch."""
 
-    def follow(place: int, previous: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def follow(place: int, previous: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if place == 0:
-            return logprobs[:, 0, :1], state
+            return tokens[:, :1], logprobs[:, 0, :1], state
         candidate = (tokens[:, place - 1, None] == previous[:, :, None]).int().argmax(dim=2)
-        return logprobs[:, place].gather(1, candidate[:, :, None].expand(-1, -1, tokens.shape[2])), state
+        after = logprobs[:, place].gather(1, candidate[:, :, None].expand(-1, -1, tokens.shape[2]))
+        return tokens[:, place, None], after, state
 
-    return grow_lattice(root, tokens, follow, logprobs.new_empty(len(root), 0), nodes)
+    return grow_levels(root, tokens.shape[1], follow, logprobs.new_empty(len(root), 0), nodes)

@@ -2,6 +2,7 @@
 // once for all tokens and all query heads that share it. `Attention` is in cpu_attention.h.
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>

@@ -3,17 +3,9 @@
 
 // Single numbers.
 
-INLINE float float_of_bits(uint32_t bits) {
-    float number;
-    std::memcpy(&number, &bits, 4);
-    return number;
-}
+INLINE float float_of_bits(uint32_t bits) { return std::bit_cast<float>(bits); }
 
-INLINE uint32_t bits_of(float number) {
-    uint32_t bits;
-    std::memcpy(&bits, &number, 4);
-    return bits;
-}
+INLINE uint32_t bits_of(float number) { return std::bit_cast<uint32_t>(number); }
 
 // The bits of a float32, or of each in a vector, of which the upper half is the nearest bfloat16, ties to even.
 template <class Bits> INLINE Bits rounded_bits(Bits bits) { return bits + 0x7FFF + (bits >> 16 & 1); }
