@@ -114,7 +114,7 @@ class DecodeRows(Rows):
         """
         if self.runtime.algorithm.plan.draws:  # the tokens depend on which drafts are verified
             return self.runtime.algorithm.plan.nodes
-        share = COMMON_STEP // session.batch  # two nodes of many rows cost less beside prompts than by themselves
+        share = COMMON_STEP // session.batch  # tokens of a row; two nodes of many rows pay where texts are long
         most = min(RIDDEN_NODES, max(share // RIDDEN_SHARE, min(2, share)))
         return max((size for size in session.policies[StepKind.ROUND].sizes if size <= most), default=1)
 

@@ -27,14 +27,14 @@ class RoundCosts:
     knee: see `KNEES`.
     measured: durations of the sizes that have run, by number of nodes.
     host: time that the host takes for a round while another runs on a GPU; a shorter round waits for it.
+    longer: time that a round on a GPU takes longer than when its size was measured: all sizes read longer texts now.
     switch: time of the steps between a plain round and one that drafts: catching up, and a proposal.
     """
 
     def __init__(self, batch: int = 1, knee: int = KNEES["cuda"]):
         self.batch, self.knee = batch, knee
         self.measured: dict[int, float] = {}
-        self.host = 0.0
-        self.switch = 0.0
+        self.host = self.longer = self.switch = 0.0
 
     def expected(self, nodes: int) -> float:
         """The duration of a round over `nodes` nodes. Between two sizes that have run it is in proportion to the nodes:
@@ -54,7 +54,7 @@ class RoundCosts:
             seconds = self.measured[nearest] * weight / weight_of_nearest
         else:
             seconds = self.knee + self.batch * nodes
-        return max(seconds, self.host)
+        return max(seconds + self.longer, self.host)
 
     def learn(self, nodes: int, seconds: float) -> None:
         """A round over `nodes` nodes took so long. Twice the known duration is the most that counts."""
@@ -65,7 +65,7 @@ class RoundCosts:
 
 
 def moved(known: float, seconds: float) -> float:
-    """`RoundCosts.host` or `switch` after one more measurement; the longest may be other work. 0 is none."""
+    """A `RoundCosts.host`, `longer` or `switch` after one more measurement; the longest may be other work. 0: none."""
     return known + LEARN * (min(seconds, 2 * known) - known) if known else seconds
 
 

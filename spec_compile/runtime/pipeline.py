@@ -55,6 +55,7 @@ class InFlightRound(Generic[S]):
     sequences: each with the row that it had then.
     groups: the group of each row's tree, as far as the host knew it.
     teaches: False if it had other nodes than its policy has chosen, which would learn from itself.
+    is_alone: True if no prompts and no proposal ran with it.
     read: waits for the outcomes and returns them by row.
     seconds: its begin, and after `collect` its duration, without the time spent compiling.
     """
@@ -66,6 +67,7 @@ class InFlightRound(Generic[S]):
     sequences: list[tuple[int, S]]
     groups: dict[int, Group]
     teaches: bool
+    is_alone: bool
     read: Callable[[], list[list[int]]]
     seconds: float
 
@@ -123,7 +125,7 @@ class RoundPipeline(Generic[S]):
             self.catch_up(session, longest)
 
         # Trees, if the last round has left none, and the round itself.
-        plan = self.runtime.algorithm.plan
+        plan, is_alone = self.runtime.algorithm.plan, drafting is None and nodes <= self.pending
         if nodes > self.pending:
             session.propose(max_kv_len)
             self.pending = plan.nodes
@@ -137,7 +139,7 @@ class RoundPipeline(Generic[S]):
         read = begin(nodes, max_kv_len)
         groups = {sequence.row: self.group(sequence) for sequence in sequences}
         rows = [(sequence.row, sequence) for sequence in sequences]
-        self._rounds.append(InFlightRound(session, kind, nodes, drafted, rows, groups, teaches, read, now))
+        self._rounds.append(InFlightRound(session, kind, nodes, drafted, rows, groups, teaches, is_alone, read, now))
 
     def catch_up(self, session: Session, longest: int) -> None:
         """Let the drafter process the tokens that it is late by, if there are any. longest: see `launch`."""
@@ -148,12 +150,14 @@ class RoundPipeline(Generic[S]):
 
     def collect(self) -> tuple[InFlightRound[S], list[tuple[S, Outcome]]]:
         """Wait for the oldest round. Returns it with the outcomes of the sequences that go on."""
-        in_flight, now = self._rounds.popleft(), self._now()
-        if self._collected is not None:
-            costs = in_flight.session.policies[in_flight.kind].costs
-            costs.host = moved(costs.host, now - self._collected)
+        in_flight, now, before = self._rounds.popleft(), self._now(), self._collected
+        costs = in_flight.session.policies[in_flight.kind].costs
+        if before is not None:
+            costs.host = moved(costs.host, now - before)
         rows = in_flight.read()
         now = self._now()
+        if before is not None and in_flight.is_alone:  # it began when the round before it ended
+            costs.longer = moved(costs.longer, max(now - before - costs.measured.get(in_flight.nodes, now), 0.0))
         in_flight.seconds = now - in_flight.seconds
         self._collected = now if self._rounds else None
         return in_flight, [

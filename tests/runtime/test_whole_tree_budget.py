@@ -1,11 +1,14 @@
 """`WholeTreeBudget`: drafts that do not pay are made rarely, and those that pay always."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
 from spec_compile.runtime.draft_budget import WholeTreeBudget
 from spec_compile.runtime.draft_record import ALL, ALLOWED, NEVER, RARE, Group, TreeOutcome
+from spec_compile.runtime.pipeline import InFlightRound, RoundPipeline
+from spec_compile.runtime.session import StepKind
 
 NODES = 16
 
@@ -241,3 +244,28 @@ def test_drafts_that_fail_with_an_adapter_are_made_without_it():
     assert policy.record.gain(NODES, both) == pytest.approx(sum(policy.record.gain(NODES, [each]) for each in both) / 2)
     assert policy.choose(both[:1]) == policy.best(both) == NODES and policy.best(both + both[1:] * 6) == 1
     assert policy.record.gain(NODES, [Group(5)]) == policy.record.gain(NODES)  # one that nobody knows yet
+
+
+def test_drafts_may_pay_once_texts_are_long(monkeypatch):
+    """Rounds over 1 and 2 nodes were measured with 7 and 12 ms, and longer texts add 11 ms to both. Rounds with prompts
+    or a proposal, and the first one, tell nothing."""
+    policy = WholeTreeBudget([2])
+    policy.costs.measured.update({1: 7.0, 2: 12.0})
+    assert policy.cost(2) == pytest.approx(12 / 7)
+    stats, plan = SimpleNamespace(seconds={"compile": 0}), SimpleNamespace(nodes=2, is_whole=True)
+    pipeline = RoundPipeline(SimpleNamespace(stats=stats, algorithm=SimpleNamespace(plan=plan)))
+    session, time = SimpleNamespace(policies={StepKind.ROUND: policy}), [0.0]
+    monkeypatch.setattr(RoundPipeline, "_now", lambda _: time[0])
+
+    def in_flight(seconds, is_alone):
+        def read():
+            time[0] += seconds
+            return []
+
+        pipeline._rounds.append(InFlightRound(session, StepKind.ROUND, 1, None, [], {}, True, is_alone, read, 0.0))
+
+    in_flight(90.0, True)
+    for number in range(40):
+        in_flight(18.0 if number % 2 else 60.0, bool(number % 2))
+        pipeline.collect()
+    assert policy.costs.longer == pytest.approx(11.0) and policy.cost(2) == pytest.approx(23 / 18)
