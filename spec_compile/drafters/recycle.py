@@ -42,7 +42,7 @@ def renew(table: Tensor, tokens: Tensor, logits: Tensor) -> None:
     new = torch.where((ids < len(table)) & (logprobs > -torch.inf), new, -1).to(table.dtype)
     # A GPU writes the rows of equal tokens in any order, even in parts, which would mix candidates of two nodes and may
     # give siblings one token. So all nodes of a token write the row of the last of them.
-    number, at = torch.arange(len(tokens), device=tokens.device), tokens.clamp(min=0)
+    number, at = torch.arange(tokens.shape[0], device=tokens.device), tokens.clamp(min=0)
     last = torch.where((at[:, None] == at) & (tokens >= 0), number, -1).amax(dim=1)
     table.index_put_((at,), torch.where(last[:, None] < 0, table[at], new[last]))
 
@@ -55,7 +55,7 @@ def unrolled(table: Tensor, root: Tensor, nodes: int) -> tuple[Tensor, Tensor, T
         logprobs = torch.where(below < 0, -torch.inf, -(below & LOW) / UNIT)
         return (below >> 8).clamp(min=0), logprobs, state
 
-    return grow_levels(root, LEVELS, follow, table.new_empty(len(root), 0), nodes)
+    return grow_levels(root, LEVELS, follow, table.new_empty(root.shape[0], 0), nodes)
 
 
 class Recycle(Algorithm):

@@ -13,6 +13,7 @@ from batch_requests import collect, running
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spec_compile.compile.trace import trace
 from spec_compile.drafters import recycle
 from spec_compile.drafters.ngram import Ngram, NgramOptions
 from spec_compile.drafters.recycle import LEVELS, LOW, UNIT, renew, unrolled
@@ -122,6 +123,17 @@ def system(**options):
 
 def table_of(fast):
     return fast.speculation.engine.runtime.algorithm.head.table
+
+
+def test_one_trace_serves_all_numbers_of_rows_and_nodes():
+    """Rounds are traced with a number of rows and of nodes that no other size has."""
+
+    def round_(table, tokens, logits, root):
+        renew(table, tokens.flatten(), logits.flatten(0, 1))
+        return unrolled(table, root, 8)
+
+    arguments = torch.full((64, 2), -1, dtype=torch.int32), torch.zeros(37, 4).long(), torch.randn(37, 4, 64)
+    trace(round_, (*arguments, torch.zeros(37).long()), lambda size: size % 37 == 0, torch.device("cpu"))
 
 
 def test_rejected_nodes_are_recycled():

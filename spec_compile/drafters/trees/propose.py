@@ -141,7 +141,7 @@ def block_tree(root: Tensor, scores: Tensor, tokens: Tensor, nodes: int) -> tupl
     def follow(place: int, previous: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return tokens[:, place, None], scores[:, place, None], state
 
-    return grow_levels(root, tokens.shape[1], follow, scores.new_empty(len(root), 0), nodes)
+    return grow_levels(root, tokens.shape[1], follow, scores.new_empty(root.shape[0], 0), nodes)
 
 
 Follow = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -217,4 +217,4 @@ def grow_table(root: Tensor, tokens: Tensor, logprobs: Tensor, nodes: int) -> tu
         after = logprobs[:, place].gather(1, candidate[:, :, None].expand(-1, -1, tokens.shape[2]))
         return tokens[:, place, None], after, state
 
-    return grow_levels(root, tokens.shape[1], follow, logprobs.new_empty(len(root), 0), nodes)
+    return grow_levels(root, tokens.shape[1], follow, logprobs.new_empty(root.shape[0], 0), nodes)
