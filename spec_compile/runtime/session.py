@@ -56,7 +56,7 @@ class StepKind(Enum):
     CATCH_UP = "catch up"
 
 
-SWITCH = (StepKind.PROPOSE, StepKind.CATCH_UP)  # the steps between a plain round and one that drafts
+SWITCH = (StepKind.PROPOSE, StepKind.CATCH_UP)  # between a plain round and one that drafts; the first size counts
 
 
 class Piece(NamedTuple):
@@ -282,7 +282,7 @@ class Session:
         """Let the drafter process the tokens that it is late by, `size` at most."""
         self.get(StepKind.CATCH_UP, size)(max_kv_len)
 
-    def proposal_steps(self, late: int = 1) -> list[tuple[Kind, int]]:
+    def proposal_steps(self, late: int = 32) -> list[tuple[Kind, int]]:
         """The steps that a proposal needs, to be made before a round is under way.
 
         late: tokens that the drafter may be late by before it; for more a step is made when they are there.
@@ -370,7 +370,7 @@ class Session:
             elif kind in self.policies:
                 self._measure(kind, {nodes: step})
             elif kind in SWITCH and captures:
-                self._switch[kind] = min(self._seconds(step, arguments) for _ in range(TRIALS))
+                self._switch.setdefault(kind, min(self._seconds(step, arguments) for _ in range(TRIALS)))
                 for policy in self.policies.values():
                     policy.costs.switch = sum(self._switch.values())
             elif kind is StepKind.PREFILL and captures:

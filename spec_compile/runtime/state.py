@@ -11,7 +11,7 @@ from ..tree import MAX_NODES, Accepted, Tree, without
 from .prompt import Past
 
 MOST_LATE = 128  # tokens of a row that a drafter may be late by
-LATE_SIZES = {"cpu": (8, 16, 32, 64, MOST_LATE), "cuda": (32, MOST_LATE)}  # tokens that it catches up by in one step
+LATE_SIZES = {"cpu": (8, 16, 32, 64, MOST_LATE), "cuda": (8, 32, MOST_LATE)}  # tokens that it catches up by at once
 
 
 class State(nn.Module):

@@ -34,7 +34,7 @@ def compiled(target, algorithm, draft, mode, weights=None, **options):
     runtime = model.speculation.engine.runtime
     if mode == "background":
         with model.speculation.engine.turns:
-            runtime.cold_start.finish()
+            runtime.cold_start.finish(runtime.say)
         assert_answers(model, target)
     source = runtime.parts
     assert not source.failures and not source.waiting and source.adopted
