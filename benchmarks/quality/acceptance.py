@@ -50,7 +50,8 @@ WORKLOADS = ("code_completion", "code_editing", "docstrings")
 TREE = dict(topk=4, num_draft_tokens=16)
 OURS = {
     "plain steps": ("ngram", None, dict(num_draft_tokens=1)),
-    "n-gram, 16 nodes": ("ngram", None, dict(num_draft_tokens=16)),
+    "n-gram, 16 nodes": ("ngram", None, dict(num_draft_tokens=16, recycle=0)),
+    "n-gram and recycled, 16 nodes": ("ngram", None, dict(num_draft_tokens=16)),
     "EAGLE-3, chain of 5": ("eagle3", "eagle3", dict(num_steps=5)),
     "EAGLE-3, tree of 16": ("eagle3", "eagle3", dict(num_steps=5, **TREE)),
     "EAGLE-3 and n-gram, tree of 16": ("eagle3", "eagle3", dict(num_steps=5, ngram=True, **TREE)),
