@@ -173,8 +173,7 @@ class RoundPipeline(Generic[S]):
             for sequence, outcome in (outcomes if in_flight.teaches else ())
             if sequence.count is not None and sequence.most_nodes >= policy.sizes[-1]  # a row with a limit tells less
         ]
-        seconds = None if self.runtime.on_gpu or not in_flight.teaches else in_flight.seconds
-        policy.learn(in_flight.nodes, trees, seconds)
+        policy.learn(in_flight.nodes, trees, None if self.runtime.on_gpu else in_flight.seconds)
 
         # Each row has another tree now; then the statistics.
         stats, gained = self.runtime.stats, [0] * in_flight.session.batch
@@ -365,11 +364,9 @@ class Call:
     def _begins_plain(self) -> bool:
         """True if the first round will verify no drafts, so that none have to be made for it. The first rank says so
         for all, because each has measured other durations."""
-        if self.runtime.guard.error is not None:
-            return True
+        if self.runtime.guard.error is not None or not self.runtime.algorithm.plan.is_whole:
+            return self.runtime.guard.error is not None
         policy, most = self.session.policies[self._kind], self.sequences[0].most_nodes
-        if not self.runtime.algorithm.plan.is_whole:
-            return False
         numbers = [sequence.loaded.number for sequence in self.sequences]
         groups = [*map(Group, numbers)] if any(numbers) else []
         (nodes,) = self.runtime.options.ranks.lead(lambda: [min(policy.choose(groups), most)])

@@ -102,9 +102,7 @@ class Prompt:
                 is_left_padded = not bool((seen.diff(dim=1) < 0).any()) and bool(seen.any(dim=1).all())
                 padding = (seen == 0).sum(dim=1).tolist()
             offsets = offsets if is_left_padded else None
-        encoded, cache = model_kwargs.get("mm_encoder_outputs") or {}, cache_among(model_kwargs)
-        pictures = [*encoded.values(), model_kwargs.get("pixel_values"), model_kwargs.get("pixel_values_videos")]
-        has_pictures = any(value is not None for value in pictures)
+        has_pictures, cache = _has_pictures(model_kwargs), cache_among(model_kwargs)
         cached = int(cache.get_seq_length()) if cache is not None else 0
         positions = model_kwargs.get("position_ids")
         if positions is not None and offsets is not None:
@@ -156,6 +154,12 @@ def _width(id_width: int, generation_config: GenerationConfig, model_kwargs: dic
             f"{width}; pass all tokens, or those behind the cache and a mask over both"
         )
     return width
+
+
+def _has_pictures(model_kwargs: dict) -> bool:
+    encoded = model_kwargs.get("mm_encoder_outputs") or {}
+    values = [*encoded.values(), model_kwargs.get("pixel_values"), model_kwargs.get("pixel_values_videos")]
+    return any(value is not None for value in values)
 
 
 def _position_offsets(positions: Tensor, padding: list[int], width: int, first: int) -> list[int] | None:

@@ -172,10 +172,9 @@ class Session:
         `used` slots of every cache are copied."""
         slots = self._slots(tokens)
         self.runtime.check_memory(self.batch, slots, "max_new_tokens")
-        if self.runtime.on_gpu:
-            torch.cuda.synchronize(self.runtime.device)
         self.capacity, self.is_growing = tokens, True
         if self.runtime.on_gpu:
+            torch.cuda.synchronize(self.runtime.device)
             self.made.clear()
         self._compiled.grow()
         before = [cache.resize(slots) for cache in self.caches]

@@ -263,7 +263,7 @@ def test_drafts_that_cannot_learn_are_refused(monkeypatch):
     model = drafts.target("llama")
     with pytest.raises(TypeError, match=r"expected a result of speculate\(\)"):
         train_while_serving(model)
-    with pytest.raises(UnsupportedModelError, match="not those of Ngram"):
+    with pytest.raises(UnsupportedModelError, match="not those of Recycle"):
         train_while_serving(speculate(model, compile=False, check=False))
     draft = random_head("eagle3")
     draft.fc.weight = torch.nn.Parameter(draft.fc.weight.to(torch.int8), requires_grad=False)
