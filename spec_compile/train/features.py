@@ -1,7 +1,7 @@
 """The target's states and logits, from which a draft learns; and CUDA graphs of targets and heads in training."""
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -141,10 +141,10 @@ class RolloutRows:
       gradients of parameters, and they run on a stream that is not captured.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], name: str, captures: bool = True):
+    def __init__(self, parameters: dict[str, nn.Parameter], name: str, device: torch.device, captures: bool = True):
         """parameters: all that get gradients; the function's inputs get none. name, captures: see `ByShape`."""
-        self.parameters = list(parameters)
-        self._graphs: ByShape[Graphs] = ByShape(name, self.parameters[0].device, captures)
+        self.parameters = [*parameters.values()]  # none of a draft that is only compared
+        self._graphs: ByShape[Graphs] = ByShape(name, device, captures)
         self._shared: Shared | None = None
 
     def __call__(self, function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], rows: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ class Trainer(ABC):
 
     @cached_property
     def _rows(self) -> RolloutRows:
-        return RolloutRows(trained_parameters(self.module).values(), type(self.module).__name__, self.captures)
+        return RolloutRows(trained_parameters(self.module), type(self.module).__name__, self.device, self.captures)
 
     @property
     def shortest(self) -> int:
