@@ -71,7 +71,7 @@ class DecodeRows(Rows):
         length, shares = (sequence.length, sequence.request.share_text) if is_over else (0, False)
         try:
             self.runtime.guard(self.all.drafter.leave, self.state, row, length, shares)
-            # Others go on from what the drafter has, so it catches up, by 32 tokens of every row. Among many rows one
+            # Others go on from what the drafter has, so it catches up, by 8 tokens of every row. Among many rows one
             # leaves in nearly every round; then the newest tokens are not kept.
             catches_up = len(sequences) <= RIDDEN_ROWS or bool(self.runtime.verify.recurrences)
             if catches_up and self.late:

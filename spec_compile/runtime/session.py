@@ -227,8 +227,8 @@ class Session:
             if self.runtime.on_gpu:
                 torch.cuda.synchronize(self.runtime.device)
                 self._forgotten |= self.made.keys()
-                self.made.clear()
-                self.prefill_seconds.clear()
+                for known in (self.made, self.prefill_seconds, self._switch):
+                    known.clear()
                 for policy in self.policies.values():
                     policy.costs.measured.clear()
 
@@ -368,8 +368,8 @@ class Session:
                 self.policies[StepKind.LOOK].costs.measured[nodes] = seconds
             elif kind in self.policies:
                 self._measure(kind, {nodes: step})
-            elif kind in SWITCH and captures:
-                self._switch.setdefault(kind, min(self._seconds(step, arguments) for _ in range(TRIALS)))
+            elif kind in SWITCH and captures and kind not in self._switch:
+                self._switch[kind] = min(self._seconds(step, arguments) for _ in range(TRIALS))
                 for policy in self.policies.values():
                     policy.costs.switch = sum(self._switch.values())
             elif kind is StepKind.PREFILL and captures:
