@@ -237,13 +237,7 @@ def test_plain_steps_leave_the_table_alone(monkeypatch, rows):
 
 
 def test_requests_get_the_same_answers():
-    fast = system()
-    with running(fast, max_requests_per_batch=3) as manager:
-        for prompt in rounds.prompts(4).tolist() * 2:
-            manager.add_request(prompt, max_new_tokens=rounds.NEW, eos_token_id=-1)
-        outputs = collect(manager, 8)
-    answers = {tuple(output.prompt_ids + output.generated_tokens) for output in outputs.values()}
-    assert answers == {tuple(row) for row in rounds.plain("llama", 4).tolist()}
+    rounds.check_requests(system(), 4, 3)
 
 
 def test_drafts_are_accepted_more_often():

@@ -3,7 +3,6 @@
 import draft_rounds as rounds
 import pytest
 import torch
-from batch_requests import collect, running
 
 from spec_compile.drafters.draft_model import ModelDrafter
 from spec_compile.drafters.heads import HeadDrafter
@@ -67,12 +66,7 @@ def test_the_answer_goes_on(monkeypatch, caplog, name, part):
 def test_requests_go_on(monkeypatch, caplog, name):
     system, cls = system_of(name)
     failing(monkeypatch, cls, "propose", after=4)
-    with running(system, max_requests_per_batch=2) as manager:
-        for prompt in rounds.prompts(2).tolist() * 2:
-            manager.add_request(prompt, max_new_tokens=rounds.NEW, eos_token_id=-1)
-        outputs = collect(manager, 4)
-    answers = {tuple(output.prompt_ids + output.generated_tokens) for output in outputs.values()}
-    assert answers == {tuple(row) for row in rounds.plain("llama", 2).tolist()}
+    rounds.check_requests(system, 2, 2)
     assert caplog.text.count("the draft has failed") == 1
 
 

@@ -7,6 +7,7 @@ from unittest import mock
 
 import models
 import torch
+from batch_requests import collect, running
 from transformers import LlamaConfig
 
 from spec_compile.compat import CACHE
@@ -189,6 +190,16 @@ def goes_on_from_a_cache(system, model, ids):
             turn(between)
         got, again = turn(second, **{CACHE: cache})
         assert torch.equal(got.sequences, want.sequences) and again == trace
+
+
+def check_requests(system, count, slots):
+    """Requests for `count` prompts, each made twice, get the answers of plain decoding. slots: rows of the manager."""
+    with running(system, max_requests_per_batch=slots) as manager:
+        for prompt in prompts(count).tolist() * 2:
+            manager.add_request(prompt, max_new_tokens=NEW, eos_token_id=-1)
+        outputs = collect(manager, 2 * count)
+    answers = {tuple(output.prompt_ids + output.generated_tokens) for output in outputs.values()}
+    assert answers == {tuple(row) for row in plain("llama", count).tolist()}
 
 
 @functools.cache
