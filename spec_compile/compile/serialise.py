@@ -248,7 +248,10 @@ NOT_OF_MODELS = {
     "sym_storage_offset",
 }  # fmt: skip
 """Operators of ATen with these tags that read memory by address, or draw from the process's generator."""
-OF_ROUNDS = {"compact", "lattice_tree", "ngram_match", "ngram_propose", "recurrence_commit"}
+OF_ROUNDS = {
+    "compact", "lattice_tree", "learn_from", "merge_into", "ngram_match", "ngram_propose", "recurrence_commit",
+    "recycle_renew", "recycle_unroll",
+}  # fmt: skip
 """Our operators that models never call: they take addresses, or move what is in caches."""
 FRESH = {"clone", "copy", "full", "full_like", "new_empty", "new_full", "new_ones", "new_zeros"} | {
     f"{kind}{like}" for kind in ("empty", "ones", "zeros") for like in ("", "_like")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..capture.admit import Inventory
 from ..drafting import Algorithm, Drafter, DraftPlan
+from ..kernels.launching import one_launch
 from ..kernels.top_logits import best_tokens
 from ..runtime.state import State
 from ..tree import Tree
@@ -30,6 +31,7 @@ WHOLE = "cuda"
 """The type of device on which rounds verify all of a tree, or only its root."""
 
 
+@one_launch("recycle_renew", lambda table, tokens, logits: None, "launch_renew", writes=("table",))
 def renew(table: Tensor, tokens: Tensor, logits: Tensor) -> None:
     """Write what a verification shows into the table [V, k] int32. If several nodes have one token, the last counts.
 
@@ -47,15 +49,26 @@ def renew(table: Tensor, tokens: Tensor, logits: Tensor) -> None:
     table.index_put_((at,), torch.where(last[:, None] < 0, table[at], new[last]))
 
 
-def unrolled(table: Tensor, root: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The likeliest trees below the roots [B], see `grow_levels`. Slots without a node have a score of -inf."""
+def _trees(table, root, reads, nodes):
+    tokens, scores = root.new_empty(root.shape[0], nodes), root.new_empty(root.shape[0], nodes, dtype=torch.float32)
+    return tokens, torch.empty_like(tokens), scores, root.new_empty(root.shape[0])
+
+
+@one_launch("recycle_unroll", _trees, "launch_unroll", levels=LEVELS)
+def unrolled(table: Tensor, root: Tensor, reads: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The likeliest trees below the roots [B], see `grow_levels`, and how many nodes [B] of each are in use.
+
+    reads [B] bool: rows that draft from the table. Slots without a node have a score of -inf.
+    """
 
     def follow(level: int, previous: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         below = table[previous].to(torch.int64)  # [B, W, k]
         logprobs = torch.where(below < 0, -torch.inf, -(below & LOW) / UNIT)
         return (below >> 8).clamp(min=0), logprobs, state
 
-    return grow_levels(root, LEVELS, follow, table.new_empty(root.shape[0], 0), nodes)
+    tokens, parents, scores = grow_levels(root, LEVELS, follow, table.new_empty(root.shape[0], 0), nodes)
+    scores = torch.where(reads[:, None], scores, -torch.inf)
+    return tokens, parents, scores, (scores > -torch.inf).sum(dim=1).clamp(min=1)
 
 
 class Recycle(Algorithm):
@@ -112,9 +125,8 @@ class RecycleDrafter(Drafter):
         renew(self.table, tokens.flatten(), logits.flatten(0, 1))
 
     def propose(self, state: State, max_kv_len: int, nodes: int | None = None) -> None:
-        tokens, parents, scores = unrolled(self.table, state.tree_tokens[:, 0].clone(), self.nodes)
-        scores = torch.where(self.reads[:, None], scores, -torch.inf)
-        count = (scores > -torch.inf).sum(dim=1).clamp(min=1)
+        root = state.tree_tokens[:, 0].clone()
+        tokens, parents, scores, count = unrolled(self.table, root, self.reads, self.nodes)
         state.propose(tokens, parents, count, None, None, scores)  # `Union` takes no confidence of its sources
 
 

@@ -16,7 +16,7 @@ from ..drafting import Algorithm, Drafter
 from ..runtime.state import State
 from ..tree import Accepted, Tree
 from .ngram import Ngram
-from .trees.merge import CELLS, Drafts, SourceTrees, followed, learnt, merge
+from .trees.merge import CELLS, Drafts, learn_from, merge_into
 
 
 class Union(Algorithm):
@@ -138,20 +138,8 @@ class UnionDrafter(Drafter):
 
     def learn(self, state: State, begin: Tensor) -> None:
         """Count the outcomes of the drafts below the roots in the slots `begin` [B], now that the text goes on."""
-        # Read the text at the depth of each draft.
-        drafts = self.drafts
-        gained = torch.where(self.begins == begin, state.lengths - begin, 0)
-        slots = (begin[:, None] + drafts.depth).clamp(max=state.capacity - 1)
-        columns = drafts.tokens, drafts.ancestors, drafts.depth, state.tokens.gather(1, slots)
-        # Drafts count if their parent was accepted; parents are numbered within each source.
-        sizes = [self.head_nodes, self.nodes]
-        sides = zip(drafts.above.split(sizes, dim=1), *(column.split(sizes, dim=1) for column in columns))
-        on_path, below_path = [], []
-        for above, *side in sides:
-            on_path.append(followed(*side, gained))
-            below_path.append(on_path[-1].gather(1, above))
-        tested = torch.cat(below_path, dim=1) & (drafts.cells >= 0) & (drafts.depth <= gained[:, None])
-        self.counts.copy_(learnt(self.counts, drafts.priors, drafts.cells, tested, torch.cat(on_path, dim=1)))
+        seen = [*self.drafts], self.begins, begin, state.lengths, state.tokens
+        learn_from(self.counts, *seen, self.head_nodes)
 
     def see(self, state: State, tree: Tree, logits: Tensor) -> None:
         self.head.see(state, tree, logits)
@@ -168,12 +156,9 @@ class UnionDrafter(Drafter):
         ngram_parents: Tensor, ngram_count: Tensor, match: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """The trees, which are remembered: tokens, parents [B, N], count, confidence [B] (see `State.propose`)."""
-        head, trie = SourceTrees(tokens, parents, count), SourceTrees(ngram_tokens, ngram_parents, ngram_count)
-        tokens, parents, count, confidence, drafts = merge(head, scores, trie, match, self.counts.clone(), self.nodes)
-        for buffer, values in zip(self.drafts, drafts):
-            buffer.copy_(values)
-        self.begins.copy_(lengths)
-        return tokens, parents, count, confidence
+        head, trie = [tokens, parents, count], [ngram_tokens, ngram_parents, ngram_count]
+        kept = self.begins, [*self.drafts]
+        return merge_into(lengths, head, scores, trie, match, self.counts.clone(), *kept, self.nodes)
 
     def share(self, other: Drafter) -> None:
         super().share(other)

@@ -14,6 +14,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,6 +69,25 @@ def on_gpu(op: torch.library.CustomOpDef) -> Callable[[Callable], Callable]:
         return launch
 
     return register
+
+
+def one_launch(name: str, fake: Callable, kernel: str, writes: tuple[str, ...] = (), **constants: Any) -> Callable:
+    """Decorate a function in plain PyTorch, whose first argument tells where the others are.
+
+    On a GPU it becomes the op `name`, which gives its arguments and `constants` to the function `kernel` of
+    `kernels.trees`. On a CPU it stays as it is, so that a compiler can fuse its operations with those around them.
+    """
+
+    def define(function: Callable) -> Callable:
+        @on_gpu(op := op_with_kernel(name, fake, writes)(function))
+        def launch(*arguments):
+            from . import trees  # needs Triton
+
+            return getattr(trees, kernel)(*arguments, **constants)
+
+        return functools.wraps(function)(lambda first, *more: (op if first.is_cuda else function)(first, *more))
+
+    return define
 
 
 # Counters in device memory tell a program if it is the last of its launch to arrive. They are zero between launches.

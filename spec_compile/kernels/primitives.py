@@ -86,6 +86,12 @@ def sum_rows_in_pairs(x, GROUPS: tl.constexpr, SIZE: tl.constexpr, N: tl.constex
 # Rounding in kernels, as the ops round.
 
 
+@triton.jit
+def rounded(x):
+    """The nearest integers, ties to even, of float32 from 0 to 2 ** 22."""
+    return (x + 12582912.0) - 12582912.0
+
+
 LARGEST_FP8: tl.constexpr = tl.constexpr(448.0)
 """The largest number of float8_e4m3fn."""
 

@@ -20,6 +20,8 @@ from .launching import zero_counters
 try:
     import triton
     import triton.language as tl
+
+    from .primitives import rounded
 except ImportError:  # no GPU
     triton = None
 
@@ -93,14 +95,20 @@ def _first(logits: Tensor, ids: Tensor, k: int) -> Tensor:
     return MASK - ((order << 32 | (MASK - ids)).topk(k).values & MASK)
 
 
-def launch(logits: Tensor, k: int, temperature: float, block: int = BLOCK, warps: int = 4) -> tuple[Tensor, Tensor]:
-    """`top_logits` by the kernel, in parts of `block` logits (a power of two)."""
+def launch(
+    logits: Tensor, k: int, temperature: float, block: int = BLOCK, warps: int = 4, table: Tensor | None = None,
+    tokens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`top_logits` by the kernel, in parts of `block` logits (a power of two).
+
+    table, tokens: see `drafters.recycle.renew`. With these the table is renewed, and the results are undefined.
+    """
     rows, vocab = logits.shape
     parts = triton.cdiv(vocab, block)
     logprobs = logits.new_empty((rows, k), dtype=torch.float32)
     ids = logits.new_empty((rows, k), dtype=torch.int64)
     _top_logits[(rows * parts,)](
-        logits, logprobs, ids,
+        logits, logprobs, ids, table, tokens, rows, 0 if table is None else len(table),
         logits.new_empty((rows, parts, k), dtype=torch.int64), logits.new_empty((rows, parts, 2), dtype=torch.float32),
         zero_counters(logits.device, rows),
         *logits.stride(), vocab, parts, 1 / temperature, math.log2(math.e) / temperature,
@@ -129,10 +137,11 @@ if triton is not None:
         """2 ** ((values - peak) * scale); 0 where a value is -inf."""
         return tl.exp2((values - tl.where(peak == float("-inf"), 0.0, peak)) * scale)
 
-    @triton.jit(do_not_specialize=["parts"])
+    @triton.jit(do_not_specialize=["parts", "rows", "known"])
     def _top_logits(
         logits,  # [R, vocab] by its strides
-        logprobs, ids,  # [R, K], written
+        logprobs, ids,  # [R, K], written, or None
+        table, tokens, rows, known,  # [known, K] int32, whose rows `tokens` [R] are written, or None
         best, sums,  # [R, parts, K]: entries; [R, parts, 2]: largest logit and sum of each part
         arrived,  # [R]: parts that are done; zero before and after
         stride_row, stride, vocab, parts, inverse, scale,
@@ -170,10 +179,22 @@ if triton is not None:
             log_total = tl.log(tl.sum(totals * _powers(peaks, peak, scale), 0))
             n = tl.arange(0, BLOCK_BEST)
             merged = tl.load(best + n, mask=n < parts * K, other=LEAST, cache_modifier=".cg")
+            if table is not None:  # the last row of a token counts
+                token = tl.load(tokens + row)
+                same = token < 0
+                for start in range(row + 1, rows, 256):
+                    later = start + tl.arange(0, 256)
+                    same |= tl.max((tl.load(tokens + later, mask=later < rows, other=-1) == token).to(tl.int32), 0) > 0
             for place in range(K):
                 largest = tl.max(merged, 0)
-                logit = _logit(largest)
+                logit, id = _logit(largest), 0x7FFFFFFF - (largest & 0x7FFFFFFF)
                 logprob = tl.minimum((logit - peak) * inverse - log_total, 0.0)
-                tl.store(logprobs + row * K + place, tl.where(logit == float("-inf"), logit, logprob))
-                tl.store(ids + row * K + place, 0x7FFFFFFF - (largest & 0x7FFFFFFF))
+                logprob = tl.where(logit == float("-inf"), logit, logprob)
+                if table is None:
+                    tl.store(logprobs + row * K + place, logprob)
+                    tl.store(ids + row * K + place, id)
+                else:
+                    loss = rounded(tl.minimum(-16.0 * logprob, 255.0)).to(tl.int32)
+                    is_one = (id < known) & (logprob > float("-inf"))
+                    tl.store(table + token * K + place, tl.where(is_one, (id.to(tl.int32) << 8) | loss, -1), mask=~same)
                 merged = tl.where(merged == largest, LEAST, merged)

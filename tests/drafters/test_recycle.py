@@ -100,11 +100,11 @@ def test_trees_are_the_best_of_the_table(data, k, nodes):
         table[token, : len(ids)] = torch.tensor([i << 8 | b for i, b in zip(ids, bits)], dtype=torch.int32)
     nodes = min(nodes, sum(k**level for level in range(LEVELS + 1)))
     roots = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=2, max_size=2))
-    tokens, parents, scores = unrolled(table, torch.tensor(roots), nodes)
+    tokens, parents, scores, used = unrolled(table, torch.tensor(roots), torch.ones(2).bool(), nodes)
     for row in range(2):
         right = slow_tree(known, roots[row], nodes)
         count = int((scores[row] > -INF).sum())
-        assert count == len(right)
+        assert count == len(right) == used[row]
         np.testing.assert_allclose(scores[row, :count].numpy(), [score for *_, score in right], rtol=1e-5)
         made = [*zip(tokens[row, :count].tolist(), parents[row, :count].tolist())]
         assert len({*made}) == count and all(parent < node for node, (_, parent) in enumerate(made))
@@ -130,7 +130,7 @@ def test_one_trace_serves_all_numbers_of_rows_and_nodes():
 
     def round_(table, tokens, logits, root):
         renew(table, tokens.flatten(), logits.flatten(0, 1))
-        return unrolled(table, root, 8)
+        return unrolled(table, root, root == 0, 8)
 
     arguments = torch.full((64, 2), -1, dtype=torch.int32), torch.zeros(37, 4).long(), torch.randn(37, 4, 64)
     trace(round_, (*arguments, torch.zeros(37).long()), lambda size: size % 37 == 0, torch.device("cpu"))

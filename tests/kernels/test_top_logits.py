@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import GPU, places
 
+from spec_compile.drafters.recycle import LOW, renew
 from spec_compile.kernels import launching, top_logits
+from spec_compile.kernels.trees import launch_renew
 
 PLACES = places(torch.float32, torch.bfloat16, torch.float16)
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encountered")  # in NumPy
@@ -93,6 +95,53 @@ def test_strides(place, strides):
     there.copy_(logits)
     check(launch(place, there, 3, 1.0, block=16), logits, 3, 1.0)
     check(top_logits.top_logits(there, 3, 1.0), logits, 3, 1.0)
+
+
+def same_table(found, right):
+    """The same candidates, whose quantised log-probabilities may round to the next number."""
+    found = found.cpu()
+    assert torch.equal(found >> 8, right >> 8) and ((found & LOW) - (right & LOW)).abs().max() <= 1
+
+
+@settings(max_examples=100 if GPU else 25, deadline=None)
+@given(st.lists(st.integers(-1, 5), min_size=1, max_size=20), cases())
+def test_rows_of_a_table(place, tokens, case):
+    """Of equal tokens the last counts; ids outside of the table and logits of -inf leave no candidate."""
+    row, k, _ = case
+    logits = row[torch.arange(len(tokens)) % len(row)].roll(1, 0) + torch.arange(len(tokens))[:, None] % 3
+    logits, tokens, table = logits.to(place[1]), torch.tensor(tokens), torch.full((6, k), 77, dtype=torch.int32)
+    there = table.to(place[0])
+    launch_renew(there, tokens.to(place[0]), logits.to(place[0]), block=16)
+    assert launching.all_zero()
+    renew(table, tokens, logits)
+    same_table(there, table)
+
+
+def test_a_table_is_written_as_by_an_operator():
+    table = torch.full((30, 4), -1, dtype=torch.int32)
+    torch.library.opcheck(
+        torch.ops.spec_compile.recycle_renew.default, (table, torch.tensor([3, -1, 3]), torch.randn(3, 40))
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 1000])
+def test_a_table_in_a_graph(rows):
+    """Many rows share a token: with 1,000 rows and 300 tokens, a row has others of its token in several blocks."""
+    table = torch.full((50000, 8), -1, dtype=torch.int32, device="cuda")
+    tokens, logits = torch.zeros(rows, dtype=torch.int64, device="cuda"), torch.randn(rows, 50257, device="cuda").half()
+    renew(table, tokens, logits)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        renew(table, tokens, logits)
+    for _ in range(3):
+        tokens.random_(-1, 300)
+        logits.normal_()
+        right = table.cpu()
+        graph.replay()
+        renew(right, tokens.cpu(), logits.cpu())
+        same_table(table, right)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -302,16 +302,28 @@ for heads, size, inputs, experts in ((32, 128, 2048, 512),):
 """
 
 DRAFTS = """
-from spec_compile.kernels import copies, lattice, top_logits
+from spec_compile.drafters.trees.merge import KEPT, LAYOUT
+from spec_compile.kernels import copies, top_logits, trees
 from spec_compile.kernels.linear import low_rank_kernel
 
-compiled(lattice, "lattice_kernel")
+compiled(trees, "lattice_kernel", "unroll_kernel", "merge_kernel", "learn_kernel")
 compiled(copies, "_pack_pages", "_compact")
 compiled(copies, "_publish", RELEASE=True)
 compiled(top_logits, "_top_logits")
 compiled(low_rank_kernel, "low_rank_kernel")
 found = results["a lattice"] = []
-lattice.launch(torch.zeros(2).long(), torch.zeros(2, 15, 16).long(), torch.zeros(2, 15, 16, 16), 64)
+trees.launch(torch.zeros(2).long(), torch.zeros(2, 15, 16).long(), torch.zeros(2, 15, 16, 16), 64)
+found = results["recycled tokens"] = []
+table = torch.zeros(49152, 16).int()
+for rows, nodes in ((1, 16), (8, 64)):
+    trees.launch_unroll(table, torch.zeros(rows).long(), torch.ones(rows).bool(), nodes, 6)
+    trees.launch_renew(table, torch.zeros(rows * nodes).long(), torch.zeros(rows * nodes, 49152, dtype=HALF))
+for size in (16, 64):
+    found = results[f"two trees of {size} nodes"] = []
+    both, row, counts = torch.zeros(2, 3 * size).long(), torch.zeros(2).long(), torch.zeros(2, LAYOUT["CELLS"])
+    tree, drafts = [both[:, :size], both[:, :size], row], [both] * 5 + [both.float()]
+    trees.launch_merge(row, tree, both[:, :size].float(), tree, row, counts, row, drafts, size, **LAYOUT)
+    trees.launch_learn(counts, drafts, row, row, row, both, size, KEPT)
 found = results["copies of pages"] = []
 numbers = torch.zeros(2, 8, dtype=torch.int64)
 pools = [torch.zeros(2, 3, 64, 64).short() for _ in range(2)]

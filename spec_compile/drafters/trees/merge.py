@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...kernels.launching import one_launch
 from ...runtime.verify.sample import mix
 from ...tree import MAX_NODES, ancestry
 from .grow import best_nodes, expected_drafts
@@ -230,3 +231,57 @@ def _ranks(trie: SourceTrees, is_used: Tensor, ancestors: Tensor) -> tuple[Tenso
     rank = (older & (number < number[:, None])).sum(dim=2)
     later = _path_sums((rank > 0).to(torch.int64), ancestors)
     return rank, later == 0
+
+
+LAYOUT = dict(
+    CELLS=CELLS, WEIGHT=WEIGHT, LEAST=LEAST, MOST=MOST, DEPTHS=DEPTHS, BINS=BINS, LOWEST=LOWEST, MATCHES=MATCHES,
+    RANKS=RANKS, STAGES=STAGES, FIRST_OF_TRIE=FIRST_OF_TRIE, FIRST_OF_BOTH=FIRST_OF_BOTH,
+)  # fmt: skip
+
+
+def _trees(lengths, head, scores, trie, longest, counts, begins, drafts, nodes):
+    tree, summary = lengths.new_empty(lengths.shape[0], nodes), torch.empty_like(lengths)
+    return tree, torch.empty_like(tree), summary, torch.empty_like(summary)
+
+
+@one_launch("merge_into", _trees, "launch_merge", writes=("begins", "drafts"), **LAYOUT)
+def merge_into(
+    lengths: Tensor, head: list[Tensor], scores: Tensor, trie: list[Tensor], longest: Tensor, counts: Tensor,
+    begins: Tensor, drafts: list[Tensor], nodes: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`merge`, whose drafts are kept, with the lengths [B] of the texts that they continue.
+
+    longest: `merge`'s match, a name that Inductor takes for itself in an op that writes.
+    """
+    tokens, parents, count, confidence, new = merge(
+        SourceTrees(*head), scores, SourceTrees(*trie), longest, counts, nodes
+    )
+    for buffer, values in zip([begins, *drafts], [lengths, *new]):
+        buffer.copy_(values)
+    return tokens, parents, count, confidence
+
+
+@one_launch("learn_from", lambda *inputs: None, "launch_learn", writes=("counts",), kept=KEPT)
+def learn_from(
+    counts: Tensor, drafts: list[Tensor], begins: Tensor, begin: Tensor, lengths: Tensor, text: Tensor, size: int
+) -> None:
+    """Count the outcomes of the drafts below the roots in the slots `begin` [B], now that the text goes on.
+
+    begins [B]: the slots below which the drafts were proposed.
+    lengths [B], text [B, S]: committed slots, and the tokens of all slots.
+    size: nodes of the head.
+    """
+    # Read the text at the depth of each draft.
+    known = Drafts(*drafts)
+    gained = torch.where(begins == begin, lengths - begin, 0)
+    slots = (begin[:, None] + known.depth).clamp(max=text.shape[1] - 1)
+    columns = known.tokens, known.ancestors, known.depth, text.gather(1, slots)
+    # Drafts count if their parent was accepted; parents are numbered within each source.
+    sizes = [size, known.depth.shape[1] - size]
+    sides = zip(known.above.split(sizes, dim=1), *(column.split(sizes, dim=1) for column in columns))
+    on_path, below_path = [], []
+    for above, *side in sides:
+        on_path.append(followed(*side, gained))
+        below_path.append(on_path[-1].gather(1, above))
+    tested = torch.cat(below_path, dim=1) & (known.cells >= 0) & (known.depth <= gained[:, None])
+    counts.copy_(learnt(counts, known.priors, known.cells, tested, torch.cat(on_path, dim=1)))

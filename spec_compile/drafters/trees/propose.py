@@ -195,7 +195,7 @@ def lattice_tree(root: Tensor, tokens: Tensor, logprobs: Tensor, nodes: int) -> 
             f"nodes: {count} candidates at each of {places} places, at most {MAX_K} of them, are too few for {nodes}"
         )
     if root.is_cuda:
-        from ...kernels.lattice import launch  # needs Triton
+        from ...kernels.trees import launch  # needs Triton
 
         return launch(root, tokens, logprobs, nodes)
     return grow_table(root, tokens, logprobs, nodes)
