@@ -171,14 +171,12 @@ class Cache(nn.Module):
         self.states.share(other.states)
         self.adapters = [larger[: len(own)] for own, larger in zip(self.adapters, other.adapters)]
 
-    def resize(self, slots: int, pages: int | None = None) -> list[Tensor]:
-        """Replace `tensors` by empty ones, pages of `slots` slots, and return the old ones. pages: None: one a row."""
-        before = self.tensors
+    def resize(self, slots: int, pages: int | None = None) -> None:
+        """Replace `tensors` by empty ones, pages of `slots` slots. pages: None: one a row."""
         for name, tensor in list(self.named_buffers(recurse=False)):
             _, heads, _, size = tensor.shape
             shape = pages or len(self.table), heads, slots, size
             setattr(self, name, zero_pages(shape, tensor.dtype, tensor.device))
-        return before
 
 
 def zero_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -28,6 +28,7 @@ class DraftPlan:
     sizes: nodes that a round verifies: "fixed" (always `nodes`, as many as every tree has), "tree" (as many as the
         trees have) or "adaptive" (fewer if that has paid).
     levels: the levels of a tree, if each takes a forward of the draft; 1: all drafts come from one forward.
+    paged: True if rows have several pages of the cache in every session.
     """
 
     nodes: int
@@ -36,6 +37,7 @@ class DraftPlan:
     draws: bool = False
     sizes: Literal["fixed", "tree", "adaptive"] = "fixed"
     levels: int = 1
+    paged: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -217,6 +219,9 @@ class Algorithm:
     def token_bytes(self) -> int:
         """Bytes that its own cache takes for each token of a sequence."""
         return 0 if self.graph is None else self.graph.token_bytes
+
+    def take(self, target: ModelGraph) -> None:
+        """Get the target's rewritten graph of rounds, before any drafter is made."""
 
     def refresh(self) -> None:
         """Compute copies of weights anew, because the weights have changed in place."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..compile.part import PartCompiler
 from ..drafting import Algorithm, Drafter
+from ..graph import ModelGraph
 from ..runtime.state import State
 from ..tree import Accepted, Tree
 from .ngram import Ngram
@@ -42,6 +43,9 @@ class Union(Algorithm):
     @property
     def token_bytes(self) -> int:
         return self.head.token_bytes
+
+    def take(self, target: ModelGraph) -> None:
+        self.head.take(target)
 
     def refresh(self) -> None:
         self.head.refresh()

@@ -64,6 +64,7 @@ class Runtime:
 
     def __post_init__(self) -> None:
         self.guard.raises = self.options.ranks.size > 1
+        self.algorithm.take(self.verify)
         self.stats.vocabulary_share = self.algorithm.vocabulary_share
 
     @property

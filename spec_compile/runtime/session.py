@@ -15,6 +15,7 @@ from ..cache import PAGE, ROUNDED, Cache
 from ..compile.replay import Captured, CaptureError, OutcomeRing
 from ..drafting import Drafter, caches, use_pages
 from ..kernels.attention import BACKENDS
+from ..kernels.ops import places
 from ..kernels.together import compile_together
 from ..outcome import WIDEST
 from ..tree import MAX_NODES, Accepted, Tree, ancestry
@@ -104,21 +105,22 @@ class Session:
         pool: "Session | int | None" = None,
     ):  # fmt: skip
         """capacity: None gives `Runtime.capacity`. larger: a session whose first rows this one shares. pool: a session
-        whose pages the rows may have, or the number of pages of a new pool, scratch included; None: each row has a
-        page that holds all of it, or what `larger` has."""
+        whose pages the rows may have, or the number of pages of a new one, scratch included; None: see `_make_room`."""
         # The buffers.
         self.runtime, self.batch, plan = runtime, batch, runtime.algorithm.plan
         self.capacity = capacity or runtime.capacity(batch)
         slots = ROUNDED if larger or pool else self._slots(self.capacity)
         runtime.check_memory(batch, -(-pool * PAGE // batch) if isinstance(pool, int) else slots)
-        self.drafter = runtime.algorithm.drafter(batch, slots)
-        self.state = State(runtime.verify, batch, slots, runtime.device, plan)
+        self.drafter = runtime.algorithm.drafter(batch, ROUNDED)
+        self.state = State(runtime.verify, batch, ROUNDED, runtime.device, plan)
         if larger is not None:
             self.state.share(larger.state)
             self.drafter.share(larger.drafter)
         if pool is not None:
             pages = repeat(pool) if isinstance(pool, int) else [cache.tensors for cache in pool.caches]
             use_pages(self._slots(self.capacity), pages, self.state, self.drafter)
+        elif larger is None:
+            self._make_room(slots)
         self.answers: list[tuple[list[int], list[int]]] = []
         self.late, self.is_growing = 0, False
 
@@ -177,16 +179,29 @@ class Session:
             torch.cuda.synchronize(self.runtime.device)
             self.made.clear()
         self._compiled.grow()
-        before = [cache.resize(slots) for cache in self.caches]
-        self.state.resize(slots)
-        self.drafter.resize(slots)
+        before = [(cache.tensors, cache.table) for cache in self.caches]
+        self._make_room(slots)
         if not used:
             self.answers = []
         yield
-        for cache, tensors in zip(self.caches, before):
+        slot = torch.arange(used, device=self.runtime.device).expand(self.batch, -1)
+        for cache, (tensors, table) in zip(self.caches, before):
             for new, old in zip(cache.tensors, tensors):
-                new[:, :, :used] = old[:, :, :used]
+                new[places(new, slot, cache.table)] = old[places(old, slot, table)]
         self.is_growing = False
+
+    def _make_room(self, slots: int) -> None:
+        """Replace all caches by empty ones of `slots` slots a row, in one page each; or in pages in order if the plan
+        says so: the table of 2 rows of 128 slots is [[1, 2], [3, 4]]."""
+        if self.runtime.algorithm.plan.paged:
+            pages = 1 + self.batch * slots // PAGE
+            use_pages(slots, repeat(pages), self.state, self.drafter)
+            self.state.kv.table.copy_(torch.arange(1, pages).view(self.batch, -1))
+        else:
+            for cache in self.caches:
+                cache.resize(slots)
+            self.state.resize(slots)
+            self.drafter.resize(slots)
 
     def prefill_draft(self, features: list[Tensor], padding: list[int], begins: list[int], sizes: list[int]) -> None:
         """Let only the draft process the first `begins` [B] tokens of each prompt, which the target has processed.

@@ -83,7 +83,7 @@ def test_an_algorithm_without_its_draft_says_so(model, algo, options):
 
 def test_all_others_draft_without_one(model):
     ours = {name for name, entry in ALGORITHMS.items() if entry.options.__module__.startswith("spec_compile.")}
-    assert {"ngram", "mtp", "nextn", "naive_eagle", "lookahead"} == {*ours, *ALIASES} - {*NEEDY}
+    assert {"ngram", "mtp", "nextn", "naive_eagle", "lookahead", "self"} == {*ours, *ALIASES} - {*NEEDY}
     for algo in ("mtp", "naive_eagle"):
         with pytest.raises(ValueError, match=rf"multi-token prediction, so pass draft=.*algo='{algo}'"):
             speculate(model, algo, compile=False)
