@@ -8,8 +8,10 @@ et al., arXiv:2406.08464). --count such turns are drawn, half of them after one 
 the measured prompts are. --prompts adds prompts from a file of chats without answers, such as hold_out.py writes; each
 gets a greedy answer, and drawn ones up to --answers. hold_out.py leaves measured prompts out of its file.
 
-The file has a JSON line with `messages` for each chat, for `python -m spec_compile train --data chats.jsonl`. Chats are
-written at once, so that a stopped run keeps its chats.
+A model without a chat template continues the prompts of --prompts as they are, and writes no user's turns.
+
+The file has a JSON line for each answer, for `python -m spec_compile train --data chats.jsonl`: with the `messages` of a
+chat, or a `prompt` and its `completion`. Lines are written at once, so that a stopped run keeps them.
 """
 
 import argparse
@@ -54,22 +56,32 @@ class Chats:
         turns = [(opening + text).strip() for opening, (text, ended) in zip(openings, written) if ended]
         return list(dict.fromkeys(turn for turn in turns if len(turn) >= LEAST))
 
-    def answers(self, prompts: list[str], drawn: int = 0) -> Iterator[list[dict]]:
-        """The chats of all prompts with a greedy answer each, followed by `drawn` others of each."""
-        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        asked = [self._document(self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-                 for chat in chats]  # fmt: skip
-        pairs = [(chat, document) for chat, document in zip(chats, asked) if len(document.ids) <= LONGEST]
+    def answers(self, prompts: list[str], drawn: int = 0) -> Iterator[dict]:
+        """The lines of all prompts with a greedy answer each, followed by `drawn` others of each."""
+        pairs = [(prompt, self._asked(prompt)) for prompt in prompts]
+        pairs = [(prompt, document) for prompt, document in pairs if len(document.ids) <= LONGEST]
         for repeat in range(1 + drawn):
             options = (AGAIN if repeat else dict(do_sample=False)) | {"max_new_tokens": self.new_tokens}
             written = self._continue([document for _, document in pairs], options, repeat)
-            for (chat, _), (text, _) in zip(pairs, written):
-                if text := text.strip():
-                    yield [*chat, {"role": "assistant", "content": text}]
+            for (prompt, _), (text, _) in zip(pairs, written):
+                if not text.strip():
+                    continue
+                if self.tokenizer.chat_template is None:
+                    yield {"prompt": prompt, "completion": text}
+                else:
+                    answer = {"role": "assistant", "content": text.strip()}
+                    yield {"messages": [{"role": "user", "content": prompt}, answer]}
 
-    def _document(self, text: str) -> Document:
-        """A document for the model to continue."""
-        ids = torch.tensor(self.tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.int32)
+    def _asked(self, prompt: str) -> Document:
+        """The document in which the model answers or continues a prompt."""
+        if self.tokenizer.chat_template is None:
+            return self._document(prompt, special=True)
+        chat = [{"role": "user", "content": prompt}]
+        return self._document(self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+
+    def _document(self, text: str, special: bool = False) -> Document:
+        """A document for the model to continue. special: True to add the tokenizer's special tokens."""
+        ids = torch.tensor(self.tokenizer(text, add_special_tokens=special).input_ids, dtype=torch.int32)
         return Document(ids, torch.zeros(len(ids), dtype=torch.bool))
 
     def _continue(self, documents: list[Document], options: dict, seed: int) -> list[tuple[str, bool]]:
@@ -82,8 +94,8 @@ class Chats:
         return [(text, answer[-1] == end) for text, answer in zip(texts, answers)]
 
 
-def all_chats(writer: Chats, options: argparse.Namespace) -> Iterator[list[dict]]:
-    """All chats, one after another."""
+def all_lines(writer: Chats, options: argparse.Namespace) -> Iterator[dict]:
+    """The lines of all answers, one after another."""
     if options.prompts:
         yield from writer.answers([chat[-1]["content"] for chat in read_texts(options.prompts)], options.answers - 1)
     for first in range(0, options.count, TOGETHER):
@@ -92,7 +104,7 @@ def all_chats(writer: Chats, options: argparse.Namespace) -> Iterator[list[dict]
 
 def main(arguments: list[str] | None = None) -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--model", required=True, help="a folder, or a name on the hub; its tokenizer has a template")
+    parser.add_argument("--model", required=True, help="a folder, or a name on the hub")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--count", type=int, default=10000, help="user's turns that the model writes")
     parser.add_argument("--prompts", type=Path, help="prompts or chats without answers, one a line")
@@ -102,10 +114,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", default="auto")
     options = parser.parse_args(arguments)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
+    if options.count and tokenizer.chat_template is None:
+        parser.error(f"--count: {options.model} has no chat template to write user's turns with; pass 0, and --prompts")
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).to(options.device).eval()
     with options.out.open("w", buffering=1) as file:
-        for chat in all_chats(Chats(model, tokenizer, options.new_tokens), options):
-            file.write(json.dumps({"messages": chat}) + "\n")
+        for line in all_lines(Chats(model, tokenizer, options.new_tokens), options):
+            file.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":
