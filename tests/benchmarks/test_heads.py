@@ -84,4 +84,10 @@ def test_a_model_writes_both_sides_of_a_chat(monkeypatch):
     talk = list(writer.answers([*turns, "x " * 3000], drawn=1))  # the last is too long to be answered
     prompts = [f"[user]{turn}{end}[assistant]" for turn in turns]
     assert asked[1:] == [(prompts, False, 0), (prompts, True, 1)]
-    assert [chat[0]["content"] for chat in talk] == turns * 2 and talk[0][1] == {"role": "assistant", "content": "yes"}
+    user, assistant = talk[0]["messages"]
+    assert assistant == {"role": "assistant", "content": "yes"} and user["role"] == "user"
+    assert [line["messages"][0]["content"] for line in talk] == turns * 2
+    # Without a template prompts are continued as they are.
+    tokenizer.chat_template = None
+    texts = [dict(prompt=turns[0], completion="yes"), dict(prompt=turns[1], completion=tokenizer.decode([7]))]
+    assert list(writer.answers(turns)) == texts
