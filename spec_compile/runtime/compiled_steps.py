@@ -66,7 +66,11 @@ class CompiledSteps:
     @property
     def shape(self) -> Shape:
         """The sizes that the parts here serve."""
-        return self._example_shape or shape_of(self.runtime, self.state)
+        if self._example_shape is not None:
+            return self._example_shape
+        rows, slots = self.state.batch, 0 if slots_vary(self.runtime) else self.state.capacity
+        any_rows = rows > 1 and rows_vary(self.runtime)
+        return Shape(0 if any_rows else rows, slots, self.state.kv.is_paged)
 
     def grow(self) -> None:
         """Before the buffers get more slots: forget steps that serve only one number of them."""
@@ -257,13 +261,6 @@ def example_size(static: Iterable[int], at_most: int | None = None, primes: tupl
     raise RuntimeError(f"no size to compile with: {sorted(static)} have every prime as a factor; pass compile=False")
 
 
-def shape_of(runtime: Runtime, state: State) -> Shape:
-    """The shape of the parts that serve a session with this state."""
-    rows, slots = state.batch, state.capacity
-    any_rows = rows > 1 and rows_vary(runtime)
-    return Shape(0 if any_rows else rows, 0 if slots_vary(runtime) else slots, state.kv.is_paged)
-
-
 def example_sizes(runtime: Runtime, shape: Shape) -> ExampleSizes:
     """The sizes of the example that compiles parts of this shape.
 
@@ -381,8 +378,7 @@ def _facts(algorithm: str, runtime: Runtime) -> str:
 
 def _values(owner: Any, without: Collection[str]) -> list[tuple[str, Any]]:
     """The fields of a dataclass, with their values."""
-    names = [field.name for field in dataclasses.fields(owner) if field.name not in without]
-    return [(name, getattr(owner, name)) for name in names]
+    return [(each.name, getattr(owner, each.name)) for each in dataclasses.fields(owner) if each.name not in without]
 
 
 def _module_facts(module: nn.Module) -> list:

@@ -273,10 +273,8 @@ class Hindsight:
                 else:
                     going.append(tree)
             if counts[row] > 1:
-                tokens, parents = (
-                    nodes[row, : counts[row]].tolist() for nodes in (state.tree_tokens, state.tree_parents)
-                )
-                pairs = zip(parents[1:], tokens[1:])
+                drafts = slice(1, counts[row])
+                pairs = zip(state.tree_parents[row, drafts].tolist(), state.tree_tokens[row, drafts].tolist())
                 going.append(_Tree(confidences[row], {pair: node for node, pair in enumerate(pairs, 1)}, end))
             self._trees[row], self._ends[row] = going, end
         return known

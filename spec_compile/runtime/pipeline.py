@@ -242,7 +242,7 @@ class Call:
         self.acceptor, self.is_on_host = acceptor, isinstance(acceptor, HostAcceptor)
         self._kind = StepKind.LOOK if acceptor else StepKind.ROUND
         self.has_unknown_tokens = prompt is not None and prompt.has_unknown_tokens
-        self._position_offsets = None if prompt is None else prompt.position_offsets
+        self._position_offsets = (prompt.position_offsets if prompt else None) or [0] * len(sequences)
         self._first_logits = None if past is None else past.first_logits
         self._longest = max(sequence.longest for sequence in sequences)
         self._is_started = False
@@ -279,11 +279,9 @@ class Call:
 
         # The rows of this call.
         eos = [token for token in request.eos if 0 <= token < runtime.verify.vocab_size]
-        offsets: list[dict[str, int]] = [{}] * state.batch
-        if state.position_offsets is not None:
-            offsets = [{"position_offsets": offset} for offset in self._position_offsets or [0] * state.batch]
-        for sequence, offset in zip(sequences, offsets):
-            numbers = {"lengths": 0, **sequence.numbers(), **offset}
+        for sequence, offset in zip(sequences, self._position_offsets):
+            shifts = {} if state.position_offsets is None else {"position_offsets": offset}
+            numbers = {"lengths": 0, **sequence.numbers(), **shifts}
             state.enter(sequence.row, sequence.prompt, eos, sequence.loaded.index, **numbers)
         state.finished.zero_()  # guard: next-request
         begins = self._take_past()

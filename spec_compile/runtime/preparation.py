@@ -165,8 +165,8 @@ def model_for(called: CalledDraft, engine: "Engine") -> PreTrainedModel | None:
         return None
     before, model = engine.called_drafts.get(called.algo, (None, None))
     if before != called:
-        options = {each.name: getattr(engine.options, each.name) for each in fields(Options)}
-        options = {name: value for name, value in options.items() if name not in OF_ONE_DRAFT}
+        names = [each.name for each in fields(Options) if each.name not in OF_ONE_DRAFT]
+        options = {name: getattr(engine.options, name) for name in names}
         try:
             model = engine.speculate(engine.original, called.algo, **options, **called.options)
             vars(model)["speculation"].engine.runtime.stats = engine.runtime.stats
@@ -196,7 +196,7 @@ LOOPS = {*HOOKS, "_beam_search", "_assisted_decoding", "_optimize_model_for_deco
 LOGGER = logging.getLogger("transformers")  # its level changes the warnings of transformers
 
 _methods = attrgetter(*METHODS)
-_own_methods = dict(zip(METHODS, _methods(GenerationMixin)))
+_own_methods = {name: getattr(GenerationMixin, name) for name in METHODS if name not in LOOPS}
 
 Key = tuple[Any, ...]
 SCALARS = {NoneType, bool, int, float, str}
@@ -317,11 +317,7 @@ def make_key(model: Any, device: torch.device, ids: Tensor, mask: Tensor | None,
 
 def _prepares_as_transformers(cls: type) -> bool:
     """True if a model's class prepares calls only by the methods that `GenerationMixin` had at import."""
-    return all(
-        getattr(cls, name) is own and is_trusted(GenerationMixin, own)
-        for name, own in _own_methods.items()
-        if name not in LOOPS
-    )
+    return all(getattr(cls, name) is own and is_trusted(GenerationMixin, own) for name, own in _own_methods.items())
 
 
 def _has_options_alone(config: GenerationConfig) -> bool:

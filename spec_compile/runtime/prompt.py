@@ -92,7 +92,9 @@ class Prompt:
         ids = input_ids.cpu()  # tensors on a GPU are copied once
         mask = None if mask is None else mask.cpu()
         batch, id_width = ids.shape
-        width = _width(id_width, generation_config, model_kwargs) if embeds is None else embeds.shape[1]
+        has_pictures, cache = _has_pictures(model_kwargs), cache_among(model_kwargs)
+        cached = int(cache.get_seq_length()) if cache is not None else 0
+        width = _width(id_width, cached, mask, generation_config) if embeds is None else embeds.shape[1]
         padding = [0] * batch
         offsets: list[int] | None = [0] * batch
         if mask is not None:
@@ -102,8 +104,6 @@ class Prompt:
                 is_left_padded = not bool((seen.diff(dim=1) < 0).any()) and bool(seen.any(dim=1).all())
                 padding = (seen == 0).sum(dim=1).tolist()
             offsets = offsets if is_left_padded else None
-        has_pictures, cache = _has_pictures(model_kwargs), cache_among(model_kwargs)
-        cached = int(cache.get_seq_length()) if cache is not None else 0
         positions = model_kwargs.get("position_ids")
         if positions is not None and offsets is not None:
             first = cached if embeds is None and not has_pictures else width - 1
@@ -134,13 +134,11 @@ def _check_ids(input_ids: Tensor, embeds: Tensor | None) -> None:
         raise ValueError(f"input_ids: expected [batch, at least one token], got shape {tuple(input_ids.shape)}")
 
 
-def _width(id_width: int, generation_config: GenerationConfig, model_kwargs: dict) -> int:
+def _width(id_width: int, cached: int, mask: Tensor | None, generation_config: GenerationConfig) -> int:
     """Positions of every row: the width of the mask, or without one of the ids or the cache.
 
     The ids are either all tokens, or those after the cache; else ValueError.
     """
-    cache, mask = cache_among(model_kwargs), model_kwargs.get("attention_mask")
-    cached = int(cache.get_seq_length()) if cache is not None else 0
     is_healed = bool(generation_config.token_healing) and not cached  # other ids may have replaced the masked ones
     if is_healed and (mask is None or mask.shape[-1] != id_width):
         return id_width
@@ -298,10 +296,8 @@ def read_cache(cache: Cache, padding: list[int], layout: Layout) -> Past:
     batch = attention[0].keys.shape[0]
     if batch != len(padding):
         raise ValueError(f"{CACHE}: expected a cache of batch size {len(padding)}, got {batch}")
-    layers = []
-    for layer in attention:
-        cached = min(length, layer.keys.shape[2])  # a static cache has room for more
-        layers.append((layer.keys[:, :, :cached], layer.values[:, :, :cached]))
+    # A static cache has room for more.
+    layers = [(layer.keys[:, :, :length], layer.values[:, :, :length]) for layer in attention]
     states = [_as_ours(cache.layers[number], kind) for number, kind in layout.states]
     return Past(layers, states, length, padding)
 
@@ -393,7 +389,8 @@ def unserved(engine: "Engine", prompt: Prompt, generation_config: GenerationConf
     cache = cache_among(model_kwargs)
     if cache is not None and not is_plain(cache):
         return f"{CACHE} / cache_implementation ({type(cache).__name__})"
-    is_filled = cache is not None and cache.get_seq_length() > 0
+    cached = 0 if cache is None else cache.get_seq_length()
+    is_filled = cached > 0
     is_own = prompt.is_embedded or prompt.has_pictures
     if is_own and engine.loras is not None:
         return "inputs_embeds or pixel_values (of a model whose rows choose adapters)"
@@ -414,11 +411,9 @@ def unserved(engine: "Engine", prompt: Prompt, generation_config: GenerationConf
     if states is not None and states is not cache and is_asked_for:
         return f"{STATES} (of a model without attention)"
     types = [model_kwargs[name] for name in sorted(TOKEN_TYPES & model_kwargs.keys()) if is_reader]
-    cached = cache.get_seq_length() if cache is not None and is_filled else 0
     if not prompt.has_pictures and any(each is not None and each[..., cached:].any() for each in types):
         return "token_type_ids (of pictures that are not there)"
     served = SERVED_ARGUMENTS | (PICTURES | TOKEN_TYPES if is_reader else set())
-    no_pictures: dict[str, Any] = {"mm_encoder_outputs": {}}  # tells a model that reads pictures that there are none
-    others = ((name, value) for name, value in model_kwargs.items() if name not in served)
-    others = ((name, value) for name, value in others if value is not None)
-    return next((name for name, value in others if name not in no_pictures or value != no_pictures[name]), None)
+    no_pictures: tuple[str, Any] = ("mm_encoder_outputs", {})  # tells a model that reads pictures that there are none
+    others = ((name, value) for name, value in model_kwargs.items() if name not in served and value is not None)
+    return next((name for name, value in others if (name, value) != no_pictures), None)

@@ -85,9 +85,8 @@ class Request:
         eos: list[int] = next(
             (each.eos_token_id.tolist() for each in ends if type(each).__name__ == "EosTokenCriteria"), []
         )
-        has_eos = bool(ends)
-        pad = config._pad_token_tensor if has_eos else None
-        if pad is None and has_eos:
+        pad = config._pad_token_tensor if ends else None
+        if pad is None and ends:
             raise ValueError("If `eos_token_id` is defined, make sure that `pad_token_id` is defined.")
         keeps_scores = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
         is_plain = {type(criterion).__name__ for criterion in criteria} <= CRITERIA_IN_ROUND

@@ -200,7 +200,6 @@ class Agreement:
                 self.reach({"the decoding loop": "transformers' own"})
         except Exception as error:
             if self._is_awaited:
-                self._is_awaited = False
                 self.ranks.agree("generate()", {}, error)
             raise
         finally:

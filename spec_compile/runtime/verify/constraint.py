@@ -73,12 +73,9 @@ def make_matcher(grammar: Any, field: str | None = None) -> Constraint:
 
 def matchers_of(processor: Any, batch: int) -> list[Constraint]:
     """A matcher for each row of a batch [B], made of the grammars of xgrammar's processor, which is used up."""
-    compiled = processor.compiled_grammars
+    compiled, field = processor.compiled_grammars, getattr(processor, "field", None)
     processor.prefilled = True
-    return [
-        make_matcher(grammar, getattr(processor, "field", None))
-        for grammar in (compiled * batch if len(compiled) == 1 else compiled)
-    ]
+    return [make_matcher(grammar, field) for grammar in (compiled * batch if len(compiled) == 1 else compiled)]
 
 
 def words_of(vocab_size: int) -> int:

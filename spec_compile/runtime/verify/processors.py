@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,12 +129,8 @@ def _cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
     return ops.row_cumsum(x, dtype) if _by_rows(x, dim, dtype) else NotImplemented
 
 
-def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Any:
-    return ops.row_softmax(x, torch.float32 if half_to_float else None) if _by_rows(x, dim) else NotImplemented
-
-
-def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Any:
-    return ops.row_softmax(x, torch.float32 if half_to_float else None, True) if _by_rows(x, dim) else NotImplemented
+def _softmax(x: Tensor, dim: int, half_to_float: bool, log: bool = False) -> Any:
+    return ops.row_softmax(x, torch.float32 if half_to_float else None, log) if _by_rows(x, dim) else NotImplemented
 
 
 def _sort(x: Tensor, dim: int = -1, descending: bool = False, *, stable: bool | None = None) -> Any:
@@ -152,6 +149,6 @@ def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool =
 # Replacements of torch's operations; they return NotImplemented for arguments left to torch.
 REPLACED: dict[Any, Callable[..., Any]] = {
     aten.sum.default: _sum, aten.sum.dim_IntList: _sum, aten.nansum.default: _nansum, aten.cumsum.default: _cumsum,
-    aten._softmax.default: _softmax, aten._log_softmax.default: _log_softmax, aten.logsumexp.default: _logsumexp,
-    aten.sort.default: _sort, aten.sort.stable: _sort,
+    aten._softmax.default: _softmax, aten._log_softmax.default: partial(_softmax, log=True),
+    aten.logsumexp.default: _logsumexp, aten.sort.default: _sort, aten.sort.stable: _sort,
 }  # fmt: skip
