@@ -123,10 +123,9 @@ class ArtefactCache:
         for folder in self._folders():
             with suppress(OSError):  # another process deletes it
                 files, used = {file: file.stat().st_size for file in _files(folder)}, folder.stat().st_mtime
-                try:
+                about = None
+                with suppress(ValueError):
                     about = json.loads(self._load(folder / ABOUT) or "{}")
-                except ValueError:
-                    about = {}
                 items = sorted(file.name for file in files if NAME.fullmatch(file.name))
                 about = about if isinstance(about, dict) else {}
                 found.append(StoredArtefact(folder.name, sum(files.values()), used, items, about))

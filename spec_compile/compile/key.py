@@ -94,9 +94,13 @@ class Digest:
         if isinstance(value, dict):  # a subclass may make values when they are read, as ACT2FN of transformers does
             self.add_items({name: dict.__getitem__(value, name) for name in dict.__iter__(value)})
         elif isinstance(value, Tensor):
-            self._add_tensor(value)
+            self.add(layout_of(value))
+            if value.numel() <= SMALL and not value.is_meta:
+                self._text(repr(value.detach().cpu().tolist()))
         elif isinstance(value, FunctionType):
-            self._add_function(value)
+            self.add(value.__code__, value.__defaults__, value.__kwdefaults__)
+            for _, read in sorted(_read_by(value).items()):
+                self.add(read if _is_whole(read) else name_of(type(read)))
         elif isinstance(value, MethodType):
             self.add(value.__func__, type(value.__self__))
         elif isinstance(value, partial):
@@ -123,16 +127,6 @@ class Digest:
             self._depth += 1
             self.add_items(getattr(value, "__dict__", {}))
             self._depth -= 1
-
-    def _add_tensor(self, tensor: Tensor) -> None:
-        self.add(layout_of(tensor))
-        if tensor.numel() <= SMALL and not tensor.is_meta:
-            self._text(repr(tensor.detach().cpu().tolist()))
-
-    def _add_function(self, function: FunctionType) -> None:
-        self.add(function.__code__, function.__defaults__, function.__kwdefaults__)
-        for _, value in sorted(_read_by(function).items()):
-            self.add(value if _is_whole(value) else name_of(type(value)))
 
     def _add_class(self, cls: type) -> None:
         for base in cls.__mro__[:-1]:

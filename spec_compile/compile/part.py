@@ -8,6 +8,7 @@ import functools
 import hashlib
 import json
 import logging
+import operator
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -170,12 +171,9 @@ class Part:
         found = []
         for kind, path, *slot in self.sources or ():
             if kind == "held":
-                value: Any = arguments
-                for number in path:
-                    value = value[number]
                 names, table, _ = slot[0]
-                for name in filter(None, names.split(".")):
-                    value = getattr(value, name)
+                value = functools.reduce(operator.getitem, path, arguments)
+                value = functools.reduce(getattr, filter(None, names.split(".")), value)
                 found.append(vars(value)[table] if table else vars(value))
         return found
 

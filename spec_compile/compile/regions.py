@@ -204,11 +204,8 @@ def _text(gm: fx.GraphModule, nodes: list[fx.Node]) -> str:
     inputs, outputs = _ends(nodes)
     names = {node: f"v{number}" for number, node in enumerate(inputs)}
     names |= {node: f"n{number}" for number, node in enumerate(nodes)}
-    shapes = [
-        (tuple(t.shape), t.stride(), t.dtype)
-        for t in (attribute(gm, node.target) for node in inputs if node.op == "get_attr")
-        if isinstance(t, Tensor)
-    ]
+    read = [attribute(gm, node.target) for node in inputs if node.op == "get_attr"]
+    shapes = [(tuple(t.shape), t.stride(), t.dtype) for t in read if isinstance(t, Tensor)]
     kinds = [node.op if _is_given(node) else "value" for node in inputs]
     text = list[tuple]()
     for node in nodes:

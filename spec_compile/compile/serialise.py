@@ -13,8 +13,6 @@ their paths in the model. Weights that a pass joined are the list of their parts
 import contextlib
 import functools
 import importlib
-import math
-import operator
 import pkgutil
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -36,8 +34,6 @@ NAMESPACES = {"aten", "prims", "spec_compile"}
 """Namespaces of the operators that rows may name."""
 REFUSED = {"from_file", "set_", "set", "set_data", "resize", "resize_", "_resize_output", "_resize_output_"}
 """Operators that read and write files, or replace memory, by name; `is_permitted` tells what models may call."""
-MODULES = {"_operator": operator, "math": math, "torch": torch}
-"""Modules of the functions of sizes that rows may name."""
 FUNCTIONS = {
     "_operator": set("getitem add sub mul floordiv truediv mod pow neg eq ne lt le gt ge and_ or_".split()),
     "math": {"ceil", "floor", "trunc"},
@@ -148,7 +144,7 @@ def target_of(name: str) -> Any:
     """The operator of a name. ValueError if it is not permitted or not known."""
     module, _, function = name.rpartition(".")
     if function in FUNCTIONS.get(module, ()):  # guard: named-functions
-        return getattr(MODULES.get(module) or importlib.import_module(module), function)
+        return getattr(importlib.import_module(module), function)
     space, _, rest = name.partition(".")
     if name == f"higher_order.{HIGHER_ORDER}":
         return getattr(torch.ops.higher_order, HIGHER_ORDER)
@@ -414,15 +410,13 @@ class Sources:
         """The way to a tensor that a graph reads under a name. NoRecipe if there is none."""
         if _memory(tensor) in self.paths:
             return {"path": self.paths[_memory(tensor)]}
-        names, parts, end = [], [], tensor.data_ptr()
+        parts, end = list[tuple[str, Tensor]](), tensor.data_ptr()
         while end < tensor.data_ptr() + tensor.nbytes and end in self.starts:
-            path, part = self.starts[end]
-            names.append(path)
-            parts.append(part)
-            end += part.nbytes
-        whole = joined(parts, 0) if len(parts) > 1 else None
+            parts.append(self.starts[end])
+            end += parts[-1][1].nbytes
+        whole = joined([part for _, part in parts], 0) if len(parts) > 1 else None
         if whole is not None and _memory(whole) == _memory(tensor):
-            return {"join": names}
+            return {"join": [path for path, _ in parts]}
         if tensor.numel() <= SMALL and tensor.untyped_storage().data_ptr() not in self.storages:  # guard: weight-values
             value, dtype = tensor.detach().flatten().tolist(), _data(tensor.dtype, {})
             return {"value": value, "shape": [*tensor.shape], "dtype": dtype, "device": str(tensor.device)}

@@ -102,9 +102,7 @@ class StoredParts:
             folder = cache_folder()
         except RuntimeError:  # this user has no home
             folder = None
-        mac = hmac.new(user_secret(folder), f"{self.key}/{name}:".encode(), "sha256")
-        mac.update(data)
-        return mac.digest()
+        return hmac.digest(user_secret(folder), f"{self.key}/{name}:".encode() + data, "sha256")
 
 
 _opened: ContextVar["list[StartArtefact] | None"] = ContextVar("opened", default=None)
@@ -182,20 +180,14 @@ class StartArtefact:
 
     def read(self) -> Start | None:
         """The findings of an earlier start, bound to the model and checked with its weights; None if there are none."""
-        for store in self.stores:
-            data = None if self.key is None else store.read(self.key, ITEM)
-            if (
-                self.key is not None
-                and data is not None
-                and (start := self._checked(self.key, store, data)) is not None
-            ):
-                return start
-        if self.options.artefact is not None:
+        found = (self._checked(self.key, store) for store in self.stores if self.key is not None)
+        start = next((each for each in found if each is not None), None)
+        if start is None and self.options.artefact is not None:
             log.warning(
                 "artefact: nothing in %s fits this start of %s (%s), which is a full one",
                 self.options.artefact, type(self.model).__name__, self.why_not or "another model, machine or option",
             )  # fmt: skip
-        return None
+        return start
 
     def write(self, start: Start) -> None:
         """Keep findings for later starts, as far as possible."""
@@ -254,8 +246,10 @@ class StartArtefact:
         facts = about(type(self.model).__name__, next(held_parameters(self.model)).device)
         return store.write(key, name, data) and store.write(key, ABOUT, json.dumps(facts).encode())
 
-    def _checked(self, key: str, store: ArtefactCache, data: bytes) -> Start | None:
-        """The findings if they compute what the model does. Otherwise the entry is taken out of the store."""
+    def _checked(self, key: str, store: ArtefactCache) -> Start | None:
+        """A store's findings if they compute what the model does. Otherwise the entry is taken out of the store."""
+        if (data := store.read(key, ITEM)) is None:
+            return None
         try:
             with timed(self.seconds, "load"):
                 start = self._bound(json.loads(data))
