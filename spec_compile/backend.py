@@ -82,7 +82,9 @@ def spec(gm: fx.GraphModule, example_inputs: list, *, mode: str | None = None, o
     settings = parse_options(BackendOptions, dict(options or {}))
     use_own_caches()
     replays = mode == "reduce-overhead" and all(x.is_cuda for x in example_inputs if isinstance(x, Tensor))
-    if _wants_gradients(gm, example_inputs):
+    # A graph needs a backward if it turns gradients on, or if they are on and an input requires them.
+    turns_on = any(node.target is torch._C._set_grad_enabled and node.args[0] for node in calls(gm))
+    if turns_on or (torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs)):
         log.info("spec: gradients are wanted: this graph goes to Inductor as it is (use torch.no_grad())")
         return compile_fx(gm, example_inputs, config_patches=INDUCTOR_OPTIONS)
     try:
@@ -138,13 +140,6 @@ _graphs: list[list[PassReport]] = []
 spec.reset = _graphs.clear  # called by torch._dynamo.reset()
 
 
-def _wants_gradients(gm: fx.GraphModule, inputs: list) -> bool:
-    """True if a graph needs a backward: it turns gradients on, or they are on and an input requires them."""
-    if any(node.target is torch._C._set_grad_enabled and node.args[0] for node in calls(gm)):
-        return True
-    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-
-
 def _dump(directory: str | Path, name: str, code: str) -> None:
     """Write a graph's code to ``name.py``."""
     directory = Path(directory)
@@ -159,9 +154,8 @@ class _Generate:
     ``__getattr__``, as if this attribute did not exist.
     """
 
-    def __init__(self):
-        self.warned: WeakSet = WeakSet()
-        """Modules whose user was warned."""
+    warned: WeakSet = WeakSet()
+    """Modules whose user was warned."""
 
     def __get__(self, module, owner=None):
         if module is None or module in self.warned or backend_of(module) is not spec:

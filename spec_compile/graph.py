@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -188,15 +189,11 @@ def owner(node: fx.Node) -> str:
 def layer_of(node: fx.Node) -> int | None:
     """Number of the decoder layer that issued a node; None for a node outside of them."""
     for path, _ in reversed((node.meta.get("nn_module_stack") or {}).values()):
-        match = LAYER.search(path)
-        if match:
+        if match := LAYER.search(path):
             return int(match[1])
     return None
 
 
 def attribute(gm: nn.Module, name: fx.node.Target) -> Any:
     """The parameter or buffer, or the graph, with this name: the target of a ``get_attr`` node."""
-    value = gm
-    for part in str(name).split("."):
-        value = getattr(value, part)
-    return value
+    return attrgetter(str(name))(gm)

@@ -71,10 +71,9 @@ class Stats:
 
     def count_depths(self, offered: int, accepted: int, rows: int = 1) -> None:
         """Count the trees of some rows that reached depth `offered` and were accepted down to depth `accepted`."""
-        missing = offered - len(self.offered)
-        if missing > 0:
-            self.offered += [0] * missing
-            self.accepted += [0] * missing
+        missing = max(0, offered - len(self.offered))
+        self.offered += [0] * missing
+        self.accepted += [0] * missing
         for depth in range(offered):
             self.offered[depth] += rows
         for depth in range(accepted):
