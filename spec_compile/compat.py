@@ -49,6 +49,7 @@ CACHES = {
 }  # fmt: skip
 """The folders of compilers below the user's cache folder, by the variables of the environment that name others."""
 _default_cache_dir = cache_dir_utils.default_cache_dir
+"""Names the folder of Inductor if nobody names another: one in the folder of temporary files."""
 
 EXPERTS_INTERFACES = moe.ALL_EXPERTS_FUNCTIONS, finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS
 """Tables of the functions that compute routed experts, by the value of `_experts_implementation` in a configuration."""
@@ -69,20 +70,16 @@ def gather_parts(x: Tensor, group_name: str) -> Tensor:
     return parts.view(group.size(), *x.shape)
 
 
-def default_cache_dir() -> str:
-    """The folder of Inductor that torch takes if nobody names another: one in the folder of temporary files."""
-    return os.path.abspath(_default_cache_dir())
-
-
 def use_own_caches() -> None:
     """Have compilers keep what they compile in folders of this user (`folders.own_folder`). OSError if there are none.
 
-    Folders in the environment count, if they are safe. Inductor has the value of `default_cache_dir` put there as soon
+    Folders in the environment count, if they are safe. Inductor has the value of `_default_cache_dir` put there as soon
     as torch._dynamo is imported, so that value is nobody's choice.
     """
+    default = os.path.abspath(_default_cache_dir())
     for variable, name in CACHES.items():
         given = os.environ.get(variable)
-        is_chosen = given and not (name == "inductor" and os.path.abspath(given) == default_cache_dir())
+        is_chosen = given and not (name == "inductor" and os.path.abspath(given) == default)
         os.environ[variable] = str(own_folder(name, given if is_chosen else None))
     folder = os.environ["TORCHINDUCTOR_CACHE_DIR"]
     # Precompiled headers, and a table of pickles, lie in the folder of temporary files whatever the environment says.

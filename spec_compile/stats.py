@@ -29,7 +29,6 @@ class Stats:
     seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("prefill", "draft", "verify", "host", "compile"), 0.0)
     )
-
     vocabulary_share: float | None = None
 
     @property

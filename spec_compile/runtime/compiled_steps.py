@@ -7,7 +7,6 @@ modules as arguments: they serve every engine that computes the same, and refer 
 """
 
 import dataclasses
-import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from ..cache import PAGE, ROUNDED
 from ..compat import COMPILE_LOCK
-from ..compile.part import PartCompiler, Parts, Shape
+from ..compile.part import PartCompiler, Parts, Shape, digest_of
 from ..compile.regions import compile_regions, describe
 from ..compile.replay import OutcomeRing
 from ..compile.start import timed
@@ -334,7 +333,7 @@ def share_parts(model: nn.Module, algorithm: str, runtime: Runtime) -> Parts:
     if runtime.options.ranks.size == 1 and runtime.options.compile:
         with COMPILE_LOCK:
             facts, classes = _facts(algorithm, runtime), _classes(runtime)
-            shared, key = _parts.setdefault(model, OrderedDict()), (hashlib.sha256(facts.encode()).hexdigest(), classes)
+            shared, key = _parts.setdefault(model, OrderedDict()), (digest_of(facts), classes)
             parts = shared.setdefault(key, parts)
             parts.identity = identity_of(facts, classes)
             shared.move_to_end(key)
@@ -357,7 +356,7 @@ def identity_of(facts: str, classes: tuple[type, ...]) -> str:
     """The `Parts.identity`: "" if `facts` has an address, or an artefact's key lacks code of `classes`."""
     packages = {part.__module__.partition(".")[0] for part in classes}
     is_known = packages <= {"spec_compile", "torch", "transformers"} and " at 0x" not in facts
-    return hashlib.sha256(facts.encode()).hexdigest() if is_known else ""
+    return digest_of(facts) if is_known else ""
 
 
 def _facts(algorithm: str, runtime: Runtime) -> str:

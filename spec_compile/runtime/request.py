@@ -24,7 +24,6 @@ from .verify.processors import MINIMA, is_known
 
 CRITERIA_IN_ROUND = {"MaxLengthCriteria", "EosTokenCriteria"}  # stopping criteria that a round checks by itself
 
-
 OwnPrefill = Callable[[tuple[int, ...]], tuple[Past, int]]  # see `Request.process`
 
 

@@ -195,8 +195,9 @@ class _Thread(threading.Thread):
             self._results.put(outcome)
             del step, outcome  # while it waits, nothing keeps a grammar
 
-    def run_step(self, step: Callable[[], Any]) -> tuple[Any, float]:
-        """The result of a step, and the seconds of a processor that it took. TimeoutError after `STEP_SECONDS`."""
+    def run_step(self, step: Callable[[], Any]) -> tuple[Any, BaseException | None, float]:
+        """The result or the error of a step, and the seconds of a processor that it took. TimeoutError after
+        `STEP_SECONDS`."""
         begin = time.clock_gettime(self._clock)
         self._steps.put(step)
         left = STEP_SECONDS
@@ -208,9 +209,7 @@ class _Thread(threading.Thread):
                 left = begin + STEP_SECONDS - time.clock_gettime(self._clock)
                 if left <= 0:
                     raise TimeoutError from None
-        if error is not None:
-            raise error
-        return result, time.clock_gettime(self._clock) - begin
+        return result, error, time.clock_gettime(self._clock) - begin
 
     def give_up(self) -> None:
         """Let the thread end after its step, which goes on with the time that nobody else needs."""
@@ -262,15 +261,14 @@ class TimedConstraint:
         except IndexError:
             thread = _Thread()
         try:
-            result, seconds = thread.run_step(step)
+            result, error, seconds = thread.run_step(step)
         except TimeoutError:
             thread.give_up()
             _given_up.append(thread)
             self._left = -1.0
             raise RequestError(f"{self._field}: {TOO_SLOW}", field=self._field) from None
-        except Exception:
-            _free.append(thread)
-            raise
         _free.append(thread)
+        if error is not None:
+            raise error
         self._left = min(FIRST_SECONDS, self._left + SECONDS_A_STEP - seconds)
         return result

@@ -82,17 +82,13 @@ class RowInvariant(TorchDispatchMode):
         self.replaced: dict[Any, Callable[..., Any]] = REPLACED | ({aten.topk.default: _topk} if ranks else {})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, result = kwargs or {}, NotImplemented
         if func in self.replaced:
             result = self.replaced[func](*args, **kwargs)
-            if result is not NotImplemented:
-                return result
         elif torch.is_inference_mode_enabled():  # here softmax and others are not decomposed yet
             with self:
                 result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        return func(*args, **kwargs)
+        return func(*args, **kwargs) if result is NotImplemented else result
 
 
 def _by_rows(x: Tensor, dim: int | list[int] | None, dtype: torch.dtype | None = None) -> bool:
