@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import Enum
 from functools import cached_property, partial
-from itertools import repeat
+from itertools import accumulate, repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -218,11 +218,9 @@ class Session:
         ]  # without padding on the left
         rows = [nn.functional.pad(row, (0, 0, 0, sum(sizes) - row.shape[1])) for row in rows]
         self.state.lengths.zero_()
-        done = 0
-        for size in sizes:
-            chunk = [row[:, done : done + size].contiguous() for row in rows]
-            self.get(StepKind.PREFILL)(size, self.max_kv_len(done + size), chunk)
-            done += size
+        for size, end in zip(sizes, accumulate(sizes)):
+            chunk = [row[:, end - size : end].contiguous() for row in rows]
+            self.get(StepKind.PREFILL)(size, self.max_kv_len(end), chunk)
 
     def _few_nodes(self) -> list[int]:
         """A number of nodes between one and a whole tree, if a round over them costs much less than one over all, and
