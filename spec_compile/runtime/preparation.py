@@ -141,9 +141,8 @@ class CalledDraft:
         if getattr(config, "speculation_type", None) == "dflash":
             return cls("speculation_type", "dflash", {"draft": assistant})
         steps = getattr(assistant.generation_config, "num_assistant_tokens", None)
-        steps = {} if steps is None else {"num_steps": steps}
         reads_target = type(assistant).__name__.startswith(OVER_THE_TARGET)
-        options = {"draft": assistant} | steps
+        options: dict[str, Any] = {"draft": assistant} if steps is None else {"draft": assistant, "num_steps": steps}
         if arguments.get("assistant_tokenizer") is not None:
             options |= {name: arguments.get(name) for name in TOKENIZERS}
         return cls("assistant_model", "assistant" if reads_target else "draft_model", options)

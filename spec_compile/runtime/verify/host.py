@@ -292,6 +292,10 @@ class ConstrainedAcceptor(HostAcceptor):
     def __call__(self, tree: Tree, logits: Tensor) -> Accepted:
         if self.seed is not None and (logits.device.type == "cpu" or tree.probs is not None):
             return super().__call__(tree, logits)
+        return self.accept(tree, logits)
+
+    def accept(self, tree: Tree, logits: Tensor) -> Accepted:
+        """`__call__` by guesses."""
         (batch, nodes), device, numbers = tree.tokens.shape, logits.device, None
         if self.seed is not None:
             gained = torch.tensor([len(tokens) for tokens in self.answer.rows]).to(device, non_blocking=True)
