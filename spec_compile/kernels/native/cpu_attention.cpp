@@ -22,37 +22,25 @@ namespace nb = nanobind;
 namespace {
 
 #define LEVEL 0
-#include "level.h"
 namespace plain {
-#include "numbers.h"
 #include "cpu_attention_rows.h"
 }  // namespace plain
-#undef LEVEL
 
 #if defined(__x86_64__)
 #define LEVEL 1
-#include "level.h"
 namespace avx2 {
-#include "numbers.h"
 #include "cpu_attention_rows.h"
 }  // namespace avx2
-#undef LEVEL
 
 #define LEVEL 2
-#include "level.h"
 namespace avx512 {
-#include "numbers.h"
 #include "cpu_attention_rows.h"
 }  // namespace avx512
-#undef LEVEL
 
 #define LEVEL 3
-#include "level.h"
 namespace avx512_bf16 {
-#include "numbers.h"
 #include "cpu_attention_rows.h"
 }  // namespace avx512_bf16
-#undef LEVEL
 #endif
 
 // The kernels of a level for numbers of a type.

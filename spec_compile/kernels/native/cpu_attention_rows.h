@@ -1,8 +1,10 @@
-// Attention of rows to blocks of keys for one level of instructions, with the vectors of numbers.h.
+// Attention of rows to blocks of keys for one LEVEL of level.h, with the vectors of numbers.h.
 //
 // A block's keys are turned once, so that the lanes of a vector are keys, and its values are laid out likewise. Both
 // stay in the caches while all rows are multiplied by them. Each score adds up the numbers of a head in ascending
 // order, and each weighted value the keys in the order of their positions, for any numbers of rows and sizes of tiles.
+
+#include "numbers.h"
 
 constexpr int kVectors = kLanes == 16 ? 4 : 2;  // of a tile of 6 rows: three quarters of the registers are sums
 
@@ -17,6 +19,9 @@ template <class N> struct Singles {
     static constexpr int kNumbers = 1;  // of a unit
     static INLINE Floats load_units(const N* at) { return load(at); }
     static INLINE void join(const Number* first, const Number*, float* out) { put(out, load_units(first)); }
+    static INLINE void put_weights(const Floats* numbers, float* out) {
+        for (int64_t i = 0; i < kBlock / kLanes; i++) put(out + i * kLanes, numbers[i]);
+    }
 };
 
 #if LEVEL >= 3
@@ -33,8 +38,9 @@ struct Pairs {
     static INLINE void join(const Number* first, const Number* second, float* out) {
         put(out, (Floats)(words_of(first) | words_of(second) << 16));
     }
-    static INLINE void put_weights(float* at, Floats first, Floats second) {
-        put(at, (Floats)_mm512_cvtne2ps_pbh(second, first));
+    static INLINE void put_weights(const Floats* numbers, float* out) {
+        for (int64_t i = 0; i < kBlock / kLanes; i += 2, out += kLanes)
+            put(out, (Floats)_mm512_cvtne2ps_pbh(numbers[i + 1], numbers[i]));
     }
 };
 #endif
@@ -213,14 +219,6 @@ struct Tile {
     float *scores, *keep;  // [kTile, kBlock], [kTile]; weights take the places of their scores
 };
 
-template <class S> INLINE void put_weights(float* weights, const Floats* numbers) {
-    if constexpr (S::kNumbers == 1)
-        for (int64_t i = 0; i < kBlock / kLanes; i++) put(weights + i * kLanes, numbers[i]);
-    else
-        for (int64_t i = 0; i < kBlock / kLanes; i += 2)
-            S::put_weights(weights + i / 2 * kLanes, numbers[i], numbers[i + 1]);
-}
-
 // Scores of keys for which `product` gave products.
 INLINE void cap(const Attention& call, float* products, int64_t count) {
     for (int64_t i = 0; i < count && call.softcap; i += kLanes) {
@@ -254,7 +252,7 @@ APART float weigh(const Attention& call, float* scores, int64_t first, int64_t l
         numbers[i] = exp2_of(fma(numbers[i], spread(call.outer), spread(-base)));
         sum = sum + numbers[i];
     }
-    put_weights<S>(scores, numbers);
+    S::put_weights(numbers, scores);
     state[0] = peak;
     state[1] = state[1] * keep + sum_of(sum);
     return keep;
@@ -491,7 +489,7 @@ template <class S> KERNEL void prepare(const Work& work, int64_t b, int64_t h) {
     }
 }
 
-template <class S> KERNEL Tile tile_of(Memory& memory) {
+KERNEL Tile tile_of(Memory& memory) {
     return {memory.take(kTile * kBlock), memory.take(kTile)};
 }
 
@@ -499,7 +497,7 @@ template <class S> KERNEL Tile tile_of(Memory& memory) {
 template <class S> KERNEL void span(const Work& work, int64_t b, int64_t h, int64_t number, float* scratch) {
     Memory memory{scratch};
     Panels<S> panels(work, memory);
-    const Tile tile = tile_of<S>(memory);
+    const Tile tile = tile_of(memory);
     const int64_t begin = number * kSpan, shared = work.shared_end(b), end = std::min(begin + kSpan, shared);
     float* const states = work.states_of(b, h, number);
     clear(work, states, work.rows());
@@ -525,7 +523,7 @@ template <class S>
 KERNEL void rows_of_chunk(const Work& work, int64_t b, int64_t h, int64_t begin, int64_t end, float* scratch) {
     Memory memory{scratch};
     Panels<S> panels(work, memory);
-    const Tile tile = tile_of<S>(memory);
+    const Tile tile = tile_of(memory);
     float* const states = memory.take((end - begin) * work.width());
     float* const later = memory.take((end - begin) * work.width());
     clear(work, states, end - begin);
@@ -537,3 +535,5 @@ KERNEL void rows_of_chunk(const Work& work, int64_t b, int64_t h, int64_t begin,
     }
     for (int64_t r = begin; r < end; r++) finish(work, b, h, r, states + (r - begin) * work.width());
 }
+
+#undef LEVEL

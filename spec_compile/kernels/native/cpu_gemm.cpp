@@ -30,41 +30,25 @@ int levels() {
 
 thread_local Scratch scratch;
 
-// Call body(row) for all rows, on so many threads.
-template <class Body> void for_rows(int64_t rows, unsigned threads, const Body& body) {
+// Call body(part) for all parts, on so many threads.
+template <class Body> void for_parts(int64_t parts, unsigned threads, const Body& body) {
     if (threads == 1 || !openmp().present()) {
-        for (int64_t row = 0; row < rows; row++) body(row);
+        for (int64_t part = 0; part < parts; part++) body(part);
         return;
     }
     struct Job {
-        int64_t rows;
+        int64_t parts;
         const Body& body;
-    } job{rows, body};
+    } job{parts, body};
     auto share = [](void* argument) {
         const Job& job = *static_cast<const Job*>(argument);
-        for (int64_t row = openmp().thread(); row < job.rows; row += openmp().threads()) job.body(row);
+        for (int64_t part = openmp().thread(); part < job.parts; part += openmp().threads()) job.body(part);
     };
     openmp().parallel(share, &job, threads, 0);
 }
 
-struct Job {
-    const Product& product;
-    const Level& level;
-};
-
 constexpr int64_t kLine = 64;   // bytes of a line of the cache
 constexpr int64_t kShare = 32;  // outputs that a thread takes at a time: of a panel, and their scales share lines
-
-// One thread's share: as many blocks of outputs as any other's, rounded up.
-void share_outputs(void* argument) {
-    const Job& job = *static_cast<const Job*>(argument);
-    const int64_t blocks = (job.product.outputs + kShare - 1) / kShare, threads = openmp().threads();
-    const int64_t size = (blocks + threads - 1) / threads * kShare, begin = openmp().thread() * size;
-    if (begin < job.product.outputs) {
-        const int64_t end = std::min(begin + size, job.product.outputs);
-        job.level.run(job.product, begin, end, scratch);
-    }
-}
 
 // Multiply at a level, of which the first is 1.
 void multiply(Product p, int level, unsigned threads) {
@@ -72,7 +56,7 @@ void multiply(Product p, int level, unsigned threads) {
     static thread_local std::vector<float> scales, segment_sums;
     static thread_local std::vector<int32_t> sums;
     const Level& kernels = *kLevels[level - 1];
-    const bool is_prepared = kernels.is_prepared(p), together = threads > 1 && openmp().present();
+    const bool is_prepared = kernels.is_prepared(p);
     p.prepared = const_cast<void*>(p.x);
     p.x_stride = p.inputs;
     if (!is_prepared) {
@@ -92,10 +76,14 @@ void multiply(Product p, int level, unsigned threads) {
         segment_sums.resize(p.rows * p.segments);
         p.x_sums = segment_sums.data();
     }
-    if (!is_prepared) for_rows(p.rows, p.rows >= 8 ? threads : 1, [&](int64_t row) { kernels.prepare(p, row); });
-    Job job{p, kernels};
-    if (together) openmp().parallel(share_outputs, &job, threads, 0);
-    else kernels.run(p, 0, p.outputs, scratch);
+    if (!is_prepared) for_parts(p.rows, p.rows >= 8 ? threads : 1, [&](int64_t row) { kernels.prepare(p, row); });
+    const Kernel kernel = kernels.kernel_of(p);
+    // Each thread has as many blocks of outputs as any other, rounded up.
+    const int64_t blocks = (p.outputs + kShare - 1) / kShare, size = (blocks + threads - 1) / threads * kShare;
+    for_parts(threads, threads, [&](int64_t thread) {
+        const int64_t begin = thread * size, end = std::min(begin + size, p.outputs);
+        for (int64_t row = 0; row < p.rows && begin < end; row += kChunk) kernel(p, row, begin, end, scratch);
+    });
 }
 
 // `multiply` with the norm before it and the gate after it, whose p.out has half of the outputs.
@@ -105,7 +93,7 @@ void multiply_around(Product p, const Around& a, int level, unsigned threads) {
     const unsigned some = p.rows >= 4 ? threads : 1;
     normed.resize(a.norm ? p.rows * p.inputs : 0), wide.resize(a.is_gated ? p.rows * p.outputs : 0);
     uint16_t* const x = normed.data();
-    if (a.norm) for_rows(p.rows, some, [&](int64_t row) { kernels.norm_row(p, a, row, x + row * p.inputs); });
+    if (a.norm) for_parts(p.rows, some, [&](int64_t row) { kernels.norm_row(p, a, row, x + row * p.inputs); });
     Product inner = p;
     if (a.norm) inner.x = x;
     if (a.is_gated) inner.out = wide.data();
@@ -114,7 +102,7 @@ void multiply_around(Product p, const Around& a, int level, unsigned threads) {
     const uint16_t* const both = wide.data();
     uint16_t* const out = static_cast<uint16_t*>(p.out);
     if (a.is_gated)
-        for_rows(p.rows, some, [&](int64_t row) {
+        for_parts(p.rows, some, [&](int64_t row) {
             kernels.gate_row(both + 2 * row * outputs, outputs, out + row * outputs);
         });
 }

@@ -64,9 +64,12 @@ struct Scratch {
     alignas(64) unsigned char sums[kSumBytes];
 };
 
+// What gives the outputs begin .. end of at most kChunk rows, once x is prepared.
+typedef void (*Kernel)(const Product&, int64_t row, int64_t begin, int64_t end, Scratch&);
+
 // The kernels for a level of instructions, each from its cpu_gemm_LEVEL.cpp.
 struct Level {
-    void (*run)(const Product&, int64_t begin, int64_t end, Scratch&);  // of some outputs, once x is prepared
+    Kernel (*kernel_of)(const Product&);
     void (*prepare)(const Product&, int64_t row);
     bool (*is_prepared)(const Product&);
     int64_t (*element_size)(const Product&);

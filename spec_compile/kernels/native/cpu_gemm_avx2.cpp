@@ -3,5 +3,5 @@
 #define LEVEL 1
 #include "cpu_gemm_level.h"
 
-const Level kAvx2 = {run, prepare, is_prepared, element_size, norm_row, gate_row};
+const Level kAvx2 = {kernel_of, prepare, is_prepared, element_size, norm_row, gate_row};
 #endif

@@ -3,5 +3,5 @@
 #define LEVEL 2
 #include "cpu_gemm_level.h"
 
-constinit const Level kAvx512 = {run, prepare, is_prepared, element_size, norm_row, gate_row};
+constinit const Level kAvx512 = {kernel_of, prepare, is_prepared, element_size, norm_row, gate_row};
 #endif

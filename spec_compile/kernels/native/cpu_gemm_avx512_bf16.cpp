@@ -3,5 +3,5 @@
 #define LEVEL 4
 #include "cpu_gemm_level.h"
 
-const Level kAvx512Bf16 = {run, prepare, is_prepared, element_size, kAvx512.norm_row, kAvx512.gate_row};
+const Level kAvx512Bf16 = {kernel_of, prepare, is_prepared, element_size, kAvx512.norm_row, kAvx512.gate_row};
 #endif

@@ -29,12 +29,10 @@ INLINE int64_t stored_inputs(const Product& p) { return p.row_bytes / 4 * inputs
 
 INLINE void floats_of(const uint8_t* from, Number type, int64_t count, float* out) {
     if (type == Number::float16) {
-        uint16_t rest[8] = {};
-        int64_t i = 0;
-        for (; i + 8 <= count; i += 8)
-            _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + 2 * i))));
-        std::memcpy(rest, from + 2 * i, 2 * (count - i));
-        for (int64_t j = 0; i + j < count; j++) out[i + j] = _cvtsh_ss(rest[j]);
+        uint16_t halves[kBlockOutputs] = {};
+        std::memcpy(halves, from, 2 * count);
+        for (int64_t i = 0; i < count; i += kLanes)
+            put(out + i, VECTOR(cvtph_ps)(vector_at<HalfPacked>(halves + i)));
     } else if (type == Number::bfloat16) {
         const uint16_t* halves = reinterpret_cast<const uint16_t*>(from);
         for (int64_t i = 0; i < count; i++) out[i] = float_of(halves[i]);
@@ -46,7 +44,9 @@ struct Units {
     alignas(64) float scales[kBlockOutputs], seconds[kBlockOutputs];
 };
 
-INLINE void units_at(const Product& p, const BlockPart& part, int64_t k, Units& units) {
+// rounded: weights are rounded after they are scaled. Else seconds are what the sum of x is multiplied by, in place of
+// what the layout has.
+template <bool kRounded> INLINE void units_at(const Product& p, const BlockPart& part, int64_t k, Units& units) {
     const int64_t size = p.scale_type == Number::float32 ? 4 : 2, both = p.second == Second::none ? 1 : 2;
     const int64_t groups = (p.inputs + p.group - 1) / p.group;
     const int64_t at = std::min(k / p.group, groups - 1);  // words may go on with zeros beyond the last group
@@ -55,6 +55,8 @@ INLINE void units_at(const Product& p, const BlockPart& part, int64_t k, Units& 
     __builtin_prefetch(row + 512);
     floats_of(row, p.scale_type, part.count, units.scales);
     if (both == 2) floats_of(row + part.width * size, p.scale_type, part.count, units.seconds);
+    if (kRounded || p.second != Second::point) return;  // guard: cpu-zero-points
+    for (int64_t i = 0; i < part.count; i++) units.seconds[i] = -units.seconds[i] * units.scales[i];
 }
 
 // Sums of segments of a prepared row, [segments] floats.
@@ -73,29 +75,14 @@ template <class Element> KERNEL void sum_segments(const Product& p, const Elemen
 // Sums [rows, kBlockOutputs] of a part plus bias, rounded once.
 KERNEL void finish_block(const Product& p, const BlockPart& part, const float* kept, int64_t row, int64_t rows) {
     const int64_t o = part.begin + part.first;
-    for (int64_t i = 0; i < part.count; i += 16) {
-        const int64_t count = std::min(int64_t(16), part.count - i);
-        float biases[16] = {}, numbers[16];
+    for (int64_t i = 0; i < part.count; i += kAtOnce) {
+        const int64_t count = std::min(int64_t(kAtOnce), part.count - i);
+        float biases[kAtOnce] = {}, numbers[kAtOnce];
         for (int64_t j = 0; j < count && p.bias; j++) biases[j] = number_at(p.bias, p.dtype, o + i + j);
         for (int64_t r = 0; r < rows; r++) {
-            const float* sums = kept + r * kBlockOutputs + i;
-            const int64_t at = (row + r) * p.outputs + o + i;
-#if LEVEL == 4
-            if (p.dtype == Number::bfloat16) {
-                const __m512 all = _mm512_add_ps(_mm512_loadu_ps(sums), _mm512_loadu_ps(biases));
-                _mm256_mask_storeu_epi16(static_cast<uint16_t*>(p.out) + at, __mmask16((1u << count) - 1),
-                                         (__m256i)_mm512_cvtneps_pbh(all));
-                continue;
-            }
-#endif
-            for (int j = 0; j < 16; j++) numbers[j] = sums[j] + biases[j];
-            if (p.dtype == Number::float32) {
-                std::memcpy(static_cast<float*>(p.out) + at, numbers, count * sizeof(float));
-                continue;
-            }
-            uint16_t rounded[16];
-            for (int j = 0; j < 16; j++) rounded[j] = bfloat16_of(numbers[j]);
-            std::memcpy(static_cast<uint16_t*>(p.out) + at, rounded, count * sizeof(uint16_t));
+            for (int j = 0; j < kAtOnce; j += kLanes)
+                put(numbers + j, load(kept + r * kBlockOutputs + i + j) + load(biases + j));
+            put_outputs(p, (row + r) * p.outputs + o + i, numbers, count);
         }
     }
 }
@@ -132,8 +119,7 @@ KERNEL void numbers_of_block(const Product& p, const BlockPart& part, const Unit
     const uint8_t* words = part.words + (k / each * part.width + part.first + first) * 4;
     for (int64_t c = 0; c < count / each; c++, words += part.width * 4, out += each * kTile) {
         for (int half = 0; half < 2; half++) {
-            const int64_t some = std::max(std::min(lanes - half * kLanes, int64_t(kLanes)), int64_t(0));
-            const Ints codes = some_ints(words + 4 * kLanes * half, some);
+            const Ints codes = some_ints(words + 4 * kLanes * half, lanes - half * kLanes);
             if (half == 0) __builtin_prefetch(words + kStreamAhead);
 #pragma GCC unroll 8
             for (int e = 0; e < each; e++)
@@ -165,12 +151,6 @@ KERNEL void multiply_floats(const float* panel, const float* x, int64_t stride, 
     WITH_ROWS(rows, multiply_floats<M>(panel, x, stride, count, out))
 }
 
-// What the sum of x is multiplied by, in place of what the layout has.
-INLINE void as_added(const Product& p, Units& units, int64_t count) {
-    if (p.second != Second::point) return;  // guard: cpu-zero-points
-    for (int64_t i = 0; i < count; i++) units.seconds[i] = -units.seconds[i] * units.scales[i];
-}
-
 // kept: of a row's outputs of a part. scales: null if numbers were scaled. seconds: null, or by what `of_x`, the sum of
 // the row's segment, is multiplied.
 INLINE void add_segment(const float* sums, const float* scales, const float* seconds, float of_x, int64_t count,
@@ -189,9 +169,9 @@ template <bool kRounded>
 INLINE void add_rows(const Product& p, const Units& units, int64_t first, const float* of_x, const float* sums,
                      int64_t step, int64_t rows, float* kept) {
     const float* const scales = kRounded ? nullptr : units.scales + first;
-    const float* const seconds = of_x ? units.seconds + first : nullptr;
+    const float* const seconds = of_x && !kRounded ? units.seconds + first : nullptr;
     for (int64_t r = 0; r < rows; r++)
-        add_segment(sums + r * step, scales, seconds, of_x ? of_x[r * p.segments] : 0.f,
+        add_segment(sums + r * step, scales, seconds, seconds ? of_x[r * p.segments] : 0.f,
                     std::min(step, kBlockOutputs - first), kept + r * kBlockOutputs + first);
 }
 
@@ -209,8 +189,7 @@ INLINE void multiply_codes(const Product& p, const BlockPart& part, const Units&
 #pragma GCC unroll 4
         for (int i = 0; i < V; i++) sums[m][i] = spread(0.f);
     int64_t some[V];
-    for (int i = 0; i < V; i++)
-        some[i] = std::max(std::min(part.count - first - i * kLanes, int64_t(kLanes)), int64_t(0));
+    for (int i = 0; i < V; i++) some[i] = part.count - first - i * kLanes;
     for (int64_t c = 0; c < count / each; c++, words += column, x += each) {
         Ints codes[V];
 #pragma GCC unroll 4
@@ -235,49 +214,28 @@ INLINE void multiply_codes(const Product& p, const BlockPart& part, const Units&
         for (int i = 0; i < V; i++) put(out + m * kFewTile + i * kLanes, sums[m][i]);
 }
 
-// `units_at`, as `add_segment` takes them if weights are not rounded.
-template <bool kRounded> APART void float_units_at(const Product& p, const BlockPart& part, int64_t k, Units& units) {
-    units_at(p, part, k, units);
-    if (!kRounded) as_added(p, units, part.count);
-}
-
-// All segments of M rows and a part, added to kept [M, kBlockOutputs].
+// All segments of some rows and a part, added to kept [rows, kBlockOutputs]. M: the number of few rows, 0 of more.
+// panel: memory for the numbers of a segment.
 template <int kBits, bool kRounded, int M>
-APART void few_rows_of(const Product& p, const BlockPart& part, int64_t row, float* kept) {
+APART void rows_of_part(const Product& p, const BlockPart& part, int64_t row, int64_t rows, float* panel, float* kept) {
+    constexpr int64_t kWidth = M ? kFewTile : kTile, kRows = M ? M : kTileRows;
     const int64_t segment = segment_of(p), stored = stored_inputs(p);
-    const float* const x = static_cast<const float*>(p.prepared) + row * p.x_stride;
+    const float* const prepared = static_cast<const float*>(p.prepared) + row * p.x_stride;
     Units units{};
+    if (M) rows = M;
     for (int64_t k = 0; k < stored; k += segment) {
         const int64_t count = std::min(segment, stored - k);
-        const float* const of_x = p.x_sums && !kRounded ? p.x_sums + row * p.segments + k / segment : nullptr;
-        float_units_at<kRounded>(p, part, k, units);
-        for (int64_t first = 0; first < part.count; first += kFewTile) {
-            float sums[M * kFewTile];
-            multiply_codes<kBits, kRounded, M>(p, part, units, first, x + k, k, count, sums);
-            add_rows<kRounded>(p, units, first, of_x, sums, kFewTile, M, kept);
-        }
-    }
-}
-
-// The same of more rows. panel: memory for the numbers of a segment.
-template <int kBits, bool kRounded>
-KERNEL void many_rows_of(const Product& p, const BlockPart& part, int64_t row, int64_t rows, float* panel,
-                         float* kept) {
-    const int64_t segment = segment_of(p), stored = stored_inputs(p);
-    const float* const x = static_cast<const float*>(p.prepared) + row * p.x_stride;
-    Units units{};
-    for (int64_t k = 0; k < stored; k += segment) {
-        const int64_t count = std::min(segment, stored - k);
-        const float* const of_x = p.x_sums && !kRounded ? p.x_sums + row * p.segments + k / segment : nullptr;
-        float_units_at<kRounded>(p, part, k, units);
-        for (int64_t first = 0; first < part.count; first += kTile) {
-            numbers_of_block<kBits, kRounded>(p, part, units, first, k, count, panel);
-            for (int64_t m = 0; m < rows; m += kTileRows) {
-                const int64_t some = std::min(int64_t(kTileRows), rows - m);
-                float sums[kTileRows * kTile];
-                multiply_floats(panel, x + m * p.x_stride + k, p.x_stride, count, some, sums);
-                add_rows<kRounded>(p, units, first, of_x ? of_x + m * p.segments : nullptr, sums, kTile, some,
-                                   kept + m * kBlockOutputs);
+        units_at<kRounded>(p, part, k, units);
+        for (int64_t first = 0; first < part.count; first += kWidth) {
+            if (!M) numbers_of_block<kBits, kRounded>(p, part, units, first, k, count, panel);
+            for (int64_t m = 0; m < rows; m += kRows) {
+                const float* const x = prepared + m * p.x_stride + k;
+                const float* const of_x = p.x_sums ? p.x_sums + (row + m) * p.segments + k / segment : nullptr;
+                const int64_t some = M ? M : std::min(kRows, rows - m);
+                float sums[kRows * kWidth];
+                if constexpr (M) multiply_codes<kBits, kRounded, M>(p, part, units, first, x, k, count, sums);
+                else multiply_floats(panel, x, p.x_stride, count, some, sums);
+                add_rows<kRounded>(p, units, first, of_x, sums, kWidth, some, kept + m * kBlockOutputs);
             }
         }
     }
@@ -293,18 +251,9 @@ KERNEL void float_blocks_of(const Product& p, int64_t row, int64_t begin, int64_
     for (int64_t o = begin; o < end;) {
         const BlockPart part = part_of(p, o, end);
         std::memset(kept, 0, rows * kBlockOutputs * sizeof(float));
-        if (rows > kRegisterRows) many_rows_of<kBits, kRounded>(p, part, row, rows, panel, kept);
-        else WITH_ROWS(rows, few_rows_of<kBits, kRounded, std::min(M, kRegisterRows)>(p, part, row, kept))
+        if (rows > kRegisterRows) rows_of_part<kBits, kRounded, 0>(p, part, row, rows, panel, kept);
+        else WITH_ROWS(rows, rows_of_part<kBits, kRounded, std::min(M, kRegisterRows)>(p, part, row, M, panel, kept))
         finish_block(p, part, kept, row, rows);
         o = part.begin + part.first + part.count;
-    }
-}
-
-KERNEL void all_float_blocks(const Product& p, int64_t begin, int64_t end, Scratch& scratch) {
-    const bool rounded = p.rounds != Number::float32 && p.dtype == Number::float32;
-    for (int64_t row = 0; row < p.rows; row += kChunk) {
-        if (p.weights == Weights::blocks8) float_blocks_of<8, false>(p, row, begin, end, scratch);
-        else if (rounded) float_blocks_of<4, true>(p, row, begin, end, scratch);
-        else float_blocks_of<4, false>(p, row, begin, end, scratch);
     }
 }

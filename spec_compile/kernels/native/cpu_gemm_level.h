@@ -5,11 +5,11 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include <immintrin.h>
 
 #include "cpu_gemm.h"
-#include "level.h"
 
 namespace {
 #include "numbers.h"

@@ -6,45 +6,37 @@
 constexpr int kPairRows = 6;  // of a tile: 24 of the 32 registers are sums
 constexpr int64_t kManyRows = 24;
 
-// What decoding takes besides the codes.
-struct Decoder {
-    __m512i table, low0, low1, high0, high1;
+// How words are decoded, each into kSteps pairs of inputs: `pair` makes one of them, `pairs` makes both.
+
+struct FourBits {
+    static constexpr int kSteps = 4;
+    __m512i table;
+
+    KERNEL explicit FourBits(const Product& p) {
+        alignas(64) uint16_t numbers[32];  // twice, because the index is five bits long
+        for (int code = 0; code < 32; code++) numbers[code] = bfloat16_of(p.table[code % 16]);
+        table = _mm512_load_si512(numbers);
+    }
+    INLINE __m512i pair(__m512i words, int j) const {
+        return _mm512_permutexvar_epi16(j ? _mm512_srli_epi32(words, 4 * j) : words, table);
+    }
 };
 
-// kBits: of a code. A word has kSteps pairs of inputs; `decode` makes pair j of a vector of words.
-template <int kBits> struct BlockCodes {
-    static constexpr int kSteps = kBits == 4 ? 4 : 2;
+struct EightBits {
+    static constexpr int kSteps = 2;
+    ByteDecoder<false> bytes;
+    __m512i order;
 
-    static INLINE Decoder decoder(const Product& p) {
-        if constexpr (kBits == 4) {
-            alignas(64) uint16_t numbers[32];  // twice, because the index is five bits long
-            for (int code = 0; code < 32; code++) numbers[code] = bfloat16_of(p.table[code % 16]);
-            Decoder decoder{};
-            decoder.table = _mm512_load_si512(numbers);
-            return decoder;
-        } else {
-            const ByteTables<false>& tables = kByteTables<false>;
-            const __m512i order = _mm512_broadcast_i32x4(
-                _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
-            return {order, _mm512_load_si512(tables.low), _mm512_load_si512(tables.low + 64),
-                    _mm512_load_si512(tables.high), _mm512_load_si512(tables.high + 64)};
-        }
+    KERNEL explicit EightBits(const Product&) {
+        order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
     }
+    INLINE void pairs(__m512i words, __m512i* out) const { bytes.pairs(_mm512_shuffle_epi8(words, order), out); }
+};
 
-    // Pair j of 4 bits.
-    static INLINE __m512i pair(const Decoder& d, __m512i words, int j) {
-        return _mm512_permutexvar_epi16(j ? _mm512_srli_epi32(words, 4 * j) : words, d.table);
-    }
-
-    // Both pairs of 8 bits.
-    static INLINE void pairs(const Decoder& d, __m512i words, __m512i* out) {
-        const __m512i codes = _mm512_shuffle_epi8(words, d.table), sizes = _mm512_abs_epi8(codes);
-        const __m512i low = _mm512_permutex2var_epi8(d.low0, sizes, d.low1);
-        __m512i high = _mm512_permutex2var_epi8(d.high0, sizes, d.high1);
-        high = _mm512_mask_mov_epi8(high, _mm512_movepi8_mask(sizes), _mm512_set1_epi8(0x43));  // 128
-        high = _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8(-128), 0xF8);  // with the sign
-        out[0] = _mm512_unpacklo_epi8(low, high), out[1] = _mm512_unpackhi_epi8(low, high);
-    }
+// Words that are pairs, by `decode_segment`.
+struct Decoded {
+    static constexpr int kSteps = 1;
+    INLINE __m512i pair(__m512i words, int) const { return words; }
 };
 
 // Words of a segment, and rows of x that are multiplied by them.
@@ -80,7 +72,7 @@ template <int M, int V> INLINE void add_segments(const BlockTile& t, const __m51
     }
 }
 
-template <class W, int V, int M> KERNEL void multiply_block(const BlockTile& t, const Decoder& d) {
+template <class W, int V, int M> KERNEL void multiply_block(const BlockTile& t, const W& decoder) {
     __m512 sums[M][V];
 #pragma GCC unroll 6
     for (int m = 0; m < M; m++)
@@ -93,14 +85,14 @@ template <class W, int V, int M> KERNEL void multiply_block(const BlockTile& t, 
         __m512i codes[V], numbers[V];
 #pragma GCC unroll 4
         for (int i = 0; i < V; i++) {
-            __builtin_prefetch(words + 64 * i + kStreamAhead);
+            if (W::kSteps > 1) __builtin_prefetch(words + 64 * i + kStreamAhead);
             codes[i] = words_at<V>(t, words, i);
         }
-        if constexpr (W::kSteps == 4) {
+        if constexpr (W::kSteps != 2) {
 #pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) {
+            for (int j = 0; j < W::kSteps; j++) {
 #pragma GCC unroll 4
-                for (int i = 0; i < V; i++) numbers[i] = W::pair(d, codes[i], j);
+                for (int i = 0; i < V; i++) numbers[i] = decoder.pair(codes[i], j);
 #pragma GCC unroll 6
                 for (int m = 0; m < M; m++) {
                     const __m512i values = _mm512_set1_epi32(x[m * x_stride + j]);
@@ -112,7 +104,7 @@ template <class W, int V, int M> KERNEL void multiply_block(const BlockTile& t, 
 #pragma GCC unroll 4
             for (int i = 0; i < V; i++) {
                 __m512i both[2];
-                W::pairs(d, codes[i], both);
+                decoder.pairs(codes[i], both);
 #pragma GCC unroll 6
                 for (int m = 0; m < M; m++) {
                     sums[m][i] = Pairs::add(sums[m][i], both[0], _mm512_set1_epi32(x[m * x_stride]));
@@ -124,69 +116,46 @@ template <class W, int V, int M> KERNEL void multiply_block(const BlockTile& t, 
     add_segments<M, V>(t, sums);
 }
 
-template <class W, int V> KERNEL void multiply_block(const BlockTile& t, const Decoder& d, int64_t rows) {
-    WITH_ROWS(rows, multiply_block<W, V, M>(t, d))
+template <class W, int V> KERNEL void multiply_block(const BlockTile& t, const W& decoder, int64_t rows) {
+    WITH_ROWS(rows, multiply_block<W, V, M>(t, decoder))
 }
 
 // The numbers of a segment of 8 bits: V vectors for each pair of inputs.
-template <int V> KERNEL void decode_segment(const BlockTile& t, const Decoder& d, __m512i* out) {
-    using W = BlockCodes<8>;
+template <int V> KERNEL void decode_segment(const BlockTile& t, const EightBits& decoder, __m512i* out) {
     const uint8_t* words = t.words;
-    for (int64_t c = t.columns; c > 0; c--, words += t.column, out += W::kSteps * V)
+    for (int64_t c = t.columns; c > 0; c--, words += t.column, out += 2 * V)
 #pragma GCC unroll 4
         for (int i = 0; i < V; i++) {
             __builtin_prefetch(words + 64 * i + kStreamAhead);
-            const __m512i codes = words_at<V>(t, words, i);
             __m512i both[2];
-            W::pairs(d, codes, both);
+            decoder.pairs(words_at<V>(t, words, i), both);
             _mm512_store_si512(out + i, both[0]), _mm512_store_si512(out + V + i, both[1]);
         }
 }
 
-// `multiply_block` of numbers by `decode_segment`, with the same sums in the same order.
-template <int V, int M> APART void multiply_decoded(const BlockTile& t, const __m512i* numbers, int64_t pairs) {
-    __m512 sums[M][V];
-#pragma GCC unroll 6
-    for (int m = 0; m < M; m++)
-#pragma GCC unroll 4
-        for (int i = 0; i < V; i++) sums[m][i] = _mm512_setzero_ps();
-    const int32_t* x = t.x;
-    const int64_t x_stride = t.x_stride;
-    for (; pairs > 0; pairs--, numbers += V, x++) {
-#pragma GCC unroll 6
-        for (int m = 0; m < M; m++) {
-            const __m512i values = _mm512_set1_epi32(x[m * x_stride]);
-#pragma GCC unroll 4
-            for (int i = 0; i < V; i++) sums[m][i] = Pairs::add(sums[m][i], _mm512_load_si512(numbers + i), values);
-        }
-    }
-    add_segments<M, V>(t, sums);
-}
-
-template <int V> KERNEL void multiply_decoded(const BlockTile& t, const __m512i* numbers, int64_t pairs, int64_t rows) {
-    WITH_ROWS(rows, multiply_decoded<V, M>(t, numbers, pairs))
-}
-
 // panel: memory for the numbers of a segment.
 template <class W, int V>
-KERNEL void multiply_segment(BlockTile t, const Decoder& d, int64_t rows, __m512i* panel) {
+KERNEL void multiply_segment(BlockTile t, const W& decoder, int64_t rows, __m512i* panel) {
+    if constexpr (W::kSteps == 2) {
+        if (rows >= kManyRows) {
+            decode_segment<V>(t, decoder, panel);
+            t.words = reinterpret_cast<const uint8_t*>(panel), t.column = V * 64, t.columns *= W::kSteps;
+            return multiply_segment<Decoded, V>(t, Decoded{}, rows, panel);
+        }
+    }
     const int64_t tiles = (rows + kPairRows - 1) / kPairRows, size = (rows + tiles - 1) / tiles;
-    const bool is_decoded = W::kSteps == 2 && rows >= kManyRows;
-    if (is_decoded) decode_segment<V>(t, d, panel);
     for (int64_t m = 0; m < rows; m += size) {
-        const int64_t some = std::min(size, rows - m);
-        if (is_decoded) multiply_decoded<V>(t, panel, t.columns * W::kSteps, some);
-        else multiply_block<W, V>(t, d, some);
+        multiply_block<W, V>(t, decoder, std::min(size, rows - m));
         t.x += size * t.x_stride, t.kept += size * kStrips, t.of_x += size * t.sums_stride;
     }
 }
 
 // The same of a block that is not whole.
 template <class W>
-APART void multiply_halves(BlockTile half, const Decoder& d, int64_t rows, int64_t outputs, __m512i* panel) {
+APART void multiply_halves(BlockTile half, const W& decoder, int64_t rows, int64_t outputs, __m512i* panel) {
     constexpr int V = kStrips / 2;
     for (int64_t first = 0; first < outputs; first += V * kStrip) {
-        multiply_segment<W, V>(half, d, rows, panel);
+        multiply_segment<W, V>(half, decoder, rows, panel);
         half.words += 64 * V, half.kept += V, half.scales += V * kStrip;
         if (half.seconds) half.seconds += V * kStrip;
         for (int i = 0; i < V; i++) half.lanes[i] = half.lanes[V + i];
@@ -200,7 +169,7 @@ KERNEL void pair_blocks_of(const Product& p, int64_t row, int64_t begin, int64_t
     static_assert(kSegment / 2 * kStrips * sizeof(__m512i) <= Scratch::kPanelBytes);
     __m512* const kept = reinterpret_cast<__m512*>(scratch.sums);
     __m512i* const panel = reinterpret_cast<__m512i*>(scratch.panel);
-    const Decoder decoder = W::decoder(p);
+    const W decoder(p);
     const int64_t rows = std::min(kChunk, p.rows - row), segment = segment_of(p), stored = stored_inputs(p);
     const int32_t* x = static_cast<const int32_t*>(p.prepared) + row * p.x_stride / 2;
     for (int64_t o = begin; o < end;) {
@@ -208,13 +177,11 @@ KERNEL void pair_blocks_of(const Product& p, int64_t row, int64_t begin, int64_t
         BlockTile t{};
         t.column = part.width * 4, t.x_stride = p.x_stride / 2, t.kept = kept, t.sums_stride = p.segments;
         for (int i = 0; i < kStrips; i++)
-            t.lanes[i] =
-                __mmask16((1u << std::max(std::min(part.count - i * kStrip, int64_t(kStrip)), int64_t(0))) - 1);
+            t.lanes[i] = first_lanes(part.count - i * kStrip);
         std::memset(kept, 0, rows * kBlockOutputs * sizeof(float));
         Units units{};
         for (int64_t k = 0; k < stored; k += segment) {
-            units_at(p, part, k, units);
-            as_added(p, units, part.count);
+            units_at<false>(p, part, k, units);
             t.words = part.words + (k / (2 * W::kSteps) * part.width + part.first) * 4;
             t.x = x + k / 2, t.columns = std::min(segment, stored - k) / (2 * W::kSteps);
             t.scales = units.scales, t.seconds = p.x_sums ? units.seconds : nullptr;
@@ -225,8 +192,4 @@ KERNEL void pair_blocks_of(const Product& p, int64_t row, int64_t begin, int64_t
         finish_block(p, part, reinterpret_cast<const float*>(kept), row, rows);
         o = part.begin + part.first + part.count;
     }
-}
-
-template <class W> KERNEL void all_pair_blocks(const Product& p, int64_t begin, int64_t end, Scratch& scratch) {
-    for (int64_t row = 0; row < p.rows; row += kChunk) pair_blocks_of<W>(p, row, begin, end, scratch);
 }

@@ -14,45 +14,25 @@ constexpr int kUnit = 64;                 // inputs, of which a panel has some t
 constexpr int64_t kPanelInputs = 256;
 constexpr int kPanelSteps = kPanelInputs / 2;
 
-// Sixteen lines of 64 bytes, `stride` bytes apart, as columns of words: lane i of t[j] is word j of line i.
-INLINE void columns_of(const uint8_t* lines, int64_t stride, Floats* t) {
-    Floats fours[kStrip];
-    const auto line = [&](int i) { return reinterpret_cast<const float*>(lines + i * stride); };
-#pragma GCC unroll 4
-    for (int i = 0; i < kStrip; i += 4)
-        transpose_four(load(line(i)), load(line(i + 1)), load(line(i + 2)), load(line(i + 3)), fours + i);
-    transpose_fours(fours, t);
-}
-
-INLINE __mmask16 lanes_of(const Product& p, int64_t o) {
-    return __mmask16((1u << std::max(std::min(p.outputs - o, int64_t(kStrip)), int64_t(0))) - 1);
-}
-
 // Numbers o .. o + 16 of an array of `outputs`, zeros beyond its end.
 INLINE __m512 numbers_at(const Product& p, const void* numbers, Number type, int64_t o) {
-    const __mmask16 lanes = lanes_of(p, o);
+    const __mmask16 lanes = first_lanes(p.outputs - o);
     if (type == Number::float32) return _mm512_maskz_loadu_ps(lanes, static_cast<const float*>(numbers) + o);
     const __m256i halves = _mm256_maskz_loadu_epi16(lanes, static_cast<const uint16_t*>(numbers) + o);
     if (type == Number::float16) return _mm512_cvtph_ps(halves);
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
 }
 
-// How strips are decoded: `put` takes the columns of line `line` of a panel at input k. kBits: of a weight.
+// How strips are decoded: `put` takes the columns of a line of a panel. kBits: of a weight.
 
-template <int kBitsOfNumber> struct NumberStrips {
+// Numbers as they are, and int8 plus 128.
+template <int kBitsOfNumber> struct WordStrips {
     static constexpr int kBits = kBitsOfNumber;
-    static INLINE void put(const Product&, int64_t, int64_t, int64_t, int line, const Floats* t, __m512i* out) {
+    static constexpr int kVectors = 16;  // of a line
+    static INLINE void put(const Floats* t, __m512i* out) {
+        const __m512i flips = _mm512_set1_epi8(kBits == 8 ? -128 : 0);
 #pragma GCC unroll 16
-        for (int j = 0; j < 16; j++) _mm512_store_ps(out + 16 * line + j, t[j]);
-    }
-};
-
-struct IntStrips {
-    static constexpr int kBits = 8;
-    static INLINE void put(const Product&, int64_t, int64_t, int64_t, int line, const Floats* t, __m512i* out) {
-#pragma GCC unroll 16
-        for (int j = 0; j < 16; j++)
-            _mm512_store_si512(out + 16 * line + j, _mm512_xor_si512((__m512i)t[j], _mm512_set1_epi8(-128)));
+        for (int j = 0; j < 16; j++) _mm512_store_si512(out + j, _mm512_xor_si512((__m512i)t[j], flips));
     }
 };
 
@@ -73,24 +53,38 @@ template <bool kFp8> struct ByteTables {
 };
 template <bool kFp8> constexpr ByteTables<kFp8> kByteTables;
 
-// Codes of 8 bits as bfloat16, without rounding. kFp8: float8_e4m3fn, else int8.
+// Codes of 8 bits as bfloat16, without rounding: of each 8 bytes the first four in out[0]. kFp8: float8_e4m3fn, else
+// int8.
+template <bool kFp8> struct ByteDecoder {
+    __m512i low0, low1, high0, high1;
+
+    INLINE ByteDecoder() {
+        const ByteTables<kFp8>& tables = kByteTables<kFp8>;
+        low0 = _mm512_load_si512(tables.low), low1 = _mm512_load_si512(tables.low + 64);
+        high0 = _mm512_load_si512(tables.high), high1 = _mm512_load_si512(tables.high + 64);
+    }
+    INLINE void pairs(__m512i codes, __m512i* out) const {
+        const __m512i sizes = kFp8 ? codes : _mm512_abs_epi8(codes);
+        const __m512i low = _mm512_permutex2var_epi8(low0, sizes, low1);
+        __m512i high = _mm512_permutex2var_epi8(high0, sizes, high1);
+        if (!kFp8) high = _mm512_mask_mov_epi8(high, _mm512_movepi8_mask(sizes), _mm512_set1_epi8(0x43));  // 128
+        high = _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8(-128), 0xF8);  // with the sign
+        out[0] = _mm512_unpacklo_epi8(low, high), out[1] = _mm512_unpackhi_epi8(low, high);
+    }
+};
+
 template <bool kFp8> struct ByteStrips {
     static constexpr int kBits = 8;
-    static INLINE void put(const Product&, int64_t, int64_t, int64_t, int line, const Floats* t, __m512i* out) {
-        const ByteTables<kFp8>& tables = kByteTables<kFp8>;
-        const __m512i low0 = _mm512_load_si512(tables.low), low1 = _mm512_load_si512(tables.low + 64);
-        const __m512i high0 = _mm512_load_si512(tables.high), high1 = _mm512_load_si512(tables.high + 64);
+    static constexpr int kVectors = 32;
+    static INLINE void put(const Floats* t, __m512i* out) {
+        const ByteDecoder<kFp8> decoder;
 #pragma GCC unroll 16
         for (int j = 0; j < 16; j++) {
-            const __m512i codes = (__m512i)t[j], sizes = kFp8 ? codes : _mm512_abs_epi8(codes);
-            const __m512i low = _mm512_permutex2var_epi8(low0, sizes, low1);
-            __m512i high = _mm512_permutex2var_epi8(high0, sizes, high1);
-            if (!kFp8) high = _mm512_mask_mov_epi8(high, _mm512_movepi8_mask(sizes), _mm512_set1_epi8(0x43));  // 128
-            high = _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8(-128), 0xF8);  // with the sign
-            const __m512 first = _mm512_castsi512_ps(_mm512_unpacklo_epi8(low, high));
-            const __m512 second = _mm512_castsi512_ps(_mm512_unpackhi_epi8(low, high));
-            _mm512_store_ps(out + 32 * line + 2 * j, _mm512_shuffle_ps(first, second, 0x88));
-            _mm512_store_ps(out + 32 * line + 2 * j + 1, _mm512_shuffle_ps(first, second, 0xDD));
+            __m512i both[2];
+            decoder.pairs((__m512i)t[j], both);
+            const __m512 first = _mm512_castsi512_ps(both[0]), second = _mm512_castsi512_ps(both[1]);
+            _mm512_store_ps(out + 2 * j, _mm512_shuffle_ps(first, second, 0x88));
+            _mm512_store_ps(out + 2 * j + 1, _mm512_shuffle_ps(first, second, 0xDD));
         }
     }
 };
@@ -119,8 +113,10 @@ KERNEL void decode(const Product& p, int64_t o, int64_t k, int64_t count, int64_
             from = copy, stride = 64;
         }
         Floats t[kStrip];
-        columns_of(from, stride, t);
-        W::put(p, o, k, count, line, t, out);
+#pragma GCC unroll 16
+        for (int i = 0; i < kStrip; i++) t[i] = vector_at<Floats>(from + i * stride);
+        transpose(t);  // lane i of t[j] is word j of line i
+        W::put(t, out + W::kVectors * line);
     }
 }
 
@@ -222,23 +218,21 @@ template <class S> KERNEL void rows_times_strips(StripTile<S> t, int64_t rows, i
     }
 }
 
-// The outputs o .. o + 64 of rows, as far as `lanes_of` has them: sums times scales plus bias, rounded once.
+// The outputs o .. o + 64 of rows, as far as there are any: sums times scales plus bias, rounded once.
 template <class S>
 KERNEL void finish_strips(const Product& p, const __m512i* kept, int64_t row, int64_t rows, int64_t o, int64_t end) {
     const bool codes = p.weights == Weights::int8 || p.weights == Weights::fp8;
     for (int i = 0; i < kStrips && o < end; i++, o += kStrip) {
-        const __mmask16 lanes = lanes_of(p, o);
+        const int64_t count = p.outputs - o;
         const __m512 scales = codes ? numbers_at(p, p.scales, p.scale_type, o) : _mm512_set1_ps(1.f);
         const __m512 biases = p.bias ? numbers_at(p, p.bias, p.dtype, o) : _mm512_setzero_ps();
         for (int64_t r = 0; r < rows; r++) {
             const typename S::Sum sum = reinterpret_cast<const typename S::Sum*>(kept)[r * kStrips + i];
             const __m512 scale = _mm512_set1_ps(p.row_scales ? p.row_scales[row + r] : 1.f);
             const __m512 scaled = _mm512_mul_ps(_mm512_mul_ps(S::floats(sum), scales), scale);
-            const __m512 numbers = _mm512_add_ps(scaled, biases);
-            const int64_t at = (row + r) * p.outputs + o;
-            if (p.dtype == Number::float32) _mm512_mask_storeu_ps(static_cast<float*>(p.out) + at, lanes, numbers);
-            else _mm256_mask_storeu_epi16(static_cast<uint16_t*>(p.out) + at, lanes,
-                                          (__m256i)_mm512_cvtneps_pbh(numbers));
+            float numbers[kAtOnce];
+            put(numbers, scaled + biases);
+            put_outputs(p, (row + r) * p.outputs + o, numbers, count);
         }
     }
 }
@@ -276,24 +270,4 @@ KERNEL void strips_of(const Product& p, int64_t row, int64_t begin, int64_t end,
         }
         finish_strips<S>(p, kept, row, rows, o, end);
     }
-}
-
-template <class S, class W> KERNEL void all_strips_of(const Product& p, int64_t begin, int64_t end, Scratch& scratch) {
-    for (int64_t row = 0; row < p.rows; row += kChunk) strips_of<S, W>(p, row, begin, end, scratch);
-}
-
-KERNEL void pairs_of(const Product& p, int64_t begin, int64_t end, Scratch& scratch) {
-    switch (p.weights) {
-        case Weights::bfloat16: return all_strips_of<Pairs, NumberStrips<16>>(p, begin, end, scratch);
-        case Weights::int8: return all_strips_of<Pairs, ByteStrips<false>>(p, begin, end, scratch);
-        default: return all_strips_of<Pairs, ByteStrips<true>>(p, begin, end, scratch);
-    }
-}
-
-KERNEL void singles_of(const Product& p, int64_t begin, int64_t end, Scratch& scratch) {
-    all_strips_of<Singles, NumberStrips<32>>(p, begin, end, scratch);
-}
-
-KERNEL void fours_of(const Product& p, int64_t begin, int64_t end, Scratch& scratch) {
-    all_strips_of<Fours, IntStrips>(p, begin, end, scratch);
 }

@@ -4,7 +4,7 @@
 // of a row runs over the inputs in ascending order, one vector after the other, whatever the number of rows and the
 // sizes of panels and tiles. Numbers of w that need no decoding are multiplied where they lie.
 
-constexpr int kPanelOutputs = 16;    // of a panel with more rows than a tile has: x is then read less often
+constexpr int kPanelOutputs = kAtOnce;  // of a panel with more rows than a tile has: x is then read less often
 
 // 32 codes: those at `codes`, or if the row has fewer left a copy of these and zeros.
 template <class Code> INLINE const Code* whole_or_copy(const Code* codes, int64_t left, Code* copy) {
@@ -16,32 +16,15 @@ template <class Code> INLINE const Code* whole_or_copy(const Code* codes, int64_
 
 // How panels are made of w: `panel(p, output, input, count, ahead, out)`; `count` is a multiple of 32,
 // and `ahead` the bytes to what comes after.
-template <class Element> struct Direct {
-    static constexpr bool kDirect = true;
-    static INLINE void panel(const Product&, int64_t, int64_t, int64_t, int64_t, Element*) {}
-};
-
-// The same where rows do not end with a vector.
-template <class Element> struct Copied {
-    static constexpr bool kDirect = false;
-    static KERNEL void panel(const Product& p, int64_t o, int64_t k, int64_t count, int64_t ahead, Element* out) {
-        const int64_t there = std::max(std::min(count, p.inputs - k), int64_t(0)), size = sizeof(Element);
-        const uint8_t* w = p.w + o * p.row_bytes + k * size;
-        for (int64_t at = 0; at < there * size; at += 64) __builtin_prefetch(w + at + ahead, 0, 2);
-        std::memcpy(out, w, there * size);
-        std::memset(out + there, 0, (count - there) * size);
-    }
-};
-
-struct Bfloat16s {
-    static constexpr bool kDirect = false;
+template <class Code> struct Numbers {
     static APART void panel(const Product& p, int64_t o, int64_t k, int64_t count, int64_t ahead, float* out) {
-        const uint16_t* w = reinterpret_cast<const uint16_t*>(p.w + o * p.row_bytes) + k;
+        const Code* w = reinterpret_cast<const Code*>(p.w + o * p.row_bytes) + k;
         for (int64_t at = 0; at < count; at += 32) {
-            uint16_t rest[32];
-            const uint16_t* codes = whole_or_copy(w + at, p.inputs - k - at, rest);
-            __builtin_prefetch(reinterpret_cast<const uint8_t*>(w + at) + ahead, 0, 2);
-            for (int lane = 0; lane < 32; lane += kLanes) put(out + at + lane, load(codes + lane));
+            Code rest[32];
+            const Code* numbers = whole_or_copy(w + at, p.inputs - k - at, rest);
+            for (size_t line = 0; line < sizeof rest; line += 64)
+                __builtin_prefetch(reinterpret_cast<const uint8_t*>(w + at) + line + ahead, 0, 2);
+            for (int lane = 0; lane < 32; lane += kLanes) put(out + at + lane, load(numbers + lane));
         }
     }
 };
@@ -50,8 +33,6 @@ constexpr float kFp8Unit = 256.f;  // `floats_of_fp8` over this
 
 // Codes of 8 bits. kFp8: float8_e4m3fn, else int8.
 template <bool kFp8> struct Bytes {
-    static constexpr bool kDirect = false;
-
     static INLINE Floats floats(const uint8_t* codes, Floats scale) {
         if constexpr (kFp8) return times(floats_of_fp8(codes), scale);
         else return floats_of_int8(codes);
@@ -154,11 +135,6 @@ template <class S, bool kAhead> KERNEL void panel_times_rows(Tile<S> t, int64_t 
     }
 }
 
-template <class Element> INLINE void copy(const Element* numbers, int64_t count, Element* out) {
-    if (count == kPanelOutputs) std::memcpy(out, numbers, kPanelOutputs * sizeof(Element));
-    else for (int64_t i = 0; i < count; i++) out[i] = numbers[i];
-}
-
 // The outputs of a panel: sums times scales plus bias, rounded once.
 template <class S>
 KERNEL void finish(const Product& p, const typename S::Sum* sums, int64_t row, int64_t rows, int64_t o,
@@ -173,27 +149,21 @@ KERNEL void finish(const Product& p, const typename S::Sum* sums, int64_t row, i
         const float scale = p.row_scales ? p.row_scales[r] : 1.f;
         for (int64_t i = 0; i < outputs; i += 4) totals_of(sums + i, numbers + i);
         for (int64_t i = 0; i < kPanelOutputs; i++) numbers[i] = numbers[i] * scales[i] * scale + biases[i];
-        const int64_t at = r * p.outputs + o;
-        if (p.dtype == Number::float32) {
-            copy(numbers, outputs, static_cast<float*>(p.out) + at);
-            continue;
-        }
-        uint16_t rounded[kPanelOutputs];
-        for (int64_t i = 0; i < kPanelOutputs; i++) rounded[i] = bfloat16_of(numbers[i]);
-        copy(rounded, outputs, static_cast<uint16_t*>(p.out) + at);
+        put_outputs(p, r * p.outputs + o, numbers, outputs);
     }
 }
 
-// Outputs begin .. end of all rows.
+// Outputs begin .. end of at most kChunk rows. W: void where numbers are multiplied where they lie.
 template <class S, class W>
 KERNEL void chunk_of(const Product& p, int64_t row, int64_t begin, int64_t end, Scratch& scratch) {
     static_assert(sizeof(typename S::Sum) * kChunk * kPanelOutputs <= Scratch::kSumBytes);
+    constexpr bool kDirect = std::is_void_v<W>;
     typedef typename S::Element Element;
     typename S::Sum* sums = reinterpret_cast<typename S::Sum*>(scratch.sums);
     Element* panel = reinterpret_cast<Element*>(scratch.panel);
     const Element* x = static_cast<const Element*>(p.prepared);
     const int64_t rows = std::min(kChunk, p.rows - row), outputs = rows > kMostRows ? kPanelOutputs : kOutputs;
-    const int64_t most = W::kDirect ? p.padded() : Scratch::kPanelBytes / int64_t(sizeof(Element)) / outputs;
+    const int64_t most = kDirect ? p.padded() : Scratch::kPanelBytes / int64_t(sizeof(Element)) / outputs;
     for (int64_t o = begin; o < end; o += outputs) {
         const int64_t here = std::min(outputs, end - o);
         for (int64_t k = 0; k < p.padded(); k += most) {
@@ -202,29 +172,17 @@ KERNEL void chunk_of(const Product& p, int64_t row, int64_t begin, int64_t end, 
             const bool last = k + most >= p.padded();
             const int64_t ahead = (last ? -k : most) * p.row_bytes / p.inputs + (last ? outputs * p.row_bytes : 0);
             Tile<S> t{panel, x + row * p.x_stride + k, most, p.x_stride, columns, 0, sums, k == 0};
-            if constexpr (W::kDirect) {
+            if constexpr (kDirect) {
                 t.w = reinterpret_cast<const Element*>(p.w + o * p.row_bytes) + k;
                 t.w_stride = p.row_bytes / int64_t(sizeof(Element));
                 t.ahead = ahead / int64_t(sizeof(Element));
             } else {
                 for (int64_t i = 0; i < here; i++) W::panel(p, o + i, k, columns, ahead, panel + i * most);
             }
-            panel_times_rows<S, W::kDirect>(t, here, rows);
+            panel_times_rows<S, kDirect>(t, here, rows);
         }
         finish<S>(p, sums, row, rows, o, here);
     }
-}
-
-template <class S, class W> KERNEL void outputs_of(const Product& p, int64_t begin, int64_t end, Scratch& scratch) {
-    for (int64_t row = 0; row < p.rows; row += kChunk) chunk_of<S, W>(p, row, begin, end, scratch);
-}
-
-// Weights that need no decoding. Those of many rows are copied, because rows of w as they lie share the same few lines
-// of the L1 cache.
-template <class S> KERNEL void outputs_as_they_are(const Product& p, int64_t begin, int64_t end, Scratch& scratch) {
-    typedef typename S::Element Element;
-    if (p.inputs == p.padded() && p.rows <= kMostRows) outputs_of<S, Direct<Element>>(p, begin, end, scratch);
-    else outputs_of<S, Copied<Element>>(p, begin, end, scratch);
 }
 
 // Rows of x as the sums take them.
@@ -236,13 +194,9 @@ INLINE void put_element(uint16_t* at, float number) { *at = bfloat16_of(number);
 
 // Inputs k .. k + count of a row of x, and zeros beyond the last; `count` is at most a block.
 APART void floats_of_row(const Product& p, int64_t row, int64_t k, int64_t count, float* out) {
-    const int64_t there = std::max(std::min(count, p.inputs - k), int64_t(0)), start = row * p.inputs + k;
-    if (p.dtype == Number::float32) std::memcpy(out, static_cast<const float*>(p.x) + start, there * sizeof(float));
-    else {
-        const uint16_t* numbers = static_cast<const uint16_t*>(p.x) + start;
-        for (int64_t i = 0; i < there; i++) out[i] = float_of(numbers[i]);
-    }
-    for (int64_t i = there; i < count; i++) out[i] = 0.f;
+    const int64_t there = std::clamp(p.inputs - k, int64_t(0), count), size = p.dtype == Number::float32 ? 4 : 2;
+    floats_of(static_cast<const uint8_t*>(p.x) + (row * p.inputs + k) * size, p.dtype, there, out);
+    std::fill(out + there, out + count, 0.f);
 }
 
 APART float largest_of(const float* numbers, int64_t count) {
@@ -333,21 +287,24 @@ KERNEL void prepare(const Product& p, int64_t row) {
 #endif
 }
 
-KERNEL void run(const Product& p, int64_t begin, int64_t end, Scratch& scratch) {
+KERNEL Kernel kernel_of(const Product& p) {
 #if LEVEL == 4
-    if (p.in_blocks() && takes_bfloat16(p)) {
-        if (p.weights == Weights::blocks4) all_pair_blocks<BlockCodes<4>>(p, begin, end, scratch);
-        else all_pair_blocks<BlockCodes<8>>(p, begin, end, scratch);
-    } else if (takes_integers(p)) fours_of(p, begin, end, scratch);
-    else if (takes_bfloat16(p)) pairs_of(p, begin, end, scratch);
-    else if (p.weights == Weights::float32) singles_of(p, begin, end, scratch);
-    else kAvx512.run(p, begin, end, scratch);
+    if (p.in_blocks() && takes_bfloat16(p))
+        return p.weights == Weights::blocks4 ? pair_blocks_of<FourBits> : pair_blocks_of<EightBits>;
+    if (takes_integers(p)) return strips_of<Fours, WordStrips<8>>;
+    if (takes_bfloat16(p) && p.weights == Weights::bfloat16) return strips_of<Pairs, WordStrips<16>>;
+    if (takes_bfloat16(p) && p.weights == Weights::int8) return strips_of<Pairs, ByteStrips<false>>;
+    if (takes_bfloat16(p)) return strips_of<Pairs, ByteStrips<true>>;
+    return p.weights == Weights::float32 ? strips_of<Singles, WordStrips<32>> : kAvx512.kernel_of(p);
 #else
-    if (p.in_blocks()) all_float_blocks(p, begin, end, scratch);
-    else if (takes_integers(p)) outputs_of<IntSums, Bytes<false>>(p, begin, end, scratch);
-    else if (p.weights == Weights::float32) outputs_as_they_are<FloatSums>(p, begin, end, scratch);
-    else if (p.weights == Weights::bfloat16) outputs_of<FloatSums, Bfloat16s>(p, begin, end, scratch);
-    else if (p.weights == Weights::int8) outputs_of<FloatSums, Bytes<false>>(p, begin, end, scratch);
-    else outputs_of<FloatSums, Bytes<true>>(p, begin, end, scratch);
+    const bool rounded = p.rounds != Number::float32 && p.dtype == Number::float32;
+    if (p.weights == Weights::blocks8) return float_blocks_of<8, false>;
+    if (p.weights == Weights::blocks4) return rounded ? float_blocks_of<4, true> : float_blocks_of<4, false>;
+    if (takes_integers(p)) return chunk_of<IntSums, Bytes<false>>;
+    // Numbers of many rows are copied, because rows of w as they lie share the same few lines of the L1 cache.
+    const bool copied = p.inputs != p.padded() || p.rows > kMostRows;
+    if (p.weights == Weights::float32) return copied ? chunk_of<FloatSums, Numbers<float>> : chunk_of<FloatSums, void>;
+    if (p.weights == Weights::bfloat16) return chunk_of<FloatSums, Numbers<uint16_t>>;
+    return p.weights == Weights::int8 ? chunk_of<FloatSums, Bytes<false>> : chunk_of<FloatSums, Bytes<true>>;
 #endif
 }

@@ -61,12 +61,19 @@ INLINE Floats floats_of_bytes(Ints words, int place) {
     return __builtin_convertvector(words << (24 - 8 * place) >> 24, Floats);
 }
 
-// The first `count` words, and zeros.
+// As many of the first lanes, which may be more than there are, or fewer than none.
+#if LEVEL > 1
+INLINE __mmask16 first_lanes(int64_t count) {
+    return __mmask16((1u << std::clamp(count, int64_t(0), int64_t(kLanes))) - 1);
+}
+#endif
+
+// Words in the first `count` lanes, zeros in others.
 INLINE Ints some_ints(const uint8_t* words, int64_t count) {
 #if LEVEL == 1
     return (Ints)_mm256_maskload_epi32(reinterpret_cast<const int*>(words), (__m256i)(lanes() < int(count)));
 #else
-    return (Ints)_mm512_maskz_loadu_epi32(__mmask16((1u << count) - 1), words);
+    return (Ints)_mm512_maskz_loadu_epi32(first_lanes(count), words);
 #endif
 }
 
@@ -76,11 +83,9 @@ struct Table {
 };
 
 INLINE Table table_at(const float* numbers) {
-#if LEVEL == 1
-    return {load(numbers), load(numbers + 8)};
-#else
-    return {load(numbers)};
-#endif
+    Table table;
+    for (int i = 0; i < 16 / kLanes; i++) table.numbers[i] = load(numbers + i * kLanes);
+    return table;
 }
 
 // The numbers of the lowest four bits of each word.
@@ -91,6 +96,29 @@ INLINE Floats numbers_of(const Table& table, Ints codes) {
     return _mm256_blendv_ps(low, high, (Floats)(codes << 28));
 #else
     return _mm512_permutexvar_ps((__m512i)codes, table.numbers[0]);
+#endif
+}
+
+constexpr int kAtOnce = 16;  // outputs that are written at once
+
+template <class Element> INLINE void copy(const Element* numbers, int64_t count, Element* out) {
+    if (count == kAtOnce) std::memcpy(out, numbers, kAtOnce * sizeof(Element));
+    else for (int64_t i = 0; i < count; i++) out[i] = numbers[i];
+}
+
+// Write outputs [count], of the memory of kAtOnce, rounded once: from the `at`-th on.
+INLINE void put_outputs(const Product& p, int64_t at, const float* numbers, int64_t count) {
+    float* const floats = static_cast<float*>(p.out) + at;
+    uint16_t* const halves = static_cast<uint16_t*>(p.out) + at;
+#if LEVEL == 4
+    const __m512 all = load(numbers);
+    if (p.dtype == Number::float32) _mm512_mask_storeu_ps(floats, first_lanes(count), all);
+    else _mm256_mask_storeu_epi16(halves, first_lanes(count), (__m256i)_mm512_cvtneps_pbh(all));
+#else
+    if (p.dtype == Number::float32) return copy(numbers, count, floats);
+    uint16_t rounded[kAtOnce];
+    for (int i = 0; i < kAtOnce; i++) rounded[i] = bfloat16_of(numbers[i]);
+    copy(rounded, count, halves);
 #endif
 }
 

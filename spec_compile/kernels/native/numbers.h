@@ -1,5 +1,7 @@
 // Numbers, and vectors of LANES numbers, by the instructions of a LEVEL. Each level includes this file in a namespace of
-// its own; before it stand level.h, and outside of the namespace the headers that it needs.
+// its own; before this, and outside of it, stand the headers that the file needs.
+
+#include "level.h"
 
 // Single numbers.
 
@@ -89,43 +91,33 @@ INLINE float largest_of(Floats v) { return _mm512_reduce_max_ps(v); }
 #endif
 
 // Rows become columns, in two steps: by fours of rows, and then of all.
-
+INLINE void transpose(Floats (&rows)[kLanes]) {
 #if LEVEL == 0
-INLINE void transpose(Floats (&rows)[4]) {
     const Floats a = rows[0], b = rows[1], c = rows[2], d = rows[3];
     for (int i = 0; i < 4; i++) rows[i] = Floats{a[i], b[i], c[i], d[i]};
-}
 #else
-// Column j + 4 * l of four rows becomes part l of fours[j].
-INLINE void transpose_four(Floats row0, Floats row1, Floats row2, Floats row3, Floats* fours) {
-    const Floats a = VECTOR(unpacklo_ps)(row0, row1), b = VECTOR(unpackhi_ps)(row0, row1);
-    const Floats c = VECTOR(unpacklo_ps)(row2, row3), d = VECTOR(unpackhi_ps)(row2, row3);
-    fours[0] = VECTOR(shuffle_ps)(a, c, 0x44), fours[1] = VECTOR(shuffle_ps)(a, c, 0xEE);
-    fours[2] = VECTOR(shuffle_ps)(b, d, 0x44), fours[3] = VECTOR(shuffle_ps)(b, d, 0xEE);
-}
-
-INLINE void transpose_fours(const Floats* fours, Floats* columns) {
+    Floats fours[kLanes];  // column j + 4 * l of four rows is part l of fours[i + j]
+#pragma GCC unroll 4
+    for (int i = 0; i < kLanes; i += 4) {
+        const Floats a = VECTOR(unpacklo_ps)(rows[i], rows[i + 1]), b = VECTOR(unpackhi_ps)(rows[i], rows[i + 1]);
+        const Floats c = VECTOR(unpacklo_ps)(rows[i + 2], rows[i + 3]);
+        const Floats d = VECTOR(unpackhi_ps)(rows[i + 2], rows[i + 3]);
+        fours[i] = VECTOR(shuffle_ps)(a, c, 0x44), fours[i + 1] = VECTOR(shuffle_ps)(a, c, 0xEE);
+        fours[i + 2] = VECTOR(shuffle_ps)(b, d, 0x44), fours[i + 3] = VECTOR(shuffle_ps)(b, d, 0xEE);
+    }
 #pragma GCC unroll 4
     for (int j = 0; j < 4; j++) {
 #if LEVEL == 1
-        columns[j] = _mm256_permute2f128_ps(fours[j], fours[j + 4], 0x20);
-        columns[j + 4] = _mm256_permute2f128_ps(fours[j], fours[j + 4], 0x31);
+        rows[j] = _mm256_permute2f128_ps(fours[j], fours[j + 4], 0x20);
+        rows[j + 4] = _mm256_permute2f128_ps(fours[j], fours[j + 4], 0x31);
 #else
         const Floats even = _mm512_shuffle_f32x4(fours[j], fours[j + 4], 0x88);
         const Floats odd = _mm512_shuffle_f32x4(fours[j], fours[j + 4], 0xDD);
         const Floats even2 = _mm512_shuffle_f32x4(fours[j + 8], fours[j + 12], 0x88);
         const Floats odd2 = _mm512_shuffle_f32x4(fours[j + 8], fours[j + 12], 0xDD);
-        columns[j] = _mm512_shuffle_f32x4(even, even2, 0x88), columns[j + 4] = _mm512_shuffle_f32x4(odd, odd2, 0x88);
-        columns[j + 8] = _mm512_shuffle_f32x4(even, even2, 0xDD);
-        columns[j + 12] = _mm512_shuffle_f32x4(odd, odd2, 0xDD);
+        rows[j] = _mm512_shuffle_f32x4(even, even2, 0x88), rows[j + 4] = _mm512_shuffle_f32x4(odd, odd2, 0x88);
+        rows[j + 8] = _mm512_shuffle_f32x4(even, even2, 0xDD), rows[j + 12] = _mm512_shuffle_f32x4(odd, odd2, 0xDD);
 #endif
     }
-}
-
-INLINE void transpose(Floats (&rows)[kLanes]) {
-    Floats fours[kLanes];
-#pragma GCC unroll 4
-    for (int i = 0; i < kLanes; i += 4) transpose_four(rows[i], rows[i + 1], rows[i + 2], rows[i + 3], fours + i);
-    transpose_fours(fours, rows);
-}
 #endif
+}
