@@ -138,10 +138,6 @@ class UnionDrafter(Drafter):
 
     def observe(self, state: State, features: list[Tensor], accepted: Accepted, begin: Tensor, max_kv_len: int) -> None:
         self.head.observe(state, features, accepted, begin, max_kv_len)
-        self.learn(state, begin)
-
-    def learn(self, state: State, begin: Tensor) -> None:
-        """Count the outcomes of the drafts below the roots in the slots `begin` [B], now that the text goes on."""
         seen = [*self.drafts], self.begins, begin, state.lengths, state.tokens
         learn_from(self.counts, *seen, self.head_nodes)
 

@@ -205,18 +205,14 @@ def _read(source: SourceTrees) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return number < source.count[:, None], source.parents.clamp(min=0), keys, ancestors, depth
 
 
-def _members(ancestors: Tensor) -> Tensor:
-    """[B, N, N] bool: entry [i, j] is True if node j is i or above it.
+def _path_sums(values: Tensor, ancestors: Tensor) -> Tensor:
+    """Sums of values [B, N] from the root down to each node.
 
     ancestors [B, N]: as bits; a chain of three nodes has [0b001, 0b011, 0b111].
     """
     number = torch.arange(ancestors.shape[1], device=ancestors.device)
-    return (ancestors[:, :, None] >> number) & 1 == 1
-
-
-def _path_sums(values: Tensor, ancestors: Tensor) -> Tensor:
-    """Sums of values [B, N] from the root down to each node."""
-    return torch.where(_members(ancestors), values[:, None, :], 0).sum(dim=2)
+    is_above = (ancestors[:, :, None] >> number) & 1 == 1  # [i, j]: node j is i or above it
+    return torch.where(is_above, values[:, None, :], 0).sum(dim=2)
 
 
 def _last(pairs: Tensor) -> Tensor:
