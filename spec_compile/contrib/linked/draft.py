@@ -52,12 +52,12 @@ class LinkedDraft(DFlashDraft):
 
         normed [..., h]: of their places.
         previous [...] int64: the target's ids of the tokens before them, which only drafts with a transition need. Both
-            are broadcast, see `Confidence.forward`.
+            are broadcast, see `Confidence.logits`.
         """
         if self.confidence is None:
             return None
         before = self.transition.embed(previous) if self.confidence.rank else None
-        return self.confidence(normed, before)
+        return F.logsigmoid(self.confidence.logits(normed, before))
 
     def proposer(self, *how):
         return super().proposer(*how) if self.transition is None else LinkedBlockProposer(self, *how)
@@ -193,17 +193,14 @@ class LinkedBlockProposer:
     def _draw(self, state: State, root: Tensor, block: "LinkedBlock") -> None:
         """Propose a chain whose tokens are drawn one after the other."""
 
-        def logits_after(place: int, previous: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
-            scores, carried = block.scores(place, previous, carried)
+        def step(tokens, carried, ancestors, depth, offset, wanted):
+            scores, carried = block.scores(offset + 1, tokens, carried)
             if block.ids is not None:
                 everywhere = scores.new_full((len(scores), 1, block.vocabulary), -math.inf)
-                scores = everywhere.scatter(2, block.ids[:, place, None], scores)
+                scores = everywhere.scatter(2, block.ids[:, offset + 1, None], scores)
             return carried, scores
 
-        def step(tokens, carried, ancestors, depth, offset, wanted):
-            return logits_after(offset + 1, tokens, carried)
-
-        carried, logits = logits_after(0, root[:, None], block.start)
+        carried, logits = step(root[:, None], block.start, None, None, -1, 1)
         propose_grown(state, self.drawn, True, logits[:, 0], carried[:, 0], step, self.draft.draft_to_target)
 
 
@@ -228,17 +225,18 @@ class LinkedBlock:
         """The target's ids of rows of the output matrix."""
         return ids if self.draft.draft_to_target is None else self.draft.draft_to_target[ids]
 
-    def scores(self, place: int, previous: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+    def scores(self, place: int | slice, previous: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
         """Logits, up to a constant, of the candidates of a place after each of W nodes: [B, W, K or Vd] float32.
 
         previous [B, W] int64, carried [B, W, C]: see `drafters.trees.propose.Follow`.
+
+        Several places, of a transition of first order, stand before W in all shapes.
         """
-        unlinked = self.logits[:, place] if self.ids is None else self.logprobs[:, place]
-        hidden = self.normed[:, place, None].expand(-1, previous.shape[1], -1)
+        unlinked = (self.logits if self.ids is None else self.logprobs)[:, place, None].float()
+        hidden = self.normed[:, place, None].expand(*previous.shape, -1)
         query, carried = self.transition.query(hidden, previous, carried, self.draft.embedding)
-        unlinked = unlinked[:, None].float().expand(-1, previous.shape[1], -1)
-        if place < self.transition.skipped:
-            return unlinked, carried
+        if self.transition.skipped and place < self.transition.skipped:
+            return unlinked.expand(-1, previous.shape[1], -1), carried
         if self.ids is None:
             return unlinked + F.linear(query, self.transition.keys).float(), carried
         keys = F.embedding(self.ids[:, place], self.transition.keys)  # [B, K, r]
@@ -246,10 +244,8 @@ class LinkedBlock:
 
     def follow(self, place: int, previous: Tensor, carried: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See `drafters.trees.propose.Follow`."""
-        scores, carried = self.scores(place, previous, carried)
-        logprobs = self._normed(scores, self.logprobs[:, place])
-        weighted = self._weighted(logprobs, self.normed[:, place, None], previous)
-        return self.to_target(self.ids[:, place, None]), weighted, carried
+        logprobs, carried = self.logprobs_after(place, previous, carried)
+        return self.to_target(self.ids[:, place, None]), logprobs, carried
 
     def table(self, root: Tensor, candidates: Tensor) -> Tensor:
         """Log-probabilities [B, P, K, K] of all places, as `lattice_tree` takes them, of a transition of first order.
@@ -259,26 +255,20 @@ class LinkedBlock:
         # Each place's candidates follow the candidates of the place before; the first place's follow the root.
         first = root[:, None, None].expand(-1, 1, candidates.shape[2])
         previous = torch.cat([first, candidates[:, :-1]], dim=1)
-        hidden = self.normed[:, :, None].expand(-1, -1, previous.shape[2], -1)
         carried = self.start[:, :, None].expand(*previous.shape, -1)
-        query, _ = self.transition.query(hidden, previous, carried, self.draft.embedding)
-        # The bias of every pair of neighbours, on top of the logits of the block.
-        bias = (query @ F.embedding(self.ids, self.transition.keys).mT).float() / self.temperature
-        logprobs = self._normed(self.logprobs[:, :, None] + bias, self.logprobs)
-        return self._weighted(logprobs, self.normed[:, :, None], previous)
+        return self.logprobs_after(slice(None), previous, carried)[0]
 
-    def _weighted(self, logprobs: Tensor, hidden: Tensor, previous: Tensor) -> Tensor:
-        """log(c * q), where the draft predicts the chance c that its draft after a token is accepted: the candidates
-        after that token share c by their probabilities q.
+    def logprobs_after(self, place: int | slice, previous: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+        """log(q) of the candidates of a place, q their probabilities; it has the arguments and the shapes of `scores`.
 
-        logprobs [..., W, K]: log(q) of candidates after each of W tokens.
-        hidden [..., 1, h]: normed states of the places.
-        previous [..., W] int64: the target's ids of the tokens.
-
-        c = 0.8 and q = [0.5, 0.25] give chances of [0.4, 0.2]. If q is the target's distribution, c is 1.
+        Where the draft predicts the chance c that its draft after a token is accepted, it is log(c * q): the candidates
+        after that token share c. c = 0.8 and q = [0.5, 0.25] give chances of [0.4, 0.2]. If q is the target's
+        distribution, c is 1.
         """
-        predicted = self.draft.log_confidence(hidden, previous)
-        return logprobs if predicted is None else logprobs + predicted[..., None]
+        scores, carried = self.scores(place, previous, carried)
+        logprobs = self._normed(scores, self.logprobs[:, place])
+        predicted = self.draft.log_confidence(self.normed[:, place, None], previous)
+        return logprobs if predicted is None else logprobs + predicted[..., None], carried
 
     def _normed(self, scores: Tensor, unlinked: Tensor) -> Tensor:
         """Logits [..., W, K] of candidates as log-probabilities. unlinked [..., K]: theirs without the transition.
