@@ -245,7 +245,7 @@ class AssistantAlgorithm(Algorithm):
         """A pass in the place of `use_tree_attention`: every marker becomes attention to the target's committed slots.
 
         The graph gains the inputs ``lengths[B]``, ``cache``, a list of keys, values and, if they have some, scales for
-        each of its own layers and then the table of pages, and ``max_kv_len``.
+        each layer of the assistant and then the table of pages, and ``max_kv_len``.
 
         transformers' mask of sliding layers shows the last committed token and as many before it as the window counts.
         """
