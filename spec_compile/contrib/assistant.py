@@ -292,22 +292,17 @@ class AssistantDrafter(Drafter):
         self.assistant, self.graph, self.schedule = algorithm.assistant, algorithm.graph, algorithm.schedule
         self.draws, self.logits = algorithm.plan.draws, algorithm.logits
         self.compiler: PartCompiler | None = None
-        self.compiled: dict[int, tuple[nn.Module, Callable]] = {}
+        self.compiled: dict[int, tuple[nn.Module, Callable]] = {}  # by the rows of a level
         like = self.assistant.head_weight
         self.register_buffer("hidden", like.new_zeros(batch, self.assistant.hidden_size), persistent=False)
 
     def compile(self, compiler: PartCompiler) -> None:
-        if compiler is not self.compiler:
-            self.compiler, self.compiled = compiler, {}
-
-    def _parts(self, rows: int) -> tuple[nn.Module, Callable]:
-        """The layers and the output matrix for a level of `rows` rows, compiled if steps are."""
-        if self.compiler is None:
-            return self.graph.gm, self.score
-        if rows not in self.compiled:
-            layers = compile_regions(self.graph, self.compiler, f"layers_{rows}")
-            self.compiled[rows] = layers, self.compiler(self.score, f"score_{rows}")
-        return self.compiled[rows]
+        if compiler is self.compiler:
+            return
+        self.compiler = compiler
+        for rows in {1, self.schedule.topk}:
+            layers = compile_regions(self.graph, compiler, f"layers_{rows}")
+            self.compiled[rows] = layers, compiler(self.score, f"score_{rows}")
 
     def score(self, normed: Tensor) -> Tensor:
         """Logits [B, R, V] of normed [B, R, H]. A method, so that its part finds the weights in the drafter."""
@@ -342,7 +337,7 @@ class AssistantDrafter(Drafter):
         """See `trees.grow.Step`; only the wanted rows are computed, because none reads another."""
         tokens, hidden = tokens[:, -wanted:].contiguous(), hidden[:, -wanted:].contiguous()
         positions = lengths[:, None].expand_as(tokens).contiguous()
-        layers, score = self._parts(wanted)
+        layers, score = self.compiled.get(wanted, (self.graph.gm, self.score))
         hidden, normed = layers(tokens, positions, hidden, lengths, cache, max_kv_len)
         return hidden, score(normed)
 
