@@ -140,8 +140,8 @@ class EagleHead(Head):
         self.rotary_emb = rotary(config, embedding.device)
 
     def forward(self, input_ids: Tensor, positions: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        parts = [self.embedding_norm(F.embedding(input_ids, self.embedding)), self.state_norm(state)]
-        x = self.fc(torch.cat(parts, dim=-1))
+        embedding = self.embedding_norm(F.embedding(input_ids, self.embedding))
+        x = self.fc(torch.cat([embedding, self.state_norm(state)], dim=-1))
         rope = self.rotary_emb(x, positions)
         for block in self.blocks:
             x = block(x, rope)

@@ -273,11 +273,8 @@ def learn_from(
     slots = (begin[:, None] + known.depth).clamp(max=text.shape[1] - 1)
     columns = known.tokens, known.ancestors, known.depth, text.gather(1, slots)
     # Drafts count if their parent was accepted; parents are numbered within each source.
-    sizes = [size, known.depth.shape[1] - size]
-    sides = zip(known.above.split(sizes, dim=1), *(column.split(sizes, dim=1) for column in columns))
-    on_path, below_path = [], []
-    for above, *side in sides:
-        on_path.append(followed(*side, gained))
-        below_path.append(on_path[-1].gather(1, above))
-    tested = torch.cat(below_path, dim=1) & (known.cells >= 0) & (known.depth <= gained[:, None])
-    counts.copy_(learnt(counts, known.priors, known.cells, tested, torch.cat(on_path, dim=1)))
+    sides = zip(*(column.tensor_split([size], dim=1) for column in columns))
+    on_path = torch.cat([followed(*side, gained) for side in sides], dim=1)
+    first = torch.where(torch.arange(on_path.shape[1], device=on_path.device) < size, 0, size)
+    tested = on_path.gather(1, first + known.above) & (known.cells >= 0) & (known.depth <= gained[:, None])
+    counts.copy_(learnt(counts, known.priors, known.cells, tested, on_path))
