@@ -148,17 +148,16 @@ class UnionDrafter(Drafter):
         head, ngram = CollectingState(state), CollectingState(state)
         self.head.propose(head, max_kv_len)
         self.ngram.propose(ngram, max_kv_len)
-        tokens, parents, count, _, _, scores = head.trees
-        state.propose(*self.join(state.lengths.clone(), tokens, parents, count, scores, *ngram.trees))
+        *of_head, _, _, scores = head.trees
+        *of_ngram, match = ngram.trees
+        state.propose(*self.join(state.lengths.clone(), of_head, scores, of_ngram, match))
 
     def join(
-        self, lengths: Tensor, tokens: Tensor, parents: Tensor, count: Tensor, scores: Tensor, ngram_tokens: Tensor,
-        ngram_parents: Tensor, ngram_count: Tensor, match: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        self, lengths: Tensor, head: list[Tensor], scores: Tensor, trie: list[Tensor], match: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The trees, which are remembered: tokens, parents [B, N], count, confidence [B] (see `State.propose`)."""
-        head, trie = [tokens, parents, count], [ngram_tokens, ngram_parents, ngram_count]
-        kept = self.begins, [*self.drafts]
-        return merge_into(lengths, head, scores, trie, match, self.counts.clone(), *kept, self.nodes)
+        kept = self.counts.clone(), self.begins, [*self.drafts]
+        return merge_into(lengths, head, scores, trie, match, *kept, self.nodes)
 
     def share(self, other: Drafter) -> None:
         super().share(other)
