@@ -126,7 +126,8 @@ def read_assistant(files: DraftFiles, target: Target, overrides: dict) -> Assist
     with valid(), torch.device("meta"):
         config = AutoConfig.for_model(**files.config)
         model = AutoModelForCausalLM.from_config(config, dtype=target.embedding.dtype)
-    assistant, checkpoint = _made_of(model, target), files.checkpoint
+    assistant = _made_of(model, target, f"assistant of {config.model_type} from {files.draft}")
+    checkpoint = files.checkpoint
     with torch.device(target.embedding.device):
         assistant.rotary_emb = type(assistant.rotary_emb)(model.model.config)  # not in checkpoints
     # Leave out what the target has, or its layers.
@@ -143,7 +144,6 @@ def read_assistant(files: DraftFiles, target: Target, overrides: dict) -> Assist
         assistant.clusters.token_ordering = ordering.to(target.embedding.device)
     files.names["head_weight"] = head
     files.fill(assistant, target)
-    assistant.report[:0] = [f"assistant of {config.model_type} from {files.draft}"]
     assistant.report += checkpoint.ignored
     return assistant.eval()
 
@@ -156,13 +156,12 @@ def wrap_assistant(model: nn.Module, target: Target) -> Assistant:
             f"draft: expected a path, a repository of the hub or an assistant of transformers "
             f"({', '.join(MODEL_TYPES)}), got {type(model).__name__}"
         )
-    assistant = _made_of(shared_copy(model), target)
-    assistant.report[:0] = [f"assistant: {type(model).__name__}"]
+    assistant = _made_of(shared_copy(model), target, f"assistant: {type(model).__name__}")
     return assistant.requires_grad_(False).eval()
 
 
-def _made_of(model: PreTrainedModel, target: Target) -> Assistant:
-    """The assistant over the tensors of `model`, whose configs change."""
+def _made_of(model: PreTrainedModel, target: Target, origin: str) -> Assistant:
+    """The assistant over the tensors of `model`, whose configs change. origin: begins the report."""
     config, sources = model.config, _sources(model, target)
     if config.use_ordered_embeddings and target.vocab_size % config.num_centroids:
         raise ValueError(
@@ -176,6 +175,7 @@ def _made_of(model: PreTrainedModel, target: Target) -> Assistant:
     if config.use_ordered_embeddings:
         scored = f", for the tokens of {config.centroid_intermediate_top_k} of {config.num_centroids} clusters"
     assistant.report = [
+        origin,
         f"{len(sources)} layers read the keys and values of the target's layers {read}",
         f"embedding: the target's; output matrix: its own{scored}",
     ]
