@@ -15,7 +15,7 @@ from ..compile.part import PartCompiler
 from ..drafting import Algorithm, Drafter
 from ..graph import ModelGraph
 from ..runtime.state import State
-from ..tree import Accepted, Tree
+from ..tree import Accepted
 from .ngram import Ngram
 from .trees.merge import CELLS, Drafts, learn_from, merge_into
 
@@ -126,23 +126,18 @@ class UnionDrafter(Drafter):
             self.join = compiler(self.join, "join")
             self.is_compiled = True
 
-    mute, resize, vacate, leave, finish = map(_both, ("mute", "resize", "vacate", "leave", "finish"))
+    mute, resize, prefill, see = map(_both, ("mute", "resize", "prefill", "see"))
+    vacate, leave, finish = map(_both, ("vacate", "leave", "finish"))
 
     def start(self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True) -> None:
         self.begins.fill_(-1)
         for source in self.sources:
             source.start(state, prompts, references, share_text)
 
-    def prefill(self, state: State, ids: Tensor, positions: Tensor, features: list[Tensor], max_kv_len: int) -> None:
-        self.head.prefill(state, ids, positions, features, max_kv_len)
-
     def observe(self, state: State, features: list[Tensor], accepted: Accepted, begin: Tensor, max_kv_len: int) -> None:
         self.head.observe(state, features, accepted, begin, max_kv_len)
         seen = [*self.drafts], self.begins, begin, state.lengths, state.tokens
         learn_from(self.counts, *seen, self.head_nodes)
-
-    def see(self, state: State, tree: Tree, logits: Tensor) -> None:
-        self.head.see(state, tree, logits)
 
     def propose(self, state: State, max_kv_len: int) -> None:
         head, ngram = CollectingState(state), CollectingState(state)
