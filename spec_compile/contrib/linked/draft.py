@@ -15,8 +15,8 @@ from ...drafters.checkpoints.draft_files import DraftFiles
 from ...drafters.checkpoints.files import Target
 from ...drafters.modules.dflash import DFLASH, DFlashConfig, DFlashDraft
 from ...drafters.modules.layers import Layer, LayerKnobs
-from ...drafters.trees.grow import Schedule, chain_parents, chain_scores
-from ...drafters.trees.propose import check_room, grow_levels, lattice_tree, propose_full, propose_grown
+from ...drafters.trees.grow import chain_parents, chain_scores
+from ...drafters.trees.propose import BlockProposer, grow_levels, lattice_tree, propose_full, propose_grown
 from ...kernels.top_logits import MAX_K, best_tokens
 from ...runtime.state import State
 from .transitions import Confidence, Domino, GatedMarkov, Markov, RecurrentMarkov, Selector, Transition, table_rank
@@ -137,7 +137,7 @@ TINY = 1e-6
 """Lower bound of the probability of all tokens that are no candidates."""
 
 
-class LinkedBlockProposer:
+class LinkedBlockProposer(BlockProposer):
     """Proposes chains of the likeliest token after the one before, and the best trees over candidates.
 
     The candidates of a place are its likeliest tokens by the logits of the block, without the transition: as many as
@@ -146,11 +146,9 @@ class LinkedBlockProposer:
     """
 
     def __init__(self, draft: LinkedDraft, places: int, topk: int, nodes: int, draws: bool, temperature: float):
-        self.draft, self.transition, self.nodes, self.temperature = draft, draft.transition, nodes, temperature
-        self.drawn = Schedule(nodes - 1, 1, nodes) if draws else None
-        self.is_tree = topk > 1
+        self.draft, self.transition, self.is_tree = draft, draft.transition, topk > 1
         self.candidates = self.transition.candidates or (topk if self.is_tree else None)
-        check_room(places, self.candidates if self.is_tree else 1, nodes)
+        super().__init__(places, self.candidates if self.is_tree else 1, nodes, draws, temperature)
 
     def propose(self, state: State, logits: Tensor, normed: Tensor) -> None:
         """Propose trees below the last committed tokens.
@@ -160,13 +158,13 @@ class LinkedBlockProposer:
         """
         root = state.tree_tokens[:, 0].clone()
         if self.drawn is not None:
-            return self._draw(state, root, LinkedBlock(self, logits, normed, 1.0))
+            return self._draw(state, root, LinkedBlock(self, logits, normed))
         propose_full(state, *self.likeliest(root, logits, normed))
 
     def likeliest(self, root: Tensor, logits: Tensor, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The chain of the likeliest tokens, or the best trees over the candidates: tokens, parents, scores [B, N]."""
         if self.is_tree:
-            block = LinkedBlock(self, logits, normed, self.temperature)
+            block = LinkedBlock(self, logits, normed)
             candidates = block.to_target(block.ids)
             if self.transition.is_first_order:
                 return lattice_tree(root, candidates, block.table(root, candidates), self.nodes)
@@ -180,7 +178,7 @@ class LinkedBlockProposer:
         Returns the target's ids [B, 1 + length] from the root on, and for each draft [B, length] the logarithm of the
         chance that it is accepted: as the draft predicts it, or else its probability among the candidates.
         """
-        block, tokens, logprobs = LinkedBlock(self, logits, normed, 1.0), [root[:, None]], []
+        block, tokens, logprobs = LinkedBlock(self, logits, normed), [root[:, None]], []
         carried = block.start
         for place in range(length):
             # The likeliest candidate after the last token, as the target's id.
@@ -211,16 +209,16 @@ class LinkedBlock:
     """The draft's output at one block, and the scores of candidates after each token in it.
 
     ids [B, P, K]: the candidates of each place, as rows of the output matrix (None: all tokens are).
-    logprobs [B, P, K]: theirs by the logits of the block, without the transition, at `temperature`.
+    logprobs [B, P, K]: theirs by the logits of the block, without the transition, at the proposer's temperature.
     start [B, 1, C]: the state of the root.
     """
 
-    def __init__(self, proposer: LinkedBlockProposer, logits: Tensor, normed: Tensor, temperature: float):
-        self.draft, self.transition, self.temperature = proposer.draft, proposer.transition, temperature
+    def __init__(self, proposer: LinkedBlockProposer, logits: Tensor, normed: Tensor):
+        self.draft, self.transition, self.temperature = proposer.draft, proposer.transition, proposer.temperature
         first, self.vocabulary = self.draft.first, logits.shape[2]
         self.logits, self.normed, self.ids = logits[:, first:], normed[:, first:], None
         if proposer.candidates is not None:
-            scores, ids = best_tokens(logits.flatten(0, 1), proposer.candidates, temperature)
+            scores, ids = best_tokens(logits.flatten(0, 1), proposer.candidates, self.temperature)
             self.logprobs, self.ids = (x.view(*logits.shape[:2], -1)[:, first:] for x in (scores, ids))
         self.start = normed.new_zeros(len(normed), 1, self.transition.state_size)
 
