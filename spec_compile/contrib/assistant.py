@@ -29,8 +29,8 @@ from ..compile.regions import compile_regions
 from ..compile.start import draft_graph
 from ..drafters import ALGORITHMS, Entry
 from ..drafters.checkpoints.config import valid
-from ..drafters.checkpoints.draft_files import DraftFiles, open_files
-from ..drafters.checkpoints.files import Target, TensorSources
+from ..drafters.checkpoints.draft_files import RENAMES, DraftFiles, open_files
+from ..drafters.checkpoints.files import Target
 from ..drafters.checkpoints.load import DraftFormat, load_head, register_format
 from ..drafters.modules.dflash import is_dflash, is_loaded_dflash
 from ..drafters.modules.mtp import IMPLEMENTATION
@@ -53,31 +53,19 @@ from ..tree import Accepted
 # The module
 
 
-class ClusteredHead(nn.Module):
-    """An output layer that scores the tokens of a few clusters: those whose centroids fit the state best.
+def clustered_logits(x: Tensor, head_weight: Tensor, clusters: nn.Module) -> Tensor:
+    """Logits [B, R, V] of x [B, R, H] for the tokens of a few clusters: those whose centroids fit the state best.
 
-    centroids: [clusters, H].
-    token_ordering: [V] int64; the tokens of the first cluster, of the second, and so on: V / clusters each.
-    chosen: clusters that are scored.
+    They are minus infinity for other tokens; only the rows of `head_weight` [V, H] of these tokens are read.
+    clusters: the module of transformers, whose token_ordering [V] has the tokens of the first cluster, of the second,
+        and so on: V / clusters each. [3, 0, 2, 1] and two clusters: the second has the tokens 2 and 1.
     """
-
-    def __init__(self, centroids: nn.Linear, token_ordering: Tensor, chosen: int):
-        super().__init__()
-        self.centroids, self.chosen = centroids, chosen
-        self.register_buffer("token_ordering", token_ordering)
-
-    def forward(self, x: Tensor, head_weight: Tensor) -> Tensor:
-        """Logits [B, R, V] of x [B, R, H], minus infinity outside the chosen clusters; only their rows of `head_weight`
-        [V, H] are read.
-
-        token_ordering = [3, 0, 2, 1] and two clusters: the second has the tokens 2 and 1.
-        """
-        clusters = self.centroids(x).topk(self.chosen, dim=-1).indices
-        members = self.token_ordering.view(self.centroids.out_features, -1)
-        tokens = members[clusters].flatten(2)  # [B, R, scored]
-        scores = (F.embedding(tokens, head_weight) @ x[:, :, :, None])[:, :, :, 0]
-        everywhere = scores.new_full((*x.shape[:2], head_weight.shape[0]), float("-inf"))
-        return everywhere.scatter(2, tokens, scores)
+    chosen = clusters.centroids(x).topk(clusters.centroid_intermediate_top_k, dim=-1).indices
+    members = clusters.token_ordering.view(clusters.centroids.out_features, -1)
+    tokens = members[chosen].flatten(2)  # [B, R, scored]
+    scores = (F.embedding(tokens, head_weight) @ x[:, :, :, None])[:, :, :, 0]
+    everywhere = scores.new_full((*x.shape[:2], head_weight.shape[0]), float("-inf"))
+    return everywhere.scatter(2, tokens, scores)
 
 
 class Assistant(nn.Module):
@@ -85,22 +73,19 @@ class Assistant(nn.Module):
 
     model: the layers' attention is ``spec_compile::attention``; its pre_projection leads from [h of the embedding; h of
         the state] to H, its post_projection from H to h, and its output matrix [V, H] is `head_weight`.
+        If it has clusters, only some tokens are scored (see `clustered_logits`).
     embed_tokens: the target's input embedding, a module.
-    clusters: see `ClusteredHead`; None: all tokens are scored.
     sources: for each layer the target's layer whose keys and values it reads, their KV heads and the size of a head.
     """
 
     taps = (FINAL,)
 
-    def __init__(
-        self, model: PreTrainedModel, embed_tokens: nn.Module, clusters: ClusteredHead | None,
-        sources: tuple[tuple[int, int, int], ...],
-    ):  # fmt: skip
+    def __init__(self, model: PreTrainedModel, embed_tokens: nn.Module, sources: tuple[tuple[int, int, int], ...]):
         super().__init__()
         decoder, self.embed_tokens = model.model, embed_tokens
-        self.layers, self.norm, self.rotary_emb = decoder.layers, decoder.norm, decoder.rotary_emb
+        self.blocks, self.norm, self.rotary_emb = decoder.layers, decoder.norm, decoder.rotary_emb
         self.pre_projection, self.post_projection = model.pre_projection, model.post_projection
-        self.head_weight, self.clusters, self.sources = model.lm_head.weight, clusters, sources
+        self.head_weight, self.clusters, self.sources = model.lm_head.weight, model.masked_embedding, sources
         self.hidden_size = self.post_projection.out_features
         self.report: list[str] = []
 
@@ -113,7 +98,7 @@ class Assistant(nn.Module):
         The keys and values in the trace are zeros, in whose place `read_target` puts the target's cache.
         """
         x = self.pre_projection(torch.cat([self.embed_tokens(input_ids), state], dim=-1))
-        for layer, (_, kv_heads, size) in zip(self.layers, self.sources):
+        for layer, (_, kv_heads, size) in zip(self.blocks, self.sources):
             kind, absent = layer.self_attn.layer_type, x.new_zeros(x.shape[0], kv_heads, x.shape[1], size)
             x = layer(
                 x, shared_kv_states={kind: (absent, absent)}, attention_mask=None, position_ids=positions,
@@ -127,8 +112,6 @@ class Assistant(nn.Module):
 
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
-PUBLISHED = {"layers": "model.layers", "norm": "model.norm", "clusters": "masked_embedding"}
-"""The first part of our names -> its published name, where they differ."""
 EMBEDDING, HEAD, ORDERING = "model.embed_tokens.weight", "lm_head.weight", "masked_embedding.token_ordering"
 TAKE = "take the assistant of this model"
 
@@ -143,13 +126,14 @@ def read_assistant(files: DraftFiles, target: Target, overrides: dict) -> Assist
     with valid(), torch.device("meta"):
         config = AutoConfig.for_model(**files.config)
         model = AutoModelForCausalLM.from_config(config, dtype=target.embedding.dtype)
-    assistant, checkpoint = _made_of(model, target), files.checkpoint
+    assistant = _made_of(model, target, f"assistant of {config.model_type} from {files.draft}")
+    checkpoint = files.checkpoint
     with torch.device(target.embedding.device):
         assistant.rotary_emb = type(assistant.rotary_emb)(model.model.config)  # not in checkpoints
     # Leave out what the target has, or its layers.
     head = HEAD if HEAD in checkpoint and not (config.tie_word_embeddings and EMBEDDING in checkpoint) else EMBEDDING
     checkpoint.ignore(EMBEDDING if head == HEAD else HEAD, "tokens are embedded by the target, or it is the same")
-    for number in range(len(assistant.layers)):
+    for number in range(len(assistant.blocks)):
         for part in ("k_proj", "v_proj", "k_norm", "v_norm"):
             name = f"model.layers.{number}.self_attn.{part}.weight"
             checkpoint.ignore(name, "the layer reads the target's keys and values")
@@ -158,13 +142,8 @@ def read_assistant(files: DraftFiles, target: Target, overrides: dict) -> Assist
         if not torch.equal(ordering.sort().values, torch.arange(target.vocab_size)):
             raise ValueError(f"draft: {ORDERING} in {files.draft} must name each of {target.vocab_size} tokens once")
         assistant.clusters.token_ordering = ordering.to(target.embedding.device)
-
-    def sources_of(name: str, shape: tuple[int, ...]) -> TensorSources:
-        part, dot, rest = name.partition(".")
-        return TensorSources([(PUBLISHED | {"head_weight": head}).get(part, part) + dot + rest], shape)
-
-    checkpoint.fill(assistant, sources_of, target.embedding)
-    assistant.report[:0] = [f"assistant of {config.model_type} from {files.draft}"]
+    files.names["head_weight"] = head
+    files.fill(assistant, target)
     assistant.report += checkpoint.ignored
     return assistant.eval()
 
@@ -177,28 +156,26 @@ def wrap_assistant(model: nn.Module, target: Target) -> Assistant:
             f"draft: expected a path, a repository of the hub or an assistant of transformers "
             f"({', '.join(MODEL_TYPES)}), got {type(model).__name__}"
         )
-    assistant = _made_of(shared_copy(model), target)
-    assistant.report[:0] = [f"assistant: {type(model).__name__}"]
+    assistant = _made_of(shared_copy(model), target, f"assistant: {type(model).__name__}")
     return assistant.requires_grad_(False).eval()
 
 
-def _made_of(model: PreTrainedModel, target: Target) -> Assistant:
-    """The assistant over the tensors of `model`, whose configs change."""
+def _made_of(model: PreTrainedModel, target: Target, origin: str) -> Assistant:
+    """The assistant over the tensors of `model`, whose configs change. origin: begins the report."""
     config, sources = model.config, _sources(model, target)
-    clusters = None
-    if config.use_ordered_embeddings:
-        if target.vocab_size % config.num_centroids:
-            raise ValueError(
-                f"draft: its config has num_centroids {config.num_centroids}, which do not divide its "
-                f"{target.vocab_size} tokens"
-            )
-        embedder = model.masked_embedding
-        clusters = ClusteredHead(embedder.centroids, embedder.token_ordering, config.centroid_intermediate_top_k)
+    if config.use_ordered_embeddings and target.vocab_size % config.num_centroids:
+        raise ValueError(
+            f"draft: its config has num_centroids {config.num_centroids}, which do not divide its "
+            f"{target.vocab_size} tokens"
+        )
     set_in_configs(model.model, "_attn_implementation", IMPLEMENTATION)
-    assistant = Assistant(model, target.model.get_input_embeddings(), clusters, sources)
+    assistant = Assistant(model, target.model.get_input_embeddings(), sources)
     read = ", ".join(str(source) for source, _, _ in sources)
-    scored = "" if clusters is None else f", for the tokens of {clusters.chosen} of {config.num_centroids} clusters"
+    scored = ""
+    if config.use_ordered_embeddings:
+        scored = f", for the tokens of {config.centroid_intermediate_top_k} of {config.num_centroids} clusters"
     assistant.report = [
+        origin,
         f"{len(sources)} layers read the keys and values of the target's layers {read}",
         f"embedding: the target's; output matrix: its own{scored}",
     ]
@@ -258,12 +235,42 @@ class AssistantAlgorithm(Algorithm):
                 f"pass a dict with {ours!r} for 'draft'; 'prefill' and 'verify' may have others"
             )
         settings = passes.Settings(options.merge_linears, attention=options.attention("draft"))
-        reads = partial(read_target, scaled=options.attention("verify").scaled)
-        reads.__name__ = read_target.__name__
-        pipeline = [reads if each is use_tree_attention else each for each in passes.PIPELINE]
+        self.scaled = options.attention("verify").scaled
+        pipeline = [self.read_target if each is use_tree_attention else each for each in passes.PIPELINE]
         self.graph = passes.run(captured, settings, self.weights.pipeline(pipeline))
         self.logits = DraftHead(assistant.head_weight, ALONE, self.weights) if assistant.clusters is None else None
         self.plan = DraftPlan(self.schedule.nodes, assistant.taps, draws=options.draws, levels=self.schedule.num_steps)
+
+    def read_target(self, graph: ModelGraph, settings: passes.Settings) -> str:
+        """A pass in the place of `use_tree_attention`: every marker becomes attention to the target's committed slots.
+
+        The graph gains the inputs ``lengths[B]``, ``cache``, a list of keys, values and, if they have some, scales for
+        each layer of the assistant and then the table of pages, and ``max_kv_len``.
+
+        transformers' mask of sliding layers shows the last committed token and as many before it as the window counts.
+        """
+        gm = graph.gm
+        inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        with gm.graph.inserting_after(inputs[-1]):
+            max_kv_len = gm.graph.placeholder("max_kv_len")
+            cache = gm.graph.placeholder("cache")
+            lengths = gm.graph.placeholder("lengths")
+        if graph.device.type == "cuda":
+            load_triton(settings.attention)
+        tensors = 3 if self.scaled else 2
+        for number, node in enumerate(calls(gm, torch.ops.spec_compile.attention.default)):
+            marker = arguments_of(node)
+            with gm.graph.inserting_before(node):
+                table = gm.graph.call_function(operator.getitem, (cache, -1))
+                places = range(number * tensors, (number + 1) * tensors)
+                parts = [gm.graph.call_function(operator.getitem, (cache, place)) for place in places]
+                keys, values, scales = (*parts, None)[:3]
+                window = None if marker["window"] is None else marker["window"] + 1
+                seen = lengths, max_kv_len, marker["scale"], marker["softcap"], window, table
+                new = gm.graph.call_function(attend_to_committed, (marker["q"], keys, values, scales, *seen))
+            replace_node(node, new)
+        gm.graph.eliminate_dead_code()
+        return f"{len(graph.layers)} layers attend to the committed slots of the target's cache"
 
     def drafter(self, batch: int, slots: int) -> Drafter:
         return AssistantDrafter(self, batch)
@@ -273,38 +280,6 @@ class AssistantAlgorithm(Algorithm):
 
     def explain(self) -> list[str]:
         return ["assistant:", *(f"  {line}" for line in [*self.assistant.report, *self.weights.explain()])]
-
-
-def read_target(graph: ModelGraph, settings: passes.Settings, scaled: bool) -> str:
-    """A pass in the place of `use_tree_attention`: every marker becomes attention to the target's committed slots.
-
-    The graph gains the inputs ``lengths[B]``, ``cache``, a list of keys, values and, if `scaled`, scales for each of
-    its own layers and then the table of pages, and ``max_kv_len``.
-
-    transformers' mask of sliding layers shows the last committed token and as many before it as the window counts.
-    """
-    gm = graph.gm
-    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    with gm.graph.inserting_after(inputs[-1]):
-        max_kv_len = gm.graph.placeholder("max_kv_len")
-        cache = gm.graph.placeholder("cache")
-        lengths = gm.graph.placeholder("lengths")
-    if graph.device.type == "cuda":
-        load_triton(settings.attention)
-    tensors = 3 if scaled else 2
-    for number, node in enumerate(calls(gm, torch.ops.spec_compile.attention.default)):
-        marker = arguments_of(node)
-        with gm.graph.inserting_before(node):
-            table = gm.graph.call_function(operator.getitem, (cache, -1))
-            places = range(number * tensors, (number + 1) * tensors)
-            parts = [gm.graph.call_function(operator.getitem, (cache, place)) for place in places]
-            keys, values, scales = (*parts, None)[:3]
-            window = None if marker["window"] is None else marker["window"] + 1
-            seen = lengths, max_kv_len, marker["scale"], marker["softcap"], window, table
-            new = gm.graph.call_function(attend_to_committed, (marker["q"], keys, values, scales, *seen))
-        replace_node(node, new)
-    gm.graph.eliminate_dead_code()
-    return f"{len(graph.layers)} layers attend to the committed slots of the target's cache"
 
 
 class AssistantDrafter(Drafter):
@@ -317,27 +292,24 @@ class AssistantDrafter(Drafter):
         self.assistant, self.graph, self.schedule = algorithm.assistant, algorithm.graph, algorithm.schedule
         self.draws, self.logits = algorithm.plan.draws, algorithm.logits
         self.compiler: PartCompiler | None = None
-        self.compiled: dict[int, tuple[nn.Module, Callable]] = {}
+        self.compiled: dict[int, tuple[nn.Module, Callable]] = {}  # by the rows of a level
         like = self.assistant.head_weight
         self.register_buffer("hidden", like.new_zeros(batch, self.assistant.hidden_size), persistent=False)
 
     def compile(self, compiler: PartCompiler) -> None:
-        if compiler is not self.compiler:
-            self.compiler, self.compiled = compiler, {}
-
-    def _parts(self, rows: int) -> tuple[nn.Module, Callable]:
-        """The layers and the output matrix for a level of `rows` rows, compiled if steps are."""
-        if self.compiler is None:
-            return self.graph.gm, self.score
-        if rows not in self.compiled:
-            layers = compile_regions(self.graph, self.compiler, f"layers_{rows}")
-            self.compiled[rows] = layers, self.compiler(self.score, f"score_{rows}")
-        return self.compiled[rows]
+        if compiler is self.compiler:
+            return
+        self.compiler = compiler
+        for rows in {1, self.schedule.topk}:
+            layers = compile_regions(self.graph, compiler, f"layers_{rows}")
+            self.compiled[rows] = layers, compiler(self.score, f"score_{rows}")
 
     def score(self, normed: Tensor) -> Tensor:
         """Logits [B, R, V] of normed [B, R, H]. A method, so that its part finds the weights in the drafter."""
         assistant = self.assistant
-        return assistant.clusters(normed, assistant.head_weight) if self.logits is None else self.logits(normed)
+        if self.logits is None:
+            return clustered_logits(normed, assistant.head_weight, assistant.clusters)
+        return self.logits(normed)
 
     def start(self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True) -> None:
         self.hidden.zero_()  # a prompt of one token has no slot to draft from: these drafts are rejected
@@ -365,7 +337,7 @@ class AssistantDrafter(Drafter):
         """See `trees.grow.Step`; only the wanted rows are computed, because none reads another."""
         tokens, hidden = tokens[:, -wanted:].contiguous(), hidden[:, -wanted:].contiguous()
         positions = lengths[:, None].expand_as(tokens).contiguous()
-        layers, score = self._parts(wanted)
+        layers, score = self.compiled.get(wanted, (self.graph.gm, self.score))
         hidden, normed = layers(tokens, positions, hidden, lengths, cache, max_kv_len)
         return hidden, score(normed)
 
@@ -389,5 +361,6 @@ def of_blocks(draft: Any) -> str | None:
     return "dflash" if blocks else None
 
 
+RENAMES.append((r"^masked_embedding\.", "clusters."))
 register_format("assistant", DraftFormat(is_assistant, read_assistant, wrap=wrap_assistant))
 ALGORITHMS["assistant"] = Entry(DraftOptions, build, "an assistant of a Gemma 4 or Muse Glimmer model", of_blocks)

@@ -70,7 +70,8 @@ class MtpModules(HeadAlgorithm):
 class MtpModulesDrafter(HeadDrafter):
     """Runs all modules over committed tokens, and one module over each level of the tree that it grows.
 
-    carried_k [B, H]: the output of module k - 1 at the first slot that is not committed in module k.
+    carried [B, K - 1, H]: of K modules; entry k - 1 is the output of module k - 1 at the first slot that is not
+        committed in module k.
     origin [B] int64: one more than the first slot that the modules run over, because the slots before it have been
         copied; 0 in a row that has not begun.
     """
@@ -80,15 +81,14 @@ class MtpModulesDrafter(HeadDrafter):
         self.blocks = nn.ModuleList(graph.gm for graph in algorithm.further)
         self.further_logits = nn.ModuleList(algorithm.further_logits)
         self.further_caches = nn.ModuleList(Cache(graph, batch, slots) for graph in algorithm.further)
-        for number in range(1, 1 + len(self.blocks)):
-            self.register_buffer(f"carried_{number}", torch.zeros_like(self.hidden), persistent=False)
+        carried = self.hidden.new_zeros(batch, len(self.blocks), self.hidden.shape[1])
+        self.register_buffer("carried", carried, persistent=False)
         origin = torch.zeros(batch, dtype=torch.int64, device=self.hidden.device)
         self.register_buffer("origin", origin, persistent=False)
 
     def start(self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True) -> None:
         super().start(state, prompts, references, share_text)
-        for number in range(1, 1 + len(self.blocks)):
-            self.carried(number).zero_()
+        self.carried.zero_()
         self.origin.copy_(state.lengths + 1)
 
     def prefill(self, state: State, ids: Tensor, positions: Tensor, features: list[Tensor], max_kv_len: int) -> None:
@@ -103,10 +103,6 @@ class MtpModulesDrafter(HeadDrafter):
         """
         return torch.maximum(slots - number, self.origin - 1).clamp(min=0)
 
-    def carried(self, number: int) -> Tensor:
-        """The buffer [B, H] of module `number`."""
-        return getattr(self, f"carried_{number}")
-
     def _follow(self, state: State, begin: Tensor, gained: Tensor, recycled: Tensor, max_kv_len: int) -> None:
         """Each module runs over as many slots as the first, which lie `number` slots earlier.
 
@@ -116,8 +112,8 @@ class MtpModulesDrafter(HeadDrafter):
         """
         number_of_row = torch.arange(recycled.shape[1], device=begin.device)
         first = begin
-        for number in range(1, 1 + len(self.blocks)):
-            carried, before = self.carried(number), first
+        for number, (block, cache) in enumerate(zip(self.blocks, self.further_caches), 1):
+            carried, before = self.carried[:, number - 1], first
             first = self.slots_of(number, begin)
             shifted = torch.cat([carried.clone()[:, None], recycled[:, :-1]], dim=1)
             states = torch.where((first < before)[:, None, None], shifted, recycled)
@@ -125,15 +121,7 @@ class MtpModulesDrafter(HeadDrafter):
             ids = state.tokens.gather(1, (places + number + 1).clamp(max=state.capacity - 1))
             row = begin + gained - number - before  # guard: seam-of-rounds
             keep_row(carried, recycled, row, (gained > 0) & (row >= 0))
-            recycled, _ = self._run(number, ids.clamp(min=0), places, states, first, None, max_kv_len)
-
-    def _run(
-        self, number: int, ids: Tensor, places: Tensor, states: Tensor, slots: Tensor, ancestors: Tensor | None,
-        max_kv_len: int,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Module `number` over a block after `slots` [B] committed ones; places [B, R] are its positions."""
-        cache = self.further_caches[number - 1].argument
-        return self.blocks[number - 1](ids, places, states, slots, ancestors, cache, max_kv_len)
+            recycled, _ = block(ids.clamp(min=0), places, states, first, None, cache.argument, max_kv_len)
 
     def _steps(self, lengths: Tensor, max_kv_len: int) -> Step:
         return ModuleSteps(self, lengths, max_kv_len)
@@ -160,11 +148,12 @@ class ModuleSteps:
             tokens = torch.cat([self.tokens, tokens], dim=1)
             row = torch.arange(tokens.shape[1], device=tokens.device)
             ancestors, depth = ((torch.full_like(row, 2) << row) - 1).expand_as(tokens), row + 1
-        above = torch.cat([drafter.carried(number).clone()[:, None], self.out], dim=1)
+        above = torch.cat([drafter.carried[:, number - 1 : number].clone(), self.out], dim=1)
         states = gather_rows(above, parents_of(ancestors))
         slots = drafter.slots_of(number, self.lengths)
         places = slots[:, None] + depth - 1
-        out, normed = drafter._run(number, tokens, places, states, slots, ancestors, self.max_kv_len)
+        block, cache = drafter.blocks[number - 1], drafter.further_caches[number - 1].argument
+        out, normed = block(tokens, places, states, slots, ancestors, cache, self.max_kv_len)
         self.tokens, self.out = tokens, out
         return out[:, -given:], drafter.further_logits[number - 1](normed[:, -wanted:])
 

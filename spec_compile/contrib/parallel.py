@@ -225,31 +225,24 @@ class PardDrafter(ModelDrafter):
         self.wanted = algorithm.schedule.num_steps
 
     def propose(self, state: State, max_kv_len: int) -> None:
-        self.proposer.propose(state, self.output(state.tokens, state.lengths.clone(), max_kv_len))
-
-    def output(self, tokens: Tensor, lengths: Tensor, max_kv_len: int) -> Tensor:
-        """Logits [B, num_steps, V] of the drafts after the roots, which stand at `lengths` [B] in tokens [B, T].
-
-        refill = 2, num_steps = 3 and a root r at slot 5 give the rows [t3, t4, r, mask, mask]; the last 3 draft.
-        """
+        """refill = 2, num_steps = 3 and a root r at slot 5 give the rows [t3, t4, r, mask, mask]; the last 3 draft."""
         # The rows' slots: accepted tokens that are fed again, the root, and masks after it.
+        lengths = state.lengths.clone()
         begin = (lengths - self.refill).clamp(min=0)
         slots = begin[:, None] + torch.arange(self.refill + self.wanted, device=begin.device)
-        ids = self.mapping.read(tokens.gather(1, slots.clamp(max=tokens.shape[1] - 1)))
+        ids = self.mapping.read(state.tokens.gather(1, slots.clamp(max=state.capacity - 1)))
         ids = torch.where(slots <= lengths[:, None], ids, self.mask)
         # Each row sees itself and all rows before it.
         chain = (torch.ones_like(slots) << torch.arange(1, slots.shape[1] + 1, device=begin.device)) - 1
         rows = (lengths - begin)[:, None] + torch.arange(self.wanted, device=begin.device)
-        return self._run(ids, slots, begin, chain, max_kv_len, rows)
+        self.proposer.propose(state, self._run(ids, slots, begin, chain, max_kv_len, rows))
 
 
 def build_pard(target: Inventory, options: ParallelOptions) -> Pard:
     """The algorithm for `options.draft`: a model, a path or a name on the hub."""
     draft = open_draft(target, options)
-    named, rows = (
-        [getattr(draft.config, name, None) for name in PARD_MASKS],
-        draft.get_input_embeddings().weight.shape[0],
-    )
+    named = [getattr(draft.config, name, None) for name in PARD_MASKS]
+    rows = draft.get_input_embeddings().weight.shape[0]
     mask = checked_mask(
         named, PARD_MASKS, rows, "its embeddings", "; a draft model without masks goes with algo='draft_model'"
     )

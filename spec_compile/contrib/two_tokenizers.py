@@ -50,11 +50,6 @@ class CommonTokens(draft_model.SameTokens):
     def share(self) -> float:
         return len(self.columns) / self.sizes[0]
 
-    def to(self, device: torch.device) -> "CommonTokens":
-        """The same mapping on a device."""
-        tables = (each.to(device) for each in (self.draft_to_target, self.columns, self.target_to_draft))
-        return CommonTokens(*tables, self.sizes)
-
     def read(self, ids: Tensor) -> Tensor:
         return self.target_to_draft[ids.clamp(max=len(self.target_to_draft) - 1)]
 
@@ -73,7 +68,7 @@ def common_tokens(
     tokenizer: PreTrainedTokenizerBase, assistant_tokenizer: PreTrainedTokenizerBase, size: int, draft_size: int,
     least: int = 1,
 ) -> CommonTokens:  # fmt: skip
-    """The mapping of a target's tokenizer and its draft's, on the CPU.
+    """The mapping of a target's tokenizer and its draft's, on the default device.
 
     size, draft_size: rows of both output matrices.
 
@@ -99,23 +94,19 @@ def common_tokens(
             pairs.setdefault(draft, i)
     # The token that the draft reads for each of the target's.
     fallback = next((i for i in (assistant_tokenizer.unk_token_id, assistant_tokenizer.eos_token_id) if i in theirs), 0)
-    read = torch.full((size,), fallback)
+    read = [fallback] * size
     for i, key in ours.items():
         read[i] = roles[i] if i in roles else next((draft_ids[end] for end in _ends(key) if end in draft_ids), fallback)
     # The drafted tokens, in the order of the draft's ids.
     columns = torch.tensor(sorted(pairs))
     to_target = torch.tensor([pairs[i] for i in columns.tolist()])
-    return CommonTokens(to_target, columns, read, (len(ours), len(theirs)))
+    return CommonTokens(to_target, columns, torch.tensor(read), (len(ours), len(theirs)))
 
 
 def _contents_below(tokenizer: PreTrainedTokenizerBase, size: int) -> tuple[dict[int, Content], dict[Content, int]]:
     """The tokens below `size`: content by id, and id by content, the first of equal ones."""
-    found, ids = dict[int, Content](), dict[Content, int]()
-    for i, key in contents(tokenizer):
-        if i < size:
-            found[i] = key
-            ids.setdefault(key, i)
-    return found, ids
+    found = {i: key for i, key in contents(tokenizer) if i < size}
+    return found, {key: i for i, key in reversed(found.items())}
 
 
 def _ends(key: Content) -> Iterator[Content]:
@@ -187,7 +178,8 @@ def build(target: Inventory, options: DraftModelOptions) -> draft_model.DraftMod
     draft = draft_model.open_draft(target, options)
     ours = load_tokenizer("tokenizer", options.tokenizer, target.model)
     theirs = load_tokenizer("assistant_tokenizer", options.assistant_tokenizer, draft)
-    pairs = common_tokens(ours, theirs, target.vocab_size, output_matrix(draft).shape[0], options.topk).to(draft.device)
+    with draft.device:
+        pairs = common_tokens(ours, theirs, target.vocab_size, output_matrix(draft).shape[0], options.topk)
     return draft_model.DraftModel(draft, draft_model.capture_draft(target, draft, options), options, pairs)
 
 

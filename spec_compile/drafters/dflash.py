@@ -150,8 +150,9 @@ class DFlashDrafter(Drafter):
         for cache, values in zip(self.cache.tensors, self.context(features, positions)):
             ops.append(cache, values, begin, self.cache.table)
 
-    def output(self, root: Tensor, lengths: Tensor, max_kv_len: int) -> tuple[Tensor, ...]:
-        """The draft's output for a block after the committed slots. root, lengths [B]."""
+    def propose(self, state: State, max_kv_len: int) -> None:
+        # The root and masks, in a block after the committed slots.
+        root, lengths = state.tree_tokens[:, 0].clone(), state.lengths.clone()
         masks = root.new_full((len(root), self.block_size - 1), self.draft.mask_token_id)
         ids = torch.cat([root[:, None], masks], dim=1)
         positions = lengths[:, None] + torch.arange(self.block_size, device=root.device)
@@ -159,10 +160,7 @@ class DFlashDrafter(Drafter):
         if self.window is not None:
             cache, lengths = self.window.view(self.cache, lengths, self.block_size)
             max_kv_len = self.window.slots + self.block_size
-        return self.block(ids, positions, lengths, everything, cache, max_kv_len)
-
-    def propose(self, state: State, max_kv_len: int) -> None:
-        output = self.output(state.tree_tokens[:, 0].clone(), state.lengths.clone(), max_kv_len)
+        output = self.block(ids, positions, lengths, everything, cache, max_kv_len)
         self.draft.propose(self.proposer, state, *output)
 
 

@@ -15,7 +15,7 @@ from ..compile.part import PartCompiler
 from ..drafting import Algorithm, Drafter
 from ..graph import ModelGraph
 from ..runtime.state import State
-from ..tree import Accepted, Tree
+from ..tree import Accepted
 from .ngram import Ngram
 from .trees.merge import CELLS, Drafts, learn_from, merge_into
 
@@ -126,43 +126,33 @@ class UnionDrafter(Drafter):
             self.join = compiler(self.join, "join")
             self.is_compiled = True
 
-    mute, resize, vacate, leave, finish = map(_both, ("mute", "resize", "vacate", "leave", "finish"))
+    mute, resize, prefill, see = map(_both, ("mute", "resize", "prefill", "see"))
+    vacate, leave, finish = map(_both, ("vacate", "leave", "finish"))
 
     def start(self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True) -> None:
         self.begins.fill_(-1)
         for source in self.sources:
             source.start(state, prompts, references, share_text)
 
-    def prefill(self, state: State, ids: Tensor, positions: Tensor, features: list[Tensor], max_kv_len: int) -> None:
-        self.head.prefill(state, ids, positions, features, max_kv_len)
-
     def observe(self, state: State, features: list[Tensor], accepted: Accepted, begin: Tensor, max_kv_len: int) -> None:
         self.head.observe(state, features, accepted, begin, max_kv_len)
-        self.learn(state, begin)
-
-    def learn(self, state: State, begin: Tensor) -> None:
-        """Count the outcomes of the drafts below the roots in the slots `begin` [B], now that the text goes on."""
         seen = [*self.drafts], self.begins, begin, state.lengths, state.tokens
         learn_from(self.counts, *seen, self.head_nodes)
-
-    def see(self, state: State, tree: Tree, logits: Tensor) -> None:
-        self.head.see(state, tree, logits)
 
     def propose(self, state: State, max_kv_len: int) -> None:
         head, ngram = CollectingState(state), CollectingState(state)
         self.head.propose(head, max_kv_len)
         self.ngram.propose(ngram, max_kv_len)
-        tokens, parents, count, _, _, scores = head.trees
-        state.propose(*self.join(state.lengths.clone(), tokens, parents, count, scores, *ngram.trees))
+        *of_head, _, _, scores = head.trees
+        *of_ngram, match = ngram.trees
+        state.propose(*self.join(state.lengths.clone(), of_head, scores, of_ngram, match))
 
     def join(
-        self, lengths: Tensor, tokens: Tensor, parents: Tensor, count: Tensor, scores: Tensor, ngram_tokens: Tensor,
-        ngram_parents: Tensor, ngram_count: Tensor, match: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        self, lengths: Tensor, head: list[Tensor], scores: Tensor, trie: list[Tensor], match: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The trees, which are remembered: tokens, parents [B, N], count, confidence [B] (see `State.propose`)."""
-        head, trie = [tokens, parents, count], [ngram_tokens, ngram_parents, ngram_count]
-        kept = self.begins, [*self.drafts]
-        return merge_into(lengths, head, scores, trie, match, self.counts.clone(), *kept, self.nodes)
+        kept = self.counts.clone(), self.begins, [*self.drafts]
+        return merge_into(lengths, head, scores, trie, match, *kept, self.nodes)
 
     def share(self, other: Drafter) -> None:
         super().share(other)

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from ..contrib.linked.checkpoint import MARKOV
-from ..contrib.linked.draft import LinkedDraft
+from ..contrib.linked.draft import MARKOV, LinkedDraft
 from ..contrib.linked.transitions import Confidence, Domino
 from ..drafters.checkpoints.files import Target
 from ..drafters.modules.dflash import DFlashDraft

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..contrib.linked.checkpoint import MARKOV
+from ..contrib.linked.draft import MARKOV
 from ..errors import check_int
 from ..tree import MAX_NODES
 from .loss import NAMES

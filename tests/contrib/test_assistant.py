@@ -121,9 +121,10 @@ def test_a_cluster_that_is_not_chosen_is_never_drafted():
     """Scores are products with the rows of the chosen clusters' tokens."""
     torch.manual_seed(0)
     order, weight, x = torch.randperm(12), torch.randn(12, 5), torch.randn(2, 3, 5)
-    head = assistant.ClusteredHead(torch.nn.Linear(5, 4, bias=False), order, chosen=2)
-    logits = head(x, weight)
-    chosen = (x @ head.centroids.weight.T).topk(2).indices
+    centroids = torch.nn.Linear(5, 4, bias=False)
+    clusters = SimpleNamespace(centroids=centroids, token_ordering=order, centroid_intermediate_top_k=2)
+    logits = assistant.clustered_logits(x, weight, clusters)
+    chosen = (x @ centroids.weight.T).topk(2).indices
     for row in range(2):
         for node in range(3):
             tokens = {int(t) for cluster in chosen[row, node] for t in order[3 * cluster : 3 * cluster + 3]}

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ...capture import checks, modules, trace
 from ...kernels.attention.base import LAUNCHES, AttentionCall
-from ...kernels.launching import on_gpu
 from ...passes import register, row_invariance
 from . import capture, choice
 
@@ -31,22 +30,11 @@ register(choice.use_indexes, after="use_tree_attention")
 row_invariance.FUNCTIONS.add(choice.visible_to)
 
 
-# The kernels need Triton, so they are imported when they are first launched.
-@on_gpu(choice.append_and_choose)
-def launch_choice(
-    q: Tensor, k: Tensor, weights: Tensor, index_keys: Tensor, lengths: Tensor, visible: Tensor, topk: int
-) -> Tensor:
-    """`choice.append_and_choose` by the kernel."""
-    from .attention import launch_choice
-
-    return launch_choice(q, k, weights, index_keys, lengths, visible, topk)
-
-
-def launch_attention(call: AttentionCall, q: Tensor) -> Tensor:
-    """Attention to the chosen slots by the kernels."""
+def launch(call: AttentionCall, q: Tensor) -> Tensor:
+    """Attention to the chosen slots by the kernels, which need Triton, so they are imported when they are launched."""
     from .attention import launch
 
     return launch(call, q)
 
 
-LAUNCHES["chosen"] = launch_attention
+LAUNCHES["chosen"] = launch

@@ -16,27 +16,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ...kernels import ops
-from ...kernels.attention.base import AttentionCall
+from ...kernels.attention.base import AttentionCall, plain_attention
 from ...kernels.attention.partial_softmax import fold_row, key_columns, product
 from ...kernels.card import precision
-from ...kernels.ops import only_chosen
 from ...kernels.primitives import place_of
 from ...tree import MAX_NODES
-from . import choice
 
 SHARE, BLOCK = 256, 32
 """Chosen slots of a program, and slots that it reads at a time. Other values give other bits."""
 BLOCK_SLOTS = 64
 """Slots of a program of scores."""
-
-
-def launch_choice(
-    q: Tensor, k: Tensor, weights: Tensor, index_keys: Tensor, lengths: Tensor, visible: Tensor, topk: int,
-    table: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """`choice.append_and_choose` by the kernel."""
-    ops.append(index_keys, k[:, None], lengths, table)
-    return choice.largest(scores(q, index_keys, weights, visible, table), topk)
 
 
 def scores(q: Tensor, index_keys: Tensor, weights: Tensor, visible: Tensor, table: Tensor | None = None) -> Tensor:
@@ -68,7 +57,8 @@ def launch(call: AttentionCall, q: Tensor) -> Tensor:
             raise ValueError(f"{name}: expected None with chosen slots, got {getattr(call, name)}")
     batch, heads, nodes, key_dim = q.shape
     if nodes > MAX_NODES:
-        return _attend_under_mask(call, q)
+        rotated = call._replace(q=q, k=None, v=None, cos=None, sin=None, q_norm=None, k_norm=None)
+        return plain_attention(rotated, call.slots).contiguous()
     # A partial softmax for each part of the list of chosen slots.
     kv_heads, value_dim = call.key_cache.shape[1], call.value_cache.shape[3]
     chosen, (table, page) = call.chosen.contiguous(), _pages(call.key_cache, call.table)
@@ -87,15 +77,6 @@ def launch(call: AttentionCall, q: Tensor) -> Tensor:
         acc, sums, call.sinks, out, parts, HEADS=heads, DV=value_dim, BLOCK_DV=columns, num_warps=1
     )
     return out
-
-
-def _attend_under_mask(call: AttentionCall, q: Tensor) -> Tensor:
-    """The same by `ops.masked_attention` over all slots."""
-    slots, group = call.slots, q.shape[1] // call.key_cache.shape[1]
-    mask = ops.tree_mask(call.positions, call.lengths, call.ancestors, slots, None, group, q.dtype)
-    keys, values = ops.as_read(call.key_cache, call.value_cache, call.scales, slots, q.dtype, call.table)
-    mask = only_chosen(mask, call.chosen)
-    return ops.masked_attention(q, keys, values, mask, call.sinks, call.scale, None).contiguous()
 
 
 # The kernels. No program's work depends on other nodes or rows, so a node has the same bits in any tree. Chosen slots

@@ -92,8 +92,5 @@ def _chosen(
 
 def describe(gm: fx.GraphModule) -> tuple[IndexSpec, ...]:
     """The indexers of a captured graph, in its order."""
-    specs = []
-    for node in calls(gm, choice.MARKER):
-        k = node.args[1].meta["val"]
-        specs.append(IndexSpec(k.shape[2], node.args[3], None if k.dtype in HALF else k.dtype))
-    return tuple(specs)
+    choices = [(node.args[1].meta["val"], node.args[3]) for node in calls(gm, choice.MARKER)]
+    return tuple(IndexSpec(k.shape[2], topk, None if k.dtype in HALF else k.dtype) for k, topk in choices)

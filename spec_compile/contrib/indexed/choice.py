@@ -18,6 +18,7 @@ from torch import Tensor
 from ...graph import ModelGraph, calls
 from ...kernels import ops
 from ...kernels.attention.base import attention_calls
+from ...kernels.launching import are_plain
 from ...kernels.ops import visible_slots
 from ...passes.apply import comes_after, replace_node
 
@@ -32,7 +33,7 @@ def choose(q: Tensor, k: Tensor, weights: Tensor, topk: int) -> Tensor:
     return largest(index_scores(q, k, weights, (steps[:, None] >= steps)[None]), topk)
 
 
-@torch.library.custom_op("spec_compile::append_and_choose", mutates_args=("index_keys",), device_types="cpu")
+@torch.library.custom_op("spec_compile::append_and_choose", mutates_args=("index_keys",))
 def append_and_choose(
     q: Tensor, k: Tensor, weights: Tensor, index_keys: Tensor, lengths: Tensor, visible: Tensor, topk: int,
     table: Tensor | None = None,
@@ -49,6 +50,10 @@ def append_and_choose(
     -> [B, N, topk] int32, see `largest`.
     """
     ops.append(index_keys, k[:, None], lengths, table)
+    if q.is_cuda and not are_plain():
+        from .attention import scores  # needs Triton
+
+        return largest(scores(q, index_keys, weights, visible, table), topk)
     keys = ops.first_slots(index_keys, visible.shape[2], table)[:, 0]
     return largest(index_scores(q, keys, weights, visible), topk)
 

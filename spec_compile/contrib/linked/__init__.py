@@ -1,13 +1,13 @@
 """The kin of DFlash: DSpark, Domino and DFlash 2, whose drafts depend on those before them in a block, and JetSpec.
 
-`transitions` says how drafts depend on each other, `draft` has the module and makes chains and trees of its output, and
-`checkpoint` reads the files. JetSpec is a DFlash draft whose layers are all causal.
+`transitions` says how drafts depend on each other, and `draft` has the module, makes chains and trees of its output and
+reads the files. JetSpec is a DFlash draft whose layers are all causal.
 """
 
 from ...drafters import ALIASES
 from ...drafters.checkpoints import draft_files
 from ...drafters.modules import dflash
-from .checkpoint import NAMES, LinkedConfig
+from .draft import NAMES, LinkedConfig
 
 ALIASES |= dict.fromkeys(("jetspec", *NAMES), "dflash")
 dflash.NAMES |= NAMES

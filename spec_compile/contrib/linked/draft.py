@@ -1,4 +1,4 @@
-"""`LinkedDraft`, a DFlash draft with a transition, a prediction of acceptance, or both, and how it proposes."""
+"""`LinkedDraft`, a DFlash draft with a transition, a prediction of acceptance, or both; its proposals and config."""
 
 import math
 from dataclasses import dataclass
@@ -10,13 +10,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
-from ...drafters.modules.dflash import DFlashDraft
+from ...drafters.checkpoints.config import SPECULATORS
+from ...drafters.checkpoints.draft_files import DraftFiles
+from ...drafters.checkpoints.files import Target
+from ...drafters.modules.dflash import DFLASH, DFlashConfig, DFlashDraft
 from ...drafters.modules.layers import Layer, LayerKnobs
-from ...drafters.trees.grow import Schedule, chain_parents, chain_scores
-from ...drafters.trees.propose import check_room, grow_levels, lattice_tree, propose_full, propose_grown
-from ...kernels.top_logits import best_tokens
+from ...drafters.trees.grow import chain_parents, chain_scores
+from ...drafters.trees.propose import BlockProposer, grow_levels, lattice_tree, propose_full, propose_grown
+from ...kernels.top_logits import MAX_K, best_tokens
 from ...runtime.state import State
-from .transitions import Confidence, Transition, table_rank
+from .transitions import Confidence, Domino, GatedMarkov, Markov, RecurrentMarkov, Selector, Transition, table_rank
 
 
 class LinkedDraft(DFlashDraft):
@@ -52,12 +55,12 @@ class LinkedDraft(DFlashDraft):
 
         normed [..., h]: of their places.
         previous [...] int64: the target's ids of the tokens before them, which only drafts with a transition need. Both
-            are broadcast, see `Confidence.forward`.
+            are broadcast, see `Confidence.logits`.
         """
         if self.confidence is None:
             return None
         before = self.transition.embed(previous) if self.confidence.rank else None
-        return self.confidence(normed, before)
+        return F.logsigmoid(self.confidence.logits(normed, before))
 
     def proposer(self, *how):
         return super().proposer(*how) if self.transition is None else LinkedBlockProposer(self, *how)
@@ -134,7 +137,7 @@ TINY = 1e-6
 """Lower bound of the probability of all tokens that are no candidates."""
 
 
-class LinkedBlockProposer:
+class LinkedBlockProposer(BlockProposer):
     """Proposes chains of the likeliest token after the one before, and the best trees over candidates.
 
     The candidates of a place are its likeliest tokens by the logits of the block, without the transition: as many as
@@ -143,11 +146,9 @@ class LinkedBlockProposer:
     """
 
     def __init__(self, draft: LinkedDraft, places: int, topk: int, nodes: int, draws: bool, temperature: float):
-        self.draft, self.transition, self.nodes, self.temperature = draft, draft.transition, nodes, temperature
-        self.drawn = Schedule(nodes - 1, 1, nodes) if draws else None
-        self.is_tree = topk > 1
+        self.draft, self.transition, self.is_tree = draft, draft.transition, topk > 1
         self.candidates = self.transition.candidates or (topk if self.is_tree else None)
-        check_room(places, self.candidates if self.is_tree else 1, nodes)
+        super().__init__(places, self.candidates if self.is_tree else 1, nodes, draws, temperature)
 
     def propose(self, state: State, logits: Tensor, normed: Tensor) -> None:
         """Propose trees below the last committed tokens.
@@ -157,13 +158,13 @@ class LinkedBlockProposer:
         """
         root = state.tree_tokens[:, 0].clone()
         if self.drawn is not None:
-            return self._draw(state, root, LinkedBlock(self, logits, normed, 1.0))
+            return self._draw(state, root, LinkedBlock(self, logits, normed))
         propose_full(state, *self.likeliest(root, logits, normed))
 
     def likeliest(self, root: Tensor, logits: Tensor, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The chain of the likeliest tokens, or the best trees over the candidates: tokens, parents, scores [B, N]."""
         if self.is_tree:
-            block = LinkedBlock(self, logits, normed, self.temperature)
+            block = LinkedBlock(self, logits, normed)
             candidates = block.to_target(block.ids)
             if self.transition.is_first_order:
                 return lattice_tree(root, candidates, block.table(root, candidates), self.nodes)
@@ -177,7 +178,7 @@ class LinkedBlockProposer:
         Returns the target's ids [B, 1 + length] from the root on, and for each draft [B, length] the logarithm of the
         chance that it is accepted: as the draft predicts it, or else its probability among the candidates.
         """
-        block, tokens, logprobs = LinkedBlock(self, logits, normed, 1.0), [root[:, None]], []
+        block, tokens, logprobs = LinkedBlock(self, logits, normed), [root[:, None]], []
         carried = block.start
         for place in range(length):
             # The likeliest candidate after the last token, as the target's id.
@@ -193,17 +194,14 @@ class LinkedBlockProposer:
     def _draw(self, state: State, root: Tensor, block: "LinkedBlock") -> None:
         """Propose a chain whose tokens are drawn one after the other."""
 
-        def logits_after(place: int, previous: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
-            scores, carried = block.scores(place, previous, carried)
+        def step(tokens, carried, ancestors, depth, offset, wanted):
+            scores, carried = block.scores(offset + 1, tokens, carried)
             if block.ids is not None:
                 everywhere = scores.new_full((len(scores), 1, block.vocabulary), -math.inf)
-                scores = everywhere.scatter(2, block.ids[:, place, None], scores)
+                scores = everywhere.scatter(2, block.ids[:, offset + 1, None], scores)
             return carried, scores
 
-        def step(tokens, carried, ancestors, depth, offset, wanted):
-            return logits_after(offset + 1, tokens, carried)
-
-        carried, logits = logits_after(0, root[:, None], block.start)
+        carried, logits = step(root[:, None], block.start, None, None, -1, 1)
         propose_grown(state, self.drawn, True, logits[:, 0], carried[:, 0], step, self.draft.draft_to_target)
 
 
@@ -211,16 +209,16 @@ class LinkedBlock:
     """The draft's output at one block, and the scores of candidates after each token in it.
 
     ids [B, P, K]: the candidates of each place, as rows of the output matrix (None: all tokens are).
-    logprobs [B, P, K]: theirs by the logits of the block, without the transition, at `temperature`.
+    logprobs [B, P, K]: theirs by the logits of the block, without the transition, at the proposer's temperature.
     start [B, 1, C]: the state of the root.
     """
 
-    def __init__(self, proposer: LinkedBlockProposer, logits: Tensor, normed: Tensor, temperature: float):
-        self.draft, self.transition, self.temperature = proposer.draft, proposer.transition, temperature
+    def __init__(self, proposer: LinkedBlockProposer, logits: Tensor, normed: Tensor):
+        self.draft, self.transition, self.temperature = proposer.draft, proposer.transition, proposer.temperature
         first, self.vocabulary = self.draft.first, logits.shape[2]
         self.logits, self.normed, self.ids = logits[:, first:], normed[:, first:], None
         if proposer.candidates is not None:
-            scores, ids = best_tokens(logits.flatten(0, 1), proposer.candidates, temperature)
+            scores, ids = best_tokens(logits.flatten(0, 1), proposer.candidates, self.temperature)
             self.logprobs, self.ids = (x.view(*logits.shape[:2], -1)[:, first:] for x in (scores, ids))
         self.start = normed.new_zeros(len(normed), 1, self.transition.state_size)
 
@@ -228,17 +226,18 @@ class LinkedBlock:
         """The target's ids of rows of the output matrix."""
         return ids if self.draft.draft_to_target is None else self.draft.draft_to_target[ids]
 
-    def scores(self, place: int, previous: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+    def scores(self, place: int | slice, previous: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
         """Logits, up to a constant, of the candidates of a place after each of W nodes: [B, W, K or Vd] float32.
 
         previous [B, W] int64, carried [B, W, C]: see `drafters.trees.propose.Follow`.
+
+        Several places, of a transition of first order, stand before W in all shapes.
         """
-        unlinked = self.logits[:, place] if self.ids is None else self.logprobs[:, place]
-        hidden = self.normed[:, place, None].expand(-1, previous.shape[1], -1)
+        unlinked = (self.logits if self.ids is None else self.logprobs)[:, place, None].float()
+        hidden = self.normed[:, place, None].expand(*previous.shape, -1)
         query, carried = self.transition.query(hidden, previous, carried, self.draft.embedding)
-        unlinked = unlinked[:, None].float().expand(-1, previous.shape[1], -1)
-        if place < self.transition.skipped:
-            return unlinked, carried
+        if self.transition.skipped and place < self.transition.skipped:
+            return unlinked.expand(-1, previous.shape[1], -1), carried
         if self.ids is None:
             return unlinked + F.linear(query, self.transition.keys).float(), carried
         keys = F.embedding(self.ids[:, place], self.transition.keys)  # [B, K, r]
@@ -246,10 +245,8 @@ class LinkedBlock:
 
     def follow(self, place: int, previous: Tensor, carried: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See `drafters.trees.propose.Follow`."""
-        scores, carried = self.scores(place, previous, carried)
-        logprobs = self._normed(scores, self.logprobs[:, place])
-        weighted = self._weighted(logprobs, self.normed[:, place, None], previous)
-        return self.to_target(self.ids[:, place, None]), weighted, carried
+        logprobs, carried = self.logprobs_after(place, previous, carried)
+        return self.to_target(self.ids[:, place, None]), logprobs, carried
 
     def table(self, root: Tensor, candidates: Tensor) -> Tensor:
         """Log-probabilities [B, P, K, K] of all places, as `lattice_tree` takes them, of a transition of first order.
@@ -259,26 +256,20 @@ class LinkedBlock:
         # Each place's candidates follow the candidates of the place before; the first place's follow the root.
         first = root[:, None, None].expand(-1, 1, candidates.shape[2])
         previous = torch.cat([first, candidates[:, :-1]], dim=1)
-        hidden = self.normed[:, :, None].expand(-1, -1, previous.shape[2], -1)
         carried = self.start[:, :, None].expand(*previous.shape, -1)
-        query, _ = self.transition.query(hidden, previous, carried, self.draft.embedding)
-        # The bias of every pair of neighbours, on top of the logits of the block.
-        bias = (query @ F.embedding(self.ids, self.transition.keys).mT).float() / self.temperature
-        logprobs = self._normed(self.logprobs[:, :, None] + bias, self.logprobs)
-        return self._weighted(logprobs, self.normed[:, :, None], previous)
+        return self.logprobs_after(slice(None), previous, carried)[0]
 
-    def _weighted(self, logprobs: Tensor, hidden: Tensor, previous: Tensor) -> Tensor:
-        """log(c * q), where the draft predicts the chance c that its draft after a token is accepted: the candidates
-        after that token share c by their probabilities q.
+    def logprobs_after(self, place: int | slice, previous: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+        """log(q) of the candidates of a place, q their probabilities; it has the arguments and the shapes of `scores`.
 
-        logprobs [..., W, K]: log(q) of candidates after each of W tokens.
-        hidden [..., 1, h]: normed states of the places.
-        previous [..., W] int64: the target's ids of the tokens.
-
-        c = 0.8 and q = [0.5, 0.25] give chances of [0.4, 0.2]. If q is the target's distribution, c is 1.
+        Where the draft predicts the chance c that its draft after a token is accepted, it is log(c * q): the candidates
+        after that token share c. c = 0.8 and q = [0.5, 0.25] give chances of [0.4, 0.2]. If q is the target's
+        distribution, c is 1.
         """
-        predicted = self.draft.log_confidence(hidden, previous)
-        return logprobs if predicted is None else logprobs + predicted[..., None]
+        scores, carried = self.scores(place, previous, carried)
+        logprobs = self._normed(scores, self.logprobs[:, place])
+        predicted = self.draft.log_confidence(self.normed[:, place, None], previous)
+        return logprobs if predicted is None else logprobs + predicted[..., None], carried
 
     def _normed(self, scores: Tensor, unlinked: Tensor) -> Tensor:
         """Logits [..., W, K] of candidates as log-probabilities. unlinked [..., K]: theirs without the transition.
@@ -291,3 +282,135 @@ class LinkedBlock:
             others = (1 - unlinked.exp().sum(dim=-1)).clamp(min=TINY).log()
             total = torch.logaddexp(total, others[..., None, None])
         return scores - total
+
+
+# Its format: the config of a draft of the kin, and the parts that it asks for.
+
+NAMES = {"dflash2": "DFlash2", "dspark": "DSpark", "domino": "Domino"}
+"""As `drafters.modules.dflash.NAMES`."""
+KEYS = {
+    "dspark_bonus_anchor", "causal_head", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k",
+    "markov_rank", "markov_head_type", "emb_dim", "gru_hidden_dim", "enable_confidence_head",
+    "confidence_head_with_markov", "projector_type",
+    # sizes of parts whose switches are not known here
+    "dflash2_conv_kernel_size", "dflash2_conv_group_size", "dflash2_selector_rank", "dflash2_selector_top_k",
+    "dflash2_selector_search_mode",
+}  # fmt: skip
+MARKOV = {"vanilla": Markov, "gated": GatedMarkov, "rnn": RecurrentMarkov}
+"""Classes by ``markov_head_type``."""
+
+
+class LinkedConfig(DFlashConfig):
+    """The ``config.json`` of a draft of JetSpec, DSpark, Domino or DFlash 2."""
+
+    only = DFlashConfig.only | {"projector_type": ("dflash", "dspark", "domino")}
+
+    def __init__(self, raw: dict):
+        super().__init__(raw, {*DFLASH, *KEYS})
+        is_dspark = any("DSpark" in name for name in self.architectures)
+        self.deepspec = is_dspark and not self.speculators
+        self.drafts_first = is_dspark and not self.get("dspark_bonus_anchor")
+        if self.get("projector_type") == "domino":
+            self.keys.add("pure_draft_prefix_len")
+
+    @classmethod
+    def fits(cls, files: DraftFiles) -> bool:
+        """True if a draft is of the kin: if its config or its tensors have more than DFlash has."""
+        config = files.config
+        sections = config, *(config.get(name) for name in ("dflash_config", "transformer_layer_config", "model"))
+        return (
+            config.get(SPECULATORS) in NAMES
+            or any(name in files.architectures for name in NAMES.values())
+            or any(not KEYS.isdisjoint(section) for section in sections if isinstance(section, dict))
+            or any(name.startswith(("transition.", "confidence.")) for name in files.names)
+        )
+
+    def layer_knobs(self, names: dict[str, str]) -> LayerKnobs:
+        knobs = super().layer_knobs(names)
+        if not self.get("conv_kernel_size"):
+            return knobs
+        taps, group = self.integer("conv_kernel_size", 1), self.integer("conv_group_size", 1)
+        if self.layer.get("hidden_size", 0) % group:
+            raise ValueError(f"draft: its config has conv_group_size {group}, which does not divide its hidden_size")
+        return ConvolvedKnobs(**vars(knobs), conv_taps=taps, conv_group=group)
+
+    @property
+    def causal(self) -> tuple[bool, ...]:
+        """JetSpec says by causal_head that all layers are. ValueError if two keys contradict each other."""
+        if not self.get("causal_head"):
+            return super().causal
+        for name in ("is_causal", "causal"):
+            if self.get(name) is False:
+                raise ValueError(f"draft: its config has causal_head true and {name} false, which exclude each other")
+        return (True,) * self.count
+
+    def make(self, target: Target, rows: int, *arguments: Any, **named: Any) -> DFlashDraft:
+        transition = self.transition(target.vocab_size, rows)
+        confidence = self.confidence(transition)
+        if transition is None and confidence is None:
+            return super().make(target, rows, *arguments, **named)
+        return LinkedDraft(*arguments, **named, transition=transition, confidence=confidence)
+
+    def ignore(self, files: DraftFiles, draft: DFlashDraft) -> None:
+        if getattr(draft, "confidence", None) is None:
+            for name in files.checkpoint.shapes:
+                if name.startswith("confidence_head."):
+                    why = "it predicts acceptance, and the config has no enable_confidence_head"
+                    files.checkpoint.ignore(name, why)
+
+    def flavour(self, draft: DFlashDraft) -> str:
+        transition = getattr(draft, "transition", None)
+        name = "JetSpec" if self.get("causal_head") else draft.flavour
+        name = name if transition is None else transition.flavour
+        return name + (" (speculators)" if self.speculators else " (DeepSpec)" if self.deepspec else "")
+
+    def transition(self, vocab_size: int, rows: int) -> Transition | None:
+        """The transition between drafts, without weights; None if the config asks for none.
+
+        vocab_size: tokens of the target.
+        rows: tokens that the draft can draft.
+
+        Raises ValueError, naming the key, if the config asks for two, or for one that is not built here.
+        """
+        switches = {
+            "markov_rank": bool(self.get("markov_rank", self.get("projector_type") == "dspark")),
+            "selector_rank": bool(self.get("selector_rank") or self.get("selector_top_k")),
+            "projector_type 'domino'": self.get("projector_type") == "domino",
+        }
+        asked = [name for name, is_on in switches.items() if is_on]
+        if len(asked) > 1:
+            raise ValueError(f"draft: its config has {' and '.join(asked)}, of which a draft can have one")
+        sizes = self.layer["hidden_size"], vocab_size, rows
+        if asked == ["markov_rank"]:
+            name = self.get("markov_head_type", "vanilla")
+            if name not in MARKOV:
+                expected = ", ".join(MARKOV)
+                raise ValueError(f"draft: its config has markov_head_type {name!r}; expected one of {expected}")
+            return MARKOV[name](*sizes, self.integer("markov_rank", 1))
+        if asked == ["selector_rank"]:
+            rank, candidates = self.integer("selector_rank", 1), self.integer("selector_top_k", 2)
+            most = min(MAX_K, rows)
+            if candidates > most:
+                raise ValueError(f"draft: its config has selector_top_k {candidates}, at most {most} are built here")
+            return Selector(*sizes, rank, candidates)
+        if asked:
+            rank, state_size = self.integer("emb_dim", 1), self.integer("gru_hidden_dim", 1)
+            return Domino(sizes[0], rows, rank, state_size, self.get("pure_draft_prefix_len", 0))
+        return None
+
+    def confidence(self, transition: Transition | None) -> Confidence | None:
+        """The prediction of acceptance, without weights; None if the config does not enable it.
+
+        transition: the draft's; a prediction reads the table of a Markov head unless the config says that it does not.
+
+        Raises ValueError if the config has it read a table that `transition` does not have.
+        """
+        if not self.get("enable_confidence_head"):
+            return None
+        rank = table_rank(transition)
+        reads_table = bool(self.get("confidence_head_with_markov", rank > 0))
+        if reads_table and rank == 0:
+            raise ValueError(
+                "draft: its config has confidence_head_with_markov, and no markov_rank of a table that this could read"
+            )
+        return Confidence(self.layer["hidden_size"], rank if reads_table else 0)

@@ -188,10 +188,6 @@ class Confidence(nn.Module):
         reads = "its place and the token before it" if self.rank else "its place"
         return f"the draft predicts from {reads} how likely each draft is to be accepted"
 
-    def forward(self, hidden: Tensor, before: Tensor | None = None) -> Tensor:
-        """log(c) [...] float32, at most 0. It takes the arguments of `logits`."""
-        return F.logsigmoid(self.logits(hidden, before))
-
     def logits(self, hidden: Tensor, before: Tensor | None = None) -> Tensor:
         """log(c / (1 - c)) [...] float32.
 

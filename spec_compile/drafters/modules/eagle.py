@@ -112,7 +112,6 @@ class EagleHead(Head):
     input_norm: the first layer has an input norm, too.
     output_norm: an RMSNorm before the output matrix.
     recycle_normed: the output after that norm is recycled (Mistral).
-    embedding_first: the order of fc's input.
     """
 
     def __init__(
@@ -127,10 +126,9 @@ class EagleHead(Head):
         input_norm: bool = False,
         output_norm: bool = False,
         recycle_normed: bool = False,
-        embedding_first: bool = True,
     ):
         super().__init__(embedding, head_weight, config.hidden_size, (FINAL,), layer.num_layers)
-        self.embedding_first, self.recycle_normed = embedding_first, recycle_normed
+        self.recycle_normed = recycle_normed
         self.embedding_norm, self.state_norm, self.output_norm = (
             LlamaRMSNorm(config.hidden_size, config.rms_norm_eps) if wanted else nn.Identity()
             for wanted in (embedding_norm, state_norm, output_norm)
@@ -142,8 +140,8 @@ class EagleHead(Head):
         self.rotary_emb = rotary(config, embedding.device)
 
     def forward(self, input_ids: Tensor, positions: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        parts = [self.embedding_norm(F.embedding(input_ids, self.embedding)), self.state_norm(state)]
-        x = self.fc(torch.cat(parts if self.embedding_first else parts[::-1], dim=-1))
+        embedding = self.embedding_norm(F.embedding(input_ids, self.embedding))
+        x = self.fc(torch.cat([embedding, self.state_norm(state)], dim=-1))
         rope = self.rotary_emb(x, positions)
         for block in self.blocks:
             x = block(x, rope)

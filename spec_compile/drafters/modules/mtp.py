@@ -113,13 +113,8 @@ class MtpHead(Head):
             module.refresh()
 
 
-class HalfLayers(nn.ModuleList):
+class HalfLayers(nn.Sequential):
     """The halves of a layer, as Nemotron-H builds them: attention, then a mixture of experts."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for half in self:
-            x = half(x)
-        return x
 
 
 class SingleLayer(nn.Module):
@@ -142,7 +137,7 @@ def make_block(like: nn.Module, config: PreTrainedConfig) -> nn.Module:
     if isinstance(getattr(like, "mlps", None), nn.ModuleList):
         return SingleLayer(like, config)
     if getattr(config, "mtp_layers_block_type", None):
-        return HalfLayers(type(like)(config, number) for number in range(len(config.layers_block_type)))
+        return HalfLayers(*(type(like)(config, number) for number in range(len(config.layers_block_type))))
     return type(like)(config, 0)
 
 

@@ -205,18 +205,14 @@ def _read(source: SourceTrees) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return number < source.count[:, None], source.parents.clamp(min=0), keys, ancestors, depth
 
 
-def _members(ancestors: Tensor) -> Tensor:
-    """[B, N, N] bool: entry [i, j] is True if node j is i or above it.
+def _path_sums(values: Tensor, ancestors: Tensor) -> Tensor:
+    """Sums of values [B, N] from the root down to each node.
 
     ancestors [B, N]: as bits; a chain of three nodes has [0b001, 0b011, 0b111].
     """
     number = torch.arange(ancestors.shape[1], device=ancestors.device)
-    return (ancestors[:, :, None] >> number) & 1 == 1
-
-
-def _path_sums(values: Tensor, ancestors: Tensor) -> Tensor:
-    """Sums of values [B, N] from the root down to each node."""
-    return torch.where(_members(ancestors), values[:, None, :], 0).sum(dim=2)
+    is_above = (ancestors[:, :, None] >> number) & 1 == 1  # [i, j]: node j is i or above it
+    return torch.where(is_above, values[:, None, :], 0).sum(dim=2)
 
 
 def _last(pairs: Tensor) -> Tensor:
@@ -277,11 +273,8 @@ def learn_from(
     slots = (begin[:, None] + known.depth).clamp(max=text.shape[1] - 1)
     columns = known.tokens, known.ancestors, known.depth, text.gather(1, slots)
     # Drafts count if their parent was accepted; parents are numbered within each source.
-    sizes = [size, known.depth.shape[1] - size]
-    sides = zip(known.above.split(sizes, dim=1), *(column.split(sizes, dim=1) for column in columns))
-    on_path, below_path = [], []
-    for above, *side in sides:
-        on_path.append(followed(*side, gained))
-        below_path.append(on_path[-1].gather(1, above))
-    tested = torch.cat(below_path, dim=1) & (known.cells >= 0) & (known.depth <= gained[:, None])
-    counts.copy_(learnt(counts, known.priors, known.cells, tested, torch.cat(on_path, dim=1)))
+    sides = zip(*(column.tensor_split([size], dim=1) for column in columns))
+    on_path = torch.cat([followed(*side, gained) for side in sides], dim=1)
+    first = torch.where(torch.arange(on_path.shape[1], device=on_path.device) < size, 0, size)
+    tested = on_path.gather(1, first + known.above) & (known.cells >= 0) & (known.depth <= gained[:, None])
+    counts.copy_(learnt(counts, known.priors, known.cells, tested, on_path))

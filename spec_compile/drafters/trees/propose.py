@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ...kernels.launching import one_launch
 from ...kernels.ops import gather_rows
 from ...kernels.top_logits import MAX_K, best_tokens
 from ...runtime.state import State
@@ -179,7 +180,6 @@ def grow_levels(root: Tensor, levels: int, follow: Follow, state: Tensor, nodes:
     return best_nodes(*(torch.cat(parts, dim=1) for parts in zip(*grown)), nodes)
 
 
-@torch.library.custom_op("spec_compile::lattice_tree", mutates_args=())
 def lattice_tree(root: Tensor, tokens: Tensor, logprobs: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
     """`grow_levels` for a block of P places whose candidates' probabilities depend only on the token before.
 
@@ -194,21 +194,17 @@ def lattice_tree(root: Tensor, tokens: Tensor, logprobs: Tensor, nodes: int) -> 
         raise ValueError(
             f"nodes: {count} candidates at each of {places} places, at most {MAX_K} of them, are too few for {nodes}"
         )
-    if root.is_cuda:
-        from ...kernels.trees import launch  # needs Triton
-
-        return launch(root, tokens, logprobs, nodes)
     return grow_table(root, tokens, logprobs, nodes)
 
 
-@lattice_tree.register_fake
-def _(root, tokens, logprobs, nodes):
-    ids, parents = (root.new_empty(root.shape[0], nodes) for _ in range(2))
-    return ids, parents, logprobs.new_empty(root.shape[0], nodes)
+def _trees(root, tokens, logprobs, nodes):
+    ids = root.new_empty(root.shape[0], nodes)
+    return ids, torch.empty_like(ids), logprobs.new_empty(root.shape[0], nodes)
 
 
+@one_launch("lattice_tree", _trees, "launch")
 def grow_table(root: Tensor, tokens: Tensor, logprobs: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`lattice_tree` in plain PyTorch."""
+    """`lattice_tree` of tables that have as many nodes."""
 
     def follow(place: int, previous: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if place == 0:
