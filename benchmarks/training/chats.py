@@ -10,8 +10,8 @@ gets a greedy answer, and drawn ones up to --answers. hold_out.py leaves measure
 
 A model without a chat template continues the prompts of --prompts as they are, and writes no user's turns.
 
-The file has a JSON line for each answer, for `python -m spec_compile train --data chats.jsonl`: with the `messages` of a
-chat, or a `prompt` and its `completion`. Lines are written at once, so that a stopped run keeps them.
+The file has a JSON line for each answer, with the `messages` of a chat, or a `prompt` and its `completion`, for `python
+-m spec_compile train --data chats.jsonl`. Lines are written at once, so that a stopped run keeps them.
 """
 
 import argparse
