@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from ..compat import gather_parts
+from .launching import new_op
 
 try:
     from . import all_reduce_kernel
@@ -34,7 +35,7 @@ shots are faster. By NVLink it lies between 262,144 and 524,288 on two H200s, be
 (``python -m benchmarks.kernels.all_reduce``); for more ranks it is an estimate."""
 
 
-@torch.library.custom_op("spec_compile::all_reduce", mutates_args=())
+@new_op("all_reduce", lambda x, group_name: torch.empty_like(x, memory_format=torch.contiguous_format))
 def all_reduce(x: Tensor, group_name: str) -> Tensor:
     """The sum of all ranks' x, of any shape, in x's dtype.
 
@@ -47,11 +48,6 @@ def all_reduce(x: Tensor, group_name: str) -> Tensor:
     return sum_of_parts(x, group_name)
 
 
-@all_reduce.register_fake
-def _(x, group_name):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def sum_of_parts(x: Tensor, group_name: str) -> Tensor:
     """`all_reduce` by torch.distributed."""
     parts = gather_parts(x, group_name)
@@ -61,18 +57,13 @@ def sum_of_parts(x: Tensor, group_name: str) -> Tensor:
     return total.to(x.dtype)
 
 
-@torch.library.custom_op("spec_compile::all_gather", mutates_args=())
+@new_op("all_gather", lambda x, size, group_name: x.new_empty(*x.shape[:-1], size * x.shape[-1]))
 def all_gather(x: Tensor, size: int, group_name: str) -> Tensor:
     """The last dimensions of all ranks' x [..., C] side by side, in the order of the ranks: [..., size * C].
 
     size: ranks of the group.
     """
     return torch.cat(gather_parts(x, group_name).unbind(), dim=-1)
-
-
-@all_gather.register_fake
-def _(x, size, group_name):
-    return x.new_empty(*x.shape[:-1], size * x.shape[-1])
 
 
 @dataclass(frozen=True)

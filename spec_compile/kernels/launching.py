@@ -41,18 +41,23 @@ def are_plain() -> bool:
     return getattr(_here, "are_plain", False)
 
 
-def op_with_kernel(name: str, fake: Callable, writes: tuple[str, ...] = ()) -> Callable:
-    """Decorate a function in plain PyTorch: it becomes the op `name`, which runs it on a CPU; `on_gpu` adds the kernel.
+def new_op(name: str, fake: Callable, writes: tuple[str, ...] = (), devices: str | None = None) -> Callable:
+    """Decorate a function: it becomes the op `name`, for devices of one type, or for all.
 
     fake: gives results of the right shapes for the op's arguments. writes: names of the arguments that it writes to.
     """
 
     def define(function: Callable) -> torch.library.CustomOpDef:
-        op = torch.library.custom_op(f"spec_compile::{name}", mutates_args=writes, device_types="cpu")(function)
+        op = torch.library.custom_op(f"spec_compile::{name}", mutates_args=writes, device_types=devices)(function)
         op.register_fake(fake)
         return op
 
     return define
+
+
+def op_with_kernel(name: str, fake: Callable, writes: tuple[str, ...] = ()) -> Callable:
+    """`new_op` of a function in plain PyTorch, which the op runs on a CPU; `on_gpu` adds the kernel."""
+    return new_op(name, fake, writes, "cpu")
 
 
 def on_gpu(op: torch.library.CustomOpDef) -> Callable[[Callable], Callable]:

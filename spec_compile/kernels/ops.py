@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from .launching import op_with_kernel
+from .launching import new_op, op_with_kernel
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
@@ -22,7 +22,12 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
     return {**defaults, **dict(zip((argument.name for argument in schema), node.args)), **node.kwargs}
 
 
-@torch.library.custom_op("spec_compile::attention", mutates_args=())
+def empty_heads(q: Tensor, v: Tensor) -> Tensor:
+    """Memory for the result of attention [B, N, H, Dv], of q's dtype: q [B, H, N, Dk], v [..., Dv]."""
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+
+
+@new_op("attention", lambda q, k, v, *_, **__: empty_heads(q, v))
 def attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, window: int | None, softcap: float | None,
     layer: int, chunk: int | None = None, slopes: Tensor | None = None, chosen: Tensor | None = None,
@@ -38,11 +43,6 @@ def attention(
     mask = tree_mask(*seen, chunk, slopes)
     mask = mask if chosen is None else only_chosen(mask, chosen)
     return masked_attention(q, k, v, mask, sinks, scale, softcap).contiguous()
-
-
-@attention.register_fake
-def _(q, k, v, sinks, scale, window, softcap, layer, chunk=None, slopes=None, chosen=None):
-    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
 def masked_attention(
@@ -230,7 +230,13 @@ NGRAM_HOMES: dict[int, Callable[..., None]] = {}
 """The functions that answer `ngram_propose`, by handle: of (streams, tokens, committed, and the four outputs)."""
 
 
-@torch.library.custom_op("spec_compile::ngram_propose", mutates_args=())
+def _empty_trees(tokens: Tensor, committed: Tensor, streams: Tensor, handle: Tensor, num_nodes: int) -> tuple:
+    """Memory for the results of `ngram_propose`."""
+    batch = tokens.shape[0]
+    return tuple(tokens.new_empty(shape) for shape in ((batch, num_nodes), (batch, num_nodes), (batch,), (batch,)))
+
+
+@new_op("ngram_propose", _empty_trees)
 def ngram_propose(
     tokens: Tensor, committed: Tensor, streams: Tensor, handle: Tensor, num_nodes: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -239,17 +245,9 @@ def ngram_propose(
     tokens [B, S] int64 of which the first committed[b] of row b are text; streams [B]: the trie's stream of each row;
     handle [1]: a key of `NGRAM_HOMES`. -> tokens, parents [B, num_nodes], count [B], longest match [B], all int64.
     """
-    batch = tokens.shape[0]
-    out = tuple(tokens.new_empty(shape) for shape in ((batch, num_nodes), (batch, num_nodes), (batch,), (batch,)))
+    out = _empty_trees(tokens, committed, streams, handle, num_nodes)
     NGRAM_HOMES[int(handle)](streams, tokens, committed, *out)
     return out
-
-
-@ngram_propose.register_fake
-def _(tokens, committed, streams, handle, num_nodes):
-    batch = tokens.shape[0]
-    tree, summary = tokens.new_empty((batch, num_nodes)), tokens.new_empty((batch,))
-    return tree, torch.empty_like(tree), summary, torch.empty_like(summary)
 
 
 # Masks: the slots of a cache that a node sees, and numbers that are added to its scores, in plain PyTorch.

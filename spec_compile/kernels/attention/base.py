@@ -92,7 +92,7 @@ class AttentionCall(NamedTuple):
 
     def empty_output(self) -> Tensor:
         """Memory for the result [B, N, H, Dv], of q's dtype."""
-        return self.q.new_empty(self.q.shape[0], self.q.shape[2], self.q.shape[1], self.value_cache.shape[3])
+        return ops.empty_heads(self.q, self.value_cache)
 
 
 def plain_attention(call: AttentionCall, max_kv_len: int, mask: Tensor | None = None) -> Tensor:

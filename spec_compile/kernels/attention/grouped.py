@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..card import precision
+from ..launching import new_op
+from ..ops import empty_heads
 
 try:
     import triton
@@ -28,7 +30,7 @@ MOST_PARTS = 64
 LARGEST_HEAD = 256
 
 
-@torch.library.custom_op("spec_compile::grouped_attention", mutates_args=())
+@new_op("grouped_attention", lambda q, k, v, mask, scale: empty_heads(q, v).transpose(1, 2))
 def grouped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """``F.scaled_dot_product_attention`` over key-value heads that nobody has repeated.
 
@@ -38,20 +40,10 @@ def grouped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scal
     """
     if _has_kernel(q, k, v, mask):
         return launch(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale)
-    return _empty(q, v).copy_(plain(q, k, v, mask, scale).transpose(1, 2)).transpose(1, 2)
+    return empty_heads(q, v).copy_(plain(q, k, v, mask, scale).transpose(1, 2)).transpose(1, 2)
 
 
 GROUPED = torch.ops.spec_compile.grouped_attention.default
-
-
-@grouped_attention.register_fake
-def _(q, k, v, mask, scale):
-    return _empty(q, v).transpose(1, 2)
-
-
-def _empty(q: Tensor, v: Tensor) -> Tensor:
-    """Memory for the result, [B, N, H, Dv], in which the heads of a token follow each other."""
-    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
@@ -91,7 +83,7 @@ def launch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     # Attend to all parts, then merge them.
     sums = q.new_empty(batch * kv_heads, parts, rows, value_size, dtype=torch.float32)
     peaks = q.new_empty(batch * kv_heads, parts, 2, rows, dtype=torch.float32)
-    out = _empty(q, v)
+    out = empty_heads(q, v)
     columns = triton.next_power_of_2(value_size)
     attend_kernel[(parts, batch * kv_heads)](
         q, k, v, mask, sums, peaks, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, fx
 
 from ...quantised.experts import ExpertFormat, format_here, format_of
-from ..linear.product_ops import plain_stream, stream_after
+from ..launching import new_op
+from ..linear.product_ops import empty_stream, plain_stream, stream_after
 from . import launch
 from .launch import why_not, why_not_on  # noqa: F401
 
 
-@torch.library.custom_op("spec_compile::experts_up", mutates_args=())
+@new_op("experts_up", lambda x, ids, parts, format: x.new_empty(*ids.shape, format_of(format).columns(parts)))
 def experts_up(x: Tensor, ids: Tensor, parts: list[Tensor], format: str) -> Tensor:
     """The first product of each token's experts, and their gate: x [T, H], ids [T, k] int64 -> [T, k, I].
 
@@ -29,12 +30,11 @@ def experts_up(x: Tensor, ids: Tensor, parts: list[Tensor], format: str) -> Tens
     return layout.gated(_product(rows, ids.reshape(-1), parts, layout)).unflatten(0, ids.shape)
 
 
-@experts_up.register_fake
-def _(x, ids, parts, format):
-    return x.new_empty(*ids.shape, format_of(format).columns(parts))
+def _empty_sum(x: Tensor, ids: Tensor, weights: Tensor, parts: list[Tensor], format: str) -> Tensor:
+    return x.new_empty(x.shape[0], format_of(format).columns(parts))
 
 
-@torch.library.custom_op("spec_compile::experts_down", mutates_args=())
+@new_op("experts_down", _empty_sum)
 def experts_down(x: Tensor, ids: Tensor, weights: Tensor, parts: list[Tensor], format: str) -> Tensor:
     """The second product of each token's experts, and their sum by the router's weights.
 
@@ -47,12 +47,7 @@ def experts_down(x: Tensor, ids: Tensor, weights: Tensor, parts: list[Tensor], f
     return (pairs * weights[:, :, None]).sum(dim=1).to(x.dtype)
 
 
-@experts_down.register_fake
-def _(x, ids, weights, parts, format):
-    return x.new_empty(x.shape[0], format_of(format).columns(parts))
-
-
-@torch.library.custom_op("spec_compile::experts_down_to_stream", mutates_args=())
+@new_op("experts_down_to_stream", lambda x, ids, weights, parts, format, *stream: empty_stream(*stream))
 def experts_down_to_stream(
     x: Tensor, ids: Tensor, weights: Tensor, parts: list[Tensor], format: str, residual: Tensor, norm_weight: Tensor,
     offset: float,
@@ -68,12 +63,6 @@ def experts_down_to_stream(
     after = stream_after(residual, norm_weight, offset)
     stream = launch.down(x, ids, weights, parts, layout, stream=after._replace(residual=after.residual.contiguous()))
     return stream.view(residual.shape), after.scaled.view(residual.shape), after.squares
-
-
-@experts_down_to_stream.register_fake
-def _(x, ids, weights, parts, format, residual, norm_weight, offset):
-    after = stream_after(residual, norm_weight, offset)
-    return x.new_empty(residual.shape), after.scaled.view(residual.shape), after.squares
 
 
 UP, DOWN = torch.ops.spec_compile.experts_up.default, torch.ops.spec_compile.experts_down.default

@@ -15,13 +15,18 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..card import launches_early
-from ..launching import on_gpu
+from ..launching import on_gpu, op_with_kernel
 from ..ops import as_rows
 
 AMONG = ("all", "all, to a sum of 1", "chosen")
 
 
-@torch.library.custom_op("spec_compile::route", mutates_args=(), device_types="cpu")
+def _empty_choice(logits: Tensor, top: int, among: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    shape = logits.shape[0], top  # len() would make the number of rows a constant
+    return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=torch.int64)
+
+
+@op_with_kernel("route", _empty_choice)
 def route(logits: Tensor, top: int, among: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The `top` experts of each row of logits [T, E], the largest first -> weights [T, top] of `dtype`, ids int64.
 
@@ -37,18 +42,11 @@ def route(logits: Tensor, top: int, among: str, dtype: torch.dtype) -> tuple[Ten
     return values.to(dtype), ids.contiguous()
 
 
-@route.register_fake
-def _(logits, top, among, dtype):
-    shape = logits.shape[0], top  # len() would make the number of rows a constant
-    return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=torch.int64)
-
-
 @on_gpu(route)
 def launch(logits, top, among, dtype) -> tuple[Tensor, Tensor]:
     """`route` by the kernel."""
     logits, early = as_rows(logits), launches_early(logits.device)
-    weights = logits.new_empty(len(logits), top, dtype=dtype)
-    ids = torch.empty_like(weights, dtype=torch.int64)
+    weights, ids = _empty_choice(logits, top, among, dtype)
     if len(logits):
         route_kernel[(len(logits),)](
             logits, weights, ids, logits.stride(0), logits.shape[1], TOP=top, AMONG=AMONG.index(among),

@@ -10,28 +10,26 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..launching import on_gpu
+from ..launching import on_gpu, op_with_kernel
 from ..ops import as_rows
 
 BLOCK_R, BLOCK_O, BLOCK_K = 16, 16, 128
 
 
-@torch.library.custom_op("spec_compile::linear_float32", mutates_args=(), device_types="cpu")
+def _empty_result(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0], dtype=torch.float32)
+
+
+@op_with_kernel("linear_float32", _empty_result)
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     """x [..., C] times weight [O, C], both cast to float32 -> [..., O] float32."""
     return F.linear(x.float(), weight.float())
 
 
-@linear_float32.register_fake
-def _(x, weight):
-    return x.new_empty(*x.shape[:-1], weight.shape[0], dtype=torch.float32)
-
-
 @on_gpu(linear_float32)
 def launch(x: Tensor, weight: Tensor) -> Tensor:
     """`linear_float32` by the kernel."""
-    out = x.new_empty(*x.shape[:-1], weight.shape[0], dtype=torch.float32)
-    x, weight = as_rows(x), as_rows(weight)
+    out, x, weight = _empty_result(x, weight), as_rows(x), as_rows(weight)
     if out.numel():
         grid = triton.cdiv(weight.shape[0], BLOCK_O), triton.cdiv(len(x), BLOCK_R)
         linear_kernel[grid](

@@ -155,8 +155,13 @@ def product_to_stream(
 
 @product_to_stream.register_fake
 def _(x, weight, bias, residual, norm_weight, offset, scales=None, kind="", group_name=""):
+    return empty_stream(residual, norm_weight, offset)
+
+
+def empty_stream(residual: Tensor, norm_weight: Tensor, offset: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the results of `product_to_stream`."""
     after = stream_after(residual, norm_weight, offset)
-    return x.new_empty(residual.shape), after.scaled.view(residual.shape), after.squares
+    return residual.new_empty(residual.shape), after.scaled.view(residual.shape), after.squares
 
 
 def stream_after(residual: Tensor, norm_weight: Tensor, offset: float) -> ResidualStream:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...tree import MAX_NODES
+from ..launching import new_op
 from . import launch
 from .kinds import CONVOLUTION, DECAY, DELTA, GATED, SELECTIVE, WKV, RecurrenceKind
 from .walk import tree_walk
@@ -17,7 +18,12 @@ from .walk import tree_walk
 KINDS: dict[str, RecurrenceKind] = {kind.name: kind for kind in (CONVOLUTION, DECAY, DELTA, SELECTIVE, GATED, WKV)}
 
 
-@torch.library.custom_op("spec_compile::recurrence", mutates_args=())
+def _empty_output(kind: str, inputs: list[Tensor], *_) -> Tensor:
+    x = inputs[KINDS[kind].output]
+    return x.new_empty(x.shape, dtype=torch.float32)
+
+
+@new_op("recurrence", _empty_output)
 def recurrence(kind: str, inputs: list[Tensor]) -> Tensor:
     """A recurrence over a whole sequence, from a state of zeros; capture puts it in place of a model's own.
 
@@ -28,18 +34,13 @@ def recurrence(kind: str, inputs: list[Tensor]) -> Tensor:
     return recurrence_advance(kind, inputs, state, tokens)
 
 
-@torch.library.custom_op("spec_compile::clamp_prompt", mutates_args=())
+@new_op("clamp_prompt", lambda x, low, high: torch.empty_like(x))
 def clamp_prompt(x: Tensor, low: float, high: float) -> Tensor:
     """x [B, T, ...] clamped; the marker of `clamp_in_prompt`.
 
     Only prompts are clamped: transformers' forward over one generated token has no clamp (Nemotron-H, Zamba2).
     """
     return x.clamp(low, high)
-
-
-@clamp_prompt.register_fake
-def _(x, low, high):
-    return torch.empty_like(x)
 
 
 def clamp_in_prompt(x: Tensor, low: float, high: float, positions: Tensor, prompt_lengths: Tensor) -> Tensor:
@@ -96,7 +97,7 @@ def advance_or_look(
     return KINDS[kind].tree(inputs, state, ancestors)
 
 
-@torch.library.custom_op("spec_compile::recurrence_advance", mutates_args=("state",))
+@new_op("recurrence_advance", _empty_output, writes=("state",))
 def recurrence_advance(kind: str, inputs: list[Tensor], state: Tensor, valid: Tensor) -> Tensor:
     """Outputs of a chunk, whose first valid[b] tokens update the state in place.
 
@@ -109,17 +110,10 @@ def recurrence_advance(kind: str, inputs: list[Tensor], state: Tensor, valid: Te
     return out.contiguous()
 
 
-@torch.library.custom_op("spec_compile::recurrence_tree", mutates_args=("stash",))
+@new_op("recurrence_tree", _empty_output, writes=("stash",))
 def recurrence_tree(kind: str, inputs: list[Tensor], state: Tensor, stash: list[Tensor], walk: Tensor) -> Tensor:
     """`advance_or_look` over the nodes of trees by a kernel."""
     return launch.run(kind, inputs, state, stash, walk, None)
-
-
-@recurrence.register_fake
-@recurrence_advance.register_fake
-@recurrence_tree.register_fake
-def _(kind, inputs, *_):
-    return inputs[KINDS[kind].output].new_empty(inputs[KINDS[kind].output].shape, dtype=torch.float32)
 
 
 @torch.library.custom_op("spec_compile::recurrence_commit", mutates_args=("states",))
