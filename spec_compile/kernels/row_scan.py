@@ -48,13 +48,11 @@ def row_softmax(x: Tensor, dtype: torch.dtype | None = None, log: bool = False) 
 def launch_sum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """`row_sum` by the kernels."""
     x = x.contiguous()
-    out, size = x.new_empty(x.shape[:-1], dtype=dtype), x.shape[-1]
-    if size <= BLOCK:
-        _sum_parts[(out.numel(),)](x, out, size, BLOCK=BLOCK, num_warps=WARPS)
-        return out
-    sums = _part_sums(x)
-    parts = sums.shape[1]
-    _add_parts[(len(sums),)](sums, out, parts, BLOCK_PARTS=triton.next_power_of_2(parts), num_warps=1)
+    out, block, warps = x.new_empty(x.shape[:-1], dtype=dtype), BLOCK, WARPS
+    if x.shape[-1] > BLOCK:
+        x = _part_sums(x)
+        block, warps = triton.next_power_of_2(x.shape[1]), 1
+    _sum_parts[(out.numel(),)](x, out, x.shape[-1], BLOCK=block, num_warps=warps)
     return out
 
 
@@ -110,15 +108,6 @@ def _sum_parts(x, sums, size, BLOCK: tl.constexpr):
     """sums [R, parts]: the sum of each part. x [R, size]."""
     value = _part(x, size, 0.0, BLOCK)[0]
     tl.store(sums + tl.program_id(0), tl.sum(value, 0).to(sums.dtype.element_ty))
-
-
-@triton.jit(do_not_specialize_on_alignment=["sums", "out"])
-def _add_parts(sums, out, parts, BLOCK_PARTS: tl.constexpr):
-    """out [R]: the sum of the parts of each row. sums [R, parts]."""
-    number = tl.arange(0, BLOCK_PARTS)
-    row = tl.program_id(0).to(tl.int64)
-    value = tl.load(sums + row * parts + number, mask=number < parts, other=0.0)
-    tl.store(out + row, tl.sum(value, 0).to(out.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize_on_alignment=["x", "sums", "out"])
