@@ -7,6 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..launching import new_op
+
 Inputs = Sequence[Tensor | None]
 
 
@@ -152,47 +154,13 @@ DECAY, DELTA = (
 # share no decays, so each is computed from the state after its parent.
 
 
-def _step(state: Tensor, b: Tensor, x: Tensor, dt: Tensor, a: Tensor) -> Tensor:
-    """The state [B, d, n] after one token: b [B, n], x, dt [B, d]."""
-    return (dt[:, :, None] * a).exp() * state + (dt * x)[:, :, None] * b[:, None]
-
-
-def _selective_chunk(inputs: Inputs, state: Tensor, valid: Tensor) -> tuple[Tensor | None, Tensor]:
-    c, b, x, dt, a = inputs
-    counts = torch.arange(x.shape[1], device=x.device) < valid[:, None]
-    dt = torch.where(counts[:, :, None], dt, 0)
-    outputs = []
-    for token in range(x.shape[1]):
-        state = _step(state, b[:, token], x[:, token], dt[:, token], a)
-        if c is not None:
-            outputs.append((state @ c[:, token, :, None])[:, :, 0])
-    return (None if c is None else torch.stack(outputs, dim=1)), state
-
-
-@torch.library.custom_op("spec_compile::selective_tree", mutates_args=())
-def selective_tree(
-    c: Tensor, b: Tensor, x: Tensor, dt: Tensor, a: Tensor, state: Tensor, ancestors: Tensor
-) -> Tensor:  # fmt: skip
-    """Outputs [B, N, d] of the nodes of a tree. An op, because a compiled loop would have a fixed number of nodes."""
-    rows = torch.arange(len(x), device=x.device)
-    before = parents_of(ancestors) + 1
-    states = state.new_empty(len(x), x.shape[1] + 1, *state.shape[1:])
-    states[:, 0] = state
-    for node in range(x.shape[1]):
-        states[:, node + 1] = _step(states[rows, before[:, node]], b[:, node], x[:, node], dt[:, node], a)
-    return (states[:, 1:] @ c[..., None])[..., 0]
-
-
-@selective_tree.register_fake
-def _(c, b, x, dt, a, state, ancestors):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-SELECTIVE = RecurrenceKind(
-    "selective", kept=(1, 2, 3, 4), constants=(4,), output=2, chunk=_selective_chunk,
-    state=lambda inputs: (tuple(inputs[4].shape), torch.float32),
-    tree=lambda inputs, state, ancestors: torch.ops.spec_compile.selective_tree(*inputs, state, ancestors),
-)  # fmt: skip
+def _selective_step(
+    state: Tensor, c: Tensor | None, b: Tensor, x: Tensor, dt: Tensor, a: Tensor
+) -> tuple[Tensor | None, Tensor]:
+    """Output [B, d] and next state [B, d, n] of a token: c, b [B, n], x, dt [B, d]. c: None if only the state is asked
+    for."""
+    state = (dt[:, :, None] * a).exp() * state + (dt * x)[:, :, None] * b[:, None]
+    return None if c is None else (state @ c[:, :, None])[:, :, 0], state
 
 
 # Recurrences whose channels do not mix: the gated linear unit RG-LRU (RecurrentGemma), and WKV (RWKV 4).
@@ -230,45 +198,60 @@ def _wkv_step(state: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor | None) 
     return out, torch.stack([old * n + new * v, old * d + new, top], dim=1)
 
 
-STEPS: dict[str, Callable[..., tuple[Tensor | None, Tensor]]] = {"gated": _gated_step, "wkv": _wkv_step}
+# The selective scan and recurrences by channel, one token after the other.
 
 
-def _channel_chunk(kind: str, inputs: Inputs, state: Tensor, valid: Tensor) -> tuple[Tensor | None, Tensor]:
-    first, second, *weights = inputs
+STEPS: dict[str, tuple[Callable[..., tuple[Tensor | None, Tensor]], int]] = {
+    "selective": (_selective_step, 4), "gated": (_gated_step, 2), "wkv": (_wkv_step, 2),
+}  # fmt: skip
+"""The step of a token, and how many inputs have entries for tokens, the last of them of the output's shape; all others
+are weights."""
+
+
+def _step(kind: str, inputs: Inputs, state: Tensor, token: int) -> tuple[Tensor | None, Tensor]:
+    step, count = STEPS[kind]
+    return step(state, *(None if x is None else x[:, token] for x in inputs[:count]), *inputs[count:])
+
+
+def _stepped_chunk(kind: str, inputs: Inputs, state: Tensor, valid: Tensor) -> tuple[Tensor | None, Tensor]:
     outputs = []
-    for token in range(first.shape[1]):
-        out, after = STEPS[kind](state, first[:, token], second[:, token], *weights)
+    for token in range(inputs[1].shape[1]):
+        out, after = _step(kind, inputs, state, token)
         state = torch.where((token < valid).view(-1, *[1] * (state.dim() - 1)), after, state)
         outputs.append(out)
     return (None if outputs[0] is None else torch.stack(outputs, dim=1)), state
 
 
-@torch.library.custom_op("spec_compile::channelwise_tree", mutates_args=())
-def channelwise_tree(kind: str, inputs: list[Tensor], state: Tensor, ancestors: Tensor) -> Tensor:
+def _empty_outputs(kind: str, inputs: list[Tensor], state: Tensor, ancestors: Tensor) -> Tensor:
+    return torch.empty_like(inputs[STEPS[kind][1] - 1], memory_format=torch.contiguous_format)
+
+
+@new_op("stepped_tree", _empty_outputs)
+def stepped_tree(kind: str, inputs: list[Tensor], state: Tensor, ancestors: Tensor) -> Tensor:
     """Outputs [B, N, C] of the nodes of a tree. An op, because a compiled loop would have a fixed number of nodes."""
-    first, second, *weights = inputs
-    rows, before = torch.arange(len(first), device=first.device), parents_of(ancestors) + 1
-    states, outputs = [state], []
-    for node in range(first.shape[1]):
-        parent = torch.stack(states)[before[:, node], rows]
-        out, after = STEPS[kind](parent, first[:, node], second[:, node], *weights)
-        states.append(after)
+    rows, before = torch.arange(len(state), device=state.device), parents_of(ancestors) + 1
+    states = state.new_empty(len(state), before.shape[1] + 1, *state.shape[1:])
+    states[:, 0] = state
+    # The selective scan reads the states of all nodes at once.
+    given, outputs = [None, *inputs[1:]] if kind == "selective" else inputs, []
+    for node in range(before.shape[1]):
+        out, states[:, node + 1] = _step(kind, given, states[rows, before[:, node]], node)
         outputs.append(out)
-    return torch.stack(outputs, dim=1)
+    return (states[:, 1:] @ inputs[0][..., None])[..., 0] if kind == "selective" else torch.stack(outputs, dim=1)
 
 
-@channelwise_tree.register_fake
-def _(kind, inputs, state, ancestors):
-    return torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
-
-
+SELECTIVE = RecurrenceKind(
+    "selective", kept=(1, 2, 3, 4), constants=(4,), output=2,
+    state=lambda inputs: (tuple(inputs[4].shape), torch.float32),
+    chunk=partial(_stepped_chunk, "selective"), tree=partial(torch.ops.spec_compile.stepped_tree, "selective"),
+)  # fmt: skip
 GATED = RecurrenceKind(
     "gated", kept=(0, 1), constants=(), output=0, state=lambda inputs: ((inputs[0].shape[2],), torch.float32),
-    chunk=partial(_channel_chunk, "gated"), tree=partial(torch.ops.spec_compile.channelwise_tree, "gated"),
+    chunk=partial(_stepped_chunk, "gated"), tree=partial(torch.ops.spec_compile.stepped_tree, "gated"),
 )  # fmt: skip
 WKV = RecurrenceKind(
     "wkv", kept=(0, 1, 2), constants=(2, 3), output=0, state=lambda inputs: ((3, inputs[0].shape[2]), torch.float32),
-    chunk=partial(_channel_chunk, "wkv"), tree=partial(torch.ops.spec_compile.channelwise_tree, "wkv"),
+    chunk=partial(_stepped_chunk, "wkv"), tree=partial(torch.ops.spec_compile.stepped_tree, "wkv"),
 )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Launches of the kernels of recurrences, which compute what `chunk` and `tree` of a `RecurrenceKind` compute.
 
-A kind has one function for trees and chunks of prompts, in `RUNS`, and one for commits, in `COMMITS`.
+A kind has one function for trees and chunks of prompts, and one for commits, in `KERNELS`.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ NUMBERS = 512
 
 def has_kernels(kind: str) -> bool:
     """True if kernels compute this kind of recurrence on a GPU."""
-    return triton is not None and kind in RUNS
+    return triton is not None and kind in KERNELS
 
 
 def supports(kind: str, state: Tensor) -> bool:
@@ -61,7 +61,7 @@ def run(
     walk: for trees, [B, 5, N] int32; see `walk.tree_walk`.
     valid: for a chunk, [B]; its first valid[b] tokens update the state in place.
     """
-    return RUNS[kind](inputs, state, stash, walk, valid)
+    return KERNELS[kind][0](inputs, state, stash, walk, valid)
 
 
 def commit(kind: str, states: Sequence[Tensor], stashes: Sequence[Tensor], path: Tensor, gained: Tensor) -> None:
@@ -70,7 +70,7 @@ def commit(kind: str, states: Sequence[Tensor], stashes: Sequence[Tensor], path:
     rows = [[state, *stashes[n * parts : (n + 1) * parts]] for n, state in enumerate(states)]
     addresses = [tuple(tensor.data_ptr() for tensor in row) for row in rows]
     table = address_table("recurrence_commit", states[0].device, addresses)  # [layers, 1 + parts]
-    COMMITS[kind](table, states, stashes[:parts], path.contiguous(), gained)
+    KERNELS[kind][1](table, states, stashes[:parts], path.contiguous(), gained)
 
 
 def _tokens(x: Tensor) -> Tensor:
@@ -217,11 +217,8 @@ def _commit_channelwise(table, states, stash, path, gained) -> None:
     )  # fmt: skip
 
 
-RUNS = {
-    "convolution": _run_convolution, "decay": _run_linear, "delta": _run_linear, "selective": _run_selective,
-    "gated": _run_channelwise, "wkv": _run_channelwise,
-}  # fmt: skip
-COMMITS = {
-    "convolution": _commit_convolution, "decay": _commit_linear, "delta": _commit_linear,
-    "selective": _commit_selective, "gated": _commit_channelwise, "wkv": _commit_channelwise,
+LINEAR, CHANNELWISE = (_run_linear, _commit_linear), (_run_channelwise, _commit_channelwise)
+KERNELS = {
+    "convolution": (_run_convolution, _commit_convolution), "decay": LINEAR, "delta": LINEAR,
+    "selective": (_run_selective, _commit_selective), "gated": CHANNELWISE, "wkv": CHANNELWISE,
 }  # fmt: skip
