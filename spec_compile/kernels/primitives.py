@@ -191,22 +191,23 @@ def addresses(pointer, row, stride, k):
 
 
 @triton.jit
-def load_rows(x_at, start, k, n, rows, inputs, EVEN: tl.constexpr):
-    """Activations [BLOCK_N, BLOCK_K] in the columns start + k of the rows n, 0 after the last row and column.
+def load_rows(x_at, start, k, valid, inputs, EVEN: tl.constexpr):
+    """Activations [BLOCK_N, BLOCK_K] in the columns start + k of some rows, 0 after the last column.
 
-    x_at: `addresses` of the first columns. EVEN: no tile reaches beyond the inputs.
+    x_at: `addresses` of the first columns. valid [BLOCK_N]: False for rows that do not exist, which are 0. EVEN: no
+    tile reaches beyond the inputs.
     """
-    mask = (n < rows)[:, None]
+    mask = valid[:, None]
     if not EVEN:
         mask = mask & (k < inputs - start)[None, :]
     return tl.load(x_at + start, mask=mask, other=0.0)
 
 
 @triton.jit
-def load_tile(w_at, x_at, start, k, n, rows, inputs, EVEN: tl.constexpr):
+def load_tile(w_at, x_at, start, k, valid, inputs, EVEN: tl.constexpr):
     """Weights [BLOCK_O, BLOCK_K], which are read once, and `load_rows` of the same columns."""
     if EVEN:
         a = tl.load(w_at + start, eviction_policy="evict_first")
     else:
         a = tl.load(w_at + start, mask=(k < inputs - start)[None, :], other=0.0, eviction_policy="evict_first")
-    return a, load_rows(x_at, start, k, n, rows, inputs, EVEN)
+    return a, load_rows(x_at, start, k, valid, inputs, EVEN)

@@ -20,10 +20,20 @@ Import this module only where Triton is installed. Shapes of a tile: weights [BL
 import triton
 import triton.language as tl
 
-from ..linear.quantised_kernel import UNIT_ROWS, float_of_fp8
+from ..linear.product import Matrix
+from ..linear.quantised_kernel import multiply_fp8_blocks
 from ..linear.skinny_gemm_kernel import load_stream, store_stream
-from ..primitives import let_next_kernel_begin, prefetch_l2, wait_for_kernel_before
+from ..primitives import addresses, let_next_kernel_begin, load_rows, prefetch_l2, wait_for_kernel_before
 from .mxfp4_kernel import multiply_mxfp4
+
+
+@triton.jit
+def of_expert(weight, expert, stride, scale_stride):
+    """The weights of an expert, of a `Matrix` of all experts. stride, scale_stride: from one expert to the next."""
+    scales = weight.scales
+    if scales is not None:
+        scales += expert.to(tl.int64) * scale_stride
+    return Matrix(weight.data + expert.to(tl.int64) * stride, scales, weight.stride)
 
 
 @triton.jit
@@ -43,72 +53,37 @@ def weight_rows(tile, outputs, SPLIT: tl.constexpr, BLOCK_O: tl.constexpr):
 
 @triton.jit
 def _multiply(
-    weight_ptr, x_ptr, o, x_row, valid, outputs, inputs, stride_w, stride_x, BLOCK_N: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr,
+    weight, x, o, x_row, valid, outputs, inputs, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr
 ):  # fmt: skip
     """The sums [BLOCK_O, BLOCK_N] of an expert's outputs o [BLOCK_O] for the rows x_row [BLOCK_N], in one chain.
 
-    valid [BLOCK_N]: True for rows that exist. EVEN: the inputs are a multiple of BLOCK_K.
+    weight, x: each a `Matrix`. valid [BLOCK_N]: True for rows that exist. EVEN: the inputs are a multiple of BLOCK_K.
     """
     k = tl.arange(0, BLOCK_K)
-    x_at = x_ptr + x_row.to(tl.int64)[:, None] * stride_x + k[None, :]
+    x_at = addresses(x.data, x_row, x.stride, k)
     if TRANSPOSED:
-        w_at = weight_ptr + k.to(tl.int64)[:, None] * stride_w + o[None, :]
+        w_at = addresses(weight.data, k, weight.stride, o)
         exists = (o < outputs)[None, :]
     else:
-        w_at = weight_ptr + o.to(tl.int64)[:, None] * stride_w + k[None, :]
+        w_at = addresses(weight.data, o, weight.stride, k)
         exists = (o < outputs)[:, None]
-    acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
+    acc = tl.zeros([o.shape[0], x_row.shape[0]], tl.float32)
     for start in tl.range(0, inputs, BLOCK_K):
         inside = k < (BLOCK_K if EVEN else inputs - start)
         if TRANSPOSED:
-            step, mask = start * stride_w, exists & inside[:, None]
+            step, mask = start * weight.stride, exists & inside[:, None]
         else:
             step, mask = start, exists & inside[None, :]
         a = tl.load(w_at + step, mask=mask, other=0.0, eviction_policy="evict_first")
-        b = tl.load(x_at + start, mask=valid[:, None] & inside[None, :], other=0.0)
+        b = load_rows(x_at, start, k, valid, inputs, EVEN)
         acc = tl.dot((a.T if TRANSPOSED else a).to(b.dtype), b.T, acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
-def _multiply_scaled(
-    weight_ptr, scale_ptr, x_ptr, unit_ptr, o, x_row, valid, x_rows, outputs, inputs, stride_w, stride_x,
-    BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, SIZE: tl.constexpr, EVEN: tl.constexpr, DECODES: tl.constexpr,
-):  # fmt: skip
-    """`_multiply` of weights in FP8 with a scale for each SIZE x SIZE block; one chain a block, scaled, then added up.
-
-    x_ptr, unit_ptr: x_rows rows and their scales, from `quantised_kernel.rounded_blocks`. DECODES: tensor cores have
-    no FP8, and weight_ptr points to bytes.
-    """
-    k = tl.arange(0, SIZE)
-    o = tl.minimum(o, outputs - 1)
-    w_at = weight_ptr + o.to(tl.int64)[:, None] * stride_w + k[None, :]
-    x_at = x_ptr + x_row.to(tl.int64)[:, None] * stride_x + k[None, :]
-    scale_at = scale_ptr + o // SIZE * tl.cdiv(inputs, SIZE)
-    stride_u = tl.cdiv(x_rows, UNIT_ROWS) * UNIT_ROWS
-    acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
-    scale, unit = tl.load(scale_at), tl.load(unit_ptr + x_row)
-    for start in tl.range(0, inputs, SIZE):
-        inside = (k < (SIZE if EVEN else inputs - start))[None, :]
-        a = tl.load(w_at + start, mask=inside, other=0.0, eviction_policy="evict_first")
-        b = tl.load(x_at + start, mask=valid[:, None] & inside, other=0.0)
-        # Load the scales of the next tile while this one is multiplied.
-        block = tl.minimum(start + SIZE, inputs - 1) // SIZE
-        following, following_unit = tl.load(scale_at + block), tl.load(unit_ptr + block * stride_u + x_row)
-        if DECODES:
-            part = tl.dot(float_of_fp8(a, b.dtype), b.T, input_precision="ieee")
-        else:
-            part = tl.dot(a, b.T)
-        acc = tl.fma(part, scale[:, None] * unit[None, :], acc)  # in every kernel, whatever compilers make of a * b + c
-        scale, unit = following, following_unit
-    return acc
-
-
-@triton.jit
-def gated(gate, up, alpha, limit, CLAMPED: tl.constexpr):
-    """The gate of a product, see `ExpertFormat.gate`: silu(gate) * up or, CLAMPED, gpt-oss's."""
-    if CLAMPED:
+def gated(gate, up, alpha, limit, GATE: tl.constexpr):
+    """The gate of a product, see `ExpertFormat.gate`: silu(gate) * up or, if GATE is 2, gpt-oss's."""
+    if GATE == 2:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit) + 1
     else:
@@ -118,27 +93,17 @@ def gated(gate, up, alpha, limit, CLAMPED: tl.constexpr):
 
 @triton.jit
 def product(
-    weight_ptr, scale_ptr, x_ptr, unit_ptr, o, x_row, valid, begin, end, share, x_rows, outputs, inputs, stride_w,
-    stride_x, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    weight, x, o, x_row, valid, begin, end, share, x_rows, outputs, inputs, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
     TRANSPOSED: tl.constexpr, SCALED: tl.constexpr, MXFP4: tl.constexpr, CUT: tl.constexpr, PTX: tl.constexpr,
-    DECODES: tl.constexpr,
 ):  # fmt: skip
     """The sums [BLOCK_O, BLOCK_N] by the function for the weights' format; MXFP4: only of the columns begin .. end."""
     if SCALED > 0:
-        acc = _multiply_scaled(
-            weight_ptr, scale_ptr, x_ptr, unit_ptr, o, x_row, valid, x_rows, outputs, inputs, stride_w, stride_x,
-            BLOCK_N, BLOCK_O, SCALED, EVEN, DECODES,
-        )  # fmt: skip
+        o = tl.minimum(o, outputs - 1)
+        acc = multiply_fp8_blocks(weight, x, o, x_row, valid, 0, inputs, x_rows, inputs, 0, SCALED, EVEN, 1, False)
     elif MXFP4:
-        acc = multiply_mxfp4(
-            weight_ptr, scale_ptr, x_ptr, o, x_row, valid, begin, end, share, outputs, inputs, stride_w, stride_x,
-            BLOCK_N, BLOCK_O, EVEN, CUT, PTX,
-        )  # fmt: skip
+        acc = multiply_mxfp4(weight, x, o, x_row, valid, begin, end, share, outputs, inputs, EVEN, CUT, PTX)
     else:
-        acc = _multiply(
-            weight_ptr, x_ptr, o, x_row, valid, outputs, inputs, stride_w, stride_x, BLOCK_N, BLOCK_O, BLOCK_K, EVEN,
-            TRANSPOSED,
-        )  # fmt: skip
+        acc = _multiply(weight, x, o, x_row, valid, outputs, inputs, BLOCK_K, EVEN, TRANSPOSED)
     return acc
 
 
@@ -179,37 +144,32 @@ def store_pairs(value, pairs_ptr, pair, valid, column, height):
 
 @triton.jit
 def finish(
-    acc, bias_ptr, pairs_ptr, pair, valid, o, column, outputs, height, alpha, limit, GATED: tl.constexpr,
-    CLAMPED: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr,
+    acc, bias_ptr, pairs_ptr, pair, valid, o, column, outputs, height, alpha, limit, GATE: tl.constexpr
 ):  # fmt: skip
     """Add the expert's bias to sums [BLOCK_O, BLOCK_N], apply the gate, and store them to pairs_ptr [pairs, height].
 
-    GATED: rows g0, u0, g1, u1 ... of the sums alternate.
+    With a gate, rows g0, u0, g1, u1 ... of the sums alternate.
     """
     acc = with_bias(acc, bias_ptr, o, outputs)
-    if GATED:
-        gate, up = acc.reshape(BLOCK_O // 2, 2, BLOCK_N).permute(0, 2, 1).split()
-        acc = gated(gate, up, alpha, limit, CLAMPED)
+    if GATE > 0:
+        gate, up = acc.reshape(acc.shape[0] // 2, 2, acc.shape[1]).permute(0, 2, 1).split()
+        acc = gated(gate, up, alpha, limit, GATE)
     store_pairs(acc, pairs_ptr, pair, valid, column, height)
 
 
 @triton.jit
 def _add_parts(
     parts_ptr, bias_ptr, pairs_ptr, ids_ptr, slot, expert, count, pairs, o, column, outputs, height, alpha, limit,
-    GATED: tl.constexpr, CLAMPED: tl.constexpr, ONE_TOKEN: tl.constexpr, CHUNK: tl.constexpr, BLOCK_O: tl.constexpr,
-    BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
+    GATE: tl.constexpr, ONE_TOKEN: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts [PARTS, pairs, outputs] of an expert's rows, and `_finish` them."""
+    """Add up the parts [PARTS, pairs, outputs] of an expert's rows, and `finish` them."""
     for begin in range(0, count, BLOCK_N):
         n = begin + tl.arange(0, BLOCK_N)
         pair = pairs_of(ids_ptr, slot, expert, n, pairs, ONE_TOKEN, CHUNK, BLOCK_N)
         at = pair.to(tl.int64)[None, :] * outputs + o[:, None]
         mask = (n < count)[None, :] & (o < outputs)[:, None]
         acc = _sum_of_parts(parts_ptr, at, mask, pairs.to(tl.int64) * outputs, PARTS)
-        finish(
-            acc, bias_ptr, pairs_ptr, pair, n < count, o, column, outputs, height, alpha, limit, GATED, CLAMPED,
-            BLOCK_O, BLOCK_N,
-        )  # fmt: skip
+        finish(acc, bias_ptr, pairs_ptr, pair, n < count, o, column, outputs, height, alpha, limit, GATE)
 
 
 @triton.jit
@@ -249,25 +209,10 @@ def combine(
             value = value.to(end.out.dtype.element_ty).to(tl.float32)
         total = tl.fma(value, weight[:, None] + tl.zeros_like(value), total)
     if end.stream is not None:
-        store_stream(
-            total.T, residual, norm, end.out, end.stream, column, n, tile, rows, height, BLOCK_R, HEIGHT, SQUARED
-        )
+        store_stream(total.T, residual, norm, end.out, end.stream, column, n, tile, rows, height, SQUARED)
     else:
         at = end.out + n.to(tl.int64)[:, None] * height + column[None, :]
         tl.store(at, total.to(end.out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _combine_all(
-    pairs_ptr, parts_ptr, ids_ptr, bias_ptr, end, tile, rows, height, TOP: tl.constexpr, BLOCK_R: tl.constexpr,
-    HEIGHT: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr, HELD: tl.constexpr, SQUARED: tl.constexpr,
-):  # fmt: skip
-    """`combine` of all tokens, BLOCK_R at a time."""
-    for begin in range(0, rows, BLOCK_R):
-        combine(
-            pairs_ptr, parts_ptr, ids_ptr, bias_ptr, end, begin, tile, rows, height, TOP, BLOCK_R, HEIGHT, PARTS, FIRST,
-            HELD, SQUARED,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -281,16 +226,16 @@ def _fetch_first_tiles(weight_ptr, o, stride_w, prefetch, BLOCK_K: tl.constexpr)
 
 @triton.jit(do_not_specialize=["pairs", "prefetch"])
 def experts_kernel(
-    x_ptr, unit_ptr,  # [T, inputs], second product [T * k, inputs]; scales of x in FP8, or None
+    x,  # a `Matrix` [T, inputs], second product [T * k, inputs]; its scales if it is in FP8, or None
     ids_ptr,  # [T, k] int64
-    weight_ptr, scale_ptr, bias_ptr,  # [E, outputs, inputs] or TRANSPOSED; see `ExpertFormat`; [E, outputs] or None
+    weight, bias_ptr,  # a `Matrix` [E, outputs, inputs] or TRANSPOSED, see `ExpertFormat`; [E, outputs] or None
     parts_ptr,  # float32 [PARTS, pairs, outputs] if programs share columns, or None
     pairs_ptr, end,  # [pairs, height]; second product as of `combine`, first None
-    arrived_ptr, pairs, outputs, inputs, stride_e, stride_w, stride_x, scale_stride, prefetch, alpha, limit,
+    arrived_ptr, pairs, outputs, inputs, stride_e, scale_stride, prefetch, alpha, limit,
     TOP: tl.constexpr, BY_PAIR: tl.constexpr, ONE_TOKEN: tl.constexpr, GATE: tl.constexpr, INTERLEAVED: tl.constexpr,
-    TRANSPOSED: tl.constexpr, SCALED: tl.constexpr, MXFP4: tl.constexpr, PTX: tl.constexpr, DECODES: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
-    PARTS: tl.constexpr, FIRST: tl.constexpr, HELD: tl.constexpr, SQUARED: tl.constexpr, PDL: tl.constexpr,
+    TRANSPOSED: tl.constexpr, SCALED: tl.constexpr, MXFP4: tl.constexpr, PTX: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PARTS: tl.constexpr,
+    FIRST: tl.constexpr, HELD: tl.constexpr, SQUARED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of outputs, times PARTS if they share columns, slots). GATE: 0; 1, "silu"; 2, "clamped". SCALED:
     inputs of an FP8 scale, or 0. FIRST, HELD: see `expert_of`. SQUARED: of `store_stream`; first product 0."""
@@ -306,18 +251,16 @@ def experts_kernel(
     o = weight_rows(tile, outputs, GATED and not INTERLEAVED, BLOCK_O)
 
     # Find the expert. `ids` are ready before the first product, so the second one need not wait for them.
-    if PDL and not DOWN:
+    if EARLY and not DOWN:
         wait_for_kernel_before()
         let_next_kernel_begin(0, 0)
     expert, count = expert_of(ids_ptr, slot, pairs, BY_PAIR, ONE_TOKEN, CHUNK, FIRST, HELD)
-    weight_ptr += expert.to(tl.int64) * stride_e
-    if PDL and DOWN and not TRANSPOSED:
+    weight = of_expert(weight, expert, stride_e, scale_stride)
+    if EARLY and DOWN and not TRANSPOSED:
         _fetch_first_tiles(
-            weight_ptr + first_column // (8 if MXFP4 else 1), tl.minimum(o, outputs - 1), stride_w,
+            weight.data + first_column // (8 if MXFP4 else 1), tl.minimum(o, outputs - 1), weight.stride,
             tl.where(count > 0, prefetch, 0), BLOCK_K // 8 if MXFP4 else BLOCK_K,
         )  # fmt: skip
-    if SCALED > 0 or MXFP4:
-        scale_ptr += expert.to(tl.int64) * scale_stride
     expert_bias_ptr = bias_ptr
     if bias_ptr is not None:
         expert_bias_ptr += expert.to(tl.int64) * outputs
@@ -327,38 +270,37 @@ def experts_kernel(
         n = begin + tl.arange(0, BLOCK_N)
         pair = pairs_of(ids_ptr, slot, expert + FIRST, n, pairs, ONE_TOKEN, CHUNK, BLOCK_N)
         valid = n < count
-        if PDL and DOWN:
+        if EARLY and DOWN:
             wait_for_kernel_before()
             let_next_kernel_begin(0, 0)
         acc = product(
-            weight_ptr, scale_ptr, x_ptr, unit_ptr, o, pair if DOWN else pair // TOP, valid, first_column,
+            weight, x, o, pair if DOWN else pair // TOP, valid, first_column,
             tl.minimum(first_column + (share if SHARES > 1 else inputs), inputs), share,
-            pairs if DOWN else pairs // TOP, outputs, inputs, stride_w, stride_x, BLOCK_N, BLOCK_O, BLOCK_K, EVEN,
-            TRANSPOSED, SCALED, MXFP4, SHARES < PARTS, PTX, DECODES,
+            pairs if DOWN else pairs // TOP, outputs, inputs, BLOCK_K, EVEN, TRANSPOSED, SCALED, MXFP4, SHARES < PARTS,
+            PTX,
         )  # fmt: skip
         if parts_ptr is None:
-            finish(
-                acc, expert_bias_ptr, pairs_ptr, pair, valid, o, column, outputs, height, alpha, limit, GATED,
-                GATE == 2, BLOCK_O, BLOCK_N,
-            )  # fmt: skip
+            finish(acc, expert_bias_ptr, pairs_ptr, pair, valid, o, column, outputs, height, alpha, limit, GATE)
         else:
             at = parts_ptr + (part * pairs + pair).to(tl.int64)[None, :] * outputs + o[:, None]
             tl.store(at, acc, mask=valid[None, :] & (o < outputs)[:, None])
 
     # The last program to arrive adds up: in the second product all pairs of each token, in the first one the parts.
     if DOWN:
-        if PDL:
+        if EARLY:
             wait_for_kernel_before()
         if _is_last(arrived_ptr + tile, tl.num_programs(1) * SHARES):
-            _combine_all(
-                pairs_ptr, parts_ptr, ids_ptr, bias_ptr, end, tile, pairs // TOP, height, TOP, 1 if ONE_TOKEN else 16,
-                HEIGHT, PARTS, FIRST, HELD, SQUARED,
-            )  # fmt: skip
+            BLOCK_R: tl.constexpr = 1 if ONE_TOKEN else 16
+            for begin in range(0, pairs // TOP, BLOCK_R):
+                combine(
+                    pairs_ptr, parts_ptr, ids_ptr, bias_ptr, end, begin, tile, pairs // TOP, height, TOP, BLOCK_R,
+                    HEIGHT, PARTS, FIRST, HELD, SQUARED,
+                )  # fmt: skip
     elif parts_ptr is not None:
         if _is_last(arrived_ptr + tile * tl.num_programs(1) + slot, PARTS):
             _add_parts(
                 parts_ptr, expert_bias_ptr, pairs_ptr, ids_ptr, slot, expert + FIRST, count, pairs, o, column, outputs,
-                height, alpha, limit, GATED, GATE == 2, ONE_TOKEN, CHUNK, BLOCK_O, BLOCK_N, PARTS,
+                height, alpha, limit, GATE, ONE_TOKEN, CHUNK, BLOCK_N, PARTS,
             )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from ..card import card_of, launches_early
 from ..launching import zero_counters
 from ..linear import skinny_gemm
 from ..linear.plans import squared_columns
-from ..linear.product import ResidualStream
+from ..linear.product import Matrix, ResidualStream
 from ..linear.skinny_gemm import LEAST_HEIGHT, has_descriptors
 from . import plans
 from .plans import ExpertTile
@@ -20,7 +20,7 @@ from .plans import ExpertTile
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    from ..linear.quantised_kernel import as_read, has_fp8, rounded_blocks
+    from ..linear.quantised_kernel import as_read, rounded_blocks
     from .kernel import FEW, MANY, experts_kernel
     from .wide_kernel import combine_kernel, sort_pairs, wide_experts_kernel
 except ImportError:  # no GPU
@@ -61,36 +61,27 @@ def reads_tiles(weight: Tensor, layout: ExpertFormat, tile: ExpertTile) -> bool:
     return fits and has_descriptors(weight.device)
 
 
-def launch_many_tokens(
-    x: Tensor, ids: Tensor, parts: Sequence[Tensor], layout: ExpertFormat, pairs: Tensor, end: ExpertsEnd | None,
-    tile: ExpertTile,
-) -> None:  # fmt: skip
-    """Launch the kernels for the first product, or with `end` for the second. Arguments: see `_launch`."""
-    weight, scales, bias = as_read(parts[0]), layout.scales(parts), layout.bias(parts)
-    (tokens, top), experts, (outputs, inputs) = ids.shape, len(weight), layout.sizes(parts)
-    early, units = launches_early(x.device), None
-    options = {"launch_pdl": True} if early else {}
-    if layout.block:
-        x, units = rounded_blocks(x, layout.block, early)
+def _launch_sorted(
+    ids: Tensor, weight: Tensor, layout: ExpertFormat, end: ExpertsEnd | None, tile: ExpertTile, arguments: dict
+) -> None:
+    """Launch the kernels that sort the pairs. weight: as kernels read it. arguments: what `_launch` gives to all."""
+    (tokens, top), experts, early = ids.shape, len(weight), arguments["EARLY"]
     order, tiles = sort_pairs(ids, layout.first, experts, tile.block_n, early)
-    by_tile = None
-    if reads_tiles(weight, layout, tile):
-        by_tile = TensorDescriptor.from_tensor(weight.flatten(0, 1), [_height(layout, tile), tile.block_k])
-    wide_experts_kernel[(-(-outputs // tile.block_o), len(tiles))](
-        x, units, order, tiles, weight if by_tile is None else by_tile, scales, bias, pairs, len(x), outputs, inputs,
-        weight.stride(0), weight.stride(1), x.stride(0), 0 if scales is None else scales.stride(0),
-        layout.alpha, layout.limit, TOP=top if end is None else 1,
-        GATED=layout.gate != "none", CLAMPED=layout.gate == "clamped", INTERLEAVED=layout.interleaved,
-        TRANSPOSED=layout.transposed, SCALED=layout.block, MXFP4=layout.mxfp4 > 0, PTX=x.is_cuda,
-        DECODES=not has_fp8(x.device), BLOCK_N=tile.block_n, BLOCK_O=tile.block_o, BLOCK_K=tile.block_k,
-        EVEN=inputs % tile.block_k == 0, PARTS=tile.parts, TILED=by_tile is not None, EARLY=early,
-        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **options,
+    by_tile = reads_tiles(weight, layout, tile)
+    if by_tile:
+        shape = [_height(layout, tile), tile.block_k]
+        arguments = {**arguments, "weight": TensorDescriptor.from_tensor(weight.flatten(0, 1), shape)}
+    wide_experts_kernel[(-(-arguments["outputs"] // tile.block_o), len(tiles))](
+        order_ptr=order, tiles_ptr=tiles, x_rows=len(arguments["x"].data), TOP=top if end is None else 1,
+        TILED=by_tile, **arguments,
     )  # fmt: skip
     if end is not None:
+        pairs = arguments["pairs_ptr"]
         height = pairs.shape[1]
         combine_kernel[(-(-height // COLUMNS), -(-tokens // TOKENS))](
             pairs, ids, end, tokens, height, TOP=top, BLOCK_R=TOKENS, HEIGHT=COLUMNS, FIRST=layout.first,
-            HELD=experts if layout.of else 0, SQUARED=squared_columns(height), EARLY=early, **options,
+            HELD=experts if layout.of else 0, SQUARED=squared_columns(height), EARLY=early,
+            **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
 
 
@@ -164,32 +155,35 @@ def _launch(
     ids: [T, k] int64.
     pairs: [T * k, height], written; the results of each expert, after the gate.
     """
-    weight, scales, bias = as_read(parts[0]), layout.scales(parts), layout.bias(parts)
+    weight, scales = as_read(parts[0]), layout.scales(parts)
     (tokens, top), experts, (outputs, inputs) = ids.shape, len(weight), layout.sizes(parts)
     x = x.float() if card_of(x.device).lacks_tensor_cores else x  # weights are multiplied in x's dtype
     tile = tile or plans.tile(tokens, top, layout.of or experts, (outputs, inputs), layout.scale_size, x.element_size())
     x = x if x.stride(1) == 1 else x.contiguous()
-    if tile.sorted:
-        launch_many_tokens(x, ids, parts, layout, pairs, end, tile)
-        return
-    by_pair = ids.numel() <= experts or tokens == 1
-    slots, tiles = ids.numel() if by_pair else experts, -(-outputs // tile.block_o)
     early, units = launches_early(x.device), None
     if layout.block:
         x, units = rounded_blocks(x, layout.block, early)
+    arguments = dict(
+        x=Matrix(x, units, x.stride(0)), weight=Matrix(weight, scales, weight.stride(1)), bias_ptr=layout.bias(parts),
+        pairs_ptr=pairs, outputs=outputs, inputs=inputs, stride_e=weight.stride(0),
+        scale_stride=0 if scales is None else scales.stride(0), alpha=layout.alpha, limit=layout.limit,
+        GATE=GATES.index(layout.gate), INTERLEAVED=layout.interleaved, TRANSPOSED=layout.transposed,
+        SCALED=layout.block, MXFP4=layout.mxfp4 > 0, PTX=x.is_cuda, BLOCK_N=tile.block_n, BLOCK_O=tile.block_o,
+        BLOCK_K=tile.block_k, EVEN=inputs % tile.block_k == 0, PARTS=tile.parts, EARLY=early,
+        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+    if tile.sorted:
+        return _launch_sorted(ids, weight, layout, end, tile, arguments)
+    by_pair = ids.numel() <= experts or tokens == 1
+    slots, tiles = ids.numel() if by_pair else experts, -(-outputs // tile.block_o)
     sums = arrived = None
     if tile.shared:
         sums = torch.empty(tile.parts, ids.numel(), outputs, dtype=torch.float32, device=x.device)
     if tile.shared or end is not None:
         arrived = zero_counters(x.device, tiles * (slots if end is None else 1))
     experts_kernel[(tiles * (tile.parts if tile.shared else 1), slots)](
-        x, units, ids.contiguous(), weight, scales, bias, sums, pairs, end, arrived, ids.numel(), outputs,
-        inputs, weight.stride(0), weight.stride(1), x.stride(0), 0 if scales is None else scales.stride(0),
-        tile.prefetch, layout.alpha, layout.limit, TOP=top, BY_PAIR=by_pair, ONE_TOKEN=tokens == 1,
-        GATE=GATES.index(layout.gate), INTERLEAVED=layout.interleaved, TRANSPOSED=layout.transposed,
-        SCALED=layout.block, PARTS=tile.parts, FIRST=layout.first, HELD=experts if layout.of else 0,
-        SQUARED=0 if end is None else squared_columns(outputs), MXFP4=layout.mxfp4 > 0, PTX=x.is_cuda,
-        DECODES=not has_fp8(x.device), CHUNK=FEW if ids.numel() <= FEW else MANY, BLOCK_N=tile.block_n,
-        BLOCK_O=tile.block_o, BLOCK_K=tile.block_k, EVEN=inputs % tile.block_k == 0, PDL=early,
-        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **({"launch_pdl": True} if early else {}),
+        ids_ptr=ids.contiguous(), parts_ptr=sums, end=end, arrived_ptr=arrived, pairs=ids.numel(),
+        prefetch=tile.prefetch, TOP=top, BY_PAIR=by_pair, ONE_TOKEN=tokens == 1, FIRST=layout.first,
+        HELD=experts if layout.of else 0, SQUARED=0 if end is None else squared_columns(outputs),
+        CHUNK=FEW if ids.numel() <= FEW else MANY, **arguments,
     )  # fmt: skip

@@ -11,45 +11,45 @@ import triton
 import triton.language as tl
 
 from ..linear.quantised_kernel import half_words
+from ..primitives import addresses, load_rows
 
 
 @triton.jit
 def multiply_mxfp4(
-    weight_ptr, unit_ptr, x_ptr, o, x_row, valid, begin, end, share, outputs, inputs, stride_w, stride_x,
-    BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, EVEN: tl.constexpr, CUT: tl.constexpr, PTX: tl.constexpr,
+    weight, x, o, x_row, valid, begin, end, share, outputs, inputs, EVEN: tl.constexpr, CUT: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """Sums [BLOCK_O, BLOCK_N] over columns begin .. end, for an expert's outputs o [BLOCK_O] and rows x_row [BLOCK_N].
 
     256 columns are one chain of the tensor cores, `acc` adds up the chains of `share` columns, and `total` adds up the
     shares. 1024 columns with share = 512 give (c0 + c1) + (c2 + c3), where c is a chain.
 
-    weight_ptr, unit_ptr: an expert's words and units, see `mxfp4`. valid [BLOCK_N]: True for rows that exist.
+    weight: an expert's words and units, see `mxfp4`. valid [BLOCK_N]: True for rows that exist.
     EVEN: the inputs are a multiple of 256. CUT: there is more than one share. PTX: see `_numbers`.
     """
     column = tl.arange(0, 32)
     o = tl.minimum(o, outputs - 1)
     if PTX:
-        w_at = weight_ptr.to(tl.pointer_type(tl.int16)) + o.to(tl.int64)[:, None] * (2 * stride_w) + column[None, :]
+        w_at = addresses(weight.data.to(tl.pointer_type(tl.int16)), o, 2 * weight.stride, column)
     else:
-        w_at = weight_ptr + o.to(tl.int64)[:, None] * stride_w + column[None, :] // 2
-    x_at = x_ptr + x_row.to(tl.int64)[:, None] * stride_x + column[None, :]
-    total = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
-    acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
+        w_at = addresses(weight.data, o, weight.stride, column // 2)
+    x_at = addresses(x.data, x_row, x.stride, column)
+    total = tl.zeros([o.shape[0], x_row.shape[0]], tl.float32)
+    acc = tl.zeros_like(total)
     for start in tl.range(begin, end, 256):
         # A new share begins.
         if CUT:
             if start % share == 0:
                 total += acc
-                acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
+                acc = tl.zeros_like(total)
         # Eight steps of 32 columns; four of them share words and units.
         for step in tl.static_range(8):
             at = start + 32 * step
             if step % 4 == 0:
                 words = tl.load(w_at + at // (4 if PTX else 8), eviction_policy="evict_first")
-                unit = tl.load(unit_ptr + at // 128 * outputs + o)[:, None]
-            inside = (column < (32 if EVEN else inputs - at))[None, :]
-            b = tl.load(x_at + at, mask=valid[:, None] & inside, other=0.0)
-            a = _numbers(words, unit + tl.zeros([BLOCK_O, 32], tl.int32), step % 4, PTX)
+                unit = tl.load(weight.scales + at // 128 * outputs + o)[:, None]
+            b = load_rows(x_at, at, column, valid, inputs, EVEN)
+            a = _numbers(words, unit + tl.zeros([o.shape[0], 32], tl.int32), step % 4, PTX)
             # A chain across iterations of the loop would wait after each instruction of the tensor cores.
             if step == 0:
                 part = tl.dot(a.to(b.dtype), b.T, input_precision="ieee")

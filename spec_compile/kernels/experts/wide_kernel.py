@@ -14,22 +14,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..primitives import let_next_kernel_begin, wait_for_kernel_before
-from .kernel import combine, finish, gated, product, store_pairs, weight_rows, with_bias
+from ..primitives import addresses, let_next_kernel_begin, wait_for_kernel_before
+from .kernel import combine, finish, gated, of_expert, product, store_pairs, weight_rows, with_bias
 
 
 @triton.jit
 def _multiply(
-    weight, x_ptr, row, distance, x_row, inputs, stride_x, HEIGHT: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PAIRED: tl.constexpr,
+    weight, x, row, distance, x_row, inputs, HEIGHT: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):  # fmt: skip
     """The sums [HEIGHT, BLOCK_N] of the weights' rows from `row` on for the rows x_row [BLOCK_N] of x, in one chain,
     and, PAIRED, the sums of the rows from row + distance on (else 0). EVEN: no tile reaches beyond the inputs."""
     k = tl.arange(0, BLOCK_K)
-    x_at = x_ptr + x_row.to(tl.int64)[:, None] * stride_x + k[None, :]
-    first, second = tl.zeros([HEIGHT, BLOCK_N], tl.float32), 0.0
+    x_at = addresses(x.data, x_row, x.stride, k)
+    first, second = tl.zeros([HEIGHT, x_row.shape[0]], tl.float32), 0.0
     if PAIRED:
-        second = tl.zeros([HEIGHT, BLOCK_N], tl.float32)
+        second = tl.zeros_like(first)
     for start in tl.range(0, inputs, BLOCK_K):
         if EVEN:
             b = tl.load(x_at + start)
@@ -43,13 +43,11 @@ def _multiply(
 
 @triton.jit(do_not_specialize=["x_rows"])
 def wide_experts_kernel(
-    x_ptr, unit_ptr,  # [T, inputs], second product [T * k, inputs]; scales of x in FP8, or None
-    order_ptr, tiles_ptr,  # see `sort_pairs`, with tiles of BLOCK_N pairs
-    weight, scale_ptr, bias_ptr,  # of `experts_kernel`; TILED: a descriptor of [E * outputs, inputs]
+    x, order_ptr, tiles_ptr,  # of `experts_kernel`; see `sort_pairs`, with tiles of BLOCK_N pairs
+    weight, bias_ptr,  # of `experts_kernel`; TILED: a descriptor of [E * outputs, inputs]
     pairs_ptr,  # [T * k, height], written
-    x_rows, outputs, inputs, stride_e, stride_w, stride_x, scale_stride, alpha, limit,
-    TOP: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    TRANSPOSED: tl.constexpr, SCALED: tl.constexpr, MXFP4: tl.constexpr, PTX: tl.constexpr, DECODES: tl.constexpr,
+    x_rows, outputs, inputs, stride_e, scale_stride, alpha, limit, TOP: tl.constexpr, GATE: tl.constexpr,
+    INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr, SCALED: tl.constexpr, MXFP4: tl.constexpr, PTX: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PARTS: tl.constexpr,
     TILED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -65,6 +63,7 @@ def wide_experts_kernel(
     n = tl.arange(0, BLOCK_N)
     valid = n < count
     pair = tl.load(order_ptr + tl.load(tiles_ptr + 1) + n, mask=valid, other=0)
+    GATED: tl.constexpr = GATE > 0
     HEIGHT: tl.constexpr = BLOCK_O // 2 if GATED else BLOCK_O
     height = outputs // 2 if GATED else outputs
     column = tile * HEIGHT + tl.arange(0, HEIGHT)
@@ -73,31 +72,22 @@ def wide_experts_kernel(
 
     if TILED and GATED and not INTERLEAVED:
         row = expert * outputs + tile * HEIGHT
-        gate, up = _multiply(
-            weight, x_ptr, row, height, pair // TOP, inputs, stride_x, HEIGHT, BLOCK_N, BLOCK_K, EVEN, True
-        )  # fmt: skip
+        gate, up = _multiply(weight, x, row, height, pair // TOP, inputs, HEIGHT, BLOCK_K, EVEN, True)
         gate, up = with_bias(gate, bias_ptr, column, height), with_bias(up, bias_ptr, column + height, outputs)
-        store_pairs(gated(gate, up, alpha, limit, CLAMPED), pairs_ptr, pair, valid, column, height)
+        store_pairs(gated(gate, up, alpha, limit, GATE), pairs_ptr, pair, valid, column, height)
     else:
         o = weight_rows(tile, outputs, GATED and not INTERLEAVED, BLOCK_O)
         if TILED:
             row = expert * outputs + tile * BLOCK_O
-            acc, _ = _multiply(
-                weight, x_ptr, row, 0, pair // TOP, inputs, stride_x, BLOCK_O, BLOCK_N, BLOCK_K, EVEN, False
-            )  # fmt: skip
+            acc, _ = _multiply(weight, x, row, 0, pair // TOP, inputs, BLOCK_O, BLOCK_K, EVEN, False)
         else:
-            if SCALED > 0 or MXFP4:
-                scale_ptr += expert.to(tl.int64) * scale_stride
+            weight = of_expert(weight, expert, stride_e, scale_stride)
             share = tl.cdiv(tl.cdiv(inputs, BLOCK_K), PARTS) * BLOCK_K  # columns of a part
             acc = product(
-                weight + expert.to(tl.int64) * stride_e, scale_ptr, x_ptr, unit_ptr, o, pair // TOP, valid, 0, inputs,
-                share, x_rows, outputs, inputs, stride_w, stride_x, BLOCK_N, BLOCK_O, BLOCK_K, EVEN, TRANSPOSED, SCALED,
-                MXFP4, PARTS > 1, PTX, DECODES,
+                weight, x, o, pair // TOP, valid, 0, inputs, share, x_rows, outputs, inputs, BLOCK_K, EVEN, TRANSPOSED,
+                SCALED, MXFP4, PARTS > 1, PTX,
             )  # fmt: skip
-        finish(
-            acc, bias_ptr, pairs_ptr, pair, valid, o, column, outputs, height, alpha, limit, GATED, CLAMPED, BLOCK_O,
-            BLOCK_N,
-        )  # fmt: skip
+        finish(acc, bias_ptr, pairs_ptr, pair, valid, o, column, outputs, height, alpha, limit, GATE)
 
 
 @triton.jit(do_not_specialize=["rows"])

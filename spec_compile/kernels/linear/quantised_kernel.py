@@ -36,52 +36,48 @@ UNIT_ROWS: tl.constexpr = tl.constexpr(128)
 @triton.jit
 def multiply_quantised(
     weight, x, o, n, begin, end, rows, outputs, inputs, late, FORMAT: tl.constexpr, GROUP: tl.constexpr,
-    TABLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
-    UNROLL: tl.constexpr, PDL: tl.constexpr, PTX: tl.constexpr,
+    TABLE: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """The columns begin .. end of x times the weights -> sums [BLOCK_O, BLOCK_N].
 
     weight, x: each a `Matrix`. FORMAT, GROUP: of `WeightLayout.packing`. TABLE: `look_up` of its numbers, or None.
     """
     if FORMAT == "fp8_blocks":
-        acc = _multiply_fp8_blocks(
-            weight, x, o, n, begin, end, rows, inputs, late, GROUP, BLOCK_N, BLOCK_O, EVEN, UNROLL, PDL
-        )
+        acc = multiply_fp8_blocks(weight, x, o, n, n < rows, begin, end, rows, inputs, late, GROUP, EVEN, UNROLL, PDL)
     elif FORMAT == "channels":
-        acc = _multiply_channels(
-            weight, x, o, n, begin, end, rows, inputs, late, BLOCK_N, BLOCK_O, BLOCK_K, EVEN, PDL, PTX
-        )
+        acc = _multiply_channels(weight, x, o, n, begin, end, rows, inputs, late, BLOCK_K, EVEN, PDL, PTX)
     elif FORMAT == "nibbles_rounded":
-        acc = multiply_w4a8(
-            weight, x, o, n, begin, end, rows, outputs, inputs, late, GROUP, BLOCK_N, BLOCK_O, EVEN, PDL, PTX
-        )
+        acc = multiply_w4a8(weight, x, o, n, begin, end, rows, outputs, inputs, late, GROUP, EVEN, PDL, PTX)
     else:
         acc = multiply_nibbles(
-            weight, x, o, n, begin, end, rows, outputs, inputs, late, FORMAT, GROUP, TABLE, BLOCK_N, BLOCK_O, EVEN, PDL,
-            PTX,
-        )  # fmt: skip
+            weight, x, o, n, begin, end, rows, outputs, inputs, late, FORMAT, GROUP, TABLE, EVEN, PDL, PTX
+        )
     return acc
 
 
 @triton.jit
-def _multiply_fp8_blocks(
-    weight, x, o, n, begin, end, rows, inputs, late, SQUARE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_O: tl.constexpr, EVEN: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr,
+def multiply_fp8_blocks(
+    weight, x, o, n, valid, begin, end, rows, inputs, late, SQUARE: tl.constexpr, EVEN: tl.constexpr,
+    UNROLL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """FP8 with a scale for each SQUARE rows and columns of the weights [O / SQUARE, I / SQUARE], and x as
-    `round_blocks_kernel` has rounded it. weight.data: float8_e4m3fn, or its bytes where tensor cores lack FP8."""
+    """FP8 with a scale for each SQUARE rows and columns of the weights [O / SQUARE, I / SQUARE], and x of `rows` rows,
+    as `round_blocks_kernel` has rounded it; one chain a block, scaled, then added up.
+
+    weight.data: float8_e4m3fn, or its bytes where tensor cores lack FP8. n [BLOCK_N]: rows of x; valid [BLOCK_N]: True
+    for those that exist."""
     k = tl.arange(0, SQUARE)
     w_at, x_at = addresses(weight.data, o, weight.stride, k), addresses(x.data, n, x.stride, k)
     scale_at = weight.scales + o // SQUARE * tl.cdiv(inputs, SQUARE)
     stride_u = tl.cdiv(rows, UNIT_ROWS) * UNIT_ROWS
     unit_at = x.scales + n  # any number after the last row
-    acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
+    acc = tl.zeros([o.shape[0], n.shape[0]], tl.float32)
     block = begin // SQUARE
     scale, unit = tl.load(scale_at + block), tl.load(unit_at + block * stride_u)
     for start in tl.range(begin, end, SQUARE, loop_unroll_factor=UNROLL):
         if PDL:
             let_next_kernel_begin((end - start + SQUARE - 1) // SQUARE, late)
-        a, b = load_tile(w_at, x_at, start, k, n, rows, inputs, EVEN)
+        a, b = load_tile(w_at, x_at, start, k, valid, inputs, EVEN)
         # The scales of the next tile are on their way while this one is multiplied.
         block = tl.minimum(start + SQUARE, end - 1) // SQUARE
         following, following_unit = tl.load(scale_at + block), tl.load(unit_at + block * stride_u)
@@ -147,11 +143,10 @@ def float_of_fp8(codes, dtype: tl.constexpr):
 
 @triton.jit
 def _multiply_channels(
-    weight, x, o, n, begin, end, rows, inputs, late,
-    BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    weight, x, o, n, begin, end, rows, inputs, late, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """8 bits with a scale for each output: int8, or FP8 as in `_multiply_fp8_blocks`. x.scales: a scale for each
+    """8 bits with a scale for each output: int8, or FP8 as in `multiply_fp8_blocks`. x.scales: a scale for each
     row of x that `round_rows` has rounded to the same type; None: only the weights are quantised."""
     k = tl.arange(0, BLOCK_K)
     INTEGERS: tl.constexpr = weight.data.dtype.element_ty == tl.int8
@@ -159,11 +154,11 @@ def _multiply_channels(
     ROUNDED: tl.constexpr = x.scales is not None
     w_at, x_at = addresses(weight.data, o, weight.stride, k), addresses(x.data, n, x.stride, k)
     scale = tl.load(weight.scales + o).to(tl.float32)
-    acc = tl.zeros([BLOCK_O, BLOCK_N], tl.int32 if INTEGERS and ROUNDED else tl.float32)
+    acc = tl.zeros([o.shape[0], n.shape[0]], tl.int32 if INTEGERS and ROUNDED else tl.float32)
     for start in tl.range(begin, end, BLOCK_K):
         if PDL:
             let_next_kernel_begin((end - start + BLOCK_K - 1) // BLOCK_K, late)
-        a, b = load_tile(w_at, x_at, start, k, n, rows, inputs, EVEN)
+        a, b = load_tile(w_at, x_at, start, k, n < rows, inputs, EVEN)
         if ROUNDED and INTEGERS:
             acc = tl.dot(a, b.T, acc, out_dtype=tl.int32)
         elif ROUNDED and not BYTES:
@@ -228,8 +223,7 @@ def round_rows_kernel(
 @triton.jit
 def multiply_nibbles(
     weight, x, o, n, begin, end, rows, outputs, inputs, late, FORMAT: tl.constexpr, GROUP: tl.constexpr,
-    TABLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
-    PTX: tl.constexpr,
+    TABLE: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """`multiply_quantised` of 4 bits, in the order of `pack_gpu.Words`. The weight's scales are the units of
     `pack_gpu.Nibbles`, or with FORMAT "nibbles_table" of `pack_gpu.TableNibbles`."""
@@ -246,7 +240,7 @@ def multiply_nibbles(
     else:
         w_at = addresses(weight.data, o, weight.stride, half // 2)
     x_at = addresses(x.data, n, x.stride, half)
-    acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
+    acc = tl.zeros([o.shape[0], n.shape[0]], tl.float32)
     for start in tl.range(begin, end, 256):
         if PDL:
             let_next_kernel_begin((end - start + 255) // 256, late)
@@ -256,14 +250,14 @@ def multiply_nibbles(
                 words = tl.load(w_at + column // (4 if PTX else 8), eviction_policy="evict_first")
             if step * DEPTH % SPAN == 0:
                 unit = tl.load(unit_ptr + column // SPAN * outputs + o)[:, None]
-            b = load_rows(x_at, column, half, n, rows, inputs, EVEN)
+            b = load_rows(x_at, column, half, n < rows, inputs, EVEN)
             if TABLE is not None:
                 scale = (unit >> (32 if step * DEPTH % SPAN >= GROUP else 0)).to(tl.int32).to(tl.float32, bitcast=True)
                 a = _numbers_in_table(words, weight.scales, step % 4, TABLE, PTX) * scale
             else:
                 a = _numbers(
-                    words, unit + tl.zeros([BLOCK_O, DEPTH], tl.int32), step % 4, step * DEPTH % SPAN >= GROUP, FORMAT,
-                    PTX,
+                    words, unit + tl.zeros([o.shape[0], DEPTH], tl.int32), step % 4, step * DEPTH % SPAN >= GROUP,
+                    FORMAT, PTX,
                 )  # fmt: skip
             # A separate sum for 256 columns: the tensor cores then work while the next numbers are decoded.
             if step == 0:
@@ -388,22 +382,22 @@ def _numbers_in_table(words, table_ptr, J: tl.constexpr, TABLE: tl.constexpr, PT
 
 @triton.jit
 def multiply_w4a8(
-    weight, x, o, n, begin, end, rows, outputs, inputs, late, GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_O: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, PTX: tl.constexpr,
+    weight, x, o, n, begin, end, rows, outputs, inputs, late, GROUP: tl.constexpr, EVEN: tl.constexpr,
+    PDL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """`multiply_quantised` in the order of `w4a8.RoundedNibbles`, of x that `round_rows_kernel` has rounded."""
     DEPTH: tl.constexpr = GROUP if GROUP < 128 else 128
     k = tl.arange(0, DEPTH)
     w_at = addresses(weight.data.to(tl.pointer_type(tl.int8)), o, 4 * weight.stride, k)
     x_at = addresses(x.data, n, x.stride, k)
-    acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
+    acc = tl.zeros([o.shape[0], n.shape[0]], tl.float32)
     for start in tl.range(begin, end, 2 * DEPTH):
         if PDL:
             let_next_kernel_begin((end - start + 2 * DEPTH - 1) // (2 * DEPTH), late)
         pairs = tl.load(w_at + start // 2, eviction_policy="evict_first")
         for half in tl.static_range(2):
             column = start + half * DEPTH
-            b = load_rows(x_at, column, k, n, rows, inputs, EVEN)
+            b = load_rows(x_at, column, k, n < rows, inputs, EVEN)
             scale = tl.load(weight.scales + column // GROUP * outputs + o).to(tl.float32) * 0.0625
             a = _codes_times_16(pairs, half, PTX)
             if b.dtype == tl.int8:

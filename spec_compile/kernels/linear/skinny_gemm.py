@@ -125,7 +125,7 @@ def launch(product: Product, out: Tensor | None, parts: int, tile: ProductTile, 
     """
     if supports_many_rows(product, parts, tile):
         return launch_many_rows(product, out, parts)
-    x, weight, after, scales = product.x, product.weight, product.after, product.scales
+    x, weight, scales = product.x, product.weight, product.scales
     rows, inputs, outputs = *x.shape, len(weight)
     layout = layout_of(product.kind) if product.kind else None
     early, units = launches_early(x.device) if early is None else early, None
@@ -143,25 +143,32 @@ def launch(product: Product, out: Tensor | None, parts: int, tile: ProductTile, 
         size = grid[0] * grid[1] * parts * tile.block_o * tile.block_n
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
         shared = partial, zero_counters(x.device, grid[0] * grid[1])
-    before = product.before
-    stream, heads, exchange = (
-        after if isinstance(after, each) else None for each in (ResidualStream, QkvHeads, Exchange)
-    )
+    exchange = product.after if isinstance(product.after, Exchange) else None
+    skinny_gemm_kernel[(grid[1], grid[0] * parts)](
+        Matrix(x, units, x.stride(0)), Matrix(weight, scales, weight.stride(0)), shared=shared,
+        sent=(exchange.peers, exchange.state, exchange.words) if exchange else None,
+        rank=exchange.rank if exchange else 0, late=tile.late, prefetch=tile.prefetch,
+        RANKS=exchange.ranks if exchange else 1, SHOTS=exchange.shots(rows * outputs) if exchange else 1,
+        BLOCK_O=tile.block_o, EVEN=inputs % tile.block_k == 0, UNROLL=tile.unroll, PDL=early, FORMAT=form, GROUP=group,
+        TABLE=look_up(layout.table) if layout and layout.table is not None else None, PTX=x.is_cuda,
+        maxnreg=None if units is None else tile.registers, **_arguments(product, out, parts, tile),
+        **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+
+
+def _arguments(product: Product, out: Tensor | None, parts: int, tile: ProductTile) -> dict:
+    """The arguments that both kernels take."""
+    (rows, inputs), outputs, before = product.x.shape, len(product.weight), product.before
+    stream, heads = (product.after if isinstance(product.after, each) else None for each in (ResidualStream, QkvHeads))
     nodes, (_, kv_heads, _, size) = (heads.cos.shape[1], heads.key_cache.shape) if heads else (1, (0, 0, 0, 0))
     capacity, page = (heads.slots, heads.page) if heads else (0, 0)
-    skinny_gemm_kernel[(grid[1], grid[0] * parts)](
-        Matrix(x, units, x.stride(0)), Matrix(weight, scales, weight.stride(0)), product.bias, out, shared, before,
-        stream, heads, (exchange.peers, exchange.state, exchange.words) if exchange else None,
-        exchange.rank if exchange else 0, rows, outputs, inputs, stream.residual.stride(0) if stream else 0, nodes,
-        capacity, tile.late, tile.prefetch,
-        RANKS=exchange.ranks if exchange else 1, SHOTS=exchange.shots(rows * outputs) if exchange else 1,
-        BLOCK_N=tile.block_n, BLOCK_O=tile.block_o, BLOCK_K=tile.block_k, CUT=CUT, PARTS=parts,
+    return dict(
+        bias_ptr=product.bias, out_ptr=out, before=before, to_stream=stream, heads=heads, rows=rows, outputs=outputs,
+        inputs=inputs, stride_r=stream.residual.stride(0) if stream else 0, nodes=nodes, capacity=capacity,
+        BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, CUT=CUT, PARTS=parts,
         TERMS=before.squares.shape[1] if before else 1, SQUARED=squared_columns(outputs),
-        GATED=isinstance(after, Gate), EVEN=inputs % tile.block_k == 0, UNROLL=tile.unroll, PDL=early,
-        HEADS=out.shape[1] // size if heads else 0, KV_HEADS=kv_heads, PAGE=page, D=size, FORMAT=form, GROUP=group,
-        TABLE=look_up(layout.table) if layout and layout.table is not None else None, PTX=x.is_cuda,
-        num_warps=tile.warps, num_stages=tile.stages, maxnreg=None if units is None else tile.registers,
-        **({"launch_pdl": True} if early else {}),
+        GATED=isinstance(product.after, Gate), HEADS=out.shape[1] // size if heads else 0, KV_HEADS=kv_heads,
+        PAGE=page, D=size, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
@@ -245,23 +252,15 @@ def tile_of_many(rows: int, outputs: int, parts: int, processors: int) -> Produc
 
 def launch_many_rows(product: Product, out: torch.Tensor, parts: int, tile: ProductTile | None = None) -> None:
     """Run the kernel with the arguments of `skinny_gemm.launch`. tile: None: by the parts and rows."""
-    x, weight, before, after = product.x, product.weight, product.before, product.after
-    rows, inputs, outputs = *x.shape, len(weight)
+    x, weight = product.x, product.weight
+    rows, outputs = len(x), len(weight)
     if tile is None:
         card = card_of(x.device)
         tile = tile_of_many(rows, outputs, parts, card.processors)
         tile = (GATED_TILE if _fills_gated_tiles(product, parts) else tile).fitting(card.memory)
-    stream, heads = (after if isinstance(after, each) else None for each in (ResidualStream, QkvHeads))
-    height = tile.block_o // 2 if heads or isinstance(after, Gate) else tile.block_o
-    nodes, (_, kv_heads, _, size) = (heads.cos.shape[1], heads.key_cache.shape) if heads else (1, (0, 0, 0, 0))
-    capacity, page = (heads.slots, heads.page) if heads else (0, 0)
+    height = tile.block_o // 2 if isinstance(product.after, QkvHeads | Gate) else tile.block_o
     wide_kernel[(ceil_div(rows, tile.block_n), ceil_div(outputs, tile.block_o))](
         TensorDescriptor.from_tensor(x, [tile.block_n, tile.block_k]),
         TensorDescriptor.from_tensor(weight, [height, tile.block_k]),
-        product.bias, out, before, stream, heads, rows, outputs, inputs, stream.residual.stride(0) if stream else 0,
-        nodes, capacity,
-        BLOCK_N=tile.block_n, HEIGHT=height, BLOCK_K=tile.block_k, CUT=CUT, PARTS=parts,
-        TERMS=before.squares.shape[1] if before else 1, SQUARED=squared_columns(outputs),
-        GATED=isinstance(after, Gate), HEADS=out.shape[1] // size if heads else 0, KV_HEADS=kv_heads, PAGE=page, D=size,
-        num_warps=tile.warps, num_stages=tile.stages,
+        HEIGHT=height, **_arguments(product, out, parts, tile),
     )  # fmt: skip

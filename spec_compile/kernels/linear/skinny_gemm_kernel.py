@@ -13,7 +13,7 @@ The kernel loses little time at its beginning and end:
   weights to the L2 cache before they wait for it (to fetch more, or in bulk, made whole rounds slower). A kernel
   launched the same way after this one begins no earlier than when all that came before this one is done.
 - The steps around a product in a decoder layer are done while its sums are in registers: the RMSNorm of x before it
-  (`before`), the gate of an MLP, the addition to the residual stream with the first half of the next norm (`stream`),
+  (`before`), the gate of an MLP, the addition to the residual stream and the first half of the next norm (`to_stream`),
   or the norms, the rotation and the append of queries, keys and values (`heads`). A part of a sum over ranks is sent to
   all of them (`sent`).
 
@@ -73,17 +73,16 @@ def _fetch_first_tiles(weight, o, begin, end, prefetch, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _multiply(
-    weight, x, o, n, begin, end, rows, inputs, late,
-    BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    weight, x, o, n, begin, end, rows, inputs, late, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """The columns begin .. end -> sums [BLOCK_O, BLOCK_N], in one chain. EVEN: no tile reaches beyond the inputs."""
     k = tl.arange(0, BLOCK_K)
     w_at, x_at = addresses(weight.data, o, weight.stride, k), addresses(x.data, n, x.stride, k)
-    acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
+    acc = tl.zeros([o.shape[0], n.shape[0]], tl.float32)
     for start in tl.range(begin, end, BLOCK_K):
         if PDL:
             let_next_kernel_begin((end - start + BLOCK_K - 1) // BLOCK_K, late)
-        a, b = load_tile(w_at, x_at, start, k, n, rows, inputs, EVEN)
+        a, b = load_tile(w_at, x_at, start, k, n < rows, inputs, EVEN)
         acc = tl.dot(a, b.T, acc, input_precision="ieee")
     return acc
 
@@ -121,7 +120,7 @@ def _send(value, peers, slot, column, n, rows, height, rank, RANKS: tl.constexpr
 
 @triton.jit(do_not_specialize=["rows", "late", "prefetch", "nodes", "rank"])
 def skinny_gemm_kernel(
-    x, weight, bias_ptr, out_ptr, shared, before, stream, heads, sent, rank, rows, outputs, inputs, stride_r, nodes,
+    x, weight, bias_ptr, out_ptr, shared, before, to_stream, heads, sent, rank, rows, outputs, inputs, stride_r, nodes,
     capacity, late, prefetch, RANKS: tl.constexpr, SHOTS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, CUT: tl.constexpr, PARTS: tl.constexpr, TERMS: tl.constexpr,
     SQUARED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr,
@@ -152,16 +151,16 @@ def skinny_gemm_kernel(
         slot = slot_of_turn(state_ptr, rank, words, RANKS)
     if EAGER and before is not None:
         squares = load_squares(before.squares, n, rows, TERMS)
-    if EAGER and stream is not None:
-        residual, norm = load_stream(stream, column, n, rows, height, stride_r)
+    if EAGER and to_stream is not None:
+        residual, norm = load_stream(to_stream, column, n, rows, height, stride_r)
     if EAGER and APPENDS:
         loaded = load_for_heads(heads, column, n, rows, nodes, capacity, HEADS, KV_HEADS, PAGE, D)
     if FORMAT is None:
-        acc = _multiply(weight, x, o, n, begin, end, rows, inputs, late, BLOCK_N, BLOCK_O, BLOCK_K, EVEN, PDL)
+        acc = _multiply(weight, x, o, n, begin, end, rows, inputs, late, BLOCK_K, EVEN, PDL)
     else:
         acc = multiply_quantised(
-            weight, x, o, n, begin, end, rows, outputs, inputs, late, FORMAT, GROUP, TABLE, BLOCK_N, BLOCK_O, BLOCK_K,
-            EVEN, UNROLL, PDL, PTX,
+            weight, x, o, n, begin, end, rows, outputs, inputs, late, FORMAT, GROUP, TABLE, BLOCK_K, EVEN, UNROLL, PDL,
+            PTX,
         )  # fmt: skip
 
     done = True
@@ -171,8 +170,8 @@ def skinny_gemm_kernel(
     if done:
         if not EAGER and before is not None:
             squares = load_squares(before.squares, n, rows, TERMS)
-        if not EAGER and stream is not None:
-            residual, norm = load_stream(stream, column, n, rows, height, stride_r)
+        if not EAGER and to_stream is not None:
+            residual, norm = load_stream(to_stream, column, n, rows, height, stride_r)
         if not EAGER and APPENDS:
             loaded = load_for_heads(heads, column, n, rows, nodes, capacity, HEADS, KV_HEADS, PAGE, D)
         if PARTS > 1:
@@ -185,11 +184,10 @@ def skinny_gemm_kernel(
             first, second = acc.reshape(HEIGHT, 2, BLOCK_N).permute(0, 2, 1).split()
         if APPENDS:
             store_heads(
-                first, second, loaded, out_ptr, heads, column, n, rows, nodes, capacity, HEADS, KV_HEADS, PAGE, D,
-                HEIGHT, BLOCK_N,
-            )  # fmt: skip
-        elif stream is not None:
-            store_stream(acc, residual, norm, out_ptr, stream, column, n, tile, rows, height, BLOCK_N, HEIGHT, SQUARED)
+                first, second, loaded, out_ptr, heads, column, n, rows, nodes, capacity, HEADS, KV_HEADS, PAGE, D
+            )
+        elif to_stream is not None:
+            store_stream(acc, residual, norm, out_ptr, to_stream, column, n, tile, rows, height, SQUARED)
         elif GATED:
             store(first / (1 + tl.exp(-first)) * second, out_ptr, column, n, rows, height)
         elif RANKS > 1:
@@ -244,8 +242,7 @@ def load_stream(stream, column, n, rows, height, stride_r):
 
 @triton.jit
 def store_stream(
-    acc, residual, norm, out_ptr, stream, column, n, tile, rows, height,
-    BLOCK_N: tl.constexpr, HEIGHT: tl.constexpr, SQUARED: tl.constexpr,
+    acc, residual, norm, out_ptr, stream, column, n, tile, rows, height, SQUARED: tl.constexpr
 ):  # fmt: skip
     """The residual stream with the sums [HEIGHT, BLOCK_N] added, to out [rows, height], and the first half of the next
     RMSNorm: times its weight to scaled [rows, height], and each SQUARED columns' sum of squares to squares."""
@@ -257,8 +254,8 @@ def store_stream(
     wide = tl.where(mask, total.to(tl.float32), 0.0)
     factor = norm.to(tl.float32) + stream.offset
     tl.store(stream.scaled + at, (wide * factor[:, None]).to(dtype), mask=mask)
-    groups: tl.constexpr = HEIGHT // SQUARED
-    sums = sum_rows_in_pairs(wide * wide, groups, SQUARED, BLOCK_N)
+    groups: tl.constexpr = acc.shape[0] // SQUARED
+    sums = sum_rows_in_pairs(wide * wide, groups, SQUARED, acc.shape[1])
     group = tile * groups + tl.arange(0, groups)
     mask = (group * SQUARED < height)[:, None] & (n < rows)[None, :]
     tl.store(stream.squares + n[None, :] * tl.cdiv(height, SQUARED) + group[:, None], sums, mask=mask)
@@ -309,19 +306,20 @@ def load_for_heads(
 
 
 @triton.jit
-def _inverse_rms(first, second, eps, D: tl.constexpr, PAIRS: tl.constexpr, N: tl.constexpr):
+def _inverse_rms(first, second, eps, D: tl.constexpr):
     """1 / the root mean square of each head -> [PAIRS, N]. The tile has whole heads."""
     half: tl.constexpr = D // 2
-    heads: tl.constexpr = PAIRS // half
+    N: tl.constexpr = first.shape[1]
+    heads: tl.constexpr = first.shape[0] // half
     squares = sum_rows_in_pairs(first * first, heads, half, N) + sum_rows_in_pairs(second * second, heads, half, N)
     scale = tl.rsqrt(squares / D + eps)
-    return tl.reshape(tl.broadcast_to(scale[:, None, :], [heads, half, N]), [PAIRS, N])
+    return tl.reshape(tl.broadcast_to(scale[:, None, :], [heads, half, N]), first.shape)
 
 
 @triton.jit
 def store_heads(
     first, second, loaded, out_ptr, heads, pair, n, rows, nodes, capacity, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    PAGE: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, N: tl.constexpr,
+    PAGE: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Queries into out [rows, HEADS * D]; keys and values into the caches, node i of row b of the batch at slot
     lengths[b] + i, of the row's `capacity`. loaded: by `load_for_heads`. The caches are [B, KV_HEADS, capacity, D], or
@@ -336,7 +334,7 @@ def store_heads(
     x, y = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
     a, b = x, y
     if heads.q_norm is not None:
-        scale = _inverse_rms(x, y, heads.eps, D, PAIRS, N)
+        scale = _inverse_rms(x, y, heads.eps, D)
         a = scaled(x * scale, weight, heads.offset, dtype, heads.offset is None)
         b = scaled(y * scale, next_weight, heads.offset, dtype, heads.offset is None)
     turned = tl.fma(a, cos.to(tl.float32), -b * sin.to(tl.float32))
@@ -407,7 +405,7 @@ def _multiply_many(
 @triton.jit(do_not_specialize=["rows", "nodes"])
 def wide_kernel(
     x, weight,  # descriptors of [rows, inputs] in blocks [BLOCK_N, BLOCK_K], [outputs, inputs] in [HEIGHT, BLOCK_K]
-    bias_ptr, out_ptr, before, stream, heads, rows, outputs, inputs, stride_r, nodes, capacity,
+    bias_ptr, out_ptr, before, to_stream, heads, rows, outputs, inputs, stride_r, nodes, capacity,
     BLOCK_N: tl.constexpr, HEIGHT: tl.constexpr, BLOCK_K: tl.constexpr, CUT: tl.constexpr, PARTS: tl.constexpr,
     TERMS: tl.constexpr, SQUARED: tl.constexpr, GATED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr, D: tl.constexpr,
@@ -440,13 +438,10 @@ def wide_kernel(
             second += load_bias(bias_ptr, next_r)[:, None]
     if APPENDS:
         loaded = load_for_heads(heads, column, n, rows, nodes, capacity, HEADS, KV_HEADS, PAGE, D)
-        store_heads(
-            first, second, loaded, out_ptr, heads, column, n, rows, nodes, capacity, HEADS, KV_HEADS, PAGE, D, HEIGHT,
-            BLOCK_N,
-        )  # fmt: skip
-    elif stream is not None:
-        residual, norm = load_stream(stream, column, n, rows, height, stride_r)
-        store_stream(first, residual, norm, out_ptr, stream, column, n, tile, rows, height, BLOCK_N, HEIGHT, SQUARED)
+        store_heads(first, second, loaded, out_ptr, heads, column, n, rows, nodes, capacity, HEADS, KV_HEADS, PAGE, D)
+    elif to_stream is not None:
+        residual, norm = load_stream(to_stream, column, n, rows, height, stride_r)
+        store_stream(first, residual, norm, out_ptr, to_stream, column, n, tile, rows, height, SQUARED)
     elif GATED:
         store(first / (1 + tl.exp(-first)) * second, out_ptr, column, n, rows, height)
     else:
