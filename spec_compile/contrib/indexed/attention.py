@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...kernels import ops
 from ...kernels.attention.base import AttentionCall, plain_attention
-from ...kernels.attention.partial_softmax import fold_row, key_columns, product
+from ...kernels.attention.partial_softmax import fold, key_columns, product
 from ...kernels.card import precision
 from ...kernels.primitives import place_of
 from ...tree import MAX_NODES
@@ -155,7 +155,7 @@ def chosen_kernel(
             next_peak = tl.ceil(tl.max(scores, 0))
             weights = tl.exp2(scores - next_peak)
             next_acc, next_total = tl.sum(weights[:, None] * values, 0), tl.sum(weights, 0)
-            acc, peak, total = fold_row(acc, peak, total, next_acc, next_peak, next_total)
+            acc, peak, total = fold(acc, peak, total, next_acc, next_peak, next_total)
 
     # The part's sum, peak and total, which `merge_chosen_kernel` reads.
     row = (batch * nodes + node) * HEADS + head
@@ -177,9 +177,9 @@ def merge_chosen_kernel(
         at = row * parts + part
         next_acc = tl.load(acc_ptr + at * DV + dv, mask=dv < DV, other=0.0)
         next_peak, next_total = tl.load(sums_ptr + at * 2), tl.load(sums_ptr + at * 2 + 1)
-        acc, peak, total = fold_row(acc, peak, total, next_acc, next_peak, next_total)
+        acc, peak, total = fold(acc, peak, total, next_acc, next_peak, next_total)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + row % HEADS).to(tl.float32) * 1.4426950408889634
-        acc, peak, total = fold_row(acc, peak, total, acc * 0.0, tl.ceil(sink), 0.0)
+        acc, peak, total = fold(acc, peak, total, acc * 0.0, tl.ceil(sink), 0.0)
         total += tl.exp2(sink - peak)
     tl.store(out_ptr + row * DV + dv, acc / total, mask=dv < DV)

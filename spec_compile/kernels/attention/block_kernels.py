@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..primitives import as_stored, over_scale, place_of, scaled, sum_in_pairs
-from .partial_softmax import attend_in_order, attend_to_chunk, fold, fold_row, no_softmax, score, span_log2
+from .partial_softmax import attend_in_order, attend_to_chunk, fold, no_softmax, score, span_log2, store_part
 
 
 @triton.jit
@@ -239,8 +239,7 @@ def attend_kernel(
     v_ptr += batch * stride_vb + kv_head * stride_vh
 
     # One block of slots after the other; a block that no row sees is not read.
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    peak, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    acc, peak, total = no_softmax(BLOCK_M, BLOCK_DV)
     for start in range(part * share, tl.minimum((part + 1) * share, slots), BLOCK_N):
         slot = (start + tl.arange(0, BLOCK_N)).to(tl.int64)
         seen = (row < rows)[:, None] & (slot < slots)[None, :]
@@ -260,10 +259,7 @@ def attend_kernel(
 
     # The part.
     at = pair * tl.num_programs(0) + part
-    stored = (row < rows)[:, None] & (dv < DV)[None, :]
-    tl.store(sums_ptr + (at * rows + row)[:, None] * DV + dv[None, :], acc, mask=stored)
-    tl.store(peaks_ptr + at * 2 * rows + row, peak, mask=row < rows)
-    tl.store(peaks_ptr + (at * 2 + 1) * rows + row, total, mask=row < rows)
+    store_part(sums_ptr, peaks_ptr, at, rows, row, row < rows, 0, acc, peak, total, DV)
 
 
 @triton.jit(do_not_specialize=["nodes", "parts"])
@@ -282,7 +278,7 @@ def merge_kernel(
         next_acc = tl.load(sums_ptr + (at * rows + row) * DV + dv, mask=dv < DV, other=0.0)
         next_peak = tl.load(peaks_ptr + at * 2 * rows + row)
         next_total = tl.load(peaks_ptr + (at * 2 + 1) * rows + row)
-        acc, peak, total = fold_row(acc, peak, total, next_acc, next_peak, next_total)
+        acc, peak, total = fold(acc, peak, total, next_acc, next_peak, next_total)
 
     # A row that sees nothing gets zeros.
     batch, head = pair // KV_HEADS, pair % KV_HEADS * GROUP + row // nodes

@@ -89,20 +89,29 @@ def attend_to_chunk(
 
 @triton.jit
 def fold(acc, peak, total, next_acc, next_peak, next_total):
-    """The sum of two partial softmaxes. One that saw no key (peak: minus infinity) changes no bit of the other."""
+    """The sum of two partial softmaxes, of rows or of one row: acc [Dv], peak and total numbers. One that saw no key
+    (peak: minus infinity) changes no bit of the other."""
     higher = tl.maximum(peak, next_peak)
     base = tl.where(higher == float("-inf"), 0.0, higher)
     keep, take = power_of_2(peak - base), power_of_2(next_peak - base)
-    return acc * keep[:, None] + next_acc * take[:, None], higher, total * keep + next_total * take
+    total = total * keep + next_total * take
+    if len(acc.shape) == 2:
+        keep, take = keep[:, None], take[:, None]
+    return acc * keep + next_acc * take, higher, total
 
 
 @triton.jit
-def fold_row(acc, peak, total, next_acc, next_peak, next_total):
-    """`fold` of one row: acc [Dv], peak and total numbers."""
-    higher = tl.maximum(peak, next_peak)
-    base = tl.where(higher == float("-inf"), 0.0, higher)
-    keep, take = power_of_2(peak - base), power_of_2(next_peak - base)
-    return acc * keep + next_acc * take, higher, total * keep + next_total * take
+def store_part(parts_ptr, sums_ptr, part, rows, row, real, column, acc, peak, total, DV: tl.constexpr):
+    """Store a partial softmax acc [M, BLOCK_DV], peak, total [M] into parts [P, rows, Dv] and sums [P, 2, rows].
+
+    part: its number in P. row [M]: the rows. real [M]: True where the row exists and has this part.
+    """
+    dv = column + tl.arange(0, acc.shape[1])
+    at = part * rows + row[:, None]
+    tl.store(parts_ptr + at * DV + dv[None, :], acc, mask=real[:, None] & (dv < DV)[None, :])
+    sums_ptr += part * (2 * rows) + row
+    tl.store(sums_ptr, peak, mask=real)
+    tl.store(sums_ptr + rows, total, mask=real)
 
 
 # Spans: the stretches into which tree attention cuts a cache, and the kernel that adds up their partial softmaxes.
@@ -266,16 +275,16 @@ def merge_spans_kernel(
     for tail in tl.static_range(PARTS):
         if tail > 0:
             if (edge + tail * CHUNK) >> log2 != (edge + (tail - 1) * CHUNK) >> log2:
-                acc, peak, total = fold_row(acc, peak, total, span_acc, span_peak, span_total)
+                acc, peak, total = fold(acc, peak, total, span_acc, span_peak, span_total)
                 span_acc, span_peak, span_total = acc * 0.0, peak * 0 + float("-inf"), total * 0.0
         next_acc, next_peak, next_total = tails[tail]
-        span_acc, span_peak, span_total = fold_row(span_acc, span_peak, span_total, next_acc, next_peak, next_total)
-    acc, peak, total = fold_row(acc, peak, total, span_acc, span_peak, span_total)
+        span_acc, span_peak, span_total = fold(span_acc, span_peak, span_total, next_acc, next_peak, next_total)
+    acc, peak, total = fold(acc, peak, total, span_acc, span_peak, span_total)
 
     # A sink is a key without a value.
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
-        acc, peak, total = fold_row(acc, peak, total, acc * 0.0, tl.ceil(sink), 0.0)
+        acc, peak, total = fold(acc, peak, total, acc * 0.0, tl.ceil(sink), 0.0)
         total += tl.exp2(sink - peak)
     tl.store(out_ptr + ((batch * nodes + node) * HEADS + head) * DV + dv, acc / total, mask=dv < DV)
 

@@ -21,7 +21,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..primitives import as_read, page_ahead, page_of, place_of, prefetch_l2
-from .partial_softmax import attend_in_order, attend_to_chunk, fold, no_softmax, score, span_log2, turns
+from .partial_softmax import attend_in_order, attend_to_chunk, fold, no_softmax, score, span_log2, store_part, turns
 
 
 @triton.jit
@@ -37,20 +37,6 @@ def _prefetch_slots(
         slot = place_of(table_ptr, slot, slot >= 0, KV_HEADS, PAGE)
     column = tl.minimum(tl.arange(0, LINES) * LINE, D - 1)
     prefetch_l2((cache_ptr + slot[:, None] * D + column[None, :]).to(tl.int64))
-
-
-@triton.jit
-def _store_part(parts_ptr, sums_ptr, part, rows, row, real, column, acc, peak, total, DV: tl.constexpr):
-    """Store a partial softmax acc [M, BLOCK_DV], peak, total [M] into parts [P, rows, Dv] and sums [P, 2, rows].
-
-    part: its number in P. row [M]: the rows. real [M]: True where the row exists and has this part.
-    """
-    dv = column + tl.arange(0, acc.shape[1])
-    at = part * rows + row[:, None]
-    tl.store(parts_ptr + at * DV + dv[None, :], acc, mask=real[:, None] & (dv < DV)[None, :])
-    sums_ptr += part * (2 * rows) + row
-    tl.store(sums_ptr, peak, mask=real)
-    tl.store(sums_ptr + rows, total, mask=real)
 
 
 @triton.jit
@@ -162,7 +148,7 @@ def _attend_to_span(
             inner, outer, SOFTCAP, WINDOW, CHUNK, KV_HEADS, PAGE, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
         )  # fmt: skip
         of_row = real & (turns(position, turn, length, nodes, MOST) == late)
-        _store_part(parts_ptr, sums_ptr, part + number, nodes * GROUP, row, of_row, column, acc, peak, total, DV)
+        store_part(parts_ptr, sums_ptr, part + number, nodes * GROUP, row, of_row, column, acc, peak, total, DV)
 
 
 @triton.jit
@@ -199,8 +185,8 @@ def _attend_to_all_slots(
         SOFTCAP, WINDOW, WINDOW is not None, CHUNK, KV_HEADS, PAGE, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
     )  # fmt: skip
     rows = nodes * GROUP
-    _store_part(parts_ptr, sums_ptr, part, rows, row, real, column, done[0], done[1], done[2], DV)
-    _store_part(parts_ptr, sums_ptr, part + 1, rows, row, real, column, span[0], span[1], span[2], DV)
+    store_part(parts_ptr, sums_ptr, part, rows, row, real, column, done[0], done[1], done[2], DV)
+    store_part(parts_ptr, sums_ptr, part + 1, rows, row, real, column, span[0], span[1], span[2], DV)
 
 
 @triton.jit
@@ -336,7 +322,7 @@ def _attend_to_tail(
                 query, keys, values, of_path, slot, stored, scales_ptr, positions_ptr, nodes, length, start, last,
                 position, slope, inner, outer, SOFTCAP, WINDOW, CHUNK, PRECISION,
             )  # fmt: skip
-            _store_part(
+            store_part(
                 parts_ptr, sums_ptr, part + number, nodes * GROUP, node * GROUP + head, real, column, acc, peak, total,
                 DV,
             )  # fmt: skip
