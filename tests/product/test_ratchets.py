@@ -18,21 +18,21 @@ PACKAGE = Path(__file__).parents[2] / "spec_compile"
 SOURCES = {".py", ".cpp", ".h", ".cu", ".html"}
 SIDES = {"serve", "train", "tools", "contrib"}
 LINES = {
-    "": 2721,
+    "": 2710,
     "batching": 3721,
     "capture": 4642,
-    "compile": 3236,
-    "contrib": 2299,
-    "drafters": 5469,
+    "compile": 3215,
+    "contrib": 2381,
+    "drafters": 5495,
     "kernels": 13548,
     "ngram": 2747,
     "parallel": 828,
     "passes": 3145,
     "quantised": 2722,
-    "runtime": 6259,
+    "runtime": 6239,
     "serve": 7990,
     "tools": 2226,
-    "train": 4833,
+    "train": 4832,
 }
 """The most lines of a folder, with the folders in it; "" has the files at the top."""
 CORE_FILES = 229

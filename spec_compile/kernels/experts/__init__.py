@@ -30,11 +30,7 @@ def experts_up(x: Tensor, ids: Tensor, parts: list[Tensor], format: str) -> Tens
     return layout.gated(_product(rows, ids.reshape(-1), parts, layout)).unflatten(0, ids.shape)
 
 
-def _empty_sum(x: Tensor, ids: Tensor, weights: Tensor, parts: list[Tensor], format: str) -> Tensor:
-    return x.new_empty(x.shape[0], format_of(format).columns(parts))
-
-
-@new_op("experts_down", _empty_sum)
+@new_op("experts_down", lambda x, _, __, parts, format: x.new_empty(x.shape[0], format_of(format).columns(parts)))
 def experts_down(x: Tensor, ids: Tensor, weights: Tensor, parts: list[Tensor], format: str) -> Tensor:
     """The second product of each token's experts, and their sum by the router's weights.
 

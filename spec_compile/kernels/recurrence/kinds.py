@@ -222,11 +222,7 @@ def _stepped_chunk(kind: str, inputs: Inputs, state: Tensor, valid: Tensor) -> t
     return (None if outputs[0] is None else torch.stack(outputs, dim=1)), state
 
 
-def _empty_outputs(kind: str, inputs: list[Tensor], state: Tensor, ancestors: Tensor) -> Tensor:
-    return torch.empty_like(inputs[STEPS[kind][1] - 1], memory_format=torch.contiguous_format)
-
-
-@new_op("stepped_tree", _empty_outputs)
+@new_op("stepped_tree", lambda kind, inputs, *_: inputs[0].new_empty(inputs[STEPS[kind][1] - 1].shape))
 def stepped_tree(kind: str, inputs: list[Tensor], state: Tensor, ancestors: Tensor) -> Tensor:
     """Outputs [B, N, C] of the nodes of a tree. An op, because a compiled loop would have a fixed number of nodes."""
     rows, before = torch.arange(len(state), device=state.device), parents_of(ancestors) + 1
