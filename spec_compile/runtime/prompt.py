@@ -39,7 +39,7 @@ SERVED_ARGUMENTS = {
 PICTURES = {
     "pixel_values", "pixel_values_videos", "image_sizes", "image_grid_thw", "video_grid_thw", "second_per_grid_ts",
     "pixel_attention_mask", "spatial_shapes", "image_position_ids", "image_merge_sizes", "input_features",
-    "input_features_mask", "feature_attention_mask",
+    "input_features_mask", "feature_attention_mask", "target_sizes",
 }  # fmt: skip
 TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}  # say which tokens stand for pictures
 READABLE = {DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer}

@@ -84,6 +84,11 @@ def patches(*shape, **more):
     return made
 
 
+def strips(n, g):
+    """Patches of pictures of 8 by 8, side by side."""
+    return {"pixel_values": torch.randn(1, 3, 4, n * 256, generator=g)} | _for_each(n, {"target_sizes": [8, 8]})
+
+
 def sound(*shape, **masks):
     """Features of sounds of one length."""
     return lambda n, g: {"input_features": torch.randn(n, *shape, generator=g)} | _for_each(n, masks)
@@ -106,6 +111,8 @@ OMNI = dict(vision_start_token_id=START, text_config=dict(rope_parameters=SECTIO
             audio_config=dict(n_window=50, max_source_positions=64, downsample_hidden_size=16, n_window_infer=100),
             vision_config=dict(fullatt_block_indexes=[1], window_size=16))
 G4 = dict(rope_parameters=None, vocab_size_per_layer_input=96, hidden_size_per_layer_input=8, layer_types=[WIN, FULL])
+STRIPS = dict(GATED, image_size=32, patch_size=4, insert_layer_id=0,
+              vision_config=dict(image_size=32, insert_layer_id=0))
 POSITIONS = [[x, y] for y in range(6) for x in range(6)]
 
 # class without ForConditionalGeneration: (places of a picture or sound, None for a grid's; what is made; configuration)
@@ -143,6 +150,9 @@ _MODELS = {
     "LlavaOnevision": (36, pixels(2, *RGB, image_sizes=SIZES), dict(vision_config=SIGLIP,
                                                                     image_grid_pinpoints=[SIZES])),
     "MiniMaxM3Sparse": (None, GRID, {}),
+    "MiniCPMOcr": (16, strips, STRIPS),
+    "MiniCPMV4_6": (4, strips, STRIPS),
+    "MiniCPMV4_7": (4, strips, STRIPS),
     "MuseGlimmer": (None, patches(96), dict(out_hidden_size=128, projector_hidden_size=32,
                                             vision_config=dict(pos_emb_height=8, pos_emb_width=8))),
     "Ovis2": (16, pixels(*RGB), dict(text_config=QWEN2, vocab_size=96, hidden_size=64,
