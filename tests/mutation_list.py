@@ -125,6 +125,7 @@ GUARDS = [
         ("ends-of-slices", SKIP, "batching/test_rides.py -k 'generate and tree'"),
         ("ended-rows", SKIP, "runtime/test_generate.py -k 'every_row_ends'"),
         ("longest-text", NEVER, "runtime/test_generate_errors.py -k test_a_wrong_option"),
+        ("own-positions", NEVER, "capture/test_more_pictures.py -k padding_that_counts"),
         ("mixed-rows", NEVER, "product/test_unmasked.py -k test_batches"),
         ("generate-during-ranks", NEVER, "batching/test_batching_ranks.py -k told"),
         # steps, compiled parts and turns

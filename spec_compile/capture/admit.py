@@ -213,27 +213,30 @@ def admit_training(model: nn.Module) -> None:
         )
 
 
-# Models that read pictures in a way that lets rounds follow them.
+# Models that read pictures and sounds in a way that lets rounds follow them.
 
 
 READERS = {
-    f"{name}ForConditionalGeneration"
-    for name in (
-        "Gemma3", "InternVL", "Llava", "LlavaNext", "Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe",
-    )
+    "Aria", "AyaVision", "Cohere2Vision", "CohereCompass", "Cosmos3Edge", "Cosmos3Omni", "DeepseekVL",
+    "Ernie4_5_VLMoe", "Exaone4_5_", "Gemma3", "Gemma4", "Glm46V", "Glm4v", "Glm4vMoe", "GlmOcr", "GotOcr2",
+    "HyperCLOVAXVisionV2", "Idefics2", "Idefics3", "InternVL", "Janus", "Lfm2Vl", "Lfm3Vl", "LightOnOcr", "Llava",
+    "LlavaNext", "LlavaNextVideo", "LlavaOnevision", "MiniCPMOcr", "MiniCPMV4_6", "MiniCPMV4_7", "MiniMaxM3Sparse",
+    "Mistral3", "MuseGlimmer", "Ovis2", "PaddleOCRVL", "QianfanOCR", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe",
+    "Qwen3_5", "Qwen3_5Moe", "SmolVLM", "Step3p7", "VideoLlama3", "VideoLlava", "VipLlava", "AudioFlamingo3", "GlmAsr",
+    "GraniteSpeech", "GraniteSpeechPlus", "MossTranscribeDiarize", "MusicFlamingo", "Qwen2Audio", "Qwen2_5OmniThinker",
+    "Qwen3ASR", "Qwen3OmniMoeThinker", "Voxtral",
 }  # fmt: skip
-"""Classes of transformers in which a picture changes only the keys and values of its tokens and the positions after it.
-Others may switch weights, or attend to a picture from each token that they generate."""
-PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id")
-"""Names in a config of the token whose places in a prompt a picture or a video takes."""
+"""Classes in which a picture or a sound changes only the keys, values and states of its tokens and the positions after
+it. Others may switch weights, or attend to a picture from each token that they generate."""
 
 
-def reads_pictures(model: PreTrainedModel) -> bool:
-    """True if prompts of `model` may have pictures."""
-    return type(model).__name__ in READERS and type(model).__module__.startswith("transformers.")
+def reads_pictures(model: PreTrainedModel, sort: str = "text") -> bool:
+    """True if prompts of `model` may have pictures, videos or sounds. sort: which it has to read, such as "image"."""
+    name, module = type(model).__name__.removesuffix("ForConditionalGeneration"), type(model).__module__
+    return name in READERS and module.startswith("transformers.") and sort in model.input_modalities
 
 
 def placeholders(config: PreTrainedConfig) -> frozenset[int]:
-    """The tokens whose places pictures take."""
-    values = (getattr(config, name, None) for name in PLACEHOLDERS)
+    """The tokens whose places pictures, videos and sounds take."""
+    values = (getattr(config, f"{x}_token_{end}", None) for x in ("image", "video", "audio") for end in ("id", "index"))
     return frozenset(value for value in values if isinstance(value, int))

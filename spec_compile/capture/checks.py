@@ -396,7 +396,7 @@ def _generated_logits(model: PreTrainedModel, ids: Tensor, padding: tuple[int, .
     pads = torch.tensor(padding, device=ids.device)[:, None]
     mask = (torch.arange(ids.shape[1], device=ids.device) >= pads).long()
     try:
-        output = _generate(model, ids, mask, tokens)
+        output = generated(model, ids, mask, tokens)
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         raise UnsupportedModelError(
@@ -414,7 +414,7 @@ def _captured_logits(graph: ModelGraph, texts: Tensor, padding: tuple[int, ...],
     return logits[rows, last + torch.arange(1 - steps, 1, device=texts.device)]
 
 
-def _generate(model: PreTrainedModel, ids: Tensor, mask: Tensor, tokens: int):
+def generated(model: PreTrainedModel, ids: Tensor, mask: Tensor, tokens: int) -> Any:
     """Generate `tokens` greedy tokens by transformers' `generate`, with raw logits and without the model's settings.
 
     On a GPU attention with padding is made of its plain ops: with a mask of one column for all keys, as of MiniMax's

@@ -29,7 +29,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..graph import LAYER, attribute, is_size, layer_of
 from ..inventory import configs_of, held_items, held_tensors
-from .admit import reads_pictures
 from .changes import BOOKKEEPING, GLOBAL_HOOKS, INTERNALS, is_plain, value_hooks
 from .copies import shallow, shared_copy
 from .experts import library_tensors
@@ -135,7 +134,7 @@ def _check_model(model: PreTrainedModel) -> None:
     """Refuse models whose tensors or calls do not belong to their modules."""
     special = {
         "is shared out among ranks": is_sharded(model),
-        "reads pictures": reads_pictures(model) or model.config.get_text_config(decoder=True) is not model.config,
+        "reads pictures": model.config.get_text_config(decoder=True) is not model.config,
         "has adapters": hasattr(model, "peft_config"),
         "skips layers": bool(getattr(model.config, "cross_attention_layers", None)),
         "was compiled": is_compiled(model),
@@ -439,8 +438,7 @@ class Expansion:
         return LIFTED.sub(".lifted_tensor", self.names.sub(r"\1", name))
 
     def _stack(self, node: fx.Node) -> list[str]:
-        stack = (node.meta.get("nn_module_stack") or {}).values()
-        return [self._unnumbered(path) for path, _ in stack]
+        return [self._unnumbered(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
 
 
 def _inputs(node: fx.Node) -> list[fx.Node]:

@@ -202,8 +202,7 @@ def falcon(module: nn.Module, attend: Attend) -> None:
     source, uses_alibi = source_of(module), module.config.alibi
     if uses_alibi:
         ones = torch.ones(1, 2, dtype=torch.int64, device=module.dense.weight.device)
-        factor = module.inv_norm_factor
-        slopes = source.build_alibi_tensor(ones, module.num_heads, torch.bfloat16)[:, 0, 1] * factor
+        slopes = source.build_alibi_tensor(ones, module.num_heads, torch.bfloat16)[:, 0, 1] * module.inv_norm_factor
         module.register_buffer("slopes", slopes, persistent=False)
 
     def forward(hidden_states: Tensor, alibi=None, attention_mask=None, position_embeddings=None, **_):

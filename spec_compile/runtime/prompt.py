@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 )
 
 from ..capture.admit import placeholders, reads_pictures
-from ..capture.checks import ANY, SINGLE
+from ..capture.checks import ANY, SINGLE, generated, random_ids
 from ..capture.copies import shared_copy
 from ..capture.trace import tapped
 from ..compat import CACHE, STATES
@@ -33,14 +33,15 @@ if TYPE_CHECKING:
 # Arguments of the model's forward that our loop reads.
 SERVED_ARGUMENTS = {
     "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_position",
-    "inputs_embeds", "tokenizer", "assistant_tokenizer", STATES,
+    "inputs_embeds", "tokenizer", "assistant_tokenizer", STATES, "mm_encoder_outputs",
 }  # fmt: skip
-# Arguments of a model's forward that hold pictures and videos.
+# Arguments of a model's forward that hold pictures, videos or sounds, or tell their sizes.
 PICTURES = {
     "pixel_values", "pixel_values_videos", "image_sizes", "image_grid_thw", "video_grid_thw", "second_per_grid_ts",
-    "mm_encoder_outputs",
+    "pixel_attention_mask", "spatial_shapes", "image_position_ids", "image_merge_sizes", "input_features",
+    "input_features_mask", "feature_attention_mask", "target_sizes",
 }  # fmt: skip
-TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}  # arguments that say which tokens stand for pictures
+TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}  # say which tokens stand for pictures
 READABLE = {DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer}
 # Caches of layers with states, some of which hold keys and values, too.
 RECURRENT = {value for name, value in vars(cache_utils).items() if name.startswith("LinearAttention")}
@@ -60,7 +61,7 @@ class Prompt:
     width: positions of every row, padding and cached tokens included.
     is_embedded: True if embeddings came in place of token ids.
     has_unknown_tokens: True if a cache, embeddings or pictures came in place of some tokens.
-    has_pictures: True if pictures or videos replace some tokens.
+    has_pictures: True if pictures, videos or sounds replace some tokens.
     position_offsets: for each row [B] the difference of its positions from 0, 1, 2, …, at all tokens that rounds and
         prefills process; None if more than padding on the left is masked, or if the difference is not constant.
     """
@@ -90,21 +91,20 @@ class Prompt:
         embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
         _check_ids(input_ids, embeds)
         ids = input_ids.cpu()  # tensors on a GPU are copied once
-        mask = None if mask is None else mask.cpu()
+        mask = None if mask is None else mask.cpu().to(torch.int64)
         batch, id_width = ids.shape
-        has_pictures, cache = _has_pictures(model_kwargs), cache_among(model_kwargs)
+        cache = cache_among(model_kwargs)
         cached = int(cache.get_seq_length()) if cache is not None else 0
-        width = _width(id_width, cached, mask, generation_config) if embeds is None else embeds.shape[1]
+        width = _width(id_width, cached, generation_config, mask) if embeds is None else embeds.shape[1]
         padding = [0] * batch
         offsets: list[int] | None = [0] * batch
         if mask is not None:
-            seen = mask.to(torch.int64)
             is_left_padded = False
             if mask.shape == (batch, width):
-                is_left_padded = not bool((seen.diff(dim=1) < 0).any()) and bool(seen.any(dim=1).all())
-                padding = (seen == 0).sum(dim=1).tolist()
+                is_left_padded = not bool((mask.diff(dim=1) < 0).any()) and bool(mask.any(dim=1).all())
+                padding = (mask == 0).sum(dim=1).tolist()
             offsets = offsets if is_left_padded else None
-        positions = model_kwargs.get("position_ids")
+        has_pictures, positions = _has_pictures(model_kwargs), model_kwargs.get("position_ids")
         if positions is not None and offsets is not None:
             first = cached if embeds is None and not has_pictures else width - 1
             offsets = _position_offsets(positions.cpu(), padding, width, first)
@@ -134,7 +134,7 @@ def _check_ids(input_ids: Tensor, embeds: Tensor | None) -> None:
         raise ValueError(f"input_ids: expected [batch, at least one token], got shape {tuple(input_ids.shape)}")
 
 
-def _width(id_width: int, cached: int, mask: Tensor | None, generation_config: GenerationConfig) -> int:
+def _width(id_width: int, cached: int, generation_config: GenerationConfig, mask: Tensor | None) -> int:
     """Positions of every row: the width of the mask, or without one of the ids or the cache.
 
     The ids are either all tokens, or those after the cache; else ValueError.
@@ -156,8 +156,7 @@ def _width(id_width: int, cached: int, mask: Tensor | None, generation_config: G
 
 def _has_pictures(model_kwargs: dict) -> bool:
     encoded = model_kwargs.get("mm_encoder_outputs") or {}
-    values = [*encoded.values(), model_kwargs.get("pixel_values"), model_kwargs.get("pixel_values_videos")]
-    return any(value is not None for value in values)
+    return any(value is not None for value in [*encoded.values(), *map(model_kwargs.get, PICTURES)])
 
 
 def _position_offsets(positions: Tensor, padding: list[int], width: int, first: int) -> list[int] | None:
@@ -206,10 +205,12 @@ class Layout:
 
     attention: the cache's layer for each attention of the graph.
     states: the cache's layer for each recurrence, and its kind.
+    follows_padding: True if ``generate()`` counts positions from a row's first token, as our rounds do.
     """
 
     attention: tuple[int, ...]
     states: tuple[tuple[int, str], ...]
+    follows_padding: bool
 
 
 def cache_among(model_kwargs: dict) -> Cache | None:
@@ -238,18 +239,19 @@ def layout_of(model: PreTrainedModel, graph: ModelGraph) -> Layout | None:
 
     None if it holds something else, such as latents of keys and values (MLA) or a state for each head (Zamba), if
     layers share keys and values, if it has keys of indexers, or if nothing attends, so that the cache counts no tokens.
-    A forward of two tokens tells.
+    A prompt of two tokens tells, and its first token after padding.
     """
     if getattr(model.config.get_text_config(decoder=True), "cross_attention_layers", None):
         return None  # keys of pictures, which layers attend to if there are any (Mllama)
     if graph.indexes:
         return None
-    ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-    cache = getattr(model(input_ids=ids, use_cache=True), CACHE, None)
+    ids = random_ids(graph, 1, 3, seed=0)[0, [[0, 1], [2, 0]]].to(model.device)
+    cache = getattr(generated(model, ids, ids.new_tensor([[1, 1], [0, 1]]), tokens=1), CACHE, None)
     if not isinstance(cache, Cache) or not is_plain(cache):
         return None
     cached: list[Any] = cache.layers  # keys and values or states, by the class of a layer
     attention = [number for number, layer in enumerate(cached) if getattr(layer, "keys", None) is not None]
+    follows_padding = True
     if not attention or len(attention) != len(graph.layers):
         return None
     for number, spec in zip(attention, graph.layers):
@@ -257,6 +259,7 @@ def layout_of(model: PreTrainedModel, graph: ModelGraph) -> Layout | None:
         sizes = (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3])
         if sizes != ((spec.kv_heads, spec.key_dim), (spec.kv_heads, spec.value_dim)):
             return None
+        follows_padding &= torch.allclose(keys[0, :, 0], keys[1, :, 1], rtol=0, atol=0.1 * keys.abs().max().item())
     states = [
         (number, part)
         for number, layer in enumerate(cached)
@@ -271,8 +274,8 @@ def layout_of(model: PreTrainedModel, graph: ModelGraph) -> Layout | None:
             return None
         if tuple(_as_ours(cached[number], recurrence.kind).shape[1:]) != recurrence.state:
             return None
-    kinds = [spec.kind for spec in graph.recurrences]
-    return Layout(tuple(attention), tuple((number, kind) for (number, _), kind in zip(states, kinds)))
+    numbered = tuple((number, spec.kind) for (number, _), spec in zip(states, graph.recurrences))
+    return Layout(tuple(attention), numbered, follows_padding)
 
 
 def _as_ours(layer: Any, kind: str) -> Tensor:
@@ -381,7 +384,7 @@ def unserved(engine: "Engine", prompt: Prompt, generation_config: GenerationConf
         return "position_ids (of several axes)"
     is_reader = reads_pictures(engine.original)
     if prompt.has_pictures and not is_reader:
-        return "pixel_values (of a model that is not among those whose pictures are served)"
+        return "pixel_values or input_features (of a model whose pictures and sounds are not served)"
     if any(prompt.padding) and engine.served_batches != ANY:
         return "attention_mask (padding on the left, which the model's own positions do not follow)"
     if len(prompt.tokens) > 1 and engine.served_batches == SINGLE:  # guard: mixed-rows
@@ -389,19 +392,21 @@ def unserved(engine: "Engine", prompt: Prompt, generation_config: GenerationConf
     cache = cache_among(model_kwargs)
     if cache is not None and not is_plain(cache):
         return f"{CACHE} / cache_implementation ({type(cache).__name__})"
-    cached = 0 if cache is None else cache.get_seq_length()
-    is_filled = cached > 0
+    cached = cache.get_seq_length() if cache is not None else 0
     is_own = prompt.is_embedded or prompt.has_pictures
     if is_own and engine.loras is not None:
         return "inputs_embeds or pixel_values (of a model whose rows choose adapters)"
-    if (is_filled or is_own) and engine.cache_layout is None:
-        name = CACHE if is_filled else "inputs_embeds" if prompt.is_embedded else "pixel_values"
+    if (cached or is_own) and engine.cache_layout is None:
+        name = CACHE if cached else "inputs_embeds" if prompt.is_embedded else "pixel_values"
         return f"{name} (the model's own cache holds something else than the keys and values of each layer)"
     is_asked_for = generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
+    if any(prompt.padding) and (is_own or (cache is not None and is_asked_for)):  # guard: own-positions
+        if engine.cache_layout is not None and not engine.cache_layout.follows_padding:
+            return "attention_mask (padding on the left, which the model's own positions do not follow)"
     captured = engine.described
     if cache is not None and is_asked_for and captured.clamps_prompts:
         return f"{CACHE} (the model's forward over several tokens leaves other states than single steps)"
-    if any(spec.kind == "selective" for spec in captured.recurrences) and (is_filled or (is_own and is_asked_for)):
+    if any(spec.kind == "selective" for spec in captured.recurrences) and (cached or (is_own and is_asked_for)):
         return f"{CACHE} (the model's forward over several tokens does not read the states in a cache)"
     makes_cache = model_kwargs.get("use_cache", True) and not {CACHE, STATES} & model_kwargs.keys()
     if captured.recurrences and makes_cache and generation_config.return_dict_in_generate:
@@ -414,6 +419,4 @@ def unserved(engine: "Engine", prompt: Prompt, generation_config: GenerationConf
     if not prompt.has_pictures and any(each is not None and each[..., cached:].any() for each in types):
         return "token_type_ids (of pictures that are not there)"
     served = SERVED_ARGUMENTS | (PICTURES | TOKEN_TYPES if is_reader else set())
-    no_pictures: tuple[str, Any] = ("mm_encoder_outputs", {})  # tells a model that reads pictures that there are none
-    others = ((name, value) for name, value in model_kwargs.items() if name not in served and value is not None)
-    return next((name for name, value in others if (name, value) != no_pictures), None)
+    return next((name for name, value in model_kwargs.items() if name not in served and value is not None), None)

@@ -133,7 +133,7 @@ class Requests:
         self.metrics = PrometheusMetrics(self.manager.metrics, self.shadow)
         self.row_tokens: int = self.manager.metrics()["slot_tokens"]
         self.most_unread, self.max_queue = MOST_UNREAD, config.max_queue_size
-        self.reads_pictures, self.policy = reads_pictures(model.speculation.original), Policy()
+        self.reads_pictures, self.policy = reads_pictures(model.speculation.original, "image"), Policy()
         self.most_bytes = MOST_BYTES + BYTES_A_TOKEN * self.row_tokens + PICTURE_BYTES * self.reads_pictures
         self.bodies = Bodies(self.most_bytes)
         self.most_containers = MOST_CONTAINERS + 2 * self.row_tokens

@@ -45,8 +45,8 @@ def test_what_is_refused_and_what_fails_alone():
             manager.add_request(**inputs("Gemma3", ending=0))
         with pytest.raises(ValueError, match="attention_mask: a request has one prompt without padding"):
             manager.add_request(**arguments | {"attention_mask": 0 * arguments["attention_mask"]})
-        with pytest.raises(TypeError, match="unknown option 'input_features'"):
-            manager.add_request(**arguments, input_features=torch.zeros(1, 1))
+        with pytest.raises(TypeError, match="unknown option 'audio_values'"):
+            manager.add_request(**arguments, audio_values=torch.zeros(1, 1))
         wrong = arguments["input_ids"].masked_fill(arguments["input_ids"] == PICTURE, 5)
         manager.add_request(**arguments | {"input_ids": wrong}, request_id="wrong", max_new_tokens=NEW)
         manager.add_request(**arguments, request_id="right", max_new_tokens=NEW)

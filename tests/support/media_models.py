@@ -1,0 +1,249 @@
+"""Tiny random models that read pictures or sounds, besides `picture_models`, and what processors make of prompts.
+
+`model(name)` builds one from its config's defaults, whose sizes are made small. `inputs(name, counts)` gives prompts.
+"""
+
+import functools
+import inspect
+
+import torch
+import transformers
+from models import FULL, GQA16, LIN, SPECIAL, WIN, _randomise, speculate_captured
+from picture_models import GRIDS, PICTURE, SIDE, START, VIDEO
+
+# fmt: off
+SOUND, FRAMES = 94, 64
+"""The token id of the places of a sound, and the frames of one."""
+TOKENS = {f"{sort}_token_{end}": token for sort, token in (("image", PICTURE), ("video", VIDEO), ("audio", SOUND))
+          for end in ("id", "index")}
+TOKENS |= dict(vision_start_token_id=START, image_start_token_id=START, boi_token_id=START, audio_start_token_id=88)
+MOE = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4)
+TEXT = dict(GQA16, **SPECIAL, **MOE, sliding_window=8, moe_k=2, num_experts_per_tok=2, moe_intermediate_size=32,
+            shared_expert_intermediate_size=32, q_lora_rank=32, kv_lora_rank=24, n_group=1, topk_group=1,
+            first_k_dense_replace=1, n_shared_experts=1, moe_num_shared_experts=1, linear_num_key_heads=2,
+            linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16, index_topk=8,
+            index_head_dim=16, index_n_heads=16)
+_WIDTHS = dict.fromkeys(("hidden_size", "d_model", "embed_dim"), 32)
+_WIDTHS |= dict.fromkeys(("intermediate_size", "mlp_dim", "encoder_ffn_dim"), 48)
+_DEPTHS = dict.fromkeys(("num_hidden_layers", "num_layers", "depth", "encoder_layers"), 2)
+_HEADS = dict.fromkeys(("num_attention_heads", "num_heads", "encoder_attention_heads", "num_key_value_heads"), 2)
+TOWER = dict(_WIDTHS, **_DEPTHS, **_HEADS, head_dim=16, image_size=SIDE, patch_size=4, max_position_embeddings=64,
+             out_hidden_size=64, num_position_embeddings=16, projection_dim=64, text_hidden_size=64, output_dim=64,
+             vocab_size=96, num_mel_bins=16, max_source_positions=32, spatial_merge_size=2, temporal_patch_size=2,
+             dropout=0.0, attention_dropout=0.0)
+
+
+def small(config, sizes):
+    """The arguments of a config like this one, with these sizes where it has them."""
+    found = {}
+    for name, value in vars(config).items():
+        if isinstance(value, transformers.PreTrainedConfig):
+            inner = small(value, TEXT if "text" in name else TOWER)
+            found[name] = inner | {"model_type": value.model_type}
+        elif name in sizes and value is not None and not isinstance(value, (list, tuple, dict)):
+            found[name] = sizes[name]
+    if sizes is TEXT:
+        found["vocab_size"] = TEXT["vocab_size"]
+        if types := getattr(config, "layer_types", None):
+            found["layer_types"] = ([*dict.fromkeys(types)] * 2)[:2]
+        rope = getattr(config, "rope_parameters", None) or {}
+        if "mrope_section" in rope:
+            found["rope_parameters"] = rope_of(2, 3, 3)
+    return found
+
+
+def rope_of(*sections, **more):
+    return dict(rope_type="default", rope_theta=10000.0, mrope_section=sections, **more)
+
+
+def merged(arguments, over):
+    """`arguments` with those of `over` in their place, config by config."""
+    arguments = dict(arguments)
+    for name, value in over.items():
+        inner = arguments.get(name)
+        is_config = isinstance(value, dict) and isinstance(inner, dict) and name != "rope_parameters"
+        arguments[name] = merged(inner, value) if is_config else value
+    return arguments
+
+
+# What processors make of pictures and sounds: functions of their number and a generator.
+
+
+def pixels(*shape, **more):
+    """One array for each picture, and other arguments by their value for one picture."""
+    return lambda n, g: {"pixel_values": torch.randn(n, *shape, generator=g)} | _for_each(n, more)
+
+
+def patches(*shape, **more):
+    """Patches of pictures of two sizes, in one list."""
+    def made(n, g):
+        grids = [GRIDS[number % 2] for number in range(n)]
+        count = sum(height * width for _, height, width in grids)
+        grids = {"image_grid_thw": torch.tensor(grids), "pixel_values": torch.randn(count, *shape, generator=g)}
+        return grids | _for_each(n, more)
+    return made
+
+
+def strips(n, g):
+    """Patches of pictures of 8 by 8, side by side."""
+    return {"pixel_values": torch.randn(1, 3, 4, n * 256, generator=g)} | _for_each(n, {"target_sizes": [8, 8]})
+
+
+def sound(*shape, **masks):
+    """Features of sounds of one length."""
+    return lambda n, g: {"input_features": torch.randn(n, *shape, generator=g)} | _for_each(n, masks)
+
+
+def _for_each(n, values):
+    return {name: torch.tensor([value] * n) for name, value in values.items()}
+
+
+MEL, MASK, SIZES, RGB = (16, FRAMES), [1] * FRAMES, [SIDE, SIDE], (3, SIDE, SIDE)
+GRID = patches(3 * 2 * 4 * 4)
+LLAMA, QWEN2, CLIP = dict(model_type="llama"), dict(model_type="qwen2"), dict(model_type="clip_vision_model")
+SIGLIP = dict(model_type="siglip_vision_model", vision_use_head=False)
+GLM, SECTIONS = dict(text_config=dict(rope_parameters=rope_of(2, 3, 3, partial_rotary_factor=1.0))), rope_of(2, 3, 3)
+GATED = dict(text_config=dict(layer_types=[LIN, FULL]))
+QFORMER = dict(encoder_hidden_size=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+SPEECH = dict(text_config=dict(model_type="granite"), projector_config=QFORMER, has_lora_adapter=False,
+              encoder_config=dict(hidden_dim=32, num_heads=2, dim_head=16, context_size=16))
+OMNI = dict(vision_start_token_id=START, text_config=dict(rope_parameters=SECTIONS),
+            audio_config=dict(n_window=50, max_source_positions=64, downsample_hidden_size=16, n_window_infer=100),
+            vision_config=dict(fullatt_block_indexes=[1], window_size=16))
+G4 = dict(rope_parameters=None, vocab_size_per_layer_input=96, hidden_size_per_layer_input=8, layer_types=[WIN, FULL])
+STRIPS = dict(GATED, image_size=32, patch_size=4, insert_layer_id=0,
+              vision_config=dict(image_size=32, insert_layer_id=0))
+POSITIONS = [[x, y] for y in range(6) for x in range(6)]
+
+# class without ForConditionalGeneration: (places of a picture or sound, None for a grid's; what is made; configuration)
+_MODELS = {
+    "Aria": (4, pixels(*RGB), dict(projector_patch_to_query_dict={16: 4})),
+    "AyaVision": (4, pixels(*RGB), dict(text_config=dict(model_type="cohere2"), vision_config=SIGLIP,
+                                        downsample_factor=2)),
+    "Cohere2Vision": (4, pixels(*RGB), dict(vision_config=SIGLIP, downsample_factor=2)),
+    "CohereCompass": (None, GRID, dict(text_config=dict(rope_parameters={FULL: SECTIONS, WIN: SECTIONS}))),
+    "Cosmos3Edge": (None, patches(48), {}),
+    "Cosmos3Omni": (None, GRID, {}),
+    "DeepseekVL": (16, pixels(*RGB), {}),
+    "Ernie4_5_VLMoe": (None, patches(48), dict(text_config=dict(rope_parameters=rope_of(3, 3, 2)))),
+    "Exaone4_5_": (None, GRID, {}),
+    "Gemma4": (4, pixels(36, 48, image_position_ids=POSITIONS), dict(text_config=G4, vision_config=dict(
+        TOWER, model_type="gemma4_vision", pooling_kernel_size=3, position_embedding_size=64))),
+    "Glm46V": (None, GRID, GLM),
+    "Glm4v": (None, GRID, GLM),
+    "Glm4vMoe": (None, GRID, GLM),
+    "GlmOcr": (None, GRID, GLM),
+    "GotOcr2": (1, pixels(3, 64, 64), dict(text_config=QWEN2, vision_config=dict(
+        image_size=64, patch_size=16, output_channels=8, global_attn_indexes=[1], window_size=2))),
+    "HyperCLOVAXVisionV2": (None, GRID, {}),
+    "Idefics2": (4, pixels(*RGB), dict(perceiver_config=dict(resampler_n_latents=4, resampler_depth=1,
+        resampler_n_heads=2, resampler_head_dim=16, num_key_value_heads=2))),
+    "Idefics3": (4, pixels(*RGB), dict(scale_factor=2, text_config=LLAMA)),
+    "Janus": (16, pixels(*RGB), {}),
+    "Lfm2Vl": (4, pixels(16, 48, spatial_shapes=[4, 4], pixel_attention_mask=[1] * 16), dict(
+        text_config=dict(layer_types=["conv", FULL], block_auto_adjust_ff_dim=False),
+        vision_config=dict(num_patches=16, vision_use_head=False), projector_hidden_size=32)),
+    "Lfm3Vl": (None, GRID, {}),
+    "LightOnOcr": (4, pixels(*RGB, image_sizes=SIZES), {}),
+    "LlavaNextVideo": (36, pixels(2, *RGB, image_sizes=SIZES), dict(
+        text_config=LLAMA, vision_config=CLIP, image_grid_pinpoints=[SIZES])),
+    "LlavaOnevision": (36, pixels(2, *RGB, image_sizes=SIZES), dict(vision_config=SIGLIP,
+                                                                    image_grid_pinpoints=[SIZES])),
+    "MiniMaxM3Sparse": (None, GRID, {}),
+    "MiniCPMOcr": (16, strips, STRIPS),
+    "MiniCPMV4_6": (4, strips, STRIPS),
+    "MiniCPMV4_7": (4, strips, STRIPS),
+    "MuseGlimmer": (None, patches(96), dict(out_hidden_size=128, projector_hidden_size=32,
+                                            vision_config=dict(pos_emb_height=8, pos_emb_width=8))),
+    "Ovis2": (16, pixels(*RGB), dict(text_config=QWEN2, vocab_size=96, hidden_size=64,
+                                     visual_indicator_token_ids=[80, 81, 82, 83, 84],
+                                     vision_config=dict(hidden_stride=1))),
+    "PaddleOCRVL": (None, patches(3, 4, 4), dict(text_config=dict(rope_parameters=SECTIONS))),
+    "QianfanOCR": (4, pixels(*RGB), dict(vision_config=dict(image_size=SIZES, patch_size=[4, 4], drop_path_rate=0.0))),
+    "Qwen3_5": (None, GRID, GATED),
+    "Qwen3_5Moe": (None, GRID, GATED),
+    "SmolVLM": (4, pixels(*RGB), dict(scale_factor=2, text_config=LLAMA)),
+    "Step3p7": (1, pixels(*RGB), dict(text_config=dict(sliding_window=8))),
+    "VideoLlama3": (None, patches(48, image_merge_sizes=2), dict(text_config=QWEN2)),
+    "VideoLlava": (16, pixels(*RGB), dict(text_config=LLAMA, vision_config=CLIP)),
+    "VipLlava": (16, pixels(*RGB), dict(text_config=LLAMA, vision_config=CLIP, vision_feature_layers=[-2, -1])),
+    "AudioFlamingo3": (16, sound(*MEL, input_features_mask=MASK), dict(text_config=QWEN2)),
+    "GlmAsr": (8, sound(*MEL, input_features_mask=MASK), dict(audio_config=dict(intermediate_size=128),
+                                                              text_config=LLAMA)),
+    "GraniteSpeech": (3, sound(15, 160), SPEECH),
+    "GraniteSpeechPlus": (3, sound(15, 160), SPEECH),
+    "MossTranscribeDiarize": (8, sound(*MEL, input_features_mask=MASK), {}),
+    "MusicFlamingo": (16, sound(*MEL, input_features_mask=MASK), dict(text_config=QWEN2)),
+    "Qwen2Audio": (16, sound(*MEL, feature_attention_mask=MASK), dict(text_config=QWEN2)),
+    "Qwen2_5OmniThinker": (25, sound(16, 100, feature_attention_mask=[1] * 100), OMNI),
+    "Qwen3ASR": (13, sound(16, 100, input_features_mask=[1] * 100), dict(
+        audio_config=dict(downsample_hidden_size=16))),
+    "Qwen3OmniMoeThinker": (13, sound(16, 100, feature_attention_mask=[1] * 100), OMNI),
+    "Voxtral": (8, sound(*MEL), dict(text_config=LLAMA, audio_config=dict(intermediate_size=128), hidden_size=64)),
+}
+COLUMNS = {"Exaone4_5_", "HyperCLOVAXVisionV2", "MossTranscribeDiarize"}
+"""Classes that count positions from a row's padding."""
+IN_ROWS = {"Idefics2", "Idefics3", "SmolVLM"}
+"""Classes whose pictures are in an array of rows, padded with pictures of zeros."""
+NAMES = [name for name in _MODELS if hasattr(transformers, f"{name}ForConditionalGeneration")]
+# fmt: on
+
+
+@functools.cache
+def model(name):
+    """A model of the class `name`ForConditionalGeneration, fp32 on the CPU, which tests leave as it is."""
+    _, _, over = _MODELS[name]
+    made = getattr(transformers, f"{name}ForConditionalGeneration")
+    default = made.config_class()
+    marks = {token: TOKENS[token] for token in TOKENS.keys() & vars(default).keys()}
+    arguments = merged(small(default, {}) | marks, over)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        net = made(made.config_class(**SPECIAL | arguments)).float().eval()
+    keywords = dict(std=0.4, embed=0.03, final=6.0) if name == "Gemma4" else {}
+    _randomise(net, torch.Generator().manual_seed(0), **keywords)
+    net.generation_config.pad_token_id, net.generation_config.eos_token_id = SPECIAL["pad_token_id"], None
+    return net
+
+
+def inputs(name, counts=(1,), seed=1):
+    """What a processor makes of prompts of different lengths: row b has counts[b] pictures or sounds."""
+    g = torch.Generator().manual_seed(seed)
+    places, made, _ = _MODELS[name]
+    token = SOUND if has_sounds(name) else PICTURE
+
+    def text(length):
+        return torch.randint(3, 80, (length,), generator=g).tolist()
+
+    rows, number = [], 0
+    for index, count in enumerate(counts):
+        row = text(5 + index)
+        for _ in range(count):
+            _, height, width = GRIDS[number % 2]
+            row += [*text(2), START, *[token] * (places or height * width // 4)]
+            number += 1
+        rows.append(row + text(4))
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    arguments = dict(input_ids=ids, attention_mask=mask)
+    for types in ("mm_token_type_ids", "moe_mm_token_type_ids"):
+        if types in inspect.signature(model(name).forward).parameters:
+            arguments[types] = (ids == PICTURE).long()
+    if number:
+        arguments |= made(number, g)
+    if number and name in IN_ROWS:
+        flat, arguments["pixel_values"] = arguments["pixel_values"], torch.zeros(len(counts), max(counts), *RGB)
+        for row, (count, pictures) in enumerate(zip(counts, flat.split(counts))):
+            arguments["pixel_values"][row, :count] = pictures
+        arguments["pixel_attention_mask"] = torch.ones(len(counts), max(counts), SIDE, SIDE, dtype=torch.int64)
+    return arguments
+
+
+def has_sounds(name):
+    return "input_features" in _MODELS[name][1](1, torch.Generator())
+
+
+@functools.cache
+def fast(name):
+    return speculate_captured(model(name), compile=False)
