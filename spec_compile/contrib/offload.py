@@ -86,10 +86,13 @@ def without_hooks(model: Any, fetches: bool = False) -> Any:
     Raises UnsupportedModelError, before any change, if a hook is of an unknown kind, if offloaded weights are quantised
     or gone, if layers are on several GPUs, or if there is too little memory for what has to be in it.
     """
-    hooks = _hooks_of(model) if isinstance(model, PreTrainedModel) else []
+    if not isinstance(model, PreTrainedModel):
+        return model
+    hooked = [(path, vars(part).get("_hf_hook")) for path, part in model.named_modules()]
+    hooks = [(path, each) for path, hook in hooked if hook for each in getattr(hook, "hooks", [hook])]
     if not any(getattr(hook, "offload", False) for _, hook in hooks):
         return model
-    device = _device_of(model, hooks)
+    device = _device_of(model, [hook for _, hook in hooks])
     opened = functools.cache(partial(safe_open, framework="pt", device="cpu"))  # one mapping of each file
     found = [each for path, hook in hooks if hook.offload for each in _offloaded(model, path, hook, opened)]
     fetched = _matrices(model, found) if fetches or device.type == "cuda" else []
@@ -97,11 +100,21 @@ def without_hooks(model: Any, fetches: bool = False) -> Any:
         _check_memory(model, found, fetched, device)
     # The configs are shared, so that changes of them are noticed.
     shared = {id(each): each for each in [*configs_of(model), model.generation_config]}
-    shared |= {id(hook): hook for hook in (vars(part).get("_hf_hook") for part in model.modules())}
-    copied = copies.shared_copy(model, shared)
+    copied = copies.shared_copy(model, shared | {id(hook): hook for _, hook in hooked})
     originals = {path.replace(PREFIX, ""): part for path, part in model.named_modules()}
     for path, part in copied.named_modules():
-        _unhook(part, originals[path])
+        attributes = vars(part)
+        for name in ADDED:
+            attributes.pop(name, None)
+        if (own := attributes.pop("_old_forward", None)) is not None:
+            del attributes["forward"]
+            if getattr(own, "__func__", None) is not type(part).forward:
+                attributes["forward"] = own
+        # Where all tensors have values, the dictionary is shared, so that a tensor in another's place is noticed.
+        for name in ("_parameters", "_buffers"):
+            holder = vars(originals[path])[name]
+            if not any(tensor is not None and tensor.is_meta for tensor in holder.values()):
+                attributes[name] = holder
     _place(copied, found, fetched, device)
     copies.ORIGINS[copied] = model
     return copied
@@ -110,22 +123,16 @@ def without_hooks(model: Any, fetches: bool = False) -> Any:
 copies.STAND_INS.append(without_hooks)
 
 
-def _hooks_of(model: nn.Module) -> list[tuple[str, Any]]:
-    """The hooks of accelerate, each with the path of its module."""
-    hooks = [(path, vars(part).get("_hf_hook")) for path, part in model.named_modules()]
-    return [(path, each) for path, hook in hooks if hook is not None for each in getattr(hook, "hooks", [hook])]
-
-
-def _device_of(model: PreTrainedModel, hooks: list[tuple[str, Any]]) -> torch.device:
+def _device_of(model: PreTrainedModel, hooks: list[Any]) -> torch.device:
     """The device on which the hooks run the model."""
-    unknown = sorted({type(hook).__name__ for _, hook in hooks} - {"AlignDevicesHook"})
+    unknown = sorted({type(hook).__name__ for hook in hooks} - {"AlignDevicesHook"})
     if unknown:
         refuse(model, f"has hooks of accelerate that are not known here, {', '.join(unknown)}; {admit.LOAD}")
     if getattr(model, "hf_quantizer", None) is not None:
         refuse(model, f"has quantised weights that accelerate has offloaded; {admit.LOAD}")
     if any(hasattr(part, "_rescale_layers") for part in model.modules()):
         refuse(model, f"is offloaded by accelerate, and it changes its weights while it runs; {admit.LOAD}")
-    given = {hook.execution_device for _, hook in hooks} - {None}
+    given = {hook.execution_device for hook in hooks} - {None}
     devices = {torch.device("cuda", each) if isinstance(each, int) else torch.device(each) for each in given}
     if any(each.type == "cuda" for each in devices):
         devices = {torch.device("cuda", each.index or 0) if each.type == "cuda" else each for each in devices}
@@ -205,25 +212,8 @@ def _check_memory(
             refuse(model, f"is offloaded and needs {needed / 1e9:.2f} GB of {what} which has {free / 1e9:.2f} GB free")
 
 
-def _unhook(part: nn.Module, original: nn.Module) -> None:
-    """Take the hooks from a copied module. It shares the dictionaries of tensors that have values, so that a tensor in
-    another's place there is noticed."""
-    attributes = vars(part)
-    for name in ADDED:
-        attributes.pop(name, None)
-    own = attributes.pop("_old_forward", None)
-    if own is not None:
-        del attributes["forward"]
-        if getattr(own, "__func__", None) is not type(part).forward:
-            attributes["forward"] = own
-    for name in ("_parameters", "_buffers"):
-        holder = vars(original)[name]
-        if not any(tensor is not None and tensor.is_meta for tensor in holder.values()):
-            attributes[name] = holder
-
-
 def _place(copied: PreTrainedModel, found: list[Offloaded], fetched: list[Offloaded], device: torch.device) -> None:
-    """Give a copy the values. Those of one tied weight become one parameter."""
+    """Give a copy the values. Tied weights become one parameter."""
     made: dict[tuple, Tensor] = {}
     ids = {id(each) for each in fetched}
     for each in found:
@@ -243,22 +233,18 @@ def _place(copied: PreTrainedModel, found: list[Offloaded], fetched: list[Offloa
             part.__class__ = part.__class__ if isinstance(part, _Fetches) else _fetching(type(part))
         if id(each) in ids or device.type == "cpu":
             PLACES[made[key]] = each.place
-    _tie(copied)
+    for pair in (getattr(copied, "all_tied_weights_keys", None) or {}).items():  # each may have a file
+        ends = [(copied.get_submodule(path)._parameters, name) for path, _, name in (x.rpartition(".") for x in pair)]
+        one, other = (holder.get(name) for holder, name in ends)
+        ours = [any(each is x for x in made.values()) for each in (one, other)]
+        if one is None or other is None or not any(ours):
+            continue
+        if one.device == other.device and torch.equal(one, other):
+            (holder, name), kept = (ends[0], other) if ours[0] else (ends[1], one)
+            holder[name] = kept
     names = [name for name, parameter in copied.named_parameters() if parameter in PLACES]
     linears.keep_apart(copied, names)  # merging them would copy them
     admit.ON_HOST.update(dict.fromkeys(map(partial(attribute, copied), names), device))
-
-
-def _tie(copied: PreTrainedModel) -> None:
-    """Make one parameter of weights that are tied, if their values are equal."""
-    for pair in (getattr(copied, "all_tied_weights_keys", None) or {}).items():
-        ends = [(copied.get_submodule(path)._parameters, name) for path, _, name in (x.rpartition(".") for x in pair)]
-        tensors = [holder.get(name) for holder, name in ends]
-        if any(each is None for each in tensors) or not any(each in PLACES for each in tensors):
-            continue
-        if tensors[0].device == tensors[1].device and torch.equal(*tensors):
-            (holder, name), other = (ends[0], tensors[1]) if tensors[0] in PLACES else (ends[1], tensors[0])
-            holder[name] = other
 
 
 # The pass.
