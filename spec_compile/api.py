@@ -76,6 +76,8 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
         base: Any = copies.base_of(model)
         wrapper: Any = copies.wrap_alike(model, speculate(base, algo, **options))
         return wrapper
+    for stand_in in copies.STAND_INS:
+        model = stand_in(model)
     name = parse_algorithm(algo, options.get("draft"))
     ranks = find_ranks(options.get("tensor_parallel"), model)
     with ranks.together("speculate()", parts := dict[str, Any]()):
@@ -142,7 +144,8 @@ class Speculation:
         engine.runtime.records.open(self._artefact, f"record_{algorithm.plan.nodes}")
         others = loras.of_adapters(model) if options.max_loras else set()  # their changes count from call to call
         engine.weights = SharedWeights(model, algorithm.draft_module, others)
-        watched = {part: path for path, part in model.named_modules() if part not in others}
+        models = filter(None, (model, copies.ORIGINS.get(model)))
+        watched = {part: path for each in models for path, part in each.named_modules() if part not in others}
         engine.watch = Watch(watched, fast, engine.weights.slots, self._reads)
         own = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
         engine.rebuild, engine.speculate = partial(speculate, algo=name, **own), speculate

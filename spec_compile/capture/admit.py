@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
 
@@ -24,7 +25,10 @@ from .recurrences import ATTENTION, has_recurrences, layer_types, parts_of
 log = logging.getLogger("spec_compile")
 
 DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
-ONE_DEVICE = "without device_map, or with device_map='cuda:0' or 'cpu'"
+LOAD = "load it again on a single device: without device_map, or with device_map='cuda:0' or 'cpu'"
+SEVERAL = f"several GPUs need tensor_parallel; a device_map may be over one GPU and the host; or {LOAD}"
+ON_HOST = WeakIdKeyDictionary()
+"""Parameters in the host's memory that a graph reads, each with the graph's device; `contrib` adds some."""
 GROWING_ROPE = {"dynamic", "longrope"}
 
 
@@ -120,18 +124,17 @@ def admit(model: nn.Module, exact: str = "auto") -> Inventory:
 
 def _admit_tensors(model: PreTrainedModel, packed: set[str]) -> None:
     """Refuse devices and dtypes that cannot be served. packed: paths of quantised modules, whose dtypes are known."""
-    devices = sorted({str(p.device) for p in held_parameters(model)})
+    devices = sorted({str(ON_HOST.get(p, p.device)) for p in held_parameters(model)})
     if any(map(_offloads, model.modules())):
         refuse(
             model,
-            "is offloaded by accelerate, which moves its weights while it runs, and model.to() cannot undo that; load "
-            f"it again on a single device: {ONE_DEVICE}",
+            f"is offloaded by accelerate, which moves its weights as it runs, and model.to() cannot undo that; {LOAD}",
         )
     if "meta" in devices:
         refuse(model, "has parameters without values (on the meta device); load it by from_pretrained()")
     if len(devices) != 1:
-        refuse(model, f"is spread over {', '.join(devices)}; load it on a single device: {ONE_DEVICE}")
-    _admit_device(model, torch.device(devices[0]))
+        refuse(model, f"is spread over {', '.join(devices)}; {SEVERAL}")
+    admit_device(model, torch.device(devices[0]))
     read = {id(p) for path in packed for p in held_parameters(model.get_submodule(path))}
     unknown = sorted({str(p.dtype) for p in held_parameters(model) if id(p) not in read} - {str(d) for d in DTYPES})
     if unknown:
@@ -148,7 +151,7 @@ def _offloads(part: nn.Module) -> bool:
     return any(getattr(each, "offload", False) or type(each).__name__ == "CpuOffload" for each in hooks)
 
 
-def _admit_device(model: PreTrainedModel, device: torch.device) -> None:
+def admit_device(model: PreTrainedModel, device: torch.device) -> None:
     if device.type not in ("cpu", "cuda"):
         refuse(model, f"is on {device}; it runs on a CPU or on a CUDA GPU: model.to('cpu') or model.to('cuda')")
     if device.type == "cuda":

@@ -7,6 +7,7 @@ import copy
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from transformers import GenerationConfig
@@ -25,6 +26,10 @@ NO_LORAS = (
 )
 ABSENT = object()
 SCALARS = (type(None), bool, int, float, str)
+STAND_INS: list[Callable[[Any], Any]] = []
+"""Each returns the model to serve in place of a user's, or the same; `contrib` adds some."""
+ORIGINS: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+"""A model that is served in place of a user's -> the user's, whose changes count, too."""
 
 
 class FollowedConfig:

@@ -176,7 +176,7 @@ class StartArtefact:
         if any(type(tensor.data) is not Tensor for tensor in tensors):
             yield "has tensors of a class of their own"
         if is_kept_apart(tensors):
-            yield "has weights that an earlier speculate(merge_linears=False) reads where they lie"
+            yield "has offloaded weights, or some that an earlier speculate(merge_linears=False) reads where they lie"
 
     def read(self) -> Start | None:
         """The findings of an earlier start, bound to the model and checked with its weights; None if there are none."""

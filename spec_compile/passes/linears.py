@@ -44,7 +44,7 @@ def merge_linears(graph: ModelGraph, settings) -> str:
 
     The weights are not held twice: the model's own parameters become views of the merged storage, with equal values,
     so that later in-place updates of either are seen by both. Only plain parameters that nothing else uses take part,
-    and none that a graph which is still there reads where it lies.
+    and none that is offloaded, or that a graph which is still there reads where it lies.
     """
     linears = [*linear_layers(graph), *quantised_layers(graph)]
     if not settings.merge_linears:
@@ -67,7 +67,7 @@ def merge_linears(graph: ModelGraph, settings) -> str:
     for number, group in enumerate(merged):
         _merge(graph.gm, group, f"{MERGED}{number}")
     summary = f"merged {sum(map(len, merged))} linear layers into {len(merged)}"
-    if len(merged) < len(alike):
+    if len(merged) < len(alike):  # or because they are offloaded
         summary += f"; {len(alike) - len(merged)} groups stay apart for an earlier speculate(merge_linears=False)"
     return summary
 

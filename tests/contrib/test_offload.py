@@ -1,0 +1,260 @@
+"""Models that accelerate has offloaded: the tokens and bits of models in memory, fetches, refusals, and a user's model
+that keeps its hooks."""
+
+import copy
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import accelerate
+import models
+import pytest
+import torch
+from accelerate.hooks import LayerwiseCastingHook, add_hook_to_module
+from transformers import AutoModelForCausalLM
+
+from spec_compile import passes, speculate
+from spec_compile.capture.trace import capture
+from spec_compile.contrib import offload
+from spec_compile.errors import UnsupportedModelError
+from spec_compile.graph import calls, layer_of
+
+CPU = torch.device("cpu")
+QUICK = dict(compile=False, check=False)
+PARTS = ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head")
+
+
+def llama(tied=False):
+    config, cls, kwargs, *rest = models._ADMITTED["llama"]
+    return models.build(config, cls, dict(kwargs, tie_word_embeddings=tied), *rest)
+
+
+def device_map(layers, ends):
+    return dict.fromkeys(PARTS, ends) | {f"model.layers.{number}": place for number, place in enumerate(layers)}
+
+
+def from_pretrained(net, folder, **options):
+    net.save_pretrained(folder / "model")
+    return AutoModelForCausalLM.from_pretrained(folder / "model", offload_folder=folder / "offloaded", **options).eval()
+
+
+def dispatched(net, folder, layers=("cpu", "disk"), ends="cpu"):
+    return accelerate.dispatch_model(net, device_map(layers, ends), offload_dir=folder / "offloaded")
+
+
+WAYS = {
+    "all in memory": lambda net, folder: accelerate.cpu_offload(net, CPU),
+    "all on disk": lambda net, folder: accelerate.disk_offload(net, folder / "offloaded", CPU),
+    "a layer": lambda net, folder: accelerate.cpu_offload(net.model.layers[1], CPU) and net,
+    "dispatched": dispatched,
+    "half loaded": lambda net, folder: from_pretrained(net, folder, device_map=device_map(["cpu", "disk"], "cpu")),
+    "loaded, ends on disk": lambda net, folder: from_pretrained(
+        net, folder, device_map=device_map(["cpu", "disk"], "disk")
+    ),
+    "max_memory": lambda net, folder: from_pretrained(net, folder, device_map="auto", max_memory={"cpu": 250_000}),
+}
+
+
+def answer(net, ids, mask=None):
+    mask = torch.ones_like(ids) if mask is None else mask
+    options = dict(attention_mask=mask, do_sample=False, max_new_tokens=24, eos_token_id=None)
+    return net.generate(ids, **options).tolist()
+
+
+def answers(net):
+    """Of a prompt, and of a batch with padding."""
+    rows, *batch = models.prompts()
+    return answer(net, rows[0]), answer(net, *batch)
+
+
+def places(net):
+    """What a user's model has in its modules: the hooks and forwards, and the tensors with their devices."""
+    hooks = [(id(vars(part).get("_hf_hook")), id(vars(part).get("forward"))) for part in net.modules()]
+    return hooks, [(name, id(p), p.device) for name, p in net.named_parameters()]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_and_the_users_model(way, tied, tmp_path):
+    want = answers(llama(tied))
+    net = WAYS[way](llama(tied), tmp_path)
+    assert any(p.is_meta for p in net.parameters())
+    before = places(net)
+    fast = speculate(net, compile=False, check=way == "half loaded")
+    assert places(net) == before
+    assert answers(fast) == want and max(fast.speculation.stats.nodes) > 1
+    assert answers(net) == want  # by its own hooks
+    assert answers(fast) == want  # whatever they moved meanwhile
+    served = fast.speculation.original
+    assert (served.lm_head.weight is served.model.embed_tokens.weight) == tied
+    assert not any(hasattr(part, "_hf_hook") for part in served.modules())
+    assert "a round reads" in fast.speculation.explain()
+
+
+def mapped_file(tensor):
+    """The path of the file that is mapped where a tensor lies; "" if there is none."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(each, 16) for each in line.split()[0].split("-"))
+        if begin <= tensor.data_ptr() < end:
+            return " ".join(line.split()[5:])
+
+
+@pytest.mark.parametrize("way, ending", [("all on disk", ".dat"), ("half loaded", ".safetensors")])
+def test_files_are_mapped_and_not_read_into_memory(way, ending, tmp_path):
+    fast = speculate(WAYS[way](llama(), tmp_path), **QUICK)
+    layer = fast.speculation.original.model.layers[1]
+    for linear in (layer.self_attn.q_proj, layer.mlp.down_proj):
+        assert mapped_file(linear.weight).endswith(ending)
+    read = {parameter.data_ptr() for parameter in fast.speculation.engine.runtime.verify.gm.parameters()}
+    assert layer.mlp.gate_proj.weight.data_ptr() in read  # the graph reads the same memory, merged with no other
+    total = sum(offload.PLACES[p] == "on disk" and p.nbytes for p in layer.parameters())
+    assert total == sum(p.nbytes for p in layer.parameters())
+
+
+def test_bits_and_requests(tmp_path):
+    """The log-probabilities of tokens have the bits of a model in memory, and requests its answers."""
+    whole, rows = speculate(llama(), **QUICK), [row[0].tolist() for row in models.prompts()[0]]
+    fast = speculate(dispatched(llama(), tmp_path), **QUICK)
+    for got, want in zip(fast.speculation.score(rows), whole.speculation.score(rows), strict=True):
+        assert torch.equal(got, want)
+    outputs = fast.generate_batch(rows, max_new_tokens=12, do_sample=False).values()
+    wanted = whole.generate_batch(rows, max_new_tokens=12, do_sample=False).values()
+    assert [each.generated_tokens for each in outputs] == [each.generated_tokens for each in wanted]
+
+
+def test_a_copy_of_the_result_and_speculate_again(tmp_path):
+    net = dispatched(llama(), tmp_path)
+    fast = speculate(net, **QUICK)
+    again = speculate(fast, num_draft_tokens=4, **QUICK)
+    shutil.rmtree(tmp_path / "offloaded")  # mapped files stay until nobody reads them
+    want = answers(llama())
+    assert answers(fast) == answers(again) == answers(copy.deepcopy(fast)) == want
+
+
+# --- changes after speculate()
+
+
+def test_changes_of_the_users_model(tmp_path):
+    net = dispatched(llama(), tmp_path)
+    fast = speculate(net, **QUICK)
+    ids = models.prompts()[0][0]
+    net.model.layers[1].self_attn.scaling *= 2  # of an offloaded layer
+    with pytest.raises(RuntimeError, match=r"layers\.1\.self_attn\.scaling was .* call speculate\(\) again"):
+        answer(fast, ids)
+    net.model.layers[1].self_attn.scaling /= 2
+    linear = net.model.layers[0].mlp.up_proj  # stays in memory
+    linear.weight = torch.nn.Parameter(linear.weight * 1.5)
+    with pytest.raises(RuntimeError, match=r"layers\.0\.mlp\.up_proj\.weight was moved or replaced .*refresh\(\)"):
+        answer(fast, ids)
+    fast.speculation.refresh()
+    assert answer(fast, ids) == answer(net, ids)
+
+
+def test_values_in_memory_that_change_in_place_are_used():
+    net, weights = llama(), {}
+    weights |= {name: value.clone() for name, value in net.state_dict().items()}
+    accelerate.cpu_offload(net, CPU, state_dict=weights)
+    fast, ids = speculate(net, **QUICK), models.prompts()[0][0]
+    weights["model.layers.0.mlp.up_proj.weight"].mul_(1.5)
+    assert answer(fast, ids) == answer(net, ids)
+
+
+# --- refusals, after which the user's model answers as before
+
+
+def lose(net, folder):
+    shutil.rmtree(folder / "offloaded")
+
+
+def run_elsewhere(net, folder):
+    net.model.layers[1]._hf_hook.execution_device = 1
+
+
+def cast(net, folder):
+    add_hook_to_module(net.model.layers[0].mlp, LayerwiseCastingHook(torch.float16, torch.float32, False), append=True)
+
+
+def quantise(net, folder):
+    net.hf_quantizer = SimpleNamespace()
+
+
+REFUSED = {
+    lose: r"has lost the weights of model\.layers\.1.*, which were offloaded \(.*; load it again",
+    run_elsewhere: "is spread over cpu, cuda:1; several GPUs need tensor_parallel",
+    cast: "has hooks of accelerate that are not known here, LayerwiseCastingHook; load it again on a single device",
+    quantise: "has quantised weights that accelerate has offloaded; load it again on a single device",
+}
+
+
+@pytest.mark.parametrize("spoil", REFUSED)
+def test_refusals(spoil, tmp_path):
+    net = dispatched(llama(), tmp_path)
+    spoil(net, tmp_path)
+    before = places(net)
+    with pytest.raises(UnsupportedModelError, match=rf"^model: LlamaForCausalLM {REFUSED[spoil]}"):
+        speculate(net, **QUICK)
+    assert places(net) == before
+    if spoil is quantise:
+        del net.hf_quantizer
+        assert answers(net) == answers(llama())
+
+
+def test_an_offloaded_draft_is_refused(tmp_path):
+    with pytest.raises(UnsupportedModelError, match=r"is offloaded by accelerate.*without device_map"):
+        speculate(llama(), "draft_model", draft=dispatched(llama(), tmp_path), **QUICK)
+
+
+# --- fetches, on a CPU from one place in memory to another
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_fetches(tied, tmp_path):
+    """Each layer fetches its matrices once, and no other weight is fetched."""
+    net = offload.without_hooks(accelerate.cpu_offload(llama(tied), CPU), fetches=True)
+    assert answers(net) == answers(llama(tied))  # by its own forward
+    fast = speculate(net, compile=False)
+    assert answers(fast) == answers(llama(tied))
+    graph = fast.speculation.engine.runtime.verify
+    fetched = [(node.args[0].target, layer_of(node), node.args[1]) for node in calls(graph.gm, offload.FETCH)]
+    matrices = {name: p.nbytes for name, p in net.named_parameters() if "layers" in name and p.dim() == 2}
+    assert sorted(fetched) == sorted((f"model.{name}", int(name.split(".")[2]), "cpu") for name in matrices)
+    size = sum(matrices.values())
+    assert f"{size / 1e9:.3f} GB in the host's memory, with {len(matrices)} fetches" in fast.speculation.explain()
+
+
+def test_readers_in_a_layer_share_a_fetch():
+    net = offload.without_hooks(accelerate.cpu_offload(llama(), CPU), fetches=True)
+    graph = capture(net)
+    before = calls(graph.gm, offload.FETCH)
+    for node in before[:3]:  # another fetch of the weight, for one of its readers
+        reader = next(iter(node.users))
+        with graph.gm.graph.inserting_before(reader):
+            again = graph.gm.graph.node_copy(node, lambda each: each)
+        reader.replace_input_with(node, again)
+    assert len(calls(graph.gm, offload.FETCH)) == len(before) + 3
+    shared = passes.run(graph, passes.Settings(), [offload.share_fetches])
+    assert len(calls(shared.gm, offload.FETCH)) == len(before)
+    ids, positions = torch.arange(3, 9)[None], torch.arange(6)[None]
+    assert torch.equal(shared.gm(ids, positions)[0], graph.gm(ids, positions)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("layers, ends", [((0, "cpu"), 0), ((0, "disk"), 0), (("cpu", "disk"), "cpu")])
+def test_on_a_gpu(layers, ends, tmp_path):
+    """A part of a model on the host: its tokens in float32, by captured rounds."""
+    want = answers_on(llama().to("cuda"))
+    places = {name: (0 if name == "model.rotary_emb" else place) for name, place in device_map(layers, ends).items()}
+    net = from_pretrained(llama(), tmp_path, device_map=places)
+    fast = speculate(net)
+    fast.speculation.warmup()
+    assert answers_on(fast) == answers_on(net) == want
+    assert calls(fast.speculation.engine.runtime.verify.gm, offload.FETCH)
+    served = fast.speculation.original
+    assert served.device == torch.device("cuda", 0)
+    assert all(p.is_pinned() for p in served.parameters() if p.device.type == "cpu")
+
+
+def answers_on(net):
+    rows, *batch = models.prompts()
+    return answer(net, rows[0].cuda()), answer(net, *(each.cuda() for each in batch))
