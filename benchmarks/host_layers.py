@@ -5,7 +5,6 @@
 Without --host-layers, half of the layers are there. Layers must have transformers' usual names.
 """
 
-import argparse
 from functools import partial
 
 import torch
@@ -14,14 +13,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import spec_compile
 from benchmarks import common
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--model", required=True, help="a folder or a name on the Hub")
-parser.add_argument("--host-layers", type=int, help="number of layers in the host's memory")
-parser.add_argument("--new-tokens", type=int, default=128)
-parser.add_argument("--prompt", default="Write a function that sorts a list of numbers, and explain each line of it.")
 
-if __name__ == "__main__":
-    options = parser.parse_args()
+def main(arguments: list[str] | None = None) -> None:
+    parser = common.command_line(__doc__)
+    parser.add_argument("--model", required=True, help="a folder or a name on the Hub")
+    parser.add_argument("--host-layers", type=int, help="number of layers in the host's memory")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--prompt", default="Write a function that sorts a list of numbers, and explain each line.")
+    options = parser.parse_args(arguments)
     count = AutoConfig.from_pretrained(options.model).get_text_config().num_hidden_layers
     on_host = count // 2 if options.host_layers is None else options.host_layers
     places = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), 0)
@@ -35,3 +34,7 @@ if __name__ == "__main__":
         run = partial(system.generate, **inputs, do_sample=False, max_new_tokens=options.new_tokens)
         output, seconds = min((common.elapsed(run, fast.device) for _ in range(3)), key=lambda pair: pair[1])
         print(f"{name:14} {(output.shape[1] - inputs.input_ids.shape[1]) / seconds:8.1f} tokens a second")
+
+
+if __name__ == "__main__":
+    main()

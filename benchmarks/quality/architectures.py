@@ -41,7 +41,7 @@ GROUPS = {
 NOT_CLASSES = [
     (
         "also refused",
-        "encoder-decoders (T5), RoPE that changes with the length, models on several devices, models in training mode "
+        "encoder-decoders (T5), RoPE that changes with the length, models on several GPUs, models in training mode "
         "with dropout or other noise",
     ),
     (

@@ -18,18 +18,18 @@ PACKAGE = Path(__file__).parents[2] / "spec_compile"
 SOURCES = {".py", ".cpp", ".h", ".cu", ".html"}
 SIDES = {"serve", "train", "tools", "contrib"}
 LINES = {
-    "": 2710,
+    "": 2713,
     "batching": 3721,
-    "capture": 4642,
+    "capture": 4650,
     "compile": 3215,
-    "contrib": 2381,
+    "contrib": 2651,
     "drafters": 5495,
     "kernels": 13548,
     "ngram": 2747,
     "parallel": 828,
     "passes": 3145,
     "quantised": 2722,
-    "runtime": 6239,
+    "runtime": 6242,
     "serve": 7990,
     "tools": 2226,
     "train": 4832,
