@@ -5,6 +5,7 @@ A GPU without bfloat16 serves float16 in its place.
 
 import importlib.util
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from ..errors import UnsupportedModelError
 from ..inventory import configs_of, held, held_parameters
 from ..kernels import HALF
 from ..kernels.card import OLDEST, card_of
+from ..quantised.codes import class_path
 from .changes import effects
 from .quantised import admit_quantisation, embedded_tokens, output_matrix, refuse
 from .recurrences import ATTENTION, has_recurrences, layer_types, parts_of
@@ -26,6 +28,15 @@ log = logging.getLogger("spec_compile")
 DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 ONE_DEVICE = "without device_map, or with device_map='cuda:0' or 'cpu'"
 GROWING_ROPE = {"dynamic", "longrope"}
+
+
+DECODERS: dict[str, Callable[[PreTrainedModel], PreTrainedModel]] = {}
+"""By the path of an encoder-decoder's class, what makes a causal language model of its decoder; `contrib` adds some."""
+
+
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The causal language model to be captured: `model`, or the decoder of an encoder-decoder in `DECODERS`."""
+    return DECODERS.get(class_path(model), lambda model: model)(model)
 
 
 @dataclass
@@ -79,7 +90,7 @@ def admit(model: nn.Module, exact: str = "auto") -> Inventory:
     # The sort of model.
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
-        refuse(model, "is an encoder-decoder; only decoder-only causal language models can be speculated")
+        refuse(model, "is an encoder-decoder of a class that cannot be speculated; docs/models.md lists those that can")
     if not isinstance(model, GenerationMixin) or not model.can_generate() or model.get_output_embeddings() is None:
         refuse(model, "is not a causal language model; load it with AutoModelForCausalLM")
     if not hasattr(model.get_output_embeddings(), "weight"):

@@ -1,0 +1,174 @@
+"""`Decoder`: an encoder-decoder's decoder as a causal language model, over an example source or a call's sources."""
+
+import copy
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers.generation import GenerateEncoderDecoderOutput
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
+
+from ...capture.copies import shallow
+from ...capture.modules import decoder as with_positions
+from ...capture.modules import heads_of
+from ...compat import CACHE
+from ...kernels.recurrence import recurrence
+from ...runtime.prompt import Past
+from . import kind
+
+FAMILIES = {
+    "bart": "BartForConditionalGeneration",
+    "whisper": "WhisperForConditionalGeneration",
+}
+"""The class that is served, by the type of its configuration."""
+EXAMPLE = 5
+"""Places of the example source."""
+
+
+def causal(model: PreTrainedModel) -> PreTrainedModel:
+    """The decoder of `model`, of a class in `FAMILIES`, as a causal language model over the example source."""
+    cls = type(model)
+    made = shallow(model, type(cls.__name__, (Decoder, cls), {"__module__": cls.__module__}))
+    made.config = model.config.get_text_config(decoder=True)  # a copy, in which layers are the decoder's
+    made.config.is_encoder_decoder = False
+    return made
+
+
+def example_states(config: Any, like: Tensor) -> Tensor:
+    """The encoder's output [1, EXAMPLE, C] for the example source: random numbers, always the same."""
+    drawn = torch.randn(1, EXAMPLE, config.d_model, generator=torch.Generator().manual_seed(0))
+    return drawn.to(like.device, like.dtype)
+
+
+def room_of(config: Any) -> int:
+    """The most places of a source."""
+    return getattr(config, "max_source_positions", None) or config.max_position_embeddings
+
+
+OF_SOURCES = ("attention_mask",)
+"""Arguments of a call that tell of its sources."""
+OF_DECODER = {"decoder_attention_mask": "attention_mask", "decoder_position_ids": "position_ids"}
+"""Arguments of a call that a causal language model has under another name."""
+
+
+@torch.no_grad()
+def attend_to_states(module: Any, attend: Callable) -> int | None:
+    """A change of a `Decoder`, see `capture.modules`: its layers attend to a source by states."""
+    weight, limit = module.get_output_embeddings().weight, with_positions(module, attend)
+    wide = torch.promote_types(weight.dtype, torch.float32)  # the checks also compare in float32
+    states, room = example_states(module.config, weight), torch.zeros(room_of(module.config), device=weight.device)
+    for layer in module.get_decoder().layers:
+        part = layer.encoder_attn
+        keys, values = (
+            heads_of(copy.deepcopy(project).to(wide)(states.to(wide)), part.head_dim)
+            for project in (part.k_proj, part.v_proj)
+        )
+        part.register_buffer("example", kind.pack(keys, values, None, EXAMPLE)[0], persistent=False)
+        part.register_buffer("room", room.bool(), persistent=False)
+        part.forward = partial(_by_states, part)
+    return limit
+
+
+def _by_states(part: Any, hidden_states: Tensor, *_, **__) -> tuple[Tensor, None]:
+    """Attention to a source."""
+    q = (part.q_proj(hidden_states) * part.scaling).unflatten(2, (-1, part.head_dim))
+    out = recurrence("source", [q, part.example, part.room]).to(hidden_states.dtype)
+    return part.out_proj(out.flatten(2)), None
+
+
+def _is_fresh(cache: Any) -> bool:
+    """True if transformers has made an empty cache of a growing size for the call."""
+    return (
+        type(cache) is EncoderDecoderCache
+        and not getattr(cache, "_is_user_defined", False)
+        and type(cache.self_attention_cache) is type(cache.cross_attention_cache) is DynamicCache
+        and cache.get_seq_length() == 0
+        and cache.cross_attention_cache.get_seq_length() == 0
+    )
+
+
+def _states_of(encoder_outputs: Any) -> Tensor:
+    """The states [B, S, C] in an encoder's output."""
+    return encoder_outputs[0]
+
+
+class Decoder:
+    """Put before an encoder-decoder's class, makes it a causal language model, whose source is not among its arguments.
+
+    encoder_outputs: the source as transformers passes it; None: the example source in every row.
+    source_mask: [B, S], 0 at padding; None: there is none.
+    crossed: the keys and values of the source, once the first forward has computed them; None: each forward does.
+    """
+
+    main_input_name = "input_ids"
+    encoder_outputs: Any = None
+    source_mask: Tensor | None = None
+    crossed: DynamicCache | None = None
+
+    def forward(
+        self: Any, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+        use_cache: bool | None = None, **kwargs: Any,
+    ) -> CausalLMOutputWithPast:  # fmt: skip
+        """The logits of decoder tokens, with a causal language model's arguments."""
+        cache, source = kwargs.pop(CACHE, None), self.encoder_outputs
+        if cache is None and use_cache:
+            cache = DynamicCache()
+        if cache is not None:
+            kwargs[CACHE] = EncoderDecoderCache(cache, DynamicCache() if self.crossed is None else self.crossed)
+        if source is None:
+            states = example_states(self.config, self.get_output_embeddings().weight)
+            source = BaseModelOutput(states.expand(input_ids.shape[0], -1, -1))
+        if "decoder_position_ids" in inspect.signature(super().forward).parameters:
+            kwargs["decoder_position_ids"] = position_ids
+        output = super().forward(
+            decoder_input_ids=input_ids, decoder_attention_mask=attention_mask, encoder_outputs=source,
+            attention_mask=self.source_mask, use_cache=bool(use_cache), **kwargs,
+        )  # fmt: skip
+        return CausalLMOutputWithPast(logits=output.logits, **{CACHE: cache})
+
+    # A call of ``generate()``: its arguments, and what it returns.
+
+    def over(self: Any, model_kwargs: dict[str, Any]) -> "Decoder":
+        """This decoder over the sources of a call of ``_sample`` with these arguments."""
+        made = shallow(self)
+        cache = model_kwargs.get(CACHE)
+        made.encoder_outputs, made.source_mask = model_kwargs["encoder_outputs"], model_kwargs.get("attention_mask")
+        made.crossed = cache.cross_attention_cache if _is_fresh(cache) else DynamicCache()
+        return made
+
+    def arguments(self: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call, as a causal language model has them; those that are not served keep their names."""
+        given = {name: value for name, value in model_kwargs.items() if name not in ("encoder_outputs", *OF_SOURCES)}
+        given |= {own: given.pop(name) for name, own in OF_DECODER.items() if name in given}
+        if _is_fresh(given.get(CACHE)):
+            given[CACHE] = given[CACHE].self_attention_cache
+        states, mask = _states_of(self.encoder_outputs), self.source_mask
+        if self.reads_mask and mask is not None and (mask.shape != states.shape[:2] or not mask.any(dim=1).all()):
+            given["attention_mask (of a source, of another shape or without a token)"] = mask
+        if states.shape[1] > room_of(self.config):
+            given[f"input_ids (a source of {states.shape[1]} places)"] = states
+        return given
+
+    def past(self: Any, padding: list[int]) -> Past:
+        """The states of the sources, made by the model's own forward over one token of each row."""
+        states, mask = _states_of(self.encoder_outputs), self.source_mask
+        ids = torch.zeros(len(states), 1, dtype=torch.int64, device=states.device)
+        self(ids, use_cache=True)
+        seen = mask != 0 if self.reads_mask and mask is not None else None
+        layers: list[Any] = self.crossed.layers
+        packed = [kind.pack(layer.keys, layer.values, seen, room_of(self.config)) for layer in layers]
+        return Past([], packed, 0, padding)
+
+    def output(self: Any, cache: DynamicCache | None, **told: Any) -> GenerateEncoderDecoderOutput:
+        """What transformers' loop returns. cache: has the keys and values of the decoder's tokens."""
+        both = None if cache is None else EncoderDecoderCache(cache, self.crossed)
+        return GenerateEncoderDecoderOutput(**{CACHE: both}, **told)
+
+    @property
+    def reads_mask(self: Any) -> bool:
+        """True if tokens attend to a source under its mask; Whisper's attend to all of it."""
+        return "encoder_attention_mask" in inspect.signature(type(self.get_decoder()).forward).parameters
