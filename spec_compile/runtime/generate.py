@@ -88,6 +88,10 @@ class SpeculativeMixin(FollowsGenerationConfig, Base):
         if own_generate is not None:  # by a repository's custom_generate, or by a user
             self._engine.step_aside(f"generate (set on the {type(self).__name__} object)")
             return own_generate(*args, **kwargs)
+        if self._engine.decoder is not None:
+            sources = self._engine.decoder.sources(args, kwargs)
+            copies_text = reference is None and self._engine.runtime.algorithm.store is not None
+            reference = sources if copies_text else reference
         with self._engine.generating(reference, share_text, speculation, adapter_names):
             common, key = read_inputs(args, kwargs), None
             if common is not None:
@@ -130,7 +134,7 @@ class SpeculativeMixin(FollowsGenerationConfig, Base):
         """transformers' loop for greedy decoding and sampling: its arguments, and what it returns."""
         engine, config = self._engine, generation_config
         engine.looped = True
-        source = None if engine.decoder is None else engine.decoder.over(model_kwargs)
+        source = None if engine.decoder is None else engine.decoder.over(input_ids, model_kwargs)
         given = model_kwargs if source is None else source.arguments(model_kwargs)
         prompt = Prompt.of(input_ids, config, given, placeholders(engine.original.config))
         reason = unserved(engine, prompt, config, given) or replaced.overridden(self)
@@ -236,7 +240,9 @@ class SpeculativeMixin(FollowsGenerationConfig, Base):
         return super()._beam_search(*args, **kwargs)
 
     @_in_turn
-    def _assisted_decoding(self, *args: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
+    def _assisted_decoding(
+        self, *args: Any, assistant_model: Any = None, inputs_tensor: Any = None, **kwargs: Any
+    ) -> Any:  # fmt: skip
         """`_sample` with the draft that the call names; transformers' own loop for a draft that is not served."""
         engine = self._engine
         called = CalledDraft.of(kwargs["generation_config"], assistant_model, kwargs)
@@ -246,8 +252,9 @@ class SpeculativeMixin(FollowsGenerationConfig, Base):
             engine.step_aside(called.argument, INEXACT)
             # Early exit changes the config for a while, and the original may be changed.
             original: Any = engine.original
-            return original._assisted_decoding(*args, assistant_model=assistant_model, **kwargs)
-        for name in ("inputs_tensor", "assistant_tokenizer", "tokenizer"):
+            named = {"assistant_model": assistant_model, "inputs_tensor": inputs_tensor}
+            return original._assisted_decoding(*args, **named, **kwargs)
+        for name in ("assistant_tokenizer", "tokenizer"):
             kwargs.pop(name, None)
         if model is self:
             return self._sample(*args, **kwargs)

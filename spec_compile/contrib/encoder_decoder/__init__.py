@@ -15,4 +15,4 @@ for family, name in FAMILIES.items():
     path = f"transformers.models.{family}.modeling_{family}.{name}"
     admit.DECODERS[path] = causal
     modules.MODULES[path] = recurrences.MODULES[path] = attend_to_states
-    recurrences.OF_FAMILY[family] = {"linear_attention": ({"attention", "recurrence"},)}
+    recurrences.OF_FAMILY[family.replace("_small", "-small")] = {"linear_attention": ({"attention", "recurrence"},)}
