@@ -44,9 +44,8 @@ class BatchingMixin(SpeculativeMixin):
         `continuous_batching_config` count; graphs are not what our rounds have.
         """
         if self.config.is_encoder_decoder:
-            raise UnsupportedModelError(
-                f"model: {type(self).__name__} is an encoder-decoder; only generate() serves it"
-            )
+            name = type(self).__name__
+            raise UnsupportedModelError(f"model: {name} is an encoder-decoder, which only generate() serves")
         kept = vars(self).get("_cached_continuous_batching_manager")
         if isinstance(kept, Manager) and kept.is_of_this_process:
             return kept

@@ -8,7 +8,7 @@ import transformers
 
 VOCAB, PAD, EOS = 96, 1, 2
 SIZES = dict(
-    vocab_size=VOCAB, d_model=64, encoder_layers=2, decoder_layers=3, encoder_attention_heads=4,
+    vocab_size=VOCAB, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
     decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96, max_position_embeddings=128, pad_token_id=PAD,
     bos_token_id=0, eos_token_id=EOS, decoder_start_token_id=EOS, forced_eos_token_id=None,
 )  # fmt: skip
