@@ -88,11 +88,9 @@ class SpeculativeMixin(FollowsGenerationConfig, Base):
         if own_generate is not None:  # by a repository's custom_generate, or by a user
             self._engine.step_aside(f"generate (set on the {type(self).__name__} object)")
             return own_generate(*args, **kwargs)
-        if self._engine.decoder is not None:
-            sources = self._engine.decoder.sources(args, kwargs)
-            copies_text = reference is None and self._engine.runtime.algorithm.store is not None
-            reference = sources if copies_text else reference
         with self._engine.generating(reference, share_text, speculation, adapter_names):
+            if self._engine.decoder is not None:
+                self._engine.decoder.begin(self._engine, args, kwargs)
             common, key = read_inputs(args, kwargs), None
             if common is not None:
                 ids, mask, streamer, options = common

@@ -83,6 +83,8 @@ def audit(
     if fast.speculation.engine.loras is not None:
         raise ValueError("max_loras: an audit compares one adapter; make it the active one and leave out max_loras")
     plain = fast.speculation.original
+    if plain.config.is_encoder_decoder:
+        raise ValueError("model: an audit reads prompts of causal language models, not sources of an encoder-decoder")
     rows = [_ids(number, prompt, tokenizer, plain) for number, prompt in enumerate(prompts)]
     if not rows:
         raise ValueError("prompts: expected at least one")

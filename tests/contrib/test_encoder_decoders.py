@@ -5,6 +5,7 @@ import warnings
 
 import distributions
 import encoder_decoders as tiny
+import models
 import pytest
 import tokenizers
 import torch
@@ -129,16 +130,43 @@ def test_a_call_is_not_answered_from_another_source():
 
 
 def test_drafts_come_from_the_source():
-    model, fast = pair("blenderbot")
-    copied = tiny.sources("blenderbot", length=30)["input_ids"]
-    config = dict(max_new_tokens=24, decoder_input_ids=copied[:, :4])
-    answer = model.generate(copied, **config)
-    assert fast.speculation.engine.decoder.sources((copied,), {}) == copied.tolist()
-    mask = torch.ones_like(copied)
-    mask[:, :5] = 0
-    given = dict(input_ids=copied, attention_mask=mask)
-    assert fast.speculation.engine.decoder.sources((), given) == copied[:, 5:].tolist()
-    assert torch.equal(answer, fast.generate(copied, **config))
+    _, fast = pair("blenderbot")
+    engine, ids = fast.speculation.engine, tiny.sources("blenderbot", 2)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    options = dict(input_ids=ids, attention_mask=mask)
+    seen = []
+
+    def keep(input_ids, scores, **_):
+        seen.append([each.tolist() for each in engine.wishes["references"]])
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    for named in ({}, {"reference": [7, 8, 9]}):
+        fast.generate(**options, **named, max_new_tokens=2, stopping_criteria=transformers.StoppingCriteriaList([keep]))
+    assert seen[0] == [ids[0].tolist(), ids[1, 5:].tolist()] and seen[-1] == [[7, 8, 9]]
+
+
+def test_a_decoder_as_a_draft():
+    model, fast = pair("bart")
+    draft = models.ADMITTED["llama"]()
+    options = tiny.sources("bart", 3) | dict(max_new_tokens=NEW)
+    expected = model.generate(**options)
+    assert torch.equal(expected, fast.generate(**options, assistant_model=draft))
+    drafted = spec_compile.speculate(model, "draft_model", draft=draft, compile=False, cache=False)
+    for _ in range(2):  # the second time with what the draft keeps of the first
+        assert torch.equal(expected, drafted.generate(**options))
+
+
+def test_new_weights_are_taken_over():
+    model = tiny.build("plbart")
+    fast = spec_compile.speculate(model, compile=False, cache=False)
+    options = tiny.sources("plbart", 2) | dict(max_new_tokens=NEW)
+    attention = model.model.decoder.layers[0].encoder_attn
+    attention.k_proj.weight = torch.nn.Parameter(1.5 * attention.k_proj.weight.detach())
+    with pytest.raises(RuntimeError, match=r"encoder_attn\.k_proj\.weight was moved or replaced"):
+        fast.generate(**options)
+    fast.speculation.refresh()
+    assert torch.equal(model.generate(**options), fast.generate(**options))
 
 
 def test_the_output_has_scores_and_both_caches():
@@ -302,6 +330,8 @@ def test_wrong_inputs():
         fast.generate(**tiny.sources("bart"), generation_config=GenerationConfig(max_new_tokens=200, pad_token_id=PAD))
     with pytest.raises(UnsupportedModelError, match=r"BartFor.* is an encoder-decoder, which only generate"):
         fast.generate_batch([[3, 4, 5]], max_new_tokens=4)
+    with pytest.raises(ValueError, match=r"^model: an audit reads prompts of causal language models"):
+        fast.speculation.audit([[3, 4, 5]])
 
 
 def test_a_class_that_differs_is_refused():

@@ -156,6 +156,12 @@ class Decoder:
 
     # A call of ``generate()``: its arguments, and what it returns.
 
+    def begin(self, engine: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Check the sources of a call of ``generate()``. N-grams may copy from them, unless the call names others."""
+        sources, algorithm = self.sources(args, kwargs), engine.runtime.algorithm
+        if sources and algorithm.store is not None and engine.call_options[0] is None:
+            engine.wishes["references"] = algorithm.documents(sources)
+
     def sources(self: Any, args: tuple, kwargs: dict[str, Any]) -> list[list[int]] | None:
         """The token ids of each source of a call of ``generate()``, without padding; None if they are not text.
 
