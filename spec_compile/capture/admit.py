@@ -34,9 +34,10 @@ DECODERS: dict[str, Callable[[PreTrainedModel], PreTrainedModel]] = {}
 """By the path of an encoder-decoder's class, what makes a causal language model of its decoder; `contrib` adds some."""
 
 
-def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The causal language model to be captured: `model`, or the decoder of an encoder-decoder in `DECODERS`."""
-    return DECODERS.get(class_path(model), lambda model: model)(model)
+def decoder_of(original: PreTrainedModel) -> PreTrainedModel:
+    """The causal language model to be captured: `original`, or the decoder of an encoder-decoder in `DECODERS`."""
+    make = DECODERS.get(class_path(original))
+    return original if make is None else make(original)
 
 
 @dataclass

@@ -211,8 +211,8 @@ class SpeculativeMixin(FollowsGenerationConfig, Base):
             streamer.end()
         return call, answer
 
-    def _extend_cache(self, model: Any, cache: Cache, call: Call, prompt: Prompt, answer: Answer) -> None:
-        """Fill a cache as plain decoding does, with all positions but the last. model: this, or an encoder-decoder's
+    def _extend_cache(self, runner: Any, cache: Cache, call: Call, prompt: Prompt, answer: Answer) -> None:
+        """Fill a cache as plain decoding does, with all positions but the last. runner: this, or an encoder-decoder's
         decoder."""
         length = prompt.width + answer.columns - 1
         filled = prompt.width + min(answer.gained(row) for row in range(answer.batch)) - 1  # that every row has
@@ -226,7 +226,7 @@ class SpeculativeMixin(FollowsGenerationConfig, Base):
             positions = torch.arange(length, device=ids.device) - ids.new_tensor(prompt.padding)[:, None]
             shifted = positions.clamp(min=0) + ids.new_tensor(prompt.position_offsets)[:, None]
             before = prompt.width - answer.prompt_width
-            model(
+            runner(
                 ids[:, filled - before : length - before], attention_mask=(positions >= 0).long(),
                 position_ids=shifted[:, filled:], use_cache=True, **{CACHE: cache},
                 **({"logits_to_keep": 1} if self._supports_logits_to_keep() else {}),

@@ -74,7 +74,7 @@ OF_DECODER = {"decoder_attention_mask": "attention_mask", "decoder_position_ids"
 def attend_to_states(module: Any, attend: Callable) -> int | None:
     """A change of a `Decoder`, see `capture.modules`: its layers attend to a source by states."""
     weight = module.get_output_embeddings().weight
-    limit = _with_sinusoids(module) if skips_padding(module) else with_positions(module, attend)
+    limit = with_sinusoids(module) if skips_padding(module) else with_positions(module, attend)
     wide = torch.promote_types(weight.dtype, torch.float32)  # the checks also compare in float32
     states, room = module.example.to(weight.device, wide), torch.zeros(room_of(module.config), device=weight.device)
     for layer in module.get_decoder().layers:
@@ -84,11 +84,11 @@ def attend_to_states(module: Any, attend: Callable) -> int | None:
         )
         part.register_buffer("example", kind.pack(keys, values, None, EXAMPLE)[0], persistent=False)
         part.register_buffer("room", room.bool(), persistent=False)
-        part.forward = partial(_by_states, part)
+        part.forward = partial(by_states, part)
     return limit
 
 
-def _by_states(part: Any, hidden_states: Tensor, *_, **__) -> tuple[Tensor, None]:
+def by_states(part: Any, hidden_states: Tensor, *_, **__) -> tuple[Tensor, None]:
     """Attention to a source."""
     q = (part.q_proj(hidden_states) * part.scaling).unflatten(2, (-1, part.head_dim))
     out = recurrence("source", [q, part.example, part.room]).to(hidden_states.dtype)
@@ -220,7 +220,7 @@ class Decoder:
         return Past([], packed, 0, padding)
 
     def output(self: Any, cache: DynamicCache | None, **told: Any) -> GenerateEncoderDecoderOutput:
-        """What transformers' loop returns. cache: has the keys and values of the decoder's tokens."""
+        """The result of transformers' loop. cache: has the keys and values of the decoder's tokens."""
         both = None if cache is None else EncoderDecoderCache(cache, self.crossed)
         return GenerateEncoderDecoderOutput(**{CACHE: both}, **told)
 
@@ -249,7 +249,7 @@ class SkippingDecoder(Decoder):
         return made
 
 
-def _with_sinusoids(module: Any) -> int:
+def with_sinusoids(module: Any) -> int:
     """The change of a `SkippingDecoder` in `attend_to_states`: its positions come from an argument."""
     table, own = module.get_decoder().embed_positions, module.forward
 

@@ -29,7 +29,7 @@ def pack(keys: Tensor, values: Tensor, seen: Tensor | None, room: int) -> Tensor
     return F.pad(torch.cat([keys, values, marks], dim=3), (0, 0, 0, room - places), value=HIDDEN)
 
 
-def _attend(q: Tensor, state: Tensor) -> Tensor:
+def attend(q: Tensor, state: Tensor) -> Tensor:
     """softmax(q k^T) v over the places that are seen; [B, T, H, D] float32."""
     keys, values, marks = state.split([q.shape[3], q.shape[3], MARKS], dim=3)
     seen = marks[:, :1, None, :, 0] >= 0  # [B, 1, 1, S]; also in a row without a source, so that no sum is empty
@@ -37,20 +37,20 @@ def _attend(q: Tensor, state: Tensor) -> Tensor:
     return out.transpose(1, 2).float()
 
 
-def _chunk(inputs: Inputs, state: Tensor, valid: Tensor) -> tuple[Tensor | None, Tensor]:
+def chunk(inputs: Inputs, state: Tensor, valid: Tensor) -> tuple[Tensor | None, Tensor]:
     q, example, room = inputs
     is_empty = state[:, :1, :1, -1:] == 0
     if state.is_cuda or is_empty.any():  # a host does not wait for a GPU
         first = F.pad(example, (0, 0, 0, len(room) - example.shape[1]), value=HIDDEN)
         state = torch.where(is_empty, first.to(state.dtype), state)
-    return _attend(q, state), state
+    return attend(q, state), state
 
 
-def _tree(inputs: Inputs, state: Tensor, ancestors: Tensor) -> Tensor:
-    return _attend(inputs[0], state).contiguous()
+def tree(inputs: Inputs, state: Tensor, ancestors: Tensor) -> Tensor:
+    return attend(inputs[0], state).contiguous()
 
 
 SOURCE = RecurrenceKind(
-    "source", kept=(), constants=(1, 2), output=0, chunk=_chunk, tree=_tree,
+    "source", kept=(), constants=(1, 2), output=0, chunk=chunk, tree=tree,
     state=lambda inputs: ((len(inputs[1]), len(inputs[2]), inputs[1].shape[2]), inputs[0].dtype),
 )  # fmt: skip
