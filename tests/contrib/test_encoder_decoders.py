@@ -308,8 +308,23 @@ def test_padding_in_a_prompt_that_positions_skip():
     prompt = dict(decoder_input_ids=torch.tensor([[EOS, PAD, 20, 21]]), max_new_tokens=8)
     expected, answer, _ = answers("m2m_100", "decoder_input_ids (with padding", **tiny.sources("m2m_100"), **prompt)
     assert torch.equal(expected, answer)
-    expected, answer, _ = answers("m2m_100", **tiny.sources("m2m_100"), **prompt | dict(decoder_input_ids=None))
-    assert torch.equal(expected, answer)
+
+
+def test_generated_padding_that_positions_skip():
+    class Alternate(transformers.LogitsProcessor):
+        """Every third token is padding."""
+
+        def __call__(self, input_ids, scores):
+            if input_ids.shape[1] % 3 == 0:
+                scores = torch.full_like(scores, -torch.inf)
+                scores[:, PAD] = 0.0
+            return scores
+
+    processors = transformers.LogitsProcessorList([Alternate()])
+    options = dict(logits_processor=processors, max_new_tokens=NEW, return_dict_in_generate=True, output_logits=True)
+    expected, answer, _ = answers("m2m_100", **tiny.sources("m2m_100"), **options)
+    assert torch.equal(expected.sequences, answer.sequences) and (answer.sequences == PAD).sum() > NEW // 4
+    assert alike(expected.logits, answer.logits)
 
 
 @pytest.mark.parametrize("family", ["bart", "transcriber"])
