@@ -64,8 +64,6 @@ def room_of(config: Any) -> int:
     return getattr(config, "max_source_positions", None) or config.max_position_embeddings
 
 
-OF_SOURCES = ("attention_mask",)
-"""Arguments of a call that tell of its sources."""
 OF_DECODER = {"decoder_attention_mask": "attention_mask", "decoder_position_ids": "position_ids"}
 """Arguments of a call that a causal language model has under another name."""
 
@@ -104,11 +102,6 @@ def _is_fresh(cache: Any) -> bool:
         and cache.get_seq_length() == 0
         and cache.cross_attention_cache.get_seq_length() == 0
     )
-
-
-def _states_of(encoder_outputs: Any) -> Tensor:
-    """The states [B, S, C] in an encoder's output."""
-    return encoder_outputs[0]
 
 
 class Decoder:
@@ -195,14 +188,15 @@ class Decoder:
 
     def arguments(self: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a call, as a causal language model has them, and those that are not served."""
-        given = {name: value for name, value in model_kwargs.items() if name not in ("encoder_outputs", *OF_SOURCES)}
+        of_sources = ("encoder_outputs", "attention_mask")
+        given = {name: value for name, value in model_kwargs.items() if name not in of_sources}
         given |= {own: given.pop(name) for name, own in OF_DECODER.items() if name in given}
         cache = given.pop(CACHE, None)
         if _is_fresh(cache):
             given[CACHE] = cache.self_attention_cache
         elif cache is not None:
             given[f"{CACHE} / cache_implementation (of an encoder-decoder)"] = cache
-        states, mask = _states_of(self.encoder_outputs), self.source_mask
+        states, mask = self.encoder_outputs[0], self.source_mask
         if self.reads_mask and mask is not None and (mask.shape != states.shape[:2] or not mask.any(dim=1).all()):
             given["attention_mask (of a source, of another shape or without a token)"] = mask
         if states.shape[1] > room_of(self.config):
@@ -211,7 +205,7 @@ class Decoder:
 
     def past(self: Any, padding: list[int]) -> Past:
         """The states of the sources, made by the model's own forward over one token of each row."""
-        states, mask = _states_of(self.encoder_outputs), self.source_mask
+        states, mask = self.encoder_outputs[0], self.source_mask
         ids = torch.zeros(len(states), 1, dtype=torch.int64, device=states.device)
         self(ids, use_cache=True)
         seen = mask != 0 if self.reads_mask and mask is not None else None
