@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from . import kernels, passes
 from .batching.model import BatchingMixin, score, speculative
 from .capture import copies, loras
-from .capture.admit import admit, in_served_dtype
+from .capture.admit import admit, decoder_of, in_served_dtype
 from .capture.changes import Watch, config_reads
 from .capture.checks import ANY, check_capture, check_generation, check_tree
 from .capture.kinds import is_known
@@ -84,6 +84,7 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
         parsed = parse_options(ALGORITHMS[name].options, options)
         check_draft(algo, parsed)
         plain: Any = loras.without_adapters(model) if parsed.max_loras and hasattr(model, "peft_config") else model
+        plain = decoder_of(plain)
         inventory = admit(plain, parsed.exact)
         if ranks.size > 1:
             parts |= facts(model, name, options)
@@ -134,7 +135,7 @@ class Speculation:
         """True if nothing was captured, rewritten and checked, because an earlier start had done so."""
         if found is None:
             # Capture, and compare the graph with the model's own forward. reads: the config values that it depends on.
-            with config_reads(configs_of(model)) as reads:
+            with config_reads(configs_of(plain)) as reads:
                 graph, self._runnable = self._capture()
         with timed(self.seconds, "passes"):
             engine = Engine(model, name, graph, algorithm, options, None if found is None else found.graphs)

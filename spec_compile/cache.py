@@ -93,7 +93,8 @@ class States(nn.Module):
         alike: dict[tuple, list[int]] = defaultdict(list)
         for number, kind in enumerate(self.kinds):
             state, stash = self[number]
-            alike[kind, *(part.shape for part in (state, *stash))].append(number)
+            if stash:  # else no token changes it
+                alike[kind, *(part.shape for part in (state, *stash))].append(number)
         for (kind, *_), numbers in alike.items():
             states, stashes = zip(*(self[number] for number in numbers))
             parts = [part for stash in stashes for part in stash]

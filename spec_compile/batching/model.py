@@ -17,6 +17,7 @@ from transformers.utils.logging import tqdm
 from ..capture import copies
 from ..capture.changes import KEPT
 from ..capture.copies import FollowedConfig, follow
+from ..errors import UnsupportedModelError
 from ..parallel.messages import pack, unpack
 from ..parallel.ranks import Alone
 from ..runtime.generate import SpeculativeMixin
@@ -42,6 +43,9 @@ class BatchingMixin(SpeculativeMixin):
         `max_memory_percent` (share of a GPU's free memory), `max_queue_size`, `seed` and `return_logprobs` of
         `continuous_batching_config` count; graphs are not what our rounds have.
         """
+        if self.config.is_encoder_decoder:
+            name = type(self).__name__
+            raise UnsupportedModelError(f"model: {name} is an encoder-decoder, which only generate() serves")
         kept = vars(self).get("_cached_continuous_batching_manager")
         if isinstance(kept, Manager) and kept.is_of_this_process:
             return kept

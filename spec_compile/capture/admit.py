@@ -5,6 +5,7 @@ A GPU without bfloat16 serves float16 in its place.
 
 import importlib.util
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from ..errors import UnsupportedModelError
 from ..inventory import configs_of, held, held_parameters
 from ..kernels import HALF
 from ..kernels.card import OLDEST, card_of
+from ..quantised.codes import class_path
 from .changes import effects
 from .quantised import admit_quantisation, embedded_tokens, output_matrix, refuse
 from .recurrences import ATTENTION, has_recurrences, layer_types, parts_of
@@ -30,6 +32,16 @@ SEVERAL = f"several GPUs need tensor_parallel; a device_map may be over one GPU 
 ON_HOST = WeakIdKeyDictionary()
 """Parameters in the host's memory that a graph reads, each with the graph's device; `contrib` adds some."""
 GROWING_ROPE = {"dynamic", "longrope"}
+
+
+DECODERS: dict[str, Callable[[PreTrainedModel], PreTrainedModel]] = {}
+"""By the path of an encoder-decoder's class, what makes a causal language model of its decoder; `contrib` adds some."""
+
+
+def decoder_of(original: PreTrainedModel) -> PreTrainedModel:
+    """The causal language model to be captured: `original`, or the decoder of an encoder-decoder in `DECODERS`."""
+    make = DECODERS.get(class_path(original))
+    return original if make is None else make(original)
 
 
 @dataclass
@@ -83,7 +95,7 @@ def admit(model: nn.Module, exact: str = "auto") -> Inventory:
     # The sort of model.
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
-        refuse(model, "is an encoder-decoder; only decoder-only causal language models can be speculated")
+        refuse(model, "is an encoder-decoder of a class that cannot be speculated; docs/models.md lists those that can")
     if not isinstance(model, GenerationMixin) or not model.can_generate() or model.get_output_embeddings() is None:
         refuse(model, "is not a causal language model; load it with AutoModelForCausalLM")
     if not hasattr(model.get_output_embeddings(), "weight"):

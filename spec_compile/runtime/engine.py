@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import forks, passes
+from ..capture.admit import decoder_of
 from ..capture.changes import Watch, describe
 from ..capture.checks import ANY
 from ..capture.copies import NO_LORAS
@@ -143,14 +144,19 @@ class Engine:
         return not self._calls and (is_exact or not any(batch.is_busy for batch in [*self.batches]))
 
     @cached_property
+    def decoder(self) -> Any:
+        """The causal language model that was captured if `original` is an encoder-decoder, else None."""
+        return decoder_of(self.original) if self.original.config.is_encoder_decoder else None
+
+    @cached_property
     def cache_layout(self) -> Layout | None:
-        return layout_of(self.original, self.described)
+        return layout_of(self.decoder or self.original, self.described)
 
     @property
     def captured(self) -> ModelGraph:
         """The captured graph, which is traced now if the start was from an artefact."""
         if self._captured is None:
-            model = self.original if self.loras is None else without_adapters(self.original)
+            model = decoder_of(self.original if self.loras is None else without_adapters(self.original))
             with COMPILE_LOCK, torch.compiler.set_stance("force_eager"):
                 self._captured = capture(model, whole=not is_known(model))
         return self._captured

@@ -89,6 +89,8 @@ class SpeculativeMixin(FollowsGenerationConfig, Base):
             self._engine.step_aside(f"generate (set on the {type(self).__name__} object)")
             return own_generate(*args, **kwargs)
         with self._engine.generating(reference, share_text, speculation, adapter_names):
+            if self._engine.decoder is not None:
+                self._engine.decoder.begin(self._engine, args, kwargs)
             common, key = read_inputs(args, kwargs), None
             if common is not None:
                 ids, mask, streamer, options = common
@@ -130,8 +132,10 @@ class SpeculativeMixin(FollowsGenerationConfig, Base):
         """transformers' loop for greedy decoding and sampling: its arguments, and what it returns."""
         engine, config = self._engine, generation_config
         engine.looped = True
-        prompt = Prompt.of(input_ids, config, model_kwargs, placeholders(engine.original.config))
-        reason = unserved(engine, prompt, config, model_kwargs) or replaced.overridden(self)
+        source = None if engine.decoder is None else engine.decoder.over(input_ids, model_kwargs)
+        given = model_kwargs if source is None else source.arguments(model_kwargs)
+        prompt = Prompt.of(input_ids, config, given, placeholders(engine.original.config))
+        reason = unserved(engine, prompt, config, given) or replaced.overridden(self)
         if reason or synced_gpus:
             engine.step_aside(reason or "synced_gpus")
             return super()._sample(
@@ -145,7 +149,7 @@ class SpeculativeMixin(FollowsGenerationConfig, Base):
         check_processors(logits_processor, len(input_ids), engine.runtime.verify.vocab_size)
         request = Request.of(input_ids, config, logits_processor, stopping_criteria, self.device)
         engine.admit_request(prompt, request.longest - input_ids.shape[1])
-        cache, past = cache_among(model_kwargs), None
+        cache, past = cache_among(given), None if source is None else source.past(prompt.padding)
         if prompt.is_embedded or prompt.has_pictures:
             taps = engine.runtime.algorithm.plan.taps
             cache, past = own_prefill(self, prompt, input_ids, config, model_kwargs, taps)
@@ -162,11 +166,12 @@ class SpeculativeMixin(FollowsGenerationConfig, Base):
 
         # Return what transformers returns.
         if cache is not None and (config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)):
-            self._extend_cache(cache, call, prompt, answer)
+            self._extend_cache(source or self, cache, call, prompt, answer)
         if not config.return_dict_in_generate:
             return answer.sequences()
         told: dict[str, Any] = {"scores": answer.scores, "logits": answer.logits, CACHE: cache}
-        return GenerateDecoderOnlyOutput(**told | {"sequences": answer.sequences()})
+        output = GenerateDecoderOnlyOutput if source is None else source.output
+        return output(**told | {"sequences": answer.sequences()})
 
     def _generate_as_before(
         self, request: Request, prompt: Prompt, device: torch.device, streamer: BaseStreamer | None
@@ -206,8 +211,9 @@ class SpeculativeMixin(FollowsGenerationConfig, Base):
             streamer.end()
         return call, answer
 
-    def _extend_cache(self, cache: Cache, call: Call, prompt: Prompt, answer: Answer) -> None:
-        """Fill a cache as plain decoding does, with all positions but the last."""
+    def _extend_cache(self, runner: Any, cache: Cache, call: Call, prompt: Prompt, answer: Answer) -> None:
+        """Fill a cache as plain decoding does, with all positions but the last. runner: this, or an encoder-decoder's
+        decoder."""
         length = prompt.width + answer.columns - 1
         filled = prompt.width + min(answer.gained(row) for row in range(answer.batch)) - 1  # that every row has
         layout, state = self._engine.cache_layout, call.session.state
@@ -220,7 +226,7 @@ class SpeculativeMixin(FollowsGenerationConfig, Base):
             positions = torch.arange(length, device=ids.device) - ids.new_tensor(prompt.padding)[:, None]
             shifted = positions.clamp(min=0) + ids.new_tensor(prompt.position_offsets)[:, None]
             before = prompt.width - answer.prompt_width
-            self(
+            runner(
                 ids[:, filled - before : length - before], attention_mask=(positions >= 0).long(),
                 position_ids=shifted[:, filled:], use_cache=True, **{CACHE: cache},
                 **({"logits_to_keep": 1} if self._supports_logits_to_keep() else {}),
@@ -232,7 +238,9 @@ class SpeculativeMixin(FollowsGenerationConfig, Base):
         return super()._beam_search(*args, **kwargs)
 
     @_in_turn
-    def _assisted_decoding(self, *args: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
+    def _assisted_decoding(
+        self, *args: Any, assistant_model: Any = None, inputs_tensor: Any = None, **kwargs: Any
+    ) -> Any:  # fmt: skip
         """`_sample` with the draft that the call names; transformers' own loop for a draft that is not served."""
         engine = self._engine
         called = CalledDraft.of(kwargs["generation_config"], assistant_model, kwargs)
@@ -242,8 +250,9 @@ class SpeculativeMixin(FollowsGenerationConfig, Base):
             engine.step_aside(called.argument, INEXACT)
             # Early exit changes the config for a while, and the original may be changed.
             original: Any = engine.original
-            return original._assisted_decoding(*args, assistant_model=assistant_model, **kwargs)
-        for name in ("inputs_tensor", "assistant_tokenizer", "tokenizer"):
+            named = {"assistant_model": assistant_model, "inputs_tensor": inputs_tensor}
+            return original._assisted_decoding(*args, **named, **kwargs)
+        for name in ("assistant_tokenizer", "tokenizer"):
             kwargs.pop(name, None)
         if model is self:
             return self._sample(*args, **kwargs)

@@ -409,7 +409,7 @@ class Call:
             cached = [max(length + 1 - max(algorithm.ahead, 1), 0) for length in cached]
         fresh = algorithm.plan.fresh_tokens if can_step_back else 1
         begins = [max(min(length, len(prompt) - fresh), 0) for length, prompt in zip(cached, self.prompts)]
-        if algorithm.remembers and not self.has_unknown_tokens:
+        if any(begins) and algorithm.remembers and not self.has_unknown_tokens:
             # The drafter's cache has the first tokens of the last call's texts. If the prompts begin otherwise, they
             # are processed again.
             texts = [prompt + answer for prompt, answer in self.session.answers]

@@ -296,6 +296,8 @@ def make_key(model: Any, device: torch.device, ids: Tensor, mask: Tensor | None,
     configs = [model.generation_config] if config is None else [model.generation_config, config]
     if not options.keys() <= OPTIONS or {*map(type, configs)} != {GenerationConfig} or ids.device != device:
         return None
+    if model.config.is_encoder_decoder:  # whose ids are a source
+        return None
     configs = [*map(vars, configs)]
     if any(values.get(name) is not None for values in configs for name in ("max_length", "min_length")):
         return None  # transformers warns if they come with max_new_tokens or min_new_tokens

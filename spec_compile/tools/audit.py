@@ -128,6 +128,8 @@ def check_samples(samples: int, sample_tokens: int = 1) -> None:
 
 def _ids(number: int, prompt: Any, tokenizer: Any, model: PreTrainedModel) -> Tensor:
     """The token ids of prompt `number`, int64 [1, T] on the model's device."""
+    if model.config.is_encoder_decoder:
+        raise ValueError("model: an audit reads prompts of causal language models, not sources of an encoder-decoder")
     if isinstance(prompt, str):
         if tokenizer is None:
             raise TypeError(f"prompts[{number}] is text: pass its tokenizer, audit(model, prompts, tokenizer)")

@@ -1,0 +1,255 @@
+"""`Decoder`: an encoder-decoder's decoder as a causal language model, over an example source or a call's sources."""
+
+import copy
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers.generation import GenerateEncoderDecoderOutput
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
+
+from ...capture.copies import shallow
+from ...capture.modules import decoder as with_positions
+from ...capture.modules import heads_of
+from ...compat import CACHE
+from ...kernels.recurrence import recurrence
+from ...runtime.prompt import Past
+from . import kind
+
+FAMILIES = {
+    "bart": "BartForConditionalGeneration",
+    "bigbird_pegasus": "BigBirdPegasusForConditionalGeneration",
+    "blenderbot": "BlenderbotForConditionalGeneration",
+    "blenderbot_small": "BlenderbotSmallForConditionalGeneration",
+    "m2m_100": "M2M100ForConditionalGeneration",
+    "marian": "MarianMTModel",
+    "mbart": "MBartForConditionalGeneration",
+    "pegasus": "PegasusForConditionalGeneration",
+    "plbart": "PLBartForConditionalGeneration",
+    "whisper": "WhisperForConditionalGeneration",
+}
+"""The class that is served, by the type of its configuration."""
+EXAMPLE = 5
+"""Places of the example source."""
+
+
+def causal(model: PreTrainedModel) -> PreTrainedModel:
+    """The decoder of `model`, of a class in `FAMILIES`, as a causal language model over the example source."""
+    cls, base = type(model), SkippingDecoder if skips_padding(model) else Decoder
+    made = shallow(model, type(cls.__name__, (base, cls), {"__module__": cls.__module__}))
+    made.config = model.config.get_text_config(decoder=True)  # a copy, in which layers are the decoder's
+    made.config.is_encoder_decoder = False
+    made.example = example_states(made.config)
+    return made
+
+
+def example_states(config: Any) -> Tensor:
+    """The encoder's output [1, EXAMPLE, C] for the example source: random numbers that all dtypes have."""
+    drawn = torch.randn(1, EXAMPLE, config.d_model, generator=torch.Generator().manual_seed(0))
+    return (16 * drawn).round() / 16
+
+
+def skips_padding(model: Any) -> bool:
+    """True if the positions of a decoder's tokens do not count its padding tokens (M2M-100)."""
+    return hasattr(model.get_decoder().embed_positions, "create_position_ids_from_input_ids")
+
+
+def room_of(config: Any) -> int:
+    """The most places of a source."""
+    return getattr(config, "max_source_positions", None) or config.max_position_embeddings
+
+
+OF_DECODER = {"decoder_attention_mask": "attention_mask", "decoder_position_ids": "position_ids"}
+"""Arguments of a call that a causal language model has under another name."""
+
+
+@torch.no_grad()
+def attend_to_states(module: Any, attend: Callable) -> int | None:
+    """A change of a `Decoder`, see `capture.modules`: its layers attend to a source by states."""
+    weight = module.get_output_embeddings().weight
+    limit = with_sinusoids(module) if skips_padding(module) else with_positions(module, attend)
+    wide = torch.promote_types(weight.dtype, torch.float32)  # the checks also compare in float32
+    states, room = module.example.to(weight.device, wide), torch.zeros(room_of(module.config), device=weight.device)
+    for layer in module.get_decoder().layers:
+        part = layer.encoder_attn
+        keys, values = (
+            heads_of(copy.deepcopy(project).to(wide)(states), part.head_dim) for project in (part.k_proj, part.v_proj)
+        )
+        part.register_buffer("example", kind.pack(keys, values, None, EXAMPLE)[0], persistent=False)
+        part.register_buffer("room", room.bool(), persistent=False)
+        part.forward = partial(by_states, part)
+    return limit
+
+
+def by_states(part: Any, hidden_states: Tensor, *_, **__) -> tuple[Tensor, None]:
+    """Attention to a source."""
+    q = (part.q_proj(hidden_states) * part.scaling).unflatten(2, (-1, part.head_dim))
+    out = recurrence("source", [q, part.example, part.room]).to(hidden_states.dtype)
+    return part.out_proj(out.flatten(2)), None
+
+
+def _is_fresh(cache: Any) -> bool:
+    """True if transformers has made an empty cache of a growing size for the call."""
+    return (
+        type(cache) is EncoderDecoderCache
+        and not getattr(cache, "_is_user_defined", False)
+        and type(cache.self_attention_cache) is type(cache.cross_attention_cache) is DynamicCache
+        and cache.get_seq_length() == 0
+        and cache.cross_attention_cache.get_seq_length() == 0
+    )
+
+
+class Decoder:
+    """Put before an encoder-decoder's class, makes it a causal language model, whose source is not among its arguments.
+
+    example: the states of the example source [1, EXAMPLE, C].
+    encoder_outputs: the source as transformers passes it; None: the example source in every row.
+    source_mask: [B, S], 0 at padding; None: there is none.
+    crossed: the keys and values of the source, once the first forward has computed them; None: each forward does.
+    refused: arguments of a call that are not served, by names that tell why.
+    """
+
+    main_input_name = "input_ids"
+    example: Tensor
+    encoder_outputs: Any = None
+    source_mask: Tensor | None = None
+    crossed: DynamicCache | None = None
+    refused: dict[str, Any]
+
+    def forward(
+        self: Any, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+        use_cache: bool | None = None, **kwargs: Any,
+    ) -> CausalLMOutputWithPast:  # fmt: skip
+        """The logits of decoder tokens, with a causal language model's arguments."""
+        cache, source = kwargs.pop(CACHE, None), self.encoder_outputs
+        if cache is None and use_cache:
+            cache = DynamicCache()
+        if cache is not None:
+            kwargs[CACHE] = EncoderDecoderCache(cache, DynamicCache() if self.crossed is None else self.crossed)
+        if source is None:
+            states = self.example.to(self.device, self.dtype)
+            source = BaseModelOutput(states.expand(input_ids.shape[0], -1, -1))
+        kwargs |= self.tokens(input_ids, position_ids, cache)
+        output = super().forward(
+            decoder_attention_mask=attention_mask, encoder_outputs=source, attention_mask=self.source_mask,
+            use_cache=bool(use_cache), **kwargs,
+        )  # fmt: skip
+        return CausalLMOutputWithPast(logits=output.logits, **{CACHE: cache})
+
+    def tokens(self: Any, input_ids: Tensor, position_ids: Tensor | None, cache: Any) -> dict[str, Any]:
+        """The arguments of the original's forward for decoder tokens."""
+        takes_positions = "decoder_position_ids" in inspect.signature(super().forward).parameters
+        positions = {"decoder_position_ids": position_ids} if takes_positions else {}
+        return {"decoder_input_ids": input_ids, **positions}
+
+    # A call of ``generate()``: its arguments, and what it returns.
+
+    def begin(self, engine: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Check the sources of a call of ``generate()``. N-grams may copy from them, unless the call names others."""
+        sources, algorithm = self.sources(args, kwargs), engine.runtime.algorithm
+        if sources and algorithm.store is not None and engine.call_options[0] is None:
+            engine.wishes["references"] = algorithm.documents(sources)
+
+    def sources(self: Any, args: tuple, kwargs: dict[str, Any]) -> list[list[int]] | None:
+        """The token ids of each source of a call of ``generate()``, without padding; None if they are not text.
+
+        ValueError, before any work, if a source is longer than the encoder's positions, or has an unknown token.
+        """
+        named = {"inputs": args[0] if args else None} | kwargs
+        name = next((each for each in ("input_ids", "inputs", "inputs_embeds") if named.get(each) is not None), "")
+        given, most = named.get(name), room_of(self.config)
+        if not isinstance(given, Tensor) or given.dim() < 2 or super().main_input_name != "input_ids":
+            return None
+        if given.shape[1] > most:
+            raise ValueError(f"{name}: the encoder has positions for {most} tokens, got {given.shape[1]}; shorten it")
+        if given.is_floating_point():
+            return None
+        vocabulary = self.get_input_embeddings().weight.shape[0]
+        if given.numel() and not 0 <= given.min() <= given.max() < vocabulary:
+            raise ValueError(f"{name}: expected token ids below {vocabulary}, got {given.min()} to {given.max()}")
+        mask = named.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask.shape != given.shape:
+            return given.tolist()
+        return [ids[seen != 0].tolist() for ids, seen in zip(given, mask)]
+
+    def over(self: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> "Decoder":
+        """This decoder over the sources of a call of ``_sample`` with these arguments."""
+        made = shallow(self)
+        made.refused = {}
+        cache = model_kwargs.get(CACHE)
+        made.encoder_outputs, made.source_mask = model_kwargs["encoder_outputs"], model_kwargs.get("attention_mask")
+        made.crossed = cache.cross_attention_cache if _is_fresh(cache) else DynamicCache()
+        return made
+
+    def arguments(self: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call, as a causal language model has them, and those that are not served."""
+        of_sources = ("encoder_outputs", "attention_mask")
+        given = {name: value for name, value in model_kwargs.items() if name not in of_sources}
+        given |= {own: given.pop(name) for name, own in OF_DECODER.items() if name in given}
+        cache = given.pop(CACHE, None)
+        if _is_fresh(cache):
+            given[CACHE] = cache.self_attention_cache
+        elif cache is not None:
+            given[f"{CACHE} / cache_implementation (of an encoder-decoder)"] = cache
+        states, mask = self.encoder_outputs[0], self.source_mask
+        if self.reads_mask and mask is not None and (mask.shape != states.shape[:2] or not mask.any(dim=1).all()):
+            given["attention_mask (of a source, of another shape or without a token)"] = mask
+        if states.shape[1] > room_of(self.config):
+            given[f"encoder_outputs (of {states.shape[1]} places)"] = states
+        return given | self.refused
+
+    def past(self: Any, padding: list[int]) -> Past:
+        """The states of the sources, made by the model's own forward over one token of each row."""
+        states, mask = self.encoder_outputs[0], self.source_mask
+        ids = torch.zeros(len(states), 1, dtype=torch.int64, device=states.device)
+        self(ids, use_cache=True)
+        seen = mask != 0 if self.reads_mask and mask is not None else None
+        layers: list[Any] = self.crossed.layers
+        packed = [kind.pack(layer.keys, layer.values, seen, room_of(self.config)) for layer in layers]
+        return Past([], packed, 0, padding)
+
+    def output(self: Any, cache: DynamicCache | None, **told: Any) -> GenerateEncoderDecoderOutput:
+        """The result of transformers' loop. cache: has the keys and values of the decoder's tokens."""
+        both = None if cache is None else EncoderDecoderCache(cache, self.crossed)
+        return GenerateEncoderDecoderOutput(**{CACHE: both}, **told)
+
+    @property
+    def reads_mask(self: Any) -> bool:
+        """True if tokens attend to a source under its mask; Whisper's attend to all of it."""
+        return "encoder_attention_mask" in inspect.signature(type(self.get_decoder()).forward).parameters
+
+
+class SkippingDecoder(Decoder):
+    """A `Decoder` of M2M-100 and NLLB, whose positions do not count padding tokens. In single steps they do, and only
+    the padding tokens themselves have none."""
+
+    def tokens(self: Any, input_ids: Tensor, position_ids: Tensor | None, cache: Any) -> dict[str, Any]:
+        """Embeddings, to which the original's forward adds positions that count. They lack what it adds to padding."""
+        decoder, start = self.get_decoder(), 0 if cache is None else cache.get_seq_length()
+        embeds, table = decoder.embed_tokens(input_ids), decoder.embed_positions
+        is_padding = (input_ids == table.padding_idx)[:, :, None]
+        return {"decoder_inputs_embeds": torch.where(is_padding, embeds - table(None, embeds, start), embeds)}
+
+    def over(self: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> "Decoder":
+        """A prompt of several tokens with padding is not served."""
+        made = super().over(input_ids, model_kwargs)
+        if input_ids.shape[1] > 1 and (input_ids == self.get_decoder().padding_idx).any():
+            made.refused["decoder_input_ids (with padding tokens, which positions do not count)"] = input_ids
+        return made
+
+
+def with_sinusoids(module: Any) -> int:
+    """The change of a `SkippingDecoder` in `attend_to_states`: its positions come from an argument."""
+    table, own = module.get_decoder().embed_positions, module.forward
+
+    def forward(*args, position_ids: Tensor, **kwargs):
+        table.forward = lambda *_: F.embedding(position_ids + table.padding_idx + 1, table.weights)
+        return own(*args, **kwargs)
+
+    module.forward = forward
+    return table.num_positions

@@ -1,0 +1,82 @@
+"""Tiny random encoder-decoders: `BUILDERS` maps a type of configuration to a builder of a float32 eval() model."""
+
+import functools
+
+import models
+import torch
+import transformers
+
+VOCAB, PAD, EOS = 96, 1, 2
+SIZES = dict(
+    vocab_size=VOCAB, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+    decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96, max_position_embeddings=128, pad_token_id=PAD,
+    bos_token_id=0, eos_token_id=EOS, decoder_start_token_id=EOS, forced_eos_token_id=None,
+)  # fmt: skip
+AUDIO = dict(
+    max_source_positions=50, max_target_positions=128, num_mel_bins=16, begin_suppress_tokens=None,
+    suppress_tokens=None,
+)  # fmt: skip
+FRAMES = 2 * AUDIO["max_source_positions"]
+"""Frames of features that Whisper reads at once."""
+CLASSES = {
+    "bart": ("Bart", "BartForConditionalGeneration", {}),
+    "bigbird_pegasus": (
+        "BigBirdPegasus",
+        "BigBirdPegasusForConditionalGeneration",
+        dict(attention_type="original_full"),
+    ),
+    "blenderbot": ("Blenderbot", "BlenderbotForConditionalGeneration", {}),
+    "blenderbot_small": ("BlenderbotSmall", "BlenderbotSmallForConditionalGeneration", {}),
+    "m2m_100": ("M2M100", "M2M100ForConditionalGeneration", {}),
+    "marian": ("Marian", "MarianMTModel", dict(decoder_start_token_id=PAD)),
+    "mbart": ("MBart", "MBartForConditionalGeneration", {}),
+    "pegasus": ("Pegasus", "PegasusForConditionalGeneration", {}),
+    "plbart": ("PLBart", "PLBartForConditionalGeneration", {}),
+    "whisper": ("Whisper", "WhisperForConditionalGeneration", AUDIO),
+}  # fmt: skip
+"""For each type the beginning of its configuration's name, its class, and what differs from `SIZES`."""
+
+
+def build(family, seed=0, std=0.3, embed=0.25, **changes):
+    """A model of the class of `CLASSES`. Two calls give equal weights."""
+    name, cls, own = CLASSES[family]
+    config = getattr(transformers, f"{name}Config")(**SIZES | own | changes)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = getattr(transformers, cls)(config)
+    models._randomise(model, torch.Generator().manual_seed(seed), std=std, embed=embed)
+    model.generation_config.update(forced_eos_token_id=None, max_length=None, num_beams=1, eos_token_id=None)
+    return model.eval()
+
+
+BUILDERS = {family: functools.partial(build, family) for family in CLASSES}
+
+
+def sources(family, batch=1, length=20, seed=0):
+    """The arguments of generate() for random sources; row b of several has 3 b tokens of padding, by turns at its end
+    and at its beginning."""
+    g = torch.Generator().manual_seed(seed)
+    if family == "whisper":
+        return dict(input_features=torch.randn(batch, AUDIO["num_mel_bins"], FRAMES, generator=g))
+    ids = torch.randint(3, VOCAB, (batch, length), generator=g)
+    mask = torch.ones_like(ids)
+    for row in range(1, batch):
+        padded = slice(length - 3 * row, None) if row % 2 else slice(3 * row)
+        ids[row, padded], mask[row, padded] = PAD, 0
+    return dict(input_ids=ids, attention_mask=mask)
+
+
+TEXT, LANGUAGES = 96, {"<|en|>": 100, "<|de|>": 101}
+"""Tokens of text, and those of languages, of `transcriber`."""
+
+
+def transcriber(**changes):
+    """A Whisper with languages, tasks and timestamps. Its sources have a second, of 100 frames."""
+    model = build("whisper", vocab_size=200, decoder_start_token_id=97, **changes)
+    vars(model.generation_config).update(
+        decoder_start_token_id=97, eos_token_id=EOS, pad_token_id=EOS, lang_to_id=LANGUAGES, is_multilingual=True,
+        task_to_id={"transcribe": 110, "translate": 111}, prev_sot_token_id=112, no_timestamps_token_id=113,
+        max_initial_timestamp_index=50, max_length=100, return_timestamps=False, begin_suppress_tokens=[5, EOS],
+        suppress_tokens=[7, 9, *range(97, 114)], forced_decoder_ids=None,
+    )  # fmt: skip
+    return model
