@@ -144,7 +144,7 @@ def _device_of(model: PreTrainedModel, hooks: list[Any]) -> torch.device:
 
 
 def _offloaded(model: PreTrainedModel, path: str, hook: Any, opened: Callable) -> Iterator[Offloaded]:
-    """What one hook brings to its device. opened: opens a file of safetensors."""
+    """The tensors that one hook brings to its device. opened: opens a file of safetensors."""
     hooked = model.get_submodule(path)
     for inner, part in hooked.named_modules() if hook.place_submodules else [("", hooked)]:
         for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
@@ -177,8 +177,8 @@ def _value(weights: Any, name: str, opened: Callable) -> tuple[Tensor, str]:
 
 
 def _matrices(model: PreTrainedModel, found: list[Offloaded]) -> list[Offloaded]:
-    """What a graph fetches: matrices of layers. Embeddings and the head stay on the GPU, because a step reads few rows
-    of the one, and because drafts share both."""
+    """The matrices of layers, which a graph fetches. Embeddings and the head stay on the GPU, because a step reads few
+    rows of the one, and because drafts share both."""
     first, ends = next(model.parameters()), (model.get_input_embeddings(), model.get_output_embeddings())
     return [
         each

@@ -44,7 +44,7 @@ def roformer(module: nn.Module, attend: Attend) -> int:
     return table.num_embeddings
 
 
-MODULES |= {
+CHANGES = {
     f"transformers.models.{name}": change
     for name, change in {
         "git.modeling_git.GitSelfAttention": bert,
@@ -58,3 +58,5 @@ MODULES |= {
         "trocr.modeling_trocr.TrOCRForCausalLM": decoder,
     }.items()
 }
+"""See `capture.modules.MODULES`."""
+MODULES |= CHANGES

@@ -1,10 +1,13 @@
 """Models from before transformers' attention interface: the same tokens as transformers' generate()."""
 
+import importlib
+
 import models
 import pytest
 import torch
 
 import spec_compile
+from spec_compile.contrib.older_attention import CHANGES
 
 BERT = dict(models.BASE, is_decoder=True)
 BART = dict(
@@ -38,3 +41,9 @@ def test_rows_that_gain_unlike_numbers_of_tokens(name):
     want = model.generate(ids, **asked)
     assert fast.generate(ids, reference=[want[0]], **asked).equal(want)
     assert fast.speculation.stats.accept_length > 1.2
+
+
+def test_transformers_has_the_classes():
+    for path in CHANGES:
+        module, _, name = path.rpartition(".")
+        assert hasattr(importlib.import_module(module), name)

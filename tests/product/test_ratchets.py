@@ -18,27 +18,27 @@ PACKAGE = Path(__file__).parents[2] / "spec_compile"
 SOURCES = {".py", ".cpp", ".h", ".cu", ".html"}
 SIDES = {"serve", "train", "tools", "contrib"}
 LINES = {
-    "": 2713,
-    "batching": 3721,
-    "capture": 4650,
+    "": 2715,
+    "batching": 3725,
+    "capture": 4662,
     "compile": 3215,
-    "contrib": 2651,
+    "contrib": 2982,
     "drafters": 5495,
     "kernels": 13548,
     "ngram": 2747,
     "parallel": 828,
     "passes": 3145,
     "quantised": 2722,
-    "runtime": 6242,
+    "runtime": 6259,
     "serve": 7990,
-    "tools": 2226,
+    "tools": 2228,
     "train": 4832,
 }
 """The most lines of a folder, with the folders in it; "" has the files at the top."""
 CORE_FILES = 229
 CIRCLES = 0
 """Groups of modules that import each other in a circle."""
-CALLED_ONCE = 363
+CALLED_ONCE = 362
 """Private functions and methods that are named in one place."""
 PHRASES = {
     r"^\s*\w+(, \w+)*: of\b": 0,
