@@ -56,9 +56,9 @@ class Refusal(HTTPException):
             self.detail, self.param = named + self.detail[len(self.param) :], named
 
 
-def refuse(field: str, reason: str) -> Refusal:
+def refuse(field: str, reason: str, status: int = 400, code: str | None = None, retries: bool = False) -> Refusal:
     """The refusal of a field's value. field: the field, or a path into it such as "messages[0].role"."""
-    return Refusal(400, f"{field}: {reason}", re.split(r"[\[.,]", field)[0])
+    return Refusal(status, f"{field}: {reason}", re.split(r"[\[.,]", field)[0], code, retries)
 
 
 def tidy(reason: str) -> str:

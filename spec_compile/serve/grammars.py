@@ -129,7 +129,7 @@ class GrammarCache:
             from xgrammar.contrib.hf import LogitsProcessor
         except ImportError as error:
             reason = "the server needs xgrammar for it: pip install 'spec_compile[grammars]'"
-            raise Refusal(501, f"{field}: {reason}", field.partition(".")[0]) from error
+            raise refuse(field, reason, 501) from error
         processor = LogitsProcessor(self._find(field, kind, text, parts))
         processor.field = field
         return processor
@@ -170,10 +170,9 @@ class GrammarCache:
         """The compiled grammar, which a child process has compiled and followed before."""
         fields = [*(path for path, _ in parts), field]
         jobs = [*(("json", schema) for _, schema in parts), (kind, text)]
-        steps = {"step": STEP_SECONDS / 2, "first": FIRST_SECONDS / 2, "each": SECONDS_A_STEP}  # with a reserve
-        limits = {"seconds": SECONDS} | steps
+        limits = {"step": STEP_SECONDS / 2, "first": FIRST_SECONDS / 2, "each": SECONDS_A_STEP}  # with a reserve
         try:
-            verdict = judge().ask(self._vocabulary, jobs, limits)
+            verdict = judge().ask(self._vocabulary, jobs, limits | {"seconds": SECONDS})
         except OSError as error:
             raise Refusal(
                 503, f"{field}: grammars cannot be compiled now; try again later", field, retries=True
@@ -200,7 +199,7 @@ class GrammarCache:
 
 
 def _busy(field: str, reason: str = "other grammars are being compiled") -> Refusal:
-    return Refusal(503, f"{field}: {reason}; try again later", field.partition(".")[0], retries=True)
+    return refuse(field, f"{reason}; try again later", 503, retries=True)
 
 
 @cache

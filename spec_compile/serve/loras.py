@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ..capture.loras import BASE, Loras
 from ..errors import UnsupportedModelError
 from .body import decode_body, read_body
-from .errors import Refusal, refuse
+from .errors import refuse
 from .fields import FLAG, TEXT, Kind, check_fields, integer, is_number, record
 
 log = logging.getLogger("spec_compile")
@@ -195,7 +195,7 @@ class ServedAdapters:
             reason = f"expected at most {LONGEST_NAME} letters, digits, '_', '-' and '/', and not {BASE!r}"
             raise refuse("lora_name", reason)
         if not self._loading.acquire(blocking=False):
-            raise Refusal(503, "lora_path: another adapter is being loaded; try again later", "lora_path", retries=True)
+            raise refuse("lora_path", "another adapter is being loaded; try again later", 503, retries=True)
         try:  # all that may be slow, while rounds go on
             assert self._root is not None
             folder = find_folder(self._root, path)
@@ -233,7 +233,7 @@ class ServedAdapters:
         name, engine = check_fields(UnloadFields, body)["lora_name"], model.speculation.engine
         with self._loading, engine.turns:
             if name not in self._paths:
-                raise Refusal(404, f"lora_name: there is no adapter {name[:200]!r} here", "lora_name", "not_found")
+                raise refuse("lora_name", f"there is no adapter {name[:200]!r} here", 404, "not_found")
             self._unload(engine.original, name)
         return f"Success: LoRA adapter '{name}' removed successfully."
 

@@ -27,7 +27,7 @@ from .anthropic import MessagesEndpoint, TokenCounts
 from .call import CallMiddleware, HttpCall
 from .door import KeyMiddleware, Keys, Policy
 from .endpoint import Endpoint, Service
-from .errors import MESSAGES_PATH, Refusal, add_handlers
+from .errors import MESSAGES_PATH, Refusal, add_handlers, refuse
 from .fields import TEXT, record
 from .followers import Followers
 from .generation import Requests
@@ -251,7 +251,7 @@ def _app(service: Service) -> FastAPI:
         for card in service.cards():
             if card["id"] == name:
                 return JSONResponse(card)
-        raise Refusal(404, f"model: there is no model {name[:200]!r} here", "model", "model_not_found")
+        raise refuse("model", f"there is no model {name[:200]!r} here", 404, "model_not_found")
 
     @app.api_route("/", methods=["GET", "HEAD"])  # clients ask whether somebody is there
     async def root() -> JSONResponse:
