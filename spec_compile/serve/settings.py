@@ -13,7 +13,7 @@ from ..batching.output import Output, RequestSpeculation
 from ..errors import did_you_mean
 from ..runtime.verify.sample import NO_PROBABILITIES
 from ..runtime.verify.thinking import ThinkingBudget, find_marks
-from .errors import Refusal, failed, quoted, refuse
+from .errors import Refusal, failed, quoted, refuse, shown
 
 from .fields import (  # isort: skip
     COUNT, FLAG, FRACTION, ID, POSITIVE, SHARE, SIZE, STOPS, Kind, integer, is_number, number, only, present,
@@ -132,7 +132,9 @@ def read_config(text: str) -> dict:
     for name, value in settings.items():
         if name not in known and name not in SERVED:
             raise refuse(f"{NAME}.{name[:80]}", f"unknown; there is no such setting.{did_you_mean(name[:80], known)}")
-        (SERVED.get(name) or NEUTRAL.get(name) or only()).check(f"{NAME}.{name}", value)
+        kind = SERVED.get(name) or NEUTRAL.get(name) or only()
+        if not kind.accepts(value):
+            raise refuse(f"{NAME}.{name}", f"expected {kind.expected}, got {shown(value)}")
     return {name: value for name, value in settings.items() if name in SERVED}
 
 
@@ -194,7 +196,7 @@ def _ends(fields: dict, values: dict, defaults: GenerationConfig, vocab: int) ->
         own = -1
     more = fields.get("stop_token_ids", [])
     if more:
-        _check_ids("stop_token_ids", "eos_token_id", more, vocab)
+        check_ids("stop_token_ids", more, vocab)
     own = own if isinstance(own, list) else [-1 if own is None else own]
     return [*dict.fromkeys([*(token for token in own if token >= 0), *more])] or -1
 
@@ -220,8 +222,8 @@ def make_config(fields: dict, defaults: GenerationConfig, vocab: int) -> tuple[G
     if len(limits) > 1:
         raise refuse(limits[0], f"{limits[1]} is a limit, too; give one of them")
     for setting in present(OF_IDS, values):
-        _check_ids(names[setting], setting, values[setting], vocab)
-    _check_ids("allowed_token_ids", "", fields.get("allowed_token_ids", [0]), vocab)
+        check_ids(names[setting], values[setting], vocab, setting)
+    check_ids("allowed_token_ids", fields.get("allowed_token_ids", [0]), vocab)
     if fields.get("stop_token_ids") or fields.get("ignore_eos"):
         values["eos_token_id"] = _ends(fields, values, defaults, vocab)
     if "sequence_bias" in values:
@@ -263,8 +265,8 @@ def _completed(values: dict, defaults: GenerationConfig, has_config: bool) -> Ge
     return config
 
 
-def _check_ids(field: str, setting: str, value: Any, vocab: int) -> None:
-    """Refuse ids that the model does not have."""
+def check_ids(field: str, value: Any, vocab: int, setting: str = "") -> None:
+    """Refuse ids that the model does not have. setting: transformers', whose value this is"""
     words = (
         [ids for ids, _ in value] if setting == "sequence_bias" else value if setting == "bad_words_ids" else [value]
     )
@@ -360,16 +362,21 @@ RUN = 3
 fewer are common by chance."""
 
 
-def tokenize(text: str, tokenizer: Any, most_characters: int, vocab_size: int) -> list[int]:
-    """The token ids of a prediction. Refusal if no row can hold it, or the model does not know a token.
+def read_prediction(prediction: dict, requests: Any) -> list[int]:
+    """The token ids of the field `prediction`, which is checked. Refusal if the server does not draft n-grams, no row
+    can hold it, or the model does not know a token.
 
-    most_characters: that a row can hold
+    requests: the server's `Requests`
     """
-    if len(text) > most_characters:
-        raise refuse("prediction", f"expected at most {most_characters} characters, because a row holds no more")
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if ids and max(ids) >= vocab_size:
-        raise refuse("prediction", f"token id {max(ids)} is outside the vocabulary of {vocab_size} tokens")
+    content = prediction["content"]
+    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    if not requests.has_ngrams:
+        raise refuse("prediction", NO_NGRAMS)
+    if len(text) > requests.most_characters:
+        reason = f"expected at most {requests.most_characters} characters, because a row holds no more"
+        raise refuse("prediction", reason)
+    ids = requests.tokenizer(text, add_special_tokens=False)["input_ids"]
+    check_ids("prediction", ids or [0], requests.embedded)
     return ids
 
 
