@@ -12,9 +12,7 @@ from .anthropic_fields import RENAMED, to_chat
 from .call import HttpCall
 from .endpoint import Stream, usage_of
 from .errors import Refusal, error_message
-from .fields import (
-    check_fields,
-)  # fmt: skip
+from .fields import check_fields
 from .generation import flat_ids
 from .handlers import Chat, called, finish_reason
 from .models import ChatFields

@@ -60,11 +60,6 @@ class Kind:
             raise expected(self.expected)
         return value
 
-    def check(self, name: str, value: Any) -> None:
-        """Refuse a value that the field `name` may not have."""
-        if not self.accepts(value):
-            raise refuse(name, f"expected {self.expected}, got {shown(value)}")
-
 
 def expected(words: str) -> PydanticCustomError:
     """The error of a validator for another value than these words describe."""
@@ -80,12 +75,14 @@ class Fields(BaseModel):
     """A model of an object in JSON. Validation gives the plain object without nulls and unknown names, in its order.
 
     needed: names that it must have
+    by_type: by the value of `type`, further names that it must have
     empty: by name, values that count as not given
     hosted: what such objects are, and the types of those that only OpenAI's or Anthropic's own servers can serve: of
         these only the type is given, and the log tells it once
     """
 
     needed: ClassVar[tuple[str, ...]] = ()
+    by_type: ClassVar[dict[str, tuple[str, ...]]] = {}
     empty: ClassVar[dict[str, tuple]] = {}
     hosted: ClassVar[tuple[str, re.Pattern] | None] = None
 
@@ -108,6 +105,8 @@ class Fields(BaseModel):
             cls.need(given, name)
         made = handler(given)
         values = {name: getattr(made, names[name]) for name in given}
+        for name in cls.by_type.get(values["type"], ()) if cls.by_type else ():
+            cls.need(values, name)
         cls._check_all(values, info.context or {})
         return values
 
@@ -324,23 +323,16 @@ PROMPTS = Kind(
 )
 
 
-def text_or(words: str, is_empty_served: bool = True) -> WrapValidator:
+def text_or(words: str, is_empty_served: bool = True, is_text_served: bool = True) -> WrapValidator:
     """Lets a text through, and validates lists. words: describe the values"""
 
     def read(value: Any, handler: Any) -> Any:
-        if not isinstance(value, (str, list)) or not (value or is_empty_served):
+        is_text = isinstance(value, str) and is_text_served
+        if not (is_text or isinstance(value, list)) or not (value or is_empty_served):
             raise expected(words)
-        return value if isinstance(value, str) else handler(value)
+        return value if is_text else handler(value)
 
     return WrapValidator(read)
 
 
-def some(words: str) -> WrapValidator:
-    """Refuses what is no list, and an empty one."""
-
-    def read(value: Any, handler: Any) -> Any:
-        if not isinstance(value, list) or not value:
-            raise expected(words)
-        return handler(value)
-
-    return WrapValidator(read)
+SOME_MESSAGES = text_or("a list of at least one message", is_empty_served=False, is_text_served=False)
