@@ -52,7 +52,9 @@ def messages_of(items: str | list[dict], instructions: str | None) -> list[dict]
             messages.append({"role": "assistant", "content": ""} | thought)
             thought = {}
         if kind == "reasoning":
-            thought = {"reasoning_content": reasoning_of(item)}
+            # Clients that were given it sealed may send back nothing else.
+            text = text_of(item.get("content") or "") or unsealed(item.get("encrypted_content", ""))
+            thought = {"reasoning_content": text}
         elif kind == "message" and item["role"] in SYSTEM and messages and messages[-1]["role"] in SYSTEM:
             messages[-1]["content"] = "\n\n".join(text_of(each["content"]) for each in (messages[-1], item))
         elif kind == "message":
@@ -77,11 +79,6 @@ def text_of(content: str | list[dict]) -> str:
     if any("text" not in part for part in content):
         raise refuse("input", "messages of the system have only text here")
     return "".join(part["text"] for part in content)
-
-
-def reasoning_of(item: dict) -> str:
-    """The text of an item of reasoning. Clients that were given it sealed may send back nothing else."""
-    return text_of(item.get("content") or "") or unsealed(item.get("encrypted_content", ""))
 
 
 def sealed(text: str) -> str:
@@ -110,7 +107,8 @@ def for_template(messages: list[dict], joins_texts: bool, knows_developers: bool
     made = []
     for message in messages:
         role, content = message["role"], message.get("content") or []
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else [*map(_part(pictures), content)]
+        content = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        parts = [_part(part, pictures) for part in content]
         variables = {
             "role": "system" if role == "developer" and not knows_developers else role,
             "content": " ".join(part["text"] for part in parts) if joins_texts else parts,
@@ -122,13 +120,10 @@ def for_template(messages: list[dict], joins_texts: bool, knows_developers: bool
     return made
 
 
-def _part(pictures: dict) -> Any:
-    def read(part: dict) -> dict:
-        if part["type"] in TEXTS:
-            return {"type": "text", "text": part["text"]}
-        return {"type": "image", "image": pictures[address_of(part)]}
-
-    return read
+def _part(part: dict, pictures: dict) -> dict:
+    if part["type"] in TEXTS:
+        return {"type": "text", "text": part["text"]}
+    return {"type": "image", "image": pictures[address_of(part)]}
 
 
 def _read_call(call: dict) -> dict:
