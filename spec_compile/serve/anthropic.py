@@ -12,7 +12,7 @@ from .anthropic_fields import RENAMED, to_chat
 from .call import HttpCall
 from .endpoint import Stream, usage_of
 from .errors import Refusal, error_message
-from .fields import check_fields
+from .fields import check_fields, read_object
 from .generation import flat_ids
 from .handlers import Chat, called, finish_reason
 from .models import ChatFields
@@ -63,11 +63,8 @@ def _blocks(call: HttpCall, answer: ReadAnswer) -> list[dict]:
 
 def _arguments(text: str) -> dict:
     """The arguments of a call. If the model has written no JSON object, they are its text under `arguments`."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    return value if isinstance(value, dict) else {"arguments": text}
+    value = read_object(text)
+    return {"arguments": text} if value is None else value
 
 
 def _event(name: str, **fields: Any) -> str:

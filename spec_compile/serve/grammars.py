@@ -15,7 +15,7 @@ from ..runtime.verify.constraint import FIRST_SECONDS, SECONDS_A_STEP, STEP_SECO
 from .body import DEEPEST, is_too_deep
 from .call import MOST_IDLE
 from .errors import Refusal, refuse
-from .fields import present
+from .fields import is_list, present
 from .grammar_judge import Judge, compile_grammar
 
 SECONDS = 2.0
@@ -73,8 +73,7 @@ def _of_kind(path: str, kind: str, value: Any) -> tuple[str, str, str] | None:
     if kind == "json_object":
         return (path, "json", ANY_OBJECT) if value else None
     if kind == "choice":
-        fits = isinstance(value, list) and 0 < len(value) <= MOST_CHOICES
-        if not fits or not all(isinstance(each, str) and each for each in value):
+        if not is_list(value, lambda each: isinstance(each, str) and each, MOST_CHOICES):
             raise refuse(path, f"expected a list of 1 to {MOST_CHOICES} texts, none of them empty")
         return path, "grammar", "root ::= " + " | ".join(json.dumps(each, ensure_ascii=False) for each in value)
     if kind == "json":

@@ -20,7 +20,7 @@ from ..capture.loras import BASE, Loras
 from ..errors import UnsupportedModelError
 from .body import decode_body, read_body
 from .errors import refuse
-from .fields import FLAG, TEXT, Kind, check_fields, integer, is_number, record
+from .fields import FLAG, TEXT, Kind, check_fields, integer, is_list, is_number, record
 
 log = logging.getLogger("spec_compile")
 
@@ -39,12 +39,11 @@ NO_PATH = "there is no adapter of this path in the folder of adapters; expected 
 
 
 def _are_plain(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= MOST_NAMES and all(map(_is_plain, value))
+    return is_list(value, _is_plain, MOST_NAMES, 0)
 
 
 def _are_layers(value: Any) -> bool:
-    layers = value if isinstance(value, list) else [value]
-    return len(layers) <= MOST_NAMES and all(type(each) is int and 0 <= each < 1 << 16 for each in layers)
+    return LAYER.accepts(value) or is_list(value, LAYER.accepts, MOST_NAMES, 0)
 
 
 def _is_plain(value: Any) -> bool:
@@ -56,6 +55,7 @@ def _patterns_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 NAMES = f"a list of at most {MOST_NAMES} names of modules, no regular expression"
+LAYER = integer(0, (1 << 16) - 1)
 RANK, ALPHA = integer(1, 1 << 16), Kind(lambda value: is_number(value) and abs(value) <= 1e6, "a number up to 1e6")
 CONFIG = {
     "r": RANK, "lora_alpha": ALPHA, "use_rslora": FLAG, "fan_in_fan_out": FLAG,
