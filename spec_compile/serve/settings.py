@@ -16,7 +16,7 @@ from ..runtime.verify.thinking import ThinkingBudget, find_marks
 from .errors import Refusal, failed, quoted, refuse, shown
 
 from .fields import (  # isort: skip
-    COUNT, FLAG, FRACTION, ID, POSITIVE, SHARE, SIZE, STOPS, Kind, integer, is_number, number, only, present,
+    COUNT, FLAG, FRACTION, ID, POSITIVE, SHARE, SIZE, STOPS, Kind, integer, is_list, is_number, number, only, present,
 )  # fmt: skip
 from .models import LIMITS
 
@@ -28,17 +28,17 @@ NAME = "generation_config"
 
 
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and 0 < len(value) <= MOST_WORDS and all(map(ID.accepts, value))
+    return is_list(value, ID.accepts, MOST_WORDS)
 
 
 def _is_words(value: Any) -> bool:
-    if not isinstance(value, list) or not 0 < len(value) <= MOST_WORDS or not all(map(_is_ids, value)):
+    if not is_list(value, _is_ids, MOST_WORDS):
         return False
     return sum(len(word) > 1 for word in value) <= MOST_PHRASES and sum(map(len, value)) <= 2 * MOST_WORDS
 
 
 def _is_sequence_bias(value: Any) -> bool:
-    pairs = isinstance(value, list) and all(isinstance(each, list) and len(each) == 2 for each in value)
+    pairs = is_list(value, lambda each: isinstance(each, list) and len(each) == 2)
     return pairs and _is_words([ids for ids, _ in value]) and all(BIAS.accepts(bias) for _, bias in value)
 
 
@@ -65,24 +65,26 @@ def _is_watermark(value: Any) -> bool:
     )
 
 
-SERVED = {
-    "max_length": COUNT, "max_new_tokens": COUNT, "min_length": SIZE, "min_new_tokens": SIZE,
-    "max_time": Kind(lambda value: is_number(value) and 0 < value <= 1e9, "seconds, a number above 0"),
-    "stop_strings": STOPS,
-    "do_sample": FLAG, "temperature": POSITIVE,
-    "top_k": SIZE, "top_p": FRACTION, "top_h": FRACTION, "typical_p": FRACTION, "min_p": SHARE,
+SHAPING = {
+    "temperature": POSITIVE, "top_k": SIZE, "top_p": FRACTION, "top_h": FRACTION, "typical_p": FRACTION, "min_p": SHARE,
     "epsilon_cutoff": SHARE, "eta_cutoff": SHARE,
     "repetition_penalty": POSITIVE, "encoder_repetition_penalty": POSITIVE,
     "no_repeat_ngram_size": SIZE, "encoder_no_repeat_ngram_size": SIZE, "guidance_scale": number(-1e5, 1e5),
-    "renormalize_logits": FLAG, "remove_invalid_values": FLAG,
     "exponential_decay_length_penalty": Kind(_is_decay, "a list of an int and a factor above 0"),
     "bad_words_ids": Kind(_is_words, WORDS),
     "sequence_bias": Kind(_is_sequence_bias, f"a list of pairs of token ids and {BIAS.expected}, {WORDS}"),
     "suppress_tokens": IDS, "begin_suppress_tokens": IDS, "forced_bos_token_id": ID, "forced_eos_token_id": ENDS,
-    "pad_token_id": ID, "bos_token_id": ID, "eos_token_id": ENDS,
+    "min_length": SIZE, "min_new_tokens": SIZE,
     "watermarking_config": Kind(_is_watermark, "an object of the settings of transformers' WatermarkingConfig"),
 }  # fmt: skip
-"""The settings that `generation_config` may have."""
+"""The settings that `generation_config` may have and that change scores."""
+SERVED = SHAPING | {
+    "max_length": COUNT, "max_new_tokens": COUNT,
+    "max_time": Kind(lambda value: is_number(value) and 0 < value <= 1e9, "seconds, a number above 0"),
+    "stop_strings": STOPS, "do_sample": FLAG, "renormalize_logits": FLAG, "remove_invalid_values": FLAG,
+    "pad_token_id": ID, "bos_token_id": ID, "eos_token_id": ENDS,
+}  # fmt: skip
+"""All settings that it may have."""
 NEUTRAL = {
     "num_beams": only(1), "num_beam_groups": only(1), "num_return_sequences": only(1), "use_cache": only(True),
     "length_penalty": only(1.0, 1), "diversity_penalty": only(0.0, 0), "early_stopping": only(False),
@@ -97,20 +99,12 @@ OF_IDS = (
     "bos_token_id", "eos_token_id", "bad_words_ids", "sequence_bias",
 )  # fmt: skip
 """Settings that are token ids."""
-SHAPING = (
-    "temperature", "top_k", "top_p", "top_h", "typical_p", "min_p", "epsilon_cutoff", "eta_cutoff",
-    "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
-    "guidance_scale", "exponential_decay_length_penalty", "bad_words_ids", "sequence_bias", "suppress_tokens",
-    "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens",
-    "watermarking_config",
-)  # fmt: skip
-"""Settings that change scores."""
 SHAPING_FIELDS = (
     "logit_bias", "bad_words", "allowed_token_ids", "frequency_penalty", "presence_penalty", "min_tokens",
     "thinking_token_budget", "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
     "guided_grammar", "tool_choice",
 )  # fmt: skip
-"""Fields of a request that do so, too."""
+"""Fields of a request that change scores, too."""
 NO_TOKEN = "with these settings no token is left that could be drawn; weaken them"
 LISTS = ("stop_strings", "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens")
 """Settings that count as not given if they are empty."""
@@ -164,9 +158,7 @@ def _of_fields(fields: dict) -> dict[str, tuple[str, Any]]:
         settings["do_sample"] = ("temperature", fields["temperature"] > 0)
         if fields["temperature"] > 0:
             settings["temperature"] = ("temperature", float(fields["temperature"]))
-    if "top_p" in fields:
-        settings["top_p"] = ("top_p", float(fields["top_p"]))
-    for name in present(("min_p", "repetition_penalty"), fields):
+    for name in present(("top_p", "min_p", "repetition_penalty"), fields):
         settings[name] = (name, float(fields[name]))
     if "top_k" in fields:
         settings["top_k"] = ("top_k", max(0, fields["top_k"]))  # vLLM's -1 and 0 are transformers' 0: all tokens
