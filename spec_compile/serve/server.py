@@ -5,6 +5,7 @@ import logging
 import os
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -181,19 +182,17 @@ def build(
         )
     if loras and tensor_parallel > 1:
         raise ValueError("lora_modules: adapters are chosen for each row in one process; leave out tensor_parallel")
-    if tensor_parallel == 1 or follows:
-        adapters = ServedAdapters(name, loras, policy.lora_root)
+    adapters, ranks = ServedAdapters(name, loras, policy.lora_root), nullcontext()
+    if tensor_parallel > 1 and not follows:
+        arguments = {"model": str(model), "algo": algo, "tensor_parallel": tensor_parallel}
+        arguments["options"] = options = options | {"tensor_parallel": tensor_parallel}
+        ranks = Followers(tensor_parallel, arguments | sizes | flags)
+    with ranks as followers:
         server = _build(str(model), algo, options, sizes, flags, adapters)
-        _settle(server, policy)
-        if policy.allow_runtime_lora_updating:
-            add_lora_routes(server.app, adapters, server.model)
-        return server
-    arguments = {"model": str(model), "algo": algo, "tensor_parallel": tensor_parallel}
-    arguments["options"] = options = options | {"tensor_parallel": tensor_parallel}
-    with Followers(tensor_parallel, arguments | sizes | flags) as followers:
-        server = _build(str(model), algo, options, sizes, flags, ServedAdapters(name, {}))
     server.requests.followers = followers
     _settle(server, policy)
+    if policy.allow_runtime_lora_updating:
+        add_lora_routes(server.app, adapters, server.model)
     return server
 
 
