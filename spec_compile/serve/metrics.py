@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from fastapi import Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 PREFIX = "spec_compile:"
@@ -109,6 +110,10 @@ class PrometheusMetrics:
     def page(self) -> bytes:
         """The page, in the text format of Prometheus."""
         return generate_latest(self.registry)
+
+    def answer(self, request: Request) -> Response:
+        """The endpoint that tells the page."""
+        return Response(self.page(), media_type=CONTENT_TYPE_LATEST)
 
 
 def _family(entry: str) -> Any:

@@ -25,7 +25,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from . import GRACE
 from .door import OPEN, HostMiddleware, is_loopback
 from .errors import DEAD, RETRY_SECONDS, Refusal, error_at, error_response
-from .server import METRICS, Server, metrics_of
+from .server import METRICS, Server
 
 log = logging.getLogger("spec_compile")
 
@@ -310,7 +310,7 @@ class Runner(uvicorn.Server):
         self.servers += others
 
     async def _serve_metrics(self, host: str, port: int) -> asyncio.Server:
-        app: Any = Starlette(routes=[Route(METRICS, metrics_of(self.requests))])
+        app: Any = Starlette(routes=[Route(METRICS, self.requests.metrics.answer)])
         if is_loopback(host):
             app = HostMiddleware(app, ())
         config = uvicorn.Config(app, http=self.config.http, ws="none", log_config=None, server_header=False)

@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
@@ -14,9 +13,8 @@ from typing import Any
 import torch
 import transformers
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, BitsAndBytesConfig, ContinuousBatchingConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
@@ -263,7 +261,7 @@ def _app(service: Service) -> FastAPI:
             return JSONResponse({"status": "unhealthy", "reason": ailment}, 503)
         return JSONResponse({"status": "ok"})
 
-    app.get(METRICS)(metrics_of(requests))
+    app.get(METRICS)(requests.metrics.answer)
     add_handlers(app)
     app.add_middleware(CallMiddleware, cancel=requests.manager.cancel_request)
     return app
@@ -271,12 +269,3 @@ def _app(service: Service) -> FastAPI:
 
 async def _refuse_path(path: str, what: str) -> None:
     raise Refusal(404, f"{path} is not served: this is {what}", code="unknown_url")
-
-
-def metrics_of(requests: Requests) -> Callable:
-    """The endpoint that tells the metrics."""
-
-    def metrics(request: Request) -> Response:
-        return Response(requests.metrics.page(), media_type=CONTENT_TYPE_LATEST)
-
-    return metrics
