@@ -66,9 +66,8 @@ class Bodies:
         except TimeoutError:
             if me not in self._timers:
                 raise Refusal(429, NO_ROOM, code="queue_full", retries=True) from None
-            refusal = Refusal(408, f"the body comes too slowly: {size} bytes in {loop.time() - begin:.0f} seconds")
-            refusal.headers = {"Connection": "close"}
-            raise refusal from None
+            reason = f"the body comes too slowly: {size} bytes in {loop.time() - begin:.0f} seconds"
+            raise Refusal(408, reason, headers={"Connection": "close"}) from None
         except ClientDisconnect:
             raise Refusal(400, "the client has left") from None
         finally:

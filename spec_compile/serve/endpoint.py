@@ -357,8 +357,7 @@ class Stream:
 
     def error(self, refusal: Refusal) -> str:
         """The last event of an answer that has failed."""
-        error = error_object(refusal.status_code, refusal.detail, refusal.param, refusal.code)
-        return event({"error": error})
+        return event({"error": error_object(refusal)})
 
 
 def event(data: dict) -> str:

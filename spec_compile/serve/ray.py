@@ -110,7 +110,7 @@ class Ingress:
         try:
             pages = await self._replicas.broadcast("metrics").results_async(timeout_s=METRICS_SECONDS)
         except (RayActorError, TimeoutError) as error:
-            return error_response(503, f"a replica does not tell its metrics: {type(error).__name__}")
+            return error_response(Refusal(503, f"a replica does not tell its metrics: {type(error).__name__}"))
         return Response(merge(dict(pages)), media_type=CONTENT_TYPE_LATEST)
 
 
