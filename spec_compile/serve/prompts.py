@@ -34,7 +34,7 @@ def count_characters(value: Any) -> int:
     return total
 
 
-def messages_of(items: str | list[dict], instructions: str | None) -> list[dict]:
+def messages_of(items: list[dict], instructions: str | None) -> list[dict]:
     """The messages of a chat for the checked items of /v1/responses.
 
     Reasoning belongs to the message or to the calls of the assistant after it, or else to an empty message. Calls
@@ -43,8 +43,6 @@ def messages_of(items: str | list[dict], instructions: str | None) -> list[dict]
     a user, an assistant with reasoning and a call, and a tool.
     """
     messages = [{"role": "system", "content": instructions}] if instructions else []
-    if isinstance(items, str):
-        return [*messages, {"role": "user", "content": items}]
     thought: dict[str, str] = {}
     for item in [*items, {"type": "end"}]:
         kind = item.get("type", "message")

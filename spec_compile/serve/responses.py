@@ -234,7 +234,7 @@ class Responses(Templated):
         return fields
 
     def _messages(self, fields: dict) -> list[dict]:
-        return messages_of(fields["input"], fields.get("instructions"))
+        return messages_of(as_items(fields["input"]), fields.get("instructions"))
 
     def _whole(self, call: HttpCall, answers: list[ReadAnswer]) -> dict:
         ((answer, choice),) = zip(answers, call.choices)
