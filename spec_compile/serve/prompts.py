@@ -7,6 +7,7 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import jinja2
@@ -14,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import BatchEncoding
 from transformers.utils.chat_template_utils import _compile_jinja_template, _get_template_variables
 
+from .body import levels
 from .call import CURRENT
 from .errors import refuse
 from .media import address_of
@@ -26,12 +28,7 @@ SEAL = "spec_compile:"
 
 def count_characters(value: Any) -> int:
     """The characters of all texts in decoded JSON."""
-    total, level = 0, [value]
-    while level:
-        total += sum(len(each) for each in level if isinstance(each, str))
-        containers = [each for each in level if isinstance(each, (dict, list))]
-        level = [inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)]
-    return total
+    return sum(len(each) for level in levels(value) for each in level if isinstance(each, str))
 
 
 def messages_of(items: list[dict], instructions: str | None) -> list[dict]:
@@ -197,7 +194,7 @@ class ChatText:
 
         Refusal if the values have all private characters.
         """
-        texts = [*_texts(values)]
+        texts = [*_texts([*values])]
         if not any(map(self._is_suspect, texts)):
             return ""
         used = set().union(*texts)
@@ -310,14 +307,11 @@ def _read_templates(processor: Any) -> tuple[str, set[str]]:
 
 def _texts(value: Any) -> Iterator[str]:
     """All texts of decoded JSON, names in objects included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _texts(each)
-    elif isinstance(value, dict):
-        yield from value
-        yield from _texts([*value.values()])
+    for each in chain.from_iterable(levels(value)):
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, dict):
+            yield from each
 
 
 def _split(tokens: re.Pattern, text: str, sign: str) -> str:
