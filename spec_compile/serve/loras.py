@@ -33,6 +33,7 @@ LONGEST_NAME, LONGEST_PATH, MOST_LOADED = 128, 1024, 64
 LONGEST_CONFIG, MOST_NAMES = 1 << 16, 1024
 """Bytes of an adapter's configuration, and names or patterns in a list of it."""
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_/-]*")
+NAME_WORDS = f"at most {LONGEST_NAME} letters, digits, '_', '-' and '/', and not {BASE!r}"
 PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 """The name of a module, or the end of one. peft reads other texts as regular expressions, which may never end."""
 NO_PATH = "there is no adapter of this path in the folder of adapters; expected a path below it"
@@ -84,10 +85,7 @@ def read_modules(modules: list[str]) -> dict[str, str]:
     for module in modules:
         name, _, path = module.partition("=")
         if not path or not _is_name(name) or name in paths:
-            raise ValueError(
-                f"lora_modules: expected NAME=PATH, each NAME once, of at most {LONGEST_NAME} letters, digits, '_', "
-                f"'-' and '/', and not {BASE!r}, got {module[:200]!r}"
-            )
+            raise ValueError(f"lora_modules: expected NAME=PATH, each NAME once, of {NAME_WORDS}, got {module[:200]!r}")
         paths[name] = path
     return paths
 
@@ -192,8 +190,7 @@ class ServedAdapters:
         fields = check_fields(LoadFields, body)
         name, path, engine = fields["lora_name"], fields["lora_path"], model.speculation.engine
         if not _is_name(name):
-            reason = f"expected at most {LONGEST_NAME} letters, digits, '_', '-' and '/', and not {BASE!r}"
-            raise refuse("lora_name", reason)
+            raise refuse("lora_name", f"expected {NAME_WORDS}")
         if not self._loading.acquire(blocking=False):
             raise refuse("lora_path", "another adapter is being loaded; try again later", 503, retries=True)
         try:  # all that may be slow, while rounds go on
