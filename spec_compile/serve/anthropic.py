@@ -12,9 +12,7 @@ from .anthropic_fields import RENAMED, to_chat
 from .call import HttpCall
 from .endpoint import Stream, usage_of
 from .errors import Refusal, error_message
-from .fields import (
-    check_fields,
-)  # fmt: skip
+from .fields import check_fields, read_object
 from .generation import flat_ids
 from .handlers import Chat, called, finish_reason
 from .models import ChatFields
@@ -35,19 +33,18 @@ def _used(choice: HttpCall) -> dict:
     return _usage(usage["prompt_tokens"], usage["completion_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
 
 
-def _message(call: HttpCall, model: str, content: list, reason: str | None, stop: str | None, usage: dict) -> dict:
-    """An object of Anthropic's type message."""
-    return {
-        "id": f"msg_{call.http_id}", "type": "message", "role": "assistant", "model": model, "content": content,
-        "stop_reason": reason, "stop_sequence": stop, "usage": usage,
-    }  # fmt: skip
+def _message(call: HttpCall, model: str, content: list, reason: dict, usage: dict) -> dict:
+    """An object of Anthropic's type message. reason: of its end"""
+    head = {"id": f"msg_{call.http_id}", "type": "message", "role": "assistant", "model": model, "content": content}
+    return head | reason | {"usage": usage}
 
 
-def _reason(finish_reason: str, call: HttpCall) -> tuple[str, str | None]:
-    """The fields `stop_reason` and `stop_sequence`."""
-    if finish_reason == "stop" and call.cut.found is not None:
-        return "stop_sequence", call.cut.found
-    return REASONS.get(finish_reason, "end_turn"), None
+def _reason(choice: HttpCall, has_calls: bool) -> dict[str, str | None]:
+    """The fields with the reason of the end."""
+    reason = finish_reason(choice, has_calls)
+    if reason == "stop" and choice.cut.found is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": choice.cut.found}
+    return {"stop_reason": REASONS.get(reason, "end_turn"), "stop_sequence": None}
 
 
 def _blocks(call: HttpCall, answer: ReadAnswer) -> list[dict]:
@@ -65,11 +62,8 @@ def _blocks(call: HttpCall, answer: ReadAnswer) -> list[dict]:
 
 def _arguments(text: str) -> dict:
     """The arguments of a call. If the model has written no JSON object, they are its text under `arguments`."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    return value if isinstance(value, dict) else {"arguments": text}
+    value = read_object(text)
+    return {"arguments": text} if value is None else value
 
 
 def _event(name: str, **fields: Any) -> str:
@@ -85,7 +79,8 @@ class MessageStream(Stream):
 
     def begin(self) -> str:
         (choice,) = self.call.choices
-        begun = _message(self.call, self.model, [], None, None, _usage(choice.prompt_length))
+        reason = {"stop_reason": None, "stop_sequence": None}
+        begun = _message(self.call, self.model, [], reason, _usage(choice.prompt_length))
         return _event("message_start", message=begun) + _event("ping")
 
     def write(self, choice: HttpCall, item: str | Thought | ToolCall) -> str:
@@ -121,13 +116,12 @@ class MessageStream(Stream):
 
     def end(self, choice: HttpCall, is_last: bool) -> str:
         """The last events, with the reason of the end and the usage."""
-        reason, stop = _reason(finish_reason(choice, self._calls > 0), choice)
-        delta = {"stop_reason": reason, "stop_sequence": stop}
+        delta = _reason(choice, self._calls > 0)
         last = _event("message_delta", delta=delta, usage=_used(choice), **self.endpoint.speculation([choice]))
         return self._close() + last + _event("message_stop")
 
     def error(self, refusal: Refusal) -> str:
-        return _event("error", error=error_message(refusal.status_code, refusal.detail, "")["error"])
+        return _event("error", error=error_message(refusal)["error"])
 
 
 class MessagesEndpoint(Chat):
@@ -156,8 +150,8 @@ class MessagesEndpoint(Chat):
 
     def _whole(self, call: HttpCall, answers: list[ReadAnswer]) -> dict:
         ((answer, choice),) = zip(answers, call.choices)
-        reason, stop = _reason(finish_reason(choice, bool(answer.calls)), choice)
-        message = _message(call, self._model(call), _blocks(call, answer), reason, stop, _used(choice))
+        reason = _reason(choice, bool(answer.calls))
+        message = _message(call, self._model(call), _blocks(call, answer), reason, _used(choice))
         return message | self.speculation([choice])
 
 

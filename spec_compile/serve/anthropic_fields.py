@@ -9,8 +9,8 @@ from pydantic import FailFast, Field, ValidationInfo, WrapValidator
 from .errors import refuse, shown
 
 from .fields import (  # isort: skip
-    ANY, COUNT, EFFORT, FLAG, OBJECT, SIZE, STOPS, TEXT, Fields, Kind, check_fields, one_of, only, present, record,
-    some, text_or, wrong,
+    ANY, COUNT, EFFORT, FLAG, OBJECT, SIZE, SOME_MESSAGES, STOPS, TEXT, Fields, Kind, check_fields, one_of, only,
+    present, record, text_or, wrong,
 )  # fmt: skip
 from .models import VllmSampling
 from .tools import HOSTED
@@ -50,15 +50,11 @@ class Source(Fields):
     """A picture, by its address or as data; or the text of a document."""
 
     needed = ("type",)
+    by_type = {"url": ("url",), "text": ("data",), "base64": ("media_type", "data")}
     type: one_of("url", "base64", "text") = None
     url: TEXT = None
     media_type: TEXT = None
     data: TEXT = None
-
-    @classmethod
-    def _check_all(cls, values: dict, context: dict) -> None:
-        for name in {"url": ("url",), "text": ("data",), "base64": ("media_type", "data")}[values["type"]]:
-            cls.need(values, name)
 
 
 def _if_read(value: Any, handler: Any, info: ValidationInfo) -> Any:
@@ -70,14 +66,10 @@ def _if_read(value: Any, handler: Any, info: ValidationInfo) -> Any:
 class TextBlock(Cached):
     """A block of text, where no other block may be."""
 
-    needed = ("type",)
+    needed, by_type = ("type",), {"text": ("text",)}
     type: Kind(lambda value: value == "text", "text here") = None
     text: TEXT = None
     citations: ANY = None
-
-    @classmethod
-    def _check_all(cls, values: dict, context: dict) -> None:
-        cls.need(values, "text")
 
 
 Texts = Annotated[list[TextBlock], FailFast(), text_or("a text or a list of blocks")]
@@ -210,7 +202,7 @@ class PromptFields(Cached):
 
     needed = ("messages",)
     model: TEXT = None
-    messages: Annotated[list[AnthropicMessage], FailFast(), some("a list of at least one message")] = None
+    messages: Annotated[list[AnthropicMessage], FailFast(), SOME_MESSAGES] = None
     system: Texts = None
     tools: list[AnthropicTool] = None
     tool_choice: ToolChoice = None

@@ -3,8 +3,9 @@
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from itertools import islice
 from typing import Any
 
 from fastapi import Request
@@ -66,9 +67,8 @@ class Bodies:
         except TimeoutError:
             if me not in self._timers:
                 raise Refusal(429, NO_ROOM, code="queue_full", retries=True) from None
-            refusal = Refusal(408, f"the body comes too slowly: {size} bytes in {loop.time() - begin:.0f} seconds")
-            refusal.headers = {"Connection": "close"}
-            raise refusal from None
+            reason = f"the body comes too slowly: {size} bytes in {loop.time() - begin:.0f} seconds"
+            raise Refusal(408, reason, headers={"Connection": "close"}) from None
         except ClientDisconnect:
             raise Refusal(400, "the client has left") from None
         finally:
@@ -152,15 +152,18 @@ def _constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
+def levels(value: Any) -> Iterator[list]:
+    """The values of decoded JSON at each depth, the outermost first."""
+    level = [value]
+    while level:
+        yield level
+        containers = [each for each in level if isinstance(each, (dict, list))]
+        level = [inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)]
+
+
 def is_too_deep(body: dict) -> bool:
     """True if more than `DEEPEST` lists and objects lie in each other."""
-    level: list[Any] = [body]
-    for _ in range(DEEPEST):
-        containers = [each for each in level if isinstance(each, (dict, list))]
-        level = [value for each in containers for value in (each.values() if isinstance(each, dict) else each)]
-        if not level:
-            return False
-    return True
+    return any(islice(levels(body), DEEPEST, None))
 
 
 def _check_text(body: dict) -> None:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import sha256
 from typing import Any
 from weakref import WeakValueDictionary
@@ -288,13 +289,14 @@ class Workers:
 
     async def drive(self, coroutine: Coroutine) -> Any:
         """The result of a coroutine that only awaits `Waiting`. Each of its steps runs in one of the threads."""
-        loop, context, result, client = asyncio.get_running_loop(), copy_context(), None, _client()
+        loop, client = asyncio.get_running_loop(), _client()
+        step = partial(loop.run_in_executor, self._pool, copy_context().run, self._step, coroutine)
         turn = self._turns.setdefault(client, asyncio.Semaphore(WORKERS))
         self.busy += 1
         self._busy[client] += 1
         try:
             async with turn:
-                is_over, value = await loop.run_in_executor(self._pool, context.run, self._step, coroutine, result)
+                is_over, value = await step(None)
         finally:
             self.busy -= 1
             self._busy[client] -= 1
@@ -302,13 +304,16 @@ class Workers:
             if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
                 coroutine.close()  # cancelled before a thread was free
         while not is_over:
-            result = await value
-            is_over, value = await loop.run_in_executor(self._pool, context.run, self._step, coroutine, result)
+            is_over, value = await step(await value)
         return value
 
     def _step(self, coroutine: Coroutine, value: Any) -> tuple[bool, Any]:
+        """Run a coroutine to its next `Waiting`: (True, its result) if it has ended, else (False, the future)."""
         with self._free:
-            return _step(coroutine, value)
+            try:
+                return False, coroutine.send(value)
+            except StopIteration as end:
+                return True, end.value
 
     @contextmanager
     def waits(self) -> Iterator[None]:
@@ -327,14 +332,6 @@ class Workers:
 def _client() -> str:
     call = CURRENT.get(None)
     return "" if call is None else call.client
-
-
-def _step(coroutine: Coroutine, value: Any) -> tuple[bool, Any]:
-    """Run a coroutine to its next `Waiting`: (True, its result) if it has ended, else (False, the future)."""
-    try:
-        return False, coroutine.send(value)
-    except StopIteration as end:
-        return True, end.value
 
 
 # The choices of one HTTP request: `n` answers to each of its prompts, each with its `HttpCall`.

@@ -1,6 +1,7 @@
 """The command of this folder: ``python -m spec_compile serve``."""
 
 import inspect
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,12 +74,6 @@ OPTIONS: dict[str, tuple] = {
     "lora_root": (Path | None, None, "The folder with the adapters that clients may load."),
 }
 """For each flag its type, its default, what its help says, and the least and the largest value, if there are some."""
-BUILT = (
-    "slots", "max_queue", "tensor_parallel", "served_model_name", "lora_modules", "shadow", "allowed_origins",
-    "allowed_methods", "allowed_headers", "allowed_media_domains", "allowed_local_media_path", "limit_mm_per_prompt",
-    "share_texts", "isolate_prefixes", "allow_runtime_lora_updating", "lora_root",
-)  # fmt: skip
-"""Flags that are arguments of `server.build`, in addition to `FLAGS`."""
 
 
 def _parameter(name: str, kind: Any, default: Any, told: Any, *bounds: float) -> inspect.Parameter:
@@ -95,14 +90,15 @@ def _serve(model: Annotated[str, typer.Argument(help="A directory, or a name on 
     POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages; GET /v1/models, /health, /metrics.
     """
     require_packages()
-    from .door import Keys
+    from .door import Keys, Policy
     from .runner import Limits, Runner
     from .server import build
 
     more = {name: flags[name] for name in ("draft", "max_loras", "max_lora_rank") if flags[name] is not None}
     keys = Keys.read(flags["api_key"] or (), flags["api_key_file"])
-    built = {name: flags[name] for name in (*BUILT, *FLAGS)}
-    server = build(model, flags["algo"], flags["options"] | more, keys=keys, **built)
+    names = {*inspect.signature(build).parameters, *(each.name for each in fields(Policy)), *FLAGS}
+    built = {name: flag for name, flag in flags.items() if name in names}
+    server = build(model, keys=keys, **built | {"options": flags["options"] | more})
     if flags["train_while_serving"] or flags["online_training"]:
         from ..train import train_while_serving  # the extra `train`, if a flag asks for it
 

@@ -99,8 +99,7 @@ class KeyMiddleware:
             owner = self._keys.owner(scope["headers"])
             if owner is None and not self._is_open(scope):
                 reason = "a key is needed: send Authorization: Bearer KEY, or x-api-key: KEY, with a key of this server"
-                refusal = Refusal(401, reason, code="invalid_api_key")
-                refusal.headers = {"WWW-Authenticate": "Bearer"}
+                refusal = Refusal(401, reason, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
                 await error_at(scope["path"], refusal)(scope, receive, send)
                 return
             scope[OWNER] = owner or ""

@@ -31,7 +31,7 @@ from .media import address_of, find_pictures
 from .metrics import speculation_fields
 from .models import LIMITS
 from .prompts import ChatText, count_characters, for_template
-from .settings import forbid, make_config, usage_details
+from .settings import forbid, make_config, read_prediction, usage_details
 from .tool_calls import read_tool_calls
 from .tools import nested
 
@@ -126,8 +126,8 @@ class Endpoint:
         adapter = self.service.adapters.find(requested)
         if adapter is None:
             served = ", ".join(repr(card["id"]) for card in self.service.cards())
-            reason = f"model: there is no model {requested[:200]!r} here, only {served}"
-            raise Refusal(404, reason, "model", "model_not_found")
+            reason = f"there is no model {requested[:200]!r} here, only {served}"
+            raise refuse("model", reason, 404, "model_not_found")
         call.adapter = adapter
 
     def _model(self, call: HttpCall) -> str:
@@ -161,7 +161,7 @@ class Generating(Endpoint):
     def _check(self, call: HttpCall) -> None:
         super()._check(call)
         if "prediction" in call.fields:
-            call.prediction = self.requests.read_prediction(call.fields["prediction"])
+            call.prediction = read_prediction(call.fields["prediction"], self.requests)
 
     async def _respond(self, call: HttpCall) -> Response:
         await self._prepare(call)
@@ -357,8 +357,7 @@ class Stream:
 
     def error(self, refusal: Refusal) -> str:
         """The last event of an answer that has failed."""
-        error = error_object(refusal.status_code, refusal.detail, refusal.param, refusal.code)
-        return event({"error": error})
+        return event({"error": error_object(refusal)})
 
 
 def event(data: dict) -> str:

@@ -5,6 +5,7 @@ import logging
 import re
 import traceback
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -41,12 +42,15 @@ class Refusal(HTTPException):
     param: the field that is at fault
     code: OpenAI's code for the reason
     retries: True if the same request may be answered later
+    headers: further ones of the answer
     """
 
     def __init__(
-        self, status: int, reason: str, param: str | None = None, code: str | None = None, retries: bool = False
-    ):
-        super().__init__(status, tidy(reason), {"Retry-After": str(RETRY_SECONDS)} if retries else None)
+        self, status: int, reason: str, param: str | None = None, code: str | None = None, retries: bool = False,
+        headers: Mapping[str, str] | None = None,
+    ):  # fmt: skip
+        later = {"Retry-After": str(RETRY_SECONDS)} if retries else {}
+        super().__init__(status, tidy(reason), later | dict(headers or {}))
         self.param, self.code = param, code
 
     def rename(self, names: dict[str, str]) -> None:
@@ -56,9 +60,9 @@ class Refusal(HTTPException):
             self.detail, self.param = named + self.detail[len(self.param) :], named
 
 
-def refuse(field: str, reason: str) -> Refusal:
+def refuse(field: str, reason: str, status: int = 400, code: str | None = None, retries: bool = False) -> Refusal:
     """The refusal of a field's value. field: the field, or a path into it such as "messages[0].role"."""
-    return Refusal(400, f"{field}: {reason}", re.split(r"[\[.,]", field)[0])
+    return Refusal(status, f"{field}: {reason}", re.split(r"[\[.,]", field)[0], code, retries)
 
 
 def tidy(reason: str) -> str:
@@ -89,17 +93,16 @@ def shown(value: Any) -> str:
         return f"a value of type {type(value).__name__}"
 
 
-def error_object(status: int, reason: str, param: str | None = None, code: str | None = None) -> dict:
-    """The object in the field `error` of an answer of this status."""
+def error_object(refusal: Refusal) -> dict:
+    """A refusal as the object in the field `error` of an answer."""
+    status = refusal.status_code
     error_type = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
-    return {"message": tidy(reason), "type": error_type, "param": param, "code": code}
+    return {"message": tidy(refusal.detail), "type": error_type, "param": refusal.param, "code": refusal.code}
 
 
-def error_response(
-    status: int, reason: str, param: str | None = None, code: str | None = None, headers: dict | None = None
-) -> JSONResponse:
-    """An answer of this status that says why."""
-    return JSONResponse({"error": error_object(status, reason, param, code)}, status, headers)
+def error_response(refusal: Refusal) -> JSONResponse:
+    """An answer that says why."""
+    return JSONResponse({"error": error_object(refusal)}, refusal.status_code, refusal.headers)
 
 
 def noted(details: BaseException | str) -> str:
@@ -120,20 +123,21 @@ def failed(details: BaseException | str) -> str:
     return f"the server failed; its log has the reason under error {noted(details)}"
 
 
-def error_message(status: int, reason: str, request_id: str) -> dict:
+def error_message(refusal: Refusal, request_id: str = "") -> dict:
     """An error in Anthropic's form."""
+    status = refusal.status_code
     error_type = ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": error_type, "message": tidy(reason)}, "request_id": request_id}
+    return {"type": "error", "error": {"type": error_type, "message": tidy(refusal.detail)}, "request_id": request_id}
 
 
 def error_at(path: str, refusal: Refusal, request_id: str = "") -> JSONResponse:
     """A refusal in the form of the endpoint at a path. A body that OpenAI's API refuses with 422 gets 400 at
     Anthropic's."""
-    status, reason, headers = refusal.status_code, refusal.detail, refusal.headers
-    if path.startswith(MESSAGES_PATH):
-        status, told = 400 if status == 422 else status, {"request-id": request_id} if request_id else {}
-        return JSONResponse(error_message(status, reason, request_id), status, told | dict(headers or {}))
-    return error_response(status, reason, refusal.param, refusal.code, headers)
+    if not path.startswith(MESSAGES_PATH):
+        return error_response(refusal)
+    status = 400 if refusal.status_code == 422 else refusal.status_code
+    told = {"request-id": request_id} if request_id else {}
+    return JSONResponse(error_message(refusal, request_id), status, told | dict(refusal.headers or {}))
 
 
 def failure(path: str, error: BaseException) -> JSONResponse:
@@ -154,7 +158,7 @@ def add_handlers(app: FastAPI) -> None:
         elif error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "another method")
             reason, code = f"{route} is not allowed; use {allowed}", "method_not_allowed"
-        return error_response(error.status_code, reason, None, code, error.headers)
+        return error_response(Refusal(error.status_code, reason, code=code, headers=error.headers))
 
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, error: Exception) -> JSONResponse:

@@ -60,11 +60,6 @@ class Kind:
             raise expected(self.expected)
         return value
 
-    def check(self, name: str, value: Any) -> None:
-        """Refuse a value that the field `name` may not have."""
-        if not self.accepts(value):
-            raise refuse(name, f"expected {self.expected}, got {shown(value)}")
-
 
 def expected(words: str) -> PydanticCustomError:
     """The error of a validator for another value than these words describe."""
@@ -80,12 +75,14 @@ class Fields(BaseModel):
     """A model of an object in JSON. Validation gives the plain object without nulls and unknown names, in its order.
 
     needed: names that it must have
+    by_type: by the value of `type`, further names that it must have
     empty: by name, values that count as not given
     hosted: what such objects are, and the types of those that only OpenAI's or Anthropic's own servers can serve: of
         these only the type is given, and the log tells it once
     """
 
     needed: ClassVar[tuple[str, ...]] = ()
+    by_type: ClassVar[dict[str, tuple[str, ...]]] = {}
     empty: ClassVar[dict[str, tuple]] = {}
     hosted: ClassVar[tuple[str, re.Pattern] | None] = None
 
@@ -108,6 +105,8 @@ class Fields(BaseModel):
             cls.need(given, name)
         made = handler(given)
         values = {name: getattr(made, names[name]) for name in given}
+        for name in cls.by_type.get(values["type"], ()) if cls.by_type else ():
+            cls.need(values, name)
         cls._check_all(values, info.context or {})
         return values
 
@@ -209,11 +208,14 @@ def one_of(*words: str) -> Kind:
     return Kind(lambda value: isinstance(value, str) and value in words, f"{', '.join(words[:-1])} or {words[-1]}")
 
 
-def _is_stops(value: Any) -> bool:
-    texts = value if isinstance(value, list) else [value]
-    if not 0 < len(texts) <= MOST_STOPS:
-        return False
-    return all(isinstance(text, str) and 0 < len(text) <= LONGEST_STOP for text in texts)
+def is_list(value: Any, accepts: Callable[[Any], bool], most: float = math.inf, least: int = 1) -> bool:
+    """True for a list of `least` to `most` entries, each of which is accepted."""
+    return isinstance(value, list) and least <= len(value) <= most and all(map(accepts, value))
+
+
+def text(longest: int) -> Kind:
+    """Texts of 1 to `longest` characters."""
+    return Kind(lambda value: TEXT.accepts(value) and 0 < len(value) <= longest, f"a text of 1 to {longest} characters")
 
 
 def _is_biases(value: Any) -> bool:
@@ -232,9 +234,8 @@ def _is_choice(value: Any) -> bool:
 
 
 def _are_allowed(allowed: dict) -> bool:
-    tools = allowed.get("tools")
-    is_list = isinstance(tools, list) and len(tools) > 0 and all(map(_names_tool, tools))
-    return is_list and allowed.keys() == {"mode", "tools"} and allowed["mode"] in ("auto", "required")
+    are_named = is_list(allowed.get("tools"), _names_tool)
+    return are_named and allowed.keys() == {"mode", "tools"} and allowed["mode"] in ("auto", "required")
 
 
 def _names_tool(value: Any) -> bool:
@@ -248,23 +249,26 @@ def _names_tool(value: Any) -> bool:
 
 
 def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and len(value) > 0 and all(map(ID.accepts, value))
+    return is_list(value, ID.accepts)
 
 
 def _is_prompt(value: Any) -> bool:
-    if isinstance(value, str) or _are_ids(value):
-        return True
-    if not isinstance(value, list) or not 0 < len(value) <= MOST_PROMPTS:
-        return False
-    return all(isinstance(each, str) for each in value) or all(map(_are_ids, value))
+    is_one = TEXT.accepts(value) or _are_ids(value)
+    return is_one or any(is_list(value, accepts, MOST_PROMPTS) for accepts in (TEXT.accepts, _are_ids))
+
+
+def read_object(text: str) -> dict | None:
+    """The object that a text is in JSON, or None."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def is_json_object(value: Any) -> bool:
     """True for an object, or the JSON of one."""
-    try:
-        return isinstance(json.loads(value) if isinstance(value, str) else value, dict)
-    except (ValueError, RecursionError):
-        return False
+    return isinstance(value, dict) or (isinstance(value, str) and read_object(value) is not None)
 
 
 ANY = Kind(lambda value: True, "a value")
@@ -277,7 +281,11 @@ TEXT = Kind(lambda value: isinstance(value, str), "a text")
 FLAG = Kind(lambda value: isinstance(value, bool), "true or false")
 OBJECT = Kind(lambda value: isinstance(value, dict), "an object")
 LIST = Kind(lambda value: isinstance(value, list), "a list")
-STOPS = Kind(_is_stops, f"a text, or a list of at most {MOST_STOPS} texts, of 1 to {LONGEST_STOP} characters each")
+STOP = text(LONGEST_STOP)
+STOPS = Kind(
+    lambda value: STOP.accepts(value) or is_list(value, STOP.accepts, MOST_STOPS),
+    f"a text, or a list of at most {MOST_STOPS} texts, of 1 to {LONGEST_STOP} characters each",
+)
 TEMPERATURE = Kind(
     lambda value: is_number(value) and (value == 0 or COLDEST <= value <= HOTTEST),
     f"0, or a number from {COLDEST:g} to {HOTTEST:g}",
@@ -291,26 +299,19 @@ SPECULATION = Kind(
     ),
     'false, or an object {"num_draft_tokens": n} with n of 1 or more',
 )
-SALT = Kind(lambda value: isinstance(value, str) and 0 < len(value) <= LONGEST_SALT, "a text of 1 to 256 characters")
+SALT = text(LONGEST_SALT)
 BIASES = Kind(_is_biases, f"an object of at most {MOST_BIASES} token ids, each with a number from -100 to 100")
-ENDS = Kind(
-    lambda value: isinstance(value, list) and len(value) <= MOST_ENDS and all(map(ID.accepts, value)),
-    f"a list of at most {MOST_ENDS} token ids",
-)
+ENDS = Kind(lambda value: is_list(value, ID.accepts, MOST_ENDS, 0), f"a list of at most {MOST_ENDS} token ids")
 IDS = Kind(_are_ids, "a list of token ids, not empty")
 LENGTH = Kind(lambda value: value == -1 or COUNT.accepts(value), "an int of 1 or more, or -1 for all that fit")
 WORDS = Kind(
-    lambda value: (
-        isinstance(value, list)
-        and len(value) <= MOST_WORDS
-        and all(isinstance(word, str) and 0 < len(word.strip()) <= LONGEST_STOP for word in value)
-    ),
+    lambda value: is_list(value, lambda word: TEXT.accepts(word) and STOP.accepts(word.strip()), MOST_WORDS, 0),
     f"a list of at most {MOST_WORDS} texts of 1 to {LONGEST_STOP} characters",
 )
 EFFORT = one_of("none", "minimal", "low", "medium", "high", "xhigh", "max")
 VERBOSITY, SUMMARY = one_of("low", "medium", "high"), one_of("auto", "concise", "detailed")
 INCLUDED = Kind(
-    lambda value: isinstance(value, list) and all(isinstance(each, str) and each != LOGPROBS for each in value),
+    lambda value: is_list(value, lambda each: TEXT.accepts(each) and each != LOGPROBS, least=0),
     f"a list of texts without {LOGPROBS}, which is not served",
 )
 SCHEMA = Kind(lambda value: isinstance(value, (str, dict)), "a JSON schema, an object or its text")
@@ -324,23 +325,16 @@ PROMPTS = Kind(
 )
 
 
-def text_or(words: str, is_empty_served: bool = True) -> WrapValidator:
+def text_or(words: str, is_empty_served: bool = True, is_text_served: bool = True) -> WrapValidator:
     """Lets a text through, and validates lists. words: describe the values"""
 
     def read(value: Any, handler: Any) -> Any:
-        if not isinstance(value, (str, list)) or not (value or is_empty_served):
+        is_text = isinstance(value, str) and is_text_served
+        if not (is_text or isinstance(value, list)) or not (value or is_empty_served):
             raise expected(words)
-        return value if isinstance(value, str) else handler(value)
+        return value if is_text else handler(value)
 
     return WrapValidator(read)
 
 
-def some(words: str) -> WrapValidator:
-    """Refuses what is no list, and an empty one."""
-
-    def read(value: Any, handler: Any) -> Any:
-        if not isinstance(value, list) or not value:
-            raise expected(words)
-        return handler(value)
-
-    return WrapValidator(read)
+SOME_MESSAGES = text_or("a list of at least one message", is_empty_served=False, is_text_served=False)

@@ -31,7 +31,7 @@ from .grammars import GrammarCache, read_form
 from .infill_tokens import InfillTokens
 from .logprobs import check_told, read_top
 from .metrics import PrometheusMetrics
-from .settings import BUDGET, NO_NGRAMS, AllowedTokens, CountPenalties, ThinkingReader, end_of, reference_of, tokenize
+from .settings import BUDGET, AllowedTokens, CountPenalties, ThinkingReader, check_ids, end_of, reference_of
 from .shadow import Answered, Shadow
 
 FULL = "the queue is full; try again later"
@@ -300,9 +300,7 @@ class Requests:
         """Set how many tokens the request may have; Refusal, before any memory is taken, if a row has no room."""
         if not ids:
             raise refuse(call.prompt_field, "expected at least one token, got none")
-        if max(ids) >= self.embedded:
-            reason = f"token id {max(ids)} is outside the vocabulary of {self.embedded} tokens"
-            raise refuse(call.prompt_field, reason)
+        check_ids(call.prompt_field, ids, self.embedded)
         room = self.row_tokens - len(ids)
         if room < 1:
             reason = f"{len(ids)} tokens leave no room for a new one (max_new_tokens) in a row of {self.row_tokens}"
@@ -324,14 +322,6 @@ class Requests:
         if least > config.max_new_tokens:
             field = "min_tokens" if "min_tokens" in call.fields else "generation_config"
             raise refuse(field, f"at least {least} new tokens are more than {config.max_new_tokens}")
-
-    def read_prediction(self, prediction: dict) -> list[int]:
-        """The token ids of the field `prediction`, which is checked. Refusal if it cannot be served."""
-        content = prediction["content"]
-        text = content if isinstance(content, str) else "".join(part["text"] for part in content)
-        if not self.has_ngrams:
-            raise refuse("prediction", NO_NGRAMS)
-        return tokenize(text, self.tokenizer, self.most_characters, self.embedded)
 
     def _options(self, call: HttpCall, ids: list[int], config: GenerationConfig) -> dict[str, Any]:
         """Options of `add_request` in addition to the config: processors for penalties and for the answer's form, a

@@ -15,7 +15,7 @@ from ..runtime.verify.constraint import FIRST_SECONDS, SECONDS_A_STEP, STEP_SECO
 from .body import DEEPEST, is_too_deep
 from .call import MOST_IDLE
 from .errors import Refusal, refuse
-from .fields import present
+from .fields import is_list, present
 from .grammar_judge import Judge, compile_grammar
 
 SECONDS = 2.0
@@ -73,8 +73,7 @@ def _of_kind(path: str, kind: str, value: Any) -> tuple[str, str, str] | None:
     if kind == "json_object":
         return (path, "json", ANY_OBJECT) if value else None
     if kind == "choice":
-        fits = isinstance(value, list) and 0 < len(value) <= MOST_CHOICES
-        if not fits or not all(isinstance(each, str) and each for each in value):
+        if not is_list(value, lambda each: isinstance(each, str) and each, MOST_CHOICES):
             raise refuse(path, f"expected a list of 1 to {MOST_CHOICES} texts, none of them empty")
         return path, "grammar", "root ::= " + " | ".join(json.dumps(each, ensure_ascii=False) for each in value)
     if kind == "json":
@@ -129,7 +128,7 @@ class GrammarCache:
             from xgrammar.contrib.hf import LogitsProcessor
         except ImportError as error:
             reason = "the server needs xgrammar for it: pip install 'spec_compile[grammars]'"
-            raise Refusal(501, f"{field}: {reason}", field.partition(".")[0]) from error
+            raise refuse(field, reason, 501) from error
         processor = LogitsProcessor(self._find(field, kind, text, parts))
         processor.field = field
         return processor
@@ -170,10 +169,9 @@ class GrammarCache:
         """The compiled grammar, which a child process has compiled and followed before."""
         fields = [*(path for path, _ in parts), field]
         jobs = [*(("json", schema) for _, schema in parts), (kind, text)]
-        steps = {"step": STEP_SECONDS / 2, "first": FIRST_SECONDS / 2, "each": SECONDS_A_STEP}  # with a reserve
-        limits = {"seconds": SECONDS} | steps
+        limits = {"step": STEP_SECONDS / 2, "first": FIRST_SECONDS / 2, "each": SECONDS_A_STEP}  # with a reserve
         try:
-            verdict = judge().ask(self._vocabulary, jobs, limits)
+            verdict = judge().ask(self._vocabulary, jobs, limits | {"seconds": SECONDS})
         except OSError as error:
             raise Refusal(
                 503, f"{field}: grammars cannot be compiled now; try again later", field, retries=True
@@ -200,7 +198,7 @@ class GrammarCache:
 
 
 def _busy(field: str, reason: str = "other grammars are being compiled") -> Refusal:
-    return Refusal(503, f"{field}: {reason}; try again later", field.partition(".")[0], retries=True)
+    return refuse(field, f"{reason}; try again later", 503, retries=True)
 
 
 @cache

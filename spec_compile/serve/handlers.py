@@ -93,9 +93,16 @@ def finish_reason(choice: HttpCall, has_calls: bool) -> str:
 
 
 class Choosing(Generating):
-    """An endpoint whose answers have choices. kind: OpenAI's name of an answer"""
+    """An endpoint whose answers have choices. kind: OpenAI's name of an answer. logprobs: the class of its
+    log-probabilities"""
 
     kind: str
+    logprobs: type[ChatLogprobs]
+
+    def _logprobs(self, call: HttpCall) -> ChatLogprobs | None:
+        if read_top(call.fields) is None:
+            return None
+        return self.logprobs(self.requests.tokenizer, self.requests.bytes_of, call.echo)
 
     def _whole(self, call: HttpCall, answers: list[ReadAnswer]) -> dict:
         choices = []
@@ -119,10 +126,7 @@ class Chat(Templated, Choosing):
     """POST /v1/chat/completions."""
 
     fields, prompt_field, kind, stream = ChatFields, "messages", "chat.completion", ChatStream
-
-    def _logprobs(self, call: HttpCall) -> ChatLogprobs | None:
-        requests = self.requests
-        return None if read_top(call.fields) is None else ChatLogprobs(requests.tokenizer, requests.bytes_of)
+    logprobs = ChatLogprobs
 
     def _part(self, choice: HttpCall, answer: ReadAnswer) -> dict:
         message: dict[str, Any] = {"role": "assistant", "content": answer.content}
@@ -150,6 +154,7 @@ class Completion(Choosing):
     """POST /v1/completions."""
 
     fields, prompt_field, kind, stream = CompletionFields, "prompt", "text_completion", CompletionStream
+    logprobs = CompletionLogprobs
 
     def _read(self, call: HttpCall, body: dict) -> dict:
         fields = super()._read(call, body)
@@ -181,12 +186,6 @@ class Completion(Choosing):
             if call.fields.get("echo"):
                 echo = prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=True)
             yield {"input_ids": ids}, echo
-
-    def _logprobs(self, call: HttpCall) -> CompletionLogprobs | None:
-        requests = self.requests
-        if read_top(call.fields) is None:
-            return None
-        return CompletionLogprobs(requests.tokenizer, requests.bytes_of, call.echo)
 
     def _part(self, choice: HttpCall, answer: ReadAnswer) -> dict:
         return {"text": (choice.echo or "") + answer.content, "finish_reason": choice.finish_reason}

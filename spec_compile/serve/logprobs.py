@@ -53,9 +53,11 @@ class ChatLogprobs:
     chunk: with the tokens "a", half of "é", the rest of "é" the first chunk has one, and the second one has two.
     """
 
-    def __init__(self, tokenizer: Any, bytes_of: Callable[[int], bytes]):
-        """tokenizer: the model's. bytes_of: returns the bytes of a token."""
-        self._tokenizer, self._bytes_of = tokenizer, bytes_of
+    def __init__(self, tokenizer: Any, bytes_of: Callable[[int], bytes], echo: str | None = None):
+        """tokenizer: the model's. bytes_of: returns the bytes of a token. echo: the text of the prompt, if the choice
+        begins with it"""
+        self._tokenizer, self._bytes_of, self._echo = tokenizer, bytes_of, echo
+        self._places = _Places(tokenizer, len(echo or ""))
         self._waiting: list[TokenScore] = []
         self._chunks: deque[dict | None] = deque()
 
@@ -100,11 +102,6 @@ class CompletionLogprobs(ChatLogprobs):
     Entry i of `text_offset` is the number of characters of the choice's text before token i: the tokens "a", half of
     "é", the rest of "é" and "b" have 0, 1, 1 and 2.
     """
-
-    def __init__(self, tokenizer: Any, bytes_of: Callable[[int], bytes], echo: str | None):
-        """echo: the text of the prompt, if the choice begins with it."""
-        super().__init__(tokenizer, bytes_of)
-        self._echo, self._places = echo, _Places(tokenizer, len(echo or ""))
 
     def whole(self, output: Output) -> dict:
         answer = self.write(output.scores)

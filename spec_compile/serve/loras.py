@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from ..capture.loras import BASE, Loras
 from ..errors import UnsupportedModelError
 from .body import decode_body, read_body
-from .errors import Refusal, refuse
-from .fields import FLAG, TEXT, Kind, check_fields, integer, is_number, record
+from .errors import refuse
+from .fields import FLAG, TEXT, Kind, check_fields, integer, is_list, is_number, record
 
 log = logging.getLogger("spec_compile")
 
@@ -33,18 +33,18 @@ LONGEST_NAME, LONGEST_PATH, MOST_LOADED = 128, 1024, 64
 LONGEST_CONFIG, MOST_NAMES = 1 << 16, 1024
 """Bytes of an adapter's configuration, and names or patterns in a list of it."""
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_/-]*")
+NAME_WORDS = f"at most {LONGEST_NAME} letters, digits, '_', '-' and '/', and not {BASE!r}"
 PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 """The name of a module, or the end of one. peft reads other texts as regular expressions, which may never end."""
 NO_PATH = "there is no adapter of this path in the folder of adapters; expected a path below it"
 
 
 def _are_plain(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= MOST_NAMES and all(map(_is_plain, value))
+    return is_list(value, _is_plain, MOST_NAMES, 0)
 
 
 def _are_layers(value: Any) -> bool:
-    layers = value if isinstance(value, list) else [value]
-    return len(layers) <= MOST_NAMES and all(type(each) is int and 0 <= each < 1 << 16 for each in layers)
+    return LAYER.accepts(value) or is_list(value, LAYER.accepts, MOST_NAMES, 0)
 
 
 def _is_plain(value: Any) -> bool:
@@ -56,6 +56,7 @@ def _patterns_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 NAMES = f"a list of at most {MOST_NAMES} names of modules, no regular expression"
+LAYER = integer(0, (1 << 16) - 1)
 RANK, ALPHA = integer(1, 1 << 16), Kind(lambda value: is_number(value) and abs(value) <= 1e6, "a number up to 1e6")
 CONFIG = {
     "r": RANK, "lora_alpha": ALPHA, "use_rslora": FLAG, "fan_in_fan_out": FLAG,
@@ -84,10 +85,7 @@ def read_modules(modules: list[str]) -> dict[str, str]:
     for module in modules:
         name, _, path = module.partition("=")
         if not path or not _is_name(name) or name in paths:
-            raise ValueError(
-                f"lora_modules: expected NAME=PATH, each NAME once, of at most {LONGEST_NAME} letters, digits, '_', "
-                f"'-' and '/', and not {BASE!r}, got {module[:200]!r}"
-            )
+            raise ValueError(f"lora_modules: expected NAME=PATH, each NAME once, of {NAME_WORDS}, got {module[:200]!r}")
         paths[name] = path
     return paths
 
@@ -192,10 +190,9 @@ class ServedAdapters:
         fields = check_fields(LoadFields, body)
         name, path, engine = fields["lora_name"], fields["lora_path"], model.speculation.engine
         if not _is_name(name):
-            reason = f"expected at most {LONGEST_NAME} letters, digits, '_', '-' and '/', and not {BASE!r}"
-            raise refuse("lora_name", reason)
+            raise refuse("lora_name", f"expected {NAME_WORDS}")
         if not self._loading.acquire(blocking=False):
-            raise Refusal(503, "lora_path: another adapter is being loaded; try again later", "lora_path", retries=True)
+            raise refuse("lora_path", "another adapter is being loaded; try again later", 503, retries=True)
         try:  # all that may be slow, while rounds go on
             assert self._root is not None
             folder = find_folder(self._root, path)
@@ -233,7 +230,7 @@ class ServedAdapters:
         name, engine = check_fields(UnloadFields, body)["lora_name"], model.speculation.engine
         with self._loading, engine.turns:
             if name not in self._paths:
-                raise Refusal(404, f"lora_name: there is no adapter {name[:200]!r} here", "lora_name", "not_found")
+                raise refuse("lora_name", f"there is no adapter {name[:200]!r} here", 404, "not_found")
             self._unload(engine.original, name)
         return f"Success: LoRA adapter '{name}' removed successfully."
 

@@ -80,11 +80,6 @@ def is_public(address: str) -> bool:
     return ip.is_global and not (ip.is_multicast or ip.is_reserved or ip.is_unspecified or ip.is_link_local)
 
 
-def too_large(path: str, reason: str) -> Refusal:
-    """The refusal of a picture that is too large. path: of the field"""
-    return Refusal(413, f"{path}: {reason}", path.partition("[")[0])
-
-
 def check_pixels(path: str, width: int, height: int, before: int) -> int:
     """The pixels of a request after a picture of this size. Refusal if they, or the picture's own, are too many.
 
@@ -93,7 +88,7 @@ def check_pixels(path: str, width: int, height: int, before: int) -> int:
     pixels = width * height
     if pixels > MOST_PIXELS or before + pixels > MOST_PIXELS_OF_ALL:
         reason = f"expected at most {MOST_PIXELS} pixels, and {MOST_PIXELS_OF_ALL} of all pictures of a request"
-        raise too_large(path, f"{reason}, got {width} x {height}")
+        raise refuse(path, f"{reason}, got {width} x {height}", 413)
     if max(width, height) > MOST_LENGTHS * min(width, height):
         raise refuse(path, f"expected a side at most {MOST_LENGTHS} times the other, got {width} x {height}")
     return before + pixels
@@ -179,7 +174,7 @@ class Media:
         reason = f"expected at most {MOST_BYTES} bytes, and {MOST_BYTES_OF_ALL} of all pictures of a request"
         if match := DATA.match(address[:256]):
             if (len(address) - match.end()) * 3 // 4 > most + 2:
-                raise too_large(path, reason)
+                raise refuse(path, reason, 413)
             try:
                 return base64.b64decode("".join(address[match.end() :].split()), validate=True)
             except ValueError as error:
@@ -191,7 +186,7 @@ class Media:
         if isinstance(data, Refusal):
             raise data
         if len(data) > most:
-            raise too_large(path, reason)
+            raise refuse(path, reason, 413)
         return data
 
     def _read_file(self, path: str, name: str, most: int) -> bytes:
@@ -230,8 +225,8 @@ class Media:
         The event loop runs it, and cancels it once the client has left.
         """
         if self._fetching >= MOST_FETCHES:
-            reason = f"{path}: pictures of {MOST_FETCHES} requests are being fetched; send its data, or try again later"
-            return Refusal(429, reason, path.partition("[")[0], "media_queue_full", retries=True)
+            reason = f"pictures of {MOST_FETCHES} requests are being fetched; send its data, or try again later"
+            return refuse(path, reason, 429, "media_queue_full", retries=True)
         self._fetching += 1
         try:
             async with asyncio.timeout(FETCH_SECONDS):
@@ -302,9 +297,7 @@ def _decode(path: str, data: bytes, pixels: int) -> tuple[Any, int]:
     try:
         from PIL import Image, ImageOps
     except ImportError as error:
-        raise Refusal(
-            501, f"{path}: this server has no Pillow, so it reads no pictures", path.partition("[")[0]
-        ) from error
+        raise refuse(path, "this server has no Pillow, so it reads no pictures", 501) from error
     try:
         with Image.open(BytesIO(data), formats=FORMATS) as image:
             pixels = check_pixels(path, *image.size, pixels)  # guard: pixels-before-decoding
@@ -312,6 +305,6 @@ def _decode(path: str, data: bytes, pixels: int) -> tuple[Any, int]:
     except Refusal:
         raise
     except Image.DecompressionBombError as error:
-        raise too_large(path, f"expected at most {MOST_PIXELS} pixels, got many more") from error
+        raise refuse(path, f"expected at most {MOST_PIXELS} pixels, got many more", 413) from error
     except Exception as error:  # decoders raise errors of many types
         raise refuse(path, f"expected a picture in the format {', '.join(FORMATS)}; this cannot be read") from error

@@ -4,20 +4,18 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from fastapi import Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 PREFIX = "spec_compile:"
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-GAUGES = {
+FIGURES = {
     "num_requests_running": ("requests_running", "Requests that are being decoded."),
     "num_requests_prefilling": ("requests_prefilling", "Requests whose prompts are being read."),
     "num_requests_waiting": ("requests_waiting", "Requests that wait for a row."),
     "kv_cache_usage_perc": ("cache_usage", "The share of the cache that is used, 0 to 1."),
-}
-"""For each gauge: the entry of `Manager.metrics()`, and the help text."""
-COUNTERS = {
     "spec_decode_num_drafts": ("drafts_total", "Rounds of a request in which something was drafted."),
     "spec_decode_num_draft_tokens": ("draft_tokens_total", "Draft tokens that were verified."),
     "spec_decode_num_accepted_tokens": ("accepted_tokens_total", "Draft tokens that were accepted."),
@@ -29,6 +27,7 @@ COUNTERS = {
     "num_preemptions": ("preemptions_total", "Requests whose rows were taken for others, and that came back."),
     "generation_tokens": ("generation_tokens_total", "Tokens of answers."),
 }
+"""For each figure: the entry of `Manager.metrics()`, which is a counter if its name ends in `_total`; the help text."""
 LABELLED = {
     "request_success": ("requests_finished_total", "finished_reason", "Requests that ended, by the reason."),
     "spec_decode_rounds": ("rounds_by_nodes_total", "nodes", "Rounds, by the nodes that they verified of each row."),
@@ -38,7 +37,14 @@ LABELLED = {
         "Tokens of prompts that were found, by the place.",
     ),
     "request_rejected": ("requests_rejected_total", "reason", "Requests that were refused, by the reason."),
+    "prefix_cache_bytes": ("prefix_cache_bytes", "place", "Bytes of earlier texts' keys and values."),
+    "spec_decode_num_accepted_tokens_per_pos": (
+        "accepted_tokens_per_position_total",
+        "position",
+        "Draft tokens that were accepted, by their depth in the tree.",
+    ),
 }
+"""The same of figures with a label, whose name is between them."""
 SHADOWED = {
     "spec_decode_checked": "Tokens of answers that were made again by plain steps.",
     "spec_decode_mismatches": "Places where such an answer differs from the one that was served.",
@@ -76,26 +82,18 @@ class PrometheusMetrics:
     def collect(self) -> Iterator[Any]:
         """The families of metrics; prometheus_client calls this."""
         values = self._read()
-        for name, (entry, text) in GAUGES.items():
-            yield GaugeMetricFamily(PREFIX + name, text, value=values[entry])
-        for name, (entry, text) in COUNTERS.items():
-            yield CounterMetricFamily(PREFIX + name, text, value=values[entry])
+        for name, (entry, text) in FIGURES.items():
+            yield _family(entry)(PREFIX + name, text, value=values[entry])
         for name, text in SHADOWED.items():
             value = getattr(self._shadow, name.removeprefix("spec_decode_"))
             yield CounterMetricFamily(PREFIX + name, text, value=value)
         for name, (entry, label, text) in LABELLED.items():
-            yield _labelled(name, text, label, values[entry].items())
-        text = "Bytes of earlier texts' keys and values."
-        stored = GaugeMetricFamily(PREFIX + "prefix_cache_bytes", text, labels=["place"])
-        for place, size in values["prefix_cache_bytes"].items():
-            stored.add_metric([place], size)
-        yield stored
+            family, parts = _family(entry)(PREFIX + name, text, labels=[label]), values[entry]
+            for place, value in parts.items() if isinstance(parts, dict) else enumerate(parts):
+                family.add_metric([str(place)], value)
+            yield family
         for name, value in values["online_training"].items():
-            family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            yield family(f"{PREFIX}online_training_{name.removesuffix('_total')}", ONLINE[name], value=value)
-        positions = enumerate(values["accepted_tokens_per_position_total"])
-        text = "Draft tokens that were accepted, by their depth in the tree."
-        yield _labelled("spec_decode_num_accepted_tokens_per_pos", text, "position", positions)
+            yield _family(name)(f"{PREFIX}online_training_{name.removesuffix('_total')}", ONLINE[name], value=value)
 
     def observe(self, output: Any) -> None:
         """Count the times of a finished output of the manager, all in seconds of perf_counter."""
@@ -113,13 +111,14 @@ class PrometheusMetrics:
         """The page, in the text format of Prometheus."""
         return generate_latest(self.registry)
 
+    def answer(self, request: Request) -> Response:
+        """The endpoint that tells the page."""
+        return Response(self.page(), media_type=CONTENT_TYPE_LATEST)
 
-def _labelled(name: str, text: str, label: str, values: Any) -> CounterMetricFamily:
-    """A counter with one label. values: pairs of the label's value and the count."""
-    family = CounterMetricFamily(PREFIX + name, text, labels=[label])
-    for value, count in values:
-        family.add_metric([str(value)], count)
-    return family
+
+def _family(entry: str) -> Any:
+    """The class of a figure by its name in `Manager.metrics()`."""
+    return CounterMetricFamily if entry.endswith("_total") else GaugeMetricFamily
 
 
 def speculation_fields(outputs: Iterable[Any], num_spec_tokens: int) -> dict:

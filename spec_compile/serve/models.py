@@ -9,8 +9,8 @@ from .errors import shown
 
 from .fields import (  # isort: skip
     ANY, BIASES, CHOICE, COUNT, EFFORT, ENDS, FLAG, FRACTION, IDS, INCLUDED, LENGTH, LIST, MOST_CHOICES, OBJECT,
-    POSITIVE, PROMPTS, SALT, SCHEMA, SHARE, SIZE, SPECULATION, STOPS, SUMMARY, TEMPERATURE, TEXT, VERBOSITY, WORDS,
-    Fields, Kind, integer, is_json_object, number, one_of, only, present, record, some, text_or, wrong,
+    POSITIVE, PROMPTS, SALT, SCHEMA, SHARE, SIZE, SOME_MESSAGES, SPECULATION, STOPS, SUMMARY, TEMPERATURE, TEXT,
+    VERBOSITY, WORDS, Fields, Kind, integer, is_json_object, number, one_of, only, present, record, text_or, wrong,
 )  # fmt: skip
 from .media import PARTS as PICTURES
 from .tools import HOSTED, HOSTED_ITEMS
@@ -93,7 +93,7 @@ class Message(Fields):
             raise wrong("content", "expected a text or a list of parts; there is none")
 
 
-Messages = Annotated[list[Message], FailFast(), some("a list of at least one message")]
+Messages = Annotated[list[Message], FailFast(), SOME_MESSAGES]
 
 
 class Item(Fields):
@@ -178,13 +178,8 @@ class SingleTool(Function, CustomTool):
 class Tool(SingleTool):
     """A tool, or a namespace of tools."""
 
+    by_type = {"namespace": ("name", "tools")}
     tools: Annotated[list[SingleTool], FailFast()] = None
-
-    @classmethod
-    def _check_all(cls, values: dict, context: dict) -> None:
-        super()._check_all(values, context)
-        if values["type"] == "namespace":
-            cls.need(values, "tools")
 
 
 Tools = Annotated[list[Tool], FailFast()]

@@ -7,6 +7,7 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import jinja2
@@ -14,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import BatchEncoding
 from transformers.utils.chat_template_utils import _compile_jinja_template, _get_template_variables
 
+from .body import levels
 from .call import CURRENT
 from .errors import refuse
 from .media import address_of
@@ -26,15 +28,10 @@ SEAL = "spec_compile:"
 
 def count_characters(value: Any) -> int:
     """The characters of all texts in decoded JSON."""
-    total, level = 0, [value]
-    while level:
-        total += sum(len(each) for each in level if isinstance(each, str))
-        containers = [each for each in level if isinstance(each, (dict, list))]
-        level = [inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)]
-    return total
+    return sum(len(each) for level in levels(value) for each in level if isinstance(each, str))
 
 
-def messages_of(items: str | list[dict], instructions: str | None) -> list[dict]:
+def messages_of(items: list[dict], instructions: str | None) -> list[dict]:
     """The messages of a chat for the checked items of /v1/responses.
 
     Reasoning belongs to the message or to the calls of the assistant after it, or else to an empty message. Calls
@@ -43,8 +40,6 @@ def messages_of(items: str | list[dict], instructions: str | None) -> list[dict]
     a user, an assistant with reasoning and a call, and a tool.
     """
     messages = [{"role": "system", "content": instructions}] if instructions else []
-    if isinstance(items, str):
-        return [*messages, {"role": "user", "content": items}]
     thought: dict[str, str] = {}
     for item in [*items, {"type": "end"}]:
         kind = item.get("type", "message")
@@ -52,7 +47,9 @@ def messages_of(items: str | list[dict], instructions: str | None) -> list[dict]
             messages.append({"role": "assistant", "content": ""} | thought)
             thought = {}
         if kind == "reasoning":
-            thought = {"reasoning_content": reasoning_of(item)}
+            # Clients that were given it sealed may send back nothing else.
+            text = text_of(item.get("content") or "") or unsealed(item.get("encrypted_content", ""))
+            thought = {"reasoning_content": text}
         elif kind == "message" and item["role"] in SYSTEM and messages and messages[-1]["role"] in SYSTEM:
             messages[-1]["content"] = "\n\n".join(text_of(each["content"]) for each in (messages[-1], item))
         elif kind == "message":
@@ -77,11 +74,6 @@ def text_of(content: str | list[dict]) -> str:
     if any("text" not in part for part in content):
         raise refuse("input", "messages of the system have only text here")
     return "".join(part["text"] for part in content)
-
-
-def reasoning_of(item: dict) -> str:
-    """The text of an item of reasoning. Clients that were given it sealed may send back nothing else."""
-    return text_of(item.get("content") or "") or unsealed(item.get("encrypted_content", ""))
 
 
 def sealed(text: str) -> str:
@@ -110,7 +102,8 @@ def for_template(messages: list[dict], joins_texts: bool, knows_developers: bool
     made = []
     for message in messages:
         role, content = message["role"], message.get("content") or []
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else [*map(_part(pictures), content)]
+        content = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        parts = [_part(part, pictures) for part in content]
         variables = {
             "role": "system" if role == "developer" and not knows_developers else role,
             "content": " ".join(part["text"] for part in parts) if joins_texts else parts,
@@ -122,13 +115,10 @@ def for_template(messages: list[dict], joins_texts: bool, knows_developers: bool
     return made
 
 
-def _part(pictures: dict) -> Any:
-    def read(part: dict) -> dict:
-        if part["type"] in TEXTS:
-            return {"type": "text", "text": part["text"]}
-        return {"type": "image", "image": pictures[address_of(part)]}
-
-    return read
+def _part(part: dict, pictures: dict) -> dict:
+    if part["type"] in TEXTS:
+        return {"type": "text", "text": part["text"]}
+    return {"type": "image", "image": pictures[address_of(part)]}
 
 
 def _read_call(call: dict) -> dict:
@@ -204,7 +194,7 @@ class ChatText:
 
         Refusal if the values have all private characters.
         """
-        texts = [*_texts(values)]
+        texts = [*_texts([*values])]
         if not any(map(self._is_suspect, texts)):
             return ""
         used = set().union(*texts)
@@ -317,14 +307,11 @@ def _read_templates(processor: Any) -> tuple[str, set[str]]:
 
 def _texts(value: Any) -> Iterator[str]:
     """All texts of decoded JSON, names in objects included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _texts(each)
-    elif isinstance(value, dict):
-        yield from value
-        yield from _texts([*value.values()])
+    for each in chain.from_iterable(levels(value)):
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, dict):
+            yield from each
 
 
 def _split(tokens: re.Pattern, text: str, sign: str) -> str:

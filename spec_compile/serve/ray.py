@@ -4,9 +4,10 @@ of Ray Data."""
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from types import SimpleNamespace
 from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
@@ -109,7 +110,7 @@ class Ingress:
         try:
             pages = await self._replicas.broadcast("metrics").results_async(timeout_s=METRICS_SECONDS)
         except (RayActorError, TimeoutError) as error:
-            return error_response(503, f"a replica does not tell its metrics: {type(error).__name__}")
+            return error_response(Refusal(503, f"a replica does not tell its metrics: {type(error).__name__}"))
         return Response(merge(dict(pages)), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -166,9 +167,7 @@ def merge(pages: dict[str, bytes]) -> bytes:
             for sample in family.samples:
                 labels = sample.labels | {"replica": replica}
                 merged.samples.append(sample._replace(labels=labels))
-    registry = CollectorRegistry()
-    registry.register(type("Collector", (), {"collect": lambda self: families.values()})())
-    return generate_latest(registry)
+    return generate_latest(SimpleNamespace(collect=families.values))
 
 
 # `PrefixRouter`: Ray Serve sends a request to the replica that has read most of its prompt.

@@ -9,7 +9,7 @@ from typing import Any
 from .answers import ReadAnswer, Thought, ToolCall
 from .call import HttpCall
 from .endpoint import Service, Stream, Templated, usage_of
-from .errors import Refusal
+from .errors import Refusal, refuse
 from .models import ResponseFields
 from .prompts import messages_of, sealed
 from .tools import in_namespace, input_of, is_custom
@@ -46,7 +46,7 @@ class KeptResponses:
             text = self._kept.get((owner, name))  # guard: answers-of-others
         if text is None:
             reason = f"there is no answer {name[:80]!r}, or it is not kept any longer; send its items"
-            raise Refusal(400, f"previous_response_id: {reason}", "previous_response_id", NOT_FOUND)
+            raise refuse("previous_response_id", reason, code=NOT_FOUND)
         return json.loads(text)
 
 
@@ -234,7 +234,7 @@ class Responses(Templated):
         return fields
 
     def _messages(self, fields: dict) -> list[dict]:
-        return messages_of(fields["input"], fields.get("instructions"))
+        return messages_of(as_items(fields["input"]), fields.get("instructions"))
 
     def _whole(self, call: HttpCall, answers: list[ReadAnswer]) -> dict:
         ((answer, choice),) = zip(answers, call.choices)

@@ -25,7 +25,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from . import GRACE
 from .door import OPEN, HostMiddleware, is_loopback
 from .errors import DEAD, RETRY_SECONDS, Refusal, error_at, error_response
-from .server import METRICS, Server, metrics_of
+from .server import METRICS, Server
 
 log = logging.getLogger("spec_compile")
 
@@ -58,7 +58,7 @@ MOST_DRAINED = 64 << 20
 
 def _raw(status: int, reason: str) -> bytes:
     """An answer to a client whose request was not read."""
-    body = error_response(status, reason).body
+    body = error_response(Refusal(status, reason)).body
     lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", f"Content-Length: {len(body)}"]
     lines += ["Content-Type: application/json", "Connection: close", f"Retry-After: {RETRY_SECONDS}"]
     return "\r\n".join([*lines, "", ""]).encode() + body
@@ -216,8 +216,8 @@ class GuardedProtocol(H11Protocol):
     async def _serve(self, scope: dict, receive: Callable, send: Callable) -> None:
         """The app, or while all connections are taken only its /health."""
         if self._is_beside and self.guard.is_full and scope["path"] != OPEN:
-            refusal = Refusal(503, "the server has too many connections; try again later", retries=True)
-            refusal.headers |= {"Connection": "close"}
+            reason = "the server has too many connections; try again later"
+            refusal = Refusal(503, reason, retries=True, headers={"Connection": "close"})
             await error_at(scope["path"], refusal)(scope, receive, send)
         else:
             await self._served(scope, receive, send)
@@ -310,7 +310,7 @@ class Runner(uvicorn.Server):
         self.servers += others
 
     async def _serve_metrics(self, host: str, port: int) -> asyncio.Server:
-        app: Any = Starlette(routes=[Route(METRICS, metrics_of(self.requests))])
+        app: Any = Starlette(routes=[Route(METRICS, self.requests.metrics.answer)])
         if is_loopback(host):
             app = HostMiddleware(app, ())
         config = uvicorn.Config(app, http=self.config.http, ws="none", log_config=None, server_header=False)

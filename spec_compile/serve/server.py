@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -13,9 +13,8 @@ from typing import Any
 import torch
 import transformers
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, BitsAndBytesConfig, ContinuousBatchingConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
@@ -27,7 +26,7 @@ from .anthropic import MessagesEndpoint, TokenCounts
 from .call import CallMiddleware, HttpCall
 from .door import KeyMiddleware, Keys, Policy
 from .endpoint import Endpoint, Service
-from .errors import MESSAGES_PATH, Refusal, add_handlers
+from .errors import MESSAGES_PATH, Refusal, add_handlers, refuse
 from .fields import TEXT, record
 from .followers import Followers
 from .generation import Requests
@@ -181,19 +180,17 @@ def build(
         )
     if loras and tensor_parallel > 1:
         raise ValueError("lora_modules: adapters are chosen for each row in one process; leave out tensor_parallel")
-    if tensor_parallel == 1 or follows:
-        adapters = ServedAdapters(name, loras, policy.lora_root)
+    adapters, ranks = ServedAdapters(name, loras, policy.lora_root), nullcontext()
+    if tensor_parallel > 1 and not follows:
+        arguments = {"model": str(model), "algo": algo, "tensor_parallel": tensor_parallel}
+        arguments["options"] = options = options | {"tensor_parallel": tensor_parallel}
+        ranks = Followers(tensor_parallel, arguments | sizes | flags)
+    with ranks as followers:
         server = _build(str(model), algo, options, sizes, flags, adapters)
-        _settle(server, policy)
-        if policy.allow_runtime_lora_updating:
-            add_lora_routes(server.app, adapters, server.model)
-        return server
-    arguments = {"model": str(model), "algo": algo, "tensor_parallel": tensor_parallel}
-    arguments["options"] = options = options | {"tensor_parallel": tensor_parallel}
-    with Followers(tensor_parallel, arguments | sizes | flags) as followers:
-        server = _build(str(model), algo, options, sizes, flags, ServedAdapters(name, {}))
     server.requests.followers = followers
     _settle(server, policy)
+    if policy.allow_runtime_lora_updating:
+        add_lora_routes(server.app, adapters, server.model)
     return server
 
 
@@ -251,7 +248,7 @@ def _app(service: Service) -> FastAPI:
         for card in service.cards():
             if card["id"] == name:
                 return JSONResponse(card)
-        raise Refusal(404, f"model: there is no model {name[:200]!r} here", "model", "model_not_found")
+        raise refuse("model", f"there is no model {name[:200]!r} here", 404, "model_not_found")
 
     @app.api_route("/", methods=["GET", "HEAD"])  # clients ask whether somebody is there
     async def root() -> JSONResponse:
@@ -264,7 +261,7 @@ def _app(service: Service) -> FastAPI:
             return JSONResponse({"status": "unhealthy", "reason": ailment}, 503)
         return JSONResponse({"status": "ok"})
 
-    app.get(METRICS)(metrics_of(requests))
+    app.get(METRICS)(requests.metrics.answer)
     add_handlers(app)
     app.add_middleware(CallMiddleware, cancel=requests.manager.cancel_request)
     return app
@@ -272,12 +269,3 @@ def _app(service: Service) -> FastAPI:
 
 async def _refuse_path(path: str, what: str) -> None:
     raise Refusal(404, f"{path} is not served: this is {what}", code="unknown_url")
-
-
-def metrics_of(requests: Requests) -> Callable:
-    """The endpoint that tells the metrics."""
-
-    def metrics(request: Request) -> Response:
-        return Response(requests.metrics.page(), media_type=CONTENT_TYPE_LATEST)
-
-    return metrics

@@ -13,10 +13,10 @@ from ..batching.output import Output, RequestSpeculation
 from ..errors import did_you_mean
 from ..runtime.verify.sample import NO_PROBABILITIES
 from ..runtime.verify.thinking import ThinkingBudget, find_marks
-from .errors import Refusal, failed, quoted, refuse
+from .errors import Refusal, failed, quoted, refuse, shown
 
 from .fields import (  # isort: skip
-    COUNT, FLAG, FRACTION, ID, POSITIVE, SHARE, SIZE, STOPS, Kind, integer, is_number, number, only, present,
+    COUNT, FLAG, FRACTION, ID, POSITIVE, SHARE, SIZE, STOPS, Kind, integer, is_list, is_number, number, only, present,
 )  # fmt: skip
 from .models import LIMITS
 
@@ -28,17 +28,17 @@ NAME = "generation_config"
 
 
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and 0 < len(value) <= MOST_WORDS and all(map(ID.accepts, value))
+    return is_list(value, ID.accepts, MOST_WORDS)
 
 
 def _is_words(value: Any) -> bool:
-    if not isinstance(value, list) or not 0 < len(value) <= MOST_WORDS or not all(map(_is_ids, value)):
+    if not is_list(value, _is_ids, MOST_WORDS):
         return False
     return sum(len(word) > 1 for word in value) <= MOST_PHRASES and sum(map(len, value)) <= 2 * MOST_WORDS
 
 
 def _is_sequence_bias(value: Any) -> bool:
-    pairs = isinstance(value, list) and all(isinstance(each, list) and len(each) == 2 for each in value)
+    pairs = is_list(value, lambda each: isinstance(each, list) and len(each) == 2)
     return pairs and _is_words([ids for ids, _ in value]) and all(BIAS.accepts(bias) for _, bias in value)
 
 
@@ -65,24 +65,26 @@ def _is_watermark(value: Any) -> bool:
     )
 
 
-SERVED = {
-    "max_length": COUNT, "max_new_tokens": COUNT, "min_length": SIZE, "min_new_tokens": SIZE,
-    "max_time": Kind(lambda value: is_number(value) and 0 < value <= 1e9, "seconds, a number above 0"),
-    "stop_strings": STOPS,
-    "do_sample": FLAG, "temperature": POSITIVE,
-    "top_k": SIZE, "top_p": FRACTION, "top_h": FRACTION, "typical_p": FRACTION, "min_p": SHARE,
+SHAPING = {
+    "temperature": POSITIVE, "top_k": SIZE, "top_p": FRACTION, "top_h": FRACTION, "typical_p": FRACTION, "min_p": SHARE,
     "epsilon_cutoff": SHARE, "eta_cutoff": SHARE,
     "repetition_penalty": POSITIVE, "encoder_repetition_penalty": POSITIVE,
     "no_repeat_ngram_size": SIZE, "encoder_no_repeat_ngram_size": SIZE, "guidance_scale": number(-1e5, 1e5),
-    "renormalize_logits": FLAG, "remove_invalid_values": FLAG,
     "exponential_decay_length_penalty": Kind(_is_decay, "a list of an int and a factor above 0"),
     "bad_words_ids": Kind(_is_words, WORDS),
     "sequence_bias": Kind(_is_sequence_bias, f"a list of pairs of token ids and {BIAS.expected}, {WORDS}"),
     "suppress_tokens": IDS, "begin_suppress_tokens": IDS, "forced_bos_token_id": ID, "forced_eos_token_id": ENDS,
-    "pad_token_id": ID, "bos_token_id": ID, "eos_token_id": ENDS,
+    "min_length": SIZE, "min_new_tokens": SIZE,
     "watermarking_config": Kind(_is_watermark, "an object of the settings of transformers' WatermarkingConfig"),
 }  # fmt: skip
-"""The settings that `generation_config` may have."""
+"""The settings that `generation_config` may have and that change scores."""
+SERVED = SHAPING | {
+    "max_length": COUNT, "max_new_tokens": COUNT,
+    "max_time": Kind(lambda value: is_number(value) and 0 < value <= 1e9, "seconds, a number above 0"),
+    "stop_strings": STOPS, "do_sample": FLAG, "renormalize_logits": FLAG, "remove_invalid_values": FLAG,
+    "pad_token_id": ID, "bos_token_id": ID, "eos_token_id": ENDS,
+}  # fmt: skip
+"""All settings that it may have."""
 NEUTRAL = {
     "num_beams": only(1), "num_beam_groups": only(1), "num_return_sequences": only(1), "use_cache": only(True),
     "length_penalty": only(1.0, 1), "diversity_penalty": only(0.0, 0), "early_stopping": only(False),
@@ -97,20 +99,12 @@ OF_IDS = (
     "bos_token_id", "eos_token_id", "bad_words_ids", "sequence_bias",
 )  # fmt: skip
 """Settings that are token ids."""
-SHAPING = (
-    "temperature", "top_k", "top_p", "top_h", "typical_p", "min_p", "epsilon_cutoff", "eta_cutoff",
-    "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
-    "guidance_scale", "exponential_decay_length_penalty", "bad_words_ids", "sequence_bias", "suppress_tokens",
-    "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens",
-    "watermarking_config",
-)  # fmt: skip
-"""Settings that change scores."""
 SHAPING_FIELDS = (
     "logit_bias", "bad_words", "allowed_token_ids", "frequency_penalty", "presence_penalty", "min_tokens",
     "thinking_token_budget", "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
     "guided_grammar", "tool_choice",
 )  # fmt: skip
-"""Fields of a request that do so, too."""
+"""Fields of a request that change scores, too."""
 NO_TOKEN = "with these settings no token is left that could be drawn; weaken them"
 LISTS = ("stop_strings", "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens")
 """Settings that count as not given if they are empty."""
@@ -132,7 +126,9 @@ def read_config(text: str) -> dict:
     for name, value in settings.items():
         if name not in known and name not in SERVED:
             raise refuse(f"{NAME}.{name[:80]}", f"unknown; there is no such setting.{did_you_mean(name[:80], known)}")
-        (SERVED.get(name) or NEUTRAL.get(name) or only()).check(f"{NAME}.{name}", value)
+        kind = SERVED.get(name) or NEUTRAL.get(name) or only()
+        if not kind.accepts(value):
+            raise refuse(f"{NAME}.{name}", f"expected {kind.expected}, got {shown(value)}")
     return {name: value for name, value in settings.items() if name in SERVED}
 
 
@@ -162,9 +158,7 @@ def _of_fields(fields: dict) -> dict[str, tuple[str, Any]]:
         settings["do_sample"] = ("temperature", fields["temperature"] > 0)
         if fields["temperature"] > 0:
             settings["temperature"] = ("temperature", float(fields["temperature"]))
-    if "top_p" in fields:
-        settings["top_p"] = ("top_p", float(fields["top_p"]))
-    for name in present(("min_p", "repetition_penalty"), fields):
+    for name in present(("top_p", "min_p", "repetition_penalty"), fields):
         settings[name] = (name, float(fields[name]))
     if "top_k" in fields:
         settings["top_k"] = ("top_k", max(0, fields["top_k"]))  # vLLM's -1 and 0 are transformers' 0: all tokens
@@ -194,7 +188,7 @@ def _ends(fields: dict, values: dict, defaults: GenerationConfig, vocab: int) ->
         own = -1
     more = fields.get("stop_token_ids", [])
     if more:
-        _check_ids("stop_token_ids", "eos_token_id", more, vocab)
+        check_ids("stop_token_ids", more, vocab)
     own = own if isinstance(own, list) else [-1 if own is None else own]
     return [*dict.fromkeys([*(token for token in own if token >= 0), *more])] or -1
 
@@ -220,8 +214,8 @@ def make_config(fields: dict, defaults: GenerationConfig, vocab: int) -> tuple[G
     if len(limits) > 1:
         raise refuse(limits[0], f"{limits[1]} is a limit, too; give one of them")
     for setting in present(OF_IDS, values):
-        _check_ids(names[setting], setting, values[setting], vocab)
-    _check_ids("allowed_token_ids", "", fields.get("allowed_token_ids", [0]), vocab)
+        check_ids(names[setting], values[setting], vocab, setting)
+    check_ids("allowed_token_ids", fields.get("allowed_token_ids", [0]), vocab)
     if fields.get("stop_token_ids") or fields.get("ignore_eos"):
         values["eos_token_id"] = _ends(fields, values, defaults, vocab)
     if "sequence_bias" in values:
@@ -263,8 +257,8 @@ def _completed(values: dict, defaults: GenerationConfig, has_config: bool) -> Ge
     return config
 
 
-def _check_ids(field: str, setting: str, value: Any, vocab: int) -> None:
-    """Refuse ids that the model does not have."""
+def check_ids(field: str, value: Any, vocab: int, setting: str = "") -> None:
+    """Refuse ids that the model does not have. setting: transformers', whose value this is"""
     words = (
         [ids for ids, _ in value] if setting == "sequence_bias" else value if setting == "bad_words_ids" else [value]
     )
@@ -360,16 +354,21 @@ RUN = 3
 fewer are common by chance."""
 
 
-def tokenize(text: str, tokenizer: Any, most_characters: int, vocab_size: int) -> list[int]:
-    """The token ids of a prediction. Refusal if no row can hold it, or the model does not know a token.
+def read_prediction(prediction: dict, requests: Any) -> list[int]:
+    """The token ids of the field `prediction`, which is checked. Refusal if the server does not draft n-grams, no row
+    can hold it, or the model does not know a token.
 
-    most_characters: that a row can hold
+    requests: the server's `Requests`
     """
-    if len(text) > most_characters:
-        raise refuse("prediction", f"expected at most {most_characters} characters, because a row holds no more")
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if ids and max(ids) >= vocab_size:
-        raise refuse("prediction", f"token id {max(ids)} is outside the vocabulary of {vocab_size} tokens")
+    content = prediction["content"]
+    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    if not requests.has_ngrams:
+        raise refuse("prediction", NO_NGRAMS)
+    if len(text) > requests.most_characters:
+        reason = f"expected at most {requests.most_characters} characters, because a row holds no more"
+        raise refuse("prediction", reason)
+    ids = requests.tokenizer(text, add_special_tokens=False)["input_ids"]
+    check_ids("prediction", ids or [0], requests.embedded)
     return ids
 
 

@@ -1,10 +1,10 @@
 """The tools of a request as functions, which chat templates read, and the tools that nobody here can run."""
 
-import json
 import re
 from collections.abc import Iterator
 
 from .answers import ToolCall
+from .fields import read_object
 
 HOSTED = re.compile(
     r"(web_search|web_fetch|file_search|code_interpreter|code_execution|image_generation|computer(_use)?|mcp(_toolset)?"
@@ -64,9 +64,6 @@ def in_namespace(name: str, tools: list[dict]) -> dict[str, str]:
 
 def input_of(call: ToolCall) -> str:
     """The free text of a call of a custom tool. Arguments of another form than `INPUT` are the text themselves."""
-    try:
-        value = json.loads(call.arguments)
-    except ValueError:
-        return call.arguments
-    text = value.get("input") if isinstance(value, dict) and value.keys() == {"input"} else None
-    return text if isinstance(text, str) else call.arguments
+    value = read_object(call.arguments) or {}
+    is_input = value.keys() == {"input"} and isinstance(value["input"], str)
+    return value["input"] if is_input else call.arguments

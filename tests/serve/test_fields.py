@@ -179,7 +179,7 @@ def test_no_field_is_blamed_for_a_failure_of_the_server(client, monkeypatch, pat
 
     requests = client.runner.requests
     for place, name in ((endpoint, "make_config"), (requests, "_options"), (requests, "_check_room"),
-                        (requests, "read_prediction"), (endpoint, "read_tool_calls")):  # fmt: skip
+                        (endpoint, "read_prediction"), (endpoint, "read_tool_calls")):  # fmt: skip
         if path == CHATS or name != "read_tool_calls":
             monkeypatch.setattr(place, name, lambda *args: max([]))
             response = client.post(path, json=body(path, prediction={"type": "content", "content": "a"}))
