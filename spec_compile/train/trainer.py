@@ -97,6 +97,12 @@ class Trainer(ABC):
         states, weight = states.flatten(0, 1), self.module.head_weight
         return lambda rows: F.linear(states[rows], weight)
 
+    def without_undraftable(self, weights: Tensor, features: Features, teachers: Tensor) -> Tensor:
+        """The weights [R] of rows, 0 for a row whose teacher [R], on the CPU, chooses none of the tokens `kept`."""
+        if not self.learns_from_choices:
+            return weights
+        return weights * torch.isin(features.choices.flatten()[move(teachers, self.kept.device)], self.kept)
+
     def drafts(self, products: Products) -> Tensor:
         """The tokens of the target, int64 [R], that are likeliest by the sum of products of states and matrices."""
         rows, ids = likeliest(products), self.module.draft_to_target
