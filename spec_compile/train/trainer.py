@@ -208,6 +208,14 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
+@torch.no_grad()
+def copy_weights(source: dict[str, Tensor], to: nn.Module) -> None:
+    """Copy tensors in place to the parameters of these names, in their dtypes."""
+    parameters = dict(to.named_parameters())
+    for name, value in source.items():
+        parameters[name].copy_(value)
+
+
 FULL_VOCABULARY = 40_000
 """Tokens of a vocabulary up to which a draft can propose all of them."""
 KEPT_TOKENS = 32_000
