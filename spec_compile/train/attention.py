@@ -345,9 +345,8 @@ class _BlockAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, keys, values, *how):
         from .attention_kernels import forward_blocks
 
-        if torch.is_autocast_enabled(q.device.type):
-            dtype = torch.get_autocast_dtype(q.device.type)
-            q, k, v, keys, values = (heads.to(dtype) for heads in (q, k, v, keys, values))
+        dtype = _dtype(q)
+        q, k, v, keys, values = (heads.to(dtype) for heads in (q, k, v, keys, values))
         out, total = forward_blocks(q, k, v, keys, values, *how)
         ctx.how = how
         ctx.save_for_backward(q, k, v, keys, values, out, total)

@@ -235,12 +235,8 @@ class DFlashTrainer(BlockTrainer):
 
     def states(self, ids: Tensor, positions: Tensor, anchors: Tensor, states: list[Tensor]) -> Tensor:
         draft = self.module
-        x = F.embedding(ids, draft.embedding)
-        rope = draft.rotary_emb(x, positions)
         with DFlashAttention(draft, draft.project(states), anchors):
-            for block in draft.blocks:
-                x = block(x, rope)
-        return draft.norm(x).unflatten(0, anchors.shape)
+            return draft.states(ids, positions).unflatten(0, anchors.shape)
 
     def publish(self) -> tuple[dict, dict[str, Tensor]]:
         """The tensors by z-lab's names. The embedding and the output matrix are the target's and not among them."""
@@ -297,10 +293,9 @@ def rarest_token(counts: Tensor) -> int:
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
     """`STATES` taps, evenly from layer 2 to the last but two; in a small model from the first to the last layer."""
-    if num_layers >= STATES + 3:
-        return tuple(2 + round(i * (num_layers - 4) / (STATES - 1)) for i in range(STATES))
+    first, last = (2, num_layers - 2) if num_layers >= STATES + 3 else (1, num_layers)
     count = min(STATES, num_layers)
-    return tuple(1 + round(i * (num_layers - 1) / max(1, count - 1)) for i in range(count))
+    return tuple(first + round(i * (last - first) / max(1, count - 1)) for i in range(count))
 
 
 class JetSpecTrainer(DFlashTrainer):

@@ -162,7 +162,7 @@ class HeadTrainer(Trainer):
     def accepted(self, batch: Batch, features: Features, steps: int) -> Iterator[tuple[int, int]]:
         ids, choices = move(batch.ids, self.device), features.choices.flatten()
         every, step_of, teacher_of = batch.rollout(steps)
-        reached = alive = None
+        reached = alive = torch.ones((), dtype=torch.bool, device=self.device)
         for step, (_, normed) in enumerate(self.unroll(ids, self.project(features.states), Rollout(steps), steps)):
             count, here = normed.shape[:2].numel(), step_of == step
             slots, teachers = (move(part[here], self.device) for part in (every - step * count, teacher_of))
@@ -171,8 +171,7 @@ class HeadTrainer(Trainer):
             drafts = self.drafts([(normed.flatten(0, 1)[slots], self.module.head_weight)])
             right[slots] = drafts == choices[teachers]
             # A draft counts at a depth only if it counted, or was right, at every depth before.
-            reached = counted if reached is None else reached & counted
-            alive = right if alive is None else alive & right
+            reached, alive = reached & counted, alive & right
             yield int(reached.sum()), int(alive.sum())
 
 
