@@ -31,14 +31,14 @@ LINES = {
     "quantised": 2722,
     "runtime": 6242,
     "serve": 7990,
-    "tools": 2226,
-    "train": 4832,
+    "tools": 2218,
+    "train": 4730,
 }
 """The most lines of a folder, with the folders in it; "" has the files at the top."""
 CORE_FILES = 229
 CIRCLES = 0
 """Groups of modules that import each other in a circle."""
-CALLED_ONCE = 363
+CALLED_ONCE = 359
 """Private functions and methods that are named in one place."""
 PHRASES = {
     r"^\s*\w+(, \w+)*: of\b": 0,
