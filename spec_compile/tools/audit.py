@@ -98,18 +98,13 @@ def audit(
     if samples:
         report.sampled = [_sampled(plain, fast, ids, samples, sample_tokens, options) for ids in rows]
     if requests:
-        report.requests = _in_many_ways(fast, rows[:FEW_PROMPTS], greedy, [None, 0] if samples else [None])
+        few = [ids[0].tolist() for ids in rows[:FEW_PROMPTS]]
+        for seed in [None, 0] if samples else [None]:
+            report.requests += InManyWays(fast, few, greedy, seed).run(BATCHES)
     if unrounded is not None:
         report.rounding = compare_rounding(unrounded, plain, rows, rows, greedy)
     report.accept_length = fast.speculation.stats.accept_length
     return report
-
-
-def _in_many_ways(fast: Any, rows: list[Tensor], options: dict, seeds: list[int | None]) -> list[Manner]:
-    """The answers after each of `rows` [1, T] in many ways, for each seed of `InManyWays`."""
-    options = {name: value for name, value in options.items() if name != "do_sample"}
-    prompts = [ids[0].tolist() for ids in rows]
-    return [manner for seed in seeds for manner in InManyWays(fast, prompts, options, seed).run(BATCHES)]
 
 
 def check_samples(samples: int, sample_tokens: int = 1) -> None:
@@ -468,8 +463,8 @@ def _followers(
 ) -> dict[tuple[int, ...], Counter]:
     """The counts of each next token that the speculative model drew, by context (the tokens drawn so far)."""
     followers: dict[tuple[int, ...], Counter] = {}
-    drawn, ends = 0, _ends(plain, options)
-    while drawn < samples:
+    ends = _ends(plain, options)
+    for drawn in range(0, samples, 64):
         count = min(64, samples - drawn)
         out = fast.generate(ids, **options, max_new_tokens=tokens, num_return_sequences=count)
         for row in out[:, ids.shape[1] :].tolist():
@@ -477,5 +472,4 @@ def _followers(
                 followers.setdefault(tuple(row[:depth]), Counter())[token] += 1
                 if token in ends:
                     break
-        drawn += count
     return followers

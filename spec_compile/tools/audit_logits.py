@@ -27,6 +27,7 @@ from ..capture.yardstick import DEVIATIONS, FLOOR, LEAST_SPREAD, MORE_NOISE, rms
 from ..compat import CACHE
 from ..graph import ModelGraph
 from ..inventory import held, held_parameters, held_tensors
+from ..kernels import HALF
 from ..passes.outputs import FINAL
 from ..runtime.engine import Engine
 from ..stats import Stats
@@ -197,20 +198,16 @@ def _float32_copy(model: PreTrainedModel, device: torch.device) -> PreTrainedMod
     """A copy of the model with every tensor of 16 bits in float32."""
 
     def widened(tensor: Tensor) -> Tensor:
-        wide = tensor.detach().to(device, torch.float32 if _is_narrow(tensor) else tensor.dtype)
+        wide = tensor.detach().to(device, torch.float32 if tensor.dtype in HALF else tensor.dtype)
         return nn.Parameter(wide, requires_grad=False) if isinstance(tensor, nn.Parameter) else wide
 
     exact = copy.deepcopy(model, {id(tensor): widened(tensor) for tensor in held_tensors(model)})
     for each in held(exact):  # what the copying has made
-        if _is_narrow(each.tensor) or each.tensor.device != device:
+        if each.tensor.dtype in HALF or each.tensor.device != device:
             each.holder[each.name] = widened(each.tensor)
     if exact.config._attn_implementation not in ("sdpa", "eager"):
         exact.set_attn_implementation("eager")  # not every other one takes float32
     return exact
-
-
-def _is_narrow(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.dtype.itemsize == 2
 
 
 def _roomy_device(model: PreTrainedModel) -> torch.device:

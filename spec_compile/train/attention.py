@@ -10,7 +10,6 @@ Shapes: B rows, H query heads, Hkv key-value heads, T slots, D head size.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -278,24 +277,11 @@ ROWS = 256
 """Slots of blocks that attend together on a CPU, each to the context and to all of these slots, most of them masked."""
 
 
-class BlockLayout(NamedTuple):
-    """The place of blocks in a context.
-
-    anchors: [B, n] int64; the length of the context that a block sees, ascending
-    size: T, slots of a block
-    causal: True if a slot does not see later slots of its block
-    """
-
-    anchors: Tensor
-    size: int
-    causal: bool
-
-
 class BlockAttention(Causal):
     """Attention of blocks: a slot sees its block, and the context before the block's anchor."""
 
     def __init__(self, anchors: Tensor, size: int):
-        """anchors: see `BlockLayout`, on the draft's device. size: slots of a block."""
+        """anchors: see `plain_block_attention`, on the draft's device. size: slots of a block."""
         super().__init__()
         self.anchors, self.size = anchors, size
 
@@ -304,41 +290,43 @@ class BlockAttention(Causal):
     ) -> Tensor:
         """The attention of all slots, [B, n * T, H, D]. q, k and v have two dimensions [n, T] in the place of S.
 
-        causal: True if a slot does not see later slots of its block. Others as in `plain_block_attention`.
+        The other arguments as in `plain_block_attention`.
         """
         q, k, v = (heads.flatten(2, 3) for heads in (q, k, v))
-        layout = BlockLayout(self.anchors, self.size, causal)
         is_plain = q.device.type == "cpu" or q.dtype == torch.float64
         attend = plain_block_attention if is_plain else _BlockAttention.apply
-        return attend(q, k, v, keys, values, layout, scale).transpose(1, 2)
+        return attend(q, k, v, keys, values, self.anchors, self.size, scale, causal).transpose(1, 2)
 
 
 def plain_block_attention(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, layout: BlockLayout, scale: float
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, anchors: Tensor, size: int, scale: float,
+    causal: bool,
+) -> Tensor:  # fmt: skip
     """The attention of all slots by masks, for some blocks at a time; [B, H, S, D].
 
     q: [B, H, S, D]
     k, v: [B, Hkv, S, D]; of the slots
     keys, values: [B, Hkv, L, D]; of the context, which the blocks of a row share
+    anchors: [B, n] int64; the length of the context that a block sees, ascending
+    size: T, slots of a block
+    causal: True if a slot does not see later slots of its block
     """
-    groups, parts, size = q.shape[1] // k.shape[1], [], layout.size
+    groups, parts = q.shape[1] // k.shape[1], []
     step = max(1, ROWS // size)
-    for begin in range(0, layout.anchors.shape[1], step):
-        anchors = layout.anchors[:, begin : begin + step]
-        seen = min(keys.shape[2], -(-int(anchors.max()) // WIDTH) * WIDTH)
+    for begin in range(0, anchors.shape[1], step):
+        some = anchors[:, begin : begin + step]
+        seen = min(keys.shape[2], -(-int(some.max()) // WIDTH) * WIDTH)
         slots = slice(begin * size, (begin + step) * size)
         # The keys and values of these slots follow the context's.
         own_q, own_k, own_v = (heads[:, :, slots] for heads in (q, k, v))
         joined = (torch.cat(pair, dim=2) for pair in ((keys[:, :, :seen], own_k), (values[:, :, :seen], own_v)))
-        mask = _mask(layout._replace(anchors=anchors), seen, q.dtype).repeat(1, 1, groups, 1)
+        mask = _mask(some, size, causal, seen, q.dtype).repeat(1, 1, groups, 1)
         parts.append(masked_attention(own_q, *joined, mask, None, scale, None))
     return torch.cat(parts, dim=1).transpose(1, 2)
 
 
-def _mask(layout: BlockLayout, seen: int, dtype: torch.dtype) -> Tensor:
+def _mask(anchors: Tensor, size: int, causal: bool, seen: int, dtype: torch.dtype) -> Tensor:
     """0 or minus infinity, [B, 1, S, seen + S]."""
-    anchors, size, causal = layout
     context = torch.arange(seen, device=anchors.device) < anchors.repeat_interleave(size, dim=1)[:, :, None]
     slot = torch.arange(anchors.shape[1] * size, device=anchors.device)
     block = slot[:, None] // size == slot // size
@@ -348,17 +336,19 @@ def _mask(layout: BlockLayout, seen: int, dtype: torch.dtype) -> Tensor:
 
 
 class _BlockAttention(torch.autograd.Function):
-    """The kernels as a function of autograd. They compute in the dtype of a matrix product of q."""
+    """The kernels as a function of autograd, with the arguments of `plain_block_attention`.
+
+    They compute in the dtype of a matrix product of q.
+    """
 
     @staticmethod
-    def forward(ctx, q, k, v, keys, values, layout, scale):
+    def forward(ctx, q, k, v, keys, values, *how):
         from .attention_kernels import forward_blocks
 
-        if torch.is_autocast_enabled(q.device.type):
-            dtype = torch.get_autocast_dtype(q.device.type)
-            q, k, v, keys, values = (heads.to(dtype) for heads in (q, k, v, keys, values))
-        ctx.layout, ctx.scale = layout, scale
-        out, total = forward_blocks(q, k, v, keys, values, layout.anchors, layout.size, scale, layout.causal)
+        dtype = _dtype(q)
+        q, k, v, keys, values = (heads.to(dtype) for heads in (q, k, v, keys, values))
+        out, total = forward_blocks(q, k, v, keys, values, *how)
+        ctx.how = how
         ctx.save_for_backward(q, k, v, keys, values, out, total)
         return out
 
@@ -368,6 +358,4 @@ class _BlockAttention(torch.autograd.Function):
         from .attention_kernels import backward_blocks
 
         *given, out, total = ctx.saved_tensors
-        anchors, size, causal = ctx.layout
-        grads = backward_blocks(grad.to(out.dtype), *given, anchors, out, total, size, ctx.scale, causal)
-        return *grads, None, None
+        return *backward_blocks(grad.to(out.dtype), *given, *ctx.how, out, total), *[None] * len(ctx.how)

@@ -39,8 +39,8 @@ def forward_blocks(
 
 
 def backward_blocks(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, anchors: Tensor, out: Tensor,
-    total: Tensor, size: int, scale: float, causal: bool,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, anchors: Tensor, size: int,
+    scale: float, causal: bool, out: Tensor, total: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k, v, keys and values. grad: of out. Others as in `forward_blocks`."""
     grad, q, k, v, keys, values = (heads.contiguous() for heads in (grad, q, k, v, keys, values))
@@ -49,16 +49,16 @@ def backward_blocks(
     # The mean of grad . value under a slot's shares, which the softmax's derivative subtracts.
     mean = (grad.float() * out.float()).sum(-1)
     dq, dk, dv, dkeys, dvalues = (torch.empty_like(heads) for heads in (q, k, v, keys, values))
-    shape, given = (scale, slots, length, blocks, size), (grad, q, k, v, keys, values, anchors, total, mean)
-    constants = _constants(q, kv_heads, causal)
+    constants, known = _constants(q, kv_heads, causal), (anchors, total, mean)
     tile = constants["KEYS"]
-    _backward_queries[(triton.cdiv(slots, tile), batch * heads)](*given, dq, *shape, **constants)
-    own = grad, q, k, v, total, mean, dk, dv
-    _backward_slots[(triton.cdiv(slots, tile), batch * kv_heads)](*own, scale, slots, size, **constants)
-    context = grad, q, keys, values, anchors, total, mean, dkeys, dvalues
+    _backward_queries[(triton.cdiv(slots, tile), batch * heads)](
+        grad, q, k, v, keys, values, *known, dq, scale, slots, length, blocks, size, **constants
+    )
     constants["BLOCKS"] = triton.next_power_of_2(blocks)
-    del constants["CAUSAL"]
-    _backward_context[(triton.cdiv(length, tile), batch * kv_heads)](*context, *shape, **constants)
+    for own, rows, given, made in ((True, slots, (k, v), (dk, dv)), (False, length, (keys, values), (dkeys, dvalues))):
+        _backward_keys[(triton.cdiv(rows, tile), batch * kv_heads)](
+            grad, q, *given, *known, *made, scale, slots, rows, blocks, size, OWN=own, **constants
+        )
     return dq, dk, dv, dkeys, dvalues
 
 
@@ -97,12 +97,15 @@ def _of_head(ptr, head, rows, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _is_seen(slot, key, size, CAUSAL: tl.constexpr):
-    """[queries, keys]: True where a slot sees a slot of its block."""
-    seen = (slot // size)[:, None] == (key // size)[None, :]
-    if CAUSAL:
-        seen = seen & (slot[:, None] >= key[None, :])
-    return seen
+def _is_seen(slot, anchor, key, rows, size, OWN: tl.constexpr, CAUSAL: tl.constexpr):
+    """[queries, keys]: True where a slot sees a slot of its block (OWN), or a position of the context."""
+    if OWN:
+        seen = (slot // size)[:, None] == (key // size)[None, :]
+        if CAUSAL:
+            seen = seen & (slot[:, None] >= key[None, :])
+    else:
+        seen = key[None, :] < anchor[:, None]
+    return seen & (key < rows)[None, :]
 
 
 @triton.jit
@@ -112,26 +115,15 @@ def _anchor_of(anchors_ptr, slot, slots, blocks, size):
 
 
 @triton.jit
-def _context_tile(
-    keys_ptr, values_ptr, begin, anchor, length, SIZE: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr
-):
-    """Keys and values of the context from `begin` on, and [queries, KEYS]: True where a block sees them."""
-    place = begin + tl.arange(0, KEYS)
-    key = _load(keys_ptr, place, length, SIZE, WIDTH)
-    value = _load(values_ptr, place, length, SIZE, WIDTH)
-    return key, value, (place[None, :] < anchor[:, None]) & (place < length)[None, :]
-
-
-@triton.jit
-def _own_tile(
-    k_ptr, v_ptr, begin, slot, slots, size,
-    SIZE: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr, KEYS: tl.constexpr,
+def _key_tile(
+    keys_ptr, values_ptr, begin, slot, anchor, rows, size,
+    OWN: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values of slots from `begin` on, and [queries, KEYS]: True where a slot sees them."""
+    """Keys and values of a head [rows, SIZE] from `begin` on, and [queries, KEYS]: True where a slot sees them."""
     place = begin + tl.arange(0, KEYS)
-    key = _load(k_ptr, place, slots, SIZE, WIDTH)
-    value = _load(v_ptr, place, slots, SIZE, WIDTH)
-    return key, value, _is_seen(slot, place, size, CAUSAL) & (place < slots)[None, :]
+    key = _load(keys_ptr, place, rows, SIZE, WIDTH)
+    value = _load(values_ptr, place, rows, SIZE, WIDTH)
+    return key, value, _is_seen(slot, anchor, place, rows, size, OWN, CAUSAL)
 
 
 @triton.jit
@@ -180,13 +172,15 @@ def _attend_blocks(
     keys_ptr, values_ptr = _of_head(keys_ptr, kv_head, length, SIZE), _of_head(values_ptr, kv_head, length, SIZE)
     end = tl.minimum(tl.load(anchors_ptr + last // size), length).to(tl.int32)
     for begin in range(0, end, KEYS):
-        key, value, seen = _context_tile(keys_ptr, values_ptr, begin, anchor, length, SIZE, WIDTH, KEYS)
+        key, value, seen = _key_tile(
+            keys_ptr, values_ptr, begin, slot, anchor, length, size, False, SIZE, WIDTH, CAUSAL, KEYS
+        )
         mixed, largest, z = _gather(q, key, value, seen, scale, mixed, largest, z)
 
     # The slots of the program's blocks.
     k_ptr, v_ptr = _of_head(k_ptr, kv_head, slots, SIZE), _of_head(v_ptr, kv_head, slots, SIZE)
     for begin in range(first // size * size, (last // size + 1) * size, KEYS):
-        key, value, seen = _own_tile(k_ptr, v_ptr, begin, slot, slots, size, SIZE, WIDTH, CAUSAL, KEYS)
+        key, value, seen = _key_tile(k_ptr, v_ptr, begin, slot, anchor, slots, size, True, SIZE, WIDTH, CAUSAL, KEYS)
         mixed, largest, z = _gather(q, key, value, seen, scale, mixed, largest, z)
 
     # Divide by the sum.
@@ -224,78 +218,55 @@ def _backward_queries(
     keys_ptr, values_ptr = _of_head(keys_ptr, kv_head, length, SIZE), _of_head(values_ptr, kv_head, length, SIZE)
     end = tl.minimum(tl.load(anchors_ptr + last // size), length).to(tl.int32)
     for begin in range(0, end, KEYS):
-        key, value, seen = _context_tile(keys_ptr, values_ptr, begin, anchor, length, SIZE, WIDTH, KEYS)
+        key, value, seen = _key_tile(
+            keys_ptr, values_ptr, begin, slot, anchor, length, size, False, SIZE, WIDTH, CAUSAL, KEYS
+        )
         _, dscore = _derive(grad, q, key, value, seen, scale, total, mean)
         dq += tl.dot(dscore.to(key.dtype), key, input_precision="ieee")
 
     # The slots of the program's blocks.
     k_ptr, v_ptr = _of_head(k_ptr, kv_head, slots, SIZE), _of_head(v_ptr, kv_head, slots, SIZE)
     for begin in range(first // size * size, (last // size + 1) * size, KEYS):
-        key, value, seen = _own_tile(k_ptr, v_ptr, begin, slot, slots, size, SIZE, WIDTH, CAUSAL, KEYS)
+        key, value, seen = _key_tile(k_ptr, v_ptr, begin, slot, anchor, slots, size, True, SIZE, WIDTH, CAUSAL, KEYS)
         _, dscore = _derive(grad, q, key, value, seen, scale, total, mean)
         dq += tl.dot(dscore.to(key.dtype), key, input_precision="ieee")
     _store(_of_head(dq_ptr, head, slots, SIZE), dq, slot, slots, SIZE, WIDTH)
 
 
-@triton.jit(do_not_specialize=["slots"])
-def _backward_slots(
-    grad_ptr, q_ptr, k_ptr, v_ptr, total_ptr, mean_ptr,  # as in `_backward_queries`
-    dk_ptr, dv_ptr,  # [B, Hkv, S, SIZE], written
-    scale, slots, size,
+@triton.jit(do_not_specialize=["slots", "rows", "blocks"])
+def _backward_keys(
+    grad_ptr, q_ptr, keys_ptr, values_ptr, anchors_ptr, total_ptr, mean_ptr,  # as in `_backward_queries`; k, v with OWN
+    dkeys_ptr, dvalues_ptr,  # [B, Hkv, rows, SIZE], written
+    scale, slots, rows, blocks, size,
     HEADS: tl.constexpr, SHARED: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, OWN: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of KEYS keys and values of slots a program, from the heads that share them.
-    Grid (S / KEYS, B * Hkv)."""
-    first, kv_head = tl.program_id(0) * KEYS, tl.program_id(1)
-    place, last = first + tl.arange(0, KEYS), tl.minimum(first + KEYS, slots) - 1
-    key = _load(_of_head(k_ptr, kv_head, slots, SIZE), place, slots, SIZE, WIDTH)
-    value = _load(_of_head(v_ptr, kv_head, slots, SIZE), place, slots, SIZE, WIDTH)
-    dk, dv = tl.zeros([KEYS, WIDTH], tl.float32), tl.zeros([KEYS, WIDTH], tl.float32)
-    for head in range(kv_head * SHARED, (kv_head + 1) * SHARED):
-        for begin in range(first // size * size, (last // size + 1) * size, QUERIES):
-            slot = begin + tl.arange(0, QUERIES)
-            q, grad, total, mean = _query_tile(grad_ptr, q_ptr, total_ptr, mean_ptr, head, slot, slots, SIZE, WIDTH)
-            seen = _is_seen(slot, place, size, CAUSAL) & (slot < slots)[:, None] & (place < slots)[None, :]
-            share, dscore = _derive(grad, q, key, value, seen, scale, total, mean)
-            dv += tl.dot(tl.trans(share.to(grad.dtype)), grad, input_precision="ieee")
-            dk += tl.dot(tl.trans(dscore.to(q.dtype)), q, input_precision="ieee")
-    _store(_of_head(dk_ptr, kv_head, slots, SIZE), dk, place, slots, SIZE, WIDTH)
-    _store(_of_head(dv_ptr, kv_head, slots, SIZE), dv, place, slots, SIZE, WIDTH)
-
-
-@triton.jit(do_not_specialize=["slots", "length", "blocks"])
-def _backward_context(
-    grad_ptr, q_ptr, keys_ptr, values_ptr, anchors_ptr, total_ptr, mean_ptr,  # as in `_backward_queries`
-    dkeys_ptr, dvalues_ptr,  # [B, Hkv, L, SIZE], written
-    scale, slots, length, blocks, size,
-    HEADS: tl.constexpr, SHARED: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """The gradients of KEYS keys and values of the context a program, from the heads that share them.
-    Grid (L / KEYS, B * Hkv)."""
+    """The gradients of KEYS keys and values of slots (OWN) or of the context a program, from the heads that share them.
+    Grid (rows / KEYS, B * Hkv)."""
     first, kv_head = tl.program_id(0) * KEYS, tl.program_id(1)
     place = first + tl.arange(0, KEYS)
-    key = _load(_of_head(keys_ptr, kv_head, length, SIZE), place, length, SIZE, WIDTH)
-    value = _load(_of_head(values_ptr, kv_head, length, SIZE), place, length, SIZE, WIDTH)
+    key = _load(_of_head(keys_ptr, kv_head, rows, SIZE), place, rows, SIZE, WIDTH)
+    value = _load(_of_head(values_ptr, kv_head, rows, SIZE), place, rows, SIZE, WIDTH)
     dk, dv = tl.zeros([KEYS, WIDTH], tl.float32), tl.zeros([KEYS, WIDTH], tl.float32)
-
-    # The first blocks' anchors are not after the first key, so that they see none of these keys.
     anchors_ptr += kv_head // (HEADS // SHARED) * blocks
-    number = tl.arange(0, BLOCKS)
-    anchors = tl.load(anchors_ptr + number, mask=number < blocks, other=first + 1)
-    start = tl.sum((anchors <= first).to(tl.int32)) * size
+    if OWN:
+        start, end = first // size * size, ((tl.minimum(first + KEYS, slots) - 1) // size + 1) * size
+    else:
+        # The first blocks' anchors are not after the first key, so that they see none of these keys.
+        number = tl.arange(0, BLOCKS)
+        anchors = tl.load(anchors_ptr + number, mask=number < blocks, other=first + 1)
+        start, end = tl.sum((anchors <= first).to(tl.int32)) * size, slots
     for head in range(kv_head * SHARED, (kv_head + 1) * SHARED):
-        for begin in range(start, slots, QUERIES):
+        for begin in range(start, end, QUERIES):
             slot = begin + tl.arange(0, QUERIES)
             q, grad, total, mean = _query_tile(grad_ptr, q_ptr, total_ptr, mean_ptr, head, slot, slots, SIZE, WIDTH)
             anchor = _anchor_of(anchors_ptr, slot, slots, blocks, size)
-            seen = (place[None, :] < anchor[:, None]) & (place < length)[None, :]
+            seen = _is_seen(slot, anchor, place, rows, size, OWN, CAUSAL) & (slot < slots)[:, None]
             share, dscore = _derive(grad, q, key, value, seen, scale, total, mean)
             dv += tl.dot(tl.trans(share.to(grad.dtype)), grad, input_precision="ieee")
             dk += tl.dot(tl.trans(dscore.to(q.dtype)), q, input_precision="ieee")
-    _store(_of_head(dkeys_ptr, kv_head, length, SIZE), dk, place, length, SIZE, WIDTH)
-    _store(_of_head(dvalues_ptr, kv_head, length, SIZE), dv, place, length, SIZE, WIDTH)
+    _store(_of_head(dkeys_ptr, kv_head, rows, SIZE), dk, place, rows, SIZE, WIDTH)
+    _store(_of_head(dvalues_ptr, kv_head, rows, SIZE), dv, place, rows, SIZE, WIDTH)
 
 
 # Keys that each slot has drafted itself, joined to causal attention: a kernel for the forward, one for the backward.
@@ -313,16 +284,9 @@ ELEMENTS = 2048
 
 def join(q: Tensor, keys: Tensor, values: Tensor, causal: Tensor, total: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """`train.attention.join` for 16 or 32 bits; total is float32. The output is [B, T, H, D] in memory."""
-    batch, heads, slots, size = q.shape
     q, causal, total = _rows(q), _rows(causal), total.contiguous()
     out, joint = torch.empty_like(q), torch.empty_like(total)
-    rows = batch * slots * heads
-    block, width = _block(size)
-    if rows:
-        _join[(triton.cdiv(rows, block),)](
-            q, keys, values, causal, total, out, joint, scale, rows, heads, slots, len(keys),
-            SIZE=size, WIDTH=width, ROWS=block, num_warps=WARPS,
-        )  # fmt: skip
+    _launch(_join, (q, keys, values, causal, total, out, joint), scale)
     return out.transpose(1, 2), joint
 
 
@@ -330,16 +294,9 @@ def join_backward(
     grad: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, joint: Tensor, dq: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`train.attention.join_backward` for 16 or 32 bits; joint is float32."""
-    batch, heads, slots, size = q.shape
     grad, q, out, dq, joint = _rows(grad), _rows(q), _rows(out), _rows(dq), joint.contiguous()
     joint_dq, dkeys, dvalues = torch.empty_like(q), torch.empty_like(keys), torch.empty_like(values)
-    rows = batch * slots * heads
-    block, width = _block(size)
-    if rows:
-        _join_backward[(triton.cdiv(rows, block),)](
-            grad, q, keys, values, out, joint, dq, joint_dq, dkeys, dvalues, scale, rows, heads, slots, len(keys),
-            SIZE=size, WIDTH=width, ROWS=block, num_warps=WARPS,
-        )  # fmt: skip
+    _launch(_join_backward, (grad, q, keys, values, out, joint, dq, joint_dq, dkeys, dvalues), scale)
     return joint_dq.transpose(1, 2), dkeys, dvalues
 
 
@@ -348,10 +305,15 @@ def _rows(heads: Tensor) -> Tensor:
     return heads.transpose(1, 2).contiguous()
 
 
-def _block(size: int) -> tuple[int, int]:
-    """The rows of a program, and the power of two that holds a head of `size`."""
-    width = triton.next_power_of_2(size)
-    return max(1, ELEMENTS // width), width
+def _launch(kernel, tensors: tuple[Tensor, ...], scale: float) -> None:
+    """Run a kernel of rows. tensors: its arguments, of which the third is [i, B, T, H, D]."""
+    steps, batch, slots, heads, size = tensors[2].shape
+    rows, width = batch * slots * heads, triton.next_power_of_2(size)
+    block = max(1, ELEMENTS // width)
+    if rows:
+        kernel[(triton.cdiv(rows, block),)](
+            *tensors, scale, rows, heads, slots, steps, SIZE=size, WIDTH=width, ROWS=block, num_warps=WARPS
+        )
 
 
 @triton.jit

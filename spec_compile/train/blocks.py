@@ -89,7 +89,8 @@ class BlockTrainer(Trainer):
             slots = slots[order]
         at = move(slots, self.device)
         rows = [output.flatten(0, 2).index_select(0, at) for output in self.outputs(batch, features, drawn)]
-        weights = self.row_weights(slots, teachers, features)
+        weights = move(self.slot_weights()[slots % self.block_size], self.device)
+        weights = self.without_undraftable(weights, features, teachers)
         if self.position_weight == FIXED:
             weights = weights / weights.sum().clamp(min=1e-9)
         else:
@@ -103,12 +104,9 @@ class BlockTrainer(Trainer):
         read = [move(values, self.device) for values in (*self.tokens(batch, drawn), drawn.anchors)]
         shape = *drawn.anchors.shape, self.block_size
         every = torch.arange(shape[0] * shape[1] * shape[2], device=self.device)
-        states = self._rows(self._listed, [*read, *features.states[: len(self.module.taps)]], every)
-        return states.unflatten(0, shape)
-
-    def _listed(self, *given: Tensor) -> list[Tensor]:
-        ids, places, anchors, *states = given
-        return [self.states(ids, places, anchors, states)]
+        given = [*read, *features.states[: len(self.module.taps)]]
+        listed = lambda ids, places, anchors, *states: [self.states(ids, places, anchors, [*states])]  # noqa: E731
+        return self._rows(listed, given, every).unflatten(0, shape)
 
     @abstractmethod
     def tokens(self, batch: Batch, drawn: Blocks) -> tuple[Tensor, Tensor]:
@@ -147,10 +145,6 @@ class BlockTrainer(Trainer):
         """
         gamma = 7.0 if self.block_size >= 16 else self.block_size / 2
         return torch.exp((self.first - torch.arange(self.block_size)) / gamma)
-
-    def row_weights(self, slots: Tensor, teachers: Tensor, features: Features) -> Tensor:
-        """The weights of counted slots by their positions, [R], on the draft's device."""
-        return move(self.slot_weights()[slots % self.block_size], self.device)
 
     @torch.no_grad()
     def accepted(self, batch: Batch, features: Features, steps: int) -> Iterator[tuple[int, int]]:
@@ -207,24 +201,24 @@ class DFlashTrainer(BlockTrainer):
     default_block_size = 16
     architecture = "DFlashDraftModel"
     draft_class = DFlashDraft
+    published = (("blocks.", "layers."),)
+    """Parts of our names of tensors, each with the published one."""
 
     def __init__(self, target: Target, options: TrainingOptions, counts: Tensor):
-        self.target = target
         self.config = draft_config(target, options, layers=5)
-        self.block_size = options.block_size or self.default_block_size
         self.position_weight = options.per_position_loss_weight or self.position_weight
         taps = default_taps(target.num_layers) if options.taps is None else options.taps
         check_taps(taps, target.num_layers)
-        self.mask = rarest_token(counts)
+        block_size = options.block_size or self.default_block_size
         knobs = LayerKnobs(num_layers=self.config.num_hidden_layers, qk_norm=True)
         embedding, output = target.embedding.detach(), target.head_weight.detach()
         with seeded(options.seed):
             draft = self.draft_class(
-                self.config, embedding, output, taps, self.block_size, self.mask, knobs,
+                self.config, embedding, output, taps, block_size, rarest_token(counts), knobs,
                 sample_from_anchor=self.first == 0, causal=(self.causal,) * knobs.num_layers,
             )  # fmt: skip
             self.link(draft, options)
-        self.adopt(target, as_master(draft, embedding), self.block_size - self.first)
+        self.adopt(target, as_master(draft, embedding), block_size - self.first)
 
     def adopt(self, target: Target, module: DFlashDraft, steps: int) -> None:
         super().adopt(target, module, steps)
@@ -241,25 +235,28 @@ class DFlashTrainer(BlockTrainer):
 
     def states(self, ids: Tensor, positions: Tensor, anchors: Tensor, states: list[Tensor]) -> Tensor:
         draft = self.module
-        x = F.embedding(ids, draft.embedding)
-        rope = draft.rotary_emb(x, positions)
         with DFlashAttention(draft, draft.project(states), anchors):
-            for block in draft.blocks:
-                x = block(x, rope)
-        return draft.norm(x).unflatten(0, anchors.shape)
+            return draft.states(ids, positions).unflatten(0, anchors.shape)
 
     def publish(self) -> tuple[dict, dict[str, Tensor]]:
         """The tensors by z-lab's names. The embedding and the output matrix are the target's and not among them."""
-        tensors = {name.replace("blocks.", "layers."): value for name, value in self.module.state_dict().items()}
+        tensors = self.module.state_dict()
+        for ours, theirs in self.published:
+            tensors = {name.replace(ours, theirs): value for name, value in tensors.items()}
+        own = {"target_layer_ids": [tap - 1 for tap in self.module.taps], "mask_token_id": self.mask}
         config = published_config(
             self.config, self.target, self.architecture,
             model_type="qwen3",
             num_target_layers=self.target.num_layers,
             block_size=self.block_size,
             layer_types=["full_attention"] * self.config.num_hidden_layers,
-            dflash_config={"target_layer_ids": [tap - 1 for tap in self.module.taps], "mask_token_id": self.mask},
+            dflash_config=own | self.further(),
         )  # fmt: skip
         return config, tensors
+
+    def further(self) -> dict:
+        """More entries of the published ``dflash_config``."""
+        return {}
 
 
 class DFlashAttention(BlockAttention):
@@ -296,10 +293,9 @@ def rarest_token(counts: Tensor) -> int:
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
     """`STATES` taps, evenly from layer 2 to the last but two; in a small model from the first to the last layer."""
-    if num_layers >= STATES + 3:
-        return tuple(2 + round(i * (num_layers - 4) / (STATES - 1)) for i in range(STATES))
+    first, last = (2, num_layers - 2) if num_layers >= STATES + 3 else (1, num_layers)
     count = min(STATES, num_layers)
-    return tuple(1 + round(i * (num_layers - 1) / max(1, count - 1)) for i in range(count))
+    return tuple(first + round(i * (last - first) / max(1, count - 1)) for i in range(count))
 
 
 class JetSpecTrainer(DFlashTrainer):
@@ -314,10 +310,8 @@ class JetSpecTrainer(DFlashTrainer):
     def slot_weights(self) -> Tensor:
         return torch.ones(self.block_size)
 
-    def publish(self) -> tuple[dict, dict[str, Tensor]]:
-        config, tensors = super().publish()
-        config["dflash_config"]["causal_head"] = True
-        return config, tensors
+    def further(self) -> dict:
+        return {"causal_head": True}
 
 
 # DSpark and Domino drafts: DFlash whose drafts depend on those before them in the block.
@@ -346,7 +340,10 @@ class LinkedTrainer(DFlashTrainer):
 
     def outputs(self, batch: Batch, features: Features, drawn: Blocks) -> list[Tensor]:
         states, before = self.draft(batch, features, drawn), self.tokens_before(batch, drawn)
-        return [states, self.queries(states, before)]
+        outputs, confidence = [states, self.queries(states, before)], self.module.confidence
+        if confidence is not None:
+            outputs.append(confidence.logits(states, self.module.transition.embed(before)))
+        return outputs
 
     @property
     def matrices(self) -> list[Tensor]:
@@ -389,19 +386,14 @@ class DSparkTrainer(LinkedTrainer):
     default_block_size = 7
     position_weight = FIXED
     architecture = "DSparkDraftModel"
+    published = *DFlashTrainer.published, ("transition.", "markov_head."), ("confidence.", "confidence_head.")
 
     def link(self, draft: LinkedDraft, options: TrainingOptions) -> None:
-        self.kind, self.rank, target = options.markov_head_type or "vanilla", options.markov_rank or RANK, self.target
-        transition = MARKOV[self.kind](target.hidden_size, target.vocab_size, target.vocab_size, self.rank)
-        confidence = Confidence(target.hidden_size, self.rank)
-        for part in (transition, confidence):
-            spread(part)
-        draft.transition, draft.confidence = transition, confidence
-
-    def outputs(self, batch: Batch, features: Features, drawn: Blocks) -> list[Tensor]:
-        states, before = self.draft(batch, features, drawn), self.tokens_before(batch, drawn)
-        predicted = self.module.confidence.logits(states, self.module.transition.embed(before))
-        return [states, self.queries(states, before), predicted]
+        self.kind, self.rank, config = options.markov_head_type or "vanilla", options.markov_rank or RANK, self.config
+        draft.transition = MARKOV[self.kind](config.hidden_size, config.vocab_size, config.vocab_size, self.rank)
+        draft.confidence = Confidence(config.hidden_size, self.rank)
+        spread(draft.transition)
+        spread(draft.confidence)
 
     def objective(self, rows: list[Tensor], distil: Callable[..., Distilled]) -> Tensor:
         made = distil(list(zip(rows, self.matrices)), mix=DISTANCE)
@@ -412,14 +404,12 @@ class DSparkTrainer(LinkedTrainer):
     def slot_weights(self) -> Tensor:
         return torch.exp(-torch.arange(self.block_size) / GAMMA)
 
-    def publish(self) -> tuple[dict, dict[str, Tensor]]:
+    def further(self) -> dict:
         """SpecForge's form: DFlash's files with a ``projector_type``, without copies of the target's matrices."""
-        config, tensors = super().publish()
-        config["dflash_config"] |= {
+        return {
             "projector_type": "dspark", "sample_from_anchor": True, "markov_rank": self.rank,
             "markov_head_type": self.kind, "enable_confidence_head": True, "confidence_head_with_markov": True,
         }  # fmt: skip
-        return config, renamed(tensors, {"transition.": "markov_head.", "confidence.": "confidence_head."})
 
 
 class DominoTrainer(LinkedTrainer):
@@ -431,10 +421,11 @@ class DominoTrainer(LinkedTrainer):
 
     name = "domino"
     supports = DFlashTrainer.supports | {"emb_dim", "gru_hidden_dim"}
+    published = *DFlashTrainer.published, ("transition.", "")
 
     def link(self, draft: LinkedDraft, options: TrainingOptions) -> None:
-        self.rank, size, target = options.emb_dim or RANK, options.gru_hidden_dim or GRU_SIZE, self.target
-        transition = Domino(target.hidden_size, target.vocab_size, self.rank, size, UNLINKED)
+        self.rank, size, config = options.emb_dim or RANK, options.gru_hidden_dim or GRU_SIZE, self.config
+        transition = Domino(config.hidden_size, config.vocab_size, self.rank, size, UNLINKED)
         spread(transition.embed_proj)
         for parameter in transition.prefix_gru.parameters():
             torch.nn.init.uniform_(parameter, -(size**-0.5), size**-0.5)  # as in `torch.nn.GRU`
@@ -446,24 +437,14 @@ class DominoTrainer(LinkedTrainer):
         linked = (1 - base) * distil(products).loss
         return linked + base * distil(products[:1]).loss if base else linked
 
-    def publish(self) -> tuple[dict, dict[str, Tensor]]:
-        config, tensors = super().publish()
-        config["dflash_config"] |= {
+    def further(self) -> dict:
+        return {
             "projector_type": "domino", "shift_label": True, "pure_draft_prefix_len": UNLINKED, "emb_dim": self.rank,
             "gru_hidden_dim": self.module.transition.state_size,
         }  # fmt: skip
-        return config, renamed(tensors, {"transition.": ""})
 
 
 def spread(module: nn.Module) -> None:
     """New weights for a part of a transition."""
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=SPREAD) if parameter.dim() > 1 else torch.nn.init.zeros_(parameter)
-
-
-def renamed(tensors: dict[str, Tensor], prefixes: dict[str, str]) -> dict[str, Tensor]:
-    """The tensors with other prefixes of their names."""
-    for ours, theirs in prefixes.items():
-        tensors = {theirs + name.removeprefix(ours) if name.startswith(ours) else name: value
-                   for name, value in tensors.items()}  # fmt: skip
-    return tensors

@@ -134,11 +134,9 @@ def collate(pieces: list[Document]) -> Batch:
     A batch wider than `WIDTH` is padded to a multiple of it, because kernels and plans are cached by shape.
     """
     ids = pad_sequence([piece.ids.long() for piece in pieces], batch_first=True)
-    if ids.shape[1] > WIDTH:
-        ids = F.pad(ids, (0, -ids.shape[1] % WIDTH))
-    next_supervised = torch.zeros(ids.shape, dtype=torch.bool)
-    for row, piece in zip(next_supervised, pieces):
-        row[: len(piece.ids) - 1] = piece.supervised[1:]
+    next_supervised = pad_sequence([F.pad(piece.supervised[1:], (0, 1)) for piece in pieces], batch_first=True)
+    padding = -ids.shape[1] % WIDTH if ids.shape[1] > WIDTH else 0
+    ids, next_supervised = (F.pad(values, (0, padding)) for values in (ids, next_supervised))
     return Batch(ids, next_supervised, sum(len(piece.ids) for piece in pieces))
 
 

@@ -227,7 +227,7 @@ class Graphs:
     def __init__(self, function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], shared: Shared):
         self._shared = shared
         self._inputs = [shared.lend(n, values.shape, values.dtype) for n, values in enumerate(inputs)]
-        self._fill(inputs)
+        torch._foreach_copy_(self._inputs, [*inputs])
         self._outputs: list[Tensor] = []
         # The cache of autocast holds weights in 16 bits for the rest of a step. A graph must cast them anew at each
         # replay, and nobody else may use its casts.
@@ -261,7 +261,7 @@ class Graphs:
 
     def forward(self, inputs: Sequence[Tensor], rows: Tensor) -> Tensor:
         """Rows [R, H] of the outputs for these inputs."""
-        self._fill(inputs)
+        torch._foreach_copy_(self._inputs, [*inputs])
         self._replay_forward()
         return self._out.flatten(0, -2).index_select(0, rows)
 
@@ -275,15 +275,10 @@ class Graphs:
             grads[n] = grad.detach()
         return grads
 
-    def _fill(self, inputs: Sequence[Tensor]) -> None:
-        for buffer, values in zip(self._inputs, inputs):
-            buffer.copy_(values)
-
     def _forward(self, function: Callable[..., list[Tensor]]) -> None:
         """The work of the first graph."""
         self._outputs = function(*self._inputs)
-        for buffer, output in zip(self._out, self._outputs):
-            buffer.copy_(output.detach())
+        torch._foreach_copy_(self._out.unbind(), [output.detach() for output in self._outputs])
 
     def _backward(self) -> None:
         """The work of the second graph, which reads what autograd has saved in the first."""

@@ -104,8 +104,7 @@ class Eagle3Trainer(HeadTrainer):
             order = (chains * self.steps + step_of).argsort()
             slots, step_of, teachers, chains = (values[order] for values in (slots, step_of, teachers, chains))
         weights = move((DECAY ** torch.arange(self.steps) / slots_in_batch)[step_of], self.device)
-        if self.learns_from_choices:
-            weights = weights * can_draft(self.kept, features, teachers)
+        weights = self.without_undraftable(weights, features, teachers)
         if self.position_weight != FIXED:
             weights = PositionWeights(self.position_weight, weights, chains, step_of)
         outputs = self.rolled_out(batch, features, slots)
@@ -136,11 +135,6 @@ def new_head(
             nn.init.normal_(head.mask_hidden)
     head.draft_to_target = kept
     return as_master(head, target.embedding)
-
-
-def can_draft(kept: Tensor, features: Features, teachers: Tensor) -> Tensor:
-    """True for each teacher [R], on the CPU, whose choice is among the tokens `kept` [K]; [R] bool, on their device."""
-    return torch.isin(features.choices.flatten()[move(teachers, kept.device)], kept)
 
 
 def published_head(head: Eagle3Head, config: LlamaConfig, target: Target, **more) -> tuple[dict, dict[str, Tensor]]:
@@ -234,11 +228,6 @@ class PEagleTrainer(BlockTrainer):
 
     def slot_weights(self) -> Tensor:
         return (KEPT ** torch.arange(self.block_size)).clamp(min=LEAST)
-
-    def row_weights(self, slots: Tensor, teachers: Tensor, features: Features) -> Tensor:
-        """See `BlockTrainer`. A row has none if the target's choice is not among the kept tokens."""
-        weights = super().row_weights(slots, teachers, features)
-        return weights * can_draft(self.kept, features, teachers) if self.learns_from_choices else weights
 
     def publish(self) -> tuple[dict, dict[str, Tensor]]:
         """EAGLE-3's files, with the mask's token as vLLM reads it (``ptd_token_id``)."""

@@ -22,7 +22,7 @@ from .data import Batch, Batches, move
 from .features import TargetFeatures
 from .options import TrainingOptions
 from .save import TrainingState, save_curve, save_state
-from .trainer import Trainer, trained_parameters
+from .trainer import Trainer, copy_weights, trained_parameters
 
 BETAS = (0.9, 0.95)
 """The coefficients of AdamW."""
@@ -42,15 +42,12 @@ class Updates:
         self.parameters = trained_parameters(trainer.module)
         size, highest = trainer.learning_rate
         self.learning_rate = learning_rate or min(size / trainer.module.hidden_size, highest)
-        self.optimizers = self._make_optimizers(optimizer or trainer.optimizer)
-
-    def _make_optimizers(self, name: str) -> list[torch.optim.Optimizer]:
-        """AdamW, or Muon for the matrices of linear layers and AdamW for all else."""
-        matrices = matrices_of(self.trainer.module) if name == "muon" else []
+        # AdamW, or Muon for the matrices of linear layers and AdamW for all else.
+        matrices = matrices_of(trainer.module) if (optimizer or trainer.optimizer) == "muon" else []
         taken = {id(matrix) for matrix in matrices}
         others = [parameter for parameter in self.parameters.values() if id(parameter) not in taken]
         adamw = torch.optim.AdamW(others, betas=BETAS, weight_decay=0.0, fused=self.device.type == "cuda")
-        return [Muon(matrices), adamw] if matrices else [adamw]
+        self.optimizers = [Muon(matrices), adamw] if matrices else [adamw]
 
     def step(self, batch: Batch, seed: int, factor: float = 1.0) -> Tensor:
         """Update the weights once. Returns the loss, a scalar on the device.
@@ -239,17 +236,14 @@ class Printer:
             self._bar = Bars(*columns, console=Console(stderr=True), auto_refresh=False)
             self._task = self._bar.add_task("  0%  the first step", total=1.0)
             self._bar.start()
-            self._bar.refresh()
         return self
 
     def __call__(self, progress: Progress) -> None:
-        if self._bar is None:
-            if int(progress.share * LINES) > self._printed:
-                self._printed = int(progress.share * LINES)
-                tell(str(progress))
-            return
-        self._bar.update(self._task, completed=progress.share, description=str(progress))
-        self._bar.refresh()
+        if self._bar is not None:
+            self._bar.update(self._task, completed=progress.share, description=str(progress), refresh=True)
+        elif int(progress.share * LINES) > self._printed:
+            self._printed = int(progress.share * LINES)
+            tell(str(progress))
 
     def __exit__(self, *error) -> None:
         if self._bar is not None:
@@ -303,9 +297,7 @@ class Loop:
         self.options, self.state, self.folder, self.publish, self.report = options, state, folder, publish, report
         self._updates = Updates(trainer, features, options.optimizer, options.learning_rate, options.clip)
         if state.weights is not None:
-            with torch.no_grad():
-                for name, parameter in self._updates.parameters.items():
-                    parameter.copy_(state.weights[name])
+            copy_weights(state.weights, trainer.module)
             for optimizer, stored in zip(self._updates.optimizers, state.optimizer):
                 optimizer.load_state_dict(stored)
         self._unread: list[Tensor] = []

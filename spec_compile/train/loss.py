@@ -51,15 +51,6 @@ def dpace(probabilities: Tensor, counted: Tensor, alpha: float = ALPHA) -> Tenso
     return reached.flip(1).cumsum(1).flip(1) * counted
 
 
-def first_errors(right: Tensor, counted: Tensor) -> Tensor:
-    """The first counted position of each chain whose draft is not right, [C, T] bool.
-
-    right: [C, T] bool; the draft's likeliest token is the target's choice
-    """
-    wrong = counted & ~right
-    return wrong & (wrong.cumsum(1) == 1)
-
-
 class PositionWeights:
     """The weights of rows, which are not known before the draft's probabilities are."""
 
@@ -93,7 +84,7 @@ class PositionWeights:
         """The weights [r] of rows that are whole chains.
 
         probabilities: [r]; of the target's choices
-        right: [r] bool; see `first_errors`
+        right: [r] bool; the draft's likeliest token is the target's choice
         """
         fixed = self.fixed[rows]
         if not len(fixed):
@@ -103,8 +94,9 @@ class PositionWeights:
         shape = int(self.chains[rows][-1] - self.chains[rows][0]) + 1, self.longest
         counted = torch.zeros(shape, dtype=torch.bool, device=fixed.device).index_put(at, fixed > 0)
         if self.name == "first-error":
-            errors = first_errors(torch.zeros_like(counted).index_put(at, right), counted)
-            return fixed + self.extra * errors[at]
+            # More for the first counted position of each chain whose draft is not right.
+            wrong = counted & ~torch.zeros_like(counted).index_put(at, right)
+            return fixed + self.extra * (wrong & (wrong.cumsum(1) == 1))[at]
         q = torch.zeros(shape, dtype=fixed.dtype, device=fixed.device).index_put(at, probabilities.to(fixed.dtype))
         if self.name == "dpace":
             return dpace(q, counted)[at]

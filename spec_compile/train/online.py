@@ -17,7 +17,7 @@ from contextlib import nullcontext
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..capture.quantised import packed_layers
@@ -36,7 +36,7 @@ from .features import TargetFeatures
 from .heads import Eagle3Trainer, EagleTrainer, MtpTrainer
 from .loop import Updates
 from .options import OnlineOptions, TrainingOptions
-from .trainer import Trainer, as_master
+from .trainer import Trainer, as_master, copy_weights
 
 log = logging.getLogger("spec_compile")
 
@@ -314,24 +314,14 @@ def trained_copy(draft: nn.Module, target: Target) -> nn.Module:
     It shares the target's tensors and the draft's embedding, which are not trained and no parameters of the copy; nor
     is an output matrix of rows of the target's.
     """
-    shared = {id(tensor): tensor for tensor in (*target.model.parameters(), *target.model.buffers())}
-    addresses = {tensor.data_ptr() for tensor in shared.values()}
-    frozen = [draft.embedding, *([draft.head_weight] if getattr(draft, "all_rows", ()) else [])]
-    shared |= {id(tensor): tensor for tensor in frozen}
-    addresses |= {tensor.data_ptr() for tensor in frozen}
-    copied = copy.deepcopy(draft, memo=dict(shared))
+    shared = [*target.model.parameters(), *target.model.buffers(), draft.embedding]
+    if getattr(draft, "all_rows", ()):
+        shared.append(draft.head_weight)
+    addresses = {tensor.data_ptr() for tensor in shared}
+    copied = copy.deepcopy(draft, memo={id(tensor): tensor for tensor in shared})
     for module in copied.modules():
         for name, parameter in [*module._parameters.items()]:
             if parameter is not None and parameter.data_ptr() in addresses:
                 del module._parameters[name]  # or moving the copy to float32 would cast the target
                 setattr(module, name, parameter.detach())
-    copied = as_master(copied, draft.embedding.detach())
-    return copied.requires_grad_(True).eval()
-
-
-@torch.no_grad()
-def copy_weights(source: dict[str, Tensor], to: nn.Module) -> None:
-    """Copy tensors in place to the parameters of these names, in their dtypes."""
-    parameters = dict(to.named_parameters())
-    for name, value in source.items():
-        parameters[name].copy_(value)
+    return as_master(copied, draft.embedding.detach()).requires_grad_(True).eval()

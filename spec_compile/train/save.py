@@ -72,12 +72,10 @@ def open_folder(output: str | Path, identity: dict, resume: bool) -> TrainingSta
     path = folder / STATE
     if not path.is_file():
         # A training that stops before its first checkpoint leaves the answers, and perhaps a partial file.
-        names = (
-            [] if not folder.exists() else [item.name for item in folder.iterdir() if item.name not in (TEXTS, CURVE)]
-        )
-        names = [name for name in names if not name.endswith(".partial")]
+        own = TEXTS, CURVE
+        names = sorted(each.name for each in folder.glob("*") if each.name not in own and each.suffix != ".partial")
         if names:
-            raise ValueError(f"output: {folder} exists and holds {', '.join(sorted(names)[:4])}; choose another folder")
+            raise ValueError(f"output: {folder} exists and holds {', '.join(names[:4])}; choose another folder")
         folder.mkdir(parents=True, exist_ok=True)
         return TrainingState(identity)
     if not resume:

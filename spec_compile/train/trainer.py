@@ -97,6 +97,12 @@ class Trainer(ABC):
         states, weight = states.flatten(0, 1), self.module.head_weight
         return lambda rows: F.linear(states[rows], weight)
 
+    def without_undraftable(self, weights: Tensor, features: Features, teachers: Tensor) -> Tensor:
+        """The weights [R] of rows, 0 for a row whose teacher [R], on the CPU, chooses none of the tokens `kept`."""
+        if not self.learns_from_choices:
+            return weights
+        return weights * torch.isin(features.choices.flatten()[move(teachers, self.kept.device)], self.kept)
+
     def drafts(self, products: Products) -> Tensor:
         """The tokens of the target, int64 [R], that are likeliest by the sum of products of states and matrices."""
         rows, ids = likeliest(products), self.module.draft_to_target
@@ -156,7 +162,7 @@ class HeadTrainer(Trainer):
     def accepted(self, batch: Batch, features: Features, steps: int) -> Iterator[tuple[int, int]]:
         ids, choices = move(batch.ids, self.device), features.choices.flatten()
         every, step_of, teacher_of = batch.rollout(steps)
-        reached = alive = None
+        reached = alive = torch.ones((), dtype=torch.bool, device=self.device)
         for step, (_, normed) in enumerate(self.unroll(ids, self.project(features.states), Rollout(steps), steps)):
             count, here = normed.shape[:2].numel(), step_of == step
             slots, teachers = (move(part[here], self.device) for part in (every - step * count, teacher_of))
@@ -165,8 +171,7 @@ class HeadTrainer(Trainer):
             drafts = self.drafts([(normed.flatten(0, 1)[slots], self.module.head_weight)])
             right[slots] = drafts == choices[teachers]
             # A draft counts at a depth only if it counted, or was right, at every depth before.
-            reached = counted if reached is None else reached & counted
-            alive = right if alive is None else alive & right
+            reached, alive = reached & counted, alive & right
             yield int(reached.sum()), int(alive.sum())
 
 
@@ -200,6 +205,14 @@ class FusedNorm(LlamaRMSNorm):
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of a module that are trained, by name."""
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+@torch.no_grad()
+def copy_weights(source: dict[str, Tensor], to: nn.Module) -> None:
+    """Copy tensors in place to the parameters of these names, in their dtypes."""
+    parameters = dict(to.named_parameters())
+    for name, value in source.items():
+        parameters[name].copy_(value)
 
 
 FULL_VOCABULARY = 40_000

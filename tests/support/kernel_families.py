@@ -101,7 +101,7 @@ distil_kernel.confidence(logits, shared)
 results["a loss"] = found
 
 compiled(attention_kernels, "_join", "_join_backward", "_attend_blocks")
-compiled(attention_kernels, "_backward_queries", "_backward_slots", "_backward_context")
+compiled(attention_kernels, "_backward_queries", "_backward_keys")
 for size in (64, 80, 128, 256):
     found, q = [], torch.zeros(1, 5, 4, size, dtype=HALF).transpose(1, 2)
     (keys, values), total = torch.zeros(2, 6, 1, 5, 4, size, dtype=HALF), torch.zeros(1, 4, 5)
@@ -114,7 +114,7 @@ for size in (128, 256):
     inputs = heads.new_zeros(2, 10, 48, size), heads, heads, heads[:, :, :40], heads[:, :, :40]
     anchors, total = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 10, 48)
     attention_kernels.forward_blocks(*inputs, anchors, 16, 0.1, True)
-    attention_kernels.backward_blocks(inputs[0], *inputs, anchors, inputs[0], total, 16, 0.1, True)
+    attention_kernels.backward_blocks(inputs[0], *inputs, anchors, 16, 0.1, True, inputs[0], total)
     results[f"blocks with heads of {size}"] = found
 """
 

@@ -5,14 +5,14 @@ import torch
 from torch.nn import functional as F
 from trainings import NEEDS_GPU
 
-from spec_compile.train.attention import BlockLayout, plain_block_attention
+from spec_compile.train.attention import plain_block_attention
 
 SIZES = [(1, 1, 1, 4, 3, 5, 16), (2, 4, 2, 7, 21, 70, 24), (1, 6, 2, 16, 9, 130, 64), (1, 3, 1, 3, 33, 64, 80)]
 """Rows, query heads, key-value heads, slots of a block, blocks, length of the context, size of a head."""
 
 
-def parts(sizes, causal, dtype, device):
-    """(q, k, v, keys, values), the layout, and a gradient of the output."""
+def parts(sizes, dtype, device):
+    """(q, k, v, keys, values), the anchors, and a gradient of the output."""
     batch, heads, kv_heads, size, blocks, length, width = sizes
     g = torch.Generator().manual_seed(blocks)
 
@@ -23,18 +23,18 @@ def parts(sizes, causal, dtype, device):
     slots = blocks * size
     own, context = (batch, kv_heads, slots, width), (batch, kv_heads, length, width)
     inputs = made(batch, heads, slots, width), made(*own), made(*own), made(*context), made(*context)
-    return inputs, BlockLayout(anchors, size, causal), made(batch, heads, slots, width)
+    return inputs, anchors, made(batch, heads, slots, width)
 
 
 def compare(sizes, causal, dtype, device, tolerance):
     """The kernels against masks in float64."""
     kernel = pytest.importorskip("spec_compile.train.attention_kernels")
-    inputs, layout, grad = parts(sizes, causal, dtype, device)
-    anchors, size, _ = layout
-    out, total = kernel.forward_blocks(*inputs, anchors, size, 0.3, causal)
-    mine = kernel.backward_blocks(grad, *inputs, anchors, out, total, size, 0.3, causal)
+    inputs, anchors, grad = parts(sizes, dtype, device)
+    how = anchors, sizes[3], 0.3, causal
+    out, total = kernel.forward_blocks(*inputs, *how)
+    mine = kernel.backward_blocks(grad, *inputs, *how, out, total)
     exact = [part.double().requires_grad_() for part in inputs]
-    plain = plain_block_attention(*exact, layout, 0.3)
+    plain = plain_block_attention(*exact, *how)
     theirs = torch.autograd.grad(plain, exact, grad.double())
     for got, wanted in zip((out, *mine), (plain, *theirs)):
         assert got.dtype == dtype and got.shape == wanted.shape
@@ -58,10 +58,10 @@ def test_blocks_on_a_gpu(sizes, causal, dtype, tolerance):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_block_sees_itself_and_the_context_before_its_anchor(causal):
-    (q, k, v, keys, values), layout, _ = parts((2, 4, 2, 5, 6, 40, 8), causal, torch.float64, "cpu")
-    out = plain_block_attention(q, k, v, keys, values, layout, 0.3)
-    for row, anchors in enumerate(layout.anchors.tolist()):
-        for block, anchor in enumerate(anchors):
+    (q, k, v, keys, values), anchors, _ = parts((2, 4, 2, 5, 6, 40, 8), torch.float64, "cpu")
+    out = plain_block_attention(q, k, v, keys, values, anchors, 5, 0.3, causal)
+    for row, lengths in enumerate(anchors.tolist()):
+        for block, anchor in enumerate(lengths):
             slots = slice(block * 5, block * 5 + 5)
             key, value = (
                 torch.cat([context[row, :, :anchor], own[row, :, slots]], dim=1).repeat_interleave(2, dim=0)

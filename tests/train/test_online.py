@@ -23,7 +23,8 @@ from spec_compile.drafting import DraftPlan
 from spec_compile.passes.outputs import FINAL
 from spec_compile.train import online as module
 from spec_compile.train.loop import Updates
-from spec_compile.train.online import Ring, copy_weights, draft_of, trained_copy
+from spec_compile.train.online import Ring, draft_of, trained_copy
+from spec_compile.train.trainer import copy_weights
 
 OWN = dict(eos_token_id=None, pad_token_id=0)
 KINDS = ("eagle3", "eagle", "mtp", "dflash")
