@@ -52,8 +52,7 @@ class DraftWeights:
 
     def __init__(self, option: str | dict | None, draft: nn.Module, output: Tensor | None = None):
         self.draft, self.formats, self._output = draft, parse_formats(option), output
-        published = getattr(draft, "published", None)
-        self._published = {} if published is None else published.matrices
+        self._published = getattr(getattr(draft, "published", None), "matrices", {})
         self._copies: dict[tuple[int, str], tuple[Tensor, Packed]] = {}  # address and part -> matrix [O, I] and copy
         self._left: dict[str, None] = {}  # sizes of the matrices that are read as they are
 
@@ -226,11 +225,9 @@ def choose_ranks(option: int | None, ranks: Alone, graph: ModelGraph, head_bytes
             "ranks; pass 1"
         )
     is_shared = option == ranks.size or (option is None and pays and heads)
-    reason = "as it was asked for"
-    if option is None:
-        reason = (
-            f"a pass reads {read / 1e6:.0f} MB, of which sharing saves {saved * 1e6:.0f} us and pays {paid * 1e6:.0f}"
-        )
+    reason = f"a pass reads {read / 1e6:.0f} MB, of which sharing saves {saved * 1e6:.0f} us and pays {paid * 1e6:.0f}"
+    if option is not None:
+        reason = "as it was asked for"
     where = f"shared by {ranks.size} ranks" if is_shared else "whole on each rank"
     return (ranks if is_shared else ALONE), f"the draft is {where}: {reason}"
 
