@@ -13,7 +13,7 @@ from ..kernels.linear import PRODUCT, QUANTISED, few_rows_linear, for_few_rows, 
 from ..parallel.ranks import ALONE, Alone
 from ..parallel.slices import Cut
 from ..passes import PIPELINE
-from ..passes.linears import merge_linears
+from ..passes.linears import add_buffer, merge_linears
 from ..passes.outputs import select_logits
 from ..passes.products import product_of
 from ..quantised import Packed, rounded
@@ -80,12 +80,8 @@ class DraftWeights:
             packed = self.copy_of(weight, "output" if is_output else "layers")
             if packed is None:
                 continue
-            parts = []
-            for name, tensor in packed.parts.items():
-                target = f"draft_{node.name}_{name}"
-                graph.gm.register_buffer(target, tensor, persistent=False)
-                with graph.gm.graph.inserting_before(node):
-                    parts.append(graph.gm.graph.get_attr(target))
+            with graph.gm.graph.inserting_before(node):
+                parts = [add_buffer(graph.gm, f"draft_{node.name}_{name}", x) for name, x in packed.parts.items()]
             bias = node.args[2] if len(node.args) > 2 else None
             node.target, node.args = QUANTISED, (node.args[0], parts, bias, packed.layout.kind)
             changed += 1
