@@ -20,14 +20,14 @@ SIDES = {"serve", "train", "tools", "contrib"}
 LINES = {
     "": 2713,
     "batching": 3721,
-    "capture": 4650,
+    "capture": 4630,
     "compile": 3215,
-    "contrib": 2651,
-    "drafters": 5495,
+    "contrib": 2961,
+    "drafters": 5464,
     "kernels": 13548,
     "ngram": 2747,
     "parallel": 828,
-    "passes": 3145,
+    "passes": 3132,
     "quantised": 2722,
     "runtime": 6242,
     "serve": 7990,
@@ -38,7 +38,7 @@ LINES = {
 CORE_FILES = 229
 CIRCLES = 0
 """Groups of modules that import each other in a circle."""
-CALLED_ONCE = 363
+CALLED_ONCE = 362
 """Private functions and methods that are named in one place."""
 PHRASES = {
     r"^\s*\w+(, \w+)*: of\b": 0,
