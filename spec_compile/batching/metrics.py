@@ -26,7 +26,7 @@ class Metrics:
         self._prefixes_before, self._preemptions_before = scheduler.prefixes.counts.copy(), scheduler.preemptions
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._finished, self._rejected = dict.fromkeys(REASONS, 0), dict.fromkeys(REJECTIONS, 0)
-        self._positions: list[int] = []
+        self._positions: Counter[int] = Counter()
 
     def reject(self, reason: str) -> None:
         """Count a request that was not taken, by one of `REJECTIONS`."""
@@ -41,9 +41,7 @@ class Metrics:
             prompt_tokens_total=len(sequence.prompt), generation_tokens_total=len(sequence.tokens),
             reused_prompt_tokens_total=whole(speculation.reused_prompt_tokens),
         )  # fmt: skip
-        self._positions += [0] * (len(speculation.accepted_per_position) - len(self._positions))
-        for depth, accepted in enumerate(speculation.accepted_per_position):
-            self._positions[depth] += accepted
+        self._positions.update(dict(enumerate(speculation.accepted_per_position)))
 
     def __call__(self) -> dict:
         """Gauges: requests, slots, and tokens of the pages that rows use now, besides kept prefixes, which can be given
@@ -75,7 +73,7 @@ class Metrics:
             "rounds_total": rounds.total(),
             "rounds_by_nodes_total": dict(rounds),
             **self._counters,
-            "accepted_tokens_per_position_total": list(self._positions),
+            "accepted_tokens_per_position_total": list(self._positions.values()),
             "requests_finished_total": dict(self._finished),
             "requests_rejected_total": dict(self._rejected),
             "online_training": {} if self._engine.online is None else self._engine.online.figures(),

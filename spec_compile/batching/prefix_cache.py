@@ -316,9 +316,7 @@ class PrefixCache:
 
     def _block(self, parent: Key | Block, key: Key, tokens: int, client: str) -> Block:
         """The block with this key, a new one if there is none. It becomes the newest one after its parent."""
-        block = self._blocks.get((parent, key))
-        if block is None:
-            block = self._blocks[parent, key] = Block(parent, key, tokens, client)
+        block = self._blocks.setdefault((parent, key), Block(parent, key, tokens, client))
         after = self._after.setdefault(parent, {})
         after.pop(block, None)
         after[block] = None

@@ -150,10 +150,7 @@ def _admit_tensors(model: PreTrainedModel, packed: set[str]) -> None:
     read = {id(p) for path in packed for p in held_parameters(model.get_submodule(path))}
     unknown = sorted({str(p.dtype) for p in held_parameters(model) if id(p) not in read} - {str(d) for d in DTYPES})
     if unknown:
-        raise UnsupportedModelError(
-            f"model: {type(model).__name__} has parameters of dtype {', '.join(unknown)}; expected float32, bfloat16 "
-            "or float16"
-        )
+        refuse(model, f"has parameters of dtype {', '.join(unknown)}; expected float32, bfloat16 or float16")
 
 
 def _offloads(part: nn.Module) -> bool:

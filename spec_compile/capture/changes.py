@@ -21,7 +21,7 @@ import re
 import reprlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
 from numbers import Number
@@ -423,22 +423,18 @@ CONFIG_BOOKKEEPING = {
 def config_reads(configs: Iterable[Any]) -> Iterator[list[tuple[Any, set[str]]]]:
     """A context that yields each of transformers' configs with a set, to which it adds the names that are read."""
     reads = [(config, set()) for config in configs if isinstance(config, PreTrainedConfig)]
-    classes = [type(config) for config, _ in reads]
-    try:
+    with ExitStack() as stack:
         for config, names in reads:
+            stack.callback(object.__setattr__, config, "__class__", type(config))
             object.__setattr__(config, "__class__", _recording(type(config), names))
         yield reads
-    finally:
-        for (config, names), cls in zip(reads, classes):
-            object.__setattr__(config, "__class__", cls)
-            names -= CONFIG_BOOKKEEPING
 
 
 def _recording(cls: type, names: set[str]) -> type:
-    """A subclass of a config's class that adds to `names` each public name that is read."""
+    """A subclass of a config's class that adds to `names` each public name that is read, without bookkeeping."""
 
     def read(self, name: str):
-        if not name.startswith("_"):
+        if not name.startswith("_") and name not in CONFIG_BOOKKEEPING:
             names.add(name)
         return cls.__getattribute__(self, name)
 

@@ -31,7 +31,7 @@ from ..kernels.together import compile_together
 from ..quantised import unrounded_activations
 from ..tree import ancestry
 from . import copies, replaced
-from .quantised import embedded_tokens, output_matrix, with_plain_meaning
+from .quantised import embedded_tokens, output_matrix, refuse, with_plain_meaning
 from .yardstick import (
     DistantLogits,
     compare_logits,
@@ -84,9 +84,7 @@ def check_capture(model: PreTrainedModel, graph: ModelGraph) -> None:
     announced = announced_window(model.config)
     untold = 0 if announced in reaches(graph) else announced
     if untold > LONGEST:
-        raise UnsupportedModelError(
-            f"model: {name} has a sliding window of {announced} that its attention is not told of"
-        )
+        refuse(model, f"has a sliding window of {announced} that its attention is not told of")
     more = BLOCK + 17 if graph.recurrences else 17 if untold else 0
     length = min(max(SHORTEST, untold) + more, LONGEST, graph.position_limit or LONGEST)
 

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from weakref import WeakValueDictionary
@@ -35,15 +36,12 @@ def marked_experts(root: nn.Module) -> Iterator[None]:
     One function serves all families, because transformers' ``use_experts_implementation`` gives their experts one form.
     Another mixture that does not ask the interface keeps its own forward.
     """
-    loops = [part for part in root.modules() if class_path(part) == STEP]
-    for part in loops:
-        part.forward = partial(_experts, part)
-    try:
-        with configured(root, SELECTOR, IMPLEMENTATION):
-            yield
-    finally:
-        for part in loops:
-            del part.forward
+    with ExitStack() as stack, configured(root, SELECTOR, IMPLEMENTATION):
+        for part in root.modules():
+            if class_path(part) == STEP:
+                part.forward = partial(_experts, part)
+                stack.callback(delattr, part, "forward")
+        yield
 
 
 def _experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -210,13 +208,10 @@ class Mxfp4Experts(nn.Module):
     def forward(self, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
         """hidden_states [T, H], the experts of each row and their weights [T, k] -> [T, H]."""
         up, down = ([getattr(self, f"{name}_{part}") for part in ("words", "units", "bias")] for name in PRODUCTS)
-        gate = dict(gate="clamped", interleaved=True, alpha=self.alpha, limit=self.limit)
-        kinds = [
-            ExpertFormat(biased=True, mxfp4=self._inputs[name], **(gate if name == PRODUCTS[0] else {}))
-            for name in PRODUCTS
-        ]
-        x = UP(hidden_states, router_indices, up, kinds[0].text)
-        return DOWN(x, router_indices, routing_weights, down, kinds[1].text)
+        first, second = (ExpertFormat(biased=True, mxfp4=self._inputs[name]) for name in PRODUCTS)
+        first = replace(first, gate="clamped", interleaved=True, alpha=self.alpha, limit=self.limit)
+        x = UP(hidden_states, router_indices, up, first.text)
+        return DOWN(x, router_indices, routing_weights, down, second.text)
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         for name, inputs in self._inputs.items():

@@ -3,8 +3,9 @@
 import itertools
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
@@ -71,9 +72,7 @@ class Loras:
                 "PeftModel.from_pretrained()) before speculate(), or leave max_loras out"
             )
         self.rank = rank or max(map(len, matrices))
-        dtype = matrices[0].dtype
-        for matrix in matrices:
-            dtype = torch.promote_types(dtype, matrix.dtype)
+        dtype = reduce(torch.promote_types, [matrix.dtype for matrix in matrices])
         for name in self.names:
             self._check(name)
         self.parts = {
@@ -164,12 +163,10 @@ class Loras:
             times = len(arguments[0]) // len(names)
             return arguments, kwargs | {"adapter_names": [name for name in names for _ in range(times)]}
 
-        handles = [layer.register_forward_pre_hook(choose, with_kwargs=True) for layer in self._layers.values()]
-        try:
+        with ExitStack() as stack:
+            for layer in self._layers.values():
+                stack.enter_context(layer.register_forward_pre_hook(choose, with_kwargs=True))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _present(self, name: str) -> Loaded | None:
         """The slot that has the adapter as it is now."""

@@ -106,15 +106,23 @@ def xglm_positions(module: nn.Module, attend: Attend) -> int:
 
 def decoder(module: nn.Module, attend: Attend) -> int:
     """The decoder of an encoder-decoder as a language model, which counts its positions without being told."""
-    table, own = module.model.decoder.embed_positions, module.forward
-    offset = getattr(table, "offset", 0)
+    table = module.model.decoder.embed_positions
+    return tell_positions(module, table, "weight", getattr(table, "offset", 0))
+
+
+def tell_positions(module: nn.Module, table: nn.Module, weight: str, offset: int = 0) -> int:
+    """Have `module` take positions as an argument, which index rows of its part `table` from `offset` on.
+
+    weight: the name of the table's tensor. Returns how many positions there are.
+    """
+    own = module.forward
 
     def forward(*args, position_ids: Tensor, **kwargs):
-        table.forward = lambda *_, **__: F.embedding(position_ids + offset, table.weight)
+        table.forward = lambda *_, **__: F.embedding(position_ids + offset, getattr(table, weight))
         return own(*args, **kwargs)
 
     module.forward = forward
-    return table.num_embeddings - offset
+    return len(getattr(table, weight)) - offset
 
 
 def diffllama(module: nn.Module, attend: Attend) -> None:

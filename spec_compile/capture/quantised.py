@@ -201,11 +201,10 @@ def mark(model: PreTrainedModel) -> PreTrainedModel:
     """Change `model`, a `shared_copy`: its quantised layers become `QuantisedLinear`, and experts that transformers has
     packed become `Mxfp4Experts`."""
     for path, packed in packed_layers(model).items():
-        parent, _, name = path.rpartition(".")
         layer, plain = model.get_submodule(path), QuantisedLinear(packed)
         if isinstance(layer, RoundedHead):
             plain = RoundedHead(packed, layer._parameters.get("weight"), layer.dtype)
-        setattr(model.get_submodule(parent), name, plain)
+        model.set_submodule(path, plain)
     for number, hook in [*model._forward_pre_hooks.items()]:
         if UNPACKS in getattr(hook, "__qualname__", ""):  # it would unpack the layers of the original
             del model._forward_pre_hooks[number]
@@ -219,9 +218,8 @@ def marked_fake_copy(model: PreTrainedModel) -> Fake:
     with mode, torch.device(model.device):
         for path, layer in layers.items():
             fakes = {name: copied.get_parameter(f"{path}.{name}") for name in layer.parts}
-            parent, _, child = path.rpartition(".")
             bias = copied.get_submodule(path).bias
-            setattr(copied.get_submodule(parent), child, QuantisedLinear(layer._replace(parts=fakes, bias=bias)))
+            copied.set_submodule(path, QuantisedLinear(layer._replace(parts=fakes, bias=bias)))
     return copied, mode
 
 

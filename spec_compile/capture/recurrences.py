@@ -4,8 +4,9 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
@@ -188,14 +189,10 @@ def has_recurrences(model: nn.Module) -> bool:
 @contextmanager
 def marked(model: nn.Module) -> Iterator[None]:
     """A context in which recurrences of `model` are marker ops. The names are global, so one thread at a time."""
-    before = [(home, name, getattr(home, name)) for home, name in _homes(model)]
-    try:
-        for home, name, _ in before:
-            setattr(home, name, FUNCTIONS[name])
+    with ExitStack() as stack:
+        for home, name in _homes(model):
+            stack.enter_context(patch.object(home, name, FUNCTIONS[name]))
         yield
-    finally:
-        for home, name, function in before:
-            setattr(home, name, function)
 
 
 def describe(gm: fx.GraphModule) -> tuple[RecurrenceSpec, ...]:
@@ -296,8 +293,7 @@ def unrounded_decays(model: nn.Module) -> Iterator[None]:
     UnsupportedModelError if a table differs from that by more than its dtype rounds: then the model's own prompts and
     steps have other decays, and no recurrence is both.
     """
-    before = []
-    try:
+    with ExitStack() as stack:
         for part in model.modules():
             if not hasattr(part, "decay_factors") or part.slope_rate.dtype not in HALF:
                 continue
@@ -309,12 +305,9 @@ def unrounded_decays(model: nn.Module) -> Iterator[None]:
                         f"model: {name} of its lightning attention does not follow from slope_rate; load the model "
                         "again, or compute both anew"
                     )
-                before.append((part, name, rounded))
+                stack.callback(setattr, part, name, rounded)
                 setattr(part, name, table.to(rounded.device))
         yield
-    finally:
-        for part, name, rounded in before:
-            setattr(part, name, rounded)
 
 
 def griffin(block: nn.Module, attend: Callable) -> None:

@@ -54,7 +54,7 @@ def rounded_weights(inventory: Inventory, name: str | None, ranks: int = 1) -> I
             left.append(path)
             continue
         replaced[path] = layer
-        put_layer(model, path, QuantisedLinear(packed._replace(bias=layer.bias)).eval())
+        model.set_submodule(path, QuantisedLinear(packed._replace(bias=layer.bias)).eval())
     if not replaced and not inventory.packed:
         raise UnsupportedModelError(
             f"weights: {inventory.name} has no linear layer that {name!r} can round; leave the option out"
@@ -68,7 +68,7 @@ def rounded_weights(inventory: Inventory, name: str | None, ranks: int = 1) -> I
         yield
     except BaseException:
         for path, layer in replaced.items():
-            put_layer(model, path, layer)  # guard: rounding-is-undone
+            model.set_submodule(path, layer)  # guard: rounding-is-undone
         raise
 
 
@@ -81,7 +81,7 @@ def _round_head(model: PreTrainedModel, make: Callable) -> dict[str, nn.Linear]:
     is_tied = _readers(model)[id(head.weight)] > 1
     packed = make(head.weight)
     packed = (for_few_rows(packed, head.weight.dtype) or packed)._replace(bias=head.bias)
-    put_layer(model, path, RoundedHead(packed, head.weight if is_tied else None, head.weight.dtype).eval())
+    model.set_submodule(path, RoundedHead(packed, head.weight if is_tied else None, head.weight.dtype).eval())
     return {path: head}
 
 
@@ -111,12 +111,6 @@ def own_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
 def _readers(model: PreTrainedModel) -> Counter[int]:
     """The number of modules that hold each parameter, by its id."""
     return Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
-
-
-def put_layer(model: PreTrainedModel, path: str, layer: nn.Module) -> None:
-    """Put a layer in the place of another."""
-    parent, _, child = path.rpartition(".")
-    setattr(model.get_submodule(parent), child, layer)
 
 
 # GGUF files: `load_gguf` keeps the weights of linear layers in the file's 4 or 8 bits, which transformers unpacks.
@@ -164,7 +158,7 @@ def load_gguf(name: str | PathLike, gguf_file: str, **options: Any) -> PreTraine
         if form is None:
             left += 1
             continue
-        put_layer(model, layer_path, QuantisedLinear(form._replace(bias=layer.bias)).eval())
+        model.set_submodule(layer_path, QuantisedLinear(form._replace(bias=layer.bias)).eval())
         kept += 1
     log.info("gguf: %d linear layers keep the bits of %s", kept, os.path.basename(path))
     if left:

@@ -3,7 +3,7 @@
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +23,7 @@ from .copies import shared_copy
 from .experts import marked_experts
 from .kinds import Expansion, UnlikeLayersError, copy_of, repeats_of
 from .modules import MODULES, UNREAD, connect
-from .quantised import QuantisedLinear, embedded_tokens, mark, marked_fake_copy, output_matrix
+from .quantised import QuantisedLinear, embedded_tokens, mark, marked_fake_copy, output_matrix, refuse
 from .ranks import bind, is_sharded
 from .recurrences import check_layers
 
@@ -55,11 +55,9 @@ class _Attention:
     ):  # fmt: skip
         unknown = sorted(name for name, value in extra.items() if value is not None and name not in HARMLESS)
         if unknown:
-            raise UnsupportedModelError(
-                f"model: {type(self.model).__name__} passes {', '.join(unknown)} to attention, which is unknown here"
-            )
+            refuse(self.model, f"passes {', '.join(unknown)} to attention, which is unknown here")
         if attention_mask is not None and attention_mask is not UNREAD:
-            raise UnsupportedModelError(f"model: {type(self.model).__name__} builds an attention mask of its own")
+            refuse(self.model, "builds an attention mask of its own")
         if self.ignores_softcap:
             softcap = None
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
@@ -261,19 +259,13 @@ def tapped(model: PreTrainedModel, taps: tuple[int, ...]) -> Iterator[list[Tenso
         states[tap].append(value[0] if isinstance(value, tuple) else value)
 
     layers = decoder_layers(model)  # their inputs are read, because a picture may add to the output of the layer before
-    handles = [
-        *(
-            layer.register_forward_pre_hook(lambda module, args, tap=tap: keep(tap, args))
-            for tap, layer in enumerate(layers)
-        ),
-        layers[-1].register_forward_hook(lambda module, args, out: keep(len(layers), out)),
-        model.get_output_embeddings().register_forward_pre_hook(lambda module, args: keep(FINAL, args)),
-    ]
-    try:
+    head = model.get_output_embeddings()
+    with ExitStack() as stack:
+        for tap, layer in enumerate(layers):
+            stack.enter_context(layer.register_forward_pre_hook(lambda module, args, tap=tap: keep(tap, args)))
+        stack.enter_context(layers[-1].register_forward_hook(lambda module, args, out: keep(len(layers), out)))
+        stack.enter_context(head.register_forward_pre_hook(lambda module, args: keep(FINAL, args)))
         yield result
-    finally:
-        for handle in handles:
-            handle.remove()
     result += [torch.cat(states[tap], dim=1) for tap in taps]
 
 

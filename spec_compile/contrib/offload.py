@@ -134,8 +134,7 @@ def _device_of(model: PreTrainedModel, hooks: list[Any]) -> torch.device:
         refuse(model, f"is offloaded by accelerate, and it changes its weights while it runs; {admit.LOAD}")
     given = {hook.execution_device for hook in hooks} - {None}
     devices = {torch.device("cuda", each) if isinstance(each, int) else torch.device(each) for each in given}
-    if any(each.type == "cuda" for each in devices):
-        devices = {torch.device("cuda", each.index or 0) if each.type == "cuda" else each for each in devices}
+    devices = {torch.device("cuda", each.index or 0) if each.type == "cuda" else each for each in devices}
     if len(devices) != 1:
         refuse(model, f"is spread over {', '.join(sorted(map(str, devices)))}; {admit.SEVERAL}")
     device = devices.pop()

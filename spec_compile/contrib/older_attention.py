@@ -1,9 +1,8 @@
 """Models from before transformers' attention interface: their attention becomes calls of it in the capture."""
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from ..capture.modules import MODULES, Attend, decoder, heads_of
+from ..capture.modules import MODULES, Attend, decoder, heads_of, tell_positions
 
 
 def bert(module: nn.Module, attend: Attend) -> None:
@@ -34,14 +33,8 @@ def bart(module: nn.Module, attend: Attend) -> None:
 
 def roformer(module: nn.Module, attend: Attend) -> int:
     """The whole model, which counts its positions without being told."""
-    table, own = module.roformer.encoder.embed_positions, module.forward
-
-    def forward(*args, position_ids: Tensor, **kwargs):
-        table.forward = lambda *_, **__: F.embedding(position_ids, table.weight)
-        return own(*args, **kwargs)
-
-    module.forward = forward
-    return table.num_embeddings
+    table = module.roformer.encoder.embed_positions
+    return tell_positions(module, table, "weight")
 
 
 CHANGES = {

@@ -37,9 +37,7 @@ ALGORITHMS = {
     "draft_model": Entry(DraftOptions, draft_model.build, "a smaller model"),
     "dflash": Entry(dflash.DFlashOptions, dflash.build, "a DFlash draft"),
 }
-ALIASES = {
-    "lookahead": "ngram", "nextn": "mtp", "standalone": "draft_model",
-}  # fmt: skip
+ALIASES = {"lookahead": "ngram", "nextn": "mtp", "standalone": "draft_model"}
 
 
 def describe_options() -> str:

@@ -27,7 +27,7 @@ from ..runtime.state import State
 from ..tree import MAX_NODES, Accepted
 from .checkpoints.load import load_head
 from .modules.dflash import ContextProjection, DFlashDraft
-from .options import ModuleOptions, WindowOptions
+from .options import ModuleOptions, WindowOptions, seen
 from .shared_draft import DraftWeights, choose_ranks
 
 
@@ -156,10 +156,8 @@ class DFlashDrafter(Drafter):
         masks = root.new_full((len(root), self.block_size - 1), self.draft.mask_token_id)
         ids = torch.cat([root[:, None], masks], dim=1)
         positions = lengths[:, None] + torch.arange(self.block_size, device=root.device)
-        everything, cache = torch.full_like(ids, -1), self.cache.argument  # everything of the block is seen
-        if self.window is not None:
-            cache, lengths = self.window.view(self.cache, lengths, self.block_size)
-            max_kv_len = self.window.slots + self.block_size
+        everything = torch.full_like(ids, -1)  # of the block
+        cache, lengths, max_kv_len = seen(self.window, self.cache, lengths, self.block_size, max_kv_len)
         output = self.block(ids, positions, lengths, everything, cache, max_kv_len)
         self.draft.propose(self.proposer, state, *output)
 

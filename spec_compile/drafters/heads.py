@@ -23,7 +23,7 @@ from ..runtime.state import State
 from ..tree import Accepted
 from .checkpoints.load import load_head
 from .modules.eagle import Head
-from .options import DraftOptions, Window, WindowOptions, write_back
+from .options import DraftOptions, Window, WindowOptions, seen, write_back
 from .self_check import best_reading
 from .shared_draft import DraftHead, DraftWeights, choose_ranks, keep_row
 from .trees.grow import Schedule, StaticTree, Step
@@ -134,7 +134,7 @@ class HeadDrafter(Drafter):
         path, tokens = accepted.first(self.longest)
         positions = begin[:, None] + torch.arange(path.shape[1], device=begin.device)
         states, rows = self.head.project([gather_rows(feature, path) for feature in features]), path.shape[1]
-        cache, slots, length = self._seen(begin, rows, max_kv_len)
+        cache, slots, length = seen(self.window, self.cache, begin, rows, max_kv_len)
         out = self.block(tokens.clamp(min=0), positions, states, slots, None, cache, length)
         if self.window is not None:
             write_back(self.cache, begin, cache, slots, rows)
@@ -145,13 +145,6 @@ class HeadDrafter(Drafter):
 
     def _follow(self, state: State, begin: Tensor, gained: Tensor, recycled: Tensor, max_kv_len: int) -> None:
         """The block has seen slots begin [B] onwards, of which gained [B] are committed; it gave recycled [B, T, H]."""
-
-    def _seen(self, lengths: Tensor, rows: int, max_kv_len: int) -> tuple[list[Tensor], Tensor, int]:
-        """The arguments of a block of up to `rows` rows after `lengths` [B] committed slots: the cache or a view of it,
-        the slots [B] that are committed in it, and the slots to look at."""
-        if self.window is None:
-            return self.cache.argument, lengths, max_kv_len
-        return *self.window.view(self.cache, lengths, rows), self.window.slots + rows
 
     def _keep(self, out: tuple[Tensor, Tensor], row: Tensor, present: Tensor) -> None:
         """Remember the block's output at row [B] of the sequences with present [B]."""
@@ -166,7 +159,7 @@ class HeadDrafter(Drafter):
 
     def _steps(self, lengths: Tensor, max_kv_len: int) -> Step:
         """The forwards that grow a tree after `lengths` [B] committed slots."""
-        return partial(self._step, lengths, *self._seen(lengths, self.schedule.fed, max_kv_len))
+        return partial(self._step, lengths, *seen(self.window, self.cache, lengths, self.schedule.fed, max_kv_len))
 
     def _step(
         self, lengths, cache, slots, max_kv_len, tokens, hidden, ancestors, depth, offset, wanted

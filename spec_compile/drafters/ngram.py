@@ -228,10 +228,6 @@ class MatchingDrafter(Drafter):
     reads_corpus: [B] int64; 1 for rows that draft from the corpus, 0 for others.
     """
 
-    row_references: Tensor
-    reference_lengths: Tensor
-    reads_corpus: Tensor
-
     def __init__(self, corpus: NgramCorpus, options: MatchOptions, num_draft_tokens: int, batch: int, slots: int):
         super().__init__()
         self.corpus, self.options, self.num_draft_tokens = corpus, options, num_draft_tokens
@@ -273,9 +269,8 @@ class MatchingDrafter(Drafter):
 
     def leave(self, state: State, row: int, length: int, share_text: bool | str) -> None:
         text = state.tokens[row, : length + 1]
-        if not isinstance(share_text, str):
-            if share_text:
-                self.corpus.append(text)
+        if share_text is True:
+            self.corpus.append(text)
         elif share_text:
             earlier = self.corpus.owned.get(share_text, self.row_references[row, :0])
             texts = torch.cat([earlier, text.int(), earlier.new_full((1,), END)])

@@ -247,6 +247,16 @@ class Window:
         return [*copies, table], lengths.clamp(max=self.slots)
 
 
+def seen(
+    window: Window | None, cache: Cache, lengths: Tensor, rows: int, max_kv_len: int
+) -> tuple[list[Tensor], Tensor, int]:
+    """The arguments of a block of up to `rows` rows after `lengths` [B] committed slots: the cache or a view of it, the
+    slots [B] that are committed in it, and the slots to look at."""
+    if window is None:
+        return cache.argument, lengths, max_kv_len
+    return *window.view(cache, lengths, rows), window.slots + rows
+
+
 def write_back(cache: Cache, begin: Tensor, view: list[Tensor], lengths: Tensor, rows: int) -> None:
     """Put the block of `rows` slots that lies at slots lengths [B] of a view into the cache, at slots begin [B]."""
     source = lengths[:, None] + torch.arange(rows, device=lengths.device)

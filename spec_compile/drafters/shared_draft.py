@@ -13,7 +13,7 @@ from ..kernels.linear import PRODUCT, QUANTISED, few_rows_linear, for_few_rows, 
 from ..parallel.ranks import ALONE, Alone
 from ..parallel.slices import Cut
 from ..passes import PIPELINE
-from ..passes.linears import merge_linears
+from ..passes.linears import add_buffer, merge_linears
 from ..passes.outputs import select_logits
 from ..passes.products import product_of
 from ..quantised import Packed, rounded
@@ -52,8 +52,7 @@ class DraftWeights:
 
     def __init__(self, option: str | dict | None, draft: nn.Module, output: Tensor | None = None):
         self.draft, self.formats, self._output = draft, parse_formats(option), output
-        published = getattr(draft, "published", None)
-        self._published = {} if published is None else published.matrices
+        self._published = getattr(getattr(draft, "published", None), "matrices", {})
         self._copies: dict[tuple[int, str], tuple[Tensor, Packed]] = {}  # address and part -> matrix [O, I] and copy
         self._left: dict[str, None] = {}  # sizes of the matrices that are read as they are
 
@@ -81,12 +80,8 @@ class DraftWeights:
             packed = self.copy_of(weight, "output" if is_output else "layers")
             if packed is None:
                 continue
-            parts = []
-            for name, tensor in packed.parts.items():
-                target = f"draft_{node.name}_{name}"
-                graph.gm.register_buffer(target, tensor, persistent=False)
-                with graph.gm.graph.inserting_before(node):
-                    parts.append(graph.gm.graph.get_attr(target))
+            with graph.gm.graph.inserting_before(node):
+                parts = [add_buffer(graph.gm, f"draft_{node.name}_{name}", x) for name, x in packed.parts.items()]
             bias = node.args[2] if len(node.args) > 2 else None
             node.target, node.args = QUANTISED, (node.args[0], parts, bias, packed.layout.kind)
             changed += 1
@@ -226,11 +221,9 @@ def choose_ranks(option: int | None, ranks: Alone, graph: ModelGraph, head_bytes
             "ranks; pass 1"
         )
     is_shared = option == ranks.size or (option is None and pays and heads)
-    reason = "as it was asked for"
-    if option is None:
-        reason = (
-            f"a pass reads {read / 1e6:.0f} MB, of which sharing saves {saved * 1e6:.0f} us and pays {paid * 1e6:.0f}"
-        )
+    reason = f"a pass reads {read / 1e6:.0f} MB, of which sharing saves {saved * 1e6:.0f} us and pays {paid * 1e6:.0f}"
+    if option is not None:
+        reason = "as it was asked for"
     where = f"shared by {ranks.size} ranks" if is_shared else "whole on each rank"
     return (ranks if is_shared else ALONE), f"the draft is {where}: {reason}"
 

@@ -11,7 +11,7 @@ from ..kernels import linear
 from ..kernels.linear import cpu_products
 from ..kernels.linear.cpu_products import CPU_PRODUCTS, NORM
 from ..kernels.ops import arguments_of
-from .apply import comes_after, drop_unread
+from .apply import comes_after, drop_unread, replace_node
 from .fuse_norms import Norm, adds_rows, match_norm
 from .linears import halves
 
@@ -123,8 +123,7 @@ def _join_norm(graph: ModelGraph, norm: Norm, reader: fx.Node) -> bool | None:
     for node in dict.fromkeys((product, reader)):
         graph.gm.graph.erase_node(node)
     if adds:
-        stream.meta = dict(norm.x.meta)
-        norm.x.replace_all_uses_with(stream)
+        replace_node(norm.x, stream)
     else:
         graph.gm.graph.erase_node(stream)
     return adds

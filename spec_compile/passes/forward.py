@@ -105,9 +105,7 @@ def _with_parameters(gm: fx.GraphModule, inputs: list, places: list[int]) -> For
         names[name] = place
         with gm.graph.inserting_after(placeholders[-1]):
             attribute = gm.graph.get_attr(name)
-        attribute.meta = dict(node.meta)
-        node.replace_all_uses_with(attribute)
-        gm.graph.erase_node(node)
+        replace_node(node, attribute)
     first = next((node for node in calls(gm, aten.linear.default) if node.args[1].target in names), None)
     dtype = inputs[names[first.args[1].target] if first else places[0]].dtype
     return ForwardGraph(gm, (), 0, 0, dtype, None, "", places=names)

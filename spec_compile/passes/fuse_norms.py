@@ -12,7 +12,7 @@ from torch import fx
 from ..graph import ModelGraph, attribute, calls
 from ..kernels import experts, linear
 from ..kernels.ops import arguments_of
-from .apply import VIEWS, calls_op, comes_after, supports_kernels
+from .apply import VIEWS, calls_op, comes_after, replace_node, supports_kernels
 
 aten = torch.ops.aten
 CASTS = {aten.to.dtype, aten.type_as.default}
@@ -90,12 +90,10 @@ def _fuse(graph: ModelGraph, norm: Norm) -> bool:
             weight = graph.gm.graph.get_attr(weight.target)  # the norm's own node may come later
             both = new(ops.add_rms_norm.default, (*x.args, weight, eps, offset))
             total, normed = (new(operator.getitem, (both, place)) for place in (0, 1))
-            total.meta = dict(x.meta)
-            x.replace_all_uses_with(total)
+            replace_node(x, total)
         else:
             normed = new(ops.rms_norm.default, (x, weight, eps, offset))
-    normed.meta = dict(out.meta)
-    out.replace_all_uses_with(normed)
+    replace_node(out, normed)
     return adds
 
 

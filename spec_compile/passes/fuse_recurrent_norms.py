@@ -12,7 +12,7 @@ from torch import fx
 
 from ..graph import ModelGraph, attribute, calls
 from ..kernels.recurrence import advance_or_look
-from .apply import comes_after, supports_kernels
+from .apply import comes_after, replace_node, supports_kernels
 from .fuse_norms import CASTS, only_user, root_mean_square
 
 aten = torch.ops.aten
@@ -47,8 +47,7 @@ def fuse_gated_norms(graph: ModelGraph, settings) -> str:
                     weight = graph.gm.graph.get_attr(norm.weight.target)
                     arguments = norm._replace(weight=weight)[:-1]
                     new = graph.gm.graph.call_function(torch.ops.spec_compile.gated_rms_norm.default, arguments)
-                new.meta = dict(norm.out.meta)
-                norm.out.replace_all_uses_with(new)
+                replace_node(norm.out, new)
                 fused += 1
     return f"{fused} gated norms fused"
 
@@ -146,8 +145,7 @@ def _fuse(graph: fx.Graph, q: fx.Node, k: fx.Node) -> bool:
     both.meta = {key: value for key, value in q.meta.items() if key != "val"}
     both.meta["val"] = (q.meta["val"], k.meta["val"])
     for part, old in zip(parts, (q, k)):
-        part.meta = dict(old.meta)
-        old.replace_all_uses_with(part)
+        replace_node(old, part)
     return True
 
 

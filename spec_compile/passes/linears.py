@@ -128,14 +128,10 @@ def _is_private(graph: ModelGraph, node: fx.Node, uses: dict[str, int]) -> bool:
 
 
 def _merge(gm: fx.GraphModule, group: list[fx.Node], name: str) -> None:
-    first, targets = group[0], []
-    for number, (dim, parameters) in enumerate(_operands(gm, group)):
-        target = f"{name}_{number}"
-        gm.register_buffer(target, join_parameters(parameters, dim), persistent=False)
-        targets.append(target)
-    with gm.graph.inserting_before(first):
-        arguments = with_operands(first, [gm.graph.get_attr(target) for target in targets])
-    put_product(gm.graph, group, first.target, arguments)
+    tensors = [join_parameters(parameters, dim) for dim, parameters in _operands(gm, group)]
+    with gm.graph.inserting_before(group[0]):
+        merged = [add_buffer(gm, f"{name}_{number}", tensor) for number, tensor in enumerate(tensors)]
+    put_product(gm.graph, group, group[0].target, with_operands(group[0], merged))
 
 
 def joined(parameters: list[Tensor], dim: int) -> Tensor | None:
@@ -208,7 +204,7 @@ def _put(graph: ModelGraph, node: fx.Node, name: str, op: Callable, kind: str, t
         for index, tensor in enumerate(tensors):
             if tensor.data_ptr() != attribute(graph.gm, parts[index].target).data_ptr():
                 copied += tensor.nbytes
-                parts[index] = _buffer(graph, f"{name}_{index}", tensor)
+                parts[index] = add_buffer(graph.gm, f"{name}_{index}", tensor)
     if op == linear.QUANTISED:
         node.args = call["x"], parts[: len(tensors)], call["bias"], kind
         return copied
@@ -217,9 +213,10 @@ def _put(graph: ModelGraph, node: fx.Node, name: str, op: Callable, kind: str, t
     return copied
 
 
-def _buffer(graph: ModelGraph, name: str, tensor: Tensor) -> fx.Node:
-    graph.gm.register_buffer(name, tensor, persistent=False)
-    return graph.gm.graph.get_attr(name)
+def add_buffer(gm: fx.GraphModule, name: str, tensor: Tensor) -> fx.Node:
+    """A node that reads a new buffer, where the graph inserts nodes now."""
+    gm.register_buffer(name, tensor, persistent=False)
+    return gm.graph.get_attr(name)
 
 
 # Gates, on a GPU.
@@ -316,14 +313,12 @@ def _add(
             "adapters cannot be chosen for each row; leave max_loras out"
         )
     (node,) = nodes
-    for each in ("down", "up", "scale"):
-        gm.register_buffer(f"{name}_{each}", getattr(part, each), persistent=False)
     users = [*node.users]
     with gm.graph.inserting_after(node):
         on_gpu = part.down.device.type == "cuda"
         added = gm.graph.call_function(torch.ops.spec_compile.add_low_rank.default if on_gpu else add_low_rank)
     with gm.graph.inserting_before(added):
-        tensors = [gm.graph.get_attr(f"{name}_{each}") for each in ("down", "up", "scale")]
+        tensors = [add_buffer(gm, f"{name}_{each}", getattr(part, each)) for each in ("down", "up", "scale")]
     added.args, added.meta = (node, _input_of(node), *tensors, rows), dict(node.meta)
     for user in users:
         user.replace_input_with(node, added)

@@ -17,6 +17,7 @@ from ..kernels.ops import arguments_of
 from ..parallel.slices import Cut, Slices
 from ..quantised.codes import Place, WeightLayout
 from ..quantised.held import Rearranged, rearranged
+from .apply import replace_node
 
 aten = torch.ops.aten
 
@@ -104,9 +105,7 @@ def put_product(graph: fx.Graph, group: list[fx.Node], op: Callable, arguments: 
     for place, node in enumerate(group):
         with graph.inserting_before(node):
             part = graph.call_function(operator.getitem, (split, place))
-        part.meta = dict(node.meta)
-        node.replace_all_uses_with(part)
-        graph.erase_node(node)
+        replace_node(node, part)
 
 
 # Shares of weights, whatever the weights' format.

@@ -8,7 +8,7 @@ from dflash_drafts import SCHEDULES, best_paths, difference, fast, logits_after,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_compile.drafters.trees.propose import block_tree, check_room
+from spec_compile.drafters.trees.propose import BlockProposer, block_tree
 
 
 @pytest.mark.sweep("tree")
@@ -96,9 +96,9 @@ def test_trees_are_the_best_of_all_paths(places, topk, nodes, ties, seed):
     available = sum(topk**depth for depth in range(1, places + 1))
     if nodes > available + 1:
         with pytest.raises(ValueError, match=f"num_draft_tokens must be at most {available + 1}"):
-            check_room(places, topk, nodes)
+            BlockProposer(places, topk, nodes, draws=False)
         return
-    check_room(places, topk, nodes)
+    BlockProposer(places, topk, nodes, draws=False)
     got = block_tree(root, scores, tokens, nodes)
     assert [x.shape for x in got] == [(2, nodes)] * 3 and [x.dtype for x in got] == [torch.int64] * 2 + [torch.float32]
     for row in range(2):
@@ -117,4 +117,4 @@ def test_large_trees():
     scores = torch.randn(1, 15, 16).log_softmax(-1).sort(dim=2, descending=True).values
     tokens, parents, totals = block_tree(torch.tensor([3]), scores, torch.arange(240).view(1, 15, 16), 64)
     assert len(set(paths_of(tokens[0].tolist(), parents[0].tolist()))) == 63 and bool(totals.isfinite().all())
-    check_room(63, 2, 64)
+    BlockProposer(63, 2, 64, draws=False)

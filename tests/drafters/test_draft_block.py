@@ -201,7 +201,7 @@ def test_eagle3_of_any_size(heads, size, hidden, taps, length, qk_norm, bias, wi
 def test_latent_attention_of_any_size(ranks, nope, turned, values, inputs, length, pairs):
     config = LlamaConfig(hidden_size=12, num_attention_heads=4, head_dim=turned, rms_norm_eps=1e-5)
     sizes = LatentSizes(*ranks, nope, turned, values, scale=0.3, pairs=pairs)
-    attention = LatentAttention(config, 0, inputs, sizes, window=None)
+    attention = LatentAttention(config, 0, inputs, LayerKnobs(latent=sizes))
     for value in attention.parameters():
         value.normal_(std=0.4)
     tensors = {f"x.{name}": value.double().numpy() for name, value in attention.state_dict().items()}

@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.generation import GenerateEncoderDecoderOutput
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 
 from ...capture.copies import shallow
-from ...capture.modules import decoder as with_positions
-from ...capture.modules import heads_of
+from ...capture.modules import heads_of, tell_positions
 from ...compat import CACHE
 from ...kernels.recurrence import recurrence
 from ...runtime.prompt import Past
@@ -69,10 +67,13 @@ OF_DECODER = {"decoder_attention_mask": "attention_mask", "decoder_position_ids"
 
 
 @torch.no_grad()
-def attend_to_states(module: Any, attend: Callable) -> int | None:
+def attend_to_states(module: Any, attend: Callable) -> int:
     """A change of a `Decoder`, see `capture.modules`: its layers attend to a source by states."""
-    weight = module.get_output_embeddings().weight
-    limit = with_sinusoids(module) if skips_padding(module) else with_positions(module, attend)
+    weight, table = module.get_output_embeddings().weight, module.get_decoder().embed_positions
+    if skips_padding(module):
+        limit = tell_positions(module, table, "weights", table.padding_idx + 1)
+    else:
+        limit = tell_positions(module, table, "weight", getattr(table, "offset", 0))
     wide = torch.promote_types(weight.dtype, torch.float32)  # the checks also compare in float32
     states, room = module.example.to(weight.device, wide), torch.zeros(room_of(module.config), device=weight.device)
     for layer in module.get_decoder().layers:
@@ -241,15 +242,3 @@ class SkippingDecoder(Decoder):
         if input_ids.shape[1] > 1 and (input_ids == self.get_decoder().padding_idx).any():
             made.refused["decoder_input_ids (with padding tokens, which positions do not count)"] = input_ids
         return made
-
-
-def with_sinusoids(module: Any) -> int:
-    """The change of a `SkippingDecoder` in `attend_to_states`: its positions come from an argument."""
-    table, own = module.get_decoder().embed_positions, module.forward
-
-    def forward(*args, position_ids: Tensor, **kwargs):
-        table.forward = lambda *_: F.embedding(position_ids + table.padding_idx + 1, table.weights)
-        return own(*args, **kwargs)
-
-    module.forward = forward
-    return table.num_positions

@@ -36,10 +36,10 @@ class DraftFormat(NamedTuple):
 
 
 FORMATS = {
-    "mtp": DraftFormat(mtp.is_mtp, mtp.read_mtp, mtp.OVERRIDES),
-    "dflash": DraftFormat(dflash.is_dflash, dflash.read_dflash, dflash.OVERRIDES),
+    "mtp": DraftFormat(mtp.is_mtp, mtp.read_mtp, ("taps", "recycle_normed")),
+    "dflash": DraftFormat(dflash.is_dflash, dflash.read_dflash, ("rope_theta",)),
     "eagle3": DraftFormat(eagle.is_eagle3, eagle.read_eagle3, eagle.EAGLE3_OVERRIDES),
-    "eagle": DraftFormat(eagle.is_eagle, eagle.read_eagle, eagle.EAGLE_OVERRIDES),
+    "eagle": DraftFormat(eagle.is_eagle, eagle.read_eagle, ("rope_theta",)),
 }
 """The format of each algorithm's heads, in the order in which they are tried."""
 
@@ -109,8 +109,7 @@ def _with_codes(head: Any, target: Target) -> Any:
     if target.codes is None or source is not target.head_weight:
         return head
     codes = some_rows(target.codes, head.draft_to_target) if rest else target.codes
-    published = getattr(head, "published", None)
-    matrices = {} if published is None else published.matrices
+    matrices = getattr(getattr(head, "published", None), "matrices", {})
     other = shallow(head)
     other.published = Published({**matrices, head.head_weight.data_ptr(): codes})
     return other

@@ -233,10 +233,7 @@ class DFlashConfig(DraftConfig):
     @property
     def sample_from_anchor(self) -> bool:
         """True if the first slot of a block drafts, too."""
-        for name in ("sample_from_anchor", "shift_label"):
-            if self.get(name) is not None:
-                return bool(self.get(name))
-        return self.drafts_first
+        return bool(self.get("sample_from_anchor", self.get("shift_label", self.drafts_first)))
 
     def refuse_unknown_keys(self) -> None:
         if any(name.startswith("Gemma4") for name in self.architectures):
@@ -246,9 +243,8 @@ class DFlashConfig(DraftConfig):
         super().refuse_unknown_keys()
 
     def layer_knobs(self, names: dict[str, str]) -> LayerKnobs:
-        knobs, biased = super().layer_knobs(names), bool(self.get("attention_bias"))
-        biases = biased or knobs.qkv_bias, biased or knobs.output_bias
-        return replace(knobs, qkv_bias=biases[0], output_bias=biases[1], qk_norm=True)
+        knobs = replace(super().layer_knobs(names), qk_norm=True)
+        return replace(knobs, qkv_bias=True, output_bias=True) if self.get("attention_bias") else knobs
 
     @property
     def types(self) -> list[str]:
@@ -304,7 +300,6 @@ def of_transformers(raw: dict) -> dict:
         return config | {"sliding_window": config["sliding_window"] + 1, "sliding_window_non_causal": True}
 
 
-OVERRIDES = ("rope_theta",)
 MASK_FILE = "mask_embedding.pt"
 
 
@@ -321,7 +316,7 @@ def is_loaded_dflash(draft: object) -> bool:
 
 
 def read_dflash(files: DraftFiles, target: Target, overrides: dict) -> DFlashDraft:
-    """A DFlash draft. overrides: of OVERRIDES. ValueError if anything does not fit."""
+    """A DFlash draft. overrides: see `DraftFormat`. ValueError if anything does not fit."""
     # Read the config, which must fit the target.
     kind = next((kind for kind in KIN if kind.fits(files)), DFlashConfig)
     config = kind(files.config)

@@ -215,7 +215,6 @@ EAGLE = {
     "use_aux_hidden_state", "target_layer_ids", "eagle_aux_hidden_state_layer_ids", "use_aux_norm",
 }  # fmt: skip
 """Keys of the family besides the keys of layers, at the top or in eagle_config."""
-EAGLE_OVERRIDES = ("rope_theta",)
 EAGLE3_OVERRIDES = ("rope_theta", "taps", "norm_before_residual", "recycle_normed")
 
 REFERENCE_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -237,7 +236,7 @@ def is_eagle(files: DraftFiles) -> bool:
 
 
 def read_eagle(files: DraftFiles, target: Target, overrides: dict) -> EagleHead:
-    """An EAGLE-1 or EAGLE-2 head. overrides: by names in EAGLE_OVERRIDES. ValueError if anything does not fit."""
+    """An EAGLE-1 or EAGLE-2 head. overrides: see `DraftFormat`. ValueError if anything does not fit."""
     config, names = _config(files, overrides, EAGLE), files.names
     target.check(config.layer.get("hidden_size"), config.layer.get("vocab_size"))
     wants_bias = config.get("bias") or config.get("eagle_fc_bias") or config.get("fusion_bias")

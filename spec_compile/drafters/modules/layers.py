@@ -52,9 +52,10 @@ class LatentAttention(nn.Module):
     there, transformers' layers have 1e-6.
     """
 
-    def __init__(self, config: LlamaConfig, number: int, inputs: int, sizes: LatentSizes, window: int | None):
+    def __init__(self, config: LlamaConfig, number: int, inputs: int, knobs: "LayerKnobs"):
         super().__init__()
-        self.number, self.sizes, self.window, self.heads = number, sizes, window, config.num_attention_heads
+        self.sizes = sizes = knobs.latent
+        self.number, self.window, self.heads = number, knobs.window(number), config.num_attention_heads
         self.query_parts = [sizes.qk_nope_head_dim, sizes.qk_rope_head_dim]
         queries = self.heads * sum(self.query_parts)
         if sizes.q_lora_rank is None:
@@ -159,12 +160,8 @@ class Layer(nn.Module):
         super().__init__()
         size = config.hidden_size
         self.input_layernorm = LlamaRMSNorm(size, config.rms_norm_eps) if input_norm else nn.Identity()
-        how = config, number, inputs or size
-        self.self_attn: Attention | LatentAttention = (
-            Attention(*how, knobs)
-            if knobs.latent is None
-            else LatentAttention(*how, knobs.latent, knobs.window(number))
-        )
+        attention = Attention if knobs.latent is None else LatentAttention
+        self.self_attn = attention(config, number, inputs or size, knobs)
         self.post_attention_layernorm = LlamaRMSNorm(size, config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 

@@ -384,16 +384,13 @@ def find_blocks(names: Iterable[str], finetuned: bool = False) -> list[MtpBlock]
     return []
 
 
-OVERRIDES = ("taps", "recycle_normed")
-
-
 def is_mtp(files: DraftFiles) -> bool:
     """True if there is a module of multi-token prediction among the tensors."""
     return bool(find_blocks(files.tensor_names))
 
 
 def read_mtp(files: DraftFiles, target: Target, overrides: dict) -> MtpHead:
-    """The head that is the first module, with the others as its `further` ones. overrides: by names in OVERRIDES.
+    """The head that is the first module, with the others as its `further` ones. overrides: see `DraftFormat`.
 
     ValueError if anything does not fit, UnsupportedModelError if no layer like the target's can be built.
     """

@@ -82,7 +82,12 @@ class BlockProposer:
     """
 
     def __init__(self, places: int, topk: int, nodes: int, draws: bool, temperature: float = 1.0):
-        check_room(places, topk, nodes)
+        available = sum(topk**depth for depth in range(places + 1))
+        if nodes > available:
+            raise ValueError(
+                f"num_draft_tokens must be at most {available}, the nodes of a tree of {topk} tokens at each of "
+                f"{places} places and the root, not {nodes}: lower it, or raise topk or block_size"
+            )
         self.topk, self.nodes, self.temperature = topk, nodes, 1.0 if topk == 1 else temperature
         self.drawn = Schedule(nodes - 1, 1, nodes) if draws else None
 
@@ -119,16 +124,6 @@ class BlockProposer:
             return hidden, logits[:, offset + 1 : offset + 2]
 
         propose_grown(state, self.drawn, True, logits[:, 0], logits[:, 0, :1], step, draft_to_target)
-
-
-def check_room(places: int, topk: int, nodes: int) -> None:
-    """ValueError if a tree of `topk` tokens at each place, or a chain, has not as many `nodes`, the root included."""
-    available = sum(topk**depth for depth in range(places + 1))
-    if nodes > available:
-        raise ValueError(
-            f"num_draft_tokens must be at most {available}, the nodes of a tree of {topk} tokens at each of {places} "
-            f"places and the root, not {nodes}: lower it, or raise topk or block_size"
-        )
 
 
 def block_tree(root: Tensor, scores: Tensor, tokens: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
