@@ -98,13 +98,18 @@ def audit(
     if samples:
         report.sampled = [_sampled(plain, fast, ids, samples, sample_tokens, options) for ids in rows]
     if requests:
-        few = [ids[0].tolist() for ids in rows[:FEW_PROMPTS]]
-        for seed in [None, 0] if samples else [None]:
-            report.requests += InManyWays(fast, few, greedy, seed).run(BATCHES)
+        report.requests = _in_many_ways(fast, rows[:FEW_PROMPTS], greedy, [None, 0] if samples else [None])
     if unrounded is not None:
         report.rounding = compare_rounding(unrounded, plain, rows, rows, greedy)
     report.accept_length = fast.speculation.stats.accept_length
     return report
+
+
+def _in_many_ways(fast: Any, rows: list[Tensor], options: dict, seeds: list[int | None]) -> list[Manner]:
+    """The answers after each of `rows` [1, T] in many ways, for each seed of `InManyWays`."""
+    options = {name: value for name, value in options.items() if name != "do_sample"}
+    prompts = [ids[0].tolist() for ids in rows]
+    return [manner for seed in seeds for manner in InManyWays(fast, prompts, options, seed).run(BATCHES)]
 
 
 def check_samples(samples: int, sample_tokens: int = 1) -> None:

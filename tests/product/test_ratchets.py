@@ -1,7 +1,7 @@
 """Ratchets: the size and the habits of the package, whose stored numbers may only fall.
 
-A change that makes a number smaller stores the smaller one. What needs a larger one goes to contrib/, or names what it
-removes.
+A change that makes a number smaller stores the smaller one. What needs a larger one goes to contrib/, whose number may
+rise with an ability that begins there, or names what it removes.
 """
 
 import ast
@@ -19,26 +19,26 @@ SOURCES = {".py", ".cpp", ".h", ".cu", ".html"}
 SIDES = {"serve", "train", "tools", "contrib"}
 LINES = {
     "": 2715,
-    "batching": 3725,
-    "capture": 4662,
+    "batching": 3721,
+    "capture": 4630,
     "compile": 3215,
-    "contrib": 2982,
-    "drafters": 5495,
+    "contrib": 2963,
+    "drafters": 5464,
     "kernels": 13548,
     "ngram": 2747,
     "parallel": 828,
-    "passes": 3145,
+    "passes": 3132,
     "quantised": 2722,
     "runtime": 6259,
-    "serve": 7990,
-    "tools": 2228,
-    "train": 4832,
+    "serve": 7906,
+    "tools": 2223,
+    "train": 4730,
 }
 """The most lines of a folder, with the folders in it; "" has the files at the top."""
 CORE_FILES = 229
 CIRCLES = 0
 """Groups of modules that import each other in a circle."""
-CALLED_ONCE = 362
+CALLED_ONCE = 360
 """Private functions and methods that are named in one place."""
 PHRASES = {
     r"^\s*\w+(, \w+)*: of\b": 0,
