@@ -120,7 +120,8 @@ def test_the_graph_and_the_page(glm):
 
 @pytest.mark.slow
 def test_an_indexer_that_attention_is_not_told_of(monkeypatch):
-    monkeypatch.setattr(indexed, "_mark", lambda module, *_: setattr(module, "forward", told_nothing(module)))
+    path = "transformers.models.deepseek_v32.modeling_deepseek_v32.DeepseekV32Attention"
+    monkeypatch.setitem(modules.MODULES, path, lambda module, *_: setattr(module, "forward", told_nothing(module)))
     with pytest.raises(UnsupportedModelError, match="has indexed layers that its attention is not told of"):
         capture(served("deepseek_v32")[0])
 
@@ -128,7 +129,7 @@ def test_an_indexer_that_attention_is_not_told_of(monkeypatch):
 def told_nothing(module):
     """A forward that attends to all tokens."""
     own, module.indexer.forward = module.forward, lambda *_, **__: None
-    return lambda *args, **named: own(*args, **{**named, "attention_mask": indexed.UNREAD})
+    return lambda *args, **named: own(*args, **{**named, "attention_mask": modules.UNREAD})
 
 
 @pytest.mark.slow
