@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from ..capture.modules import MODULES, Attend, decoder, heads_of, tell_positions
+from ..capture.modules import MODULES, Attend, decoder, heads_of, tell_positions, xglm
 
 
 def bert(module: nn.Module, attend: Attend) -> None:
@@ -20,21 +20,9 @@ def bert(module: nn.Module, attend: Attend) -> None:
     module.forward = forward
 
 
-def bart(module: nn.Module, attend: Attend) -> None:
-    """Attention of BART's form."""
-
-    def forward(hidden_states: Tensor, *_, **__) -> tuple[Tensor, None]:
-        projections = module.q_proj, module.k_proj, module.v_proj
-        q, k, v = (heads_of(project(hidden_states), module.head_dim) for project in projections)
-        return module.out_proj(attend(module, q, k, v, None, scaling=module.scaling)[0].flatten(2)), None
-
-    module.forward = forward
-
-
 def roformer(module: nn.Module, attend: Attend) -> int:
     """The whole model, which counts its positions without being told."""
-    table = module.roformer.encoder.embed_positions
-    return tell_positions(module, table, "weight")
+    return tell_positions(module, module.roformer.encoder.embed_positions, "weight")
 
 
 CHANGES = {
@@ -42,12 +30,12 @@ CHANGES = {
     for name, change in {
         "git.modeling_git.GitSelfAttention": bert,
         "megatron_bert.modeling_megatron_bert.MegatronBertSelfAttention": bert,
-        "mvp.modeling_mvp.MvpAttention": bart,
+        "mvp.modeling_mvp.MvpAttention": xglm,
         "mvp.modeling_mvp.MvpForCausalLM": decoder,
         "rembert.modeling_rembert.RemBertSelfAttention": bert,
         "roformer.modeling_roformer.RoFormerForCausalLM": roformer,
         "roformer.modeling_roformer.RoFormerSelfAttention": bert,
-        "trocr.modeling_trocr.TrOCRAttention": bart,
+        "trocr.modeling_trocr.TrOCRAttention": xglm,
         "trocr.modeling_trocr.TrOCRForCausalLM": decoder,
     }.items()
 }
