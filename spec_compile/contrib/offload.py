@@ -4,8 +4,9 @@ accelerate's hooks bring a module's weights to a device for each of its forwards
 model is served that holds the values themselves: those in the host's memory, and files on disk, mapped into memory. The
 user's model keeps its hooks.
 
-On a GPU the matrices of layers stay in pinned memory of the host. A graph fetches each of them once in a layer, so a
-round over many drafted tokens reads no more than a step of one token. All else gets its place on the GPU.
+On a GPU the matrices and the routed experts of layers stay in pinned memory of the host. A graph fetches each matrix
+once in a layer, so a round over many drafted tokens reads no more than a step of one token. It fetches each expert that
+one of its tokens has chosen, also once. All else gets its place on the GPU.
 """
 
 import functools
@@ -19,22 +20,33 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
-from ..capture import admit, copies
+from ..capture import admit, copies, yardstick
 from ..capture.quantised import refuse
 from ..capture.replaced import PREFIX
 from ..graph import LAYER, ModelGraph, attribute, calls, layer_of
 from ..inventory import configs_of
+from ..kernels import experts
 from ..kernels.card import card_of
+from ..kernels.launching import on_gpu, op_with_kernel
 from ..passes import linears, register, row_invariance
+from ..quantised.codes import class_path
 
 ADDED = ("_hf_hook", "hf_device_map", "to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
 """Attributes that accelerate adds to modules, besides their forwards."""
 PLACES = WeakIdKeyDictionary()
 """Parameter of a copy -> where its values are: "in the host's memory" or "on disk"."""
+
+CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d
+READ_EARLY = {
+    "transformers.models.aria.modeling_aria.AriaExperts",
+    "transformers.models.aria.modeling_aria.AriaGroupedExpertsGemm",
+    "transformers.models.dbrx.modeling_dbrx.DbrxExpertGLU",
+}
+"""Modules whose weights capture reads before it traces, see `capture.experts.MODULES`; they get a place on the GPU."""
 
 
 class Offloaded(NamedTuple):
@@ -58,8 +70,28 @@ def _(held, device):
     return torch.empty_like(held, device=device)
 
 
-FETCH = torch.ops.spec_compile.fetch.default
-row_invariance.FUNCTIONS.add(FETCH)
+@op_with_kernel("fetch_experts", lambda held, ids: torch.empty_like(held, device=ids.device))
+def fetch_experts(held: Tensor, ids: Tensor) -> Tensor:
+    """held [E, ...] in the host's memory, ids [T, k] int64 -> a tensor like it where the ids are, with the values of
+    the experts ids. All others hold anything."""
+    out, chosen = torch.empty_like(held, device=ids.device), ids.unique()
+    out[chosen] = held[chosen.to(held.device)].to(ids.device)
+    return out
+
+
+@on_gpu(fetch_experts)
+def launch(held, ids) -> Tensor:
+    """`fetch_experts` by the kernel."""
+    from . import fetch_kernel  # needs Triton
+
+    out = torch.empty_like(held, device=ids.device)
+    fetch_kernel.fetch(held, ids, out)
+    return out
+
+
+FETCH, FETCH_EXPERTS = torch.ops.spec_compile.fetch.default, torch.ops.spec_compile.fetch_experts.default
+row_invariance.FUNCTIONS |= {FETCH, FETCH_EXPERTS}
+yardstick.SELECTIONS |= {FETCH, FETCH_EXPERTS}
 
 
 class _Fetches:
@@ -95,7 +127,7 @@ def without_hooks(model: Any, fetches: bool = False) -> Any:
     device = _device_of(model, [hook for _, hook in hooks])
     opened = functools.cache(partial(safe_open, framework="pt", device="cpu"))  # one mapping of each file
     found = [each for path, hook in hooks if hook.offload for each in _offloaded(model, path, hook, opened)]
-    fetched = _matrices(model, found) if fetches or device.type == "cuda" else []
+    fetched = to_fetch(model, found) if fetches or device.type == "cuda" else []
     if device.type == "cuda":
         _check_memory(model, found, fetched, device)
     # The configs are shared, so that changes of them are noticed.
@@ -175,17 +207,18 @@ def _value(weights: Any, name: str, opened: Callable) -> tuple[Tensor, str]:
     return torch.from_file(path, shared=False, size=math.prod(shape), dtype=dtype).view(shape), "on disk"
 
 
-def _matrices(model: PreTrainedModel, found: list[Offloaded]) -> list[Offloaded]:
-    """The matrices of layers, which a graph fetches. Embeddings and the head stay on the GPU, because a step reads few
-    rows of the one, and because drafts share both."""
+def to_fetch(model: PreTrainedModel, found: list[Offloaded]) -> list[Offloaded]:
+    """The matrices and experts of layers, which a graph fetches. Embeddings and the head stay on the GPU, because a
+    step reads few rows of the one, and because drafts share both."""
     first, ends = next(model.parameters()), (model.get_input_embeddings(), model.get_output_embeddings())
     return [
         each
         for each in found
         if isinstance(held := each.part._parameters.get(each.name), nn.Parameter)
         and held is not first
-        and held.dim() == 2
-        and not isinstance(each.part, nn.Embedding)
+        and held.dim() in (2, 3)
+        and not isinstance(each.part, (nn.Embedding, *CONVOLUTIONS))
+        and class_path(each.part) not in READ_EARLY
         and each.part not in ends
     ]
 
@@ -250,20 +283,42 @@ def _place(copied: PreTrainedModel, found: list[Offloaded], fetched: list[Offloa
 
 
 def share_fetches(graph: ModelGraph, settings) -> str:
-    """Let all readers in a layer share the first fetch of a weight."""
-    first: dict[tuple, torch.fx.Node] = {}
+    """Let all readers in a layer share the first fetch of a weight, and fetch only those experts that are chosen."""
+    first: dict[tuple, fx.Node] = {}
     for node in calls(graph.gm, FETCH):
         other = first.setdefault((node.args[0].target, layer_of(node)), node)
         if other is not node:
             node.replace_all_uses_with(other)
             graph.gm.graph.erase_node(node)
-    sizes = Counter[str]()
+    held = [(node, attribute(graph.gm, node.args[0].target)) for node in first.values()]
+    chosen = {id(tensor) for node, tensor in held if fetch_chosen(node)}
+    sizes, of_experts = Counter[str](), Counter[str]()
     read = [attribute(graph.gm, name) for name in {n.target for n in graph.gm.graph.find_nodes(op="get_attr")}]
     for tensor in {id(each): each for each in read if isinstance(each, Tensor)}.values():
         if tensor in PLACES:
-            sizes[PLACES[tensor]] += tensor.nbytes
+            (of_experts if id(tensor) in chosen else sizes)[PLACES[tensor]] += tensor.nbytes
     text = " and ".join(f"{size / 1e9:.3f} GB {place}" for place, size in sorted(sizes.items()))
-    return f"a round reads {text}, with {len(first)} fetches" if text else "nothing is offloaded"
+    if not sizes and not of_experts:
+        return "nothing is offloaded"
+    text = f"a round reads {text or 'no matrix'}, with {len(first) - len(chosen)} fetches"
+    for place, size in sorted(of_experts.items()):
+        text += f", and the chosen ones of {size / 1e9:.3f} GB of experts {place}"
+    return text
+
+
+def fetch_chosen(node: fx.Node) -> bool:
+    """Let products of experts fetch the experts of their tokens. node: a fetch, which nobody reads then. False, and no
+    change, if another node reads it."""
+    readers = [*node.users]
+    if not all(each.target in experts.PRODUCTS and node in each.args[-2] for each in readers):
+        return False
+    for reader in readers:
+        with node.graph.inserting_before(reader):
+            some = node.graph.call_function(FETCH_EXPERTS, (node.args[0], reader.args[1]))
+        some.meta = dict(node.meta)
+        reader.replace_input_with(node, some)
+    node.graph.erase_node(node)
+    return True
 
 
 register(share_fetches, after="fuse_residuals")
