@@ -12,6 +12,7 @@ one of its tokens has chosen, also once. All else gets its place on the GPU.
 import functools
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -40,6 +41,9 @@ ADDED = ("_hf_hook", "hf_device_map", "to", "cuda", "npu", "xpu", "mlu", "sdaa",
 PLACES = WeakIdKeyDictionary()
 """Parameter of a copy -> where its values are: "in the host's memory" or "on disk"."""
 
+HOST = "the host, for pinned memory,"
+MEMORY = re.compile("MemoryError|out of memory|allocate memory|not enough memory", re.IGNORECASE)
+"""In errors of PyTorch and of CUDA that tell of too little memory."""
 CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d
 READ_EARLY = {
     "transformers.models.aria.modeling_aria.AriaExperts",
@@ -62,7 +66,18 @@ class Offloaded(NamedTuple):
 @torch.library.custom_op("spec_compile::fetch", mutates_args=())
 def fetch(held: Tensor, device: str) -> Tensor:
     """A copy on a device. From pinned memory it is made in the order of the stream, also by a CUDA graph."""
-    return held.to(device, non_blocking=True, copy=True)
+    return room_for(held, device).copy_(held, non_blocking=True)
+
+
+def room_for(held: Tensor, device: str | torch.device) -> Tensor:
+    """An empty tensor like `held` on a device. torch.OutOfMemoryError, with the device and the bytes, if it is full."""
+    try:
+        return torch.empty_like(held, device=device, requires_grad=False)
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(
+            f"{device} has no {held.nbytes / 1e9:.3f} GB left for offloaded weights that a layer fetches; free some of "
+            "its memory, or pass a smaller max_cache_len"
+        ) from error
 
 
 @fetch.register_fake
@@ -74,7 +89,7 @@ def _(held, device):
 def fetch_experts(held: Tensor, ids: Tensor) -> Tensor:
     """held [E, ...] in the host's memory, ids [T, k] int64 -> a tensor like it where the ids are, with the values of
     the experts ids. All others hold anything."""
-    out, chosen = torch.empty_like(held, device=ids.device), ids.unique()
+    out, chosen = room_for(held, ids.device), ids.unique()
     out[chosen] = held[chosen.to(held.device)].to(ids.device)
     return out
 
@@ -84,7 +99,7 @@ def launch(held, ids) -> Tensor:
     """`fetch_experts` by the kernel."""
     from . import fetch_kernel  # needs Triton
 
-    out = torch.empty_like(held, device=ids.device)
+    out = room_for(held, ids.device)
     fetch_kernel.fetch(held, ids, out)
     return out
 
@@ -115,8 +130,8 @@ def without_hooks(model: Any, fetches: bool = False) -> Any:
     """The copy of an offloaded model that is served in its place; any other object unchanged.
 
     fetches: fetch on a CPU, too, what a GPU would.
-    Raises UnsupportedModelError, before any change, if a hook is of an unknown kind, if offloaded weights are quantised
-    or gone, if layers are on several GPUs, or if there is too little memory for what has to be in it.
+    Raises UnsupportedModelError, and leaves all as it was, if a hook is of an unknown kind, if offloaded weights are
+    quantised or gone, if layers are on several GPUs, or if there is too little memory for what has to be in it.
     """
     if not isinstance(model, PreTrainedModel):
         return model
@@ -130,6 +145,7 @@ def without_hooks(model: Any, fetches: bool = False) -> Any:
     fetched = to_fetch(model, found) if fetches or device.type == "cuda" else []
     if device.type == "cuda":
         _check_memory(model, found, fetched, device)
+    values = moved(model, found, fetched, device)
     # The configs are shared, so that changes of them are noticed.
     shared = {id(each): each for each in [*configs_of(model), model.generation_config]}
     copied = copies.shared_copy(model, shared | {id(hook): hook for _, hook in hooked})
@@ -147,7 +163,7 @@ def without_hooks(model: Any, fetches: bool = False) -> Any:
             holder = vars(originals[path])[name]
             if not any(tensor is not None and tensor.is_meta for tensor in holder.values()):
                 attributes[name] = holder
-    _place(copied, found, fetched, device)
+    _place(copied, found, values, fetched, device)
     copies.ORIGINS[copied] = model
     return copied
 
@@ -198,7 +214,7 @@ def _value(weights: Any, name: str, opened: Callable) -> tuple[Tensor, str]:
         weights, name = weights.dataset, f"{weights.prefix}{name}"
     entry = None if name in getattr(weights, "state_dict", ()) else getattr(weights, "index", {}).get(name)
     if entry is None:
-        return weights[name].detach(), "in the host's memory"
+        return weights[name], "in the host's memory"
     dtype = getattr(torch, entry["dtype"]) if "dtype" in entry else None
     if entry.get("safetensors_file") is not None:
         value = opened(entry["safetensors_file"]).get_tensor(entry.get("weight_name", name))
@@ -229,42 +245,86 @@ def _check_memory(
     """UnsupportedModelError if the GPU cannot hold what it must, or the host what has to be pinned."""
     if card_of(device).lacks_tensor_cores and model.dtype == torch.bfloat16:
         refuse(model, f"is in bfloat16 and offloaded, on a GPU that does not compute it; {admit.LOAD}")
+    needs = needed(found, fetched)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + unused, psutil.virtual_memory().available
+    for what, need, there in zip((f"{device},", HOST), needs, free):
+        if need > there:
+            refuse(model, f"is offloaded and needs {need / 1e9:.2f} GB of {what} which has {there / 1e9:.2f} GB free")
+
+
+def needed(found: list[Offloaded], fetched: list[Offloaded]) -> tuple[int, int]:
+    """Bytes of the GPU, for what stays there and the layer with the most, and bytes of the host that are to be pinned.
+
+    PyTorch pins blocks of powers of 2: 117 MB take 134 MB.
+    """
     layers, pinned = Counter[str](), 0
     for each in fetched:
         match = LAYER.search(f".{each.path}.")
         layers[match[1] if match else ""] += each.value.nbytes
-        pinned += 0 if each.value.is_pinned() else each.value.nbytes
+        pinned += 0 if each.value.is_pinned() else 1 << (each.value.nbytes - 1).bit_length()
     resident = sum(each.value.nbytes for each in found) - layers.total()
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    for what, needed, free in (
-        ("the GPU", resident + max(layers.values(), default=0), torch.cuda.mem_get_info(device)[0] + unused),
-        ("the host, for pinned memory,", pinned, psutil.virtual_memory().available),
-    ):
-        if needed > free:
-            refuse(model, f"is offloaded and needs {needed / 1e9:.2f} GB of {what} which has {free / 1e9:.2f} GB free")
+    return resident + max(layers.values(), default=0), pinned
 
 
-def _place(copied: PreTrainedModel, found: list[Offloaded], fetched: list[Offloaded], device: torch.device) -> None:
-    """Give a copy the values. Tied weights become one parameter."""
+def moved(
+    model: PreTrainedModel, found: list[Offloaded], fetched: list[Offloaded], device: torch.device
+) -> list[Tensor]:  # fmt: skip
+    """The values of `found` where graphs read them. Tied weights become one tensor.
+
+    UnsupportedModelError if memory runs out. Then, and after any other error, no value stays moved.
+    """
+    needs, to_pin = needed(found, fetched), {id(each) for each in fetched}
     made: dict[tuple, Tensor] = {}
+    values, pinned = list[Tensor](), list[Tensor]()
+    try:
+        for value, pins in [(each.value, id(each) in to_pin) for each in found]:
+            key = value.data_ptr(), value.shape
+            if key not in made:
+                if device.type == "cuda" and pins and not value.is_pinned():
+                    value.data = value.data.pin_memory()  # what the user's hooks read, too
+                    pinned.append(value)
+                made[key] = value.detach() if pins else value.detach().to(device)
+            values.append(made[key])
+    except BaseException as error:
+        made.clear()
+        values.clear()
+        for value in pinned:
+            value.data = value.data.clone()
+        release_unused()
+        if MEMORY.search(f"{type(error).__name__}: {error}"):
+            what, need = (f"{device},", needs[0]) if isinstance(error, torch.OutOfMemoryError) else (HOST, needs[1])
+            refuse(model, f"is offloaded and needs {need / 1e9:.2f} GB of {what} which has run out of memory")
+        raise
+    return values
+
+
+def release_unused() -> None:
+    """Give memory that PyTorch keeps for later, on the GPU and pinned on the host, back to the system."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        getattr(torch._C, "_host_emptyCache", lambda: None)()
+
+
+def _place(
+    copied: PreTrainedModel, found: list[Offloaded], values: list[Tensor], fetched: list[Offloaded],
+    device: torch.device,
+) -> None:  # fmt: skip
+    """Give a copy the values of `found`. Tied weights become one parameter."""
+    made: dict[int, Tensor] = {}
     ids = {id(each) for each in fetched}
-    for each in found:
-        part, value = copied.get_submodule(each.path), each.value
+    for each, value in zip(found, values):
+        part = copied.get_submodule(each.path)
         holder = part._parameters if each.name in part._parameters else part._buffers
-        key = value.data_ptr(), value.shape
-        if key not in made:
-            if device.type == "cuda" and id(each) not in ids:
-                value = value.to(device)
-            elif device.type == "cuda" and not value.is_pinned():
-                value.data = value.pin_memory()  # what the user's hooks read, too
-            old = holder[each.name]
-            made[key] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
-        holder[each.name] = made[key]
+        old = holder[each.name]
+        if id(value) not in made:
+            made[id(value)] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
+        holder[each.name] = placed = made[id(value)]
         if id(each) in ids:
             vars(part).update(fetched=(*vars(part).get("fetched", ()), each.name), fetches_to=str(device))
             part.__class__ = part.__class__ if isinstance(part, _Fetches) else _fetching(type(part))
         if id(each) in ids or device.type == "cpu":
-            PLACES[made[key]] = each.place
+            PLACES[placed] = each.place
     for pair in (getattr(copied, "all_tied_weights_keys", None) or {}).items():  # each may have a file
         ends = [(copied.get_submodule(path)._parameters, name) for path, _, name in (x.rpartition(".") for x in pair)]
         one, other = (holder.get(name) for holder, name in ends)

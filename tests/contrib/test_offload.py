@@ -204,6 +204,124 @@ def test_refusals(spoil, tmp_path):
         assert answers(net) == answers(llama())
 
 
+class Memory:
+    """Stands for a GPU: `count` tensors can be pinned or moved to it, then an error is raised."""
+
+    def __init__(self, monkeypatch, count, error):
+        self.count, self.error, self.pinned = count, error, []
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: self.take(tensor))
+        monkeypatch.setattr(torch.Tensor, "detach", lambda tensor: Detached(self, tensor))
+
+    def take(self, tensor):
+        if not self.count:
+            raise self.error
+        self.count -= 1
+        self.pinned.append(tensor.clone())
+        return self.pinned[-1]
+
+
+class Detached:
+    """A tensor of which `Memory` makes copies."""
+
+    def __init__(self, memory, tensor):
+        self.memory, self.tensor = memory, tensor
+
+    def to(self, device):
+        return self.memory.take(self.tensor)
+
+
+OUT = {
+    "the GPU": (torch.OutOfMemoryError("Tried to allocate 2 GiB"), r"needs \d+\.\d\d GB of cuda:0, which has run out"),
+    "the host": (RuntimeError("CUDA error: out of memory"), "GB of the host, for pinned memory, which has run out"),
+    "python": (MemoryError(), "GB of the host, for pinned memory, which has run out"),
+}
+
+
+@pytest.mark.parametrize("count", [0, 3, 12])
+@pytest.mark.parametrize("where", OUT)
+def test_memory_that_runs_out_while_weights_are_placed(where, count, monkeypatch):
+    """Whatever was pinned or moved is given back, and the user's model answers as before."""
+    net, weights = llama(), {}
+    weights |= {name: value.clone() for name, value in net.state_dict().items()}
+    accelerate.cpu_offload(net, CPU, state_dict=weights)
+    hooks = [each._hf_hook for each in net.modules() if hasattr(each, "_hf_hook")]
+    found = [
+        offload.Offloaded(part, path, name, weights[f"{path}.{name}"], "in the host's memory")
+        for path, part in net.named_modules()
+        for name, held in part._parameters.items()
+        if held is not None
+    ]
+    assert hooks and len(found) > 12
+    error, text = OUT[where]
+    with monkeypatch.context() as patch:
+        memory = Memory(patch, count, error)
+        with pytest.raises(UnsupportedModelError, match=f"LlamaForCausalLM is offloaded and .*{text}"):
+            offload.moved(net, found, offload.to_fetch(net, found), torch.device("cuda", 0))
+    taken = {tensor.data_ptr() for tensor in memory.pinned}
+    assert len(memory.pinned) == count
+    assert not any(value.data_ptr() in taken for value in weights.values())
+    assert answers(net) == answers(llama())
+
+
+def test_pinned_weights_are_those_of_the_users_map(monkeypatch):
+    """So the host has them once."""
+    net, pinned = llama(), []
+    weights = {name: value.clone() for name, value in net.state_dict().items()}
+    values = [offload.Offloaded(net, "", name, value, "") for name, value in weights.items()]
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor.clone()) or pinned[-1])
+    got = offload.moved(net, values, values, torch.device("cuda", 0))
+    assert [each.data_ptr() for each in got] == [each.data_ptr() for each in weights.values()]
+    assert {each.data_ptr() for each in got} == {each.data_ptr() for each in pinned}
+
+
+def test_another_error_while_weights_are_placed(monkeypatch):
+    net = llama()
+    weights = {name: value.clone() for name, value in net.state_dict().items()}
+    values = [offload.Offloaded(net, "", name, value, "") for name, value in weights.items()]
+    with monkeypatch.context() as patch:
+        Memory(patch, 2, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            offload.moved(net, values, values, torch.device("cuda", 0))
+    assert all(torch.equal(value, net.state_dict()[name]) for name, value in weights.items())
+
+
+@pytest.mark.parametrize(
+    "full, text", [(0, r"of cuda:0, which has 0\.00 GB free"), (1, "of the host, for pinned memory")]
+)
+def test_memory_that_cannot_suffice(full, text, monkeypatch):
+    """The refusal names the device, what is needed and what is there, before anything is moved."""
+    net = llama()
+    values = [offload.Offloaded(net, "model.layers.0", name, value, "") for name, value in net.state_dict().items()]
+    free = [0 if full == each else 1 << 40 for each in range(2)]
+    monkeypatch.setattr(offload, "card_of", lambda device: SimpleNamespace(lacks_tensor_cores=False))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 1 << 40))
+    monkeypatch.setattr(offload.psutil, "virtual_memory", lambda: SimpleNamespace(available=free[1]))
+    with pytest.raises(UnsupportedModelError, match=rf"is offloaded and needs \d+\.\d\d GB {text}"):
+        offload._check_memory(net, values, values[2:], torch.device("cuda", 0))
+
+
+def test_bytes_that_are_needed():
+    """Two matrices of 96 bytes in a layer, one of 100 in another, and a vector of 40 that stays on the GPU."""
+    tensors = [torch.zeros(24), torch.zeros(24), torch.zeros(25), torch.zeros(10)]
+    paths = ["model.layers.0.mlp", "model.layers.0.attn", "model.layers.1.mlp", "model.norm"]
+    found = [offload.Offloaded(None, path, "weight", each, "") for path, each in zip(paths, tensors, strict=True)]
+    assert offload.needed(found, found[:3]) == (40 + 2 * 96, 3 * 128)
+
+
+@pytest.mark.parametrize("op", ["fetch", "fetch_experts"])
+def test_a_device_without_room_for_a_layer(op, monkeypatch):
+    def full(*arguments, **options):
+        raise torch.OutOfMemoryError("Tried to allocate 20.00 MiB")
+
+    held = torch.zeros(3, 500_000)
+    arguments = (held, "cpu") if op == "fetch" else (held, torch.zeros(1, 1, dtype=torch.int64))
+    monkeypatch.setattr(torch, "empty_like", full)
+    with pytest.raises(torch.OutOfMemoryError, match=r"cpu has no 0\.006 GB left for offloaded weights"):
+        getattr(offload, op)(*arguments)
+
+
 def test_an_offloaded_draft_is_refused(tmp_path):
     with pytest.raises(UnsupportedModelError, match=r"is offloaded by accelerate.*without device_map"):
         speculate(llama(), "draft_model", draft=dispatched(llama(), tmp_path), **QUICK)
@@ -388,6 +506,29 @@ def test_bits_of_fetched_experts(tokens):
         ids.copy_(torch.stack([torch.randperm(count)[:top] for _ in range(tokens)]))  # other experts in each replay
         graph.replay()
         assert torch.equal(got, run(up.cuda, down.cuda))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_that_runs_out_of_memory():
+    """The embedding of 34 MB has room, the head has none. Then nothing is pinned or on the GPU."""
+    device, net = torch.device("cuda", 0), models.ADMITTED["llama"](vocab_size=1 << 17)
+    want, weights = answer(net, models.prompts()[0][0]), {name: each.clone() for name, each in net.state_dict().items()}
+    accelerate.cpu_offload(net, device, state_dict=weights)
+    torch.cuda.empty_cache()
+    before, total = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)[1]
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + 50_000_000) / total, device)
+    try:
+        with pytest.raises(UnsupportedModelError, match=r"needs 0\.07 GB of cuda:0, which has run out of memory"):
+            speculate(net, **QUICK)
+        assert torch.cuda.memory_allocated(device) == before
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    assert not any(each.is_pinned() for each in weights.values())
+    assert answer(net, models.prompts()[0][0].cuda()) == want
+    fast = speculate(net)
+    assert answer(fast, models.prompts()[0][0].cuda()) == want
+    assert weights["model.layers.0.mlp.up_proj.weight"].is_pinned()  # the host has it once
 
 
 @pytest.mark.gpu
