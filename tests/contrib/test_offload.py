@@ -2,74 +2,33 @@
 that keeps its hooks."""
 
 import copy
-import functools
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import accelerate
 import models
 import pytest
-import tiny_models
 import torch
 from accelerate.hooks import LayerwiseCastingHook, add_hook_to_module
-from places import places as places_of_kernels
-from transformers import AutoModelForCausalLM
+from offloaded import (
+    CPU,
+    QUICK,
+    WAYS,
+    answer,
+    answers,
+    answers_on,
+    device_map,
+    dispatched,
+    from_pretrained,
+    llama,
+    mapped_file,
+)
 
 from spec_compile import passes, speculate
 from spec_compile.capture.trace import capture
 from spec_compile.contrib import offload
 from spec_compile.errors import UnsupportedModelError
 from spec_compile.graph import calls, layer_of
-from spec_compile.kernels import experts
-from spec_compile.kernels.experts import ExpertFormat
-
-CPU = torch.device("cpu")
-QUICK = dict(compile=False, check=False)
-PARTS = ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head")
-
-
-def llama(tied=False):
-    config, cls, kwargs, *rest = models._ADMITTED["llama"]
-    return models.build(config, cls, dict(kwargs, tie_word_embeddings=tied), *rest)
-
-
-def device_map(layers, ends):
-    return dict.fromkeys(PARTS, ends) | {f"model.layers.{number}": place for number, place in enumerate(layers)}
-
-
-def from_pretrained(net, folder, **options):
-    net.save_pretrained(folder / "model")
-    return AutoModelForCausalLM.from_pretrained(folder / "model", offload_folder=folder / "offloaded", **options).eval()
-
-
-def dispatched(net, folder, layers=("cpu", "disk"), ends="cpu"):
-    return accelerate.dispatch_model(net, device_map(layers, ends), offload_dir=folder / "offloaded")
-
-
-WAYS = {
-    "all in memory": lambda net, folder: accelerate.cpu_offload(net, CPU),
-    "all on disk": lambda net, folder: accelerate.disk_offload(net, folder / "offloaded", CPU),
-    "a layer": lambda net, folder: accelerate.cpu_offload(net.model.layers[1], CPU) and net,
-    "dispatched": dispatched,
-    "half loaded": lambda net, folder: from_pretrained(net, folder, device_map=device_map(["cpu", "disk"], "cpu")),
-    "loaded, ends on disk": lambda net, folder: from_pretrained(
-        net, folder, device_map=device_map(["cpu", "disk"], "disk")
-    ),
-    "max_memory": lambda net, folder: from_pretrained(net, folder, device_map="auto", max_memory={"cpu": 250_000}),
-}
-
-
-def answer(net, ids, mask=None):
-    mask = torch.ones_like(ids) if mask is None else mask
-    options = dict(attention_mask=mask, do_sample=False, max_new_tokens=24, eos_token_id=None)
-    return net.generate(ids, **options).tolist()
-
-
-def answers(net):
-    """Of a prompt, and of a batch with padding."""
-    rows, *batch = models.prompts()
-    return answer(net, rows[0]), answer(net, *batch)
 
 
 def places(net):
@@ -94,14 +53,6 @@ def test_tokens_and_the_users_model(way, tied, tmp_path):
     assert (served.lm_head.weight is served.model.embed_tokens.weight) == tied
     assert not any(hasattr(part, "_hf_hook") for part in served.modules())
     assert "a round reads" in fast.speculation.explain()
-
-
-def mapped_file(tensor):
-    """The path of the file that is mapped where a tensor lies; "" if there is none."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        begin, end = (int(each, 16) for each in line.split()[0].split("-"))
-        if begin <= tensor.data_ptr() < end:
-            return " ".join(line.split()[5:])
 
 
 @pytest.mark.parametrize("way, ending", [("all on disk", ".dat"), ("half loaded", ".safetensors")])
@@ -361,151 +312,7 @@ def test_readers_in_a_layer_share_a_fetch():
     assert torch.equal(shared.gm(ids, positions)[0], graph.gm(ids, positions)[0])
 
 
-# --- routed experts
-
-
-MIXTURES = ["qwen3_moe", "mixtral", "gpt_oss"]
-
-
-@pytest.mark.parametrize("way", ["all in memory", "all on disk"])
-@pytest.mark.parametrize("name", MIXTURES)
-def test_mixtures(name, way, tmp_path):
-    want = answers(models.ADMITTED[name]())
-    net = WAYS[way](models.ADMITTED[name](), tmp_path)
-    fast = speculate(net, compile=False)
-    assert answers(fast) == want == answers(net)
-    held = {id(p): p for n, p in fast.speculation.original.named_parameters() if ".experts." in n and p.dim() == 3}
-    read = {p.data_ptr() for p in fast.speculation.engine.runtime.verify.gm.parameters()}
-    assert len(held) == 2 * len(net.model.layers)
-    assert all(p in offload.PLACES and p.data_ptr() in read for p in held.values())
-    if way == "all on disk":
-        assert all(mapped_file(p).endswith(".dat") for p in held.values())
-
-
-@pytest.mark.parametrize("name", MIXTURES)
-def test_chosen_experts_are_fetched(name, monkeypatch):
-    """A product fetches the experts of its own tokens, and reads no other."""
-    want, empty_like = answers(models.ADMITTED[name]()), torch.empty_like
-
-    def poisoned(x, **options):
-        return empty_like(x, **options).fill_(torch.nan if x.is_floating_point() else 0)
-
-    net = offload.without_hooks(accelerate.cpu_offload(models.ADMITTED[name](), CPU), fetches=True)
-    fast = speculate(net, compile=False)
-    monkeypatch.setattr(torch, "empty_like", poisoned)  # what is not fetched
-    assert answers(fast) == want
-    graph = fast.speculation.engine.runtime.verify
-    products = [node for op in experts.PRODUCTS for node in calls(graph.gm, op)]
-    parts = [part for node in products for part in node.args[-2]]
-    assert parts and all(part.target is offload.FETCH_EXPERTS for part in parts)
-    assert all(part.args[1] is node.args[1] for node in products for part in node.args[-2])
-    assert len(parts) == len(calls(graph.gm, offload.FETCH_EXPERTS))
-    assert not any(".experts." in node.args[0].target for node in calls(graph.gm, offload.FETCH))
-    size = sum(part.args[0].meta["val"].nbytes for part in parts)
-    text = f"the chosen ones of {size / 1e9:.3f} GB of experts in the host's memory"
-    assert text in fast.speculation.explain()
-    assert experts.parts_of(products[0]) == [part.args[0] for part in products[0].args[-2]]
-
-
-def test_experts_that_another_node_reads_are_fetched_whole():
-    net = offload.without_hooks(accelerate.cpu_offload(models.ADMITTED["mixtral"](), CPU), fetches=True)
-    graph = capture(net)
-    up = calls(graph.gm, experts.UP)[0]
-    (part,) = up.args[-2]
-    with graph.gm.graph.inserting_after(part):
-        sum_ = graph.gm.graph.call_function(torch.ops.aten.sum.default, (part,))
-    output = next(node for node in graph.gm.graph.nodes if node.op == "output")
-    output.args = ((*output.args[0], sum_),)
-    offload.share_fetches(graph, passes.Settings())
-    assert up.args[-2] == [part] and part.target is offload.FETCH
-    assert all(n.target is offload.FETCH_EXPERTS for node in calls(graph.gm, experts.DOWN) for n in node.args[-2])
-
-
-@pytest.mark.parametrize("name", ["DbrxForCausalLM", "AriaTextForCausalLM"])
-def test_experts_that_capture_reads_before_it_traces_are_not_fetched(name):
-    net = offload.without_hooks(accelerate.cpu_offload(tiny_models.build(name), CPU), fetches=True)
-    graph = capture(net)
-    products = calls(graph.gm, experts.UP)
-    assert products and all(part.op == "get_attr" for node in products for part in node.args[-2])
-    assert calls(graph.gm, offload.FETCH)  # of attention
-
-
-@pytest.mark.parametrize("place", places_of_kernels(torch.bfloat16, torch.float16))
-@pytest.mark.parametrize("shape, tokens", [((5, 3, 7), 1), ((8, 64, 33), 3), ((3, 1), 300), ((4, 2, 4100), 2)])
-def test_the_kernel_that_fetches(place, shape, tokens):
-    fetch_kernel = pytest.importorskip("spec_compile.contrib.fetch_kernel", exc_type=ImportError)
-    held, top = torch.randn(shape).to(place[1]), min(2, shape[0])
-    ids = torch.stack([torch.randperm(shape[0] - 1)[:top] for _ in range(tokens)]).to(place[0])
-    if place[0] == "cuda":
-        held = held.pin_memory()
-    out = torch.full(shape, 7.0, dtype=place[1], device=place[0])
-    fetch_kernel.fetch(held, ids, out)
-    want = torch.full_like(held, 7.0)
-    for expert in ids.unique().tolist():
-        want[expert] = held[expert]
-    assert torch.equal(out.cpu(), want) and (want[-1] == 7.0).all()
-    plain = offload.fetch_experts(held, ids).cpu()
-    assert torch.equal(plain[ids.unique().cpu()], want[ids.unique().cpu()])
-
-
-@pytest.mark.parametrize(
-    "shape, dtype, words", [((3, 4, 4), torch.bfloat16, torch.int64), ((3, 2, 3), torch.bfloat16, torch.int32),
-                            ((3, 5), torch.bfloat16, torch.int16), ((3, 7), torch.float8_e4m3fn, torch.uint8)],
-)  # fmt: skip
-def test_words_of_experts(shape, dtype, words):
-    fetch_kernel = pytest.importorskip("spec_compile.contrib.fetch_kernel", exc_type=ImportError)
-    held = torch.arange(torch.Size(shape).numel()).view(shape).to(dtype)
-    view = fetch_kernel.in_words(held)
-    assert view.dtype == words and view.shape[0] == 3 and view.nbytes == held.nbytes
-    assert view.data_ptr() == held.data_ptr()
-
-
 # --- on a GPU
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", MIXTURES)
-def test_mixtures_on_a_gpu(name, tmp_path):
-    """The tokens in float32 by captured rounds, and a round that copies the chosen experts from pinned memory."""
-    want = answers_on(models.ADMITTED[name]().to("cuda"))
-    net = accelerate.cpu_offload(models.ADMITTED[name](), torch.device("cuda", 0))
-    fast = speculate(net)
-    fast.speculation.warmup()
-    assert answers_on(fast) == want
-    assert calls(fast.speculation.engine.runtime.verify.gm, offload.FETCH_EXPERTS)
-    held = [p for n, p in fast.speculation.original.named_parameters() if ".experts." in n and p.dim() == 3]
-    assert held and all(p.is_pinned() for p in held)
-    assert "the chosen ones of" in fast.speculation.explain()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("tokens", [1, 4, 70, 600])
-def test_bits_of_fetched_experts(tokens):
-    """The products by experts from the host have the bits of those by experts on the GPU, also in a CUDA graph."""
-    count, top, size, inner = 16, 4, 256, 128
-    up, down = torch.randn(count, 2 * inner, size), torch.randn(count, size, inner)
-    up, down = ((each / 16).to(torch.bfloat16).pin_memory() for each in (up, down))
-    x = torch.randn(tokens, size, device="cuda", dtype=torch.bfloat16)
-    ids = torch.stack([torch.randperm(count - 3)[:top] for _ in range(tokens)]).cuda()
-    weights, layouts = torch.rand(tokens, top, device="cuda"), (ExpertFormat("silu").text, ExpertFormat().text)
-
-    def run(first, second):
-        y = experts.UP(x, ids, [first()], layouts[0])
-        return experts.DOWN(y, ids, weights, [second()], layouts[1])
-
-    want = run(up.cuda, down.cuda)
-    fetched = functools.partial(run, *(functools.partial(offload.FETCH_EXPERTS, each, ids) for each in (up, down)))
-    assert torch.equal(fetched(), want)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = fetched()
-    for _ in range(2):
-        ids.copy_(torch.stack([torch.randperm(count)[:top] for _ in range(tokens)]))  # other experts in each replay
-        graph.replay()
-        assert torch.equal(got, run(up.cuda, down.cuda))
 
 
 @pytest.mark.gpu
@@ -513,10 +320,11 @@ def test_bits_of_fetched_experts(tokens):
 def test_a_gpu_that_runs_out_of_memory():
     """The embedding of 34 MB has room, the head has none. Then nothing is pinned or on the GPU."""
     device, net = torch.device("cuda", 0), models.ADMITTED["llama"](vocab_size=1 << 17)
-    want, weights = answer(net, models.prompts()[0][0]), {name: each.clone() for name, each in net.state_dict().items()}
+    ids, weights = models.prompts()[0][0].cuda(), {name: each.clone() for name, each in net.state_dict().items()}
+    want = answer(copy.deepcopy(net).cuda(), ids)
     accelerate.cpu_offload(net, device, state_dict=weights)
     torch.cuda.empty_cache()
-    before, total = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)[1]
+    before, total = torch.cuda.memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + 50_000_000) / total, device)
     try:
         with pytest.raises(UnsupportedModelError, match=r"needs 0\.07 GB of cuda:0, which has run out of memory"):
@@ -525,9 +333,9 @@ def test_a_gpu_that_runs_out_of_memory():
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
     assert not any(each.is_pinned() for each in weights.values())
-    assert answer(net, models.prompts()[0][0].cuda()) == want
+    assert answer(net, ids) == want
     fast = speculate(net)
-    assert answer(fast, models.prompts()[0][0].cuda()) == want
+    assert answer(fast, ids) == want
     assert weights["model.layers.0.mlp.up_proj.weight"].is_pinned()  # the host has it once
 
 
@@ -546,8 +354,3 @@ def test_on_a_gpu(layers, ends, tmp_path):
     served = fast.speculation.original
     assert served.device == torch.device("cuda", 0)
     assert all(p.is_pinned() for p in served.parameters() if p.device.type == "cpu")
-
-
-def answers_on(net):
-    rows, *batch = models.prompts()
-    return answer(net, rows[0].cuda()), answer(net, *(each.cuda() for each in batch))
