@@ -334,9 +334,10 @@ def _place(
         if one.device == other.device and torch.equal(one, other):
             (holder, name), kept = (ends[0], other) if ours[0] else (ends[1], one)
             holder[name] = kept
-    names = [name for name, parameter in copied.named_parameters() if parameter in PLACES]
-    linears.keep_apart(copied, names)  # merging them would copy them
-    admit.ON_HOST.update(dict.fromkeys(map(partial(attribute, copied), names), device))
+    # named_parameters() reads what a module holds; its attributes would fetch.
+    held = [parameter for _, parameter in copied.named_parameters() if parameter in PLACES]
+    linears.keep_apart(copied, held)  # merging them would copy them
+    admit.ON_HOST.update(dict.fromkeys(held, device))
 
 
 # The pass.
