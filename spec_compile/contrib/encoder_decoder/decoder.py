@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.generation import GenerateEncoderDecoderOutput
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
@@ -62,6 +63,15 @@ def room_of(config: Any) -> int:
     return getattr(config, "max_source_positions", None) or config.max_position_embeddings
 
 
+_sources: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""The input of an encoder by its output, as long as that lives."""
+
+
+def source_of(encoder_outputs: Any) -> Tensor | None:
+    """The input of the encoder that returned this; None if it is not known."""
+    return _sources.get(encoder_outputs)
+
+
 OF_DECODER = {"decoder_attention_mask": "attention_mask", "decoder_position_ids": "position_ids"}
 """Arguments of a call that a causal language model has under another name."""
 
@@ -112,6 +122,7 @@ class Decoder:
     encoder_outputs: the source as transformers passes it; None: the example source in every row.
     source_mask: [B, S], 0 at padding; None: there is none.
     crossed: the keys and values of the source, once the first forward has computed them; None: each forward does.
+    algorithm: makes the drafts of the call; None: this is a draft.
     refused: arguments of a call that are not served, by names that tell why.
     """
 
@@ -120,6 +131,7 @@ class Decoder:
     encoder_outputs: Any = None
     source_mask: Tensor | None = None
     crossed: DynamicCache | None = None
+    algorithm: Any = None
     refused: dict[str, Any]
 
     def forward(
@@ -136,11 +148,13 @@ class Decoder:
             states = self.example.to(self.device, self.dtype)
             source = BaseModelOutput(states.expand(input_ids.shape[0], -1, -1))
         kwargs |= self.tokens(input_ids, position_ids, cache)
-        output = super().forward(
-            decoder_attention_mask=attention_mask, encoder_outputs=source, attention_mask=self.source_mask,
-            use_cache=bool(use_cache), **kwargs,
-        )  # fmt: skip
+        output = self.run(source, attention_mask, use_cache=bool(use_cache), **kwargs)
         return CausalLMOutputWithPast(logits=output.logits, **{CACHE: cache})
+
+    def run(self: Any, source: BaseModelOutput, attention_mask: Tensor | None, **kwargs: Any) -> Any:
+        """The original's forward. attention_mask: of decoder tokens."""
+        masks = {"decoder_attention_mask": attention_mask, "attention_mask": self.source_mask}
+        return super().forward(encoder_outputs=source, **masks, **kwargs)
 
     def tokens(self: Any, input_ids: Tensor, position_ids: Tensor | None, cache: Any) -> dict[str, Any]:
         """The arguments of the original's forward for decoder tokens."""
@@ -155,6 +169,11 @@ class Decoder:
         sources, algorithm = self.sources(args, kwargs), engine.runtime.algorithm
         if sources and algorithm.store is not None and engine.call_options[0] is None:
             engine.wishes["references"] = algorithm.documents(sources)
+
+    def remember_source(self, inputs: Tensor, encoder_outputs: Any) -> None:
+        """Keep the input of an encoder for `source_of`. If a call brings an output, transformers has ids of -100."""
+        if inputs.is_floating_point() or (inputs >= 0).all():
+            _sources[encoder_outputs] = inputs
 
     def sources(self: Any, args: tuple, kwargs: dict[str, Any]) -> list[list[int]] | None:
         """The token ids of each source of a call of ``generate()``, without padding; None if they are not text.
@@ -178,10 +197,10 @@ class Decoder:
             return given.tolist()
         return [ids[seen != 0].tolist() for ids, seen in zip(given, mask)]
 
-    def over(self: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> "Decoder":
-        """This decoder over the sources of a call of ``_sample`` with these arguments."""
+    def over(self: Any, engine: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> "Decoder":
+        """This decoder over the sources of a call of ``_sample`` with these arguments, which `engine` serves."""
         made = shallow(self)
-        made.refused = {}
+        made.algorithm, made.refused = engine.runtime.algorithm, {}
         cache = model_kwargs.get(CACHE)
         made.encoder_outputs, made.source_mask = model_kwargs["encoder_outputs"], model_kwargs.get("attention_mask")
         made.crossed = cache.cross_attention_cache if _is_fresh(cache) else DynamicCache()
@@ -212,6 +231,9 @@ class Decoder:
         seen = mask != 0 if self.reads_mask and mask is not None else None
         layers: list[Any] = self.crossed.layers
         packed = [kind.pack(layer.keys, layer.values, seen, room_of(self.config)) for layer in layers]
+        read = getattr(getattr(self.algorithm, "head", self.algorithm), "read_source", None)
+        if read is not None:  # a draft attends to the source, too
+            read(self)
         return Past([], packed, 0, padding)
 
     def output(self: Any, cache: DynamicCache | None, **told: Any) -> GenerateEncoderDecoderOutput:
@@ -236,9 +258,9 @@ class SkippingDecoder(Decoder):
         is_padding = (input_ids == table.padding_idx)[:, :, None]
         return {"decoder_inputs_embeds": torch.where(is_padding, embeds - table(None, embeds, start), embeds)}
 
-    def over(self: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> "Decoder":
+    def over(self: Any, engine: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> "Decoder":
         """A prompt of several tokens with padding is not served."""
-        made = super().over(input_ids, model_kwargs)
+        made = super().over(engine, input_ids, model_kwargs)
         if input_ids.shape[1] > 1 and (input_ids == self.get_decoder().padding_idx).any():
             made.refused["decoder_input_ids (with padding tokens, which positions do not count)"] = input_ids
         return made
