@@ -125,7 +125,7 @@ class SpeculativeMixin(FollowsGenerationConfig, Base):
     def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
         """transformers' own, after which a draft with its own encoder can read the model's source."""
         if self._engine.decoder is not None:
-            self._engine.decoder.remember_source(kwargs["encoder_input_ids"], kwargs["model_kwargs"]["encoder_outputs"])
+            self._engine.decoder.remember_source(kwargs["encoder_input_ids"], kwargs["model_kwargs"])
         return super()._get_logits_processor(*args, **kwargs)
 
     @_in_turn

@@ -6,12 +6,14 @@ import warnings
 
 import distributions
 import encoder_decoders as tiny
+import models
 import pytest
 import torch
 import transformers
 from encoder_decoders import EOS
 
 import spec_compile
+from spec_compile.contrib.encoder_decoder import moonshine
 from spec_compile.contrib.encoder_decoder.draft import encoder_of
 
 NEW = 30
@@ -50,6 +52,41 @@ def draft_of(family, kind):
 @functools.cache
 def drafted(family, kind):
     return spec_compile.speculate(target(family), "draft_model", draft=draft_of(family, kind), **OPTIONS)
+
+
+ROTARY = dict(
+    vocab_size=96, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=4,
+    max_position_embeddings=128, pad_token_id=1, bos_token_id=0, eos_token_id=2, decoder_start_token_id=2,
+)  # fmt: skip
+MOONSHINES = ("plain", "padded heads", "streaming", "another width")
+
+
+@functools.cache
+def moonshine_of(name, seed=0):
+    """A tiny Moonshine, whose heads may be padded, or a Moonshine Streaming, whose encoder may have another width."""
+    if name in ("plain", "padded heads"):
+        config = transformers.MoonshineConfig(
+            **ROTARY, encoder_num_hidden_layers=2, decoder_num_hidden_layers=2, encoder_num_attention_heads=4,
+            pad_head_dim_to_multiple_of=24 if name == "padded heads" else None,
+        )  # fmt: skip
+        model = transformers.MoonshineForConditionalGeneration(config)
+    else:
+        encoder = dict(
+            hidden_size=48 if name == "another width" else 64, intermediate_size=96, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=4, sliding_windows=[[4, 2], [4, 0]],
+        )  # fmt: skip
+        config = transformers.MoonshineStreamingConfig(encoder_config=encoder, num_hidden_layers=2, **ROTARY)
+        model = transformers.MoonshineStreamingForConditionalGeneration(config)
+    models._randomise(model, torch.Generator().manual_seed(seed), std=0.3, embed=0.25)
+    model.generation_config.update(eos_token_id=None, max_length=None)
+    return model.eval()
+
+
+def waves(batch, samples=8000, seed=0):
+    """Random sounds; row b is shorter by a fifth of a second times b."""
+    values = torch.randn(batch, samples, generator=torch.Generator().manual_seed(seed))
+    mask = (torch.arange(samples) < samples - 1600 * torch.arange(batch)[:, None]).long()
+    return dict(input_values=values * mask, attention_mask=mask)
 
 
 def sounds(batch, frames, seed=0):
@@ -174,3 +211,45 @@ def test_an_assistant_of_a_call(name, kind):
         assert torch.equal(expected, answer) and length > least
         if batch == 1 and least > 1:
             assert torch.equal(model.generate(**given, assistant_model=draft), answer)
+
+
+# --- Moonshine
+
+
+@pytest.mark.parametrize("name", MOONSHINES)
+def test_sounds_of_any_length(name):
+    model = moonshine_of(name)
+    fast = spec_compile.speculate(model, compile=False, cache=False)
+    for batch, samples in ((1, 8000), (3, 8000), (2, 12000)):
+        options = waves(batch, samples, seed=batch) | dict(max_new_tokens=NEW)
+        answer, length = run(fast, **options)
+        assert torch.equal(model.generate(**options), answer) and length > 1
+    expected, answer = (
+        each.generate(**waves(2), max_new_tokens=8, return_dict_in_generate=True, output_logits=True)
+        for each in (model, fast)
+    )
+    assert torch.equal(expected.sequences, answer.sequences)
+    assert all(torch.allclose(x, y, atol=1e-4) for x, y in zip(expected.logits, answer.logits, strict=True))
+
+
+@pytest.mark.parametrize("name", ["plain", "another width"])
+def test_a_draft_for_sounds_of_any_length(name):
+    model, options = moonshine_of(name), waves(2) | dict(max_new_tokens=NEW)
+    for factor in (1.0, 0.999):
+        draft = copy.deepcopy(model)
+        with torch.no_grad():
+            draft.get_decoder().layers[-1].mlp.fc2.weight.mul_(0.98)
+            draft.get_encoder().layers[0].mlp.fc1.weight.mul_(factor)
+        fast = spec_compile.speculate(model, "draft_model", draft=draft, **OPTIONS)
+        answer, length = run(fast, **options)
+        assert torch.equal(model.generate(**options), answer) and length > 2
+        assert ("its own encoder" in fast.speculation.explain()) == (factor < 1)
+
+
+def test_a_sound_that_is_too_long_steps_aside():
+    model = moonshine_of("plain")
+    fast = spec_compile.speculate(model, compile=False, cache=False)
+    options = waves(1, (moonshine.SECONDS + 1) * 16_000) | dict(max_new_tokens=4)
+    with pytest.warns(UserWarning, match=r"encoder_outputs \(of 27\d\d places\).* without speculation"):
+        answer = fast.generate(**options)
+    assert torch.equal(model.generate(**options), answer)

@@ -7,7 +7,7 @@ the states of a call's sources; `draft` has drafts over the same source.
 
 from ...capture import admit, modules, recurrences
 from ...kernels.recurrence import KINDS
-from . import draft, kind
+from . import draft, kind, moonshine  # noqa: F401
 from .decoder import FAMILIES, attend_to_states, causal
 
 KINDS["source"] = kind.SOURCE

@@ -33,13 +33,18 @@ FAMILIES = {
     "whisper": "WhisperForConditionalGeneration",
 }
 """The class that is served, by the type of its configuration."""
+BASES: dict[str, type["Decoder"]] = {}
+"""The class that is put before a model's in place of `Decoder`, by the type of its configuration."""
+ROOMS: dict[str, int] = {}
+"""The most places of a source that are served, by the type of configurations that set no limit."""
 EXAMPLE = 5
 """Places of the example source."""
 
 
 def causal(model: PreTrainedModel) -> PreTrainedModel:
     """The decoder of `model`, of a class in `FAMILIES`, as a causal language model over the example source."""
-    cls, base = type(model), SkippingDecoder if skips_padding(model) else Decoder
+    cls = type(model)
+    base = SkippingDecoder if skips_padding(model) else BASES.get(model.config.model_type, Decoder)
     made = shallow(model, type(cls.__name__, (base, cls), {"__module__": cls.__module__}))
     made.config = model.config.get_text_config(decoder=True)  # a copy, in which layers are the decoder's
     made.config.is_encoder_decoder = False
@@ -49,27 +54,30 @@ def causal(model: PreTrainedModel) -> PreTrainedModel:
 
 def example_states(config: Any) -> Tensor:
     """The encoder's output [1, EXAMPLE, C] for the example source: random numbers that all dtypes have."""
-    drawn = torch.randn(1, EXAMPLE, config.d_model, generator=torch.Generator().manual_seed(0))
+    size = getattr(config, "encoder_config", config).hidden_size
+    drawn = torch.randn(1, EXAMPLE, size, generator=torch.Generator().manual_seed(0))
     return (16 * drawn).round() / 16
 
 
 def skips_padding(model: Any) -> bool:
     """True if the positions of a decoder's tokens do not count its padding tokens (M2M-100)."""
-    return hasattr(model.get_decoder().embed_positions, "create_position_ids_from_input_ids")
+    table = getattr(model.get_decoder(), "embed_positions", None)
+    return hasattr(table, "create_position_ids_from_input_ids")
 
 
 def room_of(config: Any) -> int:
     """The most places of a source."""
-    return getattr(config, "max_source_positions", None) or config.max_position_embeddings
+    limit = getattr(config, "max_source_positions", None) or ROOMS.get(config.model_type)
+    return limit or config.max_position_embeddings
 
 
 _sources: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""The input of an encoder by its output, as long as that lives."""
+"""The input of an encoder and its mask by its output, as long as that lives."""
 
 
-def source_of(encoder_outputs: Any) -> Tensor | None:
-    """The input of the encoder that returned this; None if it is not known."""
-    return _sources.get(encoder_outputs)
+def source_of(encoder_outputs: Any) -> tuple[Tensor | None, Tensor | None]:
+    """The input of the encoder that returned this, and the mask of its rows; None if they are not known."""
+    return _sources.get(encoder_outputs, (None, None))
 
 
 OF_DECODER = {"decoder_attention_mask": "attention_mask", "decoder_position_ids": "position_ids"}
@@ -77,15 +85,18 @@ OF_DECODER = {"decoder_attention_mask": "attention_mask", "decoder_position_ids"
 
 
 @torch.no_grad()
-def attend_to_states(module: Any, attend: Callable) -> int:
+def attend_to_states(module: Any, attend: Callable) -> int | None:
     """A change of a `Decoder`, see `capture.modules`: its layers attend to a source by states."""
-    weight, table = module.get_output_embeddings().weight, module.get_decoder().embed_positions
-    if skips_padding(module):
+    weight, table = module.get_output_embeddings().weight, getattr(module.get_decoder(), "embed_positions", None)
+    if table is None:  # positions turn queries and keys, and are an argument already
+        limit = None
+    elif skips_padding(module):
         limit = tell_positions(module, table, "weights", table.padding_idx + 1)
     else:
         limit = tell_positions(module, table, "weight", getattr(table, "offset", 0))
     wide = torch.promote_types(weight.dtype, torch.float32)  # the checks also compare in float32
-    states, room = module.example.to(weight.device, wide), torch.zeros(room_of(module.config), device=weight.device)
+    states = module.attended(module.example.to(weight.device, wide))
+    room = torch.zeros(room_of(module.config), device=weight.device)
     for layer in module.get_decoder().layers:
         part = layer.encoder_attn
         keys, values = (
@@ -100,8 +111,8 @@ def attend_to_states(module: Any, attend: Callable) -> int:
 def by_states(part: Any, hidden_states: Tensor, *_, **__) -> tuple[Tensor, None]:
     """Attention to a source."""
     q = (part.q_proj(hidden_states) * part.scaling).unflatten(2, (-1, part.head_dim))
-    out = recurrence("source", [q, part.example, part.room]).to(hidden_states.dtype)
-    return part.out_proj(out.flatten(2)), None
+    out = recurrence("source", [q, part.example, part.room]).to(hidden_states.dtype).flatten(2)
+    return part.out_proj(out) if hasattr(part, "out_proj") else part.o_proj(out), None
 
 
 def _is_fresh(cache: Any) -> bool:
@@ -162,6 +173,10 @@ class Decoder:
         positions = {"decoder_position_ids": position_ids} if takes_positions else {}
         return {"decoder_input_ids": input_ids, **positions}
 
+    def attended(self, states: Tensor) -> Tensor:
+        """The input of the layers' keys and values, for the encoder's output `states` [B, S, C]."""
+        return states
+
     # A call of ``generate()``: its arguments, and what it returns.
 
     def begin(self, engine: Any, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -170,10 +185,10 @@ class Decoder:
         if sources and algorithm.store is not None and engine.call_options[0] is None:
             engine.wishes["references"] = algorithm.documents(sources)
 
-    def remember_source(self, inputs: Tensor, encoder_outputs: Any) -> None:
+    def remember_source(self, inputs: Tensor, model_kwargs: dict[str, Any]) -> None:
         """Keep the input of an encoder for `source_of`. If a call brings an output, transformers has ids of -100."""
         if inputs.is_floating_point() or (inputs >= 0).all():
-            _sources[encoder_outputs] = inputs
+            _sources[model_kwargs["encoder_outputs"]] = inputs, model_kwargs.get("attention_mask")
 
     def sources(self: Any, args: tuple, kwargs: dict[str, Any]) -> list[list[int]] | None:
         """The token ids of each source of a call of ``generate()``, without padding; None if they are not text.

@@ -98,7 +98,7 @@ class SourceDraft(draft_model.DraftModel):
         """The output [rows, S, C] of the draft's own encoder. Rows of one source are neighbours, as transformers
         repeats them: sources 0, 1 and four rows give the rows 0, 0, 1, 1."""
         assert self.encoder is not None
-        inputs, mask = source_of(target.encoder_outputs), target.source_mask
+        inputs, mask = source_of(target.encoder_outputs)
         if inputs is None:
             raise ValueError(
                 "encoder_outputs: the draft has another encoder than the model, which reads the source itself; pass "
@@ -130,8 +130,9 @@ def encoder_of(draft: PreTrainedModel, target: PreTrainedModel) -> nn.Module | N
     if not draft.config.is_encoder_decoder:
         return None
     ours, theirs = target.get_encoder(), draft.get_encoder()
+    is_flat = type(theirs.config) is type(draft.config)  # else the encoder has a configuration for itself
     configs = [
-        {name: value for name, value in each.config.to_dict().items() if name.startswith("encoder_")}
+        {name: x for name, x in each.config.to_dict().items() if not is_flat or name.startswith("encoder_")}
         for each in (ours, theirs)
     ]
     tensors = [each.state_dict() for each in (ours, theirs)]
