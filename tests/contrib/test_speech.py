@@ -13,7 +13,7 @@ import transformers
 from encoder_decoders import EOS
 
 import spec_compile
-from spec_compile.contrib.encoder_decoder import moonshine
+from spec_compile.contrib.encoder_decoder import inputs, moonshine
 from spec_compile.contrib.encoder_decoder.draft import encoder_of
 
 NEW = 30
@@ -253,3 +253,89 @@ def test_a_sound_that_is_too_long_steps_aside():
     with pytest.warns(UserWarning, match=r"encoder_outputs \(of 27\d\d places\).* without speculation"):
         answer = fast.generate(**options)
     assert torch.equal(model.generate(**options), answer)
+
+
+# --- wrong calls are refused before any work, and the next call is served
+
+
+def floats(*shape):
+    return torch.zeros(shape)
+
+
+def ids(*shape):
+    return torch.full(shape, 5)
+
+
+def states(*shape):
+    return transformers.modeling_outputs.BaseModelOutput(floats(*shape))
+
+
+WHISPER, SAMPLES = (
+    r"expected \[batch, 16 mel bins, frames\], got ",
+    r"expected \[batch, samples\] with 895 samples or more",
+)
+PROMPT = dict(input_ids=ids(2, 9))
+WRONG = {
+    "another processor": ("transcriber", dict(input_features=floats(1, 80, 100)), f"^input_features: {WHISPER}float32"),
+    "frames first": ("transcriber", dict(input_features=floats(1, 100, 16)), f"^input_features: {WHISPER}float32"),
+    "samples": ("transcriber", dict(input_features=floats(1, 16000)), f"^input_features: {WHISPER}float32"),
+    "integers": ("transcriber", dict(input_features=ids(1, 16, 100)), f"^input_features: {WHISPER}int64"),
+    "an array": ("transcriber", dict(input_features=floats(1, 16, 100).numpy()), "^input_features: expected a tensor"),
+    "no source": ("transcriber", {}, "Make sure to provide either `input_features` or `encoder_outputs`"),
+    "too many tokens": ("transcriber", sounds(1, 100) | dict(max_new_tokens=500), "max_new_tokens"),
+    "features": ("moonshine", dict(input_values=floats(1, 80, 3000)), f"^input_values: {SAMPLES}"),
+    "one row": ("moonshine", dict(input_values=floats(8000)), f"^input_values: {SAMPLES}"),
+    "a short sound": ("moonshine", dict(input_values=floats(1, 894)), f"^input_values: {SAMPLES}"),
+    "half a frame": ("streaming", dict(input_values=floats(1, 8001)), "^input_values: .* a multiple of 80, got"),
+    "one text": ("bart", dict(input_ids=ids(9)), r"^input_ids: expected token ids \[batch, at least one token\]"),
+    "empty texts": ("bart", dict(input_ids=ids(1, 0)), "^input_ids: expected token ids"),
+    "narrow embeddings": ("bart", dict(inputs_embeds=floats(2, 9, 32)), r"^inputs_embeds: expected .*places, 64\]"),
+    "another encoder": ("bart", dict(encoder_outputs=states(2, 9, 32)), r"^encoder_outputs: expected .*places, 64\]"),
+    "one prompt": ("bart", PROMPT | dict(decoder_input_ids=ids(1, 2)), "^decoder_input_ids: .* of 2 sources, got 1"),
+    "three prompts": ("bart", PROMPT | dict(decoder_input_ids=ids(3, 2)), "^decoder_input_ids: .* of 2 sources, got 3"),
+    "a flat prompt": ("bart", PROMPT | dict(decoder_input_ids=ids(2)), "^decoder_input_ids: expected token"),
+    "floats as a prompt": ("bart", PROMPT | dict(decoder_input_ids=floats(2, 2)), "^decoder_input_ids: expected token"),
+    "a long prompt": ("bart", PROMPT | dict(decoder_input_ids=ids(2, 126)), "^max_new_tokens: .* ask for at most 1"),
+}  # fmt: skip
+
+
+@functools.cache
+def any_pair(name):
+    """A model, its speculative version, and the arguments of a call that is served."""
+    if name in OF_A_DECODER:
+        source = sounds(1, tiny.FRAMES) | dict(language="en") if name == "transcriber" else tiny.sources(name, 2)
+        return target(name), plain(name), source
+    model = moonshine_of("plain" if name == "moonshine" else name)
+    return model, spec_compile.speculate(model, compile=False, cache=False), waves(1)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_calls(name):
+    family, options, message = WRONG[name]
+    model, fast, served = any_pair(family)
+    more = dict(language="en") if family == "transcriber" else {}
+    with pytest.raises(TypeError if name == "an array" else ValueError, match=message):
+        fast.generate(**dict(max_new_tokens=6) | more | options)
+    assert torch.equal(model.generate(**served, max_new_tokens=6), fast.generate(**served, max_new_tokens=6))
+
+
+def test_the_shortest_sound():
+    assert any_pair("moonshine")[1].generate(floats(1, inputs.SHORTEST), max_new_tokens=2).shape[1] > 1
+
+
+def test_wrong_drafts():
+    bart = functools.partial(tiny.build, "bart")
+    narrow = transformers.BartForCausalLM(transformers.BartConfig(**tiny.SIZES | dict(d_model=32))).eval()
+    for draft, message in (
+        (bart(vocab_size=200), "^draft: its vocabulary of 200 tokens is not the model's"),
+        (narrow, "^draft: BartForCausalLM attends to an encoder of d_model 32, the model's has 64"),
+        (bart(max_position_embeddings=64), "^draft: .* takes sources of 64 places, the model 128"),
+        (target("transcriber"), "^draft: WhisperForConditionalGeneration reads input_features, the model input_ids"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            spec_compile.speculate(target("bart"), "draft_model", draft=draft, **OPTIONS)
+    with pytest.raises(ValueError, match=r"^draft: the encoder of Whisper\S+ reads 8 mel bins, the model's 16"):
+        draft = tiny.transcriber(num_mel_bins=8)
+        spec_compile.speculate(target("transcriber"), "draft_model", draft=draft, **OPTIONS)
+    with pytest.raises(ValueError, match="different tokenizers"):
+        plain("bart").generate(**tiny.sources("bart"), assistant_model=bart(vocab_size=200))

@@ -12,13 +12,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.generation import GenerateEncoderDecoderOutput
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
+from transformers.utils import ModelOutput
 
 from ...capture.copies import shallow
 from ...capture.modules import heads_of, tell_positions
 from ...compat import CACHE
 from ...kernels.recurrence import recurrence
 from ...runtime.prompt import Past
-from . import kind
+from . import inputs, kind
 
 FAMILIES = {
     "bart": "BartForConditionalGeneration",
@@ -179,16 +180,18 @@ class Decoder:
 
     # A call of ``generate()``: its arguments, and what it returns.
 
-    def begin(self, engine: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    def begin(self: Any, engine: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Check the sources of a call of ``generate()``. N-grams may copy from them, unless the call names others."""
+        inputs.check(self.config, super().main_input_name, args, kwargs)
         sources, algorithm = self.sources(args, kwargs), engine.runtime.algorithm
         if sources and algorithm.store is not None and engine.call_options[0] is None:
             engine.wishes["references"] = algorithm.documents(sources)
 
-    def remember_source(self, inputs: Tensor, model_kwargs: dict[str, Any]) -> None:
+    def remember_source(self, source: Tensor, model_kwargs: dict[str, Any]) -> None:
         """Keep the input of an encoder for `source_of`. If a call brings an output, transformers has ids of -100."""
-        if inputs.is_floating_point() or (inputs >= 0).all():
-            _sources[model_kwargs["encoder_outputs"]] = inputs, model_kwargs.get("attention_mask")
+        encoded = model_kwargs["encoder_outputs"]
+        if isinstance(encoded, ModelOutput) and (source.is_floating_point() or (source >= 0).all()):
+            _sources[encoded] = source, model_kwargs.get("attention_mask")
 
     def sources(self: Any, args: tuple, kwargs: dict[str, Any]) -> list[list[int]] | None:
         """The token ids of each source of a call of ``generate()``, without padding; None if they are not text.
