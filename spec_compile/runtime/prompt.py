@@ -41,6 +41,8 @@ PICTURES = {
     "pixel_attention_mask", "spatial_shapes", "image_position_ids", "image_merge_sizes", "input_features",
     "input_features_mask", "feature_attention_mask", "target_sizes",
 }  # fmt: skip
+# Checks of a model, its prompts and the arguments of a forward before it runs, by the name of the model's class.
+SOUND_CHECKS: dict[str, Any] = {}
 TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}  # say which tokens stand for pictures
 READABLE = {DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer}
 # Caches of layers with states, some of which hold keys and values, too.
@@ -142,10 +144,8 @@ def _width(id_width: int, cached: int, generation_config: GenerationConfig, mask
     is_healed = bool(generation_config.token_healing) and not cached  # other ids may have replaced the masked ones
     if is_healed and (mask is None or mask.shape[-1] != id_width):
         return id_width
-    if mask is not None:
-        width = mask.shape[-1]
-    else:
-        width = getattr(generation_config, "_mask_length", None) or max(id_width, cached)
+    known = getattr(generation_config, "_mask_length", None) or max(id_width, cached)
+    width = known if mask is None else mask.shape[-1]
     if cached >= width or (not is_healed and width not in (id_width, cached + id_width)):
         raise ValueError(
             f"attention_mask, {CACHE}: {cached} cached and {id_width} given tokens do not make the mask's "
@@ -348,6 +348,7 @@ def own_prefill(
     The last tokens are left to the first round, unless one stands for a picture, or there are embeddings or a cache.
     """
     kwargs, engine = model_kwargs | {"use_cache": True}, model.speculation.engine
+    SOUND_CHECKS.get(type(engine.original).__name__, lambda *_: None)(engine.original, input_ids, kwargs)
     cache = cache_among(kwargs)
     is_first = cache is None or cache.get_seq_length() == 0
     pictures, has_all_tokens = placeholders(engine.original.config), is_first and not prompt.is_embedded

@@ -327,14 +327,6 @@ def test_generated_padding_that_positions_skip():
     assert alike(expected.logits, answer.logits)
 
 
-@pytest.mark.parametrize("family", ["bart", "transcriber"])
-def test_an_assistant_of_the_same_class_steps_aside(family):
-    other = tiny.transcriber(seed=1) if family == "transcriber" else tiny.build(family, seed=1)
-    source = sounds(1, tiny.FRAMES) | dict(language="en") if family == "transcriber" else tiny.sources(family)
-    expected, answer, _ = answers(family, "assistant_model", **source, max_new_tokens=8, assistant_model=other)
-    assert torch.equal(expected, answer)
-
-
 def test_wrong_inputs():
     _, fast = pair("bart")
     with pytest.raises(ValueError, match=r"^input_ids: the encoder has positions for 128 tokens, got 129; shorten it"):

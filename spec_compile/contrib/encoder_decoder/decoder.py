@@ -8,16 +8,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.generation import GenerateEncoderDecoderOutput
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
+from transformers.utils import ModelOutput
 
 from ...capture.copies import shallow
 from ...capture.modules import heads_of, tell_positions
 from ...compat import CACHE
 from ...kernels.recurrence import recurrence
 from ...runtime.prompt import Past
-from . import kind
+from . import inputs, kind
 
 FAMILIES = {
     "bart": "BartForConditionalGeneration",
@@ -32,13 +34,18 @@ FAMILIES = {
     "whisper": "WhisperForConditionalGeneration",
 }
 """The class that is served, by the type of its configuration."""
+BASES: dict[str, type["Decoder"]] = {}
+"""The class that is put before a model's in place of `Decoder`, by the type of its configuration."""
+ROOMS: dict[str, int] = {}
+"""The most places of a source that are served, by the type of configurations that set no limit."""
 EXAMPLE = 5
 """Places of the example source."""
 
 
 def causal(model: PreTrainedModel) -> PreTrainedModel:
     """The decoder of `model`, of a class in `FAMILIES`, as a causal language model over the example source."""
-    cls, base = type(model), SkippingDecoder if skips_padding(model) else Decoder
+    cls = type(model)
+    base = SkippingDecoder if skips_padding(model) else BASES.get(model.config.model_type, Decoder)
     made = shallow(model, type(cls.__name__, (base, cls), {"__module__": cls.__module__}))
     made.config = model.config.get_text_config(decoder=True)  # a copy, in which layers are the decoder's
     made.config.is_encoder_decoder = False
@@ -48,18 +55,30 @@ def causal(model: PreTrainedModel) -> PreTrainedModel:
 
 def example_states(config: Any) -> Tensor:
     """The encoder's output [1, EXAMPLE, C] for the example source: random numbers that all dtypes have."""
-    drawn = torch.randn(1, EXAMPLE, config.d_model, generator=torch.Generator().manual_seed(0))
+    size = getattr(config, "encoder_config", config).hidden_size
+    drawn = torch.randn(1, EXAMPLE, size, generator=torch.Generator().manual_seed(0))
     return (16 * drawn).round() / 16
 
 
 def skips_padding(model: Any) -> bool:
     """True if the positions of a decoder's tokens do not count its padding tokens (M2M-100)."""
-    return hasattr(model.get_decoder().embed_positions, "create_position_ids_from_input_ids")
+    table = getattr(model.get_decoder(), "embed_positions", None)
+    return hasattr(table, "create_position_ids_from_input_ids")
 
 
 def room_of(config: Any) -> int:
     """The most places of a source."""
-    return getattr(config, "max_source_positions", None) or config.max_position_embeddings
+    limit = getattr(config, "max_source_positions", None) or ROOMS.get(config.model_type)
+    return limit or config.max_position_embeddings
+
+
+_sources: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""The input of an encoder and its mask by its output, as long as that lives."""
+
+
+def source_of(encoder_outputs: Any) -> tuple[Tensor | None, Tensor | None]:
+    """The input of the encoder that returned this, and the mask of its rows; None if they are not known."""
+    return _sources.get(encoder_outputs, (None, None))
 
 
 OF_DECODER = {"decoder_attention_mask": "attention_mask", "decoder_position_ids": "position_ids"}
@@ -67,15 +86,18 @@ OF_DECODER = {"decoder_attention_mask": "attention_mask", "decoder_position_ids"
 
 
 @torch.no_grad()
-def attend_to_states(module: Any, attend: Callable) -> int:
+def attend_to_states(module: Any, attend: Callable) -> int | None:
     """A change of a `Decoder`, see `capture.modules`: its layers attend to a source by states."""
-    weight, table = module.get_output_embeddings().weight, module.get_decoder().embed_positions
-    if skips_padding(module):
+    weight, table = module.get_output_embeddings().weight, getattr(module.get_decoder(), "embed_positions", None)
+    if table is None:  # positions turn queries and keys, and are an argument already
+        limit = None
+    elif skips_padding(module):
         limit = tell_positions(module, table, "weights", table.padding_idx + 1)
     else:
         limit = tell_positions(module, table, "weight", getattr(table, "offset", 0))
     wide = torch.promote_types(weight.dtype, torch.float32)  # the checks also compare in float32
-    states, room = module.example.to(weight.device, wide), torch.zeros(room_of(module.config), device=weight.device)
+    states = module.attended(module.example.to(weight.device, wide))
+    room = torch.zeros(room_of(module.config), device=weight.device)
     for layer in module.get_decoder().layers:
         part = layer.encoder_attn
         keys, values = (
@@ -90,8 +112,8 @@ def attend_to_states(module: Any, attend: Callable) -> int:
 def by_states(part: Any, hidden_states: Tensor, *_, **__) -> tuple[Tensor, None]:
     """Attention to a source."""
     q = (part.q_proj(hidden_states) * part.scaling).unflatten(2, (-1, part.head_dim))
-    out = recurrence("source", [q, part.example, part.room]).to(hidden_states.dtype)
-    return part.out_proj(out.flatten(2)), None
+    out = recurrence("source", [q, part.example, part.room]).to(hidden_states.dtype).flatten(2)
+    return part.out_proj(out) if hasattr(part, "out_proj") else part.o_proj(out), None
 
 
 def _is_fresh(cache: Any) -> bool:
@@ -112,6 +134,7 @@ class Decoder:
     encoder_outputs: the source as transformers passes it; None: the example source in every row.
     source_mask: [B, S], 0 at padding; None: there is none.
     crossed: the keys and values of the source, once the first forward has computed them; None: each forward does.
+    algorithm: makes the drafts of the call; None: this is a draft.
     refused: arguments of a call that are not served, by names that tell why.
     """
 
@@ -120,6 +143,7 @@ class Decoder:
     encoder_outputs: Any = None
     source_mask: Tensor | None = None
     crossed: DynamicCache | None = None
+    algorithm: Any = None
     refused: dict[str, Any]
 
     def forward(
@@ -136,11 +160,13 @@ class Decoder:
             states = self.example.to(self.device, self.dtype)
             source = BaseModelOutput(states.expand(input_ids.shape[0], -1, -1))
         kwargs |= self.tokens(input_ids, position_ids, cache)
-        output = super().forward(
-            decoder_attention_mask=attention_mask, encoder_outputs=source, attention_mask=self.source_mask,
-            use_cache=bool(use_cache), **kwargs,
-        )  # fmt: skip
+        output = self.run(source, attention_mask, use_cache=bool(use_cache), **kwargs)
         return CausalLMOutputWithPast(logits=output.logits, **{CACHE: cache})
+
+    def run(self: Any, source: BaseModelOutput, attention_mask: Tensor | None, **kwargs: Any) -> Any:
+        """The original's forward. attention_mask: of decoder tokens."""
+        masks = {"decoder_attention_mask": attention_mask, "attention_mask": self.source_mask}
+        return super().forward(encoder_outputs=source, **masks, **kwargs)
 
     def tokens(self: Any, input_ids: Tensor, position_ids: Tensor | None, cache: Any) -> dict[str, Any]:
         """The arguments of the original's forward for decoder tokens."""
@@ -148,13 +174,24 @@ class Decoder:
         positions = {"decoder_position_ids": position_ids} if takes_positions else {}
         return {"decoder_input_ids": input_ids, **positions}
 
+    def attended(self, states: Tensor) -> Tensor:
+        """The input of the layers' keys and values, for the encoder's output `states` [B, S, C]."""
+        return states
+
     # A call of ``generate()``: its arguments, and what it returns.
 
-    def begin(self, engine: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    def begin(self: Any, engine: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Check the sources of a call of ``generate()``. N-grams may copy from them, unless the call names others."""
+        inputs.check(self.config, super().main_input_name, args, kwargs)
         sources, algorithm = self.sources(args, kwargs), engine.runtime.algorithm
         if sources and algorithm.store is not None and engine.call_options[0] is None:
             engine.wishes["references"] = algorithm.documents(sources)
+
+    def remember_source(self, source: Tensor, model_kwargs: dict[str, Any]) -> None:
+        """Keep the input of an encoder for `source_of`. If a call brings an output, transformers has ids of -100."""
+        encoded = model_kwargs["encoder_outputs"]
+        if isinstance(encoded, ModelOutput) and (source.is_floating_point() or (source >= 0).all()):
+            _sources[encoded] = source, model_kwargs.get("attention_mask")
 
     def sources(self: Any, args: tuple, kwargs: dict[str, Any]) -> list[list[int]] | None:
         """The token ids of each source of a call of ``generate()``, without padding; None if they are not text.
@@ -178,10 +215,10 @@ class Decoder:
             return given.tolist()
         return [ids[seen != 0].tolist() for ids, seen in zip(given, mask)]
 
-    def over(self: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> "Decoder":
-        """This decoder over the sources of a call of ``_sample`` with these arguments."""
+    def over(self: Any, engine: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> "Decoder":
+        """This decoder over the sources of a call of ``_sample`` with these arguments, which `engine` serves."""
         made = shallow(self)
-        made.refused = {}
+        made.algorithm, made.refused = engine.runtime.algorithm, {}
         cache = model_kwargs.get(CACHE)
         made.encoder_outputs, made.source_mask = model_kwargs["encoder_outputs"], model_kwargs.get("attention_mask")
         made.crossed = cache.cross_attention_cache if _is_fresh(cache) else DynamicCache()
@@ -212,6 +249,9 @@ class Decoder:
         seen = mask != 0 if self.reads_mask and mask is not None else None
         layers: list[Any] = self.crossed.layers
         packed = [kind.pack(layer.keys, layer.values, seen, room_of(self.config)) for layer in layers]
+        read = getattr(getattr(self.algorithm, "head", self.algorithm), "read_source", None)
+        if read is not None:  # a draft attends to the source, too
+            read(self)
         return Past([], packed, 0, padding)
 
     def output(self: Any, cache: DynamicCache | None, **told: Any) -> GenerateEncoderDecoderOutput:
@@ -236,9 +276,9 @@ class SkippingDecoder(Decoder):
         is_padding = (input_ids == table.padding_idx)[:, :, None]
         return {"decoder_inputs_embeds": torch.where(is_padding, embeds - table(None, embeds, start), embeds)}
 
-    def over(self: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> "Decoder":
+    def over(self: Any, engine: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> "Decoder":
         """A prompt of several tokens with padding is not served."""
-        made = super().over(input_ids, model_kwargs)
+        made = super().over(engine, input_ids, model_kwargs)
         if input_ids.shape[1] > 1 and (input_ids == self.get_decoder().padding_idx).any():
             made.refused["decoder_input_ids (with padding tokens, which positions do not count)"] = input_ids
         return made
