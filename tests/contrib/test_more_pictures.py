@@ -4,14 +4,16 @@ import inspect
 import itertools
 import warnings
 
+import media_models
 import pytest
 import torch
 from media_models import COLUMNS, NAMES, PICTURE, SOUND, fast, has_sounds, inputs, model
 from models import speculate_captured
 from picture_models import START, VIDEO
 
-from spec_compile.capture.admit import READERS, reads_pictures
+from spec_compile.capture.admit import reads_pictures
 from spec_compile.compat import CACHE
+from spec_compile.contrib.pictures import READERS
 
 OFTEN = {"Qwen3_5", "Idefics3", "Exaone4_5_", "Voxtral"}
 CASES = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
@@ -112,7 +114,7 @@ def test_pictures_of_models_that_hear(name, rows):
 def test_every_class_that_reads_pictures_is_tried():
     import picture_models
 
-    assert READERS == {*NAMES, *picture_models.NAMES}
+    assert READERS == {*media_models._MODELS, *picture_models.NAMES}
 
 
 def test_a_model_of_sounds_reads_no_pictures():
