@@ -4,6 +4,7 @@
 """
 
 import functools
+import importlib.util
 import inspect
 
 import torch
@@ -96,6 +97,13 @@ def strips(n, g):
     return {"pixel_values": torch.randn(1, 3, 4, n * 256, generator=g)} | _for_each(n, {"target_sizes": [8, 8]})
 
 
+def crops(n, g):
+    """Patches of whole pictures, of which two by two make a place."""
+    numbers = torch.arange(16 * n).view(n, 2, 2, 2, 2).transpose(2, 3).reshape(4 * n, 4)
+    made = {"pixel_values": torch.randn(n, 16, 48, generator=g), "image_token_pooling": numbers}
+    return made | _for_each(n, {"image_grids": [2, 2, 0, 0], "image_num_crops": 1})
+
+
 def sound(*shape, **masks):
     """Features of sounds of one length."""
     return lambda n, g: {"input_features": torch.randn(n, *shape, generator=g)} | _for_each(n, masks)
@@ -124,19 +132,29 @@ SPEECH = dict(text_config=dict(model_type="granite"), projector_config=QFORMER, 
 OMNI = dict(vision_start_token_id=START, text_config=dict(rope_parameters=SECTIONS),
             audio_config=dict(n_window=50, max_source_positions=64, downsample_hidden_size=16, n_window_infer=100),
             vision_config=dict(fullatt_block_indexes=[1], window_size=16))
-G4 = dict(rope_parameters=None, vocab_size_per_layer_input=96, hidden_size_per_layer_input=8, layer_types=[WIN, FULL])
+G4 = dict(rope_parameters=None, vocab_size_per_layer_input=96, hidden_size_per_layer_input=8, num_hidden_layers=4,
+          num_kv_shared_layers=2, layer_types=[WIN, FULL] * 2)
 STRIPS = dict(GATED, image_size=32, patch_size=4, insert_layer_id=0,
               vision_config=dict(image_size=32, insert_layer_id=0))
 POSITIONS = [[x, y] for y in range(6) for x in range(6)]
 
 UNSCALED = dict(embedding_multiplier=1.0, logits_scaling=1.0, residual_multiplier=1.0, attention_multiplier=0.25)
+RESNET = dict(architecture="test_resnet", hidden_size=96)  # one of timm's models for tests
+SAM = dict(image_size=64, patch_size=16, output_channels=8, global_attn_indexes=[1], window_size=2)
 VOCABULARY = {"<image>": PICTURE} | {f"IMGIMG{letter}Z": 80 + code for code, letter in enumerate("ABCDEFGH")}
+EMU_VOCABULARY = {"<image>": PICTURE, "<|extra_200|>": 7} | {f"<|visual token {n:06d}|>": 80 + n for n in range(8)}
 CODES = dict(num_embeddings=8, embed_dim=8, latent_channels=8, resolution=SIDE, base_channels=32, num_res_blocks=1,
              channel_multiplier=[1, 1, 2])
 
 # class, which may lack ForConditionalGeneration: (places of a picture or sound, or a function of a grid's height and
 # width; what is made; configuration)
 _MODELS = {
+    "Apertus1p5": (16, pixels(*RGB, image_sizes=SIZES), dict(
+        image_token_offset=80, audio_token_offset=88,
+        vision_config=dict(codebook_size=8, embed_dim=8, latent_channels=8, base_channels=32, num_res_blocks=1,
+                           channel_multiplier=[1, 1, 1], attn_resolutions=[4], resolution=SIDE),
+        audio_config=dict(num_filters=4, codebook_size=8, codebook_dim=32, decoder_hidden_size=32, num_lstm_layers=1,
+                          decoder_intermediate_size=32, decoder_num_layers=1, decoder_attention_num_groups=4))),
     "Aria": (4, pixels(*RGB), dict(projector_patch_to_query_dict={16: 4})),
     "AyaVision": (4, pixels(*RGB), dict(text_config=dict(model_type="cohere2"), vision_config=SIGLIP,
                                         downsample_factor=2)),
@@ -146,10 +164,18 @@ _MODELS = {
     "CohereCompass": (MERGED, GRID, dict(text_config=dict(rope_parameters={FULL: SECTIONS, WIN: SECTIONS}))),
     "Cosmos3Edge": (MERGED, patches(48), {}),
     "Cosmos3Omni": (MERGED, GRID, {}),
+    "DeepseekOcr2": (145, pixels(3, 64, 64), dict(
+        text_config=dict(mlp_layer_types=["dense", "sparse"], n_group=1, topk_group=1, num_experts_per_tok=2),
+        vision_config=dict(
+            encoder_config=dict(TOWER, layer_types=[FULL, FULL]),
+            sam_config=dict(TOWER, **SAM, downsample_channels=[16, 32], mlp_dim=48)))),
     "DeepseekVL": (16, pixels(*RGB), {}),
     "DeepseekVLHybrid": (16, several(pixel_values=RGB, high_res_pixel_values=(3, 64, 64)), dict(
-        high_res_vision_config=dict(image_size=64, patch_size=16, output_channels=8, global_attn_indexes=[1],
-                                    window_size=2))),
+        high_res_vision_config=SAM)),
+    "Emu3": (20, pixels(*RGB, image_sizes=SIZES), dict(
+        vocabulary_map=EMU_VOCABULARY, image_token_id=PICTURE, text_config=dict(attention_dropout=0.0),
+        vq_config=dict(codebook_size=8, embed_dim=4, latent_channels=4, base_channels=32, num_res_blocks=1,
+                       channel_multiplier=[1, 1, 1], hidden_size=32, num_attention_heads=1))),
     "Ernie4_5_VLMoe": (MERGED, patches(48), dict(text_config=dict(rope_parameters=rope_of(3, 3, 2)))),
     "Exaone4_5_": (MERGED, GRID, {}),
     "Gemma4": (4, pixels(36, 48, image_position_ids=POSITIONS), dict(text_config=G4, vision_config=dict(
@@ -161,8 +187,12 @@ _MODELS = {
     "Glm4v": (MERGED, GRID, GLM),
     "Glm4vMoe": (MERGED, GRID, GLM),
     "GlmOcr": (MERGED, GRID, GLM),
-    "GotOcr2": (1, pixels(3, 64, 64), dict(text_config=QWEN2, vision_config=dict(
-        image_size=64, patch_size=16, output_channels=8, global_attn_indexes=[1], window_size=2))),
+    "GotOcr2": (1, pixels(3, 64, 64), dict(text_config=QWEN2, vision_config=SAM)),
+    "Granite4Vision": (10, pixels(2, *RGB, image_sizes=SIZES), dict(
+        vision_config=dict(hidden_size=64), qformer_config=dict(QFORMER, encoder_hidden_size=64, hidden_size=64,
+                                                                num_hidden_layers=1, num_attention_heads=1),
+        deepstack_layer_map=[[1, 0]], spatial_target_layers=[1], downsample_rate="2/4", projector_dropout=0.0,
+        image_grid_pinpoints=[SIZES])),
     "GraniteDocling": (4, pixels(1, *RGB, pixel_attention_mask=[True]), dict(
         text_config=UNSCALED, vision_config=dict(scale_factor=2, deepstack_visual_indexes=[0]))),
     "HunYuanVL": (lambda height, width: height // 2 * (width // 2 + 1) + 2, patches(48), dict(
@@ -190,8 +220,18 @@ _MODELS = {
     "MiniCPMOcr": (16, strips, STRIPS),
     "MiniCPMV4_6": (4, strips, STRIPS),
     "MiniCPMV4_7": (4, strips, STRIPS),
+    "Molmo2": (4, crops, dict(
+        image_patch_id=PICTURE, text_config=dict(rope_scaling_layers=[0, 1], additional_vocab_size=4),
+        vision_config=dict(image_size=SIZES, num_position_embeddings=16),
+        adapter_config=dict(TOWER, vision_feature_layer=[-1, 0]))),
     "MuseGlimmer": (MERGED, patches(96), dict(out_hidden_size=128, projector_hidden_size=32,
                                             vision_config=dict(pos_emb_height=8, pos_emb_width=8))),
+    "MuseSpark": (MERGED, patches(96), dict(
+        out_hidden_size=128, projector_hidden_size=32,
+        text_config=dict(layer_types=[WIN, FULL], layer_rope_theta=[10000.0, 0], mlp_layer_types=["dense", "sparse"],
+                         moe_hidden_size=32),
+        vision_config=dict(pos_emb_height=8, pos_emb_width=8, layer_types=["window_attention", "full_attention"]),
+        audio_config=dict(hidden_sizes=[8] * 4, depths=[1] * 4, num_hidden_layers=4, out_hidden_size=64))),
     "Ovis2": (16, pixels(*RGB), dict(text_config=QWEN2, vocab_size=96, hidden_size=64,
                                      visual_indicator_token_ids=[80, 81, 82, 83, 84],
                                      vision_config=dict(hidden_stride=1))),
@@ -204,13 +244,31 @@ _MODELS = {
     "VideoLlama3": (MERGED, patches(48, image_merge_sizes=2), dict(text_config=QWEN2)),
     "VideoLlava": (16, pixels(*RGB), dict(text_config=LLAMA, vision_config=CLIP)),
     "VipLlava": (16, pixels(*RGB), dict(text_config=LLAMA, vision_config=CLIP, vision_feature_layers=[-2, -1])),
+    "FastVlm": (4, pixels(3, 64, 64), dict(vision_config=RESNET, image_seq_length=4)),
+    "Gemma3n": (4, pixels(3, 64, 64), dict(
+        vision_soft_tokens_per_image=4, vision_config=dict(RESNET, do_pooling=False, vocab_size=4, vocab_offset=88),
+        text_config=dict(num_hidden_layers=4, layer_types=[WIN, FULL] * 2, num_kv_shared_layers=2, laurel_rank=8,
+                         intermediate_size=[96] * 4, activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0],
+                         vocab_size_per_layer_input=88, hidden_size_per_layer_input=8, altup_num_inputs=2),
+        audio_config=dict(vocab_size=4, vocab_offset=92, input_feat_size=16, conf_num_attention_heads=2,
+                          conf_num_hidden_layers=1, sscp_conv_channel_size=[8, 4]))),
+    "PerceptionLM": (16, pixels(1, 3, 64, 64), dict(text_config=LLAMA, vision_config=dict(
+        architecture="test_vit", model_args=dict(embed_dim=64, img_size=[64, 64], global_pool="")))),
+    "FuyuForCausalLM": (4, lambda n, g: dict(image_patches=torch.randn(1, 4 * n, 48, generator=g)), dict(patch_size=4)),
     "AudioFlamingo3": (16, sound(*MEL, input_features_mask=MASK), dict(text_config=QWEN2)),
+    "FunAsrNano": (8, sound(8, 48, input_features_mask=[1] * 8), dict(
+        audio_config=dict(num_stacked_frames=3, num_timestamp_prediction_layers=1, hidden_dropout=0.0,
+                          fsmn_kernel_size=3),
+        adaptor_config=dict(TOWER, hidden_size=64, intermediate_size=16, projector_hidden_size=32))),
     "GlmAsr": (8, sound(*MEL, input_features_mask=MASK), dict(audio_config=dict(intermediate_size=128),
                                                               text_config=LLAMA)),
     "GraniteSpeech": (3, sound(15, 160), SPEECH),
     "GraniteSpeechPlus": (3, sound(15, 160), SPEECH),
     "MossTranscribeDiarize": (8, sound(*MEL, input_features_mask=MASK), {}),
     "MusicFlamingo": (16, sound(*MEL, input_features_mask=MASK), dict(text_config=QWEN2)),
+    "OmniASR": (7, several(input_values=(1, 160)), dict(text_config=LLAMA, audio_config=dict(
+        conv_dim=[16] * 3, conv_kernel=[10, 3, 3], conv_stride=[5, 2, 2], num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2, layerdrop=0.0, hidden_dropout=0.0, activation_dropout=0.0))),
     "Qwen2Audio": (16, sound(*MEL, feature_attention_mask=MASK), dict(text_config=QWEN2)),
     "Qwen2_5OmniThinker": (25, sound(16, 100, feature_attention_mask=[1] * 100), OMNI),
     "Qwen3ASR": (13, sound(16, 100, input_features_mask=[1] * 100), dict(
@@ -220,6 +278,8 @@ _MODELS = {
 }
 COLUMNS = {"Exaone4_5_", "HyperCLOVAXVisionV2", "MossTranscribeDiarize"}
 """Classes that count positions from a row's padding."""
+WITH_TIMM = {"FastVlm", "Gemma3n", "PerceptionLM"}
+"""Classes whose vision tower is timm's."""
 IN_ROWS = {"Idefics2", "Idefics3", "SmolVLM"}
 """Classes whose pictures are in an array of rows, padded with pictures of zeros."""
 # fmt: on
@@ -230,7 +290,8 @@ def class_of(name):
     return getattr(transformers, f"{name}ForConditionalGeneration", None) or getattr(transformers, name, None)
 
 
-NAMES = [name for name in _MODELS if class_of(name)]
+HAS_TIMM = all(importlib.util.find_spec(name) for name in ("timm", "PIL"))
+NAMES = [name for name in _MODELS if class_of(name) and (HAS_TIMM or name not in WITH_TIMM)]
 
 
 @functools.cache
@@ -244,7 +305,7 @@ def model(name):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         net = made(made.config_class(**SPECIAL | arguments)).float().eval()
-    keywords = dict(std=0.4, embed=0.03, final=6.0) if name.startswith("Gemma4") else {}
+    keywords = dict(std=0.4, embed=0.03, final=6.0) if name.startswith(("Gemma3n", "Gemma4")) else {}
     _randomise(net, torch.Generator().manual_seed(0), **keywords)
     net.generation_config.pad_token_id, net.generation_config.eos_token_id = SPECIAL["pad_token_id"], None
     return net
@@ -284,8 +345,14 @@ def inputs(name, counts=(1,), seed=1):
     return arguments
 
 
+def features(name):
+    """The argument that has the pictures or sounds."""
+    made = _MODELS[name][1](1, torch.Generator())
+    return next(key for key in ("pixel_values", "image_patches", "input_features", "input_values") if key in made)
+
+
 def has_sounds(name):
-    return "input_features" in _MODELS[name][1](1, torch.Generator())
+    return features(name).startswith("input")
 
 
 @functools.cache
