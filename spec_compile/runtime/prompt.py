@@ -330,7 +330,7 @@ def extend_cache(cache: Cache, state: "State", padding: list[int], length: int, 
                 first = max(begin, pad)
                 block[row, :, first - begin :] = slots[row, :, first - pad : length - pad]
             added.append(block)
-        cache.update(*added, number)
+        cache.update(added[0], added[1], number)
     for recurrence, (number, kind) in enumerate(layout.states):
         after, _ = state.kv.states[recurrence]
         if kind == "convolution":
