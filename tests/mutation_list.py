@@ -42,6 +42,7 @@ GUARDS = [
         ("model-changes", NEVER, "capture/test_changes.py -k test_generate_raises"),
         ("checks-refuse", NEVER, "capture/test_checks.py -k factors_in_full"),
         ("noise", HUNDREDFOLD, "capture/test_checks.py -k rounding_beyond"),
+        ("forbidden-tokens", "return logits.std()", "capture/test_checks.py -k forbidden"),
         ("capture-is-checked", SKIP, "runtime/test_generate.py -k test_every_check_is_run"),
         ("trees-are-checked", SKIP, "runtime/test_generate.py -k test_every_check_is_run"),
         ("windows-are-crossed", NEVER, "capture/test_checks.py -k windows"),
@@ -125,7 +126,7 @@ GUARDS = [
         ("ends-of-slices", SKIP, "batching/test_rides.py -k 'generate and tree'"),
         ("ended-rows", SKIP, "runtime/test_generate.py -k 'every_row_ends'"),
         ("longest-text", NEVER, "runtime/test_generate_errors.py -k test_a_wrong_option"),
-        ("own-positions", NEVER, "capture/test_more_pictures.py -k padding_that_counts"),
+        ("own-positions", NEVER, "contrib/test_more_pictures.py -k padding_that_counts"),
         ("mixed-rows", NEVER, "product/test_unmasked.py -k test_batches"),
         ("generate-during-ranks", NEVER, "batching/test_batching_ranks.py -k told"),
         # steps, compiled parts and turns

@@ -20,9 +20,9 @@ SIDES = {"serve", "train", "tools", "contrib"}
 LINES = {
     "": 2715,
     "batching": 3721,
-    "capture": 4630,
+    "capture": 4628,
     "compile": 3215,
-    "contrib": 3538,
+    "contrib": 3568,
     "drafters": 5464,
     "kernels": 13548,
     "ngram": 2747,
