@@ -40,6 +40,9 @@ ROOMS: dict[str, int] = {}
 """The most places of a source that are served, by the type of configurations that set no limit."""
 EXAMPLE = 5
 """Places of the example source."""
+ANY_LENGTH = 512
+"""Places of a source where the configuration names no length; T5 was trained on such sources."""
+WIDER = ", or set model.config.max_source_positions and call speculate() again"
 
 
 def causal(model: PreTrainedModel) -> PreTrainedModel:
@@ -49,6 +52,8 @@ def causal(model: PreTrainedModel) -> PreTrainedModel:
     made = shallow(model, type(cls.__name__, (base, cls), {"__module__": cls.__module__}))
     made.config = model.config.get_text_config(decoder=True)  # a copy, in which layers are the decoder's
     made.config.is_encoder_decoder = False
+    if hasattr(made.config, "num_decoder_layers"):
+        made.config.num_hidden_layers = made.config.num_decoder_layers
     made.example = example_states(made.config)
     return made
 
@@ -67,9 +72,12 @@ def skips_padding(model: Any) -> bool:
 
 
 def room_of(config: Any) -> int:
-    """The most places of a source."""
-    limit = getattr(config, "max_source_positions", None) or ROOMS.get(config.model_type)
-    return limit or config.max_position_embeddings
+    """The most places of a source: the encoder's positions, or if a source of any length has some, as T5's, the length
+    that the configuration names."""
+    if config.model_type in ROOMS:
+        return ROOMS[config.model_type]
+    names = "max_source_positions", "max_position_embeddings", "n_positions"
+    return next((value for name in names if (value := getattr(config, name, None))), ANY_LENGTH)
 
 
 _sources: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -88,32 +96,42 @@ OF_DECODER = {"decoder_attention_mask": "attention_mask", "decoder_position_ids"
 @torch.no_grad()
 def attend_to_states(module: Any, attend: Callable) -> int | None:
     """A change of a `Decoder`, see `capture.modules`: its layers attend to a source by states."""
-    weight, table = module.get_output_embeddings().weight, getattr(module.get_decoder(), "embed_positions", None)
+    table = getattr(module.get_decoder(), "embed_positions", None)
     if table is None:  # positions turn queries and keys, and are an argument already
         limit = None
     elif skips_padding(module):
         limit = tell_positions(module, table, "weights", table.padding_idx + 1)
     else:
         limit = tell_positions(module, table, "weight", getattr(table, "offset", 0))
-    wide = torch.promote_types(weight.dtype, torch.float32)  # the checks also compare in float32
-    states = module.attended(module.example.to(weight.device, wide))
-    room = torch.zeros(room_of(module.config), device=weight.device)
     for layer in module.get_decoder().layers:
         part = layer.encoder_attn
-        keys, values = (
-            heads_of(copy.deepcopy(project).to(wide)(states), part.head_dim) for project in (part.k_proj, part.v_proj)
-        )
-        part.register_buffer("example", kind.pack(keys, values, None, EXAMPLE)[0], persistent=False)
-        part.register_buffer("room", room.bool(), persistent=False)
+        hold_example(module, part, part.k_proj, part.v_proj, part.head_dim)
         part.forward = partial(by_states, part)
     return limit
 
 
 def by_states(part: Any, hidden_states: Tensor, *_, **__) -> tuple[Tensor, None]:
     """Attention to a source."""
-    q = (part.q_proj(hidden_states) * part.scaling).unflatten(2, (-1, part.head_dim))
-    out = recurrence("source", [q, part.example, part.room]).to(hidden_states.dtype).flatten(2)
+    out = attend_to_source(part, part.q_proj(hidden_states) * part.scaling)
     return part.out_proj(out) if hasattr(part, "out_proj") else part.o_proj(out), None
+
+
+@torch.no_grad()
+def hold_example(module: Any, part: Any, k_proj: Any, v_proj: Any, size: int) -> None:
+    """Give the attention `part` of a `Decoder` what `attend_to_source` reads. size: of a head."""
+    weight = module.get_output_embeddings().weight
+    wide = torch.promote_types(weight.dtype, torch.float32)  # the checks also compare in float32
+    states = module.attended(module.example.to(weight.device, wide))
+    room = torch.zeros(room_of(module.config), device=weight.device)
+    keys, values = (heads_of(copy.deepcopy(project).to(wide)(states), size) for project in (k_proj, v_proj))
+    part.register_buffer("example", kind.pack(keys, values, None, EXAMPLE)[0], persistent=False)
+    part.register_buffer("room", room.bool(), persistent=False)
+
+
+def attend_to_source(part: Any, q: Tensor) -> Tensor:
+    """Attention of scaled queries [B, T, H * D] to a source, [B, T, H * D] of their dtype."""
+    out = recurrence("source", [q.unflatten(2, (len(part.example), -1)), part.example, part.room])
+    return out.flatten(2).to(q.dtype)
 
 
 def _is_fresh(cache: Any) -> bool:
@@ -204,7 +222,9 @@ class Decoder:
         if not isinstance(given, Tensor) or given.dim() < 2 or super().main_input_name != "input_ids":
             return None
         if given.shape[1] > most:
-            raise ValueError(f"{name}: the encoder has positions for {most} tokens, got {given.shape[1]}; shorten it")
+            has_positions = hasattr(self.get_decoder(), "embed_positions")
+            room, way_out = ("the encoder has positions", "") if has_positions else ("a source has room", WIDER)
+            raise ValueError(f"{name}: {room} for {most} tokens, got {given.shape[1]}; shorten it{way_out}")
         if given.is_floating_point():
             return None
         vocabulary = self.get_input_embeddings().weight.shape[0]
@@ -226,7 +246,7 @@ class Decoder:
 
     def arguments(self: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a call, as a causal language model has them, and those that are not served."""
-        of_sources = ("encoder_outputs", "attention_mask")
+        of_sources = ("encoder_outputs", "attention_mask", "inputs_embeds")
         given = {name: value for name, value in model_kwargs.items() if name not in of_sources}
         given |= {own: given.pop(name) for name, own in OF_DECODER.items() if name in given}
         cache = given.pop(CACHE, None)
