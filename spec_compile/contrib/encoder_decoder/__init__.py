@@ -8,9 +8,11 @@ the states of a call's sources.
 from ...capture import admit, modules, recurrences
 from ...kernels.recurrence import KINDS
 from . import kind
-from .decoder import FAMILIES, attend_to_states, causal
+from .decoder import FAMILIES, Decoder, attend_to_states, causal
+from .intake import SourceIntake
 
 KINDS["source"] = kind.SOURCE
+Decoder.intake = SourceIntake
 for family, name in FAMILIES.items():
     path = f"transformers.models.{family}.modeling_{family}.{name}"
     admit.DECODERS[path] = causal

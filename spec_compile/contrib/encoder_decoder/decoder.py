@@ -113,6 +113,7 @@ class Decoder:
     source_mask: [B, S], 0 at padding; None: there is none.
     crossed: the keys and values of the source, once the first forward has computed them; None: each forward does.
     refused: arguments of a call that are not served, by names that tell why.
+    intake: the class that reads requests of a batch.
     """
 
     main_input_name = "input_ids"
@@ -121,6 +122,7 @@ class Decoder:
     source_mask: Tensor | None = None
     crossed: DynamicCache | None = None
     refused: dict[str, Any]
+    intake: type
 
     def forward(
         self: Any, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
