@@ -160,7 +160,7 @@ GUARDS = [
         ("longest-prompt", BOUND, "batching/test_request_faults.py -k fills_a_row"),
         ("fixed-chunks", SKIP, "batching/test_prefill.py -k load"),
         ("states-of-a-row", SKIP, "batching/test_hybrid_batches.py -k 'test_rows_enter_and_leave and qwen3_5'"),
-        ("texts-with-pictures", FIRST, "batching/test_picture_batches.py -k test_ids_without"),
+        ("texts-with-pictures", "return self.text", "batching/test_picture_batches.py -k test_ids_without"),
         ("chosen-tokens", NEVER, "batching/test_request_faults.py -k 'choose_no_token and many'"),
         ("own-processors", SKIP, "batching/test_request_faults.py -k 'for_itself and own'"),
         ("long-lists", NEVER, "batching/test_request_faults.py -k 'refused_by_name_at_once and bad'"),

@@ -335,8 +335,6 @@ def test_wrong_inputs():
         fast.generate(input_ids=torch.tensor([[5, VOCAB]]))
     with pytest.raises(ValueError, match=r"^max_new_tokens: prompt and new tokens make 201 tokens, .* at most 127"):
         fast.generate(**tiny.sources("bart"), generation_config=GenerationConfig(max_new_tokens=200, pad_token_id=PAD))
-    with pytest.raises(UnsupportedModelError, match=r"BartFor.* is an encoder-decoder, which only generate"):
-        fast.generate_batch([[3, 4, 5]], max_new_tokens=4)
     with pytest.raises(ValueError, match=r"^model: an audit reads prompts of causal language models"):
         fast.speculation.audit([[3, 4, 5]])
 

@@ -8,8 +8,10 @@ the states of a call's sources; `draft` has drafts over the same source, `t5` wh
 from ...capture import admit, modules, recurrences
 from ...kernels.recurrence import KINDS
 from . import decoder, draft, kind, moonshine, t5  # noqa: F401
+from .intake import SourceIntake
 
 KINDS["source"] = kind.SOURCE
+decoder.Decoder.intake = SourceIntake
 CHANGES = dict.fromkeys(decoder.FAMILIES, decoder.attend_to_states) | dict.fromkeys(t5.FAMILIES, t5.attend_by_distance)
 for family, name in (decoder.FAMILIES | t5.FAMILIES).items():
     path = f"transformers.models.{family}.modeling_{family}.{name}"

@@ -154,6 +154,7 @@ class Decoder:
     crossed: the keys and values of the source, once the first forward has computed them; None: each forward does.
     algorithm: makes the drafts of the call; None: this is a draft.
     refused: arguments of a call that are not served, by names that tell why.
+    intake: the class that reads requests of a batch.
     """
 
     main_input_name = "input_ids"
@@ -163,6 +164,7 @@ class Decoder:
     crossed: DynamicCache | None = None
     algorithm: Any = None
     refused: dict[str, Any]
+    intake: type
 
     def forward(
         self: Any, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
