@@ -180,7 +180,7 @@ class SourceIntake(Intake):
         for name in OF_SEGMENTS:
             if getattr(call.config, name, None):
                 raise ValueError(f"{name}: only generate() does this; leave it out")
-        source = self._engine.decoder.over(call.input_ids, call.model_kwargs)
+        source = self._engine.decoder.over(self._engine, call.input_ids, call.model_kwargs)
         call.model_kwargs = source.arguments(call.model_kwargs)
         vars(call)["prefill"] = SourcePrefill(source, copied.encode)
         return call
