@@ -70,7 +70,7 @@ def on_gpu(op: torch.library.CustomOpDef) -> Callable[[Callable], Callable]:
         def run(*arguments, **named):
             if are_plain():
                 return op._opoverload.redispatch(CPU, *arguments, **named)
-            with torch.cuda.device(tensors_in([*arguments, *named.values()])[0].device):
+            with torch.cuda.device_of(tensors_in([*arguments, *named.values()])[0]):
                 return launch(*arguments, **named)
 
         op.register_kernel("cuda")(run)
