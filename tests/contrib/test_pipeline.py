@@ -70,12 +70,13 @@ def test_tokens(way):
     assert f"values move between cuda:0 and {', '.join([SECOND, THIRD][:count])}" in fast.speculation.explain()
 
 
-def test_requests_compiled():
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_requests(compiled):
     net, rows = small(layers=2), [row[0].tolist() for row in models.prompts()[0]]
     copied = pipeline.in_place(net, places([FIRST, SECOND]))
     assert type(net.model.layers[0]) is not type(copied.model.layers[0])
     assert answer(copied, torch.tensor(rows[:1])) == answer(net, torch.tensor(rows[:1]))  # by its own forward
-    fast = speculate(copied, check=False)
+    fast = speculate(copied, compile=compiled, check=False)
     fast.speculation.warmup()
     outputs = fast.generate_batch(rows, max_new_tokens=24, do_sample=False, eos_token_id=-1).values()
     for row, output in zip(rows, outputs, strict=True):
