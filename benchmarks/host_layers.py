@@ -1,7 +1,7 @@
 """Tokens a second of models with a part of their weights in the host's memory, next to transformers with accelerate.
 
     python -m benchmarks.host_layers [--shapes llama-8b qwen3-30b-a3b] [--layers 6] [--model FOLDER [--host-layers N]]
-        [--new-tokens 8] [--our-tokens 32] [--acceptance 0.7] [--compile] [--json FILE]
+        [--gpus 2] [--new-tokens 8] [--our-tokens 32] [--acceptance 0.7] [--compile] [--no-cuda-graphs] [--json FILE]
 
 Shapes have random weights and need no download. A dense model has half of its layers on the host, a mixture has the
 experts of all its layers there and is cut to --layers layers. accelerate's hooks are on the modules that are there.
@@ -13,6 +13,8 @@ experts of a layer; ours fetches those that tokens choose.
 "simulated" are drafts that are right with the stated probability (see simulated_acceptance.py), and cost nothing: for a
 dense model trees of 16 nodes, for a mixture as many nodes as adaptive drafting chooses, as nodes read more experts.
 Random weights make the acceptance of n-grams an accident: look at it with --model only.
+--gpus spreads all layers over this number of GPUs instead; with 1 the whole model is on one, for comparison.
+
 "floor" is the time to move the bytes that a round of one token reads from the host, at the measured speed of large
 copies from pinned memory. More tokens choose more experts, but read the same matrices.
 """
@@ -52,6 +54,18 @@ def to_host(model: PreTrainedModel, count: int | None) -> list[nn.Module]:
     for part in parts:
         accelerate.cpu_offload(part, device)
     return parts
+
+
+def spread(model: PreTrainedModel, gpus: int) -> list[nn.Module]:
+    """Let accelerate place the layers on several GPUs in turn, as device_map does. Returns those not on the first."""
+    count = len(model.model.layers)
+    places = dict.fromkeys(("model.embed_tokens", "model.rotary_emb"), 0) | {
+        "model.norm": gpus - 1,
+        "lm_head": gpus - 1,
+    }
+    places |= {f"model.layers.{layer}": layer * gpus // count for layer in range(count)}
+    accelerate.dispatch_model(model, device_map=places, force_hooks=gpus > 1)
+    return [layer for layer in model.model.layers if next(layer.parameters()).device.index]
 
 
 def link(device: torch.device, size: int = 1 << 28) -> dict[str, float]:
@@ -106,14 +120,14 @@ def measure(name: str, model: PreTrainedModel, options) -> list[dict]:
     ids = text_tokens(PROMPT, model.config.vocab_size, **tokenizer)[None].to(model.device)
     text, right = (torch.zeros(1, PROMPT + options.our_tokens, dtype=torch.int64, device=ids.device) for _ in range(2))
     right.copy_(draw_right(options.acceptance, *right.shape))
-    parts = to_host(model, options.host_layers)
-    tell(f"{len(parts)} modules, such as {type(parts[0]).__name__}, are offloaded")
+    parts = spread(model, options.gpus) if options.gpus else to_host(model, options.host_layers)
+    tell(f"{len(parts)} modules lie elsewhere: {', '.join(sorted({type(part).__name__ for part in parts}))}")
     wanted, ms = token_ms(model, ids, options.new_tokens, 1)
     tell(f"a token of transformers takes {ms:.1f} ms")
     rows = [{"shape": name, "system": TRANSFORMERS, "ms a token": ms}]
 
     shared = dict(compile=options.compile, check=False, cache=False, max_cache_len=PROMPT + options.our_tokens + 64)
-    shared |= dict(prefix_cache_bytes=0, prefix_cache_host_bytes=0)
+    shared |= dict(prefix_cache_bytes=0, prefix_cache_host_bytes=0, cuda_graphs=not options.no_cuda_graphs)
     adaptive = any(".experts." in name for name, _ in model.named_parameters())
     drafted = dict(algo="simulated", draft=None, text=text, right=right, adaptive=adaptive, **TREE)
     systems = {
@@ -127,7 +141,7 @@ def measure(name: str, model: PreTrainedModel, options) -> list[dict]:
         fast = spec_compile.speculate(model, **shared, **settings)
         fast.speculation.warmup()
         read = [line.split("  ")[-1] for line in fast.speculation.explain().splitlines() if "a round reads" in line]
-        tell(f"{system} is ready; {read[0]}")
+        tell(f"{system} is ready; {'; '.join(read)}")
         if settings.get("adaptive"):
             token_ms(fast, ids, options.our_tokens, 1)  # adaptive drafting learns what drafts gain
         fast.speculation.stats.reset()
@@ -153,6 +167,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=6, help="layers of a mixture of --shapes")
     parser.add_argument("--model", help="a folder or a name on the Hub, in place of shapes")
     parser.add_argument("--host-layers", type=int, help="layers of a dense model on the host; half of them by default")
+    parser.add_argument("--gpus", type=int, help="spread the layers over them, in place of the host")
+    parser.add_argument("--no-cuda-graphs", action="store_true", help="do not capture rounds")
     parser.add_argument("--new-tokens", type=int, default=8, help="tokens that transformers generates")
     parser.add_argument("--our-tokens", type=int, default=32, help="tokens that ours generates")
     parser.add_argument("--acceptance", type=float, default=0.7, help="of simulated drafts")

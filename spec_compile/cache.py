@@ -85,8 +85,7 @@ class States(nn.Module):
     def share(self, other: "States") -> None:
         """Take the first rows of `other`, and give up its rows."""
         for name, tensor in list(self.named_buffers()):
-            larger = getattr(other, name)
-            setattr(self, name, larger if tensor.shape == larger.shape else larger[: len(tensor)])
+            setattr(self, name, getattr(other, name)[: len(tensor)])
 
     def commit(self, path: Tensor, gained: Tensor) -> None:
         """Lead every state over the first gained[b] nodes of the path [B, N] of the tree that was verified last."""
@@ -119,7 +118,7 @@ class Cache(nn.Module):
             kept = graph.cache_dtype or graph.dtype
             parts = ("keys", layer.key_dim, kept), ("values", layer.value_dim, kept), ("scales", 2, torch.float32)
             for name, size, dtype in parts[: graph.layer_tensors]:
-                empty = zero_pages((batch, layer.kv_heads, slots, size), dtype, graph.device)
+                empty = zero_pages((batch, layer.kv_heads, slots, size), dtype, layer.device or graph.device)
                 self.register_buffer(f"{name}_{number}", empty, persistent=False)
         for number, spec in enumerate(graph.indexes):
             empty = zero_pages((batch, 1, slots, spec.size), spec.dtype or graph.dtype, graph.device)
@@ -180,10 +179,9 @@ class Cache(nn.Module):
             setattr(self, name, zero_pages(shape, tensor.dtype, tensor.device))
 
 
-def zero_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zero_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Zeros. On a CPU they are anonymous pages, which take memory when written and which a fork does not share."""
-    size = torch.Size(shape).numel() * dtype.itemsize
-    if device.type != "cpu":
+    if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = mmap.mmap(-1, torch.Size(shape).numel() * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype).view(shape)

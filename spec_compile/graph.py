@@ -28,6 +28,7 @@ class LayerSpec:
     chunk: a token sees only tokens with the same position // chunk; None for all.
     slopes: True if biases by distance (ALiBi) are added to the scores.
     indexed: True if an indexer chooses the tokens that a token sees.
+    device: where it is, as text; None for the device of the graph.
     """
 
     heads: int
@@ -41,6 +42,7 @@ class LayerSpec:
     chunk: int | None = None
     slopes: bool = False
     indexed: bool = False
+    device: str | None = None
 
 
 @dataclass(frozen=True)

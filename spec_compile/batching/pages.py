@@ -5,7 +5,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
@@ -149,7 +148,7 @@ def choose_sizes(runtime: Runtime, config: ContinuousBatchingConfig, hints: Work
     # Rows have their small buffers first, and pages the rest.
     capacity, free = runtime.capacity(slots), 0.0
     if runtime.on_gpu:
-        free, row = share * free_bytes(runtime), row_bytes(runtime, capacity)
+        free, row = share * runtime.free_bytes, row_bytes(runtime, capacity)
         if config.max_requests_per_batch is None:
             slots = max(1, min(slots, int(ROWS_SHARE * free / row) - prefill_rows))
         free -= row * (slots + min(prefill_rows, slots))
@@ -212,10 +211,3 @@ def row_bytes(runtime: Runtime, capacity: int) -> int:
     state = State(runtime.verify, 1, ROUNDED, runtime.device, plan)
     buffers = *state.small_buffers(), *runtime.algorithm.drafter(1, ROUNDED).row_buffers()
     return sum(buffer.nbytes for buffer in buffers) + runtime.verify.row_bytes + 16 * capacity
-
-
-def free_bytes(runtime: Runtime) -> int:
-    """Free memory of the GPU, with what this process has reserved and not allocated."""
-    device = runtime.device
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused

@@ -28,9 +28,9 @@ log = logging.getLogger("spec_compile")
 
 DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 LOAD = "load it again on a single device: without device_map, or with device_map='cuda:0' or 'cpu'"
-SEVERAL = f"several GPUs need tensor_parallel; a device_map may be over one GPU and the host; or {LOAD}"
-ON_HOST = WeakIdKeyDictionary()
-"""Parameters in the host's memory that a graph reads, each with the graph's device; `contrib` adds some."""
+SEVERAL = f"several GPUs need tensor_parallel, or a device_map over nothing but them; or {LOAD}"
+ELSEWHERE = WeakIdKeyDictionary()
+"""Parameters that a graph reads elsewhere than on its device, each with this device; `contrib` adds some."""
 GROWING_ROPE = {"dynamic", "longrope"}
 
 
@@ -136,7 +136,7 @@ def admit(model: nn.Module, exact: str = "auto") -> Inventory:
 
 def _admit_tensors(model: PreTrainedModel, packed: set[str]) -> None:
     """Refuse devices and dtypes that cannot be served. packed: paths of quantised modules, whose dtypes are known."""
-    devices = sorted({str(ON_HOST.get(p, p.device)) for p in held_parameters(model)})
+    devices = sorted({str(ELSEWHERE.get(p, p.device)) for p in held_parameters(model)})
     if any(map(_offloads, model.modules())):
         refuse(
             model,

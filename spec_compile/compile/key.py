@@ -196,17 +196,12 @@ def _of_code(code: CodeType) -> str:
     """The digest of code, without its place in a file."""
     names = code.co_name, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
     counts = code.co_flags, code.co_argcount, code.co_kwonlyargcount, code.co_posonlyargcount
-    text = repr((code.co_code, code.co_exceptiontable, names, counts, [*map(_of_constant, code.co_consts)]))
+    constants = [  # `repr` distinguishes 1, 1.0 and True
+        _of_code(x) if isinstance(x, CodeType) else _of_member(x) if isinstance(x, (tuple, frozenset)) else repr(x)
+        for x in code.co_consts
+    ]
+    text = repr((code.co_code, code.co_exceptiontable, names, counts, constants))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _of_constant(value: Any) -> str:
-    """A text for a constant of code. `repr` distinguishes 1, 1.0 and True."""
-    if isinstance(value, CodeType):
-        return _of_code(value)
-    if isinstance(value, (tuple, frozenset)):
-        return _of_member(value)
-    return repr(value)
 
 
 # The key of an artefact.

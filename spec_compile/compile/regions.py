@@ -205,7 +205,7 @@ def _text(gm: fx.GraphModule, nodes: list[fx.Node]) -> str:
     names = {node: f"v{number}" for number, node in enumerate(inputs)}
     names |= {node: f"n{number}" for number, node in enumerate(nodes)}
     read = [attribute(gm, node.target) for node in inputs if node.op == "get_attr"]
-    shapes = [(tuple(t.shape), t.stride(), t.dtype) for t in read if isinstance(t, Tensor)]
+    shapes = [(tuple(t.shape), t.stride(), t.dtype, t.device) for t in read if isinstance(t, Tensor)]
     kinds = [node.op if _is_given(node) else "value" for node in inputs]
     text = list[tuple]()
     for node in nodes:

@@ -1,12 +1,13 @@
 """CUDA graphs: a step is captured once and replayed, and writes its outcome to the host without another launch."""
 
+import functools
 import gc
 import itertools
 import logging
 import operator
 import time
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 log = logging.getLogger("spec_compile")
 WARM_UPS = 2
+AROUND: list[Callable[..., AbstractContextManager]] = []
+"""Contexts of captures, of (graph, stream, pool), which give a function of the launch; `contrib` adds some."""
 MOST = 4
 """Graphs that `Replays` keeps. The one that was recorded first goes first."""
 SLOTS = 4
@@ -64,9 +67,9 @@ def record(function: Callable[[], T], pool: "Pool | None", stream: torch.cuda.St
     """Capture `function` as one CUDA graph. Returns (replay, output); each replay overwrites the output.
 
     function: has run before, inside `aside` on this stream.
-    pool: gives the graph its memory; after a CaptureError it must not be used again.
+    pool: gives the graph its memory, None a new one; after a CaptureError it must not be used again.
     """
-    graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+    graph, collects, pool = torch.cuda.CUDAGraph(), gc.isenabled(), pool or torch.cuda.graph_pool_handle()
     with torch.cuda.device(stream.device):
         try:
             # thread_local: NCCL and the preparation of requests may allocate in other threads meanwhile.
@@ -80,7 +83,8 @@ def record(function: Callable[[], T], pool: "Pool | None", stream: torch.cuda.St
                 # meanwhile: torch ends the process.
                 gc.disable()
                 try:
-                    with capture:
+                    with capture, ExitStack() as stack:
+                        around = [stack.enter_context(each(graph, stream, pool)) for each in AROUND]
                         output = function()
                 finally:
                     if collects:
@@ -89,11 +93,10 @@ def record(function: Callable[[], T], pool: "Pool | None", stream: torch.cuda.St
         except Exception as error:
             # torch does not do it if a capture fails, and aborts when it frees memory later.
             with suppress(RuntimeError):
-                if pool is not None:
-                    torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+                torch._C._cuda_endAllocateToPool(stream.device_index, pool)
             torch.cuda.synchronize()
             raise CaptureError(str(error.__context__ or error)) from error
-    return graph.replay, output
+    return functools.reduce(lambda launch, wrap: wrap(launch), around, graph.replay), output
 
 
 @contextmanager
@@ -241,8 +244,7 @@ class _ReplayedCall:
                 if isinstance(x, Tensor) and place not in self.kept
             }  # fmt: skip
             recorded = [self._copies.get(place, x) for place, x in enumerate(arguments)]
-            pool = torch.cuda.graph_pool_handle()
-            self._replay, self._result = record(partial(self.function, *recorded), pool, self._stream)
+            self._replay, self._result = record(partial(self.function, *recorded), None, self._stream)
         for place, copy in self._copies.items():
             copy.copy_(arguments[place], non_blocking=True)
         self._replay()

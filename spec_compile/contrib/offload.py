@@ -135,8 +135,7 @@ def without_hooks(model: Any, fetches: bool = False) -> Any:
     """
     if not isinstance(model, PreTrainedModel):
         return model
-    hooked = [(path, vars(part).get("_hf_hook")) for path, part in model.named_modules()]
-    hooks = [(path, each) for path, hook in hooked if hook for each in getattr(hook, "hooks", [hook])]
+    hooks = hooks_of(model)
     if not any(getattr(hook, "offload", False) for _, hook in hooks):
         return model
     device = _device_of(model, [hook for _, hook in hooks])
@@ -146,9 +145,27 @@ def without_hooks(model: Any, fetches: bool = False) -> Any:
     if device.type == "cuda":
         _check_memory(model, found, fetched, device)
     values = moved(model, found, fetched, device)
+    copied = unhooked(model)
+    _place(copied, found, values, fetched, device)
+    copies.ORIGINS[copied] = model
+    return copied
+
+
+copies.STAND_INS.append(without_hooks)
+
+
+def hooks_of(model: nn.Module) -> list[tuple[str, Any]]:
+    """The hooks of accelerate on a model's modules, each with the path of its module."""
+    hooked = [(path, vars(part).get("_hf_hook")) for path, part in model.named_modules()]
+    return [(path, each) for path, hook in hooked if hook for each in getattr(hook, "hooks", [hook])]
+
+
+def unhooked(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a model without accelerate's hooks, which shares its tensors and notices changes of its values."""
     # The configs are shared, so that changes of them are noticed.
-    shared = {id(each): each for each in [*configs_of(model), model.generation_config]}
-    copied = copies.shared_copy(model, shared | {id(hook): hook for _, hook in hooked})
+    shared: dict[int, Any] = {id(each): each for each in [*configs_of(model), model.generation_config]}
+    shared |= {id(hook): hook for part in model.modules() if (hook := vars(part).get("_hf_hook")) is not None}
+    copied = copies.shared_copy(model, shared)
     originals = {path.replace(PREFIX, ""): part for path, part in model.named_modules()}
     for path, part in copied.named_modules():
         attributes = vars(part)
@@ -163,31 +180,38 @@ def without_hooks(model: Any, fetches: bool = False) -> Any:
             holder = vars(originals[path])[name]
             if not any(tensor is not None and tensor.is_meta for tensor in holder.values()):
                 attributes[name] = holder
-    _place(copied, found, values, fetched, device)
-    copies.ORIGINS[copied] = model
     return copied
-
-
-copies.STAND_INS.append(without_hooks)
 
 
 def _device_of(model: PreTrainedModel, hooks: list[Any]) -> torch.device:
     """The device on which the hooks run the model."""
-    unknown = sorted({type(hook).__name__ for hook in hooks} - {"AlignDevicesHook"})
-    if unknown:
-        refuse(model, f"has hooks of accelerate that are not known here, {', '.join(unknown)}; {admit.LOAD}")
+    check_known(model, hooks)
     if getattr(model, "hf_quantizer", None) is not None:
         refuse(model, f"has quantised weights that accelerate has offloaded; {admit.LOAD}")
     if any(hasattr(part, "_rescale_layers") for part in model.modules()):
         refuse(model, f"is offloaded by accelerate, and it changes its weights while it runs; {admit.LOAD}")
-    given = {hook.execution_device for hook in hooks} - {None}
-    devices = {torch.device("cuda", each) if isinstance(each, int) else torch.device(each) for each in given}
-    devices = {torch.device("cuda", each.index or 0) if each.type == "cuda" else each for each in devices}
+    devices = {device for device in map(device_of, hooks) if device is not None}
     if len(devices) != 1:
         refuse(model, f"is spread over {', '.join(sorted(map(str, devices)))}; {admit.SEVERAL}")
     device = devices.pop()
     admit.admit_device(model, device)
     return device
+
+
+def check_known(model: PreTrainedModel, hooks: list[Any]) -> None:
+    """UnsupportedModelError if a hook does anything else than to bring tensors to a device."""
+    unknown = sorted({type(hook).__name__ for hook in hooks} - {"AlignDevicesHook"})
+    if unknown:
+        refuse(model, f"has hooks of accelerate that are not known here, {', '.join(unknown)}; {admit.LOAD}")
+
+
+def device_of(hook: Any) -> torch.device | None:
+    """The device that a hook brings tensors to; None if it brings them nowhere."""
+    given = hook.execution_device
+    if given is None:
+        return None
+    device = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def _offloaded(model: PreTrainedModel, path: str, hook: Any, opened: Callable) -> Iterator[Offloaded]:
@@ -337,7 +361,7 @@ def _place(
     # named_parameters() reads what a module holds; its attributes would fetch.
     held = [parameter for _, parameter in copied.named_parameters() if parameter in PLACES]
     linears.keep_apart(copied, held)  # merging them would copy them
-    admit.ON_HOST.update(dict.fromkeys(held, device))
+    admit.ELSEWHERE.update(dict.fromkeys(held, device))
 
 
 # The pass.

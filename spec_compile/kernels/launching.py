@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compat import tensors_in
+
 CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _here = threading.local()
 
@@ -68,7 +70,8 @@ def on_gpu(op: torch.library.CustomOpDef) -> Callable[[Callable], Callable]:
         def run(*arguments, **named):
             if are_plain():
                 return op._opoverload.redispatch(CPU, *arguments, **named)
-            return launch(*arguments, **named)
+            with torch.cuda.device_of(tensors_in([*arguments, *named.values()])[0]):
+                return launch(*arguments, **named)
 
         op.register_kernel("cuda")(run)
         return launch

@@ -161,11 +161,12 @@ def places(cache: Tensor, slots: Tensor, table: Tensor | None = None) -> tuple[T
 
     table: [B, n] int32, as in `AttentionCall`. With S = 64 and table = [[3, 7]], slot 65 is slot 1 of page 7.
     """
+    slots = slots.to(cache.device)
     head = torch.arange(cache.shape[1], device=slots.device)[None, :, None]
     if not is_paged(table):
         return torch.arange(slots.shape[0], device=slots.device)[:, None, None], head, slots[:, None, :]
     size = cache.shape[2]
-    return table.long().gather(1, slots // size)[:, None, :], head, (slots % size)[:, None, :]
+    return table.to(slots).gather(1, slots // size)[:, None, :], head, (slots % size)[:, None, :]
 
 
 def first_slots(cache: Tensor, slots: int, table: Tensor | None = None) -> Tensor:

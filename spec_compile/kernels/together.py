@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -40,7 +39,8 @@ def compile_together(*functions: Callable[[], object]) -> None:
         with triton.AsyncCompileMode(pool, ignore_errors=True), _no_launches() as kernels:
             for function in functions:
                 function()
-        list(pool.map(partial(_load, torch.cuda.current_device()), {id(kernel): kernel for kernel in kernels}.values()))
+        # A kernel of several devices is compiled for the first that launches it.
+        list(pool.map(lambda pair: _load(*pair), {id(pair[0]): pair for pair in kernels[::-1]}.values()))
 
 
 def ahead(work: Callable[[], object]) -> None:
@@ -64,7 +64,7 @@ def set_up_compiler() -> None:
     nothing.warmup(grid=(1,))
 
 
-def _load(device: int, kernel: Any) -> None:
+def _load(kernel: Any, device: int) -> None:
     """Load a kernel, or what a thread compiles into one, and compile the function that launches it."""
     with suppress(Exception):  # raised again when it is launched
         torch.cuda.set_device(device)
@@ -75,7 +75,8 @@ def _load(device: int, kernel: Any) -> None:
 
 @contextmanager
 def _no_launches() -> Iterator[list]:
-    """A context in which launches of this thread only compile, and new memory is zero. Gives the kernels."""
+    """A context in which launches of this thread only compile, and new memory is zero. Gives the kernels, each with
+    its device."""
     from triton.runtime.jit import JITFunction
 
     # Launches of this thread are compiled, and noted.
@@ -84,8 +85,9 @@ def _no_launches() -> Iterator[list]:
     def compile_only(self, *args, warmup, **options):
         if threading.get_ident() != own:
             return run(self, *args, warmup=warmup, **options)
-        kernels.append(run(self, *args, warmup=True, **options))
-        return kernels[-1]
+        kernel = run(self, *args, warmup=True, **options)
+        kernels.append((kernel, torch.cuda.current_device()))
+        return kernel
 
     # Its new memory is zero, because no kernel fills it.
     def zeros(empty: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -99,6 +99,15 @@ class Runtime:
         """Bytes of the keys and values of one token, the draft's included."""
         return self.verify.token_bytes + self.algorithm.token_bytes
 
+    @property
+    def free_bytes(self) -> int:
+        """Free memory of the GPU, with what this process has reserved and not allocated. Several GPUs count as far as
+        each has room for the share of its layers: 4 and 6 GB, with half of the layers each, are 8 GB."""
+        devices = [layer.device or self.device for layer in self.verify.layers] or [self.device]
+        unused = {each: torch.cuda.memory_reserved(each) - torch.cuda.memory_allocated(each) for each in devices}
+        free = {each: torch.cuda.mem_get_info(each)[0] + bytes for each, bytes in unused.items()}
+        return min(bytes * len(devices) // devices.count(each) for each, bytes in free.items())
+
     def capacity(self, batch: int) -> int:
         """Tokens of a sequence in a new session of this batch size."""
         if self.options.max_cache_len is not None:
@@ -122,11 +131,9 @@ class Runtime:
     def check_memory(self, batch: int, tokens: int, argument: str = "max_cache_len") -> None:
         """Report the memory of caches of `tokens` tokens for `batch` sequences. UnsupportedModelError, naming
         `argument`, if there is too little."""
-        needed, memory = (tokens * self.token_bytes + self.verify.row_bytes) * batch, "the machine has"
-        free = psutil.virtual_memory().total  # on a CPU, where pages are taken as they are written
-        if self.on_gpu:
-            free, memory = torch.cuda.mem_get_info(self.device)[0], "free on the GPU are"
-            free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        needed = (tokens * self.token_bytes + self.verify.row_bytes) * batch
+        free = self.free_bytes if self.on_gpu else psutil.virtual_memory().total  # pages are taken as they are written
+        memory = "free on the GPU are" if self.on_gpu else "the machine has"
         takes = f"a cache of {tokens} tokens for {batch} sequences takes {needed / 1e9:.2f} GB, {memory}"
         if needed > free:
             raise UnsupportedModelError(

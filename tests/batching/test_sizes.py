@@ -17,23 +17,25 @@ KEPT = 10**8
 """Bytes of kept prefixes in host memory."""
 
 
+FREE = {"bytes": 50e9}
+
+
 def runtime(device="cuda", max_cache_len=None, token_bytes=TOKEN):
     """A runtime as far as its sizes count: trees of 16 nodes, and rows of 8,192 tokens."""
     return SimpleNamespace(
         device=SimpleNamespace(type=device), on_gpu=device == "cuda", sizes=(1, 16), token_bytes=token_bytes,
         algorithm=SimpleNamespace(plan=SimpleNamespace(lookahead_slots=3)), mixes=False,
         options=Options(max_cache_len=max_cache_len, prefix_cache_host_bytes=KEPT),
-        capacity=lambda slots: max_cache_len or 8192,
+        capacity=lambda slots: max_cache_len or 8192, free_bytes=FREE["bytes"],
     )  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def memory(monkeypatch):
     """Free are 50 GB, and a row takes 10 MB besides its pages."""
-    free = {"bytes": 50e9}
-    monkeypatch.setattr(pages, "free_bytes", lambda runtime: free["bytes"])
+    monkeypatch.setitem(FREE, "bytes", 50e9)
     monkeypatch.setattr(pages, "row_bytes", lambda runtime, capacity: 10e6)
-    return free
+    return FREE
 
 
 def chosen(*arguments, hints=None, device="cuda", max_cache_len=None, token_bytes=TOKEN, **options):

@@ -315,6 +315,8 @@ class Target:
             problem = "has no output layer" if output is None else "has an output layer with a bias"
             raise ValueError(f"draft: {type(model).__name__} {problem}, which draft heads share")
         shared = [whole(part.weight, keep=True) for part in (model.get_input_embeddings(), output)]
+        if shared[1].device != (device := shared[0].device):  # layers are on several GPUs, and drafts on the first
+            shared[1] = nn.Parameter(shared[1].detach().to(device), requires_grad=False)
         if len(shared[0]) < len(shared[1]):
             raise ValueError(
                 f"draft: {type(model).__name__} generates {len(shared[1])} tokens and reads only {len(shared[0])}, but "

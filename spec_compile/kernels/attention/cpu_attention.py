@@ -38,7 +38,7 @@ def attend(call: AttentionCall, level: int | None = None) -> Tensor:
     """The call by the kernel, at a level of instructions (None: the best). See `check` for what is raised; the kernel
     checks lengths, positions, pages and addresses."""
     columns = check(call)
-    (q, q_strides), (k, k_strides), (v, v_strides) = map(_in_rows, call[:3])
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in call[:3])  # the numbers of a head side by side
     lengths, positions = call.lengths.contiguous(), call.positions.contiguous()
     ancestors = None if call.ancestors is None else call.ancestors.contiguous()
     sinks = None if call.sinks is None else call.sinks.float().contiguous()
@@ -52,7 +52,7 @@ def attend(call: AttentionCall, level: int | None = None) -> Tensor:
     pages, kv_heads, slots, value_dim = call.value_cache.shape
     table = call.table.contiguous() if columns > 1 else None
     _cpu_attention.attend(
-        q.data_ptr(), q_strides, k.data_ptr(), k_strides, v.data_ptr(), v_strides, call.key_cache.data_ptr(),
+        q.data_ptr(), q.stride(), k.data_ptr(), k.stride(), v.data_ptr(), v.stride(), call.key_cache.data_ptr(),
         call.value_cache.data_ptr(), 0 if cos is None else cos.data_ptr(), 0 if sin is None else sin.data_ptr(),
         lengths.data_ptr(), 0 if ancestors is None else ancestors.data_ptr(), positions.data_ptr(),
         0 if sinks is None else sinks.data_ptr(), out.data_ptr(), 0 if table is None else table.data_ptr(),
@@ -61,15 +61,6 @@ def attend(call: AttentionCall, level: int | None = None) -> Tensor:
         torch.get_num_threads(),
     )  # fmt: skip
     return out
-
-
-def _in_rows(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """x with the numbers of a head side by side, and its strides."""
-    strides = x.stride()
-    if strides[3] == 1:
-        return x, strides
-    x = x.contiguous()
-    return x, x.stride()
 
 
 def check(call: AttentionCall) -> int:

@@ -164,6 +164,7 @@ def _launch_apart(call: AttentionCall, lengths: Tensor, table: Tensor, rows: int
     arguments of `tree_tuning`."""
     batch, heads, nodes, key_dim = call.q.shape
     prompts, own = len(lengths), batch - len(lengths) * rows
+    lengths, table = (x.to(call.q.device) for x in (lengths, table))
     if own <= 0:
         raise ValueError(f"riding: expected trees and {prompts} pieces of {rows} rows, got {batch} rows")
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ...quantised import layout_of
 from ...quantised.rows import rounds_activations
 from .. import ops
-from ..all_reduce import EXCHANGES, Exchange, all_reduce
+from ..all_reduce import EXCHANGES, all_reduce
 from ..card import card_of
 from ..ops import as_rows
 from . import cpu_gemm
@@ -192,7 +192,7 @@ def _sum_of_ranks(layer: Product, plan: ProductPlan, after: ResidualStream, grou
     """
     exchange = EXCHANGES.get(group_name)
     stream = torch.empty_like(after.scaled)  # before the product, whose memory it must not take while that runs
-    if product_sends(exchange, stream):
+    if exchange is not None and stream.numel() <= exchange.words:  # all of its numbers fit into the ranks' memory
         x, bias = as_rows(layer.x), None if layer.bias is None else layer.bias.contiguous()
         launch(replace(layer, x=x, bias=bias, after=exchange), None, plan.parts, plan.tile(len(x)))
         part = None
@@ -201,11 +201,6 @@ def _sum_of_ranks(layer: Product, plan: ProductPlan, after: ResidualStream, grou
         part = all_reduce(part, group_name) if exchange is None else part
     all_reduce_add(exchange, part, stream, after, squared_columns(stream.shape[1]))
     return stream
-
-
-def product_sends(exchange: Exchange | None, stream: Tensor) -> bool:
-    """True if the product itself sends its numbers to the ranks, because all of them fit into their memory at once."""
-    return exchange is not None and stream.numel() <= exchange.words
 
 
 @torch.library.custom_op("spec_compile::product_to_heads", mutates_args=("key_cache", "value_cache"))
