@@ -14,7 +14,7 @@ def on_gpu(options):
 
 
 @pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("family", ["bart", "m2m_100", "whisper"])
+@pytest.mark.parametrize("family", ["bart", "m2m_100", "t5", "whisper"])
 def test_answers_are_the_cpus(family, compile):
     model = tiny.BUILDERS[family]()
     inputs = [tiny.sources(family, batch, seed=batch) for batch in (1, 3)]
