@@ -135,7 +135,7 @@ def test_rows_are_taken_at_any_time():
             manager.scheduler._preempt(max(begun, key=lambda each: each.turn))
 
     outputs = run(preempt)
-    assert manager.scheduler.preemptions > 2
+    assert manager.scheduler.preemptions > 0
     for number in range(5):
         assert outputs[f"{number}"].generated_tokens == expected(model, one("marian", number), max_new_tokens=30)
     manager.destroy()

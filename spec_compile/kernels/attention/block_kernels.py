@@ -171,7 +171,9 @@ def prompt_kernel(
     position = node
     if WINDOW is not None or slopes_ptr is not None:
         position = tl.load(positions_ptr + node, mask=real, other=1 << 30).to(tl.int32)
-    slope = slopes_of(slopes_ptr, head, batch * nodes + node, real, stride_s, DISTANCES)
+    slope = slopes_ptr
+    if slopes_ptr is not None:
+        slope = slopes_of(slopes_ptr, head, batch * nodes + node, real, stride_s, DISTANCES)
     if WINDOW is not None:
         # Positions ascend in a chunk, so the window of its tokens can be counted in slots.
         lowest = tl.minimum(tl.min(position, 0) - WINDOW + 1, length)

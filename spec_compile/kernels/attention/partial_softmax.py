@@ -34,10 +34,8 @@ def power_of_2(exponent):
 
 @triton.jit
 def slopes_of(slopes_ptr, head, node, real, stride_s, DISTANCES: tl.constexpr):
-    """The slope of each row [M]; with DISTANCES > 1 where its biases by distance begin; None without slopes."""
-    if slopes_ptr is None:
-        return None
-    elif DISTANCES > 1:
+    """The slope of each row [M]; with DISTANCES > 1 where its biases by distance begin."""
+    if DISTANCES > 1:
         return slopes_ptr + tl.where(real, node, 0) * stride_s + head * DISTANCES
     else:
         return tl.load(slopes_ptr + head, mask=real, other=0.0)

@@ -118,7 +118,9 @@ def _attend_to_span(
     """
     # The rows of the tile.
     row, node, head, real, position = _rows_of_tile(tile, positions_ptr, nodes, GROUP, BLOCK_M)
-    slope = slopes_of(slopes_ptr, head, node, real, stride_s, DISTANCES)
+    slope = slopes_ptr
+    if slopes_ptr is not None:
+        slope = slopes_of(slopes_ptr, head, node, real, stride_s, DISTANCES)
 
     # The slots begin .. end of the span, and `late`: True if it is one of the larger ones.
     log2, turn = span_log2(length, FIRST, MOST)
@@ -159,7 +161,9 @@ def _attend_to_all_slots(
     """A tile of rows attends to all slots below `edge`. The spans that end there or before are stored as one part, and
     the span that contains `edge` as the next. For the other arguments see `_attend_to_span`."""
     row, node, head, real, position = _rows_of_tile(tile, positions_ptr, nodes, GROUP, BLOCK_M)
-    slope = slopes_of(slopes_ptr, head, node, real, stride_s, DISTANCES)
+    slope = slopes_ptr
+    if slopes_ptr is not None:
+        slope = slopes_of(slopes_ptr, head, node, real, stride_s, DISTANCES)
 
     # The sizes of the rows' spans, and the first slot that any row sees.
     least, turn = span_log2(length, FIRST, MOST)
@@ -282,7 +286,9 @@ def _attend_to_tail(
     position = node
     if WINDOW is not None or slopes_ptr is not None:
         position = tl.load(positions_ptr + node, mask=real, other=1 << 30).to(tl.int32)
-    slope = slopes_of(slopes_ptr, head, node, real, stride_s, DISTANCES)
+    slope = slopes_ptr
+    if slopes_ptr is not None:
+        slope = slopes_of(slopes_ptr, head, node, real, stride_s, DISTANCES)
     if EARLY:
         _prefetch_slots(key_cache_ptr, table_ptr, edge, length, DK, BLOCK_DK, CHUNK, KV_HEADS, PAGE)
         _prefetch_slots(value_cache_ptr + column, table_ptr, edge, length, DV, BLOCK_DV, CHUNK, KV_HEADS, PAGE)
