@@ -24,6 +24,8 @@ OTHER = "#79c0ff"
 """The colour of drafts that n-grams have not given."""
 WIDTH, PANE, EDGE, TOP, LINE, LETTER = 880, 430, 14, 64, 16, 7.23
 COLUMNS = int((PANE - 2 * EDGE) / LETTER)
+OWN_MODEL = ("demo_model", "tiny_coder")
+"""Folders of the model that the demo has without an argument."""
 HOLD = 4.0
 """Seconds for which the end stays, before the picture begins again."""
 STEP = 0.02
@@ -125,7 +127,8 @@ def render(file: Path | None = None) -> str:
     height = TOP + rows * LINE + 4
     panes = [part for number, run in enumerate(runs) for part in pane(run, number, height, drawing)]
     cores = f", {recording['threads']} threads" if recording["device"] == "cpu" and recording["threads"] > 1 else ""
-    about = f"{recording['model']} on {recording['device']}{cores}, {recording['dtype']}, torch {recording['torch']}"
+    about = f"{recording['device']}{cores}, {recording['dtype']}, torch {recording['torch']}"
+    model = "" if recording["model"] in OWN_MODEL else f" --model {recording['model']}"
     verdict = f'<text x="{WIDTH - EDGE}" y="{height + 50}" text-anchor="end" {drawing.at(slowest)} font-weight="bold"'
     total = height + 62
     return "\n".join(
@@ -135,7 +138,7 @@ def render(file: Path | None = None) -> str:
             f"<title>One answer by transformers and by spec_compile: {escape(recording['verdict'])}</title>",
             f"<style>{drawing.style}</style>",
             f'<rect width="{WIDTH}" height="{total}" rx="8" fill="#010409"/>',
-            f'<text x="{EDGE}" y="20" class="b">$ python -m spec_compile demo</text>',
+            f'<text x="{EDGE}" y="20" class="b">$ python -m spec_compile demo{escape(model)}</text>',
             f'<text x="{WIDTH - EDGE}" y="20" text-anchor="end" class="d">{escape(about)}</text>',
             *panes,
             legend(recording, height + 50),

@@ -60,6 +60,7 @@ def test_both_panes_have_all_text_in_its_colour(drawn):
     assert (
         "4 by n-grams" in text and "3 tokens/s" in text and "2.00× · same tokens: yes" in text and "2 threads" in text
     )
+    assert "spec_compile demo --model m<" in text and "spec_compile demo<" in drawn(pieces, model="demo_model")[0]
 
 
 def test_text_appears_when_its_token_came(drawn):
