@@ -1,4 +1,4 @@
-"""The command line: ``python -m spec_compile audit | train | serve | tune | tune-kernels | cache``.
+"""The command line: ``python -m spec_compile demo | chat | audit | train | serve | tune | tune-kernels | cache``.
 
 A command is a function whose parameters are its arguments and options. A folder of the package adds its commands by a
 file ``cli.py`` with a typer application. `main` runs one of them.

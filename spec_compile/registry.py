@@ -17,9 +17,9 @@ GROUP = "spec_compile.contrib"
 
 
 def load_contrib() -> None:
-    """Import the files and folders of `contrib`, if it is there. No import statement of the core names them."""
-    for ability in pkgutil.iter_modules([str(Path(__file__).parent / "contrib")]):
-        importlib.import_module(f"{__package__}.contrib.{ability.name}")
+    """Import the files and folders of `contrib`, but not its commands. No import statement of the core names them."""
+    for name in sorted({each.name for each in pkgutil.iter_modules([f"{Path(__file__).parent}/contrib"])} - {"cli"}):
+        importlib.import_module(f"{__package__}.contrib.{name}")
 
 
 def side(module: str) -> ModuleType:

@@ -17,12 +17,14 @@ from packaging.tags import Tag, cpython_tags
 from packaging.utils import canonicalize_name
 
 import spec_compile
+from spec_compile.contrib.terminal import demo
 from spec_compile.ngram import match
 
 ROOT = Path(spec_compile.__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT, TOOLS = PYPROJECT["project"], PYPROJECT["tool"]
 WHEEL = TOOLS["scikit-build"]["wheel"]
+CMAKE = (ROOT / "CMakeLists.txt").read_text()
 WORKFLOWS = {file.stem: file.read_text() for file in (ROOT / ".github/workflows").iterdir()}
 DISTRIBUTIONS = {
     "cuda": "cuda-bindings", "flashinfer": "flashinfer-python", "PIL": "pillow", "pydantic_core": "pydantic",
@@ -101,8 +103,18 @@ def test_what_a_wheel_has():
     3.12 on the trie is compiled for the stable ABI of 3.12, before for the one Python that builds it."""
     assert WHEEL["packages"] == ["spec_compile"] and "exclude" not in WHEEL
     assert Path(match.__file__).with_name("match.cu").is_file() and (ROOT / "spec_compile" / "py.typed").is_file()
-    assert WHEEL["py-api"] == "cp312" and "STABLE_ABI" in (ROOT / "CMakeLists.txt").read_text()
+    assert WHEEL["py-api"] == "cp312" and "STABLE_ABI" in CMAKE
     assert [file for file in TOOLS["mypy"]["files"] if not (ROOT / file).exists()] == []
+
+
+def test_a_wheel_has_the_model_of_the_demo():
+    """All files of the model in the examples but its heads, and what has made it; where the command looks for it."""
+    rule = re.search(r"foreach\(file (.+)\)\s+install\(FILES (\S+)/\$\{file\} DESTINATION (\S+)\)", CMAKE)
+    names, folder, target = rule.groups()
+    model = {path.name for path in (ROOT / folder).iterdir() if path.suffix in (".json", ".safetensors")}
+    assert {*names.split()} == model - {"training.json"} | {"README.md"}
+    assert ROOT / target == demo.PACKAGE / "demo_model" and not (ROOT / target).exists()
+    assert demo.demo_model() == ROOT / folder
 
 
 def test_a_tree_without_its_extension_says_how_to_build_it(monkeypatch):
@@ -197,7 +209,7 @@ def test_wheels_have_the_licences_of_what_is_compiled_in():
 
 def test_a_wheel_runs_on_every_processor_of_its_kind():
     """Instructions that not all have are chosen when they run; the compiler may use them in no other function."""
-    flags = (ROOT / "CMakeLists.txt").read_text() + (ROOT / "pyproject.toml").read_text()
+    flags = CMAKE + (ROOT / "pyproject.toml").read_text()
     assert not re.search(r"-m(arch|cpu|tune|avx|amx|fma)|/arch:|INTERPROCEDURAL", flags)
     core = "".join(file.read_text() for file in (ROOT / "spec_compile/kernels/native").glob("*.h"))
     features = {name for names in re.findall(r'target\("(.+?)"\)', core) for name in names.split(",")}

@@ -1,4 +1,4 @@
-"""What a newly installed wheel must do: import, and generate without a compiler.
+"""What a newly installed wheel must do: import, generate without a compiler, and show its demo.
 
     python tests/support/smoke.py examples/tiny_coder
 
@@ -14,6 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import spec_compile
+from spec_compile.__main__ import main as command
+from spec_compile.contrib.terminal.demo import PACKAGE, demo_model
 
 
 def main(folder: str) -> None:
@@ -25,6 +27,8 @@ def main(folder: str) -> None:
         fast = spec_compile.speculate(model, algo=algo, compile=False, **options)
         assert torch.equal(fast.generate(**inputs, max_new_tokens=32, do_sample=False), plain)
         print(f"{algo}: the same tokens, accept length {fast.speculation.stats.accept_length:.2f}")
+    assert demo_model().parent == PACKAGE, demo_model()
+    assert command(["demo", "--new-tokens", "16", "--device", "cpu"]) == 0
     try:
         spec_compile.speculate(model)
     except ValueError as error:

@@ -108,9 +108,7 @@ class DFlashDraft(nn.Module):
 
     def logits(self, normed: Tensor) -> Tensor:
         """Logits [B, T, Vd] of normed states."""
-        logits = F.linear(normed, self.head_weight)
-        if self.output_scale != 1:
-            logits = logits * self.output_scale
+        logits = F.linear(normed, self.head_weight) * self.output_scale
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits

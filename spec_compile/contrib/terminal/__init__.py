@@ -1,0 +1,1 @@
+"""The screens of `demo` and `chat` on the command line: answers as they come, coloured by who gave each token."""
