@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-LAYER = re.compile(r"\.(?:layers|h|blocks|decoder_layers)\.(\d+)(?:\.|$)")
+LAYER = re.compile(r"\.(?:layers|h|blocks?|decoder_layers)\.(\d+)(?:\.|$)")
 """The number of a decoder layer in the path of a module."""
 SIZE = "size"
 """Stands for the value of a node that computes a size, in a graph that was read from disk."""

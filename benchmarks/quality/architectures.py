@@ -41,8 +41,8 @@ GROUPS = {
 NOT_CLASSES = [
     (
         "also refused",
-        "encoder-decoders of other classes than [these](#encoder-decoders), such as T5; RoPE that changes with the "
-        "length, models on several GPUs, models in training mode with dropout or other noise",
+        "encoder-decoders of other classes than [these](#encoder-decoders), such as Switch Transformers; RoPE "
+        "that changes with the length, models on several GPUs, models in training mode with dropout or other noise",
     ),
     (
         "run by transformers' own loop, with a warning",

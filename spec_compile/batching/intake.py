@@ -5,7 +5,7 @@ transformers' own ``generate()`` prepares a request, and stops before its decodi
 
 import copy
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -19,11 +19,10 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from ..capture.admit import placeholders
 from ..capture.copies import shallow
-from ..compat import CACHE
 from ..drafting import Algorithm
 from ..runtime.generate import SpeculativeMixin
 from ..runtime.preparation import Remembered, make_key, read_limit
-from ..runtime.prompt import PICTURES, TOKEN_TYPES, Past, Prompt, own_prefill, unserved
+from ..runtime.prompt import PICTURES, TOKEN_TYPES, Prompt, unserved
 from ..runtime.request import CRITERIA_IN_ROUND, Request, seed_of
 from ..runtime.verify.processors import ROWWISE, is_known
 from ..runtime.verify.thinking import check_processors
@@ -42,7 +41,6 @@ from .request_options import (
 from .sequence import BatchSequence
 
 CALLBACKS = {"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"}
-"""Arguments of ``generate()`` that a request may have besides the fields of a GenerationConfig."""
 STOPS_IN_PROMPT = "stops_in_prompt"
 """Option of a request: whether a stop string may begin in the prompt, as transformers has it."""
 SERVED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -50,6 +48,39 @@ ONLY_GENERATE = ("return_dict_in_generate", "token_healing")
 """Settings that only ``generate()`` serves, besides those that `unserved` finds."""
 FORGETFUL_CRITERIA = CRITERIA_IN_ROUND | {"MaxTimeCriteria", "StopStringCriteria"}
 """transformers' stopping criteria that remember nothing of the tokens that they have seen."""
+
+
+@dataclass(eq=False)
+class PreparedCall(Exception):
+    """The arguments of transformers' decoding loop. They are raised, so that no ``generate()`` goes on with them."""
+
+    input_ids: Tensor
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    model_kwargs: dict
+
+
+class StopsBeforeTheLoop:
+    """Put in front of a model's own class, makes ``generate()`` raise what it has prepared."""
+
+    def _sample(
+        self, input_ids: Tensor, logits_processor: LogitsProcessorList, stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig, synced_gpus: bool = False, streamer: Any = None, **model_kwargs: Any,
+    ) -> None:  # fmt: skip
+        raise PreparedCall(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+
+    def _maybe_prepare_encoder_kwargs_for_generation(self, inputs: Tensor, model_kwargs: dict, *_: Any) -> dict:
+        """Read no pictures yet."""
+        return model_kwargs
+
+    def _validate_generation_mode(
+        self, generation_mode: GenerationMode, generation_config: GenerationConfig, generation_mode_kwargs: dict
+    ) -> None:
+        if generation_mode not in SERVED_MODES:
+            raise ValueError(
+                f"{generation_mode.value.replace('_', ' ')}: only generate() does this; a request is greedy or sampled"
+            )
 
 
 class Intake:
@@ -60,6 +91,12 @@ class Intake:
     returns_logprobs: see `Request`.
     """
 
+    arguments = CALLBACKS | PICTURES | TOKEN_TYPES
+    """Arguments of ``generate()`` that a request may have besides the fields of a GenerationConfig."""
+    stops = StopsBeforeTheLoop
+    of_pictures: Callable[..., Any]
+    """Makes a `Request.process` for a prompt with pictures or sounds; `contrib.own_prefill` has it."""
+
     def __init__(self, model: SpeculativeMixin, room: int, seed: int | None = None, returns_logprobs: bool = False):
         self._model, self._engine, self._room = model, model.speculation.engine, room
         self._returns_logprobs = returns_logprobs
@@ -67,7 +104,7 @@ class Intake:
         self._seeds: Iterator[int] | None = None if seed is None else count(seed)
         self._remembered = Remembered()
         cls = type(self._engine.original)
-        self._class = type(cls.__name__, (_StopsBeforeTheLoop, cls), {"__module__": cls.__module__})
+        self._class = type(cls.__name__, (self.stops, cls), {"__module__": cls.__module__})
         self._ids = torch.zeros(1, 1, dtype=torch.int64, device=self._engine.runtime.device)
         """Stand for the ids of every prompt in the keys of `_remembered`."""
 
@@ -118,7 +155,7 @@ class Intake:
                 seed = next(self._seeds)
         scores = [Scores.read(*scored) for _ in requests]
         if scored[1] is not None and requests[0].process is not None:
-            raise ValueError("prompt_logprobs: they are not told of prompts with pictures; leave it out")
+            raise ValueError("prompt_logprobs: they are not told of prompts with pictures or a source; leave it out")
         if scored[1] is not None and self._engine.runtime.verify.clamps_prompts:
             raise ValueError("prompt_logprobs: the model processes prompts unlike tokens of an answer; leave it out")
         wishes["seed"] = seed_of(seed) if requests[0].config.do_sample else 0
@@ -131,22 +168,22 @@ class Intake:
             for index, (name, each) in enumerate(zip(names, requests))
         ]
 
-    def _read_prompt(self, input_ids: Any) -> list[int]:
+    def _read_prompt(self, input_ids: Any, name: str = "input_ids") -> list[int]:
         ids = input_ids.tolist() if isinstance(input_ids, torch.Tensor) else input_ids
         if isinstance(ids, (str, bytes)) or not hasattr(ids, "__iter__"):
-            raise TypeError(f"input_ids: expected token ids, got {type(ids).__name__}; run the tokenizer first")
+            raise TypeError(f"{name}: expected token ids, got {type(ids).__name__}; run the tokenizer first")
         ids = list(ids)
         if len(ids) == 1 and isinstance(ids[0], list):  # as a processor gives them
             (ids,) = ids
         if not ids:
-            raise ValueError("input_ids: expected at least one token, got none")
+            raise ValueError(f"{name}: expected at least one token, got none")
         others = {*map(type, ids)} - {int}
         if others:
-            raise TypeError(f"input_ids: expected token ids, got {min(each.__name__ for each in others)}")
+            raise TypeError(f"{name}: expected token ids, got {min(each.__name__ for each in others)}")
         vocab = self._engine.runtime.verify.embedded
         for token in (min(ids), max(ids)):
             if not 0 <= token < vocab:
-                raise ValueError(f"input_ids: token id {token} is outside the vocabulary of {vocab} tokens")
+                raise ValueError(f"{name}: token id {token} is outside the vocabulary of {vocab} tokens")
         return ids
 
     def _read_adapter(self, name: Any) -> str | None:
@@ -212,8 +249,7 @@ class Intake:
 
         prompt: token ids.
         config, defaults: the request's config, and values for all that it leaves open.
-        options: fields of a GenerationConfig that go over `config`, `CALLBACKS`, `PICTURES` with their `TOKEN_TYPES`,
-            and `STOPS_IN_PROMPT`.
+        options: fields of a GenerationConfig that go over `config`, `arguments`, and `STOPS_IN_PROMPT`.
         """
         room = self._room
         if len(prompt) >= room:  # guard: longest-prompt
@@ -224,13 +260,12 @@ class Intake:
 
         # The generation config of this request, and what else generate() has as an argument.
         config, defaults, arguments = copy.copy(config), copy.copy(defaults), {}
-        extras = CALLBACKS | PICTURES | TOKEN_TYPES
-        check_known(options, {*vars(config), *extras, STOPS_IN_PROMPT})
+        check_known(options, {*vars(config), *self.arguments, STOPS_IN_PROMPT})
         for name, value in options.items():
             if name == STOPS_IN_PROMPT:
                 if not isinstance(value, bool):
                     raise TypeError(f"{name}: expected a bool, got {value!r:.80}")
-            elif name in extras:
+            elif name in self.arguments:
                 arguments[name] = value
             else:
                 setattr(config, name, value)
@@ -297,27 +332,25 @@ class Intake:
         for criterion in call.criteria:
             if type(criterion).__name__ == "MaxTimeCriteria" and not any(criterion is one for one in own):
                 criterion.initial_timestamp = None
-        if not read.has_pictures:
-            return request
-        if read.tokens[0][-1] in placeholders(self._engine.original.config):
-            raise ValueError("input_ids: a prompt that ends in a picture is served by generate(); add text after it")
-        if self._engine.options.ranks.size > 1:
-            raise ValueError("pixel_values: pictures are read in one process; leave out tensor_parallel")
-        return replace(request, process=partial(self._process, read, call))
+        return replace(request, process=self.own_prefill(read, call, arguments))
 
     def _ask_transformers(
         self, copied: Any, ids: Tensor, config: GenerationConfig, tokenizer: Any, arguments: dict
-    ) -> "_PreparedCall":
+    ) -> PreparedCall:
         """The arguments of transformers' decoding loop for a prompt `ids` [1, W]; ValueError, naming the option, if it
         fails on one."""
         device, given = self._ids.device, {} if tokenizer is None else {"tokenizer": tokenizer}
         arguments = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
         ids = ids.to(device)
 
-        def generate(config: GenerationConfig) -> _PreparedCall:
+        def generate(config: GenerationConfig) -> PreparedCall:
             with torch.inference_mode(False), torch.no_grad():
-                mask = torch.ones_like(ids)
-                return copied.generate(ids, attention_mask=mask, generation_config=config, **given, **arguments)
+                try:
+                    mask = torch.ones_like(ids)
+                    copied.generate(ids, attention_mask=mask, generation_config=config, **given, **arguments)
+                except PreparedCall as call:
+                    return call
+            raise TypeError(f"generate: {type(copied).__name__} runs a loop that no request has")
 
         try:
             return generate(copy.deepcopy(config))
@@ -328,41 +361,9 @@ class Intake:
             name = find_culprit(config, generate)
             raise ValueError(f"{name}: transformers cannot serve it: {type(error).__name__}: {error}") from error
 
-    def _process(self, prompt: Prompt, call: "_PreparedCall", taps: tuple[int, ...]) -> tuple[Past, int]:
-        """See `Request.process`."""
-        kwargs = copy.copy(call.model_kwargs)
-        kwargs[CACHE] = copy.deepcopy(kwargs[CACHE])  # empty; another sequence may need it, too
-        _, past = own_prefill(self._model, prompt, call.input_ids, call.config, kwargs, taps)
-        return past, (prompt.position_offsets or [0])[0]
-
-
-@dataclass
-class _PreparedCall:
-    """The arguments of transformers' decoding loop."""
-
-    input_ids: Tensor
-    processors: LogitsProcessorList
-    criteria: StoppingCriteriaList
-    config: GenerationConfig
-    model_kwargs: dict
-
-
-class _StopsBeforeTheLoop:
-    """Put in front of a model's own class, makes ``generate()`` return what it has prepared."""
-
-    def _sample(
-        self, input_ids: Tensor, logits_processor: LogitsProcessorList, stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig, synced_gpus: bool = False, streamer: Any = None, **model_kwargs: Any,
-    ) -> _PreparedCall:  # fmt: skip
-        return _PreparedCall(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
-
-    def _validate_generation_mode(
-        self, generation_mode: GenerationMode, generation_config: GenerationConfig, generation_mode_kwargs: dict
-    ) -> None:
-        if generation_mode not in SERVED_MODES:
-            raise ValueError(
-                f"{generation_mode.value.replace('_', ' ')}: only generate() does this; a request is greedy or sampled"
-            )
+    def own_prefill(self, prompt: Prompt, call: PreparedCall, arguments: dict[str, Any]) -> Any:
+        """See `Request.process`. arguments: of the request, besides its config."""
+        return self.of_pictures(self._model, prompt, call, arguments) if prompt.has_pictures else None
 
 
 def _remembers(request: Request) -> bool:

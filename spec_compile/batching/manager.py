@@ -64,7 +64,8 @@ class Manager(ContinuousBatchingManager):
             engine.adopt()
             self.scheduler = take_scheduler(engine, config, workload_hints)
         self.scheduler.check = engine.refuse_changes
-        self._intake = Intake(model, self.scheduler.capacity, config.seed, config.return_logprobs)
+        intake = Intake if engine.decoder is None else engine.decoder.intake
+        self._intake = intake(model, self.scheduler.capacity, config.seed, config.return_logprobs)
         self._process = os.getpid()
 
         # transformers' inherited methods read these:
@@ -189,8 +190,8 @@ class Manager(ContinuousBatchingManager):
         return max(0, bound - len(self.scheduler.waiting)) if bound and self.scheduler is not None else None
 
     def add_request(
-        self, input_ids: Any, request_id: str | None = None, max_new_tokens: int | None = None, streaming: bool = False,
-        record_timestamps: bool = False, eos_token_id: int | list[int] | None = None, *,
+        self, input_ids: Any = None, request_id: str | None = None, max_new_tokens: int | None = None,
+        streaming: bool = False, record_timestamps: bool = False, eos_token_id: int | list[int] | None = None, *,
         generation_config: GenerationConfig | None = None, tokenizer: Any = None, seed: int | None = None,
         **options: Any,
     ) -> str:  # fmt: skip
@@ -209,7 +210,8 @@ class Manager(ContinuousBatchingManager):
         likeliest tokens to tell next to the log-probability of each token of the answer, and of the prompt, in
         `Output.scores` and `Output.prompt_scores`), `logprobs_temperature` (divides their logits; 1.0 by default),
         `stops_in_prompt` (False: a stop string counts only if all of it is in the answer), and what a processor returns
-        for pictures (`pixel_values` and the like).
+        for pictures (`pixel_values` and the like). An encoder-decoder has the arguments of ``generate()``: `input_ids`
+        or `input_features` are the source, and `decoder_input_ids` the prompt.
 
         Texts that say whose the request is: `share_text`, with n-grams, may be True, False or None as in
         ``generate()``, or the name of the text's owner: the request drafts only from texts of the same owner, only
@@ -400,7 +402,7 @@ class Manager(ContinuousBatchingManager):
                     self._sequences.pop(sequence.request_id, None)
                 self.metrics.finish(sequence)
                 # A draft learns from it, unless its text is forgotten or ids do not say all of its prompt.
-                shares = sequence.request.share_text is not False and not sequence.has_pictures
+                shares = sequence.request.share_text is not False and sequence.request.process is None
                 if self._engine.online is not None and shares and sequence.finish_reason in ("stop", "length"):
                     self._engine.online.keep(sequence.prompt, sequence.tokens)
         for output in outputs:

@@ -17,7 +17,6 @@ from transformers.utils.logging import tqdm
 from ..capture import copies
 from ..capture.changes import KEPT
 from ..capture.copies import FollowedConfig, follow
-from ..errors import UnsupportedModelError
 from ..parallel.messages import pack, unpack
 from ..parallel.ranks import Alone
 from ..runtime.generate import SpeculativeMixin
@@ -43,9 +42,6 @@ class BatchingMixin(SpeculativeMixin):
         `max_memory_percent` (share of a GPU's free memory), `max_queue_size`, `seed` and `return_logprobs` of
         `continuous_batching_config` count; graphs are not what our rounds have.
         """
-        if self.config.is_encoder_decoder:
-            name = type(self).__name__
-            raise UnsupportedModelError(f"model: {name} is an encoder-decoder, which only generate() serves")
         kept = vars(self).get("_cached_continuous_batching_manager")
         if isinstance(kept, Manager) and kept.is_of_this_process:
             return kept
@@ -147,8 +143,7 @@ def _answer(
     bound = manager.continuous_batching_config.max_queue_size
     if bound and number > bound:
         raise ValueError(f"num_return_sequences: {number} requests for a prompt, max_queue_size is {bound}")
-    waiting = deque(enumerate(inputs))
-    names: dict[int, list[str]] = {}
+    waiting, names = deque(enumerate(inputs)), list[str]()
     done: dict[str, Output] = {}
     open_names: set[str] = set()
     refusals: list[Exception] = []
@@ -159,11 +154,11 @@ def _answer(
                 try:
                     own = options if adapters is None else options | {"adapter_name": adapters[place]}
                     name = manager.add_request(ids, record_timestamps=record_timestamps, **own)
-                    names[place] = [*(child_name(name, child) for child in range(number - 1)), name]
-                    open_names.update(names[place])
+                    names += (added := [*(child_name(name, child) for child in range(number - 1)), name])
+                    open_names.update(added)
                 except (TypeError, ValueError) as error:
                     refusals.append(error)
-                    names[place] = [name := f"refused_{place}"]
+                    names.append(name := f"refused_{place}")
                     prompt = [*ids] if isinstance(ids, (list, tuple)) and {*map(type, ids)} <= {int} else []
                     done[name] = Output(
                         name, prompt, error=str(error), status=RequestStatus.FAILED, finish_reason="error"
@@ -180,7 +175,7 @@ def _answer(
                 raise RuntimeError("the thread of continuous batching died") from (
                     manager.background_thread_status.fatal_error
                 )
-    return {name: done[name] for place in sorted(names) for name in names[place]}
+    return {name: done[name] for name in names}
 
 
 def share(ranks: Alone, value: Any, kind: Any) -> Any:

@@ -4,10 +4,10 @@ When a prompt is done, its row moves to one of those that decode.
 
 from collections.abc import Callable
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 
-from ..runtime.request import OwnPrefill
 from ..runtime.round import STEP_COST, chunks
 from ..runtime.runtime import Runtime
 from ..runtime.session import MixedKind, Piece, Session, StepKind
@@ -36,6 +36,9 @@ SLICE = 32
 class PrefillRows(Rows):
     """The sequences whose prompts are under way."""
 
+    own_rows: Callable[["PrefillRows"], Any]
+    """Makes `own`; `contrib.own_prefill` has it."""
+
     def __init__(self, runtime: Runtime, number: int, capacity: int, pool: Rows, piece: int = 0):
         """pool: the rows that decode, whose pages prompts are written to. piece: most tokens of a step in which prompts
         ride along with a round; 0: prompts and rounds take turns."""
@@ -52,7 +55,11 @@ class PrefillRows(Rows):
 
     @property
     def begun(self) -> list[BatchSequence]:
-        return [*self.active, *self.aside]
+        return [*self.active, *self.aside, *self.owned]
+
+    @property
+    def owned(self) -> list[BatchSequence]:
+        return self.own.active if "own" in vars(self) else []
 
     @property
     def aside(self) -> list[BatchSequence]:
@@ -60,9 +67,9 @@ class PrefillRows(Rows):
         return [sequence for sequence in self.sequences[self.number :] if sequence is not None]
 
     @cached_property
-    def _with_pictures(self) -> Rows:
-        """A row for prompts with pictures, one at a time."""
-        return Rows(self.runtime, 1, self.all.capacity, self)
+    def own(self) -> Any:
+        """A row for what the model's own forward processes, one prompt at a time."""
+        return self.own_rows(self)
 
     @property
     def is_full(self) -> bool:
@@ -74,6 +81,8 @@ class PrefillRows(Rows):
     def make_room(self, sequence: BatchSequence) -> bool:
         """True if there is a row for this prompt now. If there is only one, a prompt of another client that has had
         its turn is set aside for it."""
+        if sequence.request.process is not None and self.owned:
+            return False
         if self.free:
             return True
         free = [row for row in range(self.number, len(self.sequences)) if self.sequences[row] is None]
@@ -100,40 +109,22 @@ class PrefillRows(Rows):
         self.sequences[row] = sequence
         sequence.done, sequence.stop, self._turn = known, branch or sequence.length, 0
         self.reuse(row)
-        self._begin(sequence, self, row, lengths=known)
+        self.begin(sequence, self, row, lengths=known)
         if restore is not None:
             restore(self, row)
         if branch:
             self.state.prompt_lengths[row].fill_(branch + 1)
 
-    def _begin(self, sequence: BatchSequence, rows: Rows, row: int, **numbers: int) -> None:
+    def begin(self, sequence: BatchSequence, rows: Rows, row: int, **numbers: int) -> None:
         request, vocab, state = sequence.request, self.runtime.verify.vocab_size, rows.state
+        if state.position_offsets is not None:  # keys are rotated by them, and serve others
+            numbers["position_offsets"] = 0 if request.process is None else request.process.offset
         eos = [token for token in request.eos if 0 <= token < vocab]
         state.enter(row, sequence.text, eos, sequence.loaded.index, **numbers, **sequence.numbers())
         if sequence.tokens and state.kv.states.kinds:  # some clamp what belongs to a prompt
             state.kv.states.prompt_lengths[row].fill_(len(sequence.prompt))
         rows.place({sequence: sequence.pages})
         self.runtime.guard(rows.all.drafter.enter, row, request.share_text, request.references)
-
-    def process(self, sequence: BatchSequence, own: OwnPrefill) -> None:
-        """Have the model's own forward process a prompt with pictures. It goes on here with its answer so far."""
-        # The prompt, and what the draft remembers of it.
-        past, offset = own(self.runtime.algorithm.plan.taps)
-        rows, done = self._with_pictures, len(sequence.prompt) - 1
-        state, session, sequence.row = rows.state, rows.all, 0
-        rows.vacate(0)
-        self._begin(sequence, rows, 0, **({} if state.position_offsets is None else {"position_offsets": offset}))
-        state.prompt_lengths.fill_(done + 1)
-        if past.features is not None and self.runtime.algorithm.remembers:
-            sizes = [*chunks(done, session.prefill_sizes, STEP_COST[self.runtime.device.type])]
-            session.prefill_draft(past.features, past.padding, [done], sizes)
-        state.fill(past, [done])
-
-        # A row among the others.
-        sequence.row = row = self.free[0]
-        rows.move_row(0, row, self)
-        self.sequences[row], sequence.done, sequence.stop = sequence, done, sequence.length
-        self.state.prompt_lengths[row].fill_(sequence.length + 1)
 
     def step(self, waiting: int, decoding: int, round_seconds: float | None) -> None:
         """Process a chunk of every prompt.
@@ -293,11 +284,12 @@ class PrefillRows(Rows):
 
     def leave(self, sequence: BatchSequence) -> None:
         """Give up a prompt."""
-        row, self.sequences[sequence.row] = sequence.row, None
+        rows: Rows = self if sequence in self.sequences else self.own
+        row, rows.sequences[sequence.row] = sequence.row, None
         try:
-            self.all.drafter.leave(self.state, row, 0, False)
+            rows.all.drafter.leave(rows.state, row, 0, False)
         finally:
-            self.vacate(row)
+            rows.vacate(row)
 
 
 def choose_size(

@@ -151,9 +151,13 @@ class PrefixCache:
         are new, and the first of these begins with a copy.
         """
         # All of it is processed if its logits are told, or if states after its answer differ from a prompt's.
-        text, is_clamped = sequence.text, self._runtime.verify.clamps_prompts and bool(sequence.tokens)
-        is_blank = sequence.has_pictures or sequence.needs_scores or is_clamped
-        known = Known() if is_blank else self._find(text, sequence.scope, sequence.request.client)
+        text, is_clamped = sequence.keys, self._runtime.verify.clamps_prompts and bool(sequence.tokens)
+        if text is None or sequence.needs_scores or is_clamped:
+            known = Known()
+        else:
+            known = self._find(text, sequence.scope, sequence.request.client)
+        if (own := sequence.request.process) is not None and not own.begins(known.tokens):
+            known = Known()
 
         # Nothing counts if the weights have changed since.
         is_sure = self.distrusts_weights and known.tokens > 0
@@ -165,8 +169,8 @@ class PrefixCache:
 
         taken = self._take(sequence, known, count)
         if taken is not None:
-            self.counts["asked"] += len(text)
-            if self._keeps_states and taken.tokens + LEAST_BRANCH <= seen < len(text) - 1:
+            self.counts["asked"] += sequence.length + 1
+            if self._keeps_states and taken.tokens + LEAST_BRANCH <= seen < sequence.length:
                 taken.branch = seen
         return taken
 
@@ -280,8 +284,8 @@ class PrefixCache:
         slots: how many of its tokens have keys and values. rows: have its row, and its states after `slots` tokens,
         if it is there or has left as a whole.
         """
-        runtime, sequence.kept = self._runtime, slots
-        if sequence.weights != self._changes or sequence.has_pictures:  # guard: texts-with-pictures
+        runtime, sequence.kept, text = self._runtime, slots, sequence.keys
+        if sequence.weights != self._changes or text is None:
             return
         if runtime.has_fixed_chunks:  # only keys and values from chunks serve others, and no states after them
             slots = 0 if sequence.scores_prompt else self._cut(min(slots, len(sequence.prompt) - 1))
@@ -293,7 +297,7 @@ class PrefixCache:
                 return
         try:
             # Whole pages.
-            tokens, client = np.asarray(sequence.text, dtype=TOKENS), sequence.request.client
+            tokens, client = np.asarray(text, dtype=TOKENS), sequence.request.client
             parent: Key | Block = sequence.scope
             begin = 0
             for number, key in enumerate(self._keys(tokens, slots)):

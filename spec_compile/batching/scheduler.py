@@ -126,6 +126,11 @@ class Scheduler:
         """Run a round, and what comes before it; returns the requests that gained tokens or are over."""
         # Requests leave and enter.
         self._news = []
+        for sequence in self.prefill.owned:
+            try:
+                self.prefill.own.go_on()
+            except Exception as error:  # of the model's own forward
+                self.drop([sequence], error)
         self.prefill.compact()
         if self.ranks.size == 1:
             self._change()
@@ -346,8 +351,8 @@ class Scheduler:
                     sequence.admit(next(self._numbers))
                     sequence.speculation.reused_prompt_tokens = known.tokens
                 self._unchecked.append(sequence)
-                if (own := sequence.request.process) is not None:
-                    self.prefill.process(sequence, own)
+                if (own := sequence.request.process) is not None and known.tokens < own.until:
+                    self.prefill.own.process(sequence, known.tokens)
                     continue
                 self.prefill.enter(sequence, known.tokens, known.branch, known.states)
                 self._told.entered.append(FollowerRequest.of(sequence, known.tokens, known.partial))

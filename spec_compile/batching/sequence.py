@@ -98,9 +98,10 @@ class BatchSequence(Sequence):
         return adapter + salt  # guard: salts
 
     @property
-    def has_pictures(self) -> bool:
-        """True if the model's own forward processes its prompt, whose ids do not say all."""
-        return self.request.process is not None
+    def keys(self) -> list[int] | None:
+        """Its text as the prefix cache knows it; None: it shares nothing with others."""
+        own = self.request.process
+        return self.text if own is None else own.keys and own.keys + self.tokens  # guard: texts-with-pictures
 
     @property
     def scores_prompt(self) -> bool:

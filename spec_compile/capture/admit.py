@@ -225,21 +225,8 @@ def admit_training(model: nn.Module) -> None:
         )
 
 
-# Models that read pictures and sounds in a way that lets rounds follow them.
-
-
-READERS = {
-    "Aria", "AyaVision", "Cohere2Vision", "CohereCompass", "Cosmos3Edge", "Cosmos3Omni", "DeepseekVL",
-    "Ernie4_5_VLMoe", "Exaone4_5_", "Gemma3", "Gemma4", "Glm46V", "Glm4v", "Glm4vMoe", "GlmOcr", "GotOcr2",
-    "HyperCLOVAXVisionV2", "Idefics2", "Idefics3", "InternVL", "Janus", "Lfm2Vl", "Lfm3Vl", "LightOnOcr", "Llava",
-    "LlavaNext", "LlavaNextVideo", "LlavaOnevision", "MiniCPMOcr", "MiniCPMV4_6", "MiniCPMV4_7", "MiniMaxM3Sparse",
-    "Mistral3", "MuseGlimmer", "Ovis2", "PaddleOCRVL", "QianfanOCR", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe",
-    "Qwen3_5", "Qwen3_5Moe", "SmolVLM", "Step3p7", "VideoLlama3", "VideoLlava", "VipLlava", "AudioFlamingo3", "GlmAsr",
-    "GraniteSpeech", "GraniteSpeechPlus", "MossTranscribeDiarize", "MusicFlamingo", "Qwen2Audio", "Qwen2_5OmniThinker",
-    "Qwen3ASR", "Qwen3OmniMoeThinker", "Voxtral",
-}  # fmt: skip
-"""Classes in which a picture or a sound changes only the keys, values and states of its tokens and the positions after
-it. Others may switch weights, or attend to a picture from each token that they generate."""
+READERS: set[str] = set()
+"""Classes that read pictures, videos or sounds in a way that lets rounds follow them; `contrib` adds them."""
 
 
 def reads_pictures(model: PreTrainedModel, sort: str = "text") -> bool:

@@ -31,6 +31,8 @@ TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
 NOISE = 3.0  # guard: noise
 """Largest accepted distance of 16-bit logits to the float32 result, as a multiple of a plain forward's; both at
 the position where they are largest."""
+FORBIDDEN = -3e4
+"""Smaller logits forbid a token. Models write the least number of a dtype, -65504 in float16, or minus infinity."""
 LEAST_NOISE = 1e-5
 """Share of the logits' spread that is always accepted as such a distance, because a model may have some weights of 16
 bits and compute in float32."""
@@ -59,14 +61,23 @@ def rms(values: Tensor) -> Tensor:
     return values.square().mean(dim=-1).sqrt()
 
 
+def _distance(got: Tensor, expected: Tensor) -> Tensor:
+    """The difference of logits, 0 where both forbid a token. E.g. Chameleon forbids the tokens of pictures."""
+    return (got - expected).masked_fill((got < FORBIDDEN) & (expected < FORBIDDEN), 0)
+
+
+def _spread(logits: Tensor) -> Tensor:
+    """The standard deviation of logits, without those that forbid a token and would hide any difference."""
+    return logits[logits >= FORBIDDEN].std()  # guard: forbidden-tokens
+
+
 def compare_logits(name: str, part: str, got: Tensor, expected: Tensor) -> None:
     """UnsupportedModelError if logits [..., V] in float32 or float64 differ by more than `TOLERANCE`.
 
     name: the model's class, for the message.
     part: the part of the system that computed `got`, for the message.
     """
-    spread = expected.std().clamp(min=1e-6)
-    error = ((got - expected).abs().max() / spread).item()
+    error = (_distance(got, expected).abs().max() / _spread(expected).clamp(min=1e-6)).item()
     limit = TOLERANCE[expected.dtype]
     if not error <= limit:  # guard: checks-refuse
         raise UnsupportedModelError(
@@ -82,8 +93,8 @@ def compare_rounding(name: str, part: str, got: Tensor, plain: Tensor, exact: Te
     got, plain: [..., V] in 16 bits; logits of the part that is checked and of a plain forward.
     exact: [..., V] float32; the result without rounding to 16 bits.
     """
-    error, noise = (rms(x.float() - exact).max().item() for x in (got, plain))
-    if not error <= max(NOISE * noise, LEAST_NOISE * exact.std().item()):
+    error, noise = (rms(_distance(x.float(), exact)).max().item() for x in (got, plain))
+    if not error <= max(NOISE * noise, LEAST_NOISE * _spread(exact).item()):
         raise DistantLogits(
             f"model: {name}: {part} differs from the model's own forward: its logits are {error:.1e} away from those "
             f"in float32, a plain forward's {noise:.1e} (allowed: {NOISE:g} times that); it would change the answer"

@@ -40,7 +40,7 @@ FUNCTIONS = {
     "torch": {"sym_float", "sym_int", "sym_ite", "sym_max", "sym_min", "sym_not", "sym_sum"},
     f"{kernels.__name__}.attention.backends": {"flex", "sdpa"},
     f"{kernels.__name__}.attention.tail_tiles": {"tail_tiles"},
-    f"{kernels.__name__}.linear.cpu_gemm": {"cpu_linear"},
+    f"{kernels.__name__}.linear.cpu_gemm": {"cpu_linear", "transposed_linear"},
     f"{kernels.__name__}.ops": {"gather_rows", "tree_mask"},
     f"{kernels.__name__}.recurrence": {"advance_or_look", "clamp_in_prompt", "walk_of"},
 }

@@ -27,7 +27,7 @@ from ..capture.yardstick import compare_logits, compare_rounding, has_half, in_f
 from ..config import Options
 from ..errors import UnsupportedModelError
 from ..folders import cache_folder, user_secret
-from ..graph import ModelGraph
+from ..graph import ModelGraph, attribute
 from ..inventory import configs_of, held, held_parameters, held_tensors
 from ..kernels.launching import plain_kernels
 from ..passes.linears import is_kept_apart, keep_apart
@@ -269,7 +269,7 @@ class StartArtefact:
         graphs = {purpose: bound(content["graphs"][purpose], held(self.model)) for purpose in PURPOSES}
         if not self.options.merge_linears:
             for purpose, graph in graphs.items():
-                keep_apart(graph.gm, content["graphs"][purpose]["tensors"])
+                keep_apart(graph.gm, (attribute(graph.gm, name) for name in content["graphs"][purpose]["tensors"]))
         configs = [config for config in configs_of(self.model) if isinstance(config, PreTrainedConfig)]
         reads = [(config, set(names)) for config, names in zip(configs, content["reads"], strict=True)]
         return Start(graphs, reads, str(content["served_batches"]))

@@ -197,7 +197,7 @@ def capture_draft(target: Inventory, draft: PreTrainedModel, options: DraftOptio
         graph = draft_graph(draft, options, trace)
     except (TypeError, ValueError) as error:
         raise type(error)(f"draft: {error}") from error
-    if graph.recurrences:
+    if any(spec.stash for spec in graph.recurrences):  # tokens change these states
         raise UnsupportedModelError(
             f"draft: {type(draft).__name__} keeps recurrent states, and a draft model is fed some tokens again in each "
             "round; pass a draft model of attention alone"

@@ -79,7 +79,7 @@ def tree_mask(
     dtype: torch.dtype, chunk: int | None = None, slopes: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The mask of a block's nodes over the cache, [B, 1, group * N, max_kv_len]: 0 for visible slots, else minus
-    infinity. With slopes [H] it is their `alibi` in place of 0, [B, H / group, group * N, max_kv_len].
+    infinity. With slopes it is their `distance_biases` in place of 0, [B, H / group, group * N, max_kv_len].
 
     positions: [B, N]; of the block's tokens.
     lengths: [B]; committed slots of each row, all of them visible; the block lies in the slots after them.
@@ -101,7 +101,7 @@ def tree_mask(
         visible = visible & (positions[:, :, None] - slot_position[:, None, :] < window)  # guard: window
     if chunk is not None:
         visible = visible & (positions[:, :, None] // chunk == slot_position[:, None, :] // chunk)
-    bias = None if slopes is None else alibi(slopes, positions, slot_position)
+    bias = None if slopes is None else distance_biases(slopes, positions, slot_position)
     return additive(visible, group, dtype, bias)
 
 
@@ -283,15 +283,16 @@ def only_chosen(mask: Tensor, chosen: Tensor) -> Tensor:
     return mask.masked_fill(hidden.repeat(1, 1, mask.shape[2] // nodes, 1), -math.inf)
 
 
-def alibi(slopes: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor:
-    """Linear biases of attention (Press et al. 2021, section 3): slope * (key position - query position), in float32.
-
-    slopes [H]; key positions are rounded to their dtype, because Falcon's are. positions [B, N] of queries,
-    key_positions [B, S] -> [B, H, N, S].
-    """
-    rounded = key_positions.to(slopes.dtype).float()
-    distance = rounded[:, None, :] - positions[:, :, None].float()
-    return slopes.float()[:, None, None] * distance[:, None]
+def distance_biases(slopes: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor:
+    """The biases by distance that `AttentionCall.slopes` are, in float32: positions [B, N] of queries, key_positions
+    [B, S] -> [B, H, N, S]. ALiBi rounds key positions to the dtype of its slopes, because Falcon does."""
+    if slopes.dim() == 1:
+        rounded = key_positions.to(slopes.dtype).float()
+        distance = rounded[:, None, :] - positions[:, :, None].float()
+        return slopes.float()[:, None, None] * distance[:, None]
+    distance = (positions[:, :, None] - key_positions[:, None, :]).clamp(0, slopes.shape[-1] - 1)
+    tables = slopes.float().expand(*distance.shape[:2], -1, -1).transpose(1, 2)  # [B, H, N, D]
+    return tables.gather(3, distance[:, None].expand(-1, tables.shape[1], -1, -1))
 
 
 def additive(visible: Tensor, group: int, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import quantised
@@ -49,7 +49,7 @@ def merge_linears(graph: ModelGraph, settings) -> str:
     linears = [*linear_layers(graph), *quantised_layers(graph)]
     if not settings.merge_linears:
         operands = [operand for node in linears for operand in operands_of(node) if operand is not None]
-        keep_apart(graph.gm, {operand.target for operand in operands if operand.op == "get_attr"})
+        keep_apart(graph.gm, [attribute(graph.gm, each.target) for each in operands if each.op == "get_attr"])
         return "off"
     groups: dict[tuple, list[fx.Node]] = defaultdict(list)
     uses: dict[str, int] = defaultdict(int)
@@ -76,10 +76,10 @@ _apart = WeakIdKeyDictionary()
 """Parameter -> the graphs that read it where it lies; their captured rounds hold its address."""
 
 
-def keep_apart(gm: fx.GraphModule, names: Iterable[str]) -> None:
-    """Note that a graph reads the parameters of these names where they lie."""
-    for name in names:
-        _apart.setdefault(attribute(gm, name), weakref.WeakSet()).add(gm)
+def keep_apart(reader: nn.Module, parameters: Iterable[Tensor]) -> None:
+    """Note that a graph, or a model, reads these parameters where they lie."""
+    for parameter in parameters:
+        _apart.setdefault(parameter, weakref.WeakSet()).add(reader)
 
 
 def is_kept_apart(parameters: Iterable[Tensor]) -> bool:

@@ -251,13 +251,9 @@ class Engine:
             )
         if tokens > LONGEST:
             raise ValueError(f"max_new_tokens: prompt and new tokens make {tokens} tokens; expected at most {LONGEST}")
-        if tokens > self.room(batch):  # then the cache will grow
-            self.runtime.check_memory(batch, tokens, "max_new_tokens")
-
-    def room(self, batch: int) -> int:
-        """Tokens of a sequence in the next call of this batch size before its cache has to grow."""
         session = self.sessions.get((len(self.running), batch))
-        return self.runtime.capacity(batch) if session is None else session.capacity
+        if tokens > (self.runtime.capacity(batch) if session is None else session.capacity):  # the cache will grow
+            self.runtime.check_memory(batch, tokens, "max_new_tokens")
 
     def session(self, batch: int) -> Session:
         """The session for a batch size and the present nesting depth: a call inside another has its own buffers. At

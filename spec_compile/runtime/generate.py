@@ -21,7 +21,7 @@ from ..compat import CACHE
 from .answer import Answer
 from .engine import Engine
 from .pipeline import Call
-from .preparation import CalledDraft, asked, check_options, make_key, model_for, read_inputs, read_prompt
+from .preparation import TOKENIZERS, CalledDraft, asked, check_options, make_key, model_for, read_inputs, read_prompt
 from .prompt import Prompt, are_states_behind, cache_among, extend_cache, own_prefill, read_cache, unserved
 from .request import Request, seed_of
 from .verify import Route, make_acceptor
@@ -116,12 +116,17 @@ class SpeculativeMixin(FollowsGenerationConfig, Base):
 
     def extra_repr(self) -> str:
         """The model's own, and the speculation."""
-        lines = [super().extra_repr(), f"speculation={vars(self).get('speculation')!r}"]
-        return "\n".join(filter(None, lines))
+        return "\n".join(filter(None, [super().extra_repr(), f"speculation={vars(self).get('speculation')!r}"]))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
         """Copies and pickles are of the original, which becomes speculative again."""
         return copies.rebuild, (self._engine.rebuild, self._engine.original, followed(self).own())
+
+    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+        """transformers' own, after which a draft with its own encoder can read the model's source."""
+        if self._engine.decoder is not None:
+            self._engine.decoder.remember_source(kwargs["encoder_input_ids"], kwargs["model_kwargs"])
+        return super()._get_logits_processor(*args, **kwargs)
 
     @_in_turn
     def _sample(
@@ -132,7 +137,7 @@ class SpeculativeMixin(FollowsGenerationConfig, Base):
         """transformers' loop for greedy decoding and sampling: its arguments, and what it returns."""
         engine, config = self._engine, generation_config
         engine.looped = True
-        source = None if engine.decoder is None else engine.decoder.over(input_ids, model_kwargs)
+        source = None if engine.decoder is None else engine.decoder.over(engine, input_ids, model_kwargs)
         given = model_kwargs if source is None else source.arguments(model_kwargs)
         prompt = Prompt.of(input_ids, config, given, placeholders(engine.original.config))
         reason = unserved(engine, prompt, config, given) or replaced.overridden(self)
@@ -178,14 +183,13 @@ class SpeculativeMixin(FollowsGenerationConfig, Base):
     ) -> Tensor:
         """`generate` without transformers' preparation. request: remembered from an earlier call; see `Remembered`."""
         engine = self._engine
-        on_gpu = engine.runtime.on_gpu
-        if not on_gpu:
+        check = engine.refuse_changes if engine.runtime.on_gpu else None
+        if check is None:
             engine.refuse_changes()
         if streamer is not None:
             streamer.put(prompt.ids)
         engine.admit_request(prompt, request.longest)
         request, adapters = request.after(prompt.width, **engine.wishes), engine.row_adapters(len(prompt.tokens))
-        check = engine.refuse_changes if on_gpu else None
         _, answer = self._run(request, prompt, adapters, streamer, device, check=check)
         return answer.sequences()
 
@@ -252,8 +256,7 @@ class SpeculativeMixin(FollowsGenerationConfig, Base):
             original: Any = engine.original
             named = {"assistant_model": assistant_model, "inputs_tensor": inputs_tensor}
             return original._assisted_decoding(*args, **named, **kwargs)
-        for name in ("assistant_tokenizer", "tokenizer"):
-            kwargs.pop(name, None)
+        kwargs = {name: value for name, value in kwargs.items() if name not in TOKENIZERS}
         if model is self:
             return self._sample(*args, **kwargs)
         with model._engine.generating(*engine.call_options):

@@ -41,6 +41,8 @@ PICTURES = {
     "pixel_attention_mask", "spatial_shapes", "image_position_ids", "image_merge_sizes", "input_features",
     "input_features_mask", "feature_attention_mask", "target_sizes",
 }  # fmt: skip
+# Checks of a model, its prompts and the arguments of a forward before it runs, by the name of the model's class.
+SOUND_CHECKS: dict[str, Any] = {}
 TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}  # say which tokens stand for pictures
 READABLE = {DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer}
 # Caches of layers with states, some of which hold keys and values, too.
@@ -142,10 +144,8 @@ def _width(id_width: int, cached: int, generation_config: GenerationConfig, mask
     is_healed = bool(generation_config.token_healing) and not cached  # other ids may have replaced the masked ones
     if is_healed and (mask is None or mask.shape[-1] != id_width):
         return id_width
-    if mask is not None:
-        width = mask.shape[-1]
-    else:
-        width = getattr(generation_config, "_mask_length", None) or max(id_width, cached)
+    known = getattr(generation_config, "_mask_length", None) or max(id_width, cached)
+    width = known if mask is None else mask.shape[-1]
     if cached >= width or (not is_healed and width not in (id_width, cached + id_width)):
         raise ValueError(
             f"attention_mask, {CACHE}: {cached} cached and {id_width} given tokens do not make the mask's "
@@ -237,13 +237,12 @@ def is_plain(cache: Any) -> bool:
 def layout_of(model: PreTrainedModel, graph: ModelGraph) -> Layout | None:
     """Where the model's own cache has the keys and values of each attention of `graph`, and each recurrence's state.
 
-    None if it holds something else, such as latents of keys and values (MLA) or a state for each head (Zamba), if
-    layers share keys and values, if it has keys of indexers, or if nothing attends, so that the cache counts no tokens.
-    A prompt of two tokens tells, and its first token after padding.
+    None if it holds something else, such as latents of keys and values (MLA) or a state for each head (Zamba), if it
+    has keys of indexers, or of pictures to which layers attend if there are any (Mllama), or if nothing attends, so
+    that the cache counts no tokens. A prompt of two tokens tells, and its first token after padding.
     """
-    if getattr(model.config.get_text_config(decoder=True), "cross_attention_layers", None):
-        return None  # keys of pictures, which layers attend to if there are any (Mllama)
-    if graph.indexes:
+    config = model.config.get_text_config(decoder=True)
+    if graph.indexes or getattr(config, "cross_attention_layers", None):
         return None
     ids = random_ids(graph, 1, 3, seed=0)[0, [[0, 1], [2, 0]]].to(model.device)
     cache = getattr(generated(model, ids, ids.new_tensor([[1, 1], [0, 1]]), tokens=1), CACHE, None)
@@ -251,13 +250,16 @@ def layout_of(model: PreTrainedModel, graph: ModelGraph) -> Layout | None:
         return None
     cached: list[Any] = cache.layers  # keys and values or states, by the class of a layer
     attention = [number for number, layer in enumerate(cached) if getattr(layer, "keys", None) is not None]
+    if shared := getattr(config, "num_kv_shared_layers", None):
+        # Each reads the last earlier layer of its type: of the types s f s f, of which 2 share, 0 1 0 1.
+        types = config.layer_types
+        attention += [len(types) - shared - 1 - types[-shared - 1 :: -1].index(each) for each in types[-shared:]]
     follows_padding = True
     if not attention or len(attention) != len(graph.layers):
         return None
     for number, spec in zip(attention, graph.layers):
         keys, values = cached[number].keys, cached[number].values
-        sizes = (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3])
-        if sizes != ((spec.kv_heads, spec.key_dim), (spec.kv_heads, spec.value_dim)):
+        if (*keys.shape[1::2], *values.shape[1::2]) != (spec.kv_heads, spec.key_dim, spec.kv_heads, spec.value_dim):
             return None
         follows_padding &= torch.allclose(keys[0, :, 0], keys[1, :, 1], rtol=0, atol=0.1 * keys.abs().max().item())
     states = [
@@ -270,9 +272,8 @@ def layout_of(model: PreTrainedModel, graph: ModelGraph) -> Layout | None:
     if len(states) != len(graph.recurrences):
         return None
     for (number, part), recurrence in zip(states, graph.recurrences):
-        if (part == CONVOLUTIONS) != (recurrence.kind == "convolution"):
-            return None
-        if tuple(_as_ours(cached[number], recurrence.kind).shape[1:]) != recurrence.state:
+        is_other = (part == CONVOLUTIONS) != (recurrence.kind == "convolution")
+        if is_other or tuple(_as_ours(cached[number], recurrence.kind).shape[1:]) != recurrence.state:
             return None
     numbered = tuple((number, spec.kind) for (number, _), spec in zip(states, graph.recurrences))
     return Layout(tuple(attention), numbered, follows_padding)
@@ -321,16 +322,15 @@ def extend_cache(cache: Cache, state: "State", padding: list[int], length: int, 
     begin = int(cache.get_seq_length())
     if length <= begin:
         return
-    for layer, number in enumerate(layout.attention):
+    for number in sorted({*layout.attention}):
         added = list[Tensor]()
-        for slots in as_read(*state.kv.layer(layer), length, state.dtype, state.kv.table):
+        for slots in as_read(*state.kv.layer(layout.attention.index(number)), length, state.dtype, state.kv.table):
             block = slots.new_zeros(slots.shape[0], slots.shape[1], length - begin, slots.shape[3])
             for row, pad in enumerate(padding):
                 first = max(begin, pad)
                 block[row, :, first - begin :] = slots[row, :, first - pad : length - pad]
             added.append(block)
-        keys, values = added
-        cache.update(keys, values, number)
+        cache.update(added[0], added[1], number)
     for recurrence, (number, kind) in enumerate(layout.states):
         after, _ = state.kv.states[recurrence]
         if kind == "convolution":
@@ -348,6 +348,7 @@ def own_prefill(
     The last tokens are left to the first round, unless one stands for a picture, or there are embeddings or a cache.
     """
     kwargs, engine = model_kwargs | {"use_cache": True}, model.speculation.engine
+    SOUND_CHECKS.get(type(engine.original).__name__, lambda *_: None)(engine.original, input_ids, kwargs)
     cache = cache_among(kwargs)
     is_first = cache is None or cache.get_seq_length() == 0
     pictures, has_all_tokens = placeholders(engine.original.config), is_first and not prompt.is_embedded

@@ -18,13 +18,11 @@ from ..errors import check_int
 from ..parallel.ranks import ALONE, Alone
 from ..tree import MAX_NODES
 from .answer import Answer
-from .prompt import Past, Prompt
+from .prompt import Prompt
 from .verify import Route, choose_route
 from .verify.processors import MINIMA, is_known
 
 CRITERIA_IN_ROUND = {"MaxLengthCriteria", "EosTokenCriteria"}  # stopping criteria that a round checks by itself
-
-OwnPrefill = Callable[[tuple[int, ...]], tuple[Past, int]]  # see `Request.process`
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,8 @@ class Request:
 
     adapter: the name of the LoRA adapter; None: rows of this model choose none.
     returns_logprobs: True if `Output.logprobs` tells the log-probabilities of the processed scores.
-    process: the model's own prefill of a prompt with pictures, a function of the draft's taps; it also returns how far
-        positions run ahead of slots after it. None: the prompt is text.
+    process: the model's own prefill of a prompt with pictures, or of a source, a `contrib.own_prefill.OwnPrefill`;
+        None: the prompt is text.
     """
 
     longest: int
@@ -72,7 +70,7 @@ class Request:
     returns_logprobs: bool = False
     cache_salt: str = ""
     client: str = ""
-    process: OwnPrefill | None = None
+    process: Any = None
 
     @classmethod
     def of(

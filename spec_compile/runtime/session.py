@@ -203,8 +203,10 @@ class Session:
             self.state.resize(slots)
             self.drafter.resize(slots)
 
-    def prefill_draft(self, features: list[Tensor], padding: list[int], begins: list[int], sizes: list[int]) -> None:
-        """Let only the draft process the first `begins` [B] tokens of each prompt, which the target has processed.
+    def prefill_draft(
+        self, features: list[Tensor], padding: list[int], begins: list[int], sizes: list[int], known: int = 0
+    ) -> None:
+        """Let only the draft process `begins` [B] tokens of each prompt, which the target has processed, after `known`.
 
         features: see `Past`.
         padding: positions of padding on the left of each row [B].
@@ -217,10 +219,10 @@ class Session:
             for feature in features
         ]  # without padding on the left
         rows = [nn.functional.pad(row, (0, 0, 0, sum(sizes) - row.shape[1])) for row in rows]
-        self.state.lengths.zero_()
+        self.state.lengths.fill_(known)
         for size, end in zip(sizes, accumulate(sizes)):
             chunk = [row[:, end - size : end].contiguous() for row in rows]
-            self.get(StepKind.PREFILL)(size, self.max_kv_len(end), chunk)
+            self.get(StepKind.PREFILL)(size, self.max_kv_len(known + end), chunk)
 
     def _few_nodes(self) -> list[int]:
         """A number of nodes between one and a whole tree, if a round over them costs much less than one over all, and

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -254,14 +254,15 @@ class Requests:
                 call.output = output = replace(output, generated_tokens=[], scores=[], finish_reason="length")
             take(output)
 
-        self._check_room(call, ids, config)
+        start = ids[:1] if self.model.config.is_encoder_decoder else ids  # as long as the prompt of a decoder
+        self._check_room(call, start, config)
         common = self._pictures(inputs) | {"tokenizer": self.tokenizer, "stops_in_prompt": False}
         common |= {"adapter_name": call.adapter} if self.chooses_adapters else {}
-        options, seed, asked = self._options(call, ids, config) | common, call.fields.get("seed"), None
+        options, seed, asked = self._options(call, start, config) | common, call.fields.get("seed"), None
         if self.shadow.wants() and config.max_time is None:
             seed = random.getrandbits(63) if seed is None else seed
-            again = partial(self._options, call, ids, config)
-            asked = Answered(call, ids, [], seed, copy.deepcopy(config), lambda: again() | common)
+            kept = copy.deepcopy(config)
+            asked = Answered(call, ids, [], seed, kept, lambda: self._options(call, start, config) | common)
         options |= call.belonging(self.policy.share_texts, self.policy.isolate_prefixes)
         call.cut = self._cut(call, config)
         call.request_id, is_added = name, False
@@ -367,8 +368,7 @@ class Requests:
         try:
             return {name: _as_tensor(inputs[name]) for name in others}
         except (RuntimeError, TypeError, ValueError) as error:
-            reason = f"{', '.join(sorted(others))}: expected tensors, got another form"
-            raise Refusal(400, reason) from error
+            raise Refusal(400, f"{', '.join(sorted(others))}: expected tensors, got another form") from error
 
     def active(self) -> int:
         """Requests that wait or run."""

@@ -12,7 +12,7 @@ from models import ADMITTED
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks import common, never_slower, prefixes, rollouts, serving, simulated_acceptance
+from benchmarks import common, host_layers, never_slower, prefixes, rollouts, serving, simulated_acceptance
 from benchmarks.rounds import shapes
 from benchmarks.tables import render
 from benchmarks.tables.figures import Results
@@ -72,6 +72,31 @@ def test_simulated_acceptance_on_a_tiny_shape(more, tiny_shapes, tmp_path, capsy
         gained = all_right["accept lengths"][name]
         assert length == 1 and (name not in depth or gained == pytest.approx(1 + depth[name], abs=0.5))
     assert all_right["best"] in none["accept lengths"] and all_right["over best"] > 0
+
+
+@pytest.mark.slow
+def test_layers_and_experts_on_the_host(tiny_shapes, monkeypatch, tmp_path, capsys):
+    sizes = dict(SIZES, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
+    monkeypatch.setitem(shapes.SHAPES, "qwen3-30b-a3b", ("qwen3_moe", sizes))
+    path = tmp_path / "rows.json"
+    host_layers.main(["--layers", "2", "--new-tokens", "4", "--our-tokens", "6", "--json", str(path)])
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["shape"] for row in rows] == ["llama-8b"] * 4 + ["qwen3-30b-a3b"] * 4
+    first, ours = rows[0], rows[1]
+    assert first["over transformers"] == 1 and ours["equal tokens"].endswith(" of 4") and ours["accept length"] == 1
+    assert ours["over transformers"] == pytest.approx(first["ms a token"] / ours["ms a token"])
+    assert "Qwen3MoeExperts, are offloaded" in capsys.readouterr().out
+
+
+def test_bytes_that_are_read_from_the_host():
+    """Half of the layers of a dense model; of a mixture, 2 of 4 experts of each layer."""
+    dense, mixture = ADMITTED["llama"](), ADMITTED["mixtral"]()
+    for model in (dense, mixture):
+        parts = host_layers.to_host(model, None)
+        assert parts == ([model.model.layers[-1]] if model is dense else [x.mlp.experts for x in model.model.layers])
+        held = sum(each.numel() * 4 for part in parts for each in part.parameters())
+        fast = speculate(model, num_draft_tokens=1, compile=False, check=False)
+        assert host_layers.read_bytes(fast) == held / (1 if model is dense else 2)
 
 
 def test_hindsight():

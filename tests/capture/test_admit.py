@@ -94,8 +94,10 @@ def test_a_model_without_values():
 
 
 def test_an_encoder_and_decoder_is_refused():
-    with pytest.raises(UnsupportedModelError, match=r"^model: T5ForConditionalGeneration .*encoder-decoder"):
-        spec_compile.speculate(models.REFUSED["t5"](), compile=False)
+    with pytest.raises(
+        UnsupportedModelError, match=r"^model: SwitchTransformersForConditionalGeneration .*encoder-decoder"
+    ):
+        spec_compile.speculate(models.REFUSED["switch"](), compile=False)
 
 
 # --- what looks like a Llama and is none: each would be generated from wrongly if it were let through

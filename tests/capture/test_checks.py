@@ -15,7 +15,7 @@ from spec_compile import UnsupportedModelError, passes
 from spec_compile.capture import checks, yardstick
 from spec_compile.capture.checks import ANY, check_capture, check_generation, check_tree
 from spec_compile.capture.trace import capture
-from spec_compile.capture.yardstick import DistantLogits, compare_rounding, full_precision, in_float32
+from spec_compile.capture.yardstick import DistantLogits, compare_logits, compare_rounding, full_precision, in_float32
 from spec_compile.graph import ModelGraph, calls
 from spec_compile.kernels.attention import Use, attention_calls
 from spec_compile.kernels.linear import PRODUCT
@@ -162,6 +162,26 @@ def test_rounding_beyond_the_models_own_noise_is_refused(device):
     ):
         with pytest.raises(UnsupportedModelError, match=r"away from those in float32, .*\(allowed: 3 times that\)"):
             check(*arguments)
+
+
+@pytest.mark.parametrize("least", [torch.finfo(torch.float32).min, float("-inf")])
+def test_forbidden_tokens_hide_no_difference(least):
+    """The least numbers of a dtype have a spread in which any difference would be lost."""
+    exact = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0))
+    exact[..., 40:] = least
+    compare_logits("", "", exact.clone(), exact)
+    moved, allowed = exact.clone(), exact.clone()
+    moved[0, 0, 0] += 0.1
+    allowed[0, 0, 40] = 0
+    for wrong in (moved, allowed):
+        with pytest.raises(UnsupportedModelError, match="it would change the answer"):
+            compare_logits("", "", wrong, exact)
+    for dtype in HALF:
+        plain = exact.clamp(min=torch.finfo(dtype).min).to(dtype)
+        compare_rounding("", "", plain.clone(), plain, exact)
+        for wrong in (moved, allowed):
+            with pytest.raises(UnsupportedModelError, match="away from those in float32"):
+                compare_rounding("", "", wrong.clamp(min=torch.finfo(dtype).min).to(dtype), plain, exact)
 
 
 def test_a_forward_without_float32_is_compared_in_16_bits(monkeypatch, caplog):

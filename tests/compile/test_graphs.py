@@ -8,7 +8,10 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from spec_compile.compile.serialise import check_rows, graph_of, name_of, rows_of, target_of
-from spec_compile.kernels import copies  # noqa: F401, defines an operator
+from spec_compile.kernels import (
+    copies,  # noqa: F401, defines an operator
+    linear,
+)
 
 
 def computed(x, y):
@@ -123,6 +126,12 @@ ROW, WEIGHT = {"row": 0}, {"tensor": "w"}
 def test_graphs_of_models_write_to_inputs_and_new_tensors_only(rows):
     with pytest.raises(ValueError, match="operator: "):
         check_rows([["", [], {}], *rows])
+
+
+def test_linear_layers_of_every_form_have_a_name():
+    """Whatever form this processor takes, as "transposed" with AMX."""
+    for op in linear.LINEARS:
+        assert target_of(name_of(op)) is op
 
 
 def test_what_models_write_is_permitted():

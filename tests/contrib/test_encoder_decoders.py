@@ -327,14 +327,6 @@ def test_generated_padding_that_positions_skip():
     assert alike(expected.logits, answer.logits)
 
 
-@pytest.mark.parametrize("family", ["bart", "transcriber"])
-def test_an_assistant_of_the_same_class_steps_aside(family):
-    other = tiny.transcriber(seed=1) if family == "transcriber" else tiny.build(family, seed=1)
-    source = sounds(1, tiny.FRAMES) | dict(language="en") if family == "transcriber" else tiny.sources(family)
-    expected, answer, _ = answers(family, "assistant_model", **source, max_new_tokens=8, assistant_model=other)
-    assert torch.equal(expected, answer)
-
-
 def test_wrong_inputs():
     _, fast = pair("bart")
     with pytest.raises(ValueError, match=r"^input_ids: the encoder has positions for 128 tokens, got 129; shorten it"):
@@ -343,8 +335,6 @@ def test_wrong_inputs():
         fast.generate(input_ids=torch.tensor([[5, VOCAB]]))
     with pytest.raises(ValueError, match=r"^max_new_tokens: prompt and new tokens make 201 tokens, .* at most 127"):
         fast.generate(**tiny.sources("bart"), generation_config=GenerationConfig(max_new_tokens=200, pad_token_id=PAD))
-    with pytest.raises(UnsupportedModelError, match=r"BartFor.* is an encoder-decoder, which only generate"):
-        fast.generate_batch([[3, 4, 5]], max_new_tokens=4)
     with pytest.raises(ValueError, match=r"^model: an audit reads prompts of causal language models"):
         fast.speculation.audit([[3, 4, 5]])
 

@@ -3,7 +3,6 @@ that keeps its hooks."""
 
 import copy
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import accelerate
@@ -11,60 +10,25 @@ import models
 import pytest
 import torch
 from accelerate.hooks import LayerwiseCastingHook, add_hook_to_module
-from transformers import AutoModelForCausalLM
+from offloaded import (
+    CPU,
+    QUICK,
+    WAYS,
+    answer,
+    answers,
+    answers_on,
+    device_map,
+    dispatched,
+    from_pretrained,
+    llama,
+    mapped_file,
+)
 
 from spec_compile import passes, speculate
 from spec_compile.capture.trace import capture
 from spec_compile.contrib import offload
 from spec_compile.errors import UnsupportedModelError
 from spec_compile.graph import calls, layer_of
-
-CPU = torch.device("cpu")
-QUICK = dict(compile=False, check=False)
-PARTS = ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head")
-
-
-def llama(tied=False):
-    config, cls, kwargs, *rest = models._ADMITTED["llama"]
-    return models.build(config, cls, dict(kwargs, tie_word_embeddings=tied), *rest)
-
-
-def device_map(layers, ends):
-    return dict.fromkeys(PARTS, ends) | {f"model.layers.{number}": place for number, place in enumerate(layers)}
-
-
-def from_pretrained(net, folder, **options):
-    net.save_pretrained(folder / "model")
-    return AutoModelForCausalLM.from_pretrained(folder / "model", offload_folder=folder / "offloaded", **options).eval()
-
-
-def dispatched(net, folder, layers=("cpu", "disk"), ends="cpu"):
-    return accelerate.dispatch_model(net, device_map(layers, ends), offload_dir=folder / "offloaded")
-
-
-WAYS = {
-    "all in memory": lambda net, folder: accelerate.cpu_offload(net, CPU),
-    "all on disk": lambda net, folder: accelerate.disk_offload(net, folder / "offloaded", CPU),
-    "a layer": lambda net, folder: accelerate.cpu_offload(net.model.layers[1], CPU) and net,
-    "dispatched": dispatched,
-    "half loaded": lambda net, folder: from_pretrained(net, folder, device_map=device_map(["cpu", "disk"], "cpu")),
-    "loaded, ends on disk": lambda net, folder: from_pretrained(
-        net, folder, device_map=device_map(["cpu", "disk"], "disk")
-    ),
-    "max_memory": lambda net, folder: from_pretrained(net, folder, device_map="auto", max_memory={"cpu": 250_000}),
-}
-
-
-def answer(net, ids, mask=None):
-    mask = torch.ones_like(ids) if mask is None else mask
-    options = dict(attention_mask=mask, do_sample=False, max_new_tokens=24, eos_token_id=None)
-    return net.generate(ids, **options).tolist()
-
-
-def answers(net):
-    """Of a prompt, and of a batch with padding."""
-    rows, *batch = models.prompts()
-    return answer(net, rows[0]), answer(net, *batch)
 
 
 def places(net):
@@ -89,14 +53,6 @@ def test_tokens_and_the_users_model(way, tied, tmp_path):
     assert (served.lm_head.weight is served.model.embed_tokens.weight) == tied
     assert not any(hasattr(part, "_hf_hook") for part in served.modules())
     assert "a round reads" in fast.speculation.explain()
-
-
-def mapped_file(tensor):
-    """The path of the file that is mapped where a tensor lies; "" if there is none."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        begin, end = (int(each, 16) for each in line.split()[0].split("-"))
-        if begin <= tensor.data_ptr() < end:
-            return " ".join(line.split()[5:])
 
 
 @pytest.mark.parametrize("way, ending", [("all on disk", ".dat"), ("half loaded", ".safetensors")])
@@ -199,6 +155,124 @@ def test_refusals(spoil, tmp_path):
         assert answers(net) == answers(llama())
 
 
+class Memory:
+    """Stands for a GPU: `count` tensors can be pinned or moved to it, then an error is raised."""
+
+    def __init__(self, monkeypatch, count, error):
+        self.count, self.error, self.pinned = count, error, []
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: self.take(tensor))
+        monkeypatch.setattr(torch.Tensor, "detach", lambda tensor: Detached(self, tensor))
+
+    def take(self, tensor):
+        if not self.count:
+            raise self.error
+        self.count -= 1
+        self.pinned.append(tensor.clone())
+        return self.pinned[-1]
+
+
+class Detached:
+    """A tensor of which `Memory` makes copies."""
+
+    def __init__(self, memory, tensor):
+        self.memory, self.tensor = memory, tensor
+
+    def to(self, device):
+        return self.memory.take(self.tensor)
+
+
+OUT = {
+    "the GPU": (torch.OutOfMemoryError("Tried to allocate 2 GiB"), r"needs \d+\.\d\d GB of cuda:0, which has run out"),
+    "the host": (RuntimeError("CUDA error: out of memory"), "GB of the host, for pinned memory, which has run out"),
+    "python": (MemoryError(), "GB of the host, for pinned memory, which has run out"),
+}
+
+
+@pytest.mark.parametrize("count", [0, 3, 12])
+@pytest.mark.parametrize("where", OUT)
+def test_memory_that_runs_out_while_weights_are_placed(where, count, monkeypatch):
+    """Whatever was pinned or moved is given back, and the user's model answers as before."""
+    net, weights = llama(), {}
+    weights |= {name: value.clone() for name, value in net.state_dict().items()}
+    accelerate.cpu_offload(net, CPU, state_dict=weights)
+    hooks = [each._hf_hook for each in net.modules() if hasattr(each, "_hf_hook")]
+    found = [
+        offload.Offloaded(part, path, name, weights[f"{path}.{name}"], "in the host's memory")
+        for path, part in net.named_modules()
+        for name, held in part._parameters.items()
+        if held is not None
+    ]
+    assert hooks and len(found) > 12
+    error, text = OUT[where]
+    with monkeypatch.context() as patch:
+        memory = Memory(patch, count, error)
+        with pytest.raises(UnsupportedModelError, match=f"LlamaForCausalLM is offloaded and .*{text}"):
+            offload.moved(net, found, offload.to_fetch(net, found), torch.device("cuda", 0))
+    taken = {tensor.data_ptr() for tensor in memory.pinned}
+    assert len(memory.pinned) == count
+    assert not any(value.data_ptr() in taken for value in weights.values())
+    assert answers(net) == answers(llama())
+
+
+def test_pinned_weights_are_those_of_the_users_map(monkeypatch):
+    """So the host has them once."""
+    net, pinned = llama(), []
+    weights = {name: value.clone() for name, value in net.state_dict().items()}
+    values = [offload.Offloaded(net, "", name, value, "") for name, value in weights.items()]
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor.clone()) or pinned[-1])
+    got = offload.moved(net, values, values, torch.device("cuda", 0))
+    assert [each.data_ptr() for each in got] == [each.data_ptr() for each in weights.values()]
+    assert {each.data_ptr() for each in got} == {each.data_ptr() for each in pinned}
+
+
+def test_another_error_while_weights_are_placed(monkeypatch):
+    net = llama()
+    weights = {name: value.clone() for name, value in net.state_dict().items()}
+    values = [offload.Offloaded(net, "", name, value, "") for name, value in weights.items()]
+    with monkeypatch.context() as patch:
+        Memory(patch, 2, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            offload.moved(net, values, values, torch.device("cuda", 0))
+    assert all(torch.equal(value, net.state_dict()[name]) for name, value in weights.items())
+
+
+@pytest.mark.parametrize(
+    "full, text", [(0, r"of cuda:0, which has 0\.00 GB free"), (1, "of the host, for pinned memory")]
+)
+def test_memory_that_cannot_suffice(full, text, monkeypatch):
+    """The refusal names the device, what is needed and what is there, before anything is moved."""
+    net = llama()
+    values = [offload.Offloaded(net, "model.layers.0", name, value, "") for name, value in net.state_dict().items()]
+    free = [0 if full == each else 1 << 40 for each in range(2)]
+    monkeypatch.setattr(offload, "card_of", lambda device: SimpleNamespace(lacks_tensor_cores=False))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 1 << 40))
+    monkeypatch.setattr(offload.psutil, "virtual_memory", lambda: SimpleNamespace(available=free[1]))
+    with pytest.raises(UnsupportedModelError, match=rf"is offloaded and needs \d+\.\d\d GB {text}"):
+        offload._check_memory(net, values, values[2:], torch.device("cuda", 0))
+
+
+def test_bytes_that_are_needed():
+    """Two matrices of 96 bytes in a layer, one of 100 in another, and a vector of 40 that stays on the GPU."""
+    tensors = [torch.zeros(24), torch.zeros(24), torch.zeros(25), torch.zeros(10)]
+    paths = ["model.layers.0.mlp", "model.layers.0.attn", "model.layers.1.mlp", "model.norm"]
+    found = [offload.Offloaded(None, path, "weight", each, "") for path, each in zip(paths, tensors, strict=True)]
+    assert offload.needed(found, found[:3]) == (40 + 2 * 96, 3 * 128)
+
+
+@pytest.mark.parametrize("op", ["fetch", "fetch_experts"])
+def test_a_device_without_room_for_a_layer(op, monkeypatch):
+    def full(*arguments, **options):
+        raise torch.OutOfMemoryError("Tried to allocate 20.00 MiB")
+
+    held = torch.zeros(3, 500_000)
+    arguments = (held, "cpu") if op == "fetch" else (held, torch.zeros(1, 1, dtype=torch.int64))
+    monkeypatch.setattr(torch, "empty_like", full)
+    with pytest.raises(torch.OutOfMemoryError, match=r"cpu has no 0\.006 GB left for offloaded weights"):
+        getattr(offload, op)(*arguments)
+
+
 def test_an_offloaded_draft_is_refused(tmp_path):
     with pytest.raises(UnsupportedModelError, match=r"is offloaded by accelerate.*without device_map"):
         speculate(llama(), "draft_model", draft=dispatched(llama(), tmp_path), **QUICK)
@@ -238,6 +312,33 @@ def test_readers_in_a_layer_share_a_fetch():
     assert torch.equal(shared.gm(ids, positions)[0], graph.gm(ids, positions)[0])
 
 
+# --- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_that_runs_out_of_memory():
+    """The embedding of 34 MB has room, the head has none. Then nothing is pinned or on the GPU."""
+    device, net = torch.device("cuda", 0), models.ADMITTED["llama"](vocab_size=1 << 17)
+    ids, weights = models.prompts()[0][0].cuda(), {name: each.clone() for name, each in net.state_dict().items()}
+    want = answer(copy.deepcopy(net).cuda(), ids)
+    accelerate.cpu_offload(net, device, state_dict=weights)
+    torch.cuda.empty_cache()
+    before, total = torch.cuda.memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + 50_000_000) / total, device)
+    try:
+        with pytest.raises(UnsupportedModelError, match=r"needs 0\.07 GB of cuda:0, which has run out of memory"):
+            speculate(net, **QUICK)
+        assert torch.cuda.memory_allocated(device) == before
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    assert not any(each.is_pinned() for each in weights.values())
+    assert answer(net, ids) == want
+    fast = speculate(net)
+    assert answer(fast, ids) == want
+    assert weights["model.layers.0.mlp.up_proj.weight"].is_pinned()  # the host has it once
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("layers, ends", [((0, "cpu"), 0), ((0, "disk"), 0), (("cpu", "disk"), "cpu")])
@@ -253,8 +354,3 @@ def test_on_a_gpu(layers, ends, tmp_path):
     served = fast.speculation.original
     assert served.device == torch.device("cuda", 0)
     assert all(p.is_pinned() for p in served.parameters() if p.device.type == "cpu")
-
-
-def answers_on(net):
-    rows, *batch = models.prompts()
-    return answer(net, rows[0].cuda()), answer(net, *(each.cuda() for each in batch))

@@ -48,7 +48,7 @@ def test_lengths(place, config):
 
 @pytest.mark.parametrize(
     "options",
-    [dict(window=20, sinks=True), dict(window=70, rotary=True), dict(softcap=2.0, slopes=torch.float32),
+    [dict(window=20, sinks=True), dict(window=70, rotary=True, distances=9), dict(softcap=2.0, slopes=torch.float32),
      dict(heads=(3, 1), sizes=(24, 40))],
     ids=["window, sinks", "wide window", "softcap, slopes", "odd sizes"],
 )  # fmt: skip
@@ -137,6 +137,26 @@ def test_slopes(place, nodes, options, slopes):
     length = 60 if place[0] == "cpu" and slopes == torch.bfloat16 else 300  # the interpreter rounds towards zero
     case = Case(place, [0, length], nodes, tree, heads=(6, 2), causal=tree is None, slopes=slopes, **options)
     case.check(SMALL)
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("by_query", [False, True])
+@pytest.mark.parametrize("distances", [2, 9, 129])
+@pytest.mark.parametrize(
+    "nodes, options", [(7, {}), (7, dict(window=50)), (70, {}), (70, dict(softcap=2.0, sinks=True))]
+)
+def test_biases_by_distance(place, nodes, options, distances, by_query):
+    tree, biases = None if nodes > 64 else random_tree(nodes), dict(distances=distances, by_query=by_query)
+    Case(place, [0, 150], nodes, tree, heads=(6, 2), causal=tree is None, **biases, **options).check(SMALL)
+
+
+def test_the_bias_of_each_distance():
+    """Along a tree: node 3 follows node 1, and is as far from it as node 2 is from node 0."""
+    biases = torch.tensor([[1.0, 2.0, 3.0], [5.0, 6.0, 7.0]])
+    positions, slots = torch.tensor([[4, 5, 5, 6]]), torch.tensor([[0, 1, 2, 3, 4, 5, 5, 6]])
+    out = ops.distance_biases(biases, positions, slots)
+    assert out[0, 0, 3].tolist() == [3, 3, 3, 3, 3, 2, 2, 1] and out[0, 1, 1, :6].tolist() == [7, 7, 7, 7, 6, 5]
+    assert torch.equal(out, ops.distance_biases(biases.expand(1, 4, 2, 3), positions, slots))
 
 
 CHUNKS = [

@@ -48,6 +48,17 @@ def test_pieces_have_the_bits_of_rows(place, count, nodes, window):
     assert torch.equal(apart.key_cache, together.key_cache) and torch.equal(apart.value_cache, together.value_cache)
 
 
+@pytest.mark.parametrize("by_query", [False, True])
+def test_biases_by_distance_of_pieces(by_query):
+    apart, together = (call_of(3, 2, "cpu", torch.float32) for _ in range(2))
+    sizes = (len(apart.lengths), 2, HEADS, 9) if by_query else (HEADS, 9)
+    slopes = torch.randn(*sizes, generator=torch.Generator().manual_seed(5))
+    expected = tree_attention.launch(apart._replace(slopes=slopes))
+    with riding(together.lengths[3::3].contiguous(), together.table[3::3].contiguous(), 3):
+        found = tree_attention.launch(together._replace(slopes=slopes))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_rows_that_do_not_add_up_are_refused():
     call = call_of(1, 1, "cpu", torch.float32)
     with riding(call.lengths[3:], call.table[3:], 3), pytest.raises(ValueError, match="2 pieces of 3 rows, got 5 rows"):

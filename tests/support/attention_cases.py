@@ -80,7 +80,7 @@ class Case:
     def __init__(
         self, place, lengths, nodes, parents=None, heads=(2, 1), sizes=(16, 16), capacity=None, causal=False,
         window=None, softcap=None, sinks=False, rotary=False, norms=False, offset=None, kept=None,
-        slopes=None,
+        slopes=None, distances=None, by_query=False,
     ):  # fmt: skip
         self.device, self.dtype = place
         batch = len(lengths)
@@ -101,6 +101,10 @@ class Case:
         self.sinks = torch.randn(heads[0], dtype=self.dtype) if sinks else None
         self.slopes = 2.0 ** -torch.arange(1, heads[0] + 1) if slopes else None
         self.slopes = self.slopes.to(slopes) if slopes else None
+        if distances is not None:
+            self.slopes = torch.randn(heads[0], distances).to(self.dtype)
+        if by_query:
+            self.slopes = torch.randn(batch, nodes, heads[0], distances).to(self.dtype)
         self.rest = sizes[0] ** -0.5, softcap, window
         angles = torch.randn(2, batch, nodes, sizes[0]).to(self.dtype)  # not even those of the two halves are equal
         self.angles = tuple(angles) if rotary else (None, None)

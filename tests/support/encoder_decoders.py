@@ -16,6 +16,11 @@ AUDIO = dict(
     max_source_positions=50, max_target_positions=128, num_mel_bins=16, begin_suppress_tokens=None,
     suppress_tokens=None,
 )  # fmt: skip
+BY_DISTANCE = dict(
+    d_ff=96, d_kv=16, num_heads=4, num_layers=3, num_decoder_layers=2, relative_attention_num_buckets=8,
+    relative_attention_max_distance=20, decoder_start_token_id=PAD, max_position_embeddings=None, n_positions=64,
+)  # fmt: skip
+GATED = dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False)
 FRAMES = 2 * AUDIO["max_source_positions"]
 """Frames of features that Whisper reads at once."""
 CLASSES = {
@@ -32,6 +37,11 @@ CLASSES = {
     "mbart": ("MBart", "MBartForConditionalGeneration", {}),
     "pegasus": ("Pegasus", "PegasusForConditionalGeneration", {}),
     "plbart": ("PLBart", "PLBartForConditionalGeneration", {}),
+    "t5": ("T5", "T5ForConditionalGeneration", BY_DISTANCE),
+    "flan_t5": ("T5", "T5ForConditionalGeneration", BY_DISTANCE | GATED),
+    "mt5": ("MT5", "MT5ForConditionalGeneration", BY_DISTANCE | GATED),
+    "umt5": ("UMT5", "UMT5ForConditionalGeneration", BY_DISTANCE | GATED),
+    "longt5": ("LongT5", "LongT5ForConditionalGeneration", BY_DISTANCE | dict(local_radius=4)),
     "whisper": ("Whisper", "WhisperForConditionalGeneration", AUDIO),
 }  # fmt: skip
 """For each type the beginning of its configuration's name, its class, and what differs from `SIZES`."""

@@ -15,7 +15,9 @@ compiled(tree_attention, "append_kernel", "prompt_kernel", "tree_kernel", "merge
 SIZES = (32, 8, 64, 64), (32, 8, 128, 128), (8, 1, 256, 256), (4, 4, 24, 16), (4, 2, 8, 8)
 for heads, kv_heads, size, values in SIZES:
     for nodes, causal in ((1, False), (16, False), (64, False), (2048, True)):
-        for turned, window, slopes in ((True, None, None), (False, 512, None), (False, None, torch.ones(heads))):
+        tables = torch.ones(heads, 129, dtype=HALF), torch.ones(1, nodes, heads, 129, dtype=HALF)
+        biased = [(False, None, slopes) for slopes in (torch.ones(heads), *tables)]
+        for turned, window, slopes in ((True, None, None), (False, 512, None), *biased):
             heads_of = heads, kv_heads, kv_heads
             shapes = zip(heads_of, (size, size, values))
             q, k, v = (torch.zeros(1, nodes, n, d, dtype=HALF).transpose(1, 2) for n, d in shapes)
@@ -40,7 +42,7 @@ for heads, kv_heads, size, values in SIZES:
                 keys, scales = [pool.to(torch.float8_e4m3fn) for pool in pools], torch.zeros(64, kv_heads, 64, 2)
                 paged = paged._replace(key_cache=keys[0], value_cache=keys[1], scales=scales)
                 tree_attention.launch(paged._replace(tiles=tiles))
-            named = f"turned {turned}, window {window}, slopes {slopes is not None}"
+            named = f"turned {turned}, window {window}, slopes {None if slopes is None else slopes.dim()}"
             results[f"{nodes} nodes, heads of {size}, {named}"] = found
 """
 

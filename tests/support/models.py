@@ -123,8 +123,9 @@ _UNMASKED = {  # recurrences, too, but padding changes transformers' own answer
 }
 
 _REFUSED = {
-    "t5": (("T5Config", "T5ForConditionalGeneration"), dict(vocab_size=VOCAB, d_model=64, d_kv=16, d_ff=96,
-        num_layers=2, num_heads=4, decoder_start_token_id=0), dict(std=0.4, embed=0.15)),
+    "switch": (("SwitchTransformersConfig", "SwitchTransformersForConditionalGeneration"), dict(vocab_size=VOCAB,
+        d_model=64, d_kv=16, d_ff=96, num_layers=2, num_decoder_layers=2, num_heads=4, num_experts=2,
+        decoder_start_token_id=0), dict(std=0.4, embed=0.15)),
 }
 
 _KEEP = ("A_log", "dt_bias", "recurrent_param", "time_decay", "time_first", "time_mix")  # state-space decays

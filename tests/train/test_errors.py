@@ -92,7 +92,7 @@ def test_models_without_a_draft(tmp_path):
     with pytest.raises(ValueError, match="training mode"):
         train(tmp_path / "head", model=models.ADMITTED["opt"]().train())
     with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
-        train(tmp_path / "head", model=models.REFUSED["t5"]())
+        train(tmp_path / "head", model=models.REFUSED["switch"]())
     with pytest.raises(UnsupportedModelError, match=r"StableLmForCausalLM.*use algo='eagle3'"):
         train(tmp_path / "head", "mtp", model=target("stablelm"))
 

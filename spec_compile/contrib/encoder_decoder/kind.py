@@ -31,6 +31,9 @@ def pack(keys: Tensor, values: Tensor, seen: Tensor | None, room: int) -> Tensor
 
 def attend(q: Tensor, state: Tensor) -> Tensor:
     """softmax(q k^T) v over the places that are seen; [B, T, H, D] float32."""
+    if not state.is_cuda:  # a GPU's host does not wait to know the longest source; room for 1,024 may hold 20
+        is_seen = (state[:, 0, :, -1] >= 0).any(dim=0)
+        state = state[:, :, : int(is_seen.nonzero().amax()) + 1 if is_seen.any() else 1]
     keys, values, marks = state.split([q.shape[3], q.shape[3], MARKS], dim=3)
     seen = marks[:, :1, None, :, 0] >= 0  # [B, 1, 1, S]; also in a row without a source, so that no sum is empty
     out = F.scaled_dot_product_attention(q.transpose(1, 2).to(state.dtype), keys, values, seen, scale=1.0)

@@ -54,7 +54,8 @@ class AttentionCall(NamedTuple):
     eps, offset: arguments of these norms.
     tiles: [B, N * (5 + N)] int32; the `tail_tiles.tail_tiles` of `ancestors`, if they were computed before.
     chunk: a token sees only tokens with the same position // chunk (Llama 4).
-    slopes: [H]; `ops.alibi` by these is added to the scores.
+    slopes: [H]; slope * (key position - query position) is added to the scores (ALiBi, Press et al. 2021, section 3).
+        Or [H, D] or [B, N, H, D], D > 1; the entry at the distance is, the last one from D - 1 on (T5).
     chosen: [B, N, K] int32; the slots that a node sees, ascending and then -1, of those that it would see without them.
     table: [B, n] int32; slot s of row b is slot s % S of page table[b, s // S] of the caches. With n = 1, or None, row
         b is page b.
@@ -229,7 +230,7 @@ FEATURES = {
     "sinks": "sinks",
     "unequal": "keys and values of different head sizes",
     "chunk": "attention within chunks of positions",
-    "slopes": "ALiBi, biases that grow with the distance",
+    "slopes": "biases by distance, such as ALiBi",
     "indexed": "attention to the tokens that an indexer chooses",
 }
 """Features of attention besides softmax(q k^T) v, with their names in error texts."""
@@ -289,20 +290,12 @@ class Backend:
             return "a form that a CUDA graph can capture uncompiled (compile=True or cuda_graphs=False needs none)"
 
         # The features that the layer needs.
-        needs = {
-            "window": layer.window is not None,
-            "softcap": layer.softcap is not None,
-            "sinks": layer.sinks,
-            "unequal": layer.key_dim != layer.value_dim,
-            "chunk": layer.chunk is not None,
-            "slopes": layer.slopes,
-            "indexed": layer.indexed,
-        }
+        needs = vars(layer) | {"unequal": layer.key_dim != layer.value_dim}
         features, form = (self.causal, "causal chunks") if use.role == "prefill" else (self.trees, "token trees")
         if use.captured:
             features, form = self.captured, f"{form} in a CUDA graph"
-        for feature, needed in needs.items():
-            if needed and feature not in features:
+        for feature in FEATURES:
+            if needs[feature] not in (None, False) and feature not in features:
                 return f"{FEATURES[feature]} with {form}"
 
         # The sizes of its heads.

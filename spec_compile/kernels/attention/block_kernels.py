@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..primitives import as_stored, over_scale, place_of, scaled, sum_in_pairs
-from .partial_softmax import attend_in_order, attend_to_chunk, fold, no_softmax, score, span_log2, store_part
+from .partial_softmax import attend_in_order, attend_to_chunk, fold, no_softmax, slopes_of, span_log2, store_part
 
 
 @triton.jit
@@ -136,13 +136,13 @@ def prompt_kernel(
     q_ptr,  # [B, H, N, Dk] by its strides
     key_cache_ptr, value_cache_ptr, scales_ptr,  # [P, Hkv, S, Dk], [P, Hkv, S, Dv], [P, Hkv, S, 2] or None
     table_ptr,  # [B, capacity / PAGE] or None (page b is row b)
-    lengths_ptr, positions_ptr, sinks_ptr, slopes_ptr,  # [B], [B, N] by its stride, [H] or None, [H] or None
+    lengths_ptr, positions_ptr, sinks_ptr, slopes_ptr,  # [B], [B, N] by its stride, [H] or None, as `slopes_of` reads
     out_ptr,  # [B, N, H, Dv], written
     stride_qb, stride_qh, stride_qn, stride_p, nodes, capacity,
-    inner, outer,  # factors of the scores inside and outside tanh
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
-    CHUNK: tl.constexpr, FIRST: tl.constexpr, MOST: tl.constexpr, PAGE: tl.constexpr, DK: tl.constexpr,
-    BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    inner, outer, stride_s,  # factors of the scores inside tanh, or None, and outside; the stride of nodes in slopes
+    DISTANCES: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, FIRST: tl.constexpr, MOST: tl.constexpr, PAGE: tl.constexpr,
+    DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows attends to all that it sees. Grid (tiles, B * Hkv, blocks of Dv); MOST is 0 with a window."""
     # This program's rows [M]: nodes and heads. Tiles that see most begin first.
@@ -168,11 +168,10 @@ def prompt_kernel(
     common = tl.minimum(length + first_node + 1, end) // CHUNK * CHUNK
     log2, _ = span_log2(length + tl.minimum(node, nodes - 1), FIRST, MOST)
     least, _ = span_log2(length + first_node, FIRST, MOST)
-    position, slope = node, None
+    position = node
     if WINDOW is not None or slopes_ptr is not None:
         position = tl.load(positions_ptr + node, mask=real, other=1 << 30).to(tl.int32)
-    if slopes_ptr is not None:
-        slope = tl.load(slopes_ptr + head, mask=real, other=0.0)
+    slope = slopes_of(slopes_ptr, head, batch * nodes + node, real, stride_s, DISTANCES)
     if WINDOW is not None:
         # Positions ascend in a chunk, so the window of its tokens can be counted in slots.
         lowest = tl.minimum(tl.min(position, 0) - WINDOW + 1, length)
@@ -189,13 +188,13 @@ def prompt_kernel(
         done, span = attend_in_order(
             query, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, positions_ptr, done, span, begin, common,
             log2, least, node, position, slope, length, column, inner, outer,
-            SOFTCAP, WINDOW, False, CHUNK, KV_HEADS, PAGE, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
+            DISTANCES, WINDOW, False, CHUNK, KV_HEADS, PAGE, DK, DV, PRECISION,
         )  # fmt: skip
         begin = common
     done, span = attend_in_order(
         query, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, positions_ptr, done, span, begin, end, log2,
         least, node, position, slope, length, column, inner, outer,
-        SOFTCAP, WINDOW, True, CHUNK, KV_HEADS, PAGE, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
+        DISTANCES, WINDOW, True, CHUNK, KV_HEADS, PAGE, DK, DV, PRECISION,
     )  # fmt: skip
     acc, peak, total = fold(done[0], done[1], done[2], span[0], span[1], span[2])
 
@@ -251,9 +250,8 @@ def attend_kernel(
             keys = tl.load(k_ptr + slot[:, None] * stride_ks + dk[None, :], mask=inside & (dk < DK)[None, :], other=0.0)
             of_value = slot[:, None] * stride_vs + dv[None, :]
             values = tl.load(v_ptr + of_value, mask=inside & (dv < DV)[None, :], other=0.0)
-            scores = score(query, keys, PRECISION)
             next_acc, next_peak, next_total = attend_to_chunk(
-                scores, values, seen, None, slot, node, 0.0, scale * 1.4426950408889634, False, PRECISION
+                query, keys, values, seen, None, slot, node, None, scale * 1.4426950408889634, 1, PRECISION
             )
             acc, peak, total = fold(acc, peak, total, next_acc, next_peak, next_total)
 

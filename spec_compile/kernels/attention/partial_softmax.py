@@ -33,15 +33,31 @@ def power_of_2(exponent):
 
 
 @triton.jit
-def with_alibi(scores, slope, key_position, position, outer):
-    """Scores [M, C] plus `ops.alibi` in base 2 over `outer`, because the caller multiplies all by `outer` later.
+def slopes_of(slopes_ptr, head, node, real, stride_s, DISTANCES: tl.constexpr):
+    """The slope of each row [M]; with DISTANCES > 1 where its biases by distance begin; None without slopes."""
+    if slopes_ptr is None:
+        return None
+    elif DISTANCES > 1:
+        return slopes_ptr + tl.where(real, node, 0) * stride_s + head * DISTANCES
+    else:
+        return tl.load(slopes_ptr + head, mask=real, other=0.0)
 
-    slope, position [M]; key_position [C]. The product and the sum are an explicit fma, because a compiler could fuse
-    them in one kernel and not in another.
+
+@triton.jit
+def with_biases(scores, slope, key_position, position, outer, DISTANCES: tl.constexpr):
+    """Scores [M, C] plus `ops.distance_biases` in base 2 over `outer`, because the caller multiplies all by it later.
+
+    slope: see `slopes_of`. position [M]; key_position [C]. The product and the sum are an explicit fma, because a
+    compiler could fuse them in one kernel and not in another.
     """
-    rounded = key_position.to(tl.float32).to(slope.dtype).to(tl.float32)
-    distance = rounded[None, :] - position.to(tl.float32)[:, None]
-    return tl.fma((slope.to(tl.float32) * (1.4426950408889634 / outer))[:, None], distance, scores)
+    if DISTANCES > 1:
+        distance = tl.maximum(position[:, None] - key_position[None, :], 0)
+        bias = tl.load(slope[:, None] + tl.minimum(distance, DISTANCES - 1)).to(tl.float32)
+        return tl.fma(bias, 1.4426950408889634 / outer, scores)
+    else:
+        rounded = key_position.to(tl.float32).to(slope.dtype).to(tl.float32)
+        distance = rounded[None, :] - position.to(tl.float32)[:, None]
+        return tl.fma((slope.to(tl.float32) * (1.4426950408889634 / outer))[:, None], distance, scores)
 
 
 @triton.jit
@@ -55,27 +71,22 @@ def product(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def score(query, keys, PRECISION: tl.constexpr):
-    """The products [M, C] of query [M, Dk] with keys [C, Dk]."""
-    return product(query, tl.trans(keys), PRECISION)
-
-
-@triton.jit
 def attend_to_chunk(
-    scores, values, seen, slope, key_position, position, inner, outer,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    query, keys, values, seen, slope, key_position, position, inner, outer,
+    DISTANCES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The partial softmax acc, peak, total of products from `score` [M, C] over values [C, Dv].
+    """The partial softmax acc, peak, total of query [M, Dk] over keys [C, Dk] and values [C, Dv].
 
-    The score is outer * products, or with SOFTCAP outer * tanh(inner * products / (2 log2 e)); see
+    The score is outer * product, or with `inner` outer * tanh(inner * product / (2 log2 e)); see
     `tree_attention._factors`. seen [M, C]: True where a row sees a key; None: everywhere. slope, position [M],
-    key_position [C]: see `with_alibi`; slope None: no biases.
+    key_position [C]: see `with_biases`; slope None: no biases.
     """
     # Scores that nobody sees become minus infinity.
-    if SOFTCAP:
+    scores = product(query, tl.trans(keys), PRECISION)
+    if inner is not None:
         scores = 1 - 2 * (1 / (tl.exp2(scores * inner) + 1))  # tanh
     if slope is not None:
-        scores = with_alibi(scores, slope, key_position, position, outer)
+        scores = with_biases(scores, slope, key_position, position, outer, DISTANCES)
     if seen is not None:
         scores = tl.where(seen, scores, float("-inf"))
 
@@ -323,15 +334,14 @@ def _end_spans(done, ends, span):
 def attend_in_order(
     query, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, positions_ptr, done, span, begin, end, log2, least,
     node, position, slope, length, column, inner, outer,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr, KV_HEADS: tl.constexpr,
-    PAGE: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    DISTANCES: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr,
+    KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the chunks of the slots begin .. end to the present spans, and these to `done` where they end.
 
     log2 [M]: of the positions in a row's spans; least: the smallest of them. MASKED: False if every row sees every key.
     """
-    dk, dv = tl.arange(0, BLOCK_DK), column + tl.arange(0, BLOCK_DV)
+    dk, dv = tl.arange(0, query.shape[1]), column + tl.arange(0, done[0].shape[1])
     if table_ptr is not None:
         page = page_of(table_ptr, begin, end, PAGE)
     for start in range(begin, end, CHUNK):
@@ -362,9 +372,8 @@ def attend_in_order(
         values = as_read(values, scales_ptr, place, stored, 1, query.dtype)
 
         # Its partial softmax, and the end of spans.
-        scores = score(query, keys, PRECISION)
         acc, peak, total = attend_to_chunk(
-            scores, values, seen, slope, key_position, position, inner, outer, SOFTCAP, PRECISION
+            query, keys, values, seen, slope, key_position, position, inner, outer, DISTANCES, PRECISION
         )
         span = fold(span[0], span[1], span[2], acc, peak, total)
         if (start + CHUNK) & ((1 << least) - 1) == 0:

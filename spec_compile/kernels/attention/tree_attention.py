@@ -145,7 +145,7 @@ def launch(call: AttentionCall, config: Tuning | None = None) -> Tensor:
     named = {name: x for name, x in named.items() if x is not None and x.stride(-1) != 1}
     call = call._replace(**{name: x.contiguous() for name, x in named.items()})
     call = call._replace(table=call.table if is_paged(call.table) else None)
-    named = {name: getattr(call, name) for name in ("ancestors", "cos", "sin", "table")}
+    named = {name: getattr(call, name) for name in ("ancestors", "cos", "sin", "slopes", "table")}
     call = call._replace(**{name: x if x is None else x.contiguous() for name, x in named.items()})
 
     # Launch what the arguments ask for.
@@ -170,15 +170,18 @@ def _launch_apart(call: AttentionCall, lengths: Tensor, table: Tensor, rows: int
     # All blocks are in the cache before any row attends.
     queries, out = _append(call, min(triton.next_power_of_2(nodes), 4), 1, early=False), call.empty_output()
     done = call._replace(q=queries, k=None, v=None, cos=None, sin=None, q_norm=None, k_norm=None)
-    of_rows = {name: getattr(done, name) for name in ("q", "lengths", "ancestors", "positions", "tiles", "table")}
-    trees = done._replace(**{name: x if x is None else x[:own] for name, x in of_rows.items()})
+    named = ["q", "lengths", "ancestors", "positions", "tiles", "table"]
+    named += ["slopes"] if call.slopes is not None and call.slopes.dim() == 4 else []
+    of_rows = {name: x for name in named if (x := getattr(done, name)) is not None}
+    trees = done._replace(**{name: x[:own] for name, x in of_rows.items()})
     tuning = tree_tuning(heads // call.key_cache.shape[1] * nodes, own * call.key_cache.shape[1], *facts)
     _launch_tree(trees, tuning, out[:own])
 
     # A piece is a chunk of rows * nodes tokens. A copy is made only if the nodes of a head lie side by side.
     chunk = queries[own:].unflatten(0, (prompts, rows)).transpose(1, 2).reshape(prompts, heads, rows * nodes, key_dim)
-    positions = call.positions[own:].reshape(prompts, rows * nodes)
-    done = done._replace(q=chunk, lengths=lengths, ancestors=None, positions=positions, tiles=None, table=table)
+    joined = {name: of_rows[name][own:] for name in ("positions", "slopes") if name in of_rows}
+    joined = {name: x.reshape(prompts, rows * nodes, *x.shape[2:]) for name, x in joined.items()}
+    done = done._replace(q=chunk, lengths=lengths, ancestors=None, tiles=None, table=table, **joined)
     _launch_prompt(done, prompt_tuning(*facts), out[own:].view(prompts, rows * nodes, heads, -1))
     return out
 
@@ -192,15 +195,19 @@ def _constants(call: AttentionCall, value_columns: int) -> dict:
     }  # fmt: skip
 
 
-def _factors(call: AttentionCall) -> tuple[float, float]:
-    """The factors `inner` and `outer` of q . k that give a score in base 2.
+def _factors(call: AttentionCall) -> tuple[float | None, float, int, int]:
+    """The factors `inner` and `outer` of q . k that give a score in base 2, and what kernels take after them: the
+    stride of nodes in slopes [B, N, H, D] or 0, and DISTANCES: D of slopes, or 1 for ALiBi and none.
 
     Without softcap c the score is q . k * outer, outer = scale * log2 e. With it the score is tanh(q . k * scale / c)
     * outer, outer = c * log2 e; kernels compute tanh(x) as 1 - 2 / (2 ** (q . k * inner) + 1).
     """
     outer = call.scale if call.softcap is None else call.softcap
-    inner = 0.0 if call.softcap is None else call.scale / call.softcap * 2 * LOG2E
-    return inner, outer * LOG2E
+    inner = None if call.softcap is None else call.scale / call.softcap * 2 * LOG2E
+    sizes = () if call.slopes is None else call.slopes.shape
+    distances = sizes[-1] if len(sizes) > 1 else 1
+    stride = sizes[2] * distances if len(sizes) == 4 else 0
+    return inner, outer * LOG2E, stride, distances
 
 
 def _append(call: AttentionCall, block: int, warps: int, early: bool) -> Tensor:
@@ -233,7 +240,7 @@ def _launch_prompt(call: AttentionCall, config: Tuning, out: Tensor | None = Non
     prompt_kernel[grid](
         rotated, key_cache, value_cache, call.scales, call.table, lengths, positions, call.sinks, call.slopes, out,
         *rotated.stride()[:3], positions.stride(0), nodes, call.slots, *_factors(call),
-        SOFTCAP=call.softcap is not None, GROUP=group, BLOCK_M=config.block_m, PRECISION=precision(q.dtype, q.device),
+        GROUP=group, BLOCK_M=config.block_m, PRECISION=precision(q.dtype, q.device),
         **_order(call, config), **_constants(call, columns), num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out
@@ -276,9 +283,8 @@ def _launch_tree(call: AttentionCall, config: Tuning, out: Tensor | None = None)
     tree_kernel[(batch * kv_heads, programs, triton.cdiv(value_dim, columns))](
         rotated, key_cache, value_cache, call.scales, call.table, lengths, tiles, positions, call.slopes, parts, sums,
         *rotated.stride()[:3], positions.stride(0), nodes, call.slots, spans, *_factors(call),
-        SOFTCAP=call.softcap is not None, BLOCK_M=block_m, PER_TILE=per_tile, COLUMNS=COLUMNS,
-        PRECISION=precision(q.dtype, q.device), **shared, **_constants(call, columns),
-        num_warps=config.warps, num_stages=config.stages,
+        BLOCK_M=block_m, PER_TILE=per_tile, COLUMNS=COLUMNS, PRECISION=precision(q.dtype, q.device), **shared,
+        **_constants(call, columns), num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     merge_spans_kernel[(nodes * heads, batch)](
         lengths, positions, call.sinks, out, parts, sums, positions.stride(0), nodes, spans, HEADS=heads,

@@ -21,7 +21,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..primitives import as_read, page_ahead, page_of, place_of, prefetch_l2
-from .partial_softmax import attend_in_order, attend_to_chunk, fold, no_softmax, score, span_log2, store_part, turns
+from .partial_softmax import attend_in_order, attend_to_chunk, fold, no_softmax, slopes_of, span_log2, store_part, turns
 
 
 @triton.jit
@@ -67,14 +67,14 @@ def _rows_of_tile(tile, positions_ptr, nodes, GROUP: tl.constexpr, BLOCK_M: tl.c
 def _attend_to_slots(
     query, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, page, begin, end, position, slope, column, inner,
     outer,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
-    DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    DISTANCES: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, KV_HEADS: tl.constexpr,
+    PAGE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The partial softmax of the chunks of committed slots begin .. end. query [M, BLOCK_DK]; position, slope [M].
 
     page: the page of slot `begin`, if there is a table.
     """
-    dk, dv = tl.arange(0, BLOCK_DK), column + tl.arange(0, BLOCK_DV)
+    dk, dv = tl.arange(0, query.shape[1]), column + tl.arange(0, BLOCK_DV)
     acc, peak, total = no_softmax(query.shape[0], BLOCK_DV)
     for start in range(begin, end, CHUNK):
         # The keys and values of a chunk.
@@ -90,12 +90,11 @@ def _attend_to_slots(
         values = as_read(values, scales_ptr, place, None, 1, query.dtype)
 
         # Its partial softmax, added to the sum so far.
-        scores = score(query, keys, PRECISION)
         seen = None
         if WINDOW is not None:
             seen = position[:, None] - slot[None, :] < WINDOW
         next_acc, next_peak, next_total = attend_to_chunk(
-            scores, values, seen, slope, slot, position, inner, outer, SOFTCAP, PRECISION
+            query, keys, values, seen, slope, slot, position, inner, outer, DISTANCES, PRECISION
         )
         acc, peak, total = fold(acc, peak, total, next_acc, next_peak, next_total)
     return acc, peak, total
@@ -104,8 +103,8 @@ def _attend_to_slots(
 @triton.jit
 def _attend_to_span(
     q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, positions_ptr, slopes_ptr, parts_ptr, sums_ptr,
-    stride_qh, stride_qn, nodes, length, edge, part, number, tile, column, inner, outer,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
+    stride_qh, stride_qn, nodes, length, edge, part, number, tile, column, inner, outer, stride_s,
+    DISTANCES: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
     FIRST: tl.constexpr, MOST: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DK: tl.constexpr,
     BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -119,9 +118,7 @@ def _attend_to_span(
     """
     # The rows of the tile.
     row, node, head, real, position = _rows_of_tile(tile, positions_ptr, nodes, GROUP, BLOCK_M)
-    slope = None
-    if slopes_ptr is not None:
-        slope = tl.load(slopes_ptr + head, mask=real, other=0.0)
+    slope = slopes_of(slopes_ptr, head, node, real, stride_s, DISTANCES)
 
     # The slots begin .. end of the span, and `late`: True if it is one of the larger ones.
     log2, turn = span_log2(length, FIRST, MOST)
@@ -145,7 +142,7 @@ def _attend_to_span(
         query = _load_queries(q_ptr + head * stride_qh + node * stride_qn, real, DK, BLOCK_DK)
         acc, peak, total = _attend_to_slots(
             query, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, page, begin, end, position, slope, column,
-            inner, outer, SOFTCAP, WINDOW, CHUNK, KV_HEADS, PAGE, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
+            inner, outer, DISTANCES, WINDOW, CHUNK, KV_HEADS, PAGE, DK, DV, BLOCK_DV, PRECISION,
         )  # fmt: skip
         of_row = real & (turns(position, turn, length, nodes, MOST) == late)
         store_part(parts_ptr, sums_ptr, part + number, nodes * GROUP, row, of_row, column, acc, peak, total, DV)
@@ -154,17 +151,15 @@ def _attend_to_span(
 @triton.jit
 def _attend_to_all_slots(
     q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, positions_ptr, slopes_ptr, parts_ptr, sums_ptr,
-    stride_qh, stride_qn, nodes, length, edge, part, tile, column, inner, outer,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
+    stride_qh, stride_qn, nodes, length, edge, part, tile, column, inner, outer, stride_s,
+    DISTANCES: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
     FIRST: tl.constexpr, MOST: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DK: tl.constexpr,
     BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows attends to all slots below `edge`. The spans that end there or before are stored as one part, and
     the span that contains `edge` as the next. For the other arguments see `_attend_to_span`."""
     row, node, head, real, position = _rows_of_tile(tile, positions_ptr, nodes, GROUP, BLOCK_M)
-    slope = None
-    if slopes_ptr is not None:
-        slope = tl.load(slopes_ptr + head, mask=real, other=0.0)
+    slope = slopes_of(slopes_ptr, head, node, real, stride_s, DISTANCES)
 
     # The sizes of the rows' spans, and the first slot that any row sees.
     least, turn = span_log2(length, FIRST, MOST)
@@ -182,7 +177,7 @@ def _attend_to_all_slots(
     done, span = attend_in_order(
         query, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, positions_ptr, no_softmax(BLOCK_M, BLOCK_DV),
         no_softmax(BLOCK_M, BLOCK_DV), begin, edge, log2, least, node, position, slope, length, column, inner, outer,
-        SOFTCAP, WINDOW, WINDOW is not None, CHUNK, KV_HEADS, PAGE, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
+        DISTANCES, WINDOW, WINDOW is not None, CHUNK, KV_HEADS, PAGE, DK, DV, PRECISION,
     )  # fmt: skip
     rows = nodes * GROUP
     store_part(parts_ptr, sums_ptr, part, rows, row, real, column, done[0], done[1], done[2], DV)
@@ -217,23 +212,10 @@ def _path_slots(
 
 
 @triton.jit
-def _load_path(
-    key_cache_ptr, value_cache_ptr, slot, stored, column,
-    DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-):  # fmt: skip
-    """The keys [C, BLOCK_DK] and values [C, BLOCK_DV] of `_path_slots`."""
-    dk, dv = tl.arange(0, BLOCK_DK), column + tl.arange(0, BLOCK_DV)
-    mask = stored[:, None] & (dk < DK)[None, :]
-    keys = tl.load(key_cache_ptr + slot[:, None] * DK + dk[None, :], mask=mask, other=0.0)
-    mask = stored[:, None] & (dv < DV)[None, :]
-    return keys, tl.load(value_cache_ptr + slot[:, None] * DV + dv[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
 def _attend_to_path(
     query, keys, values, node, slot, stored, scales_ptr, positions_ptr, nodes, length, start, last, position, slope,
     inner, outer,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    DISTANCES: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The partial softmax of a chunk of a path. last [M]: the last step of the path that a row sees."""
     # Who sees which key, by the steps of the path, and in a window by positions.
@@ -249,18 +231,17 @@ def _attend_to_path(
     # The partial softmax. Slots that do not exist are read as zeros.
     keys = as_read(keys, scales_ptr, slot, stored[:, None], 0, query.dtype)
     values = as_read(values, scales_ptr, slot, stored[:, None], 1, query.dtype)
-    scores = score(query, keys, PRECISION)
-    return attend_to_chunk(scores, values, seen, slope, key_position, position, inner, outer, SOFTCAP, PRECISION)
+    return attend_to_chunk(query, keys, values, seen, slope, key_position, position, inner, outer, DISTANCES, PRECISION)
 
 
 @triton.jit
 def _attend_to_tail(
     q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, path_ptr, positions_ptr, slopes_ptr, parts_ptr,
-    sums_ptr, stride_qh, stride_qn, nodes, length, capacity, edge, part, tail, column, inner, outer,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
-    PARTS: tl.constexpr, PER_TILE: tl.constexpr, COLUMNS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
-    DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
+    sums_ptr, stride_qh, stride_qn, nodes, length, capacity, edge, part, tail, column, inner, outer, stride_s,
+    DISTANCES: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr, PARTS: tl.constexpr, PER_TILE: tl.constexpr, COLUMNS: tl.constexpr, KV_HEADS: tl.constexpr,
+    PAGE: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows of a tail tile attend to the chunks from `edge` on; each chunk is stored as a part, from `part` on.
 
@@ -298,20 +279,22 @@ def _attend_to_tail(
         node = tl.load(path_ptr + rank, mask=real, other=0)
         last = rank + tl.load(path_ptr - COLUMNS + 4)
     last = tl.minimum(last, reach - 1)
-    position, slope = node, None
+    position = node
     if WINDOW is not None or slopes_ptr is not None:
         position = tl.load(positions_ptr + node, mask=real, other=1 << 30).to(tl.int32)
-    if slopes_ptr is not None:
-        slope = tl.load(slopes_ptr + head, mask=real, other=0.0)
+    slope = slopes_of(slopes_ptr, head, node, real, stride_s, DISTANCES)
     if EARLY:
         _prefetch_slots(key_cache_ptr, table_ptr, edge, length, DK, BLOCK_DK, CHUNK, KV_HEADS, PAGE)
         _prefetch_slots(value_cache_ptr + column, table_ptr, edge, length, DV, BLOCK_DV, CHUNK, KV_HEADS, PAGE)
         gdc_wait()
 
     # Load the keys and values of all chunks, then attend to one after the other.
+    dk, dv = tl.arange(0, BLOCK_DK)[None, :], column + tl.arange(0, BLOCK_DV)[None, :]
     for number in tl.static_range(PARTS):
-        _, slot, stored = path[number]
-        loaded += (_load_path(key_cache_ptr, value_cache_ptr, slot, stored, column, DK, BLOCK_DK, DV, BLOCK_DV),)
+        _, at, exists = path[number]
+        keys_of_path = tl.load(key_cache_ptr + at[:, None] * DK + dk, mask=exists[:, None] & (dk < DK), other=0.0)
+        values_of_path = tl.load(value_cache_ptr + at[:, None] * DV + dv, mask=exists[:, None] & (dv < DV), other=0.0)
+        loaded += ((keys_of_path, values_of_path),)
     query = _load_queries(q_ptr + head * stride_qh + node * stride_qn, real, DK, BLOCK_DK)
     for number in tl.static_range(PARTS):
         start = edge + number * CHUNK
@@ -320,7 +303,7 @@ def _attend_to_tail(
             of_path, slot, stored = path[number]
             acc, peak, total = _attend_to_path(
                 query, keys, values, of_path, slot, stored, scales_ptr, positions_ptr, nodes, length, start, last,
-                position, slope, inner, outer, SOFTCAP, WINDOW, CHUNK, PRECISION,
+                position, slope, inner, outer, DISTANCES, WINDOW, CHUNK, PRECISION,
             )  # fmt: skip
             store_part(
                 parts_ptr, sums_ptr, part + number, nodes * GROUP, node * GROUP + head, real, column, acc, peak, total,
@@ -336,14 +319,14 @@ def tree_kernel(
     key_cache_ptr, value_cache_ptr, scales_ptr,  # [P, Hkv, S, Dk], [P, Hkv, S, Dv], [P, Hkv, S, 2] or None
     table_ptr, lengths_ptr,  # [B, capacity / PAGE] or None (page b is row b), [B]
     tiles_ptr,  # [B, N * (COLUMNS + N)], see `tail_tiles`; None: the nodes are a chain
-    positions_ptr, slopes_ptr,  # [B, N] by its stride, [H] or None
+    positions_ptr, slopes_ptr,  # [B, N] by its stride, as `slopes_of` reads
     parts_ptr, sums_ptr,  # float32 [B * Hkv, PARTS + spans, N * GROUP, Dv] and [B * Hkv, PARTS + spans, 2, N * GROUP]
     stride_qb, stride_qh, stride_qn, stride_p, nodes, capacity, spans,
-    inner, outer,  # factors of the scores inside and outside tanh
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
-    CHUNK: tl.constexpr, FIRST: tl.constexpr, MOST: tl.constexpr, PARTS: tl.constexpr, PER_TILE: tl.constexpr,
-    COLUMNS: tl.constexpr, PAGE: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr, WHOLE: tl.constexpr,
+    inner, outer, stride_s,  # factors of the scores inside tanh, or None, and outside; the stride of nodes in slopes
+    DISTANCES: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, FIRST: tl.constexpr, MOST: tl.constexpr, PARTS: tl.constexpr,
+    PER_TILE: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Partial softmaxes of tail tiles into the first PARTS parts, and of spans into the others, the last span first.
 
@@ -380,7 +363,7 @@ def tree_kernel(
     if scales_ptr is not None:
         scales_ptr += first * 2
     if slopes_ptr is not None:
-        slopes_ptr += kv_head * GROUP
+        slopes_ptr += batch * nodes * stride_s + kv_head * GROUP * DISTANCES
 
     # Attend to a tail, to a span, or to all spans.
     part = pair * (PARTS + spans)
@@ -388,20 +371,21 @@ def tree_kernel(
         _attend_to_tail(
             q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, path_ptr, positions_ptr, slopes_ptr,
             parts_ptr, sums_ptr, stride_qh, stride_qn, nodes, length, capacity, edge, part, tail, column, inner, outer,
-            SOFTCAP, WINDOW, GROUP, BLOCK_M, CHUNK, PARTS, PER_TILE, COLUMNS, KV_HEADS, PAGE, DK, BLOCK_DK, DV,
-            BLOCK_DV, PRECISION, EARLY,
+            stride_s, DISTANCES, WINDOW, GROUP, BLOCK_M, CHUNK, PARTS, PER_TILE, COLUMNS, KV_HEADS, PAGE, DK,
+            BLOCK_DK, DV, BLOCK_DV, PRECISION, EARLY,
         )  # fmt: skip
     elif not WHOLE:
         program -= tails
         _attend_to_span(
             q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, positions_ptr, slopes_ptr, parts_ptr,
             sums_ptr, stride_qh, stride_qn, nodes, length, edge, part + PARTS, program // row_tiles,
-            program % row_tiles, column, inner, outer, SOFTCAP, WINDOW, GROUP, BLOCK_M, CHUNK, FIRST, MOST, KV_HEADS,
-            PAGE, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION, EARLY,
+            program % row_tiles, column, inner, outer, stride_s, DISTANCES, WINDOW, GROUP, BLOCK_M, CHUNK,
+            FIRST, MOST, KV_HEADS, PAGE, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION, EARLY,
         )  # fmt: skip
     elif tail < 0:
         _attend_to_all_slots(
             q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, positions_ptr, slopes_ptr, parts_ptr,
-            sums_ptr, stride_qh, stride_qn, nodes, length, edge, part + PARTS, program, column, inner, outer, SOFTCAP,
-            WINDOW, GROUP, BLOCK_M, CHUNK, FIRST, MOST, KV_HEADS, PAGE, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION, EARLY,
+            sums_ptr, stride_qh, stride_qn, nodes, length, edge, part + PARTS, program, column, inner, outer,
+            stride_s, DISTANCES, WINDOW, GROUP, BLOCK_M, CHUNK, FIRST, MOST, KV_HEADS, PAGE, DK, BLOCK_DK, DV,
+            BLOCK_DV, PRECISION, EARLY,
         )  # fmt: skip

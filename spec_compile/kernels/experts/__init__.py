@@ -68,8 +68,8 @@ PRODUCTS = UP, DOWN, TO_STREAM
 
 
 def parts_of(node: fx.Node) -> list[fx.Node]:
-    """The parts of the weights of a product of experts."""
-    return node.args[-2]
+    """The parts of the weights of a product of experts, where they are held if the product reads copies of them."""
+    return [part if part.op == "get_attr" else part.all_input_nodes[0] for part in node.args[-2]]
 
 
 def _product(x: Tensor, ids: Tensor, parts: list[Tensor], layout: ExpertFormat) -> Tensor:

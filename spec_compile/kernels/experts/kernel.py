@@ -28,15 +28,6 @@ from .mxfp4_kernel import multiply_mxfp4
 
 
 @triton.jit
-def of_expert(weight, expert, stride, scale_stride):
-    """The weights of an expert, of a `Matrix` of all experts. stride, scale_stride: from one expert to the next."""
-    scales = weight.scales
-    if scales is not None:
-        scales += expert.to(tl.int64) * scale_stride
-    return Matrix(weight.data + expert.to(tl.int64) * stride, scales, weight.stride)
-
-
-@triton.jit
 def weight_rows(tile, outputs, SPLIT: tl.constexpr, BLOCK_O: tl.constexpr):
     """The outputs [BLOCK_O] of a tile; numbers from `outputs` on do not exist.
 
@@ -255,7 +246,10 @@ def experts_kernel(
         wait_for_kernel_before()
         let_next_kernel_begin(0, 0)
     expert, count = expert_of(ids_ptr, slot, pairs, BY_PAIR, ONE_TOKEN, CHUNK, FIRST, HELD)
-    weight = of_expert(weight, expert, stride_e, scale_stride)
+    scales = weight.scales  # not in a function of the kernel: Triton 3.6 lets none return None
+    if scales is not None:
+        scales += expert.to(tl.int64) * scale_stride
+    weight = Matrix(weight.data + expert.to(tl.int64) * stride_e, scales, weight.stride)
     if EARLY and DOWN and not TRANSPOSED:
         _fetch_first_tiles(
             weight.data + first_column // (8 if MXFP4 else 1), tl.minimum(o, outputs - 1), weight.stride,

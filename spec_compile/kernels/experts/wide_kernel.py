@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..linear.product import Matrix
 from ..primitives import addresses, let_next_kernel_begin, wait_for_kernel_before
-from .kernel import combine, finish, gated, of_expert, product, store_pairs, weight_rows, with_bias
+from .kernel import combine, finish, gated, product, store_pairs, weight_rows, with_bias
 
 
 @triton.jit
@@ -81,7 +82,10 @@ def wide_experts_kernel(
             row = expert * outputs + tile * BLOCK_O
             acc, _ = _multiply(weight, x, row, 0, pair // TOP, inputs, BLOCK_O, BLOCK_K, EVEN, False)
         else:
-            weight = of_expert(weight, expert, stride_e, scale_stride)
+            scales = weight.scales
+            if scales is not None:
+                scales += expert.to(tl.int64) * scale_stride
+            weight = Matrix(weight.data + expert.to(tl.int64) * stride_e, scales, weight.stride)
             share = tl.cdiv(tl.cdiv(inputs, BLOCK_K), PARTS) * BLOCK_K  # columns of a part
             acc = product(
                 weight, x, o, pair // TOP, valid, 0, inputs, share, x_rows, outputs, inputs, BLOCK_K, EVEN, TRANSPOSED,

@@ -4,14 +4,16 @@ import inspect
 import itertools
 import warnings
 
+import media_models
 import pytest
 import torch
-from media_models import COLUMNS, NAMES, PICTURE, SOUND, fast, has_sounds, inputs, model
+from media_models import COLUMNS, NAMES, PICTURE, SOUND, fast, features, has_sounds, inputs, model
 from models import speculate_captured
 from picture_models import START, VIDEO
 
-from spec_compile.capture.admit import READERS, reads_pictures
+from spec_compile.capture.admit import reads_pictures
 from spec_compile.compat import CACHE
+from spec_compile.contrib.pictures import READERS
 
 OFTEN = {"Qwen3_5", "Idefics3", "Exaone4_5_", "Voxtral"}
 CASES = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
@@ -19,8 +21,6 @@ COUNTS = {"nothing": (0,), "one": (1,), "two": (2,), "padding on the left": (2, 
 MARKED = {"Qwen3_5", "Qwen3_5Moe", "Cosmos3Omni", "CohereCompass"}
 VIDEOS = sorted(MARKED | {"MiniMaxM3Sparse", "Lfm3Vl", "Exaone4_5_", "HyperCLOVAXVisionV2"})
 NEW = 32
-UNCHECKED = {"Qwen2Audio", "Qwen2_5OmniThinker", "Qwen3OmniMoeThinker"}
-"""Classes of which transformers takes sounds without a place, or fails with another error."""
 
 
 def both(name, arguments, new=NEW):
@@ -47,17 +47,16 @@ def test_the_same_tokens_in_fewer_rounds(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_another_picture_another_answer_and_one_too_many(name):
-    """The model's own error, and the next call is as if there had been none."""
+    """The model's own error or ours, and the next call is as if there had been none."""
     arguments = inputs(name)
     want, first = both(name, arguments)
-    key = "input_features" if has_sounds(name) else "pixel_values"
+    key = features(name)
     other = arguments | {key: 2 * arguments[key].flip(-1) + 1}
     assert not torch.equal(first, both(name, other)[1])
     ids = arguments["input_ids"]
     lacking = ids.masked_fill(ids == (SOUND if has_sounds(name) else PICTURE), 5)
-    if name not in UNCHECKED:
-        with pytest.raises(ValueError, match=r"(?i)image|audio|multimodal"):
-            fast(name).generate(**arguments | {"input_ids": lacking}, max_new_tokens=4)
+    with pytest.raises(ValueError, match=r"(?i)image|audio|multimodal"):
+        fast(name).generate(**arguments | {"input_ids": lacking}, max_new_tokens=4)
     assert torch.equal(both(name, arguments)[1], want)
 
 
@@ -109,10 +108,27 @@ def test_pictures_of_models_that_hear(name, rows):
     assert torch.equal(want, got)
 
 
+@pytest.mark.slow
+def test_a_cache_whose_layers_share_keys_goes_in_and_out():
+    """Of four layers of Gemma 4 the last two read the keys and values of the first two."""
+    arguments, sequences = inputs("Gemma4", (1, 2)), []
+    mask, asked = arguments["attention_mask"], dict(max_new_tokens=12, do_sample=False)
+    for each in (model("Gemma4"), fast("Gemma4")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            first = each.generate(**arguments, **asked, return_dict_in_generate=True)
+            assert [layer.keys is not None for layer in first[CACHE].layers][:2] == [True, True]
+            added = torch.cat([first.sequences, torch.arange(3, 13).view(2, 5)], dim=1)
+            seen = torch.nn.functional.pad(mask, (0, added.shape[1] - mask.shape[1]), value=1)
+            second = each.generate(input_ids=added, attention_mask=seen, **{CACHE: first[CACHE]}, **asked)
+        sequences.append((first.sequences, second))
+    assert torch.equal(sequences[0][0], sequences[1][0]) and torch.equal(sequences[0][1], sequences[1][1])
+
+
 def test_every_class_that_reads_pictures_is_tried():
     import picture_models
 
-    assert READERS == {*NAMES, *picture_models.NAMES}
+    assert READERS == {*media_models._MODELS, *picture_models.NAMES}
 
 
 def test_a_model_of_sounds_reads_no_pictures():
