@@ -142,6 +142,21 @@ def known_flags(command: str) -> list[str]:
     return [flag for parameter in parameters for flag in parameter.opts]
 
 
+def test_the_flags_and_options_that_replace_others_exist():
+    """Each cell on the right of the page for those who come from another server: its flags and options."""
+    page = (DOCS / "coming_from.md").read_text().replace("\\|", "")
+    cells = [line.strip("|").split(" | ")[1] for line in page.splitlines() if line.startswith("| ") and "`" in line]
+    codes = [code for cell in cells[1:] for code in re.findall("`([^`]+)`", cell) if "launch_server" not in code]
+    serve = get_command(cli.application).commands["serve"]
+    flags = {flag for parameter in serve.params for flag in parameter.opts}
+    named = {flag for code in codes for flag in re.findall(r"--[a-z][\w-]+", code)}
+    assert len(named) >= 20 and named <= flags
+    known = {field.name for cls in [Options, *(each.options for each in ALGORITHMS.values())]
+             for field in dataclasses.fields(cls)}  # fmt: skip
+    values = {name for code in codes for name in re.findall(r"(\w+): ", code)} - {"generation_config"}
+    assert len(values) >= 8 and values <= known
+
+
 def test_the_options_are_those_of_the_dataclasses():
     assert options_page.PAGE.read_text() == options_page.render(), "run python docs/options.py --write"
 
@@ -197,8 +212,8 @@ def test_the_layout_is_that_of_the_levels():
 
 def test_the_readme_is_short():
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 120 and len(text.split()) <= 1000
-    parts = ("```python", "docs/chart.svg", "pip install", "| --- |", "## How it works", "## What is refused")
+    assert len(text.splitlines()) <= 120 and len(text.split()) <= 700
+    parts = ("docs/demo.svg", "```python", "pip install", "| --- |", "## How it works", "## What is refused")
     assert sorted(parts, key=text.index) == list(parts)
 
 

@@ -3,7 +3,10 @@
 import ast
 import fnmatch
 import functools
+import json
 import re
+import shutil
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -115,6 +118,37 @@ def test_a_wheel_has_the_model_of_the_demo():
     assert {*names.split()} == model - {"training.json"} | {"README.md"}
     assert ROOT / target == demo.PACKAGE / "demo_model" and not (ROOT / target).exists()
     assert demo.demo_model() == ROOT / folder
+
+
+def instructions(file: Path) -> list[tuple[str, str]]:
+    """(name, arguments) of each instruction of a Dockerfile, continued lines joined."""
+    lines = [line for line in file.read_text().splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    return [tuple(line.split(maxsplit=1)) for line in "\n".join(lines).replace("\\\n", " ").splitlines()]
+
+
+def test_the_dockerfile():
+    """It serves as a user without rights, copies from its stages, and takes the package's versions of torch."""
+    steps = instructions(ROOT / "Dockerfile")
+    names = [name for name, _ in steps]
+    assert set(names) <= {"ARG", "FROM", "RUN", "COPY", "ENV", "USER", "VOLUME", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT"}
+    stages = [words.split() for name, words in steps if name == "FROM"]
+    known = [words[2] for words in stages if "AS" in words]
+    assert all(words[0] in ("${BASE}", *known) for words in stages)
+    assert {match[1] for _, words in steps if (match := re.match(r"--from=(\w+)", words))} <= set(known)
+    assert [words for name, words in steps if name == "USER"] == ["server"]
+    assert names.index("USER") < names.index("ENTRYPOINT") == len(names) - 1
+    assert json.loads(steps[-1][1])[:4] == ["python", "-m", "spec_compile", "serve"]
+    torch = next(each for each in PROJECT["dependencies"] if each.startswith("torch>"))
+    assert sum(f'"{torch}"' in words for _, words in steps) == 1
+
+
+@pytest.mark.slow
+def test_the_image_builds_and_starts():
+    if not shutil.which("docker") or subprocess.run(["docker", "info"], capture_output=True, check=False).returncode:
+        pytest.skip("no Docker that runs")
+    subprocess.run(["docker", "build", "-t", "spec_compile:test", ROOT], check=True)
+    run = ["docker", "run", "--rm", "spec_compile:test", "--help"]
+    assert "--slots" in subprocess.run(run, capture_output=True, text=True, check=True).stdout
 
 
 def test_a_tree_without_its_extension_says_how_to_build_it(monkeypatch):
