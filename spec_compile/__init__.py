@@ -20,7 +20,7 @@ __all__ = [
     "NgramTrie", "Speculation", "Stats", "ThinkingBudget", "UnsupportedModelError", "audit", "dump", "load_gguf",
     "load_mxfp4", "speculate", "train_draft", "train_while_serving",
 ]  # fmt: skip
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 _SIDES = {
     "audit": "tools.audit", "dump": "tools.explain", "train_draft": "train", "train_while_serving": "train"
 }  # fmt: skip

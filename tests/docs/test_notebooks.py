@@ -110,3 +110,9 @@ def test_both_notebooks_have_the_same_code():
     for one, other in zip(colab, local, strict=True):
         assert one["id"] == other["id"] and (tag(one) in OF_ONE or one["source"] == other["source"])
     assert json.loads(NOTEBOOKS[0].read_text())["metadata"]["colab"]["gpuType"] == "T4"
+
+
+def test_the_badges_open_the_notebook_itself():
+    title = "".join(json.loads(NOTEBOOKS[0].read_text())["cells"][0]["source"])
+    opened = re.findall(r"\]\(https://(\w+)\.\S+/OWNER/spec_compile/blob/main/(\S+)\)", title)
+    assert opened == [(site, str(NOTEBOOKS[0].relative_to(ROOT))) for site in ("colab", "kaggle")]
