@@ -12,6 +12,7 @@ One CUDA graph has the work of all devices. Its capture forks to another device 
 """
 
 import functools
+import operator
 import threading
 import weakref
 from collections import Counter
@@ -288,6 +289,8 @@ def _homes(graph: ModelGraph) -> dict[fx.Node, str]:
             home |= {} if device is None else {node: device}
         elif weights:  # a product may add and norm for the next layer
             home[node] = weights.most_common(1)[0][0]
+        elif node.target is operator.getitem and node.args[0].op != "placeholder" and node.args[0] in home:
+            home[node] = home[node.args[0]]
         elif "device" in node.meta:
             home[node] = node.meta["device"]
         elif node.args and getattr(node.args[0], "target", None) == "cache" and node.args[0].op == "placeholder":

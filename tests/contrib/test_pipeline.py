@@ -8,12 +8,15 @@ import models
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from toy_graphs import prefix_then_chunk
 
 from spec_compile import passes, speculate
 from spec_compile.capture.trace import capture
 from spec_compile.contrib import pipeline
 from spec_compile.errors import UnsupportedModelError
 from spec_compile.graph import calls, layer_of
+from spec_compile.kernels import linear
+from spec_compile.passes.fuse_norms import fuse_residuals
 
 QUICK = dict(compile=False, check=False)
 FIRST, SECOND, THIRD = "cuda:0", "cuda:1", "cuda:2"
@@ -196,6 +199,27 @@ def on_two(net):
 def answers_on_gpus(net):
     rows, *batch = models.prompts()
     return answer(net, rows[0].cuda()), answer(net, *(each.cuda() for each in batch))
+
+
+def note_devices(graph, settings):
+    """Note the device of weights that were merged, which on a GPU they have themselves."""
+    for node in graph.gm.graph.find_nodes(op="get_attr"):
+        layers = [number for number in map(layer_of, node.users) if number is not None]
+        if layers and "device" not in node.meta:
+            node.meta["device"] = HALVES[layers[0]]
+    return ""
+
+
+@pytest.mark.parametrize("without", [[], [fuse_residuals]], ids=["joined to products", "by themselves"])
+def test_kernels_of_a_gpu_read_what_moves(half_on_gpu, monkeypatch, without):
+    """An addition to the stream with the next layer's norm is one op. Its results move one by one."""
+    monkeypatch.setattr(linear, "choose", lambda weight, few_rows: linear.SKINNY_GEMM)
+    monkeypatch.setattr(pipeline, "refuse_others", lambda graph, settings: None)
+    net, steps = small().to(torch.bfloat16), [step for step in passes.PIPELINE if step not in without]
+    steps.insert(steps.index(pipeline.put_moves), note_devices)
+    one, several = (capture(each) for each in (net, pipeline.in_place(net, places(HALVES))))
+    want, got = (prefix_then_chunk(passes.run(each, passes.Settings(), steps).gm, one) for each in (one, several))
+    assert all(torch.equal(x, y) for x, y in zip(want, got, strict=True))
 
 
 @pytest.mark.gpu
