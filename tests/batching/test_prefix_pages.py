@@ -67,14 +67,14 @@ class FakeRows:
 class FakeSequence:
     """A text with its pages; `length` of its tokens have keys and values."""
 
-    has_pictures = needs_scores = scores_prompt = False
+    needs_scores = scores_prompt = False
     is_whole = True
     row, weights = 0, -1
 
     def __init__(self, text, scope=b"", client="", **fields):
-        self.text = self.prompt = text
+        self.text = self.prompt = self.keys = text
         self.length, self.scope, self.pages = len(text) - 1, scope, []
-        self.request = SimpleNamespace(client=client)
+        self.request = SimpleNamespace(client=client, process=None)
         vars(self).update(fields)
 
 
@@ -332,9 +332,9 @@ def test_scopes_and_other_weights_share_nothing():
 def test_pictures_and_scores_need_all_tokens():
     cache, pages, rows = make()
     text = [*range(200)]
-    serve(cache, pages, rows, text, has_pictures=True)
+    serve(cache, pages, rows, text, keys=None)
     assert serve(cache, pages, rows, text) == 0
-    assert serve(cache, pages, rows, text, has_pictures=True) == 0
+    assert serve(cache, pages, rows, text, keys=None) == 0
     assert serve(cache, pages, rows, text, needs_scores=True) == 0
     assert serve(cache, pages, rows, text) == 199
 

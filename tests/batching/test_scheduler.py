@@ -274,13 +274,13 @@ def test_nothing_is_kept_of_a_request_that_fails_before_its_prompt(monkeypatch):
     manager, run = stopped(fast(), max_requests_per_batch=2)
     manager.add_request(LONG[:200], "first", max_new_tokens=2, eos_token_id=-1)
     run()
-    kept, begin = len(manager.scheduler.prefixes._blocks), manager.scheduler.prefill._begin
+    kept, begin = len(manager.scheduler.prefixes._blocks), manager.scheduler.prefill.begin
 
     def fail(*arguments, **numbers):
         begin(*arguments, **numbers)
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(manager.scheduler.prefill, "_begin", fail)
+    monkeypatch.setattr(manager.scheduler.prefill, "begin", fail)
     manager.add_request(LONG[10:210], "second", max_new_tokens=2, eos_token_id=-1)
     assert run()["second"].error == "no memory" and len(manager.scheduler.prefixes._blocks) == kept
     manager.destroy()

@@ -17,6 +17,8 @@ from spec_compile.kernels.linear import QUANTISED
 from spec_compile.parallel.slices import Slices
 from spec_compile.passes.products import Share, check, product_of
 from spec_compile.passes.products import share_of as product_share_of
+from spec_compile.passes.shard import shard
+from spec_compile.passes.tidy import tidy
 from spec_compile.quantised.compressed_tensors import PerTensor
 from spec_compile.quantised.rows import W4A8
 
@@ -104,7 +106,7 @@ def formats(graph, size, option):
     """The formats of the products of experts of the first of several ranks."""
     ranks = SimpleNamespace(rank=0, size=size, name="nobody", slices=Slices(0, size))
     settings = passes.Settings(ranks=ranks, expert_parallel=option)
-    gm = passes.run(graph, settings, passes.PIPELINE[:2]).gm
+    gm = passes.run(graph, settings, [tidy, shard]).gm
     return [experts.format_of(node.args[-1]) for node in calls(gm, experts.UP) + calls(gm, experts.DOWN)]
 
 
