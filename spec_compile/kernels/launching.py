@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat import tensors_in
-
 CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _here = threading.local()
 
@@ -70,7 +68,8 @@ def on_gpu(op: torch.library.CustomOpDef) -> Callable[[Callable], Callable]:
         def run(*arguments, **named):
             if are_plain():
                 return op._opoverload.redispatch(CPU, *arguments, **named)
-            with torch.cuda.device_of(tensors_in([*arguments, *named.values()])[0]):
+            first = next(each for each in (*arguments, *named.values()) if isinstance(each, Tensor))
+            with torch.cuda.device_of(first):  # a model may be on several
                 return launch(*arguments, **named)
 
         op.register_kernel("cuda")(run)

@@ -78,6 +78,7 @@ def test_many_requests():
         assert output.generated_tokens == expected[0, len(text) :].tolist()
 
 
+@pytest.mark.slow
 def test_a_capture_by_kinds_is_the_same():
     """Most of the layers repeat one that was traced."""
     changes = dict(num_hidden_layers=16, local_layer_ids=[*range(1, 16)], mlp_layer_types=["dense"] * 16)

@@ -107,6 +107,7 @@ def run(model, **options):
 # --- drafts over the same source
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", ["whole", "other", "lone"])
 def test_a_draft_attends_to_the_source(kind):
     fast = drafted("bart", kind)
@@ -182,6 +183,7 @@ SOUNDS = {
 of timestamps, which decide most tokens of random models."""
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("short", "whole"), ("detected", "lone"), ("timestamps", "other"), ("long", "other"), ("conditioned", "lone")],
@@ -194,6 +196,7 @@ def test_sounds(name, kind):
         assert torch.equal(target("transcriber").generate(**given), answer) and length > least
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("short", "other"), ("detected", "lone"), ("timestamps", "whole"), ("long", "lone"), ("conditioned", "other")],

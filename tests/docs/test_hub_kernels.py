@@ -111,9 +111,9 @@ print("done")
 
 
 def test_the_hub_s_library_loads_it(repository, tmp_path):
-    pytest.importorskip("kernels")
-    import kernels
-
+    kernels = pytest.importorskip("kernels")
+    if not hasattr(kernels, "get_local_kernel"):
+        pytest.skip("this is the folder tests/kernels, not the library")
     module = kernels.get_local_kernel(repository / "build")
     folder = repository / "build" / f"torch-{'cuda' if '_cuda_' in module.__name__ else 'cpu'}"
     assert Path(module.__file__) == folder / "__init__.py"

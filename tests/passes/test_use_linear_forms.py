@@ -5,18 +5,21 @@ import torch
 from cpu_levels import NEEDS_KERNEL
 from toy_graphs import LINEAR, Rewritten, example, toy
 
-from spec_compile.kernels.linear.cpu_gemm import SUPPORTED, cpu_linear, transposed_linear
+from spec_compile.kernels.linear import cpu_gemm
+from spec_compile.kernels.linear.cpu_gemm import cpu_linear, transposed_linear
 from spec_compile.passes.linears import use_linear_forms
 
 
 @NEEDS_KERNEL
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_few_rows_take_their_form(dtype, bias, narrow_or_best):
-    """Where the kernel is faster than a library. AMX has a form of its own, for bfloat16."""
+@pytest.mark.parametrize("amx", [False, True])
+def test_few_rows_take_their_form(dtype, bias, amx, narrow_or_best, monkeypatch):
+    """Where the kernel is faster than a library. AMX has another form, for bfloat16."""
+    monkeypatch.setattr(cpu_gemm, "SUPPORTED", amx)
     _, graph = toy(dict(bias=bias), dict(bias=bias))
     graph.gm.to(dtype)
-    result, is_transposed = Rewritten(graph, use_linear_forms), SUPPORTED and dtype == torch.bfloat16
+    result, is_transposed = Rewritten(graph, use_linear_forms), amx and dtype == torch.bfloat16
     (before, left), (_, changed) = (
         result.count(LINEAR),
         result.count(transposed_linear if is_transposed else cpu_linear),
