@@ -26,7 +26,7 @@ FEATURES = tiny.AUDIO["num_mel_bins"]
 def pair(family):
     """A model and its speculative version."""
     model = tiny.transcriber(std=0.2) if family == "transcriber" else tiny.BUILDERS[family]()
-    return model, spec_compile.speculate(model, compile=False, cache=False)
+    return model, spec_compile.speculate(model, compile=False, cache=False, adaptive=False)
 
 
 def answers(family, aside="", **options):

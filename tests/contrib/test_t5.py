@@ -21,7 +21,7 @@ FAR = 60
 def pair(family):
     """A model and its speculative version."""
     model = tiny.build(family)
-    return model, spec_compile.speculate(model, compile=False, cache=False)
+    return model, spec_compile.speculate(model, compile=False, cache=False, adaptive=False)
 
 
 @pytest.mark.parametrize("family", ["t5", "umt5", "longt5"])
@@ -52,7 +52,7 @@ def test_a_biased_model_answers_in_another_way_without_its_biases():
 
 def test_biases_that_change_are_followed():
     model = tiny.build("umt5")
-    fast = spec_compile.speculate(model, compile=False, cache=False)
+    fast = spec_compile.speculate(model, compile=False, cache=False, adaptive=False)
     options = tiny.sources("umt5", 2) | dict(max_new_tokens=FAR)
     before = fast.generate(**options)
     with torch.no_grad():
@@ -75,7 +75,7 @@ def test_prompts_of_the_decoder(padded):
 def test_draws_have_the_distribution_of_the_model():
     vocab = 6
     model = tiny.build("t5", vocab_size=vocab, std=0.15)
-    fast = spec_compile.speculate(model, compile=False, cache=False)
+    fast = spec_compile.speculate(model, compile=False, cache=False, adaptive=False)
     source = torch.tensor([[3, 4, 5, 4, 3, 5]])
 
     def conditional(texts):
@@ -99,7 +99,7 @@ def test_16_bits(dtype):
         for name, part in model.named_modules():
             if name.endswith(".wo"):
                 part.float()
-    fast = spec_compile.speculate(model, compile=False, cache=False)
+    fast = spec_compile.speculate(model, compile=False, cache=False, adaptive=False)
     options = tiny.sources("flan_t5", 2) | dict(max_new_tokens=20)
     answers = [fast.generate(**options, speculation=speculation) for speculation in (None, False)]
     assert answers[0].shape == answers[1].shape and (answers[0] == answers[1]).float().mean() > 0.5
@@ -121,7 +121,7 @@ def test_music():
     models._randomise(model, torch.Generator().manual_seed(0), std=0.3, embed=0.25)
     own = dict(max_length=None, eos_token_id=None, composer_to_feature_token={"composer1": 90})
     vars(model.generation_config).update(own)
-    fast = spec_compile.speculate(model, compile=False, cache=False)
+    fast = spec_compile.speculate(model, compile=False, cache=False, adaptive=False)
     features = torch.randn(2, 20, config.d_model, generator=torch.Generator().manual_seed(0))
     options = dict(input_features=features, max_new_tokens=FAR)
     assert torch.equal(model.generate(**options), fast.generate(**options))
